@@ -1,0 +1,1 @@
+"""The log: topics, codec, Kafka client, in-memory log, embedded broker and artifact store."""

@@ -1,0 +1,188 @@
+"""The event log as the rest of rollstream sees it: records, positions, and three small protocols.
+
+Implemented by `kafka_log.KafkaLog` and `memory_log.MemoryLog` under one contract suite. Topics are named by
+their short names (keys of `rollstream.schemas.topics.TOPICS`).
+"""
+
+import zlib
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+from rollstream.schemas.base import Event
+
+Headers = tuple[tuple[str, bytes], ...]
+
+
+class TopicPartition(NamedTuple):
+    """One partition of a topic, by short name."""
+
+    topic: str
+    partition: int
+
+
+class Position(NamedTuple):
+    """Where a record lies."""
+
+    topic: str
+    partition: int
+    offset: int
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """One raw record."""
+
+    topic: str
+    partition: int
+    offset: int
+    key: bytes | None
+    value: bytes | None
+    headers: Headers
+    timestamp_ms: int
+
+    @property
+    def position(self) -> Position:
+        """Topic, partition and offset."""
+        return Position(self.topic, self.partition, self.offset)
+
+
+class Received(NamedTuple):
+    """A decoded record: what a fold is given."""
+
+    event: Event
+    digest: str
+    """Content digest (sha256, hex) of the event."""
+    position: Position
+    timestamp_ms: int
+    """The record's timestamp (CreateTime, wall clock of the writer); decides nothing."""
+
+
+OnPartitions = Callable[[set[TopicPartition]], Awaitable[None]]
+
+
+class LogReader(Protocol):
+    """Reads given partitions from given offsets; keeps its place in memory only."""
+
+    async def poll(self, *, timeout_s: float = 1.0, max_records: int = 10_000) -> list[Record]:
+        """Next records, at most `max_records`; empty after `timeout_s` without any. Order holds in a partition.
+
+        Raises TruncatedError when the offset asked for is gone.
+        """
+        ...
+
+    def position(self, where: TopicPartition) -> int:
+        """Offset of the next record to be read."""
+        ...
+
+    def seek(self, where: TopicPartition, offset: int) -> None:
+        """Read on from `offset`."""
+        ...
+
+    async def close(self) -> None:
+        """Let go of the connection."""
+        ...
+
+
+class GroupReader(Protocol):
+    """A member of a consumer group: partitions come and go, commits are explicit."""
+
+    async def poll(self, *, timeout_s: float = 1.0, max_records: int = 1000) -> list[Record]:
+        """As LogReader.poll, for the partitions assigned at the time."""
+        ...
+
+    def assigned(self) -> set[TopicPartition]:
+        """Partitions that this member owns now."""
+        ...
+
+    def seek(self, where: TopicPartition, offset: int) -> None:
+        """Read on from `offset`; only inside `on_assigned` or while assigned."""
+        ...
+
+    async def committed(self, where: TopicPartition) -> int | None:
+        """The group's committed offset of a partition, None if it has none."""
+        ...
+
+    async def commit(self, offsets: Mapping[TopicPartition, int]) -> None:
+        """Commit next offsets. Raises FencedError if a partition is no longer this member's."""
+        ...
+
+    async def close(self) -> None:
+        """Leave the group."""
+        ...
+
+
+class EventLog(Protocol):
+    """An append-only log of events in partitioned topics."""
+
+    async def start(self) -> None:
+        """Connect. Raises LogError naming the address if no broker answers."""
+        ...
+
+    async def close(self) -> None:
+        """Flush and disconnect."""
+        ...
+
+    async def ensure_topics(self, *, num_partitions: int) -> None:
+        """Create missing topics, check the others. Raises TopicError naming topic, found and wanted."""
+        ...
+
+    async def num_partitions(self, topic: str) -> int:
+        """Partition count of a topic."""
+        ...
+
+    async def send(self, event: Event, *, partition: int | None = None) -> Position:
+        """Append one event; returns once all replicas have it. Default partition: `partition_of(key)`."""
+        ...
+
+    async def send_all(self, events: Sequence[Event]) -> list[Position]:
+        """Append events in order (per partition); returns once all are acknowledged."""
+        ...
+
+    async def send_raw(
+        self,
+        topic: str,
+        *,
+        key: bytes | None,
+        value: bytes | None,
+        headers: Headers = (),
+        partition: int | None = None,
+    ) -> Position:
+        """Append a raw record, acknowledged by all replicas."""
+        ...
+
+    async def begin_offsets(self, topic: str) -> dict[int, int]:
+        """Oldest kept offset by partition."""
+        ...
+
+    async def end_offsets(self, topic: str) -> dict[int, int]:
+        """Offset after the newest record by partition."""
+        ...
+
+    async def reader(self, start: Mapping[TopicPartition, int]) -> LogReader:
+        """A reader of the given partitions from the given offsets (-1: the oldest kept)."""
+        ...
+
+    async def group_reader(
+        self,
+        group: str,
+        topics: Iterable[str],
+        *,
+        on_assigned: OnPartitions | None = None,
+        on_revoked: OnPartitions | None = None,
+    ) -> GroupReader:
+        """Join a consumer group. Without a commit a partition is read from its oldest kept offset."""
+        ...
+
+    async def fetch(self, positions: Iterable[Position]) -> list[Record]:
+        """The records at the given positions, in the order given. Raises TruncatedError if one is gone."""
+        ...
+
+    async def cluster_id(self) -> str:
+        """Identity of the cluster."""
+        ...
+
+
+def partition_of(key: str, num_partitions: int) -> int:
+    """The one partitioner: CRC-32 of the UTF-8 key, modulo the partition count."""
+    return zlib.crc32(key.encode()) % num_partitions

@@ -1,0 +1,1 @@
+"""What a user touches: configuration, registry, trainer, supervisor, command line."""

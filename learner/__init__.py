@@ -1,0 +1,1 @@
+"""Batches in, weight versions out: collate, losses, step, checkpoint, worker."""

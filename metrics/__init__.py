@@ -1,0 +1,1 @@
+"""Every topic into DuckDB: projection, SQL service, plots."""

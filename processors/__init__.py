@@ -1,0 +1,1 @@
+"""Steps in, batch manifests out: pure folds and their thin Faust host."""

@@ -1,0 +1,1 @@
+"""Tasks in, steps out: environments, rewards, rollout engines and the rollout worker."""

@@ -1,0 +1,41 @@
+"""What every event has: a literal kind, a schema version, event time, and ids derived from what happened."""
+
+from typing import ClassVar
+
+from pydantic import BaseModel, ConfigDict, Field
+
+
+class Locator(BaseModel):
+    """Where a record lies in the log. Always outside digests: content decides equality, not place."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    partition: int = Field(ge=0)
+    offset: int = Field(ge=0)
+
+
+class Event(BaseModel):
+    """A past-tense fact. Frozen; unknown fields are forbidden.
+
+    `UNDIGESTED` names the top-level fields that are no content: times, durations, locators.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    TOPIC: ClassVar[str]
+    """Short name of the topic, a key of `rollstream.schemas.topics.TOPICS`."""
+    UNDIGESTED: ClassVar[frozenset[str]] = frozenset({"time_ms"})
+
+    run_id: str
+    time_ms: int = Field(ge=0)
+    """Event time; a derived event takes it from the event that caused it."""
+
+    @property
+    def event_id(self) -> str:
+        """Derived id: equal for every retry of the same fact."""
+        raise NotImplementedError
+
+    @property
+    def key(self) -> str:
+        """Partition key of the event's record."""
+        return self.run_id

@@ -1,0 +1,313 @@
+"""Events of the topics tasks, steps and trajectories: what was asked for, what happened, what came of it."""
+
+from typing import ClassVar, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, JsonValue
+
+from rollstream.schemas.base import Event
+from rollstream.schemas.settings import RolloutSettings
+
+Purpose = Literal["train", "validation"]
+Policy = Literal["model", "demonstration"]
+
+
+class _Value(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class GroupEvent(Event):
+    """An event of one group; its key is the group."""
+
+    group_id: str
+
+    @property
+    def key(self) -> str:
+        return self.group_id
+
+
+# ---- tasks ----
+
+
+class TaskRequested(GroupEvent):
+    """One example is to be rolled out `num_rollouts` times."""
+
+    TOPIC: ClassVar[str] = "tasks"
+    kind: Literal["task_requested"] = "task_requested"
+    v: Literal[1] = 1
+    example_id: str
+    job_id: str
+    epoch: int = Field(ge=0)
+    index: int = Field(ge=0)
+    """Task index in its epoch."""
+    purpose: Purpose = "train"
+    inputs: dict[str, JsonValue]
+    num_rollouts: int = Field(ge=1)
+    minimum: int = Field(ge=1)
+    """Fewest complete members of a viable group."""
+    seed: int
+    min_version: int = Field(ge=0)
+    """Producers hold the task until their engine is there."""
+    settings: RolloutSettings
+
+    @property
+    def event_id(self) -> str:
+        return f"task_requested:{self.group_id}"
+
+
+class TaskCancelled(GroupEvent):
+    """A task is no longer wanted; its group closes as cancelled."""
+
+    TOPIC: ClassVar[str] = "tasks"
+    kind: Literal["task_cancelled"] = "task_cancelled"
+    v: Literal[1] = 1
+    cause: str
+
+    @property
+    def event_id(self) -> str:
+        return f"task_cancelled:{self.group_id}"
+
+
+# ---- steps ----
+
+
+class GroupStarted(GroupEvent):
+    """First record of a group in its steps partition; only it opens a group.
+
+    `size` 0 with a `void_cause` opens and closes a group that can never run (cancelled, undecodable).
+    """
+
+    TOPIC: ClassVar[str] = "steps"
+    UNDIGESTED: ClassVar[frozenset[str]] = frozenset({"time_ms", "owner"})
+    kind: Literal["group_started"] = "group_started"
+    v: Literal[1] = 1
+    example_id: str
+    job_id: str
+    epoch: int = Field(ge=0)
+    index: int = Field(ge=0)
+    purpose: Purpose = "train"
+    policy: Policy = "model"
+    size: int = Field(ge=0)
+    minimum: int = Field(ge=0)
+    timeout_ms: int = Field(gt=0)
+    """After so much event time of the partition the group closes with what it has."""
+    seed: int
+    reward_weights: dict[str, FiniteFloat] = Field(default_factory=dict)
+    agents: dict[str, str] = Field(default_factory=dict)
+    void_cause: str | None = None
+    owner: str = ""
+
+    @property
+    def event_id(self) -> str:
+        return f"group_started:{self.group_id}"
+
+
+class RolloutEvent(GroupEvent):
+    """An event of one attempt."""
+
+    rollout_id: str
+
+
+class RolloutStarted(RolloutEvent):
+    """One attempt at one member of a group began."""
+
+    TOPIC: ClassVar[str] = "steps"
+    kind: Literal["rollout_started"] = "rollout_started"
+    v: Literal[1] = 1
+    member: int = Field(ge=0)
+    attempt: int = Field(ge=0)
+    seed: int
+
+    @property
+    def event_id(self) -> str:
+        return f"rollout_started:{self.rollout_id}"
+
+
+class Prefix(_Value):
+    """The part of a prompt that an earlier call of the same agent had: its prompt and completion, cut to `length`."""
+
+    step_index: int = Field(ge=0)
+    length: int = Field(ge=0)
+    sha256: str
+    """Of the int32 little-endian ids of the prefix."""
+
+
+class VersionSpan(_Value):
+    """So many consecutive completion tokens were sampled under one weight version."""
+
+    model_group: str
+    version: int = Field(ge=0)
+    length: int = Field(ge=0)
+
+
+class LLMCall(_Value):
+    """Token-exact record of one LLM call."""
+
+    prefix: Prefix | None = None
+    prompt_ids: str
+    """New prompt ids after the prefix (base64 int32)."""
+    completion_ids: str
+    """Sampled ids (base64 int32)."""
+    logprobs: str | None = None
+    """One log-probability a completion token, under the distribution it was sampled from (base64 float32)."""
+    spans: tuple[VersionSpan, ...] = ()
+    finish_reason: str = "stop"
+
+
+class FunctionAncestry(_Value):
+    """NAT's ancestry of the function that a step ran in."""
+
+    function_id: str
+    function_name: str
+    parent_id: str | None = None
+    parent_name: str | None = None
+
+
+class StepRecorded(RolloutEvent):
+    """One intermediate step: NAT's IntermediateStep fields, and for an LLM call its exact tokens."""
+
+    TOPIC: ClassVar[str] = "steps"
+    UNDIGESTED: ClassVar[frozenset[str]] = frozenset(
+        {"time_ms", "event_timestamp", "span_event_timestamp"}
+    )
+    kind: Literal["step_recorded"] = "step_recorded"
+    v: Literal[1] = 1
+    step_index: int = Field(ge=0)
+    agent: str
+    event_type: str
+    """NAT's event type: LLM_END, TOOL_END, ..."""
+    uuid: str
+    parent_id: str = "root"
+    function_ancestry: FunctionAncestry | None = None
+    framework: str | None = None
+    name: str | None = None
+    tags: tuple[str, ...] | None = None
+    metadata: dict[str, JsonValue] | None = None
+    data: dict[str, JsonValue] | None = None
+    """input, output, chunk, payload and what NAT allows beside them."""
+    usage_info: dict[str, JsonValue] | None = None
+    llm: LLMCall | None = None
+    event_timestamp: float | None = None
+    span_event_timestamp: float | None = None
+
+    @property
+    def event_id(self) -> str:
+        return f"step_recorded:{self.rollout_id}/s{self.step_index}"
+
+
+class RewardRecorded(RolloutEvent):
+    """One reward of a rollout, for a step or for the whole, for one agent or for all."""
+
+    TOPIC: ClassVar[str] = "steps"
+    kind: Literal["reward_recorded"] = "reward_recorded"
+    v: Literal[1] = 1
+    reward_index: int = Field(ge=0)
+    name: str
+    value: FiniteFloat
+    step_index: int | None = None
+    agent: str | None = None
+
+    @property
+    def event_id(self) -> str:
+        return f"reward_recorded:{self.rollout_id}/r{self.reward_index}"
+
+
+class RolloutEnded(RolloutEvent):
+    """An attempt came to its end; it is complete when all it counts is there and the digest agrees."""
+
+    TOPIC: ClassVar[str] = "steps"
+    kind: Literal["rollout_ended"] = "rollout_ended"
+    v: Literal[1] = 1
+    num_steps: int = Field(ge=0)
+    num_rewards: int = Field(ge=0)
+    digest: str
+    """Chained over the content digests of the steps by index, then of the rewards by index."""
+    stop_reason: str = "done"
+
+    @property
+    def event_id(self) -> str:
+        return f"rollout_ended:{self.rollout_id}"
+
+
+class RolloutFailed(RolloutEvent):
+    """An attempt failed. `is_final`: its member is not tried again."""
+
+    TOPIC: ClassVar[str] = "steps"
+    kind: Literal["rollout_failed"] = "rollout_failed"
+    v: Literal[1] = 1
+    cause: str
+    """environment_error, reward_error, engine_error, timeout, producer_lost, cancelled."""
+    message: str = ""
+    is_final: bool = False
+
+    @property
+    def event_id(self) -> str:
+        return f"rollout_failed:{self.rollout_id}"
+
+
+class Tick(Event):
+    """Event time of a steps partition passes, told by its owner's monotonic clock. `run_id` is empty."""
+
+    TOPIC: ClassVar[str] = "steps"
+    UNDIGESTED: ClassVar[frozenset[str]] = frozenset({"owner"})
+    kind: Literal["tick"] = "tick"
+    v: Literal[1] = 1
+    partition: int = Field(ge=0)
+    owner: str = ""
+
+    @property
+    def event_id(self) -> str:
+        return f"tick:{self.partition}/{self.time_ms}"
+
+
+# ---- trajectories ----
+
+
+class Completion(_Value):
+    """Where sampled tokens stand in a sequence, and which step and versions they come from."""
+
+    start: int = Field(ge=0)
+    length: int = Field(ge=0)
+    step_index: int = Field(ge=0)
+    spans: tuple[VersionSpan, ...] = ()
+
+
+class TokenSequence(_Value):
+    """One training sequence: LLM calls joined by their shared prefix.
+
+    Token ids (T,) and, for completion tokens only and in order, log-probabilities (sum of lengths,).
+    """
+
+    token_ids: str
+    logprobs: str | None = None
+    completions: tuple[Completion, ...]
+
+
+class TrajectoryAssembled(RolloutEvent):
+    """What one agent did in one rollout, token-exact, with its reward: the heavy payload, written once."""
+
+    TOPIC: ClassVar[str] = "trajectories"
+    kind: Literal["trajectory_assembled"] = "trajectory_assembled"
+    v: Literal[1] = 1
+    trajectory_id: str
+    agent: str
+    model_group: str
+    member: int
+    attempt: int
+    example_id: str
+    job_id: str
+    epoch: int
+    purpose: Purpose = "train"
+    policy: Policy = "model"
+    reward: FiniteFloat
+    """Weighted sum of the recorded rewards of this agent."""
+    rewards: dict[str, FiniteFloat] = Field(default_factory=dict)
+    step_rewards: dict[str, FiniteFloat] = Field(default_factory=dict)
+    """Weighted sum of the rewards recorded for a step, by step index."""
+    sequences: tuple[TokenSequence, ...]
+    num_steps: int
+    steps_digest: str
+    """The chained digest of RolloutEnded: names every step that this was made from."""
+
+    @property
+    def event_id(self) -> str:
+        return f"trajectory_assembled:{self.trajectory_id}"

@@ -1,0 +1,50 @@
+"""Identities, all derived from what happened, so that a retry repeats them. No randomness but `new_run_id`."""
+
+import hashlib
+import secrets
+
+
+def new_run_id(name: str) -> str:
+    """A fresh run id: the given name and six hex digits. The only id that is not derived."""
+    return f"{name}-{secrets.token_hex(3)}"
+
+
+def group_id(run_id: str, job: str, epoch: int, index: int) -> str:
+    """Id of the group (and of its task) at `index` of an epoch of a job."""
+    return f"{run_id}/{job}/e{epoch:05d}/t{index:05d}"
+
+
+def rollout_id(group: str, member: int, attempt: int) -> str:
+    """Id of one attempt at member `member` of a group."""
+    return f"{group}/m{member}/a{attempt}"
+
+
+def trajectory_id(rollout: str, agent: str) -> str:
+    """Id of what one agent did in one rollout."""
+    return f"{rollout}/{agent}"
+
+
+def job_id(run_id: str, name: str) -> str:
+    """Id of the job called `name` in a run."""
+    return f"{run_id}/{name}"
+
+
+def batch_id(job: str, index: int) -> str:
+    """Id of manifest `index` of a job; `job` is the job's id."""
+    return f"{job}/b{index:06d}"
+
+
+def model_group(run_id: str, name: str) -> str:
+    """Full name of a model group of a run."""
+    return f"{run_id}/{name}"
+
+
+def run_of(key: str) -> str:
+    """The run that a group, rollout, job or model group id belongs to."""
+    return key.split("/", 1)[0]
+
+
+def derive_seed(*parts: str | int) -> int:
+    """A 63-bit seed from its parts; equal parts give the equal seed on every machine."""
+    text = "\x1f".join(str(part) for part in parts)
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little") >> 1
