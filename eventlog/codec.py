@@ -20,8 +20,7 @@ UPCASTERS: dict[tuple[str, int], Callable[[dict[str, Any]], dict[str, Any]]] = {
 """(kind, old version) -> the content of the next version. Pure; a golden file of each old version stays."""
 
 _ALLOWED: dict[str, frozenset[str]] = {
-    topic: frozenset(kind for kind, event in KINDS.items() if topic == event.TOPIC)
-    for topic in TOPICS
+    topic: frozenset(kind for kind, event in KINDS.items() if topic == event.TOPIC) for topic in TOPICS
 }
 
 

@@ -166,9 +166,7 @@ class StepRecorded(RolloutEvent):
     """One intermediate step: NAT's IntermediateStep fields, and for an LLM call its exact tokens."""
 
     TOPIC: ClassVar[str] = "steps"
-    UNDIGESTED: ClassVar[frozenset[str]] = frozenset(
-        {"time_ms", "event_timestamp", "span_event_timestamp"}
-    )
+    UNDIGESTED: ClassVar[frozenset[str]] = frozenset({"time_ms", "event_timestamp", "span_event_timestamp"})
     kind: Literal["step_recorded"] = "step_recorded"
     v: Literal[1] = 1
     step_index: int = Field(ge=0)

@@ -14,7 +14,7 @@ def encode_ids(ids: Iterable[int]) -> str:
     return _encode(array("i", ids))
 
 
-def decode_ids(text: str) -> array[int]:
+def decode_ids(text: str) -> "array[int]":
     """Token ids of a base64 text. Raises DecodeError if it is not whole int32 values."""
     values = array("i")
     _fill(values, text)
@@ -26,7 +26,7 @@ def encode_floats(values: Iterable[float]) -> str:
     return _encode(array("f", values))
 
 
-def decode_floats(text: str) -> array[float]:
+def decode_floats(text: str) -> "array[float]":
     """Numbers of a base64 text. Raises DecodeError if it is not whole float32 values."""
     values = array("f")
     _fill(values, text)
