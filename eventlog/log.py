@@ -103,8 +103,17 @@ class GroupReader(Protocol):
         """The group's committed offset of a partition, None if it has none."""
         ...
 
-    async def commit(self, offsets: Mapping[TopicPartition, int]) -> None:
-        """Commit next offsets. Raises FencedError if a partition is no longer this member's."""
+    async def committed_note(self, where: TopicPartition) -> str:
+        """The text that was committed with the offset; empty if there is none."""
+        ...
+
+    async def commit(
+        self, offsets: Mapping[TopicPartition, int], notes: Mapping[TopicPartition, str] | None = None
+    ) -> None:
+        """Commit next offsets, each with an optional note (Kafka's offset metadata).
+
+        Raises FencedError if a partition is no longer this member's.
+        """
         ...
 
     async def close(self) -> None:
