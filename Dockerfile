@@ -1,0 +1,25 @@
+# One image a service: the build argument EXTRAS picks what is installed.
+FROM python:3.11-slim
+
+ARG EXTRAS=""
+ARG REQUIREMENTS="requirements/core.txt"
+
+ENV PYTHONUNBUFFERED=1 PIP_NO_CACHE_DIR=1 PIP_DISABLE_PIP_VERSION_CHECK=1
+RUN useradd --create-home --uid 10001 rollstream && mkdir -p /data && chown rollstream /data
+WORKDIR /app
+
+COPY requirements/ requirements/
+RUN pip install -r ${REQUIREMENTS}
+
+COPY pyproject.toml README.md LICENSE ./
+COPY schemas/ schemas/
+COPY eventlog/ eventlog/
+COPY producers/ producers/
+COPY processors/ processors/
+COPY learner/ learner/
+COPY metrics/ metrics/
+COPY harness/ harness/
+RUN pip install --no-deps ".${EXTRAS}"
+
+USER rollstream
+ENTRYPOINT ["rollstream"]
