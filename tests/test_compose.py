@@ -1,0 +1,55 @@
+"""docker-compose.yml without Docker: valid by the compose specification, and its services' commands are ours."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import yaml
+
+ROOT = Path(__file__).resolve().parents[1]
+SPECIFICATION = ROOT / ".cache" / "compose-schema" / "compose" / "config" / "compose_spec.json"
+COMPOSE: dict[str, Any] = yaml.safe_load((ROOT / "docker-compose.yml").read_text())
+SERVICES: dict[str, Any] = COMPOSE["services"]
+OURS = {"producers", "processors", "learner", "learner-gpu", "metrics"}
+
+
+def test_the_compose_file_is_valid_by_the_compose_specification() -> None:
+    assert SPECIFICATION.exists(), "run `make test`: it fetches the specification (requirements/compose-schema.txt)"
+    jsonschema.validate(COMPOSE, json.loads(SPECIFICATION.read_text()))
+
+
+def test_a_misspelt_key_is_not_valid() -> None:
+    broken = {**COMPOSE, "services": {"kafka": {"imagee": "apache/kafka"}}}
+    errors = list(jsonschema.Draft7Validator(json.loads(SPECIFICATION.read_text())).iter_errors(broken))
+    assert errors
+
+
+def test_every_service_restarts_is_checked_and_keeps_its_data() -> None:
+    assert set(SERVICES) == OURS | {"kafka"}
+    for name, service in SERVICES.items():
+        assert service["restart"] == "unless-stopped", name
+        assert service["healthcheck"]["test"], name
+        assert service["volumes"], name
+
+
+def test_only_loopback_ports_are_published() -> None:
+    for name, service in SERVICES.items():
+        for port in service.get("ports", ()):
+            assert str(port).startswith("127.0.0.1:"), name
+
+
+def test_every_volume_that_is_used_is_declared() -> None:
+    used = {
+        str(volume).split(":")[0]
+        for service in SERVICES.values()
+        for volume in service["volumes"]
+        if not str(volume).startswith(".")
+    }
+    assert used == set(COMPOSE["volumes"])
+
+
+def test_the_gpu_learner_is_chosen_by_profile() -> None:
+    assert SERVICES["learner-gpu"]["profiles"] == ["gpu"]
+    assert SERVICES["learner"]["profiles"] == ["cpu"]
+    assert SERVICES["learner-gpu"]["command"] == SERVICES["learner"]["command"]
