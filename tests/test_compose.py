@@ -16,7 +16,8 @@ OURS = {"producers", "processors", "learner", "learner-gpu", "metrics"}
 
 def test_the_compose_file_is_valid_by_the_compose_specification() -> None:
     assert SPECIFICATION.exists(), "run `make test`: it fetches the specification (requirements/compose-schema.txt)"
-    jsonschema.validate(COMPOSE, json.loads(SPECIFICATION.read_text()))
+    errors = jsonschema.Draft7Validator(json.loads(SPECIFICATION.read_text())).iter_errors(COMPOSE)
+    assert [f"{error.json_path}: {error.message}" for error in errors] == []
 
 
 def test_a_misspelt_key_is_not_valid() -> None:
