@@ -1,6 +1,7 @@
 """The workload of the benchmarks: groups of 8 trajectories of 6 steps, as events in the order a producer writes them.
 
-Three LLM steps of 48 tokens with log-probabilities (first prompt 64 tokens) and three tool steps of 200 characters, in turn.
+Three LLM steps of 48 tokens with log-probabilities (first prompt 64 tokens) alternate with three tool steps of
+200 characters.
 """
 
 import hashlib
