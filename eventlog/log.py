@@ -10,8 +10,13 @@ from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 from rollstream.schemas.base import Event
+from rollstream.schemas.errors import LogError, TopicError, TruncatedError
+from rollstream.schemas.topics import TOPICS
 
 Headers = tuple[tuple[str, bytes], ...]
+
+RECORD_OVERHEAD_BYTES = 128
+"""What a batch header and a record's own fields take at most."""
 
 
 class TopicPartition(NamedTuple):
@@ -85,7 +90,12 @@ class LogReader(Protocol):
 
 
 class GroupReader(Protocol):
-    """A member of a consumer group: partitions come and go, commits are explicit."""
+    """A member of a consumer group: partitions come and go, commits are explicit.
+
+    Rebalancing is eager: all partitions of a member are revoked, then its new share is assigned, even when a
+    partition stays. Callbacks run one after the other, outside `poll`, the first one after `group_reader` has
+    returned; between them `poll` waits. What a callback raises, the next `poll` raises. `close` calls no callback.
+    """
 
     async def poll(self, *, timeout_s: float = 1.0, max_records: int = 1000) -> list[Record]:
         """As LogReader.poll, for the partitions assigned at the time."""
@@ -110,7 +120,7 @@ class GroupReader(Protocol):
     async def commit(
         self, offsets: Mapping[TopicPartition, int], notes: Mapping[TopicPartition, str] | None = None
     ) -> None:
-        """Commit next offsets, each with an optional note (Kafka's offset metadata).
+        """Commit next offsets, each with an optional note (Kafka's offset metadata, at most 4096 bytes).
 
         Raises FencedError if a partition is no longer this member's.
         """
@@ -195,3 +205,28 @@ class EventLog(Protocol):
 def partition_of(key: str, num_partitions: int) -> int:
     """The one partitioner: CRC-32 of the UTF-8 key, modulo the partition count."""
     return zlib.crc32(key.encode()) % num_partitions
+
+
+def check_record_size(topic: str, key: bytes | None, value: bytes | None, headers: Headers) -> None:
+    """Raises LogError if a record is above its topic's limit, TopicError if there is no such topic."""
+    if topic not in TOPICS:
+        raise TopicError(f"topic {topic} is not in the topic table")
+    limit = TOPICS[topic].max_record_bytes
+    size = record_size(key, value, headers)
+    if size > limit:
+        raise LogError(f"a record for topic {topic} has {size} bytes, more than the limit of {limit}")
+
+
+def record_size(key: bytes | None, value: bytes | None, headers: Headers) -> int:
+    """Upper bound of a record's size in a batch of its own, in bytes, uncompressed."""
+    in_headers = sum(len(name.encode()) + len(content or b"") + 10 for name, content in headers)
+    return len(key or b"") + len(value or b"") + in_headers + RECORD_OVERHEAD_BYTES
+
+
+def truncated(where: TopicPartition, offset: int, begin: int, end: int) -> TruncatedError:
+    """The error of an offset that is not kept."""
+    return TruncatedError(
+        f"offset {offset} of topic {where.topic} partition {where.partition} is not kept: it holds {begin} to {end - 1}"
+        if end > begin
+        else f"offset {offset} of topic {where.topic} partition {where.partition} is not kept: it is empty at {begin}"
+    )
