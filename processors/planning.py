@@ -1,0 +1,203 @@
+"""From closed groups to manifests: what is trainable, when a batch is full, what is rejected, when an epoch is sealed.
+
+Every trajectory that comes in leaves in exactly one manifest or rejection. Functions change the job and epoch that
+they are given and return the events to send, in order.
+"""
+
+from rollstream.eventlog import codec
+from rollstream.processors import curriculum, ledger
+from rollstream.processors.candidates import Candidate, candidate, is_trainable, mean, rollout_rewards, spread
+from rollstream.processors.curate_state import Epoch, Job, Run
+from rollstream.processors.window import Entry
+from rollstream.schemas import ids
+from rollstream.schemas.base import Event
+from rollstream.schemas.events import BatchPlanned, GroupClosed, SubmissionReceived
+from rollstream.schemas.events_training import BatchMember
+
+
+def admit(job: Job, epoch: Epoch, event: GroupClosed) -> list[Event]:
+    """Take in a closed group: count it, store its rewards, reject what cannot be trained on, keep the rest waiting."""
+    epoch.num_groups += 1
+    group = candidate(event)
+    if not event.is_viable or not event.members:
+        return _reject(group, "not_viable", event.time_ms, job)
+    epoch.means.append(group.mean_reward)
+    epoch.zero_variance_groups += group.spread == 0
+    if not group.is_demonstration:
+        newest = max(member.max_version for member in event.members)
+        job.window.add(event.example_id, event.group_id, Entry(newest, rollout_rewards(event.members)))
+    places = [
+        place
+        for place, member in enumerate(group.members)
+        if is_trainable(member, is_demonstration=group.is_demonstration)
+    ]
+    barren = group.only([place for place in range(len(group.members)) if place not in places])
+    group = group.only(places)
+    rejected = _reject(barren, "no_token_ids", event.time_ms, job)
+    return rejected + _keep_waiting(job, epoch, group, event.time_ms)
+
+
+def _keep_waiting(job: Job, epoch: Epoch, group: Candidate, time_ms: int) -> list[Event]:
+    plan = job.started.plan
+    if len({member.member for member in group.members}) < min(plan.min_generations, plan.num_generations):
+        return _reject(group, "not_viable", time_ms, job)
+    if plan.planning == "submitted":
+        if epoch.is_submitted:
+            return _reject(group, "curriculum", time_ms, job)
+        epoch.gathered.append(group)
+    elif job.filters_epochs:
+        epoch.gathered.append(group)
+    elif group.is_demonstration:
+        _hold(job, epoch, group)
+    elif plan.drop_zero_variance and group.spread == 0:
+        return _reject(group, "zero_variance", time_ms, job)
+    elif plan.curriculum.enabled and group.spread < plan.curriculum.min_reward_diff:
+        return _reject(group, "curriculum", time_ms, job)
+    else:
+        _hold(job, epoch, group)
+    return []
+
+
+def _hold(job: Job, epoch: Epoch, group: Candidate) -> None:
+    (epoch.gathered if job.is_single_batch else job.ready).append(group)
+
+
+def advance(run: Run, job: Job, epoch: Epoch, time_ms: int) -> list[Event]:
+    """Plan every manifest that is due, and seal the epoch if all of it is closed and planned."""
+    is_closed = epoch.num_open == 0
+    if job.started.plan.planning == "submitted":
+        return _seal(job, epoch, time_ms) if is_closed and epoch.is_submitted else []
+    outputs: list[Event] = []
+    if is_closed:
+        groups, epoch.gathered = epoch.gathered, []
+        if job.filters_epochs:
+            groups, rejected = _filter(run, job, epoch, groups, time_ms)
+            outputs += rejected
+        if job.is_single_batch:
+            groups, rejected = _drop_stale(job, groups, time_ms)
+            outputs += rejected + _plan(run, job, epoch, sorted(groups, key=_by_task), time_ms)
+        else:
+            job.ready += groups
+    outputs += _fill_batches(run, job, epoch, time_ms)
+    return outputs + (_seal(job, epoch, time_ms) if is_closed else [])
+
+
+def plan_submission(run: Run, job: Job, epoch: Epoch, event: SubmissionReceived) -> list[Event]:
+    """Plan just the submitted trajectories, in the order and with the rewards given; reject all others of the epoch.
+
+    What the submission names and the epoch does not have (or names again) is passed over. The staleness bound holds
+    here too.
+    """
+    waiting = {group.group_id: group for group in epoch.gathered}
+    unused = {group_id: set(range(len(group.members))) for group_id, group in waiting.items()}
+    chosen: list[Candidate] = []
+    for submitted in event.groups:
+        group = waiting.get(submitted.group_id)
+        if group is None:
+            continue
+        place_of = {member.trajectory_id: place for place, member in enumerate(group.members)}
+        picked: dict[int, float] = {}
+        for trajectory_id, reward in zip(submitted.trajectory_ids, submitted.rewards, strict=False):
+            place = place_of.get(trajectory_id)
+            if place in unused[group.group_id]:
+                picked.setdefault(place, reward)
+        unused[group.group_id] -= picked.keys()
+        if picked:
+            chosen.append(group.only(list(picked), list(picked.values())))
+    outputs: list[Event] = []
+    for group in epoch.gathered:
+        outputs += _reject(group.only(sorted(unused[group.group_id])), "curriculum", event.time_ms, job)
+    epoch.gathered, epoch.is_submitted = [], True
+    fresh, rejected = _drop_stale(job, chosen, event.time_ms)
+    return outputs + rejected + _plan(run, job, epoch, fresh, event.time_ms)
+
+
+def _filter(
+    run: Run, job: Job, epoch: Epoch, groups: list[Candidate], time_ms: int
+) -> tuple[list[Candidate], list[Event]]:
+    """The classic curriculum over an epoch's groups: those kept, in record order, and the rejections."""
+    plan = job.started.plan
+    seed = ids.derive_seed(run.started.seed, job.started.job_id, "curriculum")
+    seen = [curriculum.GroupRewards(group.group_id, group.example_id, group.rewards) for group in groups]
+    job.progress, kept = curriculum.classic_filter(seen, plan.curriculum, job.progress, epoch.number, seed)
+    members = {group.group_id: group.members for group in kept}
+    passed: list[Candidate] = []
+    rejected: list[Event] = []
+    for group in groups:
+        places = members.get(group.group_id, ())
+        is_flat = group.spread == 0 and (plan.drop_zero_variance or not places)
+        if is_flat:
+            rejected += _reject(group, "zero_variance", time_ms, job)
+            continue
+        left = [place for place in range(len(group.members)) if place not in places]
+        rejected += _reject(group.only(left), "curriculum", time_ms, job)
+        if places:
+            passed.append(group.only(places))
+    return passed, rejected
+
+
+def _fill_batches(run: Run, job: Job, epoch: Epoch, time_ms: int) -> list[Event]:
+    """Manifests from the groups that wait, while there are enough that are fresh at the next one."""
+    outputs: list[Event] = []
+    while True:
+        job.ready, rejected = _drop_stale(job, job.ready, time_ms)
+        outputs += rejected
+        if len(job.ready) < job.groups_per_batch:
+            return outputs
+        batch, job.ready = job.ready[: job.groups_per_batch], job.ready[job.groups_per_batch :]
+        outputs += _plan(run, job, epoch, sorted(batch, key=_by_task), time_ms)
+
+
+def _drop_stale(job: Job, groups: list[Candidate], time_ms: int) -> tuple[list[Candidate], list[Event]]:
+    fresh: list[Candidate] = []
+    rejected: list[Event] = []
+    for group in groups:
+        if group.is_stale(job.next_version, job.started.plan.max_staleness):
+            rejected += _reject(group, "stale", time_ms, job)
+        else:
+            fresh.append(group)
+    return fresh, rejected
+
+
+def _plan(run: Run, job: Job, epoch: Epoch, groups: list[Candidate], time_ms: int) -> list[Event]:
+    """The next manifest, of the given groups in the given order; none without groups."""
+    if not groups:
+        return []
+    version = job.next_version
+    batch_id = ids.batch_id(job.started.job_id, job.next_index)
+    job.window.forget(job.window_start)
+    batch = BatchPlanned(
+        run_id=run.started.run_id,
+        time_ms=time_ms,
+        batch_id=batch_id,
+        job_id=job.started.job_id,
+        model_group=job.started.model_group,
+        epoch=epoch.number,
+        index=job.next_index,
+        trains_at_version=version,
+        yields_version=version + 1,
+        members=tuple(member for group in groups for member in _members(group, version)),
+        seed=ids.derive_seed(run.started.seed, batch_id),
+        curriculum_sha256=job.curriculum_sha256(),
+        previous_sha256=job.previous_sha256,
+        locators=_locators(groups),
+    )
+    job.next_index += 1
+    job.previous_sha256 = codec.content_digest(batch)
+    epoch.num_batches += 1
+    epoch.trained_means += [group.mean_reward for group in groups]
+    return [batch]
+
+
+def _members(group: Candidate, version: int) -> list[BatchMember]:
+    return [
+        BatchMember(
+            trajectory_id=member.trajectory_id,
+            rollout_id=member.rollout_id,
+            group_id=group.group_id,
+            digest=member.digest,
+            reward=reward,
+            staleness=group.staleness(member, version),
+        )
+        for member, reward in zip(group.members, group.rewards, strict=True)
+    ]
