@@ -1,0 +1,259 @@
+"""The embedded broker: a real single-node Apache Kafka (KRaft) below a workspace, for one machine and loopback only.
+
+One per workspace, under a lock; its data survive. It ends with the process that started it: see `broker_guard`.
+"""
+
+import base64
+import fcntl
+import json
+import logging
+import os
+import socket
+import struct
+import subprocess
+import sys
+import time
+import uuid
+from pathlib import Path
+from typing import Self
+
+from rollstream.eventlog import broker_guard, kafka_install
+from rollstream.schemas.errors import BrokerError
+
+START_TIMEOUT_S = 60.0
+LOCK_PATIENCE_S = 25.0
+"""How long to wait for the broker of a process that has just died: what its shutdown takes at most."""
+HOST = "127.0.0.1"
+JVM = ("-Xmx512m", "-XX:+UseSerialGC", "-Dorg.slf4j.simpleLogger.defaultLogLevel=warn")
+
+PROPERTIES = f"""\
+process.roles=broker,controller
+node.id=1
+controller.quorum.voters=1@{HOST}:{{controller_port}}
+listeners=PLAINTEXT://{HOST}:{{port}},CONTROLLER://{HOST}:{{controller_port}}
+advertised.listeners=PLAINTEXT://{HOST}:{{port}}
+controller.listener.names=CONTROLLER
+inter.broker.listener.name=PLAINTEXT
+listener.security.protocol.map=PLAINTEXT:PLAINTEXT,CONTROLLER:PLAINTEXT
+log.dirs={{data}}
+auto.create.topics.enable=false
+num.partitions=1
+offsets.topic.replication.factor=1
+offsets.topic.num.partitions=1
+offsets.retention.minutes=2147483647
+transaction.state.log.replication.factor=1
+transaction.state.log.min.isr=1
+transaction.state.log.num.partitions=1
+share.coordinator.state.topic.replication.factor=1
+share.coordinator.state.topic.min.isr=1
+share.coordinator.state.topic.num.partitions=1
+group.initial.rebalance.delay.ms=0
+group.min.session.timeout.ms=1000
+log.retention.ms=-1
+log.retention.bytes=-1
+log.message.timestamp.after.max.ms=9223372036854775807
+message.max.bytes={10 * 1024 * 1024}
+replica.fetch.max.bytes={10 * 1024 * 1024}
+log.cleaner.dedupe.buffer.size={8 * 1024 * 1024}
+"""
+
+logger = logging.getLogger(__name__)
+
+
+class EmbeddedBroker:
+    """A broker of this process. `start` and `stop`, or a context manager."""
+
+    def __init__(self, workspace: Path) -> None:
+        self.workspace = workspace
+        self.bootstrap_servers = ""
+        self._folder = (workspace / "broker").absolute()
+        self._lock: int | None = None
+        self._guard: subprocess.Popen[str] | None = None
+
+    def start(self) -> str:
+        """Start the broker and return `host:port` once it answers. Raises BrokerError in one clear line."""
+        if self._guard is not None:
+            return self.bootstrap_servers
+        classpath = os.pathsep.join(str(jar) for jar in kafka_install.jars())
+        try:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            self._lock = _take_lock(self._folder / "lock", self.workspace)
+            self._start(classpath)
+        except OSError as error:
+            self.stop()
+            raise BrokerError(f"the broker of workspace {self.workspace} cannot start: {error}") from error
+        except BaseException:
+            self.stop()
+            raise
+        return self.bootstrap_servers
+
+    def stop(self) -> None:
+        """Stop the broker and let go of the workspace. Does nothing if it is not running."""
+        if self._guard is not None:
+            assert self._guard.stdin is not None
+            assert self._guard.stdout is not None
+            self._guard.stdin.close()
+            self._guard.wait()
+            self._guard.stdout.close()
+            self._guard = None
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
+        self.bootstrap_servers = ""
+
+    def __enter__(self) -> Self:
+        self.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+    def _start(self, classpath: str) -> None:
+        began = time.monotonic()
+        port, controller_port = _ports(self._folder / "broker.json")
+        properties = self._folder / "server.properties"
+        text = PROPERTIES.format(port=port, controller_port=controller_port, data=self._folder / "data")
+        properties.write_text(text, encoding="utf-8")
+        if not (self._folder / "data" / "meta.properties").exists():
+            _format_storage(classpath, properties)
+        command = [str(kafka_install.java()), *JVM, "-cp", classpath, "kafka.Kafka", str(properties)]
+        broker_pid = self._launch(command)
+        self._await_ready(port)
+        self.bootstrap_servers = f"{HOST}:{port}"
+        told = {"bootstrap_servers": self.bootstrap_servers, "port": port, "controller_port": controller_port}
+        told |= {"pid": os.getpid(), "broker_pid": broker_pid, "kafka": kafka_install.KAFKA_VERSION}
+        _write_json(self._folder / "broker.json", told)
+        logger.info("broker %s ready after %.1f s", self.bootstrap_servers, time.monotonic() - began)
+
+    def _launch(self, command: list[str]) -> int:
+        assert self._lock is not None
+        log = self._folder / "broker.log"
+        log.write_bytes(b"")
+        guard = [sys.executable, "-I", "-S", broker_guard.__file__, str(os.getpid()), str(log)]
+        self._guard = subprocess.Popen(
+            [*guard, *command],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            start_new_session=True,  # Ctrl-C in the terminal is for the parent, which stops the broker last
+            pass_fds=(self._lock,),  # the workspace stays locked until the broker has ended
+        )
+        assert self._guard.stdout is not None
+        return int(self._guard.stdout.readline() or 0)
+
+    def _await_ready(self, port: int) -> None:
+        assert self._guard is not None
+        deadline = time.monotonic() + START_TIMEOUT_S
+        while not answers(port):
+            if self._guard.poll() is not None:
+                raise BrokerError(f"the broker of workspace {self.workspace} ended at once: {self._last_words()}")
+            if time.monotonic() > deadline:
+                raise BrokerError(
+                    f"the broker of workspace {self.workspace} does not answer after {START_TIMEOUT_S:.0f} s: "
+                    f"see {self._folder / 'broker.log'}"
+                )
+            time.sleep(0.05)
+
+    def _last_words(self) -> str:
+        log = self._folder / "broker.log"
+        lines = [line for line in log.read_text(encoding="utf-8", errors="replace").splitlines() if "rror" in line]
+        return f"{lines[0] if lines else 'it said nothing'} (see {log})"
+
+
+def find_running(workspace: Path) -> str | None:
+    """`host:port` of the broker that runs on a workspace, None if there is none."""
+    folder = workspace / "broker"
+    try:
+        told = json.loads((folder / "broker.json").read_text(encoding="utf-8"))
+        lock = os.open(folder / "lock", os.O_RDWR)
+    except (FileNotFoundError, ValueError):
+        return None
+    try:
+        fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return str(told["bootstrap_servers"]) if answers(int(told["port"])) else None
+    finally:
+        os.close(lock)
+    return None
+
+
+def answers(port: int) -> bool:
+    """Whether a Kafka broker serves requests on a loopback port (it answers ApiVersions)."""
+    request = struct.pack(">hhih", 18, 0, 1, -1)
+    try:
+        with socket.create_connection((HOST, port), timeout=2.0) as connection:
+            connection.sendall(struct.pack(">i", len(request)) + request)
+            reply = connection.recv(10, socket.MSG_WAITALL)
+    except OSError:
+        return False
+    return len(reply) == 10 and struct.unpack(">iih", reply)[1:] == (1, 0)
+
+
+def _take_lock(path: Path, workspace: Path) -> int:
+    lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    deadline = time.monotonic() + LOCK_PATIENCE_S
+    while True:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            break
+        except BlockingIOError:
+            holder = os.pread(lock, 32, 0).decode("ascii", "replace").strip()
+            if _is_alive(holder) or time.monotonic() > deadline:
+                os.close(lock)
+                raise BrokerError(
+                    f"workspace {workspace} is in use: its broker was started by process {holder or 'unknown'}; "
+                    "use that one, stop it, or give another --workspace"
+                ) from None
+            time.sleep(0.1)
+    os.ftruncate(lock, 0)
+    os.pwrite(lock, f"{os.getpid()}\n".encode(), 0)
+    return lock
+
+
+def _is_alive(pid: str) -> bool:
+    if not pid.isdigit():
+        return False
+    try:
+        os.kill(int(pid), 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return True
+
+
+def _ports(remembered: Path) -> tuple[int, int]:
+    """The ports of the last start where they are free, else new ones."""
+    try:
+        told = json.loads(remembered.read_text(encoding="utf-8"))
+        wanted = [int(told["port"]), int(told["controller_port"])]
+    except (FileNotFoundError, ValueError, KeyError):
+        wanted = [0, 0]
+    with socket.socket() as one, socket.socket() as other:
+        ports = [_bind(one, wanted[0]), _bind(other, wanted[1])]
+    return ports[0], ports[1]
+
+
+def _bind(candidate: socket.socket, port: int) -> int:
+    candidate.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        candidate.bind((HOST, port))
+    except OSError:
+        candidate.bind((HOST, 0))
+    return int(candidate.getsockname()[1])
+
+
+def _format_storage(classpath: str, properties: Path) -> None:
+    cluster = "R" + base64.urlsafe_b64encode(uuid.uuid4().bytes).decode("ascii")[1:22]
+    command = [str(kafka_install.java()), *JVM, "-XX:TieredStopAtLevel=1", "-cp", classpath, "kafka.tools.StorageTool"]
+    command += ["format", "--cluster-id", cluster, "--config", str(properties), "--ignore-formatted"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode != 0:
+        lines = (done.stderr or done.stdout).strip().splitlines() or ["no reason given"]
+        raise BrokerError(f"the broker's storage below {properties.parent} cannot be formatted: {lines[-1]}")
+
+
+def _write_json(path: Path, value: dict[str, object]) -> None:
+    temporary = path.with_suffix(".tmp")
+    temporary.write_text(json.dumps(value, indent=1), encoding="utf-8")
+    temporary.replace(path)
