@@ -13,6 +13,7 @@ from rollstream.schemas.events_training import MemberRef
 class Candidate:
     """Trajectories of one group that may be trained on; `rewards` and `locators` are aligned with `members`."""
 
+    run_id: str
     group_id: str
     example_id: str
     job_id: str
@@ -56,6 +57,7 @@ def candidate(event: GroupClosed) -> Candidate:
     """All complete trajectories of a closed group."""
     has_locators = len(event.locators) == len(event.members)
     return Candidate(
+        run_id=event.run_id,
         group_id=event.group_id,
         example_id=event.example_id,
         job_id=event.job_id,

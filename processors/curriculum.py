@@ -83,7 +83,9 @@ def classic_filter(
     taken = ranked[: max(1, share_of(len(ranked), progress.percentile))]
     if settings.random_subsample is not None:
         size = share_of(len(ranked), settings.random_subsample)
-        drawn = set(sorted(taken, key=lambda g: (derive_seed(seed, "subsample", epoch, g.example_id), g.group_id))[:size])
+        drawn = set(
+            sorted(taken, key=lambda g: (derive_seed(seed, "subsample", epoch, g.example_id), g.group_id))[:size]
+        )
         taken = [group for group in taken if group in drawn]
     return progress, [Kept(group.group_id, tuple(range(len(group.rewards)))) for group in taken]
 

@@ -1,30 +1,22 @@
-"""The ledger: rejections of complete trajectories, and the summary that seals an epoch. Builds events, decides nothing."""
+"""The ledger: rejections of complete trajectories, and the summary that seals an epoch. Decides nothing."""
 
-from collections.abc import Iterable
 from typing import Literal
 
 from rollstream.processors.candidates import Candidate, mean
 from rollstream.processors.curate_state import Epoch, Job
+from rollstream.schemas.base import Event
 from rollstream.schemas.events import EpochSealed, GroupClosed, TrajectoryRejected
-from rollstream.schemas.events_training import MemberRef
 
 Cause = Literal[
     "stale", "zero_variance", "curriculum", "late", "left_over", "run_ended", "no_token_ids", "not_viable", "validation"
 ]
 
 
-def reject(
-    group: Candidate | GroupClosed,
-    cause: Cause,
-    *,
-    run_id: str,
-    time_ms: int,
-    members: Iterable[MemberRef] | None = None,
-) -> list[TrajectoryRejected]:
-    """One rejection for each of `members` (all of the group's by default)."""
+def reject(group: Candidate | GroupClosed, cause: Cause, time_ms: int) -> list[Event]:
+    """One rejection for each trajectory of the group."""
     return [
         TrajectoryRejected(
-            run_id=run_id,
+            run_id=group.run_id,
             time_ms=time_ms,
             job_id=group.job_id,
             epoch=group.epoch,
@@ -34,7 +26,7 @@ def reject(
             cause=cause,
             num_tokens=member.num_tokens,
         )
-        for member in (group.members if members is None else members)
+        for member in group.members
     ]
 
 

@@ -1,65 +1,17 @@
-"""From closed groups to manifests: what is trainable, when a batch is full, what is rejected, when an epoch is sealed.
+"""From waiting groups to manifests: when a batch is full, what is too old for it, when an epoch is sealed.
 
-Every trajectory that comes in leaves in exactly one manifest or rejection. Functions change the job and epoch that
-they are given and return the events to send, in order.
+Every trajectory that waits leaves in exactly one manifest or rejection. Functions change the job and epoch that they
+are given and return the events to send, in order. What may wait at all is decided in `admission`.
 """
 
 from rollstream.eventlog import codec
 from rollstream.processors import curriculum, ledger
-from rollstream.processors.candidates import Candidate, candidate, is_trainable, mean, rollout_rewards, spread
+from rollstream.processors.candidates import Candidate
 from rollstream.processors.curate_state import Epoch, Job, Run
-from rollstream.processors.window import Entry
 from rollstream.schemas import ids
-from rollstream.schemas.base import Event
-from rollstream.schemas.events import BatchPlanned, GroupClosed, SubmissionReceived
+from rollstream.schemas.base import Event, Locator
+from rollstream.schemas.events import BatchPlanned, SubmissionReceived
 from rollstream.schemas.events_training import BatchMember
-
-
-def admit(job: Job, epoch: Epoch, event: GroupClosed) -> list[Event]:
-    """Take in a closed group: count it, store its rewards, reject what cannot be trained on, keep the rest waiting."""
-    epoch.num_groups += 1
-    group = candidate(event)
-    if not event.is_viable or not event.members:
-        return _reject(group, "not_viable", event.time_ms, job)
-    epoch.means.append(group.mean_reward)
-    epoch.zero_variance_groups += group.spread == 0
-    if not group.is_demonstration:
-        newest = max(member.max_version for member in event.members)
-        job.window.add(event.example_id, event.group_id, Entry(newest, rollout_rewards(event.members)))
-    places = [
-        place
-        for place, member in enumerate(group.members)
-        if is_trainable(member, is_demonstration=group.is_demonstration)
-    ]
-    barren = group.only([place for place in range(len(group.members)) if place not in places])
-    group = group.only(places)
-    rejected = _reject(barren, "no_token_ids", event.time_ms, job)
-    return rejected + _keep_waiting(job, epoch, group, event.time_ms)
-
-
-def _keep_waiting(job: Job, epoch: Epoch, group: Candidate, time_ms: int) -> list[Event]:
-    plan = job.started.plan
-    if len({member.member for member in group.members}) < min(plan.min_generations, plan.num_generations):
-        return _reject(group, "not_viable", time_ms, job)
-    if plan.planning == "submitted":
-        if epoch.is_submitted:
-            return _reject(group, "curriculum", time_ms, job)
-        epoch.gathered.append(group)
-    elif job.filters_epochs:
-        epoch.gathered.append(group)
-    elif group.is_demonstration:
-        _hold(job, epoch, group)
-    elif plan.drop_zero_variance and group.spread == 0:
-        return _reject(group, "zero_variance", time_ms, job)
-    elif plan.curriculum.enabled and group.spread < plan.curriculum.min_reward_diff:
-        return _reject(group, "curriculum", time_ms, job)
-    else:
-        _hold(job, epoch, group)
-    return []
-
-
-def _hold(job: Job, epoch: Epoch, group: Candidate) -> None:
-    (epoch.gathered if job.is_single_batch else job.ready).append(group)
 
 
 def advance(run: Run, job: Job, epoch: Epoch, time_ms: int) -> list[Event]:
@@ -106,7 +58,7 @@ def plan_submission(run: Run, job: Job, epoch: Epoch, event: SubmissionReceived)
             chosen.append(group.only(list(picked), list(picked.values())))
     outputs: list[Event] = []
     for group in epoch.gathered:
-        outputs += _reject(group.only(sorted(unused[group.group_id])), "curriculum", event.time_ms, job)
+        outputs += ledger.reject(group.only(sorted(unused[group.group_id])), "curriculum", event.time_ms)
     epoch.gathered, epoch.is_submitted = [], True
     fresh, rejected = _drop_stale(job, chosen, event.time_ms)
     return outputs + rejected + _plan(run, job, epoch, fresh, event.time_ms)
@@ -127,10 +79,10 @@ def _filter(
         places = members.get(group.group_id, ())
         is_flat = group.spread == 0 and (plan.drop_zero_variance or not places)
         if is_flat:
-            rejected += _reject(group, "zero_variance", time_ms, job)
+            rejected += ledger.reject(group, "zero_variance", time_ms)
             continue
         left = [place for place in range(len(group.members)) if place not in places]
-        rejected += _reject(group.only(left), "curriculum", time_ms, job)
+        rejected += ledger.reject(group.only(left), "curriculum", time_ms)
         if places:
             passed.append(group.only(places))
     return passed, rejected
@@ -153,7 +105,7 @@ def _drop_stale(job: Job, groups: list[Candidate], time_ms: int) -> tuple[list[C
     rejected: list[Event] = []
     for group in groups:
         if group.is_stale(job.next_version, job.started.plan.max_staleness):
-            rejected += _reject(group, "stale", time_ms, job)
+            rejected += ledger.reject(group, "stale", time_ms)
         else:
             fresh.append(group)
     return fresh, rejected
@@ -201,3 +153,26 @@ def _members(group: Candidate, version: int) -> list[BatchMember]:
         )
         for member, reward in zip(group.members, group.rewards, strict=True)
     ]
+
+
+def _locators(groups: list[Candidate]) -> tuple[Locator, ...]:
+    """Aligned with the members; none at all if a group came without."""
+    if any(not group.locators for group in groups):
+        return ()
+    return tuple(locator for group in groups for locator in group.locators)
+
+
+def _by_task(group: Candidate) -> tuple[int, int]:
+    return group.epoch, group.index
+
+
+def _seal(job: Job, epoch: Epoch, time_ms: int) -> list[Event]:
+    """The end of an epoch; at the job's last one, what still waits has no batch to come to."""
+    outputs: list[Event] = []
+    del job.epochs[epoch.number]
+    job.sealed.add(epoch.number)
+    if job.is_last(max(job.sealed)) and not job.epochs:
+        for group in job.ready:
+            outputs += ledger.reject(group, "left_over", time_ms)
+        job.ready = []
+    return [*outputs, ledger.sealed(job, epoch, time_ms=time_ms)]
