@@ -131,7 +131,8 @@ def choose(
     Each task is instead drawn from the excluded examples with probability `explore_share`. If everything is
     excluded, the excluded examples are the pool: an epoch is never empty for want of variance in the past.
     """
-    known = {example_id: stats for example_id, stats in known.items() if example_id in examples}
+    existing = frozenset(examples)
+    known = {example_id: stats for example_id, stats in known.items() if example_id in existing}
     let_in = included(known, settings, progress)
     if settings.random_subsample is not None:
         size = share_of(len(let_in), settings.random_subsample)

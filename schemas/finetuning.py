@@ -178,11 +178,9 @@ class FinetuneConfig(BaseModel):
     output_dir: Path = Path("./.tmp/nat/finetuning/")
     run_configuration: FinetuneRunConfig | None = None
 
-    @model_validator(mode="before")
-    @classmethod
-    def _enabled_names_components(cls, values: Any) -> Any:
-        if isinstance(values, dict) and values.get("enabled"):
-            for name in ("trainer", "trajectory_builder", "trainer_adapter"):
-                if not values.get(name):
-                    raise ValueError(f"{name} must be specified when finetuning is enabled")
-        return values
+    @model_validator(mode="after")
+    def _enabled_names_components(self) -> "FinetuneConfig":
+        for name in ("trainer", "trajectory_builder", "trainer_adapter"):
+            if self.enabled and not getattr(self, name):
+                raise ValueError(f"{name} must be specified when finetuning is enabled")
+        return self
