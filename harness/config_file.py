@@ -83,7 +83,7 @@ def read_yaml(path: Path) -> dict[str, JsonValue]:
 
 def _parse(text: str, place: str) -> Any:
     try:
-        return yaml.load(text, Loader=_Loader)  # noqa: S506 (a SafeLoader)
+        return yaml.load(text, Loader=_Loader)
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         line = f" line {mark.line + 1}" if mark else ""
@@ -135,9 +135,7 @@ def _rewards(builder: BuilderSection, name: str | None) -> tuple[str, ...]:
     return (*builder.rewards, name)
 
 
-def _component(
-    blocks: Mapping[str, Section | ForeignBlock], role: str, name: str, kind: type[Section]
-) -> Section:
+def _component(blocks: Mapping[str, Section | ForeignBlock], role: str, name: str, kind: type[Section]) -> Section:
     if name not in blocks:
         known = ", ".join(sorted(blocks)) or "none"
         raise ConfigError(f"finetuning.{role}: no {role} is called {name!r}; defined are: {known}")

@@ -7,7 +7,17 @@ Models only: frozen, unknown keys forbidden. Reading a file, `${ENV}`, overrides
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Discriminator, Field, FiniteFloat, JsonValue, Tag, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Discriminator,
+    Field,
+    FiniteFloat,
+    JsonValue,
+    Tag,
+    field_validator,
+    model_validator,
+)
 
 from rollstream.schemas.services import EngineSettings
 from rollstream.schemas.settings import (
@@ -196,12 +206,10 @@ class ConfigFile(Settings):
     trainers: dict[str, TrainerBlock]
     finetuning: FinetuningSection
 
-    @model_validator(mode="before")
+    @field_validator("workflow", mode="before")
     @classmethod
-    def _workflow_by_name(cls, values: Any) -> Any:
-        if isinstance(values, dict) and isinstance(values.get("workflow"), str):  # pyright: ignore[reportUnknownMemberType]
-            return {**values, "workflow": {"environment": values["workflow"]}}
-        return values  # pyright: ignore[reportUnknownVariableType]
+    def _by_name(cls, value: Any) -> Any:
+        return {"environment": value} if isinstance(value, str) else value
 
 
 class RunConfig(Settings):
