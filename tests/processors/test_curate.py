@@ -46,7 +46,7 @@ def test_a_missing_dataset_is_an_error_that_names_run_and_artifact(partition):
     partition.start_run()
     partition.start_job()
     partition.datasets.clear()
-    with pytest.raises(ArtifactError, match="run-1.*memory:dataset"):
+    with pytest.raises(ArtifactError, match=r"run-1.*memory:dataset"):
         partition.start_epoch()
 
 
@@ -87,7 +87,7 @@ def test_rewards_leave_the_window_with_their_version(new_partition):
         asked.append({task.example_id for task in tasks})
         for task in tasks:
             partition.close(task, [0.6, 1.0])
-    assert asked == [{high}, {high, low}, {high}] or (asked[0] == {high} and asked[1] == {high, low})
+    assert asked == [{high}, {high, low}, {min(high, low)}]
 
 
 def test_the_first_occurrence_of_a_record_counts(partition, pick):
@@ -176,7 +176,7 @@ def test_the_fold_may_begin_at_the_low_water_mark(partition):
     state = curate.initial()
     for received in partition.records[low_water:]:
         assert curate.evolve(state, received, partition.datasets) == []
-    assert state == partition.state or set(state.runs) == set(partition.state.runs)
+    assert state.runs == partition.state.runs
 
 
 def test_records_of_unknown_runs_answer_nothing(partition):
