@@ -202,9 +202,9 @@ class EventLog(Protocol):
         ...
 
 
-def partition_of(key: str, num_partitions: int) -> int:
-    """The one partitioner: CRC-32 of the UTF-8 key, modulo the partition count."""
-    return zlib.crc32(key.encode()) % num_partitions
+def partition_of(key: str | bytes, num_partitions: int) -> int:
+    """The one partitioner: CRC-32 of the (UTF-8) key, modulo the partition count."""
+    return zlib.crc32(key.encode() if isinstance(key, str) else key) % num_partitions
 
 
 def check_record_size(topic: str, key: bytes | None, value: bytes | None, headers: Headers) -> None:

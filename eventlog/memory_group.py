@@ -2,9 +2,9 @@
 
 import asyncio
 from collections.abc import Mapping
-from typing import Any
 
-from rollstream.eventlog.log import OnPartitions, Record, TopicPartition
+from rollstream.eventlog.callbacks import Callbacks
+from rollstream.eventlog.log import Record, TopicPartition
 from rollstream.eventlog.memory_store import MemoryReader, Store
 from rollstream.schemas.errors import FencedError, LogError
 
@@ -66,26 +66,22 @@ class MemoryGroupReader:
         self,
         group: Group,
         topics: tuple[str, ...],
-        on_assigned: OnPartitions | None,
-        on_revoked: OnPartitions | None,
+        callbacks: Callbacks,
     ) -> None:
         self.topics = topics
         self.reader: MemoryReader | None = None
         self._group = group
-        self._on_assigned = on_assigned
-        self._on_revoked = on_revoked
+        self._callbacks = callbacks
         self._owned: set[TopicPartition] = set()
         self._is_ready = False
         self._is_closed = False
-        self._failure: BaseException | None = None
 
     async def poll(self, *, timeout_s: float = 1.0, max_records: int = 1000) -> list[Record]:
         """Next records of the partitions owned at the time. Raises what a callback raised."""
         loop = asyncio.get_running_loop()
         deadline = loop.time() + timeout_s
         while True:
-            if self._failure is not None:
-                raise self._failure
+            self._callbacks.check()
             if self._is_closed:
                 raise LogError("this member has left its group")
             records = self.reader.take(max_records) if self.reader is not None and self._is_ready else []
@@ -132,8 +128,7 @@ class MemoryGroupReader:
     async def revoke(self) -> None:
         """Give all partitions back, once `on_revoked` is done with them."""
         self._is_ready = False
-        if self._on_revoked is not None and self._owned:
-            await self._call(self._on_revoked(set(self._owned)))
+        await self._callbacks.revoked(self._owned)
         self._owned = set()
         self.reader = None
 
@@ -144,17 +139,9 @@ class MemoryGroupReader:
         start = {where: self._group.commits.get(where, (-1, ""))[0] for where in sorted(share)}
         self._owned = set(share)
         self.reader = MemoryReader(self._group.store, start)
-        if self._on_assigned is not None:
-            await self._call(self._on_assigned(set(share)))
+        await self._callbacks.assigned(share)
         self._is_ready = True
         self._group.store.wake()
-
-    async def _call(self, callback: Any) -> None:
-        task = asyncio.ensure_future(callback)
-        await asyncio.wait({task})
-        if not task.cancelled() and (error := task.exception()) is not None:
-            self._failure = error
-            self._group.store.wake()
 
     def _check_owned(self, partitions: Mapping[TopicPartition, int] | list[TopicPartition]) -> None:
         for where in partitions:

@@ -4,6 +4,7 @@ import time
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 
+from rollstream.eventlog.callbacks import Callbacks
 from rollstream.eventlog.codec import encode
 from rollstream.eventlog.log import (
     Headers,
@@ -91,7 +92,7 @@ class MemoryLog:
         on_revoked: OnPartitions | None = None,
     ) -> MemoryGroupReader:
         """Join a consumer group; the first assignment comes after this has returned."""
-        member = MemoryGroupReader(self._groups[group], tuple(topics), on_assigned, on_revoked)
+        member = MemoryGroupReader(self._groups[group], tuple(topics), Callbacks(on_assigned, on_revoked))
         self._groups[group].join(member)
         return member
 
@@ -112,7 +113,7 @@ class MemoryLog:
     ) -> Position:
         check_record_size(topic, key, value, headers)
         if partition is None:
-            partition = partition_of((key or b"").decode("utf-8", "replace"), self._store.num_partitions(topic))
+            partition = partition_of(key or b"", self._store.num_partitions(topic))
         where = TopicPartition(topic, partition)
         now_ms = time.time_ns() // 1_000_000
         record = Record(topic, partition, self._store.end(where), key, value, headers, now_ms)

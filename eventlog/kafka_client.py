@@ -1,0 +1,107 @@
+"""What every use of aiokafka here shares: how to connect, how its records and errors become ours."""
+
+import asyncio
+from collections.abc import Awaitable, Iterator
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+from aiokafka import AIOKafkaConsumer
+from aiokafka import TopicPartition as KafkaPartition
+from aiokafka.errors import KafkaError, OffsetOutOfRangeError
+from aiokafka.structs import ConsumerRecord
+
+from rollstream.eventlog.log import Record, TopicPartition, truncated
+from rollstream.schemas.errors import LogError
+from rollstream.schemas.topics import BY_NAME, TOPICS
+
+CONNECT_TIMEOUT_S = 10.0
+REQUEST_TIMEOUT_MS = 15_000
+MAX_FETCH_BYTES_A_PARTITION = 1024 * 1024
+"""A single record above it passes all the same: Kafka always returns the first batch whole."""
+
+T = TypeVar("T")
+
+
+def kafka_partition(where: TopicPartition) -> KafkaPartition:
+    """The partition under its topic's name in Kafka."""
+    return KafkaPartition(TOPICS[where.topic].name, where.partition)
+
+
+def our_partition(where: KafkaPartition) -> TopicPartition:
+    """The partition under its topic's short name."""
+    return TopicPartition(BY_NAME[where.topic].short, where.partition)
+
+
+def our_record(topic: str, found: "ConsumerRecord[bytes, bytes]") -> Record:
+    """A record as the rest of rollstream sees it."""
+    headers = tuple((name, content) for name, content in found.headers)
+    return Record(topic, found.partition, found.offset, found.key, found.value, headers, found.timestamp)
+
+
+def new_consumer(bootstrap_servers: str, client_id: str, *, max_wait_ms: int, **options: Any) -> AIOKafkaConsumer:
+    """A consumer that never skips: no automatic commit, no automatic reset of offsets."""
+    return AIOKafkaConsumer(
+        bootstrap_servers=bootstrap_servers,
+        client_id=client_id,
+        enable_auto_commit=False,
+        auto_offset_reset="none",
+        fetch_max_wait_ms=max_wait_ms,
+        max_partition_fetch_bytes=MAX_FETCH_BYTES_A_PARTITION,
+        request_timeout_ms=REQUEST_TIMEOUT_MS,
+        **options,
+    )
+
+
+@contextmanager
+def log_errors(doing: str) -> Iterator[None]:
+    """Turn what aiokafka raises into LogError with what was being done."""
+    try:
+        yield
+    except KafkaError as error:
+        raise LogError(f"cannot {doing}: {error!r}") from error
+    except TimeoutError as error:
+        raise LogError(f"cannot {doing}: the broker does not answer") from error
+
+
+async def connect(client: Any, bootstrap_servers: str) -> None:
+    """Start an aiokafka client, trying again for CONNECT_TIMEOUT_S. Raises LogError naming the address."""
+    try:
+        async with asyncio.timeout(CONNECT_TIMEOUT_S):
+            while not await _started(client):
+                await asyncio.sleep(0.2)
+    except TimeoutError:
+        await stop(client)
+        raise LogError(
+            f"no Kafka broker answers at {bootstrap_servers} within {CONNECT_TIMEOUT_S:.0f} s: "
+            "start one or correct bootstrap_servers"
+        ) from None
+
+
+async def stop(client: Any) -> None:
+    """Stop an aiokafka client of any kind."""
+    await (client.close() if hasattr(client, "close") else client.stop())
+
+
+async def within(seconds: float, doing: str, work: Awaitable[T]) -> T:
+    """Await `work` for at most `seconds`; raises LogError with what was being done."""
+    with log_errors(doing):
+        async with asyncio.timeout(seconds):
+            return await work
+
+
+async def out_of_range(consumer: AIOKafkaConsumer, error: OffsetOutOfRangeError) -> LogError:
+    """TruncatedError for the partition and offset that Kafka refused."""
+    asked: dict[KafkaPartition, int] = error.args[0]
+    where, offset = next(iter(asked.items()))
+    with log_errors("look up which offsets are kept"):
+        begin = (await consumer.beginning_offsets([where]))[where]
+        end = (await consumer.end_offsets([where]))[where]
+    return truncated(our_partition(where), offset, begin, end)
+
+
+async def _started(client: Any) -> bool:
+    try:
+        await client.start()
+    except KafkaError:
+        return False
+    return True

@@ -1,0 +1,97 @@
+"""Records by position, and the ends of partitions: looked up through one consumer that is kept between calls."""
+
+import asyncio
+from collections import defaultdict
+from collections.abc import Iterable
+
+from aiokafka import AIOKafkaConsumer
+from aiokafka import TopicPartition as KafkaPartition
+from aiokafka.errors import OffsetOutOfRangeError
+
+from rollstream.eventlog.kafka_client import kafka_partition, log_errors, our_record, out_of_range
+from rollstream.eventlog.log import Position, Record, TopicPartition, truncated
+
+WAIT_MS = 5
+"""How long Kafka may hold a request: a seek after it has to wait that long."""
+READ_ON = 256
+"""A gap of fewer records is read over, a larger one is sought over."""
+PATIENCE_S = 0.5
+"""After so long without a record the kept range is looked up."""
+
+
+class Fetcher:
+    """Lookups over one aiokafka consumer that has been started, with fetch_max_wait_ms of WAIT_MS."""
+
+    def __init__(self, consumer: AIOKafkaConsumer) -> None:
+        self._consumer = consumer
+        self._lock = asyncio.Lock()
+
+    async def close(self) -> None:
+        """Disconnect."""
+        await self._consumer.stop()
+
+    async def ends(self, topic: str, num_partitions: int, *, newest: bool) -> dict[int, int]:
+        """Offset of the oldest record, or after the newest one, by partition."""
+        partitions = [kafka_partition(TopicPartition(topic, p)) for p in range(num_partitions)]
+        with log_errors(f"look up the offsets of topic {topic}"):
+            look_up = self._consumer.end_offsets if newest else self._consumer.beginning_offsets
+            return {where.partition: offset for where, offset in (await look_up(partitions)).items()}
+
+    async def fetch(self, positions: Iterable[Position]) -> list[Record]:
+        """The records at the given positions, in the order given. Raises TruncatedError."""
+        asked = list(positions)
+        wanted: defaultdict[TopicPartition, set[int]] = defaultdict(set)
+        for position in asked:
+            wanted[TopicPartition(position.topic, position.partition)].add(position.offset)
+        found: dict[Position, Record] = {}
+        async with self._lock:
+            for where, offsets in wanted.items():
+                await self._read(where, sorted(offsets, reverse=True), found)
+        return [found[position] for position in asked]
+
+    async def _read(self, where: TopicPartition, left: list[int], found: dict[Position, Record]) -> None:
+        """Read the offsets in `left` (falling) of one partition into `found`."""
+        partition = kafka_partition(where)
+        self._turn_to(partition)
+        next_offset = -READ_ON - 1
+        try:
+            while left:
+                if not 0 <= left[-1] - next_offset < READ_ON:
+                    self._consumer.seek(partition, left[-1])
+                records = await self._more(where, partition, left[-1])
+                for record in records:
+                    if left and record.offset == left[-1]:
+                        found[record.position] = record
+                        left.pop()
+                    elif left and record.offset > left[-1]:
+                        raise await self._gone(where, partition, left[-1])
+                next_offset = records[-1].offset + 1
+        finally:
+            self._consumer.pause(partition)
+
+    def _turn_to(self, partition: KafkaPartition) -> None:
+        assigned = self._consumer.assignment()
+        if partition in assigned:
+            self._consumer.resume(partition)
+            return
+        self._consumer.assign([*assigned, partition])
+        for other in assigned:
+            self._consumer.seek(other, 0)
+            self._consumer.pause(other)
+
+    async def _more(self, where: TopicPartition, partition: KafkaPartition, offset: int) -> list[Record]:
+        with log_errors(f"fetch offset {offset} of topic {where.topic} partition {where.partition}"):
+            while True:
+                try:
+                    batches = await self._consumer.getmany(partition, timeout_ms=int(PATIENCE_S * 1000))
+                except OffsetOutOfRangeError as error:
+                    raise await out_of_range(self._consumer, error) from error
+                if records := batches.get(partition):
+                    return [our_record(where.topic, record) for record in records]
+                if offset >= (await self._consumer.end_offsets([partition]))[partition]:
+                    raise await self._gone(where, partition, offset)
+
+    async def _gone(self, where: TopicPartition, partition: KafkaPartition, offset: int) -> Exception:
+        begin = (await self._consumer.beginning_offsets([partition]))[partition]
+        end = (await self._consumer.end_offsets([partition]))[partition]
+        return truncated(where, offset, begin, end)

@@ -1,0 +1,149 @@
+"""A consumer group's member on Kafka: range assignment, explicit commits, and where to begin without a commit."""
+
+import asyncio
+from collections.abc import Mapping
+from typing import Any
+
+from aiokafka import AIOKafkaConsumer, ConsumerRebalanceListener
+from aiokafka.admin import AIOKafkaAdminClient
+from aiokafka.errors import CommitFailedError, IllegalStateError, KafkaError
+from aiokafka.structs import OffsetAndMetadata
+from aiokafka.structs import TopicPartition as KafkaPartition
+
+from rollstream.eventlog.callbacks import Callbacks
+from rollstream.eventlog.kafka_client import kafka_partition, our_partition, within
+from rollstream.eventlog.kafka_polling import Polling
+from rollstream.eventlog.log import Record, TopicPartition
+from rollstream.schemas.errors import FencedError
+from rollstream.schemas.topics import TOPICS
+
+COMMIT_TIMEOUT_S = 30.0
+ATTEMPTS = 20
+
+
+class KafkaGroupReader(ConsumerRebalanceListener):
+    """`GroupReader` on an aiokafka consumer that has been started with a group id."""
+
+    def __init__(
+        self,
+        consumer: AIOKafkaConsumer,
+        admin: AIOKafkaAdminClient,
+        group: str,
+        topics: tuple[str, ...],
+        callbacks: Callbacks,
+    ) -> None:
+        self._consumer = consumer
+        self._admin = admin
+        self._group = group
+        self._callbacks = callbacks
+        self._polling = Polling(consumer)
+        self._owned: set[TopicPartition] = set()
+        self._settled = asyncio.Event()
+        self._consumer.subscribe([TOPICS[topic].name for topic in topics], listener=self)
+
+    async def poll(self, *, timeout_s: float = 1.0, max_records: int = 1000) -> list[Record]:
+        """Next records of the partitions owned at the time. Raises what a callback raised."""
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + timeout_s
+        while True:
+            records: list[Record] = []
+            is_settled = await self._is_settled(deadline - loop.time())
+            self._callbacks.check()
+            if is_settled:
+                records = await self._polling.take(max(0.0, deadline - loop.time()), max_records)
+            if records or loop.time() >= deadline:
+                return records
+
+    def assigned(self) -> set[TopicPartition]:
+        """Partitions that this member owns now."""
+        return set(self._owned)
+
+    def seek(self, where: TopicPartition, offset: int) -> None:
+        """Read on from `offset`. Raises FencedError if the partition is not this member's."""
+        self._check_owned([where])
+        self._polling.forget([where])
+        self._consumer.seek(kafka_partition(where), offset)
+
+    async def committed(self, where: TopicPartition) -> int | None:
+        """The group's committed offset of a partition, None if it has none."""
+        return await within(
+            COMMIT_TIMEOUT_S,
+            f"read the committed offset of group {self._group}",
+            self._consumer.committed(kafka_partition(where)),
+        )
+
+    async def committed_note(self, where: TopicPartition) -> str:
+        """The text that was committed with the offset; empty if there is none."""
+        found = await within(
+            COMMIT_TIMEOUT_S, f"read the committed note of group {self._group}", self._commit_of(kafka_partition(where))
+        )
+        return found.metadata or ""
+
+    async def commit(
+        self, offsets: Mapping[TopicPartition, int], notes: Mapping[TopicPartition, str] | None = None
+    ) -> None:
+        """Commit next offsets, each with an optional note. Raises FencedError."""
+        self._check_owned(offsets)
+        told = {
+            kafka_partition(where): OffsetAndMetadata(offset, (notes or {}).get(where, ""))
+            for where, offset in offsets.items()
+        }
+        await within(COMMIT_TIMEOUT_S, f"commit offsets of group {self._group}", self._commit(told))
+
+    async def close(self) -> None:
+        """Leave the group; `on_revoked` is not called."""
+        self._settled.clear()
+        self._owned = set()
+        self._polling.forget([])
+        await self._consumer.stop()
+
+    async def on_partitions_revoked(self, revoked: Any) -> None:
+        """Called by aiokafka: stop reading, then tell."""
+        self._settled.clear()
+        self._polling.forget(self._owned)
+        await self._callbacks.revoked({our_partition(where) for where in revoked})
+        self._owned = set()
+
+    async def on_partitions_assigned(self, assigned: Any) -> None:
+        """Called by aiokafka: set where to begin, tell, then read."""
+        self._owned = {our_partition(where) for where in assigned}
+        await self._callbacks.run(self._begin(list(assigned)))
+        await self._callbacks.assigned(self._owned)
+        self._settled.set()
+
+    async def _begin(self, partitions: list[KafkaPartition]) -> None:
+        without = [where for where in partitions if await self._consumer.committed(where) is None]
+        if without:
+            for where, offset in (await self._consumer.beginning_offsets(without)).items():
+                self._consumer.seek(where, offset)
+
+    async def _commit(self, told: dict[KafkaPartition, OffsetAndMetadata]) -> None:
+        try:
+            await self._consumer.commit(told)
+        except (CommitFailedError, IllegalStateError) as error:
+            raise FencedError(f"group {self._group} has given a partition to another member: {error}") from error
+
+    async def _is_settled(self, timeout_s: float) -> bool:
+        try:
+            await asyncio.wait_for(self._settled.wait(), max(0.0, timeout_s))
+        except TimeoutError:
+            return False
+        return True
+
+    async def _commit_of(self, where: KafkaPartition) -> OffsetAndMetadata:
+        for attempt in range(ATTEMPTS):
+            try:
+                found = await self._admin.list_consumer_group_offsets(self._group, partitions=[where])
+                return found[where]
+            except KafkaError as error:
+                if not error.retriable or attempt == ATTEMPTS - 1:
+                    raise
+                await asyncio.sleep(0.2)
+        raise AssertionError("unreachable")
+
+    def _check_owned(self, partitions: Mapping[TopicPartition, int] | list[TopicPartition]) -> None:
+        for where in partitions:
+            if where not in self._owned:
+                raise FencedError(
+                    f"partition {where.partition} of topic {where.topic} is no longer this member's of {self._group}"
+                )

@@ -1,0 +1,159 @@
+"""From configuration to settings: what the events of a run carry and what its services are started with. Pure."""
+
+from pathlib import Path
+from typing import NamedTuple
+
+from rollstream.schemas import ids
+from rollstream.schemas.config import AdapterSection, RunConfig, WarmStart
+from rollstream.schemas.errors import ConfigError
+from rollstream.schemas.services import (
+    LearnerSettings,
+    MetricsSettings,
+    ProcessorSettings,
+    ProducerSettings,
+    ServiceSettings,
+)
+from rollstream.schemas.settings import AlgorithmSettings, CurriculumSettings, JobSettings, PlanSettings, RolloutSettings
+
+MODEL_GROUP = "policy"
+WARM_START = "sft"
+TRAINING = "rl"
+
+
+class JobSpec(NamedTuple):
+    """One job of a run, as its events will say it."""
+
+    job_id: str
+    model_group: str
+    job: JobSettings
+    plan: PlanSettings
+    rollout: RolloutSettings
+
+
+class Place(NamedTuple):
+    """Where a run takes place."""
+
+    bootstrap_servers: str
+    artifact_uri: str
+    workspace: Path
+
+
+def jobs_of(config: RunConfig, run_id: str) -> tuple[JobSpec, ...]:
+    """The jobs of a run in order: the warm start, if there is one, then the training."""
+    if config.trainer.planning != "stream":
+        raise ConfigError("trainers: planning 'submitted' is not available in this version; use 'stream'")
+    warm = config.adapter.warm_start
+    training = _training_job(config, run_id)
+    return (training,) if warm is None else (_warm_start_job(config, warm, run_id), training)
+
+
+def rollout_settings(config: RunConfig, run_id: str) -> RolloutSettings:
+    """What producers need for each task of a run. Values of `environment_config` keep their `${ENV}`."""
+    builder = config.builder
+    group = ids.model_group(run_id, MODEL_GROUP)
+    return RolloutSettings(
+        environment=config.environment,
+        environment_config=builder.environment_config,
+        rewards=config.reward_functions,
+        reward_weights=builder.reward_weights,
+        agents=dict.fromkeys(builder.agents, group),
+        sampling=builder.sampling,
+        max_turns=builder.max_turns,
+        max_attempts=builder.max_attempts,
+        rollout_timeout_s=builder.rollout_timeout_s,
+        group_timeout_s=builder.group_timeout_s,
+    )
+
+
+def _training_job(config: RunConfig, run_id: str) -> JobSpec:
+    adapter, builder, epochs = config.adapter, config.builder, config.finetuning.num_epochs
+    plan = PlanSettings(
+        num_epochs=epochs,
+        tasks_per_epoch=adapter.tasks_per_epoch,
+        batches_per_epoch=adapter.batches_per_epoch,
+        num_generations=builder.num_generations,
+        min_generations=builder.min_generations,
+        max_staleness=adapter.max_staleness,
+        drop_zero_variance=builder.drop_zero_variance,
+        curriculum=config.finetuning.curriculum_learning,
+    )
+    algorithm = adapter.algorithm
+    if "temperature" not in algorithm.model_fields_set and builder.sampling.temperature > 0:
+        algorithm = algorithm.model_copy(update={"temperature": builder.sampling.temperature})
+    job = _job_settings(adapter, num_versions=epochs * adapter.batches_per_epoch).model_copy(
+        update={"kind": "rl" if algorithm.name != "sft" else "sft", "algorithm": algorithm}
+    )
+    group = ids.model_group(run_id, MODEL_GROUP)
+    return JobSpec(ids.job_id(run_id, TRAINING), group, job, plan, rollout_settings(config, run_id))
+
+
+def _warm_start_job(config: RunConfig, warm: WarmStart, run_id: str) -> JobSpec:
+    """SFT on demonstrations: they do not depend on the weights, so their staleness is no matter."""
+    versions = warm.num_epochs * warm.batches_per_epoch
+    plan = PlanSettings(
+        num_epochs=warm.num_epochs,
+        tasks_per_epoch=warm.tasks_per_epoch,
+        batches_per_epoch=warm.batches_per_epoch,
+        num_generations=warm.num_generations,
+        min_generations=1,
+        max_staleness=versions,
+        drop_zero_variance=False,
+        curriculum=CurriculumSettings(enabled=False),
+    )
+    algorithm = AlgorithmSettings(
+        name="sft",
+        mini_batches=warm.mini_batches,
+        max_tokens_per_micro_batch=config.adapter.algorithm.max_tokens_per_micro_batch,
+    )
+    job = _job_settings(config.adapter, num_versions=versions).model_copy(
+        update={"kind": "sft", "algorithm": algorithm, "optimizer": warm.optimizer}
+    )
+    rollout = rollout_settings(config, run_id).model_copy(update={"policy": "demonstration"})
+    return JobSpec(
+        ids.job_id(run_id, WARM_START), ids.model_group(run_id, MODEL_GROUP), job, plan, rollout
+    )
+
+
+def _job_settings(adapter: AdapterSection, *, num_versions: int) -> JobSettings:
+    return JobSettings(
+        kind="rl",
+        model=adapter.model,
+        optimizer=adapter.optimizer,
+        num_versions=num_versions,
+        checkpoint_every=adapter.checkpoint_every,
+        keep_last=adapter.keep_last,
+        keep_every=adapter.keep_every,
+        seed=adapter.seed,
+        threads=adapter.threads,
+    )
+
+
+def services_of(config: RunConfig, place: Place) -> dict[str, ServiceSettings]:
+    """Settings of every managed service by its name, in the order in which they are to be stopped."""
+    builder = config.builder
+    base = {**place._asdict(), "num_partitions": builder.num_partitions}
+    session = {"session_timeout_s": builder.session_timeout_s}
+    services: list[ServiceSettings] = [
+        ProducerSettings(
+            **base,
+            **session,
+            name=f"producers-{number}",
+            engine=builder.engine,
+            max_concurrent_rollouts=builder.max_concurrent_rollouts,
+            tick_interval_s=builder.tick_interval_s,
+            modules=builder.modules,
+        )
+        for number in range(1, builder.num_producers + 1)
+    ]
+    services += [
+        ProcessorSettings(**base, **session, name=f"processors-{number}")
+        for number in range(1, builder.num_processors + 1)
+    ]
+    services.append(LearnerSettings(**base, name="learner-1", threads=config.adapter.threads))
+    services.append(MetricsSettings(**base, name="metrics-1"))
+    return {service.name: service for service in services}
+
+
+def artifact_uri(config: RunConfig, workspace: Path) -> str:
+    """Where artifacts lie: as configured, else a folder of the workspace."""
+    return config.adapter.artifact_uri or str((workspace / "artifacts").absolute())
