@@ -1,0 +1,50 @@
+# All targets do their own set-up: a virtual environment in .venv with the pinned requirements.
+PYTHON ?= $(shell command -v python3.11 || command -v python3)
+BIN := .venv/bin
+DEMO := .rollstream
+SOURCES := schemas eventlog producers processors learner metrics harness tests benchmarks
+
+export HF_HUB_OFFLINE ?= 1
+export TOKENIZERS_PARALLELISM ?= false
+
+.DEFAULT_GOAL := help
+.PHONY: help setup demo test check bench clean
+
+help: ## Say what can be made
+	@grep -E '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 10
+
+setup: .venv/.ready .cache/compose-schema/.ready .typecheck/rollstream ## Install everything into .venv (the other targets call it)
+
+.venv/.ready: requirements/setup.txt requirements/dev.txt pyproject.toml
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "error: Python 3.11 or newer is needed: make PYTHON=/path/to/python3.11" >&2; exit 1; }
+	$(PYTHON) -m venv .venv
+	$(BIN)/pip install --quiet --disable-pip-version-check -r requirements/setup.txt
+	$(BIN)/uv pip install --quiet --python $(BIN)/python -r requirements/dev.txt
+	$(BIN)/uv pip install --quiet --python $(BIN)/python --no-deps --editable .
+	@touch $@
+
+.cache/compose-schema/.ready: requirements/compose-schema.txt | .venv/.ready
+	$(BIN)/uv pip install --quiet --python $(BIN)/python --no-deps --target $(@D) -r $<
+	@touch $@
+
+.typecheck/rollstream:
+	@mkdir -p $(@D) && ln -sfn .. $@
+
+demo: .venv/.ready ## Train a tiny agent by the whole pipeline and show that it got better (minutes)
+	$(BIN)/python examples/demo.py --workspace $(DEMO)
+
+check: setup ## Lint, format, types, architecture and packaging
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/pyright
+	$(BIN)/python -m pytest -q tests/test_architecture.py tests/test_packaging.py
+
+test: setup ## Everything that a fresh machine can run
+	$(BIN)/python -m pytest -q tests
+
+bench: .venv/.ready ## Speed: medians of three beside their limits; JSON in benchmarks/results
+	$(BIN)/python benchmarks/run.py
+
+clean: ## Remove what the targets made (not the workspaces of your runs)
+	rm -rf .venv .typecheck .cache build dist *.egg-info .pytest_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
