@@ -1,4 +1,4 @@
-"""What `make demo` runs: a tiny model made in place, warm-started, trained by the whole pipeline, and shown to be better.
+"""What `make demo` runs: a tiny model made in place, warm-started, trained by the whole pipeline; then its rewards.
 
 python examples/demo.py --workspace .rollstream --seed 0
 """

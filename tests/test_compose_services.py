@@ -122,8 +122,16 @@ def test_the_composed_services_train_two_steps(tmp_path: Path) -> None:
         wait_healthy(bootstrap_servers, data)
         write_config(config, bootstrap_servers, data, model)
         finetuned = subprocess.run(
-            [*CLI, "finetune", "--config_file", str(config), "--result_json_path", str(result)]
-            + ["--workspace", str(data / "workspace")],
+            [
+                *CLI,
+                "finetune",
+                "--config_file",
+                str(config),
+                "--result_json_path",
+                str(result),
+                "--workspace",
+                str(data / "workspace"),
+            ],
             capture_output=True,
             text=True,
             timeout=240,

@@ -1,0 +1,127 @@
+"""Whole runs by the command line: a workspace with a tiny model, a configuration, and the commands."""
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from rollstream.harness.tiny_model import make_tiny_model
+
+CLI = [sys.executable, "-m", "rollstream.harness.cli"]
+ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+
+
+@dataclass(frozen=True)
+class Workplace:
+    """A workspace with a tiny model in it."""
+
+    folder: Path
+
+    @property
+    def workspace(self) -> Path:
+        return self.folder / ".rollstream"
+
+    @property
+    def model(self) -> Path:
+        return self.folder / "model"
+
+    @property
+    def result(self) -> Path:
+        return self.folder / "result.json"
+
+    def configuration(self, *, num_epochs: int = 3, **builder: Any) -> dict[str, Any]:
+        """A small guess_number run; `builder` adds to the trajectory builder's block."""
+        return {
+            "workflow": "guess_number",
+            "trajectory_builders": {
+                "rollouts": {
+                    "_type": "rollstream",
+                    "bootstrap_servers": "embedded",
+                    "num_generations": 4,
+                    "max_turns": 4,
+                    "sampling": {"max_new_tokens": 3},
+                    "num_partitions": 2,
+                    "tick_interval_s": 0.2,
+                    "engine": {"threads": 1},
+                    **builder,
+                }
+            },
+            "trainer_adapters": {
+                "learner": {
+                    "_type": "rollstream",
+                    "model": {"path": str(self.model)},
+                    "tasks_per_epoch": 4,
+                    "threads": 1,
+                    "optimizer": {"learning_rate": "1e-3"},
+                }
+            },
+            "trainers": {"trainer": {"_type": "rollstream"}},
+            "finetuning": {
+                "trainer": "trainer",
+                "trajectory_builder": "rollouts",
+                "trainer_adapter": "learner",
+                "num_epochs": num_epochs,
+                "output_dir": str(self.folder / "output"),
+            },
+        }
+
+    def write(self, configuration: dict[str, Any], name: str = "run.yaml") -> Path:
+        """The configuration as a file."""
+        path = self.folder / name
+        path.write_text(yaml.safe_dump(configuration))
+        return path
+
+    def command(self, *arguments: str) -> list[str]:
+        return [*CLI, *arguments, "--workspace", str(self.workspace)]
+
+    def run(self, *arguments: str, timeout: float = 240, **environment: str) -> subprocess.CompletedProcess[str]:
+        """One command to its end."""
+        return subprocess.run(
+            self.command(*arguments),
+            capture_output=True,
+            text=True,
+            timeout=timeout,
+            cwd=self.folder,
+            env={**ENVIRONMENT, **environment},
+        )
+
+    def start(self, *arguments: str) -> subprocess.Popen[str]:
+        """One command that goes on."""
+        with (self.folder / "out.txt").open("a") as out:
+            return subprocess.Popen(
+                self.command(*arguments),
+                stdout=out,
+                stderr=subprocess.STDOUT,
+                text=True,
+                cwd=self.folder,
+                env=ENVIRONMENT,
+            )
+
+    def output(self) -> str:
+        """What started commands printed."""
+        return (self.folder / "out.txt").read_text()
+
+    def logs(self) -> str:
+        """The ends of the services' logs."""
+        files = sorted((self.workspace / "logs").glob("*.log"))
+        return "\n".join(f"--- {file.name}\n{file.read_text()[-2000:]}" for file in files)
+
+    def rows(self, sql: str) -> list[dict[str, Any]]:
+        """Answer of `rollstream sql`."""
+        asked = self.run("sql", sql, "--format", "json")
+        assert asked.returncode == 0, asked.stderr
+        return json.loads(asked.stdout)
+
+
+@pytest.fixture
+def workplace(tmp_path: Path) -> Workplace:
+    """A fresh workplace."""
+    made = Workplace(tmp_path)
+    make_tiny_model(made.model, seed=0)
+    return made

@@ -1,0 +1,158 @@
+"""Bad input of any kind from the command line: one clear line, no traceback, a non-zero exit, nothing lost."""
+
+import subprocess
+import time
+from typing import Any
+
+import duckdb
+import psutil
+import pytest
+
+pytestmark = [pytest.mark.slow]
+
+BAD_ENVIRONMENTS = """
+import asyncio
+
+from rollstream.producers.session import Session
+
+
+async def raises(session: Session) -> None:
+    raise RuntimeError("the board is broken")
+
+
+async def hangs(session: Session) -> None:
+    await asyncio.sleep(3600)
+
+
+async def plays(session: Session) -> None:
+    await session.chat([{"role": "user", "content": "?"}])
+    await session.reward(1.0)
+
+
+def nan(rollout: object) -> float:
+    return float("nan")
+
+
+def broken(rollout: object) -> float:
+    raise ValueError("no judge")
+"""
+
+
+def assert_one_clear_line(done: subprocess.CompletedProcess[str], *words: str) -> None:
+    """A single error line with the words in it, and nothing of Python's."""
+    assert done.returncode not in (0, 130), done.stdout
+    assert "Traceback" not in done.stderr + done.stdout
+    lines = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
+    assert len(lines) == 1, done.stderr
+    for word in words:
+        assert word in lines[0], lines[0]
+
+
+def finetune(workplace: Any, configuration: dict[str, Any], **environment: str) -> subprocess.CompletedProcess[str]:
+    return workplace.run("finetune", "--config_file", str(workplace.write(configuration)), **environment)
+
+
+def test_an_unknown_key_is_named_with_the_nearest_known_one(workplace: Any) -> None:
+    assert_one_clear_line(
+        finetune(workplace, workplace.configuration(num_generation=3)), "num_generation", "num_generations"
+    )
+
+
+def test_a_value_of_the_wrong_type_is_named(workplace: Any) -> None:
+    assert_one_clear_line(finetune(workplace, workplace.configuration(max_turns="many")), "max_turns")
+
+
+def test_a_missing_model_folder_is_named_before_anything_starts(workplace: Any) -> None:
+    configuration = workplace.configuration()
+    configuration["trainer_adapters"]["learner"]["model"]["path"] = "/no/such/model"
+    assert_one_clear_line(finetune(workplace, configuration), "/no/such/model")
+
+
+def test_a_broker_that_cannot_be_reached_is_named(workplace: Any) -> None:
+    assert_one_clear_line(finetune(workplace, workplace.configuration(bootstrap_servers="127.0.0.1:9")), "127.0.0.1:9")
+
+
+def test_a_workspace_that_cannot_be_written_is_named(workplace: Any) -> None:
+    workplace.workspace.write_text("a file where the folder should be")
+    assert_one_clear_line(finetune(workplace, workplace.configuration()), str(workplace.workspace))
+
+
+def test_an_unknown_environment_is_named(workplace: Any) -> None:
+    configuration = workplace.configuration() | {"workflow": "guess_nummer"}
+    assert_one_clear_line(finetune(workplace, configuration), "guess_nummer", "guess_number")
+
+
+def test_a_missing_configuration_file_is_named(workplace: Any) -> None:
+    assert_one_clear_line(workplace.run("finetune", "--config_file", "none.yaml"), "none.yaml")
+
+
+def test_sql_without_a_database_says_so(workplace: Any) -> None:
+    assert_one_clear_line(workplace.run("sql", "SELECT 1"), str(workplace.workspace))
+
+
+@pytest.mark.kafka
+@pytest.mark.parametrize("name", ["raises", "hangs"])
+def test_an_environment_that_fails_is_data_and_the_run_ends(workplace: Any, name: str) -> None:
+    (workplace.folder / "bad.py").write_text(BAD_ENVIRONMENTS)
+    configuration = workplace.configuration(num_epochs=1, rollout_timeout_s=1, max_attempts=2)
+    configuration["workflow"] = f"python:bad.{name}"
+    done = finetune(workplace, configuration, PYTHONPATH=str(workplace.folder))
+    assert "Traceback" not in done.stdout + done.stderr
+    causes = workplace.rows("SELECT outcome, cause, count(*) AS n FROM outcomes GROUP BY 1, 2")
+    expected = "environment_error" if name == "raises" else "timeout"
+    assert [(row["outcome"], row["cause"], row["n"]) for row in causes] == [("failed", expected, 4 * 4 * 2)]
+    sealed = workplace.rows("SELECT epoch, trained_groups FROM epoch_summary")
+    assert [(row["epoch"], row["trained_groups"]) for row in sealed] == [(0, 0)]
+
+
+@pytest.mark.kafka
+@pytest.mark.parametrize("name", ["nan", "broken"])
+def test_a_reward_that_fails_is_data_and_the_run_ends(workplace: Any, name: str) -> None:
+    (workplace.folder / "bad.py").write_text(BAD_ENVIRONMENTS)
+    configuration = workplace.configuration(num_epochs=1, max_attempts=1, rewards=[f"python:bad.{name}"])
+    configuration["workflow"] = "python:bad.plays"
+    finetune(workplace, configuration, PYTHONPATH=str(workplace.folder))
+    causes = workplace.rows("SELECT outcome, cause, count(*) AS n FROM outcomes GROUP BY 1, 2")
+    assert [(row["outcome"], row["cause"], row["n"]) for row in causes] == [("failed", "reward_error", 4 * 4)]
+
+
+@pytest.mark.kafka
+def test_a_second_finetune_on_the_same_embedded_workspace_is_refused(workplace: Any) -> None:
+    config = workplace.write(workplace.configuration(num_epochs=200))
+    first = workplace.start("finetune", "--config_file", str(config))
+    try:
+        deadline = time.monotonic() + 60
+        while "broker" not in workplace.output().lower() and time.monotonic() < deadline:
+            time.sleep(0.2)
+        time.sleep(2)
+        second = workplace.run("finetune", "--config_file", str(config))
+        assert_one_clear_line(second, str(workplace.workspace))
+        assert first.poll() is None, workplace.output()
+    finally:
+        children = psutil.Process(first.pid).children(recursive=True)
+        first.terminate()
+        first.wait(60)
+        psutil.wait_procs(children, timeout=20)
+
+
+@pytest.mark.kafka
+def test_a_secret_is_in_no_topic_file_or_log(workplace: Any) -> None:
+    secret = "s3cr3t-" + "x" * 24
+    configuration = workplace.configuration(num_epochs=1, environment_config={"note": "${JUDGE_KEY}"})
+    done = finetune(workplace, configuration, JUDGE_KEY=secret)
+    assert secret not in done.stdout + done.stderr
+    found = [
+        str(path) for path in workplace.workspace.rglob("*") if path.is_file() and secret.encode() in path.read_bytes()
+    ]
+    assert found == []
+
+
+def test_a_database_that_another_process_holds_is_named(workplace: Any) -> None:
+    workplace.workspace.mkdir()
+    with duckdb.connect(str(workplace.workspace / "metrics.duckdb")):
+        assert_one_clear_line(workplace.run("sql", "SELECT 1"), "metrics.duckdb")
+
+
+def test_runs_of_an_empty_workspace_are_none(workplace: Any) -> None:
+    done = workplace.run("runs")
+    assert "Traceback" not in done.stdout + done.stderr

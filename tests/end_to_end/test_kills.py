@@ -1,0 +1,108 @@
+"""A service or the whole command is killed with SIGKILL in mid-run: the run goes on, nothing is lost or doubled."""
+
+import json
+import os
+import signal
+import subprocess
+import time
+from typing import Any
+
+import psutil
+import pytest
+
+pytestmark = [pytest.mark.kafka, pytest.mark.slow]
+
+EPOCHS = 12
+ATTEMPTS = EPOCHS * 4 * 4
+
+
+def child(command: subprocess.Popen[str], words: tuple[str, ...]) -> psutil.Process | None:
+    """The descendant whose command line holds all the words."""
+    for process in psutil.Process(command.pid).children(recursive=True):
+        try:
+            line = process.cmdline()
+        except psutil.NoSuchProcess:
+            continue
+        if all(any(word in part for part in line) for word in words):
+            return process
+    return None
+
+
+def wait_versions(workplace: Any, command: subprocess.Popen[str], count: int) -> None:
+    """Until so many weight versions are published."""
+    deadline = time.monotonic() + 120
+    folder = workplace.workspace / "artifacts"
+    while time.monotonic() < deadline:
+        assert command.poll() is None, workplace.output() + workplace.logs()
+        if folder.exists() and len(list(folder.rglob("*.safetensors"))) >= count:
+            return
+        time.sleep(0.05)
+    raise AssertionError(f"no {count} versions\n{workplace.output()}\n{workplace.logs()}")
+
+
+def assert_whole(workplace: Any) -> None:
+    """Every epoch sealed once, every member of every group decided once, every trained trajectory trained once."""
+    epochs = workplace.rows("SELECT epoch FROM epoch_summary ORDER BY epoch")
+    assert [row["epoch"] for row in epochs] == list(range(EPOCHS))
+    groups = workplace.rows("SELECT count(*) AS n, count(DISTINCT group_id) AS d FROM groups")[0]
+    assert groups["n"] == groups["d"] == EPOCHS * 4
+    members = workplace.rows("SELECT count(*) AS n, count(DISTINCT trajectory_id) AS d FROM batch_members")[0]
+    assert members["n"] == members["d"]
+    started = workplace.rows("SELECT count(*) AS n FROM rollouts")[0]["n"]
+    outcomes = workplace.rows("SELECT outcome, count(*) AS n FROM outcomes GROUP BY 1")
+    assert sum(row["n"] for row in outcomes) == started >= ATTEMPTS
+    complete = sum(row["n"] for row in outcomes if row["outcome"] in ("trained", "rejected"))
+    assert complete == ATTEMPTS
+    versions = workplace.rows("SELECT version FROM weight_versions ORDER BY version")
+    assert [row["version"] for row in versions] == list(range(len(versions)))
+
+
+@pytest.mark.parametrize(
+    "words", [("serve", "producers"), ("serve", "processors"), ("serve", "learner"), ("serve", "metrics")]
+)
+def test_a_killed_service_is_started_again_and_nothing_is_lost(workplace: Any, words: tuple[str, str]) -> None:
+    configuration = workplace.configuration(num_epochs=EPOCHS, session_timeout_s=6)
+    config = workplace.write(configuration)
+    command = workplace.start("finetune", "--config_file", str(config), "--result_json_path", str(workplace.result))
+    try:
+        wait_versions(workplace, command, 4)
+        victim = child(command, words)
+        assert victim is not None
+        victim.kill()
+        assert command.wait(180) == 0, workplace.output() + workplace.logs()
+    finally:
+        command.kill()
+    assert json.loads(workplace.result.read_text())["status"] == "completed"
+    assert_whole(workplace)
+
+
+def test_a_killed_command_leaves_no_process_and_is_resumed(workplace: Any) -> None:
+    config = workplace.write(workplace.configuration(num_epochs=EPOCHS, session_timeout_s=6))
+    command = workplace.start("finetune", "--config_file", str(config), "--name", "killed")
+    wait_versions(workplace, command, 4)
+    children = psutil.Process(command.pid).children(recursive=True)
+    assert len(children) >= 5
+    os.kill(command.pid, signal.SIGKILL)
+    command.wait(30)
+    gone, alive = psutil.wait_procs(children, timeout=30)
+    assert alive == [], [process.cmdline() for process in alive]
+    assert gone
+    run_id = next(row["run_id"] for row in workplace.rows("SELECT run_id FROM runs"))
+    resumed = workplace.run("finetune", "--config_file", str(config), "--resume", run_id)
+    assert resumed.returncode == 0, resumed.stdout + resumed.stderr + workplace.logs()
+    assert_whole(workplace)
+
+
+def test_an_interrupted_command_ends_in_order_and_is_resumed(workplace: Any) -> None:
+    config = workplace.write(workplace.configuration(num_epochs=EPOCHS))
+    command = workplace.start("finetune", "--config_file", str(config))
+    wait_versions(workplace, command, 3)
+    children = psutil.Process(command.pid).children(recursive=True)
+    command.send_signal(signal.SIGINT)
+    assert command.wait(60) == 130, workplace.output()
+    _, alive = psutil.wait_procs(children, timeout=10)
+    assert alive == []
+    run_id = workplace.rows("SELECT run_id FROM runs")[0]["run_id"]
+    resumed = workplace.run("finetune", "--config_file", str(config), "--resume", run_id)
+    assert resumed.returncode == 0, resumed.stdout + resumed.stderr + workplace.logs()
+    assert_whole(workplace)
