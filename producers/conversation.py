@@ -1,0 +1,83 @@
+"""Token-exact prompts: what one agent's model saw and said so far stays as it was, and only what is new is tokenised.
+
+Pure; knows text and ids, neither messages nor events.
+"""
+
+import hashlib
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from rollstream.producers.engine import Tokenizer
+from rollstream.schemas.events_rollouts import Prefix
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """Ids to go on from: (P,) = the prefix's ids and the new ones."""
+
+    text: str
+    token_ids: "array[int]"
+    prefix: Prefix | None
+
+    @property
+    def new_ids(self) -> "array[int]":
+        """Ids after the prefix."""
+        return self.token_ids[self.prefix.length :] if self.prefix else self.token_ids
+
+
+@dataclass(frozen=True, slots=True)
+class _Call:
+    step_index: int
+    token_ids: "array[int]"
+    """Prompt and completion."""
+    marks: tuple[tuple[str, int], ...]
+    """Texts that a later prompt may begin with, and how many ids they are; longest first."""
+
+
+class Conversation:
+    """The calls of one agent in one rollout. A prompt may go on from any of them, so branches stay exact too."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._calls: list[_Call] = []
+
+    def prompt(self, text: str) -> Prompt:
+        """Ids of a rendered chat: the longest stretch that an earlier call had word for word, then new ids."""
+        best: tuple[int, str, _Call] | None = None
+        for call in reversed(self._calls):
+            for mark, length in call.marks:
+                if text.startswith(mark):
+                    if best is None or length > best[0]:
+                        best = (length, mark, call)
+                    break
+        if best is None:
+            return Prompt(text, array("i", self._tokenizer.encode(text, add_special_tokens=False)), None)
+        length, mark, call = best
+        kept = call.token_ids[:length]
+        rest = text[len(mark) :]
+        new_ids = array("i", self._tokenizer.encode(rest, add_special_tokens=False) if rest else ())
+        return Prompt(text, kept + new_ids, Prefix(step_index=call.step_index, length=length, sha256=ids_sha256(kept)))
+
+    def said(self, step_index: int, prompt: Prompt, completion_ids: Sequence[int]) -> str:
+        """Note what the model answered at a step; returns its text without the end token."""
+        completion = array("i", completion_ids)
+        has_end = bool(completion) and completion[-1] == self._tokenizer.eos_token_id
+        spoken = completion[:-1] if has_end else completion
+        answer = self._text(spoken)
+        num_prompt = len(prompt.token_ids)
+        marks = [(prompt.text + answer, num_prompt + len(spoken)), (prompt.text, num_prompt)]
+        if has_end:
+            marks.insert(0, (prompt.text + self._text(completion), num_prompt + len(completion)))
+        self._calls.append(_Call(step_index, prompt.token_ids + completion, tuple(marks)))
+        return answer
+
+    def _text(self, ids: "array[int]") -> str:
+        # Special tokens stay in the text: an answer that holds one is rendered back word for word.
+        return self._tokenizer.decode(ids.tolist(), skip_special_tokens=False) if ids else ""
+
+
+def ids_sha256(token_ids: "array[int]") -> str:
+    """sha256 (hex) of ids as little-endian int32."""
+    packed = b"".join(number.to_bytes(4, "little", signed=True) for number in token_ids)
+    return hashlib.sha256(packed).hexdigest()

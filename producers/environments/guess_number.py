@@ -1,0 +1,64 @@
+"""Guess a number, told higher or lower: short enough for a tiny character model to learn binary search."""
+
+import random
+from collections.abc import Sequence
+from typing import Any
+
+from rollstream.producers.environment import Environment
+from rollstream.producers.registry import register_environment
+from rollstream.producers.session import Message, Session
+
+ASK, HIGHER, LOWER, FOUND, INVALID = "?", "H", "L", "=", "X"
+FALL = 0.9
+"""How much less a guess in (nearly) the last turn earns than the first."""
+
+
+@register_environment("guess_number")
+class GuessNumber(Environment):
+    """Find the secret of `low`..`high` in at most `max_turns` guesses.
+
+    A hit at guess g earns 1 - 0.9 (g - 1) / max_turns, no hit 0. With ten numbers and six turns that is 0.715 on
+    average for binary search and 0.314 for guessing at random.
+    """
+
+    def __init__(self, low: int = 0, high: int = 9, max_turns: int = 6) -> None:
+        if low > high:
+            raise ValueError(f"low ({low}) is above high ({high})")
+        self._low = low
+        self._high = high
+        self._max_turns = max_turns
+
+    async def run(self, session: Session) -> None:
+        """Guess until found or out of turns. The secret is the example's `secret`, or drawn from the task's seed."""
+        secret = session.inputs.get("secret", session.task_rng.randint(self._low, self._high))
+        messages: list[Message] = [{"role": "user", "content": ASK}]
+        for turn in range(min(self._max_turns, session.max_turns)):
+            reply = await session.chat(messages)
+            answer = compare(reply.text, secret)
+            await session.tool("compare", reply.text, answer)
+            if answer == FOUND:
+                await session.reward(1.0 - FALL * turn / self._max_turns)
+                return
+            messages += [{"role": "assistant", "content": reply.text}, {"role": "tool", "content": answer}]
+        await session.reward(0.0)
+
+    def demonstrate(self, session: Session, messages: Sequence[Message], agent: str) -> str:
+        """Any number of the range, whatever was answered before: the form is right, the play is left to learn."""
+        return str(session.rng.randint(self._low, self._high))
+
+    def examples(self, num: int, seed: int) -> list[dict[str, Any]]:
+        """Secrets, each number of the range as often as any other (but for one), in an order that the seed decides."""
+        rng = random.Random(seed)
+        numbers: list[int] = []
+        while len(numbers) < num:
+            numbers += rng.sample(range(self._low, self._high + 1), self._high - self._low + 1)
+        return [{"secret": number} for number in numbers[:num]]
+
+
+def compare(guess: str, secret: int) -> str:
+    """Where the secret lies from a guess: `H` higher, `L` lower, `=` found, `X` if the guess is no number."""
+    digits = guess.strip()
+    if not (digits.isascii() and digits.isdigit()):
+        return INVALID
+    number = int(digits)
+    return FOUND if number == secret else HIGHER if secret > number else LOWER

@@ -1,0 +1,142 @@
+"""The record of one attempt: gives steps and rewards their indices, emits them, and chains their digests.
+
+Nothing is emitted after `close`, so that whatever an environment still does cannot follow the attempt's last event.
+"""
+
+import uuid
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+from rollstream.eventlog import codec
+from rollstream.schemas.base import Event
+from rollstream.schemas.errors import EnvironmentRunError
+from rollstream.schemas.events import (
+    RewardRecorded,
+    RolloutEnded,
+    RolloutFailed,
+    RolloutStarted,
+    StepRecorded,
+    TaskRequested,
+)
+from rollstream.schemas.events_rollouts import FunctionAncestry
+
+Emit = Callable[[Event], Awaitable[None]]
+WORKFLOW = "<workflow>"
+"""NAT's name of the function that the whole agent is."""
+
+
+class Journal:
+    """Events of one attempt, in the order in which they happen."""
+
+    def __init__(self, task: TaskRequested, rollout_id: str, emit: Emit, clock: Callable[[], int]) -> None:
+        self.rollout_id = rollout_id
+        self.clock = clock
+        self.emit_error: BaseException | None = None
+        """What `emit` raised; it ends the attempt without a last event."""
+        self._emit = emit
+        self._ids: dict[str, Any] = {"run_id": task.run_id, "group_id": task.group_id, "rollout_id": rollout_id}
+        self._ancestry = FunctionAncestry(
+            function_id=str(uuid.uuid5(uuid.NAMESPACE_URL, rollout_id)), function_name=WORKFLOW
+        )
+        self._num_opened = 0
+        self._num_rewards = 0
+        self._steps: dict[int, StepRecorded] = {}
+        self._rewards: dict[int, RewardRecorded] = {}
+        self._is_closed = False
+
+    @property
+    def steps(self) -> tuple[StepRecorded, ...]:
+        """Recorded steps by index."""
+        return tuple(self._steps[index] for index in sorted(self._steps))
+
+    @property
+    def rewards(self) -> tuple[RewardRecorded, ...]:
+        """Recorded rewards by index."""
+        return tuple(self._rewards[index] for index in sorted(self._rewards))
+
+    @property
+    def num_open(self) -> int:
+        """Calls that began and were never recorded."""
+        return self._num_opened - len(self._steps) + self._num_rewards - len(self._rewards)
+
+    def has_step(self, step_index: int) -> bool:
+        """Whether a step is recorded."""
+        return step_index in self._steps
+
+    async def begin(self, *, member: int, attempt: int, seed: int) -> None:
+        """Emit RolloutStarted."""
+        await self._put(RolloutStarted(**self._ids, time_ms=self.clock(), member=member, attempt=attempt, seed=seed))
+
+    def open_step(self) -> int:
+        """Index of a step that begins now. Calls are numbered as they begin, however long each takes."""
+        self._check_open()
+        self._num_opened += 1
+        return self._num_opened - 1
+
+    async def record_step(self, step_index: int, *, began_ms: int, **fields: Any) -> StepRecorded:
+        """Emit what happened at an opened step. `fields` are those of StepRecorded beside ids and times."""
+        time_ms = self.clock()
+        step = StepRecorded(
+            **self._ids,
+            time_ms=time_ms,
+            step_index=step_index,
+            uuid=str(uuid.uuid5(uuid.NAMESPACE_URL, f"{self.rollout_id}/s{step_index}")),
+            function_ancestry=self._ancestry,
+            event_timestamp=time_ms / 1000,
+            span_event_timestamp=began_ms / 1000,
+            **fields,
+        )
+        await self._put(step)
+        self._steps[step_index] = step
+        return step
+
+    async def record_reward(self, *, name: str, value: float, step_index: int | None, agent: str | None) -> None:
+        """Emit one reward."""
+        self._check_open()
+        index = self._num_rewards
+        self._num_rewards += 1
+        reward = RewardRecorded(
+            **self._ids,
+            time_ms=self.clock(),
+            reward_index=index,
+            name=name,
+            value=value,
+            step_index=step_index,
+            agent=agent,
+        )
+        await self._put(reward)
+        self._rewards[index] = reward
+
+    def close(self) -> None:
+        """From now on only `end` and `fail` emit."""
+        self._is_closed = True
+
+    async def end(self, stop_reason: str) -> None:
+        """Emit RolloutEnded: counts, and the digest over the content of all steps, then all rewards."""
+        digests = [codec.content_digest(event) for event in (*self.steps, *self.rewards)]
+        event = RolloutEnded(
+            **self._ids,
+            time_ms=self.clock(),
+            num_steps=len(self._steps),
+            num_rewards=len(self._rewards),
+            digest=codec.chain(self.rollout_id, digests),
+            stop_reason=stop_reason,
+        )
+        await self._emit(event)
+
+    async def fail(self, cause: str, message: str, *, is_final: bool) -> None:
+        """Emit RolloutFailed."""
+        time_ms = self.clock()
+        await self._emit(RolloutFailed(**self._ids, time_ms=time_ms, cause=cause, message=message, is_final=is_final))
+
+    async def _put(self, event: Event) -> None:
+        self._check_open()
+        try:
+            await self._emit(event)
+        except Exception as error:
+            self.emit_error = error
+            raise
+
+    def _check_open(self) -> None:
+        if self._is_closed:
+            raise EnvironmentRunError(f"rollout {self.rollout_id} is over; nothing more can be recorded")

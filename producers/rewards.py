@@ -1,0 +1,67 @@
+"""Reward functions: a finished rollout in, a number out. They run before the rollout ends: rewards are recorded."""
+
+import asyncio
+import inspect
+import math
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass
+from numbers import Real
+from typing import Any
+
+from rollstream.schemas.errors import EnvironmentRunError
+from rollstream.schemas.events import RewardRecorded, StepRecorded
+
+
+class RewardError(EnvironmentRunError):
+    """A reward is no finite number, belongs to nothing, or its function raised."""
+
+
+@dataclass(frozen=True, slots=True)
+class FinishedRollout:
+    """What a reward function sees: all that happened, before the rollout's last event."""
+
+    inputs: Mapping[str, Any]
+    seed: int
+    steps: tuple[StepRecorded, ...]
+    """By step index; LLM and tool calls of all agents."""
+    rewards: tuple[RewardRecorded, ...]
+    """Those of the environment and of the reward functions before this one."""
+    messages: Mapping[str, tuple[Mapping[str, Any], ...]]
+    """By agent: the messages of its last call, and the answer."""
+    stop_reason: str
+
+
+Value = float | Mapping[str, float]
+"""One number for all agents, or one by agent."""
+RewardFunction = Callable[[FinishedRollout], Value | Awaitable[Value]]
+
+
+async def evaluate(name: str, function: RewardFunction, rollout: FinishedRollout) -> dict[str | None, float]:
+    """Reward by agent (None: all agents). Plain functions run in a thread, so that a slow one holds nobody up.
+
+    Raises RewardError naming the function if it raised or returned what is no finite number.
+    """
+    try:
+        if inspect.iscoroutinefunction(function):
+            value: Any = await function(rollout)
+        else:
+            value = await asyncio.to_thread(function, rollout)
+            value = await value if inspect.isawaitable(value) else value
+    except Exception as error:
+        raise RewardError(f"reward {name} raised {type(error).__name__}: {error}") from error
+    if isinstance(value, Mapping):
+        return {agent: finite(name, number) for agent, number in value.items()}
+    return {None: finite(name, value)}
+
+
+def finite(name: str, value: Any) -> float:
+    """`value` as a float. Raises RewardError if it is no finite number."""
+    if not isinstance(value, Real):
+        raise RewardError(f"reward {name} is a {type(value).__name__}, no number")
+    try:
+        number = float(value)
+    except OverflowError as error:
+        raise RewardError(f"reward {name} is too large") from error
+    if not math.isfinite(number):
+        raise RewardError(f"reward {name} is {number}, no finite number")
+    return number

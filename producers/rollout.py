@@ -1,0 +1,170 @@
+"""One attempt at one rollout, from RolloutStarted to its terminal event. What users' code raises ends here, as data."""
+
+import asyncio
+import json
+import logging
+import os
+import re
+from collections.abc import Callable, Mapping
+
+from pydantic import JsonValue
+
+from rollstream.producers import registry, rewards
+from rollstream.producers.engine import Engine
+from rollstream.producers.environment import Environment
+from rollstream.producers.journal import Emit, Journal
+from rollstream.producers.session import Session, TurnsExhausted, member_seed
+from rollstream.schemas import ids
+from rollstream.schemas.errors import EnvironmentRunError, RollstreamError
+from rollstream.schemas.events import TaskRequested
+from rollstream.schemas.settings import RolloutSettings
+
+log = logging.getLogger(__name__)
+
+GRACE_S = 1.0
+"""How long an environment may take to stop when it is cancelled, before it is left to itself."""
+MAX_MESSAGE = 500
+_VARIABLE = re.compile(r"\$\{([A-Za-z_][A-Za-z0-9_]*)")
+
+
+async def run_rollout(
+    task: TaskRequested, *, member: int, attempt: int, engine: Engine, emit: Emit, clock: Callable[[], int]
+) -> None:
+    """Play member `member` of a task and emit its events; RolloutEnded or RolloutFailed is the last.
+
+    `clock()` gives event time in ms and never goes back. Environment, rewards and engine together have
+    `rollout_timeout_s`. What `emit` raises flies through, and then there is no terminal event.
+
+    1. RolloutStarted. 2. Each call and reward as it happens. 3. The environment stops, or is stopped; nothing more is
+    recorded. 4. The terminal event.
+    """
+    settings = task.settings
+    journal = Journal(task, ids.rollout_id(task.group_id, member, attempt), emit, clock)
+    await journal.begin(member=member, attempt=attempt, seed=member_seed(task, member))
+    stage = _Stage(task, member, engine, journal)
+    play = asyncio.create_task(stage.play())
+    try:
+        await asyncio.wait({play}, timeout=settings.rollout_timeout_s)
+        has_timed_out = not play.done()
+    finally:
+        journal.close()
+        await _stop(play, journal.rollout_id)
+    if journal.emit_error is not None:
+        raise journal.emit_error
+    failure = stage.timed_out() if has_timed_out else stage.failure(play)
+    if failure is None:
+        await journal.end(play.result())
+        return
+    cause, message = failure
+    message = _one_line(_without_secrets(message, settings.environment_config, os.environ))
+    log.info("rollout failed rollout_id=%s cause=%s: %s", journal.rollout_id, cause, message)
+    await journal.fail(cause, message, is_final=attempt + 1 >= settings.max_attempts)
+
+
+class _Stage:
+    """Where an environment and reward functions run, and where what they raise becomes a cause."""
+
+    def __init__(self, task: TaskRequested, member: int, engine: Engine, journal: Journal) -> None:
+        self._task = task
+        self._settings: RolloutSettings = task.settings
+        self._member = member
+        self._engine = engine
+        self._journal = journal
+        self._session: Session | None = None
+        self._doing = f"environment {self._settings.environment}"
+
+    async def play(self) -> str:
+        """Environment, then reward functions. Returns the stop reason."""
+        try:
+            environment = registry.build_environment(
+                self._settings.environment, self._settings.environment_config, os.environ
+            )
+            self._session = session = Session(
+                self._task,
+                member=self._member,
+                engine=self._engine,
+                journal=self._journal,
+                demonstrator=environment,
+            )
+            stop_reason = await self._run(environment, session)
+            await self._reward(session, stop_reason)
+        except SystemExit as error:
+            raise EnvironmentRunError(f"called sys.exit({error.code!r})") from error
+        return stop_reason
+
+    def timed_out(self) -> tuple[str, str]:
+        """Cause and message when the time is over."""
+        return "timeout", f"{self._doing} was not done after {self._settings.rollout_timeout_s:g} s (rollout_timeout_s)"
+
+    def failure(self, play: "asyncio.Task[str]") -> tuple[str, str] | None:
+        """Cause and message of a play that is done; None if it went well."""
+        if self._session is not None and self._session.fault is not None:
+            return self._session.fault
+        if play.cancelled():
+            return "environment_error", f"{self._doing} cancelled itself"
+        error = play.exception()
+        if error is None:
+            num_open = self._journal.num_open
+            return ("environment_error", f"{self._doing} ended with {num_open} calls not done") if num_open else None
+        if isinstance(error, rewards.RewardError):
+            return "reward_error", str(error)
+        text = str(error) if isinstance(error, RollstreamError) else f"{type(error).__name__}: {error}"
+        return "environment_error", f"{self._doing}: {text}"
+
+    async def _run(self, environment: Environment, session: Session) -> str:
+        try:
+            await environment.run(session)
+        except TurnsExhausted:
+            return "max_turns"
+        except ExceptionGroup as group:
+            if group.split(TurnsExhausted)[1] is not None:
+                raise
+            return "max_turns"
+        return "done"
+
+    async def _reward(self, session: Session, stop_reason: str) -> None:
+        for name in self._settings.rewards:
+            self._doing = f"reward {name}"
+            rollout = rewards.FinishedRollout(
+                inputs=session.inputs,
+                seed=session.seed,
+                steps=self._journal.steps,
+                rewards=self._journal.rewards,
+                messages=dict(session.messages),
+                stop_reason=stop_reason,
+            )
+            values = await rewards.evaluate(name, registry.reward(name), rollout)
+            for agent, value in values.items():
+                await session.reward(value, name, agent=agent)
+
+
+async def _stop(play: "asyncio.Task[str]", rollout_id: str) -> None:
+    """Cancel what still runs; code that will not stop is left alone, and can record nothing any more."""
+    if play.done():
+        return
+    play.cancel()
+    await asyncio.wait({play}, timeout=GRACE_S)
+    if not play.done():
+        log.warning("environment ignores that it was cancelled; it is left to itself rollout_id=%s", rollout_id)
+        play.add_done_callback(_retrieve)
+    else:
+        _retrieve(play)
+
+
+def _retrieve(play: "asyncio.Task[str]") -> None:
+    """Look at a task's exception, so that asyncio does not report it as never seen."""
+    if not play.cancelled():
+        play.exception()
+
+
+def _one_line(message: str) -> str:
+    line = " ".join(message.split())
+    return line if len(line) <= MAX_MESSAGE else line[: MAX_MESSAGE - 3] + "..."
+
+
+def _without_secrets(message: str, config: Mapping[str, JsonValue], environ: Mapping[str, str]) -> str:
+    """`message` with values of the `${ENV}` that `config` refers to written as `${ENV}`, whatever raised them."""
+    for name in _VARIABLE.findall(json.dumps(config)):
+        if environ.get(name):
+            message = message.replace(environ[name], f"${{{name}}}")
+    return message

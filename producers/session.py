@@ -1,0 +1,228 @@
+"""What an environment plays through: chat with the model, call tools, give rewards. Every call becomes an event."""
+
+import inspect
+import math
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import orjson
+
+from rollstream.producers.conversation import Conversation, Prompt
+from rollstream.producers.engine import Engine, Generation, GenerationRequest
+from rollstream.producers.journal import Journal
+from rollstream.producers.rewards import RewardError, finite
+from rollstream.schemas import ids, tokens
+from rollstream.schemas.errors import EnvironmentRunError, ModelError
+from rollstream.schemas.events import TaskRequested
+from rollstream.schemas.events_rollouts import LLMCall
+
+Message = dict[str, Any]
+"""A chat message: `role`, `content` and what a chat template knows beside them."""
+
+
+class TurnsExhausted(EnvironmentRunError):
+    """An agent asked for more than `max_turns` answers. Unless caught, it ends the rollout, which is no failure."""
+
+
+class Demonstrator(Protocol):
+    """The part of an environment that answers in the model's place."""
+
+    def demonstrate(self, session: "Session", messages: Sequence[Message], agent: str) -> Any:
+        """Text of the answer, or an awaitable of it."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Reply:
+    """One answer of the model."""
+
+    text: str
+    """Without the end token."""
+    step_index: int
+    """For rewards of this step."""
+    finish_reason: str
+    """`stop` or `length`."""
+
+
+class Session:
+    """One attempt at one rollout, as its environment sees it.
+
+    `inputs` are the example's; `agents` the names that may chat; `max_turns` counts answers an agent.
+    `seed` and `rng` are this member's own. `task_seed` and `task_rng` are equal in all members of the group: what the
+    members' rewards are compared under (a secret, an opponent) is drawn from those.
+    """
+
+    def __init__(
+        self, task: TaskRequested, *, member: int, engine: Engine, journal: Journal, demonstrator: Demonstrator
+    ) -> None:
+        self.inputs: dict[str, Any] = dict(task.inputs)
+        self.task_seed = task.seed
+        self.task_rng = random.Random(ids.derive_seed(task.seed, "world"))
+        self.seed = member_seed(task, member)
+        self.rng = random.Random(ids.derive_seed(self.seed, "member"))
+        self.max_turns = task.settings.max_turns
+        self.agents = tuple(task.settings.agents)
+        self.fault: tuple[str, str] | None = None
+        """Cause and message of the first failure that is not the environment's to forgive."""
+        self.messages: dict[str, tuple[Message, ...]] = {}
+        """By agent: the messages of its last answered call, and the answer."""
+        self._settings = task.settings
+        self._engine = engine
+        self._journal = journal
+        self._demonstrator = demonstrator
+        self._conversations: dict[str, Conversation] = {}
+        self._num_calls: dict[str, int] = {}
+
+    async def chat(self, messages: Sequence[Message], agent: str = "agent") -> Reply:
+        """The model's answer to `messages`, sampled with the run's settings.
+
+        What the agent's model saw and said in earlier calls stays token for token, as long as the messages begin alike.
+        Raises TurnsExhausted, or EnvironmentRunError for an agent that is not configured.
+        """
+        group, call_number = self._take_turn(agent)
+        conversation = self._conversation(agent, group)
+        sent: list[Message] = _plain(list(messages), "messages")
+        prompt = self._prompt(conversation, sent, group)
+        step_index = self._journal.open_step()
+        began_ms = self._journal.clock()
+        seed = ids.derive_seed(self.seed, agent, call_number)
+        generation = await self._answer(prompt, sent, agent, seed)
+        text = conversation.said(step_index, prompt, generation.token_ids)
+        self.messages[agent] = (*sent, {"role": "assistant", "content": text})
+        await self._journal.record_step(
+            step_index,
+            began_ms=began_ms,
+            agent=agent,
+            event_type="LLM_END",
+            name=group,
+            data={"input": sent, "output": text},
+            usage_info=_usage(len(prompt.token_ids), len(generation.token_ids)),
+            llm=_call(prompt, generation),
+        )
+        return Reply(text, step_index, generation.finish_reason)
+
+    async def tool(self, name: str, input: Any, output: Any, agent: str = "agent") -> int:
+        """Record that a tool was called and what it returned (JSON values). Returns the step's index."""
+        self._model_group(agent)
+        data = {"input": _plain(input, f"input of tool {name}"), "output": _plain(output, f"output of tool {name}")}
+        step_index, now_ms = self._journal.open_step(), self._journal.clock()
+        await self._journal.record_step(
+            step_index, began_ms=now_ms, agent=agent, event_type="TOOL_END", name=name, data=data
+        )
+        return step_index
+
+    async def reward(
+        self, value: float, name: str = "reward", step_index: int | None = None, agent: str | None = None
+    ) -> None:
+        """Give a reward to the whole rollout or to one step, to one agent or to all. Raises RewardError."""
+        try:
+            number = finite(name, value)
+            if step_index is not None and not self._journal.has_step(step_index):
+                raise RewardError(f"reward {name} is for step {step_index}, which is not recorded")
+            if agent is not None and agent not in self.agents:
+                raise RewardError(f"reward {name} is for agent {agent!r}; known are: {', '.join(self.agents)}")
+        except RewardError as error:
+            self.fault = self.fault or ("reward_error", str(error))
+            raise
+        await self._journal.record_reward(name=name, value=number, step_index=step_index, agent=agent)
+
+    def _take_turn(self, agent: str) -> tuple[str, int]:
+        group, call_number = self._model_group(agent), self._num_calls.get(agent, 0)
+        if call_number >= self.max_turns:
+            raise TurnsExhausted(f"agent {agent} has had its {self.max_turns} turns (max_turns)")
+        self._num_calls[agent] = call_number + 1
+        return group, call_number
+
+    def _model_group(self, agent: str) -> str:
+        if agent not in self._settings.agents:
+            known = ", ".join(self.agents) or "none"
+            raise EnvironmentRunError(f"agent {agent!r} is not among the run's agents; known are: {known}")
+        return self._settings.agents[agent]
+
+    def _conversation(self, agent: str, group: str) -> Conversation:
+        if agent not in self._conversations:
+            try:
+                self._conversations[agent] = Conversation(self._engine.tokenizer(group))
+            except Exception as error:
+                self._engine_fault(error)
+                raise
+        return self._conversations[agent]
+
+    def _prompt(self, conversation: Conversation, messages: list[Message], group: str) -> Prompt:
+        render = self._engine.tokenizer(group).apply_chat_template
+        text: str = render(messages, tokenize=False, add_generation_prompt=True)
+        prompt = conversation.prompt(text)
+        if not prompt.token_ids:
+            raise EnvironmentRunError("the chat template makes no token of these messages; give them some content")
+        return prompt
+
+    async def _answer(self, prompt: Prompt, messages: list[Message], agent: str, seed: int) -> Generation:
+        group = self._settings.agents[agent]
+        if self._settings.policy == "demonstration":
+            return await self._demonstration(messages, agent, group)
+        request = GenerationRequest(group, prompt.token_ids.tolist(), self._settings.sampling, seed)
+        try:
+            generation = await self._engine.generate(request)
+            _check(generation)
+        except Exception as error:
+            self._engine_fault(error)
+            raise
+        return generation
+
+    async def _demonstration(self, messages: list[Message], agent: str, group: str) -> Generation:
+        text = self._demonstrator.demonstrate(self, messages, agent)
+        text = await text if inspect.isawaitable(text) else text
+        if not isinstance(text, str):
+            raise EnvironmentRunError(f"demonstrate() returned a {type(text).__name__}, no text")
+        tokenizer = self._engine.tokenizer(group)
+        spoken = tokenizer.encode(text, add_special_tokens=False)
+        return Generation((*spoken, tokenizer.eos_token_id), (), (), "stop")
+
+    def _engine_fault(self, error: Exception) -> None:
+        self.fault = self.fault or ("engine_error", f"{type(error).__name__}: {error}")
+
+
+def member_seed(task: TaskRequested, member: int) -> int:
+    """Seed of one member of a group; every attempt at it has the same."""
+    return ids.derive_seed(task.seed, member)
+
+
+def _call(prompt: Prompt, generation: Generation) -> LLMCall:
+    return LLMCall(
+        prefix=prompt.prefix,
+        prompt_ids=tokens.encode_ids(prompt.new_ids),
+        completion_ids=tokens.encode_ids(generation.token_ids),
+        logprobs=tokens.encode_floats(generation.logprobs) if generation.spans else None,
+        spans=generation.spans,
+        finish_reason=generation.finish_reason,
+    )
+
+
+def _usage(num_prompt: int, num_completion: int) -> dict[str, Any]:
+    usage = {
+        "prompt_tokens": num_prompt,
+        "completion_tokens": num_completion,
+        "cached_tokens": 0,
+        "reasoning_tokens": 0,
+        "total_tokens": num_prompt + num_completion,
+    }
+    return {"token_usage": usage, "num_llm_calls": 1, "seconds_between_calls": 0}
+
+
+def _check(generation: Generation) -> None:
+    num_tokens, num_logprobs = len(generation.token_ids), len(generation.logprobs)
+    num_spanned = sum(span.length for span in generation.spans)
+    if not num_tokens == num_logprobs == num_spanned or not num_tokens:
+        raise ModelError(f"engine gave {num_tokens} tokens, {num_logprobs} logprobs, spans over {num_spanned}")
+    if not all(map(math.isfinite, generation.logprobs)):
+        raise ModelError("engine gave a log-probability that is no finite number")
+
+
+def _plain(value: Any, what: str) -> Any:
+    """A copy of a JSON value, as the log will hold it. Raises EnvironmentRunError if it is none."""
+    try:
+        return orjson.loads(orjson.dumps(value))
+    except (orjson.JSONEncodeError, orjson.JSONDecodeError) as error:
+        raise EnvironmentRunError(f"{what}: not a JSON value: {error}") from error
