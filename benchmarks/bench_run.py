@@ -1,0 +1,111 @@
+"""A whole run on a fresh workspace: versions a minute, weight pick-up, and the share of time the learner waits.
+
+    python benchmarks/bench_run.py --epochs 60 --repeats 3 --output run.json
+
+Pick-up counts from the time stamp of WeightsPublished to that of WeightsLoaded, both written on one machine.
+"""
+
+import argparse
+import asyncio
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterable
+from pathlib import Path
+
+from rollstream.eventlog import codec
+from rollstream.eventlog.broker import EmbeddedBroker
+from rollstream.eventlog.kafka_log import KafkaLog
+from rollstream.eventlog.log import Received, TopicPartition
+from rollstream.schemas.events import StepTrained, WeightsLoaded, WeightsPublished
+
+ROOT = Path(__file__).resolve().parents[1]
+CLI = [sys.executable, "-m", "rollstream.harness.cli"]
+
+
+def train(workspace: Path, epochs: int) -> None:
+    """The demo's configuration for so many epochs."""
+    model = workspace / "models" / "tiny"
+    subprocess.run([*CLI, "tiny-model", str(model), "--seed", "0"], check=True, cwd=ROOT)
+    subprocess.run(
+        [*CLI, "finetune", "--config_file", "examples/guess_number.yaml", "--workspace", str(workspace)]
+        + ["-o", "trainer_adapters.learner.model.path", str(model), "-o", "finetuning.num_epochs", str(epochs)]
+        + ["-o", "finetuning.output_dir", str(workspace / "output")],
+        check=True,
+        cwd=ROOT,
+        stdout=subprocess.DEVNULL,
+    )
+
+
+async def read_weights(bootstrap_servers: str) -> list[Received]:
+    """All of the weights topic."""
+    log = KafkaLog(bootstrap_servers)
+    await log.start()
+    end = (await log.end_offsets("weights"))[0]
+    where = TopicPartition("weights", 0)
+    reader = await log.reader({where: 0})
+    events: list[Received] = []
+    while reader.position(where) < end:
+        events += [codec.decode(record) for record in await reader.poll()]
+    await reader.close()
+    await log.close()
+    return events
+
+
+def figures(events: Iterable[Received]) -> dict[str, float]:
+    """Medians over the run's reinforcement part."""
+    published: dict[int, int] = {}
+    loaded: dict[int, int] = {}
+    skipped = 0
+    trained: list[tuple[int, StepTrained]] = []
+    for event, _, _, stamp in events:
+        if isinstance(event, WeightsPublished):
+            published[event.version] = stamp
+        elif isinstance(event, WeightsLoaded):
+            loaded.setdefault(event.version, stamp)
+            skipped += event.num_skipped
+        elif isinstance(event, StepTrained) and event.job_id.endswith("/rl"):
+            trained.append((stamp, event))
+    first = min(step.version for _, step in trained)
+    picked = [loaded[v] - published[v] for v in loaded if v in published and v >= first]
+    wall_s = (trained[-1][0] - trained[0][0]) / 1000
+    waited_s = sum(step.seconds.get("wait", 0.0) for _, step in trained[1:])
+    return {
+        "versions": len(trained),
+        "seconds_per_version": wall_s / (len(trained) - 1),
+        "pick_up_p50_ms": statistics.median(picked),
+        "pick_up_max_ms": max(picked),
+        "loaded": len(picked),
+        "skipped": skipped,
+        "learner_wait_share": waited_s / wall_s,
+    }
+
+
+def one_pass(epochs: int) -> dict[str, float]:
+    """One run, then its log."""
+    with tempfile.TemporaryDirectory() as folder:
+        workspace = Path(folder)
+        train(workspace, epochs)
+        with EmbeddedBroker(workspace) as bootstrap_servers:
+            return figures(asyncio.run(read_weights(bootstrap_servers)))
+
+
+def main() -> None:
+    """Print and keep the medians."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--epochs", type=int, default=60)
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--output", type=Path, default=None)
+    arguments = parser.parse_args()
+    rows = [one_pass(arguments.epochs) for _ in range(arguments.repeats)]
+    report = {name: round(statistics.median(row[name] for row in rows), 4) for name in rows[0]}
+    text = json.dumps(report, indent=2)
+    print(text)
+    if arguments.output:
+        arguments.output.write_text(text + "\n")
+
+
+if __name__ == "__main__":
+    main()
