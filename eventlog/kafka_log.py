@@ -8,7 +8,7 @@ from aiokafka import AIOKafkaProducer
 from aiokafka.admin import AIOKafkaAdminClient
 from aiokafka.coordinator.assignors.range import RangePartitionAssignor
 
-from rollstream.eventlog import kafka_topics
+from rollstream.eventlog import kafka_offsets, kafka_topics
 from rollstream.eventlog.callbacks import Callbacks
 from rollstream.eventlog.codec import encode
 from rollstream.eventlog.kafka_client import REQUEST_TIMEOUT_MS, connect, log_errors, new_consumer, within
@@ -177,6 +177,10 @@ class KafkaLog:
     async def fetch(self, positions: Iterable[Position]) -> list[Record]:
         """The records at the given positions, in the order given. Raises TruncatedError if one is gone."""
         return await self._require(self._fetcher).fetch(positions)
+
+    async def committed_offsets(self, group: str) -> dict[TopicPartition, int]:
+        """Next offset by partition of a consumer group, for who looks on; empty if it never committed."""
+        return await kafka_offsets.committed_offsets(self._require(self._admin), group)
 
     async def cluster_id(self) -> str:
         """Identity of the cluster."""

@@ -1,7 +1,7 @@
 """From configuration to settings: what the events of a run carry and what its services are started with. Pure."""
 
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from rollstream.schemas import ids
 from rollstream.schemas.config import AdapterSection, RunConfig, WarmStart
@@ -13,7 +13,13 @@ from rollstream.schemas.services import (
     ProducerSettings,
     ServiceSettings,
 )
-from rollstream.schemas.settings import AlgorithmSettings, CurriculumSettings, JobSettings, PlanSettings, RolloutSettings
+from rollstream.schemas.settings import (
+    AlgorithmSettings,
+    CurriculumSettings,
+    JobSettings,
+    PlanSettings,
+    RolloutSettings,
+)
 
 MODEL_GROUP = "policy"
 WARM_START = "sft"
@@ -109,9 +115,7 @@ def _warm_start_job(config: RunConfig, warm: WarmStart, run_id: str) -> JobSpec:
         update={"kind": "sft", "algorithm": algorithm, "optimizer": warm.optimizer}
     )
     rollout = rollout_settings(config, run_id).model_copy(update={"policy": "demonstration"})
-    return JobSpec(
-        ids.job_id(run_id, WARM_START), ids.model_group(run_id, MODEL_GROUP), job, plan, rollout
-    )
+    return JobSpec(ids.job_id(run_id, WARM_START), ids.model_group(run_id, MODEL_GROUP), job, plan, rollout)
 
 
 def _job_settings(adapter: AdapterSection, *, num_versions: int) -> JobSettings:
@@ -131,9 +135,10 @@ def _job_settings(adapter: AdapterSection, *, num_versions: int) -> JobSettings:
 def services_of(config: RunConfig, place: Place) -> dict[str, ServiceSettings]:
     """Settings of every managed service by its name, in the order in which they are to be stopped."""
     builder = config.builder
-    base = {**place._asdict(), "num_partitions": builder.num_partitions}
-    session = {"session_timeout_s": builder.session_timeout_s}
-    services: list[ServiceSettings] = [
+    base: dict[str, Any] = {**place._asdict(), "num_partitions": builder.num_partitions}
+    session: dict[str, Any] = {"session_timeout_s": builder.session_timeout_s}
+    services: list[ServiceSettings] = []
+    services += [
         ProducerSettings(
             **base,
             **session,

@@ -1,0 +1,88 @@
+"""The command line `rollstream`. A command's code is imported when it is used; errors are one line on stderr."""
+
+import importlib
+import os
+import sys
+
+import click
+
+from rollstream.schemas.errors import RollstreamError
+
+COMMANDS = {
+    "finetune": "commands_run",
+    "stop": "commands_run",
+    "runs": "commands_run",
+    "serve": "commands_serve",
+    "health": "commands_serve",
+    "status": "commands_look",
+    "sql": "commands_look",
+    "plot": "commands_look",
+    "tiny-model": "commands_look",
+}
+SUMMARIES = {
+    "finetune": "Train by a configuration file, or go on with a run.",
+    "stop": "End a run in order.",
+    "runs": "List the runs of a workspace.",
+    "serve": "Run one long-running service.",
+    "health": "Say whether a service is alive (exit status 0).",
+    "status": "Show services, lag by topic and version by engine.",
+    "sql": "Ask the metrics by SQL.",
+    "plot": "Draw a run's rewards.",
+    "tiny-model": "Make a tiny model and tokenizer in place, for trying things out.",
+}
+EXIT_INTERRUPTED = 130
+
+
+class LazyGroup(click.Group):
+    """Commands by name of their module; listing them imports none of them."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return list(COMMANDS)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        if cmd_name not in COMMANDS:
+            return None
+        module = importlib.import_module(f"rollstream.harness.{COMMANDS[cmd_name]}")
+        return getattr(module, cmd_name.replace("-", "_"))
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        with formatter.section("Commands"):
+            formatter.write_dl(list(SUMMARIES.items()))
+
+
+@click.group(cls=LazyGroup, context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(package_name="rollstream")
+@click.option("--debug", is_flag=True, help="Show tracebacks (also: ROLLSTREAM_DEBUG=1).")
+def rollstream(debug: bool) -> None:
+    """Event-sourced streaming RL post-training for LLM agents."""
+    if debug:
+        os.environ["ROLLSTREAM_DEBUG"] = "1"
+
+
+def main() -> None:
+    """Entry point of the command line."""
+    try:
+        code = rollstream.main(standalone_mode=False)
+    except click.exceptions.Abort:
+        code = EXIT_INTERRUPTED
+    except click.ClickException as error:
+        error.show()
+        code = error.exit_code
+    except (RollstreamError, OSError) as error:
+        if os.environ.get("ROLLSTREAM_DEBUG"):
+            raise
+        click.echo(f"error: {one_line(error)}", err=True)
+        code = 1
+    except KeyboardInterrupt:
+        code = EXIT_INTERRUPTED
+    sys.stdout.flush()
+    sys.exit(code if isinstance(code, int) else 0)
+
+
+def one_line(error: BaseException) -> str:
+    """An error's message without line breaks; its type if it has no message."""
+    return " ".join(str(error).split()) or type(error).__name__
+
+
+if __name__ == "__main__":
+    main()

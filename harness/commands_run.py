@@ -1,0 +1,123 @@
+"""Commands `finetune`, `stop` and `runs`."""
+
+import asyncio
+import logging
+import sys
+import time
+from pathlib import Path
+
+import click
+
+from rollstream.harness.commands_serve import BOOTSTRAP_SERVERS, WORKSPACE
+from rollstream.schemas.errors import ConfigError, RunFailedError
+
+
+@click.command()
+@click.option(
+    "--config_file", "--config-file", type=click.Path(path_type=Path), required=True, help="The run's YAML file."
+)
+@click.option("--dataset", type=click.Path(path_type=Path), help="Examples, in place of the file's dataset.")
+@click.option("--result_json_path", default="$", help="Write the outcome to this file as JSON.")
+@click.option("--override", "-o", type=(str, str), multiple=True, metavar="KEY VALUE", help="Set a key by dotted path.")
+@click.option("--resume", metavar="RUN", help="Go on with a run that has not ended.")
+@click.option("--name", help="Beginning of the run's id (default: the file's name).")
+@click.option("--validation_dataset", type=click.Path(path_type=Path), hidden=True)
+@click.option("--validation_config_file", type=click.Path(path_type=Path), hidden=True)
+@click.option("--endpoint", hidden=True)
+@click.option("--fork", hidden=True)
+@WORKSPACE
+def finetune(
+    config_file: Path,
+    dataset: Path | None,
+    result_json_path: str,
+    override: tuple[tuple[str, str], ...],
+    resume: str | None,
+    name: str | None,
+    workspace: Path,
+    **unavailable: object,
+) -> None:
+    """Train by a configuration file, or go on with a run."""
+    from rollstream.harness.display import Display
+    from rollstream.harness.finetune import Interrupted, Request
+    from rollstream.harness.finetune import finetune as run_finetune
+
+    for option, value in unavailable.items():
+        if value is not None:
+            raise ConfigError(f"--{option} is not available in this version")
+    result = None if result_json_path == "$" else Path(result_json_path)
+    request = Request(config_file, workspace, override, dataset, resume, name, result)
+    _configure_logging(workspace)
+    display = Display()
+    try:
+        outcome = run_finetune(request, display)
+    except Interrupted as interrupted:
+        display.say("interrupted; the run stays open: rollstream runs; rollstream finetune --resume RUN ... goes on")
+        sys.exit(interrupted.exit_code)
+    display.say(outcome.summary())
+    if outcome.exit_code:
+        raise RunFailedError(f"run {outcome.run_id} {outcome.status}: {outcome.message}")
+
+
+@click.command()
+@click.argument("run")
+@BOOTSTRAP_SERVERS
+@WORKSPACE
+def stop(run: str, bootstrap_servers: str | None, workspace: Path) -> None:
+    """End a run in order; a finetune that conducts it saves its newest model and ends."""
+    from rollstream.eventlog.kafka_log import KafkaLog
+    from rollstream.harness.plan import look_up
+    from rollstream.harness.workspace import Workspace, broker_of
+    from rollstream.schemas.events import RunEnded
+
+    async def write(address: str) -> str:
+        log = KafkaLog(address, client_id="rollstream-stop")
+        try:
+            await log.start()
+            progress = await look_up(log, run)
+            if progress.ended is not None:
+                return f"run {run} was over already ({progress.ended.cause})"
+            await log.send(RunEnded(run_id=run, time_ms=time.time_ns() // 1_000_000, cause="stopped"))
+            return f"run {run} stopped at version {progress.version}"
+        finally:
+            await log.close()
+
+    with broker_of(Workspace(workspace), bootstrap_servers) as address:
+        click.echo(asyncio.run(write(address)))
+
+
+@click.command()
+@BOOTSTRAP_SERVERS
+@WORKSPACE
+def runs(bootstrap_servers: str | None, workspace: Path) -> None:
+    """List the runs of the log: state, jobs, versions, reward."""
+    from rollstream.eventlog.kafka_log import KafkaLog
+    from rollstream.harness.progress import Progress
+    from rollstream.harness.runs import read_runs
+    from rollstream.harness.tables import runs_table
+    from rollstream.harness.workspace import Workspace, broker_of
+
+    async def read(address: str) -> list[Progress]:
+        log = KafkaLog(address, client_id="rollstream-runs")
+        try:
+            await log.start()
+            return await read_runs(log)
+        finally:
+            await log.close()
+
+    with broker_of(Workspace(workspace), bootstrap_servers) as address:
+        click.echo(runs_table(asyncio.run(read(address))))
+
+
+def _configure_logging(workspace: Path) -> None:
+    """Everything into the workspace's log file, warnings on the terminal too."""
+    from rollstream.harness.workspace import Workspace
+
+    place = Workspace(workspace)
+    place.create()
+    to_file = logging.FileHandler(place.logs / "finetune.log", encoding="utf-8")
+    to_file.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+    to_terminal = logging.StreamHandler(sys.stderr)
+    to_terminal.setLevel(logging.WARNING)
+    to_terminal.setFormatter(logging.Formatter("\r%(levelname)s: %(message)s"))
+    logging.basicConfig(level=logging.INFO, handlers=[to_file, to_terminal], force=True)
+    logging.getLogger("aiokafka").setLevel(logging.ERROR)

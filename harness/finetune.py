@@ -1,0 +1,180 @@
+"""`rollstream finetune` from beginning to end: broker, services, driver, final model, in order and back again."""
+
+import asyncio
+import json
+import shutil
+import signal
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import AsyncExitStack, ExitStack, contextmanager
+from pathlib import Path
+from typing import NamedTuple
+
+from rollstream.eventlog.log import EventLog
+from rollstream.harness import config_file, dataset, ending
+from rollstream.harness.config_file import Loaded
+from rollstream.harness.display import Display
+from rollstream.harness.driver import Watching, conduct
+from rollstream.harness.ending import Outcome
+from rollstream.harness.plan import RunPlan, new_run, open_run
+from rollstream.harness.preflight import check_names, check_places
+from rollstream.harness.progress import Progress
+from rollstream.harness.settings import Place, artifact_uri, services_of
+from rollstream.harness.supervisor import ChildSpec, Supervisor
+from rollstream.harness.workspace import EMBEDDED, Workspace, embedded_broker
+from rollstream.schemas.config import RunConfig
+
+MIN_FREE_SHARE = 0.05
+"""Of the workspace's disk; below it no next epoch is started."""
+
+
+class Request(NamedTuple):
+    """What the command line asks for."""
+
+    config_file: Path
+    workspace: Path
+    overrides: tuple[tuple[str, str], ...] = ()
+    dataset: Path | None = None
+    resume: str | None = None
+    name: str | None = None
+    result_path: Path | None = None
+
+
+class Interrupted(Exception):
+    """A signal asked this process to end; the run stays open."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(number)
+        self.exit_code = 128 + number
+
+
+def finetune(request: Request, display: Display) -> Outcome:
+    """Train, or go on training. Raises RollstreamError for what is wrong, Interrupted after a signal."""
+    loaded = _load(request)
+    workspace = Workspace(request.workspace)
+    workspace.create()
+    check_places(loaded.config)
+    check_names(loaded.config)
+    with ExitStack() as held:
+        if _is_exclusive(loaded.config):
+            held.enter_context(workspace.in_use(request.resume or request.name or request.config_file.stem))
+        address = held.enter_context(_broker(loaded.config, workspace))
+        display.say(f"broker {address}, logs in {workspace.logs}")
+        workspace.remember_broker(loaded.config.builder.bootstrap_servers)
+        place = Place(address, artifact_uri(loaded.config, workspace.folder), workspace.folder)
+        outcome = asyncio.run(_run(request, loaded, place, display))
+    if request.result_path is not None:
+        request.result_path.write_text(json.dumps(outcome.as_json(), indent=1) + "\n", encoding="utf-8")
+    return outcome
+
+
+def _load(request: Request) -> Loaded:
+    loaded = config_file.load(request.config_file, request.overrides)
+    if request.dataset is None:
+        return loaded
+    section = dataset.section_of(request.dataset, loaded.config.dataset)
+    overrides = (*request.overrides, ("eval.general.dataset", section.model_dump_json(by_alias=True)))
+    return config_file.load(request.config_file, overrides)
+
+
+def _is_exclusive(config: RunConfig) -> bool:
+    return config.builder.services == "managed" or config.builder.bootstrap_servers == EMBEDDED
+
+
+@contextmanager
+def _broker(config: RunConfig, workspace: Workspace) -> Iterator[str]:
+    if config.builder.bootstrap_servers != EMBEDDED:
+        yield config.builder.bootstrap_servers
+        return
+    with embedded_broker(workspace) as address:
+        yield address
+
+
+async def _run(request: Request, loaded: Loaded, place: Place, display: Display) -> Outcome:
+    from rollstream.eventlog.artifacts import ArtifactStore
+    from rollstream.eventlog.kafka_log import KafkaLog
+
+    began = time.monotonic()
+    artifacts = ArtifactStore(place.artifact_uri)
+    log = KafkaLog(place.bootstrap_servers, client_id="rollstream-finetune")
+    async with AsyncExitStack() as held:
+        signals = held.enter_context(_signals())
+        held.push_async_callback(log.close)
+        await log.start()
+        await log.ensure_topics(num_partitions=loaded.config.builder.num_partitions)
+        if request.resume is None:
+            run = await new_run(log, artifacts, loaded, request.name or request.config_file.stem)
+        else:
+            run = await open_run(log, loaded, request.resume)
+        display.say(f"run {run.started.run_id}")
+        supervisor = _supervisor(loaded.config, place)
+        supervisor.start()
+        held.push_async_callback(supervisor.stop)
+        signals.append(supervisor)
+        progress = await _conduct(log, run, supervisor, place, display)
+        display.finish(progress)
+        outcome = await ending.end(log, artifacts, progress, run, loaded.config.finetuning.output_dir)
+        await ending.let_metrics_catch_up(place.workspace)
+        return outcome._replace(seconds=time.monotonic() - began, restarts=supervisor.total_restarts)
+
+
+async def _conduct(log: EventLog, run: RunPlan, supervisor: Supervisor, place: Place, display: Display) -> Progress:
+    """Drive the run and look after its services; the first of the two to end decides."""
+    watching = Watching(display.update, supervisor.progressed, lambda: _has_room(place.workspace, display))
+    driving = asyncio.create_task(conduct(log, run.started, run.jobs, watching, is_new=run.is_new))
+    minding = asyncio.create_task(supervisor.watch())
+    try:
+        await asyncio.wait({driving, minding}, return_when=asyncio.FIRST_COMPLETED)
+        if not driving.done():
+            minding.result()  # raises: a watch only ends so
+        return await driving
+    finally:
+        for task in (driving, minding):
+            task.cancel()
+        await asyncio.gather(driving, minding, return_exceptions=True)
+
+
+def _supervisor(config: RunConfig, place: Place) -> Supervisor:
+    """Services in the order in which they are stopped; none if they are external. Settings go by standard input."""
+    if config.builder.services == "external":
+        return Supervisor([], place.workspace / "logs")
+    specs: list[ChildSpec] = []
+    ranks = {"producers": 0, "processors": 1, "learner": 2, "metrics": 3}
+    for name, settings in services_of(config, place).items():
+        service = name.rsplit("-", 1)[0]
+        command = [sys.executable, "-m", "rollstream.harness.cli", "serve", service, "--name", name, "--settings", "-"]
+        specs.append(ChildSpec(name, command, settings.model_dump_json().encode(), ranks[service]))
+    return Supervisor(specs, place.workspace / "logs")
+
+
+def _has_room(folder: Path, display: Display) -> bool:
+    usage = shutil.disk_usage(folder)
+    is_enough = usage.free >= MIN_FREE_SHARE * usage.total
+    display.note("" if is_enough else f"paused: less than {MIN_FREE_SHARE:.0%} of the disk of {folder} is free")
+    return is_enough
+
+
+@contextmanager
+def _signals() -> Iterator[list[Supervisor]]:
+    """SIGINT and SIGTERM cancel the current task, which ends as Interrupted; a second one kills what it holds."""
+    task, loop = asyncio.current_task(), asyncio.get_running_loop()
+    assert task is not None
+    received: list[int] = []
+    supervisors: list[Supervisor] = []
+
+    def receive(number: int) -> None:
+        received.append(number)
+        if len(received) == 1:
+            task.cancel()
+        for supervisor in supervisors if len(received) > 1 else ():
+            supervisor.kill()
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, receive, number)
+    try:
+        yield supervisors
+    except asyncio.CancelledError:
+        if received:
+            raise Interrupted(received[0]) from None
+        raise

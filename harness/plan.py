@@ -1,0 +1,118 @@
+"""A run about to begin or to go on: its identity, its examples and its jobs, agreed with what the log says."""
+
+import os
+import platform
+import time
+from datetime import UTC, datetime
+from importlib import metadata
+from typing import NamedTuple
+
+from rollstream.eventlog.artifacts import ArtifactStore
+from rollstream.eventlog.log import EventLog
+from rollstream.harness import config_file, dataset
+from rollstream.harness.config_file import Loaded
+from rollstream.harness.follower import follow
+from rollstream.harness.progress import Progress
+from rollstream.harness.settings import JobSpec, jobs_of
+from rollstream.schemas import ids
+from rollstream.schemas.config import RunConfig
+from rollstream.schemas.errors import ConfigError
+from rollstream.schemas.events import RunStarted
+
+MIN_EXAMPLES = 64
+"""Examples that an environment is asked for when there is no dataset."""
+LIBRARIES = ("rollstream", "torch", "transformers", "peft", "safetensors", "numpy", "faust-streaming", "aiokafka")
+
+
+class RunPlan(NamedTuple):
+    """What the driver conducts."""
+
+    started: RunStarted
+    jobs: tuple[JobSpec, ...]
+    is_new: bool
+
+
+async def new_run(log: EventLog, artifacts: ArtifactStore, loaded: Loaded, name: str) -> RunPlan:
+    """A run under a fresh id; its examples are put into the artifact store. Raises ConfigError."""
+    config = loaded.config
+    examples = examples_of(config)
+    run_id = ids.new_run_id(name)
+    started = RunStarted(
+        run_id=run_id,
+        time_ms=time.time_ns() // 1_000_000,
+        name=name,
+        config=loaded.written,
+        seed=config.adapter.seed,
+        dataset=artifacts.put_bytes(dataset.to_json_lines(examples), suffix=".jsonl"),
+        num_examples=len(examples),
+        num_partitions=config.builder.num_partitions,
+        cluster_id=await log.cluster_id(),
+        library_versions=library_versions(),
+        idle_timeout_s=config.trainer.run_idle_timeout_s,
+        started_at=datetime.now(UTC).isoformat(timespec="seconds"),
+    )
+    return RunPlan(started, jobs_of(config, run_id), is_new=True)
+
+
+async def open_run(log: EventLog, loaded: Loaded, run_id: str) -> RunPlan:
+    """A run of the log that has not ended, with the jobs of its own configuration. Raises ConfigError."""
+    progress = await look_up(log, run_id)
+    assert progress.run is not None
+    if progress.ended is not None:
+        raise ConfigError(f"run {run_id} is over ({progress.ended.cause}); start a new one without --resume")
+    jobs = jobs_of(config_file.resolve(dict(progress.run.config)).config, run_id)
+    different = _difference(jobs, jobs_of(loaded.config, run_id))
+    if different:
+        raise ConfigError(
+            f"run {run_id} was started with another {different}: "
+            "give it the same file and overrides, or start a new run"
+        )
+    return RunPlan(progress.run, jobs, is_new=False)
+
+
+async def look_up(log: EventLog, run_id: str) -> Progress:
+    """Where a run of the log is. Raises ConfigError if there is none of this id."""
+    follower = await follow(log, run_id)
+    try:
+        progress = await follower.catch_up()
+    finally:
+        await follower.close()
+    if progress.run is None:
+        raise ConfigError(f"no run is called {run_id}; `rollstream runs` lists them")
+    return progress
+
+
+def examples_of(config: RunConfig) -> list[dataset.Example]:
+    """The dataset's examples, else the environment's own. Raises ConfigError."""
+    if config.dataset is not None:
+        return dataset.read_dataset(config.dataset)
+    from rollstream.producers.registry import build_environment
+
+    environment = build_environment(config.environment, config.builder.environment_config, os.environ)
+    num = max(MIN_EXAMPLES, config.adapter.tasks_per_epoch)
+    made = environment.examples(num, config.adapter.seed)
+    return dataset.examples_of(made, f"environment {config.environment}")
+
+
+def library_versions() -> dict[str, str]:
+    """Versions of what can change a result."""
+    found = {"python": platform.python_version()}
+    for name in LIBRARIES:
+        try:
+            found[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def _difference(before: tuple[JobSpec, ...], now: tuple[JobSpec, ...]) -> str | None:
+    """The first setting that differs, by its path; none if nothing does."""
+    if len(before) != len(now):
+        return "warm_start"
+    for one, other in zip(before, now, strict=True):
+        for part in ("job", "plan", "rollout"):
+            mine, theirs = getattr(one, part).model_dump(), getattr(other, part).model_dump()
+            for key, value in mine.items():
+                if theirs[key] != value:
+                    return f"{part}.{key}"
+    return None

@@ -1,0 +1,127 @@
+"""One long-running service in this process: settings, topics, heartbeat, orderly end. No service's work.
+
+Settings come from the environment (ROLLSTREAM_*), and from a JSON file or standard input, which take precedence.
+"""
+
+import asyncio
+import importlib
+import json
+import logging
+import os
+import signal
+import sys
+from collections.abc import Awaitable, Callable, Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from rollstream.harness.heartbeat import beat
+from rollstream.harness.lifeline import tie_to_parent
+from rollstream.harness.workspace import Workspace
+from rollstream.schemas.errors import ConfigError
+from rollstream.schemas.services import (
+    LearnerSettings,
+    MetricsSettings,
+    ProcessorSettings,
+    ProducerSettings,
+    ServiceSettings,
+)
+
+KINDS: dict[str, type[ServiceSettings]] = {
+    "producers": ProducerSettings,
+    "processors": ProcessorSettings,
+    "learner": LearnerSettings,
+    "metrics": MetricsSettings,
+}
+FROM_ENVIRONMENT = {
+    "bootstrap_servers": "ROLLSTREAM_BOOTSTRAP_SERVERS",
+    "artifact_uri": "ROLLSTREAM_ARTIFACT_URI",
+    "workspace": "ROLLSTREAM_WORKSPACE",
+    "num_partitions": "ROLLSTREAM_NUM_PARTITIONS",
+}
+END_TIMEOUT_S = 25.0
+"""How long a service may take to end after it was asked to."""
+Serve = Callable[[Any], Awaitable[None]]
+
+logger = logging.getLogger(__name__)
+
+
+def settings_of(
+    service: str, name: str | None, given: Mapping[str, Any], environ: Mapping[str, str]
+) -> ServiceSettings:
+    """Settings of a service. Raises ConfigError naming what is missing or wrong."""
+    values: dict[str, Any] = {
+        key: environ[variable] for key, variable in FROM_ENVIRONMENT.items() if variable in environ
+    }
+    values.setdefault("workspace", ".rollstream")
+    values |= given
+    values["name"] = name or values.get("name") or f"{service}-1"
+    values.setdefault("artifact_uri", str(Path(values["workspace"]).absolute() / "artifacts"))
+    try:
+        return KINDS[service].model_validate(values)
+    except ValidationError as error:
+        first = error.errors()[0]
+        key = ".".join(str(part) for part in first["loc"])
+        remedy = f" (set {FROM_ENVIRONMENT[key]})" if key in FROM_ENVIRONMENT else ""
+        raise ConfigError(f"serve {service}: {key}: {first['msg'].lower()}{remedy}") from error
+
+
+def read_settings(source: str | None) -> dict[str, Any]:
+    """JSON object in a file, or on standard input if `source` is `-`. Raises ConfigError."""
+    if source is None:
+        return {}
+    try:
+        text = sys.stdin.read() if source == "-" else Path(source).read_text(encoding="utf-8")
+        found = json.loads(text)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"--settings {source}: cannot be read: {error}") from error
+    if not isinstance(found, dict):
+        raise ConfigError(f"--settings {source}: must be a JSON object")
+    return found
+
+
+def serve(service: str, settings: ServiceSettings) -> None:
+    """Run a service until SIGTERM or SIGINT. Raises what the service raises."""
+    tie_to_parent(os.environ)
+    module = importlib.import_module(f"rollstream.{service}.service")
+    asyncio.run(run_until_stopped(service, settings, module.serve))
+
+
+async def run_until_stopped(service: str, settings: ServiceSettings, work: Serve) -> None:
+    """Topics, heartbeat and the work itself; returns once a signal has ended it in order."""
+    loop = asyncio.get_running_loop()
+    task = asyncio.ensure_future(_work(service, settings, work))
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, _stop, task, service)
+    with suppress(asyncio.CancelledError):
+        await task
+
+
+def _stop(task: "asyncio.Future[None]", service: str) -> None:
+    logger.info("%s: stopping", service)
+    task.cancel()
+    asyncio.get_running_loop().call_later(END_TIMEOUT_S, os._exit, 1)
+
+
+async def _work(service: str, settings: ServiceSettings, work: Serve) -> None:
+    await _ensure_topics(settings)
+    alive = asyncio.create_task(beat(Workspace(settings.workspace).health, service, settings.name))
+    try:
+        await work(settings)
+    finally:
+        alive.cancel()
+        with suppress(asyncio.CancelledError):
+            await alive
+
+
+async def _ensure_topics(settings: ServiceSettings) -> None:
+    from rollstream.eventlog.kafka_log import KafkaLog
+
+    log = KafkaLog(settings.bootstrap_servers, client_id=settings.name)
+    try:
+        await log.start()
+        await log.ensure_topics(num_partitions=settings.num_partitions)
+    finally:
+        await log.close()

@@ -1,0 +1,47 @@
+"""Plain tables for the terminal. Formatting only."""
+
+from collections.abc import Sequence
+
+from rollstream.harness.progress import JobProgress, Progress
+from rollstream.harness.runs import state_of
+
+
+def table(header: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
+    """Columns as wide as their widest cell; numbers to the right."""
+    cells = [[str(cell) for cell in row] for row in rows]
+    widths = [max(len(row[i]) for row in [list(header), *cells]) for i in range(len(header))]
+    lines = ["  ".join(name.ljust(width) for name, width in zip(header, widths, strict=True))]
+    for row, told in zip(rows, cells, strict=True):
+        aligned = [
+            text.rjust(width) if isinstance(value, int | float) else text.ljust(width)
+            for value, text, width in zip(row, told, widths, strict=True)
+        ]
+        lines.append("  ".join(aligned))
+    return "\n".join(line.rstrip() for line in lines)
+
+
+def runs_table(runs: Sequence[Progress]) -> str:
+    """One line a run."""
+    if not runs:
+        return "no runs yet"
+    rows = [
+        (
+            progress.run_id,
+            state_of(progress),
+            progress.run.started_at if progress.run else "",
+            ", ".join(_job(job_id, job) for job_id, job in progress.jobs.items()),
+            max(0, progress.version + 1),
+            _reward(progress),
+        )
+        for progress in runs
+    ]
+    return table(("run", "state", "started_at", "jobs", "versions", "reward"), rows)
+
+
+def _job(job_id: str, job: JobProgress) -> str:
+    return f"{job_id.split('/', 1)[-1]} {job.outcome or ('running' if job.started else 'waiting')}"
+
+
+def _reward(progress: Progress) -> str:
+    rewards = [reward for job in progress.jobs.values() for _, reward in job.rewards[-1:]]
+    return f"{rewards[-1]:.3f}" if rewards else ""

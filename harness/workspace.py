@@ -1,0 +1,95 @@
+"""A workspace folder: where its files lie, who uses it, and its broker (a running one, or one for the moment)."""
+
+import fcntl
+import json
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from rollstream.schemas.errors import BrokerError, ConfigError
+
+DEFAULT = Path(".rollstream")
+EMBEDDED = "embedded"
+
+
+class Workspace:
+    """Paths below one workspace folder."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder.absolute()
+        self.logs = self.folder / "logs"
+        self.health = self.folder / "health"
+        self.lock = self.folder / "finetune.lock"
+
+    def create(self) -> None:
+        """Make the folders. Raises ConfigError if they cannot be written."""
+        try:
+            for folder in (self.folder, self.logs, self.health):
+                folder.mkdir(parents=True, exist_ok=True)
+            probe = self.folder / ".writable"
+            probe.write_bytes(b"")
+            probe.unlink()
+        except OSError as error:
+            raise ConfigError(f"workspace {self.folder} cannot be written: {error.strerror}; give another") from error
+
+    @contextmanager
+    def in_use(self, what: str) -> Iterator[None]:
+        """Hold the workspace for one `finetune`. Raises BrokerError if another one holds it."""
+        lock = os.open(self.lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        try:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                holder = os.pread(lock, 200, 0).decode("utf-8", "replace").strip() or "another process"
+                raise BrokerError(
+                    f"workspace {self.folder} is in use by {holder}; stop it, wait, or give another --workspace"
+                ) from None
+            os.ftruncate(lock, 0)
+            os.pwrite(lock, f"finetune {what} (process {os.getpid()})\n".encode(), 0)
+            yield
+            os.ftruncate(lock, 0)
+        finally:
+            os.close(lock)
+
+    def remember_broker(self, bootstrap_servers: str) -> None:
+        """Let later commands find the log that this workspace's runs are in."""
+        told = {"bootstrap_servers": bootstrap_servers}
+        (self.folder / "workspace.json").write_text(json.dumps(told), encoding="utf-8")
+
+    def remembered_broker(self) -> str:
+        """`embedded`, or the address of the Kafka that the last run of this workspace used."""
+        try:
+            told = json.loads((self.folder / "workspace.json").read_text(encoding="utf-8"))
+            return str(told["bootstrap_servers"])
+        except (FileNotFoundError, ValueError, KeyError):
+            return EMBEDDED
+
+
+@contextmanager
+def broker_of(workspace: Workspace, bootstrap_servers: str | None = None) -> Iterator[str]:
+    """Address of the workspace's broker: a given or running one, else one started here and stopped again.
+
+    Raises ConfigError if the workspace has none, BrokerError if it does not start.
+    """
+    wanted = bootstrap_servers or workspace.remembered_broker()
+    if wanted != EMBEDDED:
+        yield wanted
+        return
+    if not (workspace.folder / "broker").is_dir():
+        raise ConfigError(f"workspace {workspace.folder} has no runs yet: run `rollstream finetune`, or give another")
+    with embedded_broker(workspace) as address:
+        yield address
+
+
+@contextmanager
+def embedded_broker(workspace: Workspace) -> Iterator[str]:
+    """Address of the workspace's own broker, started here unless it runs already. Raises BrokerError."""
+    from rollstream.eventlog.broker import EmbeddedBroker, find_running
+
+    running = find_running(workspace.folder)
+    if running is not None:
+        yield running
+        return
+    with EmbeddedBroker(workspace.folder) as broker:
+        yield broker.bootstrap_servers
