@@ -1,0 +1,231 @@
+"""One task from its request to its settled group: waits for weights, opens the group, runs what is missing.
+
+A group is settled when each member has a complete attempt or a final failure; a failed attempt is tried again until
+the attempts are used up. What a group is worth is decided elsewhere.
+"""
+
+import asyncio
+from collections.abc import Awaitable, Callable, Coroutine
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from rollstream.eventlog.log import EventLog, Record
+from rollstream.producers.engine import Engine
+from rollstream.producers.recovery import GroupState, Member
+from rollstream.producers.session import member_seed
+from rollstream.producers.steps_writer import Outbox, StepsWriter
+from rollstream.schemas import ids
+from rollstream.schemas.base import Event
+from rollstream.schemas.events import GroupStarted, RolloutEnded, RolloutFailed, RolloutStarted, TaskRequested
+
+RUN_ENDED = "run_ended"
+CANCELLED = "cancelled"
+TIMEOUT = "timeout"
+
+
+class RunRollout(Protocol):
+    """`rollout.run_rollout`: one attempt, told event by event; its last event is terminal."""
+
+    async def __call__(
+        self,
+        task: TaskRequested,
+        *,
+        member: int,
+        attempt: int,
+        engine: Engine,
+        emit: Callable[[Event], Awaitable[None]],
+        clock: Callable[[], int],
+    ) -> None: ...
+
+
+class Weights(Protocol):
+    """The part of the weight follower that a task waits for."""
+
+    async def wait_for(self, model_group: str, version: int) -> None:
+        """Return once the engine holds at least `version`."""
+        ...
+
+
+@dataclass(frozen=True)
+class Producer:
+    """What all partitions of one process share."""
+
+    log: EventLog
+    engine: Engine
+    weights: Weights
+    rollout: RunRollout
+    dead_letter: Callable[[Record, BaseException], Awaitable[object]]
+    slots: asyncio.Semaphore
+    """One for each rollout that may run at the same time."""
+    name: str
+
+
+class GroupRun:
+    """One task of an owned partition while it is not settled."""
+
+    def __init__(self, producer: Producer, writer: StepsWriter, task: TaskRequested, state: GroupState | None) -> None:
+        """`state`: of the group, if an earlier owner has started it."""
+        self.task = task
+        self.state = state
+        """None until the group's start is acknowledged."""
+        self._producer = producer
+        self._writer = writer
+        self._stop: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+
+    def stop(self, cause: str) -> None:
+        """Settle the group without running more of it."""
+        if not self._stop.done():
+            self._stop.set_result(cause)
+
+    async def run(self) -> None:
+        """Settle the task. Raises what a send raised, and what breaks the contract of `RunRollout`."""
+        if self.state is not None:
+            await self._fail_lost(self.state)
+        else:
+            stopped = await self._unless_stopped(self._weights(), None)
+            if stopped is not None:
+                await self._writer.send(self._started(size=0, void_cause=stopped))
+                return
+            self.state = await self._open()
+        left_s = (self.state.deadline_ms - self._writer.clock()) / 1000
+        stopped = await self._unless_stopped(self._run_missing(self.state), max(0.0, left_s))
+        if stopped is not None:
+            await self._fail_rest(self.state, stopped)
+
+    async def _unless_stopped(self, work: Coroutine[Any, Any, None], timeout_s: float | None) -> str | None:
+        """Do the work; returns why it was cut short, None if it was not."""
+        task = asyncio.create_task(work)
+        try:
+            if not self._stop.done():
+                await asyncio.wait({task, self._stop}, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+            if task.done():
+                task.result()
+                return None
+            return self._stop.result() if self._stop.done() else TIMEOUT
+        finally:
+            task.cancel()
+            await asyncio.wait({task})
+
+    async def _weights(self) -> None:
+        for model_group in sorted(set(self.task.settings.agents.values())):
+            await self._producer.weights.wait_for(model_group, self.task.min_version)
+
+    async def _open(self) -> GroupState:
+        started = self._started(size=self.task.num_rollouts, void_cause=None)
+        offset = await self._writer.send(started)
+        return GroupState(started.group_id, started.size, started.time_ms + started.timeout_ms, offset)
+
+    def _started(self, *, size: int, void_cause: str | None) -> GroupStarted:
+        task, settings = self.task, self.task.settings
+        return GroupStarted(
+            run_id=task.run_id,
+            time_ms=self._writer.clock(),
+            group_id=task.group_id,
+            example_id=task.example_id,
+            job_id=task.job_id,
+            epoch=task.epoch,
+            index=task.index,
+            purpose=task.purpose,
+            policy=settings.policy,
+            size=size,
+            minimum=task.minimum if size else 0,
+            timeout_ms=max(1, int(settings.group_timeout_s * 1000)),
+            seed=task.seed,
+            reward_weights=settings.reward_weights,
+            agents=settings.agents,
+            void_cause=void_cause,
+            owner=self._producer.name,
+        )
+
+    async def _run_missing(self, state: GroupState) -> None:
+        await self._weights()
+        async with asyncio.TaskGroup() as running:
+            for index, member in state.members.items():
+                if not member.is_settled:
+                    running.create_task(self._run_member(index, member))
+
+    async def _run_member(self, index: int, member: Member) -> None:
+        while not member.is_settled:
+            async with self._producer.slots:
+                await self._run_attempt(index, member.next_attempt)
+
+    async def _run_attempt(self, member: int, attempt: int) -> None:
+        async def send(event: Event) -> None:
+            await self._send(event, member, attempt)
+
+        async with Outbox(send) as outbox:
+            await self._producer.rollout(
+                self.task,
+                member=member,
+                attempt=attempt,
+                engine=self._producer.engine,
+                emit=outbox.put,
+                clock=self._writer.clock,
+            )
+            if outbox.terminal is None:
+                raise RuntimeError(f"{self._rollout_id(member, attempt)} returned without a terminal event")
+
+    async def _send(self, event: Event, member: int, attempt: int) -> None:
+        assert self.state is not None
+        await self._writer.send(event)
+        if isinstance(event, RolloutStarted):
+            self.state.begin(member, attempt)
+        elif isinstance(event, RolloutEnded):
+            self.state.end(member, attempt, settles=True)
+        elif isinstance(event, RolloutFailed):
+            self.state.end(member, attempt, settles=event.is_final)
+
+    async def _fail_lost(self, state: GroupState) -> None:
+        """Decide what the predecessor left open."""
+        for index, member in state.members.items():
+            if member.is_settled:
+                continue
+            is_used_up = member.next_attempt >= self.task.settings.max_attempts
+            for attempt in sorted(member.open_attempts):
+                is_final = is_used_up and attempt + 1 == member.next_attempt
+                await self._fail(index, attempt, "producer_lost", "its producer is gone", is_final=is_final)
+            if is_used_up and not member.is_settled:
+                await self._fail_next(index, member, "producer_lost", "its attempts are used up")
+
+    async def _fail_rest(self, state: GroupState, stopped: str) -> None:
+        """Fail for good what is not settled."""
+        cause = TIMEOUT if stopped == TIMEOUT else CANCELLED
+        message = f"its group was stopped: {stopped}"
+        for index, member in state.members.items():
+            for attempt in sorted(member.open_attempts):
+                await self._fail(index, attempt, cause, message, is_final=True)
+            if not member.is_settled:
+                await self._fail_next(index, member, cause, message)
+
+    async def _fail_next(self, member: int, state: Member, cause: str, message: str) -> None:
+        attempt = state.next_attempt
+        await self._send(self._rollout_started(member, attempt), member, attempt)
+        await self._fail(member, attempt, cause, message, is_final=True)
+
+    async def _fail(self, member: int, attempt: int, cause: str, message: str, *, is_final: bool) -> None:
+        await self._send(self._failed(member, attempt, cause, message, is_final=is_final), member, attempt)
+
+    def _rollout_started(self, member: int, attempt: int) -> RolloutStarted:
+        return RolloutStarted(
+            run_id=self.task.run_id,
+            time_ms=self._writer.clock(),
+            group_id=self.task.group_id,
+            rollout_id=self._rollout_id(member, attempt),
+            member=member,
+            attempt=attempt,
+            seed=member_seed(self.task, member),
+        )
+
+    def _failed(self, member: int, attempt: int, cause: str, message: str, *, is_final: bool) -> RolloutFailed:
+        return RolloutFailed(
+            run_id=self.task.run_id,
+            time_ms=self._writer.clock(),
+            group_id=self.task.group_id,
+            rollout_id=self._rollout_id(member, attempt),
+            cause=cause,
+            message=message,
+            is_final=is_final,
+        )
+
+    def _rollout_id(self, member: int, attempt: int) -> str:
+        return ids.rollout_id(self.task.group_id, member, attempt)

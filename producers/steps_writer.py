@@ -1,0 +1,87 @@
+"""How events reach a steps partition: explicitly to it, in order within an attempt, many attempts at once.
+
+Within an attempt an event is sent once the one before it is acknowledged, while the rollout goes on; the client
+batches across attempts. Only the terminal event is waited for.
+"""
+
+import asyncio
+from collections import deque
+from collections.abc import Awaitable, Callable
+from types import TracebackType
+
+from rollstream.eventlog.log import EventLog
+from rollstream.producers.clock import EventClock
+from rollstream.schemas.base import Event
+from rollstream.schemas.events import RolloutEnded, RolloutFailed
+
+
+class StepsWriter:
+    """The owner's end of one steps partition: its clock, and how far acknowledged sends reach."""
+
+    def __init__(self, log: EventLog, partition: int, clock: EventClock, next_offset: int) -> None:
+        """`next_offset`: after the newest record that is known."""
+        self.partition = partition
+        self.clock = clock
+        self._log = log
+        self._next_offset = next_offset
+        self._in_flight: dict[int, int] = {}
+        self._num_sent = 0
+
+    async def send(self, event: Event) -> int:
+        """Append an event; returns its offset once it is acknowledged."""
+        number, self._num_sent = self._num_sent, self._num_sent + 1
+        self._in_flight[number] = self._next_offset
+        try:
+            offset = (await self._log.send(event, partition=self.partition)).offset
+        finally:
+            del self._in_flight[number]
+        self._next_offset = max(self._next_offset, offset + 1)
+        return offset
+
+    def floor(self) -> int:
+        """No event that is still in flight lies before this offset."""
+        return min(self._in_flight.values(), default=self._next_offset)
+
+
+class Outbox:
+    """Events of one attempt on their way. As a context manager: nothing is sent after it is left."""
+
+    def __init__(self, send: Callable[[Event], Awaitable[None]]) -> None:
+        self._send = send
+        self._waiting: deque[Event] = deque()
+        self._sender: asyncio.Task[None] | None = None
+        self.terminal: RolloutEnded | RolloutFailed | None = None
+        """Set once it is acknowledged."""
+
+    async def put(self, event: Event) -> None:
+        """Send an event after those before it; returns at once, or for a terminal event when all are acknowledged.
+
+        Raises what an earlier send raised.
+        """
+        if self._sender is not None and self._sender.done():
+            self._sender.result()
+            self._sender = None
+        self._waiting.append(event)
+        if self._sender is None:
+            self._sender = asyncio.create_task(self._drain())
+        if isinstance(event, RolloutEnded | RolloutFailed):
+            await self._sender
+            self.terminal = self.terminal or event
+
+    async def __aenter__(self) -> "Outbox":
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._waiting.clear()
+        if self._sender is None:
+            return
+        self._sender.cancel()
+        await asyncio.wait({self._sender})
+        if not self._sender.cancelled() and (failure := self._sender.exception()) is not None and kind is None:
+            raise failure
+
+    async def _drain(self) -> None:
+        while self._waiting:
+            await self._send(self._waiting.popleft())

@@ -1,0 +1,167 @@
+"""The rollout worker: a member of the group that owns tasks partitions, running all of theirs at once.
+
+1. A task's events are acknowledged. 2. The task is settled. 3. Its offset is committed, with a note that tells a new
+owner where in `steps` to begin reading. What one task needs is in `group_run`.
+"""
+
+import asyncio
+import logging
+from collections.abc import Callable
+from time import monotonic as system_monotonic
+
+from rollstream.eventlog import codec
+from rollstream.eventlog.log import EventLog, GroupReader, LogReader, Record, TopicPartition
+from rollstream.producers import clock
+from rollstream.producers.clock import EventClock
+from rollstream.producers.group_run import Producer
+from rollstream.producers.ownership import recover
+from rollstream.producers.partition_owner import PartitionOwner
+from rollstream.producers.steps_writer import StepsWriter
+from rollstream.schemas.errors import FencedError
+from rollstream.schemas.events import RunEnded
+
+GROUP = "rollstream-producers"
+COMMIT_INTERVAL_S = 0.2
+_RUN_ENDED = b"rollstream.run_ended."
+
+logger = logging.getLogger(__name__)
+
+
+class RolloutWorker:
+    """Owns partitions for as long as `run` runs."""
+
+    def __init__(
+        self,
+        producer: Producer,
+        *,
+        tick_interval_s: float,
+        wall: Callable[[], int] = clock.wall_ms,
+        monotonic: Callable[[], float] = system_monotonic,
+    ) -> None:
+        """`wall` in milliseconds, `monotonic` in seconds."""
+        self._producer = producer
+        self._log: EventLog = producer.log
+        self._tick_interval_s = tick_interval_s
+        self._wall = wall
+        self._monotonic = monotonic
+        self._owners: dict[int, PartitionOwner] = {}
+        self._ended_runs: set[str] = set()
+        self._committed: dict[int, tuple[int, str]] = {}
+        self._progress = asyncio.Event()
+        self._tasks: asyncio.TaskGroup | None = None
+        self._reader: GroupReader | None = None
+
+    async def run(self, on_ready: Callable[[], None] = lambda: None) -> None:
+        """Work until cancelled, then leave the group. Raises the first error of whatever runs in it."""
+        groups = await self._log.reader({TopicPartition("groups", 0): -1})
+        try:
+            await self._catch_up(groups)
+            await self._work(groups, on_ready)
+        except BaseExceptionGroup as failed:
+            raise _first(failed) from failed
+        finally:
+            await groups.close()
+            await self._leave()
+
+    async def _work(self, groups: LogReader, on_ready: Callable[[], None]) -> None:
+        async with asyncio.TaskGroup() as tasks:
+            self._tasks = tasks
+            self._reader = await self._log.group_reader(
+                GROUP, ["tasks"], on_assigned=self._on_assigned, on_revoked=self._on_revoked
+            )
+            tasks.create_task(self._poll(self._reader))
+            tasks.create_task(self._commit_progress())
+            tasks.create_task(self._tick())
+            tasks.create_task(self._follow(groups))
+            on_ready()
+
+    async def _poll(self, reader: GroupReader) -> None:
+        while True:
+            for record in await reader.poll():
+                owner = self._owners.get(record.partition)
+                if owner is not None:
+                    owner.accept(record)
+
+    async def _on_assigned(self, partitions: set[TopicPartition]) -> None:
+        assert self._reader is not None
+        assert self._tasks is not None
+        notes = {where.partition: await self._reader.committed_note(where) for where in sorted(partitions)}
+        for partition, (state, end) in (await recover(self._log, notes)).items():
+            event_clock = EventClock(clock.start_ms(state.last_event_ms, self._wall), self._monotonic)
+            self._owners[partition] = PartitionOwner(
+                self._producer,
+                StepsWriter(self._log, partition, event_clock, end),
+                state,
+                spawn=self._tasks.create_task,
+                ended_runs=self._ended_runs,
+                on_progress=self._progress.set,
+            )
+        logger.info("assigned partitions=%s", sorted(notes))
+
+    async def _on_revoked(self, partitions: set[TopicPartition]) -> None:
+        released = {w.partition: self._owners.pop(w.partition) for w in partitions if w.partition in self._owners}
+        await asyncio.gather(*(owner.release() for owner in released.values()))
+        await self._commit(released)
+        self._committed.clear()
+        logger.info("revoked partitions=%s", sorted(released))
+
+    async def _commit_progress(self) -> None:
+        while True:
+            await self._progress.wait()
+            self._progress.clear()
+            await self._commit(self._owners)
+            await asyncio.sleep(COMMIT_INTERVAL_S)
+
+    async def _commit(self, owners: dict[int, PartitionOwner]) -> None:
+        points = {partition: owner.commit_point() for partition, owner in owners.items()}
+        moved = {p: point for p, point in points.items() if point is not None and self._committed.get(p) != point}
+        if not moved or self._reader is None:
+            return
+        try:
+            await self._reader.commit(
+                {TopicPartition("tasks", p): offset for p, (offset, _) in moved.items()},
+                {TopicPartition("tasks", p): note for p, (_, note) in moved.items()},
+            )
+        except FencedError as error:  # the next owner settles again what it finds settled in `steps`
+            logger.info("not committed partitions=%s: %s", sorted(moved), error)
+            return
+        self._committed.update(moved)
+
+    async def _tick(self) -> None:
+        while True:
+            await asyncio.sleep(self._tick_interval_s)
+            await asyncio.gather(*(owner.tick() for owner in self._owners.values()))
+
+    async def _catch_up(self, groups: LogReader) -> None:
+        end = (await self._log.end_offsets("groups"))[0]
+        while groups.position(TopicPartition("groups", 0)) < end:
+            for record in await groups.poll():
+                self._take_end(record)
+
+    async def _follow(self, groups: LogReader) -> None:
+        while True:
+            for record in await groups.poll():
+                self._take_end(record)
+
+    def _take_end(self, record: Record) -> None:
+        if not dict(record.headers).get("ce_type", b"").startswith(_RUN_ENDED):
+            return
+        event = codec.decode(record).event
+        if isinstance(event, RunEnded):
+            self._ended_runs.add(event.run_id)
+            for owner in self._owners.values():
+                owner.end_run(event.run_id)
+
+    async def _leave(self) -> None:
+        """1. Stop. 2. Commit what is settled. 3. Leave the group."""
+        await asyncio.gather(*(owner.release() for owner in self._owners.values()))
+        if self._reader is not None:
+            await self._commit(self._owners)
+            await self._reader.close()
+
+
+def _first(failed: BaseExceptionGroup[BaseException]) -> BaseException:
+    error: BaseException = failed
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return error

@@ -1,0 +1,289 @@
+import asyncio
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from rollstream.eventlog.memory_log import MemoryLog
+from rollstream.producers.rollout import run_rollout
+from rollstream.schemas.events import (
+    GroupStarted,
+    RolloutEnded,
+    RolloutFailed,
+    RolloutStarted,
+    RunEnded,
+    TaskCancelled,
+    Tick,
+)
+
+sys.path.insert(0, str(Path(__file__).parent))
+import worker_rig as r
+
+
+def cancelled(task):
+    return TaskCancelled(run_id=task.run_id, time_ms=1, group_id=task.group_id, cause="stopped")
+
+
+def causes(events):
+    return {(e.rollout_id.rsplit("/", 2)[1:][0], e.cause, e.is_final) for e in events if isinstance(e, RolloutFailed)}
+
+
+def test_a_task_becomes_a_started_group_and_as_many_complete_rollouts():
+    async def main():
+        log = MemoryLog(num_partitions=1)
+        async with r.Process(log):
+            await log.send(r.task(num_rollouts=3))
+            await r.until(lambda: r.all_settled(log, 1))
+        events = await r.steps(log)
+        group = events[0]
+        assert isinstance(group, GroupStarted)
+        assert (group.size, group.minimum, group.timeout_ms, group.owner) == (3, 1, 600_000, "producer-1")
+        assert (group.example_id, group.job_id, group.agents) == ("x0", "run-1/rl", {"agent": "run-1/policy"})
+        assert [type(e) for e in events].count(RolloutEnded) == 3
+
+    asyncio.run(main())
+
+
+def test_events_of_a_task_go_to_the_partition_of_its_number_whatever_its_key():
+    async def main():
+        log = MemoryLog(num_partitions=3)
+        async with r.Process(log):
+            await log.send(r.task(), partition=0)
+            await log.send(r.task(1), partition=2)
+            await r.until(lambda: r.all_settled(log, 1, partition=0))
+            await r.until(lambda: r.all_settled(log, 1, partition=2))
+        assert (await log.end_offsets("steps"))[1] == 0
+
+    asyncio.run(main())
+
+
+def test_no_more_rollouts_run_at_once_than_allowed():
+    async def main():
+        log = MemoryLog(num_partitions=2)
+        async with r.Process(log, slots=3) as process:
+            for index in range(6):
+                await log.send(r.task(index), partition=index % 2)
+            await r.until(lambda: r.all_settled(log, 3, partition=0))
+            await r.until(lambda: r.all_settled(log, 3, partition=1))
+        assert process.rollouts.most_running == 3
+
+    asyncio.run(main())
+
+
+def test_a_failed_attempt_is_tried_again_until_attempts_are_used_up():
+    async def main():
+        log = MemoryLog(num_partitions=1)
+        rollouts = r.Rollouts()
+        rollouts.fails = {(0, 0), (1, 0), (1, 1), (1, 2)}
+        async with r.Process(log, rollouts=rollouts):
+            await log.send(r.task(num_rollouts=2, max_attempts=3))
+            await r.until(lambda: r.all_settled(log, 1))
+        ends = [e.rollout_id[-5:] for e in await r.steps(log, RolloutEnded)]
+        assert ends == ["m0/a1"]
+        fails = sorted((e.rollout_id[-5:], e.is_final) for e in await r.steps(log, RolloutFailed))
+        assert fails == [("m0/a0", False), ("m1/a0", False), ("m1/a1", False), ("m1/a2", True)]
+
+    asyncio.run(main())
+
+
+def test_a_task_waits_for_its_weights_before_its_group_is_started():
+    async def main():
+        log = MemoryLog(num_partitions=1)
+        weights = r.Weights(version=1)
+        async with r.Process(log, weights=weights):
+            await log.send(r.task(min_version=2))
+            await log.send(r.task(1, min_version=1))
+            await r.until(lambda: r.all_settled(log, 1))
+            await asyncio.sleep(3 * r.TICK_S)
+            assert [e.index for e in await r.steps(log, GroupStarted)] == [1]
+            await weights.load(2)
+            await r.until(lambda: r.all_settled(log, 2))
+
+    asyncio.run(main())
+
+
+def test_a_task_requested_twice_is_run_once():
+    async def main():
+        log = MemoryLog(num_partitions=1)
+        async with r.Process(log) as process:
+            await log.send(r.task())
+            await log.send(r.task())
+            await r.until(lambda: r.all_settled(log, 1))
+            await log.send(r.task())
+            await log.send(r.task(1))
+            await r.until(lambda: r.all_settled(log, 2))
+        assert len(process.rollouts.calls) == 4
+
+    asyncio.run(main())
+
+
+def test_a_task_cancelled_while_it_waits_becomes_a_void_group():
+    async def main():
+        log = MemoryLog(num_partitions=1)
+        async with r.Process(log) as process:
+            task = r.task(min_version=5)
+            await log.send(task)
+            await log.send(cancelled(task))
+            await r.until(lambda: r.all_settled(log, 1))
+        (group,) = await r.steps(log)
+        assert (group.size, group.void_cause, group.example_id) == (0, "cancelled", "x0")
+        assert process.rollouts.calls == []
+
+    asyncio.run(main())
+
+
+def test_a_task_cancelled_while_it_runs_fails_its_open_members_for_good():
+    async def main():
+        log = MemoryLog(num_partitions=1)
+        rollouts = r.Rollouts()
+        rollouts.hangs = {(1, 0)}
+        task = r.task(num_rollouts=3)
+        async with r.Process(log, rollouts=rollouts, slots=2):
+            await log.send(task)
+            await r.until(lambda: _has(log, RolloutEnded, 2))
+            await log.send(cancelled(task))
+            await r.until(lambda: r.all_settled(log, 1))
+        (failed,) = await r.steps(log, RolloutFailed)
+        assert (failed.rollout_id[-5:], failed.cause, failed.is_final) == ("m1/a0", "cancelled", True)
+
+    asyncio.run(main())
+
+
+def test_tasks_of_an_ended_run_are_settled_without_running():
+    async def main():
+        log = MemoryLog(num_partitions=1)
+        rollouts = r.Rollouts()
+        rollouts.hangs = {(0, 0), (1, 0)}
+        await log.send(RunEnded(run_id="run-0", time_ms=1, cause="failed"))
+        async with r.Process(log, rollouts=rollouts):
+            await log.send(r.task(run_id="run-0"))
+            await log.send(r.task())
+            await log.send(r.task(1, min_version=9))
+            await r.until(lambda: _has(log, RolloutStarted, 2))
+            await log.send(RunEnded(run_id=r.RUN, time_ms=1, cause="stopped"))
+            await r.until(lambda: r.all_settled(log, 3))
+        voids = {(e.run_id, e.index) for e in await r.steps(log, GroupStarted) if e.void_cause == "run_ended"}
+        assert voids == {("run-0", 0), ("run-1", 1)}
+        assert [(e.cause, e.is_final) for e in await r.steps(log, RolloutFailed)] == [("cancelled", True)] * 2
+
+    asyncio.run(main())
+
+
+def test_an_undecodable_task_goes_to_the_dead_letters_and_voids_the_group_its_key_names():
+    async def main():
+        log = MemoryLog(num_partitions=1)
+        task = r.task()
+        async with r.Process(log) as process:
+            await log.send_raw("tasks", key=b"run-1/rl/e00002/t00007", value=b"{broken", partition=0)
+            await log.send_raw("tasks", key=b"no group", value=b"[]", partition=0)
+            await log.send_raw("tasks", key=None, value=None, partition=0)
+            await log.send(task)
+            await log.send_raw("tasks", key=task.key.encode(), value=b"{}", partition=0)
+            await r.until(lambda: r.all_settled(log, 2))
+            await r.until(lambda: len(process.dead_letters) == 4)
+            await r.until(lambda: _committed(process, 5))
+        assert sorted(where.offset for where, _ in process.dead_letters) == [0, 1, 2, 4]
+        void = (await r.steps(log, GroupStarted))[0]
+        assert (void.group_id, void.job_id, void.epoch, void.index) == ("run-1/rl/e00002/t00007", "run-1/rl", 2, 7)
+        assert (void.size, void.void_cause) == (0, "undecodable")
+
+    asyncio.run(main())
+
+
+def test_a_task_of_an_unknown_environment_fails_all_members_and_nothing_else():
+    async def main():
+        log = MemoryLog(num_partitions=1)
+        async with r.Process(log, rollouts=run_rollout):
+            await log.send(r.task(environment="no_such_environment", max_attempts=1))
+            await r.until(lambda: r.all_settled(log, 1))
+        fails = [(e.cause, e.is_final) for e in await r.steps(log, RolloutFailed)]
+        assert fails == [("environment_error", True)] * 2
+
+    asyncio.run(main())
+
+
+def test_a_group_past_its_deadline_is_given_up():
+    async def main():
+        log = MemoryLog(num_partitions=1)
+        rollouts = r.Rollouts()
+        rollouts.hangs = {(0, 0)}
+        async with r.Process(log, rollouts=rollouts):
+            await log.send(r.task(group_timeout_s=0.1))
+            await r.until(lambda: r.all_settled(log, 1))
+        (failed,) = await r.steps(log, RolloutFailed)
+        (group,) = await r.steps(log, GroupStarted)
+        assert (failed.rollout_id[-5:], failed.cause, failed.is_final) == ("m0/a0", "timeout", True)
+        assert failed.time_ms >= group.time_ms + group.timeout_ms
+
+    asyncio.run(main())
+
+
+def test_ticks_are_written_only_while_a_group_is_open():
+    async def main():
+        log = MemoryLog(num_partitions=1)
+        rollouts = r.Rollouts()
+        rollouts.hangs = {(0, 0)}
+        async with r.Process(log, rollouts=rollouts):
+            await asyncio.sleep(3 * r.TICK_S)
+            assert await r.steps(log) == []
+            await log.send(r.task())
+            await r.until(lambda: _has(log, Tick, 2))
+            rollouts.go_on.set()
+            await r.until(lambda: r.all_settled(log, 1))
+            num_ticks = len(await r.steps(log, Tick))
+            await asyncio.sleep(3 * r.TICK_S)
+            assert len(await r.steps(log, Tick)) == num_ticks
+        times = [e.time_ms for e in await r.steps(log)]
+        assert times == sorted(times)
+
+    asyncio.run(main())
+
+
+def test_the_commit_is_the_oldest_unsettled_task_and_notes_the_oldest_open_group():
+    async def main():
+        log = MemoryLog(num_partitions=1)
+        rollouts = r.Rollouts()
+        async with r.Process(log, rollouts=rollouts, tick_s=60) as process:
+            await log.send(r.task(0))
+            await r.until(lambda: _committed(process, 1))
+            end = (await log.end_offsets("steps"))[0]
+            assert json.loads((await r.commit_of(process))[1]) == {"steps": end}
+            rollouts.hangs = {(0, 0)}
+            await log.send(r.task(1))
+            await r.until(lambda: _has(log, RolloutEnded, 3))
+            rollouts.hangs = set()
+            await log.send(r.task(2))
+            await r.until(lambda: _has(log, RolloutEnded, 5))
+            await r.until(lambda: _committed(process, 1))
+            assert json.loads((await r.commit_of(process))[1]) == {"steps": end}
+            rollouts.go_on.set()
+            await r.until(lambda: _committed(process, 3))
+            assert json.loads((await r.commit_of(process))[1]) == {"steps": (await log.end_offsets("steps"))[0]}
+
+    asyncio.run(main())
+
+
+def test_an_error_of_a_send_ends_the_worker():
+    class Refusing(r.Wire):
+        async def send(self, event, *, partition=None):
+            if isinstance(event, RolloutEnded):
+                raise OSError("the disk is full")
+            return await super().send(event, partition=partition)
+
+    async def main():
+        log = MemoryLog(num_partitions=1)
+        process = r.Process(Refusing(log))
+        await log.send(r.task())
+        with pytest.raises(OSError, match="the disk is full"):
+            await asyncio.wait_for(process.task, 5)
+
+    asyncio.run(main())
+
+
+async def _has(log, kind, count):
+    return len(await r.steps(log, kind)) >= count
+
+
+async def _committed(process, offset):
+    return (await r.commit_of(process))[0] == offset
