@@ -140,15 +140,14 @@ class _Stage:
 
 async def _stop(play: "asyncio.Task[str]", rollout_id: str) -> None:
     """Cancel what still runs; code that will not stop is left alone, and can record nothing any more."""
-    if play.done():
-        return
-    play.cancel()
-    await asyncio.wait({play}, timeout=GRACE_S)
     if not play.done():
+        play.cancel()
+        await asyncio.wait({play}, timeout=GRACE_S)
+    if play.done():
+        _retrieve(play)
+    else:
         log.warning("environment ignores that it was cancelled; it is left to itself rollout_id=%s", rollout_id)
         play.add_done_callback(_retrieve)
-    else:
-        _retrieve(play)
 
 
 def _retrieve(play: "asyncio.Task[str]") -> None:

@@ -50,8 +50,7 @@ class ScriptedEngine:
         """The script's answer, cut to `max_new_tokens`; its log-probability lies on the first token."""
         version = self._held(request.model_group)
         self.requests.append(request)
-        if self._delay_s:
-            await asyncio.sleep(self._delay_s)
+        await asyncio.sleep(self._delay_s)
         prompt_sha256 = hashlib.sha256(array("i", request.prompt_ids).tobytes()).hexdigest()
         rng = random.Random(ids.derive_seed(prompt_sha256, request.seed, version))
         text, logprob = self._script(self._tokenizer.decode(request.prompt_ids), rng, version)
