@@ -73,7 +73,7 @@ async def hangs(session):
 
 @register_environment("test_will_not_stop")
 async def will_not_stop(session):
-    for _ in range(100):
+    for _ in range(15):
         try:
             await asyncio.sleep(0.1)
         except asyncio.CancelledError:
