@@ -47,7 +47,7 @@ def reward(name: str) -> RewardFunction:
 def build_environment(name: str, config: Mapping[str, JsonValue], environ: Mapping[str, str]) -> Environment:
     """A fresh environment; `${ENV}` in `config` is expanded here and nowhere else.
 
-    Raises ConfigError for an unknown name or configuration key; what a constructor raises flies.
+    Raises ConfigError for an unknown name or configuration key, or a value that the constructor refuses.
     """
     found = environment(name)
     expanded: dict[str, Any] = {
@@ -57,7 +57,10 @@ def build_environment(name: str, config: Mapping[str, JsonValue], environ: Mappi
         _check_keys(name, found, expanded, num_positional=1)
         return FunctionEnvironment(found, expanded)
     _check_keys(name, found, expanded, num_positional=0)
-    built = found(**expanded)
+    try:
+        built = found(**expanded)
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"environment {name}: environment_config: {error}") from error
     if not isinstance(built, Environment):
         raise ConfigError(f"environment {name}: is neither an Environment class nor an async function of a session")
     return built

@@ -73,6 +73,11 @@ def test_an_unknown_configuration_key_is_named_with_the_nearest(module):
         registry.build_environment(f"python:{module}.stroll", {"speed": 3}, {})
 
 
+def test_a_value_that_the_environment_refuses_is_a_configuration_error():
+    with pytest.raises(ConfigError, match=r"guess_number: environment_config: low \(5\) is above high \(1\)"):
+        registry.build_environment("guess_number", {"low": 5, "high": 1}, {})
+
+
 def test_a_variable_that_is_not_set_is_named():
     with pytest.raises(ConfigError, match=r"environment_config\.high: environment variable TOP is not set"):
         registry.build_environment("guess_number", {"high": "${TOP}"}, {})
