@@ -21,9 +21,13 @@ class GuessNumber(Environment):
     average for binary search and 0.314 for guessing at random.
     """
 
-    def __init__(self, low: int = 0, high: int = 9, max_turns: int = 6) -> None:
+    def __init__(self, low: int = 0, high: int = 9, max_turns: int = 6, heeding: float = 0.0) -> None:
+        """`heeding`: share of a demonstration's guesses that heed the answers before; the others are at random."""
         if low > high:
             raise ValueError(f"low ({low}) is above high ({high})")
+        if not 0 <= heeding <= 1:
+            raise ValueError(f"heeding ({heeding}) is not between 0 and 1")
+        self._heeding = heeding
         self._low = low
         self._high = high
         self._max_turns = max_turns
@@ -43,8 +47,11 @@ class GuessNumber(Environment):
         await session.reward(0.0)
 
     def demonstrate(self, session: Session, messages: Sequence[Message], agent: str) -> str:
-        """Any number of the range, whatever was answered before: the form is right, the play is left to learn."""
-        return str(session.rng.randint(self._low, self._high))
+        """A number of the range, heeding what was answered before or not: the form is right, the play is left to learn."""
+        low, high = self._low, self._high
+        if session.rng.random() < self._heeding:
+            low, high = bounds(messages, low, high)
+        return str(session.rng.randint(low, high))
 
     def examples(self, num: int, seed: int) -> list[dict[str, Any]]:
         """Secrets, each number of the range as often as any other (but for one), in an order that the seed decides."""
@@ -53,6 +60,18 @@ class GuessNumber(Environment):
         while len(numbers) < num:
             numbers += rng.sample(range(self._low, self._high + 1), self._high - self._low + 1)
         return [{"secret": number} for number in numbers[:num]]
+
+
+def bounds(messages: Sequence[Message], low: int, high: int) -> tuple[int, int]:
+    """Where the secret can lie after the guesses and answers so far."""
+    guess = 0
+    for message in messages:
+        text = str(message["content"])
+        if message["role"] == "assistant" and text.isdigit():
+            guess = int(text)
+        elif message["role"] == "tool" and text in (HIGHER, LOWER):
+            low, high = (max(low, guess + 1), high) if text == HIGHER else (low, min(high, guess - 1))
+    return low, high
 
 
 def compare(guess: str, secret: int) -> str:

@@ -24,7 +24,7 @@ async def hangs(session: Session) -> None:
     await asyncio.sleep(3600)
 
 
-async def plays(session: Session) -> None:
+async def plays(session: Session, note: str = "") -> None:
     await session.chat([{"role": "user", "content": "?"}])
     await session.reward(1.0)
 
@@ -138,8 +138,10 @@ def test_a_second_finetune_on_the_same_embedded_workspace_is_refused(workplace: 
 @pytest.mark.kafka
 def test_a_secret_is_in_no_topic_file_or_log(workplace: Any) -> None:
     secret = "s3cr3t-" + "x" * 24
+    (workplace.folder / "bad.py").write_text(BAD_ENVIRONMENTS)
     configuration = workplace.configuration(num_epochs=1, environment_config={"note": "${JUDGE_KEY}"})
-    done = finetune(workplace, configuration, JUDGE_KEY=secret)
+    configuration["workflow"] = "python:bad.plays"
+    done = finetune(workplace, configuration, JUDGE_KEY=secret, PYTHONPATH=str(workplace.folder))
     assert secret not in done.stdout + done.stderr
     found = [
         str(path) for path in workplace.workspace.rglob("*") if path.is_file() and secret.encode() in path.read_bytes()

@@ -6,7 +6,7 @@ import statistics
 import pytest
 
 from rollstream.producers.environments import tic_tac_toe_board as rules
-from rollstream.producers.environments.guess_number import GuessNumber, compare
+from rollstream.producers.environments.guess_number import GuessNumber, bounds, compare
 from rollstream.producers.registry import build_environment
 
 from .conftest import answers, task_of
@@ -158,3 +158,14 @@ def test_an_illegal_move_ends_the_game_with_a_penalty(play, move):
 
 def test_a_board_that_is_none_is_named(play):
     assert "board is 'XX'" in play(task_of("tic_tac_toe", inputs={"board": "XX"})).last.message
+
+
+def test_a_heeding_demonstrator_stays_between_the_bounds_that_it_was_told() -> None:
+    messages = [
+        {"role": "user", "content": "?"},
+        {"role": "assistant", "content": "3"},
+        {"role": "tool", "content": "H"},
+        {"role": "assistant", "content": "8"},
+        {"role": "tool", "content": "L"},
+    ]
+    assert bounds(messages, 0, 9) == (4, 7)
