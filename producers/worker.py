@@ -58,7 +58,7 @@ class RolloutWorker:
             await self._catch_up(groups)
             await self._work(groups, on_ready)
         except BaseExceptionGroup as failed:
-            raise _first(failed) from failed
+            raise first_error(failed) from failed
         finally:
             await groups.close()
             await self._leave()
@@ -160,7 +160,8 @@ class RolloutWorker:
             await self._reader.close()
 
 
-def _first(failed: BaseExceptionGroup[BaseException]) -> BaseException:
+def first_error(failed: BaseExceptionGroup[BaseException]) -> BaseException:
+    """The error that a group of tasks ended with: the others follow from it."""
     error: BaseException = failed
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]

@@ -170,11 +170,13 @@ class Wire:
     `is_zombie`: it is never told that its partitions are revoked, and goes on writing until it is cut.
     """
 
-    def __init__(self, log, *, is_zombie=False):
+    def __init__(self, log, *, is_zombie=False, cut_after=None):
         self._log = log
         self._is_zombie = is_zombie
         self.is_cut = False
+        self.commits = True
         self.member = None
+        self._num_left = cut_after
 
     def __getattr__(self, name):
         return getattr(self._log, name)
@@ -182,7 +184,14 @@ class Wire:
     def cut(self):
         self.is_cut = True
 
+    async def expel(self):
+        """The group takes it for dead, and it does not know."""
+        await self.member.close()
+
     async def send(self, event, *, partition=None):
+        if self._num_left is not None and not self.is_cut:
+            self.is_cut = self._num_left == 0
+            self._num_left -= 1
         if self.is_cut:
             await asyncio.Event().wait()
         return await self._log.send(event, partition=partition)
@@ -211,7 +220,7 @@ class WireReader:
             await asyncio.Event().wait()
 
     async def commit(self, offsets, notes=None):
-        if not self._wire.is_cut:
+        if not self._wire.is_cut and self._wire.commits:
             await self._reader.commit(offsets, notes)
 
 

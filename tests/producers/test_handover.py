@@ -1,0 +1,203 @@
+import asyncio
+import json
+import sys
+from pathlib import Path
+
+from rollstream.eventlog.memory_log import MemoryLog
+from rollstream.schemas.events import GroupStarted, RolloutEnded, RolloutFailed, RolloutStarted
+
+sys.path.insert(0, str(Path(__file__).parent))
+import worker_rig as r
+
+
+def hanging(*attempts):
+    rollouts = r.Rollouts()
+    rollouts.hangs = set(attempts)
+    return rollouts
+
+
+def ids_of(events):
+    return sorted(event.rollout_id[-5:] for event in events)
+
+
+async def _has(log, kind, count, partition=0):
+    return len(await r.steps(log, kind, partition)) >= count
+
+
+def test_a_new_owner_fails_what_was_open_and_runs_only_what_is_missing():
+    async def main():
+        log = MemoryLog(num_partitions=1)
+        dead = r.Process(log, rollouts=hanging((2, 0)))
+        await log.send(r.task(num_rollouts=3))
+        await r.until(lambda: _has(log, RolloutEnded, 2))
+        await dead.kill()
+        async with r.Process(log, name="producer-2") as heir:
+            await r.until(lambda: r.all_settled(log, 1))
+            await r.until(lambda: _committed(heir, 1))
+        assert [e.owner for e in await r.steps(log, GroupStarted)] == ["producer-1"]
+        (lost,) = await r.steps(log, RolloutFailed)
+        assert (lost.rollout_id[-5:], lost.cause, lost.is_final) == ("m2/a0", "producer_lost", False)
+        assert heir.rollouts.calls == [(r.task().group_id, 2, 1)]
+        assert ids_of(await r.steps(log, RolloutEnded)) == ["m0/a0", "m1/a0", "m2/a1"]
+
+    asyncio.run(main())
+
+
+def test_a_member_whose_attempts_are_used_up_by_lost_producers_fails_for_good():
+    async def main():
+        log = MemoryLog(num_partitions=1)
+        await log.send(r.task(num_rollouts=1, max_attempts=2))
+        for number in range(2):
+            dead = r.Process(log, rollouts=hanging((0, 0), (0, 1)), name=f"dead-{number}")
+            await r.until(lambda count=number + 1: _has(log, RolloutStarted, count))
+            await dead.kill()
+        async with r.Process(log) as heir:
+            await r.until(lambda: r.all_settled(log, 1))
+        assert [(e.rollout_id[-5:], e.cause, e.is_final) for e in await r.steps(log, RolloutFailed)] == [
+            ("m0/a0", "producer_lost", False),
+            ("m0/a1", "producer_lost", True),
+        ]
+        assert heir.rollouts.calls == []
+
+    asyncio.run(main())
+
+
+def test_a_settled_task_that_was_not_committed_is_not_run_again():
+    async def main():
+        log = MemoryLog(num_partitions=1)
+        wire = r.Wire(log)
+        wire.commits = False
+        dead = r.Process(wire)
+        await log.send(r.task())
+        await r.until(lambda: r.all_settled(log, 1))
+        await dead.kill()
+        num_steps = (await log.end_offsets("steps"))[0]
+        async with r.Process(log) as heir:
+            await r.until(lambda: _committed(heir, 1))
+        assert heir.rollouts.calls == []
+        assert (await log.end_offsets("steps"))[0] == num_steps
+
+    asyncio.run(main())
+
+
+def test_a_killed_owner_at_any_record_loses_and_doubles_nothing():
+    async def main(num_records):
+        log = MemoryLog(num_partitions=1)
+        dead = r.Process(r.Wire(log, cut_after=num_records), tick_s=60)
+        await log.send(r.task(num_rollouts=2))
+        await log.send(r.task(1, num_rollouts=2))
+        await r.until(lambda: _ended_or_cut(log, dead))
+        await dead.kill()
+        async with r.Process(log, name="producer-2", tick_s=60) as heir:
+            await r.until(lambda: r.all_settled(log, 2))
+            await r.until(lambda: _committed(heir, 2))
+        events = await r.steps(log)
+        assert len({event.event_id for event in events}) == len(events)
+        ends = [event.rollout_id.rsplit("/", 1)[0] for event in events if isinstance(event, RolloutEnded)]
+        assert len(ends) == len(set(ends)) == 4
+        begun = {event.rollout_id for event in events if isinstance(event, RolloutStarted)}
+        decided = [event.rollout_id for event in events if isinstance(event, RolloutEnded | RolloutFailed)]
+        assert sorted(begun) == sorted(decided)
+
+    async def _ended_or_cut(log, dead):
+        return dead.wire.is_cut or await r.all_settled(log, 2)
+
+    for num_records in range(2 * (1 + 2 * (r.NUM_STEPS + 3)) + 1):
+        asyncio.run(main(num_records))
+
+
+def test_event_time_goes_on_from_the_last_record_and_not_from_the_wall_clock():
+    async def main():
+        log = MemoryLog(num_partitions=1)
+        dead = r.Process(log, rollouts=hanging((0, 0)), wall=lambda: 1_000_000)
+        await log.send(r.task())
+        await r.until(lambda: _has(log, RolloutEnded, 1))
+        await dead.kill()
+        last_ms = max(event.time_ms for event in await r.steps(log))
+        async with r.Process(log, wall=lambda: 0):
+            await r.until(lambda: r.all_settled(log, 1))
+        times = [event.time_ms for event in await r.steps(log)]
+        assert times == sorted(times)
+        assert 1_000_000 <= last_ms <= times[-1] < 1_060_000
+
+    asyncio.run(main())
+
+
+def test_a_zombie_changes_nothing():
+    async def main():
+        log = MemoryLog(num_partitions=1)
+        zombie = r.Process(r.Wire(log, is_zombie=True), rollouts=hanging((0, 0), (1, 0)), name="zombie")
+        await log.send(r.task(num_rollouts=2))
+        await r.until(lambda: _has(log, RolloutStarted, 2))
+        await zombie.wire.expel()
+        async with r.Process(log, name="heir") as heir:
+            await r.until(lambda: _has(log, RolloutFailed, 2))
+            zombie.rollouts.go_on.set()
+            await r.until(lambda: r.all_settled(log, 1))
+            await r.until(lambda: _committed(heir, 1))
+        await zombie.kill()
+        assert {e.cause for e in await r.steps(log, RolloutFailed)} == {"producer_lost"}
+        assert sorted(heir.rollouts.calls) == [(r.task().group_id, 0, 1), (r.task().group_id, 1, 1)]
+
+    asyncio.run(main())
+
+
+def test_partitions_move_to_a_process_that_joins_and_nothing_is_written_after_they_are_gone():
+    async def main():
+        log = MemoryLog(num_partitions=2)
+        tasks = [r.task(0), r.task(1)]
+        async with r.Process(log, rollouts=hanging((0, 0), (1, 0))) as first:
+            for partition, task in enumerate(tasks):
+                await log.send(task, partition=partition)
+            await r.until(lambda: _has(log, RolloutStarted, 2, 0))
+            await r.until(lambda: _has(log, RolloutStarted, 2, 1))
+            async with r.Process(log, name="producer-2") as second:
+                await r.until(lambda: r.all_settled(log, 1, 1))
+                first.rollouts.go_on.set()
+                await r.until(lambda: r.all_settled(log, 1, 0))
+                assert {group_id for group_id, _, _ in second.rollouts.calls} == {tasks[1].group_id}
+        lost = await r.steps(log, RolloutFailed, 1)
+        assert ids_of(lost) == ["m0/a0", "m1/a0"]
+        assert ids_of(await r.steps(log, RolloutEnded, 1)) == ["m0/a1", "m1/a1"]
+
+    asyncio.run(main())
+
+
+def test_a_worker_that_is_stopped_commits_what_is_settled_and_leaves_the_rest():
+    async def main():
+        log = MemoryLog(num_partitions=1)
+        first = r.Process(log, rollouts=hanging((1, 0)))
+        await log.send(r.task(0, num_rollouts=1))
+        await log.send(r.task(1, num_rollouts=2))
+        await r.until(lambda: _has(log, RolloutEnded, 2))
+        await first.stop()
+        num_steps = (await log.end_offsets("steps"))[0]
+        offset, note = await r.commit_of(first)
+        assert offset == 1
+        assert json.loads(note)["steps"] <= num_steps
+        async with r.Process(log) as second:
+            await r.until(lambda: _committed(second, 2))
+        assert second.rollouts.calls == [(r.task(1).group_id, 1, 1)]
+
+    asyncio.run(main())
+
+
+def test_a_void_group_is_not_opened_twice_by_two_owners():
+    async def main():
+        log = MemoryLog(num_partitions=1)
+        for name in ("first", "second"):
+            wire = r.Wire(log)
+            wire.commits = False
+            process = r.Process(wire, name=name)
+            if name == "first":
+                await log.send_raw("tasks", key=b"run-1/rl/e00000/t00000", value=b"{", partition=0)
+            await r.until(lambda: r.all_settled(log, 1))
+            await asyncio.sleep(0.02)
+            await process.kill()
+        assert len(await r.steps(log)) == 1
+
+    asyncio.run(main())
+
+
+async def _committed(process, offset):
+    return (await r.commit_of(process))[0] == offset

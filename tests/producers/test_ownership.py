@@ -1,0 +1,207 @@
+import asyncio
+import sys
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rollstream.eventlog import codec
+from rollstream.eventlog.log import Position, Received, TopicPartition
+from rollstream.eventlog.memory_log import MemoryLog
+from rollstream.producers.ownership import recover
+from rollstream.producers.recovery import PartitionState, evolve, fold
+from rollstream.schemas.errors import TruncatedError
+from rollstream.schemas.events import GroupStarted, RolloutEnded, RolloutFailed, RolloutStarted, Tick
+
+sys.path.insert(0, str(Path(__file__).parent))
+import worker_rig as r
+
+
+def group(task, *, size=2, void_cause=None, time_ms=1):
+    return GroupStarted(
+        run_id=task.run_id,
+        time_ms=time_ms,
+        group_id=task.group_id,
+        example_id=task.example_id,
+        job_id=task.job_id,
+        epoch=task.epoch,
+        index=task.index,
+        size=size,
+        minimum=min(size, 1),
+        timeout_ms=1_000,
+        seed=task.seed,
+        void_cause=void_cause,
+    )
+
+
+def attempt(task, member, number=0, *, end="complete", is_final=False):
+    """Events of one attempt: complete, failed, open, or ended with a digest of something else."""
+    contents = [r.step(task, member, number, 0), r.step(task, member, number, 1), r.reward(task, member, number)]
+    events = [r.started(task, member, number), *contents]
+    if end == "failed":
+        return [*events, r.failed(task, member, number, is_final=is_final)]
+    if end == "open":
+        return events
+    ended = r.ended(task, member, number, contents)
+    return [*events, ended if end == "complete" else ended.model_copy(update={"digest": "0" * 64})]
+
+
+def folded(events, first_offset=0):
+    return fold(
+        Received(event, codec.content_digest(event), Position("steps", 0, first_offset + index), 0)
+        for index, event in enumerate(events)
+    )
+
+
+def test_an_empty_partition_has_no_groups_and_no_time():
+    assert folded([]) == PartitionState()
+
+
+def test_a_group_is_open_until_each_member_is_complete():
+    task = r.task()
+    events = [group(task), *attempt(task, 0), *attempt(task, 1)]
+    almost = folded(events[:-1]).groups[task.group_id]
+    assert [member.is_settled for member in almost.members.values()] == [True, False]
+    assert almost.members[1].open_attempts == {0}
+    assert folded(events).settled == {task.group_id}
+
+
+def test_a_final_failure_settles_a_member_and_another_one_does_not():
+    task = r.task()
+    events = [group(task, size=1), *attempt(task, 0, end="failed")]
+    member = folded(events).groups[task.group_id].members[0]
+    assert (member.is_settled, member.open_attempts, member.next_attempt) == (False, set(), 1)
+    events += attempt(task, 0, 1, end="failed", is_final=True)
+    assert folded(events).settled == {task.group_id}
+
+
+def test_the_first_terminal_event_decides_an_attempt():
+    task = r.task()
+    lost = r.failed(task, 0, 0, "producer_lost", is_final=False)
+    zombie = attempt(task, 0)
+    member = folded([group(task, size=1), *zombie[:-1], lost, zombie[-1]]).groups[task.group_id].members[0]
+    assert (member.is_settled, member.open_attempts, member.next_attempt) == (False, set(), 1)
+
+
+@pytest.mark.parametrize("left_out", [1, 2, 3])
+def test_an_attempt_that_lacks_a_record_is_not_complete(left_out):
+    task = r.task()
+    events = attempt(task, 0)
+    del events[left_out]
+    assert not folded([group(task, size=1), *events]).groups[task.group_id].members[0].is_settled
+
+
+def test_an_attempt_whose_digest_names_other_contents_is_not_complete():
+    task = r.task()
+    state = folded([group(task, size=1), *attempt(task, 0, end="wrong digest")])
+    assert state.groups[task.group_id].members[0].next_attempt == 1
+
+
+def test_a_void_group_is_settled_at_once_and_stays_so():
+    task = r.task()
+    state = folded([group(task, size=0, void_cause="cancelled"), group(task), *attempt(task, 0)])
+    assert (state.groups, state.settled) == ({}, {task.group_id})
+
+
+def test_records_of_groups_that_were_not_seen_to_open_are_passed_over():
+    task = r.task()
+    state = folded(attempt(task, 0))
+    assert (state.groups, state.settled, state.last_event_ms) == ({}, set(), 1)
+
+
+def test_event_time_is_the_newest_of_any_record():
+    tick = Tick(run_id="", time_ms=9, partition=0)
+    assert folded([tick, group(r.task(), time_ms=5)]).last_event_ms == 9
+
+
+ATTEMPTS = st.lists(st.sampled_from(["complete", "failed", "open", "wrong digest"]), min_size=0, max_size=3)
+
+
+@st.composite
+def partitions(draw):
+    """Records of some groups whose attempts are interleaved, with repeats: each attempt's own order holds."""
+    queues = []
+    for index in range(draw(st.integers(1, 3))):
+        task, size = r.task(index), draw(st.integers(1, 2))
+        streams = [
+            [e for n, end in enumerate(draw(ATTEMPTS)) for e in attempt(task, m, n, end=end)] for m in range(size)
+        ]
+        queues.append([group(task, size=size), streams])
+    events = []
+    for started, streams in queues:
+        events.append(started)
+        while any(streams):
+            stream = draw(st.sampled_from([stream for stream in streams if stream]))
+            events.append(stream.pop(0))
+            if draw(st.booleans()):
+                events.append(draw(st.sampled_from(events)))
+    return events
+
+
+@settings(max_examples=60, deadline=None)
+@given(partitions(), st.data())
+def test_any_prefix_tells_what_is_missing(events, data):
+    prefix = events[: data.draw(st.integers(0, len(events)))]
+    state = folded(prefix)
+    firsts = list({event.event_id: event for event in reversed(prefix)}.values())
+    started = {e.group_id for e in prefix if isinstance(e, GroupStarted)}
+    assert set(state.groups) | state.settled == started
+    assert not set(state.groups) & state.settled
+    for group_id, found in state.groups.items():
+        assert isinstance(prefix[found.first_offset], GroupStarted)
+        begun = {(e.member, e.attempt) for e in firsts if isinstance(e, RolloutStarted) and e.group_id == group_id}
+        ends = {e.rollout_id for e in firsts if isinstance(e, RolloutEnded | RolloutFailed)}
+        for index, member in found.members.items():
+            mine = {number for m, number in begun if m == index}
+            assert member.next_attempt == max(mine, default=-1) + 1
+            assert member.open_attempts == {n for n in mine if f"{group_id}/m{index}/a{n}" not in ends}
+
+
+@settings(max_examples=40, deadline=None)
+@given(partitions(), st.data())
+def test_reading_from_the_oldest_open_group_tells_the_same_open_groups(events, data):
+    prefix = events[: data.draw(st.integers(0, len(events)))]
+    whole = folded(prefix)
+    low = min((found.first_offset for found in whole.groups.values()), default=len(prefix))
+    assert folded(prefix[low:], low).groups == whole.groups
+
+
+@settings(max_examples=40, deadline=None)
+@given(partitions())
+def test_repeating_a_whole_partition_changes_nothing_but_time(events):
+    once = folded(events)
+    twice = folded(events)
+    for index, event in enumerate(events):
+        evolve(twice, Received(event, codec.content_digest(event), Position("steps", 0, len(events) + index), 0))
+    assert (twice.groups, twice.settled) == (once.groups, once.settled)
+
+
+def test_a_partition_is_read_from_its_note_and_without_one_from_its_beginning():
+    async def main():
+        log = MemoryLog(num_partitions=3)
+        tasks = [r.task(index) for index in range(2)]
+        for task in tasks:
+            await log.send(group(task, time_ms=1 + task.index), partition=1)
+        found = await recover(log, {0: "", 1: "", 2: '{"steps": 0}'})
+        assert {p: end for p, (_, end) in found.items()} == {0: 0, 1: 2, 2: 0}
+        assert list(found[1][0].groups) == [task.group_id for task in tasks]
+        assert found[0][0] == PartitionState()
+        later = await recover(log, {1: '{"steps": 1}'})
+        assert list(later[1][0].groups) == [tasks[1].group_id]
+        end = await recover(log, {1: '{"steps": 2}'})
+        assert end[1][0].last_event_ms == 2
+
+    asyncio.run(main())
+
+
+def test_steps_that_retention_has_removed_are_an_error():
+    async def main():
+        log = MemoryLog(num_partitions=1)
+        for index in range(3):
+            await log.send(group(r.task(index)), partition=0)
+        log.truncate(TopicPartition("steps", 0), 2)
+        with pytest.raises(TruncatedError):
+            await recover(log, {0: '{"steps": 1}'})
+
+    asyncio.run(main())
