@@ -48,6 +48,11 @@ def check_names(config: RunConfig) -> None:
             importlib.import_module(module)
         except ImportError as error:
             raise ConfigError(f"trajectory_builders: modules: {module} cannot be imported: {error}") from error
-    build_environment(config.environment, config.builder.environment_config, os.environ)
+    try:
+        build_environment(config.environment, config.builder.environment_config, os.environ)
+    except (ValueError, TypeError) as error:
+        if isinstance(error, ConfigError):
+            raise
+        raise ConfigError(f"environment_config of {config.environment}: {error}") from error
     for name in config.reward_functions:
         reward(name)

@@ -1,0 +1,150 @@
+"""The three interfaces of NVIDIA NeMo Agent Toolkit's finetuning harness (1.9), by the same names and signatures.
+
+rollstream conducts its own runs by the log; these are for components that are written for both. Interfaces only.
+"""
+
+from abc import ABC, abstractmethod
+from typing import Any
+
+from rollstream.schemas.finetuning import (
+    CurriculumLearningConfig,
+    FinetuneConfig,
+    TrainerAdapterConfig,
+    TrainerConfig,
+    TrainingJobRef,
+    TrainingJobStatus,
+    TrajectoryBuilderConfig,
+    TrajectoryCollection,
+)
+
+
+class TrajectoryBuilder(ABC):
+    """Builds trajectories by running and scoring the workflow."""
+
+    def __init__(self, trajectory_builder_config: TrajectoryBuilderConfig) -> None:
+        self.trajectory_builder_config = trajectory_builder_config
+        self.run_config: FinetuneConfig | None = None
+
+    async def initialize(self, run_config: FinetuneConfig) -> None:
+        """Take the run's configuration and its reward."""
+        self.run_config = run_config
+        self.trajectory_builder_config.reward = run_config.reward_function
+
+    async def run_eval(self) -> Any:
+        """Run NAT's evaluation. rollstream has none of its own: override it."""
+        raise NotImplementedError("run_eval needs nvidia-nat-eval; override it")
+
+    @abstractmethod
+    async def start_run(self, run_id: str, meta: dict[str, Any] | None = None) -> None:
+        """Begin to build trajectories."""
+
+    @abstractmethod
+    async def finalize(self, run_id: str, meta: dict[str, Any] | None = None) -> TrajectoryCollection:
+        """The trajectories, in groups of one example each."""
+
+    async def compute_reward(self, output_item: Any, meta: dict[str, Any] | None = None) -> float:
+        """Reward of one evaluated item: its score, 0 if it has none."""
+        return 0.0 if output_item.score is None else float(output_item.score)
+
+    @abstractmethod
+    def log_progress(self, run_id: str, metrics: dict[str, Any], output_dir: str | None = None) -> None:
+        """Tell how building goes."""
+
+
+class TrainerAdapter(ABC):
+    """Hands trajectories to a training backend."""
+
+    def __init__(self, adapter_config: TrainerAdapterConfig) -> None:
+        self.adapter_config = adapter_config
+        self.run_config: FinetuneConfig | None = None
+
+    async def initialize(self, run_config: FinetuneConfig) -> None:
+        """Take the run's configuration and its reward."""
+        self.run_config = run_config
+        self.adapter_config.reward = run_config.reward_function
+
+    @abstractmethod
+    async def is_healthy(self) -> bool:
+        """Whether the backend answers."""
+
+    @abstractmethod
+    async def submit(self, trajectories: TrajectoryCollection) -> TrainingJobRef:
+        """Submit trajectories for training."""
+
+    @abstractmethod
+    async def status(self, ref: TrainingJobRef) -> TrainingJobStatus:
+        """Where a submitted job stands."""
+
+    @abstractmethod
+    async def wait_until_complete(self, ref: TrainingJobRef, poll_interval: float = 10.0) -> TrainingJobStatus:
+        """Final status of a job, asked for every `poll_interval` seconds."""
+
+    @abstractmethod
+    def log_progress(self, ref: TrainingJobRef, metrics: dict[str, Any], output_dir: str | None = None) -> None:
+        """Tell how training goes."""
+
+
+class Trainer(ABC):
+    """Conducts epochs: trajectories from the builder, training by the adapter."""
+
+    def __init__(self, trainer_config: TrainerConfig, **kwargs: Any) -> None:
+        self.trainer_config = trainer_config
+        self.run_config: FinetuneConfig | None = None
+        self.curriculum_config: CurriculumLearningConfig | None = None
+        self.trajectory_builder: TrajectoryBuilder | None = None
+        self.trainer_adapter: TrainerAdapter | None = None
+        self._curriculum_state: dict[str, Any] = {}
+
+    async def bind_components(self, trajectory_builder: TrajectoryBuilder, trainer_adapter: TrainerAdapter) -> None:
+        """Take the two other components."""
+        self.trajectory_builder = trajectory_builder
+        self.trainer_adapter = trainer_adapter
+
+    async def initialize(self, run_config: FinetuneConfig) -> None:
+        """Take the run's configuration and initialize the bound components."""
+        self.run_config = run_config
+        self.curriculum_config = run_config.curriculum_learning
+        self._curriculum_state = {
+            "current_percentile": run_config.curriculum_learning.initial_percentile,
+            "last_expansion_epoch": -1,
+            "total_groups": 0,
+            "included_groups": set(),
+        }
+        for component in (self.trajectory_builder, self.trainer_adapter):
+            if component is not None:
+                await component.initialize(run_config)
+
+    @abstractmethod
+    async def run_epoch(self, epoch: int, run_id: str) -> TrainingJobRef | None:
+        """Conduct one epoch (counted from 0); returns its training job."""
+
+    @abstractmethod
+    async def run(self, num_epochs: int) -> list[TrainingJobStatus]:
+        """Conduct the whole run; returns the status of all its jobs."""
+
+    @abstractmethod
+    async def get_metrics(self, run_id: str) -> dict[str, Any]:
+        """Metrics of a run."""
+
+    @abstractmethod
+    async def cleanup(self) -> None:
+        """Let go of what the run held."""
+
+    @abstractmethod
+    def log_progress(self, epoch: int, metrics: dict[str, Any], output_dir: str | None = None) -> None:
+        """Tell how an epoch went."""
+
+    async def run_validation_evaluation(self, epoch: int, run_id: str) -> dict[str, Any]:
+        """Rewards on a validation dataset, without training. Override it."""
+        raise NotImplementedError("run_validation_evaluation needs nvidia-nat-eval; override it")
+
+    def apply_curriculum_learning(
+        self, trajectory_collection: TrajectoryCollection, epoch: int
+    ) -> TrajectoryCollection:
+        """The groups that are to be trained on in this epoch. Override it."""
+        raise NotImplementedError("override apply_curriculum_learning to filter groups")
+
+    def get_curriculum_state(self) -> dict[str, Any]:
+        """A JSON value of the curriculum's state."""
+        state = self._curriculum_state
+        return {**state, "included_groups": sorted(state.get("included_groups", ()))}

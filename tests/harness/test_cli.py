@@ -1,0 +1,168 @@
+"""The command line as a user meets it: as a process of its own."""
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+CLI = [sys.executable, "-m", "rollstream.harness.cli"]
+
+
+def rollstream(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    environ = {name: value for name, value in os.environ.items() if not name.startswith("ROLLSTREAM_")}
+    return subprocess.run(
+        [*CLI, *arguments], capture_output=True, text=True, timeout=60, env={**environ, **environment}
+    )
+
+
+def assert_refused(done: subprocess.CompletedProcess[str], *words: str) -> None:
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert done.stderr.count("error: ") == 1, done.stderr
+    assert "Traceback" not in done.stderr
+    assert len(done.stderr.strip().splitlines()) == 1, done.stderr
+    for word in words:
+        assert word in done.stderr
+
+
+def test_help_is_shown_in_under_a_second() -> None:
+    began = time.monotonic()
+    done = rollstream("--help")
+    assert time.monotonic() - began < 1.0
+    for command in ("finetune", "serve", "health", "stop", "status", "runs", "sql", "plot"):
+        assert command in done.stdout
+
+
+@pytest.mark.parametrize("command", ["finetune", "serve", "health", "stop", "status", "runs", "sql", "plot"])
+def test_every_command_has_help(command: str) -> None:
+    done = rollstream(command, "--help")
+    assert done.returncode == 0
+    assert done.stdout.startswith("Usage:")
+
+
+def test_an_unknown_command_is_refused() -> None:
+    done = rollstream("finetun")
+    assert done.returncode == 2
+    assert "finetun" in done.stderr
+
+
+def test_a_missing_file_is_named(tmp_path: Path) -> None:
+    done = rollstream("finetune", "--config_file", str(tmp_path / "none.yaml"), "-w", str(tmp_path / "w"))
+    assert_refused(done, "none.yaml")
+
+
+def test_a_traceback_is_shown_only_when_it_is_asked_for(tmp_path: Path) -> None:
+    done = rollstream("--debug", "finetune", "--config_file", str(tmp_path / "none.yaml"), "-w", str(tmp_path / "w"))
+    assert done.returncode != 0
+    assert "Traceback" in done.stderr
+
+
+Write = Callable[[dict[str, Any]], Path]
+
+
+def finetune(tmp_path: Path, config: Path, *more: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    return rollstream("finetune", "--config_file", str(config), "-w", str(tmp_path / "w"), *more, **environment)
+
+
+def test_an_unknown_key_is_named_with_the_nearest_known(tmp_path: Path, written: dict[str, Any], write: Write) -> None:
+    written["trainer_adapters"]["a"]["max_stalenes"] = 1
+    assert_refused(finetune(tmp_path, write(written)), "trainer_adapters.a.max_stalenes", "did you mean max_staleness?")
+
+
+def test_a_mistyped_override_is_named(tmp_path: Path, written: dict[str, Any], write: Write) -> None:
+    done = finetune(tmp_path, write(written), "-o", "finetuning.num_epochs", "many")
+    assert_refused(done, "finetuning.num_epochs", "many")
+
+
+def test_a_missing_model_folder_is_named(tmp_path: Path, written: dict[str, Any], write: Write) -> None:
+    written["trainer_adapters"]["a"]["model"]["path"] = str(tmp_path / "nowhere")
+    assert_refused(finetune(tmp_path, write(written)), "nowhere", "model.path")
+
+
+def test_a_folder_without_a_model_is_named(tmp_path: Path, written: dict[str, Any], write: Write) -> None:
+    (tmp_path / "empty").mkdir()
+    written["trainer_adapters"]["a"]["model"]["path"] = str(tmp_path / "empty")
+    assert_refused(finetune(tmp_path, write(written)), "empty", "config.json")
+
+
+def test_an_unreachable_broker_is_named(tmp_path: Path, written: dict[str, Any], write: Write) -> None:
+    written["trajectory_builders"]["b"]["bootstrap_servers"] = "127.0.0.1:9"
+    done = finetune(tmp_path, write(written))
+    assert_refused(done, "127.0.0.1:9")
+
+
+def test_a_workspace_that_cannot_be_made_is_named(tmp_path: Path, written: dict[str, Any], write: Write) -> None:
+    (tmp_path / "w").write_text("a file")
+    assert_refused(finetune(tmp_path, write(written)), str(tmp_path / "w"))
+
+
+def test_an_output_folder_that_cannot_be_made_is_named(tmp_path: Path, written: dict[str, Any], write: Write) -> None:
+    (tmp_path / "file").write_text("")
+    written["finetuning"]["output_dir"] = str(tmp_path / "file" / "output")
+    assert_refused(finetune(tmp_path, write(written)), "finetuning.output_dir")
+
+
+def test_an_unknown_environment_is_named(tmp_path: Path, written: dict[str, Any], write: Write) -> None:
+    written["workflow"] = "guess_nummer"
+    assert_refused(finetune(tmp_path, write(written)), "guess_nummer", "did you mean guess_number?")
+
+
+def test_an_environment_that_refuses_its_configuration_is_named(
+    tmp_path: Path, written: dict[str, Any], write: Write
+) -> None:
+    written["trajectory_builders"]["b"]["environment_config"] = {"low": 5, "high": 4}
+    assert_refused(finetune(tmp_path, write(written)), "environment_config", "low (5)")
+
+
+def test_an_unknown_reward_is_named(tmp_path: Path, written: dict[str, Any], write: Write) -> None:
+    written["finetuning"]["reward_function"] = {"name": "judge"}
+    assert_refused(finetune(tmp_path, write(written)), "judge")
+
+
+def test_a_module_that_cannot_be_imported_is_named(tmp_path: Path, written: dict[str, Any], write: Write) -> None:
+    written["trajectory_builders"]["b"]["modules"] = ["no_such_module"]
+    assert_refused(finetune(tmp_path, write(written)), "no_such_module")
+
+
+def test_an_unset_variable_is_named(tmp_path: Path, written: dict[str, Any], write: Write) -> None:
+    written["trainer_adapters"]["a"]["artifact_uri"] = "${NOWHERE}/artifacts"
+    assert_refused(finetune(tmp_path, write(written)), "trainer_adapters.a.artifact_uri", "NOWHERE")
+
+
+def test_a_secret_is_not_shown_in_an_error(tmp_path: Path, written: dict[str, Any], write: Write) -> None:
+    written["trainer_adapters"]["a"]["tasks_per_epoch"] = "${SECRET}"
+    done = finetune(tmp_path, write(written), SECRET="s3cr3t")
+    assert_refused(done, "${SECRET}")
+    assert "s3cr3t" not in done.stderr + done.stdout
+
+
+def test_what_is_not_there_yet_says_so(tmp_path: Path, written: dict[str, Any], write: Write) -> None:
+    assert_refused(finetune(tmp_path, write(written), "--endpoint", "http://x"), "--endpoint", "not available")
+
+
+@pytest.mark.parametrize("command", [["runs"], ["status"], ["stop", "run-1"]])
+def test_a_workspace_without_runs_says_so(tmp_path: Path, command: list[str]) -> None:
+    assert_refused(rollstream(*command, "-w", str(tmp_path / "w")), str(tmp_path / "w"))
+
+
+def test_parquet_needs_a_file(tmp_path: Path) -> None:
+    assert_refused(rollstream("sql", "SELECT 1", "--format", "parquet", "-w", str(tmp_path)), "--output")
+
+
+def test_a_service_without_an_address_names_the_variable(tmp_path: Path) -> None:
+    done = rollstream("serve", "processors", ROLLSTREAM_WORKSPACE=str(tmp_path))
+    assert_refused(done, "ROLLSTREAM_BOOTSTRAP_SERVERS")
+
+
+def test_settings_that_cannot_be_read_are_named(tmp_path: Path) -> None:
+    assert_refused(rollstream("serve", "metrics", "--settings", str(tmp_path / "none.json")), "none.json")
+
+
+def test_a_service_that_gave_no_sign_is_not_healthy(tmp_path: Path) -> None:
+    done = rollstream("health", "producers-1", "-w", str(tmp_path))
+    assert done.returncode == 1
+    assert "producers-1" in done.stderr

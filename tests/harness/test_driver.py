@@ -1,0 +1,185 @@
+"""The conductor on a log in memory, with a scripted learner and curate on the other side."""
+
+import asyncio
+import contextlib
+import time
+from types import SimpleNamespace
+
+from rollstream.eventlog.codec import decode
+from rollstream.eventlog.log import TopicPartition
+from rollstream.eventlog.memory_log import MemoryLog
+from rollstream.harness.driver import Watching, conduct, is_over, lacking
+from rollstream.harness.progress import Progress, evolve
+from rollstream.schemas.base import Event
+from rollstream.schemas.events import EpochStarted, JobStarted, JobSubmitted
+
+
+async def written_ids(log: MemoryLog, *topics: str) -> list[str]:
+    reader = await log.reader({TopicPartition(topic, 0): 0 for topic in topics})
+    return [decode(record).event.event_id for record in await reader.poll(timeout_s=0)]
+
+
+def fold(run_id: str, *events: Event) -> Progress:
+    progress = Progress(run_id)
+    for event in events:
+        progress = evolve(progress, event)
+    return progress
+
+
+async def conducted(script, log, jobs, counterpart=None, watching=None, *, is_new=True):
+    work = conduct(log, script.run_started(), jobs, watching or Watching(lambda _: None), is_new=is_new)
+    return await script.with_counterpart(counterpart or script.counterpart(log), work)
+
+
+def test_a_run_of_one_job_is_conducted_epoch_by_epoch(script: SimpleNamespace) -> None:
+    async def scenario() -> None:
+        log = MemoryLog(num_partitions=2)
+        progress = await conducted(script, log, [script.job_spec(num_epochs=3)])
+        assert progress.version == 3
+        assert progress.job("run-1/rl").outcome == "succeeded"
+        assert await written_ids(log, "groups") == [
+            "run_started:run-1",
+            "job_started:run-1/rl",
+            *(f"epoch_started:run-1/rl/e{epoch}" for epoch in range(3)),
+        ]
+
+    asyncio.run(scenario())
+
+
+def test_a_second_job_begins_at_the_version_that_the_first_reached(script: SimpleNamespace) -> None:
+    async def scenario() -> None:
+        log = MemoryLog(num_partitions=2)
+        jobs = [script.job_spec("sft", num_epochs=2), script.job_spec("rl", num_epochs=1)]
+        progress = await conducted(script, log, jobs)
+        assert progress.version == 3
+        started = progress.job("run-1/rl").started
+        assert started is not None
+        assert started.base_version == 2
+        assert "job_submitted:run-1/rl" in await written_ids(log, "jobs")
+
+    asyncio.run(scenario())
+
+
+def test_nothing_is_written_twice_by_one_conductor(script: SimpleNamespace) -> None:
+    async def scenario() -> None:
+        log = MemoryLog(num_partitions=2)
+        await conducted(script, log, [script.job_spec("sft"), script.job_spec("rl")])
+        ids = [*await written_ids(log, "groups"), *await written_ids(log, "jobs")]
+        assert len(ids) == len(set(ids))
+
+    asyncio.run(scenario())
+
+
+def test_a_failed_job_ends_the_conducting_with_its_error(script: SimpleNamespace) -> None:
+    async def scenario() -> None:
+        log = MemoryLog(num_partitions=2)
+        progress = await conducted(script, log, [script.job_spec()], script.counterpart(log, fails_at=1))
+        assert progress.job("run-1/rl").outcome == "failed"
+        assert progress.job("run-1/rl").error == "out of memory"
+
+    asyncio.run(scenario())
+
+
+def test_a_stopped_run_ends_the_conducting(script: SimpleNamespace) -> None:
+    async def scenario() -> None:
+        log = MemoryLog(num_partitions=2)
+        progress = await conducted(script, log, [script.job_spec()], script.counterpart(log, stops_at=1))
+        assert progress.ended is not None
+        assert progress.ended.cause == "stopped"
+
+    asyncio.run(scenario())
+
+
+def test_a_run_is_resumed_from_any_point_and_only_what_is_lacking_is_written(script: SimpleNamespace) -> None:
+    async def scenario(cut: int) -> None:
+        full = MemoryLog(num_partitions=2)
+        jobs = [script.job_spec("sft", num_epochs=2), script.job_spec("rl", num_epochs=2)]
+        await conducted(script, full, jobs)
+        counterpart = script.counterpart(log := MemoryLog(num_partitions=2))
+        stop_after = Stopping(cut)
+        with contextlib.suppress(InterruptedError):
+            await conducted(script, log, jobs, counterpart, Watching(stop_after))
+        progress = await conducted(script, log, jobs, counterpart, is_new=False)
+        assert progress.version == 4
+        for topic in ("groups", "jobs"):
+            ids = await written_ids(log, topic)
+            assert list(dict.fromkeys(ids)) == await written_ids(full, topic)
+
+    for cut in range(1, 12):
+        asyncio.run(scenario(cut))
+
+
+class Stopping:
+    """Interrupts the conductor after so many looks at the progress."""
+
+    def __init__(self, cut: int) -> None:
+        self.left = cut
+
+    def __call__(self, _: Progress) -> None:
+        self.left -= 1
+        if self.left == 0:
+            raise InterruptedError
+
+
+def test_no_next_epoch_is_started_while_there_is_no_room(script: SimpleNamespace) -> None:
+    async def scenario() -> None:
+        log = MemoryLog(num_partitions=2)
+        asked: list[int] = []
+
+        def may_go_on() -> bool:
+            asked.append(1)
+            return len(asked) > 2
+
+        progress = await conducted(
+            script, log, [script.job_spec(num_epochs=1)], watching=Watching(lambda _: None, may_go_on=may_go_on)
+        )
+        assert progress.version == 1
+        assert len(asked) == 3
+
+    asyncio.run(scenario())
+
+
+def test_a_sealed_epoch_is_answered_within_milliseconds(script: SimpleNamespace) -> None:
+    async def scenario() -> None:
+        log = MemoryLog(num_partitions=2)
+        began = time.monotonic()
+        await conducted(script, log, [script.job_spec(num_epochs=100)])
+        assert (time.monotonic() - began) / 100 < 0.02
+
+    asyncio.run(scenario())
+
+
+def test_events_of_other_runs_change_nothing(script: SimpleNamespace) -> None:
+    async def scenario() -> None:
+        log = MemoryLog(num_partitions=2)
+        await log.send(script.sealed("other-1/rl", 0, is_last=True, run_id="other-1"))
+        await log.send_raw("groups", key=b"run-1", value=b"not an event")
+        progress = await conducted(script, log, [script.job_spec(num_epochs=1)], is_new=False)
+        assert list(progress.jobs) == ["run-1/rl"]
+
+    asyncio.run(scenario())
+
+
+def test_what_is_lacking_takes_its_time_from_what_caused_it(script: SimpleNamespace) -> None:
+    spec = script.job_spec()
+    submitted = lacking(Progress(script.run), script.run_started(), [spec])[1]
+    assert isinstance(submitted, JobSubmitted)
+    progress = fold(script.run, script.run_started(), submitted, script.published(0, spec.job_id))
+    started, epoch = lacking(progress, script.run_started(), [spec])
+    assert isinstance(started, JobStarted)
+    assert isinstance(epoch, EpochStarted)
+    assert (submitted.time_ms, started.time_ms, epoch.time_ms) == (1000, 2000, 2000)
+    progress = fold(
+        script.run,
+        *(script.run_started(), submitted, script.published(0, spec.job_id), started, epoch),
+        script.sealed(spec.job_id, 0, is_last=False),
+    )
+    assert [event.time_ms for event in lacking(progress, script.run_started(), [spec])] == [3000]
+
+
+def test_nothing_is_lacking_while_a_learner_is_awaited(script: SimpleNamespace) -> None:
+    spec = script.job_spec()
+    events = lacking(Progress(script.run), script.run_started(), [spec])
+    progress = fold(script.run, *events)
+    assert lacking(progress, script.run_started(), [spec]) == []
+    assert not is_over(progress, [spec])

@@ -1,0 +1,130 @@
+"""The supervisor with real, tiny child processes."""
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from rollstream.harness.supervisor import MAX_RESTARTS, ChildSpec, Supervisor
+from rollstream.schemas.errors import RunFailedError
+
+SLEEPS = "import time; time.sleep(60)"
+TIED = "import os, time; from rollstream.harness.lifeline import tie_to_parent; tie_to_parent(os.environ); "
+STUBBORN = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('up', flush=True); time.sleep(60)"
+
+
+def spec(name: str, code: str, stdin: bytes = b"", rank: int = 0) -> ChildSpec:
+    return ChildSpec(name, [sys.executable, "-c", code], stdin, rank)
+
+
+async def until(condition, timeout_s: float = 20.0) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline
+        await asyncio.sleep(0.02)
+
+
+def test_a_child_reads_its_settings_and_writes_its_log(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        code = f"import sys; print(sys.stdin.read(), flush=True); {SLEEPS}"
+        supervisor = Supervisor([spec("one", code, b"settings")], tmp_path)
+        supervisor.start()
+        await until(lambda: "settings" in (tmp_path / "one.log").read_text())
+        assert supervisor.last_words("one") == "settings"
+        await supervisor.stop()
+        assert supervisor.pids() == {}
+
+    asyncio.run(scenario())
+
+
+def test_a_killed_child_is_started_again(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        supervisor = Supervisor([spec("one", SLEEPS)], tmp_path, first_backoff_s=0.01)
+        supervisor.start()
+        watching = asyncio.create_task(supervisor.watch())
+        first = supervisor.pids()["one"]
+        os.kill(first, signal.SIGKILL)
+        await until(lambda: supervisor.pids().get("one", first) != first)
+        assert supervisor.total_restarts == 1
+        watching.cancel()
+        await supervisor.stop()
+
+    asyncio.run(scenario())
+
+
+def test_a_child_that_ends_again_and_again_fails_the_run_with_its_last_words(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        supervisor = Supervisor([spec("one", "raise SystemExit('error: no weights')")], tmp_path, first_backoff_s=0.01)
+        supervisor.start()
+        with pytest.raises(RunFailedError, match=r"service one ended 6 times .* error: no weights"):
+            await supervisor.watch()
+        assert supervisor.total_restarts == MAX_RESTARTS + 1
+        await supervisor.stop()
+
+    asyncio.run(scenario())
+
+
+def test_progress_forgives_restarts(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        supervisor = Supervisor([spec("one", "pass")], tmp_path, first_backoff_s=0.001)
+        supervisor.start()
+        watching = asyncio.create_task(supervisor.watch())
+        while supervisor.total_restarts < MAX_RESTARTS + 3:
+            supervisor.progressed()
+            await asyncio.sleep(0.01)
+            assert not watching.done()
+        watching.cancel()
+        await supervisor.stop()
+
+    asyncio.run(scenario())
+
+
+def test_children_are_stopped_rank_by_rank(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        ends = (
+            "import signal, sys, time; signal.signal(signal.SIGTERM, lambda *_: (print(time.time_ns()), sys.exit(0)));"
+        )
+        code = f"{ends} print('up', flush=True); time.sleep(60)"
+        supervisor = Supervisor([spec("late", code, rank=1), spec("early", code, rank=0)], tmp_path)
+        supervisor.start()
+        await until(lambda: all("up" in (tmp_path / f"{name}.log").read_text() for name in ("late", "early")))
+        await supervisor.stop()
+        early, late = (int((tmp_path / f"{name}.log").read_text().split()[1]) for name in ("early", "late"))
+        assert early < late
+
+    asyncio.run(scenario())
+
+
+def test_a_child_that_does_not_end_is_killed_after_the_grace_period(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        supervisor = Supervisor([spec("one", STUBBORN)], tmp_path, grace_s=0.3)
+        supervisor.start()
+        await until(lambda: "up" in (tmp_path / "one.log").read_text())
+        pid = supervisor.pids()["one"]
+        await supervisor.stop()
+        assert not psutil.pid_exists(pid)
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the tie to the parent is Linux's")
+def test_no_child_outlives_a_killed_parent(tmp_path: Path) -> None:
+    child = repr([sys.executable, "-c", TIED + "print('up', flush=True); time.sleep(60)"])
+    parent = (
+        "import time; from pathlib import Path; from rollstream.harness.supervisor import ChildSpec, Supervisor; "
+        f"s = Supervisor([ChildSpec('one', {child})], Path({str(tmp_path)!r})); s.start(); "
+        "print(s.pids()['one'], flush=True); time.sleep(60)"
+    )
+    with subprocess.Popen([sys.executable, "-c", parent], stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        orphan = psutil.Process(int(process.stdout.readline()))
+        asyncio.run(until(lambda: "up" in (tmp_path / "one.log").read_text()))
+        process.kill()
+    _, alive = psutil.wait_procs([orphan], timeout=5)
+    assert alive == []
