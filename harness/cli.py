@@ -1,6 +1,7 @@
 """The command line `rollstream`. A command's code is imported when it is used; errors are one line on stderr."""
 
 import importlib
+import logging
 import os
 import sys
 
@@ -57,6 +58,7 @@ def rollstream(debug: bool) -> None:
     """Event-sourced streaming RL post-training for LLM agents."""
     if debug:
         os.environ["ROLLSTREAM_DEBUG"] = "1"
+    logging.basicConfig(level=logging.CRITICAL)  # what fails is told as one line; long commands set up their logs
 
 
 def main() -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 import click
 
 from rollstream.harness.commands_serve import BOOTSTRAP_SERVERS, WORKSPACE
+from rollstream.schemas.errors import QueryError
 
 
 @click.command()
@@ -29,12 +30,11 @@ def status(bootstrap_servers: str | None, workspace: Path) -> None:
 @WORKSPACE
 def sql(query: str, form: str, output: Path | None, workspace: Path) -> None:
     """Ask the metrics by SQL (reading only), while a run is going or after it."""
-    from rollstream.metrics import formats
-    from rollstream.metrics.client import query as ask
-    from rollstream.schemas.errors import QueryError
-
     if form == "parquet" and output is None:
         raise QueryError("--format parquet needs --output FILE")
+    from rollstream.metrics import formats
+    from rollstream.metrics.client import query as ask
+
     told = formats.render(ask(workspace, query), form)
     if output is not None:
         output.write_bytes(told if isinstance(told, bytes) else told.encode())

@@ -1,0 +1,107 @@
+"""Services as processes: signs of life, an orderly end, and clear errors."""
+
+import asyncio
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from rollstream.harness.heartbeat import beat, read_sign, read_signs
+from rollstream.harness.serving import settings_of
+from rollstream.schemas.errors import ConfigError
+from rollstream.schemas.services import ProducerSettings
+
+CLI = [sys.executable, "-m", "rollstream.harness.cli"]
+
+
+def environment(broker: str, workspace: Path, num_partitions: int = 6) -> dict[str, str]:
+    return {
+        **os.environ,
+        "ROLLSTREAM_BOOTSTRAP_SERVERS": broker,
+        "ROLLSTREAM_ARTIFACT_URI": str(workspace / "artifacts"),
+        "ROLLSTREAM_WORKSPACE": str(workspace),
+        "ROLLSTREAM_NUM_PARTITIONS": str(num_partitions),
+        "OMP_NUM_THREADS": "1",
+    }
+
+
+def test_settings_given_win_over_the_environment() -> None:
+    environ = {"ROLLSTREAM_BOOTSTRAP_SERVERS": "a:1", "ROLLSTREAM_NUM_PARTITIONS": "3"}
+    given = {"bootstrap_servers": "b:2", "engine": {"kind": "scripted"}}
+    settings = settings_of("producers", "p-1", given, environ)
+    assert isinstance(settings, ProducerSettings)
+    assert (settings.bootstrap_servers, settings.num_partitions, settings.name) == ("b:2", 3, "p-1")
+    assert settings.engine.kind == "scripted"
+
+
+def test_an_unknown_setting_is_named() -> None:
+    with pytest.raises(ConfigError, match=r"serve learner: thread"):
+        settings_of("learner", None, {"bootstrap_servers": "a:1", "thread": 1}, {})
+
+
+def test_a_sign_of_life_comes_and_goes(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        beating = asyncio.create_task(beat(tmp_path, "learner", "learner-1"))
+        await asyncio.sleep(0.05)
+        sign = read_sign(tmp_path, "learner-1")
+        assert sign is not None
+        assert sign.is_alive
+        assert [found.name for found in read_signs(tmp_path)] == ["learner-1"]
+        beating.cancel()
+        await asyncio.gather(beating, return_exceptions=True)
+        assert read_sign(tmp_path, "learner-1") is None
+
+    asyncio.run(scenario())
+
+
+def test_an_old_sign_is_not_alive(tmp_path: Path) -> None:
+    path = tmp_path / "learner-1.json"
+    path.write_text(json.dumps({"service": "learner", "pid": 1}))
+    os.utime(path, (time.time() - 100, time.time() - 100))
+    sign = read_sign(tmp_path, "learner-1")
+    assert sign is not None
+    assert not sign.is_alive
+
+
+@pytest.mark.kafka
+def test_a_service_is_healthy_while_it_runs_and_ends_in_order(broker: str, tmp_path: Path) -> None:
+    environ = environment(broker, tmp_path)
+    with (tmp_path / "log").open("wb") as log:
+        process = subprocess.Popen([*CLI, "serve", "metrics", "--name", "m-1"], env=environ, stdout=log, stderr=log)
+    try:
+        deadline = time.monotonic() + 40
+        while not (tmp_path / "health" / "m-1.json").exists():
+            assert process.poll() is None, (tmp_path / "log").read_text()
+            assert time.monotonic() < deadline
+            time.sleep(0.1)
+        assert subprocess.run([*CLI, "health", "m-1"], env=environ, capture_output=True).returncode == 0
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(30) == 0, (tmp_path / "log").read_text()
+    finally:
+        process.kill()
+        process.wait()
+    assert "Traceback" not in (tmp_path / "log").read_text()
+    assert subprocess.run([*CLI, "health", "m-1"], env=environ, capture_output=True).returncode == 1
+
+
+@pytest.mark.kafka
+def test_topics_with_other_partition_counts_are_refused(broker: str, tmp_path: Path) -> None:
+    first = environment(broker, tmp_path)
+    process = subprocess.Popen([*CLI, "serve", "metrics", "--name", "m-1"], env=first, stderr=subprocess.DEVNULL)
+    deadline = time.monotonic() + 40
+    while not (tmp_path / "health" / "m-1.json").exists():
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+    process.terminate()
+    process.wait(30)
+    done = subprocess.run(
+        [*CLI, "serve", "metrics"], env=environment(broker, tmp_path, 7), capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 1
+    assert "error: topic rollstream.tasks.v1 has" in done.stderr
+    assert "Traceback" not in done.stderr
