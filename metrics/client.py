@@ -1,0 +1,71 @@
+"""Asks a workspace's metrics by SQL: through the service if it is up, else from the file itself."""
+
+import http.client
+import json
+from pathlib import Path
+from typing import Any
+
+from rollstream.metrics.database import MetricsFileError, connect, metrics_file
+from rollstream.metrics.result import Result
+from rollstream.metrics.select_only import run_select
+from rollstream.metrics.sql_service import HOST, port_file, token_file
+from rollstream.schemas.errors import QueryError
+
+WAIT_MARGIN_S = 10.0
+"""What the service may take beyond catching up and the query itself."""
+
+
+def query(workspace: Path, sql: str, *, fresh: bool = True, limit: int = 10_000, timeout_s: float = 30.0) -> Result:
+    """Rows of one SELECT, at most `limit`. `fresh`: first wait for all that is in the log now.
+
+    Raises QueryError, in one line, for what is refused, wrong or too slow, and for a file that is absent or in use.
+    """
+    asked = {"sql": sql, "fresh": fresh, "limit": limit, "timeout_s": timeout_s}
+    answer = _ask_service(workspace, asked)
+    if answer is None:
+        return _ask_file(workspace, sql, limit=limit, timeout_s=timeout_s)
+    if "error" in answer:
+        raise QueryError(answer["error"])
+    return Result(
+        columns=tuple(answer["columns"]),
+        types=tuple(answer["types"]),
+        rows=tuple(tuple(row) for row in answer["rows"]),
+        is_cut=answer["is_cut"],
+    )
+
+
+def _ask_service(workspace: Path, asked: dict[str, Any]) -> dict[str, Any] | None:
+    """The service's answer, None if it is not up."""
+    try:
+        port = int(json.loads(port_file(workspace).read_text())["port"])
+        token = token_file(workspace).read_text().strip()
+    except (FileNotFoundError, ValueError, KeyError, TypeError):
+        return None
+    except OSError as error:
+        raise QueryError(f"{error.filename} cannot be read ({error.strerror}): ask as its owner") from error
+    connection = http.client.HTTPConnection(HOST, port, timeout=2 * asked["timeout_s"] + WAIT_MARGIN_S)
+    try:
+        connection.request("POST", "/query", json.dumps(asked), {"Authorization": f"Bearer {token}"})
+        return json.loads(connection.getresponse().read())
+    except (ConnectionRefusedError, ConnectionResetError, http.client.RemoteDisconnected):
+        return None
+    except TimeoutError as error:
+        raise QueryError(f"the metrics service on port {port} does not answer; restart it") from error
+    except (OSError, http.client.HTTPException, ValueError) as error:
+        raise QueryError(f"the metrics service on port {port} answers wrongly ({error}); restart it") from error
+    finally:
+        connection.close()
+
+
+def _ask_file(workspace: Path, sql: str, *, limit: int, timeout_s: float) -> Result:
+    path = metrics_file(workspace)
+    if not path.exists():
+        raise QueryError(f"there are no metrics in {workspace}: run `rollstream finetune`, or give another workspace")
+    try:
+        connection = connect(path, read_only=True)
+    except MetricsFileError as error:
+        raise QueryError(str(error)) from error
+    try:
+        return run_select(connection, sql, limit=limit, timeout_s=timeout_s)
+    finally:
+        connection.close()

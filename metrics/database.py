@@ -1,0 +1,195 @@
+"""The DuckDB file: opened with every way out of it closed, its tables, and writing rows and offsets as one.
+
+Knows no event. One process may hold the file for writing; queries run on cursors of the same database.
+"""
+
+import hashlib
+import logging
+from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+import duckdb
+
+from rollstream.eventlog.log import TopicPartition
+from rollstream.schemas.errors import RollstreamError
+
+logger = logging.getLogger(__name__)
+
+VIEWS_MARK = "\n-- views\n"
+SAFE_CONFIG: dict[str, Any] = {
+    "enable_external_access": "false",
+    "autoinstall_known_extensions": "false",
+    "autoload_known_extensions": "false",
+    "python_enable_replacements": "false",
+    "lock_configuration": "true",
+    "threads": "1",
+    "memory_limit": "2GB",
+    "max_temp_directory_size": "4GB",
+}
+"""No file, no network, no Python variable is reached from SQL, and no query can change that."""
+
+Rows = Mapping[str, Sequence[Mapping[str, Any]]]
+"""Rows by table name in schema `log`."""
+
+
+class MetricsFileError(RollstreamError):
+    """The metrics file cannot be opened, or belongs to another cluster."""
+
+
+def metrics_file(workspace: Path) -> Path:
+    """Where a workspace keeps its metrics."""
+    return workspace / "metrics.duckdb"
+
+
+def connect(path: Path, *, read_only: bool) -> duckdb.DuckDBPyConnection:
+    """Open the file. Raises MetricsFileError that names the file and the remedy."""
+    try:
+        return duckdb.connect(str(path), read_only=read_only, config=SAFE_CONFIG)
+    except duckdb.IOException as error:
+        if "lock" in str(error).lower():
+            raise MetricsFileError(
+                f"the metrics file {path} is in use by another process{_holder(str(error))}: stop that one, or ask "
+                "its SQL service"
+            ) from error
+        raise MetricsFileError(f"the metrics file {path} cannot be opened: {one_line(error)}") from error
+    except duckdb.Error as error:
+        raise MetricsFileError(
+            f"the metrics file {path} cannot be read: {one_line(error)}; remove it, the log fills it again"
+        ) from error
+
+
+def one_line(error: BaseException) -> str:
+    """What an error says, in one line, without DuckDB's pointers into the text."""
+    lines = [line.strip() for line in str(error).splitlines()]
+    return " ".join(line for line in lines if line and not line.startswith(("^", "LINE ")))
+
+
+class Database:
+    """The metrics file, held for writing."""
+
+    def __init__(self, path: Path) -> None:
+        """Open the file and make its tables. Tables of another rollstream are dropped, to be filled again."""
+        self.path = path
+        self._connection = connect(path, read_only=False)
+        tables, _, views = (
+            resources.files("rollstream.metrics").joinpath("tables.sql").read_text().partition(VIEWS_MARK)
+        )
+        self._tables_sha256 = hashlib.sha256(tables.encode()).hexdigest()
+        with self._transaction():
+            self._make_tables(tables)
+            self._connection.execute(views)
+        self._inserts = {table: _insert(table, columns) for table, columns in self._columns().items()}
+
+    def cursor(self) -> duckdb.DuckDBPyConnection:
+        """A connection to the same database; it sees every finished transaction."""
+        return self._connection.cursor()
+
+    def close(self) -> None:
+        """Fold the write-ahead log into the file and let go of it."""
+        self._connection.execute("CHECKPOINT")
+        self._connection.close()
+
+    def offsets(self) -> dict[TopicPartition, int]:
+        """Next offset by partition, as of the last transaction."""
+        found = self._connection.execute('SELECT topic, "partition", next_offset FROM main.offsets').fetchall()
+        return {TopicPartition(topic, partition): offset for topic, partition, offset in found}
+
+    def claim_cluster(self, cluster_id: str) -> None:
+        """Tie the file to a cluster. Raises MetricsFileError if it is tied to another one."""
+        found = self._connection.execute("SELECT value FROM log.meta WHERE name = 'cluster_id'").fetchone()
+        if found is None:
+            self._connection.execute("INSERT INTO log.meta VALUES ('cluster_id', $1)", [cluster_id])
+        elif found[0] != cluster_id:
+            raise MetricsFileError(
+                f"the metrics file {self.path} was made from cluster {found[0]}, not from {cluster_id}: move it away, "
+                "or use another workspace"
+            )
+
+    def write(self, rows: Rows, offsets: Mapping[TopicPartition, int]) -> None:
+        """Add rows and move offsets in one transaction. A row whose key is there already is left out."""
+        with self._transaction():
+            for table, found in rows.items():
+                statement, names = self._inserts[table]
+                self._connection.execute(statement, [[row[name] for row in found] for name in names])
+            now = datetime.now(UTC).replace(tzinfo=None)
+            self._connection.execute(
+                "INSERT OR REPLACE INTO main.offsets "
+                "SELECT unnest($1::VARCHAR[]), unnest($2::BIGINT[]), unnest($3::BIGINT[]), $4",
+                [
+                    [where.topic for where in offsets],
+                    [where.partition for where in offsets],
+                    list(offsets.values()),
+                    now,
+                ],
+            )
+
+    def _transaction(self) -> "_Transaction":
+        return _Transaction(self._connection)
+
+    def _make_tables(self, tables: str) -> None:
+        schemas = self._connection.execute("SELECT 1 FROM duckdb_schemas() WHERE schema_name = 'log'").fetchone()
+        if schemas is not None:
+            found = self._connection.execute("SELECT value FROM log.meta WHERE name = 'tables_sha256'").fetchone()
+            if found is not None and found[0] == self._tables_sha256:
+                return
+            logger.info("the tables of %s are of another version: the log is read again from its start", self.path)
+            self._drop_everything()
+        self._connection.execute(tables)
+        self._connection.execute("INSERT INTO log.meta VALUES ('tables_sha256', $1)", [self._tables_sha256])
+
+    def _drop_everything(self) -> None:
+        views = self._connection.execute(
+            "SELECT schema_name, view_name FROM duckdb_views() WHERE NOT internal ORDER BY view_oid DESC"
+        ).fetchall()
+        for schema, view in views:
+            self._connection.execute(f'DROP VIEW IF EXISTS "{schema}"."{view}" CASCADE')
+        self._connection.execute("DROP SCHEMA log CASCADE")
+        self._connection.execute("DROP TABLE IF EXISTS main.offsets")
+
+    def _columns(self) -> dict[str, dict[str, str]]:
+        found = self._connection.execute(
+            "SELECT table_name, column_name, data_type FROM duckdb_columns() c JOIN duckdb_tables() t "
+            "USING (schema_name, table_name) WHERE schema_name = 'log' ORDER BY table_name, column_index"
+        ).fetchall()
+        columns: dict[str, dict[str, str]] = {}
+        for table, column, data_type in found:
+            columns.setdefault(table, {})[column] = data_type
+        return columns
+
+
+class _Transaction:
+    """BEGIN, then COMMIT, or ROLLBACK when the body raised."""
+
+    def __init__(self, connection: duckdb.DuckDBPyConnection) -> None:
+        self._connection = connection
+
+    def __enter__(self) -> None:
+        self._connection.execute("BEGIN TRANSACTION")
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        self._connection.execute("COMMIT" if kind is None else "ROLLBACK")
+
+
+def _insert(table: str, columns: Mapping[str, str]) -> tuple[str, list[str]]:
+    """Statement that takes one list a column (far faster than a row at a time), and the columns' order."""
+    values = ", ".join(_values(index, data_type) for index, data_type in enumerate(columns.values(), start=1))
+    names = ", ".join(f'"{name}"' for name in columns)
+    return f'INSERT INTO log."{table}" ({names}) SELECT {values} ON CONFLICT DO NOTHING', list(columns)
+
+
+def _values(index: int, data_type: str) -> str:
+    if data_type.startswith("MAP"):
+        return f"CAST(CAST(unnest(${index}::VARCHAR[]) AS JSON) AS {data_type})"
+    if data_type == "JSON":
+        return f"CAST(unnest(${index}::VARCHAR[]) AS JSON)"
+    return f"unnest(${index}::{data_type}[])"
+
+
+def _holder(message: str) -> str:
+    """` (PID 12)` if DuckDB names who holds the lock."""
+    _, found, rest = message.partition("PID ")
+    number = rest.split(")")[0].split(" ")[0].strip(".") if found else ""
+    return f" (PID {number})" if number.isdigit() else ""

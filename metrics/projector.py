@@ -1,0 +1,137 @@
+"""Reads every topic into the metrics file. Ours is one writer; it takes no part in any consumer group.
+
+Order: 1. poll; 2. decode and make rows (first occurrence of a row's key wins); 3. one transaction with the rows and
+the next offsets; 4. poll again. A crash between any two of these repeats nothing and loses nothing.
+"""
+
+import asyncio
+import logging
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from rollstream.eventlog.codec import decode
+from rollstream.eventlog.log import EventLog, LogReader, Record, TopicPartition
+from rollstream.metrics.database import Database
+from rollstream.metrics.rows import dead_letter_row, rows_of
+from rollstream.schemas.errors import DecodeError
+from rollstream.schemas.topics import TOPICS
+
+logger = logging.getLogger(__name__)
+
+POLL_RECORDS = 500
+BATCH_ROWS = 20_000
+"""Rows of one transaction, at most one poll more."""
+PAUSE_S = 0.5
+"""Between two rounds when the log's end is reached, so that transactions are few and large."""
+
+
+def project(records: Iterable[Record]) -> dict[str, list[dict[str, Any]]]:
+    """Rows by table. A record that is no event leaves no row: who first met it sent it to the dead letters."""
+    rows: dict[str, list[dict[str, Any]]] = {}
+    for record in records:
+        if record.topic == "dlq":
+            rows.setdefault("dead_letter", []).append(dead_letter_row(record))
+            continue
+        try:
+            received = decode(record)
+        except DecodeError as error:
+            logger.debug("not an event: %s %s", record.position, error)
+            continue
+        for table, row in rows_of(received):
+            rows.setdefault(table, []).append(row)
+    return rows
+
+
+class Projector:
+    """The way from a log to a metrics file, and how far it is."""
+
+    def __init__(self, log: EventLog, database: Database) -> None:
+        self._log = log
+        self._database = database
+        self._done: dict[TopicPartition, int] = {}
+        self._stopping = False
+        self._wake = asyncio.Event()
+        self._moved = asyncio.Condition()
+
+    async def run(self) -> None:
+        """Project until `stop`, then what is in the log by then. Raises LogError, MetricsFileError."""
+        self._database.claim_cluster(await self._log.cluster_id())
+        self._done = await self._start_offsets()
+        reader = await self._log.reader(self._done)
+        try:
+            while not self._stopping:
+                if await self._round(reader, timeout_s=1.0) < POLL_RECORDS:
+                    await self._pause()
+            ends = await self.ends()
+            while not self._is_at(ends):
+                await self._round(reader, timeout_s=0.2)
+        finally:
+            await reader.close()
+
+    def stop(self) -> None:
+        """Let `run` finish with what is in the log now."""
+        self._stopping = True
+        self._wake.set()
+
+    async def ends(self) -> dict[TopicPartition, int]:
+        """End of the log now: next offset by partition."""
+        return {
+            TopicPartition(topic, partition): offset
+            for topic in TOPICS
+            for partition, offset in (await self._log.end_offsets(topic)).items()
+        }
+
+    async def wait_for(self, ends: Mapping[TopicPartition, int]) -> None:
+        """Return once everything before `ends` is in the file."""
+        self._wake.set()
+        async with self._moved:
+            await self._moved.wait_for(lambda: self._is_at(ends))
+
+    def _is_at(self, ends: Mapping[TopicPartition, int]) -> bool:
+        return all(self._done.get(where, 0) >= offset for where, offset in ends.items())
+
+    async def _start_offsets(self) -> dict[TopicPartition, int]:
+        stored = self._database.offsets()
+        start: dict[TopicPartition, int] = {}
+        for topic in TOPICS:
+            for partition, begin in (await self._log.begin_offsets(topic)).items():
+                where = TopicPartition(topic, partition)
+                start[where] = max(stored.get(where, begin), begin)
+                if where in stored and stored[where] < begin:
+                    logger.warning(
+                        "topic=%s partition=%d offsets %d to %d were removed unread: the metrics lack them",
+                        *(topic, partition, stored[where], begin - 1),
+                    )
+        return start
+
+    async def _round(self, reader: LogReader, *, timeout_s: float) -> int:
+        """Poll until nothing is at hand or a transaction is full, then write. Returns how many records were read."""
+        rows: dict[str, list[dict[str, Any]]] = {}
+        num_records = num_rows = 0
+        while num_rows < BATCH_ROWS:
+            records = await reader.poll(timeout_s=0.0 if num_records else timeout_s, max_records=POLL_RECORDS)
+            if not records:
+                break
+            num_records += len(records)
+            for table, found in project(records).items():
+                rows.setdefault(table, []).extend(found)
+                num_rows += len(found)
+        if num_records:
+            await self._write(reader, rows)
+        return num_records
+
+    async def _write(self, reader: LogReader, rows: dict[str, list[dict[str, Any]]]) -> None:
+        positions = {where: reader.position(where) for where in self._done}
+        moved = {where: offset for where, offset in positions.items() if offset > self._done[where]}
+        await asyncio.to_thread(self._database.write, rows, moved)
+        async with self._moved:
+            self._done |= moved
+            self._moved.notify_all()
+
+    async def _pause(self) -> None:
+        try:
+            async with asyncio.timeout(PAUSE_S):
+                await self._wake.wait()
+        except TimeoutError:
+            return
+        self._wake.clear()

@@ -1,0 +1,87 @@
+"""The metrics process: projects the log into the workspace's DuckDB file and answers SQL about it."""
+
+import asyncio
+import logging
+import os
+from pathlib import Path
+
+from rollstream.eventlog.log import EventLog
+from rollstream.metrics.database import Database, metrics_file
+from rollstream.metrics.projector import Projector
+from rollstream.metrics.sql_service import SqlService, listening, make_token
+from rollstream.schemas.errors import RollstreamError
+from rollstream.schemas.services import MetricsSettings
+
+NICENESS = 10
+"""Rollouts and training come first on a shared machine."""
+END_TIMEOUT_S = 15.0
+"""For what is left in the log when the service is asked to end."""
+logger = logging.getLogger(__name__)
+
+
+async def serve(settings: MetricsSettings) -> None:
+    """Run until cancelled. Raises RollstreamError for a file or port in use, a workspace without write permission."""
+    from rollstream.eventlog.kafka_log import KafkaLog
+
+    os.nice(NICENESS)
+    log = KafkaLog(settings.bootstrap_servers, client_id=settings.name)
+    await log.start()
+    try:
+        await run(log, settings.workspace, port=settings.port)
+    finally:
+        await log.close()
+
+
+async def run(log: EventLog, workspace: Path, *, port: int = 0) -> None:
+    """Project and answer until cancelled; then project what is left, close the file and take the port file away."""
+    token = _prepare(workspace)
+    database = await asyncio.to_thread(Database, metrics_file(workspace))
+    try:
+        projector = Projector(log, database)
+        async with listening(SqlService(database, projector, token), workspace, port) as taken:
+            projecting = asyncio.create_task(projector.run())
+            logger.info("ready (SQL on port %d)", taken)
+            try:
+                await asyncio.shield(projecting)
+            finally:
+                await _finish(projector, projecting)
+    finally:
+        await asyncio.to_thread(database.close)
+
+
+async def rebuild(log: EventLog, workspace: Path) -> None:
+    """Throw the workspace's metrics away and project the whole log anew, up to its end now."""
+    _prepare(workspace)
+    path = metrics_file(workspace)
+    Database(path).close()  # nobody else may hold it
+    for name in (path, path.with_name(path.name + ".wal")):
+        name.unlink(missing_ok=True)
+    database = Database(path)
+    try:
+        projector = Projector(log, database)
+        projector.stop()
+        await projector.run()
+    finally:
+        database.close()
+
+
+async def _finish(projector: Projector, projecting: "asyncio.Task[None]") -> None:
+    projector.stop()
+    done, _ = await asyncio.wait({projecting}, timeout=END_TIMEOUT_S)
+    if not done:
+        logger.warning("the log's end was not reached within %.0f s; the next start reads on", END_TIMEOUT_S)
+        projecting.cancel()
+        await asyncio.wait({projecting})
+    elif projecting.exception() is not None:
+        logger.error("projection ended: %s", projecting.exception())
+
+
+def _prepare(workspace: Path) -> str:
+    """The workspace's token. Raises RollstreamError if the folder cannot be written."""
+    try:
+        workspace.mkdir(parents=True, exist_ok=True)
+        return make_token(workspace)
+    except OSError as error:
+        raise RollstreamError(
+            f"workspace {workspace} cannot be written ({error.strerror}): give another, or its permission"
+        ) from error

@@ -1,0 +1,210 @@
+"""The projection: what a run leaves in the file, and that crashes and repeats change nothing of it."""
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rollstream.eventlog.log import EventLog, TopicPartition
+from rollstream.eventlog.memory_log import MemoryLog
+from rollstream.metrics.database import Database, MetricsFileError
+from rollstream.metrics.projector import Projector
+from rollstream.schemas import events
+from rollstream.schemas.base import Event
+
+
+def project_all(log: EventLog, path: Path) -> None:
+    """Project up to the log's end, as a service that stops at once."""
+
+    async def run() -> None:
+        database = Database(path)
+        try:
+            projector = Projector(log, database)
+            projector.stop()
+            await projector.run()
+        finally:
+            database.close()
+
+    asyncio.run(run())
+
+
+def log_of(found: list[Event]) -> MemoryLog:
+    log = MemoryLog(num_partitions=2)
+    asyncio.run(log.send_all(found))
+    return log
+
+
+def ask(path: Path, sql: str) -> list[Any]:
+    database = Database(path)
+    try:
+        return database.cursor().execute(sql).fetchall()
+    finally:
+        database.close()
+
+
+ALL = [
+    "runs", "epochs", "tasks", "rollouts", "steps", "rewards", "trajectories", "groups", "rejections",
+    "batches", "batch_members", "training_steps", "weight_versions", "weight_loads", "jobs", "validations",
+    "dead_letters", "offsets", "epoch_summary", "outcomes", "staleness", "example_difficulty", "wasted_tokens",
+    "lineage",
+]  # fmt: skip
+
+
+def everything(path: Path) -> dict[str, list[Any]]:
+    """All rows of all public tables; of offsets all but the clock time."""
+    database = Database(path)
+    try:
+        cursor = database.cursor()
+        found = {name: cursor.execute(f"SELECT * FROM {name} ORDER BY ALL").fetchall() for name in ALL}
+    finally:
+        database.close()
+    found["offsets"] = [row[:3] for row in found["offsets"]]
+    return found
+
+
+def test_every_public_table_has_the_run(tmp_path: Path, synthetic: Any) -> None:
+    path = tmp_path / "metrics.duckdb"
+    project_all(log_of(list(synthetic.all_events())), path)
+    found = everything(path)
+    num_groups = 9
+    assert {name: len(rows) for name, rows in found.items() if name != "offsets"} == {
+        "runs": 1, "epochs": 3, "tasks": num_groups, "rollouts": num_groups * 4 + 3, "steps": num_groups * 8 + 3,
+        "rewards": num_groups * 4, "trajectories": num_groups * 4, "groups": num_groups, "rejections": 12, "batches": 3,
+        "batch_members": 24, "training_steps": 3, "weight_versions": 4, "weight_loads": 0, "jobs": 2, "validations": 0,
+        "dead_letters": 0, "epoch_summary": 2, "outcomes": 39, "staleness": 3, "example_difficulty": 3,
+        "wasted_tokens": 2, "lineage": num_groups * 8 + 3,
+    }  # fmt: skip
+
+
+def test_the_epoch_summary_shows_the_rl_epochs_in_order(tmp_path: Path, synthetic: Any) -> None:
+    path = tmp_path / "metrics.duckdb"
+    project_all(log_of(list(synthetic.all_events())), path)
+    found = ask(
+        path, "SELECT epoch, round(avg_reward, 6), trained_groups, groups, zero_variance_groups FROM epoch_summary"
+    )
+    assert found == [(0, round((0.25 + 0.25 + 0.5) / 3, 6), 2, 3, 1), (1, round((0.3 + 0.3 + 0.5) / 3, 6), 2, 3, 1)]
+    assert ask(path, "SELECT kind, epoch FROM epochs") == [("sft", 0), ("rl", 0), ("rl", 1)]
+
+
+def test_every_attempt_has_one_outcome_and_they_add_up(tmp_path: Path, synthetic: Any) -> None:
+    path = tmp_path / "metrics.duckdb"
+    project_all(log_of(list(synthetic.all_events())), path)
+    found = ask(path, "SELECT outcome, cause, count(*), sum(tokens) FROM outcomes GROUP BY ALL ORDER BY ALL")
+    assert found == [
+        ("failed", "producer_lost", 3, 15),
+        ("rejected", "zero_variance", 12, 120),
+        ("trained", None, 24, 240),
+    ]
+    assert ask(path, "SELECT count(*) = count(DISTINCT rollout_id) FROM outcomes") == [(True,)]
+
+
+def test_repeated_events_and_a_second_reading_change_nothing(tmp_path: Path, synthetic: Any) -> None:
+    once = list(synthetic.all_events())
+    project_all(log_of(once), tmp_path / "once.duckdb")
+    twice = log_of([event for event in once for _ in range(2)] + once)
+    project_all(twice, tmp_path / "twice.duckdb")
+    project_all(twice, tmp_path / "twice.duckdb")
+    expected, found = everything(tmp_path / "once.duckdb"), everything(tmp_path / "twice.duckdb")
+    for name in set(ALL) - {"offsets", "steps", "rewards", "trajectories"}:
+        assert found[name] == expected[name], name
+    for name in ("steps", "rewards", "trajectories"):
+        assert [row[:-2] for row in found[name]] == [row[:-2] for row in expected[name]], name
+
+
+class DyingDatabase(Database):
+    """Dies in the middle of a transaction, after so many of them."""
+
+    left = 3
+
+    def write(self, rows: Any, offsets: Any) -> None:
+        if self.left == 0:
+            super().write({**rows, "no_such_table": [{}]}, offsets)
+        self.left -= 1
+        super().write(rows, offsets)
+
+
+def test_a_crash_in_a_transaction_leaves_rows_and_offsets_as_one(tmp_path: Path, synthetic: Any) -> None:
+    found = list(synthetic.all_events())
+    project_all(log_of(found), tmp_path / "whole.duckdb")
+    log = MemoryLog(num_partitions=2)
+    path = tmp_path / "crashed.duckdb"
+
+    async def crash() -> int:
+        num_sent = 0
+        database = DyingDatabase(path)
+        projector = Projector(log, database)
+        task = asyncio.create_task(projector.run())
+        while not task.done():
+            await log.send_all(found[num_sent : num_sent + 40])
+            num_sent += 40
+            await asyncio.wait(
+                {task, asyncio.create_task(projector.wait_for(await projector.ends()))},
+                return_when=asyncio.FIRST_COMPLETED,
+            )
+        with pytest.raises(KeyError):
+            await task
+        database.close()
+        return num_sent
+
+    num_sent = asyncio.run(crash())
+    (count,) = ask(path, "SELECT sum(next_offset) FROM offsets")
+    assert 0 < count[0] < len(found)
+    asyncio.run(log.send_all(found[num_sent:]))
+    project_all(log, path)
+    assert everything(path) == everything(tmp_path / "whole.duckdb")
+
+
+def test_what_is_no_event_shows_only_in_the_dead_letters(tmp_path: Path) -> None:
+    log = MemoryLog(num_partitions=2)
+    headers = (
+        ("__connect.errors.topic", b"steps"), ("__connect.errors.partition", b"1"), ("__connect.errors.offset", b"5"),
+        ("__connect.errors.exception.message", b"not UTF-8 JSON"),
+    )  # fmt: skip
+    asyncio.run(log.send_raw("steps", key=b"r/g", value=b"{", partition=1))
+    asyncio.run(log.send_raw("dlq", key=b"r/g", value=b"{", headers=headers))
+    path = tmp_path / "metrics.duckdb"
+    project_all(log, path)
+    found = ask(path, 'SELECT run_id, topic, "partition", "offset", reason, size_bytes FROM dead_letters')
+    assert found == [("r", "steps", 1, 5, "not UTF-8 JSON", 1)]
+    database = Database(path)
+    assert database.offsets()[TopicPartition("steps", 1)] == 1
+    database.close()
+
+
+def test_a_void_term_publishes_nothing(tmp_path: Path, synthetic: Any) -> None:
+    zombie = synthetic.published("b", "rl", 1).model_copy(update={"weights_sha256": "f" * 64})
+    found = [synthetic.claim(1), synthetic.claim(2), zombie, synthetic.published("b", "rl", 2)]
+    path = tmp_path / "metrics.duckdb"
+    project_all(log_of(found), path)
+    assert ask(path, "SELECT term FROM weight_versions") == [(2,)]
+
+
+def test_a_second_end_of_an_attempt_decides_nothing(tmp_path: Path, synthetic: Any) -> None:
+    common = {"run_id": "r", "time_ms": 1, "group_id": "r/j/e/t", "rollout_id": "r/j/e/t/m0/a0"}
+    lost = events.RolloutFailed.model_validate(common | {"cause": "producer_lost"})
+    late = events.RolloutEnded.model_validate(common | {"num_steps": 0, "num_rewards": 0, "digest": "e"})
+    path = tmp_path / "metrics.duckdb"
+    project_all(log_of([lost, late]), path)
+    assert ask(path, "SELECT state, cause FROM rollouts") == [("failed", "producer_lost")]
+
+
+def test_the_file_of_another_cluster_is_refused(tmp_path: Path) -> None:
+    database = Database(tmp_path / "metrics.duckdb")
+    database.claim_cluster("one")
+    with pytest.raises(MetricsFileError, match="was made from cluster one, not from two"):
+        database.claim_cluster("two")
+    database.close()
+
+
+def test_tables_of_another_version_are_filled_again(tmp_path: Path, synthetic: Any) -> None:
+    path = tmp_path / "metrics.duckdb"
+    log = log_of(list(synthetic.all_events()))
+    project_all(log, path)
+    before = everything(path)
+    database = Database(path)
+    database.cursor().execute("UPDATE log.meta SET value = 'old' WHERE name = 'tables_sha256'")
+    database.close()
+    assert ask(path, "SELECT * FROM runs") == []
+    project_all(log, path)
+    assert everything(path) == before

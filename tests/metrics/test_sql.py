@@ -1,0 +1,226 @@
+"""SQL from outside: what is refused, the limits, the service, and the file read without a service."""
+
+import asyncio
+import json
+import stat
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import duckdb
+import pytest
+
+from rollstream.eventlog.memory_log import MemoryLog
+from rollstream.metrics import service
+from rollstream.metrics.client import query
+from rollstream.metrics.database import Database
+from rollstream.metrics.select_only import run_select
+from rollstream.schemas.base import Event
+from rollstream.schemas.errors import QueryError, RollstreamError
+
+REFUSED = [
+    "INSERT INTO offsets VALUES ('a', 1, 1, now())",
+    "WITH x AS (DELETE FROM offsets RETURNING 1) SELECT * FROM x",
+    "UPDATE offsets SET next_offset = 0",
+    "DROP TABLE offsets",
+    "CREATE TABLE mine (i INTEGER)",
+    "CREATE MACRO mine() AS 1",
+    "COPY (SELECT 1) TO '{here}/out.csv'",
+    "COPY offsets FROM '{here}/secret.csv'",
+    "EXPORT DATABASE '{here}/out'",
+    "ATTACH '{here}/other.duckdb'",
+    "DETACH metrics",
+    "INSTALL httpfs",
+    "LOAD httpfs",
+    "PRAGMA database_list",
+    "CALL pragma_version()",
+    "SET threads = 8",
+    "RESET threads",
+    "SET lock_configuration = false",
+    "CHECKPOINT",
+    "BEGIN",
+    "EXPLAIN SELECT 1",
+    "PREPARE mine AS SELECT 1",
+    "SELECT 1; SELECT 2",
+    "",
+    "SELECT * FROM read_csv('{here}/secret.csv')",
+    "SELECT * FROM '{here}/secret.csv'",
+    "SELECT * FROM read_text('{here}/secret.csv')",
+    "SELECT * FROM read_blob('{here}/secret.csv')",
+    "SELECT * FROM read_json('{here}/secret.csv')",
+    "SELECT * FROM read_parquet('https://example.com/a.parquet')",
+    "SELECT * FROM sniff_csv('{here}/secret.csv')",
+    "SELECT * FROM parquet_metadata('{here}/secret.csv')",
+    "SELECT * FROM glob('{here}/*')",
+    "SELECT * FROM query('DROP TABLE offsets')",
+    "SELECT getenv('HOME')",
+    "SELECT * FROM secret",
+    "SELECT * FROM sqlite_scan('{here}/a.db', 'a')",
+    "SELECT nonsense FROM nowhere",
+    "SELEC 1",
+]
+
+
+@pytest.fixture
+def database(tmp_path: Path) -> Iterator[Database]:
+    found = Database(tmp_path / "metrics.duckdb")
+    yield found
+    found.close()
+
+
+@contextmanager
+def running(workspace: Path, found: list[Event]) -> Iterator[Callable[[Event], None]]:
+    """The service in a thread of its own, on a log in memory; gives what appends to that log."""
+    log = MemoryLog(num_partitions=2)
+    loop = asyncio.new_event_loop()
+    loop.run_until_complete(log.send_all(found))
+    task = loop.create_task(service.run(log, workspace))
+
+    def work() -> None:
+        asyncio.set_event_loop(loop)
+        loop.run_until_complete(asyncio.wait({task}))
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    try:
+        while not (workspace / "metrics.json").exists():
+            assert not task.done(), task.exception()
+        yield lambda event: asyncio.run_coroutine_threadsafe(log.send(event), loop).result() and None
+    finally:
+        loop.call_soon_threadsafe(task.cancel)
+        thread.join(20)
+        loop.run_until_complete(loop.shutdown_default_executor())
+        loop.close()
+    assert task.cancelled()
+
+
+@pytest.mark.parametrize("sql", REFUSED)
+def test_whatever_is_not_a_plain_select_is_refused(sql: str, database: Database, tmp_path: Path) -> None:
+    (tmp_path / "secret.csv").write_text("a\n1\n")
+    secret = [1]  # noqa: F841  (a Python variable, which SQL must not see)
+    with pytest.raises(QueryError) as error:
+        run_select(database.cursor(), sql.replace("{here}", str(tmp_path)), limit=10, timeout_s=5)
+    assert "\n" not in str(error.value)
+    assert sorted(path.name for path in tmp_path.iterdir() if "metrics" not in path.name) == ["secret.csv"]
+
+
+@pytest.mark.parametrize("sql", ["SELECT 1", "FROM offsets", "SHOW TABLES", "DESCRIBE runs", "VALUES (1)", "SELECT 1;"])
+def test_reading_in_any_form_is_allowed(sql: str, database: Database) -> None:
+    assert run_select(database.cursor(), sql, limit=10, timeout_s=5).columns
+
+
+def test_rows_beyond_the_limit_are_cut_and_it_says_so(database: Database) -> None:
+    result = run_select(database.cursor(), "SELECT * FROM range(100)", limit=3, timeout_s=5)
+    assert (result.rows, result.is_cut) == (((0,), (1,), (2,)), True)
+    assert not run_select(database.cursor(), "SELECT * FROM range(3)", limit=3, timeout_s=5).is_cut
+
+
+def test_a_slow_query_is_stopped_and_the_next_one_runs(database: Database) -> None:
+    cursor = database.cursor()
+    with pytest.raises(QueryError, match=r"took longer than 0\.2 s"):
+        run_select(cursor, "SELECT count(*) FROM range(100000) a, range(100000) b WHERE a.range % 7 = b.range % 11",
+                   limit=1, timeout_s=0.2)  # fmt: skip
+    assert run_select(cursor, "SELECT 1", limit=1, timeout_s=5).rows == ((1,),)
+
+
+def test_values_come_as_json(database: Database) -> None:
+    sql = (
+        "SELECT TIMESTAMP '2026-01-02 03:04:05', 1.5::DECIMAL(4, 2), MAP {'a': 1.0}, [1, NULL], 'nan'::DOUBLE, "
+        "170141183460469231731687303715884105727, {'x': DATE '2026-01-02'}, '\\xAB'::BLOB, INTERVAL 1 DAY"
+    )
+    result = run_select(database.cursor(), sql, limit=1, timeout_s=5)
+    json.dumps(result.rows, allow_nan=False)
+    assert result.rows[0][:4] == ("2026-01-02 03:04:05", 1.5, {"a": 1.0}, [1, None])
+
+
+def test_the_service_answers_with_all_that_is_in_the_log_now(tmp_path: Path, synthetic: Any) -> None:
+    found = list(synthetic.all_events())
+    with running(tmp_path, found[:-1]) as send:
+        assert query(tmp_path, "SELECT state FROM runs").rows == (("running",),)
+        for event in found[-1:]:
+            send(event)
+            assert query(tmp_path, "SELECT state FROM runs").rows == (("completed",),)
+        with pytest.raises(QueryError, match="only SELECT is allowed, not DROP"):
+            query(tmp_path, "DROP TABLE offsets")
+        assert len(query(tmp_path, "SELECT * FROM outcomes", limit=5).rows) == 5
+    assert not (tmp_path / "metrics.json").exists()
+    result = query(tmp_path, "SELECT epoch, avg_reward, trained_groups FROM epoch_summary")
+    assert (result.columns, len(result.rows)) == (("epoch", "avg_reward", "trained_groups"), 2)
+
+
+def test_what_comes_before_the_end_is_still_projected(tmp_path: Path, synthetic: Any) -> None:
+    with running(tmp_path, []) as send:
+        for event in synthetic.all_events():
+            send(event)
+    assert query(tmp_path, "SELECT count(*) FROM outcomes").rows == ((39,),)
+
+
+def test_only_the_owner_reads_the_token_and_nobody_asks_without_it(tmp_path: Path) -> None:
+    with running(tmp_path, []):
+        token = tmp_path / "sql.token"
+        assert stat.S_IMODE(token.stat().st_mode) == 0o600
+        token.write_text("x" * 64)
+        with pytest.raises(QueryError, match="token is missing or wrong"):
+            query(tmp_path, "SELECT 1")
+
+
+def test_a_port_file_that_a_killed_service_left_is_passed_over(tmp_path: Path) -> None:
+    Database(tmp_path / "metrics.duckdb").close()
+    (tmp_path / "metrics.json").write_text(json.dumps({"port": 9, "pid": 1}))
+    (tmp_path / "sql.token").write_text("t" * 64)
+    assert query(tmp_path, "SELECT 1").rows == ((1,),)
+
+
+def test_a_workspace_without_metrics_says_so(tmp_path: Path) -> None:
+    with pytest.raises(QueryError, match="there are no metrics in"):
+        query(tmp_path, "SELECT 1")
+
+
+def test_the_file_itself_is_closed_to_the_outside_too(tmp_path: Path) -> None:
+    Database(tmp_path / "metrics.duckdb").close()
+    with pytest.raises(QueryError, match="disabled by configuration"):
+        query(tmp_path, "SELECT * FROM read_text('/etc/hostname')")
+
+
+def test_a_file_in_use_by_another_process_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.duckdb"
+    Database(path).close()
+    code = f"import duckdb, time; held = duckdb.connect({str(path)!r}); print('held', flush=True); time.sleep(60)"
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE) as child:
+        try:
+            assert child.stdout is not None
+            assert child.stdout.readline() == b"held\n"
+            with pytest.raises(QueryError, match=rf"metrics\.duckdb is in use by another process \(PID {child.pid}\)"):
+                query(tmp_path, "SELECT 1")
+            with pytest.raises(RollstreamError, match="is in use by another process"):
+                asyncio.run(service.run(MemoryLog(), tmp_path))
+        finally:
+            child.kill()
+
+
+def test_a_port_in_use_is_one_clear_line(tmp_path: Path) -> None:
+    with running(tmp_path / "one", []):
+        port = json.loads((tmp_path / "one" / "metrics.json").read_text())["port"]
+        with pytest.raises(RollstreamError, match=rf"port {port} of 127\.0\.0\.1 cannot be used for SQL"):
+            asyncio.run(service.run(MemoryLog(), tmp_path / "two", port=port))
+    assert not (tmp_path / "two" / "metrics.json").exists()
+
+
+def test_a_workspace_that_is_no_folder_is_one_clear_line(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(RollstreamError, match="cannot be written"):
+        asyncio.run(service.run(MemoryLog(), tmp_path / "file"))
+
+
+def test_a_file_that_is_no_database_says_what_to_do(tmp_path: Path) -> None:
+    (tmp_path / "metrics.duckdb").write_bytes(b"no database at all" * 1000)
+    with pytest.raises(QueryError, match=r"metrics\.duckdb cannot be (read|opened)"):
+        query(tmp_path, "SELECT 1")
+
+
+def test_duckdb_is_the_version_that_these_refusals_were_tried_on() -> None:
+    assert duckdb.__version__.startswith("2.")
