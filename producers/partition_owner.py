@@ -33,11 +33,14 @@ class PartitionOwner:
         writer: StepsWriter,
         recovered: PartitionState,
         *,
+        tasks: range,
         spawn: Spawn,
         ended_runs: set[str],
         on_progress: Callable[[], None],
     ) -> None:
-        """`spawn` runs a coroutine whose error ends the worker; `on_progress` is called when `commit_point` moves."""
+        """`tasks`: offsets of the tasks that are there already and not committed. `spawn` runs a coroutine whose error
+        ends the worker; `on_progress` is called when `commit_point` moves.
+        """
         self._producer = producer
         self._writer = writer
         self._recovered = recovered
@@ -48,8 +51,10 @@ class PartitionOwner:
         self._cancelled: set[str] = set()
         self._runs: dict[str, GroupRun] = {}
         self._unsettled: dict[int, None] = {}
-        self._next_offset: int | None = None
+        self._next_offset = tasks.start
+        self._tasks_end = tasks.stop
         self._working: set[asyncio.Task[None]] = set()
+        self._drop_orphans()
 
     def accept(self, record: Record) -> None:
         """Take the next record of the tasks partition; what it asks for is begun at once."""
@@ -63,6 +68,7 @@ class PartitionOwner:
             elif isinstance(event, TaskCancelled):
                 self._cancel(event)
         self._next_offset = record.offset + 1
+        self._drop_orphans()
         self._on_progress()
 
     def end_run(self, run_id: str) -> None:
@@ -72,10 +78,8 @@ class PartitionOwner:
                 run.stop(RUN_ENDED)
         self._settled = {group_id for group_id in self._settled if ids.run_of(group_id) != run_id}
 
-    def commit_point(self) -> tuple[int, str] | None:
-        """Offset of the oldest unsettled task and the note to commit with it; None before the first record."""
-        if self._next_offset is None:
-            return None
+    def commit_point(self) -> tuple[int, str]:
+        """Offset of the oldest unsettled task and the note to commit with it."""
         opened = [group.first_offset for group in self._recovered.groups.values()]
         opened += [run.state.first_offset for run in self._runs.values() if run.state is not None]
         note = json.dumps({"steps": min([self._writer.floor(), *opened])})
@@ -96,6 +100,11 @@ class PartitionOwner:
             task.cancel()
         if self._working:
             await asyncio.wait(self._working)
+
+    def _drop_orphans(self) -> None:
+        """A task is committed once its group is settled: an open group without a task was started again by a zombie."""
+        if self._next_offset >= self._tasks_end:
+            self._recovered.groups.clear()
 
     def _request(self, offset: int, task: TaskRequested) -> None:
         if task.group_id in self._runs or task.group_id in self._settled:

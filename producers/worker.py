@@ -86,17 +86,24 @@ class RolloutWorker:
         assert self._reader is not None
         assert self._tasks is not None
         notes = {where.partition: await self._reader.committed_note(where) for where in sorted(partitions)}
+        tasks = await self._uncommitted(self._reader, partitions)
         for partition, (state, end) in (await recover(self._log, notes)).items():
             event_clock = EventClock(clock.start_ms(state.last_event_ms, self._wall), self._monotonic)
             self._owners[partition] = PartitionOwner(
                 self._producer,
                 StepsWriter(self._log, partition, event_clock, end),
                 state,
+                tasks=tasks[partition],
                 spawn=self._tasks.create_task,
                 ended_runs=self._ended_runs,
                 on_progress=self._progress.set,
             )
         logger.info("assigned partitions=%s", sorted(notes))
+
+    async def _uncommitted(self, reader: GroupReader, partitions: set[TopicPartition]) -> dict[int, range]:
+        begins, ends = await self._log.begin_offsets("tasks"), await self._log.end_offsets("tasks")
+        committed = {where.partition: await reader.committed(where) for where in partitions}
+        return {p: range(begins[p] if offset is None else offset, ends[p]) for p, offset in committed.items()}
 
     async def _on_revoked(self, partitions: set[TopicPartition]) -> None:
         released = {w.partition: self._owners.pop(w.partition) for w in partitions if w.partition in self._owners}
@@ -114,7 +121,7 @@ class RolloutWorker:
 
     async def _commit(self, owners: dict[int, PartitionOwner]) -> None:
         points = {partition: owner.commit_point() for partition, owner in owners.items()}
-        moved = {p: point for p, point in points.items() if point is not None and self._committed.get(p) != point}
+        moved = {p: point for p, point in points.items() if self._committed.get(p) != point}
         if not moved or self._reader is None:
             return
         try:

@@ -199,5 +199,24 @@ def test_a_void_group_is_not_opened_twice_by_two_owners():
     asyncio.run(main())
 
 
+def test_a_settled_group_that_a_zombie_starts_again_holds_nothing_up():
+    async def main():
+        log = MemoryLog(num_partitions=1)
+        async with r.Process(log) as first:
+            await log.send(r.task())
+            await r.until(lambda: _committed(first, 1))
+        (again,) = await r.steps(log, GroupStarted)
+        await log.send(again, partition=0)
+        async with r.Process(log) as second:
+            await log.send(r.task(1))
+            await r.until(lambda: _committed(second, 2))
+            end = (await log.end_offsets("steps"))[0]
+            assert json.loads((await r.commit_of(second))[1]) == {"steps": end}
+            await asyncio.sleep(3 * r.TICK_S)
+            assert (await log.end_offsets("steps"))[0] == end
+
+    asyncio.run(main())
+
+
 async def _committed(process, offset):
     return (await r.commit_of(process))[0] == offset
