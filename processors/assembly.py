@@ -1,0 +1,196 @@
+"""The assembly fold over one partition of `steps`: steps in, closed groups with their trajectories out.
+
+Given every record of the partition in order from any low-water mark on, it answers with the same closings. A group
+opens only at its GroupStarted; records of groups that are not open belong to closed ones and change nothing. No Kafka,
+clock, randomness or disk: time is what the records say.
+"""
+
+from collections.abc import Callable
+from typing import cast
+
+from rollstream.eventlog import codec
+from rollstream.eventlog.log import Received
+from rollstream.processors.assembly_state import NEVER_MS, AssemblyState, Attempt, Closing, OpenGroup
+from rollstream.processors.closing import close, decide
+from rollstream.processors.trajectories import assemble
+from rollstream.schemas.base import Event
+from rollstream.schemas.errors import DecodeError
+from rollstream.schemas.events_rollouts import (
+    GroupEvent,
+    GroupStarted,
+    RewardRecorded,
+    RolloutEnded,
+    RolloutEvent,
+    RolloutFailed,
+    RolloutStarted,
+    StepRecorded,
+)
+
+__all__ = ["AssemblyState", "Closing", "evolve", "initial"]
+
+
+def initial(next_offset: int = 0) -> AssemblyState:
+    """The state before the record at `next_offset`: nothing is open."""
+    return AssemblyState(next_offset)
+
+
+def evolve(state: AssemblyState, received: Received) -> list[Closing]:
+    """Fold one record into `state`, which is changed in place; returns the groups that it closes, oldest first.
+
+    First the record's time passes (groups whose deadline it reaches close), then what it says counts.
+    """
+    event = received.event
+    state.next_offset = received.position.offset + 1
+    closings = _time_out(state, received) if event.time_ms >= state.next_deadline_ms else []
+    handler = _HANDLERS.get(type(event))
+    if handler is None:
+        return closings
+    group = state.groups.get(cast(GroupEvent, event).group_id)
+    if group is None:
+        return closings + _open_group(state, received) if type(event) is GroupStarted else closings
+    if handler(group, event, received.digest) and len(group.settled) == group.started.size:
+        closings.append(_close(state, group, received, is_timed_out=False))
+    return closings
+
+
+def _open_group(state: AssemblyState, received: Received) -> list[Closing]:
+    started = cast(GroupStarted, received.event)
+    if started.group_id in state.closed:
+        return []
+    group = OpenGroup(started, received.position.offset, started.time_ms + started.timeout_ms)
+    state.groups[started.group_id] = group
+    state.next_deadline_ms = min(state.next_deadline_ms, group.deadline_ms)
+    return [_close(state, group, received, is_timed_out=False)] if started.size == 0 else []
+
+
+def _close(state: AssemblyState, group: OpenGroup, received: Received, *, is_timed_out: bool) -> Closing:
+    del state.groups[group.started.group_id]
+    state.remember(group.started.group_id)
+    return close(group, received, is_timed_out=is_timed_out)
+
+
+def _time_out(state: AssemblyState, received: Received) -> list[Closing]:
+    now_ms = received.event.time_ms
+    due = [group for group in state.groups.values() if group.deadline_ms <= now_ms]
+    closings = [_close(state, group, received, is_timed_out=True) for group in due]
+    state.next_deadline_ms = min((group.deadline_ms for group in state.groups.values()), default=NEVER_MS)
+    return closings
+
+
+# ---- what a record says: each returns whether members may have been settled by it ----
+
+
+def _attempt_of(group: OpenGroup, rollout_id: str) -> Attempt | None:
+    """The attempt by its id, opened by its first record; None if the id is no attempt at a member of the group."""
+    attempt = group.attempts.get(rollout_id)
+    if attempt is not None:
+        return attempt
+    member, _, number = rollout_id.removeprefix(f"{group.started.group_id}/m").partition("/a")
+    if not (member.isdecimal() and number.isdecimal()) or int(member) >= group.started.size:
+        return None
+    attempt = group.attempts[rollout_id] = Attempt(rollout_id, int(member), int(number))
+    return attempt
+
+
+def _take_step(group: OpenGroup, event: Event, digest: str) -> bool:
+    step = cast(StepRecorded, event)
+    attempt = group.attempts.get(step.rollout_id) or _attempt_of(group, step.rollout_id)
+    if attempt is None or attempt.outcome is not None or step.step_index in attempt.step_digests:
+        return False
+    attempt.step_digests[step.step_index] = digest
+    attempt.agents.add(step.agent)
+    if step.llm is not None:
+        attempt.calls.append(step)
+    return False
+
+
+def _take_reward(group: OpenGroup, event: Event, digest: str) -> bool:
+    reward = cast(RewardRecorded, event)
+    attempt = _attempt_of(group, reward.rollout_id)
+    if attempt is None or attempt.outcome is not None or reward.reward_index in attempt.reward_digests:
+        return False
+    attempt.reward_digests[reward.reward_index] = digest
+    attempt.rewards.append(reward)
+    return False
+
+
+def _start_attempt(group: OpenGroup, event: Event, digest: str) -> bool:
+    _attempt_of(group, cast(RolloutEvent, event).rollout_id)
+    return False
+
+
+def _end_attempt(group: OpenGroup, event: Event, digest: str) -> bool:
+    ended = cast(RolloutEnded, event)
+    attempt = _attempt_of(group, ended.rollout_id)
+    if attempt is None or attempt.outcome is not None:
+        return False
+    cause = _incompleteness(attempt, ended)
+    if cause:
+        decide(attempt, "rejected", cause)
+        group.final.add(attempt.member)
+    elif attempt.member in group.complete:
+        decide(attempt, "superseded")
+    else:
+        _complete(group, attempt, ended)
+    return _settle(group, attempt)
+
+
+def _fail_attempt(group: OpenGroup, event: Event, digest: str) -> bool:
+    failed = cast(RolloutFailed, event)
+    attempt = _attempt_of(group, failed.rollout_id)
+    if attempt is None or attempt.outcome is not None:
+        return False
+    decide(attempt, "failed", failed.cause)
+    if failed.is_final:
+        group.final.add(attempt.member)
+    return _settle(group, attempt)
+
+
+def _incompleteness(attempt: Attempt, ended: RolloutEnded) -> str:
+    """Why an ended attempt is not complete, by count and digest; empty if it is."""
+    steps, rewards = attempt.step_digests, attempt.reward_digests
+    if len(steps) != ended.num_steps or len(rewards) != ended.num_rewards:
+        return "incomplete"
+    try:
+        digests = [steps[index] for index in range(len(steps))] + [rewards[index] for index in range(len(rewards))]
+    except KeyError:
+        return "incomplete"
+    return "" if codec.chain(ended.rollout_id, digests) == ended.digest else "digest"
+
+
+def _complete(group: OpenGroup, attempt: Attempt, ended: RolloutEnded) -> None:
+    try:
+        assembled = assemble(group.started, attempt, ended)
+    except DecodeError as error:
+        decide(attempt, "rejected", f"broken_tokens: {error}")
+        group.final.add(attempt.member)
+        return
+    group.complete[attempt.member] = assembled
+    decide(attempt, "complete", tokens=sum(member.num_tokens for member in assembled.members))
+
+
+def _settle(group: OpenGroup, decided: Attempt) -> bool:
+    """A member is settled once it is complete, or is not tried again and has no attempt under way."""
+    member = decided.member
+    if member not in group.complete:
+        if member not in group.final:
+            return False
+        if any(other.member == member and other.outcome is None for other in group.attempts.values()):
+            return False
+    group.settled.add(member)
+    return True
+
+
+def _ignore(group: OpenGroup, event: Event, digest: str) -> bool:
+    """A repeated GroupStarted of an open group: the first one counts."""
+    return False
+
+
+_HANDLERS: dict[type[Event], Callable[[OpenGroup, Event, str], bool]] = {
+    GroupStarted: _ignore,
+    RolloutStarted: _start_attempt,
+    StepRecorded: _take_step,
+    RewardRecorded: _take_reward,
+    RolloutEnded: _end_attempt,
+    RolloutFailed: _fail_attempt,
+}

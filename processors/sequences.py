@@ -1,0 +1,112 @@
+"""LLM calls of one agent to training sequences: joined by their prefixes, every prefix verified. No rewards, no I/O."""
+
+import binascii
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from rollstream.schemas.errors import DecodeError
+from rollstream.schemas.events_rollouts import Completion, LLMCall, StepRecorded, TokenSequence
+
+TOKEN_BYTES = 4
+
+
+@dataclass(slots=True)
+class _Growing:
+    """A sequence that later calls may extend; `length` counts its tokens."""
+
+    parts: list[bytes] = field(default_factory=list[bytes])
+    length: int = 0
+    hasher: "hashlib._Hash" = field(default_factory=hashlib.sha256)  # pyright: ignore[reportPrivateUsage]
+    logprobs: list[bytes] = field(default_factory=list[bytes])
+    has_logprobs: bool = True
+    completions: list[Completion] = field(default_factory=list[Completion])
+
+    def append(self, packed: bytes) -> None:
+        self.parts.append(packed)
+        self.length += len(packed) // TOKEN_BYTES
+        self.hasher.update(packed)
+
+
+def join_calls(steps: Sequence[StepRecorded]) -> tuple[TokenSequence, ...]:
+    """Training sequences of one agent's LLM steps, which are given by ascending step index.
+
+    A call whose prefix is all of what the named call saw and sampled extends that call's sequence, if nothing else
+    has yet; a shorter prefix, or a second branch, begins a sequence of its own in which the prefix is prompt. So every
+    completion token stands in exactly one `completions` entry. Raises DecodeError that names the step if a prefix
+    names no earlier call, is longer than it or has another hash, or if token arrays contradict each other.
+    """
+    sequences: list[_Growing] = []
+    ends: dict[int, tuple[_Growing, int]] = {}
+    for step in steps:
+        call = step.llm
+        if call is None:
+            continue
+        try:
+            sequence = _sequence_for(call, ends, sequences)
+            _extend(sequence, call, step.step_index)
+        except (ValueError, binascii.Error) as error:
+            raise DecodeError(f"step {step.step_index} of agent {step.agent}: {error}") from error
+        ends[step.step_index] = (sequence, sequence.length)
+    return tuple(_sealed(sequence) for sequence in sequences)
+
+
+def _sequence_for(call: LLMCall, ends: dict[int, tuple[_Growing, int]], sequences: list[_Growing]) -> _Growing:
+    prefix = call.prefix
+    if prefix is not None:
+        if prefix.step_index not in ends:
+            raise DecodeError(f"its prefix names step {prefix.step_index}, which is no earlier LLM call of this agent")
+        sequence, end = ends[prefix.step_index]
+        if prefix.length > end:
+            raise DecodeError(f"its prefix has {prefix.length} tokens, step {prefix.step_index} has {end}")
+        if prefix.length == sequence.length:
+            if sequence.hasher.hexdigest() != prefix.sha256:
+                raise DecodeError("its prefix has another sha256")
+            return sequence
+    begun = _Growing()
+    if prefix is not None:
+        packed = b"".join(ends[prefix.step_index][0].parts)[: prefix.length * TOKEN_BYTES]
+        begun.append(packed)
+        if begun.hasher.hexdigest() != prefix.sha256:
+            raise DecodeError("its prefix has another sha256")
+    sequences.append(begun)
+    return begun
+
+
+def _extend(sequence: _Growing, call: LLMCall, step_index: int) -> None:
+    sequence.append(_unpack(call.prompt_ids))
+    completion = _unpack(call.completion_ids)
+    length = len(completion) // TOKEN_BYTES
+    if call.spans and sum(span.length for span in call.spans) != length:
+        raise DecodeError(f"its version spans do not add up to {length} completion tokens")
+    if call.logprobs is None:
+        sequence.has_logprobs = False
+    else:
+        logprobs = _unpack(call.logprobs)
+        if len(logprobs) != len(completion):
+            raise DecodeError(f"{len(logprobs) // TOKEN_BYTES} log-probabilities for {length} completion tokens")
+        sequence.logprobs.append(logprobs)
+    sequence.completions.append(
+        Completion(start=sequence.length, length=length, step_index=step_index, spans=call.spans)
+    )
+    sequence.append(completion)
+
+
+def _unpack(text: str) -> bytes:
+    """Little-endian four-byte values of a base64 text; they stay as they are, so no machine's byte order matters."""
+    packed = binascii.a2b_base64(text, strict_mode=True)
+    if len(packed) % TOKEN_BYTES:
+        raise DecodeError("a token array is not whole four-byte values")
+    return packed
+
+
+def _sealed(sequence: _Growing) -> TokenSequence:
+    return TokenSequence(
+        token_ids=_pack(sequence.parts),
+        logprobs=_pack(sequence.logprobs) if sequence.has_logprobs else None,
+        completions=tuple(sequence.completions),
+    )
+
+
+def _pack(parts: list[bytes]) -> str:
+    return binascii.b2a_base64(b"".join(parts), newline=False).decode("ascii")

@@ -1,0 +1,145 @@
+"""A complete attempt to its trajectories: sequences, weighted rewards, and the references that a closed group has."""
+
+import math
+from collections.abc import Iterable
+from typing import NamedTuple
+
+from rollstream.eventlog import codec
+from rollstream.eventlog.log import RECORD_OVERHEAD_BYTES
+from rollstream.processors.assembly_state import Assembled, Attempt
+from rollstream.processors.sequences import join_calls
+from rollstream.schemas import ids, tokens
+from rollstream.schemas.errors import DecodeError
+from rollstream.schemas.events_rollouts import (
+    GroupStarted,
+    RewardRecorded,
+    RolloutEnded,
+    StepRecorded,
+    TokenSequence,
+    TrajectoryAssembled,
+)
+from rollstream.schemas.events_training import MemberRef
+from rollstream.schemas.topics import TOPICS
+
+_OVERHEAD_BYTES = 64 * 1024 + RECORD_OVERHEAD_BYTES
+"""What a trajectory's record takes beside its token arrays, reckoned generously."""
+
+
+class RewardSums(NamedTuple):
+    """Rewards of one agent."""
+
+    total: float
+    """Weighted sum over all of them."""
+    by_name: dict[str, float]
+    """Unweighted sums."""
+    by_step: dict[str, float]
+    """Weighted sums of those recorded for a step, by step index as text."""
+
+
+def assemble(started: GroupStarted, attempt: Attempt, ended: RolloutEnded) -> Assembled:
+    """Trajectories of a complete attempt, one an agent, by agent name. Raises DecodeError if its tokens are broken.
+
+    Agents are those that made a step, less the ones that the task gives no model group (where it gives any); an
+    attempt without a single one yields an empty trajectory of every agent of the task, so that the ledger has it.
+    """
+    calls = sorted(attempt.calls, key=_by_step)
+    rewards = sorted(attempt.rewards, key=_by_reward)
+    trajectories: list[TrajectoryAssembled] = []
+    for agent in agents_of(started, attempt.agents):
+        own = [step for step in calls if step.agent == agent]
+        sums = sum_rewards(rewards, agent, started.reward_weights)
+        sequences = join_calls(own)
+        _check_size(sequences)
+        trajectories.append(
+            TrajectoryAssembled(
+                run_id=started.run_id,
+                time_ms=ended.time_ms,
+                group_id=started.group_id,
+                rollout_id=attempt.rollout_id,
+                trajectory_id=ids.trajectory_id(attempt.rollout_id, agent),
+                agent=agent,
+                model_group=started.agents.get(agent) or _model_group_of(own),
+                member=attempt.member,
+                attempt=attempt.number,
+                example_id=started.example_id,
+                job_id=started.job_id,
+                epoch=started.epoch,
+                purpose=started.purpose,
+                policy=started.policy,
+                reward=sums.total,
+                rewards=sums.by_name,
+                step_rewards=sums.by_step,
+                sequences=sequences,
+                num_steps=ended.num_steps,
+                steps_digest=ended.digest,
+            )
+        )
+    return Assembled(tuple(trajectories), tuple(map(reference, trajectories)))
+
+
+def agents_of(started: GroupStarted, acting: Iterable[str]) -> list[str]:
+    """Names of the agents that a trajectory is made of, sorted."""
+    named = started.agents
+    return sorted(agent for agent in acting if not named or agent in named) or sorted(named)
+
+
+def sum_rewards(rewards: Iterable[RewardRecorded], agent: str, weights: dict[str, float]) -> RewardSums:
+    """Sums of the rewards recorded for `agent` or for all, in the order given. Raises DecodeError on overflow."""
+    total, by_name, by_step = 0.0, dict[str, float](), dict[str, float]()
+    for reward in rewards:
+        if reward.agent is not None and reward.agent != agent:
+            continue
+        weighted = weights.get(reward.name, 1.0) * reward.value
+        total += weighted
+        by_name[reward.name] = by_name.get(reward.name, 0.0) + reward.value
+        if reward.step_index is not None:
+            step = str(reward.step_index)
+            by_step[step] = by_step.get(step, 0.0) + weighted
+    if not all(map(math.isfinite, (total, *by_name.values(), *by_step.values()))):
+        raise DecodeError(f"the rewards of agent {agent} have no finite sum")
+    return RewardSums(total, by_name, by_step)
+
+
+def reference(trajectory: TrajectoryAssembled) -> MemberRef:
+    """What a closed group says of a trajectory."""
+    completions = [part for sequence in trajectory.sequences for part in sequence.completions]
+    versions = [span.version for part in completions for span in part.spans if span.length]
+    return MemberRef(
+        trajectory_id=trajectory.trajectory_id,
+        rollout_id=trajectory.rollout_id,
+        agent=trajectory.agent,
+        member=trajectory.member,
+        digest=codec.content_digest(trajectory),
+        reward=trajectory.reward,
+        num_tokens=sum(tokens.count(sequence.token_ids) for sequence in trajectory.sequences),
+        num_completion_tokens=sum(part.length for part in completions),
+        min_version=min(versions, default=0),
+        max_version=max(versions, default=0),
+        has_logprobs=all(sequence.logprobs is not None for sequence in trajectory.sequences),
+    )
+
+
+def num_tokens(attempt: Attempt) -> int:
+    """Tokens of an attempt's calls, new prompt and completion, for the ledger of what was not trained."""
+    calls = (step.llm for step in attempt.calls if step.llm is not None)
+    return sum(tokens.count(call.prompt_ids) + tokens.count(call.completion_ids) for call in calls)
+
+
+def _check_size(sequences: tuple[TokenSequence, ...]) -> None:
+    size = sum(len(part.token_ids) + len(part.logprobs or "") + 200 * len(part.completions) for part in sequences)
+    limit = TOPICS["trajectories"].max_record_bytes - _OVERHEAD_BYTES
+    if size > limit:
+        raise DecodeError(f"its trajectory would have {size} bytes of tokens, more than {limit}")
+
+
+def _model_group_of(calls: list[StepRecorded]) -> str:
+    spans = (span for step in calls if step.llm is not None for span in step.llm.spans)
+    return next((span.model_group for span in spans), "")
+
+
+def _by_step(step: StepRecorded) -> int:
+    return step.step_index
+
+
+def _by_reward(reward: RewardRecorded) -> int:
+    return reward.reward_index

@@ -1,0 +1,338 @@
+"""The assembly fold: what closes a group, what becomes of attempts; order, repeats and replays change nothing."""
+
+from itertools import chain
+
+import hypothesis.strategies as st
+from hypothesis import given, settings
+
+from rollstream.eventlog import codec
+from rollstream.eventlog.log import Position, Received
+from rollstream.processors import assembly
+from rollstream.schemas import ids
+from rollstream.schemas.events import (
+    GroupStarted,
+    RewardRecorded,
+    RolloutEnded,
+    RolloutFailed,
+    RolloutStarted,
+    StepRecorded,
+    Tick,
+)
+from rollstream.schemas.events_rollouts import LLMCall, VersionSpan
+from rollstream.schemas.tokens import encode_floats, encode_ids
+
+RUN = "run"
+
+
+def group(index):
+    return ids.group_id(RUN, "rl", 0, index)
+
+
+def started(index=0, *, size=2, minimum=1, time_ms=0, timeout_ms=1000, **more):
+    fields = {"example_id": f"x{index}", "job_id": f"{RUN}/rl", "epoch": 0, "index": index, "seed": index}
+    fields |= {"agents": {"agent": f"{RUN}/policy"}} | more
+    return GroupStarted(
+        run_id=RUN, time_ms=time_ms, group_id=group(index), size=size, minimum=minimum, timeout_ms=timeout_ms, **fields
+    )
+
+
+def attempt(index=0, member=0, number=0, *, num_steps=2, reward=1.0, time_ms=0, agent="agent", **ended):
+    """All records of an attempt that came to its end."""
+    rollout = ids.rollout_id(group(index), member, number)
+    base = {"run_id": RUN, "time_ms": time_ms, "group_id": group(index), "rollout_id": rollout}
+    span = VersionSpan(model_group=f"{RUN}/policy", version=3, length=2)
+    steps = []
+    for step in range(num_steps):
+        call = LLMCall(
+            prompt_ids=encode_ids([step, member]),
+            completion_ids=encode_ids([7, number]),
+            logprobs=encode_floats([-1, -2]),
+            spans=(span,),
+        )
+        steps.append(StepRecorded(**base, step_index=step, agent=agent, event_type="LLM_END", uuid=f"{step}", llm=call))
+    rewards = [RewardRecorded(**base, reward_index=0, name="task", value=reward)]
+    digest = codec.chain(rollout, map(codec.content_digest, steps + rewards))
+    last = {"num_steps": num_steps, "num_rewards": 1, "digest": digest} | ended
+    begin = RolloutStarted(**base, member=member, attempt=number, seed=0)
+    return [begin, *steps, *rewards, RolloutEnded(**base, **last)]
+
+
+def failed(index=0, member=0, number=0, *, is_final=False, time_ms=0, cause="engine_error"):
+    rollout = ids.rollout_id(group(index), member, number)
+    return RolloutFailed(
+        run_id=RUN, time_ms=time_ms, group_id=group(index), rollout_id=rollout, cause=cause, is_final=is_final
+    )
+
+
+def tick(time_ms):
+    return Tick(run_id="", time_ms=time_ms, partition=0)
+
+
+def received_of(events, first=0):
+    return [
+        Received(event, codec.content_digest(event), Position("steps", 0, offset), 0)
+        for offset, event in enumerate(events, first)
+    ]
+
+
+def fold(received, state=None):
+    state = state or assembly.initial()
+    return [closing for one in received for closing in assembly.evolve(state, one)]
+
+
+def closings_of(*events):
+    return fold(received_of(events))
+
+
+def outcomes(closing):
+    return {(one.member, one.attempt): (one.outcome, one.cause) for one in closing.closed.attempts}
+
+
+def content(closings):
+    """Content digest by event id; the first occurrence wins, as in every reader."""
+    found = {}
+    for closing in closings:
+        for event in (*closing.trajectories, closing.closed):
+            found.setdefault(event.event_id, codec.content_digest(event))
+    return found
+
+
+# ---- closing ----
+
+
+def test_a_group_closes_when_every_member_is_complete():
+    (closing,) = closings_of(started(), *attempt(member=1), *attempt(member=0, reward=0.5))
+    closed = closing.closed
+    assert (closed.reason, closed.is_viable, closed.size) == ("complete", True, 2)
+    assert [(one.member, one.reward, one.min_version) for one in closed.members] == [(0, 0.5, 3), (1, 1.0, 3)]
+    assert [one.digest for one in closed.members] == [codec.content_digest(one) for one in closing.trajectories]
+    assert [one.num_tokens for one in closed.members] == [8, 8]
+    assert [one.num_completion_tokens for one in closed.members] == [4, 4]
+    assert (closed.steps_at.first_offset, closed.steps_at.last_offset) == (0, 10)
+
+
+def test_a_void_group_closes_at_once():
+    (closing,) = closings_of(started(size=0, minimum=0, void_cause="cancelled"))
+    closed = closing.closed
+    assert (closed.reason, closed.void_cause, closed.is_viable, closed.members) == ("void", "cancelled", False, ())
+
+
+def test_a_member_that_fails_for_good_leaves_a_partial_group():
+    (closing,) = closings_of(started(), *attempt(member=0), failed(member=1, is_final=True))
+    assert (closing.closed.reason, closing.closed.is_viable) == ("partial", True)
+    assert outcomes(closing) == {(0, 0): ("complete", ""), (1, 0): ("failed", "engine_error")}
+
+
+def test_a_group_below_its_minimum_has_failed():
+    (closing,) = closings_of(started(minimum=2), *attempt(member=0), failed(member=1, is_final=True))
+    assert (closing.closed.reason, closing.closed.is_viable) == ("failed", False)
+    assert len(closing.closed.members) == 1, "the ledger needs what is not trained"
+
+
+def test_a_failed_attempt_is_made_good_by_the_next():
+    (closing,) = closings_of(started(size=1), failed(number=0), *attempt(number=1))
+    assert closing.closed.reason == "complete"
+    assert outcomes(closing) == {(0, 0): ("failed", "engine_error"), (0, 1): ("complete", "")}
+
+
+def test_the_first_terminal_event_of_an_attempt_decides_it():
+    zombie = attempt(number=0)
+    (closing,) = closings_of(started(size=1), *zombie[:-1], failed(number=0), zombie[-1], *attempt(number=1))
+    assert outcomes(closing) == {(0, 0): ("failed", "engine_error"), (0, 1): ("complete", "")}
+    (closing,) = closings_of(started(), *attempt(member=0), failed(member=0, is_final=True), *attempt(member=1))
+    assert outcomes(closing)[0, 0] == ("complete", "")
+
+
+def test_a_second_complete_attempt_is_superseded():
+    (closing,) = closings_of(started(), *attempt(number=1), *attempt(number=0), *attempt(member=1))
+    assert outcomes(closing) == {(0, 0): ("superseded", ""), (0, 1): ("complete", ""), (1, 0): ("complete", "")}
+    assert [one.rollout_id[-2:] for one in closing.closed.members] == ["a1", "a0"]
+
+
+def test_an_attempt_that_lacks_a_step_is_rejected_and_its_member_settled():
+    records = attempt(member=0)
+    (closing,) = closings_of(started(), records[0], *records[2:], *attempt(member=1))
+    assert outcomes(closing)[0, 0] == ("rejected", "incomplete")
+    assert (closing.closed.reason, len(closing.closed.members)) == ("partial", 1)
+
+
+def test_an_attempt_with_another_digest_is_rejected():
+    (closing,) = closings_of(started(size=1), *attempt(digest="0" * 64))
+    assert outcomes(closing) == {(0, 0): ("rejected", "digest")}
+    assert closing.closed.reason == "failed"
+
+
+def test_broken_tokens_reject_the_attempt_and_crash_nothing():
+    records = attempt()
+    step = records[1]
+    records[1] = step.model_copy(update={"llm": step.llm.model_copy(update={"completion_ids": "not base64!"})})
+    digest = codec.chain(step.rollout_id, map(codec.content_digest, records[1:-1]))
+    records[-1] = records[-1].model_copy(update={"digest": digest})
+    (closing,) = closings_of(started(size=1), *records)
+    ((outcome, cause),) = outcomes(closing).values()
+    assert outcome == "rejected"
+    assert cause.startswith("broken_tokens: step 0 of agent agent")
+
+
+def test_records_of_no_attempt_at_a_member_change_nothing():
+    stray = [record for record in attempt(member=5) if not isinstance(record, RolloutStarted)]
+    odd = [record.model_copy(update={"rollout_id": "elsewhere"}) for record in attempt()]
+    (closing,) = closings_of(started(size=1), *stray, *odd, *attempt())
+    assert outcomes(closing) == {(0, 0): ("complete", "")}
+
+
+def test_steps_before_their_group_started_open_nothing():
+    assert closings_of(*attempt(), tick(5000)) == []
+
+
+# ---- time ----
+
+
+def test_a_group_times_out_by_the_events_of_its_partition():
+    events = [started(time_ms=100), *attempt(time_ms=100), *attempt(member=1, time_ms=100)[:-1]]
+    assert closings_of(*events, tick(1099)) == []
+    (closing,) = closings_of(*events, tick(1099), tick(1100))
+    assert (closing.closed.reason, closing.closed.is_viable, closing.closed.time_ms) == ("timeout", True, 1100)
+    assert outcomes(closing) == {(0, 0): ("complete", ""), (1, 0): ("failed", "timeout")}
+    assert [one.num_tokens for one in closing.closed.attempts] == [8, 8]
+
+
+def test_a_group_below_its_minimum_is_not_viable_when_it_times_out():
+    (closing,) = closings_of(started(minimum=2), *attempt(), tick(1000))
+    assert (closing.closed.reason, closing.closed.is_viable) == ("timeout", False)
+    (closing,) = closings_of(started(minimum=0), tick(1000))
+    assert not closing.closed.is_viable
+
+
+def test_time_passes_before_a_record_counts():
+    events = attempt()
+    late = events[-1].model_copy(update={"time_ms": 1000})
+    (closing,) = closings_of(started(size=1), *events[:-1], late)
+    assert closing.closed.reason == "timeout"
+
+
+def test_groups_time_out_each_at_its_own_deadline():
+    events = [started(0, timeout_ms=300), started(1, timeout_ms=100), started(2, timeout_ms=200)]
+    closings = closings_of(*events, tick(99), tick(150), tick(250), tick(350))
+    assert [(one.closed.index, one.closed.time_ms) for one in closings] == [(1, 150), (2, 250), (0, 350)]
+
+
+# ---- agents and rewards ----
+
+
+def test_each_agent_gets_a_trajectory_with_its_own_rewards():
+    base = {"run_id": RUN, "time_ms": 0, "group_id": group(0), "rollout_id": ids.rollout_id(group(0), 0, 0)}
+    records = attempt(num_steps=1, agent="a") + attempt(num_steps=2, agent="b")
+    steps = [records[1], records[6]]
+    rewards = [
+        RewardRecorded(**base, reward_index=0, name="task", value=1.0),
+        RewardRecorded(**base, reward_index=1, name="style", value=2.0, agent="b", step_index=1),
+    ]
+    assert [step.step_index for step in steps] == [0, 1]
+    digest = codec.chain(base["rollout_id"], map(codec.content_digest, steps + rewards))
+    ended = RolloutEnded(**base, num_steps=2, num_rewards=2, digest=digest)
+    agents = {"a": f"{RUN}/left", "b": f"{RUN}/right"}
+    first = started(size=1, agents=agents, reward_weights={"style": 0.25})
+    (closing,) = closings_of(first, *steps, *rewards, ended)
+    left, right = closing.trajectories
+    assert (left.agent, left.model_group, left.reward, left.rewards) == ("a", f"{RUN}/left", 1.0, {"task": 1.0})
+    assert (right.reward, right.rewards) == (1.5, {"task": 1.0, "style": 2.0})
+    assert right.step_rewards == {"1": 0.5}
+
+
+def test_a_rollout_without_token_ids_still_has_its_trajectory():
+    (closing,) = closings_of(started(size=1), *attempt(num_steps=0))
+    (member,) = closing.closed.members
+    assert (member.num_tokens, member.num_completion_tokens, member.agent) == (0, 0, "agent")
+
+
+def test_rewards_without_a_finite_sum_reject_the_attempt():
+    (closing,) = closings_of(started(size=1, reward_weights={"task": 1e300}), *attempt(reward=1e300))
+    ((outcome, _),) = outcomes(closing).values()
+    assert outcome == "rejected"
+
+
+# ---- order, repeats, replay ----
+
+
+def test_the_low_water_mark_is_the_group_started_of_the_oldest_open_group():
+    events = [started(0, size=1), started(1, size=1), *attempt(1), *attempt(0), tick(1)]
+    state = assembly.initial()
+    marks = []
+    for one in received_of(events):
+        assembly.evolve(state, one)
+        marks.append(state.low_water)
+    assert marks == [0] * 11 + [12, 13]
+
+
+def test_a_repeated_group_started_does_not_open_a_closed_group_again():
+    events = received_of([started(size=1), *attempt(), started(size=1), *attempt(), tick(9999)])
+    state = assembly.initial()
+    assert len(fold(events, state)) == 1
+    assert state.low_water == len(events)
+
+
+@st.composite
+def _members(draw, index, size):
+    """Records of each member: failed attempts, then perhaps one that ends."""
+    streams = []
+    for member in range(size):
+        num_failed = draw(st.integers(0, 1))
+        stream = [one for number in range(num_failed) for one in (*attempt(index, member, number)[:-2],)]
+        stream += [failed(index, member, number) for number in range(num_failed)]
+        stream += draw(st.sampled_from([attempt(index, member, num_failed), [failed(index, member, 1, is_final=True)]]))
+        streams.append(stream)
+    return streams
+
+
+@st.composite
+def _partition(draw):
+    """Groups whose members' records are interleaved in any way, with repeats of earlier records, without time."""
+    groups = []
+    for index in range(draw(st.integers(1, 3))):
+        size = draw(st.integers(0, 2))
+        groups.append((started(index, size=size, minimum=min(1, size)), draw(_members(index, size))))
+    waiting = [[first] for first, _ in groups]
+    followers = dict(enumerate(members for _, members in groups))
+    events = []
+    while waiting:
+        place = draw(st.integers(0, len(waiting) - 1))
+        event = waiting[place].pop(0)
+        events.append(event)
+        if isinstance(event, GroupStarted):
+            waiting += [list(member) for member in followers[event.index]]
+        waiting = [stream for stream in waiting if stream]
+        if draw(st.integers(0, 3)) == 0:
+            events.append(draw(st.sampled_from(events)))
+    return groups, events
+
+
+@settings(max_examples=60, deadline=None)
+@given(_partition())
+def test_any_interleaving_and_any_repeats_close_the_same_groups(drawn):
+    groups, events = drawn
+    alone = [closing for first, members in groups for closing in closings_of(first, *chain.from_iterable(members))]
+    closings = closings_of(*events)
+    assert len(closings) == len(groups)
+    assert content(closings) == content(alone)
+
+
+@settings(max_examples=60, deadline=None)
+@given(_partition(), st.data())
+def test_a_fold_from_the_low_water_mark_closes_what_was_open_in_the_same_way(drawn, data):
+    _, events = drawn
+    times = sorted(data.draw(st.lists(st.integers(0, 1500), min_size=len(events), max_size=len(events))))
+    events = [event.model_copy(update={"time_ms": time_ms}) for event, time_ms in zip(events, times, strict=True)]
+    received = received_of([*events, tick(9_000)])
+    cut = data.draw(st.integers(0, len(received)))
+    state = assembly.initial()
+    before = fold(received[:cut], state)
+    again = fold(received[state.low_water :], assembly.initial(state.low_water))
+    assert content(before + again) == content(fold(received))
+
+
+def test_a_group_closed_before_the_mark_leaves_nothing_open_behind_it():
+    events = received_of([started(0, size=1), started(1, size=1), *attempt(0), *attempt(1), tick(9000)])
+    state = assembly.initial(1)
+    assert len(fold(events[1:], state)) == 1
+    assert state.groups == {}

@@ -1,0 +1,109 @@
+"""LLM calls to training sequences: joined where they extend each other, parted where they do not, verified always."""
+
+import hashlib
+
+import pytest
+
+from rollstream.processors.sequences import join_calls
+from rollstream.schemas.errors import DecodeError
+from rollstream.schemas.events import StepRecorded
+from rollstream.schemas.events_rollouts import LLMCall, Prefix, VersionSpan
+from rollstream.schemas.tokens import decode_floats, decode_ids, encode_floats, encode_ids
+
+
+def call(index, prompt, completion, *, prefix=None, logprobs=True, spans=()):
+    llm = LLMCall(
+        prefix=prefix,
+        prompt_ids=encode_ids(prompt),
+        completion_ids=encode_ids(completion),
+        logprobs=encode_floats([-float(token) for token in completion]) if logprobs else None,
+        spans=spans,
+    )
+    base = {"run_id": "run", "time_ms": 0, "group_id": "g", "rollout_id": "g/m0/a0"}
+    return StepRecorded(**base, step_index=index, agent="agent", event_type="LLM_END", uuid=f"{index}", llm=llm)
+
+
+def prefix(index, ids):
+    packed = b"".join(token.to_bytes(4, "little") for token in ids)
+    return Prefix(step_index=index, length=len(ids), sha256=hashlib.sha256(packed).hexdigest())
+
+
+def ids_of(sequence):
+    return list(decode_ids(sequence.token_ids))
+
+
+def places(sequence):
+    return [(part.step_index, part.start, part.length) for part in sequence.completions]
+
+
+def test_calls_that_extend_each_other_are_one_sequence():
+    (joined,) = join_calls(
+        [
+            call(0, [1, 2], [3, 4]),
+            call(2, [5], [6], prefix=prefix(0, [1, 2, 3, 4])),
+            call(5, [], [7, 8], prefix=prefix(2, [1, 2, 3, 4, 5, 6])),
+        ]
+    )
+    assert ids_of(joined) == [1, 2, 3, 4, 5, 6, 7, 8]
+    assert places(joined) == [(0, 2, 2), (2, 5, 1), (5, 6, 2)]
+    assert list(decode_floats(joined.logprobs)) == [-3, -4, -6, -7, -8]
+
+
+def test_calls_without_a_prefix_are_sequences_of_their_own():
+    first, second = join_calls([call(0, [1], [2]), call(1, [3], [4])])
+    assert (ids_of(first), ids_of(second)) == ([1, 2], [3, 4])
+
+
+def test_a_cut_prefix_begins_a_sequence_in_which_it_is_prompt():
+    first, second = join_calls([call(0, [1, 2], [3, 4]), call(1, [9], [5], prefix=prefix(0, [1, 2, 3]))])
+    assert ids_of(first) == [1, 2, 3, 4]
+    assert ids_of(second) == [1, 2, 3, 9, 5]
+    assert places(second) == [(1, 4, 1)]
+
+
+def test_a_second_branch_begins_a_sequence():
+    steps = [
+        call(0, [1], [2]),
+        call(1, [3], [4], prefix=prefix(0, [1, 2])),
+        call(2, [5], [6], prefix=prefix(0, [1, 2])),
+        call(3, [7], [8], prefix=prefix(1, [1, 2, 3, 4])),
+    ]
+    first, second = join_calls(steps)
+    assert ids_of(first) == [1, 2, 3, 4, 7, 8]
+    assert ids_of(second) == [1, 2, 5, 6]
+    assert places(first) == [(0, 1, 1), (1, 3, 1), (3, 5, 1)]
+    assert places(second) == [(2, 3, 1)]
+
+
+def test_a_sequence_has_log_probabilities_only_if_every_completion_has_them():
+    (joined,) = join_calls([call(0, [1], [2]), call(1, [3], [4], prefix=prefix(0, [1, 2]), logprobs=False)])
+    assert joined.logprobs is None
+
+
+def test_no_calls_are_no_sequences():
+    assert join_calls([]) == ()
+
+
+@pytest.mark.parametrize(
+    ("second", "problem"),
+    [
+        (call(1, [3], [4], prefix=prefix(0, [1, 9])), "another sha256"),
+        (call(1, [3], [4], prefix=prefix(0, [9])), "another sha256"),
+        (call(1, [3], [4], prefix=prefix(0, [1, 2, 3])), "has 3 tokens, step 0 has 2"),
+        (call(1, [3], [4], prefix=prefix(7, [1])), "no earlier LLM call"),
+        (call(1, [3], [4], prefix=prefix(1, [1])), "no earlier LLM call"),
+        (call(1, [3], [4], spans=(VersionSpan(model_group="g", version=0, length=2),)), "do not add up"),
+    ],
+)
+def test_what_does_not_fit_names_the_step(second, problem):
+    with pytest.raises(DecodeError, match=f"step 1 of agent agent: .*{problem}"):
+        join_calls([call(0, [1], [2]), second])
+
+
+@pytest.mark.parametrize(
+    "change", [{"logprobs": encode_floats([-1, -2])}, {"prompt_ids": "AAA="}, {"completion_ids": "?"}]
+)
+def test_arrays_that_are_no_arrays_are_refused(change):
+    step = call(0, [1], [2])
+    with pytest.raises(DecodeError, match="step 0"):
+        join_calls([step.model_copy(update={"llm": step.llm.model_copy(update=change)})])
