@@ -15,6 +15,8 @@ from rollstream.schemas.topics import TOPICS, Topic
 PATIENCE_S = 5.0
 """How long a topic may take to show in the metadata after it was created."""
 MAX_REPLICAS = 3
+COMPRESSION_SLACK_BYTES = 64 * 1024
+"""Kafka measures the compressed batch, and bytes that cannot be compressed grow a little."""
 
 logger = logging.getLogger(__name__)
 
@@ -86,7 +88,7 @@ def _settings(topic: Topic, num_replicas: int) -> dict[str, str]:
         "cleanup.policy": "delete",
         "retention.ms": "-1",
         "retention.bytes": "-1",
-        "max.message.bytes": str(topic.max_record_bytes),
+        "max.message.bytes": str(topic.max_record_bytes + COMPRESSION_SLACK_BYTES),
         "message.timestamp.type": "CreateTime",
         "min.insync.replicas": "2" if num_replicas == MAX_REPLICAS else "1",
     }
@@ -98,10 +100,9 @@ def _check_settings(name: str, found: dict[str, str]) -> None:
         wanted = _settings(topic, 1)[setting]
         if found[setting] != wanted:
             raise TopicError(f"topic {name} has {setting}={found[setting]}, wanted {wanted}")
-    if int(found["max.message.bytes"]) < topic.max_record_bytes:
-        raise TopicError(
-            f"topic {name} has max.message.bytes={found['max.message.bytes']}, wanted at least {topic.max_record_bytes}"
-        )
+    wanted = _settings(topic, 1)["max.message.bytes"]
+    if int(found["max.message.bytes"]) < int(wanted):
+        raise TopicError(f"topic {name} has max.message.bytes={found['max.message.bytes']}, wanted at least {wanted}")
     for setting in ("retention.ms", "retention.bytes"):
         if found[setting] != "-1":
             # A chosen limit is the operator's right; what it removes is named when a reader needs it.
