@@ -97,15 +97,21 @@ class KafkaGroupReader(ConsumerRebalanceListener):
         self._polling.forget([])
         await self._consumer.stop()
 
-    async def on_partitions_revoked(self, revoked: Any) -> None:
-        """Called by aiokafka: stop reading, then tell."""
+    def on_partitions_revoked(self, revoked: Any) -> Any:
+        """Called, and what it returns awaited, by aiokafka: stop reading, then tell."""
+        return self._give_back(revoked)
+
+    def on_partitions_assigned(self, assigned: Any) -> Any:
+        """Called, and what it returns awaited, by aiokafka: set where to begin, tell, then read."""
+        return self._take_over(assigned)
+
+    async def _give_back(self, revoked: Any) -> None:
         self._settled.clear()
         self._polling.forget(self._owned)
         await self._callbacks.revoked({our_partition(where) for where in revoked})
         self._owned = set()
 
-    async def on_partitions_assigned(self, assigned: Any) -> None:
-        """Called by aiokafka: set where to begin, tell, then read."""
+    async def _take_over(self, assigned: Any) -> None:
         self._owned = {our_partition(where) for where in assigned}
         await self._callbacks.run(self._begin(list(assigned)))
         await self._callbacks.assigned(self._owned)

@@ -38,7 +38,7 @@ async def create_missing(admin: AIOKafkaAdminClient, num_partitions: int) -> Non
             )
             for topic in missing
         ]
-        response = await admin.create_topics(wanted, timeout_ms=15_000)
+        response: Any = await admin.create_topics(wanted, timeout_ms=15_000)
     for name, code, message, *_ in response.topic_errors:
         error = for_code(code)
         if error not in (NoError, TopicAlreadyExistsError):
@@ -58,7 +58,7 @@ async def check(admin: AIOKafkaAdminClient, num_partitions: int) -> None:
             )
     with log_errors("read the settings of topics"):
         resources = [ConfigResource(ConfigResourceType.TOPIC, topic.name) for topic in TOPICS.values()]
-        responses = await admin.describe_configs(resources)
+        responses: list[Any] = list(await admin.describe_configs(resources))
     for response in responses:
         for code, message, _, name, entries in response.resources:
             if for_code(code) is not NoError:

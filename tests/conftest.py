@@ -1,6 +1,7 @@
-"""What tests of several folders share: one embedded broker a session."""
+"""What tests of several folders share: one embedded broker a session, and an empty workspace a test."""
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -8,7 +9,22 @@ from rollstream.eventlog.broker import EmbeddedBroker
 
 
 @pytest.fixture(scope="session")
-def broker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """`host:port` of a Kafka broker that the whole session shares: use fresh run ids and groups, and begin at ends."""
+def bootstrap_servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """`host:port` of a Kafka broker that the whole session shares.
+
+    Use fresh run ids and groups, begin at ends, and ensure topics with 6 partitions.
+    """
     with EmbeddedBroker(tmp_path_factory.mktemp("broker-workspace")) as running:
         yield running.bootstrap_servers
+
+
+@pytest.fixture(scope="session")
+def broker(bootstrap_servers: str) -> str:
+    """The same address."""
+    return bootstrap_servers
+
+
+@pytest.fixture
+def workspace(tmp_path: Path) -> Path:
+    """An empty workspace."""
+    return tmp_path / ".rollstream"

@@ -12,7 +12,7 @@ from rollstream.eventlog.memory_log import MemoryLog
 from rollstream.schemas.errors import FencedError, LogError, TopicError, TruncatedError
 from rollstream.schemas.events import JobCancelled, TaskCancelled
 
-NUM_PARTITIONS = 4
+NUM_PARTITIONS = 6
 Scenario = Callable[[EventLog], Awaitable[None]]
 Run = Callable[[Scenario], None]
 
@@ -49,7 +49,7 @@ def run_on_kafka(bootstrap_servers: str, scenario: Scenario) -> None:
 def run(request: pytest.FixtureRequest) -> Run:
     if request.param == "memory":
         return run_on_memory
-    bootstrap_servers = request.getfixturevalue("broker")
+    bootstrap_servers = request.getfixturevalue("bootstrap_servers")
     return lambda scenario: run_on_kafka(bootstrap_servers, scenario)
 
 
@@ -224,8 +224,8 @@ def test_partition_counts_are_checked(run: Run) -> None:
     async def scenario(log: EventLog) -> None:
         assert await log.num_partitions("steps") == NUM_PARTITIONS
         assert await log.num_partitions("groups") == 1
-        with pytest.raises(TopicError, match=r"tasks.*4.*5"):
-            await log.ensure_topics(num_partitions=5)
+        with pytest.raises(TopicError, match=r"tasks.*6.*7"):
+            await log.ensure_topics(num_partitions=7)
         with pytest.raises(TopicError, match="nonsense"):
             await log.num_partitions("nonsense")
 
