@@ -1,0 +1,131 @@
+"""Checkpoints: weights, optimizer, random state and position in one file, whole or not there at all.
+
+A file is named by version and hash: `v00000012.<sha256>.safetensors`. What a checkpoint means to the log stands in
+`commit`.
+"""
+
+import hashlib
+import logging
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from urllib.parse import quote
+
+import orjson
+import safetensors.torch
+from pydantic import BaseModel, ConfigDict, ValidationError
+from torch import Tensor
+
+from rollstream.learner.model import to_bytes
+from rollstream.schemas.events import StepTrained
+
+logger = logging.getLogger(__name__)
+
+SUFFIX = ".safetensors"
+
+
+class CheckpointPosition(BaseModel):
+    """Where in the log a checkpoint stands."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    job_id: str
+    version: int
+    """Of the weights."""
+    next_index: int
+    """Manifest of the job to train next."""
+    previous_sha256: str
+    """Content digest of the manifest before it."""
+    step: StepTrained
+    """What is to be published, should the log lack it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """A position and everything that training goes on from."""
+
+    position: CheckpointPosition
+    tensors: dict[str, Tensor]
+    """weights/..., optimizer/..., random/..."""
+
+    def part(self, name: str) -> dict[str, Tensor]:
+        """Tensors whose names begin with `name/`, without it."""
+        return {key.split("/", 1)[1]: value for key, value in self.tensors.items() if key.startswith(f"{name}/")}
+
+
+class CheckpointFolder:
+    """The checkpoints of one model group."""
+
+    def __init__(self, root: Path, model_group: str) -> None:
+        self.path = root / quote(model_group, safe="")
+
+    def save(self, checkpoint: Checkpoint) -> Path:
+        """Write aside, fsync, rename, fsync the folder: after a crash the file is whole or not there."""
+        data = to_bytes(checkpoint.tensors, {"position": checkpoint.position.model_dump_json()})
+        digest = hashlib.sha256(data).hexdigest()
+        self.path.mkdir(parents=True, exist_ok=True)
+        path = self.path / f"v{checkpoint.position.version:08d}.{digest}{SUFFIX}"
+        aside = self.path / f"{path.name}.{os.getpid()}.aside"
+        with aside.open("wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        aside.replace(path)
+        _sync_folder(self.path)
+        return path
+
+    def newest(self, *, job_id: str, max_version: int) -> Checkpoint | None:
+        """The newest checkpoint of a job that is not above `max_version` and whose bytes are what they were.
+
+        A file that was changed is named in a warning, and the one before it is used.
+        """
+        for version, path in reversed(list(self._files())):
+            if version > max_version:
+                continue
+            checkpoint = read(path)
+            if checkpoint is None:
+                logger.warning("checkpoint %s is damaged; going back to the one before it", path)
+            elif checkpoint.position.job_id == job_id:
+                return checkpoint
+        return None
+
+    def prune(self, *, keep_last: int, keep_every: int) -> None:
+        """Remove all but the newest `keep_last` and every version that `keep_every` divides."""
+        files = list(self._files())
+        newest = {version for version, _ in files[-keep_last:]}
+        for version, path in files:
+            if version not in newest and version % keep_every:
+                path.unlink(missing_ok=True)
+
+    def _files(self) -> Iterator[tuple[int, Path]]:
+        """Version and path, from old to new."""
+        for path in sorted(self.path.glob(f"v*{SUFFIX}")):
+            number = path.name[1:].split(".", 1)[0]
+            if number.isdigit():
+                yield int(number), path
+
+
+def read(path: Path) -> Checkpoint | None:
+    """The checkpoint in a file; None if its bytes are not those that were written."""
+    data = path.read_bytes()
+    if hashlib.sha256(data).hexdigest() != path.name.split(".")[1]:
+        return None
+    try:
+        header_size = int.from_bytes(data[:8], "little")
+        position = _position(data[8 : 8 + header_size])
+        return Checkpoint(position, safetensors.torch.load(data))
+    except (ValidationError, safetensors.SafetensorError):
+        return None
+
+
+def _position(header: bytes) -> CheckpointPosition:
+    return CheckpointPosition.model_validate_json(orjson.loads(header)["__metadata__"]["position"])
+
+
+def _sync_folder(path: Path) -> None:
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

@@ -1,0 +1,134 @@
+"""The learner's loop: every open job of its model groups in turn, and what becomes of a job that fails."""
+
+import asyncio
+import logging
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from rollstream.eventlog.artifacts import ArtifactStore
+from rollstream.eventlog.log import EventLog
+from rollstream.learner.inbox import Inbox
+from rollstream.learner.job_run import JobRun, Workplace
+from rollstream.learner.publisher import Publisher
+from rollstream.schemas.errors import (
+    FencedError,
+    LogError,
+    RollstreamError,
+    TruncatedError,
+    VersionDivergedError,
+)
+from rollstream.schemas.events import JobCancelled, JobFailed, JobSubmitted
+
+logger = logging.getLogger(__name__)
+
+POLL_S = 1.0
+
+
+class Worker:
+    """A learner process without its settings: give it a started log and an artifact store."""
+
+    def __init__(
+        self,
+        log: EventLog,
+        artifacts: ArtifactStore,
+        *,
+        name: str,
+        checkpoints: Path,
+        model_groups: tuple[str, ...] = (),
+        threads: int | None = None,
+    ) -> None:
+        """`model_groups`: those to serve; none: every one that has an open job."""
+        self._log = log
+        self._artifacts = artifacts
+        self._name = name
+        self._checkpoints = checkpoints
+        self._model_groups = model_groups
+        self._threads = threads
+        self._publishers: dict[str, Publisher] = {}
+        self._runs: dict[str, JobRun] = {}
+
+    async def run(self) -> None:
+        """Serve jobs until cancelled. Raises FencedError, VersionDivergedError, and LogError if the log is gone."""
+        inbox = await Inbox.open(self._log)
+        executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="training")
+        place = Workplace(self._log, inbox, executor, self._checkpoints, self._threads)
+        logger.info("ready")
+        try:
+            while True:
+                is_busy = await self._cancel_ended(place)
+                for job in self._current(place):
+                    is_busy |= await self._serve(job, place)
+                await inbox.poll(timeout_s=0.0 if is_busy else POLL_S)
+        finally:
+            await asyncio.to_thread(executor.shutdown)
+            await inbox.close()
+
+    def _current(self, place: Workplace) -> list[JobSubmitted]:
+        """The first open job of every model group that is served; runs of closed jobs are let go."""
+        queues = place.inbox.state.queues
+        current = [queue[0] for group, queue in queues.items() if not self._model_groups or group in self._model_groups]
+        open_jobs = {job.job_id for job in current}
+        self._runs = {group: run for group, run in self._runs.items() if run.job.job_id in open_jobs}
+        return current
+
+    async def _cancel_ended(self, place: Workplace) -> bool:
+        """Cancel open jobs of runs that are over."""
+        jobs = [job for job in place.inbox.state.to_cancel() if job in self._current(place)]
+        for job in jobs:
+            event = JobCancelled(
+                run_id=job.run_id,
+                time_ms=job.time_ms,
+                job_id=job.job_id,
+                model_group=job.model_group,
+                cause="the run ended",
+            )
+            await self._log.send(event)
+        if jobs:
+            await place.inbox.catch_up(("jobs",))
+        return bool(jobs)
+
+    async def _serve(self, job: JobSubmitted, place: Workplace) -> bool:
+        """Take a job one piece further; False if it waits. Its own failure is an event and not the worker's end."""
+        try:
+            is_busy = await self._advance(job, place)
+        except FencedError:
+            raise
+        except VersionDivergedError as error:
+            await self._fail(job, place, error)
+            raise
+        except RollstreamError as error:
+            if isinstance(error, LogError) and not isinstance(error, TruncatedError):
+                raise
+            await self._fail(job, place, error)
+            return True
+        return is_busy
+
+    async def _advance(self, job: JobSubmitted, place: Workplace) -> bool:
+        run = self._runs.get(job.model_group)
+        if run is not None and run.job.job_id == job.job_id:
+            is_busy = await run.advance()
+            if is_busy:
+                await place.inbox.catch_up(("jobs",))
+            return is_busy
+        publisher = self._publishers.get(job.model_group)
+        if publisher is None:
+            publisher = Publisher(self._log, self._artifacts, place.inbox, job.model_group, self._name)
+            await publisher.claim(job)
+            self._publishers[job.model_group] = publisher
+        run = JobRun(job, place, publisher)
+        await run.start()
+        self._runs[job.model_group] = run
+        return True
+
+    async def _fail(self, job: JobSubmitted, place: Workplace, error: RollstreamError) -> None:
+        logger.error("job=%s failed: %s", job.job_id, error)
+        self._runs.pop(job.model_group, None)
+        event = JobFailed(
+            run_id=job.run_id,
+            time_ms=job.time_ms,
+            job_id=job.job_id,
+            model_group=job.model_group,
+            error=str(error),
+        )
+        await self._log.send(event)
+        await place.inbox.catch_up(("jobs",))

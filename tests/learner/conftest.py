@@ -1,0 +1,242 @@
+"""A tiny model, and a lab that plays every other service of a run on a MemoryLog."""
+
+import asyncio
+import contextlib
+import random
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, Qwen2Config
+
+from rollstream.eventlog import codec
+from rollstream.eventlog.artifacts import ArtifactStore
+from rollstream.eventlog.log import Received, TopicPartition
+from rollstream.eventlog.memory_log import MemoryLog
+from rollstream.learner.worker import Worker
+from rollstream.schemas import ids, tokens
+from rollstream.schemas.base import Event, Locator
+from rollstream.schemas.events import BatchPlanned, EpochSealed, JobSubmitted, TrajectoryAssembled
+from rollstream.schemas.events_rollouts import Completion, TokenSequence
+from rollstream.schemas.events_training import BatchMember
+from rollstream.schemas.settings import AlgorithmSettings, JobSettings, ModelSettings, OptimizerSettings
+
+RUN = "run-1"
+GROUP = f"{RUN}/main"
+
+
+@pytest.fixture(scope="session")
+def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folder of a Qwen2 with about 5,000 parameters and tied embeddings."""
+    torch.manual_seed(0)
+    config = Qwen2Config(
+        vocab_size=32,
+        hidden_size=16,
+        intermediate_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        max_position_embeddings=128,
+        tie_word_embeddings=True,
+    )
+    path = tmp_path_factory.mktemp("tiny") / "model"
+    AutoModelForCausalLM.from_config(config).save_pretrained(path)
+    return path
+
+
+def sequence(rng: random.Random, *, with_logprobs: bool = True) -> TokenSequence:
+    """A sequence with two completions between prompts."""
+    parts = [rng.randint(1, 5), rng.randint(1, 4), rng.randint(1, 4), rng.randint(1, 4)]
+    token_ids = [rng.randrange(32) for _ in range(sum(parts))]
+    completions = (
+        Completion(start=parts[0], length=parts[1], step_index=0),
+        Completion(start=sum(parts[:3]), length=parts[3], step_index=1),
+    )
+    logprobs = [-3.4 + rng.random() * 0.2 for _ in range(parts[1] + parts[3])]
+    return TokenSequence(
+        token_ids=tokens.encode_ids(token_ids),
+        logprobs=tokens.encode_floats(logprobs) if with_logprobs else None,
+        completions=completions,
+    )
+
+
+@dataclass
+class Lab:
+    """Plays harness, producers and processors on a log in memory."""
+
+    folder: Path
+    model: Path
+    log: MemoryLog = field(default_factory=lambda: MemoryLog(num_partitions=2))
+
+    @property
+    def artifacts(self) -> ArtifactStore:
+        return ArtifactStore(str(self.folder / "artifacts"))
+
+    def settings(self, **changes: Any) -> JobSettings:
+        defaults: dict[str, Any] = {
+            "kind": "rl",
+            "model": ModelSettings(path=str(self.model), device="cpu"),
+            "algorithm": AlgorithmSettings(),
+            "optimizer": OptimizerSettings(learning_rate=1e-2),
+            "num_versions": 3,
+            "threads": 1,
+        }
+        return JobSettings(**{**defaults, **changes})
+
+    async def submit(self, name: str = "rl", *, base_version: int = 0, **changes: Any) -> JobSubmitted:
+        job = JobSubmitted(
+            run_id=RUN,
+            time_ms=1,
+            job_id=ids.job_id(RUN, name),
+            model_group=GROUP,
+            base_version=base_version,
+            settings=self.settings(**changes),
+        )
+        await self.log.send(job)
+        return job
+
+    async def plan(
+        self,
+        job: JobSubmitted,
+        count: int = 3,
+        *,
+        seal: bool = True,
+        first: int = 0,
+        previous: str = "0" * 64,
+        with_logprobs: bool = True,
+    ) -> list[BatchPlanned]:
+        """Trajectories and manifests `first` to `first + count - 1`, two groups of four each."""
+        planned: list[BatchPlanned] = []
+        for index in range(first, first + count):
+            members, locators = await self._members(job, index, with_logprobs=with_logprobs)
+            batch = BatchPlanned(
+                run_id=RUN,
+                time_ms=10 + index,
+                batch_id=ids.batch_id(job.job_id, index),
+                job_id=job.job_id,
+                model_group=job.model_group,
+                epoch=index,
+                index=index,
+                trains_at_version=job.base_version + index,
+                yields_version=job.base_version + index + 1,
+                members=tuple(members),
+                seed=index,
+                curriculum_sha256="0" * 64,
+                previous_sha256=previous,
+                locators=tuple(locators),
+            )
+            previous = codec.content_digest(batch)
+            await self.log.send(batch)
+            planned.append(batch)
+        if seal:
+            await self.seal(job, first + count)
+        return planned
+
+    async def seal(self, job: JobSubmitted, num_batches: int) -> None:
+        await self.log.send(
+            EpochSealed(
+                run_id=RUN,
+                time_ms=99,
+                job_id=job.job_id,
+                epoch=num_batches,
+                is_last=True,
+                num_groups=2,
+                num_trained_groups=2,
+                num_batches=1,
+                next_batch_index=num_batches,
+                avg_reward=0.5,
+                filtered_avg_reward=0.5,
+                zero_variance_groups=0,
+                curriculum_percentile=1.0,
+                curriculum_sha256="0" * 64,
+            )
+        )
+
+    async def _members(
+        self, job: JobSubmitted, index: int, *, with_logprobs: bool
+    ) -> tuple[list[BatchMember], list[Locator]]:
+        members: list[BatchMember] = []
+        locators: list[Locator] = []
+        for place in range(8):
+            trajectory = self.trajectory(job, index, place, with_logprobs=with_logprobs)
+            position = await self.log.send(trajectory)
+            locators.append(Locator(partition=position.partition, offset=position.offset))
+            members.append(
+                BatchMember(
+                    trajectory_id=trajectory.trajectory_id,
+                    rollout_id=trajectory.rollout_id,
+                    group_id=trajectory.group_id,
+                    digest=codec.content_digest(trajectory),
+                    reward=trajectory.reward,
+                    staleness=place % 2,
+                )
+            )
+        return members, locators
+
+    def trajectory(
+        self, job: JobSubmitted, index: int, place: int, *, with_logprobs: bool = True
+    ) -> TrajectoryAssembled:
+        rng = random.Random(f"{job.job_id}/{index}/{place}")
+        group = ids.group_id(RUN, job.job_id.split("/")[1], index, place // 4)
+        rollout = ids.rollout_id(group, place % 4, 0)
+        return TrajectoryAssembled(
+            run_id=RUN,
+            time_ms=5,
+            group_id=group,
+            rollout_id=rollout,
+            trajectory_id=ids.trajectory_id(rollout, "agent"),
+            agent="agent",
+            model_group=job.model_group,
+            member=place % 4,
+            attempt=0,
+            example_id="x",
+            job_id=job.job_id,
+            epoch=index,
+            reward=rng.random(),
+            sequences=tuple(sequence(rng, with_logprobs=with_logprobs) for _ in range(1 + place % 2)),
+            num_steps=2,
+            steps_digest="0" * 64,
+        )
+
+    def worker(self, name: str = "learner-0", log: Any = None, **changes: Any) -> Worker:
+        return Worker(
+            log or self.log, self.artifacts, name=name, checkpoints=self.folder / "checkpoints", threads=1, **changes
+        )
+
+    async def received(self, topic: str) -> list[Received]:
+        ends = await self.log.end_offsets(topic)
+        reader = await self.log.reader({TopicPartition(topic, n): -1 for n in ends})
+        records = await reader.poll(timeout_s=0)
+        return [codec.decode(record) for record in records]
+
+    async def events(self, topic: str, kind: type[Event] = Event) -> list[Any]:
+        return [r.event for r in await self.received(topic) if isinstance(r.event, kind)]
+
+    async def work(self, until: Callable[[], Awaitable[bool]], worker: Worker | None = None) -> None:
+        """Run a worker until `until` holds; what the worker raises comes through."""
+        task = asyncio.create_task((worker or self.worker()).run())
+        try:
+            async with asyncio.timeout(60):
+                while not await until():
+                    if task.done():
+                        break
+                    await asyncio.sleep(0.01)
+        finally:
+            task.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await task
+
+    def has(self, kind: type[Event], topic: str = "jobs", count: int = 1) -> Callable[[], Awaitable[bool]]:
+        async def look() -> bool:
+            return len(await self.events(topic, kind)) >= count
+
+        return look
+
+
+@pytest.fixture
+def lab(tmp_path: Path, tiny_model: Path) -> Lab:
+    """An empty log, an empty workspace and the tiny model."""
+    return Lab(tmp_path, tiny_model)
