@@ -105,7 +105,7 @@ class SyntheticRun:
             run_id=self.run_id, time_ms=self.tick(), job_id=job_id, epoch=epoch, is_last=is_last, num_groups=TASKS,
             num_trained_groups=TASKS - 1, num_batches=1, next_batch_index=epoch + 1, avg_reward=sum(means) / TASKS,
             filtered_avg_reward=sum(means[:-1]) / (TASKS - 1), zero_variance_groups=1,
-            curriculum_percentile=0.3 + 0.2 * epoch, curriculum_sha256="c" * 64,
+            curriculum_percentile=min(1.0, 0.3 + 0.2 * epoch), curriculum_sha256="c" * 64,
         )  # fmt: skip
         batch = ids.batch_id(job_id, epoch)
         self.version += 1

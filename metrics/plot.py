@@ -1,0 +1,81 @@
+"""A run as a picture: mean reward by epoch with its spread, a moving mean, and the curriculum's percentile."""
+
+import math
+from collections.abc import Sequence
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from rollstream.metrics.client import query
+from rollstream.metrics.result import Result
+from rollstream.schemas.errors import QueryError
+
+WINDOW_EPOCHS = 5
+"""Of the moving mean."""
+
+
+def plot_run(workspace: Path, run_id: str, path: Path) -> Path:
+    """Write a PNG of a run's RL epochs. Raises QueryError if the run is not known or has no epoch with a reward."""
+    name = run_id.replace("'", "''")
+    sql = (
+        "SELECT job_id, avg_reward, coalesce(reward_std, 0), curriculum_percentile FROM epoch_summary "
+        f"WHERE run_id = '{name}' AND avg_reward IS NOT NULL"
+    )
+    epochs = query(workspace, sql, limit=100_000)
+    if not epochs.rows:
+        known = [row[0] for row in query(workspace, "SELECT run_id FROM runs", limit=1000).rows]
+        why = "has no RL epoch with a reward yet" if run_id in known else f"is not known; known are: {', '.join(known)}"
+        raise QueryError(f"run {run_id} {why}")
+    _draw(epochs, run_id, path)
+    return path
+
+
+def moving_mean(values: Sequence[float], window: int = WINDOW_EPOCHS) -> list[float]:
+    """Mean of each value and those before it, at most `window` of them."""
+    return [sum(values[max(0, end - window) : end]) / (end - max(0, end - window)) for end in range(1, len(values) + 1)]
+
+
+def _draw(epochs: Result, run_id: str, path: Path) -> None:
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import MaxNLocator
+
+    jobs, means, spreads, percentiles = (list(column) for column in zip(*epochs.rows, strict=True))
+    numbers = list(range(len(means)))
+    figure = Figure(figsize=(9, 5), dpi=130, layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.add_subplot()
+    low, high = (
+        [m - s for m, s in zip(means, spreads, strict=True)],
+        [m + s for m, s in zip(means, spreads, strict=True)],
+    )
+    axes.fill_between(numbers, low, high, color="tab:blue", alpha=0.15, linewidth=0, label="±1 standard deviation")
+    axes.plot(numbers, means, color="tab:blue", marker="o", markersize=4, linewidth=1.2, label="mean reward")
+    if len(means) > 2:
+        label = f"moving mean of {WINDOW_EPOCHS} epochs"
+        axes.plot(numbers, moving_mean(means), color="tab:red", linewidth=2, label=label)
+    axes.set(title=f"Reward by epoch: run {run_id}", xlabel="epoch", ylabel="reward")
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
+    axes.grid(alpha=0.3)
+    _mark_jobs(axes, jobs)
+    handles, labels = axes.get_legend_handles_labels()
+    if any(percentile is not None for percentile in percentiles):
+        shares = [math.nan if value is None else 100 * value for value in percentiles]
+        second = axes.twinx()
+        second.step(numbers, shares, where="post", color="tab:green", linestyle="--", label="curriculum percentile")
+        second.set_ylabel("curriculum percentile (% of examples)", color="tab:green")
+        second.set_ylim(0, 105)
+        second.tick_params(axis="y", colors="tab:green")
+        more, names = second.get_legend_handles_labels()
+        handles, labels = handles + more, labels + names
+    figure.legend(handles, labels, loc="outside lower center", ncols=len(labels), frameon=False)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, format="png")
+
+
+def _mark_jobs(axes: Any, jobs: Sequence[str]) -> None:
+    """A line where a later job of the same run begins."""
+    for number, (before, job) in enumerate(pairwise(jobs), start=1):
+        if job != before:
+            axes.axvline(number - 0.5, color="grey", linestyle=":", linewidth=1)
+            axes.annotate(job.rsplit("/", 1)[-1], (number - 0.5, 1), xycoords=("data", "axes fraction"), va="top")

@@ -1,0 +1,105 @@
+"""Results as text, as Parquet, and a run as a picture."""
+
+import csv
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+import duckdb
+import pytest
+
+from rollstream.eventlog.codec import encode
+from rollstream.eventlog.log import Record
+from rollstream.metrics.client import query
+from rollstream.metrics.database import Database
+from rollstream.metrics.formats import to_csv, to_json, to_parquet, to_table
+from rollstream.metrics.plot import moving_mean, plot_run
+from rollstream.metrics.projector import project
+from rollstream.metrics.result import Result
+from rollstream.metrics.select_only import run_select
+from rollstream.schemas.errors import QueryError
+
+RESULT = Result(
+    columns=("epoch", "avg_reward", "cause"),
+    types=("BIGINT", "DOUBLE", "VARCHAR"),
+    rows=((0, 0.25, None), (10, 1 / 3, 'a "b",\nc')),
+)
+
+
+def test_a_table_is_aligned_and_counts_its_rows() -> None:
+    assert to_table(RESULT) == (
+        "epoch  avg_reward  cause\n"
+        "-----  ----------  ---------\n"
+        "    0        0.25\n"
+        '   10    0.333333  a "b",\\nc\n'
+        "(2 rows)\n"
+    )
+
+
+def test_a_cut_result_says_so() -> None:
+    assert to_table(Result(("a",), ("BIGINT",), ((1,),), is_cut=True)).endswith("(1 row, more were cut by the limit)\n")
+
+
+def test_an_empty_result_keeps_its_heading(tmp_path: Path) -> None:
+    empty = Result(("a", "b"), ("BIGINT", "VARCHAR"), ())
+    assert to_table(empty) == "a  b\n-  -\n(0 rows)\n"
+    assert (to_json(empty), to_csv(empty)) == ("[]\n", "a,b\n")
+    with duckdb.connect() as connection:
+        assert _read(connection, tmp_path / "a.parquet", to_parquet(empty)).fetchall() == []
+
+
+def test_json_and_csv_give_the_values_back() -> None:
+    assert json.loads(to_json(RESULT))[1] == {"epoch": 10, "avg_reward": 1 / 3, "cause": 'a "b",\nc'}
+    assert list(csv.reader(io.StringIO(to_csv(RESULT))))[2] == ["10", str(1 / 3), 'a "b",\nc']
+
+
+def test_parquet_keeps_types_and_values(tmp_path: Path) -> None:
+    sql = (
+        "SELECT 1 AS a, TIMESTAMP '2026-01-02 03:04:05.25' AS a, MAP {'x/y': 1.5} AS m, [1, NULL] AS l, true AS b, "
+        "1.5::DECIMAL(6, 2) AS d, NULL::VARCHAR AS n, 'nan'::DOUBLE AS f, '{\"k\": 1}'::JSON AS j"
+    )
+    database = Database(tmp_path / "metrics.duckdb")
+    result = run_select(database.cursor(), sql, limit=10, timeout_s=5)
+    database.close()
+    with duckdb.connect() as connection:
+        found = _read(connection, tmp_path / "a.parquet", to_parquet(result))
+        assert [str(kind) for kind in found.types][:6] == [
+            "INTEGER", "TIMESTAMP", "MAP(VARCHAR, DECIMAL(2,1))", "INTEGER[]", "BOOLEAN", "DECIMAL(6,2)",
+        ]  # fmt: skip
+        assert found.columns[:2] == ["a", "a_1"]
+        row = found.fetchall()[0]
+    assert (str(row[1]), row[3], row[4], row[6]) == ("2026-01-02 03:04:05.250000", [1, None], True, None)
+
+
+def test_the_moving_mean_looks_back() -> None:
+    assert moving_mean([1.0, 3.0, 5.0], window=2) == [1.0, 2.0, 4.0]
+
+
+def test_a_run_is_drawn(tmp_path: Path, synthetic: Any) -> None:
+    synthetic.num_epochs = 12
+    fill(tmp_path, synthetic)
+    path = plot_run(tmp_path, synthetic.run_id, tmp_path / "plots" / "run.png")
+    assert path.read_bytes().startswith(b"\x89PNG")
+    assert path.stat().st_size > 20_000
+    assert len(query(tmp_path, "SELECT * FROM epoch_summary").rows) == 12
+
+
+def test_a_run_that_is_not_known_is_named_with_those_that_are(tmp_path: Path, synthetic: Any) -> None:
+    fill(tmp_path, synthetic)
+    with pytest.raises(QueryError, match=r"run nobody's is not known; known are: demo-000001"):
+        plot_run(tmp_path, "nobody's", tmp_path / "run.png")
+
+
+def fill(workspace: Path, synthetic: Any) -> None:
+    """Write a run into a workspace's file, straight from its events."""
+    encoded = [encode(event) for event in synthetic.all_events()]
+    records = [Record(e.topic, 0, i, e.key, e.value, e.headers, 0) for i, e in enumerate(encoded)]
+    database = Database(workspace / "metrics.duckdb")
+    database.write(project(records), {})
+    database.close()
+
+
+def _read(connection: duckdb.DuckDBPyConnection, path: Path, data: bytes) -> duckdb.DuckDBPyRelation:
+    path.write_bytes(data)
+    return connection.read_parquet(str(path))
