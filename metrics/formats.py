@@ -34,7 +34,8 @@ def to_table(result: Result) -> str:
 
 def to_json(result: Result) -> str:
     """A JSON list of one object a row."""
-    rows = [dict(zip(result.columns, row, strict=True)) for row in result.rows]
+    names = _unique(result.columns)
+    rows = [dict(zip(names, row, strict=True)) for row in result.rows]
     return json.dumps(rows, indent=2, ensure_ascii=False) + "\n"
 
 
@@ -50,22 +51,18 @@ def to_csv(result: Result) -> str:
 
 def to_parquet(result: Result) -> bytes:
     """A Parquet file with the columns' own types."""
-    columns = ", ".join(
-        f'"{_quoted(name)}" {kind}' for name, kind in zip(result.columns, _stored_types(result), strict=True)
-    )
+    kinds = _stored_types(result)
+    names = [name.replace('"', '""') for name in _unique(result.columns)]
+    columns = ", ".join(f'"{name}" {kind}' for name, kind in zip(names, kinds, strict=True))
     with tempfile.TemporaryDirectory() as folder, duckdb.connect() as connection:
         connection.execute(f"CREATE TABLE result ({columns})")
         if result.rows:
-            values = ", ".join(f"unnest(${index + 1}::VARCHAR[])" for index in range(len(result.columns)))
+            values = ", ".join(_stored_value(number, kind) for number, kind in enumerate(kinds, start=1))
             texts = [
-                [None if row[i] is None else _text(row[i]) for row in result.rows] for i in range(len(result.columns))
+                [None if value is None else _text(value) for value in column]
+                for column in zip(*result.rows, strict=True)
             ]
-            casts = ", ".join(
-                f"CAST(CAST(c{index} AS JSON) AS {kind})" if _is_nested(kind) else f"c{index}"
-                for index, kind in enumerate(_stored_types(result))
-            )
-            aliases = ", ".join(f"c{index}" for index in range(len(result.columns)))
-            connection.execute(f"INSERT INTO result SELECT {casts} FROM (SELECT {values}) AS t({aliases})", texts)
+            connection.execute(f"INSERT INTO result SELECT {values}", texts)
         path = Path(folder) / "result.parquet"
         connection.table("result").write_parquet(str(path))
         return path.read_bytes()
@@ -115,9 +112,19 @@ def _stored_types(result: Result) -> list[str]:
     return ["VARCHAR" if kind.startswith(("BLOB", "INTERVAL", "ENUM", "BIT", '"')) else kind for kind in result.types]
 
 
-def _is_nested(kind: str) -> bool:
-    return kind.startswith(("STRUCT", "MAP")) or kind.endswith("]")
+def _stored_value(number: int, kind: str) -> str:
+    text = f"unnest(${number}::VARCHAR[])"
+    is_nested = kind.startswith(("STRUCT", "MAP")) or kind.endswith("]")
+    return f"CAST(CAST({text} AS JSON) AS {kind})" if is_nested else f"CAST({text} AS {kind})"
 
 
-def _quoted(name: str) -> str:
-    return name.replace('"', '""')
+def _unique(names: Sequence[str]) -> list[str]:
+    """Names with `_2`, `_3` ... at those that stand there already."""
+    found: list[str] = []
+    for name in names:
+        number, candidate = 1, name
+        while candidate.lower() in {taken.lower() for taken in found}:
+            number += 1
+            candidate = f"{name}_{number}"
+        found.append(candidate)
+    return found

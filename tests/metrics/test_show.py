@@ -54,6 +54,10 @@ def test_json_and_csv_give_the_values_back() -> None:
     assert list(csv.reader(io.StringIO(to_csv(RESULT))))[2] == ["10", str(1 / 3), 'a "b",\nc']
 
 
+def test_a_name_that_stands_twice_loses_no_column() -> None:
+    assert json.loads(to_json(Result(("a", "a"), ("BIGINT", "BIGINT"), ((1, 2),)))) == [{"a": 1, "a_2": 2}]
+
+
 def test_parquet_keeps_types_and_values(tmp_path: Path) -> None:
     sql = (
         "SELECT 1 AS a, TIMESTAMP '2026-01-02 03:04:05.25' AS a, MAP {'x/y': 1.5} AS m, [1, NULL] AS l, true AS b, "
@@ -67,7 +71,7 @@ def test_parquet_keeps_types_and_values(tmp_path: Path) -> None:
         assert [str(kind) for kind in found.types][:6] == [
             "INTEGER", "TIMESTAMP", "MAP(VARCHAR, DECIMAL(2,1))", "INTEGER[]", "BOOLEAN", "DECIMAL(6,2)",
         ]  # fmt: skip
-        assert found.columns[:2] == ["a", "a_1"]
+        assert found.columns[:2] == ["a", "a_2"]
         row = found.fetchall()[0]
     assert (str(row[1]), row[3], row[4], row[6]) == ("2026-01-02 03:04:05.250000", [1, None], True, None)
 
