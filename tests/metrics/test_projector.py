@@ -10,6 +10,7 @@ from rollstream.eventlog.log import EventLog, TopicPartition
 from rollstream.eventlog.memory_log import MemoryLog
 from rollstream.metrics.database import Database, MetricsFileError
 from rollstream.metrics.projector import Projector
+from rollstream.metrics.service import rebuild
 from rollstream.schemas import events
 from rollstream.schemas.base import Event
 
@@ -208,3 +209,27 @@ def test_tables_of_another_version_are_filled_again(tmp_path: Path, synthetic: A
     assert ask(path, "SELECT * FROM runs") == []
     project_all(log, path)
     assert everything(path) == before
+
+
+def test_a_rebuilt_file_equals_the_one_that_grew(tmp_path: Path, synthetic: Any) -> None:
+    path = tmp_path / "metrics.duckdb"
+    log = log_of(list(synthetic.all_events()))
+    project_all(log, path)
+    before = everything(path)
+    database = Database(path)
+    database.cursor().execute("DELETE FROM log.step_recorded")
+    database.close()
+    asyncio.run(rebuild(log, tmp_path))
+    assert everything(path) == before
+
+
+def test_an_attempt_that_a_run_leaves_behind_is_dead(tmp_path: Path, synthetic: Any) -> None:
+    found = list(synthetic.all_events())
+    first = next(i for i, event in enumerate(found) if isinstance(event, events.RolloutStarted))
+    path = tmp_path / "metrics.duckdb"
+    log = log_of(found[: first + 2])
+    project_all(log, path)
+    assert ask(path, "SELECT outcome, cause, tokens FROM outcomes") == [("open", "running", 5)]
+    asyncio.run(log.send(found[-1]))
+    project_all(log, path)
+    assert ask(path, "SELECT outcome, cause, tokens FROM outcomes") == [("dead", "run_ended", 5)]
