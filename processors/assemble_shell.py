@@ -1,0 +1,125 @@
+"""Assembly's shell: batches of raw `steps` records in; trajectories, closed groups and dead letters acknowledged.
+
+Order of what it does for a batch:
+1. decode and fold every record;
+2. send the trajectories of the groups that closed, all at once, and learn their places;
+3. send the closed groups with those places as locators;
+4. only now may the mark pass the first records of these groups.
+Steps 2 and 3 of one batch overlap with the next batches: the mark stays behind whatever is under way.
+"""
+
+import asyncio
+from collections.abc import Coroutine, Iterable
+from dataclasses import dataclass, field
+from itertools import count
+from typing import Any
+
+from rollstream.eventlog import codec
+from rollstream.eventlog.artifacts import ArtifactStore
+from rollstream.eventlog.dead_letters import send_dead_letter
+from rollstream.eventlog.log import EventLog, Record
+from rollstream.processors import assembly
+from rollstream.processors.faust_host import Batch
+from rollstream.schemas.base import Event, Locator
+from rollstream.schemas.errors import DecodeError
+
+MAX_UNDER_WAY = 32
+"""Sends under way before a further batch waits."""
+
+
+@dataclass(slots=True)
+class _Partition:
+    """What is known of one assigned partition."""
+
+    state: assembly.AssemblyState
+    held: dict[int, int] = field(default_factory=dict[int, int])
+    """By send under way: the offset that the mark must not pass."""
+
+
+class AssembleShell:
+    """Assembles the partitions that are assigned to this process."""
+
+    topic = "steps"
+
+    def __init__(self, log: EventLog, artifacts: ArtifactStore | None, *, service: str) -> None:
+        """`service` names this process in dead letters."""
+        self._log = log
+        self._artifacts = artifacts
+        self._service = service
+        self._partitions: dict[int, _Partition] = {}
+        self._sends: set[asyncio.Task[None]] = set()
+        self._numbers = count()
+
+    async def take(self, batch: Batch) -> None:
+        """Fold a batch and begin to send what it closes. Raises LogError if an earlier send failed."""
+        await self._wait_for_room()
+        known = self._partitions.get(batch.partition)
+        if known is None:
+            known = self._partitions[batch.partition] = _Partition(assembly.initial(batch.records[0].offset))
+        closings: list[assembly.Closing] = []
+        for record in batch.records:
+            if record.offset < known.state.next_offset:
+                continue
+            try:
+                received = codec.decode(record)
+            except DecodeError as error:
+                known.state.next_offset = record.offset + 1
+                self._begin(known, record.offset, self._bury(record, error))
+                continue
+            closings += assembly.evolve(known.state, received)
+        if closings:
+            self._begin(known, min(one.first_offset for one in closings), self._publish(closings))
+        await asyncio.sleep(0)
+
+    def mark(self, partition: int) -> int | None:
+        """The GroupStarted of the oldest group that is open or whose closing is not acknowledged yet."""
+        known = self._partitions.get(partition)
+        return None if known is None else min([known.state.low_water, *known.held.values()])
+
+    def drop(self, partitions: Iterable[int]) -> None:
+        """Forget partitions; what is being sent for them repeats what their next owner will send."""
+        for partition in partitions:
+            self._partitions.pop(partition, None)
+
+    async def drain(self) -> None:
+        """Wait for all sends under way. Raises what one of them raised."""
+        while self._sends:
+            await asyncio.wait(self._sends)
+            self._reap()
+
+    async def _wait_for_room(self) -> None:
+        self._reap()
+        while len(self._sends) >= MAX_UNDER_WAY:
+            await asyncio.wait(self._sends, return_when=asyncio.FIRST_COMPLETED)
+            self._reap()
+
+    def _reap(self) -> None:
+        for task in [task for task in self._sends if task.done()]:
+            self._sends.discard(task)
+            task.result()
+
+    def _begin(self, known: _Partition, offset: int, sending: Coroutine[Any, Any, None]) -> None:
+        number = next(self._numbers)
+        known.held[number] = offset
+        task = asyncio.ensure_future(self._release(known, number, sending))
+        self._sends.add(task)
+
+    async def _release(self, known: _Partition, number: int, sending: Coroutine[Any, Any, None]) -> None:
+        await sending
+        del known.held[number]
+
+    async def _publish(self, closings: list[assembly.Closing]) -> None:
+        places = iter(await self._log.send_all([one for closing in closings for one in closing.trajectories]))
+        closed: list[Event] = []
+        for closing in closings:
+            where = tuple(
+                Locator(partition=place.partition, offset=place.offset)
+                for _, place in zip(closing.trajectories, places, strict=False)
+            )
+            closed.append(closing.closed.model_copy(update={"locators": where}))
+        await self._log.send_all(closed)
+
+    async def _bury(self, record: Record, error: DecodeError) -> None:
+        await send_dead_letter(
+            self._log, record, service=self._service, stage="assemble", error=error, artifacts=self._artifacts
+        )

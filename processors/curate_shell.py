@@ -1,0 +1,149 @@
+"""Curation's shell: batches of raw `groups` records in; requests, manifests, rejections and seals acknowledged.
+
+Order of what it does:
+1. at the first batch of an assignment, fold silently everything before it: its answers are sent already;
+2. decode and fold the batch, datasets fetched when an epoch first needs them;
+3. send the answers in the order of the fold, dead letters first, and wait for all acknowledgements;
+4. only now move the mark behind the batch.
+"""
+
+import asyncio
+import logging
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+import orjson
+
+from rollstream.eventlog import codec
+from rollstream.eventlog.artifacts import ArtifactStore
+from rollstream.eventlog.dead_letters import send_dead_letter
+from rollstream.eventlog.log import EventLog, Received, Record, TopicPartition
+from rollstream.processors import curate
+from rollstream.processors.faust_host import Batch
+from rollstream.processors.task_requests import Dataset
+from rollstream.schemas.base import Event
+from rollstream.schemas.errors import ArtifactError, DecodeError
+from rollstream.schemas.events import EpochStarted, RunEnded, RunStarted
+
+ATTEMPTS = 3
+RETRY_S = 1.0
+logger = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class _Fold:
+    """The fold of one assignment."""
+
+    generation: int
+    next_offset: int = 0
+    mark: int | None = None
+    state: curate.CurateState = field(default_factory=curate.initial)
+    datasets: dict[str, Dataset] = field(default_factory=dict[str, Dataset])
+
+
+class CurateShell:
+    """Curates the one partition of `groups` while it is assigned to this process."""
+
+    topic = "groups"
+
+    def __init__(self, log: EventLog, artifacts: ArtifactStore, *, service: str) -> None:
+        """`service` names this process in dead letters."""
+        self._log = log
+        self._artifacts = artifacts
+        self._service = service
+        self._fold: _Fold | None = None
+
+    async def take(self, batch: Batch) -> None:
+        """Fold a batch; returns once what it makes is acknowledged. Raises LogError if that fails."""
+        fold = self._fold
+        if fold is None or fold.generation != batch.generation:
+            fold = self._fold = _Fold(batch.generation)
+            await self._catch_up(fold, batch.records[0].offset)
+        answers: list[Event] = []
+        for record in batch.records:
+            if record.offset >= fold.next_offset:
+                answers += await self._answer(fold, record)
+        if self._fold is not fold:
+            return  # revoked meanwhile: the next owner answers
+        await self._log.send_all(answers)
+        fold.mark = fold.next_offset
+
+    def mark(self, partition: int) -> int | None:
+        """The record after the last one whose answers are acknowledged."""
+        return None if self._fold is None else self._fold.mark
+
+    def drop(self, partitions: Iterable[int]) -> None:
+        """Forget the fold."""
+        self._fold = None
+
+    async def _catch_up(self, fold: _Fold, end: int) -> None:
+        where = TopicPartition("groups", 0)
+        begin = (await self._log.begin_offsets("groups"))[0]
+        fold.next_offset = begin
+        if begin >= end:
+            return
+        reader = await self._log.reader({where: begin})
+        try:
+            while reader.position(where) < end and self._fold is fold:
+                for record in await reader.poll(max_records=500):
+                    if record.offset < end:
+                        await self._refold(fold, record)
+        finally:
+            await reader.close()
+        fold.next_offset = end
+
+    async def _refold(self, fold: _Fold, record: Record) -> None:
+        try:
+            received = codec.decode(record)
+        except DecodeError:
+            return  # its dead letter is acknowledged
+        await self._evolve(fold, received)
+
+    async def _answer(self, fold: _Fold, record: Record) -> list[Event]:
+        fold.next_offset = record.offset + 1
+        try:
+            received = codec.decode(record)
+        except DecodeError as error:
+            await send_dead_letter(
+                self._log, record, service=self._service, stage="curate", error=error, artifacts=self._artifacts
+            )
+            return []
+        return await self._evolve(fold, received)
+
+    async def _evolve(self, fold: _Fold, received: Received) -> list[Event]:
+        event = received.event
+        try:
+            if isinstance(event, EpochStarted):
+                await self._provide(fold, event.run_id)
+            return curate.evolve(fold.state, received, fold.datasets)
+        except ArtifactError as error:
+            logger.error("run_id=%s cannot go on: %s", event.run_id, error)
+            return [RunEnded(run_id=event.run_id, time_ms=event.time_ms, cause="failed", message=str(error))]
+        finally:
+            if isinstance(event, RunEnded):
+                fold.datasets.pop(event.run_id, None)
+
+    async def _provide(self, fold: _Fold, run_id: str) -> None:
+        """Load the dataset of a run that the fold knows. Raises ArtifactError if it cannot be had."""
+        run = fold.state.runs.get(run_id)
+        if run is None or run_id in fold.datasets:
+            return
+        for left in reversed(range(ATTEMPTS)):
+            try:
+                fold.datasets[run_id] = await asyncio.to_thread(_load, self._artifacts, run.started)
+            except ArtifactError:
+                if not left:
+                    raise
+                await asyncio.sleep(RETRY_S)
+            else:
+                return
+
+
+def _load(artifacts: ArtifactStore, started: RunStarted) -> Dataset:
+    data = artifacts.read(started.dataset)
+    try:
+        lines = [orjson.loads(line) for line in data.splitlines() if line.strip()]
+        return {line["example_id"]: line["inputs"] for line in lines}
+    except (orjson.JSONDecodeError, KeyError, TypeError) as error:
+        uri = started.dataset.uri
+        raise ArtifactError(f"dataset {uri} is not JSON lines of example_id and inputs: {error}") from error
