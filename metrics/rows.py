@@ -9,6 +9,7 @@ from rollstream.eventlog.log import Received, Record
 from rollstream.metrics.rows_rollouts import ROLLOUT_ROWS
 from rollstream.metrics.rows_training import TRAINING_ROWS
 from rollstream.schemas.ids import run_of
+from rollstream.schemas.topics import BY_NAME
 
 Row = dict[str, Any]
 
@@ -33,12 +34,13 @@ def rows_of(received: Received) -> Iterator[tuple[str, Row]]:
 def dead_letter_row(record: Record) -> Row:
     """The row of a record of the topic dlq, by its error headers."""
     headers = {name: (value or b"").decode(errors="replace") for name, value in record.headers}
+    topic = headers.get(CONNECT + "topic", "")
     key = None if record.key is None else record.key.decode(errors="replace")
     return {
         "log_partition": record.partition,
         "log_offset": record.offset,
         "run_id": run_of(key) if key else None,
-        "topic": headers.get(CONNECT + "topic"),
+        "topic": BY_NAME[topic].short if topic in BY_NAME else topic,
         "partition": _number(headers.get(CONNECT + "partition")),
         "offset": _number(headers.get(CONNECT + "offset")),
         "service": headers.get(CONNECT + "connector.name"),

@@ -297,7 +297,9 @@ FROM log.batch_member m JOIN log.batch_planned b ON b.batch_id = m.batch_id AND 
 CREATE OR REPLACE VIEW dead_letters AS
 SELECT run_id, topic, "partition", "offset", service, stage, error_type, reason, key, size_bytes, headers,
     log.at(time_ms) AS recorded_at, log_partition, log_offset
-FROM log.dead_letter;
+FROM log.dead_letter
+QUALIFY "offset" IS NULL
+    OR row_number() OVER (PARTITION BY topic, "partition", "offset", service ORDER BY log_partition, log_offset) = 1;
 
 CREATE OR REPLACE VIEW epochs AS
 SELECT coalesce(s.run_id, e.run_id) AS run_id, job_id, j.kind, epoch,

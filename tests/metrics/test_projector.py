@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from rollstream.eventlog.dead_letters import send_dead_letter
 from rollstream.eventlog.log import EventLog, TopicPartition
 from rollstream.eventlog.memory_log import MemoryLog
 from rollstream.metrics.database import Database, MetricsFileError
@@ -13,6 +14,7 @@ from rollstream.metrics.projector import Projector
 from rollstream.metrics.service import rebuild
 from rollstream.schemas import events
 from rollstream.schemas.base import Event
+from rollstream.schemas.errors import DecodeError
 
 
 def project_all(log: EventLog, path: Path) -> None:
@@ -158,16 +160,18 @@ def test_a_crash_in_a_transaction_leaves_rows_and_offsets_as_one(tmp_path: Path,
 
 def test_what_is_no_event_shows_only_in_the_dead_letters(tmp_path: Path) -> None:
     log = MemoryLog(num_partitions=2)
-    headers = (
-        ("__connect.errors.topic", b"steps"), ("__connect.errors.partition", b"1"), ("__connect.errors.offset", b"5"),
-        ("__connect.errors.exception.message", b"not UTF-8 JSON"),
-    )  # fmt: skip
-    asyncio.run(log.send_raw("steps", key=b"r/g", value=b"{", partition=1))
-    asyncio.run(log.send_raw("dlq", key=b"r/g", value=b"{", headers=headers))
+
+    async def fill() -> None:
+        where = await log.send_raw("steps", key=b"r/g", value=b"{", partition=1)
+        (record,) = await log.fetch([where])
+        for _ in range(2):  # the second one after a crash
+            await send_dead_letter(log, record, service="assemble", stage="decode", error=DecodeError("not UTF-8 JSON"))
+
+    asyncio.run(fill())
     path = tmp_path / "metrics.duckdb"
     project_all(log, path)
     found = ask(path, 'SELECT run_id, topic, "partition", "offset", reason, size_bytes FROM dead_letters')
-    assert found == [("r", "steps", 1, 5, "not UTF-8 JSON", 1)]
+    assert found == [("r", "steps", 1, 0, "not UTF-8 JSON", 1)]
     database = Database(path)
     assert database.offsets()[TopicPartition("steps", 1)] == 1
     database.close()
