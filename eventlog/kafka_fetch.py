@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from aiokafka import AIOKafkaConsumer
 from aiokafka import TopicPartition as KafkaPartition
 from aiokafka.errors import OffsetOutOfRangeError
+from aiokafka.structs import ConsumerRecord
 
 from rollstream.eventlog.kafka_client import kafka_partition, log_errors, our_record, out_of_range
 from rollstream.eventlog.log import Position, Record, TopicPartition, truncated
@@ -61,12 +62,13 @@ class Fetcher:
                 records = await self._more(where, partition, left[-1])
                 for record in records:
                     if left and record.offset == left[-1]:
-                        found[record.position] = record
+                        found[Position(*where, record.offset)] = our_record(where.topic, record)
                         left.pop()
                     elif left and record.offset > left[-1]:
                         raise await self._gone(where, partition, left[-1])
                 next_offset = records[-1].offset + 1
         finally:
+            self._consumer.seek(partition, 0)  # drops what was read ahead: aiokafka would wait 0.1 s for its consumer
             self._consumer.pause(partition)
 
     def _turn_to(self, partition: KafkaPartition) -> None:
@@ -79,7 +81,9 @@ class Fetcher:
             self._consumer.seek(other, 0)
             self._consumer.pause(other)
 
-    async def _more(self, where: TopicPartition, partition: KafkaPartition, offset: int) -> list[Record]:
+    async def _more(
+        self, where: TopicPartition, partition: KafkaPartition, offset: int
+    ) -> "list[ConsumerRecord[bytes, bytes]]":
         with log_errors(f"fetch offset {offset} of topic {where.topic} partition {where.partition}"):
             while True:
                 try:
@@ -87,7 +91,7 @@ class Fetcher:
                 except OffsetOutOfRangeError as error:
                     raise await out_of_range(self._consumer, error) from error
                 if records := batches.get(partition):
-                    return [our_record(where.topic, record) for record in records]
+                    return records
                 if offset >= (await self._consumer.end_offsets([partition]))[partition]:
                     raise await self._gone(where, partition, offset)
 

@@ -11,7 +11,7 @@ from aiokafka.coordinator.assignors.range import RangePartitionAssignor
 from rollstream.eventlog import kafka_offsets, kafka_topics
 from rollstream.eventlog.callbacks import Callbacks
 from rollstream.eventlog.codec import encode
-from rollstream.eventlog.kafka_client import REQUEST_TIMEOUT_MS, connect, log_errors, new_consumer, within
+from rollstream.eventlog.kafka_client import REQUEST_TIMEOUT_MS, connect, log_errors, new_consumer
 from rollstream.eventlog.kafka_fetch import WAIT_MS, Fetcher
 from rollstream.eventlog.kafka_group import KafkaGroupReader
 from rollstream.eventlog.kafka_readers import KafkaReader
@@ -116,7 +116,7 @@ class KafkaLog:
             encoded = encode(event)
             future = await self._enqueue(encoded.topic, encoded.key, encoded.value, encoded.headers, None)
             sent.append((encoded.topic, future))
-        return [await self._acknowledged(topic, future) for topic, future in sent]
+        return await self._acknowledged(sent)
 
     async def send_raw(
         self,
@@ -128,7 +128,8 @@ class KafkaLog:
         partition: int | None = None,
     ) -> Position:
         """Append a raw record, acknowledged by all replicas."""
-        return await self._acknowledged(topic, await self._enqueue(topic, key, value, headers, partition))
+        sent = [(topic, await self._enqueue(topic, key, value, headers, partition))]
+        return (await self._acknowledged(sent))[0]
 
     async def begin_offsets(self, topic: str) -> dict[int, int]:
         """Oldest kept offset by partition."""
@@ -203,9 +204,17 @@ class KafkaLog:
                 return await producer.send_batch(batch, name, partition=chosen)
             return await producer.send(name, value=value, key=key, partition=chosen, headers=list(headers))
 
-    async def _acknowledged(self, topic: str, future: "asyncio.Future[Any]") -> Position:
-        told = await within(SEND_TIMEOUT_S, f"send to topic {TOPICS[topic].name}", asyncio.shield(future))
-        return Position(topic, told.partition, told.offset)
+    async def _acknowledged(self, sent: "list[tuple[str, asyncio.Future[Any]]]") -> list[Position]:
+        if not sent:
+            return []
+        _, late = await asyncio.wait({future for _, future in sent}, timeout=SEND_TIMEOUT_S)
+        failed = [(topic, error) for topic, future in sent if future.done() and (error := future.exception())]
+        for topic, error in failed:
+            with log_errors(f"send to topic {TOPICS[topic].name}"):
+                raise error
+        if late:
+            raise LogError(f"cannot send to topic {sent[0][0]}: no acknowledgement within {SEND_TIMEOUT_S:.0f} s")
+        return [Position(topic, told.partition, told.offset) for topic, told in ((t, f.result()) for t, f in sent)]
 
     def _require(self, part: Any) -> Any:
         if part is None:

@@ -46,4 +46,5 @@ class KafkaReader:
     async def close(self) -> None:
         """Disconnect."""
         self._polling.forget([])
+        await asyncio.sleep(0)  # aiokafka cannot cancel a task of its own that has not begun
         await self._consumer.stop()

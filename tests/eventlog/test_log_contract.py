@@ -277,7 +277,7 @@ def test_partitions_move_between_members_and_a_late_commit_is_fenced(run: Run) -
         assert not one.assigned() & two.assigned()
         assert told[0] == ("assigned", everything)
         assert told[1] == ("revoked", everything)
-        assert told[-1] == ("assigned", one.assigned())
+        await until(lambda: told[-1] == ("assigned", one.assigned()))
         moved = sorted(two.assigned())[0]
         with pytest.raises(FencedError, match="partition"):
             await one.commit({moved: 0})
