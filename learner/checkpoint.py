@@ -98,6 +98,10 @@ class CheckpointFolder:
             if version not in newest and version % keep_every:
                 path.unlink(missing_ok=True)
 
+    def versions(self) -> list[int]:
+        """Versions that are kept, from old to new."""
+        return [version for version, _ in self._files()]
+
     def _files(self) -> Iterator[tuple[int, Path]]:
         """Version and path, from old to new."""
         for path in sorted(self.path.glob(f"v*{SUFFIX}")):

@@ -1,0 +1,215 @@
+"""Jobs that cannot be done, are not wanted any more, or follow each other; other ways to hold and to train a model."""
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from rollstream.eventlog import codec
+from rollstream.eventlog.log import TopicPartition
+from rollstream.learner.export import export_model
+from rollstream.schemas.events import (
+    JobCancelled,
+    JobFailed,
+    JobSucceeded,
+    RunEnded,
+    StepTrained,
+    WeightsPublished,
+)
+from rollstream.schemas.settings import AlgorithmSettings, LoraSettings, ModelSettings
+
+
+async def failure(lab: Any) -> str:
+    await lab.work(lab.has(JobFailed))
+    (failed,) = await lab.events("jobs", JobFailed)
+    assert "\n" not in failed.error
+    return failed.error
+
+
+def test_a_missing_model_folder_fails_the_job_and_the_next_one_is_served(lab: Any) -> None:
+    async def scenario() -> None:
+        missing = str(lab.folder / "no-model")
+        await lab.submit("bad", model=ModelSettings(path=missing))
+        good = await lab.submit("good")
+        await lab.plan(good, 1)
+        await lab.work(lab.has(JobSucceeded))
+        (failed,) = await lab.events("jobs", JobFailed)
+        assert failed.error == f"model folder {missing} does not exist; give a transformers folder or a hub name"
+
+    asyncio.run(scenario())
+
+
+def test_a_folder_that_is_no_model_is_named(lab: Any) -> None:
+    async def scenario() -> None:
+        await lab.submit(model=ModelSettings(path=str(lab.folder)))
+        assert f"model {lab.folder} cannot be loaded" in await failure(lab)
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda b: {"previous_sha256": "1" * 64}, "the chain of manifests is broken"),
+        (lambda b: {"trains_at_version": 7}, "at version 7, not run-1/main at 0"),
+        (lambda b: {"locators": ()}, "has 0 locators for 8 members"),
+        (lambda b: {"locators": (b.locators[1], *b.locators[1:])}, "the record there is trajectory_assembled:"),
+        (
+            lambda b: {"members": (b.members[0].model_copy(update={"digest": "2" * 64}), *b.members[1:])},
+            f"not {'2' * 64}; it was changed",
+        ),
+        (
+            lambda b: {"locators": (b.locators[0].model_copy(update={"offset": 999}), *b.locators[1:])},
+            "offset 999 of topic trajectories",
+        ),
+    ],
+    ids=["chain", "version", "no locators", "wrong locator", "wrong digest", "gone"],
+)
+def test_a_manifest_that_does_not_hold_fails_its_job(lab: Any, change: Any, message: str) -> None:
+    async def scenario() -> None:
+        job = await lab.submit()
+        other = type(lab)(lab.folder, lab.model)
+        (planned,) = await other.plan(job, 1, seal=False)
+        lab.log = type(lab.log)(num_partitions=2)
+        await lab.log.send(job)
+        for record in await other.received("trajectories"):
+            await lab.log.send(record.event, partition=record.position.partition)
+        await lab.log.send(planned.model_copy(update=change(planned)))
+        assert message in await failure(lab)
+        assert [p.version for p in await lab.events("weights", WeightsPublished)] == [0]
+
+    asyncio.run(scenario())
+
+
+def test_a_gap_in_the_manifests_fails_the_job(lab: Any) -> None:
+    async def scenario() -> None:
+        job = await lab.submit()
+        await lab.plan(job, 1, first=1, seal=False)
+        assert "manifest 0 of job run-1/rl is missing" in await failure(lab)
+
+    asyncio.run(scenario())
+
+
+def test_a_job_without_manifests_succeeds_with_its_base_version(lab: Any) -> None:
+    async def scenario() -> None:
+        await lab.seal(await lab.submit(), 0)
+        await lab.work(lab.has(JobSucceeded))
+        assert (await lab.events("jobs", JobSucceeded))[0].final_version == 0
+
+    asyncio.run(scenario())
+
+
+def test_the_end_of_a_run_cancels_its_open_jobs(lab: Any) -> None:
+    async def scenario() -> None:
+        job = await lab.submit()
+        await lab.plan(job, 1, seal=False)
+        await lab.log.send(RunEnded(run_id=job.run_id, time_ms=9, cause="stopped"))
+        await lab.work(lab.has(JobCancelled))
+        assert (await lab.events("jobs", JobCancelled))[0].job_id == job.job_id
+
+    asyncio.run(scenario())
+
+
+def test_a_cancelled_job_is_let_go_and_the_next_one_served(lab: Any) -> None:
+    async def scenario() -> None:
+        job = await lab.submit("first")
+        names = {"job_id": job.job_id, "model_group": job.model_group}
+        await lab.log.send(JobCancelled(run_id=job.run_id, time_ms=2, **names))
+        await lab.plan(await lab.submit("second"), 1)
+        await lab.work(lab.has(JobSucceeded))
+        assert (await lab.events("jobs", JobSucceeded))[0].job_id == "run-1/second"
+
+    asyncio.run(scenario())
+
+
+def test_sft_then_rl_carry_weights_and_versions_on(lab: Any) -> None:
+    async def scenario() -> None:
+        sft = await lab.submit("sft", kind="sft", algorithm=AlgorithmSettings(name="sft"))
+        await lab.plan(sft, 2, with_logprobs=False)
+        worker = asyncio.create_task(lab.worker().run())
+        while not await lab.has(JobSucceeded)():
+            await asyncio.sleep(0.01)
+        rl = await lab.submit("rl", base_version=2)
+        await lab.plan(rl, 1)
+        while not await lab.has(JobSucceeded, count=2)():
+            await asyncio.sleep(0.01)
+        worker.cancel()
+        steps = await lab.events("weights", StepTrained)
+        assert [(s.job_id, s.version) for s in steps] == [("run-1/sft", 1), ("run-1/sft", 2), ("run-1/rl", 3)]
+        assert steps[1].metrics["loss/total"] < steps[0].metrics["loss/total"] + 0.5
+        assert "policy/kl" not in steps[0].metrics
+        assert [p.parent for p in await lab.events("weights", WeightsPublished)] == [None, 0, 1, 2]
+
+    asyncio.run(scenario())
+
+
+def test_rl_on_demonstrations_is_refused_by_name(lab: Any) -> None:
+    async def scenario() -> None:
+        await lab.plan(await lab.submit(), 1, with_logprobs=False)
+        assert "it has no log-probabilities of the behaviour policy" in await failure(lab)
+
+    asyncio.run(scenario())
+
+
+LORA = LoraSettings(rank=2, alpha=4, target_modules=("q_proj", "v_proj"))
+
+
+def test_lora_publishes_adapters_alone_and_a_restart_goes_on(lab: Any) -> None:
+    async def scenario() -> None:
+        job = await lab.submit(model=ModelSettings(path=str(lab.model), lora=LORA, device="cpu"))
+        first = await lab.plan(job, 2, seal=False)
+        await lab.work(lab.has(WeightsPublished, "weights", 3))
+        await lab.plan(job, 1, first=2, previous=codec.content_digest(first[-1]))
+        await lab.work(lab.has(JobSucceeded))
+        published = await lab.events("weights", WeightsPublished)
+        assert [p.version for p in published] == [0, 1, 2, 3]
+        assert {p.weights_format for p in published} == {"lora"}
+        assert published[0].lora["r"] == 2
+        assert published[0].lora["target_modules"] == ["q_proj", "v_proj"]
+        assert published[0].base_model == str(lab.model)
+        import safetensors.torch
+
+        tensors = safetensors.torch.load(lab.artifacts.read(published[-1].artifact))
+        assert len(tensors) == 8
+        assert all("lora_" in name for name in tensors)
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("lora", [None, LORA], ids=["full", "lora"])
+def test_an_exported_version_is_loaded_by_transformers_and_peft(lab: Any, lora: LoraSettings | None) -> None:
+    async def scenario() -> None:
+        job = await lab.submit(model=ModelSettings(path=str(lab.model), lora=lora, device="cpu"))
+        await lab.plan(job, 1)
+        await lab.work(lab.has(JobSucceeded))
+        published = (await lab.events("weights", WeightsPublished))[-1]
+        folder = export_model(published, lab.artifacts.fetch(published.artifact), lab.folder / "out")
+        import safetensors.torch
+        from peft import AutoPeftModelForCausalLM, get_peft_model_state_dict
+        from transformers import AutoModelForCausalLM
+
+        wanted = safetensors.torch.load(lab.artifacts.read(published.artifact))
+        if lora:
+            found = get_peft_model_state_dict(AutoPeftModelForCausalLM.from_pretrained(folder))
+        else:
+            found = AutoModelForCausalLM.from_pretrained(folder).state_dict()
+        assert all(found[name].equal(value) for name, value in wanted.items())
+
+    asyncio.run(scenario())
+
+
+def test_a_record_that_is_no_event_is_a_dead_letter_and_stops_nothing(lab: Any) -> None:
+    async def scenario() -> None:
+        job = await lab.submit()
+        worker = asyncio.create_task(lab.worker().run())
+        while not await lab.has(WeightsPublished, "weights")():
+            await asyncio.sleep(0.01)
+        await lab.log.send_raw("batches", key=b"x", value=b"\xff{")
+        await lab.plan(job, 1)
+        while not await lab.has(JobSucceeded)():
+            await asyncio.sleep(0.01)
+        worker.cancel()
+        reader = await lab.log.reader({TopicPartition("dlq", 0): -1})
+        assert [record.value for record in await reader.poll(timeout_s=0)] == [b"\xff{"]
+
+    asyncio.run(scenario())

@@ -1,0 +1,245 @@
+"""A learner that dies anywhere between its writes, and one that another takes over from."""
+
+import asyncio
+import hashlib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rollstream.eventlog.artifacts import ArtifactStore
+from rollstream.eventlog.log import Position
+from rollstream.learner.checkpoint import CheckpointFolder
+from rollstream.learner.worker import Worker
+from rollstream.schemas.base import Event
+from rollstream.schemas.errors import FencedError, VersionDivergedError
+from rollstream.schemas.events import (
+    JobFailed,
+    JobProgressed,
+    JobSucceeded,
+    LearnerClaimed,
+    StepTrained,
+    WeightsPublished,
+)
+from rollstream.schemas.settings import AlgorithmSettings, ArtifactRef
+
+
+class Crash(BaseException):
+    """The process is gone."""
+
+
+class Fuse:
+    """Burns at write number `at`, before it or after it."""
+
+    def __init__(self, at: int, *, is_before: bool) -> None:
+        self.left = at
+        self.is_before = is_before
+
+    def before(self) -> None:
+        self.left -= 1
+        if self.left < 0 and self.is_before:
+            raise Crash
+
+    def after(self) -> None:
+        if self.left < 0:
+            raise Crash
+
+
+class FusedLog:
+    """A log whose sends go through a fuse, one event at a time."""
+
+    def __init__(self, log: Any, fuse: Fuse) -> None:
+        self._log = log
+        self._fuse = fuse
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._log, name)
+
+    async def send(self, event: Event) -> Position:
+        self._fuse.before()
+        position = await self._log.send(event)
+        self._fuse.after()
+        return position
+
+    async def send_all(self, events: Sequence[Event]) -> list[Position]:
+        return [await self.send(event) for event in events]
+
+
+class FusedStore(ArtifactStore):
+    """An artifact store whose writes go through a fuse."""
+
+    fuse: Fuse
+
+    def put_bytes(self, data: bytes, suffix: str = "") -> ArtifactRef:
+        self.fuse.before()
+        ref = super().put_bytes(data, suffix)
+        self.fuse.after()
+        return ref
+
+
+def fused_worker(lab: Any, fuse: Fuse) -> Worker:
+    store = FusedStore(lab.artifacts.uri)
+    store.fuse = fuse
+    return Worker(FusedLog(lab.log, fuse), store, name="doomed", checkpoints=lab.folder / "checkpoints", threads=1)
+
+
+async def outcome(lab: Any) -> tuple[Any, ...]:
+    """What a run came to, without terms, durations and places."""
+    steps = [(s.version, s.weights_sha256, s.metrics) for s in await lab.events("weights", StepTrained)]
+    published = [(p.version, p.weights_sha256, p.batch_id) for p in await lab.events("weights", WeightsPublished)]
+    progress = [(p.version, p.percent) for p in await lab.events("jobs", JobProgressed)]
+    return steps, published, progress, [e.final_version for e in await lab.events("jobs", JobSucceeded)]
+
+
+async def undisturbed(lab: Any, folder: Path, **settings: Any) -> tuple[Any, ...]:
+    other = type(lab)(folder, lab.model)
+    job = await other.submit(**settings)
+    await other.plan(job)
+    await other.work(other.has(JobSucceeded))
+    return await outcome(other)
+
+
+@pytest.mark.parametrize("checkpoint_every", [1, 2])
+@pytest.mark.parametrize("is_before", [True, False], ids=["before", "after"])
+def test_a_crash_at_any_write_changes_nothing_of_what_is_published(
+    lab: Any, tmp_path: Path, checkpoint_every: int, is_before: bool
+) -> None:
+    async def scenario() -> None:
+        settings = {"checkpoint_every": checkpoint_every, "algorithm": AlgorithmSettings(mini_batches=2)}
+        expected = await undisturbed(lab, tmp_path / "undisturbed", **settings)
+        for at in range(100):
+            each = type(lab)(tmp_path / f"crash-{at}", lab.model)
+            job = await each.submit(**settings)
+            await each.plan(job)
+            fuse = Fuse(at, is_before=is_before)
+            try:
+                await each.work(each.has(JobSucceeded), fused_worker(each, fuse))
+            except Crash:
+                await each.work(each.has(JobSucceeded))
+            assert await outcome(each) == expected, f"crash at write {at}"
+            if fuse.left >= 0:
+                assert at > 12
+                return
+        raise AssertionError("the fuse burnt at every write")
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("checkpoint_every", [1, 3])
+def test_a_restart_without_any_checkpoint_trains_again_to_the_same_bits(
+    lab: Any, tmp_path: Path, checkpoint_every: int
+) -> None:
+    async def scenario() -> None:
+        expected = await undisturbed(lab, tmp_path / "undisturbed", checkpoint_every=checkpoint_every)
+        job = await lab.submit(checkpoint_every=checkpoint_every)
+        first = await lab.plan(job, 2, seal=False)
+        await lab.work(lab.has(WeightsPublished, "weights", 3))
+        for path in (lab.folder / "checkpoints").rglob("*.safetensors"):
+            path.unlink()
+        previous = next(r.digest for r in await lab.received("batches") if r.event == first[-1])
+        await lab.plan(job, 1, first=2, previous=previous)
+        await lab.work(lab.has(JobSucceeded))
+        assert await outcome(lab) == expected
+
+    asyncio.run(scenario())
+
+
+def test_a_damaged_checkpoint_is_named_and_the_one_before_it_used(
+    lab: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def scenario() -> None:
+        expected = await undisturbed(lab, tmp_path / "undisturbed")
+        job = await lab.submit()
+        first = await lab.plan(job, 2, seal=False)
+        await lab.work(lab.has(JobProgressed, "jobs", 2))
+        newest = max((lab.folder / "checkpoints").rglob("*.safetensors"))
+        data = bytearray(newest.read_bytes())
+        data[-1] ^= 1
+        newest.write_bytes(data)
+        previous = next(r.digest for r in await lab.received("batches") if r.event == first[-1])
+        await lab.plan(job, 1, first=2, previous=previous)
+        with caplog.at_level("INFO", "rollstream.learner"):
+            await lab.work(lab.has(JobSucceeded))
+        assert f"checkpoint {newest} is damaged" in caplog.text
+        assert "begins at manifest 1" in caplog.text
+        assert await outcome(lab) == expected
+
+    asyncio.run(scenario())
+
+
+def test_other_bits_for_a_published_version_end_the_job_and_the_learner(lab: Any) -> None:
+    async def scenario() -> None:
+        job = await lab.submit()
+        await lab.plan(job)
+        wrong = hashlib.sha256(b"other").hexdigest()
+        claim = LearnerClaimed(run_id=job.run_id, time_ms=1, model_group=job.model_group, term=1, learner="old")
+        await lab.log.send(claim)
+        await lab.work(lab.has(WeightsPublished, "weights"))
+        published = (await lab.events("weights", WeightsPublished))[0]
+        for path in (lab.folder / "checkpoints").rglob("*.safetensors"):
+            path.unlink()
+        other = type(lab)(lab.folder / "other", lab.model)
+        other_job = await other.submit()
+        await other.plan(other_job)
+        await other.log.send(claim)
+        await other.log.send(published.model_copy(update={"term": 1}))
+        changed = {"version": 1, "parent": 0, "term": 1, "weights_sha256": wrong, "batch_id": "x"}
+        await other.log.send(published.model_copy(update=changed))
+        with pytest.raises(VersionDivergedError, match=f"version 1 of model group run-1/main .* {wrong}"):
+            await other.work(other.has(JobSucceeded))
+        (failed,) = await other.events("jobs", JobFailed)
+        assert wrong in failed.error
+
+    asyncio.run(scenario())
+
+
+def test_a_higher_term_stops_the_older_learner_before_it_publishes(lab: Any) -> None:
+    async def scenario() -> None:
+        job = await lab.submit()
+        first = await lab.plan(job, 1, seal=False)
+        old = asyncio.create_task(lab.worker("old").run())
+        while not await lab.has(WeightsPublished, "weights", 2)():
+            await asyncio.sleep(0.01)
+        await lab.log.send(
+            LearnerClaimed(run_id=job.run_id, time_ms=1, model_group=job.model_group, term=2, learner="new")
+        )
+        previous = next(r.digest for r in await lab.received("batches") if r.event == first[-1])
+        await lab.plan(job, 1, first=1, previous=previous)
+        with pytest.raises(FencedError, match="claimed by learner new with term 2"):
+            await asyncio.wait_for(old, 30)
+        assert [p.version for p in await lab.events("weights", WeightsPublished)] == [0, 1]
+        await lab.work(lab.has(JobSucceeded), lab.worker("newest"))
+        claims = await lab.events("weights", LearnerClaimed)
+        assert [(c.term, c.learner) for c in claims] == [(1, "old"), (2, "new"), (3, "newest")]
+        assert [(p.version, p.term) for p in await lab.events("weights", WeightsPublished)] == [(0, 1), (1, 1), (2, 3)]
+
+    asyncio.run(scenario())
+
+
+def test_what_a_replaced_learner_publishes_is_void(lab: Any, tmp_path: Path) -> None:
+    async def scenario() -> None:
+        expected = await undisturbed(lab, tmp_path / "undisturbed")
+        job = await lab.submit()
+        await lab.work(lab.has(WeightsPublished, "weights"))
+        base = (await lab.events("weights", WeightsPublished))[0]
+        claim = {"run_id": job.run_id, "time_ms": 1, "model_group": job.model_group}
+        await lab.log.send(LearnerClaimed(**claim, term=5, learner="new"))
+        await lab.log.send(base.model_copy(update={"version": 1, "weights_sha256": "0" * 64, "term": 1}))
+        await lab.plan(job)
+        await lab.work(lab.has(JobSucceeded))
+        published = {p.version: p.weights_sha256 for p in await lab.events("weights", WeightsPublished) if p.term != 1}
+        assert published == {version: sha256 for version, sha256, _ in expected[1] if version > 0}
+
+    asyncio.run(scenario())
+
+
+def test_old_checkpoints_go_but_the_last_and_every_mth(lab: Any) -> None:
+    async def scenario() -> None:
+        job = await lab.submit(num_versions=7, keep_last=2, keep_every=3)
+        await lab.plan(job, 7)
+        await lab.work(lab.has(JobSucceeded))
+        kept = CheckpointFolder(lab.folder / "checkpoints", job.model_group).versions()
+        assert kept == [3, 6, 7]
+
+    asyncio.run(scenario())

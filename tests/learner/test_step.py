@@ -1,0 +1,136 @@
+"""Training on rows: what decides its bits and what does not."""
+
+import random
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from rollstream.learner import collate
+from rollstream.learner.collate import Row
+from rollstream.learner.model import PolicyModel, make_deterministic
+from rollstream.learner.optimizer import make_optimizer
+from rollstream.learner.step import train_batch
+from rollstream.schemas.errors import ModelError
+from rollstream.schemas.settings import AlgorithmSettings, JobSettings, LoraSettings, ModelSettings, OptimizerSettings
+
+
+def rows(count: int = 8) -> list[Row]:
+    rng = random.Random(3)
+    made: list[Row] = []
+    for _ in range(count):
+        length = rng.randint(4, 12)
+        mask = np.asarray([place > 1 and rng.random() < 0.6 for place in range(length)])
+        mask[-1] = True
+        logprobs = np.where(mask, -3.4 + 0.2 * np.asarray([rng.random() for _ in range(length)]), 0)
+        ids = np.asarray([rng.randrange(32) for _ in range(length)], np.int32)
+        made.append(Row(ids, mask, logprobs.astype(np.float32), rng.choice([-1.0, 1.0])))
+    return made
+
+
+def trained(path: Path, **algorithm: Any) -> tuple[PolicyModel, dict[str, float]]:
+    make_deterministic(1)
+    settings = JobSettings(
+        kind="rl",
+        model=ModelSettings(path=str(path), device="cpu"),
+        algorithm=AlgorithmSettings(**algorithm),
+        optimizer=OptimizerSettings(learning_rate=1e-3, max_grad_norm=1e9),
+    )
+    model = PolicyModel(settings.model, seed=0)
+    optimizer = make_optimizer(model.trainable(), settings.optimizer)
+    return model, train_batch(model, optimizer, rows(), settings, index=0, seed=1).metrics
+
+
+def test_logprobs_and_entropies_are_those_of_a_plain_forward_of_each_row(tiny_model: Path) -> None:
+    model = PolicyModel(ModelSettings(path=str(tiny_model), device="cpu"), seed=0)
+    logprobs, entropies = model.completion_terms(collate.pad(rows()), temperature=0.7, entropy_needs_grad=False)
+    wanted_logprobs, wanted_entropies = [], []
+    for row in rows():
+        ids = torch.from_numpy(row.token_ids).long()
+        table = torch.log_softmax(model.module(input_ids=ids[None]).logits[0] / 0.7, dim=-1)
+        for place in np.flatnonzero(row.mask):
+            wanted_logprobs.append(table[place - 1, ids[place]].item())
+            wanted_entropies.append(-(table[place - 1].exp() * table[place - 1]).sum().item())
+    assert logprobs.tolist() == pytest.approx(wanted_logprobs, abs=1e-5)
+    assert entropies.tolist() == pytest.approx(wanted_entropies, abs=1e-5)
+
+
+def test_micro_batches_change_no_gradient_and_no_metric(tiny_model: Path) -> None:
+    whole, in_one = trained(tiny_model, max_tokens_per_micro_batch=4096)
+    parts, in_parts = trained(tiny_model, max_tokens_per_micro_batch=24)
+    for (name, one), (_, other) in zip(whole.trainable(), parts.trainable(), strict=True):
+        assert one.grad is not None
+        assert torch.allclose(one.grad, other.grad, atol=1e-6), name
+    del in_one["tokens/padding"], in_parts["tokens/padding"]
+    assert in_parts == pytest.approx(in_one, abs=1e-5)
+
+
+def test_the_gradient_is_that_of_finite_differences(tiny_model: Path) -> None:
+    model, _ = trained(tiny_model)
+    settings = AlgorithmSettings()
+    batch = collate.pad(rows())
+    model.module.double()
+    weight = model.module.model.norm.weight
+
+    def loss() -> torch.Tensor:
+        from rollstream.learner import grpo
+        from rollstream.learner.token_batch import TokenBatch
+
+        logprobs, entropies = model.completion_terms(batch, temperature=1.0, entropy_needs_grad=False)
+        advantages = batch.advantages[:, None].expand_as(batch.mask)[batch.mask]
+        tokens = TokenBatch(logprobs.double(), entropies, batch.logprobs[batch.mask].double(), advantages.double())
+        return grpo.losses(tokens, settings).losses_N.mean()
+
+    model.module.zero_grad()
+    loss().backward()
+    step = 1e-3
+    with torch.no_grad():
+        weight[3] += step
+        above = loss().item()
+        weight[3] -= 2 * step
+        below = loss().item()
+    assert weight.grad[3].item() == pytest.approx((above - below) / (2 * step), rel=2e-2, abs=1e-4)
+
+
+def test_equal_inputs_give_equal_bytes_and_mini_batches_make_steps(tiny_model: Path) -> None:
+    first, metrics = trained(tiny_model, mini_batches=3)
+    second, _ = trained(tiny_model, mini_batches=3)
+    one, _ = trained(tiny_model)
+    assert first.weights_bytes() == second.weights_bytes() != one.weights_bytes()
+    assert metrics["tokens/sequences"] == 8
+
+
+def test_grpo_raises_what_was_better_and_lowers_what_was_worse(tiny_model: Path) -> None:
+    before = PolicyModel(ModelSettings(path=str(tiny_model), device="cpu"), seed=0)
+    after, _ = trained(tiny_model)
+    batch = collate.pad(rows())
+    advantages = batch.advantages[:, None].expand_as(batch.mask)[batch.mask]
+    old, _ = before.completion_terms(batch, temperature=1.0, entropy_needs_grad=False)
+    new, _ = after.completion_terms(batch, temperature=1.0, entropy_needs_grad=False)
+    assert ((new - old) * advantages).sum() > 0
+
+
+def test_tied_weights_are_written_once(tiny_model: Path) -> None:
+    model = PolicyModel(ModelSettings(path=str(tiny_model), device="cpu"), seed=0)
+    assert "lm_head.weight" not in model.weights()
+    assert list(model.weights()) == sorted(model.weights())
+
+
+def test_adapters_begin_as_their_seed_says(tiny_model: Path) -> None:
+    settings = ModelSettings(path=str(tiny_model), device="cpu", lora=LoraSettings(rank=2))
+    assert PolicyModel(settings, seed=1).weights_bytes() == PolicyModel(settings, seed=1).weights_bytes()
+    assert PolicyModel(settings, seed=1).weights_bytes() != PolicyModel(settings, seed=2).weights_bytes()
+
+
+def test_adapters_on_modules_that_are_not_there_are_refused(tiny_model: Path) -> None:
+    settings = ModelSettings(path=str(tiny_model), device="cpu", lora=LoraSettings(target_modules=("nothing",)))
+    with pytest.raises(ModelError, match="takes no such adapter"):
+        PolicyModel(settings, seed=0)
+
+
+def test_weights_of_another_model_are_refused(tiny_model: Path) -> None:
+    model = PolicyModel(ModelSettings(path=str(tiny_model), device="cpu"), seed=0)
+    with pytest.raises(ModelError, match="weights do not fit"):
+        model.load_weights({"x": torch.zeros(1)})
