@@ -47,7 +47,7 @@ class GuessNumber(Environment):
         await session.reward(0.0)
 
     def demonstrate(self, session: Session, messages: Sequence[Message], agent: str) -> str:
-        """A number of the range, heeding what was answered before or not: the form is right, the play is left to learn."""
+        """A number of the range, heeding the answers so far or not: the form is right, the play is left to learn."""
         low, high = self._low, self._high
         if session.rng.random() < self._heeding:
             low, high = bounds(messages, low, high)
