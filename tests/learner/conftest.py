@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, Qwen2Config
 
 from rollstream.eventlog import codec
 from rollstream.eventlog.artifacts import ArtifactStore
-from rollstream.eventlog.log import Received, TopicPartition
+from rollstream.eventlog.log import Received, Record, TopicPartition
 from rollstream.eventlog.memory_log import MemoryLog
 from rollstream.learner.worker import Worker
 from rollstream.schemas import ids, tokens
@@ -209,7 +209,10 @@ class Lab:
     async def received(self, topic: str) -> list[Received]:
         ends = await self.log.end_offsets(topic)
         reader = await self.log.reader({TopicPartition(topic, n): -1 for n in ends})
-        records = await reader.poll(timeout_s=0)
+        records: list[Record] = []
+        while any(reader.position(TopicPartition(topic, n)) < end for n, end in ends.items()):
+            records += await reader.poll(timeout_s=1)
+        await reader.close()
         return [codec.decode(record) for record in records]
 
     async def events(self, topic: str, kind: type[Event] = Event) -> list[Any]:
