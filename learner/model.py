@@ -151,7 +151,7 @@ def _load_base(path: str, dtype: torch.dtype) -> Any:
         raise ModelError(f"model folder {path} does not exist; give a transformers folder or a hub name")
     try:
         return AutoModelForCausalLM.from_pretrained(str(folder) if folder.is_dir() else path, dtype=dtype)
-    except (OSError, ValueError, KeyError, safetensors.SafetensorError) as error:
+    except (OSError, ValueError, KeyError, RuntimeError, safetensors.SafetensorError) as error:
         reason = " ".join(str(error).split())[:300]
         raise ModelError(f"model {path} cannot be loaded, from a folder or the hub: {reason}") from error
 
