@@ -5,11 +5,12 @@ A folder needs no copy; anything else is fetched once into a local cache.
 """
 
 import hashlib
+import io
 import os
 import secrets
 import tempfile
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import fsspec
 
@@ -34,22 +35,19 @@ class ArtifactStore:
         self._cache = cache or Path(tempfile.gettempdir()) / f"rollstream-artifacts-{os.getuid()}"
 
     def put_file(self, path: Path) -> ArtifactRef:
-        """Store a file's bytes. Raises ArtifactError if the store cannot be written."""
-        return self.put_bytes(path.read_bytes(), path.suffix)
+        """Store a file's bytes. Raises ArtifactError if it cannot be read or the store cannot be written."""
+        try:
+            with path.open("rb") as source:
+                sha256 = hashlib.file_digest(source, "sha256").hexdigest()
+                size_bytes = source.seek(0, os.SEEK_END)
+                source.seek(0)
+                return self._put(source, sha256, size_bytes, path.suffix)
+        except OSError as error:
+            raise ArtifactError(f"file {path} cannot be stored as an artifact: {error}") from error
 
     def put_bytes(self, data: bytes, suffix: str = "") -> ArtifactRef:
         """Store bytes; bytes that are there already are not written again. Raises ArtifactError."""
-        sha256 = hashlib.sha256(data).hexdigest()
-        name = f"{self._root}/{sha256[:2]}/{sha256}{suffix}"
-        try:
-            if not self._has(name, len(data)):
-                self._write(name, data)
-        except OSError as error:
-            raise ArtifactError(
-                f"artifact store {self.uri} cannot be written: {error}; make it writable or set another artifact_uri"
-            ) from error
-        uri = name if self._is_local else str(self._filesystem.unstrip_protocol(name))
-        return ArtifactRef(uri=uri, sha256=sha256, size_bytes=len(data))
+        return self._put(io.BytesIO(data), hashlib.sha256(data).hexdigest(), len(data), suffix)
 
     def fetch(self, ref: ArtifactRef) -> Path:
         """A local file with the artifact's verified bytes. Raises ArtifactError if it is missing or differs."""
@@ -59,11 +57,12 @@ class ArtifactStore:
             return Path(name)
         local = self._cache / ref.sha256[:2] / (ref.sha256 + Path(name).suffix)
         if not local.exists() or _hash_file(ref, local) != ref.sha256:
-            data = self.read(ref)
-            local.parent.mkdir(parents=True, exist_ok=True)
-            aside = local.with_name(f"{local.name}.{secrets.token_hex(4)}")
-            aside.write_bytes(data)
-            aside.replace(local)
+            try:
+                with filesystem.open(name, "rb") as source:
+                    found = _write_aside(local, source, ref.sha256)
+            except OSError as error:
+                raise _missing(ref, error) from error
+            _verify(ref, found)
         return local
 
     def read(self, ref: ArtifactRef) -> bytes:
@@ -83,20 +82,57 @@ class ArtifactStore:
             raise ArtifactError(f"artifact {ref.uri}: {error}") from error
         return filesystem, name
 
-    def _has(self, name: str, size_bytes: int) -> bool:
-        return bool(self._filesystem.exists(name)) and self._filesystem.size(name) == size_bytes
+    def _put(self, source: BinaryIO, sha256: str, size_bytes: int, suffix: str) -> ArtifactRef:
+        name = f"{self._root}/{sha256[:2]}/{sha256}{suffix}"
+        ref = ArtifactRef(uri=self._uri_of(name), sha256=sha256, size_bytes=size_bytes)
+        try:
+            if not self._has(ref, name):
+                _verify(ref, self._write(name, source, sha256))
+        except OSError as error:
+            raise ArtifactError(
+                f"artifact store {self.uri} cannot be written: {error}; make it writable or set another artifact_uri"
+            ) from error
+        return ref
 
-    def _write(self, name: str, data: bytes) -> None:
+    def _uri_of(self, name: str) -> str:
+        return name if self._is_local else str(self._filesystem.unstrip_protocol(name))
+
+    def _has(self, ref: ArtifactRef, name: str) -> bool:
+        if not self._filesystem.exists(name) or self._filesystem.size(name) != ref.size_bytes:
+            return False
+        return not self._is_local or _hash_file(ref, Path(name)) == ref.sha256
+
+    def _write(self, name: str, source: BinaryIO, sha256: str) -> str:
+        if self._is_local:
+            return _write_aside(Path(name), source, sha256)
         self._filesystem.makedirs(name.rsplit("/", 1)[0], exist_ok=True)
-        if not self._is_local:
-            self._filesystem.pipe_file(name, data)
-            return
-        aside = Path(f"{name}.{secrets.token_hex(4)}.aside")
-        with aside.open("wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        aside.replace(name)
+        with self._filesystem.open(name, "wb") as target:
+            return _copy(source, target)
+
+
+def _copy(source: BinaryIO, target: BinaryIO) -> str:
+    """Copy all bytes and return their sha256."""
+    digest = hashlib.sha256()
+    while chunk := source.read(CHUNK_BYTES):
+        digest.update(chunk)
+        target.write(chunk)
+    return digest.hexdigest()
+
+
+def _write_aside(path: Path, source: BinaryIO, sha256: str) -> str:
+    """Move the bytes into place only if they are the right ones; return their sha256."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    aside = path.with_name(f"{path.name}.{secrets.token_hex(4)}.aside")
+    try:
+        with aside.open("wb") as target:
+            found = _copy(source, target)
+            target.flush()
+            os.fsync(target.fileno())
+        if found == sha256:
+            aside.replace(path)
+    finally:
+        aside.unlink(missing_ok=True)
+    return found
 
 
 def _protocols(filesystem: Any) -> tuple[str, ...]:
@@ -105,14 +141,11 @@ def _protocols(filesystem: Any) -> tuple[str, ...]:
 
 
 def _hash_file(ref: ArtifactRef, path: Path) -> str:
-    digest = hashlib.sha256()
     try:
         with path.open("rb") as file:
-            while chunk := file.read(CHUNK_BYTES):
-                digest.update(chunk)
+            return hashlib.file_digest(file, "sha256").hexdigest()
     except OSError as error:
         raise _missing(ref, error) from error
-    return digest.hexdigest()
 
 
 def _verify(ref: ArtifactRef, found: str) -> None:

@@ -1,14 +1,26 @@
-"""Dead letters: a record that cannot be used, as it came, with why; Kafka Connect's error headers."""
+"""Dead letters: a record that cannot be used, as it came, with why; Kafka Connect's error headers.
+
+`send_dead_letter` writes one, `original` gives the record back; what to do with it is for who reads.
+"""
+
+import base64
+
+import orjson
 
 from rollstream.eventlog.artifacts import ArtifactStore
 from rollstream.eventlog.log import EventLog, Headers, Position, Record, record_size
 from rollstream.schemas.errors import LogError
+from rollstream.schemas.settings import ArtifactRef
 from rollstream.schemas.topics import BY_NAME, TOPICS
 
 PREFIX = "__connect.errors."
 REFERENCE = "rollstream.reference"
 """Header that holds the artifact (JSON) in place of a value above the record limit."""
+WHOLE = "rollstream.reference.record"
+"""Header that holds the artifact of the whole record, if its key and headers alone are above the limit."""
 MAX_MESSAGE_BYTES = 4096
+REFERENCE_BYTES = 8192
+"""More than a reference in a header takes."""
 
 
 async def send_dead_letter(
@@ -24,15 +36,53 @@ async def send_dead_letter(
 
     Raises LogError if the record is above the limit and there is no artifact store for its bytes.
     """
-    headers = (*_headers(record, service, stage, error), *record.headers)
-    value = record.value
-    if record_size(record.key, value, headers) > TOPICS["dlq"].max_record_bytes:
-        if artifacts is None or value is None:
-            raise LogError(f"{record.topic}/{record.partition}@{record.offset} is too large for a dead letter")
-        reference = artifacts.put_bytes(value, ".record")
-        headers = (*headers, (REFERENCE, reference.model_dump_json().encode()))
-        value = None
-    return await log.send_raw("dlq", key=record.key, value=value, headers=headers)
+    why = _headers(record, service, stage, error)
+    theirs = _without_ours(record.headers)
+    limit = TOPICS["dlq"].max_record_bytes
+    if record_size(record.key, record.value, (*why, *theirs)) <= limit:
+        return await log.send_raw("dlq", key=record.key, value=record.value, headers=(*why, *theirs))
+    if artifacts is None:
+        raise LogError(f"{record.topic}/{record.partition}@{record.offset} is too large for a dead letter")
+    if record.value is not None and record_size(record.key, None, (*why, *theirs)) <= limit - REFERENCE_BYTES:
+        reference = artifacts.put_bytes(record.value, ".record").model_dump_json().encode()
+        return await log.send_raw("dlq", key=record.key, value=None, headers=(*why, (REFERENCE, reference), *theirs))
+    reference = artifacts.put_bytes(_pack(record), ".record.json").model_dump_json().encode()
+    return await log.send_raw("dlq", key=None, value=None, headers=(*why, (WHOLE, reference)))
+
+
+def original(letter: Record, artifacts: ArtifactStore) -> Record:
+    """The record that a letter holds or refers to. Raises LogError, and ArtifactError if its bytes are gone."""
+    topic, partition, offset = origin(letter.headers)
+    told = dict(letter.headers)
+    key, value, headers = letter.key, letter.value, _without_ours(letter.headers)
+    if REFERENCE in told:
+        value = artifacts.read(ArtifactRef.model_validate_json(told[REFERENCE]))
+    elif WHOLE in told:
+        key, value, headers = _unpack(artifacts.read(ArtifactRef.model_validate_json(told[WHOLE])))
+    return Record(topic, partition, offset, key, value, headers, letter.timestamp_ms)
+
+
+def _without_ours(headers: Headers) -> Headers:
+    return tuple((n, c) for n, c in headers if not n.startswith(PREFIX) and n not in (REFERENCE, WHOLE))
+
+
+def _pack(record: Record) -> bytes:
+    headers = [(name, _to_text(content)) for name, content in record.headers]
+    return orjson.dumps({"key": _to_text(record.key), "value": _to_text(record.value), "headers": headers})
+
+
+def _unpack(packed: bytes) -> tuple[bytes | None, bytes | None, Headers]:
+    content = orjson.loads(packed)
+    headers = tuple((name, _to_bytes(text) or b"") for name, text in content["headers"])
+    return _to_bytes(content["key"]), _to_bytes(content["value"]), headers
+
+
+def _to_text(content: bytes | None) -> str | None:
+    return None if content is None else base64.b64encode(content).decode("ascii")
+
+
+def _to_bytes(text: str | None) -> bytes | None:
+    return None if text is None else base64.b64decode(text)
 
 
 def _headers(record: Record, service: str, stage: str, error: BaseException) -> Headers:
@@ -49,7 +99,12 @@ def _headers(record: Record, service: str, stage: str, error: BaseException) -> 
         "exception.message": str(error),
         "exception.stacktrace": "",
     }
-    return tuple((PREFIX + name, text.encode()[:MAX_MESSAGE_BYTES]) for name, text in told.items())
+    return tuple((PREFIX + name, _cut(text)) for name, text in told.items())
+
+
+def _cut(text: str) -> bytes:
+    whole = text.encode(errors="replace")
+    return whole[:MAX_MESSAGE_BYTES].decode(errors="ignore").encode()
 
 
 def origin(headers: Headers) -> tuple[str, int, int]:

@@ -1,6 +1,7 @@
 """What every use of aiokafka here shares: how to connect, how its records and errors become ours."""
 
 import asyncio
+import logging
 from collections.abc import Awaitable, Iterator
 from contextlib import contextmanager
 from typing import Any, TypeVar
@@ -14,10 +15,16 @@ from rollstream.eventlog.log import Record, TopicPartition, truncated
 from rollstream.schemas.errors import LogError
 from rollstream.schemas.topics import BY_NAME, TOPICS
 
-CONNECT_TIMEOUT_S = 10.0
+PATIENCE_S = 5.0
+"""How long to try again where nothing listens."""
+CONNECT_TIMEOUT_S = 15.0
+"""How long a broker that took the connection may be slow."""
 REQUEST_TIMEOUT_MS = 15_000
 MAX_FETCH_BYTES_A_PARTITION = 1024 * 1024
 """A single record above it passes all the same: Kafka always returns the first batch whole."""
+
+REFUSED = "Unable connect to"
+"""How aiokafka's message of a failed connection begins."""
 
 T = TypeVar("T")
 
@@ -64,16 +71,21 @@ def log_errors(doing: str) -> Iterator[None]:
 
 
 async def connect(client: Any, bootstrap_servers: str) -> None:
-    """Start an aiokafka client, trying again for CONNECT_TIMEOUT_S. Raises LogError naming the address."""
+    """Start an aiokafka client, trying again for PATIENCE_S. Raises LogError naming the address."""
+    loop = asyncio.get_running_loop()
+    began = loop.time()
     try:
-        async with asyncio.timeout(CONNECT_TIMEOUT_S):
-            while not await _started(client):
-                await asyncio.sleep(0.2)
-    except TimeoutError:
+        with _quiet():
+            async with asyncio.timeout(CONNECT_TIMEOUT_S):
+                while not await _started(client):
+                    if loop.time() > began + PATIENCE_S:
+                        raise TimeoutError
+                    await asyncio.sleep(0.2)
+    except (TimeoutError, ValueError) as error:
         await stop(client)
+        wrong = f": {error}" if isinstance(error, ValueError) else f" after {loop.time() - began:.0f} s"
         raise LogError(
-            f"no Kafka broker answers at {bootstrap_servers} within {CONNECT_TIMEOUT_S:.0f} s: "
-            "start one or correct bootstrap_servers"
+            f"no Kafka broker answers at {bootstrap_servers}{wrong}; start one or correct bootstrap_servers"
         ) from None
 
 
@@ -97,6 +109,21 @@ async def out_of_range(consumer: AIOKafkaConsumer, error: OffsetOutOfRangeError)
         begin = (await consumer.beginning_offsets([where]))[where]
         end = (await consumer.end_offsets([where]))[where]
     return truncated(our_partition(where), offset, begin, end)
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Keep each failed attempt out of the log: one error says it when patience ends."""
+    theirs = logging.getLogger("aiokafka")
+
+    def keep(record: logging.LogRecord) -> bool:
+        return not str(record.msg).startswith(REFUSED)
+
+    theirs.addFilter(keep)
+    try:
+        yield
+    finally:
+        theirs.removeFilter(keep)
 
 
 async def _started(client: Any) -> bool:

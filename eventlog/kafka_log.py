@@ -55,7 +55,7 @@ class KafkaLog:
         self._fetcher: Fetcher | None = None
 
     async def start(self) -> None:
-        """Connect. Raises LogError naming the address if no broker answers within 10 s."""
+        """Connect. Raises LogError naming the address if no broker answers within seconds."""
         common: dict[str, Any] = {"bootstrap_servers": self._bootstrap_servers, "client_id": self._client_id}
         common["request_timeout_ms"] = REQUEST_TIMEOUT_MS
         producer = AIOKafkaProducer(

@@ -1,0 +1,132 @@
+"""Events as records: round trips, golden files of every published version, and what is no event."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import orjson
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rollstream.eventlog.codec import chain, content_digest, decode, encode
+from rollstream.eventlog.log import Record, check_record_size
+from rollstream.schemas.base import Locator
+from rollstream.schemas.errors import DecodeError, LogError
+from rollstream.schemas.events import KINDS, RewardRecorded, StepRecorded, TaskCancelled
+from rollstream.schemas.topics import TOPICS
+
+GOLDEN = Path(__file__).parents[1] / "golden"
+FILES = sorted(path.name for path in GOLDEN.glob("*.json"))
+
+
+def golden(name: str) -> dict[str, Any]:
+    return json.loads((GOLDEN / name).read_text(encoding="utf-8"))
+
+
+def record(topic: str, value: bytes | None, key: bytes | None = None) -> Record:
+    return Record(topic, 0, 7, key, value, (), 1)
+
+
+def changed(**changes: Any) -> Record:
+    content = golden("reward_recorded.v1.json")["value"] | changes
+    return record("steps", orjson.dumps(content))
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_a_published_event_decodes_for_ever_to_the_same_identity_and_digest(name: str) -> None:
+    kept = golden(name)
+    received = decode(record(kept["topic"], orjson.dumps(kept["value"]), kept["key"].encode()))
+    assert received.event.event_id == kept["event_id"]
+    assert received.digest == kept["digest"]
+    assert received.position == (kept["topic"], 0, 7)
+
+
+@pytest.mark.parametrize("kind", sorted(KINDS))
+def test_an_event_of_every_kind_comes_back_as_it_was(kind: str) -> None:
+    version = KINDS[kind].model_fields["v"].default
+    assert f"{kind}.v{version}.json" in FILES, f"write tests/golden/{kind}.v{version}.json with what encode() gives"
+    kept = golden(f"{kind}.v{version}.json")
+    event = KINDS[kind].model_validate(kept["value"])
+    encoded = encode(event)
+    received = decode(Record(encoded.topic, 0, 0, encoded.key, encoded.value, encoded.headers, 1))
+    assert received.event == event
+    assert received.digest == encoded.digest == content_digest(event) == kept["digest"]
+    assert dict(encoded.headers) == {
+        "content-type": b"application/json",
+        "ce_specversion": b"1.0",
+        "ce_id": event.event_id.encode(),
+        "ce_source": b"rollstream",
+        "ce_type": f"rollstream.{kind}.v{version}".encode(),
+        "ce_subject": encoded.key,
+    }
+
+
+@pytest.mark.parametrize("kind", sorted(KINDS))
+def test_a_digest_covers_content_and_neither_time_nor_place(kind: str) -> None:
+    event = KINDS[kind].model_validate(golden(f"{kind}.v1.json")["value"])
+    other = event.model_copy(update={"time_ms": event.time_ms + 1})
+    assert (content_digest(other) == content_digest(event)) == ("time_ms" in type(event).UNDIGESTED)
+    assert content_digest(event.model_copy(update={"run_id": "another"})) != content_digest(event)
+    if "locators" in type(event).model_fields:
+        moved = event.model_copy(update={"locators": (Locator(partition=3, offset=99),)})
+        assert content_digest(moved) == content_digest(event)
+
+
+@given(
+    value=st.floats(allow_nan=False, allow_infinity=False),
+    name=st.text(st.characters(exclude_categories=["Cs"])),
+    data=st.dictionaries(
+        st.text(st.characters(exclude_categories=["Cs"])), st.booleans() | st.none() | st.floats(-1, 1)
+    ),
+)
+def test_any_content_comes_back_with_the_digest_it_left_with(value: float, name: str, data: dict[str, Any]) -> None:
+    group = {"run_id": "r", "time_ms": 1, "group_id": "r/g", "rollout_id": "r/g/m0/a0"}
+    reward = RewardRecorded(**group, reward_index=0, name=name, value=value)
+    step = StepRecorded(**group, step_index=0, agent="a", event_type="TOOL_END", uuid="u", name=name, data=data)
+    for event in (reward, step):
+        encoded = encode(event)
+        received = decode(record(encoded.topic, encoded.value, encoded.key))
+        assert (received.event, received.digest) == (event, encoded.digest)
+
+
+@pytest.mark.parametrize(
+    ("found", "says"),
+    [
+        (record("steps", None), "null value"),
+        (record("steps", b""), "JSON"),
+        (record("steps", b"\xff\xfe"), "UTF-8 JSON"),
+        (record("steps", b"[1]"), "no JSON object"),
+        (record("steps", b"{}"), "unknown kind None"),
+        (record("steps", b'{"kind": ["a"]}'), "unknown kind"),
+        (changed(kind="nonsense"), "unknown kind 'nonsense' for topic steps"),
+        (changed(kind="batch_planned"), "unknown kind 'batch_planned' for topic steps"),
+        (changed(v=2), "reward_recorded: v: "),
+        (changed(surprise=1), "reward_recorded: surprise: "),
+        (changed(value="NaN"), "reward_recorded: value: "),
+        (changed(value=None), "reward_recorded: value: "),
+        (changed(reward_index=-1), "reward_recorded: reward_index: "),
+    ],
+)
+def test_what_is_no_event_of_its_topic_says_why(found: Record, says: str) -> None:
+    with pytest.raises(DecodeError, match=says):
+        decode(found)
+
+
+def test_a_record_under_another_key_is_no_event() -> None:
+    event = TaskCancelled(run_id="r", time_ms=1, group_id="r/g", cause="test")
+    with pytest.raises(DecodeError, match="wrong key"):
+        decode(record("tasks", encode(event).value, b"r/another"))
+
+
+def test_a_record_above_its_topics_limit_is_refused_with_both_numbers() -> None:
+    limit = TOPICS["tasks"].max_record_bytes
+    check_record_size("tasks", b"k", b"x" * (limit - 200), ())
+    with pytest.raises(LogError, match=rf"tasks has \d+ bytes, more than the limit of {limit}"):
+        check_record_size("tasks", b"k", b"x" * limit, ())
+
+
+def test_a_chain_names_its_start_its_parts_and_their_order() -> None:
+    one, two = "11" * 32, "22" * 32
+    assert len({chain("a", [one, two]), chain("a", [two, one]), chain("b", [one, two]), chain("a", [one])}) == 4
+    assert chain("a", [one, two]) == chain("a", iter([one, two]))

@@ -1,0 +1,98 @@
+"""Dead letters: the record as it came, where it came from, and why."""
+
+import asyncio
+import secrets
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from rollstream.eventlog.artifacts import ArtifactStore
+from rollstream.eventlog.dead_letters import REFERENCE, origin, original, send_dead_letter
+from rollstream.eventlog.log import Record
+from rollstream.eventlog.memory_log import MemoryLog
+from rollstream.schemas.errors import DecodeError, LogError
+from rollstream.schemas.settings import ArtifactRef
+from rollstream.schemas.topics import MIB
+
+ERROR = DecodeError("not UTF-8 JSON: é")
+
+
+def sent(record: Record, artifacts: ArtifactStore | None = None, error: BaseException = ERROR) -> Record:
+    async def main() -> Record:
+        log = MemoryLog()
+        position = await send_dead_letter(
+            log, record, service="processors", stage="decode", error=error, artifacts=artifacts
+        )
+        return (await log.fetch([position]))[0]
+
+    return asyncio.run(main())
+
+
+def test_a_letter_holds_the_record_and_says_where_it_came_from_and_why() -> None:
+    letter = sent(Record("steps", 3, 41, b"\xffkey", b"\xfe bytes", (("ce_id", b"x"), ("ce_id", b"y")), 5))
+    assert (letter.topic, letter.key, letter.value) == ("dlq", b"\xffkey", b"\xfe bytes")
+    told = dict(letter.headers)
+    assert told["__connect.errors.topic"] == b"rollstream.steps.v1"
+    assert told["__connect.errors.partition"] == b"3"
+    assert told["__connect.errors.offset"] == b"41"
+    assert told["__connect.errors.connector.name"] == b"processors"
+    assert told["__connect.errors.stage"] == b"decode"
+    assert told["__connect.errors.exception.class.name"] == b"rollstream.schemas.errors.DecodeError"
+    assert told["__connect.errors.exception.message"].decode() == "not UTF-8 JSON: é"
+    assert letter.headers[-2:] == (("ce_id", b"x"), ("ce_id", b"y"))
+    assert origin(letter.headers) == ("steps", 3, 41)
+
+
+@pytest.mark.parametrize(("key", "value"), [(None, None), (b"k", None), (None, b"v"), (b"", b"")])
+def test_missing_keys_and_values_stay_missing(key: bytes | None, value: bytes | None) -> None:
+    letter = sent(Record("tasks", 0, 0, key, value, (), 5))
+    assert (letter.key, letter.value) == (key, value)
+
+
+@pytest.mark.parametrize("record_bytes", [8 * MIB - 200, 8 * MIB])
+def test_above_the_limit_a_letter_holds_a_reference_to_the_bytes(record_bytes: int, tmp_path: Path) -> None:
+    store = ArtifactStore(str(tmp_path))
+    value = secrets.token_bytes(record_bytes)
+    letter = sent(Record("steps", 3, 41, b"k", value, (), 5), store)
+    assert letter.value is None
+    assert original(letter, store).value == value
+    ref = ArtifactRef.model_validate_json(dict(letter.headers)[REFERENCE])
+    assert store.read(ref) == value
+    assert origin(letter.headers) == ("steps", 3, 41)
+
+
+def test_without_a_store_a_letter_above_the_limit_is_refused_by_name() -> None:
+    with pytest.raises(LogError, match="steps/3@41"):
+        sent(Record("steps", 3, 41, b"k", b"x" * 8 * MIB, (), 5))
+
+
+def test_a_letter_passes_even_if_the_record_is_all_key_or_headers(tmp_path: Path) -> None:
+    store = ArtifactStore(str(tmp_path))
+    for record in (
+        Record("steps", 3, 41, b"k" * (8 * MIB - 200), b"v", (), 5),
+        Record("steps", 3, 41, b"k", b"v", (("h", b"x" * (8 * MIB - 200)),), 5),
+        Record("steps", 3, 41, b"k" * (8 * MIB - 200), None, (), 5),
+    ):
+        letter = sent(record, store)
+        assert origin(letter.headers) == ("steps", 3, 41)
+        assert original(letter, store) == replace(record, timestamp_ms=letter.timestamp_ms)
+
+
+def test_a_long_reason_is_cut_to_whole_characters() -> None:
+    letter = sent(Record("steps", 0, 0, b"k", b"v", (), 5), error=ValueError("é" * 10_000))
+    reason = dict(letter.headers)["__connect.errors.exception.message"].decode()
+    assert 1000 < len(reason) < 5000
+
+
+def test_a_letter_that_dies_again_says_its_last_origin() -> None:
+    once = sent(Record("steps", 3, 41, b"k", b"v", (), 5))
+    again = sent(Record("tasks", 1, 2, once.key, once.value, once.headers, 5))
+    assert origin(again.headers) == ("tasks", 1, 2)
+    assert again.value == b"v"
+
+
+def test_a_records_own_headers_cannot_pass_for_a_reference(tmp_path: Path) -> None:
+    record = Record("steps", 3, 41, b"k", b"v", ((REFERENCE, b'{"uri": "/etc/passwd"}'), ("ce_id", b"x")), 5)
+    found = original(sent(record), ArtifactStore(str(tmp_path)))
+    assert (found.value, found.headers) == (b"v", (("ce_id", b"x"),))
