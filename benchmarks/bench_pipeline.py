@@ -2,7 +2,8 @@
 
     python benchmarks/bench_pipeline.py --groups 1000 --repeats 3 --workers 1 2 --output bench.json
 
-A repeat is one fresh workspace and broker. `steps_per_s` counts from the first record sent to the last BatchPlanned read.
+A repeat is one fresh workspace and broker. `steps_per_s` counts from the first record sent to the last BatchPlanned
+read.
 """
 
 import argparse
@@ -142,11 +143,22 @@ def start_workers(bootstrap: str, workspace: Path, num_workers: int) -> list[sub
     workers = []
     for index in range(num_workers):
         log = (workspace / f"processors-{index}.log").open("wb")
-        command = [sys.executable, "-m", "rollstream.harness.cli", "serve", "processors"]
-        options = ["--bootstrap_servers", bootstrap, "--artifact_uri", str(workspace / "artifacts")]
-        options += ["--workspace", str(workspace), "--name", f"processors-{index}"]
-        options += ["--num_partitions", str(PARTITIONS)]
-        workers.append(subprocess.Popen([*command, *options], stdout=log, stderr=subprocess.STDOUT))
+        command = [
+            sys.executable,
+            "-m",
+            "rollstream.harness.cli",
+            "serve",
+            "processors",
+            "--name",
+            f"processors-{index}",
+        ]
+        environ = os.environ | {
+            "ROLLSTREAM_BOOTSTRAP_SERVERS": bootstrap,
+            "ROLLSTREAM_ARTIFACT_URI": str(workspace / "artifacts"),
+            "ROLLSTREAM_WORKSPACE": str(workspace),
+            "ROLLSTREAM_NUM_PARTITIONS": str(PARTITIONS),
+        }
+        workers.append(subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=environ))
     return workers
 
 
@@ -169,8 +181,9 @@ async def manifests(log: KafkaLog, num_groups: int, planned: dict[int, float]) -
     while time.monotonic() < deadline:
         for record in await reader.poll(timeout_s=1.0):
             event = codec.decode(record).event
+            now = time.perf_counter()
             for member in getattr(event, "members", ()):
-                planned.setdefault(int(member.group_id.rsplit("/t", 1)[1]), time.perf_counter())
+                planned.setdefault(int(member.group_id.rsplit("/t", 1)[1]), now)
             if isinstance(event, EpochSealed):
                 await reader.close()
                 return
@@ -192,7 +205,8 @@ async def topic_bytes(log: KafkaLog, topics: tuple[str, ...]) -> int:
 
 async def one_pass(groups: list, num_workers: int, steps_per_s: float | None) -> dict[str, float]:
     """One run of the pipeline on a fresh workspace: throughput, CPU seconds, latencies, bytes."""
-    with tempfile.TemporaryDirectory() as folder, EmbeddedBroker(Path(folder)) as bootstrap:
+    with tempfile.TemporaryDirectory() as folder, EmbeddedBroker(Path(folder)) as broker:
+        bootstrap = broker.bootstrap_servers
         workspace = Path(folder)
         log = KafkaLog(bootstrap)
         await log.start()
@@ -255,7 +269,8 @@ def stop(workers: list[subprocess.Popen]) -> None:
 
 async def limit_pass(groups: list) -> float:
     """The raw limit on a fresh broker."""
-    with tempfile.TemporaryDirectory() as folder, EmbeddedBroker(Path(folder)) as bootstrap:
+    with tempfile.TemporaryDirectory() as folder, EmbeddedBroker(Path(folder)) as broker:
+        bootstrap = broker.bootstrap_servers
         log = KafkaLog(bootstrap)
         await log.start()
         await log.ensure_topics(num_partitions=PARTITIONS)

@@ -28,6 +28,8 @@ BATCH_RECORDS = 256
 POLL_RECORDS = 2048
 QUEUED_BATCHES = 4
 """Batches that wait for a fold; more would only be later."""
+FETCH_WAIT_MS = 20
+"""A partition whose records were just taken is in no request until the one under way is answered: so long at most."""
 COMMIT_INTERVAL_S = 1.0
 REBALANCE_TIMEOUT_S = 30.0
 
@@ -105,7 +107,7 @@ class _Thread(driver.AIOKafkaConsumerThread):
             max_poll_records=POLL_RECORDS,
             max_poll_interval_ms=int((conf.broker_max_poll_interval or 0) * 1000),
             max_partition_fetch_bytes=MIB,
-            fetch_max_wait_ms=500,
+            fetch_max_wait_ms=FETCH_WAIT_MS,
             request_timeout_ms=int(conf.broker_request_timeout * 1000),
             session_timeout_ms=int(conf.broker_session_timeout * 1000),
             rebalance_timeout_ms=int(conf.broker_rebalance_timeout * 1000),

@@ -6,6 +6,7 @@ import logging
 
 from rollstream.eventlog.artifacts import ArtifactStore
 from rollstream.eventlog.log import EventLog
+from rollstream.processors import faust_host
 from rollstream.processors.assemble_shell import AssembleShell
 from rollstream.processors.curate_shell import CurateShell
 from rollstream.processors.faust_host import Host, Shell, create_host
@@ -37,7 +38,7 @@ async def run(log: EventLog, settings: ProcessorSettings) -> None:
     host = create_host(
         settings.bootstrap_servers, shells, client_id=settings.name, session_timeout_s=settings.session_timeout_s
     )
-    for name in ("faust", "mode"):
+    for name in ("faust", "mode", faust_host.__name__):
         logging.getLogger(name).setLevel(logging.WARNING)
     await host.start()
     logger.info("ready")
