@@ -35,6 +35,8 @@ SEND_TIMEOUT_S = 120.0
 """An idempotent producer tries for ever; a service that waits longer is better restarted."""
 POLL_WAIT_MS = 100
 """How long Kafka may hold a reader's request; a new record is answered at once, a seek waits that long."""
+HEARTBEAT_MS = 500
+"""A member learns of a rebalance by its heartbeat."""
 REBALANCE_TIMEOUT_S = 30.0
 MAX_POLL_INTERVAL_S = 3600.0
 
@@ -167,7 +169,7 @@ class KafkaLog:
             max_wait_ms=POLL_WAIT_MS,
             group_id=group,
             session_timeout_ms=self._session_timeout_ms,
-            heartbeat_interval_ms=max(1, self._session_timeout_ms // 3),
+            heartbeat_interval_ms=min(HEARTBEAT_MS, self._session_timeout_ms // 3),
             rebalance_timeout_ms=int(REBALANCE_TIMEOUT_S * 1000),
             max_poll_interval_ms=int(MAX_POLL_INTERVAL_S * 1000),
             partition_assignment_strategy=(RangePartitionAssignor,),
