@@ -46,11 +46,12 @@ class CurateShell:
 
     topic = "groups"
 
-    def __init__(self, log: EventLog, artifacts: ArtifactStore, *, service: str) -> None:
+    def __init__(self, log: EventLog, artifacts: ArtifactStore, *, service: str, retry_s: float = RETRY_S) -> None:
         """`service` names this process in dead letters."""
         self._log = log
         self._artifacts = artifacts
         self._service = service
+        self._retry_s = retry_s
         self._fold: _Fold | None = None
 
     async def take(self, batch: Batch) -> None:
@@ -134,7 +135,7 @@ class CurateShell:
             except ArtifactError:
                 if not left:
                     raise
-                await asyncio.sleep(RETRY_S)
+                await asyncio.sleep(self._retry_s)
             else:
                 return
 

@@ -1,5 +1,8 @@
 """A partition of `groups` in a list, folded by curate as it grows, and short ways to write its records."""
 
+import sys
+from pathlib import Path
+
 import pytest
 
 from rollstream.eventlog import codec
@@ -18,6 +21,8 @@ from rollstream.schemas.events import (
 )
 from rollstream.schemas.events_training import MemberRef, SubmittedGroup
 from rollstream.schemas.settings import ArtifactRef, PlanSettings, RolloutSettings
+
+sys.path.insert(0, str(Path(__file__).parent))  # steps_rig
 
 
 class GroupsPartition:

@@ -1,0 +1,85 @@
+"""Records of `steps` for the tests of assembly: groups, whole attempts, failures, ticks; and folds of them."""
+
+from rollstream.eventlog import codec
+from rollstream.eventlog.log import Position, Received
+from rollstream.processors import assembly
+from rollstream.schemas import ids
+from rollstream.schemas.events import (
+    GroupStarted,
+    RewardRecorded,
+    RolloutEnded,
+    RolloutFailed,
+    RolloutStarted,
+    StepRecorded,
+    Tick,
+)
+from rollstream.schemas.events_rollouts import LLMCall, VersionSpan
+from rollstream.schemas.tokens import encode_floats, encode_ids
+
+RUN = "run"
+
+
+def group(index, run=RUN):
+    return ids.group_id(run, "rl", 0, index)
+
+
+def started(index=0, *, size=2, minimum=1, time_ms=0, timeout_ms=1000, run=RUN, **more):
+    fields = {"example_id": f"x{index}", "job_id": f"{run}/rl", "epoch": 0, "index": index, "seed": index}
+    fields |= {"agents": {"agent": f"{run}/policy"}} | more
+    return GroupStarted(
+        run_id=run,
+        time_ms=time_ms,
+        group_id=group(index, run),
+        size=size,
+        minimum=minimum,
+        timeout_ms=timeout_ms,
+        **fields,
+    )
+
+
+def attempt(index=0, member=0, number=0, *, num_steps=2, reward=1.0, time_ms=0, agent="agent", run=RUN, **ended):
+    """All records of an attempt that came to its end."""
+    rollout = ids.rollout_id(group(index, run), member, number)
+    base = {"run_id": run, "time_ms": time_ms, "group_id": group(index, run), "rollout_id": rollout}
+    span = VersionSpan(model_group=f"{run}/policy", version=3, length=2)
+    steps = []
+    for step in range(num_steps):
+        call = LLMCall(
+            prompt_ids=encode_ids([step, member]),
+            completion_ids=encode_ids([7, number]),
+            logprobs=encode_floats([-1, -2]),
+            spans=(span,),
+        )
+        steps.append(StepRecorded(**base, step_index=step, agent=agent, event_type="LLM_END", uuid=f"{step}", llm=call))
+    rewards = [RewardRecorded(**base, reward_index=0, name="task", value=reward)]
+    digest = codec.chain(rollout, map(codec.content_digest, steps + rewards))
+    last = {"num_steps": num_steps, "num_rewards": 1, "digest": digest} | ended
+    begin = RolloutStarted(**base, member=member, attempt=number, seed=0)
+    return [begin, *steps, *rewards, RolloutEnded(**base, **last)]
+
+
+def failed(index=0, member=0, number=0, *, is_final=False, time_ms=0, cause="engine_error"):
+    rollout = ids.rollout_id(group(index), member, number)
+    return RolloutFailed(
+        run_id=RUN, time_ms=time_ms, group_id=group(index), rollout_id=rollout, cause=cause, is_final=is_final
+    )
+
+
+def tick(time_ms):
+    return Tick(run_id="", time_ms=time_ms, partition=0)
+
+
+def received_of(events, first=0):
+    return [
+        Received(event, codec.content_digest(event), Position("steps", 0, offset), 0)
+        for offset, event in enumerate(events, first)
+    ]
+
+
+def fold(received, state=None):
+    state = state or assembly.initial()
+    return [closing for one in received for closing in assembly.evolve(state, one)]
+
+
+def closings_of(*events):
+    return fold(received_of(events))

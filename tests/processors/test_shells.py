@@ -1,0 +1,249 @@
+"""The folds' shells on a log in memory: what is acknowledged before a mark moves, and what a restart repeats."""
+
+import asyncio
+
+import orjson
+import pytest
+from steps_rig import attempt, group, started
+
+from rollstream.eventlog import codec
+from rollstream.eventlog.artifacts import ArtifactStore
+from rollstream.eventlog.log import Position, TopicPartition, partition_of
+from rollstream.eventlog.memory_log import MemoryLog
+from rollstream.processors.assemble_shell import AssembleShell
+from rollstream.processors.curate_shell import CurateShell
+from rollstream.processors.faust_host import Batch
+from rollstream.schemas.errors import LogError
+from rollstream.schemas.events import EpochSealed, EpochStarted, JobStarted, RunEnded, RunStarted, TaskRequested
+from rollstream.schemas.settings import PlanSettings, RolloutSettings
+
+RUN = "run"
+
+
+async def records_of(log, topic, partition=0):
+    reader = await log.reader({TopicPartition(topic, partition): 0})
+    found = []
+    while more := await reader.poll(timeout_s=0.01):
+        found += more
+    await reader.close()
+    return found
+
+
+async def events_of(log, topic):
+    found = [
+        one for partition in range(await log.num_partitions(topic)) for one in await records_of(log, topic, partition)
+    ]
+    return [codec.decode(one).event for one in found]
+
+
+async def steps_batch(log, events, partition=0):
+    """The events written to a steps partition and read back from it."""
+    for event in events:
+        await log.send(event, partition=partition)
+    return Batch(partition, 1, await records_of(log, "steps", partition))
+
+
+class _Held(MemoryLog):
+    """A log whose acknowledgements wait until they are let go."""
+
+    def __init__(self):
+        super().__init__(num_partitions=1)
+        self.let_go = asyncio.Event()
+
+    async def send_all(self, events):
+        await self.let_go.wait()
+        return await super().send_all(events)
+
+    async def send_raw(self, topic, **options):
+        if topic == "dlq":
+            await self.let_go.wait()
+        return await super().send_raw(topic, **options)
+
+
+def test_a_closed_group_names_where_its_trajectories_lie():
+    async def go():
+        log = MemoryLog(num_partitions=4)
+        shell = AssembleShell(log, None, service="p")
+        await shell.take(await steps_batch(log, [started(), *attempt(member=1), *attempt(member=0)]))
+        await shell.drain()
+        (closed,) = await events_of(log, "groups")
+        partition = partition_of(group(0), 4)
+        assert {place.partition for place in closed.locators} == {partition}
+        found = await log.fetch(Position("trajectories", place.partition, place.offset) for place in closed.locators)
+        assert [codec.decode(one).digest for one in found] == [member.digest for member in closed.members]
+        assert shell.mark(0) == 11
+
+    asyncio.run(go())
+
+
+def test_the_mark_waits_for_the_acknowledgement_of_what_closed():
+    async def go():
+        log = _Held()
+        shell = AssembleShell(log, None, service="p")
+        batch = await steps_batch(log, [started(0, size=1), *attempt(), started(1, size=1)])
+        await shell.take(batch)
+        await asyncio.sleep(0.01)
+        assert shell.mark(0) == 0, "group 0 is closed, but nobody has acknowledged it"
+        log.let_go.set()
+        await shell.drain()
+        assert shell.mark(0) == 6, "the GroupStarted of group 1"
+
+    asyncio.run(go())
+
+
+def test_a_record_that_cannot_be_decoded_is_a_dead_letter_before_the_mark_passes_it():
+    async def go():
+        log = _Held()
+        shell = AssembleShell(log, None, service="p")
+        await log.send_raw("steps", key=b"k", value=b"no json", partition=0)
+        await shell.take(await steps_batch(log, [started(0, size=1), *attempt()]))
+        await asyncio.sleep(0.01)
+        assert shell.mark(0) == 0
+        log.let_go.set()
+        await shell.drain()
+        (letter,) = await records_of(log, "dlq")
+        assert (letter.key, letter.value) == (b"k", b"no json")
+        assert shell.mark(0) == 7
+        assert len(await records_of(log, "groups")) == 1
+
+    asyncio.run(go())
+
+
+def test_a_partition_that_comes_back_is_folded_anew_from_where_it_is_read():
+    async def go():
+        log = MemoryLog(num_partitions=1)
+        shell = AssembleShell(log, None, service="p")
+        batch = await steps_batch(log, [started(0, size=1), *attempt()])
+        await shell.take(Batch(0, 1, batch.records[:3]))
+        shell.drop([0])
+        assert shell.mark(0) is None
+        await shell.take(Batch(0, 2, batch.records))
+        await shell.take(Batch(0, 2, batch.records[2:]))
+        await shell.drain()
+        assert len(await records_of(log, "groups")) == 1, "records that were folded already change nothing"
+
+    asyncio.run(go())
+
+
+def test_a_send_that_fails_ends_the_shell():
+    class Refusing(MemoryLog):
+        async def send_all(self, events):
+            raise LogError("refused")
+
+    async def go():
+        log = Refusing(num_partitions=1)
+        shell = AssembleShell(log, None, service="p")
+        batch = await steps_batch(log, [started(0, size=1), *attempt()])
+        await shell.take(batch)
+        with pytest.raises(LogError, match="refused"):
+            await shell.drain()
+        assert shell.mark(0) == 0
+
+    asyncio.run(go())
+
+
+# ---- curation ----
+
+
+def run_events(store, *, num_examples=2, run=RUN):
+    lines = b"\n".join(orjson.dumps({"example_id": f"x{i}", "inputs": {"i": i}}) for i in range(num_examples))
+    common = {"run_id": run, "time_ms": 5}
+    plan = PlanSettings(tasks_per_epoch=2, num_generations=2, min_generations=1)
+    rollout = RolloutSettings(environment="none", agents={"agent": f"{run}/policy"})
+    job = {"job_id": f"{run}/rl", "model_group": f"{run}/policy", "base_version": 3}
+    return [
+        RunStarted(
+            **common,
+            name=run,
+            config={},
+            seed=1,
+            dataset=store.put_bytes(lines, ".jsonl"),
+            num_examples=num_examples,
+            num_partitions=1,
+        ),
+        JobStarted(**common, **job, plan=plan, rollout=rollout),
+        EpochStarted(**common, job_id=f"{run}/rl", epoch=0),
+    ]
+
+
+async def close_groups(log, *, run=RUN):
+    """Both groups of the epoch, assembled."""
+    shell = AssembleShell(log, None, service="p")
+    events = []
+    for index in range(2):
+        records = [*attempt(index, 0, reward=0.0, run=run), *attempt(index, 1, reward=1.0, run=run)]
+        events += [started(index, run=run), *records]
+    await shell.take(await steps_batch(log, events))
+    await shell.drain()
+
+
+async def groups_batch(log, first=0, *, generation=1):
+    return Batch(0, generation, (await records_of(log, "groups"))[first:])
+
+
+def test_an_epoch_is_asked_for_planned_and_sealed(tmp_path):
+    async def go():
+        log, store = MemoryLog(num_partitions=1), ArtifactStore(str(tmp_path))
+        shell = CurateShell(log, store, service="p")
+        await log.send_all(run_events(store))
+        await shell.take(await groups_batch(log))
+        assert shell.mark(0) == 3
+        tasks = await events_of(log, "tasks")
+        assert [task.inputs["i"] in (0, 1) for task in tasks] == [True, True]
+        await close_groups(log)
+        await shell.take(await groups_batch(log, 3))
+        assert shell.mark(0) == 5
+        batches = await events_of(log, "batches")
+        assert [one.kind for one in batches] == ["batch_planned", "epoch_sealed"]
+        assert len(batches[0].members) == 4
+
+    asyncio.run(go())
+
+
+@pytest.mark.parametrize("committed", [0, 1, 2, 3, 4])
+def test_a_new_owner_repeats_only_what_lies_beyond_the_committed_offset(tmp_path, committed):
+    async def go():
+        log, store = MemoryLog(num_partitions=1), ArtifactStore(str(tmp_path))
+        await log.send_all(run_events(store))
+        await CurateShell(log, store, service="p").take(await groups_batch(log))
+        await close_groups(log)
+        records = await groups_batch(log)
+        before = len(await events_of(log, "tasks"))
+        owner = CurateShell(log, store, service="q")
+        rest = records.records[committed:]
+        await owner.take(Batch(0, 2, rest))
+        again = (await events_of(log, "tasks"))[before:]
+        assert len(again) == (2 if committed <= 2 else 0)
+        batches = await events_of(log, "batches")
+        assert isinstance(batches[-1], EpochSealed)
+        assert len(batches[0].members) == 4
+
+    asyncio.run(go())
+
+
+def test_a_run_whose_dataset_is_missing_fails_and_the_others_go_on(tmp_path):
+    async def go():
+        log, store = MemoryLog(num_partitions=1), ArtifactStore(str(tmp_path))
+        shell = CurateShell(log, store, service="p", retry_s=0.0)
+        broken = run_events(store, run="broken", num_examples=1)
+        for path in tmp_path.rglob("*.jsonl"):
+            path.unlink()
+        await log.send_all([*broken, *run_events(store)])
+        await shell.take(await groups_batch(log))
+        ends = [event for event in await events_of(log, "groups") if isinstance(event, RunEnded)]
+        assert [(end.run_id, end.cause) for end in ends] == [("broken", "failed")]
+        assert {task.run_id for task in await events_of(log, "tasks") if isinstance(task, TaskRequested)} == {RUN}
+
+    asyncio.run(go())
+
+
+def test_a_groups_record_that_cannot_be_decoded_is_a_dead_letter(tmp_path):
+    async def go():
+        log, store = MemoryLog(num_partitions=1), ArtifactStore(str(tmp_path))
+        await log.send_raw("groups", key=b"k", value=b'{"kind": "unheard_of"}')
+        shell = CurateShell(log, store, service="p")
+        await shell.take(await groups_batch(log))
+        assert len(await records_of(log, "dlq")) == 1
+        assert shell.mark(0) == 1
+
+    asyncio.run(go())
