@@ -211,11 +211,16 @@ class Transport(driver.Transport):
 
 
 def create_host(
-    bootstrap_servers: str, shells: Iterable[Shell], *, client_id: str, session_timeout_s: float = 10.0
+    bootstrap_servers: str,
+    shells: Iterable[Shell],
+    *,
+    client_id: str,
+    session_timeout_s: float = 10.0,
+    app_id: str = APP_ID,
 ) -> Host:
     """An app with one agent a shell. Start and stop it as a service in the running loop."""
     host = Host(
-        APP_ID,
+        app_id,
         broker=[URL(f"kafka://{address.strip()}") for address in bootstrap_servers.split(",")],
         broker_client_id=client_id,
         broker_session_timeout=session_timeout_s,

@@ -83,3 +83,12 @@ def fold(received, state=None):
 
 def closings_of(*events):
     return fold(received_of(events))
+
+
+def content(closings):
+    """Content digest by event id; the first occurrence wins, as in every reader."""
+    found = {}
+    for closing in closings:
+        for event in (*closing.trajectories, closing.closed):
+            found.setdefault(event.event_id, codec.content_digest(event))
+    return found

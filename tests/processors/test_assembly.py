@@ -4,7 +4,7 @@ from itertools import chain
 
 import hypothesis.strategies as st
 from hypothesis import given, settings
-from steps_rig import RUN, attempt, closings_of, failed, fold, group, received_of, started, tick
+from steps_rig import RUN, attempt, closings_of, content, failed, fold, group, received_of, started, tick
 
 from rollstream.eventlog import codec
 from rollstream.processors import assembly
@@ -19,15 +19,6 @@ from rollstream.schemas.events import (
 
 def outcomes(closing):
     return {(one.member, one.attempt): (one.outcome, one.cause) for one in closing.closed.attempts}
-
-
-def content(closings):
-    """Content digest by event id; the first occurrence wins, as in every reader."""
-    found = {}
-    for closing in closings:
-        for event in (*closing.trajectories, closing.closed):
-            found.setdefault(event.event_id, codec.content_digest(event))
-    return found
 
 
 # ---- closing ----
