@@ -48,6 +48,7 @@ def main() -> None:
         *("--result_json_path", str(result), "--name", "demo"),
         *("-o", "trainer_adapters.learner.model.path", str(model)),
         *("-o", "trainer_adapters.learner.seed", str(arguments.seed)),
+        *("-o", "finetuning.output_dir", str(workspace / "output" / "demo")),
     )
     run_id = json.loads(result.read_text())["run_id"]
     picture = workspace / "demo.png"

@@ -32,10 +32,13 @@ def sql(query: str, form: str, output: Path | None, workspace: Path) -> None:
     """Ask the metrics by SQL (reading only), while a run is going or after it."""
     if form == "parquet" and output is None:
         raise QueryError("--format parquet needs --output FILE")
-    from rollstream.metrics import formats
     from rollstream.metrics.client import query as ask
+    from rollstream.metrics.formats import FORMATS
 
-    told = formats.render(ask(workspace, query), form)
+    result = ask(workspace, query)
+    told = FORMATS[form](result)
+    if result.is_cut:
+        click.echo(f"cut after {len(result.rows)} rows: add LIMIT, or aggregate", err=True)
     if output is not None:
         output.write_bytes(told if isinstance(told, bytes) else told.encode())
         return

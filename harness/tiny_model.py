@@ -36,6 +36,7 @@ def make_tiny_model(
     num_layers: int = 2,
     intermediate_size: int = 136,
     max_length: int = 512,
+    initializer_range: float = 0.1,
 ) -> Path:
     """A transformers folder with model and tokenizer; equal arguments give equal bytes, and a made one is kept.
 
@@ -46,6 +47,7 @@ def make_tiny_model(
         "num_hidden_layers": num_layers,
         "intermediate_size": intermediate_size,
         "max_position_embeddings": max_length,
+        "initializer_range": initializer_range,
     }
     stamp = json.dumps({"made_by": "rollstream tiny-model", "seed": seed, **shape}, sort_keys=True)
     if _holds(folder, stamp):

@@ -19,11 +19,11 @@ class Attempt:
     rollout_id: str
     member: int
     number: int
-    step_digests: dict[int, str] = field(default_factory=dict[int, str])
-    reward_digests: dict[int, str] = field(default_factory=dict[int, str])
-    calls: list[StepRecorded] = field(default_factory=list[StepRecorded])
-    agents: set[str] = field(default_factory=set[str])
-    rewards: list[RewardRecorded] = field(default_factory=list[RewardRecorded])
+    step_digests: dict[int, str] = field(default_factory=lambda: {})
+    reward_digests: dict[int, str] = field(default_factory=lambda: {})
+    calls: list[StepRecorded] = field(default_factory=lambda: [])
+    agents: set[str] = field(default_factory=lambda: set())
+    rewards: list[RewardRecorded] = field(default_factory=lambda: [])
     outcome: AttemptOutcome | None = None
 
 

@@ -85,7 +85,9 @@ def agents_of(started: GroupStarted, acting: Iterable[str]) -> list[str]:
 
 def sum_rewards(rewards: Iterable[RewardRecorded], agent: str, weights: dict[str, float]) -> RewardSums:
     """Sums of the rewards recorded for `agent` or for all, in the order given. Raises DecodeError on overflow."""
-    total, by_name, by_step = 0.0, dict[str, float](), dict[str, float]()
+    total = 0.0
+    by_name: dict[str, float] = {}
+    by_step: dict[str, float] = {}
     for reward in rewards:
         if reward.agent is not None and reward.agent != agent:
             continue
@@ -103,7 +105,7 @@ def sum_rewards(rewards: Iterable[RewardRecorded], agent: str, weights: dict[str
 def reference(trajectory: TrajectoryAssembled) -> MemberRef:
     """What a closed group says of a trajectory."""
     completions = [part for sequence in trajectory.sequences for part in sequence.completions]
-    versions = [span.version for part in completions for span in part.spans if span.length]
+    versions = {span.version for part in completions for span in part.spans if span.length}
     return MemberRef(
         trajectory_id=trajectory.trajectory_id,
         rollout_id=trajectory.rollout_id,

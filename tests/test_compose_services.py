@@ -87,6 +87,7 @@ def write_config(path: Path, bootstrap_servers: str, data: Path, model: Path) ->
                         "services": "external",
                         "num_generations": 4,
                         "max_turns": 3,
+                        "drop_zero_variance": False,
                         "sampling": {"max_new_tokens": 2},
                     }
                 },

@@ -47,6 +47,7 @@ class Workplace:
                     "max_turns": 4,
                     "sampling": {"max_new_tokens": 3},
                     "num_partitions": 2,
+                    "drop_zero_variance": False,
                     "tick_interval_s": 0.2,
                     "engine": {"threads": 1},
                     **builder,

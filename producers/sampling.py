@@ -1,0 +1,110 @@
+"""Draws tokens for a batch of sequences at once, and says how likely each was. Knows logits, not models.
+
+A token is the inverse of its distribution's cumulative sum at one uniform number, which only (seed, token index)
+decides: whatever else is in the batch, a sequence meets the same noise. Shapes: B sequences, V vocabulary.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from rollstream.schemas.settings import Sampling
+
+_GOLDEN = np.uint64(0x9E3779B97F4A7C15)
+_MIX_1 = np.uint64(0xBF58476D1CE4E5B9)
+_MIX_2 = np.uint64(0x94D049BB133111EB)
+_UNIT = 2.0**-40
+"""Coarser than float64 on purpose: a uniform number times a sum near one stays below that sum."""
+
+
+def uniforms(seeds_B: Sequence[int], first: int, count: int) -> Tensor:
+    """Numbers in [0, 1) for token indices `first` to `first + count - 1`: float64 (B, count).
+
+    SplitMix64 (Steele, Lea, Flood 2014) as a counter-based hash, applied to the seed and again with the index.
+    """
+    seeds = np.array([seed & 0xFFFFFFFFFFFFFFFF for seed in seeds_B], dtype=np.uint64)[:, None]
+    indices = np.arange(first + 1, first + count + 1, dtype=np.uint64)[None, :]
+    bits = _mix(_mix(seeds + _GOLDEN) + indices * _GOLDEN)
+    return torch.from_numpy((bits >> np.uint64(24)).astype(np.float64) * _UNIT)
+
+
+def _mix(
+    bits: "np.ndarray[tuple[int, ...], np.dtype[np.uint64]]",
+) -> "np.ndarray[tuple[int, ...], np.dtype[np.uint64]]":
+    bits = (bits ^ (bits >> np.uint64(30))) * _MIX_1
+    bits = (bits ^ (bits >> np.uint64(27))) * _MIX_2
+    return bits ^ (bits >> np.uint64(31))
+
+
+@dataclass(frozen=True)
+class SamplingBatch:
+    """How each sequence of a batch draws its tokens."""
+
+    temperature: Tensor  # (B, 1)
+    top_k: Tensor | None  # (B, 1); None: no sequence has a limit
+    top_p: Tensor | None  # (B, 1); None: no sequence has a limit
+    greedy: Tensor | None  # (B,) bool; None: none is
+
+    @classmethod
+    def of(cls, settings_B: Sequence[Sampling], vocabulary: int, device: torch.device) -> "SamplingBatch":
+        """The settings of B sequences as tensors."""
+        greedy = [settings.temperature == 0 for settings in settings_B]
+        temperature = [settings.temperature or 1.0 for settings in settings_B]
+        top_k = [settings.top_k or vocabulary for settings in settings_B]
+        top_p = [settings.top_p for settings in settings_B]
+        return cls(
+            temperature=torch.tensor(temperature, device=device)[:, None],
+            top_k=torch.tensor(top_k, device=device)[:, None] if min(top_k) < vocabulary else None,
+            top_p=torch.tensor(top_p, device=device)[:, None] if min(top_p) < 1 else None,
+            greedy=torch.tensor(greedy, device=device) if any(greedy) else None,
+        )
+
+    def select(self, rows: Tensor) -> "SamplingBatch":
+        """Of some of the sequences."""
+        return SamplingBatch(
+            temperature=self.temperature[rows],
+            top_k=None if self.top_k is None else self.top_k[rows],
+            top_p=None if self.top_p is None else self.top_p[rows],
+            greedy=None if self.greedy is None else self.greedy[rows],
+        )
+
+
+def sample(logits_B_V: Tensor, uniforms_B: Tensor, how: SamplingBatch) -> tuple[Tensor, Tensor]:
+    """Token ids (B,) and their log-probabilities (B,), float32, under the distribution that they were drawn from.
+
+    The order is temperature, then top-k, then top-p. Temperature 0 takes the likeliest token, at log-probability 0.
+    """
+    logprobs_B_V = distribution(logits_B_V, how)
+    sums_B_V = logprobs_B_V.double().exp_().cumsum(dim=-1)
+    targets_B = uniforms_B * sums_B_V[:, -1]
+    tokens_B = torch.searchsorted(sums_B_V, targets_B[:, None], right=True)[:, 0]
+    chosen_B = logprobs_B_V.gather(1, tokens_B[:, None])[:, 0]
+    if how.greedy is not None:
+        tokens_B = torch.where(how.greedy, logits_B_V.argmax(dim=-1), tokens_B)
+        chosen_B = torch.where(how.greedy, torch.zeros_like(chosen_B), chosen_B)
+    return tokens_B, chosen_B
+
+
+def distribution(logits_B_V: Tensor, how: SamplingBatch) -> Tensor:
+    """Log-probabilities (B, V), float32, that tokens are drawn from; -inf where a limit excludes a token."""
+    scaled_B_V = logits_B_V.float() / how.temperature
+    if how.top_k is not None or how.top_p is not None:
+        scaled_B_V = _limited(scaled_B_V, how)
+    return torch.log_softmax(scaled_B_V, dim=-1)
+
+
+def _limited(scaled_B_V: Tensor, how: SamplingBatch) -> Tensor:
+    sorted_B_V, order_B_V = scaled_B_V.sort(dim=-1, descending=True, stable=True)
+    if how.top_k is not None:
+        ranks_V = torch.arange(scaled_B_V.shape[-1], device=scaled_B_V.device)
+        sorted_B_V = sorted_B_V.masked_fill(ranks_V[None, :] >= how.top_k, -torch.inf)
+    if how.top_p is not None:
+        probs_B_V = sorted_B_V.softmax(dim=-1)
+        before_B_V = probs_B_V.cumsum(dim=-1) - probs_B_V
+        excluded_B_V = before_B_V >= how.top_p
+        excluded_B_V[:, 0] = False
+        sorted_B_V = sorted_B_V.masked_fill(excluded_B_V, -torch.inf)
+    return torch.empty_like(sorted_B_V).scatter_(1, order_B_V, sorted_B_V)
