@@ -19,11 +19,11 @@ class Attempt:
     rollout_id: str
     member: int
     number: int
-    step_digests: dict[int, str] = field(default_factory=lambda: {})
-    reward_digests: dict[int, str] = field(default_factory=lambda: {})
-    calls: list[StepRecorded] = field(default_factory=lambda: [])
-    agents: set[str] = field(default_factory=lambda: set())
-    rewards: list[RewardRecorded] = field(default_factory=lambda: [])
+    step_digests: dict[int, str] = field(default_factory=dict)
+    reward_digests: dict[int, str] = field(default_factory=dict)
+    calls: list[StepRecorded] = field(default_factory=list)
+    agents: set[str] = field(default_factory=set)
+    rewards: list[RewardRecorded] = field(default_factory=list)
     outcome: AttemptOutcome | None = None
 
 

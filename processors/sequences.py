@@ -15,12 +15,12 @@ TOKEN_BYTES = 4
 class _Growing:
     """A sequence that later calls may extend; `length` counts its tokens."""
 
-    parts: list[bytes] = field(default_factory=lambda: [])
+    parts: list[bytes] = field(default_factory=list)
     length: int = 0
     hasher: "hashlib._Hash" = field(default_factory=hashlib.sha256)  # pyright: ignore[reportPrivateUsage]
-    logprobs: list[bytes] = field(default_factory=lambda: [])
+    logprobs: list[bytes] = field(default_factory=list)
     has_logprobs: bool = True
-    completions: list[Completion] = field(default_factory=lambda: [])
+    completions: list[Completion] = field(default_factory=list)
 
     def append(self, packed: bytes) -> None:
         self.parts.append(packed)
