@@ -29,14 +29,15 @@ def train(workspace: Path, epochs: int) -> None:
     """The demo's configuration for so many epochs."""
     model = workspace / "models" / "tiny"
     subprocess.run([*CLI, "tiny-model", str(model), "--seed", "0"], check=True, cwd=ROOT)
-    subprocess.run(
-        [*CLI, "finetune", "--config_file", "examples/guess_number.yaml", "--workspace", str(workspace)]
-        + ["-o", "trainer_adapters.learner.model.path", str(model), "-o", "finetuning.num_epochs", str(epochs)]
-        + ["-o", "finetuning.output_dir", str(workspace / "output")],
-        check=True,
-        cwd=ROOT,
-        stdout=subprocess.DEVNULL,
-    )
+    options = {
+        "trainer_adapters.learner.model.path": str(model),
+        "finetuning.num_epochs": str(epochs),
+        "finetuning.output_dir": str(workspace / "output"),
+    }
+    command = [*CLI, "finetune", "--config_file", "examples/guess_number.yaml", "--workspace", str(workspace)]
+    for key, value in options.items():
+        command += ["-o", key, value]
+    subprocess.run(command, check=True, cwd=ROOT, stdout=subprocess.DEVNULL)
 
 
 async def read_weights(bootstrap_servers: str) -> list[Received]:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from rollstream.schemas.events_rollouts import VersionSpan
-from rollstream.schemas.events_training import WeightsPublished
+from rollstream.schemas.events_weights import WeightsPublished
 from rollstream.schemas.settings import Sampling
 
 

@@ -16,7 +16,7 @@ from rollstream.producers.scripted_tokenizer import ScriptedTokenizer
 from rollstream.schemas import ids
 from rollstream.schemas.errors import ModelError
 from rollstream.schemas.events_rollouts import VersionSpan
-from rollstream.schemas.events_training import WeightsPublished
+from rollstream.schemas.events_weights import WeightsPublished
 
 Script = Callable[[str, random.Random, int], tuple[str, float]]
 """(prompt text, random state of this call, weight version) -> answer, and its log-probability."""
