@@ -1,6 +1,7 @@
 """Follows published weights: of each model group that tasks ask for, the engine gets the newest version, verified.
 
-A model group is loaded once a task waits for it, and followed until its run ends. Decides nothing by the clock.
+A model group is loaded once a task waits for it, and followed until its run ends. What cannot be loaded leaves the
+version before it; an artifact that is missing or torn is looked at again, since storage may come back.
 """
 
 import asyncio
@@ -23,6 +24,7 @@ WEIGHTS, GROUPS = TopicPartition("weights", 0), TopicPartition("groups", 0)
 READ_KINDS = (b"rollstream.learner_claimed.", b"rollstream.weights_published.", b"rollstream.run_ended.")
 """All others are passed over undecoded."""
 POLL_S = 1.0
+RETRY_S = 5.0
 
 
 @runtime_checkable
@@ -53,15 +55,20 @@ class Followed:
 class WeightFollower:
     """Keeps an engine at the newest weights while `run` runs."""
 
-    def __init__(self, log: EventLog, artifacts: ArtifactStore, engine: Engine, *, engine_id: str) -> None:
-        """`engine_id`: stands in WeightsLoaded."""
+    def __init__(
+        self, log: EventLog, artifacts: ArtifactStore, engine: Engine, *, engine_id: str, retry_s: float = RETRY_S
+    ) -> None:
+        """`engine_id` stands in WeightsLoaded; after `retry_s` a bad artifact is looked at again."""
         self._log = log
         self._artifacts = artifacts
         self._engine = engine
         self._engine_id = engine_id
+        self._retry_s = retry_s
         self._groups: dict[str, Followed] = {}
         self._refused: set[str] = set()
-        """Event ids of versions that could not be loaded; the next version is tried again."""
+        """Event ids of versions that could not be loaded, until they are tried again."""
+        self._named: set[str] = set()
+        """Event ids of those whose error was logged."""
         self._has_caught_up = False
         self._changed = asyncio.Event()
         """Something may have become loadable."""
@@ -151,21 +158,18 @@ class WeightFollower:
 
     async def _load(self, group: Followed, published: WeightsPublished) -> None:
         """1. Verify and load, 2. let waiting tasks go, 3. say so in the log."""
-        if self._engine.version(published.model_group) < 0:
+        held = self._engine.version(published.model_group)
+        if held < 0:
             await self._unload_ended()
         began = time.perf_counter()
         try:
             path = await asyncio.to_thread(self._artifacts.fetch, published.artifact)
             await self._engine.load(published, path)
         except (ArtifactError, ModelError) as error:
-            self._refused.add(published.event_id)
-            logger.error(
-                "not loaded: model_group=%s version=%d: %s; version %d stays until the next is published",
-                *(published.model_group, published.version, error, self._engine.version(published.model_group)),
-            )
+            self._refuse(published, error)
             return
         seconds = time.perf_counter() - began
-        skipped = {version for version in group.versions if version < published.version}
+        skipped = {version for version in group.versions if version < published.version} if held >= 0 else set()
         group.versions = {version for version in group.versions if version > published.version}
         _release(group, published.version)
         await self._log.send(
@@ -180,6 +184,21 @@ class WeightFollower:
             )
         )
         logger.info("loaded model_group=%s version=%d", published.model_group, published.version)
+
+    def _refuse(self, published: WeightsPublished, error: ArtifactError | ModelError) -> None:
+        self._refused.add(published.event_id)
+        if published.event_id not in self._named:
+            self._named.add(published.event_id)
+            logger.error(
+                "not loaded: model_group=%s version=%d: %s; version %d stays until the next is published",
+                *(published.model_group, published.version, error, self._engine.version(published.model_group)),
+            )
+        if isinstance(error, ArtifactError):
+            asyncio.get_running_loop().call_later(self._retry_s, self._look_again, published.event_id)
+
+    def _look_again(self, event_id: str) -> None:
+        self._refused.discard(event_id)
+        self._changed.set()
 
     async def _unload_ended(self) -> None:
         """Make room before another model group comes; by then rollouts of ended runs are no longer under way."""

@@ -190,7 +190,7 @@ def _load_base(base_model: str, dtype: torch.dtype) -> Any:
     _check_folder(base_model)
     try:
         return AutoModelForCausalLM.from_pretrained(base_model, dtype=dtype)
-    except (OSError, ValueError, KeyError, safetensors.SafetensorError) as error:
+    except (OSError, ValueError, KeyError, RuntimeError, safetensors.SafetensorError) as error:
         raise ModelError(f"model {base_model} cannot be loaded, from a folder or the hub: {_line(error)}") from error
 
 
@@ -198,7 +198,7 @@ def _load_tokenizer(base_model: str) -> Any:
     _check_folder(base_model)
     try:
         tokenizer: Any = AutoTokenizer.from_pretrained(base_model)
-    except (OSError, ValueError, KeyError) as error:
+    except (OSError, ValueError, KeyError, RuntimeError) as error:
         raise ModelError(f"model {base_model} has no tokenizer that can be loaded: {_line(error)}") from error
     if tokenizer.eos_token_id is None:
         raise ModelError(f"the tokenizer of model {base_model} has no end token; set eos_token in its configuration")
