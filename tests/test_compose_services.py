@@ -119,7 +119,8 @@ def test_the_composed_services_train_two_steps(tmp_path: Path) -> None:
     data.mkdir()
     model = make_tiny_model(data / "model", seed=0)
     config, result = tmp_path / "run.yaml", tmp_path / "result.json"
-    with EmbeddedBroker(tmp_path / "broker") as bootstrap_servers, services(bootstrap_servers, data) as running:
+    with EmbeddedBroker(tmp_path / "broker") as broker, services(broker.bootstrap_servers, data) as running:
+        bootstrap_servers = broker.bootstrap_servers
         wait_healthy(bootstrap_servers, data)
         write_config(config, bootstrap_servers, data, model)
         finetuned = subprocess.run(

@@ -51,8 +51,8 @@ def test_a_warm_start_is_followed_by_reinforcement(workplace: Any) -> None:
     config = workplace.write(configuration)
     done = workplace.run("finetune", "--config_file", str(config))
     assert done.returncode == 0, done.stdout + done.stderr + workplace.logs()
-    jobs = workplace.rows("SELECT job_id, status FROM jobs ORDER BY job_id")
-    assert [(row["job_id"].rsplit("/", 1)[1], row["status"]) for row in jobs] == [
+    jobs = workplace.rows("SELECT job_id, state FROM jobs ORDER BY job_id")
+    assert [(row["job_id"].rsplit("/", 1)[1], row["state"]) for row in jobs] == [
         ("rl", "succeeded"),
         ("sft", "succeeded"),
     ]
