@@ -87,15 +87,31 @@ class EmbeddedBroker:
             raise
         return self.bootstrap_servers
 
+    @property
+    def is_running(self) -> bool:
+        """Whether the broker that was started has not ended."""
+        return self._guard is not None and self._guard.poll() is None
+
+    def restart(self) -> None:
+        """Start a broker that died again, at its old address and with its data. Raises BrokerError."""
+        before = self.bootstrap_servers
+        assert self._guard is not None, "restart is for a broker that was started"
+        self._let_guard_go()
+        self._start(os.pathsep.join(str(jar) for jar in kafka_install.jars()))
+        if self.bootstrap_servers != before:
+            address, self.bootstrap_servers = self.bootstrap_servers, before
+            raise BrokerError(f"the broker of workspace {self.workspace} lost its address {before}, now {address}")
+
+    def _let_guard_go(self) -> None:
+        guard, self._guard = self._guard, None
+        if guard is not None and guard.stdin is not None and guard.stdout is not None:
+            guard.stdin.close()
+            guard.wait()
+            guard.stdout.close()
+
     def stop(self) -> None:
         """Stop the broker and let go of the workspace. Does nothing if it is not running."""
-        if self._guard is not None:
-            assert self._guard.stdin is not None
-            assert self._guard.stdout is not None
-            self._guard.stdin.close()
-            self._guard.wait()
-            self._guard.stdout.close()
-            self._guard = None
+        self._let_guard_go()
         if self._lock is not None:
             os.close(self._lock)
             self._lock = None

@@ -11,14 +11,16 @@ from contextlib import AsyncExitStack, ExitStack, contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
+from rollstream.eventlog.broker import EmbeddedBroker
 from rollstream.eventlog.log import EventLog
 from rollstream.harness import config_file, dataset, ending
+from rollstream.harness.broker_watch import keep_running
 from rollstream.harness.config_file import Loaded
 from rollstream.harness.display import Display
 from rollstream.harness.driver import Watching, conduct
 from rollstream.harness.ending import Outcome
 from rollstream.harness.plan import RunPlan, new_run, open_run
-from rollstream.harness.preflight import check_names, check_places
+from rollstream.harness.preflight import check_metrics, check_names, check_places, check_result
 from rollstream.harness.progress import Progress
 from rollstream.harness.settings import Place, artifact_uri, services_of
 from rollstream.harness.supervisor import ChildSpec, Supervisor
@@ -55,15 +57,17 @@ def finetune(request: Request, display: Display) -> Outcome:
     workspace = Workspace(request.workspace)
     workspace.create()
     check_places(loaded.config)
+    check_result(request.result_path)
     check_names(loaded.config)
     with ExitStack() as held:
         if _is_exclusive(loaded.config):
             held.enter_context(workspace.in_use(request.resume or request.name or request.config_file.stem))
-        address = held.enter_context(_broker(loaded.config, workspace))
+        check_metrics(loaded.config, workspace.folder)
+        address, broker = held.enter_context(_broker(loaded.config, workspace))
         display.say(f"broker {address}, logs in {workspace.logs}")
         workspace.remember_broker(loaded.config.builder.bootstrap_servers)
         place = Place(address, artifact_uri(loaded.config, workspace.folder), workspace.folder)
-        outcome = asyncio.run(_run(request, loaded, place, display))
+        outcome = asyncio.run(_run(request, loaded, place, display, broker))
     if request.result_path is not None:
         request.result_path.write_text(json.dumps(outcome.as_json(), indent=1) + "\n", encoding="utf-8")
     return outcome
@@ -83,15 +87,17 @@ def _is_exclusive(config: RunConfig) -> bool:
 
 
 @contextmanager
-def _broker(config: RunConfig, workspace: Workspace) -> Iterator[str]:
+def _broker(config: RunConfig, workspace: Workspace) -> Iterator[tuple[str, EmbeddedBroker | None]]:
     if config.builder.bootstrap_servers != EMBEDDED:
-        yield config.builder.bootstrap_servers
+        yield config.builder.bootstrap_servers, None
         return
-    with embedded_broker(workspace) as address:
-        yield address
+    with embedded_broker(workspace) as found:
+        yield found
 
 
-async def _run(request: Request, loaded: Loaded, place: Place, display: Display) -> Outcome:
+async def _run(
+    request: Request, loaded: Loaded, place: Place, display: Display, broker: EmbeddedBroker | None
+) -> Outcome:
     from rollstream.eventlog.artifacts import ArtifactStore
     from rollstream.eventlog.kafka_log import KafkaLog
 
@@ -112,27 +118,31 @@ async def _run(request: Request, loaded: Loaded, place: Place, display: Display)
         supervisor.start()
         held.push_async_callback(supervisor.stop)
         signals.append(supervisor)
-        progress = await _conduct(log, run, supervisor, place, display)
+        progress = await _conduct(log, run, supervisor, broker, place, display)
         display.finish(progress)
         outcome = await ending.end(log, artifacts, progress, run, loaded.config.finetuning.output_dir)
         await ending.let_metrics_catch_up(place.workspace)
         return outcome._replace(seconds=time.monotonic() - began, restarts=supervisor.total_restarts)
 
 
-async def _conduct(log: EventLog, run: RunPlan, supervisor: Supervisor, place: Place, display: Display) -> Progress:
-    """Drive the run and look after its services; the first of the two to end decides."""
+async def _conduct(
+    log: EventLog, run: RunPlan, supervisor: Supervisor, broker: EmbeddedBroker | None, place: Place, display: Display
+) -> Progress:
+    """Drive the run and look after its services and broker; the first of these to end decides."""
     watching = Watching(display.update, supervisor.progressed, lambda: _has_room(place.workspace, display))
     driving = asyncio.create_task(conduct(log, run.started, run.jobs, watching, is_new=run.is_new))
-    minding = asyncio.create_task(supervisor.watch())
+    minding = {asyncio.create_task(supervisor.watch())}
+    if broker is not None:
+        minding.add(asyncio.create_task(keep_running(broker, display.say)))
     try:
-        await asyncio.wait({driving, minding}, return_when=asyncio.FIRST_COMPLETED)
-        if not driving.done():
-            minding.result()  # raises: a watch only ends so
+        done, _ = await asyncio.wait({driving, *minding}, return_when=asyncio.FIRST_COMPLETED)
+        for task in done & minding:
+            task.result()  # raises: a watch only ends so
         return await driving
     finally:
-        for task in (driving, minding):
+        for task in (driving, *minding):
             task.cancel()
-        await asyncio.gather(driving, minding, return_exceptions=True)
+        await asyncio.gather(driving, *minding, return_exceptions=True)
 
 
 def _supervisor(config: RunConfig, place: Place) -> Supervisor:

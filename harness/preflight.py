@@ -1,11 +1,18 @@
-"""What can be known to be wrong before a run begins: model folder, output folder, environment, rewards."""
+"""What can be known to be wrong before a run begins: folders, files in use, environment, rewards."""
 
 import importlib
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from rollstream.schemas.config import RunConfig
+from rollstream.schemas.environment import conceal
 from rollstream.schemas.errors import ConfigError
+
+if TYPE_CHECKING:
+    from rollstream.producers.environment import Environment
 
 
 def check_places(config: RunConfig) -> None:
@@ -34,6 +41,24 @@ def check_model(path: str) -> None:
         raise ConfigError(f"model.path: there is no folder {path}; give a transformers folder or a hub name")
 
 
+def check_result(path: Path | None) -> None:
+    """Raises ConfigError if the result could not be written when the run is over."""
+    if path is None:
+        return
+    is_writable = os.access(path, os.W_OK) if path.is_file() else os.access(path.absolute().parent, os.W_OK | os.X_OK)
+    if path.is_dir() or not is_writable:
+        raise ConfigError(f"--result_json_path {path}: no file can be written there; give another")
+
+
+def check_metrics(config: RunConfig, workspace: Path) -> None:
+    """Raises MetricsFileError if the metrics could not be written: the file is in use, or no database."""
+    from rollstream.metrics.database import connect, metrics_file
+
+    path = metrics_file(workspace)
+    if config.builder.services == "managed" and path.exists():
+        connect(path, read_only=False).close()
+
+
 def check_names(config: RunConfig) -> None:
     """Imports the user's modules and looks the environment and the rewards up. Raises ConfigError.
 
@@ -41,18 +66,30 @@ def check_names(config: RunConfig) -> None:
     """
     if config.builder.services == "external":
         return
-    from rollstream.producers.registry import build_environment, reward
+    from rollstream.producers.registry import reward
 
     for module in config.builder.modules:
-        try:
+        with users_code(f"trajectory_builders: modules: {module}", config):
             importlib.import_module(module)
-        except ImportError as error:
-            raise ConfigError(f"trajectory_builders: modules: {module} cannot be imported: {error}") from error
-    try:
-        build_environment(config.environment, config.builder.environment_config, os.environ)
-    except (ValueError, TypeError) as error:
-        if isinstance(error, ConfigError):
-            raise
-        raise ConfigError(f"environment_config of {config.environment}: {error}") from error
+    environment_of(config)
     for name in config.reward_functions:
-        reward(name)
+        with users_code(f"reward {name}", config):
+            reward(name)
+
+
+def environment_of(config: RunConfig) -> "Environment":
+    """The run's environment, as its producers build it. Raises ConfigError."""
+    from rollstream.producers.registry import build_environment
+
+    with users_code(f"environment {config.environment}", config):
+        return build_environment(config.environment, config.builder.environment_config, os.environ)
+
+
+@contextmanager
+def users_code(place: str, config: RunConfig) -> Iterator[None]:
+    """Where the user's own code runs before a run: whatever it raises is a ConfigError, without secrets."""
+    try:
+        yield
+    except (Exception, SystemExit) as error:
+        told = str(error) if isinstance(error, ConfigError) else f"{place}: {type(error).__name__}: {error}"
+        raise ConfigError(conceal(told, dict(config.builder.environment_config), os.environ)) from error

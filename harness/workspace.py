@@ -6,8 +6,12 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from rollstream.schemas.errors import BrokerError, ConfigError
+
+if TYPE_CHECKING:
+    from rollstream.eventlog.broker import EmbeddedBroker
 
 DEFAULT = Path(".rollstream")
 EMBEDDED = "embedded"
@@ -78,18 +82,18 @@ def broker_of(workspace: Workspace, bootstrap_servers: str | None = None) -> Ite
         return
     if not (workspace.folder / "broker").is_dir():
         raise ConfigError(f"workspace {workspace.folder} has no runs yet: run `rollstream finetune`, or give another")
-    with embedded_broker(workspace) as address:
+    with embedded_broker(workspace) as (address, _):
         yield address
 
 
 @contextmanager
-def embedded_broker(workspace: Workspace) -> Iterator[str]:
-    """Address of the workspace's own broker, started here unless it runs already. Raises BrokerError."""
+def embedded_broker(workspace: Workspace) -> Iterator[tuple[str, "EmbeddedBroker | None"]]:
+    """Address of the workspace's own broker, and the broker if it was started here. Raises BrokerError."""
     from rollstream.eventlog.broker import EmbeddedBroker, find_running
 
     running = find_running(workspace.folder)
     if running is not None:
-        yield running
+        yield running, None
         return
     with EmbeddedBroker(workspace.folder) as broker:
-        yield broker.bootstrap_servers
+        yield broker.bootstrap_servers, broker

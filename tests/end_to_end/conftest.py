@@ -14,6 +14,20 @@ import yaml
 from rollstream.harness.tiny_model import make_tiny_model
 
 CLI = [sys.executable, "-m", "rollstream.harness.cli"]
+GAME = '''
+from rollstream.producers.session import Session
+
+
+async def digits(session: Session) -> None:
+    """Two turns; the reward is the share of digits in what was said, which even an untrained model varies in."""
+    said = ""
+    messages = [{"role": "user", "content": "?"}]
+    for _ in range(2):
+        reply = await session.chat(messages)
+        said += reply.text
+        messages += [{"role": "assistant", "content": reply.text}, {"role": "user", "content": "+"}]
+    await session.reward(sum(character.isdigit() for character in said) / max(1, len(said)))
+'''
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
 
 
@@ -89,7 +103,7 @@ class Workplace:
             text=True,
             timeout=timeout,
             cwd=self.folder,
-            env={**ENVIRONMENT, **environment},
+            env={**ENVIRONMENT, "PYTHONPATH": str(self.folder), **environment},
         )
 
     def start(self, *arguments: str) -> subprocess.Popen[str]:
@@ -101,7 +115,7 @@ class Workplace:
                 stderr=subprocess.STDOUT,
                 text=True,
                 cwd=self.folder,
-                env=ENVIRONMENT,
+                env={**ENVIRONMENT, "PYTHONPATH": str(self.folder)},
             )
 
     def output(self) -> str:
@@ -125,4 +139,5 @@ def workplace(tmp_path: Path) -> Workplace:
     """A fresh workplace."""
     made = Workplace(tmp_path)
     make_tiny_model(made.model, seed=0)
+    (tmp_path / "game.py").write_text(GAME)
     return made

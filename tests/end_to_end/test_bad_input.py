@@ -96,7 +96,7 @@ def test_an_environment_that_fails_is_data_and_the_run_ends(workplace: Any, name
     (workplace.folder / "bad.py").write_text(BAD_ENVIRONMENTS)
     configuration = workplace.configuration(num_epochs=1, rollout_timeout_s=1, max_attempts=2)
     configuration["workflow"] = f"python:bad.{name}"
-    done = finetune(workplace, configuration, PYTHONPATH=str(workplace.folder))
+    done = finetune(workplace, configuration)
     assert "Traceback" not in done.stdout + done.stderr
     causes = workplace.rows("SELECT outcome, cause, count(*) AS n FROM outcomes GROUP BY 1, 2")
     expected = "environment_error" if name == "raises" else "timeout"
@@ -111,7 +111,7 @@ def test_a_reward_that_fails_is_data_and_the_run_ends(workplace: Any, name: str)
     (workplace.folder / "bad.py").write_text(BAD_ENVIRONMENTS)
     configuration = workplace.configuration(num_epochs=1, max_attempts=1, rewards=[f"python:bad.{name}"])
     configuration["workflow"] = "python:bad.plays"
-    finetune(workplace, configuration, PYTHONPATH=str(workplace.folder))
+    finetune(workplace, configuration)
     causes = workplace.rows("SELECT outcome, cause, count(*) AS n FROM outcomes GROUP BY 1, 2")
     assert [(row["outcome"], row["cause"], row["n"]) for row in causes] == [("failed", "reward_error", 4 * 4)]
 
@@ -141,7 +141,7 @@ def test_a_secret_is_in_no_topic_file_or_log(workplace: Any) -> None:
     (workplace.folder / "bad.py").write_text(BAD_ENVIRONMENTS)
     configuration = workplace.configuration(num_epochs=1, environment_config={"note": "${JUDGE_KEY}"})
     configuration["workflow"] = "python:bad.plays"
-    done = finetune(workplace, configuration, JUDGE_KEY=secret, PYTHONPATH=str(workplace.folder))
+    done = finetune(workplace, configuration, JUDGE_KEY=secret)
     assert secret not in done.stdout + done.stderr
     found = [
         str(path) for path in workplace.workspace.rglob("*") if path.is_file() and secret.encode() in path.read_bytes()
