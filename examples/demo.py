@@ -41,7 +41,8 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()
     workspace = arguments.workspace.absolute()
-    model, result = workspace / "models" / f"tiny-{arguments.seed}", workspace / "demo.json"
+    model = workspace / "models" / ("tiny" if arguments.seed == 0 else f"tiny-{arguments.seed}")
+    result = workspace / "demo.json"
     rollstream("tiny-model", str(model), "--seed", str(arguments.seed))
     rollstream(
         *("finetune", "--config_file", "examples/guess_number.yaml", "--workspace", str(workspace)),
