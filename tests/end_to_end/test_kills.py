@@ -63,27 +63,23 @@ def assert_whole(workplace: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    "words",
-    [
-        ("serve", "producers-1"),
-        ("serve", "processors-1"),
-        ("serve", "learner-1"),
-        ("serve", "metrics-1"),
-        ("kafka.Kafka",),
-    ],
-    ids=lambda words: words[-1],
+    "victims",
+    [("producers-1", "learner-1"), ("processors-1", "metrics-1"), ("kafka.Kafka",)],
+    ids=lambda victims: "+".join(victims),
 )
-def test_a_killed_service_is_started_again_and_nothing_is_lost(workplace: Any, words: tuple[str, ...]) -> None:
+def test_killed_processes_are_started_again_and_nothing_is_lost(workplace: Any, victims: tuple[str, ...]) -> None:
     config = workplace.write(game(workplace))
     command = workplace.start("finetune", "--config_file", str(config), "--result_json_path", str(workplace.result))
     try:
-        wait_versions(workplace, command, 4)
-        victim = child(command, words)
-        assert victim is not None
-        victim.kill()
+        for number, name in enumerate(victims):
+            wait_versions(workplace, command, 4 + 14 * number)
+            victim = child(command, (name,))
+            assert victim is not None, name
+            victim.kill()
         assert command.wait(180) == 0, workplace.output() + workplace.logs()
     finally:
         command.kill()
+        command.wait()
     assert json.loads(workplace.result.read_text())["status"] == "completed"
     assert_whole(workplace)
 
