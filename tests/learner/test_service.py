@@ -17,14 +17,14 @@ def test_a_service_trains_a_job_on_a_real_broker(lab: Any, broker: str) -> None:
     async def scenario() -> None:
         log = KafkaLog(broker, client_id="lab")
         await log.start()
-        await log.ensure_topics(num_partitions=2)
+        await log.ensure_topics(num_partitions=6)
         lab.log = log
         settings = LearnerSettings(
             bootstrap_servers=broker,
             artifact_uri=lab.artifacts.uri,
             workspace=lab.folder,
             name="learner-0",
-            num_partitions=2,
+            num_partitions=6,
             model_groups=("run-1/main",),
             threads=1,
         )

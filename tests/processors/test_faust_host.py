@@ -11,7 +11,7 @@ import orjson
 import pytest
 from aiokafka.admin import AIOKafkaAdminClient
 from faust.transport.drivers import aiokafka as driver
-from steps_rig import attempt, content, fold, received_of, started
+from steps_rig import attempt, content, fold, group, received_of, started
 from yarl import URL
 
 from rollstream.eventlog import codec
@@ -21,8 +21,18 @@ from rollstream.eventlog.kafka_log import KafkaLog
 from rollstream.eventlog.log import Position, TopicPartition, partition_of
 from rollstream.processors import faust_host
 from rollstream.processors.assemble_shell import AssembleShell
-from rollstream.schemas.events import EpochSealed, EpochStarted, GroupClosed, JobStarted, RunEnded, RunStarted
+from rollstream.schemas.events import (
+    EpochSealed,
+    EpochStarted,
+    GroupClosed,
+    JobStarted,
+    RunEnded,
+    RunStarted,
+    StepRecorded,
+)
+from rollstream.schemas.events_rollouts import LLMCall, VersionSpan
 from rollstream.schemas.settings import PlanSettings, RolloutSettings
+from rollstream.schemas.tokens import encode_floats, encode_ids
 from rollstream.schemas.topics import TOPICS
 
 pytestmark = [pytest.mark.kafka, pytest.mark.timeout(180)]
@@ -254,3 +264,65 @@ async def _check(log, run, groups, closed, sealed):
     planned = once(one for one in sealed if one.event.run_id == run)
     members = [member.trajectory_id for one in planned.values() for member in getattr(one.event, "members", ())]
     assert len(members) == len(set(members)) == 2 * len(groups)
+
+
+# ---- long trajectories ----
+
+LONG_TOKENS = 32_768
+LONG_MEMBERS = 16
+
+
+def long_attempt(member):
+    """One attempt with a single call of 32k tokens, log-probabilities included."""
+    rollout = attempt(9, member)
+    begun, ended = rollout[0], rollout[-1]
+    half = LONG_TOKENS // 2
+    call = LLMCall(
+        prompt_ids=encode_ids(range(half)),
+        completion_ids=encode_ids(range(half)),
+        logprobs=encode_floats([-1.0] * half),
+        spans=(VersionSpan(model_group="run/policy", version=0, length=half),),
+    )
+    step = StepRecorded(
+        run_id=begun.run_id,
+        time_ms=0,
+        group_id=begun.group_id,
+        rollout_id=begun.rollout_id,
+        step_index=0,
+        agent="agent",
+        event_type="LLM_END",
+        uuid=f"long-{member}",
+        llm=call,
+    )
+    digest = codec.chain(begun.rollout_id, [codec.content_digest(step)])
+    return [begun, step, ended.model_copy(update={"num_steps": 1, "num_rewards": 0, "digest": digest})]
+
+
+def test_trajectories_of_32k_tokens_in_groups_of_16_pass(own_broker):
+    async def go():
+        log = KafkaLog(own_broker)
+        await log.start()
+        end = (await log.end_offsets("groups"))[0]
+        host = faust_host.create_host(own_broker, [AssembleShell(log, None, service="p")], client_id="p", app_id="long")
+        await host.start()
+        await log.send(started(9, size=LONG_MEMBERS), partition=1)
+        for member in range(LONG_MEMBERS):
+            for event in long_attempt(member):
+                await log.send(event, partition=1)
+        reader = await log.reader({TopicPartition("groups", 0): end})
+        closed = None
+        deadline = time.monotonic() + 60
+        while closed is None and time.monotonic() < deadline:
+            for record in await reader.poll():
+                event = codec.decode(record).event
+                closed = event if isinstance(event, GroupClosed) and event.group_id == group(9) else closed
+        assert closed is not None
+        assert [member.num_tokens for member in closed.members] == [LONG_TOKENS] * LONG_MEMBERS
+        places = [Position("trajectories", at.partition, at.offset) for at in closed.locators]
+        fetched = [codec.decode(record) for record in await log.fetch(places)]
+        assert [one.digest for one in fetched] == [member.digest for member in closed.members]
+        await reader.close()
+        await host.stop()
+        await log.close()
+
+    asyncio.run(go())
