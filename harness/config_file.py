@@ -10,6 +10,7 @@ import yaml
 from pydantic import JsonValue, ValidationError
 
 from rollstream.harness.config_errors import explain
+from rollstream.harness.config_values import check_values
 from rollstream.schemas.config import (
     AdapterSection,
     BuilderSection,
@@ -32,12 +33,15 @@ class Loaded(NamedTuple):
 
 
 class _Loader(yaml.SafeLoader):
-    """Safe YAML with the number syntax of YAML 1.2 (`1e-5` is a number) and without doubled keys."""
+    """Safe YAML with the scalars of YAML 1.2 (`1e-5` is a number, `2024-02-01` is text) and without doubled keys."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         seen: set[Any] = set()
         for key_node, _ in node.value:
             key = self.construct_object(key_node, deep=True)
+            if isinstance(key, (list, dict)):
+                problem = "a key must be text (is a value missing its quotes?)"
+                raise yaml.constructor.ConstructorError(None, None, problem, key_node.start_mark)
             if key in seen:
                 raise yaml.constructor.ConstructorError(None, None, f"key {key!r} stands twice", key_node.start_mark)
             seen.add(key)
@@ -49,6 +53,10 @@ _Loader.add_implicit_resolver(
     re.compile(r"^[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)[eE][-+]?[0-9]+$"),
     list("-+.0123456789"),
 )
+_Loader.yaml_implicit_resolvers = {
+    first: [(tag, pattern) for tag, pattern in resolvers if tag != "tag:yaml.org,2002:timestamp"]
+    for first, resolvers in _Loader.yaml_implicit_resolvers.items()
+}
 
 
 def load(path: Path, overrides: Sequence[tuple[str, str]] = (), environ: Mapping[str, str] | None = None) -> Loaded:
@@ -56,6 +64,10 @@ def load(path: Path, overrides: Sequence[tuple[str, str]] = (), environ: Mapping
     written = read_yaml(path)
     for key, value in overrides:
         _override(written, key, value)
+    try:
+        check_values(written)
+    except ConfigError as error:
+        raise ConfigError(f"{path}: {error}") from error
     return resolve(written, environ)
 
 

@@ -1,6 +1,5 @@
 """A run about to begin or to go on: its identity, its examples and its jobs, agreed with what the log says."""
 
-import os
 import platform
 import time
 from datetime import UTC, datetime
@@ -12,6 +11,7 @@ from rollstream.eventlog.log import EventLog
 from rollstream.harness import config_file, dataset
 from rollstream.harness.config_file import Loaded
 from rollstream.harness.follower import follow
+from rollstream.harness.preflight import environment_of, users_code
 from rollstream.harness.progress import Progress
 from rollstream.harness.settings import JobSpec, jobs_of
 from rollstream.schemas import ids
@@ -86,11 +86,10 @@ def examples_of(config: RunConfig) -> list[dataset.Example]:
     """The dataset's examples, else the environment's own. Raises ConfigError."""
     if config.dataset is not None:
         return dataset.read_dataset(config.dataset)
-    from rollstream.producers.registry import build_environment
-
-    environment = build_environment(config.environment, config.builder.environment_config, os.environ)
+    environment = environment_of(config)
     num = max(MIN_EXAMPLES, config.adapter.tasks_per_epoch)
-    made = environment.examples(num, config.adapter.seed)
+    with users_code(f"examples of environment {config.environment}", config):
+        made = list(environment.examples(num, config.adapter.seed))
     return dataset.examples_of(made, f"environment {config.environment}")
 
 

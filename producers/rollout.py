@@ -1,13 +1,9 @@
 """One attempt at one rollout, from RolloutStarted to its terminal event. What users' code raises ends here, as data."""
 
 import asyncio
-import json
 import logging
 import os
-import re
-from collections.abc import Callable, Mapping
-
-from pydantic import JsonValue
+from collections.abc import Callable
 
 from rollstream.producers import registry, rewards
 from rollstream.producers.engine import Engine
@@ -15,6 +11,7 @@ from rollstream.producers.environment import Environment
 from rollstream.producers.journal import Emit, Journal
 from rollstream.producers.session import Session, TurnsExhausted, member_seed
 from rollstream.schemas import ids
+from rollstream.schemas.environment import conceal
 from rollstream.schemas.errors import EnvironmentRunError, RollstreamError
 from rollstream.schemas.events import TaskRequested
 from rollstream.schemas.settings import RolloutSettings
@@ -24,7 +21,6 @@ log = logging.getLogger(__name__)
 GRACE_S = 1.0
 """How long an environment may take to stop when it is cancelled, before it is left to itself."""
 MAX_MESSAGE = 500
-_VARIABLE = re.compile(r"\$\{([A-Za-z_][A-Za-z0-9_]*)")
 
 
 async def run_rollout(
@@ -56,7 +52,7 @@ async def run_rollout(
         await journal.end(play.result())
         return
     cause, message = failure
-    message = _one_line(_without_secrets(message, settings.environment_config, os.environ))
+    message = _one_line(conceal(message, dict(settings.environment_config), os.environ))
     log.info("rollout failed rollout_id=%s cause=%s: %s", journal.rollout_id, cause, message)
     await journal.fail(cause, message, is_final=attempt + 1 >= settings.max_attempts)
 
@@ -159,11 +155,3 @@ def _retrieve(play: "asyncio.Task[str]") -> None:
 def _one_line(message: str) -> str:
     line = " ".join(message.split())
     return line if len(line) <= MAX_MESSAGE else line[: MAX_MESSAGE - 3] + "..."
-
-
-def _without_secrets(message: str, config: Mapping[str, JsonValue], environ: Mapping[str, str]) -> str:
-    """`message` with values of the `${ENV}` that `config` refers to written as `${ENV}`, whatever raised them."""
-    for name in _VARIABLE.findall(json.dumps(config)):
-        if environ.get(name):
-            message = message.replace(environ[name], f"${{{name}}}")
-    return message

@@ -3,6 +3,7 @@
 What is stored or sent keeps the unexpanded text, so that a secret never enters the log.
 """
 
+import json
 import re
 from collections.abc import Mapping
 
@@ -25,6 +26,14 @@ def expand(value: JsonValue, environ: Mapping[str, str], path: str = "") -> Json
     if isinstance(value, dict):
         return {key: expand(item, environ, f"{path}.{key}" if path else key) for key, item in value.items()}
     return value
+
+
+def conceal(message: str, value: JsonValue, environ: Mapping[str, str]) -> str:
+    """`message` with what the `${NAME}` in `value` stand for written as `${NAME}`, for logs, errors and events."""
+    for name, _ in _REFERENCE.findall(json.dumps(value)):
+        if environ.get(name):
+            message = message.replace(environ[name], f"${{{name}}}")
+    return message
 
 
 def _expand_text(text: str, environ: Mapping[str, str], path: str) -> str:

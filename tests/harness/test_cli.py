@@ -8,7 +8,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import duckdb
 import pytest
+
+from rollstream.harness.config_file import read_yaml
 
 CLI = [sys.executable, "-m", "rollstream.harness.cli"]
 
@@ -126,6 +129,102 @@ def test_an_unknown_reward_is_named(tmp_path: Path, written: dict[str, Any], wri
 def test_a_module_that_cannot_be_imported_is_named(tmp_path: Path, written: dict[str, Any], write: Write) -> None:
     written["trajectory_builders"]["b"]["modules"] = ["no_such_module"]
     assert_refused(finetune(tmp_path, write(written)), "no_such_module")
+
+
+@pytest.mark.parametrize(
+    "code", ["def x(:", "raise RuntimeError('boom')", "raise KeyError('boom')", "raise SystemExit('boom')"]
+)
+@pytest.mark.parametrize("place", ["modules", "workflow", "reward"])
+def test_a_module_that_raises_when_it_is_imported_is_named(
+    tmp_path: Path, written: dict[str, Any], write: Write, code: str, place: str
+) -> None:
+    (tmp_path / "broken.py").write_text(code)
+    if place == "modules":
+        written["trajectory_builders"]["b"]["modules"] = ["broken"]
+    elif place == "workflow":
+        written["workflow"] = "python:broken.x"
+    else:
+        written["finetuning"]["reward_function"] = {"name": "python:broken.x"}
+    done = finetune(tmp_path, write(written), PYTHONPATH=str(tmp_path))
+    assert_refused(done, "broken", "SyntaxError" if code.startswith("def") else "boom")
+
+
+OWN_ENVIRONMENT = """
+from rollstream.producers.environment import Environment
+
+
+class Own(Environment):
+    def __init__(self, fails: str, key: str = "") -> None:
+        self.fails, self.key = fails, key
+        if fails == "init":
+            raise KeyError(f"no such key: {key}")
+
+    def examples(self, num, seed):
+        raise LookupError(f"no examples for {self.key}")
+
+    async def run(self, session):
+        pass
+"""
+
+
+def test_an_environment_that_raises_before_the_run_is_named_without_its_secrets(
+    tmp_path: Path, written: dict[str, Any], write: Write
+) -> None:
+    (tmp_path / "own.py").write_text(OWN_ENVIRONMENT)
+    written["workflow"] = "python:own.Own"
+    written["trajectory_builders"]["b"]["environment_config"] = {"fails": "init", "key": "${SECRET}"}
+    done = finetune(tmp_path, write(written), PYTHONPATH=str(tmp_path), SECRET="s3cr3t")
+    assert_refused(done, "python:own.Own", "KeyError", "${SECRET}")
+    assert "s3cr3t" not in done.stdout + done.stderr
+
+
+@pytest.mark.kafka
+def test_an_environment_that_cannot_make_examples_is_named(
+    tmp_path: Path, written: dict[str, Any], write: Write
+) -> None:
+    (tmp_path / "own.py").write_text(OWN_ENVIRONMENT)
+    written["workflow"] = "python:own.Own"
+    written["trajectory_builders"]["b"]["environment_config"] = {"fails": "examples"}
+    assert_refused(finetune(tmp_path, write(written), PYTHONPATH=str(tmp_path)), "python:own.Own", "LookupError")
+
+
+@pytest.mark.parametrize("text", ["{{model}}: x", "? [a]\n: 1", "a: &a [*a]", "1: x", "a: !!binary aGk="])
+def test_yaml_that_is_no_plain_mapping_is_named(tmp_path: Path, text: str) -> None:
+    (tmp_path / "run.yaml").write_text(text)
+    assert_refused(finetune(tmp_path, tmp_path / "run.yaml"), "run.yaml")
+
+
+def test_a_date_is_text(tmp_path: Path) -> None:
+    (tmp_path / "run.yaml").write_text("version: 2024-02-01")
+    assert read_yaml(tmp_path / "run.yaml") == {"version": "2024-02-01"}
+
+
+def test_a_result_file_that_cannot_be_written_is_named_before_the_run(
+    tmp_path: Path, written: dict[str, Any], write: Write
+) -> None:
+    done = finetune(tmp_path, write(written), "--result_json_path", str(tmp_path / "none" / "result.json"))
+    assert_refused(done, "--result_json_path", str(tmp_path / "none" / "result.json"))
+    assert done.stdout == ""
+
+
+@pytest.mark.parametrize("key", ["api_key", "password", "AUTH_TOKEN", "client_secret"])
+def test_a_secret_written_into_the_file_is_refused(
+    tmp_path: Path, written: dict[str, Any], write: Write, key: str
+) -> None:
+    written["llms"] = {"judge": {"_type": "openai", key: "s3cr3t"}}
+    done = finetune(tmp_path, write(written))
+    assert_refused(done, f"llms.judge.{key}", "${")
+    assert "s3cr3t" not in done.stdout + done.stderr
+
+
+def test_metrics_in_use_by_another_process_are_named_before_the_run(
+    tmp_path: Path, written: dict[str, Any], write: Write
+) -> None:
+    (tmp_path / "w").mkdir()
+    with duckdb.connect(str(tmp_path / "w" / "metrics.duckdb")):
+        done = finetune(tmp_path, write(written))
+    assert_refused(done, "metrics.duckdb", "in use by another process")
+    assert done.stdout == ""
 
 
 def test_an_unset_variable_is_named(tmp_path: Path, written: dict[str, Any], write: Write) -> None:

@@ -1,0 +1,37 @@
+"""What the values of a configuration must be, since they are stored as written: JSON, and no secrets in plain text."""
+
+import re
+from typing import Any
+
+from rollstream.schemas.errors import ConfigError
+
+MAX_DEPTH = 50
+_SECRET_KEY = re.compile(
+    r"(api_?key|password|passwd|secret|(access|secret|private)_key|(access|api|auth|bearer|hf)_token)$", re.IGNORECASE
+)
+_REFERENCE = re.compile(r"\$\{[^}]+\}")
+
+
+def check_values(value: Any, path: str = "") -> None:
+    """Raises ConfigError naming a key that is no text, a value that JSON has not, or a secret that stands there."""
+    if path.count(".") > MAX_DEPTH:
+        raise ConfigError(f"{path[:60]}...: nested too deep; does an alias (*) stand for itself?")
+    if isinstance(value, dict):
+        for key, item in value.items():
+            if not isinstance(key, str):
+                raise ConfigError(f"{_join(path, key)}: the key {key!r} is no text; write it in quotes")
+            if _SECRET_KEY.search(key) and isinstance(item, str) and item and not _REFERENCE.search(item):
+                raise ConfigError(
+                    f"{_join(path, key)}: a secret must not stand in the file, which is stored with the run; "
+                    f"write ${{{key.upper()}}} and set that environment variable"
+                )
+            check_values(item, _join(path, key))
+    elif isinstance(value, list):
+        for index, item in enumerate(value):
+            check_values(item, _join(path, index))
+    elif value is not None and not isinstance(value, (str, bool, int, float)):
+        raise ConfigError(f"{path}: is a {type(value).__name__}; give text, a number, true, false, a list or a mapping")
+
+
+def _join(path: str, part: Any) -> str:
+    return f"{path}.{part}" if path else str(part)
