@@ -119,6 +119,7 @@ def _configure_logging(workspace: Path) -> None:
     to_terminal = logging.StreamHandler(sys.stderr)
     to_terminal.setLevel(logging.WARNING)
     to_terminal.setFormatter(logging.Formatter("\r%(levelname)s: %(message)s"))
-    to_terminal.addFilter(lambda record: not record.name.startswith("aiokafka"))
+    to_terminal.addFilter(lambda record: record.name.startswith("rollstream"))  # what libraries say stands in the file
+    logging.captureWarnings(True)
     logging.basicConfig(level=logging.INFO, handlers=[to_file, to_terminal], force=True)
     logging.getLogger("aiokafka").setLevel(logging.WARNING)

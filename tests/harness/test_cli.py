@@ -194,6 +194,17 @@ def test_yaml_that_is_no_plain_mapping_is_named(tmp_path: Path, text: str) -> No
     assert_refused(finetune(tmp_path, tmp_path / "run.yaml"), "run.yaml")
 
 
+def test_what_a_library_says_stands_in_the_log_file_only(tmp_path: Path, written: dict[str, Any], write: Write) -> None:
+    code = "import logging, warnings\nwarnings.warn('old')\nlogging.getLogger('l').error('odd', exc_info=ValueError())"
+    (tmp_path / "noisy.py").write_text(code)
+    written["trajectory_builders"]["b"]["modules"] = ["noisy"]
+    written["finetuning"]["reward_function"] = {"name": "judge"}
+    assert_refused(finetune(tmp_path, write(written), PYTHONPATH=str(tmp_path)), "judge")
+    log = (tmp_path / "w" / "logs" / "finetune.log").read_text()
+    assert "old" in log
+    assert "odd" in log
+
+
 def test_a_date_is_text(tmp_path: Path) -> None:
     (tmp_path / "run.yaml").write_text("version: 2024-02-01")
     assert read_yaml(tmp_path / "run.yaml") == {"version": "2024-02-01"}
