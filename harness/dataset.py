@@ -10,6 +10,9 @@ import orjson
 from rollstream.schemas.config import DatasetSection
 from rollstream.schemas.errors import ConfigError
 
+MAX_INPUT_BYTES = 512 * 1024
+"""Of one example as JSON; a task carries it, and a record of `tasks` has at most 1 MiB."""
+
 
 class Example(NamedTuple):
     """One example: its id, unique in its dataset, and the inputs of its environment."""
@@ -86,4 +89,10 @@ def _unique(examples: list[Example], place: str) -> list[Example]:
         if example.example_id in seen:
             raise ConfigError(f"{place}: the id {example.example_id!r} stands twice")
         seen.add(example.example_id)
+        size = len(orjson.dumps(example.inputs))
+        if size > MAX_INPUT_BYTES:
+            raise ConfigError(
+                f"{place}: example {example.example_id!r} has {size} bytes of inputs, more than {MAX_INPUT_BYTES}: "
+                "put what is large into a file and name it"
+            )
     return examples

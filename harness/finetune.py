@@ -6,7 +6,7 @@ import shutil
 import signal
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AsyncExitStack, ExitStack, contextmanager
 from pathlib import Path
 from typing import NamedTuple
@@ -19,6 +19,7 @@ from rollstream.harness.config_file import Loaded
 from rollstream.harness.display import Display
 from rollstream.harness.driver import Watching, conduct
 from rollstream.harness.ending import Outcome
+from rollstream.harness.heartbeat import read_sign
 from rollstream.harness.plan import RunPlan, new_run, open_run
 from rollstream.harness.preflight import check_metrics, check_names, check_places, check_result
 from rollstream.harness.progress import Progress
@@ -155,7 +156,15 @@ def _supervisor(config: RunConfig, place: Place) -> Supervisor:
         service = name.rsplit("-", 1)[0]
         command = [sys.executable, "-m", "rollstream.harness.cli", "serve", service, "--name", name, "--settings", "-"]
         specs.append(ChildSpec(name, command, settings.model_dump_json().encode(), ranks[service]))
-    return Supervisor(specs, place.workspace / "logs")
+    return Supervisor(specs, place.workspace / "logs", silence_s=_silence(Workspace(place.workspace).health))
+
+
+def _silence(health: Path) -> Callable[[str, int], float]:
+    def silence_s(name: str, pid: int) -> float:
+        sign = read_sign(health, name)
+        return sign.age_s if sign is not None and sign.pid == pid else 0.0
+
+    return silence_s
 
 
 def _has_room(folder: Path, display: Display) -> bool:

@@ -6,11 +6,12 @@ import os
 import signal
 import subprocess
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from rollstream.harness.lifeline import PARENT
+from rollstream.harness.log_relay import LogRelay
 from rollstream.schemas.errors import RunFailedError
 
 MAX_RESTARTS = 5
@@ -19,6 +20,8 @@ FIRST_BACKOFF_S = 0.5
 MAX_BACKOFF_S = 15.0
 POLL_S = 0.2
 GRACE_S = 20.0
+SILENCE_S = 120.0
+"""A child whose event loop gives no sign of life for so long is stuck, and is killed to be started again."""
 LAST_LINES = 3
 LAST_BYTES = 8192
 
@@ -54,10 +57,13 @@ class Supervisor:
     environ: Mapping[str, str] = field(default_factory=lambda: dict(os.environ))
     grace_s: float = GRACE_S
     first_backoff_s: float = FIRST_BACKOFF_S
+    silence_s: Callable[[str, int], float] = lambda name, pid: 0.0
+    """Seconds since the child of this name and process id gave a sign of life; 0 before the first one."""
     total_restarts: int = 0
 
     def __post_init__(self) -> None:
         self._children = [_Child(spec) for spec in self.specs]
+        self._relay = LogRelay(self.logs)
 
     def start(self) -> None:
         """Start all children."""
@@ -83,6 +89,8 @@ class Supervisor:
         while True:
             for child in self._children:
                 self._look_after(child)
+            for error in self._relay.news([child.spec.name for child in self._children]):
+                logger.error("%s", error)
             await asyncio.sleep(POLL_S)
 
     async def stop(self) -> None:
@@ -119,6 +127,9 @@ class Supervisor:
             return
         code = child.process.poll()
         if code is None:
+            if self.silence_s(child.spec.name, child.process.pid) > SILENCE_S:
+                logger.warning("service %s gives no sign of life for %.0f s; it is killed", child.spec.name, SILENCE_S)
+                child.process.kill()
             return
         child.process = None
         child.num_restarts += 1
@@ -131,7 +142,8 @@ class Supervisor:
             )
         wait_s = min(MAX_BACKOFF_S, self.first_backoff_s * 2 ** (child.num_restarts - 1))
         child.restart_at = now + wait_s
-        logger.warning("service %s ended with status %s; starts again in %.1f s", name, code, wait_s)
+        words = self.last_words(name)
+        logger.warning("service %s ended with status %s; starts again in %.1f s: %s", name, code, wait_s, words)
 
     def _launch(self, child: _Child) -> None:
         with (self.logs / f"{child.spec.name}.log").open("ab") as log:

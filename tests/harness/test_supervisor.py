@@ -11,6 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from rollstream.harness.log_relay import LogRelay
 from rollstream.harness.supervisor import MAX_RESTARTS, ChildSpec, Supervisor
 from rollstream.schemas.errors import RunFailedError
 
@@ -128,3 +129,41 @@ def test_no_child_outlives_a_killed_parent(tmp_path: Path) -> None:
         process.kill()
     _, alive = psutil.wait_procs([orphan], timeout=5)
     assert alive == []
+
+
+def test_a_child_without_a_sign_of_life_is_killed_and_started_again(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        stuck: list[int] = []
+        supervisor = Supervisor(
+            [spec("one", SLEEPS)],
+            tmp_path,
+            first_backoff_s=0.01,
+            silence_s=lambda _, pid: 1000.0 if pid in stuck else 0.0,
+        )
+        supervisor.start()
+        watching = asyncio.create_task(supervisor.watch())
+        first = supervisor.pids()["one"]
+        await asyncio.sleep(0.5)
+        assert supervisor.pids()["one"] == first
+        stuck.append(first)
+        await until(lambda: supervisor.pids().get("one", first) != first)
+        watching.cancel()
+        await supervisor.stop()
+
+    asyncio.run(scenario())
+
+
+def test_errors_of_services_are_passed_on_once(tmp_path: Path) -> None:
+    log = tmp_path / "one.log"
+    log.write_text("2026-01-01 00:00:00,000 ERROR rollstream.old: before this run\n")
+    relay = LogRelay(tmp_path)
+    with log.open("a") as file:
+        file.write("2026-01-01 00:00:01,000 INFO rollstream.a: fine\n")
+        file.write("2026-01-01 00:00:01,000 ERROR aiokafka: not ours\n")
+        file.write("2026-01-01 00:00:01,000 ERROR rollstream.producers.weight_follower: wrong hash\n")
+        file.write("2026-01-01 00:00:02,000 ERROR rollstream.producers.weight_follower: wrong hash\n")
+        file.write("2026-01-01 00:00:02,000 ERROR rollstream.b: half a li")
+    assert relay.news(["one", "none"]) == ["one: wrong hash"]
+    with log.open("a") as file:
+        file.write("ne\n")
+    assert relay.news(["one"]) == ["one: half a line"]
