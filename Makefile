@@ -40,7 +40,7 @@ check: setup ## Lint, format, types, architecture and packaging
 	$(BIN)/python -m pytest -q tests/test_architecture.py tests/test_packaging.py
 
 test: setup ## Everything that a fresh machine can run
-	$(BIN)/python -m pytest -q tests
+	$(BIN)/python -m pytest -q --durations=10 tests
 
 bench: .venv/.ready ## Speed: medians of three beside their limits; JSON in benchmarks/results
 	$(BIN)/python benchmarks/run.py
