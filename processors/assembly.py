@@ -95,7 +95,11 @@ def _attempt_of(group: OpenGroup, rollout_id: str) -> Attempt | None:
 def _take_step(group: OpenGroup, event: Event, digest: str) -> bool:
     step = cast(StepRecorded, event)
     attempt = group.attempts.get(step.rollout_id) or _attempt_of(group, step.rollout_id)
-    if attempt is None or attempt.outcome is not None or step.step_index in attempt.step_digests:
+    if attempt is None or attempt.outcome is not None:
+        return False
+    first = attempt.step_digests.get(step.step_index)
+    if first is not None:
+        attempt.is_spliced = attempt.is_spliced or first != digest
         return False
     attempt.step_digests[step.step_index] = digest
     attempt.agents.add(step.agent)
@@ -107,7 +111,11 @@ def _take_step(group: OpenGroup, event: Event, digest: str) -> bool:
 def _take_reward(group: OpenGroup, event: Event, digest: str) -> bool:
     reward = cast(RewardRecorded, event)
     attempt = _attempt_of(group, reward.rollout_id)
-    if attempt is None or attempt.outcome is not None or reward.reward_index in attempt.reward_digests:
+    if attempt is None or attempt.outcome is not None:
+        return False
+    first = attempt.reward_digests.get(reward.reward_index)
+    if first is not None:
+        attempt.is_spliced = attempt.is_spliced or first != digest
         return False
     attempt.reward_digests[reward.reward_index] = digest
     attempt.rewards.append(reward)
@@ -127,7 +135,8 @@ def _end_attempt(group: OpenGroup, event: Event, digest: str) -> bool:
     cause = _incompleteness(attempt, ended)
     if cause:
         decide(attempt, "rejected", cause)
-        group.final.add(attempt.member)
+        if not _is_spliced(attempt, ended):
+            group.final.add(attempt.member)
     elif attempt.member in group.complete:
         decide(attempt, "superseded")
     else:
@@ -156,6 +165,12 @@ def _incompleteness(attempt: Attempt, ended: RolloutEnded) -> str:
     except KeyError:
         return "incomplete"
     return "" if codec.chain(ended.rollout_id, digests) == ended.digest else "digest"
+
+
+def _is_spliced(attempt: Attempt, ended: RolloutEnded) -> bool:
+    """Whether two producers wrote the attempt, which its member's owner sees too and makes good by the next one."""
+    has_more = max(attempt.step_digests, default=-1) >= ended.num_steps
+    return attempt.is_spliced or has_more or max(attempt.reward_digests, default=-1) >= ended.num_rewards
 
 
 def _complete(group: OpenGroup, attempt: Attempt, ended: RolloutEnded) -> None:

@@ -24,6 +24,8 @@ class Attempt:
     calls: list[StepRecorded] = field(default_factory=list)
     agents: set[str] = field(default_factory=set)
     rewards: list[RewardRecorded] = field(default_factory=list)
+    is_spliced: bool = False
+    """Two producers wrote it: an index has two contents."""
     outcome: AttemptOutcome | None = None
 
 

@@ -86,6 +86,15 @@ def test_an_attempt_with_another_digest_is_rejected():
     assert closing.closed.reason == "failed"
 
 
+def test_an_attempt_that_two_producers_wrote_is_rejected_and_its_member_tried_again():
+    ours, theirs = attempt(), attempt(reward=0.5)
+    (closing,) = closings_of(started(size=1), *ours[:3], theirs[3], ours[3], ours[4], *attempt(number=1))
+    assert outcomes(closing) == {(0, 0): ("rejected", "digest"), (0, 1): ("complete", "")}
+    longer = attempt(num_steps=3)
+    (closing,) = closings_of(started(size=1), *longer[:4], *ours[3:], *attempt(number=1))
+    assert outcomes(closing) == {(0, 0): ("rejected", "incomplete"), (0, 1): ("complete", "")}
+
+
 def test_broken_tokens_reject_the_attempt_and_crash_nothing():
     records = attempt()
     step = records[1]
