@@ -21,7 +21,7 @@ from rollstream.eventlog.log import EventLog, Record
 from rollstream.processors import assembly
 from rollstream.processors.faust_host import Batch
 from rollstream.schemas.base import Event, Locator
-from rollstream.schemas.errors import DecodeError
+from rollstream.schemas.errors import DecodeError, LogError
 
 MAX_UNDER_WAY = 32
 """Sends under way before a further batch waits."""
@@ -49,26 +49,28 @@ class AssembleShell:
         self._partitions: dict[int, _Partition] = {}
         self._sends: set[asyncio.Task[None]] = set()
         self._numbers = count()
+        self._has_failed = asyncio.Event()
 
     async def take(self, batch: Batch) -> None:
-        """Fold a batch and begin to send what it closes. Raises LogError if an earlier send failed."""
-        await self._wait_for_room()
+        """Fold a batch and begin to send what it closes.
+
+        Raises LogError if an earlier send failed, or if records between two batches are missing.
+        """
+        first = batch.records[0].offset
         known = self._partitions.get(batch.partition)
         if known is None:
-            known = self._partitions[batch.partition] = _Partition(assembly.initial(batch.records[0].offset))
-        closings: list[assembly.Closing] = []
-        for record in batch.records:
-            if record.offset < known.state.next_offset:
-                continue
-            try:
-                received = codec.decode(record)
-            except DecodeError as error:
-                known.state.next_offset = record.offset + 1
-                self._begin(known, record.offset, self._bury(record, error))
-                continue
-            closings += assembly.evolve(known.state, received)
+            known = self._partitions[batch.partition] = _Partition(assembly.initial(first))
+        await self._wait_for_room()
+        if self._partitions.get(batch.partition) is not known:
+            return  # revoked meanwhile: the next owner folds it
+        next_offset = known.state.next_offset
+        if first > next_offset:
+            raise LogError(f"steps partition {batch.partition} was read up to offset {next_offset}, then from {first}")
+        number = self._hold(known, known.state.low_water)
+        closings = self._fold(known, batch.records)
         if closings:
             self._begin(known, min(one.first_offset for one in closings), self._publish(closings))
+        del known.held[number]
         await asyncio.sleep(0)
 
     def mark(self, partition: int) -> int | None:
@@ -81,11 +83,29 @@ class AssembleShell:
         for partition in partitions:
             self._partitions.pop(partition, None)
 
+    async def failed(self) -> None:
+        """Return once a send has failed; `drain` raises its error."""
+        await self._has_failed.wait()
+
     async def drain(self) -> None:
         """Wait for all sends under way. Raises what one of them raised."""
         while self._sends:
             await asyncio.wait(self._sends)
             self._reap()
+
+    def _fold(self, known: _Partition, records: Iterable[Record]) -> list[assembly.Closing]:
+        closings: list[assembly.Closing] = []
+        for record in records:
+            if record.offset < known.state.next_offset:
+                continue
+            try:
+                received = codec.decode(record)
+            except DecodeError as error:
+                known.state.next_offset = record.offset + 1
+                self._begin(known, record.offset, self._bury(record, error))
+                continue
+            closings += assembly.evolve(known.state, received)
+        return closings
 
     async def _wait_for_room(self) -> None:
         self._reap()
@@ -98,11 +118,19 @@ class AssembleShell:
             self._sends.discard(task)
             task.result()
 
-    def _begin(self, known: _Partition, offset: int, sending: Coroutine[Any, Any, None]) -> None:
+    def _hold(self, known: _Partition, offset: int) -> int:
         number = next(self._numbers)
         known.held[number] = offset
-        task = asyncio.ensure_future(self._release(known, number, sending))
+        return number
+
+    def _begin(self, known: _Partition, offset: int, sending: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.ensure_future(self._release(known, self._hold(known, offset), sending))
         self._sends.add(task)
+        task.add_done_callback(self._tell_failure)
+
+    def _tell_failure(self, task: asyncio.Task[None]) -> None:
+        if not task.cancelled() and task.exception() is not None:
+            self._has_failed.set()
 
     async def _release(self, known: _Partition, number: int, sending: Coroutine[Any, Any, None]) -> None:
         await sending

@@ -22,7 +22,7 @@ from rollstream.processors import curate
 from rollstream.processors.faust_host import Batch
 from rollstream.processors.task_requests import Dataset
 from rollstream.schemas.base import Event
-from rollstream.schemas.errors import ArtifactError, DecodeError
+from rollstream.schemas.errors import ArtifactError, DecodeError, LogError
 from rollstream.schemas.events import EpochStarted, RunEnded, RunStarted
 
 ATTEMPTS = 3
@@ -55,11 +55,17 @@ class CurateShell:
         self._fold: _Fold | None = None
 
     async def take(self, batch: Batch) -> None:
-        """Fold a batch; returns once what it makes is acknowledged. Raises LogError if that fails."""
+        """Fold a batch; returns once what it makes is acknowledged.
+
+        Raises LogError if that fails, or if records between two batches are missing.
+        """
         fold = self._fold
         if fold is None or fold.generation != batch.generation:
             fold = self._fold = _Fold(batch.generation)
             await self._catch_up(fold, batch.records[0].offset)
+        if batch.records[0].offset > fold.next_offset:
+            first = batch.records[0].offset
+            raise LogError(f"groups partition 0 was read up to offset {fold.next_offset}, then from {first}")
         answers: list[Event] = []
         for record in batch.records:
             if record.offset >= fold.next_offset:

@@ -43,21 +43,27 @@ async def run(log: EventLog, settings: ProcessorSettings) -> None:
     await host.start()
     logger.info("ready")
     try:
-        await _until_failed(host)
+        await _until_failed(host, assembling)
     finally:
-        with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(assembling.drain(), DRAIN_TIMEOUT_S)
-        with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(host.stop(), STOP_TIMEOUT_S)
+        try:
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(assembling.drain(), DRAIN_TIMEOUT_S)
+        finally:
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(host.stop(), STOP_TIMEOUT_S)
 
 
-async def _until_failed(host: Host) -> None:
+async def _until_failed(host: Host, assembling: AssembleShell) -> None:
     crashed = asyncio.ensure_future(host.wait_until_stopped())
+    unsent = asyncio.ensure_future(assembling.failed())
     try:
-        await asyncio.wait([host.failed, crashed], return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait([host.failed, crashed, unsent], return_when=asyncio.FIRST_COMPLETED)
         if host.failed.done():
             await host.failed
+        if unsent.done():
+            await assembling.drain()
         raise LogError(f"the Faust worker has stopped: {host.crash_reason!r}; start the service again")
     finally:
         crashed.cancel()
+        unsent.cancel()
         host.failed.cancel()

@@ -1,6 +1,7 @@
 """The folds' shells on a log in memory: what is acknowledged before a mark moves, and what a restart repeats."""
 
 import asyncio
+from dataclasses import replace
 
 import orjson
 import pytest
@@ -10,7 +11,7 @@ from rollstream.eventlog import codec
 from rollstream.eventlog.artifacts import ArtifactStore
 from rollstream.eventlog.log import Position, TopicPartition, partition_of
 from rollstream.eventlog.memory_log import MemoryLog
-from rollstream.processors.assemble_shell import AssembleShell
+from rollstream.processors.assemble_shell import MAX_UNDER_WAY, AssembleShell
 from rollstream.processors.curate_shell import CurateShell
 from rollstream.processors.faust_host import Batch
 from rollstream.schemas.errors import LogError
@@ -137,6 +138,75 @@ def test_a_send_that_fails_ends_the_shell():
         await shell.take(batch)
         with pytest.raises(LogError, match="refused"):
             await shell.drain()
+        assert shell.mark(0) == 0
+
+    asyncio.run(go())
+
+
+def test_a_batch_that_was_waiting_when_its_partition_went_leaves_nothing_behind():
+    async def go():
+        log = _Held()
+        shell = AssembleShell(log, None, service="p")
+        one = await steps_batch(log, [started(0, size=1), *attempt()])
+        for number in range(MAX_UNDER_WAY):
+            await shell.take(Batch(number + 1, 1, one.records))
+        waiting = asyncio.create_task(shell.take(Batch(0, 1, one.records[3:])))
+        await asyncio.sleep(0.01)
+        shell.drop([0])
+        log.let_go.set()
+        await waiting
+        assert shell.mark(0) is None, "its mark would be committed past the GroupStarted of an open group"
+        await shell.take(Batch(0, 2, one.records))
+        await shell.drain()
+        assert len(await records_of(log, "groups")) == MAX_UNDER_WAY + 1
+
+    asyncio.run(go())
+
+
+def test_a_send_that_fails_is_told_without_a_further_batch():
+    class Refusing(MemoryLog):
+        async def send_all(self, events):
+            raise LogError("refused")
+
+    async def go():
+        log = Refusing(num_partitions=1)
+        shell = AssembleShell(log, None, service="p")
+        await shell.take(await steps_batch(log, [started(0, size=1), *attempt()]))
+        await asyncio.wait_for(shell.failed(), 1)
+        with pytest.raises(LogError, match="refused"):
+            await shell.drain()
+
+    asyncio.run(go())
+
+
+def test_records_that_are_missing_between_two_batches_end_the_shells(tmp_path):
+    async def go():
+        log, store = MemoryLog(num_partitions=1), ArtifactStore(str(tmp_path))
+        batch = await steps_batch(log, [started(0, size=1), *attempt()])
+        assembling = AssembleShell(log, None, service="p")
+        await assembling.take(Batch(0, 1, batch.records[:1]))
+        with pytest.raises(LogError, match=r"steps partition 0 .* offset 1, then from 2"):
+            await assembling.take(Batch(0, 1, batch.records[2:]))
+        assert assembling.mark(0) == 0
+        await log.send_all(run_events(store))
+        records = await groups_batch(log)
+        curating = CurateShell(log, store, service="p")
+        await curating.take(Batch(0, 1, records.records[:1]))
+        with pytest.raises(LogError, match=r"groups partition 0 .* offset 1, then from 2"):
+            await curating.take(Batch(0, 1, records.records[2:]))
+        assert curating.mark(0) == 1
+
+    asyncio.run(go())
+
+
+def test_a_fold_that_raises_keeps_the_mark_before_what_it_had_closed():
+    async def go():
+        log = MemoryLog(num_partitions=1)
+        shell = AssembleShell(log, None, service="p")
+        batch = await steps_batch(log, [started(0, size=1), *attempt(), started(1)])
+        broken = replace(batch.records[-1], offset="no offset")
+        with pytest.raises(TypeError):
+            await shell.take(Batch(0, 1, [*batch.records[:-1], broken]))
         assert shell.mark(0) == 0
 
     asyncio.run(go())
