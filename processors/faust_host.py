@@ -8,6 +8,7 @@ low-water mark of the fold that took it. No tables, no web server, no topics mad
 import asyncio
 from collections.abc import AsyncIterator, Coroutine, Iterable, Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Protocol, cast
 
 import faust
@@ -40,7 +41,7 @@ class Batch:
 
     partition: int
     generation: int
-    """Of the consumer group's assignment under which they were fetched."""
+    """Of this process's assignment under which they were fetched; `Host.generation` counts them."""
     records: list[Record]
 
 
@@ -68,6 +69,8 @@ class Host(faust.App):
     shells: dict[str, Shell]
     failed: "asyncio.Future[None]"
     """Gets the first error of a shell."""
+    generation: int = 0
+    """Grows whenever partitions are revoked or assigned; batches of an older one are read again."""
 
     def shell_of(self, tp: TP) -> Shell | None:
         """The shell that takes a partition's topic."""
@@ -124,18 +127,49 @@ class Consumer(driver.Consumer):
         return _Thread(self, loop=self.loop, beacon=self.beacon)
 
     async def getmany(self, timeout: float) -> AsyncIterator[tuple[TP, ConsumerMessage]]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """Batches of what has been fetched, one partition after the other; ends when the assignment changes."""
+        """Batches of what has been fetched, one partition after the other; ends when the assignment changes.
+
+        What is handed on is told by offsets alone: from the committed one on, without a gap. Records that were under
+        way when partitions were assigned anew may come late, from where the reading was before.
+        """
         found, active = await self._wait_next_records(timeout)
-        generation = self.app.consumer_generation_id
+        generation = self.app.generation
         if found is None or self.should_stop:
             return
         for tp, fetched in cast(dict[TP, list[ConsumerRecord]], found).items():
             if active is not None and tp not in active:
                 continue
             for first in range(0, len(fetched), BATCH_RECORDS):
-                if not self.flow_active or self.app.consumer_generation_id != generation:
+                if not self.flow_active or self.app.generation != generation:
                     return
-                yield tp, self._message_of(tp, fetched[first : first + BATCH_RECORDS], generation)
+                some = await self._consecutive(tp, fetched[first : first + BATCH_RECORDS])
+                if some:
+                    yield tp, self._message_of(tp, some, generation)
+
+    async def _consecutive(self, tp: TP, fetched: list[ConsumerRecord]) -> list[ConsumerRecord]:
+        """The records from the next expected one on; none, and the reading set back, if that one is not there."""
+        wanted = self._wanted.get(tp)
+        if wanted is None:
+            return []
+        if fetched[0].offset > wanted:
+            await self.seek(tp, wanted)
+            return []
+        some = [one for one in fetched if one.offset >= wanted]
+        if some:
+            self._wanted[tp] = some[-1].offset + 1
+        return some
+
+    async def perform_seek(self) -> None:
+        """Begin at the committed offsets, at the oldest kept one where nothing is committed."""
+        await super().perform_seek()
+        assigned = self.assignment()
+        begins = await self.earliest_offsets(*assigned) if assigned else {}
+        self._wanted = {tp: self._committed_offset.get(tp) or begins[tp] for tp in assigned}
+
+    @cached_property
+    def _wanted(self) -> dict[TP, int]:
+        """By partition: offset of the next record to hand on. Empty until the reading has its place."""
+        return {}
 
     def _message_of(self, tp: TP, fetched: list[ConsumerRecord], generation: int) -> ConsumerMessage:
         topic = BY_NAME[tp.topic].short
@@ -154,7 +188,7 @@ class Consumer(driver.Consumer):
             0,
             0,
             TP(tp.topic, tp.partition),
-            generation_id=generation,
+            generation_id=self.app.consumer_generation_id,
         )
 
     def _filter_tps_with_pending_acks(self, topics: Any = None) -> Iterator[TP]:
@@ -187,13 +221,18 @@ class Consumer(driver.Consumer):
     async def on_partitions_revoked(self, revoked: set[TP]) -> None:
         """Commit what is settled, then forget."""
         await self.commit()
-        self.app.drop(revoked)
+        self._forget(revoked)
         await super().on_partitions_revoked(revoked)
 
     async def on_partitions_assigned(self, assigned: set[TP], generation_id: int = 0) -> None:
         """Begin anew from the committed offsets, also where a partition has stayed."""
-        self.app.drop(assigned)
+        self._forget(assigned)
         await super().on_partitions_assigned(assigned, generation_id)
+
+    def _forget(self, partitions: set[TP]) -> None:
+        self._wanted = {}
+        self.app.generation += 1
+        self.app.drop(partitions)
 
 
 class Producer(driver.Producer):
@@ -249,10 +288,16 @@ def create_host(
 def _agent_of(host: Host, shell: Shell) -> Any:
     async def agent(batches: Any) -> None:
         async for batch in batches:
-            if batch.generation == host.consumer_generation_id and not host.failed.done():
-                await _watched(host, shell.take(batch))
+            if not host.failed.done():
+                await _watched(host, _take(host, shell, batch))
 
     return agent
+
+
+async def _take(host: Host, shell: Shell, batch: Batch) -> None:
+    """Give its shell a batch of the present assignment; nothing comes between the look and its first step."""
+    if batch.generation == host.generation:
+        await shell.take(batch)
 
 
 async def _watched(host: Host, work: Coroutine[Any, Any, None]) -> None:
