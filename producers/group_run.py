@@ -1,7 +1,7 @@
 """One task from its request to its settled group: waits for weights, opens the group, runs what is missing.
 
 A group is settled when each member has a complete attempt or a final failure; a failed attempt is tried again until
-the attempts are used up. What a group is worth is decided elsewhere.
+the attempts are used up, and one whose producer was lost is not counted. What a group is worth is decided elsewhere.
 """
 
 import asyncio
@@ -11,9 +11,10 @@ from typing import Any, Protocol
 
 from rollstream.eventlog.log import EventLog, Record
 from rollstream.producers.engine import Engine
-from rollstream.producers.recovery import GroupState, Member
+from rollstream.producers.recovery import PRODUCER_LOST, GroupState, Member
 from rollstream.producers.session import member_seed
 from rollstream.producers.steps_writer import Outbox, StepsWriter
+from rollstream.producers.strangers import Strangers
 from rollstream.schemas import ids
 from rollstream.schemas.base import Event
 from rollstream.schemas.events import GroupStarted, RolloutEnded, RolloutFailed, RolloutStarted, TaskRequested
@@ -21,10 +22,15 @@ from rollstream.schemas.events import GroupStarted, RolloutEnded, RolloutFailed,
 RUN_ENDED = "run_ended"
 CANCELLED = "cancelled"
 TIMEOUT = "timeout"
+MAX_LOST = 8
+"""Attempts of a member beyond `max_attempts` that lost producers may cost; one that kills its producer has an end."""
 
 
 class RunRollout(Protocol):
-    """`rollout.run_rollout`: one attempt, told event by event; its last event is terminal."""
+    """`rollout.run_rollout`: one attempt, told event by event; its last event is terminal.
+
+    Whether a failure is final is decided here, from the attempts that really failed.
+    """
 
     async def __call__(
         self,
@@ -63,13 +69,21 @@ class Producer:
 class GroupRun:
     """One task of an owned partition while it is not settled."""
 
-    def __init__(self, producer: Producer, writer: StepsWriter, task: TaskRequested, state: GroupState | None) -> None:
+    def __init__(
+        self,
+        producer: Producer,
+        writer: StepsWriter,
+        strangers: Strangers,
+        task: TaskRequested,
+        state: GroupState | None,
+    ) -> None:
         """`state`: of the group, if an earlier owner has started it."""
         self.task = task
         self.state = state
         """None until the group's start is acknowledged."""
         self._producer = producer
         self._writer = writer
+        self._strangers = strangers
         self._stop: asyncio.Future[str] = asyncio.get_running_loop().create_future()
 
     def stop(self, cause: str) -> None:
@@ -78,19 +92,29 @@ class GroupRun:
             self._stop.set_result(cause)
 
     async def run(self) -> None:
-        """Settle the task. Raises what a send raised, and what breaks the contract of `RunRollout`."""
-        if self.state is not None:
-            await self._fail_lost(self.state)
-        else:
+        """Settle the task. Raises what a send raised, and what breaks the contract of `RunRollout`.
+
+        1. Open the group, or decide what its predecessor left open. 2. Run what is missing. 3. Do it again if, by what
+        a zombie wrote meanwhile, the group is not settled.
+        """
+        if self.state is None:
             stopped = await self._unless_stopped(self._weights(), None)
-            if stopped is not None:
-                await self._writer.send(self._started(size=0, void_cause=stopped))
-                return
-            self.state = await self._open()
-        left_s = (self.state.deadline_ms - self._writer.clock()) / 1000
-        stopped = await self._unless_stopped(self._run_missing(self.state), max(0.0, left_s))
+            self.state = await self._open(stopped)
+        else:
+            await self._fail_lost(self.state)
+        await self._settle(self.state)
+        while (found := await self._strangers.reopened(self.state)) is not None:
+            self.state = found
+            await self._fail_lost(found)
+            await self._settle(found)
+
+    async def _settle(self, state: GroupState) -> None:
+        if state.is_settled:
+            return
+        left_s = (state.deadline_ms - self._writer.clock()) / 1000
+        stopped = await self._unless_stopped(self._run_missing(state), max(0.0, left_s))
         if stopped is not None:
-            await self._fail_rest(self.state, stopped)
+            await self._fail_rest(state, stopped)
 
     async def _unless_stopped(self, work: Coroutine[Any, Any, None], timeout_s: float | None) -> str | None:
         """Do the work; returns why it was cut short, None if it was not."""
@@ -110,8 +134,8 @@ class GroupRun:
         for model_group in sorted(set(self.task.settings.agents.values())):
             await self._producer.weights.wait_for(model_group, self.task.min_version)
 
-    async def _open(self) -> GroupState:
-        started = self._started(size=self.task.num_rollouts, void_cause=None)
+    async def _open(self, void_cause: str | None) -> GroupState:
+        started = self._started(size=0 if void_cause else self.task.num_rollouts, void_cause=void_cause)
         offset = await self._writer.send(started)
         return GroupState(started.group_id, started.size, started.time_ms + started.timeout_ms, offset)
 
@@ -151,6 +175,9 @@ class GroupRun:
 
     async def _run_attempt(self, member: int, attempt: int) -> None:
         async def send(event: Event) -> None:
+            if isinstance(event, RolloutFailed):
+                is_final = self._num_failed(member) + 1 >= self.task.settings.max_attempts
+                event = event.model_copy(update={"is_final": is_final})
             await self._send(event, member, attempt)
 
         async with Outbox(send) as outbox:
@@ -171,21 +198,26 @@ class GroupRun:
         if isinstance(event, RolloutStarted):
             self.state.begin(member, attempt)
         elif isinstance(event, RolloutEnded):
-            self.state.end(member, attempt, settles=True)
+            self.state.complete(member, attempt)
         elif isinstance(event, RolloutFailed):
-            self.state.end(member, attempt, settles=event.is_final)
+            is_counted = event.cause != PRODUCER_LOST
+            self.state.fail(member, attempt, is_final=event.is_final, is_counted=is_counted)
+
+    def _num_failed(self, member: int) -> int:
+        return self.state.members[member].num_failed if self.state is not None else 0
 
     async def _fail_lost(self, state: GroupState) -> None:
         """Decide what the predecessor left open."""
         for index, member in state.members.items():
             if member.is_settled:
                 continue
-            is_used_up = member.next_attempt >= self.task.settings.max_attempts
+            max_attempts = self.task.settings.max_attempts
+            is_used_up = member.num_failed >= max_attempts or member.next_attempt >= max_attempts + MAX_LOST
             for attempt in sorted(member.open_attempts):
                 is_final = is_used_up and attempt + 1 == member.next_attempt
-                await self._fail(index, attempt, "producer_lost", "its producer is gone", is_final=is_final)
+                await self._fail(index, attempt, PRODUCER_LOST, "its producer is gone", is_final=is_final)
             if is_used_up and not member.is_settled:
-                await self._fail_next(index, member, "producer_lost", "its attempts are used up")
+                await self._fail_next(index, member, PRODUCER_LOST, "its attempts are used up")
 
     async def _fail_rest(self, state: GroupState, stopped: str) -> None:
         """Fail for good what is not settled."""

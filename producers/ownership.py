@@ -17,14 +17,21 @@ async def recover(log: EventLog, notes: Mapping[int, str]) -> dict[int, tuple[Pa
     """
     begins, ends = await log.begin_offsets("steps"), await log.end_offsets("steps")
     states = {partition: PartitionState() for partition in notes}
-    start = {
+    starts = {
         TopicPartition("steps", partition): _start(note, begins[partition], ends[partition])
         for partition, note in notes.items()
         if ends[partition] > begins[partition]
     }
-    if start:
-        await _read(log, start, states, ends)
+    if starts:
+        await _read(log, starts, states, ends)
     return {partition: (state, ends[partition]) for partition, state in states.items()}
+
+
+async def read(log: EventLog, partition: int, start: int, end: int) -> PartitionState:
+    """State of a steps partition by its records of `start` to `end`."""
+    state = PartitionState()
+    await _read(log, {TopicPartition("steps", partition): start}, {partition: state}, {partition: end})
+    return state
 
 
 def _start(note: str, begin: int, end: int) -> int:

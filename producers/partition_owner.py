@@ -15,6 +15,7 @@ from rollstream.eventlog.log import Record
 from rollstream.producers.group_run import CANCELLED, RUN_ENDED, GroupRun, Producer
 from rollstream.producers.recovery import PartitionState
 from rollstream.producers.steps_writer import StepsWriter
+from rollstream.producers.strangers import Strangers
 from rollstream.schemas import ids
 from rollstream.schemas.errors import DecodeError
 from rollstream.schemas.events import GroupStarted, TaskCancelled, TaskRequested, Tick
@@ -43,6 +44,7 @@ class PartitionOwner:
         """
         self._producer = producer
         self._writer = writer
+        self._strangers = Strangers(producer.log, writer)
         self._recovered = recovered
         self._spawn = spawn
         self._ended_runs = ended_runs
@@ -57,7 +59,9 @@ class PartitionOwner:
         self._drop_orphans()
 
     def accept(self, record: Record) -> None:
-        """Take the next record of the tasks partition; what it asks for is begun at once."""
+        """Take the next record of the tasks partition; what it asks for is begun at once. A repeat changes nothing."""
+        if record.offset < self._next_offset:
+            return
         try:
             event = codec.decode(record).event
         except DecodeError as error:
@@ -87,12 +91,25 @@ class PartitionOwner:
 
     async def tick(self) -> None:
         """Let event time pass in the log, if a group is open."""
+        if self._writer.is_paused:
+            return
         has_open = any(run.state is not None for run in self._runs.values())
         if has_open or self._recovered.groups:
             time_ms = self._writer.clock()
             await self._writer.send(
                 Tick(run_id="", time_ms=time_ms, partition=self._writer.partition, owner=self._producer.name)
             )
+
+    async def pause(self) -> None:
+        """Write nothing from now on, while rollouts go on; what is sent already is acknowledged then."""
+        await self._writer.pause()
+
+    def resume(self, steps_end: int) -> bool:
+        """Go on after a pause, if nobody wrote in between; `steps_end` is where the steps partition ends now."""
+        if not self._writer.is_end(steps_end):
+            return False
+        self._writer.resume()
+        return True
 
     async def release(self) -> None:
         """Stop at once and write nothing more."""
@@ -109,7 +126,8 @@ class PartitionOwner:
     def _request(self, offset: int, task: TaskRequested) -> None:
         if task.group_id in self._runs or task.group_id in self._settled:
             return
-        run = GroupRun(self._producer, self._writer, task, self._recovered.groups.pop(task.group_id, None))
+        recovered = self._recovered.groups.pop(task.group_id, None)
+        run = GroupRun(self._producer, self._writer, self._strangers, task, recovered)
         if task.run_id in self._ended_runs:
             run.stop(RUN_ENDED)
         elif task.group_id in self._cancelled:

@@ -1,7 +1,8 @@
 """What a steps partition says about its groups: a pure fold, by which a new owner goes on where another stopped.
 
 Only GroupStarted opens a group; records of groups that were not seen to open belong to closed ones. The first
-occurrence of an event counts, the first terminal event of an attempt decides it. Timeouts are left to the owner.
+occurrence of an event counts, the first terminal event of an attempt decides it, and members are settled as assembly
+settles them. Timeouts are left to the owner.
 """
 
 from collections.abc import Iterable
@@ -18,6 +19,9 @@ from rollstream.schemas.events import (
     StepRecorded,
 )
 
+PRODUCER_LOST = "producer_lost"
+"""Cause of an attempt that ended with its producer."""
+
 
 @dataclass(slots=True)
 class Member:
@@ -25,8 +29,12 @@ class Member:
 
     open_attempts: set[int] = field(default_factory=set)
     next_attempt: int = 0
+    num_failed: int = 0
+    """Attempts that failed by themselves, not because their producer was lost."""
+    is_final: bool = False
+    """It is not tried again."""
     is_settled: bool = False
-    """It has a complete attempt, or a final failure."""
+    """It has a complete attempt, or is not tried again and had no attempt under way when one was decided."""
 
 
 @dataclass(slots=True)
@@ -56,11 +64,19 @@ class GroupState:
         found.open_attempts.add(attempt)
         found.next_attempt = max(found.next_attempt, attempt + 1)
 
-    def end(self, member: int, attempt: int, *, settles: bool) -> None:
-        """An attempt was decided; `settles` if it is complete or failed for good."""
+    def complete(self, member: int, attempt: int) -> None:
+        """An attempt is complete."""
         found = self.members[member]
         found.open_attempts.discard(attempt)
-        found.is_settled = found.is_settled or settles
+        found.is_settled = True
+
+    def fail(self, member: int, attempt: int, *, is_final: bool, is_counted: bool) -> None:
+        """An attempt failed; `is_final`: its member is not tried again, `is_counted`: it used an attempt up."""
+        found = self.members[member]
+        found.open_attempts.discard(attempt)
+        found.num_failed += is_counted
+        found.is_final = found.is_final or is_final
+        found.is_settled = found.is_settled or (found.is_final and not found.open_attempts)
 
 
 @dataclass(slots=True)
@@ -71,6 +87,8 @@ class Attempt:
     attempt: int
     steps: dict[int, str] = field(default_factory=dict)
     rewards: dict[int, str] = field(default_factory=dict)
+    is_spliced: bool = False
+    """Two producers wrote it: an index has two contents."""
     is_decided: bool = False
 
 
@@ -144,15 +162,31 @@ def _continue(
     digest: str,
 ) -> None:
     if isinstance(event, StepRecorded):
-        attempt.steps.setdefault(event.step_index, digest)
+        first = attempt.steps.setdefault(event.step_index, digest)
+        attempt.is_spliced = attempt.is_spliced or first != digest
     elif isinstance(event, RewardRecorded):
-        attempt.rewards.setdefault(event.reward_index, digest)
+        first = attempt.rewards.setdefault(event.reward_index, digest)
+        attempt.is_spliced = attempt.is_spliced or first != digest
     else:
         attempt.is_decided = True
-        settles = event.is_final if isinstance(event, RolloutFailed) else is_complete(attempt, event)
         group = state.groups[event.group_id]
-        group.end(attempt.member, attempt.attempt, settles=settles)
+        _decide(group, attempt, event)
         _close_if_settled(state, group)
+
+
+def _decide(group: GroupState, attempt: Attempt, event: RolloutEnded | RolloutFailed) -> None:
+    member, number = attempt.member, attempt.attempt
+    if isinstance(event, RolloutFailed):
+        group.fail(member, number, is_final=event.is_final, is_counted=event.cause != PRODUCER_LOST)
+    elif is_complete(attempt, event):
+        group.complete(member, number)
+    else:
+        group.fail(member, number, is_final=not _is_spliced(attempt, event), is_counted=False)
+
+
+def _is_spliced(attempt: Attempt, ended: RolloutEnded) -> bool:
+    has_more = max(attempt.steps, default=-1) >= ended.num_steps
+    return attempt.is_spliced or has_more or max(attempt.rewards, default=-1) >= ended.num_rewards
 
 
 def _close_if_settled(state: PartitionState, group: GroupState) -> None:

@@ -26,21 +26,63 @@ class StepsWriter:
         self._next_offset = next_offset
         self._in_flight: dict[int, int] = {}
         self._num_sent = 0
+        self._landing = asyncio.Event()
+        self._resumed = asyncio.Event()
+        self._resumed.set()
+        self._own: set[int] = set()
+        """Offsets of own records from `_looked_until` on."""
+        self._looked_until = next_offset
 
     async def send(self, event: Event) -> int:
-        """Append an event; returns its offset once it is acknowledged."""
+        """Append an event; returns its offset once it is acknowledged. Waits while paused."""
+        await self._resumed.wait()
         number, self._num_sent = self._num_sent, self._num_sent + 1
         self._in_flight[number] = self._next_offset
         try:
             offset = (await self._log.send(event, partition=self.partition)).offset
         finally:
             del self._in_flight[number]
+            self._landing.set()
+        self._own.add(offset)
         self._next_offset = max(self._next_offset, offset + 1)
         return offset
 
     def floor(self) -> int:
         """No event that is still in flight lies before this offset."""
         return min(self._in_flight.values(), default=self._next_offset)
+
+    async def landed(self) -> None:
+        """Wait until all that was sent before is acknowledged."""
+        num_sent = self._num_sent
+        while min(self._in_flight, default=num_sent) < num_sent:
+            self._landing.clear()
+            await self._landing.wait()
+
+    async def pause(self) -> None:
+        """Let what is in flight land, and hold back what is sent from now on."""
+        self._resumed.clear()
+        await self.landed()
+
+    def resume(self) -> None:
+        """Send on."""
+        self._resumed.set()
+
+    @property
+    def is_paused(self) -> bool:
+        """Whether sends are held back."""
+        return not self._resumed.is_set()
+
+    def is_end(self, end: int) -> bool:
+        """Whether the newest record before offset `end` is one that is known here, so that nobody else wrote since."""
+        return end == self._next_offset
+
+    def take_foreign(self) -> list[int]:
+        """Offsets before `floor` that are none of the own ones and were not told before."""
+        floor = self.floor()
+        foreign = [offset for offset in range(self._looked_until, floor) if offset not in self._own]
+        self._own = {offset for offset in self._own if offset >= floor}
+        self._looked_until = max(self._looked_until, floor)
+        return foreign
 
 
 class Outbox:

@@ -2,6 +2,9 @@
 
 1. A task's events are acknowledged. 2. The task is settled. 3. Its offset is committed, with a note that tells a new
 owner where in `steps` to begin reading. What one task needs is in `group_run`.
+
+While partitions are dealt out anew, rollouts go on and nothing is written; where a partition stays and nobody else
+wrote to it or committed, they are never interrupted.
 """
 
 import asyncio
@@ -46,7 +49,10 @@ class RolloutWorker:
         self._monotonic = monotonic
         self._owners: dict[int, PartitionOwner] = {}
         self._ended_runs: set[str] = set()
-        self._committed: dict[int, tuple[int, str]] = {}
+        self._kept: dict[int, PartitionOwner] = {}
+        """Owners that pause while partitions are dealt out anew."""
+        self._committed: dict[int, tuple[int | None, str]] = {}
+        """What the group has committed, with its note, as far as this member knows."""
         self._progress = asyncio.Event()
         self._tasks: asyncio.TaskGroup | None = None
         self._reader: GroupReader | None = None
@@ -85,8 +91,14 @@ class RolloutWorker:
     async def _on_assigned(self, partitions: set[TopicPartition]) -> None:
         assert self._reader is not None
         assert self._tasks is not None
-        notes = {where.partition: await self._reader.committed_note(where) for where in sorted(partitions)}
-        tasks = await self._uncommitted(self._reader, partitions)
+        found = {
+            where.partition: (await self._reader.committed(where), await self._reader.committed_note(where))
+            for where in sorted(partitions)
+        }
+        stayed = await self._resume_kept(found)
+        self._committed = found
+        notes = {partition: note for partition, (_, note) in found.items() if partition not in stayed}
+        tasks = await self._uncommitted({partition: found[partition][0] for partition in notes})
         for partition, (state, end) in (await recover(self._log, notes)).items():
             event_clock = EventClock(clock.start_ms(state.last_event_ms, self._wall), self._monotonic)
             self._owners[partition] = PartitionOwner(
@@ -98,19 +110,30 @@ class RolloutWorker:
                 ended_runs=self._ended_runs,
                 on_progress=self._progress.set,
             )
-        logger.info("assigned partitions=%s", sorted(notes))
+        logger.info("assigned partitions=%s stayed=%s", sorted(notes), sorted(stayed))
 
-    async def _uncommitted(self, reader: GroupReader, partitions: set[TopicPartition]) -> dict[int, range]:
+    async def _resume_kept(self, committed: dict[int, tuple[int | None, str]]) -> set[int]:
+        """Partitions that stay, with what runs on them. Those that are gone, or had another owner, are given up."""
+        kept, self._kept = self._kept, {}
+        ends = await self._log.end_offsets("steps") if kept else {}
+        for partition, owner in kept.items():
+            is_same = partition in committed and committed[partition] == self._committed.get(partition)
+            if is_same and owner.resume(ends[partition]):
+                self._owners[partition] = owner
+            else:
+                await owner.release()
+        return kept.keys() & self._owners.keys()
+
+    async def _uncommitted(self, committed: dict[int, int | None]) -> dict[int, range]:
         begins, ends = await self._log.begin_offsets("tasks"), await self._log.end_offsets("tasks")
-        committed = {where.partition: await reader.committed(where) for where in partitions}
         return {p: range(begins[p] if offset is None else offset, ends[p]) for p, offset in committed.items()}
 
     async def _on_revoked(self, partitions: set[TopicPartition]) -> None:
-        released = {w.partition: self._owners.pop(w.partition) for w in partitions if w.partition in self._owners}
-        await asyncio.gather(*(owner.release() for owner in released.values()))
-        await self._commit(released)
-        self._committed.clear()
-        logger.info("revoked partitions=%s", sorted(released))
+        paused = {w.partition: self._owners.pop(w.partition) for w in partitions if w.partition in self._owners}
+        self._kept.update(paused)
+        await asyncio.gather(*(owner.pause() for owner in paused.values()))
+        await self._commit(paused)
+        logger.info("revoked partitions=%s", sorted(paused))
 
     async def _commit_progress(self) -> None:
         while True:
@@ -156,12 +179,12 @@ class RolloutWorker:
         event = codec.decode(record).event
         if isinstance(event, RunEnded):
             self._ended_runs.add(event.run_id)
-            for owner in self._owners.values():
+            for owner in (*self._owners.values(), *self._kept.values()):
                 owner.end_run(event.run_id)
 
     async def _leave(self) -> None:
         """1. Stop. 2. Commit what is settled. 3. Leave the group."""
-        await asyncio.gather(*(owner.release() for owner in self._owners.values()))
+        await asyncio.gather(*(owner.release() for owner in (*self._owners.values(), *self._kept.values())))
         if self._reader is not None:
             await self._commit(self._owners)
             await self._reader.close()

@@ -3,8 +3,17 @@ import json
 import sys
 from pathlib import Path
 
+from rollstream.eventlog.log import TopicPartition
 from rollstream.eventlog.memory_log import MemoryLog
-from rollstream.schemas.events import GroupStarted, RolloutEnded, RolloutFailed, RolloutStarted
+from rollstream.producers.group_run import MAX_LOST
+from rollstream.schemas.events import (
+    GroupStarted,
+    RolloutEnded,
+    RolloutFailed,
+    RolloutStarted,
+    StepRecorded,
+    TaskCancelled,
+)
 
 sys.path.insert(0, str(Path(__file__).parent))
 import worker_rig as r
@@ -43,21 +52,47 @@ def test_a_new_owner_fails_what_was_open_and_runs_only_what_is_missing():
     asyncio.run(main())
 
 
-def test_a_member_whose_attempts_are_used_up_by_lost_producers_fails_for_good():
-    async def main():
+def test_lost_producers_use_up_no_attempts_until_there_are_too_many_of_them():
+    async def main(num_dead):
         log = MemoryLog(num_partitions=1)
-        await log.send(r.task(num_rollouts=1, max_attempts=2))
-        for number in range(2):
-            dead = r.Process(log, rollouts=hanging((0, 0), (0, 1)), name=f"dead-{number}")
+        await log.send(r.task(num_rollouts=1, max_attempts=1))
+        for number in range(num_dead):
+            dead = r.Process(
+                log, rollouts=hanging(*((0, attempt) for attempt in range(num_dead))), name=f"dead-{number}"
+            )
             await r.until(lambda count=number + 1: _has(log, RolloutStarted, count))
             await dead.kill()
         async with r.Process(log) as heir:
             await r.until(lambda: r.all_settled(log, 1))
-        assert [(e.rollout_id[-5:], e.cause, e.is_final) for e in await r.steps(log, RolloutFailed)] == [
-            ("m0/a0", "producer_lost", False),
-            ("m0/a1", "producer_lost", True),
+        fails = [(e.rollout_id[-2:], e.cause, e.is_final) for e in await r.steps(log, RolloutFailed)]
+        return fails, heir.rollouts.calls
+
+    fails, calls = asyncio.run(main(2))
+    assert fails == [("a0", "producer_lost", False), ("a1", "producer_lost", False)]
+    assert calls == [(r.task().group_id, 0, 2)]
+    fails, calls = asyncio.run(main(MAX_LOST + 1))
+    assert fails[-1] == (f"a{MAX_LOST}", "producer_lost", True)
+    assert [is_final for _, _, is_final in fails] == MAX_LOST * [False] + [True]
+    assert calls == []
+
+
+def test_attempts_that_really_failed_are_counted_across_owners():
+    async def main():
+        log = MemoryLog(num_partitions=1)
+        await log.send(r.task(num_rollouts=1, max_attempts=2))
+        dead = r.Process(log, rollouts=hanging((0, 0)))
+        await r.until(lambda: _has(log, RolloutStarted, 1))
+        await dead.kill()
+        rollouts = r.Rollouts()
+        rollouts.fails = {(0, 1), (0, 2), (0, 3)}
+        async with r.Process(log, rollouts=rollouts):
+            await r.until(lambda: r.all_settled(log, 1))
+        fails = [(e.rollout_id[-2:], e.cause, e.is_final) for e in await r.steps(log, RolloutFailed)]
+        assert fails == [
+            ("a0", "producer_lost", False),
+            ("a1", "environment_error", False),
+            ("a2", "environment_error", True),
         ]
-        assert heir.rollouts.calls == []
 
     asyncio.run(main())
 
@@ -138,6 +173,103 @@ def test_a_zombie_changes_nothing():
         await zombie.kill()
         assert {e.cause for e in await r.steps(log, RolloutFailed)} == {"producer_lost"}
         assert sorted(heir.rollouts.calls) == [(r.task().group_id, 0, 1), (r.task().group_id, 1, 1)]
+
+    asyncio.run(main())
+
+
+def test_an_attempt_that_a_zombie_wrote_as_well_is_made_good_by_the_next():
+    async def main():
+        log = MemoryLog(num_partitions=1)
+        task = r.task(num_rollouts=1)
+        async with r.Process(log, rollouts=hanging((0, 0))) as owner:
+            await log.send(task)
+            await r.until(lambda: _has(log, StepRecorded, 1))
+            await log.send(r.step(task, 0, 0, 1, text="what the zombie's model said"), partition=0)
+            owner.rollouts.go_on.set()
+            await r.until(lambda: r.all_settled(log, 1))
+            await r.until(lambda: _committed(owner, 1))
+        assert owner.rollouts.calls == [(task.group_id, 0, 0), (task.group_id, 0, 1)]
+
+    asyncio.run(main())
+
+
+def test_a_group_that_a_zombie_holds_open_is_settled_by_the_owner_and_ticks_go_on_until_then():
+    async def main():
+        log = MemoryLog(num_partitions=1)
+        task = r.task(num_rollouts=1, max_attempts=1)
+        rollouts = hanging((0, 0))
+        rollouts.fails = {(0, 0)}
+        async with r.Process(log, rollouts=rollouts) as owner:
+            await log.send(task)
+            await r.until(lambda: _has(log, StepRecorded, 1))
+            await log.send(r.started(task, 0, 1), partition=0)
+            rollouts.go_on.set()
+            await r.until(lambda: _committed(owner, 1))
+        assert await r.all_settled(log, 1)
+        assert (await r.steps(log, RolloutFailed))[-1].rollout_id[-2:] == "a1"
+
+    asyncio.run(main())
+
+
+def test_a_group_that_a_zombie_opened_first_is_settled_although_the_owner_opens_it_void():
+    async def main():
+        log = MemoryLog(num_partitions=1)
+        task = r.task(num_rollouts=1, min_version=5)
+        async with r.Process(log, name="owner") as owner:
+            await log.send(task)
+            await asyncio.sleep(0.01)
+            other = MemoryLog(num_partitions=1)
+            async with r.Process(other, rollouts=hanging((0, 0)), weights=r.Weights(5), name="zombie"):
+                await other.send(task)
+                await r.until(lambda: _has(other, StepRecorded, 1))
+            for event in await r.steps(other):
+                await log.send(event, partition=0)
+            await log.send(TaskCancelled(run_id=r.RUN, time_ms=1, group_id=task.group_id, cause="stopped"))
+            await r.until(lambda: _committed(owner, 2))
+        assert await r.all_settled(log, 1)
+
+    asyncio.run(main())
+
+
+def test_rollouts_on_a_partition_that_stays_go_on_when_a_process_joins_or_leaves():
+    async def main():
+        log = MemoryLog(num_partitions=2)
+        async with r.Process(log, rollouts=hanging((0, 0), (1, 0))) as first:
+            await log.send(r.task(0), partition=0)
+            await r.until(lambda: _has(log, RolloutStarted, 2, 0))
+            async with r.Process(log, name="producer-2") as second:
+                await log.send(r.task(1), partition=1)
+                await r.until(lambda: r.all_settled(log, 1, 1))
+                assert len(second.rollouts.calls) == 2
+            await log.send(r.task(2), partition=1)
+            await r.until(lambda: _has(log, RolloutStarted, 4, 1))
+            first.rollouts.go_on.set()
+            await r.until(lambda: r.all_settled(log, 1, 0))
+            await r.until(lambda: r.all_settled(log, 2, 1))
+            await r.until(lambda: _committed(first, 1))
+        assert await r.steps(log, RolloutFailed, 0) == []
+        assert ids_of(await r.steps(log, RolloutEnded, 0)) == ["m0/a0", "m1/a0"]
+
+    asyncio.run(main())
+
+
+def test_a_partition_that_comes_back_after_another_wrote_to_it_is_read_again():
+    async def main():
+        log = MemoryLog(num_partitions=1)
+        first = r.Process(r.Wire(log), rollouts=hanging((0, 0), (1, 0)))
+        await log.send(r.task(0))
+        await r.until(lambda: _has(log, RolloutStarted, 2))
+        await first.worker._on_revoked({TopicPartition("tasks", 0)})
+        num_steps = (await log.end_offsets("steps"))[0]
+        first.rollouts.go_on.set()
+        await asyncio.sleep(3 * r.TICK_S)
+        assert (await log.end_offsets("steps"))[0] == num_steps, "nothing is written in between"
+        await log.send(r.failed(r.task(0), 0, 0, "producer_lost", is_final=False), partition=0)
+        await first.worker._on_assigned({TopicPartition("tasks", 0)})
+        async with first:
+            await log.send(r.task(0), partition=0)
+            await r.until(lambda: r.all_settled(log, 1))
+        assert ids_of(await r.steps(log, RolloutEnded)) == ["m0/a1", "m1/a1"]
 
     asyncio.run(main())
 

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from rollstream.eventlog import codec
 from rollstream.eventlog.log import Position, Received, TopicPartition
 from rollstream.eventlog.memory_log import MemoryLog
+from rollstream.processors import assembly
 from rollstream.producers.ownership import recover
 from rollstream.producers.recovery import PartitionState, evolve, fold
 from rollstream.schemas.errors import TruncatedError
@@ -36,14 +37,16 @@ def group(task, *, size=2, void_cause=None, time_ms=1):
 
 
 def attempt(task, member, number=0, *, end="complete", is_final=False):
-    """Events of one attempt: complete, failed, open, or ended with a digest of something else."""
+    """Events of one attempt: complete, failed, open, ended with a digest of something else, or written by two."""
     contents = [r.step(task, member, number, 0), r.step(task, member, number, 1), r.reward(task, member, number)]
     events = [r.started(task, member, number), *contents]
-    if end == "failed":
-        return [*events, r.failed(task, member, number, is_final=is_final)]
+    if end in ("failed", "final"):
+        return [*events, r.failed(task, member, number, is_final=is_final or end == "final")]
     if end == "open":
         return events
     ended = r.ended(task, member, number, contents)
+    if end == "spliced":
+        return [*events[:2], r.step(task, member, number, 1, text="another"), *events[2:], ended]
     return [*events, ended if end == "complete" else ended.model_copy(update={"digest": "0" * 64})]
 
 
@@ -85,17 +88,33 @@ def test_the_first_terminal_event_decides_an_attempt():
 
 
 @pytest.mark.parametrize("left_out", [1, 2, 3])
-def test_an_attempt_that_lacks_a_record_is_not_complete(left_out):
+def test_a_member_of_whose_ended_attempt_a_record_is_missing_is_not_tried_again(left_out):
     task = r.task()
     events = attempt(task, 0)
     del events[left_out]
-    assert not folded([group(task, size=1), *events]).groups[task.group_id].members[0].is_settled
+    member = folded([group(task), *events]).groups[task.group_id].members[0]
+    assert (member.is_settled, member.is_final, member.num_failed) == (True, True, 0)
 
 
 def test_an_attempt_whose_digest_names_other_contents_is_not_complete():
     task = r.task()
-    state = folded([group(task, size=1), *attempt(task, 0, end="wrong digest")])
-    assert state.groups[task.group_id].members[0].next_attempt == 1
+    state = folded([group(task), *attempt(task, 0, end="wrong digest")])
+    assert state.groups[task.group_id].members[0].is_final
+
+
+def test_a_member_whose_attempt_two_producers_wrote_is_tried_again():
+    task = r.task()
+    state = folded([group(task), *attempt(task, 0, end="spliced")])
+    member = state.groups[task.group_id].members[0]
+    assert (member.is_settled, member.is_final, member.next_attempt) == (False, False, 1)
+
+
+def test_a_final_failure_does_not_settle_a_member_while_another_attempt_is_under_way():
+    task = r.task()
+    events = [group(task), r.started(task, 0, 1), *attempt(task, 0, end="failed", is_final=True)]
+    assert not folded(events).groups[task.group_id].members[0].is_settled
+    events.append(r.failed(task, 0, 1, "producer_lost", is_final=False))
+    assert folded(events).groups[task.group_id].members[0].is_settled
 
 
 def test_a_void_group_is_settled_at_once_and_stays_so():
@@ -115,7 +134,9 @@ def test_event_time_is_the_newest_of_any_record():
     assert folded([tick, group(r.task(), time_ms=5)]).last_event_ms == 9
 
 
-ATTEMPTS = st.lists(st.sampled_from(["complete", "failed", "open", "wrong digest"]), min_size=0, max_size=3)
+ATTEMPTS = st.lists(
+    st.sampled_from(["complete", "failed", "final", "open", "wrong digest", "spliced"]), min_size=0, max_size=3
+)
 
 
 @st.composite
@@ -156,6 +177,17 @@ def test_any_prefix_tells_what_is_missing(events, data):
             mine = {number for m, number in begun if m == index}
             assert member.next_attempt == max(mine, default=-1) + 1
             assert member.open_attempts == {n for n in mine if f"{group_id}/m{index}/a{n}" not in ends}
+
+
+@settings(max_examples=100, deadline=None)
+@given(partitions())
+def test_a_group_is_settled_just_when_assembly_closes_it(events):
+    closing = assembly.initial()
+    closed: set[str] = set()
+    for offset, event in enumerate(events):
+        received = Received(event, codec.content_digest(event), Position("steps", 0, offset), 0)
+        closed |= {one.closed.group_id for one in assembly.evolve(closing, received)}
+        assert folded(events[: offset + 1]).settled == closed
 
 
 @settings(max_examples=40, deadline=None)
