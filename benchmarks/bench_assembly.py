@@ -8,6 +8,7 @@ import gc
 import json
 import statistics
 import time
+from pathlib import Path
 
 from workload import STEPS_PER_GROUP, group_events
 
@@ -58,6 +59,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--groups", type=int, default=200)
     parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--output", type=Path, default=None)
     args = parser.parse_args()
     records = records_of(args.groups)
     received = [codec.decode(record) for record in records]
@@ -75,7 +77,10 @@ def main() -> None:
         "decode_and_fold_steps_per_s": round(statistics.median(decoded)),
         "decode_and_fold_best_steps_per_s": round(max(decoded)),
     }
-    print(json.dumps(report, indent=2))
+    text = json.dumps(report, indent=2)
+    print(text)
+    if args.output:
+        args.output.write_text(text + "\n")
 
 
 if __name__ == "__main__":
