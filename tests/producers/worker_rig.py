@@ -284,6 +284,7 @@ async def records(log, topic, partition=0):
     found = []
     while len(found) < end:
         found += await reader.poll()
+    await reader.close()
     return [codec.decode(record) for record in found]
 
 

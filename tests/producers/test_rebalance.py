@@ -1,0 +1,58 @@
+"""Rebalancing on a real broker: what runs on partitions that stay with their owner is not interrupted."""
+
+import asyncio
+import sys
+from pathlib import Path
+
+import pytest
+
+from rollstream.eventlog.broker import EmbeddedBroker
+from rollstream.eventlog.kafka_log import KafkaLog
+from rollstream.schemas.events import RolloutEnded, RolloutFailed, RolloutStarted
+
+sys.path.insert(0, str(Path(__file__).parent))
+import worker_rig as r
+
+pytestmark = [pytest.mark.kafka, pytest.mark.timeout(120)]
+PARTITIONS = 2
+
+
+def test_rollouts_go_on_where_a_partition_stays_and_run_again_where_it_moves(tmp_path):
+    with EmbeddedBroker(tmp_path) as running:
+        asyncio.run(_join_and_leave(running.bootstrap_servers))
+
+
+async def _join_and_leave(bootstrap):
+    logs = [KafkaLog(bootstrap, session_timeout_s=6) for _ in range(2)]
+    for log in logs:
+        await log.start()
+    await logs[0].ensure_topics(num_partitions=PARTITIONS)
+    try:
+        await _run(*logs)
+    finally:
+        for log in logs:
+            await log.close()
+
+
+async def _run(log, other):
+    first_rollouts, second_rollouts = r.Rollouts(), r.Rollouts()
+    first_rollouts.hangs = second_rollouts.hangs = {(0, 0), (1, 0)}
+    async with r.Process(log, rollouts=first_rollouts, tick_s=0.5) as first:
+        for partition in range(PARTITIONS):
+            await log.send(r.task(partition), partition=partition)
+        await r.until(lambda: len(first_rollouts.calls) == 4, 30)
+        async with r.Process(other, rollouts=second_rollouts, name="producer-2", tick_s=0.5) as second:
+            await r.until(lambda: second.rollouts.calls, 30)
+            moved = {group_id for group_id, _, _ in second_rollouts.calls}
+            first_rollouts.go_on.set()
+            await r.until(lambda: len(second_rollouts.calls) == 2, 30)
+            await r.until(lambda: first_rollouts.num_running == second_rollouts.num_running == 0, 30)
+        await r.until(lambda: len(first.wire.member.assigned()) == PARTITIONS, 30)
+    assert len(moved) == 1
+    for partition in range(PARTITIONS):
+        assert await r.all_settled(log, 1, partition)
+        has_moved = r.task(partition).group_id in moved
+        lost = [e.cause for e in await r.steps(log, RolloutFailed, partition)]
+        assert lost == (["producer_lost"] * 2 if has_moved else [])
+        assert len(await r.steps(log, RolloutEnded, partition)) == 2
+        assert len(await r.steps(log, RolloutStarted, partition)) == (4 if has_moved else 2)
