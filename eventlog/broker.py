@@ -8,6 +8,7 @@ import fcntl
 import json
 import logging
 import os
+import random
 import socket
 import struct
 import subprocess
@@ -94,13 +95,15 @@ class EmbeddedBroker:
 
     def restart(self) -> None:
         """Start a broker that died again, at its old address and with its data. Raises BrokerError."""
-        before = self.bootstrap_servers
         assert self._guard is not None, "restart is for a broker that was started"
         self._let_guard_go()
+        deadline = time.monotonic() + START_TIMEOUT_S
+        while not _is_free(int(self.bootstrap_servers.rpartition(":")[2])):
+            if time.monotonic() > deadline:
+                address = self.bootstrap_servers
+                raise BrokerError(f"the broker of workspace {self.workspace} lost its address: {address} is in use")
+            time.sleep(0.05)
         self._start(os.pathsep.join(str(jar) for jar in kafka_install.jars()))
-        if self.bootstrap_servers != before:
-            address, self.bootstrap_servers = self.bootstrap_servers, before
-            raise BrokerError(f"the broker of workspace {self.workspace} lost its address {before}, now {address}")
 
     def _let_guard_go(self) -> None:
         guard, self._guard = self._guard, None
@@ -244,19 +247,42 @@ def _ports(remembered: Path) -> tuple[int, int]:
         told = json.loads(remembered.read_text(encoding="utf-8"))
         wanted = [int(told["port"]), int(told["controller_port"])]
     except (FileNotFoundError, ValueError, KeyError):
-        wanted = [0, 0]
-    with socket.socket() as one, socket.socket() as other:
-        ports = [_bind(one, wanted[0]), _bind(other, wanted[1])]
+        wanted = []
+    ports = [port for port in wanted if _is_free(port)]
+    if len(ports) < len(wanted) or not wanted:
+        ports = _free_ports(2)
     return ports[0], ports[1]
 
 
-def _bind(candidate: socket.socket, port: int) -> int:
-    candidate.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+def _free_ports(count: int) -> list[int]:
+    """Free ports that the system gives to no outgoing connection.
+
+    A client that knocks again and again at a port of that range, while its broker is down, at last connects to itself
+    (TCP simultaneous open) and keeps the broker from its address.
+    """
+    candidates = random.sample(_unassigned_ports(), 200)
+    ports = [port for port in candidates if _is_free(port)][:count]
+    if len(ports) < count:
+        raise BrokerError(f"{HOST} has no free port: 200 were tried")
+    return ports
+
+
+def _unassigned_ports() -> range:
     try:
-        candidate.bind((HOST, port))
-    except OSError:
-        candidate.bind((HOST, 0))
-    return int(candidate.getsockname()[1])
+        lowest = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text(encoding="ascii").split()[0])
+    except (OSError, ValueError):
+        lowest = 32768
+    return range(10240, lowest) if lowest > 11264 else range(10240, 65536)
+
+
+def _is_free(port: int) -> bool:
+    with socket.socket() as candidate:
+        candidate.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            candidate.bind((HOST, port))
+        except OSError:
+            return False
+    return True
 
 
 def _format_storage(classpath: str, properties: Path) -> None:
