@@ -19,7 +19,7 @@ from rollstream.eventlog.artifacts import ArtifactStore
 from rollstream.eventlog.dead_letters import send_dead_letter
 from rollstream.eventlog.log import EventLog, Record
 from rollstream.processors import assembly
-from rollstream.processors.faust_host import Batch
+from rollstream.processors.faust_app import Batch
 from rollstream.schemas.base import Event, Locator
 from rollstream.schemas.errors import DecodeError, LogError
 
@@ -77,6 +77,11 @@ class AssembleShell:
         """The GroupStarted of the oldest group that is open or whose closing is not acknowledged yet."""
         known = self._partitions.get(partition)
         return None if known is None else min([known.state.low_water, *known.held.values()])
+
+    def position(self, partition: int) -> int | None:
+        """Offset of the next record to fold."""
+        known = self._partitions.get(partition)
+        return None if known is None else known.state.next_offset
 
     def drop(self, partitions: Iterable[int]) -> None:
         """Forget partitions; what is being sent for them repeats what their next owner will send."""

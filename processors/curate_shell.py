@@ -19,7 +19,7 @@ from rollstream.eventlog.artifacts import ArtifactStore
 from rollstream.eventlog.dead_letters import send_dead_letter
 from rollstream.eventlog.log import EventLog, Received, Record, TopicPartition
 from rollstream.processors import curate
-from rollstream.processors.faust_host import Batch
+from rollstream.processors.faust_app import Batch
 from rollstream.processors.task_requests import Dataset
 from rollstream.schemas.base import Event
 from rollstream.schemas.errors import ArtifactError, DecodeError, LogError
@@ -79,6 +79,10 @@ class CurateShell:
         """The record after the last one whose answers are acknowledged."""
         return None if self._fold is None else self._fold.mark
 
+    def position(self, partition: int) -> int | None:
+        """Offset of the next record to fold, also while what came before is folded again."""
+        return None if self._fold is None else self._fold.next_offset
+
     def drop(self, partitions: Iterable[int]) -> None:
         """Forget the fold."""
         self._fold = None
@@ -95,6 +99,7 @@ class CurateShell:
                 for record in await reader.poll(max_records=500):
                     if record.offset < end:
                         await self._refold(fold, record)
+                        fold.next_offset = record.offset + 1
         finally:
             await reader.close()
         fold.next_offset = end

@@ -3,13 +3,17 @@
 import asyncio
 import contextlib
 import logging
+from collections.abc import Coroutine
+from typing import Any
 
 from rollstream.eventlog.artifacts import ArtifactStore
 from rollstream.eventlog.log import EventLog
-from rollstream.processors import faust_host
+from rollstream.processors import faust_consumer
 from rollstream.processors.assemble_shell import AssembleShell
 from rollstream.processors.curate_shell import CurateShell
-from rollstream.processors.faust_host import Host, Shell, create_host
+from rollstream.processors.faust_app import Host, Shell
+from rollstream.processors.faust_host import create_host
+from rollstream.processors.watchdog import watch
 from rollstream.schemas.errors import LogError
 from rollstream.schemas.services import ProcessorSettings
 
@@ -38,12 +42,12 @@ async def run(log: EventLog, settings: ProcessorSettings) -> None:
     host = create_host(
         settings.bootstrap_servers, shells, client_id=settings.name, session_timeout_s=settings.session_timeout_s
     )
-    for name in ("faust", "mode", faust_host.__name__):
+    for name in ("faust", "mode", faust_consumer.__name__):
         logging.getLogger(name).setLevel(logging.WARNING)
     await host.start()
     logger.info("ready")
     try:
-        await _until_failed(host, assembling)
+        await _until_failed(host, assembling, watch(host, log, timeout_s=settings.stall_timeout_s))
     finally:
         try:
             with contextlib.suppress(TimeoutError):
@@ -53,17 +57,21 @@ async def run(log: EventLog, settings: ProcessorSettings) -> None:
                 await asyncio.wait_for(host.stop(), STOP_TIMEOUT_S)
 
 
-async def _until_failed(host: Host, assembling: AssembleShell) -> None:
+async def _until_failed(host: Host, assembling: AssembleShell, watching: Coroutine[Any, Any, None]) -> None:
+    watched = asyncio.ensure_future(watching)
     crashed = asyncio.ensure_future(host.wait_until_stopped())
     unsent = asyncio.ensure_future(assembling.failed())
     try:
-        await asyncio.wait([host.failed, crashed, unsent], return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait([host.failed, crashed, unsent, watched], return_when=asyncio.FIRST_COMPLETED)
         if host.failed.done():
             await host.failed
         if unsent.done():
             await assembling.drain()
+        if watched.done():
+            await watched
         raise LogError(f"the Faust worker has stopped: {host.crash_reason!r}; start the service again")
     finally:
+        watched.cancel()
         crashed.cancel()
         unsent.cancel()
         host.failed.cancel()

@@ -48,6 +48,8 @@ class ProcessorSettings(ServiceSettings):
     """A Faust worker: assembly and curation."""
 
     session_timeout_s: float = Field(default=10.0, gt=0)
+    stall_timeout_s: float = Field(default=30.0, gt=0)
+    """So long may a partition stand still with records to read; then the worker ends, to be started again."""
 
 
 class LearnerSettings(ServiceSettings):

@@ -19,7 +19,7 @@ from rollstream.eventlog.artifacts import ArtifactStore
 from rollstream.eventlog.broker import EmbeddedBroker
 from rollstream.eventlog.kafka_log import KafkaLog
 from rollstream.eventlog.log import Position, TopicPartition, partition_of
-from rollstream.processors import faust_host
+from rollstream.processors import faust_consumer, faust_host
 from rollstream.processors.assemble_shell import AssembleShell
 from rollstream.schemas.events import (
     EpochSealed,
@@ -54,14 +54,14 @@ async def _make_topics(bootstrap):
     await log.close()
 
 
-class _AcksConsumer(faust_host.Consumer):
+class _AcksConsumer(faust_consumer.Consumer):
     """The same host, but what is committed is what Faust holds for acknowledged."""
 
     _new_offset = driver.Consumer._new_offset
     _filter_tps_with_pending_acks = driver.Consumer._filter_tps_with_pending_acks
 
 
-class _AcksTransport(faust_host.Transport):
+class _AcksTransport(faust_consumer.Transport):
     Consumer = _AcksConsumer
 
 
@@ -73,7 +73,7 @@ async def committed_by(bootstrap, log, app_id, transport):
     await host.start()
     admin = AIOKafkaAdminClient(bootstrap_servers=bootstrap)
     await admin.start()
-    partition = faust_host.TP(TOPICS["steps"].name, 0)
+    partition = faust_consumer.TP(TOPICS["steps"].name, 0)
     try:
         deadline = time.monotonic() + 30
         while time.monotonic() < deadline:
@@ -95,11 +95,51 @@ def test_the_mark_is_committed_where_fausts_own_acks_would_pass_an_open_group(ow
         events = [started(0, size=1), *attempt(), started(1, size=1), *attempt(1)[:-1]]
         for event in events:
             await log.send(event, partition=0)
-        ours = await committed_by(own_broker, log, "ours", faust_host.Transport)
+        ours = await committed_by(own_broker, log, "ours", faust_consumer.Transport)
         fausts = await committed_by(own_broker, log, "fausts", _AcksTransport)
         await log.close()
         assert ours == begin + 6, "the GroupStarted of the group that is open"
         assert fausts == begin + len(events), "past it: its first records would be lost to the next owner"
+
+    asyncio.run(go())
+
+
+class _LossyConsumer(faust_consumer.Consumer):
+    """The same host, but what is fetched first gets lost, as around a rebalance."""
+
+    lost = 0
+
+    async def _wait_next_records(self, timeout):
+        found, active = await super()._wait_next_records(timeout)
+        if found and self.lost < 3:
+            self.lost += 1
+            return {}, active
+        return found, active
+
+
+class _LossyTransport(faust_consumer.Transport):
+    Consumer = _LossyConsumer
+
+
+def test_records_that_were_fetched_and_lost_are_fetched_again_though_no_others_come(own_broker):
+    async def go():
+        log = KafkaLog(own_broker)
+        await log.start()
+        begin = (await log.end_offsets("steps"))[2]
+        for event in [started(20, size=1), *attempt(20)]:
+            await log.send(event, partition=2)
+        shell = AssembleShell(log, None, service="p")
+        host = faust_host.create_host(own_broker, [shell], client_id="p", app_id="lossy")
+        host.transport = _LossyTransport([URL(f"kafka://{own_broker}")], host)
+        await host.start()
+        end = (await log.end_offsets("steps"))[2]
+        deadline = time.monotonic() + 60
+        while shell.position(2) != end and time.monotonic() < deadline:
+            await asyncio.sleep(0.2)
+        assert host.consumer.lost == 3
+        assert shell.position(2) == end > begin
+        await host.stop()
+        await log.close()
 
     asyncio.run(go())
 
@@ -222,6 +262,9 @@ async def _join_leave_and_die(bootstrap, workspace, run, *, num_groups):
         )
         closed = await read_until(log, "groups", starts["groups"], _closes(run, num_groups))
         letters = {letter.offset for letter in await _letters(log, starts["dlq"])}
+    except AssertionError as error:
+        said = (f"--- {worker.log.name}\n{worker.log.read_text()[-4000:]}" for worker in workers)
+        raise AssertionError("\n".join([str(error)[:500], *said])) from None
     finally:
         for worker in workers:
             worker.process.kill()

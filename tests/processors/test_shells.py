@@ -13,7 +13,7 @@ from rollstream.eventlog.log import Position, TopicPartition, partition_of
 from rollstream.eventlog.memory_log import MemoryLog
 from rollstream.processors.assemble_shell import MAX_UNDER_WAY, AssembleShell
 from rollstream.processors.curate_shell import CurateShell
-from rollstream.processors.faust_host import Batch
+from rollstream.processors.faust_app import Batch
 from rollstream.schemas.errors import LogError
 from rollstream.schemas.events import EpochSealed, EpochStarted, JobStarted, RunEnded, RunStarted, TaskRequested
 from rollstream.schemas.settings import PlanSettings, RolloutSettings
