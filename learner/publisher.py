@@ -3,6 +3,7 @@
 import logging
 
 from rollstream.eventlog.artifacts import ArtifactStore
+from rollstream.eventlog.failpoints import failpoint
 from rollstream.eventlog.log import EventLog
 from rollstream.learner import terms
 from rollstream.learner.inbox import Inbox
@@ -71,9 +72,10 @@ class Publisher:
         await self.check_owner()
         is_published = self._known(step.version, step.weights_sha256)
         group = self._inbox.state.group(self._model_group)
-        events: list[Event] = []
         if step.version not in group.trained:
-            events.append(step.model_copy(update={"term": self.term}))
+            await self._log.send(step.model_copy(update={"term": self.term}))
+            failpoint("learner/between-step-and-weights")
+        events: list[Event] = []
         if not is_published:
             published = self._published(
                 job, model, version=step.version, sha256=step.weights_sha256, artifact=artifact

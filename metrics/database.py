@@ -13,6 +13,7 @@ from typing import Any
 
 import duckdb
 
+from rollstream.eventlog.failpoints import failpoint
 from rollstream.eventlog.log import TopicPartition
 from rollstream.schemas.errors import RollstreamError
 
@@ -125,6 +126,7 @@ class Database:
                     now,
                 ],
             )
+            failpoint("metrics/inside-transaction")
 
     def _transaction(self) -> "_Transaction":
         return _Transaction(self._connection)

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from rollstream.eventlog.codec import decode
+from rollstream.eventlog.failpoints import failpoint
 from rollstream.eventlog.log import EventLog, LogReader, Record, TopicPartition
 from rollstream.metrics.database import Database
 from rollstream.metrics.rows import dead_letter_row, rows_of
@@ -124,6 +125,7 @@ class Projector:
         positions = {where: reader.position(where) for where in self._done}
         moved = {where: offset for where, offset in positions.items() if offset > self._done[where]}
         await asyncio.to_thread(self._database.write, rows, moved)
+        failpoint("metrics/after-transaction")
         async with self._moved:
             self._done |= moved
             self._moved.notify_all()

@@ -17,6 +17,7 @@ from typing import Any
 from rollstream.eventlog import codec
 from rollstream.eventlog.artifacts import ArtifactStore
 from rollstream.eventlog.dead_letters import send_dead_letter
+from rollstream.eventlog.failpoints import failpoint
 from rollstream.eventlog.log import EventLog, Record
 from rollstream.processors import assembly
 from rollstream.processors.faust_app import Batch
@@ -69,6 +70,7 @@ class AssembleShell:
         number = self._hold(known, known.state.low_water)
         closings = self._fold(known, batch.records)
         if closings:
+            failpoint("assemble/after-fold-before-send")
             self._begin(known, min(one.first_offset for one in closings), self._publish(closings))
         del known.held[number]
         await asyncio.sleep(0)
@@ -139,10 +141,12 @@ class AssembleShell:
 
     async def _release(self, known: _Partition, number: int, sending: Coroutine[Any, Any, None]) -> None:
         await sending
+        failpoint("assemble/after-send-before-mark")
         del known.held[number]
 
     async def _publish(self, closings: list[assembly.Closing]) -> None:
         places = iter(await self._log.send_all([one for closing in closings for one in closing.trajectories]))
+        failpoint("assemble/after-trajectories-before-groups")
         closed: list[Event] = []
         for closing in closings:
             where = tuple(

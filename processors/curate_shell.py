@@ -17,6 +17,7 @@ import orjson
 from rollstream.eventlog import codec
 from rollstream.eventlog.artifacts import ArtifactStore
 from rollstream.eventlog.dead_letters import send_dead_letter
+from rollstream.eventlog.failpoints import failpoint
 from rollstream.eventlog.log import EventLog, Received, Record, TopicPartition
 from rollstream.processors import curate
 from rollstream.processors.faust_app import Batch
@@ -72,7 +73,9 @@ class CurateShell:
                 answers += await self._answer(fold, record)
         if self._fold is not fold:
             return  # revoked meanwhile: the next owner answers
+        failpoint("curate/after-fold-before-send")
         await self._log.send_all(answers)
+        failpoint("curate/after-send-before-mark")
         fold.mark = fold.next_offset
 
     def mark(self, partition: int) -> int | None:

@@ -9,6 +9,7 @@ from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from rollstream.eventlog.failpoints import failpoint
 from rollstream.eventlog.log import EventLog, Record
 from rollstream.producers.engine import Engine
 from rollstream.producers.recovery import PRODUCER_LOST, GroupState, Member
@@ -17,7 +18,14 @@ from rollstream.producers.steps_writer import Outbox, StepsWriter
 from rollstream.producers.strangers import Strangers
 from rollstream.schemas import ids
 from rollstream.schemas.base import Event
-from rollstream.schemas.events import GroupStarted, RolloutEnded, RolloutFailed, RolloutStarted, TaskRequested
+from rollstream.schemas.events import (
+    GroupStarted,
+    RolloutEnded,
+    RolloutFailed,
+    RolloutStarted,
+    StepRecorded,
+    TaskRequested,
+)
 
 RUN_ENDED = "run_ended"
 CANCELLED = "cancelled"
@@ -137,6 +145,7 @@ class GroupRun:
     async def _open(self, void_cause: str | None) -> GroupState:
         started = self._started(size=0 if void_cause else self.task.num_rollouts, void_cause=void_cause)
         offset = await self._writer.send(started)
+        failpoint("producer/after-group-started")
         return GroupState(started.group_id, started.size, started.time_ms + started.timeout_ms, offset)
 
     def _started(self, *, size: int, void_cause: str | None) -> GroupStarted:
@@ -194,8 +203,12 @@ class GroupRun:
 
     async def _send(self, event: Event, member: int, attempt: int) -> None:
         assert self.state is not None
+        if isinstance(event, RolloutEnded):
+            failpoint("producer/before-rollout-ended")
         await self._writer.send(event)
-        if isinstance(event, RolloutStarted):
+        if isinstance(event, StepRecorded):
+            failpoint("producer/after-step")
+        elif isinstance(event, RolloutStarted):
             self.state.begin(member, attempt)
         elif isinstance(event, RolloutEnded):
             self.state.complete(member, attempt)

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from time import monotonic as system_monotonic
 
 from rollstream.eventlog import codec
+from rollstream.eventlog.failpoints import failpoint
 from rollstream.eventlog.log import EventLog, GroupReader, LogReader, Record, TopicPartition
 from rollstream.producers import clock
 from rollstream.producers.clock import EventClock
@@ -99,6 +100,7 @@ class RolloutWorker:
         self._committed = found
         notes = {partition: note for partition, (_, note) in found.items() if partition not in stayed}
         tasks = await self._uncommitted({partition: found[partition][0] for partition in notes})
+        failpoint("producer/during-hand-over")
         for partition, (state, end) in (await recover(self._log, notes)).items():
             event_clock = EventClock(clock.start_ms(state.last_event_ms, self._wall), self._monotonic)
             self._owners[partition] = PartitionOwner(
