@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from rollstream.eventlog import codec
+from rollstream.eventlog.failpoints import failpoint
 from rollstream.eventlog.log import EventLog
 from rollstream.learner.checkpoint import Checkpoint, CheckpointFolder, CheckpointPosition
 from rollstream.learner.fetching import check_members, fetch_records
@@ -170,7 +171,9 @@ class JobRun:
         weights = await self._place.aside(self.trainer.model.weights_bytes)
         step = self._step_trained(planned, result, sha256_of(weights), seconds | result.seconds)
         self._next_index, self._previous_sha256 = planned.index + 1, manifest.digest
+        failpoint("learner/after-train-before-checkpoint")
         step = await self._save(step)
+        failpoint("learner/between-checkpoint-and-publish")
         await self._publish(step, weights)
         await self._place.aside(
             lambda: self._folder.prune(keep_last=self.job.settings.keep_last, keep_every=self.job.settings.keep_every)
