@@ -24,7 +24,7 @@ from rollstream.schemas.errors import ConfigError, RunFailedError
 @click.option("--validation_dataset", type=click.Path(path_type=Path), hidden=True)
 @click.option("--validation_config_file", type=click.Path(path_type=Path), hidden=True)
 @click.option("--endpoint", hidden=True)
-@click.option("--fork", hidden=True)
+@click.option("--fork", metavar="RUN@VERSION", help="Begin a new run from a version of another one.")
 @WORKSPACE
 def finetune(
     config_file: Path,
@@ -33,6 +33,7 @@ def finetune(
     override: tuple[tuple[str, str], ...],
     resume: str | None,
     name: str | None,
+    fork: str | None,
     workspace: Path,
     **unavailable: object,
 ) -> None:
@@ -40,12 +41,16 @@ def finetune(
     from rollstream.harness.display import Display
     from rollstream.harness.finetune import Interrupted, Request
     from rollstream.harness.finetune import finetune as run_finetune
+    from rollstream.harness.fork import parse_fork
 
     for option, value in unavailable.items():
         if value is not None:
             raise ConfigError(f"--{option} is not available in this version")
     result = None if result_json_path == "$" else Path(result_json_path)
-    request = Request(config_file, workspace, override, dataset, resume, name, result)
+    if fork is not None and resume is not None:
+        raise ConfigError("--fork begins a new run and --resume goes on with one: give one of them")
+    parent = None if fork is None else parse_fork(fork)
+    request = Request(config_file, workspace, override, dataset, resume, name, result, parent)
     _configure_logging(workspace)
     display = Display()
     try:

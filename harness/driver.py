@@ -13,6 +13,7 @@ from rollstream.harness.progress import JobProgress, Progress
 from rollstream.harness.settings import JobSpec
 from rollstream.schemas.base import Event
 from rollstream.schemas.events import EpochStarted, JobStarted, JobSubmitted, RunStarted
+from rollstream.schemas.events_training import ForkPoint
 
 POLL_S = 0.5
 
@@ -33,12 +34,13 @@ def lacking(progress: Progress, started: RunStarted, jobs: Sequence[JobSpec]) ->
     if progress.ended is not None:
         return []
     if progress.run is None:
-        return [started, _submitted(jobs[0], 0, started.time_ms)]
+        return [started, _submitted(jobs[0], 0, started.time_ms, started.parent)]
     base_version, time_ms = 0, progress.run.time_ms
     for spec in jobs:
         job = progress.job(spec.job_id)
         if job.submitted is None:
-            return [_submitted(spec, base_version, time_ms), *_started(spec, base_version, time_ms, progress)]
+            fork = progress.run.parent if spec is jobs[0] else None
+            return [_submitted(spec, base_version, time_ms, fork), *_started(spec, base_version, time_ms, progress)]
         if job.outcome != "succeeded":
             return [] if job.outcome else _next_epoch(spec, job, progress)
         base_version, time_ms = job.final_version, job.ended_at_ms
@@ -51,7 +53,7 @@ def is_over(progress: Progress, jobs: Sequence[JobSpec]) -> bool:
     return progress.ended is not None or any(o in ("failed", "cancelled") for o in outcomes) or all(outcomes)
 
 
-def _submitted(spec: JobSpec, base_version: int, time_ms: int) -> JobSubmitted:
+def _submitted(spec: JobSpec, base_version: int, time_ms: int, fork: ForkPoint | None) -> JobSubmitted:
     return JobSubmitted(
         run_id=spec.job_id.split("/", 1)[0],
         time_ms=time_ms,
@@ -59,6 +61,7 @@ def _submitted(spec: JobSpec, base_version: int, time_ms: int) -> JobSubmitted:
         model_group=spec.model_group,
         base_version=base_version,
         settings=spec.job,
+        fork=fork,
     )
 
 

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import AsyncExitStack, ExitStack, contextmanager
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from rollstream.eventlog.broker import EmbeddedBroker
 from rollstream.eventlog.log import EventLog
@@ -19,6 +19,7 @@ from rollstream.harness.config_file import Loaded
 from rollstream.harness.display import Display
 from rollstream.harness.driver import Watching, conduct
 from rollstream.harness.ending import Outcome
+from rollstream.harness.fork import check_fork, told
 from rollstream.harness.heartbeat import read_sign
 from rollstream.harness.plan import RunPlan, new_run, open_run
 from rollstream.harness.preflight import check_metrics, check_names, check_places, check_result
@@ -27,6 +28,10 @@ from rollstream.harness.settings import Place, artifact_uri, services_of
 from rollstream.harness.supervisor import ChildSpec, Supervisor
 from rollstream.harness.workspace import EMBEDDED, Workspace, embedded_broker
 from rollstream.schemas.config import RunConfig
+from rollstream.schemas.events_training import ForkPoint
+
+if TYPE_CHECKING:
+    from rollstream.eventlog.artifacts import ArtifactStore
 
 MIN_FREE_SHARE = 0.05
 """Of the workspace's disk; below it no next epoch is started."""
@@ -42,6 +47,7 @@ class Request(NamedTuple):
     resume: str | None = None
     name: str | None = None
     result_path: Path | None = None
+    fork: ForkPoint | None = None
 
 
 class Interrupted(Exception):
@@ -110,11 +116,9 @@ async def _run(
         held.push_async_callback(log.close)
         await log.start()
         await log.ensure_topics(num_partitions=loaded.config.builder.num_partitions)
-        if request.resume is None:
-            run = await new_run(log, artifacts, loaded, request.name or request.config_file.stem)
-        else:
-            run = await open_run(log, loaded, request.resume)
-        display.say(f"run {run.started.run_id}")
+        run = await _plan(request, loaded, log, artifacts)
+        parent = run.started.parent
+        display.say(f"run {run.started.run_id}" + (f", branched from {told(parent)}" if parent else ""))
         supervisor = _supervisor(loaded.config, place)
         supervisor.start()
         held.push_async_callback(supervisor.stop)
@@ -124,6 +128,14 @@ async def _run(
         outcome = await ending.end(log, artifacts, progress, run, loaded.config.finetuning.output_dir)
         await ending.let_metrics_catch_up(place.workspace)
         return outcome._replace(seconds=time.monotonic() - began, restarts=supervisor.total_restarts)
+
+
+async def _plan(request: Request, loaded: Loaded, log: EventLog, artifacts: "ArtifactStore") -> RunPlan:
+    if request.resume is not None:
+        return await open_run(log, loaded, request.resume)
+    if request.fork is not None:
+        await check_fork(log, artifacts, loaded.config, request.fork)
+    return await new_run(log, artifacts, loaded, request.name or request.config_file.stem, parent=request.fork)
 
 
 async def _conduct(

@@ -18,6 +18,7 @@ from rollstream.schemas import ids
 from rollstream.schemas.config import RunConfig
 from rollstream.schemas.errors import ConfigError
 from rollstream.schemas.events import RunStarted
+from rollstream.schemas.events_training import ForkPoint
 
 MIN_EXAMPLES = 64
 """Examples that an environment is asked for when there is no dataset."""
@@ -32,8 +33,13 @@ class RunPlan(NamedTuple):
     is_new: bool
 
 
-async def new_run(log: EventLog, artifacts: ArtifactStore, loaded: Loaded, name: str) -> RunPlan:
-    """A run under a fresh id; its examples are put into the artifact store. Raises ConfigError."""
+async def new_run(
+    log: EventLog, artifacts: ArtifactStore, loaded: Loaded, name: str, *, parent: ForkPoint | None = None
+) -> RunPlan:
+    """A run under a fresh id; its examples are put into the artifact store. Raises ConfigError.
+
+    `parent`: the version that it branches from, which is there (`fork.check_fork`).
+    """
     config = loaded.config
     examples = examples_of(config)
     run_id = ids.new_run_id(name)
@@ -49,9 +55,10 @@ async def new_run(log: EventLog, artifacts: ArtifactStore, loaded: Loaded, name:
         cluster_id=await log.cluster_id(),
         library_versions=library_versions(),
         idle_timeout_s=config.trainer.run_idle_timeout_s,
+        parent=parent,
         started_at=datetime.now(UTC).isoformat(timespec="seconds"),
     )
-    return RunPlan(started, jobs_of(config, run_id), is_new=True)
+    return RunPlan(started, jobs_of(config, run_id, is_fork=parent is not None), is_new=True)
 
 
 async def open_run(log: EventLog, loaded: Loaded, run_id: str) -> RunPlan:
@@ -60,8 +67,9 @@ async def open_run(log: EventLog, loaded: Loaded, run_id: str) -> RunPlan:
     assert progress.run is not None
     if progress.ended is not None:
         raise ConfigError(f"run {run_id} is over ({progress.ended.cause}); start a new one without --resume")
-    jobs = jobs_of(config_file.resolve(dict(progress.run.config)).config, run_id)
-    different = _difference(jobs, jobs_of(loaded.config, run_id))
+    is_fork = progress.run.parent is not None
+    jobs = jobs_of(config_file.resolve(dict(progress.run.config)).config, run_id, is_fork=is_fork)
+    different = _difference(jobs, jobs_of(loaded.config, run_id, is_fork=is_fork))
     if different:
         raise ConfigError(
             f"run {run_id} was started with another {different}: "

@@ -9,6 +9,8 @@ from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Literal
 
+from rollstream.harness.settings import MODEL_GROUP
+from rollstream.schemas import ids
 from rollstream.schemas.base import Event
 from rollstream.schemas.events import (
     BatchPlanned,
@@ -67,6 +69,11 @@ class Progress:
     """Newest version by engine."""
 
     @property
+    def model_group(self) -> str:
+        """The model group that the run's own jobs train; others' jobs may train more of them on its log."""
+        return ids.model_group(self.run_id, MODEL_GROUP)
+
+    @property
     def version(self) -> int:
         """Newest published version, -1 before the first."""
         return -1 if self.weights is None else self.weights.version
@@ -85,9 +92,9 @@ def evolve(progress: Progress, event: Event) -> Progress:
             return progress if progress.run else replace(progress, run=event)
         case RunEnded():
             return progress if progress.ended else replace(progress, ended=event)
-        case WeightsPublished():
+        case WeightsPublished() if event.model_group == progress.model_group:
             return _published(progress, event)
-        case WeightsLoaded():
+        case WeightsLoaded() if event.model_group == progress.model_group:
             newest = max(event.version, progress.loaded.get(event.engine, -1))
             return replace(progress, loaded=MappingProxyType({**progress.loaded, event.engine: newest}))
         case _:

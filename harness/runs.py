@@ -1,29 +1,37 @@
 """The runs that a log holds, each as its progress. Reads the log, writes nothing."""
 
+from collections.abc import AsyncIterator, Sequence
+
 from rollstream.eventlog.codec import decode
-from rollstream.eventlog.log import EventLog, TopicPartition
+from rollstream.eventlog.log import EventLog, Received, TopicPartition
 from rollstream.harness.follower import SKIPPED, TOPICS
 from rollstream.harness.progress import Progress, evolve
 from rollstream.schemas.errors import DecodeError
 
 
-async def read_runs(log: EventLog) -> list[Progress]:
-    """Every run of a log in order of its first record, as far as the log says now."""
-    ends = {TopicPartition(topic, 0): (await log.end_offsets(topic))[0] for topic in TOPICS}
+async def read_events(log: EventLog, topics: Sequence[str] = TOPICS) -> AsyncIterator[Received]:
+    """What topics of one partition hold now, without SKIPPED and what is no event; in order within a topic."""
+    ends = {TopicPartition(topic, 0): (await log.end_offsets(topic))[0] for topic in topics}
     reader = await log.reader(dict.fromkeys(ends, -1))
-    runs: dict[str, Progress] = {}
     try:
         while any(reader.position(where) < end for where, end in ends.items()):
             for record in await reader.poll(timeout_s=1.0):
                 if any(name == "ce_type" and kind.startswith(SKIPPED) for name, kind in record.headers):
                     continue
                 try:
-                    event = decode(record).event
+                    yield decode(record)
                 except DecodeError:
                     continue
-                runs[event.run_id] = evolve(runs.get(event.run_id, Progress(event.run_id)), event)
     finally:
         await reader.close()
+
+
+async def read_runs(log: EventLog) -> list[Progress]:
+    """Every run of a log in order of its first record, as far as the log says now."""
+    runs: dict[str, Progress] = {}
+    async for received in read_events(log):
+        event = received.event
+        runs[event.run_id] = evolve(runs.get(event.run_id, Progress(event.run_id)), event)
     return [progress for progress in runs.values() if progress.run is not None]
 
 

@@ -44,13 +44,18 @@ class Place(NamedTuple):
     workspace: Path
 
 
-def jobs_of(config: RunConfig, run_id: str) -> tuple[JobSpec, ...]:
-    """The jobs of a run in order: the warm start, if there is one, then the training."""
+def jobs_of(config: RunConfig, run_id: str, *, is_fork: bool = False) -> tuple[JobSpec, ...]:
+    """The jobs of a run in order: the warm start, if there is one, then the training.
+
+    A fork begins with trained weights, so it has a warm start only if that says `in_forks`.
+    """
     if config.trainer.planning != "stream":
         raise ConfigError("trainers: planning 'submitted' is not available in this version; use 'stream'")
     warm = config.adapter.warm_start
     training = _training_job(config, run_id)
-    return (training,) if warm is None else (_warm_start_job(config, warm, run_id), training)
+    if warm is None or (is_fork and not warm.in_forks):
+        return (training,)
+    return (_warm_start_job(config, warm, run_id), training)
 
 
 def rollout_settings(config: RunConfig, run_id: str) -> RolloutSettings:

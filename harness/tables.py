@@ -32,14 +32,20 @@ def runs_table(runs: Sequence[Progress]) -> str:
             ", ".join(_job(job_id, job) for job_id, job in progress.jobs.items()),
             max(0, progress.version + 1),
             _reward(progress),
+            _parent(progress),
         )
         for progress in runs
     ]
-    return table(("run", "state", "started_at", "jobs", "versions", "reward"), rows)
+    return table(("run", "state", "started_at", "jobs", "versions", "reward", "parent"), rows)
 
 
 def _job(job_id: str, job: JobProgress) -> str:
     return f"{job_id.split('/', 1)[-1]} {job.outcome or ('running' if job.started else 'waiting')}"
+
+
+def _parent(progress: Progress) -> str:
+    parent = progress.run.parent if progress.run else None
+    return f"{parent.run_id}@{parent.version}" if parent else ""
 
 
 def _reward(progress: Progress) -> str:

@@ -96,6 +96,8 @@ class WarmStart(Settings):
     num_generations: int = Field(default=8, ge=1)
     mini_batches: int = Field(default=1, ge=1)
     optimizer: OptimizerSettings = Field(default_factory=OptimizerSettings)
+    in_forks: bool = False
+    """Also in a run that branches from a version of another one, which has trained weights to begin with."""
 
 
 class AdapterSection(Settings):
