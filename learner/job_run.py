@@ -169,7 +169,9 @@ class JobRun:
         seconds["fetch"] = time.monotonic() - began
         result = await self._place.aside(lambda: self.trainer.train(planned, trajectories))
         weights = await self._place.aside(self.trainer.model.weights_bytes)
-        step = self._step_trained(planned, result, sha256_of(weights), seconds | result.seconds)
+        step = step_trained(
+            self.job, planned, result, sha256_of(weights), term=self._publisher.term, seconds=seconds | result.seconds
+        )
         self._next_index, self._previous_sha256 = planned.index + 1, manifest.digest
         failpoint("learner/after-train-before-checkpoint")
         step = await self._save(step)
@@ -194,26 +196,6 @@ class JobRun:
                 f"not {self.job.model_group} at {version}"
             )
 
-    def _step_trained(
-        self, planned: BatchPlanned, result: StepResult, sha256: str, seconds: dict[str, float]
-    ) -> StepTrained:
-        busy_s = sum(value for name, value in seconds.items() if name != "wait")
-        return StepTrained(
-            run_id=self.job.run_id,
-            time_ms=planned.time_ms,
-            model_group=self.job.model_group,
-            job_id=self.job.job_id,
-            batch_id=planned.batch_id,
-            epoch=planned.epoch,
-            version=planned.yields_version,
-            term=self._publisher.term,
-            weights_sha256=sha256,
-            num_optimizer_steps=result.num_optimizer_steps,
-            metrics=result.metrics,
-            seconds=seconds,
-            tokens_per_s=result.num_tokens / busy_s if busy_s else 0.0,
-        )
-
     async def _save(self, step: StepTrained) -> StepTrained:
         """Write a checkpoint if one is due; the step with the seconds that it took."""
         settings = self.job.settings
@@ -235,3 +217,32 @@ class JobRun:
         artifact = await asyncio.to_thread(self._publisher.artifacts.put_bytes, weights, ".safetensors")
         step = step.model_copy(update={"seconds": {**step.seconds, "publish": time.monotonic() - began}})
         await self._publisher.publish_step(self.job, self.trainer.model, step, artifact)
+
+
+def step_trained(
+    job: JobSubmitted,
+    planned: BatchPlanned,
+    result: StepResult,
+    weights_sha256: str,
+    *,
+    term: int,
+    seconds: dict[str, float],
+) -> StepTrained:
+    """What is said of a trained manifest. `seconds`: durations by phase; all but `wait` count for tokens/s."""
+    busy_s = sum(value for name, value in seconds.items() if name != "wait")
+    return StepTrained(
+        run_id=job.run_id,
+        time_ms=planned.time_ms,
+        model_group=job.model_group,
+        job_id=job.job_id,
+        batch_id=planned.batch_id,
+        epoch=planned.epoch,
+        version=planned.yields_version,
+        term=term,
+        threads=result.threads,
+        weights_sha256=weights_sha256,
+        num_optimizer_steps=result.num_optimizer_steps,
+        metrics=result.metrics,
+        seconds=seconds,
+        tokens_per_s=result.num_tokens / busy_s if busy_s else 0.0,
+    )

@@ -29,6 +29,8 @@ class StepResult:
     metrics: dict[str, float]
     seconds: dict[str, float]
     """collate, forward_backward, optimizer."""
+    threads: int
+    """CPU threads that torch computed with: they decide the order of sums, so bits."""
 
 
 def train_batch(
@@ -75,7 +77,7 @@ def train_batch(
     if parts:
         metrics |= {"optimizer/grad_norm": sum(norms) / len(norms), "optimizer/learning_rate": rates[-1]}
     _check_finite(metrics)
-    return StepResult(len(parts), num_tokens, metrics, seconds)
+    return StepResult(len(parts), num_tokens, metrics, seconds, torch.get_num_threads())
 
 
 def _accumulate(

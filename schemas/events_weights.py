@@ -121,7 +121,7 @@ class StepTrained(WeightEvent):
     """A batch was trained: its metrics, and the digest of the weights that came of it."""
 
     TOPIC: ClassVar[str] = "weights"
-    UNDIGESTED: ClassVar[frozenset[str]] = frozenset({"time_ms", "term", "seconds", "tokens_per_s"})
+    UNDIGESTED: ClassVar[frozenset[str]] = frozenset({"time_ms", "term", "threads", "seconds", "tokens_per_s"})
     kind: Literal["step_trained"] = "step_trained"
     v: Literal[1] = 1
     job_id: str
@@ -130,6 +130,8 @@ class StepTrained(WeightEvent):
     version: int
     """The version that the batch yielded."""
     term: int
+    threads: int = 0
+    """CPU threads that it was trained with: a replay needs as many. 0: not told."""
     weights_sha256: str
     num_optimizer_steps: int
     metrics: dict[str, FiniteFloat]

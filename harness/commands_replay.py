@@ -1,0 +1,96 @@
+"""Command `replay`."""
+
+import asyncio
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from rollstream.harness.commands_serve import BOOTSTRAP_SERVERS, WORKSPACE
+from rollstream.schemas.errors import ConfigError
+
+if TYPE_CHECKING:
+    from rollstream.harness.replay_report import Report
+
+SHOWN = 20
+"""Differences that are told one by one."""
+
+
+@click.command()
+@click.argument("run")
+@click.option("--verify", is_flag=True, help="Fold every stage again and compare every digest.")
+@click.option("--train", is_flag=True, help="Train the recorded batches again and compare every version.")
+@click.option("--epoch", type=click.IntRange(min=0), help="One epoch only (with --verify).")
+@click.option("--steps", metavar="A:B", help="Versions A to B only (with --train); A or B may be left out.")
+@click.option("--workers", type=click.IntRange(min=1), default=1, show_default=True, help="Processes for --verify.")
+@click.option("--any-libraries", is_flag=True, help="Train again although library versions differ.")
+@click.option(
+    "--export", type=click.Path(path_type=Path, file_okay=False, exists=True), help="Read this export, not the topics."
+)
+@BOOTSTRAP_SERVERS
+@WORKSPACE
+def replay(
+    run: str,
+    verify: bool,
+    train: bool,
+    epoch: int | None,
+    steps: str | None,
+    workers: int,
+    any_libraries: bool,
+    export: Path | None,
+    bootstrap_servers: str | None,
+    workspace: Path,
+) -> None:
+    """Replay a run and say whether it comes out equal. Exit status 1 if it does not. Writes nothing."""
+    from rollstream.harness.replay import Request, replay_run
+    from rollstream.harness.replay_source import Source
+    from rollstream.harness.workspace import Workspace, broker_of
+
+    if not verify and not train:
+        raise ConfigError("say what to replay: --verify, --train or both")
+    first, last = _range(steps)
+    request = Request(run, verify, train, epoch, first, last, workers, any_libraries)
+    place = Workspace(workspace)
+    began = time.monotonic()
+    if export is not None:
+        report = asyncio.run(replay_run(Source(export=export), place, request, _tell))
+    else:
+        with broker_of(place, bootstrap_servers) as address:
+            report = asyncio.run(replay_run(Source(address), place, request, _tell))
+    _tell("")
+    _conclude(run, report, time.monotonic() - began)
+
+
+def _conclude(run: str, report: "Report", seconds: float) -> None:
+    counted = ", ".join(f"{number:,} {what}" for what, number in report.counts.items()) or "nothing"
+    if not report.differences:
+        click.echo(f"equal: run {run}: {counted}, in {seconds:.1f} s")
+        return
+    for difference in report.differences[:SHOWN]:
+        click.echo(f"different: {difference}", err=True)
+    left = len(report.differences) - SHOWN
+    if left > 0:
+        click.echo(f"... and {left} more", err=True)
+    click.echo(f"NOT equal: run {run}: {len(report.differences)} differences; compared {counted}", err=True)
+    sys.exit(1)
+
+
+def _range(steps: str | None) -> tuple[int | None, int | None]:
+    if steps is None:
+        return None, None
+    first, colon, last = steps.partition(":")
+    try:
+        found = int(first) if first else None, int(last) if last else None
+    except ValueError:
+        found, colon = (None, None), ""
+    if not colon or (found[0] is not None and found[1] is not None and found[0] > found[1]):
+        raise ConfigError(f"--steps {steps}: give two versions as A:B, with A not above B")
+    return found
+
+
+def _tell(line: str) -> None:
+    """Progress in one line on a terminal; nothing in a pipe."""
+    if sys.stderr.isatty():
+        click.echo(f"\r\x1b[K{line}", nl=False, err=True)

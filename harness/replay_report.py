@@ -1,0 +1,67 @@
+"""What a replay found: counts by stage, and differences with both sides named."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from rollstream.schemas.base import Event
+
+MISSING = "nothing"
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """One place where the replay does not come to what is recorded."""
+
+    stage: str
+    """assembly, curate, trajectories, manifests, weights, checkpoints, training, log."""
+    what: str
+    """Event, record or file."""
+    recorded: str
+    replayed: str
+
+    def __str__(self) -> str:
+        return f"{self.stage}: {self.what}: recorded {self.recorded}, replayed {self.replayed}"
+
+
+@dataclass(slots=True)
+class Report:
+    """Counts of what was held against the record, and what differs."""
+
+    counts: dict[str, int] = field(default_factory=dict[str, int])
+    differences: list[Difference] = field(default_factory=list[Difference])
+
+    def count(self, what: str, number: int = 1) -> None:
+        """Add to the number of things of one name that were compared."""
+        self.counts[what] = self.counts.get(what, 0) + number
+
+    def differ(self, stage: str, what: str, recorded: str, replayed: str) -> None:
+        """Note a difference."""
+        self.differences.append(Difference(stage, what, recorded, replayed))
+
+
+def first_field(recorded: Event, replayed: Event) -> tuple[str, str, str]:
+    """Path of the first field of two events' contents that differs, and both values; an empty path if none does."""
+    ours, theirs = _content(recorded), _content(replayed)
+    return _first(ours, theirs, "") or ("", "", "")
+
+
+def _content(event: Event) -> dict[str, Any]:
+    return event.model_dump(mode="python", exclude=set(event.UNDIGESTED))
+
+
+def _first(one: Any, other: Any, path: str) -> tuple[str, str, str] | None:
+    if isinstance(one, dict) and isinstance(other, dict):
+        keys = [*one, *(key for key in other if key not in one)]
+        pairs = [(f"{path}.{key}" if path else str(key), one.get(key), other.get(key)) for key in keys]
+    elif isinstance(one, (list, tuple)) and isinstance(other, (list, tuple)):
+        if len(one) != len(other):
+            return path, f"{len(one)} entries", f"{len(other)} entries"
+        pairs = [(f"{path}.{index}", *both) for index, both in enumerate(zip(one, other, strict=True))]
+    else:
+        return None if one == other else (path, _short(one), _short(other))
+    return next((found for name, mine, theirs in pairs if (found := _first(mine, theirs, name))), None)
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 else f"{text[:77]}..."

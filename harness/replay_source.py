@@ -1,0 +1,140 @@
+"""Where replay reads a run from, the topics or an export of it, and the run's own events in the order of the log."""
+
+from collections.abc import AsyncIterator, Iterable, Mapping
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TypeVar
+
+from rollstream.eventlog import codec, dead_letters
+from rollstream.eventlog.artifacts import ArtifactStore
+from rollstream.eventlog.log import EventLog, Received, Record, TopicPartition, truncated
+from rollstream.schemas.errors import ConfigError, DecodeError, LogError
+from rollstream.schemas.events import RunEnded, RunStarted
+
+POLL_S = 1.0
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """A broker's address, or the folder of an export. Goes to other processes, where each opens it for itself."""
+
+    bootstrap_servers: str = ""
+    export: Path | None = None
+
+    @asynccontextmanager
+    async def open(self) -> AsyncIterator[tuple[EventLog, ArtifactStore | None]]:
+        """The log, to be read only, and the artifacts that an export holds. Raises LogError."""
+        if self.export is not None:
+            from rollstream.metrics.export_log import open_export
+
+            async with open_export(self.export) as found:
+                yield found
+            return
+        from rollstream.eventlog.kafka_log import KafkaLog
+
+        log = KafkaLog(self.bootstrap_servers, client_id="rollstream-replay")
+        try:
+            await log.start()
+            yield log, None
+        finally:
+            await log.close()
+
+
+@dataclass(slots=True)
+class RunEvents:
+    """What the topics with one partition, and `tasks`, say of one run; the first record of an event id counts."""
+
+    run_id: str
+    by_topic: dict[str, list[Received]] = field(default_factory=dict[str, list[Received]])
+    by_id: dict[str, Received] = field(default_factory=dict[str, Received])
+    twice: list[tuple[Received, Received]] = field(default_factory=list[tuple[Received, Received]])
+    """Records of one event id that say different things."""
+    damaged: list[str] = field(default_factory=list[str])
+    """Records that do not decode and have no dead letter."""
+    dead: set[tuple[str, int, int]] = field(default_factory=set[tuple[str, int, int]])
+    """Topic, partition and offset of every record that is a dead letter."""
+
+    @property
+    def started(self) -> RunStarted:
+        """Raises ConfigError if there is no such run."""
+        found = self.by_id.get(f"run_started:{self.run_id}")
+        if found is None or not isinstance(found.event, RunStarted):
+            raise ConfigError(f"no run is called {self.run_id}; `rollstream runs` lists them")
+        return found.event
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether nothing is still to come."""
+        return any(isinstance(received.event, RunEnded) for received in self.by_topic.get("groups", ()))
+
+    def take(self, record: Record) -> None:
+        """Take in one record in the order of the log."""
+        if tuple(record.position) in self.dead:
+            return
+        try:
+            received = codec.decode(record)
+        except DecodeError as error:
+            is_own = record.key is None or record.key.startswith(self.run_id.encode())
+            if is_own:
+                self.damaged.append(f"{place(record)} is not an event and has no dead letter: {error}")
+            return
+        if received.event.run_id != self.run_id:
+            return
+        first = self.by_id.setdefault(received.event.event_id, received)
+        if first is received:
+            self.by_topic.setdefault(record.topic, []).append(received)
+        elif first.digest != received.digest:
+            self.twice.append((first, received))
+
+
+async def read_run(log: EventLog, run_id: str) -> RunEvents:
+    """All that `groups`, `tasks`, `batches`, `jobs` and `weights` hold of a run. Raises ConfigError, LogError."""
+    events = RunEvents(run_id)
+    async for record in read(log, "dlq"):
+        try:
+            events.dead.add(dead_letters.origin(record.headers))
+        except LogError:
+            continue
+    for topic in ("groups", "tasks", "batches", "jobs", "weights"):
+        async for record in read(log, topic):
+            events.take(record)
+    _ = events.started
+    return events
+
+
+async def read(
+    log: EventLog, topic: str, starts: Mapping[int, int] | None = None, ends: Mapping[int, int] | None = None
+) -> AsyncIterator[Record]:
+    """Records of a topic from `starts` up to `ends` by partition (default: all that there is now).
+
+    Order holds in a partition. Raises TruncatedError, naming the range, if a start is no longer kept.
+    """
+    begins = await log.begin_offsets(topic)
+    ends = ends or await log.end_offsets(topic)
+    starts = starts or {partition: begins[partition] for partition in ends}
+    where = {TopicPartition(topic, n): at for n, at in starts.items() if at < ends[n]}
+    for partition, at in where.items():
+        if at < begins[partition.partition]:
+            raise truncated(partition, at, begins[partition.partition], ends[partition.partition])
+    if not where:
+        return
+    reader = await log.reader(where)
+    try:
+        while any(reader.position(partition) < ends[partition.partition] for partition in where):
+            for record in await reader.poll(timeout_s=POLL_S):
+                if record.offset < ends[record.partition]:
+                    yield record
+    finally:
+        await reader.close()
+
+
+def place(record: Record) -> str:
+    """Topic, partition and offset for a message."""
+    return f"{record.topic} {record.partition}@{record.offset}"
+
+
+def of_type(received: Iterable[Received], kind: type[T]) -> list[tuple[T, Received]]:
+    """Events of one type with the records that they came in."""
+    return [(one.event, one) for one in received if isinstance(one.event, kind)]

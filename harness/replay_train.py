@@ -1,0 +1,99 @@
+"""`replay --train`: recorded manifests trained again; every step's digest must come out equal. Publishes nothing."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+from rollstream.eventlog import codec
+from rollstream.eventlog.artifacts import ArtifactStore
+from rollstream.eventlog.log import EventLog
+from rollstream.harness.plan import library_versions
+from rollstream.harness.replay_report import Report, first_field
+from rollstream.harness.replay_source import RunEvents, of_type
+from rollstream.harness.replay_weights import log_state
+from rollstream.learner.retrain import RecordedJob, Retraining, threads_of
+from rollstream.schemas.errors import ConfigError
+from rollstream.schemas.events import BatchPlanned, JobSubmitted, RunStarted, StepTrained
+
+
+def check_libraries(started: RunStarted) -> None:
+    """Raises ConfigError, naming both sides, if a library that decides bits has another version than recorded."""
+    here = library_versions()
+    different = [
+        f"{name} {version} (here {here.get(name, 'none')})"
+        for name, version in started.library_versions.items()
+        if here.get(name) != version
+    ]
+    if different:
+        raise ConfigError(
+            f"run {started.run_id} was trained with {', '.join(different)}: equal bits cannot be promised with others; "
+            "install those, or give --any-libraries to see how far it differs"
+        )
+
+
+def recorded_jobs(events: RunEvents) -> list[RecordedJob]:
+    """The run's jobs that trained something, in the order of the log."""
+    state = log_state(events)
+    jobs: list[RecordedJob] = []
+    for submitted, _ in of_type(events.by_topic.get("jobs", ()), JobSubmitted):
+        group = state.group(submitted.model_group)
+        base = group.published.get(submitted.base_version)
+        steps: dict[int, StepTrained] = {}
+        for step, _ in of_type(events.by_topic.get("weights", ()), StepTrained):
+            if step.job_id == submitted.job_id and group.trained.get(step.version) == step.weights_sha256:
+                steps.setdefault(step.version, step)
+        manifests = {
+            event.index: event
+            for event, _ in of_type(events.by_topic.get("batches", ()), BatchPlanned)
+            if event.job_id == submitted.job_id
+        }
+        if base is not None and steps:
+            jobs.append(RecordedJob(submitted, base, manifests, steps))
+    return jobs
+
+
+async def train(
+    log: EventLog,
+    events: RunEvents,
+    artifacts: ArtifactStore,
+    *,
+    checkpoints: Path | None = None,
+    first: int | None = None,
+    last: int | None = None,
+    tell: Callable[[str], None] = lambda _: None,
+) -> Report:
+    """Train versions `first` to `last` (default: all) again and compare StepTrained by StepTrained, up to a difference.
+
+    Begins at the nearest checkpoint below `first`, or at the job's base version. Raises ConfigError if there is nothing
+    to train, and what `Retraining` raises.
+    """
+    report = Report()
+    jobs = recorded_jobs(events)
+    if not any(_in_range(job, first, last) for job in jobs):
+        trained = sorted(version for job in jobs for version in job.steps)
+        known = f"it has {trained[0]} to {trained[-1]}" if trained else "nothing was trained"
+        raise ConfigError(f"run {events.run_id} has no versions in the range asked for: {known}")
+    for job in jobs:
+        versions = _in_range(job, first, last)
+        if not versions:
+            continue
+        retraining = Retraining(job, threads=threads_of(job, versions))
+        usable = checkpoints if first is not None else None
+        version = retraining.begin(artifacts, usable, version=versions[0] - 1)
+        tell(f"job {job.submitted.job_id}: from version {version}, to {versions[-1]}")
+        async for recorded, replayed in retraining.steps(log, until=versions[-1]):
+            report.count("training steps")
+            tell(f"version {replayed.version} of {versions[-1]}")
+            if codec.content_digest(recorded) != codec.content_digest(replayed):
+                path, ours, theirs = first_field(recorded, replayed)
+                what = f"version {recorded.version} ({recorded.batch_id}): {path}"
+                report.differ("training", what, ours, theirs)
+                return report
+    return report
+
+
+def _in_range(job: RecordedJob, first: int | None, last: int | None) -> list[int]:
+    return [
+        version
+        for version in sorted(job.steps)
+        if (first is None or version >= first) and (last is None or version <= last)
+    ]

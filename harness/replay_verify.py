@@ -1,0 +1,150 @@
+"""`replay --verify`: every stage's recorded input folded again, every digest compared. Writes nothing."""
+
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import cast
+
+import orjson
+from pydantic import JsonValue
+
+from rollstream.eventlog import codec
+from rollstream.eventlog.artifacts import ArtifactStore
+from rollstream.eventlog.log import EventLog, Received, Record
+from rollstream.harness import replay_assembly, replay_weights
+from rollstream.harness.replay_report import MISSING, Report, first_field
+from rollstream.harness.replay_source import RunEvents, Source, of_type, read
+from rollstream.processors import curate
+from rollstream.schemas.base import Event, Locator
+from rollstream.schemas.errors import DecodeError
+from rollstream.schemas.events import BatchPlanned, EpochStarted, GroupClosed, RunEnded
+
+Tell = Callable[[str], None]
+
+
+async def verify(
+    log: EventLog,
+    events: RunEvents,
+    artifacts: ArtifactStore,
+    *,
+    epoch: int | None = None,
+    checkpoints: Path | None = None,
+    source: Source | None = None,
+    workers: int = 1,
+    tell: Tell = lambda _: None,
+) -> Report:
+    """Fold assembly and curation again and hold trajectories, manifests, weights and checkpoints against the record.
+
+    `epoch`: steps and trajectories of this epoch only; what is small is verified whole. `checkpoints`: the folder that
+    holds a folder a model group. `source`: for `workers`
+    processes that open the log for themselves. Raises TruncatedError if something is no longer kept, ArtifactError if
+    the dataset is gone.
+    """
+    report = Report()
+    for first, second in events.twice:
+        what = f"{first.event.event_id} at {first.position.topic} {second.position.partition}@{second.position.offset}"
+        report.differ("log", what, first.digest, second.digest)
+    for what in events.damaged:
+        report.differ("log", what, "an event", "none")
+    groups = of_type(events.by_topic.get("groups", ()), GroupClosed)
+    batches = of_type(events.by_topic.get("batches", ()), BatchPlanned)
+    if epoch is not None:
+        groups = [one for one in groups if one[0].epoch == epoch]
+        batches = [one for one in batches if one[0].epoch == epoch]
+    parts = replay_assembly.ranges(events.run_id, (event for event, _ in groups), events.dead)
+    tell(f"assembly: {len(groups)} groups in {len(parts)} partitions")
+    if source is not None and workers > 1 and len(parts) > 1:
+        folded = replay_assembly.fold_in_processes(source, parts, workers, tell)
+    else:
+        folded = [await replay_assembly.fold(log, part) for part in parts]
+    replay_assembly.compare(groups, folded, report)
+    tell("curation")
+    compare_curation(events, {events.run_id: _dataset(events, artifacts)}, report)
+    tell("trajectories and manifests")
+    await compare_trajectories(log, groups, batches, report)
+    tell("weights and checkpoints")
+    replay_weights.compare(events, artifacts, checkpoints, report)
+    return report
+
+
+def compare_curation(events: RunEvents, datasets: curate.Datasets, report: Report) -> None:
+    """Fold the run's records of `groups` again and hold requests, manifests, rejections and seals against the record.
+
+    What an open run has not sent yet is no difference; what an ended one lacks is.
+    """
+    state = curate.initial()
+    made: dict[str, Event] = {}
+    for received in events.by_topic.get("groups", ()):
+        for event in curate.evolve(state, received, datasets):
+            made.setdefault(event.event_id, event)
+    for event_id, event in made.items():
+        report.count("curated events")
+        recorded = events.by_id.get(event_id)
+        if recorded is None:
+            if events.has_ended and not isinstance(event, RunEnded):
+                report.differ("curate", event_id, MISSING, codec.content_digest(event))
+        elif recorded.digest != codec.content_digest(event) and not isinstance(event, RunEnded):
+            path, ours, theirs = first_field(recorded.event, event)
+            report.differ("curate", f"{event_id}: {path}", ours, theirs)
+    for received in [*events.by_topic.get("batches", ()), *events.by_topic.get("tasks", ())]:
+        if received.event.event_id not in made:
+            report.differ("curate", received.event.event_id, received.digest, MISSING)
+
+
+async def compare_trajectories(
+    log: EventLog,
+    groups: list[tuple[GroupClosed, Received]],
+    batches: list[tuple[BatchPlanned, Received]],
+    report: Report,
+) -> None:
+    """Hold the record that stands at every locator of a closed group or a manifest against the digest named there."""
+    wanted: dict[tuple[int, int], list[tuple[str, str, str]]] = {}
+    for event, _ in groups:
+        _note(wanted, event.event_id, event.locators, ((m.trajectory_id, m.digest) for m in event.members), report)
+    for event, _ in batches:
+        _note(wanted, event.event_id, event.locators, ((m.trajectory_id, m.digest) for m in event.members), report)
+    starts: dict[int, int] = {}
+    ends: dict[int, int] = {}
+    for partition, offset in wanted:
+        starts[partition] = min(starts.get(partition, offset), offset)
+        ends[partition] = max(ends.get(partition, 0), offset + 1)
+    if not wanted:
+        return
+    async for record in read(log, "trajectories", starts, ends):
+        named = wanted.pop((record.partition, record.offset), None)
+        if named is not None:
+            _compare_record(record, named, report)
+    for (partition, offset), named in wanted.items():
+        report.differ("trajectories", f"{named[0][1]} at {partition}@{offset}", named[0][2], MISSING)
+
+
+def _compare_record(record: Record, named: list[tuple[str, str, str]], report: Report) -> None:
+    """Hold one record against everything that names it: who, trajectory and digest."""
+    report.count("trajectories")
+    try:
+        found = codec.decode(record)
+    except DecodeError as error:
+        report.differ("trajectories", f"{named[0][1]} at {record.partition}@{record.offset}", "an event", str(error))
+        return
+    for by, trajectory_id, digest in named:
+        if (found.event.event_id, found.digest) != (f"trajectory_assembled:{trajectory_id}", digest):
+            what = f"{trajectory_id} at {record.partition}@{record.offset}, named by {by}"
+            report.differ("trajectories", what, digest, f"{found.event.event_id} {found.digest}")
+
+
+def _note(
+    wanted: dict[tuple[int, int], list[tuple[str, str, str]]],
+    by: str,
+    locators: tuple[Locator, ...],
+    members: Iterable[tuple[str, str]],
+    report: Report,
+) -> None:
+    for place, (trajectory_id, digest) in zip(locators, members, strict=False):
+        wanted.setdefault((place.partition, place.offset), []).append((by, trajectory_id, digest))
+
+
+def _dataset(events: RunEvents, artifacts: ArtifactStore) -> dict[str, dict[str, JsonValue]]:
+    if not any(isinstance(one.event, EpochStarted) for one in events.by_topic.get("groups", ())):
+        return {}
+    lines = artifacts.read(events.started.dataset).splitlines()
+    parsed = [cast(dict[str, dict[str, JsonValue]], orjson.loads(line)) for line in lines if line.strip()]
+    return {str(line["example_id"]): line["inputs"] for line in parsed}
