@@ -7,10 +7,10 @@ from typing import Any, NamedTuple
 import orjson
 from pydantic import ValidationError
 
-from rollstream.eventlog.log import Headers, Received, Record
+from rollstream.eventlog.log import Headers, Received, Record, partition_of
 from rollstream.schemas.base import Event
 from rollstream.schemas.errors import DecodeError
-from rollstream.schemas.events import KINDS
+from rollstream.schemas.events import KINDS, Tick
 from rollstream.schemas.topics import TOPICS
 
 EMPTY_SHA256 = "0" * 64
@@ -50,11 +50,18 @@ def encode(event: Event) -> Encoded:
     return Encoded(event.TOPIC, event.key.encode(), value, headers, digest)
 
 
-def decode(record: Record) -> Received:
-    """The event of a record. Raises DecodeError that says what is wrong with which record."""
+def decode(record: Record, *, num_partitions: int | None = None) -> Received:
+    """The event of a record. Raises DecodeError that says what is wrong with which record.
+
+    `num_partitions`: partition count of its topic; if it is given, a record in another partition than its own is none.
+    """
     event, content = parse(record.topic, record.value)
     if record.key is not None and event.key.encode() != record.key:
         raise DecodeError(f"wrong key: record has {record.key!r}, event says {event.key!r}")
+    if num_partitions is not None:
+        own = event.partition if isinstance(event, Tick) else partition_of(event.key, num_partitions)
+        if record.partition != own:
+            raise DecodeError(f"wrong partition: record lies in {record.partition}, {event.event_id} belongs to {own}")
     digest = _digest(content, event.UNDIGESTED)
     return Received(event, digest, record.position, record.timestamp_ms)
 

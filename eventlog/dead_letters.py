@@ -1,9 +1,11 @@
 """Dead letters: a record that cannot be used, as it came, with why; Kafka Connect's error headers.
 
-`send_dead_letter` writes one, `original` gives the record back; what to do with it is for who reads.
+`send_dead_letter` writes one, `original` gives the record back, `send_again` sends it to where it came from and leaves
+a note of that beside the letters, which `redriven` reads. What to do with a letter is for who reads.
 """
 
 import base64
+from typing import NamedTuple
 
 import orjson
 
@@ -18,6 +20,10 @@ REFERENCE = "rollstream.reference"
 """Header that holds the artifact (JSON) in place of a value above the record limit."""
 WHOLE = "rollstream.reference.record"
 """Header that holds the artifact of the whole record, if its key and headers alone are above the limit."""
+REDRIVEN_FROM = "rollstream.redriven.from"
+"""Header of a record that was sent again: topic, partition and offset of its letter."""
+REDRIVEN_TO = "rollstream.redriven.to"
+"""Header of a note in `dlq` that a letter was redriven: where its record lies now."""
 MAX_MESSAGE_BYTES = 4096
 REFERENCE_BYTES = 8192
 """More than a reference in a header takes."""
@@ -60,6 +66,47 @@ def original(letter: Record, artifacts: ArtifactStore) -> Record:
     elif WHOLE in told:
         key, value, headers = _unpack(artifacts.read(ArtifactRef.model_validate_json(told[WHOLE])))
     return Record(topic, partition, offset, key, value, headers, letter.timestamp_ms)
+
+
+class Redriven(NamedTuple):
+    """What a note says."""
+
+    letter: int
+    """Offset of the letter in `dlq`."""
+    to: Position
+    """Where the record was sent."""
+
+
+async def send_again(log: EventLog, record: Record, letter: int) -> Position:
+    """Send a letter's record to its own partition. 1. The record is acknowledged. 2. The note of it is.
+
+    A crash between the two leaves no note; sent once more, the record is a repeat that readers drop.
+    """
+    source = f"dlq/0@{letter}".encode()
+    theirs = tuple((name, content) for name, content in record.headers if name != REDRIVEN_FROM)
+    to = await log.send_raw(
+        record.topic,
+        key=record.key,
+        value=record.value,
+        headers=(*theirs, (REDRIVEN_FROM, source)),
+        partition=record.partition,
+    )
+    note = orjson.dumps([to.topic, to.partition, to.offset])
+    await log.send_raw("dlq", key=record.key, value=None, headers=((REDRIVEN_FROM, source), (REDRIVEN_TO, note)))
+    return to
+
+
+def redriven(record: Record) -> Redriven | None:
+    """What a record of `dlq` says if it is a note; None for a letter."""
+    told = dict(record.headers)
+    if record.value is not None or REDRIVEN_TO not in told or PREFIX + "topic" in told:
+        return None
+    try:
+        topic, partition, offset = orjson.loads(told[REDRIVEN_TO])
+        letter = int(told[REDRIVEN_FROM].rpartition(b"@")[2])
+        return Redriven(letter, Position(str(topic), int(partition), int(offset)))
+    except (KeyError, TypeError, ValueError):
+        return None
 
 
 def _without_ours(headers: Headers) -> Headers:

@@ -18,6 +18,7 @@ COMMANDS = {
     "status": "commands_look",
     "sql": "commands_look",
     "plot": "commands_look",
+    "dlq": "commands_dlq",
     "replay": "commands_replay",
     "tiny-model": "commands_look",
 }
@@ -30,6 +31,7 @@ SUMMARIES = {
     "status": "Show services, lag by topic and version by engine.",
     "sql": "Ask the metrics by SQL.",
     "plot": "Draw a run's rewards.",
+    "dlq": "Show dead letters and send their records again.",
     "replay": "Replay a run and say whether it comes out equal.",
     "tiny-model": "Make a tiny model and tokenizer in place, for trying things out.",
 }
