@@ -6,10 +6,15 @@ Order of what it does for a batch:
 3. send the closed groups with those places as locators;
 4. only now may the mark pass the first records of these groups.
 Steps 2 and 3 of one batch overlap with the next batches: the mark stays behind whatever is under way.
+
+A record on which the fold raises becomes a dead letter too. What the fold had changed by then is thrown away: the
+partition is folded again from its low-water mark without that record.
 """
 
 import asyncio
-from collections.abc import Coroutine, Iterable
+import contextlib
+import logging
+from collections.abc import Callable, Coroutine, Iterable
 from dataclasses import dataclass, field
 from itertools import count
 from typing import Any
@@ -18,14 +23,19 @@ from rollstream.eventlog import codec
 from rollstream.eventlog.artifacts import ArtifactStore
 from rollstream.eventlog.dead_letters import send_dead_letter
 from rollstream.eventlog.failpoints import failpoint
-from rollstream.eventlog.log import EventLog, Record
+from rollstream.eventlog.log import EventLog, Received, Record, TopicPartition
 from rollstream.processors import assembly
 from rollstream.processors.faust_app import Batch
+from rollstream.processors.unfolded import fold_one, is_broken
 from rollstream.schemas.base import Event, Locator
-from rollstream.schemas.errors import DecodeError, LogError
+from rollstream.schemas.errors import DecodeError, FoldError, LogError
 
 MAX_UNDER_WAY = 32
 """Sends under way before a further batch waits."""
+
+Evolve = Callable[[assembly.AssemblyState, Received], list[assembly.Closing]]
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
@@ -35,6 +45,8 @@ class _Partition:
     state: assembly.AssemblyState
     held: dict[int, int] = field(default_factory=dict[int, int])
     """By send under way: the offset that the mark must not pass."""
+    unfolded: set[int] = field(default_factory=set[int])
+    """Offsets from the low-water mark on of records on which the fold raised."""
 
 
 class AssembleShell:
@@ -42,9 +54,13 @@ class AssembleShell:
 
     topic = "steps"
 
-    def __init__(self, log: EventLog, artifacts: ArtifactStore | None, *, service: str) -> None:
-        """`service` names this process in dead letters."""
+    def __init__(
+        self, log: EventLog, artifacts: ArtifactStore | None, *, service: str, evolve: Evolve = assembly.evolve
+    ) -> None:
+        """`service` names this process in dead letters; `evolve` is the fold."""
         self._log = log
+        self._evolve = evolve
+        self._num_partitions: int | None = None
         self._artifacts = artifacts
         self._service = service
         self._partitions: dict[int, _Partition] = {}
@@ -55,20 +71,25 @@ class AssembleShell:
     async def take(self, batch: Batch) -> None:
         """Fold a batch and begin to send what it closes.
 
-        Raises LogError if an earlier send failed, or if records between two batches are missing.
+        Raises LogError if an earlier send failed, or if records between two batches are missing, and FoldError if the
+        fold raises on every record.
         """
         first = batch.records[0].offset
         known = self._partitions.get(batch.partition)
         if known is None:
             known = self._partitions[batch.partition] = _Partition(assembly.initial(first))
         await self._wait_for_room()
+        if self._num_partitions is None:
+            self._num_partitions = await self._log.num_partitions(self.topic)
         if self._partitions.get(batch.partition) is not known:
             return  # revoked meanwhile: the next owner folds it
         next_offset = known.state.next_offset
         if first > next_offset:
             raise LogError(f"steps partition {batch.partition} was read up to offset {next_offset}, then from {first}")
         number = self._hold(known, known.state.low_water)
-        closings = self._fold(known, batch.records)
+        closings = await self._fold(known, batch)
+        if self._partitions.get(batch.partition) is not known:
+            return
         if closings:
             failpoint("assemble/after-fold-before-send")
             self._begin(known, min(one.first_offset for one in closings), self._publish(closings))
@@ -100,19 +121,51 @@ class AssembleShell:
             await asyncio.wait(self._sends)
             self._reap()
 
-    def _fold(self, known: _Partition, records: Iterable[Record]) -> list[assembly.Closing]:
+    async def _fold(self, known: _Partition, batch: Batch) -> list[assembly.Closing]:
+        low_water, closed = known.state.low_water, tuple(known.state.closed_order)
         closings: list[assembly.Closing] = []
-        for record in records:
+        for record in batch.records:
             if record.offset < known.state.next_offset:
                 continue
             try:
-                received = codec.decode(record)
+                closings += self._fold_record(known.state, record)
             except DecodeError as error:
                 known.state.next_offset = record.offset + 1
-                self._begin(known, record.offset, self._bury(record, error))
-                continue
-            closings += assembly.evolve(known.state, received)
+                self._begin(known, record.offset, self._bury(record, error, "assemble"))
+            except FoldError as error:
+                if is_broken(known.unfolded, record.offset):
+                    raise
+                logger.error("%s; it goes to the dead letters", error, exc_info=error.__cause__)
+                self._begin(known, record.offset, self._bury(record, error.__cause__ or error, "fold"))
+                known.unfolded = {offset for offset in known.unfolded if offset >= low_water} | {record.offset}
+                state = assembly.initial(low_water)
+                for group_id in closed:
+                    state.remember(group_id)
+                closings = await self._fold_again(state, TopicPartition(self.topic, batch.partition), known.unfolded)
+                known.state = state
         return closings
+
+    async def _fold_again(
+        self, state: assembly.AssemblyState, where: TopicPartition, unfolded: set[int]
+    ) -> list[assembly.Closing]:
+        """Fold all up to the last of `unfolded`, without these. Their letters and all others are sent already."""
+        end = max(unfolded) + 1
+        closings: list[assembly.Closing] = []
+        reader = await self._log.reader({where: state.next_offset})
+        try:
+            while state.next_offset < end:
+                for record in await reader.poll():
+                    if record.offset < end and record.offset not in unfolded:
+                        with contextlib.suppress(DecodeError):
+                            closings += self._fold_record(state, record)
+                state.next_offset = min(reader.position(where), end)
+        finally:
+            await reader.close()
+        return closings
+
+    def _fold_record(self, state: assembly.AssemblyState, record: Record) -> list[assembly.Closing]:
+        received = codec.decode(record, num_partitions=self._num_partitions)
+        return fold_one(lambda received: self._evolve(state, received), received)
 
     async def _wait_for_room(self) -> None:
         self._reap()
@@ -156,7 +209,7 @@ class AssembleShell:
             closed.append(closing.closed.model_copy(update={"locators": where}))
         await self._log.send_all(closed)
 
-    async def _bury(self, record: Record, error: DecodeError) -> None:
+    async def _bury(self, record: Record, error: BaseException, stage: str) -> None:
         await send_dead_letter(
-            self._log, record, service=self._service, stage="assemble", error=error, artifacts=self._artifacts
+            self._log, record, service=self._service, stage=stage, error=error, artifacts=self._artifacts
         )

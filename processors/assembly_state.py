@@ -83,6 +83,8 @@ class AssemblyState:
 
     def remember(self, group_id: str) -> None:
         """Note a closed group, and forget the oldest one beyond the limit."""
+        if group_id in self.closed:
+            return
         self.closed.add(group_id)
         self.closed_order.append(group_id)
         if len(self.closed_order) > CLOSED_REMEMBERED:

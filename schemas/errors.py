@@ -7,6 +7,7 @@ RollstreamError
 │   ├── TopicError         a topic is missing or has other partitions or settings than the table
 │   └── TruncatedError     offsets that a reader needs no longer exist (names topic, partition, range)
 ├── DecodeError            a record is not an event of its topic (goes to the dead letters)
+├── FoldError              a fold raised on a record (goes to the dead letters; its cause says why)
 ├── ArtifactError          an artifact is missing or its hash is wrong
 ├── ModelError             a model, tokenizer or adapter folder cannot be loaded
 ├── EnvironmentRunError    an environment or reward raised, hung or returned what it must not
@@ -43,6 +44,10 @@ class TruncatedError(LogError):
 
 class DecodeError(RollstreamError, ValueError):
     """A record is not an event of its topic."""
+
+
+class FoldError(RollstreamError):
+    """A fold raised on a record; `__cause__` is what it raised."""
 
 
 class ArtifactError(RollstreamError):

@@ -1,0 +1,261 @@
+"""Poison of every kind in `steps` and `groups`: one dead letter each, kept unchanged, and nothing else is lost."""
+
+import asyncio
+
+import orjson
+import pytest
+from steps_rig import attempt, fold, group, received_of, started, tick
+
+from rollstream.eventlog import codec
+from rollstream.eventlog.artifacts import ArtifactStore
+from rollstream.eventlog.dead_letters import original
+from rollstream.eventlog.log import Record, TopicPartition, partition_of
+from rollstream.eventlog.memory_log import MemoryLog
+from rollstream.processors import assembly
+from rollstream.processors.assemble_shell import AssembleShell
+from rollstream.processors.faust_app import Batch
+from rollstream.processors.unfolded import MAX_IN_A_ROW
+from rollstream.schemas.errors import FoldError
+from rollstream.schemas.events import RewardRecorded
+from rollstream.schemas.topics import MIB
+
+PARTITIONS = 4
+OWN = partition_of(group(0), PARTITIONS)
+ELSEWHERE = next(index for index in range(99) if partition_of(group(index), PARTITIONS) != OWN)
+REWARD = codec.encode(next(event for event in attempt() if isinstance(event, RewardRecorded)))
+
+
+def reward(**changes):
+    """The JSON of a reward, with changes; a change to None leaves the field out."""
+    value = orjson.loads(REWARD.value) | changes
+    return orjson.dumps({name: one for name, one in value.items() if one is not None})
+
+
+POISON = {
+    "invalid UTF-8": (b'{"kind": "\xff"}', {}, "UTF-8 JSON"),
+    "invalid JSON": (b"{", {}, "JSON"),
+    "unknown kind": (reward(kind="reward_dreamt"), {}, "unknown kind 'reward_dreamt'"),
+    "unknown version": (reward(v=99), {}, "reward_recorded: v: "),
+    "missing field": (reward(name=None), {}, "reward_recorded: name: "),
+    "NaN": (REWARD.value.replace(b'"value":1.0', b'"value":NaN'), {}, "JSON"),
+    "NaN as text": (reward(value="NaN"), {}, "reward_recorded: value: "),
+    "infinity": (REWARD.value.replace(b'"value":1.0', b'"value":1e999'), {}, "reward_recorded|JSON"),
+    "10 MB": (b"\x00" * 10 * MIB, {}, "JSON"),
+    "10 MB of an event": (reward(name="x" * 10 * MIB, surprise=1), {}, "surprise"),
+    "null value": (None, {}, "null value"),
+    "wrong key": (REWARD.value, {"key": b"run/rl/e00000/t00077"}, "wrong key"),
+    "wrong partition": (
+        codec.encode(attempt(ELSEWHERE)[1]).value,
+        {"key": group(ELSEWHERE).encode()},
+        "wrong partition",
+    ),
+    "a tick of another partition": (
+        codec.encode(tick(5).model_copy(update={"partition": OWN + 1})).value,
+        {"key": b""},
+        "wrong partition",
+    ),
+}
+
+
+async def read(log, topic, partition=0):
+    reader = await log.reader({TopicPartition(topic, partition): 0})
+    found = []
+    while more := await reader.poll(timeout_s=0.01):
+        found += more
+    await reader.close()
+    return found
+
+
+class _Large(MemoryLog):
+    """A log whose broker took a record above the limit: a client of another make compresses before it measures."""
+
+    async def put(self, value, *, key, partition):
+        if value is None or len(value) < 8 * MIB:
+            await self.send_raw("steps", key=key, value=value, headers=(("h", b"\xfe"),), partition=partition)
+            return
+        end = (await self.end_offsets("steps"))[partition]
+        self._store.append(Record("steps", partition, end, key, value, (("h", b"\xfe"),), 5))
+
+
+@pytest.mark.parametrize("name", POISON)
+def test_poison_is_one_letter_kept_unchanged_and_the_group_closes_without_it(name, tmp_path):
+    value, where, says = POISON[name]
+
+    async def go():
+        log, store = _Large(num_partitions=PARTITIONS), ArtifactStore(str(tmp_path))
+        records = [started(0, size=1), *attempt()]
+        for event in records[:3]:
+            await log.send(event, partition=OWN)
+        await log.put(value, key=where.get("key", REWARD.key), partition=OWN)
+        for event in records[3:]:
+            await log.send(event, partition=OWN)
+        shell = AssembleShell(log, store, service="processors-1")
+        batch = Batch(OWN, 1, await read(log, "steps", OWN))
+        await shell.take(batch)
+        await shell.drain()
+        (letter,) = await read(log, "dlq")
+        kept = original(letter, store)
+        assert (kept.topic, kept.partition, kept.offset) == ("steps", OWN, 3)
+        assert kept.key == where.get("key", REWARD.key)
+        assert kept.value == value
+        assert kept.headers == (("h", b"\xfe"),)
+        told = dict(letter.headers)
+        assert told["__connect.errors.stage"] == b"assemble"
+        reason = told["__connect.errors.exception.message"].decode()
+        assert any(one in reason for one in says.split("|")), reason
+        (closed,) = [codec.decode(one).event for one in await read(log, "groups")]
+        assert [one.outcome for one in closed.attempts] == ["complete"]
+        assert shell.mark(OWN) == len(batch.records)
+
+    asyncio.run(go())
+
+
+# ---- a fold that raises on some records ----
+
+
+class Raising:
+    """A fold that raises in the middle of chosen records, after it has changed its state."""
+
+    def __init__(self, evolve, is_bad):
+        self.evolve = evolve
+        self.is_bad = is_bad
+        self.num_raised = 0
+
+    def __call__(self, state, received, *more):
+        answer = self.evolve(state, received, *more)
+        if self.is_bad(received):
+            self.num_raised += 1
+            raise ZeroDivisionError(f"division by zero at {received.position.offset}")
+        return answer
+
+
+def workload(num_groups):
+    """Groups of two whose records interleave, four groups at a time."""
+    events = []
+    for first in range(0, num_groups, 4):
+        indices = range(first, min(first + 4, num_groups))
+        events += [started(index) for index in indices]
+        attempts = [attempt(index, member) for index in indices for member in (0, 1)]
+        events += [event for turn in zip(*attempts, strict=True) for event in turn]
+    return events
+
+
+async def assembled(log, shell, events, *, batch_size, partition=0):
+    for event in events:
+        await log.send(event, partition=partition)
+    records = await read(log, "steps", partition)
+    for first in range(0, len(records), batch_size):
+        await shell.take(Batch(partition, 1, records[first : first + batch_size]))
+    await shell.drain()
+    return records
+
+
+@pytest.mark.parametrize("batch_size", [1, 7, 256])
+@pytest.mark.parametrize("every", [3, 1000])
+def test_a_fold_that_raises_now_and_then_leaves_the_state_as_if_the_record_were_not_there(batch_size, every):
+    async def go():
+        log = MemoryLog(num_partitions=1)
+        bad = Raising(assembly.evolve, lambda received: received.position.offset % every == every // 2)
+        shell = AssembleShell(log, None, service="p", evolve=bad)
+        events = workload(24 if every < 1000 else 120)
+        records = await assembled(log, shell, events, batch_size=batch_size)
+        letters = await read(log, "dlq")
+        expected = [record for record in records if record.offset % every == every // 2]
+        assert [original(letter, ArtifactStore("/nowhere")).offset for letter in letters] == [
+            record.offset for record in expected
+        ]
+        assert {dict(letter.headers)["__connect.errors.stage"] for letter in letters} == {b"fold"}
+        assert dict(letters[0].headers)["__connect.errors.class.name"] == b"ZeroDivisionError"
+        received = [one for one in received_of(events) if one.position.offset % every != every // 2]
+        state = assembly.initial()
+        wanted = [one.closed for one in fold(received, state)]
+        found = [codec.decode(record).event for record in await read(log, "groups")]
+        assert [one.model_copy(update={"locators": ()}) for one in found] == wanted
+        assert shell.position(0) == len(records)
+        assert shell.mark(0) == min(state.low_water, len(records))
+        return len(wanted)
+
+    assert asyncio.run(go()) >= (20 if every == 1000 else 1)
+
+
+def test_a_letter_of_the_fold_that_is_sent_again_joins_its_group():
+    async def go():
+        log = MemoryLog(num_partitions=1)
+        bad = Raising(assembly.evolve, lambda received: received.position.offset == 2)
+        shell = AssembleShell(log, None, service="p", evolve=bad)
+        records = [started(0, size=1), *attempt()]
+        await assembled(log, shell, records[:-1], batch_size=256)
+        assert shell.mark(0) == 0
+        (letter,) = await read(log, "dlq")
+        again = original(letter, ArtifactStore("/nowhere"))
+        await log.send_raw("steps", key=again.key, value=again.value, headers=again.headers, partition=0)
+        await log.send(records[-1], partition=0)
+        await shell.take(Batch(0, 1, (await read(log, "steps"))[len(records) - 1 :]))
+        await shell.drain()
+        (closed,) = [codec.decode(record).event for record in await read(log, "groups")]
+        assert [one.outcome for one in closed.attempts] == ["complete"]
+
+    asyncio.run(go())
+
+
+def test_a_fold_that_raises_on_every_record_ends_the_worker_and_moves_no_mark():
+    async def go():
+        log = MemoryLog(num_partitions=1)
+        bad = Raising(assembly.evolve, lambda received: received.position.offset > 0)
+        shell = AssembleShell(log, None, service="p", evolve=bad)
+        with pytest.raises(FoldError, match=r"steps/0@17 .* cannot be folded: ZeroDivisionError"):
+            await assembled(log, shell, workload(4), batch_size=256)
+        assert shell.mark(0) == 0
+        await shell.drain()
+        assert len(await read(log, "dlq")) == MAX_IN_A_ROW
+
+    asyncio.run(go())
+
+
+def test_a_new_owner_of_the_partition_comes_to_the_same_groups():
+    async def go():
+        log = MemoryLog(num_partitions=1)
+
+        def shell():
+            bad = Raising(assembly.evolve, lambda received: received.position.offset % 11 == 5)
+            return AssembleShell(log, None, service="p", evolve=bad)
+
+        one = shell()
+        records = await assembled(log, one, workload(24), batch_size=64)
+        before = [codec.decode(record) for record in await read(log, "groups")]
+        two = shell()
+        await two.take(Batch(0, 2, records))
+        await two.drain()
+        after = [codec.decode(record) for record in await read(log, "groups")][len(before) :]
+        assert [one.digest for one in after] == [one.digest for one in before]
+        letters = [original(letter, ArtifactStore("/nowhere")).offset for letter in await read(log, "dlq")]
+        assert set(letters) == set(letters[: len(letters) // 2]), "raw repeats of the same letters"
+
+    asyncio.run(go())
+
+
+class _Leaving(MemoryLog):
+    """A log on which the partition is taken away while it is folded again."""
+
+    shell = None
+
+    async def reader(self, start):
+        if self.shell is not None and TopicPartition("steps", 0) in start:
+            self.shell.drop([0])
+        return await super().reader(start)
+
+
+def test_a_partition_that_goes_while_it_is_folded_again_leaves_nothing_behind():
+    async def go():
+        log = _Leaving(num_partitions=1)
+        bad = Raising(assembly.evolve, lambda received: received.position.offset == 20)
+        for event in workload(4):
+            await log.send(event, partition=0)
+        records = await read(log, "steps")
+        log.shell = AssembleShell(log, None, service="p", evolve=bad)
+        await log.shell.take(Batch(0, 1, records))
+        await log.shell.drain()
+        assert log.shell.mark(0) is None
+        assert await read(log, "groups") == []
+
+    asyncio.run(go())
