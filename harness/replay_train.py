@@ -3,6 +3,8 @@
 from collections.abc import Callable
 from pathlib import Path
 
+from transformers.utils.logging import disable_progress_bar
+
 from rollstream.eventlog import codec
 from rollstream.eventlog.artifacts import ArtifactStore
 from rollstream.eventlog.log import EventLog
@@ -66,6 +68,7 @@ async def train(
     Begins at the nearest checkpoint below `first`, or at the job's base version. Raises ConfigError if there is nothing
     to train, and what `Retraining` raises.
     """
+    disable_progress_bar()
     report = Report()
     jobs = recorded_jobs(events)
     if not any(_in_range(job, first, last) for job in jobs):

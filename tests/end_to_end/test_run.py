@@ -22,6 +22,7 @@ def test_runs_train_share_a_workspace_and_can_be_asked(workplace: Any) -> None:
     second = workplace.run("finetune", "--config_file", str(workplace.write(configuration)), "--name", "second")
     assert second.returncode == 0, second.stdout + second.stderr + workplace.logs()
     assert_a_warm_start_was_followed_by_reinforcement(workplace)
+    assert_both_are_replayed_equal(workplace)
     listed = workplace.run("runs").stdout
     assert result["run_id"] in listed
     assert "second-" in listed
@@ -48,3 +49,17 @@ def assert_a_warm_start_was_followed_by_reinforcement(workplace: Any) -> None:
     ]
     versions = workplace.rows("SELECT max(version) AS v FROM weight_versions WHERE run_id LIKE 'second-%'")
     assert versions[0]["v"] >= 2
+
+
+def assert_both_are_replayed_equal(workplace: Any) -> None:
+    first, second = (row["run_id"] for row in workplace.rows("SELECT run_id FROM runs ORDER BY run_id DESC"))
+    for run, options in ((first, ["--verify", "--train", "--epoch", "1"]), (second, ["--verify", "--train"])):
+        replayed = workplace.run("replay", run, *options, "--workers", "2")
+        assert replayed.returncode == 0, replayed.stdout + replayed.stderr
+        assert replayed.stdout.startswith(f"equal: run {run}: ")
+    checkpoint = sorted((workplace.workspace / "checkpoints" / f"{first}%2Fpolicy").glob("*.safetensors"))[-1]
+    data = checkpoint.read_bytes()
+    checkpoint.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
+    replayed = workplace.run("replay", first, "--verify")
+    assert replayed.returncode == 1
+    assert checkpoint.name in replayed.stderr

@@ -1,6 +1,7 @@
 """A small configuration, its jobs, and a scripted counterpart that plays learner and curate on a log."""
 
 import asyncio
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -26,6 +27,8 @@ from rollstream.schemas.events import (
     WeightsPublished,
 )
 from rollstream.schemas.settings import ArtifactRef, JobSettings, ModelSettings, PlanSettings, RolloutSettings
+
+sys.path.insert(0, str(Path(__file__).parent))  # recorded_run
 
 RUN = "run-1"
 GROUP = f"{RUN}/policy"

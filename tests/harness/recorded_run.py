@@ -1,0 +1,191 @@
+"""A whole run on a log in memory: the real folds and the real learner; only the producers are played."""
+
+import asyncio
+import contextlib
+from dataclasses import replace
+
+import orjson
+
+from rollstream.eventlog import codec
+from rollstream.eventlog.artifacts import ArtifactStore
+from rollstream.eventlog.log import TopicPartition
+from rollstream.eventlog.memory_log import MemoryLog
+from rollstream.harness.plan import library_versions
+from rollstream.learner.worker import Worker
+from rollstream.processors.assemble_shell import AssembleShell
+from rollstream.processors.curate_shell import CurateShell
+from rollstream.processors.faust_app import Batch
+from rollstream.schemas import ids, tokens
+from rollstream.schemas.events import (
+    EpochSealed,
+    EpochStarted,
+    GroupStarted,
+    JobStarted,
+    JobSubmitted,
+    JobSucceeded,
+    RewardRecorded,
+    RolloutEnded,
+    RolloutStarted,
+    RunEnded,
+    RunStarted,
+    StepRecorded,
+    TaskRequested,
+    WeightsPublished,
+)
+from rollstream.schemas.events_rollouts import LLMCall, VersionSpan
+from rollstream.schemas.settings import JobSettings, ModelSettings, OptimizerSettings, PlanSettings, RolloutSettings
+
+RUN = "replayed"
+GROUP = f"{RUN}/policy"
+JOB = f"{RUN}/rl"
+EPOCHS = 3
+
+
+class RecordedRun:
+    """A run of three epochs with two groups of four each."""
+
+    def __init__(self, folder, model):
+        self.folder, self.model = folder, model
+        self.log = MemoryLog(num_partitions=2)
+        self.artifacts = ArtifactStore(str(folder / "artifacts"))
+        self.checkpoints = folder / "checkpoints"
+        self._places = {}
+
+    async def events(self, topic, kind):
+        """Events of one type that came since this was last asked, in the order of the log."""
+        return [event for record in await self._new((topic, kind.__name__), topic) for event in self._of(record, kind)]
+
+    def _of(self, record, kind):
+        event = codec.decode(record).event
+        return [event] if isinstance(event, kind) else []
+
+    async def _new(self, reader, topic):
+        found = []
+        for partition, end in (await self.log.end_offsets(topic)).items():
+            at = self._places.get((reader, partition), 0)
+            records = await self.log.reader({TopicPartition(topic, partition): at})
+            while records.position(TopicPartition(topic, partition)) < end:
+                found += await records.poll()
+            self._places[reader, partition] = end
+        return found
+
+    async def record(self):
+        """Run to the end."""
+        lines = b"\n".join(orjson.dumps({"example_id": f"x{n}", "inputs": {"n": n}}) for n in range(4))
+        common = {"run_id": RUN, "time_ms": 1}
+        job = {"job_id": JOB, "model_group": GROUP, "base_version": 0}
+        settings = JobSettings(
+            kind="rl",
+            model=ModelSettings(path=str(self.model), device="cpu"),
+            optimizer=OptimizerSettings(learning_rate=1e-2),
+            num_versions=EPOCHS,
+            threads=1,
+        )
+        plan = PlanSettings(num_epochs=EPOCHS, tasks_per_epoch=2, num_generations=4)
+        rollout = RolloutSettings(environment="none", agents={"agent": GROUP})
+        await self.log.send_all(
+            [
+                RunStarted(
+                    **common,
+                    name="run",
+                    config={},
+                    seed=5,
+                    dataset=self.artifacts.put_bytes(lines, ".jsonl"),
+                    num_examples=4,
+                    num_partitions=2,
+                    library_versions=library_versions(),
+                ),
+                JobSubmitted(**common, **job, settings=settings),
+            ]
+        )
+        worker = Worker(self.log, self.artifacts, name="learner", checkpoints=self.checkpoints, threads=1)
+        learner = asyncio.create_task(worker.run())
+        shells = AssembleShell(self.log, None, service="p"), CurateShell(self.log, self.artifacts, service="p")
+        try:
+            async with asyncio.timeout(120):
+                await self._until("weights", WeightsPublished, learner)
+                await self.log.send(JobStarted(**common, **job, plan=plan, rollout=rollout))
+                for epoch in range(EPOCHS):
+                    await self.log.send(EpochStarted(**common, job_id=JOB, epoch=epoch))
+                    await self._epoch(*shells, version=epoch)
+                    if epoch + 1 < EPOCHS:
+                        await self._until("weights", WeightsPublished, learner)
+                await self._until("jobs", JobSucceeded, learner)
+        finally:
+            learner.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await learner
+        await self.log.send(RunEnded(**common, cause="completed"))
+        return self
+
+    async def _until(self, topic, kind, learner):
+        while not await self.events(topic, kind):
+            assert not learner.done(), learner.exception()
+            await asyncio.sleep(0.01)
+
+    async def _epoch(self, assembling, curating, *, version):
+        while not await self.events("batches", EpochSealed):
+            await self._pump(curating, "groups")
+            for task in await self.events("tasks", TaskRequested):
+                partition = (int(task.index) + task.epoch) % 2
+                for event in rollouts_of(task, version):
+                    await self.log.send(event, partition=partition)
+            await self._pump(assembling, "steps")
+            await assembling.drain()
+
+    async def _pump(self, shell, topic):
+        records = await self._new(shell.topic, topic)
+        for partition in sorted({record.partition for record in records}):
+            await shell.take(Batch(partition, 1, [one for one in records if one.partition == partition]))
+
+    # ---- tampering: what no writer of a log can do ----
+
+    def find(self, topic, kind, nth=0, holding=b""):
+        """The nth record of a topic that is an event of a type and holds some bytes: its list, and where in it."""
+        found = [
+            (kept.records, index)
+            for where, kept in self.log._store._partitions.items()
+            if where.topic == topic
+            for index, record in enumerate(kept.records)
+            if orjson.loads(record.value)["kind"] == kind and holding in record.value
+        ]
+        return found[nth]
+
+    def change(self, topic, kind, old, new, nth=0):
+        """Change bytes of the nth record that holds them; returns its position as text."""
+        records, index = self.find(topic, kind, nth, old)
+        before = records[index]
+        records[index] = replace(before, value=before.value.replace(old, new, 1))
+        return f"{before.partition}@{before.offset}"
+
+
+def rollouts_of(task, version):
+    """All records of a group whose members differ in what they say and are rewarded with."""
+    common = {"run_id": RUN, "time_ms": 1, "group_id": task.group_id}
+    yield GroupStarted(
+        **common,
+        size=task.num_rollouts,
+        minimum=task.minimum,
+        timeout_ms=3_600_000,
+        example_id=task.example_id,
+        job_id=task.job_id,
+        epoch=task.epoch,
+        index=task.index,
+        seed=task.seed,
+        agents={"agent": GROUP},
+    )
+    for member in range(task.num_rollouts):
+        rollout = {**common, "rollout_id": ids.rollout_id(task.group_id, member, 0)}
+        yield RolloutStarted(**rollout, member=member, attempt=0, seed=member)
+        call = LLMCall(
+            prompt_ids=tokens.encode_ids([3, 4, 5 + task.index]),
+            completion_ids=tokens.encode_ids([6 + member, 7, 8 + task.epoch]),
+            logprobs=tokens.encode_floats([-4.5, -4.6, -4.4]),
+            spans=(VersionSpan(model_group=GROUP, version=version, length=3),),
+        )
+        step = StepRecorded(**rollout, step_index=0, agent="agent", event_type="LLM_END", uuid=f"u{member}", llm=call)
+        reward = RewardRecorded(**rollout, reward_index=0, name="task", value=float(member))
+        yield step
+        yield reward
+        digest = codec.chain(rollout["rollout_id"], map(codec.content_digest, (step, reward)))
+        yield RolloutEnded(**rollout, num_steps=1, num_rewards=1, digest=digest)
