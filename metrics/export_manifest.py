@@ -4,6 +4,7 @@ It is written in one canonical form that holds its own hash, so that a changed b
 """
 
 import hashlib
+import os
 from pathlib import Path
 from typing import Any, Literal
 
@@ -73,7 +74,10 @@ class Manifest(_Value):
 def write_manifest(folder: Path, manifest: Manifest) -> None:
     """Write the manifest with its own hash."""
     content = manifest.model_dump(mode="json")
-    (folder / MANIFEST).write_bytes(_canonical({**content, "sha256": canonical_digest(content)}))
+    with (folder / MANIFEST).open("wb") as file:
+        file.write(_canonical({**content, "sha256": canonical_digest(content)}))
+        file.flush()
+        os.fsync(file.fileno())
 
 
 def read_manifest(folder: Path) -> Manifest:

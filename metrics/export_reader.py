@@ -43,6 +43,11 @@ class Table:
         mean_bytes = max(1, file.content_bytes // max(1, file.num_records))
         self._chunk = max(1, min(CHUNK_RECORDS, CHUNK_BYTES // mean_bytes))
 
+    def check(self, partition: int) -> None:
+        """Raises TopicError if there is no such partition."""
+        if not 0 <= partition < len(self.covered):
+            raise TopicError(f"there is no partition {partition} of topic {self._topic}: it has {len(self.covered)}")
+
     def next_offset(self, partition: int, offset: int) -> int:
         """The first offset from `offset` on that there is, else the end of what is covered."""
         offsets = self._offsets[partition]
@@ -60,6 +65,7 @@ class Table:
 
     def at(self, partition: int, wanted: Sequence[int]) -> list[Record]:
         """The records at these offsets, which rise. Raises TruncatedError if one is not there."""
+        self.check(partition)
         offsets = self._offsets[partition]
         spans: list[list[int]] = []
         for offset in wanted:
@@ -98,8 +104,7 @@ class ExportReader:
     def __init__(self, tables: Mapping[TopicPartition, Table], start: Mapping[TopicPartition, int]) -> None:
         self._tables = dict(tables)
         for where in start:
-            if where.partition >= len(tables[where].covered):
-                raise TopicError(f"there is no partition {where.partition} of topic {where.topic} in the export")
+            tables[where].check(where.partition)
         self._next = {
             where: tables[where].covered[where.partition].begin if offset < 0 else offset
             for where, offset in start.items()

@@ -1,0 +1,120 @@
+"""Raw records on their way to a Parquet file: gathered in DuckDB, which spills to disk, and written zstd-compressed.
+
+Lossless: null keys, values and header contents stay null, headers keep their order and repeats.
+"""
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import duckdb
+
+from rollstream.eventlog.log import Record
+from rollstream.metrics.database import one_line
+from rollstream.metrics.export_manifest import hash_file
+from rollstream.schemas.errors import LogError
+
+FLUSH_RECORDS = 2000
+FLUSH_BYTES = 32 * 1024 * 1024
+"""Records are handed to DuckDB when so many, or so many bytes of them, have come together."""
+MEMORY_LIMIT = "1GB"
+ROW_GROUP_BYTES = "8MB"
+
+CREATE = (
+    'CREATE OR REPLACE TABLE staging ("partition" BIGINT, "offset" BIGINT, timestamp_ms BIGINT, "key" BLOB, '
+    '"value" BLOB, headers STRUCT("name" VARCHAR, "value" BLOB)[])'
+)
+INSERT = (
+    'INSERT INTO staging SELECT "partition", "offset", timestamp_ms, "key", "value", '
+    "list_transform(list_zip(names, contents), lambda header: {'name': header[1], 'value': header[2]}) "
+    'FROM (SELECT unnest($1::BIGINT[]) AS "partition", unnest($2::BIGINT[]) AS "offset", '
+    'unnest($3::BIGINT[]) AS timestamp_ms, unnest($4::BLOB[]) AS "key", unnest($5::BLOB[]) AS "value", '
+    "unnest($6::VARCHAR[][]) AS names, unnest($7::BLOB[][]) AS contents)"
+)
+
+
+class Written(NamedTuple):
+    """A Parquet file that is on the disk."""
+
+    sha256: str
+    num_records: int
+    content_bytes: int
+
+
+class Staging:
+    """Gathers the records of one topic after the other. Bounded memory, whatever their number."""
+
+    def __init__(self, scratch: Path) -> None:
+        """`scratch`: folder for what does not fit into memory."""
+        self._connection = duckdb.connect(
+            config={
+                "threads": "1",
+                "memory_limit": MEMORY_LIMIT,
+                "temp_directory": str(scratch),
+                "preserve_insertion_order": "false",
+                "autoinstall_known_extensions": "false",
+            }
+        )
+        self._begin()
+
+    def close(self) -> None:
+        """Let go of what was not written."""
+        self._connection.close()
+
+    def add(self, records: Sequence[Record]) -> None:
+        """Take records in."""
+        for record in records:
+            self._held.append(record)
+            self._held_bytes += len(record.key or b"") + len(record.value or b"")
+            if len(self._held) >= FLUSH_RECORDS or self._held_bytes >= FLUSH_BYTES:
+                self._flush()
+
+    def write(self, path: Path) -> Written:
+        """Write what was added to a file, and begin anew. Raises LogError if the disk does not take it."""
+        self._flush()
+        target = str(path).replace("'", "''")
+        try:
+            self._connection.execute(
+                f"COPY staging TO '{target}' "
+                f"(FORMAT parquet, COMPRESSION zstd, ROW_GROUP_SIZE_BYTES '{ROW_GROUP_BYTES}')"
+            )
+        except duckdb.Error as error:
+            raise LogError(f"file {path} of the export cannot be written: {one_line(error)}") from error
+        with path.open("rb") as file:
+            os.fsync(file.fileno())
+        written = Written(hash_file(path), self._num_records, self._content_bytes)
+        self._begin()
+        return written
+
+    def holds(self, path: Path, partition: int, offset: int) -> bool:
+        """Whether a file that was written has a record."""
+        sql = 'SELECT 1 FROM read_parquet($1) WHERE "partition" = $2 AND "offset" = $3'
+        return bool(self._connection.execute(sql, [str(path), partition, offset]).fetchall())
+
+    def _begin(self) -> None:
+        self._connection.execute(CREATE)
+        self._held: list[Record] = []
+        self._held_bytes = 0
+        self._num_records = 0
+        self._content_bytes = 0
+
+    def _flush(self) -> None:
+        if not self._held:
+            return
+        columns: list[list[Any]] = [
+            [record.partition for record in self._held],
+            [record.offset for record in self._held],
+            [record.timestamp_ms for record in self._held],
+            [record.key for record in self._held],
+            [record.value for record in self._held],
+            [[name for name, _ in record.headers] for record in self._held],
+            [[content for _, content in record.headers] for record in self._held],
+        ]
+        try:
+            self._connection.execute(INSERT, columns)
+        except duckdb.Error as error:
+            raise LogError(f"records cannot be gathered for the export: {one_line(error)}") from error
+        self._num_records += len(self._held)
+        self._content_bytes += self._held_bytes
+        self._held, self._held_bytes = [], 0
