@@ -8,7 +8,7 @@ Order of what it does for a batch:
 Steps 2 and 3 of one batch overlap with the next batches: the mark stays behind whatever is under way.
 
 A record on which the fold raises becomes a dead letter too. What the fold had changed by then is thrown away: the
-partition is folded again from its low-water mark without that record.
+partition is folded again from its low-water mark without that record. A record that has a letter is passed over.
 """
 
 import asyncio
@@ -21,6 +21,7 @@ from typing import Any
 
 from rollstream.eventlog import codec
 from rollstream.eventlog.artifacts import ArtifactStore
+from rollstream.eventlog.buried import Buried
 from rollstream.eventlog.dead_letters import send_dead_letter
 from rollstream.eventlog.failpoints import failpoint
 from rollstream.eventlog.log import EventLog, Received, Record, TopicPartition
@@ -62,6 +63,7 @@ class AssembleShell:
         self._evolve = evolve
         self._num_partitions: int | None = None
         self._artifacts = artifacts
+        self._buried = Buried(log)
         self._service = service
         self._partitions: dict[int, _Partition] = {}
         self._sends: set[asyncio.Task[None]] = set()
@@ -78,6 +80,7 @@ class AssembleShell:
         known = self._partitions.get(batch.partition)
         if known is None:
             known = self._partitions[batch.partition] = _Partition(assembly.initial(first))
+            await self._buried.refresh()
         await self._wait_for_room()
         if self._num_partitions is None:
             self._num_partitions = await self._log.num_partitions(self.topic)
@@ -122,10 +125,15 @@ class AssembleShell:
             self._reap()
 
     async def _fold(self, known: _Partition, batch: Batch) -> list[assembly.Closing]:
+        where = TopicPartition(self.topic, batch.partition)
+        dead = self._buried.offsets(where)
         low_water, closed = known.state.low_water, tuple(known.state.closed_order)
         closings: list[assembly.Closing] = []
         for record in batch.records:
             if record.offset < known.state.next_offset:
+                continue
+            if record.offset in dead:
+                known.state.next_offset = record.offset + 1
                 continue
             try:
                 closings += self._fold_record(known.state, record)
@@ -141,21 +149,20 @@ class AssembleShell:
                 state = assembly.initial(low_water)
                 for group_id in closed:
                     state.remember(group_id)
-                closings = await self._fold_again(state, TopicPartition(self.topic, batch.partition), known.unfolded)
+                closings = await self._fold_again(state, where, record.offset + 1, dead | known.unfolded)
                 known.state = state
         return closings
 
     async def _fold_again(
-        self, state: assembly.AssemblyState, where: TopicPartition, unfolded: set[int]
+        self, state: assembly.AssemblyState, where: TopicPartition, end: int, dead: set[int]
     ) -> list[assembly.Closing]:
-        """Fold all up to the last of `unfolded`, without these. Their letters and all others are sent already."""
-        end = max(unfolded) + 1
+        """Fold all that lies before `end`, without the dead; their letters are sent or under way."""
         closings: list[assembly.Closing] = []
         reader = await self._log.reader({where: state.next_offset})
         try:
             while state.next_offset < end:
                 for record in await reader.poll():
-                    if record.offset < end and record.offset not in unfolded:
+                    if record.offset < end and record.offset not in dead:
                         with contextlib.suppress(DecodeError):
                             closings += self._fold_record(state, record)
                 state.next_offset = min(reader.position(where), end)
@@ -194,7 +201,6 @@ class AssembleShell:
 
     async def _release(self, known: _Partition, number: int, sending: Coroutine[Any, Any, None]) -> None:
         await sending
-        failpoint("assemble/after-send-before-mark")
         del known.held[number]
 
     async def _publish(self, closings: list[assembly.Closing]) -> None:
@@ -208,6 +214,7 @@ class AssembleShell:
             )
             closed.append(closing.closed.model_copy(update={"locators": where}))
         await self._log.send_all(closed)
+        failpoint("assemble/after-send-before-mark")
 
     async def _bury(self, record: Record, error: BaseException, stage: str) -> None:
         await send_dead_letter(
