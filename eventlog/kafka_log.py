@@ -8,7 +8,7 @@ from aiokafka import AIOKafkaProducer
 from aiokafka.admin import AIOKafkaAdminClient
 from aiokafka.coordinator.assignors.range import RangePartitionAssignor
 
-from rollstream.eventlog import kafka_offsets, kafka_topics
+from rollstream.eventlog import kafka_offsets, kafka_topic_ids, kafka_topics
 from rollstream.eventlog.callbacks import Callbacks
 from rollstream.eventlog.codec import encode
 from rollstream.eventlog.kafka_client import REQUEST_TIMEOUT_MS, connect, log_errors, new_consumer
@@ -184,6 +184,10 @@ class KafkaLog:
     async def committed_offsets(self, group: str) -> dict[TopicPartition, int]:
         """Next offset by partition of a consumer group, for who looks on; empty if it never committed."""
         return await kafka_offsets.committed_offsets(self._require(self._admin), group)
+
+    async def topic_ids(self) -> dict[str, str]:
+        """Identity by topic that exists; another one after it was deleted and made again. Empty if Kafka has none."""
+        return await kafka_topic_ids.topic_ids(self._require(self._admin))
 
     async def cluster_id(self) -> str:
         """Identity of the cluster."""

@@ -223,10 +223,16 @@ def record_size(key: bytes | None, value: bytes | None, headers: Headers) -> int
     return len(key or b"") + len(value or b"") + in_headers + RECORD_OVERHEAD_BYTES
 
 
+def check_kept(where: TopicPartition, offset: int, begin: int, end: int) -> None:
+    """Raises TruncatedError if reading cannot go on at `offset` of a partition that holds `begin` to `end` - 1."""
+    if not begin <= offset <= end:
+        raise truncated(where, offset, begin, end)
+
+
 def truncated(where: TopicPartition, offset: int, begin: int, end: int) -> TruncatedError:
     """The error of an offset that is not kept."""
+    range_ = f"it holds {begin} to {end - 1}" if end > begin else f"it is empty at {begin}"
+    cause = "; the topic was cut off behind, or deleted and made again" if offset > end else ""
     return TruncatedError(
-        f"offset {offset} of topic {where.topic} partition {where.partition} is not kept: it holds {begin} to {end - 1}"
-        if end > begin
-        else f"offset {offset} of topic {where.topic} partition {where.partition} is not kept: it is empty at {begin}"
+        f"offset {offset} of topic {where.topic} partition {where.partition} is not kept: {range_}{cause}"
     )

@@ -11,10 +11,10 @@ from typing import Any
 
 from rollstream.eventlog.codec import decode
 from rollstream.eventlog.failpoints import failpoint
-from rollstream.eventlog.log import EventLog, LogReader, Record, TopicPartition
+from rollstream.eventlog.log import EventLog, LogReader, Record, TopicPartition, check_kept
 from rollstream.metrics.database import Database
 from rollstream.metrics.rows import dead_letter_row, rows_of
-from rollstream.schemas.errors import DecodeError
+from rollstream.schemas.errors import DecodeError, TruncatedError
 from rollstream.schemas.topics import TOPICS
 
 logger = logging.getLogger(__name__)
@@ -92,17 +92,20 @@ class Projector:
         return all(self._done.get(where, 0) >= offset for where, offset in ends.items())
 
     async def _start_offsets(self) -> dict[TopicPartition, int]:
+        """Where the file says that reading goes on. Raises TruncatedError if the log does not hold that."""
         stored = self._database.offsets()
         start: dict[TopicPartition, int] = {}
         for topic in TOPICS:
+            ends = await self._log.end_offsets(topic)
             for partition, begin in (await self._log.begin_offsets(topic)).items():
                 where = TopicPartition(topic, partition)
-                start[where] = max(stored.get(where, begin), begin)
-                if where in stored and stored[where] < begin:
-                    logger.warning(
-                        "topic=%s partition=%d offsets %d to %d were removed unread: the metrics lack them",
-                        *(topic, partition, stored[where], begin - 1),
-                    )
+                start[where] = stored.get(where, begin)
+                try:
+                    check_kept(where, start[where], begin, ends[partition])
+                except TruncatedError as error:
+                    raise TruncatedError(
+                        f"{error}; move the metrics file {self._database.path} away to begin anew with what is kept"
+                    ) from error
         return start
 
     async def _round(self, reader: LogReader, *, timeout_s: float) -> int:

@@ -62,6 +62,11 @@ class Host(faust.App):
         """The shell that takes a partition's topic."""
         return self.shells.get(tp.topic)
 
+    def fail(self, error: BaseException) -> None:
+        """End the service with an error, if none has yet."""
+        if not self.failed.done():
+            self.failed.set_exception(error)
+
     def positions(self) -> dict[TopicPartition, int | None]:
         """By assigned partition: offset of the next record to fold, None where the reading has no place yet."""
         found: dict[TopicPartition, int | None] = {}

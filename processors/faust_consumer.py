@@ -4,19 +4,21 @@ What is handed on is told by offsets alone, from the committed one on and withou
 Faust holds for read or acknowledged, nor on records that surface late around a rebalance.
 """
 
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Mapping
 from functools import cached_property
 from typing import Any, cast
 
 from aiokafka import AIOKafkaConsumer
 from aiokafka.coordinator.assignors.roundrobin import RoundRobinPartitionAssignor
+from aiokafka.errors import NoOffsetForPartitionError, OffsetOutOfRangeError
 from aiokafka.structs import ConsumerRecord
 from faust.transport.drivers import aiokafka as driver
 from faust.types import TP
 from faust.types.tuples import ConsumerMessage
 
-from rollstream.eventlog.log import Record
+from rollstream.eventlog.log import Record, TopicPartition, check_kept
 from rollstream.processors.faust_app import Batch, Host
+from rollstream.schemas.errors import TruncatedError
 from rollstream.schemas.topics import BY_NAME, MIB
 
 BATCH_RECORDS = 256
@@ -37,7 +39,7 @@ class _Thread(driver.AIOKafkaConsumerThread):
             bootstrap_servers=cast(str, driver.server_list(transport.url, transport.default_port)),
             partition_assignment_strategy=[RoundRobinPartitionAssignor],
             enable_auto_commit=False,
-            auto_offset_reset="earliest",
+            auto_offset_reset="none",
             max_poll_records=POLL_RECORDS,
             max_poll_interval_ms=int((conf.broker_max_poll_interval or 0) * 1000),
             max_partition_fetch_bytes=MIB,
@@ -64,7 +66,13 @@ class Consumer(driver.Consumer):
         way when partitions were assigned anew may come late, from where the reading was before; and what was fetched
         but not handed on is fetched again once nothing else comes.
         """
-        found, active = await self._wait_next_records(timeout)
+        try:
+            found, active = await self._wait_next_records(timeout)
+        except NoOffsetForPartitionError:
+            return  # a partition was looked at before `perform_seek` had told where to begin
+        except OffsetOutOfRangeError:
+            await self._check_kept(self.wanted)
+            return
         generation = self.app.generation
         if found is None or self.should_stop or not self.flow_active:
             return
@@ -107,17 +115,55 @@ class Consumer(driver.Consumer):
                 await self.seek(tp, wanted)
 
     async def perform_seek(self) -> None:
-        """Begin at the committed offsets, at the oldest kept one where nothing is committed."""
+        """Begin at the committed offsets, at the oldest kept one where nothing is committed.
+
+        An offset that is not kept any more fails the host: nothing is read from elsewhere in its place.
+        """
         generation = self.app.generation
         await super().perform_seek()
         assigned = cast(set[TP], self.assignment())
         begins = await self.earliest_offsets(*assigned) if assigned else {}
-        if self.app.generation == generation:
-            self.wanted = {tp: self._committed_offset.get(tp) or begins[tp] for tp in assigned}
+        wanted = {tp: begins[tp] if (told := self.told_committed.get(tp)) is None else told for tp in assigned}
+        if not await self._check_kept(wanted) or self.app.generation != generation:
+            return
+        for tp in assigned:
+            if not self.told_committed.get(tp):  # the others have been sought already
+                await self.seek(tp, wanted[tp])
+        self.wanted = wanted
+
+    async def seek_to_committed(self) -> Mapping[TP, int]:
+        """As Faust does it; keeps apart what is committed as 0 and what is not."""
+        found = await super().seek_to_committed()
+        self.told_committed = dict(found)
+        return found
+
+    async def _check_kept(self, offsets: Mapping[TP, int]) -> bool:
+        """Whether reading can go on at these offsets; if not, the host has failed with the first that is gone."""
+        if not offsets:
+            return True
+        begins, ends = await self.earliest_offsets(*offsets), await self.highwaters(*offsets)
+        for tp, offset in offsets.items():
+            needed = offset if offset < begins[tp] else max(offset, self.reached.get(tp, 0))
+            try:
+                check_kept(TopicPartition(BY_NAME[tp.topic].short, tp.partition), needed, begins[tp], ends[tp])
+            except TruncatedError as error:
+                self.app.fail(error)
+                return False
+        return True
 
     @cached_property
     def wanted(self) -> dict[TP, int]:
         """By partition: offset of the next record to hand on. Empty until the reading has its place."""
+        return {}
+
+    @cached_property
+    def told_committed(self) -> dict[TP, int | None]:
+        """By partition: the offset that Kafka held for committed when last asked, None for none."""
+        return {}
+
+    @cached_property
+    def reached(self) -> dict[TP, int]:
+        """By partition: how far this process has read it in earlier assignments; the log cannot end before that."""
         return {}
 
     def _message_of(self, tp: TP, fetched: list[ConsumerRecord], generation: int) -> ConsumerMessage:
@@ -179,6 +225,7 @@ class Consumer(driver.Consumer):
         await super().on_partitions_assigned(assigned, generation_id)
 
     def _forget(self, partitions: set[TP]) -> None:
+        self.reached.update(self.wanted)
         self.wanted = {}
         self.app.generation += 1
         self.app.drop(partitions)

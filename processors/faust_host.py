@@ -93,5 +93,5 @@ async def _watched(host: Host, work: Coroutine[Any, Any, None]) -> None:
     finally:
         task.cancel()
     error = task.exception()
-    if error is not None and not host.failed.done():
-        host.failed.set_exception(error)
+    if error is not None:
+        host.fail(error)

@@ -4,7 +4,7 @@ import json
 from collections.abc import Mapping
 
 from rollstream.eventlog import codec
-from rollstream.eventlog.log import EventLog, TopicPartition
+from rollstream.eventlog.log import EventLog, TopicPartition, check_kept
 from rollstream.producers.recovery import PartitionState, evolve
 from rollstream.schemas.errors import DecodeError
 
@@ -13,17 +13,17 @@ async def recover(log: EventLog, notes: Mapping[int, str]) -> dict[int, tuple[Pa
     """State and end offset of each steps partition; `notes` are the committed notes by partition.
 
     Without a note a partition is read from its beginning; the last record is always read, for its event time.
-    Raises TruncatedError if retention has removed what a note points to.
+    Raises TruncatedError if what a note points to was removed, or the partition ends before it.
     """
     begins, ends = await log.begin_offsets("steps"), await log.end_offsets("steps")
     states = {partition: PartitionState() for partition in notes}
     starts = {
-        TopicPartition("steps", partition): _start(note, begins[partition], ends[partition])
+        TopicPartition("steps", partition): _start(partition, note, begins[partition], ends[partition])
         for partition, note in notes.items()
-        if ends[partition] > begins[partition]
     }
-    if starts:
-        await _read(log, starts, states, ends)
+    filled = {where: start for where, start in starts.items() if start < ends[where.partition]}
+    if filled:
+        await _read(log, filled, states, ends)
     return {partition: (state, ends[partition]) for partition, state in states.items()}
 
 
@@ -34,9 +34,10 @@ async def read(log: EventLog, partition: int, start: int, end: int) -> Partition
     return state
 
 
-def _start(note: str, begin: int, end: int) -> int:
+def _start(partition: int, note: str, begin: int, end: int) -> int:
     offset = int(json.loads(note)["steps"]) if note else begin
-    return min(offset, end - 1)
+    check_kept(TopicPartition("steps", partition), offset, begin, end)
+    return max(begin, min(offset, end - 1))
 
 
 async def _read(

@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Awaitable, Callable
 from types import TracebackType
 
-from rollstream.eventlog.log import EventLog
+from rollstream.eventlog.log import EventLog, TopicPartition, check_kept
 from rollstream.producers.clock import EventClock
 from rollstream.schemas.base import Event
 from rollstream.schemas.events import RolloutEnded, RolloutFailed
@@ -34,15 +34,20 @@ class StepsWriter:
         self._looked_until = next_offset
 
     async def send(self, event: Event) -> int:
-        """Append an event; returns its offset once it is acknowledged. Waits while paused."""
+        """Append an event; returns its offset once it is acknowledged. Waits while paused.
+
+        Raises TruncatedError if it came to lie before what was known: the partition has begun anew.
+        """
         await self._resumed.wait()
         number, self._num_sent = self._num_sent, self._num_sent + 1
-        self._in_flight[number] = self._next_offset
+        known = self._in_flight[number] = self._next_offset
         try:
             offset = (await self._log.send(event, partition=self.partition)).offset
         finally:
             del self._in_flight[number]
             self._landing.set()
+        if offset >= 0:  # -1: sent again after a time so long that Kafka knows its place no more
+            check_kept(TopicPartition("steps", self.partition), known, 0, offset)
         self._own.add(offset)
         self._next_offset = max(self._next_offset, offset + 1)
         return offset

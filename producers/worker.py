@@ -14,7 +14,7 @@ from time import monotonic as system_monotonic
 
 from rollstream.eventlog import codec
 from rollstream.eventlog.failpoints import failpoint
-from rollstream.eventlog.log import EventLog, GroupReader, LogReader, Record, TopicPartition
+from rollstream.eventlog.log import EventLog, GroupReader, LogReader, Record, TopicPartition, check_kept
 from rollstream.producers import clock
 from rollstream.producers.clock import EventClock
 from rollstream.producers.group_run import Producer
@@ -127,7 +127,11 @@ class RolloutWorker:
         return kept.keys() & self._owners.keys()
 
     async def _uncommitted(self, committed: dict[int, int | None]) -> dict[int, range]:
+        """Offsets of the tasks that are there. Raises TruncatedError if what comes next after a commit is not."""
         begins, ends = await self._log.begin_offsets("tasks"), await self._log.end_offsets("tasks")
+        for partition, offset in committed.items():
+            if offset is not None:
+                check_kept(TopicPartition("tasks", partition), offset, begins[partition], ends[partition])
         return {p: range(begins[p] if offset is None else offset, ends[p]) for p, offset in committed.items()}
 
     async def _on_revoked(self, partitions: set[TopicPartition]) -> None:
