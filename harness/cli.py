@@ -20,6 +20,8 @@ COMMANDS = {
     "plot": "commands_look",
     "dlq": "commands_dlq",
     "replay": "commands_replay",
+    "export": "commands_export",
+    "rebuild": "commands_export",
     "tiny-model": "commands_look",
 }
 SUMMARIES = {
@@ -33,6 +35,8 @@ SUMMARIES = {
     "plot": "Draw a run's rewards.",
     "dlq": "Show dead letters and send their records again.",
     "replay": "Replay a run and say whether it comes out equal.",
+    "export": "Keep a run as Parquet files and a manifest of hashes.",
+    "rebuild": "Make the metrics file again, from the topics or an export.",
     "tiny-model": "Make a tiny model and tokenizer in place, for trying things out.",
 }
 EXIT_INTERRUPTED = 130

@@ -128,6 +128,14 @@ class Database:
             )
             failpoint("metrics/inside-transaction")
 
+    def keep_run(self, run_id: str, *, is_whole: bool) -> None:
+        """Drop the rows of other runs; unless the run was all that there was, the offsets too."""
+        with self._transaction():
+            for table in sorted(set(self._inserts) - {"meta"}):
+                self._connection.execute(f'DELETE FROM log."{table}" WHERE run_id <> $1', [run_id])
+            if not is_whole:
+                self._connection.execute("DELETE FROM main.offsets")
+
     def _transaction(self) -> "_Transaction":
         return _Transaction(self._connection)
 

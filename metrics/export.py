@@ -52,10 +52,10 @@ async def export_run(
     folder = folder.absolute()
     aside = folder.with_name(f".{folder.name}.{secrets.token_hex(4)}.aside")
     try:
-        _refuse_existing(folder)
+        check_new(folder)
         aside.mkdir(parents=True)
         manifest = await _Export(log, run_id, aside, artifacts, with_weights, report).write()
-        _refuse_existing(folder)
+        check_new(folder)
         aside.rename(folder)
     except OSError as error:
         raise ConfigError(f"export folder {folder} cannot be written ({error.strerror}): give another") from error
@@ -64,7 +64,8 @@ async def export_run(
     return manifest
 
 
-def _refuse_existing(folder: Path) -> None:
+def check_new(folder: Path) -> None:
+    """Raises ConfigError if there is something already."""
     if folder.exists():
         raise ConfigError(f"export folder {folder} exists already: remove it, or give another with --output")
 

@@ -49,22 +49,6 @@ async def run(log: EventLog, workspace: Path, *, port: int = 0) -> None:
         await asyncio.to_thread(database.close)
 
 
-async def rebuild(log: EventLog, workspace: Path) -> None:
-    """Throw the workspace's metrics away and project the whole log anew, up to its end now."""
-    _prepare(workspace)
-    path = metrics_file(workspace)
-    Database(path).close()  # nobody else may hold it
-    for name in (path, path.with_name(path.name + ".wal")):
-        name.unlink(missing_ok=True)
-    database = Database(path)
-    try:
-        projector = Projector(log, database)
-        projector.stop()
-        await projector.run()
-    finally:
-        database.close()
-
-
 async def _finish(projector: Projector, projecting: "asyncio.Task[None]") -> None:
     projector.stop()
     done, _ = await asyncio.wait({projecting}, timeout=END_TIMEOUT_S)

@@ -11,7 +11,6 @@ from rollstream.eventlog.log import EventLog, TopicPartition
 from rollstream.eventlog.memory_log import MemoryLog
 from rollstream.metrics.database import Database, MetricsFileError
 from rollstream.metrics.projector import Projector
-from rollstream.metrics.service import rebuild
 from rollstream.schemas import events
 from rollstream.schemas.base import Event
 from rollstream.schemas.errors import DecodeError
@@ -212,18 +211,6 @@ def test_tables_of_another_version_are_filled_again(tmp_path: Path, synthetic: A
     database.close()
     assert ask(path, "SELECT * FROM runs") == []
     project_all(log, path)
-    assert everything(path) == before
-
-
-def test_a_rebuilt_file_equals_the_one_that_grew(tmp_path: Path, synthetic: Any) -> None:
-    path = tmp_path / "metrics.duckdb"
-    log = log_of(list(synthetic.all_events()))
-    project_all(log, path)
-    before = everything(path)
-    database = Database(path)
-    database.cursor().execute("DELETE FROM log.step_recorded")
-    database.close()
-    asyncio.run(rebuild(log, tmp_path))
     assert everything(path) == before
 
 

@@ -1,0 +1,100 @@
+"""Makes the metrics file again from the topics or from an export: written aside, then swapped in.
+
+Order: 1. the file's own lock is taken, so that no service holds it or opens it meanwhile; 2. everything is projected
+into a file aside, by the same projector; 3. a write-ahead log that an old file left is removed; 4. the new file takes
+the old one's name. A crash before 4 leaves the old file, at most without its last transactions.
+"""
+
+import fcntl
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from rollstream.eventlog.log import EventLog, LogReader
+from rollstream.metrics.database import Database, MetricsFileError
+from rollstream.metrics.export_log import ExportLog
+from rollstream.metrics.projector import Projector
+
+Report = Callable[[int], None]
+"""Told after every transaction how many rows there are."""
+DUCKDB_MAGIC = b"DUCK"
+MAGIC_AT = 8
+
+
+async def rebuild(log: EventLog, path: Path, *, report: Report = lambda *_: None) -> None:
+    """Project the whole log, up to its end now, into a new file at `path`.
+
+    From an export only the rows of its run are kept; if it left records of other runs out, the file has no offsets,
+    so that a projector that goes on with it reads the log from its start. Raises MetricsFileError if the file is in
+    use or is none of DuckDB.
+    """
+    with held(path), _aside(path) as aside:
+        database = Database(aside)
+        try:
+            projector = _Told(log, database, report)
+            projector.stop()
+            await projector.run()
+            if isinstance(log, ExportLog):
+                database.keep_run(log.manifest.run_id, is_whole=log.manifest.num_left_out == 0)
+        finally:
+            database.close()
+        _wal(path).unlink(missing_ok=True)
+        os.replace(aside, path)
+
+
+class _Told(Projector):
+    """Tells after every transaction how far it is."""
+
+    def __init__(self, log: EventLog, database: Database, report: Report) -> None:
+        super().__init__(log, database)
+        self._report = report
+        self._num_rows = 0
+
+    async def _write(self, reader: LogReader, rows: dict[str, list[dict[str, Any]]]) -> None:
+        await super()._write(reader, rows)
+        self._num_rows += sum(map(len, rows.values()))
+        self._report(self._num_rows)
+
+
+@contextmanager
+def held(path: Path) -> Iterator[None]:
+    """Keep others from opening a metrics file; nothing if there is none. Raises MetricsFileError if one has it open."""
+    if not path.exists():
+        yield
+        return
+    with path.open("r+b") as file:
+        try:
+            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            raise MetricsFileError(
+                f"the metrics file {path} is in use by another process: stop the run or the metrics service, or "
+                "give another file with --output"
+            ) from error
+        head = file.read(MAGIC_AT + len(DUCKDB_MAGIC))
+        if head and head[MAGIC_AT:] != DUCKDB_MAGIC:
+            raise MetricsFileError(f"{path} is no DuckDB file: remove it, or give another with --output")
+        yield
+
+
+@contextmanager
+def _aside(path: Path) -> Iterator[Path]:
+    """Where the new file is made; what an earlier rebuild left there is removed."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    aside = path.with_name(path.name + ".aside")
+    with held(aside):
+        _remove(aside)
+    try:
+        yield aside
+    finally:
+        _remove(aside)
+
+
+def _remove(path: Path) -> None:
+    path.unlink(missing_ok=True)
+    _wal(path).unlink(missing_ok=True)
+
+
+def _wal(path: Path) -> Path:
+    return path.with_name(path.name + ".wal")
