@@ -1,10 +1,12 @@
 """A coherent run made of events: an SFT job and an RL job, with failures, rejections and all that metrics show."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 
 import pytest
 
+from rollstream.eventlog.artifacts import ArtifactStore
 from rollstream.schemas import events, ids, tokens
 from rollstream.schemas.base import Event, Locator
 from rollstream.schemas.events_rollouts import Completion, LLMCall, TokenSequence, VersionSpan
@@ -248,3 +250,30 @@ class SyntheticRun:
 @pytest.fixture
 def synthetic() -> SyntheticRun:
     return SyntheticRun()
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> ArtifactStore:
+    """An artifact store of a folder."""
+    return ArtifactStore(str(tmp_path / "store"))
+
+
+@pytest.fixture
+def new_run(store: ArtifactStore) -> Callable[[str], SyntheticRun]:
+    """Makes runs by their id; dataset and weights are in the store."""
+
+    class Stored(SyntheticRun):
+        def all_events(self, *, ended: bool = True) -> Iterator[Event]:
+            for event in super().all_events(ended=ended):
+                yield self.stored(event)
+
+        def stored(self, event: Event) -> Event:
+            match event:
+                case events.RunStarted():
+                    return event.model_copy(update={"dataset": store.put_bytes(b"examples", ".jsonl")})
+                case events.WeightsPublished():
+                    return event.model_copy(update={"artifact": store.put_bytes(f"weights {event.version}".encode())})
+                case _:
+                    return event
+
+    return Stored

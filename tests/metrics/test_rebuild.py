@@ -1,0 +1,186 @@
+"""The metrics file made again is, row for row, the one that grew."""
+
+import asyncio
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import duckdb
+import pytest
+
+from rollstream.eventlog.artifacts import ArtifactStore
+from rollstream.eventlog.dead_letters import send_dead_letter
+from rollstream.eventlog.log import EventLog, Record
+from rollstream.eventlog.memory_log import MemoryLog
+from rollstream.metrics.database import Database, MetricsFileError
+from rollstream.metrics.export import export_run
+from rollstream.metrics.export_log import ExportLog
+from rollstream.metrics.projector import Projector
+from rollstream.metrics.rebuild import rebuild
+from rollstream.schemas.errors import DecodeError
+
+
+def log_of(*runs: Any) -> MemoryLog:
+    """Runs in one log, each event twice, with dead letters."""
+    log = MemoryLog(num_partitions=2)
+
+    async def fill() -> None:
+        for number, run in enumerate(runs):
+            await log.send_all([event for event in run.all_events() for _ in range(2)])
+            letter = Record("steps", 0, number, f"{run.run_id}/g".encode(), b"{", (), 0)
+            await send_dead_letter(log, letter, service="s", stage="decode", error=DecodeError("no"))
+
+    asyncio.run(fill())
+    return log
+
+
+def grow(log: EventLog, path: Path) -> None:
+    """Project as the service does, in small transactions."""
+
+    async def run() -> None:
+        database = Database(path)
+        try:
+            projector = Projector(log, database)
+            projector.stop()
+            await projector.run()
+        finally:
+            database.close()
+
+    asyncio.run(run())
+
+
+def rows_of(path: Path, run_id: str | None = None) -> dict[str, list[Any]]:
+    """Every row of every table and view, or of those of one run; of offsets all but the clock time."""
+    with duckdb.connect(str(path), read_only=True) as connection:
+        names = connection.execute(
+            "SELECT schema_name, table_name FROM duckdb_tables() UNION ALL "
+            "SELECT schema_name, view_name FROM duckdb_views() WHERE NOT internal"
+        ).fetchall()
+        found: dict[str, list[Any]] = {}
+        for schema, name in sorted(names):
+            columns = [row[0] for row in connection.execute(f'DESCRIBE {schema}."{name}"').fetchall()]
+            if run_id is None or "run_id" in columns:
+                where = "" if run_id is None else f"WHERE run_id = '{run_id}'"
+                without = "EXCLUDE (updated_at)" if name == "offsets" else ""
+                sql = f'SELECT * {without} FROM {schema}."{name}" {where} ORDER BY ALL'
+                found[f"{schema}.{name}"] = connection.execute(sql).fetchall()
+    return found
+
+
+def damage(path: Path) -> None:
+    with duckdb.connect(str(path)) as connection:
+        connection.execute("DELETE FROM log.step_recorded WHERE step_index = 1")
+
+
+def test_a_file_rebuilt_from_the_topics_equals_the_one_that_grew(tmp_path: Path, new_run: Any) -> None:
+    path = tmp_path / "metrics.duckdb"
+    log = log_of(new_run("one"), new_run("two"))
+    grow(log, path)
+    before = rows_of(path)
+    assert sum(map(len, before.values())) > 1000
+    damage(path)
+    assert rows_of(path) != before
+    told: list[int] = []
+    asyncio.run(rebuild(log, path, report=told.append))
+    after = rows_of(path)
+    assert {name: after[name] == rows for name, rows in before.items()} == dict.fromkeys(before, True)
+    assert after.keys() == before.keys()
+    assert told[-1] >= sum(len(rows) for name, rows in after.items() if name.startswith("log.") and name != "log.meta")
+    assert [file.name for file in tmp_path.glob("metrics*")] == ["metrics.duckdb"]
+
+
+def test_a_file_rebuilt_from_an_export_of_all_that_there_was_equals_the_one_that_grew(
+    tmp_path: Path, new_run: Any, store: ArtifactStore
+) -> None:
+    log = log_of(new_run("one"))
+    grow(log, tmp_path / "grown.duckdb")
+    asyncio.run(export_run(log, "one", tmp_path / "export", artifacts=store))
+    path = tmp_path / "deep" / "rebuilt.duckdb"
+    asyncio.run(from_export(tmp_path / "export", path))
+    before, after = rows_of(tmp_path / "grown.duckdb"), rows_of(path)
+    assert {name: after[name] == rows for name, rows in before.items()} == dict.fromkeys(before, True)
+
+
+async def from_export(folder: Path, path: Path) -> None:
+    log = ExportLog(folder)
+    await log.start()
+    try:
+        await rebuild(log, path)
+    finally:
+        await log.close()
+
+
+def test_a_file_rebuilt_from_an_export_has_the_rows_of_its_run_and_grows_to_the_whole_log(
+    tmp_path: Path, new_run: Any, store: ArtifactStore
+) -> None:
+    log = log_of(new_run("one"), new_run("two"), new_run("three"))
+    grow(log, tmp_path / "grown.duckdb")
+    asyncio.run(export_run(log, "two", tmp_path / "export", artifacts=store))
+    path = tmp_path / "rebuilt.duckdb"
+    asyncio.run(from_export(tmp_path / "export", path))
+    assert rows_of(path, "two") == rows_of(tmp_path / "grown.duckdb", "two")
+    found = rows_of(path)
+    assert found["main.offsets"] == []  # the file does not say that it holds the other runs too
+    assert [row[0] for row in found["main.runs"]] == ["two"]
+    grow(log, path)
+    assert rows_of(path) == rows_of(tmp_path / "grown.duckdb")
+
+
+def test_a_failed_rebuild_leaves_the_old_file(tmp_path: Path, new_run: Any) -> None:
+    path = tmp_path / "metrics.duckdb"
+    log = log_of(new_run("one"))
+    grow(log, path)
+    before = path.read_bytes()
+    asyncio.run(log.send_raw("groups", key=b"", value=b""))
+
+    class Dying(MemoryLog):
+        async def cluster_id(self) -> str:
+            raise DecodeError("gone")
+
+    with pytest.raises(DecodeError, match="gone"):
+        asyncio.run(rebuild(Dying(num_partitions=2), path))
+    assert path.read_bytes() == before
+    assert [file.name for file in tmp_path.iterdir() if file.name != "store"] == ["metrics.duckdb"]
+
+
+def test_the_write_ahead_log_of_an_old_file_is_not_played_into_the_new_one(tmp_path: Path, new_run: Any) -> None:
+    path = tmp_path / "metrics.duckdb"
+    log = log_of(new_run("one"))
+    grow(log, path)
+    before = rows_of(path)
+    killed = (
+        "import duckdb, os, sys; c = duckdb.connect(sys.argv[1]); c.execute('DELETE FROM log.run_started'); os._exit(0)"
+    )
+    subprocess.run([sys.executable, "-c", killed, str(path)], check=True)
+    assert path.with_name("metrics.duckdb.wal").exists()
+    asyncio.run(rebuild(log, path))
+    assert rows_of(path) == before
+
+
+HOLD = "import duckdb, sys; c = duckdb.connect(sys.argv[1]); print('held', flush=True); sys.stdin.read()"
+
+
+def test_a_file_that_another_process_holds_is_left_alone(tmp_path: Path, new_run: Any) -> None:
+    path = tmp_path / "metrics.duckdb"
+    log = log_of(new_run("one"))
+    grow(log, path)
+    holder = subprocess.Popen(
+        [sys.executable, "-c", HOLD, str(path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    with holder:
+        assert holder.stdout is not None
+        assert holder.stdout.readline() == "held\n"
+        with pytest.raises(MetricsFileError, match="is in use by another process: stop the run"):
+            asyncio.run(rebuild(log, path))
+        asyncio.run(rebuild(log, tmp_path / "other.duckdb"))
+        holder.communicate()
+    assert rows_of(tmp_path / "other.duckdb") == rows_of(path)
+
+
+def test_a_file_of_another_kind_is_not_overwritten(tmp_path: Path) -> None:
+    path = tmp_path / "notes.txt"
+    path.write_text("what I must not forget")
+    with pytest.raises(MetricsFileError, match=r"notes\.txt is no DuckDB file"):
+        asyncio.run(rebuild(MemoryLog(num_partitions=2), path))
+    assert path.read_text() == "what I must not forget"
