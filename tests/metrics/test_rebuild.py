@@ -68,6 +68,11 @@ def rows_of(path: Path, run_id: str | None = None) -> dict[str, list[Any]]:
     return found
 
 
+def stored(path: Path) -> dict[str, list[Any]]:
+    """Rows of the tables alone: what a view averages depends in its last bits on the order in which rows came."""
+    return {name: rows for name, rows in rows_of(path).items() if name.startswith("log.") or name == "main.offsets"}
+
+
 def damage(path: Path) -> None:
     with duckdb.connect(str(path)) as connection:
         connection.execute("DELETE FROM log.step_recorded WHERE step_index = 1")
@@ -124,7 +129,7 @@ def test_a_file_rebuilt_from_an_export_has_the_rows_of_its_run_and_grows_to_the_
     assert found["main.offsets"] == []  # the file does not say that it holds the other runs too
     assert [row[0] for row in found["main.runs"]] == ["two"]
     grow(log, path)
-    assert rows_of(path) == rows_of(tmp_path / "grown.duckdb")
+    assert stored(path) == stored(tmp_path / "grown.duckdb")
 
 
 def test_a_failed_rebuild_leaves_the_old_file(tmp_path: Path, new_run: Any) -> None:
