@@ -1,0 +1,77 @@
+"""Two runs of one workspace: one of them exported, replayed from its files, and the metrics made again."""
+
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import duckdb
+import pytest
+
+pytestmark = [pytest.mark.kafka, pytest.mark.slow]
+
+TABLES = "SELECT table_name FROM duckdb_tables() WHERE schema_name = 'log' ORDER BY 1"
+
+
+def rows_of(path: Path, where: str = "true") -> dict[str, list[Any]]:
+    """Rows of every table of a metrics file."""
+    with duckdb.connect(str(path), read_only=True) as connection:
+        names = [name for (name,) in connection.execute(TABLES).fetchall() if name != "meta"]
+        return {
+            name: connection.execute(f'SELECT * FROM log."{name}" WHERE {where} ORDER BY ALL').fetchall()
+            for name in names
+        }
+
+
+def train(workplace: Any, name: str, num_epochs: int, **adapter: Any) -> None:
+    configuration = workplace.configuration(num_epochs=num_epochs)
+    configuration["trainer_adapters"]["learner"] |= adapter
+    done = workplace.run("finetune", "--config_file", str(workplace.write(configuration)), "--name", name)
+    assert done.returncode == 0, done.stdout + done.stderr + workplace.logs()
+
+
+def assert_refused(done: subprocess.CompletedProcess[str], message: str) -> None:
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert done.stderr.startswith("error: ")
+    assert message in done.stderr
+    assert done.stderr.count("\n") == 1
+
+
+def test_a_run_is_exported_replayed_from_its_files_and_the_metrics_are_made_again(workplace: Any) -> None:
+    train(workplace, "first", 2, warm_start={"num_epochs": 1, "tasks_per_epoch": 2})
+    train(workplace, "second", 1)
+    (run,) = [row["run_id"] for row in workplace.rows("SELECT run_id FROM runs WHERE run_id LIKE 'first-%'")]
+    metrics = workplace.workspace / "metrics.duckdb"
+    grown = workplace.folder / "grown.duckdb"
+    shutil.copy(metrics, grown)
+    folder = workplace.folder / "export"
+
+    assert_refused(workplace.run("export", "first"), "no run is called first; `rollstream runs` lists them")
+    exported = workplace.run("export", run, "--output", str(folder), "--weights")
+    assert exported.returncode == 0, exported.stderr
+    assert exported.stdout.startswith(f"run {run}: ")
+    assert_refused(workplace.run("export", run, "--output", str(folder)), "exists already")
+
+    done = workplace.run("rebuild", "--from", str(folder), "--output", str(workplace.folder / "one.duckdb"))
+    assert done.returncode == 0, done.stderr
+    wanted = rows_of(grown, f"run_id = '{run}'")
+    assert len(wanted["step_recorded"]) > 20
+    assert rows_of(workplace.folder / "one.duckdb") == wanted
+
+    metrics.unlink()
+    done = workplace.run("rebuild")
+    assert done.returncode == 0, done.stderr
+    assert rows_of(metrics) == rows_of(grown)
+
+    (workplace.workspace / "broker").rename(workplace.folder / "elsewhere")
+    (workplace.workspace / "artifacts").rename(workplace.folder / "nowhere")
+    replayed = workplace.run("replay", run, "--verify", "--train", "--export", str(folder))
+    assert replayed.returncode == 0, replayed.stdout + replayed.stderr
+    assert replayed.stdout.startswith(f"equal: run {run}: ")
+
+    steps = folder / "steps.parquet"
+    data = bytearray(steps.read_bytes())
+    data[len(data) // 2] ^= 1
+    steps.write_bytes(data)
+    for command in (["replay", run, "--verify", "--export", str(folder)], ["rebuild", "--from", str(folder)]):
+        assert_refused(workplace.run(*command), "steps.parquet was changed since it was exported")
