@@ -92,7 +92,7 @@ def test_the_mark_is_committed_where_fausts_own_acks_would_pass_an_open_group(ow
         log = KafkaLog(own_broker)
         await log.start()
         begin = (await log.end_offsets("steps"))[0]
-        events = [started(0, size=1), *attempt(), started(1, size=1), *attempt(1)[:-1]]
+        events = [started(0, size=1), *attempt(), started(2, size=1), *attempt(2)[:-1]]
         for event in events:
             await log.send(event, partition=0)
         ours = await committed_by(own_broker, log, "ours", faust_consumer.Transport)
@@ -348,10 +348,10 @@ def test_trajectories_of_32k_tokens_in_groups_of_16_pass(own_broker):
         end = (await log.end_offsets("groups"))[0]
         host = faust_host.create_host(own_broker, [AssembleShell(log, None, service="p")], client_id="p", app_id="long")
         await host.start()
-        await log.send(started(9, size=LONG_MEMBERS), partition=1)
+        await log.send(started(9, size=LONG_MEMBERS), partition=0)
         for member in range(LONG_MEMBERS):
             for event in long_attempt(member):
-                await log.send(event, partition=1)
+                await log.send(event, partition=0)
         reader = await log.reader({TopicPartition("groups", 0): end})
         closed = None
         deadline = time.monotonic() + 60
