@@ -1,5 +1,6 @@
-"""Raw records on their way to a Parquet file: gathered in DuckDB, which spills to disk, and written zstd-compressed.
+"""Raw records on their way to a Parquet file: written in small parts, then joined to one file, zstd-compressed.
 
+DuckDB takes 2048 rows at a time, which of large records is more than memory: a part holds no more than it should.
 Lossless: null keys, values and header contents stay null, headers keep their order and repeats.
 """
 
@@ -16,9 +17,9 @@ from rollstream.metrics.export_manifest import hash_file
 from rollstream.schemas.errors import LogError
 
 FLUSH_RECORDS = 2000
-FLUSH_BYTES = 32 * 1024 * 1024
-"""Records are handed to DuckDB when so many, or so many bytes of them, have come together."""
-MEMORY_LIMIT = "1GB"
+FLUSH_BYTES = 16 * 1024 * 1024
+"""A part has at most so many records, and ends when it has so many bytes."""
+MEMORY_LIMIT = "512MB"
 ROW_GROUP_BYTES = "8MB"
 
 CREATE = (
@@ -43,16 +44,18 @@ class Written(NamedTuple):
 
 
 class Staging:
-    """Gathers the records of one topic after the other. Bounded memory, whatever their number."""
+    """Gathers the records of one topic after the other. Bounded memory, whatever their number and size."""
 
     def __init__(self, scratch: Path) -> None:
-        """`scratch`: folder for what does not fit into memory."""
+        """`scratch`: folder for the parts; made here, removed by who gave it."""
+        scratch.mkdir(parents=True)
+        self._scratch = scratch
         self._connection = duckdb.connect(
             config={
                 "threads": "1",
                 "memory_limit": MEMORY_LIMIT,
-                "temp_directory": str(scratch),
-                "preserve_insertion_order": "false",
+                "temp_directory": str(scratch / "spilled"),
+                "preserve_insertion_order": "false",  # else row groups cannot be cut by their size
                 "autoinstall_known_extensions": "false",
             }
         )
@@ -72,18 +75,15 @@ class Staging:
 
     def write(self, path: Path) -> Written:
         """Write what was added to a file, and begin anew. Raises LogError if the disk does not take it."""
-        self._flush()
-        target = str(path).replace("'", "''")
-        try:
-            self._connection.execute(
-                f"COPY staging TO '{target}' "
-                f"(FORMAT parquet, COMPRESSION zstd, ROW_GROUP_SIZE_BYTES '{ROW_GROUP_BYTES}')"
-            )
-        except duckdb.Error as error:
-            raise LogError(f"file {path} of the export cannot be written: {one_line(error)}") from error
+        if self._held or not self._parts:
+            self._flush()
+        parts = ", ".join(map(_quoted, self._parts))
+        self._copy(f"(SELECT * FROM read_parquet([{parts}]))", path, "zstd")
         with path.open("rb") as file:
             os.fsync(file.fileno())
         written = Written(hash_file(path), self._num_records, self._content_bytes)
+        for part in self._parts:
+            part.unlink()
         self._begin()
         return written
 
@@ -93,15 +93,13 @@ class Staging:
         return bool(self._connection.execute(sql, [str(path), partition, offset]).fetchall())
 
     def _begin(self) -> None:
-        self._connection.execute(CREATE)
+        self._parts: list[Path] = []
         self._held: list[Record] = []
         self._held_bytes = 0
         self._num_records = 0
         self._content_bytes = 0
 
     def _flush(self) -> None:
-        if not self._held:
-            return
         columns: list[list[Any]] = [
             [record.partition for record in self._held],
             [record.offset for record in self._held],
@@ -111,10 +109,22 @@ class Staging:
             [[name for name, _ in record.headers] for record in self._held],
             [[content for _, content in record.headers] for record in self._held],
         ]
-        try:
-            self._connection.execute(INSERT, columns)
-        except duckdb.Error as error:
-            raise LogError(f"records cannot be gathered for the export: {one_line(error)}") from error
+        self._connection.execute(CREATE)
+        self._connection.execute(INSERT, columns)
+        part = self._scratch / f"{len(self._parts)}.parquet"
+        self._copy("staging", part, "snappy")
+        self._parts.append(part)
         self._num_records += len(self._held)
         self._content_bytes += self._held_bytes
         self._held, self._held_bytes = [], 0
+
+    def _copy(self, source: str, path: Path, codec: str) -> None:
+        options = f"FORMAT parquet, COMPRESSION {codec}, ROW_GROUP_SIZE_BYTES '{ROW_GROUP_BYTES}'"
+        try:
+            self._connection.execute(f"COPY {source} TO {_quoted(path)} ({options})")
+        except duckdb.Error as error:
+            raise LogError(f"file {path} of the export cannot be written: {one_line(error)}") from error
+
+
+def _quoted(path: Path) -> str:
+    return "'" + str(path).replace("'", "''") + "'"

@@ -93,6 +93,23 @@ def test_null_keys_values_and_repeated_headers_come_back_as_they_were(
     asyncio.run(compare())
 
 
+def test_large_records_come_back_too(tmp_path: Path, new_run: Any, store: ArtifactStore) -> None:
+    log = log_of(new_run("one"))
+
+    async def add() -> None:
+        for number in range(6):
+            await log.send_raw("trajectories", key=b"one/g", value=bytes([number]) * 7_000_000, partition=number % 2)
+
+    asyncio.run(add())
+    export(log, "one", tmp_path / "export", store)
+
+    async def compare() -> None:
+        async with open_export(tmp_path / "export") as (exported, _):
+            assert await records_of(exported, "trajectories") == await records_of(log, "trajectories")
+
+    asyncio.run(compare())
+
+
 def test_steps_hold_all_runs_and_ticks_between_the_first_record_and_the_one_that_closed_the_last_group(
     tmp_path: Path, new_run: Any, store: ArtifactStore
 ) -> None:
