@@ -8,7 +8,7 @@ export HF_HUB_OFFLINE ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test check bench clean
+.PHONY: help setup demo test check bench chaos clean
 
 help: ## Say what can be made
 	@grep -E '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 10
@@ -44,6 +44,9 @@ test: setup ## Everything that a fresh machine can run
 
 bench: .venv/.ready ## Speed: medians of three beside their limits; JSON in benchmarks/results
 	$(BIN)/python benchmarks/run.py
+
+chaos: .venv/.ready ## Kill real processes in mid-workload and compare with the oracle (CHAOS="--steps 5000" for less)
+	$(BIN)/python tests/chaos/run_chaos.py $(CHAOS)
 
 clean: ## Remove what the targets made (not the workspaces of your runs)
 	rm -rf .venv .typecheck .cache build dist *.egg-info .pytest_cache .ruff_cache .hypothesis

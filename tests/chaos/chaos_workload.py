@@ -35,12 +35,9 @@ from rollstream.schemas.tokens import encode_floats, encode_ids
 PARTITIONS = 6
 SIZE = 8
 MINIMUM = 2
-OPEN_AT_ONCE = 4
-"""Groups of a partition whose records are mixed."""
 GROUPS_PER_BATCH = 8
 TICK_MS = 10
 """Event time from a record to the next."""
-TIMEOUT_MS = 12_000
 REPEATED, OUT_OF_ORDER, LATE, POISON = 0.05, 0.05, 0.01, 0.01
 FATES = {"plain": 84, "rerun": 8, "zombie": 2, "superseded": 2, "lost_for_good": 1, "wrong_digest": 1, "spliced": 1}
 FATES |= {"never_ends": 1}
@@ -108,24 +105,30 @@ class Workload:
 
 
 def make(num_steps: int, seed: int, run_id: str = "chaos") -> Workload:
-    """At least `num_steps` step events, in whole groups that fill whole batches."""
+    """At least `num_steps` step events, in whole groups that fill whole batches; at last every deadline is passed."""
     rng = random.Random(seed)
+    open_at_once = 2 if num_steps < 10_000 else 4
+    timeout_ms = TICK_MS * max(250, min(1200, num_steps // 8))
     groups: list[list[list[list[Event]]]] = [[] for _ in range(PARTITIONS)]
     steps = index = 0
     while steps < num_steps or index % GROUPS_PER_BATCH:
-        group = _group(run_id, index, rng)
+        group = _group(run_id, index, timeout_ms, rng)
         steps += sum(isinstance(event, StepRecorded) for attempt in group for event in attempt)
         groups[partition_of(ids.group_id(run_id, "rl", 0, index), PARTITIONS)].append(group)
         index += 1
     counts = dict.fromkeys(("step events", "repeated", "out of order", "late", "poison"), 0) | {"step events": steps}
-    partitions = [_spoil(_mix(groups[number], rng), number, counts, rng) for number in range(PARTITIONS)]
+    partitions = []
+    for number in range(PARTITIONS):
+        lines = _spoil(_mix(groups[number], open_at_once, rng), number, counts, rng)
+        last = _line(Tick(run_id="", time_ms=(len(lines) + 1) * TICK_MS + timeout_ms, partition=number))
+        partitions.append([*lines, last])
     return Workload(run_id, seed, index, partitions, counts)
 
 
 # ---- groups ----
 
 
-def _group(run_id: str, index: int, rng: random.Random) -> list[list[Event]]:
+def _group(run_id: str, index: int, timeout_ms: int, rng: random.Random) -> list[list[Event]]:
     """Sequences of events, each of which keeps its order: the group's start first, then one a member."""
     group_id = ids.group_id(run_id, "rl", 0, index)
     policy = ids.model_group(run_id, "policy")
@@ -140,7 +143,7 @@ def _group(run_id: str, index: int, rng: random.Random) -> list[list[Event]]:
         index=index,
         size=SIZE,
         minimum=SIZE if index % 16 == 5 else MINIMUM,
-        timeout_ms=TIMEOUT_MS,
+        timeout_ms=timeout_ms,
         seed=index,
         reward_weights={"style": 0.5},
         agents=agents,
@@ -245,13 +248,13 @@ def _failed(started: GroupStarted, member: int, number: int, *, is_final: bool) 
 # ---- a partition ----
 
 
-def _mix(groups: list[list[list[Event]]], rng: random.Random) -> list[Event]:
+def _mix(groups: list[list[list[Event]]], open_at_once: int, rng: random.Random) -> list[Event]:
     """The groups' records, a few groups open at once, every sequence in its order."""
     waiting = iter(groups)
     going: list[list[Iterator[Event]]] = []
     mixed: list[Event] = []
     while True:
-        while len(going) < OPEN_AT_ONCE and (group := next(waiting, None)) is not None:
+        while len(going) < open_at_once and (group := next(waiting, None)) is not None:
             mixed += group[0]
             going.append([iter(sequence) for sequence in group[1:]])
         if not going:
@@ -268,7 +271,7 @@ def _mix(groups: list[list[list[Event]]], rng: random.Random) -> list[Event]:
 
 
 def _spoil(events: list[Event], partition: int, counts: dict[str, int], rng: random.Random) -> list[Line]:
-    """Repeats, disorder, lateness and poison; event time by place; at last a tick after every deadline."""
+    """Repeats, disorder, lateness and poison; event time by place."""
     placed = [(float(place), event) for place, event in enumerate(events)]
     for place, event in enumerate(events):
         if rng.random() < REPEATED:
@@ -292,8 +295,7 @@ def _spoil(events: list[Event], partition: int, counts: dict[str, int], rng: ran
             lines.append(_poison(lines[-1], rng.randrange(10)))
         if rng.random() < POISON:
             lines.append(_line(Tick(run_id="", time_ms=(number + 1) * TICK_MS, partition=partition)))
-    end_ms = (len(placed) + 1) * TICK_MS + TIMEOUT_MS
-    return [*lines, _line(Tick(run_id="", time_ms=end_ms, partition=partition))]
+    return lines
 
 
 def _late_reward(ended: RolloutEnded) -> Event:

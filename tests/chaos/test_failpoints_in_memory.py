@@ -13,7 +13,7 @@ from shells_rig import Processors, write
 from rollstream.eventlog.artifacts import ArtifactStore
 from rollstream.eventlog.failpoints import FAILPOINTS
 from rollstream.eventlog.memory_log import MemoryLog
-from rollstream.processors import assembly
+from rollstream.processors import assembly, curate
 from rollstream.processors.assemble_shell import AssembleShell
 from rollstream.processors.curate_shell import CurateShell
 from rollstream.schemas.events import RewardRecorded
@@ -65,13 +65,11 @@ def folds_repeats(state, received):
     return assembly.evolve(state, received)
 
 
-class CuratesRepeats(CurateShell):
+def curates_repeats(state, received, datasets):
     """No dedup: a group that closes again is taken in again."""
-
-    async def _evolve(self, fold, received):
-        for run in fold.state.runs.values():
-            run.seen.clear()
-        return await super()._evolve(fold, received)
+    for run in state.runs.values():
+        run.seen.clear()
+    return curate.evolve(state, received, datasets)
 
 
 class PassesOpenGroups(AssembleShell):
@@ -91,7 +89,7 @@ class DoesNotWait(AssembleShell):
 
 PLANTED = {
     "repeats folded": {"assemble": partial(AssembleShell, evolve=folds_repeats)},
-    "repeats curated": {"curate": CuratesRepeats},
+    "repeats curated": {"curate": partial(CurateShell, evolve=curates_repeats)},
     "mark past the low-water mark": {"assemble": PassesOpenGroups},
     "no wait for the acknowledgement": {"assemble": DoesNotWait},
 }
@@ -99,7 +97,9 @@ PLANTED = {
 
 @pytest.mark.parametrize("fault", PLANTED)
 def test_a_planted_fault_is_found(workload, expected, tmp_path, fault):
-    point = "assemble/after-trajectories-before-groups"
+    point = (
+        "curate/after-send-before-mark" if fault == "repeats curated" else "assemble/after-trajectories-before-groups"
+    )
     _, result = asyncio.run(_disturbed(workload, expected, tmp_path, point, **PLANTED[fault]))
     assert result.problems
     if fault.startswith("repeats"):
