@@ -11,7 +11,7 @@ from collections.abc import Callable, Coroutine
 from typing import Any
 
 from rollstream.eventlog import codec
-from rollstream.eventlog.log import Record
+from rollstream.eventlog.log import Record, partition_of
 from rollstream.producers.group_run import CANCELLED, RUN_ENDED, GroupRun, Producer
 from rollstream.producers.recovery import PartitionState
 from rollstream.producers.steps_writer import StepsWriter
@@ -35,17 +35,19 @@ class PartitionOwner:
         recovered: PartitionState,
         *,
         tasks: range,
+        num_partitions: int,
         spawn: Spawn,
         ended_runs: set[str],
         on_progress: Callable[[], None],
     ) -> None:
-        """`tasks`: offsets of the tasks that are there already and not committed. `spawn` runs a coroutine whose error
-        ends the worker; `on_progress` is called when `commit_point` moves.
+        """`tasks`: offsets of the tasks that are there already and not committed; `num_partitions`: of their topic.
+        `spawn` runs a coroutine whose error ends the worker; `on_progress` is called when `commit_point` moves.
         """
         self._producer = producer
         self._writer = writer
         self._strangers = Strangers(producer.log, writer)
         self._recovered = recovered
+        self._num_partitions = num_partitions
         self._spawn = spawn
         self._ended_runs = ended_runs
         self._on_progress = on_progress
@@ -63,7 +65,7 @@ class PartitionOwner:
         if record.offset < self._next_offset:
             return
         try:
-            event = codec.decode(record).event
+            event = codec.decode(record, num_partitions=self._num_partitions).event
         except DecodeError as error:
             self._begin(record.offset, self._bury(record, error))
         else:
@@ -147,11 +149,13 @@ class PartitionOwner:
             self._cancelled.add(event.group_id)
 
     async def _bury(self, record: Record, error: DecodeError) -> None:
-        """1. The dead letter. 2. The group that its key names, if that is none we know of, is opened void."""
+        """1. The dead letter. 2. The group that its key names, if it is ours and none we know of, is opened void."""
         await self._producer.dead_letter(record, error)
         group_id = (record.key or b"").decode(errors="replace")
         named = _GROUP_ID.fullmatch(group_id)
         if named is None or group_id in self._runs or group_id in self._settled:
+            return
+        if partition_of(group_id, self._num_partitions) != record.partition:
             return
         self._settled.add(group_id)
         started = GroupStarted(

@@ -100,6 +100,7 @@ class RolloutWorker:
         self._committed = found
         notes = {partition: note for partition, (_, note) in found.items() if partition not in stayed}
         tasks = await self._uncommitted({partition: found[partition][0] for partition in notes})
+        num_partitions = await self._log.num_partitions("tasks")
         failpoint("producer/during-hand-over")
         for partition, (state, end) in (await recover(self._log, notes)).items():
             event_clock = EventClock(clock.start_ms(state.last_event_ms, self._wall), self._monotonic)
@@ -108,6 +109,7 @@ class RolloutWorker:
                 StepsWriter(self._log, partition, event_clock, end),
                 state,
                 tasks=tasks[partition],
+                num_partitions=num_partitions,
                 spawn=self._tasks.create_task,
                 ended_runs=self._ended_runs,
                 on_progress=self._progress.set,

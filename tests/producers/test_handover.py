@@ -235,13 +235,13 @@ def test_rollouts_on_a_partition_that_stays_go_on_when_a_process_joins_or_leaves
     async def main():
         log = MemoryLog(num_partitions=2)
         async with r.Process(log, rollouts=hanging((0, 0), (1, 0))) as first:
-            await log.send(r.task(0), partition=0)
+            await log.send(r.task_in(0, 2))
             await r.until(lambda: _has(log, RolloutStarted, 2, 0))
             async with r.Process(log, name="producer-2") as second:
-                await log.send(r.task(1), partition=1)
+                await log.send(r.task_in(1, 2))
                 await r.until(lambda: r.all_settled(log, 1, 1))
                 assert len(second.rollouts.calls) == 2
-            await log.send(r.task(2), partition=1)
+            await log.send(r.task_in(1, 2, 1))
             await r.until(lambda: _has(log, RolloutStarted, 4, 1))
             first.rollouts.go_on.set()
             await r.until(lambda: r.all_settled(log, 1, 0))
@@ -277,7 +277,7 @@ def test_a_partition_that_comes_back_after_another_wrote_to_it_is_read_again():
 def test_partitions_move_to_a_process_that_joins_and_nothing_is_written_after_they_are_gone():
     async def main():
         log = MemoryLog(num_partitions=2)
-        tasks = [r.task(0), r.task(1)]
+        tasks = [r.task_in(0, 2), r.task_in(1, 2)]
         async with r.Process(log, rollouts=hanging((0, 0), (1, 0))) as first:
             for partition, task in enumerate(tasks):
                 await log.send(task, partition=partition)

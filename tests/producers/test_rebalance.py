@@ -39,7 +39,7 @@ async def _run(log, other):
     first_rollouts.hangs = second_rollouts.hangs = {(0, 0), (1, 0)}
     async with r.Process(log, rollouts=first_rollouts, tick_s=0.5) as first:
         for partition in range(PARTITIONS):
-            await log.send(r.task(partition), partition=partition)
+            await log.send(r.task_in(partition, PARTITIONS))
         await r.until(lambda: len(first_rollouts.calls) == 4, 30)
         async with r.Process(other, rollouts=second_rollouts, name="producer-2", tick_s=0.5) as second:
             await r.until(lambda: second.rollouts.calls, 30)
@@ -51,7 +51,7 @@ async def _run(log, other):
     assert len(moved) == 1
     for partition in range(PARTITIONS):
         assert await r.all_settled(log, 1, partition)
-        has_moved = r.task(partition).group_id in moved
+        has_moved = r.task_in(partition, PARTITIONS).group_id in moved
         lost = [e.cause for e in await r.steps(log, RolloutFailed, partition)]
         assert lost == (["producer_lost"] * 2 if has_moved else [])
         assert len(await r.steps(log, RolloutEnded, partition)) == 2

@@ -45,12 +45,12 @@ def test_a_task_becomes_a_started_group_and_as_many_complete_rollouts():
     asyncio.run(main())
 
 
-def test_events_of_a_task_go_to_the_partition_of_its_number_whatever_its_key():
+def test_events_of_a_task_go_to_the_partition_of_its_number():
     async def main():
         log = MemoryLog(num_partitions=3)
         async with r.Process(log):
-            await log.send(r.task(), partition=0)
-            await log.send(r.task(1), partition=2)
+            await log.send(r.task_in(0, 3))
+            await log.send(r.task_in(2, 3))
             await r.until(lambda: r.all_settled(log, 1, partition=0))
             await r.until(lambda: r.all_settled(log, 1, partition=2))
         assert (await log.end_offsets("steps"))[1] == 0
@@ -63,7 +63,7 @@ def test_no_more_rollouts_run_at_once_than_allowed():
         log = MemoryLog(num_partitions=2)
         async with r.Process(log, slots=3) as process:
             for index in range(6):
-                await log.send(r.task(index), partition=index % 2)
+                await log.send(r.task_in(index % 2, 2, index // 2))
             await r.until(lambda: r.all_settled(log, 3, partition=0))
             await r.until(lambda: r.all_settled(log, 3, partition=1))
         assert process.rollouts.most_running == 3
@@ -187,6 +187,21 @@ def test_an_undecodable_task_goes_to_the_dead_letters_and_voids_the_group_its_ke
         void = (await r.steps(log, GroupStarted))[0]
         assert (void.group_id, void.job_id, void.epoch, void.index) == ("run-1/rl/e00002/t00007", "run-1/rl", 2, 7)
         assert (void.size, void.void_cause) == (0, "undecodable")
+
+    asyncio.run(main())
+
+
+def test_a_task_in_the_partition_of_another_is_a_dead_letter_and_opens_no_group():
+    async def main():
+        log = MemoryLog(num_partitions=2)
+        async with r.Process(log) as process:
+            await log.send(r.task_in(1, 2), partition=0)
+            await log.send_raw("tasks", key=r.task_in(1, 2, 1).key.encode(), value=b"{", partition=0)
+            await log.send(r.task_in(0, 2))
+            await r.until(lambda: r.all_settled(log, 1))
+            await r.until(lambda: _committed(process, 3))
+        assert [reason.split(":")[0] for _, reason in process.dead_letters] == ["wrong partition", "not UTF-8 JSON"]
+        assert (await log.end_offsets("steps"))[1] == 0
 
     asyncio.run(main())
 

@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 
 from rollstream.eventlog import codec
-from rollstream.eventlog.log import TopicPartition
+from rollstream.eventlog.log import TopicPartition, partition_of
 from rollstream.producers.group_run import Producer
 from rollstream.producers.worker import RolloutWorker
 from rollstream.schemas import ids
@@ -42,6 +42,12 @@ def task(index=0, *, run_id=RUN, num_rollouts=2, min_version=0, **settings):
         min_version=min_version,
         settings=RolloutSettings(**settings),
     )
+
+
+def task_in(partition, num_partitions, nth=0, **how):
+    """The nth task that belongs to a partition."""
+    found = [index for index in range(99) if partition_of(task(index).key, num_partitions) == partition]
+    return task(found[nth], **how)
 
 
 def started(task, member, attempt, time_ms=1):
