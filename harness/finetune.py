@@ -26,6 +26,7 @@ from rollstream.harness.preflight import check_metrics, check_names, check_place
 from rollstream.harness.progress import Progress
 from rollstream.harness.settings import Place, artifact_uri, services_of
 from rollstream.harness.supervisor import ChildSpec, Supervisor
+from rollstream.harness.topic_identity import check_topics
 from rollstream.harness.workspace import EMBEDDED, Workspace, embedded_broker
 from rollstream.schemas.config import RunConfig
 from rollstream.schemas.events_training import ForkPoint
@@ -116,6 +117,7 @@ async def _run(
         held.push_async_callback(log.close)
         await log.start()
         await log.ensure_topics(num_partitions=loaded.config.builder.num_partitions)
+        check_topics(place.workspace, await log.cluster_id(), await log.topic_ids())
         run = await _plan(request, loaded, log, artifacts)
         parent = run.started.parent
         display.say(f"run {run.started.run_id}" + (f", branched from {told(parent)}" if parent else ""))

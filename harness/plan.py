@@ -16,7 +16,7 @@ from rollstream.harness.progress import Progress
 from rollstream.harness.settings import JobSpec, jobs_of
 from rollstream.schemas import ids
 from rollstream.schemas.config import RunConfig
-from rollstream.schemas.errors import ConfigError
+from rollstream.schemas.errors import ConfigError, TruncatedError
 from rollstream.schemas.events import RunStarted
 from rollstream.schemas.events_training import ForkPoint
 
@@ -79,15 +79,29 @@ async def open_run(log: EventLog, loaded: Loaded, run_id: str) -> RunPlan:
 
 
 async def look_up(log: EventLog, run_id: str) -> Progress:
-    """Where a run of the log is. Raises ConfigError if there is none of this id."""
+    """Where a run of the log is. Raises ConfigError if there is none of this id, TruncatedError if it is cut off."""
     follower = await follow(log, run_id)
     try:
         progress = await follower.catch_up()
     finally:
         await follower.close()
     if progress.run is None:
-        raise ConfigError(f"no run is called {run_id}; `rollstream runs` lists them")
+        begin = (await log.begin_offsets("groups"))[0]
+        removed = f", and topic groups partition 0 holds nothing before offset {begin} any more" if begin else ""
+        raise ConfigError(f"no run is called {run_id}{removed}; `rollstream runs` lists them")
+    if any(job.started and not job.submitted for job in progress.jobs.values()):
+        raise await _cut_off(log, run_id, "jobs")
+    if any(job.started for job in progress.jobs.values()) and progress.weights is None:
+        raise await _cut_off(log, run_id, "weights")
     return progress
+
+
+async def _cut_off(log: EventLog, run_id: str, topic: str) -> TruncatedError:
+    begin, end = (await log.begin_offsets(topic))[0], (await log.end_offsets(topic))[0]
+    return TruncatedError(
+        f"run {run_id} cannot go on: topic {topic} partition 0 holds offsets {begin} to {end - 1} only, and what the "
+        "run wrote before them was removed"
+    )
 
 
 def examples_of(config: RunConfig) -> list[dataset.Example]:

@@ -19,6 +19,7 @@ from pydantic import ValidationError
 
 from rollstream.harness.heartbeat import beat
 from rollstream.harness.lifeline import tie_to_parent
+from rollstream.harness.topic_identity import check_topics
 from rollstream.harness.workspace import Workspace
 from rollstream.schemas.errors import ConfigError
 from rollstream.schemas.services import (
@@ -123,5 +124,6 @@ async def _ensure_topics(settings: ServiceSettings) -> None:
     try:
         await log.start()
         await log.ensure_topics(num_partitions=settings.num_partitions)
+        check_topics(settings.workspace, await log.cluster_id(), await log.topic_ids())
     finally:
         await log.close()

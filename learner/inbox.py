@@ -1,13 +1,13 @@
 """The learner's view of the log: reads jobs, batches, weights and groups, and folds them into one state."""
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from rollstream.eventlog import codec
 from rollstream.eventlog.dead_letters import send_dead_letter
 from rollstream.eventlog.log import EventLog, LogReader, Record, TopicPartition
 from rollstream.learner.progress import LogState, evolve
-from rollstream.schemas.errors import DecodeError
+from rollstream.schemas.errors import DecodeError, RollstreamError, TruncatedError
 
 logger = logging.getLogger(__name__)
 
@@ -17,11 +17,12 @@ TOPICS = ("jobs", "batches", "weights", "groups")
 class Inbox:
     """Reader and state; `open` it, then `poll` or `catch_up`."""
 
-    def __init__(self, log: EventLog, reader: LogReader, partitions: Sequence[TopicPartition]) -> None:
+    def __init__(self, log: EventLog, reader: LogReader, begins: Mapping[TopicPartition, int]) -> None:
         self.state = LogState()
+        self.begins = dict(begins)
+        """Oldest offsets that were kept: what lay before them is not in the state."""
         self._log = log
         self._reader = reader
-        self._partitions = partitions
         self._is_live = False
 
     @classmethod
@@ -29,7 +30,7 @@ class Inbox:
         """Read all that the topics hold."""
         begins = {topic: await log.begin_offsets(topic) for topic in TOPICS}
         start = {TopicPartition(topic, n): offset for topic, found in begins.items() for n, offset in found.items()}
-        inbox = cls(log, await log.reader(start), list(start))
+        inbox = cls(log, await log.reader(start), start)
         await inbox.catch_up()
         inbox._is_live = True
         return inbox
@@ -44,10 +45,20 @@ class Inbox:
         ends = {topic: await self._log.end_offsets(topic) for topic in topics}
         while any(
             self._reader.position(where) < ends[where.topic][where.partition]
-            for where in self._partitions
+            for where in self.begins
             if where.topic in ends
         ):
             await self.poll(timeout_s=1.0)
+
+    def missing(self, what: str, topic: str) -> RollstreamError:
+        """The error of something that must be in a topic: TruncatedError where it may have been removed."""
+        begin = self.begins[TopicPartition(topic, 0)]
+        if not begin:
+            return DecodeError(f"{what} is missing in topic {topic}")
+        return TruncatedError(
+            f"{what} is gone: topic {topic} partition 0 holds nothing before offset {begin} any more, retention or a "
+            "truncation removed it"
+        )
 
     async def close(self) -> None:
         """Let go of the reader."""

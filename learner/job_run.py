@@ -20,7 +20,7 @@ from rollstream.learner.progress import Manifest
 from rollstream.learner.publisher import Publisher
 from rollstream.learner.step import StepResult
 from rollstream.learner.trainer import Trainer
-from rollstream.schemas.errors import ConfigError, DecodeError
+from rollstream.schemas.errors import ConfigError, DecodeError, RollstreamError
 from rollstream.schemas.events import BatchPlanned, JobSubmitted, JobSucceeded, StepTrained, WeightsPublished
 
 logger = logging.getLogger(__name__)
@@ -96,10 +96,12 @@ class JobRun:
             return True
         state = self._place.inbox.state.job(self.job.job_id)
         if any(index > self._next_index for index in state.manifests):
-            raise DecodeError(f"manifest {self._next_index} of job {self.job.job_id} is missing, a later one is there")
+            raise self._missing_manifest()
         seal = state.last_seal
         if seal is None:
             return False
+        if seal.next_batch_index > self._next_index:
+            raise self._missing_manifest()
         if seal.next_batch_index != self._next_index:
             raise DecodeError(
                 f"job {self.job.job_id} is sealed with {seal.next_batch_index} manifests, {self._next_index} are there"
@@ -116,6 +118,9 @@ class JobRun:
         )
         return True
 
+    def _missing_manifest(self) -> RollstreamError:
+        return self._place.inbox.missing(f"manifest {self._next_index} of job {self.job.job_id}", "batches")
+
     async def _base(self) -> WeightsPublished | None:
         """The version to begin from; None if the loaded model is that, and has just been published."""
         state, job = self._place.inbox.state, self.job
@@ -127,6 +132,8 @@ class JobRun:
             raise ConfigError(f"job {job.job_id}: {job.model_group} has {found.weights_format} weights, not {wanted}")
         if found is not None:
             return found
+        if self._folder.versions():  # a checkpoint is only written once the base version is published
+            raise self._place.inbox.missing(f"version {job.base_version} of {job.model_group}", "weights")
         if job.fork is not None:
             await self._load_fork()
         weights = await self._place.aside(self.trainer.model.weights_bytes)

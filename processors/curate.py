@@ -69,6 +69,8 @@ def _fold(state: CurateState, received: Received, datasets: Datasets) -> list[Ev
 
 def _after_the_end(state: CurateState, event: Event) -> list[Event]:
     """A group that closes after its run has ended goes to the ledger; anything else is passed over."""
+    if isinstance(event, RunEnded):  # of a run whose beginning is not kept
+        state.ended.setdefault(event.run_id, EndedRun(0, set()))
     if not isinstance(event, GroupClosed):
         return []
     if event.purpose == "validation":

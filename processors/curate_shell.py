@@ -23,7 +23,7 @@ from rollstream.eventlog.buried import Buried
 from rollstream.eventlog.dead_letters import send_dead_letter
 from rollstream.eventlog.failpoints import failpoint
 from rollstream.eventlog.log import EventLog, Received, Record, TopicPartition
-from rollstream.processors import curate
+from rollstream.processors import beginning, curate
 from rollstream.processors.faust_app import Batch
 from rollstream.processors.task_requests import Dataset
 from rollstream.processors.unfolded import fold_one, is_broken
@@ -46,6 +46,8 @@ class _Fold:
 
     generation: int
     next_offset: int = 0
+    begin: int = 0
+    """Oldest offset that was kept when the fold began."""
     mark: int | None = None
     state: curate.CurateState = field(default_factory=curate.initial)
     datasets: dict[str, Dataset] = field(default_factory=dict[str, Dataset])
@@ -115,7 +117,7 @@ class CurateShell:
     async def _catch_up(self, fold: _Fold, end: int) -> None:
         """Fold everything before `end` anew and in silence."""
         await self._buried.refresh()
-        begin = (await self._log.begin_offsets("groups"))[0]
+        begin = fold.begin = (await self._log.begin_offsets("groups"))[0]
         fold.state = curate.initial()
         fold.next_offset = begin
         if begin >= end:
@@ -168,7 +170,8 @@ class CurateShell:
         try:
             if isinstance(event, EpochStarted):
                 await self._provide(fold, event.run_id)
-            return fold_one(lambda received: self._evolve(fold.state, received, fold.datasets), received)
+            outputs = fold_one(lambda received: self._evolve(fold.state, received, fold.datasets), received)
+            return outputs + beginning.end_of_lost(fold.state, event, fold.begin)
         except ArtifactError as error:
             logger.error("run_id=%s cannot go on: %s", event.run_id, error)
             return [RunEnded(run_id=event.run_id, time_ms=event.time_ms, cause="failed", message=str(error))]
