@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import click
 
 from rollstream.harness.commands_serve import BOOTSTRAP_SERVERS, WORKSPACE
+from rollstream.harness.workspace import Workspace
 from rollstream.schemas.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -22,6 +23,11 @@ SHOWN = 20
 @click.argument("run")
 @click.option("--verify", is_flag=True, help="Fold every stage again and compare every digest.")
 @click.option("--train", is_flag=True, help="Train the recorded batches again and compare every version.")
+@click.option(
+    "--what-if",
+    type=click.Path(path_type=Path, dir_okay=False, exists=True),
+    help="Train the recorded rollouts again, as a new run, with the settings that this YAML changes.",
+)
 @click.option("--epoch", type=click.IntRange(min=0), help="One epoch only (with --verify).")
 @click.option("--steps", metavar="A:B", help="Versions A to B only (with --train); A or B may be left out.")
 @click.option("--workers", type=click.IntRange(min=1), default=1, show_default=True, help="Processes for --verify.")
@@ -35,6 +41,7 @@ def replay(
     run: str,
     verify: bool,
     train: bool,
+    what_if: Path | None,
     epoch: int | None,
     steps: str | None,
     workers: int,
@@ -43,13 +50,20 @@ def replay(
     bootstrap_servers: str | None,
     workspace: Path,
 ) -> None:
-    """Replay a run and say whether it comes out equal. Exit status 1 if it does not. Writes nothing."""
+    """Replay a run and say whether it comes out equal (exit status 1 if it does not), or what would have been.
+
+    --verify and --train write nothing.
+    """
     from rollstream.harness.replay import Request, replay_run
     from rollstream.harness.replay_source import Source
-    from rollstream.harness.workspace import Workspace, broker_of
+    from rollstream.harness.workspace import broker_of
 
+    if what_if is not None:
+        _refuse_with_what_if(verify or train or epoch is not None or steps is not None or export is not None)
+        _what_if(run, what_if, Workspace(workspace), bootstrap_servers)
+        return
     if not verify and not train:
-        raise ConfigError("say what to replay: --verify, --train or both")
+        raise ConfigError("say what to replay: --verify, --train or both, or --what-if FILE")
     first, last = _range(steps)
     request = Request(run, verify, train, epoch, first, last, workers, any_libraries)
     place = Workspace(workspace)
@@ -61,6 +75,29 @@ def replay(
             report = asyncio.run(replay_run(Source(address), place, request, _tell))
     _tell("")
     _conclude(run, report, time.monotonic() - began)
+
+
+def _refuse_with_what_if(is_more: bool) -> None:
+    if is_more:
+        raise ConfigError("--what-if replays the whole run from its topics; give it alone")
+
+
+def _what_if(run: str, file: Path, place: Workspace, bootstrap_servers: str | None) -> None:
+    from rollstream.harness.replay import what_if_run
+    from rollstream.harness.workspace import broker_of
+
+    with broker_of(place, bootstrap_servers) as address:
+        outcome = asyncio.run(what_if_run(address, place, run, file, _tell))
+    _tell("")
+    left_out = ", ".join(f"{number} {cause}" for cause, number in sorted(outcome.rejected.items())) or "none"
+    click.echo(f"what-if {outcome.run_id}: {outcome.num_batches} batches; trajectories left out: {left_out}")
+    for name in sorted(outcome.recorded.keys() | outcome.trained.keys()):
+        before, now = outcome.recorded.get(name), outcome.trained.get(name)
+        click.echo(f"  {name:16} recorded {_number(before)}  what-if {_number(now)}")
+
+
+def _number(value: float | None) -> str:
+    return "      -" if value is None else f"{value:7.4f}"
 
 
 def _conclude(run: str, report: "Report", seconds: float) -> None:

@@ -2,6 +2,8 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 from rollstream.eventlog.artifacts import ArtifactStore
 from rollstream.harness import replay_verify
@@ -10,6 +12,9 @@ from rollstream.harness.replay_source import RunEvents, Source, of_type, read_ru
 from rollstream.harness.workspace import Workspace
 from rollstream.schemas.errors import ConfigError
 from rollstream.schemas.events import BatchPlanned
+
+if TYPE_CHECKING:
+    from rollstream.harness.what_if import Outcome
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +62,19 @@ async def replay_run(source: Source, place: Workspace, request: Request, tell: C
             report.counts |= trained.counts
             report.differences += trained.differences
     return report
+
+
+async def what_if_run(
+    bootstrap_servers: str, place: Workspace, run_id: str, file: Path, tell: Callable[[str], None]
+) -> "Outcome":
+    """Plan and train a what-if of a run, see `what_if`."""
+    from rollstream.harness.what_if import what_if
+
+    artifacts = ArtifactStore(str(place.folder / "artifacts"))
+    async with Source(bootstrap_servers).open() as (log, _):
+        tell(f"reading run {run_id}")
+        events = await read_run(log, run_id)
+        return await what_if(log, events, artifacts, file, checkpoints=place.folder / "checkpoints", tell=tell)
 
 
 def versions_of_epoch(events: RunEvents, epoch: int) -> tuple[int, int]:

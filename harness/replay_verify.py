@@ -58,7 +58,8 @@ async def verify(
         folded = [await replay_assembly.fold(log, part) for part in parts]
     replay_assembly.compare(groups, folded, report)
     tell("curation")
-    compare_curation(events, {events.run_id: _dataset(events, artifacts)}, report)
+    if not events.started.is_what_if:  # its manifests are of its parent's groups
+        compare_curation(events, {events.run_id: dataset_of(events, artifacts)}, report)
     tell("trajectories and manifests")
     await compare_trajectories(log, groups, batches, report)
     tell("weights and checkpoints")
@@ -142,7 +143,8 @@ def _note(
         wanted.setdefault((place.partition, place.offset), []).append((by, trajectory_id, digest))
 
 
-def _dataset(events: RunEvents, artifacts: ArtifactStore) -> dict[str, dict[str, JsonValue]]:
+def dataset_of(events: RunEvents, artifacts: ArtifactStore) -> dict[str, dict[str, JsonValue]]:
+    """Inputs by example id; empty if no epoch began. Raises ArtifactError."""
     if not any(isinstance(one.event, EpochStarted) for one in events.by_topic.get("groups", ())):
         return {}
     lines = artifacts.read(events.started.dataset).splitlines()

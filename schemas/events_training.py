@@ -42,6 +42,8 @@ class RunStarted(Event):
     library_versions: dict[str, str] = Field(default_factory=dict)
     idle_timeout_s: float = Field(default=3600.0, gt=0)
     parent: ForkPoint | None = None
+    is_what_if: bool = False
+    """It trains on its parent's rollouts and has none of its own."""
     started_at: str = ""
 
     @property

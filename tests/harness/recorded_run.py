@@ -10,7 +10,9 @@ from rollstream.eventlog import codec
 from rollstream.eventlog.artifacts import ArtifactStore
 from rollstream.eventlog.log import TopicPartition
 from rollstream.eventlog.memory_log import MemoryLog
+from rollstream.harness import config_file
 from rollstream.harness.plan import library_versions
+from rollstream.harness.settings import jobs_of
 from rollstream.learner.worker import Worker
 from rollstream.processors.assemble_shell import AssembleShell
 from rollstream.processors.curate_shell import CurateShell
@@ -33,12 +35,36 @@ from rollstream.schemas.events import (
     WeightsPublished,
 )
 from rollstream.schemas.events_rollouts import LLMCall, VersionSpan
-from rollstream.schemas.settings import JobSettings, ModelSettings, OptimizerSettings, PlanSettings, RolloutSettings
 
 RUN = "replayed"
 GROUP = f"{RUN}/policy"
 JOB = f"{RUN}/rl"
 EPOCHS = 3
+
+
+def configuration(folder, model):
+    """Three epochs with two groups of four each."""
+    builder = {"_type": "rollstream", "num_generations": 4, "environment_config": {}}
+    learner = {
+        "_type": "rollstream",
+        "model": {"path": str(model), "device": "cpu"},
+        "tasks_per_epoch": 2,
+        "threads": 1,
+    }
+    learner |= {"optimizer": {"learning_rate": 1e-2}, "tasks_per_epoch": 2, "max_staleness": 1}
+    return {
+        "workflow": "guess_number",
+        "trajectory_builders": {"rollouts": builder},
+        "trainer_adapters": {"learner": learner},
+        "trainers": {"trainer": {"_type": "rollstream"}},
+        "finetuning": {
+            "trainer": "trainer",
+            "trajectory_builder": "rollouts",
+            "trainer_adapter": "learner",
+            "num_epochs": EPOCHS,
+            "output_dir": str(folder / "output"),
+        },
+    }
 
 
 class RecordedRun:
@@ -74,28 +100,21 @@ class RecordedRun:
         lines = b"\n".join(orjson.dumps({"example_id": f"x{n}", "inputs": {"n": n}}) for n in range(4))
         common = {"run_id": RUN, "time_ms": 1}
         job = {"job_id": JOB, "model_group": GROUP, "base_version": 0}
-        settings = JobSettings(
-            kind="rl",
-            model=ModelSettings(path=str(self.model), device="cpu"),
-            optimizer=OptimizerSettings(learning_rate=1e-2),
-            num_versions=EPOCHS,
-            threads=1,
-        )
-        plan = PlanSettings(num_epochs=EPOCHS, tasks_per_epoch=2, num_generations=4)
-        rollout = RolloutSettings(environment="none", agents={"agent": GROUP})
+        written = configuration(self.folder, self.model)
+        (spec,) = jobs_of(config_file.resolve(written).config, RUN)
         await self.log.send_all(
             [
                 RunStarted(
                     **common,
                     name="run",
-                    config={},
+                    config=written,
                     seed=5,
                     dataset=self.artifacts.put_bytes(lines, ".jsonl"),
                     num_examples=4,
                     num_partitions=2,
                     library_versions=library_versions(),
                 ),
-                JobSubmitted(**common, **job, settings=settings),
+                JobSubmitted(**common, **job, settings=spec.job),
             ]
         )
         worker = Worker(self.log, self.artifacts, name="learner", checkpoints=self.checkpoints, threads=1)
@@ -104,7 +123,7 @@ class RecordedRun:
         try:
             async with asyncio.timeout(120):
                 await self._until("weights", WeightsPublished, learner)
-                await self.log.send(JobStarted(**common, **job, plan=plan, rollout=rollout))
+                await self.log.send(JobStarted(**common, **job, plan=spec.plan, rollout=spec.rollout))
                 for epoch in range(EPOCHS):
                     await self.log.send(EpochStarted(**common, job_id=JOB, epoch=epoch))
                     await self._epoch(*shells, version=epoch)
@@ -127,11 +146,11 @@ class RecordedRun:
         while not await self.events("batches", EpochSealed):
             await self._pump(curating, "groups")
             for task in await self.events("tasks", TaskRequested):
-                partition = (int(task.index) + task.epoch) % 2
                 for event in rollouts_of(task, version):
-                    await self.log.send(event, partition=partition)
+                    await self.log.send(event)
             await self._pump(assembling, "steps")
             await assembling.drain()
+            await asyncio.sleep(0)
 
     async def _pump(self, shell, topic):
         records = await self._new(shell.topic, topic)
@@ -183,7 +202,10 @@ def rollouts_of(task, version):
             logprobs=tokens.encode_floats([-4.5, -4.6, -4.4]),
             spans=(VersionSpan(model_group=GROUP, version=version, length=3),),
         )
-        step = StepRecorded(**rollout, step_index=0, agent="agent", event_type="LLM_END", uuid=f"u{member}", llm=call)
+        said = {"input": [{"role": "user", "content": "?"}], "output": "!" * member}
+        step = StepRecorded(
+            **rollout, step_index=0, agent="agent", event_type="LLM_END", uuid=f"u{member}", data=said, llm=call
+        )
         reward = RewardRecorded(**rollout, reward_index=0, name="task", value=float(member))
         yield step
         yield reward

@@ -229,7 +229,7 @@ def test_unknown_runs_and_ranges_are_refused(run):
 
 
 def test_a_dataset_that_is_gone_is_named(run, tmp_path):
-    run.change("groups", "run_started", str(run.folder).encode(), str(tmp_path).encode())
+    run.change("groups", "run_started", f'"uri":"{run.folder}'.encode(), f'"uri":"{tmp_path}'.encode())
     with pytest.raises(ArtifactError, match=str(tmp_path)):
         verified(run)
 

@@ -1,0 +1,136 @@
+"""A what-if trains recorded rollouts again under other settings, as a run of its own, and makes no rollout."""
+
+import asyncio
+
+import pytest
+import yaml
+from recorded_run import EPOCHS, RecordedRun
+
+from rollstream.harness.replay_source import of_type, read_run
+from rollstream.harness.replay_train import train
+from rollstream.harness.replay_verify import verify
+from rollstream.harness.tiny_model import make_tiny_model
+from rollstream.harness.what_if import merged, what_if
+from rollstream.schemas.errors import ConfigError, EnvironmentRunError
+from rollstream.schemas.events import BatchPlanned, GroupClosed, StepTrained, TaskRequested
+
+REWARD = """
+def shortness(rollout):
+    return -float(len(rollout.messages["agent"][-1]["content"]))
+
+
+def same(rollout):
+    return 1.0
+
+
+def broken(rollout):
+    raise KeyError("x")
+"""
+
+
+@pytest.fixture(scope="module")
+def recorded(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("what-if")
+    make_tiny_model(folder / "model", seed=0)
+    return asyncio.run(RecordedRun(folder, folder / "model").record())
+
+
+def asked(run, changes):
+    """Outcome of a what-if, and what the log says of its run."""
+    file = run.folder / "what_if.yaml"
+    file.write_text(yaml.safe_dump(changes))
+
+    async def go():
+        events = await read_run(run.log, "replayed")
+        outcome = await what_if(
+            run.log, events, run.artifacts, file, checkpoints=run.checkpoints, tell=lambda line: None
+        )
+        return outcome, await read_run(run.log, outcome.run_id)
+
+    return asyncio.run(go())
+
+
+def batches_of(events):
+    return [batch for batch, _ in of_type(events.by_topic["batches"], BatchPlanned)]
+
+
+def hashes_of(events):
+    return [step.weights_sha256 for step, _ in of_type(events.by_topic["weights"], StepTrained)]
+
+
+def test_equal_settings_train_the_same_weights_in_a_run_of_their_own(recorded):
+    outcome, events = asked(recorded, {})
+    before = asyncio.run(read_run(recorded.log, "replayed"))
+    assert hashes_of(events) == hashes_of(before)
+    assert [batch.members for batch in batches_of(events)] == [batch.members for batch in batches_of(before)]
+    assert events.started.parent.run_id == "replayed"
+    assert events.has_ended
+    assert not of_type(events.by_topic["groups"], GroupClosed)
+    assert not of_type(events.by_topic.get("tasks", ()), TaskRequested)
+    assert outcome.num_batches == EPOCHS
+    assert outcome.recorded == outcome.trained
+    assert "policy/ess" in outcome.trained
+
+
+def test_another_learning_rate_trains_other_weights_on_the_same_rollouts(recorded):
+    _, events = asked(recorded, {"trainer_adapters": {"learner": {"optimizer": {"learning_rate": 1e-3}}}})
+    before = asyncio.run(read_run(recorded.log, "replayed"))
+    assert [batch.members for batch in batches_of(events)] == [batch.members for batch in batches_of(before)]
+    assert not set(hashes_of(events)) & set(hashes_of(before))
+
+
+def test_a_what_if_is_replayed_as_any_run(recorded):
+    outcome, events = asked(recorded, {"finetuning": {"num_epochs": 2}})
+    assert outcome.num_batches == 2
+    report = asyncio.run(verify(recorded.log, events, recorded.artifacts, checkpoints=recorded.checkpoints))
+    assert report.differences == []
+    report = asyncio.run(train(recorded.log, events, recorded.artifacts))
+    assert (report.differences, report.counts) == ([], {"training steps": 2})
+
+
+def test_another_reward_function_sees_what_was_recorded(recorded, monkeypatch):
+    (recorded.folder / "what_if_reward.py").write_text(REWARD)
+    monkeypatch.syspath_prepend(recorded.folder)
+    weights = {"task": 0.0}
+    builder = {"rewards": ["python:what_if_reward.shortness"], "reward_weights": weights}
+    _, events = asked(recorded, {"trajectory_builders": {"rollouts": builder}})
+    assert [member.reward for member in batches_of(events)[0].members] == [0.0, -1.0, -2.0, -3.0] * 2
+
+
+def test_other_weights_of_recorded_rewards_need_no_function(recorded):
+    _, events = asked(recorded, {"trajectory_builders": {"rollouts": {"reward_weights": {"task": -2.0}}}})
+    assert [member.reward for member in batches_of(events)[0].members] == [0.0, -2.0, -4.0, -6.0] * 2
+
+
+def test_a_reward_that_leaves_nothing_to_train_or_fails_is_told(recorded, monkeypatch):
+    (recorded.folder / "what_if_reward.py").write_text(REWARD)
+    monkeypatch.syspath_prepend(recorded.folder)
+    builder = {"rewards": ["python:what_if_reward.same"], "reward_weights": {"task": 0.0}}
+    with pytest.raises(ConfigError, match="nothing is left to train: 24 zero_variance"):
+        asked(recorded, {"trajectory_builders": {"rollouts": builder}})
+    builder["rewards"] = ["python:what_if_reward.broken"]
+    with pytest.raises(EnvironmentRunError, match=r"reward python:what_if_reward\.broken raised KeyError"):
+        asked(recorded, {"trajectory_builders": {"rollouts": builder}})
+
+
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        ({"trajectory_builders": {"rollouts": {"num_generations": 8}}}, "num_generations cannot change"),
+        ({"trainer_adapters": {"learner": {"max_staleness": 2}}}, "max_staleness can only be tightened"),
+        ({"finetuning": {"num_epochs": 9}}, "num_epochs cannot change"),
+        ({"trajectory_builders": {"rollouts": {"max_turns": 3}}}, "max_turns cannot change"),
+        ({"trajectory_builders": {"rollouts": {"nonsense": 3}}}, "nonsense"),
+    ],
+)
+def test_what_would_need_other_rollouts_is_refused(recorded, changes, told):
+    with pytest.raises(ConfigError, match=told):
+        asked(recorded, changes)
+
+
+def test_changes_are_merged_mapping_by_mapping():
+    assert merged({"a": {"b": 1, "c": [1]}, "d": 2}, {"a": {"c": [2]}, "e": 3}) == {
+        "a": {"b": 1, "c": [2]},
+        "d": 2,
+        "e": 3,
+    }
