@@ -51,11 +51,11 @@ class Redrive:
 
 
 async def read_letters(log: EventLog, *, run: str | None = None) -> list[Letter]:
-    """All letters, oldest first, or those of one run. What a service repeated after a crash is left out."""
+    """All letters, oldest first, or those of one run. What was repeated after a crash is left out."""
     letters = await _read_all(log)
     first: dict[object, Letter] = {}
     for letter in letters:
-        first.setdefault((letter.came_from, letter.service) if letter.came_from else letter.number, letter)
+        first.setdefault((letter.came_from, letter.stage) if letter.came_from else letter.number, letter)
     return [letter for letter in first.values() if run is None or run in letter.runs]
 
 

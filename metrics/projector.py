@@ -10,6 +10,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from rollstream.eventlog.codec import decode
+from rollstream.eventlog.dead_letters import redriven
 from rollstream.eventlog.failpoints import failpoint
 from rollstream.eventlog.log import EventLog, LogReader, Record, TopicPartition, check_kept
 from rollstream.metrics.database import Database
@@ -26,15 +27,21 @@ PAUSE_S = 0.5
 """Between two rounds when the log's end is reached, so that transactions are few and large."""
 
 
-def project(records: Iterable[Record]) -> dict[str, list[dict[str, Any]]]:
-    """Rows by table. A record that is no event leaves no row: who first met it sent it to the dead letters."""
+def project(
+    records: Iterable[Record], num_partitions: Mapping[str, int] | None = None
+) -> dict[str, list[dict[str, Any]]]:
+    """Rows by table. A record that is no event leaves no row: who first met it sent it to the dead letters.
+
+    `num_partitions`: by topic; where it is given, a record in another partition than its own is no event either.
+    """
     rows: dict[str, list[dict[str, Any]]] = {}
     for record in records:
         if record.topic == "dlq":
-            rows.setdefault("dead_letter", []).append(dead_letter_row(record))
+            if redriven(record) is None:
+                rows.setdefault("dead_letter", []).append(dead_letter_row(record))
             continue
         try:
-            received = decode(record)
+            received = decode(record, num_partitions=(num_partitions or {}).get(record.topic))
         except DecodeError as error:
             logger.debug("not an event: %s %s", record.position, error)
             continue
@@ -50,6 +57,7 @@ class Projector:
         self._log = log
         self._database = database
         self._done: dict[TopicPartition, int] = {}
+        self._num_partitions: dict[str, int] = {}
         self._stopping = False
         self._wake = asyncio.Event()
         self._moved = asyncio.Condition()
@@ -57,6 +65,7 @@ class Projector:
     async def run(self) -> None:
         """Project until `stop`, then what is in the log by then. Raises LogError, MetricsFileError."""
         self._database.claim_cluster(await self._log.cluster_id())
+        self._num_partitions = {topic: await self._log.num_partitions(topic) for topic in TOPICS}
         self._done = await self._start_offsets()
         reader = await self._log.reader(self._done)
         try:
@@ -117,7 +126,7 @@ class Projector:
             if not records:
                 break
             num_records += len(records)
-            for table, found in project(records).items():
+            for table, found in project(records, self._num_partitions).items():
                 rows.setdefault(table, []).extend(found)
                 num_rows += len(found)
         if num_records:

@@ -87,6 +87,7 @@ def group_closed(event: GroupClosed, _: str) -> Rows:
         "task_index": event.index,
         "num_members": len(event.members),
         "mean_reward": sum(rewards) / len(rewards) if rewards else None,
+        "last_step_offset": event.steps_at.last_offset if event.steps_at else None,
     }
     yield "group_closed", row
     for member in event.members:

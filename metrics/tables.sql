@@ -41,7 +41,7 @@ CREATE TABLE log.submission_received (
 CREATE TABLE log.group_closed (
     group_id VARCHAR PRIMARY KEY, run_id VARCHAR, job_id VARCHAR, example_id VARCHAR, epoch BIGINT, task_index BIGINT,
     purpose VARCHAR, policy VARCHAR, reason VARCHAR, void_cause VARCHAR, is_viable BOOLEAN, size BIGINT,
-    num_members BIGINT, mean_reward DOUBLE,
+    num_members BIGINT, mean_reward DOUBLE, last_step_offset BIGINT,
     time_ms BIGINT, log_partition BIGINT, log_offset BIGINT
 );
 CREATE TABLE log.group_member (
@@ -299,7 +299,7 @@ SELECT run_id, topic, "partition", "offset", service, stage, error_type, reason,
     log.at(time_ms) AS recorded_at, log_partition, log_offset
 FROM log.dead_letter
 QUALIFY "offset" IS NULL
-    OR row_number() OVER (PARTITION BY topic, "partition", "offset", service ORDER BY log_partition, log_offset) = 1;
+    OR row_number() OVER (PARTITION BY topic, "partition", "offset", stage ORDER BY log_partition, log_offset) = 1;
 
 CREATE OR REPLACE VIEW epochs AS
 SELECT coalesce(s.run_id, e.run_id) AS run_id, job_id, j.kind, epoch,
@@ -356,34 +356,59 @@ WITH settled AS (
     SELECT rollout_id, min(cause) AS cause, sum(num_tokens)::BIGINT AS num_tokens
     FROM log.trajectory_rejected GROUP BY rollout_id
 ), stepped AS (
-    SELECT rollout_id, sum(num_new_prompt_tokens + num_completion_tokens)::BIGINT AS num_tokens
+    SELECT rollout_id, min(run_id) AS run_id, min(group_id) AS group_id, max(log_offset) AS last_offset,
+        sum(num_new_prompt_tokens + num_completion_tokens)::BIGINT AS num_tokens
     FROM log.step_recorded GROUP BY rollout_id
+), rewarded AS (
+    SELECT rollout_id, min(run_id) AS run_id, min(group_id) AS group_id, max(log_offset) AS last_offset
+    FROM log.reward_recorded GROUP BY rollout_id
 ), attempt AS (
-    SELECT run_id, group_id, rollout_id FROM log.rollout_started
-    UNION SELECT run_id, group_id, rollout_id FROM log.rollout_finished
-    UNION SELECT run_id, group_id, rollout_id FROM log.attempt_settled
-    UNION SELECT run_id, group_id, rollout_id FROM log.members
+    SELECT rollout_id, min(run_id) AS run_id, min(group_id) AS group_id FROM (
+        SELECT run_id, group_id, rollout_id FROM log.rollout_started
+        UNION ALL SELECT run_id, group_id, rollout_id FROM log.rollout_finished
+        UNION ALL SELECT run_id, group_id, rollout_id FROM log.attempt_settled
+        UNION ALL SELECT run_id, group_id, rollout_id FROM log.members
+        UNION ALL SELECT run_id, group_id, rollout_id FROM stepped
+        UNION ALL SELECT run_id, group_id, rollout_id FROM rewarded
+    ) GROUP BY rollout_id
 ), judged AS (
     SELECT a.run_id, a.group_id, a.rollout_id,
         CASE
             WHEN p.is_trained THEN ['trained', NULL]
             WHEN r.rollout_id IS NOT NULL THEN ['rejected', r.cause]
+            -- its end came after the closing that counted it out, or a part of it after the end that lacked it
+            WHEN s.outcome = 'failed' AND f.state = 'ended' THEN ['rejected', 'late']
+            WHEN s.outcome = 'rejected' AND s.cause = 'incomplete' AND f.state = 'ended'
+                AND greatest(t.last_offset, w.last_offset) > f.log_offset THEN ['rejected', 'late']
             WHEN s.outcome IN ('failed', 'superseded', 'rejected') THEN [s.outcome, coalesce(s.cause, f.cause)]
             WHEN f.state = 'failed' THEN ['failed', f.cause]
             WHEN p.rollout_id IS NOT NULL OR s.outcome = 'complete' OR m.rollout_id IS NOT NULL THEN
                 if(e.run_id IS NULL, ['open', if(p.rollout_id IS NULL, 'waiting', 'planned')], ['rejected', 'run_ended'])
-            WHEN c.group_id IS NOT NULL THEN if(f.state = 'ended', ['rejected', 'late'], ['dead', 'unfinished'])
+            WHEN c.group_id IS NOT NULL THEN if(f.state = 'ended', ['rejected', 'late'], ['dead', 'late'])
             WHEN e.run_id IS NOT NULL THEN if(f.state = 'ended', ['rejected', 'run_ended'], ['dead', 'run_ended'])
             ELSE ['open', if(f.state = 'ended', 'assembling', 'running')]
         END AS judgement,
-        coalesce(nullif(s.num_tokens, 0), m.num_tokens, r.num_tokens, t.num_tokens, 0) AS tokens
+        coalesce(if(judgement[2] = 'late', t.num_tokens, NULL), nullif(s.num_tokens, 0), m.num_tokens, r.num_tokens, t.num_tokens, 0) AS tokens
     FROM attempt a
     LEFT JOIN settled s USING (rollout_id) LEFT JOIN member m USING (rollout_id) LEFT JOIN planned p USING (rollout_id)
     LEFT JOIN rejected r USING (rollout_id) LEFT JOIN stepped t USING (rollout_id)
-    LEFT JOIN log.rollout_finished f USING (rollout_id) LEFT JOIN log.group_closed c ON c.group_id = a.group_id
+    LEFT JOIN rewarded w USING (rollout_id) LEFT JOIN log.rollout_finished f USING (rollout_id) LEFT JOIN log.group_closed c ON c.group_id = a.group_id
     LEFT JOIN log.run_ended e ON e.run_id = a.run_id
 )
 SELECT run_id, rollout_id, judgement[1] AS outcome, judgement[2] AS cause, tokens, group_id FROM judged;
+
+CREATE OR REPLACE VIEW late_records AS
+SELECT l.run_id, l.group_id, l.rollout_id, l.kind, l.index, c.reason AS group_closed, log.at(l.time_ms) AS recorded_at,
+    l.log_partition, l.log_offset
+FROM (
+    SELECT run_id, group_id, rollout_id, 'step' AS kind, step_index AS index, time_ms, log_partition, log_offset
+    FROM log.step_recorded
+    UNION ALL SELECT run_id, group_id, rollout_id, 'reward', reward_index, time_ms, log_partition, log_offset
+    FROM log.reward_recorded
+    UNION ALL SELECT run_id, group_id, rollout_id, state, NULL, time_ms, log_partition, log_offset
+    FROM log.rollout_finished
+) l JOIN log.group_closed c ON c.group_id = l.group_id AND l.log_offset > c.last_step_offset
+ORDER BY l.log_partition, l.log_offset;
 
 CREATE OR REPLACE VIEW wasted_tokens AS
 SELECT run_id, coalesce(cause, outcome) AS cause, outcome, count(*) AS num_rollouts, sum(tokens)::BIGINT AS num_tokens
