@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from rollstream.schemas.errors import DecodeError
-from rollstream.schemas.events_rollouts import Completion, LLMCall, StepRecorded, TokenSequence
+from rollstream.schemas.events_rollouts import LLMCall, StepRecorded, TokenSequence
 
 TOKEN_BYTES = 4
 
@@ -15,17 +15,26 @@ TOKEN_BYTES = 4
 class _Growing:
     """A sequence that later calls may extend; `length` counts its tokens."""
 
-    parts: list[bytes] = field(default_factory=list)
+    parts: list[bytes] = field(default_factory=list[bytes])
     length: int = 0
     hasher: "hashlib._Hash" = field(default_factory=hashlib.sha256)  # pyright: ignore[reportPrivateUsage]
-    logprobs: list[bytes] = field(default_factory=list)
+    num_hashed: int = 0
+    """Parts that the hasher has seen: nobody asks for the hash of a sequence that no call extends."""
+    logprobs: list[bytes] = field(default_factory=list[bytes])
     has_logprobs: bool = True
-    completions: list[Completion] = field(default_factory=list)
+    completions: list[dict[str, object]] = field(default_factory=list[dict[str, object]])
+    """Fields of Completion, validated with the sequence."""
 
     def append(self, packed: bytes) -> None:
         self.parts.append(packed)
         self.length += len(packed) // TOKEN_BYTES
-        self.hasher.update(packed)
+
+    def sha256(self) -> str:
+        """Of all tokens so far."""
+        for part in self.parts[self.num_hashed :]:
+            self.hasher.update(part)
+        self.num_hashed = len(self.parts)
+        return self.hasher.hexdigest()
 
 
 def join_calls(steps: Sequence[StepRecorded]) -> tuple[TokenSequence, ...]:
@@ -60,14 +69,14 @@ def _sequence_for(call: LLMCall, ends: dict[int, tuple[_Growing, int]], sequence
         if prefix.length > end:
             raise DecodeError(f"its prefix has {prefix.length} tokens, step {prefix.step_index} has {end}")
         if prefix.length == sequence.length:
-            if sequence.hasher.hexdigest() != prefix.sha256:
+            if sequence.sha256() != prefix.sha256:
                 raise DecodeError("its prefix has another sha256")
             return sequence
     begun = _Growing()
     if prefix is not None:
         packed = b"".join(ends[prefix.step_index][0].parts)[: prefix.length * TOKEN_BYTES]
         begun.append(packed)
-        if begun.hasher.hexdigest() != prefix.sha256:
+        if begun.sha256() != prefix.sha256:
             raise DecodeError("its prefix has another sha256")
     sequences.append(begun)
     return begun
@@ -87,7 +96,7 @@ def _extend(sequence: _Growing, call: LLMCall, step_index: int) -> None:
             raise DecodeError(f"{len(logprobs) // TOKEN_BYTES} log-probabilities for {length} completion tokens")
         sequence.logprobs.append(logprobs)
     sequence.completions.append(
-        Completion(start=sequence.length, length=length, step_index=step_index, spans=call.spans)
+        {"start": sequence.length, "length": length, "step_index": step_index, "spans": call.spans}
     )
     sequence.append(completion)
 
@@ -101,10 +110,12 @@ def _unpack(text: str) -> bytes:
 
 
 def _sealed(sequence: _Growing) -> TokenSequence:
-    return TokenSequence(
-        token_ids=_pack(sequence.parts),
-        logprobs=_pack(sequence.logprobs) if sequence.has_logprobs else None,
-        completions=tuple(sequence.completions),
+    return TokenSequence.model_validate(
+        {
+            "token_ids": _pack(sequence.parts),
+            "logprobs": _pack(sequence.logprobs) if sequence.has_logprobs else None,
+            "completions": tuple(sequence.completions),
+        }
     )
 
 

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Iterable
+from operator import attrgetter
 from typing import NamedTuple
 
 from rollstream.eventlog import codec
@@ -23,6 +24,8 @@ from rollstream.schemas.topics import TOPICS
 
 _OVERHEAD_BYTES = 64 * 1024 + RECORD_OVERHEAD_BYTES
 """What a trajectory's record takes beside its token arrays, reckoned generously."""
+_BY_STEP = attrgetter("step_index")
+_BY_REWARD = attrgetter("reward_index")
 
 
 class RewardSums(NamedTuple):
@@ -42,8 +45,8 @@ def assemble(started: GroupStarted, attempt: Attempt, ended: RolloutEnded) -> As
     Agents are those that made a step, less the ones that the task gives no model group (where it gives any); an
     attempt without a single one yields an empty trajectory of every agent of the task, so that the ledger has it.
     """
-    calls = sorted(attempt.calls, key=_by_step)
-    rewards = sorted(attempt.rewards, key=_by_reward)
+    calls = sorted(attempt.calls, key=_BY_STEP)
+    rewards = sorted(attempt.rewards, key=_BY_REWARD)
     trajectories: list[TrajectoryAssembled] = []
     for agent in agents_of(started, attempt.agents):
         own = [step for step in calls if step.agent == agent]
@@ -137,11 +140,3 @@ def _check_size(sequences: tuple[TokenSequence, ...]) -> None:
 def _model_group_of(calls: list[StepRecorded]) -> str:
     spans = (span for step in calls if step.llm is not None for span in step.llm.spans)
     return next((span.model_group for span in spans), "")
-
-
-def _by_step(step: StepRecorded) -> int:
-    return step.step_index
-
-
-def _by_reward(reward: RewardRecorded) -> int:
-    return reward.reward_index
