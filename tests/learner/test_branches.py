@@ -1,0 +1,165 @@
+"""Model groups beside each other: a fork of another run's version, and several learners over one run's topics."""
+
+import asyncio
+from typing import Any
+
+from rollstream.eventlog import codec
+from rollstream.eventlog.log import TopicPartition
+from rollstream.schemas.events import (
+    BatchPlanned,
+    EpochSealed,
+    JobFailed,
+    JobSubmitted,
+    JobSucceeded,
+    LearnerClaimed,
+    StepTrained,
+    WeightsPublished,
+)
+from rollstream.schemas.events_training import ForkPoint
+
+
+async def published(lab: Any, group: str) -> list[WeightsPublished]:
+    return [event for event in await lab.events("weights", WeightsPublished) if event.model_group == group]
+
+
+async def submit(lab: Any, run_id: str, name: str, group: str, **more: Any) -> JobSubmitted:
+    settings = lab.settings(**more.pop("settings", {}))
+    ids = {"run_id": run_id, "job_id": f"{run_id}/{name}", "model_group": f"{run_id}/{group}"}
+    job = JobSubmitted(**ids, time_ms=1, base_version=0, settings=settings, **more)
+    await lab.log.send(job)
+    return job
+
+
+async def plan_from(lab: Any, job: JobSubmitted, planned: list[BatchPlanned]) -> None:
+    """The same trajectories, at the same places, in manifests of another job."""
+    previous = "0" * 64
+    for batch in planned:
+        changes = {"run_id": job.run_id, "job_id": job.job_id, "model_group": job.model_group}
+        changes |= {"batch_id": f"{job.job_id}/b{batch.index}", "previous_sha256": previous, "seed": 77}
+        batch = batch.model_copy(update=changes)
+        previous = codec.content_digest(batch)
+        await lab.log.send(batch)
+    seal = (await lab.events("batches", EpochSealed))[0]
+    await lab.log.send(seal.model_copy(update={"run_id": job.run_id, "job_id": job.job_id}))
+
+
+def test_a_fork_begins_at_version_0_with_its_parents_weights_and_leaves_the_parent_alone(lab: Any) -> None:
+    async def scenario() -> None:
+        parent = await lab.submit()
+        planned = await lab.plan(parent)
+        await lab.work(lab.has(JobSucceeded))
+        before = await lab.received("weights")
+        newest = (await published(lab, "run-1/main"))[-1]
+        fork = ForkPoint(run_id="run-1", version=newest.version)
+        child = await submit(lab, "run-2", "rl", "main", fork=fork)
+        await plan_from(lab, child, planned)
+        await lab.work(lab.has(JobSucceeded, count=2))
+        versions = await published(lab, "run-2/main")
+        assert [(one.version, one.parent) for one in versions] == [(0, None), (1, 0), (2, 1), (3, 2)]
+        assert versions[0].weights_sha256 == newest.weights_sha256
+        assert versions[1].weights_sha256 != newest.weights_sha256
+        after = await lab.received("weights")
+        assert after[: len(before)] == before
+        assert {one.event.run_id for one in after[len(before) :]} == {"run-2"}
+
+    asyncio.run(scenario())
+
+
+def test_a_fork_of_a_version_that_is_not_there_fails_its_job(lab: Any) -> None:
+    async def scenario() -> None:
+        await submit(lab, "run-2", "rl", "main", fork=ForkPoint(run_id="run-1", version=5))
+        await lab.work(lab.has(JobFailed))
+        (failed,) = await lab.events("jobs", JobFailed)
+        assert failed.error == "job run-2/rl: version 5 of run-1/main is not published"
+        assert await lab.events("weights", WeightsPublished) == []
+
+    asyncio.run(scenario())
+
+
+def test_two_learners_train_their_own_model_groups_from_one_runs_topics(lab: Any) -> None:
+    async def scenario() -> None:
+        first = await submit(lab, "run-1", "rl", "policy")
+        planned = await lab.plan(first)
+        lr = {"settings": {"optimizer": lab.settings().optimizer.model_copy(update={"learning_rate": 1e-3})}}
+        second = await submit(lab, "run-1", "rl-b", "policy-b", **lr)
+        await plan_from(lab, second, planned)
+        first_worker = lab.worker("a", model_groups=("run-1/policy",))
+        await lab.work(lab.has(JobSucceeded), first_worker)
+        assert {event.model_group for event in await lab.events("weights", StepTrained)} == {"run-1/policy"}
+        # the second one comes when the first is done, and reads all of it again
+        await lab.work(lab.has(JobSucceeded, count=2), lab.worker("b", model_groups=("run-1/policy-b",)))
+        claims = await lab.events("weights", LearnerClaimed)
+        assert [(c.model_group, c.learner, c.term) for c in claims] == [
+            ("run-1/policy", "a", 1),
+            ("run-1/policy-b", "b", 1),
+        ]
+        one, other = await published(lab, "run-1/policy"), await published(lab, "run-1/policy-b")
+        assert [v.version for v in one] == [v.version for v in other] == [0, 1, 2, 3]
+        assert one[0].weights_sha256 == other[0].weights_sha256
+        assert one[3].weights_sha256 != other[3].weights_sha256
+        done = await lab.events("jobs", JobSucceeded)
+        assert [(job.job_id, job.final_version) for job in done] == [("run-1/rl", 3), ("run-1/rl-b", 3)]
+
+    asyncio.run(scenario())
+
+
+def test_one_learner_serves_two_model_groups_side_by_side_and_keeps_them_apart(lab: Any) -> None:
+    async def scenario() -> None:
+        first = await submit(lab, "run-1", "rl", "policy")
+        planned = await lab.plan(first)
+        second = await submit(lab, "run-1", "rl-b", "policy-b")
+        await plan_from(lab, second, planned)
+        await lab.work(lab.has(JobSucceeded, count=2))
+        for group in ("run-1/policy", "run-1/policy-b"):
+            assert [(v.version, v.parent) for v in await published(lab, group)] == [(0, None), (1, 0), (2, 1), (3, 2)]
+
+    asyncio.run(scenario())
+
+
+# ---- what retention or a truncation removed ----
+
+
+async def failure(lab: Any) -> str:
+    await lab.work(lab.has(JobFailed))
+    (failed,) = await lab.events("jobs", JobFailed)
+    return failed.error
+
+
+def test_manifests_that_were_removed_are_named_with_topic_and_range(lab: Any) -> None:
+    async def scenario() -> None:
+        await lab.plan(await lab.submit())
+        lab.log.truncate(TopicPartition("batches", 0), 2)
+        assert (await failure(lab)).startswith(
+            "manifest 0 of job run-1/rl is gone: topic batches partition 0 holds nothing before offset 2 any more"
+        )
+
+    asyncio.run(scenario())
+
+
+def test_trajectories_that_were_removed_are_named_with_topic_and_range(lab: Any) -> None:
+    async def scenario() -> None:
+        (planned, *_) = await lab.plan(await lab.submit())
+        place = planned.locators[0]
+        end = (await lab.log.end_offsets("trajectories"))[place.partition]
+        lab.log.truncate(TopicPartition("trajectories", place.partition), place.offset + 1)
+        assert await failure(lab) == (
+            f"offset {place.offset} of topic trajectories partition {place.partition} is not kept: "
+            f"it holds {place.offset + 1} to {end - 1}"
+        )
+
+    asyncio.run(scenario())
+
+
+def test_versions_that_were_removed_are_not_begun_again_from_the_model_folder(lab: Any) -> None:
+    async def scenario() -> None:
+        job = await lab.submit()
+        await lab.plan(job, 2, seal=False)
+        await lab.work(lab.has(WeightsPublished, "weights", 3))
+        end = (await lab.log.end_offsets("weights"))[0]
+        lab.log.truncate(TopicPartition("weights", 0), end)
+        assert (await failure(lab)).startswith(
+            f"version 0 of run-1/main is gone: topic weights partition 0 holds nothing before offset {end} any more"
+        )
+        assert await lab.events("weights", WeightsPublished) == []
+
+    asyncio.run(scenario())
