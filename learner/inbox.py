@@ -1,9 +1,14 @@
-"""The learner's view of the log: reads jobs, batches, weights and groups, and folds them into one state."""
+"""The learner's view of the log: reads jobs, batches, weights and groups, and folds them into one state.
+
+What is no event goes to the dead letters, once; that of `groups` is curation's to bury.
+"""
 
 import logging
 from collections.abc import Mapping, Sequence
 
 from rollstream.eventlog import codec
+from rollstream.eventlog.artifacts import ArtifactStore
+from rollstream.eventlog.buried import Buried
 from rollstream.eventlog.dead_letters import send_dead_letter
 from rollstream.eventlog.log import EventLog, LogReader, Record, TopicPartition
 from rollstream.learner.progress import LogState, evolve
@@ -11,28 +16,31 @@ from rollstream.schemas.errors import DecodeError, RollstreamError, TruncatedErr
 
 logger = logging.getLogger(__name__)
 
-TOPICS = ("jobs", "batches", "weights", "groups")
+BURIES = ("jobs", "batches", "weights")
+TOPICS = (*BURIES, "groups")
 
 
 class Inbox:
     """Reader and state; `open` it, then `poll` or `catch_up`."""
 
-    def __init__(self, log: EventLog, reader: LogReader, begins: Mapping[TopicPartition, int]) -> None:
+    def __init__(
+        self, log: EventLog, reader: LogReader, begins: Mapping[TopicPartition, int], artifacts: ArtifactStore | None
+    ) -> None:
         self.state = LogState()
         self.begins = dict(begins)
         """Oldest offsets that were kept: what lay before them is not in the state."""
         self._log = log
         self._reader = reader
-        self._is_live = False
+        self._artifacts = artifacts
+        self._buried = Buried(log)
 
     @classmethod
-    async def open(cls, log: EventLog) -> "Inbox":
-        """Read all that the topics hold."""
+    async def open(cls, log: EventLog, artifacts: ArtifactStore | None = None) -> "Inbox":
+        """Read all that the topics hold. `artifacts` takes the bytes of dead letters above the record limit."""
         begins = {topic: await log.begin_offsets(topic) for topic in TOPICS}
         start = {TopicPartition(topic, n): offset for topic, found in begins.items() for n, offset in found.items()}
-        inbox = cls(log, await log.reader(start), start)
+        inbox = cls(log, await log.reader(start), start, artifacts)
         await inbox.catch_up()
-        inbox._is_live = True
         return inbox
 
     async def poll(self, *, timeout_s: float) -> None:
@@ -69,7 +77,15 @@ class Inbox:
             received = codec.decode(record)
         except DecodeError as error:
             logger.warning("%s %s@%s is not an event: %s", record.topic, record.partition, record.offset, error)
-            if self._is_live:
-                await send_dead_letter(self._log, record, service="learner", stage="decode", error=error)
+            if record.topic in BURIES:
+                await self._bury(record, error)
             return
         evolve(self.state, received)
+
+    async def _bury(self, record: Record, error: DecodeError) -> None:
+        """Write a letter unless there is one: a learner reads its topics from their beginning at every start."""
+        await self._buried.refresh()
+        if record.offset not in self._buried.offsets(TopicPartition(record.topic, record.partition)):
+            await send_dead_letter(
+                self._log, record, service="learner", stage="decode", error=error, artifacts=self._artifacts
+            )

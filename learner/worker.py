@@ -49,7 +49,7 @@ class Worker:
 
     async def run(self) -> None:
         """Serve jobs until cancelled. Raises FencedError, VersionDivergedError, and LogError if the log is gone."""
-        inbox = await Inbox.open(self._log)
+        inbox = await Inbox.open(self._log, self._artifacts)
         executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="training")
         place = Workplace(self._log, inbox, executor, self._checkpoints, self._threads)
         logger.info("ready")

@@ -1,13 +1,17 @@
 """Jobs that cannot be done, are not wanted any more, or follow each other; other ways to hold and to train a model."""
 
 import asyncio
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from rollstream.eventlog import codec
+from rollstream.eventlog.artifacts import ArtifactStore
+from rollstream.eventlog.dead_letters import origin
 from rollstream.eventlog.log import TopicPartition
 from rollstream.learner.export import export_model
+from rollstream.learner.inbox import Inbox
 from rollstream.schemas.events import (
     JobCancelled,
     JobFailed,
@@ -211,5 +215,20 @@ def test_a_record_that_is_no_event_is_a_dead_letter_and_stops_nothing(lab: Any) 
         worker.cancel()
         reader = await lab.log.reader({TopicPartition("dlq", 0): -1})
         assert [record.value for record in await reader.poll(timeout_s=0)] == [b"\xff{"]
+
+    asyncio.run(scenario())
+
+
+def test_what_a_learner_finds_at_its_start_is_one_dead_letter_however_often_it_starts(lab: Any, tmp_path: Path) -> None:
+    async def scenario() -> None:
+        for topic in ("jobs", "batches", "weights", "groups"):
+            await lab.log.send_raw(topic, key=b"x", value=b"\xff{")
+        for _ in range(2):
+            await (await Inbox.open(lab.log, ArtifactStore(str(tmp_path)))).close()
+        await lab.log.send_raw("jobs", key=b"x", value=None)
+        await (await Inbox.open(lab.log)).close()
+        reader = await lab.log.reader({TopicPartition("dlq", 0): -1})
+        places = [origin(record.headers) for record in await reader.poll(timeout_s=0)]
+        assert sorted(places) == [("batches", 0, 0), ("jobs", 0, 0), ("jobs", 0, 1), ("weights", 0, 0)]
 
     asyncio.run(scenario())
