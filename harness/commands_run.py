@@ -21,6 +21,7 @@ from rollstream.schemas.errors import ConfigError, RunFailedError
 @click.option("--override", "-o", type=(str, str), multiple=True, metavar="KEY VALUE", help="Set a key by dotted path.")
 @click.option("--resume", metavar="RUN", help="Go on with a run that has not ended.")
 @click.option("--name", help="Beginning of the run's id (default: the file's name).")
+@click.option("--run_id", "--run-id", help="The run's whole id, in place of a name and six digits; seeds depend on it.")
 @click.option("--validation_dataset", type=click.Path(path_type=Path), hidden=True)
 @click.option("--validation_config_file", type=click.Path(path_type=Path), hidden=True)
 @click.option("--endpoint", hidden=True)
@@ -33,6 +34,7 @@ def finetune(
     override: tuple[tuple[str, str], ...],
     resume: str | None,
     name: str | None,
+    run_id: str | None,
     fork: str | None,
     workspace: Path,
     **unavailable: object,
@@ -49,8 +51,10 @@ def finetune(
     result = None if result_json_path == "$" else Path(result_json_path)
     if fork is not None and resume is not None:
         raise ConfigError("--fork begins a new run and --resume goes on with one: give one of them")
+    if run_id is not None and (resume is not None or name is not None):
+        raise ConfigError("--run_id is the whole id of a new run: give it without --name and --resume")
     parent = None if fork is None else parse_fork(fork)
-    request = Request(config_file, workspace, override, dataset, resume, name, result, parent)
+    request = Request(config_file, workspace, override, dataset, resume, name, result, parent, run_id)
     _configure_logging(workspace)
     display = Display()
     try:

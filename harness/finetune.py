@@ -21,7 +21,7 @@ from rollstream.harness.driver import Watching, conduct
 from rollstream.harness.ending import Outcome
 from rollstream.harness.fork import check_fork, told
 from rollstream.harness.heartbeat import read_sign
-from rollstream.harness.plan import RunPlan, new_run, open_run
+from rollstream.harness.plan import RunPlan, check_new, new_run, open_run
 from rollstream.harness.preflight import check_metrics, check_names, check_places, check_result
 from rollstream.harness.progress import Progress
 from rollstream.harness.settings import Place, artifact_uri, services_of
@@ -49,6 +49,8 @@ class Request(NamedTuple):
     name: str | None = None
     result_path: Path | None = None
     fork: ForkPoint | None = None
+    run_id: str | None = None
+    """Of a new run."""
 
 
 class Interrupted(Exception):
@@ -137,7 +139,10 @@ async def _plan(request: Request, loaded: Loaded, log: EventLog, artifacts: "Art
         return await open_run(log, loaded, request.resume)
     if request.fork is not None:
         await check_fork(log, artifacts, loaded.config, request.fork)
-    return await new_run(log, artifacts, loaded, request.name or request.config_file.stem, parent=request.fork)
+    if request.run_id is not None:
+        await check_new(log, request.run_id)
+    name = request.name or request.config_file.stem
+    return await new_run(log, artifacts, loaded, name, parent=request.fork, run_id=request.run_id)
 
 
 async def _conduct(

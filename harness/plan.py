@@ -1,6 +1,7 @@
 """A run about to begin or to go on: its identity, its examples and its jobs, agreed with what the log says."""
 
 import platform
+import re
 import time
 from datetime import UTC, datetime
 from importlib import metadata
@@ -34,15 +35,22 @@ class RunPlan(NamedTuple):
 
 
 async def new_run(
-    log: EventLog, artifacts: ArtifactStore, loaded: Loaded, name: str, *, parent: ForkPoint | None = None
+    log: EventLog,
+    artifacts: ArtifactStore,
+    loaded: Loaded,
+    name: str,
+    *,
+    parent: ForkPoint | None = None,
+    run_id: str | None = None,
 ) -> RunPlan:
     """A run under a fresh id; its examples are put into the artifact store. Raises ConfigError.
 
-    `parent`: the version that it branches from, which is there (`fork.check_fork`).
+    `parent`: the version that it branches from, which is there (`fork.check_fork`). `run_id`: one that is not taken
+    (`check_new`), for a run that is to draw the seeds of another log's run.
     """
     config = loaded.config
     examples = examples_of(config)
-    run_id = ids.new_run_id(name)
+    run_id = run_id or ids.new_run_id(name)
     started = RunStarted(
         run_id=run_id,
         time_ms=time.time_ns() // 1_000_000,
@@ -59,6 +67,19 @@ async def new_run(
         started_at=datetime.now(UTC).isoformat(timespec="seconds"),
     )
     return RunPlan(started, jobs_of(config, run_id, is_fork=parent is not None), is_new=True)
+
+
+async def check_new(log: EventLog, run_id: str) -> None:
+    """Raises ConfigError if a run cannot be called so, or one is already."""
+    if re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}", run_id) is None:
+        raise ConfigError(f"--run_id {run_id}: letters, digits, '.', '_' and '-', at most 100 of them")
+    follower = await follow(log, run_id)
+    try:
+        progress = await follower.catch_up()
+    finally:
+        await follower.close()
+    if progress.run is not None:
+        raise ConfigError(f"--run_id {run_id}: there is a run of this id already; --resume goes on with it")
 
 
 async def open_run(log: EventLog, loaded: Loaded, run_id: str) -> RunPlan:

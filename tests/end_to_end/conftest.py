@@ -14,6 +14,8 @@ import yaml
 from rollstream.harness.tiny_model import make_tiny_model
 
 CLI = [sys.executable, "-m", "rollstream.harness.cli"]
+sys.path.insert(0, str(Path(__file__).parent))  # killing
+
 GAME = '''
 from rollstream.producers.session import Session
 
@@ -137,7 +139,17 @@ class Workplace:
 @pytest.fixture
 def workplace(tmp_path: Path) -> Workplace:
     """A fresh workplace."""
-    made = Workplace(tmp_path)
+    return _workplace(tmp_path)
+
+
+def _workplace(folder: Path) -> Workplace:
+    made = Workplace(folder)
     make_tiny_model(made.model, seed=0)
-    (tmp_path / "game.py").write_text(GAME)
+    (folder / "game.py").write_text(GAME)
     return made
+
+
+@pytest.fixture
+def two_workplaces(tmp_path: Path) -> tuple[Workplace, Workplace]:
+    """Two that are alike."""
+    return _workplace(tmp_path / "one"), _workplace(tmp_path / "two")

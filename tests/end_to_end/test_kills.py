@@ -3,12 +3,11 @@
 import json
 import os
 import signal
-import subprocess
-import time
 from typing import Any
 
 import psutil
 import pytest
+from killing import child, wait_versions
 
 pytestmark = [pytest.mark.kafka, pytest.mark.slow]
 
@@ -19,30 +18,6 @@ ATTEMPTS = EPOCHS * 4 * 4
 def game(workplace: Any) -> dict[str, Any]:
     """A run that trains something in every epoch."""
     return workplace.configuration(num_epochs=EPOCHS, session_timeout_s=6) | {"workflow": "python:game.digits"}
-
-
-def child(command: subprocess.Popen[str], words: tuple[str, ...]) -> psutil.Process | None:
-    """The descendant whose command line holds all the words."""
-    for process in psutil.Process(command.pid).children(recursive=True):
-        try:
-            line = process.cmdline()
-        except psutil.NoSuchProcess:
-            continue
-        if all(word in line for word in words):
-            return process
-    return None
-
-
-def wait_versions(workplace: Any, command: subprocess.Popen[str], count: int) -> None:
-    """Until so many weight versions are published."""
-    deadline = time.monotonic() + 120
-    log = workplace.workspace / "logs" / "producers-1.log"
-    while time.monotonic() < deadline:
-        assert command.poll() is None, workplace.output() + workplace.logs()
-        if log.exists() and log.read_text().count(" loaded model_group=") > count:
-            return
-        time.sleep(0.05)
-    raise AssertionError(f"no {count} versions\n{workplace.output()}\n{workplace.logs()}")
 
 
 def assert_whole(workplace: Any) -> None:

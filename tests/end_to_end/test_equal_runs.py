@@ -1,0 +1,61 @@
+"""With a deterministic engine and no staleness, a run that was killed again and again ends with the same weights."""
+
+import signal
+from typing import Any
+
+import psutil
+import pytest
+from killing import child, wait_versions
+
+pytestmark = [pytest.mark.kafka, pytest.mark.slow, pytest.mark.timeout(400)]
+
+EPOCHS = 14
+RUN_ID = "made-again"
+
+
+def game(workplace: Any) -> dict[str, Any]:
+    """A run that is a function of its configuration, its id and its seed."""
+    engine = {"threads": 1, "deterministic": True}
+    configuration = workplace.configuration(num_epochs=EPOCHS, session_timeout_s=6, engine=engine)
+    return configuration | {"workflow": "python:game.digits"}
+
+
+def what_came_of(workplace: Any) -> dict[str, list[dict[str, Any]]]:
+    """Versions by hash, and what was trained in which order, attempts aside."""
+    queries = {
+        "versions": "SELECT version, weights_sha256 FROM weight_versions ORDER BY version",
+        "trained": """
+            SELECT m.batch_id, m.position, t.group_id, t.member, m.reward, m.staleness, t.num_tokens
+            FROM batch_members m JOIN trajectories t USING (trajectory_id) ORDER BY m.batch_id, m.position
+        """,
+        "rewards": "SELECT group_id, mean_reward FROM groups ORDER BY group_id",
+    }
+    return {name: workplace.rows(query) for name, query in queries.items()}
+
+
+def test_a_run_that_is_killed_at_every_place_equals_one_that_is_not(two_workplaces: Any) -> None:
+    calm, killed = two_workplaces
+    config = calm.write(game(calm))
+    done = calm.run("finetune", "--config_file", str(config), "--run_id", RUN_ID)
+    assert done.returncode == 0, done.stdout + done.stderr + calm.logs()
+    config = killed.write(game(killed))
+    command = killed.start("finetune", "--config_file", str(config), "--run_id", RUN_ID)
+    try:
+        for count, name in ((2, "producers-1"), (4, "learner-1"), (6, "processors-1")):
+            wait_versions(killed, command, count)
+            victim = child(command, (name,))
+            assert victim is not None, name
+            victim.kill()
+        wait_versions(killed, command, 9)
+        children = psutil.Process(command.pid).children(recursive=True)
+        command.send_signal(signal.SIGKILL)
+        command.wait(30)
+        assert psutil.wait_procs(children, timeout=30)[1] == []
+    finally:
+        command.kill()
+        command.wait()
+    resumed = killed.run("finetune", "--config_file", str(config), "--resume", RUN_ID)
+    assert resumed.returncode == 0, resumed.stdout + resumed.stderr + killed.logs()
+    expected = what_came_of(calm)
+    assert len(expected["versions"]) > EPOCHS // 2
+    assert what_came_of(killed) == expected
