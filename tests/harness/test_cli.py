@@ -36,11 +36,11 @@ def test_help_is_shown_in_under_a_second() -> None:
     began = time.monotonic()
     done = rollstream("--help")
     assert time.monotonic() - began < 1.0
-    for command in ("finetune", "serve", "health", "stop", "status", "runs", "sql", "plot"):
+    for command in ("finetune", "serve", "health", "stop", "status", "runs", "sql", "plot", "dlq"):
         assert command in done.stdout
 
 
-@pytest.mark.parametrize("command", ["finetune", "serve", "health", "stop", "status", "runs", "sql", "plot"])
+@pytest.mark.parametrize("command", ["finetune", "serve", "health", "stop", "status", "runs", "sql", "plot", "dlq"])
 def test_every_command_has_help(command: str) -> None:
     done = rollstream(command, "--help")
     assert done.returncode == 0
