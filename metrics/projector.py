@@ -67,6 +67,7 @@ class Projector:
         self._database.claim_cluster(await self._log.cluster_id())
         self._num_partitions = {topic: await self._log.num_partitions(topic) for topic in TOPICS}
         self._done = await self._start_offsets()
+        await asyncio.to_thread(self._database.write, {}, self._done)  # a partition not read yet must not lose any
         reader = await self._log.reader(self._done)
         try:
             while not self._stopping:

@@ -1,0 +1,100 @@
+"""Positions of producers that the log does not hold: what was committed, what its note points to, what is written."""
+
+import asyncio
+import json
+import re
+import sys
+from pathlib import Path
+
+import pytest
+
+from rollstream.eventlog.log import TopicPartition
+from rollstream.eventlog.memory_log import MemoryLog
+from rollstream.producers.clock import EventClock
+from rollstream.producers.group_run import Producer
+from rollstream.producers.ownership import recover
+from rollstream.producers.steps_writer import StepsWriter
+from rollstream.producers.worker import GROUP, RolloutWorker
+from rollstream.schemas.errors import TruncatedError
+from rollstream.schemas.events import Tick
+
+sys.path.insert(0, str(Path(__file__).parent))
+import worker_rig as r
+
+TICK = Tick(run_id="", time_ms=7, partition=0, owner="p")
+
+
+async def log_with(num_steps):
+    log = MemoryLog(num_partitions=1)
+    for _ in range(num_steps):
+        await log.send(TICK, partition=0)
+    return log
+
+
+def worker_of(log):
+    """A worker that has nothing to roll out."""
+    parts = {"engine": None, "weights": r.Weights(), "rollout": r.Rollouts(), "dead_letter": None}
+    return RolloutWorker(Producer(log=log, slots=asyncio.Semaphore(1), name="p", **parts), tick_interval_s=1)
+
+
+def note(offset):
+    return {0: json.dumps({"steps": offset})}
+
+
+@pytest.mark.parametrize(
+    ("offset", "cut", "told"),
+    [
+        (2, 3, "offset 2 of topic steps partition 0 is not kept: it holds 3 to 4"),
+        (9, 0, "offset 9 of topic steps partition 0 is not kept: it holds 0 to 4; the topic was cut off behind, or"),
+        (2, 5, "offset 2 of topic steps partition 0 is not kept: it is empty at 5"),
+    ],
+)
+def test_a_note_that_points_out_of_the_steps_that_are_kept_is_an_error(offset, cut, told):
+    async def go():
+        log = await log_with(5)
+        log.truncate(TopicPartition("steps", 0), cut)
+        with pytest.raises(TruncatedError, match=re.escape(told)):
+            await recover(log, note(offset))
+
+    asyncio.run(go())
+
+
+def test_steps_that_are_settled_may_be_removed():
+    async def go():
+        log = await log_with(5)
+        assert (await recover(log, note(5)))[0][0].last_event_ms == 7
+        log.truncate(TopicPartition("steps", 0), 5)
+        state, end = (await recover(log, note(5)))[0]
+        assert (state.groups, end) == ({}, 5)
+
+    asyncio.run(go())
+
+
+def test_a_partition_that_begins_anew_under_its_owner_ends_it():
+    async def go():
+        writer = StepsWriter(await log_with(2), 0, EventClock(0), 2)
+        assert await writer.send(TICK) == 2
+        made_again = StepsWriter(await log_with(0), 0, EventClock(0), 3)
+        with pytest.raises(TruncatedError, match="offset 3 of topic steps partition 0 is not kept: it is empty at 0"):
+            await made_again.send(TICK)
+
+    asyncio.run(go())
+
+
+@pytest.mark.parametrize(("committed", "cut"), [(1, 2), (9, 0)])
+def test_a_committed_task_that_is_not_kept_ends_the_worker(committed, cut):
+    async def go():
+        log = MemoryLog(num_partitions=1)
+        for _ in range(4):
+            await log.send_raw("tasks", key=b"x", value=b"{}")
+        member = await log.group_reader(GROUP, ["tasks"])
+        while not member.assigned():
+            await member.poll(timeout_s=0.01)
+        await member.commit({TopicPartition("tasks", 0): committed}, {TopicPartition("tasks", 0): ""})
+        await member.close()
+        log.truncate(TopicPartition("tasks", 0), cut)
+        worker = worker_of(log)
+        with pytest.raises(TruncatedError, match=f"offset {committed} of topic tasks partition 0 is not kept"):
+            await asyncio.wait_for(worker.run(), 20)
+
+    asyncio.run(go())
