@@ -3,6 +3,7 @@
 import json
 import os
 import signal
+import time
 from typing import Any
 
 import psutil
@@ -11,13 +12,15 @@ from killing import child, wait_versions
 
 pytestmark = [pytest.mark.kafka, pytest.mark.slow]
 
-EPOCHS = 40
+EPOCHS = 26
+SESSION_TIMEOUT_S = 6
 ATTEMPTS = EPOCHS * 4 * 4
 
 
-def game(workplace: Any) -> dict[str, Any]:
+def game(workplace: Any, **builder: Any) -> dict[str, Any]:
     """A run that trains something in every epoch."""
-    return workplace.configuration(num_epochs=EPOCHS, session_timeout_s=6) | {"workflow": "python:game.digits"}
+    configuration = workplace.configuration(num_epochs=EPOCHS, session_timeout_s=SESSION_TIMEOUT_S, **builder)
+    return configuration | {"workflow": "python:game.digits"}
 
 
 def assert_whole(workplace: Any) -> None:
@@ -52,6 +55,28 @@ def test_killed_processes_are_started_again_and_nothing_is_lost(workplace: Any, 
             assert victim is not None, name
             victim.kill()
         assert command.wait(180) == 0, workplace.output() + workplace.logs()
+    finally:
+        command.kill()
+        command.wait()
+    assert json.loads(workplace.result.read_text())["status"] == "completed"
+    assert_whole(workplace)
+
+
+def test_zombies_change_nothing(workplace: Any) -> None:
+    """A producer and a processor stop for longer than their session and then go on as if nothing had been."""
+    config = workplace.write(game(workplace, num_producers=2, num_processors=2))
+    command = workplace.start("finetune", "--config_file", str(config), "--result_json_path", str(workplace.result))
+    try:
+        wait_versions(workplace, command, 4)
+        zombies = [child(command, (name,)) for name in ("producers-1", "processors-1")]
+        for zombie in zombies:
+            assert zombie is not None
+            zombie.send_signal(signal.SIGSTOP)
+        time.sleep(SESSION_TIMEOUT_S * 2)
+        for zombie in zombies:
+            if zombie is not None and zombie.is_running():
+                zombie.send_signal(signal.SIGCONT)
+        assert command.wait(240) == 0, workplace.output() + workplace.logs()
     finally:
         command.kill()
         command.wait()
