@@ -1,7 +1,8 @@
-"""A whole run on a fresh workspace: versions a minute, weight pick-up, and the share of time the learner waits.
+"""A whole run on a fresh workspace: versions a minute, weight pick-up, share of time the learner waits, and replays.
 
     python benchmarks/bench_run.py --epochs 60 --repeats 3 --output run.json
 
+Replays are whole commands, the start of broker and libraries included, and are held against the run's own seconds.
 Pick-up counts from the time stamp of WeightsPublished to that of WeightsLoaded, both written on one machine.
 """
 
@@ -12,6 +13,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -22,11 +24,12 @@ from rollstream.eventlog.log import Received, TopicPartition
 from rollstream.schemas.events import StepTrained, WeightsLoaded, WeightsPublished
 
 ROOT = Path(__file__).resolve().parents[1]
+RUN_ID = "bench"
 CLI = [sys.executable, "-m", "rollstream.harness.cli"]
 
 
-def train(workspace: Path, epochs: int) -> None:
-    """The demo's configuration for so many epochs."""
+def train(workspace: Path, epochs: int) -> float:
+    """The demo's configuration for so many epochs; seconds that the run took."""
     model = workspace / "models" / "tiny"
     subprocess.run([*CLI, "tiny-model", str(model), "--seed", "0"], check=True, cwd=ROOT)
     options = {
@@ -34,10 +37,21 @@ def train(workspace: Path, epochs: int) -> None:
         "finetuning.num_epochs": str(epochs),
         "finetuning.output_dir": str(workspace / "output"),
     }
+    result = workspace / "result.json"
     command = [*CLI, "finetune", "--config_file", "examples/guess_number.yaml", "--workspace", str(workspace)]
+    command += ["--run_id", RUN_ID, "--result_json_path", str(result)]
     for key, value in options.items():
         command += ["-o", key, value]
     subprocess.run(command, check=True, cwd=ROOT, stdout=subprocess.DEVNULL)
+    return float(json.loads(result.read_text())["seconds"])
+
+
+def replay(workspace: Path, *options: str) -> float:
+    """Seconds of one replay; it must come out equal."""
+    began = time.monotonic()
+    command = [*CLI, "replay", RUN_ID, *options, "--workspace", str(workspace)]
+    subprocess.run(command, check=True, cwd=ROOT, stdout=subprocess.DEVNULL)
+    return time.monotonic() - began
 
 
 async def read_weights(bootstrap_servers: str) -> list[Received]:
@@ -88,9 +102,19 @@ def one_pass(epochs: int) -> dict[str, float]:
     """One run, then its log."""
     with tempfile.TemporaryDirectory() as folder:
         workspace = Path(folder)
-        train(workspace, epochs)
+        live_s = train(workspace, epochs)
         with EmbeddedBroker(workspace) as bootstrap_servers:
-            return figures(asyncio.run(read_weights(bootstrap_servers)))
+            found = figures(asyncio.run(read_weights(bootstrap_servers)))
+        verify_s, train_s = replay(workspace, "--verify"), replay(workspace, "--train")
+        verify_2_s = replay(workspace, "--verify", "--workers", "2")
+    return found | {
+        "live_s": live_s,
+        "verify_s": verify_s,
+        "verify_2_workers_s": verify_2_s,
+        "train_s": train_s,
+        "live_to_verify": live_s / verify_s,
+        "live_to_train": live_s / train_s,
+    }
 
 
 def main() -> None:
