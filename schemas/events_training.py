@@ -27,7 +27,7 @@ class RunStarted(Event):
     """A run began: its configuration as written (`${ENV}` not expanded) and what it ran on."""
 
     TOPIC: ClassVar[str] = "groups"
-    UNDIGESTED: ClassVar[frozenset[str]] = frozenset({"time_ms", "started_at"})
+    UNDIGESTED: ClassVar[frozenset[str]] = frozenset({"time_ms", "started_at", "is_what_if"})
     kind: Literal["run_started"] = "run_started"
     v: Literal[1] = 1
     name: str
