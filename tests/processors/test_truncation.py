@@ -125,6 +125,7 @@ def test_records_that_are_removed_before_they_are_read_fail_the_host_in_mid_run(
                 await cut(place, 1, newer - 6)
                 host.consumer.resume_partitions(host.consumer.assignment())
                 told = re.fullmatch(r"offset (\d+) of (.*)", await error_of(host))
+                assert told is not None
                 assert told[2] == f"topic steps partition 1 is not kept: it holds {newer - 6} to {newer - 1}"
                 assert end <= int(told[1]) < newer - 6
 
