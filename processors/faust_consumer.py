@@ -26,6 +26,8 @@ POLL_RECORDS = 2048
 FETCH_WAIT_MS = 20
 """A partition whose records were just taken is in no request until the one under way is answered: so long at most."""
 
+NO_PLACE_S = 0.05
+
 
 class _Thread(driver.AIOKafkaConsumerThread):
     """Faust's consumer thread; its client has a fetch size of the largest record and small waits."""
@@ -69,7 +71,8 @@ class Consumer(driver.Consumer):
         try:
             found, active = await self._wait_next_records(timeout)
         except NoOffsetForPartitionError:
-            return  # a partition was looked at before `perform_seek` had told where to begin
+            await self.sleep(NO_PLACE_S)  # a partition was looked at before `perform_seek` had told where to begin
+            return
         except OffsetOutOfRangeError:
             await self._check_kept(self.wanted)
             return
