@@ -6,8 +6,9 @@ import json
 import os
 import signal
 import sys
+import time
 from collections.abc import Awaitable, Callable
-from contextlib import closing
+from contextlib import closing, suppress
 from pathlib import Path
 from typing import TypeVar
 
@@ -28,6 +29,8 @@ from rollstream.schemas.topics import TOPICS
 GROUP = "rollstream-processors"
 SESSION_TIMEOUT_S = 6.0
 RETRY_S = 0.5
+NUDGE_S = 2.0
+FAILPOINT_TIMEOUT_S = 90.0
 PROBE = "probe"
 T = TypeVar("T")
 
@@ -98,14 +101,24 @@ class Cluster:
             await asyncio.sleep(0.05)
         await asyncio.to_thread(self.broker.restart)
 
-    async def kill_at(self, failpoint: str, hit: int, *, timeout_s: float = 90) -> None:
-        """Have the services that pass a failpoint start again with it armed; returns once one has killed itself."""
+    async def kill_at(self, failpoint: str, hit: int, nudge: Callable[[], Awaitable[object]]) -> None:
+        """Have the services that pass a failpoint start again with it armed; returns once one has killed itself.
+
+        `nudge` gives them something to do, now and then.
+        """
         self._environ[failpoints.VARIABLE] = f"{failpoint}:{hit}"
         for name in ["metrics-1"] if failpoint.startswith("metrics/") else self.processors:
             os.kill(await self._pid(name), signal.SIGTERM)
-        async with asyncio.timeout(timeout_s):
-            while not (self.once / failpoint.replace("/", ".")).exists():
-                await asyncio.sleep(0.05)
+        deadline = time.monotonic() + FAILPOINT_TIMEOUT_S
+        while not (self.once / failpoint.replace("/", ".")).exists():
+            self.check()
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"failpoint {failpoint} was not hit {hit} times in {FAILPOINT_TIMEOUT_S:.0f} s")
+            with suppress(TimeoutError):
+                async with asyncio.timeout(NUDGE_S):
+                    while not (self.once / failpoint.replace("/", ".")).exists():
+                        await asyncio.sleep(0.02)
+            await nudge()
         del self._environ[failpoints.VARIABLE]
 
     async def _pid(self, name: str) -> int:

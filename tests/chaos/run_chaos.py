@@ -37,7 +37,7 @@ AHEAD = 0.12
 """Share of the records that are written beyond a fault's place."""
 RESUME_TIMEOUT_S = 120.0
 DONE_TIMEOUT_S = 600.0
-MAX_HIT = 5
+MAX_HIT = 3
 
 
 @dataclass(frozen=True)
@@ -95,7 +95,7 @@ async def run(workspace: Path, workload: Workload, faults: list[Fault], *, worke
             feeder.share = max(feeder.share, fault.share + AHEAD)
             await _until(cluster, feeder, workload, fault.share)
             feeder.share = max(feeder.share, faults[number + 1].share + AHEAD if faults[number + 1 :] else 1.0)
-            seconds = await _strike(cluster, fault)
+            seconds = await _strike(cluster, feeder, fault)
             outcome.num_kills += 1
             outcome.resume_s.setdefault(fault.victim, []).append(seconds)
             cluster.supervisor.progressed()
@@ -130,12 +130,12 @@ async def _until(cluster: Cluster, feeder: Feeder, workload: Workload, share: fl
         await asyncio.sleep(0.2)
 
 
-async def _strike(cluster: Cluster, fault: Fault) -> float:
+async def _strike(cluster: Cluster, feeder: Feeder, fault: Fault) -> float:
     """Kill; seconds until what is written to every partition after that has been read, or projected."""
     letters = (await cluster.log.end_offsets("dlq"))[0]
     began = time.monotonic()
     if fault.hit:
-        await cluster.kill_at(fault.victim, fault.hit)
+        await cluster.kill_at(fault.victim, fault.hit, lambda: _nudge(cluster, feeder, fault))
         began = time.monotonic()
     else:
         await cluster.kill(fault.victim)
@@ -147,6 +147,11 @@ async def _strike(cluster: Cluster, fault: Fault) -> float:
             raise TimeoutError(f"{fault}: not resumed after {RESUME_TIMEOUT_S:.0f} s, see {cluster.workspace}/logs")
         await asyncio.sleep(0.1)
     return time.monotonic() - began
+
+
+async def _nudge(cluster: Cluster, feeder: Feeder, fault: Fault) -> None:
+    feeder.share += 0.01
+    await cluster.probe(f"{fault}, {feeder.share:.2f}")
 
 
 async def _has_resumed(cluster: Cluster, fault: Fault, probes: set[bytes], letters: int, ends: int) -> bool:
@@ -208,7 +213,7 @@ def _tables(path: Path) -> tuple[dict, dict, tuple[int, int]]:
         names = cursor.execute("SELECT table_name FROM duckdb_tables() WHERE schema_name = 'log'").fetchall()
         rows = {name: cursor.execute(f'SELECT * FROM log."{name}" ORDER BY ALL').fetchall() for (name,) in names}
         ledger = cursor.execute("SELECT count(*), count(DISTINCT rollout_id) FROM outcomes").fetchone()
-        return rows, database.offsets(), ledger or (0, 0)
+        return rows, {where: offset for where, offset in database.offsets().items() if offset}, ledger or (0, 0)
     finally:
         database.close()
 
