@@ -1,15 +1,17 @@
 """Command `replay`."""
 
 import asyncio
+import signal
 import sys
 import time
+from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
 
 from rollstream.harness.commands_serve import BOOTSTRAP_SERVERS, WORKSPACE
-from rollstream.harness.workspace import Workspace
+from rollstream.harness.workspace import EMBEDDED, Workspace
 from rollstream.schemas.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -64,6 +66,8 @@ def replay(
         return
     if not verify and not train:
         raise ConfigError("say what to replay: --verify, --train or both, or --what-if FILE")
+    if steps is not None and not train:
+        raise ConfigError("--steps says which versions to train again: give --train with it")
     first, last = _range(steps)
     request = Request(run, verify, train, epoch, first, last, workers, any_libraries)
     place = Workspace(workspace)
@@ -86,7 +90,12 @@ def _what_if(run: str, file: Path, place: Workspace, bootstrap_servers: str | No
     from rollstream.harness.replay import what_if_run
     from rollstream.harness.workspace import broker_of
 
-    with broker_of(place, bootstrap_servers) as address:
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.default_int_handler)  # the run that was begun is ended in order
+    with ExitStack() as held:
+        if (bootstrap_servers or place.remembered_broker()) == EMBEDDED:
+            held.enter_context(place.in_use("what-if"))  # a run's learner would take the job away
+        address = held.enter_context(broker_of(place, bootstrap_servers))
         outcome = asyncio.run(what_if_run(address, place, run, file, _tell))
     _tell("")
     left_out = ", ".join(f"{number} {cause}" for cause, number in sorted(outcome.rejected.items())) or "none"

@@ -36,7 +36,7 @@ def parse_fork(text: str) -> ForkPoint:
 async def check_fork(log: EventLog, artifacts: ArtifactStore, config: RunConfig, point: ForkPoint) -> None:
     """Raises ConfigError if the log has no such version, or a run of this configuration cannot begin from it."""
     published = await _published(log, point)
-    wrong = _misfit(published, config)
+    wrong = misfit(published, config)
     if wrong:
         raise ConfigError(f"--fork {told(point)}: {wrong}")
     try:
@@ -70,7 +70,7 @@ async def _published(log: EventLog, point: ForkPoint) -> WeightsPublished:
     return versions[point.version]
 
 
-def _misfit(published: WeightsPublished, config: RunConfig) -> str:
+def misfit(published: WeightsPublished, config: RunConfig) -> str:
     """Why a run of this configuration cannot begin from these weights; empty if it can."""
     model = config.adapter.model
     wanted = "lora" if model.lora else "full"

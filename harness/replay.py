@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from rollstream.eventlog.artifacts import ArtifactStore
 from rollstream.harness import replay_verify
-from rollstream.harness.replay_report import Report
+from rollstream.harness.replay_report import Report, compare_log
 from rollstream.harness.replay_source import RunEvents, Source, of_type, read_run
 from rollstream.harness.workspace import Workspace
 from rollstream.schemas.errors import ConfigError
@@ -39,8 +39,9 @@ async def replay_run(source: Source, place: Workspace, request: Request, tell: C
         tell(f"reading run {request.run_id}")
         events = await read_run(log, request.run_id)
         artifacts = artifacts or ArtifactStore(str(place.folder / "artifacts"))
+        compare_log(events, report)
         if request.verify:
-            report = await replay_verify.verify(
+            verified = await replay_verify.verify(
                 log,
                 events,
                 artifacts,
@@ -50,6 +51,7 @@ async def replay_run(source: Source, place: Workspace, request: Request, tell: C
                 workers=request.workers,
                 tell=tell,
             )
+            report.add(verified)
         if request.train:
             from rollstream.harness.replay_train import check_libraries, train
 
@@ -59,8 +61,7 @@ async def replay_run(source: Source, place: Workspace, request: Request, tell: C
             if request.epoch is not None and first is None and last is None:
                 first, last = versions_of_epoch(events, request.epoch)
             trained = await train(log, events, artifacts, checkpoints=checkpoints, first=first, last=last, tell=tell)
-            report.counts |= trained.counts
-            report.differences += trained.differences
+            report.add(trained)
     return report
 
 
@@ -78,9 +79,10 @@ async def what_if_run(
 
 
 def versions_of_epoch(events: RunEvents, epoch: int) -> tuple[int, int]:
-    """First and last version that an epoch's manifests yielded. Raises ConfigError if it has none."""
-    batches = of_type(events.by_topic.get("batches", ()), BatchPlanned)
-    found = [event.yields_version for event, _ in batches if event.epoch == epoch]
+    """First and last version that an epoch of the run's last job yielded. Raises ConfigError if it has none."""
+    batches = [event for event, _ in of_type(events.by_topic.get("batches", ()), BatchPlanned)]
+    last_job = batches[-1].job_id if batches else ""
+    found = [event.yields_version for event in batches if event.epoch == epoch and event.job_id == last_job]
     if not found:
         raise ConfigError(f"run {events.run_id} trained nothing in epoch {epoch}")
     return min(found), max(found)

@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Any
 
+from rollstream.harness.replay_source import RunEvents
 from rollstream.schemas.base import Event
 
 MISSING = "nothing"
@@ -34,9 +35,25 @@ class Report:
         """Add to the number of things of one name that were compared."""
         self.counts[what] = self.counts.get(what, 0) + number
 
+    def add(self, other: "Report") -> None:
+        """Take in what another replay found."""
+        for what, number in other.counts.items():
+            self.count(what, number)
+        self.differences += other.differences
+
     def differ(self, stage: str, what: str, recorded: str, replayed: str) -> None:
         """Note a difference."""
         self.differences.append(Difference(stage, what, recorded, replayed))
+
+
+def compare_log(events: RunEvents, report: Report) -> None:
+    """Note records of one event that say different things, and such as are no events and have no dead letter."""
+    for first, second in events.twice:
+        where = second.position
+        what = f"{first.event.event_id} at {where.topic} {where.partition}@{where.offset}"
+        report.differ("log", what, first.digest, second.digest)
+    for what in events.damaged:
+        report.differ("log", what, "an event", "none")
 
 
 def first_field(recorded: Event, replayed: Event) -> tuple[str, str, str]:

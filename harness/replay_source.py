@@ -85,20 +85,25 @@ class RunEvents:
         first = self.by_id.setdefault(received.event.event_id, received)
         if first is received:
             self.by_topic.setdefault(record.topic, []).append(received)
-        elif first.digest != received.digest:
+        elif first.digest != received.digest and not isinstance(received.event, RunEnded):  # its first one counts
             self.twice.append((first, received))
 
 
 async def read_run(log: EventLog, run_id: str) -> RunEvents:
-    """All that `groups`, `tasks`, `batches`, `jobs` and `weights` hold of a run. Raises ConfigError, LogError."""
+    """All that `groups`, `tasks`, `batches`, `jobs` and `weights` hold of a run. Raises ConfigError, LogError.
+
+    Of a run that goes on, what caused something is read at least as far as what came of it.
+    """
     events = RunEvents(run_id)
     async for record in read(log, "dlq"):
         try:
             events.dead.add(dead_letters.origin(record.headers))
         except LogError:
             continue
-    for topic in ("groups", "tasks", "batches", "jobs", "weights"):
-        async for record in read(log, topic):
+    effects_first = ("weights", "jobs", "tasks", "batches", "groups")
+    ends = {topic: await log.end_offsets(topic) for topic in effects_first}
+    for topic in reversed(effects_first):
+        async for record in read(log, topic, ends=ends[topic]):
             events.take(record)
     _ = events.started
     return events

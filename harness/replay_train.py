@@ -71,10 +71,13 @@ async def train(
     disable_progress_bar()
     report = Report()
     jobs = recorded_jobs(events)
-    if not any(_in_range(job, first, last) for job in jobs):
-        trained = sorted(version for job in jobs for version in job.steps)
-        known = f"it has {trained[0]} to {trained[-1]}" if trained else "nothing was trained"
-        raise ConfigError(f"run {events.run_id} has no versions in the range asked for: {known}")
+    trained = sorted(version for job in jobs for version in job.steps)
+    for bound in (first, last):
+        if bound is not None and bound not in trained:
+            known = f"it has {trained[0]} to {trained[-1]}" if trained else "nothing was trained"
+            raise ConfigError(f"run {events.run_id} has no version {bound}: {known}")
+    if not trained:
+        raise ConfigError(f"run {events.run_id} has trained nothing yet")
     for job in jobs:
         versions = _in_range(job, first, last)
         if not versions:
@@ -83,14 +86,19 @@ async def train(
         usable = checkpoints if first is not None else None
         version = retraining.begin(artifacts, usable, version=versions[0] - 1)
         tell(f"job {job.submitted.job_id}: from version {version}, to {versions[-1]}")
+        missing = set(range(versions[0], versions[-1] + 1))
         async for recorded, replayed in retraining.steps(log, until=versions[-1]):
             report.count("training steps")
+            missing.discard(replayed.version)
             tell(f"version {replayed.version} of {versions[-1]}")
             if codec.content_digest(recorded) != codec.content_digest(replayed):
                 path, ours, theirs = first_field(recorded, replayed)
                 what = f"version {recorded.version} ({recorded.batch_id}): {path}"
                 report.differ("training", what, ours, theirs)
                 return report
+        for version in sorted(missing):
+            recorded_as = "trained" if version in job.steps else "nothing"
+            report.differ("training", f"version {version}", recorded_as, "nothing: a manifest or step is missing")
     return report
 
 

@@ -17,14 +17,17 @@ from rollstream.eventlog import codec
 from rollstream.eventlog.artifacts import ArtifactStore
 from rollstream.eventlog.log import EventLog, TopicPartition
 from rollstream.harness import config_file, replay_assembly, what_if_plan
+from rollstream.harness.fork import misfit
 from rollstream.harness.plan import library_versions
 from rollstream.harness.preflight import check_names
 from rollstream.harness.replay_source import RunEvents, of_type, read_run
 from rollstream.harness.replay_verify import dataset_of
+from rollstream.harness.replay_weights import log_state
 from rollstream.harness.settings import TRAINING, JobSpec, jobs_of
 from rollstream.harness.what_if_rewards import Grading, grade
 from rollstream.schemas import ids
 from rollstream.schemas.base import Event
+from rollstream.schemas.config import RunConfig
 from rollstream.schemas.errors import ConfigError, FencedError, RunFailedError
 from rollstream.schemas.events import (
     BatchPlanned,
@@ -71,6 +74,7 @@ async def what_if(
     spec = jobs_of(loaded.config, run_id, is_fork=True)[-1]
     recorded = _recorded_job(events)
     what_if_plan.check(recorded, spec)
+    _check_beginning(events, recorded, loaded.config)
     check_names(loaded.config)
     dataset = dataset_of(events, artifacts)
     rewards = await _rewards(log, events, recorded, spec, tell)
@@ -110,6 +114,23 @@ def _recorded_job(events: RunEvents) -> JobStarted:
         if job.job_id == ids.job_id(events.run_id, TRAINING):
             return job
     raise ConfigError(f"run {events.run_id} has recorded no rollouts of its policy to train on again")
+
+
+def _check_beginning(events: RunEvents, recorded: JobStarted, config: RunConfig) -> None:
+    """Raises ConfigError if the job would begin with another policy, or on other examples, than were recorded."""
+    before = config_file.resolve(dict(events.started.config)).config
+    for name, ours, theirs in (
+        ("the dataset", before.dataset, config.dataset),
+        ("seed", before.adapter.seed, config.adapter.seed),
+    ):
+        if ours != theirs:
+            raise ConfigError(f"{name} cannot change in a what-if: the rollouts were made with {ours}")
+    base = log_state(events).group(recorded.model_group).published.get(recorded.base_version)
+    if base is None:
+        raise ConfigError(f"run {events.run_id} has no version {recorded.base_version} to begin from")
+    wrong = misfit(base, config)
+    if wrong:
+        raise ConfigError(f"version {recorded.base_version} of run {events.run_id} does not fit: {wrong}")
 
 
 async def _rewards(

@@ -95,12 +95,14 @@ def replan(
                 moved = _moved(output, spec, run_id, previous)
                 made.events.append(moved)
                 previous = codec.content_digest(moved) if isinstance(moved, BatchPlanned) else previous
+    while made.events and not isinstance(made.events[-1], EpochSealed):
+        made.events.pop()  # of an epoch that never came to its end
     if not made.num_batches:
-        causes = ", ".join(f"{number} {cause}" for cause, number in made.rejected.items()) or "no group was closed"
+        causes = (
+            ", ".join(f"{number} {cause}" for cause, number in made.rejected.items()) or "no epoch has come to its end"
+        )
         raise ConfigError(f"nothing is left to train: {causes}")
-    last = made.events[-1]
-    if isinstance(last, EpochSealed):
-        made.events[-1] = last.model_copy(update={"is_last": True})
+    made.events[-1] = made.events[-1].model_copy(update={"is_last": True})
     return made
 
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any, cast
 
 from rollstream.eventlog import codec
-from rollstream.eventlog.log import EventLog
+from rollstream.eventlog.log import EventLog, Record
 from rollstream.harness.replay_assembly import Range
 from rollstream.harness.replay_source import read
 from rollstream.processors.trajectories import sum_rewards
@@ -13,7 +13,8 @@ from rollstream.producers import registry
 from rollstream.producers.rewards import FinishedRollout, evaluate
 from rollstream.schemas import ids
 from rollstream.schemas.errors import DecodeError
-from rollstream.schemas.events import RewardRecorded, RolloutEnded, RolloutStarted, StepRecorded
+from rollstream.schemas.events import RewardRecorded, RolloutEnded, RolloutFailed, RolloutStarted, StepRecorded
+from rollstream.schemas.events_rollouts import RolloutEvent
 from rollstream.schemas.settings import RolloutSettings
 
 
@@ -50,14 +51,10 @@ async def grade(log: EventLog, parts: Iterable[Range], grading: Grading) -> dict
     found: dict[str, float] = {}
     for part in parts:
         attempts: dict[str, _Attempt] = {}
+        decided: set[str] = set()
         async for record in read(log, "steps", {part.partition: part.first}, {part.partition: part.end}):
-            if record.offset in part.dead:
-                continue
-            try:
-                event = codec.decode(record).event
-            except DecodeError:
-                continue
-            if event.run_id != part.run_id:
+            event = _event_of(record, part)
+            if event is None or event.rollout_id in decided:
                 continue
             match event:
                 case RolloutStarted():
@@ -67,10 +64,24 @@ async def grade(log: EventLog, parts: Iterable[Range], grading: Grading) -> dict
                 case RewardRecorded():
                     attempts.setdefault(event.rollout_id, _Attempt()).rewards.setdefault(event.reward_index, event)
                 case RolloutEnded() if event.rollout_id in attempts:
+                    decided.add(event.rollout_id)
                     found |= await _grade(event, attempts.pop(event.rollout_id), grading)
+                case RolloutFailed():
+                    decided.add(event.rollout_id)
                 case _:
                     pass
     return found
+
+
+def _event_of(record: Record, part: Range) -> RolloutEvent | None:
+    """What a record says of an attempt of the run, if anything."""
+    if record.offset in part.dead:
+        return None
+    try:
+        event = codec.decode(record).event
+    except DecodeError:
+        return None
+    return event if isinstance(event, RolloutEvent) and event.run_id == part.run_id else None
 
 
 async def _grade(ended: RolloutEnded, attempt: _Attempt, grading: Grading) -> dict[str, float]:

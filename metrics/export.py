@@ -155,6 +155,11 @@ class _Export:
         """Raises ConfigError if there is no such run, TruncatedError if some of it is gone."""
         if self._needs.started is None:
             raise ConfigError(f"no run is called {self._run_id}; `rollstream runs` lists them")
+        if self._needs.started.is_what_if and self._needs.started.parent is not None:
+            parent = self._needs.started.parent.run_id
+            raise ConfigError(
+                f"run {self._run_id} is a what-if: it was trained on what run {parent} holds; export that"
+            )
         for topic, needed in (("steps", self._needs.first_steps), ("trajectories", self._needs.first_trajectory)):
             for number, first in needed.items():
                 kept = self._ranges[topic][number]

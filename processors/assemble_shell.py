@@ -141,7 +141,7 @@ class AssembleShell:
                 known.state.next_offset = record.offset + 1
                 self._begin(known, record.offset, self._bury(record, error, "assemble"))
             except FoldError as error:
-                if is_broken(known.unfolded, record.offset):
+                if is_broken(known.unfolded | dead, record.offset):
                     raise
                 logger.error("%s; it goes to the dead letters", error, exc_info=error.__cause__)
                 self._begin(known, record.offset, self._bury(record, error.__cause__ or error, "fold"))

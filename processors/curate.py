@@ -164,6 +164,8 @@ def _abandon_idle_runs(state: CurateState, event: Event) -> list[Event]:
         if run_id == event.run_id:
             run.idle_since_ms.clear()
             continue
+        if run.started.is_what_if:
+            continue  # it has no rollouts that could keep it going
         idle_ms = event.time_ms - run.idle_since_ms.setdefault(clock, event.time_ms)
         timeout_s = run.started.idle_timeout_s
         if idle_ms > timeout_s * 1000 and not run.is_abandoned:

@@ -151,7 +151,7 @@ class CurateShell:
         except DecodeError as error:
             await self._bury(record, error, "curate")
         except FoldError as error:
-            if is_broken(fold.unfolded, record.offset):
+            if is_broken(fold.unfolded | self._buried.offsets(GROUPS), record.offset):
                 raise
             logger.error("%s; it goes to the dead letters", error, exc_info=error.__cause__)
             await self._bury(record, error.__cause__ or error, "fold")

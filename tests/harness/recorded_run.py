@@ -170,6 +170,11 @@ class RecordedRun:
         ]
         return found[nth]
 
+    def remove(self, topic, kind, nth=0):
+        """Put a repeat of the partition's first record in the place of the nth of a kind."""
+        records, index = self.find(topic, kind, nth)
+        records[index] = replace(records[0], offset=records[index].offset)
+
     def change(self, topic, kind, old, new, nth=0):
         """Change bytes of the nth record that holds them; returns its position as text."""
         records, index = self.find(topic, kind, nth, old)

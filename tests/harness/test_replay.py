@@ -8,7 +8,7 @@ import pytest
 from recorded_run import EPOCHS, JOB, RecordedRun
 
 from rollstream.harness import replay_assembly
-from rollstream.harness.replay_report import first_field
+from rollstream.harness.replay_report import Report, compare_log, first_field
 from rollstream.harness.replay_source import read_run
 from rollstream.harness.replay_train import check_libraries, train
 from rollstream.harness.replay_verify import verify
@@ -39,7 +39,10 @@ def run(recorded):
 def verified(run, **options):
     async def go():
         events = await read_run(run.log, "replayed")
-        return await verify(run.log, events, run.artifacts, checkpoints=run.checkpoints, **options)
+        report = Report()
+        compare_log(events, report)
+        report.add(await verify(run.log, events, run.artifacts, checkpoints=run.checkpoints, **options))
+        return report
 
     return asyncio.run(go())
 
@@ -99,10 +102,8 @@ def test_repeated_records_are_no_difference(run):
 
 
 def test_an_open_run_is_verified_as_far_as_it_has_come(run):
-    records, index = run.find("groups", RunEnded.model_fields["kind"].default)
-    del records[index]
-    records, index = run.find("batches", "epoch_sealed", EPOCHS - 1)
-    del records[index]
+    run.remove("groups", "run_ended")
+    run.remove("batches", "epoch_sealed", -1)
     assert verified(run).differences == []
 
 
@@ -221,11 +222,31 @@ def test_other_library_versions_are_refused_and_both_sides_named(run):
         check_libraries(events.started)
 
 
+def test_a_step_or_manifest_that_is_missing_in_the_middle_is_no_equal_training(run):
+    for topic, kind in (("weights", "step_trained"), ("batches", "batch_planned")):
+        records, index = run.find(topic, kind, 1)
+        kept = records[index]
+        run.remove(topic, kind, 1)
+        assert only_difference(trained(run)).startswith("training: version 2")
+        records[index] = kept
+
+
+def test_answers_to_a_stop_that_nobody_has_given_yet_are_no_difference(run):
+    for topic, kind in (("groups", "group_closed"), ("batches", "batch_planned"), ("batches", "epoch_sealed")):
+        run.remove(topic, kind, -1)
+    report = verified(run)
+    assert report.differences == []
+    assert report.counts["answers to the run's end that are not sent yet"] > 0
+
+
 def test_unknown_runs_and_ranges_are_refused(run):
     with pytest.raises(ConfigError, match="no run is called other"):
         asyncio.run(read_run(run.log, "other"))
-    with pytest.raises(ConfigError, match="it has 1 to 3"):
-        trained(run, first=9)
+    for bounds in ({"first": 9}, {"last": 4}, {"first": 0}):
+        with pytest.raises(ConfigError, match="it has 1 to 3"):
+            trained(run, **bounds)
+    with pytest.raises(ConfigError, match="no group of epoch 9"):
+        verified(run, epoch=9)
 
 
 def test_a_dataset_that_is_gone_is_named(run, tmp_path):

@@ -102,6 +102,15 @@ def test_other_weights_of_recorded_rewards_need_no_function(recorded):
     assert [member.reward for member in batches_of(events)[0].members] == [0.0, -2.0, -4.0, -6.0] * 2
 
 
+def test_repeated_records_of_an_attempt_change_no_reward(recorded):
+    for kind in ("step_recorded", "rollout_ended"):
+        records, index = recorded.find("steps", kind, 3)
+        kept = records[index]
+        asyncio.run(recorded.log.send_raw("steps", key=kept.key, value=kept.value))
+    _, events = asked(recorded, {"trajectory_builders": {"rollouts": {"reward_weights": {"task": 2.0}}}})
+    assert [member.reward for member in batches_of(events)[0].members] == [0.0, 2.0, 4.0, 6.0] * 2
+
+
 def test_a_reward_that_leaves_nothing_to_train_or_fails_is_told(recorded, monkeypatch):
     (recorded.folder / "what_if_reward.py").write_text(REWARD)
     monkeypatch.syspath_prepend(recorded.folder)
@@ -120,6 +129,8 @@ def test_a_reward_that_leaves_nothing_to_train_or_fails_is_told(recorded, monkey
         ({"trainer_adapters": {"learner": {"max_staleness": 2}}}, "max_staleness can only be tightened"),
         ({"finetuning": {"num_epochs": 9}}, "num_epochs cannot change"),
         ({"trajectory_builders": {"rollouts": {"max_turns": 3}}}, "max_turns cannot change"),
+        ({"trainer_adapters": {"learner": {"seed": 3}}}, "seed cannot change"),
+        ({"trainer_adapters": {"learner": {"model": {"lora": {"rank": 2}}}}}, "does not fit: it has full weights"),
         ({"trajectory_builders": {"rollouts": {"nonsense": 3}}}, "nonsense"),
     ],
 )
