@@ -40,13 +40,14 @@ check: setup ## Lint, format, types, architecture and packaging
 	$(BIN)/python -m pytest -q tests/test_architecture.py tests/test_packaging.py
 
 test: setup ## Everything that a fresh machine can run
-	$(BIN)/python -m pytest -q --durations=10 tests
+	$(BIN)/python -m pytest -q --durations=10 -m "not chaos" tests
 
 bench: .venv/.ready ## Speed: medians of three beside their limits; JSON in benchmarks/results
 	$(BIN)/python benchmarks/run.py
 
 chaos: .venv/.ready ## Kill real processes in mid-workload and compare with the oracle (CHAOS="--steps 5000" for less)
 	$(BIN)/python tests/chaos/run_chaos.py $(CHAOS)
+	$(BIN)/python -m pytest -q -m chaos tests
 
 clean: ## Remove what the targets made (not the workspaces of your runs)
 	rm -rf .venv .typecheck .cache build dist *.egg-info .pytest_cache .ruff_cache .hypothesis

@@ -7,7 +7,7 @@ import pytest
 
 from rollstream.eventlog.failpoints import FAILPOINTS, ONCE, VARIABLE
 
-pytestmark = [pytest.mark.kafka, pytest.mark.slow]
+pytestmark = [pytest.mark.kafka, pytest.mark.slow, pytest.mark.chaos, pytest.mark.timeout(600)]
 
 EPOCHS = 24
 HITS = {"producer/during-hand-over": 1}
@@ -23,7 +23,9 @@ def test_a_run_that_is_killed_once_at_every_failpoint_comes_to_its_end(workplace
     )
     environment = {VARIABLE: ",".join(f"{name}:{hit}" for name, hit in armed.items()), ONCE: str(once)}
     done = workplace.run(
-        *("finetune", "--config_file", str(config), "--result_json_path", str(workplace.result)), **environment
+        *("finetune", "--config_file", str(config), "--result_json_path", str(workplace.result)),
+        timeout=500,
+        **environment,
     )
     assert done.returncode == 0, done.stdout + done.stderr + workplace.logs()
     assert {path.name.replace(".", "/") for path in once.iterdir()} == set(FAILPOINTS)

@@ -141,7 +141,7 @@ def test_a_broker_ends_with_its_parent_however_it_goes(
     pid = told(workspace)["broker_pid"]
     guard = psutil.Process(pid).ppid()
     parent.send_signal(how)
-    parent.wait(30)
+    parent.wait(60)
     await_end(pid)
     await_end(guard)
     with EmbeddedBroker(workspace) as again:
