@@ -6,7 +6,7 @@ clock, randomness or disk: time is what the records say.
 """
 
 from collections.abc import Callable
-from typing import cast
+from typing import Any, cast
 
 from rollstream.eventlog import codec
 from rollstream.eventlog.log import Received
@@ -16,11 +16,9 @@ from rollstream.processors.trajectories import assemble
 from rollstream.schemas.base import Event
 from rollstream.schemas.errors import DecodeError
 from rollstream.schemas.events_rollouts import (
-    GroupEvent,
     GroupStarted,
     RewardRecorded,
     RolloutEnded,
-    RolloutEvent,
     RolloutFailed,
     RolloutStarted,
     StepRecorded,
@@ -39,13 +37,13 @@ def evolve(state: AssemblyState, received: Received) -> list[Closing]:
 
     First the record's time passes (groups whose deadline it reaches close), then what it says counts.
     """
-    event = received.event
+    event: Any = received.event  # the table of handlers knows its type
     state.next_offset = received.position.offset + 1
     closings = _time_out(state, received) if event.time_ms >= state.next_deadline_ms else []
-    handler = _HANDLERS.get(type(event))
+    handler = _HANDLERS.get(type(received.event))
     if handler is None:
         return closings
-    group = state.groups.get(cast(GroupEvent, event).group_id)
+    group = state.groups.get(event.group_id)
     if group is None:
         return closings + _open_group(state, received) if type(event) is GroupStarted else closings
     if handler(group, event, received.digest) and len(group.settled) == group.started.size:
@@ -92,8 +90,7 @@ def _attempt_of(group: OpenGroup, rollout_id: str) -> Attempt | None:
     return attempt
 
 
-def _take_step(group: OpenGroup, event: Event, digest: str) -> bool:
-    step = cast(StepRecorded, event)
+def _take_step(group: OpenGroup, step: StepRecorded, digest: str) -> bool:
     attempt = group.attempts.get(step.rollout_id) or _attempt_of(group, step.rollout_id)
     if attempt is None or attempt.outcome is not None:
         return False
@@ -108,8 +105,7 @@ def _take_step(group: OpenGroup, event: Event, digest: str) -> bool:
     return False
 
 
-def _take_reward(group: OpenGroup, event: Event, digest: str) -> bool:
-    reward = cast(RewardRecorded, event)
+def _take_reward(group: OpenGroup, reward: RewardRecorded, digest: str) -> bool:
     attempt = _attempt_of(group, reward.rollout_id)
     if attempt is None or attempt.outcome is not None:
         return False
@@ -122,13 +118,12 @@ def _take_reward(group: OpenGroup, event: Event, digest: str) -> bool:
     return False
 
 
-def _start_attempt(group: OpenGroup, event: Event, digest: str) -> bool:
-    _attempt_of(group, cast(RolloutEvent, event).rollout_id)
+def _start_attempt(group: OpenGroup, started: RolloutStarted, digest: str) -> bool:
+    _attempt_of(group, started.rollout_id)
     return False
 
 
-def _end_attempt(group: OpenGroup, event: Event, digest: str) -> bool:
-    ended = cast(RolloutEnded, event)
+def _end_attempt(group: OpenGroup, ended: RolloutEnded, digest: str) -> bool:
     attempt = _attempt_of(group, ended.rollout_id)
     if attempt is None or attempt.outcome is not None:
         return False
@@ -144,8 +139,7 @@ def _end_attempt(group: OpenGroup, event: Event, digest: str) -> bool:
     return _settle(group, attempt)
 
 
-def _fail_attempt(group: OpenGroup, event: Event, digest: str) -> bool:
-    failed = cast(RolloutFailed, event)
+def _fail_attempt(group: OpenGroup, failed: RolloutFailed, digest: str) -> bool:
     attempt = _attempt_of(group, failed.rollout_id)
     if attempt is None or attempt.outcome is not None:
         return False
@@ -201,7 +195,7 @@ def _ignore(group: OpenGroup, event: Event, digest: str) -> bool:
     return False
 
 
-_HANDLERS: dict[type[Event], Callable[[OpenGroup, Event, str], bool]] = {
+_HANDLERS: dict[type[Event], Callable[[OpenGroup, Any, str], bool]] = {
     GroupStarted: _ignore,
     RolloutStarted: _start_attempt,
     StepRecorded: _take_step,

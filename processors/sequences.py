@@ -86,7 +86,8 @@ def _extend(sequence: _Growing, call: LLMCall, step_index: int) -> None:
     sequence.append(_unpack(call.prompt_ids))
     completion = _unpack(call.completion_ids)
     length = len(completion) // TOKEN_BYTES
-    if call.spans and sum(span.length for span in call.spans) != length:
+    spans = call.spans
+    if spans and (spans[0].length if len(spans) == 1 else sum(span.length for span in spans)) != length:
         raise DecodeError(f"its version spans do not add up to {length} completion tokens")
     if call.logprobs is None:
         sequence.has_logprobs = False
@@ -95,9 +96,7 @@ def _extend(sequence: _Growing, call: LLMCall, step_index: int) -> None:
         if len(logprobs) != len(completion):
             raise DecodeError(f"{len(logprobs) // TOKEN_BYTES} log-probabilities for {length} completion tokens")
         sequence.logprobs.append(logprobs)
-    sequence.completions.append(
-        {"start": sequence.length, "length": length, "step_index": step_index, "spans": call.spans}
-    )
+    sequence.completions.append({"start": sequence.length, "length": length, "step_index": step_index, "spans": spans})
     sequence.append(completion)
 
 

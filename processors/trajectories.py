@@ -49,7 +49,7 @@ def assemble(started: GroupStarted, attempt: Attempt, ended: RolloutEnded) -> As
     rewards = sorted(attempt.rewards, key=_BY_REWARD)
     trajectories: list[TrajectoryAssembled] = []
     for agent in agents_of(started, attempt.agents):
-        own = [step for step in calls if step.agent == agent]
+        own = calls if attempt.agents == {agent} else [step for step in calls if step.agent == agent]
         sums = sum_rewards(rewards, agent, started.reward_weights)
         sequences = join_calls(own)
         _check_size(sequences)
@@ -107,8 +107,13 @@ def sum_rewards(rewards: Iterable[RewardRecorded], agent: str, weights: dict[str
 
 def reference(trajectory: TrajectoryAssembled) -> MemberRef:
     """What a closed group says of a trajectory."""
-    completions = [part for sequence in trajectory.sequences for part in sequence.completions]
-    versions = {span.version for part in completions for span in part.spans if span.length}
+    num_completion_tokens, versions = 0, set[int]()
+    for sequence in trajectory.sequences:
+        for part in sequence.completions:
+            num_completion_tokens += part.length
+            for span in part.spans:
+                if span.length:
+                    versions.add(span.version)
     return MemberRef(
         trajectory_id=trajectory.trajectory_id,
         rollout_id=trajectory.rollout_id,
@@ -117,7 +122,7 @@ def reference(trajectory: TrajectoryAssembled) -> MemberRef:
         digest=codec.content_digest(trajectory),
         reward=trajectory.reward,
         num_tokens=sum(tokens.count(sequence.token_ids) for sequence in trajectory.sequences),
-        num_completion_tokens=sum(part.length for part in completions),
+        num_completion_tokens=num_completion_tokens,
         min_version=min(versions, default=0),
         max_version=max(versions, default=0),
         has_logprobs=all(sequence.logprobs is not None for sequence in trajectory.sequences),
