@@ -14,6 +14,7 @@ pytestmark = [pytest.mark.kafka, pytest.mark.slow]
 
 EPOCHS = 26
 SESSION_TIMEOUT_S = 6
+SERVICES = ("producers-1", "processors-1", "learner-1", "metrics-1")
 ATTEMPTS = EPOCHS * 4 * 4
 
 
@@ -55,6 +56,29 @@ def test_killed_processes_are_started_again_and_nothing_is_lost(workplace: Any, 
             assert victim is not None, name
             victim.kill()
         assert command.wait(180) == 0, workplace.output() + workplace.logs()
+    finally:
+        command.kill()
+        command.wait()
+    assert json.loads(workplace.result.read_text())["status"] == "completed"
+    assert_whole(workplace)
+
+
+@pytest.mark.chaos
+@pytest.mark.timeout(900)
+def test_every_process_is_killed_three_times_after_a_fifth_of_the_run(workplace: Any) -> None:
+    config = workplace.write(game(workplace))
+    command = workplace.start("finetune", "--config_file", str(config), "--result_json_path", str(workplace.result))
+    victims = [*SERVICES, "kafka.Kafka"] * 3
+    try:
+        for number, name in enumerate(victims):
+            wait_versions(workplace, command, EPOCHS // 5 + number)
+            victim = child(command, (name,))
+            assert victim is not None, name
+            began = time.monotonic()
+            victim.kill()
+            wait_versions(workplace, command, EPOCHS // 5 + number + 1)
+            print(f"{name}: the next version after {time.monotonic() - began:.1f} s")
+        assert command.wait(240) == 0, workplace.output() + workplace.logs()
     finally:
         command.kill()
         command.wait()
