@@ -22,10 +22,15 @@ def child(command: subprocess.Popen[str], words: tuple[str, ...]) -> psutil.Proc
 def wait_versions(workplace: Any, command: subprocess.Popen[str], count: int) -> None:
     """Until so many weight versions are published."""
     deadline = time.monotonic() + 120
-    log = workplace.workspace / "logs" / "producers-1.log"
     while time.monotonic() < deadline:
         assert command.poll() is None, workplace.output() + workplace.logs()
-        if log.exists() and log.read_text().count(" loaded model_group=") > count:
+        if versions_loaded(workplace) > count:
             return
         time.sleep(0.05)
     raise AssertionError(f"no {count} versions\n{workplace.output()}\n{workplace.logs()}")
+
+
+def versions_loaded(workplace: Any) -> int:
+    """How often an engine of the first producers process has loaded a version so far."""
+    log = workplace.workspace / "logs" / "producers-1.log"
+    return log.read_text().count(" loaded model_group=") if log.exists() else 0
