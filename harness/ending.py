@@ -13,6 +13,7 @@ from rollstream.schemas.errors import RollstreamError
 from rollstream.schemas.events import RunEnded
 
 CATCH_UP_TIMEOUT_S = 60.0
+RETRY_S = 0.2
 SHARE_SHOWN = 10
 """Rewards are compared between the first and the last tenth of the last job's epochs."""
 
@@ -72,12 +73,16 @@ async def end(log: EventLog, artifacts: ArtifactStore, progress: Progress, run: 
 
 
 async def let_metrics_catch_up(workspace: Path) -> None:
-    """Wait until the projector has everything that is in the log now; a failure is only logged."""
-    from rollstream.metrics.client import query
+    """Wait until the projector has everything that is in the log now; a failure is only logged.
+
+    A projector that is just being started again is waited for, and the file left to it.
+    """
+    from rollstream.metrics.client import is_caught_up
 
     try:
         async with asyncio.timeout(CATCH_UP_TIMEOUT_S):
-            await asyncio.to_thread(query, workspace, "SELECT 1", fresh=True)
+            while not await asyncio.to_thread(is_caught_up, workspace):
+                await asyncio.sleep(RETRY_S)
     except (RollstreamError, TimeoutError) as error:
         logger.warning("the metrics have not caught up: %s", error)
 

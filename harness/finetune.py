@@ -6,10 +6,10 @@ import shutil
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from contextlib import AsyncExitStack, ExitStack, contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from rollstream.eventlog.broker import EmbeddedBroker
 from rollstream.eventlog.log import EventLog
@@ -130,7 +130,8 @@ async def _run(
         progress = await _conduct(log, run, supervisor, broker, place, display)
         display.finish(progress)
         outcome = await ending.end(log, artifacts, progress, run, loaded.config.finetuning.output_dir)
-        await ending.let_metrics_catch_up(place.workspace)
+        if loaded.config.builder.services == "managed":
+            await _minded(supervisor, ending.let_metrics_catch_up(place.workspace))
         return outcome._replace(seconds=time.monotonic() - began, restarts=supervisor.total_restarts)
 
 
@@ -163,6 +164,16 @@ async def _conduct(
         for task in (driving, *minding):
             task.cancel()
         await asyncio.gather(driving, *minding, return_exceptions=True)
+
+
+async def _minded(supervisor: Supervisor, work: Coroutine[Any, Any, None]) -> None:
+    """Await `work`; a service that is down meanwhile is still started again."""
+    minding = asyncio.create_task(supervisor.watch())
+    try:
+        await work
+    finally:
+        minding.cancel()
+        await asyncio.gather(minding, return_exceptions=True)
 
 
 def _supervisor(config: RunConfig, place: Place) -> Supervisor:

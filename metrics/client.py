@@ -34,6 +34,17 @@ def query(workspace: Path, sql: str, *, fresh: bool = True, limit: int = 10_000,
     )
 
 
+def is_caught_up(workspace: Path) -> bool:
+    """Wait until the service has all that is in the log now; False if it is not up. Never opens the file.
+
+    Raises QueryError if it is up and cannot do it.
+    """
+    answer = _ask_service(workspace, {"sql": "SELECT 1", "fresh": True, "limit": 1, "timeout_s": 30.0})
+    if answer is not None and "error" in answer:
+        raise QueryError(answer["error"])
+    return answer is not None
+
+
 def _ask_service(workspace: Path, asked: dict[str, Any]) -> dict[str, Any] | None:
     """The service's answer, None if it is not up."""
     try:

@@ -51,7 +51,7 @@ def test_killed_processes_are_started_again_and_nothing_is_lost(workplace: Any, 
     command = workplace.start("finetune", "--config_file", str(config), "--result_json_path", str(workplace.result))
     try:
         for number, name in enumerate(victims):
-            wait_versions(workplace, command, 4 + 14 * number)
+            wait_versions(workplace, command, 4 + 20 * number)
             victim = child(command, (name,))
             assert victim is not None, name
             victim.kill()
