@@ -22,8 +22,9 @@ from rollstream.schemas.errors import BrokerError
 pytestmark = [pytest.mark.kafka, pytest.mark.slow]
 
 PARENT = """
-import sys, time
+import signal, sys, time
 from pathlib import Path
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell starts what it puts behind with SIGINT ignored
 from rollstream.eventlog.broker import EmbeddedBroker
 with EmbeddedBroker(Path(sys.argv[1])) as broker:
     print(broker.bootstrap_servers, flush=True)
