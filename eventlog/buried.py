@@ -6,9 +6,8 @@ answered it there. Sent again, it counts.
 
 from rollstream.eventlog.dead_letters import origin, redriven
 from rollstream.eventlog.log import EventLog, TopicPartition
+from rollstream.eventlog.reading import read_to_end
 from rollstream.schemas.errors import LogError
-
-DLQ = TopicPartition("dlq", 0)
 
 
 class Buried:
@@ -24,21 +23,16 @@ class Buried:
         end = (await self._log.end_offsets("dlq"))[0]
         if self._next_offset >= end:
             return
-        begin = (await self._log.begin_offsets("dlq"))[0]
-        reader = await self._log.reader({DLQ: max(begin, self._next_offset)})
-        try:
-            while reader.position(DLQ) < end:
-                for record in await reader.poll(max_records=500):
-                    if redriven(record) is not None:
-                        continue
-                    try:
-                        topic, partition, offset = origin(record.headers)
-                    except LogError:
-                        continue  # no letter of ours
-                    self.offsets(TopicPartition(topic, partition)).add(offset)
-            self._next_offset = reader.position(DLQ)
-        finally:
-            await reader.close()
+        begin = max(self._next_offset, (await self._log.begin_offsets("dlq"))[0])
+        async for record in read_to_end(self._log, "dlq", {0: begin}, {0: end}):
+            if redriven(record) is not None:
+                continue
+            try:
+                topic, partition, offset = origin(record.headers)
+            except LogError:
+                continue  # no letter of ours
+            self.offsets(TopicPartition(topic, partition)).add(offset)
+        self._next_offset = end
 
     def offsets(self, where: TopicPartition) -> set[int]:
         """Offsets of the dead records of a partition; the set grows when `refresh` finds more."""

@@ -3,7 +3,7 @@
 Works on any event log. A letter's number is its offset in `dlq`. Formatting and the command line are elsewhere.
 """
 
-from collections.abc import AsyncIterator, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 import orjson
@@ -11,6 +11,7 @@ import orjson
 from rollstream.eventlog import codec, dead_letters
 from rollstream.eventlog.artifacts import ArtifactStore
 from rollstream.eventlog.log import EventLog, Position, Record, TopicPartition, check_record_size
+from rollstream.eventlog.reading import read_to_end
 from rollstream.schemas.errors import DecodeError, LogError, TruncatedError
 from rollstream.schemas.ids import run_of
 from rollstream.schemas.topics import TOPICS
@@ -154,7 +155,7 @@ async def _read_all(log: EventLog) -> list[Letter]:
     """Every letter with what the notes say of its record."""
     letters: list[Letter] = []
     notes: list[dead_letters.Redriven] = []
-    async for record in _records(log):
+    async for record in read_to_end(log, "dlq"):
         note = dead_letters.redriven(record)
         if note is None:
             letters.append(_letter_of(record))
@@ -166,18 +167,6 @@ async def _read_all(log: EventLog) -> list[Letter]:
         origin = origins.get(note.letter)
         sent[origin] = (*sent.get(origin, ()), note.to)
     return [replace(letter, redriven_to=sent.get(origins[letter.number], ())) for letter in letters]
-
-
-async def _records(log: EventLog) -> AsyncIterator[Record]:
-    end = (await log.end_offsets("dlq"))[0]
-    reader = await log.reader({DLQ: -1})
-    try:
-        while reader.position(DLQ) < end:
-            for record in await reader.poll(timeout_s=1.0, max_records=100):
-                if record.offset < end:
-                    yield record
-    finally:
-        await reader.close()
 
 
 def _letter_of(record: Record) -> Letter:

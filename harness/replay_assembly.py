@@ -8,8 +8,9 @@ from dataclasses import dataclass
 
 from rollstream.eventlog import codec
 from rollstream.eventlog.log import EventLog, Received
+from rollstream.eventlog.reading import read_to_end
 from rollstream.harness.replay_report import Report, first_field
-from rollstream.harness.replay_source import Source, place, read
+from rollstream.harness.replay_source import Source, place
 from rollstream.processors import assembly
 from rollstream.schemas.errors import DecodeError
 from rollstream.schemas.events import GroupClosed
@@ -60,7 +61,7 @@ async def fold(log: EventLog, part: Range) -> Folded:
     closed: dict[str, tuple[str, str]] = {}
     damaged: list[str] = []
     num_records = 0
-    async for record in read(log, "steps", {part.partition: part.first}, {part.partition: part.end}):
+    async for record in read_to_end(log, "steps", {part.partition: part.first}, {part.partition: part.end}):
         num_records += 1
         if record.offset in part.dead:
             continue

@@ -1,6 +1,6 @@
 """Where replay reads a run from, the topics or an export of it, and the run's own events in the order of the log."""
 
-from collections.abc import AsyncIterator, Iterable, Mapping
+from collections.abc import AsyncIterator, Iterable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -8,11 +8,11 @@ from typing import TypeVar
 
 from rollstream.eventlog import codec, dead_letters
 from rollstream.eventlog.artifacts import ArtifactStore
-from rollstream.eventlog.log import EventLog, Received, Record, TopicPartition, truncated
+from rollstream.eventlog.log import EventLog, Received, Record
+from rollstream.eventlog.reading import read_to_end
 from rollstream.schemas.errors import ConfigError, DecodeError, LogError
 from rollstream.schemas.events import RunEnded, RunStarted
 
-POLL_S = 1.0
 T = TypeVar("T")
 
 
@@ -95,7 +95,7 @@ async def read_run(log: EventLog, run_id: str) -> RunEvents:
     Of a run that goes on, what caused something is read at least as far as what came of it.
     """
     events = RunEvents(run_id)
-    async for record in read(log, "dlq"):
+    async for record in read_to_end(log, "dlq"):
         try:
             events.dead.add(dead_letters.origin(record.headers))
         except LogError:
@@ -103,36 +103,10 @@ async def read_run(log: EventLog, run_id: str) -> RunEvents:
     effects_first = ("weights", "jobs", "tasks", "batches", "groups")
     ends = {topic: await log.end_offsets(topic) for topic in effects_first}
     for topic in reversed(effects_first):
-        async for record in read(log, topic, ends=ends[topic]):
+        async for record in read_to_end(log, topic, ends=ends[topic]):
             events.take(record)
     _ = events.started
     return events
-
-
-async def read(
-    log: EventLog, topic: str, starts: Mapping[int, int] | None = None, ends: Mapping[int, int] | None = None
-) -> AsyncIterator[Record]:
-    """Records of a topic from `starts` up to `ends` by partition (default: all that there is now).
-
-    Order holds in a partition. Raises TruncatedError, naming the range, if a start is no longer kept.
-    """
-    begins = await log.begin_offsets(topic)
-    ends = ends or await log.end_offsets(topic)
-    starts = starts or {partition: begins[partition] for partition in ends}
-    where = {TopicPartition(topic, n): at for n, at in starts.items() if at < ends[n]}
-    for partition, at in where.items():
-        if at < begins[partition.partition]:
-            raise truncated(partition, at, begins[partition.partition], ends[partition.partition])
-    if not where:
-        return
-    reader = await log.reader(where)
-    try:
-        while any(reader.position(partition) < ends[partition.partition] for partition in where):
-            for record in await reader.poll(timeout_s=POLL_S):
-                if record.offset < ends[record.partition]:
-                    yield record
-    finally:
-        await reader.close()
 
 
 def place(record: Record) -> str:

@@ -10,9 +10,10 @@ from pydantic import JsonValue
 from rollstream.eventlog import codec
 from rollstream.eventlog.artifacts import ArtifactStore
 from rollstream.eventlog.log import EventLog, Received, Record
+from rollstream.eventlog.reading import read_to_end
 from rollstream.harness import replay_assembly, replay_weights
 from rollstream.harness.replay_report import MISSING, Report, first_field
-from rollstream.harness.replay_source import RunEvents, Source, of_type, read
+from rollstream.harness.replay_source import RunEvents, Source, of_type
 from rollstream.processors import curate
 from rollstream.schemas.base import Event, Locator
 from rollstream.schemas.errors import ConfigError, DecodeError
@@ -119,7 +120,7 @@ async def compare_trajectories(
         ends[partition] = max(ends.get(partition, 0), offset + 1)
     if not wanted:
         return
-    async for record in read(log, "trajectories", starts, ends):
+    async for record in read_to_end(log, "trajectories", starts, ends):
         named = wanted.pop((record.partition, record.offset), None)
         if named is not None:
             _compare_record(record, named, report)

@@ -3,7 +3,8 @@
 from collections.abc import AsyncIterator, Sequence
 
 from rollstream.eventlog.codec import decode
-from rollstream.eventlog.log import EventLog, Received, TopicPartition
+from rollstream.eventlog.log import EventLog, Received
+from rollstream.eventlog.reading import read_to_end
 from rollstream.harness.follower import SKIPPED, TOPICS
 from rollstream.harness.progress import Progress, evolve
 from rollstream.schemas.errors import DecodeError
@@ -11,19 +12,14 @@ from rollstream.schemas.errors import DecodeError
 
 async def read_events(log: EventLog, topics: Sequence[str] = TOPICS) -> AsyncIterator[Received]:
     """What topics of one partition hold now, without SKIPPED and what is no event; in order within a topic."""
-    ends = {TopicPartition(topic, 0): (await log.end_offsets(topic))[0] for topic in topics}
-    reader = await log.reader(dict.fromkeys(ends, -1))
-    try:
-        while any(reader.position(where) < end for where, end in ends.items()):
-            for record in await reader.poll(timeout_s=1.0):
-                if any(name == "ce_type" and kind.startswith(SKIPPED) for name, kind in record.headers):
-                    continue
-                try:
-                    yield decode(record)
-                except DecodeError:
-                    continue
-    finally:
-        await reader.close()
+    for topic in topics:
+        async for record in read_to_end(log, topic):
+            if any(name == "ce_type" and kind.startswith(SKIPPED) for name, kind in record.headers):
+                continue
+            try:
+                yield decode(record)
+            except DecodeError:
+                continue
 
 
 async def read_runs(log: EventLog) -> list[Progress]:

@@ -6,8 +6,8 @@ from typing import Any, cast
 
 from rollstream.eventlog import codec
 from rollstream.eventlog.log import EventLog, Record
+from rollstream.eventlog.reading import read_to_end
 from rollstream.harness.replay_assembly import Range
-from rollstream.harness.replay_source import read
 from rollstream.processors.trajectories import sum_rewards
 from rollstream.producers import registry
 from rollstream.producers.rewards import FinishedRollout, evaluate
@@ -52,7 +52,7 @@ async def grade(log: EventLog, parts: Iterable[Range], grading: Grading) -> dict
     for part in parts:
         attempts: dict[str, _Attempt] = {}
         decided: set[str] = set()
-        async for record in read(log, "steps", {part.partition: part.first}, {part.partition: part.end}):
+        async for record in read_to_end(log, "steps", {part.partition: part.first}, {part.partition: part.end}):
             event = _event_of(record, part)
             if event is None or event.rollout_id in decided:
                 continue
