@@ -2,10 +2,6 @@
 
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import cast
-
-import orjson
-from pydantic import JsonValue
 
 from rollstream.eventlog import codec
 from rollstream.eventlog.artifacts import ArtifactStore
@@ -15,6 +11,8 @@ from rollstream.harness import replay_assembly, replay_weights
 from rollstream.harness.replay_report import MISSING, Report, first_field
 from rollstream.harness.replay_source import RunEvents, Source, of_type
 from rollstream.processors import curate
+from rollstream.processors.dataset import load_dataset
+from rollstream.processors.task_requests import Dataset
 from rollstream.schemas.base import Event, Locator
 from rollstream.schemas.errors import ConfigError, DecodeError
 from rollstream.schemas.events import BatchPlanned, EpochStarted, GroupClosed, RunEnded
@@ -153,10 +151,7 @@ def _note(
         wanted.setdefault((place.partition, place.offset), []).append((by, trajectory_id, digest))
 
 
-def dataset_of(events: RunEvents, artifacts: ArtifactStore) -> dict[str, dict[str, JsonValue]]:
+def dataset_of(events: RunEvents, artifacts: ArtifactStore) -> Dataset:
     """Inputs by example id; empty if no epoch began. Raises ArtifactError."""
-    if not any(isinstance(one.event, EpochStarted) for one in events.by_topic.get("groups", ())):
-        return {}
-    lines = artifacts.read(events.started.dataset).splitlines()
-    parsed = [cast(dict[str, dict[str, JsonValue]], orjson.loads(line)) for line in lines if line.strip()]
-    return {str(line["example_id"]): line["inputs"] for line in parsed}
+    has_begun = any(isinstance(one.event, EpochStarted) for one in events.by_topic.get("groups", ()))
+    return load_dataset(artifacts, events.started) if has_begun else {}

@@ -15,8 +15,6 @@ import logging
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
-import orjson
-
 from rollstream.eventlog import codec
 from rollstream.eventlog.artifacts import ArtifactStore
 from rollstream.eventlog.buried import Buried
@@ -24,12 +22,13 @@ from rollstream.eventlog.dead_letters import send_dead_letter
 from rollstream.eventlog.failpoints import failpoint
 from rollstream.eventlog.log import EventLog, Received, Record, TopicPartition
 from rollstream.processors import beginning, curate
+from rollstream.processors.dataset import load_dataset
 from rollstream.processors.faust_app import Batch
 from rollstream.processors.task_requests import Dataset
 from rollstream.processors.unfolded import fold_one, is_broken
 from rollstream.schemas.base import Event
 from rollstream.schemas.errors import ArtifactError, DecodeError, FoldError, LogError
-from rollstream.schemas.events import EpochStarted, RunEnded, RunStarted
+from rollstream.schemas.events import EpochStarted, RunEnded
 
 ATTEMPTS = 3
 RETRY_S = 1.0
@@ -186,20 +185,10 @@ class CurateShell:
             return
         for left in reversed(range(ATTEMPTS)):
             try:
-                fold.datasets[run_id] = await asyncio.to_thread(_load, self._artifacts, run.started)
+                fold.datasets[run_id] = await asyncio.to_thread(load_dataset, self._artifacts, run.started)
             except ArtifactError:
                 if not left:
                     raise
                 await asyncio.sleep(self._retry_s)
             else:
                 return
-
-
-def _load(artifacts: ArtifactStore, started: RunStarted) -> Dataset:
-    data = artifacts.read(started.dataset)
-    try:
-        lines = [orjson.loads(line) for line in data.splitlines() if line.strip()]
-        return {line["example_id"]: line["inputs"] for line in lines}
-    except (orjson.JSONDecodeError, KeyError, TypeError) as error:
-        uri = started.dataset.uri
-        raise ArtifactError(f"dataset {uri} is not JSON lines of example_id and inputs: {error}") from error

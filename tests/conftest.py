@@ -24,6 +24,13 @@ def broker(bootstrap_servers: str) -> str:
     return bootstrap_servers
 
 
+@pytest.fixture(scope="module")
+def own_broker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """A broker of a module's own, whose topics it may cut off and delete."""
+    with EmbeddedBroker(tmp_path_factory.mktemp("own-broker")) as running:
+        yield running.bootstrap_servers
+
+
 @pytest.fixture
 def workspace(tmp_path: Path) -> Path:
     """An empty workspace."""

@@ -1,9 +1,13 @@
 """A service or the whole command is killed with SIGKILL in mid-run: the run goes on, nothing is lost or doubled."""
 
+import contextlib
 import json
 import os
 import signal
+import subprocess
 import time
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -41,43 +45,12 @@ def assert_whole(workplace: Any) -> None:
     assert [row["version"] for row in versions] == list(range(len(versions)))
 
 
-@pytest.mark.parametrize(
-    "victims",
-    [("producers-1", "learner-1"), ("processors-1", "metrics-1"), ("kafka.Kafka",)],
-    ids=lambda victims: "+".join(victims),
-)
-def test_killed_processes_are_started_again_and_nothing_is_lost(workplace: Any, victims: tuple[str, ...]) -> None:
-    config = workplace.write(game(workplace))
+@contextlib.contextmanager
+def completed(workplace: Any, config: Path) -> Iterator[subprocess.Popen[str]]:
+    """A run in the hands of the test, which then must come to its end with nothing lost or doubled."""
     command = workplace.start("finetune", "--config_file", str(config), "--result_json_path", str(workplace.result))
     try:
-        for number, name in enumerate(victims):
-            wait_versions(workplace, command, 4 + 20 * number)
-            victim = child(command, (name,))
-            assert victim is not None, name
-            victim.kill()
-        assert command.wait(180) == 0, workplace.output() + workplace.logs()
-    finally:
-        command.kill()
-        command.wait()
-    assert json.loads(workplace.result.read_text())["status"] == "completed"
-    assert_whole(workplace)
-
-
-@pytest.mark.chaos
-@pytest.mark.timeout(900)
-def test_every_process_is_killed_three_times_after_a_fifth_of_the_run(workplace: Any) -> None:
-    config = workplace.write(game(workplace))
-    command = workplace.start("finetune", "--config_file", str(config), "--result_json_path", str(workplace.result))
-    victims = [*SERVICES, "kafka.Kafka"] * 3
-    try:
-        for number, name in enumerate(victims):
-            wait_versions(workplace, command, EPOCHS // 5 + number)
-            victim = child(command, (name,))
-            assert victim is not None, name
-            seen, began = versions_loaded(workplace), time.monotonic()
-            victim.kill()
-            wait_versions(workplace, command, seen)
-            print(f"{name}: the next version after {time.monotonic() - began:.1f} s")
+        yield command
         assert command.wait(240) == 0, workplace.output() + workplace.logs()
     finally:
         command.kill()
@@ -86,11 +59,41 @@ def test_every_process_is_killed_three_times_after_a_fifth_of_the_run(workplace:
     assert_whole(workplace)
 
 
+@pytest.mark.parametrize(
+    "victims",
+    [("producers-1", "learner-1"), ("processors-1", "metrics-1"), ("kafka.Kafka",)],
+    ids=lambda victims: "+".join(victims),
+)
+def test_killed_processes_are_started_again_and_nothing_is_lost(workplace: Any, victims: tuple[str, ...]) -> None:
+    config = workplace.write(game(workplace))
+    with completed(workplace, config) as command:
+        for number, name in enumerate(victims):
+            wait_versions(workplace, command, 4 + 20 * number)
+            victim = child(command, (name,))
+            assert victim is not None, name
+            victim.kill()
+
+
+@pytest.mark.chaos
+@pytest.mark.timeout(900)
+def test_every_process_is_killed_three_times_after_a_fifth_of_the_run(workplace: Any) -> None:
+    config = workplace.write(game(workplace))
+    victims = [*SERVICES, "kafka.Kafka"] * 3
+    with completed(workplace, config) as command:
+        for number, name in enumerate(victims):
+            wait_versions(workplace, command, EPOCHS // 5 + number)
+            victim = child(command, (name,))
+            assert victim is not None, name
+            seen, began = versions_loaded(workplace), time.monotonic()
+            victim.kill()
+            wait_versions(workplace, command, seen)
+            print(f"{name}: the next version after {time.monotonic() - began:.1f} s")
+
+
 def test_zombies_change_nothing(workplace: Any) -> None:
     """A producer and a processor stop for longer than their session and then go on as if nothing had been."""
     config = workplace.write(game(workplace, num_producers=2, num_processors=2))
-    command = workplace.start("finetune", "--config_file", str(config), "--result_json_path", str(workplace.result))
-    try:
+    with completed(workplace, config) as command:
         wait_versions(workplace, command, 4)
         zombies = [child(command, (name,)) for name in ("producers-1", "processors-1")]
         for zombie in zombies:
@@ -100,12 +103,6 @@ def test_zombies_change_nothing(workplace: Any) -> None:
         for zombie in zombies:
             if zombie is not None and zombie.is_running():
                 zombie.send_signal(signal.SIGCONT)
-        assert command.wait(240) == 0, workplace.output() + workplace.logs()
-    finally:
-        command.kill()
-        command.wait()
-    assert json.loads(workplace.result.read_text())["status"] == "completed"
-    assert_whole(workplace)
 
 
 def test_a_killed_command_leaves_no_process_and_is_resumed(workplace: Any) -> None:

@@ -7,7 +7,6 @@ import pytest
 from aiokafka import TopicPartition as KafkaPartition
 from aiokafka.admin import AIOKafkaAdminClient, RecordsToDelete
 
-from rollstream.eventlog.broker import EmbeddedBroker
 from rollstream.eventlog.kafka_log import KafkaLog
 from rollstream.eventlog.log import Position, TopicPartition
 from rollstream.schemas.errors import TruncatedError
@@ -16,13 +15,6 @@ from rollstream.schemas.topics import TOPICS
 pytestmark = [pytest.mark.kafka, pytest.mark.timeout(120)]
 BATCHES = TopicPartition("batches", 0)
 NAME = TOPICS["batches"].name
-
-
-@pytest.fixture(scope="module")
-def own_broker(tmp_path_factory):
-    """A broker of this module's own: its topics are cut off and deleted."""
-    with EmbeddedBroker(tmp_path_factory.mktemp("truncation-broker")) as running:
-        yield running.bootstrap_servers
 
 
 @contextlib.asynccontextmanager

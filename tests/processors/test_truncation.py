@@ -12,7 +12,6 @@ from aiokafka.admin import AIOKafkaAdminClient, RecordsToDelete
 from aiokafka.structs import OffsetAndMetadata
 from steps_rig import attempt, started
 
-from rollstream.eventlog.broker import EmbeddedBroker
 from rollstream.eventlog.kafka_log import KafkaLog
 from rollstream.processors.assemble_shell import AssembleShell
 from rollstream.processors.faust_host import create_host
@@ -22,13 +21,6 @@ from rollstream.schemas.topics import TOPICS
 pytestmark = [pytest.mark.kafka, pytest.mark.timeout(180)]
 STEPS = TOPICS["steps"].name
 PARTITIONS = 2
-
-
-@pytest.fixture(scope="module")
-def own_broker(tmp_path_factory):
-    """A broker of this module's own: its topics are cut off and deleted."""
-    with EmbeddedBroker(tmp_path_factory.mktemp("truncation-broker")) as running:
-        yield running.bootstrap_servers
 
 
 @contextlib.asynccontextmanager
