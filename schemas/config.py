@@ -5,7 +5,7 @@ Models only: frozen, unknown keys forbidden. Reading a file, `${ENV}`, overrides
 """
 
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import (
     BaseModel,
@@ -47,10 +47,9 @@ class RewardFunctionSection(Settings):
     name: str
 
 
-class BuilderSection(Settings):
+class BuilderFields(BaseModel):
     """`trajectory_builders.X`: where rollouts are made, and how."""
 
-    type: Literal["rollstream"] = Field(default="rollstream", alias="_type")
     bootstrap_servers: str = "embedded"
     """`embedded`, or host:port of a running Kafka."""
     services: Literal["managed", "external"] = "managed"
@@ -81,10 +80,16 @@ class BuilderSection(Settings):
     tick_interval_s: float = Field(default=1.0, gt=0)
 
     @model_validator(mode="after")
-    def _minimum_fits(self) -> "BuilderSection":
+    def _minimum_fits(self) -> Self:
         if self.min_generations > self.num_generations:
             raise ValueError(f"min_generations {self.min_generations} is more than num_generations")
         return self
+
+
+class BuilderSection(BuilderFields, Settings):
+    """What a run uses of its trajectory builder's block."""
+
+    type: Literal["rollstream"] = Field(default="rollstream", alias="_type")
 
 
 class WarmStart(Settings):
@@ -100,10 +105,9 @@ class WarmStart(Settings):
     """Also in a run that branches from a version of another one, which has trained weights to begin with."""
 
 
-class AdapterSection(Settings):
+class AdapterFields(BaseModel):
     """`trainer_adapters.X`: what the learner trains, and how."""
 
-    type: Literal["rollstream"] = Field(default="rollstream", alias="_type")
     model: ModelSettings
     algorithm: AlgorithmSettings = Field(default_factory=AlgorithmSettings)
     optimizer: OptimizerSettings = Field(default_factory=OptimizerSettings)
@@ -120,7 +124,7 @@ class AdapterSection(Settings):
     seed: int = Field(default=0, ge=0)
 
     @model_validator(mode="after")
-    def _batches_fit_staleness(self) -> "AdapterSection":
+    def _batches_fit_staleness(self) -> Self:
         needed = self.batches_per_epoch - 1
         if self.max_staleness < needed:
             raise ValueError(
@@ -130,12 +134,31 @@ class AdapterSection(Settings):
         return self
 
 
-class TrainerSection(Settings):
-    """`trainers.X`: how a run is conducted."""
+class AdapterSection(AdapterFields, Settings):
+    """What a run uses of its trainer adapter's block."""
 
     type: Literal["rollstream"] = Field(default="rollstream", alias="_type")
+
+
+class EndpointSection(Settings):
+    """Where the OpenAI-compatible endpoint of the trained model listens."""
+
+    host: str = "127.0.0.1"
+    port: int = Field(default=8765, ge=0, le=65535)
+    """0: any free port."""
+
+
+class TrainerFields(BaseModel):
+    """`trainers.X`: how a run is conducted."""
+
     planning: Literal["stream", "submitted"] = "stream"
     run_idle_timeout_s: float = Field(default=3600.0, gt=0)
+
+
+class TrainerSection(TrainerFields, Settings):
+    """What a run uses of its trainer's block."""
+
+    type: Literal["rollstream"] = Field(default="rollstream", alias="_type")
 
 
 class WorkflowSection(Settings):
@@ -214,6 +237,17 @@ class ConfigFile(Settings):
         return {"environment": value} if isinstance(value, str) else value
 
 
+class ValidationSection(Settings):
+    """Validation during a run: rewards on other examples, which are not trained on."""
+
+    dataset: DatasetSection | None = None
+    """None: the dataset of `config`."""
+    interval: int = Field(default=5, ge=1)
+    """Epochs from one validation to the next; the first one comes before epoch 0."""
+    config: Path | None = None
+    """A whole configuration file for validation; none: the run's own."""
+
+
 class RunConfig(Settings):
     """The parts of a file that one run uses."""
 
@@ -224,3 +258,8 @@ class RunConfig(Settings):
     dataset: DatasetSection | None
     environment: str
     reward_functions: tuple[str, ...] = ()
+    validation: ValidationSection | None = None
+    endpoint: str | None = None
+    """Base URL of a remote workflow that plays the rollouts; none: the environment does."""
+    endpoint_timeout: int = Field(default=300, ge=1)
+    """Seconds that one answer of the endpoint may take."""

@@ -1,0 +1,153 @@
+"""From the harness' configuration (`FinetuneConfig`, ours or NAT's) to the parts that one run uses. Pure.
+
+The blocks that it names are read where it says that they are: in the object at `run_configuration.config_file`. A block
+of ours, or derived from ours, knows its `section()`; of foreign ones nothing is known, and defaults stand for them.
+"""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, TypeVar
+
+from pydantic import BaseModel
+
+from rollstream.harness import dataset
+from rollstream.schemas.config import (
+    OURS,
+    AdapterSection,
+    BuilderSection,
+    DatasetSection,
+    FinetuningSection,
+    RewardFunctionSection,
+    RunConfig,
+    TrainerSection,
+    ValidationSection,
+)
+from rollstream.schemas.errors import ConfigError
+from rollstream.schemas.finetuning import FinetuneConfig
+from rollstream.schemas.settings import CurriculumSettings
+
+RECORDED = "recorded"
+"""The environment that plays rollouts which exist already."""
+_Section = TypeVar("_Section", BuilderSection, TrainerSection)
+_Values = TypeVar("_Values", bound=BaseModel)
+
+
+def run_config_of(finetune: FinetuneConfig) -> RunConfig:
+    """The parts that one run uses. Raises ConfigError naming the path of what is missing or does not fit.
+
+    A foreign builder's rollouts are `recorded` ones. Where one of the three components is foreign, the harness submits
+    what is trained (planning `submitted`).
+    """
+    run = finetune.run_configuration
+    file: Any = None if run is None else run.config_file
+    if run is None or not hasattr(file, "trajectory_builders"):
+        raise ConfigError("finetuning.run_configuration.config_file: a configuration that was read is needed")
+    blocks = {role: block_of(finetune, role) for role in ("trajectory_builder", "trainer_adapter", "trainer")}
+    builder = _section(blocks["trajectory_builder"], BuilderSection(environment=RECORDED))
+    trainer = _section(blocks["trainer"], TrainerSection(planning="submitted"))
+    if any(not is_ours(block) for block in blocks.values()):
+        trainer = trainer.model_copy(update={"planning": "submitted"})
+    reward = finetune.reward_function
+    examples = _dataset(file.eval)
+    return RunConfig(
+        builder=builder,
+        adapter=_adapter(finetune.trainer_adapter, blocks["trainer_adapter"]),
+        trainer=trainer,
+        finetuning=_finetuning(finetune),
+        dataset=dataset.section_of(Path(run.dataset), examples) if run.dataset else examples,
+        environment=_environment(finetune, builder, file.workflow),
+        reward_functions=_rewards(builder, reward.name if reward else None),
+        validation=_validation(finetune),
+        endpoint=run.endpoint,
+        endpoint_timeout=run.endpoint_timeout,
+    )
+
+
+def block_of(finetune: FinetuneConfig, role: str) -> Any:
+    """The block of `finetuning.ROLE` (trainer, trainer_adapter, trajectory_builder). Raises ConfigError."""
+    assert finetune.run_configuration is not None
+    blocks: Mapping[str, Any] = getattr(finetune.run_configuration.config_file, f"{role}s")
+    name = getattr(finetune, role)
+    if name not in blocks:
+        known = ", ".join(sorted(blocks)) or "none"
+        raise ConfigError(f"finetuning.{role}: no {role} is called {name!r}; defined are: {known}")
+    return blocks[name]
+
+
+def is_ours(block: Any) -> bool:
+    """Whether a block is `_type: rollstream` itself; what is derived from it or foreign has a class of its own."""
+    return getattr(block, "type", None) == OURS
+
+
+def _section(block: Any, default: _Section) -> _Section:
+    return block.section() if hasattr(block, "section") else default
+
+
+def _adapter(name: str | None, block: Any) -> AdapterSection:
+    if not hasattr(block, "section"):
+        raise ConfigError(
+            f"trainer_adapters.{name}._type: {getattr(block, 'type', None)!r} names no model that is trained here; "
+            "use rollstream, or a configuration that is derived from RollstreamTrainerAdapterConfig"
+        )
+    return block.section()
+
+
+def _finetuning(finetune: FinetuneConfig) -> FinetuningSection:
+    reward = finetune.reward_function
+    return FinetuningSection(
+        enabled=finetune.enabled,
+        trainer=str(finetune.trainer),
+        trajectory_builder=str(finetune.trajectory_builder),
+        trainer_adapter=str(finetune.trainer_adapter),
+        reward_function=RewardFunctionSection(name=reward.name) if reward else None,
+        target_functions=tuple(finetune.target_functions),
+        target_model=finetune.target_model,
+        curriculum_learning=_same_fields(CurriculumSettings, finetune.curriculum_learning),
+        num_epochs=finetune.num_epochs,
+        output_dir=finetune.output_dir,
+    )
+
+
+def _same_fields(kind: type[_Values], found: Any) -> _Values:
+    """A model made of the fields that `found` has of it."""
+    return kind(**{name: getattr(found, name) for name in kind.model_fields if hasattr(found, name)})
+
+
+def _dataset(evaluation: Any) -> DatasetSection | None:
+    found = getattr(getattr(evaluation, "general", None), "dataset", None)
+    if found is None or isinstance(found, DatasetSection):
+        return found
+    values = found.model_dump(mode="json", by_alias=True)
+    known = {field.alias or name for name, field in DatasetSection.model_fields.items()}
+    return DatasetSection.model_validate({key: value for key, value in values.items() if key in known})
+
+
+def _environment(finetune: FinetuneConfig, builder: BuilderSection, workflow: Any) -> str:
+    """The builder's environment, else the workflow's; a workflow of another package plays outside, recorded."""
+    found = builder.environment or getattr(workflow, "environment", None)
+    if found is not None:
+        return found
+    if workflow is None or getattr(workflow, "type", None) == OURS:
+        place = f"trajectory_builders.{finetune.trajectory_builder}.environment"
+        raise ConfigError(f"{place}: missing; name an environment here or as the workflow")
+    return RECORDED
+
+
+def _rewards(builder: BuilderSection, name: str | None) -> tuple[str, ...]:
+    """Reward functions to run; `environment` names the environment's own rewards."""
+    if name is None or name == "environment" or name in builder.rewards:
+        return builder.rewards
+    return (*builder.rewards, name)
+
+
+def _validation(finetune: FinetuneConfig) -> ValidationSection | None:
+    """Wanted as soon as a dataset or a configuration for it is named."""
+    run = finetune.run_configuration
+    assert run is not None
+    if not run.validation_dataset and not run.validation_config_file:
+        return None
+    return ValidationSection(
+        dataset=dataset.section_of(Path(run.validation_dataset), None) if run.validation_dataset else None,
+        interval=run.validation_interval,
+        config=Path(run.validation_config_file) if run.validation_config_file else None,
+    )
