@@ -1,0 +1,164 @@
+"""Rollouts that exist already: what a run is given to train on instead of, or beside, what its own engine samples.
+
+Values only. Written by `rollstream.harness.recorded_tasks` into a task, played by the environment `recorded`.
+"""
+
+from collections.abc import Iterable
+
+from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, JsonValue, model_validator
+
+from rollstream.schemas import tokens
+from rollstream.schemas.events_rollouts import FunctionAncestry, VersionSpan
+from rollstream.schemas.settings import ArtifactRef
+
+INPUT = "recorded"
+"""Key of a task's inputs that holds its members' recorded rollouts, as `RecordedMember`s by member number."""
+
+
+class _Value(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class RecordedTokens(_Value):
+    """Exact tokens of one LLM call; `of` makes them from plain numbers."""
+
+    prompt_ids: str
+    """The whole prompt as the model saw it (base64 int32)."""
+    completion_ids: str
+    """What it sampled (base64 int32)."""
+    logprobs: str | None = None
+    """One a completion token, under the distribution that it was sampled from (base64 float32)."""
+    spans: tuple[VersionSpan, ...] = ()
+    """Weight versions of the completion tokens; none: not known."""
+    is_retokenised: bool = False
+    """Made from text afterwards: the model may have sampled other tokens for the same text."""
+    finish_reason: str = "stop"
+
+    @model_validator(mode="after")
+    def _numbers_agree(self) -> "RecordedTokens":
+        num_completion = len(tokens.decode_ids(self.completion_ids))
+        num_prompt = len(tokens.decode_ids(self.prompt_ids))
+        if not num_completion or not num_prompt:
+            raise ValueError("prompt_ids and completion_ids must not be empty")
+        if self.logprobs is not None and len(tokens.decode_floats(self.logprobs)) != num_completion:
+            raise ValueError(f"logprobs must be {num_completion}, one a completion token")
+        if self.spans and sum(span.length for span in self.spans) != num_completion:
+            raise ValueError(f"spans must add up to {num_completion} completion tokens")
+        return self
+
+    @classmethod
+    def of(
+        cls,
+        prompt_ids: Iterable[int],
+        completion_ids: Iterable[int],
+        logprobs: Iterable[float] | None = None,
+        *,
+        spans: tuple[VersionSpan, ...] = (),
+        is_retokenised: bool = False,
+        finish_reason: str = "stop",
+    ) -> "RecordedTokens":
+        """From ids (P,), (C,) and log-probabilities (C,). Raises ValueError if their numbers do not agree."""
+        return cls(
+            prompt_ids=tokens.encode_ids(prompt_ids),
+            completion_ids=tokens.encode_ids(completion_ids),
+            logprobs=None if logprobs is None else tokens.encode_floats(logprobs),
+            spans=spans,
+            is_retokenised=is_retokenised,
+            finish_reason=finish_reason,
+        )
+
+
+class RecordedChat(_Value):
+    """An LLM call as text, in OpenAI's message form: what it can be re-tokenised from."""
+
+    messages: tuple[dict[str, JsonValue], ...]
+    """As sent."""
+    answer: dict[str, JsonValue]
+    """The assistant's message: `content`, and `tool_calls` if it made some."""
+    tools: tuple[JsonValue, ...] = ()
+    """Schemas of the tools that the model was offered."""
+    logprobs: tuple[FiniteFloat, ...] | None = None
+    """One a sampled token, where the ids are not known."""
+
+
+class RecordedStep(_Value):
+    """One step: NAT's fields, and for an LLM call its tokens or its text.
+
+    Of an LLM call whose `untrained` is none the completion is trained on; everything else is record only.
+    """
+
+    agent: str = "agent"
+    event_type: str = "LLM_END"
+    uuid: str | None = None
+    parent_id: str = "root"
+    function_ancestry: FunctionAncestry | None = None
+    framework: str | None = None
+    name: str | None = None
+    tags: tuple[str, ...] | None = None
+    metadata: dict[str, JsonValue] | None = None
+    data: dict[str, JsonValue] | None = None
+    usage_info: dict[str, JsonValue] | None = None
+    event_timestamp: float | None = None
+    span_event_timestamp: float | None = None
+    tokens: RecordedTokens | None = None
+    chat: RecordedChat | None = None
+    untrained: str | None = None
+    """Why the completion is not to be trained on, e.g. `not_targeted`."""
+
+
+class RecordedReward(_Value):
+    """A reward that came with the record: final, or of the step at index `step`."""
+
+    value: FiniteFloat
+    name: str = "reward"
+    step: int | None = Field(default=None, ge=0)
+    agent: str | None = None
+
+
+class RecordedRollout(_Value):
+    """One rollout, from its first step to its end."""
+
+    source_id: str = ""
+    """What it is called where it comes from."""
+    steps: tuple[RecordedStep, ...] = ()
+    rewards: tuple[RecordedReward, ...] = ()
+    stop_reason: str = "done"
+    error: str | None = None
+    """It is known to be broken, and why: its attempts fail with this message."""
+
+    @model_validator(mode="after")
+    def _rewards_have_steps(self) -> "RecordedRollout":
+        for reward in self.rewards:
+            if reward.step is not None and reward.step >= len(self.steps):
+                raise ValueError(f"reward {reward.name} is for step {reward.step} of {len(self.steps)}")
+        return self
+
+
+class RecordedMember(_Value):
+    """One member of a group: the rollout itself, or where its JSON lies if it is large."""
+
+    rollout: RecordedRollout | None = None
+    artifact: ArtifactRef | None = None
+
+    @model_validator(mode="after")
+    def _is_one(self) -> "RecordedMember":
+        if (self.rollout is None) == (self.artifact is None):
+            raise ValueError("give a rollout or an artifact")
+        return self
+
+
+class RecordedGroup(_Value):
+    """The recorded rollouts of one example; they are compared with each other."""
+
+    example_id: str
+    inputs: dict[str, JsonValue] = Field(default_factory=dict)
+    """Of the example, for reward functions and evaluators: question, answer, ..."""
+    members: tuple[RecordedMember, ...]
+
+    @classmethod
+    def of(
+        cls, example_id: str, rollouts: Iterable[RecordedRollout], inputs: dict[str, JsonValue] | None = None
+    ) -> "RecordedGroup":
+        """A group of rollouts that stand in the task itself."""
+        members = tuple(RecordedMember(rollout=rollout) for rollout in rollouts)
+        return cls(example_id=example_id, inputs=inputs or {}, members=members)
