@@ -63,6 +63,13 @@ def test_an_event_of_every_kind_comes_back_as_it_was(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", sorted(KINDS))
+def test_a_record_holds_what_pydantic_says_of_its_event(kind: str) -> None:
+    event = KINDS[kind].model_validate(golden(f"{kind}.v1.json")["value"])
+    assert encode(event).value == orjson.dumps(event.model_dump())
+    assert set(event.__dict__) == set(type(event).model_fields)
+
+
+@pytest.mark.parametrize("kind", sorted(KINDS))
 def test_a_digest_covers_content_and_neither_time_nor_place(kind: str) -> None:
     event = KINDS[kind].model_validate(golden(f"{kind}.v1.json")["value"])
     other = event.model_copy(update={"time_ms": event.time_ms + 1})
