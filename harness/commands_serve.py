@@ -9,7 +9,7 @@ from pathlib import Path
 
 import click
 
-SERVICES = ("broker", "producers", "processors", "learner", "metrics")
+SERVICES = ("broker", "producers", "processors", "learner", "metrics", "endpoint")
 WORKSPACE = click.option(
     "--workspace", "-w", type=click.Path(path_type=Path), envvar="ROLLSTREAM_WORKSPACE", default=Path(".rollstream")
 )

@@ -11,11 +11,11 @@ from rollstream.schemas.config import (
     AdapterSection,
     BuilderFields,
     BuilderSection,
-    EndpointSection,
     TrainerFields,
     TrainerSection,
 )
 from rollstream.schemas.finetuning import TrainerAdapterConfig, TrainerConfig, TrajectoryBuilderConfig
+from rollstream.schemas.services import EndpointSection
 
 WORKSPACE = Path(".rollstream")
 _STRICT = ConfigDict(extra="forbid", populate_by_name=True)

@@ -23,6 +23,7 @@ from rollstream.harness.topic_identity import check_topics
 from rollstream.harness.workspace import Workspace
 from rollstream.schemas.errors import ConfigError
 from rollstream.schemas.services import (
+    EndpointSettings,
     LearnerSettings,
     MetricsSettings,
     ProcessorSettings,
@@ -35,7 +36,10 @@ KINDS: dict[str, type[ServiceSettings]] = {
     "processors": ProcessorSettings,
     "learner": LearnerSettings,
     "metrics": MetricsSettings,
+    "endpoint": EndpointSettings,
 }
+MODULES = {"endpoint": "rollstream.producers.endpoint_service"}
+"""Whose `serve` a service is, if it has no package of its own."""
 FROM_ENVIRONMENT = {
     "bootstrap_servers": "ROLLSTREAM_BOOTSTRAP_SERVERS",
     "artifact_uri": "ROLLSTREAM_ARTIFACT_URI",
@@ -86,7 +90,7 @@ def read_settings(source: str | None) -> dict[str, Any]:
 def serve(service: str, settings: ServiceSettings) -> None:
     """Run a service until SIGTERM or SIGINT. Raises what the service raises."""
     tie_to_parent(os.environ)
-    module = importlib.import_module(f"rollstream.{service}.service")
+    module = importlib.import_module(MODULES.get(service, f"rollstream.{service}.service"))
     asyncio.run(run_until_stopped(service, settings, module.serve))
 
 

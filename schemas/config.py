@@ -140,14 +140,6 @@ class AdapterSection(AdapterFields, Settings):
     type: Literal["rollstream"] = Field(default="rollstream", alias="_type")
 
 
-class EndpointSection(Settings):
-    """Where the OpenAI-compatible endpoint of the trained model listens."""
-
-    host: str = "127.0.0.1"
-    port: int = Field(default=8765, ge=0, le=65535)
-    """0: any free port."""
-
-
 class TrainerFields(BaseModel):
     """`trainers.X`: how a run is conducted."""
 

@@ -44,6 +44,29 @@ class ProducerSettings(ServiceSettings):
     """Python modules to import first: users' environments and rewards."""
 
 
+class EndpointSection(Settings):
+    """An OpenAI-compatible endpoint that answers with the model being trained."""
+
+    host: str = "127.0.0.1"
+    port: int = Field(default=8765, ge=0, le=65535)
+    """0: any free port; the one taken is written to `NAME.json` of the workspace."""
+    model_name: str = "policy"
+    """What requests call the model; the model group's own name is known too."""
+    token_file: Path | None = None
+    """Requests must bear the token in it; none: that of ROLLSTREAM_ENDPOINT_TOKEN, if it is set."""
+    engine: EngineSettings = Field(default_factory=EngineSettings)
+    max_new_tokens: int = Field(default=1024, ge=1)
+    """Of a request that says nothing; what the model has no room for is cut."""
+    wait_timeout_s: float = Field(default=120.0, gt=0)
+    """So long may a request wait for the weight version that it needs."""
+
+
+class EndpointSettings(EndpointSection, ServiceSettings):
+    """A process that serves one model group."""
+
+    model_group: str
+
+
 class ProcessorSettings(ServiceSettings):
     """A Faust worker: assembly and curation."""
 

@@ -1,0 +1,330 @@
+"""The OpenAI-compatible endpoint, asked by the real `openai` and `langchain-openai` clients over 127.0.0.1."""
+
+import asyncio
+import contextlib
+import json
+import logging
+import socket
+
+import aiohttp
+import openai
+import pytest
+from langchain_openai import ChatOpenAI
+
+from rollstream.eventlog.artifacts import ArtifactStore
+from rollstream.eventlog.memory_log import MemoryLog
+from rollstream.producers.endpoint_service import endpoint_file, run, token_of
+from rollstream.producers.openai_answers import tool_calls_in
+from rollstream.producers.openai_shapes import Refusal, parse_request
+from rollstream.producers.scripted_engine import ScriptedEngine
+from rollstream.producers.scripted_tokenizer import ScriptedTokenizer
+from rollstream.schemas.errors import ConfigError, RollstreamError
+from rollstream.schemas.events import WeightsPublished
+from rollstream.schemas.services import EndpointSettings
+
+GROUP = "run-1/policy"
+ASK = [{"role": "user", "content": "3+4=?"}]
+TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}
+SECRET = "very-secret-token"
+
+
+class Place:
+    """A log in memory, an artifact store, and an endpoint on a free port."""
+
+    def __init__(self, folder, **settings):
+        self.log = MemoryLog(num_partitions=2)
+        self.artifacts = ArtifactStore(str(folder / "artifacts"))
+        self.settings = EndpointSettings(
+            bootstrap_servers="memory",
+            artifact_uri=str(folder / "artifacts"),
+            workspace=folder,
+            name="endpoint-1",
+            model_group=GROUP,
+            port=0,
+            **settings,
+        )
+        self.url = ""
+
+    async def publish(self, version):
+        artifact = self.artifacts.put_bytes(f"weights {version}".encode())
+        await self.log.send(
+            WeightsPublished(
+                run_id="run-1",
+                time_ms=100 + version,
+                model_group=GROUP,
+                job_id="run-1/rl",
+                batch_id=None,
+                version=version,
+                parent=None if version == 0 else version - 1,
+                term=1,
+                weights_sha256=artifact.sha256,
+                weights_format="full",
+                base_model="none",
+                artifact=artifact,
+            )
+        )
+
+    def client(self, **options):
+        return openai.AsyncOpenAI(base_url=self.url, **{"api_key": "none", "max_retries": 0} | options)
+
+    def langchain(self, **options):
+        return ChatOpenAI(base_url=self.url, api_key="none", model="policy", max_retries=0, **options)
+
+
+@contextlib.asynccontextmanager
+async def serving(folder, script=None, *, versions=(0,), token=None, **settings):
+    place = Place(folder, **settings)
+    engine = ScriptedEngine(**({"script": script} if script else {}))
+    place.engine = engine
+    for version in versions:
+        await place.publish(version)
+    task = asyncio.create_task(run(place.settings, place.log, engine, token))
+    file = endpoint_file(folder, "endpoint-1")
+    while not file.exists() or not file.read_text():
+        assert not task.done(), task.exception()
+        await asyncio.sleep(0.005)
+    place.url = f"http://127.0.0.1:{json.loads(file.read_text())['port']}/v1"
+    try:
+        yield place
+    finally:
+        task.cancel()
+        await asyncio.wait({task})
+        assert not file.exists()
+
+
+def says(text):
+    return lambda prompt, rng, version: (text, -0.5)
+
+
+def assert_exact(logprobs, *, prompt, text, version=0):
+    tokenizer = ScriptedTokenizer()
+    assert tokenizer.decode(logprobs["prompt_token_ids"]) == prompt
+    assert tokenizer.decode(logprobs["token_ids"]) == text
+    assert (logprobs["model_group"], logprobs["version"]) == (GROUP, version)
+    assert len(logprobs["content"]) == len(logprobs["token_ids"])
+    assert logprobs["content"][0]["logprob"] == -0.5
+
+
+def test_the_openai_client_gets_text_usage_logprobs_and_exact_ids(tmp_path):
+    async def scenario():
+        async with serving(tmp_path, says("7")) as place, place.client() as client:
+            answer = await client.chat.completions.create(model="policy", messages=ASK, logprobs=True, top_logprobs=1)
+            choice = answer.choices[0]
+            assert (choice.message.content, choice.finish_reason, answer.model) == ("7", "stop", "policy")
+            assert (answer.usage.prompt_tokens, answer.usage.completion_tokens) == (8, 2)
+            assert answer.system_fingerprint == f"{GROUP}@0"
+            assert_exact(choice.logprobs.model_dump(), prompt="<user>3+4=?<end><assistant>", text="7<end>")
+            models = await client.models.list()
+            assert [(model.id, model.model_extra["version"]) for model in models.data] == [("policy", 0)]
+            assert (await client.models.retrieve(GROUP)).id == "policy"
+
+    asyncio.run(scenario())
+
+
+def test_langchain_keeps_the_ids_in_the_response_metadata_streamed_or_not(tmp_path):
+    async def scenario():
+        async with serving(tmp_path, says("42")) as place:
+            for streaming in (False, True):
+                model = place.langchain(streaming=streaming, max_completion_tokens=8, temperature=0.4)
+                message = await model.ainvoke([("system", "Add."), ("human", [{"type": "text", "text": "4+38"}])])
+                assert message.content == "42"
+                assert_exact(
+                    message.response_metadata["logprobs"],
+                    prompt="<system>Add.<end><user>4+38<end><assistant>",
+                    text="42<end>",
+                )
+            assert {request.sampling.max_new_tokens for request in place.engine.requests} == {8}
+            assert {request.sampling.temperature for request in place.engine.requests} == {0.4}
+
+    asyncio.run(scenario())
+
+
+def test_choices_stop_texts_limits_and_seeds(tmp_path):
+    def script(prompt, rng, version):
+        return f"{rng.randrange(10**9)};rest", -0.5
+
+    async def scenario():
+        async with serving(tmp_path, script) as place, place.client() as client:
+            ask = client.chat.completions.create
+            first = await ask(model="policy", messages=ASK, n=3, seed=5, stop=[";", "#"])
+            texts = [choice.message.content for choice in first.choices]
+            assert len(set(texts)) == 3
+            assert all(text.isdecimal() for text in texts)
+            last = first.choices[0].logprobs
+            assert ScriptedTokenizer().decode(last.model_extra["token_ids"]) == texts[0] + ";"
+            assert first.choices[0].finish_reason == "stop"
+            again = await ask(model="policy", messages=ASK, n=3, seed=5, stop=";")
+            assert [choice.message.content for choice in again.choices] == texts
+            other = await ask(model="policy", messages=ASK, stop=";")
+            assert other.choices[0].message.content not in texts
+            short = await ask(model="policy", messages=ASK, max_tokens=2)
+            assert (short.choices[0].finish_reason, short.usage.completion_tokens) == ("length", 2)
+
+    asyncio.run(scenario())
+
+
+def test_a_stream_ends_with_its_reason_and_usage(tmp_path):
+    async def scenario():
+        async with serving(tmp_path, says("12")) as place, place.client() as client:
+            stream = await client.chat.completions.create(
+                model="policy", messages=ASK, stream=True, stream_options={"include_usage": True}
+            )
+            pieces = [piece async for piece in stream]
+            deltas = [choice for piece in pieces for choice in piece.choices]
+            assert "".join(choice.delta.content or "" for choice in deltas) == "12"
+            assert [choice.finish_reason for choice in deltas] == [None, "stop"]
+            assert pieces[-1].usage.completion_tokens == 3
+
+    asyncio.run(scenario())
+
+
+def test_tool_calls_are_read_only_when_tools_were_offered(tmp_path):
+    said = 'Well. <tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
+
+    async def scenario():
+        async with serving(tmp_path, says(said)) as place, place.client() as client:
+            ask = client.chat.completions.create
+            plain = (await ask(model="policy", messages=ASK)).choices[0]
+            assert (plain.message.content, plain.message.tool_calls) == (said, None)
+            choice = (await ask(model="policy", messages=ASK, tools=[TOOL])).choices[0]
+            assert (choice.finish_reason, choice.message.content) == ("tool_calls", "Well.")
+            call = choice.message.tool_calls[0]
+            assert (call.function.name, json.loads(call.function.arguments)) == ("add", {"a": 1})
+            bound = await place.langchain().bind_tools([TOOL]).ainvoke("add")
+            assert bound.tool_calls[0]["args"] == {"a": 1}
+            dialogue = [*ASK, choice.message, {"role": "tool", "tool_call_id": call.id, "content": "5"}]
+            assert (await ask(model="policy", messages=dialogue)).choices[0].finish_reason == "stop"
+
+    asyncio.run(scenario())
+
+
+def test_a_tool_call_that_cannot_be_read_stays_text():
+    assert tool_calls_in("<tool_call>{not json}</tool_call>") == ()
+    assert tool_calls_in('<tool_call>{"name": 3}</tool_call>') == ()
+    one, two = tool_calls_in('<tool_call>{"name": "a"}</tool_call><tool_call>{"name": "a"}</tool_call>')
+    assert one["id"] != two["id"]
+
+
+def test_a_request_waits_for_the_version_that_it_names(tmp_path):
+    async def scenario():
+        async with serving(tmp_path, wait_timeout_s=20) as place, place.client() as client:
+            ask = client.chat.completions.create
+            newest = await ask(model="policy", messages=ASK)
+            assert newest.choices[0].logprobs.model_extra["version"] == 0
+            waiting = [
+                asyncio.create_task(ask(model="policy", messages=ASK, extra_body={"min_version": 1})),
+                asyncio.create_task(ask(model="policy", messages=ASK, extra_headers={"X-Min-Version": "1"})),
+            ]
+            await asyncio.sleep(0.1)
+            assert not any(task.done() for task in waiting)
+            await place.publish(1)
+            for task in waiting:
+                assert (await task).choices[0].logprobs.model_extra["version"] == 1
+
+    asyncio.run(scenario())
+
+
+def test_a_version_that_does_not_come_is_a_503_and_so_are_missing_weights(tmp_path):
+    async def scenario():
+        async with serving(tmp_path, versions=(), wait_timeout_s=0.05) as place, place.client() as client:
+            with pytest.raises(openai.InternalServerError, match="no weights yet") as refused:
+                await client.chat.completions.create(model="policy", messages=ASK)
+            assert refused.value.status_code == 503
+            await place.publish(0)
+            while place.engine.version(GROUP) < 0:
+                await asyncio.sleep(0.01)
+            with pytest.raises(openai.InternalServerError, match="has version 0; version 4 did not come"):
+                await client.chat.completions.create(model="policy", messages=ASK, extra_body={"min_version": 4})
+
+    asyncio.run(scenario())
+
+
+def test_errors_have_openais_shape(tmp_path):
+    async def scenario():
+        async with serving(tmp_path) as place, place.client() as client:
+            ask = client.chat.completions.create
+            with pytest.raises(openai.NotFoundError, match="ask for 'policy' or 'run-1/policy'") as missing:
+                await ask(model="gpt-x", messages=ASK)
+            assert (missing.value.code, missing.value.param) == ("model_not_found", "model")
+            image = [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]
+            with pytest.raises(openai.BadRequestError, match=r"messages\.0\.content: part 0 is no text") as wrong:
+                await ask(model="policy", messages=image)
+            assert wrong.value.type == "invalid_request_error"
+            async with aiohttp.ClientSession() as session:
+                for method, path, status in (("GET", "/nothing", 404), ("GET", "/chat/completions", 405)):
+                    async with session.request(method, place.url + path) as answer:
+                        assert answer.status == status
+                        assert (await answer.json())["error"]["type"] == "invalid_request_error"
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"messages": []}, "messages: List should have at least 1 item"),
+        ({"temperature": -1}, "temperature: Input should be greater"),
+        ({"top_logprobs": 5}, "top_logprobs: Input should be less than or equal to 1"),
+        ({"frequency_penalty": 0.5}, "frequency_penalty: 0.5 is not supported here"),
+        ({"response_format": {"type": "json_object"}}, "response_format: "),
+        ({"tool_choice": "required"}, "tool_choice: 'required' is not supported here"),
+        ({"stop": [""]}, "stop: an empty text stops nothing"),
+        ({"best_of": 3}, "best_of: unknown parameter"),
+    ],
+)
+def test_what_would_be_ignored_is_refused_by_name(change, message):
+    with pytest.raises(Refusal, match=message) as refused:
+        parse_request(json.dumps({"model": "policy", "messages": ASK, **change}).encode())
+    assert (refused.value.status, refused.value.param) == (400, next(iter(change)))
+
+
+def test_a_request_of_nothing_but_defaults_and_nulls_is_taken():
+    request = parse_request(
+        json.dumps({"model": "policy", "messages": ASK, "stop": None, "seed": None, "frequency_penalty": 0}).encode()
+    )
+    assert (request.stop, request.seed, request.sampling(9).max_new_tokens) == ((), None, 9)
+    for body in (b"{", b"[]"):
+        with pytest.raises(Refusal):
+            parse_request(body)
+
+
+def test_the_token_is_asked_for_and_never_logged(tmp_path, caplog):
+    caplog.set_level(logging.DEBUG)
+    (tmp_path / "token").write_text(SECRET + "\n")
+
+    async def scenario():
+        token = token_of(Place(tmp_path, token_file=tmp_path / "token").settings, {})
+        async with serving(tmp_path, token=token) as place:
+            async with place.client() as stranger:
+                with pytest.raises(openai.AuthenticationError) as refused:
+                    await stranger.chat.completions.create(model="policy", messages=ASK)
+                assert refused.value.code == "invalid_api_key"
+            async with place.client(api_key=SECRET) as client:
+                await client.chat.completions.create(model="policy", messages=ASK)
+
+    asyncio.run(scenario())
+    ours = [record.getMessage() for record in caplog.records if record.name.startswith("rollstream")]
+    assert ours
+    assert not any(SECRET in line or "3+4" in line for line in ours)
+
+
+def test_an_address_that_others_reach_needs_a_token(tmp_path):
+    outside = Place(tmp_path, host="0.0.0.0").settings
+    with pytest.raises(ConfigError, match="can be reached from outside"):
+        token_of(outside, {})
+    assert token_of(outside, {"ROLLSTREAM_ENDPOINT_TOKEN": SECRET}) == SECRET
+    with pytest.raises(ConfigError, match="cannot be read"):
+        token_of(Place(tmp_path, token_file=tmp_path / "none").settings, {})
+
+
+def test_a_port_in_use_is_one_clear_error(tmp_path):
+    async def scenario():
+        with socket.socket() as taken:
+            taken.bind(("127.0.0.1", 0))
+            taken.listen()
+            place = Place(tmp_path)
+            settings = place.settings.model_copy(update={"port": taken.getsockname()[1]})
+            with pytest.raises(RollstreamError, match=r"endpoint: port \d+ of 127\.0\.0\.1 cannot be used"):
+                await run(settings, place.log, ScriptedEngine())
+
+    asyncio.run(scenario())
