@@ -2,6 +2,7 @@
 
 import hashlib
 from collections.abc import Callable, Iterable
+from functools import cache
 from typing import Any, NamedTuple
 
 import orjson
@@ -40,7 +41,7 @@ class Encoded(NamedTuple):
 
 def encode(event: Event) -> Encoded:
     """Key, value, headers and content digest of an event."""
-    content = vars(event)
+    content = _fields(event)
     value = orjson.dumps(content, default=_fields)
     key = event.key.encode()
     headers: Headers = (
@@ -96,7 +97,7 @@ def parse(topic: str, value: bytes | None) -> tuple[Event, dict[str, Any]]:
 
 def content_digest(event: Event) -> str:
     """sha256 (hex) of an event's canonical content: sorted keys, without the fields in `UNDIGESTED`."""
-    return _digest(vars(event), event.UNDIGESTED)
+    return _digest(_fields(event), event.UNDIGESTED)
 
 
 def chain(start: str, digests: Iterable[str]) -> str:
@@ -121,10 +122,22 @@ def _digest(content: dict[str, Any], undigested: frozenset[str]) -> str:
 
 
 def _fields(value: Any) -> dict[str, Any]:
-    """What a model in an event is in JSON: its fields, as they are named and ordered in its class."""
-    if isinstance(value, BaseModel):
-        return vars(value)
-    raise TypeError(f"{type(value).__name__} is no JSON")
+    """What an event, or a model in it, is in JSON: its fields, as they are named and ordered in its class.
+
+    Those that were added since it was published (`schemas.base.added`) are left out at their default.
+    """
+    if not isinstance(value, BaseModel):
+        raise TypeError(f"{type(value).__name__} is no JSON")
+    content = vars(value)
+    is_left_out = _added(type(value))
+    if not is_left_out:
+        return content
+    return {name: held for name, held in content.items() if name not in is_left_out or not is_left_out[name](held)}
+
+
+@cache
+def _added(kind: type[BaseModel]) -> dict[str, Callable[[Any], bool]]:
+    return {name: field.exclude_if for name, field in kind.model_fields.items() if field.exclude_if}
 
 
 def _upcast(kind: str, content: dict[str, Any]) -> dict[str, Any]:

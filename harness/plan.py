@@ -153,8 +153,8 @@ def _difference(before: tuple[JobSpec, ...], now: tuple[JobSpec, ...]) -> str | 
         return "warm_start"
     for one, other in zip(before, now, strict=True):
         for part in ("job", "plan", "rollout"):
-            mine, theirs = getattr(one, part).model_dump(), getattr(other, part).model_dump()
-            for key, value in mine.items():
-                if theirs[key] != value:
+            mine, theirs = getattr(one, part), getattr(other, part)
+            for key in type(mine).model_fields:
+                if getattr(mine, key) != getattr(theirs, key):
                     return f"{part}.{key}"
     return None

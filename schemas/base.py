@@ -1,8 +1,17 @@
 """What every event has: a literal kind, a schema version, event time, and ids derived from what happened."""
 
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from pydantic import BaseModel, ConfigDict, Field
+
+
+def added(default: Any, **constraints: Any) -> Any:
+    """A field that an event, or a value in it, did not have yet when it was published.
+
+    At its default it is not written, so what was recorded without it has the same bytes and digest when it is encoded
+    or folded again.
+    """
+    return Field(default=default, exclude_if=lambda value: value == default, **constraints)
 
 
 class Locator(BaseModel):

@@ -4,7 +4,7 @@ from typing import ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, JsonValue
 
-from rollstream.schemas.base import Event, Locator
+from rollstream.schemas.base import Event, Locator, added
 from rollstream.schemas.events_rollouts import Policy, Purpose
 from rollstream.schemas.settings import ArtifactRef, PlanSettings, RolloutSettings
 
@@ -69,13 +69,15 @@ class JobStarted(Event):
 
 
 class EpochStarted(Event):
-    """An epoch of a job begins; curate answers with task requests. A validation epoch is never trained on."""
+    """An epoch of a job begins. Curate answers with task requests, unless the job is `planning: submitted`."""
 
     TOPIC: ClassVar[str] = "groups"
     kind: Literal["epoch_started"] = "epoch_started"
     v: Literal[1] = 1
     job_id: str
     epoch: int = Field(ge=0)
+    num_tasks: int = added(0, ge=0)
+    """Tasks, by index from 0, that the harness itself asks for where submissions decide what is trained."""
 
     @property
     def event_id(self) -> str:
@@ -166,6 +168,10 @@ class SubmissionReceived(Event):
     submission_id: str
     epoch: int
     groups: tuple[SubmittedGroup, ...]
+    curriculum_percentile: float | None = added(None)
+    """How far the submitter's curriculum has opened; none: it says nothing of one."""
+    is_last: bool = added(False)
+    """The job ends with this epoch, whatever its plan says."""
 
     @property
     def event_id(self) -> str:

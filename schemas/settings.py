@@ -2,7 +2,9 @@
 
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, JsonValue
+from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, JsonValue, model_validator
+
+from rollstream.schemas.base import added
 
 
 class Settings(BaseModel):
@@ -40,6 +42,10 @@ class RolloutSettings(Settings):
     group_timeout_s: float = Field(default=600.0, gt=0)
     policy: Literal["model", "demonstration"] = "model"
     """`demonstration` plays the environment's own demonstrator (data for SFT)."""
+    evaluators: dict[str, dict[str, JsonValue]] = added({})
+    """Configurations of those `rewards` that are evaluators, by name, as written (`${ENV}` not expanded)."""
+    missing_score: Literal["error", "reject", "unneeded"] = added("error")
+    """A rollout without a score fails (error), is rejected as `no_score`, or is used all the same (no reward counts)."""
 
 
 class CurriculumSettings(Settings):
@@ -59,6 +65,12 @@ class CurriculumSettings(Settings):
     """Share of an epoch's tasks drawn from excluded examples."""
     steer: bool = True
     """Choose what is rolled out next; off: roll out all and filter afterwards."""
+    seeded_subsample: bool = added(True)
+    """Draw `random_subsample` by seeds that derive from the run; off: by chance, as NAT does (classic mode only)."""
+    filter_single_group: bool = added(True)
+    """Hold a group that is alone in its epoch to `min_reward_diff` too; off: pass it, as NAT does."""
+    groups_by_example: bool = added(True)
+    """Tell included groups by their example ids; off: by their places in the collection, as NAT does."""
 
 
 class PlanSettings(Settings):
@@ -73,6 +85,8 @@ class PlanSettings(Settings):
     """A group with fewer complete members is not viable."""
     max_staleness: int = Field(default=0, ge=0)
     drop_zero_variance: bool = True
+    needs_logprobs: bool = added(True)
+    """Reject trajectories without log-probabilities of the behaviour policy."""
     curriculum: CurriculumSettings = Field(default_factory=CurriculumSettings)
 
 
@@ -113,16 +127,42 @@ class OptimizerSettings(Settings):
 class AlgorithmSettings(Settings):
     """The loss and its numbers."""
 
-    name: Literal["grpo", "sft"] = "grpo"
+    name: Literal["grpo", "sft", "dpo"] = "grpo"
     clip_low: float = Field(default=0.2, gt=0)
     clip_high: float = Field(default=0.28, gt=0)
     advantage: Literal["group_std", "group_mean", "leave_one_out"] = "group_std"
+    step_rewards: Literal["total", "process"] = added("total")
+    """total: one advantage for all tokens of a member, from the sum of its rewards; process: process supervision, in
+    which a token answers for the rewards of its own step and of those after it. Groups of equal sums are left out of
+    batches all the same, unless `drop_zero_variance` is off.
+    """
     entropy_coefficient: float = Field(default=0.0, ge=0)
     mini_batches: int = Field(default=1, ge=1)
     """Optimizer steps a batch."""
     max_tokens_per_micro_batch: int = Field(default=16384, ge=1)
     temperature: float = Field(default=1.0, gt=0)
     """Of the behaviour policy, so that ratios compare equal distributions."""
+    beta: float = added(0.1, gt=0)
+    """dpo: how much a log-ratio to the reference counts; the larger, the nearer the policy stays to it."""
+    exhaustive_pairs: bool = added(True)
+    """dpo: every two answers to a prompt whose scores differ are a pair; else only the best with the worst."""
+    min_score_diff: float = added(0.0, ge=0)
+    """dpo: a smaller difference of scores makes no pair; equal scores never do."""
+    max_pairs_per_turn: int | None = added(None, ge=1)
+    """dpo: of one prompt, so many pairs with the largest differences."""
+    sft_weight: float = added(0.0, ge=0)
+    """dpo: weight of the chosen answer's mean negative log-likelihood in the loss."""
+    average_logprobs: bool = added(False)
+    """dpo: an answer's log-probability is the mean over its tokens instead of their sum."""
+
+    @model_validator(mode="after")
+    def _estimator_fits_steps(self) -> "AlgorithmSettings":
+        if self.step_rewards == "process" and self.advantage == "leave_one_out":
+            raise ValueError(
+                "advantage leave_one_out compares members, not steps; use group_std or group_mean with "
+                "step_rewards process"
+            )
+        return self
 
 
 class JobSettings(Settings):

@@ -51,7 +51,9 @@ def test_an_event_of_every_kind_comes_back_as_it_was(kind: str) -> None:
     encoded = encode(event)
     received = decode(Record(encoded.topic, 0, 0, encoded.key, encoded.value, encoded.headers, 1))
     assert received.event == event
-    assert received.digest == encoded.digest == content_digest(event) == kept["digest"]
+    assert received.digest == encoded.digest == content_digest(event) == kept["digest"], (
+        "what was recorded must encode to the same content: declare a new field with `schemas.base.added`"
+    )
     assert dict(encoded.headers) == {
         "content-type": b"application/json",
         "ce_specversion": b"1.0",
