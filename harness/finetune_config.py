@@ -60,6 +60,7 @@ def run_config_of(finetune: FinetuneConfig) -> RunConfig:
         validation=_validation(finetune),
         endpoint=run.endpoint,
         endpoint_timeout=run.endpoint_timeout,
+        served=getattr(blocks["trainer_adapter"], "endpoint", None),
     )
 
 

@@ -7,6 +7,7 @@ from rollstream.schemas import ids
 from rollstream.schemas.config import AdapterSection, RunConfig, WarmStart
 from rollstream.schemas.errors import ConfigError
 from rollstream.schemas.services import (
+    EndpointSettings,
     LearnerSettings,
     MetricsSettings,
     ProcessorSettings,
@@ -24,6 +25,8 @@ from rollstream.schemas.settings import (
 MODEL_GROUP = "policy"
 WARM_START = "sft"
 TRAINING = "rl"
+ENDPOINT = "endpoint-1"
+"""Name of the service that serves the trained model; its engine loads versions under this name."""
 
 
 class JobSpec(NamedTuple):
@@ -137,8 +140,11 @@ def _job_settings(adapter: AdapterSection, *, num_versions: int) -> JobSettings:
     )
 
 
-def services_of(config: RunConfig, place: Place) -> dict[str, ServiceSettings]:
-    """Settings of every managed service by its name, in the order in which they are to be stopped."""
+def services_of(config: RunConfig, place: Place, run_id: str | None = None) -> dict[str, ServiceSettings]:
+    """Settings of every managed service by its name, in the order in which they are to be stopped.
+
+    `run_id` names the run whose model an endpoint serves, if the configuration has one.
+    """
     builder = config.builder
     base: dict[str, Any] = {**place._asdict(), "num_partitions": builder.num_partitions}
     session: dict[str, Any] = {"session_timeout_s": builder.session_timeout_s}
@@ -155,6 +161,9 @@ def services_of(config: RunConfig, place: Place) -> dict[str, ServiceSettings]:
         )
         for number in range(1, builder.num_producers + 1)
     ]
+    if config.served is not None and run_id is not None:
+        group = ids.model_group(run_id, MODEL_GROUP)
+        services.append(EndpointSettings(**base, **dict(config.served), name=ENDPOINT, model_group=group))
     services += [
         ProcessorSettings(**base, **session, name=f"processors-{number}")
         for number in range(1, builder.num_processors + 1)

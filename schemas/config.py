@@ -5,21 +5,19 @@ Models only: frozen, unknown keys forbidden. Reading a file, `${ENV}`, overrides
 """
 
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self
+from typing import Any, Literal, Self
 
 from pydantic import (
     BaseModel,
     ConfigDict,
-    Discriminator,
     Field,
     FiniteFloat,
     JsonValue,
-    Tag,
-    field_validator,
     model_validator,
 )
 
-from rollstream.schemas.services import EngineSettings
+from rollstream.schemas.finetuning import TrainerAdapterConfig, TrainerConfig, TrajectoryBuilderConfig
+from rollstream.schemas.services import EndpointSection, EngineSettings
 from rollstream.schemas.settings import (
     AlgorithmSettings,
     CurriculumSettings,
@@ -30,11 +28,24 @@ from rollstream.schemas.settings import (
 )
 
 OURS = "rollstream"
+NAMED_SECTIONS = (
+    "functions",
+    "function_groups",
+    "middleware",
+    "llms",
+    "embedders",
+    "memory",
+    "object_stores",
+    "retrievers",
+    "ttc_strategies",
+    "authentication",
+)
+"""Sections of named blocks that are kept as they are."""
 COMPONENT_SECTIONS = ("trajectory_builders", "trainer_adapters", "trainers")
 
 
 class ForeignBlock(BaseModel):
-    """A block of another `_type`, kept as it is and not used by rollstream's own run."""
+    """A block that others validate, kept as it is."""
 
     model_config = ConfigDict(frozen=True, extra="allow")
 
@@ -160,12 +171,51 @@ class WorkflowSection(Settings):
     environment: str
 
 
-class DatasetSection(Settings):
-    """A file of examples: JSON lines or one JSON list of objects."""
+class DatasetStructure(Settings):
+    """Which columns hold what; the standard names are added to an example's inputs."""
 
-    type: Literal["json", "jsonl"] = Field(default="jsonl", alias="_type")
+    disable: bool = False
+    """The whole row, as JSON, is the question."""
+    question_key: str = "question"
+    answer_key: str = "answer"
+    generated_answer_key: str = "generated_answer"
+    trajectory_key: str = "intermediate_steps"
+    expected_trajectory_key: str = "expected_intermediate_steps"
+
+
+class FilterEntry(Settings):
+    """Patterns (`*`, `?`, `[seq]`) or values by column."""
+
+    field: dict[str, list[str | int | float]] = Field(default_factory=dict)
+
+
+class DatasetFilter(Settings):
+    """Which rows are kept: those that fit the allowlist and do not fit the denylist."""
+
+    allowlist: FilterEntry | None = None
+    denylist: FilterEntry | None = None
+
+
+class DatasetSection(Settings):
+    """A file of examples: JSON lines, one JSON list of objects, CSV with a header, or Parquet."""
+
+    type: Literal["json", "jsonl", "csv", "parquet"] = Field(default="jsonl", alias="_type")
     file_path: Path
     id_key: str = "id"
+    structure: DatasetStructure = Field(default_factory=DatasetStructure)
+    filter: DatasetFilter | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _lies_here(cls, values: Any) -> Any:
+        found: dict[str, Any] = values if isinstance(values, dict) else {}
+        kind = found.get("_type")
+        if kind in ("xls", "custom"):
+            raise ValueError(f"_type {kind!r} is not read here; save the examples as jsonl, json, csv or parquet")
+        for key in ("s3", "remote_file_path"):
+            if found.get(key):
+                raise ValueError(f"{key} is not fetched here; download the file and give its file_path")
+        return {key: value for key, value in found.items() if key not in ("s3", "remote_file_path")} or values
 
 
 class EvalGeneral(Settings):
@@ -174,6 +224,11 @@ class EvalGeneral(Settings):
     dataset: DatasetSection | None = None
     max_concurrency: int = Field(default=8, ge=1)
     output_dir: Path | None = None
+    output: JsonValue = None
+    workflow_alias: str | None = None
+    profiler: JsonValue = None
+    validate_llm_endpoints: bool = False
+    per_input_user_id: bool = True
 
 
 class EvalSection(Settings):
@@ -181,6 +236,20 @@ class EvalSection(Settings):
 
     general: EvalGeneral = Field(default_factory=EvalGeneral)
     evaluators: dict[str, ForeignBlock] = Field(default_factory=dict)
+
+
+class RunConfigurationSection(Settings):
+    """`finetuning.run_configuration`: what the command line says about a run; its options win over the file."""
+
+    config_file: Path | None = None
+    dataset: Path | None = None
+    result_json_path: str = "$"
+    endpoint: str | None = None
+    endpoint_timeout: int = Field(default=300, ge=1)
+    override: tuple[tuple[str, str], ...] = ()
+    validation_dataset: Path | None = None
+    validation_interval: int = Field(default=5, ge=1)
+    validation_config_file: Path | None = None
 
 
 class FinetuningSection(Settings):
@@ -196,37 +265,33 @@ class FinetuningSection(Settings):
     curriculum_learning: CurriculumSettings = Field(default_factory=CurriculumSettings)
     num_epochs: int = Field(default=1, ge=1)
     output_dir: Path = Path(".rollstream/output")
-
-
-def _whose(value: Any) -> str:
-    """Tag of a component block, given as read from the file or as a model."""
-    if isinstance(value, BaseModel):
-        return "foreign" if isinstance(value, ForeignBlock) else "ours"
-    block_type: Any = value.get("_type") if isinstance(value, dict) else OURS  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]
-    return "ours" if block_type == OURS else "foreign"
-
-
-_Foreign = Annotated[ForeignBlock, Tag("foreign")]
-BuilderBlock = Annotated[Annotated[BuilderSection, Tag("ours")] | _Foreign, Discriminator(_whose)]
-AdapterBlock = Annotated[Annotated[AdapterSection, Tag("ours")] | _Foreign, Discriminator(_whose)]
-TrainerBlock = Annotated[Annotated[TrainerSection, Tag("ours")] | _Foreign, Discriminator(_whose)]
+    run_configuration: RunConfigurationSection | None = None
 
 
 class ConfigFile(Settings):
-    """A whole file."""
+    """A whole file. What stands in the sections that only NAT uses is kept as it is.
 
-    llms: dict[str, ForeignBlock] = Field(default_factory=dict)
-    workflow: WorkflowSection | None = None
+    A component's block is an instance of its own configuration class; `rollstream.harness.config_model` says which.
+    """
+
+    general: dict[str, JsonValue] = Field(default_factory=dict)
+    functions: dict[str, JsonValue] = Field(default_factory=dict)
+    function_groups: dict[str, JsonValue] = Field(default_factory=dict)
+    middleware: dict[str, JsonValue] = Field(default_factory=dict)
+    llms: dict[str, JsonValue] = Field(default_factory=dict)
+    embedders: dict[str, JsonValue] = Field(default_factory=dict)
+    memory: dict[str, JsonValue] = Field(default_factory=dict)
+    object_stores: dict[str, JsonValue] = Field(default_factory=dict)
+    optimizer: dict[str, JsonValue] = Field(default_factory=dict)
+    retrievers: dict[str, JsonValue] = Field(default_factory=dict)
+    ttc_strategies: dict[str, JsonValue] = Field(default_factory=dict)
+    authentication: dict[str, JsonValue] = Field(default_factory=dict)
+    workflow: WorkflowSection | ForeignBlock | None = None
     eval: EvalSection = Field(default_factory=EvalSection)
-    trajectory_builders: dict[str, BuilderBlock]
-    trainer_adapters: dict[str, AdapterBlock]
-    trainers: dict[str, TrainerBlock]
+    trajectory_builders: dict[str, TrajectoryBuilderConfig]
+    trainer_adapters: dict[str, TrainerAdapterConfig]
+    trainers: dict[str, TrainerConfig]
     finetuning: FinetuningSection
-
-    @field_validator("workflow", mode="before")
-    @classmethod
-    def _by_name(cls, value: Any) -> Any:
-        return {"environment": value} if isinstance(value, str) else value
 
 
 class ValidationSection(Settings):
@@ -250,8 +315,14 @@ class RunConfig(Settings):
     dataset: DatasetSection | None
     environment: str
     reward_functions: tuple[str, ...] = ()
+    evaluators: dict[str, dict[str, JsonValue]] = Field(default_factory=dict)
+    """`eval.evaluators` by name, with their `_type`, as written (`${ENV}` not expanded)."""
     validation: ValidationSection | None = None
     endpoint: str | None = None
     """Base URL of a remote workflow that plays the rollouts; none: the environment does."""
     endpoint_timeout: int = Field(default=300, ge=1)
     """Seconds that one answer of the endpoint may take."""
+    served: EndpointSection | None = None
+    """How the trained model is served to others by OpenAI's chat completions; none: it is not."""
+    result_json_path: str = "$"
+    """Where the answer stands in what the endpoint returns (`$`: all of it)."""
