@@ -2,7 +2,7 @@
 
 import itertools
 import random
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +16,9 @@ from rollstream.schemas.errors import DecodeError
 from rollstream.schemas.events import TrajectoryAssembled
 from rollstream.schemas.events_rollouts import TokenSequence
 
+StepAdvantages = Mapping[int, float]
+"""Advantage by step index, of every step that a trajectory has tokens of."""
+
 
 @dataclass(frozen=True, slots=True)
 class Row:
@@ -24,7 +27,8 @@ class Row:
     token_ids: NDArray[np.int32]  # (T,)
     mask: NDArray[np.bool_]  # (T,), true on completion tokens that have a token before them
     logprobs: NDArray[np.float32]  # (T,), under the behaviour policy; 0 off the mask
-    advantage: float
+    advantage: float | NDArray[np.float32]
+    """One for all tokens, or one a token (T,)."""
 
     @property
     def num_completion_tokens(self) -> int:
@@ -39,7 +43,7 @@ class MicroBatch:
     token_ids: Tensor  # (B, T) int64
     mask: Tensor  # (B, T) bool
     logprobs: Tensor  # (B, T) float32
-    advantages: Tensor  # (B,) float32
+    advantages: Tensor  # (B, T) float32
 
     def to(self, device: torch.device) -> "MicroBatch":
         """The same on a device."""
@@ -47,8 +51,8 @@ class MicroBatch:
         return MicroBatch(*moved)
 
 
-def rows_of(trajectory: TrajectoryAssembled, advantage: float, *, needs_logprobs: bool) -> list[Row]:
-    """The sequences of a trajectory that have completion tokens.
+def rows_of(trajectory: TrajectoryAssembled, advantage: float | StepAdvantages, *, needs_logprobs: bool) -> list[Row]:
+    """The sequences of a trajectory that have completion tokens, with one advantage for all of them or one by step.
 
     Raises DecodeError naming the trajectory if completions and arrays do not fit each other, or if log-probabilities
     are needed and missing.
@@ -93,13 +97,14 @@ def pad(rows: Sequence[Row]) -> MicroBatch:
     token_ids_B_T = np.zeros(shape, np.int64)
     mask_B_T = np.zeros(shape, np.bool_)
     logprobs_B_T = np.zeros(shape, np.float32)
+    advantages_B_T = np.zeros(shape, np.float32)
     for place, row in enumerate(rows):
         length = len(row.token_ids)
         token_ids_B_T[place, :length] = row.token_ids
         mask_B_T[place, :length] = row.mask
         logprobs_B_T[place, :length] = row.logprobs
-    advantages_B = np.asarray([row.advantage for row in rows], np.float32)
-    return MicroBatch(*(torch.from_numpy(x) for x in (token_ids_B_T, mask_B_T, logprobs_B_T, advantages_B)))
+        advantages_B_T[place, :length] = row.advantage
+    return MicroBatch(*(torch.from_numpy(x) for x in (token_ids_B_T, mask_B_T, logprobs_B_T, advantages_B_T)))
 
 
 def num_completion_tokens(rows: Iterable[Row]) -> int:
@@ -107,7 +112,7 @@ def num_completion_tokens(rows: Iterable[Row]) -> int:
     return sum(row.num_completion_tokens for row in rows)
 
 
-def _row(sequence: TokenSequence, advantage: float, *, needs_logprobs: bool) -> Row:
+def _row(sequence: TokenSequence, advantage: float | StepAdvantages, *, needs_logprobs: bool) -> Row:
     token_ids = np.frombuffer(tokens.decode_ids(sequence.token_ids), np.int32)
     num_sampled = sum(completion.length for completion in sequence.completions)
     if sequence.logprobs is None and needs_logprobs:
@@ -130,4 +135,14 @@ def _row(sequence: TokenSequence, advantage: float, *, needs_logprobs: bool) -> 
         logprobs[completion.start : end] = sampled[taken : taken + completion.length]
         taken += completion.length
     mask[:1] = False
-    return Row(token_ids, mask, logprobs, advantage)
+    return Row(token_ids, mask, logprobs, _by_token(sequence, advantage))
+
+
+def _by_token(sequence: TokenSequence, advantage: float | StepAdvantages) -> float | NDArray[np.float32]:
+    """Each completion's tokens get the advantage of its step (T,); 0 on prompts."""
+    if isinstance(advantage, (int, float)):
+        return advantage
+    advantages_T = np.zeros(tokens.count(sequence.token_ids), np.float32)
+    for part in sequence.completions:
+        advantages_T[part.start : part.start + part.length] = advantage[part.step_index]
+    return advantages_T

@@ -94,7 +94,7 @@ def _accumulate(
             temperature=settings.algorithm.temperature,
             entropy_needs_grad=settings.algorithm.entropy_coefficient > 0,
         )
-        advantages_N = batch.advantages[:, None].expand_as(batch.mask)[batch.mask]
+        advantages_N = batch.advantages[batch.mask]
         tokens = TokenBatch(logprobs_N, entropies_N, batch.logprobs[batch.mask], advantages_N)
         found = algorithm.loss(tokens, settings.algorithm)
         (found.losses_N.sum() / num_tokens).backward()

@@ -8,7 +8,7 @@ import torch
 
 from rollstream.learner import advantages
 from rollstream.learner.checkpoint import Checkpoint, CheckpointPosition
-from rollstream.learner.collate import Row, rows_of
+from rollstream.learner.collate import Row, StepAdvantages, rows_of
 from rollstream.learner.losses import ALGORITHMS
 from rollstream.learner.model import PolicyModel, from_bytes, make_deterministic
 from rollstream.learner.optimizer import load_state_tensors, make_optimizer, state_tensors
@@ -65,14 +65,23 @@ class Trainer:
 
     def _rows(self, planned: BatchPlanned, trajectories: Sequence[TrajectoryAssembled]) -> list[Row]:
         algorithm = ALGORITHMS[self._settings.algorithm.name]
-        groups = [(t.group_id, t.agent) for t in trajectories]
-        rewards = [member.reward for member in planned.members]
-        values = advantages.by_group(rewards, groups, self._settings.algorithm.advantage)
         return [
             row
-            for trajectory, advantage in zip(trajectories, values, strict=True)
+            for trajectory, advantage in zip(trajectories, self._advantages(planned, trajectories), strict=True)
             for row in rows_of(trajectory, advantage, needs_logprobs=algorithm.needs_logprobs)
         ]
+
+    def _advantages(
+        self, planned: BatchPlanned, trajectories: Sequence[TrajectoryAssembled]
+    ) -> Sequence[float | StepAdvantages]:
+        """One a member, or one a step of it. Rewards are the manifest's; those of steps are the trajectories'."""
+        settings = self._settings.algorithm
+        groups = [(t.group_id, t.agent) for t in trajectories]
+        rewards = [member.reward for member in planned.members]
+        if settings.step_rewards == "total":
+            return advantages.by_group(rewards, groups, settings.advantage)
+        members = [advantages.stepped(t, reward) for t, reward in zip(trajectories, rewards, strict=True)]
+        return advantages.by_step(members, groups, settings.advantage)
 
 
 def manifest_metrics(planned: BatchPlanned) -> dict[str, float]:

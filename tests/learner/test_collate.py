@@ -77,7 +77,7 @@ def test_padding_stands_on_the_right_and_off_the_mask() -> None:
     found = collate.pad([row(3), row(2)])
     assert found.token_ids.tolist() == [[0, 1, 2], [0, 1, 0]]
     assert found.mask.tolist() == [[False, True, True], [False, True, False]]
-    assert found.advantages.tolist() == [1.0, 1.0]
+    assert found.advantages.tolist() == [[1, 1, 1], [1, 1, 0]]
 
 
 def test_micro_batches_hold_so_many_padded_tokens_and_every_row_once() -> None:

@@ -79,7 +79,7 @@ def test_the_gradient_is_that_of_finite_differences(tiny_model: Path) -> None:
         from rollstream.learner.token_batch import TokenBatch
 
         logprobs, entropies = model.completion_terms(batch, temperature=1.0, entropy_needs_grad=False)
-        advantages = batch.advantages[:, None].expand_as(batch.mask)[batch.mask]
+        advantages = batch.advantages[batch.mask]
         tokens = TokenBatch(logprobs.double(), entropies, batch.logprobs[batch.mask].double(), advantages.double())
         return grpo.losses(tokens, settings).losses_N.mean()
 
@@ -106,7 +106,7 @@ def test_grpo_raises_what_was_better_and_lowers_what_was_worse(tiny_model: Path)
     before = PolicyModel(ModelSettings(path=str(tiny_model), device="cpu"), seed=0)
     after, _ = trained(tiny_model)
     batch = collate.pad(rows())
-    advantages = batch.advantages[:, None].expand_as(batch.mask)[batch.mask]
+    advantages = batch.advantages[batch.mask]
     old, _ = before.completion_terms(batch, temperature=1.0, entropy_needs_grad=False)
     new, _ = after.completion_terms(batch, temperature=1.0, entropy_needs_grad=False)
     assert ((new - old) * advantages).sum() > 0
