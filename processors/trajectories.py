@@ -37,6 +37,8 @@ class RewardSums(NamedTuple):
     """Unweighted sums."""
     by_step: dict[str, float]
     """Weighted sums of those recorded for a step, by step index as text."""
+    scores: dict[str, float]
+    """The same of what only compares a step with others, and is in none of the sums above."""
 
 
 def assemble(started: GroupStarted, attempt: Attempt, ended: RolloutEnded) -> Assembled:
@@ -72,6 +74,7 @@ def assemble(started: GroupStarted, attempt: Attempt, ended: RolloutEnded) -> As
                 reward=sums.total,
                 rewards=sums.by_name,
                 step_rewards=sums.by_step,
+                step_scores=sums.scores,
                 sequences=sequences,
                 num_steps=ended.num_steps,
                 steps_digest=ended.digest,
@@ -91,29 +94,31 @@ def sum_rewards(rewards: Iterable[RewardRecorded], agent: str, weights: dict[str
     total = 0.0
     by_name: dict[str, float] = {}
     by_step: dict[str, float] = {}
+    scores: dict[str, float] = {}
     for reward in rewards:
         if reward.agent is not None and reward.agent != agent:
             continue
         weighted = weights.get(reward.name, 1.0) * reward.value
-        total += weighted
-        by_name[reward.name] = by_name.get(reward.name, 0.0) + reward.value
+        if not reward.is_score:
+            total += weighted
+            by_name[reward.name] = by_name.get(reward.name, 0.0) + reward.value
         if reward.step_index is not None:
-            step = str(reward.step_index)
-            by_step[step] = by_step.get(step, 0.0) + weighted
-    if not all(map(math.isfinite, (total, *by_name.values(), *by_step.values()))):
+            step, sums = str(reward.step_index), scores if reward.is_score else by_step
+            sums[step] = sums.get(step, 0.0) + weighted
+    if not all(map(math.isfinite, (total, *by_name.values(), *by_step.values(), *scores.values()))):
         raise DecodeError(f"the rewards of agent {agent} have no finite sum")
-    return RewardSums(total, by_name, by_step)
+    return RewardSums(total, by_name, by_step, scores)
 
 
 def reference(trajectory: TrajectoryAssembled) -> MemberRef:
     """What a closed group says of a trajectory."""
-    num_completion_tokens, versions = 0, set[int]()
+    num_tokens, num_completion_tokens, versions, has_logprobs = 0, 0, set[int](), True
     for sequence in trajectory.sequences:
+        num_tokens += tokens.count(sequence.token_ids)
+        has_logprobs = has_logprobs and sequence.logprobs is not None
         for part in sequence.completions:
             num_completion_tokens += part.length
-            for span in part.spans:
-                if span.length:
-                    versions.add(span.version)
+            versions.update([span.version for span in part.spans if span.length])
     return MemberRef(
         trajectory_id=trajectory.trajectory_id,
         rollout_id=trajectory.rollout_id,
@@ -121,11 +126,11 @@ def reference(trajectory: TrajectoryAssembled) -> MemberRef:
         member=trajectory.member,
         digest=codec.content_digest(trajectory),
         reward=trajectory.reward,
-        num_tokens=sum(tokens.count(sequence.token_ids) for sequence in trajectory.sequences),
+        num_tokens=num_tokens,
         num_completion_tokens=num_completion_tokens,
         min_version=min(versions, default=0),
         max_version=max(versions, default=0),
-        has_logprobs=all(sequence.logprobs is not None for sequence in trajectory.sequences),
+        has_logprobs=has_logprobs,
     )
 
 

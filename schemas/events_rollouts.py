@@ -4,7 +4,7 @@ from typing import ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, JsonValue
 
-from rollstream.schemas.base import Event
+from rollstream.schemas.base import Event, added
 from rollstream.schemas.settings import RolloutSettings
 
 Purpose = Literal["train", "validation"]
@@ -203,6 +203,8 @@ class RewardRecorded(RolloutEvent):
     value: FiniteFloat
     step_index: int | None = None
     agent: str | None = None
+    is_score: bool = added(False)
+    """It compares its step with other answers to the same prompt, and is no part of the rollout's reward."""
 
     @property
     def event_id(self) -> str:
@@ -301,6 +303,8 @@ class TrajectoryAssembled(RolloutEvent):
     rewards: dict[str, FiniteFloat] = Field(default_factory=dict)
     step_rewards: dict[str, FiniteFloat] = Field(default_factory=dict)
     """Weighted sum of the rewards recorded for a step, by step index."""
+    step_scores: dict[str, FiniteFloat] = added({})
+    """Weighted sum of the scores that compare a step with other answers to the same prompt, by step index."""
     sequences: tuple[TokenSequence, ...]
     num_steps: int
     steps_digest: str

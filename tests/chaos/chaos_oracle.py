@@ -272,16 +272,17 @@ def _trajectories(started: GroupStarted, attempt: _Attempt) -> list[TrajectoryAs
 
 
 def _rewards(started: GroupStarted, attempt: _Attempt, agent: str) -> dict:
-    """Weighted sum, sums by name, weighted sums by step; in fractions, so exact."""
-    total, by_name, by_step = Fraction(), defaultdict(Fraction), defaultdict(Fraction)
+    """Weighted sum, sums by name, weighted sums and scores by step; in fractions, so exact."""
+    total, by_name, by_step, scores = Fraction(), defaultdict(Fraction), defaultdict(Fraction), defaultdict(Fraction)
     for reward in attempt.rewards.values():
         if reward.agent in (None, agent):
             weighted = Fraction(started.reward_weights.get(reward.name, 1.0)) * Fraction(reward.value)
-            total += weighted
-            by_name[reward.name] += Fraction(reward.value)
+            if not reward.is_score:
+                total += weighted
+                by_name[reward.name] += Fraction(reward.value)
             if reward.step_index is not None:
-                by_step[str(reward.step_index)] += weighted
-    sums = {"rewards": by_name, "step_rewards": by_step}
+                (scores if reward.is_score else by_step)[str(reward.step_index)] += weighted
+    sums = {"rewards": by_name, "step_rewards": by_step, "step_scores": scores}
     return {"reward": float(total)} | {
         name: {key: float(value) for key, value in found.items()} for name, found in sums.items()
     }
