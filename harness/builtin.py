@@ -5,6 +5,7 @@ import importlib
 MODULES = (
     "rollstream.producers.environments.arithmetic",
     "rollstream.producers.environments.guess_number",
+    "rollstream.producers.environments.recorded",
     "rollstream.producers.environments.tic_tac_toe",
 )
 

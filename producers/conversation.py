@@ -11,6 +11,9 @@ from dataclasses import dataclass
 from rollstream.producers.engine import Tokenizer
 from rollstream.schemas.events_rollouts import Prefix
 
+MIN_SHARED = 32
+"""Ids that a prompt must share with a part of an earlier call, to be written as its prefix."""
+
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
@@ -59,6 +62,24 @@ class Conversation:
         new_ids = array("i", self._tokenizer.encode(rest, add_special_tokens=False) if rest else ())
         return Prompt(text, kept + new_ids, Prefix(step_index=call.step_index, length=length, sha256=ids_sha256(kept)))
 
+    def going_on(self, token_ids: "array[int]") -> Prompt:
+        """A prompt that is known by its ids, which all stay; the prefix is the longest stretch that it shares."""
+        best: tuple[int, _Call] | None = None
+        for call in reversed(self._calls):
+            shared = _num_shared(token_ids, call.token_ids)
+            is_worth_it = shared == len(call.token_ids) or shared >= MIN_SHARED
+            if is_worth_it and (best is None or shared > best[0]):
+                best = (shared, call)
+        if best is None:
+            return Prompt("", token_ids, None)
+        length, call = best
+        sha256 = ids_sha256(token_ids[:length])
+        return Prompt("", token_ids, Prefix(step_index=call.step_index, length=length, sha256=sha256))
+
+    def note(self, step_index: int, prompt: Prompt, completion: "array[int]") -> None:
+        """Note what was answered at a step to a prompt that is known by its ids."""
+        self._calls.append(_Call(step_index, prompt.token_ids + completion, ()))
+
     def said(self, step_index: int, prompt: Prompt, completion_ids: Sequence[int]) -> str:
         """Note what the model answered at a step; returns its text without the end token."""
         completion = array("i", completion_ids)
@@ -75,6 +96,20 @@ class Conversation:
     def _text(self, ids: "array[int]") -> str:
         # Special tokens stay in the text: an answer that holds one is rendered back word for word.
         return self._tokenizer.decode(ids.tolist(), skip_special_tokens=False) if ids else ""
+
+
+def _num_shared(one: "array[int]", other: "array[int]") -> int:
+    """How many ids both begin with, by halving."""
+    low, high = 0, min(len(one), len(other))
+    if one[:high] == other[:high]:
+        return high
+    while low < high - 1:
+        middle = (low + high) // 2
+        if one[low:middle] == other[low:middle]:
+            low = middle
+        else:
+            high = middle
+    return low
 
 
 def ids_sha256(token_ids: "array[int]") -> str:

@@ -74,18 +74,18 @@ class Journal:
         return self._num_opened - 1
 
     async def record_step(self, step_index: int, *, began_ms: int, **fields: Any) -> StepRecorded:
-        """Emit what happened at an opened step. `fields` are those of StepRecorded beside ids and times."""
+        """Emit what happened at an opened step. `fields` are those of StepRecorded beside ids and event time.
+
+        The step's own uuid, ancestry and times are made here unless they are among them.
+        """
         time_ms = self.clock()
-        step = StepRecorded(
-            **self._ids,
-            time_ms=time_ms,
-            step_index=step_index,
-            uuid=str(uuid.uuid5(uuid.NAMESPACE_URL, f"{self.rollout_id}/s{step_index}")),
-            function_ancestry=self._ancestry,
-            event_timestamp=time_ms / 1000,
-            span_event_timestamp=began_ms / 1000,
-            **fields,
-        )
+        own: dict[str, Any] = {
+            "uuid": str(uuid.uuid5(uuid.NAMESPACE_URL, f"{self.rollout_id}/s{step_index}")),
+            "function_ancestry": self._ancestry,
+            "event_timestamp": time_ms / 1000,
+            "span_event_timestamp": began_ms / 1000,
+        }
+        step = StepRecorded(**self._ids, time_ms=time_ms, step_index=step_index, **(own | fields))
         await self._put(step)
         self._steps[step_index] = step
         return step

@@ -12,11 +12,13 @@ import orjson
 from rollstream.producers.conversation import Conversation, Prompt
 from rollstream.producers.engine import Engine, Generation, GenerationRequest
 from rollstream.producers.journal import Journal
+from rollstream.producers.recording import Playing, fields_of, read_step
 from rollstream.producers.rewards import RewardError, finite
 from rollstream.schemas import ids, tokens
 from rollstream.schemas.errors import EnvironmentRunError, ModelError
 from rollstream.schemas.events import TaskRequested
 from rollstream.schemas.events_rollouts import LLMCall
+from rollstream.schemas.recorded import RecordedStep
 
 Message = dict[str, Any]
 """A chat message: `role`, `content` and what a chat template knows beside them."""
@@ -49,7 +51,8 @@ class Reply:
 class Session:
     """One attempt at one rollout, as its environment sees it.
 
-    `inputs` are the example's; `agents` the names that may chat; `max_turns` counts answers an agent.
+    `inputs` are the example's; `member` is its number in the group; `agents` the names that may chat; `max_turns`
+    counts answers an agent.
     `seed` and `rng` are this member's own. `task_seed` and `task_rng` are equal in all members of the group: what the
     members' rewards are compared under (a secret, an opponent) is drawn from those.
     """
@@ -60,8 +63,10 @@ class Session:
         self.inputs: dict[str, Any] = dict(task.inputs)
         self.task_seed = task.seed
         self.task_rng = random.Random(ids.derive_seed(task.seed, "world"))
+        self.member = member
         self.seed = member_seed(task, member)
         self.rng = random.Random(ids.derive_seed(self.seed, "member"))
+        self.min_version = task.min_version
         self.max_turns = task.settings.max_turns
         self.agents = tuple(task.settings.agents)
         self.fault: tuple[str, str] | None = None
@@ -111,6 +116,24 @@ class Session:
         await self._journal.record_step(
             step_index, began_ms=now_ms, agent=agent, event_type="TOOL_END", name=name, data=data
         )
+        return step_index
+
+    async def record(self, step: RecordedStep, *, retokenise: bool = False, assumed_version: int | None = None) -> int:
+        """Record a step that happened elsewhere as it was, an LLM call with its tokens. Returns the step's index.
+
+        `retokenise`: make tokens from text where there are none. `assumed_version`: of tokens recorded without one;
+        none: the version that the task was asked for at. An agent without a name is the first of the run's.
+        """
+        agent = step.agent or next(iter(self.agents), "agent")
+        version = self.min_version if assumed_version is None else assumed_version
+        playing = Playing(self._model_group(agent), self._settings.policy, version, retokenise)
+        conversation = self._conversation(agent, playing.model_group)
+        step_index, began_ms = self._journal.open_step(), self._journal.clock()
+        tokenizer = self._engine.tokenizer(playing.model_group)
+        reading = read_step(step, step_index, playing, conversation, tokenizer)
+        if step.chat is not None:
+            self.messages[agent] = (*step.chat.messages, step.chat.answer)
+        await self._journal.record_step(step_index, began_ms=began_ms, agent=agent, **fields_of(step, reading))
         return step_index
 
     async def reward(

@@ -87,7 +87,8 @@ class RecordedStep(_Value):
     Of an LLM call whose `untrained` is none the completion is trained on; everything else is record only.
     """
 
-    agent: str = "agent"
+    agent: str = ""
+    """None named: the run's first."""
     event_type: str = "LLM_END"
     uuid: str | None = None
     parent_id: str = "root"

@@ -1,0 +1,141 @@
+"""Trajectories of NAT's or users' own builders as recorded rollouts, so that they can be trained on. Pure.
+
+One call for every assistant message that carries log-probabilities; messages of any other role are prompt only.
+"""
+
+import math
+from collections.abc import Sequence
+from typing import Any, cast
+
+import orjson
+from pydantic import JsonValue
+
+from rollstream.producers.recorded_logprobs import read_logprobs
+from rollstream.producers.recording import NO_LOGPROBS
+from rollstream.schemas.finetuning import DPOItem, EpisodeItem, EpisodeItemRole, Trajectory
+from rollstream.schemas.recorded import RecordedChat, RecordedReward, RecordedRollout, RecordedStep
+
+REWARD = "reward"
+STEP_REWARD = "shaped_reward"
+_CHAT_ROLES = {
+    EpisodeItemRole.ENVIRONMENT: "user",
+    EpisodeItemRole.OTHER: "user",
+}
+"""Roles that no chat template knows, and what the model read them as."""
+
+
+def rollout_of(trajectory: Trajectory, *, demands_logprobs: bool = True) -> RecordedRollout:
+    """A trajectory as a rollout: its calls, its shaped rewards by call, and what is left of its reward at the end.
+
+    An assistant message with exact ids (`recorded_logprobs`) keeps them; another is text, to be re-tokenised or
+    rejected. One without any log-probability is record only, unless `demands_logprobs` is off (for SFT). A trajectory
+    that has no such message, a preference pair or a reward that is no number is a rollout with an `error`.
+    """
+    items = trajectory.episode
+    source_id = _source_id(trajectory)
+    if any(isinstance(item, DPOItem) for item in items):
+        return RecordedRollout(source_id=source_id, error="is a preference pair: see rollouts_of_pair")
+    if not math.isfinite(trajectory.reward):
+        return RecordedRollout(source_id=source_id, error=f"its reward is {trajectory.reward}, no finite number")
+    steps = _steps(cast("Sequence[EpisodeItem]", items), demands_logprobs=demands_logprobs)
+    if not steps:
+        return RecordedRollout(source_id=source_id, error="has no message of the assistant")
+    shaped = _shaped(trajectory.shaped_rewards or [], len(steps))
+    if shaped is None:
+        num = len(trajectory.shaped_rewards or [])
+        return RecordedRollout(
+            source_id=source_id, error=f"has {num} shaped_rewards for {len(steps)} messages of the assistant"
+        )
+    final = trajectory.reward - math.fsum(reward.value for reward in shaped)
+    rewards = (RecordedReward(value=final, name=REWARD), *shaped)
+    return RecordedRollout(source_id=source_id, steps=tuple(steps), rewards=rewards)
+
+
+def rollouts_of_pair(item: DPOItem, *, score_diff: float = 1.0) -> tuple[RecordedRollout, RecordedRollout]:
+    """A preference pair as the two members of a group: the chosen one scores `score_diff`, the rejected one 0."""
+    messages = _messages(item)
+    return (
+        _pair_member(messages, item.chosen_response, score_diff),
+        _pair_member(messages, item.rejected_response, 0.0),
+    )
+
+
+def rollouts_of_items(trajectory: Trajectory) -> tuple[tuple[RecordedRollout, RecordedRollout], ...]:
+    """All pairs of a trajectory whose episode is DPOItems, each a group; its reward is the difference of the scores."""
+    diff = trajectory.reward if math.isfinite(trajectory.reward) and trajectory.reward > 0 else 1.0
+    return tuple(rollouts_of_pair(item, score_diff=diff) for item in trajectory.episode if isinstance(item, DPOItem))
+
+
+def _steps(items: Sequence[EpisodeItem], *, demands_logprobs: bool) -> list[RecordedStep]:
+    steps: list[RecordedStep] = []
+    messages: list[dict[str, JsonValue]] = []
+    for item in items:
+        message = _message(item)
+        if item.role == EpisodeItemRole.ASSISTANT:
+            steps.append(_step(tuple(messages), message, item, demands_logprobs=demands_logprobs))
+        messages.append(message)
+    return steps
+
+
+def _step(
+    messages: tuple[dict[str, JsonValue], ...],
+    answer: dict[str, JsonValue],
+    item: EpisodeItem,
+    *,
+    demands_logprobs: bool,
+) -> RecordedStep:
+    found = read_logprobs(item.logprobs)
+    tokens = found.tokens()
+    is_known = found.values is not None or (tokens is not None and tokens.logprobs is not None)
+    return RecordedStep(
+        name=_text(_of(item.metadata, "model_name")),
+        data={"input": list(messages), "output": item.content},
+        tokens=tokens,
+        chat=RecordedChat(messages=messages, answer=answer, logprobs=found.values),
+        untrained=None if is_known or not demands_logprobs else NO_LOGPROBS,
+    )
+
+
+def _pair_member(messages: tuple[dict[str, JsonValue], ...], response: str, score: float) -> RecordedRollout:
+    answer: dict[str, JsonValue] = {"role": "assistant", "content": response}
+    step = RecordedStep(
+        data={"input": list(messages), "output": response}, chat=RecordedChat(messages=messages, answer=answer)
+    )
+    return RecordedRollout(steps=(step,), rewards=(RecordedReward(value=score, name="score"),))
+
+
+def _messages(item: DPOItem) -> tuple[dict[str, JsonValue], ...]:
+    if isinstance(item.prompt, str):
+        return ({"role": "user", "content": item.prompt},)
+    return tuple({"role": message.role, "content": message.content} for message in item.prompt)
+
+
+def _message(item: EpisodeItem) -> dict[str, JsonValue]:
+    role = _CHAT_ROLES.get(item.role, item.role.value)
+    message: dict[str, JsonValue] = {"role": role, "content": item.content}
+    for key in ("tool_calls", "tool_call_id", "name"):
+        value = _of(item.metadata, key)
+        if value is not None:
+            message[key] = orjson.loads(orjson.dumps(value, default=str))
+    return message
+
+
+def _shaped(values: Sequence[float], num_steps: int) -> tuple[RecordedReward, ...] | None:
+    if (values and len(values) != num_steps) or not all(map(math.isfinite, values)):
+        return None
+    return tuple(RecordedReward(value=value, name=STEP_REWARD, step=step) for step, value in enumerate(values))
+
+
+def _source_id(trajectory: Trajectory) -> str:
+    found = _of(trajectory.metadata, "id")
+    generation = _of(trajectory.metadata, "generation")
+    parts = [str(part) for part in (found, generation) if part is not None]
+    return "/".join(parts)
+
+
+def _of(metadata: dict[str, Any] | None, key: str) -> Any:
+    return (metadata or {}).get(key)
+
+
+def _text(value: Any) -> str | None:
+    return value if isinstance(value, str) else None
