@@ -34,11 +34,7 @@ def _keep_waiting(job: Job, epoch: Epoch, group: Candidate, time_ms: int) -> lis
     plan = job.started.plan
     if len({member.member for member in group.members}) < min(plan.min_generations, plan.num_generations):
         return ledger.reject(group, "not_viable", time_ms)
-    if plan.planning == "submitted":
-        if epoch.is_submitted:
-            return ledger.reject(group, "curriculum", time_ms)
-        epoch.gathered.append(group)
-    elif job.filters_epochs:
+    if job.is_submitted or job.filters_epochs:
         epoch.gathered.append(group)
     elif group.is_demonstration:
         _hold(job, epoch, group)

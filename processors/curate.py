@@ -12,6 +12,7 @@ from rollstream.eventlog.log import Received
 from rollstream.processors import admission, curriculum, ledger, planning
 from rollstream.processors.curate_state import CurateState, EndedRun, Epoch, Job, Run, Task
 from rollstream.processors.task_requests import Dataset, request_tasks
+from rollstream.schemas import ids
 from rollstream.schemas.base import Event
 from rollstream.schemas.errors import ArtifactError
 from rollstream.schemas.events import (
@@ -71,14 +72,20 @@ def _after_the_end(state: CurateState, event: Event) -> list[Event]:
     """A group that closes after its run has ended goes to the ledger; anything else is passed over."""
     if isinstance(event, RunEnded):  # of a run whose beginning is not kept
         state.ended.setdefault(event.run_id, EndedRun(0, set()))
+    ended = state.ended.get(event.run_id)
+    if isinstance(event, EpochStarted) and ended is not None and ended.takes_others:
+        ended.open_groups.update(name for name in _announced(event) if f"group_closed:{name}" not in ended.seen)
     if not isinstance(event, GroupClosed):
         return []
     if event.purpose == "validation":
         return ledger.reject(event, "validation", event.time_ms)
-    ended = state.ended.get(event.run_id)
-    if ended is None or event.group_id not in ended.open_groups:
+    if ended is None:
         return []
-    ended.open_groups.remove(event.group_id)
+    is_other = ended.takes_others and event.event_id not in ended.seen
+    if event.group_id not in ended.open_groups and not is_other:
+        return []
+    ended.open_groups.discard(event.group_id)
+    ended.seen.add(event.event_id)
     return ledger.reject(event, "run_ended", event.time_ms)
 
 
@@ -92,6 +99,8 @@ def _start_epoch(run: Run, event: EpochStarted, datasets: Datasets) -> list[Even
     job = run.jobs.get(event.job_id)
     if job is None or event.epoch in job.sealed:
         return []
+    if job.is_submitted:
+        return _await_tasks(run, job, event)
     if event.run_id not in datasets:
         raise ArtifactError(f"run {event.run_id}: its dataset is not loaded; fetch {run.started.dataset.uri} first")
     epoch = job.epochs.setdefault(event.epoch, Epoch(event.epoch))
@@ -99,6 +108,21 @@ def _start_epoch(run: Run, event: EpochStarted, datasets: Datasets) -> list[Even
     run.tasks.update((request.group_id, Task(event.job_id, event.epoch)) for request in requests)
     epoch.num_open += len(requests)
     return [*requests, *planning.advance(run, job, epoch, event.time_ms)]
+
+
+def _await_tasks(run: Run, job: Job, event: EpochStarted) -> list[Event]:
+    """Take note of the tasks that the harness asks for itself. The epoch lasts until it is submitted."""
+    job.epochs.setdefault(event.epoch, Epoch(event.epoch))
+    for group_id in _announced(event):
+        if f"group_closed:{group_id}" not in run.seen:
+            run.tasks[group_id] = Task(event.job_id, event.epoch)
+    return []
+
+
+def _announced(event: EpochStarted) -> list[str]:
+    """Groups of the tasks that the harness asks for itself."""
+    job = event.job_id.removeprefix(f"{event.run_id}/")
+    return [ids.group_id(event.run_id, job, event.epoch, index) for index in range(event.num_tasks)]
 
 
 def _close_group(run: Run, event: Event) -> list[Event]:
@@ -110,16 +134,17 @@ def _close_group(run: Run, event: Event) -> list[Event]:
     epoch = _epoch_of(job, task, closed) if job else None
     if job is None or epoch is None:
         return ledger.reject(closed, "late", closed.time_ms)
-    epoch.num_open -= task is not None
+    if not job.is_submitted:
+        epoch.num_open -= task is not None
     outputs = admission.admit(job, epoch, closed)
     return outputs + planning.advance(run, job, epoch, closed.time_ms)
 
 
 def _epoch_of(job: Job, task: Task | None, closed: GroupClosed) -> Epoch | None:
     """The open epoch of a group. What curate did not ask for itself belongs to one only where submissions decide."""
-    if task is not None:
+    if task is not None and not job.is_submitted:
         return job.epochs[task.epoch]
-    if job.started.plan.planning != "submitted" or closed.epoch in job.sealed:
+    if not job.is_submitted or closed.epoch in job.sealed:
         return None
     return job.epochs.setdefault(closed.epoch, Epoch(closed.epoch))
 
@@ -127,13 +152,10 @@ def _epoch_of(job: Job, task: Task | None, closed: GroupClosed) -> Epoch | None:
 def _take_submission(run: Run, event: Event) -> list[Event]:
     submission = cast(SubmissionReceived, event)
     job = run.jobs.get(submission.job_id)
-    if job is None or job.started.plan.planning != "submitted" or submission.epoch in job.sealed:
+    if job is None or not job.is_submitted or submission.epoch in job.sealed:
         return []
     epoch = job.epochs.setdefault(submission.epoch, Epoch(submission.epoch))
-    if epoch.is_submitted:
-        return []
-    outputs = planning.plan_submission(run, job, epoch, submission)
-    return outputs + planning.advance(run, job, epoch, submission.time_ms)
+    return planning.plan_submission(run, job, epoch, submission)
 
 
 def _end_run(state: CurateState, run: Run, event: RunEnded) -> list[Event]:
@@ -148,7 +170,9 @@ def _end_run(state: CurateState, run: Run, event: RunEnded) -> list[Event]:
         for group_id in run.tasks
     ]
     del state.runs[event.run_id]
-    state.ended[event.run_id] = EndedRun(run.first_offset, set(run.tasks))
+    takes_others = any(job.is_submitted for job in run.jobs.values())
+    ended = EndedRun(run.first_offset, set(run.tasks), takes_others, run.seen if takes_others else set())
+    state.ended[event.run_id] = ended
     return outputs
 
 

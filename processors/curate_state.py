@@ -15,7 +15,7 @@ class Epoch:
 
     number: int
     num_open: int = 0
-    """Tasks whose groups are not closed yet."""
+    """Tasks, asked for by curation, whose groups are not closed yet."""
     num_groups: int = 0
     means: list[float] = field(default_factory=list[float])
     """Mean reward of each viable group."""
@@ -24,7 +24,6 @@ class Epoch:
     """Groups that wait for the end of the epoch, or for a submission."""
     trained_means: list[float] = field(default_factory=list[float])
     num_batches: int = 0
-    is_submitted: bool = False
 
 
 @dataclass(slots=True)
@@ -41,6 +40,8 @@ class Job:
     """Groups that wait for a manifest to fill, in record order; they outlive their epoch."""
     epochs: dict[int, Epoch] = field(default_factory=dict[int, Epoch])
     sealed: set[int] = field(default_factory=set[int])
+    last_epoch: int | None = None
+    """The epoch that a submission made the last one, before the plan's end."""
     last_asked: dict[str, int] = field(default_factory=dict[str, int])
     """Epoch in which an example was last asked for."""
 
@@ -73,6 +74,11 @@ class Job:
         return -(-plan.tasks_per_epoch // batches)
 
     @property
+    def is_submitted(self) -> bool:
+        """Whether the harness asks for the tasks itself and submits what is trained."""
+        return self.started.plan.planning == "submitted"
+
+    @property
     def filters_epochs(self) -> bool:
         """Whether an epoch's groups are filtered by the classic curriculum once they are all there."""
         curriculum = self.started.plan.curriculum
@@ -80,7 +86,7 @@ class Job:
 
     def is_last(self, epoch: int) -> bool:
         """Whether the job ends with this epoch."""
-        return epoch >= self.started.plan.num_epochs - 1
+        return epoch >= self.started.plan.num_epochs - 1 or epoch == self.last_epoch
 
     def curriculum_sha256(self) -> str:
         """Digest of all that the curriculum decides from."""
@@ -123,6 +129,10 @@ class EndedRun:
 
     first_offset: int
     open_groups: set[str]
+    takes_others: bool = False
+    """Groups of tasks that nobody announced may close too: the harness wrote some."""
+    seen: set[str] = field(default_factory=set[str])
+    """Ids of the run's events, kept where others' groups may close."""
 
 
 @dataclass(slots=True)

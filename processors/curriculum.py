@@ -5,6 +5,7 @@ All randomness comes from derived seeds over example ids, so nothing depends on 
 """
 
 import math
+import random
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -60,19 +61,26 @@ def share_of(count: int, share: float) -> int:
 
 
 def classic_filter(
-    groups: Sequence[GroupRewards], settings: CurriculumSettings, progress: Progress, epoch: int, seed: int
+    groups: Sequence[GroupRewards],
+    settings: CurriculumSettings,
+    progress: Progress,
+    epoch: int,
+    seed: int,
+    rng: random.Random | None = None,
 ) -> tuple[Progress, list[Kept]]:
     """NAT's curriculum over one epoch's groups: the progress after it, and what is kept, in order of rank.
 
     Drops empty groups and those whose rewards differ by less than `min_reward_diff`, sorts by mean reward
     (descending is easiest first; ties by example and group id), takes `max(1, ceil(kept * percentile))`, then caps
-    by `random_subsample` of the groups that differ. Exactly one group skips all of it but the subsample, which then
-    draws trajectories. The progress expands only when there is something to sort.
+    by `random_subsample` of the groups that differ. The progress expands only when there is something to sort. Without
+    `filter_single_group` exactly one group skips all of it but the subsample, which then draws trajectories. `rng`
+    draws the subsample where `seeded_subsample` is off.
     """
     if not settings.enabled:
         return progress, [Kept(group.group_id, tuple(range(len(group.rewards)))) for group in groups]
-    if len(groups) == 1:
-        return progress, _subsample_members(groups[0], settings.random_subsample, epoch, seed)
+    draw = _Draw(seed, epoch, None if settings.seeded_subsample else rng)
+    if len(groups) == 1 and not settings.filter_single_group:
+        return progress, _subsample_members(groups[0], settings.random_subsample, draw)
     differing = [g for g in groups if g.rewards and max(g.rewards) - min(g.rewards) >= settings.min_reward_diff]
     if not differing:
         return progress, []
@@ -83,10 +91,10 @@ def classic_filter(
     taken = ranked[: max(1, share_of(len(ranked), progress.percentile))]
     if settings.random_subsample is not None:
         size = share_of(len(ranked), settings.random_subsample)
-        drawn = set(
-            sorted(taken, key=lambda g: (derive_seed(seed, "subsample", epoch, g.example_id), g.group_id))[:size]
-        )
-        taken = [group for group in taken if group in drawn]
+        drawn = {
+            group.group_id for group in sorted(taken, key=lambda g: (draw.number(g.example_id), g.group_id))[:size]
+        }
+        taken = [group for group in taken if group.group_id in drawn]
     return progress, [Kept(group.group_id, tuple(range(len(group.rewards)))) for group in taken]
 
 
@@ -167,9 +175,22 @@ def _shuffled(examples: Iterable[str], seed: int, *purpose: str | int) -> list[s
     return sorted(examples, key=lambda example_id: (derive_seed(seed, *purpose, example_id), example_id))
 
 
-def _subsample_members(group: GroupRewards, share: float | None, epoch: int, seed: int) -> list[Kept]:
+class _Draw(NamedTuple):
+    """Where the numbers of a subsample come from: derived seeds, or chance."""
+
+    seed: int
+    epoch: int
+    rng: random.Random | None
+
+    def number(self, *what: str | int) -> int:
+        if self.rng is not None:
+            return self.rng.getrandbits(63)
+        return derive_seed(self.seed, "subsample", self.epoch, *what)
+
+
+def _subsample_members(group: GroupRewards, share: float | None, draw: _Draw) -> list[Kept]:
     members = list(range(len(group.rewards)))
     if share is not None:
-        members.sort(key=lambda member: derive_seed(seed, "subsample", epoch, group.example_id, member))
+        members.sort(key=lambda member: draw.number(group.example_id, member))
         members = sorted(members[: share_of(len(members), share)])
     return [Kept(group.group_id, tuple(members))] if members else []

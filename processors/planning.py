@@ -15,10 +15,13 @@ from rollstream.schemas.events_training import BatchMember
 
 
 def advance(run: Run, job: Job, epoch: Epoch, time_ms: int) -> list[Event]:
-    """Plan every manifest that is due, and seal the epoch if all of it is closed and planned."""
+    """Plan every manifest that is due, and seal the epoch if all of it is closed and planned.
+
+    Where submissions decide nothing is due before one: see `plan_submission`.
+    """
+    if job.is_submitted:
+        return []
     is_closed = epoch.num_open == 0
-    if job.started.plan.planning == "submitted":
-        return _seal(job, epoch, time_ms) if is_closed and epoch.is_submitted else []
     outputs: list[Event] = []
     if is_closed:
         groups, epoch.gathered = epoch.gathered, []
@@ -35,10 +38,10 @@ def advance(run: Run, job: Job, epoch: Epoch, time_ms: int) -> list[Event]:
 
 
 def plan_submission(run: Run, job: Job, epoch: Epoch, event: SubmissionReceived) -> list[Event]:
-    """Plan just the submitted trajectories, in the order and with the rewards given; reject all others of the epoch.
+    """Plan just the submitted trajectories, in the order and with the rewards given, and seal the epoch.
 
-    What the submission names and the epoch does not have (or names again) is passed over. The staleness bound holds
-    here too.
+    All others of the epoch are rejected. What the submission names and the epoch does not have (or names again) is
+    passed over. The staleness bound holds here too.
     """
     waiting = {group.group_id: group for group in epoch.gathered}
     unused = {group_id: set(range(len(group.members))) for group_id, group in waiting.items()}
@@ -59,9 +62,19 @@ def plan_submission(run: Run, job: Job, epoch: Epoch, event: SubmissionReceived)
     outputs: list[Event] = []
     for group in epoch.gathered:
         outputs += ledger.reject(group.only(sorted(unused[group.group_id])), "curriculum", event.time_ms)
-    epoch.gathered, epoch.is_submitted = [], True
+    epoch.gathered = []
+    _take_submitters_word(job, event)
     fresh, rejected = _drop_stale(job, chosen, event.time_ms)
-    return outputs + rejected + _plan(run, job, epoch, fresh, event.time_ms)
+    outputs += rejected + _plan(run, job, epoch, fresh, event.time_ms)
+    return outputs + _seal(job, epoch, event.time_ms)
+
+
+def _take_submitters_word(job: Job, event: SubmissionReceived) -> None:
+    """How far the curriculum has opened, and whether the job ends here, is for the submitter to say."""
+    if event.curriculum_percentile is not None:
+        job.progress = curriculum.Progress(event.curriculum_percentile, job.progress.last_expansion_epoch)
+    if event.is_last:
+        job.last_epoch = event.epoch
 
 
 def _filter(

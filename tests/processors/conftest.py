@@ -75,9 +75,15 @@ class GroupsPartition:
         )
         return self.write(event)
 
-    def start_epoch(self, epoch=0, run_id="run-1", name="rl"):
+    def start_epoch(self, epoch=0, run_id="run-1", name="rl", num_tasks=0):
         job_id = ids.job_id(run_id, name)
-        return self.write(EpochStarted(run_id=run_id, time_ms=self.time_ms, job_id=job_id, epoch=epoch))
+        event = EpochStarted(run_id=run_id, time_ms=self.time_ms, job_id=job_id, epoch=epoch, num_tasks=num_tasks)
+        return self.write(event)
+
+    def start_submitted_epoch(self, epoch=0, run_id="run-1", num_tasks=3, num_rollouts=2, min_version=0):
+        """An epoch whose tasks the harness itself asks for; returns them."""
+        assert only(TaskRequested, self.start_epoch(epoch, run_id, num_tasks=num_tasks)) == []
+        return [task_of(run_id, epoch, index, num_rollouts, min_version) for index in range(num_tasks)]
 
     def start(self, **plan):
         """A run, a job and its first epoch; returns the task requests."""
@@ -88,7 +94,7 @@ class GroupsPartition:
     def close(self, task, rewards, **changes):
         return self.write(closed(task, rewards, **changes))
 
-    def submit(self, groups, epoch=0, run_id="run-1"):
+    def submit(self, groups, epoch=0, run_id="run-1", **changes):
         """Groups as (group id, {trajectory id: reward})."""
         submitted = tuple(
             SubmittedGroup(group_id=group_id, trajectory_ids=tuple(rewards), rewards=tuple(rewards.values()))
@@ -101,11 +107,31 @@ class GroupsPartition:
             submission_id=f"{run_id}/s{epoch}",
             epoch=epoch,
             groups=submitted,
+            **changes,
         )
         return self.write(event)
 
     def end_run(self, run_id="run-1", cause="completed"):
         return self.write(RunEnded(run_id=run_id, time_ms=self.time_ms, cause=cause))
+
+
+def task_of(run_id, epoch, index, num_rollouts=2, min_version=0):
+    """A task request as the harness writes it."""
+    return TaskRequested(
+        run_id=run_id,
+        time_ms=1_000,
+        group_id=ids.group_id(run_id, "rl", epoch, index),
+        example_id=f"x{index:03d}",
+        job_id=ids.job_id(run_id, "rl"),
+        epoch=epoch,
+        index=index,
+        inputs={},
+        num_rollouts=num_rollouts,
+        minimum=1,
+        seed=index,
+        min_version=min_version,
+        settings=RolloutSettings(environment="guess_number"),
+    )
 
 
 def member_of(group_id, number, reward, *, version=0, partition=0, **changes):

@@ -13,6 +13,7 @@ from rollstream.schemas.events import (
     EpochStarted,
     GroupClosed,
     RunEnded,
+    SubmissionReceived,
     TaskRequested,
     TrajectoryRejected,
 )
@@ -106,14 +107,21 @@ class Simulation:
         )
         event = self.make_closed(task, (), members=members, time_ms=self.partition.time_ms)
         self.note(self.partition.write(event))
-        if self.plans[task.run_id]["planning"] == "submitted":
+        if (task.run_id, task.epoch) in self.to_submit:
             chosen = [member.trajectory_id for member in members if self.random.random() < 0.7]
             group = (task.group_id, dict.fromkeys(chosen, 0.5))
-            self.to_submit.setdefault((task.run_id, task.epoch), []).append(group)
+            self.to_submit[task.run_id, task.epoch].append(group)
 
     def start(self):
         run_id, epoch = self.to_start.pop()
-        self.note(self.partition.start_epoch(epoch, run_id))
+        plan = self.plans[run_id]
+        if plan["planning"] == "stream":
+            self.note(self.partition.start_epoch(epoch, run_id))
+            return
+        size, at = plan["num_generations"], max(0, self.num_batches(run_id) - plan["max_staleness"])
+        tasks = self.partition.start_submitted_epoch(epoch, run_id, plan["tasks_per_epoch"], size, at)
+        self.note(tasks)
+        self.to_submit[run_id, epoch] = []
 
     def submit(self):
         where = self.random.choice(sorted(self.to_submit))
@@ -190,7 +198,7 @@ def test_an_epoch_whose_groups_are_all_closed_is_sealed_once(
         Counter(),
         {f"run-{n}" for n, p in enumerate(plans) if p["planning"] == "submitted"},
     )
-    started, counted = set(), set()
+    started, counted, sent_in = set(), set(), set()
     for event in pick(TaskRequested, partition.sent):
         tasks[event.run_id, event.epoch] += 1
     for received in partition.records:
@@ -199,13 +207,14 @@ def test_an_epoch_whose_groups_are_all_closed_is_sealed_once(
             ended.add(event.run_id)
         elif isinstance(event, EpochStarted) and event.run_id not in ended:
             started.add((event.run_id, event.epoch))
+        elif isinstance(event, SubmissionReceived) and event.run_id not in ended:
+            sent_in.add((event.run_id, event.epoch))
         elif isinstance(event, GroupClosed) and event.run_id not in ended and event.group_id not in counted:
             counted.add(event.group_id)
             tasks[event.run_id, event.epoch] -= 1
     sealed = Counter((event.run_id, event.epoch) for event in pick(EpochSealed, partition.sent))
     for where in started:
-        if where[0] not in submitted:
-            assert sealed[where] == (tasks[where] == 0), where
+        assert sealed[where] == (where in sent_in if where[0] in submitted else tasks[where] == 0), where
     assert all(count == 1 for count in sealed.values())
 
 

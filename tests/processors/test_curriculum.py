@@ -1,5 +1,7 @@
 """The curriculum's pure functions: NAT's verified numbers, and steering by a windowed reward store."""
 
+import random
+
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -61,10 +63,17 @@ def test_nothing_that_differs_keeps_nothing_and_does_not_expand():
     assert classic_filter(empty, ON, start, 4, seed=1) == (start, [])
 
 
-def test_a_single_group_is_kept_whatever_its_variance_and_only_subsampled():
+def test_a_single_group_is_held_to_the_variance_like_any_other():
+    flat, differing = GroupRewards("g", "x", (1.0,) * 8), GroupRewards("g", "x", (0.0, 1.0))
+    assert classic_filter([flat], ON, begin(ON), 0, seed=1) == (begin(ON), [])
+    assert classic_filter([differing], ON, begin(ON), 4, seed=1) == (Progress(0.5, 4), [Kept("g", (0, 1))])
+
+
+def test_with_nats_rule_a_single_group_is_kept_whatever_its_variance_and_only_subsampled():
+    nats = ON.model_copy(update={"filter_single_group": False})
     group = GroupRewards("g", "x", (1.0,) * 8)
-    assert classic_filter([group], ON, begin(ON), 9, seed=1) == (begin(ON), [Kept("g", tuple(range(8)))])
-    half = ON.model_copy(update={"random_subsample": 0.45})
+    assert classic_filter([group], nats, begin(nats), 9, seed=1) == (begin(nats), [Kept("g", tuple(range(8)))])
+    half = nats.model_copy(update={"random_subsample": 0.45})
     _, [kept] = classic_filter([group], half, begin(half), 0, seed=1)
     assert len(kept.members) == 4
     assert list(kept.members) == sorted(set(kept.members))
@@ -80,6 +89,19 @@ def test_a_subsample_caps_the_number_of_groups_by_example_whatever_their_order()
         tuple(group.group_id for group in classic_filter(groups_of(10), settings, begin(settings), 0, seed)[1])
         for seed in range(20)
     }
+    assert len(draws) > 5
+
+
+def test_a_subsample_may_be_drawn_by_chance_as_nat_does():
+    settings = ON.model_copy(update={"random_subsample": 0.3, "initial_percentile": 1.0, "seeded_subsample": False})
+    draws = {
+        tuple(
+            group.group_id
+            for group in classic_filter(groups_of(10), settings, begin(settings), 0, 1, random.Random(number))[1]
+        )
+        for number in range(20)
+    }
+    assert {len(drawn) for drawn in draws} == {3}
     assert len(draws) > 5
 
 

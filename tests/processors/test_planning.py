@@ -4,7 +4,7 @@ import pytest
 
 from rollstream.eventlog import codec
 from rollstream.schemas import ids
-from rollstream.schemas.events import BatchPlanned, EpochSealed, TrajectoryRejected
+from rollstream.schemas.events import BatchPlanned, EpochSealed, TaskCancelled, TrajectoryRejected
 
 TWO_BATCHES = {"tasks_per_epoch": 4, "batches_per_epoch": 2, "max_staleness": 1, "num_generations": 2}
 
@@ -153,8 +153,18 @@ def test_a_group_older_than_the_bound_is_rejected_stale_as_a_whole(partition, ma
     assert causes(partition.close(tasks[0], (), members=members)) == [("t00000", "stale")] * 2
 
 
+def submitted_job(partition, **plan):
+    partition.start_run()
+    partition.start_job(planning="submitted", num_generations=2, **plan)
+
+
+def everything(tasks, reward=0.5):
+    return [(task.group_id, {f"{task.group_id}/m{number}/a0/agent": reward for number in range(2)}) for task in tasks]
+
+
 def test_a_submission_is_planned_in_its_order_with_its_rewards_and_the_rest_is_rejected(partition, pick):
-    tasks = partition.start(planning="submitted", tasks_per_epoch=3, num_generations=2)
+    submitted_job(partition)
+    tasks = partition.start_submitted_epoch(num_tasks=3)
     for task in tasks:
         assert partition.close(task, [1.0, 1.0]) == []
     trajectory = {(task.index, number): f"{task.group_id}/m{number}/a0/agent" for task in tasks for number in range(2)}
@@ -170,27 +180,69 @@ def test_a_submission_is_planned_in_its_order_with_its_rewards_and_the_rest_is_r
     assert [member.trajectory_id for member in batch.members] == [trajectory[2, 1], trajectory[2, 0], trajectory[0, 1]]
     assert [member.reward for member in batch.members] == [0.25, 0.75, 0.5]
     assert [locator.offset for locator in batch.locators] == [201, 200, 1]
+    assert isinstance(outputs[-1], EpochSealed)
     assert outputs[-1].filtered_avg_reward == 0.5
     assert partition.submit([(tasks[1].group_id, {trajectory[1, 0]: 1.0})]) == []
 
 
-def test_what_closes_after_a_submission_is_rejected_and_only_then_is_the_epoch_sealed(partition, pick):
-    tasks = partition.start(planning="submitted", tasks_per_epoch=2, num_generations=2)
+def test_what_closes_after_its_epoch_was_submitted_is_late(partition, pick):
+    submitted_job(partition, num_epochs=2)
+    tasks = partition.start_submitted_epoch(num_tasks=2)
     partition.close(tasks[0], [0.0, 1.0])
-    outputs = partition.submit([(tasks[0].group_id, {f"{tasks[0].group_id}/m0/a0/agent": 1.0})])
-    assert (len(pick(BatchPlanned, outputs)), pick(EpochSealed, outputs)) == (1, [])
+    outputs = partition.submit(everything(tasks[:1]))
+    assert (len(pick(BatchPlanned, outputs)), len(pick(EpochSealed, outputs))) == (1, 1)
     outputs = partition.close(tasks[1], [0.0, 1.0])
-    assert causes(outputs) == [("t00001", "curriculum")] * 2
-    assert len(pick(EpochSealed, outputs)) == 1
+    assert causes(outputs) == [("t00001", "late")] * 2
+    assert partition.close(tasks[1], [0.0, 1.0]) == []
 
 
 def test_an_empty_submission_seals_its_epoch_empty(partition, pick):
-    partition.start(planning="submitted", tasks_per_epoch=1, num_generations=2)
-    (task,) = [event for event in partition.sent if event.kind == "task_requested"]
+    submitted_job(partition)
+    (task,) = partition.start_submitted_epoch(num_tasks=1)
     partition.close(task, [0.0, 1.0])
-    outputs = partition.submit([])
+    outputs = partition.submit([], curriculum_percentile=0.3)
     assert causes(outputs) == [("t00000", "curriculum")] * 2
-    assert pick(EpochSealed, outputs)[0].num_batches == 0
+    (sealed,) = pick(EpochSealed, outputs)
+    assert (sealed.num_batches, sealed.curriculum_percentile, sealed.is_last) == (0, 0.3, True)
+
+
+def test_the_submitter_tells_how_far_its_curriculum_is_and_which_epoch_is_the_last(partition, pick):
+    submitted_job(partition, num_epochs=9, curriculum={"enabled": True})
+    for epoch in range(3):
+        tasks = partition.start_submitted_epoch(epoch, num_tasks=2, min_version=epoch)
+        for task in tasks:
+            partition.close(task, [0.0, 1.0])
+        partition.submit(everything(tasks), epoch, curriculum_percentile=0.3 + epoch / 10, is_last=epoch == 2)
+    sealed = pick(EpochSealed, partition.sent)
+    assert [one.curriculum_percentile for one in sealed] == [0.3, 0.4, 0.5]
+    assert [one.is_last for one in sealed] == [False, False, True]
+    assert [batch.trains_at_version for batch in pick(BatchPlanned, partition.sent)] == [0, 1, 2]
+
+
+def test_epochs_may_overlap_within_the_staleness_bound(partition, pick):
+    submitted_job(partition, num_epochs=2, max_staleness=1)
+    first = partition.start_submitted_epoch(0, num_tasks=1)
+    second = partition.start_submitted_epoch(1, num_tasks=1)
+    for task in (*first, *second):
+        partition.close(task, [0.0, 1.0])
+    partition.submit(everything(first), 0)
+    partition.submit(everything(second), 1)
+    batches = pick(BatchPlanned, partition.sent)
+    assert [[member.staleness for member in batch.members] for batch in batches] == [[0, 0], [1, 1]]
+
+
+def test_a_run_that_ends_before_its_submission_leaves_every_trajectory_one_outcome(partition, pick):
+    submitted_job(partition)
+    tasks = partition.start_submitted_epoch(num_tasks=2)
+    partition.close(tasks[0], [0.0, 1.0])
+    outputs = partition.end_run(cause="stopped")
+    assert causes(outputs) == [("t00000", "run_ended")] * 2
+    assert [event.group_id for event in pick(TaskCancelled, outputs)] == [tasks[1].group_id]
+    assert causes(partition.close(tasks[1], [0.0, 1.0])) == [("t00001", "run_ended")] * 2
+    stray = tasks[0].model_copy(update={"group_id": "run-1/rl/recorded/t00000"})
+    assert causes(partition.close(stray, [0.0, 1.0])) == [("t00000", "run_ended")] * 2
+    for task in (*tasks, stray):
+        assert partition.close(task, [0.0, 1.0]) == []
 
 
 def test_without_steering_an_epoch_is_filtered_when_it_is_all_there(partition, pick):
