@@ -1,8 +1,8 @@
 """What frameworks keep as log-probabilities of an answer, read as token ids and numbers. Pure; never guesses an id.
 
 Known shapes: an object or dict of OpenAI's `ChoiceLogprobs` (`content`: entries of `token`, `logprob`), where ids stand
-as extra keys (`prompt_token_ids`, `token_ids`, `model_group`, `version`) or as vLLM's `token: "token_id:123"`; a list of
-such entries; a list of numbers.
+as extra keys (`prompt_token_ids`, `token_ids`, `model_group`, `version`) or as vLLM's `token: "token_id:123"`; a list
+of such entries; a list of numbers.
 """
 
 import math
