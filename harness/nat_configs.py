@@ -1,0 +1,27 @@
+"""Configurations of rollstream's components as NAT registers them: NAT's base classes with the fields of ours."""
+
+from nat.data_models.finetuning import TrainerAdapterConfig, TrainerConfig, TrajectoryBuilderConfig
+from pydantic import ConfigDict
+
+from rollstream.harness.rollstream_config import OurAdapterFields, OurBuilderFields, OurTrainerFields
+from rollstream.schemas.config import OURS
+
+_STRICT = ConfigDict(extra="forbid")
+
+
+class NatTrajectoryBuilderConfig(OurBuilderFields, TrajectoryBuilderConfig, name=OURS):
+    """`trajectory_builders.X._type: rollstream`."""
+
+    model_config = _STRICT
+
+
+class NatTrainerAdapterConfig(OurAdapterFields, TrainerAdapterConfig, name=OURS):
+    """`trainer_adapters.X._type: rollstream`."""
+
+    model_config = _STRICT
+
+
+class NatTrainerConfig(OurTrainerFields, TrainerConfig, name=OURS):
+    """`trainers.X._type: rollstream`."""
+
+    model_config = _STRICT
