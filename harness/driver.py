@@ -66,22 +66,25 @@ def _submitted(spec: JobSpec, base_version: int, time_ms: int, fork: ForkPoint |
 
 
 def _started(spec: JobSpec, base_version: int, time_ms: int, progress: Progress) -> list[Event]:
-    """Job and first epoch, once the version that the job starts from is there."""
+    """Job and first epoch, once the version that the job starts from is there.
+
+    The epochs of a job that is trained by submissions are begun by who submits.
+    """
     if progress.version < base_version:
         return []
     run_id = progress.run_id
-    return [
-        JobStarted(
-            run_id=run_id,
-            time_ms=time_ms,
-            job_id=spec.job_id,
-            model_group=spec.model_group,
-            base_version=base_version,
-            plan=spec.plan,
-            rollout=spec.rollout,
-        ),
-        EpochStarted(run_id=run_id, time_ms=time_ms, job_id=spec.job_id, epoch=0),
-    ]
+    started = JobStarted(
+        run_id=run_id,
+        time_ms=time_ms,
+        job_id=spec.job_id,
+        model_group=spec.model_group,
+        base_version=base_version,
+        plan=spec.plan,
+        rollout=spec.rollout,
+    )
+    if spec.plan.planning == "submitted":
+        return [started]
+    return [started, EpochStarted(run_id=run_id, time_ms=time_ms, job_id=spec.job_id, epoch=0)]
 
 
 def _next_epoch(spec: JobSpec, job: JobProgress, progress: Progress) -> list[Event]:
@@ -90,6 +93,8 @@ def _next_epoch(spec: JobSpec, job: JobProgress, progress: Progress) -> list[Eve
         base = job.submitted.base_version
         cause = progress.weights if base == 0 else job.submitted
         return _started(spec, base, cause.time_ms, progress) if cause else []
+    if spec.plan.planning == "submitted":
+        return []
     if job.sealed is None:
         epoch, time_ms, is_wanted = 0, job.started.time_ms, True
     else:

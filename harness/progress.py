@@ -16,6 +16,7 @@ from rollstream.schemas.events import (
     BatchPlanned,
     EpochSealed,
     EpochStarted,
+    GroupClosed,
     JobCancelled,
     JobFailed,
     JobProgressed,
@@ -47,6 +48,8 @@ class JobProgress:
     trained: StepTrained | None = None
     """The newest trained step."""
     percent: float = 0.0
+    validated: Mapping[int, frozenset[str]] = field(default_factory=lambda: MappingProxyType({}))
+    """By epoch: groups of its validation that are closed."""
     outcome: Literal["succeeded", "failed", "cancelled"] | None = None
     final_version: int = -1
     error: str = ""
@@ -136,6 +139,8 @@ def _evolve_job(job: JobProgress, event: Event) -> JobProgress:
             return _trained(job, event)
         case JobProgressed():
             return replace(job, percent=max(job.percent, event.percent))
+        case GroupClosed():
+            return _validated(job, event)
         case _:
             return _ended(job, event)
 
@@ -151,6 +156,14 @@ def _sealed(job: JobProgress, event: EpochSealed) -> JobProgress:
         num_groups=job.num_groups + event.num_groups,
         num_trained_groups=job.num_trained_groups + event.num_trained_groups,
     )
+
+
+def _validated(job: JobProgress, event: GroupClosed) -> JobProgress:
+    """Groups that are trained on are many and say nothing here that an epoch's seal does not sum up."""
+    known = job.validated.get(event.epoch, frozenset[str]())
+    if event.purpose != "validation" or event.group_id in known:
+        return job
+    return replace(job, validated=MappingProxyType({**job.validated, event.epoch: known | {event.group_id}}))
 
 
 def _trained(job: JobProgress, event: StepTrained) -> JobProgress:

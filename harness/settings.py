@@ -5,7 +5,6 @@ from typing import Any, NamedTuple
 
 from rollstream.schemas import ids
 from rollstream.schemas.config import AdapterSection, RunConfig, WarmStart
-from rollstream.schemas.errors import ConfigError
 from rollstream.schemas.services import (
     EndpointSettings,
     LearnerSettings,
@@ -52,8 +51,6 @@ def jobs_of(config: RunConfig, run_id: str, *, is_fork: bool = False) -> tuple[J
 
     A fork begins with trained weights, so it has a warm start only if that says `in_forks`.
     """
-    if config.trainer.planning != "stream":
-        raise ConfigError("trainers: planning 'submitted' is not available in this version; use 'stream'")
     warm = config.adapter.warm_start
     training = _training_job(config, run_id)
     if warm is None or (is_fork and not warm.in_forks):
@@ -81,20 +78,23 @@ def rollout_settings(config: RunConfig, run_id: str) -> RolloutSettings:
 
 def _training_job(config: RunConfig, run_id: str) -> JobSpec:
     adapter, builder, epochs = config.adapter, config.builder, config.finetuning.num_epochs
+    is_submitted = config.trainer.planning == "submitted"
+    curriculum = config.finetuning.curriculum_learning
     plan = PlanSettings(
+        planning=config.trainer.planning,
         num_epochs=epochs,
         tasks_per_epoch=adapter.tasks_per_epoch,
-        batches_per_epoch=adapter.batches_per_epoch,
+        batches_per_epoch=1 if is_submitted else adapter.batches_per_epoch,
         num_generations=builder.num_generations,
         min_generations=builder.min_generations,
         max_staleness=adapter.max_staleness,
         drop_zero_variance=builder.drop_zero_variance,
-        curriculum=config.finetuning.curriculum_learning,
+        curriculum=curriculum.model_copy(update={"steer": False}) if is_submitted else curriculum,
     )
     algorithm = adapter.algorithm
     if "temperature" not in algorithm.model_fields_set and builder.sampling.temperature > 0:
         algorithm = algorithm.model_copy(update={"temperature": builder.sampling.temperature})
-    job = _job_settings(adapter, num_versions=epochs * adapter.batches_per_epoch).model_copy(
+    job = _job_settings(adapter, num_versions=epochs * plan.batches_per_epoch).model_copy(
         update={"kind": "rl" if algorithm.name != "sft" else "sft", "algorithm": algorithm}
     )
     group = ids.model_group(run_id, MODEL_GROUP)

@@ -21,6 +21,7 @@ from rollstream.schemas.events import (
     GroupClosed,
     JobStarted,
     RunStarted,
+    SubmissionReceived,
     TrajectoryRejected,
 )
 
@@ -122,7 +123,24 @@ def _replaced(event: Event, recorded: JobStarted, spec: JobSpec, rewards: Mappin
             for member in event.members
         )
         return event.model_copy(update={"members": members}) if event.epoch < spec.plan.num_epochs else None
+    if isinstance(event, SubmissionReceived):
+        return _resubmitted(event, rewards) if event.epoch < spec.plan.num_epochs else None
     return None
+
+
+def _resubmitted(event: SubmissionReceived, rewards: Mapping[str, float]) -> SubmissionReceived:
+    """What was submitted, with the new rewards of what has some."""
+    groups = tuple(
+        group.model_copy(
+            update={
+                "rewards": tuple(
+                    rewards.get(name, reward) for name, reward in zip(group.trajectory_ids, group.rewards, strict=True)
+                )
+            }
+        )
+        for group in event.groups
+    )
+    return event.model_copy(update={"groups": groups})
 
 
 def _moved(output: BatchPlanned | EpochSealed, spec: JobSpec, run_id: str, previous: str) -> Event:

@@ -20,7 +20,7 @@ from rollstream.schemas import ids
 from rollstream.schemas.errors import DecodeError
 from rollstream.schemas.events import GroupStarted, TaskCancelled, TaskRequested, Tick
 
-_GROUP_ID = re.compile(r"(?P<job>[^/]+/[^/]+)/e(?P<epoch>\d+)/t(?P<index>\d+)")
+_GROUP_ID = re.compile(r"(?P<job>[^/]+/[^/]+)/(?P<kind>[ev])(?P<epoch>\d+)/t(?P<index>\d+)")
 
 Spawn = Callable[[Coroutine[Any, Any, None]], "asyncio.Task[None]"]
 
@@ -166,6 +166,7 @@ class PartitionOwner:
             job_id=named["job"],
             epoch=int(named["epoch"]),
             index=int(named["index"]),
+            purpose="validation" if named["kind"] == "v" else "train",
             size=0,
             minimum=0,
             timeout_ms=1,

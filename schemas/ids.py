@@ -14,6 +14,17 @@ def group_id(run_id: str, job: str, epoch: int, index: int) -> str:
     return f"{run_id}/{job}/e{epoch:05d}/t{index:05d}"
 
 
+def validation_group_id(run_id: str, job: str, epoch: int, index: int) -> str:
+    """Id of the group (and of its task) at `index` of a validation before `epoch` of a job."""
+    return f"{run_id}/{job}/v{epoch:05d}/t{index:05d}"
+
+
+def is_validation(group: str) -> bool:
+    """Whether a group id is that of a validation."""
+    parts = group.split("/")
+    return len(parts) == 4 and parts[2][:1] == "v" and parts[2][1:].isdigit()
+
+
 def rollout_id(group: str, member: int, attempt: int) -> str:
     """Id of one attempt at member `member` of a group."""
     return f"{group}/m{member}/a{attempt}"
