@@ -1,6 +1,7 @@
 """Events to records and back: orjson values, CloudEvents 1.0 binary-mode headers, content digests."""
 
 import hashlib
+from binascii import unhexlify
 from collections.abc import Callable, Iterable
 from functools import cache
 from typing import Any, NamedTuple
@@ -102,10 +103,10 @@ def content_digest(event: Event) -> str:
 
 def chain(start: str, digests: Iterable[str]) -> str:
     """Chained digest: h = sha256(h + digest), beginning with sha256(start)."""
-    sha256, unhex = hashlib.sha256, bytes.fromhex
+    sha256 = hashlib.sha256
     state = sha256(start.encode()).digest()
     for digest in digests:
-        state = sha256(state + unhex(digest)).digest()
+        state = sha256(state + unhexlify(digest)).digest()
     return state.hex()
 
 
@@ -126,18 +127,21 @@ def _fields(value: Any) -> dict[str, Any]:
 
     Those that were added since it was published (`schemas.base.added`) are left out at their default.
     """
-    if not isinstance(value, BaseModel):
-        raise TypeError(f"{type(value).__name__} is no JSON")
-    content = vars(value)
-    is_left_out = _added(type(value))
-    if not is_left_out:
-        return content
-    return {name: held for name, held in content.items() if name not in is_left_out or not is_left_out[name](held)}
+    added = _added(type(value))
+    if not added:
+        return vars(value)
+    content = vars(value).copy()
+    for name, is_left_out in added:
+        if is_left_out(content[name]):
+            del content[name]
+    return content
 
 
 @cache
-def _added(kind: type[BaseModel]) -> dict[str, Callable[[Any], bool]]:
-    return {name: field.exclude_if for name, field in kind.model_fields.items() if field.exclude_if}
+def _added(kind: type[Any]) -> tuple[tuple[str, Callable[[Any], bool]], ...]:
+    if not issubclass(kind, BaseModel):
+        raise TypeError(f"{kind.__name__} is no JSON")
+    return tuple((name, field.exclude_if) for name, field in kind.model_fields.items() if field.exclude_if)
 
 
 def _upcast(kind: str, content: dict[str, Any]) -> dict[str, Any]:

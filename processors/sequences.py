@@ -1,7 +1,7 @@
 """LLM calls of one agent to training sequences: joined by their prefixes, every prefix verified. No rewards, no I/O."""
 
-import binascii
 import hashlib
+from binascii import a2b_base64, b2a_base64
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -17,7 +17,7 @@ class _Growing:
 
     parts: list[bytes] = field(default_factory=list[bytes])
     length: int = 0
-    hasher: "hashlib._Hash" = field(default_factory=hashlib.sha256)  # pyright: ignore[reportPrivateUsage]
+    hasher: "hashlib._Hash | None" = None  # pyright: ignore[reportPrivateUsage]
     num_hashed: int = 0
     """Parts that the hasher has seen: nobody asks for the hash of a sequence that no call extends."""
     logprobs: list[bytes] = field(default_factory=list[bytes])
@@ -25,15 +25,14 @@ class _Growing:
     completions: list[dict[str, object]] = field(default_factory=list[dict[str, object]])
     """Fields of Completion, validated with the sequence."""
 
-    def append(self, packed: bytes) -> None:
-        self.parts.append(packed)
-        self.length += len(packed) // TOKEN_BYTES
-
     def sha256(self) -> str:
         """Of all tokens so far."""
-        for part in self.parts[self.num_hashed :]:
-            self.hasher.update(part)
+        unseen = b"".join(self.parts[self.num_hashed :])
         self.num_hashed = len(self.parts)
+        if self.hasher is None:
+            self.hasher = hashlib.sha256(unseen)
+        else:
+            self.hasher.update(unseen)
         return self.hasher.hexdigest()
 
 
@@ -54,7 +53,7 @@ def join_calls(steps: Sequence[StepRecorded]) -> tuple[TokenSequence, ...]:
         try:
             sequence = _sequence_for(call, ends, sequences)
             _extend(sequence, call, step.step_index)
-        except (ValueError, binascii.Error) as error:
+        except ValueError as error:
             raise DecodeError(f"step {step.step_index} of agent {step.agent}: {error}") from error
         ends[step.step_index] = (sequence, sequence.length)
     return tuple(_sealed(sequence) for sequence in sequences)
@@ -75,7 +74,8 @@ def _sequence_for(call: LLMCall, ends: dict[int, tuple[_Growing, int]], sequence
     begun = _Growing()
     if prefix is not None:
         packed = b"".join(ends[prefix.step_index][0].parts)[: prefix.length * TOKEN_BYTES]
-        begun.append(packed)
+        begun.parts.append(packed)
+        begun.length = len(packed) // TOKEN_BYTES
         if begun.sha256() != prefix.sha256:
             raise DecodeError("its prefix has another sha256")
     sequences.append(begun)
@@ -83,8 +83,7 @@ def _sequence_for(call: LLMCall, ends: dict[int, tuple[_Growing, int]], sequence
 
 
 def _extend(sequence: _Growing, call: LLMCall, step_index: int) -> None:
-    sequence.append(_unpack(call.prompt_ids))
-    completion = _unpack(call.completion_ids)
+    prompt, completion = _unpack(call.prompt_ids), _unpack(call.completion_ids)
     length = len(completion) // TOKEN_BYTES
     spans = call.spans
     if spans and (spans[0].length if len(spans) == 1 else sum(span.length for span in spans)) != length:
@@ -96,13 +95,15 @@ def _extend(sequence: _Growing, call: LLMCall, step_index: int) -> None:
         if len(logprobs) != len(completion):
             raise DecodeError(f"{len(logprobs) // TOKEN_BYTES} log-probabilities for {length} completion tokens")
         sequence.logprobs.append(logprobs)
-    sequence.completions.append({"start": sequence.length, "length": length, "step_index": step_index, "spans": spans})
-    sequence.append(completion)
+    start = sequence.length + len(prompt) // TOKEN_BYTES
+    sequence.completions.append({"start": start, "length": length, "step_index": step_index, "spans": spans})
+    sequence.parts.append(prompt + completion)
+    sequence.length = start + length
 
 
 def _unpack(text: str) -> bytes:
     """Little-endian four-byte values of a base64 text; they stay as they are, so no machine's byte order matters."""
-    packed = binascii.a2b_base64(text, strict_mode=True)
+    packed = a2b_base64(text, strict_mode=True)
     if len(packed) % TOKEN_BYTES:
         raise DecodeError("a token array is not whole four-byte values")
     return packed
@@ -119,4 +120,4 @@ def _sealed(sequence: _Growing) -> TokenSequence:
 
 
 def _pack(parts: list[bytes]) -> str:
-    return binascii.b2a_base64(b"".join(parts), newline=False).decode("ascii")
+    return b2a_base64(b"".join(parts), newline=False).decode("ascii")

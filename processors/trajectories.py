@@ -118,7 +118,9 @@ def reference(trajectory: TrajectoryAssembled) -> MemberRef:
         has_logprobs = has_logprobs and sequence.logprobs is not None
         for part in sequence.completions:
             num_completion_tokens += part.length
-            versions.update([span.version for span in part.spans if span.length])
+            for span in part.spans:
+                if span.length:
+                    versions.add(span.version)
     return MemberRef(
         trajectory_id=trajectory.trajectory_id,
         rollout_id=trajectory.rollout_id,
