@@ -10,8 +10,11 @@ from typing import Any, get_args
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
-_TAGS = frozenset({"ours", "foreign"})
-"""Tags of the union of component blocks, which pydantic puts into the path at index 2."""
+from rollstream.harness import registry
+from rollstream.schemas.config import COMPONENT_SECTIONS
+
+_TAG_AT = dict.fromkeys(COMPONENT_SECTIONS, 2) | {"workflow": 1}
+"""Where pydantic puts the tag of a union of blocks into the path, by section."""
 _MAX_SHOWN = 60
 
 
@@ -29,14 +32,24 @@ def _explain_one(error: ErrorDetails, model: type[BaseModel], written: Mapping[s
         return f"{place}: unknown key{_hint(str(path[-1]), _keys_at(model, path[:-1]))}"
     if error["type"] == "missing":
         return f"{place}: missing; it must be given"
+    if error["type"] == "union_tag_invalid":
+        return f"{place}._type: {_unknown_type(error.get('ctx', {}))}"
     message = error["msg"].removeprefix("Value error, ")
     if error["type"] == "value_error":
         return f"{place}: {message}" if place else message
     return f"{place}: is {_shown(_value_at(written, path))}; {message[0].lower()}{message[1:]}"
 
 
+def _unknown_type(context: Mapping[str, Any]) -> str:
+    """What is there, what is known, and which packages could have brought it, had they been importable."""
+    known = sorted(tag.strip("'") for tag in context["expected_tags"].split(", "))
+    failed = "".join(f"; {name} cannot be imported: {why}" for name, why in registry.failed_imports.items())
+    return f"{context['tag']!r} is not known; known are: {', '.join(known)}{failed}"
+
+
 def _without_tags(loc: Sequence[str | int]) -> list[str | int]:
-    return [part for index, part in enumerate(loc) if not (index == 2 and part in _TAGS)]
+    tag_at = _TAG_AT.get(str(loc[0])) if loc else None
+    return [part for index, part in enumerate(loc) if index != tag_at]
 
 
 def _hint(key: str, known: Sequence[str]) -> str:

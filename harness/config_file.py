@@ -1,28 +1,31 @@
-"""Reads a run's YAML file: YAML 1.2 numbers, overrides, `${ENV}`, and errors that name the path and the remedy."""
+"""Reads a run's YAML file: overrides, `${ENV}`, its blocks' models, errors that name the path and the remedy."""
 
 import os
-import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
-import yaml
-from pydantic import JsonValue, ValidationError
+from pydantic import JsonValue, ValidationError, create_model
 
+from rollstream.harness import overrides as given
 from rollstream.harness.config_errors import explain
+from rollstream.harness.config_model import import_modules, model_of
 from rollstream.harness.config_values import check_values
-from rollstream.schemas.config import (
-    AdapterSection,
-    BuilderSection,
-    ConfigFile,
-    ForeignBlock,
-    RunConfig,
-    TrainerSection,
-)
+from rollstream.harness.finetune_config import run_config_of
+from rollstream.harness.yaml_reading import read_yaml
+from rollstream.schemas.config import OURS, ConfigFile, RunConfig, RunConfigurationSection
 from rollstream.schemas.environment import expand
 from rollstream.schemas.errors import ConfigError
+from rollstream.schemas.finetuning import CurriculumLearningConfig, FinetuneConfig, FinetuneRunConfig
+from rollstream.schemas.settings import CurriculumSettings
 
-Section = TypeVar("Section", BuilderSection, AdapterSection, TrainerSection)
+_MORE: dict[str, Any] = {
+    name: (field.annotation, field)
+    for name, field in CurriculumSettings.model_fields.items()
+    if name not in CurriculumLearningConfig.model_fields
+}
+Curriculum = create_model("Curriculum", __base__=CurriculumLearningConfig, **_MORE)
+"""NAT's curriculum with what ours has beyond it."""
 
 
 class Loaded(NamedTuple):
@@ -30,40 +33,23 @@ class Loaded(NamedTuple):
 
     config: RunConfig
     written: dict[str, JsonValue]
+    finetune: FinetuneConfig
+    """The same for the three components; the file itself stands at `run_configuration.config_file`."""
 
 
-class _Loader(yaml.SafeLoader):
-    """Safe YAML with the scalars of YAML 1.2 (`1e-5` is a number, `2024-02-01` is text) and without doubled keys."""
+def load(
+    path: Path,
+    overrides: Sequence[tuple[str, str]] = (),
+    environ: Mapping[str, str] | None = None,
+    options: Mapping[str, JsonValue] | None = None,
+) -> Loaded:
+    """The configuration in a file. Raises ConfigError naming the file, the path of the key and the remedy.
 
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        seen: set[Any] = set()
-        for key_node, _ in node.value:
-            key = self.construct_object(key_node, deep=True)
-            if isinstance(key, (list, dict)):
-                problem = "a key must be text (is a value missing its quotes?)"
-                raise yaml.constructor.ConstructorError(None, None, problem, key_node.start_mark)
-            if key in seen:
-                raise yaml.constructor.ConstructorError(None, None, f"key {key!r} stands twice", key_node.start_mark)
-            seen.add(key)
-        return super().construct_mapping(node, deep=deep)
-
-
-_Loader.add_implicit_resolver(
-    "tag:yaml.org,2002:float",
-    re.compile(r"^[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)[eE][-+]?[0-9]+$"),
-    list("-+.0123456789"),
-)
-_Loader.yaml_implicit_resolvers = {
-    first: [(tag, pattern) for tag, pattern in resolvers if tag != "tag:yaml.org,2002:timestamp"]
-    for first, resolvers in _Loader.yaml_implicit_resolvers.items()
-}
-
-
-def load(path: Path, overrides: Sequence[tuple[str, str]] = (), environ: Mapping[str, str] | None = None) -> Loaded:
-    """The configuration in a file. Raises ConfigError naming the file, the path of the key and the remedy."""
+    `options`: those of the command line by the names of `finetuning.run_configuration`; none: the file decides.
+    """
     written = read_yaml(path)
-    for key, value in overrides:
-        _override(written, key, value)
+    given.apply(written, overrides)
+    given.with_run_options(written, options or {})
     try:
         check_values(written)
     except ConfigError as error:
@@ -74,85 +60,50 @@ def load(path: Path, overrides: Sequence[tuple[str, str]] = (), environ: Mapping
 def resolve(written: dict[str, JsonValue], environ: Mapping[str, str] | None = None) -> Loaded:
     """The configuration in a dictionary as written. Raises ConfigError."""
     expanded = expand(written, os.environ if environ is None else environ)
+    assert isinstance(expanded, dict)
+    model = model_of(expanded)
     try:
-        file = ConfigFile.model_validate(expanded)
+        file = model.model_validate(_usable(expanded, written))
     except ValidationError as error:
-        raise ConfigError(explain(error, ConfigFile, written)) from error
-    return Loaded(_chosen(file, written), written)
-
-
-def read_yaml(path: Path) -> dict[str, JsonValue]:
-    """The mapping in a YAML file. Raises ConfigError naming the file and the line."""
-    try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path}: cannot be read: {error}") from error
-    content = _parse(text, str(path))
-    if not isinstance(content, dict):
-        raise ConfigError(f"{path}: the file must be a mapping of sections (llms, workflow, finetuning, ...)")
-    return content
-
-
-def _parse(text: str, place: str) -> Any:
-    try:
-        return yaml.load(text, Loader=_Loader)
-    except yaml.YAMLError as error:
-        mark = getattr(error, "problem_mark", None)
-        line = f" line {mark.line + 1}" if mark else ""
-        raise ConfigError(f"{place}:{line} not valid YAML: {getattr(error, 'problem', error)}") from error
-
-
-def _override(written: dict[str, Any], key: str, value: str) -> None:
-    parts = key.split(".")
-    if not all(parts):
-        raise ConfigError(f"--override {key}: a dotted path such as finetuning.num_epochs is needed")
-    block: Any = written
-    for depth, part in enumerate(parts[:-1], 1):
-        block = block.setdefault(part, {})
-        if not isinstance(block, dict):
-            raise ConfigError(f"--override {key}: {'.'.join(parts[:depth])} is a value, not a section")
-    block[parts[-1]] = _parse(value, f"--override {key}")
-
-
-def _chosen(file: ConfigFile, written: Mapping[str, JsonValue]) -> RunConfig:
-    """The blocks that `finetuning` names. Free-form values keep their `${ENV}`: they are sent in events."""
-    finetuning = file.finetuning
-    if not finetuning.enabled:
+        raise ConfigError(explain(error, model, written)) from error
+    if not file.finetuning.enabled:
         raise ConfigError("finetuning.enabled: is false; set it to true to train")
-    builder = _component(file.trajectory_builders, "trajectory_builder", finetuning.trajectory_builder, BuilderSection)
-    adapter = _component(file.trainer_adapters, "trainer_adapter", finetuning.trainer_adapter, AdapterSection)
-    trainer = _component(file.trainers, "trainer", finetuning.trainer, TrainerSection)
-    environment = builder.environment or (file.workflow.environment if file.workflow else None)
-    place = f"trajectory_builders.{finetuning.trajectory_builder}"
-    if environment is None:
-        raise ConfigError(f"{place}.environment: missing; name an environment here or as the workflow")
-    raw: Any = written["trajectory_builders"]
-    kept = raw[finetuning.trajectory_builder].get("environment_config") or {}
-    reward = finetuning.reward_function
-    return RunConfig(
-        builder=builder.model_copy(update={"environment_config": kept}),
-        adapter=adapter,
-        trainer=trainer,
-        finetuning=finetuning,
-        dataset=file.eval.general.dataset,
-        environment=environment,
-        reward_functions=_rewards(builder, reward.name if reward else None),
+    finetune = _finetune(file)
+    return Loaded(run_config_of(finetune), written, finetune)
+
+
+def _usable(expanded: dict[str, Any], written: Mapping[str, Any]) -> dict[str, Any]:
+    """What is validated: `expanded`, but for free-form values, which are sent in events and so keep their `${ENV}`."""
+    usable = _restored(expanded, written, ("eval", "evaluators"))
+    builders = usable.get("trajectory_builders")
+    for name in builders if isinstance(builders, dict) else ():
+        usable = _restored(usable, written, ("trajectory_builders", name, "environment_config"))
+    workflow = usable.get("workflow")
+    if isinstance(workflow, str):
+        return {**usable, "workflow": {"environment": workflow}}
+    if isinstance(workflow, dict) and workflow.get("_type", OURS) != OURS:
+        if len(workflow) > 1:
+            import_modules(expanded)
+        return {**usable, "workflow": {**written["workflow"], "_type": workflow["_type"]}}
+    return usable
+
+
+def _restored(expanded: dict[str, Any], written: Mapping[str, Any], path: Sequence[str]) -> dict[str, Any]:
+    """`expanded` with what `written` has at `path`, if that leads anywhere in both."""
+    key, rest = path[0], path[1:]
+    inner = expanded.get(key)
+    if inner is None or (rest and not isinstance(inner, dict)):
+        return expanded
+    return {**expanded, key: _restored(inner, written[key], rest) if rest else written[key]}
+
+
+def _finetune(file: ConfigFile) -> FinetuneConfig:
+    """The section `finetuning` in NAT's shape, for components; `run_configuration.config_file` is the file itself."""
+    section = file.finetuning
+    run = section.run_configuration or RunConfigurationSection()
+    values = section.model_dump(exclude={"run_configuration", "curriculum_learning"})
+    return FinetuneConfig(
+        **values,
+        curriculum_learning=Curriculum(**section.curriculum_learning.model_dump()),
+        run_configuration=FinetuneRunConfig(**{**run.model_dump(), "config_file": file}),
     )
-
-
-def _rewards(builder: BuilderSection, name: str | None) -> tuple[str, ...]:
-    """Reward functions to run; `environment` names the environment's own rewards."""
-    if name is None or name == "environment" or name in builder.rewards:
-        return builder.rewards
-    return (*builder.rewards, name)
-
-
-def _component(blocks: Mapping[str, Section | ForeignBlock], role: str, name: str, kind: type[Section]) -> Section:
-    if name not in blocks:
-        known = ", ".join(sorted(blocks)) or "none"
-        raise ConfigError(f"finetuning.{role}: no {role} is called {name!r}; defined are: {known}")
-    block = blocks[name]
-    if not isinstance(block, kind):
-        found = block.type
-        raise ConfigError(f"{role}s.{name}._type: {found!r} is not known; known are: rollstream")
-    return block

@@ -1,14 +1,15 @@
-"""From the harness' configuration (`FinetuneConfig`, ours or NAT's) to the parts that one run uses. Pure.
+"""From the harness' configuration (`FinetuneConfig`, ours or NAT's) to the parts that one run uses.
 
 The blocks that it names are read where it says that they are: in the object at `run_configuration.config_file`. A block
 of ours, or derived from ours, knows its `section()`; of foreign ones nothing is known, and defaults stand for them.
 """
 
+import inspect
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
-from pydantic import BaseModel
+from pydantic import BaseModel, JsonValue
 
 from rollstream.harness import dataset
 from rollstream.schemas.config import (
@@ -17,6 +18,7 @@ from rollstream.schemas.config import (
     BuilderSection,
     DatasetSection,
     FinetuningSection,
+    ForeignBlock,
     RewardFunctionSection,
     RunConfig,
     TrainerSection,
@@ -26,6 +28,8 @@ from rollstream.schemas.errors import ConfigError
 from rollstream.schemas.finetuning import FinetuneConfig
 from rollstream.schemas.settings import CurriculumSettings
 
+OUR_TYPES = (OURS, "openpipe_art_trainer", "openpipe_art_traj_builder", "openpipe_art_trainer_adapter")
+"""What is played by our own three components."""
 RECORDED = "recorded"
 """The environment that plays rollouts which exist already."""
 _Section = TypeVar("_Section", BuilderSection, TrainerSection)
@@ -44,6 +48,7 @@ def run_config_of(finetune: FinetuneConfig) -> RunConfig:
         raise ConfigError("finetuning.run_configuration.config_file: a configuration that was read is needed")
     blocks = {role: block_of(finetune, role) for role in ("trajectory_builder", "trainer_adapter", "trainer")}
     builder = _section(blocks["trajectory_builder"], BuilderSection(environment=RECORDED))
+    builder = _with_workflow(builder, file.workflow)
     trainer = _section(blocks["trainer"], TrainerSection(planning="submitted"))
     if any(not is_ours(block) for block in blocks.values()):
         trainer = trainer.model_copy(update={"planning": "submitted"})
@@ -57,9 +62,11 @@ def run_config_of(finetune: FinetuneConfig) -> RunConfig:
         dataset=dataset.section_of(Path(run.dataset), examples) if run.dataset else examples,
         environment=_environment(finetune, builder, file.workflow),
         reward_functions=_rewards(builder, reward.name if reward else None),
+        evaluators=_evaluators(file.eval),
         validation=_validation(finetune),
         endpoint=run.endpoint,
         endpoint_timeout=run.endpoint_timeout,
+        result_json_path=run.result_json_path,
         served=getattr(blocks["trainer_adapter"], "endpoint", None),
     )
 
@@ -76,8 +83,8 @@ def block_of(finetune: FinetuneConfig, role: str) -> Any:
 
 
 def is_ours(block: Any) -> bool:
-    """Whether a block is `_type: rollstream` itself; what is derived from it or foreign has a class of its own."""
-    return getattr(block, "type", None) == OURS
+    """Whether one of our own three components plays a block; what is derived from them has a class of its own."""
+    return hasattr(block, "section") and block.type in OUR_TYPES
 
 
 def _section(block: Any, default: _Section) -> _Section:
@@ -123,12 +130,39 @@ def _dataset(evaluation: Any) -> DatasetSection | None:
     return DatasetSection.model_validate({key: value for key, value in values.items() if key in known})
 
 
+def _evaluators(evaluation: Any) -> dict[str, dict[str, JsonValue]]:
+    found: Mapping[str, BaseModel] = getattr(evaluation, "evaluators", {})
+    return {name: block.model_dump(mode="json", by_alias=True) for name, block in found.items()}
+
+
+def _with_workflow(builder: BuilderSection, workflow: Any) -> BuilderSection:
+    """A workflow block `_type: X` of a file of ours names environment X; what X takes of its other keys goes to it."""
+    if builder.environment is not None or not isinstance(workflow, ForeignBlock):
+        return builder
+    extra = {key: value for key, value in (workflow.model_extra or {}).items() if _takes(workflow.type, key)}
+    return builder.model_copy(
+        update={"environment": workflow.type, "environment_config": {**extra, **builder.environment_config}}
+    )
+
+
+def _takes(environment: str, key: str) -> bool:
+    """Whether an environment has such a parameter. An unknown one is held to take all; its name is refused later."""
+    from rollstream.producers import registry
+
+    try:
+        parameters = inspect.signature(registry.environment(environment)).parameters
+    except ConfigError:
+        return True
+    is_open = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
+    return is_open or key in parameters
+
+
 def _environment(finetune: FinetuneConfig, builder: BuilderSection, workflow: Any) -> str:
-    """The builder's environment, else the workflow's; a workflow of another package plays outside, recorded."""
+    """The builder's environment, else the workflow's; a workflow that another harness runs is recorded."""
     found = builder.environment or getattr(workflow, "environment", None)
     if found is not None:
         return found
-    if workflow is None or getattr(workflow, "type", None) == OURS:
+    if workflow is None:
         place = f"trajectory_builders.{finetune.trajectory_builder}.environment"
         raise ConfigError(f"{place}: missing; name an environment here or as the workflow")
     return RECORDED

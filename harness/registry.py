@@ -11,7 +11,6 @@ from collections.abc import Callable
 from importlib import metadata
 from typing import Any, TypeVar
 
-from rollstream.schemas.config import COMPONENT_SECTIONS
 from rollstream.schemas.errors import ConfigError
 from rollstream.schemas.finetuning import (
     ComponentConfig,
@@ -21,7 +20,7 @@ from rollstream.schemas.finetuning import (
 )
 
 GROUP = "rollstream.components"
-BUILT_IN = "rollstream.harness.builtin"
+BUILT_IN = "rollstream.harness.builtin_components"
 Build = TypeVar("Build", bound=Callable[..., Any])
 ConfigType = type[ComponentConfig]
 Registered = dict[ConfigType, Callable[..., Any]]
@@ -54,7 +53,12 @@ def register_trainer_adapter(config_type: type[TrainerAdapterConfig]) -> Callabl
 def registered(section: str) -> Registered:
     """What is registered for a section of the file (`trainers`, `trajectory_builders`, `trainer_adapters`)."""
     discover()
-    return dict(zip(COMPONENT_SECTIONS, (trajectory_builders, trainer_adapters, trainers), strict=True))[section]
+    by_section = {
+        "trajectory_builders": trajectory_builders,
+        "trainer_adapters": trainer_adapters,
+        "trainers": trainers,
+    }
+    return by_section[section]
 
 
 def config_types(section: str) -> dict[str, ConfigType]:

@@ -1,4 +1,4 @@
-"""Configurations of our own three components, `_type: rollstream`: the fields of their sections in NAT's mutable form."""
+"""Configurations of our own three components, `_type: rollstream`: their sections' fields in NAT's mutable form."""
 
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ from rollstream.schemas.finetuning import TrainerAdapterConfig, TrainerConfig, T
 from rollstream.schemas.services import EndpointSection
 
 WORKSPACE = Path(".rollstream")
-_STRICT = ConfigDict(extra="forbid", populate_by_name=True)
+STRICT = ConfigDict(extra="forbid", populate_by_name=True)
 
 
 class OurBuilderFields(BuilderFields):
@@ -56,21 +56,25 @@ class OurTrainerFields(TrainerFields):
 class RollstreamTrajectoryBuilderConfig(OurBuilderFields, TrajectoryBuilderConfig, name=OURS):
     """`trajectory_builders.X._type: rollstream`."""
 
-    model_config = _STRICT
+    model_config = STRICT
 
 
 class RollstreamTrainerAdapterConfig(OurAdapterFields, TrainerAdapterConfig, name=OURS):
     """`trainer_adapters.X._type: rollstream`."""
 
-    model_config = _STRICT
+    model_config = STRICT
 
 
 class RollstreamTrainerConfig(OurTrainerFields, TrainerConfig, name=OURS):
     """`trainers.X._type: rollstream`."""
 
-    model_config = _STRICT
+    model_config = STRICT
 
 
 def _values(config: BaseModel, fields: type[BaseModel]) -> dict[str, Any]:
-    """Values of these fields that were given, so that what is left to its default still counts as left."""
-    return {name: getattr(config, name) for name in fields.model_fields if name in config.model_fields_set}
+    """Values of these fields that were given or differ from the default: what is left to it still counts as left."""
+    return {
+        name: getattr(config, name)
+        for name, field in fields.model_fields.items()
+        if name in config.model_fields_set or getattr(config, name) != field.get_default(call_default_factory=True)
+    }

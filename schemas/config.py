@@ -5,14 +5,16 @@ Models only: frozen, unknown keys forbidden. Reading a file, `${ENV}`, overrides
 """
 
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import (
     BaseModel,
     ConfigDict,
+    Discriminator,
     Field,
     FiniteFloat,
     JsonValue,
+    Tag,
     model_validator,
 )
 
@@ -208,14 +210,16 @@ class DatasetSection(Settings):
     @model_validator(mode="before")
     @classmethod
     def _lies_here(cls, values: Any) -> Any:
-        found: dict[str, Any] = values if isinstance(values, dict) else {}
+        if not isinstance(values, dict):
+            return values
+        found: dict[str, Any] = values  # pyright: ignore[reportUnknownVariableType]
         kind = found.get("_type")
         if kind in ("xls", "custom"):
             raise ValueError(f"_type {kind!r} is not read here; save the examples as jsonl, json, csv or parquet")
         for key in ("s3", "remote_file_path"):
             if found.get(key):
                 raise ValueError(f"{key} is not fetched here; download the file and give its file_path")
-        return {key: value for key, value in found.items() if key not in ("s3", "remote_file_path")} or values
+        return {key: value for key, value in found.items() if key not in ("s3", "remote_file_path")}
 
 
 class EvalGeneral(Settings):
@@ -268,6 +272,19 @@ class FinetuningSection(Settings):
     run_configuration: RunConfigurationSection | None = None
 
 
+def _whose(value: Any) -> str:
+    """Tag of a workflow's block, given as read from the file or as a model."""
+    if isinstance(value, BaseModel):
+        return "ours" if isinstance(value, WorkflowSection) else "foreign"
+    block_type: Any = value.get("_type", OURS) if isinstance(value, dict) else OURS  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]
+    return "ours" if block_type == OURS else "foreign"
+
+
+WorkflowBlock = Annotated[
+    Annotated[WorkflowSection, Tag("ours")] | Annotated[ForeignBlock, Tag("foreign")], Discriminator(_whose)
+]
+
+
 class ConfigFile(Settings):
     """A whole file. What stands in the sections that only NAT uses is kept as it is.
 
@@ -286,7 +303,7 @@ class ConfigFile(Settings):
     retrievers: dict[str, JsonValue] = Field(default_factory=dict)
     ttc_strategies: dict[str, JsonValue] = Field(default_factory=dict)
     authentication: dict[str, JsonValue] = Field(default_factory=dict)
-    workflow: WorkflowSection | ForeignBlock | None = None
+    workflow: WorkflowBlock | None = None
     eval: EvalSection = Field(default_factory=EvalSection)
     trajectory_builders: dict[str, TrajectoryBuilderConfig]
     trainer_adapters: dict[str, TrainerAdapterConfig]

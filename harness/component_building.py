@@ -1,0 +1,63 @@
+"""Builds the three components of a run from what is registered, and lets go of them when the run is over."""
+
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from rollstream.harness import registry
+from rollstream.harness.finetune_config import block_of
+from rollstream.harness.interfaces import Trainer, TrainerAdapter, TrajectoryBuilder
+from rollstream.schemas.errors import ConfigError
+from rollstream.schemas.finetuning import FinetuneConfig
+
+
+class Builder(NamedTuple):
+    """What a component may ask for while it is built: the second argument of what is registered."""
+
+    config: FinetuneConfig
+    workspace: Path
+
+
+class Components(NamedTuple):
+    """The three components of a run, not bound to each other yet."""
+
+    trainer: Trainer
+    trajectory_builder: TrajectoryBuilder
+    trainer_adapter: TrainerAdapter
+
+
+_KINDS = {"trainer": Trainer, "trajectory_builder": TrajectoryBuilder, "trainer_adapter": TrainerAdapter}
+
+
+@asynccontextmanager
+async def components_of(finetune: FinetuneConfig, workspace: Path) -> AsyncIterator[Components]:
+    """The components that `finetune` names. What stands behind their `yield` runs when the run is over.
+
+    Adapter, builder and trainer are built in this order and let go of in the other one, whatever happens in between.
+    Raises ConfigError naming the path of a block that nothing is registered for, or whose component is none.
+    """
+    builder = Builder(finetune, workspace)
+    async with AsyncExitStack() as held:
+        adapter = await _build(held, finetune, "trainer_adapter", builder)
+        trajectory_builder = await _build(held, finetune, "trajectory_builder", builder)
+        trainer = await _build(held, finetune, "trainer", builder)
+        yield Components(trainer, trajectory_builder, adapter)
+
+
+async def _build(held: AsyncExitStack, finetune: FinetuneConfig, role: str, builder: Builder) -> Any:
+    block = block_of(finetune, role)
+    place = f"{role}s.{getattr(finetune, role)}"
+    build = registry.registered(f"{role}s").get(type(block))
+    if build is None:
+        raise ConfigError(f"{place}: nothing is registered for {type(block).__name__}")
+    try:
+        component = await held.enter_async_context(asynccontextmanager(build)(block, builder))
+    except RuntimeError as error:
+        if str(error) != "generator didn't yield":
+            raise
+        raise ConfigError(f"{place}: {build.__module__}.{build.__qualname__} yields no component") from error
+    if not isinstance(component, _KINDS[role]):
+        found = type(component).__name__
+        raise ConfigError(f"{place}: {build.__qualname__} yields a {found}, which is no {_KINDS[role].__name__}")
+    return component

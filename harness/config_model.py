@@ -1,0 +1,94 @@
+"""The model of a whole file, its components' blocks told apart by `_type` among what is registered."""
+
+import importlib
+from collections.abc import Mapping
+from functools import reduce
+from operator import or_
+from typing import Annotated, Any
+
+from pydantic import Discriminator, Tag, create_model
+
+from rollstream.harness import registry
+from rollstream.schemas.config import COMPONENT_SECTIONS, OURS, ConfigFile
+from rollstream.schemas.errors import ConfigError
+from rollstream.schemas.finetuning import ComponentConfig
+
+PYTHON = "python:"
+
+
+def model_of(written: Mapping[str, Any]) -> type[ConfigFile]:
+    """The model that a file is validated by. Raises ConfigError if a module that it names cannot be imported.
+
+    A `_type` is a registered name, or `python:module.ConfigClass` of a module that registers what it has.
+    """
+    _import_what_is_needed(written)
+    fields: dict[str, Any] = {}
+    for section in COMPONENT_SECTIONS:
+        named = {name: _imported(section, name, place) for place, name in _types(written, section) if _is_path(name)}
+        fields[section] = (dict[str, _union({**registry.config_types(section), **named})], ...)
+    return create_model("ConfigFile", __base__=ConfigFile, **fields)
+
+
+def _union(types: Mapping[str, type[ComponentConfig]]) -> Any:
+    tagged = [Annotated[config_type, Tag(name)] for name, config_type in sorted(types.items())]
+    return Annotated[reduce(or_, tagged), Discriminator(_tag)]
+
+
+def _tag(block: Any) -> str | None:
+    """Tag of a component's block: its `_type`, ours if it has none. What is no mapping is held to be ours."""
+    if isinstance(block, ComponentConfig):
+        return block.type
+    found: Any = block.get("_type", OURS) if isinstance(block, Mapping) else OURS
+    return found if isinstance(found, str) else str(found)
+
+
+def _types(written: Mapping[str, Any], section: str) -> list[tuple[str, str]]:
+    """Path and `_type` of every block of a section that names one."""
+    blocks = written.get(section)
+    found = blocks.items() if isinstance(blocks, Mapping) else ()
+    typed = [(f"{section}.{name}._type", block.get("_type")) for name, block in found if isinstance(block, Mapping)]
+    return [(place, kind) for place, kind in typed if isinstance(kind, str)]
+
+
+def _is_path(name: str) -> bool:
+    return name.startswith(PYTHON)
+
+
+def _imported(section: str, name: str, place: str) -> type[ComponentConfig]:
+    module_name, _, attribute = name.removeprefix(PYTHON).rpartition(".")
+    if not module_name:
+        raise ConfigError(f"{place}: {name!r}: write python:module.ConfigClass")
+    _import_module(module_name, place)
+    found = getattr(importlib.import_module(module_name), attribute, None)
+    if found not in registry.registered(section):
+        raise ConfigError(f"{place}: {name!r} is no configuration that module {module_name} registers for {section}")
+    return found
+
+
+def _import_what_is_needed(written: Mapping[str, Any]) -> None:
+    """The user's modules, if a `_type` is known only by them: importing costs, and services import them themselves."""
+    is_known = all(
+        name in registry.config_types(section) or _is_path(name)
+        for section in COMPONENT_SECTIONS
+        for _, name in _types(written, section)
+    )
+    if not is_known:
+        import_modules(written)
+
+
+def import_modules(written: Mapping[str, Any]) -> None:
+    """Import the `modules` that the builders' blocks name. Raises ConfigError naming the path and the module."""
+    builders = written.get("trajectory_builders")
+    for name, block in builders.items() if isinstance(builders, Mapping) else ():
+        modules = block.get("modules") if isinstance(block, Mapping) else None
+        for module in modules if isinstance(modules, (list, tuple)) else ():
+            _import_module(str(module), f"trajectory_builders.{name}.modules")
+
+
+def _import_module(module: str, place: str) -> None:
+    try:
+        importlib.import_module(module)
+    except ConfigError:
+        raise
+    except (Exception, SystemExit) as error:
+        raise ConfigError(f"{place}: module {module} cannot be imported: {type(error).__name__}: {error}") from error
