@@ -4,7 +4,7 @@ import itertools
 import random
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -16,6 +16,7 @@ from rollstream.schemas.errors import DecodeError
 from rollstream.schemas.events import TrajectoryAssembled
 from rollstream.schemas.events_rollouts import TokenSequence
 
+Unit = TypeVar("Unit")
 StepAdvantages = Mapping[int, float]
 """Advantage by step index, of every step that a trajectory has tokens of."""
 
@@ -68,8 +69,11 @@ def rows_of(trajectory: TrajectoryAssembled, advantage: float | StepAdvantages, 
     return rows
 
 
-def mini_batches(rows: Sequence[Row], count: int, seed: int) -> list[list[Row]]:
-    """At most `count` nearly equal parts; shuffled by `seed` if there are several, in the given order if one."""
+def mini_batches(rows: Sequence[Unit], count: int, seed: int) -> list[list[Unit]]:
+    """At most `count` nearly equal parts; shuffled by `seed` if there are several, in the given order if one.
+
+    `rows`: of tokens, or whatever a loss counts.
+    """
     if count == 1 or len(rows) <= 1:
         return [list(rows)] if rows else []
     order = list(range(len(rows)))

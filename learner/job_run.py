@@ -79,11 +79,9 @@ class JobRun:
         checkpoint = await self._place.aside(
             lambda: self._folder.newest(job_id=self.job.job_id, max_version=newest + 1)
         )
-        if checkpoint is None:
-            if base is not None:
-                weights = self._publisher.artifacts.read(base.artifact)
-                await self._place.aside(lambda: self.trainer.begin(weights, f"artifact {base.artifact.uri}"))
-        else:
+        if checkpoint is None or self.trainer.needs_reference:
+            await self._stand_at(base)
+        if checkpoint is not None:
             await self._resume(checkpoint)
         self._idle_since = time.monotonic()
         logger.info("job=%s begins at manifest %s", self.job.job_id, self._next_index)
@@ -140,6 +138,17 @@ class JobRun:
         artifact = self._publisher.artifacts.put_bytes(weights, ".safetensors")
         await self._publisher.publish_base(job, self.trainer.model, weights, artifact)
         return None
+
+    async def _stand_at(self, base: WeightsPublished | None) -> None:
+        """Take the base version's weights (None: they are in place), and compare with them where the loss does."""
+        trainer = self.trainer
+        if base is not None:
+            weights, what = self._publisher.artifacts.read(base.artifact), f"artifact {base.artifact.uri}"
+            await self._place.aside(lambda: trainer.begin(weights, what))
+            if trainer.needs_reference:
+                await self._place.aside(lambda: trainer.refer_to(weights, what))
+        elif trainer.needs_reference:
+            await self._place.aside(lambda: trainer.refer_to(trainer.model.weights_bytes(), "the base version"))
 
     async def _load_fork(self) -> None:
         fork = self.job.fork

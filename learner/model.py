@@ -1,5 +1,6 @@
 """The policy in training: a transformers model, whole or with LoRA adapters, and its weights as deterministic bytes."""
 
+import copy
 import hashlib
 import os
 from pathlib import Path
@@ -81,6 +82,12 @@ class PolicyModel:
                 from peft import set_peft_model_state_dict
 
                 set_peft_model_state_dict(self.module, tensors)
+
+    def frozen_copy(self) -> "PolicyModel":
+        """The same model once more, as it is now, without gradients and dropout."""
+        frozen = copy.copy(self)
+        frozen.module = copy.deepcopy(self.module).eval().requires_grad_(requires_grad=False)
+        return frozen
 
     def completion_terms(
         self, batch: MicroBatch, *, temperature: float, entropy_needs_grad: bool

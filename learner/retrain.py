@@ -42,25 +42,33 @@ class Retraining:
         That is a checkpoint of the job, else its base version: a published artifact, or the model itself where the
         job began with that. Raises ArtifactError, and ModelError if the model is not what it was.
         """
-        submitted = self.job.submitted
+        submitted, checkpoint = self.job.submitted, None
         if checkpoints is not None:
             folder = CheckpointFolder(checkpoints, submitted.model_group)
             checkpoint = folder.newest(job_id=submitted.job_id, max_version=version)
-            if checkpoint is not None:
-                self._trainer.restore(checkpoint)
-                self.next_index = checkpoint.position.next_index
-                return checkpoint.position.version
-        base = self.job.base
+        if checkpoint is None or self._trainer.needs_reference:
+            self._stand_at_base(artifacts)
+        if checkpoint is None:
+            return self.job.base.version
+        self._trainer.restore(checkpoint)
+        self.next_index = checkpoint.position.next_index
+        return checkpoint.position.version
+
+    def _stand_at_base(self, artifacts: ArtifactStore) -> None:
+        submitted, base = self.job.submitted, self.job.base
         if base.batch_id is None and submitted.fork is None:
-            found = sha256_of(self._trainer.model.weights_bytes())
+            weights, what = self._trainer.model.weights_bytes(), f"model {submitted.settings.model.path}"
+            found = sha256_of(weights)
             if found != base.weights_sha256:
                 raise ModelError(
-                    f"model {submitted.settings.model.path} is not what job {submitted.job_id} began with: its weights "
+                    f"{what} is not what job {submitted.job_id} began with: its weights "
                     f"hash to {found}, recorded is {base.weights_sha256}; restore the folder"
                 )
         else:
-            self._trainer.begin(artifacts.read(base.artifact), f"artifact {base.artifact.uri}")
-        return base.version
+            weights, what = artifacts.read(base.artifact), f"artifact {base.artifact.uri}"
+            self._trainer.begin(weights, what)
+        if self._trainer.needs_reference:
+            self._trainer.refer_to(weights, what)
 
     async def steps(self, log: EventLog, *, until: int) -> AsyncIterator[tuple[StepTrained, StepTrained]]:
         """Train every manifest up to the one that yields version `until`; recorded and replayed step of each.

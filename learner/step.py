@@ -3,10 +3,12 @@
 import math
 import time
 from collections import defaultdict
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TypeVar
 
 import torch
+from torch import Tensor
 
 from rollstream.learner import collate
 from rollstream.learner.collate import MicroBatch, Row
@@ -17,6 +19,9 @@ from rollstream.learner.token_batch import TokenBatch
 from rollstream.schemas import ids
 from rollstream.schemas.errors import RunFailedError
 from rollstream.schemas.settings import JobSettings
+
+Unit = TypeVar("Unit")
+Micro = TypeVar("Micro")
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,36 +53,89 @@ def train_batch(
     mini-batches and dropout. Raises RunFailedError if loss or gradient is not finite.
     """
     algorithm = ALGORITHMS[settings.algorithm.name]
-    seconds: dict[str, float] = dict.fromkeys(("collate", "forward_backward", "optimizer"), 0.0)
-    sums: dict[str, float] = defaultdict(float)
-    norms: list[float] = []
-    num_padded = 0
-    rates: list[float] = []
+    parts = collate.mini_batches(rows, settings.algorithm.mini_batches, seed)
+    taken = take_steps(
+        model,
+        optimizer,
+        parts,
+        settings,
+        index=index,
+        seed=seed,
+        divide=lambda part: collate.micro_batches(part, settings.algorithm.max_tokens_per_micro_batch),
+        accumulate=lambda micro_batches: _accumulate(model, micro_batches, algorithm, settings),
+    )
+    num_completion_tokens = collate.num_completion_tokens(rows)
+    num_tokens = sum(len(row.token_ids) for row in rows)
+    metrics = algorithm.metrics(taken.sums, num_completion_tokens) if parts else {}
+    metrics |= {
+        "tokens/sequences": float(len(rows)),
+        "tokens/total": float(num_tokens),
+        "tokens/completion": float(num_completion_tokens),
+        "tokens/padding": float(taken.sums["padded"] - num_tokens),
+    }
+    return taken.result(metrics, num_tokens)
+
+
+@dataclass(slots=True)
+class TakenSteps:
+    """The optimizer steps of a batch."""
+
+    sums: dict[str, float] = field(default_factory=lambda: defaultdict(float))
+    """Of all its micro-batches."""
+    norms: list[float] = field(default_factory=list[float])
+    rates: list[float] = field(default_factory=list[float])
+    seconds: dict[str, float] = field(
+        default_factory=lambda: dict.fromkeys(("collate", "forward_backward", "optimizer"), 0.0)
+    )
+
+    def result(self, metrics: Mapping[str, float], num_tokens: int) -> StepResult:
+        """With the optimizer's metrics. Raises RunFailedError if one is not finite."""
+        told = dict(metrics)
+        if self.norms:
+            told |= {
+                "optimizer/grad_norm": sum(self.norms) / len(self.norms),
+                "optimizer/learning_rate": self.rates[-1],
+            }
+        for name, value in told.items():
+            if not math.isfinite(value):
+                raise RunFailedError(f"{name} is {value}: training has diverged; lower optimizer.learning_rate")
+        return StepResult(len(self.norms), num_tokens, told, self.seconds, torch.get_num_threads())
+
+
+def take_steps(
+    model: PolicyModel,
+    optimizer: torch.optim.Optimizer,
+    parts: Sequence[Sequence[Unit]],
+    settings: JobSettings,
+    *,
+    index: int,
+    seed: int,
+    divide: Callable[[Sequence[Unit]], Sequence[Micro]],
+    accumulate: Callable[[Sequence[Micro]], Mapping[str, float]],
+) -> TakenSteps:
+    """One optimizer step a part (mini-batch) of manifest `index`.
+
+    `divide` makes micro-batches of a part; `accumulate` adds up their gradients and gives sums, the padded tokens
+    (`padded`) among them. Raises RunFailedError if a gradient is not finite.
+    """
+    taken = TakenSteps()
     planned = settings.algorithm.mini_batches
-    parts = collate.mini_batches(rows, planned, seed)
     for number, part in enumerate(parts):
         torch.manual_seed(ids.derive_seed(seed, number))
         began = time.monotonic()
-        micro_batches = collate.micro_batches(part, settings.algorithm.max_tokens_per_micro_batch)
-        num_padded += sum(micro_batch.token_ids.numel() for micro_batch in micro_batches)
+        micro_batches = divide(part)
         collated = time.monotonic()
-        for name, value in _accumulate(model, micro_batches, algorithm, settings).items():
-            sums[name] += value
+        model.module.zero_grad(set_to_none=True)
+        for name, value in accumulate(micro_batches).items():
+            taken.sums[name] += value
         backed = time.monotonic()
         rate = learning_rate(settings.optimizer, index * planned + number, settings.num_versions * planned)
-        norms.append(_optimize(model, optimizer, rate, settings.optimizer.max_grad_norm))
-        rates.append(rate)
-        seconds["collate"] += collated - began
-        seconds["forward_backward"] += backed - collated
-        seconds["optimizer"] += time.monotonic() - backed
-    num_completion_tokens = collate.num_completion_tokens(rows)
-    num_tokens = sum(len(row.token_ids) for row in rows)
-    metrics = algorithm.metrics(sums, num_completion_tokens) if parts else {}
-    metrics |= _counts(rows, num_tokens, num_completion_tokens, num_padded)
-    if parts:
-        metrics |= {"optimizer/grad_norm": sum(norms) / len(norms), "optimizer/learning_rate": rates[-1]}
-    _check_finite(metrics)
-    return StepResult(len(parts), num_tokens, metrics, seconds, torch.get_num_threads())
+        taken.norms.append(_optimize(model, optimizer, rate, settings.optimizer.max_grad_norm))
+        taken.rates.append(rate)
+        taken.seconds["collate"] += collated - began
+        taken.seconds["forward_backward"] += backed - collated
+        taken.seconds["optimizer"] += time.monotonic() - backed
+    return taken
 
 
 def _accumulate(
@@ -86,7 +144,6 @@ def _accumulate(
     """Gradients of one mini-batch, summed over its micro-batches; the sums of its loss terms."""
     num_tokens = sum(int(micro_batch.mask.sum()) for micro_batch in micro_batches)
     sums: dict[str, float] = defaultdict(float)
-    model.module.zero_grad(set_to_none=True)
     for micro_batch in micro_batches:
         batch = micro_batch.to(model.device)
         logprobs_N, entropies_N = model.completion_terms(
@@ -98,11 +155,16 @@ def _accumulate(
         tokens = TokenBatch(logprobs_N, entropies_N, batch.logprobs[batch.mask], advantages_N)
         found = algorithm.loss(tokens, settings.algorithm)
         (found.losses_N.sum() / num_tokens).backward()
-        names = list(found.sums)
-        values: list[float] = torch.stack([found.sums[name].double() for name in names]).tolist()
-        for name, value in zip(names, values, strict=True):
-            sums[name] += value
+        add_sums(sums, found.sums)
+        sums["padded"] += batch.token_ids.numel()
     return sums
+
+
+def add_sums(sums: dict[str, float], found: Mapping[str, Tensor]) -> None:
+    """Add scalar tensors to sums by name, fetched from their device at once."""
+    values: list[float] = torch.stack([value.double() for value in found.values()]).tolist()
+    for name, value in zip(found, values, strict=True):
+        sums[name] = sums.get(name, 0.0) + value
 
 
 def _optimize(model: PolicyModel, optimizer: torch.optim.Optimizer, rate: float, max_norm: float) -> float:
@@ -114,18 +176,3 @@ def _optimize(model: PolicyModel, optimizer: torch.optim.Optimizer, rate: float,
     set_learning_rate(optimizer, rate)
     optimizer.step()
     return norm
-
-
-def _counts(rows: Sequence[Row], num_tokens: int, num_completion_tokens: int, num_padded: int) -> dict[str, float]:
-    return {
-        "tokens/sequences": float(len(rows)),
-        "tokens/total": float(num_tokens),
-        "tokens/completion": float(num_completion_tokens),
-        "tokens/padding": float(num_padded - num_tokens),
-    }
-
-
-def _check_finite(metrics: dict[str, float]) -> None:
-    for name, value in metrics.items():
-        if not math.isfinite(value):
-            raise RunFailedError(f"{name} is {value}: training has diverged; lower optimizer.learning_rate")

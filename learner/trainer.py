@@ -1,5 +1,6 @@
 """Model and optimizer of one job between two manifests. Blocking; always used from the one thread that trains."""
 
+import logging
 import math
 from collections.abc import Sequence
 from dataclasses import replace
@@ -12,27 +13,43 @@ from rollstream.learner.collate import Row, StepAdvantages, rows_of
 from rollstream.learner.losses import ALGORITHMS
 from rollstream.learner.model import PolicyModel, from_bytes, make_deterministic
 from rollstream.learner.optimizer import load_state_tensors, make_optimizer, state_tensors
+from rollstream.learner.pairs import items_of, pairs_of
+from rollstream.learner.preference_step import train_pairs
+from rollstream.learner.reference import Reference
 from rollstream.learner.step import StepResult, train_batch
 from rollstream.schemas import ids
 from rollstream.schemas.errors import ConfigError
 from rollstream.schemas.events import BatchPlanned, JobSubmitted, TrajectoryAssembled
+
+logger = logging.getLogger(__name__)
 
 
 class Trainer:
     """What one job changes from batch to batch."""
 
     def __init__(self, job: JobSubmitted, *, threads: int | None) -> None:
-        """Load the job's model. Raises ModelError, or ConfigError for a kind of job that is not known here.
+        """Load the job's model. Raises ModelError, or ConfigError if kind and algorithm do not fit each other.
 
         `threads`: used if the job does not say its own number.
         """
         self._settings = job.settings
-        if self._settings.kind == "dpo":
-            raise ConfigError(f"job {job.job_id}: this learner trains rl and sft jobs, not dpo")
+        kind, algorithm = self._settings.kind, self._settings.algorithm.name
+        if (kind == "dpo") != (algorithm == "dpo"):
+            raise ConfigError(f"job {job.job_id}: a {kind} job does not train by {algorithm}; dpo goes with dpo")
         make_deterministic(self._settings.threads or threads)
         seed = ids.derive_seed(self._settings.seed, job.run_id, job.model_group, "adapters")
         self.model = PolicyModel(self._settings.model, seed=seed)
         self._optimizer = make_optimizer(self.model.trainable(), self._settings.optimizer)
+        self._reference: Reference | None = None
+
+    @property
+    def needs_reference(self) -> bool:
+        """Whether the loss compares with the job's base version, which `refer_to` must then be given."""
+        return self._settings.algorithm.name == "dpo"
+
+    def refer_to(self, weights: bytes, what: str) -> None:
+        """Compare with these published weights. Raises ModelError naming `what`."""
+        self._reference = Reference(self.model, weights, what)
 
     def begin(self, weights: bytes, what: str) -> None:
         """Begin the job from published weights, with a new optimizer. Raises ModelError naming `what`."""
@@ -59,9 +76,24 @@ class Trainer:
 
     def train(self, planned: BatchPlanned, trajectories: Sequence[TrajectoryAssembled]) -> StepResult:
         """Train on a manifest's trajectories, given in its order. Raises DecodeError, RunFailedError."""
-        rows = self._rows(planned, trajectories)
-        result = train_batch(self.model, self._optimizer, rows, self._settings, index=planned.index, seed=planned.seed)
+        if self.needs_reference:
+            result = self._train_pairs(planned, trajectories)
+        else:
+            rows, index, seed = self._rows(planned, trajectories), planned.index, planned.seed
+            result = train_batch(self.model, self._optimizer, rows, self._settings, index=index, seed=seed)
         return replace(result, metrics={**result.metrics, **manifest_metrics(planned)})
+
+    def _train_pairs(self, planned: BatchPlanned, trajectories: Sequence[TrajectoryAssembled]) -> StepResult:
+        assert self._reference is not None
+        members = zip(trajectories, planned.members, strict=True)
+        items = [item for trajectory, member in members for item in items_of(trajectory, member.reward)]
+        pairs = pairs_of(items, self._settings.algorithm)
+        if not pairs:
+            logger.warning(
+                "batch=%s has no preference pair: version=%s changes nothing", planned.batch_id, planned.yields_version
+            )
+        index, seed = planned.index, planned.seed
+        return train_pairs(self.model, self._reference, self._optimizer, pairs, self._settings, index=index, seed=seed)
 
     def _rows(self, planned: BatchPlanned, trajectories: Sequence[TrajectoryAssembled]) -> list[Row]:
         algorithm = ALGORITHMS[self._settings.algorithm.name]
