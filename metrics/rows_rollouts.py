@@ -133,7 +133,7 @@ def rollout_ended(event: RolloutEnded, _: str) -> Rows:
             "num_rewards": event.num_rewards,
             "stop_reason": event.stop_reason,
             "cause": None,
-            "message": None,
+            "message": "; ".join(event.missing_scores.values())[:TEXT_CHARS] or None,
             "is_final": True,
             "digest": event.digest,
         },

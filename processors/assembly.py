@@ -150,7 +150,7 @@ def _fail_attempt(group: OpenGroup, failed: RolloutFailed, digest: str) -> bool:
 
 
 def _incompleteness(attempt: Attempt, ended: RolloutEnded) -> str:
-    """Why an ended attempt is not complete, by count and digest; empty if it is."""
+    """Why an ended attempt is not complete, by count, digest and scores; empty if it is."""
     steps, rewards = attempt.step_digests, attempt.reward_digests
     if len(steps) != ended.num_steps or len(rewards) != ended.num_rewards:
         return "incomplete"
@@ -158,7 +158,9 @@ def _incompleteness(attempt: Attempt, ended: RolloutEnded) -> str:
         digests = [steps[index] for index in range(len(steps))] + [rewards[index] for index in range(len(rewards))]
     except KeyError:
         return "incomplete"
-    return "" if codec.chain(ended.rollout_id, digests) == ended.digest else "digest"
+    if codec.chain(ended.rollout_id, digests) != ended.digest:
+        return "digest"
+    return "no_score" if ended.missing_scores else ""
 
 
 def _is_spliced(attempt: Attempt, ended: RolloutEnded) -> bool:

@@ -4,7 +4,7 @@ Nothing is emitted after `close`, so that whatever an environment still does can
 """
 
 import uuid
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
 from rollstream.eventlog import codec
@@ -111,8 +111,8 @@ class Journal:
         """From now on only `end` and `fail` emit."""
         self._is_closed = True
 
-    async def end(self, stop_reason: str) -> None:
-        """Emit RolloutEnded: counts, and the digest over the content of all steps, then all rewards."""
+    async def end(self, stop_reason: str, missing_scores: Mapping[str, str]) -> None:
+        """Emit RolloutEnded: counts, the digest over the content of all steps, then all rewards, and missing scores."""
         digests = [codec.content_digest(event) for event in (*self.steps, *self.rewards)]
         event = RolloutEnded(
             **self._ids,
@@ -121,6 +121,7 @@ class Journal:
             num_rewards=len(self._rewards),
             digest=codec.chain(self.rollout_id, digests),
             stop_reason=stop_reason,
+            missing_scores=dict(missing_scores),
         )
         await self._emit(event)
 

@@ -3,10 +3,10 @@
 import asyncio
 import inspect
 import math
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from dataclasses import dataclass
 from numbers import Real
-from typing import Any
+from typing import Any, Protocol
 
 from rollstream.schemas.errors import EnvironmentRunError
 from rollstream.schemas.events import RewardRecorded, StepRecorded
@@ -16,6 +16,10 @@ class RewardError(EnvironmentRunError):
     """A reward is no finite number, belongs to nothing, or its function raised."""
 
 
+class NoScoreError(RewardError):
+    """There is no score: a reward function gave none, or whom it asked did not answer with one."""
+
+
 @dataclass(frozen=True, slots=True)
 class FinishedRollout:
     """What a reward function sees: all that happened, before the rollout's last event."""
@@ -23,7 +27,7 @@ class FinishedRollout:
     inputs: Mapping[str, Any]
     seed: int
     steps: tuple[StepRecorded, ...]
-    """By step index; LLM and tool calls of all agents."""
+    """By step index; LLM and tool calls of all agents, without what was asked of judges."""
     rewards: tuple[RewardRecorded, ...]
     """Those of the environment and of the reward functions before this one."""
     messages: Mapping[str, tuple[Mapping[str, Any], ...]]
@@ -31,15 +35,51 @@ class FinishedRollout:
     stop_reason: str
 
 
-Value = float | Mapping[str, float]
-"""One number for all agents, or one by agent."""
+Value = float | Mapping[str, float] | None
+"""One number for all agents, or one by agent; none: there is no score."""
 RewardFunction = Callable[[FinishedRollout], Value | Awaitable[Value]]
+
+JUDGE = "judge:"
+"""What the names of agents begin with that only judge; they have no model group and no trajectory."""
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """What a judge was asked and what it answered, as the log is to hold it (without secrets)."""
+
+    judge: str
+    """The evaluator's name."""
+    model: str
+    data: dict[str, Any]
+    """`input` (messages) and `output` (text)."""
+    metadata: dict[str, Any]
+    usage: dict[str, Any] | None
+    began_ms: int
+    """Event time."""
+
+
+class Recorder(Protocol):
+    """Takes down what judges are asked, before what comes of it counts."""
+
+    def clock(self) -> int:
+        """Event time in ms."""
+        ...
+
+    async def record(self, asked: Asked) -> None:
+        """Make a step of it."""
+        ...
+
+
+def played(steps: Iterable[StepRecorded]) -> tuple[StepRecorded, ...]:
+    """Steps of a rollout without those of judges."""
+    return tuple(step for step in steps if not step.agent.startswith(JUDGE))
 
 
 async def evaluate(name: str, function: RewardFunction, rollout: FinishedRollout) -> dict[str | None, float]:
     """Reward by agent (None: all agents). Plain functions run in a thread, so that a slow one holds nobody up.
 
-    Raises RewardError naming the function if it raised or returned what is no finite number.
+    Raises RewardError naming the function if it raised or returned what is no finite number, NoScoreError if it has no
+    score to give.
     """
     try:
         if inspect.iscoroutinefunction(function):
@@ -47,6 +87,8 @@ async def evaluate(name: str, function: RewardFunction, rollout: FinishedRollout
         else:
             value = await asyncio.to_thread(function, rollout)
             value = await value if inspect.isawaitable(value) else value
+    except RewardError:
+        raise
     except Exception as error:
         raise RewardError(f"reward {name} raised {type(error).__name__}: {error}") from error
     if isinstance(value, Mapping):
@@ -55,7 +97,9 @@ async def evaluate(name: str, function: RewardFunction, rollout: FinishedRollout
 
 
 def finite(name: str, value: Any) -> float:
-    """`value` as a float. Raises RewardError if it is no finite number."""
+    """`value` as a float. Raises RewardError if it is no finite number, NoScoreError if it is none at all."""
+    if value is None:
+        raise NoScoreError(f"reward {name} is a NoneType, no number: it gave no score")
     if not isinstance(value, Real):
         raise RewardError(f"reward {name} is a {type(value).__name__}, no number")
     try:

@@ -1,11 +1,14 @@
 """One attempt at one rollout, from RolloutStarted to its terminal event. What users' code raises ends here, as data."""
 
 import asyncio
+import contextlib
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
-from rollstream.producers import registry, rewards
+from pydantic import JsonValue
+
+from rollstream.producers import evaluators, registry, rewards
 from rollstream.producers.engine import Engine
 from rollstream.producers.environment import Environment
 from rollstream.producers.journal import Emit, Journal
@@ -49,10 +52,10 @@ async def run_rollout(
         raise journal.emit_error
     failure = stage.timed_out() if has_timed_out else stage.failure(play)
     if failure is None:
-        await journal.end(play.result())
+        await journal.end(play.result(), stage.missing_scores)
         return
     cause, message = failure
-    message = _one_line(conceal(message, dict(settings.environment_config), os.environ))
+    message = _one_line(without_secrets(message, settings))
     log.info("rollout failed rollout_id=%s cause=%s: %s", journal.rollout_id, cause, message)
     await journal.fail(cause, message, is_final=attempt + 1 >= settings.max_attempts)
 
@@ -67,6 +70,8 @@ class _Stage:
         self._engine = engine
         self._journal = journal
         self._session: Session | None = None
+        self.missing_scores: dict[str, str] = {}
+        """Why there is no score, by reward name, where that is a rejection."""
         self._doing = f"environment {self._settings.environment}"
 
     async def play(self) -> str:
@@ -119,19 +124,85 @@ class _Stage:
         return "done"
 
     async def _reward(self, session: Session, stop_reason: str) -> None:
+        steps = rewards.played(self._journal.steps)
         for name in self._settings.rewards:
             self._doing = f"reward {name}"
             rollout = rewards.FinishedRollout(
                 inputs=session.inputs,
                 seed=session.seed,
-                steps=self._journal.steps,
+                steps=steps,
                 rewards=self._journal.rewards,
                 messages=dict(session.messages),
                 stop_reason=stop_reason,
             )
-            values = await rewards.evaluate(name, registry.reward(name), rollout)
-            for agent, value in values.items():
-                await session.reward(value, name, agent=agent)
+            chosen = evaluators.reward_of(name, self._settings, os.environ, JudgesRecorder(self._journal))
+            with self._missing_allowed(name):
+                values = await rewards.evaluate(chosen.place, chosen.function, rollout)
+                for agent, value in values.items():
+                    await session.reward(value, name, agent=agent)
+        with self._missing_allowed("reward"):
+            self._check_scored(session, stop_reason)
+
+    @contextlib.contextmanager
+    def _missing_allowed(self, name: str) -> Iterator[None]:
+        """Where a missing score is a rejection by the settings' choice; else it flies on."""
+        try:
+            yield
+        except rewards.NoScoreError as error:
+            if self._settings.missing_score == "error":
+                raise
+            reason = _one_line(without_secrets(str(error), self._settings))
+            log.warning("no score rollout_id=%s: %s", self._journal.rollout_id, reason)
+            self.missing_scores[name] = reason
+
+    def _check_scored(self, session: Session, stop_reason: str) -> None:
+        """Raises NoScoreError if an agent that is trained on has no reward at all, which would count as 0.
+
+        Where the turns are over before any was given, 0 is what was earned.
+        """
+        settings = self._settings
+        if settings.policy == "demonstration" or settings.missing_score == "unneeded" or stop_reason == "max_turns":
+            return
+        if self.missing_scores or self._journal.num_open or session.fault is not None:
+            return  # there is a reason already
+        spoke = {step.agent for step in self._journal.steps if step.llm is not None} or set(settings.agents)
+        rewarded = {reward.agent for reward in self._journal.rewards}
+        without = sorted(spoke - rewarded) if None not in rewarded else []
+        if without:
+            raise rewards.NoScoreError(
+                f"no reward was given to {', '.join(without)}: let environment {settings.environment} give one, or "
+                "name a reward function or evaluator (finetuning.reward_function.name)"
+            )
+
+
+class JudgesRecorder:
+    """Makes steps of what judges are asked, in the journal of one attempt."""
+
+    def __init__(self, journal: Journal) -> None:
+        self._journal = journal
+
+    def clock(self) -> int:
+        """Event time in ms."""
+        return self._journal.clock()
+
+    async def record(self, asked: rewards.Asked) -> None:
+        """An LLM call of an agent that has no model group: it is never trained on."""
+        await self._journal.record_step(
+            self._journal.open_step(),
+            began_ms=asked.began_ms,
+            agent=f"{rewards.JUDGE}{asked.judge}",
+            event_type="LLM_END",
+            name=asked.model,
+            data=asked.data,
+            metadata=asked.metadata,
+            usage_info=asked.usage,
+        )
+
+
+def without_secrets(message: str, settings: RolloutSettings) -> str:
+    """A message with `${ENV}` in place of what it stands for in the settings."""
+    written: dict[str, JsonValue] = {**settings.environment_config, "evaluators": dict(settings.evaluators)}
+    return conceal(message, written, os.environ)
 
 
 async def _stop(play: "asyncio.Task[str]", rollout_id: str) -> None:

@@ -222,6 +222,8 @@ class RolloutEnded(RolloutEvent):
     digest: str
     """Chained over the content digests of the steps by index, then of the rewards by index."""
     stop_reason: str = "done"
+    missing_scores: dict[str, str] = added({})
+    """Why there is no score, by reward name. With any, the attempt is rejected as `no_score` and not made again."""
 
     @property
     def event_id(self) -> str:

@@ -45,7 +45,7 @@ class RolloutSettings(Settings):
     evaluators: dict[str, dict[str, JsonValue]] = added({})
     """Configurations of those `rewards` that are evaluators, by name, as written (`${ENV}` not expanded)."""
     missing_score: Literal["error", "reject", "unneeded"] = added("error")
-    """A rollout without a score fails (error), is rejected as `no_score`, or is used all the same (no reward counts)."""
+    """A rollout without a score fails (error), is rejected as `no_score`, or is used all the same (unneeded)."""
 
 
 class CurriculumSettings(Settings):

@@ -4,7 +4,8 @@ The rules of a steps partition:
 - Only a group's first GroupStarted opens it; what lies before it does not count.
 - Event time is what records say. The first record at or after the deadline closes an open group before it counts.
 - Of an event id the first occurrence counts. An attempt is what is written up to its first terminal event.
-- An attempt is complete if its end counts every step and reward that is there and its chained digest agrees.
+- An attempt is complete if its end counts every step and reward that is there, its chained digest agrees and it
+  says of no score that it is missing.
 - A member is its first complete attempt. It is settled by that; or, if a failure says that it is final or an end is
   not borne out (unless two producers wrote the attempt), once none of its attempts is under way.
 - A group closes with the record that settles its last member.
@@ -124,7 +125,7 @@ class _Attempt:
 
     @property
     def fault(self) -> str:
-        """Why its end is not borne out, by count and digest; empty if it is, or if there is no end."""
+        """Why its end is not borne out, by count, digest and scores; empty if it is, or if there is no end."""
         ended = self.terminal
         if not isinstance(ended, RolloutEnded):
             return ""
@@ -132,7 +133,9 @@ class _Attempt:
             return "incomplete"
         content = [self.steps[index] for index in sorted(self.steps)]
         content += [self.rewards[index] for index in sorted(self.rewards)]
-        return "" if codec.chain(self.rollout_id, map(codec.content_digest, content)) == ended.digest else "digest"
+        if codec.chain(self.rollout_id, map(codec.content_digest, content)) != ended.digest:
+            return "digest"
+        return "no_score" if ended.missing_scores else ""
 
     @property
     def is_complete(self) -> bool:

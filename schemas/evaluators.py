@@ -1,0 +1,178 @@
+"""`eval.evaluators`: configurations of the built-in evaluators, which score a rollout by its final answer.
+
+Values only, as the file has them after `${ENV}`; what they do is in `rollstream.producers.evaluators`. Blocks of other
+types are others' and no matter here.
+"""
+
+import re
+from typing import Literal
+
+from pydantic import Field, FiniteFloat, JsonValue, field_validator, model_validator
+
+from rollstream.schemas.settings import Settings
+
+PLACE = "eval.evaluators"
+"""Where evaluators stand in the file."""
+PLACEHOLDER = re.compile(r"\{(question|answer|response)\}")
+"""What a judge's prompt may hold; any other brace is text."""
+
+
+class _Evaluator(Settings):
+    agent: str | None = None
+    """Whose answer is scored; none: that of the agent which answered last."""
+
+
+class _AgainstAnswer(_Evaluator):
+    answer_key: str = "answer"
+    """Key of the right answer in the example's inputs."""
+
+
+class ExactMatch(_AgainstAnswer):
+    """1 if the response is the answer, else 0."""
+
+    type: Literal["exact_match"] = Field(default="exact_match", alias="_type")
+    ignore_case: bool = False
+    whitespace: Literal["strip", "collapse", "exact"] = "strip"
+    """strip: ends do not count; collapse: nor does how much stands between words; exact: every character counts."""
+
+
+class NumericMatch(_AgainstAnswer):
+    """1 if a number of the response is the answer's within the tolerance, else 0."""
+
+    type: Literal["numeric_match"] = Field(default="numeric_match", alias="_type")
+    tolerance: float = Field(default=1e-9, ge=0, allow_inf_nan=False)
+    """Largest absolute difference."""
+    take: Literal["last", "first", "only"] = "last"
+    """Which number of a response counts; only: a response with several numbers is wrong."""
+
+
+class RegexMatch(_Evaluator):
+    """1 if the pattern is found in the response (and its group is the answer, if there is an `answer_key`), else 0."""
+
+    type: Literal["regex"] = Field(default="regex", alias="_type")
+    pattern: str
+    group: int | str = 0
+    """Number or name of the group that is compared; 0: all that the pattern takes."""
+    answer_key: str | None = None
+    """None: it is only to match."""
+    ignore_case: bool = False
+
+    @model_validator(mode="after")
+    def _has_group(self) -> "RegexMatch":
+        found = _compiled("pattern", self.pattern)
+        if isinstance(self.group, str) and self.group not in found.groupindex:
+            raise ValueError(f"group: the pattern has no group {self.group!r}")
+        if isinstance(self.group, int) and not 0 <= self.group <= found.groups:
+            raise ValueError(f"group: the pattern has {found.groups} groups, not {self.group}")
+        return self
+
+
+class JsonSchemaMatch(_Evaluator):
+    """1 if the response is JSON (alone, or in a fenced block) that the schema accepts, else 0."""
+
+    type: Literal["json_schema"] = Field(default="json_schema", alias="_type")
+    document: dict[str, JsonValue] | None = Field(default=None, alias="schema")
+    file: str | None = None
+    """A JSON file with the schema, instead of it."""
+
+    @model_validator(mode="after")
+    def _is_one(self) -> "JsonSchemaMatch":
+        if (self.document is None) == (self.file is None):
+            raise ValueError("schema: give either schema or file")
+        return self
+
+
+class PythonScore(Settings):
+    """What a function of the user's makes of a finished rollout."""
+
+    type: Literal["python"] = Field(default="python", alias="_type")
+    function: str
+    """`module.function`; called as any reward function is."""
+    pure: bool = False
+    """It depends on the rollout alone, so a what-if may call it again."""
+
+    @field_validator("function")
+    @classmethod
+    def _is_dotted(cls, value: str) -> str:
+        if not all(part.isidentifier() for part in value.split(".")) or "." not in value:
+            raise ValueError(f"{value!r} is no module.function")
+        return value
+
+
+class LlmJudge(_Evaluator):
+    """The number that a model says of a response, through any OpenAI-compatible endpoint."""
+
+    type: Literal["llm_judge"] = Field(default="llm_judge", alias="_type")
+    base_url: str
+    """Up to and without `/chat/completions`."""
+    model: str
+    api_key: str | None = None
+    """`${ENV}`; none: no Authorization header."""
+    prompt: str
+    """With {response}, and {question} and {answer} if they are to be filled in."""
+    question_key: str = "question"
+    answer_key: str = "answer"
+    pattern: str = r"-?\d+(?:\.\d+)?"
+    """The last match in the judge's answer is the score: its first group if there is one, else all of it."""
+    min: FiniteFloat = 0.0
+    max: FiniteFloat = 1.0
+    """A score outside of min..max is none. The score itself is the reward."""
+    temperature: float = Field(default=0.0, ge=0, allow_inf_nan=False)
+    max_tokens: int | None = Field(default=None, ge=1)
+    timeout_s: float = Field(default=30.0, gt=0, allow_inf_nan=False)
+    """Of one request."""
+    retries: int = Field(default=2, ge=0)
+    """After no answer, 408, 429 or 5xx."""
+
+    @field_validator("base_url")
+    @classmethod
+    def _is_url(cls, value: str) -> str:
+        if re.fullmatch(r"https?://[^\s/?#]+[^\s?#]*", value) is None:
+            raise ValueError("give an http(s) address such as http://127.0.0.1:8000/v1")
+        return value
+
+    @field_validator("prompt")
+    @classmethod
+    def _shows_response(cls, value: str) -> str:
+        if "{response}" not in value:
+            raise ValueError("it must hold {response}, where the answer to be judged is put")
+        return value
+
+    @model_validator(mode="after")
+    def _is_range(self) -> "LlmJudge":
+        if _compiled("pattern", self.pattern).groups > 1:
+            raise ValueError("pattern: at most one group, which holds the score; (?:...) groups without holding")
+        if self.min >= self.max:
+            raise ValueError(f"min: {self.min:g} is not below max {self.max:g}")
+        return self
+
+
+Evaluator = ExactMatch | NumericMatch | RegexMatch | JsonSchemaMatch | PythonScore | LlmJudge
+MODELS: dict[str, type[Evaluator]] = {
+    "exact_match": ExactMatch,
+    "numeric_match": NumericMatch,
+    "regex": RegexMatch,
+    "json_schema": JsonSchemaMatch,
+    "python": PythonScore,
+    "llm_judge": LlmJudge,
+}
+"""Configuration by `_type`."""
+
+
+def is_pure(config: Evaluator) -> bool:
+    """Whether a score depends on the recorded rollout alone, so that it can be worked out again."""
+    return config.pure if isinstance(config, PythonScore) else not isinstance(config, LlmJudge)
+
+
+def answer_key(config: Evaluator) -> str | None:
+    """Key that an example's inputs must have; none if no right answer is needed."""
+    if isinstance(config, LlmJudge):
+        return config.answer_key if "{answer}" in config.prompt else None
+    return None if isinstance(config, (PythonScore, JsonSchemaMatch)) else config.answer_key
+
+
+def _compiled(name: str, pattern: str) -> "re.Pattern[str]":
+    try:
+        return re.compile(pattern)
+    except re.error as error:
+        raise ValueError(f"{name}: is no regular expression: {error}") from error
