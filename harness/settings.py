@@ -1,7 +1,7 @@
 """From configuration to settings: what the events of a run carry and what its services are started with. Pure."""
 
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from rollstream.schemas import ids
 from rollstream.schemas.config import AdapterSection, RunConfig, WarmStart
@@ -24,6 +24,8 @@ from rollstream.schemas.settings import (
 MODEL_GROUP = "policy"
 WARM_START = "sft"
 TRAINING = "rl"
+KINDS: dict[str, Literal["rl", "sft", "dpo"]] = {"grpo": "rl", "sft": "sft", "dpo": "dpo"}
+"""Kind of job by algorithm."""
 ENDPOINT = "endpoint-1"
 """Name of the service that serves the trained model; its engine loads versions under this name."""
 
@@ -92,13 +94,29 @@ def _training_job(config: RunConfig, run_id: str) -> JobSpec:
         curriculum=curriculum.model_copy(update={"steer": False}) if is_submitted else curriculum,
     )
     algorithm = adapter.algorithm
-    if "temperature" not in algorithm.model_fields_set and builder.sampling.temperature > 0:
+    if algorithm.name == "dpo":
+        plan = _for_pairs(plan, drops_flat_groups="drop_zero_variance" in builder.model_fields_set)
+    elif "temperature" not in algorithm.model_fields_set and builder.sampling.temperature > 0:
         algorithm = algorithm.model_copy(update={"temperature": builder.sampling.temperature})
     job = _job_settings(adapter, num_versions=epochs * plan.batches_per_epoch).model_copy(
-        update={"kind": "rl" if algorithm.name != "sft" else "sft", "algorithm": algorithm}
+        update={"kind": KINDS[algorithm.name], "algorithm": algorithm}
     )
     group = ids.model_group(run_id, MODEL_GROUP)
     return JobSpec(ids.job_id(run_id, TRAINING), group, job, plan, rollout_settings(config, run_id))
+
+
+def _for_pairs(plan: PlanSettings, *, drops_flat_groups: bool) -> PlanSettings:
+    """The plan of a job that compares answers to one prompt, which may all stand in one rollout.
+
+    So groups are not held to differing rewards of their rollouts (`algorithm.min_score_diff` is for answers), and
+    nobody's log-probabilities are needed. `drops_flat_groups`: the configuration says so itself.
+    """
+    changes: dict[str, Any] = {
+        "needs_logprobs": False,
+        "drop_zero_variance": plan.drop_zero_variance and drops_flat_groups,
+        "curriculum": plan.curriculum.model_copy(update={"min_reward_diff": 0.0}),
+    }
+    return plan.model_copy(update=changes)
 
 
 def _warm_start_job(config: RunConfig, warm: WarmStart, run_id: str) -> JobSpec:

@@ -19,10 +19,9 @@ def admit(job: Job, epoch: Epoch, event: GroupClosed) -> list[Event]:
     if not group.is_demonstration:
         newest = max(member.max_version for member in event.members)
         job.window.add(event.example_id, event.group_id, Entry(newest, rollout_rewards(event.members)))
+    needs_logprobs = job.started.plan.needs_logprobs and not group.is_demonstration
     places = [
-        place
-        for place, member in enumerate(group.members)
-        if is_trainable(member, is_demonstration=group.is_demonstration)
+        place for place, member in enumerate(group.members) if is_trainable(member, needs_logprobs=needs_logprobs)
     ]
     barren = group.only([place for place in range(len(group.members)) if place not in places])
     group = group.only(places)

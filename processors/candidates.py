@@ -70,9 +70,9 @@ def candidate(event: GroupClosed) -> Candidate:
     )
 
 
-def is_trainable(member: MemberRef, *, is_demonstration: bool) -> bool:
+def is_trainable(member: MemberRef, *, needs_logprobs: bool) -> bool:
     """Whether there are sampled tokens to train on; reinforcement also needs their log-probabilities."""
-    return member.num_completion_tokens > 0 and (is_demonstration or member.has_logprobs)
+    return member.num_completion_tokens > 0 and (member.has_logprobs or not needs_logprobs)
 
 
 def rollout_rewards(members: Iterable[MemberRef]) -> tuple[float, ...]:

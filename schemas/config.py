@@ -78,6 +78,7 @@ class BuilderFields(BaseModel):
     """Names of the environment's agents; all are played by the trained model."""
     num_generations: int = Field(default=8, ge=1)
     min_generations: int = Field(default=2, ge=1)
+    """Fewest complete rollouts of a group to train on; of a smaller group, all of it."""
     drop_zero_variance: bool = True
     sampling: Sampling = Field(default_factory=Sampling)
     engine: EngineSettings = Field(default_factory=EngineSettings)
@@ -94,7 +95,8 @@ class BuilderFields(BaseModel):
 
     @model_validator(mode="after")
     def _minimum_fits(self) -> Self:
-        if self.min_generations > self.num_generations:
+        is_given = "min_generations" in self.model_fields_set
+        if is_given and self.min_generations > self.num_generations:
             raise ValueError(f"min_generations {self.min_generations} is more than num_generations")
         return self
 
