@@ -17,27 +17,32 @@ from rollstream.schemas.errors import ConfigError, RunFailedError
     "--config_file", "--config-file", type=click.Path(path_type=Path), required=True, help="The run's YAML file."
 )
 @click.option("--dataset", type=click.Path(path_type=Path), help="Examples, in place of the file's dataset.")
-@click.option("--result_json_path", default="$", help="Write the outcome to this file as JSON.")
+@click.option(
+    "--result_json_path",
+    metavar="FILE|JSONPATH",
+    help="Write the outcome to this file as JSON; what begins with $ says where an endpoint's answer stands.",
+)
+@click.option("--endpoint", metavar="URL", help="Base URL of a running workflow that plays the rollouts.")
+@click.option("--endpoint_timeout", type=click.IntRange(min=1), help="Seconds that one answer of it may take (300).")
 @click.option("--override", "-o", type=(str, str), multiple=True, metavar="KEY VALUE", help="Set a key by dotted path.")
 @click.option("--resume", metavar="RUN", help="Go on with a run that has not ended.")
 @click.option("--name", help="Beginning of the run's id (default: the file's name).")
 @click.option("--run_id", "--run-id", help="The run's whole id, in place of a name and six digits; seeds depend on it.")
-@click.option("--validation_dataset", type=click.Path(path_type=Path), hidden=True)
-@click.option("--validation_config_file", type=click.Path(path_type=Path), hidden=True)
-@click.option("--endpoint", hidden=True)
+@click.option("--validation_dataset", type=click.Path(path_type=Path), help="Examples to validate by.")
+@click.option("--validation_interval", type=click.IntRange(min=1), help="Epochs from one validation to the next (5).")
+@click.option("--validation_config_file", type=click.Path(path_type=Path), help="A YAML file to validate by.")
 @click.option("--fork", metavar="RUN@VERSION", help="Begin a new run from a version of another one.")
 @WORKSPACE
 def finetune(
     config_file: Path,
-    dataset: Path | None,
-    result_json_path: str,
+    result_json_path: str | None,
     override: tuple[tuple[str, str], ...],
     resume: str | None,
     name: str | None,
     run_id: str | None,
     fork: str | None,
     workspace: Path,
-    **unavailable: object,
+    **options: Path | str | int | None,
 ) -> None:
     """Train by a configuration file, or go on with a run."""
     from rollstream.harness.display import Display
@@ -45,16 +50,16 @@ def finetune(
     from rollstream.harness.finetune import finetune as run_finetune
     from rollstream.harness.fork import parse_fork
 
-    for option, value in unavailable.items():
-        if value is not None:
-            raise ConfigError(f"--{option} is not available in this version")
-    result = None if result_json_path == "$" else Path(result_json_path)
+    is_json_path = result_json_path is not None and result_json_path.startswith("$")
+    result = None if result_json_path is None or is_json_path else Path(result_json_path)
+    told = {key: str(value) if isinstance(value, Path) else value for key, value in options.items()}
+    told["result_json_path"] = result_json_path if is_json_path else None
     if fork is not None and resume is not None:
         raise ConfigError("--fork begins a new run and --resume goes on with one: give one of them")
     if run_id is not None and (resume is not None or name is not None):
         raise ConfigError("--run_id is the whole id of a new run: give it without --name and --resume")
     parent = None if fork is None else parse_fork(fork)
-    request = Request(config_file, workspace, override, dataset, resume, name, result, parent, run_id)
+    request = Request(config_file, workspace, override, told, resume, name, result, parent, run_id)
     _configure_logging(workspace)
     display = Display()
     try:

@@ -57,6 +57,26 @@ def load(
     return resolve(written, environ)
 
 
+def validation_config(config: RunConfig) -> RunConfig | None:
+    """What a run validates by, none if it does not: its `validation.config`, else its own configuration.
+
+    Of the former it is the environment, rewards and dataset that count. Raises ConfigError.
+    """
+    validation = config.validation
+    if validation is None:
+        return None
+    found = config
+    if validation.config is not None:
+        try:
+            found = load(validation.config).config
+        except ConfigError as error:
+            raise ConfigError(f"validation_config_file: {error}") from error
+    examples = validation.dataset or (found.dataset if validation.config else None)
+    if examples is None:
+        raise ConfigError(f"validation_config_file {validation.config}: eval.general.dataset: missing; name examples")
+    return found.model_copy(update={"dataset": examples})
+
+
 def resolve(written: dict[str, JsonValue], environ: Mapping[str, str] | None = None) -> Loaded:
     """The configuration in a dictionary as written. Raises ConfigError."""
     expanded = expand(written, os.environ if environ is None else environ)

@@ -9,6 +9,8 @@ MAX_DEPTH = 50
 _SECRET_KEY = re.compile(
     r"(api_?key|password|passwd|secret|(access|secret|private)_key|(access|api|auth|bearer|hf)_token)$", re.IGNORECASE
 )
+_PLACEHOLDERS = frozenset({"default", "dummy", "empty", "none", "null", "not-needed", "unused"})
+"""What is written for a key that a server does not ask for."""
 _REFERENCE = re.compile(r"\$\{[^}]+\}")
 
 
@@ -20,7 +22,7 @@ def check_values(value: Any, path: str = "") -> None:
         for key, item in value.items():
             if not isinstance(key, str):
                 raise ConfigError(f"{_join(path, key)}: the key {key!r} is no text; write it in quotes")
-            if _SECRET_KEY.search(key) and isinstance(item, str) and item and not _REFERENCE.search(item):
+            if _SECRET_KEY.search(key) and isinstance(item, str) and _is_secret(item):
                 raise ConfigError(
                     f"{_join(path, key)}: a secret must not stand in the file, which is stored with the run; "
                     f"write ${{{key.upper()}}} and set that environment variable"
@@ -31,6 +33,10 @@ def check_values(value: Any, path: str = "") -> None:
             check_values(item, _join(path, index))
     elif value is not None and not isinstance(value, (str, bool, int, float)):
         raise ConfigError(f"{path}: is a {type(value).__name__}; give text, a number, true, false, a list or a mapping")
+
+
+def _is_secret(text: str) -> bool:
+    return bool(text) and not _REFERENCE.search(text) and text.lower() not in _PLACEHOLDERS
 
 
 def _join(path: str, part: Any) -> str:

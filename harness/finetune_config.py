@@ -63,7 +63,7 @@ def run_config_of(finetune: FinetuneConfig) -> RunConfig:
         environment=_environment(finetune, builder, file.workflow),
         reward_functions=_rewards(builder, reward.name if reward else None),
         evaluators=_evaluators(file.eval),
-        validation=_validation(finetune),
+        validation=_validation(finetune, examples),
         endpoint=run.endpoint,
         endpoint_timeout=run.endpoint_timeout,
         result_json_path=run.result_json_path,
@@ -175,14 +175,15 @@ def _rewards(builder: BuilderSection, name: str | None) -> tuple[str, ...]:
     return (*builder.rewards, name)
 
 
-def _validation(finetune: FinetuneConfig) -> ValidationSection | None:
-    """Wanted as soon as a dataset or a configuration for it is named."""
+def _validation(finetune: FinetuneConfig, examples: DatasetSection | None) -> ValidationSection | None:
+    """Wanted as soon as a dataset or a configuration for it is named. Its columns are those of the run's examples."""
     run = finetune.run_configuration
     assert run is not None
     if not run.validation_dataset and not run.validation_config_file:
         return None
+    alike = examples.model_copy(update={"filter": None}) if examples else None
     return ValidationSection(
-        dataset=dataset.section_of(Path(run.validation_dataset), None) if run.validation_dataset else None,
+        dataset=dataset.section_of(Path(run.validation_dataset), alike) if run.validation_dataset else None,
         interval=run.validation_interval,
         config=Path(run.validation_config_file) if run.validation_config_file else None,
     )

@@ -59,6 +59,18 @@ def check_metrics(config: RunConfig, workspace: Path) -> None:
         connect(path, read_only=False).close()
 
 
+def check_datasets(config: RunConfig, *, is_new: bool) -> None:
+    """Reads what a run reads later: its dataset, if it is new, and what it validates by. Raises ConfigError."""
+    from rollstream.harness import dataset
+    from rollstream.harness.config_file import validation_config
+
+    if is_new and config.dataset is not None:
+        dataset.read_dataset(config.dataset)
+    validation = validation_config(config)
+    if validation is not None and validation.dataset is not None:
+        dataset.read_dataset(validation.dataset)
+
+
 def check_names(config: RunConfig) -> None:
     """Imports the user's modules and looks the environment and the rewards up. Raises ConfigError.
 
@@ -81,7 +93,8 @@ def environment_of(config: RunConfig) -> "Environment":
     """The run's environment, as its producers build it. Raises ConfigError."""
     from rollstream.producers.registry import build_environment
 
-    with users_code(f"environment {config.environment}", config):
+    place = "workflow" if config.builder.environment is None else "trajectory_builders"
+    with users_code(f"{place}: environment {config.environment}", config):
         return build_environment(config.environment, config.builder.environment_config, os.environ)
 
 

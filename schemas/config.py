@@ -15,6 +15,7 @@ from pydantic import (
     FiniteFloat,
     JsonValue,
     Tag,
+    field_validator,
     model_validator,
 )
 
@@ -155,11 +156,24 @@ class AdapterSection(AdapterFields, Settings):
     type: Literal["rollstream"] = Field(default="rollstream", alias="_type")
 
 
+class EarlyStopping(Settings):
+    """End a run in order once its validation no longer gets better."""
+
+    patience: int = Field(default=3, ge=1)
+    """Validations in a row without a better mean reward."""
+    min_delta: float = Field(default=0.0, ge=0)
+    """A mean reward counts as better if it is above the best one so far by more than this."""
+
+
 class TrainerFields(BaseModel):
     """`trainers.X`: how a run is conducted."""
 
     planning: Literal["stream", "submitted"] = "stream"
     run_idle_timeout_s: float = Field(default=3600.0, gt=0)
+    early_stopping: EarlyStopping | None = None
+    """Of the classic way, epoch by epoch; none: all epochs are trained."""
+    validation_required: bool = False
+    """A failed validation ends the run as failed; off: it is noted with its reason, and training goes on."""
 
 
 class TrainerSection(TrainerFields, Settings):
@@ -256,6 +270,13 @@ class RunConfigurationSection(Settings):
     validation_dataset: Path | None = None
     validation_interval: int = Field(default=5, ge=1)
     validation_config_file: Path | None = None
+
+    @field_validator("endpoint")
+    @classmethod
+    def _is_url(cls, value: str | None) -> str | None:
+        if value is not None and not value.startswith(("http://", "https://")):
+            raise ValueError(f"{value!r} is no URL; give one such as http://localhost:8000")
+        return value
 
 
 class FinetuningSection(Settings):
