@@ -5,9 +5,11 @@ from typing import Literal
 from rollstream.eventlog.log import Received
 from rollstream.processors.assembly_state import Attempt, Closing, OpenGroup
 from rollstream.processors.trajectories import num_tokens
+from rollstream.schemas.base import validator_of
 from rollstream.schemas.events_training import AttemptOutcome, GroupClosed, StepsRange
 
 Reason = Literal["complete", "partial", "timeout", "failed", "void"]
+_outcome = validator_of(AttemptOutcome)
 
 
 def close(group: OpenGroup, received: Received, *, is_timed_out: bool) -> Closing:
@@ -67,12 +69,14 @@ def decide(
     tokens: int | None = None,
 ) -> None:
     """Give an attempt its outcome and let go of its steps."""
-    attempt.outcome = AttemptOutcome(
-        rollout_id=attempt.rollout_id,
-        member=attempt.member,
-        attempt=attempt.number,
-        outcome=outcome,
-        cause=cause,
-        num_tokens=num_tokens(attempt) if tokens is None else tokens,
+    attempt.outcome = _outcome(
+        {
+            "rollout_id": attempt.rollout_id,
+            "member": attempt.member,
+            "attempt": attempt.number,
+            "outcome": outcome,
+            "cause": cause,
+            "num_tokens": num_tokens(attempt) if tokens is None else tokens,
+        }
     )
     attempt.calls, attempt.rewards = [], []

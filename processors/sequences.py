@@ -5,10 +5,12 @@ from binascii import a2b_base64, b2a_base64
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from rollstream.schemas.base import validator_of
 from rollstream.schemas.errors import DecodeError
 from rollstream.schemas.events_rollouts import LLMCall, StepRecorded, TokenSequence
 
 TOKEN_BYTES = 4
+_token_sequence = validator_of(TokenSequence)
 
 
 @dataclass(slots=True)
@@ -110,7 +112,7 @@ def _unpack(text: str) -> bytes:
 
 
 def _sealed(sequence: _Growing) -> TokenSequence:
-    return TokenSequence.model_validate(
+    return _token_sequence(
         {
             "token_ids": _pack(sequence.parts),
             "logprobs": _pack(sequence.logprobs) if sequence.has_logprobs else None,

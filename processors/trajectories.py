@@ -10,6 +10,7 @@ from rollstream.eventlog.log import RECORD_OVERHEAD_BYTES
 from rollstream.processors.assembly_state import Assembled, Attempt
 from rollstream.processors.sequences import join_calls
 from rollstream.schemas import ids, tokens
+from rollstream.schemas.base import validator_of
 from rollstream.schemas.errors import DecodeError
 from rollstream.schemas.events_rollouts import (
     GroupStarted,
@@ -26,6 +27,8 @@ _OVERHEAD_BYTES = 64 * 1024 + RECORD_OVERHEAD_BYTES
 """What a trajectory's record takes beside its token arrays, reckoned generously."""
 _BY_STEP = attrgetter("step_index")
 _BY_REWARD = attrgetter("reward_index")
+_trajectory = validator_of(TrajectoryAssembled)
+_member = validator_of(MemberRef)
 
 
 class RewardSums(NamedTuple):
@@ -56,28 +59,30 @@ def assemble(started: GroupStarted, attempt: Attempt, ended: RolloutEnded) -> As
         sequences = join_calls(own)
         _check_size(sequences)
         trajectories.append(
-            TrajectoryAssembled(
-                run_id=started.run_id,
-                time_ms=ended.time_ms,
-                group_id=started.group_id,
-                rollout_id=attempt.rollout_id,
-                trajectory_id=ids.trajectory_id(attempt.rollout_id, agent),
-                agent=agent,
-                model_group=started.agents.get(agent) or _model_group_of(own),
-                member=attempt.member,
-                attempt=attempt.number,
-                example_id=started.example_id,
-                job_id=started.job_id,
-                epoch=started.epoch,
-                purpose=started.purpose,
-                policy=started.policy,
-                reward=sums.total,
-                rewards=sums.by_name,
-                step_rewards=sums.by_step,
-                step_scores=sums.scores,
-                sequences=sequences,
-                num_steps=ended.num_steps,
-                steps_digest=ended.digest,
+            _trajectory(
+                {
+                    "run_id": started.run_id,
+                    "time_ms": ended.time_ms,
+                    "group_id": started.group_id,
+                    "rollout_id": attempt.rollout_id,
+                    "trajectory_id": ids.trajectory_id(attempt.rollout_id, agent),
+                    "agent": agent,
+                    "model_group": started.agents.get(agent) or _model_group_of(own),
+                    "member": attempt.member,
+                    "attempt": attempt.number,
+                    "example_id": started.example_id,
+                    "job_id": started.job_id,
+                    "epoch": started.epoch,
+                    "purpose": started.purpose,
+                    "policy": started.policy,
+                    "reward": sums.total,
+                    "rewards": sums.by_name,
+                    "step_rewards": sums.by_step,
+                    "step_scores": sums.scores,
+                    "sequences": sequences,
+                    "num_steps": ended.num_steps,
+                    "steps_digest": ended.digest,
+                }
             )
         )
     return Assembled(tuple(trajectories), tuple(map(reference, trajectories)))
@@ -121,18 +126,20 @@ def reference(trajectory: TrajectoryAssembled) -> MemberRef:
             for span in part.spans:
                 if span.length:
                     versions.add(span.version)
-    return MemberRef(
-        trajectory_id=trajectory.trajectory_id,
-        rollout_id=trajectory.rollout_id,
-        agent=trajectory.agent,
-        member=trajectory.member,
-        digest=codec.content_digest(trajectory),
-        reward=trajectory.reward,
-        num_tokens=num_tokens,
-        num_completion_tokens=num_completion_tokens,
-        min_version=min(versions, default=0),
-        max_version=max(versions, default=0),
-        has_logprobs=has_logprobs,
+    return _member(
+        {
+            "trajectory_id": trajectory.trajectory_id,
+            "rollout_id": trajectory.rollout_id,
+            "agent": trajectory.agent,
+            "member": trajectory.member,
+            "digest": codec.content_digest(trajectory),
+            "reward": trajectory.reward,
+            "num_tokens": num_tokens,
+            "num_completion_tokens": num_completion_tokens,
+            "min_version": min(versions, default=0),
+            "max_version": max(versions, default=0),
+            "has_logprobs": has_logprobs,
+        }
     )
 
 
