@@ -63,6 +63,10 @@ class Journal:
         """Whether a step is recorded."""
         return step_index in self._steps
 
+    def step(self, step_index: int) -> StepRecorded:
+        """A step that is recorded."""
+        return self._steps[step_index]
+
     async def begin(self, *, member: int, attempt: int, seed: int) -> None:
         """Emit RolloutStarted."""
         await self._put(RolloutStarted(**self._ids, time_ms=self.clock(), member=member, attempt=attempt, seed=seed))
@@ -90,7 +94,9 @@ class Journal:
         self._steps[step_index] = step
         return step
 
-    async def record_reward(self, *, name: str, value: float, step_index: int | None, agent: str | None) -> None:
+    async def record_reward(
+        self, *, name: str, value: float, step_index: int | None, agent: str | None, is_score: bool = False
+    ) -> None:
         """Emit one reward."""
         self._check_open()
         index = self._num_rewards
@@ -103,6 +109,7 @@ class Journal:
             value=value,
             step_index=step_index,
             agent=agent,
+            is_score=is_score,
         )
         await self._put(reward)
         self._rewards[index] = reward

@@ -109,7 +109,7 @@ def scores(steps: Sequence[RecordedStep], selection: Selection) -> Iterator[Reco
         score = (step.data or {}).get("score")
         is_number = isinstance(score, int | float) and not isinstance(score, bool)
         if step.event_type == "TTC_END" and step.name == selection.candidates is not None and is_number:
-            yield RecordedReward(value=float(score), name=SCORE, step=place)  # pyright: ignore[reportArgumentType]
+            yield RecordedReward(value=float(score), name=SCORE, step=place, is_score=True)  # pyright: ignore[reportArgumentType]
 
 
 def _chat(

@@ -1,5 +1,6 @@
 """What an environment plays through: chat with the model, call tools, give rewards. Every call becomes an event."""
 
+import asyncio
 import inspect
 import math
 import random
@@ -9,6 +10,7 @@ from typing import Any, Protocol
 
 import orjson
 
+from rollstream.producers import scored_candidates
 from rollstream.producers.conversation import Conversation, Prompt
 from rollstream.producers.engine import Engine, Generation, GenerationRequest
 from rollstream.producers.journal import Journal
@@ -81,7 +83,9 @@ class Session:
         self._journal = journal
         self._demonstrator = demonstrator
         self._conversations: dict[str, Conversation] = {}
+        self._num_turns: dict[str, int] = {}
         self._num_calls: dict[str, int] = {}
+        self._num_scored: dict[str, int] = {}
 
     async def chat(self, messages: Sequence[Message], agent: str = "agent") -> Reply:
         """The model's answer to `messages`, sampled with the run's settings.
@@ -89,27 +93,63 @@ class Session:
         What the agent's model saw and said in earlier calls stays token for token, as long as the messages begin alike.
         Raises TurnsExhausted, or EnvironmentRunError for an agent that is not configured.
         """
-        group, call_number = self._take_turn(agent)
+        (reply,) = await self.sample(messages, 1, agent)
+        return reply
+
+    async def sample(self, messages: Sequence[Message], num: int, agent: str = "agent") -> list[Reply]:
+        """`num` answers to the same messages, sampled side by side; together they are one turn.
+
+        A later call goes on from the answer that its messages hold. Raises what `chat` raises.
+        """
+        group, seeds = self._take_turn(agent, num)
         conversation = self._conversation(agent, group)
         sent: list[Message] = _plain(list(messages), "messages")
         prompt = self._prompt(conversation, sent, group)
-        step_index = self._journal.open_step()
+        step_indices = [self._journal.open_step() for _ in seeds]
         began_ms = self._journal.clock()
-        seed = ids.derive_seed(self.seed, agent, call_number)
-        generation = await self._answer(prompt, sent, agent, seed)
-        text = conversation.said(step_index, prompt, generation.token_ids)
-        self.messages[agent] = (*sent, {"role": "assistant", "content": text})
-        await self._journal.record_step(
-            step_index,
-            began_ms=began_ms,
-            agent=agent,
-            event_type="LLM_END",
-            name=group,
-            data={"input": sent, "output": text},
-            usage_info=_usage(len(prompt.token_ids), len(generation.token_ids)),
-            llm=_call(prompt, generation),
-        )
-        return Reply(text, step_index, generation.finish_reason)
+        generations = await self._answers(prompt, sent, agent, seeds)
+        replies: list[Reply] = []
+        for step_index, generation in zip(step_indices, generations, strict=True):
+            text = conversation.said(step_index, prompt, generation.token_ids)
+            self.messages[agent] = (*sent, {"role": "assistant", "content": text})
+            await self._journal.record_step(
+                step_index,
+                began_ms=began_ms,
+                agent=agent,
+                event_type="LLM_END",
+                name=group,
+                data={"input": sent, "output": text},
+                usage_info=_usage(len(prompt.token_ids), len(generation.token_ids)),
+                llm=_call(prompt, generation),
+            )
+            replies.append(Reply(text, step_index, generation.finish_reason))
+        return replies
+
+    async def score(
+        self, replies: Sequence[Reply], scores: Sequence[float], *, selected: int, agent: str = "agent"
+    ) -> None:
+        """Say how good answers to the same messages are beside each other, and which of them (by place) is played.
+
+        A score is no part of the rollout's reward: it makes preference pairs. Raises RewardError for one that is no
+        finite number.
+        """
+        turn_index = self._num_scored.get(agent, 0)
+        self._num_scored[agent] = turn_index + 1
+        turn = scored_candidates.turn_id(self._journal.rollout_id, agent, turn_index)
+        for index, (reply, score) in enumerate(zip(replies, scores, strict=True)):
+            await self.reward(score, scored_candidates.SCORE, reply.step_index, agent, is_score=True)
+            fields = scored_candidates.candidate_fields(
+                self._journal.step(reply.step_index),
+                turn=turn,
+                turn_index=turn_index,
+                index=index,
+                score=float(score),
+                is_selected=index == selected,
+            )
+            step_index, now_ms = self._journal.open_step(), self._journal.clock()
+            await self._journal.record_step(step_index, began_ms=now_ms, agent=agent, **fields)
+        played = self._journal.step(replies[selected].step_index).data or {}
+        self.messages[agent] = (*played["input"], {"role": "assistant", "content": played["output"]})
 
     async def tool(self, name: str, input: Any, output: Any, agent: str = "agent") -> int:
         """Record that a tool was called and what it returned (JSON values). Returns the step's index."""
@@ -140,19 +180,32 @@ class Session:
         return step_index
 
     async def reward(
-        self, value: float, name: str = "reward", step_index: int | None = None, agent: str | None = None
+        self,
+        value: float,
+        name: str = "reward",
+        step_index: int | None = None,
+        agent: str | None = None,
+        *,
+        is_score: bool = False,
     ) -> None:
-        """Give a reward to the whole rollout or to one step, to one agent or to all. Raises RewardError."""
+        """Give a reward to the whole rollout or to one step, to one agent or to all. Raises RewardError.
+
+        `is_score`: it only compares the step with other answers to the same prompt, and is no part of a sum.
+        """
         try:
             number = finite(name, value)
             if step_index is not None and not self._journal.has_step(step_index):
                 raise RewardError(f"reward {name} is for step {step_index}, which is not recorded")
+            if is_score and step_index is None:
+                raise RewardError(f"score {name} is for no step")
             if agent is not None and agent not in self.agents:
                 raise RewardError(f"reward {name} is for agent {agent!r}; known are: {', '.join(self.agents)}")
         except RewardError as error:
             self.fault = self.fault or ("reward_error", str(error))
             raise
-        await self._journal.record_reward(name=name, value=number, step_index=step_index, agent=agent)
+        await self._journal.record_reward(
+            name=name, value=number, step_index=step_index, agent=agent, is_score=is_score
+        )
 
     def _take_turn(self, agent: str) -> tuple[str, int]:
         group, call_number = self._model_group(agent), self._num_calls.get(agent, 0)
@@ -183,6 +236,19 @@ class Session:
         if not prompt.token_ids:
             raise EnvironmentRunError("the chat template makes no token of these messages; give them some content")
         return prompt
+
+    async def _answers(
+        self, prompt: Prompt, messages: list[Message], agent: str, seeds: Sequence[int]
+    ) -> list[Generation]:
+        """One answer a seed. The first failure is that of all."""
+        if len(seeds) == 1 or self._settings.policy == "demonstration":
+            return [await self._answer(prompt, messages, agent, seed) for seed in seeds]
+        calls = [asyncio.create_task(self._answer(prompt, messages, agent, seed)) for seed in seeds]
+        try:
+            return await asyncio.gather(*calls)
+        finally:
+            for call in calls:
+                call.cancel()
 
     async def _answer(self, prompt: Prompt, messages: list[Message], agent: str, seed: int) -> Generation:
         group = self._settings.agents[agent]

@@ -114,6 +114,8 @@ class RecordedReward(_Value):
     name: str = "reward"
     step: int | None = Field(default=None, ge=0)
     agent: str | None = None
+    is_score: bool = False
+    """It only compares its step with other answers to the same prompt, and is no part of a sum."""
 
 
 class RecordedRollout(_Value):
@@ -132,6 +134,8 @@ class RecordedRollout(_Value):
         for reward in self.rewards:
             if reward.step is not None and reward.step >= len(self.steps):
                 raise ValueError(f"reward {reward.name} is for step {reward.step} of {len(self.steps)}")
+            if reward.is_score and reward.step is None:
+                raise ValueError(f"score {reward.name} is for no step")
         return self
 
 

@@ -37,7 +37,7 @@ class Recorded(Environment):
             indices.append(recorded)
         for reward in rollout.rewards:
             step_index = None if reward.step is None else indices[reward.step]
-            await session.reward(reward.value, reward.name, step_index, reward.agent)
+            await session.reward(reward.value, reward.name, step_index, reward.agent, is_score=reward.is_score)
 
 
 def _rollout(members: object, number: int) -> RecordedRollout:

@@ -61,7 +61,8 @@ def samples(played):
 def test_calls_are_joined_where_one_goes_on_from_another_and_every_prompt_is_what_the_model_saw(play):
     first, branch = exact([5, 6], [7, 1]), exact([5, 6], [8, 1])
     later, other = exact([5, 6, 7, 1, 9], [10, 1]), exact([40, 41], [42])
-    played = play(task_of(RecordedRollout(steps=(first, branch, later, other))))
+    rewards = (RecordedReward(value=1.0), RecordedReward(value=0.5, name="score", step=1, is_score=True))
+    played = play(task_of(RecordedRollout(steps=(first, branch, later, other), rewards=rewards)))
     played.assert_complete()
     assert sorted(samples(played)) == [
         ((5, 6), (7, 1)),
@@ -70,6 +71,7 @@ def test_calls_are_joined_where_one_goes_on_from_another_and_every_prompt_is_wha
         ((40, 41), (42,)),
     ]
     assert len(join_calls(played.steps)) == 3
+    assert [(reward.step_index, reward.is_score) for reward in played.rewards] == [(None, False), (1, True)]
     assert played.steps[2].llm.prefix.length == 4
     assert played.steps[2].llm.prefix.step_index == 0
 
@@ -90,7 +92,7 @@ def test_recorded_versions_stay_and_missing_ones_are_assumed_and_said_so(play):
 
 
 def test_text_alone_is_no_token_ids_unless_it_may_be_retokenised(play):
-    rollout = RecordedRollout(steps=(spoken("1+1=", answer="2"),))
+    rollout = RecordedRollout(steps=(spoken("1+1=", answer="2"),), rewards=(RecordedReward(value=1.0),))
     plain = play(task_of(rollout))
     plain.assert_complete()
     assert plain.steps[0].llm is None
