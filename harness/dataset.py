@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import orjson
 
 from rollstream.harness.dataset_files import SUFFIXES, rows_of
-from rollstream.schemas.config import DatasetFilter, DatasetSection, DatasetStructure
+from rollstream.schemas.dataset import DatasetFilter, DatasetSection, DatasetStructure
 from rollstream.schemas.errors import ConfigError
 
 MAX_INPUT_BYTES = 512 * 1024

@@ -19,6 +19,7 @@ from pydantic import (
     model_validator,
 )
 
+from rollstream.schemas.dataset import DatasetSection
 from rollstream.schemas.finetuning import TrainerAdapterConfig, TrainerConfig, TrajectoryBuilderConfig
 from rollstream.schemas.services import EndpointSection, EngineSettings
 from rollstream.schemas.settings import (
@@ -73,6 +74,8 @@ class BuilderFields(BaseModel):
     environment_config: dict[str, JsonValue] = Field(default_factory=dict)
     rewards: tuple[str, ...] = ()
     reward_weights: dict[str, FiniteFloat] = Field(default_factory=dict)
+    missing_score: Literal["error", "reject"] = "error"
+    """A rollout without a score fails and is tried again, or is rejected as `no_score`; it never counts as 0."""
     modules: tuple[str, ...] = ()
     """Python modules that register environments and rewards."""
     agents: tuple[str, ...] = ("agent",)
@@ -189,55 +192,6 @@ class WorkflowSection(Settings):
     environment: str
 
 
-class DatasetStructure(Settings):
-    """Which columns hold what; the standard names are added to an example's inputs."""
-
-    disable: bool = False
-    """The whole row, as JSON, is the question."""
-    question_key: str = "question"
-    answer_key: str = "answer"
-    generated_answer_key: str = "generated_answer"
-    trajectory_key: str = "intermediate_steps"
-    expected_trajectory_key: str = "expected_intermediate_steps"
-
-
-class FilterEntry(Settings):
-    """Patterns (`*`, `?`, `[seq]`) or values by column."""
-
-    field: dict[str, list[str | int | float]] = Field(default_factory=dict)
-
-
-class DatasetFilter(Settings):
-    """Which rows are kept: those that fit the allowlist and do not fit the denylist."""
-
-    allowlist: FilterEntry | None = None
-    denylist: FilterEntry | None = None
-
-
-class DatasetSection(Settings):
-    """A file of examples: JSON lines, one JSON list of objects, CSV with a header, or Parquet."""
-
-    type: Literal["json", "jsonl", "csv", "parquet"] = Field(default="jsonl", alias="_type")
-    file_path: Path
-    id_key: str = "id"
-    structure: DatasetStructure = Field(default_factory=DatasetStructure)
-    filter: DatasetFilter | None = None
-
-    @model_validator(mode="before")
-    @classmethod
-    def _lies_here(cls, values: Any) -> Any:
-        if not isinstance(values, dict):
-            return values
-        found: dict[str, Any] = values  # pyright: ignore[reportUnknownVariableType]
-        kind = found.get("_type")
-        if kind in ("xls", "custom"):
-            raise ValueError(f"_type {kind!r} is not read here; save the examples as jsonl, json, csv or parquet")
-        for key in ("s3", "remote_file_path"):
-            if found.get(key):
-                raise ValueError(f"{key} is not fetched here; download the file and give its file_path")
-        return {key: value for key, value in found.items() if key not in ("s3", "remote_file_path")}
-
-
 class EvalGeneral(Settings):
     """What all evaluations share."""
 
@@ -252,7 +206,7 @@ class EvalGeneral(Settings):
 
 
 class EvalSection(Settings):
-    """NAT's evaluation section; evaluators of other packages are kept as they are."""
+    """NAT's evaluation section. Evaluators are kept as they are: `rollstream.schemas.evaluators` has those of ours."""
 
     general: EvalGeneral = Field(default_factory=EvalGeneral)
     evaluators: dict[str, ForeignBlock] = Field(default_factory=dict)
