@@ -148,7 +148,7 @@ class Session:
             )
             step_index, now_ms = self._journal.open_step(), self._journal.clock()
             await self._journal.record_step(step_index, began_ms=now_ms, agent=agent, **fields)
-        played = self._journal.step(replies[selected].step_index).data or {}
+        played: dict[str, Any] = self._journal.step(replies[selected].step_index).data or {}
         self.messages[agent] = (*played["input"], {"role": "assistant", "content": played["output"]})
 
     async def tool(self, name: str, input: Any, output: Any, agent: str = "agent") -> int:
@@ -207,12 +207,17 @@ class Session:
             name=name, value=number, step_index=step_index, agent=agent, is_score=is_score
         )
 
-    def _take_turn(self, agent: str) -> tuple[str, int]:
-        group, call_number = self._model_group(agent), self._num_calls.get(agent, 0)
-        if call_number >= self.max_turns:
+    def _take_turn(self, agent: str, num_answers: int) -> tuple[str, list[int]]:
+        """The agent's model group, and a seed for each answer."""
+        group, num_turns = self._model_group(agent), self._num_turns.get(agent, 0)
+        if num_answers < 1:
+            raise EnvironmentRunError(f"{num_answers} answers of agent {agent} were asked for; at least 1 is needed")
+        if num_turns >= self.max_turns:
             raise TurnsExhausted(f"agent {agent} has had its {self.max_turns} turns (max_turns)")
-        self._num_calls[agent] = call_number + 1
-        return group, call_number
+        first = self._num_calls.get(agent, 0)
+        self._num_turns[agent] = num_turns + 1
+        self._num_calls[agent] = first + num_answers
+        return group, [ids.derive_seed(self.seed, agent, number) for number in range(first, first + num_answers)]
 
     def _model_group(self, agent: str) -> str:
         if agent not in self._settings.agents:
