@@ -110,6 +110,7 @@ class Trainer(ABC):
             "total_groups": 0,
             "included_groups": set(),
         }
+        self.trainer_config.reward = run_config.reward_function
         for component in (self.trajectory_builder, self.trainer_adapter):
             if component is not None:
                 await component.initialize(run_config)
@@ -138,6 +139,10 @@ class Trainer(ABC):
         """Rewards on a validation dataset, without training. Override it."""
         raise NotImplementedError("run_validation_evaluation needs nvidia-nat-eval; override it")
 
+    def _calculate_validation_metrics(self, eval_output: Any) -> dict[str, Any]:
+        """avg_reward, min_reward, max_reward and num_examples of an evaluation, by the run's reward. Override it."""
+        raise NotImplementedError("_calculate_validation_metrics needs an evaluation's output; override it")
+
     def apply_curriculum_learning(
         self, trajectory_collection: TrajectoryCollection, epoch: int
     ) -> TrajectoryCollection:
@@ -145,6 +150,7 @@ class Trainer(ABC):
         raise NotImplementedError("override apply_curriculum_learning to filter groups")
 
     def get_curriculum_state(self) -> dict[str, Any]:
-        """A JSON value of the curriculum's state."""
-        state = self._curriculum_state
-        return {**state, "included_groups": sorted(state.get("included_groups", ()))}
+        """The curriculum's state and configuration, as JSON has them."""
+        state, config = self._curriculum_state, self.curriculum_config
+        included = sorted(state.get("included_groups", ()), key=str)
+        return {**state, "included_groups": included, "config": config.model_dump() if config else None}

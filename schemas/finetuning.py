@@ -6,7 +6,7 @@ a component written for their harness runs unchanged; what rollstream's own YAML
 
 from enum import StrEnum
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
@@ -29,7 +29,7 @@ class EpisodeItem(BaseModel):
     role: EpisodeItemRole
     content: str
     logprobs: Any | None = None
-    metadata: dict[str, Any] | None = None
+    metadata: dict[Any, Any] | None = None
 
     @model_validator(mode="after")
     def _assistant_has_logprobs(self) -> "EpisodeItem":
@@ -59,7 +59,7 @@ class Trajectory(BaseModel):
     episode: list[EpisodeItem] | list[DPOItem]
     reward: float
     shaped_rewards: list[float] | None = None
-    metadata: dict[str, Any] | None = None
+    metadata: dict[Any, Any] | None = None
 
 
 class TrajectoryCollection(BaseModel):
@@ -74,7 +74,7 @@ class TrainingJobRef(BaseModel):
 
     run_id: str
     backend: str
-    metadata: dict[str, Any] | None = None
+    metadata: dict[Any, Any] | None = None
 
 
 class TrainingStatusEnum(StrEnum):
@@ -95,7 +95,7 @@ class TrainingJobStatus(BaseModel):
     status: TrainingStatusEnum
     progress: float | None = None
     message: str | None = None
-    metadata: dict[str, Any] | None = None
+    metadata: dict[Any, Any] | None = None
 
 
 class RewardFunctionConfig(BaseModel):
@@ -114,12 +114,23 @@ class ComponentConfig(BaseModel):
     reward: RewardFunctionConfig | None = None
 
     @classmethod
+    def static_type(cls) -> str | None:
+        """The `_type` of this class, none if it has no name."""
+        return cls.STATIC_TYPE
+
+    @classmethod
     def __pydantic_init_subclass__(cls, name: str | None = None, **kwargs: Any) -> None:
         super().__pydantic_init_subclass__(**kwargs)
         if name is not None:
             cls.STATIC_TYPE = name
             cls.model_fields["type"].default = name
             cls.model_rebuild(force=True)
+
+    def model_post_init(self, context: Any, /) -> None:
+        """A class that has a name is of that type, whatever the file calls it."""
+        if self.STATIC_TYPE is not None:
+            self.type = self.STATIC_TYPE
+            self.model_fields_set.discard("type")
 
     def __init_subclass__(cls, name: str | None = None, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -135,6 +146,11 @@ class TrajectoryBuilderConfig(ComponentConfig):
 
 class TrainerAdapterConfig(ComponentConfig):
     """Configuration of a trainer adapter."""
+
+
+TrainerConfigT = TypeVar("TrainerConfigT", bound=TrainerConfig)
+TrajectoryBuilderConfigT = TypeVar("TrajectoryBuilderConfigT", bound=TrajectoryBuilderConfig)
+TrainerAdapterConfigT = TypeVar("TrainerAdapterConfigT", bound=TrainerAdapterConfig)
 
 
 class CurriculumLearningConfig(BaseModel):
@@ -181,6 +197,6 @@ class FinetuneConfig(BaseModel):
     @model_validator(mode="after")
     def _enabled_names_components(self) -> "FinetuneConfig":
         for name in ("trainer", "trajectory_builder", "trainer_adapter"):
-            if self.enabled and not getattr(self, name):
+            if self.enabled and getattr(self, name) is None:
                 raise ValueError(f"{name} must be specified when finetuning is enabled")
         return self
