@@ -9,18 +9,22 @@ import socket
 import aiohttp
 import openai
 import pytest
+import torch
 from langchain_openai import ChatOpenAI
+from transformers import AutoModelForCausalLM
 
 from rollstream.eventlog.artifacts import ArtifactStore
 from rollstream.eventlog.memory_log import MemoryLog
+from rollstream.harness.tiny_model import make_tiny_model
 from rollstream.producers.endpoint_service import endpoint_file, run, token_of
 from rollstream.producers.openai_answers import tool_calls_in
 from rollstream.producers.openai_shapes import Refusal, parse_request
 from rollstream.producers.scripted_engine import ScriptedEngine
 from rollstream.producers.scripted_tokenizer import ScriptedTokenizer
+from rollstream.producers.transformers_engine import TransformersEngine
 from rollstream.schemas.errors import ConfigError, RollstreamError
 from rollstream.schemas.events import WeightsPublished
-from rollstream.schemas.services import EndpointSettings
+from rollstream.schemas.services import EndpointSettings, EngineSettings
 
 GROUP = "run-1/policy"
 ASK = [{"role": "user", "content": "3+4=?"}]
@@ -45,8 +49,8 @@ class Place:
         )
         self.url = ""
 
-    async def publish(self, version):
-        artifact = self.artifacts.put_bytes(f"weights {version}".encode())
+    async def publish(self, version, weights=None, base_model="none"):
+        artifact = self.artifacts.put_bytes(weights or f"weights {version}".encode())
         await self.log.send(
             WeightsPublished(
                 run_id="run-1",
@@ -59,7 +63,7 @@ class Place:
                 term=1,
                 weights_sha256=artifact.sha256,
                 weights_format="full",
-                base_model="none",
+                base_model=base_model,
                 artifact=artifact,
             )
         )
@@ -72,9 +76,9 @@ class Place:
 
 
 @contextlib.asynccontextmanager
-async def serving(folder, script=None, *, versions=(0,), token=None, **settings):
+async def serving(folder, script=None, *, versions=(0,), token=None, engine=None, **settings):
     place = Place(folder, **settings)
-    engine = ScriptedEngine(**({"script": script} if script else {}))
+    engine = engine or ScriptedEngine(**({"script": script} if script else {}))
     place.engine = engine
     for version in versions:
         await place.publish(version)
@@ -328,3 +332,29 @@ def test_a_port_in_use_is_one_clear_error(tmp_path):
                 await run(settings, place.log, ScriptedEngine())
 
     asyncio.run(scenario())
+
+
+def test_a_real_model_says_the_log_probabilities_that_a_full_forward_finds(tmp_path):
+    model_folder = make_tiny_model(tmp_path / "model", seed=0)
+    engine = TransformersEngine(EngineSettings(threads=1))
+
+    async def scenario():
+        await engine.start()
+        async with serving(tmp_path, versions=(), engine=engine) as place, place.client() as client:
+            await place.publish(0, (model_folder / "model.safetensors").read_bytes(), str(model_folder))
+            ask = client.chat.completions.create
+            answer = await ask(model="policy", messages=ASK, n=4, temperature=0.7, max_tokens=8)
+            with pytest.raises(openai.BadRequestError) as refused:
+                await ask(model="policy", messages=[{"role": "user", "content": "x" * 600}])
+            assert refused.value.code == "context_length_exceeded"
+        await engine.close()
+        return answer
+
+    model = AutoModelForCausalLM.from_pretrained(model_folder).eval()
+    for choice in asyncio.run(scenario()).choices:
+        told = choice.logprobs.model_extra
+        ids, num_prompt = [*told["prompt_token_ids"], *told["token_ids"]], len(told["prompt_token_ids"])
+        with torch.no_grad():
+            logits = model(input_ids=torch.tensor([ids])).logits[0, num_prompt - 1 : -1]
+        expected = (logits / 0.7).log_softmax(-1).gather(1, torch.tensor(told["token_ids"])[:, None])[:, 0]
+        assert torch.allclose(torch.tensor([entry.logprob for entry in choice.logprobs.content]), expected, atol=1e-4)
