@@ -4,7 +4,6 @@ python benchmarks/bench_assembly.py --groups 200 --repeats 5
 """
 
 import argparse
-import gc
 import json
 import statistics
 import time
@@ -15,6 +14,7 @@ from workload import STEPS_PER_GROUP, group_events
 from rollstream.eventlog import codec
 from rollstream.eventlog.log import Received, Record
 from rollstream.processors import assembly
+from rollstream.processors.garbage import collect_seldom
 from rollstream.schemas.topics import TOPICS
 
 OPEN_GROUPS = 40
@@ -63,8 +63,7 @@ def main() -> None:
     args = parser.parse_args()
     records = records_of(args.groups)
     received = [codec.decode(record) for record in records]
-    gc.collect()
-    gc.freeze()  # the workload is not the fold's heap
+    collect_seldom()  # as the service does; the workload is not the fold's heap
     pure, decoded = [], []
     for _ in range(args.repeats):
         pure.append(steps_per_s(fold, received, args.groups))

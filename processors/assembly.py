@@ -155,7 +155,7 @@ def _incompleteness(attempt: Attempt, ended: RolloutEnded) -> str:
     if len(steps) != ended.num_steps or len(rewards) != ended.num_rewards:
         return "incomplete"
     try:
-        digests = [steps[index] for index in range(len(steps))] + [rewards[index] for index in range(len(rewards))]
+        digests = [*map(steps.__getitem__, range(len(steps))), *map(rewards.__getitem__, range(len(rewards)))]
     except KeyError:
         return "incomplete"
     if codec.chain(ended.rollout_id, digests) != ended.digest:

@@ -17,14 +17,14 @@ _token_sequence = validator_of(TokenSequence)
 class _Growing:
     """A sequence that later calls may extend; `length` counts its tokens."""
 
-    parts: list[bytes] = field(default_factory=list[bytes])
+    parts: list[bytes] = field(default_factory=list)
     length: int = 0
     hasher: "hashlib._Hash | None" = None  # pyright: ignore[reportPrivateUsage]
     num_hashed: int = 0
     """Parts that the hasher has seen: nobody asks for the hash of a sequence that no call extends."""
-    logprobs: list[bytes] = field(default_factory=list[bytes])
+    logprobs: list[bytes] = field(default_factory=list)
     has_logprobs: bool = True
-    completions: list[dict[str, object]] = field(default_factory=list[dict[str, object]])
+    completions: list[dict[str, object]] = field(default_factory=list)
     """Fields of Completion, validated with the sequence."""
 
     def sha256(self) -> str:
@@ -58,15 +58,16 @@ def join_calls(steps: Sequence[StepRecorded]) -> tuple[TokenSequence, ...]:
         except ValueError as error:
             raise DecodeError(f"step {step.step_index} of agent {step.agent}: {error}") from error
         ends[step.step_index] = (sequence, sequence.length)
-    return tuple(_sealed(sequence) for sequence in sequences)
+    return tuple(map(_sealed, sequences))
 
 
 def _sequence_for(call: LLMCall, ends: dict[int, tuple[_Growing, int]], sequences: list[_Growing]) -> _Growing:
     prefix = call.prefix
     if prefix is not None:
-        if prefix.step_index not in ends:
+        named = ends.get(prefix.step_index)
+        if named is None:
             raise DecodeError(f"its prefix names step {prefix.step_index}, which is no earlier LLM call of this agent")
-        sequence, end = ends[prefix.step_index]
+        sequence, end = named
         if prefix.length > end:
             raise DecodeError(f"its prefix has {prefix.length} tokens, step {prefix.step_index} has {end}")
         if prefix.length == sequence.length:

@@ -13,6 +13,7 @@ from rollstream.processors.assemble_shell import AssembleShell
 from rollstream.processors.curate_shell import CurateShell
 from rollstream.processors.faust_app import Host, Shell
 from rollstream.processors.faust_host import create_host
+from rollstream.processors.garbage import collect_seldom
 from rollstream.processors.watchdog import watch
 from rollstream.schemas.errors import LogError
 from rollstream.schemas.services import ProcessorSettings
@@ -28,6 +29,7 @@ async def serve(settings: ProcessorSettings) -> None:
 
     log = KafkaLog(settings.bootstrap_servers, client_id=settings.name)
     await log.start()
+    collect_seldom()
     try:
         await run(log, settings)
     finally:

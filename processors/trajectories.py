@@ -117,7 +117,8 @@ def sum_rewards(rewards: Iterable[RewardRecorded], agent: str, weights: dict[str
 
 def reference(trajectory: TrajectoryAssembled) -> MemberRef:
     """What a closed group says of a trajectory."""
-    num_tokens, num_completion_tokens, versions, has_logprobs = 0, 0, set[int](), True
+    num_tokens, num_completion_tokens, has_logprobs = 0, 0, True
+    versions: set[int] = set()
     for sequence in trajectory.sequences:
         num_tokens += tokens.count(sequence.token_ids)
         has_logprobs = has_logprobs and sequence.logprobs is not None
