@@ -11,9 +11,11 @@ from rollstream.eventlog.artifacts import ArtifactStore
 from rollstream.eventlog.log import EventLog
 from rollstream.harness import config_file, dataset
 from rollstream.harness.config_file import Loaded
+from rollstream.harness.finetune_config import RECORDED
 from rollstream.harness.follower import follow
 from rollstream.harness.preflight import environment_of, users_code
 from rollstream.harness.progress import Progress
+from rollstream.harness.reward_choice import check_examples
 from rollstream.harness.settings import JobSpec, jobs_of
 from rollstream.schemas import ids
 from rollstream.schemas.config import RunConfig
@@ -133,7 +135,10 @@ def examples_of(config: RunConfig) -> list[dataset.Example]:
     num = max(MIN_EXAMPLES, config.adapter.tasks_per_epoch)
     with users_code(f"examples of environment {config.environment}", config):
         made = list(environment.examples(num, config.adapter.seed))
-    return dataset.examples_of(made, f"environment {config.environment}")
+    examples = dataset.examples_of(made, f"environment {config.environment}")
+    if config.environment != RECORDED:  # whose examples come with the rollouts
+        check_examples(config, examples, f"environment {config.environment}")
+    return examples
 
 
 def library_versions() -> dict[str, str]:

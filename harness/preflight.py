@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from rollstream.harness.reward_choice import check_evaluators, check_examples, check_reward, place_of
 from rollstream.schemas.config import RunConfig
 from rollstream.schemas.environment import conceal
 from rollstream.schemas.errors import ConfigError
@@ -64,11 +65,10 @@ def check_datasets(config: RunConfig, *, is_new: bool) -> None:
     from rollstream.harness import dataset
     from rollstream.harness.config_file import validation_config
 
-    if is_new and config.dataset is not None:
-        dataset.read_dataset(config.dataset)
     validation = validation_config(config)
-    if validation is not None and validation.dataset is not None:
-        dataset.read_dataset(validation.dataset)
+    for used in (config if is_new else None, validation):
+        if used is not None and used.dataset is not None:
+            check_examples(used, dataset.read_dataset(used.dataset), f"dataset {used.dataset.file_path}")
 
 
 def check_names(config: RunConfig) -> None:
@@ -76,17 +76,16 @@ def check_names(config: RunConfig) -> None:
 
     With external services nothing is imported here: the names need only be known there.
     """
+    check_evaluators(config)
     if config.builder.services == "external":
         return
-    from rollstream.producers.registry import reward
-
     for module in config.builder.modules:
         with users_code(f"trajectory_builders: modules: {module}", config):
             importlib.import_module(module)
     environment_of(config)
     for name in config.reward_functions:
-        with users_code(f"reward {name}", config):
-            reward(name)
+        with users_code(f"{place_of(config, name)}: reward {name}", config):
+            check_reward(config, name)
 
 
 def environment_of(config: RunConfig) -> "Environment":

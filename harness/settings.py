@@ -3,6 +3,7 @@
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
+from rollstream.harness.reward_choice import evaluators_of, missing_score_of
 from rollstream.schemas import ids
 from rollstream.schemas.config import AdapterSection, RunConfig, WarmStart
 from rollstream.schemas.services import (
@@ -61,7 +62,7 @@ def jobs_of(config: RunConfig, run_id: str, *, is_fork: bool = False) -> tuple[J
 
 
 def rollout_settings(config: RunConfig, run_id: str) -> RolloutSettings:
-    """What producers need for each task of a run. Values of `environment_config` keep their `${ENV}`."""
+    """What producers need for each task of a run. `environment_config` and evaluators keep their `${ENV}`."""
     builder = config.builder
     group = ids.model_group(run_id, MODEL_GROUP)
     return RolloutSettings(
@@ -75,6 +76,8 @@ def rollout_settings(config: RunConfig, run_id: str) -> RolloutSettings:
         max_attempts=builder.max_attempts,
         rollout_timeout_s=builder.rollout_timeout_s,
         group_timeout_s=builder.group_timeout_s,
+        evaluators=evaluators_of(config),
+        missing_score=missing_score_of(config),
     )
 
 
