@@ -4,12 +4,10 @@ import csv
 import io
 import json
 import re
-from datetime import date, time
-from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
-from rollstream.schemas.errors import ConfigError
+from rollstream.schemas.errors import ConfigError, QueryError
 
 Rows = list[tuple[str, Any]]
 """Place and row."""
@@ -84,31 +82,11 @@ def _scalar(text: str) -> str | int | float | None:
 
 
 def _rows_of_parquet(path: Path) -> Rows:
-    import duckdb
+    from rollstream.metrics.parquet import read_parquet
 
     if not path.is_file():
-        _text(path)
+        _text(path)  # raises
     try:
-        with duckdb.connect() as connection:
-            found = connection.execute("SELECT * FROM read_parquet(?)", [str(path)])
-            names = [column[0] for column in found.description or ()]
-            values = found.fetchall()
-    except duckdb.Error as error:
-        raise ConfigError(f"dataset {path}: cannot be read as Parquet: {error}") from error
-    return [
-        (f"dataset {path} row {number}", dict(zip(names, map(_json, row), strict=True)))
-        for number, row in enumerate(values, 1)
-    ]
-
-
-def _json(value: Any) -> Any:
-    """A value of a column as JSON has it."""
-    if isinstance(value, dict):
-        return {str(key): _json(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_json(item) for item in value]
-    if isinstance(value, Decimal):
-        return float(value)
-    if isinstance(value, (date, time)):
-        return value.isoformat()
-    return value if value is None or isinstance(value, (str, bool, int, float)) else str(value)
+        return [(f"dataset {path} row {number}", row) for number, row in enumerate(read_parquet(path), 1)]
+    except QueryError as error:
+        raise ConfigError(f"dataset {error}") from error
