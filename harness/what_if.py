@@ -141,6 +141,7 @@ async def _rewards(
     grading = Grading(recorded.rollout, spec.rollout, inputs)
     if not grading.changes_something:
         return {}
+    grading.check()
     groups = [group for group, _ in of_type(events.by_topic["groups"], GroupClosed) if group.job_id == recorded.job_id]
     parts = replay_assembly.ranges(events.run_id, groups, events.dead)
     tell(f"rewards of {len(groups)} groups")

@@ -27,7 +27,7 @@ from rollstream.schemas.events import (
 
 FIXED_PLAN = ("planning", "tasks_per_epoch", "num_generations")
 """What decided which rollouts there are."""
-FREE_ROLLOUT = ("rewards", "reward_weights", "agents")
+FREE_ROLLOUT = ("rewards", "reward_weights", "agents", "evaluators", "missing_score")
 
 
 @dataclass(slots=True)
@@ -56,6 +56,12 @@ def check(recorded: JobStarted, spec: JobSpec) -> None:
         raise ConfigError(
             f"max_staleness can only be tightened in a what-if: recorded with {before.max_staleness}, "
             f"not {now.max_staleness}"
+        )
+    is_by_step = spec.job.algorithm.step_rewards == "process"
+    if is_by_step and recorded.rollout.reward_weights != spec.rollout.reward_weights:
+        raise ConfigError(
+            "reward_weights cannot change in a what-if with algorithm.step_rewards: process: the rewards of steps "
+            "were weighted when their trajectories were assembled"
         )
     for name in type(spec.rollout).model_fields:
         ours, theirs = getattr(recorded.rollout, name), getattr(spec.rollout, name)

@@ -1,18 +1,20 @@
 """Rewards of recorded rollouts given anew, by other reward functions or weights. Calls no model and no tool."""
 
+import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, cast
+from typing import Any
 
 from rollstream.eventlog import codec
 from rollstream.eventlog.log import EventLog, Record
 from rollstream.eventlog.reading import read_to_end
 from rollstream.harness.replay_assembly import Range
 from rollstream.processors.trajectories import sum_rewards
-from rollstream.producers import registry
-from rollstream.producers.rewards import FinishedRollout, evaluate
+from rollstream.producers.evaluators import read, reward_of
+from rollstream.producers.rewards import FinishedRollout, NoScoreError, evaluate, played
 from rollstream.schemas import ids
-from rollstream.schemas.errors import DecodeError
+from rollstream.schemas.errors import ConfigError, DecodeError
+from rollstream.schemas.evaluators import PLACE, is_pure
 from rollstream.schemas.events import RewardRecorded, RolloutEnded, RolloutFailed, RolloutStarted, StepRecorded
 from rollstream.schemas.events_rollouts import RolloutEvent
 from rollstream.schemas.settings import RolloutSettings
@@ -39,14 +41,37 @@ class Grading:
     @property
     def changes_something(self) -> bool:
         """Whether any reward may come out differently."""
-        return self.before.rewards != self.now.rewards or self.before.reward_weights != self.now.reward_weights
+        fields = ("rewards", "reward_weights", "evaluators")
+        return any(getattr(self.before, name) != getattr(self.now, name) for name in fields)
+
+    @property
+    def kept(self) -> frozenset[str]:
+        """Names of those rewards that cannot be worked out again, and stay as they were recorded."""
+        return frozenset(name for name in self.now.rewards if not _is_pure(name, self.now))
+
+    def check(self) -> None:
+        """Raises ConfigError naming the path of an evaluator that would have to be asked."""
+        for name in sorted(self.kept):
+            is_recorded = name in self.before.rewards and self.before.evaluators.get(name) == self.now.evaluators[name]
+            if not is_recorded:
+                raise ConfigError(
+                    f"{PLACE}.{name}: is not pure, and its scores are not recorded: a what-if asks no judge and calls "
+                    "no function that is not declared pure (pure: true); use `finetune --fork` to make others"
+                )
+
+
+def _is_pure(name: str, settings: RolloutSettings) -> bool:
+    """Whether a reward depends on the recorded rollout alone. Registered functions are held to do so."""
+    block = settings.evaluators.get(name)
+    return block is None or is_pure(read(name, block, os.environ))
 
 
 async def grade(log: EventLog, parts: Iterable[Range], grading: Grading) -> dict[str, float]:
     """Reward by trajectory id of every attempt in the ranges that came to its end.
 
     The environment's own rewards stay as recorded; those of the recorded reward functions give way to the new ones',
-    which must be pure. Raises EnvironmentRunError naming a reward function that fails, TruncatedError.
+    which must be pure; those of judges stay too. Raises EnvironmentRunError naming a reward function that fails or has
+    no score to give, TruncatedError.
     """
     found: dict[str, float] = {}
     for part in parts:
@@ -85,11 +110,10 @@ def _event_of(record: Record, part: Range) -> RolloutEvent | None:
 
 
 async def _grade(ended: RolloutEnded, attempt: _Attempt, grading: Grading) -> dict[str, float]:
-    steps = tuple(step for _, step in sorted(attempt.steps.items()))
-    rewards = [
-        reward for _, reward in sorted(attempt.rewards.items()) if reward.name not in set(grading.before.rewards)
-    ]
-    for name in grading.now.rewards:
+    steps = played(step for _, step in sorted(attempt.steps.items()))
+    replaced = set(grading.before.rewards) - grading.kept
+    rewards = [reward for _, reward in sorted(attempt.rewards.items()) if reward.name not in replaced]
+    for name in (name for name in grading.now.rewards if name not in grading.kept):
         rollout = FinishedRollout(
             inputs=grading.inputs.get(ended.group_id, {}),
             seed=attempt.seed,
@@ -98,11 +122,25 @@ async def _grade(ended: RolloutEnded, attempt: _Attempt, grading: Grading) -> di
             messages=_messages(steps),
             stop_reason=ended.stop_reason,
         )
-        for agent, value in (await evaluate(name, registry.reward(name), rollout)).items():
+        chosen = reward_of(name, grading.now, os.environ, None)
+        for agent, value in (await evaluate(chosen.place, chosen.function, rollout)).items():
             rewards.append(_reward(ended, len(rewards), name, value, agent))
     agents = sorted({step.agent for step in steps}) or sorted(grading.now.agents)
     weights = grading.now.reward_weights
+    _check_scored(ended, agents, rewards, grading)
     return {ids.trajectory_id(ended.rollout_id, agent): sum_rewards(rewards, agent, weights).total for agent in agents}
+
+
+def _check_scored(ended: RolloutEnded, agents: list[str], rewards: list[RewardRecorded], grading: Grading) -> None:
+    """Raises NoScoreError if nothing rewards an agent any more, which would count as 0; as in `producers.rollout`."""
+    rewarded = {reward.agent for reward in rewards}
+    without = [agent for agent in agents if not rewarded & {None, agent}]
+    is_needed = grading.now.policy == "model" and grading.now.missing_score != "unneeded"
+    if without and is_needed and ended.stop_reason != "max_turns":
+        raise NoScoreError(
+            f"rollout {ended.rollout_id}: the what-if leaves no reward for {', '.join(without)}; name a reward "
+            "function or evaluator (finetuning.reward_function.name)"
+        )
 
 
 def _messages(steps: Iterable[StepRecorded]) -> dict[str, tuple[Mapping[str, Any], ...]]:
@@ -110,7 +148,8 @@ def _messages(steps: Iterable[StepRecorded]) -> dict[str, tuple[Mapping[str, Any
     found: dict[str, tuple[Mapping[str, Any], ...]] = {}
     for step in steps:
         if step.llm is not None and isinstance(step.data, dict):
-            sent = cast(list[Mapping[str, Any]], step.data.get("input") or [])
+            said: Any = step.data.get("input") or []
+            sent: list[Any] = said if isinstance(said, list) else [{"role": "user", "content": said}]
             found[step.agent] = (*sent, {"role": "assistant", "content": step.data.get("output")})
     return found
 

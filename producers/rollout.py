@@ -24,6 +24,8 @@ log = logging.getLogger(__name__)
 GRACE_S = 1.0
 """How long an environment may take to stop when it is cancelled, before it is left to itself."""
 MAX_MESSAGE = 500
+RECORDED = "recorded"
+"""The environment whose rollouts may bring a reward under the name of a reward function, which is then not asked."""
 
 
 async def run_rollout(
@@ -57,6 +59,8 @@ async def run_rollout(
     cause, message = failure
     message = _one_line(without_secrets(message, settings))
     log.info("rollout failed rollout_id=%s cause=%s: %s", journal.rollout_id, cause, message)
+    if cause == "reward_error":
+        log.error("%s", message)  # without an id: who watches the run is told each thing once
     await journal.fail(cause, message, is_final=attempt + 1 >= settings.max_attempts)
 
 
@@ -125,7 +129,10 @@ class _Stage:
 
     async def _reward(self, session: Session, stop_reason: str) -> None:
         steps = rewards.played(self._journal.steps)
+        came_with_it = {reward.name for reward in self._journal.rewards if self._settings.environment == RECORDED}
         for name in self._settings.rewards:
+            if name in came_with_it:
+                continue
             self._doing = f"reward {name}"
             rollout = rewards.FinishedRollout(
                 inputs=session.inputs,
