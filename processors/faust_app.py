@@ -67,6 +67,9 @@ class Host(faust.App):
         if not self.failed.done():
             self.failed.set_exception(error)
 
+    def _create_directories(self) -> None:
+        """Make none: Faust keeps tables in them, and no shell has one."""
+
     def positions(self) -> dict[TopicPartition, int | None]:
         """By assigned partition: offset of the next record to fold, None where the reading has no place yet."""
         found: dict[TopicPartition, int | None] = {}

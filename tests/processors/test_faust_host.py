@@ -87,7 +87,9 @@ async def committed_by(bootstrap, log, app_id, transport):
         await host.stop()
 
 
-def test_the_mark_is_committed_where_fausts_own_acks_would_pass_an_open_group(own_broker):
+def test_the_mark_is_committed_where_fausts_own_acks_would_pass_an_open_group(own_broker, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
     async def go():
         log = KafkaLog(own_broker)
         await log.start()
@@ -102,6 +104,7 @@ def test_the_mark_is_committed_where_fausts_own_acks_would_pass_an_open_group(ow
         assert fausts == begin + len(events), "past it: its first records would be lost to the next owner"
 
     asyncio.run(go())
+    assert not list(tmp_path.iterdir()), "a host leaves nothing behind where it runs"
 
 
 class _LossyConsumer(faust_consumer.Consumer):
