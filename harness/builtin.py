@@ -6,6 +6,7 @@ MODULES = (
     "rollstream.producers.environments.arithmetic",
     "rollstream.producers.environments.guess_number",
     "rollstream.producers.environments.recorded",
+    "rollstream.producers.environments.remote_workflow",
     "rollstream.producers.environments.tic_tac_toe",
 )
 

@@ -29,13 +29,16 @@ class Functions:
     def see(self, steps: Iterable[IntermediateStep]) -> None:
         """Note the functions that steps ran in."""
         for step in steps:
-            self.nodes.setdefault(step.function_ancestry.function_id, step.function_ancestry)
+            node = step.function_ancestry
+            known = self.nodes.get(node.function_id)
+            if known is None or known.parent_id is None:
+                self.nodes[node.function_id] = node
 
     def around(self, node: InvocationNode) -> frozenset[str]:
         """Names of a function and of all that called it, as far as they are known."""
         names: set[str] = set()
         seen: set[str] = set()
-        at: InvocationNode | None = node
+        at: InvocationNode | None = self.nodes.get(node.function_id, node)
         while at is not None and at.function_id not in seen:
             seen.add(at.function_id)
             names.add(at.function_name)

@@ -14,7 +14,7 @@ from rollstream.schemas.environment import expand
 from rollstream.schemas.errors import ConfigError
 
 PYTHON = "python:"
-BUILT_IN = ("arithmetic", "guess_number", "recorded", "tic_tac_toe")
+BUILT_IN = ("arithmetic", "guess_number", "recorded", "remote_workflow", "tic_tac_toe")
 """Modules of `producers.environments`; each registers its environment under its own name."""
 
 _T = TypeVar("_T", bound=Callable[..., Any])

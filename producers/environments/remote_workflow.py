@@ -1,0 +1,157 @@
+"""A workflow that runs elsewhere, behind NAT's HTTP server: a question is posted, steps are recorded as they come.
+
+What it trains are the calls whose tokens its steps tell: of a model that our own endpoint serves, say.
+"""
+
+import asyncio
+import json
+import re
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from typing import Any
+
+import aiohttp
+
+from rollstream.producers.environment import Environment
+from rollstream.producers.nat_calls import Spans, scores
+from rollstream.producers.nat_selection import WORKFLOW, Selection
+from rollstream.producers.registry import register_environment
+from rollstream.producers.remote_stream import Lines, RemoteStream
+from rollstream.producers.session import Session
+from rollstream.schemas.errors import EnvironmentRunError
+from rollstream.schemas.intermediate_steps import IntermediateStep
+from rollstream.schemas.recorded import RecordedStep
+
+PATHS = ("/v1/workflow/full", "/generate/full")
+"""Asked in this order; the next one where there is none of the first."""
+_PATH_STEP = re.compile(r"\.([^.\[\]]+)|\[(\d+)\]|\[['\"]([^'\"]+)['\"]\]")
+
+
+@register_environment("remote_workflow")
+class RemoteWorkflow(Environment):
+    """Posts an example's `question` to `endpoint`; its LLM calls are the rollout's, its answer ends it.
+
+    `target_functions` and `target_model` choose the calls that are trained on; a call around which the stream shows no
+    function counts as one of `<workflow>`. `result_json_path` says where in the answer the result stands.
+    """
+
+    def __init__(
+        self,
+        endpoint: str,
+        endpoint_timeout: float = 300.0,
+        question_key: str = "question",
+        target_functions: Sequence[str] = (WORKFLOW,),
+        target_model: str | None = None,
+        ttc_step_name: str | None = None,
+        result_json_path: str = "$",
+        retokenise: bool = False,
+        assumed_version: int | None = None,
+    ) -> None:
+        if not endpoint.startswith(("http://", "https://")):
+            raise ValueError(f"endpoint is {endpoint!r}; it must be a URL like http://host:8000")
+        if endpoint_timeout <= 0:
+            raise ValueError(f"endpoint_timeout is {endpoint_timeout}; it must be more than 0 s")
+        self._endpoint = endpoint.rstrip("/")
+        self._timeout_s = endpoint_timeout
+        self._question_key = question_key
+        self._selection = Selection(frozenset(target_functions), target_model, ttc_step_name)
+        self._path = _path(result_json_path)
+        self._retokenise = retokenise
+        self._assumed_version = assumed_version
+
+    async def run(self, session: Session) -> None:
+        """Ask, record, end. Raises EnvironmentRunError naming the endpoint for all that goes wrong there."""
+        if self._question_key not in session.inputs:
+            known = ", ".join(sorted(session.inputs)) or "none"
+            raise EnvironmentRunError(f"the example has no {self._question_key!r}; its inputs are: {known}")
+        try:
+            await self._ask(session, session.inputs[self._question_key])
+        except TimeoutError as error:
+            raise EnvironmentRunError(
+                f"endpoint {self._endpoint} was not done after {self._timeout_s:g} s (endpoint_timeout)"
+            ) from error
+        except aiohttp.ClientError as error:
+            raise EnvironmentRunError(f"endpoint {self._endpoint}: {type(error).__name__}: {error}") from error
+
+    async def _ask(self, session: Session, question: Any) -> None:
+        recorder = _Recorder(session, self._selection, self._retokenise, self._assumed_version)
+        async with asyncio.timeout(self._timeout_s), _posted(self._endpoint, {"input_message": question}) as response:
+            stream, lines = RemoteStream(), Lines()
+            try:
+                async for chunk in response.content.iter_any():
+                    for line in lines.feed(chunk):
+                        await recorder.take(stream.read(line))
+                await recorder.take(stream.read(lines.rest))
+                result = _at(stream.answer, self._path)
+            except EnvironmentRunError as error:
+                raise EnvironmentRunError(f"endpoint {self._endpoint}: {error}") from error
+        await recorder.end(question, result)
+
+
+class _Recorder:
+    """The steps of one remote rollout on their way into the session."""
+
+    def __init__(self, session: Session, selection: Selection, retokenise: bool, assumed_version: int | None) -> None:
+        self._session = session
+        self._selection = selection
+        self._spans = Spans(selection)
+        self._options: dict[str, Any] = {"retokenise": retokenise, "assumed_version": assumed_version}
+        self._has_answer = False
+
+    async def take(self, step: IntermediateStep | None) -> None:
+        """Record what a step of the stream completes."""
+        recorded = self._spans.read(step) if step is not None else None
+        if recorded is not None:
+            await self._record(recorded)
+
+    async def end(self, question: Any, result: Any) -> None:
+        """Record what never ended, and the answer if no step said it."""
+        for step in self._spans.rest():
+            await self._record(step)
+        if not self._has_answer:
+            data = {"input": question, "output": result}
+            await self._record(RecordedStep(event_type="WORKFLOW_END", name=WORKFLOW, data=data))
+
+    async def _record(self, step: RecordedStep) -> None:
+        self._has_answer = self._has_answer or (
+            step.event_type == "WORKFLOW_END" and bool((step.data or {}).get("output"))
+        )
+        step_index = await self._session.record(step, **self._options)
+        for score in scores([step], self._selection):
+            await self._session.reward(score.value, score.name, step_index, is_score=True)
+
+
+@asynccontextmanager
+async def _posted(endpoint: str, body: dict[str, Any]) -> AsyncIterator[aiohttp.ClientResponse]:
+    """The response of the first path that the endpoint has. Raises EnvironmentRunError for an HTTP error."""
+    timeout = aiohttp.ClientTimeout(total=None)
+    async with aiohttp.ClientSession(timeout=timeout) as client:
+        for path in PATHS:
+            async with client.post(endpoint + path, json=body) as response:
+                if response.status == 404 and path != PATHS[-1]:
+                    continue
+                if response.status >= 400:
+                    said = " ".join((await response.text(errors="replace")).split())[:200]
+                    raise EnvironmentRunError(f"endpoint {endpoint}{path}: HTTP {response.status}: {said}")
+                yield response
+                return
+
+
+def _path(text: str) -> tuple[str | int, ...]:
+    """Keys and indices of a JSON path like `$.answer.items[0]`. Raises ValueError."""
+    steps = list(_PATH_STEP.finditer(text, 1))
+    if not text.startswith("$") or "".join(step.group() for step in steps) != text[1:]:
+        raise ValueError(f"result_json_path is {text!r}; it must be like $ or $.answer.items[0]")
+    return tuple(int(step[2]) if step[2] else step[1] or step[3] for step in steps)
+
+
+def _at(answer: str, path: tuple[str | int, ...]) -> Any:
+    if not path:
+        return answer
+    try:
+        found = json.loads(answer)
+        for key in path:
+            found = found[key]
+    except (ValueError, KeyError, IndexError, TypeError) as error:
+        raise EnvironmentRunError(f"its answer has nothing at result_json_path {path}: {answer[:100]!r}") from error
+    return found
