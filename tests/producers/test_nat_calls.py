@@ -1,8 +1,6 @@
 """NAT's steps as samples: one a call, in the tokens that the model saw, whatever the framework or the order."""
 
 import json
-import sys
-from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
@@ -16,8 +14,7 @@ from rollstream.producers.recording import Playing, fields_of, read_step
 from rollstream.schemas import tokens
 from rollstream.schemas.events import StepRecorded
 
-sys.path.insert(0, str(Path(__file__).parent))
-import nat_samples as nat
+from . import nat_samples as nat
 
 ALL = Selection()
 SHAPES = {"langchain": nat.langchain, "openai": nat.openai, "llama_index": nat.llama_index}
