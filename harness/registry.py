@@ -66,12 +66,12 @@ def config_types(section: str) -> dict[str, ConfigType]:
     return {str(config_type.STATIC_TYPE): config_type for config_type in registered(section)}
 
 
-def discover() -> None:
-    """Import our own components and what packages name by entry points, once in a process.
+def discover(*, again: bool = False) -> None:
+    """Import our own components and what packages name by entry points, once in a process unless `again`.
 
     A package that cannot be imported is told and passed over: only a file that names its types suffers.
     """
-    if _discovered:
+    if _discovered and not again:
         return
     _discovered.add(BUILT_IN)
     importlib.import_module(BUILT_IN)
