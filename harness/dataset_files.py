@@ -69,7 +69,7 @@ def _rows_of_csv(text: str, path: Path) -> Rows:
                 raise ConfigError(f"{place}: has not as many values as the {len(reader.fieldnames or ())} columns")
             rows.append((place, {key: _scalar(value) for key, value in row.items()}))
     except csv.Error as error:
-        raise ConfigError(f"dataset {path} line {reader.line_num}: not valid CSV: {error}") from error
+        raise ConfigError(f"dataset {path} line {reader.line_num + 1}: not valid CSV: {error}") from error
     return rows
 
 
