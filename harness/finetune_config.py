@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 from pydantic import BaseModel, JsonValue
 
 from rollstream.harness import dataset
+from rollstream.harness.remote_rollouts import at_endpoint
 from rollstream.schemas.config import (
     OURS,
     AdapterSection,
@@ -48,7 +49,7 @@ def run_config_of(finetune: FinetuneConfig) -> RunConfig:
         raise ConfigError("finetuning.run_configuration.config_file: a configuration that was read is needed")
     blocks = {role: block_of(finetune, role) for role in ("trajectory_builder", "trainer_adapter", "trainer")}
     builder = _section(blocks["trajectory_builder"], BuilderSection(environment=RECORDED))
-    builder = _with_workflow(builder, file.workflow)
+    builder = at_endpoint(_with_workflow(builder, file.workflow), finetune)
     trainer = _section(blocks["trainer"], TrainerSection(planning="submitted"))
     if any(not is_ours(block) for block in blocks.values()):
         trainer = trainer.model_copy(update={"planning": "submitted"})

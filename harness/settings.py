@@ -23,6 +23,8 @@ from rollstream.schemas.settings import (
 )
 
 MODEL_GROUP = "policy"
+MADE_ELSEWHERE = ("recorded", "remote_workflow")
+"""Environments whose rollouts another engine has sampled."""
 WARM_START = "sft"
 TRAINING = "rl"
 KINDS: dict[str, Literal["rl", "sft", "dpo"]] = {"grpo": "rl", "sft": "sft", "dpo": "dpo"}
@@ -62,8 +64,12 @@ def jobs_of(config: RunConfig, run_id: str, *, is_fork: bool = False) -> tuple[J
 
 
 def rollout_settings(config: RunConfig, run_id: str) -> RolloutSettings:
-    """What producers need for each task of a run. `environment_config` and evaluators keep their `${ENV}`."""
+    """What producers need for each task of a run. `environment_config` and evaluators keep their `${ENV}`.
+
+    Rollouts that were made elsewhere and are only imitated need neither log-probabilities nor versions.
+    """
     builder = config.builder
+    is_imitated = config.adapter.algorithm.name == "sft" and config.environment in MADE_ELSEWHERE
     group = ids.model_group(run_id, MODEL_GROUP)
     return RolloutSettings(
         environment=config.environment,
@@ -76,6 +82,7 @@ def rollout_settings(config: RunConfig, run_id: str) -> RolloutSettings:
         max_attempts=builder.max_attempts,
         rollout_timeout_s=builder.rollout_timeout_s,
         group_timeout_s=builder.group_timeout_s,
+        policy="demonstration" if is_imitated else "model",
         evaluators=evaluators_of(config),
         missing_score=missing_score_of(config),
     )

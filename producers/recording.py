@@ -105,7 +105,7 @@ def fields_of(step: RecordedStep, reading: Reading) -> dict[str, Any]:
 def _reading(spoken: _Spoken, playing: Playing) -> Reading:
     flags: dict[str, Any] = {"is_retokenised": True} if spoken.is_retokenised else {}
     if spoken.logprobs is None and playing.policy == "model":
-        flags["untrained"] = NO_LOGPROBS
+        flags["has_logprobs"] = False
     spans = spoken.spans
     if not spans or any(span.model_group != playing.model_group for span in spans):
         spans = ()

@@ -99,8 +99,7 @@ def test_text_alone_is_no_token_ids_unless_it_may_be_retokenised(play):
     assert plain.steps[0].metadata == {"rollstream": {"untrained": "no_token_ids"}}
     played = play(task_of(rollout, config={"retokenise": True}))
     flags = played.steps[0].metadata["rollstream"]
-    assert flags["is_retokenised"] is True
-    assert flags["untrained"] == "no_logprobs"
+    assert flags == {"is_retokenised": True, "has_logprobs": False, "is_version_assumed": True}
     [(context, completion)] = samples(played)
     assert TOKENIZER.decode(context) == "<user>1+1=<end><assistant>"
     assert TOKENIZER.decode(completion) == "2<end>"
