@@ -18,8 +18,6 @@ from rollstream.producers.evaluators import final_answer, right_answer
 from rollstream.producers.rewards import Asked, FinishedRollout, NoScoreError, Recorder, RewardError
 from rollstream.schemas.evaluators import PLACE, PLACEHOLDER, LlmJudge
 
-RETRY_S = 0.5
-"""Wait before the second try; doubled before each further one."""
 MAX_ANSWER_BYTES = 1024 * 1024
 SHOWN_CHARS = 200
 """Of an unusable answer, in its error."""
@@ -60,11 +58,12 @@ class Judge:
         messages = [{"role": "user", "content": self._prompt(rollout)}]
         began_ms = self._recorder.clock()
         answer = await self._ask(messages)
+        said = self._hide(answer.text)
         await self._recorder.record(
             Asked(
                 judge=self._name,
                 model=self._hide(self._config.model),
-                data=self._hidden({"input": messages, "output": answer.text}),
+                data={"input": self._hidden(messages), "output": said},
                 metadata={
                     "evaluator": self._name,
                     "temperature": self._config.temperature,
@@ -74,7 +73,7 @@ class Judge:
                 began_ms=began_ms,
             )
         )
-        return self._number(answer.text)
+        return self._number(said)
 
     def _prompt(self, rollout: FinishedRollout) -> str:
         """The template with what it names; what is filled in is not looked through again."""
@@ -101,7 +100,7 @@ class Judge:
             else:
                 return self._read(content, number)
             if number < tries:
-                await asyncio.sleep(RETRY_S * 2 ** (number - 1))
+                await asyncio.sleep(self._config.retry_wait_s * 2 ** (number - 1))
         raise self._no_score(f"{reason} ({tries} tries); check that it serves, or raise timeout_s or retries")
 
     async def _post(self, messages: list[dict[str, str]]) -> bytes:

@@ -123,6 +123,8 @@ class LlmJudge(_Evaluator):
     """Of one request."""
     retries: int = Field(default=2, ge=0)
     """After no answer, 408, 429 or 5xx."""
+    retry_wait_s: float = Field(default=0.5, gt=0, allow_inf_nan=False)
+    """Before the second try; doubled before each further one."""
 
     @field_validator("base_url")
     @classmethod
