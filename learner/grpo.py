@@ -9,10 +9,11 @@ from rollstream.schemas.settings import AlgorithmSettings
 
 
 def losses(batch: TokenBatch, settings: AlgorithmSettings) -> TokenLosses:
-    """-min(r A, clip(r, 1 - low, 1 + high) A) - c H by token, r = exp(current - behaviour).
+    """-min(r A, clip(r, 1 - low, 1 + high) A) - c H + b KL by token, r = exp(current - behaviour).
 
     Clip-higher and token-level normalisation as in DAPO (arXiv 2503.14476, equations 8 and 12). The estimate of
-    KL(behaviour || current) is k3 = r - 1 - log r (Schulman, "Approximating KL Divergence").
+    KL(behaviour || current) is k3 = r - 1 - log r (Schulman, "Approximating KL Divergence"); the same estimate of
+    KL(current || base version) is the penalty (DeepSeekMath, arXiv 2402.03300, equation 4).
     """
     log_ratio_N = batch.logprobs_N - batch.behaviour_N
     ratio_N = log_ratio_N.exp()
@@ -21,6 +22,11 @@ def losses(batch: TokenBatch, settings: AlgorithmSettings) -> TokenLosses:
     losses_N = -objective_N
     if settings.entropy_coefficient:
         losses_N = losses_N - settings.entropy_coefficient * batch.entropies_N
+    to_reference_N = None
+    if settings.kl_coefficient and batch.reference_N is not None:
+        log_odds_N = batch.reference_N - batch.logprobs_N
+        to_reference_N = log_odds_N.exp() - 1 - log_odds_N
+        losses_N = losses_N + settings.kl_coefficient * to_reference_N
     with torch.no_grad():
         is_low_N = (ratio_N < 1 - settings.clip_low) & (batch.advantages_N < 0)
         is_high_N = (ratio_N > 1 + settings.clip_high) & (batch.advantages_N > 0)
@@ -34,12 +40,15 @@ def losses(batch: TokenBatch, settings: AlgorithmSettings) -> TokenLosses:
             "squared_ratio": ratio_N.square().sum(),
             "advantage": batch.advantages_N.abs().sum(),
         }
+        if to_reference_N is not None:
+            sums["kl_reference"] = to_reference_N.sum()
     return TokenLosses(losses_N, sums)
 
 
 def metrics(sums: Mapping[str, float], num_tokens: int) -> dict[str, float]:
     """Means over all completion tokens; policy/ess is (sum r)^2 / (N sum r^2), 1 when on-policy."""
-    return {
+    to_reference = {"policy/kl_reference": sums["kl_reference"] / num_tokens} if "kl_reference" in sums else {}
+    return to_reference | {
         "loss/total": sums["loss"] / num_tokens,
         "policy/entropy": sums["entropy"] / num_tokens,
         "policy/kl": sums["kl"] / num_tokens,

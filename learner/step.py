@@ -15,6 +15,7 @@ from rollstream.learner.collate import MicroBatch, Row
 from rollstream.learner.losses import ALGORITHMS, Algorithm
 from rollstream.learner.model import PolicyModel
 from rollstream.learner.optimizer import learning_rate, set_learning_rate
+from rollstream.learner.reference import Reference
 from rollstream.learner.token_batch import TokenBatch
 from rollstream.schemas import ids
 from rollstream.schemas.errors import RunFailedError
@@ -46,11 +47,13 @@ def train_batch(
     *,
     index: int,
     seed: int,
+    reference: Reference | None = None,
 ) -> StepResult:
     """Take the optimizer steps of manifest `index`, one a mini-batch. Blocking.
 
     Every completion token of a mini-batch counts the same in its loss (no mean by sequence). `seed` decides the
-    mini-batches and dropout. Raises RunFailedError if loss or gradient is not finite.
+    mini-batches and dropout. `reference`: what the loss compares with, if it does.
+    Raises RunFailedError if loss or gradient is not finite.
     """
     algorithm = ALGORITHMS[settings.algorithm.name]
     parts = collate.mini_batches(rows, settings.algorithm.mini_batches, seed)
@@ -62,7 +65,7 @@ def train_batch(
         index=index,
         seed=seed,
         divide=lambda part: collate.micro_batches(part, settings.algorithm.max_tokens_per_micro_batch),
-        accumulate=lambda micro_batches: _accumulate(model, micro_batches, algorithm, settings),
+        accumulate=lambda micro_batches: _accumulate(model, micro_batches, algorithm, settings, reference),
     )
     num_completion_tokens = collate.num_completion_tokens(rows)
     num_tokens = sum(len(row.token_ids) for row in rows)
@@ -139,20 +142,26 @@ def take_steps(
 
 
 def _accumulate(
-    model: PolicyModel, micro_batches: Sequence[MicroBatch], algorithm: Algorithm, settings: JobSettings
+    model: PolicyModel,
+    micro_batches: Sequence[MicroBatch],
+    algorithm: Algorithm,
+    settings: JobSettings,
+    reference: Reference | None,
 ) -> dict[str, float]:
     """Gradients of one mini-batch, summed over its micro-batches; the sums of its loss terms."""
     num_tokens = sum(int(micro_batch.mask.sum()) for micro_batch in micro_batches)
     sums: dict[str, float] = defaultdict(float)
     for micro_batch in micro_batches:
         batch = micro_batch.to(model.device)
+        temperature = settings.algorithm.temperature
+        reference_N = None if reference is None else reference.logprobs(batch, temperature=temperature)
         logprobs_N, entropies_N = model.completion_terms(
             batch,
-            temperature=settings.algorithm.temperature,
+            temperature=temperature,
             entropy_needs_grad=settings.algorithm.entropy_coefficient > 0,
         )
         advantages_N = batch.advantages[batch.mask]
-        tokens = TokenBatch(logprobs_N, entropies_N, batch.logprobs[batch.mask], advantages_N)
+        tokens = TokenBatch(logprobs_N, entropies_N, batch.logprobs[batch.mask], advantages_N, reference_N)
         found = algorithm.loss(tokens, settings.algorithm)
         (found.losses_N.sum() / num_tokens).backward()
         add_sums(sums, found.sums)

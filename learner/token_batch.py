@@ -15,6 +15,8 @@ class TokenBatch(NamedTuple):
     behaviour_N: Tensor
     """Log-probabilities under the policy that sampled."""
     advantages_N: Tensor
+    reference_N: Tensor | None = None
+    """Log-probabilities under the job's base version, where the loss compares with it."""
 
 
 class TokenLosses(NamedTuple):

@@ -45,7 +45,8 @@ class Trainer:
     @property
     def needs_reference(self) -> bool:
         """Whether the loss compares with the job's base version, which `refer_to` must then be given."""
-        return self._settings.algorithm.name == "dpo"
+        algorithm = self._settings.algorithm
+        return algorithm.name == "dpo" or (algorithm.name == "grpo" and algorithm.kl_coefficient > 0)
 
     def refer_to(self, weights: bytes, what: str) -> None:
         """Compare with these published weights. Raises ModelError naming `what`."""
@@ -76,11 +77,19 @@ class Trainer:
 
     def train(self, planned: BatchPlanned, trajectories: Sequence[TrajectoryAssembled]) -> StepResult:
         """Train on a manifest's trajectories, given in its order. Raises DecodeError, RunFailedError."""
-        if self.needs_reference:
+        if self._settings.algorithm.name == "dpo":
             result = self._train_pairs(planned, trajectories)
         else:
             rows, index, seed = self._rows(planned, trajectories), planned.index, planned.seed
-            result = train_batch(self.model, self._optimizer, rows, self._settings, index=index, seed=seed)
+            result = train_batch(
+                self.model,
+                self._optimizer,
+                rows,
+                self._settings,
+                index=index,
+                seed=seed,
+                reference=self._reference,
+            )
         return replace(result, metrics={**result.metrics, **manifest_metrics(planned)})
 
     def _train_pairs(self, planned: BatchPlanned, trajectories: Sequence[TrajectoryAssembled]) -> StepResult:

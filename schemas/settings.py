@@ -137,6 +137,8 @@ class AlgorithmSettings(Settings):
     batches all the same, unless `drop_zero_variance` is off.
     """
     entropy_coefficient: float = Field(default=0.0, ge=0)
+    kl_coefficient: float = added(0.0, ge=0)
+    """grpo: weight of the KL divergence from the job's base version; 0 keeps no copy of that."""
     mini_batches: int = Field(default=1, ge=1)
     """Optimizer steps a batch."""
     max_tokens_per_micro_batch: int = Field(default=16384, ge=1)

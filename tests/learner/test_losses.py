@@ -55,6 +55,21 @@ def test_the_entropy_bonus_lowers_the_loss() -> None:
     assert grpo.losses(batch([1.0], [1.0], entropy=3.0), settings).losses_N.tolist() == pytest.approx([-1.3])
 
 
+def test_the_penalty_is_the_divergence_from_the_reference_and_has_a_gradient() -> None:
+    settings = SETTINGS.model_copy(update={"kl_coefficient": 0.5})
+    given = batch([1.0, 1.0], [1.0, 1.0])
+    given = given._replace(reference_N=torch.tensor([-2.0, -2.0 + math.log(3)]))
+    found = grpo.losses(given, settings)
+    k3 = 3 - 1 - math.log(3)
+    assert found.losses_N.tolist() == pytest.approx([-1.0, -1.0 + 0.5 * k3])
+    found.losses_N.sum().backward()
+    assert given.logprobs_N.grad is not None
+    assert given.logprobs_N.grad.tolist() == pytest.approx([-1.0, -1.0 + 0.5 * (1 - 3)])
+    metrics = grpo.metrics({name: float(value) for name, value in found.sums.items()}, 2)
+    assert metrics["policy/kl_reference"] == pytest.approx(k3 / 2)
+    assert "kl_reference" not in grpo.losses(given, SETTINGS).sums
+
+
 def test_sft_is_the_negative_log_likelihood_whatever_the_advantage() -> None:
     found = sft.losses(batch([1.0, 0.5], [7.0, -7.0]), SETTINGS)
     assert found.losses_N.tolist() == pytest.approx([2.0, 2.0 + math.log(2)])

@@ -12,6 +12,7 @@ from rollstream.learner import collate
 from rollstream.learner.collate import Row
 from rollstream.learner.model import PolicyModel, make_deterministic
 from rollstream.learner.optimizer import make_optimizer
+from rollstream.learner.reference import Reference
 from rollstream.learner.step import train_batch
 from rollstream.schemas.errors import ModelError
 from rollstream.schemas.settings import AlgorithmSettings, JobSettings, LoraSettings, ModelSettings, OptimizerSettings
@@ -110,6 +111,28 @@ def test_grpo_raises_what_was_better_and_lowers_what_was_worse(tiny_model: Path)
     old, _ = before.completion_terms(batch, temperature=1.0, entropy_needs_grad=False)
     new, _ = after.completion_terms(batch, temperature=1.0, entropy_needs_grad=False)
     assert ((new - old) * advantages).sum() > 0
+
+
+def test_the_penalty_keeps_the_policy_near_its_base_version(tiny_model: Path) -> None:
+    def divergence(kl_coefficient: float) -> list[float]:
+        make_deterministic(1)
+        settings = JobSettings(
+            kind="rl",
+            model=ModelSettings(path=str(tiny_model), device="cpu"),
+            algorithm=AlgorithmSettings(kl_coefficient=kl_coefficient),
+            optimizer=OptimizerSettings(learning_rate=3e-3),
+        )
+        model = PolicyModel(settings.model, seed=0)
+        reference = Reference(model, model.weights_bytes(), "the base version")
+        optimizer = make_optimizer(model.trainable(), settings.optimizer)
+        steps = [
+            train_batch(model, optimizer, rows(), settings, index=n, seed=n, reference=reference) for n in range(6)
+        ]
+        return [step.metrics["policy/kl_reference"] for step in steps]
+
+    free, held = divergence(1e-9), divergence(10.0)
+    assert free[0] == held[0] == pytest.approx(0.0, abs=1e-6)
+    assert 0 < held[-1] < free[-1] / 2
 
 
 def test_tied_weights_are_written_once(tiny_model: Path) -> None:
