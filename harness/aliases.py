@@ -100,8 +100,9 @@ class ArtAdapterConfig(OurAdapterFields, TrainerAdapterConfig, name="openpipe_ar
         if not isinstance(values, dict):
             return values
         backend, model = values.get("backend"), values.get("model", {})
-        path = backend.get("base_model", BASE_MODEL) if isinstance(backend, dict) else BASE_MODEL
-        is_named = not isinstance(model, dict) or not isinstance(path, str) or "path" in model
+        path = backend.get("base_model") if isinstance(backend, dict) else None
+        path = path if isinstance(path, str) else BASE_MODEL
+        is_named = not isinstance(model, dict) or "path" in model
         given = {key: value for key, value in values.items() if key != "training" or value is not None}
         return given if is_named else {**given, "model": {**model, "path": path}}
 

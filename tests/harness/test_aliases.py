@@ -1,0 +1,163 @@
+"""`_type`s of NAT's own packages: their fields reach the settings of the job, and what means nothing is told once."""
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rollstream.harness import aliases, config_file
+from rollstream.harness.rollstream_config import RollstreamTrainerConfig
+from rollstream.harness.settings import jobs_of
+from rollstream.schemas.errors import ConfigError
+from rollstream.schemas.settings import JobSettings
+
+
+@pytest.fixture
+def art(written: dict[str, Any], tmp_path: Path) -> dict[str, Any]:
+    """A file as ART's users have it, with an environment in place of their workflow."""
+    return written | {
+        "llms": {"m": {"_type": "openai", "model_name": "tic_tac_toe", "api_key": "default"}},
+        "workflow": {"_type": "tic_tac_toe", "player_model": "m", "max_parser_retries": 2},
+        "trajectory_builders": {"b": {"_type": "openpipe_art_traj_builder", "num_generations": 4}},
+        "trainer_adapters": {
+            "a": {
+                "_type": "openpipe_art_trainer_adapter",
+                "backend": {
+                    "ip": "0.0.0.0",
+                    "port": 7623,
+                    "name": "tic_tac_toe",
+                    "project": "p",
+                    "base_model": str(tmp_path / "model"),
+                    "api_key": "default",
+                    "init_args": {"max_seq_length": 8192},
+                    "engine_args": {"gpu_memory_utilization": 0.9, "tensor_parallel_size": 1},
+                },
+                "training": {"learning_rate": 2e-4, "beta": 0.25, "weight_decay": 0.1, "logging_steps": 5},
+            }
+        },
+        "trainers": {"t": {"_type": "openpipe_art_trainer"}},
+    }
+
+
+def job_of(written: dict[str, Any]) -> JobSettings:
+    config = config_file.resolve(written, {}).config
+    config = config.model_copy(update={"trainer": config.trainer.model_copy(update={"planning": "stream"})})
+    (job,) = jobs_of(config, "run-1")
+    return job.job
+
+
+def test_learning_rate_and_beta_reach_the_optimizer_and_the_loss(art: dict[str, Any]) -> None:
+    job = job_of(art)
+    assert (job.optimizer.learning_rate, job.optimizer.weight_decay) == (2e-4, 0.1)
+    assert (job.algorithm.name, job.algorithm.kl_coefficient) == ("grpo", 0.25)
+    assert job.model.path == art["trainer_adapters"]["a"]["backend"]["base_model"]
+
+
+def test_an_aliased_file_is_submitted_in_epochs_of_our_own_components(art: dict[str, Any]) -> None:
+    config = config_file.resolve(art, {}).config
+    assert (config.trainer.planning, config.builder.num_generations) == ("submitted", 4)
+    assert (config.environment, config.builder.environment_config) == ("tic_tac_toe", {})
+    art["trainers"]["t"]["planning"] = "stream"
+    assert config_file.resolve(art, {}).config.trainer.planning == "stream"
+
+
+def test_our_own_fields_may_stand_in_an_aliased_block_and_win(art: dict[str, Any]) -> None:
+    art["trainer_adapters"]["a"] |= {
+        "model": {"device": "cpu"},
+        "optimizer": {"learning_rate": 1e-3, "schedule": "linear"},
+        "algorithm": {"kl_coefficient": 0.5, "mini_batches": 2},
+        "tasks_per_epoch": 3,
+    }
+    art["trajectory_builders"]["b"] |= {"sampling": {"max_new_tokens": 3}, "environment_config": {"move_weight": 0.1}}
+    job, config = job_of(art), config_file.resolve(art, {}).config
+    assert (job.optimizer.learning_rate, job.optimizer.schedule, job.optimizer.weight_decay) == (1e-3, "linear", 0.1)
+    assert (job.algorithm.kl_coefficient, job.algorithm.mini_batches) == (0.5, 2)
+    assert job.model.device == "cpu"
+    assert (config.adapter.tasks_per_epoch, config.builder.environment_config) == (3, {"move_weight": 0.1})
+
+
+def test_dpo_takes_beta_as_its_own(art: dict[str, Any]) -> None:
+    art["trainer_adapters"]["a"]["algorithm"] = {"name": "dpo"}
+    assert config_file.resolve(art, {}).config.adapter.algorithm.beta == 0.25
+
+
+def test_without_training_arguments_arts_defaults_stand(art: dict[str, Any]) -> None:
+    art["trainer_adapters"]["a"] = {"_type": "openpipe_art_trainer_adapter", "training": None}
+    art["trajectory_builders"]["b"] = {"_type": "openpipe_art_traj_builder"}
+    config = config_file.resolve(art, {}).config
+    assert config.adapter.model.path == "Qwen/Qwen2.5-7B-Instruct"
+    assert config.adapter.optimizer.learning_rate == 5e-5
+    assert config.adapter.algorithm.kl_coefficient == 0.0
+    assert config.builder.num_generations == 2
+    art["trajectory_builders"]["b"]["num_generations"] = 1
+    assert config_file.resolve(art, {}).config.builder.min_generations == 1
+
+
+def test_what_means_nothing_here_is_told_once(art: dict[str, Any], caplog: pytest.LogCaptureFixture) -> None:
+    aliases._told.clear()
+    with caplog.at_level(logging.WARNING):
+        config_file.resolve(art, {})
+        config_file.resolve(art, {})
+    (told,) = [record.getMessage() for record in caplog.records]
+    assert told.startswith("openpipe_art_trainer_adapter: backend.api_key, backend.engine_args, backend.init_args, ")
+    assert "backend.ip, backend.name, backend.port, backend.project, training.logging_steps: accepted" in told
+
+
+@pytest.mark.parametrize(
+    ("block", "key", "value", "told"),
+    [
+        (
+            "trainer_adapters.a.training",
+            "learning_rate",
+            "fast",
+            "trainer_adapters.a.training.learning_rate: is 'fast'",
+        ),
+        ("trainer_adapters.a.training", "beta", -1, "trainer_adapters.a.training.beta: is -1"),
+        (
+            "trainer_adapters.a.backend",
+            "base_modle",
+            "x",
+            "trainer_adapters.a.backend.base_modle: unknown key; did you",
+        ),
+        ("trainer_adapters.a.backend", "base_model", 3, "trainer_adapters.a.backend.base_model: is 3"),
+        ("trajectory_builders.b", "num_generations", 0, "trajectory_builders.b.num_generations: is 0"),
+        ("trainers.t", "plan", 1, "trainers.t.plan: unknown key; did you mean planning?"),
+    ],
+)
+def test_a_mistake_in_an_aliased_block_is_named(
+    art: dict[str, Any], block: str, key: str, value: Any, told: str
+) -> None:
+    found: Any = art
+    for part in block.split("."):
+        found = found[part]
+    found[key] = value
+    with pytest.raises(ConfigError) as error:
+        config_file.resolve(art, {})
+    assert str(error.value).startswith(told)
+
+
+def test_the_builder_of_preference_pairs_has_nats_fields(art: dict[str, Any]) -> None:
+    art["trajectory_builders"]["b"] = {
+        "_type": "dpo_traj_builder",
+        "ttc_step_name": "move",
+        "exhaustive_pairs": False,
+        "min_score_diff": 0.1,
+        "max_pairs_per_turn": 3,
+        "reward_from_score_diff": False,
+        "require_multiple_candidates": False,
+    }
+    found = config_file.resolve(art, {})
+    block = found.finetune.run_configuration.config_file.trajectory_builders["b"]  # pyright: ignore
+    assert isinstance(block, aliases.DpoBuilderConfig)
+    assert (block.ttc_step_name, block.max_pairs_per_turn) == ("move", 3)
+    assert (found.config.trainer.planning, found.config.builder.num_generations) == ("submitted", 1)
+    assert not found.config.builder.drop_zero_variance
+
+
+def test_a_subclass_of_an_own_configuration_keeps_its_defaults_apart() -> None:
+    class Further(RollstreamTrainerConfig, name="further_for_a_test"):
+        patience: int = 3
+
+    assert (Further().type, RollstreamTrainerConfig().type) == ("further_for_a_test", "rollstream")
+    assert Further(planning="submitted").section().planning == "submitted"
