@@ -243,3 +243,49 @@ class Lab:
 def lab(tmp_path: Path, tiny_model: Path) -> Lab:
     """An empty log, an empty workspace and the tiny model."""
     return Lab(tmp_path, tiny_model)
+
+
+@dataclass
+class PairLab(Lab):
+    """A lab whose `plan_pairs` makes groups of four that answer one prompt, each twice, and are scored by step."""
+
+    answers: str = "none"
+    """`scored`, `flat` (all scores equal), or those of any Lab."""
+
+    async def plan_pairs(
+        self,
+        job: JobSubmitted,
+        count: int = 3,
+        *,
+        seal: bool = True,
+        first: int = 0,
+        previous: str = "0" * 64,
+        is_flat: bool = False,
+    ) -> str:
+        """Manifests as `plan` makes them; the digest of the last one."""
+        self.answers = "flat" if is_flat else "scored"
+        planned = await self.plan(job, count, seal=seal, first=first, previous=previous, with_logprobs=False)
+        self.answers = "none"
+        return codec.content_digest(planned[-1])
+
+    def trajectory(
+        self, job: JobSubmitted, index: int, place: int, *, with_logprobs: bool = True
+    ) -> TrajectoryAssembled:
+        made = super().trajectory(job, index, place, with_logprobs=with_logprobs)
+        if self.answers == "none":
+            return made
+        of_group, of_member = random.Random(made.group_id), random.Random(made.rollout_id)
+        prompt = [of_group.randrange(32) for _ in range(5)]
+        sequences: list[TokenSequence] = []
+        for step in range(2):
+            answer = [of_member.randrange(32) for _ in range(1 + step)]
+            completion = Completion(start=5, length=len(answer), step_index=step)
+            sequences.append(TokenSequence(token_ids=tokens.encode_ids(prompt + answer), completions=(completion,)))
+        scores = {str(step): 1.0 if self.answers == "flat" else of_member.random() for step in range(2)}
+        return made.model_copy(update={"sequences": tuple(sequences), "step_scores": scores})
+
+
+@pytest.fixture
+def pair_lab(tmp_path: Path, tiny_model: Path) -> PairLab:
+    """An empty log, an empty workspace and the tiny model."""
+    return PairLab(tmp_path, tiny_model)
