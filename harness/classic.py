@@ -1,11 +1,16 @@
-"""Conducts a run by its three components, epoch by epoch, as NAT does."""
+"""Conducts a run by its three components, epoch by epoch: what is not streamed, and what is not only ours."""
 
+from rollstream.harness import epochs, run_end
+from rollstream.harness.backend import Backend, backend_of, minding
+from rollstream.harness.component_building import Components, components_of
 from rollstream.harness.config_file import Loaded
 from rollstream.harness.display import Display
 from rollstream.harness.finetune_config import block_of, is_ours
 from rollstream.harness.progress import Progress
+from rollstream.harness.rollstream_trainer import RollstreamTrainer
 from rollstream.harness.surroundings import Connected, Held, Opening
-from rollstream.schemas.errors import ConfigError
+from rollstream.schemas.errors import RunFailedError
+from rollstream.schemas.finetuning import FinetuneConfig, TrainingJobStatus, TrainingStatusEnum
 
 
 def is_classic(loaded: Loaded) -> bool:
@@ -17,5 +22,47 @@ def is_classic(loaded: Loaded) -> bool:
 
 
 async def conduct(opening: Opening, around: Held, run: Connected, display: Display) -> Progress:
-    """Not yet."""
-    raise ConfigError("trainers: planning 'submitted' is not available yet")
+    """Build the components, let the trainer run to the end, and bring the job to its end; the progress then.
+
+    Raises what a component raises; the run then stays open, and can be resumed.
+    """
+    backend = backend_of(opening, around, run, display)
+    await backend.start(*minding(backend, around, run))
+    try:
+        async with components_of(opening.loaded.finetune, around.place.workspace) as components:
+            return await conduct_components(backend, components, opening.loaded.finetune)
+    finally:
+        await backend.close()
+
+
+async def conduct_components(backend: Backend, components: Components, finetune: FinetuneConfig) -> Progress:
+    """The same on an open backend, with components that are built."""
+    trainer = components.trainer
+    try:
+        await trainer.bind_components(components.trajectory_builder, components.trainer_adapter)
+        await trainer.initialize(finetune)
+        statuses = await trainer.run(_num_epochs(backend, components, finetune))
+        if statuses:
+            await trainer.get_metrics(statuses[-1].run_id)
+        failed = _failure(statuses)
+        await run_end.settle(backend, is_completed=failed is None, message=failed or "")
+    except RunFailedError:
+        if backend.view.progress.ended is None:
+            raise
+    finally:
+        await trainer.cleanup()
+    return backend.view.progress
+
+
+def _num_epochs(backend: Backend, components: Components, finetune: FinetuneConfig) -> int:
+    """What the trainer is told. Ours knows where a resumed run goes on; others count from 0."""
+    if isinstance(components.trainer, RollstreamTrainer):
+        return finetune.num_epochs
+    backend.epoch_offset = epochs.next_epoch(backend)
+    return finetune.num_epochs - backend.epoch_offset
+
+
+def _failure(statuses: list[TrainingJobStatus]) -> str | None:
+    """Why the run failed, if a job of it did."""
+    failed = [one for one in statuses if one.status in (TrainingStatusEnum.FAILED, TrainingStatusEnum.CANCELED)]
+    return (failed[0].message or f"a training job {failed[0].status}") if failed else None

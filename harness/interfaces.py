@@ -3,9 +3,12 @@
 rollstream conducts its own runs by the log; these are for components that are written for both. Interfaces only.
 """
 
+import logging
 from abc import ABC, abstractmethod
 from typing import Any
 
+from rollstream.harness.evaluation import score_of, validation_metrics
+from rollstream.schemas.errors import EnvironmentRunError
 from rollstream.schemas.finetuning import (
     CurriculumLearningConfig,
     FinetuneConfig,
@@ -16,6 +19,8 @@ from rollstream.schemas.finetuning import (
     TrajectoryBuilderConfig,
     TrajectoryCollection,
 )
+
+_logger = logging.getLogger(__name__)
 
 
 class TrajectoryBuilder(ABC):
@@ -43,8 +48,12 @@ class TrajectoryBuilder(ABC):
         """The trajectories, in groups of one example each."""
 
     async def compute_reward(self, output_item: Any, meta: dict[str, Any] | None = None) -> float:
-        """Reward of one evaluated item: its score, 0 if it has none."""
-        return 0.0 if output_item.score is None else float(output_item.score)
+        """Reward of one evaluated item: its score. Raises EnvironmentRunError if it has none: that is never a 0."""
+        score = score_of(output_item)
+        if score is None:
+            error = getattr(output_item, "error", None)
+            raise EnvironmentRunError(f"example {output_item.id}: has no score ({error or repr(output_item.score)})")
+        return score
 
     @abstractmethod
     def log_progress(self, run_id: str, metrics: dict[str, Any], output_dir: str | None = None) -> None:
@@ -136,12 +145,33 @@ class Trainer(ABC):
         """Tell how an epoch went."""
 
     async def run_validation_evaluation(self, epoch: int, run_id: str) -> dict[str, Any]:
-        """Rewards on a validation dataset, without training. Override it."""
-        raise NotImplementedError("run_validation_evaluation needs nvidia-nat-eval; override it")
+        """Rewards on the validation dataset, by the builder's `run_eval` and without training.
+
+        A failure is {"error": reason}, with no reward in it.
+        """
+        assert self.run_config is not None
+        assert self.trajectory_builder is not None
+        told = {"epoch": epoch, "dataset_type": "validation"}
+        training = self.run_config.run_configuration
+        if training is None:
+            return {**told, "error": "finetuning.run_configuration: missing"}
+        self.run_config.run_configuration = _for_validation(training)
+        try:
+            output = await self.trajectory_builder.run_eval()
+            return {**self._calculate_validation_metrics(output), **told}
+        except Exception as error:  # noqa: BLE001 -- whatever an evaluation raises; the reason is kept
+            _logger.warning("validation before epoch %d failed: %s", epoch, error)
+            return {**told, "error": str(error) or type(error).__name__}
+        finally:
+            self.run_config.run_configuration = training
 
     def _calculate_validation_metrics(self, eval_output: Any) -> dict[str, Any]:
-        """avg_reward, min_reward, max_reward and num_examples of an evaluation, by the run's reward. Override it."""
-        raise NotImplementedError("_calculate_validation_metrics needs an evaluation's output; override it")
+        """avg_reward, min_reward, max_reward and num_examples of an evaluation, by the run's reward.
+
+        Raises EnvironmentRunError if an example has no score.
+        """
+        reward = self.trainer_config.reward
+        return validation_metrics(eval_output, reward.name if reward is not None else None)
 
     def apply_curriculum_learning(
         self, trajectory_collection: TrajectoryCollection, epoch: int
@@ -154,3 +184,14 @@ class Trainer(ABC):
         state, config = self._curriculum_state, self.curriculum_config
         included = sorted(state.get("included_groups", ()), key=str)
         return {**state, "included_groups": included, "config": config.model_dump() if config else None}
+
+
+def _for_validation(training: Any) -> Any:
+    """The same run configuration with the validation's dataset and, if there is one, its configuration."""
+    dataset = training.validation_dataset
+    return training.model_copy(
+        update={
+            "config_file": training.validation_config_file or training.config_file,
+            "dataset": None if dataset is None else str(dataset),
+        }
+    )

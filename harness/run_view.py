@@ -5,9 +5,16 @@ A fold over one run's events; repeats change nothing. Groups of an epoch that is
 
 from dataclasses import dataclass, field
 
-from rollstream.harness.progress import JobProgress, Progress
+from rollstream.harness.progress import Progress
 from rollstream.schemas.base import Event
-from rollstream.schemas.events import BatchPlanned, EpochSealed, EpochStarted, GroupClosed, SubmissionReceived
+from rollstream.schemas.events import (
+    BatchPlanned,
+    EpochSealed,
+    EpochStarted,
+    GroupClosed,
+    LearnerClaimed,
+    SubmissionReceived,
+)
 
 NO_EPOCH = -1
 
@@ -65,21 +72,23 @@ class JobView:
 
 @dataclass(slots=True)
 class RunView:
-    """One run, as far as the log has been read."""
+    """One run, as far as the log has been read. Mutable on purpose: who follows the log is its only writer."""
 
-    progress: Progress
+    progress: Progress = field(default_factory=lambda: Progress(""))
     jobs: dict[str, JobView] = field(default_factory=dict[str, JobView])
+    claimed: set[str] = field(default_factory=set[str])
+    """Model groups that a learner has taken."""
+    num_events: int = 0
 
     def job(self, job_id: str) -> JobView:
         """A job; one without events is at its beginning."""
         return self.jobs.setdefault(job_id, JobView())
 
-    def job_progress(self, job_id: str) -> JobProgress:
-        """Where a job is, as the driver sees it."""
-        return self.progress.job(job_id)
-
     def take(self, event: Event) -> None:
-        """Take in one event of the run, progress apart."""
+        """Take in one event of the run; `progress` is set by who follows the log."""
+        self.num_events += 1
+        if isinstance(event, LearnerClaimed):
+            self.claimed.add(event.model_group)
         job_id: str | None = getattr(event, "job_id", None)
         if job_id is not None:
             self.job(job_id).take(event)

@@ -20,7 +20,7 @@ from rollstream.schemas import ids
 from rollstream.schemas.errors import DecodeError
 from rollstream.schemas.events import GroupStarted, TaskCancelled, TaskRequested, Tick
 
-_GROUP_ID = re.compile(r"(?P<job>[^/]+/[^/]+)/(?P<kind>[ev])(?P<epoch>\d+)/t(?P<index>\d+)")
+_GROUP_ID = re.compile(r"(?P<job>[^/]+/[^/]+)/(?P<kind>[ev])(?P<epoch>\d+)(-[0-9a-f]+)?/t(?P<index>\d+)")
 
 Spawn = Callable[[Coroutine[Any, Any, None]], "asyncio.Task[None]"]
 

@@ -14,15 +14,18 @@ def group_id(run_id: str, job: str, epoch: int, index: int) -> str:
     return f"{run_id}/{job}/e{epoch:05d}/t{index:05d}"
 
 
-def validation_group_id(run_id: str, job: str, epoch: int, index: int) -> str:
-    """Id of the group (and of its task) at `index` of a validation before `epoch` of a job."""
-    return f"{run_id}/{job}/v{epoch:05d}/t{index:05d}"
+def validation_group_id(run_id: str, job: str, epoch: int, asked: str, index: int) -> str:
+    """Id of the group (and of its task) at `index` of a validation before `epoch` of a job.
+
+    `asked`: a few hex digits of a digest of its examples and settings.
+    """
+    return f"{run_id}/{job}/v{epoch:05d}-{asked}/t{index:05d}"
 
 
 def is_validation(group: str) -> bool:
     """Whether a group id is that of a validation."""
     parts = group.split("/")
-    return len(parts) == 4 and parts[2][:1] == "v" and parts[2][1:].isdigit()
+    return len(parts) == 4 and parts[2].startswith("v") and parts[2][1:].split("-", 1)[0].isdigit()
 
 
 def rollout_id(group: str, member: int, attempt: int) -> str:

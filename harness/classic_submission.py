@@ -1,0 +1,126 @@
+"""From a collection of trajectories to what is submitted: references, and recorded rollouts where there are none.
+
+A group is submitted by reference if every trajectory of it says what is recorded in one and the same group of the log.
+Any other group is written to the log first, whole, so that its trajectories are compared with each other there too.
+"""
+
+import math
+from collections.abc import Sequence
+
+from rollstream.eventlog import codec
+from rollstream.harness import epochs
+from rollstream.harness.backend import Backend
+from rollstream.harness.classic_trajectories import is_as_recorded
+from rollstream.harness.recorded_tasks import stored, tasks_of
+from rollstream.harness.recorded_trajectories import rollout_of, rollouts_of_items
+from rollstream.schemas.errors import ConfigError
+from rollstream.schemas.events import GroupClosed
+from rollstream.schemas.events_training import SubmittedGroup
+from rollstream.schemas.finetuning import DPOItem, Trajectory
+from rollstream.schemas.recorded import RecordedGroup
+
+Group = Sequence[Trajectory]
+
+
+def epoch_of(backend: Backend, groups: Sequence[Group]) -> int:
+    """The epoch that was rolled out for these groups; of foreign ones, the first that nothing is submitted for.
+
+    Raises ConfigError for groups of several epochs.
+    """
+    run_id = backend.run.started.run_id
+    told = {
+        int(metadata["epoch"])
+        for group in groups
+        for metadata in (trajectory.metadata or {} for trajectory in group)
+        if metadata.get("run_id") == run_id and "epoch" in metadata
+    }
+    if len(told) > 1:
+        raise ConfigError(f"trajectories of several epochs cannot be submitted together: {sorted(told)}")
+    return told.pop() if told else max([epochs.next_epoch(backend) - 1, *backend.job.submitted]) + 1
+
+
+async def submitted_groups(backend: Backend, epoch: int, groups: Sequence[Group]) -> list[SubmittedGroup]:
+    """What is submitted for an epoch that is not sealed, in the order of the groups.
+
+    Raises ConfigError for a reward that is no number, RunFailedError if the run is over.
+    """
+    references = [_reference(backend, group) for group in groups]
+    written = [group for group, reference in zip(groups, references, strict=True) if reference is None]
+    again = iter(await _write(backend, epoch, written))
+    submitted: list[SubmittedGroup] = []
+    for reference in references:
+        submitted += [reference] if reference is not None else next(again)
+    return submitted
+
+
+def _reference(backend: Backend, group: Group) -> SubmittedGroup | None:
+    """A group by reference; None if it must be written to the log first."""
+    for trajectory in group:
+        if not math.isfinite(trajectory.reward):
+            raise ConfigError(f"a trajectory has the reward {trajectory.reward}: a finite number is needed")
+    names = {(trajectory.metadata or {}).get("group_id") for trajectory in group}
+    if len(names) != 1 or not all(map(is_as_recorded, group)):
+        return None
+    closed = backend.job.closed.get(str(names.pop()))
+    ids = [str((trajectory.metadata or {})["trajectory_id"]) for trajectory in group]
+    known = {member.trajectory_id for member in closed.members} if closed is not None else set[str]()
+    if closed is None or not known.issuperset(ids) or len(set(ids)) < len(ids):
+        return None
+    rewards = tuple(trajectory.reward for trajectory in group)
+    return SubmittedGroup(group_id=closed.group_id, trajectory_ids=tuple(ids), rewards=rewards)
+
+
+async def _write(backend: Backend, epoch: int, groups: Sequence[Group]) -> list[list[SubmittedGroup]]:
+    """Write groups as recorded rollouts, and wait until they are closed; what is submitted of each of them.
+
+    Their ids derive from what is written, so that writing it again is the same.
+    """
+    recorded = [_recorded(group, f"g{number}") for number, group in enumerate(groups)]
+    flat = [stored(one, backend.artifacts) for several in recorded for one in several]
+    if not flat:
+        return []
+    await epochs.start(backend, epoch, 0)
+    content = [group.model_dump(mode="json") for group in flat]
+    tasks = tasks_of(
+        flat,
+        run_id=backend.run.started.run_id,
+        job_id=backend.spec.job_id,
+        epoch=epoch,
+        settings=backend.spec.rollout,
+        name=f"{backend.spec.job_id.rsplit('/', 1)[-1]}-{codec.canonical_digest(content)[:8]}",
+        first_index=len(backend.examples),
+        min_version=epochs.newest_planned(backend),
+        seed=backend.run.started.seed,
+        time_ms=epochs.time_ms(backend),
+    )
+    await backend.send([task for task in tasks if task.group_id not in backend.job.closed])
+    wanted = [task.group_id for task in tasks]
+    closed = await backend.until(lambda: _all_closed(backend, wanted))
+    found = iter(closed)
+    return [[_of_closed(next(found)) for _ in several] for several in recorded]
+
+
+def _recorded(group: Group, name: str) -> list[RecordedGroup]:
+    """One recorded group; of preference pairs, one a pair."""
+    example_id = next((str(t.metadata["id"]) for t in group if t.metadata and "id" in t.metadata), name)
+    pairs = [pair for trajectory in group if _is_preference(trajectory) for pair in rollouts_of_items(trajectory)]
+    found = [RecordedGroup.of(example_id, pair) for pair in pairs]
+    said = [rollout_of(trajectory) for trajectory in group if not _is_preference(trajectory)]
+    return [*([RecordedGroup.of(example_id, said)] if said else []), *found]
+
+
+def _is_preference(trajectory: Trajectory) -> bool:
+    return any(isinstance(item, DPOItem) for item in trajectory.episode)
+
+
+def _of_closed(group: GroupClosed) -> SubmittedGroup:
+    return SubmittedGroup(
+        group_id=group.group_id,
+        trajectory_ids=tuple(member.trajectory_id for member in group.members),
+        rewards=tuple(member.reward for member in group.members),
+    )
+
+
+def _all_closed(backend: Backend, wanted: Sequence[str]) -> list[GroupClosed] | None:
+    closed = backend.job.closed
+    return [closed[name] for name in wanted] if all(name in closed for name in wanted) else None

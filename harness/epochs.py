@@ -1,0 +1,103 @@
+"""Epochs of a run that components conduct: which one is next, what it is submitted with, how the last one ends.
+
+An epoch that nothing is submitted for is sealed by an empty submission, so that nothing waits for ever.
+"""
+
+import logging
+from collections.abc import Sequence
+
+from rollstream.harness import classic_tasks
+from rollstream.harness.backend import Backend
+from rollstream.schemas.events import EpochSealed
+from rollstream.schemas.events_training import SubmittedGroup
+
+logger = logging.getLogger(__name__)
+
+
+def next_epoch(backend: Backend) -> int:
+    """The epoch after the last one that is sealed."""
+    return backend.job.last_sealed + 1
+
+
+def base_version(backend: Backend) -> int:
+    """The version that the job begins at; the job has started."""
+    started = backend.job_progress.started
+    assert started is not None
+    return started.base_version
+
+
+def newest_planned(backend: Backend) -> int:
+    """The version that the batches which are planned so far yield; it is there, or sure to come."""
+    return base_version(backend) + backend.job.num_planned
+
+
+def time_ms(backend: Backend) -> int:
+    """Event time of what follows: that of the newest seal, of the job's start before the first."""
+    started, last = backend.job_progress.started, backend.job.seals.get(backend.job.last_sealed)
+    if last is not None:
+        return last.time_ms
+    return started.time_ms if started is not None else backend.run.started.time_ms
+
+
+async def start(backend: Backend, epoch: int, num_tasks: int) -> None:
+    """Write EpochStarted, once all epochs before it are sealed; one that is there already stays."""
+    await seal_before(backend, epoch)
+    if epoch in backend.job.started:
+        return
+    run_id = backend.run.started.run_id
+    await backend.send([classic_tasks.epoch_started(backend.spec, run_id, epoch, num_tasks, time_ms(backend))])
+
+
+async def seal_before(backend: Backend, epoch: int) -> None:
+    """Seal epochs that were left without a submission; wait for the seals of the others."""
+    for earlier in range(next_epoch(backend), epoch):
+        if earlier not in backend.job.submitted:
+            await submit(backend, earlier, ())
+        await sealed(backend, earlier)
+
+
+async def submit(
+    backend: Backend,
+    epoch: int,
+    groups: Sequence[SubmittedGroup],
+    *,
+    is_last: bool = False,
+) -> None:
+    """Have an epoch planned from these groups; the first submission of an epoch counts."""
+    await start(backend, epoch, 0)
+    times = [backend.job.closed[group.group_id].time_ms for group in groups if group.group_id in backend.job.closed]
+    event = classic_tasks.submission(
+        backend.spec,
+        backend.run.started.run_id,
+        epoch,
+        groups,
+        time_ms=max(times, default=time_ms(backend)),
+        percentile=backend.curriculum_percentile,
+        is_last=is_last,
+    )
+    known = backend.job.submitted.get(epoch)
+    if known is None:
+        await backend.send([event])
+    elif known != event.submission_id:
+        logger.warning("epoch %s was submitted already with other content, which counts: %s", epoch, known)
+
+
+async def sealed(backend: Backend, epoch: int) -> EpochSealed:
+    """The seal of an epoch, once it is there. Raises RunFailedError if the run is over before it."""
+    return await backend.until(lambda: backend.job.seals.get(epoch))
+
+
+async def conclude(backend: Backend) -> None:
+    """Bring the job to its end: the first epoch without a submission is sealed empty, as the last one.
+
+    Waits for the learner. Raises RunFailedError if the run is over before.
+    """
+    await backend.begin()
+    last = backend.spec.plan.num_epochs - 1
+    if not any(seal.is_last for seal in backend.job.seals.values()):
+        epoch = min(max(backend.job.submitted, default=-1) + 1, last)
+        await seal_before(backend, epoch)
+        if epoch not in backend.job.submitted:
+            await submit(backend, epoch, (), is_last=True)
+        await sealed(backend, epoch)
+    await backend.until(lambda: backend.job_progress.outcome)
