@@ -61,8 +61,8 @@ def test_what_cannot_be_trained_on_is_rejected_with_its_cause(partition, make_me
     assert causes(partition.close(tasks[2], (), members=mixed)) == [("t00002", "no_token_ids")]
     blind = tuple(make_member(tasks[3].group_id, member, member, has_logprobs=member == 0) for member in range(3))
     assert causes(partition.close(tasks[3], (), members=blind)) == [
-        ("t00003", "no_token_ids"),
-        ("t00003", "no_token_ids"),
+        ("t00003", "no_logprobs"),
+        ("t00003", "no_logprobs"),
         ("t00003", "not_viable"),
     ]
     assert partition.close(tasks[4], (), reason="failed") == []
@@ -259,3 +259,15 @@ def test_without_steering_an_epoch_is_filtered_when_it_is_all_there(partition, p
     ]
     assert groups_in(pick(BatchPlanned, outputs)[0]) == [2]
     assert pick(EpochSealed, outputs)[0].curriculum_percentile == 0.3
+
+
+def test_a_plan_that_compares_answers_takes_single_rollouts_without_log_probabilities(partition, make_member):
+    plan = {"drop_zero_variance": False, "needs_logprobs": False, "num_generations": 1}
+    tasks = partition.start(tasks_per_epoch=2, **plan)
+    blind = (make_member(tasks[0].group_id, 0, 1.0, has_logprobs=False),)
+    assert partition.close(tasks[0], (), members=blind) == []
+    empty = (make_member(tasks[1].group_id, 0, 1.0, num_completion_tokens=0),)
+    *rejected, batch, sealed = partition.close(tasks[1], (), members=empty)
+    assert [cause for _, cause in causes(rejected)] == ["no_token_ids"]
+    assert groups_in(batch) == [0]
+    assert (sealed.num_trained_groups, sealed.zero_variance_groups) == (1, 2)

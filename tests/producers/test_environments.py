@@ -156,6 +156,71 @@ def test_an_illegal_move_ends_the_game_with_a_penalty(play, move):
     played.assert_complete()
 
 
+def candidates(played, turn):
+    """Output, score and selection of a turn's candidates."""
+    found = [step for step in played.steps if step.event_type == "TTC_END" and step.data["turn_index"] == turn]
+    return [(step.data["output"], step.data["score"], step.metadata["is_selected"]) for step in found]
+
+
+def test_candidates_are_scored_by_the_position_after_them_and_the_best_is_played(play):
+    config = {"opponent": "perfect", "candidates": 4}
+    task = task_of("tic_tac_toe", inputs={"board": "XX2OO5678"}, environment_config=config)
+    played = play(task, answers("8", "5", "0", "2"))
+    played.assert_complete()
+    assert candidates(played, 0) == [("8", -1.0, False), ("5", 0.0, False), ("0", -2.0, False), ("2", 1.0, True)]
+    scores = [(reward.step_index, reward.value) for reward in played.rewards if reward.is_score]
+    assert scores == [(0, -1.0), (1, 0.0), (2, -2.0), (3, 1.0)]
+    others = [(reward.name, reward.value, reward.step_index) for reward in played.rewards if not reward.is_score]
+    assert others == [("move", 0.0, 3), ("outcome", 1.0, None)]
+    (first, *_) = [step for step in played.steps if step.event_type == "TTC_END"]
+    assert first.name == "dpo_candidate_move"
+    assert first.data["input"] == [{"role": "user", "content": "XX2OO5678"}]
+    assert first.metadata["step_index"] == 0
+
+
+def test_the_game_goes_on_from_the_candidate_that_was_played(play):
+    config = {"opponent": "perfect", "candidates": 2, "plays": "first"}
+    task = task_of("tic_tac_toe", inputs={"board": "XX2OO5678"}, environment_config=config, max_turns=2)
+    played = play(task, answers("5", "6", "2", "8"))
+    played.assert_complete()
+    assert [selected for _, _, selected in candidates(played, 0) + candidates(played, 1)] == [True, False, True, False]
+    calls = [step for step in played.steps if step.llm]
+    assert [step.llm.prefix and step.llm.prefix.step_index for step in calls] == [None, None, 0, 0]
+    assert [step.data["output"] for step in calls] == ["5", "6", "2", "8"]
+    assert {step.data["input"][1]["content"] for step in calls[2:]} == {"5"}
+    turns = {step.data["turn_id"] for step in played.steps if step.event_type == "TTC_END"}
+    assert len(turns) == 2
+    assert all(turn.startswith(("turn_0_", "turn_1_")) for turn in turns)
+
+
+def test_the_first_candidate_ends_the_game_if_it_is_illegal_and_the_best_does_not(play):
+    inputs = {"board": "XX2OO5678"}
+    for plays, outcome in (("first", -0.5), ("best", 1.0)):
+        config = {"candidates": 2, "plays": plays}
+        played = play(task_of("tic_tac_toe", inputs=inputs, environment_config=config), answers("0", "2"))
+        assert [reward.value for reward in played.rewards if reward.name == "outcome"] == [outcome]
+
+
+def value_for_x(board, mover):
+    """The value of a position, worked out without remembering any."""
+    if rules.is_over(board):
+        return {"X": 1, None: 0, "O": -1}[rules.winner(board)]
+    values = [value_for_x(rules.place(board, cell, mover), rules.other(mover)) for cell in rules.free_cells(board)]
+    return max(values) if mover == "X" else min(values)
+
+
+def test_a_position_s_value_does_not_depend_on_who_asked_before():
+    boards = ["XX2OO5678", "X12345O7O", "OX2X4O678", "0OX3X56O8"]
+    for board in [*boards, *reversed(boards)]:
+        for mover, sign in (("X", 1), ("O", -1)):
+            assert rules.value(board, mover) == sign * value_for_x(board, mover)
+
+
+@pytest.mark.parametrize(("config", "says"), [({"candidates": 0}, "candidates is 0"), ({"plays": "x"}, "plays is 'x'")])
+def test_candidates_that_cannot_be_are_named(play, config, says):
+    assert says in play(task_of("tic_tac_toe", environment_config=config)).last.message
+
+
 def test_a_board_that_is_none_is_named(play):
     assert "board is 'XX'" in play(task_of("tic_tac_toe", inputs={"board": "XX"})).last.message
 

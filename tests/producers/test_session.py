@@ -174,3 +174,54 @@ def test_misuse_is_named(play, name, cause, words):
     failed = play(task_of(f"test_misuse_{name}")).last
     assert failed.cause == cause
     assert words in failed.message
+
+
+def test_several_answers_to_the_same_messages_are_one_turn_and_each_begins_a_branch(play, tmp_path):
+    @register_environment("test_samples")
+    async def samples(session):
+        replies = await session.sample([user("1")], 3)
+        await session.score(replies, [0.0, 2.0, 1.0], selected=2)
+        assert session.messages["agent"] == (user("1"), assistant(replies[2].text))
+        await session.chat([user("1"), assistant(replies[2].text), user("2")])
+        await session.reward(0.5)
+
+    engine = asyncio.run(scripted(tmp_path, answers("5", "6", "7", "8")))
+    played = play(task_of("test_samples", max_turns=2), engine=engine)
+    played.assert_complete()
+    calls = [step for step in played.steps if step.llm]
+    assert played.texts() == ["5", "6", "7", "8"]
+    assert [call.llm.prefix and call.llm.prefix.step_index for call in calls] == [None, None, None, 2]
+    assert prompts_of(played.steps) == [list(request.prompt_ids) for request in engine.requests]
+    assert len({request.seed for request in engine.requests}) == 4
+    assert [(r.step_index, r.value, r.is_score) for r in played.rewards] == [
+        (0, 0.0, True),
+        (1, 2.0, True),
+        (2, 1.0, True),
+        (None, 0.5, False),
+    ]
+    assert [step.metadata["is_selected"] for step in played.steps if step.event_type == "TTC_END"] == [0, 0, 1]
+
+
+def test_samples_are_the_same_however_often_they_are_drawn_and_end_with_the_turns(play):
+    @register_environment("test_resampled")
+    async def resampled(session):
+        for _ in range(3):
+            await session.sample([user("1")], 4)
+
+    first, second = (play(task_of("test_resampled", max_turns=2)) for _ in range(2))
+    assert first.contents() == second.contents()
+    assert len(first.texts()) == 8
+    assert len(set(first.texts())) > 1
+    assert first.last.stop_reason == "max_turns"
+
+
+@pytest.mark.parametrize(
+    ("num", "score", "says"), [(0, 0.0, "0 answers of agent agent"), (1, float("nan"), "score"), (1, "good", "score")]
+)
+def test_a_sample_that_cannot_be_drawn_or_scored_is_named(play, num, score, says):
+    @register_environment("test_bad_score")
+    async def bad(session):
+        replies = await session.sample([user("1")], num)
+        await session.score(replies, [score], selected=0)
+
+    assert says in play(task_of("test_bad_score")).last.message
