@@ -250,8 +250,32 @@ def test_a_secret_is_not_shown_in_an_error(tmp_path: Path, written: dict[str, An
     assert "s3cr3t" not in done.stderr + done.stdout
 
 
-def test_what_is_not_there_yet_says_so(tmp_path: Path, written: dict[str, Any], write: Write) -> None:
-    assert_refused(finetune(tmp_path, write(written), "--endpoint", "http://x"), "--endpoint", "not available")
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (("--endpoint", "localhost"), ("finetuning.run_configuration.endpoint", "no URL")),
+        (("--dataset", "none.json"), ("dataset none.json", "cannot be read", "--dataset")),
+        (("--validation_dataset", "none.csv", "--validation_interval", "2"), ("dataset none.csv", "cannot be read")),
+        (("--validation_config_file", "none.yaml"), ("validation_config_file", "none.yaml", "cannot be read")),
+        (("-o", "trainers.tt.planning", "stream"), ("--override trainers.tt.planning", "has no trainers.tt")),
+        (("-o", "trainers.t._type", "my_trainer"), ("trainers.t._type", "'my_trainer' is not known", "known are")),
+    ],
+)
+def test_an_option_that_does_not_fit_is_named_before_the_run(
+    tmp_path: Path, written: dict[str, Any], write: Write, options: tuple[str, ...], words: tuple[str, ...]
+) -> None:
+    done = finetune(tmp_path, write(written), *options)
+    assert_refused(done, *words)
+    assert done.stdout == ""
+
+
+@pytest.mark.parametrize("option", ["--validation_interval", "--endpoint_timeout"])
+def test_an_option_out_of_its_range_is_named(
+    tmp_path: Path, written: dict[str, Any], write: Write, option: str
+) -> None:
+    done = finetune(tmp_path, write(written), option, "0")
+    assert done.returncode == 2
+    assert option in done.stderr
 
 
 @pytest.mark.parametrize("command", [["runs"], ["status"], ["stop", "run-1"]])
