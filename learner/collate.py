@@ -55,11 +55,14 @@ class MicroBatch:
 def rows_of(trajectory: TrajectoryAssembled, advantage: float | StepAdvantages, *, needs_logprobs: bool) -> list[Row]:
     """The sequences of a trajectory that have completion tokens, with one advantage for all of them or one by step.
 
-    Raises DecodeError naming the trajectory if completions and arrays do not fit each other, or if log-probabilities
-    are needed and missing.
+    Where log-probabilities are needed, sequences without them are left out. Raises DecodeError naming the trajectory if
+    completions and arrays do not fit each other, or if log-probabilities are needed and no sequence has them.
     """
     rows: list[Row] = []
+    has_any = any(sequence.logprobs is not None for sequence in trajectory.sequences)
     for index, sequence in enumerate(trajectory.sequences):
+        if needs_logprobs and has_any and sequence.logprobs is None:
+            continue
         try:
             row = _row(sequence, advantage, needs_logprobs=needs_logprobs)
         except ValueError as error:

@@ -23,10 +23,19 @@ def admit(job: Job, epoch: Epoch, event: GroupClosed) -> list[Event]:
     places = [
         place for place, member in enumerate(group.members) if is_trainable(member, needs_logprobs=needs_logprobs)
     ]
-    barren = group.only([place for place in range(len(group.members)) if place not in places])
-    group = group.only(places)
-    rejected = ledger.reject(barren, "no_token_ids", event.time_ms)
-    return rejected + _keep_waiting(job, epoch, group, event.time_ms)
+    rejected = _reject_barren(group, set(places), event.time_ms)
+    return rejected + _keep_waiting(job, epoch, group.only(places), event.time_ms)
+
+
+def _reject_barren(group: Candidate, trainable: set[int], time_ms: int) -> list[Event]:
+    """Rejections of what has no sampled tokens, or none whose log-probabilities are known."""
+    barren = [place for place in range(len(group.members)) if place not in trainable]
+    silent = [place for place in barren if not group.members[place].num_completion_tokens]
+    unknown = [place for place in barren if place not in silent]
+    return [
+        *ledger.reject(group.only(silent), "no_token_ids", time_ms),
+        *ledger.reject(group.only(unknown), "no_logprobs", time_ms),
+    ]
 
 
 def _keep_waiting(job: Job, epoch: Epoch, group: Candidate, time_ms: int) -> list[Event]:

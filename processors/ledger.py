@@ -8,7 +8,16 @@ from rollstream.schemas.base import Event
 from rollstream.schemas.events import EpochSealed, GroupClosed, TrajectoryRejected
 
 Cause = Literal[
-    "stale", "zero_variance", "curriculum", "late", "left_over", "run_ended", "no_token_ids", "not_viable", "validation"
+    "stale",
+    "zero_variance",
+    "curriculum",
+    "late",
+    "left_over",
+    "run_ended",
+    "no_token_ids",
+    "no_logprobs",
+    "not_viable",
+    "validation",
 ]
 
 

@@ -42,9 +42,10 @@ def join_calls(steps: Sequence[StepRecorded]) -> tuple[TokenSequence, ...]:
     """Training sequences of one agent's LLM steps, which are given by ascending step index.
 
     A call whose prefix is all of what the named call saw and sampled extends that call's sequence, if nothing else
-    has yet; a shorter prefix, or a second branch, begins a sequence of its own in which the prefix is prompt. So every
-    completion token stands in exactly one `completions` entry. Raises DecodeError that names the step if a prefix
-    names no earlier call, is longer than it or has another hash, or if token arrays contradict each other.
+    has yet and both have log-probabilities or neither; a shorter prefix, or a second branch, begins a sequence of its
+    own in which the prefix is prompt. So every completion token stands in exactly one `completions` entry, and a
+    sequence has log-probabilities of all of its completion tokens or of none. Raises DecodeError that names the step
+    if a prefix names no earlier call, is longer than it or has another hash, or if token arrays contradict each other.
     """
     sequences: list[_Growing] = []
     ends: dict[int, tuple[_Growing, int]] = {}
@@ -70,7 +71,8 @@ def _sequence_for(call: LLMCall, ends: dict[int, tuple[_Growing, int]], sequence
         sequence, end = named
         if prefix.length > end:
             raise DecodeError(f"its prefix has {prefix.length} tokens, step {prefix.step_index} has {end}")
-        if prefix.length == sequence.length:
+        is_alike = sequence.has_logprobs == (call.logprobs is not None)
+        if is_alike and prefix.length == sequence.length:
             if sequence.sha256() != prefix.sha256:
                 raise DecodeError("its prefix has another sha256")
             return sequence

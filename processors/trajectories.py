@@ -117,16 +117,17 @@ def sum_rewards(rewards: Iterable[RewardRecorded], agent: str, weights: dict[str
 
 def reference(trajectory: TrajectoryAssembled) -> MemberRef:
     """What a closed group says of a trajectory."""
-    num_tokens, num_completion_tokens, has_logprobs = 0, 0, True
+    num_tokens, num_completion_tokens, num_without_logprobs = 0, 0, 0
     versions: set[int] = set()
     for sequence in trajectory.sequences:
         num_tokens += tokens.count(sequence.token_ids)
-        has_logprobs = has_logprobs and sequence.logprobs is not None
         for part in sequence.completions:
             num_completion_tokens += part.length
+            num_without_logprobs += part.length if sequence.logprobs is None else 0
             for span in part.spans:
                 if span.length:
                     versions.add(span.version)
+    has_logprobs = not trajectory.sequences or any(part.logprobs is not None for part in trajectory.sequences)
     return _member(
         {
             "trajectory_id": trajectory.trajectory_id,
@@ -140,6 +141,7 @@ def reference(trajectory: TrajectoryAssembled) -> MemberRef:
             "min_version": min(versions, default=0),
             "max_version": max(versions, default=0),
             "has_logprobs": has_logprobs,
+            "num_without_logprobs": num_without_logprobs if has_logprobs else 0,
         }
     )
 

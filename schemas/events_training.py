@@ -100,6 +100,9 @@ class MemberRef(_Value):
     """Oldest version of a completion token; 0 if there is none."""
     max_version: int
     has_logprobs: bool = True
+    """Of completion tokens at least; none of any: it cannot be trained on where they are needed."""
+    num_without_logprobs: int = added(0, ge=0)
+    """Completion tokens without, if others have them: left out where they are needed."""
 
 
 class AttemptOutcome(_Value):
@@ -252,6 +255,7 @@ class TrajectoryRejected(Event):
         "left_over",
         "run_ended",
         "no_token_ids",
+        "no_logprobs",
         "not_viable",
         "validation",
     ]

@@ -103,3 +103,10 @@ def test_mini_batches_share_all_rows_out_by_seed() -> None:
     assert lengths(1) == lengths(1) != lengths(2)
     assert collate.mini_batches(rows, 1, seed=1) == [rows]
     assert len(collate.mini_batches(rows[:2], 5, seed=1)) == 2
+
+
+def test_sequences_without_log_probabilities_are_left_out_where_they_are_needed_and_others_have_them() -> None:
+    known, unknown = sequence([1, 2], [(1, 1)], [-1.0]), sequence([1, 2, 3], [(2, 1)], None)
+    (found,) = collate.rows_of(trajectory(known, unknown), 1.0, needs_logprobs=True)
+    assert found.token_ids.tolist() == [1, 2]
+    assert len(collate.rows_of(trajectory(known, unknown), 1.0, needs_logprobs=False)) == 2

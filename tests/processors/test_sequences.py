@@ -5,8 +5,9 @@ import hashlib
 import pytest
 
 from rollstream.processors.sequences import join_calls
+from rollstream.processors.trajectories import reference
 from rollstream.schemas.errors import DecodeError
-from rollstream.schemas.events import StepRecorded
+from rollstream.schemas.events import StepRecorded, TrajectoryAssembled
 from rollstream.schemas.events_rollouts import LLMCall, Prefix, VersionSpan
 from rollstream.schemas.tokens import decode_floats, decode_ids, encode_floats, encode_ids
 
@@ -75,9 +76,19 @@ def test_a_second_branch_begins_a_sequence():
     assert places(second) == [(2, 3, 1)]
 
 
-def test_a_sequence_has_log_probabilities_only_if_every_completion_has_them():
-    (joined,) = join_calls([call(0, [1], [2]), call(1, [3], [4], prefix=prefix(0, [1, 2]), logprobs=False)])
-    assert joined.logprobs is None
+def test_calls_with_and_without_log_probabilities_stand_in_sequences_of_their_own():
+    steps = [
+        call(0, [1], [2]),
+        call(1, [3], [4], prefix=prefix(0, [1, 2]), logprobs=False),
+        call(2, [5], [6], prefix=prefix(1, [1, 2, 3, 4])),
+        call(3, [7], [8], prefix=prefix(1, [1, 2, 3, 4]), logprobs=False),
+    ]
+    known, unknown, later = join_calls(steps)
+    assert ids_of(known) == [1, 2]
+    assert ids_of(unknown) == [1, 2, 3, 4, 7, 8]
+    assert ids_of(later) == [1, 2, 3, 4, 5, 6]
+    assert [places(one) for one in (known, unknown, later)] == [[(0, 1, 1)], [(1, 3, 1), (3, 5, 1)], [(2, 5, 1)]]
+    assert [one.logprobs is None for one in (known, unknown, later)] == [False, True, False]
 
 
 def test_no_calls_are_no_sequences():
@@ -107,3 +118,21 @@ def test_arrays_that_are_no_arrays_are_refused(change):
     step = call(0, [1], [2])
     with pytest.raises(DecodeError, match="step 0"):
         join_calls([step.model_copy(update={"llm": step.llm.model_copy(update=change)})])
+
+
+def test_a_reference_counts_what_has_no_log_probabilities_if_something_has():
+    names = dict.fromkeys(("run_id", "group_id", "rollout_id", "trajectory_id", "agent", "example_id", "job_id"), "x")
+
+    def referred(*steps):
+        return reference(
+            TrajectoryAssembled(
+                **names, time_ms=0, model_group="x/m", member=0, attempt=0, epoch=0, reward=1.0, num_steps=1,
+                sequences=join_calls(steps), steps_digest="0" * 64,
+            )
+        )  # fmt: skip
+
+    known, unknown = call(0, [1], [2]), call(1, [3], [4, 5], logprobs=False)
+    found = [referred(*steps) for steps in ((known, unknown), (known,), (unknown,), ())]
+    assert [one.has_logprobs for one in found] == [True, True, False, True]
+    assert [one.num_without_logprobs for one in found] == [2, 0, 0, 0]
+    assert [one.num_completion_tokens for one in found] == [3, 1, 2, 0]
