@@ -9,7 +9,7 @@ import logging
 import random
 import secrets
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +54,8 @@ class RollstreamTrainer(Trainer):
         self._statuses: dict[int, TrainingJobStatus] = {}
         self._outcome: tuple[bool, str] | None = None
         """Whether all went well, and what did not; none while it is not known."""
+        self._end: str | None = None
+        """Why the run ends before the epoch that is next."""
         self._files = ClassicFiles(Path())
 
     async def initialize(self, run_config: FinetuneConfig) -> None:
@@ -72,8 +74,8 @@ class RollstreamTrainer(Trainer):
     async def run(self, num_epochs: int) -> list[TrainingJobStatus]:
         """Train up to epoch `num_epochs`; the status of every epoch that was done here, in order.
 
-        An epoch without anything to train on is completed, and says so. Ends early after a failed one, and where
-        validation no longer gets better. Raises RollstreamError if the run, its services or its log are over.
+        An epoch without anything to train on is completed, and says so. Ends early after a failed one, and before one
+        that there is a `reason_to_end`. Raises RollstreamError if the run, its services or its log are over.
         """
         under_way: deque[int] = deque()
         for epoch in range(self._first_epoch, num_epochs):
@@ -82,8 +84,8 @@ class RollstreamTrainer(Trainer):
             except RequiredValidationError as error:
                 self._statuses[epoch] = self._status(TrainingStatusEnum.FAILED, str(error))
                 break
-            if self._has_plateaued:
-                logger.info("validation no longer gets better: ending before epoch %d", epoch)
+            if self._end:
+                logger.info("run=%s ends before epoch=%d: %s", self._run_id, epoch, self._end)
                 break
             if ref is None:
                 self._statuses[epoch] = self._status(TrainingStatusEnum.COMPLETED, NOTHING_TRAINED)
@@ -103,10 +105,12 @@ class RollstreamTrainer(Trainer):
     async def run_epoch(self, epoch: int, run_id: str) -> TrainingJobRef | None:
         """Validation if it is due, rollouts, curriculum, submission; None if there is nothing to train on.
 
-        Raises RollstreamError; RequiredValidationError if a validation fails that must not.
+        Nothing is rolled out where there is a `reason_to_end`. Raises RollstreamError; RequiredValidationError if a
+        validation fails that must not.
         """
         await self._validate_if_due(epoch)
-        if self._has_plateaued:
+        self._end = self.reason_to_end(epoch)
+        if self._end:
             return None
         assert self.trajectory_builder is not None
         meta = {"epoch": epoch, "run_id": run_id, "trainer_config": self.trainer_config}
@@ -122,6 +126,18 @@ class RollstreamTrainer(Trainer):
             logger.warning("epoch %d: the curriculum leaves nothing to train on", epoch)
             return None
         return await self._adapter.submit(collection)
+
+    def reason_to_end(self, epoch: int) -> str | None:
+        """Why the run ends, as completed, before this epoch; None: it goes on. Asked after the epoch's validation.
+
+        Override it for a rule of your own: `reward_history` has what it needs.
+        """
+        return "validation no longer gets better" if self._has_plateaued else None
+
+    @property
+    def reward_history(self) -> Sequence[Mapping[str, Any]]:
+        """`avg_reward` and what else is known of the run's epochs, oldest first; those before a restart too."""
+        return tuple(self._files.rewards)
 
     async def get_metrics(self, run_id: str) -> dict[str, Any]:
         """What became of every epoch's job, during the run and after it, and the histories of rewards."""
