@@ -27,7 +27,7 @@ from rollstream.schemas.config import (
 )
 from rollstream.schemas.errors import ConfigError
 from rollstream.schemas.finetuning import FinetuneConfig
-from rollstream.schemas.settings import CurriculumSettings
+from rollstream.schemas.settings import AlgorithmSettings, CurriculumSettings
 
 OUR_TYPES = (OURS, "openpipe_art_trainer", "openpipe_art_traj_builder", "openpipe_art_trainer_adapter")
 """What is played by our own three components."""
@@ -54,15 +54,16 @@ def run_config_of(finetune: FinetuneConfig) -> RunConfig:
     if any(not is_ours(block) for block in blocks.values()):
         trainer = trainer.model_copy(update={"planning": "submitted"})
     reward = finetune.reward_function
+    environment = _environment(finetune, builder, file.workflow)
     examples = _dataset(file.eval)
     return RunConfig(
         builder=builder,
-        adapter=_adapter(finetune.trainer_adapter, blocks["trainer_adapter"]),
+        adapter=_adapter(finetune, blocks["trainer_adapter"], blocks["trajectory_builder"]),
         trainer=trainer,
         finetuning=_finetuning(finetune),
         dataset=dataset.section_of(Path(run.dataset), examples) if run.dataset else examples,
-        environment=_environment(finetune, builder, file.workflow),
-        reward_functions=_rewards(builder, reward.name if reward else None),
+        environment=environment,
+        reward_functions=_rewards(builder, environment, reward.name if reward else None),
         evaluators=_evaluators(file.eval),
         validation=_validation(finetune, examples),
         endpoint=run.endpoint,
@@ -92,13 +93,28 @@ def _section(block: Any, default: _Section) -> _Section:
     return block.section() if hasattr(block, "section") else default
 
 
-def _adapter(name: str | None, block: Any) -> AdapterSection:
+def _adapter(finetune: FinetuneConfig, block: Any, builder: Any) -> AdapterSection:
+    name = finetune.trainer_adapter
     if not hasattr(block, "section"):
         raise ConfigError(
             f"trainer_adapters.{name}._type: {getattr(block, 'type', None)!r} names no model that is trained here; "
             "use rollstream, or a configuration that is derived from RollstreamTrainerAdapterConfig"
         )
-    return block.section()
+    section: AdapterSection = block.section()
+    return section.model_copy(update={"algorithm": _of_pairs(finetune, section.algorithm, builder)})
+
+
+def _of_pairs(finetune: FinetuneConfig, algorithm: AlgorithmSettings, builder: Any) -> AlgorithmSettings:
+    """What a builder of preference pairs says of them, unless the algorithm, which makes them, says it itself."""
+    wanted: Mapping[str, Any] | None = getattr(builder, "pairs", None)
+    if wanted is None:
+        return algorithm
+    if algorithm.name != "dpo":
+        raise ConfigError(
+            f"trainer_adapters.{finetune.trainer_adapter}.algorithm.name: is {algorithm.name!r}; "
+            f"trajectory_builders.{finetune.trajectory_builder} builds preference pairs, which dpo trains on"
+        )
+    return AlgorithmSettings(**{**wanted, **algorithm.model_dump(include=algorithm.model_fields_set)})
 
 
 def _finetuning(finetune: FinetuneConfig) -> FinetuningSection:
@@ -169,9 +185,9 @@ def _environment(finetune: FinetuneConfig, builder: BuilderSection, workflow: An
     return RECORDED
 
 
-def _rewards(builder: BuilderSection, name: str | None) -> tuple[str, ...]:
-    """Reward functions to run; `environment` names the environment's own rewards."""
-    if name is None or name == "environment" or name in builder.rewards:
+def _rewards(builder: BuilderSection, environment: str, name: str | None) -> tuple[str, ...]:
+    """Reward functions to run; `environment` names the environment's own rewards. Recorded rollouts have theirs."""
+    if name is None or name == "environment" or name in builder.rewards or environment == RECORDED:
         return builder.rewards
     return (*builder.rewards, name)
 
