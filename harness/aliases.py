@@ -3,7 +3,6 @@
 A block may hold our fields too. Fields that mean nothing here are accepted, and told once in a process.
 """
 
-import importlib
 import logging
 from collections.abc import AsyncIterator
 from typing import Any, Literal, Self
@@ -147,6 +146,15 @@ class DpoBuilderConfig(OurBuilderFields, TrajectoryBuilderConfig, name="dpo_traj
     require_multiple_candidates: bool = True
     custom_step_name: str | None = None
 
+    @property
+    def pairs(self) -> dict[str, Any]:
+        """What the algorithm, which makes the pairs of a batch, is to know of them."""
+        return {
+            "exhaustive_pairs": self.exhaustive_pairs,
+            "min_score_diff": self.min_score_diff,
+            "max_pairs_per_turn": self.max_pairs_per_turn,
+        }
+
     @model_validator(mode="after")
     def _tell_what_means_nothing(self) -> Self:
         names = ["custom_step_name"] if self.custom_step_name is not None else []
@@ -216,6 +224,7 @@ async def build_art_adapter(config: ArtAdapterConfig, builder: Any) -> AsyncIter
 
 @register_trajectory_builder(config_type=DpoBuilderConfig)
 async def build_dpo_builder(config: DpoBuilderConfig, builder: Any) -> AsyncIterator[TrajectoryBuilder]:
-    """Our builder of preference pairs."""
-    module = importlib.import_module("rollstream.harness.dpo_builder")
-    yield module.DpoTrajectoryBuilder(trajectory_builder_config=config)
+    """Our builder: the candidates' scores are on the log, and the learner makes pairs of them."""
+    from rollstream.harness.rollstream_builder import RollstreamTrajectoryBuilder
+
+    yield RollstreamTrajectoryBuilder(trajectory_builder_config=config)

@@ -29,7 +29,13 @@ from rollstream.schemas.errors import ConfigError
 from rollstream.schemas.finetuning import FinetuneConfig
 from rollstream.schemas.settings import AlgorithmSettings, CurriculumSettings
 
-OUR_TYPES = (OURS, "openpipe_art_trainer", "openpipe_art_traj_builder", "openpipe_art_trainer_adapter")
+OUR_TYPES = (
+    OURS,
+    "openpipe_art_trainer",
+    "openpipe_art_traj_builder",
+    "openpipe_art_trainer_adapter",
+    "dpo_traj_builder",
+)
 """What is played by our own three components."""
 RECORDED = "recorded"
 """The environment that plays rollouts which exist already."""

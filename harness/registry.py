@@ -20,7 +20,7 @@ from rollstream.schemas.finetuning import (
 )
 
 GROUP = "rollstream.components"
-BUILT_IN = "rollstream.harness.builtin_components"
+BUILT_IN = "rollstream.harness.builtin"
 Build = TypeVar("Build", bound=Callable[..., Any])
 ConfigType = type[ComponentConfig]
 Registered = dict[ConfigType, Callable[..., Any]]

@@ -147,12 +147,17 @@ def test_the_builder_of_preference_pairs_has_nats_fields(art: dict[str, Any]) ->
         "reward_from_score_diff": False,
         "require_multiple_candidates": False,
     }
+    with pytest.raises(ConfigError, match=r"trainer_adapters.a.algorithm.name: is 'grpo'; .* which dpo trains on"):
+        config_file.resolve(art, {})
+    art["trainer_adapters"]["a"]["algorithm"] = {"name": "dpo", "max_pairs_per_turn": 5}
     found = config_file.resolve(art, {})
     block = found.finetune.run_configuration.config_file.trajectory_builders["b"]  # pyright: ignore
     assert isinstance(block, aliases.DpoBuilderConfig)
     assert (block.ttc_step_name, block.max_pairs_per_turn) == ("move", 3)
     assert (found.config.trainer.planning, found.config.builder.num_generations) == ("submitted", 1)
     assert not found.config.builder.drop_zero_variance
+    algorithm = found.config.adapter.algorithm
+    assert (algorithm.exhaustive_pairs, algorithm.min_score_diff, algorithm.max_pairs_per_turn) == (False, 0.1, 5)
 
 
 def test_a_subclass_of_an_own_configuration_keeps_its_defaults_apart() -> None:
