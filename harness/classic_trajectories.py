@@ -27,8 +27,8 @@ async def read_groups(log: EventLog, groups: Sequence[GroupClosed]) -> list[list
 
     Raises ArtifactError if a trajectory is not where its locator says, TruncatedError if it is no longer kept.
     """
-    assembled = await _assembled(log, groups)
-    steps = await _steps(log, groups)
+    assembled = await read_assembled(log, groups)
+    steps = await read_steps(log, groups)
     found: list[list[Trajectory]] = []
     for group in groups:
         members = zip(group.members, group.locators, strict=True) if group.locators else ()
@@ -45,7 +45,7 @@ def trajectory_of(
     group: GroupClosed, member: MemberRef, locator: Locator, assembled: TrajectoryAssembled, steps: Steps
 ) -> Trajectory:
     """One trajectory. `shaped_rewards` has a reward for every message of the assistant, none if no step has one."""
-    completions = _completions(assembled.sequences)
+    completions = completions_of(assembled.sequences)
     calls = [steps[index] for index in sorted(completions) if index in steps]
     episode = _episode(calls, completions)
     shaped = _shaped(assembled.step_rewards, [call.step_index for call in calls])
@@ -86,8 +86,8 @@ def is_as_recorded(trajectory: Trajectory) -> bool:
     return "trajectory_id" in metadata and metadata.get("content_sha256") == content_sha256(trajectory)
 
 
-def _completions(sequences: Sequence[TokenSequence]) -> dict[int, dict[str, Any]]:
-    """What is known of each LLM call's tokens, by step."""
+def completions_of(sequences: Sequence[TokenSequence]) -> dict[int, dict[str, Any]]:
+    """What is known of each LLM call's tokens, by step: ids of prompt and answer, log-probabilities, version spans."""
     found: dict[int, dict[str, Any]] = {}
     for sequence in sequences:
         ids = tokens.decode_ids(sequence.token_ids)
@@ -163,7 +163,8 @@ def _text(value: Any) -> str:
     return "" if value is None else str(value)
 
 
-async def _assembled(log: EventLog, groups: Iterable[GroupClosed]) -> dict[str, TrajectoryAssembled]:
+async def read_assembled(log: EventLog, groups: Iterable[GroupClosed]) -> dict[str, TrajectoryAssembled]:
+    """The members of groups by trajectory id. Raises ArtifactError, TruncatedError."""
     members = [(member, at) for group in groups for member, at in zip(group.members, group.locators, strict=False)]
     records = await log.fetch([Position("trajectories", at.partition, at.offset) for _, at in members])
     found: dict[str, TrajectoryAssembled] = {}
@@ -175,7 +176,7 @@ async def _assembled(log: EventLog, groups: Iterable[GroupClosed]) -> dict[str, 
     return found
 
 
-async def _steps(log: EventLog, groups: Iterable[GroupClosed]) -> dict[str, dict[int, StepRecorded]]:
+async def read_steps(log: EventLog, groups: Iterable[GroupClosed]) -> dict[str, dict[int, StepRecorded]]:
     """Steps of the groups' members by rollout and index; the first record of a step counts."""
     rollouts = {member.rollout_id for group in groups for member in group.members}
     ranges = [group.steps_at for group in groups if group.steps_at is not None and group.members]

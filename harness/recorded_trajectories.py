@@ -10,10 +10,11 @@ from typing import Any, cast
 import orjson
 from pydantic import JsonValue
 
+from rollstream.harness.dpo_trajectories import CHOSEN, REJECTED, score_diff_of, tokens_of
 from rollstream.producers.recorded_logprobs import read_logprobs
 from rollstream.producers.recording import NO_LOGPROBS
 from rollstream.schemas.finetuning import DPOItem, EpisodeItem, EpisodeItemRole, Trajectory
-from rollstream.schemas.recorded import RecordedChat, RecordedReward, RecordedRollout, RecordedStep
+from rollstream.schemas.recorded import RecordedChat, RecordedReward, RecordedRollout, RecordedStep, RecordedTokens
 
 REWARD = "reward"
 STEP_REWARD = "shaped_reward"
@@ -51,19 +52,35 @@ def rollout_of(trajectory: Trajectory, *, demands_logprobs: bool = True) -> Reco
     return RecordedRollout(source_id=source_id, steps=tuple(steps), rewards=rewards)
 
 
-def rollouts_of_pair(item: DPOItem, *, score_diff: float = 1.0) -> tuple[RecordedRollout, RecordedRollout]:
-    """A preference pair as the two members of a group: the chosen one scores `score_diff`, the rejected one 0."""
+def rollouts_of_pair(
+    item: DPOItem,
+    *,
+    score_diff: float = 1.0,
+    tokens: tuple[RecordedTokens | None, RecordedTokens | None] = (None, None),
+) -> tuple[RecordedRollout, RecordedRollout]:
+    """A preference pair as the two members of a group: the chosen one scores `score_diff`, the rejected one 0.
+
+    `tokens`: exact ones of the chosen and the rejected answer, where they are known.
+    """
     messages = _messages(item)
     return (
-        _pair_member(messages, item.chosen_response, score_diff),
-        _pair_member(messages, item.rejected_response, 0.0),
+        _pair_member(messages, item.chosen_response, score_diff, tokens[0]),
+        _pair_member(messages, item.rejected_response, 0.0, tokens[1]),
     )
 
 
 def rollouts_of_items(trajectory: Trajectory) -> tuple[tuple[RecordedRollout, RecordedRollout], ...]:
-    """All pairs of a trajectory whose episode is DPOItems, each a group; its reward is the difference of the scores."""
-    diff = trajectory.reward if math.isfinite(trajectory.reward) and trajectory.reward > 0 else 1.0
-    return tuple(rollouts_of_pair(item, score_diff=diff) for item in trajectory.episode if isinstance(item, DPOItem))
+    """All pairs of a trajectory whose episode is DPOItems, each a group, with the tokens that it refers to."""
+    diff = score_diff_of(trajectory)
+    return tuple(
+        rollouts_of_pair(
+            item,
+            score_diff=diff,
+            tokens=(tokens_of(trajectory, item, CHOSEN), tokens_of(trajectory, item, REJECTED)),
+        )
+        for item in trajectory.episode
+        if isinstance(item, DPOItem)
+    )
 
 
 def _steps(items: Sequence[EpisodeItem], *, demands_logprobs: bool) -> list[RecordedStep]:
@@ -96,12 +113,17 @@ def _step(
     )
 
 
-def _pair_member(messages: tuple[dict[str, JsonValue], ...], response: str, score: float) -> RecordedRollout:
+def _pair_member(
+    messages: tuple[dict[str, JsonValue], ...], response: str, score: float, tokens: RecordedTokens | None
+) -> RecordedRollout:
     answer: dict[str, JsonValue] = {"role": "assistant", "content": response}
     step = RecordedStep(
-        data={"input": list(messages), "output": response}, chat=RecordedChat(messages=messages, answer=answer)
+        data={"input": list(messages), "output": response},
+        tokens=tokens,
+        chat=RecordedChat(messages=messages, answer=answer),
     )
-    return RecordedRollout(steps=(step,), rewards=(RecordedReward(value=score, name="score"),))
+    compared = RecordedReward(value=score, name="score", step=0, is_score=True)
+    return RecordedRollout(steps=(step,), rewards=(RecordedReward(value=score, name="score"), compared))
 
 
 def _messages(item: DPOItem) -> tuple[dict[str, JsonValue], ...]:

@@ -1,9 +1,11 @@
 """`trajectory_builders.X._type: rollstream`: tasks out to the producers, closed groups back as trajectories."""
 
 import logging
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from rollstream.eventlog.log import EventLog
 from rollstream.harness import classic_tasks, dataset, epochs
 from rollstream.harness.backend import Backend, opened
 from rollstream.harness.classic_trajectories import read_groups
@@ -16,7 +18,7 @@ from rollstream.schemas import ids
 from rollstream.schemas.config import ValidationSection
 from rollstream.schemas.errors import ConfigError
 from rollstream.schemas.events import GroupClosed
-from rollstream.schemas.finetuning import TrajectoryCollection
+from rollstream.schemas.finetuning import Trajectory, TrajectoryCollection
 from rollstream.schemas.settings import RolloutSettings
 
 logger = logging.getLogger(__name__)
@@ -63,10 +65,14 @@ class RollstreamTrajectoryBuilder(TrajectoryBuilder):
         try:
             wanted = _group_ids(backend, epoch)
             closed = await backend.until(lambda: _all_closed(backend, wanted))
-            groups = await read_groups(backend.log, closed)
+            groups = await self.trajectories_of(backend.log, closed)
         finally:
             del self._epochs[run_id]
         return TrajectoryCollection(trajectories=[group for group in groups if group], run_id=run_id)
+
+    async def trajectories_of(self, log: EventLog, groups: Sequence[GroupClosed]) -> list[list[Trajectory]]:
+        """What closed groups are for training: a list for each of them. Raises ArtifactError, TruncatedError."""
+        return await read_groups(log, groups)
 
     async def run_eval(self) -> EvaluationOutput:
         """Roll a dataset out once, without training on it: that of `run_configuration`, with its configuration.
