@@ -11,6 +11,7 @@ from rollstream.schemas.errors import RollstreamError
 
 COMMANDS = {
     "finetune": "commands_run",
+    "ingest": "commands_ingest",
     "stop": "commands_run",
     "runs": "commands_run",
     "serve": "commands_serve",
@@ -26,6 +27,7 @@ COMMANDS = {
 }
 SUMMARIES = {
     "finetune": "Train by a configuration file, or go on with a run.",
+    "ingest": "Train on recorded steps of a file.",
     "stop": "End a run in order.",
     "runs": "List the runs of a workspace.",
     "serve": "Run one long-running service.",

@@ -5,11 +5,15 @@ import logging
 import sys
 import time
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
 from rollstream.harness.commands_serve import BOOTSTRAP_SERVERS, WORKSPACE
 from rollstream.schemas.errors import ConfigError, RunFailedError
+
+if TYPE_CHECKING:
+    from rollstream.harness.finetune import Request
 
 
 @click.command()
@@ -45,9 +49,7 @@ def finetune(
     **options: Path | str | int | None,
 ) -> None:
     """Train by a configuration file, or go on with a run."""
-    from rollstream.harness.display import Display
-    from rollstream.harness.finetune import Interrupted, Request
-    from rollstream.harness.finetune import finetune as run_finetune
+    from rollstream.harness.finetune import Request
     from rollstream.harness.fork import parse_fork
 
     is_json_path = result_json_path is not None and result_json_path.startswith("$")
@@ -59,8 +61,16 @@ def finetune(
     if run_id is not None and (resume is not None or name is not None):
         raise ConfigError("--run_id is the whole id of a new run: give it without --name and --resume")
     parent = None if fork is None else parse_fork(fork)
-    request = Request(config_file, workspace, override, told, resume, name, result, parent, run_id)
-    _configure_logging(workspace)
+    train(Request(config_file, workspace, override, told, resume, name, result, parent, run_id))
+
+
+def train(request: "Request") -> None:
+    """Run what was asked for, with progress on the terminal. Raises RunFailedError if the run failed."""
+    from rollstream.harness.display import Display
+    from rollstream.harness.finetune import Interrupted
+    from rollstream.harness.finetune import finetune as run_finetune
+
+    _configure_logging(request.workspace)
     display = Display()
     try:
         outcome = run_finetune(request, display)
