@@ -13,6 +13,7 @@ from rollstream.harness import epochs, run_end
 from rollstream.harness.backend import Backend, open_backend, opened
 from rollstream.harness.classic_submission import epoch_of, submitted_groups
 from rollstream.harness.config_file import Loaded
+from rollstream.harness.endpoint import is_served
 from rollstream.harness.finetune_config import run_config_of
 from rollstream.harness.interfaces import TrainerAdapter
 from rollstream.harness.written_config import written_of
@@ -50,6 +51,7 @@ class RollstreamTrainerAdapter(TrainerAdapter):
         await super().initialize(run_config)
         if opened(self._workspace) is None:
             await open_backend(self.loaded(run_config), self._workspace, RUN_NAME)
+        await self._begin_to_serve()
         if not await self.is_healthy():
             raise ConfigError(f"trainer_adapters: the log of workspace {self._workspace} does not answer")
 
@@ -57,6 +59,14 @@ class RollstreamTrainerAdapter(TrainerAdapter):
         """What a run that is opened here is configured by, and what is stored of it. Raises ConfigError."""
         config = run_config_of(run_config)
         return Loaded(config, written_of(config), run_config)
+
+    async def _begin_to_serve(self) -> None:
+        """Whoever rolls out at the endpoint needs it before anything is submitted."""
+        backend = self._backend()
+        if backend.config.served is not None:
+            await backend.begin()
+            version = backend.view.progress.version
+            await backend.until(lambda: is_served(backend.config, backend.view.progress, version) or None)
 
     async def is_healthy(self) -> bool:
         """Whether the log answers, its services are up and, once a job waits, a learner has taken it."""
@@ -98,11 +108,14 @@ class RollstreamTrainerAdapter(TrainerAdapter):
         return status_of(backend, ref)
 
     async def wait_until_complete(self, ref: TrainingJobRef, poll_interval: float = 10.0) -> TrainingJobStatus:
-        """The final status. Looks again when the log has news, and every `poll_interval` seconds at the latest."""
+        """The final status. Looks again when the log has news, and every `poll_interval` seconds at the latest.
+
+        Where the model is served, its new version is too by then, so that what is rolled out there next is on-policy.
+        """
         backend = self._backend()
         while True:
             found = status_of(backend, ref)
-            if found.status in FINAL:
+            if found.status in FINAL and _is_served(backend, found):
                 return found
             await backend.news(max(poll_interval, 0.001))
 
@@ -160,6 +173,12 @@ class RollstreamTrainerAdapter(TrainerAdapter):
                 "batch_index": seal.next_batch_index - 1 if seal.num_batches else None,
             },
         )
+
+
+def _is_served(backend: Backend, status: TrainingJobStatus) -> bool:
+    """Whether an epoch's version is served; one that failed or trained nothing has none."""
+    version = (status.metadata or {}).get("version")
+    return version is None or is_served(backend.config, backend.view.progress, int(version))
 
 
 def status_of(backend: Backend, ref: TrainingJobRef) -> TrainingJobStatus:

@@ -11,6 +11,7 @@ from rollstream.eventlog.broker import EmbeddedBroker
 from rollstream.eventlog.log import EventLog
 from rollstream.harness.config_file import Loaded
 from rollstream.harness.display import Display
+from rollstream.harness.endpoint import check_endpoint
 from rollstream.harness.fork import check_fork, told
 from rollstream.harness.heartbeat import read_sign
 from rollstream.harness.plan import RunPlan, check_new, new_run, open_run
@@ -72,6 +73,7 @@ def held(opening: Opening, display: Display) -> Iterator[Held]:
     check_places(config)
     check_names(config)
     check_datasets(config, is_new=opening.resume is None)
+    check_endpoint(config)
     with ExitStack() as stack:
         if config.builder.services == "managed" or config.builder.bootstrap_servers == EMBEDDED:
             stack.enter_context(workspace.in_use(opening.resume or opening.name))
