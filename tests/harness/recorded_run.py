@@ -70,6 +70,8 @@ def configuration(folder, model):
 class RecordedRun:
     """A run of three epochs with two groups of four each."""
 
+    num_epochs = EPOCHS
+
     def __init__(self, folder, model):
         self.folder, self.model = folder, model
         self.log = MemoryLog(num_partitions=2)
@@ -95,12 +97,26 @@ class RecordedRun:
             self._places[reader, partition] = end
         return found
 
+    def configuration(self):
+        """As written."""
+        return configuration(self.folder, self.model)
+
+    def examples(self):
+        """Inputs of every example."""
+        return [{"n": n} for n in range(4)]
+
+    async def roll_out(self, task, version):
+        """Play a task's rollouts."""
+        for event in rollouts_of(task, version):
+            await self.log.send(event)
+
     async def record(self):
         """Run to the end."""
-        lines = b"\n".join(orjson.dumps({"example_id": f"x{n}", "inputs": {"n": n}}) for n in range(4))
+        examples = self.examples()
+        lines = b"\n".join(orjson.dumps({"example_id": f"x{n}", "inputs": inputs}) for n, inputs in enumerate(examples))
         common = {"run_id": RUN, "time_ms": 1}
         job = {"job_id": JOB, "model_group": GROUP, "base_version": 0}
-        written = configuration(self.folder, self.model)
+        written = self.configuration()
         (spec,) = jobs_of(config_file.resolve(written).config, RUN)
         await self.log.send_all(
             [
@@ -110,7 +126,7 @@ class RecordedRun:
                     config=written,
                     seed=5,
                     dataset=self.artifacts.put_bytes(lines, ".jsonl"),
-                    num_examples=4,
+                    num_examples=len(examples),
                     num_partitions=2,
                     library_versions=library_versions(),
                 ),
@@ -124,10 +140,10 @@ class RecordedRun:
             async with asyncio.timeout(120):
                 await self._until("weights", WeightsPublished, learner)
                 await self.log.send(JobStarted(**common, **job, plan=spec.plan, rollout=spec.rollout))
-                for epoch in range(EPOCHS):
+                for epoch in range(self.num_epochs):
                     await self.log.send(EpochStarted(**common, job_id=JOB, epoch=epoch))
                     await self._epoch(*shells, version=epoch)
-                    if epoch + 1 < EPOCHS:
+                    if epoch + 1 < self.num_epochs:
                         await self._until("weights", WeightsPublished, learner)
                 await self._until("jobs", JobSucceeded, learner)
         finally:
@@ -146,8 +162,7 @@ class RecordedRun:
         while not await self.events("batches", EpochSealed):
             await self._pump(curating, "groups")
             for task in await self.events("tasks", TaskRequested):
-                for event in rollouts_of(task, version):
-                    await self.log.send(event)
+                await self.roll_out(task, version)
             await self._pump(assembling, "steps")
             await assembling.drain()
             await asyncio.sleep(0)
