@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 from rollstream.harness import registry
 from rollstream.harness.finetune_config import block_of
 from rollstream.harness.interfaces import Trainer, TrainerAdapter, TrajectoryBuilder
+from rollstream.harness.rollstream_config import OurAdapterFields, OurBuilderFields
 from rollstream.schemas.errors import ConfigError
 from rollstream.schemas.finetuning import FinetuneConfig
 
@@ -35,6 +36,7 @@ async def components_of(finetune: FinetuneConfig, workspace: Path) -> AsyncItera
     """The components that `finetune` names. What stands behind their `yield` runs when the run is over.
 
     Adapter, builder and trainer are built in this order and let go of in the other one, whatever happens in between.
+    Blocks of ours, and those derived from them, are given `workspace`, whatever the file says.
     Raises ConfigError naming the path of a block that nothing is registered for, or whose component is none.
     """
     builder = Builder(finetune, workspace)
@@ -47,6 +49,7 @@ async def components_of(finetune: FinetuneConfig, workspace: Path) -> AsyncItera
 
 async def _build(held: AsyncExitStack, finetune: FinetuneConfig, role: str, builder: Builder) -> Any:
     block = block_of(finetune, role)
+    _place(block, builder.workspace)
     place = f"{role}s.{getattr(finetune, role)}"
     build = registry.registered(f"{role}s").get(type(block))
     if build is None:
@@ -61,3 +64,8 @@ async def _build(held: AsyncExitStack, finetune: FinetuneConfig, role: str, buil
         found = type(component).__name__
         raise ConfigError(f"{place}: {build.__qualname__} yields a {found}, which is no {_KINDS[role].__name__}")
     return component
+
+
+def _place(block: Any, workspace: Path) -> None:
+    if isinstance(block, OurBuilderFields | OurAdapterFields):
+        block.workspace = workspace

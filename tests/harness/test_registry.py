@@ -13,6 +13,7 @@ from rollstream.harness import registry
 from rollstream.harness.component_building import Builder, Components, components_of
 from rollstream.harness.interfaces import Trainer, TrainerAdapter, TrajectoryBuilder
 from rollstream.harness.registry import register_trainer, register_trainer_adapter, register_trajectory_builder
+from rollstream.harness.rollstream_config import RollstreamTrajectoryBuilderConfig
 from rollstream.schemas.errors import ConfigError
 from rollstream.schemas.finetuning import (
     FinetuneConfig,
@@ -176,6 +177,19 @@ def test_components_are_let_go_of_when_the_run_is_over(finetune: FinetuneConfig)
         *("adapter in w", "builder in w", "trainer in w", "run"),
         *("trainer out", "builder out", "adapter out"),
     ]
+
+
+def test_our_blocks_and_those_derived_from_them_are_given_the_commands_workspace(finetune: FinetuneConfig) -> None:
+    class DerivedConfig(RollstreamTrajectoryBuilderConfig, name="derived_builder"):
+        pass
+
+    happened: list[str] = []
+    register_all(happened)
+    registry.trajectory_builders[DerivedConfig] = registry.trajectory_builders[MyBuilderConfig]
+    derived = DerivedConfig(workspace=Path("elsewhere"))
+    finetune.run_configuration.config_file.trajectory_builders["b"] = derived  # pyright: ignore
+    asyncio.run(built(finetune))
+    assert derived.workspace == Path("w")
 
 
 def test_what_yields_nothing_or_another_kind_is_named_by_its_path(finetune: FinetuneConfig) -> None:
