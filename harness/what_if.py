@@ -11,8 +11,6 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import NamedTuple
 
-from pydantic import JsonValue
-
 from rollstream.eventlog import codec
 from rollstream.eventlog.artifacts import ArtifactStore
 from rollstream.eventlog.log import EventLog, TopicPartition
@@ -25,6 +23,7 @@ from rollstream.harness.replay_verify import dataset_of
 from rollstream.harness.replay_weights import log_state
 from rollstream.harness.settings import TRAINING, JobSpec, jobs_of
 from rollstream.harness.what_if_rewards import Grading, grade
+from rollstream.harness.yaml_reading import merged, read_yaml
 from rollstream.schemas import ids
 from rollstream.schemas.base import Event
 from rollstream.schemas.config import RunConfig
@@ -68,7 +67,7 @@ async def what_if(
     Raises ConfigError if the change would need other rollouts, RunFailedError if the training fails.
     """
     started = events.started
-    written = merged(dict(started.config), config_file.read_yaml(file))
+    written = merged(dict(started.config), read_yaml(file))
     loaded = config_file.resolve(written)
     run_id = ids.new_run_id(f"{started.name}-what-if")
     spec = jobs_of(loaded.config, run_id, is_fork=True)[-1]
@@ -98,15 +97,6 @@ async def what_if(
     trained = _metrics(await read_run(log, run_id), spec.job_id)
     before = _metrics(events, recorded.job_id)
     return Outcome(run_id, made.num_batches, made.rejected, _means(before), _means(trained))
-
-
-def merged(config: Mapping[str, JsonValue], changes: Mapping[str, JsonValue]) -> dict[str, JsonValue]:
-    """`config` with the values of `changes`, mapping by mapping."""
-    result = dict(config)
-    for key, value in changes.items():
-        mine = result.get(key)
-        result[key] = merged(mine, value) if isinstance(mine, dict) and isinstance(value, dict) else value
-    return result
 
 
 def _recorded_job(events: RunEvents) -> JobStarted:

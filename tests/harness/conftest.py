@@ -2,7 +2,7 @@
 
 import asyncio
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,6 +12,7 @@ import yaml
 
 from rollstream.eventlog.codec import decode
 from rollstream.eventlog.log import EventLog, TopicPartition
+from rollstream.harness import registry
 from rollstream.harness.settings import JobSpec
 from rollstream.schemas.base import Event
 from rollstream.schemas.errors import DecodeError
@@ -69,6 +70,18 @@ def write(tmp_path: Path) -> Callable[[dict[str, Any]], Path]:
         return path
 
     return to_file
+
+
+@pytest.fixture
+def registered_alone() -> Iterator[None]:
+    """Whatever a test registers is forgotten after it."""
+    registry.discover()
+    known = (registry.trainers, registry.trajectory_builders, registry.trainer_adapters)
+    before = [dict(one) for one in known]
+    yield
+    for one, content in zip(known, before, strict=True):
+        one.clear()
+        one.update(content)
 
 
 def run_started(run_id: str = RUN) -> RunStarted:

@@ -13,6 +13,7 @@ from rollstream.harness.yaml_reading import read_yaml
 from rollstream.schemas.errors import ConfigError
 from rollstream.schemas.finetuning import FinetuneConfig, TrainerConfig
 
+pytestmark = pytest.mark.usefixtures("registered_alone")
 Write = Callable[[dict[str, Any]], Path]
 NATS_SECTIONS = {
     "general": {"telemetry": {"logging": {"console": {"_type": "console", "level": "INFO"}}}},
@@ -47,6 +48,27 @@ def test_what_only_nat_uses_is_kept_as_it_is(written: dict[str, Any]) -> None:
     found = loaded(written | NATS_SECTIONS)
     file = found.finetune.run_configuration.config_file  # pyright: ignore[reportOptionalMemberAccess]
     assert {name: getattr(file, name) for name in NATS_SECTIONS} == NATS_SECTIONS
+
+
+def test_a_key_that_no_server_asks_for_is_no_secret(written: dict[str, Any], write: Write) -> None:
+    config_file.load(write(written | NATS_SECTIONS))
+    secret = {"llms": {"model": {"_type": "openai", "api_key": "sk-123"}}}
+    with pytest.raises(ConfigError, match=r"llms.model.api_key: a secret must not stand in the file"):
+        config_file.load(write(written | secret))
+
+
+def test_a_type_may_come_from_the_modules_that_a_builder_names(
+    written: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    code = FOREIGN.replace("trajectory_builder", "trainer").replace("TrajectoryBuilder", "Trainer")
+    (tmp_path / "foreign_trainers.py").write_text(code)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    written["trajectory_builders"]["b"]["modules"] = ["foreign_trainers"]
+    written["trainers"]["t"] = {"_type": "foreign_for_a_test"}
+    assert loaded(written).config.trainer.planning == "submitted"
+    written["trajectory_builders"]["b"]["modules"] = ["none_of_that_name"]
+    written["trainers"]["t"] = {"_type": "unheard_of"}
+    assert refused(written).startswith("trajectory_builders.b.modules: module none_of_that_name cannot be imported: ")
 
 
 def test_the_finetuning_section_reaches_components_in_nats_shape(written: dict[str, Any]) -> None:

@@ -2,7 +2,7 @@
 
 import asyncio
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,8 @@ from rollstream.schemas.finetuning import (
     TrajectoryBuilderConfig,
 )
 
+pytestmark = pytest.mark.usefixtures("registered_alone")
+
 
 class MyTrainerConfig(TrainerConfig, name="my_trainer"):
     number: int = 1
@@ -42,18 +44,6 @@ class File(BaseModel):
     trainers: dict[str, Any]
     trajectory_builders: dict[str, Any]
     trainer_adapters: dict[str, Any]
-
-
-@pytest.fixture(autouse=True)
-def _registered_alone() -> Iterator[None]:
-    """Whatever a test registers is forgotten after it."""
-    registry.discover()
-    known = (registry.trainers, registry.trajectory_builders, registry.trainer_adapters)
-    before = [dict(one) for one in known]
-    yield
-    for one, content in zip(known, before, strict=True):
-        one.clear()
-        one.update(content)
 
 
 def concrete(interface: type) -> Any:
