@@ -1,21 +1,35 @@
-"""What `make bench` runs: every benchmark in turn, never two at once; JSON is kept in benchmarks/results."""
+"""What `make bench` runs: every benchmark in turn, never two at once; JSON is kept in benchmarks/results.
 
+    python benchmarks/run.py [--small] [NAME...]
+
+`--small` proves in some minutes that each of them runs through; its figures mean little and go to results/small.
+"""
+
+import argparse
 import subprocess
 import sys
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
-BENCHMARKS = ("bench_assembly", "bench_pipeline", "bench_run")
+SMALL = {
+    "bench_assembly": ["--groups", "40", "--repeats", "1"],
+    "bench_pipeline": ["--groups", "40", "--repeats", "1"],
+    "bench_run": ["--epochs", "6", "--repeats", "1"],
+}
 
 
 def main() -> None:
     """Run all, or those named on the command line."""
-    results = HERE / "results"
-    results.mkdir(exist_ok=True)
-    for name in sys.argv[1:] or BENCHMARKS:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(SMALL)}; all without one")
+    parser.add_argument("--small", action="store_true", help="only see that each runs through")
+    arguments = parser.parse_args()
+    results = HERE / "results" / "small" if arguments.small else HERE / "results"
+    results.mkdir(parents=True, exist_ok=True)
+    for name in arguments.names or SMALL:
         print(f"== {name}", flush=True)
         command = [sys.executable, str(HERE / f"{name}.py"), "--output", str(results / f"{name}.json")]
-        subprocess.run(command, check=True)
+        subprocess.run(command + SMALL[name] if arguments.small else command, check=True)
 
 
 if __name__ == "__main__":
