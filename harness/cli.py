@@ -73,6 +73,7 @@ def rollstream(debug: bool) -> None:
 
 def main() -> None:
     """Entry point of the command line."""
+    find_users_modules()
     try:
         code = rollstream.main(standalone_mode=False)
     except click.exceptions.Abort:
@@ -89,6 +90,12 @@ def main() -> None:
         code = EXIT_INTERRUPTED
     sys.stdout.flush()
     sys.exit(code if isinstance(code, int) else 0)
+
+
+def find_users_modules() -> None:
+    """Modules of the folder that a command is started in are found, after all others, as its services find them."""
+    if not sys.flags.safe_path and "" not in sys.path:
+        sys.path.append("")
 
 
 def one_line(error: BaseException) -> str:

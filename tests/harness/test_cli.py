@@ -178,6 +178,17 @@ def test_an_environment_that_raises_before_the_run_is_named_without_its_secrets(
     assert "s3cr3t" not in done.stdout + done.stderr
 
 
+def test_modules_of_the_folder_that_a_command_is_started_in_are_found(
+    tmp_path: Path, written: dict[str, Any], write: Write
+) -> None:
+    (tmp_path / "own.py").write_text(OWN_ENVIRONMENT)
+    written["workflow"] = "python:own.Own"
+    written["trajectory_builders"]["b"]["environment_config"] = {"fails": "init"}
+    script = Path(sys.executable).with_name("rollstream")
+    command = [script, "finetune", "--config_file", str(write(written)), "-w", str(tmp_path / "w")]
+    assert_refused(subprocess.run(command, capture_output=True, text=True, timeout=60, cwd=tmp_path), "no such key")
+
+
 @pytest.mark.kafka
 def test_an_environment_that_cannot_make_examples_is_named(
     tmp_path: Path, written: dict[str, Any], write: Write
