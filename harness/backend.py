@@ -19,6 +19,7 @@ from rollstream.harness.config_file import Loaded
 from rollstream.harness.dataset import Example
 from rollstream.harness.display import Display
 from rollstream.harness.driver import lacking
+from rollstream.harness.finetune_config import block_of, is_ours
 from rollstream.harness.follower import Follower, follow
 from rollstream.harness.plan import RunPlan
 from rollstream.harness.progress import JobProgress
@@ -222,8 +223,7 @@ async def open_backend(loaded: Loaded, workspace: Path, name: str, display: Disp
     `submitted`. Raises RollstreamError.
     """
     display = display or Display()
-    trainer = loaded.config.trainer.model_copy(update={"planning": "submitted"})
-    opening = Opening(loaded._replace(config=loaded.config.model_copy(update={"trainer": trainer})), workspace, name)
+    opening = Opening(_submitted(loaded), workspace, name)
     async with AsyncExitStack() as stack:
         around = stack.enter_context(held(opening, display))
         run = await stack.enter_async_context(connected(opening, around.place, display))
@@ -233,6 +233,17 @@ async def open_backend(loaded: Loaded, workspace: Path, name: str, display: Disp
         await backend.start(*minding(backend, around, run))
         backend.hold(stack.pop_all())
         return backend
+
+
+def _submitted(loaded: Loaded) -> Loaded:
+    """The same configuration, conducted by components; what is stored says so too."""
+    config, name = loaded.config, loaded.config.finetuning.trainer
+    trainer = config.trainer.model_copy(update={"planning": "submitted"})
+    written: dict[str, Any] = {**loaded.written}
+    blocks: Any = written.get("trainers", {})
+    if is_ours(block_of(loaded.finetune, "trainer")) and isinstance(blocks.get(name), dict):
+        written["trainers"] = {**blocks, name: {**blocks[name], "planning": "submitted"}}
+    return loaded._replace(config=config.model_copy(update={"trainer": trainer}), written=written)
 
 
 async def _wait(news: asyncio.Event, timeout_s: float | None) -> None:

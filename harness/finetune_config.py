@@ -7,7 +7,7 @@ of ours, or derived from ours, knows its `section()`; of foreign ones nothing is
 import inspect
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 from pydantic import BaseModel, JsonValue
 
@@ -47,7 +47,7 @@ def run_config_of(finetune: FinetuneConfig) -> RunConfig:
     """The parts that one run uses. Raises ConfigError naming the path of what is missing or does not fit.
 
     A foreign builder's rollouts are `recorded` ones. Where one of the three components is foreign, the harness submits
-    what is trained (planning `submitted`).
+    what is trained (planning `submitted`). Ours stream where a staleness bound lets epochs overlap.
     """
     run = finetune.run_configuration
     file: Any = None if run is None else run.config_file
@@ -57,14 +57,16 @@ def run_config_of(finetune: FinetuneConfig) -> RunConfig:
     builder = _section(blocks["trajectory_builder"], BuilderSection(environment=RECORDED))
     builder = at_endpoint(_with_workflow(builder, file.workflow), finetune)
     trainer = _section(blocks["trainer"], TrainerSection(planning="submitted"))
-    if any(not is_ours(block) for block in blocks.values()):
-        trainer = trainer.model_copy(update={"planning": "submitted"})
+    adapter = _adapter(finetune, blocks["trainer_adapter"], blocks["trajectory_builder"])
+    trainer = trainer.model_copy(
+        update={"planning": _planning(trainer, adapter, is_foreign=not all(map(is_ours, blocks.values())))}
+    )
     reward = finetune.reward_function
     environment = _environment(finetune, builder, file.workflow)
     examples = _dataset(file.eval)
     return RunConfig(
         builder=builder,
-        adapter=_adapter(finetune, blocks["trainer_adapter"], blocks["trajectory_builder"]),
+        adapter=adapter,
         trainer=trainer,
         finetuning=_finetuning(finetune),
         dataset=dataset.section_of(Path(run.dataset), examples) if run.dataset else examples,
@@ -77,6 +79,12 @@ def run_config_of(finetune: FinetuneConfig) -> RunConfig:
         result_json_path=run.result_json_path,
         served=getattr(blocks["trainer_adapter"], "endpoint", None),
     )
+
+
+def _planning(trainer: TrainerSection, adapter: AdapterSection, *, is_foreign: bool) -> Literal["stream", "submitted"]:
+    if is_foreign:
+        return "submitted"
+    return "stream" if adapter.max_staleness else trainer.planning
 
 
 def block_of(finetune: FinetuneConfig, role: str) -> Any:

@@ -128,11 +128,17 @@ async def _cut_off(log: EventLog, run_id: str, topic: str) -> TruncatedError:
 
 
 def examples_of(config: RunConfig) -> list[dataset.Example]:
-    """The dataset's examples, else the environment's own. Raises ConfigError."""
+    """The dataset's examples, else the environment's own; none if other components bring them. Raises ConfigError.
+
+    Where every example is rolled out in every epoch, an environment is asked for just the tasks of one.
+    """
     if config.dataset is not None:
         return dataset.read_dataset(config.dataset)
+    is_submitted = config.trainer.planning == "submitted"
+    if is_submitted and config.environment == RECORDED:
+        return []
     environment = environment_of(config)
-    num = max(MIN_EXAMPLES, config.adapter.tasks_per_epoch)
+    num = config.adapter.tasks_per_epoch if is_submitted else max(MIN_EXAMPLES, config.adapter.tasks_per_epoch)
     with users_code(f"examples of environment {config.environment}", config):
         made = list(environment.examples(num, config.adapter.seed))
     examples = dataset.examples_of(made, f"environment {config.environment}")

@@ -50,7 +50,7 @@ class JobView:
                 self.started.setdefault(event.epoch, event)
             case GroupClosed() if event.purpose == "validation" or event.epoch not in self.seals:
                 self.closed.setdefault(event.group_id, event)
-            case SubmissionReceived() if event.epoch not in self.seals:
+            case SubmissionReceived():
                 self.submitted.setdefault(event.epoch, event.submission_id)
             case BatchPlanned():
                 self.yields[event.epoch] = max(event.yields_version, self.yields.get(event.epoch, 0))

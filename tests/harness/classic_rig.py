@@ -1,0 +1,194 @@
+"""A run on a log in memory that components conduct: real producers with a script, real folds, a learner that is played.
+
+The learner publishes a version for every manifest, without training; so versions, seals and statuses are as in a run.
+"""
+
+import asyncio
+import contextlib
+import itertools
+from pathlib import Path
+
+from rollstream.eventlog.artifacts import ArtifactStore
+from rollstream.eventlog.codec import decode
+from rollstream.eventlog.log import TopicPartition
+from rollstream.eventlog.memory_log import MemoryLog
+from rollstream.harness import config_file
+from rollstream.harness.backend import Backend
+from rollstream.harness.display import Display
+from rollstream.harness.plan import RunPlan, new_run, open_run
+from rollstream.processors.assemble_shell import AssembleShell
+from rollstream.processors.curate_shell import CurateShell
+from rollstream.processors.faust_app import Batch
+from rollstream.producers.scripted_engine import ScriptedEngine
+from rollstream.producers.service import run as produce
+from rollstream.schemas.events import (
+    BatchPlanned,
+    EpochSealed,
+    JobFailed,
+    JobSubmitted,
+    JobSucceeded,
+    LearnerClaimed,
+    StepTrained,
+    WeightsPublished,
+)
+from rollstream.schemas.services import ProducerSettings
+
+WAIT_S = 0.003
+
+
+class Quiet:
+    """A stream that keeps what is shown."""
+
+    def __init__(self):
+        self.text = ""
+
+    def write(self, text):
+        self.text += text
+
+    def flush(self):
+        pass
+
+    def isatty(self):
+        return False
+
+
+class ClassicRig:
+    """Producers, folds and learner of a workspace, on one log for all its runs."""
+
+    def __init__(self, folder: Path, written, *, script=None, fails_at=None, trains_slowly=None):
+        """`fails_at`: the version that the learner cannot make; `trains_slowly`: what it awaits before each."""
+        self.folder, self.written = folder, written
+        self.log = MemoryLog(num_partitions=2)
+        self.artifacts = ArtifactStore(str(folder / "artifacts"))
+        self.engine = ScriptedEngine(script) if script else ScriptedEngine()
+        self.fails_at, self.trains_slowly = fails_at, trains_slowly
+        self.loaded = config_file.resolve(written)
+        self.shown = Quiet()
+        self._bases = {}
+
+    @contextlib.asynccontextmanager
+    async def services(self):
+        """All that stands around a run."""
+        settings = ProducerSettings(
+            bootstrap_servers="none",
+            artifact_uri=self.artifacts.uri,
+            workspace=self.folder,
+            name="producers-1",
+            num_partitions=2,
+            tick_interval_s=0.2,
+        )
+        works = [
+            produce(settings, self.log, self.engine),
+            self._pump("steps", AssembleShell(self.log, None, service="p")),
+            self._pump("groups", CurateShell(self.log, self.artifacts, service="p")),
+            self._learn(),
+        ]
+        tasks = [asyncio.create_task(work) for work in works]
+        try:
+            yield self
+        finally:
+            for task in tasks:
+                if task.done():
+                    task.result()
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def plan(self, run_id="run-1", *, resume=False) -> RunPlan:
+        if resume:
+            return await open_run(self.log, self.loaded, run_id)
+        return await new_run(self.log, self.artifacts, self.loaded, "run", run_id=run_id)
+
+    async def backend(self, run_id="run-1", *, resume=False) -> Backend:
+        """To be used as a context."""
+        return Backend(
+            self.log,
+            self.artifacts,
+            await self.plan(run_id, resume=resume),
+            self.loaded.config,
+            workspace=self.folder,
+            display=Display(self.shown),
+        )
+
+    async def events(self, topic, kind=object):
+        """Every event of a topic so far, repeats apart."""
+        found = {}
+        for partition, end in (await self.log.end_offsets(topic)).items():
+            reader = await self.log.reader({TopicPartition(topic, partition): 0})
+            while reader.position(TopicPartition(topic, partition)) < end:
+                for record in await reader.poll(timeout_s=0):
+                    event = decode(record).event
+                    found.setdefault(event.event_id, event)
+        return [event for event in found.values() if isinstance(event, kind)]
+
+    async def _pump(self, topic, shell):
+        partitions = range(await self.log.num_partitions(topic))
+        reader = await self.log.reader({TopicPartition(topic, partition): 0 for partition in partitions})
+        while True:
+            records = sorted(await reader.poll(timeout_s=1.0), key=lambda record: record.partition)
+            for partition, several in itertools.groupby(records, key=lambda record: record.partition):
+                await shell.take(Batch(partition, 1, list(several)))
+
+    async def _learn(self):
+        reader = await self.log.reader({TopicPartition(topic, 0): 0 for topic in ("jobs", "batches")})
+        seen = set()
+        while True:
+            for record in await reader.poll(timeout_s=1.0):
+                event = decode(record).event
+                if event.event_id not in seen:
+                    seen.add(event.event_id)
+                    await self._answer(event)
+
+    async def _answer(self, event):
+        match event:
+            case JobSubmitted():
+                self._bases[event.job_id] = event
+                common = {"run_id": event.run_id, "time_ms": event.time_ms, "model_group": event.model_group}
+                await self.log.send(LearnerClaimed(**common, term=1, learner="learner-1"))
+                if event.base_version == 0:
+                    await self._publish(event, 0, None)
+            case BatchPlanned():
+                await self._train(event)
+            case EpochSealed() if event.is_last:
+                job = self._bases[event.job_id]
+                common = {"run_id": event.run_id, "time_ms": event.time_ms, "model_group": job.model_group}
+                final = job.base_version + event.next_batch_index
+                await self.log.send(JobSucceeded(**common, job_id=event.job_id, final_version=final))
+
+    async def _train(self, planned):
+        job = self._bases[planned.job_id]
+        if self.trains_slowly is not None:
+            await self.trains_slowly(planned)
+        if planned.yields_version == self.fails_at:
+            common = {"run_id": job.run_id, "time_ms": planned.time_ms, "model_group": job.model_group}
+            await self.log.send(JobFailed(**common, job_id=job.job_id, error="out of memory"))
+            return
+        await self._publish(job, planned.yields_version, planned)
+
+    async def _publish(self, job, version, planned):
+        common = {"run_id": job.run_id, "time_ms": job.time_ms, "model_group": job.model_group, "job_id": job.job_id}
+        artifact = self.artifacts.put_bytes(f"{job.job_id} {version}".encode(), ".safetensors")
+        if planned is not None:
+            step = StepTrained(
+                **common,
+                batch_id=planned.batch_id,
+                epoch=planned.epoch,
+                version=version,
+                term=1,
+                weights_sha256=artifact.sha256,
+                num_optimizer_steps=1,
+                metrics={},
+            )
+            await self.log.send(step)
+        await self.log.send(
+            WeightsPublished(
+                **common,
+                batch_id=planned.batch_id if planned else None,
+                version=version,
+                parent=None if planned is None else version - 1,
+                term=1,
+                weights_sha256=artifact.sha256,
+                weights_format="full",
+                base_model="none",
+                artifact=artifact,
+            )
+        )
