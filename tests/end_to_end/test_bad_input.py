@@ -31,6 +31,10 @@ async def plays(session: Session, note: str = "") -> None:
 
 def nan(rollout: object) -> float:
     return float("nan")
+
+
+def looks_in_vain(rollout: object) -> float:
+    raise KeyError("no such key")
 """
 
 
@@ -153,3 +157,19 @@ def test_a_database_that_another_process_holds_is_named(workplace: Any) -> None:
 def test_runs_of_an_empty_workspace_are_none(workplace: Any) -> None:
     done = workplace.run("runs")
     assert "Traceback" not in done.stdout + done.stderr
+
+
+@pytest.mark.kafka
+def test_an_evaluator_that_raises_is_told_by_its_path_while_the_run_goes_on(workplace: Any) -> None:
+    (workplace.folder / "bad.py").write_text(BAD_ENVIRONMENTS)
+    configuration = workplace.configuration(num_epochs=1, max_attempts=1)
+    configuration["workflow"] = "python:bad.plays"
+    configuration["eval"] = {"evaluators": {"mine": {"_type": "python", "function": "bad.looks_in_vain"}}}
+    configuration["finetuning"]["reward_function"] = {"name": "mine"}
+    done = finetune(workplace, configuration)
+    assert "Traceback" not in done.stdout + done.stderr
+    told = [line for line in (done.stdout + done.stderr).splitlines() if "eval.evaluators.mine" in line]
+    assert len(told) == 1, done.stdout + done.stderr
+    assert told[0].endswith("reward eval.evaluators.mine raised KeyError: 'no such key'")
+    causes = workplace.rows("SELECT outcome, cause, count(*) AS n FROM outcomes GROUP BY 1, 2")
+    assert [(row["outcome"], row["cause"], row["n"]) for row in causes] == [("failed", "reward_error", 4 * 4)]
