@@ -270,7 +270,8 @@ ORDER BY w.model_group, w.version;
 
 CREATE OR REPLACE VIEW training_steps AS
 SELECT t.run_id, t.job_id, t.epoch, t.version, t.batch_id, t.model_group, t.metrics['loss/total'] AS loss, t.metrics,
-    t.num_optimizer_steps, t.tokens_per_s, t.seconds, t.weights_sha256, t.term, log.at(t.time_ms) AS trained_at
+    t.num_optimizer_steps, t.tokens_per_s, t.seconds, t.weights_sha256, t.term, log.at(t.time_ms) AS trained_at,
+    t.metrics['dpo/accuracy'] AS preference_accuracy, t.metrics['dpo/margin'] AS preference_margin
 FROM log.step_trained t
 WHERE NOT EXISTS (SELECT 1 FROM log.learner_claimed c
     WHERE c.model_group = t.model_group AND c.term > t.term AND c.log_offset < t.log_offset)

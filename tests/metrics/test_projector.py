@@ -89,6 +89,18 @@ def test_the_epoch_summary_shows_the_rl_epochs_in_order(tmp_path: Path, syntheti
     assert ask(path, "SELECT kind, epoch FROM epochs") == [("sft", 0), ("rl", 0), ("rl", 1)]
 
 
+def test_a_training_step_shows_the_preference_accuracy_that_it_told(tmp_path: Path, synthetic: Any) -> None:
+    told = {"loss/total": 0.5, "dpo/accuracy": 0.75, "dpo/margin": 0.125, "dpo/pairs": 8.0}
+    made = list(synthetic.all_events())
+    last = max(at for at, event in enumerate(made) if isinstance(event, events.StepTrained))
+    made[last] = made[last].model_copy(update={"metrics": told})
+    path = tmp_path / "metrics.duckdb"
+    project_all(log_of(made), path)
+    found = ask(path, "SELECT loss, preference_accuracy, preference_margin, metrics['dpo/pairs'] FROM training_steps")
+    assert found[-1] == (0.5, 0.75, 0.125, 8.0)
+    assert {row[1:] for row in found[:-1]} == {(None, None, None)}
+
+
 def test_every_attempt_has_one_outcome_and_they_add_up(tmp_path: Path, synthetic: Any) -> None:
     path = tmp_path / "metrics.duckdb"
     project_all(log_of(list(synthetic.all_events())), path)
