@@ -1,4 +1,4 @@
-"""What the harness writes itself in its classic way: tasks of an epoch and of validation, and submissions. Pure."""
+"""What the harness writes itself in its classic way: an epoch, its tasks, and submissions. Pure."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -9,7 +9,6 @@ from rollstream.harness.settings import JobSpec
 from rollstream.schemas import ids
 from rollstream.schemas.events import EpochStarted, RunStarted, SubmissionReceived, TaskRequested
 from rollstream.schemas.events_training import SubmittedGroup
-from rollstream.schemas.settings import RolloutSettings
 
 
 def epoch_started(spec: JobSpec, run_id: str, epoch: int, num_tasks: int, time_ms: int) -> EpochStarted:
@@ -34,38 +33,6 @@ def epoch_tasks(
             min_version=min_version,
             time_ms=time_ms,
             settings=spec.rollout,
-        )
-        for index, example in enumerate(examples)
-    ]
-
-
-def validation_tasks(
-    started: RunStarted,
-    spec: JobSpec,
-    examples: Sequence[Example],
-    epoch: int,
-    *,
-    settings: RolloutSettings,
-    min_version: int,
-    time_ms: int,
-    num_rollouts: int = 1,
-) -> list[TaskRequested]:
-    """One task an example, never trained on. Ids derive from what is asked, so that asking again repeats them."""
-    asked = codec.canonical_digest([[list(example) for example in examples], settings.model_dump(mode="json")])[:8]
-    return [
-        _task(
-            started,
-            spec,
-            example,
-            group_id=ids.validation_group_id(started.run_id, _short(spec, started), epoch, asked, index),
-            epoch=epoch,
-            index=index,
-            num_rollouts=num_rollouts,
-            minimum=1,
-            min_version=min_version,
-            time_ms=time_ms,
-            settings=settings,
-            purpose="validation",
         )
         for index, example in enumerate(examples)
     ]

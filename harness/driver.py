@@ -11,6 +11,7 @@ from rollstream.eventlog.log import EventLog
 from rollstream.harness.follower import follow
 from rollstream.harness.progress import JobProgress, Progress
 from rollstream.harness.settings import JobSpec
+from rollstream.harness.validation import Validation
 from rollstream.schemas.base import Event
 from rollstream.schemas.events import EpochStarted, JobStarted, JobSubmitted, RunStarted
 from rollstream.schemas.events_training import ForkPoint
@@ -47,10 +48,12 @@ def lacking(progress: Progress, started: RunStarted, jobs: Sequence[JobSpec]) ->
     return []
 
 
-def is_over(progress: Progress, jobs: Sequence[JobSpec]) -> bool:
-    """Whether there is nothing left to conduct: the run ended, a job cannot be done, or all jobs are done."""
+def is_over(progress: Progress, jobs: Sequence[JobSpec], validation: Validation | None = None) -> bool:
+    """Whether there is nothing left to conduct: the run ended, a job cannot be done, or all is done and validated."""
     outcomes = [progress.job(spec.job_id).outcome for spec in jobs]
-    return progress.ended is not None or any(o in ("failed", "cancelled") for o in outcomes) or all(outcomes)
+    if progress.ended is not None or any(o in ("failed", "cancelled") for o in outcomes):
+        return True
+    return all(outcomes) and (validation is None or validation.is_done(progress))
 
 
 def _submitted(spec: JobSpec, base_version: int, time_ms: int, fork: ForkPoint | None) -> JobSubmitted:
@@ -105,7 +108,13 @@ def _next_epoch(spec: JobSpec, job: JobProgress, progress: Progress) -> list[Eve
 
 
 async def conduct(
-    log: EventLog, started: RunStarted, jobs: Sequence[JobSpec], watching: Watching, *, is_new: bool
+    log: EventLog,
+    started: RunStarted,
+    jobs: Sequence[JobSpec],
+    watching: Watching,
+    *,
+    is_new: bool,
+    validation: Validation | None = None,
 ) -> Progress:
     """Conduct a run until `is_over`; returns its progress then. `is_new`: the log holds nothing of it yet.
 
@@ -113,12 +122,14 @@ async def conduct(
     """
     follower = await follow(log, started.run_id, from_end=is_new)
     sent: set[str] = set()
+    validated: set[int] = set()
     try:
         progress = await follower.catch_up()
         while True:
             watching.on_progress(progress)
             await _send(log, lacking(progress, started, jobs), sent, watching)
-            if is_over(progress, jobs):
+            await _validate(log, validation, progress, validated)
+            if is_over(progress, jobs, validation):
                 return progress
             before, closed = progress, follower.num_skipped
             progress = await follower.advance(POLL_S)
@@ -126,6 +137,14 @@ async def conduct(
                 watching.on_activity()
     finally:
         await follower.close()
+
+
+async def _validate(log: EventLog, validation: Validation | None, progress: Progress, asked: set[int]) -> None:
+    """Ask for the validation that is due, once. Nothing waits for it but the end of the run."""
+    epoch = validation.due_epoch(progress) if validation is not None and progress.ended is None else None
+    if validation is not None and epoch is not None and epoch not in asked:
+        await log.send_all(validation.due_tasks(epoch, progress))
+        asked.add(epoch)
 
 
 async def _send(log: EventLog, events: Sequence[Event], sent: set[str], watching: Watching) -> None:

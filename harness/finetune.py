@@ -21,6 +21,7 @@ from rollstream.harness.preflight import check_result
 from rollstream.harness.progress import Progress
 from rollstream.harness.supervisor import Supervisor
 from rollstream.harness.surroundings import Connected, Held, Opening, connected, has_room, held
+from rollstream.harness.validation import Validation, validation_of
 from rollstream.schemas.events_training import ForkPoint
 
 
@@ -70,7 +71,7 @@ async def _run(opening: Opening, around: Held, display: Display) -> Outcome:
             if classic.is_classic(opening.loaded):
                 progress = await classic.conduct(opening, around, run, display)
             else:
-                progress = await _conduct(run, around, display)
+                progress = await _conduct(run, around, display, validation_of(config, run.run))
             display.finish(progress)
             outcome = await ending.end(run.log, run.artifacts, progress, run.run, config.finetuning.output_dir)
             if config.builder.services == "managed":
@@ -78,11 +79,12 @@ async def _run(opening: Opening, around: Held, display: Display) -> Outcome:
             return outcome._replace(seconds=time.monotonic() - began, restarts=run.supervisor.total_restarts)
 
 
-async def _conduct(run: Connected, around: Held, display: Display) -> Progress:
+async def _conduct(run: Connected, around: Held, display: Display, validation: Validation | None) -> Progress:
     """Drive the run and look after its services and broker; the first of these to end decides."""
     supervisor, plan = run.supervisor, run.run
     watching = Watching(display.update, supervisor.progressed, lambda: has_room(around.place.workspace, display))
-    driving = asyncio.create_task(conduct(run.log, plan.started, plan.jobs, watching, is_new=plan.is_new))
+    work = conduct(run.log, plan.started, plan.jobs, watching, is_new=plan.is_new, validation=validation)
+    driving = asyncio.create_task(work)
     minding = {asyncio.create_task(supervisor.watch())}
     if around.broker is not None:
         minding.add(asyncio.create_task(keep_running(around.broker, display.say)))

@@ -9,17 +9,14 @@ from rollstream.eventlog.log import EventLog
 from rollstream.harness import classic_tasks, dataset, epochs
 from rollstream.harness.backend import Backend, opened
 from rollstream.harness.classic_trajectories import read_groups
-from rollstream.harness.config_file import validation_config
-from rollstream.harness.dataset import Example
 from rollstream.harness.evaluation import EvaluationOutput, EvaluatorOutput, item_of
 from rollstream.harness.interfaces import TrajectoryBuilder
-from rollstream.harness.settings import rollout_settings
+from rollstream.harness.validation import Validation, evaluated
 from rollstream.schemas import ids
 from rollstream.schemas.config import ValidationSection
 from rollstream.schemas.errors import ConfigError
 from rollstream.schemas.events import GroupClosed
 from rollstream.schemas.finetuning import Trajectory, TrajectoryCollection
-from rollstream.schemas.settings import RolloutSettings
 
 logger = logging.getLogger(__name__)
 
@@ -80,20 +77,12 @@ class RollstreamTrajectoryBuilder(TrajectoryBuilder):
         An example without a complete rollout is an item with an error and no score.
         """
         backend = self._backend()
+        evaluation = self._evaluation(backend)
         await backend.begin()
-        examples, settings = self._evaluated(backend)
-        tasks = classic_tasks.validation_tasks(
-            backend.run.started,
-            backend.spec,
-            examples,
-            epochs.next_epoch(backend),
-            settings=settings,
-            min_version=epochs.newest_planned(backend),
-            time_ms=epochs.time_ms(backend),
-        )
+        epoch = epochs.next_epoch(backend)
+        tasks = evaluation.tasks(epoch, min_version=epochs.newest_planned(backend), time_ms=epochs.time_ms(backend))
         wanted = [task.group_id for task in tasks]
-        known = backend.job.closed
-        await backend.send([task for task in tasks if task.group_id not in known])
+        await backend.send([task for task in tasks if task.group_id not in backend.job.closed])
         closed = await backend.until(lambda: _all_closed(backend, wanted))
         items = tuple(item_of(group) for group in closed)
         version = max((member.max_version for group in closed for member in group.members), default=None)
@@ -112,19 +101,19 @@ class RollstreamTrajectoryBuilder(TrajectoryBuilder):
             )
         return backend
 
-    def _evaluated(self, backend: Backend) -> tuple[list[Example], RolloutSettings]:
+    def _evaluation(self, backend: Backend) -> Validation:
+        """What `run_configuration` says now: it is another one while a trainer validates."""
         run = self.run_config.run_configuration if self.run_config is not None else None
-        file = getattr(run, "config_file", None)
-        config = Path(file) if isinstance(file, str | Path) else None
-        named = getattr(run, "dataset", None)
-        section = ValidationSection(dataset=dataset.section_of(Path(named), None) if named else None, config=config)
-        if section.dataset is None and section.config is None:
-            return list(backend.examples), backend.spec.rollout
-        found = validation_config(backend.config.model_copy(update={"validation": section}))
-        assert found is not None
-        assert found.dataset is not None
-        settings = rollout_settings(found, backend.run.started.run_id) if config else backend.spec.rollout
-        return dataset.read_dataset(found.dataset), settings
+        file, named = getattr(run, "config_file", None), getattr(run, "dataset", None)
+        section = ValidationSection(
+            dataset=dataset.section_of(Path(named), None) if named else None,
+            config=Path(file) if isinstance(file, str | Path) else None,
+        )
+        examples, settings = list(backend.examples), backend.spec.rollout
+        if section.dataset is not None or section.config is not None:
+            config = backend.config.model_copy(update={"validation": section})
+            examples, settings = evaluated(config, backend.run)
+        return Validation(backend.run.started, backend.spec, examples, settings)
 
     def _reward_name(self) -> str:
         reward = self.trajectory_builder_config.reward
