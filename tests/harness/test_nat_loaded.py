@@ -1,0 +1,88 @@
+"""What is stored of a run that `nat finetune` conducts: the file as written, never what `${ENV}` stands for."""
+
+from pathlib import Path
+
+import click
+import pytest
+import yaml
+from nat.cli.cli_utils.config_override import load_and_override_config
+from nat.data_models.config import Config
+from nat.data_models.finetuning import FinetuneRunConfig
+from nat.runtime.loader import PluginTypes, discover_and_register_plugins
+from nat.utils.data_models.schema_validator import validate_schema
+
+from rollstream.harness.config_file import resolve
+from rollstream.harness.nat_components import run_name
+from rollstream.harness.nat_loaded import loaded_of
+from rollstream.harness.nat_repair import repair
+from rollstream.schemas.errors import ConfigError
+
+SECRET = "sk-very-secret"
+FILE = {
+    "workflow": {"_type": "rollstream", "environment": "guess_number"},
+    "trajectory_builders": {"rollouts": {"_type": "rollstream", "environment_config": {"key": "${A_KEY}"}}},
+    "trainer_adapters": {"learner": {"_type": "rollstream", "model": {"path": "none"}}},
+    "trainers": {"trainer": {"_type": "rollstream"}},
+    "eval": {
+        "evaluators": {
+            "judge": {
+                "_type": "llm_judge",
+                "base_url": "http://127.0.0.1:1/v1",
+                "model": "m",
+                "prompt": "{response}",
+                "api_key": "${A_KEY}",
+            },
+        }
+    },
+    "finetuning": {
+        "enabled": True,
+        "trainer": "trainer",
+        "trajectory_builder": "rollouts",
+        "trainer_adapter": "learner",
+        "reward_function": {"name": "judge"},
+        "num_epochs": 1,
+    },
+}
+
+
+def handed_over(path: Path, overrides=()):
+    """What components get of a file, as NAT's command makes it."""
+    discover_and_register_plugins(PluginTypes.CONFIG_OBJECT)
+    config = validate_schema(load_and_override_config(path, overrides), Config)
+    config.finetuning.run_configuration = FinetuneRunConfig(config_file=config, dataset="examples.json")
+    repair(config.finetuning)
+    return config.finetuning
+
+
+@pytest.fixture
+def file(tmp_path, monkeypatch):
+    monkeypatch.setenv("A_KEY", SECRET)
+    path = tmp_path / "my-run.yaml"
+    path.write_text(yaml.safe_dump(FILE))
+    return path
+
+
+def test_secrets_stay_out_of_what_is_stored_and_overrides_are_in_it(file):
+    overrides = (("finetuning.num_epochs", "3"),)
+    finetune = handed_over(file, overrides)
+    with click.Context(click.Command("finetune")) as context:
+        context.params = {"config_file": file, "override": overrides}
+        loaded = loaded_of(finetune)
+        assert run_name() == "my-run"
+    assert SECRET not in str(loaded.written)
+    assert loaded.config.builder.environment_config == {"key": "${A_KEY}"}
+    assert loaded.config.evaluators["judge"]["api_key"] == "${A_KEY}"
+    assert loaded.config.reward_functions == ("judge",)
+    again = resolve(loaded.written).config
+    assert again.finetuning.num_epochs == loaded.config.finetuning.num_epochs == 3
+    assert again.environment == "guess_number"
+    assert str(again.dataset.file_path) == "examples.json"
+
+
+def test_without_the_command_what_could_be_a_secret_is_refused(file):
+    finetune = handed_over(file)
+    with pytest.raises(ConfigError, match="stored as they were written"):
+        loaded_of(finetune)
+    del finetune.run_configuration.config_file.eval.evaluators["judge"]
+    finetune.run_configuration.config_file.trajectory_builders["rollouts"].environment_config.clear()
+    assert loaded_of(finetune).config.environment == "guess_number"
