@@ -77,15 +77,18 @@ class ClassicRig:
             num_partitions=2,
             tick_interval_s=0.2,
         )
+        curating = CurateShell(self.log, self.artifacts, service="p")
         works = [
             produce(settings, self.log, self.engine),
             self._pump("steps", AssembleShell(self.log, None, service="p")),
-            self._pump("groups", CurateShell(self.log, self.artifacts, service="p")),
+            self._pump("groups", curating),
             self._learn(),
         ]
         tasks = [asyncio.create_task(work) for work in works]
         try:
             yield self
+            while (curating.mark(0) or 0) < (await self.log.end_offsets("groups"))[0]:
+                await asyncio.sleep(0.005)  # what came last is answered too
         finally:
             for task in tasks:
                 if task.done():

@@ -1,0 +1,213 @@
+"""The trainer with builders and adapters of others: NAT's order of an epoch, its curriculum, files, and cleaning up."""
+
+import asyncio
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from rollstream.harness.classic_files import ClassicFiles
+from rollstream.harness.evaluation import EvaluationItem, EvaluationOutput, EvaluatorOutput
+from rollstream.harness.interfaces import TrainerAdapter, TrajectoryBuilder
+from rollstream.harness.rollstream_config import RollstreamTrainerConfig
+from rollstream.harness.rollstream_trainer import RollstreamTrainer
+from rollstream.schemas.errors import EnvironmentRunError
+from rollstream.schemas.finetuning import (
+    CurriculumLearningConfig,
+    EpisodeItem,
+    EpisodeItemRole,
+    FinetuneConfig,
+    FinetuneRunConfig,
+    RewardFunctionConfig,
+    TrainerAdapterConfig,
+    TrainingJobRef,
+    TrainingJobStatus,
+    TrainingStatusEnum,
+    Trajectory,
+    TrajectoryBuilderConfig,
+    TrajectoryCollection,
+)
+
+ROLES = (EpisodeItemRole.USER, EpisodeItemRole.ASSISTANT)
+
+
+def trajectory(example: str, reward: float) -> Trajectory:
+    episode = [EpisodeItem(role=role, content="x", logprobs={}) for role in ROLES]
+    return Trajectory(episode=episode, reward=reward, metadata={"id": example})
+
+
+class Builder(TrajectoryBuilder):
+    """Groups of given rewards in every epoch."""
+
+    def __init__(self, groups: dict[str, tuple[float, ...]], said: list[str]) -> None:
+        super().__init__(TrajectoryBuilderConfig())
+        self.groups, self.said = groups, said
+        self.evaluation_runs: dict[str, Any] = {}
+        self.scores: list[Any] = [0.25, 0.75]
+        self.datasets: list[Any] = []
+
+    async def start_run(self, run_id: str, meta: dict[str, Any] | None = None) -> None:
+        self.said.append(f"start {(meta or {})['epoch']}")
+
+    async def finalize(self, run_id: str, meta: dict[str, Any] | None = None) -> TrajectoryCollection:
+        self.said.append("finalize")
+        groups = [[trajectory(name, reward) for reward in rewards] for name, rewards in self.groups.items()]
+        return TrajectoryCollection(trajectories=groups, run_id=run_id)
+
+    async def run_eval(self) -> Any:
+        assert self.run_config is not None
+        assert self.run_config.run_configuration is not None
+        self.datasets.append(self.run_config.run_configuration.dataset)
+        self.said.append("validate")
+        items = tuple(EvaluationItem(str(number), score) for number, score in enumerate(self.scores))
+        return EvaluationOutput((("reward", EvaluatorOutput(items)),))
+
+    def log_progress(self, run_id: str, metrics: dict[str, Any], output_dir: str | None = None) -> None:
+        pass
+
+
+class Adapter(TrainerAdapter):
+    """Completes whatever it is given, until it is told to fail."""
+
+    def __init__(self, said: list[str]) -> None:
+        super().__init__(TrainerAdapterConfig())
+        self.said = said
+        self.submitted: list[list[str]] = []
+        self.outcome = TrainingStatusEnum.COMPLETED
+
+    async def is_healthy(self) -> bool:
+        return True
+
+    async def submit(self, trajectories: TrajectoryCollection) -> TrainingJobRef:
+        self.said.append("submit")
+        self.submitted.append([(group[0].metadata or {})["id"] for group in trajectories.trajectories])
+        return TrainingJobRef(run_id=trajectories.run_id, backend="none")
+
+    async def status(self, ref: TrainingJobRef) -> TrainingJobStatus:
+        return TrainingJobStatus(run_id=ref.run_id, backend="none", status=self.outcome, message="no memory")
+
+    async def wait_until_complete(self, ref: TrainingJobRef, poll_interval: float = 10.0) -> TrainingJobStatus:
+        self.said.append("wait")
+        return await self.status(ref)
+
+    def log_progress(self, ref: TrainingJobRef, metrics: dict[str, Any], output_dir: str | None = None) -> None:
+        pass
+
+
+@pytest.fixture
+def make(tmp_path: Path) -> Any:
+    """A trainer, its builder and adapter, and what they were asked in order."""
+
+    async def trained(
+        groups: dict[str, tuple[float, ...]], curriculum: dict[str, Any] | None = None, **run: Any
+    ) -> SimpleNamespace:
+        said: list[str] = []
+        builder, adapter = Builder(groups, said), Adapter(said)
+        trainer = RollstreamTrainer(RollstreamTrainerConfig())
+        await trainer.bind_components(builder, adapter)
+        config = FinetuneConfig(
+            curriculum_learning=CurriculumLearningConfig(**(curriculum or {})),
+            reward_function=RewardFunctionConfig(name="reward"),
+            output_dir=tmp_path / "output",
+            run_configuration=FinetuneRunConfig(**run),
+        )
+        await trainer.initialize(config)
+        return SimpleNamespace(trainer=trainer, builder=builder, adapter=adapter, said=said, output=tmp_path / "output")
+
+    return trained
+
+
+TEN = {f"x{number}": (number / 10, number / 10 + 0.5) for number in range(10)}
+
+
+def test_the_curriculum_opens_in_the_sequence_that_nat_was_seen_to_follow(make: Any) -> None:
+    async def scenario() -> None:
+        found = await make(TEN, {"enabled": True})
+        await found.trainer.run(21)
+        assert [len(names) for names in found.adapter.submitted] == [3] * 4 + [5] * 5 + [7] * 5 + [9] * 5 + [10] * 2
+        assert found.adapter.submitted[0] == ["x9", "x8", "x7"]
+        state = found.trainer.get_curriculum_state()
+        assert json.loads(json.dumps(state))["current_percentile"] == 1.0
+        assert state["included_groups"] == sorted(TEN)
+        rows = json.loads((found.output / "reward_history.json").read_text())
+        percentiles = [round(row["curriculum_percentile"], 9) for row in rows]
+        assert percentiles == [0.3] * 4 + [0.5] * 5 + [0.7] * 5 + [0.9] * 5 + [1.0] * 2
+
+    asyncio.run(scenario())
+
+
+def test_an_epoch_goes_in_nats_order_and_validation_comes_first_where_it_is_due(make: Any) -> None:
+    async def scenario() -> None:
+        found = await make(TEN, validation_dataset=Path("valid.json"), validation_interval=2, dataset="train.json")
+        statuses = await found.trainer.run(3)
+        assert [status.status.value for status in statuses] == ["completed"] * 3
+        epoch = ["finalize", "submit", "wait"]
+        assert found.said == ["validate", "start 0", *epoch, "start 1", *epoch, "validate", "start 2", *epoch]
+        assert found.builder.datasets == ["valid.json", "valid.json"]
+        assert found.trainer.run_config.run_configuration.dataset == "train.json"
+        (first, second) = json.loads((found.output / "validation_history.json").read_text())
+        assert (first["avg_reward"], first["min_reward"], first["num_examples"]) == (0.5, 0.25, 2)
+        assert (first["dataset_type"], second["epoch"]) == ("validation", 2)
+        assert (
+            found.trainer.apply_curriculum_learning(one := TrajectoryCollection(trajectories=[], run_id="r"), 0) is one
+        )
+
+    asyncio.run(scenario())
+
+
+def test_a_validation_without_a_score_is_an_error_and_no_reward(make: Any) -> None:
+    async def scenario() -> None:
+        found = await make(TEN, validation_dataset="valid.json", validation_interval=1)
+        found.builder.scores = [1.0, None]
+        await found.trainer.run(1)
+        (row,) = json.loads((found.output / "validation_history.json").read_text())
+        assert row == {"epoch": 0, "dataset_type": "validation", "error": "1 of 2 examples have no score (1: no score)"}
+        with pytest.raises(EnvironmentRunError, match="has no score"):
+            await found.builder.compute_reward(EvaluationItem("x", None))
+        assert await found.builder.compute_reward(EvaluationItem("x", 0.5)) == 0.5
+
+    asyncio.run(scenario())
+
+
+def test_an_epoch_without_trajectories_is_completed_and_a_failed_one_ends_the_run(make: Any) -> None:
+    async def scenario() -> None:
+        empty = await make({})
+        (status,) = await empty.trainer.run(1)
+        assert (status.status.value, status.message) == ("completed", "No trajectories to train on")
+        failing = await make(TEN)
+        failing.adapter.outcome = TrainingStatusEnum.FAILED
+        statuses = await failing.trainer.run(3)
+        assert [status.status.value for status in statuses] == ["failed"]
+        metrics = await failing.trainer.get_metrics("run")
+        assert [job["message"] for job in metrics["jobs"]] == ["no memory"]
+
+    asyncio.run(scenario())
+
+
+def test_cleaning_up_cancels_what_is_in_flight_and_hides_no_error(make: Any) -> None:
+    async def scenario() -> None:
+        found = await make(TEN)
+        several = [asyncio.create_task(asyncio.sleep(3600)) for _ in range(3)]
+        found.builder.evaluation_runs = {"one": several[0], "two": several[1:]}
+        await found.trainer.cleanup()
+        assert all(task.cancelled() for task in several)
+
+    asyncio.run(scenario())
+
+
+def test_files_go_on_where_an_earlier_process_stopped_and_forget_other_runs(tmp_path: Path) -> None:
+    def epoch(run: str, number: int, reward: float) -> None:
+        files = ClassicFiles(tmp_path)
+        files.resume(run, number)
+        files.add_epoch(run, number, {"avg_reward": reward, "curriculum_percentile": 0.3}, {"current_percentile": 0.3})
+
+    for number, reward in ((0, 0.1), (1, 0.2), (1, 0.3)):
+        epoch("mine", number, reward)
+    rows = [json.loads(line) for line in (tmp_path / "training_metrics.jsonl").read_text().splitlines()]
+    assert [(row["epoch"], row["avg_reward"]) for row in rows] == [(0, 0.1), (1, 0.3)]
+    epoch("another", 0, float("nan"))
+    (row,) = json.loads((tmp_path / "reward_history.json").read_text())
+    assert row == {"epoch": 0, "avg_reward": None, "curriculum_percentile": 0.3}
+    assert not list(tmp_path.glob(".*"))
