@@ -3,12 +3,12 @@
 A block may hold our fields too. Fields that mean nothing here are accepted, and told once in a process.
 """
 
-import logging
 from collections.abc import AsyncIterator
 from typing import Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+from rollstream.harness.config_notes import tell_meaningless
 from rollstream.harness.interfaces import Trainer, TrainerAdapter, TrajectoryBuilder
 from rollstream.harness.registry import register_trainer, register_trainer_adapter, register_trajectory_builder
 from rollstream.harness.rollstream_config import STRICT, OurAdapterFields, OurBuilderFields, OurTrainerFields
@@ -21,9 +21,6 @@ LEARNING_RATE = 5e-5
 """What ART trains with where none is given."""
 _KL_FIELD = {"grpo": "kl_coefficient", "dpo": "beta"}
 """What `beta` is called in the settings of an algorithm."""
-
-_logger = logging.getLogger(__name__)
-_told: set[str] = set()
 
 
 class ArtTrainerConfig(OurTrainerFields, TrainerConfig, name="openpipe_art_trainer"):
@@ -160,14 +157,6 @@ class DpoBuilderConfig(OurBuilderFields, TrajectoryBuilderConfig, name="dpo_traj
         names = ["custom_step_name"] if self.custom_step_name is not None else []
         tell_meaningless("dpo_traj_builder", names, "name the steps by ttc_step_name")
         return self
-
-
-def tell_meaningless(kind: str, names: list[str], instead: str) -> None:
-    """Warn, once in a process, of keys of a `_type` that are accepted and ignored."""
-    message = f"{kind}: {', '.join(names)}: accepted, but without a meaning here ({instead})"
-    if names and message not in _told:
-        _told.add(message)
-        _logger.warning("%s", message)
 
 
 def _optimizer(training: ArtTraining, settings: OptimizerSettings) -> OptimizerSettings:

@@ -12,6 +12,7 @@ from typing import Any, Literal, TypeVar
 from pydantic import BaseModel, JsonValue
 
 from rollstream.harness import dataset
+from rollstream.harness.config_notes import tell_meaningless
 from rollstream.harness.remote_rollouts import at_endpoint
 from rollstream.schemas.config import (
     OURS,
@@ -170,7 +171,9 @@ def _with_workflow(builder: BuilderSection, workflow: Any) -> BuilderSection:
     """A workflow block `_type: X` of a file of ours names environment X; what X takes of its other keys goes to it."""
     if builder.environment is not None or not isinstance(workflow, ForeignBlock):
         return builder
-    extra = {key: value for key, value in (workflow.model_extra or {}).items() if _takes(workflow.type, key)}
+    given = workflow.model_extra or {}
+    extra = {key: value for key, value in given.items() if _takes(workflow.type, key)}
+    tell_meaningless("workflow", sorted(given.keys() - extra.keys()), f"environment {workflow.type} does not take it")
     return builder.model_copy(
         update={"environment": workflow.type, "environment_config": {**extra, **builder.environment_config}}
     )

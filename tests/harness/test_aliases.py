@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from rollstream.harness import aliases, config_file
+from rollstream.harness import aliases, config_file, config_notes
 from rollstream.harness.rollstream_config import RollstreamTrainerConfig
 from rollstream.harness.settings import jobs_of
 from rollstream.schemas.errors import ConfigError
@@ -95,11 +95,12 @@ def test_without_training_arguments_arts_defaults_stand(art: dict[str, Any]) -> 
 
 
 def test_what_means_nothing_here_is_told_once(art: dict[str, Any], caplog: pytest.LogCaptureFixture) -> None:
-    aliases._told.clear()
+    config_notes.forget()
     with caplog.at_level(logging.WARNING):
         config_file.resolve(art, {})
         config_file.resolve(art, {})
-    (told,) = [record.getMessage() for record in caplog.records]
+    told, of_workflow = [record.getMessage() for record in caplog.records]
+    assert of_workflow.startswith("workflow: max_parser_retries, player_model: accepted, but without a meaning here")
     assert told.startswith("openpipe_art_trainer_adapter: backend.api_key, backend.engine_args, backend.init_args, ")
     assert "backend.ip, backend.name, backend.port, backend.project, training.logging_steps: accepted" in told
 
