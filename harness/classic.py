@@ -1,16 +1,21 @@
 """Conducts a run by its three components, epoch by epoch: what is not streamed, and what is not only ours."""
 
+import logging
+
 from rollstream.harness import epochs, run_end
 from rollstream.harness.backend import Backend, backend_of, minding
 from rollstream.harness.component_building import Components, components_of
 from rollstream.harness.config_file import Loaded
 from rollstream.harness.display import Display
 from rollstream.harness.finetune_config import block_of, is_ours
+from rollstream.harness.interfaces import Trainer
 from rollstream.harness.progress import Progress
 from rollstream.harness.rollstream_trainer import RollstreamTrainer
 from rollstream.harness.surroundings import Connected, Held, Opening
 from rollstream.schemas.errors import RunFailedError
 from rollstream.schemas.finetuning import FinetuneConfig, TrainingJobStatus, TrainingStatusEnum
+
+logger = logging.getLogger(__name__)
 
 
 def is_classic(loaded: Loaded) -> bool:
@@ -42,16 +47,27 @@ async def conduct_components(backend: Backend, components: Components, finetune:
         await trainer.bind_components(components.trajectory_builder, components.trainer_adapter)
         await trainer.initialize(finetune)
         statuses = await trainer.run(_num_epochs(backend, components, finetune))
-        if statuses:
-            await trainer.get_metrics(statuses[-1].run_id)
         failed = _failure(statuses)
         await run_end.settle(backend, is_completed=failed is None, message=failed or "")
     except RunFailedError:
-        if backend.view.progress.ended is None:
+        if not _is_over(backend.view.progress):
             raise
     finally:
-        await trainer.cleanup()
+        await _clean_up(trainer)
     return backend.view.progress
+
+
+def _is_over(progress: Progress) -> bool:
+    """Whether the log itself says why nothing can go on: the run ended, or a job of it cannot be done."""
+    return progress.ended is not None or any(job.outcome in ("failed", "cancelled") for job in progress.jobs.values())
+
+
+async def _clean_up(trainer: Trainer) -> None:
+    """Whatever a trainer raises here must not hide what the run ended with."""
+    try:
+        await trainer.cleanup()
+    except Exception:
+        logger.exception("the trainer's cleanup failed")
 
 
 def _num_epochs(backend: Backend, components: Components, finetune: FinetuneConfig) -> int:

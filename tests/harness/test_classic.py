@@ -22,12 +22,15 @@ from rollstream.harness.rollstream_config import (
     RollstreamTrajectoryBuilderConfig,
 )
 from rollstream.harness.rollstream_trainer import RollstreamTrainer
+from rollstream.harness.settings import jobs_of
+from rollstream.harness.what_if_plan import replan
 from rollstream.schemas.errors import ConfigError
 from rollstream.schemas.events import (
     BatchPlanned,
     EpochSealed,
     EpochStarted,
     GroupClosed,
+    JobStarted,
     RunEnded,
     SubmissionReceived,
     TaskRequested,
@@ -137,6 +140,7 @@ def test_a_run_is_conducted_epoch_by_epoch_with_validation_curriculum_and_files(
         report = await verify(rig.log, await read_run(rig.log, "run-1"), rig.artifacts)
         assert report.differences == []
         assert report.counts["task records that the harness wrote"] == 16
+        await assert_what_ifs_keep_what_was_submitted(rig)
 
     asyncio.run(scenario())
     output = tmp_path / "output"
@@ -153,6 +157,20 @@ def test_a_run_is_conducted_epoch_by_epoch_with_validation_curriculum_and_files(
     assert [(row["epoch"], row["num_examples"]) for row in validations] == [(0, 2), (2, 2)]
     assert json.loads((output / "curriculum_state.json").read_text())["current_percentile"] == 0.5
     assert (output / "reward_plot.png").read_bytes().startswith(b"\x89PNG")
+
+
+async def assert_what_ifs_keep_what_was_submitted(rig: ClassicRig) -> None:
+    events = await read_run(rig.log, "run-1")
+    records = events.by_topic["groups"]
+    (recorded,) = [one.event for one in records if isinstance(one.event, JobStarted)]
+    (spec,) = jobs_of(rig.loaded.config, "run-1")
+    (batch, *_) = await rig.events("batches", BatchPlanned)
+    changed = batch.members[0].trajectory_id
+    found = replan(records, recorded, spec, "other", {changed: 0.125}, {})
+    assert found.num_batches == 3
+    (first, *_) = [event for event in found.events if isinstance(event, BatchPlanned)]
+    assert [member.trajectory_id for member in first.members] == [member.trajectory_id for member in batch.members]
+    assert first.members[0].reward == 0.125
 
 
 class Interrupting:
@@ -324,6 +342,26 @@ def test_a_job_that_fails_ends_the_run_with_its_reason(tmp_path: Path) -> None:
     asyncio.run(scenario())
 
 
+def test_a_job_that_fails_while_the_next_epoch_is_rolled_out_ends_the_run_too(tmp_path: Path) -> None:
+    written = configuration(tmp_path, num_epochs=4)
+    written["trainer_adapters"]["a"]["max_staleness"] = 1
+
+    async def scenario() -> None:
+        rig = submitting(ClassicRig(tmp_path, written, fails_at=1))
+        progress = await conducted(rig)
+        assert progress.job("run-1/rl").error == "out of memory"
+        assert progress.version == 0
+
+    asyncio.run(scenario())
+
+
+def submitting(rig: ClassicRig) -> ClassicRig:
+    """The same with planning `submitted`, as it is where a component is not ours."""
+    trainer = rig.loaded.config.trainer.model_copy(update={"planning": "submitted"})
+    rig.loaded = rig.loaded._replace(config=rig.loaded.config.model_copy(update={"trainer": trainer}))
+    return rig
+
+
 def test_a_run_that_is_stopped_is_over_without_an_error(tmp_path: Path) -> None:
     async def scenario() -> None:
         rig = ClassicRig(tmp_path, configuration(tmp_path, num_epochs=50))
@@ -347,9 +385,7 @@ def test_with_a_staleness_bound_the_next_epochs_are_rolled_out_while_one_is_trai
     written["trainer_adapters"]["a"]["max_staleness"] = 2
 
     async def scenario() -> None:
-        rig = ClassicRig(tmp_path, written)
-        trainer = rig.loaded.config.trainer.model_copy(update={"planning": "submitted"})
-        rig.loaded = rig.loaded._replace(config=rig.loaded.config.model_copy(update={"trainer": trainer}))
+        rig = submitting(ClassicRig(tmp_path, written))
         begun: list[int] = []
 
         async def wait_for_two_more(planned: BatchPlanned) -> None:
