@@ -93,6 +93,7 @@ def group_closed(event: GroupClosed, _: str) -> Rows:
     for member in event.members:
         row = _fields(member, "trajectory_id", "rollout_id", "agent", "member", "digest", "reward", "num_tokens")
         row |= _fields(member, "num_completion_tokens", "min_version", "max_version")
+        row |= _fields(member, "num_without_logprobs")
         yield "group_member", {"group_id": event.group_id, **row}
     for attempt in event.attempts:
         row = _fields(attempt, "rollout_id", "member", "attempt", "outcome", "cause", "num_tokens")

@@ -47,7 +47,7 @@ CREATE TABLE log.group_closed (
 CREATE TABLE log.group_member (
     trajectory_id VARCHAR PRIMARY KEY, run_id VARCHAR, group_id VARCHAR, rollout_id VARCHAR, agent VARCHAR,
     member BIGINT, digest VARCHAR, reward DOUBLE, num_tokens BIGINT, num_completion_tokens BIGINT, min_version BIGINT,
-    max_version BIGINT,
+    max_version BIGINT, num_without_logprobs BIGINT,
     time_ms BIGINT, log_partition BIGINT, log_offset BIGINT
 );
 CREATE TABLE log.attempt_settled (
@@ -411,9 +411,16 @@ FROM (
 ) l JOIN log.group_closed c ON c.group_id = l.group_id AND l.log_offset > c.last_step_offset
 ORDER BY l.log_partition, l.log_offset;
 
+-- What was not trained: whole attempts, and of trained ones the calls whose log-probabilities are not known.
 CREATE OR REPLACE VIEW wasted_tokens AS
-SELECT run_id, coalesce(cause, outcome) AS cause, outcome, count(*) AS num_rollouts, sum(tokens)::BIGINT AS num_tokens
-FROM outcomes WHERE outcome NOT IN ('trained', 'open') GROUP BY run_id, outcome, cause ORDER BY run_id, num_tokens DESC, cause;
+SELECT * FROM (
+    SELECT run_id, coalesce(cause, outcome) AS cause, outcome, count(*) AS num_rollouts, sum(tokens)::BIGINT AS num_tokens
+    FROM outcomes WHERE outcome NOT IN ('trained', 'open') GROUP BY run_id, outcome, cause
+    UNION ALL
+    SELECT m.run_id, 'no_logprobs', 'trained', count(DISTINCT m.rollout_id), sum(m.num_without_logprobs)::BIGINT
+    FROM log.members m JOIN outcomes o ON o.rollout_id = m.rollout_id JOIN jobs j ON j.job_id = m.job_id
+    WHERE m.num_without_logprobs > 0 AND m.policy = 'model' AND o.outcome = 'trained' AND j.kind = 'rl' GROUP BY m.run_id
+) ORDER BY run_id, num_tokens DESC, cause;
 
 CREATE OR REPLACE VIEW staleness AS
 SELECT run_id, version, min(staleness) AS min_staleness, avg(staleness) AS mean_staleness, max(staleness) AS max_staleness,

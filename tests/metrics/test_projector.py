@@ -113,6 +113,21 @@ def test_every_attempt_has_one_outcome_and_they_add_up(tmp_path: Path, synthetic
     assert ask(path, "SELECT count(*) = count(DISTINCT rollout_id) FROM outcomes") == [(True,)]
 
 
+def test_calls_without_log_probabilities_are_waste_of_a_trained_rollout(tmp_path: Path, synthetic: Any) -> None:
+    found: list[Any] = list(synthetic.all_events())
+    for place, event in enumerate(found):
+        if event.kind == "group_closed" and event.index < 2:
+            members = tuple(m.model_copy(update={"num_without_logprobs": m.member}) for m in event.members)
+            found[place] = event.model_copy(update={"members": members})
+    project_all(log_of(found), tmp_path / "metrics.duckdb")
+    wasted = ask(tmp_path / "metrics.duckdb", "SELECT cause, outcome, num_rollouts, num_tokens FROM wasted_tokens")
+    assert wasted == [
+        ("zero_variance", "rejected", 12, 120),
+        ("no_logprobs", "trained", 2 * 2 * 3, 2 * 2 * 6),
+        ("producer_lost", "failed", 3, 15),
+    ]
+
+
 def test_repeated_events_and_a_second_reading_change_nothing(tmp_path: Path, synthetic: Any) -> None:
     once = list(synthetic.all_events())
     project_all(log_of(once), tmp_path / "once.duckdb")
