@@ -6,6 +6,8 @@ The learner publishes a version for every manifest, without training; so version
 import asyncio
 import contextlib
 import itertools
+import json
+from collections import Counter
 from pathlib import Path
 
 from rollstream.eventlog.artifacts import ArtifactStore
@@ -14,8 +16,13 @@ from rollstream.eventlog.log import TopicPartition
 from rollstream.eventlog.memory_log import MemoryLog
 from rollstream.harness import config_file
 from rollstream.harness.backend import Backend
+from rollstream.harness.classic import conduct_components
+from rollstream.harness.component_building import Components
 from rollstream.harness.display import Display
 from rollstream.harness.plan import RunPlan, new_run, open_run
+from rollstream.harness.rollstream_adapter import RollstreamTrainerAdapter
+from rollstream.harness.rollstream_builder import RollstreamTrajectoryBuilder
+from rollstream.harness.rollstream_trainer import RollstreamTrainer
 from rollstream.processors.assemble_shell import AssembleShell
 from rollstream.processors.curate_shell import CurateShell
 from rollstream.processors.faust_app import Batch
@@ -24,11 +31,15 @@ from rollstream.producers.service import run as produce
 from rollstream.schemas.events import (
     BatchPlanned,
     EpochSealed,
+    GroupClosed,
     JobFailed,
     JobSubmitted,
     JobSucceeded,
     LearnerClaimed,
+    RunEnded,
     StepTrained,
+    TaskRequested,
+    TrajectoryRejected,
     WeightsPublished,
 )
 from rollstream.schemas.services import ProducerSettings
@@ -195,3 +206,76 @@ class ClassicRig:
                 artifact=artifact,
             )
         )
+
+
+def configuration(folder: Path, *, num_epochs: int = 3, num_examples: int = 4, **finetuning):
+    (folder / "model").mkdir(exist_ok=True)
+    (folder / "model" / "config.json").write_text("{}")
+    for name, count in (("train", num_examples), ("valid", 2)):
+        lines = [json.dumps({"id": f"{name}-{number}", "secret": number}) for number in range(count)]
+        (folder / f"{name}.jsonl").write_text("\n".join(lines))
+    return {
+        "workflow": "guess_number",
+        "eval": {"general": {"dataset": {"_type": "jsonl", "file_path": str(folder / "train.jsonl")}}},
+        "trajectory_builders": {
+            "b": {"_type": "rollstream", "num_generations": 3, "num_partitions": 2, "workspace": str(folder)}
+        },
+        "trainer_adapters": {
+            "a": {"_type": "rollstream", "model": {"path": str(folder / "model")}, "workspace": str(folder)}
+        },
+        "trainers": {"t": {"_type": "rollstream", "planning": "submitted"}},
+        "finetuning": {
+            "trainer": "t",
+            "trajectory_builder": "b",
+            "trainer_adapter": "a",
+            "num_epochs": num_epochs,
+            "output_dir": str(folder / "output"),
+            **finetuning,
+        },
+    }
+
+
+def components_for(rig: ClassicRig):
+    file = rig.loaded.finetune.run_configuration.config_file
+    return Components(
+        RollstreamTrainer(file.trainers["t"]),
+        RollstreamTrajectoryBuilder(file.trajectory_builders["b"]),
+        RollstreamTrainerAdapter(file.trainer_adapters["a"]),
+    )
+
+
+async def conducted(rig: ClassicRig, *, resume: bool = False, parts: Components | None = None):
+    """A whole run with its end; the progress after it."""
+    async with asyncio.timeout(60), rig.services(), await rig.backend(resume=resume) as backend:
+        progress = await conduct_components(backend, parts or components_for(rig), rig.loaded.finetune)
+        if progress.ended is None:
+            cause = "completed" if backend.job_progress.outcome == "succeeded" else "failed"
+            await rig.log.send(RunEnded(run_id="run-1", time_ms=1, cause=cause))
+        return progress
+
+
+@contextlib.asynccontextmanager
+async def opened_rig(rig: ClassicRig, **how):
+    """Components that are initialized on an open backend, for steps by hand."""
+    async with asyncio.timeout(60), rig.services(), await rig.backend(**how) as backend:
+        parts = components_for(rig)
+        await parts.trainer.bind_components(parts.trajectory_builder, parts.trainer_adapter)
+        await parts.trainer.initialize(rig.loaded.finetune)
+        yield backend, parts
+
+
+async def assert_every_attempt_has_one_outcome(rig: ClassicRig):
+    closed = await rig.events("groups", GroupClosed)
+    complete = Counter(member.trajectory_id for group in closed for member in group.members)
+    planned = Counter(m.trajectory_id for batch in await rig.events("batches", BatchPlanned) for m in batch.members)
+    rejected = Counter(event.trajectory_id for event in await rig.events("batches", TrajectoryRejected))
+    assert planned + rejected == complete
+    asked = {task.group_id for task in await rig.events("tasks", TaskRequested)}
+    assert {group.group_id for group in closed} == asked
+
+
+def submitting(rig: ClassicRig) -> ClassicRig:
+    """The same with planning `submitted`, as it is where a component is not ours."""
+    trainer = rig.loaded.config.trainer.model_copy(update={"planning": "submitted"})
+    rig.loaded = rig.loaded._replace(config=rig.loaded.config.model_copy(update={"trainer": trainer}))
+    return rig

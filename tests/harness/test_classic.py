@@ -10,18 +10,23 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from classic_rig import ClassicRig
+from classic_rig import (
+    ClassicRig,
+    assert_every_attempt_has_one_outcome,
+    components_for,
+    conducted,
+    configuration,
+    opened_rig,
+    submitting,
+)
 
-from rollstream.harness.classic import conduct_components
-from rollstream.harness.component_building import Components
 from rollstream.harness.replay_source import read_run
 from rollstream.harness.replay_verify import verify
-from rollstream.harness.rollstream_adapter import NOTHING_TRAINED, RollstreamTrainerAdapter
+from rollstream.harness.rollstream_adapter import NOTHING_TRAINED
 from rollstream.harness.rollstream_builder import RollstreamTrajectoryBuilder
 from rollstream.harness.rollstream_config import (
     RollstreamTrajectoryBuilderConfig,
 )
-from rollstream.harness.rollstream_trainer import RollstreamTrainer
 from rollstream.harness.settings import jobs_of
 from rollstream.harness.what_if_plan import replan
 from rollstream.schemas.errors import ConfigError
@@ -29,7 +34,6 @@ from rollstream.schemas.events import (
     BatchPlanned,
     EpochSealed,
     EpochStarted,
-    GroupClosed,
     JobStarted,
     RunEnded,
     SubmissionReceived,
@@ -39,72 +43,6 @@ from rollstream.schemas.events import (
 from rollstream.schemas.finetuning import TrainingStatusEnum, TrajectoryCollection
 
 COMPLETED, FAILED = TrainingStatusEnum.COMPLETED, TrainingStatusEnum.FAILED
-
-
-def configuration(folder: Path, *, num_epochs: int = 3, num_examples: int = 4, **finetuning: Any) -> dict[str, Any]:
-    (folder / "model").mkdir(exist_ok=True)
-    (folder / "model" / "config.json").write_text("{}")
-    for name, count in (("train", num_examples), ("valid", 2)):
-        lines = [json.dumps({"id": f"{name}-{number}", "secret": number}) for number in range(count)]
-        (folder / f"{name}.jsonl").write_text("\n".join(lines))
-    return {
-        "workflow": "guess_number",
-        "eval": {"general": {"dataset": {"_type": "jsonl", "file_path": str(folder / "train.jsonl")}}},
-        "trajectory_builders": {
-            "b": {"_type": "rollstream", "num_generations": 3, "num_partitions": 2, "workspace": str(folder)}
-        },
-        "trainer_adapters": {
-            "a": {"_type": "rollstream", "model": {"path": str(folder / "model")}, "workspace": str(folder)}
-        },
-        "trainers": {"t": {"_type": "rollstream", "planning": "submitted"}},
-        "finetuning": {
-            "trainer": "t",
-            "trajectory_builder": "b",
-            "trainer_adapter": "a",
-            "num_epochs": num_epochs,
-            "output_dir": str(folder / "output"),
-            **finetuning,
-        },
-    }
-
-
-def components_for(rig: ClassicRig) -> Components:
-    file: Any = rig.loaded.finetune.run_configuration.config_file  # pyright: ignore[reportOptionalMemberAccess]
-    return Components(
-        RollstreamTrainer(file.trainers["t"]),
-        RollstreamTrajectoryBuilder(file.trajectory_builders["b"]),
-        RollstreamTrainerAdapter(file.trainer_adapters["a"]),
-    )
-
-
-async def conducted(rig: ClassicRig, *, resume: bool = False, parts: Components | None = None) -> Any:
-    """A whole run with its end; the progress after it."""
-    async with asyncio.timeout(60), rig.services(), await rig.backend(resume=resume) as backend:
-        progress = await conduct_components(backend, parts or components_for(rig), rig.loaded.finetune)
-        if progress.ended is None:
-            cause = "completed" if backend.job_progress.outcome == "succeeded" else "failed"
-            await rig.log.send(RunEnded(run_id="run-1", time_ms=1, cause=cause))
-        return progress
-
-
-@contextlib.asynccontextmanager
-async def opened_rig(rig: ClassicRig, **how: Any):
-    """Components that are initialized on an open backend, for steps by hand."""
-    async with asyncio.timeout(60), rig.services(), await rig.backend(**how) as backend:
-        parts = components_for(rig)
-        await parts.trainer.bind_components(parts.trajectory_builder, parts.trainer_adapter)
-        await parts.trainer.initialize(rig.loaded.finetune)
-        yield backend, parts
-
-
-async def assert_every_attempt_has_one_outcome(rig: ClassicRig) -> None:
-    closed = await rig.events("groups", GroupClosed)
-    complete = Counter(member.trajectory_id for group in closed for member in group.members)
-    planned = Counter(m.trajectory_id for batch in await rig.events("batches", BatchPlanned) for m in batch.members)
-    rejected = Counter(event.trajectory_id for event in await rig.events("batches", TrajectoryRejected))
-    assert planned + rejected == complete
-    asked = {task.group_id for task in await rig.events("tasks", TaskRequested)}
-    assert {group.group_id for group in closed} == asked
 
 
 def test_a_run_is_conducted_epoch_by_epoch_with_validation_curriculum_and_files(tmp_path: Path) -> None:
@@ -353,13 +291,6 @@ def test_a_job_that_fails_while_the_next_epoch_is_rolled_out_ends_the_run_too(tm
         assert progress.version == 0
 
     asyncio.run(scenario())
-
-
-def submitting(rig: ClassicRig) -> ClassicRig:
-    """The same with planning `submitted`, as it is where a component is not ours."""
-    trainer = rig.loaded.config.trainer.model_copy(update={"planning": "submitted"})
-    rig.loaded = rig.loaded._replace(config=rig.loaded.config.model_copy(update={"trainer": trainer}))
-    return rig
 
 
 def test_a_run_that_is_stopped_is_over_without_an_error(tmp_path: Path) -> None:

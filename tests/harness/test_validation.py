@@ -7,8 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from classic_rig import ClassicRig
-from test_classic import assert_every_attempt_has_one_outcome, configuration
+from classic_rig import ClassicRig, assert_every_attempt_has_one_outcome, configuration
 
 from rollstream.harness.dataset import Example
 from rollstream.harness.driver import Watching, conduct, is_over
