@@ -55,7 +55,7 @@ def run_config_of(finetune: FinetuneConfig) -> RunConfig:
     if run is None or not hasattr(file, "trajectory_builders"):
         raise ConfigError("finetuning.run_configuration.config_file: a configuration that was read is needed")
     blocks = {role: block_of(finetune, role) for role in ("trajectory_builder", "trainer_adapter", "trainer")}
-    builder = _section(blocks["trajectory_builder"], BuilderSection(environment=RECORDED))
+    builder = _section(blocks["trajectory_builder"], _foreign_builder(blocks["trainer_adapter"]))
     builder = at_endpoint(_with_workflow(builder, file.workflow), finetune)
     trainer = _section(blocks["trainer"], TrainerSection(planning="submitted"))
     adapter = _adapter(finetune, blocks["trainer_adapter"], blocks["trajectory_builder"])
@@ -106,6 +106,12 @@ def is_ours(block: Any) -> bool:
 
 def _section(block: Any, default: _Section) -> _Section:
     return block.section() if hasattr(block, "section") else default
+
+
+def _foreign_builder(adapter: Any) -> BuilderSection:
+    """What stands for a builder that is none of ours: the adapter says how its trajectories are written."""
+    config: dict[str, JsonValue] = {"retokenise": True} if getattr(adapter, "retokenise", False) else {}
+    return BuilderSection(environment=RECORDED, environment_config=config)
 
 
 def _adapter(finetune: FinetuneConfig, block: Any, builder: Any) -> AdapterSection:

@@ -39,6 +39,8 @@ class OurAdapterFields(AdapterFields):
     workspace: Path = WORKSPACE
     endpoint: EndpointSection | None = None
     """Serve the trained model by OpenAI's chat completions."""
+    retokenise: bool = False
+    """Make tokens from the text of trajectories whose builder, none of ours, tells no token ids; off: reject them."""
 
     def section(self) -> AdapterSection:
         """The frozen section that a run uses."""

@@ -112,6 +112,10 @@ def test_a_foreign_builder_plays_recorded_rollouts_and_is_submitted(
     written["trajectory_builders"]["b"] = {"_type": "python:foreign_builders.Foreign", "depth": 2}
     config = loaded(written | {"workflow": {"_type": "their_agent"}}).config
     assert (config.environment, config.trainer.planning) == ("recorded", "submitted")
+    assert config.builder.environment_config == {}
+    written["trainer_adapters"]["a"]["retokenise"] = True
+    config = loaded(written | {"workflow": {"_type": "their_agent"}}).config
+    assert config.builder.environment_config == {"retokenise": True}
     written["trajectory_builders"]["b"]["depth"] = "deep"
     assert "trajectory_builders.b.depth: is 'deep'" in refused(written)
 
