@@ -29,8 +29,9 @@ def rollout_of(trajectory: Trajectory, *, demands_logprobs: bool = True) -> Reco
     """A trajectory as a rollout: its calls, its shaped rewards by call, and what is left of its reward at the end.
 
     An assistant message with exact ids (`recorded_logprobs`) keeps them; another is text, to be re-tokenised or
-    rejected. One without any log-probability is record only, unless `demands_logprobs` is off (for SFT). A trajectory
-    that has no such message, a preference pair or a reward that is no number is a rollout with an `error`.
+    rejected. One that has neither ids nor log-probabilities is record only, as NAT drops it, unless `demands_logprobs`
+    is off (for SFT and DPO, which can do without). A trajectory that has no message of the assistant, a preference
+    pair or a reward that is no number is a rollout with an `error`.
     """
     items = trajectory.episode
     source_id = _source_id(trajectory)
@@ -103,7 +104,7 @@ def _step(
 ) -> RecordedStep:
     found = read_logprobs(item.logprobs)
     tokens = found.tokens()
-    is_known = found.values is not None or (tokens is not None and tokens.logprobs is not None)
+    is_known = found.values is not None or tokens is not None
     return RecordedStep(
         name=_text(_of(item.metadata, "model_name")),
         data={"input": list(messages), "output": item.content},

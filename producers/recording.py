@@ -3,6 +3,7 @@
 Pure but for the tokenizer. Decides nothing about rewards or order.
 """
 
+import json
 import math
 from array import array
 from collections.abc import Sequence, Sized
@@ -159,8 +160,8 @@ def _retokenised(chat: RecordedChat, conversation: Conversation, tokenizer: Toke
     answer = _plain_text(chat.answer)
     if answer is None or not messages or not all(messages):
         return None
-    known: list[dict[str, Any]] = [message for message in messages if message is not None]
-    texts = _rendered(known, answer, chat.tools, tokenizer)
+    known: list[dict[str, Any]] = [_for_template(message) for message in messages if message is not None]
+    texts = _rendered(known, _for_template(answer), chat.tools, tokenizer)
     if texts is None:
         return None
     prompt = conversation.prompt(texts[0])
@@ -204,6 +205,23 @@ def _plain_text(message: dict[str, Any]) -> dict[str, Any] | None:
     parts = [part if isinstance(part, str) else _part_text(part) for part in content]
     texts = [part for part in parts if part is not None]
     return message | {"content": "".join(texts)} if len(texts) == len(parts) else None
+
+
+def _for_template(message: dict[str, Any]) -> dict[str, Any]:
+    """A message whose tool calls have their arguments as objects, which chat templates write as JSON."""
+    calls = message.get("tool_calls")
+    return message | {"tool_calls": [_with_object(call) for call in calls]} if isinstance(calls, list) else message
+
+
+def _with_object(call: Any) -> Any:
+    function = call.get("function") if isinstance(call, dict) else None
+    if not isinstance(function, dict) or not isinstance(arguments := function.get("arguments"), str):
+        return call
+    try:
+        found = json.loads(arguments)
+    except ValueError:
+        return call
+    return call | {"function": function | {"arguments": found}} if isinstance(found, dict) else call
 
 
 def _part_text(part: Any) -> str | None:

@@ -1,12 +1,15 @@
 """Recorded rollouts: played as they were, joined by their tokens, flagged where something was assumed."""
 
 import hashlib
+import json
 
 import pytest
 
 from rollstream.eventlog.artifacts import ArtifactStore
 from rollstream.harness.recorded_tasks import MAX_INLINE_BYTES, inputs_of, stored, tasks_of
 from rollstream.processors.sequences import join_calls
+from rollstream.producers.conversation import Conversation
+from rollstream.producers.recording import Playing, read_step
 from rollstream.producers.scripted_tokenizer import ScriptedTokenizer
 from rollstream.schemas import tokens
 from rollstream.schemas.events import RolloutFailed
@@ -127,6 +130,28 @@ def test_retokenised_turns_go_on_from_each_other(play):
     text = TOKENIZER.decode(tokens.decode_ids(sequence.token_ids))
     assert text == "<user>go<end><assistant>a<end><user>go<end><assistant>b<end>"
     assert len(sequence.completions) == 2
+
+
+class ToolTokenizer(ScriptedTokenizer):
+    """Its template writes tool calls, as objects, after a message's text; one that it does not know it refuses."""
+
+    def apply_chat_template(self, conversation, **options):
+        told = [
+            message
+            | {"content": message["content"] + "".join(f"!{json.dumps(c['function']['arguments'])}" for c in calls)}
+            for message in conversation
+            for calls in [message.get("tool_calls", ())]
+        ]
+        return super().apply_chat_template(told, **options)
+
+
+def test_an_answer_that_calls_tools_is_what_the_template_writes_for_it():
+    call = {"id": "c", "type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}
+    said, tokenizer = spoken("hm", answer=""), ToolTokenizer()
+    answer = {"role": "assistant", "content": None, "tool_calls": [call]}
+    step = said.model_copy(update={"chat": said.chat.model_copy(update={"answer": answer})})
+    reading = read_step(step, 0, Playing(GROUP, retokenise=True), Conversation(tokenizer), tokenizer)
+    assert TOKENIZER.decode(tokens.decode_ids(reading.call.completion_ids)) == '!{"a": 1}<end>'
 
 
 def test_list_content_of_texts_is_retokenised_as_its_text_and_a_picture_is_not(play):
