@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from killing import wait_versions
 
-pytestmark = [pytest.mark.kafka, pytest.mark.slow]
+pytestmark = [pytest.mark.kafka, pytest.mark.slow, pytest.mark.timeout(600)]
 
 EPOCHS = 3
 
