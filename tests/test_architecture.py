@@ -25,6 +25,7 @@ ONLY_IN = {
     "peft": {"learner", "producers"},
     "vllm": {"producers"},
     "aiokafka": {"eventlog", "processors"},
+    "nat": {"harness"},
 }
 STDLIB_AND_PYDANTIC_ONLY = {"schemas"}
 MAX_FILE_LINES = 400
