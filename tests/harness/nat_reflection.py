@@ -147,7 +147,10 @@ async def _behaviour(models: Any, interfaces: Any) -> dict[str, Any]:
     await trainer.initialize(run)
     trainer._curriculum_state["included_groups"].add(3)
     configs = [trainer.trainer_config, builder.trajectory_builder_config, adapter.adapter_config]
-    scores = [await builder.compute_reward(type("Item", (), {"score": score})()) for score in (None, 2, True, "1.5")]
+    scores = [
+        await builder.compute_reward(type("Item", (), {"id": "x", "score": score, "error": None})())
+        for score in (2, -0.5, 1)
+    ]
     try:
         trainer.apply_curriculum_learning(models.TrajectoryCollection(trajectories=[], run_id="r"), 0)
     except NotImplementedError:
