@@ -73,6 +73,10 @@ class RemoteWorkflow(Environment):
         except aiohttp.ClientError as error:
             raise EnvironmentRunError(f"endpoint {self._endpoint}: {type(error).__name__}: {error}") from error
 
+    def examples(self, num: int, seed: int) -> list[dict[str, Any]]:
+        """Raises EnvironmentRunError: a workflow has no questions of its own."""
+        raise EnvironmentRunError("has no examples of its own; name a dataset with questions (eval.general.dataset)")
+
     async def _ask(self, session: Session, question: Any) -> None:
         recorder = _Recorder(session, self._selection, self._retokenise, self._assumed_version)
         async with asyncio.timeout(self._timeout_s), _posted(self._endpoint, {"input_message": question}) as response:
