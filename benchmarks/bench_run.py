@@ -103,8 +103,8 @@ def one_pass(epochs: int) -> dict[str, float]:
     with tempfile.TemporaryDirectory() as folder:
         workspace = Path(folder)
         live_s = train(workspace, epochs)
-        with EmbeddedBroker(workspace) as bootstrap_servers:
-            found = figures(asyncio.run(read_weights(bootstrap_servers)))
+        with EmbeddedBroker(workspace) as broker:
+            found = figures(asyncio.run(read_weights(broker.bootstrap_servers)))
         verify_s, train_s = replay(workspace, "--verify"), replay(workspace, "--train")
         verify_2_s = replay(workspace, "--verify", "--workers", "2")
     return found | {
