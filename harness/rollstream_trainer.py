@@ -125,7 +125,7 @@ class RollstreamTrainer(Trainer):
         if not any(collection.trajectories):
             logger.warning("epoch %d: the curriculum leaves nothing to train on", epoch)
             return None
-        return await self._adapter.submit(collection)
+        return await self._adapter.submit(_of_epoch(collection, self._run_id, epoch))
 
     def reason_to_end(self, epoch: int) -> str | None:
         """Why the run ends, as completed, before this epoch; None: it goes on. Asked after the epoch's validation.
@@ -240,6 +240,20 @@ class RollstreamTrainer(Trainer):
     def _has_plateaued(self) -> bool:
         rewards = [row["avg_reward"] for row in self._files.validations if row.get("avg_reward") is not None]
         return is_plateau(rewards, self._early_stopping)
+
+
+def _of_epoch(collection: TrajectoryCollection, run_id: str, epoch: int) -> TrajectoryCollection:
+    """The collection, whose trajectories say which epoch they are of: equal ones of two epochs are two submissions."""
+    groups = [
+        [one if "epoch" in (one.metadata or {}) else _with_epoch(one, run_id, epoch) for one in group]
+        for group in collection.trajectories
+    ]
+    return TrajectoryCollection(trajectories=groups, run_id=collection.run_id)
+
+
+def _with_epoch(trajectory: Trajectory, run_id: str, epoch: int) -> Trajectory:
+    metadata = {**(trajectory.metadata or {}), "run_id": run_id, "epoch": epoch}
+    return trajectory.model_copy(update={"metadata": metadata})
 
 
 def _tasks_of(builder: Any) -> list[asyncio.Future[Any]]:
