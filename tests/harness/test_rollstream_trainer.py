@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import logging
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,7 +12,13 @@ import pytest
 from rollstream.harness.classic_files import ClassicFiles
 from rollstream.harness.evaluation import EvaluationItem, EvaluationOutput, EvaluatorOutput
 from rollstream.harness.interfaces import TrainerAdapter, TrajectoryBuilder
-from rollstream.harness.rollstream_config import RollstreamTrainerConfig
+from rollstream.harness.rollstream_adapter import RollstreamTrainerAdapter
+from rollstream.harness.rollstream_builder import RollstreamTrajectoryBuilder
+from rollstream.harness.rollstream_config import (
+    RollstreamTrainerAdapterConfig,
+    RollstreamTrainerConfig,
+    RollstreamTrajectoryBuilderConfig,
+)
 from rollstream.harness.rollstream_trainer import RollstreamTrainer
 from rollstream.schemas.errors import EnvironmentRunError
 from rollstream.schemas.finetuning import (
@@ -29,6 +36,7 @@ from rollstream.schemas.finetuning import (
     TrajectoryBuilderConfig,
     TrajectoryCollection,
 )
+from rollstream.schemas.settings import ModelSettings
 
 ROLES = (EpisodeItemRole.USER, EpisodeItemRole.ASSISTANT)
 
@@ -211,3 +219,33 @@ def test_files_go_on_where_an_earlier_process_stopped_and_forget_other_runs(tmp_
     (row,) = json.loads((tmp_path / "reward_history.json").read_text())
     assert row == {"epoch": 0, "avg_reward": None, "curriculum_percentile": 0.3}
     assert not list(tmp_path.glob(".*"))
+
+
+def test_a_trainer_that_derives_from_ours_may_end_a_run_by_a_rule_of_its_own(tmp_path: Path) -> None:
+    class Enough(RollstreamTrainer):
+        def reason_to_end(self, epoch: int) -> str | None:
+            return "enough" if len(self.reward_history) == 2 else super().reason_to_end(epoch)
+
+    async def scenario() -> None:
+        said: list[str] = []
+        trainer = Enough(RollstreamTrainerConfig())
+        await trainer.bind_components(Builder(TEN, said), Adapter(said))
+        await trainer.initialize(FinetuneConfig(output_dir=tmp_path, run_configuration=FinetuneRunConfig()))
+        statuses = await trainer.run(5)
+        assert [status.status.value for status in statuses] == ["completed"] * 2
+        assert [word for word in said if word.startswith("start")] == ["start 0", "start 1"]
+        assert [row["avg_reward"] for row in trainer.reward_history] == [pytest.approx(0.7)] * 2
+
+    asyncio.run(scenario())
+
+
+def test_builder_and_adapter_tell_their_progress_with_the_runs_id(caplog: pytest.LogCaptureFixture) -> None:
+    builder = RollstreamTrajectoryBuilder(RollstreamTrajectoryBuilderConfig())
+    adapter = RollstreamTrainerAdapter(RollstreamTrainerAdapterConfig(model=ModelSettings(path="m")))
+    with caplog.at_level(logging.INFO):
+        builder.log_progress("run-1", {"num_trajectories": 3})
+        adapter.log_progress(TrainingJobRef(run_id="run-2", backend="rollstream"), {"progress": 50})
+    assert [record.getMessage() for record in caplog.records] == [
+        "rollouts of run run-1: {'num_trajectories': 3}",
+        "training of run run-2: {'progress': 50}",
+    ]
