@@ -26,8 +26,6 @@ def written_of(config: RunConfig) -> dict[str, JsonValue]:
 
 
 def _block(section: Any) -> dict[str, JsonValue]:
-    return (
-        section.model_dump(mode="json", by_alias=True, exclude_unset=True) | {"_type": section.type}
-        if hasattr(section, "type")
-        else section.model_dump(mode="json", by_alias=True, exclude_unset=True)
-    )
+    """What was given of a section, and its type if it has one."""
+    given = section.model_dump(mode="json", by_alias=True, exclude_unset=True)
+    return {**given, "_type": section.type} if hasattr(section, "type") else given

@@ -1,0 +1,19 @@
+"""What is stored of a run that no file of ours was given for reads as the same configuration."""
+
+from pathlib import Path
+
+from classic_rig import configuration
+
+from rollstream.harness.config_file import resolve
+from rollstream.harness.written_config import written_of
+
+
+def test_a_configuration_written_out_is_read_as_it_was(tmp_path: Path) -> None:
+    written = configuration(tmp_path, curriculum_learning={"enabled": True, "random_subsample": 0.5})
+    written["trajectory_builders"]["b"] |= {"environment_config": {"low": 1}, "sampling": {"temperature": 0.5}}
+    written["trainers"]["t"]["early_stopping"] = {"patience": 2}
+    config = resolve(written).config
+    again = resolve(written_of(config)).config
+    assert again.builder.environment == config.environment
+    assert again.model_copy(update={"builder": config.builder}) == config
+    assert again.builder == config.builder.model_copy(update={"environment": config.environment})
