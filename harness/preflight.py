@@ -92,9 +92,12 @@ def environment_of(config: RunConfig) -> "Environment":
     """The run's environment, as its producers build it. Raises ConfigError."""
     from rollstream.producers.registry import build_environment
 
-    place = "workflow" if config.builder.environment is None else "trajectory_builders"
+    place = f"workflow or trajectory_builders.{config.finetuning.trajectory_builder}.environment"
     with users_code(f"{place}: environment {config.environment}", config):
-        return build_environment(config.environment, config.builder.environment_config, os.environ)
+        try:
+            return build_environment(config.environment, config.builder.environment_config, os.environ)
+        except ConfigError as error:
+            raise ConfigError(f"{place}: {error}") from error
 
 
 @contextmanager
