@@ -94,7 +94,16 @@ def _state(progress: Progress, run: RunPlan) -> tuple[Literal["completed", "fail
         job = progress.job(spec.job_id)
         if job.outcome != "succeeded":
             return "failed", f"job {spec.job_id} {job.outcome}: {job.error}", job.ended_at_ms
+        if job.num_groups and not job.rewards:
+            return "failed", _nothing_rolled_out(spec.job_id, job.num_groups), job.ended_at_ms
     return "completed", "", progress.job(run.jobs[-1].job_id).ended_at_ms
+
+
+def _nothing_rolled_out(job_id: str, num_groups: int) -> str:
+    return (
+        f"job {job_id}: none of its {num_groups} groups had enough complete rollouts; "
+        'rollstream sql "SELECT outcome, cause, count(*) FROM outcomes GROUP BY ALL" counts what became of them'
+    )
 
 
 def _export(artifacts: ArtifactStore, progress: Progress, output_dir: Path) -> None:

@@ -92,12 +92,14 @@ def test_sql_without_a_database_says_so(workplace: Any) -> None:
 
 @pytest.mark.kafka
 @pytest.mark.parametrize("name", ["raises", "hangs"])
-def test_an_environment_that_fails_is_data_and_the_run_ends(workplace: Any, name: str) -> None:
+def test_an_environment_that_fails_is_data_and_a_run_of_nothing_else_failed(workplace: Any, name: str) -> None:
     (workplace.folder / "bad.py").write_text(BAD_ENVIRONMENTS)
     configuration = workplace.configuration(num_epochs=1, rollout_timeout_s=1, max_attempts=2)
     configuration["workflow"] = f"python:bad.{name}"
     done = finetune(workplace, configuration)
     assert "Traceback" not in done.stdout + done.stderr
+    assert done.returncode == 1
+    assert "none of its 4 groups had enough complete rollouts" in done.stderr
     causes = workplace.rows("SELECT outcome, cause, count(*) AS n FROM outcomes GROUP BY 1, 2")
     expected = "environment_error" if name == "raises" else "timeout"
     assert [(row["outcome"], row["cause"], row["n"]) for row in causes] == [("failed", expected, 4 * 4 * 2)]
