@@ -18,6 +18,7 @@ from rollstream.processors.assemble_shell import AssembleShell
 from rollstream.processors.curate_shell import CurateShell
 from rollstream.schemas.events import RewardRecorded
 
+pytestmark = pytest.mark.slow
 STEPS = 3000
 KILLS = 20
 SEED = 11

@@ -16,9 +16,10 @@ from rollstream.metrics.database import Database
 from rollstream.metrics.projector import Projector
 from rollstream.schemas.topics import TOPICS
 
-STEPS = 3000
+pytestmark = pytest.mark.slow
+STEPS = 1200
 KILLS = 20
-SLICE = 150
+SLICE = 60
 POINTS = [name for name in FAILPOINTS if name.startswith("metrics/")]
 
 

@@ -13,6 +13,7 @@ import pytest
 
 from rollstream.harness.config_file import read_yaml
 
+pytestmark = pytest.mark.slow
 CLI = [sys.executable, "-m", "rollstream.harness.cli"]
 
 

@@ -24,6 +24,8 @@ from rollstream.schemas.events import (
 )
 from rollstream.schemas.settings import AlgorithmSettings, ArtifactRef
 
+pytestmark = pytest.mark.slow
+
 
 class Crash(BaseException):
     """The process is gone."""
