@@ -146,8 +146,9 @@ class CurateState:
     def low_water(self) -> int | None:
         """Offset from which the partition must be folded again to rebuild what is open; None if nothing is.
 
-        It is the RunStarted of the oldest run that is open or has groups that are still to close.
+        It is the RunStarted of the oldest run that is open or has groups that are still to close, or may have: nobody
+        knows which tasks a harness that submits has still written.
         """
         offsets = [run.first_offset for run in self.runs.values()]
-        offsets += [run.first_offset for run in self.ended.values() if run.open_groups]
+        offsets += [run.first_offset for run in self.ended.values() if run.open_groups or run.takes_others]
         return min(offsets, default=None)
