@@ -83,7 +83,7 @@ class ArtTraining(BaseModel):
 
 
 class ArtAdapterConfig(OurAdapterFields, TrainerAdapterConfig, name="openpipe_art_trainer_adapter"):
-    """`trainer_adapters.X._type: openpipe_art_trainer_adapter`."""
+    """`trainer_adapters.X._type: openpipe_art_trainer_adapter`. It trains a LoRA, as ART does, unless `model` says."""
 
     model_config = STRICT
 
@@ -100,7 +100,7 @@ class ArtAdapterConfig(OurAdapterFields, TrainerAdapterConfig, name="openpipe_ar
         path = path if isinstance(path, str) else BASE_MODEL
         is_named = not isinstance(model, dict) or "path" in model
         given = {key: value for key, value in values.items() if key != "training" or value is not None}
-        return given if is_named else {**given, "model": {**model, "path": path}}
+        return given if is_named else {**given, "model": {"lora": {}, **model, "path": path}}
 
     @model_validator(mode="after")
     def _tell_what_means_nothing(self) -> Self:
@@ -213,7 +213,7 @@ async def build_art_adapter(config: ArtAdapterConfig, builder: Any) -> AsyncIter
 
 @register_trajectory_builder(config_type=DpoBuilderConfig)
 async def build_dpo_builder(config: DpoBuilderConfig, builder: Any) -> AsyncIterator[TrajectoryBuilder]:
-    """Our builder: the candidates' scores are on the log, and the learner makes pairs of them."""
-    from rollstream.harness.rollstream_builder import RollstreamTrajectoryBuilder
+    """Our builder of preference pairs."""
+    from rollstream.harness.dpo_builder import DpoTrajectoryBuilder
 
-    yield RollstreamTrajectoryBuilder(trajectory_builder_config=config)
+    yield DpoTrajectoryBuilder(trajectory_builder_config=config)

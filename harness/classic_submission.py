@@ -75,7 +75,10 @@ async def _write(backend: Backend, epoch: int, groups: Sequence[Group]) -> list[
 
     Their ids derive from what is written, so that writing it again is the same.
     """
-    recorded = [_recorded(group, f"g{number}") for number, group in enumerate(groups)]
+    recorded = [
+        _recorded(group, f"g{number}", demands_logprobs=_demands_logprobs(backend))
+        for number, group in enumerate(groups)
+    ]
     flat = [stored(one, backend.artifacts) for several in recorded for one in several]
     if not flat:
         return []
@@ -100,12 +103,21 @@ async def _write(backend: Backend, epoch: int, groups: Sequence[Group]) -> list[
     return [[_of_closed(next(found)) for _ in several] for several in recorded]
 
 
-def _recorded(group: Group, name: str) -> list[RecordedGroup]:
+def _demands_logprobs(backend: Backend) -> bool:
+    """Whether the job compares with the policy that sampled."""
+    return backend.spec.job.kind == "rl" and backend.spec.plan.needs_logprobs
+
+
+def _recorded(group: Group, name: str, *, demands_logprobs: bool) -> list[RecordedGroup]:
     """One recorded group; of preference pairs, one a pair."""
     example_id = next((str(t.metadata["id"]) for t in group if t.metadata and "id" in t.metadata), name)
     pairs = [pair for trajectory in group if _is_preference(trajectory) for pair in rollouts_of_items(trajectory)]
     found = [RecordedGroup.of(example_id, pair) for pair in pairs]
-    said = [rollout_of(trajectory) for trajectory in group if not _is_preference(trajectory)]
+    said = [
+        rollout_of(trajectory, demands_logprobs=demands_logprobs)
+        for trajectory in group
+        if not _is_preference(trajectory)
+    ]
     return [*([RecordedGroup.of(example_id, said)] if said else []), *found]
 
 

@@ -62,6 +62,11 @@ def run_config_of(finetune: FinetuneConfig) -> RunConfig:
     trainer = trainer.model_copy(
         update={"planning": _planning(trainer, adapter, is_foreign=not all(map(is_ours, blocks.values())))}
     )
+    if trainer.early_stopping is not None and trainer.planning == "stream":
+        raise ConfigError(
+            f"trainers.{finetune.trainer}.early_stopping: a streamed run has no end of its own; "
+            "use planning: submitted with max_staleness: 0"
+        )
     reward = finetune.reward_function
     environment = _environment(finetune, builder, file.workflow)
     examples = _dataset(file.eval)

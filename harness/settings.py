@@ -104,8 +104,13 @@ def _training_job(config: RunConfig, run_id: str) -> JobSpec:
         curriculum=curriculum.model_copy(update={"steer": False}) if is_submitted else curriculum,
     )
     algorithm = adapter.algorithm
+    drops_flat_groups = "drop_zero_variance" in builder.model_fields_set
+    if algorithm.name == "grpo" and builder.num_generations == 1 and "advantage" not in algorithm.model_fields_set:
+        algorithm = algorithm.model_copy(update={"advantage": "batch_std"})  # a group of one has nothing to compare
+    if algorithm.advantage in ("batch_std", "batch_mean"):
+        plan = plan.model_copy(update={"drop_zero_variance": plan.drop_zero_variance and drops_flat_groups})
     if algorithm.name == "dpo":
-        plan = _for_pairs(plan, drops_flat_groups="drop_zero_variance" in builder.model_fields_set)
+        plan = _for_pairs(plan, drops_flat_groups=drops_flat_groups)
     elif "temperature" not in algorithm.model_fields_set and builder.sampling.temperature > 0:
         algorithm = algorithm.model_copy(update={"temperature": builder.sampling.temperature})
     job = _job_settings(adapter, num_versions=epochs * plan.batches_per_epoch).model_copy(

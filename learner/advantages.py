@@ -7,7 +7,7 @@ from typing import Literal
 
 from rollstream.schemas.events import TrajectoryAssembled
 
-Estimator = Literal["group_std", "group_mean", "leave_one_out"]
+Estimator = Literal["group_std", "group_mean", "leave_one_out", "batch_std", "batch_mean"]
 EPSILON = 1e-6
 
 
@@ -40,7 +40,11 @@ ESTIMATORS: dict[Estimator, Callable[[Sequence[float]], list[float]]] = {
     "group_std": group_std,
     "group_mean": group_mean,
     "leave_one_out": leave_one_out,
+    "batch_std": group_std,
+    "batch_mean": group_mean,
 }
+BATCH_WIDE = frozenset({"batch_std", "batch_mean"})
+"""Estimators for which a whole batch is one group (a global baseline, as in REINFORCE++, arXiv 2501.03262)."""
 
 
 def by_group(rewards: Sequence[float], groups: Iterable[Hashable], estimator: Estimator) -> list[float]:

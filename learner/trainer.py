@@ -117,7 +117,8 @@ class Trainer:
     ) -> Sequence[float | StepAdvantages]:
         """One a member, or one a step of it. Rewards are the manifest's; those of steps are the trajectories'."""
         settings = self._settings.algorithm
-        groups = [(t.group_id, t.agent) for t in trajectories]
+        is_wide = settings.advantage in advantages.BATCH_WIDE
+        groups = [("" if is_wide else t.group_id, t.agent) for t in trajectories]
         rewards = [member.reward for member in planned.members]
         if settings.step_rewards == "total":
             return advantages.by_group(rewards, groups, settings.advantage)

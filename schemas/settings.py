@@ -130,7 +130,10 @@ class AlgorithmSettings(Settings):
     name: Literal["grpo", "sft", "dpo"] = "grpo"
     clip_low: float = Field(default=0.2, gt=0)
     clip_high: float = Field(default=0.28, gt=0)
-    advantage: Literal["group_std", "group_mean", "leave_one_out"] = "group_std"
+    advantage: Literal["group_std", "group_mean", "leave_one_out", "batch_std", "batch_mean"] = "group_std"
+    """group_*, leave_one_out: compared with the rollouts of the same task; batch_*: with all of the batch, so that one
+    rollout a task is enough.
+    """
     step_rewards: Literal["total", "process"] = added("total")
     """total: one advantage for all tokens of a member, from the sum of its rewards; process: process supervision, in
     which a token answers for the rewards of its own step and of those after it. Groups of equal sums are left out of

@@ -52,6 +52,15 @@ def test_learning_rate_and_beta_reach_the_optimizer_and_the_loss(art: dict[str, 
     assert (job.optimizer.learning_rate, job.optimizer.weight_decay) == (2e-4, 0.1)
     assert (job.algorithm.name, job.algorithm.kl_coefficient) == ("grpo", 0.25)
     assert job.model.path == art["trainer_adapters"]["a"]["backend"]["base_model"]
+    assert job.model.lora is not None
+
+
+def test_one_rollout_a_task_is_compared_with_the_whole_batch(art: dict[str, Any]) -> None:
+    art["trajectory_builders"]["b"]["num_generations"] = 1
+    config = config_file.resolve(art, {}).config
+    (job,) = jobs_of(config, "run-1")
+    assert job.job.algorithm.advantage == "batch_std"
+    assert not job.plan.drop_zero_variance
 
 
 def test_an_aliased_file_is_submitted_in_epochs_of_our_own_components(art: dict[str, Any]) -> None:
@@ -167,3 +176,9 @@ def test_a_subclass_of_an_own_configuration_keeps_its_defaults_apart() -> None:
 
     assert (Further().type, RollstreamTrainerConfig().type) == ("further_for_a_test", "rollstream")
     assert Further(planning="submitted").section().planning == "submitted"
+
+
+def test_early_stopping_of_a_streamed_run_is_refused_by_its_path(art: dict[str, Any]) -> None:
+    art["trainers"]["t"] = {"_type": "rollstream", "early_stopping": {"patience": 2}}
+    with pytest.raises(ConfigError, match="trainers.t.early_stopping: a streamed run has no end of its own"):
+        config_file.resolve(art, {})
