@@ -37,7 +37,7 @@ check: setup ## Lint, format, types, architecture and packaging
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/pyright
-	$(BIN)/python -m pytest -q tests/test_architecture.py tests/test_packaging.py
+	$(BIN)/python -m pytest -q tests/test_architecture.py tests/test_packaging.py tests/test_docs.py
 
 test: setup ## Everything that a fresh machine can run
 	$(BIN)/python -m pytest -q --durations=10 -m "not chaos" tests
