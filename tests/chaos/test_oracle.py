@@ -13,6 +13,7 @@ from rollstream.eventlog.artifacts import ArtifactStore
 from rollstream.eventlog.memory_log import MemoryLog
 from rollstream.schemas.events import GroupStarted, RolloutFailed, StepRecorded
 
+pytestmark = pytest.mark.slow
 STEPS = 3000
 
 
