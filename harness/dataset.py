@@ -28,7 +28,7 @@ def read_dataset(section: DatasetSection) -> list[Example]:
     path = section.file_path
     rows = rows_of(path, section.type)
     if not rows:
-        raise ConfigError(f"dataset {path}: is empty (eval.general.dataset.file_path or --dataset)")
+        raise ConfigError(f"dataset {path}: is empty")
     kept = [(place, row) for place, row in rows if _is_wanted(row, section.filter)]
     if not kept:
         raise ConfigError(f"dataset {path}: eval.general.dataset.filter leaves none of its {len(rows)} rows")

@@ -62,11 +62,7 @@ def run_config_of(finetune: FinetuneConfig) -> RunConfig:
     trainer = trainer.model_copy(
         update={"planning": _planning(trainer, adapter, is_foreign=not all(map(is_ours, blocks.values())))}
     )
-    if trainer.early_stopping is not None and trainer.planning == "stream":
-        raise ConfigError(
-            f"trainers.{finetune.trainer}.early_stopping: a streamed run has no end of its own; "
-            "use planning: submitted with max_staleness: 0"
-        )
+    _check_trainer(finetune, trainer)
     reward = finetune.reward_function
     environment = _environment(finetune, builder, file.workflow)
     examples = _dataset(file.eval)
@@ -91,6 +87,20 @@ def _planning(trainer: TrainerSection, adapter: AdapterSection, *, is_foreign: b
     if is_foreign:
         return "submitted"
     return "stream" if adapter.max_staleness else trainer.planning
+
+
+def _check_trainer(finetune: FinetuneConfig, trainer: TrainerSection) -> None:
+    """Raises ConfigError for what a streamed run does not do; tells what waits for a validation where there is none."""
+    place, run = f"trainers.{finetune.trainer}", finetune.run_configuration
+    wanted = {"early_stopping": trainer.early_stopping is not None, "validation_required": trainer.validation_required}
+    names = [name for name, is_wanted in wanted.items() if is_wanted]
+    if names and trainer.planning == "stream":
+        raise ConfigError(
+            f"{place}.{names[0]}: a streamed run has no end of its own; use planning: submitted with max_staleness: 0"
+        )
+    assert run is not None
+    if not run.validation_dataset and not run.validation_config_file:
+        tell_meaningless(place, names, "nothing is validated by; give --validation_dataset or --validation_config_file")
 
 
 def block_of(finetune: FinetuneConfig, role: str) -> Any:

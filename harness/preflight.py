@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 def check_places(config: RunConfig) -> None:
     """Raises ConfigError if the model folder is missing or the output folder cannot be written."""
     if config.builder.services == "managed":
-        check_model(config.adapter.model.path)
+        check_model(config.adapter.model.path, f"trainer_adapters.{config.finetuning.trainer_adapter}.model.path")
     folder = config.finetuning.output_dir
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -29,17 +29,17 @@ def check_places(config: RunConfig) -> None:
         raise ConfigError(f"finetuning.output_dir: {folder} is not writable")
 
 
-def check_model(path: str) -> None:
-    """Raises ConfigError if `path` is a folder without a model, or looks like a folder and is none."""
+def check_model(path: str, place: str) -> None:
+    """Raises ConfigError naming `place` if `path` is a folder without a model, or looks like a folder and is none."""
     folder = Path(path).expanduser()
     if folder.is_dir():
         if not (folder / "config.json").is_file():
-            raise ConfigError(f"model.path: {path} has no config.json; give a transformers folder")
+            raise ConfigError(f"{place}: {path} has no config.json; give a transformers folder")
         return
     parts = path.split("/")
     is_hub_name = len(parts) <= 2 and all(parts) and not path.startswith((".", "~")) and not Path(parts[0]).is_dir()
     if not is_hub_name:
-        raise ConfigError(f"model.path: there is no folder {path}; give a transformers folder or a hub name")
+        raise ConfigError(f"{place}: there is no folder {path}; give a transformers folder or a hub name")
 
 
 def check_result(path: Path | None) -> None:
@@ -62,13 +62,27 @@ def check_metrics(config: RunConfig, workspace: Path) -> None:
 
 def check_datasets(config: RunConfig, *, is_new: bool) -> None:
     """Reads what a run reads later: its dataset, if it is new, and what it validates by. Raises ConfigError."""
-    from rollstream.harness import dataset
     from rollstream.harness.config_file import validation_config
 
     validation = validation_config(config)
-    for used in (config if is_new else None, validation):
-        if used is not None and used.dataset is not None:
-            check_examples(used, dataset.read_dataset(used.dataset), f"dataset {used.dataset.file_path}")
+    if is_new:
+        _check_dataset(config, "eval.general.dataset or --dataset")
+    if validation is not None and config.validation is not None:
+        is_named = config.validation.dataset is not None
+        file = "validation_dataset" if is_named else f"validation_config_file {config.validation.config}"
+        _check_dataset(validation, file)
+
+
+def _check_dataset(config: RunConfig, place: str) -> None:
+    from rollstream.harness import dataset
+
+    if config.dataset is None:
+        return
+    try:
+        examples = dataset.read_dataset(config.dataset)
+    except ConfigError as error:
+        raise ConfigError(f"{place}: {error}") from error
+    check_examples(config, examples, f"dataset {config.dataset.file_path}")
 
 
 def check_names(config: RunConfig) -> None:
@@ -80,7 +94,7 @@ def check_names(config: RunConfig) -> None:
     if config.builder.services == "external":
         return
     for module in config.builder.modules:
-        with users_code(f"trajectory_builders: modules: {module}", config):
+        with users_code(f"trajectory_builders.{config.finetuning.trajectory_builder}.modules: {module}", config):
             importlib.import_module(module)
     environment_of(config)
     for name in config.reward_functions:

@@ -178,7 +178,22 @@ def test_a_subclass_of_an_own_configuration_keeps_its_defaults_apart() -> None:
     assert Further(planning="submitted").section().planning == "submitted"
 
 
-def test_early_stopping_of_a_streamed_run_is_refused_by_its_path(art: dict[str, Any]) -> None:
-    art["trainers"]["t"] = {"_type": "rollstream", "early_stopping": {"patience": 2}}
-    with pytest.raises(ConfigError, match="trainers.t.early_stopping: a streamed run has no end of its own"):
+@pytest.mark.parametrize(("key", "value"), [("early_stopping", {"patience": 2}), ("validation_required", True)])
+def test_what_only_the_classic_way_does_is_refused_by_its_path_in_a_streamed_run(
+    art: dict[str, Any], key: str, value: Any
+) -> None:
+    art["trainers"]["t"] = {"_type": "rollstream", key: value}
+    with pytest.raises(ConfigError, match=f"trainers.t.{key}: a streamed run has no end of its own"):
         config_file.resolve(art, {})
+
+
+def test_what_waits_for_a_validation_is_told_where_there_is_none(
+    art: dict[str, Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    art["trainers"]["t"] = {"_type": "rollstream", "planning": "submitted", "early_stopping": {"patience": 2}}
+    art["finetuning"]["run_configuration"] = {"validation_dataset": "v.jsonl"}
+    config_file.resolve(art, {})
+    assert "early_stopping" not in caplog.text
+    del art["finetuning"]["run_configuration"]
+    config_file.resolve(art, {})
+    assert "trainers.t: early_stopping: accepted, but without a meaning here (nothing is validated by" in caplog.text

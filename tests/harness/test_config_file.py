@@ -304,7 +304,7 @@ def test_a_base_or_text_that_cannot_be_read_is_named(tmp_path: Path, text: str, 
 @pytest.mark.parametrize(
     ("name", "content", "told"),
     [
-        ("none.jsonl", None, r"dataset .*none.jsonl: cannot be read \(eval.general.dataset.file_path or --dataset\)"),
+        ("none.jsonl", None, r"eval.general.dataset or --dataset: dataset .*none.jsonl: cannot be read: "),
         ("none.parquet", None, r"dataset .*none.parquet: cannot be read"),
         ("empty.jsonl", "", r"dataset .*empty.jsonl: is empty"),
         ("empty.json", "[]", r"dataset .*empty.json: is empty"),
