@@ -11,13 +11,14 @@ from rollstream.eventlog import codec
 from rollstream.harness import epochs
 from rollstream.harness.backend import Backend
 from rollstream.harness.classic_trajectories import is_as_recorded
-from rollstream.harness.recorded_tasks import stored, tasks_of
+from rollstream.harness.recorded_tasks import RECORDED, played_by, stored, tasks_of
 from rollstream.harness.recorded_trajectories import rollout_of, rollouts_of_items
 from rollstream.schemas.errors import ConfigError
 from rollstream.schemas.events import GroupClosed
 from rollstream.schemas.events_training import SubmittedGroup
 from rollstream.schemas.finetuning import DPOItem, Trajectory
 from rollstream.schemas.recorded import RecordedGroup
+from rollstream.schemas.settings import RolloutSettings
 
 Group = Sequence[Trajectory]
 
@@ -89,7 +90,7 @@ async def _write(backend: Backend, epoch: int, groups: Sequence[Group]) -> list[
         run_id=backend.run.started.run_id,
         job_id=backend.spec.job_id,
         epoch=epoch,
-        settings=backend.spec.rollout,
+        settings=_as_they_come(backend.spec.rollout),
         name=f"{backend.spec.job_id.rsplit('/', 1)[-1]}-{codec.canonical_digest(content)[:8]}",
         first_index=len(backend.examples),
         min_version=epochs.newest_planned(backend),
@@ -101,6 +102,12 @@ async def _write(backend: Backend, epoch: int, groups: Sequence[Group]) -> list[
     closed = await backend.until(lambda: _all_closed(backend, wanted))
     found = iter(closed)
     return [[_of_closed(next(found)) for _ in several] for several in recorded]
+
+
+def _as_they_come(settings: RolloutSettings) -> RolloutSettings:
+    """Settings of rollouts whose rewards come with them: nothing is scored anew, nothing is weighted again."""
+    played = settings if settings.environment == RECORDED else played_by(settings)
+    return played.model_copy(update={"rewards": (), "evaluators": {}, "reward_weights": {}})
 
 
 def _demands_logprobs(backend: Backend) -> bool:

@@ -47,11 +47,17 @@ class RollstreamTrainerAdapter(TrainerAdapter):
         """Epoch by digest of what was submitted for it."""
 
     async def initialize(self, run_config: FinetuneConfig) -> None:
-        """Take the configuration, and open the run's backend if nobody has. Raises RollstreamError."""
+        """Take the configuration, and open the run's backend if nobody has. Raises RollstreamError.
+
+        What an earlier process has submitted is sealed when this returns.
+        """
         await super().initialize(run_config)
         if opened(self._workspace) is None:
             await open_backend(self.loaded(run_config), self._workspace, RUN_NAME)
         await self._begin_to_serve()
+        backend = self._backend()
+        for epoch in sorted(backend.job.submitted.keys() - backend.job.seals.keys()):
+            await epochs.sealed(backend, epoch)  # so that nobody begins it again
         if not await self.is_healthy():
             raise ConfigError(f"trainer_adapters: the log of workspace {self._workspace} does not answer")
 

@@ -50,6 +50,8 @@ class RollstreamTrainer(Trainer):
         self._settings = CurriculumSettings()
         self._run_id = ""
         self._first_epoch = 0
+        self._is_over = False
+        """The run that goes on has sealed its last epoch already."""
         self._job_refs: dict[int, TrainingJobRef] = {}
         self._statuses: dict[int, TrainingJobStatus] = {}
         self._outcome: tuple[bool, str] | None = None
@@ -68,6 +70,7 @@ class RollstreamTrainer(Trainer):
         if isinstance(adapter, RollstreamTrainerAdapter):
             self._run_id, self._first_epoch = adapter.log_run_id, adapter.next_epoch
             progress = resumed(self._settings, adapter.seals)
+            self._is_over = any(seal.is_last for seal in adapter.seals.values())
         self._note(progress)
         self._files.resume(self._run_id, self._first_epoch)
 
@@ -78,7 +81,7 @@ class RollstreamTrainer(Trainer):
         that there is a `reason_to_end`. Raises RollstreamError if the run, its services or its log are over.
         """
         under_way: deque[int] = deque()
-        for epoch in range(self._first_epoch, num_epochs):
+        for epoch in range(num_epochs if self._is_over else self._first_epoch, num_epochs):
             try:
                 ref = await self.run_epoch(epoch, self._run_id)
             except RequiredValidationError as error:

@@ -1,0 +1,93 @@
+"""What a run by components does where few come: what is written again, and what is sealed while a run is taken up."""
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rollstream.harness import epochs
+from rollstream.schemas.events import BatchPlanned, EpochSealed
+from rollstream.schemas.finetuning import TrainingStatusEnum, Trajectory, TrajectoryCollection
+
+from .classic_rig import ClassicRig, components_for, conducted, configuration, opened_rig
+
+
+def shaped_evenly(group: list[Trajectory]) -> None:
+    """Change what is trained on, so that the group is written to the log again."""
+    for trajectory in group:
+        turns = [item for item in trajectory.episode if item.role.value == "assistant"]  # pyright: ignore
+        trajectory.shaped_rewards = [0.25] * len(turns)
+
+
+def test_what_is_written_again_has_the_reward_that_it_came_with_and_is_not_scored_anew(tmp_path: Path) -> None:
+    written = configuration(tmp_path, reward_function={"name": "has_digit"})
+    written["eval"]["evaluators"] = {"has_digit": {"_type": "numeric_match", "answer_key": "secret"}}
+    written["trajectory_builders"]["b"]["reward_weights"] = {"reward": 0.5, "has_digit": 2.0}
+
+    async def scenario() -> None:
+        rig = ClassicRig(tmp_path, written)
+        async with opened_rig(rig) as (_, parts):
+            await parts.trajectory_builder.start_run("mine", {"epoch": 0})
+            collection = await parts.trajectory_builder.finalize("mine")
+            changed = collection.trajectories[0]
+            shaped_evenly(changed)
+            for number, trajectory in enumerate(changed):
+                trajectory.reward = number + 0.5
+            ref = await parts.trainer_adapter.submit(TrajectoryCollection(trajectories=[changed], run_id="mine"))
+            status = await parts.trainer_adapter.wait_until_complete(ref)
+            assert status.status == TrainingStatusEnum.COMPLETED
+        batch: Any
+        (batch,) = await rig.events("batches", BatchPlanned)
+        assert [member.reward for member in batch.members] == pytest.approx([t.reward for t in changed])
+
+    asyncio.run(scenario())
+
+
+def test_a_run_that_goes_on_waits_for_the_seal_of_what_was_submitted(tmp_path: Path) -> None:
+    """The process was killed between a submission and its seal, which comes while the run is taken up again."""
+
+    async def scenario() -> None:
+        rig = ClassicRig(tmp_path, configuration(tmp_path, num_epochs=2, num_examples=2))
+        async with opened_rig(rig) as (_, parts):
+            await parts.trajectory_builder.start_run("mine", {"epoch": 0})
+            collection = await parts.trajectory_builder.finalize("mine")
+        async with await rig.backend(resume=True) as backend:  # no services: nothing answers
+            from rollstream.harness.classic_submission import submitted_groups
+
+            groups = await submitted_groups(backend, 0, collection.trajectories)
+            await epochs.submit(backend, 0, groups)
+        parts = components_for(rig)
+        start_run = parts.trajectory_builder.start_run
+
+        async def late(run_id, meta=None):
+            while not await rig.events("batches", EpochSealed):
+                await asyncio.sleep(0.01)
+            await asyncio.sleep(0.05)
+            await start_run(run_id, meta)
+
+        parts.trajectory_builder.start_run = late
+        async with asyncio.timeout(20):
+            progress = await conducted(rig, resume=True, parts=parts)
+        assert progress.job("run-1/rl").outcome == "succeeded"
+        seals: list[Any] = await rig.events("batches", EpochSealed)
+        assert [seal.epoch for seal in seals] == [0, 1]
+
+    asyncio.run(scenario())
+
+
+def test_a_run_whose_last_epoch_is_sealed_already_is_only_brought_to_its_end(tmp_path: Path) -> None:
+    """It was ended early, and killed before that was written as the run's end."""
+
+    async def scenario() -> None:
+        rig = ClassicRig(tmp_path, configuration(tmp_path, num_epochs=4, num_examples=2))
+        async with opened_rig(rig) as (backend, _):
+            await backend.begin()
+            await epochs.submit(backend, 0, (), is_last=True)
+            await epochs.sealed(backend, 0)
+        progress = await conducted(rig, resume=True)
+        assert progress.job("run-1/rl").outcome == "succeeded"
+        seals: list[Any] = await rig.events("batches", EpochSealed)
+        assert [seal.epoch for seal in seals] == [0]
+
+    asyncio.run(scenario())
