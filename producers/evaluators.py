@@ -10,7 +10,7 @@ import math
 import os
 import re
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 from pydantic import JsonValue, ValidationError
 
@@ -202,12 +202,16 @@ def _json_schema(place: str, config: JsonSchemaMatch) -> RewardFunction:
         text = final_answer(place, rollout, config.agent).strip()
         fenced = _FENCED.match(text)
         try:
-            value = json.loads(fenced[1] if fenced else text)
+            value = json.loads(fenced[1] if fenced else text, parse_constant=_no_json)
         except (ValueError, RecursionError):
             return 0.0
         return float(validator.is_valid(value))
 
     return score
+
+
+def _no_json(constant: str) -> NoReturn:
+    raise ValueError(f"{constant} is no JSON")
 
 
 def read_schema(place: str, file: str) -> dict[str, JsonValue]:

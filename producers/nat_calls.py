@@ -34,7 +34,10 @@ class Spans:
         self._selection = selection
         self._functions = Functions()
         self._open: dict[tuple[IntermediateStepCategory, str], IntermediateStep] = {}
-        self._num_read = 0
+        self._ended: dict[
+            tuple[IntermediateStepCategory, str], tuple[IntermediateStepPayload | None, IntermediateStepPayload]
+        ] = {}
+        """First and last step of the spans that have ended: what comes twice counts once."""
         self._calls: dict[bytes, list[RecordedTokens]] = {}
         """Tokens of LLM calls by what was sent and answered, for candidates that are the same."""
 
@@ -43,16 +46,19 @@ class Spans:
         self._functions.see(steps)
 
     def read(self, step: IntermediateStep) -> RecordedStep | None:
-        """The recorded step that `step` completes; None for one that begins or goes on."""
+        """The recorded step that `step` completes; None for one that begins or goes on, or was read already."""
         self._functions.see([step])
         payload = step.payload
         key = (payload.event_category, payload.UUID)
+        if payload.UUID and payload in self._ended.get(key, ()):
+            return None
         if payload.event_state == IntermediateStepState.START:
             self._open[key] = step
             return None
         if payload.event_state == IntermediateStepState.CHUNK:
             return None
         start = self._open.pop(key, None)
+        self._ended[key] = (start.payload if start is not None else None, payload)
         if payload.event_type == IntermediateStepType.LLM_END:
             return self._call(start, step)
         if payload.event_type == IntermediateStepType.TTC_END and self._is_candidate(payload):

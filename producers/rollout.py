@@ -152,7 +152,7 @@ class _Stage:
 
     @contextlib.contextmanager
     def _missing_allowed(self, name: str) -> Iterator[None]:
-        """Where a missing score is a rejection by the settings' choice; else it flies on."""
+        """Where a missing score is a rejection by the settings' choice, or is not needed; else it flies on."""
         try:
             yield
         except rewards.NoScoreError as error:
@@ -160,7 +160,8 @@ class _Stage:
                 raise
             reason = _one_line(without_secrets(str(error), self._settings))
             log.warning("no score rollout_id=%s: %s", self._journal.rollout_id, reason)
-            self.missing_scores[name] = reason
+            if self._settings.missing_score == "reject":
+                self.missing_scores[name] = reason
 
     def _check_scored(self, session: Session, stop_reason: str) -> None:
         """Raises NoScoreError if an agent that is trained on has no reward at all, which would count as 0.

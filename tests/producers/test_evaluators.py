@@ -135,6 +135,8 @@ SCHEMA = {"type": "object", "required": ["city"], "properties": {"city": {"type"
         ('Sure! {"city": "Paris"}', 0),
         ("", 0),
         ("[" * 5000, 0),
+        ('{"city": "Paris"} or so', 0),
+        ('{"city": "Paris", "degrees": NaN}', 0),
     ],
 )
 def test_json_schema_accepts_what_fits(response, wanted, tmp_path):
@@ -286,8 +288,9 @@ def test_a_missing_score_is_an_error_or_a_rejection_and_never_zero(play, names):
     assert isinstance(rejected.last, RolloutEnded)
     assert list(rejected.last.missing_scores) == [names[0] if names else "reward"]
     assert rejected.rewards == []
-    used = attempt(play, missing_score="unneeded")
-    assert used.last.missing_scores == {}
+    used = attempt(play, rewards=names, missing_score="unneeded")
+    used.assert_complete()
+    assert (used.last.missing_scores, used.rewards) == ({}, [])
 
 
 def test_a_function_that_raises_is_an_error_whatever_is_chosen(play):

@@ -270,3 +270,11 @@ def test_the_ancestry_of_a_remote_step_is_told_by_the_spans_around_it():
     assert (outer.function_name, outer.parent_name) == ("outer", "<workflow>")
     for alone in ("w", "unknown", "loop"):
         assert remote_ancestry(spans, alone).function_name == "<workflow>"
+
+
+def test_a_line_that_comes_twice_is_one_step_and_trained_once():
+    start, end = nat.langchain("a", nat.messages("1"), "x")
+    (once,) = samples(sequences_of([start, end]))
+    assert samples(sequences_of([start, end, end])) == [once]
+    assert samples(sequences_of([start, end, start, end])) == [once]
+    assert len(samples(sequences_of([start, end, *nat.langchain("b", nat.messages("1"), "x")]))) == 2
