@@ -71,7 +71,7 @@ async def submit(
         backend.run.started.run_id,
         epoch,
         groups,
-        time_ms=max(times, default=time_ms(backend)),
+        time_ms=max([time_ms(backend), *times]),  # event time of a producer that took over may lag behind
         percentile=backend.curriculum_percentile,
         is_last=is_last,
     )

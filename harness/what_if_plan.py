@@ -50,6 +50,11 @@ def check(recorded: JobStarted, spec: JobSpec) -> None:
     for name in FIXED_PLAN:
         if getattr(before, name) != getattr(now, name):
             raise ConfigError(_fixed(name, getattr(before, name), getattr(now, name)))
+    if before.planning == "submitted" and before.curriculum != now.curriculum:
+        raise ConfigError(
+            "finetuning.curriculum_learning cannot change in a what-if of submitted epochs: their trainer had chosen "
+            "what is trained on before it was submitted; use `finetune --fork` to choose anew"
+        )
     if now.num_epochs > before.num_epochs:
         raise ConfigError(_fixed("num_epochs", before.num_epochs, now.num_epochs))
     if now.max_staleness > before.max_staleness:

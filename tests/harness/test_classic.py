@@ -28,7 +28,7 @@ from rollstream.harness.rollstream_config import (
     RollstreamTrajectoryBuilderConfig,
 )
 from rollstream.harness.settings import jobs_of
-from rollstream.harness.what_if_plan import replan
+from rollstream.harness.what_if_plan import check, replan
 from rollstream.schemas.errors import ConfigError
 from rollstream.schemas.events import (
     BatchPlanned,
@@ -109,6 +109,9 @@ async def assert_what_ifs_keep_what_was_submitted(rig: ClassicRig) -> None:
     (first, *_) = [event for event in found.events if isinstance(event, BatchPlanned)]
     assert [member.trajectory_id for member in first.members] == [member.trajectory_id for member in batch.members]
     assert first.members[0].reward == 0.125
+    opened = recorded.plan.curriculum.model_copy(update={"initial_percentile": 1.0})
+    with pytest.raises(ConfigError, match="curriculum_learning cannot change in a what-if of submitted epochs"):
+        check(recorded, spec._replace(plan=spec.plan.model_copy(update={"curriculum": opened})))
 
 
 class Interrupting:
