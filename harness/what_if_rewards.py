@@ -12,6 +12,7 @@ from rollstream.harness.replay_assembly import Range
 from rollstream.processors.trajectories import sum_rewards
 from rollstream.producers.evaluators import read, reward_of
 from rollstream.producers.rewards import FinishedRollout, NoScoreError, evaluate, played
+from rollstream.producers.scored_candidates import is_played
 from rollstream.schemas import ids
 from rollstream.schemas.errors import ConfigError, DecodeError
 from rollstream.schemas.evaluators import PLACE, is_pure
@@ -144,10 +145,10 @@ def _check_scored(ended: RolloutEnded, agents: list[str], rewards: list[RewardRe
 
 
 def _messages(steps: Iterable[StepRecorded]) -> dict[str, tuple[Mapping[str, Any], ...]]:
-    """By agent: the messages of its last call, and the answer."""
+    """By agent: the messages of its last call, and the answer; of scored candidates, that which was played."""
     found: dict[str, tuple[Mapping[str, Any], ...]] = {}
     for step in steps:
-        if step.llm is not None and isinstance(step.data, dict):
+        if (step.event_type == "LLM_END" or is_played(step)) and isinstance(step.data, dict):
             said: Any = step.data.get("input") or []
             sent: list[Any] = said if isinstance(said, list) else [{"role": "user", "content": said}]
             found[step.agent] = (*sent, {"role": "assistant", "content": step.data.get("output")})

@@ -35,3 +35,9 @@ def candidate_fields(
         },
         "metadata": {"step_index": answered.step_index, "is_selected": is_selected},
     }
+
+
+def is_played(step: StepRecorded) -> bool:
+    """Whether a step is that of the candidate which the rollout went on with."""
+    told = step.metadata or {}
+    return step.name == CANDIDATE and "step_index" in told and told.get("is_selected") is True

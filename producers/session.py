@@ -174,8 +174,10 @@ class Session:
         step_index, began_ms = self._journal.open_step(), self._journal.clock()
         tokenizer = self._engine.tokenizer(playing.model_group)
         reading = read_step(step, step_index, playing, conversation, tokenizer)
-        if step.chat is not None:
-            self.messages[agent] = (*step.chat.messages, step.chat.answer)
+        if step.event_type == "LLM_END":
+            self.messages.pop(agent, None)  # what was said before is no answer of this call
+            if step.chat is not None:
+                self.messages[agent] = (*step.chat.messages, step.chat.answer)
         await self._journal.record_step(step_index, began_ms=began_ms, agent=agent, **fields_of(step, reading))
         return step_index
 
