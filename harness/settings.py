@@ -102,6 +102,7 @@ def _training_job(config: RunConfig, run_id: str) -> JobSpec:
         max_staleness=adapter.max_staleness,
         drop_zero_variance=builder.drop_zero_variance,
         curriculum=curriculum.model_copy(update={"steer": False}) if is_submitted else curriculum,
+        knows_single_group=True,
     )
     algorithm = adapter.algorithm
     drops_flat_groups = "drop_zero_variance" in builder.model_fields_set

@@ -84,7 +84,10 @@ def _filter(
     plan = job.started.plan
     seed = ids.derive_seed(run.started.seed, job.started.job_id, "curriculum")
     seen = [curriculum.GroupRewards(group.group_id, group.example_id, group.rewards) for group in groups]
-    job.progress, kept = curriculum.classic_filter(seen, plan.curriculum, job.progress, epoch.number, seed)
+    settings = plan.curriculum
+    if not plan.knows_single_group:
+        settings = settings.model_copy(update={"filter_single_group": False})
+    job.progress, kept = curriculum.classic_filter(seen, settings, job.progress, epoch.number, seed)
     members = {group.group_id: group.members for group in kept}
     passed: list[Candidate] = []
     rejected: list[Event] = []

@@ -88,6 +88,8 @@ class PlanSettings(Settings):
     needs_logprobs: bool = added(True)
     """Reject trajectories without log-probabilities of the behaviour policy."""
     curriculum: CurriculumSettings = Field(default_factory=CurriculumSettings)
+    knows_single_group: bool = added(False)
+    """Whether `curriculum.filter_single_group` counts; a plan that was recorded without it passes a single group."""
 
 
 class LoraSettings(Settings):

@@ -261,6 +261,13 @@ def test_without_steering_an_epoch_is_filtered_when_it_is_all_there(partition, p
     assert pick(EpochSealed, outputs)[0].curriculum_percentile == 0.3
 
 
+@pytest.mark.parametrize(("knows", "nats", "is_kept"), [(True, False, False), (True, True, True), (False, False, True)])
+def test_a_single_group_is_filtered_only_by_a_plan_that_knows_of_it(partition, pick, knows, nats, is_kept):
+    curriculum = {"enabled": True, "steer": False, "filter_single_group": not nats}
+    (task,) = partition.start(tasks_per_epoch=1, num_generations=2, curriculum=curriculum, knows_single_group=knows)
+    assert bool(pick(BatchPlanned, partition.close(task, [0.5, 0.55]))) == is_kept
+
+
 def test_a_plan_that_compares_answers_takes_single_rollouts_without_log_probabilities(partition, make_member):
     plan = {"drop_zero_variance": False, "needs_logprobs": False, "num_generations": 1}
     tasks = partition.start(tasks_per_epoch=2, **plan)
