@@ -65,7 +65,7 @@ def run_config_of(finetune: FinetuneConfig) -> RunConfig:
     _check_trainer(finetune, trainer)
     reward = finetune.reward_function
     environment = _environment(finetune, builder, file.workflow)
-    examples = _dataset(file.eval)
+    examples = dataset_of(file.eval)
     return RunConfig(
         builder=builder,
         adapter=adapter,
@@ -174,11 +174,12 @@ def _same_fields(kind: type[_Values], found: Any) -> _Values:
     return kind(**{name: getattr(found, name) for name in kind.model_fields if hasattr(found, name)})
 
 
-def _dataset(evaluation: Any) -> DatasetSection | None:
+def dataset_of(evaluation: Any) -> DatasetSection | None:
+    """The examples that an `eval` section names, ours or another harness'; none if it names none."""
     found = getattr(getattr(evaluation, "general", None), "dataset", None)
     if found is None or isinstance(found, DatasetSection):
         return found
-    values = found.model_dump(mode="json", by_alias=True)
+    values = found.model_dump(mode="json", by_alias=True, exclude_unset=True)  # NAT's own defaults demand nothing
     known = {field.alias or name for name, field in DatasetSection.model_fields.items()}
     return DatasetSection.model_validate({key: value for key, value in values.items() if key in known})
 
