@@ -2,7 +2,7 @@
 
 import logging
 
-from rollstream.harness import epochs, run_end
+from rollstream.harness import component_errors, epochs, run_end
 from rollstream.harness.backend import Backend, backend_of, minding
 from rollstream.harness.component_building import Components, components_of
 from rollstream.harness.config_file import Loaded
@@ -29,13 +29,14 @@ def is_classic(loaded: Loaded) -> bool:
 async def conduct(opening: Opening, around: Held, run: Connected, display: Display) -> Progress:
     """Build the components, let the trainer run to the end, and bring the job to its end; the progress then.
 
-    Raises what a component raises; the run then stays open, and can be resumed.
+    Raises RollstreamError, ComponentError for what a component raises; the run then stays open, and can be resumed.
     """
     backend = backend_of(opening, around, run, display)
     await backend.start(*minding(backend, around, run))
     try:
-        async with components_of(opening.loaded.finetune, around.place.workspace) as components:
-            return await conduct_components(backend, components, opening.loaded.finetune)
+        with component_errors.told("components", opening.loaded.finetune):
+            async with components_of(opening.loaded.finetune, around.place.workspace) as components:
+                return await conduct_components(backend, components, opening.loaded.finetune)
     finally:
         await backend.close()
 

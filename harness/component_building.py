@@ -5,11 +5,11 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from rollstream.harness import registry
+from rollstream.harness import component_errors, registry
 from rollstream.harness.finetune_config import block_of
 from rollstream.harness.interfaces import Trainer, TrainerAdapter, TrajectoryBuilder
 from rollstream.harness.rollstream_config import OurAdapterFields, OurBuilderFields
-from rollstream.schemas.errors import ConfigError
+from rollstream.schemas.errors import ComponentError, ConfigError
 from rollstream.schemas.finetuning import FinetuneConfig
 
 
@@ -55,9 +55,10 @@ async def _build(held: AsyncExitStack, finetune: FinetuneConfig, role: str, buil
     if build is None:
         raise ConfigError(f"{place}: nothing is registered for {type(block).__name__}")
     try:
-        component = await held.enter_async_context(asynccontextmanager(build)(block, builder))
-    except RuntimeError as error:
-        if str(error) != "generator didn't yield":
+        with component_errors.told(place):
+            component = await held.enter_async_context(asynccontextmanager(build)(block, builder))
+    except ComponentError as error:
+        if str(error.__cause__) != "generator didn't yield":
             raise
         raise ConfigError(f"{place}: {build.__module__}.{build.__qualname__} yields no component") from error
     if not isinstance(component, _KINDS[role]):

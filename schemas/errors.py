@@ -11,6 +11,7 @@ RollstreamError
 ├── ArtifactError          an artifact is missing or its hash is wrong
 ├── ModelError             a model, tokenizer or adapter folder cannot be loaded
 ├── EnvironmentRunError    an environment or reward raised, hung or returned what it must not
+├── ComponentError         a trainer, builder or adapter raised what is none of these errors
 ├── VersionDivergedError   a version that was published already has another hash
 ├── FencedError            a newer learner or owner has taken over
 ├── QueryError             an SQL query is not allowed or failed
@@ -60,6 +61,10 @@ class ModelError(RollstreamError):
 
 class EnvironmentRunError(RollstreamError):
     """An environment or reward raised, hung or returned what it must not."""
+
+
+class ComponentError(RollstreamError):
+    """A trainer, trajectory builder or trainer adapter raised; `__cause__` is what it raised."""
 
 
 class VersionDivergedError(RollstreamError):

@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 from pydantic import BaseModel
 
-from rollstream.harness import registry
+from rollstream.harness import component_errors, registry
 from rollstream.harness.component_building import Builder, Components, components_of
 from rollstream.harness.interfaces import Trainer, TrainerAdapter, TrajectoryBuilder
 from rollstream.harness.registry import register_trainer, register_trainer_adapter, register_trajectory_builder
 from rollstream.harness.rollstream_config import RollstreamTrajectoryBuilderConfig
-from rollstream.schemas.errors import ConfigError
+from rollstream.schemas.errors import ComponentError, ConfigError
 from rollstream.schemas.finetuning import (
     FinetuneConfig,
     FinetuneRunConfig,
@@ -196,6 +196,33 @@ def test_what_yields_nothing_or_another_kind_is_named_by_its_path(finetune: Fine
         registry.trainers[MyTrainerConfig] = build
         with pytest.raises(ConfigError, match=rf"^trainers.t: .*{told}"):
             asyncio.run(built(finetune))
+
+
+def test_what_a_component_raises_is_one_line_with_its_path_and_the_place_in_its_code(finetune: FinetuneConfig) -> None:
+    register_all([])
+
+    async def broken(config: Any, builder: Any) -> Any:
+        yield {}[config.type]
+
+    class Strange(concrete(Trainer)):  # pyright: ignore[reportUntypedBaseClass]
+        async def initialize(self, run_config: FinetuneConfig) -> None:
+            raise ValueError("what\nis this")
+
+    async def run() -> None:
+        with component_errors.told("components", finetune):
+            async with components_of(finetune, Path("w")) as components:
+                await components.trainer.initialize(finetune)
+
+    async def strange(config: Any, builder: Any) -> Any:
+        yield Strange(config)
+
+    for build, told in (
+        (broken, r"KeyError: 'my_trainer' .*in broken\)"),
+        (strange, r"ValueError: what\nis this \(test_"),
+    ):
+        registry.trainers[MyTrainerConfig] = build
+        with pytest.raises(ComponentError, match=rf"^trainers.t: {told}"):
+            asyncio.run(run())
 
 
 def test_a_reference_that_names_nothing_is_named_with_what_is_defined(finetune: FinetuneConfig) -> None:
