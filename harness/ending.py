@@ -102,7 +102,8 @@ def _state(progress: Progress, run: RunPlan) -> tuple[Literal["completed", "fail
 def _nothing_rolled_out(job_id: str, num_groups: int) -> str:
     return (
         f"job {job_id}: none of its {num_groups} groups had enough complete rollouts; "
-        'rollstream sql "SELECT outcome, cause, count(*) FROM outcomes GROUP BY ALL" counts what became of them'
+        'rollstream sql "SELECT outcome, o.cause, message, count(*) FROM outcomes o JOIN rollouts USING (rollout_id) '
+        'GROUP BY ALL" tells what became of them'
     )
 
 
