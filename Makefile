@@ -2,6 +2,7 @@
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 BIN := .venv/bin
 DEMO := .rollstream
+PARALLEL ?= -n 2 --dist loadfile
 SOURCES := schemas eventlog producers processors learner metrics harness tests benchmarks
 
 export HF_HUB_OFFLINE ?= 1
@@ -39,8 +40,8 @@ check: setup ## Lint, format, types, architecture and packaging
 	$(BIN)/pyright
 	$(BIN)/python -m pytest -q tests/test_architecture.py tests/test_packaging.py tests/test_docs.py
 
-test: setup ## Everything that a fresh machine can run
-	$(BIN)/python -m pytest -q --durations=10 -m "not chaos" tests
+test: setup ## Everything that a fresh machine can run, two files at a time (PARALLEL= for one)
+	$(BIN)/python -m pytest -q $(PARALLEL) --durations=10 -m "not chaos" tests
 
 bench: .venv/.ready ## Speed: medians of three beside their limits; JSON in benchmarks/results
 	$(BIN)/python benchmarks/run.py
