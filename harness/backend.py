@@ -105,14 +105,27 @@ class Backend:
         """Begin to follow the log, and to mind what else the run needs. Raises ConfigError if one is open already."""
         if _OPEN.setdefault(self.workspace, self) is not self:
             raise ConfigError(f"workspace {self.workspace}: a run is conducted there already in this process")
+        try:
+            await self._begin_to_follow()
+        except BaseException:
+            for work in minding:
+                work.close()
+            await self.close()
+            raise
+        for work in minding:
+            self._mind(work)
+
+    async def _begin_to_follow(self) -> None:
         run_id = self.run.started.run_id
         follower = await follow(self.log, run_id, from_end=self.run.is_new, on_event=self.view.take)
         self._held.push_async_callback(follower.close)
         self.view.progress = await follower.catch_up()
-        for work in (self._follow(follower), *minding):
-            task = asyncio.create_task(work)
-            task.add_done_callback(lambda _: self._tell())
-            self._minding.append(task)
+        self._mind(self._follow(follower))
+
+    def _mind(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(work)
+        task.add_done_callback(lambda _: self._tell())
+        self._minding.append(task)
 
     async def close(self) -> None:
         """Let go of everything, in order. Closing twice changes nothing."""

@@ -9,6 +9,7 @@ from typing import Any
 from rollstream.eventlog import codec
 from rollstream.eventlog.log import EventLog, Position
 from rollstream.eventlog.reading import read_to_end
+from rollstream.harness.recorded_trajectories import CONTENT_SHA256, text_sha256
 from rollstream.schemas import tokens
 from rollstream.schemas.base import Locator
 from rollstream.schemas.errors import ArtifactError, DecodeError
@@ -121,7 +122,7 @@ def _episode(calls: Sequence[StepRecorded], completions: Mapping[int, dict[str, 
             said = []
         items += [_item(message) for message in sent[len(said) :]]
         output = _text(data.get("output"))
-        metadata = {"step_index": call.step_index, "model_name": call.name}
+        metadata = {"step_index": call.step_index, "model_name": call.name, CONTENT_SHA256: text_sha256(output)}
         items.append(
             EpisodeItem(
                 role=EpisodeItemRole.ASSISTANT,

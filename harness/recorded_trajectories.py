@@ -3,6 +3,7 @@
 One call for every assistant message that carries log-probabilities; messages of any other role are prompt only.
 """
 
+import hashlib
 import math
 from collections.abc import Sequence
 from typing import Any, cast
@@ -11,13 +12,15 @@ import orjson
 from pydantic import JsonValue
 
 from rollstream.harness.dpo_trajectories import CHOSEN, REJECTED, score_diff_of, tokens_of
-from rollstream.producers.recorded_logprobs import read_logprobs
+from rollstream.producers.recorded_logprobs import Logprobs, read_logprobs
 from rollstream.producers.recording import NO_LOGPROBS
 from rollstream.schemas.finetuning import DPOItem, EpisodeItem, EpisodeItemRole, Trajectory
 from rollstream.schemas.recorded import RecordedChat, RecordedReward, RecordedRollout, RecordedStep, RecordedTokens
 
 REWARD = "reward"
 STEP_REWARD = "shaped_reward"
+CONTENT_SHA256 = "content_sha256"
+"""Key of an assistant message's metadata: of the text that its tokens say."""
 _CHAT_ROLES = {
     EpisodeItemRole.ENVIRONMENT: "user",
     EpisodeItemRole.OTHER: "user",
@@ -28,10 +31,10 @@ _CHAT_ROLES = {
 def rollout_of(trajectory: Trajectory, *, demands_logprobs: bool = True) -> RecordedRollout:
     """A trajectory as a rollout: its calls, its shaped rewards by call, and what is left of its reward at the end.
 
-    An assistant message with exact ids (`recorded_logprobs`) keeps them; another is text, to be re-tokenised or
-    rejected. One that has neither ids nor log-probabilities is record only, as NAT drops it, unless `demands_logprobs`
-    is off (for SFT and DPO, which can do without). A trajectory that has no message of the assistant, a preference
-    pair or a reward that is no number is a rollout with an `error`.
+    An assistant message with exact ids (`recorded_logprobs`) keeps them, unless its text was changed since; another is
+    text, to be re-tokenised or rejected. One that has neither ids nor log-probabilities is record only, as NAT drops
+    it, unless `demands_logprobs` is off (for SFT and DPO, which can do without). A trajectory that has no message of
+    the assistant, a preference pair or a reward that is no number is a rollout with an `error`.
     """
     items = trajectory.episode
     source_id = _source_id(trajectory)
@@ -102,7 +105,7 @@ def _step(
     *,
     demands_logprobs: bool,
 ) -> RecordedStep:
-    found = read_logprobs(item.logprobs)
+    found = Logprobs() if _is_changed(item) else read_logprobs(item.logprobs)
     tokens = found.tokens()
     is_known = found.values is not None or tokens is not None
     return RecordedStep(
@@ -112,6 +115,17 @@ def _step(
         chat=RecordedChat(messages=messages, answer=answer, logprobs=found.values),
         untrained=None if is_known or not demands_logprobs else NO_LOGPROBS,
     )
+
+
+def text_sha256(text: str) -> str:
+    """sha256 (hex) of a message's text."""
+    return hashlib.sha256(text.encode(errors="surrogatepass")).hexdigest()
+
+
+def _is_changed(item: EpisodeItem) -> bool:
+    """Whether a message says something else than the tokens that it came with."""
+    known = _of(item.metadata, CONTENT_SHA256)
+    return known is not None and known != text_sha256(item.content)
 
 
 def _pair_member(

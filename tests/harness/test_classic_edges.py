@@ -7,7 +7,10 @@ from typing import Any
 import pytest
 
 from rollstream.harness import epochs
-from rollstream.schemas.events import BatchPlanned, EpochSealed
+from rollstream.harness.backend import opened
+from rollstream.harness.classic_submission import submitted_groups
+from rollstream.schemas.errors import LogError
+from rollstream.schemas.events import BatchPlanned, EpochSealed, TrajectoryRejected
 from rollstream.schemas.finetuning import TrainingStatusEnum, Trajectory, TrajectoryCollection
 
 from .classic_rig import ClassicRig, components_for, conducted, configuration, opened_rig
@@ -44,6 +47,28 @@ def test_what_is_written_again_has_the_reward_that_it_came_with_and_is_not_score
     asyncio.run(scenario())
 
 
+def test_an_answer_whose_text_was_changed_is_not_trained_on_by_the_tokens_of_another(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        rig = ClassicRig(tmp_path, configuration(tmp_path))
+        async with opened_rig(rig) as (_, parts):
+            await parts.trajectory_builder.start_run("mine", {"epoch": 0})
+            collection = await parts.trajectory_builder.finalize("mine")
+            changed = collection.trajectories[0]
+            for item in changed[1].episode:
+                if item.role.value == "assistant":  # pyright: ignore
+                    item.content = f"{item.content}!"  # pyright: ignore
+            ref = await parts.trainer_adapter.submit(TrajectoryCollection(trajectories=[changed], run_id="mine"))
+            await parts.trainer_adapter.wait_until_complete(ref)
+        batch: Any
+        (batch,) = await rig.events("batches", BatchPlanned)
+        rejected: list[Any] = await rig.events("batches", TrajectoryRejected)
+        assert ["/m0/" in batch.members[0].rollout_id, "/m2/" in batch.members[1].rollout_id] == [True, True]
+        again = [event for event in rejected if event.group_id == batch.members[0].group_id]
+        assert [(event.cause, "/m1/" in event.rollout_id) for event in again] == [("no_token_ids", True)]
+
+    asyncio.run(scenario())
+
+
 def test_a_run_that_goes_on_waits_for_the_seal_of_what_was_submitted(tmp_path: Path) -> None:
     """The process was killed between a submission and its seal, which comes while the run is taken up again."""
 
@@ -53,8 +78,6 @@ def test_a_run_that_goes_on_waits_for_the_seal_of_what_was_submitted(tmp_path: P
             await parts.trajectory_builder.start_run("mine", {"epoch": 0})
             collection = await parts.trajectory_builder.finalize("mine")
         async with await rig.backend(resume=True) as backend:  # no services: nothing answers
-            from rollstream.harness.classic_submission import submitted_groups
-
             groups = await submitted_groups(backend, 0, collection.trajectories)
             await epochs.submit(backend, 0, groups)
         parts = components_for(rig)
@@ -91,3 +114,22 @@ def test_a_run_whose_last_epoch_is_sealed_already_is_only_brought_to_its_end(tmp
         assert [seal.epoch for seal in seals] == [0]
 
     asyncio.run(scenario())
+
+
+def test_a_run_that_cannot_be_followed_leaves_its_workspace_to_the_next(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        rig = ClassicRig(tmp_path, configuration(tmp_path))
+        backend = await rig.backend()
+        read, rig.log.reader = rig.log.reader, unreachable
+        with pytest.raises(LogError, match="no broker"):
+            await backend.start()
+        assert opened(tmp_path) is None
+        rig.log.reader = read
+        async with await rig.backend("run-2") as other:
+            assert opened(tmp_path) is other
+
+    asyncio.run(scenario())
+
+
+async def unreachable(*_: Any, **__: Any) -> Any:
+    raise LogError("no broker")
