@@ -106,11 +106,13 @@ class NatTrainer(RollstreamTrainer):
         await super().initialize(run_config)
 
     async def run(self, num_epochs: int) -> Any:
-        """As ours. Raises RunFailedError if a job failed: NAT's command would end as if none had."""
+        """As ours. Raises RunFailedError if a job failed or nothing was rolled out: NAT's command would end well."""
         statuses = await super().run(num_epochs)
         for status in statuses:
             if status.status in (TrainingStatusEnum.FAILED, TrainingStatusEnum.CANCELED):
                 raise RunFailedError(f"run {status.run_id} {status.status.value}: {status.message}")
+        if statuses and not self.reward_history:
+            raise RunFailedError(f"run {statuses[0].run_id} failed: no trajectories came of its {len(statuses)} epochs")
         return as_nats(statuses)
 
 

@@ -77,7 +77,14 @@ def _said(name, reward):
     return nats.Trajectory(episode=episode, reward=reward, metadata={"id": name})
 
 
-def run(folder, *ends):
+class EmptyBuilder(Builder):
+    """Nothing of it is complete."""
+
+    async def finalize(self, run_id, meta=None):
+        return nats.TrajectoryCollection(trajectories=[], run_id=run_id)
+
+
+def run(folder, *ends, builder=Builder):
     """The trainer, what it was bound to, and what it said of two epochs."""
     discover_and_register_plugins(PluginTypes.CONFIG_OBJECT)
     config = Config.model_validate(FILE)
@@ -87,7 +94,7 @@ def run(folder, *ends):
     trainer, adapter = NatTrainer(NatTrainerConfig()), Adapter(*ends)
 
     async def conduct():
-        await trainer.bind_components(Builder(nats.TrajectoryBuilderConfig()), adapter)
+        await trainer.bind_components(builder(nats.TrajectoryBuilderConfig()), adapter)
         await trainer.initialize(finetune)
         try:
             return await trainer.run(2)
@@ -109,3 +116,8 @@ def test_models_are_nats_outside_and_the_curriculum_chooses_among_them(tmp_path)
 def test_a_job_that_failed_fails_the_command(tmp_path, end):
     with pytest.raises(RunFailedError, match=f"{end}: as told"):
         run(tmp_path, "completed", end)
+
+
+def test_a_run_without_any_trajectories_fails_the_command(tmp_path):
+    with pytest.raises(RunFailedError, match="no trajectories came of its 2 epochs"):
+        run(tmp_path, builder=EmptyBuilder)
