@@ -126,13 +126,18 @@ def _check_beginning(events: RunEvents, recorded: JobStarted, config: RunConfig)
 async def _rewards(
     log: EventLog, events: RunEvents, recorded: JobStarted, spec: JobSpec, tell: Tell
 ) -> dict[str, float]:
-    """Rewards by trajectory id where they may differ; empty if neither functions nor weights change."""
-    inputs = {task.group_id: task.inputs for task, _ in of_type(events.by_topic.get("tasks", ()), TaskRequested)}
+    """Rewards by trajectory id where they may differ; empty if neither functions nor weights change.
+
+    What was asked for with other settings (validation, rollouts that came with their rewards) stays as recorded.
+    """
+    tasks = of_type(events.by_topic.get("tasks", ()), TaskRequested)
+    inputs = {task.group_id: task.inputs for task, _ in tasks if task.settings == recorded.rollout}
     grading = Grading(recorded.rollout, spec.rollout, inputs)
     if not grading.changes_something:
         return {}
     grading.check()
-    groups = [group for group, _ in of_type(events.by_topic["groups"], GroupClosed) if group.job_id == recorded.job_id]
+    closed = of_type(events.by_topic["groups"], GroupClosed)
+    groups = [group for group, _ in closed if group.job_id == recorded.job_id and group.group_id in inputs]
     parts = replay_assembly.ranges(events.run_id, groups, events.dead)
     tell(f"rewards of {len(groups)} groups")
     return await grade(log, parts, grading)

@@ -37,7 +37,7 @@ class Grading:
     before: RolloutSettings
     now: RolloutSettings
     inputs: Mapping[str, Mapping[str, Any]]
-    """By group id."""
+    """By group id, of all groups that are scored anew."""
 
     @property
     def changes_something(self) -> bool:
@@ -68,7 +68,7 @@ def _is_pure(name: str, settings: RolloutSettings) -> bool:
 
 
 async def grade(log: EventLog, parts: Iterable[Range], grading: Grading) -> dict[str, float]:
-    """Reward by trajectory id of every attempt in the ranges that came to its end.
+    """Reward by trajectory id of every attempt of the grading's groups in the ranges that came to its end.
 
     The environment's own rewards stay as recorded; those of the recorded reward functions give way to the new ones',
     which must be pure; those of judges stay too. Raises EnvironmentRunError naming a reward function that fails or has
@@ -80,7 +80,7 @@ async def grade(log: EventLog, parts: Iterable[Range], grading: Grading) -> dict
         decided: set[str] = set()
         async for record in read_to_end(log, "steps", {part.partition: part.first}, {part.partition: part.end}):
             event = _event_of(record, part)
-            if event is None or event.rollout_id in decided:
+            if event is None or event.group_id not in grading.inputs or event.rollout_id in decided:
                 continue
             match event:
                 case RolloutStarted():
@@ -116,7 +116,7 @@ async def _grade(ended: RolloutEnded, attempt: _Attempt, grading: Grading) -> di
     rewards = [reward for _, reward in sorted(attempt.rewards.items()) if reward.name not in replaced]
     for name in (name for name in grading.now.rewards if name not in grading.kept):
         rollout = FinishedRollout(
-            inputs=grading.inputs.get(ended.group_id, {}),
+            inputs=grading.inputs[ended.group_id],
             seed=attempt.seed,
             steps=steps,
             rewards=tuple(rewards),

@@ -79,6 +79,8 @@ def test_the_last_answer_is_scored_in_a_run_and_in_its_what_if(what: str, tmp_pa
         grading = Grading(task.settings, now, {task.group_id: INPUTS})
         end = (await log.end_offsets("steps"))[0]
         found = await grade(log, [Range("run-1", 0, 0, end, frozenset())], grading)
+        others = Grading(task.settings, now, {"run-1/rl/e00000/t00009": {}})
+        assert await grade(log, [Range("run-1", 0, 0, end, frozenset())], others) == {}
         given = [event.value for event in events if isinstance(event, RewardRecorded) and event.name == "right"]
         return given, found
 
