@@ -30,6 +30,8 @@ class RollstreamTrajectoryBuilder(TrajectoryBuilder):
         self._workspace: Path = trajectory_builder_config.workspace
         self._epochs: dict[str, int] = {}
         """Epoch in progress by the trainer's run id."""
+        self._next_epoch = 0
+        """The one after the last that was rolled out here, which may never be submitted."""
 
     async def start_run(self, run_id: str, meta: dict[str, Any] | None = None) -> None:
         """Ask for the rollouts of an epoch: `meta["epoch"]`, else the one after the last.
@@ -65,6 +67,7 @@ class RollstreamTrajectoryBuilder(TrajectoryBuilder):
             groups = await self.trajectories_of(backend.log, closed)
         finally:
             del self._epochs[run_id]
+        self._next_epoch = epoch + 1
         return TrajectoryCollection(trajectories=[group for group in groups if group], run_id=run_id)
 
     async def trajectories_of(self, log: EventLog, groups: Sequence[GroupClosed]) -> list[list[Trajectory]]:
@@ -79,7 +82,7 @@ class RollstreamTrajectoryBuilder(TrajectoryBuilder):
         backend = self._backend()
         evaluation = self._evaluation(backend)
         await backend.begin()
-        epoch = epochs.next_epoch(backend)
+        epoch = max(epochs.next_epoch(backend), self._next_epoch)
         tasks = evaluation.tasks(epoch, min_version=epochs.newest_planned(backend), time_ms=epochs.time_ms(backend))
         wanted = [task.group_id for task in tasks]
         await backend.send([task for task in tasks if task.group_id not in backend.job.closed])

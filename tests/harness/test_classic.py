@@ -34,6 +34,7 @@ from rollstream.schemas.events import (
     BatchPlanned,
     EpochSealed,
     EpochStarted,
+    GroupClosed,
     JobStarted,
     RunEnded,
     SubmissionReceived,
@@ -375,9 +376,11 @@ def test_a_run_ends_early_in_order_when_validation_no_longer_gets_better(tmp_pat
 
 def test_an_epoch_that_the_curriculum_leaves_empty_is_sealed_empty_and_says_so(tmp_path: Path) -> None:
     curriculum = {"enabled": True, "min_reward_diff": 2.0}
+    run = {"validation_dataset": str(tmp_path / "valid.jsonl"), "validation_interval": 1}
 
     async def scenario() -> None:
-        rig = ClassicRig(tmp_path, configuration(tmp_path, num_epochs=2, curriculum_learning=curriculum))
+        written = configuration(tmp_path, num_epochs=2, curriculum_learning=curriculum, run_configuration=run)
+        rig = ClassicRig(tmp_path, written)
         parts = components_for(rig)
         progress = await conducted(rig, parts=parts)
         assert progress.job("run-1/rl").outcome == "succeeded"
@@ -386,6 +389,8 @@ def test_an_epoch_that_the_curriculum_leaves_empty_is_sealed_empty_and_says_so(t
         assert [(job["status"], job["message"]) for job in jobs] == [("completed", NOTHING_TRAINED)] * 2
         seals = await rig.events("batches", EpochSealed)
         assert [(seal.num_groups, seal.num_batches) for seal in seals] == [(4, 0), (4, 0)]
+        validated = [group for group in await rig.events("groups", GroupClosed) if group.purpose == "validation"]
+        assert {group.epoch for group in validated} == {0, 1}, "rolled out anew before each epoch"
         await assert_every_attempt_has_one_outcome(rig)
 
     asyncio.run(scenario())
