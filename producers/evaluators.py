@@ -39,6 +39,7 @@ _NUMBER = re.compile(
     r"(?:(?<![\w)])[-+])?(?:(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)(?:\.[0-9]*)?|\.[0-9]+)(?:[eE][-+]?[0-9]+)?"
 )
 """A number with its sign; a sign right after a word or a bracket is an operator."""
+_SIGNED_CURRENCY = re.compile(r"([-+])[$€£¥](?=[0-9.])")
 _FENCED = re.compile(r"\A```[^\n]*\n(.*?)\n?```\Z", re.DOTALL)
 
 
@@ -164,8 +165,9 @@ def _numeric_match(place: str, config: NumericMatch) -> RewardFunction:
 
 
 def numbers(text: str) -> list[float]:
-    """The finite numbers in a text, in its order. `1,234` is one number, `5-3` are two."""
-    found = (float(match.replace(",", "")) for match in _NUMBER.findall(text.replace("\N{MINUS SIGN}", "-")))
+    """The finite numbers in a text, in its order. `1,234` is one number, `5-3` are two, `-$5` is -5."""
+    plain = _SIGNED_CURRENCY.sub(r"\1", text.replace("\N{MINUS SIGN}", "-"))
+    found = (float(match.replace(",", "")) for match in _NUMBER.findall(plain))
     return [number for number in found if math.isfinite(number)]
 
 

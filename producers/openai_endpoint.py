@@ -199,8 +199,8 @@ def port_in_use(host: str, port: int, error: OSError) -> RollstreamError:
 
 def _min_version(request: web.Request) -> int:
     given = request.headers.get(MIN_VERSION_HEADER, "0")
-    if not given.isdecimal():
-        raise Refusal(400, f"header {MIN_VERSION_HEADER}: {given!r} is no version", param=MIN_VERSION_HEADER)
+    if not given.isdecimal() or len(given) > 18:
+        raise Refusal(400, f"header {MIN_VERSION_HEADER}: {given[:20]!r} is no version", param=MIN_VERSION_HEADER)
     return int(given)
 
 

@@ -74,6 +74,7 @@ def test_the_answer_may_have_another_key():
         ("1e3 or .5 or 7.", [1000, 0.5, 7]),
         ("1,23 and 1,2345", [1, 23, 1, 2345]),
         ("\N{MINUS SIGN}8 %", [-8]),
+        ("-$5.20 and $7", [-5.2, 7]),
         ("1e999", []),
         ("none", []),
     ],
