@@ -8,7 +8,7 @@ from typing import Any, Literal, NamedTuple
 from rollstream.eventlog.artifacts import ArtifactStore
 from rollstream.eventlog.log import EventLog
 from rollstream.harness.plan import RunPlan
-from rollstream.harness.progress import Progress
+from rollstream.harness.progress import JobProgress, Progress
 from rollstream.schemas.errors import RollstreamError
 from rollstream.schemas.events import RunEnded
 
@@ -95,13 +95,15 @@ def _state(progress: Progress, run: RunPlan) -> tuple[Literal["completed", "fail
         if job.outcome != "succeeded":
             return "failed", f"job {spec.job_id} {job.outcome}: {job.error}", job.ended_at_ms
         if job.num_groups and not job.rewards:
-            return "failed", _nothing_rolled_out(spec.job_id, job.num_groups), job.ended_at_ms
-    return "completed", "", progress.job(run.jobs[-1].job_id).ended_at_ms
+            return "failed", f"job {spec.job_id}: {_none_of(job, 'had enough complete rollouts')}", job.ended_at_ms
+    last = progress.job(run.jobs[-1].job_id)
+    is_trained = last.num_planned > 0 or not last.num_groups
+    return "completed", "" if is_trained else f"nothing was trained: {_none_of(last, 'was used')}", last.ended_at_ms
 
 
-def _nothing_rolled_out(job_id: str, num_groups: int) -> str:
+def _none_of(job: JobProgress, what: str) -> str:
     return (
-        f"job {job_id}: none of its {num_groups} groups had enough complete rollouts; "
+        f"none of its {job.num_groups} groups {what}; "
         'rollstream sql "SELECT outcome, o.cause, message, count(*) FROM outcomes o JOIN rollouts USING (rollout_id) '
         'GROUP BY ALL" tells what became of them'
     )
