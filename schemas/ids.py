@@ -1,12 +1,20 @@
 """Identities, all derived from what happened, so that a retry repeats them. No randomness but `new_run_id`."""
 
 import hashlib
+import re
 import secrets
+
+MAX_NAME = 80
+"""Characters of a name that a run's id begins with."""
 
 
 def new_run_id(name: str) -> str:
-    """A fresh run id: the given name and six hex digits. The only id that is not derived."""
-    return f"{name}-{secrets.token_hex(3)}"
+    """A fresh run id: the given name and six hex digits. The only id that is not derived.
+
+    What an id cannot have becomes '-': a slash would end it, for other ids begin with it.
+    """
+    clean = re.sub(r"[^A-Za-z0-9._-]+", "-", name).strip("-._")[:MAX_NAME]
+    return f"{clean or 'run'}-{secrets.token_hex(3)}"
 
 
 def group_id(run_id: str, job: str, epoch: int, index: int) -> str:

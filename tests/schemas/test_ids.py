@@ -20,6 +20,14 @@ def test_fresh_runs_differ() -> None:
     assert len({ids.new_run_id("demo") for _ in range(100)}) == 100
 
 
+def test_a_fresh_runs_id_can_be_an_id_whatever_the_name_is() -> None:
+    for name, begin in (("demo", "demo"), ("a/b c.v2", "a-b-c.v2"), ("../x", "x"), ("ä", "run"), ("", "run")):
+        made = ids.new_run_id(name)
+        assert made[:-7] == begin
+        assert ids.run_of(f"{made}/rl") == made
+    assert len(ids.new_run_id("n" * 200)) == ids.MAX_NAME + 7
+
+
 def test_groups_sort_in_order_of_epoch_and_index() -> None:
     made = [ids.group_id("r", "rl", epoch, index) for epoch in (0, 1, 10) for index in (0, 2, 10, 999)]
     assert made == sorted(made)
