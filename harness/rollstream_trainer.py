@@ -6,6 +6,7 @@ to k epochs are rolled out while earlier ones are trained.
 
 import asyncio
 import logging
+import math
 import random
 import secrets
 from collections import deque
@@ -21,7 +22,7 @@ from rollstream.harness.rollstream_adapter import FINAL, NOTHING_TRAINED, Rollst
 from rollstream.processors.curriculum import Progress, begin
 from rollstream.schemas import ids
 from rollstream.schemas.config import OURS, EarlyStopping
-from rollstream.schemas.errors import RunFailedError
+from rollstream.schemas.errors import ComponentError, RunFailedError
 from rollstream.schemas.finetuning import (
     FinetuneConfig,
     TrainingJobRef,
@@ -118,7 +119,7 @@ class RollstreamTrainer(Trainer):
         assert self.trajectory_builder is not None
         meta = {"epoch": epoch, "run_id": run_id, "trainer_config": self.trainer_config}
         await self.trajectory_builder.start_run(run_id, meta)
-        collection = await self.trajectory_builder.finalize(run_id, meta)
+        collection = _checked(await self.trajectory_builder.finalize(run_id, meta), epoch)
         if not any(collection.trajectories):
             logger.warning("epoch %d: no trajectories came of it", epoch)
             return None
@@ -257,6 +258,22 @@ def _of_epoch(collection: TrajectoryCollection, run_id: str, epoch: int) -> Traj
 def _with_epoch(trajectory: Trajectory, run_id: str, epoch: int) -> Trajectory:
     metadata = {**(trajectory.metadata or {}), "run_id": run_id, "epoch": epoch}
     return trajectory.model_copy(update={"metadata": metadata})
+
+
+def _checked(found: Any, epoch: int) -> TrajectoryCollection:
+    """What a builder returned. Raises ComponentError if it is no collection, or a reward in it is no finite number."""
+    if not isinstance(found, TrajectoryCollection):
+        raise ComponentError(
+            f"trajectory_builders: finalize returned a {type(found).__name__}, no TrajectoryCollection"
+        )
+    for group in found.trajectories:
+        for trajectory in group:
+            if not math.isfinite(trajectory.reward):
+                raise ComponentError(
+                    f"trajectory_builders: a trajectory of epoch {epoch} has the reward {trajectory.reward}, no finite "
+                    f"number (metadata: {trajectory.metadata})"
+                )
+    return found
 
 
 def _tasks_of(builder: Any) -> list[asyncio.Future[Any]]:

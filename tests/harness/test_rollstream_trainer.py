@@ -20,7 +20,7 @@ from rollstream.harness.rollstream_config import (
     RollstreamTrajectoryBuilderConfig,
 )
 from rollstream.harness.rollstream_trainer import RollstreamTrainer
-from rollstream.schemas.errors import EnvironmentRunError
+from rollstream.schemas.errors import ComponentError, EnvironmentRunError
 from rollstream.schemas.finetuning import (
     CurriculumLearningConfig,
     EpisodeItem,
@@ -190,6 +190,16 @@ def test_an_epoch_without_trajectories_is_completed_and_a_failed_one_ends_the_ru
         assert [status.status.value for status in statuses] == ["failed"]
         metrics = await failing.trainer.get_metrics("run")
         assert [job["message"] for job in metrics["jobs"]] == ["no memory"]
+
+    asyncio.run(scenario())
+
+
+def test_a_reward_that_is_no_number_is_refused_before_a_curriculum_could_hide_it(make: Any) -> None:
+    async def scenario() -> None:
+        found = await make({"a": (0.0, float("nan")), "b": (0.0, 1.0)}, {"enabled": True})
+        with pytest.raises(ComponentError, match="epoch 0 has the reward nan"):
+            await found.trainer.run(1)
+        assert not found.adapter.submitted
 
     asyncio.run(scenario())
 
