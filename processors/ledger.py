@@ -1,27 +1,13 @@
 """The ledger: rejections of complete trajectories, and the summary that seals an epoch. Decides nothing."""
 
-from typing import Literal
-
 from rollstream.processors.candidates import Candidate, mean
 from rollstream.processors.curate_state import Epoch, Job
 from rollstream.schemas.base import Event
 from rollstream.schemas.events import EpochSealed, GroupClosed, TrajectoryRejected
-
-Cause = Literal[
-    "stale",
-    "zero_variance",
-    "curriculum",
-    "late",
-    "left_over",
-    "run_ended",
-    "no_token_ids",
-    "no_logprobs",
-    "not_viable",
-    "validation",
-]
+from rollstream.schemas.events_training import RejectionCause
 
 
-def reject(group: Candidate | GroupClosed, cause: Cause, time_ms: int) -> list[Event]:
+def reject(group: Candidate | GroupClosed, cause: RejectionCause, time_ms: int) -> list[Event]:
     """One rejection for each trajectory of the group."""
     return [
         TrajectoryRejected(

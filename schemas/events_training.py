@@ -8,6 +8,20 @@ from rollstream.schemas.base import Event, Locator, added
 from rollstream.schemas.events_rollouts import Policy, Purpose
 from rollstream.schemas.settings import ArtifactRef, PlanSettings, RolloutSettings
 
+RejectionCause = Literal[
+    "stale",
+    "zero_variance",
+    "curriculum",
+    "late",
+    "left_over",
+    "run_ended",
+    "no_token_ids",
+    "no_logprobs",
+    "not_viable",
+    "validation",
+]
+"""Why a complete trajectory is not trained on."""
+
 
 class _Value(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -247,18 +261,7 @@ class TrajectoryRejected(Event):
     group_id: str
     rollout_id: str
     trajectory_id: str
-    cause: Literal[
-        "stale",
-        "zero_variance",
-        "curriculum",
-        "late",
-        "left_over",
-        "run_ended",
-        "no_token_ids",
-        "no_logprobs",
-        "not_viable",
-        "validation",
-    ]
+    cause: RejectionCause
     num_tokens: int
 
     @property
