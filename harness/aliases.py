@@ -3,14 +3,11 @@
 A block may hold our fields too. Fields that mean nothing here are accepted, and told once in a process.
 """
 
-from collections.abc import AsyncIterator
 from typing import Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from rollstream.harness.config_notes import tell_meaningless
-from rollstream.harness.interfaces import Trainer, TrainerAdapter, TrajectoryBuilder
-from rollstream.harness.registry import register_trainer, register_trainer_adapter, register_trajectory_builder
 from rollstream.harness.rollstream_config import STRICT, OurAdapterFields, OurBuilderFields, OurTrainerFields
 from rollstream.schemas.config import AdapterSection, TrainerSection
 from rollstream.schemas.finetuning import TrainerAdapterConfig, TrainerConfig, TrajectoryBuilderConfig
@@ -185,35 +182,3 @@ def _algorithm(training: ArtTraining, settings: AlgorithmSettings) -> AlgorithmS
         return settings
     given = settings.model_dump(include=settings.model_fields_set)
     return AlgorithmSettings(**{**given, name: training.beta})
-
-
-@register_trainer(config_type=ArtTrainerConfig)
-async def build_art_trainer(config: ArtTrainerConfig, builder: Any) -> AsyncIterator[Trainer]:
-    """Our trainer."""
-    from rollstream.harness.rollstream_trainer import RollstreamTrainer
-
-    yield RollstreamTrainer(trainer_config=config)
-
-
-@register_trajectory_builder(config_type=ArtBuilderConfig)
-async def build_art_builder(config: ArtBuilderConfig, builder: Any) -> AsyncIterator[TrajectoryBuilder]:
-    """Our builder."""
-    from rollstream.harness.rollstream_builder import RollstreamTrajectoryBuilder
-
-    yield RollstreamTrajectoryBuilder(trajectory_builder_config=config)
-
-
-@register_trainer_adapter(config_type=ArtAdapterConfig)
-async def build_art_adapter(config: ArtAdapterConfig, builder: Any) -> AsyncIterator[TrainerAdapter]:
-    """Our adapter."""
-    from rollstream.harness.rollstream_adapter import RollstreamTrainerAdapter
-
-    yield RollstreamTrainerAdapter(adapter_config=config)
-
-
-@register_trajectory_builder(config_type=DpoBuilderConfig)
-async def build_dpo_builder(config: DpoBuilderConfig, builder: Any) -> AsyncIterator[TrajectoryBuilder]:
-    """Our builder of preference pairs."""
-    from rollstream.harness.dpo_builder import DpoTrajectoryBuilder
-
-    yield DpoTrajectoryBuilder(trajectory_builder_config=config)

@@ -1,9 +1,12 @@
-"""Our own three components, registered as `_type: rollstream`. Their code is imported when one is built."""
+"""Our own components, registered as `_type: rollstream` and by the names that NAT's packages gave theirs.
+
+Their code is imported when one is built.
+"""
 
 from collections.abc import AsyncIterator
 from typing import Any
 
-from rollstream.harness import aliases  # noqa: F401 -- registers what it has
+from rollstream.harness.aliases import ArtAdapterConfig, ArtBuilderConfig, ArtTrainerConfig, DpoBuilderConfig
 from rollstream.harness.interfaces import Trainer, TrainerAdapter, TrajectoryBuilder
 from rollstream.harness.registry import register_trainer, register_trainer_adapter, register_trajectory_builder
 from rollstream.harness.rollstream_config import (
@@ -13,9 +16,10 @@ from rollstream.harness.rollstream_config import (
 )
 
 
+@register_trajectory_builder(config_type=ArtBuilderConfig)
 @register_trajectory_builder(config_type=RollstreamTrajectoryBuilderConfig)
 async def build_trajectory_builder(
-    config: RollstreamTrajectoryBuilderConfig, builder: Any
+    config: RollstreamTrajectoryBuilderConfig | ArtBuilderConfig, builder: Any
 ) -> AsyncIterator[TrajectoryBuilder]:
     """Rollouts on the log."""
     from rollstream.harness.rollstream_builder import RollstreamTrajectoryBuilder
@@ -23,17 +27,29 @@ async def build_trajectory_builder(
     yield RollstreamTrajectoryBuilder(trajectory_builder_config=config)
 
 
+@register_trainer_adapter(config_type=ArtAdapterConfig)
 @register_trainer_adapter(config_type=RollstreamTrainerAdapterConfig)
-async def build_trainer_adapter(config: RollstreamTrainerAdapterConfig, builder: Any) -> AsyncIterator[TrainerAdapter]:
+async def build_trainer_adapter(
+    config: RollstreamTrainerAdapterConfig | ArtAdapterConfig, builder: Any
+) -> AsyncIterator[TrainerAdapter]:
     """Training by the learner."""
     from rollstream.harness.rollstream_adapter import RollstreamTrainerAdapter
 
     yield RollstreamTrainerAdapter(adapter_config=config)
 
 
+@register_trainer(config_type=ArtTrainerConfig)
 @register_trainer(config_type=RollstreamTrainerConfig)
-async def build_trainer(config: RollstreamTrainerConfig, builder: Any) -> AsyncIterator[Trainer]:
+async def build_trainer(config: RollstreamTrainerConfig | ArtTrainerConfig, builder: Any) -> AsyncIterator[Trainer]:
     """Epochs, validation, curriculum."""
     from rollstream.harness.rollstream_trainer import RollstreamTrainer
 
     yield RollstreamTrainer(trainer_config=config)
+
+
+@register_trajectory_builder(config_type=DpoBuilderConfig)
+async def build_dpo_builder(config: DpoBuilderConfig, builder: Any) -> AsyncIterator[TrajectoryBuilder]:
+    """Preference pairs out of scored candidates."""
+    from rollstream.harness.dpo_builder import DpoTrajectoryBuilder
+
+    yield DpoTrajectoryBuilder(trajectory_builder_config=config)
