@@ -160,12 +160,17 @@ class RollstreamTrainer(Trainer):
         }
 
     async def cleanup(self) -> None:
-        """Cancel what is in flight, and end what the components opened themselves. Never hides the run's own error."""
+        """Cancel what is in flight, and end what the components opened themselves.
+
+        What goes wrong here is raised after a run that went well, and never hides the error of another.
+        """
         try:
             await _cancel(_tasks_of(self.trajectory_builder))
             if isinstance(self.trainer_adapter, RollstreamTrainerAdapter):
                 await self.trainer_adapter.finish(self._outcome)
         except Exception:
+            if self._outcome is not None and self._outcome[0]:
+                raise
             logger.exception("cleaning up failed")
 
     def log_progress(self, epoch: int, metrics: dict[str, Any], output_dir: str | None = None) -> None:

@@ -215,6 +215,31 @@ def test_cleaning_up_cancels_what_is_in_flight_and_hides_no_error(make: Any) -> 
     asyncio.run(scenario())
 
 
+def test_what_goes_wrong_in_cleaning_up_is_raised_only_after_a_run_that_went_well(make: Any) -> None:
+    class Torn(Builder):
+        """Its evaluations cannot be listed."""
+
+        @property
+        def evaluation_runs(self) -> dict[str, Any]:  # type: ignore[override]
+            raise OSError("the disk is gone")
+
+        @evaluation_runs.setter
+        def evaluation_runs(self, value: dict[str, Any]) -> None:
+            pass
+
+    async def scenario() -> None:
+        well, badly = await make(TEN), await make(TEN)
+        badly.adapter.outcome = TrainingStatusEnum.FAILED
+        for found in (well, badly):
+            await found.trainer.run(1)
+            await found.trainer.bind_components(Torn(TEN, []), found.adapter)
+        await badly.trainer.cleanup()
+        with pytest.raises(OSError, match="the disk is gone"):
+            await well.trainer.cleanup()
+
+    asyncio.run(scenario())
+
+
 def test_files_go_on_where_an_earlier_process_stopped_and_forget_other_runs(tmp_path: Path) -> None:
     def epoch(run: str, number: int, reward: float) -> None:
         files = ClassicFiles(tmp_path)
