@@ -10,20 +10,20 @@ import click
 from rollstream.schemas.errors import RollstreamError
 
 COMMANDS = {
-    "finetune": "commands_run",
-    "ingest": "commands_ingest",
-    "stop": "commands_run",
-    "runs": "commands_run",
-    "serve": "commands_serve",
-    "health": "commands_serve",
-    "status": "commands_look",
-    "sql": "commands_look",
-    "plot": "commands_look",
-    "dlq": "commands_dlq",
-    "replay": "commands_replay",
-    "export": "commands_export",
-    "rebuild": "commands_export",
-    "tiny-model": "commands_look",
+    "finetune": "run",
+    "ingest": "ingest",
+    "stop": "run",
+    "runs": "run",
+    "serve": "serve",
+    "health": "serve",
+    "status": "look",
+    "sql": "look",
+    "plot": "look",
+    "dlq": "dlq",
+    "replay": "replay",
+    "export": "export",
+    "rebuild": "export",
+    "tiny-model": "look",
 }
 SUMMARIES = {
     "finetune": "Train by a configuration file, or go on with a run.",
@@ -45,7 +45,7 @@ EXIT_INTERRUPTED = 130
 
 
 class LazyGroup(click.Group):
-    """Commands by name of their module; listing them imports none of them."""
+    """Commands by their module in `commands`; listing them imports none of them."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return list(COMMANDS)
@@ -53,7 +53,7 @@ class LazyGroup(click.Group):
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         if cmd_name not in COMMANDS:
             return None
-        module = importlib.import_module(f"rollstream.harness.{COMMANDS[cmd_name]}")
+        module = importlib.import_module(f"rollstream.harness.commands.{COMMANDS[cmd_name]}")
         return getattr(module, cmd_name.replace("-", "_"))
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:

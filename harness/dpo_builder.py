@@ -7,7 +7,7 @@ from typing import Any
 
 from rollstream.eventlog.log import EventLog
 from rollstream.harness import scored_candidates
-from rollstream.harness.classic_trajectories import completions_of, read_assembled, read_steps
+from rollstream.harness.classic.trajectories import completions_of, read_assembled, read_steps
 from rollstream.harness.dpo_trajectories import trajectory_of
 from rollstream.harness.rollstream_builder import RollstreamTrajectoryBuilder
 from rollstream.harness.scored_candidates import Candidate, PairSelection

@@ -6,8 +6,8 @@ An epoch that nothing is submitted for is sealed by an empty submission, so that
 import logging
 from collections.abc import Sequence
 
-from rollstream.harness import classic_tasks
 from rollstream.harness.backend import Backend
+from rollstream.harness.classic import classic_events
 from rollstream.schemas.events import EpochSealed
 from rollstream.schemas.events_training import SubmittedGroup
 
@@ -45,7 +45,7 @@ async def start(backend: Backend, epoch: int, num_tasks: int) -> None:
     if epoch in backend.job.started:
         return
     run_id = backend.run.started.run_id
-    await backend.send([classic_tasks.epoch_started(backend.spec, run_id, epoch, num_tasks, time_ms(backend))])
+    await backend.send([classic_events.epoch_started(backend.spec, run_id, epoch, num_tasks, time_ms(backend))])
 
 
 async def seal_before(backend: Backend, epoch: int) -> None:
@@ -66,7 +66,7 @@ async def submit(
     """Have an epoch planned from these groups; the first submission of an epoch counts."""
     await start(backend, epoch, 0)
     times = [backend.job.closed[group.group_id].time_ms for group in groups if group.group_id in backend.job.closed]
-    event = classic_tasks.submission(
+    event = classic_events.submission(
         backend.spec,
         backend.run.started.run_id,
         epoch,

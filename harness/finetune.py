@@ -12,8 +12,9 @@ from typing import Any, NamedTuple
 
 from pydantic import JsonValue
 
-from rollstream.harness import classic, config_file, ending
+from rollstream.harness import config_file, ending
 from rollstream.harness.broker_watch import keep_running
+from rollstream.harness.classic import run as classic
 from rollstream.harness.display import Display
 from rollstream.harness.driver import Watching, conduct
 from rollstream.harness.ending import Outcome

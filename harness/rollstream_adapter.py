@@ -11,7 +11,7 @@ from typing import Any
 from rollstream.eventlog import codec
 from rollstream.harness import epochs, run_end
 from rollstream.harness.backend import Backend, open_backend, opened
-from rollstream.harness.classic_submission import epoch_of, submitted_groups
+from rollstream.harness.classic.submission import epoch_of, submitted_groups
 from rollstream.harness.config_file import Loaded
 from rollstream.harness.endpoint import is_served
 from rollstream.harness.finetune_config import run_config_of

@@ -6,9 +6,10 @@ from pathlib import Path
 from typing import Any
 
 from rollstream.eventlog.log import EventLog
-from rollstream.harness import classic_tasks, dataset, epochs
+from rollstream.harness import dataset, epochs
 from rollstream.harness.backend import Backend, opened
-from rollstream.harness.classic_trajectories import read_groups
+from rollstream.harness.classic import classic_events
+from rollstream.harness.classic.trajectories import read_groups
 from rollstream.harness.evaluation import EvaluationOutput, EvaluatorOutput, item_of
 from rollstream.harness.interfaces import TrajectoryBuilder
 from rollstream.harness.validation import Validation, evaluated
@@ -134,12 +135,12 @@ def _epoch_of(backend: Backend, meta: dict[str, Any] | None) -> int:
 async def _publish(backend: Backend, epoch: int) -> None:
     """EpochStarted, then the tasks whose groups the log does not know to be closed."""
     await epochs.start(backend, epoch, len(backend.examples))
-    tasks = classic_tasks.epoch_tasks(
+    tasks = classic_events.epoch_tasks(
         backend.run.started,
         backend.spec,
         backend.examples,
         epoch,
-        min_version=classic_tasks.min_version(backend.spec, epochs.base_version(backend), backend.job.num_planned),
+        min_version=classic_events.min_version(backend.spec, epochs.base_version(backend), backend.job.num_planned),
         time_ms=epochs.time_ms(backend),
     )
     await backend.send([task for task in tasks if task.group_id not in backend.job.closed])

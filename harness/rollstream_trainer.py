@@ -14,8 +14,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from rollstream.harness.classic_curriculum import choose, name_of, resumed, reward_stats, settings_of
-from rollstream.harness.classic_files import ClassicFiles
+from rollstream.harness.classic.curriculum import choose, name_of, resumed, reward_stats, settings_of
+from rollstream.harness.classic.files import ClassicFiles
 from rollstream.harness.interfaces import Trainer, TrainerAdapter
 from rollstream.harness.plateau import is_plateau
 from rollstream.harness.rollstream_adapter import FINAL, NOTHING_TRAINED, RollstreamTrainerAdapter

@@ -16,7 +16,7 @@ from rollstream.eventlog.log import TopicPartition
 from rollstream.eventlog.memory_log import MemoryLog
 from rollstream.harness import config_file
 from rollstream.harness.backend import Backend
-from rollstream.harness.classic import conduct_components
+from rollstream.harness.classic.run import conduct_components
 from rollstream.harness.component_building import Components
 from rollstream.harness.display import Display
 from rollstream.harness.plan import RunPlan, new_run, open_run

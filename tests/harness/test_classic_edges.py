@@ -8,7 +8,7 @@ import pytest
 
 from rollstream.harness import epochs
 from rollstream.harness.backend import opened
-from rollstream.harness.classic_submission import submitted_groups
+from rollstream.harness.classic.submission import submitted_groups
 from rollstream.schemas.errors import LogError
 from rollstream.schemas.events import BatchPlanned, EpochSealed, TrajectoryRejected
 from rollstream.schemas.finetuning import TrainingStatusEnum, Trajectory, TrajectoryCollection

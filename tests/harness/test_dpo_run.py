@@ -11,9 +11,9 @@ from rollstream.harness import config_file
 from rollstream.harness.aliases import DpoBuilderConfig
 from rollstream.harness.dpo_builder import DpoTrajectoryBuilder
 from rollstream.harness.recorded_trajectories import rollouts_of_items
-from rollstream.harness.replay_source import of_type, read_run
-from rollstream.harness.replay_train import train
-from rollstream.harness.replay_verify import verify
+from rollstream.harness.replay.source import of_type, read_run
+from rollstream.harness.replay.train import train
+from rollstream.harness.replay.verify import verify
 from rollstream.harness.settings import jobs_of
 from rollstream.harness.tiny_model import make_tiny_model
 from rollstream.producers.scripted_engine import random_digit

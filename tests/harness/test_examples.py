@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from classic_rig import ClassicRig
 
-from rollstream.harness.classic import conduct_components, is_classic
+from rollstream.harness.classic.run import conduct_components, is_classic
 from rollstream.harness.component_building import components_of
 from rollstream.harness.config_file import load
 from rollstream.schemas.errors import ConfigError

@@ -10,7 +10,7 @@ import pytest
 from classic_rig import ClassicRig
 
 from rollstream.harness import registry
-from rollstream.harness.classic import conduct_components
+from rollstream.harness.classic.run import conduct_components
 from rollstream.harness.component_building import components_of
 from rollstream.harness.interfaces import TrajectoryBuilder
 from rollstream.harness.registry import register_trajectory_builder

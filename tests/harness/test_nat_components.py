@@ -9,8 +9,8 @@ from nat.finetuning.interfaces.trainer_adapter import TrainerAdapter
 from nat.finetuning.interfaces.trajectory_builder import TrajectoryBuilder
 from nat.runtime.loader import PluginTypes, discover_and_register_plugins
 
-from rollstream.harness.nat_components import NatTrainer
-from rollstream.harness.nat_configs import NatTrainerConfig
+from rollstream.harness.nat.components import NatTrainer
+from rollstream.harness.nat.configs import NatTrainerConfig
 from rollstream.schemas.errors import RunFailedError
 
 FILE = {

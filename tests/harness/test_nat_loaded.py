@@ -12,9 +12,9 @@ from nat.runtime.loader import PluginTypes, discover_and_register_plugins
 from nat.utils.data_models.schema_validator import validate_schema
 
 from rollstream.harness.config_file import resolve
-from rollstream.harness.nat_components import run_name
-from rollstream.harness.nat_loaded import loaded_of
-from rollstream.harness.nat_repair import repair
+from rollstream.harness.nat.components import run_name
+from rollstream.harness.nat.loaded import loaded_of
+from rollstream.harness.nat.repair import repair
 from rollstream.schemas.errors import ConfigError
 
 SECRET = "sk-very-secret"

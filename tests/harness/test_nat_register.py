@@ -41,7 +41,7 @@ def _discovered():
 
 def test_the_entry_point_is_declared():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    assert project["entry-points"]["nat.components"] == {"rollstream": "rollstream.harness.nat_register"}
+    assert project["entry-points"]["nat.components"] == {"rollstream": "rollstream.harness.nat.register"}
 
 
 def test_a_file_of_ours_is_a_configuration_of_nats():
@@ -83,7 +83,7 @@ def test_components_are_built_again_and_again_and_are_nats():
 
 def test_what_nat_imports_loads_nothing_heavy():
     code = (
-        "import sys, rollstream.harness.nat_register\n"
+        "import sys, rollstream.harness.nat.register\n"
         "heavy = {'torch', 'faust', 'duckdb', 'transformers', 'aiokafka', 'matplotlib', 'openai'}\n"
         "print(sorted(heavy & set(sys.modules)))"
     )

@@ -6,8 +6,8 @@ import pytest
 from nat.data_models import finetuning as nats
 from nat.data_models.config import Config
 
-from rollstream.harness.nat_models import as_nats, as_ours
-from rollstream.harness.nat_repair import check_packages, repair
+from rollstream.harness.nat.models import as_nats, as_ours
+from rollstream.harness.nat.repair import check_packages, repair
 from rollstream.schemas import finetuning as ours
 from rollstream.schemas.errors import ConfigError
 

@@ -7,11 +7,11 @@ import hashlib
 import pytest
 from recorded_run import EPOCHS, JOB, RecordedRun
 
-from rollstream.harness import replay_assembly
-from rollstream.harness.replay_report import Report, compare_log, first_field
-from rollstream.harness.replay_source import read_run
-from rollstream.harness.replay_train import check_libraries, train
-from rollstream.harness.replay_verify import verify
+from rollstream.harness.replay import assembly
+from rollstream.harness.replay.report import Report, compare_log, first_field
+from rollstream.harness.replay.source import read_run
+from rollstream.harness.replay.train import check_libraries, train
+from rollstream.harness.replay.verify import verify
 from rollstream.harness.tiny_model import make_tiny_model
 from rollstream.schemas.errors import ArtifactError, ConfigError, DecodeError, ModelError, TruncatedError
 from rollstream.schemas.events import GroupClosed, RunEnded
@@ -264,7 +264,7 @@ def test_ranges_cover_the_groups_of_each_partition_and_know_their_dead_letters(r
     async def go():
         events = await read_run(run.log, "replayed")
         closed = [one.event for one in events.by_topic["groups"] if isinstance(one.event, GroupClosed)]
-        return replay_assembly.ranges("replayed", closed, {("steps", 1, 4), ("groups", 0, 1)})
+        return assembly.ranges("replayed", closed, {("steps", 1, 4), ("groups", 0, 1)})
 
     first, second = asyncio.run(go())
     assert (first.partition, second.partition) == (0, 1)

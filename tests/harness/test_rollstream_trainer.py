@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from rollstream.harness.classic_files import ClassicFiles
+from rollstream.harness.classic.files import ClassicFiles
 from rollstream.harness.evaluation import EvaluationItem, EvaluationOutput, EvaluatorOutput
 from rollstream.harness.interfaces import TrainerAdapter, TrajectoryBuilder
 from rollstream.harness.rollstream_adapter import RollstreamTrainerAdapter

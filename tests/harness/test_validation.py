@@ -14,8 +14,8 @@ from rollstream.harness.driver import Watching, conduct, is_over
 from rollstream.harness.evaluation import EvaluationItem, EvaluationOutput, EvaluatorOutput, validation_metrics
 from rollstream.harness.plateau import is_plateau
 from rollstream.harness.progress import Progress, evolve
-from rollstream.harness.replay_source import read_run
-from rollstream.harness.replay_verify import verify
+from rollstream.harness.replay.source import read_run
+from rollstream.harness.replay.verify import verify
 from rollstream.harness.validation import Validation, validation_of
 from rollstream.schemas.config import EarlyStopping
 from rollstream.schemas.errors import EnvironmentRunError

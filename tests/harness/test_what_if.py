@@ -6,11 +6,11 @@ import pytest
 import yaml
 from recorded_run import EPOCHS, RecordedRun
 
-from rollstream.harness.replay_source import of_type, read_run
-from rollstream.harness.replay_train import train
-from rollstream.harness.replay_verify import verify
+from rollstream.harness.replay.source import of_type, read_run
+from rollstream.harness.replay.train import train
+from rollstream.harness.replay.verify import verify
+from rollstream.harness.replay.what_if import merged, what_if
 from rollstream.harness.tiny_model import make_tiny_model
-from rollstream.harness.what_if import merged, what_if
 from rollstream.schemas.errors import ConfigError, EnvironmentRunError
 from rollstream.schemas.events import BatchPlanned, GroupClosed, StepTrained, TaskRequested
 

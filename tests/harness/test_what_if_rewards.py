@@ -9,8 +9,8 @@ import pytest
 
 from rollstream.eventlog.memory_log import MemoryLog
 from rollstream.harness.recorded_tasks import tasks_of
-from rollstream.harness.replay_assembly import Range
-from rollstream.harness.what_if_rewards import Grading, grade
+from rollstream.harness.replay.assembly import Range
+from rollstream.harness.replay.what_if_rewards import Grading, grade
 from rollstream.producers.registry import register_environment
 from rollstream.producers.rollout import run_rollout
 from rollstream.producers.session import Session

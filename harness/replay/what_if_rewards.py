@@ -8,7 +8,7 @@ from typing import Any
 from rollstream.eventlog import codec
 from rollstream.eventlog.log import EventLog, Record
 from rollstream.eventlog.reading import read_to_end
-from rollstream.harness.replay_assembly import Range
+from rollstream.harness.replay.assembly import Range
 from rollstream.processors.trajectories import sum_rewards
 from rollstream.producers.evaluators import read, reward_of
 from rollstream.producers.rewards import FinishedRollout, NoScoreError, evaluate, played

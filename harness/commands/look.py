@@ -6,7 +6,7 @@ from pathlib import Path
 
 import click
 
-from rollstream.harness.commands_serve import BOOTSTRAP_SERVERS, WORKSPACE
+from rollstream.harness.commands.serve import BOOTSTRAP_SERVERS, WORKSPACE
 from rollstream.schemas.errors import QueryError
 
 

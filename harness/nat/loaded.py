@@ -21,7 +21,7 @@ from rollstream.schemas.evaluators import MODELS
 
 
 def loaded_of(finetune: Any) -> Loaded:
-    """What a run is opened with. Raises ConfigError. `finetune` is repaired already (`nat_repair`)."""
+    """What a run is opened with. Raises ConfigError. `finetune` is repaired already (`repair`)."""
     config = _unexpanded(run_config_of(finetune), _file())
     return Loaded(config, written_of(config), finetune)
 

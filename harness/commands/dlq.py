@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 import click
 
-from rollstream.harness.commands_serve import BOOTSTRAP_SERVERS, WORKSPACE
+from rollstream.harness.commands.serve import BOOTSTRAP_SERVERS, WORKSPACE
 
 if TYPE_CHECKING:
     from rollstream.eventlog.log import EventLog, Record

@@ -9,9 +9,9 @@ from rollstream.eventlog import codec
 from rollstream.eventlog.artifacts import ArtifactStore
 from rollstream.eventlog.log import EventLog
 from rollstream.harness.plan import library_versions
-from rollstream.harness.replay_report import Report, first_field
-from rollstream.harness.replay_source import RunEvents, of_type
-from rollstream.harness.replay_weights import log_state
+from rollstream.harness.replay.report import Report, first_field
+from rollstream.harness.replay.source import RunEvents, of_type
+from rollstream.harness.replay.weights import log_state
 from rollstream.learner.retrain import RecordedJob, Retraining, threads_of
 from rollstream.schemas.errors import ConfigError
 from rollstream.schemas.events import BatchPlanned, JobSubmitted, RunStarted, StepTrained

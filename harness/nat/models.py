@@ -1,6 +1,6 @@
 """Data models of the finetuning harness, ours to NAT's and back: the same names, fields and JSON, other classes.
 
-Never for FinetuneConfig: theirs may hold itself (`nat_repair`), and its fields are read where it lies.
+Never for FinetuneConfig: theirs may hold itself (`repair`), and its fields are read where it lies.
 """
 
 from typing import Any

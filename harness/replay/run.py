@@ -6,15 +6,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rollstream.eventlog.artifacts import ArtifactStore
-from rollstream.harness import replay_verify
-from rollstream.harness.replay_report import Report, compare_log
-from rollstream.harness.replay_source import RunEvents, Source, of_type, read_run
+from rollstream.harness.replay.report import Report, compare_log
+from rollstream.harness.replay.source import RunEvents, Source, of_type, read_run
+from rollstream.harness.replay.verify import verify
 from rollstream.harness.workspace import Workspace
 from rollstream.schemas.errors import ConfigError
 from rollstream.schemas.events import BatchPlanned
 
 if TYPE_CHECKING:
-    from rollstream.harness.what_if import Outcome
+    from rollstream.harness.replay.what_if import Outcome
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +41,7 @@ async def replay_run(source: Source, place: Workspace, request: Request, tell: C
         artifacts = artifacts or ArtifactStore(str(place.folder / "artifacts"))
         compare_log(events, report)
         if request.verify:
-            verified = await replay_verify.verify(
+            verified = await verify(
                 log,
                 events,
                 artifacts,
@@ -53,7 +53,7 @@ async def replay_run(source: Source, place: Workspace, request: Request, tell: C
             )
             report.add(verified)
         if request.train:
-            from rollstream.harness.replay_train import check_libraries, train
+            from rollstream.harness.replay.train import check_libraries, train
 
             if not request.any_libraries:
                 check_libraries(events.started)
@@ -69,7 +69,7 @@ async def what_if_run(
     bootstrap_servers: str, place: Workspace, run_id: str, file: Path, tell: Callable[[str], None]
 ) -> "Outcome":
     """Plan and train a what-if of a run, see `what_if`."""
-    from rollstream.harness.what_if import what_if
+    from rollstream.harness.replay.what_if import what_if
 
     artifacts = ArtifactStore(str(place.folder / "artifacts"))
     async with Source(bootstrap_servers).open() as (log, _):

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from rollstream.eventlog import codec
 from rollstream.harness import epochs
 from rollstream.harness.backend import Backend
-from rollstream.harness.classic_trajectories import is_as_recorded
+from rollstream.harness.classic.trajectories import is_as_recorded
 from rollstream.harness.recorded_tasks import RECORDED, played_by, stored, tasks_of
 from rollstream.harness.recorded_trajectories import rollout_of, rollouts_of_items
 from rollstream.schemas.errors import ConfigError

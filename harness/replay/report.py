@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Any
 
-from rollstream.harness.replay_source import RunEvents
+from rollstream.harness.replay.source import RunEvents
 from rollstream.schemas.base import Event
 
 MISSING = "nothing"

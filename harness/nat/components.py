@@ -20,9 +20,9 @@ from rollstream.harness import run_end
 from rollstream.harness.backend import Backend, open_backend, opened
 from rollstream.harness.config_file import Loaded
 from rollstream.harness.finetune_config import block_of, is_ours
-from rollstream.harness.nat_loaded import loaded_of
-from rollstream.harness.nat_models import as_nats, as_ours
-from rollstream.harness.nat_repair import check_packages, repair
+from rollstream.harness.nat.loaded import loaded_of
+from rollstream.harness.nat.models import as_nats, as_ours
+from rollstream.harness.nat.repair import check_packages, repair
 from rollstream.harness.rollstream_adapter import RUN_NAME, RollstreamTrainerAdapter
 from rollstream.harness.rollstream_builder import RollstreamTrajectoryBuilder
 from rollstream.harness.rollstream_trainer import RollstreamTrainer

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import click
 
-from rollstream.harness.commands_serve import WORKSPACE
+from rollstream.harness.commands.serve import WORKSPACE
 
 
 @click.command()
@@ -53,7 +53,7 @@ def ingest(
     unless environment_config says retokenise: true. A line that cannot be used is kept as a dead letter (rollstream
     dlq list) and the rest goes on.
     """
-    from rollstream.harness.commands_run import train
+    from rollstream.harness.commands.run import train
     from rollstream.harness.finetune import Request
     from rollstream.harness.ingest_run import bury, prepare
 

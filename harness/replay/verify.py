@@ -7,9 +7,9 @@ from rollstream.eventlog import codec
 from rollstream.eventlog.artifacts import ArtifactStore
 from rollstream.eventlog.log import EventLog, Received, Record
 from rollstream.eventlog.reading import read_to_end
-from rollstream.harness import replay_assembly, replay_weights
-from rollstream.harness.replay_report import MISSING, Report, first_field
-from rollstream.harness.replay_source import RunEvents, Source, of_type
+from rollstream.harness.replay import assembly, weights
+from rollstream.harness.replay.report import MISSING, Report, first_field
+from rollstream.harness.replay.source import RunEvents, Source, of_type
 from rollstream.processors import curate
 from rollstream.processors.dataset import load_dataset
 from rollstream.processors.task_requests import Dataset
@@ -54,20 +54,20 @@ async def verify(
         batches = [one for one in batches if one[0].epoch == epoch]
         if not groups and not batches:
             raise ConfigError(f"run {events.run_id} has closed no group of epoch {epoch}")
-    parts = replay_assembly.ranges(events.run_id, (event for event, _ in groups), events.dead)
+    parts = assembly.ranges(events.run_id, (event for event, _ in groups), events.dead)
     tell(f"assembly: {len(groups)} groups in {len(parts)} partitions")
     if source is not None and workers > 1 and len(parts) > 1:
-        folded = replay_assembly.fold_in_processes(source, parts, workers, tell)
+        folded = assembly.fold_in_processes(source, parts, workers, tell)
     else:
-        folded = [await replay_assembly.fold(log, part) for part in parts]
-    replay_assembly.compare(groups, folded, report)
+        folded = [await assembly.fold(log, part) for part in parts]
+    assembly.compare(groups, folded, report)
     tell("curation")
     if not events.started.is_what_if:  # its manifests are of its parent's groups
         compare_curation(events, {events.run_id: dataset_of(events, artifacts)}, report)
     tell("trajectories and manifests")
     await compare_trajectories(log, groups, batches, report)
     tell("weights and checkpoints")
-    replay_weights.compare(events, artifacts, checkpoints, report)
+    weights.compare(events, artifacts, checkpoints, report)
     return report
 
 

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from rollstream.eventlog import codec
 from rollstream.eventlog.log import EventLog, Received
 from rollstream.eventlog.reading import read_to_end
-from rollstream.harness.replay_report import Report, first_field
-from rollstream.harness.replay_source import Source, place
+from rollstream.harness.replay.report import Report, first_field
+from rollstream.harness.replay.source import Source, place
 from rollstream.processors import assembly
 from rollstream.schemas.errors import DecodeError
 from rollstream.schemas.events import GroupClosed

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from rollstream.harness.commands_serve import BOOTSTRAP_SERVERS, WORKSPACE
+from rollstream.harness.commands.serve import BOOTSTRAP_SERVERS, WORKSPACE
 from rollstream.schemas.errors import ConfigError, RunFailedError
 
 if TYPE_CHECKING:

@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING
 
 import click
 
-from rollstream.harness.commands_serve import BOOTSTRAP_SERVERS, WORKSPACE
+from rollstream.harness.commands.serve import BOOTSTRAP_SERVERS, WORKSPACE
 from rollstream.harness.workspace import EMBEDDED, Workspace
 from rollstream.schemas.errors import ConfigError
 
 if TYPE_CHECKING:
-    from rollstream.harness.replay_report import Report
+    from rollstream.harness.replay.report import Report
 
 SHOWN = 20
 """Differences that are told one by one."""
@@ -56,8 +56,8 @@ def replay(
 
     --verify and --train write nothing.
     """
-    from rollstream.harness.replay import Request, replay_run
-    from rollstream.harness.replay_source import Source
+    from rollstream.harness.replay.run import Request, replay_run
+    from rollstream.harness.replay.source import Source
     from rollstream.harness.workspace import broker_of
 
     if what_if is not None:
@@ -87,7 +87,7 @@ def _refuse_with_what_if(is_more: bool) -> None:
 
 
 def _what_if(run: str, file: Path, place: Workspace, bootstrap_servers: str | None) -> None:
-    from rollstream.harness.replay import what_if_run
+    from rollstream.harness.replay.run import what_if_run
     from rollstream.harness.workspace import broker_of
 
     for number in (signal.SIGTERM, signal.SIGHUP):

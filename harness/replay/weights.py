@@ -8,8 +8,8 @@ from urllib.parse import quote
 import orjson
 
 from rollstream.eventlog.artifacts import ArtifactStore
-from rollstream.harness.replay_report import MISSING, Report
-from rollstream.harness.replay_source import RunEvents, of_type
+from rollstream.harness.replay.report import MISSING, Report
+from rollstream.harness.replay.source import RunEvents, of_type
 from rollstream.learner.progress import GroupState, LogState, evolve
 from rollstream.schemas.errors import ArtifactError
 from rollstream.schemas.events import BatchPlanned, JobSubmitted, WeightsPublished

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import click
 
-from rollstream.harness.commands_serve import BOOTSTRAP_SERVERS, WORKSPACE
+from rollstream.harness.commands.serve import BOOTSTRAP_SERVERS, WORKSPACE
 
 LIVE_INTERVAL_S = 0.2
 PLAIN_INTERVAL_S = 10.0

@@ -14,15 +14,16 @@ from typing import NamedTuple
 from rollstream.eventlog import codec
 from rollstream.eventlog.artifacts import ArtifactStore
 from rollstream.eventlog.log import EventLog, TopicPartition
-from rollstream.harness import config_file, replay_assembly, what_if_plan
+from rollstream.harness import config_file
 from rollstream.harness.fork import misfit
 from rollstream.harness.plan import library_versions
 from rollstream.harness.preflight import check_names
-from rollstream.harness.replay_source import RunEvents, of_type, read_run
-from rollstream.harness.replay_verify import dataset_of
-from rollstream.harness.replay_weights import log_state
+from rollstream.harness.replay import assembly, what_if_plan
+from rollstream.harness.replay.source import RunEvents, of_type, read_run
+from rollstream.harness.replay.verify import dataset_of
+from rollstream.harness.replay.weights import log_state
+from rollstream.harness.replay.what_if_rewards import Grading, grade
 from rollstream.harness.settings import TRAINING, JobSpec, jobs_of
-from rollstream.harness.what_if_rewards import Grading, grade
 from rollstream.harness.yaml_reading import merged, read_yaml
 from rollstream.schemas import ids
 from rollstream.schemas.base import Event
@@ -138,7 +139,7 @@ async def _rewards(
     grading.check()
     closed = of_type(events.by_topic["groups"], GroupClosed)
     groups = [group for group, _ in closed if group.job_id == recorded.job_id and group.group_id in inputs]
-    parts = replay_assembly.ranges(events.run_id, groups, events.dead)
+    parts = assembly.ranges(events.run_id, groups, events.dead)
     tell(f"rewards of {len(groups)} groups")
     return await grade(log, parts, grading)
 

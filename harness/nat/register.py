@@ -15,8 +15,8 @@ from nat.cli.register_workflow import (
     register_trajectory_builder,
 )
 
-from rollstream.harness import nat_evaluators
-from rollstream.harness.nat_configs import (
+from rollstream.harness.nat import evaluators
+from rollstream.harness.nat.configs import (
     NatTrainerAdapterConfig,
     NatTrainerConfig,
     NatTrajectoryBuilderConfig,
@@ -28,7 +28,7 @@ from rollstream.schemas.errors import ConfigError
 @register_trajectory_builder(config_type=NatTrajectoryBuilderConfig)
 async def trajectory_builder(config: NatTrajectoryBuilderConfig, builder: Any) -> AsyncIterator[Any]:
     """Rollouts by the producers of the log."""
-    from rollstream.harness.nat_components import NatTrajectoryBuilder
+    from rollstream.harness.nat.components import NatTrajectoryBuilder
 
     yield NatTrajectoryBuilder(config)
 
@@ -36,7 +36,7 @@ async def trajectory_builder(config: NatTrajectoryBuilderConfig, builder: Any) -
 @register_trainer_adapter(config_type=NatTrainerAdapterConfig)
 async def trainer_adapter(config: NatTrainerAdapterConfig, builder: Any) -> AsyncIterator[Any]:
     """Training by the learner of the log."""
-    from rollstream.harness.nat_components import NatTrainerAdapter
+    from rollstream.harness.nat.components import NatTrainerAdapter
 
     yield NatTrainerAdapter(config)
 
@@ -44,7 +44,7 @@ async def trainer_adapter(config: NatTrainerAdapterConfig, builder: Any) -> Asyn
 @register_trainer(config_type=NatTrainerConfig)
 async def trainer(config: NatTrainerConfig, builder: Any) -> AsyncIterator[Any]:
     """The epochs of a run."""
-    from rollstream.harness.nat_components import NatTrainer
+    from rollstream.harness.nat.components import NatTrainer
 
     yield NatTrainer(config)
 
@@ -63,4 +63,4 @@ async def workflow(config: NatWorkflowConfig, builder: Any) -> AsyncIterator[Fun
     yield FunctionInfo.from_fn(play, description=f"environment {config.environment}")
 
 
-nat_evaluators.register()
+evaluators.register()
