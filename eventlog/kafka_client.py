@@ -20,8 +20,8 @@ PATIENCE_S = 5.0
 CONNECT_TIMEOUT_S = 15.0
 """How long a broker that took the connection may be slow."""
 REQUEST_TIMEOUT_MS = 15_000
-MAX_FETCH_BYTES_A_PARTITION = 1024 * 1024
-"""A single record above it passes all the same: Kafka always returns the first batch whole."""
+FETCH_BYTES = 1 << 20
+"""Of one partition. A single record above it passes all the same: Kafka always returns the first batch whole."""
 
 REFUSED = "Unable connect to"
 """How aiokafka's message of a failed connection begins."""
@@ -45,7 +45,9 @@ def our_record(topic: str, found: "ConsumerRecord[bytes, bytes]") -> Record:
     return Record(topic, found.partition, found.offset, found.key, found.value, headers, found.timestamp)
 
 
-def new_consumer(bootstrap_servers: str, client_id: str, *, max_wait_ms: int, **options: Any) -> AIOKafkaConsumer:
+def new_consumer(
+    bootstrap_servers: str, client_id: str, *, max_wait_ms: int, fetch_bytes: int = FETCH_BYTES, **options: Any
+) -> AIOKafkaConsumer:
     """A consumer that never skips: no automatic commit, no automatic reset of offsets."""
     return AIOKafkaConsumer(
         bootstrap_servers=bootstrap_servers,
@@ -53,7 +55,7 @@ def new_consumer(bootstrap_servers: str, client_id: str, *, max_wait_ms: int, **
         enable_auto_commit=False,
         auto_offset_reset="none",
         fetch_max_wait_ms=max_wait_ms,
-        max_partition_fetch_bytes=MAX_FETCH_BYTES_A_PARTITION,
+        max_partition_fetch_bytes=fetch_bytes,
         request_timeout_ms=REQUEST_TIMEOUT_MS,
         **options,
     )

@@ -14,14 +14,17 @@ from rollstream.eventlog.log import Position, Record, TopicPartition, truncated
 
 WAIT_MS = 5
 """How long Kafka may hold a request: a seek after it has to wait that long."""
-READ_ON = 256
+FETCH_BYTES = 1 << 16
+"""What Kafka may send of a partition at once (one batch at least). All that is sent is decoded, wanted or not: with the
+mebibyte of readers, the fetch of a batch's 74 trajectories took 80 ms, with this 7 ms."""
+READ_ON = 64
 """A gap of fewer records is read over, a larger one is sought over."""
 PATIENCE_S = 0.5
 """After so long without a record the kept range is looked up."""
 
 
 class Fetcher:
-    """Lookups over one aiokafka consumer that has been started, with fetch_max_wait_ms of WAIT_MS."""
+    """Lookups over one aiokafka consumer that has been started, with waits of WAIT_MS and fetches of FETCH_BYTES."""
 
     def __init__(self, consumer: AIOKafkaConsumer) -> None:
         self._consumer = consumer

@@ -12,7 +12,7 @@ from rollstream.eventlog import kafka_offsets, kafka_topic_ids, kafka_topics
 from rollstream.eventlog.callbacks import Callbacks
 from rollstream.eventlog.codec import encode
 from rollstream.eventlog.kafka_client import REQUEST_TIMEOUT_MS, connect, log_errors, new_consumer
-from rollstream.eventlog.kafka_fetch import WAIT_MS, Fetcher
+from rollstream.eventlog.kafka_fetch import FETCH_BYTES, WAIT_MS, Fetcher
 from rollstream.eventlog.kafka_group import KafkaGroupReader
 from rollstream.eventlog.kafka_readers import KafkaReader
 from rollstream.eventlog.log import (
@@ -74,7 +74,7 @@ class KafkaLog:
         admin = AIOKafkaAdminClient(**common)
         await connect(admin, self._bootstrap_servers)
         self._admin = admin
-        consumer = new_consumer(self._bootstrap_servers, self._client_id, max_wait_ms=WAIT_MS)
+        consumer = new_consumer(self._bootstrap_servers, self._client_id, max_wait_ms=WAIT_MS, fetch_bytes=FETCH_BYTES)
         await connect(consumer, self._bootstrap_servers)
         self._fetcher = Fetcher(consumer)
 
