@@ -1,8 +1,9 @@
-"""A whole run on a fresh workspace: versions a minute, weight pick-up, share of time the learner waits, and replays.
+"""The demo run on a fresh workspace: seconds a version, weight pick-up, share of time the learner waits, and replays.
 
-    python benchmarks/bench_run.py --epochs 60 --repeats 3 --output run.json
+    python benchmarks/bench_run.py --epochs 400 --repeats 3 --output run.json
 
 Replays are whole commands, the start of broker and libraries included, and are held against the run's own seconds.
+One that does not come out equal ends the benchmark; `--replays 20` asks twenty times of each.
 Pick-up counts from the time stamp of WeightsPublished to that of WeightsLoaded, both written on one machine.
 """
 
@@ -25,6 +26,12 @@ from rollstream.schemas.events import StepTrained, WeightsLoaded, WeightsPublish
 
 ROOT = Path(__file__).resolve().parents[1]
 RUN_ID = "bench"
+REPLAYS = {
+    "verify": ("--verify",),
+    "verify_3_workers": ("--verify", "--workers", "3"),
+    "verify_6_workers": ("--verify", "--workers", "6"),
+    "train": ("--train",),
+}
 CLI = [sys.executable, "-m", "rollstream.harness.cli"]
 
 
@@ -98,33 +105,29 @@ def figures(events: Iterable[Received]) -> dict[str, float]:
     }
 
 
-def one_pass(epochs: int) -> dict[str, float]:
-    """One run, then its log."""
+def one_pass(epochs: int, replays: int) -> dict[str, float]:
+    """One run, then its log, then so many replays of each kind."""
     with tempfile.TemporaryDirectory() as folder:
         workspace = Path(folder)
         live_s = train(workspace, epochs)
         with EmbeddedBroker(workspace) as broker:
             found = figures(asyncio.run(read_weights(broker.bootstrap_servers)))
-        verify_s, train_s = replay(workspace, "--verify"), replay(workspace, "--train")
-        verify_2_s = replay(workspace, "--verify", "--workers", "2")
-    return found | {
-        "live_s": live_s,
-        "verify_s": verify_s,
-        "verify_2_workers_s": verify_2_s,
-        "train_s": train_s,
-        "live_to_verify": live_s / verify_s,
-        "live_to_train": live_s / train_s,
-    }
+        found |= {"live_s": live_s, "replays_equal": float(replays * len(REPLAYS))}
+        for name, options in REPLAYS.items():
+            seconds = statistics.median(replay(workspace, *options) for _ in range(replays))
+            found |= {f"{name}_s": seconds, f"live_to_{name}": live_s / seconds}
+    return found
 
 
 def main() -> None:
     """Print and keep the medians."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--epochs", type=int, default=60)
+    parser.add_argument("--epochs", type=int, default=400)
     parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--replays", type=int, default=1)
     parser.add_argument("--output", type=Path, default=None)
     arguments = parser.parse_args()
-    rows = [one_pass(arguments.epochs) for _ in range(arguments.repeats)]
+    rows = [one_pass(arguments.epochs, arguments.replays) for _ in range(arguments.repeats)]
     report = {name: round(statistics.median(row[name] for row in rows), 4) for name in rows[0]}
     text = json.dumps(report, indent=2)
     print(text)
