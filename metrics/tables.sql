@@ -350,9 +350,9 @@ WITH settled AS (
     FROM log.attempt_settled a JOIN log.group_closed c ON c.group_id = a.group_id AND c.log_offset = a.log_offset
 ), member AS (
     SELECT rollout_id, sum(num_tokens)::BIGINT AS num_tokens FROM log.members GROUP BY rollout_id
-), planned AS (
-    SELECT m.rollout_id, bool_or(b.is_trained) AS is_trained
-    FROM batch_members m JOIN batches b USING (batch_id) GROUP BY m.rollout_id
+), planned AS ( -- by run, because a what-if's batches decide nothing of its parent's rollouts
+    SELECT m.run_id, m.rollout_id, bool_or(b.is_trained) AS is_trained
+    FROM batch_members m JOIN batches b USING (batch_id) GROUP BY m.run_id, m.rollout_id
 ), rejected AS (
     SELECT rollout_id, min(cause) AS cause, sum(num_tokens)::BIGINT AS num_tokens
     FROM log.trajectory_rejected GROUP BY rollout_id
@@ -391,10 +391,11 @@ WITH settled AS (
         END AS judgement,
         coalesce(if(judgement[2] = 'late', t.num_tokens, NULL), nullif(s.num_tokens, 0), m.num_tokens, r.num_tokens, t.num_tokens, 0) AS tokens
     FROM attempt a
-    LEFT JOIN settled s USING (rollout_id) LEFT JOIN member m USING (rollout_id) LEFT JOIN planned p USING (rollout_id)
+    LEFT JOIN settled s USING (rollout_id) LEFT JOIN member m USING (rollout_id)
     LEFT JOIN rejected r USING (rollout_id) LEFT JOIN stepped t USING (rollout_id)
     LEFT JOIN rewarded w USING (rollout_id) LEFT JOIN log.rollout_finished f USING (rollout_id) LEFT JOIN log.group_closed c ON c.group_id = a.group_id
     LEFT JOIN log.run_ended e ON e.run_id = a.run_id
+    LEFT JOIN planned p ON p.run_id = a.run_id AND p.rollout_id = a.rollout_id
 )
 SELECT run_id, rollout_id, judgement[1] AS outcome, judgement[2] AS cause, tokens, group_id FROM judged;
 

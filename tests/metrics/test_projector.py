@@ -113,6 +113,26 @@ def test_every_attempt_has_one_outcome_and_they_add_up(tmp_path: Path, synthetic
     assert ask(path, "SELECT count(*) = count(DISTINCT rollout_id) FROM outcomes") == [(True,)]
 
 
+def test_what_another_run_trains_decides_nothing_of_a_rollouts_outcome(tmp_path: Path, synthetic: Any) -> None:
+    found = list(synthetic.all_events())
+    told = "SELECT * FROM outcomes ORDER BY rollout_id"
+    project_all(log_of(found), tmp_path / "alone.duckdb")
+    rejected = next(event for event in found if isinstance(event, events.TrajectoryRejected))
+    planned = next(event for event in found if isinstance(event, events.BatchPlanned))
+    trained = next(event for event in found if isinstance(event, events.StepTrained))
+    member = planned.members[0].model_copy(
+        update={key: getattr(rejected, key) for key in ("trajectory_id", "rollout_id", "group_id")}
+    )
+    other = {"run_id": "what-if", "model_group": "what-if/policy", "batch_id": "what-if/b0"}
+    found += [
+        planned.model_copy(update=other | {"members": (member,)}),
+        trained.model_copy(update=other),
+    ]
+    project_all(log_of(found), tmp_path / "both.duckdb")
+    assert ask(tmp_path / "both.duckdb", "SELECT is_trained FROM batches WHERE run_id = 'what-if'") == [(True,)]
+    assert ask(tmp_path / "both.duckdb", told) == ask(tmp_path / "alone.duckdb", told)
+
+
 def test_calls_without_log_probabilities_are_waste_of_a_trained_rollout(tmp_path: Path, synthetic: Any) -> None:
     found: list[Any] = list(synthetic.all_events())
     for place, event in enumerate(found):
