@@ -132,7 +132,8 @@ class Database:
         """Drop the rows of other runs; unless the run was all that there was, the offsets too."""
         with self._transaction():
             for table in sorted(set(self._inserts) - {"meta"}):
-                self._connection.execute(f'DELETE FROM log."{table}" WHERE run_id <> $1', [run_id])
+                dropped = self._connection.execute(f'DELETE FROM log."{table}" WHERE run_id <> $1', [run_id]).fetchone()
+                is_whole &= dropped == (0,)
             if not is_whole:
                 self._connection.execute("DELETE FROM main.offsets")
 

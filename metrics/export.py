@@ -4,7 +4,8 @@ Order: 1. the ends of all topics are asked for, those that are written last firs
 causes exported too; 2. topics are copied in bounded memory; 3. artifacts are copied; 4. the manifest is written;
 5. the folder, written aside until now, gets its name.
 
-Of every topic the run's own records are kept, by key (`RUN` or `RUN/...`); dead letters also by their origin. Of each
+Of every topic the run's own records are kept, by key (`RUN` or `RUN/...`); dead letters also by their origin, and
+trajectories of other runs where the run's manifests name them, as those of a what-if do. Of each
 partition of `steps` every record of every run is kept, ticks too, from the run's first record to its last one or to the
 one that closed its last group, whichever is later: event time decides what a group closes with, and other runs'
 records move it too.
@@ -133,8 +134,10 @@ class _Export:
                 for record in chosen:
                     self._needs.take(record)
                 await asyncio.to_thread(staging.add, chosen)
-        if topic == "groups":
-            self._check_run()
+        if topic == "groups" and self._needs.started is None:
+            raise ConfigError(f"no run is called {self._run_id}; `rollstream runs` lists them")
+        if topic == "batches":
+            self._check_kept()
         name = f"{topic}.parquet"
         written = await asyncio.to_thread(staging.write, self._folder / name)
         return TopicFile(file=name, partitions=tuple(self._ranges[topic].values()), **written._asdict())
@@ -151,15 +154,8 @@ class _Export:
             begin = covered.end if first is None else first
             self._ranges["steps"][number] = Covered(begin=begin, end=max(begin, last + 1))
 
-    def _check_run(self) -> None:
-        """Raises ConfigError if there is no such run, TruncatedError if some of it is gone."""
-        if self._needs.started is None:
-            raise ConfigError(f"no run is called {self._run_id}; `rollstream runs` lists them")
-        if self._needs.started.is_what_if and self._needs.started.parent is not None:
-            parent = self._needs.started.parent.run_id
-            raise ConfigError(
-                f"run {self._run_id} is a what-if: it was trained on what run {parent} holds; export that"
-            )
+    def _check_kept(self) -> None:
+        """Raises TruncatedError if some of what groups and manifests name is gone."""
         for topic, needed in (("steps", self._needs.first_steps), ("trajectories", self._needs.first_trajectory)):
             for number, first in needed.items():
                 kept = self._ranges[topic][number]
@@ -172,6 +168,8 @@ class _Export:
     def _is_chosen(self, record: Record, staging: Staging) -> bool:
         if record.topic == "steps" or self._is_own(record):
             return True
+        if record.topic == "trajectories":
+            return record.offset in self._needs.borrowed.get(record.partition, ())
         return record.topic == "dlq" and self._is_from_run(record, staging)
 
     def _is_from_run(self, letter: Record, staging: Staging) -> bool:

@@ -25,7 +25,8 @@ class _Value(BaseModel):
 class Covered(_Value):
     """Offsets of one partition that were looked through, the second one excluded.
 
-    Every record of the run in between is in the export; of `steps` every record of all runs.
+    Every record of the run in between is in the export; of `steps` every record of all runs, of `trajectories` those
+    of other runs that the run's manifests name.
     """
 
     begin: int = Field(ge=0)

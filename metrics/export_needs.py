@@ -1,6 +1,7 @@
-"""What the export of a run must hold beside its own records, told by its events: artifacts, and ranges of `steps`.
+"""What the export of a run must hold beside its own records, told by its events.
 
-A fold over the run's records of the topics `groups`, `jobs`, `weights` and `dlq`. Reads no artifact.
+That is artifacts, ranges of `steps`, and other runs' trajectories that its manifests name. A fold over the run's
+records of the topics `groups`, `batches`, `jobs`, `weights` and `dlq`. Reads no artifact.
 """
 
 from dataclasses import dataclass, field
@@ -9,14 +10,29 @@ from typing import NamedTuple
 from rollstream.eventlog.codec import decode
 from rollstream.eventlog.dead_letters import REFERENCE, WHOLE
 from rollstream.eventlog.log import Record
-from rollstream.schemas.base import Event
+from rollstream.schemas import ids
+from rollstream.schemas.base import Event, Locator
 from rollstream.schemas.errors import DecodeError
-from rollstream.schemas.events import GroupClosed, JobStarted, JobSubmitted, RunStarted, WeightsPublished
+from rollstream.schemas.events import (
+    BatchPlanned,
+    GroupClosed,
+    JobStarted,
+    JobSubmitted,
+    RunStarted,
+    WeightsPublished,
+)
 from rollstream.schemas.settings import ArtifactRef
 
 NAMED = tuple(
     f"rollstream.{kind}.".encode()
-    for kind in ("run_started", "job_started", "job_submitted", "weights_published", "group_closed")
+    for kind in (
+        "run_started",
+        "job_started",
+        "job_submitted",
+        "weights_published",
+        "group_closed",
+        "batch_planned",
+    )
 )
 
 
@@ -38,7 +54,9 @@ class Needs:
     last_steps: dict[int, int] = field(default_factory=dict[int, int])
     """By partition of `steps`: the newest record that closed a group; it may be another run's, or a tick."""
     first_trajectory: dict[int, int] = field(default_factory=dict[int, int])
-    """By partition of `trajectories`: the oldest member of a closed group."""
+    """By partition of `trajectories`: the oldest member of a closed group or a manifest."""
+    borrowed: dict[int, set[int]] = field(default_factory=dict[int, set[int]])
+    """By partition of `trajectories`: where those of other runs lie that manifests name, as those of a what-if do."""
     bases: set[tuple[str, int]] = field(default_factory=set[tuple[str, int]])
     """(model group, version) that a job starts from."""
     weights: dict[str, tuple[str, int, ArtifactRef]] = field(default_factory=dict[str, tuple[str, int, ArtifactRef]])
@@ -82,6 +100,8 @@ class Needs:
                 self.weights.setdefault(event.artifact.sha256, (event.model_group, event.version, event.artifact))
             case GroupClosed():
                 self._take_closed(event)
+            case BatchPlanned():
+                self._take_planned(event)
             case _:
                 return
 
@@ -91,5 +111,14 @@ class Needs:
             self.first_steps[partition] = min(first, self.first_steps.get(partition, first))
             self.last_steps[partition] = max(last, self.last_steps.get(partition, last))
         for place in event.locators:
-            first = self.first_trajectory.get(place.partition, place.offset)
-            self.first_trajectory[place.partition] = min(first, place.offset)
+            self._take_trajectory(place)
+
+    def _take_planned(self, event: BatchPlanned) -> None:
+        for member, place in zip(event.members, event.locators, strict=False):
+            if ids.run_of(member.group_id) != event.run_id:
+                self.borrowed.setdefault(place.partition, set()).add(place.offset)
+                self._take_trajectory(place)
+
+    def _take_trajectory(self, place: Locator) -> None:
+        first = self.first_trajectory.get(place.partition, place.offset)
+        self.first_trajectory[place.partition] = min(first, place.offset)
