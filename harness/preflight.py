@@ -90,13 +90,19 @@ def check_names(config: RunConfig) -> None:
 
     With external services nothing is imported here: the names need only be known there.
     """
-    check_evaluators(config)
     if config.builder.services == "external":
+        check_evaluators(config)
         return
+    check_rewards(config)
+    environment_of(config)
+
+
+def check_rewards(config: RunConfig) -> None:
+    """Imports the user's modules and looks the rewards up, for who gives rewards. Raises ConfigError."""
+    check_evaluators(config)
     for module in config.builder.modules:
         with users_code(f"trajectory_builders.{config.finetuning.trajectory_builder}.modules: {module}", config):
             importlib.import_module(module)
-    environment_of(config)
     for name in config.reward_functions:
         with users_code(f"{place_of(config, name)}: reward {name}", config):
             check_reward(config, name)

@@ -12,7 +12,7 @@ import click
 
 from rollstream.harness.commands.serve import BOOTSTRAP_SERVERS, WORKSPACE
 from rollstream.harness.workspace import EMBEDDED, Workspace
-from rollstream.schemas.errors import ConfigError
+from rollstream.schemas.errors import ConfigError, RollstreamError
 
 if TYPE_CHECKING:
     from rollstream.harness.replay.report import Report
@@ -28,14 +28,16 @@ SHOWN = 20
 @click.option(
     "--what-if",
     type=click.Path(path_type=Path, dir_okay=False, exists=True),
-    help="Train the recorded rollouts again, as a new run, with the settings that this YAML changes.",
+    help="Train the recorded rollouts again, as a new run of this workspace, with the settings that this YAML changes.",
 )
 @click.option("--epoch", type=click.IntRange(min=0), help="One epoch only (with --verify).")
 @click.option("--steps", metavar="A:B", help="Versions A to B only (with --train); A or B may be left out.")
 @click.option("--workers", type=click.IntRange(min=1), default=1, show_default=True, help="Processes for --verify.")
 @click.option("--any-libraries", is_flag=True, help="Train again although library versions differ.")
 @click.option(
-    "--export", type=click.Path(path_type=Path, file_okay=False, exists=True), help="Read this export, not the topics."
+    "--export",
+    type=click.Path(path_type=Path, file_okay=False, exists=True),
+    help="Read this export, not the topics. For a what-if the workspace need not know the run.",
 )
 @BOOTSTRAP_SERVERS
 @WORKSPACE
@@ -57,12 +59,14 @@ def replay(
     --verify and --train write nothing.
     """
     from rollstream.harness.replay.run import Request, replay_run
-    from rollstream.harness.replay.source import Source
+    from rollstream.harness.replay.source import Source, check_export
     from rollstream.harness.workspace import broker_of
 
+    if export is not None:
+        check_export(export, run)
     if what_if is not None:
-        _refuse_with_what_if(verify or train or epoch is not None or steps is not None or export is not None)
-        _what_if(run, what_if, Workspace(workspace), bootstrap_servers)
+        _check_alone(verify or train, epoch is not None or steps is not None)
+        _what_if(run, what_if, export, Workspace(workspace), bootstrap_servers)
         return
     if not verify and not train:
         raise ConfigError("say what to replay: --verify, --train or both, or --what-if FILE")
@@ -81,28 +85,54 @@ def replay(
     _conclude(run, report, time.monotonic() - began)
 
 
-def _refuse_with_what_if(is_more: bool) -> None:
-    if is_more:
-        raise ConfigError("--what-if replays the whole run from its topics; give it alone")
+def _check_alone(is_compared: bool, is_part: bool) -> None:
+    """Raises ConfigError for what a what-if cannot be asked for together with."""
+    if is_compared:
+        raise ConfigError("--what-if trains a run of its own: give it alone, then --verify or --train that run")
+    if is_part:
+        raise ConfigError(
+            "--what-if is of a whole run, because every epoch trains the weights that the ones before it left: give it "
+            "without --epoch and --steps; `finetuning: {num_epochs: N}` in its FILE keeps the first N epochs"
+        )
 
 
-def _what_if(run: str, file: Path, place: Workspace, bootstrap_servers: str | None) -> None:
+def _what_if(run: str, file: Path, export: Path | None, place: Workspace, bootstrap_servers: str | None) -> None:
     from rollstream.harness.replay.run import what_if_run
-    from rollstream.harness.workspace import broker_of
+    from rollstream.harness.workspace import broker_of, embedded_broker
 
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.default_int_handler)  # the run that was begun is ended in order
+    is_embedded = (bootstrap_servers or place.remembered_broker()) == EMBEDDED
     with ExitStack() as held:
-        if (bootstrap_servers or place.remembered_broker()) == EMBEDDED:
+        if export is not None:
+            place.create()
+        if is_embedded:
             held.enter_context(place.in_use("what-if"))  # a run's learner would take the job away
-        address = held.enter_context(broker_of(place, bootstrap_servers))
-        outcome = asyncio.run(what_if_run(address, place, run, file, _tell))
+        if is_embedded and export is not None:
+            address, _ = held.enter_context(embedded_broker(place))
+        else:
+            address = held.enter_context(broker_of(place, bootstrap_servers))
+        outcome = asyncio.run(what_if_run(address, place, run, file, _tell, export=export))
+        if is_embedded:
+            _project(address, place)
     _tell("")
     left_out = ", ".join(f"{number} {cause}" for cause, number in sorted(outcome.rejected.items())) or "none"
     click.echo(f"what-if {outcome.run_id}: {outcome.num_batches} batches; trajectories left out: {left_out}")
     for name in sorted(outcome.recorded.keys() | outcome.trained.keys()):
         before, now = outcome.recorded.get(name), outcome.trained.get(name)
         click.echo(f"  {name:16} recorded {_number(before)}  what-if {_number(now)}")
+
+
+def _project(address: str, place: Workspace) -> None:
+    """Let `rollstream sql` show what was trained; what stands in the way is no failure of that."""
+    from rollstream.harness.replay.run import project
+
+    _tell("bringing the metrics up to date")
+    try:
+        asyncio.run(project(address, place))
+    except RollstreamError as error:
+        _tell("")
+        click.echo(f"the metrics lack this run: {error}; `rollstream rebuild` makes them again", err=True)
 
 
 def _number(value: float | None) -> str:

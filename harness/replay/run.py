@@ -1,6 +1,7 @@
 """Replay of one run from its topics or an export: what is asked for, one after the other, in one report."""
 
 from collections.abc import Callable
+from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -9,6 +10,7 @@ from rollstream.eventlog.artifacts import ArtifactStore
 from rollstream.harness.replay.report import Report, compare_log
 from rollstream.harness.replay.source import RunEvents, Source, of_type, read_run
 from rollstream.harness.replay.verify import verify
+from rollstream.harness.topic_identity import check_topics
 from rollstream.harness.workspace import Workspace
 from rollstream.schemas.errors import ConfigError
 from rollstream.schemas.events import BatchPlanned
@@ -66,16 +68,64 @@ async def replay_run(source: Source, place: Workspace, request: Request, tell: C
 
 
 async def what_if_run(
-    bootstrap_servers: str, place: Workspace, run_id: str, file: Path, tell: Callable[[str], None]
+    bootstrap_servers: str,
+    place: Workspace,
+    run_id: str,
+    file: Path,
+    tell: Callable[[str], None],
+    *,
+    export: Path | None = None,
 ) -> "Outcome":
-    """Plan and train a what-if of a run, see `what_if`."""
+    """Plan and train a what-if of a run, see `what_if`. `export`: where it is read, if not from the topics."""
     from rollstream.harness.replay.what_if import what_if
+    from rollstream.harness.replay.what_if_import import Exported
+    from rollstream.metrics.export_log import open_export
+    from rollstream.metrics.export_manifest import read_manifest
 
-    artifacts = ArtifactStore(str(place.folder / "artifacts"))
-    async with Source(bootstrap_servers).open() as (log, _):
+    store = ArtifactStore(str(place.folder / "artifacts"))
+    async with AsyncExitStack() as stack:
+        if export is not None:
+            num_partitions = len(read_manifest(export).topics["trajectories"].partitions)
+            await _ensure_topics(bootstrap_servers, place, num_partitions)
+        log, _ = await stack.enter_async_context(Source(bootstrap_servers).open())
+        exported: Exported | None = None
+        if export is not None:
+            tell(f"checking {export}")
+            exported = Exported(*await stack.enter_async_context(open_export(export)))
         tell(f"reading run {run_id}")
-        events = await read_run(log, run_id)
-        return await what_if(log, events, artifacts, file, checkpoints=place.folder / "checkpoints", tell=tell)
+        events = await read_run(exported.log if exported else log, run_id)
+        checkpoints = place.folder / "checkpoints"
+        return await what_if(log, events, store, file, checkpoints=checkpoints, tell=tell, exported=exported)
+
+
+async def _ensure_topics(bootstrap_servers: str, place: Workspace, num_partitions: int) -> None:
+    """Make the topics of a log that has none yet; `num_partitions` counts only then. Raises TopicError."""
+    from rollstream.eventlog.kafka_log import KafkaLog
+
+    log = KafkaLog(bootstrap_servers, client_id="rollstream-replay")
+    try:
+        await log.start()
+        if "trajectories" in await log.topic_ids():
+            num_partitions = await log.num_partitions("trajectories")
+        await log.ensure_topics(num_partitions=num_partitions)
+        check_topics(place.folder, await log.cluster_id(), await log.topic_ids())
+    finally:
+        await log.close()
+
+
+async def project(bootstrap_servers: str, place: Workspace) -> None:
+    """Bring a workspace's metrics up to the log, where no service does. Raises LogError, MetricsFileError."""
+    from rollstream.metrics.database import Database, metrics_file
+    from rollstream.metrics.projector import Projector
+
+    async with Source(bootstrap_servers).open() as (log, _):
+        database = Database(metrics_file(place.folder))
+        try:
+            projector = Projector(log, database)
+            projector.stop()
+            await projector.run()
+        finally:
+            database.close()
 
 
 def versions_of_epoch(events: RunEvents, epoch: int) -> tuple[int, int]:

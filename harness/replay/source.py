@@ -42,6 +42,15 @@ class Source:
             await log.close()
 
 
+def check_export(folder: Path, run_id: str) -> None:
+    """Raises ConfigError if an export holds another run, LogError if the folder is no export."""
+    from rollstream.metrics.export_manifest import read_manifest
+
+    found = read_manifest(folder).run_id
+    if found != run_id:
+        raise ConfigError(f"export {folder} holds run {found}, not {run_id}")
+
+
 @dataclass(slots=True)
 class RunEvents:
     """What the topics with one partition, and `tasks`, say of one run; the first record of an event id counts."""

@@ -1,46 +1,39 @@
 """`replay --what-if FILE`: a run's recorded rollouts trained again with another reward, curriculum, loss or optimizer.
 
-What comes of it is a run of its own in the same log: manifests, versions and metrics, but not one rollout.
+What comes of it is a run of its own: manifests, versions and metrics, but not one rollout. The recorded run is read
+from the log that this one is written to, or from an export, see `what_if_import`.
 """
 
-import asyncio
-import contextlib
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import NamedTuple
 
-from rollstream.eventlog import codec
 from rollstream.eventlog.artifacts import ArtifactStore
-from rollstream.eventlog.log import EventLog, TopicPartition
+from rollstream.eventlog.log import EventLog
 from rollstream.harness import config_file
 from rollstream.harness.fork import misfit
 from rollstream.harness.plan import library_versions
-from rollstream.harness.preflight import check_names
+from rollstream.harness.preflight import check_model, check_rewards
 from rollstream.harness.replay import assembly, what_if_plan
 from rollstream.harness.replay.source import RunEvents, of_type, read_run
 from rollstream.harness.replay.verify import dataset_of
 from rollstream.harness.replay.weights import log_state
+from rollstream.harness.replay.what_if_import import Exported, bring_artifact, bring_trajectories
 from rollstream.harness.replay.what_if_rewards import Grading, grade
+from rollstream.harness.replay.what_if_training import train_planned
 from rollstream.harness.settings import TRAINING, JobSpec, jobs_of
 from rollstream.harness.yaml_reading import merged, read_yaml
 from rollstream.schemas import ids
-from rollstream.schemas.base import Event
 from rollstream.schemas.config import RunConfig
-from rollstream.schemas.errors import ConfigError, FencedError, RunFailedError
+from rollstream.schemas.errors import ConfigError
 from rollstream.schemas.events import (
-    BatchPlanned,
     GroupClosed,
-    JobCancelled,
-    JobFailed,
     JobStarted,
-    JobSubmitted,
-    JobSucceeded,
-    RunEnded,
-    RunStarted,
     StepTrained,
     TaskRequested,
+    WeightsPublished,
 )
 from rollstream.schemas.events_training import ForkPoint
 
@@ -61,54 +54,76 @@ class Outcome(NamedTuple):
 
 
 async def what_if(
-    log: EventLog, events: RunEvents, artifacts: ArtifactStore, file: Path, *, checkpoints: Path, tell: Tell
+    log: EventLog,
+    events: RunEvents,
+    artifacts: ArtifactStore,
+    file: Path,
+    *,
+    checkpoints: Path,
+    tell: Tell,
+    exported: Exported | None = None,
 ) -> Outcome:
     """Plan and train a what-if of a run. `file`: YAML whose keys replace those of the run's configuration.
 
+    `exported`: where the run is read if not from `log` and `artifacts`, which then need not know it.
     Raises ConfigError if the change would need other rollouts, RunFailedError if the training fails.
     """
-    started = events.started
+    started, source = events.started, exported or Exported(log, artifacts)
     written = merged(dict(started.config), read_yaml(file))
     loaded = config_file.resolve(written)
     run_id = ids.new_run_id(f"{started.name}-what-if")
     spec = jobs_of(loaded.config, run_id, is_fork=True)[-1]
     recorded = _recorded_job(events)
     what_if_plan.check(recorded, spec)
-    _check_beginning(events, recorded, loaded.config)
-    check_names(loaded.config)
-    dataset = dataset_of(events, artifacts)
-    rewards = await _rewards(log, events, recorded, spec, tell)
+    base = _beginning(events, recorded, loaded.config)
+    dataset = dataset_of(events, source.artifacts)
+    rewards = await _rewards(source.log, events, recorded, spec, loaded.config, tell)
     tell("planning")
     records = events.by_topic["groups"]
     made = what_if_plan.replan(records, recorded, spec, run_id, rewards, {started.run_id: dataset})
-    parent = ForkPoint(run_id=started.run_id, version=recorded.base_version)
     begun = started.model_copy(
         update={
             "run_id": run_id,
             "time_ms": time.time_ns() // 1_000_000,
             "name": f"{started.name}-what-if",
             "config": written,
-            "parent": parent,
+            "num_partitions": await log.num_partitions("trajectories"),
+            "cluster_id": await log.cluster_id(),
+            "parent": ForkPoint(run_id=started.run_id, version=recorded.base_version),
             "is_what_if": True,
             "library_versions": library_versions(),
             "started_at": datetime.now(UTC).isoformat(timespec="seconds"),
         }
     )
-    await _train(log, artifacts, begun, spec, recorded.base_version, made.events, checkpoints, tell)
+    planned = made.events
+    base = base.model_copy(update={"artifact": bring_artifact(source, artifacts, base.artifact)})
+    if exported is not None:
+        tell("taking over trajectories")
+        begun = begun.model_copy(update={"dataset": bring_artifact(exported, artifacts, started.dataset)})
+        planned = await bring_trajectories(exported, log, planned)
+    await train_planned(log, artifacts, begun, spec, base, planned, checkpoints, tell)
     trained = _metrics(await read_run(log, run_id), spec.job_id)
     before = _metrics(events, recorded.job_id)
     return Outcome(run_id, made.num_batches, made.rejected, _means(before), _means(trained))
 
 
 def _recorded_job(events: RunEvents) -> JobStarted:
+    started = events.started
+    if started.is_what_if and started.parent is not None:
+        raise ConfigError(
+            f"run {started.run_id} is a what-if itself and has no rollouts of its own; give run {started.parent.run_id}"
+        )
     for job, _ in of_type(events.by_topic.get("groups", ()), JobStarted):
         if job.job_id == ids.job_id(events.run_id, TRAINING):
             return job
     raise ConfigError(f"run {events.run_id} has recorded no rollouts of its policy to train on again")
 
 
-def _check_beginning(events: RunEvents, recorded: JobStarted, config: RunConfig) -> None:
-    """Raises ConfigError if the job would begin with another policy, or on other examples, than were recorded."""
+def _beginning(events: RunEvents, recorded: JobStarted, config: RunConfig) -> WeightsPublished:
+    """The version that the recorded job began with.
+
+    Raises ConfigError if the new one would begin with another policy, or on other examples, than were recorded.
+    """
     before = config_file.resolve(dict(events.started.config)).config
     for name, ours, theirs in (
         ("the dataset", before.dataset, config.dataset),
@@ -119,13 +134,18 @@ def _check_beginning(events: RunEvents, recorded: JobStarted, config: RunConfig)
     base = log_state(events).group(recorded.model_group).published.get(recorded.base_version)
     if base is None:
         raise ConfigError(f"run {events.run_id} has no version {recorded.base_version} to begin from")
+    path = config.adapter.model.path
+    check_model(path, f"trainer_adapters.{config.finetuning.trainer_adapter}.model.path")
+    if base.weights_format == "full":
+        base = base.model_copy(update={"base_model": path})  # all of the policy is in the weights, so it may have moved
     wrong = misfit(base, config)
     if wrong:
         raise ConfigError(f"version {recorded.base_version} of run {events.run_id} does not fit: {wrong}")
+    return base
 
 
 async def _rewards(
-    log: EventLog, events: RunEvents, recorded: JobStarted, spec: JobSpec, tell: Tell
+    log: EventLog, events: RunEvents, recorded: JobStarted, spec: JobSpec, config: RunConfig, tell: Tell
 ) -> dict[str, float]:
     """Rewards by trajectory id where they may differ; empty if neither functions nor weights change.
 
@@ -136,74 +156,13 @@ async def _rewards(
     grading = Grading(recorded.rollout, spec.rollout, inputs)
     if not grading.changes_something:
         return {}
+    check_rewards(config)
     grading.check()
     closed = of_type(events.by_topic["groups"], GroupClosed)
     groups = [group for group, _ in closed if group.job_id == recorded.job_id and group.group_id in inputs]
     parts = assembly.ranges(events.run_id, groups, events.dead)
     tell(f"rewards of {len(groups)} groups")
     return await grade(log, parts, grading)
-
-
-async def _train(
-    log: EventLog,
-    artifacts: ArtifactStore,
-    begun: RunStarted,
-    spec: JobSpec,
-    base_version: int,
-    planned: list[Event],
-    checkpoints: Path,
-    tell: Tell,
-) -> None:
-    """Write the new run and have a learner of this process train it. The run is ended whatever happens."""
-    from rollstream.learner.worker import Worker
-
-    job = JobSubmitted(
-        run_id=begun.run_id,
-        time_ms=begun.time_ms,
-        job_id=spec.job_id,
-        model_group=spec.model_group,
-        base_version=base_version,
-        settings=spec.job,
-        fork=begun.parent,
-    )
-    ended = RunEnded(run_id=begun.run_id, time_ms=begun.time_ms, cause="failed", message="the what-if was interrupted")
-    ends = await log.end_offsets("jobs")
-    await log.send(begun)
-    worker = Worker(log, artifacts, name="what-if", checkpoints=checkpoints, model_groups=(spec.model_group,))
-    training: asyncio.Task[None] | None = None
-    try:
-        await log.send_all([*planned, job])
-        tell(f"training {sum(isinstance(event, BatchPlanned) for event in planned)} batches")
-        training = asyncio.create_task(worker.run())
-        closed = await _closed(log, spec.job_id, ends, training)
-        if not isinstance(closed, JobSucceeded):
-            cause = closed.error if isinstance(closed, JobFailed) else "it was cancelled"
-            ended = ended.model_copy(update={"message": cause})
-            raise RunFailedError(f"what-if {begun.run_id}: {cause}")
-        ended = ended.model_copy(update={"cause": "completed", "message": ""})
-    finally:
-        if training is not None:
-            training.cancel()
-            with contextlib.suppress(asyncio.CancelledError, FencedError):
-                await training
-        await log.send(ended)
-
-
-async def _closed(
-    log: EventLog, job_id: str, ends: Mapping[int, int], training: "asyncio.Task[None]"
-) -> JobSucceeded | JobFailed | JobCancelled:
-    """The end of a job. Raises what the learner raises; another one that takes the job over may end it too."""
-    reader = await log.reader({TopicPartition("jobs", partition): at for partition, at in ends.items()})
-    try:
-        while True:
-            for record in await reader.poll(timeout_s=0.2):
-                event = codec.decode(record).event
-                if isinstance(event, (JobSucceeded, JobFailed, JobCancelled)) and event.job_id == job_id:
-                    return event
-            if training.done() and not isinstance(training.exception(), FencedError):
-                await training
-    finally:
-        await reader.close()
 
 
 def _metrics(events: RunEvents, job_id: str) -> list[dict[str, float]]:

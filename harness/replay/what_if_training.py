@@ -1,0 +1,103 @@
+"""Trains what a what-if has planned: writes its run, and has a learner of this process do its job."""
+
+import asyncio
+import contextlib
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+from rollstream.eventlog import codec
+from rollstream.eventlog.artifacts import ArtifactStore
+from rollstream.eventlog.log import EventLog, TopicPartition
+from rollstream.harness.settings import JobSpec
+from rollstream.schemas.base import Event
+from rollstream.schemas.errors import FencedError, RunFailedError
+from rollstream.schemas.events import (
+    BatchPlanned,
+    JobCancelled,
+    JobFailed,
+    JobSubmitted,
+    JobSucceeded,
+    RunEnded,
+    RunStarted,
+    WeightsPublished,
+)
+
+BEFORE_LEARNERS = 0
+"""Term of the version that a what-if begins with: no learner has claimed its model group yet."""
+
+
+async def train_planned(
+    log: EventLog,
+    artifacts: ArtifactStore,
+    begun: RunStarted,
+    spec: JobSpec,
+    base: WeightsPublished,
+    planned: Sequence[Event],
+    checkpoints: Path,
+    tell: Callable[[str], None],
+) -> None:
+    """Write the new run and have a learner of this process train it. The run is ended whatever happens.
+
+    `base`: the version that the recorded job began with. Raises RunFailedError if the training fails.
+    """
+    from rollstream.learner.worker import Worker
+
+    job = JobSubmitted(
+        run_id=begun.run_id,
+        time_ms=begun.time_ms,
+        job_id=spec.job_id,
+        model_group=spec.model_group,
+        base_version=base.version,
+        settings=spec.job,
+        fork=begun.parent,
+    )
+    published = base.model_copy(
+        update={
+            "run_id": begun.run_id,
+            "time_ms": begun.time_ms,
+            "job_id": spec.job_id,
+            "model_group": spec.model_group,
+            "batch_id": None,
+            "parent": None,
+            "term": BEFORE_LEARNERS,
+        }
+    )
+    ended = RunEnded(run_id=begun.run_id, time_ms=begun.time_ms, cause="failed", message="the what-if was interrupted")
+    ends = await log.end_offsets("jobs")
+    await log.send(begun)
+    worker = Worker(log, artifacts, name="what-if", checkpoints=checkpoints, model_groups=(spec.model_group,))
+    training: asyncio.Task[None] | None = None
+    try:
+        await log.send(published)  # a learner that sees the job sees what it begins with
+        await log.send_all([*planned, job])
+        tell(f"training {sum(isinstance(event, BatchPlanned) for event in planned)} batches")
+        training = asyncio.create_task(worker.run())
+        closed = await _closed(log, spec.job_id, ends, training)
+        if not isinstance(closed, JobSucceeded):
+            cause = closed.error if isinstance(closed, JobFailed) else "it was cancelled"
+            ended = ended.model_copy(update={"message": cause})
+            raise RunFailedError(f"what-if {begun.run_id}: {cause}")
+        ended = ended.model_copy(update={"cause": "completed", "message": ""})
+    finally:
+        if training is not None:
+            training.cancel()
+            with contextlib.suppress(asyncio.CancelledError, FencedError):
+                await training
+        await log.send(ended)
+
+
+async def _closed(
+    log: EventLog, job_id: str, ends: Mapping[int, int], training: "asyncio.Task[None]"
+) -> JobSucceeded | JobFailed | JobCancelled:
+    """The end of a job. Raises what the learner raises; another one that takes the job over may end it too."""
+    reader = await log.reader({TopicPartition("jobs", partition): at for partition, at in ends.items()})
+    try:
+        while True:
+            for record in await reader.poll(timeout_s=0.2):
+                event = codec.decode(record).event
+                if isinstance(event, (JobSucceeded, JobFailed, JobCancelled)) and event.job_id == job_id:
+                    return event
+            if training.done() and not isinstance(training.exception(), FencedError):
+                await training
+    finally:
+        await reader.close()
