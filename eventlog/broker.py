@@ -9,6 +9,7 @@ import json
 import logging
 import os
 import random
+import signal
 import socket
 import struct
 import subprocess
@@ -19,6 +20,7 @@ from pathlib import Path
 from typing import Self
 
 from rollstream.eventlog import broker_guard, kafka_install
+from rollstream.eventlog.class_archive import ClassArchive
 from rollstream.schemas.errors import BrokerError
 
 START_TIMEOUT_S = 60.0
@@ -26,6 +28,8 @@ LOCK_PATIENCE_S = 25.0
 """How long to wait for the broker of a process that has just died: what its shutdown takes at most."""
 HOST = "127.0.0.1"
 JVM = ("-Xmx512m", "-XX:+UseSerialGC", "-Dorg.slf4j.simpleLogger.defaultLogLevel=warn")
+CLASSES_LISTED = "classes.txt"
+ENDED_AS_ASKED = 128 + signal.SIGTERM
 
 PROPERTIES = f"""\
 process.roles=broker,controller
@@ -70,16 +74,17 @@ class EmbeddedBroker:
         self._folder = (workspace / "broker").absolute()
         self._lock: int | None = None
         self._guard: subprocess.Popen[str] | None = None
+        self._classes: ClassArchive
 
     def start(self) -> str:
         """Start the broker and return `host:port` once it answers. Raises BrokerError in one clear line."""
         if self._guard is not None:
             return self.bootstrap_servers
-        classpath = os.pathsep.join(str(jar) for jar in kafka_install.jars())
+        self._classes = _classes()
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
             self._lock = _take_lock(self._folder / "lock", self.workspace)
-            self._start(classpath)
+            self._start()
         except OSError as error:
             self.stop()
             raise BrokerError(f"the broker of workspace {self.workspace} cannot start: {error}") from error
@@ -103,14 +108,16 @@ class EmbeddedBroker:
                 address = self.bootstrap_servers
                 raise BrokerError(f"the broker of workspace {self.workspace} lost its address: {address} is in use")
             time.sleep(0.05)
-        self._start(os.pathsep.join(str(jar) for jar in kafka_install.jars()))
+        self._start()
 
     def _let_guard_go(self) -> None:
         guard, self._guard = self._guard, None
         if guard is not None and guard.stdin is not None and guard.stdout is not None:
             guard.stdin.close()
-            guard.wait()
+            code = guard.wait()
             guard.stdout.close()
+            if code == ENDED_AS_ASKED:
+                self._classes.remember(self._folder / CLASSES_LISTED)
 
     def stop(self) -> None:
         """Stop the broker and let go of the workspace. Does nothing if it is not running."""
@@ -127,15 +134,16 @@ class EmbeddedBroker:
     def __exit__(self, *_: object) -> None:
         self.stop()
 
-    def _start(self, classpath: str) -> None:
-        began = time.monotonic()
+    def _start(self) -> None:
+        began, classes = time.monotonic(), self._classes
         port, controller_port = _ports(self._folder / "broker.json")
         properties = self._folder / "server.properties"
         text = PROPERTIES.format(port=port, controller_port=controller_port, data=self._folder / "data")
         properties.write_text(text, encoding="utf-8")
         if not (self._folder / "data" / "meta.properties").exists():
-            _format_storage(classpath, properties)
-        command = [str(kafka_install.java()), *JVM, "-cp", classpath, "kafka.Kafka", str(properties)]
+            _format_storage(classes, properties)
+        command = [str(classes.java), *JVM, *classes.options(self._folder / CLASSES_LISTED), "-cp", classes.classpath]
+        command += ["kafka.Kafka", str(properties)]
         broker_pid = self._launch(command)
         self._await_ready(port)
         self.bootstrap_servers = f"{HOST}:{port}"
@@ -285,10 +293,16 @@ def _is_free(port: int) -> bool:
     return True
 
 
-def _format_storage(classpath: str, properties: Path) -> None:
+def _classes() -> ClassArchive:
+    classpath = os.pathsep.join(str(jar) for jar in kafka_install.jars())
+    return ClassArchive(kafka_install.cache_folder(), kafka_install.java(), classpath)
+
+
+def _format_storage(classes: ClassArchive, properties: Path) -> None:
     cluster = "R" + base64.urlsafe_b64encode(uuid.uuid4().bytes).decode("ascii")[1:22]
-    command = [str(kafka_install.java()), *JVM, "-XX:TieredStopAtLevel=1", "-cp", classpath, "kafka.tools.StorageTool"]
-    command += ["format", "--cluster-id", cluster, "--config", str(properties), "--ignore-formatted"]
+    command = [str(classes.java), *JVM, "-XX:TieredStopAtLevel=1", f"-XX:SharedArchiveFile={classes.path}"]
+    command += ["-cp", classes.classpath, "kafka.tools.StorageTool", "format", "--cluster-id", cluster]
+    command += ["--config", str(properties), "--ignore-formatted"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode != 0:
         lines = (done.stderr or done.stdout).strip().splitlines() or ["no reason given"]
