@@ -188,7 +188,7 @@ class EmbeddedBroker:
 
 
 def find_running(workspace: Path) -> str | None:
-    """`host:port` of the broker that runs on a workspace, None if there is none."""
+    """`host:port` of the broker that runs on a workspace, None if there is none or if it ends, as its starter has."""
     folder = workspace / "broker"
     try:
         told = json.loads((folder / "broker.json").read_text(encoding="utf-8"))
@@ -198,7 +198,8 @@ def find_running(workspace: Path) -> str | None:
     try:
         fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:
-        return str(told["bootstrap_servers"]) if answers(int(told["port"])) else None
+        is_ending = not _is_alive(str(told["pid"]))
+        return None if is_ending or not answers(int(told["port"])) else str(told["bootstrap_servers"])
     finally:
         os.close(lock)
     return None

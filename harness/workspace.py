@@ -3,6 +3,8 @@
 import fcntl
 import json
 import os
+import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,6 +17,9 @@ if TYPE_CHECKING:
 
 DEFAULT = Path(".rollstream")
 EMBEDDED = "embedded"
+POLL_S = 0.1
+PATIENCE_S = 60.0
+"""How long a broker that another command uses may be down."""
 
 
 class Workspace:
@@ -88,12 +93,50 @@ def broker_of(workspace: Workspace, bootstrap_servers: str | None = None) -> Ite
 
 @contextmanager
 def embedded_broker(workspace: Workspace) -> Iterator[tuple[str, "EmbeddedBroker | None"]]:
-    """Address of the workspace's own broker, and the broker if it was started here. Raises BrokerError."""
+    """Address of the workspace's own broker, and the broker if it was started here. Raises BrokerError.
+
+    Several commands may want it at once. Whoever uses it holds `broker/users` shared; whoever starts or stops it holds
+    that alone, so two never start one at once, and it is stopped when nobody else needs it (at once on Ctrl-C).
+    """
     from rollstream.eventlog.broker import EmbeddedBroker, find_running
 
-    running = find_running(workspace.folder)
-    if running is not None:
-        yield running, None
-        return
-    with EmbeddedBroker(workspace.folder) as broker:
-        yield broker.bootstrap_servers, broker
+    path = workspace.folder / "broker" / "users"
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        users = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    except OSError as error:
+        raise BrokerError(f"workspace {workspace.folder} cannot be written: {error.strerror}; give another") from error
+    broker = EmbeddedBroker(workspace.folder)
+    try:
+        deadline = time.monotonic() + PATIENCE_S
+        while (running := _found(users, workspace)) is None:
+            is_alone = _is_alone(users) and find_running(workspace.folder) is None
+            if is_alone or time.monotonic() > deadline:
+                broker.start()
+            else:
+                time.sleep(POLL_S)
+        yield running, broker if broker.is_running else None
+        if broker.is_running and not _is_alone(users):
+            print("waiting for other commands that use this workspace's broker (Ctrl-C stops it now)", file=sys.stderr)
+            fcntl.flock(users, fcntl.LOCK_EX)
+    finally:
+        broker.stop()
+        os.close(users)
+
+
+def _found(users: int, workspace: Workspace) -> str | None:
+    """Address of the broker that runs; it is not stopped while the lock is held shared."""
+    from rollstream.eventlog.broker import find_running
+
+    fcntl.flock(users, fcntl.LOCK_SH)
+    return find_running(workspace.folder)
+
+
+def _is_alone(users: int) -> bool:
+    """Whether nobody else holds the lock: it is then held alone, else not at all."""
+    try:
+        fcntl.flock(users, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        fcntl.flock(users, fcntl.LOCK_UN)
+        return False
+    return True

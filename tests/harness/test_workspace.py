@@ -1,0 +1,56 @@
+"""One embedded broker for all commands that use a workspace at the same time."""
+
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from rollstream.eventlog.broker import answers, find_running
+from rollstream.harness.workspace import Workspace, embedded_broker
+
+pytestmark = pytest.mark.kafka
+
+
+def port_of(address: str) -> int:
+    return int(address.rpartition(":")[2])
+
+
+def test_who_started_a_broker_stops_it_when_nobody_else_uses_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    workspace = Workspace(tmp_path)
+    with ThreadPoolExecutor(1) as pool:
+        is_in, may_leave = threading.Event(), threading.Event()
+
+        def own() -> None:
+            with embedded_broker(workspace) as (_, broker):
+                assert broker is not None
+                is_in.set()
+                may_leave.wait()
+
+        owner = pool.submit(own)
+        assert is_in.wait(60)
+        with embedded_broker(workspace) as (address, broker):
+            assert broker is None
+            may_leave.set()
+            with pytest.raises(TimeoutError):
+                owner.result(timeout=1.0)
+            assert answers(port_of(address))
+        owner.result(timeout=60)
+    assert find_running(tmp_path) is None
+    assert "waiting for other commands" in capsys.readouterr().err
+
+
+def test_commands_that_begin_at_the_same_moment_share_one_broker(tmp_path: Path) -> None:
+    workspace, both_in = Workspace(tmp_path), threading.Barrier(3)
+
+    def use(_: int) -> tuple[str, bool]:
+        with embedded_broker(workspace) as (address, broker):
+            both_in.wait(60)
+            return address, broker is not None
+
+    with ThreadPoolExecutor(3) as pool:
+        found = list(pool.map(use, range(3)))
+    assert len({address for address, _ in found}) == 1
+    assert sorted(is_owner for _, is_owner in found) == [False, False, True]
