@@ -30,17 +30,22 @@ _VALIDATORS: dict[str, dict[str, Callable[[Any], Event]]] = {
 
 
 class Encoded(NamedTuple):
-    """An event as a record: what to send, and the digest of its content."""
+    """An event as a record: what to send."""
 
     topic: str
     key: bytes
     value: bytes
     headers: Headers
-    digest: str
+    event: Event
+
+    @property
+    def digest(self) -> str:
+        """Content digest of the event, reckoned when it is asked for."""
+        return content_digest(self.event)
 
 
 def encode(event: Event) -> Encoded:
-    """Key, value, headers and content digest of an event."""
+    """Key, value and headers of an event."""
     content = _fields(event)
     value = orjson.dumps(content, default=_fields)
     key = event.key.encode()
@@ -52,7 +57,7 @@ def encode(event: Event) -> Encoded:
         ("ce_type", f"rollstream.{content['kind']}.v{content['v']}".encode()),
         ("ce_subject", key),
     )
-    return Encoded(event.TOPIC, key, value, headers, _digest(content, event.UNDIGESTED))
+    return Encoded(event.TOPIC, key, value, headers, event)
 
 
 def decode(record: Record, *, num_partitions: int | None = None) -> Received:
@@ -97,7 +102,7 @@ def parse(topic: str, value: bytes | None) -> tuple[Event, dict[str, Any]]:
 
 def content_digest(event: Event) -> str:
     """sha256 (hex) of an event's canonical content: sorted keys, without the fields in `UNDIGESTED`."""
-    return _digest(_fields(event), event.UNDIGESTED)
+    return _digest(_own_fields(event), event.UNDIGESTED)
 
 
 def chain(start: str, digests: Iterable[str]) -> str:
@@ -115,22 +120,24 @@ def canonical_digest(value: Any) -> str:
 
 
 def _digest(content: dict[str, Any], undigested: frozenset[str]) -> str:
-    kept = content.copy()
+    """Digest of content that nobody needs after it: what is undigested is taken out of it."""
     for name in undigested:
-        kept.pop(name, None)
-    return hashlib.sha256(orjson.dumps(kept, default=_fields, option=_SORTED)).hexdigest()
+        content.pop(name, None)
+    return hashlib.sha256(orjson.dumps(content, default=_fields, option=_SORTED)).hexdigest()
 
 
 def _fields(value: Any) -> dict[str, Any]:
     """What an event, or a model in it, is in JSON: its fields, as they are named and ordered in its class.
 
-    Those that were added since it was published (`schemas.base.added`) are left out at their default.
+    To read only. Those that were added since it was published (`schemas.base.added`) are left out at their default.
     """
-    added = _added(type(value))
-    if not added:
-        return vars(value)
+    return _own_fields(value) if _added(type(value)) else vars(value)
+
+
+def _own_fields(value: Any) -> dict[str, Any]:
+    """The same in a dictionary of the caller's own."""
     content = vars(value).copy()
-    for name, is_left_out in added:
+    for name, is_left_out in _added(type(value)):
         if is_left_out(content[name]):
             del content[name]
     return content
