@@ -10,7 +10,7 @@ from typing import Any, cast
 
 from rollstream.eventlog import codec
 from rollstream.eventlog.log import Received
-from rollstream.processors.assembly_state import NEVER_MS, AssemblyState, Attempt, Closing, OpenGroup
+from rollstream.processors.assembly_state import NEVER_MS, AssemblyState, Attempt, Call, Closing, OpenGroup
 from rollstream.processors.closing import close, decide
 from rollstream.processors.trajectories import assemble
 from rollstream.schemas.base import Event
@@ -42,18 +42,21 @@ def evolve(state: AssemblyState, received: Received) -> list[Closing]:
     closings = _time_out(state, received) if event.time_ms >= state.next_deadline_ms else []
     handler = _HANDLERS.get(type(received.event))
     if handler is None:
-        return closings
+        return closings + _open_group(state, received) if type(event) is GroupStarted else closings
     group = state.groups.get(event.group_id)
     if group is None:
-        return closings + _open_group(state, received) if type(event) is GroupStarted else closings
-    if handler(group, event, received.digest) and len(group.settled) == group.started.size:
+        return closings
+    attempt = group.attempts.get(event.rollout_id) or _open_attempt(group, event.rollout_id)
+    if type(attempt) is not Attempt:
+        return closings
+    if handler(group, attempt, event, received.digest) and len(group.settled) == group.started.size:
         closings.append(_close(state, group, received, is_timed_out=False))
     return closings
 
 
 def _open_group(state: AssemblyState, received: Received) -> list[Closing]:
     started = cast(GroupStarted, received.event)
-    if started.group_id in state.closed:
+    if started.group_id in state.groups or started.group_id in state.closed:
         return []
     group = OpenGroup(started, received.position.offset, started.time_ms + started.timeout_ms)
     state.groups[started.group_id] = group
@@ -75,14 +78,8 @@ def _time_out(state: AssemblyState, received: Received) -> list[Closing]:
     return closings
 
 
-# ---- what a record says: each returns whether members may have been settled by it ----
-
-
-def _attempt_of(group: OpenGroup, rollout_id: str) -> Attempt | None:
-    """The attempt by its id, opened by its first record; None if the id is no attempt at a member of the group."""
-    attempt = group.attempts.get(rollout_id)
-    if attempt is not None:
-        return attempt
+def _open_attempt(group: OpenGroup, rollout_id: str) -> Attempt | None:
+    """An attempt by its first record; None if its id is no attempt at a member of the group."""
     member, _, number = rollout_id.removeprefix(f"{group.started.group_id}/m").partition("/a")
     if not (member.isdecimal() and number.isdecimal()) or int(member) >= group.started.size:
         return None
@@ -90,25 +87,22 @@ def _attempt_of(group: OpenGroup, rollout_id: str) -> Attempt | None:
     return attempt
 
 
-def _take_step(group: OpenGroup, step: StepRecorded, digest: str) -> bool:
-    attempt = group.attempts.get(step.rollout_id) or _attempt_of(group, step.rollout_id)
-    if attempt is None or attempt.outcome is not None:
-        return False
+# ---- what a record says of an attempt under way: each returns whether its member may have been settled by it ----
+
+
+def _take_step(group: OpenGroup, attempt: Attempt, step: StepRecorded, digest: str) -> bool:
     first = attempt.step_digests.get(step.step_index)
     if first is not None:
         attempt.is_spliced = attempt.is_spliced or first != digest
         return False
     attempt.step_digests[step.step_index] = digest
-    attempt.agents.add(step.agent)
+    calls = attempt.calls[step.agent]
     if step.llm is not None:
-        attempt.calls.append(step)
+        calls.append(Call(step.step_index, step.agent, step.llm))
     return False
 
 
-def _take_reward(group: OpenGroup, reward: RewardRecorded, digest: str) -> bool:
-    attempt = _attempt_of(group, reward.rollout_id)
-    if attempt is None or attempt.outcome is not None:
-        return False
+def _take_reward(group: OpenGroup, attempt: Attempt, reward: RewardRecorded, digest: str) -> bool:
     first = attempt.reward_digests.get(reward.reward_index)
     if first is not None:
         attempt.is_spliced = attempt.is_spliced or first != digest
@@ -118,32 +112,25 @@ def _take_reward(group: OpenGroup, reward: RewardRecorded, digest: str) -> bool:
     return False
 
 
-def _start_attempt(group: OpenGroup, started: RolloutStarted, digest: str) -> bool:
-    _attempt_of(group, started.rollout_id)
+def _start_attempt(group: OpenGroup, attempt: Attempt, started: RolloutStarted, digest: str) -> bool:
     return False
 
 
-def _end_attempt(group: OpenGroup, ended: RolloutEnded, digest: str) -> bool:
-    attempt = _attempt_of(group, ended.rollout_id)
-    if attempt is None or attempt.outcome is not None:
-        return False
+def _end_attempt(group: OpenGroup, attempt: Attempt, ended: RolloutEnded, digest: str) -> bool:
     cause = _incompleteness(attempt, ended)
     if cause:
-        decide(attempt, "rejected", cause)
+        decide(group, attempt, "rejected", cause)
         if not _is_spliced(attempt, ended):
             group.final.add(attempt.member)
     elif attempt.member in group.complete:
-        decide(attempt, "superseded")
+        decide(group, attempt, "superseded")
     else:
         _complete(group, attempt, ended)
     return _settle(group, attempt)
 
 
-def _fail_attempt(group: OpenGroup, failed: RolloutFailed, digest: str) -> bool:
-    attempt = _attempt_of(group, failed.rollout_id)
-    if attempt is None or attempt.outcome is not None:
-        return False
-    decide(attempt, "failed", failed.cause)
+def _fail_attempt(group: OpenGroup, attempt: Attempt, failed: RolloutFailed, digest: str) -> bool:
+    decide(group, attempt, "failed", failed.cause)
     if failed.is_final:
         group.final.add(attempt.member)
     return _settle(group, attempt)
@@ -173,11 +160,11 @@ def _complete(group: OpenGroup, attempt: Attempt, ended: RolloutEnded) -> None:
     try:
         assembled = assemble(group.started, attempt, ended)
     except DecodeError as error:
-        decide(attempt, "rejected", f"broken_tokens: {error}")
+        decide(group, attempt, "rejected", f"broken_tokens: {error}")
         group.final.add(attempt.member)
         return
     group.complete[attempt.member] = assembled
-    decide(attempt, "complete", tokens=sum(member.num_tokens for member in assembled.members))
+    decide(group, attempt, "complete", tokens=assembled.num_tokens)
 
 
 def _settle(group: OpenGroup, decided: Attempt) -> bool:
@@ -186,19 +173,13 @@ def _settle(group: OpenGroup, decided: Attempt) -> bool:
     if member not in group.complete:
         if member not in group.final:
             return False
-        if any(other.member == member and other.outcome is None for other in group.attempts.values()):
+        if any(other.member == member for other in group.under_way()):
             return False
     group.settled.add(member)
     return True
 
 
-def _ignore(group: OpenGroup, event: Event, digest: str) -> bool:
-    """A repeated GroupStarted of an open group: the first one counts."""
-    return False
-
-
-_HANDLERS: dict[type[Event], Callable[[OpenGroup, Any, str], bool]] = {
-    GroupStarted: _ignore,
+_HANDLERS: dict[type[Event], Callable[[OpenGroup, Attempt, Any, str], bool]] = {
     RolloutStarted: _start_attempt,
     StepRecorded: _take_step,
     RewardRecorded: _take_reward,

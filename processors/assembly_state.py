@@ -1,10 +1,11 @@
 """State of the assembly fold of one `steps` partition: open groups and their attempts. `assembly` changes it."""
 
-from collections import deque
+from collections import defaultdict, deque
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
-from rollstream.schemas.events_rollouts import GroupStarted, RewardRecorded, StepRecorded, TrajectoryAssembled
-from rollstream.schemas.events_training import AttemptOutcome, GroupClosed, MemberRef
+from rollstream.schemas.events_rollouts import GroupStarted, LLMCall, RewardRecorded, TrajectoryAssembled
+from rollstream.schemas.events_training import AttemptOutcome, GroupClosed
 
 CLOSED_REMEMBERED = 4096
 """So many closed groups are remembered, so that a repeated GroupStarted does not open one of them again."""
@@ -12,21 +13,28 @@ CLOSED_REMEMBERED = 4096
 NEVER_MS = 1 << 62
 
 
+class Call(NamedTuple):
+    """An LLM call of an attempt under way: what is kept of its step."""
+
+    step_index: int
+    agent: str
+    llm: LLMCall
+
+
 @dataclass(slots=True)
 class Attempt:
-    """One attempt at a member of an open group. `outcome` is set by its first terminal event."""
+    """One attempt under way at a member of an open group."""
 
     rollout_id: str
     member: int
     number: int
     step_digests: dict[int, str] = field(default_factory=dict)
     reward_digests: dict[int, str] = field(default_factory=dict)
-    calls: list[StepRecorded] = field(default_factory=list)
-    agents: set[str] = field(default_factory=set)
+    calls: defaultdict[str, list[Call]] = field(default_factory=lambda: defaultdict(list))
+    """LLM steps by agent; of one that only made other steps none."""
     rewards: list[RewardRecorded] = field(default_factory=list)
     is_spliced: bool = False
     """Two producers wrote it: an index has two contents."""
-    outcome: AttemptOutcome | None = None
 
 
 @dataclass(slots=True)
@@ -36,20 +44,25 @@ class OpenGroup:
     started: GroupStarted
     first_offset: int
     deadline_ms: int
-    attempts: dict[str, Attempt] = field(default_factory=dict[str, Attempt])
+    attempts: dict[str, Attempt | AttemptOutcome] = field(default_factory=dict[str, Attempt | AttemptOutcome])
+    """By rollout id, in the order of their first records: what is under way, or what became of it."""
     complete: dict[int, "Assembled"] = field(default_factory=dict[int, "Assembled"])
     """By member: what its first complete attempt yielded."""
     final: set[int] = field(default_factory=set[int])
     """Members that are not tried again."""
     settled: set[int] = field(default_factory=set[int])
 
+    def under_way(self) -> list[Attempt]:
+        """Attempts without an outcome."""
+        return [attempt for attempt in self.attempts.values() if type(attempt) is Attempt]
 
-@dataclass(frozen=True, slots=True)
-class Assembled:
-    """Trajectories of a complete attempt, by agent name, and the references to them at the same index."""
 
-    trajectories: tuple[TrajectoryAssembled, ...]
-    members: tuple[MemberRef, ...]
+class Assembled(NamedTuple):
+    """What a complete attempt yielded, until its group closes."""
+
+    trajectories: tuple[dict[str, object], ...]
+    """Fields of TrajectoryAssembled, by agent name; validated and digested with the closing, before they are sent."""
+    num_tokens: int
 
 
 @dataclass(frozen=True, slots=True)

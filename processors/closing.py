@@ -1,26 +1,29 @@
-"""How a group of the assembly fold closes: the outcome of every attempt, the reason, and the GroupClosed of it all."""
+"""How a group of the assembly fold closes: the outcome of every attempt, its trajectories and their GroupClosed."""
 
-from typing import Literal
+from collections.abc import Iterable
+from typing import Literal, cast
 
 from rollstream.eventlog.log import Received
 from rollstream.processors.assembly_state import Attempt, Closing, OpenGroup
-from rollstream.processors.trajectories import num_tokens
+from rollstream.processors.trajectories import num_tokens, reference
 from rollstream.schemas.base import validator_of
+from rollstream.schemas.events_rollouts import TrajectoryAssembled
 from rollstream.schemas.events_training import AttemptOutcome, GroupClosed, StepsRange
 
 Reason = Literal["complete", "partial", "timeout", "failed", "void"]
 _outcome = validator_of(AttemptOutcome)
+_trajectory = validator_of(TrajectoryAssembled)
 
 
 def close(group: OpenGroup, received: Received, *, is_timed_out: bool) -> Closing:
     """What a group closes with at the record `received`; attempts under way get their outcome now."""
     started = group.started
-    for attempt in group.attempts.values():
-        if attempt.outcome is None:
-            is_superseded = attempt.member in group.complete
-            decide(attempt, "superseded" if is_superseded else "failed", "" if is_superseded else "timeout")
+    for attempt in group.under_way():
+        is_superseded = attempt.member in group.complete
+        decide(group, attempt, "superseded" if is_superseded else "failed", "" if is_superseded else "timeout")
     assembled = [group.complete[member] for member in sorted(group.complete)]
-    outcomes = [attempt.outcome for attempt in group.attempts.values() if attempt.outcome is not None]
+    trajectories = tuple([_trajectory(fields) for each in assembled for fields in each.trajectories])
+    outcomes = cast("Iterable[AttemptOutcome]", group.attempts.values())  # none is under way any more
     where = received.position
     closed = GroupClosed(
         run_id=started.run_id,
@@ -36,11 +39,10 @@ def close(group: OpenGroup, received: Received, *, is_timed_out: bool) -> Closin
         void_cause=started.void_cause,
         is_viable=_is_viable(group),
         size=started.size,
-        members=tuple(member for each in assembled for member in each.members),
+        members=tuple(map(reference, trajectories)),
         attempts=tuple(sorted(outcomes, key=_by_member)),
         steps_at=StepsRange(partition=where.partition, first_offset=group.first_offset, last_offset=where.offset),
     )
-    trajectories = tuple(trajectory for each in assembled for trajectory in each.trajectories)
     return Closing(group.first_offset, trajectories, closed)
 
 
@@ -63,13 +65,14 @@ def _by_member(outcome: AttemptOutcome) -> tuple[int, int]:
 
 
 def decide(
+    group: OpenGroup,
     attempt: Attempt,
     outcome: Literal["complete", "failed", "superseded", "rejected"],
     cause: str = "",
     tokens: int | None = None,
 ) -> None:
-    """Give an attempt its outcome and let go of its steps."""
-    attempt.outcome = _outcome(
+    """Put an attempt's outcome in its place: its steps are let go of."""
+    group.attempts[attempt.rollout_id] = _outcome(
         {
             "rollout_id": attempt.rollout_id,
             "member": attempt.member,
@@ -79,4 +82,3 @@ def decide(
             "num_tokens": num_tokens(attempt) if tokens is None else tokens,
         }
     )
-    attempt.calls, attempt.rewards = [], []

@@ -5,6 +5,7 @@ from binascii import a2b_base64, b2a_base64
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from rollstream.processors.assembly_state import Call
 from rollstream.schemas.base import validator_of
 from rollstream.schemas.errors import DecodeError
 from rollstream.schemas.events_rollouts import LLMCall, StepRecorded, TokenSequence
@@ -38,7 +39,7 @@ class _Growing:
         return self.hasher.hexdigest()
 
 
-def join_calls(steps: Sequence[StepRecorded]) -> tuple[TokenSequence, ...]:
+def join_calls(steps: Sequence[StepRecorded | Call]) -> tuple[TokenSequence, ...]:
     """Training sequences of one agent's LLM steps, which are given by ascending step index.
 
     A call whose prefix is all of what the named call saw and sampled extends that call's sequence, if nothing else

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from rollstream.eventlog import codec
 from rollstream.eventlog.log import RECORD_OVERHEAD_BYTES
-from rollstream.processors.assembly_state import Assembled, Attempt
+from rollstream.processors.assembly_state import Assembled, Attempt, Call
 from rollstream.processors.sequences import join_calls
 from rollstream.schemas import ids, tokens
 from rollstream.schemas.base import validator_of
@@ -16,18 +16,15 @@ from rollstream.schemas.events_rollouts import (
     GroupStarted,
     RewardRecorded,
     RolloutEnded,
-    StepRecorded,
     TokenSequence,
     TrajectoryAssembled,
 )
 from rollstream.schemas.events_training import MemberRef
 from rollstream.schemas.topics import TOPICS
 
-_OVERHEAD_BYTES = 64 * 1024 + RECORD_OVERHEAD_BYTES
-"""What a trajectory's record takes beside its token arrays, reckoned generously."""
-_BY_STEP = attrgetter("step_index")
+_MAX_BYTES = TOPICS["trajectories"].max_record_bytes - RECORD_OVERHEAD_BYTES - 64 * 1024
+"""Of a trajectory's token arrays; what its record takes beside them is reckoned generously."""
 _BY_REWARD = attrgetter("reward_index")
-_trajectory = validator_of(TrajectoryAssembled)
 _member = validator_of(MemberRef)
 
 
@@ -50,48 +47,47 @@ def assemble(started: GroupStarted, attempt: Attempt, ended: RolloutEnded) -> As
     Agents are those that made a step, less the ones that the task gives no model group (where it gives any); an
     attempt without a single one yields an empty trajectory of every agent of the task, so that the ledger has it.
     """
-    calls = sorted(attempt.calls, key=_BY_STEP)
     rewards = sorted(attempt.rewards, key=_BY_REWARD)
-    trajectories: list[TrajectoryAssembled] = []
-    for agent in agents_of(started, attempt.agents):
-        own = calls if attempt.agents == {agent} else [step for step in calls if step.agent == agent]
+    trajectories: list[dict[str, object]] = []
+    num_tokens = 0
+    for agent in agents_of(started, attempt.calls):
+        calls = sorted(attempt.calls[agent])
         sums = sum_rewards(rewards, agent, started.reward_weights)
-        sequences = join_calls(own)
+        sequences = join_calls(calls)
         _check_size(sequences)
+        num_tokens += sum([tokens.count(sequence.token_ids) for sequence in sequences])
         trajectories.append(
-            _trajectory(
-                {
-                    "run_id": started.run_id,
-                    "time_ms": ended.time_ms,
-                    "group_id": started.group_id,
-                    "rollout_id": attempt.rollout_id,
-                    "trajectory_id": ids.trajectory_id(attempt.rollout_id, agent),
-                    "agent": agent,
-                    "model_group": started.agents.get(agent) or _model_group_of(own),
-                    "member": attempt.member,
-                    "attempt": attempt.number,
-                    "example_id": started.example_id,
-                    "job_id": started.job_id,
-                    "epoch": started.epoch,
-                    "purpose": started.purpose,
-                    "policy": started.policy,
-                    "reward": sums.total,
-                    "rewards": sums.by_name,
-                    "step_rewards": sums.by_step,
-                    "step_scores": sums.scores,
-                    "sequences": sequences,
-                    "num_steps": ended.num_steps,
-                    "steps_digest": ended.digest,
-                }
-            )
+            {
+                "run_id": started.run_id,
+                "time_ms": ended.time_ms,
+                "group_id": started.group_id,
+                "rollout_id": attempt.rollout_id,
+                "trajectory_id": ids.trajectory_id(attempt.rollout_id, agent),
+                "agent": agent,
+                "model_group": started.agents.get(agent) or _model_group_of(calls),
+                "member": attempt.member,
+                "attempt": attempt.number,
+                "example_id": started.example_id,
+                "job_id": started.job_id,
+                "epoch": started.epoch,
+                "purpose": started.purpose,
+                "policy": started.policy,
+                "reward": sums.total,
+                "rewards": sums.by_name,
+                "step_rewards": sums.by_step,
+                "step_scores": sums.scores,
+                "sequences": sequences,
+                "num_steps": ended.num_steps,
+                "steps_digest": ended.digest,
+            }
         )
-    return Assembled(tuple(trajectories), tuple(map(reference, trajectories)))
+    return Assembled(tuple(trajectories), num_tokens)
 
 
 def agents_of(started: GroupStarted, acting: Iterable[str]) -> list[str]:
     """Names of the agents that a trajectory is made of, sorted."""
     named = started.agents
-    return sorted(agent for agent in acting if not named or agent in named) or sorted(named)
+    return sorted([agent for agent in acting if not named or agent in named]) or sorted(named)
 
 
 def sum_rewards(rewards: Iterable[RewardRecorded], agent: str, weights: dict[str, float]) -> RewardSums:
@@ -117,17 +113,22 @@ def sum_rewards(rewards: Iterable[RewardRecorded], agent: str, weights: dict[str
 
 def reference(trajectory: TrajectoryAssembled) -> MemberRef:
     """What a closed group says of a trajectory."""
-    num_tokens, num_completion_tokens, num_without_logprobs = 0, 0, 0
-    versions: set[int] = set()
+    num_tokens = num_completion_tokens = num_without_logprobs = 0
+    versions: list[int] = []
+    has_logprobs = not trajectory.sequences
     for sequence in trajectory.sequences:
         num_tokens += tokens.count(sequence.token_ids)
+        length = 0
         for part in sequence.completions:
-            num_completion_tokens += part.length
-            num_without_logprobs += part.length if sequence.logprobs is None else 0
+            length += part.length
             for span in part.spans:
                 if span.length:
-                    versions.add(span.version)
-    has_logprobs = not trajectory.sequences or any(part.logprobs is not None for part in trajectory.sequences)
+                    versions.append(span.version)
+        num_completion_tokens += length
+        if sequence.logprobs is None:
+            num_without_logprobs += length
+        else:
+            has_logprobs = True
     return _member(
         {
             "trajectory_id": trajectory.trajectory_id,
@@ -148,17 +149,17 @@ def reference(trajectory: TrajectoryAssembled) -> MemberRef:
 
 def num_tokens(attempt: Attempt) -> int:
     """Tokens of an attempt's calls, new prompt and completion, for the ledger of what was not trained."""
-    calls = (step.llm for step in attempt.calls if step.llm is not None)
+    calls = [call.llm for calls in attempt.calls.values() for call in calls]
     return sum(tokens.count(call.prompt_ids) + tokens.count(call.completion_ids) for call in calls)
 
 
 def _check_size(sequences: tuple[TokenSequence, ...]) -> None:
-    size = sum(len(part.token_ids) + len(part.logprobs or "") + 200 * len(part.completions) for part in sequences)
-    limit = TOPICS["trajectories"].max_record_bytes - _OVERHEAD_BYTES
-    if size > limit:
-        raise DecodeError(f"its trajectory would have {size} bytes of tokens, more than {limit}")
+    size = 0
+    for sequence in sequences:
+        size += len(sequence.token_ids) + len(sequence.logprobs or "") + 200 * len(sequence.completions)
+    if size > _MAX_BYTES:
+        raise DecodeError(f"its trajectory would have {size} bytes of tokens, more than {_MAX_BYTES}")
 
 
-def _model_group_of(calls: list[StepRecorded]) -> str:
-    spans = (span for step in calls if step.llm is not None for span in step.llm.spans)
-    return next((span.model_group for span in spans), "")
+def _model_group_of(calls: list[Call]) -> str:
+    return next((span.model_group for call in calls for span in call.llm.spans), "")
