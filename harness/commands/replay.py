@@ -106,7 +106,7 @@ def _what_if(run: str, file: Path, export: Path | None, place: Workspace, bootst
     with ExitStack() as held:
         if export is not None:
             place.create()
-        if is_embedded:
+        if is_embedded and place.folder.is_dir():
             held.enter_context(place.in_use("what-if"))  # a run's learner would take the job away
         if is_embedded and export is not None:
             address, _ = held.enter_context(embedded_broker(place))

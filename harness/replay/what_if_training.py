@@ -40,8 +40,11 @@ async def train_planned(
 
     `base`: the version that the recorded job began with. Raises RunFailedError if the training fails.
     """
+    from transformers.utils.logging import disable_progress_bar
+
     from rollstream.learner.worker import Worker
 
+    disable_progress_bar()
     job = JobSubmitted(
         run_id=begun.run_id,
         time_ms=begun.time_ms,
@@ -51,24 +54,13 @@ async def train_planned(
         settings=spec.job,
         fork=begun.parent,
     )
-    published = base.model_copy(
-        update={
-            "run_id": begun.run_id,
-            "time_ms": begun.time_ms,
-            "job_id": spec.job_id,
-            "model_group": spec.model_group,
-            "batch_id": None,
-            "parent": None,
-            "term": BEFORE_LEARNERS,
-        }
-    )
     ended = RunEnded(run_id=begun.run_id, time_ms=begun.time_ms, cause="failed", message="the what-if was interrupted")
     ends = await log.end_offsets("jobs")
     await log.send(begun)
     worker = Worker(log, artifacts, name="what-if", checkpoints=checkpoints, model_groups=(spec.model_group,))
     training: asyncio.Task[None] | None = None
     try:
-        await log.send(published)  # a learner that sees the job sees what it begins with
+        await log.send(_moved(base, begun, spec))  # a learner that sees the job sees what it begins with
         await log.send_all([*planned, job])
         tell(f"training {sum(isinstance(event, BatchPlanned) for event in planned)} batches")
         training = asyncio.create_task(worker.run())
@@ -84,6 +76,21 @@ async def train_planned(
             with contextlib.suppress(asyncio.CancelledError, FencedError):
                 await training
         await log.send(ended)
+
+
+def _moved(base: WeightsPublished, begun: RunStarted, spec: JobSpec) -> WeightsPublished:
+    """The same weights as the version that the new run's model group begins with."""
+    return base.model_copy(
+        update={
+            "run_id": begun.run_id,
+            "time_ms": begun.time_ms,
+            "job_id": spec.job_id,
+            "model_group": spec.model_group,
+            "batch_id": None,
+            "parent": None,
+            "term": BEFORE_LEARNERS,
+        }
+    )
 
 
 async def _closed(

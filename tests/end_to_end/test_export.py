@@ -1,5 +1,6 @@
 """Two runs of one workspace: one of them exported, replayed from its files, and the metrics made again."""
 
+import dataclasses
 import shutil
 import subprocess
 from pathlib import Path
@@ -68,6 +69,7 @@ def test_a_run_is_exported_replayed_from_its_files_and_the_metrics_are_made_agai
     replayed = workplace.run("replay", run, "--verify", "--train", "--export", str(folder))
     assert replayed.returncode == 0, replayed.stdout + replayed.stderr
     assert replayed.stdout.startswith(f"equal: run {run}: ")
+    assert_a_what_if_of_it_is_a_run_of_an_empty_workspace(workplace, run, folder)
 
     steps = folder / "steps.parquet"
     data = bytearray(steps.read_bytes())
@@ -75,3 +77,21 @@ def test_a_run_is_exported_replayed_from_its_files_and_the_metrics_are_made_agai
     steps.write_bytes(data)
     for command in (["replay", run, "--verify", "--export", str(folder)], ["rebuild", "--from", str(folder)]):
         assert_refused(workplace.run(*command), "steps.parquet was changed since it was exported")
+
+
+def assert_a_what_if_of_it_is_a_run_of_an_empty_workspace(workplace: Any, run: str, folder: Path) -> None:
+    """That knows nothing of the recorded run, and can be exported and replayed itself."""
+    other = dataclasses.replace(workplace, folder=workplace.folder / "other")
+    other.folder.mkdir()
+    file = other.write({"trainer_adapters": {"learner": {"optimizer": {"learning_rate": 1e-2}}}}, "what_if.yaml")
+    done = other.run("replay", run, "--what-if", str(file), "--export", str(folder))
+    assert done.returncode == 0, done.stdout + done.stderr
+    sql = "SELECT epoch, run_id, r.state, parent_run_id FROM epoch_summary JOIN runs r USING (run_id) ORDER BY epoch"
+    rows = other.rows(sql)
+    made = rows[0]["run_id"]
+    assert [tuple(row.values()) for row in rows] == [(epoch, made, "completed", run) for epoch in (0, 1)]
+    exported = other.run("export", made, "--output", "again", "--weights")
+    assert exported.returncode == 0, exported.stderr
+    replayed = other.run("replay", made, "--verify", "--train", "--export", "again")
+    assert replayed.returncode == 0, replayed.stdout + replayed.stderr
+    assert replayed.stdout.startswith(f"equal: run {made}: ")

@@ -12,6 +12,7 @@ from recorded_run import EPOCHS, RecordedRun
 from rollstream.eventlog.artifacts import ArtifactStore
 from rollstream.eventlog.log import TopicPartition
 from rollstream.eventlog.memory_log import MemoryLog
+from rollstream.harness.commands.replay import replay
 from rollstream.harness.replay.report import Report, compare_log
 from rollstream.harness.replay.source import check_export, of_type, read_run
 from rollstream.harness.replay.train import train
@@ -201,6 +202,24 @@ async def all_ends(log):
     return [await log.end_offsets(topic) for topic in ("trajectories", "groups", "batches", "jobs", "weights")]
 
 
+def test_what_the_command_cannot_do_is_said_before_a_broker_is_started(recorded, elsewhere):
+    file = elsewhere.folder / "what_if.yaml"
+    file.write_text("{}")
+    workspace = elsewhere.folder / "workspace"
+    asked = ["--what-if", str(file), "--workspace", str(workspace)]
+    kept = ["--export", str(recorded.export)]
+    for arguments, told in (
+        (["replayed", *asked, *kept, "--epoch", "1"], "is of a whole run, because every epoch trains the weights"),
+        (["replayed", *asked, "--steps", "1:2"], "is of a whole run, because every epoch trains the weights"),
+        (["replayed", *asked, *kept, "--train"], "trains a run of its own: give it alone, then --verify or --train"),
+        (["other", *asked, *kept], "holds run replayed, not other"),
+        (["other", "--verify", *kept], "holds run replayed, not other"),
+    ):
+        with pytest.raises(ConfigError, match=told):
+            replay.main(arguments, standalone_mode=False)
+    assert not workspace.exists()
+
+
 def test_a_damaged_export_is_named(recorded, elsewhere, tmp_path):
     export = tmp_path / "damaged"
     shutil.copytree(recorded.export, export)
@@ -234,11 +253,11 @@ def test_a_what_if_is_exported_with_the_trajectories_that_it_was_trained_on(reco
         folder = tmp_path / name
         asyncio.run(export_run(place.log, run_id, folder, artifacts=place.artifacts, with_weights=True))
 
-        async def replay(folder=folder, run_id=run_id):
+        async def again(folder=folder, run_id=run_id):
             async with open_export(folder) as (log, artifacts):
                 return await replayed(log, run_id, artifacts)
 
-        assert_equal(asyncio.run(replay()))
+        assert_equal(asyncio.run(again()))
 
 
 def test_a_metrics_file_made_from_a_what_ifs_export_does_not_say_that_it_holds_its_parents_rows(
