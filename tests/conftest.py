@@ -1,11 +1,15 @@
 """What tests of several folders share: one embedded broker a session, and an empty workspace a test."""
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from rollstream.eventlog.broker import EmbeddedBroker
+
+os.environ.setdefault("JDK_JAVA_OPTIONS", "-XX:TieredStopAtLevel=1")
+"""Brokers of tests live for seconds: compiling their code a second time would cost more than it brings."""
 
 
 @pytest.fixture(scope="session")
