@@ -29,14 +29,14 @@ class ExportArtifacts(ArtifactStore):
         try:
             return super().fetch(self._here(ref))
         except ArtifactError as error:
-            raise self._missing(ref, error) from error
+            raise self._missing(ref, error) from error.__cause__
 
     def read(self, ref: ArtifactRef) -> bytes:
         """The artifact's verified bytes. Raises ArtifactError if it is nowhere, or differs."""
         try:
             return super().read(self._here(ref))
         except ArtifactError as error:
-            raise self._missing(ref, error) from error
+            raise self._missing(ref, error) from error.__cause__
 
     def _here(self, ref: ArtifactRef) -> ArtifactRef:
         path = self._files.get(ref.sha256)

@@ -180,6 +180,30 @@ def test_rewards_are_given_anew_to_what_the_export_holds(recorded, elsewhere, mo
     assert [member.reward for member in batches_of(events)[0].members] == [0.0, -1.0, -2.0, -3.0] * 2
 
 
+class WithAdapters(RecordedRun):
+    """The same run with low-rank adapters."""
+
+    def configuration(self):
+        """As written."""
+        written = super().configuration()
+        written["trainer_adapters"]["learner"]["model"]["lora"] = {"rank": 2, "target_modules": ["q_proj"]}
+        return written
+
+
+def test_adapters_are_trained_above_the_recorded_base_model_only(elsewhere, tmp_path):
+    make_tiny_model(tmp_path / "model", seed=0)
+    run = asyncio.run(WithAdapters(tmp_path / "recorded", tmp_path / "model").record())
+    asyncio.run(export_run(run.log, "replayed", tmp_path / "export", artifacts=run.artifacts))
+    shutil.rmtree(tmp_path / "recorded" / "artifacts")
+    events = asked(elsewhere, tmp_path / "export", {})
+    assert hashes_of(events) == hashes_of(asyncio.run(read_run(run.log, "replayed")))
+    assert_equal(asyncio.run(replayed(elsewhere.log, events.run_id, elsewhere.artifacts)))
+    shutil.copytree(tmp_path / "model", tmp_path / "moved")
+    changes = {"trainer_adapters": {"learner": {"model": {"path": str(tmp_path / "moved")}}}}
+    with pytest.raises(ConfigError, match="does not fit: it was trained from base model"):
+        asked(elsewhere, tmp_path / "export", changes)
+
+
 def test_the_model_folder_may_lie_elsewhere_where_the_weights_are_full(recorded, elsewhere):
     moved = elsewhere.folder / "moved"
     shutil.copytree(recorded.model, moved)
@@ -245,6 +269,22 @@ def test_weights_that_the_export_lacks_are_named(recorded, elsewhere, tmp_path):
     finally:
         (tmp_path / "base").rename(base)
     assert num_trajectories(elsewhere.log) == 0
+
+
+def test_versions_whose_weights_were_not_exported_are_no_difference_where_their_store_is_not(recorded):
+    store = recorded.folder / "artifacts"
+
+    async def again():
+        async with open_export(recorded.export) as (log, artifacts):
+            return await replayed(log, "replayed", artifacts)
+
+    store.rename(recorded.folder / "nowhere")
+    try:
+        report = asyncio.run(again())
+    finally:
+        (recorded.folder / "nowhere").rename(store)
+    assert report.differences == []
+    assert (report.counts["artifacts"], report.counts["artifacts gone"]) == (1, EPOCHS)
 
 
 def test_a_what_if_is_exported_with_the_trajectories_that_it_was_trained_on(recorded, elsewhere, tmp_path):
