@@ -30,7 +30,7 @@ SHOWN = 20
     type=click.Path(path_type=Path, dir_okay=False, exists=True),
     help="Train the recorded rollouts again, as a new run of this workspace, with the settings that this YAML changes.",
 )
-@click.option("--epoch", type=click.IntRange(min=0), help="One epoch only (with --verify).")
+@click.option("--epoch", type=click.IntRange(min=0), help="One epoch only (with --verify or --train).")
 @click.option("--steps", metavar="A:B", help="Versions A to B only (with --train); A or B may be left out.")
 @click.option("--workers", type=click.IntRange(min=1), default=1, show_default=True, help="Processes for --verify.")
 @click.option("--any-libraries", is_flag=True, help="Train again although library versions differ.")
