@@ -2,7 +2,8 @@
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 BIN := .venv/bin
 DEMO := .rollstream
-PARALLEL ?= -n 2 --dist loadfile
+# In the order of the folders: else files of few tests, which are the longest ones, come last, and one worker waits for the other.
+PARALLEL ?= -n 2 --dist loadfile --no-loadscope-reorder
 SOURCES := schemas eventlog producers processors learner metrics harness tests benchmarks
 
 export HF_HUB_OFFLINE ?= 1
