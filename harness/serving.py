@@ -10,16 +10,16 @@ import logging
 import os
 import signal
 import sys
-from collections.abc import Awaitable, Callable, Mapping
-from contextlib import suppress
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from pydantic import ValidationError
 
 from rollstream.harness.heartbeat import beat
 from rollstream.harness.lifeline import tie_to_parent
-from rollstream.harness.topic_identity import check_topics
+from rollstream.harness.topic_identity import Found, check_topics, watch_topics
 from rollstream.harness.workspace import Workspace
 from rollstream.schemas.errors import ConfigError
 from rollstream.schemas.services import (
@@ -30,6 +30,9 @@ from rollstream.schemas.services import (
     ProducerSettings,
     ServiceSettings,
 )
+
+if TYPE_CHECKING:
+    from rollstream.eventlog.kafka_log import KafkaLog
 
 KINDS: dict[str, type[ServiceSettings]] = {
     "producers": ProducerSettings,
@@ -48,6 +51,8 @@ FROM_ENVIRONMENT = {
 }
 END_TIMEOUT_S = 25.0
 """How long a service may take to end after it was asked to."""
+WATCH_S = 30.0
+"""How often topics are looked at while a service runs."""
 Serve = Callable[[Any], Awaitable[None]]
 
 logger = logging.getLogger(__name__)
@@ -94,10 +99,13 @@ def serve(service: str, settings: ServiceSettings) -> None:
     asyncio.run(run_until_stopped(service, settings, module.serve))
 
 
-async def run_until_stopped(service: str, settings: ServiceSettings, work: Serve) -> None:
-    """Topics, heartbeat and the work itself; returns once a signal has ended it in order."""
+async def run_until_stopped(service: str, settings: ServiceSettings, work: Serve, *, watch_s: float = WATCH_S) -> None:
+    """Topics, heartbeat and the work itself; returns once a signal has ended it in order.
+
+    Every `watch_s` seconds the topics are looked at. Raises TruncatedError if one was deleted, and what `work` raises.
+    """
     loop = asyncio.get_running_loop()
-    task = asyncio.ensure_future(_work(service, settings, work))
+    task = asyncio.ensure_future(_work(service, settings, work, watch_s))
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, _stop, task, service)
     with suppress(asyncio.CancelledError):
@@ -106,28 +114,52 @@ async def run_until_stopped(service: str, settings: ServiceSettings, work: Serve
 
 def _stop(task: "asyncio.Future[None]", service: str) -> None:
     logger.info("%s: stopping", service)
+    _cancel(task)
+
+
+def _cancel(task: "asyncio.Future[None]") -> None:
+    """Ask the work to end in order, and end the process if it does not."""
     task.cancel()
     asyncio.get_running_loop().call_later(END_TIMEOUT_S, os._exit, 1)
 
 
-async def _work(service: str, settings: ServiceSettings, work: Serve) -> None:
+async def _work(service: str, settings: ServiceSettings, work: Serve, watch_s: float) -> None:
     await _ensure_topics(settings)
+    working = asyncio.current_task()
+    assert working is not None
     alive = asyncio.create_task(beat(Workspace(settings.workspace).health, service, settings.name))
+    watching = asyncio.create_task(watch_topics(settings.workspace, lambda: _topics(settings), every_s=watch_s))
+    watching.add_done_callback(lambda told: None if told.cancelled() else _cancel(working))
     try:
         await work(settings)
+    except asyncio.CancelledError:
+        if watching.done():
+            watching.result()
+        raise
     finally:
         alive.cancel()
-        with suppress(asyncio.CancelledError):
-            await alive
+        watching.cancel()
+        await asyncio.gather(alive, watching, return_exceptions=True)
 
 
-async def _ensure_topics(settings: ServiceSettings) -> None:
+@asynccontextmanager
+async def _opened(settings: ServiceSettings) -> "AsyncIterator[KafkaLog]":
     from rollstream.eventlog.kafka_log import KafkaLog
 
     log = KafkaLog(settings.bootstrap_servers, client_id=settings.name)
     try:
         await log.start()
-        await log.ensure_topics(num_partitions=settings.num_partitions)
-        check_topics(settings.workspace, await log.cluster_id(), await log.topic_ids())
+        yield log
     finally:
         await log.close()
+
+
+async def _ensure_topics(settings: ServiceSettings) -> None:
+    async with _opened(settings) as log:
+        await log.ensure_topics(num_partitions=settings.num_partitions)
+        check_topics(settings.workspace, await log.cluster_id(), await log.topic_ids())
+
+
+async def _topics(settings: ServiceSettings) -> Found:
+    async with _opened(settings) as log:
+        return await log.cluster_id(), await log.topic_ids()

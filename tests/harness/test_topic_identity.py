@@ -12,8 +12,10 @@ import pytest
 from aiokafka.admin import AIOKafkaAdminClient
 
 from rollstream.eventlog.broker import EmbeddedBroker
-from rollstream.harness.topic_identity import check_topics
-from rollstream.schemas.errors import TruncatedError
+from rollstream.harness.serving import run_until_stopped
+from rollstream.harness.topic_identity import check_topics, watch_topics
+from rollstream.schemas.errors import LogError, TruncatedError
+from rollstream.schemas.services import ServiceSettings
 from rollstream.schemas.topics import TOPICS
 
 
@@ -41,6 +43,52 @@ def test_a_service_does_not_start_on_a_topic_that_was_made_again(tmp_path: Path,
         assert serving.wait(60) == 1
         told = (tmp_path / "again.log").read_text().splitlines()[-1]
     assert told.startswith(f"error: topic {TOPICS['tasks'].name} was deleted and made again (id ")
+
+
+def test_a_topic_counts_as_deleted_when_it_is_missing_three_times_in_a_row(tmp_path: Path) -> None:
+    answers = iter([{"steps": "a"}, {}, {"tasks": "b"}, {"tasks": "b"}, {"steps": "a"}, *[{"tasks": "b"}] * 3])
+    check_topics(tmp_path, "cluster", {"steps": "a", "tasks": "b"})
+
+    async def look_up() -> tuple[str, dict[str, str]]:
+        found = next(answers)
+        if not found:
+            raise LogError("the broker does not answer")
+        return "cluster", {"tasks": "b", **found}
+
+    with pytest.raises(TruncatedError, match=r"^topic rollstream\.steps\.v1 was deleted: "):
+        asyncio.run(watch_topics(tmp_path, look_up, every_s=0))
+    assert next(answers, None) is None
+
+
+@pytest.mark.kafka
+def test_a_running_service_ends_in_order_when_a_topic_is_deleted(tmp_path: Path) -> None:
+    said: list[str] = []
+
+    async def work(settings: ServiceSettings) -> None:
+        said.append("begun")
+        try:
+            await asyncio.sleep(60)
+        finally:
+            said.append("ended in order")
+
+    async def serve_and_delete(settings: ServiceSettings) -> None:
+        serving = asyncio.create_task(run_until_stopped("service", settings, work, watch_s=0.2))
+        while not said:
+            await asyncio.sleep(0.05)
+        await _delete(settings.bootstrap_servers, "tasks")
+        await serving
+
+    with EmbeddedBroker(tmp_path) as running:
+        settings = ServiceSettings(
+            name="service-1",
+            bootstrap_servers=running.bootstrap_servers,
+            workspace=tmp_path / "workspace",
+            artifact_uri=str(tmp_path / "artifacts"),
+            num_partitions=2,
+        )
+        with pytest.raises(TruncatedError, match=r"^topic rollstream\.tasks\.v1 was deleted: "):
+            asyncio.run(serve_and_delete(settings))
+    assert said == ["begun", "ended in order"]
 
 
 def start(bootstrap: str, workspace: Path, log: Path) -> "subprocess.Popen[bytes]":
