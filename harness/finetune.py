@@ -58,8 +58,9 @@ def finetune(request: Request, display: Display) -> Outcome:
     opening = Opening(loaded, request.workspace, name, request.resume, request.run_id, request.fork)
     with held(opening, display) as around:
         outcome = asyncio.run(_run(opening, around, display))
-    if request.result_path is not None:
-        request.result_path.write_text(json.dumps(outcome.as_json(), indent=1) + "\n", encoding="utf-8")
+        if request.result_path is not None:
+            request.result_path.write_text(json.dumps(outcome.as_json(), indent=1) + "\n", encoding="utf-8")
+        display.say(outcome.summary())
     return outcome
 
 

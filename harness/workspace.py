@@ -6,11 +6,11 @@ import os
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rollstream.schemas.errors import BrokerError, ConfigError
+from rollstream.schemas.errors import BrokerError, ConfigError, RollstreamError
 
 if TYPE_CHECKING:
     from rollstream.eventlog.broker import EmbeddedBroker
@@ -96,7 +96,8 @@ def embedded_broker(workspace: Workspace) -> Iterator[tuple[str, "EmbeddedBroker
     """Address of the workspace's own broker, and the broker if it was started here. Raises BrokerError.
 
     Several commands may want it at once. Whoever uses it holds `broker/users` shared; whoever starts or stops it holds
-    that alone, so two never start one at once, and it is stopped when nobody else needs it (at once on Ctrl-C).
+    that alone, so two never start one at once, and it is stopped when nobody else needs it (at once on Ctrl-C, which
+    changes nothing of how a command ends that only waits for others).
     """
     from rollstream.eventlog.broker import EmbeddedBroker, find_running
 
@@ -115,13 +116,25 @@ def embedded_broker(workspace: Workspace) -> Iterator[tuple[str, "EmbeddedBroker
                 broker.start()
             else:
                 time.sleep(POLL_S)
-        yield running, broker if broker.is_running else None
-        if broker.is_running and not _is_alone(users):
-            print("waiting for other commands that use this workspace's broker (Ctrl-C stops it now)", file=sys.stderr)
-            fcntl.flock(users, fcntl.LOCK_EX)
+        try:
+            yield running, broker if broker.is_running else None
+        except (RollstreamError, OSError):  # told once the others are done; they need the broker all the same
+            _await_others(broker, users, "this command failed; ")
+            raise
+        _await_others(broker, users)
     finally:
         broker.stop()
         os.close(users)
+
+
+def _await_others(broker: "EmbeddedBroker", users: int, told: str = "") -> None:
+    """Wait as long as others use a broker that was started here and still runs, or until Ctrl-C."""
+    if not broker.is_running or _is_alone(users):
+        return
+    print(f"{told}waiting for other commands that use this workspace's broker (Ctrl-C stops it now)", file=sys.stderr)
+    with suppress(KeyboardInterrupt):
+        while broker.is_running and not _is_alone(users):
+            time.sleep(POLL_S)
 
 
 def _found(users: int, workspace: Workspace) -> str | None:

@@ -16,6 +16,7 @@ from rollstream.schemas.errors import ConfigError, RollstreamError
 
 if TYPE_CHECKING:
     from rollstream.harness.replay.report import Report
+    from rollstream.harness.replay.what_if import Outcome
 
 SHOWN = 20
 """Differences that are told one by one."""
@@ -76,13 +77,15 @@ def replay(
     request = Request(run, verify, train, epoch, first, last, workers, any_libraries)
     place = Workspace(workspace)
     began = time.monotonic()
-    if export is not None:
-        report = asyncio.run(replay_run(Source(export=export), place, request, _tell))
-    else:
-        with broker_of(place, bootstrap_servers) as address:
-            report = asyncio.run(replay_run(Source(address), place, request, _tell))
-    _tell("")
-    _conclude(run, report, time.monotonic() - began)
+    with ExitStack() as held:
+        source = Source(export=export)
+        if export is None:
+            source = Source(held.enter_context(broker_of(place, bootstrap_servers)))
+        report = asyncio.run(replay_run(source, place, request, _tell))
+        _tell("")
+        _conclude(run, report, time.monotonic() - began)
+    if report.differences:
+        sys.exit(1)
 
 
 def _check_alone(is_compared: bool, is_part: bool) -> None:
@@ -115,7 +118,11 @@ def _what_if(run: str, file: Path, export: Path | None, place: Workspace, bootst
         outcome = asyncio.run(what_if_run(address, place, run, file, _tell, export=export))
         if is_embedded:
             _project(address, place)
-    _tell("")
+        _tell("")
+        _tell_outcome(outcome)
+
+
+def _tell_outcome(outcome: "Outcome") -> None:
     left_out = ", ".join(f"{number} {cause}" for cause, number in sorted(outcome.rejected.items())) or "none"
     click.echo(f"what-if {outcome.run_id}: {outcome.num_batches} batches; trajectories left out: {left_out}")
     for name in sorted(outcome.recorded.keys() | outcome.trained.keys()):
@@ -150,7 +157,6 @@ def _conclude(run: str, report: "Report", seconds: float) -> None:
     if left > 0:
         click.echo(f"... and {left} more", err=True)
     click.echo(f"NOT equal: run {run}: {len(report.differences)} differences; compared {counted}", err=True)
-    sys.exit(1)
 
 
 def _range(steps: str | None) -> tuple[int | None, int | None]:

@@ -77,7 +77,6 @@ def train(request: "Request") -> None:
     except Interrupted as interrupted:
         display.say("interrupted; the run stays open: rollstream runs; rollstream finetune --resume RUN ... goes on")
         sys.exit(interrupted.exit_code)
-    display.say(outcome.summary())
     if outcome.exit_code:
         raise RunFailedError(f"run {outcome.run_id} {outcome.status}: {outcome.message}")
 
