@@ -296,7 +296,7 @@ def _is_free(port: int) -> bool:
 
 def _classes() -> ClassArchive:
     classpath = os.pathsep.join(str(jar) for jar in kafka_install.jars())
-    return ClassArchive(kafka_install.cache_folder(), kafka_install.java(), classpath)
+    return ClassArchive(kafka_install.cache_folder(), kafka_install.java(), classpath, JVM)
 
 
 def _format_storage(classes: ClassArchive, properties: Path) -> None:

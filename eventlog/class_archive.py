@@ -20,16 +20,18 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class ClassArchive:
-    """The archive in a folder for one Java runtime and class path, as both are part of it."""
+    """The archive in a folder for one Java runtime, its options and class path, as all are part of it."""
 
     folder: Path
     java: Path
     classpath: str
+    java_options: tuple[str, ...] = ()
+    """With another heap than it was made with an archive may not fit: by default a heap grows with the machine."""
 
     @property
     def path(self) -> Path:
         """Where it is, once it is made."""
-        made_for = f"{self.java} {self.java.stat().st_mtime_ns} {self.classpath}"
+        made_for = f"{self.java} {self.java.stat().st_mtime_ns} {self.classpath} {self.java_options}"
         return self.folder / f"classes-{hashlib.sha256(made_for.encode()).hexdigest()[:12]}.jsa"
 
     def options(self, listed: Path) -> list[str]:
@@ -59,7 +61,7 @@ class ClassArchive:
             if archive.exists():
                 return
             logger.info("making an archive of Apache Kafka's classes (once): %s", archive)
-            command = [str(self.java), "-Xshare:dump", f"-XX:SharedClassListFile={names}"]
+            command = [str(self.java), *self.java_options, "-Xshare:dump", f"-XX:SharedClassListFile={names}"]
             command += [f"-XX:SharedArchiveFile={temporary}", "-cp", self.classpath]
             try:
                 subprocess.run(command, capture_output=True, check=True, timeout=DUMP_TIMEOUT_S)

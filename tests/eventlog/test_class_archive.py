@@ -49,5 +49,16 @@ def test_a_list_that_makes_no_archive_is_said_and_thrown_away(archive, tmp_path,
     assert len(caplog.records) == 1
 
 
+def test_an_archive_made_on_a_machine_with_much_memory_fits_a_broker(tmp_path, monkeypatch):
+    options = ("-Xmx64m", "-XX:+UseSerialGC")
+    archive = ClassArchive(tmp_path, kafka_install.java(), str(kafka_install.jars()[0]), options)
+    monkeypatch.setenv("JAVA_TOOL_OPTIONS", "-Xmx40g")  # a quarter of the memory, unless an option says otherwise
+    listed = tmp_path / "classes.txt"
+    run_java(archive, *options, *archive.options(listed))
+    archive.remember(listed)
+    mapped = run_java(archive, *options, *archive.options(listed), "-Xshare:on")
+    assert mapped.returncode == 0, mapped.stdout
+
+
 def test_another_class_path_has_another_archive(archive):
     assert ClassArchive(archive.folder, archive.java, "other.jar").path != archive.path
