@@ -30,6 +30,8 @@ HOST = "127.0.0.1"
 JVM = ("-Xmx512m", "-XX:+UseSerialGC", "-Dorg.slf4j.simpleLogger.defaultLogLevel=warn")
 CLASSES_LISTED = "classes.txt"
 ENDED_AS_ASKED = 128 + signal.SIGTERM
+CRASHED = -signal.SIGABRT
+"""How the Java runtime ends by a fault of its own, or of its class archive."""
 
 PROPERTIES = f"""\
 process.roles=broker,controller
@@ -173,6 +175,7 @@ class EmbeddedBroker:
         deadline = time.monotonic() + START_TIMEOUT_S
         while not answers(port):
             if self._guard.poll() is not None:
+                _check_crash(self._classes, self._guard.returncode, self._folder)
                 raise BrokerError(f"the broker of workspace {self.workspace} ended at once: {self._last_words()}")
             if time.monotonic() > deadline:
                 raise BrokerError(
@@ -306,8 +309,17 @@ def _format_storage(classes: ClassArchive, properties: Path) -> None:
     command += ["--config", str(properties), "--ignore-formatted"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode != 0:
+        _check_crash(classes, done.returncode, properties.parent)
         lines = (done.stderr or done.stdout).strip().splitlines() or ["no reason given"]
         raise BrokerError(f"the broker's storage below {properties.parent} cannot be formatted: {lines[-1]}")
+
+
+def _check_crash(classes: ClassArchive, code: int, folder: Path) -> None:
+    """Raises BrokerError if the Java runtime ended by a fault of its own with an archive, which is thrown away."""
+    if code in (CRASHED, CRASHED % 256) and classes.throw_away():
+        raise BrokerError(
+            f"Java broke off below {folder}; the archive {classes.path}, which may be damaged, was removed: start again"
+        )
 
 
 def _write_json(path: Path, value: dict[str, object]) -> None:

@@ -1,7 +1,8 @@
 """An archive of the broker's classes beside Kafka's jars: with it a broker starts in less than half the processor time.
 
 Java's class-data sharing: the first broker lists the classes that it loads, the second start makes the archive of them,
-once, and all others map it. The Java runtime passes over an archive that does not fit it or the jars.
+once, and all others map it. The Java runtime passes over an archive that does not fit it or the jars; on a damaged one
+it may end, and then the archive is thrown away. Nothing that goes wrong here keeps a broker from starting.
 """
 
 import fcntl
@@ -45,27 +46,43 @@ class ClassArchive:
         """Keep the classes that a broker listed, if it did, for the archive that the next start makes."""
         if not listed.exists():
             return
-        names = self.path.with_suffix(".txt")
-        temporary = names.with_suffix(f".{os.getpid()}")
+        temporary = self.folder / f"classes.{os.getpid()}"
         try:
             shutil.copyfile(listed, temporary)
-            temporary.replace(names)
+            temporary.replace(self.path.with_suffix(".txt"))
             listed.unlink()
         except OSError as error:
+            _remove(temporary)
             logger.warning("the names of Apache Kafka's classes cannot be kept, so brokers start slower: %s", error)
+
+    def throw_away(self) -> bool:
+        """Remove an archive on which the Java runtime ended; the next start makes another. Whether there was one."""
+        return _remove(self.path)
 
     def _make(self, archive: Path) -> None:
         names, temporary = archive.with_suffix(".txt"), archive.with_suffix(".tmp")
-        with archive.with_suffix(".lock").open("a") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)
-            if archive.exists():
-                return
-            logger.info("making an archive of Apache Kafka's classes (once): %s", archive)
-            command = [str(self.java), *self.java_options, "-Xshare:dump", f"-XX:SharedClassListFile={names}"]
-            command += [f"-XX:SharedArchiveFile={temporary}", "-cp", self.classpath]
-            try:
-                subprocess.run(command, capture_output=True, check=True, timeout=DUMP_TIMEOUT_S)
-                temporary.replace(archive)
-            except (subprocess.SubprocessError, OSError) as error:
-                logger.warning("no archive of Apache Kafka's classes, so brokers start slower: %s", error)
-                names.unlink(missing_ok=True)  # the next broker lists them anew
+        try:
+            with archive.with_suffix(".lock").open("a") as lock:
+                fcntl.flock(lock, fcntl.LOCK_EX)
+                if not archive.exists():
+                    self._dump(names, temporary)
+                    temporary.replace(archive)
+        except (subprocess.SubprocessError, OSError) as error:
+            logger.warning("no archive of Apache Kafka's classes, so brokers start slower: %s", error)
+            _remove(names)  # the next broker lists them anew
+
+    def _dump(self, names: Path, temporary: Path) -> None:
+        logger.info("making an archive of Apache Kafka's classes (once): %s", temporary)
+        command = [str(self.java), *self.java_options, "-Xshare:dump", f"-XX:SharedClassListFile={names}"]
+        command += [f"-XX:SharedArchiveFile={temporary}", "-cp", self.classpath]
+        subprocess.run(command, capture_output=True, check=True, timeout=DUMP_TIMEOUT_S)
+        with temporary.open("rb") as written:
+            os.fsync(written.fileno())  # a power cut leaves it whole, or not at all
+
+
+def _remove(path: Path) -> bool:
+    try:
+        path.unlink()
+    except OSError:
+        return False
+    return True

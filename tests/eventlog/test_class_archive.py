@@ -1,12 +1,15 @@
 """The archive of the broker's classes: made of what a first broker loaded, mapped by the Java runtime, never needed."""
 
+import os
 import subprocess
 from pathlib import Path
 
 import pytest
 
 from rollstream.eventlog import kafka_install
+from rollstream.eventlog.broker import JVM, EmbeddedBroker
 from rollstream.eventlog.class_archive import ClassArchive
+from rollstream.schemas.errors import BrokerError
 
 pytestmark = [pytest.mark.kafka, pytest.mark.slow]
 
@@ -58,6 +61,40 @@ def test_an_archive_made_on_a_machine_with_much_memory_fits_a_broker(tmp_path, m
     archive.remember(listed)
     mapped = run_java(archive, *options, *archive.options(listed), "-Xshare:on")
     assert mapped.returncode == 0, mapped.stdout
+
+
+def test_where_no_archive_can_be_made_a_broker_starts_without(archive, tmp_path, caplog):
+    archive.path.with_suffix(".txt").write_text("java/lang/Object id: 0\n")
+    archive.path.with_suffix(".lock").mkdir()
+    listed = tmp_path / "classes.txt"
+    assert archive.options(listed) == [f"-XX:DumpLoadedClassList={listed}"]
+    assert "no archive of Apache Kafka's classes" in caplog.text
+
+
+def test_a_damaged_archive_is_thrown_away_and_the_next_start_does_without(tmp_path, monkeypatch):
+    cache = tmp_path / "cache" / "kafka"
+    cache.mkdir(parents=True)
+    for name in kafka_install.cache_folder().iterdir():
+        if name.name != "lock" and not name.name.startswith("classes"):
+            (cache / name.name).symlink_to(name)
+    monkeypatch.setenv("ROLLSTREAM_CACHE", str(tmp_path / "cache"))
+    monkeypatch.chdir(tmp_path)  # Java leaves a report there
+    archive = ClassArchive(cache, kafka_install.java(), os.pathsep.join(map(str, kafka_install.jars())), JVM)
+    listed = tmp_path / "classes.txt"
+    run_java(archive, *JVM, *archive.options(listed))
+    archive.remember(listed)
+    assert archive.options(listed) == [f"-XX:SharedArchiveFile={archive.path}"]
+    whole = archive.path.read_bytes()
+    damaged = whole[: len(whole) // 2].ljust(len(whole), b"\0")
+    broker = EmbeddedBroker(tmp_path / "workspace")
+    for when in ("the storage is formatted", "the broker begins"):
+        archive.path.write_bytes(damaged)
+        with pytest.raises(BrokerError, match="was removed: start again"):
+            broker.start()
+        assert not archive.path.exists(), when
+        archive.path.with_suffix(".txt").unlink(missing_ok=True)
+        broker.start()
+        broker.stop()
 
 
 def test_another_class_path_has_another_archive(archive):
