@@ -11,17 +11,21 @@ import logging
 import os
 import shutil
 import subprocess
+import time
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 DUMP_TIMEOUT_S = 120.0
+UNUSED_DAYS = 30
+"""Archives (64 MB) that no broker mapped for so long are removed when one is made: every Java runtime has its own."""
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class ClassArchive:
-    """The archive in a folder for one Java runtime, its options and class path, as all are part of it."""
+    """The archive in a folder for one Java runtime, its options and jars: it fits no others, nor those put there anew."""
 
     folder: Path
     java: Path
@@ -32,15 +36,21 @@ class ClassArchive:
     @property
     def path(self) -> Path:
         """Where it is, once it is made."""
-        made_for = f"{self.java} {self.java.stat().st_mtime_ns} {self.classpath} {self.java_options}"
-        return self.folder / f"classes-{hashlib.sha256(made_for.encode()).hexdigest()[:12]}.jsa"
+        parts = [self.java, *map(Path, self.classpath.split(os.pathsep))]
+        made_for = [(str(part), part.stat().st_mtime_ns if part.exists() else 0) for part in parts]
+        digest = hashlib.sha256(repr((made_for, self.java_options)).encode()).hexdigest()
+        return self.folder / f"classes-{digest[:12]}.jsa"
 
     def options(self, listed: Path) -> list[str]:
         """Options of the Java runtime for one broker: the archive, or `listed` as the file to list the classes in."""
         archive = self.path
         if not archive.exists() and archive.with_suffix(".txt").exists():
             self._make(archive)
-        return [f"-XX:SharedArchiveFile={archive}"] if archive.exists() else [f"-XX:DumpLoadedClassList={listed}"]
+        if not archive.exists():
+            return [f"-XX:DumpLoadedClassList={listed}"]
+        with suppress(OSError):
+            os.utime(archive)  # it is in use
+        return [f"-XX:SharedArchiveFile={archive}"]
 
     def remember(self, listed: Path) -> None:
         """Keep the classes that a broker listed, if it did, for the archive that the next start makes."""
@@ -67,6 +77,7 @@ class ClassArchive:
                 if not archive.exists():
                     self._dump(names, temporary)
                     temporary.replace(archive)
+                    self._tidy()
         except (subprocess.SubprocessError, OSError) as error:
             logger.warning("no archive of Apache Kafka's classes, so brokers start slower: %s", error)
             _remove(names)  # the next broker lists them anew
@@ -78,6 +89,13 @@ class ClassArchive:
         subprocess.run(command, capture_output=True, check=True, timeout=DUMP_TIMEOUT_S)
         with temporary.open("rb") as written:
             os.fsync(written.fileno())  # a power cut leaves it whole, or not at all
+
+    def _tidy(self) -> None:
+        unused_since = time.time() - UNUSED_DAYS * 86_400
+        for archive in self.folder.glob("classes-*.jsa"):
+            if archive.stat().st_mtime < unused_since:
+                for path in (archive, archive.with_suffix(".txt"), archive.with_suffix(".lock")):
+                    _remove(path)
 
 
 def _remove(path: Path) -> bool:

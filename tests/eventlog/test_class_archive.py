@@ -97,5 +97,24 @@ def test_a_damaged_archive_is_thrown_away_and_the_next_start_does_without(tmp_pa
         broker.stop()
 
 
-def test_another_class_path_has_another_archive(archive):
+def test_another_class_path_has_another_archive_and_so_have_jars_that_were_fetched_again(archive, tmp_path):
     assert ClassArchive(archive.folder, archive.java, "other.jar").path != archive.path
+    jar = tmp_path / "a.jar"
+    jar.write_bytes(b"")
+    of_jar = ClassArchive(tmp_path, archive.java, str(jar))
+    before = of_jar.path
+    os.utime(jar, (0, 0))
+    assert of_jar.path != before
+
+
+def test_archives_that_were_not_used_for_long_are_removed_when_another_is_made(archive, tmp_path):
+    old, recent = tmp_path / "classes-old.jsa", tmp_path / "classes-recent.jsa"
+    for path in (old, old.with_suffix(".txt"), recent):
+        path.write_bytes(b"")
+    os.utime(old, (0, 0))
+    listed = tmp_path / "classes.txt"
+    run_java(archive, *archive.options(listed))
+    archive.remember(listed)
+    assert archive.options(listed) == [f"-XX:SharedArchiveFile={archive.path}"]
+    assert sorted(path.name for path in tmp_path.glob("*.jsa")) == sorted([archive.path.name, recent.name])
+    assert not old.with_suffix(".txt").exists()
