@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class ClassArchive:
-    """The archive in a folder for one Java runtime, its options and jars: it fits no others, nor those put there anew."""
+    """The archive in a folder for one Java runtime, its options and jars: it fits no others."""
 
     folder: Path
     java: Path
