@@ -9,7 +9,7 @@ from aiokafka import TopicPartition as KafkaPartition
 from aiokafka.errors import OffsetOutOfRangeError
 from aiokafka.structs import ConsumerRecord
 
-from rollstream.eventlog.kafka_client import kafka_partition, log_errors, our_record, out_of_range
+from rollstream.eventlog.kafka_client import kafka_partition, log_errors, our_record, out_of_range, stop
 from rollstream.eventlog.log import Position, Record, TopicPartition, truncated
 
 WAIT_MS = 5
@@ -32,7 +32,7 @@ class Fetcher:
 
     async def close(self) -> None:
         """Disconnect."""
-        await self._consumer.stop()
+        await stop(self._consumer)
 
     async def ends(self, topic: str, num_partitions: int, *, newest: bool) -> dict[int, int]:
         """Offset of the oldest record, or after the newest one, by partition."""

@@ -11,7 +11,7 @@ from aiokafka.structs import OffsetAndMetadata
 from aiokafka.structs import TopicPartition as KafkaPartition
 
 from rollstream.eventlog.callbacks import Callbacks
-from rollstream.eventlog.kafka_client import kafka_partition, our_partition, within
+from rollstream.eventlog.kafka_client import kafka_partition, our_partition, stop, within
 from rollstream.eventlog.kafka_polling import Polling
 from rollstream.eventlog.log import Record, TopicPartition
 from rollstream.schemas.errors import FencedError
@@ -95,7 +95,7 @@ class KafkaGroupReader(ConsumerRebalanceListener):
         self._settled.clear()
         self._owned = set()
         self._polling.forget([])
-        await self._consumer.stop()
+        await stop(self._consumer)
 
     def on_partitions_revoked(self, revoked: Any) -> Any:
         """Called, and what it returns awaited, by aiokafka: stop reading, then tell."""

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 
 from aiokafka import AIOKafkaConsumer
 
-from rollstream.eventlog.kafka_client import kafka_partition
+from rollstream.eventlog.kafka_client import kafka_partition, stop
 from rollstream.eventlog.kafka_polling import Polling
 from rollstream.eventlog.log import Record, TopicPartition
 
@@ -47,4 +47,4 @@ class KafkaReader:
         """Disconnect."""
         self._polling.forget([])
         await asyncio.sleep(0)  # aiokafka cannot cancel a task of its own that has not begun
-        await self._consumer.stop()
+        await stop(self._consumer)
