@@ -1,5 +1,6 @@
 """Reading what a topic holds now, once, from its beginning or a part of it, to the end."""
 
+import time
 from collections.abc import AsyncIterator, Mapping
 
 from rollstream.eventlog.log import EventLog, Record, TopicPartition, truncated
@@ -7,6 +8,8 @@ from rollstream.eventlog.log import EventLog, Record, TopicPartition, truncated
 POLL_S = 1.0
 MAX_RECORDS = 500
 """A poll; records may have megabytes."""
+SILENCE_S = 60.0
+"""After so long without a record the log is asked whether it still answers; a broker that died may be back by then."""
 
 
 async def read_to_end(
@@ -14,7 +17,8 @@ async def read_to_end(
 ) -> AsyncIterator[Record]:
     """Records of a topic from `starts` up to `ends` by partition (default: all that there is now).
 
-    Order holds in a partition. Raises TruncatedError, naming the range, if a start is no longer kept.
+    Order holds in a partition. Raises TruncatedError, naming the range, if a start is no longer kept, LogError if the
+    log is gone.
     """
     begins = await log.begin_offsets(topic)
     ends = ends or await log.end_offsets(topic)
@@ -26,9 +30,16 @@ async def read_to_end(
     if not where:
         return
     reader = await log.reader(where)
+    heard = time.monotonic()
     try:
         while any(reader.position(partition) < ends[partition.partition] for partition in where):
-            for record in await reader.poll(timeout_s=POLL_S, max_records=MAX_RECORDS):
+            records = await reader.poll(timeout_s=POLL_S, max_records=MAX_RECORDS)
+            if not records and time.monotonic() < heard + SILENCE_S:
+                continue
+            if not records:
+                await log.end_offsets(topic)
+            heard = time.monotonic()
+            for record in records:
                 if record.offset < ends[record.partition]:
                     yield record
     finally:
