@@ -28,6 +28,8 @@ from rollstream.metrics.export_reader import ExportReader, Table
 from rollstream.schemas.base import Event
 from rollstream.schemas.errors import LogError, TopicError
 
+POLL_S = 0.02
+
 
 @asynccontextmanager
 async def open_export(folder: Path) -> AsyncIterator[tuple[EventLog, ArtifactStore]]:
@@ -64,10 +66,14 @@ class ExportLog:
         await asyncio.to_thread(self._open)
 
     async def close(self) -> None:
-        """Let go of the files."""
-        if self._connection is not None:
-            connection, self._connection = self._connection, None
-            connection.close()
+        """Let go of the files, as soon as a query has ended that a cancelled reader left under way."""
+        connection, self._connection = self._connection, None
+        while connection is not None:
+            try:
+                connection.close()
+                connection = None
+            except duckdb.ResourceInUseException:
+                await asyncio.sleep(POLL_S)
 
     async def num_partitions(self, topic: str) -> int:
         """Partition count of a topic."""

@@ -110,6 +110,37 @@ def test_large_records_come_back_too(tmp_path: Path, new_run: Any, store: Artifa
     asyncio.run(compare())
 
 
+def test_an_export_that_is_being_read_can_be_closed_at_any_moment(
+    tmp_path: Path, new_run: Any, store: ArtifactStore
+) -> None:
+    log = log_of(new_run("one"))
+
+    async def add() -> None:
+        for number in range(20):
+            await log.send_raw("trajectories", key=b"one/g", value=bytes([number]) * 1_000_000, partition=number % 2)
+
+    asyncio.run(add())
+    export(log, "one", tmp_path / "export", store)
+
+    async def read_on(is_open: asyncio.Event) -> None:
+        async with open_export(tmp_path / "export") as (exported, _):
+            is_open.set()
+            while True:
+                await records_of(exported, "trajectories")
+
+    async def break_off(after_s: float) -> None:
+        is_open = asyncio.Event()
+        reading = asyncio.create_task(read_on(is_open))
+        await is_open.wait()
+        await asyncio.sleep(after_s)
+        reading.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await reading
+
+    for hundredths in range(5):
+        asyncio.run(break_off(hundredths / 100))
+
+
 def test_steps_hold_all_runs_and_ticks_between_the_first_record_and_the_one_that_closed_the_last_group(
     tmp_path: Path, new_run: Any, store: ArtifactStore
 ) -> None:
