@@ -7,6 +7,7 @@ A folder needs no copy; anything else is fetched once into a local cache.
 import hashlib
 import io
 import os
+import re
 import secrets
 import tempfile
 from pathlib import Path
@@ -18,6 +19,7 @@ from rollstream.schemas.errors import ArtifactError
 from rollstream.schemas.settings import ArtifactRef
 
 CHUNK_BYTES = 1 << 20
+SHA256 = re.compile(r"[0-9a-f]{64}")
 
 
 class ArtifactStore:
@@ -74,6 +76,48 @@ class ArtifactStore:
             raise _missing(ref, error) from error
         _verify(ref, hashlib.sha256(data).hexdigest())
         return data
+
+    @property
+    def folder(self) -> Path | None:
+        """Where the files lie, if that is a folder."""
+        return Path(self._root) if self._is_local else None
+
+    def listing(self) -> dict[str, int]:
+        """Size in bytes of every file by its name; empty if there is none yet. Raises ArtifactError."""
+        try:
+            found: dict[str, dict[str, Any]] = self._filesystem.find(self._root, detail=True)
+        except FileNotFoundError:
+            return {}
+        except OSError as error:
+            raise ArtifactError(f"artifact store {self.uri} cannot be listed: {error}") from error
+        return {name: int(info.get("size") or 0) for name, info in found.items()}
+
+    def name_of(self, ref: ArtifactRef) -> str | None:
+        """Name of an artifact's file, if it lies where this store puts it; None if it lies anywhere else."""
+        try:
+            filesystem, name = self._locate(ref)
+        except ArtifactError:
+            return None
+        file = name.rsplit("/", 1)[-1]
+        is_ours = _protocols(filesystem) == _protocols(self._filesystem)
+        is_named_by_hash = SHA256.fullmatch(ref.sha256) is not None and file.split(".", 1)[0] == ref.sha256
+        is_in_place = name == f"{self._root}/{ref.sha256[:2]}/{file}"
+        return name if is_ours and is_named_by_hash and is_in_place else None
+
+    def remove(self, ref: ArtifactRef) -> None:
+        """Remove an artifact's file, which may be gone already.
+
+        Raises ArtifactError if it lies outside of this store or cannot be removed.
+        """
+        name = self.name_of(ref)
+        if name is None:
+            raise ArtifactError(f"artifact {ref.uri} does not lie in {self.uri}; nothing outside of it is removed")
+        try:
+            self._filesystem.rm_file(name)
+        except FileNotFoundError:
+            return
+        except OSError as error:
+            raise ArtifactError(f"artifact {ref.uri} cannot be removed: {error}; make the store writable") from error
 
     def _locate(self, ref: ArtifactRef) -> tuple[Any, str]:
         try:

@@ -15,6 +15,7 @@ COMMANDS = {
     "ingest": "ingest",
     "stop": "run",
     "runs": "run",
+    "jobs": "run",
     "serve": "serve",
     "health": "serve",
     "status": "look",
@@ -24,6 +25,7 @@ COMMANDS = {
     "replay": "replay",
     "export": "export",
     "rebuild": "export",
+    "gc": "gc",
     "tiny-model": "look",
 }
 SUMMARIES = {
@@ -31,6 +33,7 @@ SUMMARIES = {
     "ingest": "Train on recorded steps of a file.",
     "stop": "End a run in order.",
     "runs": "List the runs of a workspace.",
+    "jobs": "List the training jobs of its runs.",
     "serve": "Run one long-running service.",
     "health": "Say whether a service is alive (exit status 0).",
     "status": "Show services, lag by topic and version by engine.",
@@ -40,6 +43,7 @@ SUMMARIES = {
     "replay": "Replay a run and say whether it comes out equal.",
     "export": "Keep a run as Parquet files and a manifest of hashes.",
     "rebuild": "Make the metrics file again, from the topics or an export.",
+    "gc": "Remove weights that nothing needs any more.",
     "tiny-model": "Make a tiny model and tokenizer in place, for trying things out.",
 }
 EXIT_INTERRUPTED = 130

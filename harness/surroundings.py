@@ -76,7 +76,7 @@ def held(opening: Opening, display: Display) -> Iterator[Held]:
     check_endpoint(config)
     with ExitStack() as stack:
         if config.builder.services == "managed" or config.builder.bootstrap_servers == EMBEDDED:
-            stack.enter_context(workspace.in_use(opening.resume or opening.name))
+            stack.enter_context(workspace.in_use(f"finetune {opening.resume or opening.name}"))
         check_metrics(config, workspace.folder)
         address, broker = stack.enter_context(_broker(config, workspace))
         display.say(f"broker {address}, logs in {workspace.logs}")

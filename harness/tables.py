@@ -5,6 +5,11 @@ from collections.abc import Sequence
 from rollstream.harness.progress import JobProgress, Progress
 from rollstream.harness.runs import state_of
 
+JOBS_COLUMNS = (
+    *("run", "job", "kind", "state", "model_group", "algorithm"),
+    *("trained", "planned", "at_most", "base", "fork_of"),
+)
+
 
 def table(header: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
     """Columns as wide as their widest cell; numbers to the right."""
@@ -37,6 +42,41 @@ def runs_table(runs: Sequence[Progress]) -> str:
         for progress in runs
     ]
     return table(("run", "state", "started_at", "jobs", "versions", "reward", "parent"), rows)
+
+
+def jobs_table(runs: Sequence[Progress]) -> str:
+    """One line a job: how many versions it trained of those that are planned, and of those that it yields at most."""
+    rows = [
+        _job_row(progress, job_id, job) for progress in runs for job_id, job in progress.jobs.items() if job.submitted
+    ]
+    return table(JOBS_COLUMNS, rows) if rows else "no jobs yet"
+
+
+def job_state(progress: Progress, job: JobProgress) -> str:
+    """queued, running, succeeded, failed or cancelled; the end of a run cancels what is left of its jobs."""
+    if job.outcome is not None:
+        return job.outcome
+    if progress.ended is not None:
+        return "cancelled"
+    return "running" if job.started or job.trained else "queued"
+
+
+def _job_row(progress: Progress, job_id: str, job: JobProgress) -> tuple[object, ...]:
+    submitted = job.submitted
+    assert submitted is not None
+    return (
+        progress.run_id,
+        job_id.split("/", 1)[-1],
+        submitted.settings.kind,
+        job_state(progress, job),
+        submitted.model_group,
+        submitted.settings.algorithm.name,
+        job.trained.version - submitted.base_version if job.trained else 0,
+        job.num_planned,
+        submitted.settings.num_versions,
+        submitted.base_version,
+        f"{submitted.fork.run_id}@{submitted.fork.version}" if submitted.fork else "",
+    )
 
 
 def _job(job_id: str, job: JobProgress) -> str:

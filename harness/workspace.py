@@ -44,7 +44,7 @@ class Workspace:
 
     @contextmanager
     def in_use(self, what: str) -> Iterator[None]:
-        """Hold the workspace for one `finetune`. Raises BrokerError if another one holds it."""
+        """Hold the workspace for one command, `what` it says. Raises BrokerError if another one holds it."""
         lock = os.open(self.lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
         try:
             try:
@@ -55,7 +55,7 @@ class Workspace:
                     f"workspace {self.folder} is in use by {holder}; stop it, wait, or give another --workspace"
                 ) from None
             os.ftruncate(lock, 0)
-            os.pwrite(lock, f"finetune {what} (process {os.getpid()})\n".encode(), 0)
+            os.pwrite(lock, f"{what} (process {os.getpid()})\n".encode(), 0)
             yield
             os.ftruncate(lock, 0)
         finally:

@@ -1,4 +1,4 @@
-"""Commands `finetune`, `stop` and `runs`."""
+"""Commands `finetune`, `stop`, `runs` and `jobs`."""
 
 import asyncio
 import logging
@@ -14,6 +14,7 @@ from rollstream.schemas.errors import ConfigError, RunFailedError
 
 if TYPE_CHECKING:
     from rollstream.harness.finetune import Request
+    from rollstream.harness.progress import Progress
 
 
 @click.command()
@@ -113,13 +114,32 @@ def stop(run: str, bootstrap_servers: str | None, workspace: Path) -> None:
 @WORKSPACE
 def runs(bootstrap_servers: str | None, workspace: Path) -> None:
     """List the runs of the log: state, jobs, versions, reward."""
-    from rollstream.eventlog.kafka_log import KafkaLog
-    from rollstream.harness.progress import Progress
-    from rollstream.harness.runs import read_runs
     from rollstream.harness.tables import runs_table
+
+    click.echo(runs_table(_read_runs(workspace, bootstrap_servers)))
+
+
+@click.command()
+@click.argument("run", required=False)
+@BOOTSTRAP_SERVERS
+@WORKSPACE
+def jobs(run: str | None, bootstrap_servers: str | None, workspace: Path) -> None:
+    """List the training jobs of the log, or of one run: state, versions, what they began from."""
+    from rollstream.harness.tables import jobs_table
+
+    found = _read_runs(workspace, bootstrap_servers)
+    chosen = [progress for progress in found if run in (None, progress.run_id)]
+    if run is not None and not chosen:
+        raise ConfigError(f"no run is called {run}; `rollstream runs` lists them")
+    click.echo(jobs_table(chosen))
+
+
+def _read_runs(workspace: Path, bootstrap_servers: str | None) -> "list[Progress]":
+    from rollstream.eventlog.kafka_log import KafkaLog
+    from rollstream.harness.runs import read_runs
     from rollstream.harness.workspace import Workspace, broker_of
 
-    async def read(address: str) -> list[Progress]:
+    async def read(address: str) -> "list[Progress]":
         log = KafkaLog(address, client_id="rollstream-runs")
         try:
             await log.start()
@@ -128,7 +148,7 @@ def runs(bootstrap_servers: str | None, workspace: Path) -> None:
             await log.close()
 
     with broker_of(Workspace(workspace), bootstrap_servers) as address:
-        click.echo(runs_table(asyncio.run(read(address))))
+        return asyncio.run(read(address))
 
 
 def _configure_logging(workspace: Path) -> None:

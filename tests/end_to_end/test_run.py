@@ -19,9 +19,11 @@ def test_runs_train_share_a_workspace_and_can_be_asked(workplace: Any) -> None:
     assert_a_run_can_be_asked(workplace, result["run_id"])
     configuration = workplace.configuration(num_epochs=2)
     configuration["trainer_adapters"]["learner"]["warm_start"] = {"num_epochs": 2, "tasks_per_epoch": 2}
+    configuration["trainer_adapters"]["learner"] |= {"keep_last": 1, "keep_every": 100}
     second = workplace.run("finetune", "--config_file", str(workplace.write(configuration)), "--name", "second")
     assert second.returncode == 0, second.stdout + second.stderr + workplace.logs()
     assert_a_warm_start_was_followed_by_reinforcement(workplace)
+    assert_jobs_are_listed_and_garbage_goes(workplace)
     assert_both_are_replayed_equal(workplace)
     listed = workplace.run("runs").stdout
     assert result["run_id"] in listed
@@ -49,6 +51,26 @@ def assert_a_warm_start_was_followed_by_reinforcement(workplace: Any) -> None:
     ]
     versions = workplace.rows("SELECT max(version) AS v FROM weight_versions WHERE run_id LIKE 'second-%'")
     assert versions[0]["v"] >= 2
+
+
+def assert_jobs_are_listed_and_garbage_goes(workplace: Any) -> None:
+    listed = [line.split() for line in workplace.run("jobs").stdout.splitlines()]
+    second = listed[-1][0]
+    assert [row[1:6] for row in listed if row[0] == second] == [
+        ["sft", "sft", "succeeded", f"{second}/policy", "sft"],
+        ["rl", "rl", "succeeded", f"{second}/policy", "grpo"],
+    ]
+    unknown = workplace.run("jobs", "gone")
+    assert (unknown.returncode, unknown.stderr) == (1, "error: no run is called gone; `rollstream runs` lists them\n")
+    versions = workplace.rows("SELECT run_id, version, weights_sha256 FROM weight_versions ORDER BY version")
+    hashes = {row["version"]: row["weights_sha256"] for row in versions if row["run_id"] == second}
+    needed = {row["weights_sha256"] for row in versions if row["run_id"] != second}
+    needed |= {hashes[0], hashes[2], hashes[max(hashes)]}
+    assert hashes[1] not in needed, "the warm start changed what its first version begins with"
+    done = workplace.run("gc")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[-1].startswith(f"removed {len(set(hashes.values()) - needed)} weight files (")
+    assert {file.stem for file in (workplace.workspace / "artifacts").glob("*/*.safetensors")} == needed
 
 
 def assert_both_are_replayed_equal(workplace: Any) -> None:

@@ -12,9 +12,11 @@ import duckdb
 import pytest
 
 from rollstream.harness.config_file import read_yaml
+from rollstream.harness.workspace import Workspace
 
 pytestmark = pytest.mark.slow
 CLI = [sys.executable, "-m", "rollstream.harness.cli"]
+COMMANDS = ["finetune", "serve", "health", "stop", "status", "runs", "jobs", "sql", "plot", "dlq", "gc"]
 
 
 def rollstream(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -37,15 +39,28 @@ def test_help_is_shown_in_under_a_second() -> None:
     began = time.monotonic()
     done = rollstream("--help")
     assert time.monotonic() - began < 1.0
-    for command in ("finetune", "serve", "health", "stop", "status", "runs", "sql", "plot", "dlq"):
+    for command in COMMANDS:
         assert command in done.stdout
 
 
-@pytest.mark.parametrize("command", ["finetune", "serve", "health", "stop", "status", "runs", "sql", "plot", "dlq"])
+@pytest.mark.parametrize("command", COMMANDS)
 def test_every_command_has_help(command: str) -> None:
     done = rollstream(command, "--help")
     assert done.returncode == 0
     assert done.stdout.startswith("Usage:")
+
+
+def test_gc_waits_for_what_holds_the_workspace(tmp_path: Path) -> None:
+    place = Workspace(tmp_path / "w")
+    place.create()
+    with place.in_use("finetune mine"):
+        assert_refused(rollstream("gc", "-w", str(place.folder)), str(place.folder), "in use by finetune mine")
+
+
+@pytest.mark.parametrize("command", [["jobs"], ["jobs", "run-1"], ["gc"], ["gc", "--dry-run"]])
+def test_a_workspace_without_runs_has_neither_jobs_nor_garbage(command: list[str], tmp_path: Path) -> None:
+    assert_refused(rollstream(*command, "-w", str(tmp_path / "w")), "has no runs yet")
+    assert not (tmp_path / "w").exists()
 
 
 def test_an_unknown_command_is_refused() -> None:
