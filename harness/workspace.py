@@ -131,8 +131,9 @@ def _await_others(broker: "EmbeddedBroker", users: int, told: str = "") -> None:
     """Wait as long as others use a broker that was started here and still runs, or until Ctrl-C."""
     if not broker.is_running or _is_alone(users):
         return
-    print(f"{told}waiting for other commands that use this workspace's broker (Ctrl-C stops it now)", file=sys.stderr)
+    message = f"{told}waiting for other commands that use this workspace's broker (Ctrl-C stops it now)"
     with suppress(KeyboardInterrupt):
+        print(message, file=sys.stderr)
         while broker.is_running and not _is_alone(users):
             time.sleep(POLL_S)
 

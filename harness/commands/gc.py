@@ -54,8 +54,9 @@ def gc(dry_run: bool, artifact_uri: str | None, bootstrap_servers: str | None, w
     with ExitStack() as held:
         if not dry_run and place.folder.is_dir():
             held.enter_context(place.in_use("gc"))
-        address = held.enter_context(broker_of(place, bootstrap_servers))
-        _tell(asyncio.run(collect(address)), store.uri, is_removed=not dry_run)
+        with broker_of(place, bootstrap_servers) as address:
+            _tell(asyncio.run(collect(address)), store.uri, is_removed=not dry_run)
+            held.close()  # the workspace is free, though others may still use the broker that was started here
 
 
 def _tell(garbage: "Garbage", uri: str, *, is_removed: bool) -> None:

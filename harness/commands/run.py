@@ -4,6 +4,7 @@ import asyncio
 import logging
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -116,7 +117,7 @@ def runs(bootstrap_servers: str | None, workspace: Path) -> None:
     """List the runs of the log: state, jobs, versions, reward."""
     from rollstream.harness.tables import runs_table
 
-    click.echo(runs_table(_read_runs(workspace, bootstrap_servers)))
+    _tell_of_runs(workspace, bootstrap_servers, runs_table)
 
 
 @click.command()
@@ -127,14 +128,17 @@ def jobs(run: str | None, bootstrap_servers: str | None, workspace: Path) -> Non
     """List the training jobs of the log, or of one run: state, versions, what they began from."""
     from rollstream.harness.tables import jobs_table
 
-    found = _read_runs(workspace, bootstrap_servers)
-    chosen = [progress for progress in found if run in (None, progress.run_id)]
-    if run is not None and not chosen:
-        raise ConfigError(f"no run is called {run}; `rollstream runs` lists them")
-    click.echo(jobs_table(chosen))
+    def told(found: "list[Progress]") -> str:
+        chosen = [progress for progress in found if run in (None, progress.run_id)]
+        if run is not None and not chosen:
+            raise ConfigError(f"no run is called {run}; `rollstream runs` lists them")
+        return jobs_table(chosen)
+
+    _tell_of_runs(workspace, bootstrap_servers, told)
 
 
-def _read_runs(workspace: Path, bootstrap_servers: str | None) -> "list[Progress]":
+def _tell_of_runs(workspace: Path, bootstrap_servers: str | None, told: "Callable[[list[Progress]], str]") -> None:
+    """Read the log and show what `told` makes of its runs, before others are waited for that use the broker."""
     from rollstream.eventlog.kafka_log import KafkaLog
     from rollstream.harness.runs import read_runs
     from rollstream.harness.workspace import Workspace, broker_of
@@ -148,7 +152,7 @@ def _read_runs(workspace: Path, bootstrap_servers: str | None) -> "list[Progress
             await log.close()
 
     with broker_of(Workspace(workspace), bootstrap_servers) as address:
-        return asyncio.run(read(address))
+        click.echo(told(asyncio.run(read(address))))
 
 
 def _configure_logging(workspace: Path) -> None:
