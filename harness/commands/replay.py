@@ -4,9 +4,10 @@ import asyncio
 import signal
 import sys
 import time
+from collections.abc import Coroutine
 from contextlib import ExitStack
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
@@ -17,6 +18,8 @@ from rollstream.schemas.errors import ConfigError, RollstreamError
 if TYPE_CHECKING:
     from rollstream.harness.replay.report import Report
     from rollstream.harness.replay.what_if import Outcome
+
+T = TypeVar("T")
 
 SHOWN = 20
 """Differences that are told one by one."""
@@ -103,8 +106,6 @@ def _what_if(run: str, file: Path, export: Path | None, place: Workspace, bootst
     from rollstream.harness.replay.run import what_if_run
     from rollstream.harness.workspace import broker_of, embedded_broker
 
-    for number in (signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, signal.default_int_handler)  # the run that was begun is ended in order
     is_embedded = (bootstrap_servers or place.remembered_broker()) == EMBEDDED
     with ExitStack() as held:
         if export is not None:
@@ -115,11 +116,31 @@ def _what_if(run: str, file: Path, export: Path | None, place: Workspace, bootst
             address, _ = held.enter_context(embedded_broker(place))
         else:
             address = held.enter_context(broker_of(place, bootstrap_servers))
-        outcome = asyncio.run(what_if_run(address, place, run, file, _tell, export=export))
+        outcome = run_in_order(what_if_run(address, place, run, file, _tell, export=export))
         if is_embedded:
             _project(address, place)
         _tell("")
         _tell_outcome(outcome)
+
+
+def run_in_order(work: Coroutine[Any, Any, T]) -> T:
+    """Run `work`. SIGTERM and SIGHUP (unless ignored) cancel it as Ctrl-C does, so that what it began it ends in order.
+
+    Raises KeyboardInterrupt then. A signal that raised it in the middle of any task could end one that is needed yet.
+    """
+
+    async def go() -> T:
+        task, loop = asyncio.current_task(), asyncio.get_running_loop()
+        assert task is not None
+        for number in (signal.SIGTERM, signal.SIGHUP):
+            if signal.getsignal(number) is not signal.SIG_IGN:
+                loop.add_signal_handler(number, task.cancel)
+        return await work
+
+    try:
+        return asyncio.run(go())
+    except asyncio.CancelledError:
+        raise KeyboardInterrupt from None
 
 
 def _tell_outcome(outcome: "Outcome") -> None:
@@ -136,7 +157,7 @@ def _project(address: str, place: Workspace) -> None:
 
     _tell("bringing the metrics up to date")
     try:
-        asyncio.run(project(address, place))
+        run_in_order(project(address, place))
     except RollstreamError as error:
         _tell("")
         click.echo(f"the metrics lack this run: {error}; `rollstream rebuild` makes them again", err=True)
