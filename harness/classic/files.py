@@ -75,7 +75,8 @@ class ClassicFiles:
 
         if not self.rewards:
             return
-        figure = Figure(figsize=(9, 5), dpi=110, layout="constrained")
+        figure = Figure(figsize=(9, 5), dpi=110)
+        figure.subplots_adjust(left=0.08, right=0.92, top=0.93, bottom=0.17)  # to work margins out takes twice the time
         FigureCanvasAgg(figure)
         axes = figure.add_subplot()
         numbers = [row["epoch"] for row in self.rewards]
@@ -89,9 +90,9 @@ class ClassicFiles:
         axes.grid(alpha=0.3)
         shares = [100 * share for share in _column(self.rewards, "curriculum_percentile")]
         second = axes.twinx()
-        second.step(numbers, shares, where="post", color="tab:green", linestyle="--", label="curriculum percentile")
+        second.step(numbers, shares, where="post", color="tab:gray", linestyle="--", label="curriculum percentile")
         second.set(ylabel="curriculum percentile (% of groups)", ylim=(0, 105))
-        figure.legend(loc="outside lower center", ncols=4, frameon=False)
+        figure.legend(loc="lower center", ncols=4, frameon=False)
         temporary = self.folder / f".{PLOT}"
         figure.savefig(temporary, format="png")
         temporary.replace(self.folder / PLOT)

@@ -15,6 +15,8 @@ from rollstream.harness.log_relay import LogRelay
 from rollstream.harness.supervisor import MAX_RESTARTS, ChildSpec, Supervisor
 from rollstream.schemas.errors import RunFailedError
 
+pytestmark = pytest.mark.slow
+
 SLEEPS = "import time; time.sleep(60)"
 TIED = "import os, time; from rollstream.harness.lifeline import tie_to_parent; tie_to_parent(os.environ); "
 STUBBORN = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('up', flush=True); time.sleep(60)"

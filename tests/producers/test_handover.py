@@ -3,6 +3,8 @@ import json
 import sys
 from pathlib import Path
 
+import pytest
+
 from rollstream.eventlog.log import TopicPartition
 from rollstream.eventlog.memory_log import MemoryLog
 from rollstream.producers.group_run import MAX_LOST
@@ -115,6 +117,7 @@ def test_a_settled_task_that_was_not_committed_is_not_run_again():
     asyncio.run(main())
 
 
+@pytest.mark.slow
 def test_a_killed_owner_at_any_record_loses_and_doubles_nothing():
     async def main(num_records):
         log = MemoryLog(num_partitions=1)

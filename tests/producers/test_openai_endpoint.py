@@ -10,7 +10,6 @@ import aiohttp
 import openai
 import pytest
 import torch
-from langchain_openai import ChatOpenAI
 from transformers import AutoModelForCausalLM
 
 from rollstream.eventlog.artifacts import ArtifactStore
@@ -72,6 +71,8 @@ class Place:
         return openai.AsyncOpenAI(base_url=self.url, **{"api_key": "none", "max_retries": 0} | options)
 
     def langchain(self, **options):
+        from langchain_openai import ChatOpenAI  # a second that only these tests need
+
         return ChatOpenAI(base_url=self.url, api_key="none", model="policy", max_retries=0, **options)
 
 
