@@ -1,11 +1,13 @@
 """Command `replay`."""
 
 import asyncio
+import importlib
 import signal
 import sys
+import threading
 import time
 from collections.abc import Coroutine
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -80,6 +82,8 @@ def replay(
     request = Request(run, verify, train, epoch, first, last, workers, any_libraries)
     place = Workspace(workspace)
     began = time.monotonic()
+    if train:
+        threading.Thread(target=_load_learner, daemon=True).start()
     with ExitStack() as held:
         source = Source(export=export)
         if export is None:
@@ -89,6 +93,12 @@ def replay(
         _conclude(run, report, time.monotonic() - began)
     if report.differences:
         sys.exit(1)
+
+
+def _load_learner() -> None:
+    """Import torch and all that training needs while the broker starts and the log is read: seconds each."""
+    with suppress(ImportError):  # told where it is imported for use
+        importlib.import_module("rollstream.harness.replay.train")
 
 
 def _check_alone(is_compared: bool, is_part: bool) -> None:
