@@ -11,6 +11,7 @@ from rollstream.harness.commands.replay import run_in_order
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT])
 def test_a_signal_cancels_the_work_and_no_other_task(number: signal.Signals) -> None:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)  # whoever runs the tests may ignore it
     told: list[str] = []
 
     async def send() -> None:
@@ -26,8 +27,11 @@ def test_a_signal_cancels_the_work_and_no_other_task(number: signal.Signals) -> 
             await sending
             told.append("ended in order")
 
-    with pytest.raises(KeyboardInterrupt):
-        run_in_order(work())
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            run_in_order(work())
+    finally:
+        signal.signal(signal.SIGHUP, before)
     assert told == ["sent", "ended in order"]
 
 
