@@ -70,8 +70,9 @@ def test_who_started_a_broker_and_failed_leaves_it_to_the_others(tmp_path: Path)
 
 
 OWNER = """
-import pathlib, sys
+import pathlib, signal, sys
 from rollstream.harness.workspace import Workspace, embedded_broker
+signal.signal(signal.SIGINT, signal.default_int_handler)  # whoever runs the tests may ignore it
 with embedded_broker(Workspace(pathlib.Path(sys.argv[1]))):
     print("ready", flush=True)
     sys.stdin.readline()
