@@ -13,7 +13,12 @@ SILENCE_S = 60.0
 
 
 async def read_to_end(
-    log: EventLog, topic: str, starts: Mapping[int, int] | None = None, ends: Mapping[int, int] | None = None
+    log: EventLog,
+    topic: str,
+    starts: Mapping[int, int] | None = None,
+    ends: Mapping[int, int] | None = None,
+    *,
+    silence_s: float = SILENCE_S,
 ) -> AsyncIterator[Record]:
     """Records of a topic from `starts` up to `ends` by partition (default: all that there is now).
 
@@ -34,7 +39,7 @@ async def read_to_end(
     try:
         while any(reader.position(partition) < ends[partition.partition] for partition in where):
             records = await reader.poll(timeout_s=POLL_S, max_records=MAX_RECORDS)
-            if not records and time.monotonic() < heard + SILENCE_S:
+            if not records and time.monotonic() < heard + silence_s:
                 continue
             if not records:
                 await log.end_offsets(topic)

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from rollstream.eventlog import reading
 from rollstream.eventlog.broker import EmbeddedBroker
 from rollstream.eventlog.kafka_log import KafkaLog
 from rollstream.eventlog.log import TopicPartition
@@ -31,15 +30,12 @@ async def read_from_a_broker_that_goes(workspace: Path) -> None:
         told = json.loads((workspace / "broker" / "broker.json").read_text())
         os.kill(told["broker_pid"], signal.SIGKILL)
         with pytest.raises(LogError, match="cannot look up the offsets of topic groups"):
-            async for _ in read_to_end(log, "groups", ends={0: 2}):  # as if another record had not been read yet
-                pass
+            async for _ in read_to_end(log, "groups", ends={0: 2}, silence_s=1.0):
+                pass  # as if another record had not been read yet
         for reader in readers:
             await reader.close()
         await log.close()
 
 
-def test_reading_to_the_end_and_closing_readers_end_when_the_broker_is_gone(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(reading, "SILENCE_S", 1.0)
+def test_reading_to_the_end_and_closing_readers_end_when_the_broker_is_gone(tmp_path: Path) -> None:
     asyncio.run(asyncio.wait_for(read_from_a_broker_that_goes(tmp_path), 120))
