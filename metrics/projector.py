@@ -7,6 +7,7 @@ the next offsets; 4. poll again. A crash between any two of these repeats nothin
 import asyncio
 import logging
 from collections.abc import Iterable, Mapping
+from pathlib import Path
 from typing import Any
 
 from rollstream.eventlog.codec import decode
@@ -150,3 +151,14 @@ class Projector:
         except TimeoutError:
             return
         self._wake.clear()
+
+
+async def project_to_end(log: EventLog, path: Path) -> None:
+    """Bring a metrics file up to what the log holds now. Raises LogError, MetricsFileError."""
+    database = Database(path)
+    try:
+        projector = Projector(log, database)
+        projector.stop()
+        await projector.run()
+    finally:
+        database.close()

@@ -115,17 +115,11 @@ async def _ensure_topics(bootstrap_servers: str, place: Workspace, num_partition
 
 async def project(bootstrap_servers: str, place: Workspace) -> None:
     """Bring a workspace's metrics up to the log, where no service does. Raises LogError, MetricsFileError."""
-    from rollstream.metrics.database import Database, metrics_file
-    from rollstream.metrics.projector import Projector
+    from rollstream.metrics.database import metrics_file
+    from rollstream.metrics.projector import project_to_end
 
     async with Source(bootstrap_servers).open() as (log, _):
-        database = Database(metrics_file(place.folder))
-        try:
-            projector = Projector(log, database)
-            projector.stop()
-            await projector.run()
-        finally:
-            database.close()
+        await project_to_end(log, metrics_file(place.folder))
 
 
 def versions_of_epoch(events: RunEvents, epoch: int) -> tuple[int, int]:

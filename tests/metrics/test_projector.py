@@ -10,7 +10,7 @@ from rollstream.eventlog.dead_letters import send_dead_letter
 from rollstream.eventlog.log import EventLog, TopicPartition
 from rollstream.eventlog.memory_log import MemoryLog
 from rollstream.metrics.database import Database, MetricsFileError
-from rollstream.metrics.projector import Projector
+from rollstream.metrics.projector import Projector, project_to_end
 from rollstream.schemas import events
 from rollstream.schemas.base import Event
 from rollstream.schemas.errors import DecodeError
@@ -18,17 +18,7 @@ from rollstream.schemas.errors import DecodeError
 
 def project_all(log: EventLog, path: Path) -> None:
     """Project up to the log's end, as a service that stops at once."""
-
-    async def run() -> None:
-        database = Database(path)
-        try:
-            projector = Projector(log, database)
-            projector.stop()
-            await projector.run()
-        finally:
-            database.close()
-
-    asyncio.run(run())
+    asyncio.run(project_to_end(log, path))
 
 
 def log_of(found: list[Event]) -> MemoryLog:
