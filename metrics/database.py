@@ -7,6 +7,7 @@ import hashlib
 import logging
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
+from functools import cache
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -79,10 +80,11 @@ class Database:
             resources.files("rollstream.metrics").joinpath("tables.sql").read_text().partition(VIEWS_MARK)
         )
         self._tables_sha256 = hashlib.sha256(tables.encode()).hexdigest()
+        self._views_sha256 = hashlib.sha256(views.encode()).hexdigest()
         with self._transaction():
             self._make_tables(tables)
-            self._connection.execute(views)
-        self._inserts = {table: _insert(table, columns) for table, columns in self._columns().items()}
+            self._make_views(views)
+        self._inserts = _inserts(tables)
 
     def cursor(self) -> duckdb.DuckDBPyConnection:
         """A connection to the same database; it sees every finished transaction."""
@@ -100,12 +102,12 @@ class Database:
 
     def claim_cluster(self, cluster_id: str) -> None:
         """Tie the file to a cluster. Raises MetricsFileError if it is tied to another one."""
-        found = self._connection.execute("SELECT value FROM log.meta WHERE name = 'cluster_id'").fetchone()
+        found = self._meta("cluster_id")
         if found is None:
             self._connection.execute("INSERT INTO log.meta VALUES ('cluster_id', $1)", [cluster_id])
-        elif found[0] != cluster_id:
+        elif found != cluster_id:
             raise MetricsFileError(
-                f"the metrics file {self.path} was made from cluster {found[0]}, not from {cluster_id}: move it away, "
+                f"the metrics file {self.path} was made from cluster {found}, not from {cluster_id}: move it away, "
                 "or use another workspace"
             )
 
@@ -143,13 +145,22 @@ class Database:
     def _make_tables(self, tables: str) -> None:
         schemas = self._connection.execute("SELECT 1 FROM duckdb_schemas() WHERE schema_name = 'log'").fetchone()
         if schemas is not None:
-            found = self._connection.execute("SELECT value FROM log.meta WHERE name = 'tables_sha256'").fetchone()
-            if found is not None and found[0] == self._tables_sha256:
+            if self._meta("tables_sha256") == self._tables_sha256:
                 return
             logger.info("the tables of %s are of another version: the log is read again from its start", self.path)
             self._drop_everything()
         self._connection.execute(tables)
         self._connection.execute("INSERT INTO log.meta VALUES ('tables_sha256', $1)", [self._tables_sha256])
+
+    def _make_views(self, views: str) -> None:
+        if self._meta("views_sha256") == self._views_sha256:
+            return
+        self._connection.execute(views)
+        self._connection.execute("INSERT OR REPLACE INTO log.meta VALUES ('views_sha256', $1)", [self._views_sha256])
+
+    def _meta(self, name: str) -> str | None:
+        found = self._connection.execute("SELECT value FROM log.meta WHERE name = $1", [name]).fetchone()
+        return found[0] if found else None
 
     def _drop_everything(self) -> None:
         views = self._connection.execute(
@@ -159,16 +170,6 @@ class Database:
             self._connection.execute(f'DROP VIEW IF EXISTS "{schema}"."{view}" CASCADE')
         self._connection.execute("DROP SCHEMA log CASCADE")
         self._connection.execute("DROP TABLE IF EXISTS main.offsets")
-
-    def _columns(self) -> dict[str, dict[str, str]]:
-        found = self._connection.execute(
-            "SELECT table_name, column_name, data_type FROM duckdb_columns() c JOIN duckdb_tables() t "
-            "USING (schema_name, table_name) WHERE schema_name = 'log' ORDER BY table_name, column_index"
-        ).fetchall()
-        columns: dict[str, dict[str, str]] = {}
-        for table, column, data_type in found:
-            columns.setdefault(table, {})[column] = data_type
-        return columns
 
 
 class _Transaction:
@@ -182,6 +183,21 @@ class _Transaction:
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         self._connection.execute("COMMIT" if kind is None else "ROLLBACK")
+
+
+@cache
+def _inserts(tables: str) -> dict[str, tuple[str, list[str]]]:
+    """How rows go into each table of schema `log`: the statement, and the order of its columns."""
+    columns: dict[str, dict[str, str]] = {}
+    with duckdb.connect(":memory:", config=SAFE_CONFIG) as connection:
+        connection.execute(tables)
+        found = connection.execute(
+            "SELECT table_name, column_name, data_type FROM duckdb_columns() "
+            "WHERE schema_name = 'log' ORDER BY table_name, column_index"
+        ).fetchall()
+    for table, column, data_type in found:
+        columns.setdefault(table, {})[column] = data_type
+    return {table: _insert(table, of_table) for table, of_table in columns.items()}
 
 
 def _insert(table: str, columns: Mapping[str, str]) -> tuple[str, list[str]]:

@@ -1,6 +1,6 @@
 -- The metrics file: one table for each kind of event in schema `log` (rows are only ever added; the first occurrence
 -- of an id wins by primary key), and public tables and views derived from them. What follows the line "-- views" is
--- made anew whenever the file is opened; a change before it makes the projector read the log from its start again.
+-- made anew when it has changed; a change before it makes the projector read the log from its start again.
 -- Every log table says where its event lies (log_partition, log_offset) and its event time (time_ms, UTC).
 
 CREATE SCHEMA log;
