@@ -168,6 +168,7 @@ class RollstreamTrainer(Trainer):
             await _cancel(_tasks_of(self.trajectory_builder))
             if isinstance(self.trainer_adapter, RollstreamTrainerAdapter):
                 await self.trainer_adapter.finish(self._outcome)
+            self._files.finish(self._run_id)
         except Exception:
             if self._outcome is not None and self._outcome[0]:
                 raise

@@ -5,6 +5,7 @@ Written aside and moved into place. What an earlier process of the same run wrot
 
 import json
 import math
+import time
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
@@ -15,6 +16,8 @@ REWARDS = "reward_history.json"
 VALIDATIONS = "validation_history.json"
 CURRICULUM = "curriculum_state.json"
 PLOT = "reward_plot.png"
+PLOT_EVERY_S = 1.0
+"""Drawing takes a tenth of a second: short epochs are not drawn one by one."""
 RUN = "run_id"
 HISTORY_KEYS = (
     "avg_reward",
@@ -35,6 +38,8 @@ class ClassicFiles:
         self.rewards: list[dict[str, Any]] = []
         self.validations: list[dict[str, Any]] = []
         self.metrics: list[dict[str, Any]] = []
+        self._is_plot_behind = False
+        self._plotted_s = time.monotonic()
 
     def resume(self, run_id: str, first_epoch: int) -> None:
         """Take up what this run has left here of the epochs before `first_epoch`; that of other runs is replaced."""
@@ -42,6 +47,7 @@ class ClassicFiles:
         self.metrics = [row for row in self.metrics if row.get("epoch", -1) < first_epoch]
         if not self.metrics:
             return
+        self._is_plot_behind = True
         self.rewards = [row for row in _read(self.folder / REWARDS) if row.get("epoch", -1) < first_epoch]
         self.validations = [row for row in _read(self.folder / VALIDATIONS) if row.get("epoch", -1) < first_epoch]
 
@@ -50,7 +56,7 @@ class ClassicFiles:
         return self.metrics[-1].get("curriculum_state") if self.metrics else None
 
     def add_epoch(self, run_id: str, epoch: int, metrics: Mapping[str, Any], curriculum: Mapping[str, Any]) -> None:
-        """Note an epoch, again if it is done again, and write all files."""
+        """Note an epoch, again if it is done again, and write all files; the plot at most once a second."""
         now = datetime.now(UTC).isoformat(timespec="seconds")
         row = {"epoch": epoch, "timestamp": now, RUN: run_id, **metrics, "curriculum_state": dict(curriculum)}
         self.metrics = [*(old for old in self.metrics if old["epoch"] != epoch), row]
@@ -60,7 +66,14 @@ class ClassicFiles:
         _write(self.folder / METRICS, lines.encode())
         _write(self.folder / REWARDS, _json(self.rewards))
         _write(self.folder / CURRICULUM, _json(dict(curriculum)))
-        self.plot(run_id)
+        self._is_plot_behind = True
+        if time.monotonic() - self._plotted_s >= PLOT_EVERY_S:
+            self.plot(run_id)
+
+    def finish(self, run_id: str) -> None:
+        """Draw the epochs that are not drawn yet."""
+        if self._is_plot_behind:
+            self.plot(run_id)
 
     def add_validation(self, epoch: int, result: Mapping[str, Any]) -> None:
         """Note a validation, or the reason why it failed."""
@@ -96,6 +109,8 @@ class ClassicFiles:
         temporary = self.folder / f".{PLOT}"
         figure.savefig(temporary, format="png")
         temporary.replace(self.folder / PLOT)
+        self._is_plot_behind = False
+        self._plotted_s = time.monotonic()
 
 
 def _column(rows: Sequence[Mapping[str, Any]], key: str) -> list[float]:

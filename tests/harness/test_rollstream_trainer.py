@@ -256,6 +256,23 @@ def test_files_go_on_where_an_earlier_process_stopped_and_forget_other_runs(tmp_
     assert not list(tmp_path.glob(".*"))
 
 
+def test_short_epochs_are_drawn_together_and_none_is_left_out_at_the_end(tmp_path: Path) -> None:
+    plot = tmp_path / "reward_plot.png"
+    files = ClassicFiles(tmp_path)
+    for epoch in range(3):
+        files.add_epoch("r", epoch, {"avg_reward": epoch / 2}, {})
+    assert not plot.exists()
+    files.finish("r")
+    drawn = plot.read_bytes()
+    plot.unlink()
+    files.finish("r")
+    assert not plot.exists()
+    again = ClassicFiles(tmp_path)
+    again.resume("r", 3)
+    again.finish("r")
+    assert plot.read_bytes() == drawn
+
+
 def test_a_trainer_that_derives_from_ours_may_end_a_run_by_a_rule_of_its_own(tmp_path: Path) -> None:
     class Enough(RollstreamTrainer):
         def reason_to_end(self, epoch: int) -> str | None:
