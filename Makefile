@@ -8,9 +8,11 @@ SOURCES := schemas eventlog producers processors learner metrics harness tests b
 
 export HF_HUB_OFFLINE ?= 1
 export TOKENIZERS_PARALLELISM ?= false
+# Every process that a run or a test starts would compile the sources again.
+unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test check bench chaos clean
+.PHONY: help setup demo test unit check bench chaos clean
 
 help: ## Say what can be made
 	@grep -E '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 10
@@ -43,6 +45,9 @@ check: setup ## Lint, format, types, architecture and packaging
 
 test: setup ## Everything that a fresh machine can run, two files at a time (PARALLEL= for one)
 	$(BIN)/python -m pytest -q $(PARALLEL) --durations=10 -m "not chaos" tests
+
+unit: setup ## The tests that need no broker and are not slow (a minute)
+	$(BIN)/python -m pytest -q $(PARALLEL) -m "not kafka and not slow and not chaos" tests
 
 bench: .venv/.ready ## Speed: medians of three beside their limits; JSON in benchmarks/results
 	$(BIN)/python benchmarks/run.py
