@@ -1,9 +1,10 @@
 """LLM calls of one agent to training sequences: joined by their prefixes, every prefix verified. No rewards, no I/O."""
 
 import hashlib
-from binascii import a2b_base64, b2a_base64
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+
+import pybase64
 
 from rollstream.processors.assembly_state import Call
 from rollstream.schemas.base import validator_of
@@ -109,7 +110,7 @@ def _extend(sequence: _Growing, call: LLMCall, step_index: int) -> None:
 
 def _unpack(text: str) -> bytes:
     """Little-endian four-byte values of a base64 text; they stay as they are, so no machine's byte order matters."""
-    packed = a2b_base64(text, strict_mode=True)
+    packed = pybase64.b64decode(text, None, True)
     if len(packed) % TOKEN_BYTES:
         raise DecodeError("a token array is not whole four-byte values")
     return packed
@@ -126,4 +127,4 @@ def _sealed(sequence: _Growing) -> TokenSequence:
 
 
 def _pack(parts: list[bytes]) -> str:
-    return b2a_base64(b"".join(parts), newline=False).decode("ascii")
+    return pybase64.b64encode_as_string(b"".join(parts))

@@ -112,7 +112,17 @@ def test_what_does_not_fit_names_the_step(second, problem):
 
 
 @pytest.mark.parametrize(
-    "change", [{"logprobs": encode_floats([-1, -2])}, {"prompt_ids": "AAA="}, {"completion_ids": "?"}]
+    "change",
+    [
+        {"logprobs": encode_floats([-1, -2])},
+        {"prompt_ids": "AAA="},
+        {"completion_ids": "?"},
+        {"completion_ids": "AgAAAA"},
+        {"completion_ids": "AgAAAA==\n"},
+        {"completion_ids": " AgAAAA=="},
+        {"completion_ids": "AgAAAA==AgAAAA=="},
+        {"completion_ids": "AgÄAAA=="},
+    ],
 )
 def test_arrays_that_are_no_arrays_are_refused(change):
     step = call(0, [1], [2])
