@@ -6,7 +6,6 @@
 
 import asyncio
 import atexit
-import logging
 from collections.abc import Callable, Coroutine, Sequence
 from contextlib import AsyncExitStack
 from pathlib import Path
@@ -34,8 +33,6 @@ from rollstream.schemas.errors import ConfigError, RunFailedError
 POLL_S = 0.5
 T = TypeVar("T")
 _OPEN: dict[Path, "Backend"] = {}
-
-logger = logging.getLogger(__name__)
 
 
 class Backend:

@@ -15,7 +15,6 @@ from rollstream.schemas.errors import BrokerError, ConfigError, RollstreamError
 if TYPE_CHECKING:
     from rollstream.eventlog.broker import EmbeddedBroker
 
-DEFAULT = Path(".rollstream")
 EMBEDDED = "embedded"
 POLL_S = 0.1
 PATIENCE_S = 60.0

@@ -6,7 +6,6 @@ tokenised afresh at every call; a stream begins when its answer is whole. Neithe
 
 import asyncio
 import hmac
-import logging
 import secrets
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -26,8 +25,6 @@ from rollstream.schemas.services import EndpointSettings
 MIN_VERSION_HEADER = "X-Min-Version"
 """A weight version that the answer waits for; `min_version` in the body wins."""
 MAX_BODY_BYTES = 8 * 1024 * 1024
-
-logger = logging.getLogger(__name__)
 
 
 class Weights(Protocol):

@@ -5,7 +5,6 @@ A version is checked before anything is changed: one that does not fit leaves th
 Not thread-safe.
 """
 
-import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,8 +21,6 @@ from rollstream.producers.generation import Model
 from rollstream.schemas.errors import ModelError
 from rollstream.schemas.events import WeightsPublished
 from rollstream.schemas.services import EngineSettings
-
-logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)

@@ -27,7 +27,6 @@ ONLY_IN = {
     "aiokafka": {"eventlog", "processors"},
     "nat": {"harness"},
 }
-STDLIB_AND_PYDANTIC_ONLY = {"schemas"}
 MAX_FILE_LINES = 400
 MAX_FUNCTION_LINES = 60
 

@@ -51,10 +51,6 @@ class ClassicFiles:
         self.rewards = [row for row in _read(self.folder / REWARDS) if row.get("epoch", -1) < first_epoch]
         self.validations = [row for row in _read(self.folder / VALIDATIONS) if row.get("epoch", -1) < first_epoch]
 
-    def curriculum_state(self) -> dict[str, Any] | None:
-        """The curriculum as the newest of these epochs left it; None before the first."""
-        return self.metrics[-1].get("curriculum_state") if self.metrics else None
-
     def add_epoch(self, run_id: str, epoch: int, metrics: Mapping[str, Any], curriculum: Mapping[str, Any]) -> None:
         """Note an epoch, again if it is done again, and write all files; the plot at most once a second."""
         now = datetime.now(UTC).isoformat(timespec="seconds")

@@ -129,9 +129,9 @@ async def compare_trajectories(
     """Hold the record that stands at every locator of a closed group or a manifest against the digest named there."""
     wanted: dict[tuple[int, int], list[tuple[str, str, str]]] = {}
     for event, _ in groups:
-        _note(wanted, event.event_id, event.locators, ((m.trajectory_id, m.digest) for m in event.members), report)
+        _note(wanted, event.event_id, event.locators, ((m.trajectory_id, m.digest) for m in event.members))
     for event, _ in batches:
-        _note(wanted, event.event_id, event.locators, ((m.trajectory_id, m.digest) for m in event.members), report)
+        _note(wanted, event.event_id, event.locators, ((m.trajectory_id, m.digest) for m in event.members))
     starts: dict[int, int] = {}
     ends: dict[int, int] = {}
     for partition, offset in wanted:
@@ -166,7 +166,6 @@ def _note(
     by: str,
     locators: tuple[Locator, ...],
     members: Iterable[tuple[str, str]],
-    report: Report,
 ) -> None:
     for place, (trajectory_id, digest) in zip(locators, members, strict=False):
         wanted.setdefault((place.partition, place.offset), []).append((by, trajectory_id, digest))

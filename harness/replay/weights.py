@@ -38,7 +38,7 @@ def compare(events: RunEvents, artifacts: ArtifactStore, checkpoints: Path | Non
         for version, published in sorted(group.published.items()):
             _artifact(f"{name} v{version}", published, artifacts, report)
         if checkpoints is not None:
-            _checkpoints(events, name, group, checkpoints / quote(name, safe=""), report)
+            _checkpoints(events, group, checkpoints / quote(name, safe=""), report)
 
 
 def _versions(name: str, group: GroupState, report: Report) -> None:
@@ -68,7 +68,7 @@ def _artifact(what: str, published: WeightsPublished, artifacts: ArtifactStore, 
         report.count("artifacts")
 
 
-def _checkpoints(events: RunEvents, name: str, group: GroupState, folder: Path, report: Report) -> None:
+def _checkpoints(events: RunEvents, group: GroupState, folder: Path, report: Report) -> None:
     manifests = {
         (event.job_id, event.index): received.digest
         for event, received in of_type(events.by_topic.get("batches", ()), BatchPlanned)

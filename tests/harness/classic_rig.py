@@ -44,8 +44,6 @@ from rollstream.schemas.events import (
 )
 from rollstream.schemas.services import ProducerSettings
 
-WAIT_S = 0.003
-
 
 class Quiet:
     """A stream that keeps what is shown."""

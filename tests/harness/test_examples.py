@@ -110,7 +110,7 @@ def test_components_of_ones_own_do_what_they_say(tmp_path: Path) -> None:
     assert {name: reward for one in noted for name, reward in one["rewards"].items()} == trained
 
 
-def test_a_value_that_an_own_configuration_refuses_is_named_by_its_path(tmp_path: Path) -> None:
+def test_a_value_that_an_own_configuration_refuses_is_named_by_its_path() -> None:
     told = r"trainer_adapters\.learner.*lowest_reward 2 is not below highest_reward 1"
     with pytest.raises(ConfigError, match=told):
         load(CUSTOM, [("trainer_adapters.learner.lowest_reward", "2")])

@@ -143,7 +143,7 @@ def test_lines_of_runs_in_any_order_that_keeps_each_runs_own_are_the_same_rollou
 
 
 @pytest.fixture
-def configured(tmp_path, write, written):
+def configured(write, written):
     """Path of a configuration for recorded rollouts, with `changes` to its two blocks."""
 
     def make(builder=None, adapter=None):

@@ -179,7 +179,7 @@ def orjson_id(value):
     return value.split(b'"batch_id":"')[1].split(b'"')[0]
 
 
-def test_a_flipped_bit_of_a_checkpoint_or_an_artifact_is_found_and_the_file_named(run, tmp_path):
+def test_a_flipped_bit_of_a_checkpoint_or_an_artifact_is_found_and_the_file_named(run):
     checkpoint = sorted(run.checkpoints.rglob("*.safetensors"))[0]
     artifact = max((run.folder / "artifacts").rglob("*.safetensors"), key=lambda path: path.stat().st_mtime)
     for path, stage in ((checkpoint, "checkpoints"), (artifact, "weights")):

@@ -113,7 +113,7 @@ def test_rows_need_no_more_than_the_evaluator_looks_at(config):
         check_datasets(config({"e": block}, "e"), is_new=True)
 
 
-def test_an_environments_own_examples_are_looked_at_too(config, written):
+def test_an_environments_own_examples_are_looked_at_too(config):
     found = config({"e": {"_type": "numeric_match"}}, "e")
     found = found.model_copy(update={"dataset": None})
     with pytest.raises(ConfigError, match=r"answer_key: example '0' of environment guess_number has no 'answer'"):

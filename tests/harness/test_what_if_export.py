@@ -214,7 +214,7 @@ def test_the_model_folder_may_lie_elsewhere_where_the_weights_are_full(recorded,
         asked(elsewhere, recorded.export, {"trainer_adapters": {"learner": {"model": {"path": "/nowhere/model"}}}})
 
 
-def test_what_cannot_be_is_refused_before_anything_is_written(recorded, elsewhere, tmp_path):
+def test_what_cannot_be_is_refused_before_anything_is_written(recorded, elsewhere):
     with pytest.raises(ConfigError, match="num_generations cannot change in a what-if"):
         asked(elsewhere, recorded.export, {"trajectory_builders": {"rollouts": {"num_generations": 8}}})
     with pytest.raises(ConfigError, match="export holds run replayed, not other"):
@@ -330,7 +330,7 @@ def rows(path, sql) -> Result:
         connection.close()
 
 
-def test_a_what_if_of_a_what_if_names_the_run_to_ask_for(recorded, elsewhere, tmp_path):
+def test_a_what_if_of_a_what_if_names_the_run_to_ask_for(recorded, elsewhere):
     events = asked(elsewhere, recorded.export, {})
     file = elsewhere.folder / "what_if.yaml"
     with pytest.raises(ConfigError, match="is a what-if itself and has no rollouts of its own; give run replayed"):

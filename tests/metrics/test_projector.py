@@ -221,7 +221,7 @@ def test_a_void_term_publishes_nothing(tmp_path: Path, synthetic: Any) -> None:
     assert ask(path, "SELECT term FROM weight_versions") == [(2,)]
 
 
-def test_a_second_end_of_an_attempt_decides_nothing(tmp_path: Path, synthetic: Any) -> None:
+def test_a_second_end_of_an_attempt_decides_nothing(tmp_path: Path) -> None:
     common = {"run_id": "r", "time_ms": 1, "group_id": "r/j/e/t", "rollout_id": "r/j/e/t/m0/a0"}
     lost = events.RolloutFailed.model_validate(common | {"cause": "producer_lost"})
     late = events.RolloutEnded.model_validate(common | {"num_steps": 0, "num_rewards": 0, "digest": "e"})

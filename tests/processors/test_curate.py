@@ -22,7 +22,7 @@ def test_an_epoch_asks_for_its_tasks(partition):
         assert (task.time_ms, task.purpose, task.settings.environment) == (1_000, "train", "guess_number")
 
 
-def test_epochs_walk_on_through_the_dataset_and_wrap_around(new_partition, pick):
+def test_epochs_walk_on_through_the_dataset_and_wrap_around(new_partition):
     partition = new_partition(num_examples=3)
     tasks = partition.start(tasks_per_epoch=5, num_generations=2, num_epochs=2)
     for task in tasks:
@@ -34,7 +34,7 @@ def test_epochs_walk_on_through_the_dataset_and_wrap_around(new_partition, pick)
         assert sorted(names[start : start + 3]) == sorted(partition.dataset)
 
 
-def test_an_empty_dataset_seals_empty_epochs(new_partition, pick):
+def test_an_empty_dataset_seals_empty_epochs(new_partition):
     partition = new_partition(num_examples=0)
     partition.start_run()
     partition.start_job()
@@ -90,7 +90,7 @@ def test_rewards_leave_the_window_with_their_version(new_partition):
     assert asked == [{high}, {high, low}, {min(high, low)}]
 
 
-def test_the_first_occurrence_of_a_record_counts(partition, pick):
+def test_the_first_occurrence_of_a_record_counts(partition):
     tasks = partition.start(tasks_per_epoch=2, num_generations=2)
     assert partition.start_epoch() == []
     assert partition.start_run() == []
@@ -102,7 +102,7 @@ def test_the_first_occurrence_of_a_record_counts(partition, pick):
     assert partition.close(tasks[1], [0.0, 1.0]) == []
 
 
-def test_validation_is_rejected_as_such_and_never_trained(partition, make_closed):
+def test_validation_is_rejected_as_such_and_never_trained(partition):
     (task,) = partition.start(tasks_per_epoch=1, num_generations=2)
     held_out = task.model_copy(update={"group_id": "run-1/rl-validation/e00000/t00000", "purpose": "validation"})
     outputs = partition.close(held_out, [0.0, 1.0])
@@ -134,7 +134,7 @@ def test_the_end_of_a_run_rejects_what_waits_and_cancels_open_tasks(partition, p
     assert partition.state.runs == {}
 
 
-def test_a_run_without_progress_is_ended_by_the_time_of_another(partition, pick):
+def test_a_run_without_progress_is_ended_by_the_time_of_another(partition):
     tasks = partition.start(tasks_per_epoch=1, num_generations=2)
     partition.start_run("run-2", idle_timeout_s=10.0)
     partition.start_run("run-3", idle_timeout_s=1e9)
@@ -153,7 +153,7 @@ def test_time_of_one_clock_is_never_compared_with_another(partition, pick):
     assert pick(RunEnded, partition.close(task, [0.0, 1.0], time_ms=10**9)) == []
 
 
-def test_two_jobs_of_a_run_go_on_from_one_version_to_the_next(partition, pick):
+def test_two_jobs_of_a_run_go_on_from_one_version_to_the_next(partition):
     partition.start_run()
     plan = {"tasks_per_epoch": 1, "num_generations": 1, "min_generations": 1}
     partition.start_job(name="sft", policy="demonstration", **plan)

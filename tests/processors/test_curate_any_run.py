@@ -238,9 +238,7 @@ def test_folding_again_or_from_the_low_water_mark_gives_the_same_bytes(
 
 @settings(max_examples=60, deadline=None)
 @given(plan=PLANS, rewards=RANDOMS, order=RANDOMS)
-def test_at_one_batch_an_epoch_the_order_of_closing_changes_no_manifest(
-    plan, rewards, order, new_partition, make_closed, pick
-):
+def test_at_one_batch_an_epoch_the_order_of_closing_changes_no_manifest(plan, rewards, order, new_partition, pick):
     plan = plan | {"planning": "stream", "batches_per_epoch": 1}
     seed = rewards.randrange(10**6)
     digests = set()

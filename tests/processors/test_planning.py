@@ -17,7 +17,7 @@ def groups_in(batch):
     return list(dict.fromkeys(int(member.group_id[-5:]) for member in batch.members))
 
 
-def test_an_epoch_at_staleness_zero_is_one_batch_in_task_order(partition, pick):
+def test_an_epoch_at_staleness_zero_is_one_batch_in_task_order(partition):
     tasks = partition.start(tasks_per_epoch=3, num_generations=2, base_version=4)
     for task in (tasks[2], tasks[0]):
         assert partition.close(task, [0.0, 1.0]) == []

@@ -121,12 +121,10 @@ class Raising:
     def __init__(self, evolve, is_bad):
         self.evolve = evolve
         self.is_bad = is_bad
-        self.num_raised = 0
 
     def __call__(self, state, received, *more):
         answer = self.evolve(state, received, *more)
         if self.is_bad(received):
-            self.num_raised += 1
             raise ZeroDivisionError(f"division by zero at {received.position.offset}")
         return answer
 

@@ -146,7 +146,7 @@ def test_an_environment_that_exits_ends_no_process(play):
     assert "sys.exit(3)" in failed.message
 
 
-def test_an_engine_error_is_no_fault_of_the_environment_even_if_it_forgives(play, tmp_path):
+def test_an_engine_error_is_no_fault_of_the_environment_even_if_it_forgives(play):
     def refuses(prompt, rng, version):
         raise ModelError("out of memory")
 

@@ -334,7 +334,7 @@ def test_tied_tensors_may_be_given_and_stay_tied(folder, versions, tmp_path):
     assert given == run(together(asked), (published(folder, 1), versions(1)))
 
 
-def test_a_missing_model_folder_is_named(folder, versions, tmp_path):
+def test_a_missing_model_folder_is_named(versions, tmp_path):
     async def work(engine):
         with pytest.raises(ModelError, match=r"gone does not exist here; give a transformers folder"):
             await engine.load(published(tmp_path / "gone"), versions(0))

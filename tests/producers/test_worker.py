@@ -25,10 +25,6 @@ def cancelled(task):
     return TaskCancelled(run_id=task.run_id, time_ms=1, group_id=task.group_id, cause="stopped")
 
 
-def causes(events):
-    return {(e.rollout_id.rsplit("/", 2)[1:][0], e.cause, e.is_final) for e in events if isinstance(e, RolloutFailed)}
-
-
 def test_a_task_becomes_a_started_group_and_as_many_complete_rollouts():
     async def main():
         log = MemoryLog(num_partitions=1)
