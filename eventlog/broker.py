@@ -42,7 +42,7 @@ advertised.listeners=PLAINTEXT://{HOST}:{{port}}
 controller.listener.names=CONTROLLER
 inter.broker.listener.name=PLAINTEXT
 listener.security.protocol.map=PLAINTEXT:PLAINTEXT,CONTROLLER:PLAINTEXT
-log.dirs={{data}}
+log.dirs=data
 auto.create.topics.enable=false
 num.partitions=1
 offsets.topic.replication.factor=1
@@ -63,6 +63,7 @@ message.max.bytes={10 * 1024 * 1024}
 replica.fetch.max.bytes={10 * 1024 * 1024}
 log.cleaner.dedupe.buffer.size={8 * 1024 * 1024}
 """
+"""No path stands in it: in a Java properties file a comma, a backslash or a letter beyond Latin-1 is not itself."""
 
 logger = logging.getLogger(__name__)
 
@@ -140,12 +141,11 @@ class EmbeddedBroker:
         began, classes = time.monotonic(), self._classes
         port, controller_port = _ports(self._folder / "broker.json")
         properties = self._folder / "server.properties"
-        text = PROPERTIES.format(port=port, controller_port=controller_port, data=self._folder / "data")
-        properties.write_text(text, encoding="utf-8")
+        properties.write_text(PROPERTIES.format(port=port, controller_port=controller_port), encoding="utf-8")
         if not (self._folder / "data" / "meta.properties").exists():
             _format_storage(classes, properties)
-        command = [str(classes.java), *JVM, *classes.options(self._folder / CLASSES_LISTED), "-cp", classes.classpath]
-        command += ["kafka.Kafka", str(properties)]
+        command = [str(classes.java), *JVM, *classes.options(Path(CLASSES_LISTED)), "-cp", classes.classpath]
+        command += ["kafka.Kafka", properties.name]
         broker_pid = self._launch(command)
         self._await_ready(port)
         self.bootstrap_servers = f"{HOST}:{port}"
@@ -164,6 +164,8 @@ class EmbeddedBroker:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
+            cwd=self._folder,
+            env=_environment(),
             start_new_session=True,  # Ctrl-C in the terminal is for the parent, which stops the broker last
             pass_fds=(self._lock,),  # the workspace stays locked until the broker has ended
         )
@@ -302,14 +304,20 @@ def _classes() -> ClassArchive:
     return ClassArchive(kafka_install.cache_folder(), kafka_install.java(), classpath, JVM)
 
 
+def _environment() -> dict[str, str]:
+    """Of a Java process: in a locale without them, Java would read no file whose path has letters beyond ASCII."""
+    return {**os.environ, "LC_ALL": "C.UTF-8"}
+
+
 def _format_storage(classes: ClassArchive, properties: Path) -> None:
     cluster = "R" + base64.urlsafe_b64encode(uuid.uuid4().bytes).decode("ascii")[1:22]
     command = [str(classes.java), *JVM, "-XX:TieredStopAtLevel=1", f"-XX:SharedArchiveFile={classes.path}"]
     command += ["-cp", classes.classpath, "kafka.tools.StorageTool", "format", "--cluster-id", cluster]
-    command += ["--config", str(properties), "--ignore-formatted"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    command += ["--config", properties.name, "--ignore-formatted"]
+    folder = properties.parent
+    done = subprocess.run(command, cwd=folder, env=_environment(), capture_output=True, text=True, check=False)
     if done.returncode != 0:
-        _check_crash(classes, done.returncode, properties.parent)
+        _check_crash(classes, done.returncode, folder)
         lines = (done.stderr or done.stdout).strip().splitlines() or ["no reason given"]
         raise BrokerError(f"the broker's storage below {properties.parent} cannot be formatted: {lines[-1]}")
 

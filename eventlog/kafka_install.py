@@ -24,7 +24,7 @@ logger = logging.getLogger(__name__)
 def cache_folder() -> Path:
     """Where the jars are kept: `kafka` below $ROLLSTREAM_CACHE, by default below ~/.cache/rollstream."""
     base = os.environ.get("ROLLSTREAM_CACHE")
-    return (Path(base) if base else Path.home() / ".cache" / "rollstream") / "kafka"
+    return (Path(base).absolute() if base else Path.home() / ".cache" / "rollstream") / "kafka"
 
 
 def java() -> Path:

@@ -101,6 +101,17 @@ def test_a_broker_is_ready_soon_keeps_its_data_and_its_address(workspace: Path) 
         assert asyncio.run(kept(address)) == (cluster, 1)
 
 
+def test_a_workspace_may_lie_under_any_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LC_ALL", "C")
+    workspace = tmp_path / "müller, 日本" / "a\\b: c=d#e"
+    for count in (1, 2):
+        with EmbeddedBroker(workspace) as broker:
+            asyncio.run(send(broker.bootstrap_servers, b"kept"))
+            assert asyncio.run(kept(broker.bootstrap_servers))[1] == count
+    assert (workspace / "broker" / "data" / "rollstream.dlq.v1-0").is_dir()
+    assert [path.name for path in tmp_path.iterdir()] == ["müller, 日本"]
+
+
 def test_a_broker_listens_on_loopback_only(workspace: Path) -> None:
     with EmbeddedBroker(workspace):
         listening = {
