@@ -2,10 +2,12 @@
 
 import http.client
 import json
+import time
+from http import HTTPStatus
 from pathlib import Path
 from typing import Any
 
-from rollstream.metrics.database import MetricsFileError, connect, metrics_file
+from rollstream.metrics.database import FileInUseError, MetricsFileError, connect, metrics_file
 from rollstream.metrics.result import Result
 from rollstream.metrics.select_only import run_select
 from rollstream.metrics.sql_service import HOST, port_file, token_file
@@ -13,6 +15,9 @@ from rollstream.schemas.errors import QueryError
 
 WAIT_MARGIN_S = 10.0
 """What the service may take beyond catching up and the query itself."""
+PATIENCE_S = 5.0
+"""How long a service that begins or ends may have the file without answering."""
+POLL_S = 0.1
 
 
 def query(workspace: Path, sql: str, *, fresh: bool = True, limit: int = 10_000, timeout_s: float = 30.0) -> Result:
@@ -21,9 +26,15 @@ def query(workspace: Path, sql: str, *, fresh: bool = True, limit: int = 10_000,
     Raises QueryError, in one line, for what is refused, wrong or too slow, and for a file that is absent or in use.
     """
     asked = {"sql": sql, "fresh": fresh, "limit": limit, "timeout_s": timeout_s}
-    answer = _ask_service(workspace, asked)
-    if answer is None:
-        return _ask_file(workspace, sql, limit=limit, timeout_s=timeout_s)
+    num_found_in_use = 0
+    while (answer := _ask_service(workspace, asked)) is None:
+        try:
+            return _ask_file(workspace, sql, limit=limit, timeout_s=timeout_s)
+        except MetricsFileError as error:
+            num_found_in_use += 1
+            if not isinstance(error, FileInUseError) or num_found_in_use * POLL_S > PATIENCE_S:
+                raise QueryError(str(error)) from error
+            time.sleep(POLL_S)
     if "error" in answer:
         raise QueryError(answer["error"])
     return Result(
@@ -46,7 +57,7 @@ def is_caught_up(workspace: Path) -> bool:
 
 
 def _ask_service(workspace: Path, asked: dict[str, Any]) -> dict[str, Any] | None:
-    """The service's answer, None if it is not up."""
+    """The service's answer, None if it is not up or ends."""
     try:
         port = int(json.loads(port_file(workspace).read_text())["port"])
         token = token_file(workspace).read_text().strip()
@@ -57,7 +68,9 @@ def _ask_service(workspace: Path, asked: dict[str, Any]) -> dict[str, Any] | Non
     connection = http.client.HTTPConnection(HOST, port, timeout=2 * asked["timeout_s"] + WAIT_MARGIN_S)
     try:
         connection.request("POST", "/query", json.dumps(asked), {"Authorization": f"Bearer {token}"})
-        return json.loads(connection.getresponse().read())
+        response = connection.getresponse()
+        text = response.read()
+        return None if response.status == HTTPStatus.SERVICE_UNAVAILABLE else json.loads(text)
     except (ConnectionRefusedError, ConnectionResetError, http.client.RemoteDisconnected):
         return None
     except TimeoutError as error:
@@ -72,10 +85,7 @@ def _ask_file(workspace: Path, sql: str, *, limit: int, timeout_s: float) -> Res
     path = metrics_file(workspace)
     if not path.exists():
         raise QueryError(f"there are no metrics in {workspace}: run `rollstream finetune`, or give another workspace")
-    try:
-        connection = connect(path, read_only=True)
-    except MetricsFileError as error:
-        raise QueryError(str(error)) from error
+    connection = connect(path, read_only=True)
     try:
         return run_select(connection, sql, limit=limit, timeout_s=timeout_s)
     finally:

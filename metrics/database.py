@@ -41,18 +41,22 @@ class MetricsFileError(RollstreamError):
     """The metrics file cannot be opened, or belongs to another cluster."""
 
 
+class FileInUseError(MetricsFileError):
+    """Another process has the metrics file open."""
+
+
 def metrics_file(workspace: Path) -> Path:
     """Where a workspace keeps its metrics."""
     return workspace / "metrics.duckdb"
 
 
 def connect(path: Path, *, read_only: bool) -> duckdb.DuckDBPyConnection:
-    """Open the file. Raises MetricsFileError that names the file and the remedy."""
+    """Open the file. Raises MetricsFileError (FileInUseError) that names the file and the remedy."""
     try:
         return duckdb.connect(str(path), read_only=read_only, config=SAFE_CONFIG)
     except duckdb.IOException as error:
         if "lock" in str(error).lower():
-            raise MetricsFileError(
+            raise FileInUseError(
                 f"the metrics file {path} is in use by another process{_holder(str(error))}: stop that one, or ask "
                 "its SQL service"
             ) from error

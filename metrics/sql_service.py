@@ -3,13 +3,13 @@
 import asyncio
 import hmac
 import json
-import logging
 import os
 import secrets
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
+import duckdb
 import orjson
 from aiohttp import web
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -24,7 +24,7 @@ HOST = "127.0.0.1"
 MAX_SQL_BYTES = 1024 * 1024
 MAX_AT_ONCE = 4
 """Queries that run together; others wait."""
-logger = logging.getLogger(__name__)
+INTERRUPT_EVERY_S = 0.05
 
 
 class QueryRequest(BaseModel):
@@ -57,9 +57,11 @@ class SqlService:
         self._projector = projector
         self._authorization = f"Bearer {token}".encode()
         self._free = asyncio.Semaphore(MAX_AT_ONCE)
+        self._running: list[duckdb.DuckDBPyConnection] = []
+        self._is_ending = False
 
     async def handle(self, request: web.Request) -> web.Response:
-        """One query. 401 without the token, 400 with one clear line for what is refused."""
+        """One query. 401 without the token, 400 with one clear line for what is refused, 503 if the service ends."""
         given = request.headers.get("Authorization", "").encode(errors="replace")
         if not hmac.compare_digest(given, self._authorization):
             return _answer({"error": "the token is missing or wrong"}, status=401)
@@ -68,19 +70,33 @@ class SqlService:
         except ValidationError as error:
             return _answer({"error": f"request: {error.errors()[0]['loc']}: {error.errors()[0]['msg']}"}, status=400)
         except QueryError as error:
+            if self._is_ending:
+                return _answer({"error": "the metrics service has ended: ask again"}, status=503)
             return _answer({"error": str(error)}, status=400)
         return _answer(result, status=200)
+
+    async def end(self) -> None:
+        """Interrupt what runs, and begin no other: nothing holds the file afterwards."""
+        self._is_ending = True
+        while self._running:
+            for cursor in self._running:
+                cursor.interrupt()  # again and again: one that comes before its query begins is lost
+            await asyncio.sleep(INTERRUPT_EVERY_S)
 
     async def _query(self, asked: QueryRequest) -> Result:
         if asked.fresh:
             await self._catch_up(asked.timeout_s)
         async with self._free:
+            if self._is_ending:
+                raise QueryError("the service ends")
             cursor = self._database.cursor()
+            self._running.append(cursor)
             try:
                 return await asyncio.to_thread(
                     run_select, cursor, asked.sql, limit=asked.limit, timeout_s=asked.timeout_s
                 )
             finally:
+                self._running.remove(cursor)
                 cursor.close()
 
     async def _catch_up(self, timeout_s: float) -> None:
@@ -115,6 +131,7 @@ async def listening(service: SqlService, workspace: Path, port: int) -> AsyncIte
         yield taken
     finally:
         port_file(workspace).unlink(missing_ok=True)
+        await service.end()
         await runner.cleanup()
 
 

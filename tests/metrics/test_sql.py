@@ -1,11 +1,13 @@
 """SQL from outside: what is refused, the limits, the service, and the file read without a service."""
 
 import asyncio
+import http.client
 import json
 import stat
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -200,6 +202,40 @@ def test_a_file_in_use_by_another_process_is_named(tmp_path: Path) -> None:
                 asyncio.run(service.run(MemoryLog(), tmp_path))
         finally:
             child.kill()
+
+
+def test_a_file_that_is_let_go_of_in_a_moment_is_waited_for(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.duckdb"
+    Database(path).close()
+    code = f"import duckdb, time; held = duckdb.connect({str(path)!r}); print('held', flush=True); time.sleep(0.5)"
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE) as child:
+        assert child.stdout is not None
+        assert child.stdout.readline() == b"held\n"
+        assert query(tmp_path, "SELECT 1").rows == ((1,),)
+
+
+def test_a_service_that_is_asked_to_end_does_not_wait_for_a_long_query(tmp_path: Path) -> None:
+    answers: list[tuple[int, bytes]] = []
+
+    def ask(port: int, token: str) -> None:
+        slow = "SELECT count(*) FROM range(1000000) a, range(1000000) b WHERE a.range % 7 = b.range % 11"
+        connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
+        body = json.dumps({"sql": slow, "fresh": False, "timeout_s": 60})
+        connection.request("POST", "/query", body, {"Authorization": f"Bearer {token}"})
+        response = connection.getresponse()
+        answers.append((response.status, response.read()))
+        connection.close()
+
+    with running(tmp_path, []):
+        port = json.loads((tmp_path / "metrics.json").read_text())["port"]
+        asking = threading.Thread(target=ask, args=(port, (tmp_path / "sql.token").read_text()))
+        asking.start()
+        time.sleep(0.5)
+        began = time.monotonic()
+    asking.join()
+    assert time.monotonic() - began < 10
+    assert answers == [(503, b'{"error":"the metrics service has ended: ask again"}')]
+    assert query(tmp_path, "SELECT 1").rows == ((1,),)
 
 
 def test_a_port_in_use_is_one_clear_line(tmp_path: Path) -> None:
