@@ -3,9 +3,15 @@
 from collections.abc import Mapping
 
 import torch
+from torch import Tensor
 
 from rollstream.learner.token_batch import TokenBatch, TokenLosses
 from rollstream.schemas.settings import AlgorithmSettings
+
+MAX_LOG_RATIO = 20.0
+"""A log-ratio counts for no more: some engines write -9999 for a token that they held for hardly possible, and the
+exponential of what that leads to is no number.
+"""
 
 
 def losses(batch: TokenBatch, settings: AlgorithmSettings) -> TokenLosses:
@@ -13,9 +19,10 @@ def losses(batch: TokenBatch, settings: AlgorithmSettings) -> TokenLosses:
 
     Clip-higher and token-level normalisation as in DAPO (arXiv 2503.14476, equations 8 and 12). The estimate of
     KL(behaviour || current) is k3 = r - 1 - log r (Schulman, "Approximating KL Divergence"); the same estimate of
-    KL(current || base version) is the penalty (DeepSeekMath, arXiv 2402.03300, equation 4).
+    KL(current || base version) is the penalty (DeepSeekMath, arXiv 2402.03300, equation 4). A token with a log-ratio
+    above MAX_LOG_RATIO has no gradient from it.
     """
-    log_ratio_N = batch.logprobs_N - batch.behaviour_N
+    log_ratio_N = _bounded(batch.logprobs_N - batch.behaviour_N)
     ratio_N = log_ratio_N.exp()
     clipped_N = ratio_N.clamp(1 - settings.clip_low, 1 + settings.clip_high)
     objective_N = torch.minimum(ratio_N * batch.advantages_N, clipped_N * batch.advantages_N)
@@ -24,7 +31,7 @@ def losses(batch: TokenBatch, settings: AlgorithmSettings) -> TokenLosses:
         losses_N = losses_N - settings.entropy_coefficient * batch.entropies_N
     to_reference_N = None
     if settings.kl_coefficient and batch.reference_N is not None:
-        log_odds_N = batch.reference_N - batch.logprobs_N
+        log_odds_N = _bounded(batch.reference_N - batch.logprobs_N)
         to_reference_N = log_odds_N.exp() - 1 - log_odds_N
         losses_N = losses_N + settings.kl_coefficient * to_reference_N
     with torch.no_grad():
@@ -58,3 +65,7 @@ def metrics(sums: Mapping[str, float], num_tokens: int) -> dict[str, float]:
         "clip/high": sums["clip_high"] / num_tokens,
         "advantage/abs": sums["advantage"] / num_tokens,
     }
+
+
+def _bounded(log_ratios_N: Tensor) -> Tensor:
+    return log_ratios_N.clamp(max=MAX_LOG_RATIO)

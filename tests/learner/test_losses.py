@@ -50,6 +50,28 @@ def test_an_on_policy_batch_has_no_kl_and_all_of_its_samples() -> None:
     assert metrics["loss/total"] == 0.0
 
 
+@pytest.mark.parametrize("advantage", [1.0, 0.0, -1.0])
+@pytest.mark.parametrize("behaviour", [-9999.0, -120.0])
+def test_a_token_that_was_all_but_impossible_spoils_no_gradient(advantage: float, behaviour: float) -> None:
+    given = batch([1.0, 1.0], [advantage, 1.0])._replace(behaviour_N=torch.tensor([behaviour, -2.0]))
+    found = grpo.losses(given, SETTINGS)
+    found.losses_N.sum().backward()
+    assert given.logprobs_N.grad is not None
+    assert given.logprobs_N.grad.tolist() == pytest.approx([0.0, -1.0])
+    assert all(value.isfinite() for value in found.sums.values())
+
+
+def test_a_reference_that_is_far_away_spoils_no_gradient() -> None:
+    settings = SETTINGS.model_copy(update={"kl_coefficient": 0.5})
+    current = torch.tensor([-150.0, -2.0], requires_grad=True)
+    given = batch([1.0, 1.0], [1.0, 1.0])._replace(logprobs_N=current, reference_N=torch.tensor([-1.0, -2.0]))
+    found = grpo.losses(given, settings)
+    found.losses_N.sum().backward()
+    assert current.grad is not None
+    assert current.grad.isfinite().all()
+    assert all(value.isfinite() for value in found.sums.values())
+
+
 def test_the_entropy_bonus_lowers_the_loss() -> None:
     settings = SETTINGS.model_copy(update={"entropy_coefficient": 0.1})
     assert grpo.losses(batch([1.0], [1.0], entropy=3.0), settings).losses_N.tolist() == pytest.approx([-1.3])
