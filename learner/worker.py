@@ -121,7 +121,11 @@ class Worker:
         return True
 
     async def _fail(self, job: JobSubmitted, place: Workplace, error: RollstreamError) -> None:
+        """Say that a job has failed. Raises FencedError if that is for another learner to say by now."""
         logger.error("job=%s failed: %s", job.job_id, error)
+        publisher = self._publishers.get(job.model_group)
+        if publisher is not None:
+            await publisher.check_owner()
         self._runs.pop(job.model_group, None)
         event = JobFailed(
             run_id=job.run_id,

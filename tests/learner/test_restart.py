@@ -13,7 +13,7 @@ from rollstream.eventlog.log import Position
 from rollstream.learner.checkpoint import CheckpointFolder
 from rollstream.learner.worker import Worker
 from rollstream.schemas.base import Event
-from rollstream.schemas.errors import FencedError, VersionDivergedError
+from rollstream.schemas.errors import ArtifactError, FencedError, VersionDivergedError
 from rollstream.schemas.events import (
     JobFailed,
     JobProgressed,
@@ -215,6 +215,40 @@ def test_a_higher_term_stops_the_older_learner_before_it_publishes(lab: Any) -> 
         claims = await lab.events("weights", LearnerClaimed)
         assert [(c.term, c.learner) for c in claims] == [(1, "old"), (2, "new"), (3, "newest")]
         assert [(p.version, p.term) for p in await lab.events("weights", WeightsPublished)] == [(0, 1), (1, 1), (2, 3)]
+
+    asyncio.run(scenario())
+
+
+class FullStore(ArtifactStore):
+    """An artifact store without room for anything more, once it is full."""
+
+    is_full = False
+
+    def put_bytes(self, data: bytes, suffix: str = "") -> ArtifactRef:
+        if self.is_full:
+            raise ArtifactError(f"artifact store {self.uri} cannot be written: no space left on device")
+        return super().put_bytes(data, suffix)
+
+
+def test_a_replaced_learner_does_not_fail_the_job_of_the_one_that_took_over(lab: Any) -> None:
+    async def scenario() -> None:
+        job = await lab.submit()
+        first = await lab.plan(job, 1, seal=False)
+        store = FullStore(lab.artifacts.uri)
+        old = asyncio.create_task(
+            Worker(lab.log, store, name="old", checkpoints=lab.folder / "checkpoints", threads=1).run()
+        )
+        while not await lab.has(WeightsPublished, "weights", 2)():
+            await asyncio.sleep(0.01)
+        store.is_full = True
+        claim = {"run_id": job.run_id, "time_ms": 1, "model_group": job.model_group}
+        await lab.log.send(LearnerClaimed(**claim, term=2, learner="new"))
+        previous = next(r.digest for r in await lab.received("batches") if r.event == first[-1])
+        await lab.plan(job, 1, first=1, previous=previous)
+        with pytest.raises(FencedError, match="claimed by learner new with term 2"):
+            await asyncio.wait_for(old, 30)
+        assert await lab.events("jobs", JobFailed) == []
+        await lab.work(lab.has(JobSucceeded), lab.worker("newest"))
 
     asyncio.run(scenario())
 
