@@ -18,6 +18,11 @@ def pytest_collection_finish() -> None:
     gc.freeze()
 
 
+def pytest_unconfigure() -> None:
+    """Give it back: DuckDB tells a page of leaks at the exit of a process that keeps its types."""
+    gc.unfreeze()
+
+
 @pytest.fixture(scope="session")
 def bootstrap_servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """`host:port` of a Kafka broker that the whole session shares.
