@@ -1,0 +1,59 @@
+"""What the documents tell to type: every command has the options that it is shown with, and every query has an answer."""
+
+import re
+import shlex
+from collections.abc import Iterator
+from pathlib import Path
+
+import click
+import pytest
+
+from rollstream.harness.cli import rollstream
+from rollstream.metrics.database import Database
+
+ROOT = Path(__file__).resolve().parents[1]
+DOCUMENTS = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])
+_SHELL = re.compile(r"^```(?:sh|console)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
+_SQL = re.compile(r"^```sql\n(.*?)^```$", re.DOTALL | re.MULTILINE)
+_ASKED = re.compile(r'rollstream sql "([^"]+)"')
+_OURS = re.compile(r"^(?:\$ )?(?:docker compose run --rm \w+|rollstream) (.*)$")
+
+
+def commands() -> Iterator[list[str]]:
+    """Arguments of every `rollstream` command in a shell block, also of those that are run in a container."""
+    for path in DOCUMENTS:
+        for block in _SHELL.findall(path.read_text(encoding="utf-8")):
+            for line in block.replace("\\\n", " ").replace(" && ", "\n").splitlines():
+                if ours := _OURS.match(line.strip()):
+                    yield shlex.split(ours[1], comments=True)
+
+
+def queries() -> Iterator[str]:
+    for path in DOCUMENTS:
+        text = path.read_text(encoding="utf-8")
+        for block in _SQL.findall(text):
+            yield from filter(str.strip, block.split(";"))
+        yield from _ASKED.findall(text)
+
+
+@pytest.mark.parametrize("arguments", list(commands()), ids=" ".join)
+def test_a_command_of_the_documents_has_the_options_that_it_is_shown_with(arguments: list[str]) -> None:
+    command: click.Command = rollstream
+    context = click.Context(command)
+    while isinstance(command, click.Group):
+        found = command.get_command(context, arguments[0])
+        assert found is not None, arguments
+        command, arguments = found, arguments[1:]
+    _, left_over, _ = command.make_parser(click.Context(command)).parse_args(list(arguments))
+    assert left_over == []
+
+
+def test_every_query_of_the_documents_can_be_answered(tmp_path: Path) -> None:
+    database = Database(tmp_path / "metrics.duckdb")
+    try:
+        found = list(queries())
+        assert len(found) >= 6
+        for query in found:
+            database.cursor().execute(query)
+    finally:
+        database.close()
