@@ -1,4 +1,4 @@
-"""What the documents tell to type: every command has the options that it is shown with, and every query has an answer."""
+"""What the documents tell to type: commands have the options that they are shown with, queries can be answered."""
 
 import re
 import shlex
