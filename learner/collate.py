@@ -52,6 +52,18 @@ class MicroBatch:
         return MicroBatch(*moved)
 
 
+def check_token_ids(trajectory: TrajectoryAssembled, size: int) -> None:
+    """Raises DecodeError naming the trajectory if it has a token id that is none of a model's `size`."""
+    for index, sequence in enumerate(trajectory.sequences):
+        token_ids = np.frombuffer(tokens.decode_ids(sequence.token_ids), np.int32)
+        odd = token_ids[(token_ids < 0) | (token_ids >= size)]
+        if len(odd):
+            raise DecodeError(
+                f"trajectory {trajectory.trajectory_id}, sequence {index}: token id {odd[0]} is none of the model's "
+                f"{size}; does its tokenizer have more tokens than the model?"
+            )
+
+
 def rows_of(trajectory: TrajectoryAssembled, advantage: float | StepAdvantages, *, needs_logprobs: bool) -> list[Row]:
     """The sequences of a trajectory that have completion tokens, with one advantage for all of them or one by step.
 
@@ -129,6 +141,8 @@ def _row(sequence: TokenSequence, advantage: float | StepAdvantages, *, needs_lo
         sampled = np.frombuffer(tokens.decode_floats(sequence.logprobs), np.float32)
     if len(sampled) != num_sampled:
         raise DecodeError(f"{len(sampled)} log-probabilities for {num_sampled} completion tokens")
+    if not np.isfinite(sampled).all():
+        raise DecodeError("a log-probability is no finite number")
     mask = np.zeros(len(token_ids), np.bool_)
     logprobs = np.zeros(len(token_ids), np.float32)
     taken = 0

@@ -44,6 +44,11 @@ class PolicyModel:
         """`full` or `lora`."""
         return "lora" if self.settings.lora else "full"
 
+    @property
+    def num_token_ids(self) -> int:
+        """Token ids that the model has an embedding for."""
+        return int(self.module.get_input_embeddings().num_embeddings)
+
     def trainable(self) -> list[tuple[str, torch.nn.Parameter]]:
         """Parameters that are trained, by sorted name."""
         return sorted((n, p) for n, p in self.module.named_parameters() if p.requires_grad)

@@ -9,7 +9,7 @@ import torch
 
 from rollstream.learner import advantages
 from rollstream.learner.checkpoint import Checkpoint, CheckpointPosition
-from rollstream.learner.collate import Row, StepAdvantages, rows_of
+from rollstream.learner.collate import Row, StepAdvantages, check_token_ids, rows_of
 from rollstream.learner.losses import ALGORITHMS
 from rollstream.learner.model import PolicyModel, from_bytes, make_deterministic
 from rollstream.learner.optimizer import load_state_tensors, make_optimizer, state_tensors
@@ -77,6 +77,8 @@ class Trainer:
 
     def train(self, planned: BatchPlanned, trajectories: Sequence[TrajectoryAssembled]) -> StepResult:
         """Train on a manifest's trajectories, given in its order. Raises DecodeError, RunFailedError."""
+        for trajectory in trajectories:
+            check_token_ids(trajectory, self.model.num_token_ids)
         if self._settings.algorithm.name == "dpo":
             result = self._train_pairs(planned, trajectories)
         else:

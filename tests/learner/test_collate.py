@@ -66,11 +66,20 @@ def test_demonstrations_need_no_log_probabilities() -> None:
         (sequence([1, 2], [(1, 2)], [-1.0, -1.0]), "ends at token 3 of 2"),
         (sequence([1, 2], [(1, 1)], [-1.0, -1.0]), "2 log-probabilities for 1"),
         (sequence([1, 2, 3], [(0, 2), (1, 1)], [-1.0] * 3), "overlap"),
+        (sequence([1, 2, 3], [(1, 2)], [-1.0, float("nan")]), "no finite number"),
+        (sequence([1, 2, 3], [(1, 2)], [float("-inf"), -1.0]), "no finite number"),
     ],
 )
 def test_arrays_that_do_not_fit_are_named(bad: TokenSequence, message: str) -> None:
     with pytest.raises(DecodeError, match=rf"trajectory x/agent, sequence 0: .*{message}"):
         collate.rows_of(trajectory(bad), 1.0, needs_logprobs=True)
+
+
+@pytest.mark.parametrize("odd", [32, -1])
+def test_a_token_id_that_the_model_does_not_have_is_named(odd: int) -> None:
+    collate.check_token_ids(trajectory(sequence([0, 31], [(1, 1)], None)), 32)
+    with pytest.raises(DecodeError, match=f"trajectory x/agent, sequence 0: token id {odd} is none of the model's 32"):
+        collate.check_token_ids(trajectory(sequence([1, odd], [(1, 1)], None)), 32)
 
 
 def test_padding_stands_on_the_right_and_off_the_mask() -> None:

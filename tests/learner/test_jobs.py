@@ -12,6 +12,7 @@ from rollstream.eventlog.dead_letters import origin
 from rollstream.eventlog.log import TopicPartition
 from rollstream.learner.export import export_model
 from rollstream.learner.inbox import Inbox
+from rollstream.schemas import tokens
 from rollstream.schemas.events import (
     JobCancelled,
     JobFailed,
@@ -81,6 +82,29 @@ def test_a_manifest_that_does_not_hold_fails_its_job(lab: Any, change: Any, mess
         await lab.log.send(planned.model_copy(update=change(planned)))
         assert message in await failure(lab)
         assert [p.version for p in await lab.events("weights", WeightsPublished)] == [0]
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("lora", [None, LoraSettings(rank=2)], ids=["full", "lora"])
+def test_a_token_id_beyond_the_model_fails_its_job_and_not_the_learner(lab: Any, lora: LoraSettings | None) -> None:
+    class OddLab(type(lab)):
+        def trajectory(self, job: Any, index: int, place: int, **options: Any) -> Any:
+            made = super().trajectory(job, index, place, **options)
+            if job.job_id != "run-1/bad" or place != 5:
+                return made
+            odd = made.sequences[0].model_copy(update={"token_ids": tokens.encode_ids([32] * 20)})
+            return made.model_copy(update={"sequences": (odd,)})
+
+    async def scenario() -> None:
+        odd = OddLab(lab.folder, lab.model)
+        model = ModelSettings(path=str(lab.model), device="cpu", lora=lora)
+        await odd.plan(await odd.submit("bad", model=model), 1)
+        await odd.plan(await odd.submit("good", model=model), 1)
+        await odd.work(odd.has(JobSucceeded))
+        (failed,) = await odd.events("jobs", JobFailed)
+        assert failed.job_id == "run-1/bad"
+        assert "/agent, sequence 0: token id 32 is none of the model's 32" in failed.error
 
     asyncio.run(scenario())
 
