@@ -1,14 +1,17 @@
 """Reward functions: a finished rollout in, a number out. They run before the rollout ends: rewards are recorded."""
 
 import asyncio
+import contextlib
+import contextvars
 import inspect
 import math
+import threading
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 from dataclasses import dataclass
 from numbers import Real
 from typing import Any, Protocol
 
-from rollstream.schemas.errors import EnvironmentRunError
+from rollstream.schemas.errors import EnvironmentRunError, told
 from rollstream.schemas.events import RewardRecorded, StepRecorded
 
 
@@ -76,7 +79,7 @@ def played(steps: Iterable[StepRecorded]) -> tuple[StepRecorded, ...]:
 
 
 async def evaluate(name: str, function: RewardFunction, rollout: FinishedRollout) -> dict[str | None, float]:
-    """Reward by agent (None: all agents). Plain functions run in a thread, so that a slow one holds nobody up.
+    """Reward by agent (None: all agents). A plain function has a thread of its own, so that it holds nobody up.
 
     Raises RewardError naming the function if it raised or returned what is no finite number, NoScoreError if it has no
     score to give.
@@ -85,15 +88,43 @@ async def evaluate(name: str, function: RewardFunction, rollout: FinishedRollout
         if inspect.iscoroutinefunction(function):
             value: Any = await function(rollout)
         else:
-            value = await asyncio.to_thread(function, rollout)
+            value, error = await _in_thread(function, rollout)
+            if error is not None:
+                raise error
             value = await value if inspect.isawaitable(value) else value
     except RewardError:
         raise
-    except Exception as error:
-        raise RewardError(f"reward {name} raised {type(error).__name__}: {error}") from error
+    except (Exception, SystemExit) as error:
+        raise RewardError(f"reward {name} raised {told(error)}") from error
     if isinstance(value, Mapping):
         return {agent: finite(name, number) for agent, number in value.items()}
     return {None: finite(name, value)}
+
+
+async def _in_thread(function: RewardFunction, rollout: FinishedRollout) -> tuple[Any, BaseException | None]:
+    """What a plain function returned, or raised: a future cannot hold every exception (StopIteration).
+
+    Not `asyncio.to_thread`: a few functions that never return would take all of its threads, those that fetch weights
+    included, and the process could not end.
+    """
+    loop = asyncio.get_running_loop()
+    answer: asyncio.Future[tuple[Any, BaseException | None]] = loop.create_future()
+
+    def settle(outcome: tuple[Any, BaseException | None]) -> None:
+        if not answer.done():
+            answer.set_result(outcome)
+
+    def call() -> None:
+        try:
+            outcome = function(rollout), None
+        except BaseException as error:  # noqa: BLE001 -- whatever it raises is raised where it is awaited
+            outcome = None, error
+        with contextlib.suppress(RuntimeError):  # too late: the loop is closed
+            loop.call_soon_threadsafe(settle, outcome)
+
+    context = contextvars.copy_context()
+    threading.Thread(target=context.run, args=(call,), name="reward", daemon=True).start()
+    return await answer
 
 
 def finite(name: str, value: Any) -> float:

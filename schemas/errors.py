@@ -81,3 +81,12 @@ class QueryError(RollstreamError, ValueError):
 
 class RunFailedError(RollstreamError):
     """A run ended in failure."""
+
+
+def told(error: BaseException) -> str:
+    """Type and message of an exception of others' code, even if its own `__str__` raises."""
+    try:
+        message = str(error)
+    except Exception:  # noqa: BLE001 -- whatever others' code raises
+        message = "(its message cannot be read)"
+    return f"{type(error).__name__}: {message}"
