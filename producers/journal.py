@@ -8,8 +8,9 @@ from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
 from rollstream.eventlog import codec
+from rollstream.eventlog.log import check_record_size
 from rollstream.schemas.base import Event
-from rollstream.schemas.errors import EnvironmentRunError
+from rollstream.schemas.errors import EnvironmentRunError, LogError
 from rollstream.schemas.events import (
     RewardRecorded,
     RolloutEnded,
@@ -33,6 +34,8 @@ class Journal:
         self.clock = clock
         self.emit_error: BaseException | None = None
         """What `emit` raised; it ends the attempt without a last event."""
+        self.refusal: str | None = None
+        """Why the first event that no record can hold was not emitted."""
         self._emit = emit
         self._ids: dict[str, Any] = {"run_id": task.run_id, "group_id": task.group_id, "rollout_id": rollout_id}
         self._ancestry = FunctionAncestry(
@@ -69,7 +72,8 @@ class Journal:
 
     async def begin(self, *, member: int, attempt: int, seed: int) -> None:
         """Emit RolloutStarted."""
-        await self._put(RolloutStarted(**self._ids, time_ms=self.clock(), member=member, attempt=attempt, seed=seed))
+        started = RolloutStarted(**self._ids, time_ms=self.clock(), member=member, attempt=attempt, seed=seed)
+        await self._put(started, "the start")
 
     def open_step(self) -> int:
         """Index of a step that begins now. Calls are numbered as they begin, however long each takes."""
@@ -90,7 +94,7 @@ class Journal:
             "span_event_timestamp": began_ms / 1000,
         }
         step = StepRecorded(**self._ids, time_ms=time_ms, step_index=step_index, **(own | fields))
-        await self._put(step)
+        await self._put(step, f"step {step_index} ({step.event_type} {step.name})")
         self._steps[step_index] = step
         return step
 
@@ -111,7 +115,7 @@ class Journal:
             agent=agent,
             is_score=is_score,
         )
-        await self._put(reward)
+        await self._put(reward, f"reward {name}")
         self._rewards[index] = reward
 
     def close(self) -> None:
@@ -137,13 +141,24 @@ class Journal:
         time_ms = self.clock()
         await self._emit(RolloutFailed(**self._ids, time_ms=time_ms, cause=cause, message=message, is_final=is_final))
 
-    async def _put(self, event: Event) -> None:
+    async def _put(self, event: Event, what: str) -> None:
         self._check_open()
+        self._check_fits(event, what)
         try:
             await self._emit(event)
         except Exception as error:
             self.emit_error = error
             raise
+
+    def _check_fits(self, event: Event, what: str) -> None:
+        """Raises EnvironmentRunError if no record can hold the event: the environment's fault, not the log's."""
+        try:
+            encoded = codec.encode(event)
+            check_record_size(encoded.topic, encoded.key, encoded.value, encoded.headers)
+        except (TypeError, ValueError, LogError) as error:
+            message = f"{what} cannot be recorded: {error}"
+            self.refusal = self.refusal or message
+            raise EnvironmentRunError(message) from error
 
     def _check_open(self) -> None:
         if self._is_closed:

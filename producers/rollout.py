@@ -15,7 +15,7 @@ from rollstream.producers.journal import Emit, Journal
 from rollstream.producers.session import Session, TurnsExhausted, member_seed
 from rollstream.schemas import ids
 from rollstream.schemas.environment import conceal
-from rollstream.schemas.errors import EnvironmentRunError, RollstreamError
+from rollstream.schemas.errors import EnvironmentRunError, RollstreamError, told
 from rollstream.schemas.events import TaskRequested
 from rollstream.schemas.settings import RolloutSettings
 
@@ -109,12 +109,17 @@ class _Stage:
             return "environment_error", f"{self._doing} cancelled itself"
         error = play.exception()
         if error is None:
-            num_open = self._journal.num_open
-            return ("environment_error", f"{self._doing} ended with {num_open} calls not done") if num_open else None
+            return self._left_open() if self._journal.num_open else None
         if isinstance(error, rewards.RewardError):
             return "reward_error", str(error)
-        text = str(error) if isinstance(error, RollstreamError) else f"{type(error).__name__}: {error}"
+        text = str(error) if isinstance(error, RollstreamError) else told(error)
         return "environment_error", f"{self._doing}: {text}"
+
+    def _left_open(self) -> tuple[str, str]:
+        """Cause and message of an environment that went on after a call was not done or could not be recorded."""
+        if self._journal.refusal is not None:
+            return "environment_error", f"{self._doing}: {self._journal.refusal}"
+        return "environment_error", f"{self._doing} ended with {self._journal.num_open} calls not done"
 
     async def _run(self, environment: Environment, session: Session) -> str:
         try:
@@ -232,5 +237,6 @@ def _retrieve(play: "asyncio.Task[str]") -> None:
 
 
 def _one_line(message: str) -> str:
-    line = " ".join(message.split())
+    printable = message.encode(errors="backslashreplace").decode()  # a lone surrogate fits in no event
+    line = " ".join(printable.split())
     return line if len(line) <= MAX_MESSAGE else line[: MAX_MESSAGE - 3] + "..."

@@ -1,12 +1,13 @@
 """What an environment plays through: chat with the model, call tools, give rewards. Every call becomes an event."""
 
 import asyncio
+import functools
 import inspect
 import math
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, ParamSpec, Protocol, TypeVar
 
 import orjson
 
@@ -17,13 +18,18 @@ from rollstream.producers.journal import Journal
 from rollstream.producers.recording import Playing, fields_of, read_step
 from rollstream.producers.rewards import RewardError, finite
 from rollstream.schemas import ids, tokens
-from rollstream.schemas.errors import EnvironmentRunError, ModelError
+from rollstream.schemas.errors import EnvironmentRunError, ModelError, told
 from rollstream.schemas.events import TaskRequested
 from rollstream.schemas.events_rollouts import LLMCall
 from rollstream.schemas.recorded import RecordedStep
 
 Message = dict[str, Any]
 """A chat message: `role`, `content` and what a chat template knows beside them."""
+
+
+REFUSAL_PAUSE_S = 0.01
+Parameters = ParamSpec("Parameters")
+Result = TypeVar("Result")
 
 
 class TurnsExhausted(EnvironmentRunError):
@@ -51,6 +57,22 @@ class Reply:
     """For rewards of this step."""
     finish_reason: str
     """`stop` or `length`."""
+
+
+def _refused_with_pause(
+    call: Callable[Parameters, Coroutine[Any, Any, Result]],
+) -> Callable[Parameters, Coroutine[Any, Any, Result]]:
+    """What a call raises comes after a pause: who tries again for ever must not keep others from their turn."""
+
+    @functools.wraps(call)
+    async def paused(*args: Parameters.args, **options: Parameters.kwargs) -> Result:
+        try:
+            return await call(*args, **options)
+        except Exception:
+            await asyncio.sleep(REFUSAL_PAUSE_S)
+            raise
+
+    return paused
 
 
 class Session:
@@ -96,6 +118,7 @@ class Session:
         (reply,) = await self.sample(messages, 1, agent)
         return reply
 
+    @_refused_with_pause
     async def sample(self, messages: Sequence[Message], num: int, agent: str = "agent") -> list[Reply]:
         """`num` answers to the same messages, sampled side by side; together they are one turn.
 
@@ -151,6 +174,7 @@ class Session:
         played: dict[str, Any] = self._journal.step(replies[selected].step_index).data or {}
         self.messages[agent] = (*played["input"], {"role": "assistant", "content": played["output"]})
 
+    @_refused_with_pause
     async def tool(self, name: str, input: Any, output: Any, agent: str = "agent") -> int:
         """Record that a tool was called and what it returned (JSON values). Returns the step's index."""
         self._model_group(agent)
@@ -161,6 +185,7 @@ class Session:
         )
         return step_index
 
+    @_refused_with_pause
     async def record(self, step: RecordedStep, *, retokenise: bool = False, assumed_version: int | None = None) -> int:
         """Record a step that happened elsewhere as it was, an LLM call with its tokens. Returns the step's index.
 
@@ -181,6 +206,7 @@ class Session:
         await self._journal.record_step(step_index, began_ms=began_ms, agent=agent, **fields_of(step, reading))
         return step_index
 
+    @_refused_with_pause
     async def reward(
         self,
         value: float,
@@ -280,7 +306,7 @@ class Session:
         return Generation((*spoken, tokenizer.eos_token_id), (), (), "stop")
 
     def _engine_fault(self, error: Exception) -> None:
-        self.fault = self.fault or ("engine_error", f"{type(error).__name__}: {error}")
+        self.fault = self.fault or ("engine_error", told(error))
 
 
 def member_seed(task: TaskRequested, member: int) -> int:

@@ -14,6 +14,9 @@ from rollstream.producers.clock import EventClock
 from rollstream.schemas.base import Event
 from rollstream.schemas.events import RolloutEnded, RolloutFailed
 
+MAX_WAITING = 64
+"""Events of one attempt that may wait to be sent before the next one has to."""
+
 
 class StepsWriter:
     """The owner's end of one steps partition: its clock, and how far acknowledged sends reach."""
@@ -103,6 +106,7 @@ class Outbox:
     async def put(self, event: Event) -> None:
         """Send an event after those before it; returns at once, or for a terminal event when all are acknowledged.
 
+        Waits when many are on their way: an environment that never stops must not keep all others from their turn.
         Raises what an earlier send raised.
         """
         if self._sender is not None and self._sender.done():
@@ -114,6 +118,8 @@ class Outbox:
         if isinstance(event, RolloutEnded | RolloutFailed):
             await self._sender
             self.terminal = self.terminal or event
+        elif len(self._waiting) >= MAX_WAITING:
+            await asyncio.wait({self._sender})
 
     async def __aenter__(self) -> "Outbox":
         return self

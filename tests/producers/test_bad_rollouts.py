@@ -1,0 +1,227 @@
+"""What users' code may do without ending its producer: each fails its own attempt with a cause, and nothing else."""
+
+import asyncio
+import contextlib
+import itertools
+import re
+import sys
+import threading
+import time
+
+import pytest
+
+from rollstream.eventlog.memory_log import MemoryLog
+from rollstream.producers import rewards
+from rollstream.producers.registry import register_environment, register_reward
+from rollstream.producers.rollout import run_rollout
+from rollstream.producers.steps_writer import MAX_WAITING, Outbox
+from rollstream.schemas.topics import TOPICS
+
+from .conftest import scripted, task_of
+
+HELLO = [{"role": "user", "content": "?"}]
+TOO_LARGE = "x" * (TOPICS["steps"].max_record_bytes + 1)
+UNSPEAKABLE = "half a pair \ud800"
+"""A lone surrogate: no UTF-8."""
+
+
+@pytest.fixture
+def play_on_a_log(tmp_path):
+    """Play one attempt at a task as the worker does, on a log with its limits; returns its last event."""
+
+    def start(task):
+        async def main():
+            log, counter = MemoryLog(num_partitions=1), itertools.count(1)
+            engine = await scripted(tmp_path)
+            async with Outbox(lambda event: log.send(event, partition=0)) as outbox:
+                async with asyncio.timeout(20):
+                    await run_rollout(
+                        task, member=0, attempt=0, engine=engine, emit=outbox.put, clock=lambda: next(counter)
+                    )
+            return outbox.terminal
+
+        return asyncio.run(main())
+
+    return start
+
+
+# ---- what no record can hold ----
+
+
+async def bare(call):
+    await call
+
+
+async def forgiven(call):
+    with contextlib.suppress(Exception):
+        await call
+
+
+CALLS = {
+    "a large output": (
+        lambda s: s.tool("look", "", TOO_LARGE),
+        r"step 0 \(TOOL_END look\) cannot be recorded: .*limit",
+    ),
+    "a large name": (lambda s: s.reward(1.0, TOO_LARGE), "reward xxx"),
+    "a name that is no text": (lambda s: s.tool(UNSPEAKABLE, "", ""), r"step 0 .*ud800\) cannot be recorded: .*UTF-8"),
+}
+
+
+@pytest.mark.parametrize("around", [bare, forgiven])
+@pytest.mark.parametrize("name", CALLS)
+def test_a_call_that_fits_no_record_fails_the_attempt_even_if_it_is_forgiven(play_on_a_log, name, around):
+    call, words = CALLS[name]
+
+    @register_environment("test_fits_no_record")
+    async def fits_no_record(session):
+        await around(call(session))
+        await session.reward(1.0)
+
+    failed = play_on_a_log(task_of("test_fits_no_record"))
+    assert failed.cause == "environment_error"
+    assert re.search(words, failed.message)
+    assert len(failed.message) <= 500
+
+
+def test_a_step_that_nearly_reaches_the_limit_is_played_and_one_above_it_is_refused(play):
+    room = TOPICS["steps"].max_record_bytes - 2048
+    played = play(task_of("test_speaks", environment_config={"size": room}))
+    played.assert_complete()
+    assert play(task_of("test_speaks", environment_config={"size": room + 4096})).last.cause == "environment_error"
+
+
+@register_environment("test_speaks")
+async def speaks(session, size):
+    await session.tool("say", "", "x" * size)
+    await session.reward(1.0)
+
+
+class Speechless(Exception):
+    def __str__(self):
+        raise AttributeError("no message")
+
+
+@pytest.mark.parametrize(
+    ("error", "message"),
+    [
+        (RuntimeError(UNSPEAKABLE), r"RuntimeError: half a pair \ud800"),
+        (Speechless(), "Speechless: (its message cannot be read)"),
+    ],
+)
+def test_what_an_error_says_is_no_danger(play_on_a_log, error, message):
+    @register_environment("test_says_it_badly")
+    async def says_it_badly(session):
+        raise error
+
+    failed = play_on_a_log(task_of("test_says_it_badly"))
+    assert (failed.cause, failed.message) == ("environment_error", f"environment test_says_it_badly: {message}")
+
+    @register_reward("test_says_it_badly")
+    def judge(rollout):
+        raise error
+
+    failed = play_on_a_log(task_of(rewards=("test_says_it_badly",)))
+    assert (failed.cause, failed.message) == ("reward_error", f"reward test_says_it_badly raised {message}")
+
+
+# ---- what never stops ----
+
+
+async def asks_again(session):
+    while True:
+        with contextlib.suppress(Exception):
+            await session.chat(HELLO)
+
+
+async def calls_tools(session):
+    while True:
+        await session.tool("look", "", "nothing")
+
+
+async def calls_with_what_is_no_json(session):
+    while True:
+        with contextlib.suppress(Exception):
+            await session.tool("look", "", object())
+
+
+async def rewards_nobody(session):
+    while True:
+        with contextlib.suppress(Exception):
+            await session.reward(1.0, agent="eve")
+
+
+@pytest.mark.parametrize("forever", [asks_again, calls_tools, calls_with_what_is_no_json, rewards_nobody])
+def test_an_environment_that_never_stops_keeps_no_other_from_its_turn(play_on_a_log, forever):
+    name = f"test_{forever.__name__}"
+    register_environment(name)(forever)
+    assert play_on_a_log(task_of(name, rollout_timeout_s=0.2)).cause in ("timeout", "reward_error")
+
+
+def test_an_attempt_that_is_faster_than_the_log_waits_for_it():
+    async def main():
+        sent, gate = [], asyncio.Event()
+
+        async def send(event):
+            await gate.wait()
+            sent.append(event)
+
+        async with Outbox(send) as outbox:
+            async with asyncio.timeout(5):
+                for number in range(MAX_WAITING):
+                    await outbox.put(number)
+                    await asyncio.sleep(0)  # the first one is on its way
+            putting = asyncio.create_task(outbox.put(MAX_WAITING))
+            await asyncio.wait({putting}, timeout=0.05)
+            assert not putting.done()
+            gate.set()
+            await asyncio.wait_for(putting, 5)
+        assert sent == [*range(MAX_WAITING + 1)]
+
+    asyncio.run(main())
+
+
+# ---- reward functions ----
+
+
+def test_a_reward_function_that_finds_nothing_is_a_reward_error_and_no_time_out(play):
+    @register_reward("test_finds_nothing")
+    def finds_nothing(rollout):
+        return next(step for step in rollout.steps if step.event_type == "NO_SUCH")
+
+    failed = play(task_of(rewards=("test_finds_nothing",))).last
+    assert failed.cause == "reward_error"
+    assert failed.message.startswith("reward test_finds_nothing raised StopIteration")
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+def test_a_reward_function_that_exits_is_a_reward_error(play, is_async):
+    def leave(rollout):
+        sys.exit(3)
+
+    async def leave_later(rollout):
+        sys.exit(3)
+
+    register_reward(f"test_leaves_{is_async}")(leave_later if is_async else leave)
+    failed = play(task_of(rewards=(f"test_leaves_{is_async}",))).last
+    assert (failed.cause, failed.message) == ("reward_error", f"reward test_leaves_{is_async} raised SystemExit: 3")
+
+
+def test_reward_functions_that_never_return_take_nobody_s_thread_and_keep_no_process_from_its_end():
+    gate = threading.Event()
+    rescue = threading.Timer(20.0, gate.set)
+    rescue.start()
+    rollout = rewards.FinishedRollout({}, 1, (), (), {}, "done")
+
+    async def main():
+        hanging = [rewards.evaluate("slow", lambda _: gate.wait() or 1.0, rollout) for _ in range(40)]
+        late = [asyncio.create_task(asyncio.wait_for(one, 0.2)) for one in hanging]
+        assert {type(error) for error in await asyncio.gather(*late, return_exceptions=True)} == {TimeoutError}
+        assert await asyncio.to_thread(lambda: 1) == 1
+
+    began = time.monotonic()
+    try:
+        asyncio.run(main())
+        assert time.monotonic() - began < 10
+    finally:
+        gate.set()
+        rescue.cancel()
