@@ -140,11 +140,17 @@ class JobRun:
         return None
 
     async def _stand_at(self, base: WeightsPublished | None) -> None:
-        """Take the base version's weights (None: they are in place), and compare with them where the loss does."""
+        """Take the base version's weights (None: they are in place), and compare with them where the loss does.
+
+        Where they are those of the model's folder, that has been loaded already, and is more exact: what is published
+        may be rounded to bfloat16.
+        """
         trainer = self.trainer
         if base is not None:
             weights, what = self._publisher.artifacts.read(base.artifact), f"artifact {base.artifact.uri}"
-            await self._place.aside(lambda: trainer.begin(weights, what))
+            loaded = sha256_of(await self._place.aside(trainer.model.weights_bytes))
+            if self.job.fork is not None or loaded != base.weights_sha256:
+                await self._place.aside(lambda: trainer.begin(weights, what))
             if trainer.needs_reference:
                 await self._place.aside(lambda: trainer.refer_to(weights, what))
         elif trainer.needs_reference:

@@ -22,7 +22,7 @@ from rollstream.schemas.events import (
     StepTrained,
     WeightsPublished,
 )
-from rollstream.schemas.settings import AlgorithmSettings, ArtifactRef
+from rollstream.schemas.settings import AlgorithmSettings, ArtifactRef, ModelSettings
 
 pytestmark = pytest.mark.slow
 
@@ -100,6 +100,21 @@ async def undisturbed(lab: Any, folder: Path, **settings: Any) -> tuple[Any, ...
     await other.plan(job)
     await other.work(other.has(JobSucceeded))
     return await outcome(other)
+
+
+def test_a_restart_before_the_first_checkpoint_begins_at_what_the_published_weights_were_rounded_from(
+    lab: Any, tmp_path: Path
+) -> None:
+    async def scenario() -> None:
+        settings = {"model": ModelSettings(path=str(lab.model), device="cpu", dtype="bfloat16")}
+        expected = await undisturbed(lab, tmp_path / "undisturbed", **settings)
+        job = await lab.submit(**settings)
+        await lab.work(lab.has(WeightsPublished, "weights"))
+        await lab.plan(job)
+        await lab.work(lab.has(JobSucceeded))
+        assert await outcome(lab) == expected
+
+    asyncio.run(scenario())
 
 
 @pytest.mark.parametrize("checkpoint_every", [1, 2])
