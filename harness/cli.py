@@ -1,5 +1,6 @@
 """The command line `rollstream`. A command's code is imported when it is used; errors are one line on stderr."""
 
+import errno
 import gc
 import importlib
 import logging
@@ -47,6 +48,16 @@ SUMMARIES = {
     "tiny-model": "Make a tiny model and tokenizer in place, for trying things out.",
 }
 EXIT_INTERRUPTED = 130
+ERRORS_OF_A_PATH = (
+    errno.ENOENT,
+    errno.EACCES,
+    errno.EPERM,
+    errno.EROFS,
+    errno.EEXIST,
+    errno.EISDIR,
+    errno.ENOTDIR,
+    errno.ENAMETOOLONG,
+)
 COLLECT_AFTER = 10_000
 """Objects between two garbage collections: with Python's 700, collecting is a fifth of what importing torch takes."""
 
@@ -107,7 +118,9 @@ def find_users_modules() -> None:
 
 
 def one_line(error: BaseException) -> str:
-    """An error's message without line breaks; its type if it has no message."""
+    """An error's message without line breaks; its type if it has no message. Of a file: its path and the remedy."""
+    if isinstance(error, OSError) and isinstance(error.filename, str) and error.errno in ERRORS_OF_A_PATH:
+        return f"{error.filename}: {error.strerror}; correct the path or its permissions"
     return " ".join(str(error).split()) or type(error).__name__
 
 

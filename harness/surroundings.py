@@ -80,7 +80,6 @@ def held(opening: Opening, display: Display) -> Iterator[Held]:
         check_metrics(config, workspace.folder)
         address, broker = stack.enter_context(_broker(config, workspace))
         display.say(f"broker {address}, logs in {workspace.logs}")
-        workspace.remember_broker(config.builder.bootstrap_servers)
         yield Held(Place(address, artifact_uri(config, workspace.folder), workspace.folder), broker)
 
 
@@ -98,6 +97,7 @@ async def connected(opening: Opening, place: Place, display: Display) -> AsyncIt
         await log.ensure_topics(num_partitions=opening.config.builder.num_partitions)
         check_topics(place.workspace, await log.cluster_id(), await log.topic_ids())
         run = await plan(opening, log, artifacts)
+        Workspace(place.workspace).remember_broker(opening.config.builder.bootstrap_servers)
         parent = run.started.parent
         display.say(f"run {run.started.run_id}" + (f", branched from {told(parent)}" if parent else ""))
         supervisor = _supervisor(opening.config, place, run.started.run_id)

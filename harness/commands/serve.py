@@ -9,6 +9,8 @@ from pathlib import Path
 
 import click
 
+from rollstream.schemas.errors import ConfigError
+
 SERVICES = ("broker", "producers", "processors", "learner", "metrics", "endpoint")
 WORKSPACE = click.option(
     "--workspace", "-w", type=click.Path(path_type=Path), envvar="ROLLSTREAM_WORKSPACE", default=Path(".rollstream")
@@ -53,8 +55,11 @@ def health(name: str, workspace: Path) -> None:
 
 
 def _configure_logging() -> None:
+    level = os.environ.get("ROLLSTREAM_LOG_LEVEL", "INFO").upper()
+    if level not in logging.getLevelNamesMapping():
+        raise ConfigError(f"ROLLSTREAM_LOG_LEVEL={level}: give DEBUG, INFO, WARNING, ERROR or CRITICAL")
     logging.basicConfig(
-        level=os.environ.get("ROLLSTREAM_LOG_LEVEL", "INFO").upper(),
+        level=level,
         format="%(asctime)s %(levelname)s %(name)s: %(message)s",
         stream=sys.stderr,
         force=True,

@@ -68,8 +68,9 @@ def test_a_missing_model_folder_is_named_before_anything_starts(workplace: Any) 
     assert_one_clear_line(finetune(workplace, configuration), "/no/such/model")
 
 
-def test_a_broker_that_cannot_be_reached_is_named(workplace: Any) -> None:
+def test_a_broker_that_cannot_be_reached_is_named_and_not_kept_in_mind(workplace: Any) -> None:
     assert_one_clear_line(finetune(workplace, workplace.configuration(bootstrap_servers="127.0.0.1:9")), "127.0.0.1:9")
+    assert_one_clear_line(workplace.run("runs"), "has no runs yet")
 
 
 def test_a_workspace_that_cannot_be_written_is_named(workplace: Any) -> None:

@@ -13,6 +13,7 @@ import pytest
 
 from rollstream.harness.config_file import read_yaml
 from rollstream.harness.workspace import Workspace
+from rollstream.metrics.database import Database
 
 pytestmark = pytest.mark.slow
 CLI = [sys.executable, "-m", "rollstream.harness.cli"]
@@ -72,6 +73,19 @@ def test_an_unknown_command_is_refused() -> None:
 def test_a_missing_file_is_named(tmp_path: Path) -> None:
     done = rollstream("finetune", "--config_file", str(tmp_path / "none.yaml"), "-w", str(tmp_path / "w"))
     assert_refused(done, "none.yaml")
+
+
+@pytest.mark.parametrize("command", [["sql", "SELECT 1", "--output"], ["tiny-model"]])
+def test_a_place_that_cannot_be_written_is_named_with_the_remedy(command: list[str], tmp_path: Path) -> None:
+    Database(tmp_path / "metrics.duckdb").close()
+    (tmp_path / "file").write_text("")
+    done = rollstream(*command, str(tmp_path / "file" / "made"), ROLLSTREAM_WORKSPACE=str(tmp_path))
+    assert_refused(done, f"{tmp_path}/file", "correct the path or its permissions")
+    assert "Errno" not in done.stderr
+
+
+def test_a_log_level_that_there_is_not_is_named() -> None:
+    assert_refused(rollstream("serve", "metrics", ROLLSTREAM_LOG_LEVEL="loud"), "ROLLSTREAM_LOG_LEVEL=LOUD", "DEBUG")
 
 
 def test_a_traceback_is_shown_only_when_it_is_asked_for(tmp_path: Path) -> None:
