@@ -113,3 +113,36 @@ def play(tmp_path):
         return Played(events)
 
     return start
+
+
+# ---- the transformers engine; torch is imported only for who asks ----
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    from rollstream.harness.tiny_model import make_tiny_model
+
+    return make_tiny_model(tmp_path_factory.mktemp("tiny") / "model", seed=0, num_layers=2)
+
+
+@pytest.fixture(scope="module")
+def base(folder):
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(folder).eval()
+
+
+@pytest.fixture
+def versions(folder, tmp_path):
+    """`versions(n)`: file of version n; each is the base with other noise on it, all far from uniform."""
+    from safetensors.torch import save_file
+
+    from .engine_rig import noised
+
+    def make(version):
+        path = tmp_path / f"v{version}.safetensors"
+        if not path.exists():
+            save_file(noised(folder, version), path)
+        return path
+
+    return make
