@@ -51,6 +51,8 @@ FROM_ENVIRONMENT = {
 }
 END_TIMEOUT_S = 25.0
 """How long a service may take to end after it was asked to."""
+LEFT_BEHIND_S = 5.0
+"""How long what a service leaves behind may take to end: an environment may ignore that it is cancelled."""
 WATCH_S = 30.0
 """How often topics are looked at while a service runs."""
 Serve = Callable[[Any], Awaitable[None]]
@@ -96,7 +98,22 @@ def serve(service: str, settings: ServiceSettings) -> None:
     """Run a service until SIGTERM or SIGINT. Raises what the service raises."""
     tie_to_parent(os.environ)
     module = importlib.import_module(MODULES.get(service, f"rollstream.{service}.service"))
-    asyncio.run(run_until_stopped(service, settings, module.serve))
+    asyncio.run(leaving_nobody(service, run_until_stopped(service, settings, module.serve)))
+
+
+async def leaving_nobody(service: str, work: Awaitable[None], *, within_s: float = LEFT_BEHIND_S) -> None:
+    """Do the work; then the process ends, although tasks and threads that it left behind may not. Raises its error."""
+    try:
+        await work
+    finally:
+        asyncio.get_running_loop().call_later(within_s, _leave, service, sys.exception())
+
+
+def _leave(service: str, error: BaseException | None) -> None:
+    """End the process from within `asyncio.run`, which waits for all tasks and threads for ever."""
+    level = logging.ERROR if error else logging.WARNING
+    logger.log(level, "%s: ends although a task or thread does not%s", service, f": {error}" if error else "")
+    os._exit(1 if error else 0)
 
 
 async def run_until_stopped(service: str, settings: ServiceSettings, work: Serve, *, watch_s: float = WATCH_S) -> None:

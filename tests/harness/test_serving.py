@@ -68,6 +68,36 @@ def test_an_old_sign_is_not_alive(tmp_path: Path) -> None:
     assert not sign.is_alive
 
 
+WILL_NOT_STOP = """
+import asyncio, sys
+from rollstream.harness.serving import leaving_nobody
+
+async def will_not_stop():
+    while True:
+        try:
+            await asyncio.sleep(0.05)
+        except asyncio.CancelledError:
+            pass
+
+async def work():
+    left_behind.append(asyncio.create_task(will_not_stop()))
+    await asyncio.sleep(0.1)
+    if sys.argv[1] == "fails":
+        raise OSError("the log is gone")
+
+left_behind = []
+asyncio.run(leaving_nobody("producers", work(), within_s=0.2))
+"""
+
+
+@pytest.mark.parametrize(("how", "status"), [("fails", 1), ("ends", 0)])
+def test_a_service_ends_although_a_task_that_it_leaves_behind_does_not(how: str, status: int) -> None:
+    done = subprocess.run([sys.executable, "-c", WILL_NOT_STOP, how], capture_output=True, text=True, timeout=30)
+    assert done.returncode == status
+    assert "producers: ends although a task or thread does not" in done.stderr
+    assert ("the log is gone" in done.stderr) == (how == "fails")
+
+
 @pytest.mark.kafka
 def test_a_service_is_healthy_while_it_runs_and_ends_in_order(broker: str, tmp_path: Path) -> None:
     environ = environment(broker, tmp_path)
