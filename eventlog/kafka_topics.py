@@ -18,6 +18,8 @@ MAX_REPLICAS = 3
 COMPRESSION_SLACK_BYTES = 64 * 1024
 """Kafka measures the compressed batch, and bytes that cannot be compressed grow a little."""
 
+REMEDY = "alter it on the topic (kafka-configs.sh), or use another cluster"
+
 logger = logging.getLogger(__name__)
 
 
@@ -52,9 +54,10 @@ async def check(admin: AIOKafkaAdminClient, num_partitions: int) -> None:
     for topic in TOPICS.values():
         found, wanted = await count_partitions(admin, topic), num_partitions if topic.scaled else 1
         if found != wanted:
+            remedy = "set num_partitions to the count found, or use" if topic.scaled else "use"
             raise TopicError(
                 f"topic {topic.name} has {found} partitions, wanted {wanted}: "
-                "partition counts are part of a run's identity, so use the count found or another cluster"
+                f"partition counts are part of a run's identity, so {remedy} another cluster"
             )
     with log_errors("read the settings of topics"):
         resources = [ConfigResource(ConfigResourceType.TOPIC, topic.name) for topic in TOPICS.values()]
@@ -99,10 +102,12 @@ def _check_settings(name: str, found: dict[str, str]) -> None:
     for setting in ("cleanup.policy", "message.timestamp.type"):
         wanted = _settings(topic, 1)[setting]
         if found[setting] != wanted:
-            raise TopicError(f"topic {name} has {setting}={found[setting]}, wanted {wanted}")
+            raise TopicError(f"topic {name} has {setting}={found[setting]}, wanted {wanted}: {REMEDY}")
     wanted = _settings(topic, 1)["max.message.bytes"]
     if int(found["max.message.bytes"]) < int(wanted):
-        raise TopicError(f"topic {name} has max.message.bytes={found['max.message.bytes']}, wanted at least {wanted}")
+        raise TopicError(
+            f"topic {name} has max.message.bytes={found['max.message.bytes']}, wanted at least {wanted}: {REMEDY}"
+        )
     for setting in ("retention.ms", "retention.bytes"):
         if found[setting] != "-1":
             # A chosen limit is the operator's right; what it removes is named when a reader needs it.
