@@ -1,5 +1,6 @@
 """What the values of a configuration must be, since they are stored as written: JSON, and no secrets in plain text."""
 
+import math
 import re
 from typing import Any
 
@@ -31,6 +32,8 @@ def check_values(value: Any, path: str = "") -> None:
     elif isinstance(value, list):
         for index, item in enumerate(value):
             check_values(item, _join(path, index))
+    elif isinstance(value, float) and not math.isfinite(value):
+        raise ConfigError(f"{path}: is {value}; give a finite number, a very large one for no limit")
     elif value is not None and not isinstance(value, (str, bool, int, float)):
         raise ConfigError(f"{path}: is a {type(value).__name__}; give text, a number, true, false, a list or a mapping")
 

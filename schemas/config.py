@@ -65,6 +65,8 @@ class RewardFunctionSection(Settings):
 class BuilderFields(BaseModel):
     """`trajectory_builders.X`: where rollouts are made, and how."""
 
+    model_config = ConfigDict(allow_inf_nan=False)
+
     bootstrap_servers: str = "embedded"
     """`embedded`, or host:port of a running Kafka."""
     services: Literal["managed", "external"] = "managed"
@@ -170,6 +172,8 @@ class EarlyStopping(Settings):
 
 class TrainerFields(BaseModel):
     """`trainers.X`: how a run is conducted."""
+
+    model_config = ConfigDict(allow_inf_nan=False)
 
     planning: Literal["stream", "submitted"] = "stream"
     run_idle_timeout_s: float = Field(default=3600.0, gt=0)

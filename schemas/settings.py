@@ -1,6 +1,6 @@
 """Resolved settings that events carry: what a rollout, a plan or a job is to do. Values only, no secrets."""
 
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, JsonValue, model_validator
 
@@ -8,9 +8,9 @@ from rollstream.schemas.base import added
 
 
 class Settings(BaseModel):
-    """Base of all settings: frozen, unknown keys forbidden."""
+    """Base of all settings: frozen, unknown keys forbidden, and no infinite number, which an event cannot carry."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
 
 class Sampling(Settings):
@@ -112,11 +112,14 @@ class ModelSettings(Settings):
     device: Literal["auto", "cpu", "cuda"] = "auto"
 
 
+Beta = Annotated[float, Field(ge=0, lt=1)]
+
+
 class OptimizerSettings(Settings):
     """AdamW and its schedule."""
 
     learning_rate: float = Field(default=1e-5, gt=0)
-    betas: tuple[float, float] = (0.9, 0.999)
+    betas: tuple[Beta, Beta] = (0.9, 0.999)
     eps: float = Field(default=1e-8, gt=0)
     weight_decay: float = Field(default=0.0, ge=0)
     max_grad_norm: float = Field(default=1.0, gt=0)

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -238,6 +239,13 @@ def test_a_missing_reference_is_named(written: dict[str, Any]) -> None:
         ("trainers.t.planning", "x", "trainers.t.planning: is 'x'; "),
         ("trainer_adapters.a.model.pth", "x", "trainer_adapters.a.model.pth: unknown key; did you mean path?"),
         ("trainer_adapters.a.model", None, "trainer_adapters.a.model: is None; "),
+        (
+            "trainer_adapters.a.optimizer",
+            {"max_grad_norm": inf},
+            "trainer_adapters.a.optimizer.max_grad_norm: is inf",
+        ),
+        ("trainer_adapters.a.optimizer", {"betas": [0.9, 1.0]}, "trainer_adapters.a.optimizer.betas.1: is 1.0; "),
+        ("trajectory_builders.b.group_timeout_s", inf, "trajectory_builders.b.group_timeout_s: is inf; "),
         ("trajectory_builders.b.min_generations", 99, "trajectory_builders.b: min_generations 99 is more than"),
         ("trainers.t", 3, "trainers.t: is 3; "),
         ("trainers", [], "trainers: is []; "),
@@ -260,6 +268,12 @@ def test_a_wrong_value_or_key_is_named_by_its_path(written: dict[str, Any], path
         block = block.setdefault(part, {})
     block[last] = value
     assert refused(written).startswith(told)
+
+
+@pytest.mark.parametrize("value", [".inf", "-.inf", ".nan"])
+def test_a_number_that_no_event_can_carry_is_refused(written: dict[str, Any], write: Write, value: str) -> None:
+    with pytest.raises(ConfigError, match=r"trainer_adapters.a.algorithm.clip_high: is .*; give a finite number"):
+        config_file.load(write(written), [("trainer_adapters.a.algorithm.clip_high", value)])
 
 
 @pytest.mark.parametrize(
