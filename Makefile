@@ -37,7 +37,7 @@ setup: .venv/.ready .cache/compose-schema/.ready .typecheck/rollstream ## Instal
 demo: .venv/.ready ## Train a tiny agent by the whole pipeline and show that it got better (minutes)
 	$(BIN)/python examples/demo.py --workspace $(DEMO)
 
-check: setup ## Lint, format, types, architecture and packaging
+check: setup ## Lint, format, types, architecture, packaging and documents
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/pyright
