@@ -270,10 +270,10 @@ def test_a_wrong_value_or_key_is_named_by_its_path(written: dict[str, Any], path
     assert refused(written).startswith(told)
 
 
-@pytest.mark.parametrize("value", [".inf", "-.inf", ".nan"])
+@pytest.mark.parametrize("value", [".inf", "-.inf", ".nan", str(2**64), str(-(2**63) - 1)])
 def test_a_number_that_no_event_can_carry_is_refused(written: dict[str, Any], write: Write, value: str) -> None:
-    with pytest.raises(ConfigError, match=r"trainer_adapters.a.algorithm.clip_high: is .*; give a finite number"):
-        config_file.load(write(written), [("trainer_adapters.a.algorithm.clip_high", value)])
+    with pytest.raises(ConfigError, match=r"trainer_adapters.a.seed: is .*; give a (finite|number of at most 64 bits)"):
+        config_file.load(write(written), [("trainer_adapters.a.seed", value)])
 
 
 @pytest.mark.parametrize(
