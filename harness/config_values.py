@@ -32,11 +32,16 @@ def check_values(value: Any, path: str = "") -> None:
     elif isinstance(value, list):
         for index, item in enumerate(value):
             check_values(item, _join(path, index))
-    elif isinstance(value, float) and not math.isfinite(value):
+    else:
+        _check_scalar(value, path)
+
+
+def _check_scalar(value: Any, path: str) -> None:
+    if isinstance(value, float) and not math.isfinite(value):
         raise ConfigError(f"{path}: is {value}; give a finite number, a very large one for no limit")
-    elif isinstance(value, int) and not -(2**63) <= value < 2**64:
+    if isinstance(value, int) and not -(2**63) <= value < 2**64:
         raise ConfigError(f"{path}: is {value}; give a number of at most 64 bits")
-    elif value is not None and not isinstance(value, (str, bool, int, float)):
+    if value is not None and not isinstance(value, (str, bool, int, float)):
         raise ConfigError(f"{path}: is a {type(value).__name__}; give text, a number, true, false, a list or a mapping")
 
 
