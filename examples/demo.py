@@ -7,6 +7,7 @@ import argparse
 import json
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -28,10 +29,13 @@ What to try next (`. .venv/bin/activate` first):
 
 
 def rollstream(*arguments: str) -> None:
-    """Run one command; its failure is ours."""
-    done = subprocess.run([*ROLLSTREAM, *arguments], cwd=ROOT, check=False)
-    if done.returncode:
-        sys.exit(done.returncode)
+    """Run one command; its failure is ours. Ctrl-C reaches it too, so it is left to end in order."""
+    with subprocess.Popen([*ROLLSTREAM, *arguments], cwd=ROOT) as command:
+        while command.returncode is None:
+            with suppress(KeyboardInterrupt):
+                command.wait()
+    if command.returncode:
+        sys.exit(command.returncode)
 
 
 def main() -> None:

@@ -1,0 +1,46 @@
+"""`make demo` broken off: Ctrl-C reaches all of the terminal's processes at once, and the run is kept."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from rollstream.eventlog.broker import find_running
+
+DEMO = Path(__file__).resolve().parents[2] / "examples" / "demo.py"
+AS_A_TERMINAL_STARTS_IT = "import signal, sys, runpy; signal.signal(signal.SIGINT, signal.default_int_handler); "
+RUN_IT = "sys.argv = sys.argv[1:]; runpy.run_path(sys.argv[0], run_name='__main__')"
+
+pytestmark = [pytest.mark.kafka, pytest.mark.slow]
+
+
+def test_a_demo_that_is_interrupted_ends_in_order_and_says_how_to_go_on(tmp_path: Path) -> None:
+    said = tmp_path / "said.txt"
+    with said.open("w") as out:
+        demo = subprocess.Popen(
+            [sys.executable, "-c", AS_A_TERMINAL_STARTS_IT + RUN_IT, str(DEMO), "--workspace", str(tmp_path / "w")],
+            stdout=out,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+    try:
+        deadline = time.monotonic() + 120
+        while " · version " not in said.read_text():
+            assert demo.poll() is None, said.read_text()
+            assert time.monotonic() < deadline, said.read_text()
+            time.sleep(0.1)
+        started = psutil.Process(demo.pid).children(recursive=True)
+        os.killpg(demo.pid, signal.SIGINT)
+        assert demo.wait(60) == 130, said.read_text()
+        assert psutil.wait_procs(started, timeout=20)[1] == []
+    finally:
+        demo.kill()
+        demo.wait()
+    assert "Traceback" not in said.read_text()
+    assert "the run stays open" in said.read_text()
+    assert find_running(tmp_path / "w") is None
