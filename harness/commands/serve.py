@@ -1,15 +1,20 @@
 """Commands `serve` and `health`."""
 
+import asyncio
 import logging
 import os
 import signal
 import sys
-import threading
+from contextlib import suppress
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
 from rollstream.schemas.errors import ConfigError
+
+if TYPE_CHECKING:
+    from rollstream.eventlog.broker import EmbeddedBroker
 
 SERVICES = ("broker", "producers", "processors", "learner", "metrics", "endpoint")
 WORKSPACE = click.option(
@@ -73,9 +78,17 @@ def _serve_broker(workspace: Path) -> None:
     from rollstream.harness.lifeline import tie_to_parent
 
     tie_to_parent(os.environ)
-    stopped = threading.Event()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda *_: stopped.set())
     with EmbeddedBroker(workspace) as broker:
         click.echo(f"broker {broker.bootstrap_servers} ready")
-        stopped.wait()
+        asyncio.run(_keep(broker))
+
+
+async def _keep(broker: "EmbeddedBroker") -> None:
+    """Start a broker that dies again, until a signal comes. Raises BrokerError if it dies too often."""
+    from rollstream.harness.broker_watch import keep_running
+
+    watching = asyncio.create_task(keep_running(broker, click.echo))
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, watching.cancel)
+    with suppress(asyncio.CancelledError):
+        await watching

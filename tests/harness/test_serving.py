@@ -7,10 +7,12 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from rollstream.eventlog.broker import find_running
 from rollstream.harness.heartbeat import beat, read_sign, read_signs
 from rollstream.harness.serving import settings_of
 from rollstream.schemas.errors import ConfigError
@@ -135,3 +137,33 @@ def test_topics_with_other_partition_counts_are_refused(broker: str, tmp_path: P
     assert done.returncode == 1
     assert "error: topic rollstream.tasks.v1 has" in done.stderr
     assert "Traceback" not in done.stderr
+
+
+@pytest.mark.kafka
+@pytest.mark.slow
+def test_a_served_broker_that_dies_is_started_again_and_ends_in_order(tmp_path: Path) -> None:
+    environ = {**os.environ, "ROLLSTREAM_WORKSPACE": str(tmp_path)}
+    with (tmp_path / "said.txt").open("w") as said:
+        process = subprocess.Popen([*CLI, "serve", "broker"], env=environ, stdout=said, stderr=said)
+
+    def until(claim: Callable[[], bool]) -> None:
+        deadline = time.monotonic() + 60
+        while not claim():
+            assert process.poll() is None, (tmp_path / "said.txt").read_text()
+            assert time.monotonic() < deadline, (tmp_path / "said.txt").read_text()
+            time.sleep(0.1)
+
+    try:
+        until(lambda: find_running(tmp_path) is not None)
+        address = find_running(tmp_path)
+        first = json.loads((tmp_path / "broker" / "broker.json").read_text())["broker_pid"]
+        os.kill(first, signal.SIGKILL)
+        until(lambda: json.loads((tmp_path / "broker" / "broker.json").read_text())["broker_pid"] != first)
+        assert find_running(tmp_path) == address
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(30) == 0, (tmp_path / "said.txt").read_text()
+    finally:
+        process.kill()
+        process.wait()
+    assert "Traceback" not in (tmp_path / "said.txt").read_text()
+    assert find_running(tmp_path) is None
