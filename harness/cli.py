@@ -9,6 +9,7 @@ import sys
 
 import click
 
+from rollstream.harness.extras import missing
 from rollstream.schemas.errors import RollstreamError
 
 COMMANDS = {
@@ -104,6 +105,12 @@ def main() -> None:
         if os.environ.get("ROLLSTREAM_DEBUG"):
             raise
         click.echo(f"error: {one_line(error)}", err=True)
+        code = 1
+    except ModuleNotFoundError as error:
+        told = missing(error)
+        if told is None or os.environ.get("ROLLSTREAM_DEBUG"):
+            raise
+        click.echo(f"error: {told}", err=True)
         code = 1
     except KeyboardInterrupt:
         code = EXIT_INTERRUPTED

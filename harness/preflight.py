@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from rollstream.harness.extras import check_learner
 from rollstream.harness.reward_choice import check_evaluators, check_examples, check_reward, place_of
 from rollstream.schemas.config import RunConfig
 from rollstream.schemas.environment import conceal
@@ -17,8 +18,9 @@ if TYPE_CHECKING:
 
 
 def check_places(config: RunConfig) -> None:
-    """Raises ConfigError if the model folder is missing or the output folder cannot be written."""
+    """Raises ConfigError if libraries or the model folder are missing or the output folder cannot be written."""
     if config.builder.services == "managed":
+        check_learner()
         check_model(config.adapter.model.path, f"trainer_adapters.{config.finetuning.trainer_adapter}.model.path")
     folder = config.finetuning.output_dir
     try:

@@ -324,6 +324,24 @@ def test_a_workspace_without_runs_says_so(tmp_path: Path, command: list[str]) ->
     assert_refused(rollstream(*command, "-w", str(tmp_path / "w")), str(tmp_path / "w"))
 
 
+@pytest.mark.parametrize("command", ["finetune", "serve", "tiny-model"])
+def test_a_missing_extra_is_named_with_the_remedy(
+    tmp_path: Path, written: dict[str, Any], write: Write, command: str
+) -> None:
+    without = "import sys; sys.modules['torch'] = sys.modules['transformers'] = None; "
+    run = "from rollstream.harness.cli import main; main()"
+    arguments = {
+        "finetune": ["--config_file", str(write(written)), "-w", str(tmp_path / "w")],
+        "serve": ["learner"],
+        "tiny-model": [str(tmp_path / "tiny")],
+    }[command]
+    environ = {**os.environ, "ROLLSTREAM_BOOTSTRAP_SERVERS": "127.0.0.1:1"}
+    done = subprocess.run(
+        [sys.executable, "-c", without + run, command, *arguments], capture_output=True, text=True, env=environ
+    )
+    assert_refused(done, "is not installed", "pip install 'rollstream[learner]'")
+
+
 def test_parquet_needs_a_file(tmp_path: Path) -> None:
     assert_refused(rollstream("sql", "SELECT 1", "--format", "parquet", "-w", str(tmp_path)), "--output")
 
