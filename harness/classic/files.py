@@ -67,7 +67,7 @@ class ClassicFiles:
             self.plot(run_id)
 
     def finish(self, run_id: str) -> None:
-        """Draw the epochs that are not drawn yet."""
+        """Draw the epochs and validations that are not drawn yet."""
         if self._is_plot_behind:
             self.plot(run_id)
 
@@ -75,6 +75,7 @@ class ClassicFiles:
         """Note a validation, or the reason why it failed."""
         self.validations = [*(old for old in self.validations if old["epoch"] != epoch), {"epoch": epoch, **result}]
         _write(self.folder / VALIDATIONS, _json(self.validations))
+        self._is_plot_behind = True
 
     def plot(self, run_id: str) -> None:
         """Draw rewards before and after the curriculum, validations, and how far the curriculum is open."""

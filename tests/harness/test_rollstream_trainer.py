@@ -271,6 +271,9 @@ def test_short_epochs_are_drawn_together_and_none_is_left_out_at_the_end(tmp_pat
     again.resume("r", 3)
     again.finish("r")
     assert plot.read_bytes() == drawn
+    again.add_validation(3, {"avg_reward": 0.9})
+    again.finish("r")
+    assert plot.read_bytes() != drawn
 
 
 def test_a_trainer_that_derives_from_ours_may_end_a_run_by_a_rule_of_its_own(tmp_path: Path) -> None:
