@@ -135,7 +135,7 @@ class JobRun:
         if job.fork is not None:
             await self._load_fork()
         weights = await self._place.aside(self.trainer.model.weights_bytes)
-        artifact = self._publisher.artifacts.put_bytes(weights, ".safetensors")
+        artifact = await asyncio.to_thread(self._publisher.artifacts.put_bytes, weights, ".safetensors")
         await self._publisher.publish_base(job, self.trainer.model, weights, artifact)
         return None
 
@@ -147,7 +147,7 @@ class JobRun:
         """
         trainer = self.trainer
         if base is not None:
-            weights, what = self._publisher.artifacts.read(base.artifact), f"artifact {base.artifact.uri}"
+            weights, what = await self._read(base)
             loaded = sha256_of(await self._place.aside(trainer.model.weights_bytes))
             if self.job.fork is not None or loaded != base.weights_sha256:
                 await self._place.aside(lambda: trainer.begin(weights, what))
@@ -163,8 +163,13 @@ class JobRun:
         parent = self._place.inbox.state.group(parent_group).published.get(fork.version)
         if parent is None:
             raise ConfigError(f"job {self.job.job_id}: version {fork.version} of {parent_group} is not published")
-        weights = self._publisher.artifacts.read(parent.artifact)
-        await self._place.aside(lambda: self.trainer.begin(weights, f"artifact {parent.artifact.uri}"))
+        weights, what = await self._read(parent)
+        await self._place.aside(lambda: self.trainer.begin(weights, what))
+
+    async def _read(self, published: WeightsPublished) -> tuple[bytes, str]:
+        """A version's weights, and what they are called in an error. Raises ArtifactError."""
+        weights = await asyncio.to_thread(self._publisher.artifacts.read, published.artifact)
+        return weights, f"artifact {published.artifact.uri}"
 
     async def _resume(self, checkpoint: Checkpoint) -> None:
         """Take over a checkpoint, and publish its version if the log lacks it."""

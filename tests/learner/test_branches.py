@@ -4,7 +4,9 @@ import asyncio
 from typing import Any
 
 from rollstream.eventlog import codec
+from rollstream.eventlog.artifacts import ArtifactStore
 from rollstream.eventlog.log import TopicPartition
+from rollstream.learner.worker import Worker
 from rollstream.schemas.events import (
     BatchPlanned,
     EpochSealed,
@@ -16,6 +18,7 @@ from rollstream.schemas.events import (
     WeightsPublished,
 )
 from rollstream.schemas.events_training import ForkPoint
+from rollstream.schemas.settings import ArtifactRef
 
 
 async def published(lab: Any, group: str) -> list[WeightsPublished]:
@@ -61,6 +64,33 @@ def test_a_fork_begins_at_version_0_with_its_parents_weights_and_leaves_the_pare
         after = await lab.received("weights")
         assert after[: len(before)] == before
         assert {one.event.run_id for one in after[len(before) :]} == {"run-2"}
+
+    asyncio.run(scenario())
+
+
+class SlowStore(ArtifactStore):
+    """A store whose reads and writes must not hold up the event loop, which gives the process' signs of life."""
+
+    def read(self, ref: ArtifactRef) -> bytes:
+        assert asyncio._get_running_loop() is None
+        return super().read(ref)
+
+    def put_bytes(self, data: bytes, suffix: str = "") -> ArtifactRef:
+        assert asyncio._get_running_loop() is None
+        return super().put_bytes(data, suffix)
+
+
+def test_no_artifact_is_read_or_written_in_the_event_loop(lab: Any) -> None:
+    async def scenario() -> None:
+        def worker() -> Worker:
+            return Worker(lab.log, SlowStore(lab.artifacts.uri), name="learner", checkpoints=lab.folder, threads=1)
+
+        planned = await lab.plan(await lab.submit(), 1)
+        await lab.work(lab.has(JobSucceeded), worker())
+        child = await submit(lab, "run-2", "rl", "main", fork=ForkPoint(run_id="run-1", version=1))
+        await lab.work(lab.has(WeightsPublished, "weights", 3), worker())
+        await plan_from(lab, child, planned)
+        await lab.work(lab.has(JobSucceeded, count=2), worker())
 
     asyncio.run(scenario())
 
