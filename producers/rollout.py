@@ -142,7 +142,7 @@ class _Stage:
             rollout = rewards.FinishedRollout(
                 inputs=session.inputs,
                 seed=session.seed,
-                steps=steps,
+                steps=tuple(step.model_copy(deep=True) for step in steps),  # whatever is changed in it
                 rewards=self._journal.rewards,
                 messages=dict(session.messages),
                 stop_reason=stop_reason,

@@ -1,6 +1,7 @@
 """What an environment plays through: chat with the model, call tools, give rewards. Every call becomes an event."""
 
 import asyncio
+import copy
 import functools
 import inspect
 import math
@@ -78,8 +79,8 @@ def _refused_with_pause(
 class Session:
     """One attempt at one rollout, as its environment sees it.
 
-    `inputs` are the example's; `member` is its number in the group; `agents` the names that may chat; `max_turns`
-    counts answers an agent.
+    `inputs` are the example's, the attempt's own copy; `member` is its number in the group; `agents` the names that
+    may chat; `max_turns` counts answers an agent.
     `seed` and `rng` are this member's own. `task_seed` and `task_rng` are equal in all members of the group: what the
     members' rewards are compared under (a secret, an opponent) is drawn from those.
     """
@@ -87,7 +88,7 @@ class Session:
     def __init__(
         self, task: TaskRequested, *, member: int, engine: Engine, journal: Journal, demonstrator: Demonstrator
     ) -> None:
-        self.inputs: dict[str, Any] = dict(task.inputs)
+        self.inputs: dict[str, Any] = copy.deepcopy(task.inputs)
         self.task_seed = task.seed
         self.task_rng = random.Random(ids.derive_seed(task.seed, "world"))
         self.member = member

@@ -17,7 +17,7 @@ from rollstream.producers.rollout import run_rollout
 from rollstream.producers.steps_writer import MAX_WAITING, Outbox
 from rollstream.schemas.topics import TOPICS
 
-from .conftest import scripted, task_of
+from .conftest import answers, scripted, task_of
 
 HELLO = [{"role": "user", "content": "?"}]
 TOO_LARGE = "x" * (TOPICS["steps"].max_record_bytes + 1)
@@ -225,3 +225,32 @@ def test_reward_functions_that_never_return_take_nobody_s_thread_and_keep_no_pro
     finally:
         gate.set()
         rescue.cancel()
+
+
+def test_what_a_reward_function_changes_stays_recorded_as_it_was(play):
+    @register_reward("test_tidies")
+    def tidies(rollout):
+        rollout.messages["agent"][0]["content"] = "tidy"
+        rollout.steps[0].data["output"] = "tidy"
+        rollout.steps[0].data["input"][0]["content"] = "tidy"
+        return 1.0
+
+    @register_reward("test_looks")
+    def looks(rollout):
+        return float(rollout.steps[0].data["output"] == "tidy")
+
+    played = play(task_of(inputs={"secret": 7}, rewards=("test_tidies", "test_looks")), answers("5", "7"))
+    played.assert_complete()
+    assert [reward.value for reward in played.rewards] == [0.85, 1.0, 0.0]
+
+
+def test_what_an_environment_changes_of_its_example_is_as_it_was_for_the_next_member(play):
+    @register_environment("test_marks_its_board")
+    async def marks_its_board(session):
+        await session.tool("look", "", session.inputs["cells"])
+        session.inputs["cells"].append("X")
+        await session.reward(1.0)
+
+    task = task_of("test_marks_its_board", inputs={"cells": []})
+    for member in range(2):
+        assert play(task, member=member).steps[0].data["output"] == []
