@@ -7,6 +7,8 @@ from typing import Any
 import jsonschema
 import yaml
 
+from rollstream.eventlog.broker import PROPERTIES
+
 ROOT = Path(__file__).resolve().parents[1]
 SPECIFICATION = ROOT / ".cache" / "compose-schema" / "compose" / "config" / "compose_spec.json"
 COMPOSE: dict[str, Any] = yaml.safe_load((ROOT / "docker-compose.yml").read_text())
@@ -32,6 +34,20 @@ def test_every_service_restarts_is_checked_and_keeps_its_data() -> None:
         assert service["restart"] == "unless-stopped", name
         assert service["healthcheck"]["test"], name
         assert service["volumes"], name
+
+
+def test_the_broker_keeps_what_the_embedded_one_keeps() -> None:
+    embedded = dict(line.split("=", 1) for line in PROPERTIES.splitlines())
+    composed = {
+        name.removeprefix("KAFKA_").lower().replace("_", "."): value
+        for name, value in SERVICES["kafka"]["environment"].items()
+    }
+    for name in ("offsets.retention.minutes", "log.message.timestamp.after.max.ms", "auto.create.topics.enable"):
+        assert composed[name] == embedded[name], name
+    assert composed["log.retention.hours"] == embedded["log.retention.ms"] == "-1"
+    for name in composed.keys() & embedded.keys():
+        if name.endswith((".min.isr", ".factor", ".delay.ms")):
+            assert composed[name] == embedded[name], name
 
 
 def test_only_loopback_ports_are_published() -> None:
