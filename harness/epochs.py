@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from rollstream.harness.backend import Backend
 from rollstream.harness.classic import classic_events
-from rollstream.schemas.events import EpochSealed
+from rollstream.schemas.events import EpochSealed, GroupClosed
 from rollstream.schemas.events_training import SubmittedGroup
 
 logger = logging.getLogger(__name__)
@@ -37,6 +37,14 @@ def time_ms(backend: Backend) -> int:
     if last is not None:
         return last.time_ms
     return started.time_ms if started is not None else backend.run.started.time_ms
+
+
+async def closed(backend: Backend, group_ids: Sequence[str]) -> list[GroupClosed]:
+    """How these groups closed, once all of them have. Raises RunFailedError if the run or its services are over."""
+    known = backend.job.closed
+    return await backend.until(
+        lambda: [known[name] for name in group_ids] if all(name in known for name in group_ids) else None
+    )
 
 
 async def start(backend: Backend, epoch: int, num_tasks: int) -> None:

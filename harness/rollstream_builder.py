@@ -64,7 +64,7 @@ class RollstreamTrajectoryBuilder(TrajectoryBuilder):
         epoch = self._epochs[run_id]
         try:
             wanted = _group_ids(backend, epoch)
-            closed = await backend.until(lambda: _all_closed(backend, wanted))
+            closed = await epochs.closed(backend, wanted)
             groups = await self.trajectories_of(backend.log, closed)
         finally:
             del self._epochs[run_id]
@@ -87,7 +87,7 @@ class RollstreamTrajectoryBuilder(TrajectoryBuilder):
         tasks = evaluation.tasks(epoch, min_version=epochs.newest_planned(backend), time_ms=epochs.time_ms(backend))
         wanted = [task.group_id for task in tasks]
         await backend.send([task for task in tasks if task.group_id not in backend.job.closed])
-        closed = await backend.until(lambda: _all_closed(backend, wanted))
+        closed = await epochs.closed(backend, wanted)
         items = tuple(item_of(group) for group in closed)
         version = max((member.max_version for group in closed for member in group.members), default=None)
         return EvaluationOutput(((self._reward_name(), EvaluatorOutput(items)),), metadata={"version": version})
@@ -150,8 +150,3 @@ def _group_ids(backend: Backend, epoch: int) -> list[str]:
     run_id = backend.run.started.run_id
     job = backend.spec.job_id.removeprefix(f"{run_id}/")
     return [ids.group_id(run_id, job, epoch, index) for index in range(len(backend.examples))]
-
-
-def _all_closed(backend: Backend, wanted: list[str]) -> list[GroupClosed] | None:
-    closed = backend.job.closed
-    return [closed[name] for name in wanted] if all(name in closed for name in wanted) else None

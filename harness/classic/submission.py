@@ -99,7 +99,7 @@ async def _write(backend: Backend, epoch: int, groups: Sequence[Group]) -> list[
     )
     await backend.send([task for task in tasks if task.group_id not in backend.job.closed])
     wanted = [task.group_id for task in tasks]
-    closed = await backend.until(lambda: _all_closed(backend, wanted))
+    closed = await epochs.closed(backend, wanted)
     found = iter(closed)
     return [[_of_closed(next(found)) for _ in several] for several in recorded]
 
@@ -138,8 +138,3 @@ def _of_closed(group: GroupClosed) -> SubmittedGroup:
         trajectory_ids=tuple(member.trajectory_id for member in group.members),
         rewards=tuple(member.reward for member in group.members),
     )
-
-
-def _all_closed(backend: Backend, wanted: Sequence[str]) -> list[GroupClosed] | None:
-    closed = backend.job.closed
-    return [closed[name] for name in wanted] if all(name in closed for name in wanted) else None

@@ -12,6 +12,7 @@ from rollstream.eventlog.log import TopicPartition
 from rollstream.eventlog.memory_log import MemoryLog
 from rollstream.harness import config_file
 from rollstream.harness.plan import library_versions
+from rollstream.harness.replay.source import of_type
 from rollstream.harness.settings import jobs_of
 from rollstream.learner.worker import Worker
 from rollstream.processors.assemble_shell import AssembleShell
@@ -19,6 +20,7 @@ from rollstream.processors.curate_shell import CurateShell
 from rollstream.processors.faust_app import Batch
 from rollstream.schemas import ids, tokens
 from rollstream.schemas.events import (
+    BatchPlanned,
     EpochSealed,
     EpochStarted,
     GroupStarted,
@@ -31,6 +33,7 @@ from rollstream.schemas.events import (
     RunEnded,
     RunStarted,
     StepRecorded,
+    StepTrained,
     TaskRequested,
     WeightsPublished,
 )
@@ -196,6 +199,14 @@ class RecordedRun:
         before = records[index]
         records[index] = replace(before, value=before.value.replace(old, new, 1))
         return f"{before.partition}@{before.offset}"
+
+
+def batches_of(events):
+    return [batch for batch, _ in of_type(events.by_topic["batches"], BatchPlanned)]
+
+
+def hashes_of(events):
+    return [step.weights_sha256 for step, _ in of_type(events.by_topic["weights"], StepTrained)]
 
 
 def rollouts_of(task, version):

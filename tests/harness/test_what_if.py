@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 import yaml
-from recorded_run import EPOCHS, RecordedRun
+from recorded_run import EPOCHS, RecordedRun, batches_of, hashes_of
 
 from rollstream.harness.replay.source import of_type, read_run
 from rollstream.harness.replay.train import train
@@ -12,7 +12,7 @@ from rollstream.harness.replay.verify import verify
 from rollstream.harness.replay.what_if import merged, what_if
 from rollstream.harness.tiny_model import make_tiny_model
 from rollstream.schemas.errors import ConfigError, EnvironmentRunError
-from rollstream.schemas.events import BatchPlanned, GroupClosed, StepTrained, TaskRequested
+from rollstream.schemas.events import GroupClosed, TaskRequested
 
 REWARD = """
 def shortness(rollout):
@@ -48,14 +48,6 @@ def asked(run, changes):
         return outcome, await read_run(run.log, outcome.run_id)
 
     return asyncio.run(go())
-
-
-def batches_of(events):
-    return [batch for batch, _ in of_type(events.by_topic["batches"], BatchPlanned)]
-
-
-def hashes_of(events):
-    return [step.weights_sha256 for step, _ in of_type(events.by_topic["weights"], StepTrained)]
 
 
 def test_equal_settings_train_the_same_weights_in_a_run_of_their_own(recorded):

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 import yaml
-from recorded_run import EPOCHS, RecordedRun
+from recorded_run import EPOCHS, RecordedRun, batches_of, hashes_of
 
 from rollstream.eventlog.artifacts import ArtifactStore
 from rollstream.eventlog.log import TopicPartition
@@ -26,7 +26,7 @@ from rollstream.metrics.export_manifest import read_manifest, write_manifest
 from rollstream.metrics.rebuild import rebuild
 from rollstream.metrics.result import Result
 from rollstream.schemas.errors import ArtifactError, ConfigError, LogError
-from rollstream.schemas.events import BatchPlanned, RunStarted, StepTrained, WeightsPublished
+from rollstream.schemas.events import RunStarted, WeightsPublished
 from rollstream.schemas.events_training import ForkPoint
 
 REWARD = """
@@ -85,14 +85,6 @@ def asked(place, export, changes):
         return await read_run(place.log, outcome.run_id)
 
     return asyncio.run(go())
-
-
-def batches_of(events):
-    return [batch for batch, _ in of_type(events.by_topic["batches"], BatchPlanned)]
-
-
-def hashes_of(events):
-    return [step.weights_sha256 for step, _ in of_type(events.by_topic["weights"], StepTrained)]
 
 
 def num_trajectories(log):

@@ -19,7 +19,16 @@ from rollstream.eventlog.memory_log import MemoryLog
 from rollstream.learner.worker import Worker
 from rollstream.schemas import ids, tokens
 from rollstream.schemas.base import Event, Locator
-from rollstream.schemas.events import BatchPlanned, EpochSealed, JobSubmitted, TrajectoryAssembled
+from rollstream.schemas.events import (
+    BatchPlanned,
+    EpochSealed,
+    JobProgressed,
+    JobSubmitted,
+    JobSucceeded,
+    StepTrained,
+    TrajectoryAssembled,
+    WeightsPublished,
+)
 from rollstream.schemas.events_rollouts import Completion, TokenSequence
 from rollstream.schemas.events_training import BatchMember
 from rollstream.schemas.settings import AlgorithmSettings, JobSettings, ModelSettings, OptimizerSettings
@@ -85,6 +94,13 @@ class Lab:
             "threads": 1,
         }
         return JobSettings(**{**defaults, **changes})
+
+    async def outcome(self) -> tuple[Any, ...]:
+        """What a run came to, without terms, durations and places."""
+        steps = [(s.version, s.weights_sha256, s.metrics) for s in await self.events("weights", StepTrained)]
+        published = [(p.version, p.weights_sha256, p.batch_id) for p in await self.events("weights", WeightsPublished)]
+        progress = [(p.version, p.percent) for p in await self.events("jobs", JobProgressed)]
+        return steps, published, progress, [e.final_version for e in await self.events("jobs", JobSucceeded)]
 
     async def submit(self, name: str = "rl", *, base_version: int = 0, **changes: Any) -> JobSubmitted:
         job = JobSubmitted(

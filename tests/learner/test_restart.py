@@ -19,7 +19,6 @@ from rollstream.schemas.events import (
     JobProgressed,
     JobSucceeded,
     LearnerClaimed,
-    StepTrained,
     WeightsPublished,
 )
 from rollstream.schemas.settings import AlgorithmSettings, ArtifactRef, ModelSettings
@@ -86,20 +85,12 @@ def fused_worker(lab: Any, fuse: Fuse) -> Worker:
     return Worker(FusedLog(lab.log, fuse), store, name="doomed", checkpoints=lab.folder / "checkpoints", threads=1)
 
 
-async def outcome(lab: Any) -> tuple[Any, ...]:
-    """What a run came to, without terms, durations and places."""
-    steps = [(s.version, s.weights_sha256, s.metrics) for s in await lab.events("weights", StepTrained)]
-    published = [(p.version, p.weights_sha256, p.batch_id) for p in await lab.events("weights", WeightsPublished)]
-    progress = [(p.version, p.percent) for p in await lab.events("jobs", JobProgressed)]
-    return steps, published, progress, [e.final_version for e in await lab.events("jobs", JobSucceeded)]
-
-
 async def undisturbed(lab: Any, folder: Path, **settings: Any) -> tuple[Any, ...]:
     other = type(lab)(folder, lab.model)
     job = await other.submit(**settings)
     await other.plan(job)
     await other.work(other.has(JobSucceeded))
-    return await outcome(other)
+    return await other.outcome()
 
 
 def test_a_restart_before_the_first_checkpoint_begins_at_what_the_published_weights_were_rounded_from(
@@ -112,7 +103,7 @@ def test_a_restart_before_the_first_checkpoint_begins_at_what_the_published_weig
         await lab.work(lab.has(WeightsPublished, "weights"))
         await lab.plan(job)
         await lab.work(lab.has(JobSucceeded))
-        assert await outcome(lab) == expected
+        assert await lab.outcome() == expected
 
     asyncio.run(scenario())
 
@@ -134,7 +125,7 @@ def test_a_crash_at_any_write_changes_nothing_of_what_is_published(
                 await each.work(each.has(JobSucceeded), fused_worker(each, fuse))
             except Crash:
                 await each.work(each.has(JobSucceeded))
-            assert await outcome(each) == expected, f"crash at write {at}"
+            assert await each.outcome() == expected, f"crash at write {at}"
             if fuse.left >= 0:
                 assert at > 12
                 return
@@ -157,7 +148,7 @@ def test_a_restart_without_any_checkpoint_trains_again_to_the_same_bits(
         previous = next(r.digest for r in await lab.received("batches") if r.event == first[-1])
         await lab.plan(job, 1, first=2, previous=previous)
         await lab.work(lab.has(JobSucceeded))
-        assert await outcome(lab) == expected
+        assert await lab.outcome() == expected
 
     asyncio.run(scenario())
 
@@ -180,7 +171,7 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_it_used(
             await lab.work(lab.has(JobSucceeded))
         assert f"checkpoint {newest} is damaged" in caplog.text
         assert "begins at manifest 1" in caplog.text
-        assert await outcome(lab) == expected
+        assert await lab.outcome() == expected
 
     asyncio.run(scenario())
 

@@ -1,7 +1,7 @@
 """Records of `steps` for the tests of assembly: groups, whole attempts, failures, ticks; and folds of them."""
 
 from rollstream.eventlog import codec
-from rollstream.eventlog.log import Position, Received
+from rollstream.eventlog.log import Position, Received, TopicPartition
 from rollstream.processors import assembly
 from rollstream.schemas import ids
 from rollstream.schemas.events import (
@@ -67,6 +67,16 @@ def failed(index=0, member=0, number=0, *, is_final=False, time_ms=0, cause="eng
 
 def tick(time_ms):
     return Tick(run_id="", time_ms=time_ms, partition=0)
+
+
+async def records_of(log, topic, partition=0):
+    """Everything that a partition holds."""
+    reader = await log.reader({TopicPartition(topic, partition): 0})
+    found = []
+    while more := await reader.poll(timeout_s=0.01):
+        found += more
+    await reader.close()
+    return found
 
 
 def received_of(events, first=0):

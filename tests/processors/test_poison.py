@@ -4,7 +4,7 @@ import asyncio
 
 import orjson
 import pytest
-from steps_rig import attempt, fold, group, received_of, started, tick
+from steps_rig import attempt, fold, group, received_of, records_of, started, tick
 
 from rollstream.eventlog import codec
 from rollstream.eventlog.artifacts import ArtifactStore
@@ -59,15 +59,6 @@ POISON = {
 }
 
 
-async def read(log, topic, partition=0):
-    reader = await log.reader({TopicPartition(topic, partition): 0})
-    found = []
-    while more := await reader.poll(timeout_s=0.01):
-        found += more
-    await reader.close()
-    return found
-
-
 class _Large(MemoryLog):
     """A log whose broker took a record above the limit: a client of another make compresses before it measures."""
 
@@ -92,10 +83,10 @@ def test_poison_is_one_letter_kept_unchanged_and_the_group_closes_without_it(nam
         for event in records[3:]:
             await log.send(event, partition=OWN)
         shell = AssembleShell(log, store, service="processors-1")
-        batch = Batch(OWN, 1, await read(log, "steps", OWN))
+        batch = Batch(OWN, 1, await records_of(log, "steps", OWN))
         await shell.take(batch)
         await shell.drain()
-        (letter,) = await read(log, "dlq")
+        (letter,) = await records_of(log, "dlq")
         kept = original(letter, store)
         assert (kept.topic, kept.partition, kept.offset) == ("steps", OWN, 3)
         assert kept.key == where.get("key", REWARD.key)
@@ -105,7 +96,7 @@ def test_poison_is_one_letter_kept_unchanged_and_the_group_closes_without_it(nam
         assert told["__connect.errors.stage"] == b"assemble"
         reason = told["__connect.errors.exception.message"].decode()
         assert any(one in reason for one in says.split("|")), reason
-        (closed,) = [codec.decode(one).event for one in await read(log, "groups")]
+        (closed,) = [codec.decode(one).event for one in await records_of(log, "groups")]
         assert [one.outcome for one in closed.attempts] == ["complete"]
         assert shell.mark(OWN) == len(batch.records)
 
@@ -143,7 +134,7 @@ def workload(num_groups):
 async def assembled(log, shell, events, *, batch_size, partition=0):
     for event in events:
         await log.send(event, partition=partition)
-    records = await read(log, "steps", partition)
+    records = await records_of(log, "steps", partition)
     for first in range(0, len(records), batch_size):
         await shell.take(Batch(partition, 1, records[first : first + batch_size]))
     await shell.drain()
@@ -159,7 +150,7 @@ def test_a_fold_that_raises_now_and_then_leaves_the_state_as_if_the_record_were_
         shell = AssembleShell(log, None, service="p", evolve=bad)
         events = workload(24 if every < 1000 else 120)
         records = await assembled(log, shell, events, batch_size=batch_size)
-        letters = await read(log, "dlq")
+        letters = await records_of(log, "dlq")
         expected = [record for record in records if record.offset % every == every // 2]
         assert [original(letter, ArtifactStore("/nowhere")).offset for letter in letters] == [
             record.offset for record in expected
@@ -169,7 +160,7 @@ def test_a_fold_that_raises_now_and_then_leaves_the_state_as_if_the_record_were_
         received = [one for one in received_of(events) if one.position.offset % every != every // 2]
         state = assembly.initial()
         wanted = [one.closed for one in fold(received, state)]
-        found = [codec.decode(record).event for record in await read(log, "groups")]
+        found = [codec.decode(record).event for record in await records_of(log, "groups")]
         assert [one.model_copy(update={"locators": ()}) for one in found] == wanted
         assert shell.position(0) == len(records)
         assert shell.mark(0) == min(state.low_water, len(records))
@@ -186,13 +177,13 @@ def test_a_letter_of_the_fold_that_is_sent_again_joins_its_group():
         records = [started(0, size=1), *attempt()]
         await assembled(log, shell, records[:-1], batch_size=256)
         assert shell.mark(0) == 0
-        (letter,) = await read(log, "dlq")
+        (letter,) = await records_of(log, "dlq")
         again = original(letter, ArtifactStore("/nowhere"))
         await log.send_raw("steps", key=again.key, value=again.value, headers=again.headers, partition=0)
         await log.send(records[-1], partition=0)
-        await shell.take(Batch(0, 1, (await read(log, "steps"))[len(records) - 1 :]))
+        await shell.take(Batch(0, 1, (await records_of(log, "steps"))[len(records) - 1 :]))
         await shell.drain()
-        (closed,) = [codec.decode(record).event for record in await read(log, "groups")]
+        (closed,) = [codec.decode(record).event for record in await records_of(log, "groups")]
         assert [one.outcome for one in closed.attempts] == ["complete"]
 
     asyncio.run(go())
@@ -207,7 +198,7 @@ def test_a_fold_that_raises_on_every_record_ends_the_worker_and_moves_no_mark():
             await assembled(log, shell, workload(4), batch_size=256)
         assert shell.mark(0) == 0
         await shell.drain()
-        assert len(await read(log, "dlq")) == MAX_IN_A_ROW
+        assert len(await records_of(log, "dlq")) == MAX_IN_A_ROW
 
     asyncio.run(go())
 
@@ -222,13 +213,13 @@ def test_a_new_owner_of_the_partition_comes_to_the_same_groups():
 
         one = shell()
         records = await assembled(log, one, workload(24), batch_size=64)
-        before = [codec.decode(record) for record in await read(log, "groups")]
+        before = [codec.decode(record) for record in await records_of(log, "groups")]
         two = shell()
         await two.take(Batch(0, 2, records))
         await two.drain()
-        after = [codec.decode(record) for record in await read(log, "groups")][len(before) :]
+        after = [codec.decode(record) for record in await records_of(log, "groups")][len(before) :]
         assert [one.digest for one in after] == [one.digest for one in before]
-        letters = [original(letter, ArtifactStore("/nowhere")).offset for letter in await read(log, "dlq")]
+        letters = [original(letter, ArtifactStore("/nowhere")).offset for letter in await records_of(log, "dlq")]
         assert letters == list(range(5, len(records), 11)), "a letter is not written twice"
 
     asyncio.run(go())
@@ -244,7 +235,7 @@ def test_a_letter_decides_even_if_a_new_owner_could_fold_its_record():
         mended = AssembleShell(log, None, service="p")
         await mended.take(Batch(0, 2, records))
         await mended.drain()
-        one, two = [codec.decode(record).digest for record in await read(log, "groups")]
+        one, two = [codec.decode(record).digest for record in await records_of(log, "groups")]
         assert one == two
 
     asyncio.run(go())
@@ -267,12 +258,12 @@ def test_a_partition_that_goes_while_it_is_folded_again_leaves_nothing_behind():
         bad = Raising(assembly.evolve, lambda received: received.position.offset == 20)
         for event in workload(4):
             await log.send(event, partition=0)
-        records = await read(log, "steps")
+        records = await records_of(log, "steps")
         shell = log.shell = AssembleShell(log, None, service="p", evolve=bad)
         await shell.take(Batch(0, 1, records))
         await shell.drain()
         assert shell.mark(0) is None
-        assert await read(log, "groups") == []
+        assert await records_of(log, "groups") == []
 
     asyncio.run(go())
 
@@ -296,12 +287,12 @@ def run_events(store, run="run", *, num_epochs=3):
 
 async def sent_by(shell, log, batch_size=3):
     """All that curate sends for `groups`, read in batches; letters are told by their offset."""
-    records = await read(log, "groups")
+    records = await records_of(log, "groups")
     for first in range(0, len(records), batch_size):
         await shell.take(Batch(0, 1, records[first : first + batch_size]))
     assert shell.mark(0) == len(records)
-    sent = [codec.decode(record).event for topic in ("tasks", "batches") for record in await read(log, topic)]
-    letters = [original(letter, ArtifactStore("/nowhere")).offset for letter in await read(log, "dlq")]
+    sent = [codec.decode(record).event for topic in ("tasks", "batches") for record in await records_of(log, topic)]
+    letters = [original(letter, ArtifactStore("/nowhere")).offset for letter in await records_of(log, "dlq")]
     return sent, letters
 
 
@@ -312,7 +303,7 @@ async def groups_log(store, *, without=()):
     shell = AssembleShell(source, None, service="p")
     events = [one for index in range(4) for member in (0, 1) for one in attempt(index, member, reward=float(member))]
     await assembled(source, shell, [*(started(index) for index in range(4)), *events], batch_size=256)
-    for record in await read(source, "groups"):
+    for record in await records_of(source, "groups"):
         if record.offset not in without:
             await log.send_raw("groups", key=record.key, value=record.value)
     return log
@@ -331,8 +322,8 @@ def test_curation_goes_on_as_if_the_record_that_its_fold_raises_on_were_not_ther
         assert [one.event_id for one in found] == [one.event_id for one in expected]
         assert found == expected
         owner = CurateShell(log, store, service="q")
-        await owner.take(Batch(0, 2, (await read(log, "groups"))[bad + 1 :]))
-        again = [codec.decode(one).event for topic in ("tasks", "batches") for one in await read(log, topic)]
+        await owner.take(Batch(0, 2, (await records_of(log, "groups"))[bad + 1 :]))
+        again = [codec.decode(one).event for topic in ("tasks", "batches") for one in await records_of(log, topic)]
         assert {one.event_id: codec.content_digest(one) for one in again} == {
             one.event_id: codec.content_digest(one) for one in found
         }, "a new owner whose fold would take the record answers as the one before it"
@@ -347,7 +338,7 @@ def test_a_curation_that_raises_on_every_record_ends_the_worker(tmp_path):
             await log.send_all(run_events(store, f"run{number}"))
         shell = CurateShell(log, store, service="p", evolve=Raising(curate.evolve, lambda received: True))
         with pytest.raises(FoldError, match="groups/0@16"):
-            await shell.take(Batch(0, 1, await read(log, "groups")))
+            await shell.take(Batch(0, 1, await records_of(log, "groups")))
         assert shell.mark(0) is None
 
     asyncio.run(go())

@@ -5,11 +5,11 @@ from dataclasses import replace
 
 import orjson
 import pytest
-from steps_rig import attempt, group, started
+from steps_rig import attempt, group, records_of, started
 
 from rollstream.eventlog import codec
 from rollstream.eventlog.artifacts import ArtifactStore
-from rollstream.eventlog.log import Position, TopicPartition, partition_of
+from rollstream.eventlog.log import Position, partition_of
 from rollstream.eventlog.memory_log import MemoryLog
 from rollstream.processors.assemble_shell import MAX_UNDER_WAY, AssembleShell
 from rollstream.processors.curate_shell import CurateShell
@@ -19,15 +19,6 @@ from rollstream.schemas.events import EpochSealed, EpochStarted, JobStarted, Run
 from rollstream.schemas.settings import PlanSettings, RolloutSettings
 
 RUN = "run"
-
-
-async def records_of(log, topic, partition=0):
-    reader = await log.reader({TopicPartition(topic, partition): 0})
-    found = []
-    while more := await reader.poll(timeout_s=0.01):
-        found += more
-    await reader.close()
-    return found
 
 
 async def events_of(log, topic):
