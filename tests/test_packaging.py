@@ -5,6 +5,8 @@ import sys
 import tomllib
 from pathlib import Path
 
+import pytest
+
 import rollstream.schemas.events
 from rollstream.schemas.topics import TOPICS
 
@@ -29,6 +31,18 @@ def test_every_top_folder_is_mapped() -> None:
 def test_every_event_has_a_topic_of_the_table() -> None:
     for kind, event in rollstream.schemas.events.KINDS.items():
         assert event.TOPIC in TOPICS, kind
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("extra", PROJECT["project"]["optional-dependencies"])
+def test_every_extra_can_be_installed_beside_the_core(extra: str) -> None:
+    command = [str(Path(sys.executable).with_name("uv")), "pip", "compile", "--quiet", "--python", sys.executable]
+    done = subprocess.run(
+        [*command, "--extra", extra, str(ROOT / "pyproject.toml")], capture_output=True, text=True, timeout=300
+    )
+    if "Failed to fetch" in done.stderr or "error sending request" in done.stderr:
+        pytest.skip("the package registry is not reached")
+    assert done.returncode == 0, done.stderr
 
 
 def test_importing_from_the_checkout_gives_the_installed_package() -> None:
