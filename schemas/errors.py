@@ -89,4 +89,4 @@ def told(error: BaseException) -> str:
         message = str(error)
     except Exception:  # noqa: BLE001 -- whatever others' code raises
         message = "(its message cannot be read)"
-    return f"{type(error).__name__}: {message}"
+    return f"{type(error).__name__}: {message}" if message else type(error).__name__

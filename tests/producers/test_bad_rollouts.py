@@ -190,7 +190,7 @@ def test_a_reward_function_that_finds_nothing_is_a_reward_error_and_no_time_out(
 
     failed = play(task_of(rewards=("test_finds_nothing",))).last
     assert failed.cause == "reward_error"
-    assert failed.message.startswith("reward test_finds_nothing raised StopIteration")
+    assert failed.message == "reward test_finds_nothing raised StopIteration"
 
 
 @pytest.mark.parametrize("is_async", [False, True])
