@@ -13,6 +13,7 @@ from rollstream.harness import config_file, dataset
 from rollstream.harness.config_file import Loaded
 from rollstream.harness.finetune_config import RECORDED
 from rollstream.harness.follower import follow
+from rollstream.harness.manifest_size import check_manifests
 from rollstream.harness.preflight import environment_of, users_code
 from rollstream.harness.progress import Progress
 from rollstream.harness.reward_choice import check_examples
@@ -53,6 +54,8 @@ async def new_run(
     config = loaded.config
     examples = examples_of(config)
     run_id = run_id or ids.new_run_id(name)
+    jobs = jobs_of(config, run_id, is_fork=parent is not None)
+    check_manifests(jobs)
     started = RunStarted(
         run_id=run_id,
         time_ms=time.time_ns() // 1_000_000,
@@ -68,7 +71,7 @@ async def new_run(
         parent=parent,
         started_at=datetime.now(UTC).isoformat(timespec="seconds"),
     )
-    return RunPlan(started, jobs_of(config, run_id, is_fork=parent is not None), is_new=True)
+    return RunPlan(started, jobs, is_new=True)
 
 
 async def check_new(log: EventLog, run_id: str) -> None:

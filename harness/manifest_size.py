@@ -1,0 +1,53 @@
+"""How many trajectories a batch may have: a manifest that no record can hold would end every processors process.
+
+Only their count is known before a run, and only where curation plans by itself; their ids are reckoned as long as the
+run can make them.
+"""
+
+from collections.abc import Iterable
+
+from rollstream.harness.settings import JobSpec
+from rollstream.schemas import ids
+from rollstream.schemas.base import Locator
+from rollstream.schemas.errors import ConfigError
+from rollstream.schemas.events_training import BatchMember
+from rollstream.schemas.topics import TOPICS
+
+OTHER_BYTES = 4096
+"""Of a manifest's record, all but its members and their locators."""
+ATTEMPT = 10
+"""Of most rollouts it is the first one, so one of two digits is more than enough on the whole."""
+
+
+def check_manifests(jobs: Iterable[JobSpec]) -> None:
+    """Raises ConfigError for a job whose batches could have more trajectories than a manifest has room for."""
+    for spec in jobs:
+        if spec.plan.planning == "submitted":
+            continue
+        num_groups = -(-spec.plan.tasks_per_epoch // spec.plan.batches_per_epoch)
+        num_trajectories = num_groups * spec.plan.num_generations * max(1, len(spec.rollout.agents))
+        most = most_trajectories(spec)
+        if num_trajectories > most:
+            raise ConfigError(
+                f"job {spec.job_id}: a batch of {num_trajectories} trajectories (tasks_per_epoch x num_generations, by "
+                f"batches_per_epoch) is more than the {most} that a manifest has room for; lower one of the first two, "
+                "or raise batches_per_epoch and max_staleness"
+            )
+
+
+def most_trajectories(spec: JobSpec) -> int:
+    """How many trajectories a manifest of the job has room for."""
+    run_id, job = spec.job_id.split("/", 1)
+    group = ids.group_id(run_id, job, spec.plan.num_epochs, spec.plan.tasks_per_epoch)
+    rollout = ids.rollout_id(group, spec.plan.num_generations, ATTEMPT)
+    member = BatchMember(
+        trajectory_id=ids.trajectory_id(rollout, max(spec.rollout.agents, key=len, default="agent")),
+        rollout_id=rollout,
+        group_id=group,
+        digest="0" * 64,
+        reward=-1.0000000000000002e-100,
+        staleness=spec.plan.max_staleness,
+    )
+    locator = Locator(partition=10**3, offset=10**10)
+    member_bytes = len(member.model_dump_json()) + len(locator.model_dump_json()) + len(",,")
+    return (TOPICS["batches"].max_record_bytes - OTHER_BYTES) // member_bytes

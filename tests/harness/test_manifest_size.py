@@ -1,0 +1,87 @@
+"""Batches whose manifest no record could hold."""
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rollstream.eventlog import codec
+from rollstream.eventlog.artifacts import ArtifactStore
+from rollstream.eventlog.log import check_record_size
+from rollstream.eventlog.memory_log import MemoryLog
+from rollstream.harness import config_file
+from rollstream.harness.manifest_size import check_manifests, most_trajectories
+from rollstream.harness.plan import new_run
+from rollstream.harness.settings import JobSpec, jobs_of
+from rollstream.schemas import ids
+from rollstream.schemas.base import Locator
+from rollstream.schemas.errors import ConfigError
+from rollstream.schemas.events import BatchPlanned
+from rollstream.schemas.events_training import BatchMember
+
+pytestmark = pytest.mark.usefixtures("registered_alone")
+RUN = "guess_number-0a1b2c"
+
+
+def job_of(written: dict[str, Any], **changes: Any) -> JobSpec:
+    written["workflow"] = {"environment": "guess_number"}
+    (job,) = jobs_of(config_file.resolve(written).config, RUN)
+    return job._replace(plan=job.plan.model_copy(update={"planning": "stream", **changes}))
+
+
+def manifest(job: JobSpec, num_trajectories: int) -> BatchPlanned:
+    size = job.plan.num_generations
+    members: list[BatchMember] = []
+    for number in range(num_trajectories):
+        group = ids.group_id(RUN, "rl", 99_999, number // size)
+        rollout = ids.rollout_id(group, number % size, 0)
+        members.append(
+            BatchMember(
+                trajectory_id=ids.trajectory_id(rollout, "agent"),
+                rollout_id=rollout,
+                group_id=group,
+                digest="f" * 64,
+                reward=-0.30000000000000004,
+                staleness=0,
+            )
+        )
+    return BatchPlanned(
+        run_id=RUN,
+        time_ms=2**41,
+        batch_id=ids.batch_id(job.job_id, 99_999),
+        job_id=job.job_id,
+        model_group=job.model_group,
+        epoch=99_999,
+        index=99_999,
+        trains_at_version=99_999,
+        yields_version=100_000,
+        members=tuple(members),
+        seed=2**63 - 1,
+        curriculum_sha256="f" * 64,
+        previous_sha256="f" * 64,
+        locators=tuple(Locator(partition=15, offset=10**9 + n) for n in range(num_trajectories)),
+    )
+
+
+def test_the_largest_batch_that_is_taken_has_a_manifest_that_a_record_holds(written: dict[str, Any]) -> None:
+    job = job_of(written, num_generations=16)
+    most = most_trajectories(job)
+    assert 3000 < most < 4000
+    encoded = codec.encode(manifest(job, most))
+    check_record_size("batches", encoded.key, encoded.value, encoded.headers)
+
+
+def test_a_batch_that_no_manifest_has_room_for_is_refused_by_number(written: dict[str, Any]) -> None:
+    check_manifests([job_of(written, tasks_per_epoch=128, num_generations=16)])
+    check_manifests([job_of(written, tasks_per_epoch=512, num_generations=16, batches_per_epoch=4)])
+    with pytest.raises(ConfigError, match=rf"job {RUN}/rl: a batch of 8192 trajectories .* more than the 3\d\d\d "):
+        check_manifests([job_of(written, tasks_per_epoch=512, num_generations=16)])
+
+
+def test_a_run_with_such_a_batch_is_not_begun(written: dict[str, Any], tmp_path: Path) -> None:
+    written["workflow"] = {"environment": "guess_number"}
+    written["trainer_adapters"]["a"]["tasks_per_epoch"] = 1000
+    opening = new_run(MemoryLog(num_partitions=2), ArtifactStore(str(tmp_path)), config_file.resolve(written), "run")
+    with pytest.raises(ConfigError, match="a batch of 8000 trajectories"):
+        asyncio.run(opening)
