@@ -143,6 +143,7 @@ class KafkaLog:
 
     async def reader(self, start: Mapping[TopicPartition, int]) -> KafkaReader:
         """A reader of the given partitions from the given offsets (-1: the oldest kept)."""
+        await self._check_partitions(start)
         begins: dict[str, dict[int, int]] = {}
         for topic in sorted({where.topic for where in start}):
             begins[topic] = await self.begin_offsets(topic)
@@ -179,7 +180,9 @@ class KafkaLog:
 
     async def fetch(self, positions: Iterable[Position]) -> list[Record]:
         """The records at the given positions, in the order given. Raises TruncatedError if one is gone."""
-        return await self._require(self._fetcher).fetch(positions)
+        asked = list(positions)
+        await self._check_partitions({TopicPartition(position.topic, position.partition) for position in asked})
+        return await self._require(self._fetcher).fetch(asked)
 
     async def committed_offsets(self, group: str) -> dict[TopicPartition, int]:
         """Next offset by partition of a consumer group, for who looks on; empty if it never committed."""
@@ -201,7 +204,7 @@ class KafkaLog:
         count = await self.num_partitions(topic)
         chosen = partition_of(key or b"", count) if partition is None else partition
         if not 0 <= chosen < count:
-            raise TopicError(f"there is no partition {chosen} of topic {topic}: it has {count}")
+            raise _no_partition(topic, chosen, count)
         name, producer = TOPICS[topic].name, self._require(self._producer)
         with log_errors(f"send to topic {name}"):
             if key is None and value is None:  # aiokafka refuses it as a message, but not as a batch
@@ -209,6 +212,13 @@ class KafkaLog:
                 batch.append(key=None, value=None, timestamp=None, headers=list(headers))
                 return await producer.send_batch(batch, name, partition=chosen)
             return await producer.send(name, value=value, key=key, partition=chosen, headers=list(headers))
+
+    async def _check_partitions(self, partitions: Iterable[TopicPartition]) -> None:
+        """Raises TopicError for one that does not exist: aiokafka would wait for it, and for ever."""
+        for topic, partition in partitions:
+            count = await self.num_partitions(topic)
+            if not 0 <= partition < count:
+                raise _no_partition(topic, partition, count)
 
     async def _acknowledged(self, sent: "list[tuple[str, asyncio.Future[Any]]]") -> list[Position]:
         if not sent:
@@ -226,3 +236,7 @@ class KafkaLog:
         if part is None:
             raise LogError("the log is not connected: await start() first")
         return part
+
+
+def _no_partition(topic: str, partition: int, count: int) -> TopicError:
+    return TopicError(f"there is no partition {partition} of topic {topic}: it has {count}")

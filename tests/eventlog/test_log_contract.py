@@ -184,6 +184,20 @@ def test_an_offset_that_is_not_kept_is_an_error_that_names_it(run: Run) -> None:
     run(scenario)
 
 
+def test_a_partition_that_does_not_exist_is_an_error_that_names_it(run: Run) -> None:
+    async def scenario(log: EventLog) -> None:
+        named = rf"no partition {NUM_PARTITIONS} of topic tasks"
+        with pytest.raises(TopicError, match=named):
+            await log.send(cancelled(fresh("r")), partition=NUM_PARTITIONS)
+        with pytest.raises(TopicError, match=named):
+            await asyncio.wait_for(log.fetch([Position("tasks", NUM_PARTITIONS, 0)]), 10)
+        for offset in (-1, 0):
+            with pytest.raises(TopicError, match=named):
+                await read(await log.reader({TopicPartition("tasks", NUM_PARTITIONS): offset}), 1)
+
+    run(scenario)
+
+
 def test_fetch_returns_records_in_the_order_asked_for(run: Run) -> None:
     async def scenario(log: EventLog) -> None:
         positions = await log.send_all([cancelled(fresh("r")) for _ in range(30)])
