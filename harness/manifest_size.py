@@ -1,7 +1,7 @@
 """How many trajectories a batch may have: a manifest that no record can hold would end every processors process.
 
-Only their count is known before a run, and only where curation plans by itself; their ids are reckoned as long as the
-run can make them.
+Where curation plans by itself their count is known before a run, else when they are submitted; their ids are reckoned
+as long as the run can make them.
 """
 
 from collections.abc import Iterable
@@ -33,6 +33,16 @@ def check_manifests(jobs: Iterable[JobSpec]) -> None:
                 f"batches_per_epoch) is more than the {most} that a manifest has room for; lower one of the first two, "
                 "or raise batches_per_epoch and max_staleness"
             )
+
+
+def check_submission(spec: JobSpec, num_trajectories: int) -> None:
+    """Raises ConfigError for more trajectories than the manifest of one submission has room for."""
+    most = most_trajectories(spec)
+    if num_trajectories > most:
+        raise ConfigError(
+            f"job {spec.job_id}: {num_trajectories} trajectories are submitted at once, more than the {most} that a "
+            "manifest has room for; roll out fewer examples an epoch, or fewer generations of each"
+        )
 
 
 def most_trajectories(spec: JobSpec) -> int:

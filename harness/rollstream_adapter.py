@@ -16,6 +16,7 @@ from rollstream.harness.config_file import Loaded
 from rollstream.harness.endpoint import is_served
 from rollstream.harness.finetune_config import run_config_of
 from rollstream.harness.interfaces import TrainerAdapter
+from rollstream.harness.manifest_size import check_submission
 from rollstream.harness.written_config import written_of
 from rollstream.schemas.config import OURS
 from rollstream.schemas.errors import ConfigError, RollstreamError
@@ -98,6 +99,7 @@ class RollstreamTrainerAdapter(TrainerAdapter):
         if not groups:
             raise ValueError("no trajectories to submit: every group is empty")
         backend = self._backend()
+        check_submission(backend.spec, sum(map(len, groups)))
         await backend.begin()
         digest = codec.canonical_digest(trajectories.model_dump(mode="json"))
         epoch = self._submitted.get(digest, epoch_of(backend, groups))

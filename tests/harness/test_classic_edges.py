@@ -9,8 +9,8 @@ import pytest
 from rollstream.harness import epochs
 from rollstream.harness.backend import opened
 from rollstream.harness.classic.submission import submitted_groups
-from rollstream.schemas.errors import LogError
-from rollstream.schemas.events import BatchPlanned, EpochSealed, TrajectoryRejected
+from rollstream.schemas.errors import ConfigError, LogError
+from rollstream.schemas.events import BatchPlanned, EpochSealed, SubmissionReceived, TrajectoryRejected
 from rollstream.schemas.finetuning import TrainingStatusEnum, Trajectory, TrajectoryCollection
 
 from .classic_rig import ClassicRig, components_for, conducted, configuration, opened_rig
@@ -43,6 +43,18 @@ def test_what_is_written_again_has_the_reward_that_it_came_with_and_is_not_score
         batch: Any
         (batch,) = await rig.events("batches", BatchPlanned)
         assert [member.reward for member in batch.members] == pytest.approx([t.reward for t in changed])
+
+    asyncio.run(scenario())
+
+
+def test_more_than_one_manifest_has_room_for_is_refused_before_anything_is_written(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        rig = ClassicRig(tmp_path, configuration(tmp_path))
+        async with opened_rig(rig) as (_, parts):
+            group = [Trajectory(episode=[], reward=1.0)] * 1000
+            with pytest.raises(ConfigError, match=r"5000 trajectories are submitted at once, more than the 3\d\d\d "):
+                await parts.trainer_adapter.submit(TrajectoryCollection(trajectories=[group] * 5, run_id="mine"))
+        assert await rig.events("groups", SubmissionReceived) == []
 
     asyncio.run(scenario())
 
