@@ -93,6 +93,13 @@ def test_a_file_can_be_read_in_one_sitting(path: Path) -> None:
     assert long == []
 
 
+def test_a_test_file_says_what_it_is_and_stays_short() -> None:
+    for path in sorted((ROOT / "tests").rglob("*.py")):
+        text = path.read_text(encoding="utf-8")
+        assert text.count("\n") <= MAX_FILE_LINES, path
+        assert ast.get_docstring(ast.parse(text)), path
+
+
 def test_schemas_import_only_the_standard_library_and_pydantic() -> None:
     import sys
 

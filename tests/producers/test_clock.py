@@ -1,3 +1,5 @@
+"""The clock of events: monotonic, and never behind what its partition holds."""
+
 from rollstream.producers.clock import EventClock, start_ms
 
 

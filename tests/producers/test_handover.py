@@ -1,3 +1,5 @@
+"""A partition of tasks changes hands: what the old owner left open is closed, and only missing members run again."""
+
 import asyncio
 import json
 import sys

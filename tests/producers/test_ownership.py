@@ -1,3 +1,5 @@
+"""What a partition of steps tells its new owner: which groups are open, what they lack, and where reading goes on."""
+
 import asyncio
 import sys
 from pathlib import Path

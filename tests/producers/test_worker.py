@@ -1,3 +1,5 @@
+"""The rollout worker on a log in memory: attempts and their limits, cancelling, dead letters, ticks and commits."""
+
 import asyncio
 import json
 import sys
