@@ -117,11 +117,11 @@ async def plan(opening: Opening, log: EventLog, artifacts: "ArtifactStore") -> R
     return await new_run(log, artifacts, opening.loaded, opening.name, parent=opening.fork, run_id=opening.run_id)
 
 
-def has_room(folder: Path, display: Display) -> bool:
+def has_room(folder: Path, display: Display, min_free_share: float = MIN_FREE_SHARE) -> bool:
     """Whether a next epoch may be started: there is room on the disk. Says so when there is none."""
     usage = shutil.disk_usage(folder)
-    is_enough = usage.free >= MIN_FREE_SHARE * usage.total
-    display.note("" if is_enough else f"paused: less than {MIN_FREE_SHARE:.0%} of the disk of {folder} is free")
+    is_enough = usage.free >= min_free_share * usage.total
+    display.note("" if is_enough else f"paused: less than {min_free_share:.0%} of the disk of {folder} is free")
     return is_enough
 
 

@@ -4,6 +4,7 @@ import asyncio
 from pathlib import Path
 from typing import Any
 
+import duckdb
 import pytest
 
 from rollstream.eventlog.dead_letters import send_dead_letter
@@ -248,6 +249,17 @@ def test_tables_of_another_version_are_filled_again(tmp_path: Path, synthetic: A
     database.close()
     assert ask(path, "SELECT * FROM runs") == []
     project_all(log, path)
+    assert everything(path) == before
+
+
+def test_views_of_another_version_are_made_anew_and_rows_stay(tmp_path: Path, synthetic: Any) -> None:
+    path = tmp_path / "metrics.duckdb"
+    project_all(log_of(list(synthetic.all_events())), path)
+    before = everything(path)
+    with duckdb.connect(str(path)) as connection:
+        connection.execute("CREATE OR REPLACE VIEW epoch_summary AS SELECT 'old' AS run_id")
+        connection.execute("UPDATE log.meta SET value = 'old' WHERE name = 'views_sha256'")
+    assert everything(path) == before
     assert everything(path) == before
 
 
