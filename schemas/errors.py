@@ -16,6 +16,10 @@ RollstreamError
 ├── FencedError            a newer learner or owner has taken over
 ├── QueryError             an SQL query is not allowed or failed
 └── RunFailedError         a run ended in failure
+
+Narrower ones stand beside the code that tells them apart: RewardError, NoScoreError and TurnsExhausted are
+EnvironmentRunErrors, RequiredValidationError is a RunFailedError; MetricsFileError with FileInUseError
+(metrics/database.py) and Refusal (an answer of the OpenAI endpoint) are branches of their own.
 """
 
 
