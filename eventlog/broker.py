@@ -17,7 +17,7 @@ import sys
 import time
 import uuid
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
 from rollstream.eventlog import broker_guard, kafka_install
 from rollstream.eventlog.class_archive import ClassArchive
@@ -143,6 +143,11 @@ class EmbeddedBroker:
         properties = self._folder / "server.properties"
         properties.write_text(PROPERTIES.format(port=port, controller_port=controller_port), encoding="utf-8")
         if not (self._folder / "data" / "meta.properties").exists():
+            if (self._folder / "data" / "__cluster_metadata-0").exists():
+                raise BrokerError(
+                    f"the broker's data below {self._folder} lack meta.properties, without which they are another "
+                    "cluster's: restore that file, or give another --workspace"
+                )
             _format_storage(classes, properties)
         command = [str(classes.java), *JVM, *classes.options(Path(CLASSES_LISTED)), "-cp", classes.classpath]
         command += ["kafka.Kafka", properties.name]
@@ -195,15 +200,15 @@ class EmbeddedBroker:
 def find_running(workspace: Path) -> str | None:
     """`host:port` of the broker that runs on a workspace, None if there is none or if it ends, as its starter has."""
     folder = workspace / "broker"
+    told = _told(folder / "broker.json")
     try:
-        told = json.loads((folder / "broker.json").read_text(encoding="utf-8"))
         lock = os.open(folder / "lock", os.O_RDWR)
-    except (FileNotFoundError, ValueError):
+    except FileNotFoundError:
         return None
     try:
         fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:
-        is_ending = not _is_alive(str(told["pid"]))
+        is_ending = not _is_alive(str(told.get("pid")))
         return None if is_ending or not answers(int(told["port"])) else str(told["bootstrap_servers"])
     finally:
         os.close(lock)
@@ -257,15 +262,20 @@ def _is_alive(pid: str) -> bool:
 
 def _ports(remembered: Path) -> tuple[int, int]:
     """The ports of the last start where they are free, else new ones."""
-    try:
-        told = json.loads(remembered.read_text(encoding="utf-8"))
-        wanted = [int(told["port"]), int(told["controller_port"])]
-    except (FileNotFoundError, ValueError, KeyError):
-        wanted = []
-    ports = [port for port in wanted if _is_free(port)]
-    if len(ports) < len(wanted) or not wanted:
+    told = _told(remembered)
+    ports = [port for name in ("port", "controller_port") if isinstance(port := told.get(name), int) and _is_free(port)]
+    if len(ports) < 2:
         ports = _free_ports(2)
     return ports[0], ports[1]
+
+
+def _told(path: Path) -> dict[str, Any]:
+    """What `broker.json` says, nothing if it is not there or damaged."""
+    try:
+        told = json.loads(path.read_text(encoding="utf-8"))
+    except (FileNotFoundError, ValueError):
+        return {}
+    return told if isinstance(told, dict) else {}
 
 
 def _free_ports(count: int) -> list[int]:
@@ -294,7 +304,7 @@ def _is_free(port: int) -> bool:
         candidate.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             candidate.bind((HOST, port))
-        except OSError:
+        except (OSError, OverflowError):
             return False
     return True
 

@@ -14,7 +14,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from rollstream.eventlog.broker import EmbeddedBroker, find_running
+from rollstream.eventlog.broker import EmbeddedBroker, _ports, find_running
 from rollstream.eventlog.kafka_install import jars
 from rollstream.eventlog.kafka_log import KafkaLog
 from rollstream.schemas.errors import BrokerError
@@ -198,6 +198,28 @@ def test_a_damaged_storage_is_one_clear_error(workspace: Path) -> None:
     with pytest.raises(BrokerError, match=r"ended at once: .*broker\.log"):
         EmbeddedBroker(workspace).start()
     assert find_running(workspace) is None
+
+
+def test_data_without_their_properties_are_not_made_another_clusters(workspace: Path) -> None:
+    with EmbeddedBroker(workspace):
+        pass
+    properties = workspace / "broker" / "data" / "meta.properties"
+    kept_text = properties.read_text()
+    properties.unlink()
+    with pytest.raises(BrokerError, match=r"lack meta\.properties, .*: restore that file, or give another --workspace"):
+        EmbeddedBroker(workspace).start()
+    properties.write_text(kept_text)
+    (workspace / "broker" / "broker.json").write_text('{"port": 99999, "controller_port": null}')
+    with EmbeddedBroker(workspace) as broker:
+        assert find_running(workspace) == broker.bootstrap_servers
+
+
+@pytest.mark.parametrize("text", ["", "[1]", "{}", '{"port": -1, "controller_port": 70000}', '{"port": "x"}'])
+def test_a_damaged_note_of_the_address_is_passed_over(text: str, tmp_path: Path) -> None:
+    (tmp_path / "broker.json").write_text(text)
+    ports = _ports(tmp_path / "broker.json")
+    assert all(1024 < port < 65536 for port in ports)
+    assert ports[0] != ports[1]
 
 
 def test_an_installation_that_cannot_be_made_names_folder_and_remedy(tmp_path: Path) -> None:
