@@ -19,8 +19,11 @@ _MAX_SHOWN = 60
 
 
 def explain(error: ValidationError, model: type[BaseModel], written: Mapping[str, Any]) -> str:
-    """One line for the first error, and how many more there are. `written` is the file before `${ENV}`."""
-    errors = error.errors(include_url=False)
+    """One line for the first error, and how many more there are. `written` is the file before `${ENV}`.
+
+    An unknown key comes first: what it was meant to be is missing, too.
+    """
+    errors = sorted(error.errors(include_url=False), key=lambda one: one["type"] != "extra_forbidden")
     first = _explain_one(errors[0], model, written)
     return first if len(errors) == 1 else f"{first} (and {len(errors) - 1} more)"
 
@@ -34,7 +37,7 @@ def _explain_one(error: ErrorDetails, model: type[BaseModel], written: Mapping[s
         return f"{place}: missing; it must be given"
     if error["type"] == "union_tag_invalid":
         return f"{place}._type: {_unknown_type(error.get('ctx', {}))}"
-    message = error["msg"].removeprefix("Value error, ")
+    message = error["msg"].removeprefix("Value error, ").replace("a valid tuple", "a list")
     if error["type"] == "value_error":
         return f"{place}: {message}" if place else message
     return f"{place}: is {_shown(_value_at(written, path))}; {message[0].lower()}{message[1:]}"

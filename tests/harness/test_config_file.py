@@ -228,6 +228,23 @@ def test_a_missing_reference_is_named(written: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize(
+    ("path", "mistyped", "told"),
+    [
+        (("finetuning",), "finetunning", "finetunning: unknown key; did you mean finetuning? (and 1 more)"),
+        (("trainer_adapters", "a", "model"), "modell", "trainer_adapters.a.modell: unknown key; did you mean model?"),
+    ],
+)
+def test_a_mistyped_key_is_named_before_the_one_that_it_leaves_missing(
+    written: dict[str, Any], path: tuple[str, ...], mistyped: str, told: str
+) -> None:
+    block = written
+    for part in path[:-1]:
+        block = block[part]
+    block[mistyped] = block.pop(path[-1])
+    assert refused(written).startswith(told)
+
+
+@pytest.mark.parametrize(
     ("path", "value", "told"),
     [
         ("finetuning.num_epochs", "many", "finetuning.num_epochs: is 'many'; "),
@@ -247,6 +264,7 @@ def test_a_missing_reference_is_named(written: dict[str, Any]) -> None:
         ("trainer_adapters.a.optimizer", {"betas": [0.9, 1.0]}, "trainer_adapters.a.optimizer.betas.1: is 1.0; "),
         ("trajectory_builders.b.group_timeout_s", inf, "trajectory_builders.b.group_timeout_s: is inf; "),
         ("trajectory_builders.b.min_generations", 99, "trajectory_builders.b: min_generations 99 is more than"),
+        ("trajectory_builders.b.rewards", "x", "trajectory_builders.b.rewards: is 'x'; input should be a list"),
         ("trainers.t", 3, "trainers.t: is 3; "),
         ("trainers", [], "trainers: is []; "),
         ("workflow.enviroment", "x", "workflow.enviroment: unknown key; did you mean environment?"),
