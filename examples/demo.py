@@ -5,6 +5,7 @@ python examples/demo.py --workspace .rollstream --seed 0
 
 import argparse
 import json
+import signal
 import subprocess
 import sys
 from contextlib import suppress
@@ -29,8 +30,9 @@ What to try next (`. .venv/bin/activate` first):
 
 
 def rollstream(*arguments: str) -> None:
-    """Run one command; its failure is ours. Ctrl-C reaches it too, so it is left to end in order."""
+    """Run one command; its failure is ours. Ctrl-C reaches it too, SIGTERM is passed on; it is left to end in order."""
     with subprocess.Popen([*ROLLSTREAM, *arguments], cwd=ROOT) as command:
+        signal.signal(signal.SIGTERM, lambda *_: command.terminate())
         while command.returncode is None:
             with suppress(KeyboardInterrupt):
                 command.wait()

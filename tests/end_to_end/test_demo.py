@@ -1,10 +1,11 @@
-"""`make demo` broken off: Ctrl-C reaches all of the terminal's processes at once, and the run is kept."""
+"""`make demo` broken off, by Ctrl-C (which reaches all of the terminal's processes) or SIGTERM: its run is kept."""
 
 import os
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import psutil
@@ -19,7 +20,18 @@ RUN_IT = "sys.argv = sys.argv[1:]; runpy.run_path(sys.argv[0], run_name='__main_
 pytestmark = [pytest.mark.kafka, pytest.mark.slow]
 
 
-def test_a_demo_that_is_interrupted_ends_in_order_and_says_how_to_go_on(tmp_path: Path) -> None:
+def press_ctrl_c(demo: "subprocess.Popen[bytes]") -> None:
+    os.killpg(demo.pid, signal.SIGINT)
+
+
+def end_make(demo: "subprocess.Popen[bytes]") -> None:
+    demo.terminate()
+
+
+@pytest.mark.parametrize(("how", "status"), [(press_ctrl_c, 130), (end_make, 143)])
+def test_a_demo_that_is_interrupted_ends_in_order_and_says_how_to_go_on(
+    how: Callable[["subprocess.Popen[bytes]"], None], status: int, tmp_path: Path
+) -> None:
     said = tmp_path / "said.txt"
     with said.open("w") as out:
         demo = subprocess.Popen(
@@ -35,11 +47,12 @@ def test_a_demo_that_is_interrupted_ends_in_order_and_says_how_to_go_on(tmp_path
             assert time.monotonic() < deadline, said.read_text()
             time.sleep(0.1)
         started = psutil.Process(demo.pid).children(recursive=True)
-        os.killpg(demo.pid, signal.SIGINT)
-        assert demo.wait(60) == 130, said.read_text()
+        how(demo)
+        assert demo.wait(60) == status, said.read_text()
         assert psutil.wait_procs(started, timeout=20)[1] == []
     finally:
-        demo.kill()
+        if demo.poll() is None:
+            os.killpg(demo.pid, signal.SIGKILL)
         demo.wait()
     assert "Traceback" not in said.read_text()
     assert "the run stays open" in said.read_text()
