@@ -70,7 +70,7 @@ class Workspace:
         try:
             told = json.loads((self.folder / "workspace.json").read_text(encoding="utf-8"))
             return str(told["bootstrap_servers"])
-        except (FileNotFoundError, ValueError, KeyError):
+        except (FileNotFoundError, ValueError, KeyError, TypeError):
             return EMBEDDED
 
 

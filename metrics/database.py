@@ -60,7 +60,10 @@ def connect(path: Path, *, read_only: bool) -> duckdb.DuckDBPyConnection:
                 f"the metrics file {path} is in use by another process{_holder(str(error))}: stop that one, or ask "
                 "its SQL service"
             ) from error
-        raise MetricsFileError(f"the metrics file {path} cannot be opened: {one_line(error)}") from error
+        raise MetricsFileError(
+            f"the metrics file {path} cannot be opened: {one_line(error)}; give its permission, or remove it: the log "
+            "fills it again"
+        ) from error
     except duckdb.Error as error:
         raise MetricsFileError(
             f"the metrics file {path} cannot be read: {one_line(error)}; remove it, the log fills it again"

@@ -64,6 +64,12 @@ def test_a_workspace_without_runs_has_neither_jobs_nor_garbage(command: list[str
     assert not (tmp_path / "w").exists()
 
 
+@pytest.mark.parametrize("text", ["", "[]", "null", "{}"])
+def test_a_damaged_note_of_the_broker_leaves_the_workspaces_own(text: str, tmp_path: Path) -> None:
+    (tmp_path / "workspace.json").write_text(text)
+    assert Workspace(tmp_path).remembered_broker() == "embedded"
+
+
 def test_an_unknown_command_is_refused() -> None:
     done = rollstream("finetun")
     assert done.returncode == 2

@@ -254,7 +254,7 @@ def test_a_workspace_that_is_no_folder_is_one_clear_line(tmp_path: Path) -> None
 
 def test_a_file_that_is_no_database_says_what_to_do(tmp_path: Path) -> None:
     (tmp_path / "metrics.duckdb").write_bytes(b"no database at all" * 1000)
-    with pytest.raises(QueryError, match=r"metrics\.duckdb cannot be (read|opened)"):
+    with pytest.raises(QueryError, match=r"metrics\.duckdb cannot be (read|opened): .* remove it"):
         query(tmp_path, "SELECT 1")
 
 
