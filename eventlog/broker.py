@@ -9,6 +9,7 @@ import json
 import logging
 import os
 import random
+import shutil
 import signal
 import socket
 import struct
@@ -26,6 +27,8 @@ from rollstream.schemas.errors import BrokerError
 START_TIMEOUT_S = 60.0
 LOCK_PATIENCE_S = 25.0
 """How long to wait for the broker of a process that has just died: what its shutdown takes at most."""
+FULL_BYTES = 1024 * 1024
+"""With less room on its disk a broker cannot even write its log."""
 HOST = "127.0.0.1"
 JVM = ("-Xmx512m", "-XX:+UseSerialGC", "-Dorg.slf4j.simpleLogger.defaultLogLevel=warn")
 CLASSES_LISTED = "classes.txt"
@@ -194,7 +197,8 @@ class EmbeddedBroker:
     def _last_words(self) -> str:
         log = self._folder / "broker.log"
         lines = [line for line in log.read_text(encoding="utf-8", errors="replace").splitlines() if "rror" in line]
-        return f"{lines[0] if lines else 'it said nothing'} (see {log})"
+        silent = "its disk is full" if shutil.disk_usage(self._folder).free < FULL_BYTES else "it said nothing"
+        return f"{lines[0] if lines else silent} (see {log})"
 
 
 def find_running(workspace: Path) -> str | None:

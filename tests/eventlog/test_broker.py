@@ -14,6 +14,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from rollstream.eventlog import broker
 from rollstream.eventlog.broker import EmbeddedBroker, _ports, find_running
 from rollstream.eventlog.kafka_install import jars
 from rollstream.eventlog.kafka_log import KafkaLog
@@ -25,6 +26,7 @@ PARENT = """
 import signal, sys, time
 from pathlib import Path
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell starts what it puts behind with SIGINT ignored
+from rollstream.eventlog import broker
 from rollstream.eventlog.broker import EmbeddedBroker
 with EmbeddedBroker(Path(sys.argv[1])) as broker:
     print(broker.bootstrap_servers, flush=True)
@@ -198,6 +200,16 @@ def test_a_damaged_storage_is_one_clear_error(workspace: Path) -> None:
     with pytest.raises(BrokerError, match=r"ended at once: .*broker\.log"):
         EmbeddedBroker(workspace).start()
     assert find_running(workspace) is None
+
+
+def test_a_broker_whose_disk_is_full_says_so_although_its_log_is_empty(
+    workspace: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (workspace / "broker").mkdir(parents=True)
+    (workspace / "broker" / "broker.log").write_text("")
+    assert EmbeddedBroker(workspace)._last_words().startswith("it said nothing (see ")
+    monkeypatch.setattr(broker, "FULL_BYTES", sys.maxsize)
+    assert EmbeddedBroker(workspace)._last_words().startswith("its disk is full (see ")
 
 
 def test_data_without_their_properties_are_not_made_another_clusters(workspace: Path) -> None:
