@@ -33,12 +33,6 @@ def bootstrap_servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]
         yield running.bootstrap_servers
 
 
-@pytest.fixture(scope="session")
-def broker(bootstrap_servers: str) -> str:
-    """The same address."""
-    return bootstrap_servers
-
-
 @pytest.fixture(scope="module")
 def own_broker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """A broker of a module's own, whose topics it may cut off and delete."""

@@ -21,10 +21,10 @@ from rollstream.schemas.services import ProducerSettings
 CLI = [sys.executable, "-m", "rollstream.harness.cli"]
 
 
-def environment(broker: str, workspace: Path, num_partitions: int = 6) -> dict[str, str]:
+def environment(bootstrap_servers: str, workspace: Path, num_partitions: int = 6) -> dict[str, str]:
     return {
         **os.environ,
-        "ROLLSTREAM_BOOTSTRAP_SERVERS": broker,
+        "ROLLSTREAM_BOOTSTRAP_SERVERS": bootstrap_servers,
         "ROLLSTREAM_ARTIFACT_URI": str(workspace / "artifacts"),
         "ROLLSTREAM_WORKSPACE": str(workspace),
         "ROLLSTREAM_NUM_PARTITIONS": str(num_partitions),
@@ -101,8 +101,8 @@ def test_a_service_ends_although_a_task_that_it_leaves_behind_does_not(how: str,
 
 
 @pytest.mark.kafka
-def test_a_service_is_healthy_while_it_runs_and_ends_in_order(broker: str, tmp_path: Path) -> None:
-    environ = environment(broker, tmp_path)
+def test_a_service_is_healthy_while_it_runs_and_ends_in_order(bootstrap_servers: str, tmp_path: Path) -> None:
+    environ = environment(bootstrap_servers, tmp_path)
     with (tmp_path / "log").open("wb") as log:
         process = subprocess.Popen([*CLI, "serve", "metrics", "--name", "m-1"], env=environ, stdout=log, stderr=log)
     try:
@@ -122,8 +122,8 @@ def test_a_service_is_healthy_while_it_runs_and_ends_in_order(broker: str, tmp_p
 
 
 @pytest.mark.kafka
-def test_topics_with_other_partition_counts_are_refused(broker: str, tmp_path: Path) -> None:
-    first = environment(broker, tmp_path)
+def test_topics_with_other_partition_counts_are_refused(bootstrap_servers: str, tmp_path: Path) -> None:
+    first = environment(bootstrap_servers, tmp_path)
     process = subprocess.Popen([*CLI, "serve", "metrics", "--name", "m-1"], env=first, stderr=subprocess.DEVNULL)
     deadline = time.monotonic() + 40
     while not (tmp_path / "health" / "m-1.json").exists():
@@ -132,7 +132,11 @@ def test_topics_with_other_partition_counts_are_refused(broker: str, tmp_path: P
     process.terminate()
     process.wait(30)
     done = subprocess.run(
-        [*CLI, "serve", "metrics"], env=environment(broker, tmp_path, 7), capture_output=True, text=True, timeout=60
+        [*CLI, "serve", "metrics"],
+        env=environment(bootstrap_servers, tmp_path, 7),
+        capture_output=True,
+        text=True,
+        timeout=60,
     )
     assert done.returncode == 1
     assert "error: topic rollstream.tasks.v1 has" in done.stderr

@@ -13,14 +13,14 @@ from rollstream.schemas.services import LearnerSettings
 
 
 @pytest.mark.kafka
-def test_a_service_trains_a_job_on_a_real_broker(lab: Any, broker: str) -> None:
+def test_a_service_trains_a_job_on_a_real_broker(lab: Any, bootstrap_servers: str) -> None:
     async def scenario() -> None:
-        log = KafkaLog(broker, client_id="lab")
+        log = KafkaLog(bootstrap_servers, client_id="lab")
         await log.start()
         await log.ensure_topics(num_partitions=6)
         lab.log = log
         settings = LearnerSettings(
-            bootstrap_servers=broker,
+            bootstrap_servers=bootstrap_servers,
             artifact_uri=lab.artifacts.uri,
             workspace=lab.folder,
             name="learner-0",
