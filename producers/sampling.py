@@ -76,15 +76,17 @@ def sample(logits_B_V: Tensor, uniforms_B: Tensor, how: SamplingBatch) -> tuple[
     """Token ids (B,) and their log-probabilities (B,), float32, under the distribution that they were drawn from.
 
     The order is temperature, then top-k, then top-p. Temperature 0 takes the likeliest token, at log-probability 0.
+    Of a row whose logits are no numbers the log-probability is NaN, and no other row suffers from it.
     """
     logprobs_B_V = distribution(logits_B_V, how)
     sums_B_V = logprobs_B_V.double().exp_().cumsum(dim=-1)
     targets_B = uniforms_B * sums_B_V[:, -1]
     tokens_B = torch.searchsorted(sums_B_V, targets_B[:, None], right=True)[:, 0]
+    tokens_B = tokens_B.clamp_(max=logits_B_V.shape[-1] - 1)  # beyond the last token lies what NaN leads to
     chosen_B = logprobs_B_V.gather(1, tokens_B[:, None])[:, 0]
     if how.greedy is not None:
         tokens_B = torch.where(how.greedy, logits_B_V.argmax(dim=-1), tokens_B)
-        chosen_B = torch.where(how.greedy, torch.zeros_like(chosen_B), chosen_B)
+        chosen_B = torch.where(how.greedy & ~chosen_B.isnan(), torch.zeros_like(chosen_B), chosen_B)
     return tokens_B, chosen_B
 
 

@@ -4,6 +4,7 @@ Weight versions change between batches, never within one: a call ends on the ver
 """
 
 import functools
+import math
 from pathlib import Path
 
 import torch
@@ -42,9 +43,16 @@ class TransformersEngine:
     async def generate(self, request: GenerationRequest) -> Generation:
         """Sample until an end token, `max_new_tokens` or the model's longest sequence.
 
-        Raises ModelError if the group has no weights, or the prompt is empty or leaves no room.
+        Raises ModelError if the group has no weights, the prompt is empty or leaves no room, or the weights are spoilt.
         """
-        return await self._batcher.submit(self._fitted(request))
+        generation = await self._batcher.submit(self._fitted(request))
+        if not all(map(math.isfinite, generation.logprobs)):
+            (span,) = generation.spans
+            raise ModelError(
+                f"version {span.version} of model group {span.model_group} gives logits that are no numbers; "
+                "its training has diverged: begin again from an earlier version (--fork)"
+            )
+        return generation
 
     def tokenizer(self, model_group: str) -> Tokenizer:
         """Tokenizer of the group's base model. Raises ModelError if the group has no weights."""

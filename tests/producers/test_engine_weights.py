@@ -93,6 +93,21 @@ def test_tied_tensors_may_be_given_and_stay_tied(folder, versions, tmp_path):
     assert given == run(together(asked), (published(folder, 1), versions(1)))
 
 
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_weights_of_a_training_that_diverged_are_named(folder, versions, tmp_path, temperature):
+    state = noised(folder, 1)
+    save_file({name: value * torch.nan for name, value in state.items()}, tmp_path / "diverged.safetensors")
+
+    async def work(engine):
+        (asked,) = requests(1, temperature=temperature)
+        with pytest.raises(ModelError, match=r"version 7 of model group run-1/policy .* no numbers; .* diverged"):
+            await engine.generate(asked)
+        await engine.load(published(folder, 8), versions(8))
+        return await engine.generate(asked)
+
+    assert run(work, (published(folder, 7), tmp_path / "diverged.safetensors")).spans[0].version == 8
+
+
 def test_a_missing_model_folder_is_named(versions, tmp_path):
     async def work(engine):
         with pytest.raises(ModelError, match=r"gone does not exist here; give a transformers folder"):

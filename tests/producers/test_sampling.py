@@ -82,3 +82,15 @@ def test_temperature_zero_takes_the_likeliest_with_certainty():
     assert tokens.tolist() == [1, 3]
     assert logprobs[0] == 0
     assert logprobs[1] < 0
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+@pytest.mark.parametrize("how", [{}, {"top_k": 2}, {"top_p": 0.5}, {"temperature": 0.0}])
+def test_a_row_of_no_numbers_is_told_by_its_logprob_and_hurts_no_other(how, bad):
+    logits = torch.tensor([[0.0, 3.0, 1.0, 2.9], [0.0, bad, 1.0, 2.9]])
+    noise = torch.tensor([0.5, 0.5], dtype=torch.float64)
+    tokens, logprobs = sample(logits, noise, batch(how, how))
+    alone, alone_logprobs = sample(logits[:1], noise[:1], batch(how))
+    assert 0 <= tokens[1] < 4
+    assert logprobs[1].isnan()
+    assert (tokens[0], logprobs[0]) == (alone[0], alone_logprobs[0])
