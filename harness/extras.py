@@ -22,4 +22,4 @@ def missing(error: ModuleNotFoundError) -> str | None:
 
 
 def _told(library: str) -> str:
-    return f"{library} is not installed, which models need: pip install 'rollstream[learner]'"
+    return f"{library} is not installed, which models need: pip install '.[learner]' in rollstream's checkout"

@@ -345,7 +345,7 @@ def test_a_missing_extra_is_named_with_the_remedy(
     done = subprocess.run(
         [sys.executable, "-c", without + run, command, *arguments], capture_output=True, text=True, env=environ
     )
-    assert_refused(done, "is not installed", "pip install 'rollstream[learner]'")
+    assert_refused(done, "is not installed", "pip install '.[learner]'")
 
 
 def test_parquet_needs_a_file(tmp_path: Path) -> None:
