@@ -12,7 +12,7 @@ from typing import Any, Literal, TypeVar
 from pydantic import BaseModel, JsonValue
 
 from rollstream.harness import dataset
-from rollstream.harness.config_notes import tell_meaningless
+from rollstream.harness.config_notes import tell, tell_meaningless
 from rollstream.harness.remote_rollouts import at_endpoint
 from rollstream.schemas.config import (
     OURS,
@@ -63,6 +63,7 @@ def run_config_of(finetune: FinetuneConfig) -> RunConfig:
         update={"planning": _planning(trainer, adapter, is_foreign=not all(map(is_ours, blocks.values())))}
     )
     _check_trainer(finetune, trainer)
+    _check_sampling(f"trajectory_builders.{finetune.trajectory_builder}.sampling", builder, adapter)
     reward = finetune.reward_function
     environment = _environment(finetune, builder, file.workflow)
     examples = dataset_of(file.eval)
@@ -101,6 +102,16 @@ def _check_trainer(finetune: FinetuneConfig, trainer: TrainerSection) -> None:
     assert run is not None
     if not run.validation_dataset and not run.validation_config_file:
         tell_meaningless(place, names, "nothing is validated by; give --validation_dataset or --validation_config_file")
+
+
+def _check_sampling(place: str, builder: BuilderSection, adapter: AdapterSection) -> None:
+    """Tells of a ratio that is not 1 where nothing was trained yet: the loss knows the temperature, no truncation."""
+    sampling = builder.sampling
+    if adapter.algorithm.name == "grpo" and (sampling.top_p < 1 or sampling.top_k):
+        tell(
+            f"{place}: top_p {sampling.top_p:g}, top_k {sampling.top_k}: grpo compares what a truncated "
+            "distribution gave with the whole one, so its ratios begin below 1; set top_p: 1 and top_k: 0"
+        )
 
 
 def block_of(finetune: FinetuneConfig, role: str) -> Any:

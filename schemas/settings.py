@@ -19,7 +19,8 @@ class Sampling(Settings):
     temperature: float = Field(default=1.0, ge=0)
     top_p: float = Field(default=1.0, gt=0, le=1)
     top_k: int = Field(default=0, ge=0)
-    """0 means no limit."""
+    """0 means no limit. Recorded log-probabilities are those of what top_p and top_k leave, renormalised; losses
+    with an importance ratio compare them with the whole distribution's."""
     max_new_tokens: int = Field(default=64, ge=1)
 
 

@@ -115,6 +115,21 @@ def test_what_means_nothing_here_is_told_once(art: dict[str, Any], caplog: pytes
 
 
 @pytest.mark.parametrize(
+    ("algorithm", "sampling", "is_told"),
+    [("grpo", {"top_p": 0.9}, True), ("grpo", {"top_k": 5}, True), ("grpo", {}, False), ("dpo", {"top_p": 0.9}, False)],
+)
+def test_rollouts_of_a_truncated_distribution_are_told_where_the_loss_has_ratios(
+    art: dict[str, Any], caplog: pytest.LogCaptureFixture, algorithm: str, sampling: dict[str, Any], is_told: bool
+) -> None:
+    config_notes.forget()
+    art["trajectory_builders"]["b"] = {"_type": "rollstream", "sampling": sampling}
+    art["trainer_adapters"]["a"] = {"_type": "rollstream", "model": {"path": "m"}, "algorithm": {"name": algorithm}}
+    with caplog.at_level(logging.WARNING):
+        config_file.resolve(art, {})
+    assert ("trajectory_builders.b.sampling: top_p" in caplog.text) is is_told
+
+
+@pytest.mark.parametrize(
     ("block", "key", "value", "told"),
     [
         (
