@@ -81,7 +81,8 @@ async def count_partitions(admin: AIOKafkaAdminClient, topic: Topic) -> int:
             return len(partitions)
         if loop.time() > deadline:
             raise TopicError(
-                f"topic {topic.name} is not available: {for_code(found['error_code']).__name__} (found none, wanted it)"
+                f"topic {topic.name} is not available ({for_code(found['error_code']).__name__}): the first run on a "
+                "broker makes its topics; start one, or name another broker"
             )
         await asyncio.sleep(0.1)
 

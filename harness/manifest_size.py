@@ -1,4 +1,4 @@
-"""How many trajectories a batch may have: a manifest that no record can hold would end every processors process.
+"""How many trajectories a batch or group may have: one that no record can hold would end every processors process.
 
 Where curation plans by itself their count is known before a run, else when they are submitted; their ids are reckoned
 as long as the run can make them.
@@ -13,6 +13,8 @@ from rollstream.schemas.errors import ConfigError
 from rollstream.schemas.events_training import BatchMember
 from rollstream.schemas.topics import TOPICS
 
+MAX_GROUP = 1024
+"""Trajectories of a group: so many have room in its GroupClosed, with what became of two attempts at each."""
 OTHER_BYTES = 4096
 """Of a manifest's record, all but its members and their locators."""
 ATTEMPT = 10
@@ -20,12 +22,18 @@ ATTEMPT = 10
 
 
 def check_manifests(jobs: Iterable[JobSpec]) -> None:
-    """Raises ConfigError for a job whose batches could have more trajectories than a manifest has room for."""
+    """Raises ConfigError for a job whose groups or batches could have more trajectories than a record has room for."""
     for spec in jobs:
+        group_size = spec.plan.num_generations * max(1, len(spec.rollout.agents))
+        if group_size > MAX_GROUP:
+            raise ConfigError(
+                f"job {spec.job_id}: a group of {group_size} trajectories (num_generations x agents) is more than the "
+                f"{MAX_GROUP} that one may have; lower num_generations"
+            )
         if spec.plan.planning == "submitted":
             continue
         num_groups = -(-spec.plan.tasks_per_epoch // spec.plan.batches_per_epoch)
-        num_trajectories = num_groups * spec.plan.num_generations * max(1, len(spec.rollout.agents))
+        num_trajectories = num_groups * group_size
         most = most_trajectories(spec)
         if num_trajectories > most:
             raise ConfigError(

@@ -11,14 +11,14 @@ from rollstream.eventlog.artifacts import ArtifactStore
 from rollstream.eventlog.log import check_record_size
 from rollstream.eventlog.memory_log import MemoryLog
 from rollstream.harness import config_file
-from rollstream.harness.manifest_size import check_manifests, most_trajectories
+from rollstream.harness.manifest_size import MAX_GROUP, check_manifests, most_trajectories
 from rollstream.harness.plan import new_run
 from rollstream.harness.settings import JobSpec, jobs_of
 from rollstream.schemas import ids
 from rollstream.schemas.base import Locator
 from rollstream.schemas.errors import ConfigError
 from rollstream.schemas.events import BatchPlanned
-from rollstream.schemas.events_training import BatchMember
+from rollstream.schemas.events_training import AttemptOutcome, BatchMember, GroupClosed, MemberRef, StepsRange
 
 pytestmark = pytest.mark.usefixtures("registered_alone")
 RUN = "guess_number-0a1b2c"
@@ -77,6 +77,55 @@ def test_a_batch_that_no_manifest_has_room_for_is_refused_by_number(written: dic
     check_manifests([job_of(written, tasks_per_epoch=512, num_generations=16, batches_per_epoch=4)])
     with pytest.raises(ConfigError, match=rf"job {RUN}/rl: a batch of 8192 trajectories .* more than the 3\d\d\d "):
         check_manifests([job_of(written, tasks_per_epoch=512, num_generations=16)])
+
+
+def closed_group(job: JobSpec, size: int) -> GroupClosed:
+    """Each member was made at the second attempt."""
+    group = ids.group_id(RUN, "rl", 99_999, 99_999)
+    members, attempts = [], []
+    for member in range(size):
+        first, second = (ids.rollout_id(group, member, attempt) for attempt in range(2))
+        members.append(
+            MemberRef(
+                trajectory_id=ids.trajectory_id(second, "agent"),
+                rollout_id=second,
+                agent="agent",
+                member=member,
+                digest="f" * 64,
+                reward=-0.30000000000000004,
+                num_tokens=32_000,
+                num_completion_tokens=16_000,
+                min_version=99_999,
+                max_version=99_999,
+            )
+        )
+        attempts.append(AttemptOutcome(rollout_id=first, member=member, attempt=0, outcome="failed", cause="timeout"))
+        attempts.append(
+            AttemptOutcome(rollout_id=second, member=member, attempt=1, outcome="complete", num_tokens=32_000)
+        )
+    return GroupClosed(
+        run_id=RUN, time_ms=2**41, group_id=group, example_id="e" * 64, job_id=job.job_id, epoch=99_999, index=99_999,
+        purpose="train", policy="model", reason="complete", is_viable=True, size=size, members=tuple(members),
+        attempts=tuple(attempts), steps_at=StepsRange(partition=15, first_offset=10**9, last_offset=10**9),
+        locators=tuple(Locator(partition=15, offset=10**9 + n) for n in range(size)),
+    )  # fmt: skip
+
+
+def test_the_largest_group_that_is_taken_has_a_record(written: dict[str, Any]) -> None:
+    job = job_of(written, num_generations=MAX_GROUP, tasks_per_epoch=1)
+    check_manifests([job])
+    encoded = codec.encode(closed_group(job, MAX_GROUP))
+    check_record_size("groups", encoded.key, encoded.value, encoded.headers)
+
+
+def test_a_larger_group_is_refused_by_number(written: dict[str, Any]) -> None:
+    job = job_of(written, num_generations=MAX_GROUP // 2 + 1, tasks_per_epoch=1)
+    check_manifests([job])
+    two_agents = job._replace(rollout=job.rollout.model_copy(update={"agents": {"a": "g", "b": "g"}}))
+    for planning in ("stream", "submitted"):
+        spec = two_agents._replace(plan=job.plan.model_copy(update={"planning": planning}))
+        with pytest.raises(ConfigError, match=rf"job {RUN}/rl: a group of 1026 trajectories .* more than the 1024 "):
+            check_manifests([spec])
 
 
 def test_a_run_with_such_a_batch_is_not_begun(written: dict[str, Any], tmp_path: Path) -> None:
