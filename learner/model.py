@@ -47,7 +47,7 @@ class PolicyModel:
     @property
     def num_token_ids(self) -> int:
         """Token ids that the model has an embedding for."""
-        return int(self.module.get_input_embeddings().num_embeddings)
+        return len(self.module.get_input_embeddings().weight)
 
     def trainable(self) -> list[tuple[str, torch.nn.Parameter]]:
         """Parameters that are trained, by sorted name."""

@@ -86,7 +86,12 @@ def test_a_manifest_that_does_not_hold_fails_its_job(lab: Any, change: Any, mess
     asyncio.run(scenario())
 
 
-@pytest.mark.parametrize("lora", [None, LoraSettings(rank=2)], ids=["full", "lora"])
+@pytest.mark.filterwarnings("ignore::UserWarning:peft")
+@pytest.mark.parametrize(
+    "lora",
+    [None, LoraSettings(rank=2), LoraSettings(rank=2, target_modules=("embed_tokens",))],
+    ids=["full", "lora", "lora of the embedding"],
+)
 def test_a_token_id_beyond_the_model_fails_its_job_and_not_the_learner(lab: Any, lora: LoraSettings | None) -> None:
     class OddLab(type(lab)):
         def trajectory(self, job: Any, index: int, place: int, **options: Any) -> Any:
