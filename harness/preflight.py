@@ -2,6 +2,7 @@
 
 import importlib
 import os
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,6 +16,9 @@ from rollstream.schemas.errors import ConfigError
 
 if TYPE_CHECKING:
     from rollstream.producers.environment import Environment
+
+QUERY_S = 2.0
+"""So long a query of the metrics file may keep it from a run that begins."""
 
 
 def check_places(config: RunConfig) -> None:
@@ -54,12 +58,22 @@ def check_result(path: Path | None) -> None:
 
 
 def check_metrics(config: RunConfig, workspace: Path) -> None:
-    """Raises MetricsFileError if the metrics could not be written: the file is in use, or no database."""
-    from rollstream.metrics.database import connect, metrics_file
+    """Raises MetricsFileError if the metrics could not be written: the file stays in use, or is no database."""
+    from rollstream.metrics.database import FileInUseError, connect, metrics_file
 
     path = metrics_file(workspace)
-    if config.builder.services == "managed" and path.exists():
-        connect(path, read_only=False).close()
+    if config.builder.services != "managed" or not path.exists():
+        return
+    deadline = time.monotonic() + QUERY_S
+    is_free = False
+    while not is_free:
+        try:
+            connect(path, read_only=False).close()
+            is_free = True
+        except FileInUseError:
+            if time.monotonic() > deadline:
+                raise
+            time.sleep(0.1)
 
 
 def check_datasets(config: RunConfig, *, is_new: bool) -> None:

@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Any
 import duckdb
 import pytest
 
+from rollstream.harness import config_file, preflight
 from rollstream.harness.config_file import read_yaml
 from rollstream.harness.workspace import Workspace
 from rollstream.metrics.database import Database
@@ -283,6 +285,21 @@ def test_metrics_in_use_by_another_process_are_named_before_the_run(
         done = finetune(tmp_path, write(written))
     assert_refused(done, "metrics.duckdb", "in use by another process")
     assert done.stdout == ""
+
+
+def test_a_query_that_is_soon_done_keeps_no_run_from_its_metrics(written: dict[str, Any], tmp_path: Path) -> None:
+    path = tmp_path / "metrics.duckdb"
+    duckdb.connect(str(path)).close()
+    query = [sys.executable, "-c", f"import duckdb; c = duckdb.connect({str(path)!r}); print(flush=True); input()"]
+    with subprocess.Popen(
+        query, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+    ) as child:
+        assert child.stdout is not None
+        assert child.stdin is not None
+        child.stdout.readline()
+        threading.Timer(0.3, child.stdin.close).start()
+        preflight.check_metrics(config_file.resolve(written).config, tmp_path)
+        assert child.wait() != 0
 
 
 def test_an_unset_variable_is_named(tmp_path: Path, written: dict[str, Any], write: Write) -> None:
