@@ -17,6 +17,8 @@ MAX_GROUP = 1024
 """Trajectories of a group: so many have room in its GroupClosed, with what became of two attempts at each."""
 OTHER_BYTES = 4096
 """Of a manifest's record, all but its members and their locators."""
+WRITTEN = "-01234567"
+"""Behind the job's name in the ids of submitted groups that are not on the log yet: digits of their digest."""
 ATTEMPT = 10
 """Of most rollouts it is the first one, so one of two digits is more than enough on the whole."""
 
@@ -25,11 +27,7 @@ def check_manifests(jobs: Iterable[JobSpec]) -> None:
     """Raises ConfigError for a job whose groups or batches could have more trajectories than a record has room for."""
     for spec in jobs:
         group_size = spec.plan.num_generations * max(1, len(spec.rollout.agents))
-        if group_size > MAX_GROUP:
-            raise ConfigError(
-                f"job {spec.job_id}: a group of {group_size} trajectories (num_generations x agents) is more than the "
-                f"{MAX_GROUP} that one may have; lower num_generations"
-            )
+        check_group(spec, group_size, "(num_generations x agents)")
         if spec.plan.planning == "submitted":
             continue
         num_groups = -(-spec.plan.tasks_per_epoch // spec.plan.batches_per_epoch)
@@ -43,9 +41,18 @@ def check_manifests(jobs: Iterable[JobSpec]) -> None:
             )
 
 
+def check_group(spec: JobSpec, size: int, made_of: str) -> None:
+    """Raises ConfigError for a group of more trajectories than its record has room for."""
+    if size > MAX_GROUP:
+        raise ConfigError(
+            f"job {spec.job_id}: a group of {size} trajectories {made_of} is more than the {MAX_GROUP} that one may "
+            "have; lower num_generations"
+        )
+
+
 def check_submission(spec: JobSpec, num_trajectories: int) -> None:
     """Raises ConfigError for more trajectories than the manifest of one submission has room for."""
-    most = most_trajectories(spec)
+    most = most_trajectories(spec, WRITTEN)
     if num_trajectories > most:
         raise ConfigError(
             f"job {spec.job_id}: {num_trajectories} trajectories are submitted at once, more than the {most} that a "
@@ -53,10 +60,10 @@ def check_submission(spec: JobSpec, num_trajectories: int) -> None:
         )
 
 
-def most_trajectories(spec: JobSpec) -> int:
-    """How many trajectories a manifest of the job has room for."""
+def most_trajectories(spec: JobSpec, behind_name: str = "") -> int:
+    """How many trajectories a manifest of the job has room for; `behind_name`: what ids have behind the job's name."""
     run_id, job = spec.job_id.split("/", 1)
-    group = ids.group_id(run_id, job, spec.plan.num_epochs, spec.plan.tasks_per_epoch)
+    group = ids.group_id(run_id, job + behind_name, spec.plan.num_epochs, spec.plan.tasks_per_epoch)
     rollout = ids.rollout_id(group, spec.plan.num_generations, ATTEMPT)
     member = BatchMember(
         trajectory_id=ids.trajectory_id(rollout, max(spec.rollout.agents, key=len, default="agent")),

@@ -11,7 +11,7 @@ from typing import Any
 from rollstream.eventlog import codec
 from rollstream.harness import epochs, run_end
 from rollstream.harness.backend import Backend, open_backend, opened
-from rollstream.harness.classic.submission import epoch_of, submitted_groups
+from rollstream.harness.classic.submission import epoch_of, num_members, submitted_groups
 from rollstream.harness.config_file import Loaded
 from rollstream.harness.endpoint import is_served
 from rollstream.harness.finetune_config import run_config_of
@@ -99,7 +99,7 @@ class RollstreamTrainerAdapter(TrainerAdapter):
         if not groups:
             raise ValueError("no trajectories to submit: every group is empty")
         backend = self._backend()
-        check_submission(backend.spec, sum(map(len, groups)))
+        check_submission(backend.spec, sum(map(num_members, groups)))
         await backend.begin()
         digest = codec.canonical_digest(trajectories.model_dump(mode="json"))
         epoch = self._submitted.get(digest, epoch_of(backend, groups))

@@ -11,6 +11,7 @@ from rollstream.eventlog import codec
 from rollstream.harness import epochs
 from rollstream.harness.backend import Backend
 from rollstream.harness.classic.trajectories import is_as_recorded
+from rollstream.harness.manifest_size import check_group
 from rollstream.harness.recorded_tasks import RECORDED, played_by, stored, tasks_of
 from rollstream.harness.recorded_trajectories import rollout_of, rollouts_of_items
 from rollstream.schemas.errors import ConfigError
@@ -54,6 +55,12 @@ async def submitted_groups(backend: Backend, epoch: int, groups: Sequence[Group]
     return submitted
 
 
+def num_members(group: Group) -> int:
+    """Trajectories of a manifest that a group comes to: a preference pair is two of them."""
+    pairs = [sum(isinstance(item, DPOItem) for item in trajectory.episode) for trajectory in group]
+    return sum(2 * num or 1 for num in pairs)
+
+
 def _reference(backend: Backend, group: Group) -> SubmittedGroup | None:
     """A group by reference; None if it must be written to the log first."""
     for trajectory in group:
@@ -83,6 +90,7 @@ async def _write(backend: Backend, epoch: int, groups: Sequence[Group]) -> list[
     flat = [stored(one, backend.artifacts) for several in recorded for one in several]
     if not flat:
         return []
+    check_group(backend.spec, max(len(one.members) for one in flat), "(all of one group that is submitted)")
     await epochs.start(backend, epoch, 0)
     content = [group.model_dump(mode="json") for group in flat]
     tasks = tasks_of(

@@ -11,7 +11,12 @@ from rollstream.harness.backend import opened
 from rollstream.harness.classic.submission import submitted_groups
 from rollstream.schemas.errors import ConfigError, LogError
 from rollstream.schemas.events import BatchPlanned, EpochSealed, SubmissionReceived, TrajectoryRejected
-from rollstream.schemas.finetuning import TrainingStatusEnum, Trajectory, TrajectoryCollection
+from rollstream.schemas.finetuning import (
+    DPOItem,
+    TrainingStatusEnum,
+    Trajectory,
+    TrajectoryCollection,
+)
 
 from .classic_rig import ClassicRig, components_for, conducted, configuration, opened_rig
 
@@ -47,13 +52,30 @@ def test_what_is_written_again_has_the_reward_that_it_came_with_and_is_not_score
     asyncio.run(scenario())
 
 
-def test_more_than_one_manifest_has_room_for_is_refused_before_anything_is_written(tmp_path: Path) -> None:
+PAIR = DPOItem(prompt="?", chosen_response="yes", rejected_response="no")
+
+
+@pytest.mark.parametrize(
+    ("episode", "size", "message"),
+    [
+        ([], 1000, r"5000 trajectories are submitted at once, more than the [23]\d\d\d "),
+        ([PAIR], 500, r"5000 trajectories are submitted at once, more than the [23]\d\d\d "),
+        ([], 1025, "a group of 1025 .* than the 1024 "),
+    ],
+    ids=["trajectories", "pairs", "a group"],
+)
+def test_more_than_a_record_has_room_for_is_refused_before_anything_is_written(
+    tmp_path: Path, episode: list[Any], size: int, message: str
+) -> None:
     async def scenario() -> None:
         rig = ClassicRig(tmp_path, configuration(tmp_path))
         async with opened_rig(rig) as (_, parts):
-            group = [Trajectory(episode=[], reward=1.0)] * 1000
-            with pytest.raises(ConfigError, match=r"5000 trajectories are submitted at once, more than the 3\d\d\d "):
-                await parts.trainer_adapter.submit(TrajectoryCollection(trajectories=[group] * 5, run_id="mine"))
+            group = [Trajectory(episode=episode, reward=1.0)] * size
+            num_groups = 1 if size > 1024 else 5
+            with pytest.raises(ConfigError, match=message):
+                await parts.trainer_adapter.submit(
+                    TrajectoryCollection(trajectories=[group] * num_groups, run_id="mine")
+                )
         assert await rig.events("groups", SubmissionReceived) == []
 
     asyncio.run(scenario())
