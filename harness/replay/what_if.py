@@ -10,9 +10,12 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import NamedTuple
 
+from pydantic import JsonValue
+
 from rollstream.eventlog.artifacts import ArtifactStore
 from rollstream.eventlog.log import EventLog
 from rollstream.harness import config_file
+from rollstream.harness.config_values import check_values
 from rollstream.harness.fork import misfit
 from rollstream.harness.plan import library_versions
 from rollstream.harness.preflight import check_model, check_rewards
@@ -69,7 +72,7 @@ async def what_if(
     Raises ConfigError if the change would need other rollouts, RunFailedError if the training fails.
     """
     started, source = events.started, exported or Exported(log, artifacts)
-    written = merged(dict(started.config), read_yaml(file))
+    written = merged(dict(started.config), _changes(file))
     loaded = config_file.resolve(written)
     run_id = ids.new_run_id(f"{started.name}-what-if")
     spec = jobs_of(loaded.config, run_id, is_fork=True)[-1]
@@ -105,6 +108,16 @@ async def what_if(
     trained = _metrics(await read_run(log, run_id), spec.job_id)
     before = _metrics(events, recorded.job_id)
     return Outcome(run_id, made.num_batches, made.rejected, _means(before), _means(trained))
+
+
+def _changes(file: Path) -> dict[str, JsonValue]:
+    """What the file says. Raises ConfigError for what no run may store, as of every other configuration."""
+    changes = read_yaml(file)
+    try:
+        check_values(changes)
+    except ConfigError as error:
+        raise ConfigError(f"{file}: {error}") from error
+    return changes
 
 
 def _recorded_job(events: RunEvents) -> JobStarted:

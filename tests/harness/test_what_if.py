@@ -124,9 +124,14 @@ def test_a_reward_that_leaves_nothing_to_train_or_fails_is_told(recorded, monkey
         ({"trainer_adapters": {"learner": {"seed": 3}}}, "seed cannot change"),
         ({"trainer_adapters": {"learner": {"model": {"lora": {"rank": 2}}}}}, "does not fit: it has full weights"),
         ({"trajectory_builders": {"rollouts": {"nonsense": 3}}}, "nonsense"),
+        (
+            {"eval": {"evaluators": {"judge": {"api_key": "sk-1"}}}},
+            "what_if.yaml: .*api_key: a secret must",
+        ),
+        ({"trainer_adapters": {"learner": {"optimizer": {"eps": 2**64}}}}, "eps: is .*; give a number of at most 64"),
     ],
 )
-def test_what_would_need_other_rollouts_is_refused(recorded, changes, told):
+def test_what_would_need_other_rollouts_or_cannot_be_stored_is_refused(recorded, changes, told):
     with pytest.raises(ConfigError, match=told):
         asked(recorded, changes)
 
