@@ -142,7 +142,7 @@ class AdapterFields(BaseModel):
     keep_last: int = Field(default=8, ge=1)
     keep_every: int = Field(default=50, ge=1)
     threads: int | None = Field(default=None, ge=1)
-    seed: int = Field(default=0, ge=0)
+    seed: int = Field(default=0, ge=0, lt=2**64)
 
     @model_validator(mode="after")
     def _batches_fit_staleness(self) -> Self:

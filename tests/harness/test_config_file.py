@@ -294,6 +294,14 @@ def test_a_number_that_no_event_can_carry_is_refused(written: dict[str, Any], wr
         config_file.load(write(written), [("trainer_adapters.a.seed", value)])
 
 
+@pytest.mark.parametrize("given", ["${SEED}", f"'{2**64}'"])
+def test_a_seed_of_more_than_64_bits_is_refused_wherever_it_comes_from(
+    written: dict[str, Any], write: Write, given: str
+) -> None:
+    with pytest.raises(ConfigError, match=r"trainer_adapters.a.seed: is .*; input should be less than 18446744073709"):
+        config_file.load(write(written), [("trainer_adapters.a.seed", given)], {"SEED": str(2**64)})
+
+
 @pytest.mark.parametrize(
     ("key", "told"),
     [
