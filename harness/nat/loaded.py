@@ -12,6 +12,7 @@ from pydantic import JsonValue
 
 from rollstream.harness import overrides
 from rollstream.harness.config_file import Loaded
+from rollstream.harness.config_values import check_values
 from rollstream.harness.finetune_config import run_config_of
 from rollstream.harness.written_config import written_of
 from rollstream.harness.yaml_reading import read_yaml
@@ -23,7 +24,9 @@ from rollstream.schemas.evaluators import MODELS
 def loaded_of(finetune: Any) -> Loaded:
     """What a run is opened with. Raises ConfigError. `finetune` is repaired already (`repair`)."""
     config = _unexpanded(run_config_of(finetune), _file())
-    return Loaded(config, written_of(config), finetune)
+    written = written_of(config)
+    check_values(written)
+    return Loaded(config, written, finetune)
 
 
 def _file() -> dict[str, JsonValue]:

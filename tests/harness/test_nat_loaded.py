@@ -79,6 +79,15 @@ def test_secrets_stay_out_of_what_is_stored_and_overrides_are_in_it(file):
     assert str(again.dataset.file_path) == "examples.json"
 
 
+def test_a_secret_that_stands_in_the_file_is_refused_as_it_would_be_stored(file):
+    file.write_text(file.read_text().replace("${A_KEY}", SECRET))
+    finetune = handed_over(file)
+    with click.Context(click.Command("finetune")) as context:
+        context.params = {"config_file": file}
+        with pytest.raises(ConfigError, match=r"eval.evaluators.judge.api_key: a secret must not stand in the file"):
+            loaded_of(finetune)
+
+
 def test_without_the_command_what_could_be_a_secret_is_refused(file):
     finetune = handed_over(file)
     with pytest.raises(ConfigError, match="stored as they were written"):
