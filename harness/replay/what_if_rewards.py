@@ -1,5 +1,6 @@
 """Rewards of recorded rollouts given anew, by other reward functions or weights. Calls no model and no tool."""
 
+import copy
 import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -114,13 +115,14 @@ async def _grade(ended: RolloutEnded, attempt: _Attempt, grading: Grading) -> di
     steps = played(step for _, step in sorted(attempt.steps.items()))
     replaced = set(grading.before.rewards) - grading.kept
     rewards = [reward for _, reward in sorted(attempt.rewards.items()) if reward.name not in replaced]
+    inputs, messages = copy.deepcopy(grading.inputs[ended.group_id]), _messages(_copied(steps))
     for name in (name for name in grading.now.rewards if name not in grading.kept):
         rollout = FinishedRollout(
-            inputs=grading.inputs[ended.group_id],
+            inputs=inputs,
             seed=attempt.seed,
-            steps=steps,
+            steps=_copied(steps),
             rewards=tuple(rewards),
-            messages=_messages(steps),
+            messages=dict(messages),
             stop_reason=ended.stop_reason,
         )
         chosen = reward_of(name, grading.now, os.environ, None)
@@ -130,6 +132,11 @@ async def _grade(ended: RolloutEnded, attempt: _Attempt, grading: Grading) -> di
     weights = grading.now.reward_weights
     _check_scored(ended, agents, rewards, grading)
     return {ids.trajectory_id(ended.rollout_id, agent): sum_rewards(rewards, agent, weights).total for agent in agents}
+
+
+def _copied(steps: Iterable[StepRecorded]) -> tuple[StepRecorded, ...]:
+    """A reward function may change what it is given: as in `producers.rollout`, the next one gets it unchanged."""
+    return tuple(step.model_copy(deep=True) for step in steps)
 
 
 def _check_scored(ended: RolloutEnded, agents: list[str], rewards: list[RewardRecorded], grading: Grading) -> None:

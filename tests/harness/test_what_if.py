@@ -19,6 +19,11 @@ def shortness(rollout):
     return -float(len(rollout.messages["agent"][-1]["content"]))
 
 
+def untidy(rollout):
+    rollout.inputs.setdefault("seen", []).append(rollout.seed)
+    return -float(len(rollout.messages["agent"][-1]["content"])) * len(rollout.inputs["seen"])
+
+
 def same(rollout):
     return 1.0
 
@@ -80,11 +85,12 @@ def test_a_what_if_is_replayed_as_any_run(recorded):
     assert (report.differences, report.counts) == ([], {"training steps": 2})
 
 
-def test_another_reward_function_sees_what_was_recorded(recorded, monkeypatch):
+@pytest.mark.parametrize("name", ["shortness", "untidy"])
+def test_another_reward_function_sees_what_was_recorded(recorded, monkeypatch, name):
     (recorded.folder / "what_if_reward.py").write_text(REWARD)
     monkeypatch.syspath_prepend(recorded.folder)
     weights = {"task": 0.0}
-    builder = {"rewards": ["python:what_if_reward.shortness"], "reward_weights": weights}
+    builder = {"rewards": [f"python:what_if_reward.{name}"], "reward_weights": weights}
     _, events = asked(recorded, {"trajectory_builders": {"rollouts": builder}})
     assert [member.reward for member in batches_of(events)[0].members] == [0.0, -1.0, -2.0, -3.0] * 2
 
