@@ -1,6 +1,6 @@
 """The demo run on a fresh workspace: seconds a version, weight pick-up, share of time the learner waits, and replays.
 
-    python benchmarks/bench_run.py --epochs 400 --repeats 3 --output run.json
+    python benchmarks/bench_run.py --epochs 260 --repeats 3 --output run.json
 
 Replays are whole commands, the start of broker and libraries included, and are held against the run's own seconds.
 One that does not come out equal ends the benchmark; `--replays 20` asks twenty times of each.
@@ -122,7 +122,7 @@ def one_pass(epochs: int, replays: int) -> dict[str, float]:
 def main() -> None:
     """Print and keep the medians."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--epochs", type=int, default=400)
+    parser.add_argument("--epochs", type=int, default=260)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--replays", type=int, default=1)
     parser.add_argument("--output", type=Path, default=None)
