@@ -13,8 +13,8 @@ from rollstream.schemas.errors import ConfigError
 from rollstream.schemas.events_training import BatchMember
 from rollstream.schemas.topics import TOPICS
 
-MAX_GROUP = 1024
-"""Trajectories of a group: so many have room in its GroupClosed, with what became of two attempts at each."""
+MAX_GROUP = 768
+"""Trajectories of a group: so many have room in its GroupClosed, with what became of three attempts at each."""
 OTHER_BYTES = 4096
 """Of a manifest's record, all but its members and their locators."""
 WRITTEN = "-01234567"

@@ -58,9 +58,9 @@ PAIR = DPOItem(prompt="?", chosen_response="yes", rejected_response="no")
 @pytest.mark.parametrize(
     ("episode", "size", "message"),
     [
-        ([], 1000, r"5000 trajectories are submitted at once, more than the [23]\d\d\d "),
+        ([], 700, r"3500 trajectories are submitted at once, more than the [23]\d\d\d "),
         ([PAIR], 500, r"5000 trajectories are submitted at once, more than the [23]\d\d\d "),
-        ([], 1025, "a group of 1025 .* than the 1024 "),
+        ([], 769, "a group of 769 .* than the 768 "),
     ],
     ids=["trajectories", "pairs", "a group"],
 )
@@ -71,7 +71,7 @@ def test_more_than_a_record_has_room_for_is_refused_before_anything_is_written(
         rig = ClassicRig(tmp_path, configuration(tmp_path))
         async with opened_rig(rig) as (_, parts):
             group = [Trajectory(episode=episode, reward=1.0)] * size
-            num_groups = 1 if size > 1024 else 5
+            num_groups = 1 if size > 768 else 5
             with pytest.raises(ConfigError, match=message):
                 await parts.trainer_adapter.submit(
                     TrajectoryCollection(trajectories=[group] * num_groups, run_id="mine")

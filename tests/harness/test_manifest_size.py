@@ -83,15 +83,15 @@ def test_a_batch_that_no_manifest_has_room_for_is_refused_by_number(written: dic
 
 
 def closed_group(job: JobSpec, size: int) -> GroupClosed:
-    """Each member was made at the second attempt."""
+    """Each member was made at the third attempt."""
     group = ids.group_id(RUN, "rl", 99_999, 99_999)
     members, attempts = [], []
     for member in range(size):
-        first, second = (ids.rollout_id(group, member, attempt) for attempt in range(2))
+        *failed, made = (ids.rollout_id(group, member, attempt) for attempt in range(3))
         members.append(
             MemberRef(
-                trajectory_id=ids.trajectory_id(second, "agent"),
-                rollout_id=second,
+                trajectory_id=ids.trajectory_id(made, "agent"),
+                rollout_id=made,
                 agent="agent",
                 member=member,
                 digest="f" * 64,
@@ -102,9 +102,12 @@ def closed_group(job: JobSpec, size: int) -> GroupClosed:
                 max_version=99_999,
             )
         )
-        attempts.append(AttemptOutcome(rollout_id=first, member=member, attempt=0, outcome="failed", cause="timeout"))
+        for attempt, rollout_id in enumerate(failed):
+            attempts.append(
+                AttemptOutcome(rollout_id=rollout_id, member=member, attempt=attempt, outcome="failed", cause="timeout")
+            )
         attempts.append(
-            AttemptOutcome(rollout_id=second, member=member, attempt=1, outcome="complete", num_tokens=32_000)
+            AttemptOutcome(rollout_id=made, member=member, attempt=2, outcome="complete", num_tokens=32_000)
         )
     return GroupClosed(
         run_id=RUN, time_ms=2**41, group_id=group, example_id="e" * 64, job_id=job.job_id, epoch=99_999, index=99_999,
@@ -127,7 +130,7 @@ def test_a_larger_group_is_refused_by_number(written: dict[str, Any]) -> None:
     two_agents = job._replace(rollout=job.rollout.model_copy(update={"agents": {"a": "g", "b": "g"}}))
     for planning in ("stream", "submitted"):
         spec = two_agents._replace(plan=job.plan.model_copy(update={"planning": planning}))
-        with pytest.raises(ConfigError, match=rf"job {RUN}/rl: a group of 1026 trajectories .* more than the 1024 "):
+        with pytest.raises(ConfigError, match=rf"job {RUN}/rl: a group of 770 trajectories .* more than the 768 "):
             check_manifests([spec])
 
 
