@@ -98,6 +98,7 @@ def told(recorded):
     return {kind: all_of(run, topic, kind) for topic, found in kinds.items() for kind in found}
 
 
+@pytest.mark.slow
 def test_two_steps_are_trained_on_what_the_evaluator_says(recorded, told):
     assert len(told[StepTrained]) == 2
     assert len({step.weights_sha256 for step in told[StepTrained]}) == 2

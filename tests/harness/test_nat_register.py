@@ -81,6 +81,7 @@ def test_components_are_built_again_and_again_and_are_nats():
             assert isinstance(component, kind)
 
 
+@pytest.mark.slow
 def test_what_nat_imports_loads_nothing_heavy():
     code = (
         "import sys, rollstream.harness.nat.register\n"

@@ -29,6 +29,8 @@ from rollstream.schemas.errors import ArtifactError, ConfigError, LogError
 from rollstream.schemas.events import RunStarted, WeightsPublished
 from rollstream.schemas.events_training import ForkPoint
 
+pytestmark = pytest.mark.slow
+
 REWARD = """
 def shortness(rollout):
     return -float(len(rollout.messages["agent"][-1]["content"]))

@@ -202,6 +202,7 @@ async def finished(lab: Any, model: ModelSettings, *, is_restarted: bool) -> Job
     return job
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("lora", [None, LORA], ids=["full", "lora"])
 @pytest.mark.parametrize("keeps_checkpoints", [True, False], ids=["checkpoint", "none"])
 def test_a_restart_finds_the_reference_again_and_comes_to_the_same_bits(
@@ -228,6 +229,7 @@ def test_a_restart_finds_the_reference_again_and_comes_to_the_same_bits(
     asyncio.run(scenario())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("lora", [None, LORA], ids=["full", "lora"])
 @pytest.mark.parametrize("base_version", [0, 2])
 def test_a_replay_of_the_training_has_the_same_reference(

@@ -149,6 +149,7 @@ def test_a_failed_rebuild_leaves_the_old_file(tmp_path: Path, new_run: Any) -> N
     assert [file.name for file in tmp_path.iterdir() if file.name != "store"] == ["metrics.duckdb"]
 
 
+@pytest.mark.slow
 def test_the_write_ahead_log_of_an_old_file_is_not_played_into_the_new_one(tmp_path: Path, new_run: Any) -> None:
     path = tmp_path / "metrics.duckdb"
     log = log_of(new_run("one"))
@@ -166,6 +167,7 @@ def test_the_write_ahead_log_of_an_old_file_is_not_played_into_the_new_one(tmp_p
 HOLD = "import duckdb, sys; c = duckdb.connect(sys.argv[1]); print('held', flush=True); sys.stdin.read()"
 
 
+@pytest.mark.slow
 def test_a_file_that_another_process_holds_is_left_alone(tmp_path: Path, new_run: Any) -> None:
     path = tmp_path / "metrics.duckdb"
     log = log_of(new_run("one"))

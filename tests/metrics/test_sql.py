@@ -188,6 +188,7 @@ def test_the_file_itself_is_closed_to_the_outside_too(tmp_path: Path) -> None:
         query(tmp_path, "SELECT * FROM read_text('/etc/hostname')")
 
 
+@pytest.mark.slow
 def test_a_file_in_use_by_another_process_is_named(tmp_path: Path) -> None:
     path = tmp_path / "metrics.duckdb"
     Database(path).close()
@@ -204,6 +205,7 @@ def test_a_file_in_use_by_another_process_is_named(tmp_path: Path) -> None:
             child.kill()
 
 
+@pytest.mark.slow
 def test_a_file_that_is_let_go_of_in_a_moment_is_waited_for(tmp_path: Path) -> None:
     path = tmp_path / "metrics.duckdb"
     Database(path).close()

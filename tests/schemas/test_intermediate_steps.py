@@ -38,6 +38,7 @@ def dumped():
     return done.stdout.splitlines()
 
 
+@pytest.mark.slow
 def test_what_an_installed_nat_dumps_comes_out_as_it_went_in(dumped):
     kinds = set()
     for line in dumped:
