@@ -13,10 +13,10 @@ from rollstream.eventlog.artifacts import ArtifactStore
 from rollstream.eventlog.dead_letters import send_dead_letter
 from rollstream.eventlog.log import EventLog, Record
 from rollstream.eventlog.memory_log import MemoryLog
-from rollstream.metrics.database import Database, MetricsFileError
+from rollstream.metrics.database import MetricsFileError
 from rollstream.metrics.export import export_run
 from rollstream.metrics.export_log import ExportLog
-from rollstream.metrics.projector import Projector
+from rollstream.metrics.projector import project_to_end
 from rollstream.metrics.rebuild import rebuild
 from rollstream.schemas.errors import DecodeError
 
@@ -36,18 +36,8 @@ def log_of(*runs: Any) -> MemoryLog:
 
 
 def grow(log: EventLog, path: Path) -> None:
-    """Project as the service does, in small transactions."""
-
-    async def run() -> None:
-        database = Database(path)
-        try:
-            projector = Projector(log, database)
-            projector.stop()
-            await projector.run()
-        finally:
-            database.close()
-
-    asyncio.run(run())
+    """Project up to the log's end, as a service that stops at once."""
+    asyncio.run(project_to_end(log, path))
 
 
 def rows_of(path: Path, run_id: str | None = None) -> dict[str, list[Any]]:

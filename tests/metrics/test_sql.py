@@ -188,31 +188,35 @@ def test_the_file_itself_is_closed_to_the_outside_too(tmp_path: Path) -> None:
         query(tmp_path, "SELECT * FROM read_text('/etc/hostname')")
 
 
-@pytest.mark.slow
-def test_a_file_in_use_by_another_process_is_named(tmp_path: Path) -> None:
-    path = tmp_path / "metrics.duckdb"
+@contextmanager
+def held(workspace: Path, seconds: float) -> Iterator[int]:
+    """Another process has the metrics file open for so long; its id."""
+    path = workspace / "metrics.duckdb"
     Database(path).close()
-    code = f"import duckdb, time; held = duckdb.connect({str(path)!r}); print('held', flush=True); time.sleep(60)"
+    code = (
+        f"import duckdb, time; held = duckdb.connect({str(path)!r}); print('held', flush=True); time.sleep({seconds})"
+    )
     with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE) as child:
         try:
             assert child.stdout is not None
             assert child.stdout.readline() == b"held\n"
-            with pytest.raises(QueryError, match=rf"metrics\.duckdb is in use by another process \(PID {child.pid}\)"):
-                query(tmp_path, "SELECT 1")
-            with pytest.raises(RollstreamError, match="is in use by another process"):
-                asyncio.run(service.run(MemoryLog(), tmp_path))
+            yield child.pid
         finally:
             child.kill()
 
 
 @pytest.mark.slow
+def test_a_file_in_use_by_another_process_is_named(tmp_path: Path) -> None:
+    with held(tmp_path, 60) as pid:
+        with pytest.raises(QueryError, match=rf"metrics\.duckdb is in use by another process \(PID {pid}\)"):
+            query(tmp_path, "SELECT 1")
+        with pytest.raises(RollstreamError, match="is in use by another process"):
+            asyncio.run(service.run(MemoryLog(), tmp_path))
+
+
+@pytest.mark.slow
 def test_a_file_that_is_let_go_of_in_a_moment_is_waited_for(tmp_path: Path) -> None:
-    path = tmp_path / "metrics.duckdb"
-    Database(path).close()
-    code = f"import duckdb, time; held = duckdb.connect({str(path)!r}); print('held', flush=True); time.sleep(0.5)"
-    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE) as child:
-        assert child.stdout is not None
-        assert child.stdout.readline() == b"held\n"
+    with held(tmp_path, 0.5):
         assert query(tmp_path, "SELECT 1").rows == ((1,),)
 
 
