@@ -17,18 +17,21 @@ CLI = [sys.executable, "-m", "rollstream.harness.cli"]
 sys.path.insert(0, str(Path(__file__).parent))  # killing
 
 GAME = '''
+from zlib import crc32
+
 from rollstream.producers.session import Session
 
 
 async def digits(session: Session) -> None:
-    """Two turns; the reward is the share of digits in what was said, which even an untrained model varies in."""
+    """Two turns; the reward is the share of digits in what was said, and a little by its words, so that none tie."""
     said = ""
     messages = [{"role": "user", "content": "?"}]
     for _ in range(2):
         reply = await session.chat(messages)
         said += reply.text
         messages += [{"role": "assistant", "content": reply.text}, {"role": "user", "content": "+"}]
-    await session.reward(sum(character.isdigit() for character in said) / max(1, len(said)))
+    share = sum(character.isdigit() for character in said) / max(1, len(said))
+    await session.reward(share + crc32(said.encode()) / 2**40)
 '''
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
 

@@ -7,6 +7,7 @@ in the order of NAT's own ART trainer; the builder reads episodes by NAT's parse
 import asyncio
 import uuid
 from collections import defaultdict
+from zlib import crc32
 
 from nat.builder.evaluator import EvaluatorInfo
 from nat.builder.framework_enum import LLMFrameworkEnum
@@ -55,7 +56,7 @@ async def digits(config, builder):
 
 
 class ShareConfig(EvaluatorBaseConfig, name="nat_example_share"):
-    """The share of digits in what was said, which even an untrained model varies in."""
+    """The share of digits in what was said, and a little by its words: a group of equal rewards trains nothing."""
 
 
 @register_evaluator(config_type=ShareConfig)
@@ -64,7 +65,7 @@ async def share(config, builder):
         items = []
         for item in eval_input.eval_input_items:
             said = str(item.output_obj)
-            score = sum(character.isdigit() for character in said) / max(1, len(said))
+            score = sum(character.isdigit() for character in said) / max(1, len(said)) + crc32(said.encode()) / 2**40
             items.append(EvalOutputItem(id=item.id, score=score, reasoning={"said": said}))
         mean = sum(item.score for item in items) / max(1, len(items))
         return EvalOutput(average_score=mean, eval_output_items=items)
