@@ -27,6 +27,8 @@ PROMPT_TOKENS = 64
 COMPLETION_TOKENS = 48
 TOOL_CHARACTERS = 200
 STEPS_PER_GROUP = MEMBERS * LLM_STEPS * 2
+EVENTS_PER_GROUP = 1 + MEMBERS * (1 + LLM_STEPS * 2 + 1 + 1)
+"""GroupStarted; and of each member its start, steps, reward and end."""
 
 
 def group_events(run_id: str, index: int, *, job: str = "rl", epoch: int = 0, version: int = 0) -> Iterator[Event]:
