@@ -40,7 +40,7 @@ def evolve(state: AssemblyState, received: Received) -> list[Closing]:
     event: Any = received.event  # the table of handlers knows its type
     state.next_offset = received.position.offset + 1
     closings = _time_out(state, received) if event.time_ms >= state.next_deadline_ms else []
-    handler = _HANDLERS.get(type(received.event))
+    handler = _HANDLERS.get(type(event))
     if handler is None:
         return closings + _open_group(state, received) if type(event) is GroupStarted else closings
     group = state.groups.get(event.group_id)
@@ -91,14 +91,15 @@ def _open_attempt(group: OpenGroup, rollout_id: str) -> Attempt | None:
 
 
 def _take_step(group: OpenGroup, attempt: Attempt, step: StepRecorded, digest: str) -> bool:
-    first = attempt.step_digests.get(step.step_index)
+    index, agent, call = step.step_index, step.agent, step.llm
+    first = attempt.step_digests.get(index)
     if first is not None:
         attempt.is_spliced = attempt.is_spliced or first != digest
         return False
-    attempt.step_digests[step.step_index] = digest
-    calls = attempt.calls[step.agent]
-    if step.llm is not None:
-        calls.append(Call(step.step_index, step.agent, step.llm))
+    attempt.step_digests[index] = digest
+    calls = attempt.calls[agent]
+    if call is not None:
+        calls.append(Call(index, agent, call))
     return False
 
 

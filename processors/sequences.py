@@ -55,12 +55,13 @@ def join_calls(steps: Sequence[StepRecorded | Call]) -> tuple[TokenSequence, ...
         call = step.llm
         if call is None:
             continue
+        index = step.step_index
         try:
             sequence = _sequence_for(call, ends, sequences)
-            _extend(sequence, call, step.step_index)
+            _extend(sequence, call, index)
         except ValueError as error:
-            raise DecodeError(f"step {step.step_index} of agent {step.agent}: {error}") from error
-        ends[step.step_index] = (sequence, sequence.length)
+            raise DecodeError(f"step {index} of agent {step.agent}: {error}") from error
+        ends[index] = (sequence, sequence.length)
     return tuple(map(_sealed, sequences))
 
 
@@ -71,10 +72,10 @@ def _sequence_for(call: LLMCall, ends: dict[int, tuple[_Growing, int]], sequence
         if named is None:
             raise DecodeError(f"its prefix names step {prefix.step_index}, which is no earlier LLM call of this agent")
         sequence, end = named
-        if prefix.length > end:
-            raise DecodeError(f"its prefix has {prefix.length} tokens, step {prefix.step_index} has {end}")
-        is_alike = sequence.has_logprobs == (call.logprobs is not None)
-        if is_alike and prefix.length == sequence.length:
+        length = prefix.length
+        if length > end:
+            raise DecodeError(f"its prefix has {length} tokens, step {prefix.step_index} has {end}")
+        if length == sequence.length and sequence.has_logprobs == (call.logprobs is not None):
             if sequence.sha256() != prefix.sha256:
                 raise DecodeError("its prefix has another sha256")
             return sequence
@@ -95,10 +96,11 @@ def _extend(sequence: _Growing, call: LLMCall, step_index: int) -> None:
     spans = call.spans
     if spans and (spans[0].length if len(spans) == 1 else sum(span.length for span in spans)) != length:
         raise DecodeError(f"its version spans do not add up to {length} completion tokens")
-    if call.logprobs is None:
+    text = call.logprobs
+    if text is None:
         sequence.has_logprobs = False
     else:
-        logprobs = _unpack(call.logprobs)
+        logprobs = _unpack(text)
         if len(logprobs) != len(completion):
             raise DecodeError(f"{len(logprobs) // TOKEN_BYTES} log-probabilities for {length} completion tokens")
         sequence.logprobs.append(logprobs)
