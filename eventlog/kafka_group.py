@@ -13,7 +13,7 @@ from aiokafka.structs import TopicPartition as KafkaPartition
 from rollstream.eventlog.callbacks import Callbacks
 from rollstream.eventlog.kafka_client import kafka_partition, our_partition, stop, within
 from rollstream.eventlog.kafka_polling import Polling
-from rollstream.eventlog.log import Record, TopicPartition
+from rollstream.eventlog.log import Record, TopicPartition, check_notes
 from rollstream.schemas.errors import FencedError
 from rollstream.schemas.topics import TOPICS
 
@@ -82,8 +82,9 @@ class KafkaGroupReader(ConsumerRebalanceListener):
     async def commit(
         self, offsets: Mapping[TopicPartition, int], notes: Mapping[TopicPartition, str] | None = None
     ) -> None:
-        """Commit next offsets, each with an optional note. Raises FencedError."""
+        """Commit next offsets, each with an optional note. Raises FencedError, LogError."""
         self._check_owned(offsets)
+        check_notes(notes or {})
         told = {
             kafka_partition(where): OffsetAndMetadata(offset, (notes or {}).get(where, ""))
             for where, offset in offsets.items()

@@ -19,6 +19,10 @@ RECORD_OVERHEAD_BYTES = 128
 """What a batch header and a record's own fields take at most."""
 
 
+MAX_NOTE_BYTES = 4096
+"""Of the note of a committed offset: Kafka's `offset.metadata.max.bytes`, as brokers have it."""
+
+
 class TopicPartition(NamedTuple):
     """One partition of a topic, by short name."""
 
@@ -120,9 +124,9 @@ class GroupReader(Protocol):
     async def commit(
         self, offsets: Mapping[TopicPartition, int], notes: Mapping[TopicPartition, str] | None = None
     ) -> None:
-        """Commit next offsets, each with an optional note (Kafka's offset metadata, at most 4096 bytes).
+        """Commit next offsets, each with an optional note (Kafka's offset metadata, at most `MAX_NOTE_BYTES`).
 
-        Raises FencedError if a partition is no longer this member's.
+        Raises FencedError if a partition is no longer this member's, LogError for a longer note.
         """
         ...
 
@@ -205,6 +209,17 @@ class EventLog(Protocol):
 def partition_of(key: str | bytes, num_partitions: int) -> int:
     """The one partitioner: CRC-32 of the (UTF-8) key, modulo the partition count."""
     return zlib.crc32(key.encode() if isinstance(key, str) else key) % num_partitions
+
+
+def check_notes(notes: Mapping[TopicPartition, str]) -> None:
+    """Raises LogError for a note that no broker keeps."""
+    for where, note in notes.items():
+        size = len(note.encode())
+        if size > MAX_NOTE_BYTES:
+            raise LogError(
+                f"the note of partition {where.partition} of topic {where.topic} has {size} bytes, at most "
+                f"{MAX_NOTE_BYTES} are kept with an offset"
+            )
 
 
 def check_record_size(topic: str, key: bytes | None, value: bytes | None, headers: Headers) -> None:

@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import Mapping
 
 from rollstream.eventlog.callbacks import Callbacks
-from rollstream.eventlog.log import Record, TopicPartition
+from rollstream.eventlog.log import Record, TopicPartition, check_notes
 from rollstream.eventlog.memory_store import MemoryReader, Store
 from rollstream.schemas.errors import FencedError, LogError
 
@@ -113,8 +113,9 @@ class MemoryGroupReader:
     async def commit(
         self, offsets: Mapping[TopicPartition, int], notes: Mapping[TopicPartition, str] | None = None
     ) -> None:
-        """Commit next offsets, each with an optional note. Raises FencedError."""
+        """Commit next offsets, each with an optional note. Raises FencedError, LogError."""
         self._check_owned(offsets)
+        check_notes(notes or {})
         for where, offset in offsets.items():
             self._group.commits[where] = (offset, (notes or {}).get(where, ""))
 

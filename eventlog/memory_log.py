@@ -92,7 +92,10 @@ class MemoryLog:
         on_revoked: OnPartitions | None = None,
     ) -> MemoryGroupReader:
         """Join a consumer group; the first assignment comes after this has returned."""
-        member = MemoryGroupReader(self._groups[group], tuple(topics), Callbacks(on_assigned, on_revoked))
+        names = tuple(topics)
+        for topic in names:
+            await self.num_partitions(topic)
+        member = MemoryGroupReader(self._groups[group], names, Callbacks(on_assigned, on_revoked))
         self._groups[group].join(member)
         return member
 

@@ -242,6 +242,8 @@ def test_partition_counts_are_checked(run: Run) -> None:
             await log.ensure_topics(num_partitions=7)
         with pytest.raises(TopicError, match="nonsense"):
             await log.num_partitions("nonsense")
+        with pytest.raises(TopicError, match="nonsense"):
+            await log.group_reader(fresh("group"), ["tasks", "nonsense"])
 
     run(scenario)
 
@@ -258,6 +260,8 @@ def test_a_group_member_reads_on_from_what_was_committed_with_its_note(run: Run)
         assert await member.committed(where) is None
         assert await member.committed_note(where) == ""
         await member.commit({where: first + 1}, {where: '{"open": 3}'})
+        with pytest.raises(LogError, match="partition 2 of topic tasks has 4098 bytes"):
+            await member.commit({where: first}, {where: "é" * 2049})
         assert await member.committed(where) == first + 1
         await member.close()
         again = await log.group_reader(group, ["tasks"])
