@@ -47,7 +47,9 @@ async def _run(log, other):
             first_rollouts.go_on.set()
             await r.until(lambda: len(second_rollouts.calls) == 2, 30)
             await r.until(lambda: first_rollouts.num_running == second_rollouts.num_running == 0, 30)
-        await r.until(lambda: len(first.wire.member.assigned()) == PARTITIONS, 30)
+        member = first.wire.member
+        assert member is not None
+        await r.until(lambda: len(member.assigned()) == PARTITIONS, 30)
     assert len(moved) == 1
     for partition in range(PARTITIONS):
         assert await r.all_settled(log, 1, partition)

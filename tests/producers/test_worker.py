@@ -125,6 +125,7 @@ def test_a_task_cancelled_while_it_waits_becomes_a_void_group():
             await log.send(cancelled(task))
             await r.until(lambda: r.all_settled(log, 1))
         (group,) = await r.steps(log)
+        assert isinstance(group, GroupStarted)
         assert (group.size, group.void_cause, group.example_id) == (0, "cancelled", "x0")
         assert process.rollouts.calls == []
 

@@ -2,12 +2,15 @@
 
 import asyncio
 import contextlib
+from typing import Any, TypeVar
 
 from rollstream.eventlog import codec
 from rollstream.eventlog.log import TopicPartition, partition_of
 from rollstream.producers.group_run import Producer
+from rollstream.producers.scripted_engine import ScriptedEngine
 from rollstream.producers.worker import RolloutWorker
 from rollstream.schemas import ids
+from rollstream.schemas.base import Event
 from rollstream.schemas.errors import LogError
 from rollstream.schemas.events import (
     GroupStarted,
@@ -23,6 +26,7 @@ from rollstream.schemas.settings import RolloutSettings
 RUN = "run-1"
 NUM_STEPS = 2
 TICK_S = 0.02
+E = TypeVar("E", bound=Event)
 
 
 def task(index=0, *, run_id=RUN, num_rollouts=2, min_version=0, **settings):
@@ -192,6 +196,7 @@ class Wire:
 
     async def expel(self):
         """The group takes it for dead, and it does not know."""
+        assert self.member is not None, "it is no member yet"
         await self.member.close()
 
     async def send(self, event, *, partition=None):
@@ -238,9 +243,10 @@ class Process:
         self.rollouts = rollouts or Rollouts()
         self.weights = weights or Weights()
         self.dead_letters = []
+        log_on_wire: Any = self.wire  # an `EventLog` by what it hands on
         producer = Producer(
-            log=self.wire,
-            engine=None,
+            log=log_on_wire,
+            engine=ScriptedEngine(),
             weights=self.weights,
             rollout=self.rollouts,
             dead_letter=self._bury,
@@ -299,10 +305,10 @@ async def records(log, topic, partition=0):
     return [codec.decode(record) for record in found]
 
 
-async def steps(log, kind=None, partition=0):
+async def steps(log, kind: type[E] = Event, partition=0) -> list[E]:
     """Events of a steps partition, all or of one kind."""
     events = [received.event for received in await records(log, "steps", partition)]
-    return [event for event in events if kind is None or isinstance(event, kind)]
+    return [event for event in events if isinstance(event, kind)]
 
 
 async def commit_of(process, partition=0):
@@ -321,7 +327,7 @@ async def all_settled(log, num_groups, partition=0):
     return len(state.settled) == num_groups and not state.groups
 
 
-def only(events, kind=GroupStarted):
+def only(events, kind: type[E] = GroupStarted) -> E:
     """The one event of a kind."""
     (found,) = [event for event in events if isinstance(event, kind)]
     return found
