@@ -5,11 +5,21 @@ import contextlib
 import json
 import logging
 import socket
+from typing import Any
 
 import aiohttp
 import openai
 import pytest
 import torch
+from openai.types import CompletionUsage
+from openai.types.chat import (
+    ChatCompletion,
+    ChatCompletionChunk,
+    ChatCompletionFunctionToolParam,
+    ChatCompletionMessageParam,
+)
+from openai.types.chat.chat_completion import Choice
+from pydantic import SecretStr
 from transformers import AutoModelForCausalLM
 
 from rollstream.eventlog.artifacts import ArtifactStore
@@ -26,16 +36,20 @@ from rollstream.schemas.events import WeightsPublished
 from rollstream.schemas.services import EndpointSettings, EngineSettings
 
 GROUP = "run-1/policy"
-ASK = [{"role": "user", "content": "3+4=?"}]
-TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}
+ASK: list[ChatCompletionMessageParam] = [{"role": "user", "content": "3+4=?"}]
+TOOL: ChatCompletionFunctionToolParam = {
+    "type": "function",
+    "function": {"name": "add", "parameters": {"type": "object", "properties": {}}},
+}
 SECRET = "very-secret-token"
 
 
 class Place:
     """A log in memory, an artifact store, and an endpoint on a free port."""
 
-    def __init__(self, folder, **settings):
+    def __init__(self, folder, engine=None, **settings):
         self.log = MemoryLog(num_partitions=2)
+        self.engine = engine or ScriptedEngine()
         self.artifacts = ArtifactStore(str(folder / "artifacts"))
         self.settings = EndpointSettings(
             bootstrap_servers="memory",
@@ -73,17 +87,15 @@ class Place:
     def langchain(self, **options):
         from langchain_openai import ChatOpenAI  # a second that only these tests need
 
-        return ChatOpenAI(base_url=self.url, api_key="none", model="policy", max_retries=0, **options)
+        return ChatOpenAI(base_url=self.url, api_key=SecretStr("none"), model="policy", max_retries=0, **options)
 
 
 @contextlib.asynccontextmanager
 async def serving(folder, script=None, *, versions=(0,), token=None, engine=None, **settings):
-    place = Place(folder, **settings)
-    engine = engine or ScriptedEngine(**({"script": script} if script else {}))
-    place.engine = engine
+    place = Place(folder, engine or (ScriptedEngine(script) if script else None), **settings)
     for version in versions:
         await place.publish(version)
-    task = asyncio.create_task(run(place.settings, place.log, engine, token))
+    task = asyncio.create_task(run(place.settings, place.log, place.engine, token))
     file = endpoint_file(folder, "endpoint-1")
     while not file.exists() or not file.read_text():
         assert not task.done(), task.exception()
@@ -95,6 +107,17 @@ async def serving(folder, script=None, *, versions=(0,), token=None, engine=None
         task.cancel()
         await asyncio.wait({task})
         assert not file.exists()
+
+
+def logprobs_of(choice: Choice) -> dict[str, Any]:
+    """With what OpenAI's own do not have: `token_ids`, `version`, ..."""
+    assert choice.logprobs is not None
+    return choice.logprobs.model_dump()
+
+
+def usage_of(answer: ChatCompletion | ChatCompletionChunk) -> CompletionUsage:
+    assert answer.usage is not None
+    return answer.usage
 
 
 def says(text):
@@ -116,11 +139,12 @@ def test_the_openai_client_gets_text_usage_logprobs_and_exact_ids(tmp_path):
             answer = await client.chat.completions.create(model="policy", messages=ASK, logprobs=True, top_logprobs=1)
             choice = answer.choices[0]
             assert (choice.message.content, choice.finish_reason, answer.model) == ("7", "stop", "policy")
-            assert (answer.usage.prompt_tokens, answer.usage.completion_tokens) == (8, 2)
+            usage = usage_of(answer)
+            assert (usage.prompt_tokens, usage.completion_tokens) == (8, 2)
             assert answer.system_fingerprint == f"{GROUP}@0"
-            assert_exact(choice.logprobs.model_dump(), prompt="<user>3+4=?<end><assistant>", text="7<end>")
+            assert_exact(logprobs_of(choice), prompt="<user>3+4=?<end><assistant>", text="7<end>")
             models = await client.models.list()
-            assert [(model.id, model.model_extra["version"]) for model in models.data] == [("policy", 0)]
+            assert [(model.id, model.model_dump()["version"]) for model in models.data] == [("policy", 0)]
             assert (await client.models.retrieve(GROUP)).id == "policy"
 
     asyncio.run(scenario())
@@ -152,18 +176,18 @@ def test_choices_stop_texts_limits_and_seeds(tmp_path):
         async with serving(tmp_path, script) as place, place.client() as client:
             ask = client.chat.completions.create
             first = await ask(model="policy", messages=ASK, n=3, seed=5, stop=[";", "#"])
-            texts = [choice.message.content for choice in first.choices]
+            texts = [choice.message.content or "" for choice in first.choices]
             assert len(set(texts)) == 3
             assert all(text.isdecimal() for text in texts)
-            last = first.choices[0].logprobs
-            assert ScriptedTokenizer().decode(last.model_extra["token_ids"]) == texts[0] + ";"
+            token_ids = logprobs_of(first.choices[0])["token_ids"]
+            assert ScriptedTokenizer().decode(token_ids) == texts[0] + ";"
             assert first.choices[0].finish_reason == "stop"
             again = await ask(model="policy", messages=ASK, n=3, seed=5, stop=";")
             assert [choice.message.content for choice in again.choices] == texts
             other = await ask(model="policy", messages=ASK, stop=";")
             assert other.choices[0].message.content not in texts
             short = await ask(model="policy", messages=ASK, max_tokens=2)
-            assert (short.choices[0].finish_reason, short.usage.completion_tokens) == ("length", 2)
+            assert (short.choices[0].finish_reason, usage_of(short).completion_tokens) == ("length", 2)
 
     asyncio.run(scenario())
 
@@ -178,7 +202,7 @@ def test_a_stream_ends_with_its_reason_and_usage(tmp_path):
             deltas = [choice for piece in pieces for choice in piece.choices]
             assert "".join(choice.delta.content or "" for choice in deltas) == "12"
             assert [choice.finish_reason for choice in deltas] == [None, "stop"]
-            assert pieces[-1].usage.completion_tokens == 3
+            assert usage_of(pieces[-1]).completion_tokens == 3
 
     asyncio.run(scenario())
 
@@ -193,9 +217,10 @@ def test_tool_calls_are_read_only_when_tools_were_offered(tmp_path):
             assert (plain.message.content, plain.message.tool_calls) == (said, None)
             choice = (await ask(model="policy", messages=ASK, tools=[TOOL])).choices[0]
             assert (choice.finish_reason, choice.message.content) == ("tool_calls", "Well.")
-            call = choice.message.tool_calls[0]
+            [call] = choice.message.tool_calls or []
+            assert call.type == "function"
             assert (call.function.name, json.loads(call.function.arguments)) == ("add", {"a": 1})
-            bound = await place.langchain().bind_tools([TOOL]).ainvoke("add")
+            bound = await place.langchain().bind_tools([dict(TOOL)]).ainvoke("add")
             assert bound.tool_calls[0]["args"] == {"a": 1}
             dialogue = [*ASK, choice.message, {"role": "tool", "tool_call_id": call.id, "content": "5"}]
             assert (await ask(model="policy", messages=dialogue)).choices[0].finish_reason == "stop"
@@ -215,7 +240,7 @@ def test_a_request_waits_for_the_version_that_it_names(tmp_path):
         async with serving(tmp_path, wait_timeout_s=20) as place, place.client() as client:
             ask = client.chat.completions.create
             newest = await ask(model="policy", messages=ASK)
-            assert newest.choices[0].logprobs.model_extra["version"] == 0
+            assert logprobs_of(newest.choices[0])["version"] == 0
             waiting = [
                 asyncio.create_task(ask(model="policy", messages=ASK, extra_body={"min_version": 1})),
                 asyncio.create_task(ask(model="policy", messages=ASK, extra_headers={"X-Min-Version": "1"})),
@@ -224,7 +249,7 @@ def test_a_request_waits_for_the_version_that_it_names(tmp_path):
             assert not any(task.done() for task in waiting)
             await place.publish(1)
             for task in waiting:
-                assert (await task).choices[0].logprobs.model_extra["version"] == 1
+                assert logprobs_of((await task).choices[0])["version"] == 1
 
     asyncio.run(scenario())
 
@@ -251,7 +276,9 @@ def test_errors_have_openais_shape(tmp_path):
             with pytest.raises(openai.NotFoundError, match="ask for 'policy' or 'run-1/policy'") as missing:
                 await ask(model="gpt-x", messages=ASK)
             assert (missing.value.code, missing.value.param) == ("model_not_found", "model")
-            image = [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]
+            image: list[ChatCompletionMessageParam] = [
+                {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}
+            ]
             with pytest.raises(openai.BadRequestError, match=r"messages\.0\.content: part 0 is no text") as wrong:
                 await ask(model="policy", messages=image)
             assert wrong.value.type == "invalid_request_error"
@@ -353,9 +380,9 @@ def test_a_real_model_says_the_log_probabilities_that_a_full_forward_finds(tmp_p
 
     model = AutoModelForCausalLM.from_pretrained(model_folder).eval()
     for choice in asyncio.run(scenario()).choices:
-        told = choice.logprobs.model_extra
+        told = logprobs_of(choice)
         ids, num_prompt = [*told["prompt_token_ids"], *told["token_ids"]], len(told["prompt_token_ids"])
         with torch.no_grad():
             logits = model(input_ids=torch.tensor([ids])).logits[0, num_prompt - 1 : -1]
         expected = (logits / 0.7).log_softmax(-1).gather(1, torch.tensor(told["token_ids"])[:, None])[:, 0]
-        assert torch.allclose(torch.tensor([entry.logprob for entry in choice.logprobs.content]), expected, atol=1e-4)
+        assert torch.allclose(torch.tensor([entry["logprob"] for entry in told["content"]]), expected, atol=1e-4)
