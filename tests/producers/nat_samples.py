@@ -9,10 +9,13 @@ from rollstream.schemas.intermediate_steps import IntermediateStep
 TOKENIZER = ScriptedTokenizer()
 MODEL = "my-model"
 _TYPES = {"user": "human", "assistant": "ai"}
+WORKFLOW = "<workflow>"
+Names = str | tuple[str, ...]
+"""Of a function, or of it, its caller, ... outwards; ids are `f-NAME`."""
 
 
-def step(event_type, uuid, *, name=None, parent="w", function="<workflow>", data=None, metadata=None, **payload):
-    """One step; `function` is a name, or (name, caller's name, ...) outwards: ids are `f-NAME`."""
+def step(event_type, uuid, *, name=None, parent="w", function: Names = WORKFLOW, data=None, metadata=None, **payload):
+    """One step."""
     names = (function,) if isinstance(function, str) else function
     node = {"function_id": f"f-{names[0]}", "function_name": names[0], "parent_id": None, "parent_name": None}
     if len(names) > 1:
@@ -102,7 +105,7 @@ def workflow(*calls, question="1+1", answer="2", uuid="w", run_id="r1"):
     """A whole workflow around the steps of its calls."""
     told = {"provided_metadata": {"workflow_run_id": run_id, "conversation_id": None}}
     root = {"parent": "root", "function": "root", "name": "my_agent"}
-    inner = {"parent": uuid, "name": "<workflow>", "function": ("<workflow>", "root")}
+    inner = {"parent": uuid, "name": WORKFLOW, "function": (WORKFLOW, "root")}
     return [
         step("WORKFLOW_START", uuid, data={"input": question}, metadata=told, **root),
         step("FUNCTION_START", f"{uuid}-f", data={"input": question}, **inner),

@@ -1,6 +1,7 @@
 """NAT's steps as samples: one a call, in the tokens that the model saw, whatever the framework or the order."""
 
 import json
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -13,6 +14,7 @@ from rollstream.producers.nat_selection import RemoteSpan, Selection, remote_anc
 from rollstream.producers.recording import Playing, fields_of, read_step
 from rollstream.schemas import tokens
 from rollstream.schemas.events import StepRecorded
+from rollstream.schemas.recorded import RecordedStep
 
 from . import nat_samples as nat
 
@@ -42,6 +44,11 @@ def samples(sequences):
                 (nat.TOKENIZER.decode(token_ids[: part.start]), nat.TOKENIZER.decode(token_ids[part.start : end]))
             )
     return sorted(found)
+
+
+def data_of(step: RecordedStep) -> dict[str, Any]:
+    assert step.data is not None
+    return step.data
 
 
 def saw(prompt, answer):
@@ -88,7 +95,9 @@ def test_list_content_is_trained_on_by_its_tokens_and_kept_in_the_record():
     steps = nat.workflow(nat.langchain("a", prompt, "cat", told=told))
     assert samples(sequences_of(steps)) == [saw(nat.messages("[picture]"), "cat")]
     [recorded] = [step for step in recorded_steps(nat.read(steps), ALL) if step.event_type == "LLM_END"]
-    assert recorded.chat.messages[0]["content"][1]["type"] == "image_url"
+    assert recorded.chat is not None
+    content: Any = recorded.chat.messages[0]["content"]
+    assert content[1]["type"] == "image_url"
 
 
 def test_calls_that_ran_at_once_are_told_apart_by_their_uuids():
@@ -144,6 +153,7 @@ def test_any_order_of_concurrent_calls_gives_the_same_samples_each_token_once_an
     assert sum(part.length for s in found for part in s.completions) == sum(len(answer) + 1 for _, answer in asked)
     for sequence in found:
         num_sampled = sum(part.length for part in sequence.completions)
+        assert sequence.logprobs is not None
         assert tokens.count(sequence.logprobs) == num_sampled
         places = [place for p in sequence.completions for place in range(p.start, p.start + p.length)]
         assert len(places) == len(set(places))
@@ -206,12 +216,13 @@ def test_streamed_tokens_are_not_kept_and_a_span_is_one_step():
     )
     recorded = recorded_steps(nat.read(steps), ALL)
     assert [step.event_type for step in recorded] == ["LLM_END", "FUNCTION_END", "WORKFLOW_END"]
-    call = recorded[0]
-    assert call.data["input"][0]["content"] == "1"
-    assert call.data["output"] == "x"
-    assert "logprobs" not in json.dumps(call.data)
+    call, told = recorded[0], data_of(recorded[0])
+    assert told["input"][0]["content"] == "1"
+    assert told["output"] == "x"
+    assert "logprobs" not in json.dumps(told)
     assert call.metadata is None
-    assert recorded[2].metadata["provided_metadata"]["workflow_run_id"] == "r1"
+    metadata: Any = recorded[2].metadata
+    assert metadata["provided_metadata"]["workflow_run_id"] == "r1"
     assert recorded[2].data == {"input": "1+1", "output": "2"}
 
 
@@ -222,6 +233,7 @@ def test_tool_calls_of_an_answer_are_found_where_a_dump_has_lost_them():
     )
     start = nat.langchain("a", nat.messages("1"), "")[0]
     [step] = recorded_steps(nat.read([start, end]), ALL)
+    assert step.chat is not None
     assert step.chat.answer["tool_calls"] == [
         {"id": "c1", "type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}
     ]
@@ -248,10 +260,9 @@ def test_scored_candidates_are_samples_in_place_of_calls_if_their_steps_are_name
     recorded = recorded_steps(nat.read(steps), chosen)
     assert samples(sequences_of(steps, chosen)) == sorted([saw(prompt, "left"), saw(prompt, "right")])
     found = list(scores(recorded, chosen))
-    assert [(recorded[score.step].data["output"], score.value, score.is_score) for score in found] == [
-        ("left", 0.25, True),
-        ("right", 1.0, True),
-    ]
+    told = [(data_of(recorded[s.step])["output"], s.value, s.is_score) for s in found if s.step is not None]
+    assert told == [("left", 0.25, True), ("right", 1.0, True)]
+    assert len(found) == 2
     assert list(scores(recorded_steps(nat.read(steps), ALL), ALL)) == []
     assert len(samples(sequences_of(steps))) == 2
 

@@ -2,8 +2,11 @@
 
 import hashlib
 import json
+from collections.abc import Iterable
+from typing import Any, Literal
 
 import pytest
+from pydantic import JsonValue
 
 from rollstream.eventlog.artifacts import ArtifactStore
 from rollstream.harness.recorded_tasks import MAX_INLINE_BYTES, inputs_of, stored, tasks_of
@@ -26,9 +29,10 @@ from rollstream.schemas.settings import RolloutSettings
 
 GROUP = "run-1/policy"
 TOKENIZER = ScriptedTokenizer()
+Policy = Literal["model", "demonstration"]
 
 
-def exact(prompt, completion, logprobs="fit", **fields):
+def exact(prompt, completion, logprobs: Iterable[float] | Literal["fit"] | None = "fit", **fields):
     values = [-0.5] * len(completion) if logprobs == "fit" else logprobs
     return RecordedStep(tokens=RecordedTokens.of(prompt, completion, values, **fields))
 
@@ -38,7 +42,7 @@ def spoken(*messages, answer="4", **fields):
     return RecordedStep(chat=RecordedChat(messages=sent, answer={"role": "assistant", "content": answer}, **fields))
 
 
-def task_of(*rollouts, config=None, min_version=0, inputs=None, policy="model", artifacts=None):
+def task_of(*rollouts, config=None, min_version=0, inputs=None, policy: Policy = "model", artifacts=None):
     group = RecordedGroup.of("x0", rollouts, inputs)
     settings = RolloutSettings(
         environment="recorded", environment_config=config or {}, agents={"agent": GROUP}, policy=policy
@@ -118,7 +122,7 @@ def test_log_probabilities_are_kept_only_if_their_number_fits_the_new_tokens(pla
 
 
 def test_retokenised_turns_go_on_from_each_other(play):
-    messages = (
+    messages: tuple[dict[str, JsonValue], ...] = (
         {"role": "user", "content": "go"},
         {"role": "assistant", "content": "a"},
         {"role": "user", "content": "go"},
@@ -149,14 +153,16 @@ def test_an_answer_that_calls_tools_is_what_the_template_writes_for_it():
     call = {"id": "c", "type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}
     said, tokenizer = spoken("hm", answer=""), ToolTokenizer()
     answer = {"role": "assistant", "content": None, "tool_calls": [call]}
+    assert said.chat is not None
     step = said.model_copy(update={"chat": said.chat.model_copy(update={"answer": answer})})
     reading = read_step(step, 0, Playing(GROUP, retokenise=True), Conversation(tokenizer), tokenizer)
+    assert reading.call is not None
     assert TOKENIZER.decode(tokens.decode_ids(reading.call.completion_ids)) == '!{"a": 1}<end>'
 
 
 def test_list_content_of_texts_is_retokenised_as_its_text_and_a_picture_is_not(play):
-    parts = [{"type": "text", "text": "what "}, {"type": "text", "text": "is it"}]
-    picture = [*parts, {"type": "image_url", "image_url": {"url": "data:..."}}]
+    parts: list[JsonValue] = [{"type": "text", "text": "what "}, {"type": "text", "text": "is it"}]
+    picture: list[JsonValue] = [*parts, {"type": "image_url", "image_url": {"url": "data:..."}}]
     steps = tuple(
         RecordedStep(
             chat=RecordedChat(
@@ -236,8 +242,10 @@ def test_a_large_group_lies_in_the_artifact_store_and_plays_the_same(play, tmp_p
     inline, aside = task_of(*rollouts), task_of(*rollouts, artifacts=artifacts)
     assert len(aside.model_dump_json()) < 4096 < MAX_INLINE_BYTES < len(inline.model_dump_json())
     assert [s.llm for s in play(aside, member=1).steps] == [s.llm for s in play(inline, member=1).steps]
-    [path] = (tmp_path / "artifacts").rglob(aside.inputs["recorded"][0]["artifact"]["sha256"] + "*")
-    assert hashlib.sha256(path.read_bytes()).hexdigest() == aside.inputs["recorded"][0]["artifact"]["sha256"]
+    recorded: Any = aside.inputs["recorded"]
+    sha256 = recorded[0]["artifact"]["sha256"]
+    [path] = (tmp_path / "artifacts").rglob(sha256 + "*")
+    assert hashlib.sha256(path.read_bytes()).hexdigest() == sha256
     path.write_bytes(path.read_bytes().replace(b"LLM_END", b"LLM_ENE"))
     assert "has the wrong hash" in play(aside).last.message
 

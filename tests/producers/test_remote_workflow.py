@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import json
 import threading
+from typing import Any
 
 import pytest
 from aiohttp import web
@@ -31,7 +32,7 @@ def lines_of(steps, *values):
 
 def agents_lines(*values, question="1+1="):
     """An agent that calls a model, a tool and the model again inside a function of its own."""
-    inner = {"parent": "w-g"}
+    inner: dict[str, Any] = {"parent": "w-g"}
     calls = nat.langchain("a", ASKED[0], "add", **inner), nat.tool("t", "2", **inner)
     started = nat.step("FUNCTION_START", "w-g", name="solver", parent="w-f")
     steps = nat.workflow([started], *calls, nat.langchain("b", ASKED[1], "2", **inner), question=question, answer="2")
@@ -54,7 +55,7 @@ def serving(answer, path="/v1/workflow/full"):
         await runner.setup()
         site = web.TCPSite(runner, "127.0.0.1", 0)
         await site.start()
-        place.append(site._server.sockets[0].getsockname()[1])
+        place.append(runner.addresses[0][1])
         ready.set()
         return runner
 
