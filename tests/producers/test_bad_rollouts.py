@@ -15,6 +15,7 @@ from rollstream.producers import rewards
 from rollstream.producers.registry import register_environment, register_reward
 from rollstream.producers.rollout import run_rollout
 from rollstream.producers.steps_writer import MAX_WAITING, Outbox
+from rollstream.schemas.events import Tick
 from rollstream.schemas.topics import TOPICS
 
 from .conftest import answers, scripted, task_of
@@ -33,7 +34,11 @@ def play_on_a_log(tmp_path):
         async def main():
             log, counter = MemoryLog(num_partitions=1), itertools.count(1)
             engine = await scripted(tmp_path)
-            async with Outbox(lambda event: log.send(event, partition=0)) as outbox:
+
+            async def send(event):
+                await log.send(event, partition=0)
+
+            async with Outbox(send) as outbox:
                 async with asyncio.timeout(20):
                     await run_rollout(
                         task, member=0, attempt=0, engine=engine, emit=outbox.put, clock=lambda: next(counter)
@@ -160,6 +165,7 @@ def test_an_environment_that_never_stops_keeps_no_other_from_its_turn(play_on_a_
 def test_an_attempt_that_is_faster_than_the_log_waits_for_it():
     async def main():
         sent, gate = [], asyncio.Event()
+        *events, last = [Tick(run_id="", time_ms=number, partition=0) for number in range(MAX_WAITING + 1)]
 
         async def send(event):
             await gate.wait()
@@ -167,15 +173,15 @@ def test_an_attempt_that_is_faster_than_the_log_waits_for_it():
 
         async with Outbox(send) as outbox:
             async with asyncio.timeout(5):
-                for number in range(MAX_WAITING):
-                    await outbox.put(number)
+                for event in events:
+                    await outbox.put(event)
                     await asyncio.sleep(0)  # the first one is on its way
-            putting = asyncio.create_task(outbox.put(MAX_WAITING))
+            putting = asyncio.create_task(outbox.put(last))
             await asyncio.wait({putting}, timeout=0.05)
             assert not putting.done()
             gate.set()
             await asyncio.wait_for(putting, 5)
-        assert sent == [*range(MAX_WAITING + 1)]
+        assert sent == [*events, last]
 
     asyncio.run(main())
 

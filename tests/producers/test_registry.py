@@ -1,10 +1,13 @@
 """Names and python paths of environments and rewards, and how wrong ones are told."""
 
+from typing import Any
+
 import pytest
 
 from rollstream.producers import registry
 from rollstream.producers.environment import Environment, FunctionEnvironment
 from rollstream.producers.environments.guess_number import GuessNumber
+from rollstream.producers.rewards import FinishedRollout
 from rollstream.schemas.errors import ConfigError
 
 MODULE = """
@@ -43,11 +46,11 @@ def test_built_in_environments_are_found_by_name():
 
 
 def test_classes_and_functions_are_found_by_python_path(module):
-    walk = registry.build_environment(f"python:{module}.Walk", {"size": "${SIZE}"}, {"SIZE": "7"})
+    walk: Any = registry.build_environment(f"python:{module}.Walk", {"size": "${SIZE}"}, {"SIZE": "7"})
     assert walk.size == "7"
     stroll = registry.build_environment(f"python:{module}.stroll", {"pace": 2}, {})
     assert isinstance(stroll, FunctionEnvironment)
-    assert registry.reward(f"python:{module}.judge")(None) == 1.0
+    assert registry.reward(f"python:{module}.judge")(FinishedRollout({}, 1, (), (), {}, "done")) == 1.0
 
 
 @pytest.mark.parametrize(
