@@ -64,6 +64,11 @@ def answers(*texts):
     return lambda prompt, rng, version: (next(turns), -0.5)
 
 
+def output_of(step):
+    assert step.data is not None
+    return step.data["output"]
+
+
 class Played:
     """What one attempt emitted."""
 
@@ -74,7 +79,7 @@ class Played:
         self.last = events[-1]
 
     def texts(self):
-        return [step.data["output"] for step in self.steps if step.llm]
+        return [output_of(step) for step in self.steps if step.llm]
 
     def contents(self):
         """All but times."""

@@ -2,6 +2,7 @@
 
 import asyncio
 import random
+from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
@@ -59,9 +60,10 @@ def requests(count, *, seed=0, group=GROUP, max_new_tokens=12, **sampling):
 
 def run(work, *loads, **settings):
     """`await work(engine)` with an engine that has loaded `loads`."""
+    chosen: dict[str, Any] = {"device": "cpu", "threads": 1} | settings
 
     async def main():
-        engine = TransformersEngine(EngineSettings(device="cpu", **({"threads": 1} | settings)))
+        engine = TransformersEngine(EngineSettings(**chosen))
         await engine.start()
         try:
             for event, path in loads:

@@ -9,7 +9,7 @@ from rollstream.producers import rewards
 from rollstream.producers.evaluators import check, final_answer, numbers, reward_of
 from rollstream.producers.registry import register_environment, register_reward
 from rollstream.schemas.errors import ConfigError
-from rollstream.schemas.evaluators import MODELS, PythonScore, is_pure
+from rollstream.schemas.evaluators import MODELS, NumericMatch, PythonScore, is_pure
 from rollstream.schemas.events import RolloutEnded, RolloutFailed, StepRecorded
 from rollstream.schemas.recorded import RecordedMember, RecordedReward, RecordedRollout, RecordedStep, RecordedTokens
 from rollstream.schemas.settings import RolloutSettings
@@ -203,7 +203,9 @@ def test_what_is_wrong_in_a_block_is_named_by_its_path(block, told):
 
 
 def test_values_from_the_environment_are_expanded_and_told_as_written():
-    assert check("e", {"_type": "numeric_match", "tolerance": "${TOLERANCE:-0.5}"}, {}).tolerance == 0.5
+    block = check("e", {"_type": "numeric_match", "tolerance": "${TOLERANCE:-0.5}"}, {})
+    assert isinstance(block, NumericMatch)
+    assert block.tolerance == 0.5
     with pytest.raises(ConfigError) as told:
         check("e", {"_type": "llm_judge", "base_url": "${U}", "model": "m", "prompt": "{response}"}, {"U": "sk-secret"})
     assert "sk-secret" not in str(told.value)
