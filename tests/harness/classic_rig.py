@@ -5,10 +5,12 @@ The learner publishes a version for every manifest, without training; so version
 
 import asyncio
 import contextlib
+import io
 import itertools
 import json
 from collections import Counter
 from pathlib import Path
+from typing import Any, TypeVar
 
 from rollstream.eventlog.artifacts import ArtifactStore
 from rollstream.eventlog.codec import decode
@@ -19,6 +21,7 @@ from rollstream.harness.backend import Backend
 from rollstream.harness.classic.run import conduct_components
 from rollstream.harness.component_building import Components
 from rollstream.harness.display import Display
+from rollstream.harness.finetune_config import block_of
 from rollstream.harness.plan import RunPlan, new_run, open_run
 from rollstream.harness.rollstream_adapter import RollstreamTrainerAdapter
 from rollstream.harness.rollstream_builder import RollstreamTrajectoryBuilder
@@ -28,6 +31,7 @@ from rollstream.processors.curate_shell import CurateShell
 from rollstream.processors.faust_app import Batch
 from rollstream.producers.scripted_engine import ScriptedEngine
 from rollstream.producers.service import run as produce
+from rollstream.schemas.base import Event
 from rollstream.schemas.events import (
     BatchPlanned,
     EpochSealed,
@@ -42,23 +46,10 @@ from rollstream.schemas.events import (
     TrajectoryRejected,
     WeightsPublished,
 )
+from rollstream.schemas.finetuning import EpisodeItem, EpisodeItemRole, Trajectory
 from rollstream.schemas.services import ProducerSettings
 
-
-class Quiet:
-    """A stream that keeps what is shown."""
-
-    def __init__(self):
-        self.text = ""
-
-    def write(self, text):
-        self.text += text
-
-    def flush(self):
-        pass
-
-    def isatty(self):
-        return False
+E = TypeVar("E", bound=Event)
 
 
 class ClassicRig:
@@ -72,8 +63,8 @@ class ClassicRig:
         self.engine = ScriptedEngine(script) if script else ScriptedEngine()
         self.fails_at, self.trains_slowly = fails_at, trains_slowly
         self.loaded = config_file.resolve(written)
-        self.shown = Quiet()
-        self._bases = {}
+        self.shown = io.StringIO()
+        self._bases: dict[str, JobSubmitted] = {}
 
     @contextlib.asynccontextmanager
     async def services(self):
@@ -121,9 +112,9 @@ class ClassicRig:
             display=Display(self.shown),
         )
 
-    async def events(self, topic, kind=object):
-        """Every event of a topic so far, repeats apart."""
-        found = {}
+    async def events(self, topic: str, kind: type[E]) -> list[E]:
+        """Every event of a type that a topic has so far, repeats apart."""
+        found: dict[str, Event] = {}
         for partition, end in (await self.log.end_offsets(topic)).items():
             reader = await self.log.reader({TopicPartition(topic, partition): 0})
             while reader.position(TopicPartition(topic, partition)) < end:
@@ -206,7 +197,7 @@ class ClassicRig:
         )
 
 
-def configuration(folder: Path, *, num_epochs: int = 3, num_examples: int = 4, **finetuning):
+def configuration(folder: Path, *, num_epochs: int = 3, num_examples: int = 4, **finetuning: Any) -> dict[str, Any]:
     (folder / "model").mkdir(exist_ok=True)
     (folder / "model" / "config.json").write_text("{}")
     for name, count in (("train", num_examples), ("valid", 2)):
@@ -234,11 +225,11 @@ def configuration(folder: Path, *, num_epochs: int = 3, num_examples: int = 4, *
 
 
 def components_for(rig: ClassicRig):
-    file = rig.loaded.finetune.run_configuration.config_file
+    finetune = rig.loaded.finetune
     return Components(
-        RollstreamTrainer(file.trainers["t"]),
-        RollstreamTrajectoryBuilder(file.trajectory_builders["b"]),
-        RollstreamTrainerAdapter(file.trainer_adapters["a"]),
+        RollstreamTrainer(block_of(finetune, "trainer")),
+        RollstreamTrajectoryBuilder(block_of(finetune, "trajectory_builder")),
+        RollstreamTrainerAdapter(block_of(finetune, "trainer_adapter")),
     )
 
 
@@ -270,6 +261,12 @@ async def assert_every_attempt_has_one_outcome(rig: ClassicRig):
     assert planned + rejected == complete
     asked = {task.group_id for task in await rig.events("tasks", TaskRequested)}
     assert {group.group_id for group in closed} == asked
+
+
+def answers_of(trajectory: Trajectory) -> list[EpisodeItem]:
+    """What the assistant said in an episode."""
+    items = [item for item in trajectory.episode if isinstance(item, EpisodeItem)]
+    return [item for item in items if item.role == EpisodeItemRole.ASSISTANT]
 
 
 def submitting(rig: ClassicRig) -> ClassicRig:

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from classic_rig import (
     ClassicRig,
+    answers_of,
     assert_every_attempt_has_one_outcome,
     components_for,
     conducted,
@@ -197,7 +198,7 @@ def assert_is_token_exact(collection: TrajectoryCollection) -> None:
             assert {"id", "group_id", "trajectory_id", "digest", "locator", "generation", "run_id"} <= metadata.keys()
             items: list[Any] = trajectory.episode
             assert [item.role.value for item in items[:3]] in (["user", "assistant", "tool"], ["user", "assistant"])
-            said = [item for item in items if item.role.value == "assistant"]
+            said: list[Any] = answers_of(trajectory)
             for item in said:
                 tokens = item.logprobs
                 assert len(tokens["token_ids"]) == len(tokens["logprobs"]) > 0
@@ -244,9 +245,9 @@ def test_changed_rewards_travel_in_the_submission_and_changed_content_is_written
             for number, trajectory in enumerate(rewarded):
                 trajectory.reward = number / 4
             for number, trajectory in enumerate(shaped):
-                turns = [item for item in trajectory.episode if item.role.value == "assistant"]  # pyright: ignore
-                trajectory.shaped_rewards = [0.25] * len(turns)
-                trajectory.reward = 0.25 * len(turns) + number
+                num_turns = len(answers_of(trajectory))
+                trajectory.shaped_rewards = [0.25] * num_turns
+                trajectory.reward = 0.25 * num_turns + number
             ref = await parts.trainer_adapter.submit(
                 TrajectoryCollection(trajectories=[rewarded, shaped, kept], run_id="mine")
             )

@@ -18,14 +18,13 @@ from rollstream.schemas.finetuning import (
     TrajectoryCollection,
 )
 
-from .classic_rig import ClassicRig, components_for, conducted, configuration, opened_rig
+from .classic_rig import ClassicRig, answers_of, components_for, conducted, configuration, opened_rig
 
 
 def shaped_evenly(group: list[Trajectory]) -> None:
     """Change what is trained on, so that the group is written to the log again."""
     for trajectory in group:
-        turns = [item for item in trajectory.episode if item.role.value == "assistant"]  # pyright: ignore
-        trajectory.shaped_rewards = [0.25] * len(turns)
+        trajectory.shaped_rewards = [0.25] * len(answers_of(trajectory))
 
 
 def test_what_is_written_again_has_the_reward_that_it_came_with_and_is_not_scored_anew(tmp_path: Path) -> None:
@@ -45,7 +44,6 @@ def test_what_is_written_again_has_the_reward_that_it_came_with_and_is_not_score
             ref = await parts.trainer_adapter.submit(TrajectoryCollection(trajectories=[changed], run_id="mine"))
             status = await parts.trainer_adapter.wait_until_complete(ref)
             assert status.status == TrainingStatusEnum.COMPLETED
-        batch: Any
         (batch,) = await rig.events("batches", BatchPlanned)
         assert [member.reward for member in batch.members] == pytest.approx([t.reward for t in changed])
 
@@ -88,14 +86,12 @@ def test_an_answer_whose_text_was_changed_is_not_trained_on_by_the_tokens_of_ano
             await parts.trajectory_builder.start_run("mine", {"epoch": 0})
             collection = await parts.trajectory_builder.finalize("mine")
             changed = collection.trajectories[0]
-            for item in changed[1].episode:
-                if item.role.value == "assistant":  # pyright: ignore
-                    item.content = f"{item.content}!"  # pyright: ignore
+            for item in answers_of(changed[1]):
+                item.content = f"{item.content}!"
             ref = await parts.trainer_adapter.submit(TrajectoryCollection(trajectories=[changed], run_id="mine"))
             await parts.trainer_adapter.wait_until_complete(ref)
-        batch: Any
         (batch,) = await rig.events("batches", BatchPlanned)
-        rejected: list[Any] = await rig.events("batches", TrajectoryRejected)
+        rejected = await rig.events("batches", TrajectoryRejected)
         assert ["/m0/" in batch.members[0].rollout_id, "/m2/" in batch.members[1].rollout_id] == [True, True]
         again = [event for event in rejected if event.group_id == batch.members[0].group_id]
         assert [(event.cause, "/m1/" in event.rollout_id) for event in again] == [("no_token_ids", True)]
@@ -127,7 +123,7 @@ def test_a_run_that_goes_on_waits_for_the_seal_of_what_was_submitted(tmp_path: P
         async with asyncio.timeout(20):
             progress = await conducted(rig, resume=True, parts=parts)
         assert progress.job("run-1/rl").outcome == "succeeded"
-        seals: list[Any] = await rig.events("batches", EpochSealed)
+        seals = await rig.events("batches", EpochSealed)
         assert [seal.epoch for seal in seals] == [0, 1]
 
     asyncio.run(scenario())
@@ -144,7 +140,7 @@ def test_a_run_whose_last_epoch_is_sealed_already_is_only_brought_to_its_end(tmp
             await epochs.sealed(backend, 0)
         progress = await conducted(rig, resume=True)
         assert progress.job("run-1/rl").outcome == "succeeded"
-        seals: list[Any] = await rig.events("batches", EpochSealed)
+        seals = await rig.events("batches", EpochSealed)
         assert [seal.epoch for seal in seals] == [0]
 
     asyncio.run(scenario())

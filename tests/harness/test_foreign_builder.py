@@ -40,7 +40,8 @@ class Foreign(TrajectoryBuilder):
     async def finalize(self, run_id: str, meta: dict[str, Any] | None = None) -> TrajectoryCollection:
         text = [{"token": "4", "logprob": -0.5}, {"token": "", "logprob": -0.1}]
         exact = {"prompt_token_ids": [5, 6], "token_ids": [7, 1], "logprobs": [-0.5, -0.1]}
-        logprobs = exact if self.trajectory_builder_config.is_exact else text  # pyright: ignore[reportAttributeAccessIssue]
+        assert isinstance(self.trajectory_builder_config, ForeignConfig)
+        logprobs = exact if self.trajectory_builder_config.is_exact else text
         group = [
             Trajectory(
                 episode=[
@@ -118,5 +119,6 @@ def test_text_may_be_retokenised_and_says_so(tmp_path: Path) -> None:
     rig, num_trained, rejected = trained_and_rejected(tmp_path, is_exact=False, retokenise=True)
     assert (num_trained, rejected) == (4, Counter())
     steps = asyncio.run(rig.events("steps", StepRecorded))
-    assert all((step.metadata or {})[FLAGS]["is_retokenised"] for step in steps)
+    metadata: list[Any] = [step.metadata for step in steps]
+    assert all(one[FLAGS]["is_retokenised"] for one in metadata)
     assert len(steps) == 4
