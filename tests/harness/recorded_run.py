@@ -3,12 +3,14 @@
 import asyncio
 import contextlib
 from dataclasses import replace
+from pathlib import Path
+from typing import Any, TypeVar
 
 import orjson
 
 from rollstream.eventlog import codec
 from rollstream.eventlog.artifacts import ArtifactStore
-from rollstream.eventlog.log import TopicPartition
+from rollstream.eventlog.log import Record, TopicPartition
 from rollstream.eventlog.memory_log import MemoryLog
 from rollstream.harness import config_file
 from rollstream.harness.plan import library_versions
@@ -19,6 +21,7 @@ from rollstream.processors.assemble_shell import AssembleShell
 from rollstream.processors.curate_shell import CurateShell
 from rollstream.processors.faust_app import Batch
 from rollstream.schemas import ids, tokens
+from rollstream.schemas.base import Event
 from rollstream.schemas.events import (
     BatchPlanned,
     EpochSealed,
@@ -43,9 +46,10 @@ RUN = "replayed"
 GROUP = f"{RUN}/policy"
 JOB = f"{RUN}/rl"
 EPOCHS = 3
+E = TypeVar("E", bound=Event)
 
 
-def configuration(folder, model):
+def configuration(folder: Path, model: Path) -> dict[str, Any]:
     """Three epochs with two groups of four each."""
     builder = {"_type": "rollstream", "num_generations": 4, "environment_config": {}}
     learner = {
@@ -82,11 +86,11 @@ class RecordedRun:
         self.checkpoints = folder / "checkpoints"
         self._places = {}
 
-    async def events(self, topic, kind):
+    async def events(self, topic: str, kind: type[E]) -> list[E]:
         """Events of one type that came since this was last asked, in the order of the log."""
         return [event for record in await self._new((topic, kind.__name__), topic) for event in self._of(record, kind)]
 
-    def _of(self, record, kind):
+    def _of(self, record: Record, kind: type[E]) -> list[E]:
         event = codec.decode(record).event
         return [event] if isinstance(event, kind) else []
 
@@ -177,28 +181,34 @@ class RecordedRun:
 
     # ---- tampering: what no writer of a log can do ----
 
-    def find(self, topic, kind, nth=0, holding=b""):
+    def find(self, topic: str, kind: str, nth: int = 0, holding: bytes = b"") -> tuple[list[Record], int]:
         """The nth record of a topic that is an event of a type and holds some bytes: its list, and where in it."""
         found = [
             (kept.records, index)
             for where, kept in self.log._store._partitions.items()
             if where.topic == topic
             for index, record in enumerate(kept.records)
-            if orjson.loads(record.value)["kind"] == kind and holding in record.value
+            if orjson.loads(value_of(record))["kind"] == kind and holding in value_of(record)
         ]
         return found[nth]
 
-    def remove(self, topic, kind, nth=0):
+    def remove(self, topic: str, kind: str, nth: int = 0) -> None:
         """Put a repeat of the partition's first record in the place of the nth of a kind."""
         records, index = self.find(topic, kind, nth)
         records[index] = replace(records[0], offset=records[index].offset)
 
-    def change(self, topic, kind, old, new, nth=0):
+    def change(self, topic: str, kind: str, old: bytes, new: bytes, nth: int = 0) -> str:
         """Change bytes of the nth record that holds them; returns its position as text."""
         records, index = self.find(topic, kind, nth, old)
         before = records[index]
-        records[index] = replace(before, value=before.value.replace(old, new, 1))
+        records[index] = replace(before, value=value_of(before).replace(old, new, 1))
         return f"{before.partition}@{before.offset}"
+
+
+def value_of(record: Record) -> bytes:
+    """Its bytes: no record of a run is a tombstone."""
+    assert record.value is not None
+    return record.value
 
 
 def batches_of(events):

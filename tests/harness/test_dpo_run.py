@@ -2,6 +2,8 @@
 
 import asyncio
 import json
+from pathlib import Path
+from typing import Any
 
 import pytest
 from produced_run import ProducedRun
@@ -27,11 +29,14 @@ from rollstream.schemas.events import (
     TrajectoryAssembled,
     TrajectoryRejected,
 )
+from rollstream.schemas.finetuning import DPOItem
+from rollstream.schemas.recorded import RecordedRollout, RecordedTokens
 
 
-def written_for(folder):
+def written_for(folder: Path) -> dict[str, Any]:
     """Two epochs of two games each, one game a group."""
-    written = configuration(folder, folder / "model") | {"workflow": "tic_tac_toe"}
+    written = configuration(folder, folder / "model")
+    written |= {"workflow": "tic_tac_toe"}
     written["trajectory_builders"]["rollouts"] |= {
         "num_generations": 1,
         "environment_config": {"candidates": 4},
@@ -95,6 +100,12 @@ def test_the_run_is_replayed_to_the_same_digests_and_bits(recorded):
     assert (last.differences, last.counts) == ([], {"training steps": 1})
 
 
+def tokens_of(rollout: RecordedRollout) -> RecordedTokens:
+    found = rollout.steps[0].tokens
+    assert found is not None
+    return found
+
+
 def test_the_builder_gives_a_trajectory_a_pair_with_the_tokens_that_were_said(recorded):
     run, events = recorded
     groups = [group for group, _ in of_type(events.by_topic["groups"], GroupClosed)]
@@ -106,13 +117,15 @@ def test_the_builder_gives_a_trajectory_a_pair_with_the_tokens_that_were_said(re
         for trajectory in trajectories:
             (item,) = trajectory.episode
             metadata = trajectory.metadata
+            assert isinstance(item, DPOItem)
+            assert metadata is not None
             assert metadata["example_id"] == group.example_id
             assert trajectory.reward == metadata["score_diff"] > 0
             assert item.chosen_response != item.rejected_response
             ((chosen, rejected),) = rollouts_of_items(trajectory)
-            prompts = [tokens.decode_ids(side.steps[0].tokens.prompt_ids).tolist() for side in (chosen, rejected)]
+            prompts = [tokens.decode_ids(tokens_of(side).prompt_ids).tolist() for side in (chosen, rejected)]
             assert prompts[0] == prompts[1] != []
-            assert {span.version for span in chosen.steps[0].tokens.spans} <= {0, 1}
+            assert {span.version for span in tokens_of(chosen).spans} <= {0, 1}
     assert set(builder.dropped) <= {"equal scores", "equal texts", "more than max_pairs_per_turn"}
     json.dumps([trajectory.model_dump(mode="json") for group in made for trajectory in group])
 

@@ -2,8 +2,8 @@
 
 import asyncio
 import math
-import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -27,9 +27,7 @@ from rollstream.schemas.events import (
     StepTrained,
     TrajectoryAssembled,
 )
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "producers"))
-from judge_server import JudgeServer
+from tests.producers.judge_server import JudgeServer
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 SECRET = "sk-run-secret-4711"
@@ -42,10 +40,11 @@ def half_right(prompt, rng, version):
     return (str(a + b) if drawn < 0.4 else str((a + b + 1) % 10) if drawn < 0.8 else "?"), math.log(0.4)
 
 
-def written_for(folder, judge_url):
+def written_for(folder: Path, judge_url: str) -> dict[str, Any]:
     """The example's evaluator and reward choice in a small run, and a judge beside it."""
-    example = read_yaml(EXAMPLES / "arithmetic_evaluator.yaml")
-    written = configuration(folder, folder / "model") | {"workflow": "arithmetic", "eval": example["eval"]}
+    example: dict[str, Any] = read_yaml(EXAMPLES / "arithmetic_evaluator.yaml")
+    written = configuration(folder, folder / "model")
+    written |= {"workflow": "arithmetic", "eval": example["eval"]}
     written["eval"]["general"]["dataset"]["file_path"] = str(EXAMPLES / "data" / "arithmetic.jsonl")
     written["eval"]["evaluators"]["judged"] = {
         "_type": "llm_judge", "base_url": judge_url, "model": "big", "api_key": "${TEST_JUDGE_KEY}", "max": 10,

@@ -60,6 +60,7 @@ def test_equal_settings_train_the_same_weights_in_a_run_of_their_own(recorded):
     before = asyncio.run(read_run(recorded.log, "replayed"))
     assert hashes_of(events) == hashes_of(before)
     assert [batch.members for batch in batches_of(events)] == [batch.members for batch in batches_of(before)]
+    assert events.started.parent is not None
     assert events.started.parent.run_id == "replayed"
     assert events.has_ended
     assert not of_type(events.by_topic["groups"], GroupClosed)
