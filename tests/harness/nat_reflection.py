@@ -108,10 +108,10 @@ def _validated(models: Any, name: str, given: dict[str, Any]) -> Any:
 
 
 def _named_types(models: Any) -> list[Any]:
-    class Named(models.TrainerConfig, name="named"):
+    class Named(models.TrainerConfig, name="named"):  # pyright: ignore[reportGeneralTypeIssues, reportCallIssue]
         number: int = 1
 
-    class Further(Named, name="further"):
+    class Further(Named, name="further"):  # pyright: ignore[reportGeneralTypeIssues, reportCallIssue]
         pass
 
     made = [Named(), Named(type="other"), Named(_type="other"), Further(number=2), models.TrainerConfig()]

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from rollstream.harness import aliases, config_file, config_notes
+from rollstream.harness.finetune_config import block_of
 from rollstream.harness.rollstream_config import RollstreamTrainerConfig
 from rollstream.harness.settings import jobs_of
 from rollstream.schemas.errors import ConfigError
@@ -176,7 +177,7 @@ def test_the_builder_of_preference_pairs_has_nats_fields(art: dict[str, Any]) ->
         config_file.resolve(art, {})
     art["trainer_adapters"]["a"]["algorithm"] = {"name": "dpo", "max_pairs_per_turn": 5}
     found = config_file.resolve(art, {})
-    block = found.finetune.run_configuration.config_file.trajectory_builders["b"]  # pyright: ignore
+    block = block_of(found.finetune, "trajectory_builder")
     assert isinstance(block, aliases.DpoBuilderConfig)
     assert (block.ttc_step_name, block.max_pairs_per_turn) == ("move", 3)
     assert (found.config.trainer.planning, found.config.builder.num_generations) == ("submitted", 1)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from rollstream.harness import config_file, overrides, preflight
-from rollstream.harness.finetune_config import run_config_of
+from rollstream.harness.finetune_config import block_of, run_config_of
 from rollstream.harness.yaml_reading import read_yaml
 from rollstream.schemas.errors import ConfigError
 from rollstream.schemas.finetuning import FinetuneConfig, TrainerConfig
@@ -47,7 +47,8 @@ def refused(written: dict[str, Any], **environ: str) -> str:
 
 def test_what_only_nat_uses_is_kept_as_it_is(written: dict[str, Any]) -> None:
     found = loaded(written | NATS_SECTIONS)
-    file = found.finetune.run_configuration.config_file  # pyright: ignore[reportOptionalMemberAccess]
+    assert found.finetune.run_configuration is not None
+    file = found.finetune.run_configuration.config_file
     assert {name: getattr(file, name) for name in NATS_SECTIONS} == NATS_SECTIONS
 
 
@@ -79,7 +80,7 @@ def test_the_finetuning_section_reaches_components_in_nats_shape(written: dict[s
     assert (found.finetune.num_epochs, found.finetune.target_functions) == (3, ["<workflow>"])
     assert found.finetune.curriculum_learning.initial_percentile == 0.3
     assert found.config.finetuning.curriculum_learning.explore_share == 0.5
-    assert isinstance(found.finetune.run_configuration.config_file.trainers["t"], TrainerConfig)  # pyright: ignore
+    assert isinstance(block_of(found.finetune, "trainer"), TrainerConfig)
     assert run_config_of(found.finetune) == found.config
 
 

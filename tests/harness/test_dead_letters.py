@@ -3,6 +3,7 @@
 import asyncio
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -43,8 +44,8 @@ async def bury(log: MemoryLog, value: bytes | None, *, key: bytes = GOOD.key, pa
     return (await send_dead_letter(log, record, service="processors-1", stage="assemble", error=error)).offset
 
 
-async def redrive(log: MemoryLog, *numbers: int, **how: object) -> list[Position]:
-    prepared: list[Redrive] = await prepare(log, STORE, numbers, **how)  # pyright: ignore[reportArgumentType]
+async def redrive(log: MemoryLog, *numbers: int, **how: Any) -> list[Position]:
+    prepared: list[Redrive] = await prepare(log, STORE, numbers, **how)
     return await send(log, prepared)
 
 

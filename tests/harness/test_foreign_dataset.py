@@ -6,6 +6,7 @@ from types import SimpleNamespace
 from pydantic import BaseModel, ConfigDict, Field
 
 from rollstream.harness.finetune_config import dataset_of
+from rollstream.schemas.config import DatasetSection
 
 
 class TheirStructure(BaseModel):
@@ -24,9 +25,11 @@ class TheirDataset(BaseModel):
     structure: TheirStructure = Field(default_factory=TheirStructure)
 
 
-def section_of(**values: object) -> object:
-    found = TheirDataset.model_validate({"_type": "jsonl", "file_path": "rows.jsonl", **values})
-    return dataset_of(SimpleNamespace(general=SimpleNamespace(dataset=found)))
+def section_of(**values: object) -> DatasetSection:
+    theirs = TheirDataset.model_validate({"_type": "jsonl", "file_path": "rows.jsonl", **values})
+    found = dataset_of(SimpleNamespace(general=SimpleNamespace(dataset=theirs)))
+    assert found is not None
+    return found
 
 
 def test_defaults_of_another_harness_demand_no_columns() -> None:

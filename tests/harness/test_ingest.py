@@ -19,6 +19,7 @@ from rollstream.harness.plan import examples_of
 from rollstream.harness.settings import jobs_of
 from rollstream.producers.nat_selection import Selection
 from rollstream.schemas.errors import ConfigError
+from rollstream.schemas.recorded import RecordedGroup, RecordedRollout
 from tests.producers import nat_samples as nat
 
 ALL = Selection()
@@ -37,8 +38,10 @@ def lines(*found):
     return [json.dumps(one).encode() for one in found]
 
 
-def members(group):
-    return [member.rollout for member in group.members]
+def members(group: RecordedGroup) -> list[RecordedRollout]:
+    rollouts = [member.rollout for member in group.members if member.rollout is not None]
+    assert len(rollouts) == len(group.members)
+    return rollouts
 
 
 def test_bare_steps_are_grouped_by_their_workflow_run_and_runs_by_their_input():

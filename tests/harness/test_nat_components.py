@@ -32,7 +32,7 @@ class Builder(TrajectoryBuilder):
     """Two groups an epoch, whose rewards differ."""
 
     async def start_run(self, run_id, meta=None):
-        self.started = (run_id, meta["epoch"])
+        self.started = (run_id, (meta or {})["epoch"])
 
     async def finalize(self, run_id, meta=None):
         groups = [[_said(name, reward) for reward in rewards] for name, rewards in (("a", (0, 1)), ("b", (0, 0.5)))]

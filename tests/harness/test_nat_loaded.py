@@ -76,6 +76,7 @@ def test_secrets_stay_out_of_what_is_stored_and_overrides_are_in_it(file):
     again = resolve(loaded.written).config
     assert again.finetuning.num_epochs == loaded.config.finetuning.num_epochs == 3
     assert again.environment == "guess_number"
+    assert again.dataset is not None
     assert str(again.dataset.file_path) == "examples.json"
 
 

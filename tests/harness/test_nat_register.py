@@ -5,6 +5,7 @@ import subprocess
 import sys
 import tomllib
 from pathlib import Path
+from typing import Any
 
 import pytest
 from nat.builder.workflow_builder import WorkflowBuilder
@@ -17,6 +18,12 @@ from nat.finetuning.interfaces.trajectory_builder import TrajectoryBuilder
 from nat.runtime.loader import PluginTypes, discover_and_register_plugins
 from pydantic import ValidationError
 
+from rollstream.harness.nat.configs import (
+    NatTrainerAdapterConfig,
+    NatTrainerConfig,
+    NatTrajectoryBuilderConfig,
+    NatWorkflowConfig,
+)
 from rollstream.schemas.evaluators import MODELS
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -46,10 +53,16 @@ def test_the_entry_point_is_declared():
 
 def test_a_file_of_ours_is_a_configuration_of_nats():
     config = Config.model_validate(FILE)
-    assert config.trajectory_builders["rollouts"].section().num_generations == 3
-    assert config.trainer_adapters["learner"].section().model.path == "none"
-    assert config.trainers["trainer"].section().planning == "submitted"
-    assert config.workflow.environment == "guess_number"
+    builder, adapter = config.trajectory_builders["rollouts"], config.trainer_adapters["learner"]
+    trainer, workflow = config.trainers["trainer"], config.workflow
+    assert isinstance(builder, NatTrajectoryBuilderConfig)
+    assert builder.section().num_generations == 3
+    assert isinstance(adapter, NatTrainerAdapterConfig)
+    assert adapter.section().model.path == "none"
+    assert isinstance(trainer, NatTrainerConfig)
+    assert trainer.section().planning == "submitted"
+    assert isinstance(workflow, NatWorkflowConfig)
+    assert workflow.environment == "guess_number"
     with pytest.raises(ValidationError, match="num_generation\n"):
         Config.model_validate({"trajectory_builders": {"b": {"_type": "rollstream", "num_generation": 3}}})
 
@@ -104,9 +117,10 @@ def test_evaluators_score_what_a_workflow_of_nats_answered():
     async def evaluate(name):
         block = config.eval.evaluators[name]
         info = GlobalTypeRegistry.get().get_evaluator(type(block))
-        async with info.build_fn(block, None) as evaluator:
+        async with info.build_fn(block, None) as evaluator:  # pyright: ignore[reportArgumentType]
+            answer: Any = evaluator.evaluate_fn  # NAT awaits it, and declares it as a plain function
             items = [item(1, "42 ok"), item(2, "4"), item(3, None)]
-            return await evaluator.evaluate_fn(EvalInput(eval_input_items=items))
+            return await answer(EvalInput(eval_input_items=items))
 
     exact, pattern = asyncio.run(evaluate("exact")), asyncio.run(evaluate("pattern"))
     assert [found.score for found in exact.eval_output_items] == [1.0, 0.0, None]

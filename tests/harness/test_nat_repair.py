@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 from nat.data_models import finetuning as nats
 from nat.data_models.config import Config
+from nat.data_models.llm import LLMBaseConfig
 
 from rollstream.harness.nat.models import as_nats, as_ours
 from rollstream.harness.nat.repair import check_packages, repair
@@ -26,6 +27,7 @@ def test_a_configuration_that_holds_itself_can_be_shown_after_the_repair():
     repair(finetune)
     assert "validation_interval=2" in repr(finetune)
     run = finetune.run_configuration
+    assert run is not None
     assert (run.dataset, run.validation_dataset) == ("a.json", "b.json")
     assert isinstance(run.config_file, Config)
     assert run.config_file.finetuning.num_epochs == finetune.num_epochs
@@ -49,7 +51,10 @@ def test_missing_packages_are_named_with_the_command_that_installs_them():
     with pytest.raises(ConfigError, match=r"needs tqdm, langchain_core, .*: pip install tqdm langchain-core$"):
         check_packages(finetune, lambda module: module not in ("tqdm", "langchain_core"))
     check_packages(finetune, lambda module: module != "nat.plugins.profiler")
-    finetune.run_configuration.config_file.llms = {"policy": object()}
+    run = finetune.run_configuration
+    assert run is not None
+    assert isinstance(run.config_file, Config)
+    run.config_file.llms = {"policy": LLMBaseConfig()}
     with pytest.raises(ConfigError, match=r"pip install 'nvidia-nat-profiler==1\.9\.\*'"):
         check_packages(finetune, lambda module: module != "nat.plugins.profiler")
 

@@ -7,7 +7,8 @@ import pytest
 from rollstream.harness.recorded_trajectories import rollout_of, rollouts_of_items, rollouts_of_pair
 from rollstream.producers.recorded_logprobs import read_logprobs
 from rollstream.schemas import tokens
-from rollstream.schemas.finetuning import DPOItem, EpisodeItem, Trajectory
+from rollstream.schemas.finetuning import DPOItem, EpisodeItem, OpenAIMessage, Trajectory
+from rollstream.schemas.recorded import RecordedChat, RecordedStep
 
 CONTENT = [{"token": "a", "logprob": -0.5, "top_logprobs": []}, {"token": "b", "logprob": -0.25, "top_logprobs": []}]
 OURS = {"prompt_token_ids": [5, 6], "token_ids": [7, 8], "model_group": "run/policy", "version": 3}
@@ -19,6 +20,11 @@ def item(role, content, logprobs=None, **metadata):
 
 def trajectory(*items, reward=1.0, shaped=None, **metadata):
     return Trajectory(episode=list(items), reward=reward, shaped_rewards=shaped, metadata=metadata or None)
+
+
+def chat_of(step: RecordedStep) -> RecordedChat:
+    assert step.chat is not None
+    return step.chat
 
 
 def as_object(value):
@@ -90,11 +96,11 @@ def test_every_answer_is_one_call_with_the_messages_before_it_as_its_prompt():
     )
     first, second = rollout.steps
     assert rollout.source_id == "x1/2"
-    assert [message["role"] for message in first.chat.messages] == ["system", "user"]
-    assert first.chat.answer["tool_calls"] == tool_calls
+    assert [message["role"] for message in chat_of(first).messages] == ["system", "user"]
+    assert chat_of(first).answer["tool_calls"] == tool_calls
     assert first.tokens is not None
-    assert [message["role"] for message in second.chat.messages] == ["system", "user", "assistant", "tool", "user"]
-    assert second.chat.messages[3] == {"role": "tool", "content": "2", "tool_call_id": "c1"}
+    assert [message["role"] for message in chat_of(second).messages] == ["system", "user", "assistant", "tool", "user"]
+    assert chat_of(second).messages[3] == {"role": "tool", "content": "2", "tool_call_id": "c1"}
     assert second.tokens is None
     assert [(r.name, r.value, r.step) for r in rollout.rewards] == [
         ("reward", 0.25, None),
@@ -124,12 +130,13 @@ def test_what_cannot_be_used_is_a_rollout_with_an_error(broken, said):
 
 
 def test_a_preference_pair_is_a_group_of_two_with_one_prompt():
-    pair = DPOItem(prompt=[{"role": "user", "content": "q"}], chosen_response="good", rejected_response="bad")
+    pair = DPOItem(prompt=[OpenAIMessage(role="user", content="q")], chosen_response="good", rejected_response="bad")
     chosen, rejected = rollouts_of_pair(pair, score_diff=0.5)
-    assert chosen.steps[0].chat.messages == rejected.steps[0].chat.messages == ({"role": "user", "content": "q"},)
-    assert [r.steps[0].chat.answer["content"] for r in (chosen, rejected)] == ["good", "bad"]
+    chats = [chat_of(member.steps[0]) for member in (chosen, rejected)]
+    assert [chat.messages for chat in chats] == [({"role": "user", "content": "q"},)] * 2
+    assert [chat.answer["content"] for chat in chats] == ["good", "bad"]
     assert [r.rewards[0].value for r in (chosen, rejected)] == [0.5, 0.0]
     text = DPOItem(prompt="q", chosen_response="good", rejected_response="bad")
-    assert rollouts_of_pair(text)[0].steps[0].chat.messages == chosen.steps[0].chat.messages
+    assert chat_of(rollouts_of_pair(text)[0].steps[0]).messages == chats[0].messages
     [(first, second)] = rollouts_of_items(trajectory(pair, reward=0.0))
     assert (first.rewards[0].value, second.rewards[0].value) == (1.0, 0.0)

@@ -11,6 +11,7 @@ from pydantic import BaseModel
 
 from rollstream.harness import component_errors, registry
 from rollstream.harness.component_building import Builder, Components, components_of
+from rollstream.harness.finetune_config import block_of
 from rollstream.harness.interfaces import Trainer, TrainerAdapter, TrajectoryBuilder
 from rollstream.harness.registry import register_trainer, register_trainer_adapter, register_trajectory_builder
 from rollstream.harness.rollstream_config import RollstreamTrajectoryBuilderConfig
@@ -157,7 +158,7 @@ def test_components_are_let_go_of_when_the_run_is_over(finetune: FinetuneConfig)
         assert isinstance(trainer, Trainer)
         assert isinstance(builder, TrajectoryBuilder)
         assert isinstance(adapter, TrainerAdapter)
-        assert trainer.trainer_config is finetune.run_configuration.config_file.trainers["t"]  # pyright: ignore
+        assert trainer.trainer_config is block_of(finetune, "trainer")
         happened.append("run")
         raise LookupError("run")
 
@@ -177,7 +178,9 @@ def test_our_blocks_and_those_derived_from_them_are_given_the_commands_workspace
     register_all(happened)
     registry.trajectory_builders[DerivedConfig] = registry.trajectory_builders[MyBuilderConfig]
     derived = DerivedConfig(workspace=Path("elsewhere"))
-    finetune.run_configuration.config_file.trajectory_builders["b"] = derived  # pyright: ignore
+    assert finetune.run_configuration is not None
+    assert isinstance(finetune.run_configuration.config_file, File)
+    finetune.run_configuration.config_file.trajectory_builders["b"] = derived
     asyncio.run(built(finetune))
     assert derived.workspace == Path("w")
 
@@ -204,7 +207,7 @@ def test_what_a_component_raises_is_one_line_with_its_path_and_the_place_in_its_
     async def broken(config: Any, builder: Any) -> Any:
         yield {}[config.type]
 
-    class Strange(concrete(Trainer)):  # pyright: ignore[reportUntypedBaseClass]
+    class Strange(concrete(Trainer)):
         async def initialize(self, run_config: FinetuneConfig) -> None:
             raise ValueError("what\nis this")
 

@@ -220,11 +220,11 @@ def test_what_goes_wrong_in_cleaning_up_is_raised_only_after_a_run_that_went_wel
         """Its evaluations cannot be listed."""
 
         @property
-        def evaluation_runs(self) -> dict[str, Any]:  # type: ignore[override]
+        def evaluation_runs(self) -> dict[str, Any]:
             raise OSError("the disk is gone")
 
         @evaluation_runs.setter
-        def evaluation_runs(self, value: dict[str, Any]) -> None:
+        def evaluation_runs(self, value: dict[str, Any]) -> None:  # pyright: ignore[reportIncompatibleVariableOverride]
             pass
 
     async def scenario() -> None:
