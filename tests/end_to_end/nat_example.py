@@ -70,7 +70,8 @@ async def share(config, builder):
         mean = sum(item.score for item in items) / max(1, len(items))
         return EvalOutput(average_score=mean, eval_output_items=items)
 
-    yield EvaluatorInfo(config=config, evaluate_fn=evaluate, description="share of digits")
+    # NAT awaits what it declares as a plain function
+    yield EvaluatorInfo(config=config, evaluate_fn=evaluate, description="share of digits")  # pyright: ignore[reportArgumentType]
 
 
 class ParsingBuilderConfig(TrajectoryBuilderConfig, name="nat_example_builder"):
@@ -80,20 +81,21 @@ class ParsingBuilderConfig(TrajectoryBuilderConfig, name="nat_example_builder"):
 class ParsingBuilder(TrajectoryBuilder):
     """Runs NAT's evaluation `num_generations` times and reads episodes from the steps by NAT's parser."""
 
-    def __init__(self, config):
+    def __init__(self, config: ParsingBuilderConfig):
         super().__init__(trajectory_builder_config=config)
+        self.num_generations = config.num_generations
         self.runs = {}
 
     async def start_run(self, run_id, meta=None):
         if run_id in self.runs:
             raise ValueError(f"Run {run_id} is already in progress.")
-        count = self.trajectory_builder_config.num_generations
-        self.runs[run_id] = [asyncio.create_task(self.run_eval()) for _ in range(count)]
+        self.runs[run_id] = [asyncio.create_task(self.run_eval()) for _ in range(self.num_generations)]
 
     async def finalize(self, run_id, meta=None):
-        groups = defaultdict(list)
+        groups, reward = defaultdict(list), self.run_config.reward_function
+        assert reward is not None
         for generation, output in enumerate(await asyncio.gather(*self.runs.pop(run_id))):
-            scores = dict(output.evaluation_results)[self.run_config.reward_function.name]
+            scores = dict(output.evaluation_results)[reward.name]
             scored = {item.id: item for item in scores.eval_output_items}
             for item in output.eval_input.eval_input_items:
                 groups[item.id].append(
@@ -139,6 +141,7 @@ class OrderlyTrainer(Trainer):
 
     async def run_epoch(self, epoch, run_id):
         run = self.run_config.run_configuration
+        assert run is not None
         if run.validation_dataset and epoch % run.validation_interval == 0:
             told = await self.run_validation_evaluation(epoch, run_id)
             print(f"validation {told}", flush=True)
