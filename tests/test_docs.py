@@ -110,11 +110,11 @@ def test_the_guides_builder_from_scratch_reads_conversations(guide: dict[str, An
 def test_every_configuration_of_the_guide_can_be_read() -> None:
     found = [yaml.safe_load(text) for text in blocks(GUIDE, "yaml")]
     [complete] = [content for content in found if "trainers" in content]
-    for content in found:
-        loaded = resolve(merged(complete, content), {})
-        check_evaluators(loaded.config, {})
-    assert block_of(loaded.finetune, "trajectory_builder").num_best == 2
-    assert loaded.config.trainer.planning == "submitted"
+    loaded = [resolve(merged(complete, content), {}) for content in found]
+    for one in loaded:
+        check_evaluators(one.config, {})
+    assert block_of(loaded[-1].finetune, "trajectory_builder").num_best == 2
+    assert loaded[-1].config.trainer.planning == "submitted"
 
 
 def test_every_configuration_for_who_migrates_can_be_read() -> None:

@@ -3,6 +3,7 @@
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 from chaos_oracle import Expected
 from chaos_workload import GROUPS_PER_BATCH, Workload
@@ -10,6 +11,7 @@ from chaos_workload import GROUPS_PER_BATCH, Workload
 from rollstream.eventlog import codec
 from rollstream.eventlog.dead_letters import origin
 from rollstream.eventlog.log import EventLog, Position, Received, Record, TopicPartition
+from rollstream.schemas.base import Event
 from rollstream.schemas.events import (
     BatchPlanned,
     EpochSealed,
@@ -18,6 +20,8 @@ from rollstream.schemas.events import (
     TrajectoryAssembled,
     TrajectoryRejected,
 )
+
+E = TypeVar("E", bound=Event)
 
 
 @dataclass
@@ -48,12 +52,12 @@ async def compare(log: EventLog, workload: Workload, expected: Expected) -> Comp
     """Everything that assembly and curation wrote for the workload's run, beside the oracle's account."""
     result = Comparison()
     found = {topic: await _once(log, topic, workload.run_id, result) for topic in ("trajectories", "groups", "batches")}
-    trajectories = [one for one in found["trajectories"] if isinstance(one.event, TrajectoryAssembled)]
-    _same(result, "trajectory", expected.trajectories, {one.event.trajectory_id: one.digest for one in trajectories})
-    _same(result, "reward", expected.rewards, {one.event.trajectory_id: one.event.reward for one in trajectories})
-    closed = [one for one in found["groups"] if isinstance(one.event, GroupClosed)]
-    _same(result, "group", expected.groups, {one.event.group_id: one.digest for one in closed})
-    await _compare_locators(log, result, [one.event for one in closed])
+    trajectories = _with_digests(TrajectoryAssembled, found["trajectories"])
+    _same(result, "trajectory", expected.trajectories, {event.trajectory_id: digest for event, digest in trajectories})
+    _same(result, "reward", expected.rewards, {event.trajectory_id: event.reward for event, _ in trajectories})
+    closed = _with_digests(GroupClosed, found["groups"])
+    _same(result, "group", expected.groups, {event.group_id: digest for event, digest in closed})
+    await _compare_locators(log, result, [event for event, _ in closed])
     await _compare_letters(log, result, expected)
     tasks = await _once(log, "tasks", workload.run_id, result)
     asked = Counter(one.event.group_id for one in tasks if isinstance(one.event, TaskRequested))
@@ -91,6 +95,11 @@ async def _once(log: EventLog, topic: str, run_id: str, result: Comparison) -> l
     return list(kept.values())
 
 
+def _with_digests(kind: type[E], found: Iterable[Received]) -> list[tuple[E, str]]:
+    """Events of one kind, each with its content digest."""
+    return [(one.event, one.digest) for one in found if isinstance(one.event, kind)]
+
+
 def _same(result: Comparison, what: str, wanted: dict, found: dict) -> None:
     result.missing += [f"{what} {key}" for key in wanted.keys() - found.keys()]
     result.doubled += [f"{what} {key}" for key in found.keys() - wanted.keys()]
@@ -121,10 +130,10 @@ def _compare_plans(result: Comparison, expected: Expected, batches: list[Receive
     """Every trajectory is decided once, by the cause that its group gives; manifests are a chain without a gap."""
     decided: Counter[str] = Counter()
     verdicts: dict[str, str] = {}
-    manifests = [one for one in batches if isinstance(one.event, BatchPlanned)]
-    for one in manifests:
-        verdicts |= dict.fromkeys((member.trajectory_id for member in one.event.members), "")
-        decided.update(member.trajectory_id for member in one.event.members)
+    manifests = _with_digests(BatchPlanned, batches)
+    for manifest, _ in manifests:
+        verdicts |= dict.fromkeys((member.trajectory_id for member in manifest.members), "")
+        decided.update(member.trajectory_id for member in manifest.members)
     for one in batches:
         if isinstance(one.event, TrajectoryRejected):
             verdicts[one.event.trajectory_id] = one.event.cause.removeprefix("left_over")
@@ -132,12 +141,12 @@ def _compare_plans(result: Comparison, expected: Expected, batches: list[Receive
     result.doubled += [f"decision on {name}" for name, number in decided.items() if number > 1]
     _same(result, "decision on", expected.verdicts, verdicts)
     previous = codec.EMPTY_SHA256
-    for index, one in enumerate(manifests):
-        if (one.event.index, one.event.trains_at_version, one.event.previous_sha256) != (index, index, previous):
-            result.different.append(f"manifest {one.event.batch_id} does not follow the one before it")
-        previous = one.digest
+    for index, (manifest, digest) in enumerate(manifests):
+        if (manifest.index, manifest.trains_at_version, manifest.previous_sha256) != (index, index, previous):
+            result.different.append(f"manifest {manifest.batch_id} does not follow the one before it")
+        previous = digest
     seals = [one.event for one in batches if isinstance(one.event, EpochSealed)]
-    trained = len({member.group_id for one in manifests for member in one.event.members})
+    trained = len({member.group_id for manifest, _ in manifests for member in manifest.members})
     counts = [(seal.num_groups, seal.num_trained_groups, seal.num_batches) for seal in seals]
     if counts != [(len(expected.groups), trained, trained // GROUPS_PER_BATCH)]:
         result.different.append(f"seal of the epoch {counts}")

@@ -8,6 +8,7 @@ import hashlib
 import random
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import Any
 
 import orjson
 
@@ -176,10 +177,12 @@ def _member(started: GroupStarted, member: int, fate: str, flat: float | None, r
 
 def _spliced(attempt: list[Event]) -> list[Event]:
     """A second producer writes the first step anew, with another content, and ends the attempt by its own account."""
+    started = attempt[0]
+    assert isinstance(started, RolloutStarted)
     other = attempt[1].model_copy(update={"uuid": "written by another"})
     said = [other if event is attempt[1] else event for event in attempt[1:-1]]
-    ended = attempt[-1].model_copy(update={"digest": _chain(attempt[0].rollout_id, said)})
-    return [*attempt[:2], other, *attempt[2:-1], ended]
+    ended = attempt[-1].model_copy(update={"digest": _chain(started.rollout_id, said)})
+    return [started, attempt[1], other, *attempt[2:-1], ended]
 
 
 def _chain(rollout_id: str, events: list[Event]) -> str:
@@ -189,7 +192,7 @@ def _chain(rollout_id: str, events: list[Event]) -> str:
 def _attempt(started: GroupStarted, member: int, number: int, flat: float | None, rng: random.Random) -> list[Event]:
     """One attempt from its start to its end: every agent's calls with a tool between, one or two rewards."""
     rollout = ids.rollout_id(started.group_id, member, number)
-    base = {"run_id": started.run_id, "time_ms": 0, "group_id": started.group_id, "rollout_id": rollout}
+    base: dict[str, Any] = {"run_id": started.run_id, "time_ms": 0, "group_id": started.group_id, "rollout_id": rollout}
     histories: dict[str, tuple[int, list[int]]] = {}
     steps = []
     order = [*started.agents, *rng.choices([*started.agents, "tool"], k=rng.randrange(5))]
@@ -207,8 +210,8 @@ def _attempt(started: GroupStarted, member: int, number: int, flat: float | None
         rewards.append(RewardRecorded(**base, reward_index=1, name="style", value=rng.randrange(8) / 8, **more))
     begin = RolloutStarted(**base, member=member, attempt=number, seed=member)
     content: list[Event] = [*steps, *rewards]
-    counts = {"num_steps": len(steps), "num_rewards": len(rewards)}
-    return [begin, *content, RolloutEnded(**base, **counts, digest=_chain(rollout, content))]
+    digest = _chain(rollout, content)
+    return [begin, *content, RolloutEnded(**base, num_steps=len(steps), num_rewards=len(rewards), digest=digest)]
 
 
 def _call(

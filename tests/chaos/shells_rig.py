@@ -13,7 +13,7 @@ from chaos_workload import PARTITIONS, Workload
 
 from rollstream.eventlog.artifacts import ArtifactStore
 from rollstream.eventlog.failpoints import Armed, Killed, armed
-from rollstream.eventlog.log import EventLog, Headers, Position, TopicPartition
+from rollstream.eventlog.log import Headers, Position, TopicPartition
 from rollstream.eventlog.memory_log import MemoryLog
 from rollstream.processors.assemble_shell import AssembleShell
 from rollstream.processors.curate_shell import CurateShell
@@ -84,7 +84,7 @@ class Processors:
                 task.cancel()
             await asyncio.gather(*left, return_exceptions=True)
 
-    async def _work(self, log: EventLog, is_dead: Callable[[], bool]) -> None:
+    async def _work(self, log: Connection, is_dead: Callable[[], bool]) -> None:
         assembling = self.assemble(log, self.artifacts, service="p")
         shells: dict[str, Shell] = {"steps": assembling, "groups": self.curate(log, self.artifacts, service="p")}
         partitions = [TopicPartition("steps", number) for number in range(PARTITIONS)] + [TopicPartition("groups", 0)]

@@ -2,6 +2,7 @@
 
 import asyncio
 import random
+from typing import Any
 
 import chaos_workload
 import pytest
@@ -46,8 +47,9 @@ class Slices:
 
 async def project(log, path):
     database = Database(path)
+    slices: Any = Slices(log)
     try:
-        projector = Projector(Slices(log), database)
+        projector = Projector(slices, database)
         projector.stop()
         await projector.run()
     finally:

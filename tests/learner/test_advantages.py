@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rollstream.learner import advantages
+from rollstream.learner.advantages import Estimator
 
 REWARDS = [1.0, 0.0, 0.0, 1.0]
 
@@ -25,7 +26,7 @@ def test_leave_one_out_compares_with_the_others() -> None:
 
 
 @pytest.mark.parametrize("estimator", ["group_std", "group_mean", "leave_one_out"])
-def test_equal_rewards_and_single_members_have_no_advantage(estimator: str) -> None:
+def test_equal_rewards_and_single_members_have_no_advantage(estimator: Estimator) -> None:
     assert advantages.ESTIMATORS[estimator]([0.1] * 3) == [0.0] * 3
     assert advantages.ESTIMATORS[estimator]([0.7]) == [0.0]
 
@@ -36,5 +37,5 @@ def test_each_member_is_compared_with_its_own_group_in_the_order_given() -> None
 
 
 @given(st.lists(st.floats(-100, 100), min_size=1, max_size=8), st.sampled_from(sorted(advantages.ESTIMATORS)))
-def test_advantages_of_a_group_add_up_to_nothing(rewards: list[float], estimator: str) -> None:
+def test_advantages_of_a_group_add_up_to_nothing(rewards: list[float], estimator: Estimator) -> None:
     assert sum(advantages.by_group(rewards, ["g"] * len(rewards), estimator)) == pytest.approx(0, abs=1e-6)

@@ -82,7 +82,8 @@ class FusedStore(ArtifactStore):
 def fused_worker(lab: Any, fuse: Fuse) -> Worker:
     store = FusedStore(lab.artifacts.uri)
     store.fuse = fuse
-    return Worker(FusedLog(lab.log, fuse), store, name="doomed", checkpoints=lab.folder / "checkpoints", threads=1)
+    log: Any = FusedLog(lab.log, fuse)
+    return Worker(log, store, name="doomed", checkpoints=lab.folder / "checkpoints", threads=1)
 
 
 async def undisturbed(lab: Any, folder: Path, **settings: Any) -> tuple[Any, ...]:

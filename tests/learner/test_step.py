@@ -63,6 +63,7 @@ def test_micro_batches_change_no_gradient_and_no_metric(tiny_model: Path) -> Non
     parts, in_parts = trained(tiny_model, max_tokens_per_micro_batch=24)
     for (name, one), (_, other) in zip(whole.trainable(), parts.trainable(), strict=True):
         assert one.grad is not None
+        assert other.grad is not None
         assert torch.allclose(one.grad, other.grad, atol=1e-6), name
     del in_one["tokens/padding"], in_parts["tokens/padding"]
     assert in_parts == pytest.approx(in_one, abs=1e-5)

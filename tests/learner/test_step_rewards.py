@@ -140,7 +140,7 @@ def test_the_learner_credits_steps_where_the_job_says_so(lab: Any) -> None:
             for place in range(8)
         ]
         rows = Trainer(job, threads=1)._rows(planned, trajectories)
-        by_row = [np.unique(row.advantage[row.mask]) for row in rows]
+        by_row = [np.unique(np.asarray(row.advantage)[row.mask]) for row in rows]
         assert all(len(values) == 2 for values in by_row), "two steps of every row, credited apart"
 
     asyncio.run(run())

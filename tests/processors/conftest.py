@@ -1,7 +1,9 @@
 """A partition of `groups` in a list, folded by curate as it grows, and short ways to write its records."""
 
 import sys
+from collections.abc import Iterable
 from pathlib import Path
+from typing import Literal, TypeVar
 
 import pytest
 
@@ -9,7 +11,7 @@ from rollstream.eventlog import codec
 from rollstream.eventlog.log import Position, Received
 from rollstream.processors import curate
 from rollstream.schemas import ids
-from rollstream.schemas.base import Locator
+from rollstream.schemas.base import Event, Locator
 from rollstream.schemas.events import (
     EpochStarted,
     GroupClosed,
@@ -19,9 +21,11 @@ from rollstream.schemas.events import (
     SubmissionReceived,
     TaskRequested,
 )
+from rollstream.schemas.events_rollouts import Policy
 from rollstream.schemas.events_training import MemberRef, SubmittedGroup
 from rollstream.schemas.settings import ArtifactRef, PlanSettings, RolloutSettings
 
+E = TypeVar("E", bound=Event)
 sys.path.insert(0, str(Path(__file__).parent))  # steps_rig
 
 
@@ -63,7 +67,7 @@ class GroupsPartition:
         )
         return self.write(event)
 
-    def start_job(self, run_id="run-1", name="rl", *, base_version=0, policy="model", **plan):
+    def start_job(self, run_id="run-1", name="rl", *, base_version=0, policy: Policy = "model", **plan):
         event = JobStarted(
             run_id=run_id,
             time_ms=self.time_ms,
@@ -111,7 +115,7 @@ class GroupsPartition:
         )
         return self.write(event)
 
-    def end_run(self, run_id="run-1", cause="completed"):
+    def end_run(self, run_id="run-1", cause: Literal["completed", "stopped"] = "completed"):
         return self.write(RunEnded(run_id=run_id, time_ms=self.time_ms, cause=cause))
 
 
@@ -175,7 +179,7 @@ def closed(task, rewards, *, version=None, members=None, **changes):
     return GroupClosed(**(fields | changes))
 
 
-def only(kind, events):
+def only(kind: type[E], events: Iterable[Event]) -> list[E]:
     return [event for event in events if isinstance(event, kind)]
 
 

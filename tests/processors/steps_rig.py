@@ -1,9 +1,12 @@
 """Records of `steps` for the tests of assembly: groups, whole attempts, failures, ticks; and folds of them."""
 
+from typing import TypeVar
+
 from rollstream.eventlog import codec
 from rollstream.eventlog.log import Position, Received, TopicPartition
 from rollstream.processors import assembly
 from rollstream.schemas import ids
+from rollstream.schemas.base import Event
 from rollstream.schemas.events import (
     GroupStarted,
     RewardRecorded,
@@ -17,6 +20,7 @@ from rollstream.schemas.events_rollouts import LLMCall, VersionSpan
 from rollstream.schemas.tokens import encode_floats, encode_ids
 
 RUN = "run"
+E = TypeVar("E", bound=Event)
 
 
 def group(index, run=RUN):
@@ -76,6 +80,17 @@ async def records_of(log, topic, partition=0):
     while more := await reader.poll(timeout_s=0.01):
         found += more
     await reader.close()
+    return found
+
+
+async def events_of(log, topic, kind: type[E]) -> list[E]:
+    """All events of a topic, of which every one must be of a kind."""
+    found: list[E] = []
+    for partition in range(await log.num_partitions(topic)):
+        for record in await records_of(log, topic, partition):
+            event = codec.decode(record).event
+            assert isinstance(event, kind)
+            found.append(event)
     return found
 
 

@@ -32,6 +32,7 @@ def test_a_group_closes_when_every_member_is_complete():
     assert [one.digest for one in closed.members] == [codec.content_digest(one) for one in closing.trajectories]
     assert [one.num_tokens for one in closed.members] == [8, 8]
     assert [one.num_completion_tokens for one in closed.members] == [4, 4]
+    assert closed.steps_at is not None
     assert (closed.steps_at.first_offset, closed.steps_at.last_offset) == (0, 10)
 
 

@@ -139,6 +139,7 @@ def test_records_that_were_fetched_and_lost_are_fetched_again_though_no_others_c
         deadline = time.monotonic() + 60
         while shell.position(2) != end and time.monotonic() < deadline:
             await asyncio.sleep(0.2)
+        assert isinstance(host.consumer, _LossyConsumer)
         assert host.consumer.lost == 3
         assert shell.position(2) == end > begin
         await host.stop()

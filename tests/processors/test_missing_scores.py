@@ -1,5 +1,7 @@
 """An attempt whose score is missing: rejected with its tokens, not made again, and in no mean."""
 
+from typing import Any
+
 from steps_rig import attempt, closings_of, received_of, started
 
 from rollstream.eventlog import codec
@@ -7,7 +9,7 @@ from rollstream.metrics.rows_rollouts import rollout_ended
 from rollstream.processors import curate
 from rollstream.schemas.events import RolloutEnded
 
-MISSING = {"missing_scores": {"judge": "eval.evaluators.judge: answered 500"}}
+MISSING: dict[str, Any] = {"missing_scores": {"judge": "eval.evaluators.judge: answered 500"}}
 
 
 def test_a_rollout_without_a_score_is_rejected_and_its_group_closes_without_it():

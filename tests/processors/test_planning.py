@@ -78,10 +78,11 @@ def test_demonstrations_need_neither_variance_nor_log_probabilities_nor_fresh_ve
     plan = {"tasks_per_epoch": 2, "num_generations": 1, "min_generations": 1, "num_epochs": 2}
     tasks = partition.start(policy="demonstration", base_version=9, **plan)
     assert [task.min_version for task in tasks] == [9, 9]
-    for task in tasks:
-        member = make_member(task.group_id, 0, 1.0, has_logprobs=False)
-        outputs = partition.close(task, (), members=(member,))
-    batch, sealed = outputs
+    first, last = [
+        partition.close(task, (), members=(make_member(task.group_id, 0, 1.0, has_logprobs=False),)) for task in tasks
+    ]
+    assert first == []
+    batch, sealed = last
     assert [member.staleness for member in batch.members] == [0, 0]
     assert sealed.zero_variance_groups == 2
 

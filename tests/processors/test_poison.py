@@ -4,7 +4,7 @@ import asyncio
 
 import orjson
 import pytest
-from steps_rig import attempt, fold, group, received_of, records_of, started, tick
+from steps_rig import attempt, events_of, fold, group, received_of, records_of, started, tick
 
 from rollstream.eventlog import codec
 from rollstream.eventlog.artifacts import ArtifactStore
@@ -17,7 +17,7 @@ from rollstream.processors.curate_shell import CurateShell
 from rollstream.processors.faust_app import Batch
 from rollstream.processors.unfolded import MAX_IN_A_ROW
 from rollstream.schemas.errors import FoldError
-from rollstream.schemas.events import EpochStarted, JobStarted, RewardRecorded, RunStarted
+from rollstream.schemas.events import EpochStarted, GroupClosed, JobStarted, RewardRecorded, RunStarted
 from rollstream.schemas.settings import PlanSettings, RolloutSettings
 from rollstream.schemas.topics import MIB
 
@@ -96,7 +96,7 @@ def test_poison_is_one_letter_kept_unchanged_and_the_group_closes_without_it(nam
         assert told["__connect.errors.stage"] == b"assemble"
         reason = told["__connect.errors.exception.message"].decode()
         assert any(one in reason for one in says.split("|")), reason
-        (closed,) = [codec.decode(one).event for one in await records_of(log, "groups")]
+        (closed,) = await events_of(log, "groups", GroupClosed)
         assert [one.outcome for one in closed.attempts] == ["complete"]
         assert shell.mark(OWN) == len(batch.records)
 
@@ -160,7 +160,7 @@ def test_a_fold_that_raises_now_and_then_leaves_the_state_as_if_the_record_were_
         received = [one for one in received_of(events) if one.position.offset % every != every // 2]
         state = assembly.initial()
         wanted = [one.closed for one in fold(received, state)]
-        found = [codec.decode(record).event for record in await records_of(log, "groups")]
+        found = await events_of(log, "groups", GroupClosed)
         assert [one.model_copy(update={"locators": ()}) for one in found] == wanted
         assert shell.position(0) == len(records)
         assert shell.mark(0) == min(state.low_water, len(records))
@@ -183,7 +183,7 @@ def test_a_letter_of_the_fold_that_is_sent_again_joins_its_group():
         await log.send(records[-1], partition=0)
         await shell.take(Batch(0, 1, (await records_of(log, "steps"))[len(records) - 1 :]))
         await shell.drain()
-        (closed,) = [codec.decode(record).event for record in await records_of(log, "groups")]
+        (closed,) = await events_of(log, "groups", GroupClosed)
         assert [one.outcome for one in closed.attempts] == ["complete"]
 
     asyncio.run(go())

@@ -47,6 +47,7 @@ def test_calls_that_extend_each_other_are_one_sequence():
     )
     assert ids_of(joined) == [1, 2, 3, 4, 5, 6, 7, 8]
     assert places(joined) == [(0, 2, 2), (2, 5, 1), (5, 6, 2)]
+    assert joined.logprobs is not None
     assert list(decode_floats(joined.logprobs)) == [-3, -4, -6, -7, -8]
 
 
@@ -126,6 +127,7 @@ def test_what_does_not_fit_names_the_step(second, problem):
 )
 def test_arrays_that_are_no_arrays_are_refused(change):
     step = call(0, [1], [2])
+    assert step.llm is not None
     with pytest.raises(DecodeError, match="step 0"):
         join_calls([step.model_copy(update={"llm": step.llm.model_copy(update=change)})])
 

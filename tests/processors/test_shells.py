@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import orjson
 import pytest
-from steps_rig import attempt, group, records_of, started
+from steps_rig import attempt, events_of, group, records_of, started
 
 from rollstream.eventlog import codec
 from rollstream.eventlog.artifacts import ArtifactStore
@@ -14,18 +14,21 @@ from rollstream.eventlog.memory_log import MemoryLog
 from rollstream.processors.assemble_shell import MAX_UNDER_WAY, AssembleShell
 from rollstream.processors.curate_shell import CurateShell
 from rollstream.processors.faust_app import Batch
+from rollstream.schemas.base import Event
 from rollstream.schemas.errors import LogError
-from rollstream.schemas.events import EpochSealed, EpochStarted, JobStarted, RunEnded, RunStarted, TaskRequested
+from rollstream.schemas.events import (
+    BatchPlanned,
+    EpochSealed,
+    EpochStarted,
+    GroupClosed,
+    JobStarted,
+    RunEnded,
+    RunStarted,
+    TaskRequested,
+)
 from rollstream.schemas.settings import PlanSettings, RolloutSettings
 
 RUN = "run"
-
-
-async def events_of(log, topic):
-    found = [
-        one for partition in range(await log.num_partitions(topic)) for one in await records_of(log, topic, partition)
-    ]
-    return [codec.decode(one).event for one in found]
 
 
 async def steps_batch(log, events, partition=0):
@@ -58,7 +61,7 @@ def test_a_closed_group_names_where_its_trajectories_lie():
         shell = AssembleShell(log, None, service="p")
         await shell.take(await steps_batch(log, [started(), *attempt(member=1), *attempt(member=0)]))
         await shell.drain()
-        (closed,) = await events_of(log, "groups")
+        (closed,) = await events_of(log, "groups", GroupClosed)
         partition = partition_of(group(0), 4)
         assert {place.partition for place in closed.locators} == {partition}
         found = await log.fetch(Position("trajectories", place.partition, place.offset) for place in closed.locators)
@@ -249,14 +252,15 @@ def test_an_epoch_is_asked_for_planned_and_sealed(tmp_path):
         await log.send_all(run_events(store))
         await shell.take(await groups_batch(log))
         assert shell.mark(0) == 3
-        tasks = await events_of(log, "tasks")
+        tasks = await events_of(log, "tasks", TaskRequested)
         assert [task.inputs["i"] in (0, 1) for task in tasks] == [True, True]
         await close_groups(log)
         await shell.take(await groups_batch(log, 3))
         assert shell.mark(0) == 5
-        batches = await events_of(log, "batches")
-        assert [one.kind for one in batches] == ["batch_planned", "epoch_sealed"]
-        assert len(batches[0].members) == 4
+        planned, sealed = await events_of(log, "batches", Event)
+        assert isinstance(planned, BatchPlanned)
+        assert isinstance(sealed, EpochSealed)
+        assert len(planned.members) == 4
 
     asyncio.run(go())
 
@@ -269,14 +273,15 @@ def test_a_new_owner_repeats_only_what_lies_beyond_the_committed_offset(tmp_path
         await CurateShell(log, store, service="p").take(await groups_batch(log))
         await close_groups(log)
         records = await groups_batch(log)
-        before = len(await events_of(log, "tasks"))
+        before = len(await events_of(log, "tasks", TaskRequested))
         owner = CurateShell(log, store, service="q")
         rest = records.records[committed:]
         await owner.take(Batch(0, 2, rest))
-        again = (await events_of(log, "tasks"))[before:]
+        again = (await events_of(log, "tasks", TaskRequested))[before:]
         assert len(again) == (2 if committed <= 2 else 0)
-        batches = await events_of(log, "batches")
+        batches = await events_of(log, "batches", Event)
         assert isinstance(batches[-1], EpochSealed)
+        assert isinstance(batches[0], BatchPlanned)
         assert len(batches[0].members) == 4
 
     asyncio.run(go())
@@ -291,9 +296,9 @@ def test_a_run_whose_dataset_is_missing_fails_and_the_others_go_on(tmp_path):
             path.unlink()
         await log.send_all([*broken, *run_events(store)])
         await shell.take(await groups_batch(log))
-        ends = [event for event in await events_of(log, "groups") if isinstance(event, RunEnded)]
+        ends = [event for event in await events_of(log, "groups", Event) if isinstance(event, RunEnded)]
         assert [(end.run_id, end.cause) for end in ends] == [("broken", "failed")]
-        assert {task.run_id for task in await events_of(log, "tasks") if isinstance(task, TaskRequested)} == {RUN}
+        assert {task.run_id for task in await events_of(log, "tasks", TaskRequested)} == {RUN}
 
     asyncio.run(go())
 

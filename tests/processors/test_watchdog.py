@@ -2,10 +2,12 @@
 
 import asyncio
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from rollstream.eventlog.log import TopicPartition
+from rollstream.eventlog.memory_log import MemoryLog
 from rollstream.processors.watchdog import Standstill, watch
 from rollstream.schemas.errors import LogError
 
@@ -52,8 +54,11 @@ def test_one_partition_that_moves_does_not_hide_another_that_stands():
     assert standstill.observe(10, {STEPS: 10, GROUPS: 1}, {STEPS: 99, GROUPS: 2}) == GROUPS
 
 
-class _Log:
+class _Log(MemoryLog):
+    """A log whose ends are answers given in advance, or errors."""
+
     def __init__(self, answers):
+        super().__init__()
         self.answers = iter(answers)
 
     async def end_offsets(self, topic):
@@ -64,7 +69,7 @@ class _Log:
 
 
 def test_the_watch_names_topic_partition_and_place_and_bears_a_broker_that_is_away():
-    host = SimpleNamespace(shells={"s": SimpleNamespace(topic="steps")}, positions=lambda: {STEPS: 3})
+    host: Any = SimpleNamespace(shells={"s": SimpleNamespace(topic="steps")}, positions=lambda: {STEPS: 3})
     log = _Log([7, 7, 7, LogError("away")] + [9] * 20)
     with pytest.raises(LogError, match=r"steps partition 0 has stood at offset 3 .* to 9"):
         asyncio.run(watch(host, log, timeout_s=0.06))

@@ -31,6 +31,7 @@ def test_statistics_cover_the_groups_inside_the_window_only():
         [("a", "g1", Entry(1, (0.0, 9.0))), ("a", "g2", Entry(5, (0.0, 1.0))), ("a", "g3", Entry(6, (1.0,)))]
     )
     found = window.stats("a", since=5)
+    assert found is not None
     assert (found.mean, found.count, found.spread) == (pytest.approx(2 / 3), 3, 1.0)
     assert found.variance == pytest.approx(statistics.pvariance([0, 1, 1]))
     assert window.stats("a", since=7) is None
@@ -66,6 +67,7 @@ def test_statistics_agree_with_the_definition(entries):
     if not rewards:
         assert found is None
         return
+    assert found is not None
     assert found.mean == pytest.approx(statistics.fmean(rewards))
     assert found.variance == pytest.approx(statistics.pvariance(rewards))
     assert (found.count, found.spread) == (len(rewards), max(rewards) - min(rewards))

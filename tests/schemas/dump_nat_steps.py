@@ -1,10 +1,12 @@
 """Prints intermediate steps as an installed NAT dumps them: one of each type, then those of a LangChain agent's run."""
 
 import asyncio
+from typing import Any
 
-from langchain_core.language_models import BaseChatModel
+from langchain_core.language_models import BaseChatModel, LangSmithParams
 from langchain_core.messages import AIMessage, HumanMessage, SystemMessage
 from langchain_core.outputs import ChatGeneration, ChatResult
+from langchain_core.runnables import RunnableConfig
 from langchain_core.tools import tool
 from nat.builder.context import Context
 from nat.builder.framework_enum import LLMFrameworkEnum
@@ -25,6 +27,12 @@ IDS = {"prompt_token_ids": [5, 6], "token_ids": [7], "model_group": "run-1/polic
 LOGPROBS = {"content": [{"token": "4", "bytes": None, "logprob": -0.5, "top_logprobs": []}], "refusal": None, **IDS}
 
 
+DATAS_OWN: dict[str, Any] = {"more": 1}
+METADATAS_OWN: dict[str, Any] = {"own": 2}
+PAYLOADS_OWN: dict[str, Any] = {"weight_version": 3}
+"""Keys that NAT lets stand beside its fields."""
+
+
 class Model(BaseChatModel):
     """Asks for a tool, then answers."""
 
@@ -35,7 +43,7 @@ class Model(BaseChatModel):
         return "scripted"
 
     def _get_ls_params(self, stop=None, **options):
-        return {"ls_model_name": "my-model", "ls_provider": "none", "ls_model_type": "chat"}
+        return LangSmithParams(ls_model_name="my-model", ls_provider="none", ls_model_type="chat")
 
     def _generate(self, messages, stop=None, run_manager=None, **options):
         self.num_calls += 1
@@ -62,9 +70,9 @@ def one_of_each():
         data = (
             ttc
             if "TTC" in kind
-            else StreamEventData(input={"a": [1]}, output="x", chunk=None, payload={"b": 2}, more=1)
+            else StreamEventData(input={"a": [1]}, output="x", chunk=None, payload={"b": 2}, **DATAS_OWN)
         )
-        metadata = TraceMetadata(tool_inputs={"x": 1}, own=2) if number % 2 else {"anything": [1, None]}
+        metadata = TraceMetadata(tool_inputs={"x": 1}, **METADATAS_OWN) if number % 2 else {"anything": [1, None]}
         payload = IntermediateStepPayload(
             event_type=kind,
             event_timestamp=12.5 + number,
@@ -76,7 +84,7 @@ def one_of_each():
             data=data,
             usage_info=UsageInfo(token_usage=TokenUsageBaseModel(prompt_tokens=number), num_llm_calls=1),
             UUID=f"u{number}",
-            weight_version=3,
+            **PAYLOADS_OWN,
         )
         node = InvocationNode(function_id="f", function_name="<workflow>", parent_id="root", parent_name="root")
         yield IntermediateStep(parent_id="root", function_ancestry=node, payload=payload)
@@ -102,7 +110,8 @@ async def agents_run():
         context.push_active_function("<workflow>", input_data="1+1"),
         context.push_active_function("inner", input_data=1),
     ):
-        model, seen = Model(), {"callbacks": [LangchainProfilerHandler()]}
+        model = Model()
+        seen: RunnableConfig = {"callbacks": [LangchainProfilerHandler()]}
         sent = [SystemMessage("be brief"), HumanMessage([{"type": "text", "text": "1+1"}])]
         asked = await model.ainvoke(sent, config=seen)
         added = await add.ainvoke({"type": "tool_call", "name": "add", "args": {"a": 1}, "id": "c1"}, config=seen)

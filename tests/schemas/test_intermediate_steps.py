@@ -57,6 +57,9 @@ def test_a_langchain_agents_run_of_an_installed_nat_is_read_call_by_call(dumped)
         *("LLM_END", "TOOL_END", "LLM_END"),
         *("FUNCTION_END", "FUNCTION_END", "WORKFLOW_END"),
     ]
+    assert first.chat is not None
+    assert later.chat is not None
+    assert later.tokens is not None
     assert first.chat.messages == (
         {"role": "system", "content": "be brief"},
         {"role": "user", "content": [{"type": "text", "text": "1+1"}]},
@@ -71,7 +74,10 @@ def test_a_langchain_agents_run_of_an_installed_nat_is_read_call_by_call(dumped)
     assert list(tokens.decode_ids(later.tokens.prompt_ids)) == [5, 6, 7, 8]
     assert later.tokens.spans[0].version == 3
     assert tool.tokens is None
-    assert tool.data["output"]["content"] == "2"
+    assert tool.data is not None
+    output = tool.data["output"]
+    assert isinstance(output, dict)
+    assert output["content"] == "2"
     assert {step.untrained for step in recorded} == {None}
 
 
