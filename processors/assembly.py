@@ -37,12 +37,13 @@ def evolve(state: AssemblyState, received: Received) -> list[Closing]:
 
     First the record's time passes (groups whose deadline it reaches close), then what it says counts.
     """
-    event: Any = received.event  # the table of handlers knows its type
+    said = received.event
+    event: Any = said  # the table of handlers knows its type
     state.next_offset = received.position.offset + 1
     closings = _time_out(state, received) if event.time_ms >= state.next_deadline_ms else []
-    handler = _HANDLERS.get(type(event))
+    handler = _HANDLERS.get(type(said))
     if handler is None:
-        return closings + _open_group(state, received) if type(event) is GroupStarted else closings
+        return closings + _open_group(state, received) if type(said) is GroupStarted else closings
     group = state.groups.get(event.group_id)
     if group is None:
         return closings

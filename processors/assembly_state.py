@@ -21,6 +21,15 @@ class Call(NamedTuple):
     llm: LLMCall
 
 
+# For every attempt: `dict[int, str]` and the like take five times as long to make the same.
+def _no_digests() -> dict[int, str]:
+    return {}
+
+
+def _no_rewards() -> list[RewardRecorded]:
+    return []
+
+
 @dataclass(slots=True)
 class Attempt:
     """One attempt under way at a member of an open group."""
@@ -28,11 +37,11 @@ class Attempt:
     rollout_id: str
     member: int
     number: int
-    step_digests: dict[int, str] = field(default_factory=dict)
-    reward_digests: dict[int, str] = field(default_factory=dict)
+    step_digests: dict[int, str] = field(default_factory=_no_digests)
+    reward_digests: dict[int, str] = field(default_factory=_no_digests)
     calls: defaultdict[str, list[Call]] = field(default_factory=lambda: defaultdict(list))
     """LLM steps by agent; of one that only made other steps none."""
-    rewards: list[RewardRecorded] = field(default_factory=list)
+    rewards: list[RewardRecorded] = field(default_factory=_no_rewards)
     is_spliced: bool = False
     """Two producers wrote it: an index has two contents."""
 
