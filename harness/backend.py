@@ -13,17 +13,17 @@ from typing import Any, Self, TypeVar
 
 from rollstream.eventlog.artifacts import ArtifactStore
 from rollstream.eventlog.log import EventLog
-from rollstream.harness.broker_watch import keep_running
-from rollstream.harness.config_file import Loaded
+from rollstream.harness.config.config_file import Loaded
+from rollstream.harness.config.finetune_config import block_of, is_ours
+from rollstream.harness.config.settings import JobSpec
 from rollstream.harness.dataset import Example
 from rollstream.harness.display import Display
 from rollstream.harness.driver import lacking
-from rollstream.harness.finetune_config import block_of, is_ours
 from rollstream.harness.follower import Follower, follow
 from rollstream.harness.plan import RunPlan
 from rollstream.harness.progress import JobProgress
 from rollstream.harness.run_view import JobView, RunView
-from rollstream.harness.settings import JobSpec
+from rollstream.harness.services.broker_watch import keep_running
 from rollstream.harness.surroundings import Connected, Held, Opening, connected, has_room, held
 from rollstream.processors.dataset import load_dataset
 from rollstream.schemas.base import Event

@@ -6,14 +6,14 @@ Their code is imported when one is built.
 from collections.abc import AsyncIterator
 from typing import Any
 
-from rollstream.harness.aliases import ArtAdapterConfig, ArtBuilderConfig, ArtTrainerConfig, DpoBuilderConfig
-from rollstream.harness.interfaces import Trainer, TrainerAdapter, TrajectoryBuilder
-from rollstream.harness.registry import register_trainer, register_trainer_adapter, register_trajectory_builder
-from rollstream.harness.rollstream_config import (
+from rollstream.harness.config.aliases import ArtAdapterConfig, ArtBuilderConfig, ArtTrainerConfig, DpoBuilderConfig
+from rollstream.harness.config.rollstream_config import (
     RollstreamTrainerAdapterConfig,
     RollstreamTrainerConfig,
     RollstreamTrajectoryBuilderConfig,
 )
+from rollstream.harness.interfaces import Trainer, TrainerAdapter, TrajectoryBuilder
+from rollstream.harness.registry import register_trainer, register_trainer_adapter, register_trajectory_builder
 
 
 @register_trajectory_builder(config_type=ArtBuilderConfig)
@@ -50,6 +50,6 @@ async def build_trainer(config: RollstreamTrainerConfig | ArtTrainerConfig, buil
 @register_trajectory_builder(config_type=DpoBuilderConfig)
 async def build_dpo_builder(config: DpoBuilderConfig, builder: Any) -> AsyncIterator[TrajectoryBuilder]:
     """Preference pairs out of scored candidates."""
-    from rollstream.harness.dpo_builder import DpoTrajectoryBuilder
+    from rollstream.harness.recorded.dpo_builder import DpoTrajectoryBuilder
 
     yield DpoTrajectoryBuilder(trajectory_builder_config=config)

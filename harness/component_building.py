@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from rollstream.harness import component_errors, registry
-from rollstream.harness.finetune_config import block_of
+from rollstream.harness.config.finetune_config import block_of
+from rollstream.harness.config.rollstream_config import OurAdapterFields, OurBuilderFields
 from rollstream.harness.interfaces import Trainer, TrainerAdapter, TrajectoryBuilder
-from rollstream.harness.rollstream_config import OurAdapterFields, OurBuilderFields
 from rollstream.schemas.errors import ComponentError, ConfigError
 from rollstream.schemas.finetuning import FinetuneConfig
 

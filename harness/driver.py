@@ -8,9 +8,9 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from rollstream.eventlog.log import EventLog
+from rollstream.harness.config.settings import JobSpec
 from rollstream.harness.follower import follow
 from rollstream.harness.progress import JobProgress, Progress
-from rollstream.harness.settings import JobSpec
 from rollstream.harness.validation import Validation
 from rollstream.schemas.base import Event
 from rollstream.schemas.events import EpochStarted, JobStarted, JobSubmitted, RunStarted

@@ -2,8 +2,8 @@
 
 import socket
 
+from rollstream.harness.config.settings import ENDPOINT
 from rollstream.harness.progress import Progress
-from rollstream.harness.settings import ENDPOINT
 from rollstream.schemas.config import RunConfig
 from rollstream.schemas.errors import ConfigError
 from rollstream.schemas.services import EndpointSection

@@ -12,15 +12,16 @@ from typing import Any, NamedTuple
 
 from pydantic import JsonValue
 
-from rollstream.harness import config_file, ending
-from rollstream.harness.broker_watch import keep_running
+from rollstream.harness import ending
 from rollstream.harness.classic import run as classic
+from rollstream.harness.config import config_file
 from rollstream.harness.display import Display
 from rollstream.harness.driver import Watching, conduct
 from rollstream.harness.ending import Outcome
 from rollstream.harness.preflight import check_result
 from rollstream.harness.progress import Progress
-from rollstream.harness.supervisor import Supervisor
+from rollstream.harness.services.broker_watch import keep_running
+from rollstream.harness.services.supervisor import Supervisor
 from rollstream.harness.surroundings import Connected, Held, Opening, connected, has_room, held
 from rollstream.harness.validation import Validation, validation_of
 from rollstream.schemas.events_training import ForkPoint

@@ -11,8 +11,8 @@ from pathlib import Path
 
 from rollstream.eventlog.artifacts import ArtifactStore
 from rollstream.eventlog.log import EventLog
+from rollstream.harness.config.settings import MODEL_GROUP
 from rollstream.harness.runs import read_events
-from rollstream.harness.settings import MODEL_GROUP
 from rollstream.learner.progress import LogState, evolve
 from rollstream.schemas import ids
 from rollstream.schemas.config import RunConfig

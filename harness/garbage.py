@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from rollstream.eventlog.log import Received
-from rollstream.harness.settings import MODEL_GROUP
+from rollstream.harness.config.settings import MODEL_GROUP
 from rollstream.learner import terms
 from rollstream.learner.terms import Owner
 from rollstream.schemas import ids

@@ -6,7 +6,7 @@ as long as the run can make them.
 
 from collections.abc import Iterable
 
-from rollstream.harness.settings import JobSpec
+from rollstream.harness.config.settings import JobSpec
 from rollstream.schemas import ids
 from rollstream.schemas.base import Locator
 from rollstream.schemas.errors import ConfigError

@@ -9,15 +9,16 @@ from typing import NamedTuple
 
 from rollstream.eventlog.artifacts import ArtifactStore
 from rollstream.eventlog.log import EventLog
-from rollstream.harness import config_file, dataset
-from rollstream.harness.config_file import Loaded
-from rollstream.harness.finetune_config import RECORDED
+from rollstream.harness import dataset
+from rollstream.harness.config import config_file
+from rollstream.harness.config.config_file import Loaded
+from rollstream.harness.config.finetune_config import RECORDED
+from rollstream.harness.config.settings import JobSpec, jobs_of
 from rollstream.harness.follower import follow
 from rollstream.harness.manifest_size import check_manifests
 from rollstream.harness.preflight import environment_of, users_code
 from rollstream.harness.progress import Progress
 from rollstream.harness.reward_choice import check_examples
-from rollstream.harness.settings import JobSpec, jobs_of
 from rollstream.schemas import ids
 from rollstream.schemas.config import RunConfig
 from rollstream.schemas.errors import ConfigError, TruncatedError

@@ -78,7 +78,7 @@ def check_metrics(config: RunConfig, workspace: Path) -> None:
 
 def check_datasets(config: RunConfig, *, is_new: bool) -> None:
     """Reads what a run reads later: its dataset, if it is new, and what it validates by. Raises ConfigError."""
-    from rollstream.harness.config_file import validation_config
+    from rollstream.harness.config.config_file import validation_config
 
     validation = validation_config(config)
     if is_new:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Literal
 
-from rollstream.harness.settings import MODEL_GROUP
+from rollstream.harness.config.settings import MODEL_GROUP
 from rollstream.schemas import ids
 from rollstream.schemas.base import Event
 from rollstream.schemas.events import (

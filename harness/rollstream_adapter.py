@@ -12,12 +12,12 @@ from rollstream.eventlog import codec
 from rollstream.harness import epochs, run_end
 from rollstream.harness.backend import Backend, open_backend, opened
 from rollstream.harness.classic.submission import epoch_of, num_members, submitted_groups
-from rollstream.harness.config_file import Loaded
+from rollstream.harness.config.config_file import Loaded
+from rollstream.harness.config.finetune_config import run_config_of
+from rollstream.harness.config.written_config import written_of
 from rollstream.harness.endpoint import is_served
-from rollstream.harness.finetune_config import run_config_of
 from rollstream.harness.interfaces import TrainerAdapter
 from rollstream.harness.manifest_size import check_submission
-from rollstream.harness.written_config import written_of
 from rollstream.schemas.config import OURS
 from rollstream.schemas.errors import ConfigError, RollstreamError
 from rollstream.schemas.events import EpochSealed

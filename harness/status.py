@@ -4,9 +4,9 @@ from collections.abc import Mapping
 
 from rollstream.eventlog.kafka_log import KafkaLog
 from rollstream.eventlog.log import TopicPartition
-from rollstream.harness.heartbeat import read_signs
 from rollstream.harness.progress import Progress
 from rollstream.harness.runs import read_runs, state_of
+from rollstream.harness.services.heartbeat import read_signs
 from rollstream.harness.tables import table
 from rollstream.harness.workspace import Workspace
 from rollstream.schemas.errors import QueryError

@@ -9,15 +9,15 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from rollstream.eventlog.broker import EmbeddedBroker
 from rollstream.eventlog.log import EventLog
-from rollstream.harness.config_file import Loaded
+from rollstream.harness.config.config_file import Loaded
+from rollstream.harness.config.settings import Place, artifact_uri, services_of
 from rollstream.harness.display import Display
 from rollstream.harness.endpoint import check_endpoint
 from rollstream.harness.fork import check_fork, told
-from rollstream.harness.heartbeat import read_sign
 from rollstream.harness.plan import RunPlan, check_new, new_run, open_run
 from rollstream.harness.preflight import check_datasets, check_metrics, check_names, check_places
-from rollstream.harness.settings import Place, artifact_uri, services_of
-from rollstream.harness.supervisor import ChildSpec, Supervisor
+from rollstream.harness.services.heartbeat import read_sign
+from rollstream.harness.services.supervisor import ChildSpec, Supervisor
 from rollstream.harness.topic_identity import check_topics
 from rollstream.harness.workspace import EMBEDDED, Workspace, embedded_broker
 from rollstream.schemas.config import RunConfig

@@ -8,11 +8,11 @@ from dataclasses import dataclass, field
 
 from rollstream.eventlog import codec
 from rollstream.harness import dataset
-from rollstream.harness.config_file import validation_config
+from rollstream.harness.config.config_file import validation_config
+from rollstream.harness.config.settings import JobSpec, rollout_settings
 from rollstream.harness.dataset import Example
 from rollstream.harness.plan import RunPlan
 from rollstream.harness.progress import Progress
-from rollstream.harness.settings import JobSpec, rollout_settings
 from rollstream.schemas import ids
 from rollstream.schemas.config import RunConfig
 from rollstream.schemas.events import RunStarted, TaskRequested

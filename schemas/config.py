@@ -1,7 +1,7 @@
 """The YAML file of a run in NAT's shape: its sections, ours (`_type: rollstream`) and foreign blocks.
 
 Models only: frozen, unknown keys forbidden. Reading a file, `${ENV}`, overrides and the wording of errors stand in
-`rollstream.harness.config_file`; what becomes of the values in `rollstream.harness.settings`.
+`rollstream.harness.config.config_file`; what becomes of the values in `rollstream.harness.config.settings`.
 """
 
 from pathlib import Path
@@ -269,7 +269,8 @@ WorkflowBlock = Annotated[
 class ConfigFile(Settings):
     """A whole file. What stands in the sections that only NAT uses is kept as it is.
 
-    A component's block is an instance of its own configuration class; `rollstream.harness.config_model` says which.
+    A component's block is an instance of its own configuration class; `rollstream.harness.config.config_model` says
+    which.
     """
 
     general: dict[str, JsonValue] = Field(default_factory=dict)

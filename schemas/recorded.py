@@ -1,6 +1,6 @@
 """Rollouts that exist already: what a run is given to train on instead of, or beside, what its own engine samples.
 
-Values only. Written by `rollstream.harness.recorded_tasks` into a task, played by the environment `recorded`.
+Values only. Written by `rollstream.harness.recorded.recorded_tasks` into a task, played by the environment `recorded`.
 """
 
 from collections.abc import Iterable

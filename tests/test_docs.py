@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 import yaml
 
-from rollstream.harness.config_file import resolve
-from rollstream.harness.finetune_config import block_of
+from rollstream.harness.config.config_file import resolve
+from rollstream.harness.config.finetune_config import block_of
 from rollstream.harness.reward_choice import check_evaluators
 from rollstream.schemas.finetuning import TrajectoryCollection
 

@@ -6,7 +6,7 @@ from typing import Any
 from pydantic import Field, FiniteFloat
 
 from rollstream.harness import register_trainer
-from rollstream.harness.rollstream_config import RollstreamTrainerConfig
+from rollstream.harness.config.rollstream_config import RollstreamTrainerConfig
 from rollstream.harness.rollstream_trainer import RollstreamTrainer
 
 

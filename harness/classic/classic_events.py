@@ -4,8 +4,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from rollstream.eventlog import codec
+from rollstream.harness.config.settings import JobSpec
 from rollstream.harness.dataset import Example
-from rollstream.harness.settings import JobSpec
 from rollstream.schemas import ids
 from rollstream.schemas.events import EpochStarted, RunStarted, SubmissionReceived, TaskRequested
 from rollstream.schemas.events_training import SubmittedGroup

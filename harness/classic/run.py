@@ -5,9 +5,9 @@ import logging
 from rollstream.harness import component_errors, epochs, run_end
 from rollstream.harness.backend import Backend, backend_of, minding
 from rollstream.harness.component_building import Components, components_of
-from rollstream.harness.config_file import Loaded
+from rollstream.harness.config.config_file import Loaded
+from rollstream.harness.config.finetune_config import block_of, is_ours
 from rollstream.harness.display import Display
-from rollstream.harness.finetune_config import block_of, is_ours
 from rollstream.harness.interfaces import Trainer
 from rollstream.harness.progress import Progress
 from rollstream.harness.rollstream_trainer import RollstreamTrainer

@@ -12,8 +12,8 @@ from rollstream.harness import epochs
 from rollstream.harness.backend import Backend
 from rollstream.harness.classic.trajectories import is_as_recorded
 from rollstream.harness.manifest_size import check_group
-from rollstream.harness.recorded_tasks import RECORDED, played_by, stored, tasks_of
-from rollstream.harness.recorded_trajectories import rollout_of, rollouts_of_items
+from rollstream.harness.recorded.recorded_tasks import RECORDED, played_by, stored, tasks_of
+from rollstream.harness.recorded.recorded_trajectories import rollout_of, rollouts_of_items
 from rollstream.schemas.errors import ConfigError
 from rollstream.schemas.events import GroupClosed
 from rollstream.schemas.events_training import SubmittedGroup

@@ -55,7 +55,7 @@ def ingest(
     """
     from rollstream.harness.commands.run import train
     from rollstream.harness.finetune import Request
-    from rollstream.harness.ingest_run import bury, prepare
+    from rollstream.harness.recorded.ingest_run import bury, prepare
 
     prepared = prepare(file, config_file, workspace, override, key=group_by)
     click.echo(prepared.ingested.summary())

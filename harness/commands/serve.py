@@ -33,7 +33,7 @@ BOOTSTRAP_SERVERS = click.option(
 @click.option("--settings", help="JSON file with settings; - reads standard input. Environment: ROLLSTREAM_*.")
 def serve(service: str, name: str | None, settings: str | None) -> None:
     """Run one long-running service until SIGTERM or Ctrl-C."""
-    from rollstream.harness import serving
+    from rollstream.harness.services import serving
 
     _configure_logging()
     given = serving.read_settings(settings)
@@ -48,7 +48,7 @@ def serve(service: str, name: str | None, settings: str | None) -> None:
 @WORKSPACE
 def health(name: str, workspace: Path) -> None:
     """Exit 0 if the service NAME gave a sign of life lately, else 1."""
-    from rollstream.harness.heartbeat import read_sign
+    from rollstream.harness.services.heartbeat import read_sign
     from rollstream.harness.workspace import Workspace
 
     sign = read_sign(Workspace(workspace).health, name)
@@ -75,7 +75,7 @@ def _configure_logging() -> None:
 
 def _serve_broker(workspace: Path) -> None:
     from rollstream.eventlog.broker import EmbeddedBroker
-    from rollstream.harness.lifeline import tie_to_parent
+    from rollstream.harness.services.lifeline import tie_to_parent
 
     tie_to_parent(os.environ)
     with EmbeddedBroker(workspace) as broker:
@@ -85,7 +85,7 @@ def _serve_broker(workspace: Path) -> None:
 
 async def _keep(broker: "EmbeddedBroker") -> None:
     """Start a broker that dies again, until a signal comes. Raises BrokerError if it dies too often."""
-    from rollstream.harness.broker_watch import keep_running
+    from rollstream.harness.services.broker_watch import keep_running
 
     watching = asyncio.create_task(keep_running(broker, click.echo))
     for number in (signal.SIGTERM, signal.SIGINT):

@@ -18,8 +18,8 @@ from nat.finetuning.interfaces.trajectory_builder import TrajectoryBuilder
 
 from rollstream.harness import run_end
 from rollstream.harness.backend import Backend, open_backend, opened
-from rollstream.harness.config_file import Loaded
-from rollstream.harness.finetune_config import block_of, is_ours
+from rollstream.harness.config.config_file import Loaded
+from rollstream.harness.config.finetune_config import block_of, is_ours
 from rollstream.harness.nat.loaded import loaded_of
 from rollstream.harness.nat.models import as_nats, as_ours
 from rollstream.harness.nat.repair import check_packages, repair

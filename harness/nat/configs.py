@@ -4,7 +4,7 @@ from nat.data_models.finetuning import TrainerAdapterConfig, TrainerConfig, Traj
 from nat.data_models.function import FunctionBaseConfig
 from pydantic import ConfigDict
 
-from rollstream.harness.rollstream_config import OurAdapterFields, OurBuilderFields, OurTrainerFields
+from rollstream.harness.config.rollstream_config import OurAdapterFields, OurBuilderFields, OurTrainerFields
 from rollstream.schemas.config import OURS
 
 _STRICT = ConfigDict(extra="forbid")

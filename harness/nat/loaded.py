@@ -10,12 +10,12 @@ from typing import Any
 import click
 from pydantic import JsonValue
 
-from rollstream.harness import overrides
-from rollstream.harness.config_file import Loaded
-from rollstream.harness.config_values import check_values
-from rollstream.harness.finetune_config import run_config_of
-from rollstream.harness.written_config import written_of
-from rollstream.harness.yaml_reading import read_yaml
+from rollstream.harness.config import overrides
+from rollstream.harness.config.config_file import Loaded
+from rollstream.harness.config.config_values import check_values
+from rollstream.harness.config.finetune_config import run_config_of
+from rollstream.harness.config.written_config import written_of
+from rollstream.harness.config.yaml_reading import read_yaml
 from rollstream.schemas.config import RunConfig
 from rollstream.schemas.errors import ConfigError
 from rollstream.schemas.evaluators import MODELS

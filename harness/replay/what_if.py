@@ -14,8 +14,10 @@ from pydantic import JsonValue
 
 from rollstream.eventlog.artifacts import ArtifactStore
 from rollstream.eventlog.log import EventLog
-from rollstream.harness import config_file
-from rollstream.harness.config_values import check_values
+from rollstream.harness.config import config_file
+from rollstream.harness.config.config_values import check_values
+from rollstream.harness.config.settings import TRAINING, JobSpec, jobs_of
+from rollstream.harness.config.yaml_reading import merged, read_yaml
 from rollstream.harness.fork import misfit
 from rollstream.harness.plan import library_versions
 from rollstream.harness.preflight import check_model, check_rewards
@@ -26,8 +28,6 @@ from rollstream.harness.replay.weights import log_state
 from rollstream.harness.replay.what_if_import import Exported, bring_artifact, bring_trajectories
 from rollstream.harness.replay.what_if_rewards import Grading, grade
 from rollstream.harness.replay.what_if_training import train_planned
-from rollstream.harness.settings import TRAINING, JobSpec, jobs_of
-from rollstream.harness.yaml_reading import merged, read_yaml
 from rollstream.schemas import ids
 from rollstream.schemas.config import RunConfig
 from rollstream.schemas.errors import ConfigError

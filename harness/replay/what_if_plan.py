@@ -9,7 +9,7 @@ from typing import Any
 
 from rollstream.eventlog import codec
 from rollstream.eventlog.log import Received
-from rollstream.harness.settings import JobSpec
+from rollstream.harness.config.settings import JobSpec
 from rollstream.processors import curate
 from rollstream.schemas import ids
 from rollstream.schemas.base import Event

@@ -8,7 +8,7 @@ from pathlib import Path
 from rollstream.eventlog import codec
 from rollstream.eventlog.artifacts import ArtifactStore
 from rollstream.eventlog.log import EventLog, TopicPartition
-from rollstream.harness.settings import JobSpec
+from rollstream.harness.config.settings import JobSpec
 from rollstream.schemas.base import Event
 from rollstream.schemas.errors import FencedError, RunFailedError
 from rollstream.schemas.events import (

@@ -21,7 +21,7 @@ from rollstream.eventlog.artifacts import ArtifactStore
 from rollstream.eventlog.broker import EmbeddedBroker
 from rollstream.eventlog.kafka_log import KafkaLog
 from rollstream.eventlog.log import TopicPartition
-from rollstream.harness.supervisor import ChildSpec, Supervisor
+from rollstream.harness.services.supervisor import ChildSpec, Supervisor
 from rollstream.metrics.sql_service import HOST, port_file, token_file
 from rollstream.schemas.errors import LogError
 from rollstream.schemas.topics import TOPICS

@@ -247,7 +247,7 @@ def main() -> int:
     given = parser.parse_args()
     began = time.monotonic()
     logging.getLogger("aiokafka").setLevel(logging.CRITICAL)  # what it says of a broker that is away
-    logging.getLogger("rollstream.harness.supervisor").setLevel(logging.ERROR)
+    logging.getLogger("rollstream.harness.services.supervisor").setLevel(logging.ERROR)
     faults = schedule(given.seed, kills=given.kills, workers=given.workers, with_failpoints=not given.no_failpoints)
     print(f"seed {given.seed}, {given.steps} step events; schedule:")
     print("\n".join(f"  {fault}" for fault in faults), flush=True)

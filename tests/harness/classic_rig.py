@@ -16,12 +16,12 @@ from rollstream.eventlog.artifacts import ArtifactStore
 from rollstream.eventlog.codec import decode
 from rollstream.eventlog.log import TopicPartition
 from rollstream.eventlog.memory_log import MemoryLog
-from rollstream.harness import config_file
 from rollstream.harness.backend import Backend
 from rollstream.harness.classic.run import conduct_components
 from rollstream.harness.component_building import Components
+from rollstream.harness.config import config_file
+from rollstream.harness.config.finetune_config import block_of
 from rollstream.harness.display import Display
-from rollstream.harness.finetune_config import block_of
 from rollstream.harness.plan import RunPlan, new_run, open_run
 from rollstream.harness.rollstream_adapter import RollstreamTrainerAdapter
 from rollstream.harness.rollstream_builder import RollstreamTrajectoryBuilder

@@ -13,7 +13,7 @@ import yaml
 from rollstream.eventlog.codec import decode
 from rollstream.eventlog.log import EventLog, TopicPartition
 from rollstream.harness import registry
-from rollstream.harness.settings import JobSpec
+from rollstream.harness.config.settings import JobSpec
 from rollstream.schemas.base import Event
 from rollstream.schemas.errors import DecodeError
 from rollstream.schemas.events import (

@@ -12,10 +12,10 @@ from rollstream.eventlog import codec
 from rollstream.eventlog.artifacts import ArtifactStore
 from rollstream.eventlog.log import Record, TopicPartition
 from rollstream.eventlog.memory_log import MemoryLog
-from rollstream.harness import config_file
+from rollstream.harness.config import config_file
+from rollstream.harness.config.settings import jobs_of
 from rollstream.harness.plan import library_versions
 from rollstream.harness.replay.source import of_type
-from rollstream.harness.settings import jobs_of
 from rollstream.learner.worker import Worker
 from rollstream.processors.assemble_shell import AssembleShell
 from rollstream.processors.curate_shell import CurateShell

@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
-from rollstream.harness import aliases, config_file, config_notes
-from rollstream.harness.finetune_config import block_of
-from rollstream.harness.rollstream_config import RollstreamTrainerConfig
-from rollstream.harness.settings import jobs_of
+from rollstream.harness.config import aliases, config_file, config_notes
+from rollstream.harness.config.finetune_config import block_of
+from rollstream.harness.config.rollstream_config import RollstreamTrainerConfig
+from rollstream.harness.config.settings import jobs_of
 from rollstream.schemas.errors import ConfigError
 from rollstream.schemas.settings import JobSettings
 

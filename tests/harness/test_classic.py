@@ -21,15 +21,15 @@ from classic_rig import (
     submitting,
 )
 
+from rollstream.harness.config.rollstream_config import (
+    RollstreamTrajectoryBuilderConfig,
+)
+from rollstream.harness.config.settings import jobs_of
 from rollstream.harness.replay.source import read_run
 from rollstream.harness.replay.verify import verify
 from rollstream.harness.replay.what_if_plan import check, replan
 from rollstream.harness.rollstream_adapter import NOTHING_TRAINED
 from rollstream.harness.rollstream_builder import RollstreamTrajectoryBuilder
-from rollstream.harness.rollstream_config import (
-    RollstreamTrajectoryBuilderConfig,
-)
-from rollstream.harness.settings import jobs_of
 from rollstream.schemas.errors import ConfigError
 from rollstream.schemas.events import (
     BatchPlanned,

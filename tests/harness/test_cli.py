@@ -12,8 +12,9 @@ from typing import Any
 import duckdb
 import pytest
 
-from rollstream.harness import config_file, preflight
-from rollstream.harness.config_file import read_yaml
+from rollstream.harness import preflight
+from rollstream.harness.config import config_file
+from rollstream.harness.config.config_file import read_yaml
 from rollstream.harness.workspace import Workspace
 from rollstream.metrics.database import Database
 

@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 
-from rollstream.harness import config_file, overrides, preflight
-from rollstream.harness.finetune_config import block_of, run_config_of
-from rollstream.harness.yaml_reading import read_yaml
+from rollstream.harness import preflight
+from rollstream.harness.config import config_file, overrides
+from rollstream.harness.config.finetune_config import block_of, run_config_of
+from rollstream.harness.config.yaml_reading import read_yaml
 from rollstream.schemas.errors import ConfigError
 from rollstream.schemas.finetuning import FinetuneConfig, TrainerConfig
 

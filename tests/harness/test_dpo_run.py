@@ -9,14 +9,14 @@ import pytest
 from produced_run import ProducedRun
 from recorded_run import configuration
 
-from rollstream.harness import config_file
-from rollstream.harness.aliases import DpoBuilderConfig
-from rollstream.harness.dpo_builder import DpoTrajectoryBuilder
-from rollstream.harness.recorded_trajectories import rollouts_of_items
+from rollstream.harness.config import config_file
+from rollstream.harness.config.aliases import DpoBuilderConfig
+from rollstream.harness.config.settings import jobs_of
+from rollstream.harness.recorded.dpo_builder import DpoTrajectoryBuilder
+from rollstream.harness.recorded.recorded_trajectories import rollouts_of_items
 from rollstream.harness.replay.source import of_type, read_run
 from rollstream.harness.replay.train import train
 from rollstream.harness.replay.verify import verify
-from rollstream.harness.settings import jobs_of
 from rollstream.harness.tiny_model import make_tiny_model
 from rollstream.producers.scripted_engine import random_digit
 from rollstream.schemas import tokens

@@ -10,8 +10,8 @@ import yaml
 from produced_run import ProducedRun
 from recorded_run import configuration
 
-from rollstream.harness import config_file
-from rollstream.harness.config_file import read_yaml
+from rollstream.harness.config import config_file
+from rollstream.harness.config.config_file import read_yaml
 from rollstream.harness.plan import examples_of
 from rollstream.harness.replay.source import of_type, read_run
 from rollstream.harness.replay.train import train

@@ -12,7 +12,7 @@ from classic_rig import ClassicRig
 
 from rollstream.harness.classic.run import conduct_components, is_classic
 from rollstream.harness.component_building import components_of
-from rollstream.harness.config_file import load
+from rollstream.harness.config.config_file import load
 from rollstream.schemas.errors import ConfigError
 from rollstream.schemas.events import EpochSealed, GroupClosed, RewardRecorded, RunEnded, SubmissionReceived
 

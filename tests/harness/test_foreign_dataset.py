@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from rollstream.harness.finetune_config import dataset_of
+from rollstream.harness.config.finetune_config import dataset_of
 from rollstream.schemas.config import DatasetSection
 
 

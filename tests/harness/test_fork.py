@@ -9,13 +9,13 @@ import pytest
 
 from rollstream.eventlog.artifacts import ArtifactStore
 from rollstream.eventlog.memory_log import MemoryLog
-from rollstream.harness import config_file
+from rollstream.harness.config import config_file
+from rollstream.harness.config.settings import jobs_of
 from rollstream.harness.driver import lacking
 from rollstream.harness.fork import check_fork, parse_fork
 from rollstream.harness.plan import look_up, new_run, open_run
 from rollstream.harness.progress import Progress, evolve
 from rollstream.harness.runs import read_runs
-from rollstream.harness.settings import jobs_of
 from rollstream.harness.tables import runs_table
 from rollstream.schemas.errors import ConfigError
 from rollstream.schemas.events import JobSubmitted, JobSucceeded, LearnerClaimed

@@ -13,8 +13,8 @@ from rollstream.eventlog import codec
 from rollstream.eventlog.artifacts import ArtifactStore
 from rollstream.eventlog.log import Position, Received
 from rollstream.eventlog.memory_log import MemoryLog
-from rollstream.harness import config_file
 from rollstream.harness.collecting import LEFTOVER_S, check_no_open_run, find, remove
+from rollstream.harness.config import config_file
 from rollstream.harness.fork import check_fork, parse_fork
 from rollstream.harness.garbage import WeightNeeds, evolve, removable
 from rollstream.harness.replay.report import Report, compare_log

@@ -12,11 +12,11 @@ from rollstream.eventlog.artifacts import ArtifactStore
 from rollstream.eventlog.dead_letters import original
 from rollstream.eventlog.memory_log import MemoryLog
 from rollstream.eventlog.reading import read_to_end
-from rollstream.harness import config_file
-from rollstream.harness.ingest import BadLine, read_lines
-from rollstream.harness.ingest_run import prepare, send_letters
+from rollstream.harness.config import config_file
+from rollstream.harness.config.settings import jobs_of
 from rollstream.harness.plan import examples_of
-from rollstream.harness.settings import jobs_of
+from rollstream.harness.recorded.ingest import BadLine, read_lines
+from rollstream.harness.recorded.ingest_run import prepare, send_letters
 from rollstream.producers.nat_selection import Selection
 from rollstream.schemas.errors import ConfigError
 from rollstream.schemas.recorded import RecordedGroup, RecordedRollout

@@ -10,10 +10,10 @@ from rollstream.eventlog import codec
 from rollstream.eventlog.artifacts import ArtifactStore
 from rollstream.eventlog.log import check_record_size
 from rollstream.eventlog.memory_log import MemoryLog
-from rollstream.harness import config_file
+from rollstream.harness.config import config_file
+from rollstream.harness.config.settings import JobSpec, jobs_of
 from rollstream.harness.manifest_size import MAX_GROUP, WRITTEN, check_manifests, most_trajectories
 from rollstream.harness.plan import new_run
-from rollstream.harness.settings import JobSpec, jobs_of
 from rollstream.schemas import ids
 from rollstream.schemas.base import Locator
 from rollstream.schemas.errors import ConfigError

@@ -11,7 +11,7 @@ from nat.data_models.finetuning import FinetuneRunConfig
 from nat.runtime.loader import PluginTypes, discover_and_register_plugins
 from nat.utils.data_models.schema_validator import validate_schema
 
-from rollstream.harness.config_file import resolve
+from rollstream.harness.config.config_file import resolve
 from rollstream.harness.nat.components import run_name
 from rollstream.harness.nat.loaded import loaded_of
 from rollstream.harness.nat.repair import repair

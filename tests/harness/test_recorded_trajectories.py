@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from rollstream.harness.recorded_trajectories import rollout_of, rollouts_of_items, rollouts_of_pair
+from rollstream.harness.recorded.recorded_trajectories import rollout_of, rollouts_of_items, rollouts_of_pair
 from rollstream.producers.recorded_logprobs import read_logprobs
 from rollstream.schemas import tokens
 from rollstream.schemas.finetuning import DPOItem, EpisodeItem, OpenAIMessage, Trajectory

@@ -11,10 +11,10 @@ from pydantic import BaseModel
 
 from rollstream.harness import component_errors, registry
 from rollstream.harness.component_building import Builder, Components, components_of
-from rollstream.harness.finetune_config import block_of
+from rollstream.harness.config.finetune_config import block_of
+from rollstream.harness.config.rollstream_config import RollstreamTrajectoryBuilderConfig
 from rollstream.harness.interfaces import Trainer, TrainerAdapter, TrajectoryBuilder
 from rollstream.harness.registry import register_trainer, register_trainer_adapter, register_trajectory_builder
-from rollstream.harness.rollstream_config import RollstreamTrajectoryBuilderConfig
 from rollstream.schemas.errors import ComponentError, ConfigError
 from rollstream.schemas.finetuning import (
     FinetuneConfig,

@@ -4,10 +4,10 @@ import json
 
 import pytest
 
-from rollstream.harness import config_file
+from rollstream.harness.config import config_file
+from rollstream.harness.config.settings import jobs_of
 from rollstream.harness.plan import examples_of
 from rollstream.harness.preflight import check_names
-from rollstream.harness.settings import jobs_of
 from rollstream.schemas.errors import ConfigError
 
 URL = "http://127.0.0.1:8000"

@@ -4,11 +4,11 @@ from pathlib import Path
 
 import pytest
 
-from rollstream.harness import config_file
-from rollstream.harness.config_file import read_yaml
+from rollstream.harness.config import config_file
+from rollstream.harness.config.config_file import read_yaml
+from rollstream.harness.config.settings import jobs_of
 from rollstream.harness.plan import examples_of
 from rollstream.harness.preflight import check_datasets, check_names
-from rollstream.harness.settings import jobs_of
 from rollstream.schemas.errors import ConfigError
 from rollstream.schemas.settings import RolloutSettings
 

@@ -10,15 +10,15 @@ from typing import Any
 import pytest
 
 from rollstream.harness.classic.files import ClassicFiles
-from rollstream.harness.evaluation import EvaluationItem, EvaluationOutput, EvaluatorOutput
-from rollstream.harness.interfaces import TrainerAdapter, TrajectoryBuilder
-from rollstream.harness.rollstream_adapter import RollstreamTrainerAdapter
-from rollstream.harness.rollstream_builder import RollstreamTrajectoryBuilder
-from rollstream.harness.rollstream_config import (
+from rollstream.harness.config.rollstream_config import (
     RollstreamTrainerAdapterConfig,
     RollstreamTrainerConfig,
     RollstreamTrajectoryBuilderConfig,
 )
+from rollstream.harness.evaluation import EvaluationItem, EvaluationOutput, EvaluatorOutput
+from rollstream.harness.interfaces import TrainerAdapter, TrajectoryBuilder
+from rollstream.harness.rollstream_adapter import RollstreamTrainerAdapter
+from rollstream.harness.rollstream_builder import RollstreamTrajectoryBuilder
 from rollstream.harness.rollstream_trainer import RollstreamTrainer
 from rollstream.schemas.errors import ComponentError, EnvironmentRunError
 from rollstream.schemas.finetuning import (

@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollstream.harness.dpo_trajectories import CHOSEN, REJECTED, score_diff_of, tokens_of, trajectory_of
-from rollstream.harness.recorded_trajectories import rollouts_of_items
-from rollstream.harness.scored_candidates import Candidate, Found, PairSelection, candidates_of, select_pairs
+from rollstream.harness.recorded.dpo_trajectories import CHOSEN, REJECTED, score_diff_of, tokens_of, trajectory_of
+from rollstream.harness.recorded.recorded_trajectories import rollouts_of_items
+from rollstream.harness.recorded.scored_candidates import Candidate, Found, PairSelection, candidates_of, select_pairs
 from rollstream.schemas import tokens
 from rollstream.schemas.events import StepRecorded
 from rollstream.schemas.finetuning import DPOItem, OpenAIMessage, Trajectory

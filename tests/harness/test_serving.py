@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 from rollstream.eventlog.broker import find_running
-from rollstream.harness.heartbeat import beat, read_sign, read_signs
-from rollstream.harness.serving import settings_of
+from rollstream.harness.services.heartbeat import beat, read_sign, read_signs
+from rollstream.harness.services.serving import settings_of
 from rollstream.schemas.errors import ConfigError
 from rollstream.schemas.services import ProducerSettings
 
@@ -72,7 +72,7 @@ def test_an_old_sign_is_not_alive(tmp_path: Path) -> None:
 
 WILL_NOT_STOP = """
 import asyncio, sys
-from rollstream.harness.serving import leaving_nobody
+from rollstream.harness.services.serving import leaving_nobody
 
 async def will_not_stop():
     while True:

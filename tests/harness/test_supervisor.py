@@ -11,14 +11,14 @@ from pathlib import Path
 import psutil
 import pytest
 
-from rollstream.harness.log_relay import LogRelay
-from rollstream.harness.supervisor import MAX_RESTARTS, ChildSpec, Supervisor
+from rollstream.harness.services.log_relay import LogRelay
+from rollstream.harness.services.supervisor import MAX_RESTARTS, ChildSpec, Supervisor
 from rollstream.schemas.errors import RunFailedError
 
 pytestmark = pytest.mark.slow
 
 SLEEPS = "import time; time.sleep(60)"
-TIED = "import os, time; from rollstream.harness.lifeline import tie_to_parent; tie_to_parent(os.environ); "
+TIED = "import os, time; from rollstream.harness.services.lifeline import tie_to_parent; tie_to_parent(os.environ); "
 STUBBORN = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('up', flush=True); time.sleep(60)"
 
 
@@ -120,7 +120,8 @@ def test_a_child_that_does_not_end_is_killed_after_the_grace_period(tmp_path: Pa
 def test_no_child_outlives_a_killed_parent(tmp_path: Path) -> None:
     child = repr([sys.executable, "-c", TIED + "print('up', flush=True); time.sleep(60)"])
     parent = (
-        "import time; from pathlib import Path; from rollstream.harness.supervisor import ChildSpec, Supervisor; "
+        "import time; from pathlib import Path; "
+        "from rollstream.harness.services.supervisor import ChildSpec, Supervisor; "
         f"s = Supervisor([ChildSpec('one', {child})], Path({str(tmp_path)!r})); s.start(); "
         "print(s.pids()['one'], flush=True); time.sleep(60)"
     )

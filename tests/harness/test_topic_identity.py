@@ -12,7 +12,7 @@ import pytest
 from aiokafka.admin import AIOKafkaAdminClient
 
 from rollstream.eventlog.broker import EmbeddedBroker
-from rollstream.harness.serving import run_until_stopped
+from rollstream.harness.services.serving import run_until_stopped
 from rollstream.harness.topic_identity import check_topics, watch_topics
 from rollstream.schemas.errors import LogError, TruncatedError
 from rollstream.schemas.services import ServiceSettings

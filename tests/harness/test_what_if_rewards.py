@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from rollstream.eventlog.memory_log import MemoryLog
-from rollstream.harness.recorded_tasks import tasks_of
+from rollstream.harness.recorded.recorded_tasks import tasks_of
 from rollstream.harness.replay.assembly import Range
 from rollstream.harness.replay.what_if_rewards import Grading, grade
 from rollstream.producers.registry import register_environment

@@ -4,8 +4,8 @@ from pathlib import Path
 
 from classic_rig import configuration
 
-from rollstream.harness.config_file import resolve
-from rollstream.harness.written_config import written_of
+from rollstream.harness.config.config_file import resolve
+from rollstream.harness.config.written_config import written_of
 
 
 def test_a_configuration_written_out_is_read_as_it_was(tmp_path: Path) -> None:

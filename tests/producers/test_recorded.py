@@ -9,7 +9,7 @@ import pytest
 from pydantic import JsonValue
 
 from rollstream.eventlog.artifacts import ArtifactStore
-from rollstream.harness.recorded_tasks import MAX_INLINE_BYTES, inputs_of, stored, tasks_of
+from rollstream.harness.recorded.recorded_tasks import MAX_INLINE_BYTES, inputs_of, stored, tasks_of
 from rollstream.processors.sequences import join_calls
 from rollstream.producers.conversation import Conversation
 from rollstream.producers.recording import Playing, read_step

@@ -12,7 +12,7 @@ from typing import Any, Literal, TypeVar
 from pydantic import BaseModel, JsonValue
 
 from rollstream.harness import dataset
-from rollstream.harness.config_notes import tell, tell_meaningless
+from rollstream.harness.config.config_notes import tell, tell_meaningless
 from rollstream.harness.remote_rollouts import at_endpoint
 from rollstream.schemas.config import (
     OURS,

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from rollstream.eventlog import codec
-from rollstream.harness.scored_candidates import Candidate, CandidatePair
+from rollstream.harness.recorded.scored_candidates import Candidate, CandidatePair
 from rollstream.producers.recorded_logprobs import read_logprobs
 from rollstream.schemas.finetuning import DPOItem, OpenAIMessage, Trajectory
 from rollstream.schemas.recorded import RecordedTokens

@@ -7,12 +7,12 @@ from typing import Any, NamedTuple
 
 from pydantic import JsonValue, ValidationError, create_model
 
-from rollstream.harness import overrides as given
-from rollstream.harness.config_errors import explain
-from rollstream.harness.config_model import import_modules, model_of
-from rollstream.harness.config_values import check_values
-from rollstream.harness.finetune_config import run_config_of
-from rollstream.harness.yaml_reading import read_yaml
+from rollstream.harness.config import overrides as given
+from rollstream.harness.config.config_errors import explain
+from rollstream.harness.config.config_model import import_modules, model_of
+from rollstream.harness.config.config_values import check_values
+from rollstream.harness.config.finetune_config import run_config_of
+from rollstream.harness.config.yaml_reading import read_yaml
 from rollstream.schemas.config import OURS, ConfigFile, RunConfig, RunConfigurationSection
 from rollstream.schemas.environment import expand
 from rollstream.schemas.errors import ConfigError

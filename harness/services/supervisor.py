@@ -10,8 +10,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from rollstream.harness.lifeline import PARENT
-from rollstream.harness.log_relay import LogRelay
+from rollstream.harness.services.lifeline import PARENT
+from rollstream.harness.services.log_relay import LogRelay
 from rollstream.schemas.errors import RunFailedError
 
 MAX_RESTARTS = 5

@@ -11,7 +11,7 @@ from typing import Any, cast
 import orjson
 from pydantic import JsonValue
 
-from rollstream.harness.dpo_trajectories import CHOSEN, REJECTED, score_diff_of, tokens_of
+from rollstream.harness.recorded.dpo_trajectories import CHOSEN, REJECTED, score_diff_of, tokens_of
 from rollstream.producers.recorded_logprobs import Logprobs, read_logprobs
 from rollstream.producers.recording import NO_LOGPROBS
 from rollstream.schemas.finetuning import DPOItem, EpisodeItem, EpisodeItemRole, Trajectory

@@ -8,15 +8,15 @@ from typing import Any, NamedTuple
 
 import orjson
 
-from rollstream.harness import config_file
-from rollstream.harness import overrides as given
-from rollstream.harness.config_file import Loaded
-from rollstream.harness.finetune_config import RECORDED, block_of
-from rollstream.harness.ingest import KEYS, BadLine, Ingested, read_lines
-from rollstream.harness.recorded_tasks import inputs_of, stored
-from rollstream.harness.settings import artifact_uri
+from rollstream.harness.config import config_file
+from rollstream.harness.config import overrides as given
+from rollstream.harness.config.config_file import Loaded
+from rollstream.harness.config.finetune_config import RECORDED, block_of
+from rollstream.harness.config.settings import artifact_uri
+from rollstream.harness.config.yaml_reading import read_yaml
+from rollstream.harness.recorded.ingest import KEYS, BadLine, Ingested, read_lines
+from rollstream.harness.recorded.recorded_tasks import inputs_of, stored
 from rollstream.harness.workspace import EMBEDDED, Workspace, embedded_broker
-from rollstream.harness.yaml_reading import read_yaml
 from rollstream.producers.nat_selection import Selection
 from rollstream.schemas.errors import ConfigError, DecodeError
 from rollstream.schemas.recorded import RecordedGroup

@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import ValidationError
 
-from rollstream.harness.heartbeat import beat
-from rollstream.harness.lifeline import tie_to_parent
+from rollstream.harness.services.heartbeat import beat
+from rollstream.harness.services.lifeline import tie_to_parent
 from rollstream.harness.topic_identity import Found, check_topics, watch_topics
 from rollstream.harness.workspace import Workspace
 from rollstream.schemas.errors import ConfigError

@@ -6,7 +6,7 @@ from typing import Any
 
 from pydantic import JsonValue
 
-from rollstream.harness.yaml_reading import parse
+from rollstream.harness.config.yaml_reading import parse
 from rollstream.schemas.config import COMPONENT_SECTIONS, NAMED_SECTIONS
 from rollstream.schemas.errors import ConfigError
 

@@ -7,8 +7,8 @@ from typing import Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from rollstream.harness.config_notes import tell_meaningless
-from rollstream.harness.rollstream_config import STRICT, OurAdapterFields, OurBuilderFields, OurTrainerFields
+from rollstream.harness.config.config_notes import tell_meaningless
+from rollstream.harness.config.rollstream_config import STRICT, OurAdapterFields, OurBuilderFields, OurTrainerFields
 from rollstream.schemas.config import AdapterSection, TrainerSection
 from rollstream.schemas.finetuning import TrainerAdapterConfig, TrainerConfig, TrajectoryBuilderConfig
 from rollstream.schemas.settings import AlgorithmSettings, OptimizerSettings

@@ -6,11 +6,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rollstream.eventlog.log import EventLog
-from rollstream.harness import scored_candidates
 from rollstream.harness.classic.trajectories import completions_of, read_assembled, read_steps
-from rollstream.harness.dpo_trajectories import trajectory_of
+from rollstream.harness.recorded import scored_candidates
+from rollstream.harness.recorded.dpo_trajectories import trajectory_of
+from rollstream.harness.recorded.scored_candidates import Candidate, PairSelection
 from rollstream.harness.rollstream_builder import RollstreamTrajectoryBuilder
-from rollstream.harness.scored_candidates import Candidate, PairSelection
 from rollstream.schemas.events import GroupClosed, StepRecorded, TrajectoryAssembled
 from rollstream.schemas.finetuning import Trajectory
 
