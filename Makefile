@@ -4,7 +4,6 @@ BIN := .venv/bin
 DEMO := .rollstream
 # In the order of the folders: else files of few tests, which are the longest ones, come last, and one worker waits for the other.
 PARALLEL ?= -n 2 --dist loadfile --no-loadscope-reorder
-SOURCES := schemas eventlog producers processors learner metrics harness tests benchmarks
 
 export HF_HUB_OFFLINE ?= 1
 export TOKENIZERS_PARALLELISM ?= false
@@ -49,7 +48,7 @@ test: setup ## Everything that a fresh machine can run, two files at a time (PAR
 unit: setup ## The tests that need no broker and are not slow (a minute)
 	$(BIN)/python -m pytest -q $(PARALLEL) -m "not kafka and not slow and not chaos" tests
 
-bench: .venv/.ready ## Speed: medians of three beside their limits; JSON in benchmarks/results
+bench: .venv/.ready ## Speed: medians of several passes; JSON in benchmarks/results
 	$(BIN)/python benchmarks/run.py
 
 chaos: .venv/.ready ## Kill real processes in mid-workload and compare with the oracle (CHAOS="--steps 5000" for less)

@@ -84,6 +84,7 @@ def main() -> None:
     report = {
         "python": f"{platform.python_version()}, built by {platform.python_compiler()}",
         "groups": args.groups,
+        "repeats": args.repeats,
         "events": len(records),
         "fold_steps_per_s": round(statistics.median(pure)),
         "fold_best_steps_per_s": round(max(pure)),

@@ -20,7 +20,7 @@ RECORD_OVERHEAD_BYTES = 128
 
 
 MAX_NOTE_BYTES = 4096
-"""Of the note of a committed offset: Kafka's `offset.metadata.max.bytes`, as brokers have it."""
+"""Of the note of a committed offset: Kafka's default `offset.metadata.max.bytes`; brokers count characters, we bytes."""
 
 
 class TopicPartition(NamedTuple):
@@ -212,7 +212,7 @@ def partition_of(key: str | bytes, num_partitions: int) -> int:
 
 
 def check_notes(notes: Mapping[TopicPartition, str]) -> None:
-    """Raises LogError for a note that no broker keeps."""
+    """Raises LogError for a note above `MAX_NOTE_BYTES`: what is below it, every broker with Kafka's default keeps."""
     for where, note in notes.items():
         size = len(note.encode())
         if size > MAX_NOTE_BYTES:
