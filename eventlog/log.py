@@ -20,7 +20,7 @@ RECORD_OVERHEAD_BYTES = 128
 
 
 MAX_NOTE_BYTES = 4096
-"""Of the note of a committed offset: Kafka's default `offset.metadata.max.bytes`; brokers count characters, we bytes."""
+"""Of the note of a committed offset: Kafka's default `offset.metadata.max.bytes`, of which brokers count characters."""
 
 
 class TopicPartition(NamedTuple):
