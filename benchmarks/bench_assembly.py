@@ -1,6 +1,6 @@
 """The assembly fold alone, in steps a CPU second: over decoded events, and through the codec from record bytes.
 
-python benchmarks/bench_assembly.py --groups 1000 --repeats 5
+python benchmarks/bench_assembly.py --groups 1000 --repeats 9
 """
 
 import argparse
@@ -71,7 +71,7 @@ def main() -> None:
     """Print medians of both, and by which Python."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--groups", type=int, default=1000)
-    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--repeats", type=int, default=9)
     parser.add_argument("--output", type=Path, default=None)
     args = parser.parse_args()
     records = records_of(args.groups)
