@@ -4,7 +4,6 @@ import os
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -39,10 +38,8 @@ def assert_refused(done: subprocess.CompletedProcess[str], *words: str) -> None:
         assert word in done.stderr
 
 
-def test_help_is_shown_in_under_a_second() -> None:
-    began = time.monotonic()
+def test_help_names_every_command() -> None:
     done = rollstream("--help")
-    assert time.monotonic() - began < 1.0
     for command in COMMANDS:
         assert command in done.stdout
 
