@@ -67,9 +67,10 @@ REFUSED = [
 ]
 
 
-@pytest.fixture
-def database(tmp_path: Path) -> Iterator[Database]:
-    found = Database(tmp_path / "metrics.duckdb")
+@pytest.fixture(scope="module")
+def database(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Database]:
+    """One for all of this module: nothing that is asked of it may change it."""
+    found = Database(tmp_path_factory.mktemp("database") / "metrics.duckdb")
     yield found
     found.close()
 
