@@ -45,6 +45,7 @@ def test_every_extra_can_be_installed_beside_the_core(extra: str) -> None:
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.slow
 def test_importing_from_the_checkout_gives_the_installed_package() -> None:
     code = "import rollstream.schemas.base as b; print(b.__name__, b.__file__)"
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd="/")
@@ -53,6 +54,7 @@ def test_importing_from_the_checkout_gives_the_installed_package() -> None:
     assert Path(file) == ROOT / "schemas" / "base.py"
 
 
+@pytest.mark.slow
 def test_help_does_not_load_heavy_libraries() -> None:
     code = (
         "import sys, rollstream.harness.cli\n"

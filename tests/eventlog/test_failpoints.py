@@ -51,6 +51,7 @@ def test_an_unknown_name_is_an_error_that_lists_the_known_ones():
     assert from_environment({}) is None
 
 
+@pytest.mark.slow
 def test_the_environment_has_a_process_kill_itself_and_once_only_if_a_folder_keeps_that(tmp_path):
     code = (
         f"from rollstream.eventlog.failpoints import failpoint\nfor _ in range(3): failpoint({NAME!r})\nprint('done')"

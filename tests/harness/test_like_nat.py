@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-pytestmark = pytest.mark.skipif(find_spec("nat") is None, reason="needs rollstream[nat]")
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(find_spec("nat") is None, reason="needs rollstream[nat]")]
 OURS, THEIRS = 0, 1
 
 

@@ -92,6 +92,7 @@ asyncio.run(leaving_nobody("producers", work(), within_s=0.2))
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("how", "status"), [("fails", 1), ("ends", 0)])
 def test_a_service_ends_although_a_task_that_it_leaves_behind_does_not(how: str, status: int) -> None:
     done = subprocess.run([sys.executable, "-c", WILL_NOT_STOP, how], capture_output=True, text=True, timeout=30)

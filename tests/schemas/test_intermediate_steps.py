@@ -49,6 +49,7 @@ def test_what_an_installed_nat_dumps_comes_out_as_it_went_in(dumped):
     assert len(kinds) == 18
 
 
+@pytest.mark.slow
 def test_a_langchain_agents_run_of_an_installed_nat_is_read_call_by_call(dumped):
     steps = [IntermediateStep.model_validate_json(line) for line in dumped[36:]]
     recorded = recorded_steps(steps, Selection())
