@@ -30,8 +30,12 @@ SAFE_CONFIG: dict[str, Any] = {
     "threads": "1",
     "memory_limit": "2GB",
     "max_temp_directory_size": "4GB",
+    "default_block_size": "65536",
 }
-"""No file, no network, no Python variable is reached from SQL, and no query can change that."""
+"""No file, no network, no Python variable is reached from SQL, and no query can change that.
+
+Blocks are small: every column of every table takes one, so that a run of minutes had a file of 13 MB, now of 3.5.
+"""
 
 Rows = Mapping[str, Sequence[Mapping[str, Any]]]
 """Rows by table name in schema `log`."""

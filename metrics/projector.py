@@ -24,6 +24,8 @@ logger = logging.getLogger(__name__)
 POLL_RECORDS = 500
 BATCH_ROWS = 20_000
 """Rows of one transaction, at most one poll more."""
+POLL_S = 1.0
+"""Wait for records at the log's end; a service that is asked to end waits as long at most."""
 PAUSE_S = 0.5
 """Between two rounds when the log's end is reached, so that transactions are few and large."""
 
@@ -72,7 +74,7 @@ class Projector:
         reader = await self._log.reader(self._done)
         try:
             while not self._stopping:
-                if await self._round(reader, timeout_s=1.0) < POLL_RECORDS:
+                if await self._round(reader, timeout_s=POLL_S) < POLL_RECORDS:
                     await self._pause()
             ends = await self.ends()
             while not self._is_at(ends):

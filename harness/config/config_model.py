@@ -1,8 +1,8 @@
 """The model of a whole file, its components' blocks told apart by `_type` among what is registered."""
 
 import importlib
-from collections.abc import Mapping
-from functools import reduce
+from collections.abc import Mapping, Sequence
+from functools import lru_cache, reduce
 from operator import or_
 from typing import Annotated, Any
 
@@ -14,6 +14,8 @@ from rollstream.schemas.errors import ConfigError
 from rollstream.schemas.finetuning import ComponentConfig
 
 PYTHON = "python:"
+Choice = tuple[str, tuple[tuple[str, type[ComponentConfig]], ...]]
+"""A section, and by `_type` what its blocks may be."""
 
 
 def model_of(written: Mapping[str, Any]) -> type[ConfigFile]:
@@ -22,15 +24,22 @@ def model_of(written: Mapping[str, Any]) -> type[ConfigFile]:
     A `_type` is a registered name, or `python:module.ConfigClass` of a module that registers what it has.
     """
     _import_what_is_needed(written)
-    fields: dict[str, Any] = {}
+    choices: list[Choice] = []
     for section in COMPONENT_SECTIONS:
         named = {name: _imported(section, name, place) for place, name in _types(written, section) if _is_path(name)}
-        fields[section] = (dict[str, _union({**registry.config_types(section), **named})], ...)
+        choices.append((section, tuple(sorted({**registry.config_types(section), **named}.items()))))
+    return _model(tuple(choices))
+
+
+@lru_cache(maxsize=8)
+def _model(choices: tuple[Choice, ...]) -> type[ConfigFile]:
+    """The model for these choices; pydantic takes milliseconds to make one."""
+    fields: dict[str, Any] = {section: (dict[str, _union(types)], ...) for section, types in choices}
     return create_model("ConfigFile", __base__=ConfigFile, **fields)
 
 
-def _union(types: Mapping[str, type[ComponentConfig]]) -> Any:
-    tagged = [Annotated[config_type, Tag(name)] for name, config_type in sorted(types.items())]
+def _union(types: Sequence[tuple[str, type[ComponentConfig]]]) -> Any:
+    tagged = [Annotated[config_type, Tag(name)] for name, config_type in types]
     return Annotated[reduce(or_, tagged), Discriminator(_tag)]
 
 

@@ -2,11 +2,14 @@
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import pytest
 
 from rollstream.eventlog.artifacts import ArtifactStore
+from rollstream.metrics.database import Database
 from rollstream.schemas import events, ids, tokens
 from rollstream.schemas.base import Event, Locator
 from rollstream.schemas.events_rollouts import Completion, LLMCall, TokenSequence, VersionSpan
@@ -250,6 +253,21 @@ class SyntheticRun:
 @pytest.fixture
 def synthetic() -> SyntheticRun:
     return SyntheticRun()
+
+
+def empty_file(folder: Path) -> Path:
+    """A metrics file with its tables and views and no row; copied, for making one takes a tenth of a second."""
+    path = folder / "metrics.duckdb"
+    path.write_bytes(_empty())
+    return path
+
+
+@cache
+def _empty() -> bytes:
+    with TemporaryDirectory() as folder:
+        path = Path(folder) / "metrics.duckdb"
+        Database(path).close()
+        return path.read_bytes()
 
 
 @pytest.fixture

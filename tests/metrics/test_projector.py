@@ -10,11 +10,13 @@ import pytest
 from rollstream.eventlog.dead_letters import send_dead_letter
 from rollstream.eventlog.log import EventLog, TopicPartition
 from rollstream.eventlog.memory_log import MemoryLog
-from rollstream.metrics.database import Database, MetricsFileError
+from rollstream.metrics.database import Database, MetricsFileError, connect
 from rollstream.metrics.projector import Projector, project_to_end
 from rollstream.schemas import events
 from rollstream.schemas.base import Event
 from rollstream.schemas.errors import DecodeError
+
+from .conftest import empty_file
 
 
 def project_all(log: EventLog, path: Path) -> None:
@@ -29,11 +31,8 @@ def log_of(found: list[Event]) -> MemoryLog:
 
 
 def ask(path: Path, sql: str) -> list[Any]:
-    database = Database(path)
-    try:
-        return database.cursor().execute(sql).fetchall()
-    finally:
-        database.close()
+    with connect(path, read_only=True) as connection:
+        return connection.execute(sql).fetchall()
 
 
 ALL = [
@@ -46,18 +45,14 @@ ALL = [
 
 def everything(path: Path) -> dict[str, list[Any]]:
     """All rows of all public tables; of offsets all but the clock time."""
-    database = Database(path)
-    try:
-        cursor = database.cursor()
-        found = {name: cursor.execute(f"SELECT * FROM {name} ORDER BY ALL").fetchall() for name in ALL}
-    finally:
-        database.close()
+    with connect(path, read_only=True) as connection:
+        found = {name: connection.execute(f"SELECT * FROM {name} ORDER BY ALL").fetchall() for name in ALL}
     found["offsets"] = [row[:3] for row in found["offsets"]]
     return found
 
 
 def test_every_public_table_has_the_run(tmp_path: Path, synthetic: Any) -> None:
-    path = tmp_path / "metrics.duckdb"
+    path = empty_file(tmp_path)
     project_all(log_of(list(synthetic.all_events())), path)
     found = everything(path)
     num_groups = 9
@@ -71,7 +66,7 @@ def test_every_public_table_has_the_run(tmp_path: Path, synthetic: Any) -> None:
 
 
 def test_the_epoch_summary_shows_the_rl_epochs_in_order(tmp_path: Path, synthetic: Any) -> None:
-    path = tmp_path / "metrics.duckdb"
+    path = empty_file(tmp_path)
     project_all(log_of(list(synthetic.all_events())), path)
     found = ask(
         path, "SELECT epoch, round(avg_reward, 6), trained_groups, groups, zero_variance_groups FROM epoch_summary"
@@ -85,7 +80,7 @@ def test_a_training_step_shows_the_preference_accuracy_that_it_told(tmp_path: Pa
     made = list(synthetic.all_events())
     last = max(at for at, event in enumerate(made) if isinstance(event, events.StepTrained))
     made[last] = made[last].model_copy(update={"metrics": told})
-    path = tmp_path / "metrics.duckdb"
+    path = empty_file(tmp_path)
     project_all(log_of(made), path)
     found = ask(path, "SELECT loss, preference_accuracy, preference_margin, metrics['dpo/pairs'] FROM training_steps")
     assert found[-1] == (0.5, 0.75, 0.125, 8.0)
@@ -93,7 +88,7 @@ def test_a_training_step_shows_the_preference_accuracy_that_it_told(tmp_path: Pa
 
 
 def test_every_attempt_has_one_outcome_and_they_add_up(tmp_path: Path, synthetic: Any) -> None:
-    path = tmp_path / "metrics.duckdb"
+    path = empty_file(tmp_path)
     project_all(log_of(list(synthetic.all_events())), path)
     found = ask(path, "SELECT outcome, cause, count(*), sum(tokens) FROM outcomes GROUP BY ALL ORDER BY ALL")
     assert found == [
@@ -130,8 +125,9 @@ def test_calls_without_log_probabilities_are_waste_of_a_trained_rollout(tmp_path
         if event.kind == "group_closed" and event.index < 2:
             members = tuple(m.model_copy(update={"num_without_logprobs": m.member}) for m in event.members)
             found[place] = event.model_copy(update={"members": members})
-    project_all(log_of(found), tmp_path / "metrics.duckdb")
-    wasted = ask(tmp_path / "metrics.duckdb", "SELECT cause, outcome, num_rollouts, num_tokens FROM wasted_tokens")
+    path = empty_file(tmp_path)
+    project_all(log_of(found), path)
+    wasted = ask(path, "SELECT cause, outcome, num_rollouts, num_tokens FROM wasted_tokens")
     assert wasted == [
         ("zero_variance", "rejected", 12, 120),
         ("no_logprobs", "trained", 2 * 2 * 3, 2 * 2 * 6),
@@ -205,7 +201,7 @@ def test_what_is_no_event_shows_only_in_the_dead_letters(tmp_path: Path) -> None
             await send_dead_letter(log, record, service="assemble", stage="decode", error=DecodeError("not UTF-8 JSON"))
 
     asyncio.run(fill())
-    path = tmp_path / "metrics.duckdb"
+    path = empty_file(tmp_path)
     project_all(log, path)
     found = ask(path, 'SELECT run_id, topic, "partition", "offset", reason, size_bytes FROM dead_letters')
     assert found == [("r", "steps", 1, 0, "not UTF-8 JSON", 1)]
@@ -217,7 +213,7 @@ def test_what_is_no_event_shows_only_in_the_dead_letters(tmp_path: Path) -> None
 def test_a_void_term_publishes_nothing(tmp_path: Path, synthetic: Any) -> None:
     zombie = synthetic.published("b", "rl", 1).model_copy(update={"weights_sha256": "f" * 64})
     found = [synthetic.claim(1), synthetic.claim(2), zombie, synthetic.published("b", "rl", 2)]
-    path = tmp_path / "metrics.duckdb"
+    path = empty_file(tmp_path)
     project_all(log_of(found), path)
     assert ask(path, "SELECT term FROM weight_versions") == [(2,)]
 
@@ -226,7 +222,7 @@ def test_a_second_end_of_an_attempt_decides_nothing(tmp_path: Path) -> None:
     common = {"run_id": "r", "time_ms": 1, "group_id": "r/j/e/t", "rollout_id": "r/j/e/t/m0/a0"}
     lost = events.RolloutFailed.model_validate(common | {"cause": "producer_lost"})
     late = events.RolloutEnded.model_validate(common | {"num_steps": 0, "num_rewards": 0, "digest": "e"})
-    path = tmp_path / "metrics.duckdb"
+    path = empty_file(tmp_path)
     project_all(log_of([lost, late]), path)
     assert ask(path, "SELECT state, cause FROM rollouts") == [("failed", "producer_lost")]
 
@@ -240,33 +236,34 @@ def test_the_file_of_another_cluster_is_refused(tmp_path: Path) -> None:
 
 
 def test_tables_of_another_version_are_filled_again(tmp_path: Path, synthetic: Any) -> None:
-    path = tmp_path / "metrics.duckdb"
+    path = empty_file(tmp_path)
     log = log_of(list(synthetic.all_events()))
     project_all(log, path)
     before = everything(path)
     database = Database(path)
     database.cursor().execute("UPDATE log.meta SET value = 'old' WHERE name = 'tables_sha256'")
     database.close()
+    Database(path).close()
     assert ask(path, "SELECT * FROM runs") == []
     project_all(log, path)
     assert everything(path) == before
 
 
 def test_views_of_another_version_are_made_anew_and_rows_stay(tmp_path: Path, synthetic: Any) -> None:
-    path = tmp_path / "metrics.duckdb"
+    path = empty_file(tmp_path)
     project_all(log_of(list(synthetic.all_events())), path)
     before = everything(path)
     with duckdb.connect(str(path)) as connection:
         connection.execute("CREATE OR REPLACE VIEW epoch_summary AS SELECT 'old' AS run_id")
         connection.execute("UPDATE log.meta SET value = 'old' WHERE name = 'views_sha256'")
-    assert everything(path) == before
+    Database(path).close()
     assert everything(path) == before
 
 
 def test_an_attempt_that_a_run_leaves_behind_is_dead(tmp_path: Path, synthetic: Any) -> None:
     found = list(synthetic.all_events())
     first = next(i for i, event in enumerate(found) if isinstance(event, events.RolloutStarted))
-    path = tmp_path / "metrics.duckdb"
+    path = empty_file(tmp_path)
     log = log_of(found[: first + 2])
     project_all(log, path)
     assert ask(path, "SELECT outcome, cause, tokens FROM outcomes") == [("open", "running", 5)]

@@ -20,6 +20,8 @@ from rollstream.metrics.result import Result
 from rollstream.metrics.select_only import run_select
 from rollstream.schemas.errors import QueryError
 
+from .conftest import empty_file
+
 RESULT = Result(
     columns=("epoch", "avg_reward", "cause"),
     types=("BIGINT", "DOUBLE", "VARCHAR"),
@@ -63,7 +65,7 @@ def test_parquet_keeps_types_and_values(tmp_path: Path) -> None:
         "SELECT 1 AS a, TIMESTAMP '2026-01-02 03:04:05.25' AS a, MAP {'x/y': 1.5} AS m, [1, NULL] AS l, true AS b, "
         "1.5::DECIMAL(6, 2) AS d, NULL::VARCHAR AS n, 'nan'::DOUBLE AS f, '{\"k\": 1}'::JSON AS j"
     )
-    database = Database(tmp_path / "metrics.duckdb")
+    database = Database(empty_file(tmp_path))
     result = run_select(database.cursor(), sql, limit=10, timeout_s=5)
     database.close()
     with duckdb.connect() as connection:
@@ -99,7 +101,7 @@ def fill(workspace: Path, synthetic: Any) -> None:
     """Write a run into a workspace's file, straight from its events."""
     encoded = [encode(event) for event in synthetic.all_events()]
     records = [Record(e.topic, 0, i, e.key, e.value, e.headers, 0) for i, e in enumerate(encoded)]
-    database = Database(workspace / "metrics.duckdb")
+    database = Database(empty_file(workspace))
     database.write(project(records), {})
     database.close()
 

@@ -17,7 +17,7 @@ import duckdb
 import pytest
 
 from rollstream.eventlog.memory_log import MemoryLog
-from rollstream.metrics import service
+from rollstream.metrics import projector, service
 from rollstream.metrics.client import query
 from rollstream.metrics.database import Database
 from rollstream.metrics.select_only import run_select
@@ -73,6 +73,12 @@ def database(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Database]:
     found = Database(tmp_path_factory.mktemp("database") / "metrics.duckdb")
     yield found
     found.close()
+
+
+@pytest.fixture(autouse=True)
+def _no_long_polls(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A service that is asked to end finishes its poll of a quiet log first."""
+    monkeypatch.setattr(projector, "POLL_S", 0.05)
 
 
 @contextmanager

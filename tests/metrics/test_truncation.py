@@ -12,6 +12,8 @@ from rollstream.metrics.database import Database
 from rollstream.metrics.projector import Projector
 from rollstream.schemas.errors import TruncatedError
 
+from .conftest import empty_file
+
 
 def project(log: MemoryLog, path: Path) -> None:
     database = Database(path)
@@ -24,7 +26,7 @@ def project(log: MemoryLog, path: Path) -> None:
 
 
 def test_rows_that_were_removed_before_they_were_read_stop_the_projector(tmp_path: Path, synthetic: Any) -> None:
-    path, events = tmp_path / "metrics.duckdb", list(synthetic.all_events())
+    path, events = empty_file(tmp_path), list(synthetic.all_events())
     log = MemoryLog(num_partitions=2)
     asyncio.run(log.send_all(events[:20]))
     project(log, path)
@@ -42,7 +44,7 @@ def test_rows_that_were_removed_before_they_were_read_stop_the_projector(tmp_pat
 
 
 def test_what_was_read_may_be_removed(tmp_path: Path, synthetic: Any) -> None:
-    path = tmp_path / "metrics.duckdb"
+    path = empty_file(tmp_path)
     log = MemoryLog(num_partitions=2)
     asyncio.run(log.send_all(list(synthetic.all_events())))
     project(log, path)
@@ -51,7 +53,7 @@ def test_what_was_read_may_be_removed(tmp_path: Path, synthetic: Any) -> None:
 
 
 def test_a_log_that_ends_before_the_file_does_is_another_one(tmp_path: Path, synthetic: Any) -> None:
-    path = tmp_path / "metrics.duckdb"
+    path = empty_file(tmp_path)
     log = MemoryLog(num_partitions=2)
     asyncio.run(log.send_all(list(synthetic.all_events())))
     project(log, path)

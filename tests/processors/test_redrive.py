@@ -26,7 +26,7 @@ class Line:
 
     def __init__(self, path):
         self.log = MemoryLog(num_partitions=1)
-        self.path = path
+        self.database = Database(path)
         self._store = ArtifactStore("/nowhere")
         self._shell = AssembleShell(self.log, None, service="processors-1")
 
@@ -60,14 +60,10 @@ class Line:
         return [event for event in events if isinstance(event, GroupClosed)]
 
     async def ask(self, sql):
-        database = Database(self.path)
-        try:
-            projector = Projector(self.log, database)
-            projector.stop()
-            await projector.run()
-            return database.cursor().execute(sql).fetchall()
-        finally:
-            database.close()
+        projector = Projector(self.log, self.database)
+        projector.stop()
+        await projector.run()
+        return self.database.cursor().execute(sql).fetchall()
 
     async def outcomes(self):
         found = await self.ask("SELECT rollout_id, outcome, cause, tokens FROM outcomes ORDER BY ALL")
@@ -77,7 +73,9 @@ class Line:
 
 @pytest.fixture
 def line(tmp_path):
-    return Line(tmp_path / "metrics.duckdb")
+    line = Line(tmp_path / "metrics.duckdb")
+    yield line
+    line.database.close()
 
 
 @pytest.mark.parametrize("which", [BEGIN, STEP, OTHER_STEP, REWARD, END])

@@ -7,6 +7,7 @@ import sys
 
 import pytest
 
+from rollstream.producers import rollout
 from rollstream.producers.registry import register_environment
 from rollstream.producers.rollout import run_rollout
 from rollstream.producers.scripted_engine import ScriptedEngine
@@ -75,7 +76,7 @@ async def hangs(session):
 async def will_not_stop(session):
     for _ in range(15):
         try:
-            await asyncio.sleep(0.1)
+            await asyncio.sleep(0.02)
         except asyncio.CancelledError:
             with contextlib.suppress(EnvironmentRunError):
                 await session.reward(1.0)
@@ -134,7 +135,8 @@ def test_an_environment_that_hangs_times_out_and_keeps_what_it_did(play):
     assert len(played.steps) == 1
 
 
-def test_an_environment_that_will_not_stop_records_nothing_after_its_end(play):
+def test_an_environment_that_will_not_stop_records_nothing_after_its_end(play, monkeypatch):
+    monkeypatch.setattr(rollout, "GRACE_S", 0.1)
     played = play(task_of("test_will_not_stop", rollout_timeout_s=0.05))
     assert played.last.cause == "timeout"
     assert played.rewards == []
