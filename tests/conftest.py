@@ -4,6 +4,7 @@ import atexit
 import gc
 import logging
 import os
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -16,9 +17,16 @@ os.environ.setdefault("JDK_JAVA_OPTIONS", "-XX:TieredStopAtLevel=1")
 """Brokers of tests live for seconds: compiling their code a second time would cost more than it brings."""
 
 
+sys.modules["sklearn"] = None  # type: ignore[assignment]
+"""transformers imports it, and it scipy, where NAT has brought it: two seconds a process for what nobody asks."""
+
 settings.register_profile("any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow], max_examples=60)
 settings.load_profile("any machine")
 """A busy machine is no fault of what is tested."""
+
+if "PYTEST_XDIST_WORKER" in os.environ:
+    atexit.register(os._exit, 0)
+    """A worker has told all: to take its objects down one by one takes seconds, and DuckDB tells a page of leaks."""
 
 gc.disable()
 """Imports and collecting leave few cycles and many objects, which would be looked through again and again."""

@@ -7,8 +7,8 @@ from nat.data_models import finetuning as nats
 from nat.data_models.config import Config
 from nat.finetuning.interfaces.trainer_adapter import TrainerAdapter
 from nat.finetuning.interfaces.trajectory_builder import TrajectoryBuilder
-from nat.runtime.loader import PluginTypes, discover_and_register_plugins
 
+from rollstream.harness.nat import register  # noqa: F401  (the types of FILE)
 from rollstream.harness.nat.components import NatTrainer
 from rollstream.harness.nat.configs import NatTrainerConfig
 from rollstream.schemas.errors import RunFailedError
@@ -86,7 +86,6 @@ class EmptyBuilder(Builder):
 
 def run(folder, *ends, builder=Builder):
     """The trainer, what it was bound to, and what it said of two epochs."""
-    discover_and_register_plugins(PluginTypes.CONFIG_OBJECT)
     config = Config.model_validate(FILE)
     finetune = config.finetuning
     finetune.output_dir = folder
