@@ -16,6 +16,7 @@ import contextlib
 import logging
 from collections.abc import Callable, Coroutine, Iterable
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import count
 from typing import Any
 
@@ -35,6 +36,8 @@ MAX_UNDER_WAY = 32
 """Sends under way before a further batch waits."""
 
 Evolve = Callable[[assembly.AssemblyState, Received], list[assembly.Closing]]
+Sending = Callable[[], Coroutine[Any, Any, None]]
+"""No coroutine yet: a task that is cancelled before its first step leaves none unawaited."""
 
 logger = logging.getLogger(__name__)
 
@@ -95,7 +98,7 @@ class AssembleShell:
             return
         if closings:
             failpoint("assemble/after-fold-before-send")
-            self._begin(known, min(one.first_offset for one in closings), self._publish(closings))
+            self._begin(known, min(one.first_offset for one in closings), partial(self._publish, closings))
         del known.held[number]
         await asyncio.sleep(0)
 
@@ -139,12 +142,12 @@ class AssembleShell:
                 closings += self._fold_record(known.state, record)
             except DecodeError as error:
                 known.state.next_offset = record.offset + 1
-                self._begin(known, record.offset, self._bury(record, error, "assemble"))
+                self._begin(known, record.offset, partial(self._bury, record, error, "assemble"))
             except FoldError as error:
                 if is_broken(known.unfolded | dead, record.offset):
                     raise
                 logger.error("%s; it goes to the dead letters", error, exc_info=error.__cause__)
-                self._begin(known, record.offset, self._bury(record, error.__cause__ or error, "fold"))
+                self._begin(known, record.offset, partial(self._bury, record, error.__cause__ or error, "fold"))
                 known.unfolded = {offset for offset in known.unfolded if offset >= low_water} | {record.offset}
                 state = assembly.initial(low_water)
                 for group_id in closed:
@@ -190,7 +193,7 @@ class AssembleShell:
         known.held[number] = offset
         return number
 
-    def _begin(self, known: _Partition, offset: int, sending: Coroutine[Any, Any, None]) -> None:
+    def _begin(self, known: _Partition, offset: int, sending: Sending) -> None:
         task = asyncio.ensure_future(self._release(known, self._hold(known, offset), sending))
         self._sends.add(task)
         task.add_done_callback(self._tell_failure)
@@ -199,8 +202,8 @@ class AssembleShell:
         if not task.cancelled() and task.exception() is not None:
             self._has_failed.set()
 
-    async def _release(self, known: _Partition, number: int, sending: Coroutine[Any, Any, None]) -> None:
-        await sending
+    async def _release(self, known: _Partition, number: int, sending: Sending) -> None:
+        await sending()
         del known.held[number]
 
     async def _publish(self, closings: list[assembly.Closing]) -> None:

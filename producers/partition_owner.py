@@ -8,6 +8,7 @@ import asyncio
 import json
 import re
 from collections.abc import Callable, Coroutine
+from functools import partial
 from typing import Any
 
 from rollstream.eventlog import codec
@@ -22,6 +23,8 @@ from rollstream.schemas.events import GroupStarted, TaskCancelled, TaskRequested
 
 _GROUP_ID = re.compile(r"(?P<job>[^/]+/[^/]+)/(?P<kind>[ev])(?P<epoch>\d+)(-[0-9a-f]+)?/t(?P<index>\d+)")
 
+Work = Callable[[], Coroutine[Any, Any, None]]
+"""No coroutine yet: a task that is cancelled before its first step leaves none unawaited."""
 Spawn = Callable[[Coroutine[Any, Any, None]], "asyncio.Task[None]"]
 
 
@@ -67,7 +70,7 @@ class PartitionOwner:
         try:
             event = codec.decode(record, num_partitions=self._num_partitions).event
         except DecodeError as error:
-            self._begin(record.offset, self._bury(record, error))
+            self._begin(record.offset, partial(self._bury, record, error))
         else:
             if isinstance(event, TaskRequested):
                 self._request(record.offset, event)
@@ -135,7 +138,7 @@ class PartitionOwner:
         elif task.group_id in self._cancelled:
             run.stop(CANCELLED)
         self._runs[task.group_id] = run
-        self._begin(offset, self._run(run))
+        self._begin(offset, partial(self._run, run))
 
     async def _run(self, run: GroupRun) -> None:
         await run.run()
@@ -176,13 +179,13 @@ class PartitionOwner:
         )
         await self._writer.send(started)
 
-    def _begin(self, offset: int, work: Coroutine[Any, Any, None]) -> None:
+    def _begin(self, offset: int, work: Work) -> None:
         self._unsettled[offset] = None
         task = self._spawn(self._settle(offset, work))
         self._working.add(task)
         task.add_done_callback(self._working.discard)
 
-    async def _settle(self, offset: int, work: Coroutine[Any, Any, None]) -> None:
-        await work
+    async def _settle(self, offset: int, work: Work) -> None:
+        await work()
         del self._unsettled[offset]
         self._on_progress()

@@ -1,15 +1,19 @@
 """A partition of tasks changes hands: what the old owner left open is closed, and only missing members run again."""
 
 import asyncio
+import gc
 import json
 import sys
+import warnings
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from rollstream.eventlog.log import TopicPartition
 from rollstream.eventlog.memory_log import MemoryLog
 from rollstream.producers.group_run import MAX_LOST
+from rollstream.producers.partition_owner import PartitionOwner
 from rollstream.schemas.events import (
     GroupStarted,
     RolloutEnded,
@@ -317,6 +321,32 @@ def test_a_worker_that_is_stopped_commits_what_is_settled_and_leaves_the_rest():
         assert second.rollouts.calls == [(r.task(1).group_id, 1, 1)]
 
     asyncio.run(main())
+
+
+def test_a_worker_that_is_stopped_as_a_task_comes_leaves_no_coroutine_unawaited(monkeypatch):
+    accept, stopping = PartitionOwner.accept, []
+
+    def accept_while_stopping(owner, record):
+        stopping.append(process.task.cancel())
+        accept(owner, record)
+
+    async def main():
+        nonlocal process
+        log = MemoryLog(num_partitions=1)
+        await log.send(r.task())
+        process = r.Process(log)
+        await asyncio.wait({process.task})
+        assert stopping
+        assert process.task.cancelled()
+        assert process.rollouts.calls == []
+
+    process: Any = None
+    monkeypatch.setattr(PartitionOwner, "accept", accept_while_stopping)
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        asyncio.run(main())
+        gc.collect()
+    assert [str(one.message) for one in found] == []
 
 
 def test_a_void_group_is_not_opened_twice_by_two_owners():
