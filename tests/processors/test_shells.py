@@ -166,7 +166,7 @@ def test_a_send_that_fails_is_told_without_a_further_batch():
         log = Refusing(num_partitions=1)
         shell = AssembleShell(log, None, service="p")
         await shell.take(await steps_batch(log, [started(0, size=1), *attempt()]))
-        await asyncio.wait_for(shell.failed(), 1)
+        await asyncio.wait_for(shell.failed(), 30)
         with pytest.raises(LogError, match="refused"):
             await shell.drain()
 

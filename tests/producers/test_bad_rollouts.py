@@ -172,7 +172,7 @@ def test_an_attempt_that_is_faster_than_the_log_waits_for_it():
             sent.append(event)
 
         async with Outbox(send) as outbox:
-            async with asyncio.timeout(5):
+            async with asyncio.timeout(30):
                 for event in events:
                     await outbox.put(event)
                     await asyncio.sleep(0)  # the first one is on its way
@@ -180,7 +180,7 @@ def test_an_attempt_that_is_faster_than_the_log_waits_for_it():
             await asyncio.wait({putting}, timeout=0.05)
             assert not putting.done()
             gate.set()
-            await asyncio.wait_for(putting, 5)
+            await asyncio.wait_for(putting, 30)
         assert sent == [*events, last]
 
     asyncio.run(main())

@@ -170,13 +170,16 @@ def test_event_time_goes_on_from_the_last_record_and_not_from_the_wall_clock():
 def test_a_zombie_changes_nothing():
     async def main():
         log = MemoryLog(num_partitions=1)
-        zombie = r.Process(r.Wire(log, is_zombie=True), rollouts=hanging((0, 0), (1, 0)), name="zombie")
+        its_events = 1 + 2 * (1 + r.NUM_STEPS + 2)  # the group's start, both attempts to their ends, and not one more
+        wire = r.Wire(log, is_zombie=True, cut_after=its_events)
+        zombie = r.Process(wire, rollouts=hanging((0, 0), (1, 0)), name="zombie", tick_s=60)
         await log.send(r.task(num_rollouts=2))
         await r.until(lambda: _has(log, RolloutStarted, 2))
         await zombie.wire.expel()
         async with r.Process(log, name="heir") as heir:
             await r.until(lambda: _has(log, RolloutFailed, 2))
             zombie.rollouts.go_on.set()
+            await r.until(lambda: _has(log, RolloutEnded, 4))
             await r.until(lambda: r.all_settled(log, 1))
             await r.until(lambda: _committed(heir, 1))
         await zombie.kill()

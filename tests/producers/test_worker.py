@@ -290,7 +290,7 @@ def test_an_error_of_a_send_ends_the_worker():
         process = r.Process(Refusing(log))
         await log.send(r.task())
         with pytest.raises(OSError, match="the disk is full"):
-            await asyncio.wait_for(process.task, 5)
+            await asyncio.wait_for(process.task, 30)
 
     asyncio.run(main())
 
