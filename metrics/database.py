@@ -34,7 +34,7 @@ SAFE_CONFIG: dict[str, Any] = {
 }
 """No file, no network, no Python variable is reached from SQL, and no query can change that.
 
-Blocks are small: every column of every table takes one, so that a run of minutes had a file of 13 MB, now of 3.5.
+Blocks are small: every column of every table takes at least one, which is most of a short run's file.
 """
 
 Rows = Mapping[str, Sequence[Mapping[str, Any]]]

@@ -20,7 +20,7 @@ os.environ.setdefault("JDK_JAVA_OPTIONS", "-XX:TieredStopAtLevel=1")
 sys.modules["sklearn"] = None  # type: ignore[assignment]
 """transformers imports it, and it scipy, where NAT has brought it: two seconds a process for what nobody asks."""
 
-settings.register_profile("any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow], max_examples=60)
+settings.register_profile("any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("any machine")
 """A busy machine is no fault of what is tested."""
 
@@ -29,20 +29,28 @@ if "PYTEST_XDIST_WORKER" in os.environ:
     """A worker has told all: to take its objects down one by one takes seconds, and DuckDB tells a page of leaks."""
 
 gc.disable()
-"""Imports and collecting leave few cycles and many objects, which would be looked through again and again."""
+"""Imports and collecting leave few cycles and many objects, which would be looked through again and again. (The
+controller of workers runs no test and stays so.)"""
 
 
 def pytest_collection_finish() -> None:
     """Take off every test what its imports would cost it: together a seventh of the time."""
-    # Look for cycles in what imports have made never, and in the rest seldom.
     gc.freeze()
-    gc.set_threshold(50_000, 20, 20)
+    gc.set_threshold(50_000, 20, 20)  # seldom: `_garbage` looks after each file
     gc.enable()
     atexit.register(gc.unfreeze)  # DuckDB tells a page of leaks at the exit of a process that keeps its types
     # pytest's handlers go to the root logger, and thrice a test to every logger that hands nothing on to it.
     for name, logger in logging.root.manager.loggerDict.items():
         if name.startswith("torch") and isinstance(logger, logging.Logger):
             logger.propagate = True
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _garbage() -> Iterator[None]:
+    """What a file leaves in cycles, if it is an error, fails its last test: at a worker's end nobody would hear it."""
+    yield
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope="session")

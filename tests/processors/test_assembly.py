@@ -3,7 +3,7 @@
 from itertools import chain
 
 import hypothesis.strategies as st
-from hypothesis import given
+from hypothesis import given, settings
 from steps_rig import RUN, attempt, closings_of, content, failed, fold, group, received_of, started, tick
 
 from rollstream.eventlog import codec
@@ -241,6 +241,7 @@ def _partition(draw):
     return groups, events
 
 
+@settings(max_examples=60)
 @given(_partition())
 def test_any_interleaving_and_any_repeats_close_the_same_groups(drawn):
     groups, events = drawn
@@ -250,6 +251,7 @@ def test_any_interleaving_and_any_repeats_close_the_same_groups(drawn):
     assert content(closings) == content(alone)
 
 
+@settings(max_examples=60)
 @given(_partition(), st.data())
 def test_a_fold_from_the_low_water_mark_closes_what_was_open_in_the_same_way(drawn, data):
     _, events = drawn

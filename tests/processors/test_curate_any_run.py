@@ -2,7 +2,7 @@
 
 from collections import Counter
 
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rollstream.eventlog import codec
@@ -152,6 +152,7 @@ def folded(partition, state, records):
     ]
 
 
+@settings(max_examples=150)
 @given(plans=st.lists(PLANS, min_size=1, max_size=2), random=RANDOMS)
 def test_every_complete_trajectory_is_planned_or_rejected_once(
     plans, random, new_partition, make_closed, make_member, pick
@@ -167,6 +168,7 @@ def test_every_complete_trajectory_is_planned_or_rejected_once(
     assert partition.state.low_water is None or any(plan["planning"] == "submitted" for plan in plans)
 
 
+@settings(max_examples=100)
 @given(plans=st.lists(PLANS, min_size=1, max_size=2), random=RANDOMS)
 def test_manifests_chain_and_keep_the_staleness_bound(plans, random, new_partition, make_closed, make_member, pick):
     partition = simulate(new_partition, plans, random, make_closed, make_member)
@@ -186,6 +188,7 @@ def test_manifests_chain_and_keep_the_staleness_bound(plans, random, new_partiti
             previous = codec.content_digest(batch)
 
 
+@settings(max_examples=100)
 @given(plans=st.lists(PLANS, min_size=1, max_size=2), random=RANDOMS)
 def test_an_epoch_whose_groups_are_all_closed_is_sealed_once(
     plans, random, new_partition, make_closed, make_member, pick
@@ -216,6 +219,7 @@ def test_an_epoch_whose_groups_are_all_closed_is_sealed_once(
     assert all(count == 1 for count in sealed.values())
 
 
+@settings(max_examples=100)
 @given(plans=st.lists(PLANS, min_size=1, max_size=2), random=RANDOMS, where=st.floats(0, 1))
 def test_folding_again_or_from_the_low_water_mark_gives_the_same_bytes(
     plans, random, where, new_partition, make_closed, make_member
@@ -232,6 +236,7 @@ def test_folding_again_or_from_the_low_water_mark_gives_the_same_bytes(
     assert folded(partition, restarted, partition.records[split:]) == whole[split:]
 
 
+@settings(max_examples=60)
 @given(plan=PLANS, rewards=RANDOMS, order=RANDOMS)
 def test_at_one_batch_an_epoch_the_order_of_closing_changes_no_manifest(plan, rewards, order, new_partition, pick):
     plan = plan | {"planning": "stream", "batches_per_epoch": 1}

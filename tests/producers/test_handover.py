@@ -1,19 +1,15 @@
 """A partition of tasks changes hands: what the old owner left open is closed, and only missing members run again."""
 
 import asyncio
-import gc
 import json
 import sys
-import warnings
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from rollstream.eventlog.log import TopicPartition
 from rollstream.eventlog.memory_log import MemoryLog
 from rollstream.producers.group_run import MAX_LOST
-from rollstream.producers.partition_owner import PartitionOwner
 from rollstream.schemas.events import (
     GroupStarted,
     RolloutEnded,
@@ -167,7 +163,7 @@ def test_event_time_goes_on_from_the_last_record_and_not_from_the_wall_clock():
     asyncio.run(main())
 
 
-def test_a_zombie_changes_nothing():
+def test_what_a_zombie_ends_late_changes_nothing():
     async def main():
         log = MemoryLog(num_partitions=1)
         its_events = 1 + 2 * (1 + r.NUM_STEPS + 2)  # the group's start, both attempts to their ends, and not one more
@@ -185,6 +181,25 @@ def test_a_zombie_changes_nothing():
         await zombie.kill()
         assert {e.cause for e in await r.steps(log, RolloutFailed)} == {"producer_lost"}
         assert sorted(heir.rollouts.calls) == [(r.task().group_id, 0, 1), (r.task().group_id, 1, 1)]
+
+    asyncio.run(main())
+
+
+def test_a_zombie_that_goes_on_with_the_group_keeps_nobody_from_settling_it():
+    async def main():
+        log = MemoryLog(num_partitions=1)
+        zombie = r.Process(r.Wire(log, is_zombie=True), rollouts=hanging((0, 0), (1, 0)), name="zombie")
+        await log.send(r.task(num_rollouts=2))
+        await r.until(lambda: _has(log, RolloutStarted, 2))
+        await zombie.wire.expel()
+        async with r.Process(log, name="heir") as heir:
+            await r.until(lambda: _has(log, RolloutFailed, 2))
+            zombie.rollouts.go_on.set()
+            await r.until(lambda: r.all_settled(log, 1))
+            await r.until(lambda: _committed(heir, 1))
+        await zombie.kill()
+        assert {e.cause for e in await r.steps(log, RolloutFailed)} == {"producer_lost"}
+        assert {(0, 1), (1, 1)} <= {call[1:] for call in heir.rollouts.calls + zombie.rollouts.calls}
 
     asyncio.run(main())
 
@@ -324,32 +339,6 @@ def test_a_worker_that_is_stopped_commits_what_is_settled_and_leaves_the_rest():
         assert second.rollouts.calls == [(r.task(1).group_id, 1, 1)]
 
     asyncio.run(main())
-
-
-def test_a_worker_that_is_stopped_as_a_task_comes_leaves_no_coroutine_unawaited(monkeypatch):
-    accept, stopping = PartitionOwner.accept, []
-
-    def accept_while_stopping(owner, record):
-        stopping.append(process.task.cancel())
-        accept(owner, record)
-
-    async def main():
-        nonlocal process
-        log = MemoryLog(num_partitions=1)
-        await log.send(r.task())
-        process = r.Process(log)
-        await asyncio.wait({process.task})
-        assert stopping
-        assert process.task.cancelled()
-        assert process.rollouts.calls == []
-
-    process: Any = None
-    monkeypatch.setattr(PartitionOwner, "accept", accept_while_stopping)
-    with warnings.catch_warnings(record=True) as found:
-        warnings.simplefilter("always")
-        asyncio.run(main())
-        gc.collect()
-    assert [str(one.message) for one in found] == []
 
 
 def test_a_void_group_is_not_opened_twice_by_two_owners():

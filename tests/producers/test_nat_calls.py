@@ -4,7 +4,7 @@ import json
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rollstream.processors.sequences import join_calls
@@ -145,6 +145,7 @@ def interleavings(draw):
 
 
 @given(interleavings())
+@settings(max_examples=150)
 def test_any_order_of_concurrent_calls_gives_the_same_samples_each_token_once_and_never_a_tools_text(drawn):
     asked, events = drawn
     found = sequences_of(nat.workflow(events))

@@ -5,7 +5,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rollstream.eventlog import codec
@@ -162,6 +162,7 @@ def partitions(draw):
     return events
 
 
+@settings(max_examples=60)
 @given(partitions(), st.data())
 def test_any_prefix_tells_what_is_missing(events, data):
     prefix = events[: data.draw(st.integers(0, len(events)))]
@@ -180,6 +181,7 @@ def test_any_prefix_tells_what_is_missing(events, data):
             assert member.open_attempts == {n for n in mine if f"{group_id}/m{index}/a{n}" not in ends}
 
 
+@settings(max_examples=100)
 @given(partitions())
 def test_a_group_is_settled_just_when_assembly_closes_it(events):
     closing = assembly.initial()
@@ -190,6 +192,7 @@ def test_a_group_is_settled_just_when_assembly_closes_it(events):
         assert folded(events[: offset + 1]).settled == closed
 
 
+@settings(max_examples=40)
 @given(partitions(), st.data())
 def test_reading_from_the_oldest_open_group_tells_the_same_open_groups(events, data):
     prefix = events[: data.draw(st.integers(0, len(events)))]
@@ -200,6 +203,7 @@ def test_reading_from_the_oldest_open_group_tells_the_same_open_groups(events, d
     assert set(later.groups) - set(whole.groups) <= whole.settled  # a repeated start; no task asks for it any more
 
 
+@settings(max_examples=40)
 @given(partitions())
 def test_repeating_a_whole_partition_changes_nothing_but_time(events):
     once = folded(events)

@@ -1,8 +1,10 @@
 """The rollout worker on a log in memory: attempts and their limits, cancelling, dead letters, ticks and commits."""
 
 import asyncio
+import gc
 import json
 import sys
+import warnings
 from pathlib import Path
 
 import pytest
@@ -301,3 +303,21 @@ async def _has(log, kind, count):
 
 async def _committed(process, offset):
     return (await r.commit_of(process))[0] == offset
+
+
+def test_a_worker_that_is_stopped_as_a_task_comes_leaves_no_coroutine_unawaited():
+    async def main():
+        log = MemoryLog(num_partitions=1)
+        await log.send(r.task())
+        process = r.Process(log)
+        process.wire.on_records = process.task.cancel
+        await asyncio.wait({process.task})
+        assert process.task.cancelled()
+        assert process.rollouts.calls == []
+
+    gc.collect()
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        asyncio.run(main())
+        gc.collect()
+    assert [str(one.message) for one in found] == []

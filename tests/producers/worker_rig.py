@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 from rollstream.eventlog import codec
@@ -185,6 +186,8 @@ class Wire:
         self._is_zombie = is_zombie
         self.is_cut = False
         self.commits = True
+        self.on_records: Callable[[], object] = lambda: None
+        """Called when records are there, before they are handed on."""
         self.member = None
         self._num_left = cut_after
 
@@ -226,9 +229,12 @@ class WireReader:
 
     async def poll(self, *, timeout_s=1.0, max_records=1000):
         try:
-            return await self._reader.poll(timeout_s=timeout_s, max_records=max_records)
+            found = await self._reader.poll(timeout_s=timeout_s, max_records=max_records)
         except LogError:  # a dead or paused process hears nothing
-            await asyncio.Event().wait()
+            found = await asyncio.Future()
+        if found:
+            self._wire.on_records()
+        return found
 
     async def commit(self, offsets, notes=None):
         if not self._wire.is_cut and self._wire.commits:
