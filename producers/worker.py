@@ -39,6 +39,7 @@ class RolloutWorker:
         producer: Producer,
         *,
         tick_interval_s: float,
+        commit_interval_s: float = COMMIT_INTERVAL_S,
         wall: Callable[[], int] = clock.wall_ms,
         monotonic: Callable[[], float] = system_monotonic,
     ) -> None:
@@ -46,6 +47,7 @@ class RolloutWorker:
         self._producer = producer
         self._log: EventLog = producer.log
         self._tick_interval_s = tick_interval_s
+        self._commit_interval_s = commit_interval_s
         self._wall = wall
         self._monotonic = monotonic
         self._owners: dict[int, PartitionOwner] = {}
@@ -148,7 +150,7 @@ class RolloutWorker:
             await self._progress.wait()
             self._progress.clear()
             await self._commit(self._owners)
-            await asyncio.sleep(COMMIT_INTERVAL_S)
+            await asyncio.sleep(self._commit_interval_s)
 
     async def _commit(self, owners: dict[int, PartitionOwner]) -> None:
         points = {partition: owner.commit_point() for partition, owner in owners.items()}

@@ -6,7 +6,6 @@ import itertools
 import pytest
 
 from rollstream.eventlog import codec
-from rollstream.producers import worker
 from rollstream.producers.rollout import run_rollout
 from rollstream.producers.scripted_engine import ScriptedEngine
 from rollstream.schemas import ids
@@ -50,12 +49,6 @@ def published(version=0, model_group=GROUP):
         base_model="none",
         artifact=ArtifactRef(uri="memory:none", sha256="0" * 64, size_bytes=0),
     )
-
-
-@pytest.fixture(autouse=True)
-def _no_long_pauses(monkeypatch):
-    """Workers commit often: tests wait for what they commit."""
-    monkeypatch.setattr(worker, "COMMIT_INTERVAL_S", 0.02)
 
 
 async def scripted(tmp_path, script=None, *, groups=(GROUP,), versions=(0,), **options):

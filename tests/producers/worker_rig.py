@@ -26,7 +26,7 @@ from rollstream.schemas.settings import RolloutSettings
 
 RUN = "run-1"
 NUM_STEPS = 2
-TICK_S = 0.02
+TICK_S = COMMIT_S = 0.02
 E = TypeVar("E", bound=Event)
 
 
@@ -259,7 +259,7 @@ class Process:
             slots=asyncio.Semaphore(slots),
             name=name,
         )
-        self.worker = RolloutWorker(producer, tick_interval_s=tick_s, **times)
+        self.worker = RolloutWorker(producer, tick_interval_s=tick_s, commit_interval_s=COMMIT_S, **times)
         self.task = asyncio.create_task(self.worker.run())
 
     async def _bury(self, record, error):
