@@ -15,6 +15,12 @@ def added(default: Any, **constraints: Any) -> Any:
     return Field(default=default, exclude_if=lambda value: value == default, **constraints)
 
 
+class Settings(BaseModel):
+    """Base of all settings: frozen, unknown keys forbidden, and no infinite number, which an event cannot carry."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+
 Model = TypeVar("Model", bound=BaseModel)
 
 
@@ -24,7 +30,7 @@ def validator_of(model: type[Model]) -> Callable[[dict[str, Any]], Model]:
 
 
 class Locator(BaseModel):
-    """Where a record lies in the log. Always outside digests: content decides equality, not place."""
+    """Position of a record in the log. Always outside digests: content decides equality, not position."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 

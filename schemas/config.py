@@ -1,11 +1,7 @@
-"""The YAML file of a run in NAT's shape: its sections, ours (`_type: rollstream`) and foreign blocks.
-
-Models only: frozen, unknown keys forbidden. Reading a file, `${ENV}`, overrides and the wording of errors stand in
-`rollstream.harness.config.config_file`; what becomes of the values in `rollstream.harness.config.settings`.
-"""
+"""The YAML file of a run in NAT's shape: its sections, ours (`_type: rollstream`) and foreign blocks."""
 
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal, Self, cast
 
 from pydantic import (
     BaseModel,
@@ -19,16 +15,27 @@ from pydantic import (
     model_validator,
 )
 
-from rollstream.schemas.dataset import DatasetSection
+from rollstream.schemas import ids
+from rollstream.schemas.algorithms import Algorithm, GrpoSettings
 from rollstream.schemas.finetuning import TrainerAdapterConfig, TrainerConfig, TrajectoryBuilderConfig
-from rollstream.schemas.services import EndpointSection, EngineSettings
+from rollstream.schemas.kafka import KafkaSection
+from rollstream.schemas.services import EndpointSection, EngineBlock, TransformersSettings
 from rollstream.schemas.settings import (
-    AlgorithmSettings,
+    MAX_MEMBERS,
+    MAX_TASKS,
+    MAX_TIMEOUT_S,
+    Agents,
     CurriculumSettings,
+    EarlyStopping,
+    GateSettings,
+    GroupName,
+    LeagueSettings,
+    ModelGroupSection,
     ModelSettings,
     OptimizerSettings,
     Sampling,
     Settings,
+    WarmStart,
 )
 
 OURS = "rollstream"
@@ -69,6 +76,8 @@ class BuilderFields(BaseModel):
 
     bootstrap_servers: str = "embedded"
     """`embedded`, or host:port of a running Kafka."""
+    kafka: KafkaSection = Field(default_factory=KafkaSection)
+    """How to connect to it."""
     services: Literal["managed", "external"] = "managed"
     """managed: started and stopped by `finetune`; external: they run already."""
     environment: str | None = None
@@ -80,18 +89,23 @@ class BuilderFields(BaseModel):
     """A rollout without a score fails and is tried again, or is rejected as `no_score`; it never counts as 0."""
     modules: tuple[str, ...] = ()
     """Python modules that register environments and rewards."""
-    agents: tuple[str, ...] = ("agent",)
-    """Names of the environment's agents; all are played by the trained model."""
-    num_generations: int = Field(default=8, ge=1)
+    agents: Agents = ("agent",)
+    """Names of the environment's agents, all played by the trained model; or the model group of each."""
+    league: LeagueSettings | None = None
+    """Past, frozen and scripted opponents beside the newest weights; None: these play every agent."""
+    num_generations: int = Field(default=8, ge=1, le=MAX_MEMBERS)
     min_generations: int = Field(default=2, ge=1)
     """Fewest complete rollouts of a group to train on; of a smaller group, all of it."""
+    responses_per_step: int = Field(default=1, ge=1)
+    """Above 1 the rollouts of a task are a tree's branches; num_generations must be a power of it."""
     drop_zero_variance: bool = True
     sampling: Sampling = Field(default_factory=Sampling)
-    engine: EngineSettings = Field(default_factory=EngineSettings)
+    engine: EngineBlock = Field(default_factory=TransformersSettings)
     max_turns: int = Field(default=16, ge=1)
     max_attempts: int = Field(default=3, ge=1)
-    rollout_timeout_s: float = Field(default=120.0, gt=0)
-    group_timeout_s: float = Field(default=600.0, gt=0)
+    rollout_timeout_s: float = Field(default=120.0, gt=0, le=MAX_TIMEOUT_S)
+    group_timeout_s: float = Field(default=600.0, gt=0, le=MAX_TIMEOUT_S)
+    """Seconds after which a group closes with its complete members; time spent waiting for a slot does not count."""
     max_concurrent_rollouts: int = Field(default=256, ge=1)
     num_partitions: int = Field(default=6, ge=1)
     num_producers: int = Field(default=1, ge=1)
@@ -103,7 +117,7 @@ class BuilderFields(BaseModel):
     def _minimum_fits(self) -> Self:
         is_given = "min_generations" in self.model_fields_set
         if is_given and self.min_generations > self.num_generations:
-            raise ValueError(f"min_generations {self.min_generations} is more than num_generations")
+            raise ValueError(f"min_generations {self.min_generations} exceeds num_generations")
         return self
 
 
@@ -113,28 +127,15 @@ class BuilderSection(BuilderFields, Settings):
     type: Literal["rollstream"] = Field(default="rollstream", alias="_type")
 
 
-class WarmStart(Settings):
-    """An SFT job on the environment's demonstrations, before the RL job."""
-
-    num_epochs: int = Field(default=1, ge=1)
-    tasks_per_epoch: int = Field(default=8, ge=1)
-    batches_per_epoch: int = Field(default=1, ge=1)
-    num_generations: int = Field(default=8, ge=1)
-    mini_batches: int = Field(default=1, ge=1)
-    optimizer: OptimizerSettings = Field(default_factory=OptimizerSettings)
-    in_forks: bool = False
-    """Also in a run that branches from a version of another one, which has trained weights to begin with."""
-
-
 class AdapterFields(BaseModel):
     """`trainer_adapters.X`: what the learner trains, and how."""
 
     model: ModelSettings
-    algorithm: AlgorithmSettings = Field(default_factory=AlgorithmSettings)
+    algorithm: Algorithm = Field(default_factory=GrpoSettings)
     optimizer: OptimizerSettings = Field(default_factory=OptimizerSettings)
     max_staleness: int = Field(default=0, ge=0)
     batches_per_epoch: int = Field(default=1, ge=1)
-    tasks_per_epoch: int = Field(default=8, ge=1)
+    tasks_per_epoch: int = Field(default=8, ge=1, le=MAX_TASKS)
     warm_start: WarmStart | None = None
     artifact_uri: str | None = None
     """An fsspec URI; none: a folder of the workspace."""
@@ -143,31 +144,30 @@ class AdapterFields(BaseModel):
     keep_every: int = Field(default=50, ge=1)
     threads: int | None = Field(default=None, ge=1)
     seed: int = Field(default=0, ge=0, lt=2**64)
+    model_groups: dict[GroupName, ModelGroupSection] = Field(default_factory=dict)
+    """How the model groups differ that `trajectory_builders.X.agents` names."""
+    export_untrained: bool = False
+    """Leave the base model in output_dir where nothing was trained; off: a run that trained nothing leaves none."""
 
     @model_validator(mode="after")
     def _batches_fit_staleness(self) -> Self:
         needed = self.batches_per_epoch - 1
         if self.max_staleness < needed:
-            raise ValueError(
-                f"max_staleness {self.max_staleness} is too small: {self.batches_per_epoch} batches an epoch "
-                f"need at least {needed}"
-            )
+            why = f"{self.batches_per_epoch} batches per epoch need at least {needed}"
+            raise ValueError(f"max_staleness {self.max_staleness} is too small; {why}")
         return self
+
+    def of_group(self, name: str) -> Self:
+        """The settings of one model group: what `model_groups` does not give is the same for all."""
+        own = self.model_groups.get(name, ModelGroupSection())
+        given = {key: getattr(own, key) for key in ("model", "algorithm", "optimizer")}
+        return self.model_copy(update={key: value for key, value in given.items() if value is not None})
 
 
 class AdapterSection(AdapterFields, Settings):
     """What a run uses of its trainer adapter's block."""
 
     type: Literal["rollstream"] = Field(default="rollstream", alias="_type")
-
-
-class EarlyStopping(Settings):
-    """End a run in order once its validation no longer gets better."""
-
-    patience: int = Field(default=3, ge=1)
-    """Validations in a row without a better mean reward."""
-    min_delta: float = Field(default=0.0, ge=0)
-    """A mean reward counts as better if it is above the best one so far by more than this."""
 
 
 class TrainerFields(BaseModel):
@@ -178,7 +178,9 @@ class TrainerFields(BaseModel):
     planning: Literal["stream", "submitted"] = "stream"
     run_idle_timeout_s: float = Field(default=3600.0, gt=0)
     early_stopping: EarlyStopping | None = None
-    """Of the classic way, epoch by epoch; none: all epochs are trained."""
+    """Early stopping of epochwise runs; None: all epochs are trained."""
+    evaluation_gate: GateSettings | None = None
+    """Streamed runs only."""
     validation_required: bool = False
     """A failed validation ends the run as failed; off: it is noted with its reason, and training goes on."""
 
@@ -194,6 +196,55 @@ class WorkflowSection(Settings):
 
     type: Literal["rollstream"] = Field(default="rollstream", alias="_type")
     environment: str
+
+
+class DatasetStructure(Settings):
+    """Which columns hold what; the standard names are added to an example's inputs."""
+
+    disable: bool = False
+    """The whole row, as JSON, is the question."""
+    question_key: str = "question"
+    answer_key: str = "answer"
+    generated_answer_key: str = "generated_answer"
+    trajectory_key: str = "intermediate_steps"
+    expected_trajectory_key: str = "expected_intermediate_steps"
+
+
+class FilterEntry(Settings):
+    """Patterns (`*`, `?`, `[seq]`) or values by column."""
+
+    field: dict[str, list[str | int | float]] = Field(default_factory=dict)
+
+
+class DatasetFilter(Settings):
+    """Which rows are kept: those that fit the allowlist and do not fit the denylist."""
+
+    allowlist: FilterEntry | None = None
+    denylist: FilterEntry | None = None
+
+
+class DatasetSection(Settings):
+    """A file of examples: JSON lines, one JSON list of objects, CSV with a header, or Parquet."""
+
+    type: Literal["json", "jsonl", "csv", "parquet"] = Field(default="jsonl", alias="_type")
+    file_path: Path
+    id_key: str = "id"
+    structure: DatasetStructure = Field(default_factory=DatasetStructure)
+    filter: DatasetFilter | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _lies_here(cls, values: Any) -> Any:
+        if not isinstance(values, dict):
+            return values
+        found: dict[str, Any] = values  # pyright: ignore[reportUnknownVariableType]
+        kind = found.get("_type")
+        if kind in ("xls", "custom"):
+            raise ValueError(f"_type {kind!r} is not supported; save the examples as jsonl, json, csv or parquet")
+        for key in ("s3", "remote_file_path"):
+            if found.get(key):
+                raise ValueError(f"{key} is not supported; download the file and give its file_path")
+        return {key: value for key, value in found.items() if key not in ("s3", "remote_file_path")}
 
 
 class EvalGeneral(Settings):
@@ -233,7 +284,7 @@ class RunConfigurationSection(Settings):
     @classmethod
     def _is_url(cls, value: str | None) -> str | None:
         if value is not None and not value.startswith(("http://", "https://")):
-            raise ValueError(f"{value!r} is no URL; give one such as http://localhost:8000")
+            raise ValueError(f"{value!r} is not a URL; give one such as http://localhost:8000")
         return value
 
 
@@ -257,7 +308,7 @@ def _whose(value: Any) -> str:
     """Tag of a workflow's block, given as read from the file or as a model."""
     if isinstance(value, BaseModel):
         return "ours" if isinstance(value, WorkflowSection) else "foreign"
-    block_type: Any = value.get("_type", OURS) if isinstance(value, dict) else OURS  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]
+    block_type = cast("dict[str, Any]", value).get("_type", OURS) if isinstance(value, dict) else OURS
     return "ours" if block_type == OURS else "foreign"
 
 
@@ -267,9 +318,9 @@ WorkflowBlock = Annotated[
 
 
 class ConfigFile(Settings):
-    """A whole file. What stands in the sections that only NAT uses is kept as it is.
+    """A whole file. Sections that only NAT uses are kept as they are.
 
-    A component's block is an instance of its own configuration class; `rollstream.harness.config.config_model` says
+    A component's block is an instance of its own configuration class; `rollstream.harness.config.blocks` says
     which.
     """
 
@@ -324,4 +375,24 @@ class RunConfig(Settings):
     served: EndpointSection | None = None
     """How the trained model is served to others by OpenAI's chat completions; none: it is not."""
     result_json_path: str = "$"
-    """Where the answer stands in what the endpoint returns (`$`: all of it)."""
+    """JSON path of the answer in the endpoint's response (`$`: all of it)."""
+    nat_workflow: str | None = None
+    """`_type` of a workflow that NAT's runtime plays in the process of `finetune`; none: an environment does."""
+    is_external: bool = False
+    """The trainer adapter is of another training backend: no model is trained here, and `adapter` says nothing."""
+
+    @property
+    def agents(self) -> dict[str, str]:
+        """Name of the model group by agent."""
+        named = self.builder.agents
+        return named if isinstance(named, dict) else dict.fromkeys(named, ids.MODEL_GROUP)
+
+    def by_group(self) -> dict[str, "RunConfig"]:
+        """The configuration as it applies to each model group, by name in the order of the agents."""
+        names = dict.fromkeys(self.agents.values()) or {ids.MODEL_GROUP: None}
+        return {name: self.model_copy(update={"adapter": self.adapter.of_group(name)}) for name in names}
+
+    def trained(self) -> dict[str, "RunConfig"]:
+        """Those of `by_group` that are trained; the job of the first plans the tasks."""
+        groups = self.adapter.model_groups
+        return {name: one for name, one in self.by_group().items() if name not in groups or not groups[name].frozen}

@@ -1,20 +1,23 @@
 """`eval.evaluators`: configurations of the built-in evaluators, which score a rollout by its final answer.
 
-Values only, as the file has them after `${ENV}`; what they do is in `rollstream.producers.evaluators`. Blocks of other
+Values only, as the file has them after `${ENV}`; what they do is in `producers/evaluators`. Blocks of other
 types are others' and no matter here.
 """
 
 import re
 from typing import Literal
 
-from pydantic import Field, FiniteFloat, JsonValue, field_validator, model_validator
+from pydantic import Field, FiniteFloat, JsonValue, ValidationInfo, field_validator, model_validator
 
+from rollstream.schemas.kafka import Secret
 from rollstream.schemas.settings import Settings
 
 PLACE = "eval.evaluators"
-"""Where evaluators stand in the file."""
+"""Path of the evaluators in the file."""
 PLACEHOLDER = re.compile(r"\{(question|answer|response)\}")
 """What a judge's prompt may hold; any other brace is text."""
+UNCOMPILED = {"compiles_patterns": False}
+"""Validation context for what a record says: its patterns are compiled where time is bounded (`producers.matching`)."""
 
 
 class _Evaluator(Settings):
@@ -33,7 +36,7 @@ class ExactMatch(_AgainstAnswer):
     type: Literal["exact_match"] = Field(default="exact_match", alias="_type")
     ignore_case: bool = False
     whitespace: Literal["strip", "collapse", "exact"] = "strip"
-    """strip: ends do not count; collapse: nor does how much stands between words; exact: every character counts."""
+    """strip: ignore whitespace at both ends; collapse: also its amount between words; exact: compare all of it."""
 
 
 class NumericMatch(_AgainstAnswer):
@@ -58,7 +61,9 @@ class RegexMatch(_Evaluator):
     ignore_case: bool = False
 
     @model_validator(mode="after")
-    def _has_group(self) -> "RegexMatch":
+    def _has_group(self, info: ValidationInfo) -> "RegexMatch":
+        if info.context == UNCOMPILED:
+            return self
         found = _compiled("pattern", self.pattern)
         if isinstance(self.group, str) and self.group not in found.groupindex:
             raise ValueError(f"group: the pattern has no group {self.group!r}")
@@ -95,7 +100,7 @@ class PythonScore(Settings):
     @classmethod
     def _is_dotted(cls, value: str) -> str:
         if not all(part.isidentifier() for part in value.split(".")) or "." not in value:
-            raise ValueError(f"{value!r} is no module.function")
+            raise ValueError(f"{value!r} is not a path like module.function")
         return value
 
 
@@ -106,8 +111,8 @@ class LlmJudge(_Evaluator):
     base_url: str
     """Up to and without `/chat/completions`."""
     model: str
-    api_key: str | None = None
-    """`${ENV}`; none: no Authorization header."""
+    api_key: Secret | None = None
+    """`${ENV}`; none: no Authorization header. No repr, log or dump shows it."""
     prompt: str
     """With {response}, and {question} and {answer} if they are to be filled in."""
     question_key: str = "question"
@@ -129,7 +134,7 @@ class LlmJudge(_Evaluator):
     @field_validator("base_url")
     @classmethod
     def _is_url(cls, value: str) -> str:
-        if re.fullmatch(r"https?://[^\s/?#]+[^\s?#]*", value) is None:
+        if re.fullmatch(r"https?://[^\s/?#][^\s?#]*", value) is None:
             raise ValueError("give an http(s) address such as http://127.0.0.1:8000/v1")
         return value
 
@@ -137,13 +142,15 @@ class LlmJudge(_Evaluator):
     @classmethod
     def _shows_response(cls, value: str) -> str:
         if "{response}" not in value:
-            raise ValueError("it must hold {response}, where the answer to be judged is put")
+            raise ValueError("it must contain {response}, the placeholder of the answer to judge")
         return value
 
     @model_validator(mode="after")
-    def _is_range(self) -> "LlmJudge":
-        if _compiled("pattern", self.pattern).groups > 1:
-            raise ValueError("pattern: at most one group, which holds the score; (?:...) groups without holding")
+    def _is_range(self, info: ValidationInfo) -> "LlmJudge":
+        if info.context != UNCOMPILED and _compiled("pattern", self.pattern).groups > 1:
+            raise ValueError(
+                "pattern: use at most one group, which captures the score; (?:...) groups without a capture"
+            )
         if self.min >= self.max:
             raise ValueError(f"min: {self.min:g} is not below max {self.max:g}")
         return self
@@ -159,6 +166,14 @@ MODELS: dict[str, type[Evaluator]] = {
     "llm_judge": LlmJudge,
 }
 """Configuration by `_type`."""
+LONG = "rollstream_"
+"""With it before its `_type`, an evaluator is ours for sure: other packages have names of their own for theirs."""
+
+
+def kind_of(block_type: object) -> str | None:
+    """The key of `MODELS` that a `_type` means; None if it is none of ours."""
+    name = block_type.removeprefix(LONG) if isinstance(block_type, str) else None
+    return name if name in MODELS else None
 
 
 def is_pure(config: Evaluator) -> bool:
@@ -176,5 +191,5 @@ def answer_key(config: Evaluator) -> str | None:
 def _compiled(name: str, pattern: str) -> "re.Pattern[str]":
     try:
         return re.compile(pattern)
-    except re.error as error:
-        raise ValueError(f"{name}: is no regular expression: {error}") from error
+    except (re.error, RecursionError, OverflowError) as error:
+        raise ValueError(f"{name} is not a valid regular expression: {error}") from error

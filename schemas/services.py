@@ -1,10 +1,13 @@
 """What each long-running service is started with (command line and environment; no run is named here)."""
 
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Field
+from pydantic import BeforeValidator, ConfigDict, Field, JsonValue, field_validator
 
+from rollstream.schemas.kafka import KafkaSection, KafkaSettings, connection, given
+from rollstream.schemas.permissions import check_entry
 from rollstream.schemas.settings import Settings
 
 
@@ -12,17 +15,49 @@ class ServiceSettings(Settings):
     """What every service needs: where the log, the artifacts and its own files are."""
 
     bootstrap_servers: str
+    kafka: KafkaSection = Field(default_factory=KafkaSection)
+    """How to connect to them."""
     artifact_uri: str
     workspace: Path
     name: str
     """Stable name of this process: engine id, learner id, consumer's client id."""
     num_partitions: int = Field(default=6, ge=1)
+    allow: tuple[str, ...] = ()
+    """What records may name beside registered names: `python:module.attribute`, `${VARIABLE}`, URLs, `model:PATH`,
+    `file:PATH`.
+    """
+
+    @field_validator("allow", mode="before")
+    @classmethod
+    def _from_text(cls, value: Any) -> Any:
+        return tuple(value.replace(",", " ").split()) if isinstance(value, str) else value
+
+    @field_validator("allow")
+    @classmethod
+    def _are_entries(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        for entry in value:
+            check_entry(entry)
+        return value
+
+    @property
+    def connection(self) -> KafkaSettings:
+        """What clients of the log are made with. Raises ConfigError for settings that do not fit together."""
+        return connection(self.bootstrap_servers, given(self.kafka), None)
 
 
 class EngineSettings(Settings):
-    """The rollout engine of a producers process."""
+    """Base of what rollout engines are set by: each kind has a class of its own, told apart by `kind`."""
 
-    kind: Literal["transformers", "scripted"] = "transformers"
+    MEANINGLESS: ClassVar[tuple[str, ...]] = ()
+    """Keys that are accepted and change nothing."""
+
+    kind: str
+
+
+class TransformersSettings(EngineSettings):
+    """The engine that samples from a transformers model in the producers process."""
+
+    kind: Literal["transformers"] = "transformers"  # pyright: ignore[reportIncompatibleVariableOverride]
     device: Literal["auto", "cpu", "cuda"] = "auto"
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     deterministic: bool = False
@@ -32,16 +67,57 @@ class EngineSettings(Settings):
     """Most sequences generated together."""
 
 
+class ScriptedSettings(TransformersSettings):
+    """The engine without a model, for tests. It accepts the other one's keys: once they shared a class."""
+
+    MEANINGLESS = ("device", "dtype", "deterministic", "threads", "max_batch")
+
+    kind: Literal["scripted"] = "scripted"  # pyright: ignore[reportIncompatibleVariableOverride]
+
+
+class InstalledEngineSettings(EngineSettings):
+    """Settings of a kind that an installed package brings, as written: `${NAME}` is expanded where the engine is built.
+
+    `rollstream.producers.engines.table` knows the kind's own class.
+    """
+
+    model_config = ConfigDict(extra="allow")
+    __pydantic_extra__: dict[str, JsonValue]  # pyright: ignore[reportIncompatibleVariableOverride]
+
+
+ENGINES: Mapping[str, type[EngineSettings]] = {"transformers": TransformersSettings, "scripted": ScriptedSettings}
+"""Settings of the built-in engines by their kind."""
+
+
+def _by_kind(value: Any) -> Any:
+    """An engine's settings as the class of their kind."""
+    if isinstance(value, EngineSettings):
+        is_ours = isinstance(value, InstalledEngineSettings) or type(value) in ENGINES.values()
+        return value if is_ours else InstalledEngineSettings(**value.model_dump())
+    kind: Any = value.get("kind", "transformers") if isinstance(value, Mapping) else "transformers"  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]
+    found = ENGINES.get(kind) if isinstance(kind, str) else None
+    return (found or InstalledEngineSettings).model_validate(value)
+
+
+EngineBlock = Annotated[TransformersSettings | ScriptedSettings | InstalledEngineSettings, BeforeValidator(_by_kind)]
+"""`engine:` of a producers process or an endpoint."""
+
+
 class ProducerSettings(ServiceSettings):
     """A process that owns tasks partitions."""
 
-    engine: EngineSettings = Field(default_factory=EngineSettings)
+    engine: EngineBlock = Field(default_factory=TransformersSettings)
     max_concurrent_rollouts: int = Field(default=256, ge=1)
     tick_interval_s: float = Field(default=1.0, gt=0)
     session_timeout_s: float = Field(default=10.0, gt=0)
     """After so long without a heartbeat its partitions go to another process."""
     modules: tuple[str, ...] = ()
     """Python modules to import first: users' environments and rewards."""
+    runs: tuple[str, ...] = ()
+    """Runs whose tasks are worked on; those of others are left for whoever serves them. None: all."""
+
+
+LOOPBACK = ("127.0.0.1", "::1", "localhost")
 
 
 class EndpointSection(Settings):
@@ -52,19 +128,28 @@ class EndpointSection(Settings):
     """0: any free port; the one taken is written to `NAME.json` of the workspace."""
     model_name: str = "policy"
     """What requests call the model; the model group's own name is known too."""
+    token: str | None = None
+    """Requests must bear it (`Authorization: Bearer`); only as `${NAME}`, which is expanded where it is used."""
     token_file: Path | None = None
-    """Requests must bear the token in it; none: that of ROLLSTREAM_ENDPOINT_TOKEN, if it is set."""
-    engine: EngineSettings = Field(default_factory=EngineSettings)
+    """Requests must bear the token in it. Neither: that of ROLLSTREAM_ENDPOINT_TOKEN, else a random one, which stands
+    in `NAME.token` of the workspace."""
+    requires_token: bool = True
+    """False: whoever reaches the port may ask; only on a loopback address."""
+    allowed_hosts: tuple[str, ...] = ()
+    """Names by which the endpoint may be asked beside its own address (the header `Host`): those of a proxy, say."""
+    engine: EngineBlock = Field(default_factory=TransformersSettings)
     max_new_tokens: int = Field(default=1024, ge=1)
     """Of a request that says nothing; what the model has no room for is cut."""
     wait_timeout_s: float = Field(default=120.0, gt=0)
-    """So long may a request wait for the weight version that it needs."""
+    """Maximum seconds for a request to wait for the weight version that it needs."""
 
 
 class EndpointSettings(EndpointSection, ServiceSettings):
     """A process that serves one model group."""
 
     model_group: str
+    temperature: float | None = Field(default=None, gt=0)
+    """What the loss takes answers by `model_name` to be sampled at; None: any."""
 
 
 class ProcessorSettings(ServiceSettings):
@@ -72,14 +157,14 @@ class ProcessorSettings(ServiceSettings):
 
     session_timeout_s: float = Field(default=10.0, gt=0)
     stall_timeout_s: float = Field(default=30.0, gt=0)
-    """So long may a partition stand still with records to read; then the worker ends, to be started again."""
+    """Maximum seconds without progress on a partition with records to read; then the worker ends and is restarted."""
 
 
 class LearnerSettings(ServiceSettings):
     """A learner process."""
 
     model_groups: tuple[str, ...] = ()
-    """Model groups to serve; empty: every one that has an open job."""
+    """Model groups to serve; empty: every one that has an open job, what-ifs excepted."""
     threads: int | None = Field(default=None, ge=1)
 
 

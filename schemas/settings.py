@@ -1,16 +1,29 @@
 """Resolved settings that events carry: what a rollout, a plan or a job is to do. Values only, no secrets."""
 
-from typing import Annotated, Literal
+import re
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal, NamedTuple
 
-from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, JsonValue, model_validator
+from pydantic import Discriminator, Field, FiniteFloat, JsonValue, Tag, field_validator, model_validator
 
-from rollstream.schemas.base import added
+from rollstream.schemas import ids
+from rollstream.schemas.algorithms import Algorithm, GrpoSettings
+from rollstream.schemas.base import Settings, added
 
+EXTERNAL: Literal["external"] = "external"
+"""Kind of a job, and policy of its rollouts, that another training backend trains."""
+MAX_TIMEOUT_S = 365 * 86_400.0
+FROZEN: Literal["frozen"] = "frozen"
+"""Kind of a job that publishes the weights of a model group that is not trained."""
+OTHERS = "*"
+"""Key of `reward_weights`: the weight of every reward that is not named there."""
 
-class Settings(BaseModel):
-    """Base of all settings: frozen, unknown keys forbidden, and no infinite number, which an event cannot carry."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+FROZEN_VERSION = re.compile(r"((?P<run>[^@/\s]+)(/(?P<group>[^@/\s]+))?@)?(?P<version>[0-9]{1,9})")
+"""How `league.frozen` names a version."""
+MAX_TASKS = 100_000
+"""Of an epoch. A record that counts more is a dead letter, so that no single one holds a process up."""
+MAX_MEMBERS = 4096
+"""Of a group."""
 
 
 class Sampling(Settings):
@@ -24,6 +37,45 @@ class Sampling(Settings):
     max_new_tokens: int = Field(default=64, ge=1)
 
 
+class LeagueSettings(Settings):
+    """Opponents: in some tasks the newest weights play one seat (agent), and others the seats beside it.
+
+    One task has the same opponents in all its rollouts. Who plays is drawn from the candidates, each as likely as the
+    others: the versions of the pool, scripted players and frozen versions.
+    """
+
+    pool: int = Field(default=20, ge=0, le=1000)
+    """Past versions of the seat's model group in the pool, the newest first; they are kept from collection."""
+    every: int = Field(default=5, ge=1)
+    """Only versions that are a multiple of it enter the pool."""
+    latest_ratio: float = Field(default=0.5, ge=0, le=1)
+    """Share of the tasks in which the newest weights play every seat."""
+    scripted: tuple[str, ...] = ()
+    """Players that the environment plays by itself, by name."""
+    frozen: tuple[str, ...] = ()
+    """Versions that always are candidates: `VERSION` of the seat's model group, `RUN@VERSION` or `RUN/GROUP@VERSION`.
+    """
+    seats: tuple[str, ...] = ()
+    """Agents whose seats opponents may take; empty: all, but one in each task."""
+    outcome: str = "outcome"
+    """The reward whose values by agent decide a match: the higher one wins, equal ones are a draw."""
+    max_loaded: int = Field(default=2, ge=1)
+    """Opponents' versions that a producer holds in memory beside the newest weights."""
+
+    @field_validator("frozen", mode="before")
+    @classmethod
+    def _as_text(cls, value: Any) -> Any:
+        return tuple(str(one) for one in value) if isinstance(value, list | tuple) else value  # pyright: ignore[reportUnknownVariableType, reportUnknownArgumentType]
+
+    @field_validator("frozen")
+    @classmethod
+    def _are_versions(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        for one in value:
+            if not FROZEN_VERSION.fullmatch(one):
+                raise ValueError(f"{one!r} does not name a version; write VERSION, RUN@VERSION or RUN/GROUP@VERSION")
+        return value
+
+
 class RolloutSettings(Settings):
     """All that a producer needs to run a task, beside the task's own inputs."""
 
@@ -33,20 +85,26 @@ class RolloutSettings(Settings):
     rewards: tuple[str, ...] = ()
     """Registered reward functions, run after the environment's own rewards."""
     reward_weights: dict[str, FiniteFloat] = Field(default_factory=dict)
-    """Weight by reward name; a reward that is not named counts 1."""
+    """Weight by reward name; one that is not named has the weight of `*` (`OTHERS`), which is 1 where that is not."""
     agents: dict[str, str] = Field(default_factory=dict)
     """Model group by agent name."""
     sampling: Sampling = Field(default_factory=Sampling)
     max_turns: int = Field(default=16, ge=1)
     max_attempts: int = Field(default=3, ge=1)
-    rollout_timeout_s: float = Field(default=120.0, gt=0)
-    group_timeout_s: float = Field(default=600.0, gt=0)
-    policy: Literal["model", "demonstration"] = "model"
-    """`demonstration` plays the environment's own demonstrator (data for SFT)."""
+    rollout_timeout_s: float = Field(default=120.0, gt=0, le=MAX_TIMEOUT_S)
+    group_timeout_s: float = Field(default=600.0, gt=0, le=MAX_TIMEOUT_S)
+    policy: Literal["model", "demonstration", "external"] = "model"
+    """`demonstration` plays the environment's own demonstrator (data for SFT). With `external` the model is another
+    training backend's: neither its weights nor its tokenizer are here.
+    """
     evaluators: dict[str, dict[str, JsonValue]] = added({})
     """Configurations of those `rewards` that are evaluators, by name, as written (`${ENV}` not expanded)."""
     missing_score: Literal["error", "reject", "unneeded"] = added("error")
     """A rollout without a score fails (error), is rejected as `no_score`, or is used all the same (unneeded)."""
+    league: LeagueSettings | None = added(None)
+    """Opponents of the newest weights; None: they play every agent."""
+    responses_per_step: int = added(1, ge=1)
+    """Answers that are sampled to each prompt: above 1 the rollouts of a task are the branches of a tree."""
 
 
 class CurriculumSettings(Settings):
@@ -67,11 +125,26 @@ class CurriculumSettings(Settings):
     steer: bool = True
     """Choose what is rolled out next; off: roll out all and filter afterwards."""
     seeded_subsample: bool = added(True)
-    """Draw `random_subsample` by seeds that derive from the run; off: by chance, as NAT does (classic mode only)."""
+    """Draw `random_subsample` with seeds derived from the run; off: unseeded, as in NAT (epochwise runs only)."""
     filter_single_group: bool = added(True)
     """Hold a group that is alone in its epoch to `min_reward_diff` too; off: pass it, as NAT does."""
     groups_by_example: bool = added(True)
     """Tell included groups by their example ids; off: by their places in the collection, as NAT does."""
+
+
+class GateSettings(Settings):
+    """The evaluation gate: which validated versions are good. One that is not is replaced by the last good one."""
+
+    min_reward: float | None = None
+    """Mean reward of a validation that a good version reaches."""
+    max_drop: float | None = Field(default=None, ge=0)
+    """By so much at most a good version is below the best validation so far."""
+
+    @model_validator(mode="after")
+    def _has_a_limit(self) -> "GateSettings":
+        if self.min_reward is None and self.max_drop is None:
+            raise ValueError("give min_reward, max_drop or both")
+        return self
 
 
 class PlanSettings(Settings):
@@ -79,9 +152,9 @@ class PlanSettings(Settings):
 
     planning: Literal["stream", "submitted"] = "stream"
     num_epochs: int = Field(default=1, ge=1)
-    tasks_per_epoch: int = Field(default=8, ge=1)
+    tasks_per_epoch: int = Field(default=8, ge=1, le=MAX_TASKS)
     batches_per_epoch: int = Field(default=1, ge=1)
-    num_generations: int = Field(default=8, ge=1)
+    num_generations: int = Field(default=8, ge=1, le=MAX_MEMBERS)
     min_generations: int = Field(default=2, ge=1)
     """A group with fewer complete members is not viable."""
     max_staleness: int = Field(default=0, ge=0)
@@ -89,8 +162,13 @@ class PlanSettings(Settings):
     needs_logprobs: bool = added(True)
     """Reject trajectories without log-probabilities of the behaviour policy."""
     curriculum: CurriculumSettings = Field(default_factory=CurriculumSettings)
+    tasks_of: str = added("")
+    """Id of the job beside it that asks for the tasks of its epochs; this one trains its own agents' trajectories of
+    them. Empty: it asks for its own."""
     knows_single_group: bool = added(False)
     """Whether `curriculum.filter_single_group` counts; a plan that was recorded without it passes a single group."""
+    gate: GateSettings | None = added(None)
+    """Judges the versions that are validated."""
 
 
 class LoraSettings(Settings):
@@ -127,61 +205,77 @@ class OptimizerSettings(Settings):
     warmup_steps: int = Field(default=0, ge=0)
     schedule: Literal["constant", "linear", "cosine"] = "constant"
     final_fraction: float = Field(default=0.0, ge=0, le=1)
-    """What is left of the learning rate at the job's last version."""
+    """linear, cosine: what is left of the learning rate when the job is over."""
 
 
-class AlgorithmSettings(Settings):
-    """The loss and its numbers."""
+class OpponentVersions(Settings):
+    """Versions of a model group that may still be drawn as opponents, and so are kept."""
 
-    name: Literal["grpo", "sft", "dpo"] = "grpo"
-    clip_low: float = Field(default=0.2, gt=0)
-    clip_high: float = Field(default=0.28, gt=0)
-    advantage: Literal["group_std", "group_mean", "leave_one_out", "batch_std", "batch_mean"] = "group_std"
-    """group_*, leave_one_out: compared with the rollouts of the same task; batch_*: with all of the batch, so that one
-    rollout a task is enough.
-    """
-    step_rewards: Literal["total", "process"] = added("total")
-    """total: one advantage for all tokens of a member, from the sum of its rewards; process: process supervision, in
-    which a token answers for the rewards of its own step and of those after it. Groups of equal sums are left out of
-    batches all the same, unless `drop_zero_variance` is off.
-    """
-    entropy_coefficient: float = Field(default=0.0, ge=0)
-    kl_coefficient: float = added(0.0, ge=0)
-    """grpo: weight of the KL divergence from the job's base version; 0 keeps no copy of that."""
+    every: int = Field(default=1, ge=1)
+    """Of the versions that are a multiple of it,"""
+    last: int = Field(default=0, ge=0)
+    """the newest so many."""
+    frozen: tuple[str, ...] = ()
+    """Further players, of this or other model groups (`GROUP@VERSION`)."""
+
+
+GroupName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,39}$")]
+"""Of a model group in a configuration: it becomes a part of ids and of folders' names."""
+
+
+def _form(value: Any) -> str:
+    return "map" if isinstance(value, Mapping) else "list"
+
+
+Agents = Annotated[
+    Annotated[tuple[str, ...], Tag("list")] | Annotated[dict[str, GroupName], Tag("map")], Discriminator(_form)
+]
+"""Names of agents, or a model group by name of an agent."""
+
+
+class ModelGroupSection(Settings):
+    """`model_groups.X`: one of several model groups of a run; what is not given is the adapter's own."""
+
+    model: ModelSettings | None = None
+    algorithm: Algorithm | None = None
+    optimizer: OptimizerSettings | None = None
+    frozen: bool = False
+    """Its weights are sampled from and stay as they are."""
+    version: str | None = None
+    """`RUN@VERSION` or `RUN/GROUP@VERSION` that it begins with; none: its base model."""
+    endpoint: str | None = None
+    """URL of a model that others serve."""
+
+
+class EarlyStopping(Settings):
+    """End a run in order once its validation no longer gets better."""
+
+    patience: int = Field(default=3, ge=1)
+    """Validations in a row without a better mean reward."""
+    min_delta: float = Field(default=0.0, ge=0)
+    """A mean reward counts as better if it is above the best one so far by more than this."""
+
+
+class WarmStart(Settings):
+    """An SFT job on the environment's demonstrations, before the RL job."""
+
+    num_epochs: int = Field(default=1, ge=1)
+    tasks_per_epoch: int = Field(default=8, ge=1, le=MAX_TASKS)
+    batches_per_epoch: int = Field(default=1, ge=1)
+    num_generations: int = Field(default=8, ge=1, le=MAX_MEMBERS)
     mini_batches: int = Field(default=1, ge=1)
-    """Optimizer steps a batch."""
-    max_tokens_per_micro_batch: int = Field(default=16384, ge=1)
-    temperature: float = Field(default=1.0, gt=0)
-    """Of the behaviour policy, so that ratios compare equal distributions."""
-    beta: float = added(0.1, gt=0)
-    """dpo: how much a log-ratio to the reference counts; the larger, the nearer the policy stays to it."""
-    exhaustive_pairs: bool = added(True)
-    """dpo: every two answers to a prompt whose scores differ are a pair; else only the best with the worst."""
-    min_score_diff: float = added(0.0, ge=0)
-    """dpo: a smaller difference of scores makes no pair; equal scores never do."""
-    max_pairs_per_turn: int | None = added(None, ge=1)
-    """dpo: of one prompt, so many pairs with the largest differences."""
-    sft_weight: float = added(0.0, ge=0)
-    """dpo: weight of the chosen answer's mean negative log-likelihood in the loss."""
-    average_logprobs: bool = added(False)
-    """dpo: an answer's log-probability is the mean over its tokens instead of their sum."""
-
-    @model_validator(mode="after")
-    def _estimator_fits_steps(self) -> "AlgorithmSettings":
-        if self.step_rewards == "process" and self.advantage == "leave_one_out":
-            raise ValueError(
-                "advantage leave_one_out compares members, not steps; use group_std or group_mean with "
-                "step_rewards process"
-            )
-        return self
+    optimizer: OptimizerSettings = Field(default_factory=OptimizerSettings)
+    in_forks: bool = False
+    """Also in a run that branches from a version of another one, which has trained weights to begin with."""
 
 
 class JobSettings(Settings):
     """All that a learner needs for one job."""
 
-    kind: Literal["rl", "sft", "dpo"]
+    kind: Literal["rl", "sft", "dpo", "external", "frozen"]
+    """`external`: another training backend does it, and no learner takes it; `frozen`: it publishes and ends."""
     model: ModelSettings
-    algorithm: AlgorithmSettings = Field(default_factory=AlgorithmSettings)
+    algorithm: Algorithm = Field(default_factory=GrpoSettings)
     optimizer: OptimizerSettings = Field(default_factory=OptimizerSettings)
     num_versions: int = Field(default=1, ge=1)
     """Versions that the job yields at most; the schedule ends there."""
@@ -191,6 +285,43 @@ class JobSettings(Settings):
     seed: int = 0
     threads: int | None = Field(default=None, ge=1)
     """Fixed number of CPU threads; part of what makes a replay equal."""
+    revision: Literal[1, 2] = added(1)
+    """Rules by which the learner trains; a recorded job keeps those that it was trained by. Since 2, dropout is off
+    where a ratio or a log-ratio is computed, and linear and cosine schedules reach `final_fraction` after the last
+    step, so that the last step trains.
+    """
+    opponents: OpponentVersions | None = added(None)
+    """Versions that a league may draw; None: there is no league."""
+
+
+class ForkPoint(Settings):
+    """The run and version that a run, or one of its model groups, branched from."""
+
+    run_id: str
+    version: int = Field(ge=0)
+    model_group: str = added("")
+    """Name of the model group there; empty: that of the model group that branches."""
+
+    def parent_of(self, model_group: str) -> str:
+        """The model group that `model_group` branched from."""
+        return ids.model_group(self.run_id, self.model_group or ids.name_of(model_group))
+
+
+class JobSpec(NamedTuple):
+    """One job of a run, as its events say it."""
+
+    job_id: str
+    model_group: str
+    job: JobSettings
+    plan: PlanSettings
+    rollout: RolloutSettings
+    fork: ForkPoint | None = None
+    """The version that its model group begins with; None: the base model, or what the whole run branches from."""
+
+    @property
+    def is_frozen(self) -> bool:
+        """Whether it trains nothing."""
+        return self.job.kind == FROZEN
 
 
 class ArtifactRef(Settings):

@@ -9,10 +9,9 @@ from pathlib import Path
 import pytest
 from pydantic import ValidationError
 
-from rollstream.producers.nat_calls import recorded_steps
-from rollstream.producers.nat_selection import Selection
+from rollstream.producers.traces.spans import Selection, recorded_steps
 from rollstream.schemas import tokens
-from rollstream.schemas.intermediate_steps import (
+from rollstream.schemas.events.intermediate_steps import (
     IntermediateStep,
     IntermediateStepCategory,
     IntermediateStepPayload,

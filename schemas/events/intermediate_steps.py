@@ -25,7 +25,7 @@ class IntermediateStepCategory(StrEnum):
 
 
 class IntermediateStepState(StrEnum):
-    """Where in its span a step stands."""
+    """Position of a step in its span."""
 
     START = "START"
     CHUNK = "CHUNK"
@@ -121,7 +121,7 @@ class IntermediateStepPayload(BaseModel):
 
     @property
     def event_state(self) -> IntermediateStepState:
-        """Where in its span the step stands."""
+        """Position of the step in its span."""
         state = self.event_type.value.split("_", 1)[1]
         return IntermediateStepState.CHUNK if state == "NEW_TOKEN" else IntermediateStepState(state)
 

@@ -4,9 +4,10 @@ from typing import ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, JsonValue
 
+from rollstream.schemas import ids
 from rollstream.schemas.base import Event, Locator, added
-from rollstream.schemas.events_rollouts import Policy, Purpose
-from rollstream.schemas.settings import ArtifactRef, PlanSettings, RolloutSettings
+from rollstream.schemas.events.rollouts import Policy, Purpose
+from rollstream.schemas.settings import MAX_TASKS, ArtifactRef, ForkPoint, PlanSettings, RolloutSettings
 
 RejectionCause = Literal[
     "stale",
@@ -19,8 +20,13 @@ RejectionCause = Literal[
     "no_logprobs",
     "not_viable",
     "validation",
+    "handed_over",
+    "not_submitted",
+    "frozen",
 ]
-"""Why a complete trajectory is not trained on."""
+"""Why a complete trajectory is not trained on here; `handed_over`: another training backend has it; `not_submitted`: a
+component left it out, and no curriculum; `frozen`: no job trains the model group of its agent.
+"""
 
 
 class _Value(BaseModel):
@@ -28,13 +34,6 @@ class _Value(BaseModel):
 
 
 # ---- groups ----
-
-
-class ForkPoint(_Value):
-    """The run and version that a run branched from."""
-
-    run_id: str
-    version: int = Field(ge=0)
 
 
 class RunStarted(Event):
@@ -76,6 +75,8 @@ class JobStarted(Event):
     base_version: int = Field(ge=0)
     plan: PlanSettings
     rollout: RolloutSettings
+    job_sha256: str = added("")
+    """Content digest of the job's JobSubmitted; empty where it was not kept."""
 
     @property
     def event_id(self) -> str:
@@ -90,16 +91,16 @@ class EpochStarted(Event):
     v: Literal[1] = 1
     job_id: str
     epoch: int = Field(ge=0)
-    num_tasks: int = added(0, ge=0)
+    num_tasks: int = added(0, ge=0, le=MAX_TASKS)
     """Tasks, by index from 0, that the harness itself asks for where submissions decide what is trained."""
 
     @property
     def event_id(self) -> str:
-        return f"epoch_started:{self.job_id}/e{self.epoch}"
+        return ids.epoch_event(self.kind, self.job_id, self.epoch)
 
 
 class MemberRef(_Value):
-    """One trajectory of a group, by reference; its locator stands at the same index of `locators`."""
+    """One trajectory of a group, by reference; its locator is at the same index of `locators`."""
 
     trajectory_id: str
     rollout_id: str
@@ -128,10 +129,22 @@ class AttemptOutcome(_Value):
     outcome: Literal["complete", "failed", "superseded", "rejected"]
     cause: str = ""
     num_tokens: int = 0
+    stop_reason: str = added("")
+    """Of an attempt that ended: its RolloutEnded's. Empty where it was not kept."""
+
+
+class MatchResult(_Value):
+    """Who played the seats (agents) of one rollout, and how it ended."""
+
+    member: int
+    players: dict[str, str]
+    """By seat: `GROUP@VERSION`, the oldest version that it sampled with, or `scripted:NAME`."""
+    scores: dict[str, FiniteFloat]
+    """By seat: its reward that decides; of two seats the higher one wins, equal ones are a draw."""
 
 
 class StepsRange(_Value):
-    """Where a group's events lie in `steps` (both ends included)."""
+    """Range of a group's events in `steps` (both ends included)."""
 
     partition: int
     first_offset: int
@@ -161,6 +174,8 @@ class GroupClosed(Event):
     attempts: tuple[AttemptOutcome, ...] = ()
     locators: tuple[Locator, ...] = ()
     steps_at: StepsRange | None = None
+    matches: tuple[MatchResult, ...] = added(())
+    """Of the complete members, by number; none without a league."""
 
     @property
     def event_id(self) -> str:
@@ -176,7 +191,10 @@ class SubmittedGroup(_Value):
 
 
 class SubmissionReceived(Event):
-    """The harness's classic way: train on just these groups, in this order."""
+    """Submission of an epochwise run: train on exactly these groups, in this order.
+
+    Where `not_offered` does not fit in one record, others under the same id precede the submission with parts of it.
+    """
 
     TOPIC: ClassVar[str] = "groups"
     kind: Literal["submission_received"] = "submission_received"
@@ -189,10 +207,48 @@ class SubmissionReceived(Event):
     """How far the submitter's curriculum has opened; none: it says nothing of one."""
     is_last: bool = added(False)
     """The job ends with this epoch, whatever its plan says."""
+    not_offered: tuple[str, ...] | None = added(None)
+    """Trajectories that a component left out before the curriculum chose, by id; none: nothing is said of that."""
+    num_before: int = added(0, ge=0)
+    """Records with parts of `not_offered` that were written before this one."""
+    is_part: bool = added(False)
+    """Only a part of `not_offered`: nothing is planned before the submission itself."""
 
     @property
     def event_id(self) -> str:
-        return f"submission_received:{self.submission_id}"
+        part = f"/p{self.num_before}" if self.is_part else ""
+        return f"submission_received:{self.submission_id}{part}"
+
+
+class RollbackRequested(Event):
+    """Somebody wants an earlier version of a job's model group back: curation plans a manifest that adopts it."""
+
+    TOPIC: ClassVar[str] = "groups"
+    kind: Literal["rollback_requested"] = "rollback_requested"
+    v: Literal[1] = 1
+    job_id: str
+    model_group: str
+    version: int = Field(ge=0)
+    """The version to adopt."""
+    after_version: int = Field(ge=0)
+    """The newest planned version when this was requested; a request from before the last adoption has no effect."""
+    reason: str = ""
+
+    @property
+    def event_id(self) -> str:
+        return f"rollback_requested:{self.job_id}/v{self.version}/after-v{self.after_version}"
+
+
+class RunContinued(Event):
+    """Whoever conducts a run is still there: a sign of life, without which an idle run is abandoned one day."""
+
+    TOPIC: ClassVar[str] = "groups"
+    kind: Literal["run_continued"] = "run_continued"
+    v: Literal[1] = 1
+
+    @property
+    def event_id(self) -> str:
+        return f"run_continued:{self.run_id}/{self.time_ms}"
 
 
 class RunEnded(Event):
@@ -213,7 +269,7 @@ class RunEnded(Event):
 
 
 class BatchMember(_Value):
-    """One trajectory of a batch, by reference; its locator stands at the same index of `locators`."""
+    """One trajectory of a batch, by reference; its locator is at the same index of `locators`."""
 
     trajectory_id: str
     rollout_id: str
@@ -244,6 +300,8 @@ class BatchPlanned(Event):
     previous_sha256: str
     """Content digest of manifest k - 1 of the job; 64 zeros for the first."""
     locators: tuple[Locator, ...] = ()
+    adopts: int | None = added(None, ge=0)
+    """Of a rollback, which has no members: the earlier version whose weights and optimizer state it yields."""
 
     @property
     def event_id(self) -> str:
@@ -267,6 +325,33 @@ class TrajectoryRejected(Event):
     @property
     def event_id(self) -> str:
         return f"trajectory_rejected:{self.trajectory_id}"
+
+
+class VersionJudged(Event):
+    """The evaluation gate judged a version by a validation; until then it is a candidate."""
+
+    TOPIC: ClassVar[str] = "batches"
+    kind: Literal["version_judged"] = "version_judged"
+    v: Literal[1] = 1
+    job_id: str
+    model_group: str
+    epoch: int
+    """The validation was before it."""
+    version: int = Field(ge=0)
+    reward: FiniteFloat
+    """Mean over groups of the group's mean reward."""
+    num_groups: int = Field(ge=1)
+    """Groups with a scored rollout."""
+    is_good: bool
+    good_version: int | None
+    """The newest version that is good by this judgement, which a failed version is replaced with; None: none has passed
+    yet."""
+    best_reward: FiniteFloat | None
+    """Of the validations passed so far."""
+
+    @property
+    def event_id(self) -> str:
+        return ids.epoch_event("version_judged", self.job_id, self.epoch)
 
 
 class EpochSealed(Event):
@@ -294,4 +379,4 @@ class EpochSealed(Event):
 
     @property
     def event_id(self) -> str:
-        return f"epoch_sealed:{self.job_id}/e{self.epoch}"
+        return ids.epoch_event(self.kind, self.job_id, self.epoch)

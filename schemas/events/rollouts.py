@@ -1,14 +1,15 @@
 """Events of the topics tasks, steps and trajectories: what was asked for, what happened, what came of it."""
 
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, JsonValue
+from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, JsonValue, NonNegativeInt
 
+from rollstream.schemas import ids
 from rollstream.schemas.base import Event, added
-from rollstream.schemas.settings import RolloutSettings
+from rollstream.schemas.settings import MAX_MEMBERS, RolloutSettings
 
 Purpose = Literal["train", "validation"]
-Policy = Literal["model", "demonstration"]
+Policy = Literal["model", "demonstration", "external"]
 
 
 class _Value(BaseModel):
@@ -41,13 +42,30 @@ class TaskRequested(GroupEvent):
     """Task index in its epoch."""
     purpose: Purpose = "train"
     inputs: dict[str, JsonValue]
-    num_rollouts: int = Field(ge=1)
+    num_rollouts: int = Field(ge=1, le=MAX_MEMBERS)
     minimum: int = Field(ge=1)
     """Fewest complete members of a viable group."""
     seed: int
     min_version: int = Field(ge=0)
     """Producers hold the task until their engine is there."""
     settings: RolloutSettings
+    min_versions: dict[str, NonNegativeInt] = added({})
+    """By model group, where it is another than `min_version`."""
+
+    @classmethod
+    def of_run(cls, run_seed: int, *, group_id: str, num_rollouts: int, minimum: int, **fields: Any) -> Self:
+        """A task of a run: its seed is derived from the run's and its place, its `minimum` at most `num_rollouts`."""
+        return cls(
+            group_id=group_id,
+            num_rollouts=num_rollouts,
+            minimum=min(minimum, num_rollouts),
+            seed=ids.derive_seed(run_seed, group_id),
+            **fields,
+        )
+
+    def wanted_version(self, model_group: str) -> int:
+        """The version of a model group that the task waits for."""
+        return self.min_versions.get(model_group, self.min_version)
 
     @property
     def event_id(self) -> str:
@@ -86,19 +104,43 @@ class GroupStarted(GroupEvent):
     index: int = Field(ge=0)
     purpose: Purpose = "train"
     policy: Policy = "model"
-    size: int = Field(ge=0)
+    size: int = Field(ge=0, le=MAX_MEMBERS)
     minimum: int = Field(ge=0)
     timeout_ms: int = Field(gt=0)
-    """After so much event time of the partition the group closes with what it has."""
+    """After so much event time of the partition the group closes with what it has; GroupExtended moves it on."""
     seed: int
     reward_weights: dict[str, FiniteFloat] = Field(default_factory=dict)
     agents: dict[str, str] = Field(default_factory=dict)
     void_cause: str | None = None
     owner: str = ""
+    revision: Literal[1, 2] = added(1)
+    """Rules by which the group is assembled; a recorded group keeps its own. Since 2, trajectories name the finish
+    reasons of their completions, and outcomes the stop reasons of their attempts.
+    """
+    opponents: dict[str, str] = added({})
+    """Who plays the seats (agents) that are not in `agents`, and are not trained: players by seat."""
+    outcome: str = added("")
+    """Name of the reward that decides the group's matches; empty: it has none."""
 
     @property
     def event_id(self) -> str:
         return f"group_started:{self.group_id}"
+
+
+class GroupExtended(GroupEvent):
+    """The deadline of an open group moved on, because one of its members waited for a slot or for weights."""
+
+    TOPIC: ClassVar[str] = "steps"
+    UNDIGESTED: ClassVar[frozenset[str]] = frozenset({"time_ms", "deadline_ms", "owner"})
+    kind: Literal["group_extended"] = "group_extended"
+    v: Literal[1] = 1
+    deadline_ms: int = Field(ge=0)
+    """Event time of the partition at which the group closes with what it has; an earlier one changes nothing."""
+    owner: str = ""
+
+    @property
+    def event_id(self) -> str:
+        return f"group_extended:{self.group_id}/{self.deadline_ms}"
 
 
 class RolloutEvent(GroupEvent):
@@ -113,7 +155,7 @@ class RolloutStarted(RolloutEvent):
     TOPIC: ClassVar[str] = "steps"
     kind: Literal["rollout_started"] = "rollout_started"
     v: Literal[1] = 1
-    member: int = Field(ge=0)
+    member: int = Field(ge=0, lt=MAX_MEMBERS)
     attempt: int = Field(ge=0)
     seed: int
 
@@ -132,7 +174,7 @@ class Prefix(_Value):
 
 
 class VersionSpan(_Value):
-    """So many consecutive completion tokens were sampled under one weight version."""
+    """A number of consecutive completion tokens sampled under one weight version."""
 
     model_group: str
     version: int = Field(ge=0)
@@ -237,7 +279,7 @@ class RolloutFailed(RolloutEvent):
     kind: Literal["rollout_failed"] = "rollout_failed"
     v: Literal[1] = 1
     cause: str
-    """environment_error, reward_error, engine_error, timeout, producer_lost, cancelled."""
+    """environment_error, reward_error, engine_error, timeout, producer_lost, cancelled, not_allowed."""
     message: str = ""
     is_final: bool = False
 
@@ -247,7 +289,7 @@ class RolloutFailed(RolloutEvent):
 
 
 class Tick(Event):
-    """Event time of a steps partition passes, told by its owner's monotonic clock. `run_id` is empty."""
+    """Event time of a steps partition passes, by its owner's monotonic clock. `run_id` is empty."""
 
     TOPIC: ClassVar[str] = "steps"
     UNDIGESTED: ClassVar[frozenset[str]] = frozenset({"owner"})
@@ -265,12 +307,14 @@ class Tick(Event):
 
 
 class Completion(_Value):
-    """Where sampled tokens stand in a sequence, and which step and versions they come from."""
+    """Range of sampled tokens in a sequence, and the step and versions that they come from."""
 
     start: int = Field(ge=0)
     length: int = Field(ge=0)
     step_index: int = Field(ge=0)
     spans: tuple[VersionSpan, ...] = ()
+    finish_reason: str = added("stop")
+    """Of the LLM call: `length` where it was cut off at its token limit. Also `stop` where it was not kept."""
 
 
 class TokenSequence(_Value):

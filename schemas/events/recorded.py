@@ -1,6 +1,6 @@
 """Rollouts that exist already: what a run is given to train on instead of, or beside, what its own engine samples.
 
-Values only. Written by `rollstream.harness.recorded.recorded_tasks` into a task, played by the environment `recorded`.
+Values only. Written by `rollstream.harness.recorded.tasks` into a task, played by the environment `recorded`.
 """
 
 from collections.abc import Iterable
@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, JsonValue, model_validator
 
 from rollstream.schemas import tokens
-from rollstream.schemas.events_rollouts import FunctionAncestry, VersionSpan
+from rollstream.schemas.events.rollouts import FunctionAncestry, VersionSpan
 from rollstream.schemas.settings import ArtifactRef
 
 INPUT = "recorded"
@@ -41,7 +41,7 @@ class RecordedTokens(_Value):
         if not num_completion or not num_prompt:
             raise ValueError("prompt_ids and completion_ids must not be empty")
         if self.logprobs is not None and len(tokens.decode_floats(self.logprobs)) != num_completion:
-            raise ValueError(f"logprobs must be {num_completion}, one a completion token")
+            raise ValueError(f"logprobs must be {num_completion}, one per completion token")
         if self.spans and sum(span.length for span in self.spans) != num_completion:
             raise ValueError(f"spans must add up to {num_completion} completion tokens")
         return self
@@ -135,12 +135,12 @@ class RecordedRollout(_Value):
             if reward.step is not None and reward.step >= len(self.steps):
                 raise ValueError(f"reward {reward.name} is for step {reward.step} of {len(self.steps)}")
             if reward.is_score and reward.step is None:
-                raise ValueError(f"score {reward.name} is for no step")
+                raise ValueError(f"score {reward.name} has no step")
         return self
 
 
 class RecordedMember(_Value):
-    """One member of a group: the rollout itself, or where its JSON lies if it is large."""
+    """One member of a group: the rollout itself, or a reference to its JSON if it is large."""
 
     rollout: RecordedRollout | None = None
     artifact: ArtifactRef | None = None
@@ -164,6 +164,6 @@ class RecordedGroup(_Value):
     def of(
         cls, example_id: str, rollouts: Iterable[RecordedRollout], inputs: dict[str, JsonValue] | None = None
     ) -> "RecordedGroup":
-        """A group of rollouts that stand in the task itself."""
+        """A group of rollouts inside the task itself."""
         members = tuple(RecordedMember(rollout=rollout) for rollout in rollouts)
         return cls(example_id=example_id, inputs=inputs or {}, members=members)

@@ -1,7 +1,8 @@
 """All events by topic, and the discriminated unions that decode them."""
 
 from rollstream.schemas.base import Event
-from rollstream.schemas.events_rollouts import (
+from rollstream.schemas.events.rollouts import (
+    GroupExtended,
     GroupStarted,
     RewardRecorded,
     RolloutEnded,
@@ -13,25 +14,31 @@ from rollstream.schemas.events_rollouts import (
     Tick,
     TrajectoryAssembled,
 )
-from rollstream.schemas.events_training import (
+from rollstream.schemas.events.training import (
     BatchPlanned,
     EpochSealed,
     EpochStarted,
     GroupClosed,
     JobStarted,
+    RollbackRequested,
+    RunContinued,
     RunEnded,
     RunStarted,
     SubmissionReceived,
     TrajectoryRejected,
+    VersionJudged,
 )
-from rollstream.schemas.events_weights import (
+from rollstream.schemas.events.weights import (
     JobCancelled,
     JobFailed,
     JobProgressed,
+    JobSkipped,
     JobSubmitted,
     JobSucceeded,
     LearnerClaimed,
+    ModelSwitched,
     StepTrained,
+    WeightsCollected,
     WeightsLoaded,
     WeightsPublished,
 )
@@ -42,6 +49,7 @@ KINDS: dict[str, type[Event]] = {
         TaskRequested,
         TaskCancelled,
         GroupStarted,
+        GroupExtended,
         RolloutStarted,
         StepRecorded,
         RewardRecorded,
@@ -54,19 +62,25 @@ KINDS: dict[str, type[Event]] = {
         EpochStarted,
         GroupClosed,
         SubmissionReceived,
+        RollbackRequested,
+        RunContinued,
         RunEnded,
         BatchPlanned,
         TrajectoryRejected,
         EpochSealed,
+        VersionJudged,
         JobSubmitted,
         JobProgressed,
         JobSucceeded,
         JobFailed,
         JobCancelled,
+        JobSkipped,
+        ModelSwitched,
         LearnerClaimed,
         StepTrained,
         WeightsPublished,
         WeightsLoaded,
+        WeightsCollected,
     )
 }
 """Event class by its stored kind."""
@@ -77,18 +91,23 @@ __all__ = [
     "EpochSealed",
     "EpochStarted",
     "GroupClosed",
+    "GroupExtended",
     "GroupStarted",
     "JobCancelled",
     "JobFailed",
     "JobProgressed",
+    "JobSkipped",
     "JobStarted",
     "JobSubmitted",
     "JobSucceeded",
     "LearnerClaimed",
+    "ModelSwitched",
     "RewardRecorded",
+    "RollbackRequested",
     "RolloutEnded",
     "RolloutFailed",
     "RolloutStarted",
+    "RunContinued",
     "RunEnded",
     "RunStarted",
     "StepRecorded",
@@ -99,6 +118,8 @@ __all__ = [
     "Tick",
     "TrajectoryAssembled",
     "TrajectoryRejected",
+    "VersionJudged",
+    "WeightsCollected",
     "WeightsLoaded",
     "WeightsPublished",
 ]

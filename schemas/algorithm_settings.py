@@ -1,0 +1,170 @@
+"""What every algorithm's settings have, what an algorithm needs of a run, and bases for settings of one's own.
+
+What is asked before training (which rollouts are planned, what a configuration must agree with) is asked here, so that
+nobody has to know a name.
+"""
+
+from typing import Any, ClassVar, Literal, Self, get_origin
+
+from pydantic import Field, model_validator
+
+from rollstream.schemas.base import Settings, added
+
+JobKind = Literal["rl", "sft", "dpo"]
+Advantage = Literal[
+    "group_std", "group_mean", "leave_one_out", "batch_std", "batch_mean", "per_agent", "hierarchical", "rae"
+]
+BATCH_WIDE = frozenset({"batch_std", "batch_mean"})
+"""Estimators for which a whole batch is one group (a global baseline, as in REINFORCE++, arXiv 2501.03262)."""
+DEFAULT = "grpo"
+
+
+class Needs(Settings):
+    """What an algorithm needs of a run, a batch and a model."""
+
+    rewards: bool = True
+    """Off: rewards play no part, so a rollout without a score is as good as any."""
+    behaviour: bool = False
+    """Log-probabilities under the policy that sampled, at the temperature of the settings."""
+    reference: bool = False
+    """Log-probabilities under the job's base version."""
+    proximal: bool = False
+    """Log-probabilities under the policy as it was before the batch's first optimizer step."""
+    teacher: bool = False
+    """Log-probabilities under a teacher."""
+    versions: bool = False
+    """The weight version that sampled each token."""
+    entropy: bool = False
+    """The gradient of the policy's entropy."""
+    pairs: bool = False
+    """Rows are answers to one prompt, in pairs of a better and a worse one; else one row a token sequence."""
+    step_rewards: bool = False
+    """Rewards of single steps count, and not only their sum."""
+    flat_groups: bool = False
+    """A group of equal rewards trains too."""
+
+
+class AlgorithmSettings(Settings):
+    """What every algorithm has. Derive from it for an algorithm of your own."""
+
+    KL_FIELD: ClassVar[str | None] = None
+    """The field that says how near the policy stays to the reference (ART's `beta`)."""
+
+    name: str = DEFAULT
+    mini_batches: int = Field(default=1, ge=1)
+    """Optimizer steps a batch."""
+    max_tokens_per_micro_batch: int = Field(default=16384, ge=1)
+    temperature: float = Field(default=1.0, gt=0)
+    """Of the behaviour policy, so that ratios compare equal distributions."""
+
+    @property
+    def needs(self) -> Needs:
+        """What the algorithm needs with these settings."""
+        return Needs()
+
+    @property
+    def kind(self) -> JobKind:
+        """Kind of the jobs that train by it."""
+        if self.needs.pairs:
+            return "dpo"
+        return "rl" if self.needs.rewards or self.needs.behaviour else "sft"
+
+    @property
+    def is_imitation(self) -> bool:
+        """Whether it trains on rollouts of anybody, whatever they were worth."""
+        return self.kind == "sft"
+
+    def for_run(self, *, num_generations: int, temperature: float) -> Self:
+        """With what the configuration of a new run leaves open. `temperature`: rollouts are sampled at it."""
+        if self.needs.behaviour and temperature > 0 and "temperature" not in self.model_fields_set:
+            return self.model_copy(update={"temperature": temperature})
+        return self
+
+    def texts(self) -> dict[str, Any]:
+        """Free texts that were given, and what may hold some: a job's event carries them as they are written."""
+        free = (name for name, field in type(self).model_fields.items() if get_origin(field.annotation) is not Literal)
+        own = [name for name in free if name in self.model_fields_set - AlgorithmSettings.model_fields.keys()]
+        return {name: value for name in own if isinstance(value := getattr(self, name), str | list | dict)}
+
+    def unused(self) -> dict[str, tuple[str, ...]]:
+        """Keys that were given in vain, by the reason why they change nothing."""
+        return {}
+
+
+class PolicyGradientSettings(AlgorithmSettings):
+    """Of an algorithm that weighs tokens by the advantages of their rollouts. Derive from it for another one."""
+
+    advantage: Advantage = "group_std"
+    """group_*, leave_one_out: compared with the rollouts of the same task; batch_*: with all of the batch, so that one
+    rollout a task is enough. All compare trajectories of the same agent; per_agent is group_std by the name of Dr. MAS
+    (arXiv 2602.08847). hierarchical: agents that differ by a number at the end of their names (solver_1, solver_2) are
+    compared within their rollout, all others as by group_std. rae: with the agent's own moving average (SPIRAL,
+    arXiv 2506.24119), which goes on from batch to batch.
+    """
+    rae_decay: float = added(0.95, ge=0, lt=1)
+    """Of that moving average: what is left of it after one more trajectory."""
+    step_rewards: Literal["total", "process"] = added("total")
+    """total: one advantage for all tokens of a member, from the sum of its rewards; process: process supervision, in
+    which a token answers for the rewards of its own step and of those after it. Groups of equal sums are left out of
+    batches all the same, unless `drop_zero_variance` is off.
+    """
+    entropy_coefficient: float = Field(default=0.0, ge=0)
+    mask_truncated: bool = added(False)
+    """Do not train completions that ended at the token limit (finish_reason `length`)."""
+    truncation_penalty: float = added(0.0, ge=0)
+    """Subtracted from the reward of a member that has such a completion, before advantages are computed.
+    Groups of equal rewards are rejected before; a new run that would is refused.
+    """
+
+    @model_validator(mode="after")
+    def _estimator_fits_steps(self) -> Self:
+        if self.step_rewards == "process" and self.advantage == "leave_one_out":
+            raise ValueError(
+                "advantage leave_one_out compares members, not steps; use group_std or group_mean with "
+                "step_rewards process"
+            )
+        if self.step_rewards == "process" and self.advantage == "rae":
+            raise ValueError("advantage rae compares totals, not steps; use per_agent with step_rewards process")
+        return self
+
+    @property
+    def needs(self) -> Needs:
+        """Behaviour log-probabilities; step rewards and groups of equal rewards as the advantages say."""
+        return Needs(
+            behaviour=True,
+            entropy=self.entropy_coefficient > 0,
+            step_rewards=self.step_rewards == "process",
+            flat_groups=self.advantage in BATCH_WIDE or self.advantage in ("hierarchical", "rae"),
+        )
+
+    def for_run(self, *, num_generations: int, temperature: float) -> Self:
+        """One rollout a task has nothing to compare with but the batch."""
+        chosen = super().for_run(num_generations=num_generations, temperature=temperature)
+        if num_generations == 1 and "advantage" not in self.model_fields_set:
+            return chosen.model_copy(update={"advantage": "batch_std"})
+        return chosen
+
+
+class PairSettings(AlgorithmSettings):
+    """Of an algorithm that compares answers to the same prompt. Derive from it for another one."""
+
+    exhaustive_pairs: bool = added(True)
+    """Every two answers to a prompt whose scores differ are a pair; else only the best with the worst."""
+    min_score_diff: float = added(0.0, ge=0)
+    """A smaller difference of scores makes no pair; equal scores never do."""
+    max_pairs_per_turn: int | None = added(None, ge=1)
+    """Of one prompt, so many pairs with the largest differences."""
+
+    @property
+    def needs(self) -> Needs:
+        """Pairs; all answers may be of one rollout, so groups of equal rewards train too."""
+        return Needs(pairs=True, reference=True, flat_groups=True)
+
+    @property
+    def compares_rollouts(self) -> bool:
+        """Answers are scored by the rewards of their rollouts alone; else by the finest score that all of them have."""
+        return False
+
+    def refusal(self, chosen: float, rejected: float) -> str:
+        """Why answers of these scores, the first the higher, are not a pair; "" if they are."""
+        return ""

@@ -1,0 +1,312 @@
+"""Settings of the built-in algorithms, a union tagged by `algorithm.name`; the selection of preference pairs.
+
+Their losses are in `rollstream.learner.algorithms`, one file an algorithm.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from itertools import combinations
+from typing import Annotated, Any, ClassVar, Literal, Protocol, Self, TypeVar, cast
+
+from pydantic import Discriminator, Field, JsonValue, ModelWrapValidatorHandler, PrivateAttr, Tag, model_validator
+
+from rollstream.schemas.algorithm_settings import (
+    DEFAULT,
+    AlgorithmSettings,
+    Needs,
+    PairSettings,
+    PolicyGradientSettings,
+)
+from rollstream.schemas.base import added
+
+T = TypeVar("T")
+
+DUAL_CLIP = 3.0
+"""Bound of the ratio at negative advantages, unless the configuration gives another (arXiv 1912.09729, section 3)."""
+_CUSTOM = "custom"
+_ONCE_SHARED = frozenset({
+    "clip_low", "clip_high", "dual_clip", "advantage", "step_rewards", "entropy_coefficient", "kl_coefficient",
+    "unbiased_kl", "mask_truncated", "truncation_penalty", "beta", "exhaustive_pairs", "min_score_diff",
+    "max_pairs_per_turn", "sft_weight", "average_logprobs",
+})  # fmt: skip
+"""Fields that the settings of every algorithm had while there was one class for all. Records and configuration files
+still hold them, so the algorithms of that time accept them all.
+"""
+
+
+class _BuiltIn(AlgorithmSettings):
+    """An algorithm of the time when all had the same fields: it accepts those of the others."""
+
+    _others: tuple[str, ...] = PrivateAttr(default=())
+    """Given for another algorithm, with another value than its default."""
+
+    @model_validator(mode="wrap")
+    @classmethod
+    def _without_others(cls, value: Any, handler: ModelWrapValidatorHandler[Self]) -> Self:
+        if not isinstance(value, dict):
+            return handler(value)
+        written = cast("dict[str, Any]", value)
+        others = {name: given for name, given in written.items() if name in _ONCE_SHARED - cls.model_fields.keys()}
+        made = handler({name: given for name, given in written.items() if name not in others})
+        made._others = tuple(name for name, given in others.items() if given != _default(name))
+        return made
+
+    def unused(self) -> dict[str, tuple[str, ...]]:
+        return {f"{self.name} does not use it": self._others} if self._others else {}
+
+
+def _default(name: str) -> Any:
+    return next(
+        (one.model_fields[name].get_default() for one in BUILT_IN.values() if name in one.model_fields),
+        None,
+    )
+
+
+class GrpoSettings(_BuiltIn, PolicyGradientSettings):
+    """Group relative policy optimisation, with the bounds of DAPO and dual-clip PPO."""
+
+    KL_FIELD: ClassVar[str | None] = "kl_coefficient"
+
+    name: Literal["grpo"] = "grpo"  # pyright: ignore[reportIncompatibleVariableOverride]
+    clip_low: float = Field(default=0.2, gt=0)
+    clip_high: float = Field(default=0.28, gt=0)
+    dual_clip: float | None = added(None, gt=1)
+    """Where the advantage A is negative, the loss of a token is at most -dual_clip * A, whatever its ratio. A new run
+    has 3 unless its configuration says another number, or null for no bound.
+    """
+    kl_coefficient: float = added(0.0, ge=0)
+    """Weight of the KL divergence from the job's base version; 0 keeps no copy of that."""
+    unbiased_kl: bool = added(False)
+    """Weight that KL estimate by the importance ratio, which makes its gradient unbiased."""
+
+    @property
+    def needs(self) -> Needs:
+        """The reference too, if the KL divergence from it counts."""
+        return super().needs.model_copy(update={"reference": self.kl_coefficient > 0})
+
+    def for_run(self, *, num_generations: int, temperature: float) -> Self:
+        """Ratios are bounded unless the configuration says otherwise."""
+        chosen = super().for_run(num_generations=num_generations, temperature=temperature)
+        return chosen if "dual_clip" in self.model_fields_set else chosen.model_copy(update={"dual_clip": DUAL_CLIP})
+
+    def unused(self) -> dict[str, tuple[str, ...]]:
+        found = super().unused()
+        if self.advantage != "rae" and "rae_decay" in self.model_fields_set:
+            found = {**found, f"advantage is {self.advantage}": ("rae_decay",)}
+        return (
+            found if self.kl_coefficient or not self.unbiased_kl else {**found, "kl_coefficient is 0": ("unbiased_kl",)}
+        )
+
+
+class SftSettings(_BuiltIn):
+    """Supervised fine-tuning."""
+
+    name: Literal["sft"] = "sft"  # pyright: ignore[reportIncompatibleVariableOverride]
+    mask_truncated: bool = added(False)
+    """Do not train completions that ended at the token limit (finish_reason `length`)."""
+
+    @property
+    def needs(self) -> Needs:
+        """Tokens alone."""
+        return Needs(rewards=False)
+
+
+class DpoSettings(_BuiltIn, PairSettings):
+    """Direct preference optimisation."""
+
+    KL_FIELD: ClassVar[str | None] = "beta"
+
+    name: Literal["dpo"] = "dpo"  # pyright: ignore[reportIncompatibleVariableOverride]
+    beta: float = added(0.1, gt=0)
+    """How much a log-ratio to the reference counts; the larger, the nearer the policy stays to it."""
+    sft_weight: float = added(0.0, ge=0)
+    """Weight of the chosen answer's mean negative log-likelihood in the loss."""
+    average_logprobs: bool = added(False)
+    """An answer's log-probability is the mean over its tokens instead of their sum."""
+
+
+class ExpertIterationSettings(AlgorithmSettings):
+    """Supervised fine-tuning on the model's own rollouts, selected by the reward of the agent that trains on them."""
+
+    name: Literal["expert_iteration"] = "expert_iteration"  # pyright: ignore[reportIncompatibleVariableOverride]
+    selection: Literal["threshold", "weighted"] = "threshold"
+    """threshold: rollouts of `reward_threshold` or more, all alike; weighted: every rollout, by its share of reward."""
+    reward_threshold: float = 0.9
+    weighting_minimum: float | None = None
+    """Reward of weight 0, and of those below it; none: the lowest one of the agent in the batch."""
+    weighting_epsilon: float = Field(default=0.01, ge=0)
+    """Weight that is spread evenly over all rollouts, beside 1 that is shared by reward."""
+    mask_truncated: bool = False
+    """Do not train completions that ended at the token limit (finish_reason `length`)."""
+
+    @property
+    def needs(self) -> Needs:
+        """Rewards; a group in which every rollout is good trains too."""
+        return Needs(flat_groups=True)
+
+    def unused(self) -> dict[str, tuple[str, ...]]:
+        is_weighted = self.selection == "weighted"
+        vain = {"reward_threshold"} if is_weighted else {"weighting_minimum", "weighting_epsilon"}
+        found = tuple(sorted(vain & self.model_fields_set))
+        return {f"selection is {self.selection}": found} if found else {}
+
+
+class MaltSettings(PairSettings):
+    """DPO on the tree of a task's rollouts: an answer is worth the mean reward of the rollouts that have it."""
+
+    KL_FIELD: ClassVar[str | None] = "beta"
+
+    name: Literal["malt"] = "malt"  # pyright: ignore[reportIncompatibleVariableOverride]
+    beta: float = Field(default=0.1, gt=0)
+    """How much a log-ratio to the reference counts; the larger, the nearer the policy stays to it."""
+    sft_weight: float = Field(default=0.0, ge=0)
+    """Weight of the chosen answer's mean negative log-likelihood in the loss."""
+    average_logprobs: bool = False
+    """An answer's log-probability is the mean over its tokens instead of their sum."""
+    pair_selection: Literal["positive_negative", "interval"] = "positive_negative"
+    """positive_negative: the chosen answer is worth `midpoint` or more, the rejected one less; interval: the values
+    differ by `min_score_diff` or more, wherever they are.
+    """
+    midpoint: float = 0.0
+    """Between the rewards of success and failure."""
+    min_score_diff: float = Field(default=0.1, ge=0)
+    """A smaller difference of values makes no pair."""
+    max_pairs_per_turn: int | None = Field(default=1, ge=1)
+    """Of one node, so many pairs with the largest differences; null: all."""
+    reference: Literal["iteration", "base"] = "iteration"
+    """The policy that sampled the batch's epoch, or the job's base version."""
+
+    @property
+    def needs(self) -> Needs:
+        """Pairs, and the log-probabilities of the reference."""
+        is_base = self.reference == "base"
+        return super().needs.model_copy(update={"reference": is_base, "proximal": not is_base})
+
+    @property
+    def compares_rollouts(self) -> bool:
+        """The value of a node is the expected reward of the rollouts through it."""
+        return True
+
+    def refusal(self, chosen: float, rejected: float) -> str:
+        """With positive_negative both must be on their side of the midpoint."""
+        is_split = chosen >= self.midpoint > rejected
+        return "" if self.pair_selection == "interval" or is_split else "on one side of the midpoint"
+
+
+class CustomSettings(AlgorithmSettings):
+    """Settings of an algorithm from elsewhere, `python:module.Name` or an entry point's name, as data.
+
+    Keys that are not common to all algorithms are its `options`, whether they are written below that or beside `name`.
+    The learner's table makes the algorithm's own settings of them.
+    """
+
+    name: str  # pyright: ignore[reportGeneralTypeIssues]
+    options: dict[str, JsonValue] = Field(default_factory=dict)
+    declared: Needs = Field(default_factory=Needs)
+    """What the algorithm said that it needs when the job was made."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _options_apart(cls, value: Any) -> Any:
+        if not isinstance(value, dict):
+            return value
+        written = cast("dict[str, Any]", value)
+        own = {name: given for name, given in written.items() if name in cls.model_fields}
+        options = {name: given for name, given in written.items() if name not in cls.model_fields}
+        return {**own, "options": {**own.get("options", {}), **options}} if options else own
+
+    @property
+    def needs(self) -> Needs:
+        """As declared."""
+        return self.declared
+
+
+BUILT_IN: dict[str, type[AlgorithmSettings]] = {
+    "grpo": GrpoSettings,
+    "sft": SftSettings,
+    "dpo": DpoSettings,
+    "expert_iteration": ExpertIterationSettings,
+    "malt": MaltSettings,
+}
+
+
+def _tag(value: Any) -> str:
+    if isinstance(value, Mapping):
+        name = cast("Mapping[str, Any]", value).get("name", DEFAULT)
+    else:
+        name = getattr(value, "name", DEFAULT)
+    return name if isinstance(name, str) and name in BUILT_IN else _CUSTOM
+
+
+Algorithm = Annotated[
+    Annotated[GrpoSettings, Tag("grpo")]
+    | Annotated[SftSettings, Tag("sft")]
+    | Annotated[DpoSettings, Tag("dpo")]
+    | Annotated[ExpertIterationSettings, Tag("expert_iteration")]
+    | Annotated[MaltSettings, Tag("malt")]
+    | Annotated[CustomSettings, Tag(_CUSTOM)],
+    Discriminator(_tag),
+]
+"""`algorithm` in a configuration and in a job."""
+
+
+def recorded(settings: AlgorithmSettings) -> AlgorithmSettings:
+    """Settings as a job's event carries them: whoever reads it need not have the algorithm."""
+    if type(settings) in (CustomSettings, *BUILT_IN.values()):
+        return settings
+    values = settings.model_dump(mode="json")
+    common = {name: values.pop(name) for name in AlgorithmSettings.model_fields}
+    return CustomSettings(**common, options=values, declared=settings.needs)
+
+
+class PairRule(Protocol):
+    """Settings of the selection."""
+
+    @property
+    def exhaustive_pairs(self) -> bool:
+        """Whether every better and worse answer form a pair; else only the best and the worst."""
+        ...
+
+    @property
+    def min_score_diff(self) -> float:
+        """Minimum difference of the two scores."""
+        ...
+
+    @property
+    def max_pairs_per_turn(self) -> int | None:
+        """Maximum number of pairs, those with the largest differences; None: all."""
+        ...
+
+
+def pairs_by_score(
+    answers: Sequence[T],
+    rule: PairRule,
+    *,
+    score: Callable[[T], float],
+    tie_break: Callable[[T], Any],
+    refusal: Callable[[T, T], str] = lambda chosen, rejected: "",
+) -> tuple[list[tuple[T, T]], Counter[str]]:
+    """(chosen, rejected) of one turn, the largest differences first, and the number of pairs dropped by reason.
+
+    `tie_break`: orders answers of equal score. `refusal`: why two answers do not form a pair, "" if they do.
+    """
+    ranked = sorted(answers, key=lambda answer: (-score(answer), tie_break(answer)))
+    pairs = list(combinations(ranked, 2)) if rule.exhaustive_pairs else [(ranked[0], ranked[-1])]
+    dropped: Counter[str] = Counter()
+    found: list[tuple[T, T]] = []
+    for chosen, rejected in pairs:
+        diff = score(chosen) - score(rejected)
+        if diff <= 0:
+            reason = "equal scores"
+        elif diff < rule.min_score_diff:
+            reason = "less than min_score_diff"
+        else:
+            reason = refusal(chosen, rejected)
+        if reason:
+            dropped[reason] += 1
+        else:
+            found.append((chosen, rejected))
+    found.sort(key=lambda pair: (score(pair[1]) - score(pair[0]), tie_break(pair[0]), tie_break(pair[1])))
+    kept = found[: rule.max_pairs_per_turn]
+    dropped["more than max_pairs_per_turn"] += len(found) - len(kept)
+    return kept, +dropped

@@ -1,0 +1,316 @@
+"""Events of the topics jobs and weights: what a learner is to do, what it trained, published, and what was loaded."""
+
+from datetime import UTC, datetime
+from typing import ClassVar, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, JsonValue, model_validator
+
+from rollstream.schemas.base import Event, added
+from rollstream.schemas.events.training import ForkPoint
+from rollstream.schemas.settings import ArtifactRef, JobSettings
+
+# ---- jobs ----
+
+
+class JobEvent(Event):
+    """An event of one job; its key is the model group."""
+
+    job_id: str
+    model_group: str
+
+    @property
+    def key(self) -> str:
+        return self.model_group
+
+
+class FineTune(BaseModel):
+    """What a job of a shared model group trains on, and what it was made from."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    data_sha256: str
+    """Of the examples, in order."""
+    data: ArtifactRef
+    """The examples: JSON lines of `RecordedGroup`s."""
+    num_examples: int = Field(ge=1)
+    config_sha256: str
+    agents: tuple[str, ...] = Field(min_length=1)
+    """Those that share the model."""
+    parent_version: int = Field(ge=0)
+    """The version that the group spoke with when the job was created."""
+    num_batches: int = Field(ge=1)
+    """Batches of all passes over the data, each of which yields a version."""
+    batch_size: int = Field(ge=1)
+    """Examples of a batch; the last one of a pass may have fewer."""
+    max_staleness: int = Field(default=0, ge=0)
+    """Of an RL job: versions that its rollouts may be behind."""
+    first_batch: int = Field(default=0, ge=0)
+    """Batches before it were trained by earlier attempts."""
+    attempt: int = Field(default=0, ge=0)
+    name: str = ""
+    """What the caller named the job."""
+    deadline_s: FiniteFloat | None = Field(default=None, gt=0)
+    """Seconds after the submission at which a job that is not over is cancelled."""
+
+
+class JobSubmitted(JobEvent):
+    """A job waits for a learner."""
+
+    TOPIC: ClassVar[str] = "jobs"
+    UNDIGESTED: ClassVar[frozenset[str]] = frozenset({"time_ms", "start_offsets"})
+    kind: Literal["job_submitted"] = "job_submitted"
+    v: Literal[1] = 1
+    base_version: int = Field(ge=0)
+    settings: JobSettings
+    run_sha256: str = added("")
+    """Content digest of the run's RunStarted; empty where it was not kept."""
+    fork: ForkPoint | None = None
+    start_offsets: dict[str, int] | None = added(None)
+    """End offsets of `groups`, `batches`, `jobs`, `weights`, `dlq` and partitions of `tasks` (`tasks/0`) before the run
+    wrote its first event: readers of the run begin there. Of what is not named they begin at the oldest record."""
+    is_what_if: bool = added(False)
+    """Of a what-if, which has a learner of its own: one that serves every job leaves it alone."""
+    fine_tune: FineTune | None = added(None)
+    """Of a job that a shared model group created from given rollouts."""
+
+    @property
+    def event_id(self) -> str:
+        return f"job_submitted:{self.job_id}"
+
+
+class JobProgressed(JobEvent):
+    """A learner has come so far with a job."""
+
+    TOPIC: ClassVar[str] = "jobs"
+    kind: Literal["job_progressed"] = "job_progressed"
+    v: Literal[1] = 1
+    version: int
+    percent: float = Field(ge=0, le=100)
+
+    @property
+    def event_id(self) -> str:
+        return f"job_progressed:{self.job_id}/v{self.version}"
+
+
+class JobSucceeded(JobEvent):
+    """A job is done; its last version is published."""
+
+    TOPIC: ClassVar[str] = "jobs"
+    UNDIGESTED: ClassVar[frozenset[str]] = frozenset({"time_ms", "finish_s"})
+    kind: Literal["job_succeeded"] = "job_succeeded"
+    v: Literal[1] = 1
+    final_version: int
+    finish_s: float = added(0.0, ge=0)
+    """Phase `finish` of the last version, as StepTrained has it of the versions before; 0: it was not measured, for a
+    learner that began again after the version ended the job.
+    """
+
+    @property
+    def event_id(self) -> str:
+        return f"job_succeeded:{self.job_id}"
+
+
+class JobFailed(JobEvent):
+    """A job cannot be done."""
+
+    TOPIC: ClassVar[str] = "jobs"
+    kind: Literal["job_failed"] = "job_failed"
+    v: Literal[1] = 1
+    error: str
+
+    @property
+    def event_id(self) -> str:
+        return f"job_failed:{self.job_id}"
+
+
+class JobCancelled(JobEvent):
+    """A job is no longer wanted."""
+
+    TOPIC: ClassVar[str] = "jobs"
+    BY_END: ClassVar[str] = "the run ended"
+    """Cause of a job that a learner cancels because its run is over."""
+    kind: Literal["job_cancelled"] = "job_cancelled"
+    v: Literal[1] = 1
+    cause: str = ""
+
+    @property
+    def is_asked_for(self) -> bool:
+        """Whether somebody cancelled the job of a run that goes on."""
+        return self.cause not in ("", self.BY_END)
+
+    @property
+    def event_id(self) -> str:
+        return f"job_cancelled:{self.job_id}"
+
+
+class JobSkipped(JobEvent):
+    """A job was not submitted because there was too little to train on: it is over, and the model stays as it was."""
+
+    TOPIC: ClassVar[str] = "jobs"
+    kind: Literal["job_skipped"] = "job_skipped"
+    v: Literal[1] = 1
+    job_kind: Literal["rl", "sft", "dpo"]
+    cause: Literal["too_few_examples"] = "too_few_examples"
+    num_examples: int = Field(ge=1)
+    min_examples: int = Field(ge=1)
+    version: int = Field(ge=0)
+    """The version that the group goes on with."""
+    name: str = ""
+
+    @property
+    def event_id(self) -> str:
+        return f"job_skipped:{self.job_id}"
+
+
+class ModelSwitched(JobEvent):
+    """A shared model group speaks with the version that a finished job yielded from now on."""
+
+    TOPIC: ClassVar[str] = "jobs"
+    kind: Literal["model_switched"] = "model_switched"
+    v: Literal[1] = 1
+    version: int = Field(ge=0)
+
+    @property
+    def event_id(self) -> str:
+        return f"model_switched:{self.job_id}"
+
+
+# ---- weights ----
+
+
+class WeightEvent(Event):
+    """An event of one model group; its key is the model group."""
+
+    model_group: str
+
+    @property
+    def key(self) -> str:
+        return self.model_group
+
+
+class LearnerClaimed(WeightEvent):
+    """A learner took a model group; lower terms are void from here on."""
+
+    TOPIC: ClassVar[str] = "weights"
+    kind: Literal["learner_claimed"] = "learner_claimed"
+    v: Literal[1] = 1
+    term: int = Field(ge=1)
+    learner: str
+
+    @property
+    def event_id(self) -> str:
+        return f"learner_claimed:{self.model_group}/{self.term}/{self.learner}"
+
+
+class StepTrained(WeightEvent):
+    """A batch was trained: its metrics, and the digest of the weights that came of it."""
+
+    TOPIC: ClassVar[str] = "weights"
+    UNDIGESTED: ClassVar[frozenset[str]] = frozenset({"time_ms", "term", "threads", "seconds", "tokens_per_s"})
+    kind: Literal["step_trained"] = "step_trained"
+    v: Literal[1] = 1
+    job_id: str
+    batch_id: str
+    epoch: int
+    version: int
+    """The version that the batch yielded."""
+    term: int
+    threads: int = 0
+    """CPU threads that it was trained with: a replay needs as many. 0: unknown."""
+    weights_sha256: str
+    manifest_sha256: str = added("")
+    """Content digest of the batch's manifest; empty where it was not kept."""
+    num_optimizer_steps: int
+    metrics: dict[str, FiniteFloat]
+    """Named area/name: loss/total, reward/mean, policy/entropy, policy/kl, clip/low, ..."""
+    seconds: dict[str, float] = Field(default_factory=dict)
+    """By phase: finish (of the version before: its events, pruning, collection), wait, fetch, collate,
+    forward_backward, optimizer, hash, checkpoint, publish (storing the weights); restore in place of fetch to
+    optimizer for a rollback."""
+    tokens_per_s: float = 0.0
+    adopts: int | None = added(None, ge=0)
+    """Of a rollback, which takes no optimizer step: the earlier version whose state the learner returned to."""
+
+    @property
+    def event_id(self) -> str:
+        return f"step_trained:{self.model_group}/v{self.version}/{self.term}"
+
+
+class WeightsPublished(WeightEvent):
+    """A weight version exists as an immutable artifact."""
+
+    TOPIC: ClassVar[str] = "weights"
+    UNDIGESTED: ClassVar[frozenset[str]] = frozenset({"time_ms", "term", "artifact"})
+    kind: Literal["weights_published"] = "weights_published"
+    v: Literal[1] = 1
+    job_id: str
+    batch_id: str | None
+    """None for the base version."""
+    version: int = Field(ge=0)
+    parent: int | None
+    term: int
+    weights_sha256: str
+    """Of the artifact's bytes, and of its content: a safetensors file with sorted names."""
+    weights_format: Literal["full", "lora"]
+    base_model: str
+    """Folder or hub name with configuration and tokenizer (for lora: the weights below the adapter)."""
+    lora: dict[str, JsonValue] | None = None
+    """peft's adapter configuration, for lora."""
+    artifact: ArtifactRef
+    adopts: int | None = added(None, ge=0)
+    """Of a rollback: the earlier version that has the same weights."""
+
+    @property
+    def event_id(self) -> str:
+        return f"weights_published:{self.model_group}/v{self.version}/{self.term}"
+
+
+class WeightsLoaded(WeightEvent):
+    """An engine generates with a version from now on."""
+
+    TOPIC: ClassVar[str] = "weights"
+    UNDIGESTED: ClassVar[frozenset[str]] = frozenset({"time_ms", "seconds"})
+    kind: Literal["weights_loaded"] = "weights_loaded"
+    v: Literal[1] = 1
+    version: int
+    engine: str
+    num_skipped: int = 0
+    """Versions published since the last load that this engine never had."""
+    seconds: float = 0.0
+
+    @property
+    def event_id(self) -> str:
+        return f"weights_loaded:{self.model_group}/v{self.version}/{self.engine}"
+
+
+class WeightsCollected(WeightEvent):
+    """Versions that nothing needs any more: their artifacts are removed once this is written, and may be gone."""
+
+    TOPIC: ClassVar[str] = "weights"
+    UNDIGESTED: ClassVar[frozenset[str]] = frozenset({"time_ms", "artifacts", "by"})
+    kind: Literal["weights_collected"] = "weights_collected"
+    v: Literal[1] = 1
+    versions: tuple[int, ...] = Field(min_length=1)
+    """Ascending. A version published under several terms is listed once for each of its artifacts."""
+    weights_sha256: tuple[str, ...]
+    """Of the artifacts, in the order of `versions`."""
+    artifacts: tuple[ArtifactRef, ...]
+    """In the order of `versions`."""
+    by: str
+    """The learner that owns the model group, or `gc`."""
+
+    @model_validator(mode="after")
+    def _as_many_of_each(self) -> "WeightsCollected":
+        if not len(self.versions) == len(self.weights_sha256) == len(self.artifacts):
+            raise ValueError("versions, weights_sha256 and artifacts must have equal lengths")
+        return self
+
+    @property
+    def reason(self) -> str:
+        """Why an artifact of these versions is gone, for a message: by whom and when it was collected."""
+        at = datetime.fromtimestamp(self.time_ms / 1000, UTC)
+        return f"collected by {self.by} at {at:%Y-%m-%d %H:%M:%S} UTC, because keep_last and keep_every do not cover it"
+
+    @property
+    def event_id(self) -> str:
+        return f"weights_collected:{self.model_group}/v{self.versions[0]}-v{self.versions[-1]}"

@@ -1,0 +1,233 @@
+"""What records may name to a process: code, `${VARIABLES}`, URLs, files and models that its own settings allow.
+
+A record is data. What a topic, a dataset or a stored configuration names is checked here before anything is imported,
+expanded, opened or asked. Registered environments and reward functions need no permission. A variable that a trusted
+configuration uses may be used in the same text at the same place only: where a record may put it into any text, such as
+the pattern of a reward, what comes of it tells the value. A variable that is listed by its name may be used anywhere.
+"""
+
+import json
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, NamedTuple
+from urllib.parse import SplitResult, quote, unquote, urlsplit
+
+from pydantic import JsonValue
+
+from rollstream.schemas.errors import ConfigError, NotAllowedError
+from rollstream.schemas.settings import RolloutSettings
+from rollstream.schemas.variables import conceal, expand, variables_in
+
+CODE = "python:"
+FILE = "file:"
+MODEL = "model:"
+PLACE = "place:"
+_MODEL_PATH = "model.path"
+URL = re.compile(r"https?://", re.IGNORECASE)
+VARIABLE = re.compile(r"\$\{[A-Za-z_][A-Za-z0-9_]*\}")
+ALLOW_VARIABLE = "ROLLSTREAM_ALLOW"
+REMEDY = f"if you trust it, start the service with --allow NAME (or {ALLOW_VARIABLE}), or name it in the run's own file"
+_MAX_SHOWN = 120
+_PORTS = {"http": 80, "https": 443}
+
+
+class Permissions(NamedTuple):
+    """What a process allows, and the environment that its `${VARIABLES}` come from."""
+
+    allow: frozenset[str] = frozenset()
+    """`python:module.attribute`, `${NAME}`, `http://host:port/path` and `model:PATH` (and everything below them),
+    `file:PATH`, `place:PATH=TEXT` (a text with variables, where it may stand).
+    """
+    environ: Mapping[str, str] = {}
+
+    @classmethod
+    def of(cls, entries: Iterable[str], environ: Mapping[str, str]) -> "Permissions":
+        """From settings, whose entries may hold `${NAME}` themselves. Raises ConfigError for an entry of no kind."""
+        given = frozenset(entries)
+        for entry in given:
+            check_entry(entry)
+        expanded = {_expanded(entry, environ) for entry in given}
+        return cls(given | expanded, environ)
+
+    def check_code(self, name: str, place: str) -> None:
+        """Raises NotAllowedError for a `python:` name that is not listed; other names are registered ones."""
+        if name.startswith(CODE) and name not in self.allow:
+            raise _refused(place, name)
+
+    def check_url(self, url: str, place: str) -> None:
+        """Raises NotAllowedError for a URL that is neither listed nor below one that is, ConfigError for no URL."""
+        if not URL.match(url):
+            raise ConfigError(f"{place}: {shown(self.conceal(url))} must be a URL like http://host:8000")
+        asked = _split(url)
+        listed = (_split(entry) for entry in self.allow if URL.match(entry))
+        if asked is None or not any(base is not None and _is_below(asked, base) for base in listed):
+            raise _refused(place, self.conceal(url))
+
+    def check_file(self, path: str, place: str) -> None:
+        """Raises NotAllowedError for a local file that is not listed."""
+        if f"{FILE}{path}" not in self.allow:
+            raise _refused(place, self.conceal(f"{FILE}{path}"))
+
+    def model_path(self, written: str, place: str) -> str:
+        """A base model's folder or hub name with its `${NAME}` replaced.
+
+        Raises NotAllowedError for one that is neither listed nor below one that is, ConfigError as `expand` does.
+        """
+        for reference in sorted(names_of(written)):
+            self._check_variables(reference, place, f"{PLACE}{_MODEL_PATH}={reference}")
+        path = str(expand(written, self.environ, place))
+        listed = (entry.removeprefix(MODEL) for entry in self.allow if entry.startswith(MODEL))
+        if not any(one in (path, written) or _is_in_folder(path, one) for one in listed):
+            raise _refused(place, f"{MODEL}{written}")
+        return path
+
+    def expand(self, value: JsonValue, place: str, path: str) -> JsonValue:
+        """`value` with its `${NAME}` replaced. `path`: where it stands, as `environment_path` or `evaluator_path` says.
+
+        Raises NotAllowedError for one that is not listed, else ConfigError.
+        """
+        for where, text in _texts(value, path):
+            self._check_variables(text, f"{place}{where.removeprefix(path)[:_MAX_SHOWN]}", f"{PLACE}{where}={text}")
+        return expand(value, self.environ, place)
+
+    def _check_variables(self, text: str, place: str, entry: str) -> None:
+        """Raises NotAllowedError for a variable of a text, unless it is listed by its name or `entry` is."""
+        for name in () if entry in self.allow else sorted(variables_in(text)):
+            if f"${{{name}}}" not in self.allow:
+                raise _refused(place, f"${{{name}}}")
+
+    def conceal(self, message: str) -> str:
+        """`message` with every listed variable's value written as `${NAME}`."""
+        return conceal(message, [*sorted(self.allow)], self.environ)
+
+
+NOTHING = Permissions()
+"""Registered names only."""
+
+
+def check_entry(entry: str) -> None:
+    """Raises ConfigError for what is none of the five kinds that can be allowed."""
+    if (
+        entry.startswith((CODE, FILE, PLACE))
+        or entry.removeprefix(MODEL) not in ("", entry)
+        or VARIABLE.search(entry)
+        or _split(entry) is not None
+    ):
+        return
+    raise ConfigError(
+        f"{shown(entry)} cannot be allowed; give python:module.attribute, ${{VARIABLE}}, http://host:port/path, "
+        "model:PATH or file:PATH"
+    )
+
+
+def named_by(*settings: RolloutSettings) -> tuple[str, ...]:
+    """All that trusted settings name, in the form of `Permissions.allow`: what their own producers are to allow."""
+    return tuple(sorted({entry for one in settings for entry in _named(one)}))
+
+
+def environment_path(environment: str) -> str:
+    """Where the configuration of an environment stands, whatever run it is of."""
+    return f"environment_config({_quoted(environment)})"
+
+
+def evaluator_path(name: str, block: Mapping[str, JsonValue]) -> str:
+    """Where the block of an evaluator stands, whatever run it is of."""
+    return f"evaluators({_quoted(name)}:{_quoted(str(block.get('_type')))})"
+
+
+def below(path: str, key: str) -> str:
+    """Where the value of a key stands."""
+    return f"{path}.{_quoted(key)}"
+
+
+def names_of(value: JsonValue) -> frozenset[str]:
+    """Every `${NAME}` in a value, written so."""
+    return frozenset(f"${{{name}}}" for name in variables_in(value))
+
+
+def named_by_model(path: str) -> frozenset[str]:
+    """All that a trusted `model.path` names, in the form of `Permissions.allow`."""
+    return frozenset({f"{PLACE}{_MODEL_PATH}={name}" for name in names_of(path)} | {f"{MODEL}{path}"})
+
+
+def named_by_algorithm(name: str) -> frozenset[str]:
+    """All that a trusted `algorithm.name` names, in the form of `Permissions.allow`."""
+    return frozenset({name} if name.startswith(CODE) else ())
+
+
+def shown(text: str) -> str:
+    """A text that somebody else chose, for an error: quoted, without control characters, and cut."""
+    quoted = json.dumps(text, ensure_ascii=True)
+    return quoted if len(quoted) <= _MAX_SHOWN else f"{quoted[: _MAX_SHOWN - 4]}..."
+
+
+def _named(settings: RolloutSettings) -> Iterator[str]:
+    placed = [(environment_path(settings.environment), settings.environment_config)]
+    placed += [(evaluator_path(name, block), dict(block)) for name, block in settings.evaluators.items()]
+    for path, value in placed:
+        yield from (f"{PLACE}{where}={text}" for where, text in _texts(value, path) if variables_in(text))
+    yield from (name for name in (settings.environment, *settings.rewards) if name.startswith(CODE))
+    yield from (text for _, text in _texts(settings.environment_config) if _is_url(text) or text.startswith(CODE))
+    for block in settings.evaluators.values():
+        for key, prefix in (("function", CODE), ("base_url", ""), ("file", FILE)):
+            value = block.get(key)
+            if isinstance(value, str) and (prefix or _is_url(value)):
+                yield prefix + value
+
+
+def _texts(value: JsonValue, path: str = "") -> Iterator[tuple[str, str]]:
+    """Every text in a value, and where it stands."""
+    if isinstance(value, str):
+        yield path, value
+    elif isinstance(value, list):
+        for index, item in enumerate(value):
+            yield from _texts(item, below(path, str(index)))
+    elif isinstance(value, dict):
+        for key, item in value.items():
+            yield from _texts(item, below(path, key))
+
+
+def _quoted(name: str) -> str:
+    """A name without the characters that a path is made of."""
+    return quote(name, safe="", errors="backslashreplace").replace(".", "%2E")
+
+
+def _is_in_folder(path: str, folder: str) -> bool:
+    return path.startswith(f"{folder.rstrip('/')}/") and ".." not in path.split("/")
+
+
+def _expanded(entry: str, environ: Mapping[str, str]) -> str:
+    if entry.startswith(PLACE):
+        entry = entry.partition("=")[2]  # it may be a URL
+    try:
+        return str(expand(entry, environ))
+    except ConfigError:  # a variable that is not set is reported where it is used
+        return entry
+
+
+def _refused(place: str, name: str) -> NotAllowedError:
+    return NotAllowedError(f"{place}: {shown(name)} is not allowed by this process's settings; {REMEDY}")
+
+
+def _is_url(text: str) -> bool:
+    return URL.match(text) is not None and (VARIABLE.search(text) is not None or _split(text) is not None)
+
+
+def _split(url: str) -> SplitResult | None:
+    """A URL's parts; None if it is no absolute http(s) URL, or one that servers may read in another way."""
+    try:
+        parts = urlsplit(url)
+        _ = parts.port
+    except ValueError:
+        return None
+    segments = re.split(r"[/\\]", unquote(parts.path))
+    is_odd = "\\" in url or not url.isprintable() or {".", ".."} & set(segments)
+    return parts if parts.scheme in _PORTS and parts.hostname and not is_odd else None
+
+
+def _is_below(asked: SplitResult, base: SplitResult) -> bool:
+    origins: list[Any] = [
+        (one.scheme, one.hostname, one.port or _PORTS[one.scheme], one.username, one.password) for one in (asked, base)
+    ]
+    path = base.path.rstrip("/")
+    return origins[0] == origins[1] and (asked.path == path or asked.path.startswith(f"{path}/") or not path)

@@ -1,0 +1,138 @@
+"""Expansion of `${NAME}` and `${NAME:-default}` in configuration values, at the place where a value is used.
+
+What is stored or sent keeps the unexpanded text, so that a secret never enters the log.
+"""
+
+import base64
+import json
+import re
+from collections.abc import Callable, Iterator, Mapping
+from urllib.parse import unquote
+
+from pydantic import JsonValue
+
+from rollstream.schemas.errors import ConfigError
+
+MIN_SECRET_CHARS = 4
+"""A shorter value is left in messages: to replace it would garble them and keep no secret."""
+MIN_PATH_CHARS = 12
+"""The same of a URL's path, since `/v1/` or `/generate` keeps no secret."""
+_SECRET_NAME = re.compile(
+    r"passw(or)?d$|(^|[._-])((access|account|api|auth|encryption|hmac|master|private|raw|secret|signing|subscription)"
+    r"[_-]?key|pwd|passphrase|secret|credentials?|authorization|cookie)$"
+    r"|(^|(access|api|auth|bearer|hub|oauth|refresh|session|endpoint|sql|secret)[._-]?)token$"
+    r"|(^|[._-])(admin|app|aws|azure|bot|ci|databricks|deploy|device|discord|gh|gitlab|google|hf|huggingface|id|jwt"
+    r"|npm|openai|personal|private|pypi|registry|sas|security|service|slack|telegram|vault|wandb|webhook)[._-]?token$",
+    re.IGNORECASE,
+)
+_WORD_BEGINS = re.compile(r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])")
+_REFERENCE = re.compile(r"\$\{([A-Za-z_][A-Za-z0-9_]*)(?::-([^}]*))?\}")
+
+
+def expand(value: JsonValue, environ: Mapping[str, str], path: str = "") -> JsonValue:
+    """`value` with every reference in its strings replaced. Keys are left alone.
+
+    Raises ConfigError naming the path and the variable that is not set and has no default.
+    """
+    if isinstance(value, str):
+        return _expand_text(value, environ, path)
+    if isinstance(value, list):
+        return [expand(item, environ, f"{path}.{index}") for index, item in enumerate(value)]
+    if isinstance(value, dict):
+        return {key: expand(item, environ, f"{path}.{key}" if path else key) for key, item in value.items()}
+    return value
+
+
+def variables_in(value: JsonValue) -> frozenset[str]:
+    """Names of all variables that the strings of a value refer to."""
+    if isinstance(value, str):
+        return frozenset(match.group(1) for match in references(value))
+    if isinstance(value, (list, dict)):
+        items = value.values() if isinstance(value, dict) else value
+        return frozenset(name for item in items for name in variables_in(item))
+    return frozenset()
+
+
+def references(text: str) -> Iterator["re.Match[str]"]:
+    """Every `${NAME}` and `${NAME:-default}` of a text: groups are the name and the default, None without one."""
+    return _REFERENCE.finditer(text, 0, _end(text))
+
+
+def substitute(text: str, replacement: Callable[["re.Match[str]"], str]) -> str:
+    """`text` with every reference replaced."""
+    end = _end(text)
+    return _REFERENCE.sub(replacement, text[:end]) + text[end:]
+
+
+def is_secret_name(name: str) -> bool:
+    """Whether a key or variable of this name holds a secret: `HF_TOKEN`, `password`, `clientSecret`, ..."""
+    return any(_SECRET_NAME.search(text) for text in (name, _WORD_BEGINS.sub("_", name)))
+
+
+def as_written(value: JsonValue, written: JsonValue, environ: Mapping[str, str]) -> JsonValue:
+    """`value` with each text in it that a text of `written` stands for put back as it was written there."""
+    references = {text: expand(text, environ) for text in _references_in(written)}
+    return _restored(value, {str(found): text for text, found in references.items()})
+
+
+def conceal(message: str, value: JsonValue, environ: Mapping[str, str]) -> str:
+    """`message` with what the `${NAME}` in `value` stand for written as `${NAME}`, for logs, errors and events."""
+    found = [(secret, name) for name in variables_in(value) for secret in _secrets_in(environ.get(name, ""))]
+    for secret, name in sorted(found, key=lambda item: (-len(item[0]), item)):  # one may be a part of another
+        message = message.replace(secret, f"${{{name}}}")
+    return message
+
+
+def _secrets_in(value: str) -> Iterator[str]:
+    """What is to be concealed of a variable: all of it, also as Python and JSON quote it, the long lines of a key file,
+    and the parts of a URL, which servers repeat by themselves.
+    """
+    if len(value) >= MIN_SECRET_CHARS:
+        yield from {value: None, repr(value)[1:-1]: None, json.dumps(value)[1:-1]: None}
+    if "\n" in value:
+        yield from (line for line in map(str.strip, value.splitlines()) if len(line) >= MIN_PATH_CHARS)
+    if "://" in value:
+        _, _, rest = value.partition("://")
+        user_info, at, host = rest.rpartition("@")
+        path = host.partition("/")[2]
+        users = [user_info, user_info.partition(":")[2], _basic(user_info)] if at else []
+        yield from (part for part in users if len(part) >= MIN_SECRET_CHARS)
+        yield from (part for part in (path, *path.split("?")) if len(part) >= MIN_PATH_CHARS)
+
+
+def _basic(user_info: str) -> str:
+    """A URL's user and password as they are sent, in the header `Authorization: Basic`."""
+    return base64.b64encode(unquote(user_info).encode()).decode()
+
+
+def _end(text: str) -> int:
+    """Where the last reference can end: behind it each `${NAME:-` would be looked through to the end of the text."""
+    return text.rfind("}") + 1
+
+
+def _references_in(value: JsonValue) -> Iterator[str]:
+    if isinstance(value, str):
+        if next(references(value), None) is not None:
+            yield value
+    elif isinstance(value, (list, dict)):
+        for item in value.values() if isinstance(value, dict) else value:
+            yield from _references_in(item)
+
+
+def _restored(value: JsonValue, texts: Mapping[str, str]) -> JsonValue:
+    if isinstance(value, str):
+        return texts.get(value, value)
+    if isinstance(value, list):
+        return [_restored(item, texts) for item in value]
+    return {key: _restored(item, texts) for key, item in value.items()} if isinstance(value, dict) else value
+
+
+def _expand_text(text: str, environ: Mapping[str, str], path: str) -> str:
+    def replacement(match: re.Match[str]) -> str:
+        name, default = match.group(1), match.group(2)
+        found = environ.get(name) or default
+        if found is None:
+            raise ConfigError(f"{path}: environment variable {name} is not set; set it or write ${{{name}:-default}}")
+        return found
+
+    return substitute(text, replacement)

@@ -1,0 +1,116 @@
+"""Where an exception of users' code is said to come from."""
+
+import importlib
+import json
+import sys
+
+import pytest
+from pydantic import BaseModel, ConfigDict, ValidationError, field_validator
+
+from rollstream.producers.rollout import registry
+from rollstream.schemas.errors import ConfigError, ModelError, first_invalid, raised_at, told
+from rollstream.schemas.permissions import Permissions
+
+
+def raised(call, *args):
+    try:
+        call(*args)
+    except (LookupError, ValueError) as error:
+        return error
+    raise AssertionError("nothing was raised")
+
+
+def looks_up(table):
+    return deeper(table)
+
+
+def deeper(table):
+    return table["no such key"]
+
+
+def parses(text):
+    return json.loads(text)
+
+
+def test_the_innermost_frame_of_users_code_is_named():
+    at = f"{looks_up.__code__.co_filename.rsplit('/', 1)[-1]} line {deeper.__code__.co_firstlineno + 1}"
+    assert told(raised(looks_up, {})) == f"KeyError ({at}, in deeper): 'no such key'"
+
+
+def test_the_standard_library_that_raised_is_not_to_blame():
+    assert raised_at(raised(parses, "{")).endswith("in parses")
+
+
+def test_of_a_group_of_errors_the_first_one_is_named():
+    at = f"test_errors.py line {deeper.__code__.co_firstlineno + 1}, in deeper"
+    inner = ExceptionGroup("tasks", [raised(looks_up, {}), ValueError("later")])
+    assert told(ExceptionGroup("tasks", [inner])) == f"KeyError ({at}): 'no such key'"
+
+
+def test_our_own_errors_name_their_place_themselves():
+    assert told(ModelError("out of memory")) == "ModelError: out of memory"
+
+
+def test_what_nobody_raised_has_no_place():
+    assert told(KeyError("x")) == "KeyError: 'x'"
+
+
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [
+        ("import nothing_of_this_name\n", r"ModuleNotFoundError \(broken_\w+\.py line 1, in <module>\): No module"),
+        ("def play(:\n", r"SyntaxError: "),
+        ("\n{}['x']\n", r"KeyError \(broken_\w+\.py line 2, in <module>\): 'x'"),
+    ],
+)
+def test_a_module_that_cannot_be_imported_says_in_which_line(tmp_path, monkeypatch, source, message):
+    name = f"broken_{len(source)}"
+    (tmp_path / f"{name}.py").write_text(source)
+    monkeypatch.syspath_prepend(tmp_path)
+    importlib.invalidate_caches()
+    with pytest.raises(ConfigError, match=rf"module {name} cannot be imported: {message}"):
+        registry.environment(f"python:{name}.play", Permissions(allow=frozenset({f"python:{name}.play"})))
+    assert name not in sys.modules
+    with pytest.raises(ConfigError, match=r"cannot be imported: ModuleNotFoundError: No module named 'not_there'"):
+        registry.environment("python:not_there.play", Permissions(allow=frozenset({"python:not_there.play"})))
+
+
+class Inner(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+    number: int = 0
+
+    @field_validator("number")
+    @classmethod
+    def _is_small(cls, number: int) -> int:
+        if number > 9:
+            raise ValueError("give at most 9")
+        return number
+
+
+class Outer(BaseModel):
+    inner: list[Inner]
+
+
+def invalid(model: type[BaseModel], value: object) -> ValidationError:
+    with pytest.raises(ValidationError) as caught:
+        model.model_validate(value)
+    return caught.value
+
+
+def test_the_first_invalid_value_is_named_by_its_path_and_never_shown():
+    error = invalid(Outer, {"inner": [{}, {"number": "hunter2"}]})
+    assert str(first_invalid(error)).startswith("inner.1.number: Input should be a valid integer")
+    assert "hunter2" not in str(first_invalid(error))
+    assert (
+        str(first_invalid(invalid(Outer, {"inner": [{"number": 10}]}), "block"))
+        == "block.inner.0.number: give at most 9"
+    )
+    assert str(first_invalid(invalid(Outer, 3))).startswith("Input should be")
+    assert first_invalid(invalid(Outer, 3), "block").path == "block"
+
+
+def test_an_unknown_key_comes_first_where_the_known_ones_are_given():
+    error = invalid(Inner, {"number": "x", "nmber": 1})
+    assert first_invalid(error).path == "number"
+    assert str(first_invalid(error, known=Inner.model_fields)) == "nmber: unknown key; did you mean number?"
+    assert first_invalid(invalid(Inner, {"zzz": 1}), known=["a", "B"]).message == "unknown key; known keys: B, a"
