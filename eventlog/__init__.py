@@ -1,1 +1,36 @@
 """The log: topics, codec, Kafka client, in-memory log, embedded broker and artifact store."""
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from rollstream.eventlog import (
+        artifact_retry,
+        artifacts,
+        attempts,
+        codec,
+        dead_letters,
+        disk_space,
+        files,
+        log,
+        private,
+        reading,
+        recent,
+        run_offsets,
+        terms,
+    )
+
+__all__ = [
+    "artifact_retry",
+    "artifacts",
+    "attempts",
+    "codec",
+    "dead_letters",
+    "disk_space",
+    "files",
+    "log",
+    "private",
+    "reading",
+    "recent",
+    "run_offsets",
+    "terms",
+]

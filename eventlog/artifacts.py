@@ -1,39 +1,63 @@
 """Immutable artifacts by sha256 under one fsspec URI: weights, datasets, raw bytes of dead letters.
 
-An artifact's file is named by its hash, written aside and moved into place, and verified before it is used.
-A folder needs no copy; anything else is fetched once into a local cache.
+An artifact's file is named by its hash, written to a temporary file and renamed, and verified before use. Its URI is
+relative to the store and only its last part is used, so that a store can be moved or copied and no record can name a
+file outside of it. Artifacts of a remote store are fetched once into a local cache.
 """
 
+import errno
 import hashlib
 import io
 import os
 import re
 import secrets
+import stat
 import tempfile
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import fsspec
 
-from rollstream.schemas.errors import ArtifactError
+from rollstream.eventlog.files import replacing
+from rollstream.schemas.errors import ArtifactError, ConfigError, StoreUnavailableError
 from rollstream.schemas.settings import ArtifactRef
+from rollstream.schemas.variables import conceal, expand
 
 CHUNK_BYTES = 1 << 20
-SHA256 = re.compile(r"[0-9a-f]{64}")
+_SUFFIX = re.compile(r"(\.[A-Za-z0-9_-]{1,32}){0,2}")
+_FILE = re.compile(rf"(?P<sha256>[0-9a-f]{{64}}){_SUFFIX.pattern}")
 
 
 class ArtifactStore:
-    """Artifacts under `uri`: a folder, `file://...`, or any URI that fsspec knows."""
+    """Artifacts under `uri`: a folder, `file://...`, or any URI that fsspec knows.
 
-    def __init__(self, uri: str, *, cache: Path | None = None) -> None:
-        """`cache`: where remote artifacts are kept locally; default: a folder of the user's temporary files."""
+    Every method raises StoreUnavailableError, an ArtifactError, if the store is unreachable or not writable: the same
+    call may succeed later. Any other ArtifactError is permanent.
+    """
+
+    def __init__(self, uri: str, *, cache: Path | None = None, environ: Mapping[str, str] = os.environ) -> None:
+        """`uri`: as written; its `${NAME}` are expanded only here and stay unexpanded in references and messages.
+
+        `cache`: folder of local copies of remote artifacts; default: a folder of the user's temporary files. Raises
+        ConfigError for a variable that is not set, ArtifactError for a URI that fsspec does not know.
+        """
         self.uri = uri.rstrip("/")
+        self._environ = environ
         self._filesystem: Any
         try:
-            self._filesystem, self._root = fsspec.core.url_to_fs(self.uri)
+            self._filesystem, self._root = fsspec.core.url_to_fs(str(expand(self.uri, environ, "artifact_uri")))
         except (ValueError, ImportError) as error:
-            raise ArtifactError(f"artifact store {uri}: {error}; use a folder or an installed fsspec URI") from error
+            if isinstance(error, ConfigError):
+                raise
+            raise ArtifactError(
+                f"artifact store {uri}: {self._told(error)}; use a folder or an installed fsspec URI"
+            ) from error
         self._is_local = "file" in _protocols(self._filesystem)
+        self._errors: type[Exception] = OSError if self._is_local else Exception
+        """Exceptions of the filesystem in an outage: clients of object stores have classes of their own."""
+        self._has_own_cache = cache is None
         self._cache = cache or Path(tempfile.gettempdir()) / f"rollstream-artifacts-{os.getuid()}"
 
     def put_file(self, path: Path) -> ArtifactRef:
@@ -48,110 +72,189 @@ class ArtifactStore:
             raise ArtifactError(f"file {path} cannot be stored as an artifact: {error}") from error
 
     def put_bytes(self, data: bytes, suffix: str = "") -> ArtifactRef:
-        """Store bytes; bytes that are there already are not written again. Raises ArtifactError."""
+        """Store bytes; existing ones are not written again. Raises ArtifactError."""
         return self._put(io.BytesIO(data), hashlib.sha256(data).hexdigest(), len(data), suffix)
 
     def fetch(self, ref: ArtifactRef) -> Path:
         """A local file with the artifact's verified bytes. Raises ArtifactError if it is missing or differs."""
-        filesystem, name = self._locate(ref)
-        if "file" in _protocols(filesystem):
-            _verify(ref, _hash_file(ref, Path(name)))
+        name = self._locate(ref)
+        if self._is_local:
+            _verify(ref, self._hash_file(ref, Path(name)))
             return Path(name)
-        local = self._cache / ref.sha256[:2] / (ref.sha256 + Path(name).suffix)
-        if not local.exists() or _hash_file(ref, local) != ref.sha256:
-            try:
-                with filesystem.open(name, "rb") as source:
-                    found = _write_aside(local, source, ref.sha256)
-            except OSError as error:
-                raise _missing(ref, error) from error
+        if self._has_own_cache:
+            _own_folder(self._cache)
+        local = self._copy_of(ref, name)
+        if not local.exists() or self._hash_file(ref, local) != ref.sha256:
+            with (
+                self._failing_as(lambda error: self._unreadable(ref, error)),
+                self._filesystem.open(name, "rb") as source,
+            ):
+                found = _write_aside(local, source, ref.sha256)
             _verify(ref, found)
         return local
 
-    def read(self, ref: ArtifactRef) -> bytes:
-        """The artifact's verified bytes. Raises ArtifactError if it is missing or differs."""
-        filesystem, name = self._locate(ref)
-        try:
-            data: bytes = filesystem.cat_file(name)
-        except OSError as error:
-            raise _missing(ref, error) from error
+    def drop_copy(self, ref: ArtifactRef) -> None:
+        """Remove the local copy that `fetch` made of a remote artifact; does nothing if there is none."""
+        if not self._is_local:
+            self._copy_of(ref, self._locate(ref)).unlink(missing_ok=True)
+
+    def read(self, ref: ArtifactRef, *, max_bytes: int | None = None) -> bytes:
+        """The artifact's verified bytes. Raises ArtifactError if it is missing, differs or is larger than allowed."""
+        name = self._locate(ref)
+        with self._failing_as(lambda error: self._unreadable(ref, error)):
+            size_bytes = self._filesystem.size(name)
+            if max_bytes is not None and size_bytes > max_bytes:
+                raise ArtifactError(
+                    f"artifact {ref.uri} has {size_bytes:,} bytes, more than the limit of {max_bytes:,}"
+                )
+            data: bytes = self._filesystem.cat_file(name)
         _verify(ref, hashlib.sha256(data).hexdigest())
         return data
 
     @property
     def folder(self) -> Path | None:
-        """Where the files lie, if that is a folder."""
+        """The local folder of the store; None if it is remote."""
         return Path(self._root) if self._is_local else None
 
     def listing(self) -> dict[str, int]:
-        """Size in bytes of every file by its name; empty if there is none yet. Raises ArtifactError."""
-        try:
-            found: dict[str, dict[str, Any]] = self._filesystem.find(self._root, detail=True)
-        except FileNotFoundError:
-            return {}
-        except OSError as error:
-            raise ArtifactError(f"artifact store {self.uri} cannot be listed: {error}") from error
+        """Size in bytes of every file by name; empty for a new store. Raises ArtifactError."""
+        found: dict[str, dict[str, Any]] = {}
+        with (
+            self._failing_as(
+                lambda error: StoreUnavailableError(f"artifact store {self.uri} cannot be listed: {self._told(error)}")
+            ),
+            suppress(FileNotFoundError),
+        ):
+            found = self._filesystem.find(self._root, detail=True)
         return {name: int(info.get("size") or 0) for name, info in found.items()}
 
     def name_of(self, ref: ArtifactRef) -> str | None:
-        """Name of an artifact's file, if it lies where this store puts it; None if it lies anywhere else."""
+        """Name of an artifact's file if its URI is in this store, else None."""
         try:
-            filesystem, name = self._locate(ref)
-        except ArtifactError:
+            name = self._locate(ref)
+            filesystem, named = fsspec.core.url_to_fs(ref.uri)
+        except (ArtifactError, ValueError, ImportError):
             return None
-        file = name.rsplit("/", 1)[-1]
-        is_ours = _protocols(filesystem) == _protocols(self._filesystem)
-        is_named_by_hash = SHA256.fullmatch(ref.sha256) is not None and file.split(".", 1)[0] == ref.sha256
-        is_in_place = name == f"{self._root}/{ref.sha256[:2]}/{file}"
-        return name if is_ours and is_named_by_hash and is_in_place else None
+        is_absolute = _protocols(filesystem) == _protocols(self._filesystem) and named == name
+        return name if is_absolute or f"{self._root}/{ref.uri}" == name else None
 
     def remove(self, ref: ArtifactRef) -> None:
-        """Remove an artifact's file, which may be gone already.
+        """Remove an artifact's file, if it exists.
 
-        Raises ArtifactError if it lies outside of this store or cannot be removed.
+        Raises ArtifactError if it is outside of this store or cannot be removed.
         """
         name = self.name_of(ref)
         if name is None:
-            raise ArtifactError(f"artifact {ref.uri} does not lie in {self.uri}; nothing outside of it is removed")
-        try:
+            raise ArtifactError(f"artifact {ref.uri} is outside of store {self.uri} and was not removed")
+        with (
+            self._failing_as(
+                lambda error: StoreUnavailableError(
+                    f"artifact {ref.uri} cannot be removed: {self._told(error)}; make the store writable"
+                )
+            ),
+            suppress(FileNotFoundError),
+        ):
             self._filesystem.rm_file(name)
-        except FileNotFoundError:
-            return
-        except OSError as error:
-            raise ArtifactError(f"artifact {ref.uri} cannot be removed: {error}; make the store writable") from error
 
-    def _locate(self, ref: ArtifactRef) -> tuple[Any, str]:
+    def _copy_of(self, ref: ArtifactRef, name: str) -> Path:
+        return self._cache / ref.sha256[:2] / (ref.sha256 + Path(name).suffix)
+
+    def _told(self, error: Exception) -> str:
+        return conceal(str(error) or type(error).__name__, self.uri, self._environ)
+
+    @contextmanager
+    def _failing_as(self, told: Callable[[Exception], ArtifactError]) -> Iterator[None]:
+        """Convert errors of the filesystem to `told`, with the original as its cause."""
         try:
-            filesystem, name = fsspec.core.url_to_fs(ref.uri)
-        except (ValueError, ImportError) as error:
-            raise ArtifactError(f"artifact {ref.uri}: {error}") from error
-        return filesystem, name
+            yield
+        except ArtifactError:
+            raise
+        except self._errors as error:
+            raise told(error) from error
+
+    def _locate(self, ref: ArtifactRef) -> str:
+        """Path of an artifact: only the file name of its URI is used, which must be derived from its hash.
+
+        Raises ArtifactError otherwise.
+        """
+        file = ref.uri.rsplit("/", 1)[-1]
+        named = _FILE.fullmatch(file)
+        if named is None or named["sha256"] != ref.sha256:
+            raise ArtifactError(f"artifact {ref.uri} is not named by its sha256 {ref.sha256}: it was changed")
+        return f"{self._root}/{ref.sha256[:2]}/{file}"
 
     def _put(self, source: BinaryIO, sha256: str, size_bytes: int, suffix: str) -> ArtifactRef:
-        name = f"{self._root}/{sha256[:2]}/{sha256}{suffix}"
-        ref = ArtifactRef(uri=self._uri_of(name), sha256=sha256, size_bytes=size_bytes)
-        try:
+        kept = suffix if _SUFFIX.fullmatch(suffix) else ""
+        ref = ArtifactRef(uri=f"{sha256[:2]}/{sha256}{kept}", sha256=sha256, size_bytes=size_bytes)
+        name = self._locate(ref)
+        with self._failing_as(
+            lambda error: StoreUnavailableError(
+                f"artifact store {self.uri} cannot be written: {self._told(error)}; make it writable or set another "
+                "artifact_uri"
+            )
+        ):
             if not self._has(ref, name):
                 _verify(ref, self._write(name, source, sha256))
-        except OSError as error:
-            raise ArtifactError(
-                f"artifact store {self.uri} cannot be written: {error}; make it writable or set another artifact_uri"
-            ) from error
         return ref
 
-    def _uri_of(self, name: str) -> str:
-        return name if self._is_local else str(self._filesystem.unstrip_protocol(name))
+    def _unreadable(self, ref: ArtifactRef, error: Exception) -> ArtifactError:
+        """Why an artifact cannot be read: it is missing, or its store is unreachable or was until now."""
+        is_away = self._is_local and (  # the whole store, like a folder that is not mounted
+            not Path(self._root).exists() or Path(self._locate(ref)).exists()
+        )
+        what = f"artifact {ref.uri} of store {self.uri} cannot be read: {self._told(error)}"
+        if self._is_of_one_file(error):
+            return ArtifactError(f"{what}; make that file readable, or restore it from a copy")
+        if isinstance(error, FileNotFoundError) and not is_away:
+            return ArtifactError(f"{what}; check that artifact_uri is the store that it was written to")
+        return StoreUnavailableError(f"{what}; make its store available, or correct artifact_uri")
+
+    def _is_of_one_file(self, error: Exception) -> bool:
+        """Whether an error concerns one artifact only, because the store itself responds: a retry would not help.
+
+        Remote filesystems use EIO for outages too, so this cannot be decided there.
+        """
+        is_own = isinstance(error, PermissionError | IsADirectoryError | NotADirectoryError)
+        is_spoilt = self._is_local and isinstance(error, OSError) and error.errno == errno.EIO
+        if not (is_own or is_spoilt):
+            return False
+        try:
+            self._filesystem.ls(self._root, detail=False)
+        except self._errors:
+            return False
+        return True
+
+    def _hash_file(self, ref: ArtifactRef, path: Path) -> str:
+        try:
+            if not stat.S_ISREG(path.stat().st_mode):  # reading a device or a pipe may never end
+                raise ArtifactError(f"artifact {ref.uri} is not a regular file; restore it from a copy")
+            with path.open("rb") as file:
+                return hashlib.file_digest(file, "sha256").hexdigest()
+        except OSError as error:
+            raise self._unreadable(ref, error) from error
 
     def _has(self, ref: ArtifactRef, name: str) -> bool:
         if not self._filesystem.exists(name) or self._filesystem.size(name) != ref.size_bytes:
             return False
-        return not self._is_local or _hash_file(ref, Path(name)) == ref.sha256
+        return not self._is_local or self._hash_file(ref, Path(name)) == ref.sha256
 
     def _write(self, name: str, source: BinaryIO, sha256: str) -> str:
         if self._is_local:
             return _write_aside(Path(name), source, sha256)
         self._filesystem.makedirs(name.rsplit("/", 1)[0], exist_ok=True)
-        with self._filesystem.open(name, "wb") as target:
-            return _copy(source, target)
+        aside = f"{name}.{secrets.token_hex(4)}.aside"
+        try:
+            with self._filesystem.open(aside, "wb") as target:
+                found = _copy(source, target)
+            if found == sha256:
+                self._filesystem.mv(aside, name)
+                return found
+            self._filesystem.rm_file(aside)
+        except BaseException:
+            with suppress(self._errors):
+                self._filesystem.rm_file(aside)
+            raise
+        return found
 
 
 def _copy(source: BinaryIO, target: BinaryIO) -> str:
@@ -163,20 +266,30 @@ def _copy(source: BinaryIO, target: BinaryIO) -> str:
     return digest.hexdigest()
 
 
+class _OtherBytes(Exception):
+    """The copy has another sha256."""
+
+
 def _write_aside(path: Path, source: BinaryIO, sha256: str) -> str:
-    """Move the bytes into place only if they are the right ones; return their sha256."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    aside = path.with_name(f"{path.name}.{secrets.token_hex(4)}.aside")
-    try:
-        with aside.open("wb") as target:
-            found = _copy(source, target)
-            target.flush()
-            os.fsync(target.fileno())
-        if found == sha256:
-            aside.replace(path)
-    finally:
-        aside.unlink(missing_ok=True)
+    """Rename the file only if its sha256 is as expected; return the sha256."""
+    found = ""
+    with suppress(_OtherBytes), replacing(path, is_private=False) as target:
+        found = _copy(source, target)
+        if found != sha256:
+            raise _OtherBytes
     return found
+
+
+def _own_folder(folder: Path) -> None:
+    """Raises ArtifactError if the cache folder in a world-writable directory is accessible to other users."""
+    with suppress(FileExistsError):
+        folder.mkdir(mode=stat.S_IRWXU, parents=True)
+    found = folder.lstat()
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & (stat.S_IRWXG | stat.S_IRWXO):
+        raise ArtifactError(
+            f"folder {folder} is accessible to other users (its mode must be 0700); remove it, or set TMPDIR to "
+            f"another folder"
+        )
 
 
 def _protocols(filesystem: Any) -> tuple[str, ...]:
@@ -184,20 +297,8 @@ def _protocols(filesystem: Any) -> tuple[str, ...]:
     return (protocol,) if isinstance(protocol, str) else tuple(protocol)
 
 
-def _hash_file(ref: ArtifactRef, path: Path) -> str:
-    try:
-        with path.open("rb") as file:
-            return hashlib.file_digest(file, "sha256").hexdigest()
-    except OSError as error:
-        raise _missing(ref, error) from error
-
-
 def _verify(ref: ArtifactRef, found: str) -> None:
     if found != ref.sha256:
         raise ArtifactError(
             f"artifact {ref.uri} has the wrong hash: {found}, not {ref.sha256}; it was changed, restore it from a copy"
         )
-
-
-def _missing(ref: ArtifactRef, error: OSError) -> ArtifactError:
-    return ArtifactError(f"artifact {ref.uri} cannot be read: {error}; is artifact_uri the one it was written with?")

@@ -3,7 +3,7 @@
 import hashlib
 from binascii import unhexlify
 from collections.abc import Callable, Iterable
-from functools import cache
+from functools import cache, partial
 from typing import Any, NamedTuple
 
 import orjson
@@ -11,7 +11,7 @@ from pydantic import BaseModel, ValidationError
 
 from rollstream.eventlog.log import Headers, Received, Record, partition_of
 from rollstream.schemas.base import Event, validator_of
-from rollstream.schemas.errors import DecodeError
+from rollstream.schemas.errors import DecodeError, first_invalid
 from rollstream.schemas.events import KINDS, Tick
 from rollstream.schemas.topics import TOPICS
 
@@ -73,8 +73,21 @@ def decode(record: Record, *, num_partitions: int | None = None) -> Received:
         own = event.partition if isinstance(event, Tick) else partition_of(key, num_partitions)
         if record.partition != own:
             raise DecodeError(f"wrong partition: record lies in {record.partition}, {event.event_id} belongs to {own}")
-    digest = _digest(content, event.UNDIGESTED)
-    return Received(event, digest, record.position, record.timestamp_ms)
+    return Received(event, partial(_digest, content, event.UNDIGESTED), record.position, record.timestamp_ms)
+
+
+def kind_of(record: Record) -> str | None:
+    """The kind that a record's header names, without a look at its value; None if it names none."""
+    for name, content in record.headers:
+        if name == "ce_type":
+            parts = content.split(b".")
+            return parts[1].decode("ascii", "replace") if len(parts) == 3 else None
+    return None
+
+
+def event_id_of(record: Record) -> str:
+    """The event id that a record's header names, without a look at its value; empty if it names none."""
+    return next((content.decode(errors="replace") for name, content in record.headers if name == "ce_id"), "")
 
 
 def parse(topic: str, value: bytes | None) -> tuple[Event, dict[str, Any]]:
@@ -95,9 +108,7 @@ def parse(topic: str, value: bytes | None) -> tuple[Event, dict[str, Any]]:
     try:
         return validate(content), content
     except ValidationError as error:
-        first = error.errors()[0]
-        where = ".".join(str(part) for part in first["loc"])
-        raise DecodeError(f"{kind}: {where}: {first['msg']}") from error
+        raise DecodeError(f"{kind}: {first_invalid(error)}") from error
 
 
 def content_digest(event: Event) -> str:
@@ -127,7 +138,7 @@ def _digest(content: dict[str, Any], undigested: frozenset[str]) -> str:
 
 
 def _fields(value: Any) -> dict[str, Any]:
-    """What an event, or a model in it, is in JSON: its fields, as they are named and ordered in its class.
+    """The JSON content of an event, or of a model in it: its fields, named and ordered as in its class.
 
     To read only. Those that were added since it was published (`schemas.base.added`) are left out at their default.
     """

@@ -1,16 +1,23 @@
-"""Dead letters: a record that cannot be used, as it came, with why; Kafka Connect's error headers.
+"""Dead letters: records that cannot be used, unchanged, with the reason in Kafka Connect's error headers.
 
-`send_dead_letter` writes one, `original` gives the record back, `send_again` sends it to where it came from and leaves
-a note of that beside the letters, which `redriven` reads. What to do with a letter is for who reads.
+`send_dead_letter` writes one, `original` restores the record, `send_again` sends it to its source partition and writes
+a redrive record to the dead-letter topic, which `redriven` reads. `DeadLetterIndex` tells which records have a dead
+letter: readers that read a partition again skip them, even if newer code could decode them, because nobody has answered
+them at that offset. A redriven record counts.
 """
 
+import asyncio
 import base64
+from collections import deque
+from collections.abc import Container, Set
 from typing import NamedTuple
 
 import orjson
 
+from rollstream.eventlog.artifact_retry import put
 from rollstream.eventlog.artifacts import ArtifactStore
-from rollstream.eventlog.log import EventLog, Headers, Position, Record, record_size
+from rollstream.eventlog.log import EventLog, Headers, Position, Record, TopicPartition, record_size
+from rollstream.eventlog.reading import read_to_end
 from rollstream.schemas.errors import LogError
 from rollstream.schemas.settings import ArtifactRef
 from rollstream.schemas.topics import BY_NAME, TOPICS
@@ -23,7 +30,9 @@ WHOLE = "rollstream.reference.record"
 REDRIVEN_FROM = "rollstream.redriven.from"
 """Header of a record that was sent again: topic, partition and offset of its letter."""
 REDRIVEN_TO = "rollstream.redriven.to"
-"""Header of a note in `dlq` that a letter was redriven: where its record lies now."""
+"""Header of the record in `dlq` that marks a redrive: the new position of the redriven record."""
+FOLD = "fold"
+"""Stage of a record that is an event, and on which a fold raised."""
 MAX_MESSAGE_BYTES = 4096
 REFERENCE_BYTES = 8192
 """More than a reference in a header takes."""
@@ -38,9 +47,10 @@ async def send_dead_letter(
     error: BaseException,
     artifacts: ArtifactStore | None = None,
 ) -> Position:
-    """Keep a record that cannot be used; returns once all replicas have the letter.
+    """Write a dead letter for a record; returns once all replicas have it.
 
-    Raises LogError if the record is above the limit and there is no artifact store for its bytes.
+    Raises LogError if the record exceeds the size limit and there is no artifact store for its bytes,
+    StoreUnavailableError if the store is unreachable for minutes.
     """
     why = _headers(record, service, stage, error)
     theirs = _without_ours(record.headers)
@@ -50,14 +60,19 @@ async def send_dead_letter(
     if artifacts is None:
         raise LogError(f"{record.topic}/{record.partition}@{record.offset} is too large for a dead letter")
     if record.value is not None and record_size(record.key, None, (*why, *theirs)) <= limit - REFERENCE_BYTES:
-        reference = artifacts.put_bytes(record.value, ".record").model_dump_json().encode()
+        reference = await _put(artifacts, record.value, ".record")
         return await log.send_raw("dlq", key=record.key, value=None, headers=(*why, (REFERENCE, reference), *theirs))
-    reference = artifacts.put_bytes(_pack(record), ".record.json").model_dump_json().encode()
+    reference = await _put(artifacts, _pack(record), ".record.json")
     return await log.send_raw("dlq", key=None, value=None, headers=(*why, (WHOLE, reference)))
 
 
+async def _put(artifacts: ArtifactStore, data: bytes, suffix: str) -> bytes:
+    ref = await put(artifacts, data, suffix, "store the bytes of a dead letter")
+    return ref.model_dump_json().encode()
+
+
 def original(letter: Record, artifacts: ArtifactStore) -> Record:
-    """The record that a letter holds or refers to. Raises LogError, and ArtifactError if its bytes are gone."""
+    """The record that a letter contains or refers to. Raises LogError, or ArtifactError if its bytes are missing."""
     topic, partition, offset = origin(letter.headers)
     told = dict(letter.headers)
     key, value, headers = letter.key, letter.value, _without_ours(letter.headers)
@@ -69,7 +84,7 @@ def original(letter: Record, artifacts: ArtifactStore) -> Record:
 
 
 class Redriven(NamedTuple):
-    """What a note says."""
+    """Contents of a redrive record."""
 
     letter: int
     """Offset of the letter in `dlq`."""
@@ -78,9 +93,10 @@ class Redriven(NamedTuple):
 
 
 async def send_again(log: EventLog, record: Record, letter: int) -> Position:
-    """Send a letter's record to its own partition. 1. The record is acknowledged. 2. The note of it is.
+    """Send a letter's record to its own partition.
 
-    A crash between the two leaves no note; sent once more, the record is a repeat that readers drop.
+    1. The record is acknowledged. 2. The redrive record is acknowledged. After a crash between the two the record may
+    be sent once more; readers drop the repeat.
     """
     source = f"dlq/0@{letter}".encode()
     theirs = tuple((name, content) for name, content in record.headers if name != REDRIVEN_FROM)
@@ -97,7 +113,7 @@ async def send_again(log: EventLog, record: Record, letter: int) -> Position:
 
 
 def redriven(record: Record) -> Redriven | None:
-    """What a record of `dlq` says if it is a note; None for a letter."""
+    """Parse a redrive record of `dlq`; None for a letter."""
     told = dict(record.headers)
     if record.value is not None or REDRIVEN_TO not in told or PREFIX + "topic" in told:
         return None
@@ -154,12 +170,92 @@ def _cut(text: str) -> bytes:
     return whole[:MAX_MESSAGE_BYTES].decode(errors="ignore").encode()
 
 
+def is_of_fold(headers: Headers) -> bool:
+    """Whether a dead letter is about an event on which a fold raised."""
+    return dict(headers).get(PREFIX + "stage") == FOLD.encode()
+
+
 def origin(headers: Headers) -> tuple[str, int, int]:
-    """Short topic, partition and offset that a dead letter came from. Raises LogError if it does not say."""
+    """Short topic, partition and offset of a dead letter's source. Raises LogError if its headers lack them."""
     told = dict(headers)
     try:
         name = told[PREFIX + "topic"].decode()
         where = int(told[PREFIX + "partition"]), int(told[PREFIX + "offset"])
     except (KeyError, ValueError) as error:
-        raise LogError("a dead letter without its origin in the headers") from error
+        raise LogError("the headers of a dead letter lack its source position") from error
     return (BY_NAME[name].short if name in BY_NAME else name), *where
+
+
+class DeadLetterIndex:
+    """Offsets of dead-lettered records by partition, as far as `dlq` has been read."""
+
+    def __init__(self, log: EventLog, topics: Container[str] | None = None) -> None:
+        """`topics`: only letters about records of these topics count; None: all."""
+        self._log = log
+        self._topics = topics
+        self._begin: int | None = None
+        """Offset of `dlq` from which it has been read."""
+        self.num_read = 0
+        """Number of records of `dlq` read so far: shows that a long read makes progress."""
+        self._next_offset = 0
+        self._letters: dict[TopicPartition, dict[int, int]] = {}
+        """By partition: offset of a dead record, and of the first letter about it."""
+        self._unfolded: dict[TopicPartition, set[int]] = {}
+        """By partition: dead records on which a fold raised."""
+        self._waiting: dict[TopicPartition, deque[tuple[int, int]]] = {}
+        """The same in the order of the letters, without those that `needed_from` has passed."""
+        self._reading = asyncio.Lock()
+
+    async def refresh(self, since: int = 0) -> None:
+        """Read `dlq` from the offset `since` to its end; concurrent calls wait and read nothing twice."""
+        async with self._reading:
+            begin, end = (await self._log.begin_offsets("dlq"))[0], (await self._log.end_offsets("dlq"))[0]
+            since = max(since, begin) if since <= end else begin
+            if self._begin is None:
+                self._begin = self._next_offset = since
+            if since < self._begin:
+                await self._read(since, self._begin)
+                self._begin = since
+            await self._read(self._next_offset, end)
+            self._next_offset = max(self._next_offset, end)
+            self._waiting = {
+                where: deque(sorted((letter, offset) for offset, letter in letters.items()))
+                for where, letters in self._letters.items()
+            }
+
+    async def _read(self, begin: int, end: int) -> None:
+        if begin >= end:
+            return
+        async for record in read_to_end(self._log, "dlq", {0: begin}, {0: end}):
+            self.num_read += 1
+            if redriven(record) is not None:
+                continue
+            try:
+                topic, partition, offset = origin(record.headers)
+            except LogError:
+                continue  # not written by rollstream
+            if self._topics is not None and topic not in self._topics:
+                continue
+            where = TopicPartition(topic, partition)
+            if is_of_fold(record.headers):
+                self._unfolded.setdefault(where, set()).add(offset)
+            letters = self._letters.setdefault(where, {})
+            letters[offset] = min(record.offset, letters.get(offset, record.offset))
+
+    def offsets(self, where: TopicPartition) -> Set[int]:
+        """Offsets of the dead-lettered records of a partition; the set grows when `refresh` finds more."""
+        return self._letters.setdefault(where, {}).keys()
+
+    def poison(self, where: TopicPartition) -> Set[int]:
+        """Those of them on which a fold raised."""
+        return self._unfolded.setdefault(where, set())
+
+    def needed_from(self, where: TopicPartition, mark: int) -> int:
+        """The offset of `dlq` to read from for a partition that is read again from the low-water mark `mark`.
+
+        Marks only grow from one `refresh` to the next.
+        """
+        waiting = self._waiting.get(where)
+        while waiting and waiting[0][1] < mark:
+            waiting.popleft()
+        return waiting[0][0] if waiting else self._next_offset

@@ -1,7 +1,7 @@
-"""Named places where a test ends a process: each lies between two things that a crash must be able to fall between.
+"""Named points where a test can crash a process, each between two actions that must tolerate a crash in between.
 
-Unarmed, a failpoint is one look at a module variable. Armed by code it raises `Killed`; armed by the environment
-variable ROLLSTREAM_FAILPOINT the process kills itself with SIGKILL, so that nothing can tidy up.
+An unarmed failpoint costs one read of a module variable. Armed by code it raises `Killed`; armed by the environment
+variable ROLLSTREAM_FAILPOINT it sends SIGKILL to its own process, so that no cleanup runs.
 """
 
 import os
@@ -30,24 +30,25 @@ FAILPOINTS: dict[str, str] = {
     "learner/after-train-before-checkpoint": "a batch is trained in memory only",
     "learner/between-checkpoint-and-publish": "the checkpoint is on disk, the log does not know its version",
     "learner/between-step-and-weights": "StepTrained is acknowledged, WeightsPublished is not sent",
+    "learner/between-collected-and-removed": "WeightsCollected is acknowledged, its files are still there",
     "metrics/inside-transaction": "rows and offsets are written, the transaction is open",
     "metrics/after-transaction": "the transaction is finished, its offsets are not remembered",
 }
-"""What stands at each point, by its name."""
+"""The armed action of each failpoint, by name."""
 
 
 class Killed(BaseException):
-    """The process ends here, as far as a test in the same process can tell. No service catches it."""
+    """Simulates the end of the process in a test of the same process. No service catches it."""
 
 
 class Armed:
-    """Counts the hits of armed points and kills at the one that is asked for, once each."""
+    """Counts the hits of armed points and kills at the configured one, once each."""
 
     def __init__(self, points: Mapping[str, int], kill: Callable[[str], None]) -> None:
-        """`points`: by name the hit to kill at, from 1 on. Raises ConfigError for a name that there is not."""
+        """`points`: the hit to kill at, from 1, by name. Raises ConfigError for an unknown name."""
         for name, hit in points.items():
             if name not in FAILPOINTS:
-                raise ConfigError(f"there is no failpoint {name!r}; known are {', '.join(FAILPOINTS)}")
+                raise ConfigError(f"failpoint {name!r} does not exist; known failpoints: {', '.join(FAILPOINTS)}")
             if hit < 1:
                 raise ConfigError(f"failpoint {name}: hits count from 1, not {hit}")
         self.hits = dict.fromkeys(points, 0)
@@ -66,7 +67,7 @@ class Armed:
 
 
 def failpoint(name: str) -> None:
-    """Pass a named place; ends the process if it is armed and this is the hit that counts."""
+    """Pass a named point; ends the process if it is armed for this hit."""
     if _armed is not None:
         _armed(name)
 
@@ -83,7 +84,7 @@ def armed(name: str, hit: int = 1) -> Iterator[Armed]:
 
 
 def from_environment(environ: Mapping[str, str]) -> Armed | None:
-    """What the environment arms, None if it is nothing. Raises ConfigError that names the variable."""
+    """The failpoints armed by the environment, None if there are none. Raises ConfigError that names the variable."""
     text = environ.get(VARIABLE, "")
     if not text:
         return None

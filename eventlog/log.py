@@ -1,6 +1,6 @@
-"""The event log as the rest of rollstream sees it: records, positions, and three small protocols.
+"""The interface of the event log: records, positions, and three small protocols.
 
-Implemented by `kafka_log.KafkaLog` and `memory_log.MemoryLog` under one contract suite. Topics are named by
+Implemented by `kafka.log.KafkaLog` and `memory.log.MemoryLog` under one contract suite. Topics are named by
 their short names (keys of `rollstream.schemas.topics.TOPICS`).
 """
 
@@ -16,11 +16,14 @@ from rollstream.schemas.topics import TOPICS
 Headers = tuple[tuple[str, bytes], ...]
 
 RECORD_OVERHEAD_BYTES = 128
-"""What a batch header and a record's own fields take at most."""
+"""Maximum size of a batch header and a record's own fields."""
 
 
-MAX_NOTE_BYTES = 4096
-"""Of the note of a committed offset: Kafka's default `offset.metadata.max.bytes`, of which brokers count characters."""
+SEND_TIMEOUT_S = 120.0
+"""An idempotent producer retries without limit; a service that waits longer for acknowledgements should be
+restarted."""
+MAX_METADATA_BYTES = 4096
+"""Of a committed offset's metadata: Kafka's default `offset.metadata.max.bytes`, of which brokers count characters."""
 
 
 class TopicPartition(NamedTuple):
@@ -31,7 +34,7 @@ class TopicPartition(NamedTuple):
 
 
 class Position(NamedTuple):
-    """Where a record lies."""
+    """The position of a record."""
 
     topic: str
     partition: int
@@ -56,27 +59,51 @@ class Record:
         return Position(self.topic, self.partition, self.offset)
 
 
-class Received(NamedTuple):
-    """A decoded record: what a fold is given."""
+class Received:
+    """A decoded record: the input of a fold. Its digest is computed when it is first asked for."""
 
-    event: Event
-    digest: str
-    """Content digest (sha256, hex) of the event."""
-    position: Position
-    timestamp_ms: int
-    """The record's timestamp (CreateTime, wall clock of the writer); decides nothing."""
+    __slots__ = ("_digest", "event", "position", "timestamp_ms")
+
+    def __init__(self, event: Event, digest: str | Callable[[], str], position: Position, timestamp_ms: int) -> None:
+        """`timestamp_ms`: of the record (CreateTime, wall clock of the writer); decides nothing."""
+        self.event = event
+        self.position = position
+        self.timestamp_ms = timestamp_ms
+        self._digest = digest
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Received):
+            return NotImplemented
+        return (self.position, self.timestamp_ms, self.event) == (other.position, other.timestamp_ms, other.event)
+
+    def __hash__(self) -> int:
+        return hash(self.position)
+
+    def __repr__(self) -> str:
+        return f"Received({self.event!r} at {self.position})"
+
+    @property
+    def digest(self) -> str:
+        """Content digest (sha256, hex) of the event."""
+        if not isinstance(self._digest, str):
+            self._digest = self._digest()
+        return self._digest
+
+    def with_event(self, event: Event) -> "Received":
+        """The same record with another event in it; its digest stays that of the record."""
+        return Received(event, self._digest, self.position, self.timestamp_ms)
 
 
 OnPartitions = Callable[[set[TopicPartition]], Awaitable[None]]
 
 
 class LogReader(Protocol):
-    """Reads given partitions from given offsets; keeps its place in memory only."""
+    """Reads given partitions from given offsets; keeps its position in memory only."""
 
     async def poll(self, *, timeout_s: float = 1.0, max_records: int = 10_000) -> list[Record]:
-        """Next records, at most `max_records`; empty after `timeout_s` without any. Order holds in a partition.
+        """Next records, at most `max_records`; empty after `timeout_s` without any.
 
-        Raises TruncatedError when the offset asked for is gone.
+        Records of a partition are in order. Raises TruncatedError if the offset is no longer retained.
         """
         ...
 
@@ -94,11 +121,11 @@ class LogReader(Protocol):
 
 
 class GroupReader(Protocol):
-    """A member of a consumer group: partitions come and go, commits are explicit.
+    """A member of a consumer group: partitions are assigned and revoked, commits are explicit.
 
-    Rebalancing is eager: all partitions of a member are revoked, then its new share is assigned, even when a
-    partition stays. Callbacks run one after the other, outside `poll`, the first one after `group_reader` has
-    returned; between them `poll` waits. What a callback raises, the next `poll` raises. `close` calls no callback.
+    Rebalancing is eager: all partitions of a member are revoked, then its new assignment follows, even if a partition
+    stays. Callbacks run one after the other, outside `poll`, the first one after `group_reader` has returned; `poll`
+    waits for them. The next `poll` raises the error of a callback. `close` calls no callback.
     """
 
     async def poll(self, *, timeout_s: float = 1.0, max_records: int = 1000) -> list[Record]:
@@ -117,16 +144,16 @@ class GroupReader(Protocol):
         """The group's committed offset of a partition, None if it has none."""
         ...
 
-    async def committed_note(self, where: TopicPartition) -> str:
+    async def committed_metadata(self, where: TopicPartition) -> str:
         """The text that was committed with the offset; empty if there is none."""
         ...
 
     async def commit(
-        self, offsets: Mapping[TopicPartition, int], notes: Mapping[TopicPartition, str] | None = None
+        self, offsets: Mapping[TopicPartition, int], metadata: Mapping[TopicPartition, str] | None = None
     ) -> None:
-        """Commit next offsets, each with an optional note (Kafka's offset metadata, at most `MAX_NOTE_BYTES`).
+        """Commit next offsets, each with optional metadata (at most `MAX_METADATA_BYTES`).
 
-        Raises FencedError if a partition is no longer this member's, LogError for a longer note.
+        Raises FencedError if a partition is no longer this member's, LogError for longer metadata.
         """
         ...
 
@@ -207,23 +234,23 @@ class EventLog(Protocol):
 
 
 def partition_of(key: str | bytes, num_partitions: int) -> int:
-    """The one partitioner: CRC-32 of the (UTF-8) key, modulo the partition count."""
+    """The partitioner: CRC-32 of the (UTF-8) key, modulo the partition count."""
     return zlib.crc32(key.encode() if isinstance(key, str) else key) % num_partitions
 
 
-def check_notes(notes: Mapping[TopicPartition, str]) -> None:
-    """Raises LogError for a note above `MAX_NOTE_BYTES`: what is below it, every broker with Kafka's default keeps."""
-    for where, note in notes.items():
-        size = len(note.encode())
-        if size > MAX_NOTE_BYTES:
+def check_metadata(metadata: Mapping[TopicPartition, str]) -> None:
+    """Raises LogError for metadata above `MAX_METADATA_BYTES`, up to which brokers with Kafka's default accept it."""
+    for where, text in metadata.items():
+        size = len(text.encode())
+        if size > MAX_METADATA_BYTES:
             raise LogError(
-                f"the note of partition {where.partition} of topic {where.topic} has {size} bytes, at most "
-                f"{MAX_NOTE_BYTES} are kept with an offset"
+                f"the metadata to commit for partition {where.partition} of topic {where.topic} has {size} bytes, more "
+                f"than the limit of {MAX_METADATA_BYTES}"
             )
 
 
 def check_record_size(topic: str, key: bytes | None, value: bytes | None, headers: Headers) -> None:
-    """Raises LogError if a record is above its topic's limit, TopicError if there is no such topic."""
+    """Raises LogError if a record exceeds its topic's limit, TopicError if the topic does not exist."""
     if topic not in TOPICS:
         raise TopicError(f"topic {topic} is not in the topic table")
     limit = TOPICS[topic].max_record_bytes
@@ -233,21 +260,23 @@ def check_record_size(topic: str, key: bytes | None, value: bytes | None, header
 
 
 def record_size(key: bytes | None, value: bytes | None, headers: Headers) -> int:
-    """Upper bound of a record's size in a batch of its own, in bytes, uncompressed."""
-    in_headers = sum(len(name.encode()) + len(content or b"") + 10 for name, content in headers)
-    return len(key or b"") + len(value or b"") + in_headers + RECORD_OVERHEAD_BYTES
+    """Upper bound of the uncompressed size in bytes of a record in its own batch."""
+    size = len(key or b"") + len(value or b"") + RECORD_OVERHEAD_BYTES
+    for name, content in headers:
+        size += 10 + len(content or b"") + (len(name) if name.isascii() else len(name.encode()))
+    return size
 
 
 def check_kept(where: TopicPartition, offset: int, begin: int, end: int) -> None:
-    """Raises TruncatedError if reading cannot go on at `offset` of a partition that holds `begin` to `end` - 1."""
+    """Raises TruncatedError if `offset` is outside the retained range `begin` to `end` - 1 of a partition."""
     if not begin <= offset <= end:
         raise truncated(where, offset, begin, end)
 
 
 def truncated(where: TopicPartition, offset: int, begin: int, end: int) -> TruncatedError:
-    """The error of an offset that is not kept."""
+    """The error of an offset that is not retained."""
     range_ = f"it holds {begin} to {end - 1}" if end > begin else f"it is empty at {begin}"
-    cause = "; the topic was cut off behind, or deleted and made again" if offset > end else ""
+    cause = "; the topic was truncated at its end, or deleted and created again" if offset > end else ""
     return TruncatedError(
         f"offset {offset} of topic {where.topic} partition {where.partition} is not kept: {range_}{cause}"
     )

@@ -1,15 +1,41 @@
-"""Reading what a topic holds now, once, from its beginning or a part of it, to the end."""
+"""Reads the current records of a topic once, from the beginning or given offsets to the end."""
 
+import logging
 import time
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncGenerator, Mapping, Sequence
 
-from rollstream.eventlog.log import EventLog, Record, TopicPartition, truncated
+from rollstream.eventlog.codec import decode, kind_of
+from rollstream.eventlog.log import EventLog, Received, Record, TopicPartition, truncated
+from rollstream.schemas.errors import ConfigError, DecodeError
 
 POLL_S = 1.0
+MOST_RECORDS = ("group_closed", "trajectory_rejected")
+"""The most frequent kinds in the topics of one partition; the state of a run can be derived without them."""
 MAX_RECORDS = 500
 """A poll; records may have megabytes."""
 SILENCE_S = 60.0
 """After so long without a record the log is asked whether it still answers; a broker that died may be back by then."""
+
+logger = logging.getLogger(__name__)
+
+
+def unknown_run(run_id: str, begin: int) -> ConfigError:
+    """The error of an unknown run. `begin`: oldest retained offset of the partition of `groups`."""
+    removed = f", and topic groups partition 0 no longer has records before offset {begin}" if begin else ""
+    return ConfigError(f"run {run_id} does not exist{removed}; `rollstream runs` lists all runs")
+
+
+def decoded(record: Record, *, num_partitions: int | None = None, warns: bool = False) -> Received | None:
+    """The event of a record; none if it cannot be decoded: dead letters are for the fold that answers its topic.
+
+    `warns`: say so, where nobody else does.
+    """
+    try:
+        return decode(record, num_partitions=num_partitions)
+    except DecodeError as error:
+        if warns:
+            logger.warning("passing over %s offset %d: %s", record.topic, record.offset, error)
+        return None
 
 
 async def read_to_end(
@@ -19,19 +45,22 @@ async def read_to_end(
     ends: Mapping[int, int] | None = None,
     *,
     silence_s: float = SILENCE_S,
-) -> AsyncIterator[Record]:
-    """Records of a topic from `starts` up to `ends` by partition (default: all that there is now).
+) -> AsyncGenerator[Record, None]:
+    """Records of a topic from `starts` up to `ends` by partition (default: all current ones), in order by partition.
 
-    Order holds in a partition. Raises TruncatedError, naming the range, if a start is no longer kept, LogError if the
-    log is gone.
+    Raises TruncatedError, naming the range, if a start is no longer retained or the partition ends before `ends`,
+    LogError if the log is unreachable.
     """
-    begins = await log.begin_offsets(topic)
-    ends = ends or await log.end_offsets(topic)
+    begins, present = await log.begin_offsets(topic), await log.end_offsets(topic)
+    ends = ends or present
     starts = starts or {partition: begins[partition] for partition in ends}
     where = {TopicPartition(topic, n): at for n, at in starts.items() if at < ends[n]}
     for partition, at in where.items():
         if at < begins[partition.partition]:
-            raise truncated(partition, at, begins[partition.partition], ends[partition.partition])
+            raise truncated(partition, at, begins[partition.partition], present[partition.partition])
+        if ends[partition.partition] > present[partition.partition]:
+            number = partition.partition
+            raise truncated(partition, ends[number], begins[number], present[number])
     if not where:
         return
     reader = await log.reader(where)
@@ -49,3 +78,18 @@ async def read_to_end(
                     yield record
     finally:
         await reader.close()
+
+
+async def read_events(
+    log: EventLog, topics: Sequence[str], *, skipped: tuple[str, ...] = ()
+) -> AsyncGenerator[Received, None]:
+    """Current events of single-partition topics, in order by topic. Records that are no event are left out.
+
+    `skipped`: kinds whose records are passed over undecoded.
+    """
+    for topic in topics:
+        async for record in read_to_end(log, topic):
+            if skipped and kind_of(record) in skipped:
+                continue
+            if (received := decoded(record)) is not None:
+                yield received

@@ -1,7 +1,10 @@
 """Artifacts: stored by hash, verified before use, and clear about what is wrong."""
 
 import hashlib
+import io
 import os
+import shutil
+import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -38,14 +41,16 @@ def test_a_file_is_stored_as_its_bytes_are(store: ArtifactStore, tmp_path: Path)
 def test_a_folders_artifact_is_used_where_it_lies(tmp_path: Path) -> None:
     store = ArtifactStore(str(tmp_path / "artifacts"))
     ref = store.put_bytes(DATA)
-    assert store.fetch(ref) == Path(ref.uri)
-    assert [path for path in (tmp_path / "artifacts").rglob("*") if path.is_file()] == [Path(ref.uri)]
+    assert store.fetch(ref) == tmp_path / "artifacts" / ref.uri
+    assert [path for path in (tmp_path / "artifacts").rglob("*") if path.is_file()] == [
+        tmp_path / "artifacts" / ref.uri
+    ]
 
 
 def test_the_same_bytes_are_not_written_again(tmp_path: Path) -> None:
     store = ArtifactStore(str(tmp_path))
-    first = Path(store.put_bytes(DATA).uri).stat()
-    assert Path(store.put_bytes(DATA).uri).stat().st_ino == first.st_ino
+    first = store.fetch(store.put_bytes(DATA)).stat()
+    assert store.fetch(store.put_bytes(DATA)).stat().st_ino == first.st_ino
 
 
 def test_many_writers_of_the_same_bytes_agree(tmp_path: Path) -> None:
@@ -60,14 +65,14 @@ def test_a_changed_artifact_is_refused_with_both_hashes(store: ArtifactStore) ->
     ref = store.put_bytes(DATA)
     wrong = ref.model_copy(update={"sha256": "0" * 64})
     for use in (store.fetch, store.read):
-        with pytest.raises(ArtifactError, match=rf"wrong hash: {ref.sha256}, not {'0' * 64}; .*restore"):
+        with pytest.raises(ArtifactError, match=rf"{ref.uri} is not named by its sha256 {'0' * 64}: it was changed"):
             use(wrong)
 
 
 def test_a_damaged_file_is_stored_anew(tmp_path: Path) -> None:
     store = ArtifactStore(str(tmp_path))
     ref = store.put_bytes(DATA)
-    Path(ref.uri).write_bytes(b"?" * len(DATA))
+    store.fetch(ref).write_bytes(b"?" * len(DATA))
     with pytest.raises(ArtifactError, match="wrong hash"):
         store.fetch(ref)
     assert store.read(store.put_bytes(DATA)) == DATA
@@ -80,10 +85,58 @@ def test_a_damaged_copy_in_the_cache_is_fetched_again(tmp_path: Path) -> None:
     assert store.fetch(ref).read_bytes() == DATA
 
 
+@pytest.mark.parametrize("suffix", [".\0", "." + "x" * 300, ".a.b.c", ". ", ".bin\n"])
+def test_a_name_that_no_store_gives_is_no_artifact(store: ArtifactStore, suffix: str) -> None:
+    odd = ArtifactRef(uri=f"aa/{'a' * 64}{suffix}", sha256="a" * 64, size_bytes=1)
+    for use in (store.fetch, store.read, store.remove):
+        with pytest.raises(ArtifactError):
+            use(odd)
+    assert store.read(store.put_bytes(DATA, suffix)) == DATA, "kept without the suffix"
+
+
+def test_more_bytes_than_allowed_are_not_read(store: ArtifactStore) -> None:
+    ref = store.put_bytes(DATA)
+    assert store.read(ref, max_bytes=len(DATA)) == DATA
+    with pytest.raises(ArtifactError, match=r"has 7,000 bytes, more than the limit of 6,999"):
+        store.read(ref, max_bytes=len(DATA) - 1)
+
+
+def test_what_was_written_in_part_is_not_in_a_remote_store(tmp_path: Path) -> None:
+    class BrokenOff(io.BytesIO):
+        def read(self, size: int | None = -1) -> bytes:
+            if self.tell():
+                raise OSError("the connection broke off")
+            return super().read(10)
+
+    store = ArtifactStore(f"memory://{tmp_path.name}")
+    sha256 = hashlib.sha256(DATA).hexdigest()
+    with pytest.raises(ArtifactError, match="broke off"):
+        store._put(BrokenOff(DATA), sha256, len(DATA), "")
+    assert store.listing() == {}
+    assert store.read(store.put_bytes(DATA)) == DATA
+
+
+def test_a_cache_that_somebody_else_could_write_to_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    store = ArtifactStore(f"memory://{tmp_path.name}")
+    ref, cache = store.put_bytes(DATA), tmp_path / f"rollstream-artifacts-{os.getuid()}"
+    (tmp_path / "planted").mkdir(mode=0o700)
+    cache.symlink_to(tmp_path / "planted")
+    with pytest.raises(ArtifactError, match="accessible to other users"):
+        store.fetch(ref)
+    cache.unlink()
+    cache.mkdir()
+    cache.chmod(0o777)
+    with pytest.raises(ArtifactError, match="accessible to other users"):
+        store.fetch(ref)
+    cache.rmdir()
+    assert store.fetch(ref).read_bytes() == DATA
+
+
 def test_a_missing_artifact_is_named_with_the_remedy(store: ArtifactStore) -> None:
-    gone = ArtifactRef(uri=f"{store.uri}/aa/gone", sha256="a" * 64, size_bytes=1)
+    gone = ArtifactRef(uri=f"aa/{'a' * 64}", sha256="a" * 64, size_bytes=1)
     for use in (store.fetch, store.read):
-        with pytest.raises(ArtifactError, match=r"aa/gone cannot be read: .*artifact_uri"):
+        with pytest.raises(ArtifactError, match=r"aa/a{64} of store .* cannot be read: .*artifact_uri"):
             use(gone)
 
 
@@ -105,3 +158,66 @@ def test_a_store_that_cannot_be_written_says_what_to_do(tmp_path: Path) -> None:
 def test_an_unknown_kind_of_store_is_refused() -> None:
     with pytest.raises(ArtifactError, match="nonsense://place"):
         ArtifactStore("nonsense://place")
+
+
+def test_a_variable_of_the_uri_stands_in_no_reference_and_is_expanded_by_who_reads(tmp_path: Path) -> None:
+    environ = {"STORE": str(tmp_path / "s3cr3t-1")}
+    store = ArtifactStore("${STORE}/artifacts", environ=environ)
+    ref = store.put_bytes(DATA, ".bin")
+    assert ref.uri == f"{ref.sha256[:2]}/{ref.sha256}.bin"
+    assert store.read(ref) == store.fetch(ref).read_bytes() == DATA
+    assert store.name_of(ref) == str(tmp_path / "s3cr3t-1" / "artifacts" / ref.sha256[:2] / f"{ref.sha256}.bin")
+    assert ArtifactStore(str(tmp_path / "s3cr3t-1" / "artifacts")).read(ref) == DATA, "named by its hash"
+    recorded = ref.model_copy(update={"uri": f"${{STORE}}/artifacts/{ref.uri}"})
+    assert store.read(recorded) == DATA
+    missing = ref.model_copy(update={"uri": ref.uri.replace(ref.sha256, "0" * 64), "sha256": "0" * 64})
+    with pytest.raises(ArtifactError, match=r"of store \$\{STORE\}/artifacts cannot be read") as refused:
+        store.read(missing)
+    assert "s3cr3t" not in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    "uri",
+    [
+        "http://169.254.169.254/latest",
+        "simplecache::http://h/x",
+        "memory://other/x",
+        "github://o:r@main/x",
+        "${HOME}/.ssh/id",
+        "https://evil.example/${STORE}",
+        "/dev/zero",
+    ],
+)
+def test_a_record_names_nothing_outside_of_the_store(uri: str, tmp_path: Path) -> None:
+    ref = ArtifactRef(uri=uri, sha256="0" * 64, size_bytes=1)
+    with pytest.raises(ArtifactError, match="is not named by its sha256"):
+        ArtifactStore(str(tmp_path / "artifacts"), environ={"STORE": "s3cr3t"}).fetch(ref)
+
+
+def test_a_moved_store_is_read_where_it_is_and_a_copy_never_reads_the_original(tmp_path: Path) -> None:
+    first = ArtifactStore(str(tmp_path / "first"))
+    ref, other = first.put_bytes(DATA), first.put_bytes(b"other")
+    (tmp_path / "first").rename(tmp_path / "moved")
+    moved = ArtifactStore(str(tmp_path / "moved"))
+    assert moved.read(ref) == DATA
+    shutil.copytree(tmp_path / "moved", tmp_path / "copy")
+    copy = ArtifactStore(str(tmp_path / "copy"))
+    copy.remove(other)
+    with pytest.raises(ArtifactError, match="cannot be read"):
+        copy.read(other)
+    assert moved.read(other) == b"other"
+
+
+def test_an_absolute_uri_of_before_is_read_from_the_store_that_is_asked(tmp_path: Path) -> None:
+    store = ArtifactStore(str(tmp_path / "artifacts"))
+    ref = store.put_bytes(DATA, ".bin")
+    recorded = ref.model_copy(update={"uri": f"/somewhere/else/{ref.uri}"})
+    assert store.read(recorded) == DATA
+
+
+def test_no_uri_names_a_file_that_is_not_called_by_its_hash(tmp_path: Path, store: ArtifactStore) -> None:
+    secret = tmp_path / "secret"
+    secret.write_bytes(DATA)
+    ref = store.put_bytes(DATA)
+    with pytest.raises(ArtifactError, match="is not named by its sha256"):
+        store.read(ref.model_copy(update={"uri": str(secret)}))

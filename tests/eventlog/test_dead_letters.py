@@ -10,7 +10,7 @@ import pytest
 from rollstream.eventlog.artifacts import ArtifactStore
 from rollstream.eventlog.dead_letters import REFERENCE, origin, original, send_dead_letter
 from rollstream.eventlog.log import Record
-from rollstream.eventlog.memory_log import MemoryLog
+from rollstream.eventlog.memory.log import MemoryLog
 from rollstream.schemas.errors import DecodeError, LogError
 from rollstream.schemas.settings import ArtifactRef
 from rollstream.schemas.topics import MIB

@@ -7,7 +7,8 @@ import pytest
 from aiokafka import TopicPartition as KafkaPartition
 from aiokafka.admin import AIOKafkaAdminClient, RecordsToDelete
 
-from rollstream.eventlog.kafka_log import KafkaLog
+from rollstream.eventlog.kafka.log import KafkaLog
+from rollstream.eventlog.kafka.security import client_options
 from rollstream.eventlog.log import Position, TopicPartition
 from rollstream.schemas.errors import TruncatedError
 from rollstream.schemas.topics import TOPICS
@@ -18,8 +19,8 @@ NAME = TOPICS["batches"].name
 
 
 @contextlib.asynccontextmanager
-async def connected(bootstrap):
-    log, admin = KafkaLog(bootstrap), AIOKafkaAdminClient(bootstrap_servers=bootstrap)
+async def connected(kafka):
+    log, admin = KafkaLog(kafka), AIOKafkaAdminClient(**client_options(kafka))
     await log.start()
     await admin.start()
     await log.ensure_topics(num_partitions=2)
@@ -106,7 +107,7 @@ def test_a_topic_made_again_has_another_id_and_ends_its_readers(own_broker):
             assert {topic for topic in TOPICS if before[topic] != after[topic]} == {"batches"}
             assert await error_of(reader.poll) == (
                 f"offset {end} of topic batches partition 0 is not kept: it is empty at 0; "
-                "the topic was cut off behind, or deleted and made again"
+                "the topic was truncated at its end, or deleted and created again"
             )
             await reader.close()
 

@@ -1,0 +1,90 @@
+"""Retries reads and writes of the artifact store during an outage, with back-off.
+
+A full disk is waited for without limit, because the operator can free space; a store that is unreachable is retried for
+minutes only. Errors of missing or changed artifacts are raised at once.
+"""
+
+import asyncio
+import logging
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple, TypeVar
+
+from rollstream.eventlog.artifacts import ArtifactStore
+from rollstream.eventlog.disk_space import disk_of, is_full
+from rollstream.schemas.errors import RollstreamError, StoreUnavailableError
+from rollstream.schemas.settings import ArtifactRef
+
+logger = logging.getLogger(__name__)
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Retry:
+    """How long a call to the store is retried."""
+
+    patience_s: float = 600.0
+    """Seconds after which an outage counts as a failure; infinity: never."""
+    first_wait_s: float = 0.5
+    max_wait_s: float = 15.0
+
+
+class Room(NamedTuple):
+    """The space that a write needs, for the message of a full disk."""
+
+    folder: Path
+    size_bytes: int
+
+
+async def retrying(
+    call: Callable[[], T],
+    doing: str,
+    retry: Retry = Retry(),
+    *,
+    room: Room | None = None,
+    in_thread: Callable[[Callable[[], T]], Awaitable[T]] = asyncio.to_thread,
+) -> T:
+    """Run the blocking `call` in a thread and return its result.
+
+    `doing` names the operation in log messages. A call that fails because a disk is full (`room`: the space needed) is
+    retried until there is space. Raises StoreUnavailableError when the retry time has passed, and all other errors at
+    once.
+    """
+    began = time.monotonic()
+    wait_s = retry.first_wait_s
+    is_reported = False
+    while True:
+        try:
+            return await in_thread(call)
+        except (RollstreamError, OSError) as error:
+            away_s = time.monotonic() - began
+            if is_full(error):
+                if not is_reported:
+                    logger.error("%s: %s; waiting for free space", doing, _full(error, room))
+                is_reported = True
+            elif not isinstance(error, StoreUnavailableError) or away_s + wait_s > retry.patience_s:
+                raise
+            logger.warning("%s: %s; retrying in %.1f s (%.0f s so far)", doing, error, wait_s, away_s)
+            await asyncio.sleep(wait_s)
+            wait_s = min(2 * wait_s, retry.max_wait_s)
+
+
+async def put(
+    artifacts: ArtifactStore,
+    data: bytes,
+    suffix: str,
+    doing: str,
+    retry: Retry = Retry(),
+) -> ArtifactRef:
+    """Store bytes, retrying while the store is unreachable or its disk is full. Raises like `retrying`."""
+    room = Room(artifacts.folder, len(data)) if artifacts.folder else None
+    return await retrying(lambda: artifacts.put_bytes(data, suffix), doing, retry, room=room)
+
+
+def _full(error: BaseException, room: Room | None) -> str:
+    if room is None:
+        return str(error)
+    free_bytes = disk_of(room.folder).free_bytes
+    return f"the disk of {room.folder} is full: {room.size_bytes:,} bytes are needed, {free_bytes:,} are free"

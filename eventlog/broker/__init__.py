@@ -1,0 +1,8 @@
+"""The embedded Kafka broker: installation, credentials, process and watch."""
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from rollstream.eventlog.broker import broker, credentials, guard, restarts, watch
+
+__all__ = ["broker", "credentials", "guard", "restarts", "watch"]

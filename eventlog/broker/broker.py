@@ -1,0 +1,385 @@
+"""The embedded broker: a real single-node Apache Kafka (KRaft) below a workspace, for one machine and loopback only.
+
+One per workspace, protected by a lock; its data are kept. It ends with the process that started it: see `guard`.
+"""
+
+import base64
+import fcntl
+import json
+import logging
+import os
+import random
+import shutil
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import time
+import uuid
+from pathlib import Path
+from typing import Any, Self
+
+from rollstream.eventlog.broker import guard, install
+from rollstream.eventlog.broker.class_archive import ClassArchive
+from rollstream.eventlog.broker.credentials import HOST, MECHANISM, USER, Credentials, block, connection, password_file
+from rollstream.eventlog.files import write_whole
+from rollstream.eventlog.private import make_private
+from rollstream.schemas.errors import BrokerError
+from rollstream.schemas.kafka import KafkaSettings
+
+START_TIMEOUT_S = 60.0
+LOCK_PATIENCE_S = 25.0
+"""How long to wait for the broker of a process that has just died: what its shutdown takes at most."""
+FULL_BYTES = 1024 * 1024
+"""With less room on its disk a broker cannot even write its log."""
+JVM = ("-Xmx512m", "-XX:+UseSerialGC", "-Dorg.slf4j.simpleLogger.defaultLogLevel=warn")
+CLASSES_LISTED = "classes.txt"
+ENDED_AS_ASKED = 128 + signal.SIGTERM
+CRASHED = -signal.SIGABRT
+"""How the Java runtime ends by a fault of its own, or of its class archive."""
+
+PROPERTIES = f"""\
+process.roles=broker,controller
+node.id=1
+controller.quorum.voters=1@{HOST}:{{controller_port}}
+listeners=CLIENT://{HOST}:{{port}},CONTROLLER://{HOST}:{{controller_port}}
+advertised.listeners=CLIENT://{HOST}:{{port}}
+controller.listener.names=CONTROLLER
+inter.broker.listener.name=CLIENT
+listener.security.protocol.map=CLIENT:SASL_PLAINTEXT,CONTROLLER:SASL_PLAINTEXT
+sasl.mechanism.inter.broker.protocol={MECHANISM}
+sasl.mechanism.controller.protocol=PLAIN
+listener.name.client.sasl.enabled.mechanisms={MECHANISM}
+listener.name.client.scram-sha-512.sasl.jaas.config=org.apache.kafka.common.security.scram.ScramLoginModule required \
+ username="{USER}" password="{{password}}";
+listener.name.controller.sasl.enabled.mechanisms=PLAIN
+listener.name.controller.plain.sasl.jaas.config=org.apache.kafka.common.security.plain.PlainLoginModule required \
+ username="{USER}" password="{{password}}" user_{USER}="{{password}}";
+log.dirs=data
+auto.create.topics.enable=false
+num.partitions=1
+offsets.topic.replication.factor=1
+offsets.topic.num.partitions=1
+offsets.retention.minutes=2147483647
+transaction.state.log.replication.factor=1
+transaction.state.log.min.isr=1
+transaction.state.log.num.partitions=1
+share.coordinator.state.topic.replication.factor=1
+share.coordinator.state.topic.min.isr=1
+share.coordinator.state.topic.num.partitions=1
+group.initial.rebalance.delay.ms=0
+group.min.session.timeout.ms=1000
+log.retention.ms=-1
+log.retention.bytes=-1
+log.message.timestamp.after.max.ms=9223372036854775807
+message.max.bytes={10 * 1024 * 1024}
+replica.fetch.max.bytes={10 * 1024 * 1024}
+log.cleaner.dedupe.buffer.size={8 * 1024 * 1024}
+"""
+"""Contains no path, because commas, backslashes and characters beyond Latin-1 are special in a Java properties file."""
+
+logger = logging.getLogger(__name__)
+
+
+class EmbeddedBroker:
+    """A broker of this process. `start` and `stop`, or a context manager."""
+
+    def __init__(self, workspace: Path) -> None:
+        self.workspace = workspace
+        self.bootstrap_servers = ""
+        self._folder = (workspace / "broker").absolute()
+        self._lock: int | None = None
+        self._guard: subprocess.Popen[str] | None = None
+        self._classes: ClassArchive
+
+    def start(self) -> str:
+        """Start the broker and return `host:port` once it is ready. Raises BrokerError with a one-line message."""
+        if self._guard is not None:
+            return self.bootstrap_servers
+        self._classes = _classes()
+        try:
+            make_private(self.workspace)
+            self._folder.mkdir(mode=0o700, exist_ok=True)
+            self._lock = _take_lock(self._folder / "lock", self.workspace)
+            self._start()
+        except OSError as error:
+            self.stop()
+            raise BrokerError(f"the broker of workspace {self.workspace} cannot start: {error}") from error
+        except BaseException:
+            self.stop()
+            raise
+        return self.bootstrap_servers
+
+    @property
+    def kafka(self) -> KafkaSettings:
+        """How clients connect to the running broker."""
+        return connection(self._folder, self.bootstrap_servers)
+
+    @property
+    def is_running(self) -> bool:
+        """Whether the started broker is still running."""
+        return self._guard is not None and self._guard.poll() is None
+
+    def restart(self) -> None:
+        """Restart a broker that died, at its old address and with its data.
+
+        Raises BrokerError if it does not start; the call can be repeated.
+        """
+        assert self._lock is not None, "restart() called before start()"
+        self._let_guard_go()
+        deadline = time.monotonic() + START_TIMEOUT_S
+        while not _is_free(int(self.bootstrap_servers.rpartition(":")[2])):
+            if time.monotonic() > deadline:
+                address = self.bootstrap_servers
+                raise BrokerError(f"the broker of workspace {self.workspace} lost its address: {address} is in use")
+            time.sleep(0.05)
+        try:
+            self._start()
+        except OSError as error:
+            raise BrokerError(f"the broker of workspace {self.workspace} cannot start: {error}") from error
+
+    def _let_guard_go(self) -> None:
+        guard, self._guard = self._guard, None
+        if guard is not None and guard.stdin is not None and guard.stdout is not None:
+            guard.stdin.close()
+            code = guard.wait()
+            guard.stdout.close()
+            if code == ENDED_AS_ASKED:
+                self._classes.remember(self._folder / CLASSES_LISTED)
+
+    def stop(self) -> None:
+        """Stop the broker and release the workspace. Does nothing if it is not running."""
+        self._let_guard_go()
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
+        self.bootstrap_servers = ""
+
+    def __enter__(self) -> Self:
+        self.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+    def _start(self) -> None:
+        began, classes = time.monotonic(), self._classes
+        port, controller_port = _ports(self._folder / "broker.json")
+        properties = self._folder / "server.properties"
+        credentials = Credentials(self._folder)
+        ports = {"port": port, "controller_port": controller_port}
+        write_whole(properties, PROPERTIES.format(**ports, password=credentials.password))
+        if not (self._folder / "data" / "meta.properties").exists():
+            if (self._folder / "data" / "__cluster_metadata-0").exists():
+                raise BrokerError(
+                    f"the broker's data below {self._folder} lack meta.properties, which identifies their cluster; "
+                    f"restore that file, or give another --workspace"
+                )
+            _format_storage(classes, properties)
+        command = [str(classes.java), *JVM, *classes.options(Path(CLASSES_LISTED)), "-cp", classes.classpath]
+        command += ["kafka.Kafka", properties.name]
+        broker_pid = self._launch(command)
+        self._await_ready(port)
+        credentials.make_known(port, controller_port, time.monotonic() + START_TIMEOUT_S)
+        self.bootstrap_servers = f"{HOST}:{port}"
+        told = {"bootstrap_servers": self.bootstrap_servers, **ports, "pid": os.getpid(), "broker_pid": broker_pid}
+        told |= {"kafka": install.KAFKA_VERSION}
+        write_whole(self._folder / "broker.json", json.dumps(told, indent=1))
+        logger.info("broker %s ready after %.1f s", self.bootstrap_servers, time.monotonic() - began)
+
+    def _launch(self, command: list[str]) -> int:
+        assert self._lock is not None
+        log = self._folder / "broker.log"
+        log.unlink(missing_ok=True)
+        os.close(os.open(log, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600))
+        command_of_guard = [sys.executable, "-I", "-S", guard.__file__, str(os.getpid()), str(log)]
+        self._guard = subprocess.Popen(
+            [*command_of_guard, *command],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            cwd=self._folder,
+            env=_environment(),
+            umask=0o077,
+            start_new_session=True,  # Ctrl-C in the terminal is for the parent, which stops the broker last
+            pass_fds=(self._lock,),  # the workspace stays locked until the broker has ended
+        )
+        assert self._guard.stdout is not None
+        return int(self._guard.stdout.readline() or 0)
+
+    def _await_ready(self, port: int) -> None:
+        assert self._guard is not None
+        deadline = time.monotonic() + START_TIMEOUT_S
+        while not answers(port):
+            if self._guard.poll() is not None:
+                _check_crash(self._classes, self._guard.returncode, self._folder)
+                raise BrokerError(f"the broker of workspace {self.workspace} exited at once: {self._last_words()}")
+            if time.monotonic() > deadline:
+                raise BrokerError(
+                    f"the broker of workspace {self.workspace} is not ready after {START_TIMEOUT_S:.0f} s; see "
+                    f"{self._folder / 'broker.log'}"
+                )
+            time.sleep(0.05)
+
+    def _last_words(self) -> str:
+        log = self._folder / "broker.log"
+        lines = [line for line in log.read_text(encoding="utf-8", errors="replace").splitlines() if "rror" in line]
+        silent = "its disk is full" if shutil.disk_usage(self._folder).free < FULL_BYTES else "(no log output)"
+        return f"{lines[0] if lines else silent} (see {log})"
+
+
+def find_running(workspace: Path) -> str | None:
+    """`host:port` of the running broker of a workspace; None if there is none, or it is stopping because the process
+    that started it has ended."""
+    folder = workspace / "broker"
+    told = _told(folder / "broker.json")
+    try:
+        lock = os.open(folder / "lock", os.O_RDWR)
+    except FileNotFoundError:
+        return None
+    try:
+        fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        is_ending = not _is_alive(str(told.get("pid")))
+        return None if is_ending or not answers(int(told["port"])) else str(told["bootstrap_servers"])
+    finally:
+        os.close(lock)
+    return None
+
+
+def own_block(workspace: Path, bootstrap_servers: str) -> dict[str, str]:
+    """The `kafka:` block of a workspace's own broker, if an address is that broker's and it requires a password.
+
+    A running broker that was started by an earlier version does not.
+    """
+    folder = workspace / "broker"
+    is_own = _told(folder / "broker.json").get("bootstrap_servers") == bootstrap_servers
+    return block(folder) if is_own and password_file(folder).exists() else {}
+
+
+def answers(port: int) -> bool:
+    """Whether a Kafka broker serves requests on a loopback port (it answers ApiVersions)."""
+    request = struct.pack(">hhih", 18, 0, 1, -1)
+    try:
+        with socket.create_connection((HOST, port), timeout=2.0) as connection:
+            connection.sendall(struct.pack(">i", len(request)) + request)
+            reply = connection.recv(10, socket.MSG_WAITALL)
+    except OSError:
+        return False
+    return len(reply) == 10 and struct.unpack(">iih", reply)[1:] == (1, 0)
+
+
+def _take_lock(path: Path, workspace: Path) -> int:
+    lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    deadline = time.monotonic() + LOCK_PATIENCE_S
+    while True:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            break
+        except BlockingIOError:
+            holder = os.pread(lock, 32, 0).decode("ascii", "replace").strip()
+            if _is_alive(holder) or time.monotonic() > deadline:
+                os.close(lock)
+                raise BrokerError(
+                    f"workspace {workspace} is in use: its broker was started by process {holder or 'unknown'}; use "
+                    f"or stop that broker, or give another --workspace"
+                ) from None
+            time.sleep(0.1)
+    os.ftruncate(lock, 0)
+    os.pwrite(lock, f"{os.getpid()}\n".encode(), 0)
+    return lock
+
+
+def _is_alive(pid: str) -> bool:
+    if not pid.isdigit():
+        return False
+    try:
+        os.kill(int(pid), 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return True
+
+
+def _ports(remembered: Path) -> tuple[int, int]:
+    """The ports of the last start if they are free, else new ones."""
+    told = _told(remembered)
+    ports = [port for name in ("port", "controller_port") if isinstance(port := told.get(name), int) and _is_free(port)]
+    if len(ports) < 2:
+        ports = _free_ports(2)
+    return ports[0], ports[1]
+
+
+def _told(path: Path) -> dict[str, Any]:
+    """Contents of `broker.json`; empty if it is missing or damaged."""
+    try:
+        told = json.loads(path.read_text(encoding="utf-8"))
+    except (FileNotFoundError, ValueError):
+        return {}
+    return told if isinstance(told, dict) else {}
+
+
+def _free_ports(count: int) -> list[int]:
+    """Free ports outside the system's ephemeral range.
+
+    A client that retries a port of that range while its broker is down may connect to itself (TCP simultaneous open)
+    and then block the broker's address.
+    """
+    candidates = random.sample(_unassigned_ports(), 200)
+    ports = [port for port in candidates if _is_free(port)][:count]
+    if len(ports) < count:
+        raise BrokerError(f"no free port found on {HOST} in 200 attempts")
+    return ports
+
+
+def _unassigned_ports() -> range:
+    try:
+        lowest = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text(encoding="ascii").split()[0])
+    except (OSError, ValueError):
+        lowest = 32768
+    return range(10240, lowest) if lowest > 11264 else range(10240, 65536)
+
+
+def _is_free(port: int) -> bool:
+    with socket.socket() as candidate:
+        candidate.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            candidate.bind((HOST, port))
+        except (OSError, OverflowError):
+            return False
+    return True
+
+
+def _classes() -> ClassArchive:
+    classpath = os.pathsep.join(str(jar) for jar in install.jars())
+    return ClassArchive(install.cache_folder(), install.java(), classpath, JVM)
+
+
+def _environment() -> dict[str, str]:
+    """Environment of the Java process: in a locale without UTF-8, Java cannot open files with non-ASCII paths."""
+    return {**os.environ, "LC_ALL": "C.UTF-8"}
+
+
+def _format_storage(classes: ClassArchive, properties: Path) -> None:
+    cluster = "R" + base64.urlsafe_b64encode(uuid.uuid4().bytes).decode("ascii")[1:22]
+    command = [str(classes.java), *JVM, "-XX:TieredStopAtLevel=1", f"-XX:SharedArchiveFile={classes.path}"]
+    command += ["-cp", classes.classpath, "kafka.tools.StorageTool", "format", "--cluster-id", cluster]
+    command += ["--config", properties.name, "--ignore-formatted"]
+    folder = properties.parent
+    done = subprocess.run(
+        command, cwd=folder, env=_environment(), capture_output=True, text=True, check=False, umask=0o077
+    )
+    if done.returncode != 0:
+        _check_crash(classes, done.returncode, folder)
+        lines = (done.stderr or done.stdout).strip().splitlines() or ["no reason given"]
+        raise BrokerError(f"the broker's storage below {properties.parent} cannot be formatted: {lines[-1]}")
+
+
+def _check_crash(classes: ClassArchive, code: int, folder: Path) -> None:
+    """Raises BrokerError if the Java runtime crashed with a class archive, which is then removed."""
+    if code in (CRASHED, CRASHED % 256) and classes.throw_away():
+        raise BrokerError(
+            f"Java crashed (see {folder}); the possibly damaged archive {classes.path} was removed, start again"
+        )

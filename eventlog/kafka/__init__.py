@@ -1,0 +1,8 @@
+"""The event log on Kafka. All imports of aiokafka are here, except in the host of the Faust worker."""
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from rollstream.eventlog.kafka import client, log, topic_ids
+
+__all__ = ["client", "log", "topic_ids"]

@@ -1,0 +1,317 @@
+"""The event log on Kafka, by aiokafka: idempotent sends acknowledged by all replicas, readers that never skip."""
+
+import asyncio
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Self
+
+from aiokafka import AIOKafkaProducer
+from aiokafka.admin import AIOKafkaAdminClient
+from aiokafka.coordinator.assignors.range import RangePartitionAssignor
+
+from rollstream.eventlog.codec import encode
+from rollstream.eventlog.kafka import client, topic_ids, topics
+from rollstream.eventlog.kafka.client import REQUEST_TIMEOUT_MS, GroupMember, connect, log_errors, new_consumer
+from rollstream.eventlog.kafka.fetch import FETCH_BYTES, WAIT_MS, Fetcher
+from rollstream.eventlog.kafka.group import KafkaGroupReader
+from rollstream.eventlog.kafka.reader import KafkaReader
+from rollstream.eventlog.kafka.security import client_options
+from rollstream.eventlog.log import (
+    SEND_TIMEOUT_S,
+    Headers,
+    OnPartitions,
+    Position,
+    Record,
+    TopicPartition,
+    check_record_size,
+    partition_of,
+)
+from rollstream.eventlog.rebalance import Callbacks
+from rollstream.schemas.base import Event
+from rollstream.schemas.errors import LogError, TopicError
+from rollstream.schemas.kafka import KafkaSettings
+from rollstream.schemas.topics import MIB, PREFIX, TOPICS
+
+LINGER_MS = 2
+BATCH_BYTES = 256 * 1024
+MAX_REQUEST_BYTES = 9 * MIB
+POLL_WAIT_MS = 100
+"""How long Kafka may hold a reader's request; a new record is answered at once, a seek waits that long."""
+HEARTBEAT_MS = 500
+"""A member learns of a rebalance by its heartbeat."""
+REBALANCE_TIMEOUT_S = 30.0
+MAX_POLL_INTERVAL_S = 3600.0
+
+
+class KafkaLog:
+    """`EventLog` on Kafka. Use it in the event loop that called `start`."""
+
+    def __init__(
+        self,
+        kafka: KafkaSettings | str,
+        *,
+        client_id: str = "rollstream",
+        session_timeout_s: float = 10.0,
+        send_timeout_s: float = SEND_TIMEOUT_S,
+    ) -> None:
+        """`kafka`: how to connect; a bare host:port means neither TLS nor SASL.
+
+        `session_timeout_s`: time without a heartbeat after which a group member's partitions are reassigned.
+        `send_timeout_s`: time without an acknowledgement after which a send fails.
+        """
+        self.kafka = KafkaSettings.of(kafka)
+        self._client_id = client_id
+        self._session_timeout_ms = int(session_timeout_s * 1000)
+        self._num_partitions: dict[str, int] = {}
+        self._producer: AIOKafkaProducer | None = None
+        self._making_producer = asyncio.Lock()
+        self._admin: AIOKafkaAdminClient | None = None
+        self._fetcher: Fetcher | None = None
+        self._send_timeout_s = send_timeout_s
+        self._unacknowledged: dict[asyncio.Future[Any], tuple[float, str]] = {}
+        """Deadline (event loop's time) and topic of what was sent, oldest first."""
+        self._overdue_timer: asyncio.TimerHandle | None = None
+
+    async def start(self) -> None:
+        """Connect. Raises LogError naming the address if no broker answers within seconds, ConfigError."""
+        await self.start_admin()
+        consumer = new_consumer(self.kafka, self._client_id, max_wait_ms=WAIT_MS, fetch_bytes=FETCH_BYTES)
+        await connect(consumer, self.kafka)
+        self._fetcher = Fetcher(consumer, self.kafka)
+
+    async def _sending(self) -> AIOKafkaProducer:
+        """The producer, created at the first record so that read-only use needs no ACL for writing."""
+        self._require(self._admin)
+        async with self._making_producer:
+            if self._producer is None:
+                producer = AIOKafkaProducer(
+                    **self._common_options(),
+                    acks="all",
+                    enable_idempotence=True,
+                    compression_type="lz4",
+                    linger_ms=LINGER_MS,
+                    max_batch_size=BATCH_BYTES,
+                    max_request_size=MAX_REQUEST_BYTES,
+                )
+                await connect(producer, self.kafka)
+                self._producer = producer
+        return self._producer
+
+    async def start_admin(self) -> None:
+        """Connect the admin client only, which is enough for topics and committed offsets. Raises like `start`."""
+        admin = AIOKafkaAdminClient(**self._common_options())
+        await connect(admin, self.kafka)
+        self._admin = admin
+
+    async def __aenter__(self) -> Self:
+        """Connect; if `start` raises, no connection is left open."""
+        try:
+            await self.start()
+        except BaseException:
+            await self.close()
+            raise
+        return self
+
+    async def __aexit__(self, *error: object) -> None:
+        await self.close()
+
+    async def close(self) -> None:
+        """Flush and disconnect. Readers must be closed by their users."""
+        if self._overdue_timer is not None:
+            self._overdue_timer.cancel()
+            self._overdue_timer = None
+        if self._producer is not None:
+            producer, self._producer = self._producer, None
+            await producer.stop()
+        if self._fetcher is not None:
+            fetcher, self._fetcher = self._fetcher, None
+            await fetcher.close()
+        if self._admin is not None:
+            admin, self._admin = self._admin, None
+            await admin.close()
+
+    async def ensure_topics(self, *, num_partitions: int) -> None:
+        """Create missing topics, check the others. Raises TopicError naming topic, found and wanted."""
+        await topics.create_missing(self._require(self._admin), self.kafka, num_partitions)
+        await topics.check(self._require(self._admin), self.kafka, num_partitions)
+
+    async def num_partitions(self, topic: str) -> int:
+        """Partition count of a topic. Raises TopicError if it does not exist."""
+        if topic not in self._num_partitions:
+            if topic not in TOPICS:
+                raise TopicError(f"topic {topic} is not in the topic table")
+            count = await topics.count_partitions(self._require(self._admin), self.kafka, topic)
+            self._num_partitions[topic] = count
+        return self._num_partitions[topic]
+
+    async def send(self, event: Event, *, partition: int | None = None) -> Position:
+        """Append one event; returns once all replicas have it."""
+        encoded = encode(event)
+        return await self.send_raw(
+            encoded.topic, key=encoded.key, value=encoded.value, headers=encoded.headers, partition=partition
+        )
+
+    async def send_all(self, events: Sequence[Event]) -> list[Position]:
+        """Append events in order (per partition); returns once all are acknowledged."""
+        sent: list[tuple[str, asyncio.Future[Any]]] = []
+        for event in events:
+            encoded = encode(event)
+            future = await self._enqueue(encoded.topic, encoded.key, encoded.value, encoded.headers, None)
+            sent.append((encoded.topic, future))
+        return await self._acknowledged(sent)
+
+    async def send_raw(
+        self,
+        topic: str,
+        *,
+        key: bytes | None,
+        value: bytes | None,
+        headers: Headers = (),
+        partition: int | None = None,
+    ) -> Position:
+        """Append a raw record, acknowledged by all replicas."""
+        sent = [(topic, await self._enqueue(topic, key, value, headers, partition))]
+        return (await self._acknowledged(sent))[0]
+
+    async def begin_offsets(self, topic: str) -> dict[int, int]:
+        """Oldest kept offset by partition."""
+        return await self._require(self._fetcher).ends(topic, await self.num_partitions(topic), newest=False)
+
+    async def end_offsets(self, topic: str) -> dict[int, int]:
+        """Offset after the newest record by partition."""
+        return await self._require(self._fetcher).ends(topic, await self.num_partitions(topic), newest=True)
+
+    async def reader(self, start: Mapping[TopicPartition, int]) -> KafkaReader:
+        """A reader of the given partitions from the given offsets (-1: the oldest kept)."""
+        await self._check_partitions(start)
+        begins: dict[str, dict[int, int]] = {}
+        for topic in sorted({where.topic for where in start}):
+            begins[topic] = await self.begin_offsets(topic)
+        offsets = {w: begins[w.topic][w.partition] if offset < 0 else offset for w, offset in start.items()}
+        consumer = new_consumer(self.kafka, self._client_id, max_wait_ms=POLL_WAIT_MS)
+        await connect(consumer, self.kafka)
+        return KafkaReader(consumer, self.kafka, offsets)
+
+    async def group_reader(
+        self,
+        group: str,
+        topics: Iterable[str],
+        *,
+        on_assigned: OnPartitions | None = None,
+        on_revoked: OnPartitions | None = None,
+    ) -> KafkaGroupReader:
+        """Join a consumer group; the first assignment comes after this has returned."""
+        names = tuple(topics)
+        for topic in names:
+            await self.num_partitions(topic)
+        consumer = new_consumer(
+            self.kafka,
+            self._client_id,
+            max_wait_ms=POLL_WAIT_MS,
+            group_id=group,
+            session_timeout_ms=self._session_timeout_ms,
+            heartbeat_interval_ms=min(HEARTBEAT_MS, self._session_timeout_ms // 3),
+            rebalance_timeout_ms=int(REBALANCE_TIMEOUT_S * 1000),
+            max_poll_interval_ms=int(MAX_POLL_INTERVAL_S * 1000),
+            partition_assignment_strategy=(RangePartitionAssignor,),
+        )
+        await connect(consumer, self.kafka)
+        callbacks = Callbacks(on_assigned, on_revoked)
+        return KafkaGroupReader(consumer, self._require(self._admin), self.kafka, group, names, callbacks)
+
+    async def fetch(self, positions: Iterable[Position]) -> list[Record]:
+        """The records at the given positions, in the order given. Raises TruncatedError if one is gone."""
+        asked = list(positions)
+        await self._check_partitions({TopicPartition(position.topic, position.partition) for position in asked})
+        return await self._require(self._fetcher).fetch(asked)
+
+    async def committed_offsets(self, group: str) -> dict[TopicPartition, int]:
+        """Committed offsets of a consumer group by partition, without joining it; empty if it never committed."""
+        return await client.committed_offsets(self._require(self._admin), self.kafka, group)
+
+    async def group_members(self, group: str) -> list[GroupMember]:
+        """Current members of a consumer group; a killed client is included until its session times out."""
+        return await client.group_members(self._require(self._admin), self.kafka, group)
+
+    async def topic_ids(self) -> dict[str, str]:
+        """Topic ids by name; a topic that was deleted and created again has another id.
+
+        Empty if Kafka has no topic ids.
+        """
+        return await topic_ids.topic_ids(self._require(self._admin), self.kafka)
+
+    async def cluster_id(self) -> str:
+        """Identity of the log: the cluster's, and the topic prefix if it is not the default."""
+        with log_errors("look up the cluster's id", self.kafka, "Describe"):
+            cluster = str((await self._require(self._admin).describe_cluster())["cluster_id"])
+        return cluster if self.kafka.topic_prefix == PREFIX else f"{cluster}/{self.kafka.topic_prefix}"
+
+    def _common_options(self) -> dict[str, Any]:
+        return {**client_options(self.kafka), "client_id": self._client_id, "request_timeout_ms": REQUEST_TIMEOUT_MS}
+
+    async def _enqueue(
+        self, topic: str, key: bytes | None, value: bytes | None, headers: Headers, partition: int | None
+    ) -> "asyncio.Future[Any]":
+        check_record_size(topic, key, value, headers)
+        count = await self.num_partitions(topic)
+        chosen = partition_of(key or b"", count) if partition is None else partition
+        if not 0 <= chosen < count:
+            raise _no_partition(topic, chosen, count)
+        name, producer = self.kafka.topic_name(topic), self._producer or await self._sending()
+        with log_errors(f"send to topic {name}", self.kafka, "Write"):
+            if key is None and value is None:  # aiokafka checks the size of a message, but not of a batch
+                batch = producer.create_batch()
+                batch.append(key=None, value=None, timestamp=None, headers=list(headers))
+                return await producer.send_batch(batch, name, partition=chosen)
+            return await producer.send(name, value=value, key=key, partition=chosen, headers=list(headers))
+
+    async def _check_partitions(self, partitions: Iterable[TopicPartition]) -> None:
+        """Raises TopicError for one that does not exist, because aiokafka would wait for it without limit."""
+        for topic, partition in partitions:
+            count = await self.num_partitions(topic)
+            if not 0 <= partition < count:
+                raise _no_partition(topic, partition, count)
+
+    async def _acknowledged(self, sent: "list[tuple[str, asyncio.Future[Any]]]") -> list[Position]:
+        deadline = asyncio.get_running_loop().time() + self._send_timeout_s
+        for topic, future in sent:
+            self._unacknowledged[future] = deadline, topic
+        if self._overdue_timer is None:
+            self._fail_overdue()
+        try:
+            if len(sent) > 1:
+                await asyncio.wait({future for _, future in sent})
+            return [await self._landed(topic, future) for topic, future in sent]
+        finally:
+            for _, future in sent:
+                del self._unacknowledged[future]
+                if future.done() and not future.cancelled():
+                    future.exception()  # only the first one is raised
+
+    async def _landed(self, topic: str, future: "asyncio.Future[Any]") -> Position:
+        try:
+            told = await future
+        except Exception as error:
+            with log_errors(f"send to topic {self.kafka.topic_name(topic)}", self.kafka, "Write"):
+                raise error
+        return Position(topic, told.partition, told.offset)
+
+    def _fail_overdue(self) -> None:
+        """Fail the sends whose deadline has passed; one timer serves all, because each would cost as much as a send."""
+        loop = asyncio.get_running_loop()
+        self._overdue_timer = None
+        for future, (deadline, topic) in self._unacknowledged.items():  # oldest first
+            if deadline > loop.time():
+                self._overdue_timer = loop.call_at(deadline, self._fail_overdue)
+                return
+            if not future.done():
+                seconds = f"{self._send_timeout_s:.0f} s"
+                future.set_exception(LogError(f"cannot send to topic {topic}: no acknowledgement within {seconds}"))
+
+    def _require(self, part: Any) -> Any:
+        if part is None:
+            raise LogError("the log is not connected; await start() first")
+        return part
+
+
+def _no_partition(topic: str, partition: int, count: int) -> TopicError:
+    return TopicError(f"partition {topic}/{partition} does not exist: topic {topic} has {count} partitions")

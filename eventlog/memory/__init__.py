@@ -1,0 +1,1 @@
+"""The log in memory, for tests and pure runs."""

@@ -1,0 +1,66 @@
+"""What is under way when a broker goes and does not come back ends with one clear error."""
+
+import asyncio
+import json
+import os
+import signal
+from pathlib import Path
+
+import pytest
+
+from rollstream.eventlog.broker.broker import EmbeddedBroker
+from rollstream.eventlog.kafka.log import KafkaLog
+from rollstream.eventlog.log import TopicPartition
+from rollstream.eventlog.reading import read_to_end
+from rollstream.schemas.errors import LogError
+from rollstream.schemas.events import RunEnded
+
+pytestmark = [pytest.mark.kafka, pytest.mark.slow]
+
+
+async def read_from_a_broker_that_goes(workspace: Path) -> None:
+    with EmbeddedBroker(workspace) as broker:
+        log = KafkaLog(broker.kafka)
+        await log.start()
+        await log.ensure_topics(num_partitions=1)
+        await log.send(RunEnded(run_id="r", time_ms=1, cause="stopped"))
+        readers = [await log.reader({TopicPartition("jobs", 0): 0}) for _ in range(8)]
+        for reader in readers:
+            await reader.poll(timeout_s=0.1)
+        told = json.loads((workspace / "broker" / "broker.json").read_text())
+        os.kill(told["broker_pid"], signal.SIGKILL)
+        with pytest.raises(LogError, match="cannot look up the offsets of topic groups"):
+            async for _ in read_to_end(log, "groups", ends={0: 2}, silence_s=1.0):
+                pass  # as if another record had not been read yet
+        for reader in readers:
+            await reader.close()
+        await log.close()
+
+
+async def send_to_a_broker_that_pauses(workspace: Path) -> None:
+    ended = RunEnded(run_id="r", time_ms=1, cause="stopped")
+    with EmbeddedBroker(workspace) as broker:
+        async with KafkaLog(broker.kafka, send_timeout_s=3) as log:
+            await log.ensure_topics(num_partitions=1)
+            await log.send(ended)
+            pid = json.loads((workspace / "broker" / "broker.json").read_text())["broker_pid"]
+            os.kill(pid, signal.SIGSTOP)
+            try:
+                first = asyncio.create_task(log.send(ended))
+                await asyncio.sleep(1)
+                several = asyncio.create_task(log.send_all([ended, ended]))
+                for sending in (first, several):
+                    with pytest.raises(LogError, match="cannot send to topic groups: no acknowledgement within 3 s"):
+                        await sending
+            finally:
+                os.kill(pid, signal.SIGCONT)
+            where = await log.send(ended)
+            assert where.offset >= 1
+
+
+def test_each_send_without_an_acknowledgement_fails_at_its_own_time(tmp_path: Path) -> None:
+    asyncio.run(asyncio.wait_for(send_to_a_broker_that_pauses(tmp_path), 240))
+
+
+def test_reading_to_the_end_and_closing_readers_end_when_the_broker_is_gone(tmp_path: Path) -> None:
+    asyncio.run(asyncio.wait_for(read_from_a_broker_that_goes(tmp_path), 120))

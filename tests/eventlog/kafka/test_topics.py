@@ -1,0 +1,117 @@
+"""Topics in Kafka: created by the table, compared with it, and named when they differ."""
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+import pytest
+from aiokafka.admin import AIOKafkaAdminClient, NewTopic
+from aiokafka.admin.config_resource import ConfigResource, ConfigResourceType
+
+from rollstream.eventlog.broker.broker import EmbeddedBroker
+from rollstream.eventlog.kafka.log import KafkaLog
+from rollstream.eventlog.kafka.security import client_options
+from rollstream.schemas.errors import LogError, TopicError
+from rollstream.schemas.events import TaskCancelled
+from rollstream.schemas.kafka import KafkaSettings
+from rollstream.schemas.topics import TOPICS
+
+pytestmark = pytest.mark.kafka
+
+
+async def with_admin(kafka: KafkaSettings, work: Callable[[AIOKafkaAdminClient], Awaitable[object]]) -> None:
+    admin = AIOKafkaAdminClient(**client_options(kafka))
+    await admin.start()
+    try:
+        await work(admin)
+    finally:
+        await admin.close()
+
+
+async def ensure(kafka: KafkaSettings, num_partitions: int) -> None:
+    log = KafkaLog(kafka)
+    await log.start()
+    try:
+        await log.ensure_topics(num_partitions=num_partitions)
+    finally:
+        await log.close()
+
+
+async def set_up(kafka: KafkaSettings, topic: str, **settings: str) -> None:
+    resource = ConfigResource(
+        ConfigResourceType.TOPIC, f"rollstream.{topic}.v1", {n.replace("_", "."): v for n, v in settings.items()}
+    )
+    await with_admin(kafka, lambda admin: admin.alter_configs([resource]))
+
+
+def test_topics_are_made_once_and_compared_ever_after(workspace: Path, caplog: pytest.LogCaptureFixture) -> None:
+    async def main(kafka: KafkaSettings) -> None:
+        await asyncio.gather(*(ensure(kafka, 3) for _ in range(4)))
+        await ensure(kafka, 3)
+        with pytest.raises(TopicError, match=r"rollstream\.tasks\.v1 has 3 partitions, expected 5; .* num_partitions"):
+            await ensure(kafka, 5)
+        await set_up(kafka, "weights", cleanup_policy="compact")
+        with pytest.raises(TopicError, match=r"weights\.v1 has cleanup\.policy=compact, expected delete; alter it"):
+            await ensure(kafka, 3)
+        await set_up(kafka, "weights", message_timestamp_type="LogAppendTime")
+        with pytest.raises(TopicError, match=r"message\.timestamp\.type=LogAppendTime, expected CreateTime"):
+            await ensure(kafka, 3)
+        await set_up(kafka, "weights", retention_ms="-1", max_message_bytes="1000")
+        with pytest.raises(TopicError, match=r"max\.message\.bytes=1000, expected at least \d+; alter it"):
+            await ensure(kafka, 3)
+        await set_up(kafka, "weights", retention_ms="86400000", max_message_bytes="2000000")
+        with caplog.at_level(logging.WARNING, "rollstream"):
+            await ensure(kafka, 3)
+        assert "rollstream.weights.v1 has retention.ms=86400000" in caplog.text
+
+    with EmbeddedBroker(workspace) as broker:
+        asyncio.run(main(broker.kafka))
+
+
+def test_a_topic_that_is_there_already_with_other_partitions_is_named(workspace: Path) -> None:
+    async def main(kafka: KafkaSettings) -> None:
+        await with_admin(kafka, lambda admin: admin.create_topics([NewTopic("rollstream.groups.v1", 2, 1)]))
+        with pytest.raises(TopicError, match=r"topic rollstream\.groups\.v1 has 2 partitions, expected 1"):
+            await ensure(kafka, 3)
+
+    with EmbeddedBroker(workspace) as broker:
+        asyncio.run(main(broker.kafka))
+
+
+def test_a_log_without_topics_names_the_one_it_needs(workspace: Path) -> None:
+    async def main(kafka: KafkaSettings) -> None:
+        log = KafkaLog(kafka)
+        await log.start()
+        try:
+            with pytest.raises(TopicError, match=r"rollstream\.tasks\.v1 is not available"):
+                await log.send(TaskCancelled(run_id="r", time_ms=1, group_id="r/g", cause="test"))
+        finally:
+            await log.close()
+
+    with EmbeddedBroker(workspace) as broker:
+        asyncio.run(main(broker.kafka))
+
+
+def test_every_topic_has_its_name_from_the_table() -> None:
+    assert {topic.name for topic in TOPICS.values()} == {f"rollstream.{short}.v1" for short in TOPICS}
+
+
+@pytest.mark.parametrize("address", ["127.0.0.1:1", "no-such-host.invalid:9092"])
+def test_an_address_where_nothing_answers_is_one_clear_error(address: str, caplog: pytest.LogCaptureFixture) -> None:
+    async def main() -> float:
+        began = asyncio.get_running_loop().time()
+        log = KafkaLog(address)
+        with pytest.raises(LogError, match=rf"cannot reach a Kafka broker at {address} .*bootstrap_servers"):
+            await log.start()
+        await log.close()
+        return asyncio.get_running_loop().time() - began
+
+    with caplog.at_level(logging.DEBUG, "rollstream"):
+        assert asyncio.run(main()) < 9
+    assert [found for found in caplog.records if found.levelno >= logging.WARNING] == []
+
+
+def test_a_log_that_was_not_started_says_so() -> None:
+    with pytest.raises(LogError, match=r"await start\(\) first"):
+        asyncio.run(KafkaLog("127.0.0.1:1").cluster_id())

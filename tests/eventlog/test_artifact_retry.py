@@ -1,0 +1,119 @@
+"""A store that is away for a while is tried again; what is gone or changed is not."""
+
+import asyncio
+import logging
+from pathlib import Path
+
+import pytest
+
+from rollstream.eventlog.artifact_retry import Retry, retrying
+from rollstream.eventlog.artifacts import ArtifactStore
+from rollstream.schemas.errors import ArtifactError, StoreUnavailableError
+from tests.rigs.remote_outage import RemoteFileSystem
+
+SHORT = Retry(patience_s=0.2, first_wait_s=0.01, max_wait_s=0.02)
+
+
+class Flaky:
+    """A call that fails so many times before it answers."""
+
+    def __init__(self, *errors):
+        self.errors = list(errors)
+
+    def __call__(self):
+        if self.errors:
+            raise self.errors.pop(0)
+        return "here"
+
+
+def test_an_outage_is_outlasted_and_each_try_is_logged(caplog):
+    call = Flaky(StoreUnavailableError("away"), StoreUnavailableError("still away"))
+    with caplog.at_level(logging.WARNING):
+        assert asyncio.run(retrying(call, "load a dataset", SHORT)) == "here"
+    assert [record.getMessage().split(";")[0] for record in caplog.records] == [
+        "load a dataset: away",
+        "load a dataset: still away",
+    ]
+
+
+def test_what_is_gone_is_raised_at_once():
+    call = Flaky(ArtifactError("gone"), ArtifactError("never raised"))
+    with pytest.raises(ArtifactError, match="gone"):
+        asyncio.run(retrying(call, "load a dataset", SHORT))
+    assert len(call.errors) == 1
+
+
+def test_patience_ends():
+    with pytest.raises(StoreUnavailableError):
+        asyncio.run(retrying(Flaky(*[StoreUnavailableError("away")] * 1000), "load a dataset", SHORT))
+
+
+def test_a_folder_that_is_not_mounted_is_away_and_a_file_that_it_lacks_is_gone(tmp_path: Path):
+    store = ArtifactStore(str(tmp_path / "artifacts"))
+    ref = store.put_bytes(b"data")
+    other = store.put_bytes(b"other")
+    store.fetch(other).unlink()
+    (tmp_path / "artifacts").rename(tmp_path / "elsewhere")
+    for use in (store.fetch, store.read):
+        with pytest.raises(StoreUnavailableError, match=r"cannot be read: .*artifact_uri"):
+            use(ref)
+    (tmp_path / "elsewhere").rename(tmp_path / "artifacts")
+    assert store.read(ref) == b"data"
+    with pytest.raises(ArtifactError) as error:
+        store.read(other)
+    assert not isinstance(error.value, StoreUnavailableError)
+
+
+def test_a_changed_artifact_is_no_outage(tmp_path: Path):
+    store = ArtifactStore(str(tmp_path))
+    ref = store.put_bytes(b"data")
+    store.fetch(ref).write_bytes(b"atad")
+    with pytest.raises(ArtifactError, match="wrong hash") as error:
+        store.read(ref)
+    assert not isinstance(error.value, StoreUnavailableError)
+
+
+def test_an_artifact_that_alone_cannot_be_read_is_no_outage_of_its_store(tmp_path):
+    store = ArtifactStore(str(tmp_path / "store"))
+    ref, other = store.put_bytes(b"one"), store.put_bytes(b"two")
+    path = store.fetch(ref)
+    path.unlink()
+    path.mkdir()
+    for call in (store.read, store.fetch):
+        with pytest.raises(ArtifactError) as error:
+            call(ref)
+        assert not isinstance(error.value, StoreUnavailableError)
+    assert store.read(other) == b"two"
+
+
+def test_what_a_remote_client_raises_in_an_outage_is_outlasted(tmp_path):
+    store = ArtifactStore(f"remote://{tmp_path.name}", cache=tmp_path / "cache")
+    ref = store.put_bytes(b"data")
+
+    def outlasted(call, num_failures=3):
+        RemoteFileSystem.num_failures = num_failures
+        found = asyncio.run(retrying(call, "use the store", Retry(60, 0.01, 0.02)))
+        assert RemoteFileSystem.num_failures == 0
+        return found
+
+    (tmp_path / "file").write_bytes(b"of a file")
+    other = outlasted(lambda: store.put_bytes(b"other"))
+    of_file = outlasted(lambda: store.put_file(tmp_path / "file"))
+    assert [outlasted(lambda ref=ref: store.read(ref)) for ref in (ref, other, of_file)] == [
+        b"data",
+        b"other",
+        b"of a file",
+    ]
+    assert outlasted(lambda: store.fetch(ref)).read_bytes() == b"data"
+    assert len(outlasted(store.listing)) == 3
+    outlasted(lambda: store.remove(ref))
+    with pytest.raises(ArtifactError, match="check that artifact_uri") as gone:
+        store.read(ref)
+    assert not isinstance(gone.value, StoreUnavailableError)
+    RemoteFileSystem.num_failures = 1
+    with pytest.raises(StoreUnavailableError, match="Could not connect") as away:
+        store.read(other)
+    assert isinstance(away.value.__cause__, RuntimeError)
+    with pytest.raises(ArtifactError, match="5 bytes, more than the limit of 4") as large:
+        store.read(other, max_bytes=4)
+    assert not isinstance(large.value, StoreUnavailableError)

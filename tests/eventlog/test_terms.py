@@ -1,0 +1,156 @@
+"""Whoever reads claims and versions agrees on what is void: learner, engines, progress, retention and the tables."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rollstream.eventlog import codec
+from rollstream.eventlog.artifacts import ArtifactStore
+from rollstream.eventlog.log import Position, Received, TopicPartition
+from rollstream.eventlog.memory.log import MemoryLog
+from rollstream.eventlog.terms import claimed
+from rollstream.harness.runs import progress as run_progress
+from rollstream.learner import progress as learner_progress
+from rollstream.learner import retention
+from rollstream.metrics.projection.database import Database
+from rollstream.metrics.projection.rows import rows_of
+from rollstream.producers.engines.scripted import ScriptedEngine
+from rollstream.producers.engines.weight_follower import WeightFollower
+from rollstream.schemas import ids
+from rollstream.schemas.base import Event
+from rollstream.schemas.events import LearnerClaimed, StepTrained, WeightsPublished
+from rollstream.schemas.permissions import NOTHING
+from rollstream.schemas.settings import ArtifactRef
+
+RUN = "run-1"
+JOB = f"{RUN}/rl"
+TERMS, VERSIONS = st.integers(0, 3), st.integers(0, 3)
+CLAIMS = st.builds(lambda term, learner: ("claimed", term, learner), st.integers(1, 3), st.sampled_from(["one", "two"]))
+PUBLISHED = st.builds(lambda term, version: ("published", term, version), TERMS, VERSIONS)
+TRAINED = st.builds(lambda term, version: ("trained", term, version), TERMS, VERSIONS)
+HISTORY = st.lists(st.one_of(CLAIMS, PUBLISHED, PUBLISHED, TRAINED), max_size=25)
+
+
+def events_of(history: Sequence[tuple[str, int, Any]], model_group: str) -> list[Event]:
+    """The history's events; their hashes tell which term and place they come from."""
+    found: list[Event] = []
+    for offset, (kind, term, subject) in enumerate(history):
+        sha256 = f"{offset:064x}"
+        common = {"run_id": RUN, "time_ms": offset, "model_group": model_group, "term": term}
+        if kind == "claimed":
+            found.append(LearnerClaimed(**common, learner=subject))
+        elif kind == "published":
+            artifact = ArtifactRef(uri=f"file:///{sha256}", sha256=sha256, size_bytes=1)
+            found.append(
+                WeightsPublished(
+                    **common, job_id=JOB, batch_id=None, version=subject, parent=None, weights_sha256=sha256,
+                    weights_format="full", base_model="tiny", artifact=artifact,
+                )
+            )  # fmt: skip
+        else:
+            found.append(
+                StepTrained(
+                    **common, job_id=JOB, batch_id=f"{JOB}/{subject}", epoch=0, version=subject,
+                    weights_sha256=sha256, num_optimizer_steps=1, metrics={},
+                )
+            )  # fmt: skip
+    return found
+
+
+def first_that_count(events: Sequence[Event]) -> tuple[dict[int, str], dict[int, str]]:
+    """By the rule's own words: hash by version of what was published, and of what was trained."""
+    published: dict[int, str] = {}
+    trained: dict[int, str] = {}
+    highest = 0
+    for event in events:
+        if isinstance(event, LearnerClaimed):
+            highest = max(highest, event.term)
+        elif isinstance(event, WeightsPublished) and event.term >= highest:
+            published.setdefault(event.version, event.weights_sha256)
+        elif isinstance(event, StepTrained) and event.term >= highest:
+            trained.setdefault(event.version, event.weights_sha256)
+    return published, trained
+
+
+def received_of(events: Sequence[Event]) -> list[Received]:
+    return [
+        Received(event, codec.encode(event).digest, Position("weights", 0, offset), 0)
+        for offset, event in enumerate(events)
+    ]
+
+
+@given(HISTORY)
+def test_folds_agree_on_what_is_void(history: list[tuple[str, int, Any]]) -> None:
+    model_group = ids.model_group(RUN, ids.MODEL_GROUP)
+    events = events_of(history, model_group)
+    published, trained = first_that_count(events)
+    of_learner, needs, progress = (
+        learner_progress.LogState(),
+        retention.WeightNeeds(),
+        run_progress.Progress(RUN),
+    )
+    follower = WeightFollower(
+        MemoryLog(), ArtifactStore("file:///nowhere"), ScriptedEngine(), engine_id="engine-0", permissions=NOTHING
+    )
+    for received in received_of(events):
+        learner_progress.evolve(of_learner, received)
+        retention.evolve(needs, received)
+        progress = run_progress.evolve(progress, received.event)
+        follower._apply(received.event)
+    group = of_learner.group(model_group)
+    assert {version: event.weights_sha256 for version, event in group.published.items()} == published
+    assert group.trained == trained
+    assert needs.group(model_group).published == set(published)
+    assert progress.version == max(published, default=-1)
+    assert (progress.weights and progress.weights.weights_sha256) == published.get(progress.version)
+    newest = progress.job(JOB).trained
+    assert (newest and newest.weights_sha256) == (trained[max(trained)] if trained else None)
+    followed = follower._group(model_group).newest
+    assert (followed and followed.weights_sha256) == published.get(progress.version)
+
+
+def test_the_tables_agree_with_the_folds(tmp_path: Path) -> None:
+    database = Database(tmp_path / "metrics.duckdb")
+    num_histories = 0
+
+    @given(HISTORY)
+    def agree(history: list[tuple[str, int, Any]]) -> None:
+        nonlocal num_histories
+        num_histories += 1
+        model_group = f"{RUN}/group-{num_histories}"
+        events = events_of(history, model_group)
+        rows: dict[str, list[Any]] = {}
+        for received in received_of(events):
+            for table, row in rows_of(received):
+                rows.setdefault(table, []).append(row)
+        database.write(rows, {TopicPartition("weights", 0): num_histories})
+        published, trained = first_that_count(events)
+        assert shown(database, "weight_versions", model_group) == published
+        assert shown(database, "training_steps", model_group) == trained
+
+    try:
+        agree()
+    finally:
+        database.close()
+
+
+def shown(database: Database, view: str, model_group: str) -> dict[int, str]:
+    """Hash by version in a view."""
+    rows = database._connection.execute(
+        f"SELECT version, weights_sha256 FROM {view} WHERE model_group = ?", [model_group]
+    ).fetchall()
+    return dict(rows)
+
+
+@pytest.mark.parametrize("term", [1, 2])
+def test_a_claim_of_the_same_or_a_lower_term_changes_nothing(term: int) -> None:
+    first, second = (
+        LearnerClaimed(run_id=RUN, time_ms=0, model_group="g", term=number, learner=name)
+        for number, name in ((2, "one"), (term, "two"))
+    )
+    owner = claimed(None, first, 5)
+    assert claimed(owner, second, 6) == owner
