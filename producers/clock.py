@@ -1,4 +1,4 @@
-"""Event time of one steps partition, as its owner tells it: where the partition stopped, plus monotonic time since.
+"""Event time of one steps partition, kept by its owner: the time of the last record, plus monotonic time since.
 
 The wall clock is asked once in a partition's life, when it is empty; a pause between two owners takes no event time.
 """

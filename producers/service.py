@@ -5,17 +5,23 @@ import contextlib
 import functools
 import importlib
 import logging
+import os
 
 from rollstream.eventlog.artifacts import ArtifactStore
 from rollstream.eventlog.dead_letters import send_dead_letter
 from rollstream.eventlog.log import EventLog, Record
-from rollstream.producers.engine import Engine
-from rollstream.producers.group_run import Producer
-from rollstream.producers.rollout import run_rollout
-from rollstream.producers.weight_follower import WeightFollower
-from rollstream.producers.worker import RolloutWorker, first_error
-from rollstream.schemas.errors import ConfigError
-from rollstream.schemas.services import EngineSettings, ProducerSettings
+from rollstream.producers.attempt import record_rollout, refusal
+from rollstream.producers.engines.base import Engine
+from rollstream.producers.engines.table import new_engine
+from rollstream.producers.engines.weight_follower import WeightFollower
+from rollstream.producers.group_execution import WorkerContext
+from rollstream.producers.league.opponents import OpponentWeights
+from rollstream.producers.rollout.user_code import import_installed
+from rollstream.producers.slots import Slots
+from rollstream.producers.worker import RolloutWorker
+from rollstream.schemas.errors import ConfigError, first_error, told
+from rollstream.schemas.permissions import Permissions
+from rollstream.schemas.services import ProducerSettings
 
 logger = logging.getLogger(__name__)
 
@@ -25,17 +31,16 @@ async def serve(settings: ProducerSettings) -> None:
 
     On the way out: 1. rollouts stop and the group is left, 2. the engine stops, 3. the log is flushed and closed.
     """
-    from rollstream.eventlog.kafka_log import KafkaLog
+    from rollstream.eventlog.kafka.log import KafkaLog
 
+    import_installed()
     _import_modules(settings.modules)
     async with contextlib.AsyncExitStack() as stack:
-        log = KafkaLog(
-            settings.bootstrap_servers, client_id=settings.name, session_timeout_s=settings.session_timeout_s
+        log = await stack.enter_async_context(
+            KafkaLog(settings.connection, client_id=settings.name, session_timeout_s=settings.session_timeout_s)
         )
-        stack.push_async_callback(log.close)
-        await log.start()
         await log.ensure_topics(num_partitions=settings.num_partitions)
-        engine = new_engine(settings.engine)
+        engine = new_engine(settings.engine, os.environ)
         stack.push_async_callback(engine.close)
         await engine.start()
         await run(settings, log, engine)
@@ -44,17 +49,23 @@ async def serve(settings: ProducerSettings) -> None:
 async def run(settings: ProducerSettings, log: EventLog, engine: Engine) -> None:
     """Follow weights and work on tasks until cancelled, with a started log and engine."""
     artifacts = ArtifactStore(settings.artifact_uri)
-    follower = WeightFollower(log, artifacts, engine, engine_id=settings.name)
-    producer = Producer(
+    permissions = Permissions.of(settings.allow, os.environ)
+    follower = WeightFollower(log, artifacts, engine, engine_id=settings.name, permissions=permissions)
+    producer = WorkerContext(
+        opponents=OpponentWeights(log, artifacts, engine, permissions=permissions),
         log=log,
         engine=engine,
         weights=follower,
-        rollout=run_rollout,
-        dead_letter=functools.partial(_bury, log, artifacts),
-        slots=asyncio.Semaphore(settings.max_concurrent_rollouts),
+        rollout=functools.partial(record_rollout, permissions=permissions, artifacts=artifacts),
+        refusal=functools.partial(refusal, permissions=permissions),
+        dead_letter=functools.partial(_send_dead_letter, log, artifacts),
+        slots=Slots(settings.max_concurrent_rollouts),
+        runs=frozenset(settings.runs),
         name=settings.name,
     )
-    worker = RolloutWorker(producer, tick_interval_s=settings.tick_interval_s)
+    worker = RolloutWorker(
+        producer, tick_interval_s=settings.tick_interval_s, group=settings.connection.group("producers")
+    )
     try:
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(follower.run())
@@ -63,18 +74,7 @@ async def run(settings: ProducerSettings, log: EventLog, engine: Engine) -> None
         raise first_error(failed) from failed
 
 
-def new_engine(settings: EngineSettings) -> Engine:
-    """The engine that the settings name; torch is imported only for one that needs it."""
-    if settings.kind == "scripted":
-        from rollstream.producers.scripted_engine import ScriptedEngine
-
-        return ScriptedEngine()
-    from rollstream.producers.transformers_engine import TransformersEngine
-
-    return TransformersEngine(settings)
-
-
-async def _bury(log: EventLog, artifacts: ArtifactStore, record: Record, error: BaseException) -> None:
+async def _send_dead_letter(log: EventLog, artifacts: ArtifactStore, record: Record, error: BaseException) -> None:
     await send_dead_letter(log, record, service="producers", stage="tasks", error=error, artifacts=artifacts)
 
 
@@ -82,5 +82,6 @@ def _import_modules(names: tuple[str, ...]) -> None:
     for name in names:
         try:
             importlib.import_module(name)
-        except ImportError as error:
-            raise ConfigError(f"modules: {name} cannot be imported: {error}") from error
+        except (Exception, SystemExit) as error:
+            logger.info("module %s cannot be imported", name, exc_info=error)
+            raise ConfigError(f"modules: {name} cannot be imported: {told(error)}") from error

@@ -9,9 +9,9 @@ from collections import deque
 from collections.abc import Awaitable, Callable
 from types import TracebackType
 
+from rollstream.eventlog.codec import Encoded
 from rollstream.eventlog.log import EventLog, TopicPartition, check_kept
 from rollstream.producers.clock import EventClock
-from rollstream.schemas.base import Event
 from rollstream.schemas.events import RolloutEnded, RolloutFailed
 
 MAX_WAITING = 64
@@ -36,16 +36,19 @@ class StepsWriter:
         """Offsets of own records from `_looked_until` on."""
         self._looked_until = next_offset
 
-    async def send(self, event: Event) -> int:
+    async def send(self, event: Encoded) -> int:
         """Append an event; returns its offset once it is acknowledged. Waits while paused.
 
-        Raises TruncatedError if it came to lie before what was known: the partition has begun anew.
+        Raises TruncatedError if it is before the last known one: the partition was created again.
         """
         await self._resumed.wait()
         number, self._num_sent = self._num_sent, self._num_sent + 1
         known = self._in_flight[number] = self._next_offset
         try:
-            offset = (await self._log.send(event, partition=self.partition)).offset
+            sent = await self._log.send_raw(
+                event.topic, key=event.key, value=event.value, headers=event.headers, partition=self.partition
+            )
+            offset = sent.offset
         finally:
             del self._in_flight[number]
             self._landing.set()
@@ -56,7 +59,7 @@ class StepsWriter:
         return offset
 
     def floor(self) -> int:
-        """No event that is still in flight lies before this offset."""
+        """No event in flight has an offset below this one."""
         return min(self._in_flight.values(), default=self._next_offset)
 
     async def landed(self) -> None:
@@ -85,7 +88,7 @@ class StepsWriter:
         return end == self._next_offset
 
     def take_foreign(self) -> list[int]:
-        """Offsets before `floor` that are none of the own ones and were not told before."""
+        """Offsets before `floor` that are not own ones and were not returned before."""
         floor = self.floor()
         foreign = [offset for offset in range(self._looked_until, floor) if offset not in self._own]
         self._own = {offset for offset in self._own if offset >= floor}
@@ -96,14 +99,14 @@ class StepsWriter:
 class Outbox:
     """Events of one attempt on their way. As a context manager: nothing is sent after it is left."""
 
-    def __init__(self, send: Callable[[Event], Awaitable[None]]) -> None:
+    def __init__(self, send: Callable[[Encoded], Awaitable[None]]) -> None:
         self._send = send
-        self._waiting: deque[Event] = deque()
+        self._waiting: deque[Encoded] = deque()
         self._sender: asyncio.Task[None] | None = None
         self.terminal: RolloutEnded | RolloutFailed | None = None
         """Set once it is acknowledged."""
 
-    async def put(self, event: Event) -> None:
+    async def put(self, encoded: Encoded) -> None:
         """Send an event after those before it; returns at once, or for a terminal event when all are acknowledged.
 
         Waits when many are on their way: an environment that never stops must not keep all others from their turn.
@@ -112,12 +115,12 @@ class Outbox:
         if self._sender is not None and self._sender.done():
             self._sender.result()
             self._sender = None
-        self._waiting.append(event)
+        self._waiting.append(encoded)
         if self._sender is None:
             self._sender = asyncio.create_task(self._drain())
-        if isinstance(event, RolloutEnded | RolloutFailed):
+        if isinstance(encoded.event, RolloutEnded | RolloutFailed):
             await self._sender
-            self.terminal = self.terminal or event
+            self.terminal = self.terminal or encoded.event
         elif len(self._waiting) >= MAX_WAITING:
             await asyncio.wait({self._sender})
 

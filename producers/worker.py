@@ -1,9 +1,9 @@
 """The rollout worker: a member of the group that owns tasks partitions, running all of theirs at once.
 
-1. A task's events are acknowledged. 2. The task is settled. 3. Its offset is committed, with a note that tells a new
-owner where in `steps` to begin reading. What one task needs is in `group_run`.
+1. A task's events are acknowledged. 2. The task is settled. 3. Its offset is committed, with metadata that tells a new
+owner where in `steps` to begin reading. What one task needs is in `group_execution`.
 
-While partitions are dealt out anew, rollouts go on and nothing is written; where a partition stays and nobody else
+During a rebalance, rollouts continue and nothing is written; where a partition stays and nobody else
 wrote to it or committed, they are never interrupted.
 """
 
@@ -12,21 +12,19 @@ import logging
 from collections.abc import Callable
 from time import monotonic as system_monotonic
 
-from rollstream.eventlog import codec
 from rollstream.eventlog.failpoints import failpoint
-from rollstream.eventlog.log import EventLog, GroupReader, LogReader, Record, TopicPartition, check_kept
+from rollstream.eventlog.log import EventLog, GroupReader, TopicPartition, check_kept
 from rollstream.producers import clock
 from rollstream.producers.clock import EventClock
-from rollstream.producers.group_run import Producer
-from rollstream.producers.ownership import recover
+from rollstream.producers.group_execution import WorkerContext
 from rollstream.producers.partition_owner import PartitionOwner
+from rollstream.producers.run_ends import CommitMetadata, RunEnds
 from rollstream.producers.steps_writer import StepsWriter
-from rollstream.schemas.errors import FencedError
-from rollstream.schemas.events import RunEnded
+from rollstream.producers.takeover import recover
+from rollstream.schemas.errors import FencedError, first_error
 
 GROUP = "rollstream-producers"
 COMMIT_INTERVAL_S = 0.2
-_RUN_ENDED = b"rollstream.run_ended."
 
 logger = logging.getLogger(__name__)
 
@@ -36,52 +34,53 @@ class RolloutWorker:
 
     def __init__(
         self,
-        producer: Producer,
+        producer: WorkerContext,
         *,
         tick_interval_s: float,
         commit_interval_s: float = COMMIT_INTERVAL_S,
+        group: str = GROUP,
         wall: Callable[[], int] = clock.wall_ms,
         monotonic: Callable[[], float] = system_monotonic,
     ) -> None:
-        """`wall` in milliseconds, `monotonic` in seconds."""
+        """`wall` in milliseconds, `monotonic` in seconds; `group`: the consumer group of all producers."""
         self._producer = producer
         self._log: EventLog = producer.log
         self._tick_interval_s = tick_interval_s
         self._commit_interval_s = commit_interval_s
+        self._group = group
         self._wall = wall
         self._monotonic = monotonic
         self._owners: dict[int, PartitionOwner] = {}
-        self._ended_runs: set[str] = set()
+        self._run_ends: RunEnds | None = None
         self._kept: dict[int, PartitionOwner] = {}
-        """Owners that pause while partitions are dealt out anew."""
+        """Owners that pause during a rebalance."""
         self._committed: dict[int, tuple[int | None, str]] = {}
-        """What the group has committed, with its note, as far as this member knows."""
+        """What the group has committed, with its metadata, as far as this member knows."""
         self._progress = asyncio.Event()
         self._tasks: asyncio.TaskGroup | None = None
         self._reader: GroupReader | None = None
 
     async def run(self, on_ready: Callable[[], None] = lambda: None) -> None:
         """Work until cancelled, then leave the group. Raises the first error of whatever runs in it."""
-        groups = await self._log.reader({TopicPartition("groups", 0): -1})
+        self._run_ends = await RunEnds.open(self._log, self._end_run)
         try:
-            await self._catch_up(groups)
-            await self._work(groups, on_ready)
+            await self._work(self._run_ends, on_ready)
         except BaseExceptionGroup as failed:
             raise first_error(failed) from failed
         finally:
-            await groups.close()
+            await self._run_ends.close()
             await self._leave()
 
-    async def _work(self, groups: LogReader, on_ready: Callable[[], None]) -> None:
+    async def _work(self, run_ends: RunEnds, on_ready: Callable[[], None]) -> None:
         async with asyncio.TaskGroup() as tasks:
             self._tasks = tasks
             self._reader = await self._log.group_reader(
-                GROUP, ["tasks"], on_assigned=self._on_assigned, on_revoked=self._on_revoked
+                self._group, ["tasks"], on_assigned=self._on_assigned, on_revoked=self._on_revoked
             )
             tasks.create_task(self._poll(self._reader))
             tasks.create_task(self._commit_progress())
             tasks.create_task(self._tick())
-            tasks.create_task(self._follow(groups))
+            tasks.create_task(run_ends.follow())
             on_ready()
 
     async def _poll(self, reader: GroupReader) -> None:
@@ -94,17 +93,21 @@ class RolloutWorker:
     async def _on_assigned(self, partitions: set[TopicPartition]) -> None:
         assert self._reader is not None
         assert self._tasks is not None
+        assert self._run_ends is not None
         found = {
-            where.partition: (await self._reader.committed(where), await self._reader.committed_note(where))
+            where.partition: (await self._reader.committed(where), await self._reader.committed_metadata(where))
             for where in sorted(partitions)
         }
         stayed = await self._resume_kept(found)
         self._committed = found
-        notes = {partition: note for partition, (_, note) in found.items() if partition not in stayed}
-        tasks = await self._uncommitted({partition: found[partition][0] for partition in notes})
+        metadata = {
+            partition: CommitMetadata.of(text) for partition, (_, text) in found.items() if partition not in stayed
+        }
+        tasks = await self._uncommitted({partition: found[partition][0] for partition in metadata})
+        await self._run_ends.read_back(found for partition, found in metadata.items() if tasks[partition])
         num_partitions = await self._log.num_partitions("tasks")
         failpoint("producer/during-hand-over")
-        for partition, (state, end) in (await recover(self._log, notes)).items():
+        for partition, (state, end) in (await recover(self._log, metadata)).items():
             event_clock = EventClock(clock.start_ms(state.last_event_ms, self._wall), self._monotonic)
             self._owners[partition] = PartitionOwner(
                 self._producer,
@@ -113,10 +116,10 @@ class RolloutWorker:
                 tasks=tasks[partition],
                 num_partitions=num_partitions,
                 spawn=self._tasks.create_task,
-                ended_runs=self._ended_runs,
+                ended_runs=self._run_ends.ended,
                 on_progress=self._progress.set,
             )
-        logger.info("assigned partitions=%s stayed=%s", sorted(notes), sorted(stayed))
+        logger.info("assigned partitions=%s stayed=%s", sorted(metadata), sorted(stayed))
 
     async def _resume_kept(self, committed: dict[int, tuple[int | None, str]]) -> set[int]:
         """Partitions that stay, with what runs on them. Those that are gone, or had another owner, are given up."""
@@ -153,56 +156,41 @@ class RolloutWorker:
             await asyncio.sleep(self._commit_interval_s)
 
     async def _commit(self, owners: dict[int, PartitionOwner]) -> None:
-        points = {partition: owner.commit_point() for partition, owner in owners.items()}
+        points = {partition: self._commit_point(owner) for partition, owner in owners.items()}
         moved = {p: point for p, point in points.items() if self._committed.get(p) != point}
         if not moved or self._reader is None:
             return
         try:
             await self._reader.commit(
                 {TopicPartition("tasks", p): offset for p, (offset, _) in moved.items()},
-                {TopicPartition("tasks", p): note for p, (_, note) in moved.items()},
+                {TopicPartition("tasks", p): text for p, (_, text) in moved.items()},
             )
         except FencedError as error:  # the next owner settles again what it finds settled in `steps`
             logger.info("not committed partitions=%s: %s", sorted(moved), error)
             return
         self._committed.update(moved)
 
+    def _commit_point(self, owner: PartitionOwner) -> tuple[int, str]:
+        """Offset of the oldest unsettled task and the metadata to commit with it."""
+        assert self._run_ends is not None
+        offset, steps = owner.commit_point()
+        return offset, self._run_ends.metadata(steps).text()
+
     async def _tick(self) -> None:
         while True:
             await asyncio.sleep(self._tick_interval_s)
-            await asyncio.gather(*(owner.tick() for owner in self._owners.values()))
+            for owner in self._owners.values():
+                owner.tick()
 
-    async def _catch_up(self, groups: LogReader) -> None:
-        end = (await self._log.end_offsets("groups"))[0]
-        while groups.position(TopicPartition("groups", 0)) < end:
-            for record in await groups.poll():
-                self._take_end(record)
-
-    async def _follow(self, groups: LogReader) -> None:
-        while True:
-            for record in await groups.poll():
-                self._take_end(record)
-
-    def _take_end(self, record: Record) -> None:
-        if not dict(record.headers).get("ce_type", b"").startswith(_RUN_ENDED):
-            return
-        event = codec.decode(record).event
-        if isinstance(event, RunEnded):
-            self._ended_runs.add(event.run_id)
-            for owner in (*self._owners.values(), *self._kept.values()):
-                owner.end_run(event.run_id)
+    def _end_run(self, run_id: str) -> None:
+        for owner in (*self._owners.values(), *self._kept.values()):
+            owner.end_run(run_id)
 
     async def _leave(self) -> None:
         """1. Stop. 2. Commit what is settled. 3. Leave the group."""
         await asyncio.gather(*(owner.release() for owner in (*self._owners.values(), *self._kept.values())))
         if self._reader is not None:
-            await self._commit(self._owners)
-            await self._reader.close()
-
-
-def first_error(failed: BaseExceptionGroup[BaseException]) -> BaseException:
-    """The error that a group of tasks ended with: the others follow from it."""
-    error: BaseException = failed
-    while isinstance(error, BaseExceptionGroup):
-        error = error.exceptions[0]
-    return error
+            try:
+                await self._commit(self._owners)
+            finally:
+                await self._reader.close()

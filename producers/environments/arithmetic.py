@@ -4,9 +4,9 @@ import random
 from collections.abc import Sequence
 from typing import Any
 
-from rollstream.producers.environment import Environment
-from rollstream.producers.registry import register_environment
-from rollstream.producers.session import Message, Session
+from rollstream.producers.rollout.environment import Environment
+from rollstream.producers.rollout.registry import register_environment
+from rollstream.producers.rollout.session import Message, Session
 
 _OPERATIONS = {"+": int.__add__, "-": int.__sub__, "*": int.__mul__}
 
@@ -22,7 +22,7 @@ class Arithmetic(Environment):
     def __init__(self, highest: int = 9, operations: str = "+-", demonstrator_accuracy: float = 0.5) -> None:
         unknown = sorted(set(operations) - set(_OPERATIONS))
         if unknown or not operations:
-            raise ValueError(f"operations is {operations!r}; known are: {' '.join(_OPERATIONS)}")
+            raise ValueError(f"operations is {operations!r}; known operations: {' '.join(_OPERATIONS)}")
         if not 0 <= demonstrator_accuracy <= 1:
             raise ValueError(f"demonstrator_accuracy is {demonstrator_accuracy}; it must be in 0..1")
         self._highest = highest
@@ -35,7 +35,7 @@ class Arithmetic(Environment):
         question = self._draw(session.task_rng) | session.inputs
         a, b, operation = question["a"], question["b"], question["op"]
         if operation not in _OPERATIONS:
-            raise ValueError(f"op is {operation!r}; known are: {' '.join(_OPERATIONS)}")
+            raise ValueError(f"op is {operation!r}; known operations: {' '.join(_OPERATIONS)}")
         self._right = _OPERATIONS[operation](a, b)
         reply = await session.chat([{"role": "user", "content": f"{a}{operation}{b}="}])
         await session.reward(float(reply.text.strip() == str(self._right)))

@@ -4,9 +4,9 @@ import random
 from collections.abc import Sequence
 from typing import Any
 
-from rollstream.producers.environment import Environment
-from rollstream.producers.registry import register_environment
-from rollstream.producers.session import Message, Session
+from rollstream.producers.rollout.environment import Environment
+from rollstream.producers.rollout.registry import register_environment
+from rollstream.producers.rollout.session import Message, Session
 
 ASK, HIGHER, LOWER, FOUND, INVALID = "?", "H", "L", "=", "X"
 FALL = 0.9
@@ -63,7 +63,7 @@ class GuessNumber(Environment):
 
 
 def bounds(messages: Sequence[Message], low: int, high: int) -> tuple[int, int]:
-    """Where the secret can lie after the guesses and answers so far."""
+    """The range of the secret after the guesses and answers so far."""
     guess = 0
     for message in messages:
         text = str(message["content"])
@@ -75,7 +75,7 @@ def bounds(messages: Sequence[Message], low: int, high: int) -> tuple[int, int]:
 
 
 def compare(guess: str, secret: int) -> str:
-    """Where the secret lies from a guess: `H` higher, `L` lower, `=` found, `X` if the guess is no number."""
+    """The answer to a guess: `H` higher, `L` lower, `=` found, `X` if the guess is not a number."""
     digits = guess.strip()
     if not (digits.isascii() and digits.isdigit()):
         return INVALID

@@ -1,19 +1,21 @@
 """Rollouts that exist already, played as they were: what a task's inputs hold, or name by artifact, is its steps."""
 
-import asyncio
-
 from pydantic import ValidationError
 
+from rollstream.eventlog.artifact_retry import retrying
 from rollstream.eventlog.artifacts import ArtifactStore
-from rollstream.producers.environment import Environment
-from rollstream.producers.registry import register_environment
-from rollstream.producers.session import Session
-from rollstream.schemas.errors import EnvironmentRunError
-from rollstream.schemas.recorded import INPUT, RecordedMember, RecordedRollout
+from rollstream.producers.rollout.environment import Environment
+from rollstream.producers.rollout.registry import register_environment
+from rollstream.producers.rollout.session import Session
+from rollstream.schemas.errors import EnvironmentRunError, first_invalid
+from rollstream.schemas.events.recorded import INPUT, RecordedMember, RecordedRollout
+
+MAX_BYTES = 256 << 20
+"""Of one recorded rollout that is an artifact."""
 
 
 @register_environment("recorded")
-class Recorded(Environment):
+class RecordedEnvironment(Environment):
     """Member m of a group plays the m-th recorded rollout of its task: steps in order, then the rewards with it.
 
     `retokenise`: make tokens from text where none were recorded. `assumed_version`: weight version of tokens that were
@@ -27,8 +29,14 @@ class Recorded(Environment):
         self._assumed_version = assumed_version
 
     async def run(self, session: Session) -> None:
-        """Play it. Raises EnvironmentRunError for a rollout that is missing, broken or known to have failed."""
-        rollout = await asyncio.to_thread(_rollout, session.inputs.pop(INPUT, None), session.member)
+        """Play it; a store that does not answer is tried again while the rollout has time.
+
+        Raises EnvironmentRunError for a rollout that is missing, broken or known to have failed.
+        """
+        members, number, artifacts = session.inputs.pop(INPUT, None), session.member, session.artifacts
+        rollout = await retrying(
+            lambda: _rollout(members, number, artifacts), f"read the recorded rollout of member {number}"
+        )
         if rollout.error is not None:
             raise EnvironmentRunError(f"recorded rollout {rollout.source_id or session.member}: {rollout.error}")
         indices: list[int] = []
@@ -40,20 +48,21 @@ class Recorded(Environment):
             await session.reward(reward.value, reward.name, step_index, reward.agent, is_score=reward.is_score)
 
 
-def _rollout(members: object, number: int) -> RecordedRollout:
+def _rollout(members: object, number: int, artifacts: ArtifactStore | None) -> RecordedRollout:
     if not isinstance(members, list) or number >= len(members):
         num = len(members) if isinstance(members, list) else 0
-        raise EnvironmentRunError(f"there is no recorded rollout for member {number}: the task has {num} of them")
+        raise EnvironmentRunError(f"no recorded rollout for member {number}: the task has only {num}")
     try:
         member = RecordedMember.model_validate(members[number])
         if member.rollout is not None:
             return member.rollout
         assert member.artifact is not None
-        data = ArtifactStore(member.artifact.uri.rpartition("/")[0]).read(member.artifact)
-        return RecordedRollout.model_validate_json(data)
+        if artifacts is None:
+            raise EnvironmentRunError(
+                f"the recorded rollout of member {number} is an artifact, but no artifact store is configured"
+            )
+        return RecordedRollout.model_validate_json(artifacts.read(member.artifact, max_bytes=MAX_BYTES))
     except ValidationError as error:
-        first = error.errors()[0]
-        where = ".".join(str(part) for part in first["loc"])
         raise EnvironmentRunError(
-            f"the recorded rollout of member {number} is broken: {where}: {first['msg']}"
+            f"the recorded rollout of member {number} is invalid: {first_invalid(error)}"
         ) from error

@@ -8,22 +8,25 @@ import json
 import re
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
-from typing import Any
+from typing import Any, ClassVar
 
 import aiohttp
 
-from rollstream.producers.environment import Environment
-from rollstream.producers.nat_calls import Spans, scores
-from rollstream.producers.nat_selection import WORKFLOW, Selection
-from rollstream.producers.registry import register_environment
-from rollstream.producers.remote_stream import Lines, RemoteStream
-from rollstream.producers.session import Session
+from rollstream.producers.rollout.environment import Environment
+from rollstream.producers.rollout.registry import register_environment
+from rollstream.producers.rollout.session import Session
+from rollstream.producers.traces.spans import WORKFLOW, Selection, Spans, scores
+from rollstream.producers.traces.stream import Lines, RemoteStream, read_up_to
 from rollstream.schemas.errors import EnvironmentRunError
-from rollstream.schemas.intermediate_steps import IntermediateStep
-from rollstream.schemas.recorded import RecordedStep
+from rollstream.schemas.events.intermediate_steps import IntermediateStep
+from rollstream.schemas.events.recorded import RecordedStep
 
+MAX_ERROR_BYTES = 4096
+"""Read of the body of an error."""
 PATHS = ("/v1/workflow/full", "/generate/full")
 """Asked in this order; the next one where there is none of the first."""
+_ROUTES = re.compile(r"(/v1/workflow|/generate)(/full|/stream)?$")
+"""How an endpoint may end that is given as one of the server's routes."""
 _PATH_STEP = re.compile(r"\.([^.\[\]]+)|\[(\d+)\]|\[['\"]([^'\"]+)['\"]\]")
 
 
@@ -34,6 +37,8 @@ class RemoteWorkflow(Environment):
     `target_functions` and `target_model` choose the calls that are trained on; a call around which the stream shows no
     function counts as one of `<workflow>`. `result_json_path` says where in the answer the result stands.
     """
+
+    URLS: ClassVar[tuple[str, ...]] = ("endpoint",)
 
     def __init__(
         self,
@@ -51,7 +56,7 @@ class RemoteWorkflow(Environment):
             raise ValueError(f"endpoint is {endpoint!r}; it must be a URL like http://host:8000")
         if endpoint_timeout <= 0:
             raise ValueError(f"endpoint_timeout is {endpoint_timeout}; it must be more than 0 s")
-        self._endpoint = endpoint.rstrip("/")
+        self._endpoint = base_url(endpoint)
         self._timeout_s = endpoint_timeout
         self._question_key = question_key
         self._selection = Selection(frozenset(target_functions), target_model, ttc_step_name)
@@ -63,12 +68,12 @@ class RemoteWorkflow(Environment):
         """Ask, record, end. Raises EnvironmentRunError naming the endpoint for all that goes wrong there."""
         if self._question_key not in session.inputs:
             known = ", ".join(sorted(session.inputs)) or "none"
-            raise EnvironmentRunError(f"the example has no {self._question_key!r}; its inputs are: {known}")
+            raise EnvironmentRunError(f"the example has no key {self._question_key!r}; its inputs are: {known}")
         try:
             await self._ask(session, session.inputs[self._question_key])
         except TimeoutError as error:
             raise EnvironmentRunError(
-                f"endpoint {self._endpoint} was not done after {self._timeout_s:g} s (endpoint_timeout)"
+                f"endpoint {self._endpoint} timed out after {self._timeout_s:g} s (endpoint_timeout)"
             ) from error
         except aiohttp.ClientError as error:
             raise EnvironmentRunError(f"endpoint {self._endpoint}: {type(error).__name__}: {error}") from error
@@ -131,14 +136,26 @@ async def _posted(endpoint: str, body: dict[str, Any]) -> AsyncIterator[aiohttp.
     timeout = aiohttp.ClientTimeout(total=None)
     async with aiohttp.ClientSession(timeout=timeout) as client:
         for path in PATHS:
-            async with client.post(endpoint + path, json=body) as response:
+            async with client.post(endpoint + path, json=body, allow_redirects=False) as response:
                 if response.status == 404 and path != PATHS[-1]:
                     continue
+                if 300 <= response.status < 400:
+                    raise EnvironmentRunError(
+                        f"endpoint {endpoint}{path}: HTTP {response.status}: redirects are not followed; give the "
+                        f"final address"
+                    )
                 if response.status >= 400:
-                    said = " ".join((await response.text(errors="replace")).split())[:200]
-                    raise EnvironmentRunError(f"endpoint {endpoint}{path}: HTTP {response.status}: {said}")
+                    said = (await read_up_to(response, MAX_ERROR_BYTES)).decode(errors="replace")
+                    raise EnvironmentRunError(
+                        f"endpoint {endpoint}{path}: HTTP {response.status}: {' '.join(said.split())[:200]}"
+                    )
                 yield response
                 return
+
+
+def base_url(endpoint: str) -> str:
+    """The server's address: `http://host/generate` and its other routes are taken for it, as NAT's help writes them."""
+    return _ROUTES.sub("", endpoint.rstrip("/"))
 
 
 def _path(text: str) -> tuple[str | int, ...]:

@@ -4,10 +4,10 @@ import random
 from collections.abc import Sequence
 from typing import Any, Literal
 
-from rollstream.producers.environment import Environment
 from rollstream.producers.environments import tic_tac_toe_board as rules
-from rollstream.producers.registry import register_environment
-from rollstream.producers.session import Message, Reply, Session
+from rollstream.producers.rollout.environment import Environment
+from rollstream.producers.rollout.registry import register_environment
+from rollstream.producers.rollout.session import Message, Reply, Session
 
 ILLEGAL_SCORE = -2.0
 """Below a position that is lost."""
@@ -49,7 +49,7 @@ class TicTacToe(Environment):
 
     async def run(self, session: Session) -> None:
         """Move by move until somebody has won, no cell is free or a move is illegal."""
-        self._board = _checked(session.inputs.get("board", rules.EMPTY))
+        self._board = rules.checked(session.inputs.get("board", rules.EMPTY))
         if session.inputs.get("first", self._first) == "O":
             self._board = rules.place(self._board, self._answer(session.task_rng), "O")
         messages: list[Message] = [{"role": "user", "content": self._board}]
@@ -70,7 +70,7 @@ class TicTacToe(Environment):
         return str(session.rng.choice(rules.free_cells(self._board)))
 
     def examples(self, num: int, seed: int) -> list[dict[str, Any]]:
-        """Who begins, drawn from the seed; the opponent's moves follow from each task's own seed."""
+        """The seat that begins, drawn from the seed; the opponent's moves follow from each task's own seed."""
         rng = random.Random(seed)
         return [{"first": rng.choice("XO")} for _ in range(num)]
 
@@ -85,18 +85,12 @@ class TicTacToe(Environment):
         return replies[selected]
 
     def _score(self, reply: Reply) -> float:
-        cell = self._cell(reply)
+        cell = rules.cell_of(reply.text, self._board)
         return ILLEGAL_SCORE if cell is None else -rules.value(rules.place(self._board, cell, "X"), "O")
-
-    def _cell(self, reply: Reply) -> int | None:
-        """The free cell that an answer names, if it does."""
-        text = reply.text.strip()
-        is_cell = len(text) == 1 and text in rules.EMPTY and int(text) in rules.free_cells(self._board)
-        return int(text) if is_cell else None
 
     async def _move(self, session: Session, reply: Reply) -> bool:
         """Play and value the agent's move; False if it is illegal."""
-        cell = self._cell(reply)
+        cell = rules.cell_of(reply.text, self._board)
         if cell is None:
             return False
         before = rules.value(self._board, "X")
@@ -112,11 +106,4 @@ class TicTacToe(Environment):
 
 def _check_one_of(name: str, value: str, known: Sequence[str]) -> None:
     if value not in known:
-        raise ValueError(f"{name} is {value!r}; known are: {', '.join(known)}")
-
-
-def _checked(board: Any) -> str:
-    is_board = isinstance(board, str) and len(board) == 9
-    if not is_board or any(mark not in ("X", "O", cell) for mark, cell in zip(board, rules.EMPTY, strict=True)):
-        raise ValueError(f"board is {board!r}; it must be nine characters: X, O or the cell's own digit")
-    return board
+        raise ValueError(f"{name} is {value!r}; known values: {', '.join(known)}")

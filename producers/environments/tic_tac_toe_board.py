@@ -4,6 +4,7 @@ A board is nine characters, row by row: `X`, `O`, or a free cell's own digit `0`
 """
 
 from functools import cache
+from typing import Any
 
 EMPTY = "012345678"
 _LINES = ((0, 1, 2), (3, 4, 5), (6, 7, 8), (0, 3, 6), (1, 4, 7), (2, 5, 8), (0, 4, 8), (2, 4, 6))
@@ -24,6 +25,26 @@ def winner(board: str) -> str | None:
     return next((board[a] for a, b, c in _LINES if board[a] == board[b] == board[c]), None)
 
 
+def mover(board: str) -> str:
+    """The mark whose turn it is in a game that X began."""
+    return "X" if board.count("X") == board.count("O") else "O"
+
+
+def cell_of(text: str, board: str) -> int | None:
+    """The free cell that an answer names, if it does."""
+    said = text.strip()
+    is_cell = len(said) == 1 and said in EMPTY and int(said) in free_cells(board)
+    return int(said) if is_cell else None
+
+
+def checked(board: Any) -> str:
+    """`board` as it is. Raises ValueError if it is not nine characters of a board."""
+    is_board = isinstance(board, str) and len(board) == 9
+    if not is_board or any(mark not in ("X", "O", cell) for mark, cell in zip(board, EMPTY, strict=True)):
+        raise ValueError(f"board is {board!r}; it must be nine characters: X, O or the cell's own digit")
+    return board
+
+
 def is_over(board: str) -> bool:
     """Somebody won, or no cell is free."""
     return winner(board) is not None or not free_cells(board)
@@ -31,7 +52,7 @@ def is_over(board: str) -> bool:
 
 @cache
 def value(board: str, mover: str) -> int:
-    """What `mover`, whose turn it is, reaches if both play perfectly: 1 a win, 0 a draw, -1 a loss."""
+    """The value for `mover`, whose turn it is, if both play perfectly: 1 a win, 0 a draw, -1 a loss."""
     if winner(board):
         return -1
     cells = free_cells(board)

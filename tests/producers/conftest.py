@@ -2,14 +2,16 @@
 
 import asyncio
 import itertools
+import os
 
 import pytest
 
 from rollstream.eventlog import codec
-from rollstream.producers.rollout import run_rollout
-from rollstream.producers.scripted_engine import ScriptedEngine
+from rollstream.producers.attempt import run_rollout
+from rollstream.producers.engines.scripted import ScriptedEngine
 from rollstream.schemas import ids
 from rollstream.schemas.events import RewardRecorded, RolloutEnded, StepRecorded, TaskRequested, WeightsPublished
+from rollstream.schemas.permissions import Permissions, named_by
 from rollstream.schemas.settings import ArtifactRef, RolloutSettings
 
 GROUP = "run-1/policy"
@@ -100,7 +102,7 @@ class Played:
 def play(tmp_path):
     """Play one attempt: `play(task, script=..., member=0, attempt=0)`."""
 
-    def start(task, script=None, *, member=0, attempt=0, engine=None, versions=(0,)):
+    def start(task, script=None, *, member=0, attempt=0, engine=None, versions=(0,), artifacts=None):
         events = []
 
         async def emit(event):
@@ -112,7 +114,16 @@ def play(tmp_path):
             groups = tuple(task.settings.agents.values())
             used = engine or await scripted(tmp_path, script, groups=groups, versions=versions)
             counter = itertools.count(1000)
-            await run_rollout(task, member=member, attempt=attempt, engine=used, emit=emit, clock=lambda: next(counter))
+            await run_rollout(
+                task,
+                member=member,
+                attempt=attempt,
+                engine=used,
+                emit=emit,
+                clock=lambda: next(counter),
+                permissions=Permissions.of(named_by(task.settings), os.environ),
+                artifacts=artifacts,
+            )
 
         asyncio.run(run())
         return Played(events)
@@ -125,7 +136,7 @@ def play(tmp_path):
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    from rollstream.harness.tiny_model import make_tiny_model
+    from rollstream.learner.tiny_model import make_tiny_model
 
     return make_tiny_model(tmp_path_factory.mktemp("tiny") / "model", seed=0, num_layers=2)
 
@@ -142,7 +153,7 @@ def versions(folder, tmp_path):
     """`versions(n)`: file of version n; each is the base with other noise on it, all far from uniform."""
     from safetensors.torch import save_file
 
-    from .engine_rig import noised
+    from tests.producers.engines.engine_rig import noised
 
     def make(version):
         path = tmp_path / f"v{version}.safetensors"

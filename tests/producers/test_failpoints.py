@@ -3,19 +3,15 @@
 import asyncio
 import contextlib
 import random
-import sys
 from collections import Counter
-from pathlib import Path
 
 import pytest
 
 from rollstream.eventlog.failpoints import FAILPOINTS, Killed, armed
 from rollstream.eventlog.log import partition_of
-from rollstream.eventlog.memory_log import MemoryLog
+from rollstream.eventlog.memory.log import MemoryLog
 from rollstream.schemas.events import GroupStarted, RolloutEnded, RolloutFailed
-
-sys.path.insert(0, str(Path(__file__).parent))
-import worker_rig as r
+from tests.producers import worker_rig as r
 
 KILLS = 20
 TASKS_A_LIFE = 8
@@ -42,10 +38,10 @@ class MortalWire(r.Wire):
     def is_cut(self, value):
         self._is_cut = value
 
-    async def send(self, event, *, partition=None):
+    async def _pass(self):
         if self.is_cut:
             raise Killed("the process is gone")
-        return await super().send(event, partition=partition)
+        await super()._pass()
 
 
 async def _end(process):

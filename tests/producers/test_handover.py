@@ -2,14 +2,12 @@
 
 import asyncio
 import json
-import sys
-from pathlib import Path
 
 import pytest
 
 from rollstream.eventlog.log import TopicPartition
-from rollstream.eventlog.memory_log import MemoryLog
-from rollstream.producers.group_run import MAX_LOST
+from rollstream.eventlog.memory.log import MemoryLog
+from rollstream.producers.group_execution import MAX_LOST
 from rollstream.schemas.events import (
     GroupStarted,
     RolloutEnded,
@@ -18,9 +16,7 @@ from rollstream.schemas.events import (
     StepRecorded,
     TaskCancelled,
 )
-
-sys.path.insert(0, str(Path(__file__).parent))
-import worker_rig as r
+from tests.producers import worker_rig as r
 
 
 def hanging(*attempts):
@@ -331,11 +327,16 @@ def test_a_worker_that_is_stopped_commits_what_is_settled_and_leaves_the_rest():
         await log.send(r.task(0, num_rollouts=1))
         await log.send(r.task(1, num_rollouts=2))
         await r.until(lambda: _has(log, RolloutEnded, 2))
+
+        async def is_settled():
+            return first.worker._owners[0].commit_point()[0] == 1
+
+        await r.until(is_settled)
         await first.stop()
         num_steps = (await log.end_offsets("steps"))[0]
-        offset, note = await r.commit_of(first)
+        offset, metadata = await r.commit_of(first)
         assert offset == 1
-        assert json.loads(note)["steps"] <= num_steps
+        assert json.loads(metadata)["steps"] <= num_steps
         async with r.Process(log) as second:
             await r.until(lambda: _committed(second, 2))
         assert second.rollouts.calls == [(r.task(1).group_id, 1, 1)]
@@ -372,7 +373,7 @@ def test_a_settled_group_that_a_zombie_starts_again_holds_nothing_up():
             await log.send(r.task(1))
             await r.until(lambda: _committed(second, 2))
             end = (await log.end_offsets("steps"))[0]
-            assert json.loads((await r.commit_of(second))[1]) == {"steps": end}
+            assert json.loads((await r.commit_of(second))[1])["steps"] == end
             await asyncio.sleep(3 * r.TICK_S)
             assert (await log.end_offsets("steps"))[0] == end
 

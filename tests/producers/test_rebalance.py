@@ -1,17 +1,13 @@
 """Rebalancing on a real broker: what runs on partitions that stay with their owner is not interrupted."""
 
 import asyncio
-import sys
-from pathlib import Path
 
 import pytest
 
-from rollstream.eventlog.broker import EmbeddedBroker
-from rollstream.eventlog.kafka_log import KafkaLog
+from rollstream.eventlog.broker.broker import EmbeddedBroker
+from rollstream.eventlog.kafka.log import KafkaLog
 from rollstream.schemas.events import RolloutEnded, RolloutFailed, RolloutStarted
-
-sys.path.insert(0, str(Path(__file__).parent))
-import worker_rig as r
+from tests.producers import worker_rig as r
 
 pytestmark = [pytest.mark.kafka, pytest.mark.timeout(120)]
 PARTITIONS = 2
@@ -19,11 +15,11 @@ PARTITIONS = 2
 
 def test_rollouts_go_on_where_a_partition_stays_and_run_again_where_it_moves(tmp_path):
     with EmbeddedBroker(tmp_path) as running:
-        asyncio.run(_join_and_leave(running.bootstrap_servers))
+        asyncio.run(_join_and_leave(running.kafka))
 
 
-async def _join_and_leave(bootstrap):
-    logs = [KafkaLog(bootstrap, session_timeout_s=6) for _ in range(2)]
+async def _join_and_leave(kafka):
+    logs = [KafkaLog(kafka, session_timeout_s=6) for _ in range(2)]
     for log in logs:
         await log.start()
     await logs[0].ensure_topics(num_partitions=PARTITIONS)

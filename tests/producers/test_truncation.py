@@ -1,25 +1,23 @@
-"""Positions of producers that the log does not hold: what was committed, what its note points to, what is written."""
+"""Positions of producers that the log does not hold: what was committed, what its metadata names, what is written."""
 
 import asyncio
-import json
 import re
-import sys
-from pathlib import Path
 
 import pytest
 
+from rollstream.eventlog import codec
 from rollstream.eventlog.log import TopicPartition
-from rollstream.eventlog.memory_log import MemoryLog
+from rollstream.eventlog.memory.log import MemoryLog
 from rollstream.producers.clock import EventClock
-from rollstream.producers.group_run import Producer
-from rollstream.producers.ownership import recover
+from rollstream.producers.group_execution import WorkerContext
+from rollstream.producers.run_ends import CommitMetadata
+from rollstream.producers.slots import Slots
 from rollstream.producers.steps_writer import StepsWriter
+from rollstream.producers.takeover import recover
 from rollstream.producers.worker import GROUP, RolloutWorker
 from rollstream.schemas.errors import TruncatedError
 from rollstream.schemas.events import Tick
-
-sys.path.insert(0, str(Path(__file__).parent))
-import worker_rig as r
+from tests.producers import worker_rig as r
 
 TICK = Tick(run_id="", time_ms=7, partition=0, owner="p")
 
@@ -34,18 +32,22 @@ async def log_with(num_steps):
 def worker_of(log):
     """A worker that has nothing to roll out."""
     parts = {"engine": None, "weights": r.Weights(), "rollout": r.Rollouts(), "dead_letter": None}
-    return RolloutWorker(Producer(log=log, slots=asyncio.Semaphore(1), name="p", **parts), tick_interval_s=1)
+    return RolloutWorker(WorkerContext(log=log, slots=Slots(1), runs=frozenset(), name="p", **parts), tick_interval_s=1)
 
 
-def note(offset):
-    return {0: json.dumps({"steps": offset})}
+def metadata(offset):
+    return {0: CommitMetadata(offset)}
 
 
 @pytest.mark.parametrize(
     ("offset", "cut", "told"),
     [
         (2, 3, "offset 2 of topic steps partition 0 is not kept: it holds 3 to 4"),
-        (9, 0, "offset 9 of topic steps partition 0 is not kept: it holds 0 to 4; the topic was cut off behind, or"),
+        (
+            9,
+            0,
+            "offset 9 of topic steps partition 0 is not kept: it holds 0 to 4; the topic was truncated at its end, or",
+        ),
         (2, 5, "offset 2 of topic steps partition 0 is not kept: it is empty at 5"),
     ],
 )
@@ -54,7 +56,7 @@ def test_a_note_that_points_out_of_the_steps_that_are_kept_is_an_error(offset, c
         log = await log_with(5)
         log.truncate(TopicPartition("steps", 0), cut)
         with pytest.raises(TruncatedError, match=re.escape(told)):
-            await recover(log, note(offset))
+            await recover(log, metadata(offset))
 
     asyncio.run(go())
 
@@ -62,9 +64,9 @@ def test_a_note_that_points_out_of_the_steps_that_are_kept_is_an_error(offset, c
 def test_steps_that_are_settled_may_be_removed():
     async def go():
         log = await log_with(5)
-        assert (await recover(log, note(5)))[0][0].last_event_ms == 7
+        assert (await recover(log, metadata(5)))[0][0].last_event_ms == 7
         log.truncate(TopicPartition("steps", 0), 5)
-        state, end = (await recover(log, note(5)))[0]
+        state, end = (await recover(log, metadata(5)))[0]
         assert (state.groups, end) == ({}, 5)
 
     asyncio.run(go())
@@ -73,10 +75,10 @@ def test_steps_that_are_settled_may_be_removed():
 def test_a_partition_that_begins_anew_under_its_owner_ends_it():
     async def go():
         writer = StepsWriter(await log_with(2), 0, EventClock(0), 2)
-        assert await writer.send(TICK) == 2
+        assert await writer.send(codec.encode(TICK)) == 2
         made_again = StepsWriter(await log_with(0), 0, EventClock(0), 3)
         with pytest.raises(TruncatedError, match="offset 3 of topic steps partition 0 is not kept: it is empty at 0"):
-            await made_again.send(TICK)
+            await made_again.send(codec.encode(TICK))
 
     asyncio.run(go())
 

@@ -3,14 +3,14 @@
 import asyncio
 import gc
 import json
-import sys
 import warnings
-from pathlib import Path
+from typing import Any
 
 import pytest
 
-from rollstream.eventlog.memory_log import MemoryLog
-from rollstream.producers.rollout import run_rollout
+from rollstream.eventlog.memory.log import MemoryLog
+from rollstream.producers.attempt import record_rollout
+from rollstream.schemas.errors import LogError
 from rollstream.schemas.events import (
     GroupStarted,
     RolloutEnded,
@@ -20,9 +20,7 @@ from rollstream.schemas.events import (
     TaskCancelled,
     Tick,
 )
-
-sys.path.insert(0, str(Path(__file__).parent))
-import worker_rig as r
+from tests.producers import worker_rig as r
 
 
 def cancelled(task):
@@ -177,17 +175,62 @@ def test_an_undecodable_task_goes_to_the_dead_letters_and_voids_the_group_its_ke
         task = r.task()
         async with r.Process(log) as process:
             await log.send_raw("tasks", key=b"run-1/rl/e00002/t00007", value=b"{broken", partition=0)
-            await log.send_raw("tasks", key=b"no group", value=b"[]", partition=0)
+            for key in (b"no group", b"r/j/e99999999999999999999/t0", b"r/j/e" + b"9" * 5000 + b"/t0"):
+                await log.send_raw("tasks", key=key, value=b"[]", partition=0)
             await log.send_raw("tasks", key=None, value=None, partition=0)
             await log.send(task)
             await log.send_raw("tasks", key=task.key.encode(), value=b"{}", partition=0)
             await r.until(lambda: r.all_settled(log, 2))
-            await r.until(lambda: len(process.dead_letters) == 4)
-            await r.until(lambda: _committed(process, 5))
-        assert sorted(where.offset for where, _ in process.dead_letters) == [0, 1, 2, 4]
+            await r.until(lambda: len(process.dead_letters) == 6)
+            await r.until(lambda: _committed(process, 7))
+        assert sorted(where.offset for where, _ in process.dead_letters) == [0, 1, 2, 3, 4, 6]
         void = (await r.steps(log, GroupStarted))[0]
         assert (void.group_id, void.job_id, void.epoch, void.index) == ("run-1/rl/e00002/t00007", "run-1/rl", 2, 7)
         assert (void.size, void.void_cause) == (0, "undecodable")
+
+    asyncio.run(main())
+
+
+def test_a_time_without_measure_is_no_task():
+    with pytest.raises(ValueError, match="group_timeout_s"):
+        r.task(group_timeout_s=1e18)
+
+
+class BrokenCommits(r.Wire):
+    """A broker that takes no commit any more once it has seen one task."""
+
+    is_broken = False
+    is_closed = False
+
+    async def group_reader(self, *args, **options):
+        found: Any = await super().group_reader(*args, **options)
+        commit, close = found.commit, found._reader.close
+
+        async def committed(offsets, metadata=None):
+            if self.is_broken:
+                raise LogError("the broker is slow")
+            await commit(offsets, metadata)
+
+        async def closed():
+            self.is_closed = True
+            await close()
+
+        found.commit, found.close = committed, closed
+        return found
+
+
+def test_a_worker_whose_last_commit_fails_leaves_its_group():
+    async def main():
+        log = MemoryLog(num_partitions=1)
+        wire = BrokenCommits(log)
+        process = r.Process(wire)
+        await log.send(r.task(0, num_rollouts=1))
+        await r.until(lambda: _committed(process, 1))
+        wire.is_broken = True
+        await log.send(r.task(1, num_rollouts=1))
+        with pytest.raises(LogError, match="slow"):
+            await process.task
+        assert wire.is_closed
 
     asyncio.run(main())
 
@@ -210,7 +253,7 @@ def test_a_task_in_the_partition_of_another_is_a_dead_letter_and_opens_no_group(
 def test_a_task_of_an_unknown_environment_fails_all_members_and_nothing_else():
     async def main():
         log = MemoryLog(num_partitions=1)
-        async with r.Process(log, rollouts=run_rollout):
+        async with r.Process(log, rollouts=record_rollout):
             await log.send(r.task(environment="no_such_environment", max_attempts=1))
             await r.until(lambda: r.all_settled(log, 1))
         fails = [(e.cause, e.is_final) for e in await r.steps(log, RolloutFailed)]
@@ -264,7 +307,7 @@ def test_the_commit_is_the_oldest_unsettled_task_and_notes_the_oldest_open_group
             await log.send(r.task(0))
             await r.until(lambda: _committed(process, 1))
             end = (await log.end_offsets("steps"))[0]
-            assert json.loads((await r.commit_of(process))[1]) == {"steps": end}
+            assert json.loads((await r.commit_of(process))[1])["steps"] == end
             rollouts.hangs = {(0, 0)}
             await log.send(r.task(1))
             await r.until(lambda: _has(log, RolloutEnded, 3))
@@ -272,20 +315,20 @@ def test_the_commit_is_the_oldest_unsettled_task_and_notes_the_oldest_open_group
             await log.send(r.task(2))
             await r.until(lambda: _has(log, RolloutEnded, 5))
             await r.until(lambda: _committed(process, 1))
-            assert json.loads((await r.commit_of(process))[1]) == {"steps": end}
+            assert json.loads((await r.commit_of(process))[1])["steps"] == end
             rollouts.go_on.set()
             await r.until(lambda: _committed(process, 3))
-            assert json.loads((await r.commit_of(process))[1]) == {"steps": (await log.end_offsets("steps"))[0]}
+            assert json.loads((await r.commit_of(process))[1])["steps"] == (await log.end_offsets("steps"))[0]
 
     asyncio.run(main())
 
 
 def test_an_error_of_a_send_ends_the_worker():
     class Refusing(r.Wire):
-        async def send(self, event, *, partition=None):
-            if isinstance(event, RolloutEnded):
+        async def send_raw(self, topic, **record):
+            if b'"rollout_ended"' in record["value"]:
                 raise OSError("the disk is full")
-            return await super().send(event, partition=partition)
+            return await super().send_raw(topic, **record)
 
     async def main():
         log = MemoryLog(num_partitions=1)

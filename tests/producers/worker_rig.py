@@ -7,8 +7,9 @@ from typing import Any, TypeVar
 
 from rollstream.eventlog import codec
 from rollstream.eventlog.log import TopicPartition, partition_of
-from rollstream.producers.group_run import Producer
-from rollstream.producers.scripted_engine import ScriptedEngine
+from rollstream.producers.engines.scripted import ScriptedEngine
+from rollstream.producers.group_execution import WorkerContext
+from rollstream.producers.slots import Slots
 from rollstream.producers.worker import RolloutWorker
 from rollstream.schemas import ids
 from rollstream.schemas.base import Event
@@ -119,7 +120,7 @@ def failed(task, member, attempt, cause="environment_error", *, is_final, time_m
 
 
 class Rollouts:
-    """A stand-in for `run_rollout`: `NUM_STEPS` steps and a reward; fails or hangs where it is told to."""
+    """A stand-in for `record_rollout`: `NUM_STEPS` steps and a reward; fails or hangs where it is told to."""
 
     def __init__(self):
         self.calls = []
@@ -131,31 +132,30 @@ class Rollouts:
         self.num_running = 0
         self.most_running = 0
 
-    async def __call__(self, task, *, member, attempt, engine, emit, clock):
+    async def __call__(self, task, *, member, attempt, is_last, engine, emit, clock):
         self.calls.append((task.group_id, member, attempt))
         self.num_running += 1
         self.most_running = max(self.most_running, self.num_running)
         try:
-            await self._play(task, member, attempt, emit, clock)
+            await self._play(task, member, attempt, is_last, emit, clock)
         finally:
             self.num_running -= 1
 
-    async def _play(self, task, member, attempt, emit, clock):
-        await emit(started(task, member, attempt, clock()))
+    async def _play(self, task, member, attempt, is_last, emit, clock):
+        await emit(codec.encode(started(task, member, attempt, clock())))
         contents = []
         for index in range(NUM_STEPS):
             contents.append(step(task, member, attempt, index, clock()))
-            await emit(contents[-1])
+            await emit(codec.encode(contents[-1]))
             await asyncio.sleep(0.001)
             if (member, attempt) in self.hangs:
                 await self.go_on.wait()
         if (member, attempt) in self.fails:
-            is_final = attempt + 1 >= task.settings.max_attempts
-            await emit(failed(task, member, attempt, is_final=is_final, time_ms=clock()))
+            await emit(codec.encode(failed(task, member, attempt, is_final=is_last, time_ms=clock())))
             return
         contents.append(reward(task, member, attempt, clock()))
-        await emit(contents[-1])
-        await emit(ended(task, member, attempt, contents, clock()))
+        await emit(codec.encode(contents[-1]))
+        await emit(codec.encode(ended(task, member, attempt, contents, clock())))
 
 
 class Weights:
@@ -203,12 +203,19 @@ class Wire:
         await self.member.close()
 
     async def send(self, event, *, partition=None):
+        await self._pass()
+        return await self._log.send(event, partition=partition)
+
+    async def send_raw(self, topic, **record):
+        await self._pass()
+        return await self._log.send_raw(topic, **record)
+
+    async def _pass(self):
         if self._num_left is not None and not self.is_cut:
             self.is_cut = self._num_left == 0
             self._num_left -= 1
         if self.is_cut:
             await asyncio.Event().wait()
-        return await self._log.send(event, partition=partition)
 
     async def group_reader(self, group, topics, *, on_assigned=None, on_revoked=None):
         on_revoked = None if self._is_zombie else on_revoked
@@ -236,33 +243,36 @@ class WireReader:
             self._wire.on_records()
         return found
 
-    async def commit(self, offsets, notes=None):
+    async def commit(self, offsets, metadata=None):
         if not self._wire.is_cut and self._wire.commits:
-            await self._reader.commit(offsets, notes)
+            await self._reader.commit(offsets, metadata)
 
 
 class Process:
     """A worker in a task, with the parts that it was given."""
 
-    def __init__(self, log, *, rollouts=None, weights=None, name="producer-1", slots=64, tick_s=TICK_S, **times):
+    def __init__(
+        self, log, *, rollouts=None, weights=None, name="producer-1", slots=64, tick_s=TICK_S, runs=(), **times
+    ):
         self.wire = log if isinstance(log, Wire) else Wire(log)
         self.rollouts = rollouts or Rollouts()
         self.weights = weights or Weights()
         self.dead_letters = []
         log_on_wire: Any = self.wire  # an `EventLog` by what it hands on
-        producer = Producer(
+        producer = WorkerContext(
             log=log_on_wire,
             engine=ScriptedEngine(),
             weights=self.weights,
             rollout=self.rollouts,
-            dead_letter=self._bury,
-            slots=asyncio.Semaphore(slots),
+            dead_letter=self._send_dead_letter,
+            slots=Slots(slots),
+            runs=frozenset(runs),
             name=name,
         )
         self.worker = RolloutWorker(producer, tick_interval_s=tick_s, commit_interval_s=COMMIT_S, **times)
         self.task = asyncio.create_task(self.worker.run())
 
-    async def _bury(self, record, error):
+    async def _send_dead_letter(self, record, error):
         self.dead_letters.append((record.position, str(error)))
 
     async def kill(self):
@@ -318,19 +328,24 @@ async def steps(log, kind: type[E] = Event, partition=0) -> list[E]:
 
 
 async def commit_of(process, partition=0):
-    """Committed offset and note of a tasks partition."""
+    """Committed offset and metadata of a tasks partition."""
     member, where = process.wire.member, TopicPartition("tasks", partition)
     if member is None:
         return None, ""
-    return await member.committed(where), await member.committed_note(where)
+    return await member.committed(where), await member.committed_metadata(where)
 
 
 async def all_settled(log, num_groups, partition=0):
     """Whether so many groups were started, and each is settled by what the log says."""
-    from rollstream.producers.recovery import fold
+    from rollstream.producers.takeover import fold
 
     state = fold(await records(log, "steps", partition))
     return len(state.settled) == num_groups and not state.groups
+
+
+async def all_ended(log, num_rollouts, partition=0):
+    """Whether at least so many rollouts have ended."""
+    return len(await steps(log, RolloutEnded, partition)) >= num_rollouts
 
 
 def only(events, kind: type[E] = GroupStarted) -> E:

@@ -1,0 +1,352 @@
+"""One attempt at one rollout, from RolloutStarted to its terminal event. What users' code raises ends here, as data."""
+
+import asyncio
+import contextlib
+import functools
+import logging
+import traceback
+from collections.abc import Awaitable, Callable, Iterator, Mapping
+
+from rollstream.eventlog.artifacts import ArtifactStore
+from rollstream.eventlog.codec import Encoded
+from rollstream.producers.engines.base import Engine
+from rollstream.producers.evaluators import table
+from rollstream.producers.rollout import registry, rewards
+from rollstream.producers.rollout.environment import Environment
+from rollstream.producers.rollout.journal import Emit, Journal
+from rollstream.producers.rollout.session import Failure, Session, TurnsExhausted
+from rollstream.schemas import ids
+from rollstream.schemas.base import Event
+from rollstream.schemas.errors import ConfigError, EnvironmentRunError, NotAllowedError, RollstreamError, told
+from rollstream.schemas.events import TaskRequested
+from rollstream.schemas.permissions import CODE, NOTHING, Permissions, environment_path
+from rollstream.schemas.settings import RolloutSettings
+
+log = logging.getLogger(__name__)
+
+GRACE_S = 1.0
+"""How long an environment may take to stop when it is cancelled, before it is left to itself."""
+MAX_MESSAGE = 500
+RECORDED = "recorded"
+"""The environment whose rollouts may bring a reward under the name of a reward function, which is then not asked."""
+
+
+def refusal(settings: RolloutSettings, permissions: Permissions) -> str | None:
+    """The name in a task that this process does not allow, where, and the remedy; None if all are allowed.
+
+    No code of users is imported or called.
+    """
+    checks = [functools.partial(_check_environment, settings, permissions)]
+    checks += [functools.partial(_check_reward, name, settings, permissions) for name in settings.rewards]
+    for check in checks:
+        try:
+            check()
+        except NotAllowedError as error:
+            return _one_line(permissions.conceal(str(error)))
+        except ConfigError:
+            continue  # an unknown name or an unset variable fails the rollout, which says so
+    return None
+
+
+def _check_environment(settings: RolloutSettings, permissions: Permissions) -> None:
+    permissions.check_code(settings.environment, "settings.environment")
+    path = environment_path(settings.environment)
+    permissions.expand(settings.environment_config, "settings.environment_config", path)
+    if not settings.environment.startswith(CODE):
+        registry.environment_config(settings.environment, settings.environment_config, permissions)
+
+
+def _check_reward(name: str, settings: RolloutSettings, permissions: Permissions) -> None:
+    block = settings.evaluators.get(name)
+    if block is None:
+        permissions.check_code(name, "settings.rewards")
+    else:
+        table.read(name, block, permissions)
+
+
+async def run_rollout(
+    task: TaskRequested,
+    *,
+    member: int,
+    attempt: int,
+    engine: Engine,
+    emit: Callable[[Event], Awaitable[None]],
+    clock: Callable[[], int],
+    permissions: Permissions = NOTHING,
+    artifacts: ArtifactStore | None = None,
+    players: Mapping[str, str] | None = None,
+) -> None:
+    """`record_rollout` for callers that want events, not records; a failure of the last allowed attempt is final."""
+
+    async def emit_event(encoded: Encoded) -> None:
+        await emit(encoded.event)
+
+    await record_rollout(
+        task,
+        member=member,
+        attempt=attempt,
+        is_last=attempt + 1 >= task.settings.max_attempts,
+        engine=engine,
+        emit=emit_event,
+        clock=clock,
+        permissions=permissions,
+        artifacts=artifacts,
+        players=players,
+    )
+
+
+async def record_rollout(
+    task: TaskRequested,
+    *,
+    member: int,
+    attempt: int,
+    is_last: bool,
+    engine: Engine,
+    emit: Emit,
+    clock: Callable[[], int],
+    permissions: Permissions = NOTHING,
+    artifacts: ArtifactStore | None = None,
+    players: Mapping[str, str] | None = None,
+) -> None:
+    """Play member `member` of a task and emit its events; RolloutEnded or RolloutFailed is the last.
+
+    `is_last`: whether a failure is final, because no further attempt is allowed. `clock()` gives event time in ms and
+    never goes back. Environment, rewards and engine together have `rollout_timeout_s`. What `emit` raises is
+    raised, and then there is no terminal event. `permissions`: what the task may name. `artifacts`: where artifacts
+    that its inputs name are read. `players`: by agent, in place of the opponents that are drawn for the task.
+
+    1. RolloutStarted. 2. Each call and reward as it happens. 3. The environment stops, or is stopped; nothing more is
+    recorded. 4. The terminal event.
+    """
+    settings = task.settings
+    journal = Journal(task, ids.rollout_id(task.group_id, member, attempt), emit, clock)
+    await journal.begin(member=member, attempt=attempt, seed=ids.member_seed(task.seed, member))
+    stage = _Stage(task, member, engine, journal, permissions, artifacts, players)
+    play = asyncio.create_task(stage.play())
+    try:
+        await asyncio.wait({play}, timeout=settings.rollout_timeout_s)
+        has_timed_out = not play.done()
+    finally:
+        journal.close()
+        await _stop(play, journal.rollout_id)
+    if journal.emit_error is not None:
+        raise journal.emit_error
+    failure = stage.timed_out() if has_timed_out else stage.failure(play)
+    if failure is None:
+        await journal.end(play.result(), stage.missing_scores)
+        return
+    message = _one_line(permissions.conceal(failure.message))
+    log.info("rollout failed rollout_id=%s cause=%s: %s", journal.rollout_id, failure.cause, message)
+    # without an id: who watches the run is shown each message once
+    log.error("%s%s", message, permissions.conceal(_traceback(failure.error)))
+    await journal.fail(failure.cause, message, is_final=is_last)
+
+
+class _Stage:
+    """Where an environment and reward functions run, and where what they raise becomes a cause."""
+
+    def __init__(
+        self,
+        task: TaskRequested,
+        member: int,
+        engine: Engine,
+        journal: Journal,
+        permissions: Permissions,
+        artifacts: ArtifactStore | None,
+        players: Mapping[str, str] | None,
+    ) -> None:
+        self._task = task
+        self._players = players
+        self._permissions = permissions
+        self._artifacts = artifacts
+        self._settings: RolloutSettings = task.settings
+        self._member = member
+        self._engine = engine
+        self._journal = journal
+        self._session: Session | None = None
+        self.missing_scores: dict[str, str] = {}
+        """Why there is no score, by reward name, where that is a rejection."""
+        self._doing = f"environment {self._settings.environment}"
+
+    async def play(self) -> str:
+        """Environment, then reward functions. Returns the stop reason."""
+        try:
+            environment = registry.build_environment(
+                self._settings.environment, self._settings.environment_config, self._permissions
+            )
+            environment.check_agents(self._settings.agents)
+            self._session = session = Session(
+                self._task,
+                member=self._member,
+                engine=self._engine,
+                journal=self._journal,
+                demonstrator=environment,
+                opponents=self._players,
+                play_scripted=environment.play_scripted,
+                artifacts=self._artifacts,
+            )
+            stop_reason = await self._run(environment, session)
+            await self._reward(session, stop_reason)
+        except SystemExit as error:
+            raise EnvironmentRunError(f"called sys.exit({error.code!r})") from error
+        return stop_reason
+
+    def timed_out(self) -> Failure:
+        """The failure when the time is over."""
+        limit_s = self._settings.rollout_timeout_s
+        return Failure("timeout", f"{self._doing} timed out after {limit_s:g} s (rollout_timeout_s)")
+
+    def failure(self, play: "asyncio.Task[str]") -> Failure | None:
+        """Why a play that is done failed; None if it went well."""
+        if self._session is not None and self._session.failure is not None:
+            return self._session.failure
+        if play.cancelled():
+            return Failure("environment_error", f"{self._doing} cancelled itself")
+        error = play.exception()
+        if error is None:
+            return self._left_open() if self._journal.num_open else None
+        if isinstance(error, rewards.RewardError):
+            return Failure("reward_error", str(error), error)
+        text = str(error) if isinstance(error, RollstreamError) else told(error)
+        return Failure("environment_error", f"{self._doing}: {text}", error)
+
+    def _left_open(self) -> Failure:
+        """Of an environment that went on after a call was not done or could not be recorded."""
+        if self._journal.refusal is not None:
+            return Failure("environment_error", f"{self._doing}: {self._journal.refusal}")
+        return Failure("environment_error", f"{self._doing} returned with {self._journal.num_open} unfinished calls")
+
+    async def _run(self, environment: Environment, session: Session) -> str:
+        try:
+            await environment.run(session)
+        except TurnsExhausted:
+            return "max_turns"
+        except ExceptionGroup as group:
+            if group.split(TurnsExhausted)[1] is not None:
+                raise
+            return "max_turns"
+        return "done"
+
+    async def _reward(self, session: Session, stop_reason: str) -> None:
+        steps = rewards.played(self._journal.steps)
+        came_with_it = {reward.name for reward in self._journal.rewards if self._settings.environment == RECORDED}
+        for name in self._settings.rewards:
+            if name in came_with_it:
+                continue
+            self._doing = f"reward {name}"
+            rollout = rewards.FinishedRollout(
+                inputs=session.inputs,
+                seed=session.seed,
+                steps=tuple(step.model_copy(deep=True) for step in steps),  # whatever is changed in it
+                rewards=self._journal.rewards,
+                messages=dict(session.messages),
+                stop_reason=stop_reason,
+            )
+            chosen = table.reward_of(name, self._settings, self._permissions, JudgesRecorder(self._journal))
+            with self._missing_allowed(name):
+                values = await rewards.evaluate(chosen.place, chosen.function, rollout)
+                for agent, value in values.items():
+                    await session.reward(value, name, agent=agent)
+        with self._missing_allowed("reward"):
+            self._check_scored(session, stop_reason)
+
+    @contextlib.contextmanager
+    def _missing_allowed(self, name: str) -> Iterator[None]:
+        """Where a missing score is a rejection by the settings' choice, or is not needed; else it flies on."""
+        try:
+            yield
+        except rewards.NoScoreError as error:
+            if self._settings.missing_score == "error":
+                raise
+            reason = _one_line(self._permissions.conceal(str(error)))
+            log.warning("no score rollout_id=%s: %s", self._journal.rollout_id, reason)
+            if self._settings.missing_score == "reject":
+                self.missing_scores[name] = reason
+
+    def _check_scored(self, session: Session, stop_reason: str) -> None:
+        """Raises NoScoreError if an agent that is trained on has no reward at all, which would count as 0.
+
+        Where the turns are over before any was given, 0 is what was earned.
+        """
+        settings = self._settings
+        if settings.policy == "demonstration" or settings.missing_score == "unneeded" or stop_reason == "max_turns":
+            return
+        if self.missing_scores or self._journal.num_open or session.failure is not None:
+            return  # there is a reason already
+        spoke = {step.agent for step in self._journal.steps if step.llm is not None} or set(settings.agents)
+        spoke -= session.opponents.keys()
+        rewarded = {reward.agent for reward in self._journal.rewards}
+        without = sorted(spoke - rewarded) if None not in rewarded else []
+        if without:
+            raise rewards.NoScoreError(
+                f"agents without a reward: {', '.join(without)}; give one in environment {settings.environment}, or "
+                f"name a reward function or evaluator (finetuning.reward_function.name)"
+            )
+
+
+class JudgesRecorder:
+    """Makes steps of what judges are asked, in the journal of one attempt."""
+
+    def __init__(self, journal: Journal) -> None:
+        self._journal = journal
+
+    def clock(self) -> int:
+        """Event time in ms."""
+        return self._journal.clock()
+
+    async def record(self, asked: rewards.Asked) -> None:
+        """An LLM call of an agent that has no model group: it is never trained on."""
+        await self._journal.record_step(
+            self._journal.open_step(),
+            began_ms=asked.began_ms,
+            agent=f"{rewards.JUDGE}{asked.judge}",
+            event_type="LLM_END",
+            name=asked.model,
+            data=asked.data,
+            metadata=asked.metadata,
+            usage_info=asked.usage,
+        )
+
+
+async def _stop(play: "asyncio.Task[str]", rollout_id: str) -> None:
+    """Cancel what still runs; code that will not stop is left alone, and can record nothing any more."""
+    if not play.done():
+        play.cancel()
+        await asyncio.wait({play}, timeout=GRACE_S)
+    if play.done():
+        _retrieve(play)
+    else:
+        log.warning(
+            "environment ignores its cancellation and keeps running in the background rollout_id=%s", rollout_id
+        )
+        play.add_done_callback(_retrieve)
+
+
+def _retrieve(play: "asyncio.Task[str]") -> None:
+    """Look at a task's exception, so that asyncio does not report it as never seen."""
+    if not play.cancelled():
+        play.exception()
+
+
+def _traceback(error: BaseException | None) -> str:
+    """The lines of an exception's traceback, if others' code raised it or caused it."""
+    chain = error
+    while chain is not None and isinstance(chain, RollstreamError):
+        chain = chain.__cause__
+    if error is None or chain is None:
+        return ""
+    try:
+        lines = traceback.format_exception(error)
+    except Exception:  # noqa: BLE001 -- others' exceptions may raise where they are shown
+        lines = traceback.format_tb(error.__traceback__)
+    return _encodable("\n" + "".join(lines).rstrip())
+
+
+def _encodable(text: str) -> str:
+    """A lone surrogate fits in no event and in no log."""
+    return text.encode(errors="backslashreplace").decode()
+
+
+def _one_line(message: str) -> str:
+    line = " ".join(_encodable(message).split())
+    return line if len(line) <= MAX_MESSAGE else line[: MAX_MESSAGE - 3] + "..."

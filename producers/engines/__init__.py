@@ -1,0 +1,8 @@
+"""Rollout engines, and how they follow published weights."""
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from rollstream.producers.engines import table
+
+__all__ = ["table"]

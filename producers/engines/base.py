@@ -1,0 +1,194 @@
+"""The interface of a rollout engine: generate with exact tokens, and load weight versions.
+
+Implemented by `transformers.TransformersEngine`, by `scripted.ScriptedEngine` for tests, and by what installed packages
+bring (see `table`). `tests/contracts/test_engine_contract.py` holds all of them to what the docstrings here promise.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, Protocol
+
+from rollstream.schemas.errors import EnvironmentRunError, ModelError, PromptTooLongError
+from rollstream.schemas.events.rollouts import VersionSpan
+from rollstream.schemas.events.weights import WeightsPublished
+from rollstream.schemas.services import EngineSettings
+from rollstream.schemas.settings import Sampling
+
+FinishReason = Literal["stop", "length"]
+
+
+@dataclass(frozen=True, slots=True)
+class GenerationRequest:
+    """One sequence to continue."""
+
+    model_group: str
+    prompt_ids: Sequence[int]
+    sampling: Sampling
+    seed: int
+    """Of this call; with `deterministic` all noise derives from it and the token's index."""
+
+
+@dataclass(frozen=True, slots=True)
+class Generation:
+    """Sampled ids and log-probabilities of equal length (T,)."""
+
+    token_ids: tuple[int, ...]
+    """With the end token, if it was sampled."""
+    logprobs: tuple[float, ...]
+    """Of each token under the distribution that it was sampled from (after temperature, top-k and top-p)."""
+    spans: tuple[VersionSpan, ...]
+    """Which weight version sampled which tokens: their lengths add up to T."""
+    finish_reason: FinishReason
+    """`stop`: the last token is an end token. `length`: a limit was reached."""
+
+
+def check_generation(generation: Generation) -> None:
+    """Raises ModelError for arrays of different lengths, no token, or a log-probability that is not finite."""
+    num_tokens, num_logprobs = len(generation.token_ids), len(generation.logprobs)
+    num_spanned = sum(span.length for span in generation.spans)
+    if not num_tokens == num_logprobs == num_spanned or not num_tokens:
+        raise ModelError(f"engine returned {num_tokens} tokens, {num_logprobs} logprobs, spans over {num_spanned}")
+    if not all(map(math.isfinite, generation.logprobs)):
+        raise ModelError("engine returned a log-probability that is not a finite number")
+
+
+def check_prompt(request: GenerationRequest, *, num_token_ids: int) -> None:
+    """Raises ModelError for a prompt that is empty, or has ids that are not among the model's `num_token_ids`."""
+    prompt_ids = request.prompt_ids
+    if not len(prompt_ids):
+        raise ModelError(f"a prompt for model group {request.model_group} has no tokens")
+    if min(prompt_ids) < 0 or max(prompt_ids) >= num_token_ids:
+        odd = next(one for one in prompt_ids if not 0 <= one < num_token_ids)
+        raise ModelError(
+            f"a prompt for model group {request.model_group} has the token id {odd}; its model knows 0 to "
+            f"{num_token_ids - 1}"
+        )
+
+
+def room_for(request: GenerationRequest, max_length: int | None, model: str) -> int:
+    """Most tokens that may be sampled of a model that takes sequences of `max_length` tokens (None: any).
+
+    Raises PromptTooLongError if that is none.
+    """
+    length, wanted = len(request.prompt_ids), request.sampling.max_new_tokens
+    if max_length is None:
+        return wanted
+    if length >= max_length:
+        raise PromptTooLongError(
+            f"a prompt of {length} tokens leaves no room in {model}, which takes {max_length}; make the conversation "
+            "shorter (max_turns)"
+        )
+    return min(wanted, max_length - length)
+
+
+class Tokenizer(Protocol):
+    """The part of a transformers tokenizer that a session uses."""
+
+    eos_token_id: int
+
+    def apply_chat_template(self, conversation: list[dict[str, Any]], **options: Any) -> Any:
+        """Text (`tokenize=False`) of messages; `add_generation_prompt=True` opens the answer."""
+        ...
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """Token ids of a text."""
+        ...
+
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
+        """Text of token ids."""
+        ...
+
+
+class NoTokenizer(Tokenizer):
+    """Of a model that another training backend has: ids are taken as they come, and no text becomes ids."""
+
+    eos_token_id = -1
+    MESSAGE = (
+        "the model is another training backend's, so nothing is sampled or tokenised here; play rollouts that exist "
+        "(recorded, remote_workflow) and leave retokenise off"
+    )
+
+    def apply_chat_template(self, conversation: list[dict[str, Any]], **options: Any) -> Any:
+        """Raises EnvironmentRunError."""
+        raise EnvironmentRunError(self.MESSAGE)
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """Raises EnvironmentRunError."""
+        raise EnvironmentRunError(self.MESSAGE)
+
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
+        """Raises EnvironmentRunError."""
+        raise EnvironmentRunError(self.MESSAGE)
+
+
+@dataclass(frozen=True, slots=True)
+class Capabilities:
+    """Capabilities of an engine. A feature built on one does not apply to engines without it."""
+
+    loads_models: bool
+    """Loads the base model that WeightsPublished names, which permissions then decide about, and samples from it, so
+    that a learner that recomputes the recorded log-probabilities finds the same."""
+
+
+class Engine(Protocol):
+    """Generates for any number of model groups; holds one weight version of each.
+
+    Methods are called from one event loop and must not block it. Calls of `generate` may overlap each other and `load`.
+    """
+
+    @property
+    def capabilities(self) -> Capabilities:
+        """Known once the engine has started."""
+        ...
+
+    async def start(self) -> None:
+        """Begin to serve."""
+        ...
+
+    async def close(self) -> None:
+        """Stop serving: calls in progress are cancelled, later ones raise ModelError. Also called if `start` failed."""
+        ...
+
+    async def generate(self, request: GenerationRequest) -> Generation:
+        """Sample until an end token, `sampling.max_new_tokens` or the longest sequence that the model takes.
+
+        All noise derives from the seed: equal requests on an equal version give equal tokens, but for what rounding
+        changes beside other requests; at temperature 0 the seed is no matter. A caller that is cancelled frees what its
+        request takes; neither that nor a request that fails disturbs others.
+
+        Raises ModelError if the group has no weights, the prompt is empty or has ids that the model does not know,
+        PromptTooLongError if it leaves no room for a token.
+        """
+        ...
+
+    def tokenizer(self, model_group: str) -> Tokenizer:
+        """Tokenizer of the group's base model. Raises ModelError if the group has no weights."""
+        ...
+
+    def version(self, model_group: str) -> int:
+        """Weight version held; -1 before the first."""
+        ...
+
+    async def load(self, published: WeightsPublished, path: Path) -> None:
+        """Hold this version: requests made after the return are generated with it; `path` is its verified artifact.
+
+        Raises ModelError if it cannot be loaded; then the version before it stays, and goes on generating as before.
+        """
+        ...
+
+    async def unload(self, model_group: str) -> None:
+        """Free what a model group takes, if it has weights; it may be loaded again."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class EngineKind:
+    """The object of an entry point of the group `rollstream.engines`: a kind of engine, and how to create one."""
+
+    settings: type[EngineSettings]
+    """Its `kind` is the entry point's name."""
+    build: Callable[[Any], Engine]
+    """Given an instance of `settings`; the class of the engine will do. It is started afterwards. Raises ConfigError
+    or ModelError for settings that cannot be met here."""

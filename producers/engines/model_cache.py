@@ -1,0 +1,256 @@
+"""The models that an engine generates with: base models from folders, and the weight versions copied into them.
+
+Full weights have a module for each model group; adapters of all groups share one module for each base model.
+A version is checked before anything is changed: one that does not fit leaves the version before it whole.
+Not thread-safe.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import safetensors
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers.utils.logging import disable_progress_bar
+
+from rollstream.producers.engines.generation import Model
+from rollstream.schemas.errors import ModelError
+from rollstream.schemas.events import WeightsPublished
+from rollstream.schemas.services import TransformersSettings
+
+
+@dataclass(frozen=True)
+class LoadedModel:
+    """The weight version of a model group that is in memory."""
+
+    published: WeightsPublished
+    model: Model
+    tokenizer: Any
+    max_length: int | None
+    """Most tokens of a sequence; None if the model says nothing."""
+    num_token_ids: int
+    """Token ids that the model has an embedding for."""
+    adapter: str | None = None
+
+    def activate(self) -> None:
+        """Let the module compute with this group's adapter, if it is one of several."""
+        if self.adapter is not None and self.model.module.active_adapter != self.adapter:
+            self.model.module.set_adapter(self.adapter, inference_mode=True)
+
+
+class ModelCache:
+    """Models by model group."""
+
+    def __init__(self, settings: TransformersSettings) -> None:
+        """Raises ModelError if the settings ask for a GPU and there is none."""
+        has_gpu = torch.cuda.is_available()
+        if settings.device == "cuda" and not has_gpu:
+            raise ModelError("engine.device is cuda and there is no GPU; set auto or cpu")
+        self.device = torch.device("cuda" if has_gpu and settings.device != "cpu" else "cpu")
+        wants_half = settings.dtype == "bfloat16" or (settings.dtype == "auto" and self.device.type == "cuda")
+        self.dtype = torch.bfloat16 if wants_half else torch.float32
+        self._sample_on_cpu = settings.deterministic
+        self._held: dict[str, LoadedModel] = {}
+        self._adapted: dict[str, Any] = {}
+        """PEFT model by base model."""
+        self._idle: LoadedModel | None = None
+        """The module with full weights that was unloaded last."""
+        self._num_adapters = 0
+        disable_progress_bar()
+
+    def held(self, model_group: str) -> LoadedModel | None:
+        """The model that a model group generates with now; None before its first version."""
+        return self._held.get(model_group)
+
+    def load(self, published: WeightsPublished, path: Path) -> None:
+        """Take over a version. Raises ModelError naming file and remedy; then the version before it stays."""
+        where = f"weights {path} of {published.model_group} version {published.version}"
+        tensors = _read(path, where)
+        if published.weights_format == "lora":
+            self._held[published.model_group] = self._load_adapter(published, tensors, where)
+        else:
+            self._held[published.model_group] = self._load_full(published, tensors, where)
+
+    def unload(self, model_group: str) -> None:
+        """Forget a model group; its base model too, if no other group's adapter needs it.
+
+        One module with full weights stays for the next model group on its base model, which need not be read again.
+        """
+        held = self._held.get(model_group)
+        self._forget(model_group)
+        if held is not None and held.adapter is None:
+            self._idle = held
+
+    def _forget(self, model_group: str) -> None:
+        held = self._held.pop(model_group, None)
+        if held is not None and held.adapter is not None:
+            self._remove_adapter(held.published.base_model, held.adapter)
+
+    def _load_full(self, published: WeightsPublished, tensors: Mapping[str, Tensor], where: str) -> LoadedModel:
+        before = self._held.get(published.model_group)
+        if before is None or before.adapter is not None or before.published.base_model != published.base_model:
+            fresh = self._fresh(published)
+            self._copy_full(fresh.model.module, tensors, where)
+            self._forget(published.model_group)
+            return fresh
+        self._copy_full(before.model.module, tensors, where)
+        return replace(before, published=published)
+
+    def _fresh(self, published: WeightsPublished) -> LoadedModel:
+        """A module of a base model, with any weights."""
+        idle, self._idle = self._idle, None
+        if idle is not None and idle.published.base_model == published.base_model:
+            return replace(idle, published=published)
+        del idle  # before another one takes memory
+        return self._wrap(published, _load_base(published.base_model, self.dtype).to(self.device))
+
+    def _copy_full(self, module: Any, tensors: Mapping[str, Tensor], where: str) -> None:
+        tied = set(getattr(module, "all_tied_weights_keys", None) or ())
+        own = {name: value for name, value in module.state_dict().items() if name not in tied}
+        given = {name: value for name, value in tensors.items() if name not in tied}
+        _check_fit(own, given, where)
+        # In place: tied tensors share their storage, so they stay tied.
+        with torch.no_grad():
+            for name, value in own.items():
+                value.copy_(given[name])
+
+    def _load_adapter(self, published: WeightsPublished, tensors: dict[str, Tensor], where: str) -> LoadedModel:
+        from peft import get_peft_model_state_dict, set_peft_model_state_dict
+
+        before = self._held.get(published.model_group)
+        is_same = (
+            before is not None
+            and before.adapter is not None
+            and before.published.base_model == published.base_model
+            and before.published.lora == published.lora
+        )
+        adapter = before.adapter if before is not None and is_same else None
+        module, name = (before.model.module, adapter) if before and adapter else self._add_adapter(published, where)
+        try:
+            own = get_peft_model_state_dict(module, adapter_name=name, save_embedding_layers=False)
+            _check_fit(own, tensors, where)
+        except ModelError:
+            if adapter is None:
+                self._remove_adapter(published.base_model, name)
+            raise
+        set_peft_model_state_dict(module, tensors, adapter_name=name)
+        if before is not None and adapter is not None:
+            return replace(before, published=published)
+        fresh = self._wrap(published, module, name)
+        self._forget(published.model_group)
+        return fresh
+
+    def _add_adapter(self, published: WeightsPublished, where: str) -> tuple[Any, str]:
+        from peft import get_peft_model
+
+        name = f"adapter_{self._num_adapters}"
+        self._num_adapters += 1
+        module = self._adapted.get(published.base_model)
+        try:
+            config = _adapter_config(published.lora or {})
+            if module is None:
+                base = _load_base(published.base_model, self.dtype).to(self.device)
+                module = get_peft_model(base, config, adapter_name=name)
+                self._adapted[published.base_model] = module
+            else:
+                module.add_adapter(name, config)
+        except (KeyError, TypeError, ValueError) as error:
+            raise ModelError(f"{where}: adapter does not fit {published.base_model}: {_line(error)}") from error
+        module.eval()
+        return module, name
+
+    def _remove_adapter(self, base_model: str, name: str) -> None:
+        module = self._adapted[base_model]
+        others = [other for other in module.peft_config if other != name]
+        if not others:
+            del self._adapted[base_model]
+            return
+        module.set_adapter(others[0], inference_mode=True)
+        module.delete_adapter(name)
+
+    def _wrap(self, published: WeightsPublished, module: Any, adapter: str | None = None) -> LoadedModel:
+        module.eval()
+        tokenizer = _load_tokenizer(published.base_model)
+        end_ids = {tokenizer.eos_token_id}
+        configured = getattr(getattr(module, "generation_config", None), "eos_token_id", None)
+        end_ids |= set(configured if isinstance(configured, list) else () if configured is None else (configured,))
+        pad_id = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
+        model = Model(module, self.device, tuple(sorted(end_ids)), pad_id, self._sample_on_cpu)
+        max_length = getattr(module.config.get_text_config(), "max_position_embeddings", None)
+        num_token_ids = len(module.get_input_embeddings().weight)
+        return LoadedModel(published, model, tokenizer, max_length, num_token_ids, adapter)
+
+
+def _adapter_config(recorded: Mapping[str, Any]) -> Any:
+    """The adapter that a record describes, by what our learner sets. Raises KeyError, TypeError, ValueError.
+
+    The other keys of a peft configuration are left alone: of some, peft imports modules, opens files or compiles
+    regular expressions.
+    """
+    from peft import LoraConfig
+
+    modules = recorded["target_modules"]
+    if recorded.get("peft_type", "LORA") != "LORA" or not isinstance(modules, list):
+        raise ValueError("only LoRA with a list of target_modules is known here")
+    return LoraConfig(
+        r=int(recorded["r"]),
+        lora_alpha=recorded["lora_alpha"],
+        lora_dropout=float(recorded.get("lora_dropout", 0.0)),
+        target_modules=[str(name) for name in modules],
+        task_type="CAUSAL_LM",
+        inference_mode=True,
+    )
+
+
+def _read(path: Path, where: str) -> dict[str, Tensor]:
+    try:
+        return load_file(path)
+    except (OSError, safetensors.SafetensorError) as error:
+        raise ModelError(f"{where} cannot be read: {_line(error)}; publish the version again") from error
+
+
+def _check_fit(own: Mapping[str, Tensor], given: Mapping[str, Tensor], where: str) -> None:
+    remedy = "train from the same base model as the run names"
+    if missing := sorted(own.keys() - given.keys()):
+        raise ModelError(f"{where} lack {len(missing)} tensors, such as {missing[0]}; {remedy}")
+    if extra := sorted(given.keys() - own.keys()):
+        raise ModelError(f"{where} have {len(extra)} tensors that the model has not, such as {extra[0]}; {remedy}")
+    for name, value in own.items():
+        if value.shape != given[name].shape:
+            found, wanted = list(given[name].shape), list(value.shape)
+            raise ModelError(f"{where}: {name} has shape {found}, the model has {wanted}; {remedy}")
+
+
+def _load_base(base_model: str, dtype: torch.dtype) -> Any:
+    _check_folder(base_model)
+    try:
+        return AutoModelForCausalLM.from_pretrained(base_model, dtype=dtype, trust_remote_code=False)
+    except (OSError, ValueError, KeyError, RuntimeError, safetensors.SafetensorError) as error:
+        raise ModelError(f"model {base_model} cannot be loaded, from a folder or the hub: {_line(error)}") from error
+
+
+def _load_tokenizer(base_model: str) -> Any:
+    _check_folder(base_model)
+    try:
+        tokenizer: Any = AutoTokenizer.from_pretrained(base_model, trust_remote_code=False)
+    except (OSError, ValueError, KeyError, RuntimeError) as error:
+        raise ModelError(f"model {base_model} has no tokenizer that can be loaded: {_line(error)}") from error
+    if tokenizer.eos_token_id is None:
+        raise ModelError(f"the tokenizer of model {base_model} has no end token; set eos_token in its configuration")
+    if not tokenizer.chat_template:
+        raise ModelError(f"the tokenizer of model {base_model} has no chat template; add chat_template.jinja to it")
+    return tokenizer
+
+
+def _check_folder(base_model: str) -> None:
+    looks_local = base_model.startswith((".", "/", "~")) or base_model.count("/") > 1
+    if looks_local and not Path(base_model).is_dir():
+        raise ModelError(f"model folder {base_model} does not exist here; give a transformers folder or a hub name")
+
+
+def _line(error: Exception) -> str:
+    return " ".join(str(error).split())[:300]

@@ -1,0 +1,141 @@
+"""Rollout engines by `engine.kind`: ours, and those that installed packages bring.
+
+A package names an `EngineKind` by an entry point of the group `rollstream.engines`. It is imported only in a process
+whose own settings name its kind: no record leads here.
+"""
+
+import inspect
+import logging
+from collections.abc import Mapping
+from importlib import metadata
+
+from pydantic import ValidationError
+
+from rollstream.producers.engines.base import Engine, EngineKind
+from rollstream.schemas.errors import ConfigError, RollstreamError, first_invalid, nearest, told
+from rollstream.schemas.services import EngineSettings, ScriptedSettings, TransformersSettings
+from rollstream.schemas.variables import conceal, expand
+
+GROUP = "rollstream.engines"
+MEMBERS = tuple(name for name in vars(Engine) if not name.startswith("_"))
+"""Methods and properties that an engine must have."""
+
+logger = logging.getLogger(__name__)
+
+
+def _transformers(settings: TransformersSettings) -> Engine:
+    from rollstream.producers.engines.transformers import TransformersEngine  # imports torch
+
+    return TransformersEngine(settings)
+
+
+def _scripted(settings: ScriptedSettings) -> Engine:
+    from rollstream.producers.engines.scripted import ScriptedEngine
+
+    return ScriptedEngine()
+
+
+BUILT_IN = {
+    "transformers": EngineKind(TransformersSettings, _transformers),
+    "scripted": EngineKind(ScriptedSettings, _scripted),
+}
+
+
+def new_engine(written: EngineSettings, environ: Mapping[str, str], place: str = "engine") -> Engine:
+    """An engine that is not started yet. `place`: where its settings stand, for errors.
+
+    Raises ConfigError for an unknown kind, settings that do not fit it, or what is no engine.
+    """
+    kind, settings = _resolved(written, environ, place)
+    try:
+        engine = kind.build(settings)
+    except RollstreamError:
+        raise
+    except (Exception, SystemExit) as error:
+        if written.kind in BUILT_IN:  # a library that is missing has its own message
+            raise
+        logger.info("engine %s cannot be built", written.kind, exc_info=error)
+        raise ConfigError(f"{place}: kind {written.kind!r} cannot be built: {told(error)}") from error
+    _check_engine(engine, f"{place}: kind {written.kind!r}")
+    return engine
+
+
+def settings_of(written: EngineSettings, environ: Mapping[str, str], place: str = "engine") -> EngineSettings:
+    """Settings as the class of their kind, `${NAME}` expanded. Raises ConfigError as `new_engine` does."""
+    return _resolved(written, environ, place)[1]
+
+
+def _resolved(written: EngineSettings, environ: Mapping[str, str], place: str) -> tuple[EngineKind, EngineSettings]:
+    kind = _kind_of(written.kind, f"{place}.kind")
+    if type(written) is kind.settings:
+        return kind, written
+    values = written.model_dump(exclude_unset=True) | {"kind": written.kind}
+    try:
+        return kind, kind.settings.model_validate(expand(values, environ, place))
+    except ConfigError:
+        raise
+    except ValidationError as error:
+        raise ConfigError(conceal(_line(error, kind.settings, place), values, environ)) from error
+    except (Exception, SystemExit) as error:  # validators are others' code
+        logger.info("settings of engine %s cannot be checked", written.kind, exc_info=error)
+        raise ConfigError(conceal(f"{place}: {told(error)}", values, environ)) from error
+
+
+def _kind_of(name: str, place: str) -> EngineKind:
+    """The kind called `name`. Raises ConfigError if there is none, more than one, or what it names is no kind."""
+    installed = metadata.entry_points(group=GROUP)
+    found = {entry.value: entry for entry in installed if entry.name == name}
+    known = sorted({*BUILT_IN, *installed.names})
+    if len(found) + (name in BUILT_IN) > 1:
+        bringers = [*(["rollstream"] if name in BUILT_IN else []), *map(_origin, found.values())]
+        raise ConfigError(f"{place}: {name!r} is brought by {' and by '.join(bringers)}; uninstall all but one")
+    if name in BUILT_IN:
+        return BUILT_IN[name]
+    if not found:
+        near = nearest(name, known)
+        hint = f"did you mean {near}? " if near is not None else ""
+        raise ConfigError(f"{place}: {name!r} is unknown; {hint}known kinds: {', '.join(known)}")
+    (entry,) = found.values()
+    return _imported(entry, place)
+
+
+def _imported(entry: metadata.EntryPoint, place: str) -> EngineKind:
+    where = f"{place}: {entry.name!r} ({_origin(entry)})"
+    try:
+        kind = entry.load()
+    except (Exception, SystemExit) as error:
+        logger.info("engine %s cannot be imported", entry.name, exc_info=error)
+        raise ConfigError(f"{where} cannot be imported: {told(error)}") from error
+    if not isinstance(kind, EngineKind):
+        raise ConfigError(f"{where} is a {type(kind).__name__}; an EngineKind is expected")
+    if not (inspect.isclass(kind.settings) and issubclass(kind.settings, EngineSettings)):
+        raise ConfigError(f"{where}: settings is {kind.settings!r}; a subclass of EngineSettings is expected")
+    if not callable(kind.build) or inspect.iscoroutinefunction(kind.build):
+        raise ConfigError(f"{where}: build is {kind.build!r}; a plain function or a class is expected")
+    return kind
+
+
+def _check_engine(engine: object, where: str) -> None:
+    """Raises ConfigError if a method is missing, or is `async` where the protocol's is not, before any is called."""
+    missing = [name for name in MEMBERS if inspect.getattr_static(engine, name, None) is None]
+    if missing:
+        raise ConfigError(f"{where} built a {type(engine).__name__}, which lacks {', '.join(missing)}")
+    for name in MEMBERS:
+        is_async, must_be = (_is_async(owner, name) for owner in (engine, Engine))
+        if is_async != must_be:
+            wanted = "async def" if must_be else "def"
+            raise ConfigError(f"{where} built a {type(engine).__name__}, whose {name} must be written with {wanted}")
+
+
+def _is_async(owner: object, name: str) -> bool:
+    return inspect.iscoroutinefunction(inspect.getattr_static(owner, name))
+
+
+def _origin(entry: metadata.EntryPoint) -> str:
+    package = entry.dist.name if entry.dist is not None else "a package without metadata"
+    return f"{entry.value} of {package}"
+
+
+def _line(error: ValidationError, settings: type[EngineSettings], place: str) -> str:
+    """The first error in one line."""
+    return str(first_invalid(error, place, known=settings.model_fields))

@@ -1,0 +1,163 @@
+"""Evaluators of the file as reward functions: the final answer of a rollout in, a number out.
+
+What an evaluator asks of a model is in `judge`.
+"""
+
+import json
+import math
+import re
+from collections.abc import Callable
+from typing import Any
+
+from pydantic import JsonValue
+
+from rollstream.producers.evaluators import matching
+from rollstream.producers.rollout.rewards import FinishedRollout, NoScoreError, RewardError, RewardFunction
+from rollstream.schemas.errors import ConfigError
+from rollstream.schemas.evaluators import (
+    ExactMatch,
+    JsonSchemaMatch,
+    NumericMatch,
+    RegexMatch,
+)
+
+WORKFLOW_END = "WORKFLOW_END"
+"""NAT's type of the step that says what a whole workflow answered."""
+_NUMBER = re.compile(
+    r"(?:(?<![\w)])[-+])?(?:(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)(?:\.[0-9]*)?|\.[0-9]+)(?:[eE][-+]?[0-9]+)?"
+)
+"""A number with its sign; a sign right after a word or a bracket is an operator."""
+_SIGNED_CURRENCY = re.compile(r"([-+])[$€£¥](?=[0-9.])")
+_FENCED = re.compile(r"\A```[^\n]*\n(.*?)\n?```\Z", re.DOTALL)
+
+
+# ---- what is looked at ----
+
+
+def final_answer(place: str, rollout: FinishedRollout, agent: str | None = None) -> str:
+    """The text that a rollout came to: what its workflow returned, else what the agent said last.
+
+    `agent`: whose answer; none: that of whoever answered last. Raises NoScoreError if there is none.
+    """
+    for step in reversed(rollout.steps):
+        if agent is None and step.event_type == WORKFLOW_END and (step.data or {}).get("output") is not None:
+            return _text((step.data or {})["output"])
+        if step.event_type == "LLM_END" and agent in (None, step.agent):
+            said = rollout.messages.get(step.agent, ())
+            if said and said[-1].get("role") == "assistant" and said[-1].get("content") is not None:
+                return _text(said[-1]["content"])
+            if (step.data or {}).get("output") is not None:
+                return _text((step.data or {})["output"])
+    whose = f"agent {agent}" if agent else "any agent"
+    raise NoScoreError(f"{place}: the rollout has no answer by {whose} to score (it ended as {rollout.stop_reason!r})")
+
+
+def right_answer(place: str, rollout: FinishedRollout, key: str, field: str = "answer_key") -> Any:
+    """The value of a key in the example's inputs. Raises RewardError naming the path in the file."""
+    if key not in rollout.inputs:
+        known = ", ".join(rollout.inputs) or "none"
+        raise RewardError(f"{place}.{field}: the example's inputs have no key {key!r}; they have: {known}")
+    return rollout.inputs[key]
+
+
+def _text(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+
+
+# ---- evaluators ----
+
+
+def _exact_match(place: str, config: ExactMatch) -> RewardFunction:
+    def score(rollout: FinishedRollout) -> float:
+        answer = _text(right_answer(place, rollout, config.answer_key))
+        return float(_plain(final_answer(place, rollout, config.agent), config) == _plain(answer, config))
+
+    return score
+
+
+def _plain(text: str, config: ExactMatch) -> str:
+    text = {"strip": text.strip, "collapse": lambda: " ".join(text.split()), "exact": lambda: text}[config.whitespace]()
+    return text.casefold() if config.ignore_case else text
+
+
+def _numeric_match(place: str, config: NumericMatch) -> RewardFunction:
+    def score(rollout: FinishedRollout) -> float:
+        given = right_answer(place, rollout, config.answer_key)
+        right = numbers(_text(given))
+        if not right or isinstance(given, bool):
+            raise RewardError(f"{place}.answer_key: the answer {_text(given)!r} of the example contains no number")
+        found = numbers(final_answer(place, rollout, config.agent))
+        if not found or (config.take == "only" and len(found) > 1):
+            return 0.0
+        number = found[0 if config.take == "first" else -1]
+        return float(abs(number - right[-1]) <= config.tolerance)
+
+    return score
+
+
+def numbers(text: str) -> list[float]:
+    """The finite numbers in a text, in its order. `1,234` is one number, `5-3` are two, `-$5` is -5."""
+    plain = _SIGNED_CURRENCY.sub(r"\1", text.replace("\N{MINUS SIGN}", "-"))
+    found = (float(match.replace(",", "")) for match in _NUMBER.findall(plain))
+    return [number for number in found if math.isfinite(number)]
+
+
+def _regex(place: str, config: RegexMatch) -> RewardFunction:
+    def score(rollout: FinishedRollout) -> float:
+        right = None
+        if config.answer_key is not None:
+            right = _text(right_answer(place, rollout, config.answer_key)).strip()
+        text = final_answer(place, rollout, config.agent)
+        is_found, took = matching.search(
+            place, config.pattern, text, ignore_case=config.ignore_case, group=config.group
+        )
+        if not is_found or right is None:
+            return float(is_found)
+        taken = (took or "").strip()
+        return float(taken.casefold() == right.casefold() if config.ignore_case else taken == right)
+
+    return score
+
+
+def _json_schema(place: str, config: JsonSchemaMatch) -> RewardFunction:
+    schema = config.document if config.document is not None else read_schema(place, str(config.file))
+
+    def score(rollout: FinishedRollout) -> float:
+        text = final_answer(place, rollout, config.agent).strip()
+        fenced = _FENCED.match(text)
+        return float(matching.is_valid_json(place, schema, fenced[1] if fenced else text))
+
+    return score
+
+
+def check_schema(place: str, config: JsonSchemaMatch) -> None:
+    """Raises ConfigError for what is no JSON schema."""
+    from jsonschema import Draft202012Validator, SchemaError
+    from jsonschema.validators import validator_for
+
+    schema = config.document if config.document is not None else read_schema(place, str(config.file))
+    try:
+        validator_for(schema, default=Draft202012Validator).check_schema(schema)
+    except SchemaError as error:
+        raise ConfigError(f"{place}.schema: {error.json_path}: {error.message}") from error
+
+
+def read_schema(place: str, file: str) -> dict[str, JsonValue]:
+    """The JSON object in a file. Raises ConfigError."""
+    try:
+        with open(file, encoding="utf-8") as stream:
+            found = json.load(stream)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{place}.file: {file} cannot be read: {error}") from error
+    if not isinstance(found, dict):
+        raise ConfigError(f"{place}.file: {file} must contain a JSON object")
+    return found
+
+
+BUILDERS: dict[type[Any], Callable[[str, Any], RewardFunction]] = {
+    ExactMatch: _exact_match,
+    NumericMatch: _numeric_match,
+    RegexMatch: _regex,
+    JsonSchemaMatch: _json_schema,
+}
+"""Reward function of a configuration, by its class; the first argument is its place in the file."""

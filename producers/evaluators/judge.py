@@ -1,0 +1,193 @@
+"""A model as the judge of a rollout, asked through any OpenAI-compatible endpoint.
+
+What it is asked and what it answers are recorded before the score counts, so that a replay asks nobody again. Secrets
+are in the request alone.
+"""
+
+import asyncio
+import functools
+import json
+import logging
+import math
+import re
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import aiohttp
+
+from rollstream.producers.evaluators import matching
+from rollstream.producers.evaluators.builtin import final_answer, right_answer
+from rollstream.producers.rollout.rewards import Asked, FinishedRollout, NoScoreError, Recorder, RewardError, in_thread
+from rollstream.producers.traces.stream import read_up_to
+from rollstream.schemas.evaluators import PLACE, PLACEHOLDER, LlmJudge
+
+MAX_ANSWER_BYTES = 1024 * 1024
+SHOWN_CHARS = 200
+"""Of an unusable answer, in its error."""
+TRY_AGAIN = frozenset({408, 429})
+
+logger = logging.getLogger(__name__)
+
+
+class JudgeAnswer(NamedTuple):
+    """The answer of an endpoint."""
+
+    text: str
+    usage: dict[str, Any] | None
+    num_tries: int
+
+
+class _AgainError(Exception):
+    """A try that failed in a way which another one may not."""
+
+
+class Judge:
+    """One evaluator in one rollout."""
+
+    def __init__(self, name: str, config: LlmJudge, recorder: Recorder, hide: Callable[[str], str]) -> None:
+        """`hide` writes `${ENV}` in place of what it stands for."""
+        self._name = name
+        self._place = f"{PLACE}.{name}"
+        self._config = config
+        self._recorder = recorder
+        self._hide = hide
+        self._url = f"{config.base_url.rstrip('/')}/chat/completions"
+
+    async def score(self, rollout: FinishedRollout) -> float:
+        """The judge's number for the rollout's final answer. Raises NoScoreError, RewardError naming place and remedy.
+
+        1. Ask. 2. Record what was asked and answered. 3. Take the score from the answer.
+        """
+        messages = [{"role": "user", "content": self._prompt(rollout)}]
+        began_ms = self._recorder.clock()
+        answer = await self._ask(messages)
+        said = self._hide(answer.text)
+        await self._recorder.record(
+            Asked(
+                judge=self._name,
+                model=self._hide(self._config.model),
+                data={"input": self._hidden(messages), "output": said},
+                metadata={
+                    "evaluator": self._name,
+                    "temperature": self._config.temperature,
+                    "num_tries": answer.num_tries,
+                },
+                usage=answer.usage,
+                began_ms=began_ms,
+            )
+        )
+        return await self._number(said)
+
+    def _prompt(self, rollout: FinishedRollout) -> str:
+        """The template with what it names; what is filled in is not looked through again."""
+        config = self._config
+
+        def filled(match: re.Match[str]) -> str:
+            if match[1] == "response":
+                return final_answer(self._place, rollout, config.agent)
+            field = f"{match[1]}_key"
+            value = right_answer(self._place, rollout, getattr(config, field), field)
+            return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+
+        return PLACEHOLDER.sub(filled, config.prompt)
+
+    async def _ask(self, messages: list[dict[str, str]]) -> JudgeAnswer:
+        tries = self._config.retries + 1
+        reason = ""
+        for number in range(1, tries + 1):
+            try:
+                content = await self._post(messages)
+            except _AgainError as error:
+                reason = self._hide(str(error))
+                logger.info("%s: try %d of %d: %s", self._place, number, tries, reason)
+            else:
+                return self._read(content, number)
+            if number < tries:
+                await asyncio.sleep(self._config.retry_wait_s * 2 ** (number - 1))
+        raise self._no_score(f"{reason} ({tries} tries); check that it serves, or raise timeout_s or retries")
+
+    async def _post(self, messages: list[dict[str, str]]) -> bytes:
+        """The body of a 2xx answer. Raises _AgainError, NoScoreError, RewardError."""
+        config = self._config
+        request: dict[str, Any] = {
+            "model": config.model,
+            "messages": messages,
+            "temperature": config.temperature,
+            **({"max_tokens": config.max_tokens} if config.max_tokens else {}),
+        }
+        timeout = aiohttp.ClientTimeout(total=config.timeout_s)
+        try:
+            async with (
+                aiohttp.ClientSession(timeout=timeout) as session,
+                session.post(self._url, json=request, headers=self._headers(), allow_redirects=False) as response,
+            ):
+                body = await read_up_to(response, MAX_ANSWER_BYTES)
+        except TimeoutError as error:
+            raise _AgainError(f"no answer within {config.timeout_s:g} s (timeout_s)") from error
+        except (aiohttp.ClientError, OSError) as error:
+            raise _AgainError(f"cannot be reached: {type(error).__name__}: {error}") from error
+        if response.status in TRY_AGAIN or response.status >= 500:
+            raise _AgainError(f"answered {response.status} {self._shown(body)}")
+        if not 200 <= response.status < 300:
+            raise self._no_score(f"answered {response.status} {self._shown(body)}; check base_url, model and api_key")
+        return body
+
+    def _headers(self) -> dict[str, str]:
+        key = "" if self._config.api_key is None else self._config.api_key.get_secret_value().strip()
+        if not key.isprintable():
+            raise RewardError(f"{self._place}.api_key contains characters that are not allowed in a header")
+        return {"Authorization": f"Bearer {key}"} if key else {}
+
+    def _read(self, body: bytes, num_tries: int) -> JudgeAnswer:
+        try:
+            content = json.loads(body)
+            text = content["choices"][0]["message"]["content"]
+        except (ValueError, LookupError, TypeError, RecursionError) as error:
+            raise self._no_score(
+                f"its answer has no choices[0].message.content: {self._shown(body)}; base_url must be an "
+                f"OpenAI-compatible endpoint"
+            ) from error
+        if not isinstance(text, str):
+            raise self._no_score(f"its answer is not text: {self._shown(body)}; use a model that answers in text")
+        return JudgeAnswer(text, _usage(content.get("usage")), num_tries)
+
+    async def _number(self, text: str) -> float:
+        config = self._config
+        taken, error = await in_thread(functools.partial(matching.last, self._place, config.pattern, text))
+        if error is not None:
+            raise error
+        try:
+            number = float(taken or "")
+        except ValueError:
+            number = math.nan
+        if not config.min <= number <= config.max:
+            what = "says no score" if taken is None else f"says {taken!r}"
+            raise self._no_score(
+                f"its answer {what} ({config.pattern!r} between {config.min:g} and {config.max:g}): "
+                f"{self._shown(text)}; describe the answer format in prompt, or change pattern, min or max"
+            )
+        return number
+
+    def _no_score(self, message: str) -> NoScoreError:
+        return NoScoreError(self._hide(f"{self._place}: {self._url}: {message}"))
+
+    def _shown(self, said: str | bytes) -> str:
+        """A piece of what was answered; hidden first, so that no cut shows a part of a secret."""
+        text = self._hide(said if isinstance(said, str) else said.decode(errors="replace"))
+        text = " ".join(text.split())
+        return repr(text if len(text) <= SHOWN_CHARS else text[: SHOWN_CHARS - 3] + "...")
+
+    def _hidden(self, value: Any) -> Any:
+        if isinstance(value, str):
+            return self._hide(value)
+        if isinstance(value, list):
+            return [self._hidden(item) for item in value]
+        return {key: self._hidden(item) for key, item in value.items()}
+
+
+def _usage(found: Any) -> dict[str, Any] | None:
+    """Token counts in the form that a model's own calls have."""
+    if not isinstance(found, dict):
+        return None
+    counts = {str(key): value for key, value in found.items() if isinstance(value, int)}
+    return {"token_usage": counts, "num_llm_calls": 1, "seconds_between_calls": 0}

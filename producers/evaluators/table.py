@@ -1,0 +1,125 @@
+"""The evaluators of the file by their `_type`: how a configuration is read, checked and built.
+
+Which evaluators a run uses is decided in the harness.
+"""
+
+import functools
+from collections.abc import Mapping
+from typing import NamedTuple
+
+from pydantic import JsonValue, ValidationError
+
+from rollstream.producers.evaluators import builtin
+from rollstream.producers.evaluators.judge import Judge
+from rollstream.producers.rollout import registry
+from rollstream.producers.rollout.rewards import Recorder, RewardFunction
+from rollstream.schemas.errors import ConfigError, first_invalid
+from rollstream.schemas.evaluators import (
+    MODELS,
+    PLACE,
+    UNCOMPILED,
+    Evaluator,
+    JsonSchemaMatch,
+    LlmJudge,
+    PythonScore,
+    kind_of,
+)
+from rollstream.schemas.permissions import CODE, Permissions, evaluator_path
+from rollstream.schemas.settings import RolloutSettings
+from rollstream.schemas.variables import conceal
+
+SECRET_KEYS = ("base_url", "api_key", "model", "prompt")
+"""Keys of a judge's block that may come from `${ENV}` and must be concealed."""
+
+
+class Chosen(NamedTuple):
+    """A reward function and what errors call it."""
+
+    place: str
+    function: RewardFunction
+
+
+def reward_of(name: str, settings: RolloutSettings, permissions: Permissions, recorder: Recorder | None) -> Chosen:
+    """The reward function called `name`: an evaluator that the settings carry, else a registered one.
+
+    `recorder`: takes down what a judge is asked; none: no judge may be asked. Raises ConfigError, of it
+    NotAllowedError for what the settings name without permission.
+    """
+    block = settings.evaluators.get(name)
+    if block is None:
+        return Chosen(name, registry.reward(name, permissions))
+    place = f"{PLACE}.{name}"
+    config = read(name, block, permissions)
+    if isinstance(config, LlmJudge):
+        if recorder is None:
+            raise ConfigError(f"{place}: an llm_judge is not called again; its recorded scores are kept")
+        block = {key: block.get(key) for key in SECRET_KEYS}
+        hide = functools.partial(_hide, block=block, environ=permissions.environ)
+        return Chosen(place, Judge(name, config, recorder, hide).score)
+    return Chosen(place, _build(place, config, permissions))
+
+
+def read(
+    name: str, block: Mapping[str, JsonValue], permissions: Permissions, *, compiles_patterns: bool = False
+) -> Evaluator:
+    """The configuration of an evaluator, `${ENV}` expanded. Nothing is imported, opened or asked.
+
+    `compiles_patterns`: check regular expressions as well, which takes as long as the one who wrote them likes.
+    Raises ConfigError naming the path in the file, of it NotAllowedError for a variable, function, URL or file that is
+    not allowed.
+    """
+    place = f"{PLACE}.{name}"
+    kind = kind_of(block.get("_type"))
+    if kind is None:
+        raise ConfigError(
+            f"{place}._type: {block.get('_type')!r} is not known; known types: {', '.join(sorted(MODELS))}; "
+            "or name a registered reward function"
+        )
+    model = MODELS[kind]
+    try:
+        expanded = permissions.expand({**block, "_type": kind}, place, evaluator_path(name, block))
+        config = model.model_validate(expanded, context=None if compiles_patterns else UNCOMPILED)
+    except ValidationError as error:
+        path, message = first_invalid(error, known=[field.alias or key for key, field in model.model_fields.items()])
+        where = f"{place}.{path}: " if path else f"{place}."
+        told = conceal(message[:1].lower() + message[1:], dict(block), permissions.environ)
+        raise ConfigError(where + told) from error
+    _check_allowed(place, config, permissions)
+    return config
+
+
+def check(name: str, block: Mapping[str, JsonValue], permissions: Permissions) -> Evaluator:
+    """Build an evaluator as producers will, but for asking anybody. Returns its configuration; raises ConfigError."""
+    config = read(name, block, permissions, compiles_patterns=True)
+    if isinstance(config, JsonSchemaMatch):
+        builtin.check_schema(f"{PLACE}.{name}", config)
+    elif not isinstance(config, LlmJudge):
+        _build(f"{PLACE}.{name}", config, permissions)
+    return config
+
+
+def _check_allowed(place: str, config: Evaluator, permissions: Permissions) -> None:
+    if isinstance(config, PythonScore):
+        permissions.check_code(f"{CODE}{config.function}", f"{place}.function")
+    elif isinstance(config, LlmJudge):
+        permissions.check_url(config.base_url, f"{place}.base_url")
+    elif isinstance(config, JsonSchemaMatch) and config.file is not None:
+        permissions.check_file(config.file, f"{place}.file")
+
+
+def _build(place: str, config: Evaluator, permissions: Permissions) -> RewardFunction:
+    if isinstance(config, PythonScore):
+        return _python(place, config, permissions)
+    return builtin.BUILDERS[type(config)](place, config)
+
+
+def _python(place: str, config: PythonScore, permissions: Permissions) -> RewardFunction:
+    try:
+        return registry.reward(f"{CODE}{config.function}", permissions)
+    except ConfigError as error:
+        raise ConfigError(f"{place}.function: {error}") from error
+
+
+def _hide(text: str, *, block: dict[str, JsonValue], environ: Mapping[str, str]) -> str:
+    hidden = conceal(text, block, environ)
+    return conceal(hidden, block, {name: value.strip() for name, value in environ.items()})

@@ -1,0 +1,399 @@
+"""One task from its request to its settled group: waits for weights and a slot, opens the group, runs what is missing.
+
+A group is settled when each member has a complete attempt or a final failure; a failed attempt is tried again until
+the attempts are used up, and one whose producer was lost is not counted. What a group is worth is decided elsewhere.
+"""
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Coroutine
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from rollstream.eventlog.codec import Encoded, encode
+from rollstream.eventlog.failpoints import failpoint
+from rollstream.eventlog.log import EventLog, Record
+from rollstream.producers.engines.base import Engine
+from rollstream.producers.league.draw import opponents_of, seats_of
+from rollstream.producers.league.opponents import OpponentWeights
+from rollstream.producers.slots import Slot, Slots
+from rollstream.producers.steps_writer import Outbox, StepsWriter
+from rollstream.producers.takeover import PRODUCER_LOST, ForeignWrites, GroupProgress, MemberState
+from rollstream.schemas import ids
+from rollstream.schemas.errors import ModelError, NotAllowedError
+from rollstream.schemas.events import (
+    GroupExtended,
+    GroupStarted,
+    RolloutEnded,
+    RolloutFailed,
+    RolloutStarted,
+    StepRecorded,
+    TaskRequested,
+)
+from rollstream.schemas.settings import EXTERNAL, RolloutSettings
+
+RUN_ENDED = "run_ended"
+CANCELLED = "cancelled"
+TIMEOUT = "timeout"
+EXTENSION_SHARE = 0.1
+"""Of a group's time: so often its deadline moves on while a member waits, and so much a killed producer may cost it."""
+NOT_ALLOWED = "not_allowed"
+ENGINE_ERROR = "engine_error"
+MAX_LOST = 8
+"""Attempts of a member beyond `max_attempts` that lost producers may cost; one that kills its producer has an end."""
+
+
+logger = logging.getLogger(__name__)
+
+
+class RecordRollout(Protocol):
+    """`attempt.record_rollout`: plays one attempt and emits its events; the last one is terminal.
+
+    `is_last`: whether a failure of it is final.
+    """
+
+    async def __call__(
+        self,
+        task: TaskRequested,
+        *,
+        member: int,
+        attempt: int,
+        is_last: bool,
+        engine: Engine,
+        emit: Callable[[Encoded], Awaitable[None]],
+        clock: Callable[[], int],
+    ) -> None: ...
+
+
+class Weights(Protocol):
+    """The part of the weight follower that a task waits for."""
+
+    async def wait_for(self, model_group: str, version: int) -> None:
+        """Return once the engine holds at least `version`. Raises NotAllowedError if it may not load it."""
+        ...
+
+
+@dataclass(frozen=True)
+class WorkerContext:
+    """What all partitions of one process share."""
+
+    log: EventLog
+    engine: Engine
+    weights: Weights
+    rollout: RecordRollout
+    dead_letter: Callable[[Record, BaseException], Awaitable[object]]
+    slots: Slots
+    runs: frozenset[str]
+    """Whose tasks are worked on; none: those of every run."""
+    name: str
+    refusal: Callable[[RolloutSettings], str | None] = lambda settings: None
+    """Why a task is not to be run at all: what it names that this process does not allow."""
+    opponents: OpponentWeights | None = None
+    """Loads the weights of opponents; None: tasks that have some are refused."""
+
+
+class GroupExecution:
+    """One task of an owned partition while it is not settled."""
+
+    def __init__(
+        self,
+        producer: WorkerContext,
+        writer: StepsWriter,
+        foreign_writes: ForeignWrites,
+        task: TaskRequested,
+        state: GroupProgress | None,
+    ) -> None:
+        """`state`: of the group, if an earlier owner has started it."""
+        self.task = task
+        self.state = state
+        """None until the group's start is acknowledged."""
+        self._producer = producer
+        self._writer = writer
+        self._foreign_writes = foreign_writes
+        self._stop: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        self._is_recovered = state is not None
+        self._turn = producer.slots.next_turn()
+        self._first_slot: Slot | None = None
+        """What the group was started with, until its first rollout takes it."""
+        self._held: list[str] = []
+        """Opponents whose weights stay loaded meanwhile."""
+        self._num_waiting = 0
+        """Members that wait for what is no rollout's time."""
+        self._left_ms = 0
+        """Event time that the group still had when the first of them began to wait."""
+
+    def stop(self, cause: str) -> None:
+        """Settle the group without running more of it."""
+        if not self._stop.done():
+            self._stop.set_result(cause)
+
+    async def run(self) -> None:
+        """Settle the task. Raises what a send raised, and what breaks the contract of `RecordRollout`.
+
+        1. Open the group once its first rollout has a slot, or decide what its predecessor left open. 2. Run what is
+        missing. 3. Do it again if, by what a zombie wrote meanwhile, the group is not settled.
+        """
+        refusal = None if self._stop.done() else self._producer.refusal(self.task.settings)
+        if refusal is not None:
+            await self._refuse(refusal)
+            return
+        try:
+            if self.state is None:
+                stopped = await self._unless_stopped(self._may_start(), None)
+                self.state = await self._open(size=0 if stopped else self.task.num_rollouts, void_cause=stopped)
+            else:
+                await self._fail_lost(self.state)
+            await self._settle_fully(self.state)
+        except NotAllowedError as error:
+            await self._refuse(str(error))
+        except ModelError as error:  # of weights that are waited for; those of a rollout are its own
+            await self._refuse(str(error), ENGINE_ERROR)
+        finally:
+            if self._first_slot is not None:
+                self._producer.slots.release(self._first_slot)
+            if self._producer.opponents is not None:
+                self._producer.opponents.release(self._held)
+
+    async def _settle_fully(self, state: GroupProgress) -> None:
+        await self._settle(state)
+        while (found := await self._foreign_writes.reopened(state)) is not None:
+            self.state = state = found
+            await self._fail_lost(state)
+            await self._settle(state)
+
+    async def _refuse(self, reason: str, cause: str = NOT_ALLOWED) -> None:
+        """Settle a task of which nothing is run: a group of one rollout, which failed for good with the reason."""
+        logger.error("task refused: %s", reason)  # without an id: `finetune` shows each message once
+        logger.info("refused group_id=%s", self.task.group_id)
+        if self.state is None:
+            self.state = await self._open(size=1, void_cause=None)
+        else:
+            await self._fail_lost(self.state)
+        await self._fail_rest(self.state, cause, reason)
+
+    async def _settle(self, state: GroupProgress) -> None:
+        if state.is_settled:
+            return
+        stopped = await self._unless_stopped(self._run_missing(state), state)
+        if stopped is not None:
+            cause = TIMEOUT if stopped == TIMEOUT else CANCELLED
+            await self._fail_rest(state, cause, f"its group was stopped: {stopped}")
+
+    async def _unless_stopped(self, work: Coroutine[Any, Any, None], state: GroupProgress | None) -> str | None:
+        """Do the work; returns why it was cut short, None if it was not. `state`: whose deadline cuts it short."""
+        task = asyncio.create_task(work)
+        try:
+            while not (task.done() or self._stop.done()):
+                left_s = (state.deadline_ms - self._writer.clock()) / 1000 if state is not None else None
+                if left_s is not None and left_s <= 0:
+                    return TIMEOUT
+                await asyncio.wait({task, self._stop}, timeout=left_s, return_when=asyncio.FIRST_COMPLETED)
+            if task.done():
+                task.result()
+                return None
+            return self._stop.result()
+        finally:
+            task.cancel()
+            await asyncio.wait({task})
+
+    async def _may_start(self) -> None:
+        """Return with the first rollout's slot, once its weights are there."""
+        await self._weights()
+        self._first_slot = self._producer.slots.ask(self._turn)
+        await self._first_slot
+
+    async def _weights(self) -> None:
+        if self.task.settings.policy == EXTERNAL:
+            return
+        for model_group in sorted(set(self.task.settings.agents.values())):
+            await self._producer.weights.wait_for(model_group, self.task.wanted_version(model_group))
+        await self._hold_opponents()
+
+    async def _hold_opponents(self) -> None:
+        """Have the opponents' weights until the task is settled. No slot is held yet, so who holds both goes on."""
+        players, league = sorted(set(opponents_of(self.task).values())), self.task.settings.league
+        if league is None or not players or self._held:
+            return
+        if self._producer.opponents is None:
+            raise ModelError(f"task {self.task.group_id} has opponents, and nothing here loads their weights")
+        await self._producer.opponents.hold(players, league.max_loaded)
+        self._held = players
+
+    async def _open(self, *, size: int, void_cause: str | None) -> GroupProgress:
+        started = self._started(size=size, void_cause=void_cause)
+        offset = await self._writer.send(encode(started))
+        failpoint("producer/after-group-started")
+        return GroupProgress(started.group_id, started.size, started.time_ms + started.timeout_ms, offset)
+
+    def _started(self, *, size: int, void_cause: str | None) -> GroupStarted:
+        task, settings = self.task, self.task.settings
+        return GroupStarted(
+            run_id=task.run_id,
+            time_ms=self._writer.clock(),
+            group_id=task.group_id,
+            example_id=task.example_id,
+            job_id=task.job_id,
+            epoch=task.epoch,
+            index=task.index,
+            purpose=task.purpose,
+            policy=settings.policy,
+            size=size,
+            minimum=task.minimum if size else 0,
+            timeout_ms=self._timeout_ms(),
+            seed=task.seed,
+            reward_weights=settings.reward_weights,
+            void_cause=void_cause,
+            owner=self._producer.name,
+            revision=2,
+            **seats_of(task)._asdict(),
+        )
+
+    async def _run_missing(self, state: GroupProgress) -> None:
+        if self._is_recovered:
+            await self._without_time(state, asyncio.ensure_future(self._weights()))
+        async with asyncio.TaskGroup() as running:
+            for index, member in state.members.items():
+                if not member.is_settled:
+                    running.create_task(self._run_member(state, index, member))
+
+    async def _run_member(self, state: GroupProgress, index: int, member: MemberState) -> None:
+        slots = self._producer.slots
+        while not member.is_settled:
+            slot, self._first_slot = self._first_slot or slots.ask(self._turn), None
+            try:
+                await self._without_time(state, slot)
+                await self._run_attempt(index, member.next_attempt)
+            finally:
+                slots.release(slot)
+
+    async def _without_time(self, state: GroupProgress, awaited: "asyncio.Future[None]") -> None:
+        """Await what is no rollout's time: as long as a member waits, the group has as much time left as before.
+
+        The deadline moves on in the log ahead of event time, so that no record closes the group meanwhile.
+        """
+        if awaited.done():
+            return awaited.result()
+        step_ms = self._timeout_ms() * EXTENSION_SHARE
+        if not self._num_waiting:
+            self._left_ms = max(state.deadline_ms - self._writer.clock(), int(step_ms * 2))
+        self._num_waiting += 1
+        try:
+            while not awaited.done():
+                await asyncio.wait({awaited}, timeout=step_ms / 1000)
+                is_over = awaited.done() and self._num_waiting == 1
+                if self._writer.clock() + self._left_ms - state.deadline_ms >= (1 if is_over else step_ms / 2):
+                    await extend(self._producer, self._writer, self.task, state, self._left_ms)
+            awaited.result()
+        finally:
+            self._num_waiting -= 1
+            awaited.cancel()
+
+    def _timeout_ms(self) -> int:
+        return max(1, int(self.task.settings.group_timeout_s * 1000))
+
+    async def _run_attempt(self, member: int, attempt: int) -> None:
+        async def send(event: Encoded) -> None:
+            await self._send(event, member, attempt)
+
+        async with Outbox(send) as outbox:
+            await self._producer.rollout(
+                self.task,
+                member=member,
+                attempt=attempt,
+                is_last=self._num_failed(member) + 1 >= self.task.settings.max_attempts,
+                engine=self._producer.engine,
+                emit=outbox.put,
+                clock=self._writer.clock,
+            )
+            if outbox.terminal is None:
+                raise RuntimeError(f"{self._rollout_id(member, attempt)} returned without a terminal event")
+
+    async def _send(self, encoded: Encoded, member: int, attempt: int) -> None:
+        assert self.state is not None
+        event = encoded.event
+        if isinstance(event, RolloutEnded):
+            failpoint("producer/before-rollout-ended")
+        await self._writer.send(encoded)
+        if isinstance(event, StepRecorded):
+            failpoint("producer/after-step")
+        elif isinstance(event, RolloutStarted):
+            self.state.begin(member, attempt)
+        elif isinstance(event, RolloutEnded):
+            self.state.complete(member, attempt)
+        elif isinstance(event, RolloutFailed):
+            is_counted = event.cause != PRODUCER_LOST
+            self.state.fail(member, attempt, is_final=event.is_final, is_counted=is_counted)
+
+    def _num_failed(self, member: int) -> int:
+        return self.state.members[member].num_failed if self.state is not None else 0
+
+    async def _fail_lost(self, state: GroupProgress) -> None:
+        """Decide what the predecessor left open."""
+        for index, member in state.members.items():
+            if member.is_settled:
+                continue
+            max_attempts = self.task.settings.max_attempts
+            is_used_up = member.num_failed >= max_attempts or member.next_attempt >= max_attempts + MAX_LOST
+            for attempt in sorted(member.open_attempts):
+                is_final = is_used_up and attempt + 1 == member.next_attempt
+                await self._fail(index, attempt, PRODUCER_LOST, "its producer is gone", is_final=is_final)
+            if is_used_up and not member.is_settled:
+                await self._fail_next(index, member, PRODUCER_LOST, "its attempts are used up")
+
+    async def _fail_rest(self, state: GroupProgress, cause: str, message: str) -> None:
+        """Fail for good what is not settled."""
+        for index, member in state.members.items():
+            for attempt in sorted(member.open_attempts):
+                await self._fail(index, attempt, cause, message, is_final=True)
+            if not member.is_settled:
+                await self._fail_next(index, member, cause, message)
+
+    async def _fail_next(self, member: int, state: MemberState, cause: str, message: str) -> None:
+        attempt = state.next_attempt
+        await self._send(encode(self._rollout_started(member, attempt)), member, attempt)
+        await self._fail(member, attempt, cause, message, is_final=True)
+
+    async def _fail(self, member: int, attempt: int, cause: str, message: str, *, is_final: bool) -> None:
+        failed = self._failed(member, attempt, cause, message, is_final=is_final)
+        await self._send(encode(failed), member, attempt)
+
+    def _rollout_started(self, member: int, attempt: int) -> RolloutStarted:
+        return RolloutStarted(
+            run_id=self.task.run_id,
+            time_ms=self._writer.clock(),
+            group_id=self.task.group_id,
+            rollout_id=self._rollout_id(member, attempt),
+            member=member,
+            attempt=attempt,
+            seed=ids.member_seed(self.task.seed, member),
+        )
+
+    def _failed(self, member: int, attempt: int, cause: str, message: str, *, is_final: bool) -> RolloutFailed:
+        return RolloutFailed(
+            run_id=self.task.run_id,
+            time_ms=self._writer.clock(),
+            group_id=self.task.group_id,
+            rollout_id=self._rollout_id(member, attempt),
+            cause=cause,
+            message=message,
+            is_final=is_final,
+        )
+
+    def _rollout_id(self, member: int, attempt: int) -> str:
+        return ids.rollout_id(self.task.group_id, member, attempt)
+
+
+async def extend(
+    producer: WorkerContext, writer: StepsWriter, task: TaskRequested, state: GroupProgress, left_ms: int
+) -> None:
+    """Move the deadline of a group on in the log, to `left_ms` from now."""
+    time_ms = writer.clock()
+    state.deadline_ms = time_ms + left_ms
+    extended = GroupExtended(
+        run_id=task.run_id,
+        time_ms=time_ms,
+        group_id=task.group_id,
+        deadline_ms=state.deadline_ms,
+        owner=producer.name,
+    )
+    await writer.send(encode(extended))

@@ -1,0 +1,8 @@
+"""The OpenAI-compatible endpoint of a model group."""
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from rollstream.producers.openai import keys
+
+__all__ = ["keys"]

@@ -1,0 +1,58 @@
+"""Who may ask the endpoint: whoever bears its token, and no web page. Pure.
+
+A page can make a browser send requests to an address of this machine: with an `Origin`, as a form or plain text without
+asking first, or under a name of its own that it lets resolve to 127.0.0.1. None of these is answered.
+"""
+
+import hmac
+from collections.abc import Mapping
+from email.message import Message
+
+from rollstream.producers.openai.protocol import Refusal
+from rollstream.schemas.services import LOOPBACK, EndpointSettings
+
+FROM_ELSEWHERE = ("cross-site", "same-site")
+"""What a browser says in `Sec-Fetch-Site` of a page that is not the endpoint's own."""
+
+
+class Access:
+    """The rules of one endpoint."""
+
+    def __init__(self, settings: EndpointSettings, token: str | None) -> None:
+        """With a `token`, requests must bear it. On an address that others reach, any name may be asked for by default:
+        a token is needed there."""
+        self._authorization = f"Bearer {token}".encode() if token else None
+        is_checked = settings.host in LOOPBACK or bool(settings.allowed_hosts)
+        names = (*LOOPBACK, settings.host, *settings.allowed_hosts)
+        self._hosts = frozenset(name.lower() for name in names) if is_checked else None
+
+    def check(self, method: str, headers: Mapping[str, str]) -> None:
+        """Raises Refusal: 403 for a page or another host, 401 without the token, 415 for a body that is not JSON."""
+        host = _name_of(headers.get("Host", ""))
+        if self._hosts is not None and host not in self._hosts:
+            raise Refusal(
+                403,
+                f"host {host[:100]!r} is not allowed; use 127.0.0.1, or add it to endpoint.allowed_hosts",
+                code="host_not_allowed",
+            )
+        if "Origin" in headers or headers.get("Sec-Fetch-Site") in FROM_ELSEWHERE:
+            raise Refusal(403, "requests from web pages are not allowed", code="origin_not_allowed")
+        given = headers.get("Authorization", "").encode(errors="replace")
+        if self._authorization is not None and not hmac.compare_digest(given, self._authorization):
+            raise Refusal(401, "the API key is missing or wrong", code="invalid_api_key")
+        if method == "POST" and _content_type(headers) != "application/json":
+            raise Refusal(415, "Content-Type must be application/json", code="unsupported_content_type")
+
+
+def _name_of(host: str) -> str:
+    """A `Host` header without its port."""
+    name, _, port = host.strip().rpartition(":")
+    if not name or not port.isdecimal():
+        name = host.strip()
+    return name.removeprefix("[").removesuffix("]").rstrip(".").lower()
+
+
+def _content_type(headers: Mapping[str, str]) -> str:
+    parsed = Message()
+    parsed["Content-Type"] = headers.get("Content-Type", "")
+    return parsed.get_content_type() if "Content-Type" in headers else ""

@@ -1,0 +1,79 @@
+"""The endpoint process: engine, weight follower and OpenAI-compatible endpoint of one model group, to shutdown."""
+
+import asyncio
+import contextlib
+import json
+import logging
+import os
+from pathlib import Path
+
+from rollstream.eventlog.artifacts import ArtifactStore
+from rollstream.eventlog.files import write_whole
+from rollstream.eventlog.log import EventLog
+from rollstream.producers.engines.base import Engine
+from rollstream.producers.engines.table import new_engine
+from rollstream.producers.engines.weight_follower import WeightFollower
+from rollstream.producers.openai.keys import token_file, token_of
+from rollstream.producers.openai.server import Endpoint, listening
+from rollstream.schemas.errors import first_error
+from rollstream.schemas.permissions import Permissions
+from rollstream.schemas.services import EndpointSettings
+
+logger = logging.getLogger(__name__)
+
+
+async def serve(settings: EndpointSettings) -> None:
+    """Run until cancelled. Raises RollstreamError for a port in use or a token that is missing."""
+    from rollstream.eventlog.kafka.log import KafkaLog
+
+    token = token_of(settings, os.environ)
+    async with contextlib.AsyncExitStack() as stack:
+        log = await stack.enter_async_context(KafkaLog(settings.connection, client_id=settings.name))
+        engine = new_engine(settings.engine, os.environ)
+        stack.push_async_callback(engine.close)
+        await engine.start()
+        await run(settings, log, engine, token)
+
+
+async def run(settings: EndpointSettings, log: EventLog, engine: Engine, token: str | None = None) -> None:
+    """Follow the model group and answer until cancelled; meanwhile the port in use is in `endpoint_file`.
+
+    Raises ModelError for a version that the engine cannot load: whoever trains waits until it is served here.
+    """
+    permissions = Permissions.of(settings.allow, os.environ)
+    store = ArtifactStore(settings.artifact_uri)
+    follower = WeightFollower(log, store, engine, engine_id=settings.name, permissions=permissions, must_load=True)
+    endpoint = Endpoint(engine, follower, settings, token)
+    place = endpoint_file(settings.workspace, settings.name)
+    async with listening(endpoint, settings.host, settings.port) as port:
+        write_whole(place, json.dumps({"host": settings.host, "port": port, "pid": os.getpid()}), is_private=False)
+        logger.info(
+            "ready (OpenAI-compatible, http://%s:%d/v1, model %s, %s)",
+            settings.host,
+            port,
+            settings.model_name,
+            _access(settings, token),
+        )
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                tasks.create_task(follower.run())
+                # Asked for at once, so that the first version is loaded before the first request.
+                tasks.create_task(follower.wait_for(settings.model_group, 0))
+        except BaseExceptionGroup as failed:
+            raise first_error(failed) from failed
+        finally:
+            place.unlink(missing_ok=True)
+
+
+def _access(settings: EndpointSettings, token: str | None) -> str:
+    """Who may ask, without the token itself."""
+    if token is None:
+        return "without a token"
+    path = token_file(settings.workspace, settings.name)
+    is_ours = settings.token is None and settings.token_file is None and path.exists()
+    return f"API key in {path}" if is_ours else "API key as set"
+
+
+def endpoint_file(workspace: Path, name: str) -> Path:
+    """The file that holds the address of a running endpoint."""
+    return workspace / f"{name}.json"

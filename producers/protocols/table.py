@@ -1,0 +1,99 @@
+"""Protocols by name: built-in ones, registered ones and `python:module.Name`.
+
+A package registers its own in a module that an entry point of the group `rollstream.components` names. Who calls
+`protocol` with a name from a record must have checked that its process allows `python:` names.
+"""
+
+import importlib
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
+
+from pydantic import JsonValue, ValidationError
+
+from rollstream.producers.protocols import builtin
+from rollstream.producers.protocols.base import InteractionProtocol, ProtocolSettings
+from rollstream.schemas.errors import ConfigError, first_invalid, nearest, told
+from rollstream.schemas.permissions import CODE
+
+T = TypeVar("T", bound=type[InteractionProtocol])
+_protocols: dict[str, type[InteractionProtocol]] = {
+    "nip": builtin.Nip,
+    "adp": builtin.Adp,
+    "solo_verifier": builtin.SoloVerifier,
+    "debate": builtin.Debate,
+    "mnip": builtin.Mnip,
+    "merlin_arthur": builtin.MerlinArthur,
+}
+
+
+def register_protocol(name: str) -> Callable[[T], T]:
+    """Decorator: a subclass of InteractionProtocol under `name`. Raises ConfigError for a name that is taken."""
+
+    def register(found: T) -> T:
+        before = _protocols.get(name)
+        if before is not None and _origin(before) != _origin(found):
+            raise ConfigError(f"protocol {name} is registered twice: by {_origin(before)} and by {_origin(found)}")
+        _protocols[name] = found
+        return found
+
+    return register
+
+
+def names() -> list[str]:
+    """Of built-in and registered protocols."""
+    return sorted(_protocols)
+
+
+def protocol(written: str | Mapping[str, JsonValue], place: str = "protocol") -> InteractionProtocol:
+    """A protocol from its name, or from a mapping of `name` and its settings. `place`: where it stands, for errors.
+
+    Raises ConfigError for an unknown name, what is no protocol, and settings that it does not take.
+    """
+    options = {"name": written} if isinstance(written, str) else dict(written)
+    name = options.pop("name", None)
+    if not isinstance(name, str):
+        raise ConfigError(f"{place}: name is missing; write {place}: {{name: nip}}, with one of {', '.join(names())}")
+    found = _class(name, place)
+    try:
+        return found(found.Settings.model_validate(options))
+    except ValidationError as error:
+        line = first_invalid(error, place, known=found.Settings.model_fields)
+        raise ConfigError(f"{line} (protocol {name})") from error
+    except ValueError as error:
+        raise ConfigError(f"{place}: {name}: {error}") from error
+
+
+def _class(name: str, place: str) -> type[InteractionProtocol]:
+    found = _imported(name, place) if name.startswith(CODE) else _protocols.get(name)
+    if found is None:
+        near = nearest(name, names())
+        hint = f"did you mean {near}?" if near is not None else f"known protocols: {', '.join(names())}"
+        raise ConfigError(f"{place}: {name!r} is unknown; {hint}")
+    if not (isinstance(found, type) and issubclass(found, InteractionProtocol)):
+        raise ConfigError(f"{place}: {name} is not a subclass of {InteractionProtocol.__module__}.InteractionProtocol")
+    left = ", ".join(sorted(found.__abstractmethods__))
+    if left:
+        raise ConfigError(f"{place}: {name} does not define {left}")
+    settings: Any = found.Settings
+    if not (isinstance(settings, type) and issubclass(settings, ProtocolSettings)):
+        raise ConfigError(f"{place}: {name} must have a class Settings that derives from ProtocolSettings")
+    return found
+
+
+def _imported(name: str, place: str) -> Any:
+    module_name, _, attribute = name.removeprefix(CODE).rpartition(".")
+    if not module_name:
+        raise ConfigError(f"{place}: {name!r} is not a valid path; write python:module.Name")
+    try:
+        module = importlib.import_module(module_name)
+    except (Exception, SystemExit) as error:
+        raise ConfigError(f"{place}: {name}: module {module_name} cannot be imported: {told(error)}") from error
+    if not hasattr(module, attribute):
+        near = nearest(attribute, vars(module))
+        hint = f"; did you mean {near}?" if near is not None else ""
+        raise ConfigError(f"{place}: {name}: module {module_name} has no {attribute!r}{hint}")
+    return getattr(module, attribute)
+
+
+def _origin(found: type) -> str:
+    return f"{found.__module__}.{found.__qualname__}"

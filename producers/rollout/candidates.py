@@ -1,0 +1,43 @@
+"""How scored answers to the same messages are recorded: a TTC_END step each, in the shape of NAT's candidates. Pure."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from rollstream.schemas import ids
+from rollstream.schemas.events import StepRecorded
+
+CANDIDATE = "dpo_candidate_move"
+"""Name of a candidate's step, as NAT's DPO builder looks for it."""
+SCORE = "score"
+"""Name of the reward that says how good a candidate is beside the others."""
+
+
+def turn_id(rollout_id: str, agent: str, turn_index: int) -> str:
+    """Name of a turn that no other rollout has: `turn_<index>_<8 hex>`."""
+    return f"turn_{turn_index}_{ids.derive_seed(rollout_id, agent, turn_index) & 0xFFFFFFFF:08x}"
+
+
+def candidate_fields(
+    answered: StepRecorded, *, turn: str, turn_index: int, index: int, score: float, is_selected: bool
+) -> dict[str, Any]:
+    """Fields of a candidate's step. `answered`: the call that gave it; its index is in the metadata."""
+    said: Mapping[str, Any] = answered.data or {}
+    return {
+        "event_type": "TTC_END",
+        "name": CANDIDATE,
+        "data": {
+            "input": said.get("input"),
+            "output": said.get("output"),
+            "turn_id": turn,
+            "turn_index": turn_index,
+            "candidate_index": index,
+            "score": score,
+        },
+        "metadata": {"step_index": answered.step_index, "is_selected": is_selected},
+    }
+
+
+def is_played(step: StepRecorded) -> bool:
+    """Whether a step is that of the candidate which the rollout went on with."""
+    told = step.metadata or {}
+    return step.name == CANDIDATE and "step_index" in told and told.get("is_selected") is True

@@ -1,0 +1,145 @@
+"""Token-exact prompts: what one agent's model saw and said so far stays as it was, and only what is new is tokenised.
+
+Pure; knows text and ids, no messages.
+"""
+
+import hashlib
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from rollstream.producers.engines.base import Generation, Tokenizer
+from rollstream.schemas import tokens
+from rollstream.schemas.events.rollouts import LLMCall, Prefix
+
+MIN_SHARED = 32
+"""Ids that a prompt must share with a part of an earlier call, to be written as its prefix."""
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """Ids to go on from: (P,) = the prefix's ids and the new ones."""
+
+    text: str
+    token_ids: "array[int]"
+    prefix: Prefix | None
+
+    @property
+    def new_ids(self) -> "array[int]":
+        """Ids after the prefix."""
+        return self.token_ids[self.prefix.length :] if self.prefix else self.token_ids
+
+
+@dataclass(frozen=True, slots=True)
+class _Call:
+    step_index: int
+    token_ids: "array[int]"
+    """Prompt and completion."""
+    marks: tuple[tuple[str, int], ...]
+    """Texts that a later prompt may begin with, and how many ids they are; longest first."""
+
+
+class Conversation:
+    """The calls of one agent in one rollout. A prompt may go on from any of them, so branches stay exact too."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._calls: list[_Call] = []
+
+    def prompt(self, text: str) -> Prompt:
+        """Ids of a rendered chat: the longest stretch that an earlier call had word for word, then new ids."""
+        best: tuple[int, str, _Call] | None = None
+        for call in reversed(self._calls):
+            for mark, length in call.marks:
+                if text.startswith(mark):
+                    if best is None or length > best[0]:
+                        best = (length, mark, call)
+                    break
+        if best is None:
+            return Prompt(text, array("i", self._tokenizer.encode(text, add_special_tokens=False)), None)
+        length, mark, call = best
+        kept = call.token_ids[:length]
+        rest = text[len(mark) :]
+        new_ids = array("i", self._tokenizer.encode(rest, add_special_tokens=False) if rest else ())
+        return Prompt(text, kept + new_ids, Prefix(step_index=call.step_index, length=length, sha256=ids_sha256(kept)))
+
+    def continue_from_ids(self, token_ids: "array[int]") -> Prompt:
+        """A prompt that is known by its ids, which all stay; the prefix is the longest stretch that it shares."""
+        best: tuple[int, _Call] | None = None
+        for call in reversed(self._calls):
+            shared = _num_shared(token_ids, call.token_ids)
+            is_worth_it = shared == len(call.token_ids) or shared >= MIN_SHARED
+            if is_worth_it and (best is None or shared > best[0]):
+                best = (shared, call)
+        if best is None:
+            return Prompt("", token_ids, None)
+        length, call = best
+        sha256 = ids_sha256(token_ids[:length])
+        return Prompt("", token_ids, Prefix(step_index=call.step_index, length=length, sha256=sha256))
+
+    def note(self, step_index: int, prompt: Prompt, completion: "array[int]") -> None:
+        """Note what was answered at a step to a prompt that is known by its ids."""
+        self._calls.append(_Call(step_index, prompt.token_ids + completion, ()))
+
+    def said(self, step_index: int, prompt: Prompt, completion_ids: Sequence[int]) -> str:
+        """Note what the model answered at a step; returns its text without the end token."""
+        completion = array("i", completion_ids)
+        has_end = bool(completion) and completion[-1] == self._tokenizer.eos_token_id
+        spoken = completion[:-1] if has_end else completion
+        answer = self._text(spoken)
+        num_prompt = len(prompt.token_ids)
+        marks = [(prompt.text + answer, num_prompt + len(spoken)), (prompt.text, num_prompt)]
+        if has_end:
+            marks.insert(0, (prompt.text + self._text(completion), num_prompt + len(completion)))
+        self._calls.append(_Call(step_index, prompt.token_ids + completion, tuple(marks)))
+        return answer
+
+    def _text(self, ids: "array[int]") -> str:
+        # Special tokens stay in the text: an answer that holds one is rendered back word for word.
+        return self._tokenizer.decode(ids.tolist(), skip_special_tokens=False) if ids else ""
+
+
+def usage_of(prompt: Prompt, generation: Generation) -> dict[str, Any]:
+    """NAT's `usage_info` of a call."""
+    num_prompt, num_completion = len(prompt.token_ids), len(generation.token_ids)
+    usage = {
+        "prompt_tokens": num_prompt,
+        "completion_tokens": num_completion,
+        "cached_tokens": 0,
+        "reasoning_tokens": 0,
+        "total_tokens": num_prompt + num_completion,
+    }
+    return {"token_usage": usage, "num_llm_calls": 1, "seconds_between_calls": 0}
+
+
+def _num_shared(one: "array[int]", other: "array[int]") -> int:
+    """How many ids both begin with, by halving."""
+    low, high = 0, min(len(one), len(other))
+    if one[:high] == other[:high]:
+        return high
+    while low < high - 1:
+        middle = (low + high) // 2
+        if one[low:middle] == other[low:middle]:
+            low = middle
+        else:
+            high = middle
+    return low
+
+
+def ids_sha256(token_ids: "array[int]") -> str:
+    """sha256 (hex) of ids as little-endian int32."""
+    packed = b"".join(number.to_bytes(4, "little", signed=True) for number in token_ids)
+    return hashlib.sha256(packed).hexdigest()
+
+
+def recorded_call(prompt: Prompt, generation: Generation) -> LLMCall:
+    """An answer to a prompt as its step records it."""
+    return LLMCall(
+        prefix=prompt.prefix,
+        prompt_ids=tokens.encode_ids(prompt.new_ids),
+        completion_ids=tokens.encode_ids(generation.token_ids),
+        logprobs=tokens.encode_floats(generation.logprobs) if generation.spans else None,
+        spans=generation.spans,
+        finish_reason=generation.finish_reason,
+    )

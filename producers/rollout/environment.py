@@ -1,0 +1,77 @@
+"""What an environment is: the world that agents act in. One fresh instance plays one rollout.
+
+Environments know neither Kafka nor tokens; what they do through their session becomes the events of the rollout.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from typing import Any, ClassVar
+
+from rollstream.producers.rollout.session import Message, Session
+from rollstream.schemas.errors import ConfigError, EnvironmentRunError
+
+EnvironmentFunction = Callable[..., Awaitable[None]]
+"""`async def play(session, **config)`: an environment without a class."""
+
+
+class Environment(ABC):
+    """A world. The constructor takes the run's `environment_config` as keywords."""
+
+    URLS: ClassVar[tuple[str, ...]] = ()
+    """Keys of `environment_config` that hold URLs: a task may only name URLs there that the producers allow."""
+    CODE: ClassVar[tuple[str, ...]] = ()
+    """Keys of `environment_config` that may name code (`python:module.Name`), in themselves or in their `name`: a task
+    may only name code there that the producers allow.
+    """
+
+    SCRIPTED: ClassVar[tuple[str, ...]] = ()
+    """Names of the players that it can put into an agent's seat by itself, for `league.scripted`."""
+
+    @abstractmethod
+    async def run(self, session: Session) -> None:
+        """Play one rollout to its end. What it raises fails the rollout; the run goes on."""
+
+    def demonstrate(self, session: Session, messages: Sequence[Message], agent: str) -> str:
+        """What a demonstrator answers to `messages`, for data to warm-start on. Draws come from `session.rng`."""
+        raise EnvironmentRunError(f"environment {type(self).__name__} has no demonstrator; define demonstrate()")
+
+    def play_scripted(self, session: Session, messages: Sequence[Message], agent: str, player: str) -> str:
+        """What one of its `SCRIPTED` players answers to `messages` in an agent's seat."""
+        raise EnvironmentRunError(f"environment {type(self).__name__} has no scripted player {player!r}")
+
+    def required_agents(self) -> tuple[str, ...]:
+        """Names of the agents that it plays with; empty: it takes whatever agents the run has."""
+        return ()
+
+    def check_agents(self, agents: Iterable[str]) -> None:
+        """Raises ConfigError naming the agents that it plays with and the run does not have."""
+        required, given = self.required_agents(), tuple(agents)
+        missing = [name for name in required if name not in given]
+        if missing:
+            raise ConfigError(
+                f"environment {type(self).__name__} plays with the agents {', '.join(required)}, but the run has no "
+                f"{', '.join(missing)}; set trajectory_builders.X.agents: [{', '.join(required)}]"
+            )
+
+    def examples(self, num: int, seed: int) -> list[dict[str, Any]]:
+        """Inputs of `num` examples, for runs without a dataset file. Empty by default: the task's seed decides."""
+        return [{} for _ in range(num)]
+
+
+class FunctionEnvironment(Environment):
+    """An async function as an environment; it has no demonstrator."""
+
+    def __init__(self, function: EnvironmentFunction, config: Mapping[str, Any]) -> None:
+        self._function = function
+        self._config = config
+
+    async def run(self, session: Session) -> None:
+        """Call the function with the session and the configuration."""
+        await self._function(session, **self._config)
+
+    def demonstrate(self, session: Session, messages: Sequence[Message], agent: str) -> str:
+        """Raises EnvironmentRunError: demonstrators need a class."""
+        name = getattr(self._function, "__name__", "?")
+        raise EnvironmentRunError(
+            f"environment {name} is a function without a demonstrator; write it as an Environment class"
+        )

@@ -1,0 +1,172 @@
+"""The record of one attempt: gives steps and rewards their indices, emits them, and chains their digests.
+
+Nothing is emitted after `close`, so that whatever an environment still does cannot follow the attempt's last event.
+"""
+
+import uuid
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Any
+
+from rollstream.eventlog import codec
+from rollstream.eventlog.log import check_record_size
+from rollstream.schemas.base import Event
+from rollstream.schemas.errors import EnvironmentRunError, LogError
+from rollstream.schemas.events import (
+    RewardRecorded,
+    RolloutEnded,
+    RolloutFailed,
+    RolloutStarted,
+    StepRecorded,
+    TaskRequested,
+)
+from rollstream.schemas.events.rollouts import FunctionAncestry
+
+Emit = Callable[[codec.Encoded], Awaitable[None]]
+"""Sends an event, which is encoded once, where it is checked that a record can hold it."""
+WORKFLOW = "<workflow>"
+"""NAT's name of the function that the whole agent is."""
+
+
+class Journal:
+    """Events of one attempt, in the order in which they happen."""
+
+    def __init__(self, task: TaskRequested, rollout_id: str, emit: Emit, clock: Callable[[], int]) -> None:
+        self.rollout_id = rollout_id
+        self.clock = clock
+        self.emit_error: BaseException | None = None
+        """What `emit` raised; it ends the attempt without a last event."""
+        self.refusal: str | None = None
+        """Why the first event that no record can hold was not emitted."""
+        self._emit = emit
+        self._ids: dict[str, Any] = {"run_id": task.run_id, "group_id": task.group_id, "rollout_id": rollout_id}
+        self._ancestry = FunctionAncestry(
+            function_id=str(uuid.uuid5(uuid.NAMESPACE_URL, rollout_id)), function_name=WORKFLOW
+        )
+        self._num_opened = 0
+        self._num_rewards = 0
+        self._steps: dict[int, StepRecorded] = {}
+        self._rewards: dict[int, RewardRecorded] = {}
+        self._step_digests: dict[int, str] = {}
+        self._reward_digests: dict[int, str] = {}
+        self._is_closed = False
+
+    @property
+    def steps(self) -> tuple[StepRecorded, ...]:
+        """Recorded steps by index."""
+        return tuple(self._steps[index] for index in sorted(self._steps))
+
+    @property
+    def rewards(self) -> tuple[RewardRecorded, ...]:
+        """Recorded rewards by index."""
+        return tuple(self._rewards[index] for index in sorted(self._rewards))
+
+    @property
+    def num_open(self) -> int:
+        """Calls that began and were never recorded."""
+        return self._num_opened - len(self._steps) + self._num_rewards - len(self._rewards)
+
+    def has_step(self, step_index: int) -> bool:
+        """Whether a step is recorded."""
+        return step_index in self._steps
+
+    def step(self, step_index: int) -> StepRecorded:
+        """A step that is recorded."""
+        return self._steps[step_index]
+
+    async def begin(self, *, member: int, attempt: int, seed: int) -> None:
+        """Emit RolloutStarted."""
+        started = RolloutStarted(**self._ids, time_ms=self.clock(), member=member, attempt=attempt, seed=seed)
+        await self._put(started, "the start")
+
+    def open_step(self) -> int:
+        """Index of a step that begins now. Calls are numbered as they begin, however long each takes."""
+        self._check_open()
+        self._num_opened += 1
+        return self._num_opened - 1
+
+    async def record_step(self, step_index: int, *, began_ms: int, **fields: Any) -> StepRecorded:
+        """Emit what happened at an opened step. `fields` are those of StepRecorded beside ids and event time.
+
+        The step's own uuid, ancestry and times are made here unless they are among them.
+        """
+        time_ms = self.clock()
+        own: dict[str, Any] = {
+            "uuid": fields.get("uuid") or str(uuid.uuid5(uuid.NAMESPACE_URL, f"{self.rollout_id}/s{step_index}")),
+            "function_ancestry": self._ancestry,
+            "event_timestamp": time_ms / 1000,
+            "span_event_timestamp": began_ms / 1000,
+        }
+        step = StepRecorded(**self._ids, time_ms=time_ms, step_index=step_index, **(own | fields))
+        self._step_digests[step_index] = await self._put(step, f"step {step_index} ({step.event_type} {step.name})")
+        self._steps[step_index] = step
+        return step
+
+    async def record_reward(
+        self, *, name: str, value: float, step_index: int | None, agent: str | None, is_score: bool = False
+    ) -> None:
+        """Emit one reward."""
+        self._check_open()
+        index = self._num_rewards
+        self._num_rewards += 1
+        reward = RewardRecorded(
+            **self._ids,
+            time_ms=self.clock(),
+            reward_index=index,
+            name=name,
+            value=value,
+            step_index=step_index,
+            agent=agent,
+            is_score=is_score,
+        )
+        self._reward_digests[index] = await self._put(reward, f"reward {name}")
+        self._rewards[index] = reward
+
+    def close(self) -> None:
+        """From now on only `end` and `fail` emit."""
+        self._is_closed = True
+
+    async def end(self, stop_reason: str, missing_scores: Mapping[str, str]) -> None:
+        """Emit RolloutEnded: counts, the digest over the content of all steps, then all rewards, and missing scores."""
+        digests = [found[index] for found in (self._step_digests, self._reward_digests) for index in sorted(found)]
+        event = RolloutEnded(
+            **self._ids,
+            time_ms=self.clock(),
+            num_steps=len(self._steps),
+            num_rewards=len(self._rewards),
+            digest=codec.chain(self.rollout_id, digests),
+            stop_reason=stop_reason,
+            missing_scores=dict(missing_scores),
+        )
+        await self._emit(codec.encode(event))
+
+    async def fail(self, cause: str, message: str, *, is_final: bool) -> None:
+        """Emit RolloutFailed."""
+        event = RolloutFailed(**self._ids, time_ms=self.clock(), cause=cause, message=message, is_final=is_final)
+        await self._emit(codec.encode(event))
+
+    async def _put(self, event: Event, what: str) -> str:
+        """Emit an event; returns its digest."""
+        self._check_open()
+        encoded = self._encoded(event, what)
+        digest = encoded.digest  # of what is sent: an environment may change what it recorded
+        try:
+            await self._emit(encoded)
+        except Exception as error:
+            self.emit_error = error
+            raise
+        return digest
+
+    def _encoded(self, event: Event, what: str) -> codec.Encoded:
+        """Raises EnvironmentRunError if no record can hold the event: the environment's fault, not the log's."""
+        try:
+            encoded = codec.encode(event)
+            check_record_size(encoded.topic, encoded.key, encoded.value, encoded.headers)
+        except (TypeError, ValueError, LogError) as error:
+            message = f"{what} cannot be recorded: {error}"
+            self.refusal = self.refusal or message
+            raise EnvironmentRunError(message) from error
+        return encoded
+
+    def _check_open(self) -> None:
+        if self._is_closed:
+            raise EnvironmentRunError(f"rollout {self.rollout_id} has ended; nothing more can be recorded")

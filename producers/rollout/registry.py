@@ -1,0 +1,168 @@
+"""Environments and reward functions by name, or by `python:module.attribute`. Built-in ones are imported on demand."""
+
+import importlib
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
+
+from pydantic import JsonValue
+
+from rollstream.producers.rollout.environment import Environment, FunctionEnvironment
+from rollstream.producers.rollout.rewards import RewardFunction
+from rollstream.producers.rollout.user_code import OURS, told_of_failed_imports
+from rollstream.schemas.errors import ConfigError, nearest, told
+from rollstream.schemas.permissions import CODE, Permissions, below, environment_path
+
+BUILT_IN = (
+    "arithmetic",
+    "bit_proof",
+    "guess_number",
+    "recorded",
+    "remote_workflow",
+    "tic_tac_toe",
+    "tic_tac_toe_self_play",
+)
+"""Modules of `producers.environments`; each registers its environment under its own name."""
+
+_T = TypeVar("_T", bound=Callable[..., Any])
+_environments: dict[str, Callable[..., Any]] = {}
+_rewards: dict[str, RewardFunction] = {}
+
+
+def register_environment(name: str) -> Callable[[_T], _T]:
+    """Decorator: an Environment class, or an async function of a session, under `name`."""
+    return lambda value: _register(_environments, "environment", name, value)
+
+
+def register_reward(name: str) -> Callable[[_T], _T]:
+    """Decorator: a reward function (see `rewards.RewardFunction`) under `name`."""
+    return lambda value: _register(_rewards, "reward", name, value)
+
+
+def environment(name: str, permissions: Permissions) -> Callable[..., Any]:
+    """The environment class or async function called `name`; nothing else is handed out, and nothing is called here.
+
+    Raises NotAllowedError before anything is imported, ConfigError naming the nearest known name.
+    """
+    permissions.check_code(name, "environment")
+    if name not in _environments and name in BUILT_IN:
+        importlib.import_module(f"rollstream.producers.environments.{name}")
+    found = _find(_environments, "environment", name, BUILT_IN)
+    is_class = inspect.isclass(found) and issubclass(found, Environment)
+    if not is_class and not inspect.iscoroutinefunction(found):
+        raise ConfigError(f"environment {name} is neither an Environment class nor an async function of a session")
+    return found
+
+
+def reward(name: str, permissions: Permissions) -> RewardFunction:
+    """The reward function called `name`.
+
+    Raises NotAllowedError before anything is imported, ConfigError naming the nearest known name.
+    """
+    permissions.check_code(name, "reward")
+    found = _find(_rewards, "reward", name)
+    if inspect.isclass(found):
+        raise ConfigError(f"reward {name} is a class; give a function of a finished rollout")
+    return found
+
+
+def environment_config(name: str, config: Mapping[str, JsonValue], permissions: Permissions) -> dict[str, Any]:
+    """The configuration of environment `name` with its `${ENV}` expanded, which happens here and nowhere else.
+
+    Raises NotAllowedError for a variable, a URL in one of the environment's `URLS`, or code in one of its `CODE`, that
+    is not allowed.
+    """
+    found = environment(name, permissions)
+    urls: tuple[str, ...] = getattr(found, "URLS", ())
+    code: tuple[str, ...] = getattr(found, "CODE", ())
+    path = environment_path(name)
+    expanded = {
+        key: permissions.expand(value, f"environment_config.{key}", below(path, key)) for key, value in config.items()
+    }
+    for key in urls:
+        value = expanded.get(key)
+        if isinstance(value, str):
+            permissions.check_url(value, f"environment_config.{key}")
+    for key in code:
+        value = expanded.get(key)
+        named = value.get("name") if isinstance(value, Mapping) else value
+        if isinstance(named, str):
+            permissions.check_code(named, f"environment_config.{key}")
+    return expanded
+
+
+def build_environment(name: str, config: Mapping[str, JsonValue], permissions: Permissions) -> Environment:
+    """A fresh environment.
+
+    Raises NotAllowedError as `environment_config` does, ConfigError for an unknown name or configuration key, or a
+    value that the constructor refuses.
+    """
+    found = environment(name, permissions)
+    expanded = environment_config(name, config, permissions)
+    if inspect.iscoroutinefunction(found):
+        _check_keys(name, found, expanded, num_positional=1)
+        return FunctionEnvironment(found, expanded)
+    _check_keys(name, found, expanded, num_positional=0)
+    try:
+        built: Environment = found(**expanded)
+    except (TypeError, ValueError) as error:
+        is_ours = found.__module__.startswith(OURS)  # whose messages name the key themselves
+        reason = str(error) if is_ours or isinstance(error, ConfigError) else told(error)
+        raise ConfigError(f"environment {name}: environment_config: {reason}") from error
+    return built
+
+
+def _register(known: dict[str, Any], what: str, name: str, value: _T) -> _T:
+    before = known.get(name)
+    if before is not None and _place(before) != _place(value):
+        raise ConfigError(f"{what} {name} is registered twice: by {_place(before)} and by {_place(value)}")
+    known[name] = value
+    return value
+
+
+def _place(value: Any) -> str:
+    return f"{value.__module__}.{value.__qualname__}"
+
+
+def _find(known: Mapping[str, Any], what: str, name: str, more: tuple[str, ...] = ()) -> Any:
+    if name.startswith(CODE):
+        return _import(what, name)
+    if name in known:
+        return known[name]
+    names = sorted({*known, *more})
+    near = nearest(name, names)
+    listed = ", ".join(names) or "none is registered"
+    hint = f"did you mean {near}?" if near is not None else f"known names: {listed}; or give python:module.attribute"
+    raise ConfigError(f"{what} {name!r} is unknown; {hint}{told_of_failed_imports()}")
+
+
+def _import(what: str, name: str) -> Any:
+    module_name, _, attribute = name.removeprefix(CODE).rpartition(".")
+    if not module_name:
+        raise ConfigError(f"{what} {name!r} is not a valid path; write python:module.attribute")
+    try:
+        module = importlib.import_module(module_name)
+    except (Exception, SystemExit) as error:
+        raise ConfigError(f"{what} {name!r}: module {module_name} cannot be imported: {told(error)}") from error
+    if not hasattr(module, attribute):
+        near = nearest(attribute, vars(module))
+        hint = f"; did you mean {near}?" if near is not None else ""
+        raise ConfigError(f"{what} {name!r}: module {module_name} has no {attribute!r}{hint}")
+    found = getattr(module, attribute)
+    if not callable(found):
+        raise ConfigError(f"{what} {name!r}: is a {type(found).__name__}; give a class or a function")
+    return found
+
+
+def _check_keys(name: str, found: Callable[..., Any], config: Mapping[str, Any], *, num_positional: int) -> None:
+    signature = inspect.signature(found)
+    try:
+        signature.bind(*[None] * num_positional, **config)
+    except TypeError as error:
+        parameters = list(signature.parameters)[num_positional:]
+        unknown = [key for key in config if key not in parameters]
+        if not unknown:
+            raise ConfigError(f"environment {name}: {error}; see environment_config") from error
+        near = nearest(unknown[0], parameters)
+        hint = f"did you mean {near}?" if near is not None else f"known keys: {', '.join(parameters) or 'none'}"
+        raise ConfigError(f"environment {name}: environment_config.{unknown[0]}: unknown key; {hint}") from error

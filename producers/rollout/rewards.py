@@ -1,0 +1,143 @@
+"""Reward functions: a finished rollout in, a number out. They run before the rollout ends: rewards are recorded."""
+
+import asyncio
+import contextlib
+import contextvars
+import functools
+import inspect
+import math
+import threading
+from collections.abc import Awaitable, Callable, Iterable, Mapping
+from dataclasses import dataclass
+from numbers import Real
+from typing import Any, Protocol
+
+from rollstream.schemas.errors import EnvironmentRunError, told
+from rollstream.schemas.events import RewardRecorded, StepRecorded
+
+
+class RewardError(EnvironmentRunError):
+    """A reward is no finite number, belongs to nothing, or its function raised."""
+
+
+class NoScoreError(RewardError):
+    """There is no score: a reward function gave none, or whom it asked did not answer with one."""
+
+
+@dataclass(frozen=True, slots=True)
+class FinishedRollout:
+    """What a reward function sees: all that happened, before the rollout's last event."""
+
+    inputs: Mapping[str, Any]
+    seed: int
+    steps: tuple[StepRecorded, ...]
+    """By step index; LLM and tool calls of all agents, without what was asked of judges."""
+    rewards: tuple[RewardRecorded, ...]
+    """Those of the environment and of the reward functions before this one."""
+    messages: Mapping[str, tuple[Mapping[str, Any], ...]]
+    """By agent: the messages of its last call, and the answer."""
+    stop_reason: str
+
+
+Value = float | Mapping[str, float] | None
+"""One number for all agents, or one by agent; none: there is no score."""
+RewardFunction = Callable[[FinishedRollout], Value | Awaitable[Value]]
+
+JUDGE = "judge:"
+"""What the names of agents begin with that only judge; they have no model group and no trajectory."""
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """What a judge was asked and what it answered, as the log is to hold it (without secrets)."""
+
+    judge: str
+    """The evaluator's name."""
+    model: str
+    data: dict[str, Any]
+    """`input` (messages) and `output` (text)."""
+    metadata: dict[str, Any]
+    usage: dict[str, Any] | None
+    began_ms: int
+    """Event time."""
+
+
+class Recorder(Protocol):
+    """Takes down what judges are asked, before what comes of it counts."""
+
+    def clock(self) -> int:
+        """Event time in ms."""
+        ...
+
+    async def record(self, asked: Asked) -> None:
+        """Make a step of it."""
+        ...
+
+
+def played(steps: Iterable[StepRecorded]) -> tuple[StepRecorded, ...]:
+    """Steps of a rollout without those of judges."""
+    return tuple(step for step in steps if not step.agent.startswith(JUDGE))
+
+
+async def evaluate(name: str, function: RewardFunction, rollout: FinishedRollout) -> dict[str | None, float]:
+    """Reward by agent (None: all agents). A plain function has a thread of its own, so that it holds nobody up.
+
+    Raises RewardError naming the function if it raised or returned what is no finite number, NoScoreError if it has no
+    score to give.
+    """
+    try:
+        if inspect.iscoroutinefunction(function):
+            value: Any = await function(rollout)
+        else:
+            value, error = await in_thread(functools.partial(function, rollout))
+            if error is not None:
+                raise error
+            value = await value if inspect.isawaitable(value) else value
+    except RewardError:
+        raise
+    except (Exception, SystemExit) as error:
+        raise RewardError(f"reward {name} raised {told(error)}") from error
+    if isinstance(value, Mapping):
+        return {agent: finite(name, number) for agent, number in value.items()}
+    return {None: finite(name, value)}
+
+
+async def in_thread(function: Callable[[], Any]) -> tuple[Any, BaseException | None]:
+    """What a plain function returned, or raised: a future cannot hold every exception (StopIteration).
+
+    Not `asyncio.to_thread`: a few functions that never return would take all of its threads, those that fetch weights
+    included, and the process could not end.
+    """
+    loop = asyncio.get_running_loop()
+    answer: asyncio.Future[tuple[Any, BaseException | None]] = loop.create_future()
+
+    def settle(outcome: tuple[Any, BaseException | None]) -> None:
+        if not answer.done():
+            answer.set_result(outcome)
+
+    def call() -> None:
+        try:
+            outcome = function(), None
+        except BaseException as error:  # noqa: BLE001 -- whatever it raises is raised where it is awaited
+            outcome = None, error
+        with contextlib.suppress(RuntimeError):  # too late: the loop is closed
+            loop.call_soon_threadsafe(settle, outcome)
+
+    context = contextvars.copy_context()
+    threading.Thread(target=context.run, args=(call,), name="reward", daemon=True).start()
+    return await answer
+
+
+def finite(name: str, value: Any) -> float:
+    """`value` as a float. Raises RewardError if it is no finite number, NoScoreError if it is none at all."""
+    if value is None:
+        raise NoScoreError(f"reward function {name} returned None; expected a finite number")
+    if not isinstance(value, Real):
+        raise RewardError(f"reward function {name} returned a {type(value).__name__}; expected a finite number")
+    try:
+        number = float(value)
+    except OverflowError as error:
+        raise RewardError(f"reward {name} is too large; expected a finite number") from error
+    if not math.isfinite(number):
+        raise RewardError(f"reward {name} is {number}; expected a finite number")
+    return number

@@ -1,0 +1,391 @@
+"""What an environment plays through: chat with the model, call tools, give rewards. Every call becomes an event."""
+
+import asyncio
+import copy
+import functools
+import inspect
+import random
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import orjson
+
+from rollstream.eventlog.artifacts import ArtifactStore
+from rollstream.producers.engines.base import (
+    Engine,
+    Generation,
+    GenerationRequest,
+    NoTokenizer,
+    Tokenizer,
+    check_generation,
+)
+from rollstream.producers.league.draw import UNTRAINED, opponents_of
+from rollstream.producers.league.opponents import as_recorded
+from rollstream.producers.rollout import candidates
+from rollstream.producers.rollout.conversation import Conversation, Prompt, recorded_call, usage_of
+from rollstream.producers.rollout.journal import Journal
+from rollstream.producers.rollout.recorded_call import ImportContext, fields_of, read_step
+from rollstream.producers.rollout.rewards import RewardError, finite
+from rollstream.producers.rollout.user_code import refused_with_pause
+from rollstream.schemas import ids
+from rollstream.schemas.errors import EnvironmentRunError, told
+from rollstream.schemas.events import TaskRequested
+from rollstream.schemas.events.recorded import RecordedStep
+from rollstream.schemas.settings import EXTERNAL
+
+Message = dict[str, Any]
+"""A chat message: `role`, `content` and what a chat template knows beside them."""
+
+
+class TurnsExhausted(EnvironmentRunError):
+    """An agent asked for more than `max_turns` answers.
+
+    Unless caught, it ends the rollout, which is no failure: what was rewarded until then counts, 0 if nothing was.
+    """
+
+
+class Demonstrator(Protocol):
+    """The part of an environment that answers in the model's place."""
+
+    def demonstrate(self, session: "Session", messages: Sequence[Message], agent: str) -> Any:
+        """Text of the answer, or an awaitable of it."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """Why an attempt failed."""
+
+    cause: str
+    """As in RolloutFailed."""
+    message: str
+    error: BaseException | None = None
+    """What was raised, for its traceback."""
+
+
+@dataclass(frozen=True, slots=True)
+class Reply:
+    """One answer of the model."""
+
+    text: str
+    """Without the end token."""
+    step_index: int
+    """For rewards of this step."""
+    finish_reason: str
+    """`stop` or `length`."""
+
+
+class Session:
+    """One attempt at one rollout, as its environment sees it.
+
+    `inputs` are the example's, the attempt's own copy; `member` is its number in the group; `agents` the names that
+    may chat; `max_turns` counts answers an agent.
+    `epoch` is the epoch of the job that asked, `purpose` train or validation.
+    `seed` and `rng` are this member's own. `task_seed` and `task_rng` are equal in all members of the group: what the
+    members' rewards are compared under (a secret, an opponent) is drawn from those.
+    """
+
+    def __init__(
+        self,
+        task: TaskRequested,
+        *,
+        member: int,
+        engine: Engine,
+        journal: Journal,
+        demonstrator: Demonstrator,
+        artifacts: ArtifactStore | None = None,
+        opponents: Mapping[str, str] | None = None,
+        play_scripted: Callable[["Session", Sequence[Message], str, str], str] | None = None,
+    ) -> None:
+        """`opponents`: players by agent in place of those that are drawn for the task. `play_scripted`: the answer of
+        a scripted one, by session, messages, agent and the player's name.
+        """
+        self.inputs: dict[str, Any] = copy.deepcopy(task.inputs)
+        self.task_seed = task.seed
+        self.task_rng = random.Random(ids.derive_seed(task.seed, "world"))
+        self.member = member
+        self.seed = ids.member_seed(task.seed, member)
+        self.rng = random.Random(ids.derive_seed(self.seed, "member"))
+        self.epoch = task.epoch
+        self.purpose = task.purpose
+        self.min_version = task.min_version
+        self.max_turns = task.settings.max_turns
+        self.agents = tuple(task.settings.agents)
+        self.opponents = opponents_of(task) if opponents is None else opponents
+        """By agent: the player of a seat that is not the newest weights'. Its steps are recorded and not trained on."""
+        self.artifacts = artifacts
+        """Where artifacts that the task's inputs name are read."""
+        self.failure: Failure | None = None
+        """Cause and message of the first failure that is not the environment's to forgive."""
+        self.messages: dict[str, tuple[Message, ...]] = {}
+        """By agent: the messages of its last answered call, and the answer."""
+        self._task = task
+        self._settings = task.settings
+        self._engine = engine
+        self._journal = journal
+        self._demonstrator = demonstrator
+        self._play = play_scripted
+        self._conversations: dict[str, Conversation] = {}
+        self._num_turns: dict[str, int] = {}
+        self._num_calls: dict[str, int] = {}
+        self._num_scored: dict[str, int] = {}
+        self._num_levels = 0
+        """Turns so far, of all agents: levels of the tree whose leaves are the members."""
+
+    async def chat(self, messages: Sequence[Message], agent: str = "agent") -> Reply:
+        """The model's answer to `messages`, sampled with the run's settings.
+
+        What the agent's model saw and said in earlier calls stays token for token, as long as the messages begin alike.
+        Raises TurnsExhausted, or EnvironmentRunError for an agent that is not configured.
+        """
+        (reply,) = await self.sample(messages, 1, agent)
+        return reply
+
+    @refused_with_pause
+    async def sample(self, messages: Sequence[Message], num: int, agent: str = "agent") -> list[Reply]:
+        """`num` answers to the same messages, sampled side by side; together they are one turn.
+
+        A later call goes on from the answer that its messages hold. Raises what `chat` raises.
+        """
+        group, seeds = self._take_turn(agent, num)
+        if group.startswith(ids.SCRIPTED):
+            return [await self._play_scripted(messages, agent, group) for _ in seeds]
+        sent: list[Message] = _plain(list(messages), "messages")
+        prompt = self._prompt(self._conversation(agent, group), sent, group)
+        step_indices = [self._journal.open_step() for _ in seeds]
+        began_ms = self._journal.clock()
+        generations = await self._answers(prompt, sent, agent, seeds)
+        return [
+            await self._record_answer(step_index, began_ms, agent, group, sent, prompt, generation)
+            for step_index, generation in zip(step_indices, generations, strict=True)
+        ]
+
+    @refused_with_pause
+    async def relabel(self, messages: Sequence[Message], text: str, agent: str = "agent") -> Reply:
+        """Record `text` as what the agent should have answered to `messages`, beside what it did answer; no turn.
+
+        Its tokens have neither a version nor log-probabilities: it is for algorithms that imitate.
+        """
+        group = self._model_group(agent)
+        sent: list[Message] = _plain(list(messages), "messages")
+        prompt = self._prompt(self._conversation(agent, group), sent, group)
+        step_index, began_ms = self._journal.open_step(), self._journal.clock()
+        return await self._record_answer(step_index, began_ms, agent, group, sent, prompt, self._spoken(text, group))
+
+    async def _record_answer(
+        self,
+        step_index: int,
+        began_ms: int,
+        agent: str,
+        group: str,
+        sent: list[Message],
+        prompt: Prompt,
+        generation: Generation,
+    ) -> Reply:
+        text = self._conversations[agent].said(step_index, prompt, generation.token_ids)
+        self.messages[agent] = (*sent, {"role": "assistant", "content": text})
+        await self._journal.record_step(
+            step_index,
+            began_ms=began_ms,
+            agent=agent,
+            event_type="LLM_END",
+            name=group,
+            metadata=UNTRAINED if agent in self.opponents else None,
+            data={"input": sent, "output": text},
+            usage_info=usage_of(prompt, generation),
+            llm=recorded_call(prompt, generation),
+        )
+        return Reply(text, step_index, generation.finish_reason)
+
+    async def score(
+        self, replies: Sequence[Reply], scores: Sequence[float], *, selected: int, agent: str = "agent"
+    ) -> None:
+        """Say how good answers to the same messages are beside each other, and which of them (by place) is played.
+
+        A score is no part of the rollout's reward: it makes preference pairs. Raises RewardError for one that is no
+        finite number.
+        """
+        turn_index = self._num_scored.get(agent, 0)
+        self._num_scored[agent] = turn_index + 1
+        turn = candidates.turn_id(self._journal.rollout_id, agent, turn_index)
+        for index, (reply, score) in enumerate(zip(replies, scores, strict=True)):
+            await self.reward(score, candidates.SCORE, reply.step_index, agent, is_score=True)
+            fields = candidates.candidate_fields(
+                self._journal.step(reply.step_index),
+                turn=turn,
+                turn_index=turn_index,
+                index=index,
+                score=float(score),
+                is_selected=index == selected,
+            )
+            step_index, now_ms = self._journal.open_step(), self._journal.clock()
+            await self._journal.record_step(step_index, began_ms=now_ms, agent=agent, **fields)
+        played: dict[str, Any] = self._journal.step(replies[selected].step_index).data or {}
+        self.messages[agent] = (*played["input"], {"role": "assistant", "content": played["output"]})
+
+    @refused_with_pause
+    async def tool(self, name: str, input: Any, output: Any, agent: str = "agent") -> int:
+        """Record that a tool was called and what it returned (JSON values). Returns the step's index."""
+        self._model_group(agent)
+        data = {"input": _plain(input, f"input of tool {name}"), "output": _plain(output, f"output of tool {name}")}
+        step_index, now_ms = self._journal.open_step(), self._journal.clock()
+        await self._journal.record_step(
+            step_index, began_ms=now_ms, agent=agent, event_type="TOOL_END", name=name, data=data
+        )
+        return step_index
+
+    @refused_with_pause
+    async def record(self, step: RecordedStep, *, retokenise: bool = False, assumed_version: int | None = None) -> int:
+        """Record a step that happened elsewhere as it was, an LLM call with its tokens. Returns the step's index.
+
+        `retokenise`: make tokens from text where there are none. `assumed_version`: of tokens recorded without one;
+        none: the version that the task was asked for at. An agent without a name is the first of the run's.
+        """
+        agent = step.agent or next(iter(self.agents), "agent")
+        group = self._model_group(agent)
+        version = self._task.wanted_version(group) if assumed_version is None else assumed_version
+        playing = ImportContext(group, self._settings.policy, version, retokenise)
+        conversation = self._conversation(agent, playing.model_group)
+        step_index, began_ms = self._journal.open_step(), self._journal.clock()
+        tokenizer = self._tokenizer(playing.model_group)
+        reading = read_step(step, step_index, playing, conversation, tokenizer)
+        if step.event_type == "LLM_END":
+            self.messages.pop(agent, None)  # what was said before is no answer of this call
+            if step.chat is not None:
+                self.messages[agent] = (*step.chat.messages, step.chat.answer)
+        await self._journal.record_step(step_index, began_ms=began_ms, agent=agent, **fields_of(step, reading))
+        return step_index
+
+    @refused_with_pause
+    async def reward(
+        self,
+        value: float,
+        name: str = "reward",
+        step_index: int | None = None,
+        agent: str | None = None,
+        *,
+        is_score: bool = False,
+    ) -> None:
+        """Give a reward to the whole rollout or to one step, to one agent or to all. Raises RewardError.
+
+        `is_score`: it only compares the step with other answers to the same prompt, and is no part of a sum.
+        """
+        try:
+            number = finite(name, value)
+            if step_index is not None and not self._journal.has_step(step_index):
+                raise RewardError(f"reward {name} is for step {step_index}, which is not recorded")
+            if is_score and step_index is None:
+                raise RewardError(f"score {name} has no step; give the step that it is for")
+            if agent is not None and agent not in self.agents:
+                raise RewardError(
+                    f"reward {name} is for unknown agent {agent!r}; known agents: {', '.join(self.agents)}"
+                )
+        except RewardError as error:
+            self.failure = self.failure or Failure("reward_error", str(error), error)
+            raise
+        await self._journal.record_reward(
+            name=name, value=number, step_index=step_index, agent=agent, is_score=is_score
+        )
+
+    def _take_turn(self, agent: str, num_answers: int) -> tuple[str, list[int]]:
+        """The agent's model group, and a seed for each answer."""
+        group, num_turns = self._model_group(agent), self._num_turns.get(agent, 0)
+        if num_answers < 1:
+            raise EnvironmentRunError(f"{num_answers} answers requested from agent {agent}; request at least 1")
+        if num_turns >= self.max_turns:
+            raise TurnsExhausted(f"agent {agent} has used its {self.max_turns} turns (max_turns)")
+        first = self._num_calls.get(agent, 0)
+        self._num_turns[agent] = num_turns + 1
+        self._num_calls[agent] = first + num_answers
+        level, self._num_levels = self._num_levels, self._num_levels + 1
+        branching = self._settings.responses_per_step
+        shared_by = branching ** max(0, ids.tree_depth(self._task.num_rollouts, branching) - 1 - level)
+        seed = functools.partial(ids.answer_seed, self.task_seed, self.member, agent, level=level, shared_by=shared_by)
+        return group, [seed(number) for number in range(first, first + num_answers)]
+
+    def _model_group(self, agent: str) -> str:
+        if agent not in self._settings.agents:
+            known = ", ".join(self.agents) or "none"
+            raise EnvironmentRunError(f"agent {agent!r} is not an agent of the run; known agents: {known}")
+        return self.opponents.get(agent, self._settings.agents[agent])
+
+    def _conversation(self, agent: str, group: str) -> Conversation:
+        if agent not in self._conversations:
+            try:
+                self._conversations[agent] = Conversation(self._tokenizer(group))
+            except Exception as error:
+                self._engine_failed(error)
+                raise
+        return self._conversations[agent]
+
+    def _tokenizer(self, group: str) -> Tokenizer:
+        return NoTokenizer() if self._settings.policy == EXTERNAL else self._engine.tokenizer(group)
+
+    def _prompt(self, conversation: Conversation, messages: list[Message], group: str) -> Prompt:
+        render = self._tokenizer(group).apply_chat_template
+        text: str = render(messages, tokenize=False, add_generation_prompt=True)
+        prompt = conversation.prompt(text)
+        if not prompt.token_ids:
+            raise EnvironmentRunError("the chat template produces no tokens for these messages; add content")
+        return prompt
+
+    async def _answers(
+        self, prompt: Prompt, messages: list[Message], agent: str, seeds: Sequence[int]
+    ) -> list[Generation]:
+        """One answer a seed. The first failure is that of all."""
+        if len(seeds) == 1 or self._settings.policy == "demonstration":
+            return [await self._answer(prompt, messages, agent, seed) for seed in seeds]
+        calls = [asyncio.create_task(self._answer(prompt, messages, agent, seed)) for seed in seeds]
+        try:
+            return await asyncio.gather(*calls)
+        finally:
+            for call in calls:
+                call.cancel()
+
+    async def _answer(self, prompt: Prompt, messages: list[Message], agent: str, seed: int) -> Generation:
+        group = self._model_group(agent)
+        if self._settings.policy == "demonstration":
+            return await self._demonstration(messages, agent, group)
+        request = GenerationRequest(group, prompt.token_ids.tolist(), self._settings.sampling, seed)
+        try:
+            generation = as_recorded(await self._engine.generate(request), group)
+            check_generation(generation)
+        except Exception as error:
+            self._engine_failed(error)
+            raise
+        return generation
+
+    async def _play_scripted(self, messages: Sequence[Message], agent: str, player: str) -> Reply:
+        """The answer of a scripted opponent, which is no LLM's: a step without tokens."""
+        sent: list[Message] = _plain(list(messages), "messages")
+        step_index, began_ms = self._journal.open_step(), self._journal.clock()
+        assert self._play is not None, "nobody plays scripted opponents"
+        text = self._play(self, sent, agent, player.removeprefix(ids.SCRIPTED))
+        self.messages[agent] = (*sent, {"role": "assistant", "content": text})
+        fields: dict[str, Any] = {"name": player, "metadata": UNTRAINED, "data": {"input": sent, "output": text}}
+        await self._journal.record_step(step_index, began_ms=began_ms, agent=agent, event_type="LLM_END", **fields)
+        return Reply(text, step_index, "stop")
+
+    async def _demonstration(self, messages: list[Message], agent: str, group: str) -> Generation:
+        text = self._demonstrator.demonstrate(self, messages, agent)
+        text = await text if inspect.isawaitable(text) else text
+        if not isinstance(text, str):
+            raise EnvironmentRunError(f"demonstrate() returned a {type(text).__name__}; expected text")
+        return self._spoken(text, group)
+
+    def _spoken(self, text: str, group: str) -> Generation:
+        tokenizer = self._engine.tokenizer(group)
+        spoken = tokenizer.encode(text, add_special_tokens=False)
+        return Generation((*spoken, tokenizer.eos_token_id), (), (), "stop")
+
+    def _engine_failed(self, error: Exception) -> None:
+        self.failure = self.failure or Failure("engine_error", told(error), error)
+
+
+def _plain(value: Any, what: str) -> Any:
+    """A copy of a JSON value, as the log will hold it. Raises EnvironmentRunError if it is none."""
+    try:
+        return orjson.loads(orjson.dumps(value))
+    except (orjson.JSONEncodeError, orjson.JSONDecodeError) as error:
+        raise EnvironmentRunError(f"{what}: not a JSON value: {error}") from error

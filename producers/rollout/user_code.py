@@ -1,0 +1,71 @@
+"""Where code of users is found beside the names in a file: the folder of the command, and entry points of packages.
+
+What is installed is trusted by being installed: entry points are a fixed list that whoever set the process up made, and
+no record can add to it. So their modules are imported before a record is read, and what they register needs no --allow.
+"""
+
+import asyncio
+import functools
+import logging
+import sys
+from collections.abc import Callable, Coroutine
+from typing import Any, ParamSpec, TypeVar
+
+from rollstream.schemas.errors import told
+
+GROUP = "rollstream.components"
+OURS = "rollstream."
+failed_imports: dict[str, str] = {}
+"""Why a module that an entry point names could not be imported, by the entry point's name."""
+
+REFUSAL_PAUSE_S = 0.01
+Parameters = ParamSpec("Parameters")
+Result = TypeVar("Result")
+
+_logger = logging.getLogger(__name__)
+_imported: set[str] = set()
+
+
+def find_users_modules() -> None:
+    """Modules of the folder that a command is started in are found, after all others, as its services find them."""
+    if not sys.flags.safe_path and "" not in sys.path:
+        sys.path.append("")
+
+
+def import_installed() -> None:
+    """Import what other packages name by entry points of the group `rollstream.components`, each once in a process.
+
+    A package that cannot be imported is logged and passed over: only who asks for its names suffers.
+    """
+    from importlib import metadata
+
+    for entry_point in metadata.entry_points(group=GROUP):
+        if entry_point.value.startswith(OURS) or entry_point.value in _imported:
+            continue
+        _imported.add(entry_point.value)
+        try:
+            entry_point.load()
+        except (Exception, SystemExit) as error:
+            failed_imports[entry_point.name] = told(error)
+            _logger.warning("components of %s cannot be imported: %s", entry_point.name, told(error), exc_info=error)
+
+
+def told_of_failed_imports() -> str:
+    """What to add to an error about an unknown name: the packages that could have brought it."""
+    return "".join(f"; {name} cannot be imported: {why}" for name, why in failed_imports.items())
+
+
+def refused_with_pause(
+    call: Callable[Parameters, Coroutine[Any, Any, Result]],
+) -> Callable[Parameters, Coroutine[Any, Any, Result]]:
+    """Delay errors slightly so that a retry loop in user code cannot starve other tasks."""
+
+    @functools.wraps(call)
+    async def paused(*args: Parameters.args, **options: Parameters.kwargs) -> Result:
+        try:
+            return await call(*args, **options)
+        except Exception:
+            await asyncio.sleep(REFUSAL_PAUSE_S)
+            raise
+
+    return paused

@@ -1,0 +1,283 @@
+"""What a steps partition says about its groups: a pure fold, by which a new owner goes on where another stopped.
+
+Only GroupStarted opens a group; records of groups that were not seen to open belong to closed ones. Attempts are
+decided and members settled by the rules of `eventlog.attempts`, as in assembly. Timeouts are left to the owner.
+
+Taking over steps partitions: reads each from where its predecessor's commit metadata points to its end, and folds it.
+
+What others write into a steps partition beside its owner: a zombie may go on for seconds after it lost it.
+
+An offset between acknowledged sends that is none of the owner's own is a foreign write. A group with foreign
+writes is in the state that the log tells, not in the one that its owner remembers.
+"""
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+
+from rollstream.eventlog import codec
+from rollstream.eventlog.attempts import Recorded, attempt_in, is_settled
+from rollstream.eventlog.log import EventLog, Position, Received, TopicPartition, check_kept
+from rollstream.producers.run_ends import CommitMetadata
+from rollstream.producers.steps_writer import StepsWriter
+from rollstream.schemas.errors import DecodeError
+from rollstream.schemas.events import (
+    GroupExtended,
+    GroupStarted,
+    RewardRecorded,
+    RolloutEnded,
+    RolloutFailed,
+    RolloutStarted,
+    StepRecorded,
+)
+from rollstream.schemas.events.rollouts import GroupEvent
+
+PRODUCER_LOST = "producer_lost"
+"""Cause of an attempt that ended with its producer."""
+
+
+@dataclass(slots=True)
+class MemberState:
+    """How far one member of a group is."""
+
+    open_attempts: set[int] = field(default_factory=set)
+    next_attempt: int = 0
+    num_failed: int = 0
+    """Attempts that failed by themselves, not because their producer was lost."""
+    is_final: bool = False
+    """It is not tried again."""
+    is_settled: bool = False
+    """It has a complete attempt, or is not tried again and had no attempt under way when one was decided."""
+
+
+@dataclass(slots=True)
+class GroupProgress:
+    """A group that was started and is not settled."""
+
+    group_id: str
+    size: int
+    deadline_ms: int
+    """Event time after which the group closes with what it has."""
+    first_offset: int
+    """At most the offset of its first record in `steps`."""
+    members: dict[int, MemberState] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for index in range(self.size):
+            self.members.setdefault(index, MemberState())
+
+    @property
+    def is_settled(self) -> bool:
+        """Every member is settled."""
+        return all(member.is_settled for member in self.members.values())
+
+    def begin(self, member: int, attempt: int) -> None:
+        """An attempt began."""
+        found = self.members.setdefault(member, MemberState())
+        found.open_attempts.add(attempt)
+        found.next_attempt = max(found.next_attempt, attempt + 1)
+
+    def complete(self, member: int, attempt: int) -> None:
+        """An attempt is complete."""
+        found = self.members[member]
+        found.open_attempts.discard(attempt)
+        found.is_settled = True
+
+    def fail(self, member: int, attempt: int, *, is_final: bool, is_counted: bool) -> None:
+        """An attempt failed; `is_final`: its member is not tried again, `is_counted`: it used an attempt up."""
+        found = self.members[member]
+        found.open_attempts.discard(attempt)
+        found.num_failed += is_counted
+        found.is_final = found.is_final or is_final
+        found.is_settled = found.is_settled or is_settled(
+            is_complete=False, is_final=found.is_final, has_open_attempts=bool(found.open_attempts)
+        )
+
+
+@dataclass(slots=True)
+class PartitionState:
+    """The fold's state for one steps partition."""
+
+    first_offset: int | None = None
+    """Of the first record that was read."""
+    groups: dict[str, GroupProgress] = field(default_factory=dict)
+    """Open groups by id, oldest first."""
+    settled: set[str] = field(default_factory=set)
+    last_event_ms: int | None = None
+    attempts: dict[str, dict[str, Recorded | None]] = field(default_factory=dict)
+    """Attempts of open groups, by group id and rollout id; None of those that are decided."""
+
+
+def fold(records: Iterable[Received]) -> PartitionState:
+    """State of a partition after its records, in order."""
+    state = PartitionState()
+    for received in records:
+        evolve(state, received)
+    return state
+
+
+def evolve(state: PartitionState, received: Received) -> None:
+    """Take one record of the partition into its state."""
+    event = received.event
+    if state.first_offset is None:
+        state.first_offset = received.position.offset
+    state.last_event_ms = max(state.last_event_ms or 0, event.time_ms)
+    if isinstance(event, GroupStarted):
+        _open(state, event, received.position.offset)
+    elif isinstance(event, GroupExtended):
+        _extend(state, event)
+    elif isinstance(event, RolloutStarted | StepRecorded | RewardRecorded | RolloutEnded | RolloutFailed):
+        group = state.groups.get(event.group_id)
+        attempt = None if group is None else _attempt_of(state, group, event.rollout_id)
+        if group is not None and attempt is not None:
+            _continue(state, group, attempt, event, received.digest)
+
+
+def _open(state: PartitionState, event: GroupStarted, offset: int) -> None:
+    if event.group_id in state.groups or event.group_id in state.settled:
+        return
+    group = GroupProgress(event.group_id, event.size, event.time_ms + event.timeout_ms, offset)
+    state.groups[event.group_id] = group
+    state.attempts[event.group_id] = {}
+    _close_if_settled(state, group)
+
+
+def _extend(state: PartitionState, event: GroupExtended) -> None:
+    group = state.groups.get(event.group_id)
+    if group is not None:
+        group.deadline_ms = max(group.deadline_ms, event.deadline_ms)
+
+
+def _attempt_of(state: PartitionState, group: GroupProgress, rollout_id: str) -> Recorded | None:
+    """The attempt that a record is about, opened by its first one; None if it is decided, or none at a member."""
+    attempts = state.attempts[group.group_id]
+    if rollout_id not in attempts:
+        found = attempt_in(group.group_id, group.size, rollout_id)
+        if found is None:
+            return None
+        attempts[rollout_id] = Recorded(rollout_id, *found)
+        group.begin(*found)
+    return attempts[rollout_id]
+
+
+def _continue(
+    state: PartitionState,
+    group: GroupProgress,
+    attempt: Recorded,
+    event: RolloutStarted | StepRecorded | RewardRecorded | RolloutEnded | RolloutFailed,
+    digest: str,
+) -> None:
+    if isinstance(event, StepRecorded):
+        attempt.take_step(event.step_index, digest)
+    elif isinstance(event, RewardRecorded):
+        attempt.take_reward(event.reward_index, digest)
+    elif not isinstance(event, RolloutStarted):
+        _decide(group, attempt, event)
+        state.attempts[group.group_id][attempt.rollout_id] = None
+        _close_if_settled(state, group)
+
+
+def _decide(group: GroupProgress, attempt: Recorded, event: RolloutEnded | RolloutFailed) -> None:
+    member, number = attempt.member, attempt.number
+    if isinstance(event, RolloutFailed):
+        group.fail(member, number, is_final=event.is_final, is_counted=event.cause != PRODUCER_LOST)
+    elif not attempt.incompleteness(event):
+        group.complete(member, number)
+    else:
+        group.fail(member, number, is_final=not attempt.is_spliced_at(event), is_counted=False)
+
+
+def _close_if_settled(state: PartitionState, group: GroupProgress) -> None:
+    if group.is_settled:
+        del state.groups[group.group_id]
+        del state.attempts[group.group_id]
+        state.settled.add(group.group_id)
+
+
+async def recover(
+    log: EventLog, metadata: Mapping[int, CommitMetadata | None]
+) -> dict[int, tuple[PartitionState, int]]:
+    """State and end offset of each steps partition; `metadata`: of the committed offsets, by partition.
+
+    Without metadata a partition is read from its beginning; the last record is always read, for its event time.
+    Raises TruncatedError if what the metadata points to was removed, or the partition ends before it.
+    """
+    begins, ends = await log.begin_offsets("steps"), await log.end_offsets("steps")
+    states = {partition: PartitionState() for partition in metadata}
+    starts = {
+        TopicPartition("steps", partition): _start(partition, found, begins[partition], ends[partition])
+        for partition, found in metadata.items()
+    }
+    filled = {where: start for where, start in starts.items() if start < ends[where.partition]}
+    if filled:
+        await _read(log, filled, states, ends)
+    return {partition: (state, ends[partition]) for partition, state in states.items()}
+
+
+async def read(log: EventLog, partition: int, start: int, end: int) -> PartitionState:
+    """State of a steps partition by its records of `start` to `end`."""
+    state = PartitionState()
+    await _read(log, {TopicPartition("steps", partition): start}, {partition: state}, {partition: end})
+    return state
+
+
+def _start(partition: int, metadata: CommitMetadata | None, begin: int, end: int) -> int:
+    offset = begin if metadata is None else metadata.steps
+    check_kept(TopicPartition("steps", partition), offset, begin, end)
+    return max(begin, min(offset, end - 1))
+
+
+async def _read(
+    log: EventLog, start: Mapping[TopicPartition, int], states: Mapping[int, PartitionState], ends: Mapping[int, int]
+) -> None:
+    reader = await log.reader(start)
+    try:
+        while any(reader.position(where) < ends[where.partition] for where in start):
+            for record in await reader.poll():
+                if record.offset >= ends[record.partition]:
+                    continue
+                try:
+                    evolve(states[record.partition], codec.decode(record))
+                except DecodeError:
+                    continue  # assembly sends it to the dead letters; it is nothing that an owner wrote
+    finally:
+        await reader.close()
+
+
+class ForeignWrites:
+    """Groups of one owned partition that others wrote to."""
+
+    def __init__(self, log: EventLog, writer: StepsWriter, *, is_settled: Callable[[str], bool]) -> None:
+        """`is_settled`: whether the owner is done with a group, so that it asks for it no more."""
+        self._log = log
+        self._is_settled = is_settled
+        self._writer = writer
+        self._first_offsets: dict[str, int] = {}
+        """By group: of its first foreign write."""
+
+    async def reopened(self, group: GroupProgress) -> GroupProgress | None:
+        """The state of a group that is not settled, by the log, because of foreign writes to it; else None.
+
+        All that the owner has sent so far is acknowledged when this returns.
+        """
+        await self._writer.landed()
+        await self._look()
+        first = self._first_offsets.get(group.group_id)
+        if first is None:
+            return None
+        start, end = min(first, group.first_offset), self._writer.floor()
+        state = await read(self._log, self._writer.partition, start, end)
+        return state.groups.get(group.group_id)
+
+    def forget(self, group_id: str) -> None:
+        """The group is settled."""
+        self._first_offsets.pop(group_id, None)
+
+    async def _look(self) -> None:
+        offsets = self._writer.take_foreign()
+        for record in await self._log.fetch(Position("steps", self._writer.partition, offset) for offset in offsets):
+            try:
+                event = codec.decode(record).event
+            except DecodeError:
+                continue  # assembly sends it to the dead letters
+            if isinstance(event, GroupEvent) and not self._is_settled(event.group_id):
+                self._first_offsets.setdefault(event.group_id, record.offset)

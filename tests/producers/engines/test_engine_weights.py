@@ -1,0 +1,165 @@
+"""Weights of the transformers engine: adapters and full ones, version after version, and files that do not fit."""
+
+import shutil
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from rollstream.schemas.errors import ModelError
+from tests.producers.engines.engine_rig import (
+    GROUP,
+    OTHER,
+    adapter,
+    full_forward_logprobs,
+    noised,
+    published,
+    requests,
+    run,
+    together,
+)
+
+
+def test_adapters_of_several_groups_share_a_base_model_and_change_versions(folder, tmp_path):
+    first, first_path, lora = adapter(folder, tmp_path, 1)
+    second, second_path, _ = adapter(folder, tmp_path, 2)
+    third, third_path, wider = adapter(folder, tmp_path, 3, rank=8)
+    asked, others = requests(10), requests(10, group=OTHER)
+
+    async def work(engine):
+        await engine.load(published(folder, 0, weights_format="lora", lora=lora), first_path)
+        await engine.load(published(folder, 4, OTHER, weights_format="lora", lora=wider), third_path)
+        before = await together(asked + others)(engine)
+        await engine.load(published(folder, 1, weights_format="lora", lora=lora), second_path)
+        after = await together(asked)(engine)
+        await engine.load(published(folder, 2, weights_format="lora", lora=wider), third_path)
+        return before[:10], before[10:], after, await together(asked)(engine)
+
+    answers = run(work)
+    for model, questions, generations in zip(
+        (first, third, second, third), (asked, others, asked, asked), answers, strict=True
+    ):
+        for request, generation in zip(questions, generations, strict=True):
+            expected = full_forward_logprobs(model, request, generation)
+            assert torch.allclose(torch.tensor(generation.logprobs), expected, atol=1e-4)
+    assert [one[0].spans[0].version for one in answers] == [0, 4, 1, 2]
+
+
+def test_an_adapter_that_does_not_fit_leaves_the_one_before(folder, tmp_path):
+    _, path, lora = adapter(folder, tmp_path, 1)
+    _, narrow, _ = adapter(folder, tmp_path, 1, rank=2)
+    _, other, other_lora = adapter(folder, tmp_path, 5, modules=("k_proj",))
+    asked = requests(5)
+
+    async def work(engine):
+        await engine.load(published(folder, 0, weights_format="lora", lora=lora), path)
+        before = await together(asked)(engine)
+        with pytest.raises(ModelError, match=r"has shape .* the model has"):
+            await engine.load(published(folder, 1, weights_format="lora", lora=lora), narrow)
+        with pytest.raises(ModelError, match=r"lack .* tensors"):
+            await engine.load(published(folder, 1, weights_format="lora", lora=lora), other)
+        with pytest.raises(ModelError, match=r"lack .* tensors"):
+            await engine.load(published(folder, 1, weights_format="lora", lora=other_lora), path)
+        with pytest.raises(ModelError, match="adapter does not fit"):
+            await engine.load(published(folder, 1, weights_format="lora", lora={**lora, "target_modules": ["x"]}), path)
+        return before, await together(asked)(engine), engine.version(GROUP)
+
+    before, after, version = run(work)
+    assert before == after
+    assert version == 0
+
+
+def test_weights_that_do_not_fit_are_refused_by_name_and_the_version_before_stays(folder, versions, tmp_path):
+    state = noised(folder, 1)
+    lacking = {name: value for name, value in state.items() if "layers.1.mlp.up" not in name}
+    save_file(lacking, tmp_path / "lacking.safetensors")
+    save_file({**state, "model.extra": torch.zeros(1)}, tmp_path / "extra.safetensors")
+    save_file({**state, "model.norm.weight": torch.zeros(3)}, tmp_path / "shape.safetensors")
+    (tmp_path / "torn.safetensors").write_bytes(b"torn")
+    asked = requests(5)
+    cases = {
+        "lacking": r"lacking\.safetensors .* lack 1 tensors, such as model\.layers\.1\.mlp\.up_proj\.weight",
+        "extra": r"extra\.safetensors .* has not, such as model\.extra",
+        "shape": r"shape\.safetensors .* model\.norm\.weight has shape \[3\], the model has \[64\]",
+        "torn": r"torn\.safetensors .* cannot be read",
+    }
+
+    async def work(engine):
+        before = await together(asked)(engine)
+        for name, message in cases.items():
+            with pytest.raises(ModelError, match=message):
+                await engine.load(published(folder, 1), tmp_path / f"{name}.safetensors")
+        return before, await together(asked)(engine), engine.version(GROUP)
+
+    before, after, version = run(work, (published(folder, 0), versions(0)))
+    assert before == after
+    assert version == 0
+
+
+def test_tied_tensors_may_be_given_and_stay_tied(folder, versions, tmp_path):
+    state = noised(folder, 1)
+    save_file({**state, "lm_head.weight": state["model.embed_tokens.weight"].clone()}, tmp_path / "tied.safetensors")
+    asked = requests(5)
+    given = run(together(asked), (published(folder, 1), tmp_path / "tied.safetensors"))
+    assert given == run(together(asked), (published(folder, 1), versions(1)))
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_weights_of_a_training_that_diverged_are_named(folder, versions, tmp_path, temperature):
+    state = noised(folder, 1)
+    save_file({name: value * torch.nan for name, value in state.items()}, tmp_path / "diverged.safetensors")
+
+    async def work(engine):
+        (asked,) = requests(1, temperature=temperature)
+        with pytest.raises(ModelError, match=r"version 7 of model group run-1/policy .* no numbers; .* diverged"):
+            await engine.generate(asked)
+        await engine.load(published(folder, 8), versions(8))
+        return await engine.generate(asked)
+
+    assert run(work, (published(folder, 7), tmp_path / "diverged.safetensors")).spans[0].version == 8
+
+
+def test_a_missing_model_folder_is_named(versions, tmp_path):
+    async def work(engine):
+        with pytest.raises(ModelError, match=r"gone does not exist here; give a transformers folder"):
+            await engine.load(published(tmp_path / "gone"), versions(0))
+        return engine.version(GROUP)
+
+    assert run(work) == -1
+
+
+def test_an_unloaded_group_is_forgotten_and_can_come_again(folder, tmp_path, versions):
+    _, path, lora = adapter(folder, tmp_path, 1)
+    asked = requests(3)
+
+    async def work(engine):
+        for event, file in (
+            (published(folder, 0), versions(0)),
+            (published(folder, 0, weights_format="lora", lora=lora), path),
+        ):
+            await engine.load(event, file)
+            before = await together(asked)(engine)
+            await engine.unload(GROUP)
+            assert engine.version(GROUP) == -1
+            await engine.load(event, file)
+            assert await together(asked)(engine) == before
+
+    run(work)
+
+
+def test_the_next_group_on_a_base_model_takes_the_module_of_an_unloaded_one(folder, tmp_path, versions):
+    base = shutil.copytree(folder, tmp_path / "base")
+    asked = requests(3)
+
+    async def work(engine):
+        await engine.load(published(base, 1), versions(1))
+        await engine.unload(GROUP)
+        shutil.rmtree(base)
+        await engine.load(published(base, 2, OTHER), versions(2))
+        found = await together(requests(3, group=OTHER))(engine)
+        with pytest.raises(ModelError, match="does not exist here"):
+            await engine.load(published(base, 1), versions(1))
+        return [one.token_ids for one in found]
+
+    expected = run(together(asked), (published(folder, 2), versions(2)))
+    assert run(work) == [one.token_ids for one in expected]

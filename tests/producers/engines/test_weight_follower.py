@@ -1,0 +1,395 @@
+"""The weight follower: newest versions of wanted model groups, verified; void terms, wrong hashes, ended runs."""
+
+import asyncio
+import logging
+import threading
+from pathlib import Path
+
+import pytest
+
+from rollstream.eventlog.artifacts import ArtifactStore
+from rollstream.eventlog.codec import decode
+from rollstream.eventlog.log import TopicPartition
+from rollstream.eventlog.memory.log import MemoryLog
+from rollstream.producers.engines.scripted import ScriptedEngine
+from rollstream.producers.engines.weight_follower import WeightFollower
+from rollstream.producers.openai import service as endpoint_service
+from rollstream.schemas.errors import ModelError
+from rollstream.schemas.events import LearnerClaimed, RunEnded, WeightsLoaded, WeightsPublished
+from rollstream.schemas.permissions import NOTHING
+from rollstream.schemas.services import EndpointSettings
+
+GROUP, OTHER = "run-1/policy", "run-2/policy"
+
+
+class Engine(ScriptedEngine):
+    """The scripted engine, which can forget, refuse and take its time."""
+
+    def __init__(self):
+        super().__init__()
+        self.refused = set()
+        self.unloaded = []
+        self.may_load = asyncio.Event()
+        self.may_load.set()
+
+    async def load(self, published, path):
+        await self.may_load.wait()
+        if published.version in self.refused:
+            raise ModelError(f"version {published.version} does not fit")
+        await super().load(published, path)
+
+    async def unload(self, model_group):
+        self.unloaded.append(model_group)
+        del self._versions[model_group]
+
+
+class SlowStore(ArtifactStore):
+    """A store that waits before it looks for a file."""
+
+    def __init__(self, uri):
+        super().__init__(uri)
+        self.is_asked, self.may_fetch = threading.Event(), threading.Event()
+        self.may_fetch.set()
+
+    def fetch(self, ref):
+        if not self.may_fetch.is_set():
+            self.is_asked.set()
+            self.may_fetch.wait(10)
+        return super().fetch(ref)
+
+
+class Rig:
+    """A log in memory, an artifact store, an engine and a follower that runs."""
+
+    def __init__(self, folder: Path):
+        self.log = MemoryLog(num_partitions=2)
+        self.artifacts = ArtifactStore(str(folder / "artifacts"))
+        self.engine = Engine()
+        self.follower = WeightFollower(
+            self.log, self.artifacts, self.engine, engine_id="engine-0", permissions=NOTHING, retry_s=0.02
+        )
+
+    async def publish(self, version, *, group=GROUP, term=1, is_broken=False):
+        artifact = self.artifacts.put_bytes(f"{group} {version} {term}".encode())
+        event = WeightsPublished(
+            run_id=group.split("/")[0],
+            time_ms=100 + version,
+            model_group=group,
+            job_id=f"{group}-job",
+            batch_id=None,
+            version=version,
+            parent=None if version == 0 else version - 1,
+            term=term,
+            weights_sha256=artifact.sha256,
+            weights_format="full",
+            base_model="none",
+            artifact=artifact,
+        )
+        if is_broken:
+            self.artifacts.fetch(artifact).write_bytes(b"torn")
+        await self.log.send(event)
+
+    async def claim(self, term, group=GROUP):
+        await self.log.send(
+            LearnerClaimed(run_id=group.split("/")[0], time_ms=1, model_group=group, term=term, learner=f"l{term}")
+        )
+
+    async def loaded(self):
+        reader = await self.log.reader({TopicPartition("weights", 0): -1})
+        events = [decode(record).event for record in await reader.poll(timeout_s=0)]
+        return [event for event in events if isinstance(event, WeightsLoaded)]
+
+    def files(self):
+        return [path for path in Path(self.artifacts.uri).rglob("*") if path.is_file()]
+
+    async def settle(self):
+        """Let the follower do all that it can do now."""
+        for _ in range(5):
+            await asyncio.sleep(0.01)
+
+    def versions(self):
+        return [(event.model_group, event.version) for event in self.engine.loaded]
+
+
+def play(tmp_path, story):
+    """Play a story with a follower that does not run yet: `story(rig, start)`."""
+
+    async def main():
+        rig, running = Rig(tmp_path), []
+
+        async def start():
+            running.append(asyncio.create_task(rig.follower.run()))
+            await rig.settle()
+
+        async with asyncio.timeout(10):
+            await story(rig, start)
+        for task in running:
+            assert not task.done(), task
+            task.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await task
+
+    asyncio.run(main())
+
+
+def test_a_start_loads_only_the_newest_version_of_the_group_that_is_waited_for(tmp_path):
+    async def story(rig, start):
+        for version in range(4):
+            await rig.publish(version)
+        await rig.publish(0, group=OTHER)
+        await start()
+        assert rig.versions() == []
+        await rig.follower.wait_for(GROUP, 2)
+        await rig.settle()
+        assert rig.versions() == [(GROUP, 3)]
+        (loaded,) = await rig.loaded()
+        assert (loaded.version, loaded.num_skipped, loaded.time_ms, loaded.engine) == (3, 0, 103, "engine-0")
+        assert loaded.run_id == "run-1"
+        assert loaded.seconds > 0
+
+    play(tmp_path, story)
+
+
+def test_waiting_before_the_follower_runs_or_the_version_exists_is_the_same(tmp_path):
+    async def story(rig, start):
+        waits = [asyncio.create_task(rig.follower.wait_for(GROUP, version)) for version in (0, 1, 1)]
+        await start()
+        await rig.publish(0)
+        await rig.settle()
+        assert [wait.done() for wait in waits] == [True, False, False]
+        await rig.publish(1)
+        await asyncio.gather(*waits)
+        await rig.follower.wait_for(GROUP, 0)
+        assert rig.versions() == [(GROUP, 0), (GROUP, 1)]
+
+    play(tmp_path, story)
+
+
+def test_versions_that_come_while_one_is_loaded_are_skipped_and_counted(tmp_path):
+    async def story(rig, start):
+        await rig.publish(0)
+        await start()
+        await rig.follower.wait_for(GROUP, 0)
+        rig.engine.may_load.clear()
+        for version in (1, 2, 3, 4):
+            await rig.publish(version)
+            await rig.settle()
+        rig.engine.may_load.set()
+        await rig.follower.wait_for(GROUP, 4)
+        await rig.settle()
+        assert rig.versions() == [(GROUP, 0), (GROUP, 1), (GROUP, 4)]
+        assert [event.num_skipped for event in await rig.loaded()] == [0, 0, 2]
+
+    play(tmp_path, story)
+
+
+def test_a_lower_term_after_a_higher_claim_is_void(tmp_path, caplog):
+    async def story(rig, start):
+        await rig.claim(1)
+        await rig.publish(0, term=1)
+        await rig.claim(2)
+        await rig.publish(1, term=1)
+        await start()
+        await rig.follower.wait_for(GROUP, 0)
+        await rig.publish(2, term=1)
+        await rig.settle()
+        assert rig.versions() == [(GROUP, 0)]
+        await rig.publish(1, term=2)
+        await rig.follower.wait_for(GROUP, 1)
+        assert rig.engine.loaded[-1].term == 2
+
+    with caplog.at_level(logging.WARNING):
+        play(tmp_path, story)
+    assert "published under term 1, and term 2 has taken over" in caplog.text
+
+
+def test_a_wrong_hash_is_not_loaded_and_is_named_once(tmp_path, caplog):
+    async def story(rig, start):
+        await rig.publish(0)
+        await start()
+        await rig.follower.wait_for(GROUP, 0)
+        await rig.publish(1, is_broken=True)
+        await rig.settle()
+        assert rig.versions() == [(GROUP, 0)]
+        assert rig.engine.version(GROUP) == 0
+        await rig.publish(2)
+        await rig.follower.wait_for(GROUP, 2)
+        await rig.settle()
+        assert [(event.version, event.num_skipped) for event in await rig.loaded()] == [(0, 0), (2, 1)]
+
+    play(tmp_path, story)
+    (error,) = [record.getMessage() for record in caplog.records if record.levelno == logging.ERROR]
+    assert "model_group=run-1/policy version=1" in error
+    assert "wrong hash" in error
+    assert "version 0 stays" in error
+    assert "\n" not in error
+
+
+def test_an_artifact_that_comes_back_is_loaded_without_a_new_version(tmp_path):
+    async def story(rig, start):
+        await rig.publish(0, is_broken=True)
+        await start()
+        wait = asyncio.create_task(rig.follower.wait_for(GROUP, 0))
+        await rig.settle()
+        assert not wait.done()
+        (torn,) = (tmp_path / "artifacts").glob("*/*")
+        torn.write_bytes(f"{GROUP} 0 1".encode())
+        await wait
+        assert rig.versions() == [(GROUP, 0)]
+
+    play(tmp_path, story)
+
+
+def test_weights_that_the_engine_refuses_leave_the_version_before(tmp_path, caplog):
+    async def story(rig, start):
+        rig.engine.refused = {1}
+        await rig.publish(0)
+        await start()
+        await rig.follower.wait_for(GROUP, 0)
+        waiting = asyncio.create_task(rig.follower.wait_for(GROUP, 1))
+        later = asyncio.create_task(rig.follower.wait_for(GROUP, 2))
+        await asyncio.sleep(0)
+        await rig.publish(1)
+        for refused in (waiting, rig.follower.wait_for(GROUP, 1)):
+            with pytest.raises(ModelError, match="version 1 does not fit"):
+                await refused
+        await rig.follower.wait_for(GROUP, 0)
+        await rig.publish(2)
+        await later
+        await rig.follower.wait_for(GROUP, 1)
+
+    play(tmp_path, story)
+    assert [record.getMessage() for record in caplog.records if record.levelno == logging.ERROR] == [
+        "not loaded: model_group=run-1/policy version=1: version 1 does not fit; version 0 stays until the next is"
+        " published"
+    ]
+
+
+def test_a_version_that_the_engine_refuses_ends_a_follower_that_must_load_it(tmp_path):
+    async def scenario():
+        r = Rig(tmp_path)
+        r.engine.refused.add(0)
+        follower = WeightFollower(
+            r.log, r.artifacts, r.engine, engine_id="endpoint-1", permissions=NOTHING, must_load=True
+        )
+        waiting = asyncio.create_task(follower.wait_for(GROUP, 0))
+        await r.publish(0)
+        async with asyncio.timeout(120):
+            with pytest.raises(ModelError, match="version 0 does not fit"):
+                await follower.run()
+        waiting.cancel()
+
+    asyncio.run(scenario())
+
+
+def test_an_endpoint_whose_engine_refuses_a_version_ends_with_the_reason(tmp_path):
+    async def scenario():
+        r = Rig(tmp_path)
+        settings = EndpointSettings(
+            bootstrap_servers="none",
+            artifact_uri=r.artifacts.uri,
+            workspace=tmp_path / "w",
+            name="endpoint-1",
+            model_group=GROUP,
+            requires_token=False,
+            allow=("model:none",),
+        )
+        r.engine.refused.add(1)
+        await r.publish(0)
+        serving = asyncio.create_task(endpoint_service.run(settings, r.log, r.engine))
+        async with asyncio.timeout(120):
+            while r.engine.version(GROUP) < 0:
+                await asyncio.sleep(0.01)
+            await r.publish(1)
+            with pytest.raises(ModelError, match="version 1 does not fit"):
+                await serving
+
+    asyncio.run(scenario())
+
+
+def test_a_version_that_was_collected_while_it_was_loaded_is_no_error_and_the_newest_is_taken(tmp_path, caplog):
+    async def story(rig, start):
+        store = SlowStore(rig.artifacts.uri)
+        rig.follower = WeightFollower(rig.log, store, rig.engine, engine_id="engine-0", permissions=NOTHING)
+        await rig.publish(0)
+        await start()
+        await rig.follower.wait_for(GROUP, 0)
+        store.may_fetch.clear()
+        await rig.publish(1)
+        await asyncio.to_thread(store.is_asked.wait, 10)
+        await rig.publish(2)
+        await rig.settle()
+        (first,) = [path for path in rig.files() if path.read_bytes() == f"{GROUP} 1 1".encode()]
+        first.unlink()
+        store.may_fetch.set()
+        await rig.follower.wait_for(GROUP, 1)
+        await rig.settle()
+        assert rig.versions() == [(GROUP, 0), (GROUP, 2)]
+
+    with caplog.at_level(logging.INFO):
+        play(tmp_path, story)
+    assert [record for record in caplog.records if record.levelno >= logging.WARNING] == []
+    assert "passing over model_group=run-1/policy version=1: artifact" in caplog.text
+
+
+def test_an_engine_keeps_the_local_copy_of_the_newest_remote_version_only(tmp_path):
+    async def story(rig, start):
+        rig.artifacts = ArtifactStore(f"memory://{tmp_path}/artifacts", cache=tmp_path / "cache")
+        rig.follower = WeightFollower(rig.log, rig.artifacts, rig.engine, engine_id="engine-0", permissions=NOTHING)
+        await start()
+        for version in range(3):
+            await rig.publish(version)
+            await rig.follower.wait_for(GROUP, version)
+            await rig.settle()
+            (copy,) = [path for path in (tmp_path / "cache").rglob("*") if path.is_file()]
+            assert copy.read_bytes() == f"{GROUP} {version} 1".encode()
+
+    play(tmp_path, story)
+
+
+def test_an_ended_run_is_no_longer_followed_and_makes_room_for_the_next(tmp_path):
+    async def story(rig, start):
+        await rig.publish(0)
+        await start()
+        await rig.follower.wait_for(GROUP, 0)
+        await rig.log.send(RunEnded(run_id="run-1", time_ms=1, cause="stopped"))
+        await rig.settle()
+        await rig.publish(1)
+        await rig.settle()
+        assert rig.versions() == [(GROUP, 0)]
+        assert rig.engine.unloaded == []
+        await rig.publish(0, group=OTHER)
+        await rig.follower.wait_for(OTHER, 0)
+        assert rig.engine.unloaded == [GROUP]
+        await rig.follower.wait_for(GROUP, 1)
+        assert rig.versions() == [(GROUP, 0), (OTHER, 0), (GROUP, 1)]
+
+    play(tmp_path, story)
+
+
+def test_a_record_that_is_no_event_is_passed_over(tmp_path, caplog):
+    async def story(rig, start):
+        await rig.log.send_raw("weights", key=b"run-1/policy", value=b"{")
+        await rig.publish(0)
+        await start()
+        await rig.follower.wait_for(GROUP, 0)
+
+    play(tmp_path, story)
+    assert "passing over weights offset 0" in caplog.text
+
+
+def test_what_retention_removed_before_the_newest_version_is_not_missed(tmp_path):
+    async def main():
+        rig = Rig(tmp_path)
+        await rig.publish(0)
+        await rig.publish(1)
+        rig.log.truncate(TopicPartition("weights", 0), 2)
+        running = asyncio.create_task(rig.follower.run())
+        await rig.settle()
+        await rig.publish(2)
+        await rig.follower.wait_for(GROUP, 2)
+        running.cancel()
+        await asyncio.wait({running})
+        assert running.cancelled()
+
+    asyncio.run(main())

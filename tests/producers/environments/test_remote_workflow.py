@@ -1,0 +1,259 @@
+"""Rollouts at a workflow behind HTTP: a real server on this machine streams NAT's lines, or fails in every way."""
+
+import asyncio
+import contextlib
+import json
+import threading
+from typing import Any
+
+import pytest
+from aiohttp import web
+
+from rollstream.producers.environments.remote_workflow import base_url
+from rollstream.producers.traces.stream import MAX_LINE_BYTES, MAX_STREAM_BYTES, Lines, RemoteStream
+from rollstream.schemas.errors import EnvironmentRunError
+from rollstream.schemas.events import RolloutFailed
+from tests.producers.conftest import task_of
+from tests.rigs import nat_samples as nat
+
+ASKED = [nat.messages("1+1="), [*nat.messages("1+1=", "add"), {"role": "tool", "content": "2"}]]
+
+
+def lines_of(steps, *values):
+    """The server's lines of steps (without their ancestry), then of the answer."""
+    lines = ['observability_trace: {"observability_trace_id": "0"}']
+    for step in steps:
+        payload = step["payload"]
+        told = {"id": payload["UUID"], "type": payload["event_type"], "name": payload["name"] or ""}
+        told |= {"parent_id": step["parent_id"], "payload": json.dumps(payload)}
+        lines.append(f"intermediate_data: {json.dumps(told)}")
+    return [*lines, *(f"data: {json.dumps({'value': value})}" for value in values)]
+
+
+def agents_lines(*values, question="1+1="):
+    """An agent that calls a model, a tool and the model again inside a function of its own."""
+    inner: dict[str, Any] = {"parent": "w-g"}
+    calls = nat.langchain("a", ASKED[0], "add", **inner), nat.tool("t", "2", **inner)
+    started = nat.step("FUNCTION_START", "w-g", name="solver", parent="w-f")
+    steps = nat.workflow([started], *calls, nat.langchain("b", ASKED[1], "2", **inner), question=question, answer="2")
+    return lines_of(steps, *values)
+
+
+@contextlib.contextmanager
+def serving(answer, path="/v1/workflow/full"):
+    """URL of a server whose `path` answers by the coroutine `answer(request)`; and the bodies that were posted."""
+    loop, ready, bodies, place = asyncio.new_event_loop(), threading.Event(), [], []
+
+    async def handle(request):
+        bodies.append(await request.json())
+        return await answer(request)
+
+    async def start():
+        app = web.Application()
+        app.router.add_post(path, handle)
+        runner = web.AppRunner(app, shutdown_timeout=0.1)
+        await runner.setup()
+        site = web.TCPSite(runner, "127.0.0.1", 0)
+        await site.start()
+        place.append(runner.addresses[0][1])
+        ready.set()
+        return runner
+
+    def serve():
+        asyncio.set_event_loop(loop)
+        runner = loop.run_until_complete(start())
+        loop.run_forever()
+        loop.run_until_complete(runner.cleanup())
+        loop.close()
+
+    thread = threading.Thread(target=serve)
+    thread.start()
+    try:
+        assert ready.wait(10)
+        yield f"http://127.0.0.1:{place[0]}", bodies
+    finally:
+        loop.call_soon_threadsafe(loop.stop)
+        thread.join()
+
+
+def streaming(lines, *, cut=7000):
+    """Answers with the lines, in pieces that do not fall together with them."""
+
+    async def answer(request):
+        response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+        await response.prepare(request)
+        data = "\n\n".join(lines).encode() + b"\n\n"
+        for at in range(0, len(data), cut):
+            await response.write(data[at : at + cut])
+        await response.write_eof()
+        return response
+
+    return answer
+
+
+def ask(play, answer, *, path="/v1/workflow/full", inputs=None, **config):
+    with serving(answer, path) as (url, bodies):
+        task = task_of(
+            "remote_workflow", inputs=inputs or {"question": "1+1="}, environment_config={"endpoint": url, **config}
+        )
+        settings = task.settings.model_copy(
+            update={"rewards": ("python:tests.producers.environments.test_remote_workflow.right",)}
+        )
+        played = play(task.model_copy(update={"settings": settings}))
+    return played, bodies
+
+
+def right(rollout):
+    """Whether the workflow's answer is 2."""
+    answers = [step.data["output"] for step in rollout.steps if step.event_type == "WORKFLOW_END"]
+    return float(answers == ["2"])
+
+
+def test_a_remote_workflow_is_recorded_as_it_streams_and_its_calls_are_samples(play):
+    played, bodies = ask(play, streaming(agents_lines("2")))
+    played.assert_complete()
+    assert bodies == [{"input_message": "1+1="}]
+    kinds = [step.event_type for step in played.steps]
+    assert kinds == ["LLM_END", "TOOL_END", "LLM_END", "FUNCTION_END", "WORKFLOW_END", "FUNCTION_START"]
+    first, later = (step for step in played.steps if step.llm is not None)
+    assert later.llm.prefix.step_index == first.step_index
+    assert first.function_ancestry.function_name == "solver"
+    assert first.function_ancestry.parent_name == "<workflow>"
+    assert first.uuid == "a"
+    assert [reward.value for reward in played.rewards] == [1.0]
+
+
+@pytest.mark.parametrize(("target", "num"), [("<workflow>", 2), ("solver", 2), ("nobody", 0)])
+def test_target_functions_may_name_functions_that_the_stream_shows(play, target, num):
+    played, _ = ask(play, streaming(agents_lines("2")), target_functions=[target])
+    assert sum(step.llm is not None for step in played.steps) == num
+
+
+def test_the_older_path_is_asked_where_there_is_no_newer_one_and_pieces_of_the_answer_are_joined(play):
+    lines = lines_of(nat.langchain("a", ASKED[0], "2", parent="root"), '{"sum": ', '["2"]}')
+    played, _ = ask(play, streaming(lines, cut=11), path="/generate/full", result_json_path="$.sum[0]")
+    played.assert_complete()
+    assert played.steps[0].function_ancestry.function_name == "<workflow>"
+    assert played.steps[-1].data == {"input": "1+1=", "output": "2"}
+
+
+def test_a_line_far_longer_than_a_network_buffer_is_one_step(play):
+    prompt = nat.messages("x" * 300_000)
+    played, _ = ask(play, streaming(lines_of(nat.langchain("a", prompt, "2"), "2")))
+    played.assert_complete()
+    assert played.steps[0].usage_info is None
+    assert len(played.steps[0].llm.prompt_ids) > 1_000_000
+
+
+async def refuse(request):
+    return web.Response(status=500, text="no model\nis loaded")
+
+
+async def hang(request):
+    response = web.StreamResponse()
+    await response.prepare(request)
+    await response.write(agents_lines()[1].encode() + b"\n\n")
+    await asyncio.sleep(30)
+
+
+async def hang_up(request):
+    response = web.StreamResponse(headers={"Content-Length": "100000"})
+    await response.prepare(request)
+    await response.write(agents_lines()[1].encode() + b"\n\n")
+    request.transport.close()
+    return response
+
+
+async def redirect(request):
+    """To where the question would be posted again; nobody must follow."""
+    return web.Response(status=307, headers={"Location": str(request.url)})
+
+
+async def endless_error(request):
+    response = web.StreamResponse(status=500)
+    await response.prepare(request)
+    while True:  # until the client, which reads only the beginning, hangs up
+        await response.write(b"no end " * 10_000)
+
+
+FAILED = json.dumps({"code": "workflow_error", "message": "the agent raised KeyError", "details": "KeyError"})
+START = agents_lines()[1]
+BROKEN = {
+    "an HTTP error": (refuse, "/v1/workflow/full: HTTP 500: no model is loaded"),
+    "a redirect": (redirect, "/v1/workflow/full: HTTP 307: redirects are not followed"),
+    "an endless error": (endless_error, "/v1/workflow/full: HTTP 500: no end no end"),
+    "no such path": (streaming([]), "/generate/full: HTTP 404"),
+    "too slow": (hang, "timed out after 0.5 s (endpoint_timeout)"),
+    "a cut stream": (hang_up, "ClientPayloadError"),
+    "the workflow failed": (streaming([START, FAILED]), "it failed: the agent raised KeyError"),
+    "no answer": (streaming([START]), "its stream ended after 3 lines without an answer"),
+    "no JSON": (streaming([START, "data: {value"]), "line 3 of its stream is not JSON: '{value'"),
+    "no object": (streaming(["data: [1]"]), "line 1 of its stream is not a JSON object"),
+    "no step": (
+        streaming(['intermediate_data: {"payload": "{}"}']),
+        "does not contain a step: payload.event_type: Field required",
+    ),
+    "no payload": (streaming(['intermediate_data: {"id": "x"}']), "line 1 of its stream does not contain a step"),
+    "another type": (
+        streaming([START.replace("WORKFLOW_START", "WORKFLOW_BEGIN")]),
+        "does not contain a step: payload.event_type",
+    ),
+}
+
+
+@pytest.mark.parametrize("way", BROKEN)
+def test_whatever_goes_wrong_there_is_a_failed_attempt_with_its_cause(play, way):
+    answer, said = BROKEN[way]
+    path = "/elsewhere" if way == "no such path" else "/v1/workflow/full"
+    played, _ = ask(play, answer, path=path, endpoint_timeout=0.5 if way == "too slow" else 20.0)
+    assert isinstance(played.last, RolloutFailed)
+    assert played.last.cause == "environment_error"
+    assert said in played.last.message
+    assert "endpoint http://127.0.0.1:" in played.last.message
+
+
+@pytest.mark.parametrize("route", ["", "/", "/generate", "/generate/full", "/generate/", "/v1/workflow/full"])
+def test_the_address_may_be_one_of_the_servers_routes_as_nats_help_writes_it(route):
+    assert base_url(f"http://host:8000/agents{route}") == "http://host:8000/agents"
+
+
+def test_nobody_listening_is_a_failed_attempt(play):
+    task = task_of("remote_workflow", inputs={"question": "?"}, environment_config={"endpoint": "http://127.0.0.1:9"})
+    assert "endpoint http://127.0.0.1:9: ClientConnectorError" in play(task).last.message
+
+
+def test_an_example_without_a_question_and_a_wrong_configuration_say_so(play):
+    task = task_of("remote_workflow", inputs={"query": "?"}, environment_config={"endpoint": "http://127.0.0.1:9"})
+    assert "the example has no key 'question'; its inputs are: query" in play(task).last.message
+    for config, said in (
+        ({"endpoint": "localhost:80"}, "must be a URL"),
+        ({"endpoint": "http://x", "endpoint_timeout": 0}, "endpoint_timeout is 0"),
+        ({"endpoint": "http://x", "result_json_path": "answer"}, "result_json_path is 'answer'"),
+    ):
+        assert said in play(task_of("remote_workflow", environment_config=config)).last.message
+
+
+def test_lines_are_whole_however_they_come_and_never_endless():
+    lines = Lines()
+    assert [list(lines.feed(part)) for part in (b"a", b"b\nc\n\nd", b"")] == [[], [b"ab", b"c", b""], []]
+    assert lines.rest == b"d"
+    with pytest.raises(EnvironmentRunError, match="longer than"):
+        list(Lines().feed(b"x" * (MAX_LINE_BYTES + 1)))
+    with pytest.raises(EnvironmentRunError, match="a line of its stream is longer than"):
+        list(Lines().feed(b"x" * (MAX_LINE_BYTES + 1) + b"\n"))
+    endless = Lines()
+    for _ in range(MAX_STREAM_BYTES // MAX_LINE_BYTES - 1):
+        list(endless.feed(b"x" * (MAX_LINE_BYTES - 1) + b"\n"))
+    with pytest.raises(EnvironmentRunError, match="its stream is longer than"):
+        list(endless.feed(b"x" * (MAX_LINE_BYTES - 1) + b"\n" + b"x" * MAX_LINE_BYTES))
+    with pytest.raises(EnvironmentRunError, match=r"it failed: x{500}$"):
+        RemoteStream().read(json.dumps({"message": "x" * 100_000}).encode())
+    with pytest.raises(EnvironmentRunError, match="is no UTF-8"):
+        RemoteStream().read(b"data: \xff")
+
+
+def test_a_stream_passes_over_what_is_not_for_it():
+    stream = RemoteStream()
+    for line in (b"", b": keep-alive", b"event: x", b"data: [DONE]", b'data: {"value": 4}', b'data: {"value": null}'):
+        assert stream.read(line) is None
+    assert stream.answer == "4"

@@ -1,0 +1,101 @@
+"""Who may ask the endpoint: its token, and what no web page can send. Asked over 127.0.0.1."""
+
+import asyncio
+import io
+import json
+import stat
+
+import aiohttp
+import pytest
+
+from rollstream.producers.openai.keys import token_file, token_of
+from rollstream.producers.openai.server import MAX_BODY_BYTES
+from rollstream.schemas.errors import ConfigError
+from rollstream.schemas.services import EndpointSettings
+from tests.producers.openai.test_openai_endpoint import ASK, GROUP, SECRET, serving
+
+
+def settings_of(folder, **settings):
+    return EndpointSettings(
+        artifact_uri="none",
+        workspace=folder,
+        name="endpoint-1",
+        model_group=GROUP,
+        bootstrap_servers="memory",
+        **settings,
+    )
+
+
+def test_a_random_token_of_mode_0600_is_needed_unless_it_is_set_or_left_out(tmp_path):
+    settings = settings_of(tmp_path, host="0.0.0.0")
+    token = token_of(settings, {})
+    path = token_file(tmp_path, "endpoint-1")
+    assert token is not None
+    assert (token, stat.S_IMODE(path.stat().st_mode)) == (path.read_text(), 0o600)
+    assert len(token) >= 32
+    assert token_of(settings, {}) == token
+    assert token_of(settings, {"ROLLSTREAM_ENDPOINT_TOKEN": SECRET}) == SECRET
+    own = settings_of(tmp_path, token="${MY_KEY}")
+    assert token_of(own, {"MY_KEY": SECRET}) == SECRET
+    with pytest.raises(ConfigError, match="environment variable MY_KEY is not set"):
+        token_of(own, {})
+    with pytest.raises(ConfigError, match="cannot be read"):
+        token_of(settings_of(tmp_path, token_file=tmp_path / "none"), {})
+    assert token_of(settings_of(tmp_path, requires_token=False), {}) is None
+    with pytest.raises(ConfigError, match="is reachable from other machines"):
+        token_of(settings_of(tmp_path, host="0.0.0.0", requires_token=False), {})
+
+
+JSON = {"Content-Type": "application/json", "Authorization": f"Bearer {SECRET}"}
+
+
+@pytest.mark.parametrize(
+    ("headers", "status", "code"),
+    [
+        ({**JSON, "Host": "attacker.example:{port}"}, 403, "host_not_allowed"),
+        ({**JSON, "Host": "127.0.0.1.attacker.example"}, 403, "host_not_allowed"),
+        ({**JSON, "Host": ""}, 403, "host_not_allowed"),
+        ({**JSON, "Origin": "https://attacker.example"}, 403, "origin_not_allowed"),
+        ({**JSON, "Origin": "null"}, 403, "origin_not_allowed"),
+        ({**JSON, "Sec-Fetch-Site": "cross-site"}, 403, "origin_not_allowed"),
+        ({"Content-Type": "application/json"}, 401, "invalid_api_key"),
+        ({**JSON, "Authorization": f"Bearer {SECRET}x"}, 401, "invalid_api_key"),
+        ({**JSON, "Authorization": f"Basic {SECRET}"}, 401, "invalid_api_key"),
+        ({**JSON, "Content-Type": "text/plain"}, 415, "unsupported_content_type"),
+        ({**JSON, "Content-Type": "application/x-www-form-urlencoded"}, 415, "unsupported_content_type"),
+        ({**JSON, "Content-Type": "text/plain; application/json"}, 415, "unsupported_content_type"),
+        ({**JSON, "Content-Type": "application/json; charset=utf-8", "Host": "localhost:{port}"}, 200, None),
+        ({**JSON, "Host": "[::1]:{port}"}, 200, None),
+    ],
+)
+def test_no_web_page_and_nobody_without_the_token_is_answered(headers, status, code, tmp_path):
+    async def scenario():
+        async with serving(tmp_path, token=SECRET) as place, aiohttp.ClientSession() as session:
+            port = place.url.split(":")[2].split("/")[0]
+            given = {key: value.replace("{port}", port) for key, value in headers.items()}
+            body = json.dumps({"model": "policy", "messages": ASK})
+            async with session.post(f"{place.url}/chat/completions", data=body, headers=given) as answer:
+                assert answer.status == status
+                found = await answer.json()
+                assert "Access-Control-Allow-Origin" not in answer.headers
+                if status != 200:
+                    assert (found["error"]["type"], found["error"]["code"]) == ("invalid_request_error", code)
+                assert (status == 401) == ("WWW-Authenticate" in answer.headers)
+            async with session.options(f"{place.url}/chat/completions", headers=given) as preflight:
+                assert preflight.status >= 400
+
+    asyncio.run(scenario())
+
+
+def test_a_name_that_is_set_is_answered_and_a_large_body_is_not(tmp_path):
+    async def scenario():
+        async with serving(tmp_path, allowed_hosts=("models.lan",)) as place, aiohttp.ClientSession() as session:
+            async with session.get(f"{place.url}/models", headers={"Host": "Models.LAN:80"}) as answer:
+                assert answer.status == 200
+            async with session.post(
+                f"{place.url}/chat/completions", data=io.BytesIO(b" " * (MAX_BODY_BYTES + 1)), headers=JSON
+            ) as answer:
+                assert answer.status == 413
+                assert (await answer.json())["error"]["type"] == "invalid_request_error"
+
+    asyncio.run(scenario())

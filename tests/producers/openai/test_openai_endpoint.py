@@ -1,0 +1,397 @@
+"""The OpenAI-compatible endpoint, asked by the real `openai` and `langchain-openai` clients over 127.0.0.1."""
+
+import asyncio
+import contextlib
+import json
+import logging
+import socket
+from typing import Any
+
+import aiohttp
+import openai
+import pytest
+import torch
+from openai.types import CompletionUsage
+from openai.types.chat import (
+    ChatCompletion,
+    ChatCompletionChunk,
+    ChatCompletionFunctionToolParam,
+    ChatCompletionMessageParam,
+)
+from openai.types.chat.chat_completion import Choice
+from pydantic import SecretStr
+from transformers import AutoModelForCausalLM
+
+from rollstream.eventlog.artifacts import ArtifactStore
+from rollstream.eventlog.memory.log import MemoryLog
+from rollstream.learner.tiny_model import make_tiny_model
+from rollstream.producers.engines.scripted import ScriptedEngine, ScriptedTokenizer
+from rollstream.producers.engines.transformers import TransformersEngine
+from rollstream.producers.openai.keys import token_of
+from rollstream.producers.openai.protocol import Refusal, parse_request
+from rollstream.producers.openai.service import endpoint_file, run
+from rollstream.schemas.errors import RollstreamError
+from rollstream.schemas.events import WeightsPublished
+from rollstream.schemas.services import EndpointSettings, ScriptedSettings, TransformersSettings
+
+GROUP = "run-1/policy"
+ASK: list[ChatCompletionMessageParam] = [{"role": "user", "content": "3+4=?"}]
+TOOL: ChatCompletionFunctionToolParam = {
+    "type": "function",
+    "function": {"name": "add", "parameters": {"type": "object", "properties": {}}},
+}
+SECRET = "very-secret-token"
+
+
+class Place:
+    """A log in memory, an artifact store, and an endpoint on a free port."""
+
+    def __init__(self, folder, engine=None, **settings):
+        self.log = MemoryLog(num_partitions=2)
+        self.engine = engine or ScriptedEngine()
+        self.artifacts = ArtifactStore(str(folder / "artifacts"))
+        self.settings = EndpointSettings(
+            bootstrap_servers="memory",
+            artifact_uri=str(folder / "artifacts"),
+            workspace=folder,
+            name="endpoint-1",
+            model_group=GROUP,
+            port=0,
+            engine=ScriptedSettings(),
+            **settings,
+        )
+        self.url = ""
+
+    async def publish(self, version, weights=None, base_model="none"):
+        artifact = self.artifacts.put_bytes(weights or f"weights {version}".encode())
+        await self.log.send(
+            WeightsPublished(
+                run_id="run-1",
+                time_ms=100 + version,
+                model_group=GROUP,
+                job_id="run-1/rl",
+                batch_id=None,
+                version=version,
+                parent=None if version == 0 else version - 1,
+                term=1,
+                weights_sha256=artifact.sha256,
+                weights_format="full",
+                base_model=base_model,
+                artifact=artifact,
+            )
+        )
+
+    def client(self, **options):
+        return openai.AsyncOpenAI(base_url=self.url, **{"api_key": "none", "max_retries": 0} | options)
+
+    def langchain(self, **options):
+        from langchain_openai import ChatOpenAI  # a second that only these tests need
+
+        return ChatOpenAI(base_url=self.url, api_key=SecretStr("none"), model="policy", max_retries=0, **options)
+
+
+@contextlib.asynccontextmanager
+async def serving(folder, script=None, *, versions=(0,), token=None, engine=None, **settings):
+    place = Place(folder, engine or (ScriptedEngine(script) if script else None), **settings)
+    for version in versions:
+        await place.publish(version)
+    task = asyncio.create_task(run(place.settings, place.log, place.engine, token))
+    file = endpoint_file(folder, "endpoint-1")
+    while not file.exists() or not file.read_text():
+        assert not task.done(), task.exception()
+        await asyncio.sleep(0.005)
+    place.url = f"http://127.0.0.1:{json.loads(file.read_text())['port']}/v1"
+    try:
+        yield place
+    finally:
+        task.cancel()
+        await asyncio.wait({task})
+        assert not file.exists()
+
+
+def logprobs_of(choice: Choice) -> dict[str, Any]:
+    """With what OpenAI's own do not have: `token_ids`, `version`, ..."""
+    assert choice.logprobs is not None
+    return choice.logprobs.model_dump()
+
+
+def usage_of(answer: ChatCompletion | ChatCompletionChunk) -> CompletionUsage:
+    assert answer.usage is not None
+    return answer.usage
+
+
+def says(text):
+    return lambda prompt, rng, version: (text, -0.5)
+
+
+def assert_exact(logprobs, *, prompt, text, version=0):
+    tokenizer = ScriptedTokenizer()
+    assert tokenizer.decode(logprobs["prompt_token_ids"]) == prompt
+    assert tokenizer.decode(logprobs["token_ids"]) == text
+    assert (logprobs["model_group"], logprobs["version"]) == (GROUP, version)
+    assert len(logprobs["content"]) == len(logprobs["token_ids"])
+    assert logprobs["content"][0]["logprob"] == -0.5
+
+
+def test_the_openai_client_gets_text_usage_logprobs_and_exact_ids(tmp_path):
+    async def scenario():
+        async with serving(tmp_path, says("7")) as place, place.client() as client:
+            answer = await client.chat.completions.create(model="policy", messages=ASK, logprobs=True, top_logprobs=1)
+            choice = answer.choices[0]
+            assert (choice.message.content, choice.finish_reason, answer.model) == ("7", "stop", "policy")
+            usage = usage_of(answer)
+            assert (usage.prompt_tokens, usage.completion_tokens) == (8, 2)
+            assert answer.system_fingerprint == f"{GROUP}@0"
+            assert_exact(logprobs_of(choice), prompt="<user>3+4=?<end><assistant>", text="7<end>")
+            models = await client.models.list()
+            assert [(model.id, model.model_dump()["version"]) for model in models.data] == [("policy", 0)]
+            assert (await client.models.retrieve(GROUP)).id == "policy"
+
+    asyncio.run(scenario())
+
+
+def test_langchain_keeps_the_ids_in_the_response_metadata_streamed_or_not(tmp_path):
+    async def scenario():
+        async with serving(tmp_path, says("42")) as place:
+            for streaming in (False, True):
+                model = place.langchain(streaming=streaming, max_completion_tokens=8, temperature=0.4)
+                message = await model.ainvoke([("system", "Add."), ("human", [{"type": "text", "text": "4+38"}])])
+                assert message.content == "42"
+                assert_exact(
+                    message.response_metadata["logprobs"],
+                    prompt="<system>Add.<end><user>4+38<end><assistant>",
+                    text="42<end>",
+                )
+            assert {request.sampling.max_new_tokens for request in place.engine.requests} == {8}
+            assert {request.sampling.temperature for request in place.engine.requests} == {0.4}
+
+    asyncio.run(scenario())
+
+
+def test_answers_that_are_trained_on_are_sampled_at_the_temperature_of_the_loss(tmp_path, caplog):
+    async def scenario():
+        async with serving(tmp_path, says("7"), temperature=0.4) as place, place.client() as client:
+            ask = client.chat.completions.create
+            for other in (0.0, 0.3, 1.0):
+                with pytest.raises(
+                    openai.BadRequestError, match=r"0\.4, the temperature that the loss .* remove temp"
+                ) as error:
+                    await ask(model="policy", messages=ASK, temperature=other)
+                assert (error.value.param, error.value.code) == ("temperature", "unsupported_value")
+            await ask(model="policy", messages=ASK)
+            await ask(model="policy", messages=ASK, temperature=0.4)
+            assert [request.sampling.temperature for request in place.engine.requests] == [0.4, 0.4]
+            for _ in range(2):
+                await ask(model="policy", messages=ASK, top_p=0.5)
+            for wanted in (0.0, 0.3):
+                await ask(model=GROUP, messages=ASK, temperature=wanted, top_p=0.5)
+            await ask(model=GROUP, messages=ASK)
+            assert [request.sampling.temperature for request in place.engine.requests[4:]] == [0.0, 0.3, 1.0]
+
+    asyncio.run(scenario())
+    assert caplog.text.count("requests ask for top_p 0.5, top_k 0: grpo compares") == 1
+
+
+def test_choices_stop_texts_limits_and_seeds(tmp_path):
+    def script(prompt, rng, version):
+        return f"{rng.randrange(10**9)};rest", -0.5
+
+    async def scenario():
+        async with serving(tmp_path, script) as place, place.client() as client:
+            ask = client.chat.completions.create
+            first = await ask(model="policy", messages=ASK, n=3, seed=5, stop=[";", "#"])
+            texts = [choice.message.content or "" for choice in first.choices]
+            assert len(set(texts)) == 3
+            assert all(text.isdecimal() for text in texts)
+            token_ids = logprobs_of(first.choices[0])["token_ids"]
+            assert ScriptedTokenizer().decode(token_ids) == texts[0] + ";"
+            assert first.choices[0].finish_reason == "stop"
+            again = await ask(model="policy", messages=ASK, n=3, seed=5, stop=";")
+            assert [choice.message.content for choice in again.choices] == texts
+            other = await ask(model="policy", messages=ASK, stop=";")
+            assert other.choices[0].message.content not in texts
+            short = await ask(model="policy", messages=ASK, max_tokens=2)
+            assert (short.choices[0].finish_reason, usage_of(short).completion_tokens) == ("length", 2)
+
+    asyncio.run(scenario())
+
+
+def test_a_stream_ends_with_its_reason_and_usage(tmp_path):
+    async def scenario():
+        async with serving(tmp_path, says("12")) as place, place.client() as client:
+            stream = await client.chat.completions.create(
+                model="policy", messages=ASK, stream=True, stream_options={"include_usage": True}
+            )
+            pieces = [piece async for piece in stream]
+            deltas = [choice for piece in pieces for choice in piece.choices]
+            assert "".join(choice.delta.content or "" for choice in deltas) == "12"
+            assert [choice.finish_reason for choice in deltas] == [None, "stop"]
+            assert usage_of(pieces[-1]).completion_tokens == 3
+
+    asyncio.run(scenario())
+
+
+def test_tool_calls_are_read_only_when_tools_were_offered(tmp_path):
+    said = 'Well. <tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
+
+    async def scenario():
+        async with serving(tmp_path, says(said)) as place, place.client() as client:
+            ask = client.chat.completions.create
+            plain = (await ask(model="policy", messages=ASK)).choices[0]
+            assert (plain.message.content, plain.message.tool_calls) == (said, None)
+            choice = (await ask(model="policy", messages=ASK, tools=[TOOL])).choices[0]
+            assert (choice.finish_reason, choice.message.content) == ("tool_calls", "Well.")
+            [call] = choice.message.tool_calls or []
+            assert call.type == "function"
+            assert (call.function.name, json.loads(call.function.arguments)) == ("add", {"a": 1})
+            bound = await place.langchain().bind_tools([dict(TOOL)]).ainvoke("add")
+            assert bound.tool_calls[0]["args"] == {"a": 1}
+            dialogue = [*ASK, choice.message, {"role": "tool", "tool_call_id": call.id, "content": "5"}]
+            assert (await ask(model="policy", messages=dialogue)).choices[0].finish_reason == "stop"
+
+    asyncio.run(scenario())
+
+
+def test_a_request_waits_for_the_version_that_it_names(tmp_path):
+    async def scenario():
+        async with serving(tmp_path, wait_timeout_s=20) as place, place.client() as client:
+            ask = client.chat.completions.create
+            newest = await ask(model="policy", messages=ASK)
+            assert logprobs_of(newest.choices[0])["version"] == 0
+            waiting = [
+                asyncio.create_task(ask(model="policy", messages=ASK, extra_body={"min_version": 1})),
+                asyncio.create_task(ask(model="policy", messages=ASK, extra_headers={"X-Min-Version": "1"})),
+            ]
+            await asyncio.sleep(0.1)
+            assert not any(task.done() for task in waiting)
+            await place.publish(1)
+            for task in waiting:
+                assert logprobs_of((await task).choices[0])["version"] == 1
+
+    asyncio.run(scenario())
+
+
+def test_a_version_that_does_not_come_is_a_503_and_so_are_missing_weights(tmp_path):
+    async def scenario():
+        async with serving(tmp_path, versions=(), wait_timeout_s=0.05) as place, place.client() as client:
+            with pytest.raises(openai.InternalServerError, match="no weights yet") as refused:
+                await client.chat.completions.create(model="policy", messages=ASK)
+            assert refused.value.status_code == 503
+            await place.publish(0)
+            while place.engine.version(GROUP) < 0:
+                await asyncio.sleep(0.01)
+            with pytest.raises(openai.InternalServerError, match="has version 0; version 4 was not loaded"):
+                await client.chat.completions.create(model="policy", messages=ASK, extra_body={"min_version": 4})
+
+    asyncio.run(scenario())
+
+
+def test_errors_have_openais_shape(tmp_path):
+    async def scenario():
+        async with serving(tmp_path) as place, place.client() as client:
+            ask = client.chat.completions.create
+            with pytest.raises(openai.NotFoundError, match="use 'policy' or 'run-1/policy'") as missing:
+                await ask(model="gpt-x", messages=ASK)
+            assert (missing.value.code, missing.value.param) == ("model_not_found", "model")
+            image: list[ChatCompletionMessageParam] = [
+                {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}
+            ]
+            with pytest.raises(openai.BadRequestError, match=r"messages\.0\.content: part 0 is not text") as wrong:
+                await ask(model="policy", messages=image)
+            assert wrong.value.type == "invalid_request_error"
+            async with aiohttp.ClientSession() as session:
+                for method, path, status in (("GET", "/nothing", 404), ("GET", "/chat/completions", 405)):
+                    async with session.request(method, place.url + path) as answer:
+                        assert answer.status == status
+                        assert (await answer.json())["error"]["type"] == "invalid_request_error"
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"messages": []}, "messages: List should have at least 1 item"),
+        ({"temperature": -1}, "temperature: Input should be greater"),
+        ({"top_logprobs": 5}, "top_logprobs: Input should be less than or equal to 1"),
+        ({"frequency_penalty": 0.5}, "frequency_penalty: 0.5 is not supported here"),
+        ({"response_format": {"type": "json_object"}}, "response_format: "),
+        ({"tool_choice": "required"}, "tool_choice: 'required' is not supported here"),
+        ({"stop": [""]}, "stop: a stop sequence must not be empty"),
+        ({"best_of": 3}, "best_of: unknown parameter"),
+    ],
+)
+def test_what_would_be_ignored_is_refused_by_name(change, message):
+    with pytest.raises(Refusal, match=message) as refused:
+        parse_request(json.dumps({"model": "policy", "messages": ASK, **change}).encode())
+    assert (refused.value.status, refused.value.param) == (400, next(iter(change)))
+
+
+def test_a_request_of_nothing_but_defaults_and_nulls_is_taken():
+    request = parse_request(
+        json.dumps({"model": "policy", "messages": ASK, "stop": None, "seed": None, "frequency_penalty": 0}).encode()
+    )
+    assert (request.stop, request.seed, request.sampling(9).max_new_tokens) == ((), None, 9)
+    for body in (b"{", b"[]"):
+        with pytest.raises(Refusal):
+            parse_request(body)
+
+
+def test_the_token_is_asked_for_and_never_logged(tmp_path, caplog):
+    caplog.set_level(logging.DEBUG)
+    (tmp_path / "token").write_text(SECRET + "\n")
+
+    async def scenario():
+        token = token_of(Place(tmp_path, token_file=tmp_path / "token").settings, {})
+        async with serving(tmp_path, token=token) as place:
+            async with place.client() as stranger:
+                with pytest.raises(openai.AuthenticationError) as refused:
+                    await stranger.chat.completions.create(model="policy", messages=ASK)
+                assert refused.value.code == "invalid_api_key"
+            async with place.client(api_key=SECRET) as client:
+                await client.chat.completions.create(model="policy", messages=ASK)
+
+    asyncio.run(scenario())
+    ours = [record.getMessage() for record in caplog.records if record.name.startswith("rollstream")]
+    assert ours
+    assert not any(SECRET in line or "3+4" in line for line in ours)
+
+
+def test_a_port_in_use_is_one_clear_error(tmp_path):
+    async def scenario():
+        with socket.socket() as taken:
+            taken.bind(("127.0.0.1", 0))
+            taken.listen()
+            place = Place(tmp_path)
+            settings = place.settings.model_copy(update={"port": taken.getsockname()[1]})
+            with pytest.raises(RollstreamError, match=r"endpoint: port \d+ of 127\.0\.0\.1 cannot be used"):
+                await run(settings, place.log, ScriptedEngine())
+
+    asyncio.run(scenario())
+
+
+def test_a_real_model_says_the_log_probabilities_that_a_full_forward_finds(tmp_path):
+    model_folder = make_tiny_model(tmp_path / "model", seed=0)
+    engine = TransformersEngine(TransformersSettings(threads=1))
+
+    async def scenario():
+        await engine.start()
+        allow = (f"model:{model_folder}",)
+        async with serving(tmp_path, versions=(), engine=engine, allow=allow) as place, place.client() as client:
+            await place.publish(0, (model_folder / "model.safetensors").read_bytes(), str(model_folder))
+            ask = client.chat.completions.create
+            answer = await ask(model="policy", messages=ASK, n=4, temperature=0.7, max_tokens=8)
+            with pytest.raises(openai.BadRequestError) as refused:
+                await ask(model="policy", messages=[{"role": "user", "content": "x" * 600}])
+            assert refused.value.code == "context_length_exceeded"
+        await engine.close()
+        return answer
+
+    model = AutoModelForCausalLM.from_pretrained(model_folder).eval()
+    for choice in asyncio.run(scenario()).choices:
+        told = logprobs_of(choice)
+        ids, num_prompt = [*told["prompt_token_ids"], *told["token_ids"]], len(told["prompt_token_ids"])
+        with torch.no_grad():
+            logits = model(input_ids=torch.tensor([ids])).logits[0, num_prompt - 1 : -1]
+        expected = (logits / 0.7).log_softmax(-1).gather(1, torch.tensor(told["token_ids"])[:, None])[:, 0]
+        assert torch.allclose(torch.tensor([entry["logprob"] for entry in told["content"]]), expected, atol=1e-4)

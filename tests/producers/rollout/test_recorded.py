@@ -1,0 +1,314 @@
+"""Recorded rollouts: played as they were, joined by their tokens, flagged where something was assumed."""
+
+import asyncio
+import hashlib
+import json
+from collections.abc import Iterable
+from typing import Any, Literal
+
+import pytest
+from pydantic import JsonValue
+
+from rollstream.eventlog.artifacts import ArtifactStore
+from rollstream.harness.recorded.tasks import MAX_INLINE_BYTES, inputs_of, stored, tasks_of
+from rollstream.processors.assemble.sequences import join_calls
+from rollstream.producers.engines.scripted import ScriptedTokenizer
+from rollstream.producers.rollout.conversation import Conversation
+from rollstream.producers.rollout.recorded_call import ImportContext, read_step
+from rollstream.schemas import tokens
+from rollstream.schemas.events import RolloutFailed
+from rollstream.schemas.events.recorded import (
+    RecordedChat,
+    RecordedGroup,
+    RecordedReward,
+    RecordedRollout,
+    RecordedStep,
+    RecordedTokens,
+)
+from rollstream.schemas.events.rollouts import VersionSpan
+from rollstream.schemas.settings import RolloutSettings
+from tests.rigs.remote_outage import RemoteFileSystem
+
+GROUP = "run-1/policy"
+TOKENIZER = ScriptedTokenizer()
+Policy = Literal["model", "demonstration", "external"]
+
+
+def exact(prompt, completion, logprobs: Iterable[float] | Literal["fit"] | None = "fit", **fields):
+    values = [-0.5] * len(completion) if logprobs == "fit" else logprobs
+    return RecordedStep(tokens=RecordedTokens.of(prompt, completion, values, **fields))
+
+
+def spoken(*messages, answer="4", **fields):
+    sent = tuple({"role": "user", "content": text} for text in messages)
+    return RecordedStep(chat=RecordedChat(messages=sent, answer={"role": "assistant", "content": answer}, **fields))
+
+
+def task_of(*rollouts, config=None, min_version=0, inputs=None, policy: Policy = "model", artifacts=None):
+    group = RecordedGroup.of("x0", rollouts, inputs)
+    settings = RolloutSettings(
+        environment="recorded", environment_config=config or {}, agents={"agent": GROUP}, policy=policy
+    )
+    group = asyncio.run(stored(group, artifacts)) if artifacts else group
+    [task] = tasks_of(
+        [group], run_id="run-1", job_id="run-1/rl", epoch=0, settings=settings, min_version=min_version, time_ms=1
+    )
+    return task
+
+
+def samples(played):
+    """(context ids, completion ids) of each completion that is trained on."""
+    found = []
+    for sequence in join_calls(played.steps):
+        token_ids = tokens.decode_ids(sequence.token_ids)
+        for part in sequence.completions:
+            end = part.start + part.length
+            found.append((tuple(token_ids[: part.start]), tuple(token_ids[part.start : end])))
+    return found
+
+
+def test_calls_are_joined_where_one_goes_on_from_another_and_every_prompt_is_what_the_model_saw(play):
+    first, branch = exact([5, 6], [7, 1]), exact([5, 6], [8, 1])
+    later, other = exact([5, 6, 7, 1, 9], [10, 1]), exact([40, 41], [42])
+    rewards = (RecordedReward(value=1.0), RecordedReward(value=0.5, name="score", step=1, is_score=True))
+    played = play(task_of(RecordedRollout(steps=(first, branch, later, other), rewards=rewards)))
+    played.assert_complete()
+    assert sorted(samples(played)) == [
+        ((5, 6), (7, 1)),
+        ((5, 6), (8, 1)),
+        ((5, 6, 7, 1, 9), (10, 1)),
+        ((40, 41), (42,)),
+    ]
+    assert len(join_calls(played.steps)) == 3
+    assert [(reward.step_index, reward.is_score) for reward in played.rewards] == [(None, False), (1, True)]
+    assert played.steps[2].llm.prefix.length == 4
+    assert played.steps[2].llm.prefix.step_index == 0
+
+
+def test_recorded_versions_stay_and_missing_ones_are_assumed_and_said_so(play):
+    spans = (VersionSpan(model_group=GROUP, version=3, length=1), VersionSpan(model_group=GROUP, version=4, length=1))
+    foreign = (VersionSpan(model_group="elsewhere/policy", version=90, length=1),)
+    rollout = RecordedRollout(steps=(exact([5], [6, 1], spans=spans), exact([5], [6]), exact([7], [1], spans=foreign)))
+    played = play(task_of(rollout, min_version=0))
+    known, unknown, other = played.steps
+    assert known.llm.spans == spans
+    assert known.metadata is None
+    for step in (unknown, other):
+        assert [(span.model_group, span.version, span.length) for span in step.llm.spans] == [(GROUP, 0, 1)]
+        assert step.metadata == {"rollstream": {"is_version_assumed": True}}
+    assumed = play(task_of(rollout, config={"assumed_version": 2}))
+    assert assumed.steps[1].llm.spans[0].version == 2
+
+
+def test_text_alone_is_no_token_ids_unless_it_may_be_retokenised(play):
+    rollout = RecordedRollout(steps=(spoken("1+1=", answer="2"),), rewards=(RecordedReward(value=1.0),))
+    plain = play(task_of(rollout))
+    plain.assert_complete()
+    assert plain.steps[0].llm is None
+    assert plain.steps[0].metadata == {"rollstream": {"untrained": "no_token_ids"}}
+    played = play(task_of(rollout, config={"retokenise": True}))
+    flags = played.steps[0].metadata["rollstream"]
+    assert flags == {"is_retokenised": True, "has_logprobs": False, "is_version_assumed": True}
+    [(context, completion)] = samples(played)
+    assert TOKENIZER.decode(context) == "<user>1+1=<end><assistant>"
+    assert TOKENIZER.decode(completion) == "2<end>"
+
+
+@pytest.mark.parametrize(("num", "kept", "has_end"), [(2, True, False), (3, True, True), (4, False, True)])
+def test_log_probabilities_are_kept_only_if_their_number_fits_the_new_tokens(play, num, kept, has_end):
+    step = spoken("hm", answer="42", logprobs=(-0.25,) * num)
+    played = play(task_of(RecordedRollout(steps=(step,)), config={"retokenise": True}))
+    call = played.steps[0].llm
+    assert (call.logprobs is not None) == kept
+    assert (tokens.decode_ids(call.completion_ids)[-1] == TOKENIZER.eos_token_id) == has_end
+
+
+def test_retokenised_turns_go_on_from_each_other(play):
+    messages: tuple[dict[str, JsonValue], ...] = (
+        {"role": "user", "content": "go"},
+        {"role": "assistant", "content": "a"},
+        {"role": "user", "content": "go"},
+    )
+    chat = RecordedChat(messages=messages, answer={"role": "assistant", "content": "b"})
+    rollout = RecordedRollout(steps=(spoken("go", answer="a"), RecordedStep(chat=chat)))
+    played = play(task_of(rollout, config={"retokenise": True}))
+    [sequence] = join_calls(played.steps)
+    text = TOKENIZER.decode(tokens.decode_ids(sequence.token_ids))
+    assert text == "<user>go<end><assistant>a<end><user>go<end><assistant>b<end>"
+    assert len(sequence.completions) == 2
+
+
+class ToolTokenizer(ScriptedTokenizer):
+    """Its template writes tool calls, as objects, after a message's text; one that it does not know it refuses."""
+
+    def apply_chat_template(self, conversation, **options):
+        told = [
+            message
+            | {"content": message["content"] + "".join(f"!{json.dumps(c['function']['arguments'])}" for c in calls)}
+            for message in conversation
+            for calls in [message.get("tool_calls", ())]
+        ]
+        return super().apply_chat_template(told, **options)
+
+
+def test_an_answer_that_calls_tools_is_what_the_template_writes_for_it():
+    call = {"id": "c", "type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}
+    said, tokenizer = spoken("hm", answer=""), ToolTokenizer()
+    answer = {"role": "assistant", "content": None, "tool_calls": [call]}
+    assert said.chat is not None
+    step = said.model_copy(update={"chat": said.chat.model_copy(update={"answer": answer})})
+    reading = read_step(step, 0, ImportContext(GROUP, retokenise=True), Conversation(tokenizer), tokenizer)
+    assert reading.call is not None
+    assert TOKENIZER.decode(tokens.decode_ids(reading.call.completion_ids)) == '!{"a": 1}<end>'
+
+
+def test_list_content_of_texts_is_retokenised_as_its_text_and_a_picture_is_not(play):
+    parts: list[JsonValue] = [{"type": "text", "text": "what "}, {"type": "text", "text": "is it"}]
+    picture: list[JsonValue] = [*parts, {"type": "image_url", "image_url": {"url": "data:..."}}]
+    steps = tuple(
+        RecordedStep(
+            chat=RecordedChat(
+                messages=({"role": "user", "content": content},), answer={"role": "assistant", "content": "x"}
+            )
+        )
+        for content in (parts, picture)
+    )
+    texts, image = play(task_of(RecordedRollout(steps=steps), config={"retokenise": True})).steps
+    assert TOKENIZER.decode(tokens.decode_ids(texts.llm.prompt_ids)) == "<user>what is it<end><assistant>"
+    assert image.llm is None
+    assert image.metadata == {"rollstream": {"untrained": "not_text"}}
+
+
+def test_rewards_come_with_the_record_and_reward_functions_see_what_the_example_says(play):
+    rewards = (
+        RecordedReward(value=0.5),
+        RecordedReward(value=1.0, name="grade"),
+        RecordedReward(value=-1.0, name="step", step=1),
+    )
+    rollout = RecordedRollout(steps=(exact([5], [6]), exact([5, 6], [7])), rewards=rewards)
+    task = task_of(rollout, inputs={"question": "?", "answer": "4"})
+    task = task.model_copy(
+        update={
+            "settings": task.settings.model_copy(
+                update={"rewards": ("python:tests.producers.rollout.test_recorded.own",)}
+            )
+        }
+    )
+    played = play(task)
+    played.assert_complete()
+    assert [(r.name, r.value, r.step_index) for r in played.rewards[:3]] == [
+        ("reward", 0.5, None),
+        ("grade", 1.0, None),
+        ("step", -1.0, 1),
+    ]
+    assert played.rewards[3].value == 2.0
+
+
+def own(rollout):
+    return float(len(rollout.inputs))
+
+
+def test_the_same_record_gives_the_same_events_in_every_attempt(play):
+    rollout = RecordedRollout(steps=(exact([5], [6]), exact([5, 6], [7])), rewards=(RecordedReward(value=1.0),))
+    task = task_of(rollout, rollout)
+    assert play(task).contents() == play(task).contents()
+    again = play(task, attempt=1)
+    assert [step.llm for step in again.steps] == [step.llm for step in play(task).steps]
+
+
+@pytest.mark.parametrize(
+    ("rollout", "said"),
+    [
+        (RecordedRollout(source_id="r7", error="its agent raised KeyError"), "recorded rollout r7: its agent raised"),
+        (RecordedRollout(steps=(exact([5], [100_000]),)), "recorded token id 100000 is outside the"),
+        (RecordedRollout(steps=(exact([5], [-3]),)), "recorded token id -3 is outside the"),
+        (RecordedRollout(steps=(exact([5], [6], [float("nan")]),)), "is not a finite number"),
+        (RecordedRollout(steps=(RecordedStep(agent="stranger"),)), "agent 'stranger' is not an agent"),
+    ],
+)
+def test_a_broken_record_is_a_failed_attempt_with_its_cause(play, rollout, said):
+    played = play(task_of(rollout))
+    assert isinstance(played.last, RolloutFailed)
+    assert played.last.cause == "environment_error"
+    assert said in played.last.message
+
+
+def test_a_member_without_a_record_and_a_record_that_is_none_fail_with_their_causes(play):
+    task = task_of(RecordedRollout(steps=(exact([5], [6]),)))
+    assert "no recorded rollout for member 1: the task has only 1" in play(task, member=1).last.message
+    broken = task.model_copy(update={"inputs": {"recorded": [{"rollout": {"steps": [{"llm": 3}]}}]}})
+    assert "the recorded rollout of member 0 is invalid: rollout.steps.0.llm" in play(broken).last.message
+    assert "the task has only 0" in play(task.model_copy(update={"inputs": {}})).last.message
+
+
+def test_a_large_group_lies_in_the_artifact_store_and_plays_the_same(play, tmp_path):
+    long = list(range(2, 90)) * 1500
+    rollouts = tuple(RecordedRollout(steps=(exact(long, [number, 1]),)) for number in (6, 7))
+    artifacts = ArtifactStore(str(tmp_path / "artifacts"))
+    inline, aside = task_of(*rollouts), task_of(*rollouts, artifacts=artifacts)
+    assert len(aside.model_dump_json()) < 4096 < MAX_INLINE_BYTES < len(inline.model_dump_json())
+    assert [s.llm for s in play(aside, member=1, artifacts=artifacts).steps] == [
+        s.llm for s in play(inline, member=1).steps
+    ]
+    recorded: Any = aside.inputs["recorded"]
+    sha256 = recorded[0]["artifact"]["sha256"]
+    [path] = (tmp_path / "artifacts").rglob(sha256 + "*")
+    assert hashlib.sha256(path.read_bytes()).hexdigest() == sha256
+    path.write_bytes(path.read_bytes().replace(b"LLM_END", b"LLM_ENE"))
+    assert "has the wrong hash" in play(aside, artifacts=artifacts).last.message
+
+
+def test_a_store_that_is_away_for_a_while_costs_no_attempt_and_one_that_stays_away_the_rollouts_time(play, tmp_path):
+    rewards = (RecordedReward(value=1.0),)
+    rollout = RecordedRollout(steps=(exact(list(range(2, 90)) * 3000, [6, 1]),), rewards=rewards)
+    artifacts = ArtifactStore(f"remote://{tmp_path.name}")
+    task = task_of(rollout, artifacts=artifacts)
+    RemoteFileSystem.num_failures = 2
+    play(task, artifacts=artifacts).assert_complete()
+    hasty = task.model_copy(update={"settings": task.settings.model_copy(update={"rollout_timeout_s": 0.1})})
+    RemoteFileSystem.num_failures = 1_000_000
+    try:
+        failed = play(hasty, artifacts=artifacts).last
+    finally:
+        RemoteFileSystem.num_failures = 0
+    assert failed.cause == "timeout"
+
+
+def test_demonstrations_need_neither_log_probabilities_nor_versions(play):
+    played = play(task_of(RecordedRollout(steps=(exact([5], [6, 1], None),)), policy="demonstration"))
+    assert played.steps[0].llm.spans == ()
+    assert played.steps[0].metadata is None
+
+
+def test_tasks_have_derived_ids_and_are_the_same_for_the_same_groups():
+    groups = [RecordedGroup.of(f"x{n}", [RecordedRollout()] * (n + 1)) for n in range(3)]
+    given = {
+        "run_id": "r",
+        "job_id": "r/rl",
+        "epoch": 2,
+        "settings": RolloutSettings(environment="python:a.b"),
+        "seed": 7,
+    }
+    tasks = tasks_of(groups, **given, first_index=10, minimum=2)
+    assert tasks == tasks_of(groups, **given, first_index=10, minimum=2)
+    assert [task.group_id for task in tasks] == [f"r/rl/e00002/t000{n}" for n in (10, 11, 12)]
+    assert [(task.num_rollouts, task.minimum) for task in tasks] == [(1, 1), (2, 2), (3, 2)]
+    assert {task.settings.environment for task in tasks} == {"recorded"}
+    assert tasks_of(groups, **given, name="given")[0].group_id == "r/given/e00002/t00000"
+    assert inputs_of(groups[0]) == {"recorded": [{"rollout": {}}]}
+
+
+def test_of_another_backends_model_ids_are_kept_as_they_come_and_text_makes_none(play):
+    """Ids that no tokenizer here knows, and text alone, which is neither tokenised nor counted as a failure."""
+    steps = (exact([5, 600_000], [700_000, 1]), spoken("1+3="))
+    reward = (RecordedReward(value=1.0),)
+    played = play(task_of(RecordedRollout(steps=steps, rewards=reward), policy="external"))
+    played.assert_complete()
+    assert samples(played) == [((5, 600_000), (700_000, 1))]
+    assert [call.llm.spans for call in played.steps if call.llm] == [()]
+    retokenised = play(
+        task_of(RecordedRollout(steps=steps, rewards=reward), policy="external", config={"retokenise": True})
+    )
+    failed = retokenised.events[-1]
+    assert isinstance(failed, RolloutFailed)
+    assert "another training backend's" in failed.message
