@@ -1,32 +1,30 @@
 """A partition of `groups` in a list, folded by curate as it grows, and short ways to write its records."""
 
-import sys
 from collections.abc import Iterable
-from pathlib import Path
 from typing import Literal, TypeVar
 
 import pytest
 
 from rollstream.eventlog import codec
 from rollstream.eventlog.log import Position, Received
-from rollstream.processors import curate
+from rollstream.processors.curate import fold as curate
 from rollstream.schemas import ids
 from rollstream.schemas.base import Event, Locator
 from rollstream.schemas.events import (
     EpochStarted,
     GroupClosed,
     JobStarted,
+    RollbackRequested,
     RunEnded,
     RunStarted,
     SubmissionReceived,
     TaskRequested,
 )
-from rollstream.schemas.events_rollouts import Policy
-from rollstream.schemas.events_training import MemberRef, SubmittedGroup
+from rollstream.schemas.events.rollouts import Policy
+from rollstream.schemas.events.training import MemberRef, SubmittedGroup
 from rollstream.schemas.settings import ArtifactRef, PlanSettings, RolloutSettings
 
 E = TypeVar("E", bound=Event)
-sys.path.insert(0, str(Path(__file__).parent))  # steps_rig
 
 
 class GroupsPartition:
@@ -114,6 +112,18 @@ class GroupsPartition:
             **changes,
         )
         return self.write(event)
+
+    def roll_back(self, version, *, after=None, run_id="run-1", name="rl"):
+        job = self.state.runs[run_id].jobs[f"{run_id}/{name}"]
+        request = RollbackRequested(
+            run_id=run_id,
+            time_ms=self.time_ms,
+            job_id=job.started.job_id,
+            model_group=job.started.model_group,
+            version=version,
+            after_version=job.next_version if after is None else after,
+        )
+        return self.write(request)
 
     def end_run(self, run_id="run-1", cause: Literal["completed", "stopped"] = "completed"):
         return self.write(RunEnded(run_id=run_id, time_ms=self.time_ms, cause=cause))

@@ -1,0 +1,147 @@
+"""Joins LLM calls of one agent to training sequences by their verified prefixes. No rewards, no I/O."""
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import pybase64
+
+from rollstream.processors.assemble.state import Call
+from rollstream.schemas.base import validator_of
+from rollstream.schemas.errors import DecodeError
+from rollstream.schemas.events.rollouts import LLMCall, StepRecorded, TokenSequence
+
+TOKEN_BYTES = 4
+_token_sequence = validator_of(TokenSequence)
+
+
+# Called for every sequence: `list[bytes]()` takes five times as long.
+def _no_parts() -> list[bytes]:
+    return []
+
+
+def _no_completions() -> list[dict[str, object]]:
+    return []
+
+
+@dataclass(slots=True)
+class _Growing:
+    """A sequence that later calls may extend; `length` counts its tokens."""
+
+    parts: list[bytes] = field(default_factory=_no_parts)
+    length: int = 0
+    hasher: "hashlib._Hash | None" = None  # pyright: ignore[reportPrivateUsage]
+    num_hashed: int = 0
+    """Parts that the hasher has seen: nobody asks for the hash of a sequence that no call extends."""
+    logprobs: list[bytes] = field(default_factory=_no_parts)
+    has_logprobs: bool = True
+    completions: list[dict[str, object]] = field(default_factory=_no_completions)
+    """Fields of Completion, validated with the sequence."""
+
+    def sha256(self) -> str:
+        """Of all tokens so far."""
+        unseen = b"".join(self.parts[self.num_hashed :])
+        self.num_hashed = len(self.parts)
+        if self.hasher is None:
+            self.hasher = hashlib.sha256(unseen)
+        else:
+            self.hasher.update(unseen)
+        return self.hasher.hexdigest()
+
+
+def join_calls(steps: Sequence[StepRecorded | Call], *, keep_finish_reasons: bool = False) -> tuple[TokenSequence, ...]:
+    """Training sequences of one agent's LLM steps, given in ascending step index.
+
+    A call whose prefix is the complete prompt and completion of an earlier call extends that call's sequence, if no
+    other call has yet and both or neither have log-probabilities. A shorter prefix or a second branch starts a new
+    sequence in which the prefix is prompt. So every completion token is in exactly one `completions` entry, and a
+    sequence has log-probabilities for all or none of its completion tokens. Raises DecodeError naming the step if a
+    prefix does not refer to an earlier call, is longer than it or has another hash, or if token arrays are
+    inconsistent.
+    """
+    sequences: list[_Growing] = []
+    ends: dict[int, tuple[_Growing, int]] = {}
+    for step in steps:
+        call = step.llm
+        if call is None:
+            continue
+        index = step.step_index
+        try:
+            sequence = _sequence_for(call, ends, sequences)
+            _extend(sequence, call, index)
+            if keep_finish_reasons and call.finish_reason != "stop":
+                sequence.completions[-1]["finish_reason"] = call.finish_reason
+        except ValueError as error:
+            raise DecodeError(f"step {index} of agent {step.agent}: {error}") from error
+        ends[index] = (sequence, sequence.length)
+    return tuple(map(_sealed, sequences))
+
+
+def _sequence_for(call: LLMCall, ends: dict[int, tuple[_Growing, int]], sequences: list[_Growing]) -> _Growing:
+    prefix = call.prefix
+    if prefix is not None:
+        named = ends.get(prefix.step_index)
+        if named is None:
+            raise DecodeError(
+                f"its prefix refers to step {prefix.step_index}, which is not an earlier LLM call of this agent"
+            )
+        sequence, end = named
+        length = prefix.length
+        if length > end:
+            raise DecodeError(f"its prefix has {length} tokens, but step {prefix.step_index} has only {end}")
+        if length == sequence.length and sequence.has_logprobs == (call.logprobs is not None):
+            if sequence.sha256() != prefix.sha256:
+                raise DecodeError("the sha256 of its prefix differs")
+            return sequence
+    begun = _Growing()
+    if prefix is not None:
+        packed = b"".join(ends[prefix.step_index][0].parts)[: prefix.length * TOKEN_BYTES]
+        begun.parts.append(packed)
+        begun.length = len(packed) // TOKEN_BYTES
+        if begun.sha256() != prefix.sha256:
+            raise DecodeError("the sha256 of its prefix differs")
+    sequences.append(begun)
+    return begun
+
+
+def _extend(sequence: _Growing, call: LLMCall, step_index: int) -> None:
+    prompt, completion = _unpack(call.prompt_ids), _unpack(call.completion_ids)
+    length = len(completion) // TOKEN_BYTES
+    spans = call.spans
+    if spans and (spans[0].length if len(spans) == 1 else sum(span.length for span in spans)) != length:
+        raise DecodeError(f"its version spans do not cover the {length} completion tokens")
+    text = call.logprobs
+    if text is None:
+        sequence.has_logprobs = False
+    else:
+        logprobs = _unpack(text)
+        if len(logprobs) != len(completion):
+            raise DecodeError(f"{len(logprobs) // TOKEN_BYTES} log-probabilities for {length} completion tokens")
+        sequence.logprobs.append(logprobs)
+    start = sequence.length + len(prompt) // TOKEN_BYTES
+    sequence.completions.append({"start": start, "length": length, "step_index": step_index, "spans": spans})
+    sequence.parts.append(prompt + completion)
+    sequence.length = start + length
+
+
+def _unpack(text: str) -> bytes:
+    """Little-endian four-byte values of a base64 text; the bytes are not converted, so the machine's byte order does
+    not matter."""
+    packed = pybase64.b64decode(text, None, True)
+    if len(packed) % TOKEN_BYTES:
+        raise DecodeError("the size of a token array is not a multiple of four bytes")
+    return packed
+
+
+def _sealed(sequence: _Growing) -> TokenSequence:
+    return _token_sequence(
+        {
+            "token_ids": _pack(sequence.parts),
+            "logprobs": _pack(sequence.logprobs) if sequence.has_logprobs else None,
+            "completions": tuple(sequence.completions),
+        }
+    )
+
+
+def _pack(parts: list[bytes]) -> str:
+    return pybase64.b64encode_as_string(b"".join(parts))

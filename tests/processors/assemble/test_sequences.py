@@ -1,0 +1,150 @@
+"""LLM calls to training sequences: joined where they extend each other, parted where they do not, verified always."""
+
+import hashlib
+
+import pytest
+
+from rollstream.processors.assemble.sequences import join_calls
+from rollstream.processors.assemble.trajectories import reference
+from rollstream.schemas.errors import DecodeError
+from rollstream.schemas.events import StepRecorded, TrajectoryAssembled
+from rollstream.schemas.events.rollouts import LLMCall, Prefix, VersionSpan
+from rollstream.schemas.tokens import decode_floats, decode_ids, encode_floats, encode_ids
+
+
+def call(index, prompt, completion, *, prefix=None, logprobs=True, spans=()):
+    llm = LLMCall(
+        prefix=prefix,
+        prompt_ids=encode_ids(prompt),
+        completion_ids=encode_ids(completion),
+        logprobs=encode_floats([-float(token) for token in completion]) if logprobs else None,
+        spans=spans,
+    )
+    base = {"run_id": "run", "time_ms": 0, "group_id": "g", "rollout_id": "g/m0/a0"}
+    return StepRecorded(**base, step_index=index, agent="agent", event_type="LLM_END", uuid=f"{index}", llm=llm)
+
+
+def prefix(index, ids):
+    packed = b"".join(token.to_bytes(4, "little") for token in ids)
+    return Prefix(step_index=index, length=len(ids), sha256=hashlib.sha256(packed).hexdigest())
+
+
+def ids_of(sequence):
+    return list(decode_ids(sequence.token_ids))
+
+
+def places(sequence):
+    return [(part.step_index, part.start, part.length) for part in sequence.completions]
+
+
+def test_calls_that_extend_each_other_are_one_sequence():
+    (joined,) = join_calls(
+        [
+            call(0, [1, 2], [3, 4]),
+            call(2, [5], [6], prefix=prefix(0, [1, 2, 3, 4])),
+            call(5, [], [7, 8], prefix=prefix(2, [1, 2, 3, 4, 5, 6])),
+        ]
+    )
+    assert ids_of(joined) == [1, 2, 3, 4, 5, 6, 7, 8]
+    assert places(joined) == [(0, 2, 2), (2, 5, 1), (5, 6, 2)]
+    assert joined.logprobs is not None
+    assert list(decode_floats(joined.logprobs)) == [-3, -4, -6, -7, -8]
+
+
+def test_calls_without_a_prefix_are_sequences_of_their_own():
+    first, second = join_calls([call(0, [1], [2]), call(1, [3], [4])])
+    assert (ids_of(first), ids_of(second)) == ([1, 2], [3, 4])
+
+
+def test_a_cut_prefix_begins_a_sequence_in_which_it_is_prompt():
+    first, second = join_calls([call(0, [1, 2], [3, 4]), call(1, [9], [5], prefix=prefix(0, [1, 2, 3]))])
+    assert ids_of(first) == [1, 2, 3, 4]
+    assert ids_of(second) == [1, 2, 3, 9, 5]
+    assert places(second) == [(1, 4, 1)]
+
+
+def test_a_second_branch_begins_a_sequence():
+    steps = [
+        call(0, [1], [2]),
+        call(1, [3], [4], prefix=prefix(0, [1, 2])),
+        call(2, [5], [6], prefix=prefix(0, [1, 2])),
+        call(3, [7], [8], prefix=prefix(1, [1, 2, 3, 4])),
+    ]
+    first, second = join_calls(steps)
+    assert ids_of(first) == [1, 2, 3, 4, 7, 8]
+    assert ids_of(second) == [1, 2, 5, 6]
+    assert places(first) == [(0, 1, 1), (1, 3, 1), (3, 5, 1)]
+    assert places(second) == [(2, 3, 1)]
+
+
+def test_calls_with_and_without_log_probabilities_stand_in_sequences_of_their_own():
+    steps = [
+        call(0, [1], [2]),
+        call(1, [3], [4], prefix=prefix(0, [1, 2]), logprobs=False),
+        call(2, [5], [6], prefix=prefix(1, [1, 2, 3, 4])),
+        call(3, [7], [8], prefix=prefix(1, [1, 2, 3, 4]), logprobs=False),
+    ]
+    known, unknown, later = join_calls(steps)
+    assert ids_of(known) == [1, 2]
+    assert ids_of(unknown) == [1, 2, 3, 4, 7, 8]
+    assert ids_of(later) == [1, 2, 3, 4, 5, 6]
+    assert [places(one) for one in (known, unknown, later)] == [[(0, 1, 1)], [(1, 3, 1), (3, 5, 1)], [(2, 5, 1)]]
+    assert [one.logprobs is None for one in (known, unknown, later)] == [False, True, False]
+
+
+def test_no_calls_are_no_sequences():
+    assert join_calls([]) == ()
+
+
+@pytest.mark.parametrize(
+    ("second", "problem"),
+    [
+        (call(1, [3], [4], prefix=prefix(0, [1, 9])), "sha256 of its prefix differs"),
+        (call(1, [3], [4], prefix=prefix(0, [9])), "sha256 of its prefix differs"),
+        (call(1, [3], [4], prefix=prefix(0, [1, 2, 3])), "has 3 tokens, but step 0 has only 2"),
+        (call(1, [3], [4], prefix=prefix(7, [1])), "not an earlier LLM call"),
+        (call(1, [3], [4], prefix=prefix(1, [1])), "not an earlier LLM call"),
+        (call(1, [3], [4], spans=(VersionSpan(model_group="g", version=0, length=2),)), "do not cover"),
+    ],
+)
+def test_what_does_not_fit_names_the_step(second, problem):
+    with pytest.raises(DecodeError, match=f"step 1 of agent agent: .*{problem}"):
+        join_calls([call(0, [1], [2]), second])
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"logprobs": encode_floats([-1, -2])},
+        {"prompt_ids": "AAA="},
+        {"completion_ids": "?"},
+        {"completion_ids": "AgAAAA"},
+        {"completion_ids": "AgAAAA==\n"},
+        {"completion_ids": " AgAAAA=="},
+        {"completion_ids": "AgAAAA==AgAAAA=="},
+        {"completion_ids": "AgÄAAA=="},
+    ],
+)
+def test_arrays_that_are_no_arrays_are_refused(change):
+    step = call(0, [1], [2])
+    assert step.llm is not None
+    with pytest.raises(DecodeError, match="step 0"):
+        join_calls([step.model_copy(update={"llm": step.llm.model_copy(update=change)})])
+
+
+def test_a_reference_counts_what_has_no_log_probabilities_if_something_has():
+    names = dict.fromkeys(("run_id", "group_id", "rollout_id", "trajectory_id", "agent", "example_id", "job_id"), "x")
+
+    def referred(*steps):
+        return reference(
+            TrajectoryAssembled(
+                **names, time_ms=0, model_group="x/m", member=0, attempt=0, epoch=0, reward=1.0, num_steps=1,
+                sequences=join_calls(steps), steps_digest="0" * 64,
+            )
+        )  # fmt: skip
+
+    known, unknown = call(0, [1], [2]), call(1, [3], [4, 5], logprobs=False)
+    found = [referred(*steps) for steps in ((known, unknown), (known,), (unknown,), ())]
+    assert [one.has_logprobs for one in found] == [True, True, False, True]
+    assert [one.num_without_logprobs for one in found] == [2, 0, 0, 0]
+    assert [one.num_completion_tokens for one in found] == [3, 1, 2, 0]
