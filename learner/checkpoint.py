@@ -6,8 +6,7 @@ A file is named by version and hash: `v00000012.<sha256>.safetensors`. What a ch
 
 import hashlib
 import logging
-import os
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import quote
@@ -17,7 +16,8 @@ import safetensors.torch
 from pydantic import BaseModel, ConfigDict, ValidationError
 from torch import Tensor
 
-from rollstream.learner.model import to_bytes
+from rollstream.eventlog.files import sync_folder, write_whole
+from rollstream.learner.model.policy import to_bytes
 from rollstream.schemas.events import StepTrained
 
 logger = logging.getLogger(__name__)
@@ -26,7 +26,7 @@ SUFFIX = ".safetensors"
 
 
 class CheckpointPosition(BaseModel):
-    """Where in the log a checkpoint stands."""
+    """Position of a checkpoint in the log."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -38,7 +38,7 @@ class CheckpointPosition(BaseModel):
     previous_sha256: str
     """Content digest of the manifest before it."""
     step: StepTrained
-    """What is to be published, should the log lack it."""
+    """The events to publish if the log lacks them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,9 +49,15 @@ class Checkpoint:
     tensors: dict[str, Tensor]
     """weights/..., optimizer/..., random/..."""
 
-    def part(self, name: str) -> dict[str, Tensor]:
-        """Tensors whose names begin with `name/`, without it."""
-        return {key.split("/", 1)[1]: value for key, value in self.tensors.items() if key.startswith(f"{name}/")}
+    @property
+    def size_bytes(self) -> int:
+        """About what its file takes."""
+        return sum(tensor.nbytes for tensor in self.tensors.values())
+
+
+def part(tensors: Mapping[str, Tensor], name: str) -> dict[str, Tensor]:
+    """Tensors whose names begin with `name/`, without it."""
+    return {key.split("/", 1)[1]: value for key, value in tensors.items() if key.startswith(f"{name}/")}
 
 
 class CheckpointFolder:
@@ -61,18 +67,15 @@ class CheckpointFolder:
         self.path = root / quote(model_group, safe="")
 
     def save(self, checkpoint: Checkpoint) -> Path:
-        """Write aside, fsync, rename, fsync the folder: after a crash the file is whole or not there."""
+        """Write aside, fsync, rename, fsync the folder: after a crash the file is whole or not there.
+
+        Raises OSError if the disk does not take it; then nothing of it is left.
+        """
         data = to_bytes(checkpoint.tensors, {"position": checkpoint.position.model_dump_json()})
         digest = hashlib.sha256(data).hexdigest()
-        self.path.mkdir(parents=True, exist_ok=True)
         path = self.path / f"v{checkpoint.position.version:08d}.{digest}{SUFFIX}"
-        aside = self.path / f"{path.name}.{os.getpid()}.aside"
-        with aside.open("wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        aside.replace(path)
-        _sync_folder(self.path)
+        write_whole(path, data, is_private=False)
+        sync_folder(self.path)
         return path
 
     def newest(self, *, job_id: str, max_version: int) -> Checkpoint | None:
@@ -90,12 +93,12 @@ class CheckpointFolder:
                 return checkpoint
         return None
 
-    def prune(self, *, keep_last: int, keep_every: int) -> None:
-        """Remove all but the newest `keep_last` and every version that `keep_every` divides."""
+    def prune(self, *, keep_last: int, keep_every: int, needed: Collection[int] = ()) -> None:
+        """Remove all but the newest `keep_last`, every version that `keep_every` divides, and those `needed`."""
         files = list(self._files())
-        newest = {version for version, _ in files[-keep_last:]}
+        kept = {*needed, *(version for version, _ in files[-keep_last:])}
         for version, path in files:
-            if version not in newest and version % keep_every:
+            if version not in kept and version % keep_every:
                 path.unlink(missing_ok=True)
 
     def versions(self) -> list[int]:
@@ -125,11 +128,3 @@ def read(path: Path) -> Checkpoint | None:
 
 def _position(header: bytes) -> CheckpointPosition:
     return CheckpointPosition.model_validate_json(orjson.loads(header)["__metadata__"]["position"])
-
-
-def _sync_folder(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

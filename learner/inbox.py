@@ -1,91 +1,374 @@
-"""The learner's view of the log: reads jobs, batches, weights and groups, and folds them into one state.
+"""The learner's view of the log: follows jobs, batches, weights and groups, and folds what counts into one state.
 
-What is no event goes to the dead letters, once; that of `groups` is curation's to bury.
+Jobs that are open are known from `jobs`; of a job that is served, `follow` reads what the log holds of it so far. A
+start reads on where the position file says. What is no event goes to the dead letters, once; that of `groups` is
+left to curation, which sends it to the dead letters.
+
+The trajectories of a manifest, by reference: fetched at their locators, held against their digests.
 """
 
 import logging
+import time
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 
 from rollstream.eventlog import codec
 from rollstream.eventlog.artifacts import ArtifactStore
-from rollstream.eventlog.buried import Buried
 from rollstream.eventlog.dead_letters import send_dead_letter
-from rollstream.eventlog.log import EventLog, LogReader, Record, TopicPartition
-from rollstream.learner.progress import LogState, evolve
+from rollstream.eventlog.log import EventLog, LogReader, Position, Received, Record, TopicPartition
+from rollstream.eventlog.reading import read_to_end
+from rollstream.eventlog.run_offsets import LETTERS, start_offsets_of
+from rollstream.learner import position, progress
+from rollstream.learner.letters import Letters
+from rollstream.learner.position import ReadPosition
+from rollstream.learner.progress import GroupState, JobState, LogState, evolve
+from rollstream.schemas import ids
+from rollstream.schemas.base import Event
 from rollstream.schemas.errors import DecodeError, RollstreamError, TruncatedError
+from rollstream.schemas.events import (
+    BatchPlanned,
+    EpochSealed,
+    JobProgressed,
+    JobSubmitted,
+    LearnerClaimed,
+    RunEnded,
+    StepTrained,
+    TrajectoryAssembled,
+    WeightsPublished,
+)
+from rollstream.schemas.events.weights import JobEvent
+from rollstream.schemas.settings import EXTERNAL
 
 logger = logging.getLogger(__name__)
 
-BURIES = ("jobs", "batches", "weights")
-TOPICS = (*BURIES, "groups")
+DEAD_LETTERED = ("jobs", "batches", "weights")
+TOPICS = (*DEAD_LETTERED, "groups")
+LOOK_BACK = 1000
+"""Records before the end that a first start looks through for what is no event."""
+SAVE_EVERY_S = 5.0
+_RUN_ENDED = "run_ended"
+_JOB_PROGRESSED = "job_progressed"
 
 
 class Inbox:
     """Reader and state; `open` it, then `poll` or `catch_up`."""
 
     def __init__(
-        self, log: EventLog, reader: LogReader, begins: Mapping[TopicPartition, int], artifacts: ArtifactStore | None
+        self,
+        log: EventLog,
+        artifacts: ArtifactStore | None,
+        *,
+        cluster_id: str,
+        begins: Mapping[TopicPartition, int],
+        file: Path | None,
+        model_groups: tuple[str, ...],
     ) -> None:
         self.state = LogState()
-        self.begins = dict(begins)
-        """Oldest offsets that were kept: what lay before them is not in the state."""
+        self._begins = dict(begins)
+        """Oldest offsets that are kept."""
         self._log = log
-        self._reader = reader
         self._artifacts = artifacts
-        self._buried = Buried(log)
+        self._letters = Letters(log, DEAD_LETTERED)
+        self._cluster_id = cluster_id
+        self._file = file
+        self._model_groups = model_groups
+        self._followed: set[str] = set()
+        """Jobs whose manifests are taken in."""
+        self._reader: LogReader | None = None
+        self._saved: ReadPosition | None = None
+        self._saved_s = 0.0
 
     @classmethod
-    async def open(cls, log: EventLog, artifacts: ArtifactStore | None = None) -> "Inbox":
-        """Read all that the topics hold. `artifacts` takes the bytes of dead letters above the record limit."""
+    async def open(
+        cls,
+        log: EventLog,
+        artifacts: ArtifactStore | None = None,
+        *,
+        file: Path | None = None,
+        model_groups: tuple[str, ...] = (),
+    ) -> "Inbox":
+        """Read on to the log's end. `artifacts` takes the bytes of dead letters above the record limit; `file` is where
+        the position is kept; of `model_groups`, if there are any, jobs are taken in.
+        """
         begins = {topic: await log.begin_offsets(topic) for topic in TOPICS}
-        start = {TopicPartition(topic, n): offset for topic, found in begins.items() for n, offset in found.items()}
-        inbox = cls(log, await log.reader(start), start, artifacts)
+        inbox = cls(
+            log,
+            artifacts,
+            cluster_id=await log.cluster_id(),
+            begins={TopicPartition(topic, n): offset for topic, found in begins.items() for n, offset in found.items()},
+            file=file,
+            model_groups=model_groups,
+        )
+        await inbox._letters.note_now()
+        start = await inbox._restored() or await inbox._first_start()
+        inbox._reader = await log.reader({TopicPartition(topic, 0): offset for topic, offset in start.items()})
         await inbox.catch_up()
         return inbox
 
     async def poll(self, *, timeout_s: float) -> None:
         """Fold in what is there; wait up to `timeout_s` for it."""
-        for record in await self._reader.poll(timeout_s=timeout_s):
-            await self._take(record)
+        for record in await self._require().poll(timeout_s=timeout_s):
+            received = await self._decoded(record)
+            if received is not None and isinstance(received.event, JobSubmitted):
+                self._letters.note(received.event.start_offsets)
+            if received is not None and self._counts(received.event):
+                self._take(received)
 
     async def catch_up(self, topics: Sequence[str] = TOPICS) -> None:
         """Fold in everything that the given topics hold by now."""
-        ends = {topic: await self._log.end_offsets(topic) for topic in topics}
-        while any(
-            self._reader.position(where) < ends[where.topic][where.partition]
-            for where in self.begins
-            if where.topic in ends
-        ):
+        ends = {topic: (await self._log.end_offsets(topic))[0] for topic in topics}
+        while any(self._position(topic) < end for topic, end in ends.items()):
             await self.poll(timeout_s=1.0)
+
+    def is_followed(self, job: JobSubmitted) -> bool:
+        """Whether everything that the log holds of a job is in the state, less what was forgotten."""
+        return job.job_id in self._followed and job.model_group in self.state.groups
+
+    async def follow(self, job: JobSubmitted) -> None:
+        """Take in what the log holds of an open job and its model group, from the run's first record; go on with both.
+
+        What was forgotten of them is there again.
+        """
+        state, group = self.state, job.model_group
+        known = state.job(job.job_id)
+        state.jobs[job.job_id] = JobState(submitted=known.submitted, submitted_offset=known.submitted_offset)
+        progress.let_go(state, group)
+        state.groups[group] = GroupState()
+        self._followed.add(job.job_id)
+        keys = {"batches": job.run_id, "groups": job.run_id, "weights": group, "jobs": group}
+        for topic, key in keys.items():
+            begin, end = self._begins[TopicPartition(topic, 0)], self._position(topic)
+            start = (job.start_offsets or {}).get(topic, begin)
+            start = start if begin <= start <= end else begin
+            async for record in read_to_end(self._log, topic, {0: start}, {0: end}):
+                received = await self._decoded(record, job.start_offsets) if record.key == key.encode() else None
+                if received is not None and _is_of(received.event, job):
+                    evolve(state, received)
+
+    async def version_of(self, model_group: str, version: int) -> WeightsPublished | None:
+        """A published version of any model group of the log, None if there is none."""
+        start = await start_offsets_of(self._log, ids.run_of(model_group), ("weights", LETTERS))
+        begin = self._begins[TopicPartition("weights", 0)]
+        state = LogState()
+        async for record in read_to_end(self._log, "weights", {0: max(begin, start.get("weights", begin))}):
+            received = await self._decoded(record, start) if record.key == model_group.encode() else None
+            if received is not None:
+                evolve(state, received)
+            if (found := state.group(model_group).published.get(version)) is not None:
+                return found
+        return None
+
+    def forget(self, job: JobSubmitted, *, next_index: int, version: int) -> None:
+        """Drop the state before a checkpoint."""
+        if job.job_id in self.state.jobs:
+            progress.forget(self.state, job, next_index=next_index, version=version)
 
     def missing(self, what: str, topic: str) -> RollstreamError:
         """The error of something that must be in a topic: TruncatedError where it may have been removed."""
-        begin = self.begins[TopicPartition(topic, 0)]
+        begin = self._begins[TopicPartition(topic, 0)]
         if not begin:
             return DecodeError(f"{what} is missing in topic {topic}")
         return TruncatedError(
-            f"{what} is gone: topic {topic} partition 0 holds nothing before offset {begin} any more, retention or a "
+            f"{what} is gone: topic {topic} partition 0 no longer has records before offset {begin}, retention or a "
             "truncation removed it"
         )
 
+    def save(self, *, every_s: float = SAVE_EVERY_S) -> None:
+        """Keep the position, if it has moved and was not kept within `every_s`; a start without it only reads more."""
+        if self._file is None or time.monotonic() < self._saved_s + every_s:
+            return
+        self._saved_s = time.monotonic()
+        found = self._read_position()
+        if found == self._saved:
+            return
+        try:
+            position.save(self._file, found)
+            self._saved = found
+        except OSError as error:
+            logger.warning("position file %s cannot be written: %s", self._file, error)
+
     async def close(self) -> None:
         """Let go of the reader."""
-        await self._reader.close()
+        await self._require().close()
 
-    async def _take(self, record: Record) -> None:
+    def _require(self) -> LogReader:
+        assert self._reader is not None
+        return self._reader
+
+    def _position(self, topic: str) -> int:
+        return self._require().position(TopicPartition(topic, 0))
+
+    def _read_position(self) -> ReadPosition:
+        anchors: dict[str, list[int]] = {topic: [] for topic in TOPICS}
+        for anchor in sorted(progress.anchors(self.state)):
+            anchors[anchor.topic].append(anchor.offset)
+        next_offsets = {topic: self._position(topic) for topic in TOPICS}
+        return ReadPosition(
+            cluster_id=self._cluster_id,
+            model_groups=self._model_groups,
+            next_offsets=next_offsets,
+            cut=self._letters.cut_before(next_offsets),
+            anchors=anchors,
+            first_indexes={job_id: self.state.job(job_id).first_index for job_id in sorted(self._followed)},
+            groups=tuple(self.state.groups),
+        )
+
+    async def _restored(self) -> dict[str, int] | None:
+        """Next offsets by the position file, whose records are taken in; None if it does not fit."""
+        saved = position.load(self._file) if self._file is not None else None
+        if saved is None or (saved.cluster_id, saved.model_groups) != (self._cluster_id, self._model_groups):
+            return None
+        for topic in TOPICS:
+            end = (await self._log.end_offsets(topic))[0]
+            if not self._begins[TopicPartition(topic, 0)] <= saved.next_offsets.get(topic, -1) <= end:
+                return None
         try:
-            received = codec.decode(record)
+            received = [codec.decode(record) for record in await self._log.fetch(_positions(saved))]
+        except (DecodeError, TruncatedError) as error:
+            logger.info("the position file %s does not fit the log: %s", self._file, error)
+            return None
+        self._letters.note(saved.cut)
+        self._followed = set(saved.first_indexes)
+        self.state.groups = {name: GroupState(is_whole=False) for name in saved.groups}
+        for job_id, first_index in saved.first_indexes.items():
+            self.state.job(job_id).first_index = first_index
+        for one in received:
+            evolve(self.state, one)
+        return dict(saved.next_offsets)
+
+    async def _first_start(self) -> dict[str, int]:
+        """Next offsets of a first start: all of `jobs`, which is taken in, and of the others what came last.
+
+        What is no event among these is looked up in the letters since a run before it began, and `jobs` names the runs.
+        """
+        jobs = TopicPartition("jobs", 0)
+        self._reader = await self._log.reader({jobs: self._begins[jobs]})
+        await self.catch_up(("jobs",))
+        start = {"jobs": self._reader.position(jobs)}
+        await self._reader.close()
+        for topic in TOPICS:
+            end = (await self._log.end_offsets(topic))[0]
+            start.setdefault(topic, max(self._begins[TopicPartition(topic, 0)], end - LOOK_BACK))
+        return start
+
+    def _take(self, received: Received) -> None:
+        """Fold one event in, and let go of what is over with it."""
+        evolve(self.state, received)
+        event, state = received.event, self.state
+        if isinstance(event, RunEnded):
+            groups = [name for name in state.groups if ids.run_of(name) == event.run_id]
+        else:
+            groups = [event.model_group] if isinstance(event, JobEvent) and event.run_id in state.ended_runs else []
+        for name in groups:
+            if name not in state.queues:
+                progress.let_go(state, name)
+        self._followed &= state.jobs.keys()
+
+    def _counts(self, event: Event) -> bool:
+        match event:
+            case BatchPlanned() | EpochSealed():
+                return event.job_id in self._followed
+            case JobProgressed() | LearnerClaimed() | StepTrained() | WeightsPublished():
+                return event.model_group in self.state.groups
+            case JobSubmitted() if event.is_what_if and not self._model_groups:
+                return False  # it has a learner of its own, which names its model group
+            case JobSubmitted() if event.settings.kind == EXTERNAL:
+                return False
+            case JobEvent():
+                return not self._model_groups or event.model_group in self._model_groups
+            case _:
+                return isinstance(event, RunEnded)
+
+    async def _decoded(self, record: Record, of_run: Mapping[str, int] | None = None) -> Received | None:
+        """The event of a record; None if it is none, or of a kind that does not count here.
+
+        `of_run`: start offsets of the run that it is read for.
+        """
+        kind = codec.kind_of(record)
+        if record.topic == "groups" and kind not in (_RUN_ENDED, None):
+            return None
+        if kind == _JOB_PROGRESSED and _text(record.key) not in self.state.groups:
+            return None
+        try:
+            return codec.decode(record)
         except DecodeError as error:
             logger.warning("%s %s@%s is not an event: %s", record.topic, record.partition, record.offset, error)
-            if record.topic in BURIES:
-                await self._bury(record, error)
-            return
-        evolve(self.state, received)
+            if record.topic in DEAD_LETTERED:
+                await self._send_dead_letter(record, error, of_run)
+            return None
 
-    async def _bury(self, record: Record, error: DecodeError) -> None:
-        """Write a letter unless there is one: a learner reads its topics from their beginning at every start."""
-        await self._buried.refresh()
-        if record.offset not in self._buried.offsets(TopicPartition(record.topic, record.partition)):
+    async def _send_dead_letter(self, record: Record, error: DecodeError, of_run: Mapping[str, int] | None) -> None:
+        """Write a letter unless there is one: what is read again has one already."""
+        if not await self._letters.has(record, of_run):
             await send_dead_letter(
                 self._log, record, service="learner", stage="decode", error=error, artifacts=self._artifacts
             )
+
+
+def _text(key: bytes | None) -> str:
+    return (key or b"").decode(errors="replace")
+
+
+def _positions(saved: ReadPosition) -> list[Position]:
+    return [Position(topic, 0, offset) for topic in TOPICS for offset in saved.anchors.get(topic, ())]
+
+
+def _is_of(event: Event, job: JobSubmitted) -> bool:
+    """Whether an event says something of a job or its model group that is not known from `jobs` alone."""
+    match event:
+        case BatchPlanned() | EpochSealed():
+            return event.job_id == job.job_id
+        case JobProgressed() | LearnerClaimed() | StepTrained() | WeightsPublished():
+            return event.model_group == job.model_group
+        case _:
+            return isinstance(event, RunEnded)
+
+
+async def fetch_records(log: EventLog, planned: BatchPlanned) -> list[Record]:
+    """The records of a manifest's members, in its order.
+
+    Raises DecodeError if locators are missing, TruncatedError if a record is gone.
+    """
+    if len(planned.locators) != len(planned.members):
+        raise DecodeError(
+            f"manifest {planned.batch_id} has {len(planned.locators)} locators for {len(planned.members)} members"
+        )
+    return await log.fetch([Position("trajectories", place.partition, place.offset) for place in planned.locators])
+
+
+def check_follows(planned: BatchPlanned, job: JobSubmitted, previous_sha256: str) -> None:
+    """Raises DecodeError if a manifest of `job` does not follow the one with digest `previous_sha256`."""
+    if planned.previous_sha256 != previous_sha256:
+        raise DecodeError(
+            f"manifest {planned.batch_id} follows {planned.previous_sha256}, not {previous_sha256}: "
+            "the chain of manifests is broken"
+        )
+    version = job.base_version + planned.index
+    if planned.trains_at_version != version or planned.model_group != job.model_group:
+        raise DecodeError(
+            f"manifest {planned.batch_id} trains {planned.model_group} at version {planned.trains_at_version}, "
+            f"not {job.model_group} at {version}"
+        )
+    if planned.adopts is not None and not job.base_version <= planned.adopts <= version:
+        raise DecodeError(
+            f"manifest {planned.batch_id} adopts version {planned.adopts}; versions {job.base_version} to {version} "
+            "of the job come before it"
+        )
+
+
+def check_members(planned: BatchPlanned, records: Sequence[Record]) -> list[TrajectoryAssembled]:
+    """Decode the members' records. Raises DecodeError naming the first that is not what the manifest says."""
+    trajectories: list[TrajectoryAssembled] = []
+    for member, record in zip(planned.members, records, strict=True):
+        where = f"manifest {planned.batch_id}, trajectory {member.trajectory_id} at {record.partition}@{record.offset}"
+        try:
+            received = codec.decode(record)
+        except DecodeError as error:
+            raise DecodeError(f"{where}: {error}") from error
+        event = received.event
+        if not isinstance(event, TrajectoryAssembled) or event.trajectory_id != member.trajectory_id:
+            raise DecodeError(f"{where}: the record there is {event.event_id}")
+        if received.digest != member.digest:
+            raise DecodeError(f"{where}: its digest is {received.digest}, not {member.digest}; it was changed")
+        trajectories.append(event)
+    return trajectories

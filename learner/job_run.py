@@ -5,31 +5,40 @@ import logging
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypeVar
 
 from rollstream.eventlog import codec
+from rollstream.eventlog.artifact_retry import Retry, Room, retrying
 from rollstream.eventlog.failpoints import failpoint
 from rollstream.eventlog.log import EventLog
 from rollstream.learner.checkpoint import Checkpoint, CheckpointFolder, CheckpointPosition
-from rollstream.learner.fetching import check_members, fetch_records
-from rollstream.learner.inbox import Inbox
-from rollstream.learner.model import sha256_of
+from rollstream.learner.inbox import Inbox, check_follows, check_members, fetch_records
+from rollstream.learner.model.policy import PolicyModel, sha256_of
+from rollstream.learner.model.step import StepResult, adopted
 from rollstream.learner.progress import Manifest
-from rollstream.learner.publisher import Publisher
-from rollstream.learner.step import StepResult
-from rollstream.learner.trainer import Trainer
-from rollstream.schemas.errors import ConfigError, DecodeError, RollstreamError
+from rollstream.learner.publisher import Publisher, step_trained, with_phase
+from rollstream.learner.trainer import JobTrainer
+from rollstream.schemas.errors import (
+    ArtifactError,
+    ConfigError,
+    DecodeError,
+    RollstreamError,
+    StoreUnavailableError,
+    VersionDivergedError,
+)
 from rollstream.schemas.events import BatchPlanned, JobSubmitted, JobSucceeded, StepTrained, WeightsPublished
+from rollstream.schemas.permissions import Permissions
+from rollstream.schemas.settings import FROZEN
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
-class Workplace:
-    """What all jobs of a learner share."""
+class LearnerContext:
+    """Resources shared by all jobs of a learner."""
 
     log: EventLog
     inbox: Inbox
@@ -37,6 +46,9 @@ class Workplace:
     """Its one thread does everything that torch does."""
     checkpoints: Path
     threads: int | None
+    retry: Retry
+    permissions: Permissions
+    """The names that jobs may use."""
 
     async def aside(self, work: Callable[[], T]) -> T:
         """Run blocking work in the training thread."""
@@ -46,7 +58,7 @@ class Workplace:
 class JobRun:
     """A job in work."""
 
-    def __init__(self, job: JobSubmitted, place: Workplace, publisher: Publisher) -> None:
+    def __init__(self, job: JobSubmitted, place: LearnerContext, publisher: Publisher) -> None:
         self.job = job
         self._place = place
         self._publisher = publisher
@@ -54,10 +66,12 @@ class JobRun:
         self._next_index = 0
         self._previous_sha256 = codec.EMPTY_SHA256
         self._idle_since = time.monotonic()
-        self._trainer: Trainer | None = None
+        self._carried: dict[str, float] = {}
+        """Seconds of a version after its StepTrained was sent; recorded in the next StepTrained, or in JobSucceeded."""
+        self._trainer: JobTrainer | None = None
 
     @property
-    def trainer(self) -> Trainer:
+    def trainer(self) -> JobTrainer:
         """Model and optimizer; there from `start` on."""
         assert self._trainer is not None
         return self._trainer
@@ -72,13 +86,9 @@ class JobRun:
 
         Raises ModelError, ConfigError, ArtifactError, VersionDivergedError, FencedError.
         """
-        threads = self._place.threads
-        self._trainer = await self._place.aside(lambda: Trainer(self.job, threads=threads))
+        self._trainer = await self._loaded()
+        checkpoint = await self._checkpoint()
         base = await self._base()
-        newest = self._place.inbox.state.group(self.job.model_group).newest_version
-        checkpoint = await self._place.aside(
-            lambda: self._folder.newest(job_id=self.job.job_id, max_version=newest + 1)
-        )
         if checkpoint is None or self.trainer.needs_reference:
             await self._stand_at(base)
         if checkpoint is not None:
@@ -88,6 +98,8 @@ class JobRun:
 
     async def advance(self) -> bool:
         """Train the next manifest, or end the job after its last. False if there is nothing to do yet."""
+        if self.job.settings.kind == FROZEN:
+            return await self._succeed(self.job.time_ms)
         manifest = self.next_manifest
         if manifest is not None:
             await self._train(manifest)
@@ -104,20 +116,41 @@ class JobRun:
             raise DecodeError(
                 f"job {self.job.job_id} is sealed with {seal.next_batch_index} manifests, {self._next_index} are there"
             )
+        return await self._succeed(seal.time_ms)
+
+    async def _succeed(self, time_ms: int) -> bool:
         await self._publisher.check_owner()
         await self._place.log.send(
             JobSucceeded(
                 run_id=self.job.run_id,
-                time_ms=seal.time_ms,
+                time_ms=time_ms,
                 job_id=self.job.job_id,
                 model_group=self.job.model_group,
                 final_version=self.job.base_version + self._next_index,
+                finish_s=self._carried.get("finish", 0.0),
             )
         )
         return True
 
     def _missing_manifest(self) -> RollstreamError:
         return self._place.inbox.missing(f"manifest {self._next_index} of job {self.job.job_id}", "batches")
+
+    async def _loaded(self) -> JobTrainer:
+        """The model of the job's folder with a new optimizer."""
+        place = self._place
+        return await place.aside(lambda: JobTrainer(self.job, threads=place.threads, permissions=place.permissions))
+
+    async def _checkpoint(self) -> Checkpoint | None:
+        """The newest whole checkpoint. The state then reaches back to it, and to the base version."""
+        inbox, job = self._place.inbox, self.job
+        newest = inbox.state.group(job.model_group).newest_version
+        checkpoint = await self._place.aside(lambda: self._folder.newest(job_id=job.job_id, max_version=newest + 1))
+        next_index = 0 if checkpoint is None else checkpoint.position.next_index
+        group = inbox.state.group(job.model_group)
+        has_base = group.is_whole or job.base_version in group.published
+        if not has_base or next_index < inbox.state.job(job.job_id).first_index:
+            await inbox.follow(job)
+        return checkpoint
 
     async def _base(self) -> WeightsPublished | None:
         """The version to begin from; None if the loaded model is that, and has just been published."""
@@ -129,15 +162,26 @@ class JobRun:
         if found is not None and found.weights_format != wanted:
             raise ConfigError(f"job {job.job_id}: {job.model_group} has {found.weights_format} weights, not {wanted}")
         if found is not None:
+            self._check_next(state.group(job.model_group).published.get(job.base_version + 1))
             return found
         if self._folder.versions():  # a checkpoint is only written once the base version is published
             raise self._place.inbox.missing(f"version {job.base_version} of {job.model_group}", "weights")
         if job.fork is not None:
             await self._load_fork()
         weights = await self._place.aside(self.trainer.model.weights_bytes)
-        artifact = await asyncio.to_thread(self._publisher.artifacts.put_bytes, weights, ".safetensors")
+        artifact = await self._publisher.put(weights)
         await self._publisher.publish_base(job, self.trainer.model, weights, artifact)
         return None
+
+    def _check_next(self, published: WeightsPublished | None) -> None:
+        """Raises ConfigError if another job has already trained from the version that this job begins with."""
+        job = self.job
+        if published is not None and published.job_id != job.job_id:
+            raise ConfigError(
+                f"job {job.job_id} begins at version {job.base_version} of {job.model_group}, but job "
+                f"{published.job_id} has already published version {published.version}; submit the job from the newest "
+                f"version, or begin a new run with --fork {job.run_id}@{job.base_version}"
+            )
 
     async def _stand_at(self, base: WeightsPublished | None) -> None:
         """Take the base version's weights (None: they are in place), and compare with them where the loss does.
@@ -159,24 +203,32 @@ class JobRun:
     async def _load_fork(self) -> None:
         fork = self.job.fork
         assert fork is not None
-        parent_group = f"{fork.run_id}/{self.job.model_group.split('/', 1)[-1]}"
-        parent = self._place.inbox.state.group(parent_group).published.get(fork.version)
+        parent_group = fork.parent_of(self.job.model_group)
+        parent = await self._place.inbox.version_of(parent_group, fork.version)
         if parent is None:
             raise ConfigError(f"job {self.job.job_id}: version {fork.version} of {parent_group} is not published")
-        weights, what = await self._read(parent)
+        try:
+            weights, what = await self._read(parent)
+        except StoreUnavailableError:
+            raise
+        except ArtifactError as error:
+            raise ConfigError(
+                f"job {self.job.job_id}: the weights of version {fork.version} of {parent_group} were removed before "
+                f"this fork began: {error}; fork from another version, see is_collected of weight_versions"
+            ) from error
         await self._place.aside(lambda: self.trainer.begin(weights, what))
 
     async def _read(self, published: WeightsPublished) -> tuple[bytes, str]:
         """A version's weights, and what they are called in an error. Raises ArtifactError."""
-        weights = await asyncio.to_thread(self._publisher.artifacts.read, published.artifact)
-        return weights, f"artifact {published.artifact.uri}"
+        return await self._publisher.read(published.artifact), f"artifact {published.artifact.uri}"
 
     async def _resume(self, checkpoint: Checkpoint) -> None:
         """Take over a checkpoint, and publish its version if the log lacks it."""
-        await self._place.aside(lambda: self.trainer.restore(checkpoint))
+        await self._place.aside(lambda: self.trainer.restore(checkpoint.tensors))
         self._next_index = checkpoint.position.next_index
         self._previous_sha256 = checkpoint.position.previous_sha256
         await self._publish(checkpoint.position.step, await self._place.aside(self.trainer.model.weights_bytes))
+        self._place.inbox.forget(self.job, next_index=self._next_index, version=checkpoint.position.version)
 
     async def _train(self, manifest: Manifest) -> None:
         """Train one manifest and let the world know. The order of what is kept:
@@ -184,49 +236,90 @@ class JobRun:
         1. the checkpoint, if one is due: weights, optimizer, position and the StepTrained to be sent
         2. the artifact
         3. StepTrained, WeightsPublished, JobProgressed, as far as the log lacks them, if nobody else has claimed
+        4. checkpoints, then artifacts that nothing needs any more are removed
 
         A crash before 1 trains the manifest again; after it, the restart publishes from the checkpoint.
         """
         planned = manifest.planned
-        self._check(planned)
-        seconds = {"wait": time.monotonic() - self._idle_since}
+        check_follows(planned, self.job, self._previous_sha256)
+        seconds = {**self._carried, "wait": time.monotonic() - self._idle_since}
+        result = await self._applied(planned)
         began = time.monotonic()
-        records = await fetch_records(self._place.log, planned)
-        trajectories = await self._place.aside(lambda: check_members(planned, records))
-        seconds["fetch"] = time.monotonic() - began
-        result = await self._place.aside(lambda: self.trainer.train(planned, trajectories))
-        weights = await self._place.aside(self.trainer.model.weights_bytes)
-        step = step_trained(
-            self.job, planned, result, sha256_of(weights), term=self._publisher.term, seconds=seconds | result.seconds
-        )
+        weights, sha256 = await self._place.aside(lambda: hashed(self.trainer.model))
+        seconds |= {**result.seconds, "hash": time.monotonic() - began}
+        step = step_trained(self.job, manifest, result, sha256, term=self._publisher.term, seconds=seconds)
         self._next_index, self._previous_sha256 = planned.index + 1, manifest.digest
         failpoint("learner/after-train-before-checkpoint")
         step = await self._save(step)
         failpoint("learner/between-checkpoint-and-publish")
-        await self._publish(step, weights)
-        await self._place.aside(
-            lambda: self._folder.prune(keep_last=self.job.settings.keep_last, keep_every=self.job.settings.keep_every)
-        )
+        sent_at = await self._publish(step, weights)
+        if self._is_checkpoint_due(step):
+            self._place.inbox.forget(self.job, next_index=self._next_index, version=step.version)
+        await self._place.aside(self._prune)
+        await self._publisher.collect(self._folder.versions(), step.time_ms)
         self._idle_since = time.monotonic()
+        self._carried = {"finish": self._idle_since - sent_at}
 
-    def _check(self, planned: BatchPlanned) -> None:
-        """Raises DecodeError if a manifest does not follow the one before it."""
-        if planned.previous_sha256 != self._previous_sha256:
-            raise DecodeError(
-                f"manifest {planned.batch_id} follows {planned.previous_sha256}, not {self._previous_sha256}: "
-                "the chain of manifests is broken"
+    async def _applied(self, planned: BatchPlanned) -> StepResult:
+        """Train a manifest's members, or return to the version that it adopts."""
+        began = time.monotonic()
+        if planned.adopts is not None:
+            await self._return_to(planned.adopts)
+            seconds = {"restore": time.monotonic() - began}
+            return await self._place.aside(lambda: adopted(seconds))  # threads are counted where training runs
+        records = await fetch_records(self._place.log, planned)
+        trajectories = await self._place.aside(lambda: check_members(planned, records))
+        fetch_s = time.monotonic() - began
+        result = await self._place.aside(lambda: self.trainer.train(planned, trajectories))
+        return replace(result, seconds={"fetch": fetch_s, **result.seconds})
+
+    async def _return_to(self, version: int) -> None:
+        """Restore model, optimizer and random state as they were at an earlier version of the job.
+
+        That is its checkpoint. If it was pruned, the manifests after the nearest one before it (or after the base
+        version) are trained again, and nothing of them is published. Raises VersionDivergedError if the weights are
+        not those that were published, TruncatedError if a manifest is gone.
+        """
+        job, inbox = self.job, self._place.inbox
+        checkpoint = await self._place.aside(lambda: self._folder.newest(job_id=job.job_id, max_version=version))
+        next_index = 0 if checkpoint is None else checkpoint.position.next_index
+        wanted = range(next_index, version - job.base_version)
+        if wanted and next_index < inbox.state.job(job.job_id).first_index:
+            await inbox.follow(job)
+        if checkpoint is None:
+            self._trainer = None  # two models need not fit into memory
+            self._trainer = await self._loaded()
+            await self._stand_at(inbox.state.group(job.model_group).published[job.base_version])
+        else:
+            await self._place.aside(lambda: self.trainer.restore(checkpoint.tensors))
+        for index in wanted:
+            manifest = inbox.state.job(job.job_id).manifests.get(index)
+            if manifest is None:
+                raise inbox.missing(f"manifest {index} of job {job.job_id}", "batches")
+            await self._applied(manifest.planned)
+        await self._check_adopted(version)
+
+    async def _check_adopted(self, version: int) -> None:
+        """Raises VersionDivergedError if the model is not what was published as `version`."""
+        group = self._place.inbox.state.group(self.job.model_group)
+        published = group.published.get(version)
+        known = group.trained.get(version) or (published.weights_sha256 if published else None)
+        _, sha256 = await self._place.aside(lambda: hashed(self.trainer.model))
+        if known not in (None, sha256):
+            raise VersionDivergedError(
+                f"version {version} of model group {self.job.model_group} is published with hash {known}, and going "
+                f"back to it gave {sha256}: threads, libraries or inputs differ from the first time"
             )
-        version = self.job.base_version + planned.index
-        if planned.trains_at_version != version or planned.model_group != self.job.model_group:
-            raise DecodeError(
-                f"manifest {planned.batch_id} trains {planned.model_group} at version {planned.trains_at_version}, "
-                f"not {self.job.model_group} at {version}"
-            )
+
+    def _prune(self) -> None:
+        """Remove checkpoints that neither the settings keep nor a planned rollback needs."""
+        settings, manifests = self.job.settings, self._place.inbox.state.job(self.job.job_id).manifests
+        needed = [one.planned.adopts for one in manifests.values() if one.planned.adopts is not None]
+        self._folder.prune(keep_last=settings.keep_last, keep_every=settings.keep_every, needed=needed)
 
     async def _save(self, step: StepTrained) -> StepTrained:
-        """Write a checkpoint if one is due; the step with the seconds that it took."""
-        settings = self.job.settings
-        if self._next_index % settings.checkpoint_every and self._next_index != settings.num_versions:
+        """Write a checkpoint if one is due, once there is room; the step with the seconds that it took."""
+        if not self._is_checkpoint_due(step):
             return step
         position = CheckpointPosition(
             job_id=self.job.job_id,
@@ -236,40 +329,35 @@ class JobRun:
             step=step,
         )
         began = time.monotonic()
-        await self._place.aside(lambda: self._folder.save(self.trainer.checkpoint(position)))
-        return step.model_copy(update={"seconds": {**step.seconds, "checkpoint": time.monotonic() - began}})
+        checkpoint = await self._place.aside(lambda: self.trainer.checkpoint(position))
+        await retrying(
+            lambda: self._folder.save(checkpoint),
+            f"write checkpoint v{step.version} of {self.job.model_group}",
+            self._place.retry,
+            room=Room(self._folder.path, checkpoint.size_bytes),
+            in_thread=self._place.aside,
+        )
+        return with_phase(step, "checkpoint", time.monotonic() - began)
 
-    async def _publish(self, step: StepTrained, weights: bytes) -> None:
+    def _is_checkpoint_due(self, step: StepTrained) -> bool:
+        settings = self.job.settings
+        if step.adopts is not None:
+            return True  # a restart would have to go back once more
+        return self._next_index % settings.checkpoint_every == 0 or self._next_index == settings.num_versions
+
+    async def _publish(self, step: StepTrained, weights: bytes) -> float:
+        """Store and send a version; the moment (monotonic, s) up to which its StepTrained has told its phases."""
         began = time.monotonic()
-        artifact = await asyncio.to_thread(self._publisher.artifacts.put_bytes, weights, ".safetensors")
-        step = step.model_copy(update={"seconds": {**step.seconds, "publish": time.monotonic() - began}})
+        known = self._place.inbox.state.group(self.job.model_group).published.get(step.version)
+        # What is published was stored before; storing it again would bring back what was collected since.
+        artifact = known.artifact if known else await self._publisher.put(weights)
+        sent_at = time.monotonic()
+        step = with_phase(step, "publish", sent_at - began)
         await self._publisher.publish_step(self.job, self.trainer.model, step, artifact)
+        return sent_at
 
 
-def step_trained(
-    job: JobSubmitted,
-    planned: BatchPlanned,
-    result: StepResult,
-    weights_sha256: str,
-    *,
-    term: int,
-    seconds: dict[str, float],
-) -> StepTrained:
-    """What is said of a trained manifest. `seconds`: durations by phase; all but `wait` count for tokens/s."""
-    busy_s = sum(value for name, value in seconds.items() if name != "wait")
-    return StepTrained(
-        run_id=job.run_id,
-        time_ms=planned.time_ms,
-        model_group=job.model_group,
-        job_id=job.job_id,
-        batch_id=planned.batch_id,
-        epoch=planned.epoch,
-        version=planned.yields_version,
-        term=term,
-        threads=result.threads,
-        weights_sha256=weights_sha256,
-        num_optimizer_steps=result.num_optimizer_steps,
-        metrics=result.metrics,
-        seconds=seconds,
-        tokens_per_s=result.num_tokens / busy_s if busy_s else 0.0,
-    )
+def hashed(model: PolicyModel) -> tuple[bytes, str]:
+    """Weights as they are published, and their sha256."""
+    weights = model.weights_bytes()
+    return weights, sha256_of(weights)

@@ -1,10 +1,15 @@
-"""What the log says about jobs: a fold over jobs, batches, weights and the ends of runs. Changes only its own state."""
+"""The state of jobs by the log: a fold over jobs, batches, weights and the ends of runs. Changes only its own state.
 
+`forget` drops what a checkpoint has made unnecessary, `anchors` names the records that still count.
+"""
+
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from rollstream.eventlog.log import Received
-from rollstream.learner import terms
-from rollstream.learner.terms import Owner
+from rollstream.eventlog import terms
+from rollstream.eventlog.log import Position, Received
+from rollstream.eventlog.recent import RecentSet
+from rollstream.eventlog.terms import Owner
 from rollstream.schemas.events import (
     BatchPlanned,
     EpochSealed,
@@ -19,6 +24,9 @@ from rollstream.schemas.events import (
     WeightsPublished,
 )
 
+MAX_CLOSED = 10_000
+"""Jobs, and ended runs, that are remembered when they are over: so many later ones before a repeat counts as new."""
+
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
@@ -26,6 +34,7 @@ class Manifest:
 
     planned: BatchPlanned
     digest: str
+    offset: int
 
 
 @dataclass(slots=True)
@@ -34,8 +43,12 @@ class JobState:
 
     manifests: dict[int, Manifest] = field(default_factory=dict[int, Manifest])
     """By index; the first one of an index counts."""
+    first_index: int = 0
+    """Manifests before it are trained, in a checkpoint, and forgotten."""
     last_seal: EpochSealed | None = None
+    seal_offset: int = -1
     submitted: JobSubmitted | None = None
+    submitted_offset: int = -1
 
 
 @dataclass(slots=True)
@@ -46,7 +59,12 @@ class GroupState:
     """By version; the first one that is not void counts."""
     trained: dict[int, str] = field(default_factory=dict[int, str])
     """Hash of the weights by version, as StepTrained says."""
-    progressed: set[int] = field(default_factory=set[int])
+    progressed: dict[int, int] = field(default_factory=dict[int, int])
+    """Offset of JobProgressed by version."""
+    offsets: dict[int, list[int]] = field(default_factory=dict[int, list[int]])
+    """In `weights`, of what `published` and `trained` hold, by version."""
+    is_whole: bool = True
+    """Nothing was forgotten."""
 
     @property
     def newest_version(self) -> int:
@@ -62,8 +80,10 @@ class LogState:
     """Jobs that are not over, in the order of their first event."""
     queues: dict[str, list[JobSubmitted]] = field(default_factory=dict[str, list[JobSubmitted]])
     """Open jobs by model group, in the order they were submitted."""
-    closed: set[str] = field(default_factory=set[str])
-    ended_runs: set[str] = field(default_factory=set[str])
+    closed: RecentSet = field(default_factory=lambda: RecentSet(MAX_CLOSED))
+    ended_runs: RecentSet = field(default_factory=lambda: RecentSet(MAX_CLOSED))
+    ends: dict[str, int] = field(default_factory=dict[str, int])
+    """Offset of RunEnded by run that has an open job."""
     groups: dict[str, GroupState] = field(default_factory=dict[str, GroupState])
     owners: dict[str, Owner] = field(default_factory=dict[str, Owner])
 
@@ -82,35 +102,105 @@ class LogState:
 
 def evolve(state: LogState, received: Received) -> None:
     """Take in one event; events that say nothing about jobs are passed over."""
+    offset = received.position.offset
     match received.event:
         case JobSubmitted() as event:
-            _submit(state, event)
+            _submit(state, event, offset)
         case JobSucceeded() | JobFailed() | JobCancelled() as event:
             _close(state, event.job_id, event.model_group)
         case JobProgressed() as event:
-            state.group(event.model_group).progressed.add(event.version)
+            state.group(event.model_group).progressed.setdefault(event.version, offset)
         case BatchPlanned() as event if event.job_id not in state.closed:
-            state.job(event.job_id).manifests.setdefault(event.index, Manifest(event, received.digest))
+            _plan(state.job(event.job_id), event, received)
         case EpochSealed() as event if event.is_last and event.job_id not in state.closed:
-            job = state.job(event.job_id)
-            job.last_seal = job.last_seal or event
+            _seal(state.job(event.job_id), event, offset)
         case RunEnded() as event:
-            state.ended_runs.add(event.run_id)
+            _end(state, event, offset)
         case LearnerClaimed() as event:
-            state.owners = terms.claim(state.owners, event, received.position.offset)
-        case StepTrained() as event if not terms.is_void(state.owners, event.model_group, event.term):
-            state.group(event.model_group).trained.setdefault(event.version, event.weights_sha256)
-        case WeightsPublished() as event if not terms.is_void(state.owners, event.model_group, event.term):
-            state.group(event.model_group).published.setdefault(event.version, event)
+            state.owners[event.model_group] = terms.claimed(state.owners.get(event.model_group), event, offset)
+        case StepTrained() as event if not terms.is_void(state.owners.get(event.model_group), event):
+            _train(state.group(event.model_group), event, offset)
+        case WeightsPublished() as event if not terms.is_void(state.owners.get(event.model_group), event):
+            _publish(state.group(event.model_group), event, offset)
         case _:
             pass
 
 
-def _submit(state: LogState, event: JobSubmitted) -> None:
-    if event.job_id in state.closed or state.job(event.job_id).submitted:
+def forget(state: LogState, job: JobSubmitted, *, next_index: int, version: int) -> None:
+    """Drop the state before a checkpoint of a job at `version`, which continues with manifest `next_index`.
+
+    The base version stays, since a loss may compare with it.
+    """
+    of_job, group = state.job(job.job_id), state.group(job.model_group)
+    of_job.manifests = {index: one for index, one in of_job.manifests.items() if index >= next_index}
+    of_job.first_index = max(of_job.first_index, next_index)
+    kept = {one.base_version for one in state.queues.get(job.model_group, ())}
+    for known in (group.published, group.trained, group.progressed, group.offsets):
+        for old in [one for one in known if one < version and one not in kept]:
+            del known[old]
+            group.is_whole = False
+
+
+def let_go(state: LogState, model_group: str) -> None:
+    """Drop a model group."""
+    state.groups.pop(model_group, None)
+    state.owners.pop(model_group, None)
+
+
+def anchors(state: LogState) -> set[Position]:
+    """Positions of the records that the state was made of, if they still matter."""
+    return set(_anchors(state))
+
+
+def _anchors(state: LogState) -> Iterator[Position]:
+    for job in state.jobs.values():
+        if job.submitted is not None:
+            yield Position("jobs", 0, job.submitted_offset)
+        if job.last_seal is not None:
+            yield Position("batches", 0, job.seal_offset)
+        yield from (Position("batches", 0, one.offset) for one in job.manifests.values())
+    for group in state.groups.values():
+        yield from (Position("jobs", 0, offset) for offset in group.progressed.values())
+        yield from (Position("weights", 0, offset) for offsets in group.offsets.values() for offset in offsets)
+    yield from (Position("weights", 0, owner.offset) for owner in state.owners.values())
+    yield from (Position("groups", 0, offset) for offset in state.ends.values())
+
+
+def _submit(state: LogState, event: JobSubmitted, offset: int) -> None:
+    job = state.jobs.get(event.job_id)
+    if event.job_id in state.closed or (job is not None and job.submitted is not None):
         return
-    state.job(event.job_id).submitted = event
+    job = state.job(event.job_id)
+    job.submitted, job.submitted_offset = event, offset
     state.queues.setdefault(event.model_group, []).append(event)
+
+
+def _plan(job: JobState, event: BatchPlanned, received: Received) -> None:
+    if event.index >= job.first_index:
+        job.manifests.setdefault(event.index, Manifest(event, received.digest, received.position.offset))
+
+
+def _seal(job: JobState, event: EpochSealed, offset: int) -> None:
+    if job.last_seal is None:
+        job.last_seal, job.seal_offset = event, offset
+
+
+def _train(group: GroupState, event: StepTrained, offset: int) -> None:
+    if event.version not in group.trained:
+        group.trained[event.version] = event.weights_sha256
+        group.offsets.setdefault(event.version, []).append(offset)
+
+
+def _publish(group: GroupState, event: WeightsPublished, offset: int) -> None:
+    if event.version not in group.published:
+        group.published[event.version] = event
+        group.offsets.setdefault(event.version, []).append(offset)
+
+
+def _end(state: LogState, event: RunEnded, offset: int) -> None:
+    state.ended_runs.add(event.run_id)
+    if any(job.run_id == event.run_id for queue in state.queues.values() for job in queue):
+        state.ends.setdefault(event.run_id, offset)
 
 
 def _close(state: LogState, job_id: str, model_group: str) -> None:
@@ -121,3 +211,5 @@ def _close(state: LogState, job_id: str, model_group: str) -> None:
         state.queues[model_group] = queue
     else:
         state.queues.pop(model_group, None)
+    open_runs = {job.run_id for jobs in state.queues.values() for job in jobs}
+    state.ends = {run_id: offset for run_id, offset in state.ends.items() if run_id in open_runs}

@@ -1,13 +1,18 @@
 """A learner's voice on one model group: claims it, and publishes what the log lacks, unless a newer claim is there."""
 
 import logging
+from collections.abc import Collection, Mapping
 
+from rollstream.eventlog import terms
+from rollstream.eventlog.artifact_retry import Retry, put, retrying
 from rollstream.eventlog.artifacts import ArtifactStore
 from rollstream.eventlog.failpoints import failpoint
 from rollstream.eventlog.log import EventLog
-from rollstream.learner import terms
+from rollstream.learner.collection import Collector, NeedsReader
 from rollstream.learner.inbox import Inbox
-from rollstream.learner.model import PolicyModel, sha256_of
+from rollstream.learner.model.policy import PolicyModel, sha256_of
+from rollstream.learner.model.step import StepResult
+from rollstream.learner.progress import Manifest
 from rollstream.schemas.base import Event
 from rollstream.schemas.errors import FencedError, VersionDivergedError
 from rollstream.schemas.events import JobProgressed, JobSubmitted, LearnerClaimed, StepTrained, WeightsPublished
@@ -19,19 +24,35 @@ logger = logging.getLogger(__name__)
 class Publisher:
     """Owner of a model group from `claim` on, until somebody else claims it."""
 
-    def __init__(self, log: EventLog, artifacts: ArtifactStore, inbox: Inbox, model_group: str, learner: str) -> None:
-        self.artifacts = artifacts
+    def __init__(
+        self,
+        log: EventLog,
+        artifacts: ArtifactStore,
+        inbox: Inbox,
+        needs: NeedsReader,
+        model_group: str,
+        learner: str,
+        *,
+        retry: Retry = Retry(),  # noqa: B008 -- frozen
+    ) -> None:
+        """`needs`: one for all model groups of a process.
+
+        `retry`: how long an artifact store that is away is tried again.
+        """
         self.term = 0
+        self._artifacts = artifacts
+        self._retry = retry
         self._log = log
         self._inbox = inbox
         self._model_group = model_group
         self._learner = learner
         self._claimed_at = -1
+        self._collector = Collector(log, artifacts, needs, model_group, learner)
 
     async def claim(self, job: JobSubmitted) -> None:
         """Claim the model group with the next term. Raises FencedError if another claim came first."""
         await self._inbox.catch_up(("weights",))
-        self.term = terms.term_of(self._inbox.state.owners, self._model_group) + 1
+        self.term = terms.term_of(self._inbox.state.owners.get(self._model_group)) + 1
         position = await self._log.send(
             LearnerClaimed(
                 run_id=job.run_id,
@@ -45,11 +66,28 @@ class Publisher:
         await self.check_owner()
         logger.info("claimed model_group=%s term=%s", self._model_group, self.term)
 
+    async def put(self, weights: bytes) -> ArtifactRef:
+        """Store a version's weights; waits for room on a full disk.
+
+        Raises StoreUnavailableError once patience with the store has ended.
+        """
+        doing = f"store weights of {self._model_group}"
+        return await put(self._artifacts, weights, ".safetensors", doing, self._retry)
+
+    async def read(self, artifact: ArtifactRef) -> bytes:
+        """A version's weights. Raises ArtifactError if they are gone, StoreUnavailableError as above."""
+        return await retrying(
+            lambda: self._artifacts.read(artifact), f"load weights of {self._model_group}", self._retry
+        )
+
     async def check_owner(self) -> None:
-        """Read on to the end of `weights`. Raises FencedError if the model group is another learner's by now."""
+        """Read on to the end of `weights`. Raises FencedError if the model group is another learner's by now.
+
+        A model group whose run is over, and that has no open job, is nobody's.
+        """
         await self._inbox.catch_up(("weights",))
-        owner = self._inbox.state.owners[self._model_group]
-        if owner.offset != self._claimed_at:
+        owner = self._inbox.state.owners.get(self._model_group)
+        if owner is not None and owner.offset != self._claimed_at:
             raise FencedError(
                 f"model group {self._model_group} was claimed by learner {owner.learner} with term {owner.term}; "
                 f"this learner ({self._learner}, term {self.term}) stops"
@@ -79,11 +117,25 @@ class Publisher:
         if not is_published:
             published = self._published(
                 job, model, version=step.version, sha256=step.weights_sha256, artifact=artifact
-            ).model_copy(update={"batch_id": step.batch_id, "parent": step.version - 1, "time_ms": step.time_ms})
+            ).model_copy(
+                update={
+                    "batch_id": step.batch_id,
+                    "parent": step.version - 1,
+                    "time_ms": step.time_ms,
+                    "adopts": step.adopts,
+                }
+            )
             events.append(published)
         if step.version not in group.progressed:
             events.append(_progressed(job, step))
         await self._log.send_all(events)
+
+    async def collect(self, at_checkpoints: Collection[int], time_ms: int) -> None:
+        """Let weights go that nothing needs any more. `time_ms`: of the version that made them so.
+
+        Raises FencedError; then nothing is removed.
+        """
+        await self._collector.collect(at_checkpoints, time_ms, self.check_owner)
 
     def _known(self, version: int, sha256: str) -> bool:
         """Whether a version is published. Raises VersionDivergedError if the log has another hash for it."""
@@ -127,3 +179,46 @@ def _progressed(job: JobSubmitted, step: StepTrained) -> JobProgressed:
         version=step.version,
         percent=min(100.0, 100.0 * done),
     )
+
+
+def step_trained(
+    job: JobSubmitted,
+    manifest: Manifest,
+    result: StepResult,
+    weights_sha256: str,
+    *,
+    term: int,
+    seconds: dict[str, float],
+) -> StepTrained:
+    """The StepTrained of a manifest. `seconds`: durations by phase; all but `wait` count for tokens/s."""
+    planned, busy_s = manifest.planned, _busy(seconds)
+    return StepTrained(
+        run_id=job.run_id,
+        time_ms=planned.time_ms,
+        model_group=job.model_group,
+        job_id=job.job_id,
+        batch_id=planned.batch_id,
+        epoch=planned.epoch,
+        version=planned.yields_version,
+        term=term,
+        threads=result.threads,
+        weights_sha256=weights_sha256,
+        manifest_sha256=manifest.digest,
+        num_optimizer_steps=result.num_optimizer_steps,
+        metrics=result.metrics,
+        seconds=seconds,
+        tokens_per_s=result.num_tokens / busy_s if busy_s else 0.0,
+        adopts=planned.adopts,
+    )
+
+
+def with_phase(step: StepTrained, phase: str, duration_s: float) -> StepTrained:
+    """The step with one more phase in its durations, and its tokens/s over all of them."""
+    seconds = {**step.seconds, phase: duration_s}
+    busy_s = _busy(seconds)
+    tokens = step.tokens_per_s * _busy(step.seconds)
+    return step.model_copy(update={"seconds": seconds, "tokens_per_s": tokens / busy_s if busy_s else 0.0})
+
+
+def _busy(seconds: Mapping[str, float]) -> float:
+    return sum(value for name, value in seconds.items() if name != "wait")

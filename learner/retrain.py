@@ -1,18 +1,25 @@
 """Replay of training: recorded manifests trained again, from the base version or a checkpoint. Publishes nothing."""
 
+import math
 from collections.abc import AsyncIterator, Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from torch import Tensor
+
+from rollstream.eventlog import codec
 from rollstream.eventlog.artifacts import ArtifactStore
 from rollstream.eventlog.log import EventLog
-from rollstream.learner.checkpoint import CheckpointFolder
-from rollstream.learner.fetching import check_members, fetch_records
-from rollstream.learner.job_run import step_trained
-from rollstream.learner.model import sha256_of
-from rollstream.learner.trainer import Trainer
+from rollstream.learner.checkpoint import Checkpoint, CheckpointFolder
+from rollstream.learner.inbox import check_follows, check_members, fetch_records
+from rollstream.learner.model.policy import sha256_of
+from rollstream.learner.model.step import StepResult, adopted
+from rollstream.learner.progress import Manifest
+from rollstream.learner.publisher import step_trained
+from rollstream.learner.trainer import JobTrainer
 from rollstream.schemas.errors import ConfigError, DecodeError, ModelError
 from rollstream.schemas.events import BatchPlanned, JobSubmitted, StepTrained, WeightsPublished
+from rollstream.schemas.permissions import NOTHING, Permissions
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,7 +28,7 @@ class RecordedJob:
 
     submitted: JobSubmitted
     base: WeightsPublished
-    manifests: Mapping[int, BatchPlanned]
+    manifests: Mapping[int, Manifest]
     """By index."""
     steps: Mapping[int, StepTrained]
     """By the version that they yielded."""
@@ -30,29 +37,50 @@ class RecordedJob:
 class Retraining:
     """A job's trainer, standing behind some version of it. Blocking but for the log."""
 
-    def __init__(self, job: RecordedJob, *, threads: int | None) -> None:
-        """`threads`: as many as the job was trained with. Raises ModelError, ConfigError."""
+    def __init__(self, job: RecordedJob, *, threads: int | None, permissions: Permissions = NOTHING) -> None:
+        """`threads`: as many as the job was trained with. Raises ModelError, ConfigError (see `JobTrainer`)."""
         self.job = job
         self.next_index = 0
-        self._trainer = Trainer(job.submitted, threads=threads)
+        self._previous_sha256 = codec.EMPTY_SHA256
+        self._trainer = JobTrainer(job.submitted, threads=threads, permissions=permissions)
+        self._states: dict[int, dict[str, Tensor]] = {}
+        """In main memory: states that a later manifest returns to, by version."""
 
-    def begin(self, artifacts: ArtifactStore, checkpoints: Path | None, *, version: int) -> int:
-        """Stand at the newest version up to `version` that can be had; returns it.
+    def begin(
+        self, artifacts: ArtifactStore, checkpoints: Path | None, *, version: int, until: float = math.inf
+    ) -> int:
+        """Stand at the newest version up to `version` from which all up to `until` can be trained; returns it.
 
-        That is a checkpoint of the job, else its base version: a published artifact, or the model itself where the
-        job began with that. Raises ArtifactError, and ModelError if the model is not what it was.
+        That is a checkpoint of the job, before every version that a rollback on the way returns to, else its base
+        version: a published artifact, or the model itself where the job began with that. Raises ArtifactError, and
+        ModelError if the model is not what it was.
         """
-        submitted, checkpoint = self.job.submitted, None
-        if checkpoints is not None:
-            folder = CheckpointFolder(checkpoints, submitted.model_group)
-            checkpoint = folder.newest(job_id=submitted.job_id, max_version=version)
+        checkpoint = None if checkpoints is None else self._checkpoint(checkpoints, version, until)
         if checkpoint is None or self._trainer.needs_reference:
             self._stand_at_base(artifacts)
         if checkpoint is None:
             return self.job.base.version
-        self._trainer.restore(checkpoint)
+        self._trainer.restore(checkpoint.tensors)
         self.next_index = checkpoint.position.next_index
+        self._previous_sha256 = checkpoint.position.previous_sha256
         return checkpoint.position.version
+
+    def _checkpoint(self, checkpoints: Path, version: int, until: float) -> Checkpoint | None:
+        """The newest checkpoint up to `version` after which no manifest up to `until` returns to before it."""
+        folder = CheckpointFolder(checkpoints, self.job.submitted.model_group)
+        while True:
+            found = folder.newest(job_id=self.job.submitted.job_id, max_version=version)
+            if found is None or (needed := self._needed(found.position.version, until)) == found.position.version:
+                return found
+            version = needed
+
+    def _needed(self, version: int, until: float) -> int:
+        """The version to begin at, at most `version`, to have all that manifests return to up to `until`."""
+        for manifest in sorted(self.job.manifests.values(), key=lambda one: one.planned.index, reverse=True):
+            planned = manifest.planned
+            if planned.adopts is not None and version < planned.yields_version <= until:
+                version = min(version, planned.adopts)
+        return version
 
     def _stand_at_base(self, artifacts: ArtifactStore) -> None:
         submitted, base = self.job.submitted, self.job.base
@@ -73,9 +101,14 @@ class Retraining:
     async def steps(self, log: EventLog, *, until: int) -> AsyncIterator[tuple[StepTrained, StepTrained]]:
         """Train every manifest up to the one that yields version `until`; recorded and replayed step of each.
 
-        Raises DecodeError if a manifest or a trajectory is not what it was, TruncatedError if one is gone.
+        Raises DecodeError if a manifest or a trajectory is not what it was or does not follow the manifest before it,
+        TruncatedError if one is gone.
         """
-        while (planned := self.job.manifests.get(self.next_index)) is not None and planned.yields_version <= until:
+        while (manifest := self.job.manifests.get(self.next_index)) is not None:
+            planned, submitted = manifest.planned, self.job.submitted
+            if planned.yields_version > until:
+                return
+            check_follows(planned, submitted, self._previous_sha256)
             recorded = self.job.steps.get(planned.yields_version)
             if recorded is None:
                 return
@@ -84,12 +117,33 @@ class Retraining:
                     f"version {recorded.version} was trained on {recorded.batch_id}, manifest "
                     f"{planned.index} is {planned.batch_id}"
                 )
-            trajectories = check_members(planned, await fetch_records(log, planned))
-            result = self._trainer.train(planned, trajectories)
+            self._keep_state(planned.trains_at_version, until)
+            result = await self._applied(log, planned)
             sha256 = sha256_of(self._trainer.model.weights_bytes())
-            self.next_index += 1
-            submitted = self.job.submitted
-            yield recorded, step_trained(submitted, planned, result, sha256, term=recorded.term, seconds=result.seconds)
+            self.next_index, self._previous_sha256 = planned.index + 1, manifest.digest
+            step = step_trained(submitted, manifest, result, sha256, term=recorded.term, seconds=result.seconds)
+            if not recorded.manifest_sha256:  # recorded before steps named their manifest's digest
+                step = step.model_copy(update={"manifest_sha256": ""})
+            yield recorded, step
+
+    def _keep_state(self, version: int, until: int) -> None:
+        """Copy the state at `version` if a manifest up to `until` returns to it, and drop what none does any more."""
+        ahead = {
+            one.planned.adopts
+            for one in self.job.manifests.values()
+            if version < one.planned.yields_version <= until and one.planned.adopts is not None
+        }
+        self._states = {known: state for known, state in self._states.items() if known in ahead}
+        if version in ahead:
+            self._states[version] = self._trainer.copied_state()
+
+    async def _applied(self, log: EventLog, planned: BatchPlanned) -> StepResult:
+        if planned.adopts is None:
+            return self._trainer.train(planned, check_members(planned, await fetch_records(log, planned)))
+        if planned.adopts not in self._states:
+            raise DecodeError(f"manifest {planned.batch_id} adopts version {planned.adopts}, which no manifest yields")
+        self._trainer.restore(self._states[planned.adopts])
+        return adopted({})
 
 
 def threads_of(job: RecordedJob, versions: Collection[int]) -> int | None:

@@ -1,10 +1,13 @@
 """The learner as a service: connects what the settings name and runs the worker until it is cancelled."""
 
+import os
+
 from transformers.utils import logging as transformers_logging
 
 from rollstream.eventlog.artifacts import ArtifactStore
-from rollstream.eventlog.kafka_log import KafkaLog
+from rollstream.eventlog.kafka.log import KafkaLog
 from rollstream.learner.worker import Worker
+from rollstream.schemas.permissions import Permissions
 from rollstream.schemas.services import LearnerSettings
 
 
@@ -15,9 +18,7 @@ async def serve(settings: LearnerSettings) -> None:
     VersionDivergedError if training gave other bits than those that were published.
     """
     transformers_logging.disable_progress_bar()
-    log = KafkaLog(settings.bootstrap_servers, client_id=settings.name)
-    await log.start()
-    try:
+    async with KafkaLog(settings.connection, client_id=settings.name) as log:
         worker = Worker(
             log,
             ArtifactStore(settings.artifact_uri),
@@ -25,7 +26,6 @@ async def serve(settings: LearnerSettings) -> None:
             checkpoints=settings.workspace / "checkpoints",
             model_groups=settings.model_groups,
             threads=settings.threads,
+            permissions=Permissions.of(settings.allow, os.environ),
         )
         await worker.run()
-    finally:
-        await log.close()

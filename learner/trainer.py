@@ -2,51 +2,60 @@
 
 import logging
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import torch
+from torch import Tensor
 
-from rollstream.learner import advantages
-from rollstream.learner.checkpoint import Checkpoint, CheckpointPosition
-from rollstream.learner.collate import Row, StepAdvantages, check_token_ids, rows_of
-from rollstream.learner.losses import ALGORITHMS
-from rollstream.learner.model import PolicyModel, from_bytes, make_deterministic
-from rollstream.learner.optimizer import load_state_tensors, make_optimizer, state_tensors
-from rollstream.learner.pairs import items_of, pairs_of
-from rollstream.learner.preference_step import train_pairs
-from rollstream.learner.reference import Reference
-from rollstream.learner.step import StepResult, train_batch
+from rollstream.learner.algorithms import table
+from rollstream.learner.algorithms.base import BatchView
+from rollstream.learner.algorithms.pairs import items_of, pairs_of, rows_of_pairs
+from rollstream.learner.checkpoint import Checkpoint, CheckpointPosition, part
+from rollstream.learner.model.collate import check_token_ids, member_of, rows_of
+from rollstream.learner.model.optimizer import load_state_tensors, make_optimizer, state_tensors
+from rollstream.learner.model.policy import PolicyModel, Reference, from_bytes, make_deterministic
+from rollstream.learner.model.step import StepResult, train_batch
 from rollstream.schemas import ids
+from rollstream.schemas.algorithm_settings import AlgorithmSettings, PairSettings
 from rollstream.schemas.errors import ConfigError
 from rollstream.schemas.events import BatchPlanned, JobSubmitted, TrajectoryAssembled
+from rollstream.schemas.permissions import NOTHING, Permissions
 
 logger = logging.getLogger(__name__)
 
 
-class Trainer:
-    """What one job changes from batch to batch."""
+class JobTrainer:
+    """The state that one job changes from batch to batch."""
 
-    def __init__(self, job: JobSubmitted, *, threads: int | None) -> None:
-        """Load the job's model. Raises ModelError, or ConfigError if kind and algorithm do not fit each other.
+    def __init__(self, job: JobSubmitted, *, threads: int | None, permissions: Permissions = NOTHING) -> None:
+        """Load the job's algorithm and model. Raises ModelError, or ConfigError if kind and algorithm do not fit.
 
-        `threads`: used if the job does not say its own number.
+        `threads`: used if the job does not say its own number; `permissions`: the algorithms and models that it may
+        name. Raises NotAllowedError for another one.
         """
-        self._settings = job.settings
-        kind, algorithm = self._settings.kind, self._settings.algorithm.name
-        if (kind == "dpo") != (algorithm == "dpo"):
-            raise ConfigError(f"job {job.job_id}: a {kind} job does not train by {algorithm}; dpo goes with dpo")
+        place = f"job {job.job_id}: algorithm"
+        algorithm = table.settings_of(job.settings.algorithm, permissions, place)
+        self._settings = job.settings.model_copy(update={"algorithm": algorithm})
+        self._algorithm = table.algorithm(algorithm.name, permissions, place)
+        _check(job, algorithm)
         make_deterministic(self._settings.threads or threads)
+        path = permissions.model_path(self._settings.model.path, f"job {job.job_id}: model.path")
         seed = ids.derive_seed(self._settings.seed, job.run_id, job.model_group, "adapters")
-        self.model = PolicyModel(self._settings.model, seed=seed)
+        self.model = PolicyModel(self._settings.model, seed=seed, path=path)
+        if self._settings.revision >= 2:
+            needs = algorithm.needs
+            compares = needs.behaviour or needs.reference or needs.proximal or needs.teacher
+            self.model.use_dropout(not compares)  # a ratio compares with log-probabilities computed without it
         self._optimizer = make_optimizer(self.model.trainable(), self._settings.optimizer)
         self._reference: Reference | None = None
+        self._statistics: dict[str, float] = {}
+        """What the algorithm knows of the batches so far."""
 
     @property
     def needs_reference(self) -> bool:
         """Whether the loss compares with the job's base version, which `refer_to` must then be given."""
-        algorithm = self._settings.algorithm
-        return algorithm.name == "dpo" or (algorithm.name == "grpo" and algorithm.kl_coefficient > 0)
+        return self._settings.algorithm.needs.reference
 
     def refer_to(self, weights: bytes, what: str) -> None:
         """Compare with these published weights. Raises ModelError naming `what`."""
@@ -55,77 +64,95 @@ class Trainer:
     def begin(self, weights: bytes, what: str) -> None:
         """Begin the job from published weights, with a new optimizer. Raises ModelError naming `what`."""
         self.model.load_weights(from_bytes(weights, what))
+        self._statistics = {}
 
-    def restore(self, checkpoint: Checkpoint) -> None:
-        """Go on from a checkpoint of this job."""
-        self.model.load_weights(checkpoint.part("weights"))
-        load_state_tensors(self._optimizer, self.model.trainable(), checkpoint.part("optimizer"))
-        random = checkpoint.part("random")
+    def restore(self, state: Mapping[str, Tensor]) -> None:
+        """Go on from the `state` of this job at another version, as a checkpoint has it."""
+        self.model.load_weights(part(state, "weights"))
+        load_state_tensors(self._optimizer, self.model.trainable(), part(state, "optimizer"))
+        self._statistics = {name: float(value) for name, value in part(state, "statistics").items()}
+        random = part(state, "random")
         torch.set_rng_state(random["cpu"])
         if self.model.device.type == "cuda" and "cuda" in random:
             torch.cuda.set_rng_state(random["cuda"])
 
     def checkpoint(self, position: CheckpointPosition) -> Checkpoint:
         """Everything to go on from, as it is now."""
+        return Checkpoint(position, self._state())
+
+    def copied_state(self) -> dict[str, Tensor]:
+        """Everything to go on from, copied to main memory."""
+        return {name: value.detach().to("cpu", copy=True) for name, value in self._state().items()}
+
+    def _state(self) -> dict[str, Tensor]:
         tensors = {f"weights/{name}": value for name, value in self.model.weights().items()}
         state = state_tensors(self._optimizer, self.model.trainable())
         tensors |= {f"optimizer/{name}": value for name, value in state.items()}
+        for name, value in self._statistics.items():
+            tensors[f"statistics/{name}"] = torch.tensor(value, dtype=torch.float64)
         tensors["random/cpu"] = torch.get_rng_state()
         if self.model.device.type == "cuda":
             tensors["random/cuda"] = torch.cuda.get_rng_state()
-        return Checkpoint(position, tensors)
+        return tensors
 
     def train(self, planned: BatchPlanned, trajectories: Sequence[TrajectoryAssembled]) -> StepResult:
         """Train on a manifest's trajectories, given in its order. Raises DecodeError, RunFailedError."""
         for trajectory in trajectories:
             check_token_ids(trajectory, self.model.num_token_ids)
-        if self._settings.algorithm.name == "dpo":
-            result = self._train_pairs(planned, trajectories)
-        else:
-            rows, index, seed = self._rows(planned, trajectories), planned.index, planned.seed
-            result = train_batch(
-                self.model,
-                self._optimizer,
-                rows,
-                self._settings,
-                index=index,
-                seed=seed,
-                reference=self._reference,
+        batch = replace(self.batch(planned, trajectories), statistics=self._statistics)
+        result = train_batch(
+            self.model,
+            self._optimizer,
+            batch,
+            self._algorithm,
+            self._settings,
+            index=planned.index,
+            seed=planned.seed,
+            reference=self._reference,
+        )
+        self._statistics = dict(result.statistics)
+        if not result.num_optimizer_steps:
+            what = "completion to train on" if batch.pairs is None else "preference pair"
+            logger.warning(
+                "batch=%s has no %s: version=%s changes nothing", planned.batch_id, what, planned.yields_version
             )
         return replace(result, metrics={**result.metrics, **manifest_metrics(planned)})
 
-    def _train_pairs(self, planned: BatchPlanned, trajectories: Sequence[TrajectoryAssembled]) -> StepResult:
-        assert self._reference is not None
-        members = zip(trajectories, planned.members, strict=True)
-        items = [item for trajectory, member in members for item in items_of(trajectory, member.reward)]
-        pairs = pairs_of(items, self._settings.algorithm)
-        if not pairs:
-            logger.warning(
-                "batch=%s has no preference pair: version=%s changes nothing", planned.batch_id, planned.yields_version
-            )
-        index, seed = planned.index, planned.seed
-        return train_pairs(self.model, self._reference, self._optimizer, pairs, self._settings, index=index, seed=seed)
-
-    def _rows(self, planned: BatchPlanned, trajectories: Sequence[TrajectoryAssembled]) -> list[Row]:
-        algorithm = ALGORITHMS[self._settings.algorithm.name]
-        return [
-            row
-            for trajectory, advantage in zip(trajectories, self._advantages(planned, trajectories), strict=True)
-            for row in rows_of(trajectory, advantage, needs_logprobs=algorithm.needs_logprobs)
-        ]
-
-    def _advantages(
-        self, planned: BatchPlanned, trajectories: Sequence[TrajectoryAssembled]
-    ) -> Sequence[float | StepAdvantages]:
-        """One a member, or one a step of it. Rewards are the manifest's; those of steps are the trajectories'."""
+    def batch(self, planned: BatchPlanned, trajectories: Sequence[TrajectoryAssembled]) -> BatchView:
+        """Rows or pairs, as the algorithm needs them. Rewards are the manifest's, those of steps the trajectories'."""
         settings = self._settings.algorithm
-        is_wide = settings.advantage in advantages.BATCH_WIDE
-        groups = [("" if is_wide else t.group_id, t.agent) for t in trajectories]
-        rewards = [member.reward for member in planned.members]
-        if settings.step_rewards == "total":
-            return advantages.by_group(rewards, groups, settings.advantage)
-        members = [advantages.stepped(t, reward) for t, reward in zip(trajectories, rewards, strict=True)]
-        return advantages.by_step(members, groups, settings.advantage)
+        found = list(zip(trajectories, planned.members, strict=True))
+        members = [member_of(one, reward=its.reward, staleness=its.staleness) for one, its in found]
+        if isinstance(settings, PairSettings):
+            items = [item for trajectory, member in found for item in items_of(trajectory, member.reward)]
+            pairs = pairs_of(items, settings)
+            rows, sides = rows_of_pairs(pairs)
+            return BatchView(rows, members, sides, [pair.score_diff for pair in pairs])
+        needs_logprobs = settings.needs.behaviour
+        rows = [
+            row
+            for index, trajectory in enumerate(trajectories)
+            for row in rows_of(trajectory, needs_logprobs=needs_logprobs, member=index)
+        ]
+        return BatchView(rows, members)
+
+
+def _check(job: JobSubmitted, algorithm: AlgorithmSettings) -> None:
+    """Raises ConfigError if a job's kind, or what is at hand here, does not fit its algorithm."""
+    kind, needs = job.settings.kind, algorithm.needs
+    if (kind == "dpo") != needs.pairs:
+        raise ConfigError(
+            f"job {job.job_id}: a {kind} job does not train by {algorithm.name}, which is for {algorithm.kind} jobs"
+        )
+    if needs.pairs and not isinstance(algorithm, PairSettings):
+        raise ConfigError(
+            f"job {job.job_id}: algorithm {algorithm.name} needs pairs, so its Settings must derive from PairSettings"
+        )
+    if needs.teacher:
+        raise ConfigError(
+            f"job {job.job_id}: algorithm {algorithm.name} needs a teacher's log-probabilities, which no record has; "
+            "choose another algorithm"
+        )
 
 
 def manifest_metrics(planned: BatchPlanned) -> dict[str, float]:

@@ -4,11 +4,14 @@ import asyncio
 import logging
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from urllib.parse import quote
 
+from rollstream.eventlog.artifact_retry import Retry
 from rollstream.eventlog.artifacts import ArtifactStore
 from rollstream.eventlog.log import EventLog
+from rollstream.learner.collection import NeedsReader
 from rollstream.learner.inbox import Inbox
-from rollstream.learner.job_run import JobRun, Workplace
+from rollstream.learner.job_run import JobRun, LearnerContext
 from rollstream.learner.publisher import Publisher
 from rollstream.schemas.errors import (
     FencedError,
@@ -18,6 +21,7 @@ from rollstream.schemas.errors import (
     VersionDivergedError,
 )
 from rollstream.schemas.events import JobCancelled, JobFailed, JobSubmitted
+from rollstream.schemas.permissions import NOTHING, Permissions
 
 logger = logging.getLogger(__name__)
 
@@ -36,22 +40,34 @@ class Worker:
         checkpoints: Path,
         model_groups: tuple[str, ...] = (),
         threads: int | None = None,
+        retry: Retry = Retry(),  # noqa: B008 -- frozen
+        permissions: Permissions = NOTHING,
     ) -> None:
-        """`model_groups`: those to serve; none: every one that has an open job."""
+        """`model_groups`: those to serve; none: every one that has an open job, what-ifs excepted. `permissions`: what
+        jobs may name.
+
+        `retry`: how long an artifact store that is away is tried again before the job fails.
+        """
         self._log = log
         self._artifacts = artifacts
         self._name = name
         self._checkpoints = checkpoints
         self._model_groups = model_groups
         self._threads = threads
+        self._retry = retry
+        self._permissions = permissions
+        self._needs = NeedsReader(log)
         self._publishers: dict[str, Publisher] = {}
         self._runs: dict[str, JobRun] = {}
 
     async def run(self) -> None:
         """Serve jobs until cancelled. Raises FencedError, VersionDivergedError, and LogError if the log is gone."""
-        inbox = await Inbox.open(self._log, self._artifacts)
+        file = self._checkpoints / f"{quote(self._name, safe='')}.position.json"
+        inbox = await Inbox.open(self._log, self._artifacts, file=file, model_groups=self._model_groups)
         executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="training")
-        place = Workplace(self._log, inbox, executor, self._checkpoints, self._threads)
+        place = LearnerContext(
+            self._log, inbox, executor, self._checkpoints, self._threads, self._retry, self._permissions
+        )
         logger.info("ready")
         try:
             while True:
@@ -59,19 +75,24 @@ class Worker:
                 for job in self._current(place):
                     is_busy |= await self._serve(job, place)
                 await inbox.poll(timeout_s=0.0 if is_busy else POLL_S)
+                inbox.save()
+        except asyncio.CancelledError:
+            inbox.save(every_s=0.0)
+            raise
         finally:
             await asyncio.to_thread(executor.shutdown)
             await inbox.close()
 
-    def _current(self, place: Workplace) -> list[JobSubmitted]:
-        """The first open job of every model group that is served; runs of closed jobs are let go."""
-        queues = place.inbox.state.queues
-        current = [queue[0] for group, queue in queues.items() if not self._model_groups or group in self._model_groups]
+    def _current(self, place: LearnerContext) -> list[JobSubmitted]:
+        """The first open job of every model group; runs of closed jobs are let go, and groups whose run is over."""
+        state = place.inbox.state
+        current = [queue[0] for queue in state.queues.values()]
+        self._publishers = {group: one for group, one in self._publishers.items() if group in state.groups}
         open_jobs = {job.job_id for job in current}
         self._runs = {group: run for group, run in self._runs.items() if run.job.job_id in open_jobs}
         return current
 
-    async def _cancel_ended(self, place: Workplace) -> bool:
+    async def _cancel_ended(self, place: LearnerContext) -> bool:
         """Cancel open jobs of runs that are over."""
         jobs = [job for job in place.inbox.state.to_cancel() if job in self._current(place)]
         for job in jobs:
@@ -80,14 +101,14 @@ class Worker:
                 time_ms=job.time_ms,
                 job_id=job.job_id,
                 model_group=job.model_group,
-                cause="the run ended",
+                cause=JobCancelled.BY_END,
             )
             await self._log.send(event)
         if jobs:
             await place.inbox.catch_up(("jobs",))
         return bool(jobs)
 
-    async def _serve(self, job: JobSubmitted, place: Workplace) -> bool:
+    async def _serve(self, job: JobSubmitted, place: LearnerContext) -> bool:
         """Take a job one piece further; False if it waits. Its own failure is an event and not the worker's end."""
         try:
             is_busy = await self._advance(job, place)
@@ -103,16 +124,28 @@ class Worker:
             return True
         return is_busy
 
-    async def _advance(self, job: JobSubmitted, place: Workplace) -> bool:
+    async def _advance(self, job: JobSubmitted, place: LearnerContext) -> bool:
         run = self._runs.get(job.model_group)
         if run is not None and run.job.job_id == job.job_id:
             is_busy = await run.advance()
             if is_busy:
                 await place.inbox.catch_up(("jobs",))
             return is_busy
+        if not place.inbox.is_followed(job):
+            await place.inbox.follow(job)
+            if job.run_id in place.inbox.state.ended_runs:
+                return True
         publisher = self._publishers.get(job.model_group)
         if publisher is None:
-            publisher = Publisher(self._log, self._artifacts, place.inbox, job.model_group, self._name)
+            publisher = Publisher(
+                self._log,
+                self._artifacts,
+                place.inbox,
+                self._needs,
+                job.model_group,
+                self._name,
+                retry=self._retry,
+            )
             await publisher.claim(job)
             self._publishers[job.model_group] = publisher
         run = JobRun(job, place, publisher)
@@ -120,9 +153,10 @@ class Worker:
         self._runs[job.model_group] = run
         return True
 
-    async def _fail(self, job: JobSubmitted, place: Workplace, error: RollstreamError) -> None:
+    async def _fail(self, job: JobSubmitted, place: LearnerContext, error: RollstreamError) -> None:
         """Say that a job has failed. Raises FencedError if that is for another learner to say by now."""
-        logger.error("job=%s failed: %s", job.job_id, error)
+        reason = self._permissions.conceal(str(error)) or type(error).__name__
+        logger.error("job=%s failed: %s", job.job_id, reason)
         publisher = self._publishers.get(job.model_group)
         if publisher is not None:
             await publisher.check_owner()
@@ -132,7 +166,7 @@ class Worker:
             time_ms=job.time_ms,
             job_id=job.job_id,
             model_group=job.model_group,
-            error=str(error),
+            error=reason,
         )
         await self._log.send(event)
         await place.inbox.catch_up(("jobs",))

@@ -15,9 +15,11 @@ from transformers import AutoModelForCausalLM, Qwen2Config
 from rollstream.eventlog import codec
 from rollstream.eventlog.artifacts import ArtifactStore
 from rollstream.eventlog.log import Received, Record, TopicPartition
-from rollstream.eventlog.memory_log import MemoryLog
+from rollstream.eventlog.memory.log import MemoryLog
+from rollstream.eventlog.run_offsets import ends_now
 from rollstream.learner.worker import Worker
 from rollstream.schemas import ids, tokens
+from rollstream.schemas.algorithms import GrpoSettings
 from rollstream.schemas.base import Event, Locator
 from rollstream.schemas.events import (
     BatchPlanned,
@@ -29,9 +31,11 @@ from rollstream.schemas.events import (
     TrajectoryAssembled,
     WeightsPublished,
 )
-from rollstream.schemas.events_rollouts import Completion, TokenSequence
-from rollstream.schemas.events_training import BatchMember
-from rollstream.schemas.settings import AlgorithmSettings, JobSettings, ModelSettings, OptimizerSettings
+from rollstream.schemas.events.rollouts import Completion, TokenSequence
+from rollstream.schemas.events.training import BatchMember
+from rollstream.schemas.permissions import Permissions
+from rollstream.schemas.settings import JobSettings, ModelSettings, OptimizerSettings
+from tests.rigs.counting_log import CountingLog
 
 RUN = "run-1"
 GROUP = f"{RUN}/main"
@@ -84,11 +88,16 @@ class Lab:
     def artifacts(self) -> ArtifactStore:
         return ArtifactStore(str(self.folder / "artifacts"))
 
+    @property
+    def permissions(self) -> Permissions:
+        """A learner's that may load the lab's models."""
+        return Permissions.of([f"model:{folder}" for folder in (self.folder, self.model)], {})
+
     def settings(self, **changes: Any) -> JobSettings:
         defaults: dict[str, Any] = {
             "kind": "rl",
             "model": ModelSettings(path=str(self.model), device="cpu"),
-            "algorithm": AlgorithmSettings(),
+            "algorithm": GrpoSettings(),
             "optimizer": OptimizerSettings(learning_rate=1e-2),
             "num_versions": 3,
             "threads": 1,
@@ -218,6 +227,7 @@ class Lab:
         )
 
     def worker(self, name: str = "learner-0", log: Any = None, **changes: Any) -> Worker:
+        changes = {"permissions": self.permissions} | changes
         return Worker(
             log or self.log, self.artifacts, name=name, checkpoints=self.folder / "checkpoints", threads=1, **changes
         )
@@ -259,6 +269,12 @@ class Lab:
 def lab(tmp_path: Path, tiny_model: Path) -> Lab:
     """An empty log, an empty workspace and the tiny model."""
     return Lab(tmp_path, tiny_model)
+
+
+@pytest.fixture
+def counting_lab(tmp_path: Path, tiny_model: Path) -> Lab:
+    """A lab whose log counts what is read."""
+    return Lab(tmp_path, tiny_model, CountingLog(num_partitions=2))
 
 
 @dataclass
@@ -305,3 +321,18 @@ class PairLab(Lab):
 def pair_lab(tmp_path: Path, tiny_model: Path) -> PairLab:
     """An empty log, an empty workspace and the tiny model."""
     return PairLab(tmp_path, tiny_model)
+
+
+async def submit(lab: Any, run_id: str, *, offsets: bool = True) -> JobSubmitted:
+    """Submit a job of a run, with the offsets at which the run begins."""
+    job = JobSubmitted(
+        run_id=run_id,
+        time_ms=1,
+        job_id=f"{run_id}/rl",
+        model_group=f"{run_id}/main",
+        base_version=0,
+        settings=lab.settings(num_versions=1000),
+        start_offsets=await ends_now(lab.log) if offsets else None,
+    )
+    await lab.log.send(job)
+    return job

@@ -17,7 +17,7 @@ from rollstream.schemas.events import (
     StepTrained,
     WeightsPublished,
 )
-from rollstream.schemas.events_training import ForkPoint
+from rollstream.schemas.events.training import ForkPoint
 from rollstream.schemas.settings import ArtifactRef
 
 
@@ -68,12 +68,38 @@ def test_a_fork_begins_at_version_0_with_its_parents_weights_and_leaves_the_pare
     asyncio.run(scenario())
 
 
+def test_a_frozen_model_group_publishes_one_version_and_ends(lab: Any) -> None:
+    async def scenario() -> None:
+        parent = await lab.submit()
+        await lab.plan(parent)
+        await lab.work(lab.has(JobSucceeded))
+        point = ForkPoint(run_id="run-1", version=2, model_group="main")
+        settings = {"kind": "frozen"}
+        await submit(lab, "run-2", "frozen-old", "old", settings=settings, fork=point)
+        await submit(lab, "run-2", "frozen-base", "base", settings=settings)
+        await lab.work(lab.has(JobSucceeded, count=3))
+        trained = await published(lab, "run-1/main")
+        for group, version in (("old", 2), ("base", 0)):
+            (only,) = await published(lab, f"run-2/{group}")
+            assert (only.version, only.weights_sha256) == (0, trained[version].weights_sha256)
+        assert {step.run_id for step in await lab.events("weights", StepTrained)} == {"run-1"}
+        ended = {job.job_id: job.final_version for job in await lab.events("jobs", JobSucceeded)}
+        assert ended["run-2/frozen-old"] == ended["run-2/frozen-base"] == 0
+        gone = ForkPoint(run_id="run-1", version=7, model_group="main")
+        await submit(lab, "run-2", "frozen-gone", "gone", settings=settings, fork=gone)
+        await lab.work(lab.has(JobFailed))
+        (failed,) = await lab.events("jobs", JobFailed)
+        assert failed.error == "job run-2/frozen-gone: version 7 of run-1/main is not published"
+
+    asyncio.run(scenario())
+
+
 class SlowStore(ArtifactStore):
     """A store whose reads and writes must not hold up the event loop, which gives the process' signs of life."""
 
-    def read(self, ref: ArtifactRef) -> bytes:
+    def read(self, ref: ArtifactRef, *, max_bytes: int | None = None) -> bytes:
         assert asyncio._get_running_loop() is None
-        return super().read(ref)
+        return super().read(ref, max_bytes=max_bytes)
 
     def put_bytes(self, data: bytes, suffix: str = "") -> ArtifactRef:
         assert asyncio._get_running_loop() is None
@@ -83,7 +109,14 @@ class SlowStore(ArtifactStore):
 def test_no_artifact_is_read_or_written_in_the_event_loop(lab: Any) -> None:
     async def scenario() -> None:
         def worker() -> Worker:
-            return Worker(lab.log, SlowStore(lab.artifacts.uri), name="learner", checkpoints=lab.folder, threads=1)
+            return Worker(
+                lab.log,
+                SlowStore(lab.artifacts.uri),
+                name="learner",
+                checkpoints=lab.folder,
+                threads=1,
+                permissions=lab.permissions,
+            )
 
         planned = await lab.plan(await lab.submit(), 1)
         await lab.work(lab.has(JobSucceeded), worker())
@@ -102,6 +135,26 @@ def test_a_fork_of_a_version_that_is_not_there_fails_its_job(lab: Any) -> None:
         (failed,) = await lab.events("jobs", JobFailed)
         assert failed.error == "job run-2/rl: version 5 of run-1/main is not published"
         assert await lab.events("weights", WeightsPublished) == []
+
+    asyncio.run(scenario())
+
+
+def test_a_fork_of_a_version_that_was_collected_right_before_says_so(lab: Any) -> None:
+    """It was there when the fork was checked, and the collector has read of no fork."""
+
+    async def scenario() -> None:
+        await lab.plan(await lab.submit(), 1)
+        await lab.work(lab.has(JobSucceeded))
+        parent = (await lab.events("weights", WeightsPublished))[-1]
+        lab.artifacts.remove(parent.artifact)
+        await submit(lab, "run-2", "rl", "main", fork=ForkPoint(run_id="run-1", version=1))
+        await lab.work(lab.has(JobFailed))
+        (failed,) = await lab.events("jobs", JobFailed)
+        assert failed.error.startswith(
+            "job run-2/rl: the weights of version 1 of run-1/main were removed before this fork began: artifact "
+        )
+        assert failed.error.endswith("; fork from another version, see is_collected of weight_versions")
+        assert not [event for event in await lab.events("weights", WeightsPublished) if event.run_id == "run-2"]
 
     asyncio.run(scenario())
 
@@ -160,7 +213,7 @@ def test_manifests_that_were_removed_are_named_with_topic_and_range(lab: Any) ->
         await lab.plan(await lab.submit())
         lab.log.truncate(TopicPartition("batches", 0), 2)
         assert (await failure(lab)).startswith(
-            "manifest 0 of job run-1/rl is gone: topic batches partition 0 holds nothing before offset 2 any more"
+            "manifest 0 of job run-1/rl is gone: topic batches partition 0 no longer has records before offset 2"
         )
 
     asyncio.run(scenario())
@@ -188,7 +241,7 @@ def test_versions_that_were_removed_are_not_begun_again_from_the_model_folder(la
         end = (await lab.log.end_offsets("weights"))[0]
         lab.log.truncate(TopicPartition("weights", 0), end)
         assert (await failure(lab)).startswith(
-            f"version 0 of run-1/main is gone: topic weights partition 0 holds nothing before offset {end} any more"
+            f"version 0 of run-1/main is gone: topic weights partition 0 no longer has records before offset {end}"
         )
         assert await lab.events("weights", WeightsPublished) == []
 

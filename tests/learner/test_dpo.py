@@ -9,18 +9,21 @@ import numpy as np
 import pytest
 import torch
 
-from rollstream.learner import dpo, pair_batches
+from rollstream.eventlog import codec
+from rollstream.learner.algorithms import dpo
+from rollstream.learner.algorithms.base import BatchView, Counts, Prepared
+from rollstream.learner.algorithms.dpo import Dpo, PairBatch
+from rollstream.learner.algorithms.pairs import Pair, rows_of_pairs
 from rollstream.learner.checkpoint import CheckpointFolder
-from rollstream.learner.dpo import PairBatch
-from rollstream.learner.model import PolicyModel, make_deterministic
-from rollstream.learner.optimizer import make_optimizer
-from rollstream.learner.pairs import Pair
-from rollstream.learner.preference_step import train_pairs
-from rollstream.learner.reference import Reference
+from rollstream.learner.model import collate
+from rollstream.learner.model.optimizer import make_optimizer
+from rollstream.learner.model.policy import PolicyModel, Reference, make_deterministic
+from rollstream.learner.model.step import StepResult, train_batch
+from rollstream.learner.progress import Manifest
 from rollstream.learner.retrain import RecordedJob, Retraining
-from rollstream.learner.step import StepResult
+from rollstream.schemas.algorithms import DpoSettings, GrpoSettings, SftSettings
 from rollstream.schemas.events import BatchPlanned, JobFailed, JobSubmitted, JobSucceeded, StepTrained, WeightsPublished
-from rollstream.schemas.settings import AlgorithmSettings, JobSettings, LoraSettings, ModelSettings, OptimizerSettings
+from rollstream.schemas.settings import JobSettings, LoraSettings, ModelSettings, OptimizerSettings
 
 LORA = LoraSettings(rank=2, alpha=4, target_modules=("q_proj", "v_proj"))
 
@@ -35,15 +38,15 @@ def batch(*pairs: tuple[float, float, float, float, float]) -> PairBatch:
 
 def test_the_loss_is_minus_the_log_sigmoid_of_beta_times_the_difference_of_log_ratios() -> None:
     given = batch((-1.0, -3.0, -2.0, -2.5, 0.5), (-4.0, -1.0, -3.0, -2.0, 2.0))
-    found = dpo.losses(given, AlgorithmSettings(name="dpo", beta=0.5))
+    found = dpo.loss_of(given, DpoSettings(beta=0.5))
     margins = [0.5 * (1.0 - (-0.5)), 0.5 * (-1.0 - 1.0)]  # 0.75 and -1
-    assert found.losses_K.tolist() == pytest.approx([math.log1p(math.exp(-m)) for m in margins], abs=1e-15)
-    assert found.losses_K.tolist() == pytest.approx([0.386871, 1.313262], abs=1e-6)
+    assert found.values.tolist() == pytest.approx([math.log1p(math.exp(-m)) for m in margins], abs=1e-15)
+    assert found.values.tolist() == pytest.approx([0.386871, 1.313262], abs=1e-6)
 
 
 def test_the_gradient_pulls_a_pair_apart_the_more_the_more_it_is_mistaken() -> None:
     given = batch((-1.0, -3.0, -2.0, -2.5, 0.5), (-4.0, -1.0, -3.0, -2.0, 2.0))
-    dpo.losses(given, AlgorithmSettings(name="dpo", beta=0.5)).losses_K.sum().backward()
+    dpo.loss_of(given, DpoSettings(beta=0.5)).values.sum().backward()
     weights = [0.5 / (1 + math.exp(0.75)), 0.5 / (1 + math.exp(-1.0))]
     assert given.chosen_K.grad is not None
     assert given.rejected_K.grad is not None
@@ -53,21 +56,22 @@ def test_the_gradient_pulls_a_pair_apart_the_more_the_more_it_is_mistaken() -> N
 
 def test_the_chosen_answer_s_likelihood_is_part_of_the_loss_if_asked_for() -> None:
     given = batch((-1.0, -1.0, -1.0, -1.0, 0.5))
-    found = dpo.losses(given, AlgorithmSettings(name="dpo", sft_weight=2.0))
-    assert found.losses_K.tolist() == pytest.approx([math.log(2) + 2.0 * 0.5])
+    found = dpo.loss_of(given, DpoSettings(sft_weight=2.0))
+    assert found.values.tolist() == pytest.approx([math.log(2) + 2.0 * 0.5])
 
 
 def test_metrics_are_means_over_the_pairs_and_a_tie_is_half_right() -> None:
     given = batch((-1.0, -3.0, -2.0, -2.5, 0.5), (-4.0, -1.0, -3.0, -2.0, 2.0), (-1.0, -1.0, -1.0, -1.0, 0.1))
-    found = dpo.losses(given, AlgorithmSettings(name="dpo", beta=0.5))
-    metrics = dpo.metrics({name: float(value) for name, value in found.sums.items()}, 3)
+    found = dpo.loss_of(given, DpoSettings(beta=0.5))
+    sums = {"entropy": 0.0} | {name: float(value) for name, value in found.sums.items()}
+    metrics = Dpo().metrics(sums, Counts(9, 6, 3))
     assert metrics["dpo/accuracy"] == pytest.approx((1 + 0 + 0.5) / 3)
     assert metrics["dpo/policy_accuracy"] == pytest.approx((1 + 0 + 0.5) / 3)
     assert metrics["dpo/margin"] == pytest.approx((0.75 - 1.0) / 3)
     assert metrics["dpo/chosen_reward"] == pytest.approx((0.5 - 0.5) / 3)
     assert metrics["dpo/rejected_reward"] == pytest.approx((-0.25 + 0.5) / 3)
     assert metrics["dpo/chosen_logprob"] == pytest.approx(-2.0)
-    assert metrics["loss/total"] == pytest.approx(float(found.losses_K.detach().mean()))
+    assert metrics["loss/total"] == pytest.approx(float(found.values.detach().mean()))
 
 
 # ---- a step ----
@@ -82,6 +86,8 @@ PAIRS = [
     Pair(packed(1, 2, 3), packed(7, 8), packed(4, 4, 4), 2.0),
     Pair(packed(5, 6), packed(9), packed(7, 8), 1.0),
 ]
+ROWS, SIDES = rows_of_pairs(PAIRS)
+BATCH = BatchView(ROWS, (), SIDES, [pair.score_diff for pair in PAIRS])
 
 
 def make(path: Path, lora: LoraSettings | None = None, **algorithm: Any) -> tuple[PolicyModel, Reference, JobSettings]:
@@ -89,7 +95,7 @@ def make(path: Path, lora: LoraSettings | None = None, **algorithm: Any) -> tupl
     settings = JobSettings(
         kind="dpo",
         model=ModelSettings(path=str(path), device="cpu", lora=lora),
-        algorithm=AlgorithmSettings(name="dpo", **algorithm),
+        algorithm=DpoSettings(**algorithm),
         optimizer=OptimizerSettings(learning_rate=1e-2, max_grad_norm=1e9),
     )
     model = PolicyModel(settings.model, seed=0)
@@ -98,7 +104,14 @@ def make(path: Path, lora: LoraSettings | None = None, **algorithm: Any) -> tupl
 
 def steps(model: PolicyModel, reference: Reference, settings: JobSettings, count: int = 1) -> list[StepResult]:
     optimizer = make_optimizer(model.trainable(), settings.optimizer)
-    return [train_pairs(model, reference, optimizer, PAIRS, settings, index=n, seed=n) for n in range(count)]
+    return [
+        train_batch(model, optimizer, BATCH, Dpo(), settings, index=n, seed=n, reference=reference)
+        for n in range(count)
+    ]
+
+
+def micro_batches(max_tokens: int) -> list[collate.MicroBatch]:
+    return collate.micro_batches(*collate.prepared_rows(BATCH, Prepared()), max_tokens)
 
 
 def answer_logprob(model: PolicyModel, prompt: bytes, answer: bytes) -> float:
@@ -139,7 +152,7 @@ def test_training_prefers_what_was_chosen_and_leaves_the_reference_as_it_was(
 ) -> None:
     model, reference, settings = make(tiny_model, lora)
     before = model.weights_bytes()
-    micro_batch = pair_batches.micro_batches(PAIRS, 4096)[0].rows
+    micro_batch = micro_batches(4096)[0]
     first = reference.logprobs(micro_batch, temperature=1.0)
     results = steps(model, reference, settings, count=12)
     assert results[0].metrics["dpo/accuracy"] == 0.5
@@ -175,10 +188,10 @@ def test_mini_batches_are_optimizer_steps_on_different_pairs(tiny_model: Path) -
 
 
 def test_micro_batches_hold_the_budget_and_every_pair_once() -> None:
-    batches = pair_batches.micro_batches(PAIRS, 12)
-    assert [one.rows.token_ids.shape for one in batches] == [(2, 6), (2, 5), (2, 4)]
-    assert sum(len(one.chosen_K) for one in batches) == 3
-    assert pair_batches.micro_batches(PAIRS, 1)[0].rows.token_ids.shape[0] == 2, "a pair is never parted"
+    batches = micro_batches(12)
+    assert [one.token_ids.shape for one in batches] == [(2, 6), (2, 5), (2, 4)]
+    assert sum(len(one.chosen) for one in batches) == 3
+    assert micro_batches(1)[0].token_ids.shape[0] == 2, "a pair is never parted"
 
 
 # ---- a job ----
@@ -188,7 +201,7 @@ async def outcome(lab: Any) -> list[tuple[int, str, dict[str, float]]]:
     return [(s.version, s.weights_sha256, s.metrics) for s in await lab.events("weights", StepTrained)]
 
 
-SETTINGS: dict[str, Any] = {"kind": "dpo", "algorithm": AlgorithmSettings(name="dpo", mini_batches=2)}
+SETTINGS: dict[str, Any] = {"kind": "dpo", "algorithm": DpoSettings(mini_batches=2)}
 
 
 async def finished(lab: Any, model: ModelSettings, *, is_restarted: bool) -> JobSubmitted:
@@ -238,7 +251,7 @@ def test_a_replay_of_the_training_has_the_same_reference(
     async def scenario() -> None:
         model = ModelSettings(path=str(pair_lab.model), lora=lora, device="cpu")
         if base_version:
-            sft = await pair_lab.submit("sft", model=model, kind="sft", algorithm=AlgorithmSettings(name="sft"))
+            sft = await pair_lab.submit("sft", model=model, kind="sft", algorithm=SftSettings())
             await pair_lab.plan(sft, base_version)
             await pair_lab.work(pair_lab.has(JobSucceeded))
         job = await pair_lab.submit("rl", base_version=base_version, model=model, **SETTINGS)
@@ -246,10 +259,11 @@ def test_a_replay_of_the_training_has_the_same_reference(
         await pair_lab.work(pair_lab.has(JobSucceeded, count=2 if base_version else 1))
         published = {p.version: p for p in await pair_lab.events("weights", WeightsPublished)}
         steps = {s.version: s for s in await pair_lab.events("weights", StepTrained) if s.job_id == job.job_id}
-        planned = {b.index: b for b in await pair_lab.events("batches", BatchPlanned) if b.job_id == job.job_id}
+        batches = [b for b in await pair_lab.events("batches", BatchPlanned) if b.job_id == job.job_id]
+        planned = {b.index: Manifest(b, codec.content_digest(b), offset) for offset, b in enumerate(batches)}
         recorded = RecordedJob(job, published[base_version], planned, steps)
         for checkpoints, version in ((None, 0), (pair_lab.folder / "checkpoints", base_version + 2)):
-            again = Retraining(recorded, threads=1)
+            again = Retraining(recorded, threads=1, permissions=pair_lab.permissions)
             stands_at = again.begin(pair_lab.artifacts, checkpoints, version=version)
             assert stands_at == (base_version + 2 if checkpoints else base_version)
             replayed = [both async for both in again.steps(pair_lab.log, until=99)]
@@ -279,13 +293,15 @@ def test_a_batch_without_a_pair_yields_the_same_weights_and_says_so(
     assert "batch=run-1/rl/b000000 has no preference pair: version=1 changes nothing" in caplog.text
 
 
-@pytest.mark.parametrize(("kind", "algorithm"), [("dpo", "grpo"), ("rl", "dpo")])
-def test_a_kind_of_job_and_a_loss_that_do_not_fit_are_refused(pair_lab: Any, kind: str, algorithm: str) -> None:
+@pytest.mark.parametrize(("kind", "algorithm", "of"), [("dpo", "grpo", "rl"), ("rl", "dpo", "dpo")])
+def test_a_kind_of_job_and_a_loss_that_do_not_fit_are_refused(
+    pair_lab: Any, kind: str, algorithm: str, of: str
+) -> None:
     async def scenario() -> None:
-        await pair_lab.submit(kind=kind, algorithm=AlgorithmSettings.model_validate({"name": algorithm}))
+        await pair_lab.submit(kind=kind, algorithm={"grpo": GrpoSettings, "dpo": DpoSettings}[algorithm]())
         await pair_lab.work(pair_lab.has(JobFailed))
         (failed,) = await pair_lab.events("jobs", JobFailed)
-        assert failed.error == f"job run-1/rl: a {kind} job does not train by {algorithm}; dpo goes with dpo"
+        assert failed.error == f"job run-1/rl: a {kind} job does not train by {algorithm}, which is for {of} jobs"
 
     asyncio.run(scenario())
 

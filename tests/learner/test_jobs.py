@@ -10,18 +10,23 @@ from rollstream.eventlog import codec
 from rollstream.eventlog.artifacts import ArtifactStore
 from rollstream.eventlog.dead_letters import origin
 from rollstream.eventlog.log import TopicPartition
-from rollstream.learner.export import export_model
 from rollstream.learner.inbox import Inbox
+from rollstream.learner.model.export import export_model
+from rollstream.learner.trainer import JobTrainer
 from rollstream.schemas import tokens
+from rollstream.schemas.algorithms import GrpoSettings, SftSettings
 from rollstream.schemas.events import (
     JobCancelled,
     JobFailed,
+    JobProgressed,
+    JobSubmitted,
     JobSucceeded,
+    LearnerClaimed,
     RunEnded,
     StepTrained,
     WeightsPublished,
 )
-from rollstream.schemas.settings import AlgorithmSettings, LoraSettings, ModelSettings
+from rollstream.schemas.settings import LoraSettings, ModelSettings
 
 
 async def failure(lab: Any) -> str:
@@ -40,6 +45,87 @@ def test_a_missing_model_folder_fails_the_job_and_the_next_one_is_served(lab: An
         await lab.work(lab.has(JobSucceeded))
         (failed,) = await lab.events("jobs", JobFailed)
         assert failed.error == f"model folder {missing} does not exist; give a transformers folder or a hub name"
+
+    asyncio.run(scenario())
+
+
+def test_a_job_of_a_model_that_the_learner_does_not_allow_fails_and_nothing_is_loaded(lab: Any) -> None:
+    async def scenario() -> None:
+        await lab.submit(model=ModelSettings(path="/home/other/model"))
+        assert await failure(lab) == (
+            'job run-1/rl: model.path: "model:/home/other/model" is not allowed by this process\'s settings; if you '
+            "trust it, start the service with --allow NAME (or ROLLSTREAM_ALLOW), or name it in the run's own file"
+        )
+
+    asyncio.run(scenario())
+
+
+def test_a_job_from_a_version_that_another_job_has_trained_on_is_refused_by_name(lab: Any) -> None:
+    async def scenario() -> None:
+        first = await lab.submit("first", num_versions=2)
+        await lab.plan(first, 2)
+        await lab.work(lab.has(JobSucceeded))
+        late = await lab.submit("late", base_version=1)
+        await lab.plan(late, 1)
+        assert await failure(lab) == (
+            "job run-1/late begins at version 1 of run-1/main, but job run-1/first has already published version 2; "
+            "submit the job from the newest version, or begin a new run with --fork run-1@1"
+        )
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize(("kind", "revision", "is_dropped"), [("rl", 2, False), ("rl", 1, True), ("sft", 2, True)])
+def test_dropout_is_off_where_ratios_are_computed(lab: Any, kind: Any, revision: Any, is_dropped: bool) -> None:
+    def weights(planned: list[Any], trajectories: dict[str, Any], dropout: float) -> bytes:
+        model = ModelSettings(path=str(lab.model), device="cpu", lora=LoraSettings(rank=2, dropout=dropout))
+        algorithm = SftSettings() if kind == "sft" else GrpoSettings()
+        settings = lab.settings(kind=kind, model=model, algorithm=algorithm, revision=revision)
+        job = JobSubmitted(
+            run_id="run-1", time_ms=1, job_id="run-1/rl", model_group="run-1/main", base_version=0, settings=settings
+        )
+        trainer = JobTrainer(job, threads=1, permissions=lab.permissions)
+        for batch in planned:  # the adapters begin at zero: only a second step sees what was dropped
+            trainer.train(batch, [trajectories[member.trajectory_id] for member in batch.members])
+        return trainer.model.weights_bytes()
+
+    async def scenario() -> None:
+        planned = await lab.plan(await lab.submit(), 2)
+        found = {event.trajectory_id: event for event in await lab.events("trajectories")}
+        assert (weights(planned, found, 0.0) != weights(planned, found, 0.5)) == is_dropped
+
+    asyncio.run(scenario())
+
+
+def test_tokens_per_second_count_all_phases_but_wait_and_what_follows_on_sending_in_the_next_step(lab: Any) -> None:
+    async def scenario() -> None:
+        job = await lab.submit(num_versions=2)
+        await lab.plan(job, 2)
+        await lab.work(lab.has(JobSucceeded))
+        first, second = await lab.events("weights", StepTrained)
+        assert {"fetch", "forward_backward", "hash", "checkpoint", "publish"} < first.seconds.keys()
+        assert second.seconds.keys() - first.seconds.keys() == {"finish"}
+        assert second.seconds["finish"] > 0
+        for step in (first, second):
+            busy_s = sum(value for name, value in step.seconds.items() if name != "wait")
+            assert step.tokens_per_s == pytest.approx(step.metrics["tokens/total"] / busy_s)
+        (ended,) = await lab.events("jobs", JobSucceeded)
+        assert ended.finish_s > 0
+
+    asyncio.run(scenario())
+
+
+def test_a_learner_that_only_ends_a_job_says_nothing_of_the_finish_of_its_last_version(lab: Any) -> None:
+    """The learner that published the version was stopped before the epoch was sealed."""
+
+    async def scenario() -> None:
+        job = await lab.submit(num_versions=1)
+        await lab.plan(job, 1, seal=False)
+        await lab.work(lab.has(JobProgressed))
+        await lab.seal(job, 1)
+        await lab.work(lab.has(JobSucceeded))
+        (ended,) = await lab.events("jobs", JobSucceeded)
+        assert (ended.final_version, ended.finish_s) == (1, 0)
 
     asyncio.run(scenario())
 
@@ -143,6 +229,22 @@ def test_the_end_of_a_run_cancels_its_open_jobs(lab: Any) -> None:
     asyncio.run(scenario())
 
 
+def test_a_learner_that_serves_every_job_leaves_a_what_ifs_to_its_own(lab: Any) -> None:
+    async def scenario() -> None:
+        submitted = await lab.submit("sft", base_version=0)
+        theirs = {"run_id": "what", "job_id": "what/rl", "model_group": "what/policy", "is_what_if": True}
+        await lab.log.send(submitted.model_copy(update=theirs))
+        await lab.plan(submitted, 1)
+        await lab.work(lab.has(JobSucceeded))
+        await lab.work(lab.has(JobSucceeded))  # a whole start more
+        assert {claimed.model_group for claimed in await lab.events("weights", LearnerClaimed)} == {
+            submitted.model_group
+        }
+        assert [job.job_id for job in await lab.events("jobs", JobSucceeded)] == [submitted.job_id]
+
+    asyncio.run(scenario())
+
+
 def test_a_cancelled_job_is_let_go_and_the_next_one_served(lab: Any) -> None:
     async def scenario() -> None:
         job = await lab.submit("first")
@@ -157,7 +259,7 @@ def test_a_cancelled_job_is_let_go_and_the_next_one_served(lab: Any) -> None:
 
 def test_sft_then_rl_carry_weights_and_versions_on(lab: Any) -> None:
     async def scenario() -> None:
-        sft = await lab.submit("sft", kind="sft", algorithm=AlgorithmSettings(name="sft"))
+        sft = await lab.submit("sft", kind="sft", algorithm=SftSettings())
         await lab.plan(sft, 2, with_logprobs=False)
         worker = asyncio.create_task(lab.worker().run())
         while not await lab.has(JobSucceeded)():

@@ -2,18 +2,21 @@
 
 import asyncio
 import hashlib
+import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from rollstream.eventlog.artifact_retry import Retry
 from rollstream.eventlog.artifacts import ArtifactStore
 from rollstream.eventlog.log import Position
 from rollstream.learner.checkpoint import CheckpointFolder
 from rollstream.learner.worker import Worker
+from rollstream.schemas.algorithms import GrpoSettings
 from rollstream.schemas.base import Event
-from rollstream.schemas.errors import ArtifactError, FencedError, VersionDivergedError
+from rollstream.schemas.errors import ArtifactError, FencedError, StoreUnavailableError, VersionDivergedError
 from rollstream.schemas.events import (
     JobFailed,
     JobProgressed,
@@ -21,7 +24,7 @@ from rollstream.schemas.events import (
     LearnerClaimed,
     WeightsPublished,
 )
-from rollstream.schemas.settings import AlgorithmSettings, ArtifactRef, ModelSettings
+from rollstream.schemas.settings import ArtifactRef, ModelSettings
 
 pytestmark = pytest.mark.slow
 
@@ -83,7 +86,9 @@ def fused_worker(lab: Any, fuse: Fuse) -> Worker:
     store = FusedStore(lab.artifacts.uri)
     store.fuse = fuse
     log: Any = FusedLog(lab.log, fuse)
-    return Worker(log, store, name="doomed", checkpoints=lab.folder / "checkpoints", threads=1)
+    return Worker(
+        log, store, name="doomed", checkpoints=lab.folder / "checkpoints", threads=1, permissions=lab.permissions
+    )
 
 
 async def undisturbed(lab: Any, folder: Path, **settings: Any) -> tuple[Any, ...]:
@@ -115,7 +120,7 @@ def test_a_crash_at_any_write_changes_nothing_of_what_is_published(
     lab: Any, tmp_path: Path, checkpoint_every: int, is_before: bool
 ) -> None:
     async def scenario() -> None:
-        settings = {"checkpoint_every": checkpoint_every, "algorithm": AlgorithmSettings(mini_batches=2)}
+        settings = {"checkpoint_every": checkpoint_every, "algorithm": GrpoSettings(mini_batches=2)}
         expected = await undisturbed(lab, tmp_path / "undisturbed", **settings)
         for at in range(100):
             each = type(lab)(tmp_path / f"crash-{at}", lab.model)
@@ -189,6 +194,7 @@ def test_other_bits_for_a_published_version_end_the_job_and_the_learner(lab: Any
         for path in (lab.folder / "checkpoints").rglob("*.safetensors"):
             path.unlink()
         other = type(lab)(lab.folder / "other", lab.model)
+        shutil.copytree(lab.folder / "artifacts", other.folder / "artifacts")
         other_job = await other.submit()
         await other.plan(other_job)
         await other.log.send(claim)
@@ -243,7 +249,14 @@ def test_a_replaced_learner_does_not_fail_the_job_of_the_one_that_took_over(lab:
         first = await lab.plan(job, 1, seal=False)
         store = FullStore(lab.artifacts.uri)
         old = asyncio.create_task(
-            Worker(lab.log, store, name="old", checkpoints=lab.folder / "checkpoints", threads=1).run()
+            Worker(
+                lab.log,
+                store,
+                name="old",
+                checkpoints=lab.folder / "checkpoints",
+                threads=1,
+                permissions=lab.permissions,
+            ).run()
         )
         while not await lab.has(WeightsPublished, "weights", 2)():
             await asyncio.sleep(0.01)
@@ -284,5 +297,40 @@ def test_old_checkpoints_go_but_the_last_and_every_mth(lab: Any) -> None:
         await lab.work(lab.has(JobSucceeded))
         kept = CheckpointFolder(lab.folder / "checkpoints", job.model_group).versions()
         assert kept == [3, 6, 7]
+
+    asyncio.run(scenario())
+
+
+class _AwayStore(ArtifactStore):
+    """A store that cannot be written some times in a row."""
+
+    failures = 3
+
+    def put_bytes(self, data: bytes, suffix: str = "") -> ArtifactRef:
+        if self.failures and self.listing():
+            self.failures -= 1
+            raise StoreUnavailableError(f"artifact store {self.uri} cannot be written: connection reset")
+        return super().put_bytes(data, suffix)
+
+
+def test_a_store_that_is_away_for_a_while_ends_no_job(lab: Any) -> None:
+    async def scenario() -> None:
+        job = await lab.submit()
+        await lab.plan(job)
+        store = _AwayStore(lab.artifacts.uri)
+        retry = Retry(first_wait_s=0.01)
+        worker = Worker(
+            lab.log,
+            store,
+            name="l",
+            checkpoints=lab.folder / "checkpoints",
+            threads=1,
+            permissions=lab.permissions,
+            retry=retry,
+        )
+        await lab.work(lab.has(JobSucceeded), worker)
+        assert store.failures == 0
+        assert await lab.events("jobs", JobFailed) == []
+        assert [p.version for p in await lab.events("weights", WeightsPublished)] == [0, 1, 2, 3]
 
     asyncio.run(scenario())

@@ -6,27 +6,30 @@ from typing import Any
 
 import pytest
 
-from rollstream.eventlog.kafka_log import KafkaLog
+from rollstream.eventlog.kafka.log import KafkaLog
 from rollstream.learner.service import serve
 from rollstream.schemas.events import JobSucceeded, WeightsPublished
+from rollstream.schemas.kafka import KafkaSettings
 from rollstream.schemas.services import LearnerSettings
 
 
 @pytest.mark.kafka
-def test_a_service_trains_a_job_on_a_real_broker(lab: Any, bootstrap_servers: str) -> None:
+def test_a_service_trains_a_job_on_a_real_broker(lab: Any, kafka: KafkaSettings) -> None:
     async def scenario() -> None:
-        log = KafkaLog(bootstrap_servers, client_id="lab")
+        log = KafkaLog(kafka, client_id="lab")
         await log.start()
         await log.ensure_topics(num_partitions=6)
         lab.log = log
         settings = LearnerSettings(
-            bootstrap_servers=bootstrap_servers,
+            bootstrap_servers=kafka.bootstrap_servers,
+            kafka=kafka.section,
             artifact_uri=lab.artifacts.uri,
             workspace=lab.folder,
             name="learner-0",
             num_partitions=6,
             model_groups=("run-1/main",),
             threads=1,
+            allow=(f"model:{lab.model}",),
         )
         job = await lab.submit()
         service = asyncio.create_task(serve(settings))

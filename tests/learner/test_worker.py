@@ -32,7 +32,7 @@ def test_a_job_is_trained_from_the_base_version_to_its_last(lab: Any) -> None:
         assert metrics["policy/entropy"] > 3
         assert 0 < metrics["policy/ess"] <= 1
         assert set(steps[0].seconds) == {
-            "wait", "fetch", "collate", "forward_backward", "optimizer", "checkpoint", "publish",
+            "wait", "fetch", "collate", "forward_backward", "optimizer", "hash", "checkpoint", "publish",
         }  # fmt: skip
         for version in published:
             lab.artifacts.fetch(version.artifact)

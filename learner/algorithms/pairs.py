@@ -1,0 +1,142 @@
+"""Preference pairs of trajectories: answers to the same prompt, and which of two has the higher score. Pure."""
+
+import statistics
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+
+from rollstream.learner.algorithms.base import Row
+from rollstream.schemas import tokens
+from rollstream.schemas.algorithm_settings import PairSettings
+from rollstream.schemas.algorithms import pairs_by_score
+from rollstream.schemas.errors import DecodeError
+from rollstream.schemas.events import TrajectoryAssembled
+from rollstream.schemas.events.rollouts import Completion
+
+TokenIds = bytes
+"""Token ids as this machine's int32, so that long prompts are compared and hashed at once."""
+
+
+class Item(NamedTuple):
+    """One completion."""
+
+    owner: tuple[str, str]
+    """Group and agent: only their own answers are compared."""
+    prompt_ids: TokenIds
+    completion_ids: TokenIds
+    scores: tuple[float | None, float | None, float]
+    """Its step's score among answers to the same prompt, its step's reward, its trajectory's reward."""
+
+
+@dataclass(frozen=True, slots=True)
+class Pair:
+    """Two answers to one prompt; none of the three is empty."""
+
+    prompt_ids: TokenIds
+    chosen_ids: TokenIds
+    rejected_ids: TokenIds
+    score_diff: float
+    """Above 0."""
+
+
+class _Answer(NamedTuple):
+    completion_ids: TokenIds
+    score: float
+
+
+def items_of(trajectory: TrajectoryAssembled, reward: float) -> list[Item]:
+    """Every completion that has tokens and a prompt. `reward`: what the manifest says of the trajectory.
+
+    Raises DecodeError naming the trajectory if a completion is outside its sequence.
+    """
+    items: list[Item] = []
+    owner = trajectory.group_id, trajectory.agent
+    for sequence in trajectory.sequences:
+        token_ids = tokens.decode_ids(sequence.token_ids)
+        for part in sequence.completions:
+            end = part.start + part.length
+            if end > len(token_ids):
+                raise DecodeError(
+                    f"trajectory {trajectory.trajectory_id}: a completion ends at token {end} of {len(token_ids)}"
+                )
+            if part.length and part.start:
+                prompt, completion = token_ids[: part.start], token_ids[part.start : end]
+                scores = (*_of_step(trajectory, part), reward)
+                items.append(Item(owner, prompt.tobytes(), completion.tobytes(), scores))
+    return items
+
+
+def pairs_of(items: Iterable[Item], settings: PairSettings) -> list[Pair]:
+    """The pairs of all turns, in an order that does not depend on that of the items.
+
+    A turn is all answers of a group's agent to one prompt. They are compared by the finest score that every one of
+    them has, or by the rewards of their rollouts if the settings say so. Equal answers are one, with the mean of their
+    scores: where rollouts share their beginnings, that is the expected reward of going on from the answer. Two make a
+    pair if their scores differ, by `min_score_diff` at least, and the settings do not refuse it. The largest
+    differences come first, and only `max_pairs_per_turn` of a turn are kept.
+    """
+    turns = _turns(items, compares_rollouts=settings.compares_rollouts)
+    return [pair for prompt_ids, answers in turns for pair in _pairs_of_turn(prompt_ids, answers, settings)]
+
+
+def rows_of_pairs(pairs: Iterable[Pair]) -> tuple[list[Row], list[tuple[int, int]]]:
+    """Every different answer as one row, and of each pair the rows of the better and the worse one."""
+    places: dict[tuple[TokenIds, TokenIds], int] = {}
+    found = [
+        (
+            places.setdefault((pair.prompt_ids, pair.chosen_ids), len(places)),
+            places.setdefault((pair.prompt_ids, pair.rejected_ids), len(places)),
+        )
+        for pair in pairs
+    ]
+    return [_row(prompt_ids, answer_ids) for prompt_ids, answer_ids in places], found
+
+
+def _row(prompt_ids: TokenIds, answer_ids: TokenIds) -> Row:
+    token_ids = np.frombuffer(prompt_ids + answer_ids, np.int32)
+    mask = np.arange(len(token_ids)) >= len(prompt_ids) // token_ids.itemsize
+    return Row(token_ids, mask, np.zeros(len(token_ids), np.float32))
+
+
+def _pairs_of_turn(prompt_ids: TokenIds, answers: Sequence[_Answer], settings: PairSettings) -> list[Pair]:
+    pairs, _ = pairs_by_score(
+        answers,
+        settings,
+        score=lambda answer: answer.score,
+        tie_break=lambda answer: answer.completion_ids,
+        refusal=lambda chosen, rejected: settings.refusal(chosen.score, rejected.score),
+    )
+    return [
+        Pair(prompt_ids, better.completion_ids, worse.completion_ids, better.score - worse.score)
+        for better, worse in pairs
+    ]
+
+
+def _turns(items: Iterable[Item], *, compares_rollouts: bool) -> Iterator[tuple[TokenIds, list[_Answer]]]:
+    """Prompt and different answers of every turn, by group, agent and prompt."""
+    turns: dict[tuple[tuple[str, str], TokenIds], list[Item]] = {}
+    for item in items:
+        turns.setdefault((item.owner, item.prompt_ids), []).append(item)
+    for (_, prompt_ids), found in sorted(turns.items(), key=lambda turn: turn[0]):
+        means = _mean_scores(found, _finest(found) if not compares_rollouts else -1)
+        yield prompt_ids, [_Answer(ids, score) for ids, score in means.items()]
+
+
+def _finest(items: Sequence[Item]) -> int:
+    """Place of the finest score that all answers have."""
+    return next(place for place in range(3) if all(item.scores[place] is not None for item in items))
+
+
+def _mean_scores(items: Sequence[Item], place: int) -> Mapping[TokenIds, float]:
+    """Mean score by answer, exactly rounded: equal scores stay equal however often they come."""
+    scores: dict[TokenIds, list[float]] = {}
+    for item in items:
+        scores.setdefault(item.completion_ids, []).append(item.scores[place] or 0.0)
+    return {answer: statistics.mean(found) for answer, found in scores.items()}
+
+
+def _of_step(trajectory: TrajectoryAssembled, part: Completion) -> tuple[float | None, float | None]:
+    step = str(part.step_index)
+    return trajectory.step_scores.get(step), trajectory.step_rewards.get(step)

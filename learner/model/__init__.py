@@ -1,0 +1,8 @@
+"""The policy on its device: collation, steps, optimizer, export."""
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from rollstream.learner.model import export
+
+__all__ = ["export"]

@@ -1,0 +1,254 @@
+"""Assembled trajectories to padded tensors, in an order that only their content decides. Knows no model and no loss."""
+
+import itertools
+import random
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from rollstream.learner.algorithms.base import TRUNCATED, BatchView, Member, PerToken, Prepared, Row
+from rollstream.schemas import tokens
+from rollstream.schemas.errors import DecodeError, RunFailedError
+from rollstream.schemas.events import TrajectoryAssembled
+from rollstream.schemas.events.rollouts import TokenSequence
+
+T = TypeVar("T")
+Unit = tuple[int, ...]
+"""Rows that are trained together, so in one micro-batch: one, or the better and the worse answer of a pair."""
+Units = Sequence[Unit]
+
+
+@dataclass(frozen=True, slots=True)
+class TrainRow:
+    """A row as an algorithm has prepared it."""
+
+    row: Row
+    mask: NDArray[np.bool_]  # (T,), tokens that are trained
+    advantage: PerToken = 0.0
+    weight: PerToken | None = None
+    group: int = 0
+    """Rows of one task have the same number."""
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens that are trained."""
+        return int(self.mask.sum())
+
+
+@dataclass(frozen=True, slots=True)
+class MicroBatch:
+    """Rows of one forward, padded on the right. A column that is not needed is None."""
+
+    token_ids: Tensor  # (B, T) int64
+    mask: Tensor  # (B, T) bool
+    logprobs: Tensor  # (B, T) float32
+    advantages: Tensor  # (B, T) float32
+    weights: Tensor | None = None  # (B, T) float32
+    versions: Tensor | None = None  # (B, T) int64
+    lengths: tuple[int, ...] = ()
+    """Tokens of each row that are trained."""
+    groups: tuple[int, ...] = ()
+    chosen: tuple[int, ...] = ()
+    """Row of each pair's better answer."""
+    rejected: tuple[int, ...] = ()
+    num_tokens: int = 0
+    """Unpadded, prompts included."""
+
+    def to(self, device: torch.device) -> "MicroBatch":
+        """The same on a device."""
+        names = ("token_ids", "mask", "logprobs", "advantages", "weights", "versions")
+        columns: dict[str, Any] = {name: getattr(self, name) for name in names}
+        return replace(self, **{name: value.to(device) for name, value in columns.items() if value is not None})
+
+
+def check_token_ids(trajectory: TrajectoryAssembled, size: int) -> None:
+    """Raises DecodeError naming the trajectory if it has a token id that is none of a model's `size`."""
+    for index, sequence in enumerate(trajectory.sequences):
+        token_ids = np.frombuffer(tokens.decode_ids(sequence.token_ids), np.int32)
+        odd = token_ids[(token_ids < 0) | (token_ids >= size)]
+        if len(odd):
+            raise DecodeError(
+                f"trajectory {trajectory.trajectory_id}, sequence {index}: token id {odd[0]} is none of the model's "
+                f"{size}; does its tokenizer have more tokens than the model?"
+            )
+
+
+def is_truncated(trajectory: TrajectoryAssembled) -> bool:
+    """Whether one of its completions ended at the token limit."""
+    return any(part.finish_reason == TRUNCATED for sequence in trajectory.sequences for part in sequence.completions)
+
+
+def member_of(trajectory: TrajectoryAssembled, *, reward: float, staleness: int = 0) -> Member:
+    """A trajectory as a member of its batch. `reward`: what the manifest says of it."""
+    return Member(
+        group_id=trajectory.group_id,
+        rollout_id=trajectory.rollout_id,
+        agent=trajectory.agent,
+        reward=reward,
+        rewards=trajectory.rewards,
+        step_rewards={int(step): value for step, value in trajectory.step_rewards.items()},
+        steps=frozenset(part.step_index for sequence in trajectory.sequences for part in sequence.completions),
+        is_truncated=is_truncated(trajectory),
+        staleness=staleness,
+    )
+
+
+def rows_of(trajectory: TrajectoryAssembled, *, needs_logprobs: bool, member: int = 0) -> list[Row]:
+    """The sequences of a trajectory that have completion tokens. `member`: its index in the batch.
+
+    Where log-probabilities are needed, sequences without them are left out. Raises DecodeError naming the trajectory if
+    completions and arrays do not fit each other, or if log-probabilities are needed and no sequence has them.
+    """
+    rows: list[Row] = []
+    has_any = any(sequence.logprobs is not None for sequence in trajectory.sequences)
+    for index, sequence in enumerate(trajectory.sequences):
+        if needs_logprobs and has_any and sequence.logprobs is None:
+            continue
+        try:
+            row = _row(sequence, member, needs_logprobs=needs_logprobs)
+        except ValueError as error:
+            raise DecodeError(f"trajectory {trajectory.trajectory_id}, sequence {index}: {error}") from error
+        if row.mask.any():
+            rows.append(row)
+    return rows
+
+
+def prepared_rows(batch: BatchView, prepared: Prepared) -> tuple[list[TrainRow], list[Unit]]:
+    """The training data of a batch: rows as `prepared`, and the units that mini-batches are made of.
+
+    Without pairs, a row that keeps no token is left out. Raises RunFailedError if a list of `prepared` does not fit.
+    """
+    for name in ("advantages", "keep", "weights"):
+        _check_fits(name, getattr(prepared, name), batch.rows)
+    groups: dict[str, int] = {}
+    rows: list[TrainRow] = []
+    for index, row in enumerate(batch.rows):
+        group = batch.members[row.member].group_id if batch.members else ""
+        rows.append(
+            TrainRow(
+                row,
+                row.mask & prepared.keep[index] if prepared.keep else row.mask,
+                prepared.advantages[index] if prepared.advantages else 0.0,
+                prepared.weights[index] if prepared.weights else None,
+                groups.setdefault(group, len(groups)),
+            )
+        )
+    if batch.pairs is not None:
+        return rows, list(batch.pairs)
+    return rows, [(index,) for index, row in enumerate(rows) if row.mask.any()]
+
+
+def _check_fits(name: str, values: Sequence[Any], rows: Sequence[Row]) -> None:
+    if len(values) not in (0, len(rows)):
+        raise RunFailedError(f"prepare returned {len(values)} {name} for {len(rows)} rows; give one a row, or none")
+    for index, (value, row) in enumerate(zip(values, rows, strict=False)):
+        if np.shape(value) not in ((), row.mask.shape):
+            raise RunFailedError(
+                f"prepare returned {name} of shape {np.shape(value)} for row {index}; expected {row.mask.shape}"
+            )
+
+
+def mini_batches(units: Sequence[T], count: int, seed: int) -> list[list[T]]:
+    """At most `count` nearly equal parts; shuffled by `seed` if there are several, in the given order if one."""
+    if count == 1 or len(units) <= 1:
+        return [list(units)] if units else []
+    order = list(range(len(units)))
+    random.Random(seed).shuffle(order)
+    count = min(count, len(units))
+    bounds = [len(units) * part // count for part in range(count + 1)]
+    return [[units[place] for place in sorted(order[a:b])] for a, b in itertools.pairwise(bounds)]
+
+
+def micro_batches(
+    rows: Sequence[TrainRow], units: Iterable[Unit], max_tokens: int, *, versions: bool = False
+) -> list[MicroBatch]:
+    """Units from long to short, as many a tensor as `max_tokens` padded tokens hold (at least one).
+
+    Every row is once in a micro-batch, however many pairs it is in, so pairs of one prompt go together.
+    """
+    batches: list[MicroBatch] = []
+    waiting: list[Unit] = []
+    held: set[int] = set()
+    longest = 0
+    for unit in sorted(units, key=lambda unit: _by_length([rows[index].row for index in unit])):
+        own = max(len(rows[index].row.token_ids) for index in unit)
+        if waiting and len(held.union(unit)) * max(longest, own) > max_tokens:
+            batches.append(pad(rows, waiting, versions=versions))
+            waiting, held, longest = [], set(), 0
+        waiting.append(unit)
+        held.update(unit)
+        longest = max(longest, own)
+    return [*batches, pad(rows, waiting, versions=versions)] if waiting else batches
+
+
+def _by_length(rows: Sequence[Row]) -> tuple[Any, ...]:
+    """Order of a unit: a row's length; of a pair its prompt, then the longer answer."""
+    longest = -max(len(row.token_ids) for row in rows)
+    if len(rows) == 1:
+        return (longest,)
+    start = int(rows[0].mask.argmax())
+    return -start, rows[0].token_ids[:start].tobytes(), longest
+
+
+def pad(rows: Sequence[TrainRow], units: Units, *, versions: bool = False) -> MicroBatch:
+    """The rows of units as tensors (B, T), T the longest; padded with token 0, which no mask holds."""
+    places: dict[int, int] = {}
+    columns = [tuple(places.setdefault(unit[side], len(places)) for unit in units) for side in range(len(units[0]))]
+    found = [rows[index] for index in places]
+    shape = len(found), max(len(one.row.token_ids) for one in found)
+    token_ids_B_T, mask_B_T = np.zeros(shape, np.int64), np.zeros(shape, np.bool_)
+    logprobs_B_T, advantages_B_T = np.zeros(shape, np.float32), np.zeros(shape, np.float32)
+    weights_B_T = np.zeros(shape, np.float32) if any(one.weight is not None for one in found) else None
+    versions_B_T = np.full(shape, -1, np.int64) if versions else None
+    for place, one in enumerate(found):
+        length = len(one.row.token_ids)
+        token_ids_B_T[place, :length] = one.row.token_ids
+        mask_B_T[place, :length] = one.mask
+        logprobs_B_T[place, :length] = one.row.logprobs
+        advantages_B_T[place, :length] = one.advantage
+        if weights_B_T is not None:
+            weights_B_T[place, :length] = 1.0 if one.weight is None else one.weight
+        if versions_B_T is not None:
+            versions_B_T[place, :length] = one.row.versions
+    arrays = (token_ids_B_T, mask_B_T, logprobs_B_T, advantages_B_T, weights_B_T, versions_B_T)
+    return MicroBatch(
+        *(None if array is None else torch.from_numpy(array) for array in arrays),  # pyright: ignore[reportArgumentType]
+        lengths=tuple(one.num_tokens for one in found),
+        groups=tuple(one.group for one in found),
+        chosen=columns[0] if len(columns) == 2 else (),
+        rejected=columns[1] if len(columns) == 2 else (),
+        num_tokens=sum(len(one.row.token_ids) for one in found),
+    )
+
+
+def _row(sequence: TokenSequence, member: int, *, needs_logprobs: bool) -> Row:
+    token_ids = np.frombuffer(tokens.decode_ids(sequence.token_ids), np.int32)
+    num_sampled = sum(completion.length for completion in sequence.completions)
+    if sequence.logprobs is None and needs_logprobs:
+        raise DecodeError("it has no log-probabilities of the behaviour policy")
+    sampled = np.zeros(num_sampled, np.float32)
+    if sequence.logprobs is not None:
+        sampled = np.frombuffer(tokens.decode_floats(sequence.logprobs), np.float32)
+    if len(sampled) != num_sampled:
+        raise DecodeError(f"{len(sampled)} log-probabilities for {num_sampled} completion tokens")
+    if not np.isfinite(sampled).all():
+        raise DecodeError("a log-probability is no finite number")
+    mask = np.zeros(len(token_ids), np.bool_)
+    logprobs = np.zeros(len(token_ids), np.float32)
+    taken = 0
+    for completion in sequence.completions:
+        end = completion.start + completion.length
+        if end > len(token_ids):
+            raise DecodeError(f"a completion ends at token {end} of {len(token_ids)}")
+        if mask[completion.start : end].any():
+            raise DecodeError(f"two completions overlap at token {completion.start}")
+        mask[completion.start : end] = True
+        logprobs[completion.start : end] = sampled[taken : taken + completion.length]
+        taken += completion.length
+    mask[:1] = False
+    return Row(token_ids, mask, logprobs, member, sequence.completions)

@@ -1,0 +1,124 @@
+"""A published version as a folder that transformers or PEFT loads, with the base model's configuration and tokenizer.
+
+A version's artifact already is the file that such a folder holds, so a base model in a folder needs no torch.
+
+The parts of an export that only the model hub's client can give: a base model that is no local folder.
+"""
+
+import logging
+import shutil
+import struct
+from pathlib import Path
+from typing import Any
+
+import orjson
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers.utils.logging import disable_progress_bar
+
+from rollstream.learner.model.policy import from_bytes
+from rollstream.schemas.errors import ModelError
+from rollstream.schemas.events import WeightsPublished
+
+TOKENIZER_FILES = (
+    "tokenizer*",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab*",
+    "merges.txt",
+    "chat_template*",
+)
+CONFIG_FILES = ("config.json", "generation_config.json", "*.py")
+DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
+
+
+def export_model(published: WeightsPublished, path_to_weights: Path, output_dir: Path) -> Path:
+    """Leave a PEFT folder (lora) or a transformers folder (full) in `output_dir`; gives `output_dir`.
+
+    `path_to_weights`: the version's safetensors file, verified. Raises ModelError if it or the base model's folder
+    cannot be read.
+    """
+    base = Path(published.base_model)
+    try:
+        output_dir.mkdir(parents=True, exist_ok=True)
+        if published.weights_format == "lora":
+            _place_adapter(published, path_to_weights, output_dir)
+        elif base.is_dir():
+            _place_model(base, path_to_weights, output_dir)
+        else:
+            export_full(published.base_model, path_to_weights, output_dir)
+        if base.is_dir():
+            _copy(base, TOKENIZER_FILES, output_dir)
+        else:
+            export_tokenizer(published.base_model, output_dir)
+    except OSError as error:
+        raise ModelError(f"the model cannot be written to {output_dir}: {error}") from error
+    return output_dir
+
+
+def _place_adapter(published: WeightsPublished, path_to_weights: Path, output_dir: Path) -> None:
+    shutil.copyfile(path_to_weights, output_dir / "adapter_model.safetensors")
+    config = orjson.dumps(published.lora, option=orjson.OPT_INDENT_2 | orjson.OPT_SORT_KEYS)
+    (output_dir / "adapter_config.json").write_bytes(config)
+
+
+def _place_model(base: Path, path_to_weights: Path, output_dir: Path) -> None:
+    if not (base / "config.json").is_file():
+        raise ModelError(f"model {base} has no config.json any more; put the base model's folder back to export")
+    _copy(base, CONFIG_FILES, output_dir)
+    config = orjson.loads((output_dir / "config.json").read_bytes())
+    dtype = _dtype(path_to_weights)
+    if dtype is not None:
+        config.pop("torch_dtype", None)
+        config["dtype"] = dtype
+    (output_dir / "config.json").write_bytes(orjson.dumps(config, option=orjson.OPT_INDENT_2))
+    shutil.copyfile(path_to_weights, output_dir / "model.safetensors")
+
+
+def _dtype(path: Path) -> str | None:
+    """The type of a safetensors file's first tensor, by its header; None if transformers has no name for it."""
+    with path.open("rb") as file:
+        size: int = struct.unpack("<Q", file.read(8))[0]
+        header: dict[str, dict[str, Any]] = orjson.loads(file.read(size))
+    found = next((entry["dtype"] for name, entry in header.items() if name != "__metadata__"), None)
+    return DTYPES.get(found or "")
+
+
+def _copy(base: Path, patterns: tuple[str, ...], output_dir: Path) -> None:
+    for pattern in patterns:
+        for path in sorted(base.glob(pattern)):
+            if path.is_file():
+                shutil.copyfile(path, output_dir / path.name)
+
+
+logger = logging.getLogger(__name__)
+
+
+def export_full(base_model: str, path_to_weights: Path, output_dir: Path) -> None:
+    """Save weights over a hub model's architecture. Raises ModelError if they do not fit."""
+    disable_progress_bar()
+    tensors = from_bytes(path_to_weights.read_bytes(), str(path_to_weights))
+    dtype = next((value.dtype for value in tensors.values()), torch.float32)
+    try:
+        model = AutoModelForCausalLM.from_config(
+            AutoConfig.from_pretrained(base_model, trust_remote_code=False), dtype=dtype
+        )
+    except (OSError, ValueError) as error:
+        raise ModelError(f"model {base_model} cannot be exported: {' '.join(str(error).split())[:300]}") from error
+    tied = set(getattr(model, "all_tied_weights_keys", None) or ())
+    found = model.load_state_dict(tensors, strict=False)
+    if found.unexpected_keys or set(found.missing_keys) - tied:
+        odd = sorted({*found.unexpected_keys, *found.missing_keys} - tied)[:3]
+        raise ModelError(f"weights {path_to_weights} do not fit model {base_model}: {', '.join(odd)}")
+    model.tie_weights()
+    model.save_pretrained(output_dir)
+
+
+def export_tokenizer(base_model: str, output_dir: Path) -> None:
+    """Save a hub model's tokenizer, if it has one."""
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(base_model, trust_remote_code=False)
+    except (OSError, ValueError, KeyError) as error:
+        logger.warning("model %s has no tokenizer to export: %s", base_model, " ".join(str(error).split())[:200])
+        return
+    tokenizer.save_pretrained(output_dir)

@@ -1,0 +1,268 @@
+"""The policy in training: a transformers model, whole or with LoRA adapters, and its weights as deterministic bytes.
+
+The policy as it was at a job's base version, for what is measured against it. Never trained.
+"""
+
+import copy
+import hashlib
+import os
+from pathlib import Path
+from typing import Any
+
+import safetensors
+import safetensors.torch
+import torch
+from pydantic import JsonValue
+from torch import Tensor
+from torch.nn import functional
+from transformers import AutoModelForCausalLM
+
+from rollstream.learner.model.collate import MicroBatch
+from rollstream.schemas.errors import ModelError
+from rollstream.schemas.settings import LoraSettings, ModelSettings
+
+
+class PolicyModel:
+    """A model on its device; its parameters stay float32 unless they are below an adapter.
+
+    Forwards compute in bfloat16 where the settings (or the GPU) say so; published weights have that type too.
+    """
+
+    def __init__(self, settings: ModelSettings, *, seed: int, path: str | None = None) -> None:
+        """Load base weights; adapters begin as `seed` says. Raises ModelError naming what cannot be loaded.
+
+        `path`: what the settings' path, as written, stands for here.
+        """
+        self.settings = settings
+        self.device = _device(settings)
+        self.compute_dtype = _compute_dtype(settings, self.device)
+        base_dtype = self.compute_dtype if settings.lora else torch.float32
+        self.module: Any = _load_base(path or settings.path, base_dtype)
+        self._tied = frozenset(getattr(self.module, "all_tied_weights_keys", None) or ())
+        if settings.lora:
+            torch.manual_seed(seed)
+            self.module = _with_adapters(self.module, settings)
+        self.module.to(self.device)
+        self.module.train()
+
+    @property
+    def weights_format(self) -> str:
+        """`full` or `lora`."""
+        return "lora" if self.settings.lora else "full"
+
+    @property
+    def num_token_ids(self) -> int:
+        """Token ids that the model has an embedding for."""
+        return len(self.module.get_input_embeddings().weight)
+
+    def trainable(self) -> list[tuple[str, torch.nn.Parameter]]:
+        """Parameters that are trained, by sorted name."""
+        return sorted((n, p) for n, p in self.module.named_parameters() if p.requires_grad)
+
+    def adapter_config(self) -> dict[str, JsonValue] | None:
+        """peft's adapter configuration as JSON; None for full weights."""
+        if not self.settings.lora:
+            return None
+        config = {name: _as_json(value) for name, value in self.module.peft_config["default"].to_dict().items()}
+        return {**config, "base_model_name_or_path": self.settings.path, "inference_mode": True}
+
+    def weights(self) -> dict[str, Tensor]:
+        """The tensors to publish, by sorted name: without tied duplicates; for LoRA by peft's names."""
+        if self.settings.lora:
+            from peft import get_peft_model_state_dict
+
+            return dict(sorted(get_peft_model_state_dict(self.module).items()))
+        state = self.module.state_dict()
+        return {name: state[name] for name in sorted(state) if name not in self._tied}
+
+    def weights_bytes(self) -> bytes:
+        """`weights` as one safetensors file in the published type; equal weights give equal bytes."""
+        dtype = torch.float32 if self.settings.lora else self.compute_dtype
+        return to_bytes({name: _cast(value, dtype) for name, value in self.weights().items()})
+
+    def load_weights(self, tensors: dict[str, Tensor]) -> None:
+        """Take over weights by name. Raises ModelError if names or shapes are not this model's."""
+        own = self.weights()
+        if own.keys() != tensors.keys():
+            odd = sorted(own.keys() ^ tensors.keys())[:3]
+            raise ModelError(f"weights do not fit model {self.settings.path} ({self.weights_format}): {', '.join(odd)}")
+        with torch.no_grad():
+            for name, value in own.items() if not self.settings.lora else ():
+                _copy(name, tensors[name], value)
+            if self.settings.lora:
+                from peft import set_peft_model_state_dict
+
+                set_peft_model_state_dict(self.module, tensors)
+
+    def use_dropout(self, enabled: bool) -> None:
+        """Apply the model's and the adapters' dropout in forwards from now on, or not."""
+        self.module.train(enabled)
+
+    def frozen_copy(self) -> "PolicyModel":
+        """The same model once more, as it is now, without gradients and dropout."""
+        frozen = copy.copy(self)
+        frozen.module = copy.deepcopy(self.module).eval().requires_grad_(requires_grad=False)
+        return frozen
+
+    def completion_terms(
+        self, batch: MicroBatch, *, temperature: float, entropy_needs_grad: bool
+    ) -> tuple[Tensor, Tensor]:
+        """Log-probability and entropy (N,) of the N tokens on the mask, row by row, under the current policy.
+
+        Padding stands on the right, so causal attention needs no mask; logits are made only for columns that some
+        row predicts a completion token from.
+        """
+        is_target_B_T = batch.mask[:, 1:]
+        columns_K = is_target_B_T.any(dim=0).nonzero().flatten()
+        with torch.autocast(self.device.type, self.compute_dtype, enabled=self.compute_dtype != torch.float32):
+            logits_B_K_V = self.module(input_ids=batch.token_ids, use_cache=False, logits_to_keep=columns_K).logits
+        is_target_B_K = is_target_B_T[:, columns_K]
+        logits_N_V = logits_B_K_V[is_target_B_K].float() / temperature
+        targets_N = batch.token_ids[:, 1:][:, columns_K][is_target_B_K]
+        log_softmax_N_V = functional.log_softmax(logits_N_V, dim=-1)
+        logprobs_N = -functional.nll_loss(log_softmax_N_V, targets_N, reduction="none")
+        with torch.set_grad_enabled(entropy_needs_grad):
+            entropies_N = -(log_softmax_N_V.exp() * log_softmax_N_V).sum(dim=-1)
+        return logprobs_N, entropies_N
+
+
+def to_bytes(tensors: dict[str, Tensor], metadata: dict[str, str] | None = None) -> bytes:
+    """One safetensors file; equal tensors and metadata of one entry give equal bytes."""
+    on_cpu = {name: tensors[name].detach().cpu().contiguous() for name in sorted(tensors)}
+    return safetensors.torch.save(on_cpu, metadata=metadata or {"format": "pt"})
+
+
+def from_bytes(data: bytes, what: str) -> dict[str, Tensor]:
+    """Tensors of a safetensors file. Raises ModelError naming `what`."""
+    try:
+        return safetensors.torch.load(data)
+    except safetensors.SafetensorError as error:
+        raise ModelError(f"{what} is no safetensors file: {error}") from error
+
+
+def make_deterministic(threads: int | None) -> None:
+    """Fix what decides bits: thread count and deterministic algorithms. Call it in the thread that trains."""
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(True)
+    if threads is not None:
+        torch.set_num_threads(threads)
+
+
+def sha256_of(data: bytes) -> str:
+    """sha256 (hex) of bytes."""
+    return hashlib.sha256(data).hexdigest()
+
+
+def _device(settings: ModelSettings) -> torch.device:
+    has_gpu = torch.cuda.is_available()
+    if settings.device == "cuda" and not has_gpu:
+        raise ModelError(f"model {settings.path}: there is no GPU for device: cuda; set auto or cpu")
+    return torch.device("cuda" if has_gpu and settings.device != "cpu" else "cpu")
+
+
+def _compute_dtype(settings: ModelSettings, device: torch.device) -> torch.dtype:
+    if settings.dtype == "auto":
+        return torch.bfloat16 if device.type == "cuda" else torch.float32
+    return torch.bfloat16 if settings.dtype == "bfloat16" else torch.float32
+
+
+def _load_base(path: str, dtype: torch.dtype) -> Any:
+    looks_local = path.startswith((".", "/", "~")) or path.count("/") > 1
+    folder = Path(path).expanduser()
+    if looks_local and not folder.is_dir():
+        raise ModelError(f"model folder {path} does not exist; give a transformers folder or a hub name")
+    try:
+        return AutoModelForCausalLM.from_pretrained(
+            str(folder) if folder.is_dir() else path, dtype=dtype, trust_remote_code=False
+        )
+    except (OSError, ValueError, KeyError, RuntimeError, safetensors.SafetensorError) as error:
+        reason = " ".join(str(error).split())[:300]
+        raise ModelError(f"model {path} cannot be loaded, from a folder or the hub: {reason}") from error
+
+
+def _with_adapters(module: Any, settings: ModelSettings) -> Any:
+    from peft import LoraConfig, get_peft_model
+
+    lora: LoraSettings = settings.lora or LoraSettings()
+    config = LoraConfig(
+        r=lora.rank,
+        lora_alpha=lora.alpha,  # pyright: ignore[reportArgumentType]
+        lora_dropout=lora.dropout,
+        target_modules=list(lora.target_modules),
+        task_type="CAUSAL_LM",
+    )
+    try:
+        return get_peft_model(module, config)
+    except ValueError as error:
+        raise ModelError(f"model {settings.path} takes no such adapter: {' '.join(str(error).split())}") from error
+
+
+def _copy(name: str, source: Tensor, target: Tensor) -> None:
+    if source.shape != target.shape:
+        raise ModelError(f"weights do not fit: {name} is {tuple(source.shape)}, the model's {tuple(target.shape)}")
+    target.copy_(source)
+
+
+def _cast(value: Tensor, dtype: torch.dtype) -> Tensor:
+    return value.to(dtype) if value.is_floating_point() else value
+
+
+def _as_json(value: Any) -> JsonValue:
+    if isinstance(value, (set, frozenset, tuple, list)):
+        items: list[Any] = list(value)
+        return [_as_json(item) for item in (sorted(items) if isinstance(value, (set, frozenset)) else items)]
+    if isinstance(value, dict):
+        return {str(name): _as_json(item) for name, item in value.items()}
+    if value is None or isinstance(value, (bool, int, float)):
+        return value
+    return str(getattr(value, "value", value))
+
+
+class Reference:
+    """Weights that stay. Full weights are a copy of the model; adapters are put in place of the policy's for a forward.
+
+    It computes on the policy's device and in its type, without dropout.
+    """
+
+    def __init__(self, policy: PolicyModel, weights: bytes, what: str) -> None:
+        """`weights`: as published; `what` names them. The policy stays as it is. Raises ModelError."""
+        tensors = from_bytes(weights, what)
+        self._policy = policy
+        self._adapters: list[Tensor] | None = None
+        if policy.settings.lora is None:
+            self._policy = policy.frozen_copy()
+            self._policy.load_weights(tensors)
+        else:
+            own = _values(policy)
+            policy.load_weights(tensors)
+            self._adapters = _values(policy)
+            _put(policy, own)
+
+    @torch.no_grad()
+    def logprobs(self, batch: MicroBatch, *, temperature: float) -> Tensor:
+        """Log-probabilities (N,) of the N tokens on the mask, row by row."""
+        if self._adapters is None:
+            return self._terms(batch, temperature)
+        own = _values(self._policy)
+        was_training = self._policy.module.training
+        _put(self._policy, self._adapters)
+        self._policy.module.eval()
+        try:
+            return self._terms(batch, temperature)
+        finally:
+            self._policy.module.train(was_training)
+            _put(self._policy, own)
+
+    def _terms(self, batch: MicroBatch, temperature: float) -> Tensor:
+        logprobs_N, _ = self._policy.completion_terms(batch, temperature=temperature, entropy_needs_grad=False)
+        return logprobs_N
+
+
+def _values(policy: PolicyModel) -> list[Tensor]:
+    return [parameter.detach().clone() for _, parameter in policy.trainable()]
+
+
+@torch.no_grad()
+def _put(policy: PolicyModel, values: list[Tensor]) -> None:
+    for (_, parameter), value in zip(policy.trainable(), values, strict=True):
+        parameter.copy_(value)

@@ -1,0 +1,251 @@
+"""Training on one batch: rows in, a changed model and metrics out. No files, no log, no clock but for durations."""
+
+import math
+import time
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from rollstream.learner.algorithms.base import Algorithm, BatchView, Counts, Normaliser
+from rollstream.learner.algorithms.tokens import Losses, TokenBatch
+from rollstream.learner.model import collate
+from rollstream.learner.model.collate import MicroBatch
+from rollstream.learner.model.optimizer import learning_rate, set_learning_rate
+from rollstream.learner.model.policy import PolicyModel, Reference
+from rollstream.schemas import ids
+from rollstream.schemas.errors import RunFailedError
+from rollstream.schemas.settings import JobSettings
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """The result of training on a batch."""
+
+    num_optimizer_steps: int
+    num_tokens: int
+    """Unpadded tokens that went through the model."""
+    metrics: dict[str, float]
+    seconds: dict[str, float]
+    """collate, forward_backward, optimizer."""
+    threads: int
+    """CPU threads that torch computed with: they decide the order of sums, so bits."""
+    statistics: Mapping[str, float] = field(default_factory=dict[str, float])
+    """What the algorithm knows of its batches so far."""
+
+
+def adopted(seconds: dict[str, float]) -> StepResult:
+    """The result of a rollback: no optimizer step."""
+    return StepResult(0, 0, {}, seconds, torch.get_num_threads())
+
+
+@dataclass(slots=True)
+class _Taken:
+    """The optimizer steps of a batch so far."""
+
+    sums: dict[str, float] = field(default_factory=lambda: defaultdict(float))
+    """Of all its micro-batches."""
+    norms: list[float] = field(default_factory=list[float])
+    rates: list[float] = field(default_factory=list[float])
+    seconds: dict[str, float] = field(
+        default_factory=lambda: dict.fromkeys(("collate", "forward_backward", "optimizer"), 0.0)
+    )
+
+
+def train_batch(
+    model: PolicyModel,
+    optimizer: torch.optim.Optimizer,
+    batch: BatchView,
+    algorithm: Algorithm,
+    settings: JobSettings,
+    *,
+    index: int,
+    seed: int,
+    reference: Reference | None = None,
+) -> StepResult:
+    """Take the optimizer steps of manifest `index`, one a mini-batch; none if nothing is left to train. Blocking.
+
+    `settings.algorithm`: `algorithm`'s own settings. `seed` decides the mini-batches and dropout. `reference`: what the
+    loss compares with, if it does. Raises RunFailedError if loss or gradient is not finite.
+    """
+    chosen = settings.algorithm
+    prepared = algorithm.prepare(batch, chosen)
+    rows, units = collate.prepared_rows(batch, prepared)
+    parts = collate.mini_batches(units, chosen.mini_batches, seed)
+    divide = partial(
+        collate.micro_batches, rows, max_tokens=chosen.max_tokens_per_micro_batch, versions=chosen.needs.versions
+    )
+    taken = _Taken()
+    proximal = _proximal(model, [divide(part) for part in parts], settings, taken) if chosen.needs.proximal else None
+    planned = chosen.mini_batches
+    last_step = settings.num_versions * planned - (1 if settings.revision < 2 else 0)
+    for number, part in enumerate(parts):
+        torch.manual_seed(ids.derive_seed(seed, number))
+        began = time.monotonic()
+        micro_batches = divide(part)
+        collated = time.monotonic()
+        model.module.zero_grad(set_to_none=True)
+        known = None if proximal is None else proximal[number]
+        sums = _accumulate(model, micro_batches, algorithm, prepared.normaliser, settings, reference, known)
+        for name, value in sums.items():
+            taken.sums[name] += value
+        backed = time.monotonic()
+        rate = learning_rate(settings.optimizer, index * planned + number, last_step)
+        taken.norms.append(_optimize(model, optimizer, rate, settings.optimizer.max_grad_norm))
+        taken.rates.append(rate)
+        taken.seconds["collate"] += collated - began
+        taken.seconds["forward_backward"] += backed - collated
+        taken.seconds["optimizer"] += time.monotonic() - backed
+    result = _result(taken, algorithm, batch, dict(prepared.metrics), len(units))
+    return replace(result, statistics=prepared.statistics)
+
+
+def aggregated(found: Losses, tokens: TokenBatch, normaliser: Normaliser, count: float) -> Tensor:
+    """The share of a micro-batch in the loss of its mini-batch: one number that carries the gradient.
+
+    `count`: what the mini-batch as a whole is divided by, see `count_of`.
+    """
+    values = found.values
+    if found.per == "token" and tokens.weights_N is not None:
+        values = values * tokens.weights_N
+    if found.per == "token" and normaliser.by == "sequences":
+        values = tokens.by_row(values) / torch.tensor(tokens.lengths_B, dtype=values.dtype, device=values.device)
+    return values.sum() / count
+
+
+def count_of(micro_batches: Sequence[MicroBatch], normaliser: Normaliser) -> float:
+    """The divisor of a mini-batch's losses: its tokens, its rows (or pairs), or a constant."""
+    if normaliser.by == "constant":
+        return normaliser.value
+    if normaliser.by == "tokens":
+        return sum(sum(one.lengths) for one in micro_batches)
+    return sum(len(one.chosen) or len(one.lengths) for one in micro_batches)
+
+
+def _accumulate(
+    model: PolicyModel,
+    micro_batches: Sequence[MicroBatch],
+    algorithm: Algorithm,
+    normaliser: Normaliser,
+    settings: JobSettings,
+    reference: Reference | None,
+    proximal: Sequence[Tensor] | None,
+) -> dict[str, float]:
+    """Gradients of one mini-batch, summed over its micro-batches; the sums of its loss terms, and `_COUNTED`."""
+    count = count_of(micro_batches, normaliser)
+    chosen = settings.algorithm
+    sums: dict[str, float] = defaultdict(float)
+    for number, micro_batch in enumerate(micro_batches):
+        batch = micro_batch.to(model.device)
+        reference_N = None if reference is None else reference.logprobs(batch, temperature=chosen.temperature)
+        logprobs_N, entropies_N = model.completion_terms(
+            batch, temperature=chosen.temperature, entropy_needs_grad=chosen.needs.entropy
+        )
+        tokens = _tokens(batch, logprobs_N, entropies_N, reference_N)
+        if proximal is not None:
+            tokens = tokens._replace(proximal_N=proximal[number])
+        elif chosen.needs.proximal:
+            tokens = tokens._replace(proximal_N=logprobs_N.detach())
+        found = algorithm.loss(tokens, chosen)
+        aggregated(found, tokens, normaliser, count).backward()
+        _add(sums, found.sums)
+        for name, value in _counted(micro_batch).items():
+            sums[name] += value
+    return sums
+
+
+def _tokens(batch: MicroBatch, logprobs_N: Tensor, entropies_N: Tensor, reference_N: Tensor | None) -> TokenBatch:
+    mask = batch.mask
+    return TokenBatch(
+        logprobs_N,
+        entropies_N,
+        batch.logprobs[mask],
+        batch.advantages[mask],
+        reference_N,
+        weights_N=None if batch.weights is None else batch.weights[mask],
+        versions_N=None if batch.versions is None else batch.versions[mask],
+        rows_N=torch.arange(len(batch.lengths)).repeat_interleave(torch.tensor(batch.lengths)).to(mask.device),
+        lengths_B=batch.lengths,
+        groups_B=batch.groups,
+        chosen_K=batch.chosen,
+        rejected_K=batch.rejected,
+    )
+
+
+@torch.no_grad()
+def _proximal(
+    model: PolicyModel, parts: Sequence[Sequence[MicroBatch]], settings: JobSettings, taken: _Taken
+) -> list[list[Tensor]] | None:
+    """By mini-batch and micro-batch the log-probabilities (N,) before the first step.
+
+    None for a single mini-batch: there they are the current ones.
+    """
+    if len(parts) == 1:
+        return None
+    began = time.monotonic()
+    temperature = settings.algorithm.temperature
+    found = [
+        [
+            model.completion_terms(one.to(model.device), temperature=temperature, entropy_needs_grad=False)[0]
+            for one in part
+        ]
+        for part in parts
+    ]
+    taken.seconds["forward_backward"] += time.monotonic() - began
+    return found
+
+
+_SEQUENCES, _TOTAL, _COMPLETION, _PADDED = "tokens/sequences", "tokens/total", "tokens/completion", "tokens/padding"
+
+
+def _counted(batch: MicroBatch) -> dict[str, float]:
+    """Counts of a micro-batch, by the name of the metric that sums them up."""
+    return {
+        _SEQUENCES: len(batch.lengths),
+        _TOTAL: batch.num_tokens,
+        _COMPLETION: sum(batch.lengths),
+        _PADDED: batch.token_ids.numel() - batch.num_tokens,
+    }
+
+
+def _result(
+    taken: _Taken, algorithm: Algorithm, batch: BatchView, metrics: dict[str, float], num_units: int
+) -> StepResult:
+    """With all metrics of the batch. Raises RunFailedError if one is not finite."""
+    counted = {name: float(taken.sums.get(name, 0.0)) for name in (_SEQUENCES, _TOTAL, _COMPLETION, _PADDED)}
+    if num_units:
+        pairs = 0 if batch.pairs is None else num_units
+        counts = Counts(int(counted[_COMPLETION]), int(counted[_SEQUENCES]), pairs)
+        metrics |= algorithm.metrics(dict(taken.sums), counts)
+    if num_units or batch.pairs is None:
+        metrics |= counted
+    if taken.norms:
+        metrics["optimizer/grad_norm"] = sum(taken.norms) / len(taken.norms)
+        metrics["optimizer/learning_rate"] = taken.rates[-1]
+    for name, value in metrics.items():
+        if not math.isfinite(value):
+            raise RunFailedError(f"{name} is {value}: training has diverged; lower optimizer.learning_rate")
+    return StepResult(len(taken.norms), int(counted[_TOTAL]), metrics, taken.seconds, torch.get_num_threads())
+
+
+def _add(sums: dict[str, float], found: Mapping[str, Tensor]) -> None:
+    """Add scalar tensors to sums by name, fetched from their device at once."""
+    if not found:
+        return
+    values: list[float] = torch.stack([value.double() for value in found.values()]).tolist()
+    for name, value in zip(found, values, strict=True):
+        sums[name] = sums.get(name, 0.0) + value
+
+
+def _optimize(model: PolicyModel, optimizer: torch.optim.Optimizer, rate: float, max_norm: float) -> float:
+    """One optimizer step with clipped gradients; the norm before clipping."""
+    parameters = [parameter for _, parameter in model.trainable()]
+    norm = float(torch.nn.utils.clip_grad_norm_(parameters, max_norm))
+    if not math.isfinite(norm):
+        raise RunFailedError(f"the gradient's norm is {norm}; lower optimizer.learning_rate or max_grad_norm")
+    set_learning_rate(optimizer, rate)
+    optimizer.step()
+    return norm

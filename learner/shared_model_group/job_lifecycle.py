@@ -1,0 +1,262 @@
+"""The life cycle of the jobs of one shared model group: a pure fold over what the log says of the group.
+
+Statuses and their transitions are one table. The state does not depend on how records of different partitions are
+mixed, nor on repeats: within a partition the first terminal event of a job decides, as for the learner.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from types import MappingProxyType
+from typing import Literal
+
+from rollstream.eventlog import terms
+from rollstream.eventlog.log import Received
+from rollstream.eventlog.terms import Owner
+from rollstream.schemas import ids
+from rollstream.schemas.base import Event
+from rollstream.schemas.events import (
+    BatchPlanned,
+    EpochSealed,
+    EpochStarted,
+    GroupClosed,
+    JobCancelled,
+    JobFailed,
+    JobProgressed,
+    JobSkipped,
+    JobStarted,
+    JobSubmitted,
+    JobSucceeded,
+    LearnerClaimed,
+    ModelSwitched,
+    RunEnded,
+    WeightsLoaded,
+    WeightsPublished,
+)
+from rollstream.schemas.events.weights import JobEvent
+
+JobStatus = Literal["pending", "running", "succeeded", "failed", "cancelled", "not_found"]
+"""As documented by nip. `not_found`: the log has no job of that id."""
+
+TRANSITIONS: Mapping[JobStatus, frozenset[JobStatus]] = MappingProxyType({
+    "not_found": frozenset({"pending", "succeeded"}),
+    "pending": frozenset({"running", "succeeded", "failed", "cancelled"}),
+    "running": frozenset({"succeeded", "failed", "cancelled"}),
+    "succeeded": frozenset(),
+    "failed": frozenset(),
+    "cancelled": frozenset(),
+})  # fmt: skip
+"""The statuses that may follow each status. A skipped job goes from `not_found` to `succeeded` at once; `failed` and
+`cancelled` are left by a retry only, which is a further job."""
+OVER: frozenset[JobStatus] = frozenset(status for status, following in TRANSITIONS.items() if not following)
+FAILURES: frozenset[JobStatus] = frozenset({"failed", "cancelled", "not_found"})
+"""The statuses for which `fine_tune_job_failed` is true."""
+ENDED_BY: Mapping[type[JobEvent], JobStatus] = MappingProxyType(
+    {JobSucceeded: "succeeded", JobSkipped: "succeeded", JobFailed: "failed", JobCancelled: "cancelled"}
+)
+
+
+@dataclass(frozen=True, slots=True)
+class FineTuneJob:
+    """One job of a model group."""
+
+    job_id: str
+    submitted: JobSubmitted | None = None
+    submitted_offset: int = -1
+    """In `jobs`: the order of the group's queue."""
+    percent: float = 0.0
+    """0 to 100."""
+    num_planned: int = 0
+    """Batches that curation has planned."""
+    version: int = -1
+    """Newest version that it has yielded; -1 before the first."""
+    is_started: bool = False
+    """Curation knows it."""
+    epochs_started: frozenset[int] = frozenset()
+    """Batches whose tasks are all on the log."""
+    sealed: frozenset[int] = frozenset()
+    """Epochs whose batches are planned."""
+    outcome: JobEvent | None = None
+    """The event that ended it."""
+    outcome_offset: int = -1
+    switched_to: int | None = None
+    """The version that the group adopted from it."""
+    switched_offset: int = -1
+    closed: Mapping[str, GroupClosed] = field(default_factory=lambda: MappingProxyType({}))
+    """Groups of its examples that are on the log, by id; dropped once the job is over."""
+
+    @property
+    def status(self) -> JobStatus:
+        """The job's status now."""
+        if self.outcome is not None:
+            return ENDED_BY[type(self.outcome)]
+        if self.num_planned or self.percent > 0:
+            return "running"
+        return "not_found" if self.submitted is None else "pending"
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the status is final."""
+        return self.status in OVER
+
+    @property
+    def progress(self) -> float:
+        """0 to 100; 100 exactly for a job that succeeded."""
+        return 100.0 if self.status == "succeeded" else min(self.percent, 100.0)
+
+    @property
+    def error(self) -> str:
+        """Why the job failed, was cancelled or was skipped; empty otherwise."""
+        match self.outcome:
+            case JobFailed(error=error):
+                return error
+            case JobCancelled(cause=cause):
+                return f"cancelled: {cause}" if cause else "cancelled"
+            case JobSkipped() as skipped:
+                return (
+                    f"skipped: {skipped.num_examples} examples, at least {skipped.min_examples} are needed; the model "
+                    f"stays at version {skipped.version}"
+                )
+            case _:
+                return ""
+
+    @property
+    def final_version(self) -> int | None:
+        """The version that the group may switch to; None unless the job succeeded."""
+        match self.outcome:
+            case JobSucceeded(final_version=version) | JobSkipped(version=version):
+                return version
+            case _:
+                return None
+
+    def is_overdue(self, now_ms: int) -> bool:
+        """Whether the job's deadline has passed and it is not over."""
+        fine_tune = None if self.submitted is None else self.submitted.fine_tune
+        if self.submitted is None or fine_tune is None or fine_tune.deadline_s is None or self.is_over:
+            return False
+        return now_ms > self.submitted.time_ms + fine_tune.deadline_s * 1000
+
+
+@dataclass(frozen=True, slots=True)
+class ModelGroupState:
+    """All that the log says of one model group and of its run, as far as its jobs need it."""
+
+    model_group: str
+    jobs: Mapping[str, FineTuneJob] = field(default_factory=lambda: MappingProxyType({}))
+    newest_version: int = -1
+    """Of the weights that are published; -1 before the base version."""
+    owner: Owner | None = None
+    loaded: Mapping[str, int] = field(default_factory=lambda: MappingProxyType({}))
+    """Newest version by engine."""
+    run_ended: RunEnded | None = None
+
+    @property
+    def switched(self) -> FineTuneJob | None:
+        """The job whose model the group adopted last; None while it speaks with the base model."""
+        found = [job for job in self.jobs.values() if job.switched_to is not None]
+        return max(found, key=lambda job: job.switched_offset, default=None)
+
+    @property
+    def version(self) -> int:
+        """The version that the group speaks with; 0 is the base model."""
+        switched = self.switched
+        return 0 if switched is None else switched.switched_to or 0
+
+    @property
+    def queue(self) -> tuple[FineTuneJob, ...]:
+        """Submitted jobs that are not over, in the order in which the learner takes them."""
+        waiting = [job for job in self.jobs.values() if job.submitted is not None and not job.is_over]
+        return tuple(sorted(waiting, key=lambda job: job.submitted_offset))
+
+    @property
+    def history(self) -> tuple[FineTuneJob, ...]:
+        """Every job that was created, in the order of its first record in `jobs`."""
+        known = (job for job in self.jobs.values() if job.status != "not_found")
+        return tuple(sorted(known, key=lambda job: (_first_offset(job), job.job_id)))
+
+    @property
+    def next_base_version(self) -> int:
+        """The version that a job submitted now begins with: what the jobs before it in the queue will yield."""
+        planned = [job.submitted for job in self.queue if job.submitted is not None]
+        expected = [one.base_version + one.settings.num_versions for one in planned]
+        return max([0, self.newest_version, *expected])
+
+    def job(self, job_id: str) -> FineTuneJob:
+        """The job of that id; of status `not_found` if the log has none."""
+        return self.jobs.get(job_id, FineTuneJob(job_id))
+
+
+def initial(model_group: str) -> ModelGroupState:
+    """The state before the first record."""
+    return ModelGroupState(model_group)
+
+
+def evolve(state: ModelGroupState, received: Received) -> ModelGroupState:
+    """The state after one more record. Records of other groups and runs change nothing."""
+    event, offset = received.event, received.position.offset
+    if isinstance(event, RunEnded):
+        is_ours = event.run_id == ids.run_of(state.model_group)
+        return replace(state, run_ended=event) if is_ours and state.run_ended is None else state
+    if isinstance(event, GroupClosed | EpochSealed | JobStarted | EpochStarted):
+        is_ours = ids.is_fine_tune_of(state.model_group, event.job_id)
+        return _with_job(state, _planned(state.job(event.job_id), event)) if is_ours else state
+    if getattr(event, "model_group", None) != state.model_group:
+        return state
+    match event:
+        case BatchPlanned():
+            return _with_job(state, _planned(state.job(event.job_id), event))
+        case JobEvent():
+            return _taken(state, event, offset)
+        case LearnerClaimed():
+            return replace(state, owner=terms.claimed(state.owner, event, offset))
+        case WeightsPublished() if not terms.is_void(state.owner, event):
+            return replace(state, newest_version=max(state.newest_version, event.version))
+        case WeightsLoaded():
+            newest = max(event.version, state.loaded.get(event.engine, -1))
+            return replace(state, loaded=MappingProxyType({**state.loaded, event.engine: newest}))
+        case _:
+            return state
+
+
+def _taken(state: ModelGroupState, event: JobEvent, offset: int) -> ModelGroupState:
+    job = state.job(event.job_id)
+    match event:
+        case JobSubmitted() if job.submitted is None or offset < job.submitted_offset:
+            job = replace(job, submitted=event, submitted_offset=offset)
+        case JobProgressed():
+            job = replace(job, percent=max(job.percent, event.percent), version=max(job.version, event.version))
+        case ModelSwitched() if job.switched_to is None or offset < job.switched_offset:
+            job = replace(job, switched_to=event.version, switched_offset=offset)
+        case JobSucceeded() | JobFailed() | JobCancelled() | JobSkipped():
+            if job.outcome is None or offset < job.outcome_offset:
+                job = replace(job, outcome=event, outcome_offset=offset, closed=MappingProxyType({}))
+        case _:
+            pass
+    return _with_job(state, job)
+
+
+def _planned(job: FineTuneJob, event: Event) -> FineTuneJob:
+    match event:
+        case JobStarted():
+            return replace(job, is_started=True)
+        case EpochStarted():
+            return replace(job, epochs_started=job.epochs_started | {event.epoch})
+        case BatchPlanned():
+            return replace(job, num_planned=max(job.num_planned, event.index + 1))
+        case EpochSealed():
+            return replace(job, sealed=job.sealed | {event.epoch})
+        case GroupClosed():
+            if job.is_over or event.group_id in job.closed:
+                return job
+            return replace(job, closed=MappingProxyType({**job.closed, event.group_id: event}))
+        case _:
+            return job
+
+
+def _with_job(state: ModelGroupState, job: FineTuneJob) -> ModelGroupState:
+    if state.jobs.get(job.job_id) == job:
+        return state
+    return replace(state, jobs=MappingProxyType({**state.jobs, job.job_id: job}))
+
+
+def _first_offset(job: FineTuneJob) -> int:
+    return job.submitted_offset if job.submitted is not None else job.outcome_offset

@@ -1,0 +1,17 @@
+"""Versions of the libraries that can change a result: what a run records, and a replay compares."""
+
+import platform
+from importlib import metadata
+
+LIBRARIES = ("rollstream", "torch", "transformers", "peft", "safetensors", "numpy", "faust-streaming", "aiokafka")
+
+
+def library_versions() -> dict[str, str]:
+    """Versions of what can change a result."""
+    found = {"python": platform.python_version()}
+    for name in LIBRARIES:
+        try:
+            found[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    return found

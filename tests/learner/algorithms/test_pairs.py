@@ -1,0 +1,156 @@
+"""Preference pairs: which answers are compared, by which score, and that no order of them matters."""
+
+import random
+from array import array
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rollstream.learner.algorithms.pairs import Item, Pair, items_of, pairs_of
+from rollstream.schemas import ids, tokens
+from rollstream.schemas.algorithms import DpoSettings
+from rollstream.schemas.errors import DecodeError
+from rollstream.schemas.events import TrajectoryAssembled
+from rollstream.schemas.events.rollouts import Completion, TokenSequence
+
+GROUP = "run-1/rl/e00000/t00000"
+
+
+def packed(*token_ids: int) -> bytes:
+    return array("i", token_ids).tobytes()
+
+
+def item(answer: int, *, score: float | None = None, reward: float | None = None, total: float = 0.0) -> Item:
+    """One of several answers to the prompt 1, 2."""
+    return Item((GROUP, "agent"), packed(1, 2), packed(answer), (score, reward, total))
+
+
+def told(pairs: list[Pair]) -> list[tuple[int, int, float]]:
+    """Chosen and rejected token, and the difference."""
+    return [
+        (array("i", pair.chosen_ids)[0], array("i", pair.rejected_ids)[0], round(pair.score_diff, 9)) for pair in pairs
+    ]
+
+
+def pairs(*items: Item, **settings: Any) -> list[tuple[int, int, float]]:
+    return told(pairs_of(items, DpoSettings(**settings)))
+
+
+def trajectory(*sequences: TokenSequence, member: int = 0, **changes: Any) -> TrajectoryAssembled:
+    rollout = ids.rollout_id(GROUP, member, 0)
+    fields: dict[str, Any] = {
+        "run_id": "run-1",
+        "time_ms": 5,
+        "group_id": GROUP,
+        "rollout_id": rollout,
+        "trajectory_id": ids.trajectory_id(rollout, "agent"),
+        "agent": "agent",
+        "model_group": "run-1/policy",
+        "member": member,
+        "attempt": 0,
+        "example_id": "x",
+        "job_id": "run-1/rl",
+        "epoch": 0,
+        "reward": 0.5,
+        "sequences": sequences,
+        "num_steps": 2,
+        "steps_digest": "0" * 64,
+    }
+    return TrajectoryAssembled(**(fields | changes))
+
+
+def sequence(*token_ids: int, completions: dict[int, tuple[int, int]]) -> TokenSequence:
+    """`completions`: start and length by step."""
+    parts = (Completion(start=at, length=num, step_index=step) for step, (at, num) in completions.items())
+    return TokenSequence(token_ids=tokens.encode_ids(token_ids), completions=tuple(parts))
+
+
+def test_every_two_answers_that_differ_in_score_are_a_pair_with_the_largest_difference_first() -> None:
+    answers = (item(7, score=0.0), item(8, score=1.0), item(9, score=-1.0))
+    assert pairs(*answers) == [(8, 9, 2.0), (7, 9, 1.0), (8, 7, 1.0)]
+    assert pairs(*answers, exhaustive_pairs=False) == [(8, 9, 2.0)]
+    assert pairs(*answers, max_pairs_per_turn=2) == [(8, 9, 2.0), (7, 9, 1.0)]
+    assert pairs(*answers, min_score_diff=1.5) == [(8, 9, 2.0)]
+
+
+def test_equal_scores_and_equal_answers_are_no_pair() -> None:
+    assert pairs(item(7, score=1.0), item(8, score=1.0)) == []
+    assert pairs(item(7, score=1.0), item(8, score=1.0), exhaustive_pairs=False) == []
+    assert pairs(item(7, score=1.0), item(7, score=0.0)) == []
+    assert pairs(item(7, score=1.0)) == []
+
+
+def test_an_answer_that_comes_more_than_once_counts_once_with_its_mean_score() -> None:
+    assert pairs(item(7, total=1.0), item(7, total=0.0), item(8, total=0.25)) == [(7, 8, 0.25)]
+    assert pairs(*[item(7, total=0.1)] * 3, item(8, total=0.1)) == []
+
+
+def test_answers_to_different_prompts_of_different_groups_or_agents_are_not_compared() -> None:
+    better, worse = item(7, total=1.0), item(8, total=0.0)
+    assert pairs(better, worse) == [(7, 8, 1.0)]
+    assert pairs(better, worse._replace(prompt_ids=packed(1, 3))) == []
+    assert pairs(better, worse._replace(owner=("run-1/rl/e00000/t00001", "agent"))) == []
+    assert pairs(better, worse._replace(owner=(GROUP, "other"))) == []
+
+
+def test_the_finest_score_that_all_answers_have_decides() -> None:
+    both = item(7, score=1.0, reward=0.0, total=0.0), item(8, score=0.0, reward=1.0, total=1.0)
+    assert pairs(*both) == [(7, 8, 1.0)]
+    assert pairs(*both, item(9, reward=0.5, total=5.0)) == [(8, 7, 1.0), (8, 9, 0.5), (9, 7, 0.5)]
+    assert pairs(*both, item(9, total=0.5)) == [(8, 7, 1.0), (8, 9, 0.5), (9, 7, 0.5)]
+
+
+@given(st.data())
+def test_no_order_of_the_answers_changes_a_pair(data: st.DataObject) -> None:
+    scores = st.sampled_from([None, -1.0, 0.1, 0.2, 1.0])
+    rng = random.Random(data.draw(st.integers(0, 2**32)))
+    items = [
+        Item(
+            (data.draw(st.sampled_from(["g", "h"])), "agent"),
+            packed(*data.draw(st.lists(st.integers(0, 1), min_size=1, max_size=2))),
+            packed(data.draw(st.integers(0, 3))),
+            (data.draw(scores), data.draw(scores), rng.choice([0.1, 0.3])),
+        )
+        for _ in range(data.draw(st.integers(0, 12)))
+    ]
+    settings = DpoSettings(
+        name="dpo",
+        exhaustive_pairs=data.draw(st.booleans()),
+        max_pairs_per_turn=data.draw(st.sampled_from([None, 1, 2])),
+    )
+    found = pairs_of(items, settings)
+    shuffled = items.copy()
+    rng.shuffle(shuffled)
+    assert pairs_of(shuffled, settings) == found
+    assert all(pair.score_diff > 0 and pair.chosen_ids != pair.rejected_ids for pair in found)
+
+
+def test_the_answers_of_a_trajectory_have_the_tokens_before_them_as_prompt() -> None:
+    two_turns = sequence(1, 2, 7, 3, 8, 9, completions={0: (2, 1), 2: (4, 2)})
+    branch = sequence(1, 2, 6, completions={1: (2, 1)})
+    scores = {"0": 1.0, "1": -1.0}
+    found = items_of(trajectory(two_turns, branch, step_rewards={"2": 0.25}, step_scores=scores), 0.75)
+    assert [(one.prompt_ids, one.completion_ids, one.scores) for one in found] == [
+        (packed(1, 2), packed(7), (1.0, None, 0.75)),
+        (packed(1, 2, 7, 3), packed(8, 9), (None, 0.25, 0.75)),
+        (packed(1, 2), packed(6), (-1.0, None, 0.75)),
+    ]
+    assert told(pairs_of(found, DpoSettings())) == [(7, 6, 2.0)]
+
+
+def test_a_completion_without_tokens_or_prompt_is_passed_over_and_one_outside_named() -> None:
+    assert items_of(trajectory(sequence(1, 2, completions={0: (0, 1), 1: (1, 0)})), 1.0) == []
+    with pytest.raises(DecodeError, match=r"m0/a0/agent: a completion ends at token 4 of 2"):
+        items_of(trajectory(sequence(1, 2, completions={0: (1, 3)})), 1.0)
+
+
+def test_a_chosen_and_a_rejected_rollout_are_the_same_pair_as_two_scored_answers_of_one() -> None:
+    chosen = trajectory(sequence(1, 2, 7, completions={0: (2, 1)}), member=0)
+    rejected = trajectory(sequence(1, 2, 8, completions={0: (2, 1)}), member=1)
+    in_two = [*items_of(chosen, 1.0), *items_of(rejected, 0.0)]
+    answers = sequence(1, 2, 7, completions={0: (2, 1)}), sequence(1, 2, 8, completions={1: (2, 1)})
+    in_one = trajectory(*answers, step_scores={"0": 1.0, "1": 0.0})
+    settings = DpoSettings()
+    assert pairs_of(in_two, settings) == pairs_of(items_of(in_one, 0.5), settings) != []

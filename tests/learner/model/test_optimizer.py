@@ -1,0 +1,56 @@
+"""The learning-rate schedule, and an optimizer's memory kept and taken over."""
+
+import pytest
+import torch
+
+from rollstream.learner.model.optimizer import learning_rate, load_state_tensors, make_optimizer, state_tensors
+from rollstream.schemas.settings import OptimizerSettings
+
+
+def test_the_rate_warms_up_and_stays() -> None:
+    settings = OptimizerSettings(learning_rate=1.0, warmup_steps=4)
+    assert [learning_rate(settings, step, 10) for step in (0, 1, 3, 4, 9)] == [0.25, 0.5, 1.0, 1.0, 1.0]
+
+
+def test_the_linear_schedule_ends_at_its_final_share() -> None:
+    settings = OptimizerSettings(learning_rate=1.0, schedule="linear", final_fraction=0.2)
+    assert [learning_rate(settings, step, 4) for step in range(5)] == pytest.approx([1.0, 0.8, 0.6, 0.4, 0.2])
+    assert learning_rate(settings, 50, 4) == pytest.approx(0.2)
+
+
+def test_the_cosine_schedule_is_half_way_in_the_middle() -> None:
+    settings = OptimizerSettings(learning_rate=1.0, schedule="cosine")
+    assert [learning_rate(settings, step, 4) for step in (0, 2, 4)] == pytest.approx([1.0, 0.5, 0.0])
+
+
+def test_a_job_of_one_step_has_its_full_rate() -> None:
+    settings = OptimizerSettings(learning_rate=1.0, schedule="linear")
+    assert learning_rate(settings, 0, 0) == 1.0
+
+
+def test_only_matrices_decay() -> None:
+    module = torch.nn.Linear(2, 2)
+    optimizer = make_optimizer(module.named_parameters(), OptimizerSettings(weight_decay=0.1))
+    decays = {p.ndim: group["weight_decay"] for group in optimizer.param_groups for p in group["params"]}
+    assert decays == {2: 0.1, 1: 0.0}
+
+
+def test_an_optimizer_goes_on_from_kept_memory_to_the_same_bits() -> None:
+    def step(module: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        optimizer.zero_grad()
+        module(torch.ones(1, 2)).square().sum().backward()
+        optimizer.step()
+
+    torch.manual_seed(0)
+    first, second = torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)
+    settings = OptimizerSettings(learning_rate=0.1)
+    one = make_optimizer(first.named_parameters(), settings)
+    assert state_tensors(one, first.named_parameters()) == {}
+    step(first, one)
+    second.load_state_dict(first.state_dict())
+    other = make_optimizer(second.named_parameters(), settings)
+    load_state_tensors(other, second.named_parameters(), state_tensors(one, first.named_parameters()))
+    step(first, one)
+    step(second, other)
+    assert torch.equal(first.weight, second.weight)
+    assert torch.equal(first.bias, second.bias)

@@ -1,0 +1,200 @@
+"""Bad input of a shared model group: each is one clear error, and nothing of it reaches the log."""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import pytest
+
+from rollstream.learner.shared_model_group import JobStateError, SharedModelGroup
+from rollstream.schemas.errors import ConfigError
+from rollstream.schemas.events import JobCancelled, JobFailed, JobSubmitted, TaskRequested
+from rollstream.schemas.events.recorded import RecordedRollout, RecordedStep, RecordedTokens
+from rollstream.schemas.events.rollouts import VersionSpan
+from tests.rigs.group_rig import GROUP, WAIT_S, GroupRig, sampled, spoken
+
+Call = Callable[[SharedModelGroup], Awaitable[Any]]
+SPAN = VersionSpan(model_group="run-9/policy", version=0, length=2)
+OF_ANOTHER = RecordedRollout(steps=(RecordedStep(tokens=RecordedTokens.of([3], [4, 5], spans=(SPAN,))),))
+OTHER_PROMPT = RecordedRollout(steps=(RecordedStep(tokens=RecordedTokens.of([4], [4, 5])),))
+SAME = RecordedRollout(steps=(RecordedStep(tokens=RecordedTokens.of([3], [4, 5])),))
+
+
+def sft(given: dict[str, Any], replaced: dict[str, Any] | None = None) -> Call:
+    return lambda group: group.create_supervised_fine_tune_job(given, replaced)
+
+
+def dpo(positive: dict[str, Any], negative: dict[str, Any]) -> Call:
+    return lambda group: group.create_dpo_fine_tune_job(positive, negative)
+
+
+def rl(given: dict[str, Any]) -> Call:
+    return lambda group: group.create_rl_fine_tune_job(given)
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (sft({}), "the dataset is empty"),
+        (sft({"prover": [RecordedRollout()]}), "the dataset is empty"),
+        (sft({"judge": [spoken("1")]}), "agent judge is not in the model group; its agents are prover, verifier"),
+        (sft({"prover": [spoken("1", None)]}), "agent prover, rollout 0: a message is None"),
+        (sft({"prover": [OF_ANOTHER]}), f"sampled by model group run-9/policy, not by {GROUP}"),
+        (sft({"prover": [RecordedRollout(error="cut off")]}), "rollout 0: the recorded rollout is broken: cut off"),
+        (sft({}, {"prover": [(spoken("1"), 1)]}), "agent prover is not a verifier; only a verifier's guesses"),
+        (sft({}, {"verifier": [(spoken("1"), 2)]}), "agent verifier: label 2 is not 0 or 1"),
+        (sft({}, {"verifier": [(SAME, 1)]}), "without messages as text has no guess to replace"),
+        (dpo({}, {}), "the dataset is empty"),
+        (dpo({"prover": [spoken("1")]}, {"prover": []}), "1 positive and 0 negative examples"),
+        (dpo({"judge": []}, {}), "agent judge is not in the model group"),
+        (
+            dpo({"prover": [spoken("1", "2")]}, {"prover": [spoken("1")]}),
+            "example prover/0: the positive is of round 1, the negative of round 0",
+        ),
+        (dpo({"prover": [spoken("1")]}, {"prover": [spoken(None)]}), "rollout 0: a message is None"),
+        (dpo({"prover": [SAME]}, {"prover": [OTHER_PROMPT]}), "positive and negative answer different prompts"),
+        (dpo({"prover": [RecordedRollout()]}, {"prover": [SAME]}), "example 0: it has no message of the agent"),
+        (rl({}), "the dataset is empty"),
+        (rl({"prover": [[spoken("1")]]}), "agent prover, group 0: a step has no tokens with log-probabilities"),
+        (rl({"prover": [[sampled(4, reward=1.0)] * 513]}), "has 513 rollouts, more than 512; split the group"),
+    ],
+)
+def test_bad_examples_are_refused_before_anything_is_written(rig: GroupRig, call: Call, message: str) -> None:
+    async def body() -> None:
+        async with await rig.open() as group:
+            with pytest.raises(ValueError, match=message):
+                await call(group)
+            assert group.jobs == ()
+        assert await rig.events("jobs") == []
+
+    asyncio.run(body())
+
+
+def test_switching_while_a_job_runs_is_refused(rig: GroupRig) -> None:
+    async def body() -> None:
+        async with await rig.open() as group:
+            job_id = await group.create_supervised_fine_tune_job({"prover": [spoken("1"), spoken("2")]})
+            with pytest.raises(JobStateError, match=f"job {job_id} is pending; switch once it has succeeded"):
+                await group.switch_to_next_model()
+            await group.cancel_fine_tune_job(cause="no longer wanted")
+            with pytest.raises(JobStateError, match="is cancelled: cancelled: no longer wanted; switch once"):
+                await group.switch_to_next_model()
+
+    asyncio.run(body())
+
+
+def test_only_a_failed_or_cancelled_job_is_tried_again(rig: GroupRig) -> None:
+    async def body() -> None:
+        async with await rig.open() as group:
+            job_id = await group.create_supervised_fine_tune_job({"prover": [spoken("1"), spoken("2")]})
+            with pytest.raises(JobStateError, match=f"job {job_id} is pending; only a failed or cancelled job"):
+                await group.retry_fine_tune_job()
+
+    asyncio.run(body())
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda group: group.get_fine_tune_job_error_repr("run-1/nothing"),
+        lambda group: group.get_fine_tune_job_progress("run-1/nothing"),
+        lambda group: group.wait_for_fine_tune_job("run-1/nothing"),
+        lambda group: group.cancel_fine_tune_job("run-1/nothing"),
+        lambda group: group.retry_fine_tune_job("run-1/nothing"),
+    ],
+)
+def test_an_unknown_job_is_refused(rig: GroupRig, call: Call) -> None:
+    async def body() -> None:
+        async with await rig.open() as group:
+            assert await group.get_fine_tune_job_status("run-1/nothing") == "not_found"
+            assert await group.fine_tune_job_failed("run-1/nothing")
+            with pytest.raises(
+                JobStateError, match="job run-1/nothing does not exist; `rollstream jobs` lists all jobs"
+            ):
+                await call(group)
+
+    asyncio.run(body())
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda group: group.get_fine_tune_job_status(),
+        lambda group: group.get_fine_tune_job_error_repr(),
+        lambda group: group.switch_to_next_model(),
+    ],
+)
+def test_a_group_without_a_job_says_so(rig: GroupRig, call: Call) -> None:
+    async def body() -> None:
+        async with await rig.open() as group:
+            with pytest.raises(JobStateError, match=f"model group {GROUP} has no job; create one first"):
+                await call(group)
+
+    asyncio.run(body())
+
+
+def test_a_frozen_group_trains_nothing(rig: GroupRig) -> None:
+    async def body() -> None:
+        async with await rig.open(rig.agents(freeze_agent=True)) as group:
+            assert not group.is_trainable
+            with pytest.raises(JobStateError, match=f"model group {GROUP} is frozen; it cannot be trained"):
+                await group.create_supervised_fine_tune_job({"prover": [spoken("1"), spoken("2")]})
+
+    asyncio.run(body())
+
+
+def test_a_run_that_has_ended_takes_no_jobs(rig: GroupRig) -> None:
+    async def body() -> None:
+        async with await rig.open() as group:
+            await group.end_run()
+            with pytest.raises(
+                JobStateError, match=r"run run-1 has ended \(completed\); open the group in another run"
+            ):
+                await group.create_supervised_fine_tune_job({"prover": [spoken("1"), spoken("2")]})
+        with pytest.raises(ConfigError, match=r"run run-1 has ended \(completed\); begin another run"):
+            await rig.open()
+
+    asyncio.run(body())
+
+
+def test_tokens_that_the_model_does_not_have_fail_the_job_with_the_reason(rig: GroupRig) -> None:
+    async def body() -> None:
+        foreign = RecordedRollout(steps=(RecordedStep(tokens=RecordedTokens.of([3], [30_000])),))
+        async with rig.services(), await rig.open() as group:
+            await group.create_supervised_fine_tune_job({"prover": [foreign, foreign]})
+            assert await group.wait_for_fine_tune_job(timeout=WAIT_S) == "failed", group.jobs
+            told = await group.get_fine_tune_job_error_repr()
+            assert told.startswith("none of the 2 examples of batch 0 can be trained on; the first one failed:"), told
+        assert len(await rig.events("jobs", JobFailed)) == 1
+
+    asyncio.run(body())
+
+
+def test_rollouts_that_are_too_old_fail_the_job_with_the_reason(rig: GroupRig) -> None:
+    async def body() -> None:
+        groups = [[sampled(8, 9, reward=1.0), sampled(10, 11, reward=0.0)] for _ in range(2)]
+        async with rig.services(), await rig.open() as group:
+            await group.create_supervised_fine_tune_job({"prover": [spoken("1"), spoken("2")]})
+            await group.wait_for_fine_tune_job(timeout=WAIT_S)
+            await group.create_rl_fine_tune_job({"prover": groups})
+            assert await group.wait_for_fine_tune_job(timeout=WAIT_S) == "failed", group.jobs
+            told = await group.get_fine_tune_job_error_repr()
+            assert told.endswith("was sampled at version 0 and would train version 1; max_staleness is 0"), told
+
+    asyncio.run(body())
+
+
+def test_a_cancelled_job_leaves_nothing_open(rig: GroupRig) -> None:
+    async def body() -> None:
+        async with rig.services(learner=False), await rig.open() as group:
+            await group.create_supervised_fine_tune_job({"prover": [spoken("1"), spoken("2")]})
+            await group.cancel_fine_tune_job()
+            await group.cancel_fine_tune_job()
+            assert await group.get_fine_tune_job_status() == "cancelled"
+            async with asyncio.timeout(WAIT_S):
+                while not (await rig.events("batches")):
+                    await asyncio.sleep(0.01)
+        assert len(await rig.events("jobs", JobSubmitted, JobCancelled)) == 2
+        assert len(await rig.events("tasks", TaskRequested)) == 2
+
+    asyncio.run(body())

@@ -1,0 +1,233 @@
+"""A rollback: a manifest without members, whose version has the weights and the optimizer state of an earlier one."""
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rollstream.eventlog import codec
+from rollstream.learner.checkpoint import CheckpointFolder
+from rollstream.learner.progress import Manifest
+from rollstream.learner.retrain import RecordedJob, Retraining
+from rollstream.schemas import ids
+from rollstream.schemas.events import (
+    BatchPlanned,
+    JobFailed,
+    JobSubmitted,
+    JobSucceeded,
+    StepTrained,
+    WeightsCollected,
+    WeightsPublished,
+)
+from rollstream.schemas.settings import OptimizerSettings
+from tests.learner.conftest import GROUP, RUN
+from tests.learner.test_restart import Crash, Fuse, fused_worker
+
+LINEAR = OptimizerSettings(learning_rate=1e-2, schedule="linear")
+
+
+async def adopt(lab: Any, job: JobSubmitted, planned: list[BatchPlanned], version: int) -> list[BatchPlanned]:
+    """Plan a rollback after the manifests so far; all manifests."""
+    index = len(planned)
+    batch = BatchPlanned(
+        run_id=RUN,
+        time_ms=10 + index,
+        batch_id=ids.batch_id(job.job_id, index),
+        job_id=job.job_id,
+        model_group=job.model_group,
+        epoch=index,
+        index=index,
+        trains_at_version=job.base_version + index,
+        yields_version=job.base_version + index + 1,
+        members=(),
+        seed=index,
+        curriculum_sha256="0" * 64,
+        previous_sha256=codec.content_digest(planned[-1]),
+        adopts=version,
+    )
+    await lab.log.send(batch)
+    return [*planned, batch]
+
+
+async def plan(lab: Any, job: JobSubmitted, adoptions: dict[int, int], count: int) -> list[BatchPlanned]:
+    """`count` manifests; `adoptions`: the version adopted by index."""
+    planned: list[BatchPlanned] = []
+    for index in range(count):
+        if index in adoptions:
+            planned = await adopt(lab, job, planned, adoptions[index])
+            continue
+        previous = codec.content_digest(planned[-1]) if planned else "0" * 64
+        planned += await lab.plan(job, 1, seal=False, first=index, previous=previous)
+    await lab.seal(job, count)
+    return planned
+
+
+async def hashes(lab: Any) -> dict[int, str]:
+    return {step.version: step.weights_sha256 for step in await lab.events("weights", StepTrained)}
+
+
+async def undisturbed(lab: Any, folder: Path, adoptions: dict[int, int], count: int, **settings: Any) -> Any:
+    other = type(lab)(folder, lab.model)
+    await plan(other, await other.submit(**settings), adoptions, count)
+    await other.work(other.has(JobSucceeded))
+    return await other.outcome()
+
+
+@pytest.mark.parametrize("adopted", [0, 1])
+def test_a_rollback_publishes_a_new_version_with_the_weights_of_an_earlier_one(lab: Any, adopted: int) -> None:
+    async def scenario() -> None:
+        job = await lab.submit(num_versions=5)
+        await plan(lab, job, {3: adopted}, 5)
+        await lab.work(lab.has(JobSucceeded))
+        published = {one.version: one for one in await lab.events("weights", WeightsPublished)}
+        assert [published[version].parent for version in range(1, 6)] == [0, 1, 2, 3, 4]
+        assert published[4].adopts == adopted
+        assert published[4].weights_sha256 == published[adopted].weights_sha256
+        assert published[4].artifact == published[adopted].artifact
+        assert published[4].batch_id == ids.batch_id(job.job_id, 3)
+        steps = {step.version: step for step in await lab.events("weights", StepTrained)}
+        assert (steps[4].num_optimizer_steps, steps[4].adopts, steps[4].metrics) == (0, adopted, {})
+        assert published[5].adopts is None
+        assert published[5].weights_sha256 != published[4].weights_sha256
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.slow
+def test_training_goes_on_from_the_optimizer_state_of_the_adopted_version(lab: Any, tmp_path: Path) -> None:
+    """The manifest after a rollback trains what the same manifest trains right after the adopted version."""
+
+    async def scenario() -> None:
+        job = await lab.submit(num_versions=9)
+        await plan(lab, job, {2: 1}, 4)
+        await lab.work(lab.has(JobSucceeded))
+        other = type(lab)(tmp_path / "other", lab.model)
+        job = await other.submit(num_versions=9)
+        first = await other.plan(job, 1, seal=False)
+        digest = codec.content_digest(first[0])
+        members, locators = await other._members(job, 3, with_logprobs=True)
+        batch = first[0].model_copy(
+            update={
+                "batch_id": ids.batch_id(job.job_id, 1),
+                "index": 1,
+                "trains_at_version": 1,
+                "yields_version": 2,
+                "members": tuple(members),
+                "locators": tuple(locators),
+                "seed": 3,
+                "previous_sha256": digest,
+            }
+        )
+        await other.log.send(batch)
+        await other.seal(job, 2)
+        await other.work(other.has(JobSucceeded))
+        assert (await hashes(lab))[4] == (await hashes(other))[2]
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("keep_last", [1, 8])
+@pytest.mark.parametrize("checkpoint_every", [1, 3])
+def test_a_rollback_to_a_version_without_a_checkpoint_gives_the_same_bits(
+    lab: Any, tmp_path: Path, keep_last: int, checkpoint_every: int
+) -> None:
+    async def scenario() -> None:
+        adoptions = {4: 2, 6: 5, 7: 1}
+        expected = await undisturbed(lab, tmp_path / "whole", adoptions, 9, num_versions=9, optimizer=LINEAR)
+        how = {"keep_last": keep_last, "keep_every": 100, "checkpoint_every": checkpoint_every}
+        job = await lab.submit(num_versions=9, optimizer=LINEAR, **how)
+        planned: list[BatchPlanned] = []
+        for index in range(9):  # one by one: the learner has pruned before it sees that a version is wanted again
+            if index in adoptions:
+                planned = await adopt(lab, job, planned, adoptions[index])
+            else:
+                previous = codec.content_digest(planned[-1]) if planned else "0" * 64
+                planned += await lab.plan(job, 1, seal=False, first=index, previous=previous)
+            await lab.work(lab.has(WeightsPublished, "weights", index + 2))
+        await lab.seal(job, 9)
+        await lab.work(lab.has(JobSucceeded))
+        steps, published, *_ = await lab.outcome()
+        assert (steps, published) == expected[:2]
+        if keep_last == 1:
+            assert await lab.events("weights", WeightsCollected)
+
+    asyncio.run(scenario())
+
+
+def test_a_planned_rollback_keeps_its_checkpoint(lab: Any) -> None:
+    async def scenario() -> None:
+        job = await lab.submit(num_versions=9, keep_last=1, keep_every=100)
+        await plan(lab, job, {4: 1}, 5)
+        await lab.work(lab.has(WeightsPublished, "weights", 4))
+        if len(await lab.events("weights", WeightsPublished)) == 4:  # the learner was stopped before the rollback
+            assert 1 in CheckpointFolder(lab.folder / "checkpoints", GROUP).versions()
+        await lab.work(lab.has(JobSucceeded))
+        assert (await hashes(lab))[5] == (await hashes(lab))[1]
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("is_before", [True, False], ids=["before", "after"])
+def test_a_crash_at_any_write_changes_nothing_of_a_rollback(lab: Any, tmp_path: Path, is_before: bool) -> None:
+    async def scenario() -> None:
+        expected = await undisturbed(lab, tmp_path / "undisturbed", {2: 1}, 4, num_versions=4)
+        for at in range(100):
+            each = type(lab)(tmp_path / f"crash-{at}", lab.model)
+            await plan(each, await each.submit(num_versions=4), {2: 1}, 4)
+            fuse = Fuse(at, is_before=is_before)
+            try:
+                await each.work(each.has(JobSucceeded), fused_worker(each, fuse))
+            except Crash:
+                await each.work(each.has(JobSucceeded))
+            assert await each.outcome() == expected, f"crash at write {at}"
+            if fuse.left >= 0:
+                assert at > 12
+                return
+        raise AssertionError("the fuse burnt at every write")
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("first", [1, 3, 4, 6])
+def test_training_again_from_any_version_gives_the_same_steps(lab: Any, first: int) -> None:
+    async def scenario() -> None:
+        job = await lab.submit(num_versions=7)
+        await plan(lab, job, {3: 1, 5: 4}, 7)
+        await lab.work(lab.has(JobSucceeded))
+        batches = {
+            received.event.index: received
+            for received in await lab.received("batches")
+            if isinstance(received.event, BatchPlanned)
+        }
+        manifests = {index: Manifest(one.event, one.digest, one.position.offset) for index, one in batches.items()}
+        steps = {step.version: step for step in await lab.events("weights", StepTrained)}
+        base = next(one for one in await lab.events("weights", WeightsPublished) if one.version == 0)
+        recorded = RecordedJob(job, base, manifests, steps)
+        retraining = Retraining(recorded, threads=1, permissions=lab.permissions)
+        began = retraining.begin(lab.artifacts, lab.folder / "checkpoints", version=first - 1, until=7)
+        assert began <= (1 if first <= 4 else 4)
+        compared = [
+            (codec.content_digest(before), codec.content_digest(after))
+            async for before, after in retraining.steps(lab.log, until=7)
+        ]
+        assert len(compared) == 7 - began
+        assert all(before == after for before, after in compared)
+
+    asyncio.run(scenario())
+
+
+def test_a_rollback_to_a_version_that_never_existed_fails_the_job_with_its_number(lab: Any) -> None:
+    async def scenario() -> None:
+        job = await lab.submit(num_versions=9)
+        await plan(lab, job, {2: 7}, 3)
+        await lab.work(lab.has(JobFailed))
+        failed = await lab.events("jobs", JobFailed)
+        assert failed[0].error == (
+            "manifest run-1/rl/b000002 adopts version 7; versions 0 to 2 of the job come before it"
+        )
+
+    asyncio.run(scenario())
