@@ -1,5 +1,6 @@
 """Rows of any Parquet file, as JSON has their values. The files of an export have a reader of their own."""
 
+from collections.abc import Iterator
 from datetime import date, time
 from decimal import Decimal
 from pathlib import Path
@@ -7,12 +8,15 @@ from typing import Any
 
 import duckdb
 
-from rollstream.metrics.database import one_line
+from rollstream.metrics.projection.database import one_line
 from rollstream.schemas.errors import QueryError
 
 
 def read_parquet(path: Path) -> list[dict[str, Any]]:
-    """Rows of a file in its order. Raises QueryError if it is none that DuckDB can read."""
+    """Rows of a file in its order; bytes, which a writer that declares no strings leaves, as text.
+
+    Raises QueryError if it is none that DuckDB can read, or naming row and column of bytes that are not UTF-8.
+    """
     try:
         with duckdb.connect() as connection:
             found = connection.execute("SELECT * FROM read_parquet(?)", [str(path)])
@@ -20,16 +24,47 @@ def read_parquet(path: Path) -> list[dict[str, Any]]:
             values = found.fetchall()
     except duckdb.Error as error:
         raise QueryError(f"{path}: cannot be read as Parquet: {one_line(error)}") from error
-    return [dict(zip(names, map(_json, row), strict=True)) for row in values]
+    try:
+        return [dict(zip(names, map(_json, row), strict=True)) for row in values]
+    except UnicodeDecodeError as error:
+        row, column = next(_not_text(names, values))
+        remedy = "write them as base64 text, or leave the column out"
+        raise QueryError(
+            f"{path} row {row}: column {column} contains bytes that are not UTF-8 text; {remedy}"
+        ) from error
 
 
 def _json(value: Any) -> Any:
     if isinstance(value, dict):
-        return {str(key): _json(item) for key, item in value.items()}
+        return {str(_json(key)): _json(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
         return [_json(item) for item in value]
+    if isinstance(value, bytes):
+        return value.decode()
     if isinstance(value, Decimal):
         return float(value)
     if isinstance(value, (date, time)):
         return value.isoformat()
     return value if value is None or isinstance(value, (str, bool, int, float)) else str(value)
+
+
+def _not_text(names: list[str], values: list[tuple[Any, ...]]) -> Iterator[tuple[int, str]]:
+    """Row number and path of bytes that are not UTF-8."""
+    for number, row in enumerate(values, 1):
+        for name, value in zip(names, row, strict=True):
+            yield from ((number, path) for path in _paths_not_text(value, name))
+
+
+def _paths_not_text(value: Any, path: str) -> Iterator[str]:
+    if isinstance(value, bytes):
+        try:
+            value.decode()
+        except UnicodeDecodeError:
+            yield path
+    elif isinstance(value, dict):
+        for key, item in value.items():
+            yield from _paths_not_text(key, path)
+            yield from _paths_not_text(item, f"{path}.{_json(key)}")
+    elif isinstance(value, (list, tuple)):
+        for index, item in enumerate(value):
+            yield from _paths_not_text(item, f"{path}.{index}")

@@ -10,12 +10,12 @@ import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from rollstream.eventlog.log import EventLog, LogReader
-from rollstream.metrics.database import Database, MetricsFileError
-from rollstream.metrics.export_log import ExportLog
-from rollstream.metrics.projector import Projector
+from rollstream.eventlog.log import EventLog, LogReader, TopicPartition, check_kept
+from rollstream.metrics.projection.database import Database, MetricsFileError
+from rollstream.metrics.projection.projector import Projector
+from rollstream.schemas.topics import TOPICS
 
 Report = Callable[[int], None]
 """Told after every transaction how many rows there are."""
@@ -23,25 +23,50 @@ DUCKDB_MAGIC = b"DUCK"
 MAGIC_AT = 8
 
 
-async def rebuild(log: EventLog, path: Path, *, report: Report = lambda *_: None) -> None:
+class ExportedRun(NamedTuple):
+    """The run of an export; `is_whole`: no record of another run was left out."""
+
+    run_id: str
+    is_whole: bool
+
+
+async def rebuild(
+    log: EventLog,
+    path: Path,
+    *,
+    exported: ExportedRun | None = None,
+    is_partial: bool = False,
+    report: Report = lambda *_: None,
+) -> None:
     """Project the whole log, up to its end now, into a new file at `path`.
 
-    From an export only the rows of its run are kept; if it left records of other runs out, the file has no offsets,
-    so that a projector that goes on with it reads the log from its start. Raises MetricsFileError if the file is in
-    use or is none of DuckDB.
+    `exported`: what the log is an export of; only the rows of that run are kept, and where the export left records of
+    other runs out, the file has no offsets, so that a projector that goes on with it reads the log from its start.
+    `is_partial`: also of a log that has lost its beginning, whose rows the new file then lacks; else TruncatedError.
+    Raises MetricsFileError if the file is in use or is none of DuckDB.
     """
+    if not is_partial and exported is None:
+        await _check_whole(log)
     with held(path), _aside(path) as aside:
         database = Database(aside)
         try:
             projector = _Told(log, database, report)
             projector.stop()
             await projector.run()
-            if isinstance(log, ExportLog):
-                database.keep_run(log.manifest.run_id, is_whole=log.manifest.num_left_out == 0)
+            if exported is not None:
+                database.keep_run(exported.run_id, is_whole=exported.is_whole)
         finally:
             database.close()
         _wal(path).unlink(missing_ok=True)
         os.replace(aside, path)
+
+
+async def _check_whole(log: EventLog) -> None:
+    """Raises TruncatedError naming the first partition that has lost its beginning."""
+    for topic in TOPICS:
+        ends = await log.end_offsets(topic)
+        for number, begin in sorted((await log.begin_offsets(topic)).items()):
+            check_kept(TopicPartition(topic, number), 0, begin, ends[number])
 
 
 class _Told(Projector):
@@ -69,12 +94,12 @@ def held(path: Path) -> Iterator[None]:
             fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
             raise MetricsFileError(
-                f"the metrics file {path} is in use by another process: stop the run or the metrics service, or "
-                "give another file with --output"
+                f"the metrics file {path} is in use by another process; stop the run or the metrics service, or give "
+                f"another file with --output"
             ) from error
         head = file.read(MAGIC_AT + len(DUCKDB_MAGIC))
         if head and head[MAGIC_AT:] != DUCKDB_MAGIC:
-            raise MetricsFileError(f"{path} is no DuckDB file: remove it, or give another with --output")
+            raise MetricsFileError(f"{path} is not a DuckDB file; remove it, or give another with --output")
         yield
 
 

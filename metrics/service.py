@@ -6,9 +6,10 @@ import os
 from pathlib import Path
 
 from rollstream.eventlog.log import EventLog
-from rollstream.metrics.database import Database, metrics_file
-from rollstream.metrics.projector import Projector
-from rollstream.metrics.sql_service import SqlService, listening, make_token
+from rollstream.eventlog.private import make_private
+from rollstream.metrics.projection.database import Database, metrics_file
+from rollstream.metrics.projection.projector import Projector
+from rollstream.metrics.sql.service import SqlService, listening, make_token
 from rollstream.schemas.errors import RollstreamError
 from rollstream.schemas.services import MetricsSettings
 
@@ -16,20 +17,18 @@ NICENESS = 10
 """Rollouts and training come first on a shared machine."""
 END_TIMEOUT_S = 15.0
 """For what is left in the log when the service is asked to end."""
+MAX_LEFT = 20_000
+"""Records that are still projected then; a service that is catching up goes on at its next start."""
 logger = logging.getLogger(__name__)
 
 
 async def serve(settings: MetricsSettings) -> None:
     """Run until cancelled. Raises RollstreamError for a file or port in use, a workspace without write permission."""
-    from rollstream.eventlog.kafka_log import KafkaLog
+    from rollstream.eventlog.kafka.log import KafkaLog
 
     os.nice(NICENESS)
-    log = KafkaLog(settings.bootstrap_servers, client_id=settings.name)
-    await log.start()
-    try:
+    async with KafkaLog(settings.connection, client_id=settings.name) as log:
         await run(log, settings.workspace, port=settings.port)
-    finally:
-        await log.close()
 
 
 async def run(log: EventLog, workspace: Path, *, port: int = 0) -> None:
@@ -50,10 +49,10 @@ async def run(log: EventLog, workspace: Path, *, port: int = 0) -> None:
 
 
 async def _finish(projector: Projector, projecting: "asyncio.Task[None]") -> None:
-    projector.stop()
+    projector.stop(max_left=MAX_LEFT)
     done, _ = await asyncio.wait({projecting}, timeout=END_TIMEOUT_S)
     if not done:
-        logger.warning("the log's end was not reached within %.0f s; the next start reads on", END_TIMEOUT_S)
+        logger.warning("the log's end was not reached within %.0f s; the next start continues there", END_TIMEOUT_S)
         projecting.cancel()
         await asyncio.wait({projecting})
     elif projecting.exception() is not None:
@@ -63,9 +62,10 @@ async def _finish(projector: Projector, projecting: "asyncio.Task[None]") -> Non
 def _prepare(workspace: Path) -> str:
     """The workspace's token. Raises RollstreamError if the folder cannot be written."""
     try:
-        workspace.mkdir(parents=True, exist_ok=True)
+        make_private(workspace)
         return make_token(workspace)
     except OSError as error:
         raise RollstreamError(
-            f"workspace {workspace} cannot be written ({error.strerror}): give another, or its permission"
+            f"workspace {workspace} is not writable ({error.strerror}); correct its permissions, or give another "
+            f"--workspace"
         ) from error

@@ -9,11 +9,11 @@ from tempfile import TemporaryDirectory
 import pytest
 
 from rollstream.eventlog.artifacts import ArtifactStore
-from rollstream.metrics.database import Database
+from rollstream.metrics.projection.database import Database
 from rollstream.schemas import events, ids, tokens
 from rollstream.schemas.base import Event, Locator
-from rollstream.schemas.events_rollouts import Completion, LLMCall, TokenSequence, VersionSpan
-from rollstream.schemas.events_training import AttemptOutcome, BatchMember, MemberRef
+from rollstream.schemas.events.rollouts import Completion, LLMCall, TokenSequence, VersionSpan
+from rollstream.schemas.events.training import AttemptOutcome, BatchMember, MemberRef
 from rollstream.schemas.settings import (
     ArtifactRef,
     JobSettings,
@@ -80,7 +80,7 @@ class SyntheticRun:
             yield from self.epoch(name, job_id, epoch, policy, is_last=epoch == num_epochs - 1)
         yield events.JobSucceeded(
             run_id=self.run_id, time_ms=self.tick(), job_id=job_id, model_group=self.model_group,
-            final_version=self.version,
+            final_version=self.version, finish_s=0.5,
         )  # fmt: skip
 
     def epoch(self, name: str, job_id: str, epoch: int, policy: str, *, is_last: bool) -> Iterator[Event]:

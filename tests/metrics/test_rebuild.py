@@ -11,16 +11,15 @@ import pytest
 
 from rollstream.eventlog.artifacts import ArtifactStore
 from rollstream.eventlog.dead_letters import send_dead_letter
-from rollstream.eventlog.log import EventLog, Record
-from rollstream.eventlog.memory_log import MemoryLog
-from rollstream.metrics.database import MetricsFileError
-from rollstream.metrics.export import export_run
-from rollstream.metrics.export_log import ExportLog
-from rollstream.metrics.projector import project_to_end
+from rollstream.eventlog.log import EventLog, Record, TopicPartition
+from rollstream.eventlog.memory.log import MemoryLog
+from rollstream.metrics.projection.database import MetricsFileError
+from rollstream.metrics.projection.projector import project_to_end
 from rollstream.metrics.rebuild import rebuild
-from rollstream.schemas.errors import DecodeError
-
-from .conftest import empty_file
+from rollstream.replay.archive.export import export_run
+from rollstream.replay.archive.log import ExportLog, rebuild_exported
+from rollstream.schemas.errors import DecodeError, TruncatedError
+from tests.metrics.conftest import empty_file
 
 
 def log_of(*runs: Any) -> MemoryLog:
@@ -98,7 +97,7 @@ async def from_export(folder: Path, path: Path) -> None:
     log = ExportLog(folder)
     await log.start()
     try:
-        await rebuild(log, path)
+        await rebuild_exported(log, path)
     finally:
         await log.close()
 
@@ -165,7 +164,7 @@ def test_a_file_that_another_process_holds_is_left_alone(tmp_path: Path, new_run
     with holder:
         assert holder.stdout is not None
         assert holder.stdout.readline() == "held\n"
-        with pytest.raises(MetricsFileError, match="is in use by another process: stop the run"):
+        with pytest.raises(MetricsFileError, match="is in use by another process; stop the run"):
             asyncio.run(rebuild(log, path))
         asyncio.run(rebuild(log, tmp_path / "other.duckdb"))
         holder.communicate()
@@ -175,6 +174,19 @@ def test_a_file_that_another_process_holds_is_left_alone(tmp_path: Path, new_run
 def test_a_file_of_another_kind_is_not_overwritten(tmp_path: Path) -> None:
     path = tmp_path / "notes.txt"
     path.write_text("what I must not forget")
-    with pytest.raises(MetricsFileError, match=r"notes\.txt is no DuckDB file"):
+    with pytest.raises(MetricsFileError, match=r"notes\.txt is not a DuckDB file"):
         asyncio.run(rebuild(MemoryLog(num_partitions=2), path))
     assert path.read_text() == "what I must not forget"
+
+
+def test_a_log_that_lost_its_beginning_is_projected_only_if_that_is_asked_for(tmp_path: Path, new_run: Any) -> None:
+    path = empty_file(tmp_path)
+    log = log_of(new_run("one"))
+    grow(log, path)
+    before = rows_of(path)
+    log.truncate(TopicPartition("jobs", 0), 2)
+    with pytest.raises(TruncatedError, match="offset 0 of topic jobs partition 0 is not kept: it holds 2 to"):
+        asyncio.run(rebuild(log, path))
+    assert rows_of(path) == before
+    asyncio.run(rebuild(log, path, is_partial=True))
+    assert rows_of(path) != before

@@ -1,7 +1,8 @@
 -- The metrics file: one table for each kind of event in schema `log` (rows are only ever added; the first occurrence
 -- of an id wins by primary key), and public tables and views derived from them. What follows the line "-- views" is
 -- made anew when it has changed; a change before it makes the projector read the log from its start again.
--- Every log table says where its event lies (log_partition, log_offset) and its event time (time_ms, UTC).
+-- Every log table says where its event lies (log_partition, log_offset) and its event time (time_ms, UTC); those of
+-- runs and groups also when it was written (recorded_ms, wall time of the writer).
 
 CREATE SCHEMA log;
 
@@ -17,11 +18,11 @@ CREATE TABLE main.offsets (
 CREATE TABLE log.run_started (
     run_id VARCHAR PRIMARY KEY, name VARCHAR, config JSON, seed BIGINT, dataset_uri VARCHAR, dataset_sha256 VARCHAR,
     num_examples BIGINT, num_partitions BIGINT, library_versions JSON, parent_run_id VARCHAR, parent_version BIGINT,
-    time_ms BIGINT, log_partition BIGINT, log_offset BIGINT
+    recorded_ms BIGINT, time_ms BIGINT, log_partition BIGINT, log_offset BIGINT
 );
 CREATE TABLE log.run_ended (
     run_id VARCHAR PRIMARY KEY, cause VARCHAR, message VARCHAR,
-    time_ms BIGINT, log_partition BIGINT, log_offset BIGINT
+    recorded_ms BIGINT, time_ms BIGINT, log_partition BIGINT, log_offset BIGINT
 );
 CREATE TABLE log.job_started (
     job_id VARCHAR PRIMARY KEY, run_id VARCHAR, model_group VARCHAR, base_version BIGINT, num_epochs BIGINT,
@@ -38,11 +39,16 @@ CREATE TABLE log.submission_received (
     num_trajectories BIGINT,
     time_ms BIGINT, log_partition BIGINT, log_offset BIGINT
 );
+CREATE TABLE log.rollback_requested (
+    job_id VARCHAR, version BIGINT, after_version BIGINT, run_id VARCHAR, model_group VARCHAR, reason VARCHAR,
+    time_ms BIGINT, log_partition BIGINT, log_offset BIGINT,
+    PRIMARY KEY (job_id, version, after_version)
+);
 CREATE TABLE log.group_closed (
     group_id VARCHAR PRIMARY KEY, run_id VARCHAR, job_id VARCHAR, example_id VARCHAR, epoch BIGINT, task_index BIGINT,
     purpose VARCHAR, policy VARCHAR, reason VARCHAR, void_cause VARCHAR, is_viable BOOLEAN, size BIGINT,
     num_members BIGINT, mean_reward DOUBLE, last_step_offset BIGINT,
-    time_ms BIGINT, log_partition BIGINT, log_offset BIGINT
+    recorded_ms BIGINT, time_ms BIGINT, log_partition BIGINT, log_offset BIGINT
 );
 CREATE TABLE log.group_member (
     trajectory_id VARCHAR PRIMARY KEY, run_id VARCHAR, group_id VARCHAR, rollout_id VARCHAR, agent VARCHAR,
@@ -54,6 +60,11 @@ CREATE TABLE log.attempt_settled (
     rollout_id VARCHAR PRIMARY KEY, run_id VARCHAR, group_id VARCHAR, member BIGINT, attempt BIGINT, outcome VARCHAR,
     cause VARCHAR, num_tokens BIGINT,
     time_ms BIGINT, log_partition BIGINT, log_offset BIGINT
+);
+CREATE TABLE log.match_seat (
+    group_id VARCHAR, member BIGINT, seat VARCHAR, run_id VARCHAR, player VARCHAR, score DOUBLE,
+    time_ms BIGINT, log_partition BIGINT, log_offset BIGINT,
+    PRIMARY KEY (group_id, member, seat)
 );
 
 -- tasks, steps, trajectories
@@ -109,7 +120,7 @@ CREATE TABLE log.trajectory_assembled (
 CREATE TABLE log.batch_planned (
     batch_id VARCHAR PRIMARY KEY, run_id VARCHAR, job_id VARCHAR, model_group VARCHAR, epoch BIGINT,
     batch_index BIGINT, trains_at_version BIGINT, version BIGINT, num_trajectories BIGINT, num_groups BIGINT,
-    seed BIGINT, curriculum_sha256 VARCHAR, previous_sha256 VARCHAR, digest VARCHAR,
+    seed BIGINT, curriculum_sha256 VARCHAR, previous_sha256 VARCHAR, digest VARCHAR, adopts BIGINT,
     time_ms BIGINT, log_partition BIGINT, log_offset BIGINT
 );
 CREATE TABLE log.batch_member (
@@ -131,6 +142,13 @@ CREATE TABLE log.epoch_sealed (
     PRIMARY KEY (job_id, epoch)
 );
 
+CREATE TABLE log.version_judged (
+    job_id VARCHAR, epoch BIGINT, run_id VARCHAR, model_group VARCHAR, version BIGINT, reward DOUBLE,
+    num_groups BIGINT, is_good BOOLEAN, good_version BIGINT, best_reward DOUBLE,
+    time_ms BIGINT, log_partition BIGINT, log_offset BIGINT,
+    PRIMARY KEY (job_id, epoch)
+);
+
 -- jobs, weights, dlq
 
 CREATE TABLE log.job_submitted (
@@ -145,6 +163,7 @@ CREATE TABLE log.job_progressed (
 );
 CREATE TABLE log.job_finished (
     job_id VARCHAR, state VARCHAR, run_id VARCHAR, final_version BIGINT, error VARCHAR,
+    finish_s DOUBLE,
     time_ms BIGINT, log_partition BIGINT, log_offset BIGINT,
     PRIMARY KEY (job_id, state)
 );
@@ -162,7 +181,7 @@ CREATE TABLE log.step_trained (
 );
 CREATE TABLE log.weights_published (
     model_group VARCHAR, version BIGINT, term BIGINT, run_id VARCHAR, job_id VARCHAR, batch_id VARCHAR, parent BIGINT,
-    weights_sha256 VARCHAR, weights_format VARCHAR, base_model VARCHAR, uri VARCHAR, size_bytes BIGINT,
+    weights_sha256 VARCHAR, weights_format VARCHAR, base_model VARCHAR, uri VARCHAR, size_bytes BIGINT, adopts BIGINT,
     time_ms BIGINT, log_partition BIGINT, log_offset BIGINT,
     PRIMARY KEY (model_group, version, term)
 );
@@ -171,6 +190,11 @@ CREATE TABLE log.weights_loaded (
     time_ms BIGINT, log_partition BIGINT, log_offset BIGINT,
     PRIMARY KEY (model_group, version, engine)
 );
+CREATE TABLE log.weights_collected (
+    model_group VARCHAR, version BIGINT, weights_sha256 VARCHAR, run_id VARCHAR, "by" VARCHAR,
+    time_ms BIGINT, log_partition BIGINT, log_offset BIGINT,
+    PRIMARY KEY (model_group, version, weights_sha256)
+);
 CREATE TABLE log.dead_letter (
     log_partition BIGINT, log_offset BIGINT, run_id VARCHAR, topic VARCHAR, "partition" BIGINT, "offset" BIGINT,
     service VARCHAR, stage VARCHAR, error_type VARCHAR, reason VARCHAR, key VARCHAR, size_bytes BIGINT, headers JSON,
@@ -178,16 +202,26 @@ CREATE TABLE log.dead_letter (
     PRIMARY KEY (log_partition, log_offset)
 );
 
+-- derived in the transaction that adds the rows above (attempts.py): what is known of each attempt, in one row
+
+CREATE TABLE log.attempt (
+    rollout_id VARCHAR PRIMARY KEY, run_id VARCHAR, group_id VARCHAR, is_known BOOLEAN, state VARCHAR, cause VARCHAR,
+    end_offset BIGINT, last_offset BIGINT, step_tokens BIGINT, settled VARCHAR, settled_cause VARCHAR,
+    settled_tokens BIGINT, member_tokens BIGINT, is_rejected BOOLEAN, rejected_cause VARCHAR, rejected_tokens BIGINT,
+    is_planned BOOLEAN, is_trained BOOLEAN
+);
+
 -- views
 
-CREATE OR REPLACE MACRO log.at(ms) AS make_timestamp(least(ms, 253402300799000) * 1000);
+CREATE OR REPLACE MACRO log.at(ms) AS make_timestamp(if(ms > 253402300799000, 253402300799000, ms) * 1000);
 
 CREATE OR REPLACE VIEW runs AS
-SELECT s.run_id, s.name, coalesce(e.cause, 'running') AS state, e.message, log.at(s.time_ms) AS started_at,
-    log.at(e.time_ms) AS ended_at, (e.time_ms - s.time_ms) / 1000 AS seconds, s.seed, s.num_examples, s.num_partitions,
-    s.parent_run_id, s.parent_version, s.dataset_uri, s.dataset_sha256, s.config, s.library_versions
+SELECT s.run_id, s.name, coalesce(e.cause, 'running') AS state, e.message, log.at(s.recorded_ms) AS started_at,
+    log.at(e.recorded_ms) AS ended_at, (e.recorded_ms - s.recorded_ms) / 1000 AS seconds, s.seed, s.num_examples,
+    s.num_partitions, s.parent_run_id, s.parent_version, s.dataset_uri, s.dataset_sha256, s.config, s.library_versions,
+    log.at(s.time_ms) AS started_event_time, log.at(e.time_ms) AS ended_event_time
 FROM log.run_started s LEFT JOIN log.run_ended e USING (run_id)
-ORDER BY s.time_ms, s.run_id;
+ORDER BY s.recorded_ms, s.run_id;
 
 CREATE OR REPLACE VIEW jobs AS
 SELECT coalesce(s.run_id, b.run_id) AS run_id, job_id, coalesce(s.kind, if(b.policy = 'demonstration', 'sft', 'rl')) AS kind,
@@ -196,7 +230,7 @@ SELECT coalesce(s.run_id, b.run_id) AS run_id, job_id, coalesce(s.kind, if(b.pol
     if(f.state = 'succeeded', 100.0, coalesce(p.percent, 0.0)) AS percent, coalesce(f.final_version, p.version) AS version,
     coalesce(s.model_group, b.model_group) AS model_group, coalesce(b.base_version, s.base_version) AS base_version,
     b.num_epochs, s.num_versions, s.algorithm, s.model, f.error, log.at(coalesce(s.time_ms, b.time_ms)) AS started_at,
-    log.at(f.time_ms) AS ended_at, s.settings, b.plan, b.rollout
+    log.at(f.time_ms) AS ended_at, f.finish_s, s.settings, b.plan, b.rollout
 FROM log.job_submitted s FULL JOIN log.job_started b USING (job_id)
 LEFT JOIN (SELECT job_id, max(version) AS version, max(percent) AS percent FROM log.job_progressed GROUP BY job_id) p
     USING (job_id)
@@ -225,9 +259,18 @@ LEFT JOIN (
     FROM log.group_member GROUP BY group_id, log_offset
 ) m ON m.group_id = c.group_id AND m.log_offset = c.log_offset;
 
+-- Agents whose trajectories another job trains than the one that planned their tasks (several model groups in a run).
+CREATE OR REPLACE VIEW log.agent_jobs AS
+SELECT tasks_of, agent, job_id FROM (
+    SELECT plan->>'tasks_of' AS tasks_of, job_id, model_group, rollout->'agents' AS agents,
+        unnest(json_keys(rollout->'agents')) AS agent
+    FROM log.job_started WHERE coalesce(plan->>'tasks_of', '') <> ''
+) WHERE agents->>agent = model_group;
+
 CREATE OR REPLACE VIEW log.members AS
-SELECT m.*, c.job_id, c.example_id, c.epoch, c.task_index, c.purpose, c.policy, c.is_viable
-FROM log.group_member m JOIN log.group_closed c ON m.group_id = c.group_id AND m.log_offset = c.log_offset;
+SELECT m.*, coalesce(o.job_id, c.job_id) AS job_id, c.example_id, c.epoch, c.task_index, c.purpose, c.policy, c.is_viable
+FROM log.group_member m JOIN log.group_closed c ON m.group_id = c.group_id AND m.log_offset = c.log_offset
+LEFT JOIN log.agent_jobs o ON o.tasks_of = c.job_id AND o.agent = m.agent;
 
 CREATE OR REPLACE VIEW rollouts AS
 SELECT coalesce(s.run_id, f.run_id) AS run_id, rollout_id, coalesce(s.group_id, f.group_id) AS group_id, g.job_id,
@@ -261,8 +304,10 @@ FROM log.trajectory_rejected;
 
 CREATE OR REPLACE VIEW weight_versions AS
 SELECT w.run_id, w.model_group, w.version, w.parent, w.job_id, w.batch_id, w.weights_sha256, w.weights_format,
-    w.base_model, w.uri, w.size_bytes, w.term, log.at(w.time_ms) AS published_at
-FROM log.weights_published w
+    w.base_model, w.uri, w.size_bytes, w.term, log.at(w.time_ms) AS published_at, g.version IS NOT NULL AS is_collected,
+    log.at(g.time_ms) AS collected_at, g."by" AS collected_by, w.adopts
+FROM log.weights_published w LEFT JOIN log.weights_collected g
+    ON g.model_group = w.model_group AND g.version = w.version AND g.weights_sha256 = w.weights_sha256
 WHERE NOT EXISTS (SELECT 1 FROM log.learner_claimed c
     WHERE c.model_group = w.model_group AND c.term > w.term AND c.log_offset < w.log_offset)
 QUALIFY row_number() OVER (PARTITION BY w.model_group, w.version ORDER BY w.log_offset) = 1
@@ -285,14 +330,38 @@ FROM log.weights_loaded ORDER BY log_offset;
 CREATE OR REPLACE VIEW batches AS
 SELECT b.run_id, b.batch_id, b.job_id, b.epoch, b.batch_index, b.trains_at_version, b.version, b.num_trajectories,
     b.num_groups, t.batch_id IS NOT NULL AS is_trained, b.model_group, b.seed, b.curriculum_sha256, b.previous_sha256,
-    b.digest, log.at(b.time_ms) AS planned_at, t.trained_at
+    b.digest, log.at(b.time_ms) AS planned_at, t.trained_at, b.adopts
 FROM log.batch_planned b LEFT JOIN (SELECT batch_id, any_value(trained_at) AS trained_at FROM training_steps GROUP BY batch_id) t
     USING (batch_id)
 ORDER BY b.log_offset;
 
+CREATE OR REPLACE VIEW rollbacks AS
+WITH planned AS (
+    SELECT run_id, job_id, model_group, adopts, version, time_ms,
+        coalesce(lag(version) OVER (PARTITION BY job_id ORDER BY version), 0) AS earlier_rollback
+    FROM log.batch_planned WHERE adopts IS NOT NULL
+), newest AS (SELECT job_id, max(version) AS version FROM planned GROUP BY job_id)
+SELECT coalesce(p.run_id, r.run_id) AS run_id, coalesce(p.model_group, r.model_group) AS model_group,
+    coalesce(p.job_id, r.job_id) AS job_id, coalesce(p.adopts, r.version) AS adopts, p.version,
+    CASE WHEN w.version IS NOT NULL THEN 'published' WHEN p.version IS NOT NULL THEN 'planned'
+        WHEN r.after_version < n.version THEN 'superseded' ELSE 'requested' END AS state,
+    r.reason, log.at(r.time_ms) AS requested_at, log.at(p.time_ms) AS planned_at, w.published_at
+FROM planned p FULL JOIN log.rollback_requested r ON r.job_id = p.job_id AND r.version = p.adopts
+    AND r.after_version < p.version AND r.after_version >= p.earlier_rollback
+LEFT JOIN weight_versions w ON w.model_group = p.model_group AND w.version = p.version
+LEFT JOIN newest n ON n.job_id = r.job_id
+ORDER BY coalesce(p.job_id, r.job_id), coalesce(p.version, r.after_version), r.time_ms;
+
+CREATE OR REPLACE VIEW candidates AS
+SELECT j.run_id, j.model_group, j.job_id, j.epoch, j.version, j.reward, j.num_groups, j.is_good, j.good_version,
+    j.best_reward, b.version AS replaced_by, log.at(j.time_ms) AS judged_at
+FROM log.version_judged j LEFT JOIN log.batch_planned b ON NOT j.is_good AND b.job_id = j.job_id
+    AND b.adopts = j.good_version AND b.trains_at_version = j.version
+ORDER BY j.job_id, j.epoch;
+
 CREATE OR REPLACE VIEW batch_members AS
 SELECT m.run_id, m.batch_id, m.position, b.version, m.group_id, m.rollout_id, m.trajectory_id, m.reward, m.staleness,
-    m.digest
+    m.digest, b.model_group
 FROM log.batch_member m JOIN log.batch_planned b ON b.batch_id = m.batch_id AND b.log_offset = m.log_offset;
 
 CREATE OR REPLACE VIEW dead_letters AS
@@ -320,7 +389,7 @@ LEFT JOIN (
         count(DISTINCT group_id) FILTER (group_min = group_max) AS zero_variance_groups
     FROM (
         SELECT *, avg(reward) OVER w AS group_reward, min(reward) OVER w AS group_min, max(reward) OVER w AS group_max
-        FROM log.members WHERE purpose = 'train' AND is_viable WINDOW w AS (PARTITION BY group_id)
+        FROM log.members WHERE purpose = 'train' AND is_viable WINDOW w AS (PARTITION BY group_id, job_id)
     )
     GROUP BY job_id, epoch
 ) m USING (job_id, epoch)
@@ -340,64 +409,57 @@ FROM epochs WHERE kind <> 'sft' ORDER BY min(started_at) OVER (PARTITION BY job_
 CREATE OR REPLACE VIEW validations AS
 SELECT c.run_id, c.job_id, c.epoch, max(m.max_version) AS version, count(DISTINCT c.group_id) AS groups,
     count(m.trajectory_id) AS num_trajectories, avg(m.reward) AS avg_reward, stddev_pop(m.reward) AS reward_std,
-    log.at(max(c.time_ms)) AS ended_at
+    log.at(max(c.recorded_ms)) AS ended_at, log.at(max(c.time_ms)) AS ended_event_time
 FROM log.group_closed c LEFT JOIN log.members m ON m.group_id = c.group_id
 WHERE c.purpose = 'validation' GROUP BY c.run_id, c.job_id, c.epoch ORDER BY ended_at, c.job_id, c.epoch;
 
-CREATE OR REPLACE VIEW outcomes AS
-WITH settled AS (
-    SELECT a.rollout_id, a.outcome, nullif(a.cause, '') AS cause, a.num_tokens
-    FROM log.attempt_settled a JOIN log.group_closed c ON c.group_id = a.group_id AND c.log_offset = a.log_offset
-), member AS (
-    SELECT rollout_id, sum(num_tokens)::BIGINT AS num_tokens FROM log.members GROUP BY rollout_id
-), planned AS ( -- by run, because a what-if's batches decide nothing of its parent's rollouts
-    SELECT m.run_id, m.rollout_id, bool_or(b.is_trained) AS is_trained
-    FROM batch_members m JOIN batches b USING (batch_id) GROUP BY m.run_id, m.rollout_id
-), rejected AS (
-    SELECT rollout_id, min(cause) AS cause, sum(num_tokens)::BIGINT AS num_tokens
-    FROM log.trajectory_rejected GROUP BY rollout_id
-), stepped AS (
-    SELECT rollout_id, min(run_id) AS run_id, min(group_id) AS group_id, max(log_offset) AS last_offset,
-        sum(num_new_prompt_tokens + num_completion_tokens)::BIGINT AS num_tokens
-    FROM log.step_recorded GROUP BY rollout_id
-), rewarded AS (
-    SELECT rollout_id, min(run_id) AS run_id, min(group_id) AS group_id, max(log_offset) AS last_offset
-    FROM log.reward_recorded GROUP BY rollout_id
-), attempt AS (
-    SELECT rollout_id, min(run_id) AS run_id, min(group_id) AS group_id FROM (
-        SELECT run_id, group_id, rollout_id FROM log.rollout_started
-        UNION ALL SELECT run_id, group_id, rollout_id FROM log.rollout_finished
-        UNION ALL SELECT run_id, group_id, rollout_id FROM log.attempt_settled
-        UNION ALL SELECT run_id, group_id, rollout_id FROM log.members
-        UNION ALL SELECT run_id, group_id, rollout_id FROM stepped
-        UNION ALL SELECT run_id, group_id, rollout_id FROM rewarded
-    ) GROUP BY rollout_id
+CREATE OR REPLACE VIEW log.judged AS
+WITH attempt AS (
+    SELECT *, true AS is_closed FROM log.attempt WHERE is_known AND settled IS NOT NULL
+    UNION ALL
+    SELECT a.*, c.group_id IS NOT NULL FROM log.attempt a LEFT JOIN log.group_closed c ON c.group_id = a.group_id
+    WHERE a.is_known AND a.settled IS NULL
 ), judged AS (
-    SELECT a.run_id, a.group_id, a.rollout_id,
+    SELECT a.run_id, a.group_id, a.rollout_id, a.is_trained,
         CASE
-            WHEN p.is_trained THEN ['trained', NULL]
-            WHEN r.rollout_id IS NOT NULL THEN ['rejected', r.cause]
+            WHEN a.is_trained THEN 'trained'
+            WHEN a.is_rejected THEN 'rejected'
             -- its end came after the closing that counted it out, or a part of it after the end that lacked it
-            WHEN s.outcome = 'failed' AND f.state = 'ended' THEN ['rejected', 'late']
-            WHEN s.outcome = 'rejected' AND s.cause = 'incomplete' AND f.state = 'ended'
-                AND greatest(t.last_offset, w.last_offset) > f.log_offset THEN ['rejected', 'late']
-            WHEN s.outcome IN ('failed', 'superseded', 'rejected') THEN [s.outcome, coalesce(s.cause, f.cause)]
-            WHEN f.state = 'failed' THEN ['failed', f.cause]
-            WHEN p.rollout_id IS NOT NULL OR s.outcome = 'complete' OR m.rollout_id IS NOT NULL THEN
-                if(e.run_id IS NULL, ['open', if(p.rollout_id IS NULL, 'waiting', 'planned')], ['rejected', 'run_ended'])
-            WHEN c.group_id IS NOT NULL THEN if(f.state = 'ended', ['rejected', 'late'], ['dead', 'late'])
-            WHEN e.run_id IS NOT NULL THEN if(f.state = 'ended', ['rejected', 'run_ended'], ['dead', 'run_ended'])
-            ELSE ['open', if(f.state = 'ended', 'assembling', 'running')]
+            WHEN a.settled = 'failed' AND a.state = 'ended' THEN 'late'
+            WHEN a.settled = 'rejected' AND a.settled_cause = 'incomplete' AND a.state = 'ended'
+                AND a.last_offset > a.end_offset THEN 'late'
+            WHEN a.settled IN ('failed', 'superseded', 'rejected') THEN a.settled
+            WHEN a.state = 'failed' THEN 'failed'
+            WHEN a.is_planned OR a.settled = 'complete' OR a.member_tokens IS NOT NULL THEN
+                if(e.run_id IS NULL, if(a.is_planned, 'planned', 'waiting'), 'run_ended')
+            WHEN a.is_closed THEN if(a.state = 'ended', 'late', 'dead_late')
+            WHEN e.run_id IS NOT NULL THEN if(a.state = 'ended', 'run_ended', 'dead_run_ended')
+            ELSE if(a.state = 'ended', 'assembling', 'running')
         END AS judgement,
-        coalesce(if(judgement[2] = 'late', t.num_tokens, NULL), nullif(s.num_tokens, 0), m.num_tokens, r.num_tokens, t.num_tokens, 0) AS tokens
-    FROM attempt a
-    LEFT JOIN settled s USING (rollout_id) LEFT JOIN member m USING (rollout_id)
-    LEFT JOIN rejected r USING (rollout_id) LEFT JOIN stepped t USING (rollout_id)
-    LEFT JOIN rewarded w USING (rollout_id) LEFT JOIN log.rollout_finished f USING (rollout_id) LEFT JOIN log.group_closed c ON c.group_id = a.group_id
-    LEFT JOIN log.run_ended e ON e.run_id = a.run_id
-    LEFT JOIN planned p ON p.run_id = a.run_id AND p.rollout_id = a.rollout_id
+        CASE
+            WHEN judgement IN ('late', 'run_ended') THEN 'rejected'
+            WHEN judgement IN ('dead_late', 'dead_run_ended') THEN 'dead'
+            WHEN judgement IN ('planned', 'waiting', 'assembling', 'running') THEN 'open'
+            ELSE judgement
+        END AS outcome,
+        CASE judgement
+            WHEN 'trained' THEN NULL
+            WHEN 'dead_late' THEN 'late'
+            WHEN 'dead_run_ended' THEN 'run_ended'
+            WHEN 'failed' THEN coalesce(if(a.settled = 'failed', a.settled_cause, NULL), a.cause)
+            WHEN 'superseded' THEN coalesce(a.settled_cause, a.cause)
+            WHEN 'rejected' THEN if(a.is_rejected, a.rejected_cause, coalesce(a.settled_cause, a.cause))
+            ELSE judgement
+        END AS why,
+        coalesce(
+            if(why = 'late', a.step_tokens, NULL), nullif(a.settled_tokens, 0), a.member_tokens, a.rejected_tokens,
+            a.step_tokens, 0
+        ) AS tokens
+    FROM attempt a LEFT JOIN log.run_ended e ON e.run_id = a.run_id
 )
-SELECT run_id, rollout_id, judgement[1] AS outcome, judgement[2] AS cause, tokens, group_id FROM judged;
+SELECT run_id, rollout_id, outcome, why AS cause, tokens, group_id, is_trained FROM judged;
+
+CREATE OR REPLACE VIEW outcomes AS SELECT run_id, rollout_id, outcome, cause, tokens, group_id FROM log.judged;
 
 CREATE OR REPLACE VIEW late_records AS
 SELECT l.run_id, l.group_id, l.rollout_id, l.kind, l.index, c.reason AS group_closed, log.at(l.time_ms) AS recorded_at,
@@ -416,23 +478,91 @@ ORDER BY l.log_partition, l.log_offset;
 CREATE OR REPLACE VIEW wasted_tokens AS
 SELECT * FROM (
     SELECT run_id, coalesce(cause, outcome) AS cause, outcome, count(*) AS num_rollouts, sum(tokens)::BIGINT AS num_tokens
-    FROM outcomes WHERE outcome NOT IN ('trained', 'open') GROUP BY run_id, outcome, cause
+    FROM log.judged WHERE NOT is_trained AND outcome <> 'open' AND cause IS DISTINCT FROM 'handed_over' GROUP BY run_id, outcome, cause
     UNION ALL
     SELECT m.run_id, 'no_logprobs', 'trained', count(DISTINCT m.rollout_id), sum(m.num_without_logprobs)::BIGINT
-    FROM log.members m JOIN outcomes o ON o.rollout_id = m.rollout_id JOIN jobs j ON j.job_id = m.job_id
-    WHERE m.num_without_logprobs > 0 AND m.policy = 'model' AND o.outcome = 'trained' AND j.kind = 'rl' GROUP BY m.run_id
+    FROM log.members m JOIN log.attempt a ON a.rollout_id = m.rollout_id JOIN jobs j ON j.job_id = m.job_id
+    WHERE m.num_without_logprobs > 0 AND m.policy = 'model' AND a.is_trained AND j.kind = 'rl' GROUP BY m.run_id
 ) ORDER BY run_id, num_tokens DESC, cause;
 
 CREATE OR REPLACE VIEW staleness AS
 SELECT run_id, version, min(staleness) AS min_staleness, avg(staleness) AS mean_staleness, max(staleness) AS max_staleness,
-    count(*) AS num_trajectories
-FROM batch_members GROUP BY run_id, version ORDER BY run_id, version;
+    count(*) AS num_trajectories, model_group
+FROM batch_members GROUP BY run_id, model_group, version ORDER BY run_id, model_group, version;
 
 CREATE OR REPLACE VIEW example_difficulty AS
 SELECT run_id, example_id, avg(reward) AS mean_reward, stddev_pop(reward) AS reward_std,
     count(DISTINCT rollout_id) AS num_rollouts, count(DISTINCT group_id) AS groups
 FROM log.members WHERE policy = 'model' AND purpose = 'train'
 GROUP BY run_id, example_id ORDER BY run_id, mean_reward, example_id;
+
+-- Matches of a league, each pair of seats both ways: result is 1 for a win of player, 0.5 for a draw, 0 for a loss.
+CREATE OR REPLACE VIEW matches AS
+SELECT c.run_id, c.group_id, a.member, c.job_id, c.epoch, c.purpose, c.example_id, a.seat, a.player,
+    b.seat AS opponent_seat, b.player AS opponent, a.score, b.score AS opponent_score,
+    CASE WHEN a.score > b.score THEN 1.0 WHEN a.score < b.score THEN 0.0 ELSE 0.5 END::DOUBLE AS result,
+    log.at(c.time_ms) AS closed_at
+FROM log.match_seat a
+JOIN log.match_seat b ON b.group_id = a.group_id AND b.member = a.member AND b.log_offset = a.log_offset AND b.seat <> a.seat
+JOIN log.group_closed c ON c.group_id = a.group_id AND c.log_offset = a.log_offset;
+
+CREATE OR REPLACE VIEW payoff_matrix AS
+SELECT run_id, player, opponent, count(*) AS num_matches, count(*) FILTER (result = 1) AS num_wins,
+    count(*) FILTER (result = 0.5) AS num_draws, count(*) FILTER (result = 0) AS num_losses, avg(result) AS mean_score
+FROM matches GROUP BY run_id, player, opponent ORDER BY run_id, player, opponent;
+
+CREATE OR REPLACE VIEW seat_results AS
+SELECT run_id, purpose, player, seat, opponent, count(*) AS num_matches, count(*) FILTER (result = 1) AS num_wins,
+    count(*) FILTER (result = 0.5) AS num_draws, count(*) FILTER (result = 0) AS num_losses, avg(result) AS mean_score
+FROM matches GROUP BY run_id, purpose, player, seat, opponent ORDER BY run_id, purpose, player, seat, opponent;
+
+-- Elo as in metrics/ratings.py, which has formula, source and order.
+CREATE OR REPLACE MACRO log.elo_rating(ratings, place, parent) AS coalesce(ratings[place], ratings[parent], 1200.0);
+CREATE OR REPLACE MACRO log.elo_after(ratings, place, parent, other, others_parent, score) AS
+    log.elo_rating(ratings, place, parent) + 32.0 * (score - 1.0 / (1.0 + pow(10.0,
+        (log.elo_rating(ratings, other, others_parent) - log.elo_rating(ratings, place, parent)) / 400.0)));
+
+CREATE OR REPLACE VIEW league_ratings AS
+WITH match AS (
+    SELECT run_id, player AS a, opponent AS b, result AS score, row_number() OVER (
+        PARTITION BY run_id ORDER BY epoch, purpose <> 'validation', group_id, member, seat, opponent_seat
+    ) AS number
+    FROM matches WHERE seat < opponent_seat AND player <> opponent
+), seen AS (
+    SELECT run_id, player, min(number) AS first, count(*) AS num_matches, regexp_extract(player, '^(.*)@[0-9]{1,9}$', 1) AS model_group,
+        try_cast(if(starts_with(player, 'scripted:'), '', regexp_extract(player, '@([0-9]{1,9})$', 1)) AS BIGINT) AS version
+    FROM (SELECT run_id, a AS player, number FROM match UNION ALL SELECT run_id, b, number FROM match) GROUP BY run_id, player
+), numbered AS (
+    SELECT *, row_number() OVER (PARTITION BY run_id ORDER BY first, player) AS place, count(*) OVER (PARTITION BY run_id) AS num_players FROM seen
+), placed AS (
+    SELECT s.run_id, s.player, s.place, s.num_players, coalesce(arg_max(p.place, p.version), 0) AS parent
+    FROM numbered s LEFT JOIN numbered p
+        ON p.run_id = s.run_id AND p.model_group = s.model_group AND p.version < s.version AND p.first < s.first
+    GROUP BY ALL
+), ordered AS (
+    SELECT m.run_id, any_value(a.num_players) AS num_players, list({
+        'ratings': []::DOUBLE[], 'a': a.place, 'b': b.place, 'from_a': a.parent, 'from_b': b.parent, 'score': m.score
+    } ORDER BY m.number) AS matches
+    FROM match m JOIN placed a ON a.run_id = m.run_id AND a.player = m.a JOIN placed b ON b.run_id = m.run_id AND b.player = m.b
+    GROUP BY m.run_id
+), rated AS (
+    SELECT run_id, list_reduce(matches, lambda x, y: {
+        'ratings': CASE WHEN y.a < y.b THEN
+            x.ratings[:y.a - 1] || [log.elo_after(x.ratings, y.a, y.from_a, y.b, y.from_b, y.score)] || x.ratings[y.a + 1:y.b - 1]
+                || [log.elo_after(x.ratings, y.b, y.from_b, y.a, y.from_a, 1 - y.score)] || x.ratings[y.b + 1:]
+        ELSE
+            x.ratings[:y.b - 1] || [log.elo_after(x.ratings, y.b, y.from_b, y.a, y.from_a, 1 - y.score)] || x.ratings[y.b + 1:y.a - 1]
+                || [log.elo_after(x.ratings, y.a, y.from_a, y.b, y.from_b, y.score)] || x.ratings[y.a + 1:]
+        END, 'a': y.a, 'b': y.b, 'from_a': y.from_a, 'from_b': y.from_b, 'score': y.score
+    }, {
+        'ratings': list_resize([]::DOUBLE[], num_players), 'a': 0::BIGINT, 'b': 0::BIGINT, 'from_a': 0::BIGINT, 'from_b': 0::BIGINT,
+        'score': 0.0::DOUBLE
+    }).ratings AS ratings
+    FROM ordered
+)
+SELECT r.run_id, s.player, s.model_group, s.version, r.ratings[s.place] AS rating, s.num_matches
+FROM rated r JOIN numbered s ON s.run_id = r.run_id
+ORDER BY r.run_id, rating DESC, s.player;
 
 CREATE OR REPLACE VIEW lineage AS
 SELECT s.run_id, s.rollout_id, s.step_index, s.agent, s.event_type, s.min_version AS sampled_version, j.trajectory_id,

@@ -1,17 +1,23 @@
-"""What a query answers: columns, DuckDB's type names, and rows of plain JSON values. Leaves out how it is shown."""
+"""The result of a query: columns, DuckDB's type names, and rows of plain JSON values. Contains no formatting."""
 
 import datetime
 import decimal
+import json
 import math
 import uuid
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
+
+import orjson
 
 
 @dataclass(frozen=True)
 class Result:
-    """Rows of a query. Times are ISO texts, decimals numbers, blobs hex, maps and structs objects."""
+    """Rows of a query. Times are ISO texts, blobs hex, maps and structs objects.
+
+    Decimals are numbers, or texts where a number of 64 bits would not be exact.
+    """
 
     columns: tuple[str, ...]
     types: tuple[str, ...]
@@ -28,7 +34,7 @@ def plain(value: Any) -> Any:
     if value is None or isinstance(value, (str, int)):
         return value
     if isinstance(value, decimal.Decimal):
-        return int(value) if value == value.to_integral_value() else float(value)
+        return _plain_decimal(value)
     if isinstance(value, (datetime.datetime, datetime.date, datetime.time)):
         return value.isoformat(" ") if isinstance(value, datetime.datetime) else value.isoformat()
     if isinstance(value, (bytes, bytearray, memoryview)):
@@ -40,3 +46,28 @@ def plain(value: Any) -> Any:
     if isinstance(value, (datetime.timedelta, uuid.UUID)):
         return str(value)
     return str(value)
+
+
+def _plain_decimal(value: decimal.Decimal) -> int | float | str:
+    if value == value.to_integral_value():
+        return int(value)
+    number = float(value)
+    return number if decimal.Decimal(repr(number)) == value else format(value, "f")
+
+
+def to_json_bytes(result: Result) -> bytes:
+    """The whole result as one JSON object, whose keys are the fields of `Result`."""
+    try:
+        return orjson.dumps(result)
+    except TypeError:  # an integer of more than 64 bits
+        return json.dumps(asdict(result), ensure_ascii=False, allow_nan=False).encode()
+
+
+def result_of(found: Mapping[str, Any]) -> Result:
+    """The result in such an object."""
+    return Result(
+        columns=tuple(found["columns"]),
+        types=tuple(found["types"]),
+        rows=tuple(tuple(row) for row in found["rows"]),
+        is_cut=found["is_cut"],
+    )

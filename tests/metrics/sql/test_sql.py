@@ -16,11 +16,14 @@ from typing import Any
 import duckdb
 import pytest
 
-from rollstream.eventlog.memory_log import MemoryLog
-from rollstream.metrics import projector, service
-from rollstream.metrics.client import query
-from rollstream.metrics.database import Database
-from rollstream.metrics.select_only import run_select
+from rollstream.eventlog.log import TopicPartition
+from rollstream.eventlog.memory.log import MemoryLog
+from rollstream.metrics import service
+from rollstream.metrics.projection import projector
+from rollstream.metrics.projection.database import Database
+from rollstream.metrics.sql.client import query
+from rollstream.metrics.sql.query import MEMORY_BYTES, Limits, start
+from rollstream.metrics.sql.result import Result, result_of
 from rollstream.schemas.base import Event
 from rollstream.schemas.errors import QueryError, RollstreamError
 
@@ -75,6 +78,35 @@ def database(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Database]:
     found.close()
 
 
+ENDED = (503, b'{"error":"the metrics service has stopped; run the query again"}')
+
+
+def post(workspace: Path, sql: str, answers: list[tuple[int, bytes]]) -> None:
+    """Ask the service itself, with a long time limit."""
+    port = json.loads((workspace / "metrics.json").read_text())["port"]
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
+    body = json.dumps({"sql": sql, "fresh": False, "timeout_s": 600})
+    connection.request("POST", "/query", body, {"Authorization": f"Bearer {(workspace / 'sql.token').read_text()}"})
+    response = connection.getresponse()
+    answers.append((response.status, response.read()))
+    connection.close()
+
+
+def ask(
+    database: Database, sql: str, *, limit: int = 10, timeout_s: float = 20, memory_bytes: int = MEMORY_BYTES
+) -> Result:
+    """As the service runs it: in a process of its own, forked from the one that holds the file."""
+    limits = Limits(limit, timeout_s, memory_bytes)
+    query = database.fork(lambda connection: start(connection, database.path, sql, limits))
+    try:
+        if not query.wait(timeout_s):
+            raise query.took_too_long()
+        return result_of(json.loads(query.answer()))
+    finally:
+        query.close()
+        database.fork_ended()
+
+
 @pytest.fixture(autouse=True)
 def _no_long_polls(monkeypatch: pytest.MonkeyPatch) -> None:
     """A service that is asked to end finishes its poll of a quiet log first."""
@@ -112,28 +144,84 @@ def test_whatever_is_not_a_plain_select_is_refused(sql: str, database: Database,
     (tmp_path / "secret.csv").write_text("a\n1\n")
     secret = [1]  # noqa: F841  (a Python variable, which SQL must not see)
     with pytest.raises(QueryError) as error:
-        run_select(database.cursor(), sql.replace("{here}", str(tmp_path)), limit=10, timeout_s=5)
+        ask(database, sql.replace("{here}", str(tmp_path)))
     assert "\n" not in str(error.value)
     assert sorted(path.name for path in tmp_path.iterdir() if "metrics" not in path.name) == ["secret.csv"]
 
 
 @pytest.mark.parametrize("sql", ["SELECT 1", "FROM offsets", "SHOW TABLES", "DESCRIBE runs", "VALUES (1)", "SELECT 1;"])
 def test_reading_in_any_form_is_allowed(sql: str, database: Database) -> None:
-    assert run_select(database.cursor(), sql, limit=10, timeout_s=5).columns
+    assert ask(database, sql).columns
 
 
 def test_rows_beyond_the_limit_are_cut_and_it_says_so(database: Database) -> None:
-    result = run_select(database.cursor(), "SELECT * FROM range(100)", limit=3, timeout_s=5)
+    result = ask(database, "SELECT * FROM range(100)", limit=3)
     assert (result.rows, result.is_cut) == (((0,), (1,), (2,)), True)
-    assert not run_select(database.cursor(), "SELECT * FROM range(3)", limit=3, timeout_s=5).is_cut
+    assert not ask(database, "SELECT * FROM range(3)", limit=3).is_cut
 
 
-def test_a_slow_query_is_stopped_and_the_next_one_runs(database: Database) -> None:
-    cursor = database.cursor()
-    with pytest.raises(QueryError, match=r"took longer than 0\.2 s"):
-        run_select(cursor, "SELECT count(*) FROM range(100000) a, range(100000) b WHERE a.range % 7 = b.range % 11",
-                   limit=1, timeout_s=0.2)  # fmt: skip
-    assert run_select(cursor, "SELECT 1", limit=1, timeout_s=5).rows == ((1,),)
+LONG_CALL = "SELECT levenshtein(repeat('ab', 200000), repeat('ba', 200000))"
+"""One call of a function that takes minutes, in which DuckDB looks at no limit."""
+
+
+def test_a_query_is_stopped_inside_one_function_call_and_the_next_one_runs(database: Database) -> None:
+    with pytest.raises(QueryError, match=r"took longer than 0\.3 s and was stopped"):
+        ask(database, LONG_CALL, timeout_s=0.3)
+    assert ask(database, "SELECT 1").rows == ((1,),)
+
+
+@pytest.mark.parametrize(
+    "sql",
+    [
+        "SELECT repeat('x', 4000000000)",
+        "SELECT length(repeat('x', 700000000) || repeat('y', 700000000))",
+        "SELECT list(repeat('x', 1000000) || range) FROM range(3000)",
+    ],
+)
+def test_a_query_gets_no_more_memory_than_its_limit_inside_one_call_either(sql: str, database: Database) -> None:
+    with pytest.raises(QueryError, match=r"needed more than 0\.5 GB of memory and was stopped"):
+        ask(database, sql, memory_bytes=500_000_000)
+    assert ask(database, "SELECT 1").rows == ((1,),)
+
+
+def test_a_query_that_sorts_more_than_its_memory_spills_and_leaves_nothing_behind(tmp_path: Path) -> None:
+    database = Database(tmp_path / "metrics.duckdb")
+    sql = "SELECT count(*) FROM (SELECT DISTINCT md5(range::VARCHAR) FROM range(3000000))"
+    assert ask(database, sql, timeout_s=60, memory_bytes=300_000_000).rows == ((3_000_000,),)
+    database.close()
+    assert [path.name for path in tmp_path.iterdir()] == ["metrics.duckdb"]
+
+
+def test_the_writer_goes_on_beside_a_query_which_sees_what_was_there_when_it_began(tmp_path: Path) -> None:
+    database = Database(tmp_path / "metrics.duckdb")
+    database.write({}, {TopicPartition("tasks", 0): 1})
+    sql = "SELECT sum(next_offset)::BIGINT FROM offsets, range(60000000)"
+    query = database.fork(lambda connection: start(connection, database.path, sql, Limits(1, 60)))
+    for number in range(2, 40):
+        database.write({}, {TopicPartition("tasks", 0): number})
+    assert not query.wait(0)
+    assert query.wait(60)
+    assert result_of(json.loads(query.answer())).rows == ((60_000_000,),)
+    query.close()
+    database.fork_ended()
+    assert ask(database, "SELECT next_offset FROM offsets").rows == ((39,),)
+    database.close()
+
+
+def test_long_queries_keep_neither_short_ones_nor_the_projector_waiting(tmp_path: Path, synthetic: Any) -> None:
+    found = list(synthetic.all_events())
+    answers: list[tuple[int, bytes]] = []
+    asking = [threading.Thread(target=post, args=(tmp_path, LONG_CALL, answers)) for _ in range(4)]
+    with running(tmp_path, found[:-1]) as send:
+        for thread in asking:
+            thread.start()
+        assert query(tmp_path, "SELECT state FROM runs").rows == (("running",),)
+        send(found[-1])
+        assert query(tmp_path, "SELECT state FROM runs").rows == (("completed",),)
+        assert all(thread.is_alive() for thread in asking)
+    for thread in asking:
+        thread.join()
+    assert answers == [ENDED] * 4
 
 
 def test_values_come_as_json(database: Database) -> None:
@@ -141,7 +229,7 @@ def test_values_come_as_json(database: Database) -> None:
         "SELECT TIMESTAMP '2026-01-02 03:04:05', 1.5::DECIMAL(4, 2), MAP {'a': 1.0}, [1, NULL], 'nan'::DOUBLE, "
         "170141183460469231731687303715884105727, {'x': DATE '2026-01-02'}, '\\xAB'::BLOB, INTERVAL 1 DAY"
     )
-    result = run_select(database.cursor(), sql, limit=1, timeout_s=5)
+    result = ask(database, sql, limit=1)
     json.dumps(result.rows, allow_nan=False)
     assert result.rows[0][:4] == ("2026-01-02 03:04:05", 1.5, {"a": 1.0}, [1, None])
 
@@ -185,7 +273,7 @@ def test_a_port_file_that_a_killed_service_left_is_passed_over(tmp_path: Path) -
 
 
 def test_a_workspace_without_metrics_says_so(tmp_path: Path) -> None:
-    with pytest.raises(QueryError, match="there are no metrics in"):
+    with pytest.raises(QueryError, match="has no metrics"):
         query(tmp_path, "SELECT 1")
 
 
@@ -229,25 +317,15 @@ def test_a_file_that_is_let_go_of_in_a_moment_is_waited_for(tmp_path: Path) -> N
 
 def test_a_service_that_is_asked_to_end_does_not_wait_for_a_long_query(tmp_path: Path) -> None:
     answers: list[tuple[int, bytes]] = []
-
-    def ask(port: int, token: str) -> None:
-        slow = "SELECT count(*) FROM range(1000000) a, range(1000000) b WHERE a.range % 7 = b.range % 11"
-        connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
-        body = json.dumps({"sql": slow, "fresh": False, "timeout_s": 60})
-        connection.request("POST", "/query", body, {"Authorization": f"Bearer {token}"})
-        response = connection.getresponse()
-        answers.append((response.status, response.read()))
-        connection.close()
-
     with running(tmp_path, []):
-        port = json.loads((tmp_path / "metrics.json").read_text())["port"]
-        asking = threading.Thread(target=ask, args=(port, (tmp_path / "sql.token").read_text()))
+        slow = "SELECT count(*) FROM range(1000000) a, range(1000000) b WHERE a.range % 7 = b.range % 11"
+        asking = threading.Thread(target=post, args=(tmp_path, slow, answers))
         asking.start()
         time.sleep(0.5)
         began = time.monotonic()
     asking.join()
     assert time.monotonic() - began < 10
-    assert answers == [(503, b'{"error":"the metrics service has ended: ask again"}')]
+    assert answers == [ENDED]
     assert query(tmp_path, "SELECT 1").rows == ((1,),)
 
 
@@ -261,7 +339,7 @@ def test_a_port_in_use_is_one_clear_line(tmp_path: Path) -> None:
 
 def test_a_workspace_that_is_no_folder_is_one_clear_line(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(RollstreamError, match="cannot be written"):
+    with pytest.raises(RollstreamError, match="is not writable"):
         asyncio.run(service.run(MemoryLog(), tmp_path / "file"))
 
 

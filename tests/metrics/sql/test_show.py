@@ -3,6 +3,8 @@
 import csv
 import io
 import json
+import re
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
@@ -11,22 +13,32 @@ import pytest
 
 from rollstream.eventlog.codec import encode
 from rollstream.eventlog.log import Record
-from rollstream.metrics.client import query
-from rollstream.metrics.database import Database
-from rollstream.metrics.formats import to_csv, to_json, to_parquet, to_table
+from rollstream.harness.runs.outcome import OUTCOMES
 from rollstream.metrics.plot import moving_mean, plot_run
-from rollstream.metrics.projector import project
-from rollstream.metrics.result import Result
-from rollstream.metrics.select_only import run_select
+from rollstream.metrics.projection.database import Database
+from rollstream.metrics.projection.projector import project
+from rollstream.metrics.sql.client import query
+from rollstream.metrics.sql.formats import FORMATS, to_csv, to_json, to_parquet, to_table
+from rollstream.metrics.sql.result import Result
+from rollstream.metrics.sql.select_only import run_select
 from rollstream.schemas.errors import QueryError
-
-from .conftest import empty_file
+from tests.metrics.conftest import empty_file
 
 RESULT = Result(
     columns=("epoch", "avg_reward", "cause"),
     types=("BIGINT", "DOUBLE", "VARCHAR"),
     rows=((0, 0.25, None), (10, 1 / 3, 'a "b",\nc')),
 )
+
+
+def test_what_a_failure_tells_to_ask_shows_whole_messages(tmp_path: Path) -> None:
+    match = re.fullmatch(r'rollstream sql --format (\w+) "(.+)"', OUTCOMES)
+    assert match is not None
+    database = Database(empty_file(tmp_path))
+    assert run_select(database.cursor(), match[2], limit=10).columns[2] == "message"
+    database.close()
+    message = "endpoint http://127.0.0.1:8000: HTTP 404: " + "there is nothing here " * 40
+    assert message in str(FORMATS[match[1]](Result(("message",), ("VARCHAR",), ((message,),))))
 
 
 def test_a_table_is_aligned_and_counts_its_rows() -> None:
@@ -56,6 +68,26 @@ def test_json_and_csv_give_the_values_back() -> None:
     assert list(csv.reader(io.StringIO(to_csv(RESULT))))[2] == ["10", str(1 / 3), 'a "b",\nc']
 
 
+OBEYED = "\x1b[2J\x9b1m\u202e\r"
+
+
+def test_what_a_terminal_obeys_is_written_out_and_json_has_it_exactly() -> None:
+    result = Result((f"a{OBEYED}",), ("VARCHAR",), ((f"b{OBEYED}",), ([OBEYED],)))
+    for told in (to_table(result), to_csv(result), to_json(result)):
+        assert told.replace("\n", "").isprintable()
+    assert json.loads(to_json(result))[0] == {f"a{OBEYED}": f"b{OBEYED}"}
+
+
+def test_a_spreadsheet_evaluates_no_text_and_numbers_stay_numbers() -> None:
+    texts = ["=1+1", "+cmd|x", "-2+3", "@SUM(1)", "\t=1", "\r=1", "\n=1", "\uff1d1", '=HYPERLINK("http://a")']
+    result = Result(("=a", "n"), ("VARCHAR", "DOUBLE"), tuple((text, -1.5) for text in texts))
+    rows = list(csv.reader(io.StringIO(to_csv(result))))
+    assert [row[0] for row in rows] == ["'=a", *(f"'{text}".replace("\r", "\\x0d") for text in texts)]
+    assert [row[1] for row in rows[1:]] == ["-1.5"] * len(texts)
+    plain = Result(("v",), ("VARCHAR",), (("-5",), ("+1.5e-3",), ("a=1",), ("",)))
+    assert to_csv(plain) == 'v\n-5\n+1.5e-3\na=1\n""\n'
+
+
 def test_a_name_that_stands_twice_loses_no_column() -> None:
     assert json.loads(to_json(Result(("a", "a"), ("BIGINT", "BIGINT"), ((1, 2),)))) == [{"a": 1, "a_2": 2}]
 
@@ -66,7 +98,7 @@ def test_parquet_keeps_types_and_values(tmp_path: Path) -> None:
         "1.5::DECIMAL(6, 2) AS d, NULL::VARCHAR AS n, 'nan'::DOUBLE AS f, '{\"k\": 1}'::JSON AS j"
     )
     database = Database(empty_file(tmp_path))
-    result = run_select(database.cursor(), sql, limit=10, timeout_s=5)
+    result = run_select(database.cursor(), sql, limit=10)
     database.close()
     with duckdb.connect() as connection:
         found = _read(connection, tmp_path / "a.parquet", to_parquet(result))
@@ -76,6 +108,44 @@ def test_parquet_keeps_types_and_values(tmp_path: Path) -> None:
         assert found.columns[:2] == ["a", "a_2"]
         row = found.fetchall()[0]
     assert (str(row[1]), row[3], row[4], row[6]) == ("2026-01-02 03:04:05.250000", [1, None], True, None)
+
+
+EXACT = "99999999999999999.123"
+
+
+def asked(folder: Path, sql: str) -> Result:
+    database = Database(empty_file(folder))
+    try:
+        return run_select(database.cursor(), sql, limit=10)
+    finally:
+        database.close()
+
+
+def test_decimals_are_exact_in_every_format(tmp_path: Path) -> None:
+    sql = (
+        f"SELECT {EXACT}::DECIMAL(38, 3) AS d, -{EXACT}::DECIMAL(38, 3) AS e, [{EXACT}::DECIMAL(38, 3)] AS l, "
+        "0.1::DECIMAL(4, 2) AS s, 1e-30::DECIMAL(38, 37) AS t, 99999999999999999999::DECIMAL(38, 2) AS w"
+    )
+    result = asked(tmp_path, sql)
+    assert result.rows == ((EXACT, f"-{EXACT}", [EXACT], 0.1, 1e-30, 99999999999999999999),)
+    assert f"{EXACT},-{EXACT}," in to_csv(result)
+    with duckdb.connect() as connection:
+        row = _read(connection, tmp_path / "a.parquet", to_parquet(result)).fetchall()[0]
+    assert row == (
+        Decimal(EXACT), -Decimal(EXACT), [Decimal(EXACT)], Decimal("0.1"), Decimal("1e-30"),
+        Decimal(99999999999999999999),
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("value", ["union_value(a := 1)", "MAP {[1]: 'a'}", "row(1, 2)"])
+def test_a_column_that_parquet_cannot_store_is_named(value: str, tmp_path: Path) -> None:
+    result = asked(tmp_path, f'SELECT 1 AS a, {value} AS "odd one"')
+    with pytest.raises(
+        QueryError, match=r"^column odd one of type .* cannot be written to Parquet: .*; cast it to "
+    ) as e:
+        to_parquet(result)
+    assert "\n" not in str(e.value)
+    assert json.loads(to_json(result))[0]["a"] == 1
 
 
 def test_the_moving_mean_looks_back() -> None:
@@ -93,7 +163,7 @@ def test_a_run_is_drawn(tmp_path: Path, synthetic: Any) -> None:
 
 def test_a_run_that_is_not_known_is_named_with_those_that_are(tmp_path: Path, synthetic: Any) -> None:
     fill(tmp_path, synthetic)
-    with pytest.raises(QueryError, match=r"run nobody's is not known; known are: demo-000001"):
+    with pytest.raises(QueryError, match=r"run nobody's does not exist; known runs: demo-000001"):
         plot_run(tmp_path, "nobody's", tmp_path / "run.png")
 
 

@@ -4,27 +4,24 @@ import asyncio
 import hmac
 import json
 import os
-import secrets
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
-import duckdb
 import orjson
 from aiohttp import web
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from rollstream.metrics.database import Database
-from rollstream.metrics.projector import Projector
-from rollstream.metrics.result import Result
-from rollstream.metrics.select_only import run_select
-from rollstream.schemas.errors import QueryError, RollstreamError
+from rollstream.eventlog.files import write_whole
+from rollstream.eventlog.private import token_in
+from rollstream.metrics.projection.database import Database
+from rollstream.metrics.projection.projector import Projector
+from rollstream.metrics.sql.lanes import QueryLanes
+from rollstream.metrics.sql.query import Limits
+from rollstream.schemas.errors import QueryError, RollstreamError, first_invalid
 
 HOST = "127.0.0.1"
 MAX_SQL_BYTES = 1024 * 1024
-MAX_AT_ONCE = 4
-"""Queries that run together; others wait."""
-INTERRUPT_EVERY_S = 0.05
 
 
 class QueryRequest(BaseModel):
@@ -40,24 +37,22 @@ class QueryRequest(BaseModel):
 
 
 def token_file(workspace: Path) -> Path:
-    """Where the token stands."""
+    """The file that holds the token."""
     return workspace / "sql.token"
 
 
 def port_file(workspace: Path) -> Path:
-    """Where the port stands while the service is up."""
+    """The file that holds the port while the service runs."""
     return workspace / "metrics.json"
 
 
 class SqlService:
-    """Answers queries from cursors of the projector's own database."""
+    """Answers queries on forks of the process that has the projector's database open."""
 
     def __init__(self, database: Database, projector: Projector, token: str) -> None:
-        self._database = database
+        self._lanes = QueryLanes(database)
         self._projector = projector
         self._authorization = f"Bearer {token}".encode()
-        self._free = asyncio.Semaphore(MAX_AT_ONCE)
-        self._running: list[duckdb.DuckDBPyConnection] = []
         self._is_ending = False
 
     async def handle(self, request: web.Request) -> web.Response:
@@ -68,36 +63,22 @@ class SqlService:
         try:
             result = await self._query(QueryRequest.model_validate_json(await request.read()))
         except ValidationError as error:
-            return _answer({"error": f"request: {error.errors()[0]['loc']}: {error.errors()[0]['msg']}"}, status=400)
+            return _answer({"error": str(first_invalid(error, "request"))}, status=400)
         except QueryError as error:
             if self._is_ending:
-                return _answer({"error": "the metrics service has ended: ask again"}, status=503)
+                return _answer({"error": "the metrics service has stopped; run the query again"}, status=503)
             return _answer({"error": str(error)}, status=400)
-        return _answer(result, status=200)
+        return web.Response(body=result, content_type="application/json")
 
     async def end(self) -> None:
-        """Interrupt what runs, and begin no other: nothing holds the file afterwards."""
+        """Kill what runs, and begin no other: nothing holds the file afterwards."""
         self._is_ending = True
-        while self._running:
-            for cursor in self._running:
-                cursor.interrupt()  # again and again: one that comes before its query begins is lost
-            await asyncio.sleep(INTERRUPT_EVERY_S)
+        await self._lanes.end()
 
-    async def _query(self, asked: QueryRequest) -> Result:
+    async def _query(self, asked: QueryRequest) -> bytes:
         if asked.fresh:
             await self._catch_up(asked.timeout_s)
-        async with self._free:
-            if self._is_ending:
-                raise QueryError("the service ends")
-            cursor = self._database.cursor()
-            self._running.append(cursor)
-            try:
-                return await asyncio.to_thread(
-                    run_select, cursor, asked.sql, limit=asked.limit, timeout_s=asked.timeout_s
-                )
-            finally:
-                self._running.remove(cursor)
-                cursor.close()
+        return await self._lanes.run(asked.sql, Limits(asked.limit, asked.timeout_s))
 
     async def _catch_up(self, timeout_s: float) -> None:
         try:
@@ -105,15 +86,15 @@ class SqlService:
                 await self._projector.wait_for(await self._projector.ends())
         except TimeoutError as error:
             raise QueryError(
-                f"the metrics did not reach the log's end within {timeout_s:g} s; ask again, or without waiting"
+                f"the metrics did not reach the log's end within {timeout_s:g} s; try again, or query without waiting"
             ) from error
         except RollstreamError as error:
-            raise QueryError(f"the log's end is not known: {error}; ask without waiting") from error
+            raise QueryError(f"the log's end is unknown: {error}; query without waiting") from error
 
 
 @asynccontextmanager
 async def listening(service: SqlService, workspace: Path, port: int) -> AsyncIterator[int]:
-    """Serve while inside; the port taken stands in `metrics.json`. Raises RollstreamError if the port is in use."""
+    """Serve while inside; the port in use is in `metrics.json`. Raises RollstreamError if the port is in use."""
     app = web.Application(client_max_size=MAX_SQL_BYTES)
     app.router.add_post("/query", service.handle)
     runner = web.AppRunner(app, access_log=None, shutdown_timeout=2.0)
@@ -124,10 +105,10 @@ async def listening(service: SqlService, workspace: Path, port: int) -> AsyncIte
             await site.start()
         except OSError as error:
             raise RollstreamError(
-                f"port {port} of {HOST} cannot be used for SQL ({error.strerror}): set another port, or 0 for any"
+                f"port {port} of {HOST} cannot be used for SQL ({error.strerror}); set another port, or 0 for any"
             ) from error
         taken = int(runner.addresses[0][1])
-        _write(port_file(workspace), json.dumps({"port": taken, "pid": os.getpid()}), mode=0o644)
+        write_whole(port_file(workspace), json.dumps({"port": taken, "pid": os.getpid()}))
         yield taken
     finally:
         port_file(workspace).unlink(missing_ok=True)
@@ -137,21 +118,7 @@ async def listening(service: SqlService, workspace: Path, port: int) -> AsyncIte
 
 def make_token(workspace: Path) -> str:
     """The workspace's token, made on first use; only its owner can read it."""
-    path = token_file(workspace)
-    if path.exists():
-        path.chmod(0o600)
-        if len(token := path.read_text().strip()) >= 32:
-            return token
-    token = secrets.token_hex(32)
-    _write(path, token, mode=0o600)
-    return token
-
-
-def _write(path: Path, text: str, *, mode: int) -> None:
-    beside = path.with_name(f"{path.name}.{os.getpid()}")
-    with os.fdopen(os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, mode), "w") as file:
-        file.write(text)
-    beside.replace(path)
+    return token_in(token_file(workspace))
 
 
 def _answer(body: object, *, status: int) -> web.Response:

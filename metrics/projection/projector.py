@@ -1,21 +1,24 @@
 """Reads every topic into the metrics file. Ours is one writer; it takes no part in any consumer group.
 
 Order: 1. poll; 2. decode and make rows (first occurrence of a row's key wins); 3. one transaction with the rows and
-the next offsets; 4. poll again. A crash between any two of these repeats nothing and loses nothing.
+the next offsets, tried again as long as the disk is full; 4. poll again. A crash between any two of these repeats
+nothing and loses nothing.
 """
 
 import asyncio
 import logging
+import math
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from rollstream.eventlog.artifact_retry import retrying
 from rollstream.eventlog.codec import decode
 from rollstream.eventlog.dead_letters import redriven
 from rollstream.eventlog.failpoints import failpoint
 from rollstream.eventlog.log import EventLog, LogReader, Record, TopicPartition, check_kept
-from rollstream.metrics.database import Database
-from rollstream.metrics.rows import dead_letter_row, rows_of
+from rollstream.metrics.projection.database import Database
+from rollstream.metrics.projection.rows import dead_letter_row, rows_of
 from rollstream.schemas.errors import DecodeError, TruncatedError
 from rollstream.schemas.topics import TOPICS
 
@@ -23,7 +26,7 @@ logger = logging.getLogger(__name__)
 
 POLL_RECORDS = 500
 BATCH_ROWS = 20_000
-"""Rows of one transaction, at most one poll more."""
+"""Rows of one transaction, and records that it is made of: at most one poll more."""
 POLL_S = 1.0
 """Wait for records at the log's end; a service that is asked to end waits as long at most."""
 PAUSE_S = 0.5
@@ -62,11 +65,12 @@ class Projector:
         self._done: dict[TopicPartition, int] = {}
         self._num_partitions: dict[str, int] = {}
         self._stopping = False
+        self._max_left: float = math.inf
         self._wake = asyncio.Event()
         self._moved = asyncio.Condition()
 
     async def run(self) -> None:
-        """Project until `stop`, then what is in the log by then. Raises LogError, MetricsFileError."""
+        """Project until `stop`, then what it says is still to be projected. Raises LogError, MetricsFileError."""
         self._database.claim_cluster(await self._log.cluster_id())
         self._num_partitions = {topic: await self._log.num_partitions(topic) for topic in TOPICS}
         self._done = await self._start_offsets()
@@ -77,14 +81,18 @@ class Projector:
                 if await self._round(reader, timeout_s=POLL_S) < POLL_RECORDS:
                     await self._pause()
             ends = await self.ends()
+            left = sum(max(0, offset - self._done.get(where, 0)) for where, offset in ends.items())
+            if left > self._max_left:
+                logger.info("stopping %d records before the log's end; the next start continues there", left)
+                return
             while not self._is_at(ends):
-                await self._round(reader, timeout_s=0.2)
+                await self._round(reader, timeout_s=0.2, is_last=True)
         finally:
             await reader.close()
 
-    def stop(self) -> None:
-        """Let `run` finish with what is in the log now."""
-        self._stopping = True
+    def stop(self, *, max_left: int | None = None) -> None:
+        """Let `run` finish with what is in the log now, or at once if that is more than `max_left` records."""
+        self._stopping, self._max_left = True, math.inf if max_left is None else max_left
         self._wake.set()
 
     async def ends(self) -> dict[TopicPartition, int]:
@@ -117,15 +125,20 @@ class Projector:
                     check_kept(where, start[where], begin, ends[partition])
                 except TruncatedError as error:
                     raise TruncatedError(
-                        f"{error}; move the metrics file {self._database.path} away to begin anew with what is kept"
+                        f"{error}; move the metrics file {self._database.path} away to rebuild it from the retained "
+                        f"records"
                     ) from error
         return start
 
-    async def _round(self, reader: LogReader, *, timeout_s: float) -> int:
-        """Poll until nothing is at hand or a transaction is full, then write. Returns how many records were read."""
+    async def _round(self, reader: LogReader, *, timeout_s: float, is_last: bool = False) -> int:
+        """Poll until nothing is at hand, a transaction is full or `stop` was called, then write.
+
+        `is_last`: after `stop`. Returns how many records were read.
+        """
+        self._database.check_in_place()
         rows: dict[str, list[dict[str, Any]]] = {}
         num_records = num_rows = 0
-        while num_rows < BATCH_ROWS:
+        while max(num_rows, num_records) < BATCH_ROWS and (is_last or not self._stopping):
             records = await reader.poll(timeout_s=0.0 if num_records else timeout_s, max_records=POLL_RECORDS)
             if not records:
                 break
@@ -133,6 +146,7 @@ class Projector:
             for table, found in project(records, self._num_partitions).items():
                 rows.setdefault(table, []).extend(found)
                 num_rows += len(found)
+            await asyncio.sleep(0)  # records at hand are polled without a pause, and signals come between
         if num_records:
             await self._write(reader, rows)
         return num_records
@@ -140,7 +154,7 @@ class Projector:
     async def _write(self, reader: LogReader, rows: dict[str, list[dict[str, Any]]]) -> None:
         positions = {where: reader.position(where) for where in self._done}
         moved = {where: offset for where, offset in positions.items() if offset > self._done[where]}
-        await asyncio.to_thread(self._database.write, rows, moved)
+        await retrying(lambda: self._database.write(rows, moved), "project the log")
         failpoint("metrics/after-transaction")
         async with self._moved:
             self._done |= moved

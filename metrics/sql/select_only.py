@@ -1,14 +1,13 @@
-"""Runs one SELECT on a cursor: nothing else, in a read-only transaction, within a time and a row limit.
+"""Runs one SELECT on a connection: nothing else, and in a read-only transaction.
 
-The connection itself is closed to files, network and settings (`database.SAFE_CONFIG`).
+The connection itself is closed to files, network and settings (`database.close_doors`); time and memory are limited by
+the process that this runs in (`query`).
 """
-
-import threading
 
 import duckdb
 
-from rollstream.metrics.database import one_line
-from rollstream.metrics.result import Result, plain
+from rollstream.metrics.projection.database import one_line
+from rollstream.metrics.sql.result import Result, plain
 from rollstream.schemas.errors import QueryError
 
 MAX_ROWS = 1_000_000
@@ -28,27 +27,15 @@ def check(cursor: duckdb.DuckDBPyConnection, sql: str) -> duckdb.Statement:
     return statements[0]
 
 
-def run_select(cursor: duckdb.DuckDBPyConnection, sql: str, *, limit: int, timeout_s: float) -> Result:
-    """Rows of one SELECT, at most `limit` of them. Raises QueryError for whatever is refused, wrong or too slow."""
+def run_select(cursor: duckdb.DuckDBPyConnection, sql: str, *, limit: int) -> Result:
+    """Rows of one SELECT, at most `limit` of them. Raises QueryError for what is refused or wrong, MemoryError."""
     statement = check(cursor, sql)
-    limit = max(0, min(limit, MAX_ROWS))
-    timed_out = threading.Event()
-
-    def interrupt() -> None:
-        timed_out.set()
-        cursor.interrupt()
-
-    timer = threading.Timer(timeout_s, interrupt)
-    timer.daemon = True
-    timer.start()
     try:
-        return _select(cursor, statement, limit)
-    except (duckdb.Error, RuntimeError, MemoryError) as error:
-        if timed_out.is_set():
-            raise QueryError(f"SQL: the query took longer than {timeout_s:g} s and was stopped") from error
+        return _select(cursor, statement, max(0, min(limit, MAX_ROWS)))
+    except duckdb.OutOfMemoryException as error:
+        raise MemoryError(one_line(error)) from error
+    except (duckdb.Error, RuntimeError) as error:
         raise QueryError(f"SQL: {one_line(error)}") from error
-    finally:
-        timer.cancel()
 
 
 def _select(cursor: duckdb.DuckDBPyConnection, statement: duckdb.Statement, limit: int) -> Result:

@@ -7,12 +7,11 @@ from typing import Any
 import pytest
 
 from rollstream.eventlog.log import TopicPartition
-from rollstream.eventlog.memory_log import MemoryLog
-from rollstream.metrics.database import Database
-from rollstream.metrics.projector import Projector
+from rollstream.eventlog.memory.log import MemoryLog
+from rollstream.metrics.projection.database import Database
+from rollstream.metrics.projection.projector import Projector
 from rollstream.schemas.errors import TruncatedError
-
-from .conftest import empty_file
+from tests.metrics.conftest import empty_file
 
 
 def project(log: MemoryLog, path: Path) -> None:
@@ -39,7 +38,7 @@ def test_rows_that_were_removed_before_they_were_read_stop_the_projector(tmp_pat
         project(log, path)
     assert str(stopped.value) == (
         f"offset {stood[partition]} of topic steps partition {partition} is not kept: it holds {stood[partition] + 1} "
-        f"to {ends[partition] - 1}; move the metrics file {path} away to begin anew with what is kept"
+        f"to {ends[partition] - 1}; move the metrics file {path} away to rebuild it from the retained records"
     )
 
 
@@ -57,5 +56,7 @@ def test_a_log_that_ends_before_the_file_does_is_another_one(tmp_path: Path, syn
     log = MemoryLog(num_partitions=2)
     asyncio.run(log.send_all(list(synthetic.all_events())))
     project(log, path)
-    with pytest.raises(TruncatedError, match="is not kept: it is empty at 0; the topic was cut off behind, or deleted"):
+    with pytest.raises(
+        TruncatedError, match="is not kept: it is empty at 0; the topic was truncated at its end, or deleted"
+    ):
         project(MemoryLog(num_partitions=2), path)

@@ -1,4 +1,4 @@
-"""What each event becomes in the metrics file: (table, row) pairs by event kind. Pure; no token array is kept."""
+"""The rows of each event in the metrics file: (table, row) pairs by event kind. Pure; no token array is kept."""
 
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -6,29 +6,49 @@ from typing import Any
 import orjson
 
 from rollstream.eventlog.log import Received, Record
-from rollstream.metrics.rows_rollouts import ROLLOUT_ROWS
-from rollstream.metrics.rows_training import TRAINING_ROWS
+from rollstream.metrics.projection.columns import Row, copied
+from rollstream.metrics.projection.rows_rollouts import ROLLOUT_ROWS
+from rollstream.metrics.projection.rows_training import TRAINING_ROWS
 from rollstream.schemas.ids import run_of
 from rollstream.schemas.topics import BY_NAME
-
-Row = dict[str, Any]
 
 CONNECT = "__connect.errors."
 """How the names of Kafka Connect's error headers begin."""
 
-BUILDERS: dict[str, Callable[[Any, str], Iterator[tuple[str, Row]]]] = {**ROLLOUT_ROWS, **TRAINING_ROWS}
-"""Row builder by event kind; kinds that are not named leave no row (ticks)."""
+BUILDERS: dict[str, Callable[[Any, Received], Iterator[tuple[str, Row]]]] = {**ROLLOUT_ROWS, **TRAINING_ROWS}
+"""Row builder by event kind, for kinds that have more to say than their fields."""
+
+COPIED = frozenset(
+    {
+        "task_cancelled",
+        "reward_recorded",
+        "epoch_started",
+        "rollback_requested",
+        "trajectory_rejected",
+        "epoch_sealed",
+        "version_judged",
+        "job_progressed",
+        "learner_claimed",
+        "weights_loaded",
+    }
+)
+"""Kinds whose fields alone make the row of the table with their name; kinds that are in neither leave none (ticks)."""
+
+WALL_TIMED = frozenset({"run_started", "run_ended", "group_closed"})
+"""Tables that also hold the wall time of the event's record; event time may stop or be copied from another event."""
 
 
 def rows_of(received: Received) -> Iterator[tuple[str, Row]]:
-    """Rows of one event, each with where it lies in the log and its event time."""
+    """Rows of one event, each with its position in the log and its event time."""
     event, where = received.event, received.position
-    builder = BUILDERS.get(event.kind)  # pyright: ignore[reportAttributeAccessIssue]
-    if builder is None:
-        return
+    kind: str = event.kind  # pyright: ignore[reportAttributeAccessIssue]
     place = {"time_ms": event.time_ms, "log_partition": where.partition, "log_offset": where.offset}
-    for table, row in builder(event, received.digest):
-        yield table, {"run_id": event.run_id, **row, **place}
+    if kind in COPIED:
+        yield kind, {"run_id": event.run_id, **copied(kind, event), **place}
+    elif (builder := BUILDERS.get(kind)) is not None:
+        for table, row in builder(event, received):
+            wall = {"recorded_ms": received.timestamp_ms} if table in WALL_TIMED else {}
+            yield table, {"run_id": event.run_id, **row, **place, **wall}
 
 
 def dead_letter_row(record: Record) -> Row:

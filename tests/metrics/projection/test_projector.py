@@ -9,14 +9,13 @@ import pytest
 
 from rollstream.eventlog.dead_letters import send_dead_letter
 from rollstream.eventlog.log import EventLog, TopicPartition
-from rollstream.eventlog.memory_log import MemoryLog
-from rollstream.metrics.database import Database, MetricsFileError, connect
-from rollstream.metrics.projector import Projector, project_to_end
+from rollstream.eventlog.memory.log import MemoryLog
+from rollstream.metrics.projection.database import Database, MetricsFileError, connect
+from rollstream.metrics.projection.projector import Projector, project_to_end
 from rollstream.schemas import events
 from rollstream.schemas.base import Event
 from rollstream.schemas.errors import DecodeError
-
-from .conftest import empty_file
+from tests.metrics.conftest import empty_file
 
 
 def project_all(log: EventLog, path: Path) -> None:
@@ -35,6 +34,7 @@ def ask(path: Path, sql: str) -> list[Any]:
         return connection.execute(sql).fetchall()
 
 
+JOB = {"run_id": "run-1", "time_ms": 1, "model_group": "run-1/policy", "job_id": "run-1/rl"}
 ALL = [
     "runs", "epochs", "tasks", "rollouts", "steps", "rewards", "trajectories", "groups", "rejections",
     "batches", "batch_members", "training_steps", "weight_versions", "weight_loads", "jobs", "validations",
@@ -44,9 +44,13 @@ ALL = [
 
 
 def everything(path: Path) -> dict[str, list[Any]]:
-    """All rows of all public tables; of offsets all but the clock time."""
+    """All rows of all public tables but for the clock time."""
+    clock = {"runs": "EXCLUDE (started_at, ended_at, seconds)", "validations": "EXCLUDE (ended_at)"}
     with connect(path, read_only=True) as connection:
-        found = {name: connection.execute(f"SELECT * FROM {name} ORDER BY ALL").fetchall() for name in ALL}
+        found = {
+            name: connection.execute(f"SELECT * {clock.get(name, '')} FROM {name} ORDER BY ALL").fetchall()
+            for name in ALL
+        }
     found["offsets"] = [row[:3] for row in found["offsets"]]
     return found
 
@@ -85,6 +89,24 @@ def test_a_training_step_shows_the_preference_accuracy_that_it_told(tmp_path: Pa
     found = ask(path, "SELECT loss, preference_accuracy, preference_margin, metrics['dpo/pairs'] FROM training_steps")
     assert found[-1] == (0.5, 0.75, 0.125, 8.0)
     assert {row[1:] for row in found[:-1]} == {(None, None, None)}
+
+
+def test_a_job_shows_the_phase_finish_of_its_last_version_where_it_was_measured(tmp_path: Path, synthetic: Any) -> None:
+    made = list(synthetic.all_events())
+    last = max(at for at, event in enumerate(made) if isinstance(event, events.JobSucceeded))
+    made[last] = made[last].model_copy(update={"finish_s": 0.0})
+    path = empty_file(tmp_path)
+    project_all(log_of(made), path)
+    assert ask(path, "SELECT kind, finish_s FROM jobs ORDER BY kind DESC") == [("sft", 0.5), ("rl", None)]
+
+
+@pytest.mark.parametrize(
+    ("ended", "error"), [(events.JobFailed(**JOB, error="no room"), "no room"), (events.JobCancelled(**JOB), "")]
+)
+def test_a_job_that_did_not_succeed_shows_why(tmp_path: Path, ended: Any, error: str) -> None:
+    path = empty_file(tmp_path)
+    project_all(log_of([ended]), path)
+    assert ask(path, "SELECT state, error, finish_s FROM log.job_finished") == [(ended.kind[4:], error, None)]
 
 
 def test_every_attempt_has_one_outcome_and_they_add_up(tmp_path: Path, synthetic: Any) -> None:
@@ -133,6 +155,19 @@ def test_calls_without_log_probabilities_are_waste_of_a_trained_rollout(tmp_path
         ("no_logprobs", "trained", 2 * 2 * 3, 2 * 2 * 6),
         ("producer_lost", "failed", 3, 15),
     ]
+
+
+def test_a_validation_never_ends_before_its_run_began_whatever_event_time_says(tmp_path: Path, synthetic: Any) -> None:
+    changes = {"purpose": "validation", "time_ms": 1_000}
+    events = [one.model_copy(update=changes) if one.kind == "group_closed" else one for one in synthetic.all_events()]
+    path = empty_file(tmp_path)
+    project_all(log_of(events), path)
+    with connect(path, read_only=True) as connection:
+        found = connection.execute(
+            "SELECT DISTINCT v.ended_at >= r.started_at, epoch_ms(v.ended_event_time), r.ended_at >= r.started_at "
+            "FROM validations v JOIN runs r USING (run_id)"
+        ).fetchall()
+    assert found == [(True, 1_000, True)]
 
 
 def test_repeated_events_and_a_second_reading_change_nothing(tmp_path: Path, synthetic: Any) -> None:
@@ -218,6 +253,27 @@ def test_a_void_term_publishes_nothing(tmp_path: Path, synthetic: Any) -> None:
     assert ask(path, "SELECT term FROM weight_versions") == [(2,)]
 
 
+def test_a_version_that_was_collected_says_when_and_by_whom(tmp_path: Path, synthetic: Any) -> None:
+    first = synthetic.published(None, "rl", 1)
+    second = first.model_copy(update={"version": first.version + 1, "weights_sha256": "f" * 64})
+    collected = events.WeightsCollected(
+        run_id=synthetic.run_id,
+        time_ms=1_790_000_001_000,
+        model_group=synthetic.model_group,
+        versions=(first.version,),
+        weights_sha256=(first.weights_sha256,),
+        artifacts=(first.artifact,),
+        by="learner-1",
+    )
+    path = empty_file(tmp_path)
+    project_all(log_of([synthetic.claim(1), first, second, collected, collected]), path)
+    columns = "version - " + str(first.version) + ", is_collected, epoch_ms(collected_at), collected_by"
+    assert ask(path, f"SELECT {columns} FROM weight_versions ORDER BY version") == [
+        (0, True, 1_790_000_001_000, "learner-1"),
+        (1, False, None, None),
+    ]
+
+
 def test_a_second_end_of_an_attempt_decides_nothing(tmp_path: Path) -> None:
     common = {"run_id": "r", "time_ms": 1, "group_id": "r/j/e/t", "rollout_id": "r/j/e/t/m0/a0"}
     lost = events.RolloutFailed.model_validate(common | {"cause": "producer_lost"})
@@ -270,3 +326,22 @@ def test_an_attempt_that_a_run_leaves_behind_is_dead(tmp_path: Path, synthetic: 
     asyncio.run(log.send(found[-1]))
     project_all(log, path)
     assert ask(path, "SELECT outcome, cause, tokens FROM outcomes") == [("dead", "run_ended", 5)]
+
+
+def test_a_metrics_file_that_was_removed_while_it_was_open_ends_the_projector_and_is_made_again(
+    tmp_path: Path, synthetic: Any
+) -> None:
+    path, log = empty_file(tmp_path), MemoryLog(num_partitions=2)
+    asyncio.run(log.send_all(list(synthetic.all_events())))
+    database = Database(path)
+    try:
+        projector = Projector(log, database)
+        path.unlink()
+        projector.stop()
+        with pytest.raises(MetricsFileError, match="was removed or replaced while in use"):
+            asyncio.run(projector.run())
+    finally:
+        database.close()
+    asyncio.run(project_to_end(log, path))
+    with duckdb.connect(str(path), read_only=True) as connection:
+        assert connection.execute("SELECT count(*) FROM runs").fetchall() == [(1,)]

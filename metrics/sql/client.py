@@ -7,14 +7,14 @@ from http import HTTPStatus
 from pathlib import Path
 from typing import Any
 
-from rollstream.metrics.database import FileInUseError, MetricsFileError, connect, metrics_file
-from rollstream.metrics.result import Result
-from rollstream.metrics.select_only import run_select
-from rollstream.metrics.sql_service import HOST, port_file, token_file
+from rollstream.metrics.projection.database import OPEN_CONFIG, FileInUseError, MetricsFileError, connect, metrics_file
+from rollstream.metrics.sql.query import Limits, start
+from rollstream.metrics.sql.result import Result, result_of
+from rollstream.metrics.sql.service import HOST, port_file, token_file
 from rollstream.schemas.errors import QueryError
 
 WAIT_MARGIN_S = 10.0
-"""What the service may take beyond catching up and the query itself."""
+"""Seconds of the service beyond catching up and the query itself."""
 PATIENCE_S = 5.0
 """How long a service that begins or ends may have the file without answering."""
 POLL_S = 0.1
@@ -37,12 +37,7 @@ def query(workspace: Path, sql: str, *, fresh: bool = True, limit: int = 10_000,
             time.sleep(POLL_S)
     if "error" in answer:
         raise QueryError(answer["error"])
-    return Result(
-        columns=tuple(answer["columns"]),
-        types=tuple(answer["types"]),
-        rows=tuple(tuple(row) for row in answer["rows"]),
-        is_cut=answer["is_cut"],
-    )
+    return result_of(answer)
 
 
 def is_caught_up(workspace: Path) -> bool:
@@ -64,7 +59,7 @@ def _ask_service(workspace: Path, asked: dict[str, Any]) -> dict[str, Any] | Non
     except (FileNotFoundError, ValueError, KeyError, TypeError):
         return None
     except OSError as error:
-        raise QueryError(f"{error.filename} cannot be read ({error.strerror}): ask as its owner") from error
+        raise QueryError(f"{error.filename} cannot be read ({error.strerror}); run the query as its owner") from error
     connection = http.client.HTTPConnection(HOST, port, timeout=2 * asked["timeout_s"] + WAIT_MARGIN_S)
     try:
         connection.request("POST", "/query", json.dumps(asked), {"Authorization": f"Bearer {token}"})
@@ -76,7 +71,9 @@ def _ask_service(workspace: Path, asked: dict[str, Any]) -> dict[str, Any] | Non
     except TimeoutError as error:
         raise QueryError(f"the metrics service on port {port} does not answer; restart it") from error
     except (OSError, http.client.HTTPException, ValueError) as error:
-        raise QueryError(f"the metrics service on port {port} answers wrongly ({error}); restart it") from error
+        raise QueryError(
+            f"the metrics service on port {port} sent an invalid response ({error}); restart it"
+        ) from error
     finally:
         connection.close()
 
@@ -84,9 +81,17 @@ def _ask_service(workspace: Path, asked: dict[str, Any]) -> dict[str, Any] | Non
 def _ask_file(workspace: Path, sql: str, *, limit: int, timeout_s: float) -> Result:
     path = metrics_file(workspace)
     if not path.exists():
-        raise QueryError(f"there are no metrics in {workspace}: run `rollstream finetune`, or give another workspace")
-    connection = connect(path, read_only=True)
+        raise QueryError(
+            f"workspace {workspace} has no metrics; run `rollstream finetune`, or give another --workspace"
+        )
+    connection = connect(path, read_only=True, config=OPEN_CONFIG)
     try:
-        return run_select(connection, sql, limit=limit, timeout_s=timeout_s)
+        asked = start(connection, path, sql, Limits(limit, timeout_s))
+        try:
+            if not asked.wait(timeout_s):
+                raise asked.took_too_long()
+            return result_of(json.loads(asked.answer()))
+        finally:
+            asked.close()
     finally:
         connection.close()

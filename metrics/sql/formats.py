@@ -3,6 +3,7 @@
 import csv
 import io
 import json
+import re
 import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -10,58 +11,79 @@ from typing import Any
 
 import duckdb
 
-from rollstream.metrics.result import Result
+from rollstream.metrics.projection.database import one_line
+from rollstream.metrics.sql.printable import json_escaped, printable
+from rollstream.metrics.sql.result import Result
+from rollstream.metrics.sql.table import table
+from rollstream.schemas.errors import QueryError
 
 MAX_CELL_CHARS = 80
+FORMULA_BEGINS = ("=", "+", "-", "@", "\t", "\r", "\n", "\uff1d", "\uff0b", "\uff0d", "\uff20")
+"""How a text begins that a spreadsheet evaluates, the full-width forms of these signs included."""
+_NUMBER = re.compile(r"[-+]?[0-9]+(\.[0-9]+)?([eE][-+]?[0-9]+)?")
 NUMBERS = ("INTEGER", "BIGINT", "HUGEINT", "SMALLINT", "TINYINT", "DOUBLE", "FLOAT", "DECIMAL", "UBIGINT", "UINTEGER")
 
 
 def to_table(result: Result) -> str:
     """Aligned columns, numbers to the right; long texts are cut."""
     cells = [[_cell(value) for value in row] for row in result.rows]
-    widths = [
-        max([len(name), *(len(row[index]) for row in cells)]) for index, name in enumerate(result.columns)
-    ]  # at least the heading
     is_right = [type_name.startswith(NUMBERS) for type_name in result.types]
-    lines = [
-        _line(result.columns, widths, is_right),
-        "  ".join("-" * width for width in widths),
-        *(_line(row, widths, is_right) for row in cells),
-        _count(result),
-    ]
-    return "\n".join(lines) + "\n"
+    text = table(result.columns, cells, is_right, has_rule=True, max_chars=MAX_CELL_CHARS)
+    return f"{text}\n{_count(result)}\n"
 
 
 def to_json(result: Result) -> str:
     """A JSON list of one object a row."""
     names = _unique(result.columns)
     rows = [dict(zip(names, row, strict=True)) for row in result.rows]
-    return json.dumps(rows, indent=2, ensure_ascii=False) + "\n"
+    return json_escaped(json.dumps(rows, indent=2, ensure_ascii=False)) + "\n"
 
 
 def to_csv(result: Result) -> str:
-    """CSV with a heading; nothing for NULL, JSON for lists and objects."""
+    """CSV with a heading; nothing for NULL, JSON for lists and objects.
+
+    A text that a spreadsheet would take for a formula begins with an apostrophe. Control characters are written as in
+    tables, for CSV may go to a terminal too; JSON and Parquet have the exact values.
+    """
     out = io.StringIO()
     writer = csv.writer(out, lineterminator="\n")
-    writer.writerow(result.columns)
+    writer.writerow(map(_csv_cell, result.columns))
     for row in result.rows:
-        writer.writerow("" if value is None else _text(value) for value in row)
+        writer.writerow("" if value is None else _csv_cell(value) for value in row)
     return out.getvalue()
 
 
 def to_parquet(result: Result) -> bytes:
-    """A Parquet file with the columns' own types."""
+    """A Parquet file with the columns' own types. Raises QueryError naming a column whose type it cannot store."""
     kinds = _stored_types(result)
-    names = [name.replace('"', '""') for name in _unique(result.columns)]
-    columns = ", ".join(f'"{name}" {kind}' for name, kind in zip(names, kinds, strict=True))
+    names = _unique(result.columns)
+    columns: list[Sequence[Any]] = list(zip(*result.rows, strict=True)) or [()] * len(names)
+    try:
+        return _parquet(names, kinds, columns)
+    except duckdb.Error:
+        for name, kind, column in zip(names, kinds, columns, strict=True):
+            _check_column(name, kind, column)
+        raise
+
+
+def _check_column(name: str, kind: str, column: Sequence[Any]) -> None:
+    try:
+        _parquet([name], [kind], [column])
+    except duckdb.Error as error:
+        raise QueryError(
+            f"column {printable(name)} of type {printable(kind)} cannot be written to Parquet: "
+            f"{printable(one_line(error))}; cast it to VARCHAR or JSON in the query, or use --format json"
+        ) from error
+
+
+def _parquet(names: Sequence[str], kinds: Sequence[str], columns: Sequence[Sequence[Any]]) -> bytes:
+    quoted = [name.replace('"', '""') for name in names]
+    described = ", ".join(f'"{name}" {kind}' for name, kind in zip(quoted, kinds, strict=True))
     with tempfile.TemporaryDirectory() as folder, duckdb.connect() as connection:
-        connection.execute(f"CREATE TABLE result ({columns})")
-        if result.rows:
+        connection.execute(f"CREATE TABLE result ({described})")
+        if columns[0]:
             values = ", ".join(_stored_value(number, kind) for number, kind in enumerate(kinds, start=1))
-            texts = [
-                [None if value is None else _text(value) for value in column]
-                for column in zip(*result.rows, strict=True)
-            ]
+            texts = [[None if value is None else _text(value) for value in column] for column in columns]
             connection.execute(f"INSERT INTO result SELECT {values}", texts)
         path = Path(folder) / "result.parquet"
         connection.table("result").write_parquet(str(path))
@@ -74,7 +96,13 @@ FORMATS: dict[str, Callable[[Result], str | bytes]] = {
     "csv": to_csv,
     "parquet": to_parquet,
 }
-"""What shows a result, by the name of the format."""
+"""Functions that format a result, by the name of the format."""
+
+
+def _csv_cell(value: Any) -> str:
+    text = _text(value)
+    is_formula = isinstance(value, str) and text.startswith(FORMULA_BEGINS) and _NUMBER.fullmatch(text) is None
+    return printable(f"'{text}" if is_formula else text)
 
 
 def _cell(value: Any) -> str:
@@ -82,8 +110,7 @@ def _cell(value: Any) -> str:
         return ""
     if isinstance(value, float):
         return f"{value:.6g}"
-    text = _text(value).replace("\r", "").replace("\n", "\\n").replace("\t", " ")
-    return text if len(text) <= MAX_CELL_CHARS else text[: MAX_CELL_CHARS - 1] + "…"
+    return _text(value)
 
 
 def _text(value: Any) -> str:
@@ -92,14 +119,6 @@ def _text(value: Any) -> str:
     if isinstance(value, bool):
         return "true" if value else "false"
     return json.dumps(value, ensure_ascii=False) if isinstance(value, (list, dict)) else str(value)
-
-
-def _line(cells: Sequence[str], widths: Sequence[int], is_right: Sequence[bool]) -> str:
-    padded = (
-        cell.rjust(width) if right else cell.ljust(width)
-        for cell, width, right in zip(cells, widths, is_right, strict=True)
-    )
-    return "  ".join(padded).rstrip()
 
 
 def _count(result: Result) -> str:
@@ -119,7 +138,7 @@ def _stored_value(number: int, kind: str) -> str:
 
 
 def _unique(names: Sequence[str]) -> list[str]:
-    """Names with `_2`, `_3` ... at those that stand there already."""
+    """Names with `_2`, `_3` ... appended to duplicates."""
     found: list[str] = []
     for name in names:
         number, candidate = 1, name

@@ -1,0 +1,140 @@
+"""All about each attempt in one row (`log.attempt`), from the rows that a transaction really added. Pure.
+
+Every value is a sum, a first, a least or a greatest, or a flag that is only ever set; so the rows are the same in
+whatever order topics are read and however they are cut into transactions. The view `outcomes` judges from them.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+Row = dict[str, Any]
+Inserted = Mapping[str, Sequence[Mapping[str, Any]]]
+
+TRAINED_BATCHES = """
+WITH asked AS (
+    SELECT DISTINCT model_group, version FROM log.step_trained WHERE batch_id IN (SELECT unnest($1::VARCHAR[]))
+)
+SELECT batch_id FROM (
+    SELECT t.batch_id FROM log.step_trained t JOIN asked a ON a.model_group = t.model_group AND a.version = t.version
+    WHERE NOT EXISTS (SELECT 1 FROM log.learner_claimed c
+        WHERE c.model_group = t.model_group AND c.term > t.term AND c.log_offset < t.log_offset)
+    QUALIFY row_number() OVER (PARTITION BY t.model_group, t.version ORDER BY t.log_offset) = 1
+) WHERE batch_id IN (SELECT unnest($1::VARCHAR[]))
+"""
+"""As the view `training_steps` chooses them: what no later claim made void, the first of a version."""
+PLANNED_AT = "SELECT batch_id, log_offset FROM log.batch_planned WHERE batch_id IN (SELECT unnest($1::VARCHAR[]))"
+MEMBERS = """
+SELECT m.rollout_id, m.run_id FROM log.batch_member m
+JOIN log.batch_planned b ON b.batch_id = m.batch_id AND b.log_offset = m.log_offset
+WHERE m.log_offset BETWEEN $1 AND $2 AND m.batch_id IN (SELECT unnest($3::VARCHAR[]))
+"""
+_ATTEMPT = ("rollout_id", "run_id", "group_id")
+READ: dict[str, tuple[str, ...]] = {
+    "rollout_started": _ATTEMPT,
+    "step_recorded": (*_ATTEMPT, "log_offset", "num_new_prompt_tokens", "num_completion_tokens"),
+    "reward_recorded": (*_ATTEMPT, "log_offset"),
+    "rollout_finished": (*_ATTEMPT, "log_offset", "state", "cause"),
+    "group_closed": ("group_id", "log_offset"),
+    "attempt_settled": (*_ATTEMPT, "log_offset", "outcome", "cause", "num_tokens"),
+    "group_member": (*_ATTEMPT, "log_offset", "num_tokens"),
+    "trajectory_rejected": ("rollout_id", "cause", "num_tokens"),
+    "batch_planned": ("batch_id", "log_offset"),
+    "batch_member": (*_ATTEMPT, "batch_id", "log_offset"),
+    "step_trained": ("batch_id",),
+}
+"""Tables whose new rows count here, and the columns that are read of them."""
+COMBINE = {
+    "run_id": "least({0}, excluded.{0})",
+    "group_id": "least({0}, excluded.{0})",
+    "is_known": "{0} OR excluded.{0}",
+    "state": "coalesce({0}, excluded.{0})",
+    "cause": "coalesce({0}, excluded.{0})",
+    "end_offset": "coalesce({0}, excluded.{0})",
+    "last_offset": "greatest({0}, excluded.{0})",
+    "step_tokens": "coalesce({0} + excluded.{0}, {0}, excluded.{0})",
+    "settled": "coalesce({0}, excluded.{0})",
+    "settled_cause": "coalesce({0}, excluded.{0})",
+    "settled_tokens": "coalesce({0}, excluded.{0})",
+    "member_tokens": "coalesce({0} + excluded.{0}, {0}, excluded.{0})",
+    "is_rejected": "{0} OR excluded.{0}",
+    "rejected_cause": "least({0}, excluded.{0})",
+    "rejected_tokens": "coalesce({0} + excluded.{0}, {0}, excluded.{0})",
+    "is_planned": "{0} OR excluded.{0}",
+    "is_trained": "{0} OR excluded.{0}",
+}
+"""How a column of a row that is there already takes a new value in (SQL)."""
+_FLAGS = ("is_known", "is_rejected", "is_planned", "is_trained")
+_NOTHING = dict.fromkeys(COMBINE) | dict.fromkeys(_FLAGS, False)
+
+
+def attempts_of(inserted: Inserted, trained: Iterable[Mapping[str, Any]]) -> list[Row]:
+    """One row an attempt that the new rows say something of. `trained`: members of batches that are trained now."""
+    found: dict[str, Row] = {}
+    for row in inserted.get("rollout_started", ()):
+        _known(found, row)
+    for row in inserted.get("step_recorded", ()):
+        attempt = _known(found, row)
+        _reach(attempt, row["log_offset"])
+        if row["num_new_prompt_tokens"] is not None and row["num_completion_tokens"] is not None:
+            _add(attempt, "step_tokens", row["num_new_prompt_tokens"] + row["num_completion_tokens"])
+    for row in inserted.get("reward_recorded", ()):
+        _reach(_known(found, row), row["log_offset"])
+    for row in inserted.get("rollout_finished", ()):
+        _known(found, row).update(state=row["state"], cause=row["cause"], end_offset=row["log_offset"])
+    _take_closings(found, inserted)
+    for row in inserted.get("trajectory_rejected", ()):
+        attempt = _of(found, row["rollout_id"])
+        causes = [cause for cause in (attempt["rejected_cause"], row["cause"]) if cause is not None]
+        attempt.update(is_rejected=True, rejected_cause=min(causes, default=None))
+        _add(attempt, "rejected_tokens", row["num_tokens"])
+    _take_batches(found, inserted, trained)
+    return list(found.values())
+
+
+def _take_closings(found: dict[str, Row], inserted: Inserted) -> None:
+    """Only the first closing of a group settles; its rows and those of its members come from one record."""
+    closings = {(row["group_id"], row["log_offset"]) for row in inserted.get("group_closed", ())}
+    for row in inserted.get("attempt_settled", ()):
+        attempt = _known(found, row)
+        if (row["group_id"], row["log_offset"]) in closings:
+            attempt.update(settled=row["outcome"], settled_cause=row["cause"] or None, settled_tokens=row["num_tokens"])
+    for row in inserted.get("group_member", ()):
+        if (row["group_id"], row["log_offset"]) in closings:
+            _add(_known(found, row), "member_tokens", row["num_tokens"])
+
+
+def _take_batches(found: dict[str, Row], inserted: Inserted, trained: Iterable[Mapping[str, Any]]) -> None:
+    """Only batches of an attempt's own run decide it: a what-if's decide nothing of its parent's rollouts."""
+    plans = {(row["batch_id"], row["log_offset"]) for row in inserted.get("batch_planned", ())}
+    for row in inserted.get("batch_member", ()):
+        if (row["batch_id"], row["log_offset"]) in plans and _is_own(row):
+            _of(found, row["rollout_id"])["is_planned"] = True
+    for row in trained:
+        if _is_own(row):
+            _of(found, row["rollout_id"]).update(is_planned=True, is_trained=True)
+
+
+def _is_own(row: Mapping[str, Any]) -> bool:
+    return row["rollout_id"].startswith(f"{row['run_id']}/")
+
+
+def _of(found: dict[str, Row], rollout_id: str) -> Row:
+    if rollout_id not in found:
+        found[rollout_id] = {"rollout_id": rollout_id, **_NOTHING}
+    return found[rollout_id]
+
+
+def _known(found: dict[str, Row], row: Mapping[str, Any]) -> Row:
+    attempt = _of(found, row["rollout_id"])
+    if not attempt["is_known"]:
+        attempt.update(run_id=row["run_id"], group_id=row["group_id"], is_known=True)
+    return attempt
+
+
+def _reach(attempt: Row, offset: int) -> None:
+    attempt["last_offset"] = max(attempt["last_offset"] or 0, offset)
+
+
+def _add(attempt: Row, name: str, number: int | None) -> None:
+    if number is not None:
+        attempt[name] = (attempt[name] or 0) + number

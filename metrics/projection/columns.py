@@ -1,0 +1,35 @@
+"""Rows by column name: what a table of schema `log` has a column for is copied from an event or from a value in it."""
+
+from functools import cache
+from importlib import resources
+from typing import Any
+
+from pydantic import BaseModel
+
+from rollstream.metrics.projection.inserts import inserts_into
+
+Row = dict[str, Any]
+
+VIEWS_MARK = "\n-- views\n"
+OF_ALL = frozenset({"run_id", "time_ms"})
+"""Columns of every table, which `rows_of` fills."""
+
+
+@cache
+def read_sql() -> tuple[str, str]:
+    """The statements that make the tables, and those that make the views."""
+    whole = resources.files("rollstream.metrics.projection").joinpath("tables.sql").read_text()
+    tables, _, views = whole.partition(VIEWS_MARK)
+    return tables, views
+
+
+def copied(table: str, source: BaseModel) -> Row:
+    """The fields of `source` that the table has columns for."""
+    values = source.__dict__
+    return {name: values[name] for name in _names(table, type(source))}
+
+
+@cache
+def _names(table: str, model: type[BaseModel]) -> tuple[str, ...]:
+    _, columns = inserts_into(read_sql()[0])[table]
+    return tuple(name for name in columns if name in model.model_fields and name not in OF_ALL)

@@ -1,0 +1,373 @@
+"""The DuckDB file: opened with every way out of it closed, its tables, and writing rows and offsets as one.
+
+Knows no event. One process may hold the file for writing; queries run on cursors of the same database.
+"""
+
+import errno
+import hashlib
+import logging
+import os
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, TypeVar
+
+import duckdb
+
+from rollstream.eventlog.disk_space import disk_of
+from rollstream.eventlog.failpoints import failpoint
+from rollstream.eventlog.log import TopicPartition
+from rollstream.metrics.projection.attempts import MEMBERS, PLANNED_AT, READ, TRAINED_BATCHES, Inserted, attempts_of
+from rollstream.metrics.projection.columns import read_sql
+from rollstream.metrics.projection.inserts import inserts_into
+from rollstream.metrics.projection.scratch import remove_left_scratch
+from rollstream.schemas.errors import RollstreamError
+
+logger = logging.getLogger(__name__)
+
+MAX_SPILLED = "4GB"
+OPEN_CONFIG: dict[str, Any] = {
+    "autoinstall_known_extensions": "false",
+    "autoload_known_extensions": "false",
+    "python_enable_replacements": "false",
+    "threads": "1",
+    "async_threads": "0",
+    "memory_limit": "2GB",
+    "max_temp_directory_size": "0KB",
+    "checkpoint_threshold": "1TB",
+    "default_block_size": "65536",
+}
+"""How the file is opened by whoever forks queries: no thread of DuckDB's own, no temporary file that two processes
+would write, no checkpoint but ours (`Database.fork`). Only our own SQL runs on it: `close_doors` before anybody else's.
+
+Blocks are small: every column of every table takes at least one, which is most of a short run's file.
+"""
+SAFE_CONFIG: dict[str, Any] = OPEN_CONFIG | {
+    "enable_external_access": "false",
+    "lock_configuration": "true",
+    "max_temp_directory_size": MAX_SPILLED,
+}
+"""No file, no network, no Python variable is reached from SQL, and no query can change that."""
+CHECKPOINT_BYTES = 16 * 1024 * 1024
+"""A write-ahead log of this size is folded into the file, as soon as no query reads what that would overwrite."""
+ROOM_FOR_CHECKPOINT = 4
+"""Free space for a checkpoint, in multiples of the write-ahead log; one without room ends the use of the file."""
+MAX_WAL_BYTES = 8 * CHECKPOINT_BYTES
+"""At this size new queries wait for the running ones to end, so that it is folded in at last."""
+T = TypeVar("T")
+
+Rows = Mapping[str, Sequence[Mapping[str, Any]]]
+"""Rows by table name in schema `log`."""
+
+
+class MetricsFileError(RollstreamError):
+    """The metrics file cannot be opened, or belongs to another cluster."""
+
+
+class FileInUseError(MetricsFileError):
+    """Another process has the metrics file open."""
+
+
+def metrics_file(workspace: Path) -> Path:
+    """Where a workspace keeps its metrics."""
+    return workspace / "metrics.duckdb"
+
+
+def connect(path: Path, *, read_only: bool, config: Mapping[str, Any] = SAFE_CONFIG) -> duckdb.DuckDBPyConnection:
+    """Open the file. Raises MetricsFileError (FileInUseError) that names the file and the remedy."""
+    try:
+        return duckdb.connect(str(path), read_only=read_only, config=dict(config))
+    except duckdb.IOException as error:
+        if "lock" in str(error).lower():
+            raise FileInUseError(
+                f"the metrics file {path} is in use by another process{_holder(str(error))}; stop that process, or "
+                f"query its SQL service"
+            ) from error
+        raise MetricsFileError(
+            f"the metrics file {path} cannot be opened: {one_line(error)}; correct its permissions, or remove it: it "
+            f"is rebuilt from the log"
+        ) from error
+    except duckdb.Error as error:
+        raise MetricsFileError(
+            f"the metrics file {path} cannot be read: {one_line(error)}; remove it: it is rebuilt from the log"
+        ) from error
+
+
+def close_doors(connection: duckdb.DuckDBPyConnection, scratch: Path | None, memory_bytes: int) -> None:
+    """From here on as SAFE_CONFIG: no file, no network, no setting.
+
+    `memory_bytes`: what it may take beyond what is in use now before it spills to `scratch`, or is refused more where
+    there is none. For a process that runs one query and ends; nobody else may use the database.
+    """
+    found = connection.execute("SELECT coalesce(sum(memory_usage_bytes), 0)::BIGINT FROM duckdb_memory()").fetchone()
+    used = found[0] if found else 0
+    connection.execute(f"SET memory_limit = '{used + memory_bytes}B'")
+    folder = str(scratch or "").replace("'", "''")
+    connection.execute(f"SET temp_directory = '{folder}'")
+    if scratch is not None:
+        connection.execute(f"SET max_temp_directory_size = '{MAX_SPILLED}'")
+    connection.execute("SET enable_external_access = false")
+    connection.execute("SET lock_configuration = true")
+
+
+def one_line(error: BaseException) -> str:
+    """The message of an error in one line, without DuckDB's pointers into the text."""
+    lines = [line.strip() for line in str(error).splitlines()]
+    return " ".join(line for line in lines if line and not line.startswith(("^", "LINE ")))
+
+
+class Database:
+    """The metrics file, held for writing."""
+
+    def __init__(self, path: Path, *, max_wal_bytes: int = MAX_WAL_BYTES) -> None:
+        """Open the file and make its tables. Tables of another rollstream are dropped, to be filled again.
+
+        A write-ahead log that a killed process left is open afterwards: DuckDB opens it by name at its next use, which
+        would be in a fork.
+        """
+        self.path = path
+        self._wal = path.with_name(path.name + ".wal")
+        is_left = self._wal_bytes() > 0
+        self._connection = connect(path, read_only=False, config=OPEN_CONFIG)
+        remove_left_scratch(path)
+        self._inode = path.stat().st_ino
+        self._idle = threading.Condition()
+        self._num_forks = 0
+        self._has_ended = False
+        self._max_wal_bytes = max_wal_bytes
+        tables, views = read_sql()
+        self._tables_sha256 = hashlib.sha256(tables.encode()).hexdigest()
+        self._views_sha256 = hashlib.sha256(views.encode()).hexdigest()
+        with self._transaction():
+            self._make_tables(tables)
+            self._make_views(views)
+        self._inserts = inserts_into(tables)
+        if is_left:
+            self._open_wal()
+
+    def cursor(self) -> duckdb.DuckDBPyConnection:
+        """A connection to the same database; it sees every finished transaction."""
+        return self._connection.cursor()
+
+    def fork(self, start: Callable[[duckdb.DuckDBPyConnection], T], *, timeout_s: float | None = None) -> T:
+        """The result of `start`, which may fork this process: meanwhile the database is not in use.
+
+        Raises TimeoutError if it could not begin within so many seconds.
+
+        The fork reads blocks of the file as they are now. What is written goes to the write-ahead log and to free
+        blocks; only a checkpoint frees blocks to be overwritten, so there is none before as many `fork_ended`.
+        """
+        with self._idle:
+            if not self._idle.wait_for(self._may_fork, timeout_s):
+                raise TimeoutError
+            self._checkpoint_if_due()
+            made = start(self._connection)
+            self._num_forks += 1
+            return made
+
+    def _may_fork(self) -> bool:
+        return self._num_forks == 0 or self._wal_bytes() < self._max_wal_bytes
+
+    def fork_ended(self) -> None:
+        """The forked process no longer reads the file."""
+        with self._idle:
+            self._num_forks -= 1
+            self._idle.notify_all()
+
+    def close(self) -> None:
+        """Fold the write-ahead log into the file and let go of it."""
+        try:
+            self._connection.execute("CHECKPOINT")
+        except duckdb.Error as error:
+            logger.warning("the write-ahead log of %s was kept for the next start: %s", self.path, one_line(error))
+        self._connection.close()
+
+    def check_in_place(self) -> None:
+        """Raises MetricsFileError if the file was removed or replaced: what is written would be lost with it."""
+        try:
+            is_in_place = self.path.stat().st_ino == self._inode
+        except FileNotFoundError:
+            is_in_place = False
+        if not is_in_place:
+            raise MetricsFileError(
+                f"the metrics file {self.path} was removed or replaced while in use; restart the metrics service to "
+                f"rebuild it from the log"
+            )
+
+    def offsets(self) -> dict[TopicPartition, int]:
+        """Next offset by partition, as of the last transaction."""
+        found = self._connection.execute('SELECT topic, "partition", next_offset FROM main.offsets').fetchall()
+        return {TopicPartition(topic, partition): offset for topic, partition, offset in found}
+
+    def claim_cluster(self, cluster_id: str) -> None:
+        """Tie the file to a cluster. Raises MetricsFileError if it is tied to another one."""
+        found = self._meta("cluster_id")
+        if found is None:
+            self._connection.execute("INSERT INTO log.meta VALUES ('cluster_id', $1)", [cluster_id])
+        elif found != cluster_id:
+            raise MetricsFileError(
+                f"the metrics file {self.path} was made from cluster {found}, not from {cluster_id}; move it away, "
+                f"or use another workspace"
+            )
+
+    def write(self, rows: Rows, offsets: Mapping[TopicPartition, int]) -> None:
+        """Add rows and move offsets in one transaction. A row whose key is there already is left out.
+
+        Raises MetricsFileError, caused by an OSError, if the disk is full: nothing is written then, and it may be tried
+        again.
+        """
+        try:
+            with self._idle:
+                if self._has_ended:
+                    self._reopen()
+                self._write(rows, offsets)
+                self._checkpoint_if_due()
+        except (duckdb.Error, MetricsFileError) as error:
+            if not _is_disk_full(error):
+                raise
+            self._has_ended |= isinstance(error, duckdb.FatalException)
+            full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self.path))
+            full.__cause__ = error
+            raise MetricsFileError(f"the metrics file {self.path} cannot be written: its disk is full") from full
+
+    def _write(self, rows: Rows, offsets: Mapping[TopicPartition, int]) -> None:
+        with self._transaction():
+            added: dict[str, list[dict[str, Any]]] = {}
+            for table, found in rows.items():
+                statement, names = self._inserts[table]
+                self._connection.execute(statement, [[row[name] for row in found] for name in names])
+                if table in READ:
+                    added[table] = [dict(zip(READ[table], row, strict=True)) for row in self._connection.fetchall()]
+            self._add_up(added)
+            now = datetime.now(UTC).replace(tzinfo=None)
+            self._connection.execute(
+                "INSERT OR REPLACE INTO main.offsets "
+                "SELECT unnest($1::VARCHAR[]), unnest($2::BIGINT[]), unnest($3::BIGINT[]), $4",
+                [
+                    [where.topic for where in offsets],
+                    [where.partition for where in offsets],
+                    list(offsets.values()),
+                    now,
+                ],
+            )
+            failpoint("metrics/inside-transaction")
+
+    def keep_run(self, run_id: str, *, is_whole: bool) -> None:
+        """Drop the rows of other runs; unless the run was all that there was, the offsets too."""
+        with self._transaction():
+            for table in sorted(set(self._inserts) - {"meta"}):
+                dropped = self._connection.execute(f'DELETE FROM log."{table}" WHERE run_id <> $1', [run_id]).fetchone()
+                is_whole &= dropped == (0,)
+            if not is_whole:
+                self._connection.execute("DELETE FROM main.offsets")
+
+    def _add_up(self, added: Inserted) -> None:
+        """Bring `log.attempt` up to the rows that were added."""
+        asked = {row["batch_id"] for table in ("batch_planned", "step_trained") for row in added.get(table, ())}
+        attempts = attempts_of(added, self._trained_members(sorted(asked)))
+        if attempts:
+            statement, names = self._inserts["attempt"]
+            self._connection.execute(statement, [[row[name] for row in attempts] for name in names])
+
+    def _trained_members(self, batch_ids: Sequence[str]) -> list[dict[str, Any]]:
+        """Members of those of the batches that are planned and trained."""
+        if not batch_ids:
+            return []
+        trained = [batch_id for (batch_id,) in self._connection.execute(TRAINED_BATCHES, [batch_ids]).fetchall()]
+        planned = self._connection.execute(PLANNED_AT, [trained]).fetchall() if trained else []
+        if not planned:
+            return []
+        offsets = [offset for _, offset in planned]
+        # By offset first, for a block tells its least and greatest number; of a text it tells only how it begins.
+        found = self._connection.execute(MEMBERS, [min(offsets), max(offsets), [batch_id for batch_id, _ in planned]])
+        return [{"rollout_id": rollout_id, "run_id": run_id} for rollout_id, run_id in found.fetchall()]
+
+    def _checkpoint_if_due(self) -> None:
+        wal_bytes = self._wal_bytes()
+        if self._num_forks or wal_bytes < CHECKPOINT_BYTES:
+            return
+        disk = disk_of(self.path.parent)
+        if disk.free_bytes < ROOM_FOR_CHECKPOINT * wal_bytes:
+            told = f"{disk.free_bytes:,} bytes are free"
+            logger.warning("the write-ahead log of %s grows until there is free space: %s", self.path, told)
+            return
+        try:
+            self._connection.execute("CHECKPOINT")
+        except duckdb.IOException as error:  # what was committed is in the write-ahead log
+            logger.warning("the write-ahead log of %s grows until there is free space: %s", self.path, one_line(error))
+
+    def _reopen(self) -> None:
+        """DuckDB ends the use of a file on whose full disk a checkpoint failed; what was committed is in its log."""
+        self._connection.close()
+        self._connection = connect(self.path, read_only=False, config=OPEN_CONFIG)
+        self._open_wal()
+        self._has_ended = False
+
+    def _open_wal(self) -> None:
+        """By a write, which fails on a full disk like any other; a checkpoint that fails ends the use of the file."""
+        try:
+            self._connection.execute("UPDATE log.meta SET value = value WHERE name = 'tables_sha256'")
+        except duckdb.Error as error:
+            if not _is_disk_full(error):
+                raise
+            logger.warning("the write-ahead log of %s cannot be written yet: %s", self.path, one_line(error))
+
+    def _wal_bytes(self) -> int:
+        return self._wal.stat().st_size if self._wal.exists() else 0
+
+    def _transaction(self) -> "_Transaction":
+        return _Transaction(self._connection)
+
+    def _make_tables(self, tables: str) -> None:
+        schemas = self._connection.execute("SELECT 1 FROM duckdb_schemas() WHERE schema_name = 'log'").fetchone()
+        if schemas is not None:
+            if self._meta("tables_sha256") == self._tables_sha256:
+                return
+            logger.info("the tables of %s have another version: reading the log again from its start", self.path)
+            self._drop_everything()
+        self._connection.execute(tables)
+        self._connection.execute("INSERT INTO log.meta VALUES ('tables_sha256', $1)", [self._tables_sha256])
+
+    def _make_views(self, views: str) -> None:
+        if self._meta("views_sha256") == self._views_sha256:
+            return
+        self._connection.execute(views)
+        self._connection.execute("INSERT OR REPLACE INTO log.meta VALUES ('views_sha256', $1)", [self._views_sha256])
+
+    def _meta(self, name: str) -> str | None:
+        found = self._connection.execute("SELECT value FROM log.meta WHERE name = $1", [name]).fetchone()
+        return found[0] if found else None
+
+    def _drop_everything(self) -> None:
+        views = self._connection.execute(
+            "SELECT schema_name, view_name FROM duckdb_views() WHERE NOT internal ORDER BY view_oid DESC"
+        ).fetchall()
+        for schema, view in views:
+            self._connection.execute(f'DROP VIEW IF EXISTS "{schema}"."{view}" CASCADE')
+        self._connection.execute("DROP SCHEMA log CASCADE")
+        self._connection.execute("DROP TABLE IF EXISTS main.offsets")
+
+
+class _Transaction:
+    """BEGIN, then COMMIT, or ROLLBACK when the body raised."""
+
+    def __init__(self, connection: duckdb.DuckDBPyConnection) -> None:
+        self._connection = connection
+
+    def __enter__(self) -> None:
+        self._connection.execute("BEGIN TRANSACTION")
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        self._connection.execute("COMMIT" if kind is None else "ROLLBACK")
+
+
+def _is_disk_full(error: Exception) -> bool:
+    return os.strerror(errno.ENOSPC) in str(error)
+
+
+def _holder(message: str) -> str:
+    """` (PID 12)` if DuckDB names who holds the lock."""
+    _, found, rest = message.partition("PID ")
+    number = rest.split(")")[0].split(" ")[0].strip(".") if found else ""
+    return f" (PID {number})" if number.isdigit() else ""

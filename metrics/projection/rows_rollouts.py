@@ -1,0 +1,161 @@
+"""Rows of the topics tasks, steps and trajectories. Token arrays become counts, texts are cut."""
+
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import orjson
+
+from rollstream.eventlog.log import Received
+from rollstream.metrics.projection.columns import Row, copied
+from rollstream.schemas import tokens
+from rollstream.schemas.events.rollouts import (
+    GroupStarted,
+    LLMCall,
+    RolloutEnded,
+    RolloutFailed,
+    RolloutStarted,
+    StepRecorded,
+    TaskRequested,
+    TrajectoryAssembled,
+    VersionSpan,
+)
+
+Rows = Iterator[tuple[str, Row]]
+
+TEXT_CHARS = 1000
+"""Maximum length kept of a step's input or output, in characters."""
+LLM_COLUMNS = (
+    "num_prompt_tokens",
+    "num_new_prompt_tokens",
+    "num_completion_tokens",
+    "model_group",
+    "min_version",
+    "max_version",
+    "finish_reason",
+)
+
+
+def number64(value: int) -> int | None:
+    """A number that a 64-bit column can hold, else none."""
+    return value if -(2**63) <= value < 2**63 else None
+
+
+def json_text(value: Any) -> str:
+    """A JSON column's text."""
+    return orjson.dumps(value).decode()
+
+
+def cut(value: Any) -> str | None:
+    """A text, or a JSON value as text, cut to `TEXT_CHARS`."""
+    if value is None:
+        return None
+    return (value if isinstance(value, str) else json_text(value))[:TEXT_CHARS]
+
+
+def versions(spans: Iterable[VersionSpan]) -> tuple[int | None, int | None]:
+    """Oldest and newest version that a token was sampled under; none if there is no token."""
+    found = [span.version for span in spans if span.length]
+    return (min(found), max(found)) if found else (None, None)
+
+
+def task_requested(event: TaskRequested, _: Received) -> Rows:
+    """A task."""
+    row = copied("task_requested", event)
+    row |= {
+        "task_index": event.index,
+        "seed": number64(event.seed),
+        "environment": event.settings.environment,
+        "policy": event.settings.policy,
+        "inputs": cut(event.inputs),
+    }
+    yield "task_requested", row
+
+
+def group_started(event: GroupStarted, _: Received) -> Rows:
+    """A group that opens."""
+    yield "group_started", {**copied("group_started", event), "task_index": event.index}
+
+
+def rollout_started(event: RolloutStarted, _: Received) -> Rows:
+    """An attempt that begins."""
+    yield "rollout_started", {**copied("rollout_started", event), "seed": number64(event.seed)}
+
+
+def rollout_ended(event: RolloutEnded, _: Received) -> Rows:
+    """An attempt's end; the first end or failure of an attempt decides it, so both share a table."""
+    message = "; ".join(event.missing_scores.values())[:TEXT_CHARS] or None
+    row = copied("rollout_finished", event)
+    yield "rollout_finished", {**row, "state": "ended", "cause": None, "message": message, "is_final": True}
+
+
+def rollout_failed(event: RolloutFailed, _: Received) -> Rows:
+    """An attempt's failure."""
+    row = {**copied("rollout_finished", event), "state": "failed", "message": event.message[:TEXT_CHARS]}
+    yield "rollout_finished", {**row, **dict.fromkeys(("num_steps", "num_rewards", "stop_reason", "digest"))}
+
+
+def step_recorded(event: StepRecorded, _: Received) -> Rows:
+    """A step: names, texts, usage and token counts. Written out, for most events are steps and copying takes longer."""
+    data = event.data or {}
+    yield (
+        "step_recorded",
+        {
+            "rollout_id": event.rollout_id,
+            "step_index": event.step_index,
+            "group_id": event.group_id,
+            "agent": event.agent,
+            "event_type": event.event_type,
+            "name": event.name,
+            "parent_id": event.parent_id,
+            "framework": event.framework,
+            "input": cut(data.get("input")),
+            "output": cut(data.get("output")),
+            "usage": None if event.usage_info is None else json_text(event.usage_info),
+            **_llm_columns(event.llm),
+        },
+    )
+
+
+def _llm_columns(call: LLMCall | None) -> Row:
+    if call is None:
+        return dict.fromkeys(LLM_COLUMNS)
+    oldest, newest = versions(call.spans)
+    num_new = tokens.count(call.prompt_ids)
+    return {
+        "num_prompt_tokens": num_new + (call.prefix.length if call.prefix else 0),
+        "num_new_prompt_tokens": num_new,
+        "num_completion_tokens": tokens.count(call.completion_ids),
+        "model_group": call.spans[0].model_group if call.spans else None,
+        "min_version": oldest,
+        "max_version": newest,
+        "finish_reason": call.finish_reason,
+    }
+
+
+def trajectory_assembled(event: TrajectoryAssembled, received: Received) -> Rows:
+    """A trajectory without its tokens."""
+    completions = [completion for sequence in event.sequences for completion in sequence.completions]
+    oldest, newest = versions(span for completion in completions for span in completion.spans)
+    row = copied("trajectory_assembled", event)
+    row |= {
+        "rewards": json_text(event.rewards),
+        "num_sequences": len(event.sequences),
+        "num_tokens": sum(tokens.count(sequence.token_ids) for sequence in event.sequences),
+        "num_completion_tokens": sum(completion.length for completion in completions),
+        "min_version": oldest,
+        "max_version": newest,
+        "digest": received.digest,
+    }
+    yield "trajectory_assembled", row
+
+
+ROLLOUT_ROWS: dict[str, Callable[[Any, Received], Rows]] = {
+    "task_requested": task_requested,
+    "group_started": group_started,
+    "rollout_started": rollout_started,
+    "rollout_ended": rollout_ended,
+    "rollout_failed": rollout_failed,
+    "step_recorded": step_recorded,
+    "trajectory_assembled": trajectory_assembled,
+}
+"""Row builder by event kind, given the event and its record; others are copied by column name alone."""

@@ -1,0 +1,64 @@
+"""Text of models and records as it may be shown: without characters that a terminal obeys."""
+
+import re
+import sys
+from collections.abc import Generator
+from contextlib import contextmanager
+from typing import Any, TextIO, cast
+
+_OBEYED = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
+"""C0 and C1 controls but tab and line feed, marks that change the direction or end a line of text, and surrogates."""
+
+
+def printable(text: str) -> str:
+    """`text` with every character that a terminal obeys written as `\\x1b`, `\\u202e`; line feeds and tabs stay."""
+    return _OBEYED.sub(_escaped, text)
+
+
+def json_escaped(text: str) -> str:
+    """A JSON text with such characters as `\\u001b`, ...: the same values. Its own line feeds and tabs stay."""
+    return _OBEYED.sub(lambda match: f"\\u{ord(match[0]):04x}", text)
+
+
+def _escaped(match: re.Match[str]) -> str:
+    number = ord(match[0])
+    return f"\\x{number:02x}" if number < 0x100 else f"\\u{number:04x}"
+
+
+class PrintableStream:
+    """A stream on which nothing that is written makes a terminal do anything. Has no `buffer` to get round it."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self.stream = stream
+        """For what the program itself says to the terminal, such as clearing a line."""
+
+    def write(self, text: str) -> int:
+        """Write the text as it may be shown."""
+        self.stream.write(printable(text))
+        return len(text)
+
+    def writelines(self, lines: Any) -> None:
+        """Write each of them."""
+        for line in lines:
+            self.write(line)
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "buffer":
+            raise AttributeError(name)
+        return getattr(self.stream, name)
+
+
+@contextmanager
+def printable_output() -> Generator[None]:
+    """Have standard output and standard error be such streams meanwhile."""
+    before = sys.stdout, sys.stderr
+    sys.stdout, sys.stderr = (cast("TextIO", PrintableStream(stream)) for stream in before)
+    try:
+        yield
+    finally:
+        sys.stdout, sys.stderr = before
+
+
+def terminal_of(stream: TextIO) -> TextIO:
+    """The stream for control sequences of our own."""
+    return stream.stream if isinstance(stream, PrintableStream) else stream

@@ -1,0 +1,47 @@
+"""Rows of events: what a table has a column for, and nothing else."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import orjson
+import pytest
+
+from rollstream.eventlog.codec import decode
+from rollstream.eventlog.log import Record
+from rollstream.metrics.projection.columns import read_sql
+from rollstream.metrics.projection.inserts import inserts_into
+from rollstream.metrics.projection.rows import BUILDERS, COPIED, rows_of
+from rollstream.schemas.events import KINDS
+
+GOLDEN = Path(__file__).parents[2] / "golden"
+WITHOUT_ROW = {"tick", "group_extended", "run_continued", "job_skipped", "model_switched"}
+
+
+def golden_rows(name: str) -> list[tuple[str, dict[str, Any]]]:
+    kept = json.loads((GOLDEN / name).read_text(encoding="utf-8"))
+    value = orjson.dumps(kept["value"])
+    return list(rows_of(decode(Record(kept["topic"], 0, 7, kept["key"].encode(), value, (), 1))))
+
+
+@pytest.mark.parametrize("name", sorted(path.name for path in GOLDEN.glob("*.json")))
+def test_a_row_has_every_column_of_its_table_and_values_that_a_column_can_hold(name: str) -> None:
+    for table, row in golden_rows(name):
+        _, columns = inserts_into(read_sql()[0])[table]
+        assert row.keys() == set(columns), table
+        assert {type(value) for value in row.values()} <= {str, int, float, bool, type(None)}
+
+
+def test_every_kind_is_copied_or_built_or_leaves_no_row() -> None:
+    assert COPIED.isdisjoint(BUILDERS)
+    assert KINDS.keys() - COPIED - BUILDERS.keys() == WITHOUT_ROW
+
+
+@pytest.mark.parametrize("kind", sorted(COPIED))
+def test_a_copied_row_has_the_values_of_the_fields(kind: str) -> None:
+    value = json.loads((GOLDEN / f"{kind}.v1.json").read_text(encoding="utf-8"))["value"]
+    ((table, row),) = golden_rows(f"{kind}.v1.json")
+    assert table == kind
+    assert {name: row[name] for name in value.keys() & row.keys()} == {
+        name: value[name] for name in row if name in value
+    }

@@ -1,0 +1,253 @@
+"""A query changes no file but what it spills, in whatever state the write-ahead log is; and how its process may end."""
+
+import asyncio
+import hashlib
+import json
+import os
+import select
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import duckdb
+import pytest
+
+from rollstream.eventlog.log import TopicPartition
+from rollstream.metrics.projection.database import Database
+from rollstream.metrics.sql.client import query
+from rollstream.metrics.sql.lanes import QueryLanes
+from rollstream.metrics.sql.query import MEMORY_BYTES, Limits, QueryProcess, start
+from rollstream.metrics.sql.result import Result, result_of
+from rollstream.schemas.errors import QueryError
+
+WAIT_S = 120.0
+ROOT = Path(__file__).resolve().parents[3]
+
+
+def started(database: Database, sql: str, limits: Limits) -> QueryProcess:
+    return database.fork(lambda connection: start(connection, database.path, sql, limits))
+
+
+def ask(database: Database, sql: str, *, memory_bytes: int = MEMORY_BYTES) -> Result:
+    asked = started(database, sql, Limits(10, WAIT_S, memory_bytes))
+    try:
+        assert asked.wait(WAIT_S)
+        return result_of(json.loads(asked.answer()))
+    finally:
+        asked.close()
+        database.fork_ended()
+
+
+def files(folder: Path) -> dict[str, str]:
+    """Hashes of all files of a folder."""
+    return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in folder.iterdir() if path.is_file()}
+
+
+def copied(workspace: Path, to: Path) -> Path:
+    """The files as a SIGKILL of their process leaves them at this moment."""
+    to.mkdir(parents=True, exist_ok=True)
+    for path in workspace.iterdir():
+        if path.is_file():
+            shutil.copy(path, to)
+    return to
+
+
+def left_by_kill(folder: Path, to: Path) -> Path:
+    """A metrics file with a write-ahead log that nobody folded into it."""
+    folder.mkdir()
+    database = Database(folder / "metrics.duckdb")
+    database.write({}, {TopicPartition("steps", 0): 5})
+    copied(folder, to)
+    database.close()
+    assert (to / "metrics.duckdb.wal").stat().st_size
+    return to / "metrics.duckdb"
+
+
+def in_state(state: str, folder: Path) -> Database:
+    """A database with a write-ahead log that is open, that was folded in, or that a killed process has left."""
+    if state == "left":
+        return Database(left_by_kill(folder / "before", folder / "now"))
+    (folder / "now").mkdir()
+    database = Database(folder / "now" / "metrics.duckdb")
+    database.write({}, {TopicPartition("steps", 0): 5})
+    if state == "folded":
+        database.close()
+        database = Database(database.path)
+    return database
+
+
+def assert_outlives_a_kill(database: Database, folder: Path) -> None:
+    """What is written from now on is there after the next kill."""
+    database.write({}, {TopicPartition("steps", 0): 7})
+    again = Database(copied(database.path.parent, folder) / database.path.name)
+    assert again.offsets() == {TopicPartition("steps", 0): 7}
+    again.close()
+
+
+STATES = ["open", "folded", "left"]
+CHECKPOINTS = [
+    "SELECT * FROM checkpoint()",
+    "SELECT * FROM checkpoint('metrics')",
+    "SELECT 1 WHERE EXISTS (SELECT * FROM checkpoint())",
+    "SELECT * FROM force_checkpoint()",
+    "SELECT * FROM destroy_external_resource('checkpoint', 'metrics')",
+    "SELECT * FROM destroy_external_resource('force_checkpoint', 'metrics')",
+]
+
+
+def try_each(database: Database, statements: list[str]) -> None:
+    before = files(database.path.parent)
+    for sql in statements:
+        with suppress(QueryError):
+            ask(database, sql)
+        assert files(database.path.parent) == before, sql
+
+
+@pytest.mark.parametrize("state", STATES)
+def test_no_select_writes_a_checkpoint(state: str, tmp_path: Path) -> None:
+    database = in_state(state, tmp_path)
+    try_each(database, CHECKPOINTS)
+    assert_outlives_a_kill(database, tmp_path / "killed")
+    database.close()
+
+
+@pytest.mark.parametrize("sql", CHECKPOINTS)
+def test_no_select_on_the_file_itself_writes_a_checkpoint(sql: str, tmp_path: Path) -> None:
+    path = left_by_kill(tmp_path / "before", tmp_path / "now")
+    before = files(path.parent)
+    with suppress(QueryError):
+        query(path.parent, sql)
+    assert files(path.parent) == before
+
+
+def calls_of_table_functions() -> list[str]:
+    """A call of each, as it can be called, and a call by its name from within another function."""
+    sql = (
+        "SELECT function_name, min(len(parameters)) FROM duckdb_functions() "
+        "WHERE function_type IN ('table', 'pragma') GROUP BY 1 ORDER BY 1"
+    )
+    found = duckdb.connect().execute(sql).fetchall()
+    direct = [f"{name}({', '.join(['?'] * count)})".replace("?", "'metrics'") for name, count in found]
+    return [*direct, *(f"destroy_external_resource('{name}', 'metrics')" for name, _ in found)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("state", ["folded", "left"])
+def test_no_table_function_changes_a_file(state: str, tmp_path: Path) -> None:
+    database = in_state(state, tmp_path)
+    try_each(database, [f"SELECT * FROM {call}" for call in calls_of_table_functions()])
+    assert_outlives_a_kill(database, tmp_path / "killed")
+    database.close()
+
+
+@pytest.mark.slow
+def test_no_select_appends_to_a_log_that_the_service_could_not_open_for_writing(
+    small_disk: Callable[[int], Any], tmp_path: Path
+) -> None:
+    disk = small_disk(8)
+    path = disk.folder / left_by_kill(tmp_path / "before", disk.folder).name
+    disk.fill()
+    database = Database(path)
+    disk.free()
+    try_each(database, CHECKPOINTS)
+    assert_outlives_a_kill(database, tmp_path / "killed")
+    database.close()
+
+
+SPILLING = "SELECT count(*) FROM (SELECT DISTINCT md5(range::VARCHAR) FROM range(3000000))"
+WITHOUT_LANDLOCK = """
+import os, pathlib, sys
+from rollstream.metrics.sql.landlock import write_only_below
+folder = pathlib.Path(sys.argv[1])
+while write_only_below(folder):  # the kernel takes no more than 16 such layers
+    pass
+from tests.metrics.sql import test_query_process as tests
+database = tests.in_state("left", folder)
+tests.try_each(database, tests.CHECKPOINTS)
+assert tests.ask(database, "SELECT 1").rows == ((1,),)
+try:
+    tests.ask(database, tests.SPILLING, memory_bytes=300_000_000)
+except tests.QueryError as error:
+    print(error)
+tests.assert_outlives_a_kill(database, folder / "killed")
+database.close()
+"""
+
+
+@pytest.mark.slow
+def test_where_a_query_cannot_be_confined_it_changes_no_file_and_spills_nothing(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", WITHOUT_LANDLOCK, str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=WAIT_S, cwd=ROOT)
+    assert done.returncode == 0, done.stderr
+    assert "needed more than 0.3 GB of memory and was stopped" in done.stdout
+
+
+LONG = "SELECT sum(range) FROM range(100000000000)"
+
+
+@contextmanager
+def going_on(database: Database, sql: str) -> Iterator[QueryProcess]:
+    asked = started(database, sql, Limits(1_000_000, WAIT_S))
+    try:
+        yield asked
+    finally:
+        asked.close()
+        database.fork_ended()
+
+
+@pytest.fixture
+def database(tmp_path: Path) -> Iterator[Database]:
+    found = Database(tmp_path / "metrics.duckdb")
+    yield found
+    found.close()
+
+
+@pytest.mark.parametrize(
+    ("number", "told"),
+    [
+        (signal.SIGSEGV, r"the query's process crashed \(SIGSEGV\)"),
+        (signal.SIGABRT, r"the query's process crashed \(SIGABRT\)"),
+        (signal.SIGXCPU, "took longer than 120 s and was stopped"),
+        (signal.SIGKILL, "was killed .* this machine is out of memory"),
+    ],
+)
+def test_how_a_query_ended_is_told(database: Database, number: int, told: str) -> None:
+    with going_on(database, LONG) as asked:
+        os.kill(asked.pid, number)
+        assert asked.wait(WAIT_S)
+        with pytest.raises(QueryError, match=told):
+            asked.answer()
+    assert ask(database, "SELECT 1").rows == ((1,),)
+
+
+def test_half_an_answer_is_none(database: Database) -> None:
+    with going_on(database, "SELECT repeat('x', 1000) FROM range(10000)") as asked:
+        assert select.select([asked._reading], [], [], WAIT_S)[0]
+        os.kill(asked.pid, signal.SIGKILL)
+        assert asked.wait(WAIT_S)
+        with pytest.raises(QueryError, match="was killed"):
+            asked.answer()
+
+
+def test_what_queries_of_a_killed_service_spilled_is_removed_at_the_next_start(tmp_path: Path) -> None:
+    left, of_another = tmp_path / "metrics.duckdb.sql-left", tmp_path / "metrics.duckdb.aside.sql-other"
+    for folder in (left, of_another):
+        folder.mkdir()
+        (folder / "spilled.tmp").write_bytes(b"rows")
+    Database(tmp_path / "metrics.duckdb").close()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["metrics.duckdb", of_another.name]
+
+
+def test_waiting_for_a_checkpoint_counts_against_the_limit_of_time(tmp_path: Path) -> None:
+    database = Database(tmp_path / "metrics.duckdb", max_wal_bytes=1)
+    database.write({}, {TopicPartition("steps", 0): 5})
+    lanes = QueryLanes(database)
+    with going_on(database, LONG), pytest.raises(QueryError, match=r"did not start within 0\.3 s"):
+        asyncio.run(lanes.run("SELECT 1", Limits(10, 0.3)))
+    assert result_of(json.loads(asyncio.run(lanes.run("SELECT 1", Limits(10, WAIT_S))))).rows == ((1,),)
+    database.close()
