@@ -1,0 +1,231 @@
+"""Exports one run: its raw records as Parquet, one file a topic, the artifacts that it needs, and a manifest of hashes.
+
+Order: 1. the ends of all topics are asked for, those that are written last first, so that what is exported has its
+causes exported too; 2. topics are copied in bounded memory; 3. artifacts are copied; 4. the manifest is written;
+5. the folder, written aside until now, gets its name.
+
+Of every topic the run's own records are kept, by key (`RUN` or `RUN/...`); dead letters also by their origin, and
+trajectories of other runs where the run's manifests name them, as those of a what-if do. Of each
+partition of `steps` every record of every run is kept, ticks too, from the run's first record to its last one or to the
+one that closed its last group, whichever is later: event time decides what a group closes with, and other runs'
+records move it too.
+"""
+
+import asyncio
+import platform
+import secrets
+import shutil
+from collections.abc import AsyncIterator, Callable
+from datetime import UTC, datetime
+from importlib import metadata
+from pathlib import Path
+
+from rollstream.eventlog import dead_letters
+from rollstream.eventlog.artifacts import ArtifactStore
+from rollstream.eventlog.log import EventLog, Record, TopicPartition, check_kept
+from rollstream.eventlog.reading import unknown_run
+from rollstream.replay.archive.manifest import ArtifactFile, Covered, ExportManifest, TopicFile, write_manifest
+from rollstream.replay.archive.needs import ArtifactNeeds, Need
+from rollstream.replay.archive.staging import Staging
+from rollstream.schemas import ids
+from rollstream.schemas.errors import ArtifactError, ConfigError, LogError
+from rollstream.schemas.topics import TOPICS
+
+Report = Callable[[str, int, int], None]
+"""Told what is being done, and how many of how many records were looked at."""
+ORDER = ("groups", "jobs", "weights", "batches", "tasks", "trajectories", "steps", "dlq")
+"""What the first ones say decides what the last ones must hold."""
+POLL_RECORDS = 500
+
+
+async def export_run(
+    log: EventLog,
+    run_id: str,
+    folder: Path,
+    *,
+    artifacts: ArtifactStore,
+    with_weights: bool = False,
+    report: Report = lambda *_: None,
+) -> ExportManifest:
+    """Write the export of a run to a folder that does not exist yet. `with_weights`: all published versions too.
+
+    Raises ConfigError for a folder that exists or cannot be written and for a run that the log does not have,
+    TruncatedError if retention removed some of the run, ArtifactError if its dataset or base weights are gone.
+    """
+    folder = folder.absolute()
+    aside = folder.with_name(f".{folder.name}.{secrets.token_hex(4)}.aside")
+    try:
+        check_new(folder)
+        aside.mkdir(parents=True)
+        manifest = await _Export(log, run_id, aside, artifacts, with_weights, report).write()
+        check_new(folder)
+        aside.rename(folder)
+    except OSError as error:
+        raise ConfigError(f"export folder {folder} is not writable ({error.strerror}); give another") from error
+    finally:
+        shutil.rmtree(aside, ignore_errors=True)
+    return manifest
+
+
+def check_new(folder: Path) -> None:
+    """Raises ConfigError if there is something already."""
+    if folder.exists():
+        raise ConfigError(f"export folder {folder} already exists; remove it, or give another with --output")
+
+
+class _Export:
+    """The making of one export."""
+
+    def __init__(
+        self, log: EventLog, run_id: str, folder: Path, artifacts: ArtifactStore, with_weights: bool, report: Report
+    ) -> None:
+        self._log = log
+        self._run_id = run_id
+        self._folder = folder
+        self._artifacts = artifacts
+        self._with_weights = with_weights
+        self._report = report
+        self._needs = ArtifactNeeds()
+        self._ranges: dict[str, dict[int, Covered]] = {}
+        self._num_left_out = 0
+        self._looked = self._total = 0
+
+    async def write(self) -> ExportManifest:
+        """Everything; the manifest last."""
+        await self._look_around()
+        scratch = self._folder / "scratch"
+        staging = Staging(scratch)
+        try:
+            files = {topic: await self._write_topic(staging, topic) for topic in ORDER}
+        finally:
+            staging.close()
+            shutil.rmtree(scratch, ignore_errors=True)
+        started = self._needs.started
+        manifest = ExportManifest(
+            run_id=self._run_id,
+            cluster_id=await self._log.cluster_id(),
+            exported_at=datetime.now(UTC).isoformat(timespec="seconds"),
+            library_versions={} if started is None else started.library_versions,
+            exported_with={
+                "python": platform.python_version(),
+                **{name: metadata.version(name) for name in ("rollstream", "duckdb")},
+            },
+            topics=files,
+            artifacts=tuple(await self._copy_artifacts()),
+            num_left_out=self._num_left_out,
+        )
+        write_manifest(self._folder, manifest)
+        return manifest
+
+    async def _look_around(self) -> None:
+        for topic in reversed(TOPICS):
+            ends = await self._log.end_offsets(topic)
+            begins = await self._log.begin_offsets(topic)
+            self._ranges[topic] = {n: Covered(begin=min(begins[n], end), end=end) for n, end in sorted(ends.items())}
+            num_passes = 2 if topic == "steps" else 1
+            self._total += num_passes * sum(one.end - one.begin for one in self._ranges[topic].values())
+
+    async def _write_topic(self, staging: Staging, topic: str) -> TopicFile:
+        if topic == "steps":
+            await self._find_steps()
+        for number, covered in self._ranges[topic].items():
+            async for records in self._read(topic, number, covered):
+                chosen = [record for record in records if self._is_chosen(record, staging)]
+                self._count_left_out(records, chosen)
+                for record in chosen:
+                    self._needs.take(record)
+                await asyncio.to_thread(staging.add, chosen)
+        if topic == "groups" and self._needs.started is None:
+            raise unknown_run(self._run_id, self._ranges["groups"][0].begin)
+        if topic == "batches":
+            self._check_kept()
+        name = f"{topic}.parquet"
+        written = await asyncio.to_thread(staging.write, self._folder / name)
+        return TopicFile(file=name, partitions=tuple(self._ranges[topic].values()), **written._asdict())
+
+    async def _find_steps(self) -> None:
+        """Narrow the ranges of `steps` to what the run's groups need."""
+        for number, covered in self._ranges["steps"].items():
+            first, last = self._needs.first_steps.get(number), self._needs.last_steps.get(number, -1)
+            async for records in self._read("steps", number, covered):
+                own = [record.offset for record in records if self._is_own(record)]
+                if own:
+                    first, last = own[0] if first is None else min(first, own[0]), max(last, own[-1])
+                self._num_left_out += sum(1 for record in records if record.key) - len(own)
+            begin = covered.end if first is None else first
+            self._ranges["steps"][number] = Covered(begin=begin, end=max(begin, last + 1))
+
+    def _check_kept(self) -> None:
+        """Raises TruncatedError if some of what groups and manifests name is gone."""
+        needs = self._needs
+        for topic, first_offsets, last_offsets in (
+            ("steps", needs.first_steps, needs.last_steps),
+            ("trajectories", needs.first_trajectory, needs.last_trajectory),
+        ):
+            for number, first in first_offsets.items():
+                kept = self._ranges[topic][number]
+                for offset in (first, last_offsets[number] + 1):
+                    check_kept(TopicPartition(topic, number), offset, kept.begin, kept.end)
+
+    def _is_own(self, record: Record) -> bool:
+        return record.key is not None and ids.is_key_of_run(record.key, self._run_id)
+
+    def _is_chosen(self, record: Record, staging: Staging) -> bool:
+        if record.topic == "steps" or self._is_own(record):
+            return True
+        if record.topic == "trajectories":
+            return record.offset in self._needs.borrowed.get(record.partition, ())
+        return record.topic == "dlq" and self._is_from_run(record, staging)
+
+    def _is_from_run(self, letter: Record, staging: Staging) -> bool:
+        """Whether the record that a dead letter without the run's key came from is in the export."""
+        try:
+            topic, number, offset = dead_letters.origin(letter.headers)
+        except LogError:
+            return False
+        if number not in self._ranges.get(topic, {}):
+            return False
+        if topic == "steps":
+            return self._ranges[topic][number].begin <= offset < self._ranges[topic][number].end
+        has_lost_key = any(name == dead_letters.WHOLE for name, _ in letter.headers)
+        return has_lost_key and staging.holds(self._folder / f"{topic}.parquet", number, offset)
+
+    def _count_left_out(self, records: list[Record], chosen: list[Record]) -> None:
+        if not records or records[0].topic != "steps":
+            self._num_left_out += len(records) - len(chosen)
+        else:  # all were counted when the ranges were looked for
+            self._num_left_out -= sum(1 for record in chosen if record.key and not self._is_own(record))
+
+    async def _read(self, topic: str, number: int, covered: Covered) -> AsyncIterator[list[Record]]:
+        """The records of one partition in a range, as they come."""
+        if covered.begin >= covered.end:
+            return
+        where = TopicPartition(topic, number)
+        reader = await self._log.reader({where: covered.begin})
+        try:
+            while reader.position(where) < covered.end:
+                records = await reader.poll(timeout_s=1.0, max_records=POLL_RECORDS)
+                self._looked += len(records)
+                self._report(topic, self._looked, self._total)
+                yield [record for record in records if record.offset < covered.end]
+        finally:
+            await reader.close()
+
+    async def _copy_artifacts(self) -> list[ArtifactFile]:
+        needs = self._needs.artifacts(with_weights=self._with_weights)
+        found: list[ArtifactFile] = []
+        for number, need in enumerate(needs):
+            self._report("artifacts", number, len(needs))
+            found.append(await asyncio.to_thread(self._copy, need))
+        return found
+
+    def _copy(self, need: Need) -> ArtifactFile:
+        told = {"uri": need.ref.uri, "sha256": need.ref.sha256, "size_bytes": need.ref.size_bytes, "what": need.what}
+        try:
+            source = self._artifacts.fetch(need.ref)
+        except ArtifactError:
+            if need.is_required:
+                raise
+            return ArtifactFile(**told, file=None, missing=self._needs.collected.get(need.ref.sha256, ""))
+        kept = ArtifactStore(str(self._folder / "artifacts")).put_file(source)
+        return ArtifactFile(**told, file=f"artifacts/{kept.uri}")

@@ -1,0 +1,139 @@
+"""The manifest of an exported run: what each of its files must hash to. Knows no Parquet and no topic's content.
+
+It is written in one canonical form that holds its own hash, so that a changed byte shows in it like in any other file.
+"""
+
+import hashlib
+import os
+from pathlib import Path
+from typing import Any, Literal
+
+import orjson
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from rollstream.eventlog.codec import canonical_digest
+from rollstream.schemas.base import added
+from rollstream.schemas.errors import LogError, first_invalid
+
+MANIFEST = "manifest.json"
+FORMAT_VERSION = 1
+
+
+class _Value(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class Covered(_Value):
+    """Offsets of one partition that were looked through, the second one excluded.
+
+    Every record of the run in between is in the export; of `steps` every record of all runs, of `trajectories` those
+    of other runs that the run's manifests name.
+    """
+
+    begin: int = Field(ge=0)
+    end: int = Field(ge=0)
+
+
+class TopicFile(_Value):
+    """The Parquet file of one topic."""
+
+    file: str
+    sha256: str
+    num_records: int = Field(ge=0)
+    content_bytes: int = Field(ge=0)
+    """Of keys and values, uncompressed."""
+    partitions: tuple[Covered, ...]
+
+
+class ArtifactFile(_Value):
+    """A copy of an artifact, and the name that the run's events have for it."""
+
+    uri: str
+    sha256: str
+    size_bytes: int = Field(ge=0)
+    what: str
+    file: str | None
+    """Path below the folder; none if the artifact was gone already."""
+    missing: str = added("")
+    """Why there is no file, where the log says it: by whom and when it was collected."""
+
+
+class ExportManifest(_Value):
+    """All that an export says of itself."""
+
+    format: Literal["rollstream-export"] = "rollstream-export"
+    format_version: Literal[1] = FORMAT_VERSION
+    run_id: str
+    cluster_id: str
+    exported_at: str
+    library_versions: dict[str, str]
+    """Of the run, as its RunStarted has them."""
+    exported_with: dict[str, str]
+    topics: dict[str, TopicFile]
+    artifacts: tuple[ArtifactFile, ...]
+    num_left_out: int = Field(ge=0)
+    """Records of the log, beside ticks, that belong to other runs and are not in the export."""
+
+
+def write_manifest(folder: Path, manifest: ExportManifest) -> None:
+    """Write the manifest with its own hash."""
+    content = manifest.model_dump(mode="json")
+    with (folder / MANIFEST).open("wb") as file:
+        file.write(_canonical({**content, "sha256": canonical_digest(content)}))
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def read_manifest(folder: Path) -> ExportManifest:
+    """The manifest of an export. Raises LogError if it is missing, changed, or of a format that is not known here."""
+    path = folder / MANIFEST
+    try:
+        data = path.read_bytes()
+    except OSError as error:
+        raise LogError(f"{folder} is not an export of a run: {path} cannot be read ({error.strerror})") from error
+    try:
+        content = orjson.loads(data)
+    except orjson.JSONDecodeError as error:
+        raise _changed(path) from error
+    if not isinstance(content, dict) or _canonical(content) != data:
+        raise _changed(path)
+    told = content.pop("sha256", None)
+    if told != canonical_digest(content):
+        raise _changed(path)
+    if content.get("format_version") != FORMAT_VERSION:
+        found = content.get("format_version")
+        raise LogError(
+            f"export {folder} has format {found}, but this rollstream reads format {FORMAT_VERSION}; update rollstream"
+        )
+    try:
+        return ExportManifest.model_validate(content)
+    except ValidationError as error:
+        raise LogError(f"{path} is not the manifest of an export: {first_invalid(error)}") from error
+
+
+def check_files(folder: Path, manifest: ExportManifest) -> None:
+    """Raises LogError that names the first file that is missing or changed."""
+    wanted = [(topic.file, topic.sha256) for topic in manifest.topics.values()]
+    wanted += [(artifact.file, artifact.sha256) for artifact in manifest.artifacts if artifact.file is not None]
+    for name, sha256 in wanted:
+        if hash_file(folder / name) != sha256:
+            raise _changed(folder / name)
+
+
+def hash_file(path: Path) -> str:
+    """sha256 (hex) of a file of an export. Raises LogError if it cannot be read."""
+    try:
+        with path.open("rb") as file:
+            return hashlib.file_digest(file, "sha256").hexdigest()
+    except OSError as error:
+        raise LogError(
+            f"file {path} of an export cannot be read ({error.strerror}): restore it from a copy, or export again"
+        ) from error
+
+
+def _canonical(content: dict[str, Any]) -> bytes:
+    return orjson.dumps(content, option=orjson.OPT_INDENT_2 | orjson.OPT_SORT_KEYS) + b"\n"
+
+
+def _changed(path: Path) -> LogError:
+    return LogError(f"file {path} was changed since it was exported: restore it from a copy, or export again")

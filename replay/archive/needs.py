@@ -1,0 +1,130 @@
+"""What the export of a run must hold beside its own records, derived from its events.
+
+That is artifacts, ranges of `steps`, and other runs' trajectories that its manifests name. A fold over the run's
+records of the topics `groups`, `batches`, `jobs`, `weights` and `dlq`. Reads no artifact.
+"""
+
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from rollstream.eventlog.codec import decode, kind_of
+from rollstream.eventlog.dead_letters import REFERENCE, WHOLE
+from rollstream.eventlog.log import Record
+from rollstream.schemas import ids
+from rollstream.schemas.base import Event, Locator
+from rollstream.schemas.errors import DecodeError
+from rollstream.schemas.events import (
+    BatchPlanned,
+    GroupClosed,
+    JobStarted,
+    JobSubmitted,
+    RunStarted,
+    WeightsCollected,
+    WeightsPublished,
+)
+from rollstream.schemas.settings import ArtifactRef
+
+NAMED = (
+    "run_started",
+    "job_started",
+    "job_submitted",
+    "weights_published",
+    "weights_collected",
+    "group_closed",
+    "batch_planned",
+)
+
+
+class Need(NamedTuple):
+    """An artifact to copy. `is_required`: without it the run cannot be trained again."""
+
+    ref: ArtifactRef
+    what: str
+    is_required: bool
+
+
+@dataclass(slots=True)
+class ArtifactNeeds:
+    """What the records of a run that were seen so far ask for."""
+
+    started: RunStarted | None = None
+    first_steps: dict[int, int] = field(default_factory=dict[int, int])
+    """By partition of `steps`: the oldest GroupStarted of a closed group."""
+    last_steps: dict[int, int] = field(default_factory=dict[int, int])
+    """By partition of `steps`: the newest record that closed a group; it may be another run's, or a tick."""
+    first_trajectory: dict[int, int] = field(default_factory=dict[int, int])
+    """By partition of `trajectories`: the oldest member of a closed group or a manifest."""
+    last_trajectory: dict[int, int] = field(default_factory=dict[int, int])
+    """By partition of `trajectories`: the newest one."""
+    borrowed: dict[int, set[int]] = field(default_factory=dict[int, set[int]])
+    """By partition of `trajectories`: offsets of other runs' trajectories that manifests name, as in a what-if."""
+    bases: set[tuple[str, int]] = field(default_factory=set[tuple[str, int]])
+    """(model group, version) that a job starts from."""
+    weights: dict[str, tuple[str, int, ArtifactRef]] = field(default_factory=dict[str, tuple[str, int, ArtifactRef]])
+    """Published weights by sha256: model group, version, artifact."""
+    collected: dict[str, str] = field(default_factory=dict[str, str])
+    """By sha256 of weights that were collected: by whom and when."""
+    letters: dict[str, ArtifactRef] = field(default_factory=dict[str, ArtifactRef])
+    """Bytes of dead letters that were too large for the log, by sha256."""
+
+    def take(self, record: Record) -> None:
+        """Take in a record of the run. What is no event asks for nothing."""
+        headers = dict(record.headers)
+        if record.topic == "dlq":
+            for name in (REFERENCE, WHOLE):
+                if name in headers:
+                    ref = ArtifactRef.model_validate_json(headers[name])
+                    self.letters[ref.sha256] = ref
+        elif kind_of(record) in NAMED:
+            try:
+                self._take(decode(record).event)
+            except DecodeError:
+                return
+
+    def artifacts(self, *, with_weights: bool) -> list[Need]:
+        """The artifacts to copy, each hash once: the required ones first."""
+        found: list[Need] = []
+        if self.started is not None:
+            found.append(Need(self.started.dataset, "dataset", True))
+        weights = sorted(self.weights.values(), key=lambda published: published[:2])
+        named = [(Need(ref, f"weights {group} v{n}", (group, n) in self.bases)) for group, n, ref in weights]
+        found += [need for need in named if need.is_required]
+        found += [need for need in named if with_weights and not need.is_required]
+        found += [Need(ref, "dead letter", False) for ref in self.letters.values()]
+        return list({need.ref.sha256: need for need in reversed(found)}.values())[::-1]
+
+    def _take(self, event: Event) -> None:
+        match event:
+            case RunStarted():
+                self.started = self.started or event
+            case JobStarted() | JobSubmitted():
+                self.bases.add((event.model_group, event.base_version))
+            case WeightsPublished():
+                self.weights.setdefault(event.artifact.sha256, (event.model_group, event.version, event.artifact))
+            case WeightsCollected():
+                self.collected |= dict.fromkeys(event.weights_sha256, event.reason)
+            case GroupClosed():
+                self._take_closed(event)
+            case BatchPlanned():
+                self._take_planned(event)
+            case _:
+                return
+
+    def _take_closed(self, event: GroupClosed) -> None:
+        if event.steps_at is not None:
+            partition, first, last = event.steps_at.partition, event.steps_at.first_offset, event.steps_at.last_offset
+            self.first_steps[partition] = min(first, self.first_steps.get(partition, first))
+            self.last_steps[partition] = max(last, self.last_steps.get(partition, last))
+        for place in event.locators:
+            self._take_trajectory(place)
+
+    def _take_planned(self, event: BatchPlanned) -> None:
+        for member, place in zip(event.members, event.locators, strict=False):
+            if ids.run_of(member.group_id) != event.run_id:
+                self.borrowed.setdefault(place.partition, set()).add(place.offset)
+                self._take_trajectory(place)
+
+    def _take_trajectory(self, place: Locator) -> None:
+        first = self.first_trajectory.get(place.partition, place.offset)
+        self.first_trajectory[place.partition] = min(first, place.offset)
+        self.last_trajectory[place.partition] = max(self.last_trajectory.get(place.partition, -1), place.offset)

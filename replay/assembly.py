@@ -1,0 +1,228 @@
+"""Replay of assembly: the recorded `steps` folded again, by any number of processes, against the closed groups."""
+
+import asyncio
+import multiprocessing
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass, field
+from types import MappingProxyType
+
+from rollstream.eventlog import codec
+from rollstream.eventlog.log import EventLog, Received
+from rollstream.eventlog.reading import read_to_end
+from rollstream.processors.assemble import fold as assembly
+from rollstream.processors.assemble.state import AssemblyState
+from rollstream.producers import group_execution
+from rollstream.producers.league.draw import seats_of
+from rollstream.replay.report import MISSING, Report, first_field
+from rollstream.replay.source import Source, place
+from rollstream.schemas import ids
+from rollstream.schemas.errors import DecodeError
+from rollstream.schemas.events import GroupClosed, GroupStarted, RolloutStarted, StepRecorded, TaskRequested, Tick
+from rollstream.schemas.events.rollouts import GroupEvent
+
+STAGE = "assembly"
+
+
+@dataclass(frozen=True, slots=True)
+class Range:
+    """A part of one `steps` partition (first included, end not) and the records of it that are dead letters."""
+
+    run_id: str
+    partition: int
+    first: int
+    end: int
+    dead: frozenset[int]
+
+
+@dataclass(slots=True)
+class Folded:
+    """What folding a range again came to."""
+
+    closed: dict[str, tuple[str, str]] = field(default_factory=dict[str, tuple[str, str]])
+    """Digest and JSON of every group of the run that closed, by event id; the first one counts."""
+    started: dict[str, str] = field(default_factory=dict[str, str])
+    """JSON of every GroupStarted of the run, by group id; the first one counts."""
+    num_records: int = 0
+    damaged: list[str] = field(default_factory=list[str])
+    differences: list[tuple[str, str, str]] = field(default_factory=list[tuple[str, str, str]])
+    """What is recorded otherwise than it derives: where, recorded, derived."""
+    versions: dict[tuple[str, int], str] = field(default_factory=dict[tuple[str, int], str])
+    """By model group and version that tokens were sampled with: an event that says so."""
+
+
+def ranges(run_id: str, closed: Iterable[GroupClosed], dead: Iterable[tuple[str, int, int]]) -> list[Range]:
+    """The parts of the partitions that hold a run's groups. Every one begins at a GroupStarted of the run."""
+    spans: dict[int, tuple[int, int]] = {}
+    for event in closed:
+        at = event.steps_at
+        if at is None:
+            continue
+        first, last = spans.get(at.partition, (at.first_offset, at.last_offset))
+        spans[at.partition] = min(first, at.first_offset), max(last, at.last_offset)
+    letters = [(partition, offset) for topic, partition, offset in dead if topic == "steps"]
+    return [
+        Range(run_id, n, first, last + 1, frozenset(at for of, at in letters if of == n))
+        for n, (first, last) in sorted(spans.items())
+    ]
+
+
+async def fold(log: EventLog, part: Range) -> Folded:
+    """Fold one range. Raises TruncatedError, naming the range, if its beginning is no longer kept."""
+    state, found = assembly.initial(part.first), Folded()
+    begun: dict[str, set[str]] = {}
+    async for record in read_to_end(log, "steps", {part.partition: part.first}, {part.partition: part.end}):
+        found.num_records += 1
+        if record.offset in part.dead:
+            continue
+        try:
+            received = codec.decode(record)
+        except DecodeError as error:
+            found.damaged.append(f"{place(record)} is not an event and has no dead letter: {error}")
+            continue
+        if isinstance(received.event, Tick) and received.event.partition != record.partition:
+            at = f"{received.event.event_id} at {place(record)}: partition"  # it has no key that would tell
+            found.differences.append((at, str(received.event.partition), str(record.partition)))
+        if received.event.run_id == part.run_id:
+            _look_at(received, state, begun, found)
+        elif isinstance(received.event, GroupEvent) and ids.run_of(received.event.group_id) == part.run_id:
+            at = f"{received.event.event_id} at {place(record)}: run_id"
+            found.differences.append((at, received.event.run_id, part.run_id))
+        for event in (closing.closed for closing in assembly.evolve(state, received)):
+            if event.run_id == part.run_id:
+                _close(event, begun.pop(event.group_id, set()), found, has_dead=bool(part.dead))
+    return found
+
+
+def _look_at(received: Received, state: AssemblyState, begun: dict[str, set[str]], found: Folded) -> None:
+    """Note what a record of the run says beside what its group closes with. `begun`: attempts by open group."""
+    match received.event:
+        case GroupStarted() as event:
+            found.started.setdefault(event.group_id, event.model_dump_json())
+        case RolloutStarted() as event:
+            if event.group_id in state.groups:
+                begun.setdefault(event.group_id, set()).add(event.rollout_id)
+            at = f"{event.event_id} at steps {received.position.partition}@{received.position.offset}"
+            found.differences += [(f"{at}: {name}", ours, theirs) for name, ours, theirs in _other(state, event)]
+        case StepRecorded() as event if event.llm is not None:
+            group = state.groups.get(event.group_id)
+            if group is not None and group.started.policy == "model":
+                for span in event.llm.spans:
+                    found.versions.setdefault((span.model_group, span.version), event.event_id)
+        case _:
+            pass
+
+
+def _close(event: GroupClosed, begun: set[str], found: Folded, *, has_dead: bool) -> None:
+    """Note a closed group, and those of its attempts that lack the RolloutStarted with which every one begins.
+
+    A dead letter may have been one.
+    """
+    if event.event_id in found.closed:
+        return
+    found.closed[event.event_id] = codec.content_digest(event), event.model_dump_json()
+    if not has_dead:
+        missing = [attempt.rollout_id for attempt in event.attempts if attempt.rollout_id not in begun]
+        found.differences += [(f"rollout_started:{name}", MISSING, "an attempt's start") for name in missing]
+
+
+def _other(state: AssemblyState, begun: RolloutStarted) -> Iterator[tuple[str, str, str]]:
+    """What the start of an attempt says otherwise than its group, member and number give: field, recorded, derived."""
+    derived = ids.rollout_id(begun.group_id, begun.member, begun.attempt)
+    if derived != begun.rollout_id:
+        yield "rollout_id", begun.rollout_id, derived
+    group = state.groups.get(begun.group_id)
+    if group is not None and (seed := ids.member_seed(group.started.seed, begun.member)) != begun.seed:
+        yield "seed", str(begun.seed), str(seed)
+
+
+def compare(
+    recorded: list[tuple[GroupClosed, Received]],
+    folded: Iterable[Folded],
+    report: Report,
+    tasks: Mapping[str, TaskRequested] = MappingProxyType({}),
+) -> None:
+    """Hold what the folds closed against the record, group by group, and what groups began with against their tasks.
+
+    `tasks`: by group id.
+    """
+    again: dict[str, tuple[str, str]] = {}
+    refused = {event.group_id for event, _ in recorded if _is_refused(event)}
+    for part in folded:
+        again |= part.closed
+        for what, ours, theirs in part.differences:
+            report.differ(STAGE, what, ours, theirs)
+        for group_id, text in part.started.items():
+            if group_id in tasks:
+                started = GroupStarted.model_validate_json(text)
+                _compare_started(tasks[group_id], started, report, is_refused=group_id in refused)
+        report.count("step records", part.num_records)
+        for what in part.damaged:
+            report.differ(STAGE, what, "an event", "none")
+    for event, received in recorded:
+        report.count("groups")
+        digest, text = again.get(event.event_id, ("", ""))
+        if digest == received.digest:
+            continue
+        if not digest:
+            report.differ(STAGE, event.event_id, f"closed as {event.reason}", "not closed by its steps")
+            continue
+        replayed = GroupClosed.model_validate_json(text)
+        path, ours, theirs = first_field(event, replayed)
+        report.differ(STAGE, f"{event.event_id}{_broken(event, replayed)}: {path}", ours, theirs)
+
+
+def _is_refused(closed: GroupClosed) -> bool:
+    """Whether nothing of a task was run, because of what it names or needs: a group of one attempt that failed."""
+    return closed.size == 1 and all(
+        one.outcome == "failed" and one.cause in (group_execution.NOT_ALLOWED, group_execution.ENGINE_ERROR)
+        for one in closed.attempts
+    )
+
+
+def _compare_started(task: TaskRequested, started: GroupStarted, report: Report, *, is_refused: bool) -> None:
+    """Hold a group's beginning against the task that it was made from; a void group has no size, a refused one 1."""
+    settings = task.settings
+    wanted = {
+        **{name: getattr(task, name) for name in ("example_id", "job_id", "epoch", "index", "purpose", "seed")},
+        "policy": settings.policy,
+        "size": (1 if is_refused else task.num_rollouts) if started.void_cause is None else 0,
+        "minimum": task.minimum if started.void_cause is None else 0,
+        "timeout_ms": max(1, int(settings.group_timeout_s * 1000)),
+        "reward_weights": settings.reward_weights,
+        **seats_of(task)._asdict(),
+    }
+    if started.void_cause == "undecodable":
+        return
+    for name, value in wanted.items():
+        if getattr(started, name) != value:
+            report.differ(STAGE, f"{started.event_id}: {name}", repr(getattr(started, name)), f"{value!r} in its task")
+
+
+def _broken(recorded: GroupClosed, replayed: GroupClosed) -> str:
+    """Names the attempt whose steps or rewards are not what its RolloutEnded says, if that is the reason."""
+    before = {attempt.rollout_id: attempt for attempt in recorded.attempts}
+    for attempt in replayed.attempts:
+        was = before.get(attempt.rollout_id)
+        if was is not None and was.cause != attempt.cause and attempt.cause in ("digest", "incomplete"):
+            return f", attempt {attempt.rollout_id}, whose steps or rewards were changed"
+    return ""
+
+
+def fold_in_processes(source: Source, parts: list[Range], workers: int, tell: Callable[[str], None]) -> list[Folded]:
+    """Fold the ranges in `workers` processes at a time."""
+    context = multiprocessing.get_context("spawn")
+    done: list[Folded] = []
+    with ProcessPoolExecutor(max_workers=workers, mp_context=context) as pool:
+        for folded in pool.map(_fold_alone, [source] * len(parts), parts):
+            done.append(folded)
+            tell(f"steps partition {parts[len(done) - 1].partition}: {len(folded.closed)} groups")
+    return done
+
+
+def _fold_alone(source: Source, part: Range) -> Folded:
+    async def run() -> Folded:
+        async with source.open() as (log, _):
+            return await fold(log, part)
+
+    return asyncio.run(run())

@@ -1,0 +1,354 @@
+"""What a run's own records say must be there: jobs, manifests, versions, tasks. Pure: events in, differences out.
+
+Digests find a record that was changed, and nothing that is gone. What is gone is found by what names it: a manifest
+names its job, a job that succeeded names its last version, a version names the step that made it; tokens and engines
+name the version that they were sampled or loaded with. The newest records of an open run are named by nothing yet.
+"""
+
+import math
+from collections.abc import Iterator, Mapping
+from itertools import islice
+from typing import NamedTuple
+
+from rollstream.eventlog import terms
+from rollstream.learner.progress import GroupState
+from rollstream.learner.shared_model_group.job_queue import GROUP_KEY
+from rollstream.replay.report import MISSING, Report
+from rollstream.replay.source import RunEvents, of_type
+from rollstream.replay.weights import log_state, model_groups
+from rollstream.schemas import ids
+from rollstream.schemas.errors import TruncatedError
+from rollstream.schemas.events import (
+    BatchPlanned,
+    EpochSealed,
+    EpochStarted,
+    GroupClosed,
+    JobCancelled,
+    JobFailed,
+    JobProgressed,
+    JobStarted,
+    JobSubmitted,
+    JobSucceeded,
+    LearnerClaimed,
+    RunEnded,
+    RunStarted,
+    StepTrained,
+    TaskRequested,
+    WeightsLoaded,
+    WeightsPublished,
+)
+
+STAGE = "log"
+MAX_MISSING = 10_000
+"""Missing records that are noted one by one: a changed number may name any number of them."""
+
+
+class Named(NamedTuple):
+    """A record that must be there, and the record that says so."""
+
+    topic: str
+    event_id: str
+    by: str
+
+
+def check_whole(events: RunEvents) -> None:
+    """Raises TruncatedError naming the first record of a run that is gone though others name it.
+
+    What was changed is for `replay --verify` to find.
+    """
+    missing = next(_missing(events), None)
+    if missing is not None:
+        raise gone(events, missing)
+
+
+def unended(events: RunEvents) -> str:
+    """What to say of a run whose training is over and whose RunEnded is missing; empty if it has ended or goes on.
+
+    No record distinguishes a run that is being ended, or was killed there, from one whose RunEnded was lost.
+    """
+    is_over = _is_over(events, ids.job_id(events.run_id, ids.TRAINING))
+    if not is_over or f"run_ended:{events.run_id}" in events.by_id:
+        return ""
+    return (
+        f"run {events.run_id}: its training is over and no RunEnded is in {events.held('groups')}: it is being ended, "
+        "was killed before that (`rollstream finetune --resume` ends it), or the record is gone"
+    )
+
+
+def gone(events: RunEvents, missing: Named) -> TruncatedError:
+    """The error of a record that is gone though another one names it."""
+    return TruncatedError(
+        f"run {events.run_id} is incomplete: {missing.event_id}, named by {missing.by}, is missing in "
+        f"{events.held(missing.topic)}"
+    )
+
+
+def compare_named(events: RunEvents, report: Report) -> None:
+    """Note every record that others name and that is missing, and every digest and count that does not agree."""
+    report.unended = unended(events)
+    for name in dict.fromkeys(islice(_missing(events), MAX_MISSING)):
+        report.differ(STAGE, f"{name.event_id} in {events.held(name.topic)}", f"named by {name.by}", MISSING)
+    _compare_digests(events, report)
+    _compare_ends(events, report)
+    for kind in (GroupClosed, BatchPlanned):
+        for event, received in of_type(events.by_topic.get(kind.TOPIC, ()), kind):
+            if len(event.locators) != len(event.members):
+                what = f"{event.event_id} at {received.position.partition}@{received.position.offset}: locators"
+                report.differ(STAGE, what, f"{len(event.locators)}", f"{len(event.members)} members")
+
+
+def _missing(events: RunEvents) -> Iterator[Named]:
+    yield from _jobs(events)
+    yield from _manifests(events)
+    yield from _epochs(events)
+    yield from _versions(events)
+    yield from _tasks(events)
+
+
+def _jobs(events: RunEvents) -> Iterator[Named]:
+    """Jobs that were started or planned for, and their ends in a completed run."""
+    started = [job for job, _ in of_type(events.by_topic.get("groups", ()), JobStarted)]
+    batches = [batch for batch, _ in of_type(events.by_topic.get("batches", ()), BatchPlanned)]
+    naming = {batch.job_id: batch.event_id for batch in reversed(batches)}
+    naming |= {
+        job.job_id: job.event_id
+        for kind in (JobProgressed, JobFailed, JobCancelled)
+        for job, _ in of_type(events.by_topic.get("jobs", ()), kind)
+    }
+    naming |= {job.job_id: job.event_id for job in started}
+    run_ended = _completed(events)
+    if run_ended is not None and not _is_of_group(events):
+        naming.setdefault(ids.job_id(events.run_id, ids.TRAINING), run_ended.event_id)
+    for job_id, by in naming.items():
+        if f"job_submitted:{job_id}" not in events.by_id:
+            yield Named("jobs", f"job_submitted:{job_id}", by)
+        if run_ended is not None and not _is_over(events, job_id):
+            yield Named("jobs", f"job_succeeded:{job_id}", run_ended.event_id)
+    for job, _ in of_type(events.by_topic.get("jobs", ()), JobCancelled):
+        if not job.is_asked_for and f"run_ended:{events.run_id}" not in events.by_id:
+            yield Named("groups", f"run_ended:{events.run_id}", job.event_id)
+
+
+def _is_of_group(events: RunEvents) -> bool:
+    """Whether a shared model group began the run: it has the jobs that were created, and none of its own."""
+    started = events.by_id.get(f"run_started:{events.run_id}")
+    return started is not None and isinstance(started.event, RunStarted) and GROUP_KEY in started.event.config
+
+
+def _manifests(events: RunEvents) -> Iterator[Named]:
+    """Manifests that seals count, that steps were trained with, and up to the last version of a job that succeeded."""
+    counted = {job_id: (seal.next_batch_index, seal.event_id) for job_id, seal in _newest_seals(events).items()}
+    for succeeded, _ in of_type(events.by_topic.get("jobs", ()), JobSucceeded):
+        job = events.by_id.get(f"job_submitted:{succeeded.job_id}")
+        if job is not None and isinstance(job.event, JobSubmitted):
+            number = succeeded.final_version - job.event.base_version
+            if number > counted.get(succeeded.job_id, (0, ""))[0]:
+                counted[succeeded.job_id] = number, succeeded.event_id
+    for step, _ in of_type(events.by_topic.get("weights", ()), StepTrained):
+        if f"batch_planned:{step.batch_id}" not in events.by_id:
+            yield Named("batches", f"batch_planned:{step.batch_id}", step.event_id)
+    for job_id, (number, by) in counted.items():  # the newest one counts the most
+        for index in range(number):
+            batch_id = ids.batch_id(job_id, index)
+            if f"batch_planned:{batch_id}" not in events.by_id:
+                yield Named("batches", f"batch_planned:{batch_id}", by)
+
+
+def _epochs(events: RunEvents) -> Iterator[Named]:
+    """Starts of jobs and epochs, seals below an epoch that has begun, and the last seal of a job that succeeded."""
+    if not events.started.is_what_if:  # the epochs of a what-if are those of its parent
+        yield from _starts(events)
+    newest: dict[str, EpochStarted] = {}
+    for epoch, _ in of_type(events.by_topic.get("groups", ()), EpochStarted):
+        if epoch.job_id not in newest or epoch.epoch > newest[epoch.job_id].epoch:
+            newest[epoch.job_id] = epoch
+    planners = _planners(events)
+    newest |= {job_id: newest[by] for job_id, by in planners.items() if by in newest}
+    for job_id, epoch in newest.items():
+        for number in range(epoch.epoch):
+            sealed = ids.epoch_event("epoch_sealed", job_id, number)
+            if sealed not in events.by_id:
+                yield Named("batches", sealed, epoch.event_id)
+    seals = [seal for seal, _ in of_type(events.by_topic.get("batches", ()), EpochSealed)]
+    for succeeded, _ in of_type(events.by_topic.get("jobs", ()), JobSucceeded):
+        job_id = succeeded.job_id
+        batches = (event for event, _ in of_type(events.by_topic.get("batches", ()), BatchPlanned))
+        steps = (event for event, _ in of_type(events.by_topic.get("weights", ()), StepTrained))
+        epochs = [event.epoch for event in (*batches, *steps) if event.job_id == job_id]
+        epochs += [newest[job_id].epoch] if job_id in newest else []
+        if epochs and not any(seal.is_last for seal in seals if seal.job_id == job_id):
+            yield Named("batches", ids.epoch_event("epoch_sealed", job_id, max(epochs)), succeeded.event_id)
+
+
+def _starts(events: RunEvents) -> Iterator[Named]:
+    """JobStarted and EpochStarted of what curation planned, which begins with nothing else."""
+    planned = [
+        one for kind in (EpochSealed, BatchPlanned) for one, _ in of_type(events.by_topic.get("batches", ()), kind)
+    ]
+    begun = [event for event, _ in of_type(events.by_topic.get("groups", ()), EpochStarted)]
+    planners = _planners(events)
+    for event in (*begun, *planned):
+        started = events.by_id.get(f"job_started:{event.job_id}")
+        if started is None:
+            yield Named("groups", f"job_started:{event.job_id}", event.event_id)
+        is_submitted = (
+            started is not None
+            and isinstance(started.event, JobStarted)
+            and started.event.plan.planning == "submitted"  # a submission alone may begin an epoch
+        )
+        begun_by = ids.epoch_event("epoch_started", planners.get(event.job_id, event.job_id), event.epoch)
+        if not is_submitted and begun_by not in events.by_id:
+            yield Named("groups", begun_by, event.event_id)
+
+
+def _planners(events: RunEvents) -> dict[str, str]:
+    """By job that trains on the tasks of another one: that one, which begins their epochs."""
+    jobs = [job for job, _ in of_type(events.by_topic.get("groups", ()), JobStarted)]
+    return {job.job_id: job.plan.tasks_of for job in jobs if job.plan.tasks_of}
+
+
+def _versions(events: RunEvents) -> Iterator[Named]:
+    """Steps and versions of every model group, and the claims under which they were written."""
+    state, used = log_state(events), _used(events)
+    for model_group in model_groups(events):
+        yield from _claims(events, model_group)
+        jobs = [job for job, _ in of_type(events.by_topic.get("jobs", ()), JobSubmitted)]
+        jobs = sorted((job for job in jobs if job.model_group == model_group), key=lambda job: job.base_version)
+        for number, job in enumerate(jobs):
+            end = jobs[number + 1].base_version if number + 1 < len(jobs) else math.inf
+            of_job = {v: by for v, by in used.get(model_group, {}).items() if job.base_version <= v <= end}
+            yield from _of_job(events, job, state.group(model_group), of_job)
+
+
+def _used(events: RunEvents) -> dict[str, dict[int, str]]:
+    """By model group: versions that tokens were sampled with or an engine has loaded, each with an event saying so."""
+    used: dict[str, dict[int, str]] = {}
+    for loaded, _ in of_type(events.by_topic.get("weights", ()), WeightsLoaded):
+        used.setdefault(loaded.model_group, {}).setdefault(loaded.version, loaded.event_id)
+    for closed, _ in of_type(events.by_topic.get("groups", ()), GroupClosed):
+        task = events.by_id.get(f"task_requested:{closed.group_id}")
+        if task is None or not isinstance(task.event, TaskRequested) or closed.policy != "model":
+            continue
+        for member in closed.members:
+            model_group = task.event.settings.agents.get(member.agent)
+            if model_group is not None and member.num_completion_tokens:
+                used.setdefault(model_group, {}).setdefault(member.max_version, closed.event_id)
+    return used
+
+
+def _of_job(events: RunEvents, job: JobSubmitted, group: GroupState, used: Mapping[int, str]) -> Iterator[Named]:
+    """`used`: versions between the job's base version and the next job's, each with an event that names it."""
+    group_id, base = job.model_group, job.base_version
+    needed = _needed(events, job, group, used)
+    if (needed or group.published) and base not in group.published:
+        yield Named("weights", f"weights_published:{group_id}/v{base}", job.event_id)
+    newest = max(needed, default=base)
+    for version in range(base + 1, newest + 1):
+        by = needed.get(version) or needed[newest]
+        is_published = version in group.published
+        if version not in group.trained:
+            yield Named("weights", f"step_trained:{group_id}/v{version}", by)
+        is_last_step = version == newest and by.startswith("step_trained:")  # its learner may have been killed here
+        if not is_published and not is_last_step:
+            yield Named("weights", f"weights_published:{group_id}/v{version}", by)
+        progressed = f"job_progressed:{job.job_id}/v{version}"
+        if progressed not in events.by_id and (version < newest or by.startswith("job_succeeded:")):
+            yield Named("jobs", progressed, by)
+
+
+def _needed(events: RunEvents, job: JobSubmitted, group: GroupState, used: Mapping[int, str]) -> dict[int, str]:
+    """Versions that a job has trained, each with an event that says so; one that says more overrides the others.
+
+    Steps and versions of void terms say nothing.
+    """
+    needed: dict[int, str] = {}
+    counted = {StepTrained: group.trained, WeightsPublished: group.published}
+    for kind in (StepTrained, WeightsPublished, JobProgressed):
+        if kind is WeightsPublished:
+            needed |= used  # says that the version was published, and not how far the job has come
+        for event, _ in of_type(events.by_topic.get(kind.TOPIC, ()), kind):
+            is_void = kind in counted and event.version not in counted[kind]
+            if event.job_id == job.job_id and event.version > job.base_version and not is_void:
+                needed[event.version] = event.event_id
+    succeeded = events.by_id.get(f"job_succeeded:{job.job_id}")
+    if succeeded is not None and isinstance(succeeded.event, JobSucceeded):
+        planned = max([succeeded.event.final_version, job.base_version + _num_sealed(events, job.job_id)])
+        if planned > job.base_version:
+            needed[planned] = succeeded.event.event_id
+    return needed
+
+
+def _claims(events: RunEvents, model_group: str) -> Iterator[Named]:
+    claimed = {claim.term for claim, _ in of_type(events.by_topic.get("weights", ()), LearnerClaimed)}
+    for kind in (StepTrained, WeightsPublished):
+        for event, _ in of_type(events.by_topic.get("weights", ()), kind):
+            if event.model_group == model_group and terms.needs_claim(event) and event.term not in claimed:
+                claimed.add(event.term)
+                yield Named("weights", f"learner_claimed:{model_group}/{event.term}", event.event_id)
+
+
+def _tasks(events: RunEvents) -> Iterator[Named]:
+    """A task of every closed group; in a completed run, a closed group or a cancellation of every task."""
+    dead = any(topic == "tasks" for topic, _, _ in events.dead)
+    for group, _ in of_type(events.by_topic.get("groups", ()), GroupClosed):
+        is_known = f"task_requested:{group.group_id}" in events.by_id
+        if not is_known and not (dead and group.void_cause == "undecodable"):
+            yield Named("tasks", f"task_requested:{group.group_id}", group.event_id)
+    if _completed(events) is None:
+        return
+    for task, _ in of_type(events.by_topic.get("tasks", ()), TaskRequested):
+        answers = (f"group_closed:{task.group_id}", f"task_cancelled:{task.group_id}")
+        if not any(answer in events.by_id for answer in answers):
+            yield Named("groups", f"group_closed:{task.group_id}", task.event_id)
+
+
+def _compare_digests(events: RunEvents, report: Report) -> None:
+    """Hold what names another record by its digest against that record; what was recorded without one names nothing."""
+    for job, _ in of_type(events.by_topic.get("jobs", ()), JobSubmitted):
+        _compare_digest(events, report, job.event_id, f"run_started:{events.run_id}", job.run_sha256)
+    for started, _ in of_type(events.by_topic.get("groups", ()), JobStarted):
+        _compare_digest(events, report, started.event_id, f"job_submitted:{started.job_id}", started.job_sha256)
+    for step, _ in of_type(events.by_topic.get("weights", ()), StepTrained):
+        _compare_digest(events, report, step.event_id, f"batch_planned:{step.batch_id}", step.manifest_sha256)
+
+
+def _compare_digest(events: RunEvents, report: Report, by: str, event_id: str, sha256: str) -> None:
+    found = events.by_id.get(event_id)
+    if sha256 and found is not None and found.digest != sha256:
+        report.differ(STAGE, f"{event_id}, named by {by}", sha256, found.digest)
+
+
+def _compare_ends(events: RunEvents, report: Report) -> None:
+    """Hold the last version that a job names against its manifests."""
+    for succeeded, _ in of_type(events.by_topic.get("jobs", ()), JobSucceeded):
+        job = events.by_id.get(f"job_submitted:{succeeded.job_id}")
+        if job is None or not isinstance(job.event, JobSubmitted):
+            continue
+        planned = job.event.base_version + _num_sealed(events, succeeded.job_id)
+        if planned != succeeded.final_version:
+            report.differ(STAGE, f"{succeeded.event_id}: final_version", str(succeeded.final_version), str(planned))
+
+
+def _num_sealed(events: RunEvents, job_id: str) -> int:
+    """Manifests of a job, as its newest seal counts them."""
+    seal = _newest_seals(events).get(job_id)
+    return seal.next_batch_index if seal is not None else 0
+
+
+def _newest_seals(events: RunEvents) -> dict[str, EpochSealed]:
+    """By job: the seal that counts the most manifests."""
+    newest: dict[str, EpochSealed] = {}
+    for seal, _ in of_type(events.by_topic.get("batches", ()), EpochSealed):
+        known = newest.get(seal.job_id)
+        if known is None or seal.next_batch_index > known.next_batch_index:
+            newest[seal.job_id] = seal
+    return newest
+
+
+def _completed(events: RunEvents) -> RunEnded | None:
+    ended = [event for event, _ in of_type(events.by_topic.get("groups", ()), RunEnded)]
+    return ended[0] if ended and ended[0].cause == "completed" else None
+
+
+def _is_over(events: RunEvents, job_id: str) -> bool:
+    return any(f"job_{how}:{job_id}" in events.by_id for how in ("succeeded", "failed", "cancelled"))

@@ -1,0 +1,148 @@
+"""Where a run branches off: which version of which run, and whether it fits. Reads log and artifacts, writes nothing.
+
+A fork begins a model group of its own at version 0, whose weights are those of the named version; its optimizer and
+its window of rewards start empty. The parent is not changed.
+"""
+
+import asyncio
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+from rollstream.eventlog.artifacts import ArtifactStore
+from rollstream.eventlog.log import EventLog
+from rollstream.eventlog.reading import MOST_RECORDS, read_events
+from rollstream.learner.progress import LogState, evolve
+from rollstream.schemas import ids
+from rollstream.schemas.config import RunConfig
+from rollstream.schemas.errors import ArtifactError, ConfigError, StoreUnavailableError
+from rollstream.schemas.events import RunStarted, WeightsCollected, WeightsPublished
+from rollstream.schemas.events.training import ForkPoint
+from rollstream.schemas.settings import LoraSettings
+from rollstream.schemas.variables import expand, variables_in
+
+NAMED_RUNS = 10
+"""Runs that an error names, the newest ones."""
+
+
+def parse_fork(text: str) -> ForkPoint:
+    """`RUN@VERSION`, or `RUN/GROUP@VERSION` of one of several model groups. Raises ConfigError."""
+    found = ids.parsed_version(text)
+    if found is None:
+        raise ConfigError(f"--fork {text}: give a run and a version as RUN@VERSION, for example demo-1a2b3c@12")
+    return ForkPoint(run_id=found[0], model_group=found[1], version=found[2])
+
+
+async def check_fork(log: EventLog, artifacts: ArtifactStore, config: RunConfig, point: ForkPoint) -> None:
+    """Raises ConfigError if the log has no such version, or a run of this configuration cannot begin from it.
+
+    Each trained model group begins from the version of its own name, unless its section names another one.
+    """
+    groups = config.adapter.model_groups
+    for name, one in config.trained().items():
+        if name not in groups or groups[name].version is None:
+            await _check_version(log, artifacts, one, point, name, f"--fork {told(point)}")
+
+
+async def check_versions(log: EventLog, artifacts: ArtifactStore, config: RunConfig) -> None:
+    """Raises ConfigError for a model group whose section names a version that it cannot begin with."""
+    place = f"trainer_adapters.{config.finetuning.trainer_adapter}.model_groups"
+    for name, one in config.by_group().items():
+        section = config.adapter.model_groups.get(name)
+        if section is not None and section.version is not None:
+            point = parse_fork(section.version)
+            await _check_version(log, artifacts, one, point, name, f"{place}.{name}.version: {told(point)}")
+
+
+async def _check_version(
+    log: EventLog, artifacts: ArtifactStore, config: RunConfig, point: ForkPoint, name: str, place: str
+) -> None:
+    published, collected = await _published(log, point, name, place)
+    wrong = misfit(published, config)
+    if wrong:
+        raise ConfigError(f"{place}: {wrong}")
+    try:
+        await asyncio.to_thread(artifacts.fetch, published.artifact)
+    except ArtifactError as error:
+        why = collected.reason if collected is not None and not isinstance(error, StoreUnavailableError) else error
+        raise ConfigError(f"{place}: its weights were removed: {why}") from error
+
+
+def told(point: ForkPoint) -> str:
+    """As the user writes it."""
+    return f"{point.run_id}{'/' * bool(point.model_group)}{point.model_group}@{point.version}"
+
+
+async def _published(
+    log: EventLog, point: ForkPoint, name: str, place: str
+) -> tuple[WeightsPublished, WeightsCollected | None]:
+    """The version as the learner will find it, under a term that is not void, and how it was collected, if it was.
+
+    Raises ConfigError naming what there is.
+    """
+    runs: dict[str, None] = {}
+    state = LogState()
+    collected: WeightsCollected | None = None
+    group = ids.model_group(point.run_id, point.model_group or name)
+    async for received in read_events(log, ("groups", "weights"), skipped=MOST_RECORDS):
+        if isinstance(received.event, RunStarted):
+            runs[received.event.run_id] = None
+        if isinstance(received.event, WeightsCollected) and received.event.model_group == group:
+            collected = received.event if point.version in received.event.versions else collected
+        evolve(state, received)
+    if point.run_id not in runs:
+        known = ", ".join(list(runs)[-NAMED_RUNS:]) or "none yet"
+        raise ConfigError(f"{place}: run {point.run_id} does not exist; known runs: {known}")
+    versions = state.group(group).published
+    others = sorted(ids.name_of(one) for one in state.groups if ids.run_of(one) == point.run_id and one != group)
+    if not versions and others:
+        raise ConfigError(
+            f"{place}: run {point.run_id} has no model group {ids.name_of(group)}; it has {', '.join(others)}; name "
+            f"one as {point.run_id}/GROUP@{point.version}"
+        )
+    if not versions:
+        raise ConfigError(f"{place}: run {point.run_id} has published no version yet")
+    if point.version not in versions:
+        kept = f"{min(versions)} to {max(versions)}"
+        raise ConfigError(f"{place}: run {point.run_id} has no version {point.version}, it has {kept}")
+    return versions[point.version], collected
+
+
+def misfit(published: WeightsPublished, config: RunConfig) -> str:
+    """Why a run of this configuration cannot begin from these weights; empty if it can."""
+    model = config.adapter.model
+    wanted = "lora" if model.lora else "full"
+    if published.weights_format != wanted:
+        return f"it has {published.weights_format} weights, but the configuration trains {wanted} weights (model.lora)"
+    if published.base_model != model.path and not _is_same_model(
+        local_path(published.base_model, model.path), local_path(model.path, model.path)
+    ):
+        return (
+            f"it was trained from base model {published.base_model}, but the configuration has model.path {model.path}"
+        )
+    if model.lora is not None:
+        return _other_adapter(published.lora or {}, model.lora)
+    return ""
+
+
+def local_path(path: str, own: str) -> str:
+    """A recorded model path with those `${NAME}` expanded that the user's `own` path names too."""
+    return str(expand(path, os.environ)) if variables_in(path) <= variables_in(own) else path
+
+
+def _is_same_model(one: str, other: str) -> bool:
+    return one == other or Path(one).expanduser().resolve() == Path(other).expanduser().resolve()
+
+
+def _other_adapter(found: Mapping[str, object], wanted: LoraSettings) -> str:
+    """What decides the policy that an adapter's weights are; dropout does not."""
+    modules = found.get("target_modules")
+    pairs = {
+        "rank": (found.get("r"), wanted.rank),
+        "alpha": (found.get("lora_alpha"), wanted.alpha),
+        "target_modules": (sorted(modules) if isinstance(modules, list) else modules, sorted(wanted.target_modules)),
+    }
+    for name, (theirs, ours) in pairs.items():
+        if theirs != ours:
+            return f"its adapter has {name} {theirs}, but the configuration has model.lora.{name} {ours}"
+    return ""

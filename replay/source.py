@@ -1,0 +1,185 @@
+"""Where replay reads a run from, the topics or an export of it, and the run's own events in the order of the log."""
+
+from collections.abc import AsyncIterator, Iterable, Mapping
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TypeVar
+
+from rollstream.eventlog import codec, dead_letters
+from rollstream.eventlog.artifacts import ArtifactStore
+from rollstream.eventlog.log import EventLog, Received, Record
+from rollstream.eventlog.reading import read_to_end, unknown_run
+from rollstream.eventlog.run_offsets import LETTERS, offset_name, start_offsets_of
+from rollstream.schemas import ids
+from rollstream.schemas.errors import ConfigError, DecodeError, LogError
+from rollstream.schemas.events import RunEnded, RunStarted
+from rollstream.schemas.kafka import KafkaSettings
+
+EFFECTS_FIRST = ("weights", "jobs", "tasks", "batches", "groups")
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """How to connect to a broker, or the folder of an export. Goes to other processes; each opens it for itself."""
+
+    kafka: KafkaSettings | None = None
+    export: Path | None = None
+
+    @asynccontextmanager
+    async def open(self) -> AsyncIterator[tuple[EventLog, ArtifactStore | None]]:
+        """The log, to be read only, and the artifacts that an export holds. Raises LogError."""
+        if self.export is not None:
+            from rollstream.replay.archive.log import open_export
+
+            async with open_export(self.export) as found:
+                yield found
+            return
+        from rollstream.eventlog.kafka.log import KafkaLog
+
+        assert self.kafka is not None, "neither a broker nor an export"
+        async with KafkaLog(self.kafka, client_id="rollstream-replay") as log:
+            yield log, None
+
+
+def check_export(folder: Path, run_id: str) -> None:
+    """Raises ConfigError if an export holds another run, LogError if the folder is no export."""
+    from rollstream.replay.archive.manifest import read_manifest
+
+    found = read_manifest(folder).run_id
+    if found != run_id:
+        raise ConfigError(f"export {folder} holds run {found}, not {run_id}")
+
+
+@dataclass(slots=True)
+class RunEvents:
+    """What the topics with one partition, and `tasks`, say of one run; the first record of an event id counts."""
+
+    run_id: str
+    by_topic: dict[str, list[Received]] = field(default_factory=dict[str, list[Received]])
+    later: dict[str, list[Received]] = field(default_factory=dict[str, list[Received]])
+    """Records behind those of `by_topic`, read so that all causes of `by_topic` are known; what follows from them may
+    not be read."""
+    by_id: dict[str, Received] = field(default_factory=dict[str, Received])
+    twice: list[tuple[Received, Received]] = field(default_factory=list[tuple[Received, Received]])
+    """Records of one event id that say different things."""
+    damaged: list[str] = field(default_factory=list[str])
+    """Records that do not decode and have no dead letter."""
+    dead: set[tuple[str, int, int]] = field(default_factory=set[tuple[str, int, int]])
+    """Topic, partition and offset of every record that is a dead letter."""
+    dead_by_fold: set[tuple[str, int, int]] = field(default_factory=set[tuple[str, int, int]])
+    """Those of `groups` on which curation's fold raised."""
+    poison: list[Received] = field(default_factory=list[Received])
+    """Those of the run."""
+    kept: dict[str, dict[int, tuple[int, int]]] = field(default_factory=dict[str, dict[int, tuple[int, int]]])
+    """By topic and partition: oldest offset that is kept, and the one after the newest."""
+
+    @property
+    def is_begun(self) -> bool:
+        """Whether the run's start is among them."""
+        return f"run_started:{self.run_id}" in self.by_id
+
+    @property
+    def started(self) -> RunStarted:
+        """Raises ConfigError if there is no such run."""
+        found = self.by_id.get(f"run_started:{self.run_id}")
+        if found is None or not isinstance(found.event, RunStarted):
+            begin, _ = self.kept.get("groups", {}).get(0, (0, 0))
+            raise unknown_run(self.run_id, begin)
+        return found.event
+
+    def held(self, topic: str) -> str:
+        """Topic and partitions with the range of offsets that each holds, for a message."""
+        ranges = [
+            f"partition {number} (it holds " + (f"offsets {begin} to {end - 1})" if end > begin else "nothing)")
+            for number, (begin, end) in sorted(self.kept.get(topic, {}).items())
+        ]
+        return f"topic {topic}" + (f" {', '.join(ranges)}" if ranges else "")
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether nothing is still to come."""
+        return any(isinstance(received.event, RunEnded) for received in self.by_topic.get("groups", ()))
+
+    def take(self, record: Record, *, is_later: bool = False) -> None:
+        """Take in one record in the order of the log. `is_later`: it may name records that are not read."""
+        is_dead = tuple(record.position) in self.dead
+        if is_dead and (is_later or tuple(record.position) not in self.dead_by_fold):
+            return
+        if record.key is not None and not ids.is_key_of_run(record.key, self.run_id):
+            return  # an event has the key of its run, else it does not decode
+        try:
+            received = codec.decode(record)
+        except DecodeError as error:
+            if not is_dead:
+                self.damaged.append(f"{place(record)} is not an event and has no dead letter: {error}")
+            return
+        if received.event.run_id != self.run_id:
+            return
+        if is_dead:
+            self.poison.append(received)
+            return
+        first = self.by_id.setdefault(received.event.event_id, received)
+        if first is received:
+            (self.later if is_later else self.by_topic).setdefault(record.topic, []).append(received)
+        elif first.digest != received.digest and not isinstance(received.event, RunEnded):  # its first one counts
+            self.twice.append((first, received))
+
+
+async def read_run(log: EventLog, run_id: str) -> RunEvents:
+    """All that `groups`, `tasks`, `batches`, `jobs` and `weights` hold of a run. Raises ConfigError, LogError.
+
+    Topics are read from where the run's newest job says that it begins, that of dead letters too; from their beginning
+    if it does not say, or if the run's start does not lie there.
+    """
+    starts = await start_offsets_of(log, run_id, (*EFFECTS_FIRST, LETTERS))
+    events = await _read_from(log, run_id, starts)
+    if starts and not events.is_begun:
+        events = await _read_from(log, run_id, {})
+    _ = events.started
+    return events
+
+
+async def _read_from(log: EventLog, run_id: str, starts: Mapping[str, int]) -> RunEvents:
+    """The run's records up to two ends of every topic, taken one after the other.
+
+    Whatever a record before the first end names was written before it, in whichever topic, and so lies before the
+    second one. The first ends are taken effects first: a fold's inputs are read at least as far as its outputs.
+    """
+    events = RunEvents(run_id)
+    begins = await log.begin_offsets(LETTERS)
+    async for record in read_to_end(log, LETTERS, _starts(LETTERS, begins, starts)):
+        try:
+            origin = dead_letters.origin(record.headers)
+        except LogError:
+            continue
+        events.dead.add(origin)
+        if origin[0] == "groups" and dead_letters.is_of_fold(record.headers):
+            events.dead_by_fold.add(origin)
+    ends = {topic: await log.end_offsets(topic) for topic in EFFECTS_FIRST}
+    for topic in reversed(EFFECTS_FIRST):
+        begins = await log.begin_offsets(topic)
+        events.kept[topic] = {number: (begins[number], end) for number, end in ends[topic].items()}
+        async for record in read_to_end(log, topic, _starts(topic, begins, starts), ends[topic]):
+            events.take(record)
+    for topic in EFFECTS_FIRST:
+        until = await log.end_offsets(topic)
+        async for record in read_to_end(log, topic, ends[topic], until):
+            events.take(record, is_later=True)
+    return events
+
+
+def _starts(topic: str, begins: Mapping[int, int], starts: Mapping[str, int]) -> dict[int, int]:
+    return {partition: starts.get(offset_name(topic, partition), begin) for partition, begin in begins.items()}
+
+
+def place(record: Record) -> str:
+    """Topic, partition and offset for a message."""
+    return f"{record.topic} {record.partition}@{record.offset}"
+
+
+def of_type(received: Iterable[Received], kind: type[T]) -> list[tuple[T, Received]]:
+    """Events of one type with the records that they came in."""
+    return [(one.event, one) for one in received if isinstance(one.event, kind)]

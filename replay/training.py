@@ -1,0 +1,115 @@
+"""`replay --train`: recorded manifests trained again; every step's digest must come out equal. Publishes nothing."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+from transformers.utils.logging import disable_progress_bar
+
+from rollstream.eventlog import codec
+from rollstream.eventlog.artifacts import ArtifactStore
+from rollstream.eventlog.log import EventLog
+from rollstream.learner.progress import Manifest
+from rollstream.learner.retrain import RecordedJob, Retraining, threads_of
+from rollstream.learner.versions import library_versions
+from rollstream.replay.report import Report, first_field
+from rollstream.replay.source import RunEvents, of_type
+from rollstream.replay.weights import log_state
+from rollstream.schemas.errors import ConfigError
+from rollstream.schemas.events import BatchPlanned, JobSubmitted, RunStarted, StepTrained
+from rollstream.schemas.permissions import MODEL, NOTHING, Permissions
+
+
+def check_libraries(started: RunStarted) -> None:
+    """Raises ConfigError, naming both sides, if a library that decides bits has another version than recorded."""
+    here = library_versions()
+    different = [
+        f"{name} {version} (here {here.get(name, 'none')})"
+        for name, version in started.library_versions.items()
+        if here.get(name) != version
+    ]
+    if different:
+        raise ConfigError(
+            f"run {started.run_id} was trained with {', '.join(different)}; other versions may give different bits; "
+            f"install those, or give --any-libraries to see the differences"
+        )
+
+
+def recorded_jobs(events: RunEvents) -> list[RecordedJob]:
+    """The run's jobs that trained something, in the order of the log."""
+    state = log_state(events)
+    jobs: list[RecordedJob] = []
+    for submitted, _ in of_type(events.by_topic.get("jobs", ()), JobSubmitted):
+        group = state.group(submitted.model_group)
+        base = group.published.get(submitted.base_version)
+        steps: dict[int, StepTrained] = {}
+        for step, _ in of_type(events.by_topic.get("weights", ()), StepTrained):
+            if step.job_id == submitted.job_id and group.trained.get(step.version) == step.weights_sha256:
+                steps.setdefault(step.version, step)
+        manifests = {
+            event.index: Manifest(event, received.digest, received.position.offset)
+            for event, received in of_type(events.by_topic.get("batches", ()), BatchPlanned)
+            if event.job_id == submitted.job_id
+        }
+        if base is not None and steps:
+            jobs.append(RecordedJob(submitted, base, manifests, steps))
+    return jobs
+
+
+async def train(
+    log: EventLog,
+    events: RunEvents,
+    artifacts: ArtifactStore,
+    *,
+    checkpoints: Path | None = None,
+    first: int | None = None,
+    last: int | None = None,
+    tell: Callable[[str], None] = lambda _: None,
+    permissions: Permissions = NOTHING,
+) -> Report:
+    """Train versions `first` to `last` (default: all) again and compare StepTrained by StepTrained, up to a difference.
+
+    Begins at the nearest checkpoint below `first`, or at the job's base version. Raises ConfigError if there is nothing
+    to train, and what `Retraining` raises. `permissions`: the variables that a model's path may name; the
+    recorded models are those of the run that was asked for.
+    """
+    disable_progress_bar()
+    report = Report()
+    jobs = recorded_jobs(events)
+    trained = sorted(version for job in jobs for version in job.steps)
+    for bound in (first, last):
+        if bound is not None and bound not in trained:
+            known = f"it has {trained[0]} to {trained[-1]}" if trained else "nothing was trained"
+            raise ConfigError(f"run {events.run_id} has no version {bound}: {known}")
+    if not trained:
+        raise ConfigError(f"run {events.run_id} has trained nothing yet")
+    for job in jobs:
+        versions = _in_range(job, first, last)
+        if not versions:
+            continue
+        own = permissions._replace(allow=permissions.allow | {f"{MODEL}{job.submitted.settings.model.path}"})
+        retraining = Retraining(job, threads=threads_of(job, versions), permissions=own)
+        usable = checkpoints if first is not None else None
+        version = retraining.begin(artifacts, usable, version=versions[0] - 1, until=versions[-1])
+        tell(f"job {job.submitted.job_id}: from version {version}, to {versions[-1]}")
+        missing = set(range(versions[0], versions[-1] + 1))
+        async for recorded, replayed in retraining.steps(log, until=versions[-1]):
+            report.count("training steps")
+            missing.discard(replayed.version)
+            tell(f"version {replayed.version} of {versions[-1]}")
+            if codec.content_digest(recorded) != codec.content_digest(replayed):
+                path, ours, theirs = first_field(recorded, replayed)
+                what = f"version {recorded.version} ({recorded.batch_id}): {path}"
+                report.differ("training", what, ours, theirs)
+                return report
+        for version in sorted(missing):
+            recorded_as = "trained" if version in job.steps else "nothing"
+            report.differ("training", f"version {version}", recorded_as, "nothing: a manifest or step is missing")
+    return report
+
+
+def _in_range(job: RecordedJob, first: int | None, last: int | None) -> list[int]:
+    return [
+        version
+        for version in sorted(job.steps)
+        if (first is None or version >= first) and (last is None or version <= last)
+    ]

@@ -1,0 +1,193 @@
+"""`replay --verify`: every stage's recorded input folded again, every digest compared. Writes nothing."""
+
+from collections import deque
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+from rollstream.eventlog import codec
+from rollstream.eventlog.artifacts import ArtifactStore
+from rollstream.eventlog.log import EventLog, Received, Record
+from rollstream.eventlog.reading import read_to_end
+from rollstream.processors.curate import fold as curate
+from rollstream.processors.curate.tasks import Dataset, load_dataset
+from rollstream.processors.host.folding import FaultyRuns
+from rollstream.replay import assembly, weights
+from rollstream.replay.report import MISSING, Report, first_field
+from rollstream.replay.source import RunEvents, Source, of_type
+from rollstream.schemas.base import Event, Locator
+from rollstream.schemas.errors import ConfigError, DecodeError
+from rollstream.schemas.events import (
+    BatchPlanned,
+    EpochStarted,
+    GroupClosed,
+    JobStarted,
+    RunEnded,
+    RunStarted,
+    TaskCancelled,
+    TaskRequested,
+)
+
+Tell = Callable[[str], None]
+
+
+async def verify(
+    log: EventLog,
+    events: RunEvents,
+    artifacts: ArtifactStore,
+    *,
+    epoch: int | None = None,
+    checkpoints: Path | None = None,
+    has_checkpoints: bool = False,
+    source: Source | None = None,
+    workers: int = 1,
+    tell: Tell = lambda _: None,
+) -> Report:
+    """Fold assembly and curation again and hold trajectories, manifests, weights and checkpoints against the record.
+
+    `epoch`: steps and trajectories of this epoch only; what is small is verified whole. `checkpoints`: the folder that
+    holds a folder a model group; `has_checkpoints`: the run was trained there. `source`: for `workers` processes that
+    open the log for themselves. Raises TruncatedError if something is no longer kept, ArtifactError if
+    the dataset is gone.
+    """
+    report = Report()
+    groups = of_type(events.by_topic.get("groups", ()), GroupClosed)
+    batches = of_type(events.by_topic.get("batches", ()), BatchPlanned)
+    if epoch is not None:
+        groups = [one for one in groups if one[0].epoch == epoch]
+        batches = [one for one in batches if one[0].epoch == epoch]
+        if not groups and not batches:
+            raise ConfigError(f"run {events.run_id} has closed no group of epoch {epoch}")
+    parts = assembly.ranges(events.run_id, (event for event, _ in groups), events.dead)
+    tell(f"assembly: {len(groups)} groups in {len(parts)} partitions")
+    if source is not None and workers > 1 and len(parts) > 1:
+        folded = assembly.fold_in_processes(source, parts, workers, tell)
+    else:
+        folded = [await assembly.fold(log, part) for part in parts]
+    tasks = {task.group_id: task for task, _ in of_type(events.by_topic.get("tasks", ()), TaskRequested)}
+    assembly.compare(groups, folded, report, tasks)
+    weights.compare_sampled(events, {name: by for part in folded for name, by in part.versions.items()}, report)
+    tell("curation")
+    if not events.started.is_what_if:  # its manifests are of its parent's groups
+        compare_curation(events, {events.run_id: dataset_of(events, artifacts)}, report)
+    tell("trajectories and manifests")
+    await compare_trajectories(log, groups, batches, report)
+    tell("weights and checkpoints")
+    weights.compare(events, artifacts, checkpoints, report, has_checkpoints=has_checkpoints)
+    return report
+
+
+def compare_curation(events: RunEvents, datasets: curate.Datasets, report: Report) -> None:
+    """Fold the run's records of `groups` again and hold requests, manifests, rejections and seals against the record.
+
+    What an open run has not sent yet is no difference; what an ended one lacks is, but for answers to its end: after a
+    `stop` nobody may have been there to give them.
+    """
+    made, at_the_end = _curated(events, datasets)
+    for event_id, event in made.items():
+        report.count("curated events")
+        recorded = events.by_id.get(event_id)
+        if recorded is None:
+            if event_id in at_the_end:
+                report.count("answers to the run's end that are not sent yet")
+            elif events.has_ended and not isinstance(event, RunEnded):
+                what = f"{event_id} in {events.held(event.TOPIC)}"
+                report.differ("curate", what, MISSING, codec.content_digest(event))
+        elif recorded.digest != codec.content_digest(event) and not isinstance(event, RunEnded):
+            path, ours, theirs = first_field(recorded.event, event)
+            report.differ("curate", f"{event_id}: {path}", ours, theirs)
+    of_harness = _groups_of_harness(events)
+    for received in [*events.by_topic.get("batches", ()), *events.by_topic.get("tasks", ())]:
+        if received.event.event_id in made:
+            continue
+        if isinstance(received.event, TaskRequested | TaskCancelled) and received.event.group_id in of_harness:
+            report.count("task records that the harness wrote")
+        else:
+            report.differ("curate", received.event.event_id, received.digest, MISSING)
+
+
+def _groups_of_harness(events: RunEvents) -> set[str]:
+    """Groups whose tasks the harness asked for itself: validation, and those of jobs that submissions decide."""
+    jobs = of_type(events.by_topic.get("groups", ()), JobStarted)
+    submitted = {job.job_id for job, _ in jobs if job.plan.planning == "submitted"}
+    tasks = of_type(events.by_topic.get("tasks", ()), TaskRequested)
+    return {task.group_id for task, _ in tasks if task.purpose == "validation" or task.job_id in submitted}
+
+
+def _curated(events: RunEvents, datasets: curate.Datasets) -> tuple[dict[str, Event], set[str]]:
+    """What curation says again, by event id, and which of it answers the run's end."""
+    state, faulty = curate.initial(), FaultyRuns()
+    poison = deque(received.position.offset for received in events.poison)
+    made: dict[str, Event] = {}
+    at_the_end: set[str] = set()
+    for received in events.by_topic.get("groups", ()):
+        while poison and poison[0] < received.position.offset:
+            faulty.add(events.run_id)
+            poison.popleft()
+        if faulty.passes_over(received.event):
+            continue
+        if isinstance(received.event, RunStarted):
+            faulty.begin(events.run_id)
+        if isinstance(received.event, RunEnded):
+            faulty.end(events.run_id)
+        for event in curate.evolve(state, received, datasets):
+            made.setdefault(event.event_id, event)
+            if isinstance(received.event, RunEnded):
+                at_the_end.add(event.event_id)
+    return made, at_the_end
+
+
+async def compare_trajectories(
+    log: EventLog,
+    groups: list[tuple[GroupClosed, Received]],
+    batches: list[tuple[BatchPlanned, Received]],
+    report: Report,
+) -> None:
+    """Compare the record at every locator of a closed group or a manifest with the digest named there."""
+    wanted: dict[tuple[int, int], list[tuple[str, str, str]]] = {}
+    for event, _ in groups:
+        _note(wanted, event.event_id, event.locators, ((m.trajectory_id, m.digest) for m in event.members))
+    for event, _ in batches:
+        _note(wanted, event.event_id, event.locators, ((m.trajectory_id, m.digest) for m in event.members))
+    starts: dict[int, int] = {}
+    ends: dict[int, int] = {}
+    for partition, offset in wanted:
+        starts[partition] = min(starts.get(partition, offset), offset)
+        ends[partition] = max(ends.get(partition, 0), offset + 1)
+    if not wanted:
+        return
+    async for record in read_to_end(log, "trajectories", starts, ends):
+        named = wanted.pop((record.partition, record.offset), None)
+        if named is not None:
+            _compare_record(record, named, report)
+    for (partition, offset), named in wanted.items():
+        report.differ("trajectories", f"{named[0][1]} at {partition}@{offset}", named[0][2], MISSING)
+
+
+def _compare_record(record: Record, named: list[tuple[str, str, str]], report: Report) -> None:
+    """Hold one record against everything that names it: who, trajectory and digest."""
+    report.count("trajectories")
+    try:
+        found = codec.decode(record)
+    except DecodeError as error:
+        report.differ("trajectories", f"{named[0][1]} at {record.partition}@{record.offset}", "an event", str(error))
+        return
+    for by, trajectory_id, digest in named:
+        if (found.event.event_id, found.digest) != (f"trajectory_assembled:{trajectory_id}", digest):
+            what = f"{trajectory_id} at {record.partition}@{record.offset}, named by {by}"
+            report.differ("trajectories", what, digest, f"{found.event.event_id} {found.digest}")
+
+
+def _note(
+    wanted: dict[tuple[int, int], list[tuple[str, str, str]]],
+    by: str,
+    locators: tuple[Locator, ...],
+    members: Iterable[tuple[str, str]],
+) -> None:
+    for place, (trajectory_id, digest) in zip(locators, members, strict=False):
+        wanted.setdefault((place.partition, place.offset), []).append((by, trajectory_id, digest))
+
+
+def dataset_of(events: RunEvents, artifacts: ArtifactStore) -> Dataset:
+    """Inputs by example id; empty if no epoch began. Raises ArtifactError."""
+    has_begun = any(isinstance(one.event, EpochStarted) for one in events.by_topic.get("groups", ()))
+    return load_dataset(artifacts, events.started) if has_begun else {}

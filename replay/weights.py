@@ -1,0 +1,213 @@
+"""What training left: every version's hash said once, its artifact and the checkpoints still what they were."""
+
+import hashlib
+import itertools
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from urllib.parse import quote
+
+import orjson
+
+from rollstream.eventlog.artifacts import ArtifactStore
+from rollstream.learner import retention
+from rollstream.learner.progress import GroupState, LogState, evolve
+from rollstream.learner.retention import WeightNeeds
+from rollstream.replay.report import MISSING, Report
+from rollstream.replay.source import RunEvents, of_type
+from rollstream.schemas.errors import ArtifactError
+from rollstream.schemas.events import (
+    BatchPlanned,
+    JobSubmitted,
+    StepTrained,
+    WeightsCollected,
+    WeightsPublished,
+)
+from rollstream.schemas.settings import EXTERNAL, JobSettings
+
+
+def log_state(events: RunEvents) -> LogState:
+    """What a learner would know of the run's model groups; events of void terms do not count."""
+    state = LogState()
+    for received in (*events.by_topic.get("weights", ()), *events.later.get("weights", ())):
+        evolve(state, received)
+    return state
+
+
+def model_groups(events: RunEvents) -> list[str]:
+    """Model groups of the run's jobs that a learner trains, in the order of the log."""
+    jobs = of_type(events.by_topic.get("jobs", ()), JobSubmitted)
+    return list(dict.fromkeys(job.model_group for job, _ in jobs if job.settings.kind != EXTERNAL))
+
+
+def compare(
+    events: RunEvents,
+    artifacts: ArtifactStore,
+    checkpoints: Path | None,
+    report: Report,
+    *,
+    has_checkpoints: bool = False,
+) -> None:
+    """Hold versions, artifacts and checkpoint files against the record.
+
+    Artifacts that were collected are only counted, and so are those that are gone without a record of it, unless they
+    are of versions that every collection keeps. An export (`checkpoints` is None) need not hold those either.
+    `has_checkpoints`: the run was trained where `checkpoints` is, so all are there that no pruning removes.
+    """
+    state, needs = log_state(events), _needs(events)
+    collected = {
+        (event.model_group, version)
+        for event, _ in of_type(events.by_topic.get("weights", ()), WeightsCollected)
+        for version in event.versions
+    }
+    for name in model_groups(events):
+        group = state.group(name)
+        kept = needs.group(name).kept(()) if checkpoints is not None else set[int]()
+        _versions(name, group, report)
+        _origins(events, name, group, report)
+        for version, published in sorted(group.published.items()):
+            if (name, version) in collected:
+                report.count("artifacts collected")
+            else:
+                _artifact(f"{name} v{version}", published, artifacts, report, is_kept=version in kept)
+        if checkpoints is not None:
+            folder = checkpoints / quote(name, safe="")
+            _checkpoints(events, name, group, folder, report)
+            if has_checkpoints:
+                _kept_checkpoints(events, name, group, folder, report)
+
+
+def compare_sampled(events: RunEvents, versions: Mapping[tuple[str, int], str], report: Report) -> None:
+    """Note versions that tokens were sampled with and that are not published. `versions`: as `assembly.Folded` has."""
+    state, own = log_state(events), set(model_groups(events))
+    for (name, version), by in sorted(versions.items()):
+        if name in own and version not in state.group(name).published:
+            report.differ("weights", f"weights_published:{name}/v{version}", f"named by {by}", MISSING)
+
+
+def _needs(events: RunEvents) -> WeightNeeds:
+    """What a collection would keep of the run, as far as its own records say."""
+    needs = WeightNeeds()
+    for topic in ("groups", "jobs", "weights"):
+        for received in events.by_topic.get(topic, ()):
+            retention.evolve(needs, received)
+    return needs
+
+
+def _kept_checkpoints(events: RunEvents, name: str, group: GroupState, folder: Path, report: Report) -> None:
+    """Note checkpoints that no pruning removes and that are gone. Learners may go on while this reads."""
+    jobs = [job for job, _ in of_type(events.by_topic.get("jobs", ()), JobSubmitted) if job.model_group == name]
+    steps = [step for step, _ in of_type(events.by_topic.get("weights", ()), StepTrained) if step.model_group == name]
+    due = {step.version for job in jobs for step in steps if step.job_id == job.job_id and _is_due(job, step.version)}
+    present = [int(path.name[1:].split(".", 1)[0]) for path in folder.glob("v*.safetensors")]
+    missing = sorted(_unpruned([job.settings for job in jobs], due, present) - set(present))
+    if missing and not present:
+        report.differ("checkpoints", str(folder), f"checkpoints up to v{missing[-1]}", MISSING)
+    for version in missing if present else ():
+        report.differ("checkpoints", f"{folder}/v{version:08d}.*", f"the checkpoint of v{version}", MISSING)
+
+
+def _is_due(job: JobSubmitted, version: int) -> bool:
+    index, settings = version - job.base_version, job.settings
+    return index % settings.checkpoint_every == 0 or index == settings.num_versions
+
+
+def _unpruned(settings: list[JobSettings], due: set[int], present: list[int]) -> set[int]:
+    """Those of the versions due that are among the newest `keep_last` files or that every `keep_every` divides."""
+    if not settings:
+        return set()
+    files = sorted([*present, *due.difference(present)])  # one version may have several files
+    newest = files[-min(one.keep_last for one in settings) :]
+    return {v for v in due if v in newest or all(v % one.keep_every == 0 for one in settings)}
+
+
+def _versions(name: str, group: GroupState, report: Report) -> None:
+    known = sorted(group.published)
+    for before, after in itertools.pairwise(known):
+        if after != before + 1:
+            report.differ("weights", f"{name} v{before + 1}", MISSING, f"versions up to v{known[-1]}")
+    for version, published in group.published.items():
+        report.count("versions")
+        trained = group.trained.get(version, published.weights_sha256)
+        for what, sha256 in (("StepTrained", trained), ("artifact", published.artifact.sha256)):
+            if sha256 != published.weights_sha256:
+                report.differ("weights", f"{name} v{version}, {what}", published.weights_sha256, sha256)
+
+
+def _origins(events: RunEvents, name: str, group: GroupState, report: Report) -> None:
+    """Hold the job and manifest that a version names against its step, those of a base version against its job."""
+    origins: dict[int, tuple[str, str | None]] = {}
+    for step, _ in of_type(events.by_topic.get("weights", ()), StepTrained):
+        if step.model_group == name and group.trained.get(step.version) == step.weights_sha256:
+            origins.setdefault(step.version, (step.job_id, step.batch_id))
+    for job, _ in of_type(events.by_topic.get("jobs", ()), JobSubmitted):
+        if job.model_group == name:
+            origins.setdefault(job.base_version, (job.job_id, None))
+    for version, published in sorted(group.published.items()):
+        said = (published.job_id, published.batch_id)
+        if version in origins and said != origins[version]:
+            what = f"{published.event_id}: job_id, batch_id"
+            report.differ("weights", what, ", ".join(map(str, said)), ", ".join(map(str, origins[version])))
+
+
+def _artifact(
+    what: str, published: WeightsPublished, artifacts: ArtifactStore, report: Report, *, is_kept: bool
+) -> None:
+    try:
+        artifacts.read(published.artifact)
+    except ArtifactError as error:
+        is_gone = isinstance(error.__cause__, FileNotFoundError)
+        if is_gone and is_kept:
+            missing = f"{MISSING}: the file is gone, and no collection removes it"
+            report.differ("weights", f"{what}, artifact {published.artifact.uri}", published.artifact.sha256, missing)
+        elif is_gone:
+            report.count("artifacts gone")
+        else:
+            report.differ(
+                "weights", f"{what}, artifact {published.artifact.uri}", published.artifact.sha256, str(error)
+            )
+    else:
+        report.count("artifacts")
+
+
+def _is_ahead(events: RunEvents, name: str, group: GroupState, version: int) -> bool:
+    """Whether a checkpoint may have a version that the log lacks: a learner saves before it publishes.
+
+    It may have been killed in between, or go on while this reads.
+    """
+    jobs = [job for job, _ in of_type(events.by_topic.get("jobs", ()), JobSubmitted) if job.model_group == name]
+    is_done = all(f"job_succeeded:{job.job_id}" in events.by_id for job in jobs)
+    most = group.newest_version + (0 if is_done else 1) if events.has_ended else math.inf
+    return group.newest_version < version <= most
+
+
+def _checkpoints(events: RunEvents, name: str, group: GroupState, folder: Path, report: Report) -> None:
+    manifests = {
+        (event.job_id, event.index): received.digest
+        for event, received in of_type(events.by_topic.get("batches", ()), BatchPlanned)
+    }
+    for path in sorted(folder.glob("v*.safetensors")):
+        try:
+            data = path.read_bytes()
+        except FileNotFoundError:
+            continue  # its learner goes on, and has removed it since
+        report.count("checkpoints")
+        found = hashlib.sha256(data).hexdigest()
+        named = path.name.split(".")[1]
+        if found != named:
+            report.differ("checkpoints", str(path), named, found)
+            continue
+        position = orjson.loads(
+            orjson.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])["__metadata__"]["position"]
+        )
+        recorded = group.trained.get(position["version"])
+        if recorded is None and not _is_ahead(events, name, group, position["version"]):
+            what = f"step_trained:{name}/v{position['version']}, named by {path}"
+            report.differ("checkpoints", what, position["step"]["weights_sha256"], MISSING)
+        elif recorded is None:
+            report.count("checkpoints that the log does not have yet")
+        if recorded not in (None, position["step"]["weights_sha256"]):
+            report.differ("checkpoints", f"{path} (weights)", str(recorded), position["step"]["weights_sha256"])
+        last = manifests.get((position["job_id"], position["next_index"] - 1))
+        if last not in (None, position["previous_sha256"]):
+            report.differ("checkpoints", f"{path} (manifest)", str(last), position["previous_sha256"])

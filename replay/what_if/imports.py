@@ -1,0 +1,111 @@
+"""Brings into a log what a what-if of an exported run needs there: its artifacts, and the trajectories it trains on.
+
+Trajectories keep their ids and digests; manifests name them by where they lie now, so that the what-if can be replayed
+from the log alone. What closed groups or manifests of the log name already is used where it lies.
+
+Order: 1. artifacts are stored, 2. trajectories are sent and acknowledged, 3. the run that names them is written, by who
+calls. What a crash before 3 leaves is named by nobody.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from rollstream.eventlog import codec
+from rollstream.eventlog.artifacts import ArtifactStore
+from rollstream.eventlog.log import EventLog, Position, Record
+from rollstream.eventlog.reading import read_to_end
+from rollstream.learner.inbox import check_members, fetch_records
+from rollstream.schemas.base import Event, Locator
+from rollstream.schemas.errors import DecodeError
+from rollstream.schemas.events import BatchPlanned, GroupClosed
+from rollstream.schemas.settings import ArtifactRef
+
+NAMING = ("group_closed", "batch_planned")
+"""Kinds of events with locators of trajectories."""
+FETCHED = 50
+"""Trajectories that are held in memory at a time while places are looked at."""
+
+
+class OpenedExport(NamedTuple):
+    """Where an exported run is read."""
+
+    log: EventLog
+    artifacts: ArtifactStore
+
+
+def bring_artifact(exported: OpenedExport, artifacts: ArtifactStore, ref: ArtifactRef) -> ArtifactRef:
+    """The artifact in the store, where it is put unless it is there. Raises ArtifactError if the export lacks it."""
+    return artifacts.put_file(exported.artifacts.fetch(ref))
+
+
+async def bring_trajectories(exported: OpenedExport, log: EventLog, planned: Sequence[Event]) -> list[Event]:
+    """The planned events, with manifests whose locators are those of `log`.
+
+    Raises DecodeError if a trajectory is not what it was, TruncatedError if the export lacks one.
+    """
+    wanted = {member.digest for event in planned if isinstance(event, BatchPlanned) for member in event.members}
+    places = await _places(log, wanted)
+    moved: list[Event] = []
+    for event in planned:
+        if isinstance(event, BatchPlanned):
+            lacking = _without(event, places)
+            trajectories = check_members(lacking, await fetch_records(exported.log, lacking))
+            sent = await log.send_all(trajectories)
+            for member, at in zip(lacking.members, sent, strict=True):
+                places[member.digest] = Locator(partition=at.partition, offset=at.offset)
+            locators = tuple(places[member.digest] for member in event.members)
+            moved.append(event.model_copy(update={"locators": locators}))
+        else:
+            moved.append(event)
+    return moved
+
+
+def _without(planned: BatchPlanned, places: dict[str, Locator]) -> BatchPlanned:
+    """A manifest of those members alone whose place is not known."""
+    lacking = [
+        (member, place)
+        for member, place in zip(planned.members, planned.locators, strict=True)
+        if member.digest not in places
+    ]
+    update = {"members": tuple(member for member, _ in lacking), "locators": tuple(place for _, place in lacking)}
+    return planned.model_copy(update=update)
+
+
+async def _places(log: EventLog, wanted: set[str]) -> dict[str, Locator]:
+    """Locators of wanted trajectories by digest, if the log names them and still holds them."""
+    named: dict[str, Locator] = {}
+    for topic in ("groups", "batches"):
+        async for record in read_to_end(log, topic):
+            if codec.kind_of(record) not in NAMING:
+                continue
+            try:
+                event = codec.decode(record).event
+            except DecodeError:
+                continue
+            if isinstance(event, (GroupClosed, BatchPlanned)):
+                pairs = zip(event.members, event.locators, strict=False)
+                named |= {member.digest: place for member, place in pairs if member.digest in wanted}
+    return await _still_there(log, named)
+
+
+async def _still_there(log: EventLog, named: dict[str, Locator]) -> dict[str, Locator]:
+    """Of the places those at which the record has its digest."""
+    begins, ends = await log.begin_offsets("trajectories"), await log.end_offsets("trajectories")
+    kept = [
+        (digest, place)
+        for digest, place in named.items()
+        if begins.get(place.partition, 0) <= place.offset < ends.get(place.partition, 0)
+    ]
+    found: dict[str, Locator] = {}
+    for start in range(0, len(kept), FETCHED):
+        part = kept[start : start + FETCHED]
+        records = await log.fetch([Position("trajectories", place.partition, place.offset) for _, place in part])
+        found |= {digest: place for (digest, place), record in zip(part, records, strict=True) if _is(record, digest)}
+    return found
+
+
+def _is(record: Record, digest: str) -> bool:
+    try:
+        return codec.decode(record).digest == digest
+    except DecodeError:
+        return False

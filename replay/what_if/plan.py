@@ -1,0 +1,165 @@
+"""What would have been planned: recorded groups, in recorded order, under another curriculum or with other rewards.
+
+Pure but for nothing: events in, manifests of the new run out. Versions and log-probabilities stay as recorded.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from rollstream.eventlog import codec
+from rollstream.eventlog.log import Received
+from rollstream.processors.curate import fold as curate
+from rollstream.schemas import ids
+from rollstream.schemas.base import Event
+from rollstream.schemas.errors import ConfigError
+from rollstream.schemas.events import (
+    BatchPlanned,
+    EpochSealed,
+    EpochStarted,
+    GroupClosed,
+    JobStarted,
+    RollbackRequested,
+    RunStarted,
+    SubmissionReceived,
+    TrajectoryRejected,
+)
+from rollstream.schemas.settings import JobSpec
+
+FIXED_PLAN = ("planning", "tasks_per_epoch", "num_generations")
+"""What decided which rollouts there are."""
+FREE_ROLLOUT = ("rewards", "reward_weights", "agents", "evaluators", "missing_score")
+
+
+@dataclass(slots=True)
+class Counterfactual:
+    """Manifests and seals of the new run in the order in which they are to be sent, and why others are left out."""
+
+    events: list[Event] = field(default_factory=list[Event])
+    rejected: dict[str, int] = field(default_factory=dict[str, int])
+    """Trajectories by cause."""
+
+    @property
+    def num_batches(self) -> int:
+        """Manifests."""
+        return sum(isinstance(event, BatchPlanned) for event in self.events)
+
+
+def check(recorded: JobStarted, spec: JobSpec) -> None:
+    """Raises ConfigError if the new settings would need rollouts that were never made."""
+    before, now = recorded.plan, spec.plan
+    for name in FIXED_PLAN:
+        if getattr(before, name) != getattr(now, name):
+            raise ConfigError(_fixed(name, getattr(before, name), getattr(now, name)))
+    if before.planning == "submitted" and before.curriculum != now.curriculum:
+        raise ConfigError(
+            "finetuning.curriculum_learning cannot change in a what-if of submitted epochs: their trainer selected "
+            "the trajectories before submission; use `finetune --fork` to select again"
+        )
+    if now.num_epochs > before.num_epochs:
+        raise ConfigError(_fixed("num_epochs", before.num_epochs, now.num_epochs))
+    if now.max_staleness > before.max_staleness:
+        raise ConfigError(
+            f"max_staleness can only be tightened in a what-if: recorded with {before.max_staleness}, "
+            f"not {now.max_staleness}"
+        )
+    if spec.job.algorithm.needs.step_rewards and recorded.rollout.reward_weights != spec.rollout.reward_weights:
+        raise ConfigError(
+            "reward_weights cannot change in a what-if with algorithm.step_rewards: process: the rewards of steps "
+            "were weighted when their trajectories were assembled"
+        )
+    for name in type(spec.rollout).model_fields:
+        ours, theirs = getattr(recorded.rollout, name), getattr(spec.rollout, name)
+        if name not in FREE_ROLLOUT and ours != theirs:
+            raise ConfigError(_fixed(name, ours, theirs))
+
+
+def _fixed(name: str, before: Any, now: Any) -> str:
+    return (
+        f"{name} cannot change in a what-if: the rollouts were made with {before!r}, not {now!r}; "
+        "use `finetune --fork` to make new ones"
+    )
+
+
+def replan(
+    records: list[Received],
+    recorded: JobStarted,
+    spec: JobSpec,
+    run_id: str,
+    rewards: Mapping[str, float],
+    datasets: curate.Datasets,
+) -> Counterfactual:
+    """Fold a run's records of `groups` under `spec`. `rewards`: by trajectory id, in place of the recorded ones.
+
+    `datasets`: by the recorded run's id. Raises ConfigError if nothing is left to train.
+    """
+    state = curate.initial()
+    made = Counterfactual()
+    previous = codec.EMPTY_SHA256
+    for received in records:
+        event = _replaced(received.event, recorded, spec, rewards)
+        if event is None:
+            continue
+        for output in curate.evolve(state, received.with_event(event), datasets):
+            if isinstance(output, TrajectoryRejected):
+                made.rejected[output.cause] = made.rejected.get(output.cause, 0) + 1
+            elif isinstance(output, (BatchPlanned, EpochSealed)):
+                moved = _moved(output, spec, run_id, previous)
+                made.events.append(moved)
+                previous = codec.content_digest(moved) if isinstance(moved, BatchPlanned) else previous
+    while made.events and not isinstance(made.events[-1], EpochSealed):
+        made.events.pop()  # of an epoch that never came to its end
+    if not made.num_batches:
+        causes = (
+            ", ".join(f"{number} {cause}" for cause, number in made.rejected.items()) or "no epoch has come to its end"
+        )
+        raise ConfigError(f"nothing is left to train: {causes}")
+    made.events[-1] = made.events[-1].model_copy(update={"is_last": True})
+    return made
+
+
+def _replaced(event: Event, recorded: JobStarted, spec: JobSpec, rewards: Mapping[str, float]) -> Event | None:
+    """What the fold is given in place of a recorded event; None for what belongs to other jobs, and for the end."""
+    if isinstance(event, RunStarted):
+        return event
+    if getattr(event, "job_id", None) != recorded.job_id:
+        return None
+    if isinstance(event, JobStarted):
+        return event.model_copy(update={"plan": spec.plan})
+    if isinstance(event, EpochStarted):
+        return event if event.epoch < spec.plan.num_epochs else None
+    if isinstance(event, GroupClosed):
+        members = tuple(
+            member.model_copy(update={"reward": rewards.get(member.trajectory_id, member.reward)})
+            for member in event.members
+        )
+        return event.model_copy(update={"members": members}) if event.epoch < spec.plan.num_epochs else None
+    if isinstance(event, RollbackRequested):
+        return event
+    if isinstance(event, SubmissionReceived):
+        return _resubmitted(event, rewards) if event.epoch < spec.plan.num_epochs else None
+    return None
+
+
+def _resubmitted(event: SubmissionReceived, rewards: Mapping[str, float]) -> SubmissionReceived:
+    """What was submitted, with the new rewards of what has some."""
+    groups = tuple(
+        group.model_copy(
+            update={
+                "rewards": tuple(
+                    rewards.get(name, reward) for name, reward in zip(group.trajectory_ids, group.rewards, strict=True)
+                )
+            }
+        )
+        for group in event.groups
+    )
+    return event.model_copy(update={"groups": groups})
+
+
+def _moved(output: BatchPlanned | EpochSealed, spec: JobSpec, run_id: str, previous: str) -> Event:
+    """The same said of the new run's job."""
+    changes: dict[str, Any] = {"run_id": run_id, "job_id": spec.job_id}
+    if isinstance(output, BatchPlanned):
+        changes |= {"batch_id": ids.batch_id(spec.job_id, output.index), "model_group": spec.model_group}
+        changes["previous_sha256"] = previous
+    return output.model_copy(update=changes)

@@ -1,0 +1,185 @@
+"""Recomputes rewards of recorded rollouts with other reward functions or weights. Calls no model and no tool."""
+
+import copy
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from rollstream.eventlog import codec
+from rollstream.eventlog.attempts import Recorded
+from rollstream.eventlog.log import EventLog, Record
+from rollstream.eventlog.reading import read_to_end
+from rollstream.processors.assemble.trajectories import sum_rewards
+from rollstream.producers.evaluators.table import read, reward_of
+from rollstream.producers.league.draw import is_opponents
+from rollstream.producers.rollout.candidates import is_played
+from rollstream.producers.rollout.rewards import FinishedRollout, NoScoreError, evaluate, played
+from rollstream.replay.assembly import Range
+from rollstream.schemas import ids
+from rollstream.schemas.errors import ConfigError, DecodeError
+from rollstream.schemas.evaluators import PLACE, is_pure
+from rollstream.schemas.events import RewardRecorded, RolloutEnded, RolloutFailed, RolloutStarted, StepRecorded
+from rollstream.schemas.events.rollouts import RolloutEvent
+from rollstream.schemas.permissions import NOTHING, Permissions
+from rollstream.schemas.settings import RolloutSettings
+
+
+@dataclass(slots=True)
+class _Attempt(Recorded):
+    """An attempt that is not decided, with the records that count."""
+
+    seed: int = 0
+    first_steps: dict[int, StepRecorded] = field(default_factory=dict[int, StepRecorded])
+    first_rewards: dict[int, RewardRecorded] = field(default_factory=dict[int, RewardRecorded])
+
+
+@dataclass(frozen=True, slots=True)
+class Grading:
+    """Which rewards were given when the run was recorded, and which are to be given now."""
+
+    before: RolloutSettings
+    now: RolloutSettings
+    inputs: Mapping[str, Mapping[str, Any]]
+    """By group id, for all groups that are scored again."""
+    permissions: Permissions = NOTHING
+    """What `now` may name."""
+
+    @property
+    def changes_something(self) -> bool:
+        """Whether any reward may come out differently."""
+        fields = ("rewards", "reward_weights", "evaluators")
+        return any(getattr(self.before, name) != getattr(self.now, name) for name in fields)
+
+    @property
+    def kept(self) -> frozenset[str]:
+        """Names of those rewards that cannot be worked out again, and stay as they were recorded."""
+        return frozenset(name for name in self.now.rewards if not self._is_pure(name))
+
+    def _is_pure(self, name: str) -> bool:
+        """Whether a reward depends on the recorded rollout alone. Registered functions are held to do so."""
+        block = self.now.evaluators.get(name)
+        return block is None or is_pure(read(name, block, self.permissions))
+
+    def check(self) -> None:
+        """Raises ConfigError naming the path of an evaluator that would have to be asked."""
+        for name in sorted(self.kept):
+            is_recorded = name in self.before.rewards and self.before.evaluators.get(name) == self.now.evaluators[name]
+            if not is_recorded:
+                raise ConfigError(
+                    f"{PLACE}.{name} is not pure and its scores are not recorded; a what-if calls neither judges nor "
+                    f"functions without pure: true; use `finetune --fork` to make new rollouts"
+                )
+
+
+async def grade(log: EventLog, parts: Iterable[Range], grading: Grading) -> dict[str, float]:
+    """Reward by trajectory id of every attempt of the grading's groups in the ranges that came to its end.
+
+    The environment's own rewards stay as recorded; those of the recorded reward functions give way to the new ones',
+    which must be pure; those of judges stay too. Raises EnvironmentRunError naming a reward function that fails or has
+    no score to give, TruncatedError.
+    """
+    found: dict[str, float] = {}
+    for part in parts:
+        attempts: dict[str, _Attempt | None] = {}
+        async for record in read_to_end(log, "steps", {part.partition: part.first}, {part.partition: part.end}):
+            event, digest = _event_of(record, part)
+            if event is None or event.group_id not in grading.inputs:
+                continue
+            if event.rollout_id not in attempts:
+                named = ids.attempt_of(event.group_id, event.rollout_id)
+                attempts[event.rollout_id] = None if named is None else _Attempt(event.rollout_id, *named)
+            attempt = attempts[event.rollout_id]
+            if attempt is None:
+                continue
+            _take(attempt, event, digest)
+            if isinstance(event, RolloutEnded | RolloutFailed):
+                attempts[event.rollout_id] = None
+            if isinstance(event, RolloutEnded) and attempt.incompleteness(event) in ("", "no_score"):
+                found |= await _grade(event, attempt, grading)
+    return found
+
+
+def _take(attempt: _Attempt, event: RolloutEvent, digest: str) -> None:
+    if isinstance(event, RolloutStarted):
+        attempt.seed = event.seed
+    elif isinstance(event, StepRecorded):
+        if attempt.take_step(event.step_index, digest):
+            attempt.first_steps[event.step_index] = event
+    elif isinstance(event, RewardRecorded) and attempt.take_reward(event.reward_index, digest):
+        attempt.first_rewards[event.reward_index] = event
+
+
+def _event_of(record: Record, part: Range) -> tuple[RolloutEvent | None, str]:
+    """What a record says of an attempt of the run, if anything, and its digest."""
+    if record.offset in part.dead:
+        return None, ""
+    try:
+        received = codec.decode(record)
+    except DecodeError:
+        return None, ""
+    event = received.event
+    return (event if isinstance(event, RolloutEvent) and event.run_id == part.run_id else None), received.digest
+
+
+async def _grade(ended: RolloutEnded, attempt: _Attempt, grading: Grading) -> dict[str, float]:
+    steps = played(step for _, step in sorted(attempt.first_steps.items()))
+    replaced = set(grading.before.rewards) - grading.kept
+    rewards = [reward for _, reward in sorted(attempt.first_rewards.items()) if reward.name not in replaced]
+    inputs, messages = copy.deepcopy(grading.inputs[ended.group_id]), _messages(_copied(steps))
+    for name in (name for name in grading.now.rewards if name not in grading.kept):
+        rollout = FinishedRollout(
+            inputs=inputs,
+            seed=attempt.seed,
+            steps=_copied(steps),
+            rewards=tuple(rewards),
+            messages=dict(messages),
+            stop_reason=ended.stop_reason,
+        )
+        chosen = reward_of(name, grading.now, grading.permissions, None)
+        for agent, value in (await evaluate(chosen.place, chosen.function, rollout)).items():
+            rewards.append(_reward(ended, len(rewards), name, value, agent))
+    agents = sorted({step.agent for step in steps if not is_opponents(step)}) or sorted(grading.now.agents)
+    weights = grading.now.reward_weights
+    _check_scored(ended, agents, rewards, grading)
+    return {ids.trajectory_id(ended.rollout_id, agent): sum_rewards(rewards, agent, weights).total for agent in agents}
+
+
+def _copied(steps: Iterable[StepRecorded]) -> tuple[StepRecorded, ...]:
+    """A reward function may change what it is given: as in `producers.rollout`, the next one gets it unchanged."""
+    return tuple(step.model_copy(deep=True) for step in steps)
+
+
+def _check_scored(ended: RolloutEnded, agents: list[str], rewards: list[RewardRecorded], grading: Grading) -> None:
+    """Raises NoScoreError if nothing rewards an agent any more, which would count as 0; as in `producers.rollout`."""
+    rewarded = {reward.agent for reward in rewards}
+    without = [agent for agent in agents if not rewarded & {None, agent}]
+    is_needed = grading.now.policy == "model" and grading.now.missing_score != "unneeded"
+    if without and is_needed and ended.stop_reason != "max_turns":
+        raise NoScoreError(
+            f"rollout {ended.rollout_id}: the what-if gives no reward to {', '.join(without)}; name a reward "
+            "function or evaluator (finetuning.reward_function.name)"
+        )
+
+
+def _messages(steps: Iterable[StepRecorded]) -> dict[str, tuple[Mapping[str, Any], ...]]:
+    """By agent: the messages of its last call, and the answer; of scored candidates, that which was played."""
+    found: dict[str, tuple[Mapping[str, Any], ...]] = {}
+    for step in steps:
+        if (step.event_type == "LLM_END" or is_played(step)) and isinstance(step.data, dict):
+            said: Any = step.data.get("input") or []
+            sent: list[Any] = said if isinstance(said, list) else [{"role": "user", "content": said}]
+            found[step.agent] = (*sent, {"role": "assistant", "content": step.data.get("output")})
+    return found
+
+
+def _reward(ended: RolloutEnded, index: int, name: str, value: float, agent: str | None) -> RewardRecorded:
+    return RewardRecorded(
+        run_id=ended.run_id,
+        time_ms=ended.time_ms,
+        group_id=ended.group_id,
+        rollout_id=ended.rollout_id,
+        reward_index=index,
+        name=name,
+        value=value,
+        agent=agent,
+    )

@@ -1,0 +1,258 @@
+"""Replay comes out equal for what was recorded, and names what was changed."""
+
+import asyncio
+import hashlib
+
+import pytest
+
+from rollstream.eventlog.artifacts import ArtifactStore
+from rollstream.replay import assembly
+from rollstream.replay.report import first_field
+from rollstream.replay.source import read_run
+from rollstream.replay.training import check_libraries
+from rollstream.schemas.errors import ArtifactError, ConfigError, DecodeError, ModelError, TruncatedError
+from rollstream.schemas.events import GroupClosed, RunEnded
+from tests.rigs import replay_rig
+from tests.rigs.recorded_run import EPOCHS, JOB
+from tests.rigs.replay_rig import only_difference, trained, verified
+
+
+@pytest.fixture(scope="module")
+def recorded(tmp_path_factory):
+    return replay_rig.record(tmp_path_factory.mktemp("replay"))
+
+
+@pytest.fixture
+def run(recorded):
+    """The recorded run, to be tampered with."""
+    return replay_rig.tampered(recorded)
+
+
+# ---- equal ----
+
+
+def test_every_stage_of_an_untouched_run_is_equal(run):
+    report = verified(run)
+    assert report.differences == []
+    assert report.counts["groups"] == 2 * EPOCHS
+    assert report.counts["trajectories"] == 2 * EPOCHS * 4
+    assert report.counts["versions"] == report.counts["artifacts"] == EPOCHS + 1
+    assert report.counts["checkpoints"] == EPOCHS
+
+
+def test_one_epoch_is_verified_alone(run):
+    report = verified(run, epoch=1)
+    assert report.differences == []
+    assert report.counts["groups"] == 2
+
+
+def test_training_again_gives_equal_steps(run):
+    report = trained(run)
+    assert report.differences == []
+    assert report.counts == {"training steps": EPOCHS}
+
+
+def test_versions_are_trained_again_from_the_checkpoint_below_them(run):
+    assert trained(run, first=3, last=3, checkpoints=run.checkpoints).counts == {"training steps": 1}
+    assert trained(run, first=2, checkpoints=run.checkpoints).counts == {"training steps": 2}
+    assert trained(run, first=2, last=2).counts == {"training steps": 2}, "without checkpoints from the base on"
+
+
+def test_repeated_records_are_no_difference(run):
+    for topic, kind in (("groups", "group_closed"), ("steps", "step_recorded"), ("batches", "batch_planned")):
+        records, index = run.find(topic, kind)
+        asyncio.run(
+            run.log.send_raw(
+                topic, key=records[index].key, value=records[index].value, partition=records[index].partition
+            )
+        )
+    assert verified(run).differences == []
+
+
+def test_an_open_run_is_verified_as_far_as_it_has_come(run):
+    run.remove("groups", "run_ended")
+    run.remove("batches", "epoch_sealed", -1)
+    run.remove("jobs", "job_succeeded")
+    assert verified(run).differences == []
+
+
+# ---- changed ----
+
+
+def test_a_changed_step_is_found_and_its_attempt_named(run):
+    run.change("steps", "step_recorded", b'"uuid":"u2"', b'"uuid":"u3"')
+    told = only_difference(verified(run))
+    assert told.startswith("assembly: group_closed:")
+    assert "/m2/a0, whose steps or rewards were changed" in told
+
+
+def test_a_changed_reward_is_found_and_its_attempt_named(run):
+    run.change("steps", "reward_recorded", b'"value":1.0', b'"value":9.0')
+    assert "/m1/a0, whose steps or rewards were changed" in only_difference(verified(run))
+
+
+def test_a_changed_trajectory_is_found_by_both_replays(run):
+    where = run.change("trajectories", "trajectory_assembled", b'"reward":3.0', b'"reward":4.0')
+    told = only_difference(verified(run))
+    assert told.startswith("trajectories: ")
+    assert where in told
+    with pytest.raises(DecodeError, match="was changed"):
+        trained(run)
+
+
+def test_a_changed_manifest_is_found_with_both_sides(run):
+    run.change("batches", "batch_planned", b'"reward":3.0', b'"reward":2.5')
+    told = only_difference(verified(run))
+    assert told.startswith(f"curate: batch_planned:{JOB}")
+    assert "recorded 2.5, replayed 3.0" in told
+
+
+def test_a_changed_manifest_gives_other_weights(run):
+    run.change("batches", "batch_planned", b'"reward":3.0', b'"reward":2.5')
+    told = only_difference(trained(run))
+    assert told.startswith("training: version 1 (")
+
+
+def test_a_changed_digest_of_a_version_is_found(run):
+    records, index = run.find("weights", "step_trained", 1)
+    sha256 = records[index].value.split(b'"weights_sha256":"')[1][:64]
+    run.change("weights", "step_trained", sha256, hashlib.sha256(b"other").hexdigest().encode())
+    assert only_difference(verified(run)).startswith("weights: replayed/policy v2, StepTrained")
+
+
+def test_a_record_that_is_no_event_and_no_dead_letter_is_found(run):
+    where = run.change("steps", "step_recorded", b'"kind"', b'"kin')
+    report = verified(run)
+    assert any(f"steps {where}" in str(one) for one in report.differences)
+
+
+def test_a_second_record_that_says_something_else_counts_for_nobody_and_is_told(run):
+    records, index = run.find("groups", "group_closed")
+    other = records[index].value.replace(b'"size":4', b'"size":5')
+    asyncio.run(run.log.send_raw("groups", key=records[index].key, value=other))
+    report = verified(run)
+    assert report.differences == []
+    assert report.counts["ignored records that repeat an id with other content"] == 1
+
+
+def test_a_missing_manifest_and_one_that_nothing_asks_for_are_found(run):
+    records, index = run.find("batches", "batch_planned", 1)
+    name = orjson_id(records[index].value)
+    run.change("batches", "batch_planned", name, name[:-1] + b"9")
+    told = "\n".join(map(str, verified(run).differences))
+    assert (
+        f"batch_planned:{name.decode()} in topic batches partition 0 (it holds offsets 0 to 5): recorded noth" in told
+    )
+    assert "replayed nothing" in told
+
+
+def orjson_id(value):
+    return value.split(b'"batch_id":"')[1].split(b'"')[0]
+
+
+def test_a_flipped_bit_of_a_checkpoint_or_an_artifact_is_found_and_the_file_named(run):
+    checkpoint = sorted(run.checkpoints.rglob("*.safetensors"))[0]
+    artifact = max((run.folder / "artifacts").rglob("*.safetensors"), key=lambda path: path.stat().st_mtime)
+    for path, stage in ((checkpoint, "checkpoints"), (artifact, "weights")):
+        kept = path.read_bytes()
+        try:
+            path.chmod(0o644)
+            path.write_bytes(kept[:-1] + bytes([kept[-1] ^ 1]))
+            told = only_difference(verified(run))
+            assert told.startswith(f"{stage}: ")
+            assert path.name in told
+        finally:
+            path.write_bytes(kept)
+
+
+def test_another_model_than_the_recorded_one_is_refused(run):
+    weights = run.model / "model.safetensors"
+    kept = weights.read_bytes()
+    try:
+        weights.write_bytes(kept[:-1] + bytes([kept[-1] ^ 1]))
+        with pytest.raises(ModelError, match="is not what job replayed/rl began with"):
+            trained(run)
+    finally:
+        weights.write_bytes(kept)
+
+
+# ---- refused ----
+
+
+def test_what_retention_removed_is_named(run):
+    for where, kept in run.log._store._partitions.items():
+        if where.topic == "steps" and kept.records:
+            del kept.records[:3]
+            kept.begin = 3
+    with pytest.raises(TruncatedError, match="offset 0 of topic steps partition"):
+        verified(run)
+
+
+def test_other_library_versions_are_refused_and_both_sides_named(run):
+    run.change("groups", "run_started", b'"torch":"', b'"torch":"0.')
+    events = asyncio.run(read_run(run.log, "replayed"))
+    with pytest.raises(ConfigError, match=r"torch 0\..* \(here "):
+        check_libraries(events.started)
+
+
+def test_a_step_or_manifest_that_is_missing_in_the_middle_is_no_equal_training(run):
+    for topic, kind in (("weights", "step_trained"), ("batches", "batch_planned")):
+        records, index = run.find(topic, kind, 1)
+        kept = records[index]
+        run.remove(topic, kind, 1)
+        assert only_difference(trained(run)).startswith("training: version 2")
+        records[index] = kept
+
+
+def test_answers_to_a_stop_that_nobody_has_given_yet_are_no_difference(run):
+    run.change("groups", "run_ended", b'"completed"', b'"stopped"')
+    for topic, kind in (
+        ("groups", "group_closed"),
+        ("batches", "batch_planned"),
+        ("batches", "epoch_sealed"),
+        ("jobs", "job_succeeded"),
+        ("jobs", "job_progressed"),
+        ("weights", "weights_published"),
+        ("weights", "step_trained"),
+    ):
+        run.remove(topic, kind, -1)
+    report = verified(run)
+    assert report.differences == []
+    assert report.counts["answers to the run's end that are not sent yet"] > 0
+
+
+def test_unknown_runs_and_ranges_are_refused(run):
+    with pytest.raises(ConfigError, match="run other does not exist"):
+        asyncio.run(read_run(run.log, "other"))
+    for bounds in ({"first": 9}, {"last": 4}, {"first": 0}):
+        with pytest.raises(ConfigError, match="it has 1 to 3"):
+            trained(run, **bounds)
+    with pytest.raises(ConfigError, match="no group of epoch 9"):
+        verified(run, epoch=9)
+
+
+def test_a_dataset_that_is_gone_is_named(run, tmp_path):
+    run.artifacts = ArtifactStore(str(tmp_path))
+    with pytest.raises(ArtifactError, match=rf"\.jsonl of store {tmp_path} cannot be read"):
+        verified(run)
+
+
+# ---- parts ----
+
+
+def test_ranges_cover_the_groups_of_each_partition_and_know_their_dead_letters(run):
+    async def go():
+        events = await read_run(run.log, "replayed")
+        closed = [one.event for one in events.by_topic["groups"] if isinstance(one.event, GroupClosed)]
+        return assembly.ranges("replayed", closed, {("steps", 1, 4), ("groups", 0, 1)})
+
+    first, second = asyncio.run(go())
+    assert (first.partition, second.partition) == (0, 1)
+    assert first.first == second.first == 0
+    assert (first.dead, second.dead) == (frozenset(), frozenset({4}))
+
+
+def test_the_first_field_that_differs_is_named_and_times_are_none():
+    one = RunEnded(run_id="r", time_ms=1, cause="completed")
+    assert first_field(one, one.model_copy(update={"time_ms": 2})) == ("", "", "")
+    assert first_field(one, one.model_copy(update={"cause": "failed"})) == ("cause", "'completed'", "'failed'")

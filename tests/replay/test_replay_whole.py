@@ -1,0 +1,138 @@
+"""Without a metrics file a cut log is found by what the runs in it name, and an export refuses what is not whole."""
+
+import asyncio
+from dataclasses import replace
+from typing import Any
+
+import orjson
+import pytest
+
+from rollstream.eventlog.log import TopicPartition
+from rollstream.harness.runs.follower import read_runs, state_of
+from rollstream.replay.completeness import check_whole
+from rollstream.replay.source import read_run
+from rollstream.replay.whole import check_runs
+from rollstream.schemas.errors import TruncatedError
+from tests.rigs import replay_rig
+from tests.rigs.recorded_run import EPOCHS, JOB
+from tests.rigs.replay_rig import named, tampered, trained, verified
+
+PARTITIONS = [
+    *(("steps", 0), ("steps", 1), ("trajectories", 0), ("trajectories", 1)),
+    *((topic, 0) for topic in ("groups", "tasks", "batches", "jobs", "weights")),
+]
+
+
+@pytest.fixture(scope="module")
+def recorded(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    return replay_rig.record(tmp_path_factory.mktemp("replay"))
+
+
+def cut(recorded: Any, topic: str, partition: int, keep: int) -> Any:
+    """The run whose log has lost the end of one partition; `keep` as in a slice."""
+    run = tampered(recorded)
+    kept = run.log._store._partitions[TopicPartition(topic, partition)]
+    kept.records = kept.records[:keep]
+    return run
+
+
+def without(recorded: Any, topic: str, kind: str, *numbers: int) -> Any:
+    """The run without the records of a kind, all if none is named; what is no event has their offsets."""
+    run = tampered(recorded)
+    for where, kept in run.log._store._partitions.items():
+        if where.topic == topic:
+            found = [n for n, one in enumerate(kept.records) if f'"kind":"{kind}"'.encode() in one.value]
+            for number in [found[n] for n in numbers] if numbers else found:
+                kept.records[number] = replace(kept.records[number], key=b"x", value=b"{")
+    return run
+
+
+def test_a_whole_log_has_lost_nothing(recorded: Any) -> None:
+    assert asyncio.run(check_runs(recorded.log)) == []
+    assert verified(recorded).verdict == "equal"
+
+
+def test_a_run_whose_end_alone_is_gone_is_not_called_equal(recorded: Any) -> None:
+    run = cut(recorded, "groups", 0, -1)
+    for report in (verified(run), trained(run), named(run)):
+        assert (report.verdict, report.differences) == ("not ended", [])
+        assert "killed before that (`rollstream finetune --resume` ends it), or the record is gone" in report.unended
+    assert [state_of(progress) for progress in asyncio.run(read_runs(run.log))] == ["not ended"]
+    assert [state_of(progress) for progress in asyncio.run(read_runs(recorded.log))] == ["completed"]
+    training = without(run, "jobs", "job_succeeded")
+    assert named(training).unended == ""
+    assert [state_of(progress) for progress in asyncio.run(read_runs(training.log))] == ["open"]
+
+
+@pytest.mark.parametrize("keep", [-1, 0])
+@pytest.mark.parametrize(("topic", "partition"), PARTITIONS)
+def test_a_log_that_was_cut_is_found_without_metrics(recorded: Any, topic: str, partition: int, keep: int) -> None:
+    run = cut(recorded, topic, partition, keep)
+    if (topic, keep) == ("groups", -1):  # only the run's end: it may be about to end
+        (told,) = asyncio.run(check_runs(run.log))
+        assert "its training is over and no RunEnded is in topic groups partition 0 (it holds" in told
+        return
+    with pytest.raises(TruncatedError, match=rf"topic {topic} partition {partition} .*\bit (holds|is empty)"):
+        asyncio.run(check_runs(run.log))
+
+
+@pytest.mark.parametrize("num_groups", range(1, 12))
+def test_an_open_run_is_no_cut_log(recorded: Any, num_groups: int) -> None:
+    """As it looks at the time of the first records of `groups`: what followed from them is not there yet."""
+    run = cut(recorded, "groups", 0, num_groups)
+    run = cut_later(run, num_groups)
+    assert asyncio.run(check_runs(run.log)) == []
+
+
+def cut_later(run: Any, num_groups: int) -> Any:
+    """Without what was written once `groups` had come further: everything of epochs that had not begun or closed."""
+    records = run.log._store._partitions[TopicPartition("groups", 0)].records
+    closed = sum(b'"kind":"group_closed"' in one.value for one in records)
+    begun = sum(b'"kind":"epoch_started"' in one.value for one in records)
+    sealed = closed // 2
+    for topic, keep in (("tasks", 2 * begun), ("batches", 2 * sealed)):
+        run = cut(run, topic, 0, keep) if keep else cut(run, topic, 0, 0)
+    weights = run.log._store._partitions[TopicPartition("weights", 0)]
+    upto = sealed if sealed < EPOCHS else EPOCHS
+    weights.records = [one for one in weights.records if version_of(one) <= upto]
+    jobs = run.log._store._partitions[TopicPartition("jobs", 0)]
+    jobs.records = [one for one in jobs.records if b"job_succeeded" not in one.value and version_of(one) <= upto]
+    return run
+
+
+def version_of(record: Any) -> int:
+    return int(orjson.loads(record.value).get("version", 0))
+
+
+@pytest.mark.parametrize("keep", [0, 2 * EPOCHS - 2])
+def test_manifests_that_are_gone_with_their_seals_are_named_by_steps_and_the_job(recorded: Any, keep: int) -> None:
+    run = cut(recorded, "batches", 0, keep)
+    with pytest.raises(TruncatedError, match=rf"batch_planned:{JOB}/b00000\d.*topic batches partition 0"):
+        asyncio.run(whole(run))
+    for text in map(str, (*named(run).differences, *verified(run).differences)):
+        assert "batch_planned:" not in text or "topic batches partition 0 (it holds" in text
+
+
+@pytest.mark.parametrize(
+    ("topic", "kind", "numbers", "gone"),
+    [
+        ("groups", "job_started", (), f"job_started:{JOB}"),
+        ("groups", "epoch_started", (), f"epoch_started:{JOB}/e0"),
+        ("groups", "epoch_started", (1,), f"epoch_started:{JOB}/e1"),
+        ("batches", "epoch_sealed", (), f"epoch_sealed:{JOB}/e0"),
+        ("batches", "epoch_sealed", (0,), f"epoch_sealed:{JOB}/e0"),
+        ("batches", "epoch_sealed", (-1,), f"epoch_sealed:{JOB}/e{EPOCHS - 1}"),
+        ("batches", "batch_planned", (-1,), f"batch_planned:{JOB}/b00000{EPOCHS - 1}"),
+    ],
+)
+def test_starts_and_seals_that_are_gone_are_named(
+    recorded: Any, topic: str, kind: str, numbers: tuple[int, ...], gone: str
+) -> None:
+    run = without(recorded, topic, kind, *numbers)
+    assert any(f"{gone} in topic {topic} partition 0" in str(one) for one in named(run).differences)
+    with pytest.raises(TruncatedError, match=f"{gone}, named by .*, is missing in topic {topic}"):
+        asyncio.run(whole(run))
+
+
+async def whole(run: Any) -> None:
+    check_whole(await read_run(run.log, "replayed"))

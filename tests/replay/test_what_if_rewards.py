@@ -1,0 +1,95 @@
+"""What a what-if scores is the answer that was scored when the rollout was made."""
+
+import asyncio
+import itertools
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rollstream.eventlog.memory.log import MemoryLog
+from rollstream.harness.recorded.tasks import tasks_of
+from rollstream.producers.attempt import run_rollout
+from rollstream.producers.rollout.registry import register_environment
+from rollstream.producers.rollout.session import Session
+from rollstream.replay.assembly import Range
+from rollstream.replay.what_if.rewards import Grading, grade
+from rollstream.schemas.base import Event
+from rollstream.schemas.events import RewardRecorded, RolloutEnded, TaskRequested
+from rollstream.schemas.events.recorded import (
+    RecordedChat,
+    RecordedGroup,
+    RecordedRollout,
+    RecordedStep,
+    RecordedTokens,
+)
+from rollstream.schemas.settings import RolloutSettings
+from tests.producers.conftest import GROUP, answers, scripted, task_of
+
+EVALUATORS: dict[str, Any] = {"right": {"_type": "exact_match"}}
+INPUTS = {"answer": "plays"}
+
+
+@register_environment("test_plays_a_candidate")
+async def plays_a_candidate(session: Session) -> None:
+    """Three answers to one prompt, of which the first one is played."""
+    replies = await session.sample([{"role": "user", "content": "?"}], 3)
+    await session.score(replies, [float(reply.text == "plays") for reply in replies], selected=0)
+
+
+def call(output: str, *, tokens: bool = False, chat: bool = True) -> RecordedStep:
+    """A recorded LLM call; it may tell neither tokens nor messages."""
+    messages: tuple[dict[str, Any], ...] = ({"role": "user", "content": "?"},)
+    data: dict[str, Any] = {"input": list(messages), "output": output}
+    return RecordedStep(
+        data=data,
+        tokens=RecordedTokens.of([5], [6], [-0.5]) if tokens else None,
+        chat=RecordedChat(messages=messages, answer={"role": "assistant", "content": output}) if chat else None,
+        untrained=None if tokens else "not_targeted",
+    )
+
+
+def recorded(*steps: RecordedStep) -> TaskRequested:
+    group = RecordedGroup.of("x0", [RecordedRollout(steps=steps)], dict(INPUTS))
+    settings = RolloutSettings(
+        environment="recorded", agents={"agent": GROUP}, rewards=("right",), evaluators=EVALUATORS
+    )
+    (task,) = tasks_of([group], run_id="run-1", job_id="run-1/rl", epoch=0, settings=settings, time_ms=1)
+    return task
+
+
+TASKS = {
+    "a candidate that was played": task_of(
+        "test_plays_a_candidate", inputs=INPUTS, rewards=("right",), evaluators=EVALUATORS
+    ),
+    "a call that is not trained on": recorded(call("other", tokens=True), call("plays")),
+    "a call whose messages are not known": recorded(call("other", tokens=True), call("plays", chat=False)),
+}
+
+
+@pytest.mark.parametrize("what", TASKS)
+def test_the_last_answer_is_scored_in_a_run_and_in_its_what_if(what: str, tmp_path: Path) -> None:
+    task = TASKS[what]
+
+    async def scenario() -> tuple[list[float], dict[str, float]]:
+        log, events, clock = MemoryLog(num_partitions=1), list[Event](), itertools.count(1000)
+
+        async def emit(event: Event) -> None:
+            events.append(event)
+            await log.send(event)
+
+        engine = await scripted(tmp_path, answers("plays", "other", "else"))
+        await run_rollout(task, member=0, attempt=0, engine=engine, emit=emit, clock=lambda: next(clock))
+        assert isinstance(events[-1], RolloutEnded), events[-1]
+        now = task.settings.model_copy(update={"rewards": ("again",), "evaluators": {"again": EVALUATORS["right"]}})
+        grading = Grading(task.settings, now, {task.group_id: INPUTS})
+        end = (await log.end_offsets("steps"))[0]
+        found = await grade(log, [Range("run-1", 0, 0, end, frozenset())], grading)
+        others = Grading(task.settings, now, {"run-1/rl/e00000/t00009": {}})
+        assert await grade(log, [Range("run-1", 0, 0, end, frozenset())], others) == {}
+        given = [event.value for event in events if isinstance(event, RewardRecorded) and event.name == "right"]
+        return given, found
+
+    given, found = asyncio.run(scenario())
+    assert given == [1.0]
+    assert list(found.values()) == [1.0]
