@@ -6,14 +6,15 @@ Their code is imported when one is built.
 from collections.abc import AsyncIterator
 from typing import Any
 
-from rollstream.harness.config.aliases import ArtAdapterConfig, ArtBuilderConfig, ArtTrainerConfig, DpoBuilderConfig
-from rollstream.harness.config.rollstream_config import (
+from rollstream.harness.components.interfaces import Trainer, TrainerAdapter, TrajectoryBuilder
+from rollstream.harness.config.components import (
     RollstreamTrainerAdapterConfig,
     RollstreamTrainerConfig,
     RollstreamTrajectoryBuilderConfig,
 )
-from rollstream.harness.interfaces import Trainer, TrainerAdapter, TrajectoryBuilder
-from rollstream.harness.registry import register_trainer, register_trainer_adapter, register_trajectory_builder
+from rollstream.harness.config.nat_aliases import ArtAdapterConfig, ArtBuilderConfig, ArtTrainerConfig, DpoBuilderConfig
+from rollstream.harness.config.registry import register_trainer, register_trainer_adapter, register_trajectory_builder
+from rollstream.harness.config.resolve import nat_workflow_of
 
 
 @register_trajectory_builder(config_type=ArtBuilderConfig)
@@ -21,8 +22,13 @@ from rollstream.harness.registry import register_trainer, register_trainer_adapt
 async def build_trajectory_builder(
     config: RollstreamTrajectoryBuilderConfig | ArtBuilderConfig, builder: Any
 ) -> AsyncIterator[TrajectoryBuilder]:
-    """Rollouts on the log."""
-    from rollstream.harness.rollstream_builder import RollstreamTrajectoryBuilder
+    """Rollouts on the log; of a NAT workflow, as NAT plays it."""
+    if nat_workflow_of(builder.config) is not None:
+        from rollstream.harness.nat.workflow_builder import NatWorkflowBuilder
+
+        yield NatWorkflowBuilder(trajectory_builder_config=config)
+        return
+    from rollstream.harness.components.builder import RollstreamTrajectoryBuilder
 
     yield RollstreamTrajectoryBuilder(trajectory_builder_config=config)
 
@@ -33,7 +39,7 @@ async def build_trainer_adapter(
     config: RollstreamTrainerAdapterConfig | ArtAdapterConfig, builder: Any
 ) -> AsyncIterator[TrainerAdapter]:
     """Training by the learner."""
-    from rollstream.harness.rollstream_adapter import RollstreamTrainerAdapter
+    from rollstream.harness.components.adapter import RollstreamTrainerAdapter
 
     yield RollstreamTrainerAdapter(adapter_config=config)
 
@@ -42,7 +48,7 @@ async def build_trainer_adapter(
 @register_trainer(config_type=RollstreamTrainerConfig)
 async def build_trainer(config: RollstreamTrainerConfig | ArtTrainerConfig, builder: Any) -> AsyncIterator[Trainer]:
     """Epochs, validation, curriculum."""
-    from rollstream.harness.rollstream_trainer import RollstreamTrainer
+    from rollstream.harness.components.trainer import RollstreamTrainer
 
     yield RollstreamTrainer(trainer_config=config)
 
@@ -50,6 +56,6 @@ async def build_trainer(config: RollstreamTrainerConfig | ArtTrainerConfig, buil
 @register_trajectory_builder(config_type=DpoBuilderConfig)
 async def build_dpo_builder(config: DpoBuilderConfig, builder: Any) -> AsyncIterator[TrajectoryBuilder]:
     """Preference pairs out of scored candidates."""
-    from rollstream.harness.recorded.dpo_builder import DpoTrajectoryBuilder
+    from rollstream.harness.components.pair_builder import DpoTrajectoryBuilder
 
     yield DpoTrajectoryBuilder(trajectory_builder_config=config)

@@ -12,23 +12,31 @@ from typing import Any, NamedTuple
 
 from pydantic import JsonValue
 
-from rollstream.harness import ending
-from rollstream.harness.classic import run as classic
-from rollstream.harness.config import config_file
-from rollstream.harness.display import Display
-from rollstream.harness.driver import Watching, conduct
-from rollstream.harness.ending import Outcome
-from rollstream.harness.preflight import check_result
-from rollstream.harness.progress import Progress
-from rollstream.harness.services.broker_watch import keep_running
+from rollstream.harness.components.conduct import conduct as conduct_epochs
+from rollstream.harness.config import file as config_file
+from rollstream.harness.runs.conductor import Conductor, background_work
+from rollstream.harness.runs.display import Display
+from rollstream.harness.runs.outcome import Outcome, end, let_metrics_catch_up
+from rollstream.harness.runs.plan import look_up
+from rollstream.harness.runs.preflight import check_result
+from rollstream.harness.runs.progress import Progress
+from rollstream.harness.runs.run_context import (
+    RunContext,
+    RunRequest,
+    WorkspaceLease,
+    connected,
+    folders_of,
+    has_room,
+    held,
+)
+from rollstream.harness.runs.validation import validation_of
 from rollstream.harness.services.supervisor import Supervisor
-from rollstream.harness.surroundings import Connected, Held, Opening, connected, has_room, held
-from rollstream.harness.validation import Validation, validation_of
-from rollstream.schemas.events_training import ForkPoint
+from rollstream.schemas.errors import RollstreamError
+from rollstream.schemas.events.training import ForkPoint
 
 
 class Request(NamedTuple):
-    """What the command line asks for."""
+    """The options of the command line."""
 
     config_file: Path
     workspace: Path
@@ -41,6 +49,8 @@ class Request(NamedTuple):
     fork: ForkPoint | None = None
     run_id: str | None = None
     """Of a new run."""
+    trust: bool = False
+    """Import and expand what only the stored configuration of the run to resume names."""
 
 
 class Interrupted(Exception):
@@ -56,60 +66,84 @@ def finetune(request: Request, display: Display) -> Outcome:
     loaded = config_file.load(request.config_file, request.overrides, options=request.options)
     check_result(request.result_path)
     name = request.name or request.config_file.stem
-    opening = Opening(loaded, request.workspace, name, request.resume, request.run_id, request.fork)
-    with held(opening, display) as around:
-        outcome = asyncio.run(_run(opening, around, display))
+    run_request = RunRequest(
+        loaded, request.workspace, name, request.resume, request.run_id, request.fork, request.trust
+    )
+    with held(run_request, display) as lease:
+        outcome = asyncio.run(_run(run_request, lease, display))
         if request.result_path is not None:
             request.result_path.write_text(json.dumps(outcome.as_json(), indent=1) + "\n", encoding="utf-8")
         display.say(outcome.summary())
     return outcome
 
 
-async def _run(opening: Opening, around: Held, display: Display) -> Outcome:
+async def _run(run_request: RunRequest, lease: WorkspaceLease, display: Display) -> Outcome:
+    from rollstream.metrics.projection.database import metrics_file
+    from rollstream.metrics.projection.projector import project_to_end
+
     began = time.monotonic()
-    config = opening.config
+    config = run_request.config
     with _signals() as signals:
-        async with connected(opening, around.place, display) as run:
+        async with connected(run_request, lease, display) as run:
             signals.append(run.supervisor)
-            if classic.is_classic(opening.loaded):
-                progress = await classic.conduct(opening, around, run, display)
-            else:
-                progress = await _conduct(run, around, display, validation_of(config, run.run))
+            empty: Mapping[str, int] = {}
+            with _resumable(run.run.started.run_id, is_open=not run.run.is_over):
+                if run.run.is_over:
+                    progress = await look_up(run.log, run.run.started.run_id)
+                else:
+                    progress, empty = await _trained(run_request, lease, run, display)
             display.finish(progress)
-            outcome = await ending.end(run.log, run.artifacts, progress, run.run, config.finetuning.output_dir)
-            if config.builder.services == "managed":
-                await _minded(run.supervisor, ending.let_metrics_catch_up(around.place.workspace))
+            with _resumable(run.run.started.run_id, is_open=progress.ended is None):
+                outcome = await end(run.log, run.artifacts, progress, run.run, config, empty)
+            if run.run.is_over and config.builder.services == "managed":
+                await project_to_end(run.log, metrics_file(lease.place.workspace))
+            elif config.builder.services == "managed":
+                await _watched(run.supervisor, let_metrics_catch_up(lease.place.workspace))
             return outcome._replace(seconds=time.monotonic() - began, restarts=run.supervisor.total_restarts)
 
 
-async def _conduct(run: Connected, around: Held, display: Display, validation: Validation | None) -> Progress:
-    """Drive the run and look after its services and broker; the first of these to end decides."""
-    supervisor, plan = run.supervisor, run.run
-    watching = Watching(display.update, supervisor.progressed, lambda: has_room(around.place.workspace, display))
-    work = conduct(run.log, plan.started, plan.jobs, watching, is_new=plan.is_new, validation=validation)
-    driving = asyncio.create_task(work)
-    minding = {asyncio.create_task(supervisor.watch())}
-    if around.broker is not None:
-        minding.add(asyncio.create_task(keep_running(around.broker, display.say)))
+async def _trained(
+    run_request: RunRequest, lease: WorkspaceLease, run: RunContext, display: Display
+) -> tuple[Progress, Mapping[str, int]]:
+    """Where the run is when nothing is left to conduct, and its epochs without a group by cause."""
+    if run.run.is_submitted:
+        return await conduct_epochs(run_request, lease, run, display)
+    config = run_request.config
+    folders = folders_of(config, lease.place.workspace, run.artifacts)
+    conductor = Conductor(run.log, run.run, display.update, on_activity=run.supervisor.progressed)
+    validation = validation_of(config, run.run)
+    await conductor.start(*background_work(lease, run, config, display.say))
     try:
-        done, _ = await asyncio.wait({driving, *minding}, return_when=asyncio.FIRST_COMPLETED)
-        for task in done & minding:
-            task.result()  # raises: a watch only ends so
-        return await driving
+        return await conductor.conduct(validation, lambda: has_room(folders, display)), {}
     finally:
-        for task in (driving, *minding):
-            task.cancel()
-        await asyncio.gather(driving, *minding, return_exceptions=True)
+        await conductor.close()
 
 
-async def _minded(supervisor: Supervisor, work: Coroutine[Any, Any, None]) -> None:
+@contextmanager
+def _resumable(run_id: str, *, is_open: bool) -> Iterator[None]:
+    """Add to errors before the run's end that the run is still open, and how to continue it.
+
+    `is_open`: it was not written before.
+    """
+    try:
+        yield
+    except (RollstreamError, OSError) as error:
+        if not is_open:
+            raise
+        hint = f"run {run_id} stays open: `rollstream finetune --config_file FILE --resume {run_id}` goes on with it"
+        if isinstance(error, OSError) and error.errno is not None:
+            raise OSError(error.errno, f"{error.strerror}; {hint}", error.filename) from error
+        raise type(error)(f"{str(error) or type(error).__name__}; {hint}") from error
+
+
+async def _watched(supervisor: Supervisor, work: Coroutine[Any, Any, None]) -> None:
     """Await `work`; a service that is down meanwhile is still started again."""
-    minding = asyncio.create_task(supervisor.watch())
+    watching = asyncio.create_task(supervisor.watch())
     try:
         await work
     finally:
-        minding.cancel()
-        await asyncio.gather(minding, return_exceptions=True)
+        watching.cancel()
+        await asyncio.gather(watching, return_exceptions=True)
 
 
 @contextmanager

@@ -1,1 +1,1 @@
-"""A run's configuration: its YAML file or NAT's, read, checked with full paths in errors, turned into settings."""
+"""A run's configuration: reads a YAML file or NAT's configuration, validates it and derives settings."""

@@ -1,33 +1,44 @@
-"""The three components as NAT's: its data models go in and come out, and what it hands over is repaired first.
+"""The three components as NAT's: they take and return its data models, and its configuration is repaired first.
 
-A run that our trainer conducts ends with that trainer. Another trainer knows nothing of runs: then our adapter ends the
-run with the last epoch that the configuration asks for, and lets go of everything when the process is done.
+A run on the log ends with its trainer's `run`, with the same outcome (`conducted.py`). For another package's trainer,
+which knows nothing of runs, our adapter ends the run and closes everything when the process exits.
 """
 
 import asyncio
 import atexit
 import contextlib
+import functools
+import os
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
-import click
 from nat.finetuning.interfaces.finetuning_runner import Trainer
 from nat.finetuning.interfaces.trainer_adapter import TrainerAdapter
 from nat.finetuning.interfaces.trajectory_builder import TrajectoryBuilder
 
-from rollstream.harness import run_end
-from rollstream.harness.backend import Backend, open_backend, opened
-from rollstream.harness.config.config_file import Loaded
-from rollstream.harness.config.finetune_config import block_of, is_ours
-from rollstream.harness.nat.loaded import loaded_of
-from rollstream.harness.nat.models import as_nats, as_ours
-from rollstream.harness.nat.repair import check_packages, repair
-from rollstream.harness.rollstream_adapter import RUN_NAME, RollstreamTrainerAdapter
-from rollstream.harness.rollstream_builder import RollstreamTrajectoryBuilder
-from rollstream.harness.rollstream_trainer import RollstreamTrainer
+from rollstream.harness.components.adapter import RUN_NAME, RollstreamTrainerAdapter
+from rollstream.harness.components.builder import RollstreamTrajectoryBuilder
+from rollstream.harness.components.run_end import watch_curriculum
+from rollstream.harness.components.trainer import RollstreamTrainer
+from rollstream.harness.config.file import Loaded
+from rollstream.harness.config.resolve import block_of, is_ours
+from rollstream.harness.nat.command import run_name
+from rollstream.harness.nat.conducted import conducted, failed
+from rollstream.harness.nat.endpoint_key import give_key, warn_of_models_elsewhere
+from rollstream.harness.nat.handover import (
+    as_nats,
+    as_ours,
+    check_packages,
+    complete,
+    conceal_command,
+    loaded_of,
+    repair,
+)
+from rollstream.harness.runs.backend import Backend, open_backend, opened
+from rollstream.harness.services.concealing import shown
+from rollstream.producers.rollout.user_code import find_users_modules, import_installed
 from rollstream.schemas.errors import RunFailedError
-from rollstream.schemas.finetuning import TrainingJobRef, TrainingStatusEnum
+from rollstream.schemas.finetuning import TrainingStatusEnum
 
 TRANSLATED = ("finalize", "submit", "status", "wait_until_complete")
 """Methods that take or give data models."""
@@ -38,7 +49,7 @@ class NatTrajectoryBuilder(RollstreamTrajectoryBuilder):
     """Our builder."""
 
     gives: Callable[[Any], Any] = staticmethod(as_nats)
-    """What becomes of the data models that it gives."""
+    """The conversion of the data models that it returns."""
 
     async def initialize(self, run_config: Any) -> None:
         """As ours. Raises ConfigError."""
@@ -55,23 +66,30 @@ class NatTrainerAdapter(RollstreamTrainerAdapter):
     """Our adapter."""
 
     gives: Callable[[Any], Any] = staticmethod(as_nats)
-    """What becomes of the data models that it gives."""
-    _last_epoch: int | None = None
-    """Of a run that nobody else ends."""
+    """The conversion of the data models that it returns."""
+
+    def __init__(self, adapter_config: Any, builder: Any = None) -> None:
+        """`builder`: NAT's, which knows the trainer; without it, only our own trainer ends the run."""
+        super().__init__(adapter_config)
+        self._builder = builder
 
     def loaded(self, run_config: Any) -> Loaded:
-        """What is stored of the configuration has `${ENV}` as it was written."""
+        """The stored configuration keeps `${ENV}` as written."""
         return loaded_of(run_config)
 
     async def initialize(self, run_config: Any) -> None:
-        """As ours; opens the run where nobody has. Raises RollstreamError."""
+        """As ours; opens the run if it is not open. Raises RollstreamError."""
         _prepare(run_config)
         if opened(self._workspace) is None:
-            backend = await open_backend(self.loaded(run_config), self._workspace, run_name())
+            backend = await open_backend(self.loaded(run_config), self._workspace, run_name() or RUN_NAME)
+            _close_at_exit(backend)
             if not is_ours(block_of(run_config, "trainer")):
-                self._last_epoch = run_config.num_epochs - 1
-                _close_at_exit(backend)
+                await self._end_with_trainer(run_config, backend)
         await super().initialize(run_config)
+        config = self._backend().config
+        give_key(run_config, config, self._workspace, os.environ)
+        if not is_ours(block_of(run_config, "trajectory_builder")):
+            warn_of_models_elsewhere(run_config, config)
 
     async def submit(self, trajectories: Any) -> Any:
         """As ours, in NAT's models."""
@@ -82,22 +100,31 @@ class NatTrainerAdapter(RollstreamTrainerAdapter):
         return self.gives(await super().status(as_ours(ref)))
 
     async def wait_until_complete(self, ref: Any, poll_interval: float = 10.0) -> Any:
-        """As ours, in NAT's models. Ends the run after its last epoch, or a failed one, if nobody else will."""
-        ours: TrainingJobRef = as_ours(ref)
-        found = await super().wait_until_complete(ours, poll_interval)
-        if self._last_epoch is not None:
-            is_completed = found.status == TrainingStatusEnum.COMPLETED
-            if not is_completed or (ours.metadata or {}).get("epoch", -1) >= self._last_epoch:
-                await run_end.finish(self._backend(), is_completed=is_completed, message=found.message or "")
-        return self.gives(found)
+        """As ours, in NAT's models."""
+        return self.gives(await super().wait_until_complete(as_ours(ref), poll_interval))
+
+    @property
+    def own_backend(self) -> Backend | None:
+        """The backend of a run that was opened here."""
+        backend = opened(self._workspace)
+        return backend if backend is not None and backend.is_own else None
+
+    async def _end_with_trainer(self, run_config: Any, backend: Backend) -> None:
+        """Have another package's trainer end the run on the log with its own `run`."""
+        if self._builder is None:
+            return
+        parts = await self._builder.get_trajectory_builder(run_config.trajectory_builder)
+        trainer = await self._builder.get_trainer(run_config.trainer, parts, self)
+        trainer.run = functools.partial(_run, backend, trainer.run)
+        watch_curriculum(backend, trainer)
 
 
 @Trainer.register
 class NatTrainer(RollstreamTrainer):
-    """Our trainer. Speaks NAT's models with components of other packages, and ours with ours."""
+    """Our trainer. Exchanges NAT's models with components of other packages, and our models with ours."""
 
     async def bind_components(self, trajectory_builder: Any, trainer_adapter: Any) -> None:
-        """Take the two others."""
+        """Bind the two other components."""
         await super().bind_components(_in_ours(trajectory_builder), _in_ours(trainer_adapter))
 
     async def initialize(self, run_config: Any) -> None:
@@ -106,18 +133,32 @@ class NatTrainer(RollstreamTrainer):
         await super().initialize(run_config)
 
     async def run(self, num_epochs: int) -> Any:
-        """As ours. Raises RunFailedError if a job failed or nothing was rolled out: NAT's command would end well."""
+        """As ours.
+
+        Raises RunFailedError if a job failed or nothing was trained, because NAT's command would exit with status 0.
+        """
+        adapter = self.trainer_adapter
+        backend = adapter.own_backend if isinstance(adapter, NatTrainerAdapter) else None
+        if backend is not None:
+            return as_nats(await conducted(backend, super().run(num_epochs)))
         statuses = await super().run(num_epochs)
         for status in statuses:
             if status.status in (TrainingStatusEnum.FAILED, TrainingStatusEnum.CANCELED):
-                raise RunFailedError(f"run {status.run_id} {status.status.value}: {status.message}")
+                raise RunFailedError(shown(f"run {status.run_id} {status.status.value}: {status.message}"))
         if statuses and not self.reward_history:
-            raise RunFailedError(f"run {statuses[0].run_id} failed: no trajectories came of its {len(statuses)} epochs")
+            raise RunFailedError(
+                f"run {statuses[0].run_id} failed: the rollouts of its {len(statuses)} epochs produced no trajectories"
+            )
         return as_nats(statuses)
 
 
+async def _run(backend: Backend, run: Callable[[int], Any], num_epochs: int) -> Any:
+    """The `run` of another package's trainer, which ends the run on the log."""
+    return await conducted(backend, run(num_epochs))
+
+
 class _Translated:
-    """A component of another package: models of ours go in as NAT's, and NAT's come out as ours."""
+    """A component of another package whose methods take and return our models."""
 
     def __init__(self, inner: Any) -> None:
         self._inner = inner
@@ -134,13 +175,6 @@ class _Translated:
         return call
 
 
-def run_name() -> str:
-    """Of a new run: that of the command's file."""
-    context = click.get_current_context(silent=True)
-    file = None if context is None else context.params.get("config_file")
-    return RUN_NAME if file is None else Path(file).stem
-
-
 def _in_ours(component: Any) -> Any:
     if not isinstance(component, NatTrajectoryBuilder | NatTrainerAdapter):
         return _Translated(component)
@@ -149,16 +183,22 @@ def _in_ours(component: Any) -> Any:
 
 
 def _prepare(run_config: Any) -> None:
-    """Repair what came; with a builder that runs NAT's evaluation, see that it can. Raises ConfigError."""
+    """Prepare a run of `nat finetune`: add its folder to the module path, conceal its secrets in logs, repair NAT's
+    configuration, and check the packages of NAT's evaluation if the builder runs it. Raises ConfigError.
+    """
+    find_users_modules()
+    conceal_command()
     repair(run_config)
+    import_installed()
+    complete(run_config)
     if not is_ours(block_of(run_config, "trajectory_builder")):
         check_packages(run_config)
 
 
 def _close_at_exit(backend: Backend) -> None:
-    """Close a backend in order when its event loop ends, or the process where the loop is only left alone."""
+    """Close a backend when its event loop ends, or at process exit if the loop is never closed."""
     loop = asyncio.get_running_loop()
-    guard = asyncio.create_task(_guard(backend))
+    guard = asyncio.create_task(_guard(backend, asyncio.current_task()))
 
     def close() -> None:
         if not loop.is_closed():
@@ -169,8 +209,14 @@ def _close_at_exit(backend: Backend) -> None:
     atexit.register(close)
 
 
-async def _guard(backend: Backend) -> None:
+async def _guard(backend: Backend, command: "asyncio.Task[Any] | None") -> None:
+    """Close a backend once this is cancelled. If the command failed before its trainer ran, fail the run too."""
     try:
         await asyncio.Event().wait()
     finally:
-        await backend.close()
+        try:
+            error = command.exception() if command is not None and command.done() and not command.cancelled() else None
+            if isinstance(error, Exception) and not backend.is_finished and not backend.is_over:
+                await failed(backend, error)
+        finally:
+            await backend.close()

@@ -1,70 +1,98 @@
-"""rollstream's evaluators as evaluators of NAT's own evaluation, under the same `_type` and with the same keys.
+"""rollstream's evaluators as evaluators of NAT's own evaluation, with the same `_type` and keys.
 
-What is scored is the workflow's output. An item without a score has an error and counts in no average. Types that
-another package has registered under the same name before are left to it.
+They score the workflow's output. An item without a score has an error and is not counted in averages. If another
+package registers the same name, its evaluator wins; ours are always available as `rollstream_NAME`.
 """
 
+import json
 import os
 import types
 from collections.abc import AsyncIterator, Callable
-from typing import Any
+from contextlib import asynccontextmanager
+from typing import Any, ClassVar, Literal
 
 from nat.builder.evaluator import EvaluatorInfo
 from nat.cli.register_workflow import register_evaluator
-from nat.cli.type_registry import GlobalTypeRegistry
+from nat.cli.type_registry import GlobalTypeRegistry, RegisteredEvaluatorInfo
 from nat.data_models.evaluator import EvaluatorBaseConfig
+from pydantic import Field, computed_field
 
-from rollstream.producers.rewards import Asked, FinishedRollout, RewardError, evaluate
-from rollstream.schemas.evaluators import MODELS
+from rollstream.harness.nat.configs import Explained
+from rollstream.producers.rollout.rewards import Asked, FinishedRollout, RewardError, evaluate
+from rollstream.schemas.evaluators import LONG, MODELS, PLACE
 from rollstream.schemas.events import StepRecorded
+from rollstream.schemas.kafka import with_secrets
+from rollstream.schemas.permissions import Permissions, named_by
 from rollstream.schemas.settings import RolloutSettings
 
 AGENT = "agent"
 
 
 class _Unrecorded:
-    """NAT's evaluation keeps no log: what judges are asked is taken down by nobody."""
+    """Discards the records of judge calls, because NAT's evaluation has no log."""
 
     def clock(self) -> int:
-        """Never looked at."""
+        """Unused."""
         return 0
 
     async def record(self, asked: Asked) -> None:
-        """Let it go."""
+        """Discard the record."""
 
 
-def register() -> tuple[str, ...]:
-    """Register every built-in evaluator whose name is free; returns their names."""
-    taken = {info.config_type.static_type() for info in GlobalTypeRegistry.get().get_registered_evaluators()}
-    free = tuple(kind for kind in MODELS if kind not in taken)
-    for kind in free:
-        register_evaluator(config_type=_config_type(kind))(_factory(kind))
-    return free
+class _ShortName(RegisteredEvaluatorInfo):
+    """An evaluator's short name, which yields to another package's evaluator of the same name, whatever the import
+    order: NAT drops a short name that is registered twice.
+    """
+
+    @computed_field
+    @property
+    def local_name(self) -> str:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """The short name that NAT accepts besides the full one."""
+        infos = GlobalTypeRegistry.get().get_registered_evaluators()
+        others = {info.config_type.static_type() for info in infos if info.config_type is not self.config_type}
+        name = self.config_type.static_type()
+        return self.full_type if name in others else name
 
 
-def _config_type(kind: str) -> type[EvaluatorBaseConfig]:
+def register() -> None:
+    """Register every built-in evaluator, as `rollstream_NAME` and by its short name."""
+    for kind in MODELS:
+        register_evaluator(config_type=_config_type(kind, f"{LONG}{kind}"))(_factory(kind))
+        short = _config_type(kind, kind)
+        build = asynccontextmanager(_factory(kind))
+        info = _ShortName(full_type=short.full_type, config_type=short, build_fn=build)
+        GlobalTypeRegistry.get().register_evaluator(info)
+
+
+def _config_type(kind: str, name: str) -> type[EvaluatorBaseConfig]:
     """The evaluator's own configuration with NAT's base class."""
     model = MODELS[kind]
+    named: dict[str, Any] = {
+        # pyright: ignore[reportInvalidTypeForm]
+        "__annotations__": {"type": Literal[name, f"{__package__}/{name}"], "SECTION": ClassVar[str]},
+        "type": Field(default=name, alias="_type"),
+        "SECTION": PLACE,
+    }
     return types.new_class(
         f"Nat{model.__name__}",
-        (model, EvaluatorBaseConfig),
-        {"name": kind},
-        lambda namespace: namespace.update({"__module__": __name__, "__doc__": model.__doc__}),
+        (Explained, model, EvaluatorBaseConfig),
+        {"name": name},
+        lambda namespace: namespace.update({"__module__": __name__, "__doc__": model.__doc__, **named}),
     )
 
 
 def _factory(kind: str) -> Callable[..., AsyncIterator[EvaluatorInfo]]:
     async def evaluator(config: Any, builder: Any) -> AsyncIterator[EvaluatorInfo]:
-        from rollstream.producers.evaluators import reward_of
+        from rollstream.producers.evaluators.table import reward_of
 
-        block = config.model_dump(mode="json", by_alias=True, exclude_unset=True) | {"_type": kind}
+        block = json.loads(with_secrets(config, by_alias=True, exclude_unset=True)) | {"_type": kind}
         settings = RolloutSettings(environment="none", evaluators={kind: block})
-        chosen = reward_of(kind, settings, os.environ, _Unrecorded())
+        chosen = reward_of(kind, settings, Permissions.of(named_by(settings), os.environ), _Unrecorded())
 
         async def evaluate_all(eval_input: Any) -> Any:
             return _output([await _item(kind, chosen.function, item) for item in eval_input.eval_input_items])
 
-        # Declared as a plain function there, and awaited all the same.
+        # NAT declares it as a plain function but awaits it.
         score: Any = evaluate_all
         yield EvaluatorInfo(config=config, evaluate_fn=score, description=config.__doc__ or kind)
 
@@ -89,7 +117,7 @@ def _output(items: list[Any]) -> Any:
 
 
 def _finished(item: Any) -> FinishedRollout:
-    """An item of NAT's evaluation as a rollout that is over: one question, one answer."""
+    """An item of NAT's evaluation as a finished rollout with one question and one answer."""
     entry = item.full_dataset_entry if isinstance(item.full_dataset_entry, dict) else {}
     inputs = {"question": item.input_obj, "answer": item.expected_output_obj, **entry}
     steps: tuple[StepRecorded, ...] = ()

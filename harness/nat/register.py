@@ -1,7 +1,8 @@
-"""What NAT imports by the entry point group `nat.components`: what `_type: rollstream` is in its sections.
+"""Registers `_type: rollstream` in NAT's sections; NAT imports it through the entry point group `nat.components`.
 
-NAT builds all components again for every evaluation, so a factory only makes an object: nothing is connected, started
-or written before `initialize()`. Types of other packages are left to these.
+NAT builds all components again for every evaluation, so a factory only creates an object: nothing is connected, started
+or written before `initialize()`. It also conceals the command's secrets, because another package's component may be
+initialized first and raise. Types of other packages are not registered.
 """
 
 from collections.abc import AsyncIterator
@@ -29,7 +30,9 @@ from rollstream.schemas.errors import ConfigError
 async def trajectory_builder(config: NatTrajectoryBuilderConfig, builder: Any) -> AsyncIterator[Any]:
     """Rollouts by the producers of the log."""
     from rollstream.harness.nat.components import NatTrajectoryBuilder
+    from rollstream.harness.nat.handover import conceal_command
 
+    conceal_command()
     yield NatTrajectoryBuilder(config)
 
 
@@ -37,27 +40,32 @@ async def trajectory_builder(config: NatTrajectoryBuilderConfig, builder: Any) -
 async def trainer_adapter(config: NatTrainerAdapterConfig, builder: Any) -> AsyncIterator[Any]:
     """Training by the learner of the log."""
     from rollstream.harness.nat.components import NatTrainerAdapter
+    from rollstream.harness.nat.handover import conceal_command
 
-    yield NatTrainerAdapter(config)
+    conceal_command()
+    yield NatTrainerAdapter(config, builder)
 
 
 @register_trainer(config_type=NatTrainerConfig)
 async def trainer(config: NatTrainerConfig, builder: Any) -> AsyncIterator[Any]:
     """The epochs of a run."""
     from rollstream.harness.nat.components import NatTrainer
+    from rollstream.harness.nat.handover import conceal_command
 
+    conceal_command()
     yield NatTrainer(config)
 
 
 @register_function(config_type=NatWorkflowConfig)
 async def workflow(config: NatWorkflowConfig, builder: Any) -> AsyncIterator[FunctionInfo]:
-    """An environment as a workflow; a configuration that names one can be read and built here too."""
+    """An environment as a workflow, so that NAT can read and build a configuration that names one."""
 
     async def play(question: str) -> str:
-        """Not played by NAT itself."""
+        """Raises ConfigError, because NAT itself cannot run it."""
         raise ConfigError(
-            f"workflow: environment {config.environment} is played by a trajectory builder of _type rollstream, "
-            "not by NAT's evaluation; use such a builder, or a workflow of NAT's with an llm at our endpoint"
+            f"workflow: environment {config.environment} can only be run by a trajectory builder of _type "
+            f"rollstream, not by NAT's evaluation; use such a builder, or a NAT workflow with an llm at the run's "
+            f"endpoint"
         )
 
     yield FunctionInfo.from_fn(play, description=f"environment {config.environment}")

@@ -1,1 +1,1 @@
-"""Rollouts that others have recorded, and the preference pairs in them, as what a run can train on."""
+"""Converts externally recorded rollouts and their preference pairs to training data of a run."""

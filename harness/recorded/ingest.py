@@ -1,262 +1,144 @@
-"""A file of recorded steps as groups of recorded rollouts: every line is read or is a bad line with a reason. Pure.
+"""Turns a file of recorded steps into the dataset and the configuration overrides of a run."""
 
-A line is one JSON object of these:
-
-- an IntermediateStep as NAT writes it. Steps belong to the workflow run that their spans lead to; its input is the
-  example: runs that were given the same input are one group.
-- `{"rollout_id", "example_id", "steps": [...], "reward", ...}`: a whole rollout.
-- `{"rollout_id", "step": {...}}`: one step of a rollout that is named.
-- `{"rollout_id", "reward": ...}`: what a rollout of other lines earned.
-
-Beside them a rollout's line may have `inputs` (or `question`, `answer`), `rewards` by name, `step_rewards` by the
-step's UUID, and `error`, which makes it a failed attempt.
-"""
-
+import asyncio
 import hashlib
-import math
-from collections import Counter
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import orjson
-from pydantic import JsonValue, ValidationError
 
-from rollstream.producers.nat_calls import recorded_steps, scores
-from rollstream.producers.nat_selection import Selection
-from rollstream.schemas.intermediate_steps import IntermediateStep, IntermediateStepType
-from rollstream.schemas.recorded import RecordedGroup, RecordedReward, RecordedRollout, RecordedStep
+from rollstream.harness.config import file as config_file
+from rollstream.harness.config.file import Loaded
+from rollstream.harness.config.jobs import artifact_uri
+from rollstream.harness.config.resolve import RECORDED, block_of
+from rollstream.harness.config.yaml import apply_overrides, read_yaml
+from rollstream.harness.recorded.lines import KEYS, BadLine, Ingested, read_lines
+from rollstream.harness.recorded.tasks import all_stored, inputs_of
+from rollstream.harness.runs.run_context import broker_of_run
+from rollstream.harness.services.workspace import Workspace
+from rollstream.producers.traces.spans import Selection
+from rollstream.schemas.errors import ConfigError, DecodeError
+from rollstream.schemas.events.recorded import RecordedGroup
+from rollstream.schemas.kafka import KafkaSettings
 
-STEP_KEYS = {"parent_id", "function_ancestry", "payload"}
-ROLLOUT_KEYS = {
-    *("rollout_id", "example_id", "steps", "step", "reward", "rewards", "step_rewards", "error"),
-    *("inputs", "question", "answer"),
-}
-KEYS = ("workflow_run_id", "conversation_id")
-"""Of NAT's `provided_metadata`: what makes one rollout of the steps of a file."""
+FOLDER = "ingested"
+"""Of the workspace: datasets of recorded rollouts, by the content of their files."""
+TOPIC = "ingest"
+"""Topic named in dead letters of lines; the offset is the line's number."""
 
-
-class BadLine(NamedTuple):
-    """A line that cannot be used."""
-
-    number: int
-    """From 1."""
-    raw: bytes
-    reason: str
+Overrides = tuple[tuple[str, str], ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Ingested:
-    """What a file holds."""
+class PreparedIngest(NamedTuple):
+    """The arguments of `finetune`"""
 
-    groups: tuple[RecordedGroup, ...]
-    bad: tuple[BadLine, ...]
-    num_steps: int
-    untrained: Counter[str]
-    """LLM calls that are not trained on, by reason, as far as it is known here."""
-
-    @property
-    def num_rollouts(self) -> int:
-        """Rollouts of all groups."""
-        return sum(len(group.members) for group in self.groups)
-
-    @property
-    def largest(self) -> int:
-        """Rollouts of the largest group."""
-        return max((len(group.members) for group in self.groups), default=0)
-
-    def summary(self) -> str:
-        """One line for a person."""
-        said = f"{self.num_rollouts} rollouts of {len(self.groups)} examples from {self.num_steps} steps"
-        dropped = [f"{count} calls {reason}" for reason, count in sorted(self.untrained.items())]
-        dropped += [f"{len(self.bad)} bad lines"] if self.bad else []
-        return said + (f"; dropped: {', '.join(dropped)}" if dropped else "")
+    ingested: Ingested
+    dataset: Path
+    overrides: Overrides
 
 
-class _Unusable(ValueError):
-    """A line is none of the known ones."""
-
-
-@dataclass(slots=True)
-class _Gathered:
-    """A rollout while its lines come in."""
-
-    example_id: str | None = None
-    inputs: dict[str, JsonValue] = field(default_factory=dict[str, JsonValue])
-    steps: list[IntermediateStep] = field(default_factory=list[IntermediateStep])
-    rewards: list[RecordedReward] = field(default_factory=list[RecordedReward])
-    step_rewards: dict[str, float] = field(default_factory=dict[str, float])
-    error: str | None = None
-
-
-def read_lines(
-    lines: Iterable[bytes], selection: Selection, *, key: str = KEYS[0], retokenise: bool = False
-) -> Ingested:
-    """All rollouts of a file's lines, in order of their first line. `key`: one of KEYS. Nothing is raised."""
-    reader = _Reader(key)
-    bad: list[BadLine] = []
-    for number, raw in enumerate(lines, 1):
-        if not raw.strip():
-            continue
-        try:
-            reader.read(raw)
-        except (_Unusable, ValidationError) as error:
-            bad.append(BadLine(number, raw, _reason(error)))
-    members: dict[str, list[RecordedRollout]] = {}
-    inputs: dict[str, dict[str, JsonValue]] = {}
-    for name, gathered in reader.rollouts.items():
-        example_id = gathered.example_id or _example_of(gathered) or name
-        members.setdefault(example_id, []).append(_rollout(name, gathered, selection))
-        inputs.setdefault(example_id, {}).update(gathered.inputs or _question_of(gathered))
-    groups = tuple(RecordedGroup.of(name, rollouts, inputs[name]) for name, rollouts in members.items())
-    steps = [step for rollouts in members.values() for rollout in rollouts for step in rollout.steps]
-    num_steps = sum(len(gathered.steps) for gathered in reader.rollouts.values())
-    return Ingested(groups, tuple(bad), num_steps, _untrained(steps, retokenise=retokenise))
-
-
-class _Reader:
-    """Gathers lines by the rollout that they belong to."""
-
-    def __init__(self, key: str) -> None:
-        self.rollouts: dict[str, _Gathered] = {}
-        self._key = key
-        self._owners: dict[str, str] = {}
-        """Rollout by the id of a span or function in it."""
-
-    def read(self, raw: bytes) -> None:
-        """Take one line. Raises _Unusable or ValidationError, and then nothing of it is kept."""
-        try:
-            found = orjson.loads(raw)
-        except orjson.JSONDecodeError as error:
-            raise _Unusable(f"not valid JSON: {error}") from error
-        if not isinstance(found, dict):
-            raise _Unusable("no JSON object")
-        if STEP_KEYS & found.keys():
-            step = IntermediateStep.model_validate(found)
-            self._gathered(self._owner(step)).steps.append(step)
-        elif "rollout_id" in found or "steps" in found:
-            self._take_rollout(found)
-        else:
-            raise _Unusable("neither an intermediate step (payload, ...) nor a rollout (rollout_id, steps, reward)")
-
-    def _gathered(self, name: str) -> _Gathered:
-        return self.rollouts.setdefault(name, _Gathered())
-
-    def _owner(self, step: IntermediateStep) -> str:
-        """The rollout of a step: that of its span, of the span or function around it, or one of its own."""
-        payload, node = step.payload, step.function_ancestry
-        told = (payload.metadata or {}).get("provided_metadata")
-        named = told.get(self._key) if isinstance(told, dict) else None
-        around = (payload.UUID, step.parent_id, node.function_id, node.parent_id)
-        known = next((self._owners[span] for span in around if span in self._owners), None)
-        is_root = payload.event_type == IntermediateStepType.WORKFLOW_START
-        name = str(named) if named else known or (payload.UUID if is_root else step.parent_id) or "steps"
-        for span in (payload.UUID, node.function_id):
-            if span and span != "root":
-                self._owners.setdefault(span, name)
-        return name
-
-    def _take_rollout(self, found: dict[str, Any]) -> None:
-        unknown = sorted(found.keys() - ROLLOUT_KEYS)
-        if unknown:
-            raise _Unusable(f"unknown key {unknown[0]!r}; known are: {', '.join(sorted(ROLLOUT_KEYS))}")
-        name = found.get("rollout_id")
-        name = f"rollout-{len(self.rollouts) + 1}" if name is None else str(name)
-        raw_steps = [found["step"]] if "step" in found else found.get("steps", [])
-        if not isinstance(raw_steps, list):
-            raise _Unusable("steps: must be a list")
-        steps = [IntermediateStep.model_validate(step) for step in raw_steps]
-        rewards, by_step = _rewards(found), _numbers(found, "step_rewards")
-        inputs = _inputs(found)
-        gathered = self._gathered(name)
-        gathered.steps += steps
-        gathered.rewards += rewards
-        gathered.step_rewards |= by_step
-        gathered.inputs |= inputs
-        if found.get("example_id") is not None:
-            gathered.example_id = str(found["example_id"])
-        if found.get("error") is not None:
-            gathered.error = str(found["error"])
-
-
-def _rollout(name: str, gathered: _Gathered, selection: Selection) -> RecordedRollout:
-    """A gathered rollout; what does not fit together makes it a broken one."""
-    error = gathered.error if gathered.error is not None else None if gathered.steps else "no step of it was recorded"
-    if error is not None:
-        return RecordedRollout(source_id=name, error=error)
-    steps = recorded_steps(gathered.steps, selection)
-    places = {step.uuid: place for place, step in enumerate(steps)}
-    missing = [uuid for uuid in gathered.step_rewards if uuid not in places]
-    if missing:
-        return RecordedRollout(source_id=name, error=f"step_rewards: no step has the UUID {missing[0]}")
-    by_step = [
-        RecordedReward(value=value, name="step_reward", step=places[uuid])
-        for uuid, value in gathered.step_rewards.items()
+def prepare(file: Path, config: Path, workspace: Path, overrides: Overrides, *, key: str = KEYS[0]) -> PreparedIngest:
+    """Read the file and write the run's dataset; large rollouts go to the run's artifact store. num_generations is the
+    size of the largest group, or 1 for SFT, and an epoch is at most the dataset. Raises ConfigError if no rollout can
+    be read or the configuration is for another environment.
+    """
+    raw = _read(file)
+    written = read_yaml(config)
+    apply_overrides(written, overrides)
+    builder = _builder_of(written, config)
+    overrides = (*overrides, (f"trajectory_builders.{builder}.environment", RECORDED))
+    loaded = config_file.load(config, overrides)
+    settings = loaded.config
+    retokenise = settings.builder.environment_config.get("retokenise") is True
+    ingested = read_lines(raw.splitlines(), selection_of(loaded), key=key, retokenise=retokenise)
+    if not ingested.num_rollouts:
+        told = f"; line {ingested.bad[0].number}: {ingested.bad[0].reason}" if ingested.bad else ""
+        raise ConfigError(f"{file} contains no usable rollout{told}")
+    place = Workspace(workspace)
+    place.create()
+    dataset = _write_dataset(file, ingested.groups, artifact_uri(settings, place.folder), place.folder)
+    num_tasks = min(settings.adapter.tasks_per_epoch, len(ingested.groups))
+    more = [
+        (f"trajectory_builders.{builder}.num_generations", str(ingested.largest)),
+        (f"trainer_adapters.{settings.finetuning.trainer_adapter}.tasks_per_epoch", str(num_tasks)),
     ]
-    rewards = (*gathered.rewards, *by_step, *scores(steps, selection))
-    return RecordedRollout(source_id=name, steps=tuple(steps), rewards=rewards)
+    if settings.adapter.algorithm.is_imitation and "min_generations" not in settings.builder.model_fields_set:
+        more.append((f"trajectory_builders.{builder}.min_generations", "1"))
+    return PreparedIngest(ingested, dataset, (*overrides, *more))
 
 
-def _rewards(found: dict[str, Any]) -> list[RecordedReward]:
-    reward = found.get("reward")
-    by_name = {} if reward is None else reward if isinstance(reward, dict) else {"reward": reward}
-    by_name = _numbers({"reward": by_name}, "reward") | _numbers(found, "rewards")
-    return [RecordedReward(value=value, name=name) for name, value in by_name.items()]
+def selection_of(loaded: Loaded) -> Selection:
+    """The selection of calls to train on. A builder of preference pairs takes scored candidates."""
+    finetuning = loaded.config.finetuning
+    block: Any = block_of(loaded.finetune, "trajectory_builder")
+    candidates = getattr(block, "ttc_step_name", None)
+    return Selection(frozenset(finetuning.target_functions), finetuning.target_model, candidates)
 
 
-def _numbers(found: dict[str, Any], key: str) -> dict[str, float]:
-    values = found.get(key) or {}
-    if not isinstance(values, dict):
-        raise _Unusable(f"{key}: must be an object of numbers")
-    for name, value in values.items():
-        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-            raise _Unusable(f"{key}.{name}: {value!r} is no finite number")
-    return {name: float(value) for name, value in values.items()}
+def dead_letter_lines(bad: Sequence[BadLine], file: Path, config: Path, workspace: Path, overrides: Overrides) -> None:
+    """Write a dead letter for each bad line to the run's log. Raises LogError."""
+    settings = config_file.load(config, overrides).config
+    with broker_of_run(settings, Workspace(workspace)) as (kafka, _):
+        uri = artifact_uri(settings, Workspace(workspace).folder)
+        asyncio.run(_send_dead_letter(bad, file, kafka, uri, settings.builder.num_partitions))
 
 
-def _inputs(found: dict[str, Any]) -> dict[str, JsonValue]:
-    inputs = found.get("inputs") or {}
-    if not isinstance(inputs, dict):
-        raise _Unusable("inputs: must be an object")
-    return {**inputs, **{key: found[key] for key in ("question", "answer") if key in found}}
+async def _send_dead_letter(
+    bad: Sequence[BadLine], file: Path, kafka: KafkaSettings, uri: str, num_partitions: int
+) -> None:
+    from rollstream.eventlog.artifacts import ArtifactStore
+    from rollstream.eventlog.kafka.log import KafkaLog
+
+    async with KafkaLog(kafka, client_id="rollstream-ingest") as log:
+        await log.ensure_topics(num_partitions=num_partitions)
+        await send_letters(log, ArtifactStore(uri), bad, file)
 
 
-def _question_of(gathered: _Gathered) -> dict[str, JsonValue]:
-    """The input of the workflow that the steps are of."""
-    for step in gathered.steps:
-        payload = step.payload
-        if (
-            payload.event_type == IntermediateStepType.WORKFLOW_START
-            and payload.data
-            and payload.data.input is not None
-        ):
-            return {"question": payload.data.input}
-    return {}
+async def send_letters(log: Any, artifacts: Any, bad: Sequence[BadLine], file: Path) -> None:
+    """Send a dead letter for each bad line, in order."""
+    from rollstream.eventlog.dead_letters import send_dead_letter
+    from rollstream.eventlog.log import Record
+
+    for line in bad:
+        record = Record(TOPIC, 0, line.number, str(file).encode(), line.raw, (), 0)
+        error = DecodeError(f"{file} line {line.number}: {line.reason}")
+        await send_dead_letter(log, record, service="ingest", stage="line", error=error, artifacts=artifacts)
 
 
-def _example_of(gathered: _Gathered) -> str | None:
-    """A derived id of an example that has none of its own: the same inputs, the same id."""
-    inputs = gathered.inputs or _question_of(gathered)
-    if not inputs:
-        return None
-    return "x-" + hashlib.sha256(orjson.dumps(inputs, option=orjson.OPT_SORT_KEYS)).hexdigest()[:12]
+def _read(file: Path) -> bytes:
+    try:
+        return file.read_bytes()
+    except OSError as error:
+        raise ConfigError(f"{file}: cannot be read: {error.strerror}") from error
 
 
-def _untrained(steps: Sequence[RecordedStep], *, retokenise: bool) -> Counter[str]:
-    found: Counter[str] = Counter()
-    for step in steps:
-        if step.event_type != "LLM_END" and step.chat is None:
-            continue
-        if step.untrained is not None:
-            found[step.untrained] += 1
-        elif step.tokens is None and not (retokenise and step.chat is not None):
-            found["no_token_ids"] += 1
-    return found
+def _builder_of(written: dict[str, Any], config: Path) -> str:
+    """Name of the builder's block, whose environment must be `recorded`. Raises ConfigError."""
+    finetuning = written.get("finetuning")
+    name = finetuning.get("trajectory_builder") if isinstance(finetuning, dict) else None
+    blocks = written.get("trajectory_builders")
+    if not isinstance(name, str) or not isinstance(blocks, dict) or not isinstance(blocks.get(name), dict):
+        config_file.resolve(written)  # raises an error that names the missing key
+        raise ConfigError(f"{config}: finetuning.trajectory_builder: must name a block of trajectory_builders")
+    named = blocks[name].get("environment", RECORDED)
+    if named != RECORDED:
+        raise ConfigError(
+            f"trajectory_builders.{name}.environment: is {named!r}, but ingest uses recorded rollouts; set it to "
+            f"{RECORDED} or remove it"
+        )
+    return name
 
 
-def _reason(error: Exception) -> str:
-    if isinstance(error, ValidationError):
-        first = error.errors()[0]
-        where = ".".join(str(part) for part in first["loc"])
-        return f"{where}: {first['msg']}" if where else first["msg"]
-    return str(error)
+def _write_dataset(file: Path, groups: Sequence[RecordedGroup], uri: str, workspace: Path) -> Path:
+    """Write the examples, with rollouts in their inputs, as JSON lines; the file name depends only on the content."""
+    from rollstream.eventlog.artifacts import ArtifactStore
+
+    small = asyncio.run(all_stored(groups, ArtifactStore(uri)))
+    rows = [{"id": group.example_id, **inputs_of(group)} for group in small]
+    data = b"".join(orjson.dumps(row, option=orjson.OPT_APPEND_NEWLINE) for row in rows)
+    folder = workspace / FOLDER
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"{file.stem}-{hashlib.sha256(data).hexdigest()[:12]}.jsonl"
+    path.write_bytes(data)
+    return path

@@ -1,1 +1,2 @@
-"""Long-running services: each in its own process, tied to its parent, with signs of life; supervised and restarted."""
+"""Long-running services: each in its own process that dies with its parent, with a heartbeat, supervised and
+restarted."""

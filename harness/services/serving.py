@@ -1,4 +1,4 @@
-"""One long-running service in this process: settings, topics, heartbeat, orderly end. No service's work.
+"""Runs one service in this process: settings, topics, heartbeat, graceful stop. Contains no service logic.
 
 Settings come from the environment (ROLLSTREAM_*), and from a JSON file or standard input, which take precedence.
 """
@@ -17,11 +17,16 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import ValidationError
 
-from rollstream.harness.services.heartbeat import beat
-from rollstream.harness.services.lifeline import tie_to_parent
-from rollstream.harness.topic_identity import Found, check_topics, watch_topics
-from rollstream.harness.workspace import Workspace
-from rollstream.schemas.errors import ConfigError
+from rollstream.eventlog.broker.broker import own_block
+from rollstream.eventlog.kafka.topic_ids import Found, check_topics, watch_topics
+from rollstream.eventlog.private import make_private
+from rollstream.harness.services.committed_offsets import check_committed, remember_committed
+from rollstream.harness.services.liveness import beat, die_with_parent
+from rollstream.harness.services.optional_dependencies import skip_scikit_learn
+from rollstream.harness.services.workspace import Workspace
+from rollstream.schemas.errors import ConfigError, first_invalid
+from rollstream.schemas.kafka import expanded, from_environment, merged
+from rollstream.schemas.permissions import ALLOW_VARIABLE
 from rollstream.schemas.services import (
     EndpointSettings,
     LearnerSettings,
@@ -32,7 +37,7 @@ from rollstream.schemas.services import (
 )
 
 if TYPE_CHECKING:
-    from rollstream.eventlog.kafka_log import KafkaLog
+    from rollstream.eventlog.kafka.log import KafkaLog
 
 KINDS: dict[str, type[ServiceSettings]] = {
     "producers": ProducerSettings,
@@ -41,13 +46,16 @@ KINDS: dict[str, type[ServiceSettings]] = {
     "metrics": MetricsSettings,
     "endpoint": EndpointSettings,
 }
-MODULES = {"endpoint": "rollstream.producers.endpoint_service"}
+MODULES = {"endpoint": "rollstream.producers.openai.service"}
 """Whose `serve` a service is, if it has no package of its own."""
+WITH_MODELS = ("producers", "learner")
+"""Services that import transformers."""
 FROM_ENVIRONMENT = {
     "bootstrap_servers": "ROLLSTREAM_BOOTSTRAP_SERVERS",
     "artifact_uri": "ROLLSTREAM_ARTIFACT_URI",
     "workspace": "ROLLSTREAM_WORKSPACE",
     "num_partitions": "ROLLSTREAM_NUM_PARTITIONS",
+    "allow": ALLOW_VARIABLE,
 }
 END_TIMEOUT_S = 25.0
 """How long a service may take to end after it was asked to."""
@@ -63,21 +71,31 @@ logger = logging.getLogger(__name__)
 def settings_of(
     service: str, name: str | None, given: Mapping[str, Any], environ: Mapping[str, str]
 ) -> ServiceSettings:
-    """Settings of a service. Raises ConfigError naming what is missing or wrong."""
+    """Settings of a service. Raises ConfigError naming the missing or wrong setting."""
     values: dict[str, Any] = {
         key: environ[variable] for key, variable in FROM_ENVIRONMENT.items() if variable in environ
     }
     values.setdefault("workspace", ".rollstream")
     values |= given
+    own = own_block(Path(values["workspace"]), str(values.get("bootstrap_servers")))
+    values["kafka"] = merged(own, expanded(from_environment(environ), environ), _section(values.get("kafka")))
     values["name"] = name or values.get("name") or f"{service}-1"
     values.setdefault("artifact_uri", str(Path(values["workspace"]).absolute() / "artifacts"))
     try:
-        return KINDS[service].model_validate(values)
+        settings = KINDS[service].model_validate(values)
+        _ = settings.connection
     except ValidationError as error:
-        first = error.errors()[0]
-        key = ".".join(str(part) for part in first["loc"])
+        key, message = first_invalid(error)
         remedy = f" (set {FROM_ENVIRONMENT[key]})" if key in FROM_ENVIRONMENT else ""
-        raise ConfigError(f"serve {service}: {key}: {first['msg'].lower()}{remedy}") from error
+        raise ConfigError(f"serve {service}: {key}: {message.lower()}{remedy}") from error
+    return settings
+
+
+def _section(found: Any) -> dict[str, Any]:
+    """The `kafka` section of a service's settings. Raises ConfigError if it is not a mapping."""
+    if found is not None and not isinstance(found, dict):
+        raise ConfigError("--settings: kafka must be a JSON object")
+    return {} if found is None else found
 
 
 def read_settings(source: str | None) -> dict[str, Any]:
@@ -88,21 +106,23 @@ def read_settings(source: str | None) -> dict[str, Any]:
         text = sys.stdin.read() if source == "-" else Path(source).read_text(encoding="utf-8")
         found = json.loads(text)
     except (OSError, ValueError) as error:
-        raise ConfigError(f"--settings {source}: cannot be read: {error}") from error
+        raise ConfigError(f"--settings {source} cannot be read: {error}") from error
     if not isinstance(found, dict):
-        raise ConfigError(f"--settings {source}: must be a JSON object")
+        raise ConfigError(f"--settings {source} must be a JSON object")
     return found
 
 
 def serve(service: str, settings: ServiceSettings) -> None:
     """Run a service until SIGTERM or SIGINT. Raises what the service raises."""
-    tie_to_parent(os.environ)
+    die_with_parent(os.environ)
+    if service in WITH_MODELS:
+        skip_scikit_learn()
     module = importlib.import_module(MODULES.get(service, f"rollstream.{service}.service"))
     asyncio.run(leaving_nobody(service, run_until_stopped(service, settings, module.serve)))
 
 
 async def leaving_nobody(service: str, work: Awaitable[None], *, within_s: float = LEFT_BEHIND_S) -> None:
-    """Do the work; then the process ends, although tasks and threads that it left behind may not. Raises its error."""
+    """Run `work`, then end the process even if tasks or threads are left. Raises the error of `work`."""
     try:
         await work
     finally:
@@ -110,16 +130,18 @@ async def leaving_nobody(service: str, work: Awaitable[None], *, within_s: float
 
 
 def _leave(service: str, error: BaseException | None) -> None:
-    """End the process from within `asyncio.run`, which waits for all tasks and threads for ever."""
+    """End the process from within `asyncio.run`, which would wait for all tasks and threads without limit."""
     level = logging.ERROR if error else logging.WARNING
-    logger.log(level, "%s: ends although a task or thread does not%s", service, f": {error}" if error else "")
+    logger.log(
+        level, "%s: exiting although a task or thread is still running%s", service, f": {error}" if error else ""
+    )
     os._exit(1 if error else 0)
 
 
 async def run_until_stopped(service: str, settings: ServiceSettings, work: Serve, *, watch_s: float = WATCH_S) -> None:
-    """Topics, heartbeat and the work itself; returns once a signal has ended it in order.
+    """Run the service with its topic checks and heartbeat; returns after a signal has stopped it.
 
-    Every `watch_s` seconds the topics are looked at. Raises TruncatedError if one was deleted, and what `work` raises.
+    Topics are checked every `watch_s` seconds. Raises TruncatedError if one was deleted, and the errors of `work`.
     """
     loop = asyncio.get_running_loop()
     task = asyncio.ensure_future(_work(service, settings, work, watch_s))
@@ -135,48 +157,59 @@ def _stop(task: "asyncio.Future[None]", service: str) -> None:
 
 
 def _cancel(task: "asyncio.Future[None]") -> None:
-    """Ask the work to end in order, and end the process if it does not."""
+    """Cancel the work, and end the process if it does not stop in time."""
     task.cancel()
     asyncio.get_running_loop().call_later(END_TIMEOUT_S, os._exit, 1)
 
 
 async def _work(service: str, settings: ServiceSettings, work: Serve, watch_s: float) -> None:
-    await _ensure_topics(settings)
-    working = asyncio.current_task()
-    assert working is not None
-    alive = asyncio.create_task(beat(Workspace(settings.workspace).health, service, settings.name))
-    watching = asyncio.create_task(watch_topics(settings.workspace, lambda: _topics(settings), every_s=watch_s))
-    watching.add_done_callback(lambda told: None if told.cancelled() else _cancel(working))
-    try:
-        await work(settings)
-    except asyncio.CancelledError:
-        if watching.done():
-            watching.result()
-        raise
-    finally:
-        alive.cancel()
-        watching.cancel()
-        await asyncio.gather(alive, watching, return_exceptions=True)
+    make_private(settings.workspace)
+    async with _administering(settings) as log:
+        await log.ensure_topics(num_partitions=settings.num_partitions)
+        cluster_id, topic_ids = await _found(log)
+        check_topics(settings.workspace, cluster_id, topic_ids)
+        group = settings.connection.group(service)
+        if service in GROUPS:
+            check_committed(settings.workspace, cluster_id, group, await log.committed_offsets(group))
+        working = asyncio.current_task()
+        assert working is not None
+        alive = asyncio.create_task(beat(Workspace(settings.workspace).health, service, settings.name))
+
+        async def look() -> Found:
+            if service in GROUPS:
+                remember_committed(settings.workspace, cluster_id, group, await log.committed_offsets(group))
+            return await _found(log)
+
+        watching = asyncio.create_task(watch_topics(settings.workspace, look, every_s=watch_s))
+        watching.add_done_callback(lambda told: None if told.cancelled() else _cancel(working))
+        try:
+            await work(settings)
+        except asyncio.CancelledError:
+            if watching.done():
+                watching.result()
+            raise
+        finally:
+            alive.cancel()
+            watching.cancel()
+            await asyncio.gather(alive, watching, return_exceptions=True)
 
 
 @asynccontextmanager
-async def _opened(settings: ServiceSettings) -> "AsyncIterator[KafkaLog]":
-    from rollstream.eventlog.kafka_log import KafkaLog
+async def _administering(settings: ServiceSettings) -> "AsyncIterator[KafkaLog]":
+    """One client for all topic checks while the service runs."""
+    from rollstream.eventlog.kafka.log import KafkaLog
 
-    log = KafkaLog(settings.bootstrap_servers, client_id=settings.name)
+    log = KafkaLog(settings.connection, client_id=settings.name)
     try:
-        await log.start()
+        await log.start_admin()
         yield log
     finally:
         await log.close()
 
 
-async def _ensure_topics(settings: ServiceSettings) -> None:
-    async with _opened(settings) as log:
-        await log.ensure_topics(num_partitions=settings.num_partitions)
-        check_topics(settings.workspace, await log.cluster_id(), await log.topic_ids())
+GROUPS = ("producers", "processors")
+"""Services that go on from the committed offsets of a consumer group."""
 
 
-async def _topics(settings: ServiceSettings) -> Found:
-    async with _opened(settings) as log:
-        return await log.cluster_id(), await log.topic_ids()
+async def _found(log: "KafkaLog") -> Found:
+    return await log.cluster_id(), await log.topic_ids()

@@ -1,8 +1,13 @@
-"""Services as child processes: started, watched, restarted with back-off, stopped in order. Knows no service's work."""
+"""Services as child processes: started, watched, restarted with back-off, stopped in order.
+
+Also relays errors in the services' logs, each once and up to a limit, and rotates logs: the part already read of a log
+that is too large replaces its one old copy.
+"""
 
 import asyncio
 import logging
 import os
+import re
 import signal
 import subprocess
 import time
@@ -10,18 +15,18 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from rollstream.harness.services.lifeline import PARENT
-from rollstream.harness.services.log_relay import LogRelay
+from rollstream.eventlog.broker.guard import MAX_LOG_BYTES, bound_log
+from rollstream.eventlog.broker.restarts import FIRST_BACKOFF_S, Restarts
+from rollstream.harness.services.liveness import PARENT
 from rollstream.schemas.errors import RunFailedError
 
-MAX_RESTARTS = 5
-"""Of one child, without progress of the run in between."""
-FIRST_BACKOFF_S = 0.5
-MAX_BACKOFF_S = 15.0
 POLL_S = 0.2
 GRACE_S = 20.0
 SILENCE_S = 120.0
-"""A child whose event loop gives no sign of life for so long is stuck, and is killed to be started again."""
+"""Seconds without a heartbeat of its event loop after which a child counts as stuck; it is killed and restarted."""
+MAX_GAP_S = 5.0
+"""After a longer pause between two looks this process was stopped, frozen or suspended itself, its children probably
+too: each gets the whole silence time-out again."""
 LAST_LINES = 3
 LAST_BYTES = 8192
 
@@ -30,7 +35,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class ChildSpec:
-    """What to run: `stdin` is given to every start (settings that no file may hold)."""
+    """The command to run; `stdin` is passed at every start (settings that must not be in a file)."""
 
     name: str
     command: Sequence[str]
@@ -42,9 +47,8 @@ class ChildSpec:
 @dataclass
 class _Child:
     spec: ChildSpec
+    restarts: Restarts
     process: "subprocess.Popen[bytes] | None" = None
-    num_restarts: int = 0
-    """Since the run last made progress."""
     restart_at: float = 0.0
 
 
@@ -59,11 +63,19 @@ class Supervisor:
     first_backoff_s: float = FIRST_BACKOFF_S
     silence_s: Callable[[str, int], float] = lambda name, pid: 0.0
     """Seconds since the child of this name and process id gave a sign of life; 0 before the first one."""
+    monotonic: Callable[[], float] = time.monotonic
+    waits_for: Callable[[], str] = lambda: ""
+    """The resource that all services lack at the moment, for example disk space, and why; empty: none.
+
+    A service that ends meanwhile, or gives no sign of life, is started again afterwards, and that does not count.
+    """
     total_restarts: int = 0
 
     def __post_init__(self) -> None:
-        self._children = [_Child(spec) for spec in self.specs]
+        self._children = [_Child(spec, Restarts(self.first_backoff_s)) for spec in self.specs]
         self._relay = LogRelay(self.logs)
+        self._looked_at = self.monotonic()
+        self._paused_until = float("-inf")
 
     def start(self) -> None:
         """Start all children."""
@@ -72,7 +84,7 @@ class Supervisor:
             self._launch(child)
 
     def pids(self) -> dict[str, int]:
-        """Process id by name of the children that run."""
+        """Process ids of the running children by name."""
         return {
             child.spec.name: child.process.pid
             for child in self._children
@@ -82,19 +94,27 @@ class Supervisor:
     def progressed(self) -> None:
         """The run made progress: earlier restarts no longer count."""
         for child in self._children:
-            child.num_restarts = 0
+            child.restarts.reset()
 
     async def watch(self) -> None:
-        """Restart children that end, until cancelled. Raises RunFailedError when one ends again and again."""
+        """Restart children that exit, until cancelled. Raises RunFailedError when one exits too often."""
         while True:
-            for child in self._children:
-                self._look_after(child)
+            self.look()
             for error in self._relay.news([child.spec.name for child in self._children]):
                 logger.error("%s", error)
             await asyncio.sleep(POLL_S)
 
+    def look(self) -> None:
+        """Check every child once. Raises RunFailedError when one has exited too often."""
+        now = self.monotonic()
+        if now - self._looked_at > MAX_GAP_S:
+            self._paused_until = now
+        self._looked_at = now
+        for child in self._children:
+            self._look_after(child)
+
     async def stop(self) -> None:
-        """SIGTERM rank by rank, SIGKILL for what is still there after the grace period."""
+        """SIGTERM rank by rank, SIGKILL for children still running after the grace period."""
         for rank in sorted({child.spec.stop_rank for child in self._children}):
             running = [child.process for child in self._children if child.spec.stop_rank == rank and child.process]
             for process in running:
@@ -107,43 +127,50 @@ class Supervisor:
                 await asyncio.sleep(0.02)
 
     def kill(self) -> None:
-        """End all children at once, without asking."""
+        """SIGKILL all children at once."""
         self._kill([child.process for child in self._children if child.process])
 
     def last_words(self, name: str) -> str:
         """Last lines of a child's log, in one line."""
         path = self.logs / f"{name}.log"
         if not path.exists():
-            return "it said nothing"
+            return "(no log output)"
         text = path.read_bytes()[-LAST_BYTES:].decode("utf-8", "replace")
         lines = [line.strip() for line in text.splitlines() if line.strip()]
-        return " | ".join(lines[-LAST_LINES:]) or "it said nothing"
+        return " | ".join(lines[-LAST_LINES:]) or "(no log output)"
 
     def _look_after(self, child: _Child) -> None:
-        now = time.monotonic()
+        now = self._looked_at
         if child.process is None:
-            if now >= child.restart_at:
+            if now >= child.restart_at and not self.waits_for():
                 self._launch(child)
             return
         code = child.process.poll()
-        if code is None:
-            if self.silence_s(child.spec.name, child.process.pid) > SILENCE_S:
-                logger.warning("service %s gives no sign of life for %.0f s; it is killed", child.spec.name, SILENCE_S)
-                child.process.kill()
+        if code is not None:
+            child.process = None
+            child.restart_at = now + self._ended(child, code)
             return
-        child.process = None
-        child.num_restarts += 1
-        self.total_restarts += 1
+        silence_s = self.silence_s(child.spec.name, child.process.pid)
+        if min(silence_s, now - self._paused_until) > SILENCE_S and not self.waits_for():
+            logger.warning("service %s sent no heartbeat for %.0f s; killing it", child.spec.name, SILENCE_S)
+            child.process.kill()
+
+    def _ended(self, child: _Child, code: int) -> float:
+        """Delay in seconds before an exited child is restarted. Raises RunFailedError if it exited too often."""
         name = child.spec.name
-        if child.num_restarts > MAX_RESTARTS:
-            raise RunFailedError(
-                f"service {name} ended {child.num_restarts} times without progress (status {code}): "
-                f"{self.last_words(name)} (see {self.logs / name}.log)"
-            )
-        wait_s = min(MAX_BACKOFF_S, self.first_backoff_s * 2 ** (child.num_restarts - 1))
-        child.restart_at = now + wait_s
         words = self.last_words(name)
-        logger.warning("service %s ended with status %s; starts again in %.1f s: %s", name, code, wait_s, words)
+        self.total_restarts += 1
+        if reason := self.waits_for():
+            logger.warning("service %s exited with status %s: %s; it will be restarted", name, code, reason)
+            return self.first_backoff_s
+        wait_s = child.restarts.add()
+        if child.restarts.are_too_many:
+            raise RunFailedError(
+                f"service {name} exited {child.restarts.count} times without progress (status {code}): {words} (see "
+                f"{self.logs / name}.log)"
+            )
+        logger.warning("service %s exited with status %s; restarting in %.1f s: %s", name, code, wait_s, words)
+        return wait_s
 
     def _launch(self, child: _Child) -> None:
         with (self.logs / f"{child.spec.name}.log").open("ab") as log:
@@ -160,7 +187,7 @@ class Supervisor:
             process.stdin.write(child.spec.stdin)
             process.stdin.close()
         except BrokenPipeError:
-            logger.warning("service %s ended before it read its settings", child.spec.name)
+            logger.warning("service %s exited before it read its settings", child.spec.name)
         child.process = process
 
     @staticmethod
@@ -169,3 +196,51 @@ class Supervisor:
             if process.poll() is None:
                 process.kill()
                 process.wait()
+
+
+MAX_RELAYED = 20
+"""Maximum number of errors displayed in one run; the logs have them all."""
+MAX_BYTES = 256 * 1024
+"""Read of one log at a time; of more, the newest."""
+_ERROR = re.compile(r"^\S+ \S+ (?:ERROR|CRITICAL) rollstream\.[\w.]+: (.*)")
+
+
+class LogRelay:
+    """Follows the logs of a folder, starting at their ends at creation."""
+
+    def __init__(self, folder: Path, *, max_log_bytes: int = MAX_LOG_BYTES) -> None:
+        self._folder = folder
+        self._max_log_bytes = max_log_bytes
+        self._offsets = {path.name: path.stat().st_size for path in folder.glob("*.log")}
+        self._told: set[str] = set()
+
+    def news(self, names: list[str]) -> list[str]:
+        """Errors that the named services logged since the last call, as `service: message`; repeats are left out."""
+        found: list[str] = []
+        for name in names:
+            path = self._folder / f"{name}.log"
+            lines = self._new_lines(path)
+            if bound_log(str(path), self._max_log_bytes):
+                self._offsets[path.name] = 0
+            for line in lines:
+                match = _ERROR.match(line)
+                text = f"{name}: {match.group(1)}" if match else ""
+                if text and text not in self._told and len(self._told) < MAX_RELAYED:
+                    self._told.add(text)
+                    found.append(text)
+        return found
+
+    def _new_lines(self, path: Path) -> list[str]:
+        """Complete new lines only; the rest is read by the next call."""
+        if not path.exists():
+            return []
+        size, begin = path.stat().st_size, self._offsets.get(path.name, 0)
+        if size <= begin:
+            return []
+        with path.open("rb") as file:
+            file.seek(max(begin, size - MAX_BYTES))
+            data = file.read()
+            end = file.tell()
+        whole = data.rfind(b"\n") + 1
+        self._offsets[path.name] = end - (len(data) - whole)
+        return data[:whole].decode("utf-8", "replace").splitlines()

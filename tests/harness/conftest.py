@@ -1,7 +1,6 @@
 """A small configuration, its jobs, and a scripted counterpart that plays learner and curate on a log."""
 
 import asyncio
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,8 +11,7 @@ import yaml
 
 from rollstream.eventlog.codec import decode
 from rollstream.eventlog.log import EventLog, TopicPartition
-from rollstream.harness import registry
-from rollstream.harness.config.settings import JobSpec
+from rollstream.harness.config import registry
 from rollstream.schemas.base import Event
 from rollstream.schemas.errors import DecodeError
 from rollstream.schemas.events import (
@@ -27,9 +25,7 @@ from rollstream.schemas.events import (
     RunStarted,
     WeightsPublished,
 )
-from rollstream.schemas.settings import ArtifactRef, JobSettings, ModelSettings, PlanSettings, RolloutSettings
-
-sys.path.insert(0, str(Path(__file__).parent))  # recorded_run
+from rollstream.schemas.settings import ArtifactRef, JobSettings, JobSpec, ModelSettings, PlanSettings, RolloutSettings
 
 RUN = "run-1"
 GROUP = f"{RUN}/policy"

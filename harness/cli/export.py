@@ -1,0 +1,151 @@
+"""Commands `export` and `rebuild`."""
+
+import asyncio
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from rollstream.harness.cli.serve import BOOTSTRAP_SERVERS, WORKSPACE
+from rollstream.harness.services.live_line import LiveLine
+from rollstream.schemas.errors import TruncatedError
+
+if TYPE_CHECKING:
+    from rollstream.replay.source import RunEvents
+
+
+@click.command()
+@click.argument("run")
+@click.option(
+    "--output",
+    "-o",
+    type=click.Path(path_type=Path),
+    help="A folder that does not exist (default: RUN-export).",
+)
+@click.option(
+    "--weights", is_flag=True, help="Keep every published weight version, not only those that jobs start from."
+)
+@click.option("--partial", is_flag=True, help="Export what is left of a run whose records were partly removed.")
+@BOOTSTRAP_SERVERS
+@WORKSPACE
+def export(
+    run: str, output: Path | None, weights: bool, partial: bool, bootstrap_servers: str | None, workspace: Path
+) -> None:
+    """Keep a run as Parquet files (zstd), its artifacts and a manifest of hashes; `replay --export` reads it."""
+    from rollstream.eventlog.artifacts import ArtifactStore
+    from rollstream.eventlog.log import EventLog
+    from rollstream.harness.replays.kept import check_ends
+    from rollstream.harness.services.workspace import Workspace, on_log
+    from rollstream.replay.archive.export import check_new, export_run
+    from rollstream.replay.archive.manifest import ExportManifest
+    from rollstream.replay.source import read_run
+
+    place, line = Workspace(workspace), _progress_line()
+    folder = output or Path(f"{run}-export")
+    check_new(folder)
+
+    async def write(log: EventLog) -> ExportManifest:
+        try:
+            if not partial:
+                await check_ends(log, workspace, lambda line: click.echo(line, err=True))
+            events = await read_run(log, run)
+            if not partial:
+                _check_whole(events)
+            return await export_run(
+                log,
+                run,
+                folder,
+                artifacts=ArtifactStore(place.artifact_uri()),
+                with_weights=weights,
+                report=lambda what, done, total: line.show_when_due(f"{what}: {done} of {total}"),
+            )
+        finally:
+            line.clear()
+
+    manifest = on_log(place, bootstrap_servers, "rollstream-export", write)
+    num_records = sum(topic.num_records for topic in manifest.topics.values())
+    missing = [artifact for artifact in manifest.artifacts if artifact.file is None]
+    gone = [f"{one.what} ({one.missing})" if one.missing else one.what for one in missing]
+    kept = len(manifest.artifacts) - len(gone)
+    click.echo(f"run {run}: {num_records} records and {kept} artifacts in {folder}")
+    if gone:
+        click.echo(
+            f"{len(gone)} artifacts had already been removed: {gone[0]}{' ...' if len(gone) > 1 else ''}", err=True
+        )
+
+
+@click.command()
+@click.option(
+    "--from", "source", type=click.Path(path_type=Path, file_okay=False), help="Read an export instead of the topics."
+)
+@click.option("--output", "-o", type=click.Path(path_type=Path), help="File to write (default: the workspace's own).")
+@click.option("--partial", is_flag=True, help="Project what is left of a log whose records were partly removed.")
+@BOOTSTRAP_SERVERS
+@WORKSPACE
+def rebuild(
+    source: Path | None, output: Path | None, partial: bool, bootstrap_servers: str | None, workspace: Path
+) -> None:
+    """Rebuild the metrics file from the topics, or the rows of one run from its export."""
+    from rollstream.eventlog.kafka.log import KafkaLog
+    from rollstream.eventlog.log import EventLog
+    from rollstream.harness.replays.kept import check_ends
+    from rollstream.harness.services.workspace import Workspace, broker_of
+    from rollstream.metrics.projection.database import metrics_file
+    from rollstream.metrics.rebuild import held
+    from rollstream.metrics.rebuild import rebuild as make_again
+    from rollstream.replay.archive.log import ExportLog, rebuild_exported
+    from rollstream.replay.whole import check_runs
+
+    place, line = Workspace(workspace), _progress_line()
+    path = output or metrics_file(place.folder)
+    with held(path):
+        pass  # report this before a broker is started
+
+    def told(rows: int) -> None:
+        line.show_when_due(f"{rows} rows")
+
+    async def make(log: EventLog) -> None:
+        try:
+            await log.start()
+            if source is None and not partial:
+                await check_ends(log, workspace, lambda line: click.echo(line, err=True))
+            try:
+                if source is None and not partial:
+                    for not_ended in await check_runs(log):
+                        click.echo(not_ended, err=True)
+                if isinstance(log, ExportLog):
+                    await rebuild_exported(log, path, report=told)
+                else:
+                    await make_again(log, path, is_partial=partial, report=told)
+            except TruncatedError as error:
+                raise TruncatedError(f"{error}; --partial projects what is left") from error
+        finally:
+            await log.close()
+            line.clear()
+
+    if source is not None:
+        asyncio.run(make(ExportLog(source)))
+    else:
+        with broker_of(place, bootstrap_servers) as kafka:
+            asyncio.run(make(KafkaLog(kafka, client_id="rollstream-rebuild")))
+    click.echo(str(path))
+
+
+def _check_whole(events: "RunEvents") -> None:
+    """Raises TruncatedError if the events of the run are incomplete."""
+    from rollstream.replay.completeness import check_whole, unended
+
+    if told := unended(events):
+        click.echo(told, err=True)
+    try:
+        check_whole(events)
+    except TruncatedError as error:
+        raise TruncatedError(f"{error}; --partial exports what is left") from error
+
+
+def _progress_line() -> LiveLine:
+    """Progress on stderr, starting after the first interval, so that short commands print none."""
+    line = LiveLine(sys.stderr)
+    line.wait()
+    return line

@@ -1,0 +1,185 @@
+"""Commands `finetune`, `stop` and `runs`."""
+
+import logging
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, TextIO
+
+import click
+
+from rollstream.harness.cli.serve import BOOTSTRAP_SERVERS, TRUST, WORKSPACE
+from rollstream.harness.services.concealing import conceal_logs
+from rollstream.harness.services.live_line import clear_line, terminal_behind
+from rollstream.schemas.errors import ConfigError, RunFailedError
+
+if TYPE_CHECKING:
+    from rollstream.eventlog.log import EventLog
+    from rollstream.harness.finetune import Request
+    from rollstream.harness.runs.progress import Progress
+
+
+@click.command()
+@click.option(
+    "--config_file", "--config-file", type=click.Path(path_type=Path), required=True, help="The run's YAML file."
+)
+@click.option(
+    "--dataset", type=click.Path(path_type=Path), help="Dataset file, instead of the one in the configuration."
+)
+@click.option(
+    "--result_json_path",
+    metavar="FILE|JSONPATH",
+    help="Write the outcome to this file as JSON; a value that starts with $ is the JSON path of an endpoint's answer.",
+)
+@click.option("--endpoint", metavar="URL", help="Base URL of a running workflow that runs the rollouts.")
+@click.option(
+    "--endpoint_timeout", type=click.IntRange(min=1), help="Timeout of one request to the endpoint in seconds (300)."
+)
+@click.option("--override", "-o", type=(str, str), multiple=True, metavar="KEY VALUE", help="Set a key by dotted path.")
+@click.option("--resume", metavar="RUN", help="Resume a run; for a run that has ended, save the final model again.")
+@click.option("--name", help="Prefix of the run's id (default: the file's name).")
+@click.option("--run_id", "--run-id", help="The run's full id, instead of a prefix and six digits; seeds depend on it.")
+@click.option("--validation_dataset", type=click.Path(path_type=Path), help="Validation dataset.")
+@click.option("--validation_interval", type=click.IntRange(min=1), help="Number of epochs between validations (5).")
+@click.option("--validation_config_file", type=click.Path(path_type=Path), help="Configuration file of the validation.")
+@click.option("--fork", metavar="RUN@VERSION", help="Start a new run from a weight version of another one.")
+@TRUST
+@WORKSPACE
+def finetune(
+    config_file: Path,
+    result_json_path: str | None,
+    override: tuple[tuple[str, str], ...],
+    resume: str | None,
+    name: str | None,
+    run_id: str | None,
+    fork: str | None,
+    trust: bool,
+    workspace: Path,
+    **options: Path | str | int | None,
+) -> None:
+    """Train from a configuration file, or resume a run."""
+    from rollstream.harness.finetune import Request
+    from rollstream.replay.fork import parse_fork
+
+    is_json_path = result_json_path is not None and result_json_path.startswith("$")
+    result = None if result_json_path is None or is_json_path else Path(result_json_path)
+    told = {key: str(value) if isinstance(value, Path) else value for key, value in options.items()}
+    told["result_json_path"] = result_json_path if is_json_path else None
+    if fork is not None and resume is not None:
+        raise ConfigError("--fork starts a new run and --resume continues one; give only one of them")
+    if run_id is not None and (resume is not None or name is not None):
+        raise ConfigError("--run_id is the full id of a new run; remove --name and --resume")
+    parent = None if fork is None else parse_fork(fork)
+    train(Request(config_file, workspace, override, told, resume, name, result, parent, run_id, trust))
+
+
+def train(request: "Request") -> None:
+    """Run the requested training, with progress on the terminal. Raises RunFailedError if the run failed."""
+    from rollstream.harness.finetune import Interrupted
+    from rollstream.harness.finetune import finetune as run_finetune
+    from rollstream.harness.runs.display import Display
+
+    _configure_logging(request.workspace)
+    display = Display()
+    try:
+        outcome = run_finetune(request, display)
+    except Interrupted as interrupted:
+        display.say(
+            "interrupted; the run stays open: find its id with `rollstream runs`, continue it with "
+            "`rollstream finetune --resume RUN ...`"
+        )
+        sys.exit(interrupted.exit_code)
+    if outcome.exit_code:
+        raise RunFailedError(f"run {outcome.run_id} {outcome.status}: {outcome.message}")
+
+
+@click.command()
+@click.argument("run")
+@BOOTSTRAP_SERVERS
+@WORKSPACE
+def stop(run: str, bootstrap_servers: str | None, workspace: Path) -> None:
+    """Stop a run gracefully; the finetune process that conducts it saves the newest model and exits."""
+    from rollstream.harness.runs.outcome import is_trained
+    from rollstream.harness.runs.plan import look_up
+    from rollstream.harness.services.workspace import Workspace, on_log
+    from rollstream.schemas.events import RunEnded
+
+    async def stopped(log: "EventLog") -> str:
+        progress = await look_up(log, run)
+        if progress.ended is not None:
+            return f"run {run} had already ended ({progress.ended.cause})"
+        await log.send(RunEnded(run_id=run, time_ms=time.time_ns() // 1_000_000, cause="stopped"))
+        told = f"run {run} stopped at version {progress.version}"
+        if not is_trained(progress):
+            return f"{told}: nothing was trained"
+        saves = f"`rollstream finetune --config_file FILE --resume {run}`"
+        return f"{told}; the finetune process that conducts it saves the model; if none is running, use {saves}"
+
+    async def write(log: "EventLog") -> None:
+        click.echo(await stopped(log))
+
+    on_log(Workspace(workspace), bootstrap_servers, "rollstream-stop", write)
+
+
+@click.command()
+@BOOTSTRAP_SERVERS
+@WORKSPACE
+def runs(bootstrap_servers: str | None, workspace: Path) -> None:
+    """List the runs of the log: state, jobs, versions, reward."""
+    from rollstream.harness.cli.terminal import runs_table
+
+    tell_of_runs(workspace, bootstrap_servers, runs_table)
+
+
+def tell_of_runs(workspace: Path, bootstrap_servers: str | None, told: "Callable[[list[Progress]], str]") -> None:
+    """Read the log and show what `told` makes of its runs, before others are waited for that use the broker.
+
+    What the log has lost is said after it. Raises TruncatedError if it was longer before.
+    """
+    from rollstream.harness.replays.kept import check_ends, removed
+    from rollstream.harness.runs.follower import read_runs
+    from rollstream.harness.services.workspace import Workspace, on_log
+
+    async def show(log: "EventLog") -> None:
+        click.echo(told(await read_runs(log)))
+        for line in await removed(log):
+            click.echo(f"{line}: runs that began earlier are missing or incomplete", err=True)
+        await check_ends(log, workspace, lambda line: click.echo(line, err=True))
+
+    on_log(Workspace(workspace), bootstrap_servers, "rollstream-runs", show)
+
+
+class _TerminalHandler(logging.StreamHandler[TextIO]):
+    """Clears the live line before every log record; it is drawn again below."""
+
+    def __init__(self, stream: TextIO) -> None:
+        super().__init__(stream)
+        self._terminal = terminal_behind(stream)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if self._terminal is not None:
+            clear_line(self._terminal)
+        super().emit(record)
+
+
+def _configure_logging(workspace: Path) -> None:
+    """Log everything to the workspace's log file and warnings to the terminal too."""
+    from logging.handlers import RotatingFileHandler
+
+    from rollstream.eventlog.broker.guard import MAX_LOG_BYTES
+    from rollstream.harness.services.workspace import Workspace
+
+    place = Workspace(workspace)
+    place.create()
+    to_file = RotatingFileHandler(place.logs / "finetune.log", maxBytes=MAX_LOG_BYTES, backupCount=1, encoding="utf-8")
+    to_file.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+    to_terminal = _TerminalHandler(sys.stderr)
+    to_terminal.setLevel(logging.WARNING)
+    to_terminal.setFormatter(logging.Formatter("%(levelname)s: %(message)s"))
+    # messages of libraries go to the file only
+    to_terminal.addFilter(lambda record: record.name.startswith("rollstream"))
+    logging.captureWarnings(True)
+    logging.basicConfig(level=logging.INFO, handlers=[to_file, to_terminal], force=True)
+    conceal_logs()
+    logging.getLogger("aiokafka").setLevel(logging.WARNING)

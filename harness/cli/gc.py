@@ -1,0 +1,81 @@
+"""Command `gc`."""
+
+import asyncio
+from collections import Counter
+from contextlib import ExitStack
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from rollstream.harness.cli.serve import BOOTSTRAP_SERVERS, WORKSPACE
+
+if TYPE_CHECKING:
+    from rollstream.harness.upkeep.collecting import Garbage
+    from rollstream.schemas.kafka import KafkaSettings
+
+
+@click.command()
+@click.option("--dry-run", is_flag=True, help="Only report what would be removed.")
+@click.option(
+    "--artifact_uri",
+    envvar="ROLLSTREAM_ARTIFACT_URI",
+    help="The artifact store, if it is not the workspace's own.",
+)
+@BOOTSTRAP_SERVERS
+@WORKSPACE
+def gc(dry_run: bool, artifact_uri: str | None, bootstrap_servers: str | None, workspace: Path) -> None:
+    """Remove weights that are no longer needed.
+
+    Of an ended run, keep the last `keep_last` versions, every `keep_every`-th one, and each version that a job or fork
+    starts from, an engine has loaded or a checkpoint refers to. The weights of an open run are left to its learner.
+    """
+    from rollstream.eventlog.artifacts import ArtifactStore
+    from rollstream.eventlog.kafka.log import KafkaLog
+    from rollstream.harness.services.workspace import EMBEDDED, Workspace, broker_of
+    from rollstream.harness.upkeep.collecting import check_no_open_run, find, remove
+
+    place = Workspace(workspace)
+    store = ArtifactStore(artifact_uri or place.artifact_uri())
+    is_embedded = (bootstrap_servers or place.remembered_broker()) == EMBEDDED
+
+    async def collect(kafka: "KafkaSettings") -> "Garbage":
+        async with KafkaLog(kafka, client_id="rollstream-gc") as log:
+            garbage = await find(log, store, place.folder / "checkpoints")
+            if not dry_run:
+                if not is_embedded:
+                    check_no_open_run(garbage, kafka.bootstrap_servers)
+                await remove(log, store, garbage)
+            return garbage
+
+    with ExitStack() as held:
+        if not dry_run and place.folder.is_dir():
+            held.enter_context(place.in_use("gc"))
+        with broker_of(place, bootstrap_servers) as kafka:
+            _tell(asyncio.run(collect(kafka)), store.uri, is_removed=not dry_run)
+            # the workspace is released, though other processes may still use the broker that was started here
+            held.close()
+
+
+def _tell(garbage: "Garbage", uri: str, *, is_removed: bool) -> None:
+    from rollstream.harness.cli.terminal import as_table
+
+    numbers, sizes = Counter[str](), Counter[str]()
+    for stored, size_bytes in garbage.weights.values():
+        numbers[stored.run_id] += 1
+        sizes[stored.run_id] += size_bytes
+    if numbers:
+        rows = [(run_id, number, sizes[run_id]) for run_id, number in numbers.items()]
+        click.echo(as_table(("run", "versions", "bytes"), rows))
+    left = sum(leftover.size_bytes for leftover in garbage.leftovers)
+    verb = "removed" if is_removed else "would remove"
+    click.echo(
+        f"{verb} {numbers.total()} weight files ({sizes.total():,} bytes) "
+        f"and {len(garbage.leftovers)} leftovers ({left:,} bytes)"
+    )
+    if garbage.num_elsewhere:
+        click.echo(
+            f"{garbage.num_elsewhere} unused weight files are outside {uri} and were kept; give their store with "
+            f"--artifact_uri",
+            err=True,
+        )

@@ -1,0 +1,68 @@
+"""Commands `status`, `sql`, `plot` and `tiny-model`."""
+
+import asyncio
+import sys
+from pathlib import Path
+
+import click
+
+from rollstream.harness.cli.serve import BOOTSTRAP_SERVERS, WORKSPACE
+from rollstream.schemas.errors import QueryError
+
+
+@click.command()
+@BOOTSTRAP_SERVERS
+@WORKSPACE
+def status(bootstrap_servers: str | None, workspace: Path) -> None:
+    """Show services, lag by topic and newest version by engine."""
+    from rollstream.harness.cli.status import read_status
+    from rollstream.harness.services.workspace import Workspace, broker_of
+
+    place = Workspace(workspace)
+    with broker_of(place, bootstrap_servers) as kafka:
+        click.echo(asyncio.run(read_status(place, kafka)))
+
+
+@click.command()
+@click.argument("query")
+@click.option("--format", "form", type=click.Choice(["table", "json", "csv", "parquet"]), default="table")
+@click.option("--output", type=click.Path(path_type=Path), help="Write to a file (needed for parquet).")
+@WORKSPACE
+def sql(query: str, form: str, output: Path | None, workspace: Path) -> None:
+    """Query the metrics with read-only SQL, during or after a run."""
+    if form == "parquet" and output is None:
+        raise QueryError("--format parquet needs --output FILE")
+    from rollstream.metrics.sql.client import query as ask
+    from rollstream.metrics.sql.formats import FORMATS
+
+    result = ask(workspace, query)
+    told = FORMATS[form](result)
+    if result.is_cut:
+        click.echo(f"result truncated to {len(result.rows)} rows; add LIMIT or aggregate", err=True)
+    if output is not None:
+        output.write_bytes(told if isinstance(told, bytes) else told.encode())
+        return
+    sys.stdout.write(told if isinstance(told, str) else told.decode())
+
+
+@click.command()
+@click.argument("run")
+@click.option("--output", "-o", type=click.Path(path_type=Path), help="PNG file (default: RUN.png).")
+@WORKSPACE
+def plot(run: str, output: Path | None, workspace: Path) -> None:
+    """Plot a run's reward with its range, and the curriculum's percentile."""
+    from rollstream.metrics.plot import plot_run
+
+    path = output or Path(f"{run}.png")
+    plot_run(workspace, run, path)
+    click.echo(str(path))
+
+
+@click.command("tiny-model")
+@click.argument("folder", type=click.Path(path_type=Path))
+@click.option("--seed", type=int, default=0)
+def tiny_model(folder: Path, seed: int) -> None:
+    """Create a tiny model and tokenizer for trying things out."""
+    from rollstream.learner.tiny_model import make_tiny_model
+
+    click.echo(str(make_tiny_model(folder, seed=seed)))

@@ -1,0 +1,157 @@
+"""The command `jobs`: lists training jobs, shows one, cancels one. Options and formatting; the folds do the work."""
+
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from rollstream.harness.cli.serve import BOOTSTRAP_SERVERS, WORKSPACE
+from rollstream.schemas import ids
+from rollstream.schemas.errors import ConfigError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from rollstream.eventlog.log import EventLog
+    from rollstream.harness.runs.progress import Progress
+    from rollstream.learner.shared_model_group import FineTuneJob
+
+CAUSE = "cancelled by `rollstream jobs cancel`"
+
+
+class ListByDefault(click.Group):
+    """What is not one of its commands is an argument of `list`."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        is_help = bool(args) and args[0] in ctx.help_option_names
+        return super().parse_args(ctx, args if is_help else self._completed(args))
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        return super().resolve_command(ctx, self._completed(args))
+
+    def _completed(self, args: list[str]) -> list[str]:
+        return args if args and args[0] in self.commands else ["list", *args]
+
+
+@click.group(cls=ListByDefault)
+def jobs() -> None:
+    """List the training jobs of the log, or of one RUN or model GROUP (`RUN/NAME`); show or cancel one."""
+
+
+@jobs.command("list")
+@click.argument("chosen", metavar="[RUN|GROUP]", required=False)
+@BOOTSTRAP_SERVERS
+@WORKSPACE
+def list_jobs(chosen: str | None, bootstrap_servers: str | None, workspace: Path) -> None:
+    """List jobs: state, versions, base version."""
+    from rollstream.harness.cli.finetune import tell_of_runs
+    from rollstream.harness.cli.terminal import jobs_table
+
+    tell_of_runs(workspace, bootstrap_servers, lambda found: jobs_table(chosen_runs(found, chosen), _group(chosen)))
+
+
+@jobs.command()
+@click.argument("job", metavar="JOB")
+@BOOTSTRAP_SERVERS
+@WORKSPACE
+def show(job: str, bootstrap_servers: str | None, workspace: Path) -> None:
+    """Show the job of this id (`RUN/NAME`): status, progress, versions, data and error."""
+    from rollstream.harness.services.workspace import Workspace, on_log
+
+    async def told(log: "EventLog") -> None:
+        click.echo("\n".join(lines_of(await find_job(log, job))))
+
+    on_log(Workspace(workspace), bootstrap_servers, "rollstream-jobs", told)
+
+
+@jobs.command()
+@click.argument("job", metavar="JOB")
+@BOOTSTRAP_SERVERS
+@WORKSPACE
+def cancel(job: str, bootstrap_servers: str | None, workspace: Path) -> None:
+    """Cancel the job of this id; versions that it has published stay."""
+    from rollstream.harness.services.workspace import Workspace, on_log
+
+    async def cancelled(log: "EventLog") -> None:
+        await cancel_job(log, job)
+        click.echo(f"job {job} cancelled")
+
+    on_log(Workspace(workspace), bootstrap_servers, "rollstream-jobs", cancelled)
+
+
+async def find_job(log: "EventLog", job_id: str) -> "FineTuneJob":
+    """A job as the log says it. Raises ConfigError for an id that the log does not have."""
+    from rollstream.eventlog.reading import decoded, read_to_end
+    from rollstream.learner.shared_model_group.group_view import view
+    from rollstream.schemas.events.weights import JobEvent
+
+    async for record in read_to_end(log, "jobs"):
+        received = decoded(record) if ids.is_key_of_run(record.key or b"", ids.run_of(job_id)) else None
+        event = None if received is None else received.event
+        if isinstance(event, JobEvent) and event.job_id == job_id:
+            group = await view(log, event.model_group)
+            await group.close()
+            return group.state.job(job_id)
+    raise ConfigError(f"job {job_id} does not exist; `rollstream jobs` lists all jobs")
+
+
+async def cancel_job(
+    log: "EventLog", job_id: str, now_ms: "Callable[[], int]" = lambda: time.time_ns() // 1_000_000
+) -> None:
+    """Cancel a job. Raises ConfigError for one that does not exist or is over."""
+    from rollstream.learner.shared_model_group.fine_tune_job import cancel_events
+
+    job = await find_job(log, job_id)
+    if job.is_over:
+        raise ConfigError(f"job {job_id} is over ({job.status}); only an open job can be cancelled")
+    await log.send_all(cancel_events(job, CAUSE, now_ms()))
+
+
+def chosen_runs(found: "list[Progress]", chosen: str | None) -> "list[Progress]":
+    """The runs whose jobs are listed. Raises ConfigError for a run or a model group that does not exist."""
+    if chosen is None:
+        return found
+    runs = [progress for progress in found if progress.run_id == ids.run_of(chosen)]
+    if not runs:
+        raise ConfigError(f"run {ids.run_of(chosen)} does not exist; `rollstream runs` lists all runs")
+    group = _group(chosen)
+    groups = {job.submitted.model_group for one in runs for job in one.jobs.values() if job.submitted}
+    if group is not None and group not in groups:
+        known = ", ".join(sorted(groups)) or "none"
+        raise ConfigError(f"model group {group} has no jobs; groups of the run with jobs: {known}")
+    return runs
+
+
+def lines_of(job: "FineTuneJob") -> list[str]:
+    """What `show` prints."""
+    submitted, fields = job.submitted, dict[str, Any]()
+    fields |= {"job": job.job_id, "status": job.status, "progress": f"{job.progress:g} %"}
+    if submitted is not None:
+        settings = submitted.settings
+        fields |= {"model_group": submitted.model_group, "kind": settings.kind, "algorithm": settings.algorithm.name}
+        fields |= {"base_version": submitted.base_version, "versions": settings.num_versions}
+    fields["final_version"] = job.final_version
+    fields["adopted"] = None if job.switched_to is None else f"version {job.switched_to}"
+    fine_tune = None if submitted is None else submitted.fine_tune
+    if fine_tune is not None:
+        fields |= {
+            "name": fine_tune.name or None,
+            "agents": ", ".join(fine_tune.agents),
+            "examples": fine_tune.num_examples,
+            "batches": f"{fine_tune.first_batch} to {fine_tune.num_batches}"
+            if fine_tune.attempt
+            else fine_tune.num_batches,
+            "attempt": fine_tune.attempt,
+            "parent_version": fine_tune.parent_version,
+            "deadline_s": fine_tune.deadline_s,
+            "data": fine_tune.data.uri,
+        }
+    fields["error"] = job.error or None
+    return [f"{name:<15} {value}" for name, value in fields.items() if value is not None]
+
+
+def _group(chosen: str | None) -> str | None:
+    return chosen if chosen is not None and "/" in chosen else None

@@ -1,0 +1,150 @@
+"""The command line `rollstream`.
+
+A command's module is imported on first use; errors are printed as one line on stderr.
+"""
+
+import errno
+import gc
+import importlib
+import logging
+import os
+import sys
+
+import click
+
+from rollstream.harness.services.concealing import concealed
+from rollstream.harness.services.optional_dependencies import missing
+from rollstream.metrics.sql.printable import printable_output
+from rollstream.producers.rollout.user_code import find_users_modules
+from rollstream.schemas.errors import RollstreamError
+
+COMMANDS = {
+    "finetune": "finetune",
+    "ingest": "ingest",
+    "stop": "finetune",
+    "rollback": "rollback",
+    "runs": "finetune",
+    "jobs": "job_commands",
+    "serve": "serve",
+    "health": "serve",
+    "status": "inspect",
+    "sql": "inspect",
+    "plot": "inspect",
+    "dlq": "dlq",
+    "replay": "replay",
+    "match": "match",
+    "export": "export",
+    "rebuild": "export",
+    "gc": "gc",
+    "tiny-model": "inspect",
+}
+SUMMARIES = {
+    "finetune": "Train from a configuration file, or resume a run.",
+    "ingest": "Train on the recorded steps of a file.",
+    "stop": "Stop a run gracefully.",
+    "rollback": "Return a model group of a run to an earlier version.",
+    "runs": "List the runs of a workspace.",
+    "jobs": "List the training jobs of its runs; show or cancel one.",
+    "serve": "Run one service.",
+    "health": "Check whether a service is alive (exit status 0).",
+    "status": "Show services, lag by topic and version by engine.",
+    "sql": "Query the metrics with SQL.",
+    "plot": "Plot a run's rewards.",
+    "dlq": "Show dead letters and send their records again.",
+    "replay": "Replay a run and report whether the result is identical.",
+    "match": "Play a recorded match again, with any two versions.",
+    "export": "Export a run as Parquet files with a manifest of hashes.",
+    "rebuild": "Rebuild the metrics file from the topics or an export.",
+    "gc": "Remove weights that are no longer needed.",
+    "tiny-model": "Create a tiny model and tokenizer for trying things out.",
+}
+EXIT_INTERRUPTED = 130
+ERRORS_OF_A_PATH = (
+    errno.ENOENT,
+    errno.EACCES,
+    errno.EPERM,
+    errno.EROFS,
+    errno.EEXIST,
+    errno.EISDIR,
+    errno.ENOTDIR,
+    errno.ENAMETOOLONG,
+)
+COLLECT_AFTER = 10_000
+"""Objects between two garbage collections: with Python's 700, collecting is a fifth of what importing torch takes."""
+
+
+class LazyGroup(click.Group):
+    """Commands by their module in `commands`; listing them imports none of them."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return list(COMMANDS)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        if cmd_name not in COMMANDS:
+            return None
+        module = importlib.import_module(f"rollstream.harness.cli.{COMMANDS[cmd_name]}")
+        return getattr(module, cmd_name.replace("-", "_"))
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        with formatter.section("Commands"):
+            formatter.write_dl(list(SUMMARIES.items()))
+
+
+@click.group(cls=LazyGroup, context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(package_name="rollstream")
+@click.option("--debug", is_flag=True, help="Show tracebacks (also: ROLLSTREAM_DEBUG=1).")
+def rollstream(debug: bool) -> None:
+    """Event-sourced streaming RL post-training for LLM agents."""
+    if debug:
+        os.environ["ROLLSTREAM_DEBUG"] = "1"
+    # errors are printed as one line; long-running commands configure logging themselves
+    logging.basicConfig(level=logging.CRITICAL)
+
+
+def main() -> None:
+    """Entry point of the command line."""
+    with printable_output():
+        _run()
+
+
+def _run() -> None:
+    find_users_modules()
+    gc.set_threshold(COLLECT_AFTER)
+    try:
+        code = rollstream.main(standalone_mode=False)
+    except click.exceptions.Abort:
+        code = EXIT_INTERRUPTED
+    except click.ClickException as error:
+        error.show()
+        code = error.exit_code
+    except (RollstreamError, OSError) as error:
+        if os.environ.get("ROLLSTREAM_DEBUG"):
+            raise
+        click.echo(f"error: {one_line(error)}", err=True)
+        code = 1
+    except ModuleNotFoundError as error:
+        told = missing(error)
+        if told is None or os.environ.get("ROLLSTREAM_DEBUG"):
+            raise
+        click.echo(f"error: {told}", err=True)
+        code = 1
+    except KeyboardInterrupt:
+        code = EXIT_INTERRUPTED
+    sys.stdout.flush()
+    sys.exit(code if isinstance(code, int) else 0)
+
+
+def one_line(error: BaseException) -> str:
+    """An error's message on one line without secrets, or its type if the message is empty; for an OSError, path and
+    remedy."""
+    return concealed(_one_line(error))
+
+
+def _one_line(error: BaseException) -> str:
+    if isinstance(error, OSError) and isinstance(error.filename, str) and error.errno in ERRORS_OF_A_PATH:
+        return f"{error.filename}: {error.strerror}; correct the path or its permissions"
+    return " ".join(str(error).split()) or type(error).__name__
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,228 @@
+"""Command `replay`."""
+
+import asyncio
+import importlib
+import signal
+import sys
+import threading
+import time
+from collections.abc import Coroutine, Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import click
+
+from rollstream.harness.cli.serve import BOOTSTRAP_SERVERS, TRUST, WORKSPACE
+from rollstream.harness.services.live_line import LiveLine
+from rollstream.harness.services.optional_dependencies import skip_scikit_learn
+from rollstream.harness.services.workspace import EMBEDDED, Workspace
+from rollstream.schemas.errors import ConfigError, RollstreamError
+
+if TYPE_CHECKING:
+    from rollstream.harness.replays.what_if import WhatIfOutcome
+    from rollstream.replay.report import Report
+    from rollstream.schemas.kafka import KafkaSettings
+
+T = TypeVar("T")
+
+SHOWN = 20
+"""Maximum number of differences printed one by one."""
+
+
+@click.command()
+@click.argument("run")
+@click.option("--verify", is_flag=True, help="Fold every stage again and compare all digests.")
+@click.option("--train", is_flag=True, help="Train the recorded batches again and compare all weight versions.")
+@click.option(
+    "--what-if",
+    type=click.Path(path_type=Path, dir_okay=False, exists=True),
+    help="Train on the recorded rollouts as a new run of this workspace, with the settings in this YAML file.",
+)
+@click.option("--epoch", type=click.IntRange(min=0), help="One epoch only (with --verify or --train).")
+@click.option("--steps", metavar="A:B", help="Versions A to B only (with --train); A or B may be left out.")
+@click.option("--workers", type=click.IntRange(min=1), default=1, show_default=True, help="Processes for --verify.")
+@click.option("--any-libraries", is_flag=True, help="Train again even if library versions differ.")
+@click.option(
+    "--export",
+    type=click.Path(path_type=Path, file_okay=False, exists=True),
+    help="Read this export instead of the topics. A what-if does not need the run in the workspace.",
+)
+@TRUST
+@BOOTSTRAP_SERVERS
+@WORKSPACE
+def replay(
+    run: str,
+    verify: bool,
+    train: bool,
+    what_if: Path | None,
+    epoch: int | None,
+    steps: str | None,
+    workers: int,
+    any_libraries: bool,
+    export: Path | None,
+    trust: bool,
+    bootstrap_servers: str | None,
+    workspace: Path,
+) -> None:
+    """Replay a run and report whether the result is identical (exit status 1 if not), or run a what-if.
+
+    --verify and --train write nothing.
+    """
+    from rollstream.harness.replays.run import ReplayRequest, replay_run
+    from rollstream.harness.services.workspace import broker_of
+    from rollstream.replay.source import Source, check_export
+
+    if export is not None:
+        check_export(export, run)
+    if what_if is not None:
+        _check_alone(verify or train, epoch is not None or steps is not None)
+        _what_if(run, what_if, export, Workspace(workspace), bootstrap_servers, trust=trust)
+        return
+    if not verify and not train:
+        raise ConfigError("nothing to replay; give --verify, --train or both, or --what-if FILE")
+    if steps is not None and not train:
+        raise ConfigError("--steps selects versions for --train; add --train")
+    first, last = _range(steps)
+    request = ReplayRequest(run, verify, train, epoch, first, last, workers, any_libraries, trust)
+    place = Workspace(workspace)
+    began = time.monotonic()
+    learner = threading.Thread(target=_load_learner, daemon=True)
+    if train:
+        learner.start()
+    with ExitStack() as held, _progress_line() as line:
+        source = Source(export=export)
+        if export is None:
+            source = Source(held.enter_context(broker_of(place, bootstrap_servers)))
+        report = asyncio.run(replay_run(source, place, request, line.show, line.say, learner.join))
+        line.clear()
+        _conclude(run, report, time.monotonic() - began)
+    if report.differences:
+        sys.exit(1)
+
+
+def _load_learner() -> None:
+    """Import torch and the learner while the broker starts and the log is read; each takes seconds."""
+    with suppress(ImportError):  # reported where it is imported for use
+        skip_scikit_learn()
+        importlib.import_module("rollstream.replay.training")
+
+
+def _check_alone(is_compared: bool, is_part: bool) -> None:
+    """Raises ConfigError for options that cannot be combined with a what-if."""
+    if is_compared:
+        raise ConfigError(
+            "--what-if trains a new run and cannot be combined with --verify or --train; use them on "
+            "the new run afterwards"
+        )
+    if is_part:
+        raise ConfigError(
+            "--what-if replays a whole run, because every epoch continues from the weights of the previous one; "
+            "remove --epoch and --steps; `finetuning: {num_epochs: N}` in its FILE keeps the first N epochs"
+        )
+
+
+def _what_if(
+    run: str, file: Path, export: Path | None, place: Workspace, bootstrap_servers: str | None, *, trust: bool
+) -> None:
+    from rollstream.harness.replays.run import what_if_run
+    from rollstream.harness.services.workspace import broker_of, embedded_broker
+
+    skip_scikit_learn()
+    is_embedded = (bootstrap_servers or place.remembered_broker()) == EMBEDDED
+    with ExitStack() as held, _progress_line() as line:
+        if export is not None:
+            place.create()
+        if is_embedded and place.folder.is_dir():
+            held.enter_context(place.in_use("what-if"))  # a running learner would claim the job
+        if is_embedded and export is not None:
+            kafka, _ = held.enter_context(embedded_broker(place))
+        else:
+            kafka = held.enter_context(broker_of(place, bootstrap_servers))
+        outcome = run_in_order(what_if_run(kafka, place, run, file, line.show, export=export, trust=trust))
+        if is_embedded:
+            _project(kafka, place, line)
+        line.clear()
+        _tell_outcome(outcome)
+
+
+def run_in_order(work: Coroutine[Any, Any, T]) -> T:
+    """Run `work`; SIGTERM and SIGHUP (unless ignored) cancel it as Ctrl-C does, so that it cleans up.
+
+    Raises KeyboardInterrupt then. Raising it in the signal handler could end a task that the clean-up still needs.
+    """
+
+    async def go() -> T:
+        task, loop = asyncio.current_task(), asyncio.get_running_loop()
+        assert task is not None
+        for number in (signal.SIGTERM, signal.SIGHUP):
+            if signal.getsignal(number) is not signal.SIG_IGN:
+                loop.add_signal_handler(number, task.cancel)
+        return await work
+
+    try:
+        return asyncio.run(go())
+    except asyncio.CancelledError:
+        raise KeyboardInterrupt from None
+
+
+def _tell_outcome(outcome: "WhatIfOutcome") -> None:
+    left_out = ", ".join(f"{number} {cause}" for cause, number in sorted(outcome.rejected.items())) or "none"
+    click.echo(f"what-if {outcome.run_id}: {outcome.num_batches} batches; trajectories left out: {left_out}")
+    for name in sorted(outcome.recorded.keys() | outcome.trained.keys()):
+        before, now = outcome.recorded.get(name), outcome.trained.get(name)
+        click.echo(f"  {name:16} recorded {_number(before)}  what-if {_number(now)}")
+
+
+def _project(kafka: "KafkaSettings", place: Workspace, line: LiveLine) -> None:
+    """Project the new run for `rollstream sql`; a failure to do so does not fail the what-if."""
+    from rollstream.harness.replays.run import project
+
+    line.show("bringing the metrics up to date")
+    try:
+        run_in_order(project(kafka, place))
+    except RollstreamError as error:
+        line.say(f"this run is missing from the metrics: {error}; run `rollstream rebuild`")
+
+
+def _number(value: float | None) -> str:
+    return "      -" if value is None else f"{value:7.4f}"
+
+
+def _conclude(run: str, report: "Report", seconds: float) -> None:
+    counted = ", ".join(f"{number:,} {what}" for what, number in report.counts.items()) or "nothing"
+    if not report.differences:
+        click.echo(f"{report.verdict}: run {run}: {counted}, in {seconds:.1f} s")
+        if report.unended:
+            click.echo(report.unended, err=True)
+        return
+    for difference in report.differences[:SHOWN]:
+        click.echo(f"different: {difference}", err=True)
+    left = len(report.differences) - SHOWN
+    if left > 0:
+        click.echo(f"... and {left} more", err=True)
+    click.echo(f"{report.verdict}: run {run}: {len(report.differences)} differences; compared {counted}", err=True)
+
+
+def _range(steps: str | None) -> tuple[int | None, int | None]:
+    if steps is None:
+        return None, None
+    first, colon, last = steps.partition(":")
+    try:
+        found = int(first) if first else None, int(last) if last else None
+    except ValueError:
+        found, colon = (None, None), ""
+    if not colon or (found[0] is not None and found[1] is not None and found[0] > found[1]):
+        raise ConfigError(f"--steps {steps}: give two versions as A:B, with A not above B")
+    return found
+
+
+@contextmanager
+def _progress_line() -> Iterator[LiveLine]:
+    """Progress on stderr in one line on a terminal, cleared before an error is shown; nothing if stderr is not a
+    terminal."""
+    line = LiveLine(sys.stderr, is_live_only=True)
+    try:
+        yield line
+    finally:
+        line.clear()

@@ -1,0 +1,177 @@
+"""Command `rollback`: asks for an earlier version of a model group; curation plans it and the learner publishes it."""
+
+import asyncio
+import re
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+import click
+
+from rollstream.harness.cli.serve import BOOTSTRAP_SERVERS, WORKSPACE
+from rollstream.schemas import ids
+from rollstream.schemas.errors import ArtifactError, ConfigError, StoreUnavailableError
+
+if TYPE_CHECKING:
+    from rollstream.eventlog.artifacts import ArtifactStore
+    from rollstream.eventlog.log import EventLog
+    from rollstream.harness.runs.progress import JobProgress, Progress
+    from rollstream.schemas.events import RollbackRequested
+
+
+class Target(NamedTuple):
+    """A version of a model group."""
+
+    model_group: str
+    version: int
+
+    @property
+    def run_id(self) -> str:
+        """The run of the model group."""
+        return ids.run_of(self.model_group)
+
+    @property
+    def fork(self) -> str:
+        """How a new run begins with it, as advice."""
+        name = ids.name_of(self.model_group)
+        if name != ids.MODEL_GROUP:
+            return f"begin a new run with `model_groups.{name}.version: {self.model_group}@{self.version}`"
+        return f"begin a new run from it with `rollstream finetune --fork {self.run_id}@{self.version}`"
+
+
+@click.command()
+@click.argument("target", metavar="GROUP@VERSION")
+@click.option("--reason", default="", help="Recorded with the request.")
+@click.option(
+    "--artifact_uri", envvar="ROLLSTREAM_ARTIFACT_URI", help="The artifact store, if not the workspace's own."
+)
+@BOOTSTRAP_SERVERS
+@WORKSPACE
+def rollback(
+    target: str, reason: str, artifact_uri: str | None, bootstrap_servers: str | None, workspace: Path
+) -> None:
+    """Return a model group of a run to an earlier version.
+
+    GROUP is RUN/NAME, or RUN for its model group `policy`. The version's weights and optimizer state become the next
+    version; rollouts of the versions before that are not trained on.
+    """
+    from rollstream.eventlog.artifacts import ArtifactStore
+    from rollstream.harness.services.workspace import Workspace, on_log
+
+    wanted, place = parse_target(target), Workspace(workspace)
+    store = ArtifactStore(artifact_uri or place.artifact_uri())
+
+    async def write(log: "EventLog") -> None:
+        request = await rollback_request(log, store, wanted, reason=reason, time_ms=time.time_ns() // 1_000_000)
+        await log.send(request)
+        click.echo(
+            f"requested: {wanted.model_group} returns to version {wanted.version} with the next version that is "
+            f"planned after {request.after_version}"
+        )
+
+    on_log(place, bootstrap_servers, "rollstream-rollback", write)
+
+
+def parse_target(text: str) -> Target:
+    """`RUN@VERSION` or `RUN/NAME@VERSION`. Raises ConfigError."""
+    found = re.fullmatch(r"(?P<run>[^@\s/]+)(/(?P<name>[^@\s/]+))?@v?(?P<version>[0-9]{1,18})", text)
+    if found is None:
+        raise ConfigError(
+            f"{text}: give a model group and a version as GROUP@VERSION, for example demo-1a2b3c@12 or "
+            "demo-1a2b3c/policy@12"
+        )
+    group = ids.model_group(found["run"], found["name"] or ids.MODEL_GROUP)
+    return Target(group, int(found["version"]))
+
+
+async def rollback_request(
+    log: "EventLog", artifacts: "ArtifactStore", target: Target, *, reason: str, time_ms: int
+) -> "RollbackRequested":
+    """The request to write. Reads the run's records of `groups`, `batches`, `jobs` and `weights`; writes nothing.
+
+    Raises ConfigError if the run, model group or version does not exist, the version cannot be adopted (any more), or
+    another rollback is pending; TruncatedError if the run's beginning was removed.
+    """
+    from rollstream.harness.runs.follower import versions_of
+    from rollstream.harness.runs.plan import look_up
+    from rollstream.schemas.events import RollbackRequested
+
+    progress = await look_up(log, target.run_id)
+    where = f"{target.model_group}@{target.version}"
+    job_id, job = _open_job(progress, target)
+    assert job.submitted is not None
+    group, collected = await versions_of(log, target.model_group, target.version)
+    base, planned = job.submitted.base_version, job.submitted.base_version + job.num_planned
+    if target.version < base:
+        raise ConfigError(f"{where}: job {job_id} begins with version {base}; {target.fork}")
+    if target.version not in group.published:
+        kept = f"it has {min(group.published)} to {max(group.published)}" if group.published else "it has none yet"
+        raise ConfigError(f"{where}: {target.model_group} has no version {target.version}, {kept}")
+    if target.version >= planned:
+        raise ConfigError(f"{where}: version {target.version} is the newest one; give an earlier version")
+    await _check_pending(log, target, job_id, where)
+    try:
+        await asyncio.to_thread(artifacts.fetch, group.published[target.version].artifact)
+    except StoreUnavailableError:
+        raise
+    except ArtifactError as error:
+        why = collected.reason if collected is not None else error
+        raise ConfigError(
+            f"{where}: its weights were removed: {why}; choose a version whose is_collected in weight_versions is false"
+        ) from error
+    return RollbackRequested(
+        run_id=target.run_id,
+        time_ms=time_ms,
+        job_id=job_id,
+        model_group=target.model_group,
+        version=target.version,
+        after_version=planned,
+        reason=reason,
+    )
+
+
+def _open_job(progress: "Progress", target: Target) -> "tuple[str, JobProgress]":
+    """The job that trains the model group now. Raises ConfigError if there is none."""
+    from rollstream.schemas.settings import EXTERNAL, FROZEN
+
+    where = f"{target.model_group}@{target.version}"
+    if progress.ended is not None:
+        raise ConfigError(f"{where}: run {target.run_id} has ended ({progress.ended.cause}); {target.fork}")
+    jobs = {name: job for name, job in progress.jobs.items() if job.submitted is not None}
+    groups = list(dict.fromkeys(job.submitted.model_group for job in jobs.values() if job.submitted))
+    own = {name: job for name, job in jobs.items() if job.submitted and job.submitted.model_group == target.model_group}
+    if not own:
+        raise ConfigError(
+            f"{where}: run {target.run_id} trains no model group {ids.name_of(target.model_group)}; it trains "
+            f"{', '.join(groups) or 'none yet'}"
+        )
+    for name, job in own.items():
+        if job.submitted is not None and job.submitted.settings.kind == EXTERNAL:
+            raise ConfigError(f"{where}: another training backend trains it, which keeps its own versions")
+        if job.submitted is not None and job.submitted.settings.kind == FROZEN:
+            raise ConfigError(f"{where}: the model group is frozen and has one version only")
+        if job.outcome is None:
+            return name, job
+    name, job = next(reversed(own.items()))
+    raise ConfigError(f"{where}: job {name}, its last one, has {job.outcome}; {target.fork}")
+
+
+async def _check_pending(log: "EventLog", target: Target, job_id: str, where: str) -> None:
+    """Raises ConfigError if a rollback to another version was requested that curation has not answered yet."""
+    from rollstream.harness.runs.follower import records_of
+    from rollstream.schemas.events import BatchPlanned, RollbackRequested
+
+    adopted_at = 0
+    async for received in records_of(log, "batches", target.run_id, target.run_id):
+        event = received.event
+        if isinstance(event, BatchPlanned) and event.job_id == job_id and event.adopts is not None:
+            adopted_at = event.yields_version
+    async for received in records_of(log, "groups", target.run_id, target.run_id):
+        event = received.event
+        if not isinstance(event, RollbackRequested) or event.job_id != job_id or event.after_version < adopted_at:
+            continue
+        if event.version != target.version:
+            raise ConfigError(
+                f"{where}: a rollback to version {event.version} is already requested; repeat this one when "
+                "`batches` shows it"
+            )

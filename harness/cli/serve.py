@@ -1,0 +1,128 @@
+"""Commands `serve` and `health`."""
+
+import asyncio
+import logging
+import os
+import shlex
+import signal
+import sys
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from rollstream.harness.services.concealing import conceal_logs, conceal_variables
+from rollstream.schemas.errors import ConfigError
+from rollstream.schemas.variables import variables_in
+
+if TYPE_CHECKING:
+    from rollstream.eventlog.broker.broker import EmbeddedBroker
+    from rollstream.schemas.services import ServiceSettings
+
+SERVICES = ("broker", "producers", "processors", "learner", "metrics", "endpoint")
+WORKSPACE = click.option(
+    "--workspace", "-w", type=click.Path(path_type=Path), envvar="ROLLSTREAM_WORKSPACE", default=Path(".rollstream")
+)
+
+
+BOOTSTRAP_SERVERS = click.option(
+    "--bootstrap_servers",
+    envvar="ROLLSTREAM_BOOTSTRAP_SERVERS",
+    help="Bootstrap servers of a Kafka cluster, instead of the workspace's own broker.",
+)
+
+
+TRUST = click.option(
+    "--trust",
+    is_flag=True,
+    help="Trust the run's stored configuration: import the code and expand the ${VARIABLES} that only it names.",
+)
+
+
+@click.command()
+@click.argument("service", type=click.Choice(SERVICES))
+@click.option("--name", help="Stable name of this process (default: SERVICE-1).")
+@click.option("--settings", help="JSON file with settings; - reads standard input. Environment: ROLLSTREAM_*.")
+@click.option(
+    "--allow",
+    multiple=True,
+    metavar="NAME",
+    help="What records may name in addition to registered names: python:module.attribute, ${VARIABLE}, "
+    "http://host:port/path, model:PATH or file:PATH. Repeatable. Environment: ROLLSTREAM_ALLOW, separated by spaces.",
+)
+def serve(service: str, name: str | None, settings: str | None, allow: tuple[str, ...]) -> None:
+    """Run one long-running service until SIGTERM or Ctrl-C."""
+    from rollstream.harness.services import serving
+
+    _configure_logging()
+    given = serving.read_settings(settings) | ({"allow": allow} if allow else {})
+    if service == "broker":
+        _serve_broker(Path(os.environ.get("ROLLSTREAM_WORKSPACE", ".rollstream")))
+        return
+    found = serving.settings_of(service, name, given, os.environ)
+    conceal_variables(variables_in([*found.allow, found.artifact_uri]) | _of_engine(found))
+    serving.serve(service, found)
+
+
+def _of_engine(settings: "ServiceSettings") -> frozenset[str]:
+    """Variables named in the engine's settings; they are expanded where the engine is built."""
+    engine = getattr(settings, "engine", None)
+    return frozenset() if engine is None else variables_in(engine.model_dump(mode="json"))
+
+
+@click.command()
+@click.argument("name")
+@WORKSPACE
+def health(name: str, workspace: Path) -> None:
+    """Exit 0 if the service NAME sent a recent heartbeat, else 1."""
+    from rollstream.harness.services.liveness import read_sign
+    from rollstream.harness.services.workspace import Workspace
+
+    sign = read_sign(Workspace(workspace).health, name)
+    if sign is None:
+        click.echo(f"{name}: no heartbeat found in {workspace}", err=True)
+        sys.exit(1)
+    click.echo(f"{name}: {'alive' if sign.is_alive else 'silent'}, last sign {sign.age_s:.0f} s ago")
+    sys.exit(0 if sign.is_alive else 1)
+
+
+def _configure_logging() -> None:
+    level = os.environ.get("ROLLSTREAM_LOG_LEVEL", "INFO").upper()
+    if level not in logging.getLevelNamesMapping():
+        raise ConfigError(
+            f"ROLLSTREAM_LOG_LEVEL={level} is not a log level; use DEBUG, INFO, WARNING, ERROR or CRITICAL"
+        )
+    logging.basicConfig(
+        level=level,
+        format="%(asctime)s %(levelname)s %(name)s: %(message)s",
+        stream=sys.stderr,
+        force=True,
+    )
+    conceal_logs()
+    for noisy in ("aiokafka", "faust", "mode", "httpx", "matplotlib"):
+        logging.getLogger(noisy).setLevel(logging.WARNING)
+
+
+def _serve_broker(workspace: Path) -> None:
+    from rollstream.eventlog.broker.broker import EmbeddedBroker
+    from rollstream.eventlog.broker.credentials import environment
+    from rollstream.harness.services.liveness import die_with_parent
+
+    die_with_parent(os.environ)
+    with EmbeddedBroker(workspace) as broker:
+        click.echo(f"broker {broker.bootstrap_servers} ready")
+        variables = " ".join(f"{name}={shlex.quote(value)}" for name, value in environment(broker.kafka).items())
+        click.echo(f"for services and commands with another workspace: {variables}")
+        asyncio.run(_keep(broker))
+
+
+async def _keep(broker: "EmbeddedBroker") -> None:
+    """Restart a broker that dies, until a signal arrives. Raises BrokerError if it dies too often."""
+    from rollstream.eventlog.broker.watch import keep_running
+
+    watching = asyncio.create_task(keep_running(broker, click.echo))
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, watching.cancel)
+    with suppress(asyncio.CancelledError):
+        await watching

@@ -1,0 +1,90 @@
+"""Tables of runs and jobs. Formatting only."""
+
+from collections.abc import Sequence
+
+from rollstream.harness.runs.follower import state_of
+from rollstream.harness.runs.progress import JobProgress, Progress
+from rollstream.metrics.sql.table import table
+from rollstream.schemas import ids
+
+JOBS_COLUMNS = (
+    *("run", "job", "kind", "state", "model_group", "algorithm"),
+    *("trained", "planned", "at_most", "base", "fork_of"),
+)
+
+
+def as_table(columns: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
+    """A table of values; columns with a number in them are aligned to the right."""
+    is_right = [any(isinstance(row[index], int | float) for row in rows) for index in range(len(columns))]
+    return table(columns, [[str(value) for value in row] for row in rows], is_right)
+
+
+def runs_table(runs: Sequence[Progress]) -> str:
+    """One row per run."""
+    if not runs:
+        return "no runs yet"
+    rows = [
+        (
+            progress.run_id,
+            state_of(progress),
+            progress.run.started_at if progress.run else "",
+            ", ".join(_job(job_id, job) for job_id, job in progress.jobs.items()),
+            max(0, progress.version + 1),
+            _reward(progress),
+            _parent(progress),
+        )
+        for progress in runs
+    ]
+    return as_table(("run", "state", "started_at", "jobs", "versions", "reward", "parent"), rows)
+
+
+def jobs_table(runs: Sequence[Progress], model_group: str | None = None) -> str:
+    """One row per job, of one model group if it is given: versions trained, of those planned so far, of the maximum."""
+    rows = [
+        _job_row(progress, job_id, job)
+        for progress in runs
+        for job_id, job in progress.jobs.items()
+        if job.submitted and model_group in (None, job.submitted.model_group)
+    ]
+    return as_table(JOBS_COLUMNS, rows) if rows else "no jobs yet"
+
+
+def job_state(progress: Progress, job: JobProgress) -> str:
+    """queued, running, succeeded, failed or cancelled; jobs left when their run ends are cancelled."""
+    if job.outcome is not None:
+        return job.outcome
+    if progress.ended is not None:
+        return "cancelled"
+    return "running" if job.started or job.trained else "queued"
+
+
+def _job_row(progress: Progress, job_id: str, job: JobProgress) -> tuple[object, ...]:
+    submitted = job.submitted
+    assert submitted is not None
+    return (
+        progress.run_id,
+        ids.name_of(job_id),
+        submitted.settings.kind,
+        job_state(progress, job),
+        submitted.model_group,
+        submitted.settings.algorithm.name,
+        job.trained.version - submitted.base_version if job.trained else 0,
+        job.num_planned,
+        submitted.settings.num_versions,
+        submitted.base_version,
+        f"{submitted.fork.run_id}@{submitted.fork.version}" if submitted.fork else "",
+    )
+
+
+def _job(job_id: str, job: JobProgress) -> str:
+    return f"{ids.name_of(job_id)} {job.outcome or ('running' if job.started else 'waiting')}"
+
+
+def _parent(progress: Progress) -> str:
+    parent = progress.run.parent if progress.run else None
+    return f"{parent.run_id}@{parent.version}" if parent else ""
+
+
+def _reward(progress: Progress) -> str:
+    rewards = [reward for job in progress.jobs.values() for _, reward in job.rewards[-1:]]
+    return f"{rewards[-1]:.3f}" if rewards else ""

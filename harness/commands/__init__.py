@@ -1,1 +1,0 @@
-"""The command line, a module for each family of commands."""

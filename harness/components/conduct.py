@@ -1,0 +1,71 @@
+"""Conducts a run by its three components, epoch by epoch: what is not streamed, and what is not only ours."""
+
+import logging
+from collections import Counter
+
+from rollstream.harness.components import epochs, run_end
+from rollstream.harness.components.build import Components, as_component_error, components_of
+from rollstream.harness.components.external_adapter import recording
+from rollstream.harness.components.interfaces import Trainer
+from rollstream.harness.components.trainer import RollstreamTrainer
+from rollstream.harness.runs.backend import Backend, started_backend
+from rollstream.harness.runs.display import Display
+from rollstream.harness.runs.progress import Progress
+from rollstream.harness.runs.run_context import RunContext, RunRequest, WorkspaceLease
+from rollstream.schemas.finetuning import FinetuneConfig
+
+logger = logging.getLogger(__name__)
+
+
+async def conduct(
+    run_request: RunRequest, lease: WorkspaceLease, run: RunContext, display: Display
+) -> tuple[Progress, Counter[str]]:
+    """Build the components, let the trainer run to the end, and bring the job to its end; the progress then, and the
+    epochs that the trainer submitted nothing for, by cause.
+
+    Raises RollstreamError, ComponentError for what a component raises; the run then stays open, and can be resumed.
+    """
+    backend = await started_backend(run_request, lease, run, display)
+    try:
+        with as_component_error("components", run_request.loaded.finetune):
+            async with components_of(run_request.loaded.finetune, lease.place.workspace) as components:
+                progress = await conduct_components(backend, components, run_request.loaded.finetune)
+                return progress, backend.num_empty
+    finally:
+        await backend.close()
+
+
+async def conduct_components(backend: Backend, components: Components, finetune: FinetuneConfig) -> Progress:
+    """The same on an open backend, with components that are built."""
+    trainer = components.trainer
+    try:
+        adapter = recording(components.trainer_adapter, backend, finetune)
+        await trainer.bind_components(components.trajectory_builder, adapter)
+        await trainer.initialize(finetune)
+        if not isinstance(trainer, RollstreamTrainer):
+            run_end.watch_curriculum(backend, trainer)
+        _, failed = await run_end.trained(backend, trainer.run(_num_epochs(backend, components, finetune)))
+        await run_end.settle(backend, is_completed=failed is None, message=failed or "")
+    except Exception as error:
+        if not backend.is_over:
+            raise
+        logger.info("the trainer ended with an error once its run was over", exc_info=error)
+    finally:
+        await _clean_up(trainer)
+    return backend.progress
+
+
+async def _clean_up(trainer: Trainer) -> None:
+    """Whatever a trainer raises here must not hide what the run ended with."""
+    try:
+        await trainer.cleanup()
+    except Exception:
+        logger.exception("the trainer's cleanup failed")
+
+
+def _num_epochs(backend: Backend, components: Components, finetune: FinetuneConfig) -> int:
+    """The number of epochs passed to the trainer. Ours knows where a resumed run continues; others count from 0."""
+    if isinstance(components.trainer, RollstreamTrainer):
+        return finetune.num_epochs
+    backend.epoch_offset = epochs.next_epoch(backend)
+    return finetune.num_epochs - backend.epoch_offset

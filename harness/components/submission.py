@@ -1,0 +1,149 @@
+"""Turns a collection of trajectories into a submission: references to recorded groups, and newly recorded rollouts.
+
+A group is submitted by reference if all its trajectories match the records of one group on the log. Any other group is
+first written to the log as a whole, so that its trajectories are compared with each other there too.
+"""
+
+import math
+from collections.abc import Sequence
+
+from rollstream.eventlog import codec
+from rollstream.harness.components import epochs
+from rollstream.harness.components.trajectories import is_as_recorded
+from rollstream.harness.config.jobs import check_group
+from rollstream.harness.recorded.tasks import RECORDED, all_stored, played_by, tasks_of
+from rollstream.harness.recorded.trajectories import rollout_of, rollouts_of_items
+from rollstream.harness.runs.backend import Backend
+from rollstream.schemas import ids
+from rollstream.schemas.errors import ConfigError
+from rollstream.schemas.events import GroupClosed
+from rollstream.schemas.events.recorded import RecordedGroup
+from rollstream.schemas.events.training import SubmittedGroup
+from rollstream.schemas.finetuning import DPOItem, Trajectory
+from rollstream.schemas.settings import RolloutSettings
+
+Group = Sequence[Trajectory]
+
+
+def epoch_of(backend: Backend, groups: Sequence[Group]) -> int:
+    """The epoch that was rolled out for these groups; for groups of other builders, the first epoch without a
+    submission. Raises ConfigError for groups of several epochs.
+    """
+    run_id = backend.run.started.run_id
+    told = {
+        int(metadata["epoch"])
+        for group in groups
+        for metadata in (trajectory.metadata or {} for trajectory in group)
+        if metadata.get("run_id") == run_id and "epoch" in metadata
+    }
+    if len(told) > 1:
+        raise ConfigError(f"trajectories of several epochs cannot be submitted together: {sorted(told)}")
+    return told.pop() if told else max([epochs.next_epoch(backend) - 1, *backend.job.submitted]) + 1
+
+
+async def submitted_groups(backend: Backend, epoch: int, groups: Sequence[Group]) -> list[SubmittedGroup]:
+    """The submission of an unsealed epoch, in the order of the groups.
+
+    Raises ConfigError for a reward that is not a finite number, RunFailedError if the run is over.
+    """
+    references = [_reference(backend, group) for group in groups]
+    written = [group for group, reference in zip(groups, references, strict=True) if reference is None]
+    again = iter(await _write(backend, epoch, written))
+    submitted: list[SubmittedGroup] = []
+    for reference in references:
+        submitted += [reference] if reference is not None else next(again)
+    return submitted
+
+
+def num_members(group: Group) -> int:
+    """Number of trajectories that a group adds to a manifest: a preference pair adds two."""
+    pairs = [sum(isinstance(item, DPOItem) for item in trajectory.episode) for trajectory in group]
+    return sum(2 * num or 1 for num in pairs)
+
+
+def _reference(backend: Backend, group: Group) -> SubmittedGroup | None:
+    """A group by reference; None if it must be written to the log first."""
+    for trajectory in group:
+        if not math.isfinite(trajectory.reward):
+            raise ConfigError(f"the reward of a trajectory is {trajectory.reward}; expected a finite number")
+    names = {(trajectory.metadata or {}).get("group_id") for trajectory in group}
+    if len(names) != 1 or not all(map(is_as_recorded, group)):
+        return None
+    closed = backend.job.closed.get(str(names.pop()))
+    ids = [str((trajectory.metadata or {})["trajectory_id"]) for trajectory in group]
+    known = {member.trajectory_id for member in closed.members} if closed is not None else set[str]()
+    if closed is None or not known.issuperset(ids) or len(set(ids)) < len(ids):
+        return None
+    rewards = tuple(trajectory.reward for trajectory in group)
+    return SubmittedGroup(group_id=closed.group_id, trajectory_ids=tuple(ids), rewards=rewards)
+
+
+async def _write(backend: Backend, epoch: int, groups: Sequence[Group]) -> list[list[SubmittedGroup]]:
+    """Write groups as recorded rollouts, wait until they are closed, and return the submission of each.
+
+    Ids derive from the content, so writing it again is idempotent.
+    """
+    recorded = [
+        _recorded(group, f"g{number}", demands_logprobs=_demands_logprobs(backend))
+        for number, group in enumerate(groups)
+    ]
+    every = [one for several in recorded for one in several]
+    if not every:
+        return []
+    flat = await backend.during(all_stored(every, backend.artifacts))
+    check_group(backend.spec, max(len(one.members) for one in flat), "(all of one group that is submitted)")
+    await epochs.start(backend, epoch, 0)
+    content = [group.model_dump(mode="json") for group in flat]
+    tasks = tasks_of(
+        flat,
+        run_id=backend.run.started.run_id,
+        job_id=backend.spec.job_id,
+        epoch=epoch,
+        settings=_as_they_come(backend.spec.rollout),
+        name=f"{ids.name_of(backend.spec.job_id)}-{codec.canonical_digest(content)[:8]}",
+        first_index=len(backend.examples),
+        min_version=epochs.newest_planned(backend),
+        seed=backend.run.started.seed,
+        time_ms=epochs.time_ms(backend),
+    )
+    await backend.send([task for task in tasks if task.group_id not in backend.job.closed])
+    wanted = [task.group_id for task in tasks]
+    closed = await epochs.closed(backend, wanted)
+    found = iter(closed)
+    return [[_of_closed(next(found)) for _ in several] for several in recorded]
+
+
+def _as_they_come(settings: RolloutSettings) -> RolloutSettings:
+    """Settings of rollouts that come with rewards: they are neither scored nor weighted again."""
+    played = settings if settings.environment == RECORDED else played_by(settings)
+    return played.model_copy(update={"rewards": (), "evaluators": {}, "reward_weights": {}})
+
+
+def _demands_logprobs(backend: Backend) -> bool:
+    """Whether the job's loss needs log-probabilities of the sampling policy."""
+    return backend.spec.job.kind == "rl" and backend.spec.plan.needs_logprobs
+
+
+def _recorded(group: Group, name: str, *, demands_logprobs: bool) -> list[RecordedGroup]:
+    """One recorded group; for preference pairs, one per pair."""
+    example_id = next((str(t.metadata["id"]) for t in group if t.metadata and "id" in t.metadata), name)
+    pairs = [pair for trajectory in group if _is_preference(trajectory) for pair in rollouts_of_items(trajectory)]
+    found = [RecordedGroup.of(example_id, pair) for pair in pairs]
+    said = [
+        rollout_of(trajectory, demands_logprobs=demands_logprobs)
+        for trajectory in group
+        if not _is_preference(trajectory)
+    ]
+    return [*([RecordedGroup.of(example_id, said)] if said else []), *found]
+
+
+def _is_preference(trajectory: Trajectory) -> bool:
+    return any(isinstance(item, DPOItem) for item in trajectory.episode)
+
+
+def _of_closed(group: GroupClosed) -> SubmittedGroup:
+    return SubmittedGroup(
+        group_id=group.group_id,
+        trajectory_ids=tuple(member.trajectory_id for member in group.members),
+        rewards=tuple(member.reward for member in group.members),
+    )

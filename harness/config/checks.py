@@ -1,0 +1,132 @@
+"""Checks that configuration values, which are stored as written, are JSON and contain no secrets in plain text.
+
+Also refuses what a run's planning does not support, and warns, once per process, of keys that are accepted but have no
+effect.
+"""
+
+import logging
+import math
+import re
+from collections.abc import Sequence
+from typing import Any
+
+from rollstream.harness.config.secret_texts import is_secret, looks_random, secret_in
+from rollstream.schemas.config import TrainerSection
+from rollstream.schemas.errors import ConfigError
+from rollstream.schemas.finetuning import FinetuneConfig
+from rollstream.schemas.variables import is_secret_name
+
+MAX_DEPTH = 50
+_VALUE = frozenset(
+    {"current", "data", "default", "key", "keys", "literal", "plain", "plaintext", "raw", "value", "values"}
+)
+"""Keys of a mapping under a secret's key that hold the secret, whatever it looks like."""
+_ABOUT = re.compile(
+    r"(^|[._-])(algorithm|alphabet|audience|description|email|endpoint|env|file|header|host|id|issuer|kind|model|name"
+    r"|path|prefix|profile|project|provider|realm|region|scheme|scopes?|source|type|ur[il]|user|username|variable|version)$",
+    re.IGNORECASE,
+)
+"""Keys there that say something about the secret."""
+
+
+def check_values(value: Any, path: str = "", secret: str = "", only_random: bool = False) -> None:
+    """Raises ConfigError naming a key that is not a string, a value that is not JSON, or a literal secret.
+
+    `secret`: the enclosing key of a secret; `only_random`: under it, only random-looking values count as secrets.
+    """
+    if path.count(".") > MAX_DEPTH:
+        raise ConfigError(f"{path[:60]}...: nested too deeply; check for an alias (*) that refers to itself")
+    if isinstance(value, dict):
+        for key, item in value.items():
+            if not isinstance(key, str):
+                raise ConfigError(f"{_join(path, key)}: the key {key!r} is not a string; put it in quotes")
+            check_values(item, _join(path, key), *_secret_above(key, secret))
+    elif isinstance(value, list):
+        for index, item in enumerate(value):
+            check_values(item, _join(path, index), secret, only_random)
+    else:
+        is_under = _may_be_secret(value, secret) and (not only_random or looks_random(str(value)))
+        if is_under and is_secret(str(value), secret):
+            raise _literal(path, secret)
+        _check_scalar(value, path)
+
+
+def _secret_above(key: str, secret: str) -> tuple[str, bool]:
+    """The key of the secret that the value of `key` belongs to, and whether only random-looking values count."""
+    if is_secret_name(key):
+        return key, False
+    return ("", False) if _ABOUT.search(key) else (secret, key.lower() not in _VALUE)
+
+
+def _check_scalar(value: Any, path: str) -> None:
+    if isinstance(value, float) and not math.isfinite(value):
+        raise ConfigError(f"{path}: is {value}; give a finite number, a very large one for no limit")
+    if isinstance(value, int) and not -(2**63) <= value < 2**64:
+        raise ConfigError(f"{path}: is {value}; give a number of at most 64 bits")
+    name = secret_in(value, path) if isinstance(value, str) else None
+    if name is not None:
+        raise _literal(path, name)
+    if value is not None and not isinstance(value, (str, bool, int, float)):
+        raise ConfigError(f"{path}: is a {type(value).__name__}; give text, a number, true, false, a list or a mapping")
+
+
+def _literal(path: str, key: str) -> ConfigError:
+    name = re.sub(r"\W", "_", key).upper()
+    return ConfigError(
+        f"{path}: secrets are not allowed in the file, which is stored with the run; "
+        f"write ${{{name}}} instead and set that environment variable"
+    )
+
+
+def _may_be_secret(value: Any, key: str) -> bool:
+    is_number = isinstance(value, int) and not isinstance(value, bool) and re.search("passw|passphrase", key.lower())
+    return bool(key) and (isinstance(value, str) or bool(is_number))
+
+
+def _join(path: str, part: Any) -> str:
+    return f"{path}.{part}" if path else str(part)
+
+
+_logger = logging.getLogger(__name__)
+_told: set[str] = set()
+
+
+def tell_meaningless(place: str, names: Sequence[str], why: str) -> None:
+    """Warn of keys at a path or `_type` that are accepted and ignored. Does nothing if `names` is empty."""
+    if names:
+        tell(f"{place}: {', '.join(names)}: accepted, but ignored here ({why})")
+
+
+def tell(message: str) -> None:
+    """Warn, once."""
+    if message not in _told:
+        _told.add(message)
+        _logger.warning("%s", message)
+
+
+def forget() -> None:
+    """Repeat every warning from now on."""
+    _told.clear()
+
+
+def check_trainer(finetune: FinetuneConfig, trainer: TrainerSection) -> None:
+    """Raises ConfigError for settings that a streamed run does not support."""
+    place = f"trainers.{finetune.trainer}"
+    wanted = {"early_stopping": trainer.early_stopping is not None, "validation_required": trainer.validation_required}
+    names = [name for name, is_wanted in wanted.items() if is_wanted]
+    if names and trainer.planning == "stream":
+        raise ConfigError(
+            f"{place}.{names[0]}: a streamed run does not support this; use planning: submitted with max_staleness: 0"
+        )
+    if trainer.evaluation_gate is None:
+        return
+    run = finetune.run_configuration
+    if trainer.planning == "submitted":
+        raise ConfigError(
+            f"{place}.evaluation_gate: an epochwise run does not support this; use planning: stream, or early_stopping"
+        )
+    if run is None or not (run.validation_dataset or run.validation_config_file):
+        raise ConfigError(
+            f"{place}.evaluation_gate: the run has no validation to judge; give --validation_dataset or "
+            "--validation_config_file"
+        )

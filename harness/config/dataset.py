@@ -1,0 +1,210 @@
+"""A run's examples, from a dataset file (JSON lines, a JSON list, CSV or Parquet) or from the environment.
+
+Errors name file and line.
+"""
+
+import csv
+import fnmatch
+import io
+import json
+import re
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import orjson
+
+from rollstream.schemas.config import DatasetFilter, DatasetSection, DatasetStructure
+from rollstream.schemas.errors import ConfigError, QueryError
+
+MAX_INPUT_BYTES = 512 * 1024
+"""Of one example as JSON; a task carries it, and a record of `tasks` has at most 1 MiB."""
+
+
+class Example(NamedTuple):
+    """One example: an id unique in its dataset, and the inputs of the environment."""
+
+    example_id: str
+    inputs: dict[str, Any]
+
+
+def read_dataset(section: DatasetSection) -> list[Example]:
+    """Examples of a file in file order, filtered. Raises ConfigError naming file and line."""
+    path = section.file_path
+    rows = rows_of(path, section.type)
+    if not rows:
+        raise ConfigError(f"dataset {path} is empty; add at least one example")
+    kept = [(place, row) for place, row in rows if _is_wanted(row, section.filter)]
+    if not kept:
+        raise ConfigError(
+            f"dataset {path}: eval.general.dataset.filter excludes all {len(rows)} rows; relax the filter"
+        )
+    examples = [_example(row, place, section.id_key) for place, row in kept]
+    standard = [
+        example._replace(inputs=_with_standard_names(example.inputs, place, section.structure))
+        for (place, _), example in zip(kept, examples, strict=True)
+    ]
+    return _unique(standard, f"dataset {path}")
+
+
+def section_of(path: Path, section: DatasetSection | None) -> DatasetSection:
+    """The dataset section with another file, its type given by the suffix (.json, .csv, .parquet; else JSON lines)."""
+    kind = SUFFIXES.get(path.suffix.lower(), "jsonl")
+    return (section or DatasetSection(file_path=path)).model_copy(update={"file_path": path, "type": kind})
+
+
+def _is_wanted(row: Any, chosen: DatasetFilter | None) -> bool:
+    """Whether a row passes the filter; missing columns are ignored, and rows that are not objects are reported
+    later."""
+    if chosen is None or not isinstance(row, dict):
+        return True
+    allowed = chosen.allowlist.field if chosen.allowlist else {}
+    denied = chosen.denylist.field if chosen.denylist else {}
+    is_allowed = all(_fits(row[column], patterns) for column, patterns in allowed.items() if column in row)
+    return is_allowed and not any(_fits(row[column], patterns) for column, patterns in denied.items() if column in row)
+
+
+def _fits(value: Any, patterns: Iterable[Any]) -> bool:
+    return any(fnmatch.fnmatch(str(value), str(pattern)) for pattern in patterns)
+
+
+def _with_standard_names(inputs: dict[str, Any], place: str, structure: DatasetStructure) -> dict[str, Any]:
+    """Inputs with the keys that `structure` names also under their standard names. Raises ConfigError."""
+    if structure.disable:
+        return {**inputs, "question": json.dumps(inputs)}
+    if "question_key" in structure.model_fields_set and structure.question_key not in inputs:
+        raise ConfigError(
+            f"{place} has no key {structure.question_key!r}; set eval.general.dataset.structure.question_key to the "
+            f"key of the question"
+        )
+    standard = {
+        name: inputs[key]
+        for name, key in (
+            ("question", structure.question_key),
+            ("answer", structure.answer_key),
+            ("generated_answer", structure.generated_answer_key),
+            ("intermediate_steps", structure.trajectory_key),
+            ("expected_intermediate_steps", structure.expected_trajectory_key),
+        )
+        if key in inputs
+    }
+    return {**inputs, **standard}
+
+
+def examples_of(inputs: Iterable[Mapping[str, Any]], place: str) -> list[Example]:
+    """Examples made by an environment, with their own `id` or else numbered. Raises ConfigError."""
+    return _unique(
+        [_example(dict(row), f"{place}, example {n}", "id", number=n) for n, row in enumerate(inputs)], place
+    )
+
+
+def to_json_lines(examples: Iterable[Example]) -> bytes:
+    """The dataset artifact's bytes: JSON lines of {"example_id", "inputs"}."""
+    return b"".join(orjson.dumps(example._asdict(), option=orjson.OPT_APPEND_NEWLINE) for example in examples)
+
+
+def _example(row: Any, place: str, id_key: str, number: int | None = None) -> Example:
+    if not isinstance(row, dict):
+        raise ConfigError(f"{place} must be a JSON object")
+    if row.get(id_key) is None and number is None:
+        raise ConfigError(f"{place} has no key {id_key!r}; set eval.general.dataset.id_key to the key of the id")
+    inputs = {key: value for key, value in row.items() if key != id_key}
+    return Example(str(row.get(id_key, number)), inputs)
+
+
+def _unique(examples: list[Example], place: str) -> list[Example]:
+    if not examples:
+        raise ConfigError(f"{place} has no examples; at least one is required")
+    seen: set[str] = set()
+    for example in examples:
+        if example.example_id in seen:
+            raise ConfigError(f"{place}: duplicate example id {example.example_id!r}")
+        seen.add(example.example_id)
+        size = len(orjson.dumps(example.inputs))
+        if size > MAX_INPUT_BYTES:
+            raise ConfigError(
+                f"{place}: example {example.example_id!r} has {size} bytes of inputs, more than {MAX_INPUT_BYTES}; "
+                f"move large values into a file and refer to it"
+            )
+    return examples
+
+
+Rows = list[tuple[str, Any]]
+"""Place and row."""
+SUFFIXES = {".json": "json", ".csv": "csv", ".parquet": "parquet"}
+"""Type by suffix; any other one is JSON lines."""
+_INTEGER = re.compile(r"-?(0|[1-9][0-9]*)")
+_NUMBER = re.compile(r"-?(0|[1-9][0-9]*)\.[0-9]+([eE][-+]?[0-9]+)?")
+
+
+def rows_of(path: Path, kind: str) -> Rows:
+    """Rows of a file of a type. Raises ConfigError naming the file and, where there is one, the line."""
+    if kind == "parquet":
+        return _rows_of_parquet(path)
+    text = _text(path)
+    return {"json": _rows_of_list, "jsonl": _rows_of_lines, "csv": _rows_of_csv}[kind](text, path)
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8-sig")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"dataset {path}: cannot be read: {error}") from error
+
+
+def _rows_of_lines(text: str, path: Path) -> Rows:
+    rows: Rows = []
+    for number, line in enumerate(text.splitlines(), 1):
+        if line.strip():
+            place = f"dataset {path} line {number}"
+            try:
+                rows.append((place, json.loads(line)))
+            except ValueError as error:
+                raise ConfigError(f"{place}: not valid JSON: {error}") from error
+    return rows
+
+
+def _rows_of_list(text: str, path: Path) -> Rows:
+    if not text.strip():
+        return []
+    try:
+        found = json.loads(text)
+    except ValueError as error:
+        raise ConfigError(f"dataset {path}: not valid JSON: {error}") from error
+    if not isinstance(found, list):
+        raise ConfigError(f"dataset {path}: must be a JSON list of objects (for JSON lines: _type: jsonl)")
+    return [(f"dataset {path} item {number}", row) for number, row in enumerate(found, 1)]
+
+
+def _rows_of_csv(text: str, path: Path) -> Rows:
+    """The first line names the columns; numeric text becomes numbers, empty text null."""
+    reader = csv.DictReader(io.StringIO(text, newline=""), strict=True)
+    rows: Rows = []
+    try:
+        for row in reader:
+            place = f"dataset {path} line {reader.line_num}"
+            if None in row or None in row.values():
+                raise ConfigError(f"{place} must have {len(reader.fieldnames or ())} values, one per column")
+            rows.append((place, {key: _scalar(value) for key, value in row.items()}))
+    except csv.Error as error:
+        raise ConfigError(f"dataset {path} line {reader.line_num + 1}: not valid CSV: {error}") from error
+    return rows
+
+
+def _scalar(text: str) -> str | int | float | None:
+    if _INTEGER.fullmatch(text):
+        return int(text)
+    if _NUMBER.fullmatch(text):
+        return float(text)
+    return text or None
+
+
+def _rows_of_parquet(path: Path) -> Rows:
+    from rollstream.metrics.parquet import read_parquet
+
+    if not path.is_file():
+        _text(path)  # raises
+    try:
+        return [(f"dataset {path} row {number}", row) for number, row in enumerate(read_parquet(path), 1)]
+    except QueryError as error:
+        raise ConfigError(f"dataset {error}") from error

@@ -1,0 +1,131 @@
+"""The rewards that a run is trained on, named by `finetuning.reward_function` and the builder's `rewards`.
+
+A name is an evaluator of the file (`eval.evaluators.NAME`), else a registered reward function. Evaluators of other
+packages' types are allowed in the file, but cannot be used as rewards here.
+"""
+
+import os
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from pydantic import JsonValue
+
+from rollstream.harness.config.dataset import Example
+from rollstream.schemas.config import RunConfig
+from rollstream.schemas.errors import ConfigError
+from rollstream.schemas.evaluators import PLACE, Evaluator, LlmJudge, answer_key, kind_of
+from rollstream.schemas.permissions import Permissions, named_by, named_by_algorithm, named_by_model
+from rollstream.schemas.settings import OTHERS, RolloutSettings
+
+ENVIRONMENT = "environment"
+"""`finetuning.reward_function.name` for what the environment itself gives."""
+MAX_SHOWN = 12
+"""Keys of an example that an error lists."""
+
+
+def evaluators_of(config: RunConfig) -> dict[str, dict[str, JsonValue]]:
+    """Configurations of the evaluators that the run's rewards name, as written."""
+    return {name: config.evaluators[name] for name in config.reward_functions if _is_ours(config.evaluators.get(name))}
+
+
+def weights_of(config: RunConfig) -> dict[str, float]:
+    """Weight by reward name.
+
+    `finetuning.reward_function` names the reward: others count only if they have a weight. Rollouts recorded with
+    rewards keep all of them.
+    """
+    chosen, builder = config.finetuning.reward_function, config.builder
+    if chosen is None or not (chosen.name == ENVIRONMENT or chosen.name in config.reward_functions):
+        return dict(builder.reward_weights)
+    if chosen.name == ENVIRONMENT:
+        return {**dict.fromkeys(builder.rewards, 0.0), **builder.reward_weights}
+    return {OTHERS: 0.0, chosen.name: 1.0, **builder.reward_weights}
+
+
+def missing_score_of(config: RunConfig) -> Any:
+    """How to treat a rollout without a score: the builder's choice, if an algorithm of the run needs scores."""
+    needs = [one.adapter.algorithm.needs for one in config.trained().values()]
+    return config.builder.missing_score if any(one.rewards for one in needs) else "unneeded"
+
+
+def permissions_of(config: RunConfig, environ: Mapping[str, str] = os.environ) -> Permissions:
+    """Names that a trusted configuration permits to producers and the learner."""
+    named = RolloutSettings(
+        environment=config.environment,
+        environment_config=config.builder.environment_config,
+        rewards=config.reward_functions,
+        evaluators=config.evaluators,
+    )
+    others: set[str] = set()
+    for adapter in (one.adapter for one in config.by_group().values()):
+        others |= named_by_model(adapter.model.path) | named_by_algorithm(adapter.algorithm.name)
+    return Permissions.of([*named_by(named), *sorted(others)], environ)
+
+
+def check_evaluators(config: RunConfig, environ: Mapping[str, str] = os.environ) -> None:
+    """Raises ConfigError naming the path of an error in our evaluators' blocks, or of another package's evaluator used
+    as a reward."""
+    from rollstream.producers.evaluators.table import read
+
+    for name, block in config.evaluators.items():
+        if _is_ours(block) or name in config.reward_functions:
+            read(name, block, permissions_of(config, environ), compiles_patterns=True)
+
+
+def check_reward(config: RunConfig, name: str, environ: Mapping[str, str] = os.environ) -> None:
+    """Look a reward up, or build the evaluator, as producers will. Raises ConfigError naming the path."""
+    from rollstream.producers.evaluators.table import check
+    from rollstream.producers.rollout.registry import reward
+
+    if name in config.evaluators:
+        check(name, config.evaluators[name], permissions_of(config, environ))
+        return
+    try:
+        reward(name, permissions_of(config, environ))
+    except ConfigError as error:
+        named = ", ".join(sorted(config.evaluators)) or "none"
+        raise ConfigError(f"{place_of(config, name)}: {error}; {PLACE} has: {named}") from error
+
+
+def check_examples(config: RunConfig, examples: Iterable[Example], place: str) -> None:
+    """Raises ConfigError naming the first example whose inputs lack what an evaluator of the run needs.
+
+    `place`: the source of the examples, for the message.
+    """
+    from rollstream.producers.evaluators.table import read
+
+    needed = [
+        (f"{PLACE}.{name}.{field}", key)
+        for name, block in evaluators_of(config).items()
+        for field, key in _keys(read(name, block, permissions_of(config)))
+    ]
+    for example in examples if needed else ():
+        for path, key in needed:
+            if key not in example.inputs:
+                shown = ", ".join(list(example.inputs)[:MAX_SHOWN]) or "none"
+                raise ConfigError(
+                    f"{path}: example {example.example_id!r} of {place} has no key {key!r}; its keys are: {shown}"
+                )
+
+
+def _keys(config: Evaluator) -> list[tuple[str, str]]:
+    """Pairs of configuration field and required key of the inputs."""
+    answer = answer_key(config)
+    keys = [("answer_key", answer)] if answer is not None else []
+    if isinstance(config, LlmJudge) and "{question}" in config.prompt:
+        keys.append(("question_key", config.question_key))
+    return keys
+
+
+def _is_ours(block: Mapping[str, JsonValue] | None) -> bool:
+    return block is not None and kind_of(block.get("_type")) is not None
+
+
+def place_of(config: RunConfig, name: str) -> str:
+    """Path in the file that a reward's name refers to."""
+    chosen = config.finetuning.reward_function
+    if name in config.evaluators:
+        return f"{PLACE}.{name}"
+    if chosen is not None and chosen.name == name:
+        return "finetuning.reward_function.name"
+    return f"trajectory_builders.{config.finetuning.trajectory_builder}.rewards"

@@ -1,0 +1,194 @@
+"""Finds known keys of a file that have no effect in combination with the others.
+
+Pure. Unknown keys are errors when the file is read; unused keys only cause a warning.
+"""
+
+from collections.abc import Iterable, Iterator
+from typing import Any, NamedTuple
+
+from pydantic import BaseModel
+
+from rollstream.harness.config.jobs import MADE_ELSEWHERE
+from rollstream.schemas.config import AdapterSection, EvalSection, FinetuningSection, RunConfig
+from rollstream.schemas.finetuning import CurriculumLearningConfig
+from rollstream.schemas.services import EngineSettings
+from rollstream.schemas.settings import CurriculumSettings, OptimizerSettings
+
+_STARTED_HERE = ("engine", "num_producers", "num_processors", "max_concurrent_rollouts", "modules")
+"""Of the builder's block: what services are started with."""
+_SERVICE_LIMITS = ("session_timeout_s", "tick_interval_s")
+_PAIRS_ONLY = ("ttc_step_name", "reward_from_score_diff", "require_multiple_candidates")
+"""Of a builder of pairs: what it does itself, and the learner does not."""
+_STEERED_ONLY = ("window_versions", "explore_share", "steer")
+_EPOCHWISE_ONLY = ("seeded_subsample", "groups_by_example")
+
+
+class Blocks(NamedTuple):
+    """The three component blocks that a run names, as their configuration classes, and whether each is ours."""
+
+    builder: Any
+    adapter: Any
+    trainer: Any
+    is_builder_ours: bool
+    is_adapter_ours: bool
+    is_trainer_ours: bool
+
+
+class Unused(NamedTuple):
+    """Keys at one path of the file, and why they have no effect."""
+
+    place: str
+    names: tuple[str, ...]
+    why: str
+
+
+def unused_keys(config: RunConfig, blocks: Blocks, finetuning: FinetuningSection) -> list[Unused]:
+    """Keys without effect. `config`: the resolved configuration; `blocks` and `finetuning`: as in the file."""
+    found = [
+        *_of_builder(config, blocks),
+        *_of_adapter(config, blocks),
+        *_of_trainer(config, blocks),
+        *_of_finetuning(config, blocks, finetuning),
+        *_of_curriculum(config, blocks, finetuning.curriculum_learning),
+        *_of_run(config, finetuning),
+    ]
+    return [one for one in found if one.names]
+
+
+def _of_builder(config: RunConfig, blocks: Blocks) -> Iterator[Unused]:
+    place, block = f"trajectory_builders.{config.finetuning.trajectory_builder}", blocks.builder
+    if not hasattr(block, "section"):
+        return
+    yield _reward(place, block)
+    if config.builder.services == "external":
+        names = given(block, (*_STARTED_HERE, *_SERVICE_LIMITS))
+        yield Unused(place, names, "services are external; give it to `rollstream serve`")
+    yield _engine(f"{place}.engine", block.engine)
+    algorithm = config.adapter.algorithm
+    if not algorithm.needs.rewards:
+        yield Unused(place, given(block, ["missing_score"]), f"{algorithm.name} needs no score")
+    if config.endpoint is not None:
+        left = sorted(block.environment_config.keys() - config.builder.environment_config.keys())
+        names = (*given(block, ["environment"]), *(f"environment_config.{name}" for name in left))
+        yield Unused(place, names, "the workflow behind --endpoint runs the rollouts")
+    if config.trainer.planning == "stream" and hasattr(block, "pairs"):
+        names = given(block, _PAIRS_ONLY)
+        yield Unused(place, names, "a streamed run forms pairs from all scored candidates; use planning: submitted")
+    if config.environment in MADE_ELSEWHERE:
+        names = given(block.sampling, [name for name in type(block.sampling).model_fields if name != "temperature"])
+        yield Unused(f"{place}.sampling", names, f"rollouts of {config.environment} are sampled elsewhere")
+
+
+def _of_adapter(config: RunConfig, blocks: Blocks) -> Iterator[Unused]:
+    place, block, adapter = f"trainer_adapters.{config.finetuning.trainer_adapter}", blocks.adapter, config.adapter
+    if not hasattr(block, "section"):
+        return
+    yield _reward(place, block)
+    for why, names in adapter.algorithm.unused().items():
+        yield Unused(f"{place}.algorithm", names, why)
+    yield from _of_optimizer(f"{place}.optimizer", adapter.optimizer)
+    yield from _of_groups(f"{place}.model_groups", adapter)
+    if adapter.warm_start is not None:
+        yield from _of_optimizer(f"{place}.warm_start.optimizer", adapter.warm_start.optimizer)
+    if block.endpoint is not None:
+        yield _engine(f"{place}.endpoint.engine", block.endpoint.engine)
+    if blocks.is_builder_ours and getattr(block, "retokenise", False):
+        yield Unused(place, ("retokenise",), "it applies to builders of other packages; see environment_config")
+    if config.trainer.planning == "submitted":
+        yield Unused(place, given(block, ["batches_per_epoch"]), "a submitted epoch is one batch")
+        if config.dataset is not None or not blocks.is_builder_ours:
+            yield Unused(place, given(block, ["tasks_per_epoch"]), "an epochwise run rolls out all examples")
+
+
+def _of_groups(place: str, adapter: AdapterSection) -> Iterator[Unused]:
+    for name, group in adapter.model_groups.items():
+        where = f"{place}.{name}"
+        if group.frozen:
+            yield Unused(where, given(group, ["algorithm", "optimizer"]), "a frozen model group is not trained")
+            continue
+        for why, names in group.algorithm.unused().items() if group.algorithm else ():
+            yield Unused(f"{where}.algorithm", names, why)
+        if group.optimizer is not None:
+            yield from _of_optimizer(f"{where}.optimizer", group.optimizer)
+
+
+def _of_optimizer(place: str, optimizer: OptimizerSettings) -> Iterator[Unused]:
+    if optimizer.schedule == "constant":
+        yield Unused(place, given(optimizer, ["final_fraction"]), "schedule is constant")
+
+
+def _of_trainer(config: RunConfig, blocks: Blocks) -> Iterator[Unused]:
+    place, block = f"trainers.{config.finetuning.trainer}", blocks.trainer
+    if not hasattr(block, "section"):
+        return
+    yield _reward(place, block)
+    if "planning" in block.model_fields_set and block.planning != config.trainer.planning:
+        why = "with another package's component, or under another command, a run is epochwise"
+        if config.trainer.planning == "stream":
+            why = f"max_staleness {config.adapter.max_staleness} lets epochs overlap, so the run is streamed"
+        yield Unused(place, ("planning",), why)
+    if config.validation is None:
+        names = tuple(name for name in ("early_stopping", "validation_required") if getattr(block, name))
+        yield Unused(place, names, "the run has no validation; give --validation_dataset or --validation_config_file")
+
+
+def _of_finetuning(config: RunConfig, blocks: Blocks, finetuning: FinetuningSection) -> Iterator[Unused]:
+    if blocks.is_builder_ours and config.environment not in MADE_ELSEWHERE:
+        names = given(finetuning, ["target_functions", "target_model"])
+        yield Unused("finetuning", names, "it selects calls of a workflow that runs elsewhere (--endpoint)")
+
+
+def _of_curriculum(config: RunConfig, blocks: Blocks, wanted: CurriculumSettings) -> Iterator[Unused]:
+    known = CurriculumSettings.model_fields.keys()
+    names: Iterable[str] = (*_EPOCHWISE_ONLY, "explore_share", "window_versions")
+    why = "a streamed run without steer filters tasks before rollout, by example and by derived seeds"
+    if not wanted.enabled:
+        names, why = known, "enabled is false"
+    elif not blocks.is_trainer_ours:
+        names, why = known - CurriculumLearningConfig.model_fields.keys(), "only rollstream's own trainer supports it"
+    elif config.trainer.planning == "submitted":
+        names, why = _STEERED_ONLY, "an epochwise run rolls out all examples and filters afterwards"
+    elif wanted.steer:
+        names, why = (*_EPOCHWISE_ONLY, "filter_single_group"), "steer selects the tasks to roll out"
+    if wanted.enabled and config.trainer.planning == "stream" and config.adapter.algorithm.needs.pairs:
+        differs = f"{config.adapter.algorithm.name} compares answers, not rollouts; see algorithm.min_score_diff"
+        yield Unused("finetuning.curriculum_learning", given(wanted, ["min_reward_diff"]), differs)
+    yield Unused("finetuning.curriculum_learning", given(wanted, sorted(names)), why)
+
+
+def _of_run(config: RunConfig, finetuning: FinetuningSection) -> Iterator[Unused]:
+    place, run = "finetuning.run_configuration", finetuning.run_configuration
+    if run is None:
+        return
+    yield Unused(place, given(run, ["config_file", "override"]), "they are command-line options")
+    if config.endpoint is None:
+        yield Unused(place, given(run, ["endpoint_timeout", "result_json_path"]), "the run has no endpoint")
+    if config.validation is None:
+        yield Unused(place, given(run, ["validation_interval"]), "the run has no validation")
+
+
+def of_evaluation(evaluation: EvalSection, nat_workflow: str | None) -> Unused:
+    """Unused keys of NAT's evaluation, which is not run here; a NAT workflow runs with its concurrency."""
+    general = evaluation.general
+    used = {"dataset", *(["max_concurrency"] if nat_workflow is not None else [])}
+    names = [name for name in type(general).model_fields if name not in used]
+    return Unused("eval.general", given(general, names), "NAT's evaluation is not run here")
+
+
+def given(block: BaseModel, names: Iterable[str]) -> tuple[str, ...]:
+    """The keys that were set to a value other than their default."""
+    fields = type(block).model_fields
+    return tuple(
+        name
+        for name in names
+        if name in block.model_fields_set
+        and getattr(block, name) != fields[name].get_default(call_default_factory=True)
+    )
+
+
+def _engine(place: str, engine: EngineSettings) -> Unused:
+    return Unused(place, given(engine, engine.MEANINGLESS), f"the {engine.kind} engine does not use it")
+
+
+def _reward(place: str, block: Any) -> Unused:
+    return Unused(place, given(block, ["reward"]), "finetuning.reward_function names the reward")

@@ -1,0 +1,170 @@
+"""Reads YAML files: numbers of YAML 1.2, no duplicate keys, `base: other.yml` as defaults of a file, texts by
+`file://`. `${ENV}` is not expanded here but where a value is used. Also applies command-line changes to a configuration
+as written: `--override a.b.c value` and the run options.
+"""
+
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+from pydantic import JsonValue
+
+from rollstream.schemas.config import COMPONENT_SECTIONS, NAMED_SECTIONS
+from rollstream.schemas.errors import ConfigError, nearest
+
+FILE = "file://"
+TEXT_SUFFIXES = frozenset({".txt", ".md", ".j2", ".jinja2", ".jinja", ".prompt", ".tpl", ".template"})
+"""Suffixes of files whose text may replace a value; the text of a program may not."""
+
+
+class _Loader(yaml.SafeLoader):
+    """Safe YAML with the scalars of YAML 1.2 (`1e-5` is a number, `2024-02-01` is text) and without duplicate keys."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        seen: set[Any] = set()
+        for key_node, _ in node.value:
+            key = self.construct_object(key_node, deep=True)
+            if isinstance(key, (list, dict)):
+                problem = "a key must be a string; check for a missing quote"
+                raise yaml.constructor.ConstructorError(None, None, problem, key_node.start_mark)
+            if key in seen:
+                raise yaml.constructor.ConstructorError(None, None, f"duplicate key {key!r}", key_node.start_mark)
+            seen.add(key)
+        return super().construct_mapping(node, deep=deep)
+
+
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float",
+    re.compile(r"^[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)[eE][-+]?[0-9]+$"),
+    list("-+.0123456789"),
+)
+_Loader.yaml_implicit_resolvers = {
+    first: [(tag, pattern) for tag, pattern in resolvers if tag != "tag:yaml.org,2002:timestamp"]
+    for first, resolvers in _Loader.yaml_implicit_resolvers.items()
+}
+
+
+def read_yaml(path: Path) -> dict[str, JsonValue]:
+    """The mapping in a file, merged into that of its `base`. Raises ConfigError naming the file and the line or key."""
+    return _read(path, ())
+
+
+def parse(text: str, place: str) -> Any:
+    """Parse a text of YAML. Raises ConfigError naming `place` and the line."""
+    try:
+        return yaml.load(text, Loader=_Loader)
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        line = f" line {mark.line + 1}" if mark else ""
+        raise ConfigError(f"{place}:{line} not valid YAML: {getattr(error, 'problem', error)}") from error
+
+
+def merged(config: Mapping[str, JsonValue], changes: Mapping[str, JsonValue]) -> dict[str, JsonValue]:
+    """`config` with the values of `changes`, mapping by mapping."""
+    result = dict(config)
+    for key, value in changes.items():
+        mine = result.get(key)
+        result[key] = merged(mine, value) if isinstance(mine, dict) and isinstance(value, dict) else value
+    return result
+
+
+def _read(path: Path, above: tuple[Path, ...]) -> dict[str, JsonValue]:
+    """`above`: the files whose `base` chain led here."""
+    content = parse(_text(path, str(path)), str(path))
+    if not isinstance(content, dict):
+        raise ConfigError(f"{path}: the file must be a mapping of sections (llms, workflow, finetuning, ...)")
+    content = _with_texts(content, path, "")
+    if "base" not in content:
+        return content
+    base = content.pop("base")
+    if not isinstance(base, str):
+        raise ConfigError(f"{path}: base: is {base!r}; give the path of a YAML file")
+    chain = (*above, path.resolve())
+    below = path.parent / base
+    if below.resolve() in chain:
+        raise ConfigError(f"{path}: base: {base} is circular: {' -> '.join(map(str, chain))}")
+    if not below.is_file():
+        raise ConfigError(f"{path}: base: file {below} does not exist")
+    return merged(_read(below, chain), content)
+
+
+def _with_texts(value: Any, path: Path, place: str) -> Any:
+    """`value` with every `file://NAME` in it replaced by that file's text, NAME being relative to the YAML file."""
+    if isinstance(value, dict) and place.count(".") < _MAX_DEPTH:
+        return {key: _with_texts(item, path, f"{place}.{key}" if place else str(key)) for key, item in value.items()}
+    if isinstance(value, list) and place.count(".") < _MAX_DEPTH:
+        return [_with_texts(item, path, f"{place}.{index}") for index, item in enumerate(value)]
+    if not (isinstance(value, str) and value.startswith(FILE)):
+        return value
+    named = (path.parent / value.removeprefix(FILE)).resolve()
+    if named.suffix.lower() not in TEXT_SUFFIXES:
+        raise ConfigError(
+            f"{path}: {place}: {value}: only text files can be included ({', '.join(sorted(TEXT_SUFFIXES))})"
+        )
+    return _text(named, f"{path}: {place}: {value}")
+
+
+_MAX_DEPTH = 50
+"""Only an alias to itself nests deeper, and that is refused where values are checked."""
+
+
+def _text(path: Path, place: str) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{place}: cannot be read: {error}") from error
+
+
+def apply_overrides(written: dict[str, Any], overrides: Sequence[tuple[str, str]]) -> None:
+    """Set every key by its dotted path.
+
+    Raises ConfigError naming the option and the wrong part of the path. Missing sections are created, but not named
+    blocks (`trainers.X`), which nothing would use. Values are parsed as YAML; lists may also be separated by commas,
+    and text stays text.
+    """
+    for key, value in overrides:
+        _apply_one(written, key, value)
+
+
+def with_run_options(written: dict[str, Any], options: Mapping[str, JsonValue]) -> None:
+    """Set the given options in `finetuning.run_configuration`, overriding the file."""
+    given = {key: value for key, value in options.items() if value is not None}
+    finetuning = written.get("finetuning")
+    if given and isinstance(finetuning, dict):
+        before = finetuning.get("run_configuration")
+        finetuning["run_configuration"] = {**(before if isinstance(before, dict) else {}), **given}
+
+
+def _apply_one(written: dict[str, Any], key: str, value: str) -> None:
+    parts = key.split(".")
+    if not all(parts):
+        raise ConfigError(f"--override {key}: give a dotted path such as finetuning.num_epochs")
+    block: Any = written
+    for depth, part in enumerate(parts[:-1], 1):
+        if depth == 2:
+            _check_named(block, parts, key)
+        block = block.setdefault(part, {})
+        if not isinstance(block, dict):
+            raise ConfigError(f"--override {key}: {'.'.join(parts[:depth])} is a value, not a section")
+    block[parts[-1]] = _value(block.get(parts[-1]), value, key)
+
+
+def _check_named(section: Mapping[str, Any], parts: Sequence[str], key: str) -> None:
+    name = parts[1]
+    if parts[0] not in (*COMPONENT_SECTIONS, *NAMED_SECTIONS) or name in section:
+        return
+    near = nearest(name, section)
+    known = ", ".join(sorted(section)) or "none"
+    hint = f"did you mean {parts[0]}.{near}?" if near is not None else f"defined: {known}"
+    raise ConfigError(f"--override {key}: {parts[0]}.{name} is not defined in the file; {hint}")
+
+
+def _value(before: Any, text: str, key: str) -> Any:
+    value = parse(text, f"--override {key}")
+    if isinstance(before, list) and isinstance(value, str):
+        return [part.strip() for part in value.split(",")]
+    if isinstance(before, str) and isinstance(value, (bool, int, float)):
+        return text
+    return value

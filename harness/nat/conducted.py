@@ -1,0 +1,111 @@
+"""A run that NAT conducts ends on the log as NAT's command ends: failed with its error, or completed, or stopped.
+
+NAT's own command ends with status 0 whatever became of the jobs, and knows nothing of a model: what is raised here
+makes it end with an error, and the model is exported before.
+"""
+
+import contextlib
+import logging
+import traceback
+from collections.abc import Coroutine, Iterator
+from typing import Any
+
+from rollstream.harness.components import run_end
+from rollstream.harness.runs.backend import Backend
+from rollstream.harness.services.concealing import concealed, shown
+from rollstream.schemas.errors import RollstreamError, RunFailedError, told
+
+MAX_TOLD = 2
+"""Distinct errors and warnings of other packages that a failure names."""
+MAX_CHARS = 300
+NOT_THEIRS = ("rollstream", "aiokafka", "asyncio", "py")
+
+logger = logging.getLogger(__name__)
+
+
+class _Overheard(logging.Handler):
+    """Warnings of other packages while their trainer runs: builders drop rollouts with nothing but a log message."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self._found: dict[bool, list[str]] = {}
+        """The first few, by whether they are errors."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Remember the record, if it is one of the first."""
+        found = self._found.setdefault(record.levelno >= logging.ERROR, [])
+        if len(found) >= MAX_TOLD or record.name.partition(".")[0] in NOT_THEIRS:
+            return
+        try:
+            text = _told(record)
+        except (TypeError, ValueError):  # arguments that do not fit the message
+            self.handleError(record)
+        else:
+            found += [text] if text not in found else []
+
+    @property
+    def text(self) -> str:
+        """The errors, or the warnings if there are none."""
+        return "; ".join(self._found.get(True) or self._found.get(False) or ())
+
+
+def _told(record: logging.LogRecord) -> str:
+    """A record as a part of a line, without secrets."""
+    error = record.exc_info[1] if record.exc_info else None
+    parts = [record.getMessage()]
+    if error is not None and str(error) not in parts[0]:
+        parts.append(f"{type(error).__name__}: {error}")
+    return concealed(" ".join(": ".join(parts).split()))[:MAX_CHARS]
+
+
+@contextlib.contextmanager
+def _overheard() -> Iterator[_Overheard]:
+    handler = _Overheard()
+    logging.getLogger().addHandler(handler)
+    try:
+        yield handler
+    finally:
+        logging.getLogger().removeHandler(handler)
+
+
+async def conducted(backend: Backend, running: Coroutine[Any, Any, list[Any]]) -> list[Any]:
+    """The result of a trainer's `run`, after the run has ended on the log accordingly; its model is exported by then.
+
+    One that is cancelled (Ctrl-C) leaves the run open. Raises RunFailedError if the run failed, from what `running`
+    raised if it did.
+    """
+    statuses: list[Any] = []
+    logged = ""
+    failure: str | None = None
+    try:
+        with _overheard() as overheard:
+            statuses, failure = await run_end.trained(backend, running)
+        logged = overheard.text
+    except Exception as error:
+        if not backend.is_over:
+            reason = await failed(backend, error)
+            raise RunFailedError(shown(f"run {backend.run.started.run_id} failed: {reason}")) from error
+        logger.info("the trainer ended with an error once its run was over", exc_info=error)
+    outcome = await run_end.finish(backend, is_completed=failure is None, message=failure or "", logged=logged)
+    if outcome.exit_code:
+        raise RunFailedError(shown(f"run {outcome.run_id} {outcome.status}: {outcome.message}"))
+    for line in outcome.summary().splitlines():
+        logger.info("%s", line)
+    return [_canceled(one) for one in statuses] if outcome.status == "stopped" else statuses
+
+
+def _canceled(status: Any) -> Any:
+    """Report `canceled`, as on the log, for what a trainer calls failed because its run was stopped."""
+    kinds = type(status.status)
+    return status if status.status != kinds.FAILED else status.model_copy(update={"status": kinds.CANCELED})
+
+
+async def failed(backend: Backend, error: Exception) -> str:
+    """Write that the run failed, and why, which is returned: also where it cannot be written any more."""
+    reason = concealed(str(error) if isinstance(error, RollstreamError) else told(error))
+    logger.info("%s", concealed("".join(traceback.format_exception(error)).rstrip()))
+    try:
+        await run_end.finish(backend, is_completed=False, message=reason)
+    except RollstreamError as other:
+        logger.warning("the run stays open on the log: %s", other)
+    return reason

@@ -1,0 +1,159 @@
+"""NAT's own runtime under `rollstream finetune`: its registered functions and evaluators run and score examples.
+
+A failing example is one failed rollout: NAT's `EvaluationRun` would skip the examples after it. Needs the extra `nat`;
+NAT is imported where it is used.
+"""
+
+import asyncio
+import logging
+import uuid
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager, suppress
+from typing import Any, NamedTuple
+
+from pydantic import SecretStr
+from pydantic_core import to_jsonable_python
+
+from rollstream.harness.components.interfaces import score_of
+from rollstream.harness.config.dataset import Example
+from rollstream.harness.services.concealing import concealed
+from rollstream.schemas.errors import told
+from rollstream.schemas.events.intermediate_steps import IntermediateStep
+
+logger = logging.getLogger(__name__)
+
+
+class Played(NamedTuple):
+    """The result of one example: its steps and its score, if any; `error`: why it failed."""
+
+    steps: tuple[IntermediateStep, ...] = ()
+    score: float | None = None
+    error: str | None = None
+
+
+class Failures:
+    """Logs exceptions of a run's workflow and evaluators: all to the log file, only the first to the terminal, because
+    one bug would print a traceback per rollout.
+    """
+
+    def __init__(self) -> None:
+        self._is_told = False
+
+    def report(self, what: str, error: Exception) -> None:
+        """Log a failure with its traceback; `what`: the component that failed."""
+        if self._is_told:
+            logger.info("%s raised", what, exc_info=error)
+        else:
+            logger.warning("%s raised an exception; further ones are only in the log file", what, exc_info=error)
+        self._is_told = True
+
+
+@asynccontextmanager
+async def workflow(config: Any, failures: Failures) -> AsyncIterator["Workflow"]:
+    """The workflow and evaluators of a configuration, built by NAT. Their exceptions are reported to `failures`."""
+    from nat.plugins.eval.runtime.builder import WorkflowEvalBuilder
+    from nat.runtime.session import SessionManager
+
+    async with WorkflowEvalBuilder.from_config(config=config) as builder:
+        limit = config.eval.general.max_concurrency
+        sessions = await SessionManager.create(config=config, shared_builder=builder, max_concurrency=limit)
+        try:
+            yield Workflow(builder, sessions, limit, failures)
+        finally:
+            await sessions.shutdown()
+
+
+class Workflow:
+    """A workflow that NAT has built."""
+
+    def __init__(self, builder: Any, sessions: Any, max_concurrency: int, failures: Failures) -> None:
+        self._builder = builder
+        self._sessions = sessions
+        self._failures = failures
+        self._slots = asyncio.Semaphore(max(1, max_concurrency))
+
+    async def play(self, examples: Sequence[Example], evaluator: str) -> list[Played]:
+        """Run every example once and score it with an evaluator of the configuration; results in order."""
+        items = [_item(example) for example in examples]
+        played = await asyncio.gather(*map(self._run, items))
+        done = [item for item, (_, error) in zip(items, played, strict=True) if error is None]
+        scores, failure = await self._score(evaluator, done)
+        return [
+            Played(steps, scores.get(str(item.id)), error or failure)
+            for item, (steps, error) in zip(items, played, strict=True)
+        ]
+
+    async def _run(self, item: Any) -> tuple[tuple[IntermediateStep, ...], str | None]:
+        from nat.builder.runtime_event_subscriber import pull_intermediate
+
+        async with self._slots:
+            try:
+                async with self._sessions.session(user_id=_user()) as session, session.run(item.input_obj) as runner:
+                    pulled = pull_intermediate()
+                    try:
+                        output = await runner.result()
+                        steps = await pulled
+                    finally:
+                        pulled.cancel()
+                    item.output_obj = _text(runner, output)
+            except Exception as error:  # noqa: BLE001 -- user code may raise anything
+                self._failures.report(f"example {item.id}: the workflow", error)
+                return (), concealed(f"the workflow raised {told(error)}")
+        item.trajectory = _nats(steps)
+        return tuple(IntermediateStep.model_validate(to_jsonable_python(step, fallback=str)) for step in steps), None
+
+    async def _score(self, name: str, items: list[Any]) -> tuple[dict[str, float], str | None]:
+        """Scores by item id, where available, and the evaluator's exception, if any."""
+        from nat.data_models.evaluator import EvalInput
+
+        try:
+            output = await self._evaluate(name, EvalInput(eval_input_items=items)) if items else None
+        except Exception as error:  # noqa: BLE001 -- user code may raise anything
+            self._failures.report(f"evaluator {name}", error)
+            return {}, concealed(f"evaluator {name} raised {told(error)}")
+        found = {str(item.id): score_of(item) for item in (output.eval_output_items if output is not None else ())}
+        return {key: score for key, score in found.items() if score is not None}, None
+
+    async def _evaluate(self, name: str, items: Any) -> Any:
+        evaluator = self._builder.get_evaluator(name)
+        if getattr(evaluator, "evaluate_fn", None) is not None:
+            return await evaluator.evaluate_fn(items)
+        from nat.plugins.eval.runtime.atif_adapter import EvalAtifAdapter
+        from nat.plugins.eval.runtime.eval_harness import EvaluationHarness
+
+        samples = EvalAtifAdapter().build_samples(items)
+        return (await EvaluationHarness().evaluate({name: evaluator}, samples))[name]
+
+
+def _user() -> str:
+    from nat.data_models.user_info import BasicUserInfo, UserInfo
+
+    name = f"rollstream-{uuid.uuid4()}"  # workflows with state per user start each example with new state
+    return UserInfo(basic_user=BasicUserInfo(username=name, password=SecretStr(name))).get_user_id()
+
+
+def _item(example: Example) -> Any:
+    from nat.data_models.evaluator import EvalInputItem
+
+    inputs = dict(example.inputs)
+    return EvalInputItem(
+        id=example.example_id,
+        input_obj=inputs.get("question"),
+        expected_output_obj=inputs.get("answer"),
+        full_dataset_entry=inputs,
+    )
+
+
+def _text(runner: Any, output: Any) -> Any:
+    """A workflow's output as evaluators see it: text if NAT can convert it."""
+    from pydantic import BaseModel
+
+    with suppress(ValueError):
+        output = runner.convert(output, to_type=str)
+    return output.model_dump_json(indent=2) if isinstance(output, BaseModel) else output
+
+
+def _nats(steps: Sequence[Any]) -> list[Any]:
+    from nat.data_models.intermediate_step import IntermediateStep as NatStep
+
+    return [NatStep.model_validate(step) for step in steps]

@@ -1,0 +1,107 @@
+"""The builder of a run whose agent is a NAT workflow: NAT runs each task, producers write its steps to the log.
+
+A task therefore runs before it is written, and its inputs contain the resulting rollouts, as those of recorded rollouts
+do.
+"""
+
+import asyncio
+import json
+import os
+from collections.abc import Sequence
+from typing import Any
+
+from rollstream.harness.components.builder import RollstreamTrajectoryBuilder
+from rollstream.harness.config import nat_workflows
+from rollstream.harness.config.dataset import Example
+from rollstream.harness.config.jobs import ENDPOINT
+from rollstream.harness.config.nat_workflows import config_of
+from rollstream.harness.config.resolve import block_of
+from rollstream.harness.nat.playing import Failures, Played, workflow
+from rollstream.harness.recorded.tasks import all_stored, inputs_of
+from rollstream.harness.runs.backend import Backend
+from rollstream.harness.runs.preflight import token_of
+from rollstream.harness.services.addresses import url_host
+from rollstream.producers.traces.spans import Selection, recorded_steps
+from rollstream.schemas.events import TaskRequested
+from rollstream.schemas.events.recorded import RecordedGroup, RecordedReward, RecordedRollout
+
+NO_KEY = "unused"
+"""The API key of an endpoint that asks for none: OpenAI's client needs one."""
+
+
+class NatWorkflowBuilder(RollstreamTrajectoryBuilder):
+    """Runs tasks with NAT's runtime in this process; llms of the model in training use the endpoint."""
+
+    def __init__(self, trajectory_builder_config: Any) -> None:
+        super().__init__(trajectory_builder_config)
+        self._failures = Failures()
+
+    async def prepared(self, backend: Backend, tasks: Sequence[TaskRequested]) -> Sequence[TaskRequested]:
+        """Run the tasks. Raises RunFailedError if the run ends first, ConfigError if NAT cannot build the workflow."""
+        examples = [Example(task.example_id, task.inputs) for task in tasks]
+        generations = await backend.during(self._play(backend, examples, max(task.num_rollouts for task in tasks)))
+        selection = self._selection(backend)
+        groups = await backend.during(all_stored(_groups(examples, generations, selection), backend.artifacts))
+        return [task.model_copy(update={"inputs": inputs_of(group)}) for task, group in zip(tasks, groups, strict=True)]
+
+    async def _play(self, backend: Backend, examples: Sequence[Example], num: int) -> list[list[Played]]:
+        """The result of each example, by generation."""
+        reward = backend.config.finetuning.reward_function
+        assert reward is not None
+        async with workflow(config_of(self._sections(backend)), self._failures) as built:
+            return list(await asyncio.gather(*[built.play(examples, reward.name) for _ in range(num)]))
+
+    def _sections(self, backend: Backend) -> dict[str, Any]:
+        """The sections for NAT, with the llms of the model in training directed to the endpoint's current address."""
+        place = json.loads((backend.workspace / f"{ENDPOINT}.json").read_text(encoding="utf-8"))
+        sections = nat_workflows.sections_of(self._file())
+        key = token_of(backend.config, backend.workspace, os.environ) or NO_KEY
+        for name, model in self._called(backend).names.items():
+            sections["llms"][name].pop("model", None)  # an alias of `model_name` that would take precedence
+            sections["llms"][name] |= {
+                "base_url": f"http://{url_host(place['host'])}:{place['port']}/v1",
+                "api_key": key,
+                "model_name": model,
+                "logprobs": True,
+            }
+        return sections
+
+    def _called(self, backend: Backend) -> nat_workflows.Called:
+        """The model's names at its endpoint; it accepts both."""
+        assert self.run_config is not None
+        assert backend.config.served is not None
+        llms = nat_workflows.trained_llms(self._file(), block_of(self.run_config, "trainer_adapter"))
+        names = backend.config.served.model_name, backend.spec.model_group
+        return nat_workflows.called(llms, backend.config.finetuning.target_model, *names)
+
+    def _selection(self, backend: Backend) -> Selection:
+        """The calls to train on. `target_model` is the model's name in the file or in the workflow's steps."""
+        functions = frozenset(backend.config.finetuning.target_functions)
+        return Selection(target_functions=functions, target_model=self._called(backend).target)
+
+    def _file(self) -> Any:
+        """The run's file, in validations too."""
+        assert self.run_config is not None
+        assert self.run_config.run_configuration is not None
+        return self.run_config.run_configuration.config_file
+
+
+def _groups(
+    examples: Sequence[Example], generations: Sequence[Sequence[Played]], selection: Selection
+) -> list[RecordedGroup]:
+    """One group per example, with all its generations."""
+    return [
+        RecordedGroup.of(
+            example.example_id,
+            [_rollout(f"{example.example_id}/{n}", played[at], selection) for n, played in enumerate(generations)],
+            dict(example.inputs),
+        )
+        for at, example in enumerate(examples)
+    ]
+
+
+def _rollout(name: str, played: Played, selection: Selection) -> RecordedRollout:
+    if played.error is not None:
+        return RecordedRollout(source_id=name, error=played.error)
+    rewards = () if played.score is None else (RecordedReward(value=played.score),)
+    return RecordedRollout(source_id=name, steps=tuple(recorded_steps(played.steps, selection)), rewards=rewards)

@@ -1,0 +1,258 @@
+"""A file of recorded steps as groups of recorded rollouts: every line is used or is a bad line with a reason. Pure.
+
+A line is one JSON object of these:
+
+- an IntermediateStep as NAT writes it. Steps belong to the workflow run of their spans; its input is the example: runs
+  with the same input form one group.
+- `{"rollout_id", "example_id", "steps": [...], "reward", ...}`: a whole rollout.
+- `{"rollout_id", "step": {...}}`: one step of the named rollout.
+- `{"rollout_id", "reward": ...}`: the reward of a rollout on other lines.
+
+A rollout's line may also have `inputs` (or `question`, `answer`), `rewards` by name, `step_rewards` by the
+step's UUID, and `error`, which makes it a failed attempt.
+"""
+
+import hashlib
+import math
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import orjson
+from pydantic import JsonValue, ValidationError
+
+from rollstream.producers.traces.spans import Selection, recorded_steps, scores
+from rollstream.schemas.errors import first_invalid
+from rollstream.schemas.events.intermediate_steps import IntermediateStep, IntermediateStepType
+from rollstream.schemas.events.recorded import RecordedGroup, RecordedReward, RecordedRollout, RecordedStep
+
+STEP_KEYS = {"parent_id", "function_ancestry", "payload"}
+ROLLOUT_KEYS = {
+    *("rollout_id", "example_id", "steps", "step", "reward", "rewards", "step_rewards", "error"),
+    *("inputs", "question", "answer"),
+}
+KEYS = ("workflow_run_id", "conversation_id")
+"""Of NAT's `provided_metadata`: what makes one rollout of the steps of a file."""
+
+
+class BadLine(NamedTuple):
+    """A line that cannot be used, with the reason."""
+
+    number: int
+    """From 1."""
+    raw: bytes
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Ingested:
+    """The contents of a file."""
+
+    groups: tuple[RecordedGroup, ...]
+    bad: tuple[BadLine, ...]
+    num_steps: int
+    untrained: Counter[str]
+    """LLM calls that are not trained on, by reason, as far as it is known here."""
+
+    @property
+    def num_rollouts(self) -> int:
+        """Rollouts of all groups."""
+        return sum(len(group.members) for group in self.groups)
+
+    @property
+    def largest(self) -> int:
+        """Rollouts of the largest group."""
+        return max((len(group.members) for group in self.groups), default=0)
+
+    def summary(self) -> str:
+        """One line for a person."""
+        said = f"{self.num_rollouts} rollouts of {len(self.groups)} examples from {self.num_steps} steps"
+        dropped = [f"{count} calls {reason}" for reason, count in sorted(self.untrained.items())]
+        dropped += [f"{len(self.bad)} bad lines"] if self.bad else []
+        return said + (f"; dropped: {', '.join(dropped)}" if dropped else "")
+
+
+class _Unusable(ValueError):
+    """A line has none of the known formats."""
+
+
+@dataclass(slots=True)
+class _Gathered:
+    """A rollout that is being read line by line."""
+
+    example_id: str | None = None
+    inputs: dict[str, JsonValue] = field(default_factory=dict[str, JsonValue])
+    steps: list[IntermediateStep] = field(default_factory=list[IntermediateStep])
+    rewards: list[RecordedReward] = field(default_factory=list[RecordedReward])
+    step_rewards: dict[str, float] = field(default_factory=dict[str, float])
+    error: str | None = None
+
+
+def read_lines(
+    lines: Iterable[bytes], selection: Selection, *, key: str = KEYS[0], retokenise: bool = False
+) -> Ingested:
+    """All rollouts of a file's lines, in order of their first line. `key`: one of KEYS. Raises nothing."""
+    reader = _Reader(key)
+    bad: list[BadLine] = []
+    for number, raw in enumerate(lines, 1):
+        if not raw.strip():
+            continue
+        try:
+            reader.read(raw)
+        except (_Unusable, ValidationError) as error:
+            bad.append(BadLine(number, raw, _reason(error)))
+    members: dict[str, list[RecordedRollout]] = {}
+    inputs: dict[str, dict[str, JsonValue]] = {}
+    for name, gathered in reader.rollouts.items():
+        example_id = gathered.example_id or _example_of(gathered) or name
+        members.setdefault(example_id, []).append(_rollout(name, gathered, selection))
+        inputs.setdefault(example_id, {}).update(gathered.inputs or _question_of(gathered))
+    groups = tuple(RecordedGroup.of(name, rollouts, inputs[name]) for name, rollouts in members.items())
+    steps = [step for rollouts in members.values() for rollout in rollouts for step in rollout.steps]
+    num_steps = sum(len(gathered.steps) for gathered in reader.rollouts.values())
+    return Ingested(groups, tuple(bad), num_steps, _untrained(steps, retokenise=retokenise))
+
+
+class _Reader:
+    """Groups lines by rollout."""
+
+    def __init__(self, key: str) -> None:
+        self.rollouts: dict[str, _Gathered] = {}
+        self._key = key
+        self._owners: dict[str, str] = {}
+        """Rollout by the id of a span or function in it."""
+
+    def read(self, raw: bytes) -> None:
+        """Read one line. Raises _Unusable or ValidationError and then ignores the line."""
+        try:
+            found = orjson.loads(raw)
+        except orjson.JSONDecodeError as error:
+            raise _Unusable(f"not valid JSON: {error}") from error
+        if not isinstance(found, dict):
+            raise _Unusable("not a JSON object")
+        if STEP_KEYS & found.keys():
+            step = IntermediateStep.model_validate(found)
+            self._gathered(self._owner(step)).steps.append(step)
+        elif "rollout_id" in found or "steps" in found:
+            self._take_rollout(found)
+        else:
+            raise _Unusable("expected an intermediate step (payload, ...) or a rollout (rollout_id, steps, reward)")
+
+    def _gathered(self, name: str) -> _Gathered:
+        return self.rollouts.setdefault(name, _Gathered())
+
+    def _owner(self, step: IntermediateStep) -> str:
+        """The rollout of a step: that of its span, of the enclosing span or function, or a new one."""
+        payload, node = step.payload, step.function_ancestry
+        told = (payload.metadata or {}).get("provided_metadata")
+        named = told.get(self._key) if isinstance(told, dict) else None
+        around = (payload.UUID, step.parent_id, node.function_id, node.parent_id)
+        known = next((self._owners[span] for span in around if span in self._owners), None)
+        is_root = payload.event_type == IntermediateStepType.WORKFLOW_START
+        name = str(named) if named else known or (payload.UUID if is_root else step.parent_id) or "steps"
+        for span in (payload.UUID, node.function_id):
+            if span and span != "root":
+                self._owners.setdefault(span, name)
+        return name
+
+    def _take_rollout(self, found: dict[str, Any]) -> None:
+        unknown = sorted(found.keys() - ROLLOUT_KEYS)
+        if unknown:
+            raise _Unusable(f"unknown key {unknown[0]!r}; known keys: {', '.join(sorted(ROLLOUT_KEYS))}")
+        name = found.get("rollout_id")
+        name = f"rollout-{len(self.rollouts) + 1}" if name is None else str(name)
+        raw_steps = [found["step"]] if "step" in found else found.get("steps", [])
+        if not isinstance(raw_steps, list):
+            raise _Unusable("steps: must be a list")
+        steps = [IntermediateStep.model_validate(step) for step in raw_steps]
+        rewards, by_step = _rewards(found), _numbers(found, "step_rewards")
+        inputs = _inputs(found)
+        gathered = self._gathered(name)
+        gathered.steps += steps
+        gathered.rewards += rewards
+        gathered.step_rewards |= by_step
+        gathered.inputs |= inputs
+        if found.get("example_id") is not None:
+            gathered.example_id = str(found["example_id"])
+        if found.get("error") is not None:
+            gathered.error = str(found["error"])
+
+
+def _rollout(name: str, gathered: _Gathered, selection: Selection) -> RecordedRollout:
+    """The rollout of the collected lines; inconsistent lines give it an error."""
+    error = gathered.error if gathered.error is not None else None if gathered.steps else "no steps were recorded"
+    if error is not None:
+        return RecordedRollout(source_id=name, error=error)
+    steps = recorded_steps(gathered.steps, selection)
+    places = {step.uuid: place for place, step in enumerate(steps)}
+    missing = [uuid for uuid in gathered.step_rewards if uuid not in places]
+    if missing:
+        return RecordedRollout(source_id=name, error=f"step_rewards: no step has the UUID {missing[0]}")
+    by_step = [
+        RecordedReward(value=value, name="step_reward", step=places[uuid])
+        for uuid, value in gathered.step_rewards.items()
+    ]
+    rewards = (*gathered.rewards, *by_step, *scores(steps, selection))
+    return RecordedRollout(source_id=name, steps=tuple(steps), rewards=rewards)
+
+
+def _rewards(found: dict[str, Any]) -> list[RecordedReward]:
+    reward = found.get("reward")
+    by_name = {} if reward is None else reward if isinstance(reward, dict) else {"reward": reward}
+    by_name = _numbers({"reward": by_name}, "reward") | _numbers(found, "rewards")
+    return [RecordedReward(value=value, name=name) for name, value in by_name.items()]
+
+
+def _numbers(found: dict[str, Any], key: str) -> dict[str, float]:
+    values = found.get(key) or {}
+    if not isinstance(values, dict):
+        raise _Unusable(f"{key} must be an object of numbers")
+    for name, value in values.items():
+        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+            raise _Unusable(f"{key}.{name} is {value!r}; expected a finite number")
+    return {name: float(value) for name, value in values.items()}
+
+
+def _inputs(found: dict[str, Any]) -> dict[str, JsonValue]:
+    inputs = found.get("inputs") or {}
+    if not isinstance(inputs, dict):
+        raise _Unusable("inputs must be an object")
+    return {**inputs, **{key: found[key] for key in ("question", "answer") if key in found}}
+
+
+def _question_of(gathered: _Gathered) -> dict[str, JsonValue]:
+    """The input of the steps' workflow."""
+    for step in gathered.steps:
+        payload = step.payload
+        if (
+            payload.event_type == IntermediateStepType.WORKFLOW_START
+            and payload.data
+            and payload.data.input is not None
+        ):
+            return {"question": payload.data.input}
+    return {}
+
+
+def _example_of(gathered: _Gathered) -> str | None:
+    """The id of an example without one, derived from its inputs."""
+    inputs = gathered.inputs or _question_of(gathered)
+    if not inputs:
+        return None
+    return "x-" + hashlib.sha256(orjson.dumps(inputs, option=orjson.OPT_SORT_KEYS)).hexdigest()[:12]
+
+
+def _untrained(steps: Sequence[RecordedStep], *, retokenise: bool) -> Counter[str]:
+    found: Counter[str] = Counter()
+    for step in steps:
+        if step.event_type != "LLM_END" and step.chat is None:
+            continue
+        if step.untrained is not None:
+            found[step.untrained] += 1
+        elif step.tokens is None and not (retokenise and step.chat is not None):
+            found["no_token_ids"] += 1
+    return found
+
+
+def _reason(error: Exception) -> str:
+    return str(first_invalid(error) if isinstance(error, ValidationError) else error)

@@ -1,0 +1,245 @@
+"""Converts trajectories of NAT's or users' own builders to recorded rollouts. Pure.
+
+Each assistant message with log-probabilities is one call; messages of other roles are prompt only. Also converts
+preference pairs to NAT's trajectories and finds the exact tokens that one refers to.
+"""
+
+import hashlib
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, cast
+
+import orjson
+from pydantic import JsonValue
+
+from rollstream.eventlog import codec
+from rollstream.harness.recorded.pairs import CandidatePair, ScoredCandidate
+from rollstream.producers.rollout.recorded_call import NO_LOGPROBS
+from rollstream.producers.traces.logprobs import Logprobs, read_logprobs
+from rollstream.schemas.events.recorded import (
+    RecordedChat,
+    RecordedReward,
+    RecordedRollout,
+    RecordedStep,
+    RecordedTokens,
+)
+from rollstream.schemas.finetuning import DPOItem, EpisodeItem, EpisodeItemRole, OpenAIMessage, Trajectory
+
+REWARD = "reward"
+STEP_REWARD = "shaped_reward"
+CONTENT_SHA256 = "content_sha256"
+"""Key of an assistant message's metadata: of the text that its tokens say."""
+_CHAT_ROLES = {
+    EpisodeItemRole.ENVIRONMENT: "user",
+    EpisodeItemRole.OTHER: "user",
+}
+"""Roles that no chat template knows, and what the model read them as."""
+
+
+def rollout_of(trajectory: Trajectory, *, demands_logprobs: bool = True) -> RecordedRollout:
+    """A trajectory as a rollout: its calls, its shaped rewards by call, and the rest of its reward at the end.
+
+    An assistant message with exact ids (`read_logprobs`) keeps them unless its text was changed since; any other is
+    text to re-tokenize or reject. One with neither ids nor log-probabilities is not trained on, as in NAT, unless
+    `demands_logprobs` is off (for SFT and DPO). A trajectory without an assistant message, with a preference pair, or
+    whose reward is not a finite number becomes a rollout with an `error`.
+    """
+    items = trajectory.episode
+    source_id = _source_id(trajectory)
+    if any(isinstance(item, DPOItem) for item in items):
+        return RecordedRollout(source_id=source_id, error="is a preference pair: see rollouts_of_pair")
+    if not math.isfinite(trajectory.reward):
+        return RecordedRollout(
+            source_id=source_id, error=f"its reward is {trajectory.reward}; expected a finite number"
+        )
+    steps = _steps(cast("Sequence[EpisodeItem]", items), demands_logprobs=demands_logprobs)
+    if not steps:
+        return RecordedRollout(source_id=source_id, error="has no assistant message")
+    shaped = _shaped(trajectory.shaped_rewards or [], len(steps))
+    if shaped is None:
+        num = len(trajectory.shaped_rewards or [])
+        return RecordedRollout(
+            source_id=source_id, error=f"has {num} shaped_rewards for {len(steps)} assistant messages"
+        )
+    final = trajectory.reward - math.fsum(reward.value for reward in shaped)
+    rewards = (RecordedReward(value=final, name=REWARD), *shaped)
+    return RecordedRollout(source_id=source_id, steps=tuple(steps), rewards=rewards)
+
+
+def rollouts_of_pair(
+    item: DPOItem,
+    *,
+    score_diff: float = 1.0,
+    tokens: tuple[RecordedTokens | None, RecordedTokens | None] = (None, None),
+) -> tuple[RecordedRollout, RecordedRollout]:
+    """A preference pair as the two members of a group: the chosen one scores `score_diff`, the rejected one 0.
+
+    `tokens`: exact tokens of the chosen and the rejected answer, if known.
+    """
+    messages = _messages(item)
+    return (
+        _pair_member(messages, item.chosen_response, score_diff, tokens[0]),
+        _pair_member(messages, item.rejected_response, 0.0, tokens[1]),
+    )
+
+
+def rollouts_of_items(trajectory: Trajectory) -> tuple[tuple[RecordedRollout, RecordedRollout], ...]:
+    """All pairs of a trajectory of DPOItems, each as a group, with the tokens that it refers to."""
+    diff = score_diff_of(trajectory)
+    return tuple(
+        rollouts_of_pair(
+            item,
+            score_diff=diff,
+            tokens=(tokens_of(trajectory, item, CHOSEN), tokens_of(trajectory, item, REJECTED)),
+        )
+        for item in trajectory.episode
+        if isinstance(item, DPOItem)
+    )
+
+
+def _steps(items: Sequence[EpisodeItem], *, demands_logprobs: bool) -> list[RecordedStep]:
+    steps: list[RecordedStep] = []
+    messages: list[dict[str, JsonValue]] = []
+    for item in items:
+        message = _message(item)
+        if item.role == EpisodeItemRole.ASSISTANT:
+            steps.append(_step(tuple(messages), message, item, demands_logprobs=demands_logprobs))
+        messages.append(message)
+    return steps
+
+
+def _step(
+    messages: tuple[dict[str, JsonValue], ...],
+    answer: dict[str, JsonValue],
+    item: EpisodeItem,
+    *,
+    demands_logprobs: bool,
+) -> RecordedStep:
+    found = Logprobs() if _is_changed(item) else read_logprobs(item.logprobs)
+    tokens = found.tokens()
+    is_known = found.values is not None or tokens is not None
+    return RecordedStep(
+        name=_text(_of(item.metadata, "model_name")),
+        data={"input": list(messages), "output": item.content},
+        tokens=tokens,
+        chat=RecordedChat(messages=messages, answer=answer, logprobs=found.values),
+        untrained=None if is_known or not demands_logprobs else NO_LOGPROBS,
+    )
+
+
+def text_sha256(text: str) -> str:
+    """sha256 (hex) of a message's text."""
+    return hashlib.sha256(text.encode(errors="surrogatepass")).hexdigest()
+
+
+def _is_changed(item: EpisodeItem) -> bool:
+    """Whether a message's text differs from the text of its tokens."""
+    known = _of(item.metadata, CONTENT_SHA256)
+    return known is not None and known != text_sha256(item.content)
+
+
+def _pair_member(
+    messages: tuple[dict[str, JsonValue], ...], response: str, score: float, tokens: RecordedTokens | None
+) -> RecordedRollout:
+    answer: dict[str, JsonValue] = {"role": "assistant", "content": response}
+    step = RecordedStep(
+        data={"input": list(messages), "output": response},
+        tokens=tokens,
+        chat=RecordedChat(messages=messages, answer=answer),
+    )
+    compared = RecordedReward(value=score, name="score", step=0, is_score=True)
+    return RecordedRollout(steps=(step,), rewards=(RecordedReward(value=score, name="score"), compared))
+
+
+def _messages(item: DPOItem) -> tuple[dict[str, JsonValue], ...]:
+    if isinstance(item.prompt, str):
+        return ({"role": "user", "content": item.prompt},)
+    return tuple({"role": message.role, "content": message.content} for message in item.prompt)
+
+
+def _message(item: EpisodeItem) -> dict[str, JsonValue]:
+    role = _CHAT_ROLES.get(item.role, item.role.value)
+    message: dict[str, JsonValue] = {"role": role, "content": item.content}
+    for key in ("tool_calls", "tool_call_id", "name"):
+        value = _of(item.metadata, key)
+        if value is not None:
+            message[key] = orjson.loads(orjson.dumps(value, default=str))
+    return message
+
+
+def _shaped(values: Sequence[float], num_steps: int) -> tuple[RecordedReward, ...] | None:
+    if (values and len(values) != num_steps) or not all(map(math.isfinite, values)):
+        return None
+    return tuple(RecordedReward(value=value, name=STEP_REWARD, step=step) for step, value in enumerate(values))
+
+
+def _source_id(trajectory: Trajectory) -> str:
+    found = _of(trajectory.metadata, "id")
+    generation = _of(trajectory.metadata, "generation")
+    parts = [str(part) for part in (found, generation) if part is not None]
+    return "/".join(parts)
+
+
+def _of(metadata: dict[str, Any] | None, key: str) -> Any:
+    return (metadata or {}).get(key)
+
+
+def _text(value: Any) -> str | None:
+    return value if isinstance(value, str) else None
+
+
+REFERENCES = "references"
+CHOSEN, REJECTED = "chosen", "rejected"
+
+
+def trajectory_of(pair: CandidatePair, *, reward_from_score_diff: bool, metadata: Mapping[str, Any]) -> Trajectory:
+    """A pair as a trajectory of one DPOItem; `metadata`: further identifying keys (run_id, epoch, ...)."""
+    chosen, rejected = pair.chosen, pair.rejected
+    item = DPOItem(prompt=_prompt(chosen), chosen_response=chosen.response, rejected_response=rejected.response)
+    return Trajectory(
+        episode=[item],
+        reward=pair.score_diff if reward_from_score_diff else chosen.score,
+        metadata={
+            **metadata,
+            "dpo_type": "preference_pair",
+            "id": chosen.example_id,
+            "example_id": chosen.example_id,
+            "turn_id": chosen.turn_id,
+            "turn_index": chosen.turn_index,
+            "score_diff": pair.score_diff,
+            "chosen_score": chosen.score,
+            "rejected_score": rejected.score,
+            "chosen_index": chosen.index,
+            "rejected_index": rejected.index,
+            REFERENCES: {
+                CHOSEN: {**chosen.reference, "content_sha256": _content_sha256(item, chosen.response)},
+                REJECTED: {**rejected.reference, "content_sha256": _content_sha256(item, rejected.response)},
+            },
+        },
+    )
+
+
+def score_diff_of(trajectory: Trajectory) -> float:
+    """The score difference of a trajectory's pairs: from its metadata, else its reward, else 1."""
+    told = (trajectory.metadata or {}).get("score_diff")
+    known = (value for value in (told, trajectory.reward) if isinstance(value, int | float))
+    return next((float(value) for value in known if 0 < value < float("inf")), 1.0)
+
+
+def tokens_of(trajectory: Trajectory, item: DPOItem, side: str) -> RecordedTokens | None:
+    """Exact tokens of the `chosen` or `rejected` answer, if they are referred to and its content is unchanged."""
+    reference: Mapping[str, Any] = ((trajectory.metadata or {}).get(REFERENCES) or {}).get(side) or {}
+    response = item.chosen_response if side == CHOSEN else item.rejected_response
+    if reference.get("content_sha256") != _content_sha256(item, response):
+        return None
+    return read_logprobs(reference.get("tokens")).tokens()
+
+
+def _prompt(candidate: ScoredCandidate) -> list[OpenAIMessage] | str:
+    if isinstance(candidate.prompt, str):
+        return candidate.prompt
+    return [OpenAIMessage(role=role, content=text) for role, text in candidate.prompt]
+
+
+def _content_sha256(item: DPOItem, response: str) -> str:
+    return codec.canonical_digest([item.model_dump(mode="json")["prompt"], response])

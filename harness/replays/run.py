@@ -1,0 +1,186 @@
+"""Replay of one run from its topics or an export: runs the requested comparisons and reports them together."""
+
+import asyncio
+import os
+from collections.abc import Callable
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rollstream.eventlog.artifacts import ArtifactStore
+from rollstream.eventlog.kafka.topic_ids import check_topics
+from rollstream.harness.replays.kept import check_ends
+from rollstream.harness.runs.stored_config import TRUST
+from rollstream.harness.services.workspace import Workspace
+from rollstream.replay.completeness import compare_named
+from rollstream.replay.report import Report, compare_log
+from rollstream.replay.source import RunEvents, Source, of_type, read_run
+from rollstream.replay.verify import verify
+from rollstream.schemas.errors import ConfigError, NotAllowedError
+from rollstream.schemas.events import BatchPlanned, JobSubmitted
+from rollstream.schemas.kafka import KafkaSettings
+from rollstream.schemas.permissions import ALLOW_VARIABLE, CODE, Permissions, named_by_algorithm, names_of, shown
+
+if TYPE_CHECKING:
+    from rollstream.harness.replays.what_if import WhatIfOutcome
+
+
+@dataclass(frozen=True, slots=True)
+class ReplayRequest:
+    """The parts of a run to replay. `first`, `last`: versions to train again, both included."""
+
+    run_id: str
+    verify: bool
+    train: bool
+    epoch: int | None = None
+    first: int | None = None
+    last: int | None = None
+    workers: int = 1
+    any_libraries: bool = False
+    trust: bool = False
+    """Expand the variables that the recorded settings name."""
+
+
+async def replay_run(
+    source: Source,
+    place: Workspace,
+    request: ReplayRequest,
+    tell: Callable[[str], None],
+    warn: Callable[[str], None],
+    before_training: Callable[[], None] = lambda: None,
+) -> Report:
+    """Replay a run.
+
+    `tell` receives progress messages, `warn` skipped checks. `before_training`: called in a thread before the learner
+    is imported; it waits for another thread that imports it, because of two threads that import transformers at the
+    same time one may find modules that are only partly initialised. Raises ConfigError, LogError (TruncatedError names
+    removed records), ArtifactError, ModelError.
+    """
+    report = Report()
+    checkpoints = place.folder / "checkpoints"
+    async with source.open() as (log, artifacts):
+        tell(f"reading run {request.run_id}")
+        if source.export is None:
+            await check_ends(log, place.folder, warn)
+        events = await read_run(log, request.run_id)
+        artifacts = artifacts or ArtifactStore(place.artifact_uri())
+        compare_log(events, report)
+        compare_named(events, report)
+        if request.verify:
+            verified = await verify(
+                log,
+                events,
+                artifacts,
+                epoch=request.epoch,
+                checkpoints=checkpoints if source.export is None else None,
+                has_checkpoints=place.has_trained(request.run_id),
+                source=source,
+                workers=request.workers,
+                tell=tell,
+            )
+            report.add(verified)
+        if request.train:
+            await asyncio.to_thread(before_training)
+            from rollstream.replay.training import check_libraries, train
+
+            if not request.any_libraries:
+                check_libraries(events.started)
+            first, last = request.first, request.last
+            if request.epoch is not None and first is None and last is None:
+                first, last = versions_of_epoch(events, request.epoch)
+            trained = await train(
+                log,
+                events,
+                artifacts,
+                checkpoints=checkpoints,
+                first=first,
+                last=last,
+                tell=tell,
+                permissions=_permissions(events, trust=request.trust),
+            )
+            report.add(trained)
+    return report
+
+
+def _permissions(events: RunEvents, *, trust: bool) -> Permissions:
+    """Names that recorded settings may use: those allowed on this machine, or all if they are trusted.
+
+    Raises NotAllowedError naming the variable or the algorithm that is not allowed.
+    """
+    jobs = [job.settings for job, _ in of_type(events.by_topic.get("jobs", ()), JobSubmitted)]
+    named = {name: ("model.path", "expanded") for job in jobs for name in names_of(job.model.path)}
+    named |= {name: ("algorithm", "imported") for job in jobs for name in named_by_algorithm(job.algorithm.name)}
+    allowed = {*os.environ.get(ALLOW_VARIABLE, "").replace(",", " ").split()}
+    for name in () if trust else sorted(named.keys() - allowed):
+        place, what = named[name]
+        shown_as = shown(name) if name.startswith(CODE) else name
+        raise NotAllowedError(
+            f"the recorded {place} of run {events.run_id} names {shown_as}, which would be {what} here; set "
+            f"{ALLOW_VARIABLE}='{name}', or give {TRUST} if you trust the author of the run"
+        )
+    return Permissions.of(named.keys() | allowed, os.environ)
+
+
+async def what_if_run(
+    kafka: KafkaSettings,
+    place: Workspace,
+    run_id: str,
+    file: Path,
+    tell: Callable[[str], None],
+    *,
+    export: Path | None = None,
+    trust: bool = False,
+) -> "WhatIfOutcome":
+    """Plan and train a what-if of a run, see `what_if`. `export`: the export to read instead of the topics."""
+    from rollstream.harness.replays.what_if import what_if
+    from rollstream.replay.archive.log import open_export
+    from rollstream.replay.archive.manifest import read_manifest
+    from rollstream.replay.what_if.imports import OpenedExport
+
+    store = ArtifactStore(place.artifact_uri())
+    async with AsyncExitStack() as stack:
+        if export is not None:
+            num_partitions = len(read_manifest(export).topics["trajectories"].partitions)
+            await _ensure_topics(kafka, place, num_partitions)
+        log, _ = await stack.enter_async_context(Source(kafka).open())
+        exported: OpenedExport | None = None
+        if export is not None:
+            tell(f"checking {export}")
+            exported = OpenedExport(*await stack.enter_async_context(open_export(export)))
+        tell(f"reading run {run_id}")
+        events = await read_run(exported.log if exported else log, run_id)
+        checkpoints = place.folder / "checkpoints"
+        return await what_if(
+            log, events, store, file, checkpoints=checkpoints, tell=tell, exported=exported, trust=trust
+        )
+
+
+async def _ensure_topics(kafka: KafkaSettings, place: Workspace, num_partitions: int) -> None:
+    """Create the topics of a new log; `num_partitions` is used only then. Raises TopicError."""
+    from rollstream.eventlog.kafka.log import KafkaLog
+
+    async with KafkaLog(kafka, client_id="rollstream-replay") as log:
+        if "trajectories" in await log.topic_ids():
+            num_partitions = await log.num_partitions("trajectories")
+        await log.ensure_topics(num_partitions=num_partitions)
+        check_topics(place.folder, await log.cluster_id(), await log.topic_ids())
+
+
+async def project(kafka: KafkaSettings, place: Workspace) -> None:
+    """Project the log into a workspace's metrics file, if no service does. Raises LogError, MetricsFileError."""
+    from rollstream.metrics.projection.database import metrics_file
+    from rollstream.metrics.projection.projector import project_to_end
+
+    async with Source(kafka).open() as (log, _):
+        await project_to_end(log, metrics_file(place.folder))
+
+
+def versions_of_epoch(events: RunEvents, epoch: int) -> tuple[int, int]:
+    """First and last version trained in an epoch of the run's last job. Raises ConfigError if there are none."""
+    batches = [event for event, _ in of_type(events.by_topic.get("batches", ()), BatchPlanned)]
+    last_job = batches[-1].job_id if batches else ""
+    found = [event.yields_version for event in batches if event.epoch == epoch and event.job_id == last_job]
+    if not found:
+        raise ConfigError(f"run {events.run_id} trained nothing in epoch {epoch}")
+    return min(found), max(found)

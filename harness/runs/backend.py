@@ -1,0 +1,175 @@
+"""The backend of the harness' components: one run on its log, followed as it goes on. One a workspace in a process.
+
+`rollstream finetune` opens it before it builds components; under another harness our adapter's `initialize` does
+(`open_backend`). Constructors of components connect to nothing. Whoever cleans up closes it.
+"""
+
+import asyncio
+import atexit
+from collections import Counter
+from collections.abc import Coroutine
+from contextlib import AsyncExitStack
+from pathlib import Path
+from typing import Any
+
+from rollstream.eventlog.artifacts import ArtifactStore
+from rollstream.eventlog.log import EventLog
+from rollstream.harness.config.dataset import Example
+from rollstream.harness.config.file import Loaded
+from rollstream.harness.config.resolve import block_of, is_ours
+from rollstream.harness.runs.conductor import POLL_S, Conductor, background_work
+from rollstream.harness.runs.display import Display
+from rollstream.harness.runs.plan import RunPlan
+from rollstream.harness.runs.progress import JobProgress
+from rollstream.harness.runs.run_context import (
+    MIN_FREE_SHARE,
+    RunContext,
+    RunRequest,
+    WorkspaceLease,
+    connected,
+    folders_of,
+    has_room,
+    held,
+)
+from rollstream.harness.runs.view import JobView, RunView
+from rollstream.processors.curate.tasks import load_dataset
+from rollstream.schemas.config import RunConfig
+from rollstream.schemas.errors import ConfigError
+from rollstream.schemas.settings import JobSpec
+
+_OPEN: dict[Path, "Backend"] = {}
+
+
+class Backend(Conductor):
+    """A run, its log, and what both hold. Use it as an async context, or `start` and `close` it."""
+
+    def __init__(
+        self,
+        log: EventLog,
+        artifacts: ArtifactStore,
+        run: RunPlan,
+        config: RunConfig,
+        *,
+        workspace: Path,
+        display: Display | None = None,
+    ) -> None:
+        self.display = display or Display()
+        self.view = RunView()
+        super().__init__(log, run, self.display.update, on_event=self.view.take)
+        self.artifacts = artifacts
+        self.config = config
+        self.workspace = workspace.absolute()
+        self.epoch_offset = 0
+        """Epochs that were done before a foreign trainer, which counts from 0, went on with the run."""
+        self.left_out: dict[int, frozenset[str]] = {}
+        """By epoch that is not submitted yet: trajectories that the trainer's curriculum has left out."""
+        self.curriculum_percentile: float | None = None
+        """How far the trainer's curriculum has opened; it rides along with what is submitted."""
+        self.empty_epochs: dict[int, str] = {}
+        """Why a trainer submitted nothing for an epoch: a key of `untrained.EMPTY`."""
+        self.is_own = False
+        """Opened by the components themselves, which then end the run and close this."""
+        self.is_finished = False
+        """The run was ended by its conductor."""
+        self._examples: tuple[Example, ...] | None = None
+
+    @property
+    def spec(self) -> JobSpec:
+        """The job that components submit to: the run's last."""
+        return self.run.jobs[-1]
+
+    @property
+    def job(self) -> JobView:
+        """That job's groups, seals and submissions."""
+        return self.view.job(self.spec.job_id)
+
+    @property
+    def job_progress(self) -> JobProgress:
+        """Where that job is."""
+        return self.progress.job(self.spec.job_id)
+
+    @property
+    def examples(self) -> tuple[Example, ...]:
+        """The run's examples, in the order of its dataset. Raises ArtifactError."""
+        if self._examples is None:
+            rows = load_dataset(self.artifacts, self.run.started)
+            self._examples = tuple(Example(example_id, dict(inputs)) for example_id, inputs in rows.items())
+        return self._examples
+
+    async def start(self, *background: Coroutine[Any, Any, None]) -> None:
+        """As a conductor's. Raises ConfigError if a backend is open in the workspace already."""
+        if _OPEN.setdefault(self.workspace, self) is not self:
+            for work in background:
+                work.close()
+            raise ConfigError(f"workspace {self.workspace}: a run is conducted there already in this process")
+        await super().start(*background)
+
+    async def close(self) -> None:
+        """Let go of everything, in order. Closing twice changes nothing."""
+        if _OPEN.get(self.workspace) is self:
+            del _OPEN[self.workspace]
+        await super().close()
+
+    async def begin(self) -> None:
+        """Write what the log lacks until the job has started; earlier jobs of the run are conducted to their end.
+
+        Raises RunFailedError if one of them cannot be done, or the run is over.
+        """
+        while self.job_progress.started is None:
+            seen = self.num_changes
+            await self.announce()
+            self.check()
+            await self.changed(POLL_S, since=seen)
+
+    async def wait_for_disk(self, min_free_share: float = MIN_FREE_SHARE) -> None:
+        """Wait until there is room on the disks for a next epoch. Raises RunFailedError if the run ends before."""
+        folders = folders_of(self.config, self.workspace, self.artifacts)
+        while not has_room(folders, self.display, min_free_share):
+            self.check()
+            await asyncio.sleep(POLL_S)
+
+    @property
+    def num_empty(self) -> Counter[str]:
+        """Epochs that the trainer says it submitted nothing for, by cause."""
+        return Counter(self.empty_epochs.values())
+
+
+async def started_backend(run_request: RunRequest, lease: WorkspaceLease, run: RunContext, display: Display) -> Backend:
+    """The backend of a run that is connected already, its services looked after. Raises ConfigError, LogError."""
+    config = run_request.config
+    backend = Backend(run.log, run.artifacts, run.run, config, workspace=lease.place.workspace, display=display)
+    backend.on_activity = run.supervisor.progressed
+    await backend.start(*background_work(lease, run, config, display.say))
+    return backend
+
+
+def opened(workspace: Path) -> Backend | None:
+    """The backend that is open in a workspace, if there is one."""
+    return _OPEN.get(workspace.absolute())
+
+
+async def open_backend(loaded: Loaded, workspace: Path, name: str, display: Display | None = None) -> Backend:
+    """Open a backend for components that another harness conducts: broker, services, and a new run whose planning is
+    `submitted`. Raises RollstreamError.
+    """
+    display = display or Display()
+    run_request = RunRequest(_submitted(loaded), workspace, name)
+    async with AsyncExitStack() as stack:
+        lease = stack.enter_context(held(run_request, display))
+        run = await stack.enter_async_context(connected(run_request, lease, display))
+        atexit.register(run.supervisor.kill)  # for whoever never closes
+        backend = await started_backend(run_request, lease, run, display)
+        backend.is_own = True
+        backend.hold(stack.pop_all())
+        return backend
+
+
+def _submitted(loaded: Loaded) -> Loaded:
+    """The same configuration, conducted by components; what is stored says so too."""
+    config, name = loaded.config, loaded.config.finetuning.trainer
+    trainer = config.trainer.model_copy(update={"planning": "submitted"})
+    written: dict[str, Any] = {**loaded.written}
+    blocks: Any = written.get("trainers", {})
+    if is_ours(block_of(loaded.finetune, "trainer")) and isinstance(blocks.get(name), dict):
+        written["trainers"] = {**blocks, name: {**blocks[name], "planning": "submitted"}}
+    return loaded._replace(config=config.model_copy(update={"trainer": trainer}), written=written)

@@ -1,0 +1,125 @@
+"""Reads the events of a run, or of all, from the log into their progress. Only looks, never writes."""
+
+import logging
+from collections.abc import AsyncGenerator, Callable
+
+from rollstream.eventlog.codec import event_id_of, kind_of
+from rollstream.eventlog.log import EventLog, LogReader, Received, Record, TopicPartition
+from rollstream.eventlog.reading import MOST_RECORDS, decoded, read_events, read_to_end
+from rollstream.eventlog.run_offsets import ends_now, start_offsets_of
+from rollstream.harness.runs.progress import Progress, evolve
+from rollstream.learner.progress import GroupState, LogState
+from rollstream.learner.progress import evolve as evolve_weights
+from rollstream.schemas import ids
+from rollstream.schemas.base import Event
+from rollstream.schemas.events import RunContinued, WeightsCollected
+
+TOPICS = ("groups", "batches", "jobs", "weights")
+
+logger = logging.getLogger(__name__)
+
+
+class Follower:
+    """A run's progress and how many records of it were read. Open it with `follow`."""
+
+    def __init__(
+        self, log: EventLog, reader: LogReader, run_id: str, on_event: Callable[[Event], None] | None = None
+    ) -> None:
+        """`on_event` is given every event of the run, also those that are not needed for progress."""
+        self._log = log
+        self._reader = reader
+        self._run_id = run_id
+        self._on_event = on_event
+        self.progress = Progress(run_id)
+        self.num_changes = 0
+        """Records of the run so far, those that are not decoded included; its own signs of life apart."""
+
+    async def advance(self, timeout_s: float) -> Progress:
+        """Progress after the next records; the same object if nothing changed within `timeout_s`."""
+        for record in await self._reader.poll(timeout_s=timeout_s):
+            event = self._event(record)
+            if event is not None:
+                self.progress = evolve(self.progress, event)
+                if self._on_event is not None:
+                    self._on_event(event)
+        return self.progress
+
+    async def catch_up(self) -> Progress:
+        """Progress at the end that the topics had when this was called."""
+        ends = {topic: (await self._log.end_offsets(topic))[0] for topic in TOPICS}
+        while any(self._reader.position(TopicPartition(topic, 0)) < end for topic, end in ends.items()):
+            await self.advance(1.0)
+        return self.progress
+
+    async def close(self) -> None:
+        """Let go of the connection."""
+        await self._reader.close()
+
+    def _event(self, record: Record) -> Event | None:
+        if record.key is None or not ids.is_key_of_run(record.key, self._run_id):
+            return None
+        if self._is_skipped(record):
+            self.num_changes += 1
+            return None
+        received = decoded(record, warns=True)
+        if received is None:
+            return None
+        self.num_changes += not isinstance(received.event, RunContinued)
+        return received.event
+
+    def _is_skipped(self, record: Record) -> bool:
+        if kind_of(record) not in MOST_RECORDS:
+            return False
+        kind, _, group_id = event_id_of(record).partition(":")
+        return self._on_event is None and not (kind == "group_closed" and ids.is_validation(group_id))
+
+
+async def follow(
+    log: EventLog, run_id: str, *, from_end: bool = False, on_event: Callable[[Event], None] | None = None
+) -> Follower:
+    """A follower of one run, from where its jobs say that it begins; `from_end` if the log holds nothing of it yet.
+
+    `on_event`: see `Follower`.
+    """
+    known = await ends_now(log) if from_end else await start_offsets_of(log, run_id)
+    start = {TopicPartition(topic, 0): known.get(topic, -1) for topic in TOPICS}
+    return Follower(log, await log.reader(start), run_id, on_event)
+
+
+async def read_runs(log: EventLog) -> list[Progress]:
+    """Every run of a log in order of its first record, as far as the log says now."""
+    runs: dict[str, Progress] = {}
+    async for received in read_events(log, TOPICS, skipped=MOST_RECORDS):
+        event = received.event
+        runs[event.run_id] = evolve(runs.get(event.run_id, Progress(event.run_id)), event)
+    return [progress for progress in runs.values() if progress.run is not None]
+
+
+def state_of(progress: Progress) -> str:
+    """How the run ended; else `open`, or `not ended` once its training is over: its RunEnded is to come or is gone."""
+    if progress.ended is not None:
+        return progress.ended.cause
+    return "not ended" if progress.is_training_over() else "open"
+
+
+async def records_of(
+    log: EventLog, topic: str, run_id: str, key: str, skipped: tuple[str, ...] = MOST_RECORDS
+) -> AsyncGenerator[Received, None]:
+    """The events of one key in a topic of one partition, from the run's beginning; `skipped`: kinds left out."""
+    begin = (await log.begin_offsets(topic))[0]
+    start = (await start_offsets_of(log, run_id, (topic,))).get(topic, begin)
+    async for record in read_to_end(log, topic, {0: max(begin, start)}):
+        if record.key == key.encode() and kind_of(record) not in skipped:
+            received = decoded(record)
+            if received is not None:
+                yield received
+
+
+async def versions_of(log: EventLog, model_group: str, version: int) -> tuple[GroupState, WeightsCollected | None]:
+    """A model group's versions, those of void terms left out, and how `version` was collected, if it was."""
+    state, collected = LogState(), None
+    async for received in records_of(log, "weights", ids.run_of(model_group), model_group):
+        evolve_weights(state, received)
+        if isinstance(received.event, WeightsCollected) and version in received.event.versions:
+            collected = received.event
+    return state.group(model_group), collected

@@ -1,0 +1,284 @@
+"""How a run ends: its final model, its last event, and its summary."""
+
+import asyncio
+import functools
+import logging
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, Literal, NamedTuple
+
+from rollstream.eventlog.artifact_retry import Room, retrying
+from rollstream.eventlog.artifacts import ArtifactStore
+from rollstream.eventlog.log import EventLog
+from rollstream.harness.runs.follower import records_of, versions_of
+from rollstream.harness.runs.plan import RunPlan
+from rollstream.harness.runs.progress import NOTHING_PUBLISHED, JobProgress, Progress, Published
+from rollstream.harness.runs.untrained import CURRICULUM, NOTHING_SUBMITTED, read_untrained
+from rollstream.processors.curate import gate
+from rollstream.schemas import ids
+from rollstream.schemas.config import RunConfig
+from rollstream.schemas.errors import ArtifactError, RollstreamError, StoreUnavailableError
+from rollstream.schemas.events import GroupClosed, RunEnded, VersionJudged, WeightsPublished
+from rollstream.schemas.settings import JobSpec
+from rollstream.schemas.variables import expand
+
+CATCH_UP_TIMEOUT_S = 60.0
+RETRY_S = 0.2
+SHARE_SHOWN = 10
+"""Rewards are compared between the first and the last tenth of the last job's epochs."""
+NOTHING_TRAINED = "nothing was trained"
+NO_REASON = "no reason was recorded; the logs of the services may have it"
+OUTCOMES = (
+    'rollstream sql --format json "SELECT outcome, o.cause, message, count(*) FROM outcomes o '
+    'JOIN rollouts USING (rollout_id) GROUP BY ALL"'
+)
+"""As JSON, for a table cuts long messages."""
+
+logger = logging.getLogger(__name__)
+
+
+class Outcome(NamedTuple):
+    """The outcome of a run."""
+
+    run_id: str
+    status: Literal["completed", "failed", "stopped", "abandoned"]
+    version: int
+    message: str = ""
+    output_dir: Path | None = None
+    """Folder of the final model; None if there is none."""
+    num_epochs: int = 0
+    first_reward: float | None = None
+    last_reward: float | None = None
+    seconds: float = 0.0
+    restarts: int = 0
+
+    @property
+    def exit_code(self) -> int:
+        """0 for a run that was completed or stopped by its user."""
+        return 0 if self.status in ("completed", "stopped") else 1
+
+    def as_json(self) -> dict[str, Any]:
+        """For `--result_json_path`."""
+        return {**self._asdict(), "output_dir": None if self.output_dir is None else str(self.output_dir)}
+
+    def summary(self) -> str:
+        """A summary of a few lines. The message of an end that is not a failure comes last."""
+        version = f" at version {self.version}" if self.version >= 0 else ""
+        lines = [f"run {self.run_id} {self.status}{version} after {self.seconds:.0f} s"]
+        if self.message and self.exit_code:
+            lines[0] += f": {self.message}"
+        if self.first_reward is not None and self.last_reward is not None:
+            lines.append(f"reward {self.first_reward:.3f} -> {self.last_reward:.3f} in {self.num_epochs} epochs")
+        if self.output_dir is not None:
+            lines.append(f"model in {self.output_dir}")
+        if self.restarts:
+            lines.append(f"services restarted {self.restarts} times")
+        if self.message and not self.exit_code:
+            lines.append(self.message)
+        return "\n".join(lines)
+
+
+async def end(
+    log: EventLog,
+    artifacts: ArtifactStore,
+    progress: Progress,
+    run: RunPlan,
+    config: RunConfig,
+    empty: Mapping[str, int] = MappingProxyType({}),
+    *,
+    logged: str = "",
+) -> Outcome:
+    """Export the newest or last good version of a run that did not fail, then write RunEnded if nobody has. Idempotent.
+
+    A base model that nothing was trained of is exported only if the configuration asks for it. `empty`: epochs that a
+    trainer submitted nothing for, by cause; `logged`: what others logged meanwhile, which may say why. A full disk is
+    waited for: the run stays open until its model is whole.
+    """
+    state, message, time_ms = await _state(log, progress, run, empty, logged)
+    exported: Path | None = None
+    if state in ("completed", "stopped") and progress.weights is not None:
+        exported, replaced = await _exported(log, artifacts, progress, run, config)
+        if exported is None:
+            message = message or NOTHING_TRAINED
+        message = "; ".join(filter(None, [message, *replaced]))
+    if progress.ended is None:
+        cause = "completed" if state == "completed" else "failed"
+        await log.send(RunEnded(run_id=progress.run_id, time_ms=time_ms, cause=cause, message=message))
+    first, last, num_epochs = _rewards(progress, run)
+    return Outcome(progress.run_id, state, progress.version, message, exported, num_epochs, first, last)
+
+
+def is_trained(progress: Progress) -> bool:
+    """Whether the run has made a version of its own: its first one is what it began with."""
+    return any(_is_trained(one) for one in progress.published.values())
+
+
+def _is_trained(published: Published) -> bool:
+    first, newest = published
+    return first is not None and newest is not None and newest.version > first.version
+
+
+async def _exported(
+    log: EventLog, artifacts: ArtifactStore, progress: Progress, run: RunPlan, config: RunConfig
+) -> tuple[Path | None, list[str]]:
+    """Save the newest version of every trained model group, or the last good one if the newest fails the evaluation
+    gate; where there are several, each in a folder of its name.
+
+    None if none of them has a version of its own; and what to say of versions that are not the newest.
+    """
+    specs = {spec.model_group: spec for spec in run.jobs if not spec.is_frozen}
+    output_dir = config.finetuning.output_dir
+    exported: Path | None = None
+    replaced: list[str] = []
+    for model_group, spec in specs.items():
+        published = progress.published.get(model_group, NOTHING_PUBLISHED)
+        weights = published.newest
+        if weights is None or not (_is_trained(published) or config.adapter.export_untrained):
+            continue
+        good = await good_version(log, artifacts, progress, run, spec, weights)
+        if good is not None:
+            replaced.append(
+                f"version {weights.version} of {model_group} failed its last validation, so version {good.version} is "
+                "saved"
+            )
+            weights = good
+        folder = output_dir / ids.name_of(model_group) if len(specs) > 1 else output_dir
+        local = _with_local_model(weights, spec.job.model.path)
+        room = Room(output_dir, weights.artifact.size_bytes)
+        doing = functools.partial(_export, artifacts, local, folder)
+        await retrying(doing, "save the final model", room=room)
+        exported = output_dir.absolute()
+    return exported, replaced
+
+
+async def good_version(
+    log: EventLog, artifacts: ArtifactStore, progress: Progress, run: RunPlan, spec: JobSpec, newest: WeightsPublished
+) -> WeightsPublished | None:
+    """The last good version of a model group whose newest one failed the validation after the last epoch.
+
+    None if it did not fail, was not validated, or the last good version is gone.
+    """
+    started, planner = progress.job(spec.job_id).started, progress.job(run.jobs[-1].job_id)
+    if started is None or started.plan.gate is None or planner.sealed is None or not planner.sealed.is_last:
+        return None
+    run_id, judged, closed = progress.run_id, None, list[GroupClosed]()
+    async for received in records_of(log, "batches", run_id, run_id):
+        if isinstance(received.event, VersionJudged) and received.event.job_id == spec.job_id:
+            judged = received.event
+    async for received in records_of(log, "groups", run_id, run_id, ()):
+        event = received.event
+        if isinstance(event, GroupClosed) and event.purpose == "validation" and event.epoch > planner.sealed.epoch:
+            closed.append(event)
+    version = gate.final_version(started, closed, newest.version, judged)
+    if version == newest.version:
+        return None
+    group, _ = await versions_of(log, spec.model_group, version)
+    good = group.published.get(version)
+    if good is None or not _is_there(artifacts, good):
+        logger.warning("version %s of %s, the last good one, is gone", version, spec.model_group)
+        return None
+    return good
+
+
+def _is_there(artifacts: ArtifactStore, weights: WeightsPublished) -> bool:
+    try:
+        artifacts.fetch(weights.artifact)
+    except StoreUnavailableError:
+        raise
+    except ArtifactError:
+        return False
+    return True
+
+
+def reason_of(ended: RunEnded) -> str:
+    """The message of the run's end; where a failure was recorded without a reason, that it has none."""
+    return ended.message or ("" if ended.cause in ("completed", "stopped") else NO_REASON)
+
+
+def reason_of_job(spec: JobSpec, job: JobProgress, jobs: Sequence[JobSpec]) -> str:
+    """Why a job of a run that did not succeed ended; with its model group if those of the run have several."""
+    group = f" (model group {ids.name_of(spec.model_group)})" if len({one.model_group for one in jobs}) > 1 else ""
+    return f"job {spec.job_id}{group} {job.outcome}: {job.error or NO_REASON}"
+
+
+async def let_metrics_catch_up(workspace: Path) -> None:
+    """Wait until the projector has everything that is in the log now; a failure is only logged.
+
+    A projector that is just being started again is waited for, and the file left to it.
+    """
+    from rollstream.metrics.sql.client import is_caught_up
+
+    try:
+        async with asyncio.timeout(CATCH_UP_TIMEOUT_S):
+            while not await asyncio.to_thread(is_caught_up, workspace):
+                await asyncio.sleep(RETRY_S)
+    except (RollstreamError, TimeoutError) as error:
+        logger.warning("the metrics have not caught up: %s", error)
+
+
+async def _state(
+    log: EventLog, progress: Progress, run: RunPlan, empty: Mapping[str, int], logged: str
+) -> tuple[Literal["completed", "failed", "stopped", "abandoned"], str, int]:
+    """A run whose jobs are done is completed; one with a job that trained nothing is failed, unless that is the
+    curriculum's doing alone.
+    """
+    if progress.ended is not None:
+        return progress.ended.cause, reason_of(progress.ended), progress.ended.time_ms
+    told = ""
+    for spec in run.jobs:
+        job = progress.job(spec.job_id)
+        if job.outcome != "succeeded":
+            return "failed", reason_of_job(spec, job, run.jobs), job.ended_at_ms
+        if spec.is_frozen or job.num_planned or job.num_trained_groups:
+            continue
+        is_meant, told = await _untrained(log, spec, job, empty)
+        if NOTHING_SUBMITTED in empty and logged:
+            told += f"; logged meanwhile: {logged}"
+        if not is_meant:
+            return "failed", told, job.ended_at_ms
+    return "completed", told, progress.job(run.jobs[-1].job_id).ended_at_ms
+
+
+async def _untrained(log: EventLog, spec: JobSpec, job: JobProgress, empty: Mapping[str, int]) -> tuple[bool, str]:
+    """Whether the curriculum alone left a job nothing to train on, and what became of its rollouts."""
+    found = await read_untrained(log, spec.job_id, spec.plan.tasks_of or spec.job_id)
+    num_empty = max(0, (0 if job.sealed is None else job.sealed.epoch + 1) - len(found.epochs))
+    if spec.plan.planning == "stream" and spec.plan.curriculum.enabled:
+        empty = {CURRICULUM: num_empty} if num_empty else {}
+    elif num_empty and not empty:
+        empty = {NOTHING_SUBMITTED: num_empty}
+    told = f"job {spec.job_id}: {NOTHING_TRAINED}"
+    if job.num_groups and not job.rewards:
+        told += f", none of its {job.num_groups} groups had enough complete rollouts"
+    told += f" ({found.text(empty)})"
+    if found.remedy:
+        told += f"; {found.remedy}"
+    elif found.failed:
+        told += f"; {OUTCOMES} tells more"
+    return found.is_curriculum_alone(empty), told
+
+
+def _with_local_model(weights: WeightsPublished, own: str) -> WeightsPublished:
+    """Weights of the user's own base model, whatever a record says. `own`: its path in the file, as written."""
+    base_model = str(expand(own, os.environ))
+    lora = None if weights.lora is None else {**weights.lora, "base_model_name_or_path": base_model}
+    return weights.model_copy(update={"base_model": base_model, "lora": lora})
+
+
+def _export(artifacts: ArtifactStore, weights: WeightsPublished, output_dir: Path) -> None:
+    from rollstream.learner.model.export import export_model
+
+    export_model(weights, artifacts.fetch(weights.artifact), output_dir)
+
+
+def _rewards(progress: Progress, run: RunPlan) -> tuple[float | None, float | None, int]:
+    """Mean reward at the beginning and at the end of the last job, and its epochs."""
+    job = progress.job(run.jobs[-1].job_id)
+    rewards = [reward for _, reward in job.rewards]
+    num_epochs = 0 if job.sealed is None else job.sealed.epoch + 1
+    if not rewards:
+        return None, None, num_epochs
+    count = max(1, len(rewards) // SHARE_SHOWN)
+    return sum(rewards[:count]) / count, sum(rewards[-count:]) / count, num_epochs

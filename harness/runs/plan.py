@@ -1,0 +1,224 @@
+"""The plan of a new or resumed run: its identity, examples and jobs, consistent with the log."""
+
+import re
+import time
+from datetime import UTC, datetime
+from typing import Literal, NamedTuple
+
+from rollstream.eventlog.artifacts import ArtifactStore
+from rollstream.eventlog.log import EventLog
+from rollstream.eventlog.reading import unknown_run
+from rollstream.harness.config import dataset
+from rollstream.harness.config import file as config_file
+from rollstream.harness.config.file import Loaded
+from rollstream.harness.config.jobs import check_manifests, jobs_of
+from rollstream.harness.config.resolve import RECORDED, block_of
+from rollstream.harness.config.rewards import check_examples
+from rollstream.harness.runs.follower import follow
+from rollstream.harness.runs.preflight import environment_of, users_code
+from rollstream.harness.runs.progress import Progress
+from rollstream.harness.runs.stored_config import check_stored
+from rollstream.learner.versions import library_versions
+from rollstream.producers.league.draw import frozen_player
+from rollstream.producers.league.opponents import PublishedVersions
+from rollstream.schemas import ids
+from rollstream.schemas.config import RunConfig
+from rollstream.schemas.errors import ConfigError, ModelError, TruncatedError
+from rollstream.schemas.events import JobStarted, RunStarted
+from rollstream.schemas.events.training import ForkPoint
+from rollstream.schemas.settings import EXTERNAL, JobSpec
+
+MIN_EXAMPLES = 64
+"""Examples that an environment is asked for when there is no dataset."""
+
+
+class RunPlan(NamedTuple):
+    """The run that the driver conducts."""
+
+    started: RunStarted
+    jobs: tuple[JobSpec, ...]
+    is_new: bool
+    is_over: bool = False
+    """RunEnded is written: what is left is what follows it, the final model, the metrics and the result."""
+
+    @property
+    def is_submitted(self) -> bool:
+        """Whether components conduct the run epoch by epoch (planning `submitted`)."""
+        return self.jobs[-1].plan.planning == "submitted"
+
+
+async def new_run(
+    log: EventLog,
+    artifacts: ArtifactStore,
+    loaded: Loaded,
+    name: str,
+    *,
+    parent: ForkPoint | None = None,
+    run_id: str | None = None,
+    examples: list[dataset.Example] | None = None,
+) -> RunPlan:
+    """A run under a fresh id; its examples are put into the artifact store. Raises ConfigError.
+
+    `parent`: the existing version to branch from (`fork.check_fork`). `run_id`: an unused id (`check_new`), for a run
+    that must use the seeds of a run of another log. `examples`: those of its dataset, where they were read already.
+    """
+    config = loaded.config
+    examples = examples_of(config) if examples is None else examples
+    run_id = run_id or ids.new_run_id(name)
+    jobs = jobs_of(config, run_id, is_fork=parent is not None)
+    check_manifests(jobs)
+    await check_frozen(log, config, run_id)
+    started = RunStarted(
+        run_id=run_id,
+        time_ms=time.time_ns() // 1_000_000,
+        name=name,
+        config=loaded.written,
+        seed=config.adapter.seed,
+        dataset=artifacts.put_bytes(dataset.to_json_lines(examples), suffix=".jsonl"),
+        num_examples=len(examples),
+        num_partitions=config.builder.num_partitions,
+        cluster_id=await log.cluster_id(),
+        library_versions=library_versions(),
+        idle_timeout_s=config.trainer.run_idle_timeout_s,
+        parent=parent,
+        started_at=datetime.now(UTC).isoformat(timespec="seconds"),
+    )
+    return RunPlan(started, jobs, is_new=True)
+
+
+async def check_frozen(log: EventLog, config: RunConfig, run_id: str) -> None:
+    """Raises ConfigError for a frozen opponent of another run that the log does not have, or whose weights are gone."""
+    league, versions = config.builder.league, PublishedVersions(log)
+    wanted = [(written, name) for written in (league.frozen if league else ()) for name in config.by_group()]
+    for written, name in wanted:
+        player = frozen_player(written, ids.model_group(run_id, name))
+        if ids.run_of(player) == run_id:
+            continue  # a version that is to come
+        try:
+            await versions.find(player)
+        except ModelError as error:
+            place = f"trajectory_builders.{config.finetuning.trajectory_builder}.league.frozen"
+            raise ConfigError(f"{place}: {written}: {error}") from error
+
+
+async def check_new(log: EventLog, run_id: str) -> None:
+    """Raises ConfigError if `run_id` is not a valid id or is already in use."""
+    if re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}", run_id) is None:
+        raise ConfigError(f"--run_id {run_id} is not valid; use at most 100 letters, digits, '.', '_' and '-'")
+    follower = await follow(log, run_id)
+    try:
+        progress = await follower.catch_up()
+    finally:
+        await follower.close()
+    if progress.run is not None:
+        raise ConfigError(f"--run_id {run_id}: this run already exists; continue it with --resume")
+
+
+async def open_run(log: EventLog, loaded: Loaded, run_id: str, *, trust: bool = False) -> RunPlan:
+    """A run of the log with the jobs of its own configuration. A run that has ended is not conducted again.
+
+    Raises ConfigError, of it NotAllowedError for what only the stored configuration names, unless `trust`.
+    """
+    progress = await look_up(log, run_id)
+    assert progress.run is not None
+    check_stored(progress.run.config, loaded.written, run_id=run_id, trust=trust)
+    is_fork = progress.run.parent is not None
+    stored = config_file.resolve(dict(progress.run.config))
+    started = progress.job(ids.job_id(run_id, ids.TRAINING)).started
+    planning = stored.config.trainer.planning if started is None else started.plan.planning
+    jobs = jobs_of(planned_as(stored.config, planning), run_id, is_fork=is_fork)
+    trainer = block_of(loaded.finetune, "trainer")
+    is_alike = "planning" not in trainer.model_fields_set or trainer.planning == planning
+    given = planned_as(loaded.config, planning) if is_alike else loaded.config
+    different = _difference(jobs, jobs_of(given, run_id, is_fork=is_fork))
+    if different:
+        raise ConfigError(
+            f"run {run_id} was started with another {different}: "
+            "give it the same file and overrides, or start a new run"
+        )
+    kept = tuple(weighted_as_recorded(spec, progress.job(spec.job_id).started) for spec in jobs)
+    return RunPlan(progress.run, kept, is_new=False, is_over=progress.ended is not None)
+
+
+def planned_as(config: RunConfig, planning: Literal["stream", "submitted"]) -> RunConfig:
+    """The configuration with the planning of the recorded run: `nat finetune` runs epoch by epoch where `rollstream
+    finetune` would stream."""
+    return config.model_copy(update={"trainer": config.trainer.model_copy(update={"planning": planning})})
+
+
+def weighted_as_recorded(spec: JobSpec, recorded: JobStarted | None) -> JobSpec:
+    """A job with the reward weights recorded at its start.
+
+    The same configuration gave other weights in earlier releases, where `finetuning.reward_function` was added to the
+    environment's rewards.
+    """
+    if recorded is None:
+        return spec
+    weights = recorded.rollout.reward_weights
+    return spec._replace(rollout=spec.rollout.model_copy(update={"reward_weights": weights}))
+
+
+async def look_up(log: EventLog, run_id: str) -> Progress:
+    """The progress of a run of the log.
+
+    Raises ConfigError if the run does not exist, TruncatedError if its beginning was removed.
+    """
+    follower = await follow(log, run_id)
+    try:
+        progress = await follower.catch_up()
+    finally:
+        await follower.close()
+    if progress.run is None:
+        raise unknown_run(run_id, (await log.begin_offsets("groups"))[0])
+    if any(job.started and not job.submitted for job in progress.jobs.values()):
+        raise await _cut_off(log, run_id, "jobs")
+    is_trained_here = any(job.submitted and job.submitted.settings.kind != EXTERNAL for job in progress.jobs.values())
+    if any(job.started for job in progress.jobs.values()) and is_trained_here and progress.weights is None:
+        raise await _cut_off(log, run_id, "weights")
+    return progress
+
+
+async def _cut_off(log: EventLog, run_id: str, topic: str) -> TruncatedError:
+    begin, end = (await log.begin_offsets(topic))[0], (await log.end_offsets(topic))[0]
+    return TruncatedError(
+        f"run {run_id} cannot be resumed: topic {topic} partition 0 holds only offsets {begin} to {end - 1}, and "
+        f"earlier records of the run were removed"
+    )
+
+
+def examples_of(config: RunConfig) -> list[dataset.Example]:
+    """The dataset's examples, else the environment's own; none if other components supply them.
+
+    Raises ConfigError. If every example is rolled out in every epoch, the environment makes only the tasks of one
+    epoch.
+    """
+    if config.dataset is not None:
+        return dataset.read_dataset(config.dataset)
+    is_submitted = config.trainer.planning == "submitted"
+    if is_submitted and config.environment == RECORDED:
+        return []
+    environment = environment_of(config)
+    num = config.adapter.tasks_per_epoch if is_submitted else max(MIN_EXAMPLES, config.adapter.tasks_per_epoch)
+    with users_code(f"examples of environment {config.environment}", config):
+        made = list(environment.examples(num, config.adapter.seed))
+    examples = dataset.examples_of(made, f"environment {config.environment}")
+    if config.environment != RECORDED:  # examples are part of the recorded rollouts
+        check_examples(config, examples, f"environment {config.environment}")
+    return examples
+
+
+def _difference(before: tuple[JobSpec, ...], now: tuple[JobSpec, ...]) -> str | None:
+    """The first setting that differs, by its path; none if nothing does."""
+    if {spec.model_group for spec in before} != {spec.model_group for spec in now}:
+        return "agents (their model groups)"
+    if len(before) != len(now):
+        return "warm_start"
+    for one, other in zip(before, now, strict=True):
+        if one.fork != other.fork:
+            return "model_groups.version"
+        for part in ("job", "plan", "rollout"):
+            mine, theirs = getattr(one, part), getattr(other, part)
+            for key in type(mine).model_fields:
+                if getattr(mine, key) != getattr(theirs, key):
+                    return f"{part}.{key}"
+    return None

@@ -1,0 +1,390 @@
+"""Checks before a run starts: folders, files in use, environment, rewards.
+
+The endpoint of a run, seen from the harness: whether its port is free, its API key, which weight version it has.
+"""
+
+import importlib
+import logging
+import os
+import re
+import socket
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import TYPE_CHECKING
+from urllib.parse import urlsplit
+
+from rollstream.harness.config import nat_workflows
+from rollstream.harness.config.jobs import ENDPOINT, MADE_ELSEWHERE, jobs_of
+from rollstream.harness.config.rewards import check_evaluators, check_examples, check_reward, permissions_of, place_of
+from rollstream.harness.runs.progress import Progress
+from rollstream.harness.services.addresses import is_this_machine, is_unspecified
+from rollstream.harness.services.optional_dependencies import check_learner
+from rollstream.producers.league.draw import check_league
+from rollstream.schemas import ids
+from rollstream.schemas.algorithm_settings import PolicyGradientSettings
+from rollstream.schemas.config import RunConfig
+from rollstream.schemas.errors import ConfigError, told
+from rollstream.schemas.services import LOOPBACK, EndpointSection
+from rollstream.schemas.settings import JobSpec
+from rollstream.schemas.variables import conceal, expand
+
+if TYPE_CHECKING:
+    from rollstream.harness.config.dataset import Example
+    from rollstream.producers.rollout.environment import Environment
+
+QUERY_S = 2.0
+"""Seconds that a starting run waits for a query to release the metrics file."""
+ANSWER_S = 10.0
+"""Maximum seconds for the server of a remote workflow to list its routes."""
+_DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+"""Ignores proxies, as rollouts do."""
+
+logger = logging.getLogger(__name__)
+
+
+def check_places(config: RunConfig) -> None:
+    """Raises ConfigError if libraries or the model folder are missing or the output folder cannot be written."""
+    if config.builder.services == "managed" and not config.is_external:
+        check_learner()
+        place = f"trainer_adapters.{config.finetuning.trainer_adapter}"
+        for name, one in config.by_group().items():
+            group = config.adapter.model_groups.get(name)
+            own = "" if group is None or group.model is None else f".model_groups.{name}"
+            where = f"{place}{own}.model.path"
+            check_model(str(expand(one.adapter.model.path, os.environ, where)), where)
+    folder = config.finetuning.output_dir
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(
+            f"finetuning.output_dir: {folder} cannot be created: {error.strerror}; choose another folder"
+        ) from error
+    if not os.access(folder, os.W_OK | os.X_OK):
+        raise ConfigError(
+            f"finetuning.output_dir: {folder} is not writable; choose another folder or change its permissions"
+        )
+
+
+def check_model(path: str, place: str) -> None:
+    """Raises ConfigError naming `place` if `path` is a folder without a model, or a local path that does not exist."""
+    folder = Path(path).expanduser()
+    if folder.is_dir():
+        if not (folder / "config.json").is_file():
+            raise ConfigError(f"{place}: {path} does not contain config.json; give a transformers folder")
+        return
+    parts = path.split("/")
+    is_hub_name = len(parts) <= 2 and all(parts) and not path.startswith((".", "~")) and not Path(parts[0]).is_dir()
+    if not is_hub_name:
+        raise ConfigError(f"{place}: folder {path} does not exist; give a transformers folder or a hub name")
+
+
+def check_result(path: Path | None) -> None:
+    """Raises ConfigError if the result file could not be written at the end of the run."""
+    if path is None:
+        return
+    is_writable = os.access(path, os.W_OK) if path.is_file() else os.access(path.absolute().parent, os.W_OK | os.X_OK)
+    if path.is_dir() or not is_writable:
+        raise ConfigError(f"--result_json_path {path} is not writable; give another path")
+
+
+def check_metrics(config: RunConfig, workspace: Path) -> None:
+    """Raises MetricsFileError if the metrics file cannot be written: it remains locked or is not a database."""
+    from rollstream.metrics.projection.database import FileInUseError, connect, metrics_file
+
+    path = metrics_file(workspace)
+    if config.builder.services != "managed" or not path.exists():
+        return
+    deadline = time.monotonic() + QUERY_S
+    is_free = False
+    while not is_free:
+        try:
+            connect(path, read_only=False).close()
+            is_free = True
+        except FileInUseError:
+            if time.monotonic() > deadline:
+                raise
+            time.sleep(0.1)
+
+
+def check_datasets(config: RunConfig, *, is_new: bool) -> "list[Example] | None":
+    """Reads the dataset of a new run and the validation dataset. Raises ConfigError.
+
+    Returns the examples of the former, None if the run is resumed or has no dataset.
+    """
+    from rollstream.harness.config.file import validation_config
+
+    validation = validation_config(config)
+    examples = _check_dataset(config, "eval.general.dataset or --dataset") if is_new else None
+    if validation is not None and config.validation is not None:
+        is_named = config.validation.dataset is not None
+        file = "validation_dataset" if is_named else f"validation_config_file {config.validation.config}"
+        _check_dataset(validation, file)
+        for name in validation.by_group().keys() - config.by_group().keys():
+            known = ", ".join(config.by_group())
+            raise ConfigError(f"{file}: agents: model group {name} is not one of the run; choose one of: {known}")
+    return examples
+
+
+def _check_dataset(config: RunConfig, place: str) -> "list[Example] | None":
+    from rollstream.harness.config import dataset
+
+    if config.dataset is None:
+        return None
+    try:
+        examples = dataset.read_dataset(config.dataset)
+    except ConfigError as error:
+        raise ConfigError(f"{place}: {error}") from error
+    check_examples(config, examples, f"dataset {config.dataset.file_path}")
+    return examples
+
+
+def check_temperature(config: RunConfig) -> None:
+    """Raises ConfigError if ratios would compare distributions of different temperatures, or greedy decoding.
+
+    `sampling` does not apply to rollouts sampled elsewhere.
+    """
+    algorithm, sampled = config.adapter.algorithm, config.builder.sampling.temperature
+    if not algorithm.needs.behaviour or config.environment in MADE_ELSEWHERE or config.endpoint is not None:
+        return
+    place = f"trajectory_builders.{config.finetuning.trajectory_builder}.sampling.temperature"
+    if sampled == 0:
+        raise ConfigError(
+            f"{place}: 0 decodes greedily, so all rollouts of a task are equal and {algorithm.name} has no ratio to "
+            "the sampling distribution; set it above 0 (validation may use 0 through --validation_config_file)"
+        )
+    if "temperature" in algorithm.model_fields_set and algorithm.temperature != sampled:
+        raise ConfigError(
+            f"trainer_adapters.{config.finetuning.trainer_adapter}.algorithm.temperature: {algorithm.temperature:g} "
+            f"differs from the sampling temperature {place}: {sampled:g}, so ratios would not start at 1; remove "
+            f"algorithm.temperature or set both to the same value"
+        )
+
+
+def check_truncation(config: RunConfig) -> None:
+    """Raises ConfigError if groups with equal rewards are rejected before `truncation_penalty` is subtracted.
+
+    The penalty is meant for groups of which some members were truncated and none succeeded.
+    """
+    specs = {ids.name_of(spec.model_group): spec for spec in jobs_of(config, "run")}
+    for name, one in config.trained().items():
+        _check_truncation(one, specs[name])
+
+
+def _check_truncation(config: RunConfig, spec: JobSpec) -> None:
+    algorithm = config.adapter.algorithm
+    if not isinstance(algorithm, PolicyGradientSettings) or not algorithm.truncation_penalty:
+        return
+    remedies: list[str] = []
+    if spec.plan.planning == "stream" and spec.plan.drop_zero_variance:
+        remedies.append(f"trajectory_builders.{config.finetuning.trajectory_builder}.drop_zero_variance: false")
+    if spec.plan.curriculum.enabled and spec.plan.curriculum.min_reward_diff:
+        remedies.append("finetuning.curriculum_learning.min_reward_diff: 0")
+    if remedies:
+        raise ConfigError(
+            f"trainer_adapters.{config.finetuning.trainer_adapter}.algorithm.truncation_penalty: groups with equal "
+            f"rewards are rejected before it is subtracted; set {' and '.join(remedies)}, or remove the penalty"
+        )
+
+
+def check_workflow(config: RunConfig) -> None:
+    """Raises ConfigError if the server at `--endpoint` does not run a workflow.
+
+    An unreachable server is accepted: it may wait for the run's own endpoint before it starts.
+    """
+    from rollstream.producers.environments.remote_workflow import PATHS, base_url
+
+    if config.endpoint is None:
+        return
+    url = base_url(str(expand(config.endpoint, os.environ, "endpoint")))
+    try:
+        is_there = any(_has(f"{url}{path}") for path in PATHS)
+    except OSError as error:
+        logger.warning("--endpoint %s is not reachable yet: %s", config.endpoint, error)
+        return
+    if not is_there:
+        raise ConfigError(
+            f"--endpoint {config.endpoint}: the server returned 404 for {' and '.join(PATHS)}; give the address of a "
+            f"NAT "
+            "server (`nat serve`), such as http://localhost:8000"
+        )
+
+
+def _has(url: str) -> bool:
+    """Whether a server has a route for any method.
+
+    Most servers answer 405, not 404, for another method of an existing route.
+    """
+    return any(_status(url, method) != 404 for method in ("OPTIONS", "POST"))
+
+
+def _status(url: str, method: str) -> int:
+    """Status of an empty request, which runs no workflow.
+
+    Raises OSError if the server does not answer. User and password of the URL are left out, because urllib takes them
+    for a part of the host name.
+    """
+    parts = urlsplit(url)
+    address = parts._replace(netloc=parts.netloc.rpartition("@")[2]).geturl()
+    request = urllib.request.Request(address, b"" if method == "POST" else None, method=method)
+    try:
+        with _DIRECT.open(request, timeout=ANSWER_S) as response:
+            return response.status
+    except urllib.error.HTTPError as error:
+        return error.code
+
+
+def check_names(config: RunConfig) -> None:
+    """Imports the user's modules and looks the environment and the rewards up. Raises ConfigError.
+
+    With external services nothing is imported here: the names are resolved there.
+    """
+    if config.builder.services == "external":
+        check_evaluators(config)
+        return
+    _import_modules(config)
+    environment = environment_of(config)
+    environment.check_agents(config.builder.agents)
+    if config.builder.league is not None:
+        place = f"trajectory_builders.{config.finetuning.trajectory_builder}.league"
+        if config.environment in MADE_ELSEWHERE:
+            raise ConfigError(f"{place}: rollouts of {config.environment} are sampled elsewhere; remove it")
+        check_league(config.builder.league, place, config.builder.agents, environment.SCRIPTED)
+    check_rewards(config)
+
+
+def check_engines(config: RunConfig) -> None:
+    """Looks up the engines that the run's services are started with, and checks their settings. Raises ConfigError."""
+    from rollstream.producers.engines.table import settings_of
+
+    if config.builder.services == "external":
+        return
+    if not config.is_external:
+        settings_of(
+            config.builder.engine, os.environ, f"trajectory_builders.{config.finetuning.trajectory_builder}.engine"
+        )
+    if config.served is not None:
+        place = f"trainer_adapters.{config.finetuning.trainer_adapter}.endpoint.engine"
+        settings_of(config.served.engine, os.environ, place)
+
+
+def check_rewards(config: RunConfig) -> None:
+    """Imports the user's modules and looks the rewards up, unless rewards are external. Raises ConfigError."""
+    check_evaluators(config)
+    _import_modules(config)
+    for name in config.reward_functions:
+        with users_code(f"{place_of(config, name)}: reward {name}", config):
+            check_reward(config, name)
+
+
+def _import_modules(config: RunConfig) -> None:
+    for module in config.builder.modules:
+        with users_code(f"trajectory_builders.{config.finetuning.trajectory_builder}.modules: {module}", config):
+            importlib.import_module(module)
+
+
+def environment_of(config: RunConfig) -> "Environment":
+    """The run's environment, as its producers build it. Raises ConfigError."""
+    from rollstream.producers.rollout.registry import build_environment
+
+    place = f"workflow or trajectory_builders.{config.finetuning.trajectory_builder}.environment"
+    with users_code(f"{place}: environment {config.environment}", config):
+        try:
+            return build_environment(config.environment, config.builder.environment_config, permissions_of(config))
+        except ConfigError as error:
+            raise ConfigError(f"{place}: {error}{nat_workflows.hint(config.environment)}") from error
+
+
+@contextmanager
+def users_code(place: str, config: RunConfig) -> Iterator[None]:
+    """Turns any exception of user code that runs before a run into a ConfigError, with secrets concealed.
+
+    Logs the traceback of what user code raised.
+    """
+    try:
+        yield
+    except (Exception, SystemExit) as error:
+        if not isinstance(error, ConfigError) or error.__cause__ is not None:
+            logger.info("%s cannot be used", place, exc_info=error)
+        message = str(error) if isinstance(error, ConfigError) else f"{place}: {told(error)}"
+        raise ConfigError(conceal(message, dict(config.builder.environment_config), os.environ)) from error
+
+
+UNSPECIFIED = ("0.0.0.0", "::")
+"""As the host of a URL, they lead to this machine."""
+REFERENCE = re.compile(r"\$\{[A-Za-z_][A-Za-z0-9_]*\}")
+
+
+def check_endpoint(config: RunConfig) -> None:
+    """Raises ConfigError if the configured endpoint cannot be started: with external services, or on a port in use."""
+    if config.served is None:
+        return
+    if config.builder.services == "external":
+        raise ConfigError(
+            "trainer_adapters: endpoint: services are external, so no endpoint is started here; run `rollstream "
+            "serve endpoint` on their host"
+        )
+    if config.served.token is not None and REFERENCE.fullmatch(config.served.token) is None:
+        raise ConfigError(
+            "trainer_adapters: endpoint.token: secrets are not allowed in the file, which is stored with the run; "
+            "write ${NAME} and set that environment variable"
+        )
+    _check_port(config.served)
+
+
+def _check_port(section: EndpointSection) -> None:
+    with socket.socket(socket.AF_INET6 if ":" in section.host else socket.AF_INET) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((section.host, section.port))
+        except OSError as error:
+            raise ConfigError(
+                f"trainer_adapters: endpoint.port {section.port} of {section.host} cannot be used ({error.strerror}); "
+                "set another"
+            ) from error
+
+
+def token_of(config: RunConfig, workspace: Path, environ: Mapping[str, str]) -> str | None:
+    """The API key that requests to the run's endpoint must send; None if it needs none. Raises ConfigError."""
+    from rollstream.producers.openai.keys import section_token
+
+    return None if config.served is None else section_token(config.served, workspace, ENDPOINT, environ)
+
+
+def access_line(config: RunConfig, workspace: Path, environ: Mapping[str, str]) -> str:
+    """The address of the run's endpoint and the file of its API key, never the key itself; empty without an
+    endpoint."""
+    from rollstream.producers.openai.keys import given_token, token_file
+
+    served = config.served
+    if served is None or config.builder.services == "external":
+        return ""
+    if not served.requires_token:
+        key = "without an API key"
+    elif given_token(served, environ):
+        key = "API key as set"
+    else:
+        key = f"API key in {token_file(workspace, ENDPOINT)}"
+    port = f":{served.port}" if served.port else f", port in {workspace / f'{ENDPOINT}.json'}"
+    return f"endpoint {served.host}{port}, {key}"
+
+
+def is_at_endpoint(config: RunConfig, url: str) -> bool:
+    """Whether a URL leads to the run's endpoint; if it listens on all addresses, by any name of this machine."""
+    served = config.served
+    with suppress(ValueError):  # the port is not a number
+        parts = urlsplit(url)
+        if served is not None and parts.hostname is not None and parts.port == served.port:
+            if is_unspecified(served.host):
+                return is_this_machine(parts.hostname)
+            hosts = {*LOOPBACK, *UNSPECIFIED} if served.host in LOOPBACK else {served.host}
+            return parts.hostname in hosts
+    return False
+
+
+def is_served(config: RunConfig, progress: Progress, version: int) -> bool:
+    """Whether the run's endpoint serves at least this version, or the run has no endpoint."""
+    return config.served is None or progress.loaded.get(ENDPOINT, -1) >= version

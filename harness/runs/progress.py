@@ -1,0 +1,234 @@
+"""The progress of a run: a pure fold over its events in groups, batches, jobs and weights.
+
+Used by the driver, by resume and by live progress. Repeated events change nothing, and the order of records from
+different topics does not matter (the log keeps the order within a partition).
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from types import MappingProxyType
+from typing import Literal, NamedTuple
+
+from rollstream.eventlog import terms
+from rollstream.eventlog.terms import Owner
+from rollstream.schemas import ids
+from rollstream.schemas.base import Event
+from rollstream.schemas.events import (
+    BatchPlanned,
+    EpochSealed,
+    EpochStarted,
+    GroupClosed,
+    JobCancelled,
+    JobFailed,
+    JobProgressed,
+    JobStarted,
+    JobSubmitted,
+    JobSucceeded,
+    LearnerClaimed,
+    RunEnded,
+    RunStarted,
+    StepTrained,
+    WeightsLoaded,
+    WeightsPublished,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class JobProgress:
+    """Progress of one job. Epochs and versions are -1 before the first."""
+
+    submitted: JobSubmitted | None = None
+    started: JobStarted | None = None
+    epoch_started: int = -1
+    sealed: EpochSealed | None = None
+    """The newest seal."""
+    rewards: tuple[tuple[int, float], ...] = ()
+    """(epoch, mean reward) of sealed epochs that had a viable group, by epoch."""
+    num_groups: int = 0
+    num_trained_groups: int = 0
+    num_planned: int = 0
+    trained: StepTrained | None = None
+    """The newest trained step."""
+    percent: float = 0.0
+    validated: Mapping[int, frozenset[str]] = field(default_factory=lambda: MappingProxyType({}))
+    """Groups of the newest validation that are closed, by its epoch."""
+    outcome: Literal["succeeded", "failed", "cancelled"] | None = None
+    final_version: int = -1
+    error: str = ""
+    ended_at_ms: int = 0
+
+
+class Published(NamedTuple):
+    """The versions of a model group."""
+
+    first: WeightsPublished | None = None
+    newest: WeightsPublished | None = None
+
+
+NOTHING_PUBLISHED = Published()
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """Progress of one run."""
+
+    run_id: str
+    run: RunStarted | None = None
+    ended: RunEnded | None = None
+    jobs: Mapping[str, JobProgress] = field(default_factory=lambda: MappingProxyType({}))
+    published: Mapping[str, Published] = field(default_factory=lambda: MappingProxyType({}))
+    """By model group."""
+    owners: Mapping[str, Owner] = field(default_factory=lambda: MappingProxyType({}))
+    """Learner by model group."""
+    engines: Mapping[tuple[str, str], int] = field(default_factory=lambda: MappingProxyType({}))
+    """Newest version by model group and engine."""
+
+    @property
+    def model_group(self) -> str:
+        """The model group of the job that plans the run's tasks; other jobs may train further ones on its log."""
+        for name in (ids.TRAINING, ids.WARM_START):
+            job = self.job(ids.job_id(self.run_id, name))
+            if (event := job.submitted or job.started) is not None:
+                return event.model_group
+        return ids.model_group(self.run_id, ids.MODEL_GROUP)
+
+    @property
+    def weights(self) -> WeightsPublished | None:
+        """The newest version of that model group; of equal versions the first."""
+        return self.published.get(self.model_group, NOTHING_PUBLISHED).newest
+
+    @property
+    def first_weights(self) -> WeightsPublished | None:
+        """Its base version."""
+        return self.published.get(self.model_group, NOTHING_PUBLISHED).first
+
+    @property
+    def loaded(self) -> Mapping[str, int]:
+        """Its newest version by engine."""
+        return {engine: version for (group, engine), version in self.engines.items() if group == self.model_group}
+
+    @property
+    def version(self) -> int:
+        """Its newest published version, -1 before the first."""
+        return self.version_of(self.model_group)
+
+    def version_of(self, model_group: str) -> int:
+        """Newest published version of a model group, -1 before the first."""
+        newest = self.published.get(model_group, NOTHING_PUBLISHED).newest
+        return -1 if newest is None else newest.version
+
+    def is_training_over(self) -> bool:
+        """Whether the training job and those that train other model groups on its tasks have ended."""
+        main = ids.job_id(self.run_id, ids.TRAINING)
+        beside = [job for job in self.jobs.values() if job.started is not None and job.started.plan.tasks_of == main]
+        return all(job.outcome is not None for job in (self.job(main), *beside))
+
+    def job(self, job_id: str) -> JobProgress:
+        """Progress of a job; initial if it has no events yet."""
+        return self.jobs.get(job_id, JobProgress())
+
+
+def evolve(progress: Progress, event: Event) -> Progress:
+    """The progress after one more event. Events of other runs and of other kinds change nothing."""
+    if event.run_id != progress.run_id:
+        return progress
+    match event:
+        case RunStarted():
+            return progress if progress.run else replace(progress, run=event)
+        case RunEnded():
+            return progress if progress.ended else replace(progress, ended=event)
+        case LearnerClaimed():
+            owner = terms.claimed(progress.owners.get(event.model_group), event)
+            return replace(progress, owners=MappingProxyType({**progress.owners, event.model_group: owner}))
+        case StepTrained() | WeightsPublished() if terms.is_void(progress.owners.get(event.model_group), event):
+            return progress
+        case WeightsPublished():
+            return _published(progress, event)
+        case WeightsLoaded():
+            place = (event.model_group, event.engine)
+            newest = max(event.version, progress.engines.get(place, -1))
+            return replace(progress, engines=MappingProxyType({**progress.engines, place: newest}))
+        case _:
+            job_id = getattr(event, "job_id", None)
+            return progress if job_id is None else _with_job(progress, job_id, event)
+
+
+def _published(progress: Progress, event: WeightsPublished) -> Progress:
+    known = progress.published.get(event.model_group, NOTHING_PUBLISHED)
+    first = event if known.first is None or event.version < known.first.version else known.first
+    newest = event if known.newest is None or event.version > known.newest.version else known.newest
+    published = {**progress.published, event.model_group: Published(first, newest)}
+    return replace(progress, published=MappingProxyType(published))
+
+
+def _with_job(progress: Progress, job_id: str, event: Event) -> Progress:
+    before = progress.job(job_id)
+    after = _evolve_job(before, event)
+    if after == before:
+        return progress
+    return replace(progress, jobs=MappingProxyType({**progress.jobs, job_id: after}))
+
+
+def _evolve_job(job: JobProgress, event: Event) -> JobProgress:
+    match event:
+        case JobSubmitted():
+            return job if job.submitted else replace(job, submitted=event)
+        case JobStarted():
+            return job if job.started else replace(job, started=event)
+        case EpochStarted():
+            return replace(job, epoch_started=max(job.epoch_started, event.epoch))
+        case EpochSealed():
+            return _sealed(job, event)
+        case BatchPlanned():
+            return replace(job, num_planned=max(job.num_planned, event.index + 1))
+        case StepTrained():
+            return _trained(job, event)
+        case JobProgressed():
+            return replace(job, percent=max(job.percent, event.percent))
+        case GroupClosed():
+            return _validated(job, event)
+        case _:
+            return _ended(job, event)
+
+
+def _sealed(job: JobProgress, event: EpochSealed) -> JobProgress:
+    if job.sealed is not None and event.epoch <= job.sealed.epoch:
+        return job
+    rewards = job.rewards if event.avg_reward is None else (*job.rewards, (event.epoch, event.avg_reward))
+    return replace(
+        job,
+        sealed=event,
+        rewards=rewards,
+        num_groups=job.num_groups + event.num_groups,
+        num_trained_groups=job.num_trained_groups + event.num_trained_groups,
+    )
+
+
+def _validated(job: JobProgress, event: GroupClosed) -> JobProgress:
+    """Training groups are not counted: an epoch's seal summarizes them."""
+    known = job.validated.get(event.epoch, frozenset[str]())
+    is_newest = event.epoch >= max(job.validated, default=-1)
+    if event.purpose != "validation" or event.group_id in known or not is_newest:
+        return job
+    return replace(job, validated=MappingProxyType({event.epoch: known | {event.group_id}}))
+
+
+def _trained(job: JobProgress, event: StepTrained) -> JobProgress:
+    newest = job.trained
+    if newest is not None and event.version <= newest.version:
+        return job
+    return replace(job, trained=event)
+
+
+def _ended(job: JobProgress, event: Event) -> JobProgress:
+    if job.outcome is not None:
+        return job
+    match event:
+        case JobSucceeded():
+            return replace(job, outcome="succeeded", final_version=event.final_version, ended_at_ms=event.time_ms)
+        case JobFailed():
+            return replace(job, outcome="failed", error=event.error, ended_at_ms=event.time_ms)
+        case JobCancelled():
+            return replace(job, outcome="cancelled", error=event.cause, ended_at_ms=event.time_ms)
+        case _:
+            return job

@@ -1,0 +1,319 @@
+"""The resources of a run: workspace, broker, log, artifacts, plan, services; opened and closed in order."""
+
+import asyncio
+import os
+import sys
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator
+from contextlib import AsyncExitStack, ExitStack, asynccontextmanager, contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from rollstream.eventlog.broker.broker import FULL_BYTES, EmbeddedBroker, answers
+from rollstream.eventlog.disk_space import disks_of
+from rollstream.eventlog.kafka.topic_ids import check_topics
+from rollstream.eventlog.log import EventLog
+from rollstream.harness.config.checks import tell_meaningless
+from rollstream.harness.config.file import Loaded, validation_config
+from rollstream.harness.config.jobs import Place, artifact_uri, kafka_block, services_of
+from rollstream.harness.config.nat_workflows import check_sampling
+from rollstream.harness.config.resolve import block_of
+from rollstream.harness.runs.display import Display
+from rollstream.harness.runs.driver import give_signs_of_life
+from rollstream.harness.runs.earlier_output import put_aside
+from rollstream.harness.runs.plan import RunPlan, check_new, new_run, open_run
+from rollstream.harness.runs.preflight import (
+    access_line,
+    check_datasets,
+    check_endpoint,
+    check_engines,
+    check_metrics,
+    check_names,
+    check_places,
+    check_temperature,
+    check_truncation,
+    check_workflow,
+)
+from rollstream.harness.services.liveness import read_sign
+from rollstream.harness.services.serving import GROUPS
+from rollstream.harness.services.sole_use import check_sole_use
+from rollstream.harness.services.supervisor import ChildSpec, Supervisor
+from rollstream.harness.services.workspace import EMBEDDED, NAMES, Workspace, embedded_broker
+from rollstream.replay.fork import check_fork, check_versions, told
+from rollstream.schemas.config import BuilderSection, RunConfig
+from rollstream.schemas.errors import ConfigError
+from rollstream.schemas.events.training import ForkPoint
+from rollstream.schemas.finetuning import FinetuneConfig
+from rollstream.schemas.kafka import KafkaSettings, connection, given, renamed, with_secrets
+
+if TYPE_CHECKING:
+    from rollstream.eventlog.artifacts import ArtifactStore
+    from rollstream.eventlog.kafka.log import KafkaLog
+    from rollstream.harness.config.dataset import Example
+
+MIN_FREE_SHARE = 0.05
+"""Of every disk that a run writes to; below it no next epoch is started."""
+
+
+class RunRequest(NamedTuple):
+    """Which run to open, and where."""
+
+    loaded: Loaded
+    workspace: Path
+    name: str
+    """Of a new run."""
+    resume: str | None = None
+    run_id: str | None = None
+    """Of a new run, in place of a name and six digits."""
+    fork: ForkPoint | None = None
+    trust: bool = False
+    """Trust the names in the stored configuration of the run to resume like those of the user's own file."""
+
+    @property
+    def config(self) -> RunConfig:
+        """The parts of the configuration that the run uses."""
+        return self.loaded.config
+
+
+class WorkspaceLease(NamedTuple):
+    """Resources held while a run is open."""
+
+    place: Place
+    broker: EmbeddedBroker | None
+    """The embedded one, if it was started here."""
+    examples: "list[Example] | None" = None
+    """Of the dataset of a new run; None if it has no dataset of its own."""
+
+
+class RunContext(NamedTuple):
+    """A run on its log, with its services running."""
+
+    log: EventLog
+    artifacts: "ArtifactStore"
+    run: RunPlan
+    supervisor: Supervisor
+
+
+@contextmanager
+def held(run_request: RunRequest, display: Display) -> Iterator[WorkspaceLease]:
+    """Workspace and broker, after all checks that need neither. Raises ConfigError, BrokerError."""
+    config, workspace = run_request.config, Workspace(run_request.workspace)
+    workspace.create()
+    tell_workspaces(run_request.loaded.finetune, run_request.workspace)
+    check_places(config)
+    check_names(config)
+    check_engines(config)
+    if run_request.resume is None:
+        check_sampling(config, run_request.loaded.finetune)
+        for one in config.trained().values():
+            check_temperature(one)
+        check_truncation(config)
+    examples = check_datasets(config, is_new=run_request.resume is None)
+    check_endpoint(config)
+    check_workflow(config)
+    with ExitStack() as stack:
+        if config.builder.services == "managed" or config.builder.bootstrap_servers == EMBEDDED:
+            stack.enter_context(workspace.in_use(f"finetune {run_request.resume or run_request.name}"))
+        check_metrics(config, workspace.folder)
+        kafka, broker = stack.enter_context(broker_of_run(config, workspace))
+        display.say(f"broker {kafka.bootstrap_servers}, logs in {workspace.logs}")
+        yield WorkspaceLease(Place(kafka, artifact_uri(config, workspace.folder), workspace.folder), broker, examples)
+
+
+@asynccontextmanager
+async def connected(run_request: RunRequest, lease: WorkspaceLease, display: Display) -> AsyncIterator[RunContext]:
+    """The new or resumed run on its log, with its services started.
+
+    On exit the services are stopped, then the log is closed.
+    """
+    from rollstream.eventlog.artifacts import ArtifactStore
+    from rollstream.eventlog.kafka.log import KafkaLog
+
+    place = lease.place
+    artifacts = ArtifactStore(place.artifact_uri)
+    async with AsyncExitStack() as stack:
+        log = await stack.enter_async_context(KafkaLog(place.kafka, client_id="rollstream-finetune"))
+        await log.ensure_topics(num_partitions=run_request.config.builder.num_partitions)
+        check_topics(place.workspace, await log.cluster_id(), await log.topic_ids())
+        run = await plan(run_request, log, artifacts, lease.examples)
+        workspace = Workspace(place.workspace)
+        workspace.remember_broker(
+            run_request.config.builder.bootstrap_servers,
+            block_of_run(run_request.config, workspace),
+            artifact_uri=place.artifact_uri,
+        )
+        parent = run.started.parent
+        display.say(f"run {run.started.run_id}" + (f", branched from {told(parent)}" if parent else ""))
+        supervisor = Supervisor([], place.workspace / "logs")
+        if not run.is_over:
+            await _check_sole_use(run_request.config, log, display)
+            if line := access_line(run_request.config, place.workspace, os.environ):
+                display.say(line)
+            signs = asyncio.create_task(give_signs_of_life(log, run.started, is_new=run.is_new))
+            stack.push_async_callback(_cancel, signs)
+            supervisor = _supervisor(run_request.config, place, run.started.run_id, artifacts)
+            if run_request.config.builder.services == "managed":
+                workspace.remember_trained(run.started.run_id)
+        # Last: a run that fails a check must not move files.
+        if run.is_new and (aside := put_aside(run_request.config)) is not None:
+            display.say(f"files of an earlier run in {run_request.config.finetuning.output_dir} were moved to {aside}")
+        supervisor.start()
+        stack.push_async_callback(supervisor.stop)
+        yield RunContext(log, artifacts, run, supervisor)
+
+
+async def plan(
+    run_request: RunRequest, log: EventLog, artifacts: "ArtifactStore", examples: "list[Example] | None"
+) -> RunPlan:
+    """The requested run, new or resumed. Raises ConfigError, TruncatedError."""
+    if run_request.resume is not None:
+        return await open_run(log, run_request.loaded, run_request.resume, trust=run_request.trust)
+    if run_request.fork is not None:
+        await check_fork(log, artifacts, run_request.config, run_request.fork)
+    await check_versions(log, artifacts, run_request.config)
+    if run_request.run_id is not None:
+        await check_new(log, run_request.run_id)
+    return await new_run(
+        log,
+        artifacts,
+        run_request.loaded,
+        run_request.name,
+        parent=run_request.fork,
+        run_id=run_request.run_id,
+        examples=examples,
+    )
+
+
+def folders_of(config: RunConfig, workspace: Path, artifacts: "ArtifactStore") -> list[Path]:
+    """The local folders that a run writes to. Each may be on a different disk."""
+    folders = [workspace, *(workspace / name for name in ("broker", "checkpoints", "logs"))]
+    stored = artifacts.folder
+    return [*folders, *([stored] if stored else []), config.finetuning.output_dir]
+
+
+def has_room(folders: Iterable[Path], display: Display, min_free_share: float = MIN_FREE_SHARE) -> bool:
+    """Whether the next epoch may start: every folder's disk has enough free space. Displays which one has not."""
+    short = [disk for disk in disks_of(folders) if disk.free_bytes < min_free_share * disk.total_bytes]
+    display.note(
+        f"paused: less than {min_free_share:.0%} of the disk of {short[0].folder} is free; free some space"
+        if short
+        else ""
+    )
+    return not short
+
+
+async def _cancel(task: "asyncio.Task[None]") -> None:
+    """Cancel a task; raises the exception that it failed with."""
+    task.cancel()
+    await asyncio.wait({task})
+    if not task.cancelled():
+        task.result()
+
+
+def block_of_run(config: RunConfig, workspace: Workspace) -> dict[str, Any]:
+    """The `kafka:` block that a run connects with.
+
+    Managed services on a shared Kafka cluster get topics and consumer groups of their own workspace, unless the block
+    or ROLLSTREAM_KAFKA_* set others: two sets of services on the same topics would fence each other.
+    """
+    builder = config.builder
+    block = kafka_block(builder, os.environ)
+    if builder.services == "managed" and builder.bootstrap_servers != EMBEDDED and not block.keys() & set(NAMES):
+        return {**block, **workspace.own_names(builder.bootstrap_servers)}
+    return block
+
+
+@contextmanager
+def broker_of_run(config: RunConfig, workspace: Workspace) -> Iterator[tuple[KafkaSettings, EmbeddedBroker | None]]:
+    """The connection settings of the configured broker, and the broker itself if it was started here.
+
+    Raises ConfigError, BrokerError.
+    """
+    builder, place = config.builder, f"trajectory_builders.{config.finetuning.trajectory_builder}.kafka"
+    block = block_of_run(config, workspace)
+    if builder.bootstrap_servers != EMBEDDED:
+        yield connection(builder.bootstrap_servers, block, os.environ, place=place), None
+        return
+    check_embedded(builder, place)
+    with embedded_broker(workspace) as (kafka, broker):
+        yield renamed(kafka, block), broker
+
+
+def check_embedded(builder: BuilderSection, place: str) -> None:
+    """Raises ConfigError for settings of a `kafka:` block that the embedded broker does not accept."""
+    if unneeded := sorted(given(builder.kafka).keys() - {"topic_prefix", "group_prefix"}):
+        raise ConfigError(
+            f"{place}.{unneeded[0]}: not used with the embedded broker; remove it, or set bootstrap_servers"
+        )
+
+
+async def _check_sole_use(config: RunConfig, log: "KafkaLog", display: Display) -> None:
+    """Raises ConfigError if other services are members of our consumer groups.
+
+    A workspace's own broker has no others.
+    """
+    builder = config.builder
+    if builder.services == "managed" and builder.bootstrap_servers != EMBEDDED:
+        place = f"trajectory_builders.{config.finetuning.trajectory_builder}.kafka.group_prefix"
+        groups = [log.kafka.group(service) for service in GROUPS]
+        await check_sole_use(log, groups, place, session_timeout_s=builder.session_timeout_s, say=display.say)
+
+
+def _supervisor(config: RunConfig, place: Place, run_id: str, artifacts: "ArtifactStore") -> Supervisor:
+    """Services in the order in which they are stopped; none if they are external.
+
+    Settings are passed on standard input.
+    """
+    if config.builder.services == "external":
+        return Supervisor([], place.workspace / "logs")
+    specs: list[ChildSpec] = []
+    ranks = {"producers": 0, "endpoint": 0, "processors": 1, "learner": 2, "metrics": 3}
+    for name, settings in services_of(config, place, run_id, validation=validation_config(config)).items():
+        service = name.rsplit("-", 1)[0]
+        command = [
+            sys.executable,
+            "-m",
+            "rollstream.harness.cli.main",
+            "serve",
+            service,
+            "--name",
+            name,
+            "--settings",
+            "-",
+        ]
+        specs.append(ChildSpec(name, command, with_secrets(settings).encode(), ranks[service]))
+    return Supervisor(
+        specs,
+        place.workspace / "logs",
+        silence_s=_silence(Workspace(place.workspace).health),
+        waits_for=lambda: _missing(config, place, folders_of(config, place.workspace, artifacts)),
+    )
+
+
+def _missing(config: RunConfig, place: Place, folders: Iterable[Path]) -> str:
+    """The missing precondition of the services, if any: free disk space, or our own broker being up."""
+    for disk in disks_of(folders):
+        if disk.free_bytes < FULL_BYTES:
+            return f"the disk of {disk.folder} is full"
+    is_ours = config.builder.bootstrap_servers == EMBEDDED
+    if is_ours and not answers(int(place.kafka.bootstrap_servers.rpartition(":")[2])):
+        return "the broker is down"
+    return ""
+
+
+def _silence(health: Path) -> Callable[[str, int], float]:
+    def silence_s(name: str, pid: int) -> float:
+        sign = read_sign(health, name)
+        return sign.age_s if sign is not None and sign.pid == pid else 0.0
+
+    return silence_s
+
+
+def tell_workspaces(finetune: FinetuneConfig, workspace: Path) -> None:
+    """Warn about blocks that name a workspace other than the run's."""
+    for role in ("trajectory_builder", "trainer_adapter"):
+        block = block_of(finetune, role)
+        named: Path | None = getattr(block, "workspace", None)
+        if named is not None and "workspace" in block.model_fields_set and named.absolute() != workspace.absolute():
+            tell_meaningless(
+                f"{role}s.{getattr(finetune, role)}", ("workspace",), f"this run uses {workspace}, given by --workspace"
+            )

@@ -1,0 +1,112 @@
+"""One line of progress on a stream: replaced in place on a terminal, elsewhere a new line at intervals.
+
+Texts are concealed and escaped, and rich does not interpret markup in them.
+"""
+
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING, TextIO
+
+from rollstream.harness.services.concealing import shown
+from rollstream.metrics.sql.printable import terminal_of
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+LIVE_INTERVAL_S = 0.2
+PLAIN_INTERVAL_S = 10.0
+
+
+class LiveLine:
+    """On a terminal, the last text stays visible until it is replaced or cleared."""
+
+    def __init__(
+        self, stream: TextIO, clock: Callable[[], float] = time.monotonic, *, is_live_only: bool = False
+    ) -> None:
+        """`is_live_only`: show no progress if the stream is not a terminal."""
+        self._stream = stream
+        self._clock = clock
+        self._console = terminal_behind(stream)
+        self._is_silent = is_live_only and self._console is None
+        self._next_at = clock()
+        self._shown = ""
+
+    @property
+    def interval_s(self) -> float:
+        """Seconds between progress lines."""
+        return PLAIN_INTERVAL_S if self._console is None else LIVE_INTERVAL_S
+
+    def wait(self) -> None:
+        """Suppress progress for one interval."""
+        self._next_at = self._clock() + self.interval_s
+
+    def is_due(self) -> bool:
+        """Whether progress is due; true once per interval."""
+        if self._clock() < self._next_at:
+            return False
+        self.wait()
+        return True
+
+    def show_when_due(self, text: str) -> None:
+        """Show progress if it is due."""
+        if self.is_due():
+            self.show(text)
+
+    def show(self, text: str) -> None:
+        """Show progress now, replacing the previous text."""
+        if self._is_silent:
+            return
+        if self._console is not None:
+            self.clear()
+            self._write_live(self._console, text)
+        elif text != self._shown:
+            self._stream.write(f"{shown(text)}\n")
+        self._shown = text
+        self._stream.flush()
+
+    def say(self, text: str) -> None:
+        """Write a permanent line; progress continues below it."""
+        self.clear()
+        self._stream.write(f"{shown(text)}\n")
+        self._stream.flush()
+
+    def clear(self) -> None:
+        """Clear the progress text."""
+        if self._console is not None and self._shown:
+            clear_line(self._console)
+            self._shown = ""
+
+    def finish(self) -> None:
+        """Keep the shown text; later output starts on a new line."""
+        if self._console is not None and self._shown:
+            self._stream.write("\n")
+            self._stream.flush()
+            self._shown = ""
+
+    def _write_live(self, console: "Console", text: str) -> None:
+        """Write the part that fits into one row, because only the last row of a wrapped line could be cleared."""
+        from rich.text import Text
+
+        line = Text(shown(text).replace("\n", " ").replace("\t", " "))
+        line.truncate(console.width - 1, overflow="ellipsis")
+        console.print(line, end="", soft_wrap=True)
+
+
+def clear_line(console: "Console") -> None:
+    """Clear the cursor's line."""
+    from rich.control import Control
+    from rich.segment import ControlType
+
+    console.control(Control(ControlType.CARRIAGE_RETURN, (ControlType.ERASE_IN_LINE, 2)))
+
+
+def terminal_behind(stream: TextIO) -> "Console | None":
+    """The terminal of a stream; None if it is not a terminal or cannot move the cursor."""
+    if not stream.isatty():
+        return None
+    from rich.console import Console
+
+    console = Console(
+        file=terminal_of(stream), force_terminal=True, color_system=None, markup=False, highlight=False, emoji=False
+    )
+    return None if console.is_dumb_terminal else console

@@ -1,0 +1,122 @@
+"""The heartbeat of a service: a file that its event loop touches, read by `rollstream health`.
+
+It shows that the event loop runs, not that the service makes progress; `rollstream status` shows lag. Its age is
+measured with the monotonic clock, which all processes of a machine share, does not jump with the wall clock, and on
+Linux and macOS stops while the machine is suspended. For a heartbeat of another machine, the file's date is used. Also
+kills a child when its parent dies for any reason. The child sets this up itself, so the parent needs no fork code.
+Systems other than Linux only check once.
+"""
+
+import asyncio
+import contextlib
+import ctypes
+import functools
+import json
+import logging
+import os
+import platform
+import signal
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+INTERVAL_S = 2.0
+FRESH_S = 30.0
+"""Older signs mean that the process is gone or stuck (a training step may hold the loop for a while)."""
+
+logger = logging.getLogger(__name__)
+
+
+class Sign(NamedTuple):
+    """The newest heartbeat of a service."""
+
+    service: str
+    name: str
+    pid: int
+    age_s: float
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether the heartbeat is recent."""
+        return self.age_s <= FRESH_S
+
+
+async def beat(folder: Path, service: str, name: str, *, interval_s: float = INTERVAL_S) -> None:
+    """Send heartbeats until cancelled, then remove the file. A failed write is logged once."""
+    path = folder / f"{name}.json"
+    is_failing = False
+    try:
+        while True:
+            try:
+                _write(path, service)
+                is_failing = False
+            except OSError as error:
+                if not is_failing:
+                    logger.warning("cannot write the heartbeat %s: %s; retrying", path, error)
+                is_failing = True
+            await asyncio.sleep(interval_s)
+    finally:
+        with contextlib.suppress(OSError):
+            path.unlink(missing_ok=True)
+
+
+def read_sign(folder: Path, name: str) -> Sign | None:
+    """The newest heartbeat of one service, None if there is none."""
+    path = folder / f"{name}.json"
+    try:
+        content: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        age_s = time.time() - path.stat().st_mtime
+        by_clock_s = time.monotonic() - float(content.get("monotonic_s", "inf"))
+        if content.get("boot") == _boot_id() and by_clock_s >= 0:
+            age_s = by_clock_s
+        return Sign(str(content["service"]), name, int(content["pid"]), max(0.0, age_s))
+    except (FileNotFoundError, NotADirectoryError, ValueError, KeyError):
+        return None
+
+
+def _write(path: Path, service: str) -> None:
+    """Replace the file atomically; on a full disk, overwrite the existing one with the same number of bytes."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    now_s = f"{time.monotonic():020.3f}"
+    content = json.dumps({"service": service, "pid": os.getpid(), "boot": _boot_id(), "monotonic_s": now_s}).encode()
+    temporary = path.with_name(f".{path.stem}.tmp")
+    try:
+        temporary.write_bytes(content)
+        temporary.replace(path)
+    except OSError:
+        with path.open("r+b") as there:
+            there.write(content)
+            there.truncate()
+
+
+@functools.cache
+def _boot_id() -> str:
+    """Identifies the monotonic clock of a heartbeat: this machine since its boot."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+    except OSError:
+        return platform.node()
+
+
+def read_signs(folder: Path) -> list[Sign]:
+    """The newest heartbeat of every service of a workspace, by name."""
+    found = [read_sign(folder, path.stem) for path in sorted(folder.glob("*.json"))]
+    return [sign for sign in found if sign is not None]
+
+
+PARENT = "ROLLSTREAM_PARENT"
+"""Environment variable with the parent's process id; set for children only."""
+PR_SET_PDEATHSIG = 1
+
+
+def die_with_parent(environ: Mapping[str, str]) -> None:
+    """Die with the parent process named in the environment; exits at once if it has already died."""
+    parent = environ.get(PARENT)
+    if parent is None:
+        return
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != int(parent):
+        sys.exit(1)

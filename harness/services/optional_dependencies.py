@@ -1,0 +1,46 @@
+"""Libraries that only an extra installs, and what to say when one of them is missing."""
+
+import importlib
+import sys
+from importlib.util import find_spec
+from typing import Any
+
+from rollstream.schemas.errors import ConfigError
+
+OF_LEARNER = ("torch", "transformers", "peft", "safetensors")
+"""Libraries of rollout engine and learner; log, processors and metrics do not need them."""
+
+
+def check_learner() -> None:
+    """Raises ConfigError naming a library of the extra `learner` that is not installed."""
+    for library in OF_LEARNER:
+        if find_spec(library) is None:
+            raise ConfigError(_told(library))
+
+
+def skip_scikit_learn() -> None:
+    """Load transformers' assisted generation as it is without scikit-learn, unless scikit-learn is loaded already.
+
+    Where another package installed scikit-learn, that module imports it, and with it scipy, for a threshold that
+    nothing here uses: a fifth of a service's start. Users' code still imports it, and transformers still finds it.
+    """
+    if "sklearn" in sys.modules or find_spec("transformers") is None:
+        return
+    from transformers import utils
+
+    names: dict[str, Any] = utils.__dict__
+    is_available, names["is_sklearn_available"] = names["is_sklearn_available"], lambda: False
+    try:
+        importlib.import_module("transformers.generation.candidate_generator")
+    finally:
+        names["is_sklearn_available"] = is_available
+
+
+def missing(error: ModuleNotFoundError) -> str | None:
+    """The remedy for an import that failed for want of an extra, None if it is not about an extra."""
+    library = (error.name or "").split(".", 1)[0]
+    return _told(library) if library in OF_LEARNER else None
+
+
+def _told(library: str) -> str:
+    return f"{library} is not installed, which models need: pip install '.[learner]' in rollstream's checkout"

@@ -1,0 +1,244 @@
+"""A workspace folder: its paths, its locks, and its broker (a running one, or one started for a command)."""
+
+import asyncio
+import fcntl
+import os
+import secrets
+import sys
+import time
+from collections.abc import Callable, Coroutine, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from rollstream.eventlog.files import read_json, update_json
+from rollstream.eventlog.private import make_private
+from rollstream.schemas.errors import BrokerError, ConfigError, RollstreamError
+from rollstream.schemas.kafka import KafkaSettings, connection, from_environment, merged, renamed, storable
+from rollstream.schemas.topics import PREFIX
+
+if TYPE_CHECKING:
+    from rollstream.eventlog.broker.broker import EmbeddedBroker
+    from rollstream.eventlog.kafka.log import KafkaLog
+
+T = TypeVar("T")
+
+EMBEDDED = "embedded"
+ARTIFACT_URI = "ROLLSTREAM_ARTIFACT_URI"
+NAMES = ("topic_prefix", "group_prefix")
+GROUP_PREFIX = "rollstream"
+POLL_S = 0.1
+MAX_TRAINED_RUNS = 10_000
+"""The newest ones are remembered."""
+PATIENCE_S = 60.0
+"""How long a broker that another command uses may be down."""
+
+
+class Workspace:
+    """Paths below one workspace folder."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder.absolute()
+        self.logs = self.folder / "logs"
+        self.health = self.folder / "health"
+        self.lock = self.folder / "finetune.lock"
+
+    def create(self) -> None:
+        """Create the folders with access for the owner only.
+
+        Raises ConfigError if they cannot be written or restricted.
+        """
+        try:
+            make_private(self.folder)
+            for folder in (self.logs, self.health):
+                folder.mkdir(mode=0o700, exist_ok=True)
+            probe = self.folder / ".writable"
+            probe.write_bytes(b"")
+            probe.unlink()
+        except OSError as error:
+            raise ConfigError(
+                f"workspace {self.folder} is not writable: {error.strerror}; give another --workspace"
+            ) from error
+
+    @contextmanager
+    def in_use(self, what: str) -> Iterator[None]:
+        """Lock the workspace for the command named `what`. Raises BrokerError if another command holds the lock."""
+        lock = os.open(self.lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                holder = os.pread(lock, 200, 0).decode("utf-8", "replace").strip() or "another process"
+                raise BrokerError(
+                    f"workspace {self.folder} is in use by {holder}; stop it, wait, or give another --workspace"
+                ) from None
+            os.ftruncate(lock, 0)
+            os.pwrite(lock, f"{what} (process {os.getpid()})\n".encode(), 0)
+            yield
+            os.ftruncate(lock, 0)
+        finally:
+            os.close(lock)
+
+    def artifact_uri(self) -> str:
+        """The artifact URI of this workspace's runs, as written: that of the last run, unless given."""
+        told = os.environ.get(ARTIFACT_URI) or self._remembered().get("artifact_uri")
+        return str(told or self.folder / "artifacts")
+
+    def remember_broker(
+        self, bootstrap_servers: str, block: Mapping[str, Any] | None = None, *, artifact_uri: str | None = None
+    ) -> None:
+        """Save the connection settings of this workspace's log for later commands.
+
+        Secrets of the `kafka:` block are saved only as references to variables or files.
+        """
+        self._remember(bootstrap_servers=bootstrap_servers, kafka=storable(block or {}), artifact_uri=artifact_uri)
+
+    def own_names(self, bootstrap_servers: str) -> dict[str, str]:
+        """Prefixes of this workspace's topics and consumer groups on a shared Kafka cluster.
+
+        If the last run used that cluster, its prefixes (possibly none) are kept.
+        """
+        if self.remembered_broker() == bootstrap_servers:
+            block = self.remembered_block()
+            return {name: block[name] for name in NAMES if name in block}
+        own = self._remembered().get("id") or secrets.token_hex(3)
+        self._remember(id=own)
+        return {"topic_prefix": f"{PREFIX}{own}.", "group_prefix": f"{GROUP_PREFIX}-{own}"}
+
+    def remembered_broker(self) -> str:
+        """`embedded`, or the bootstrap servers of the last run of this workspace."""
+        return str(self._remembered().get("bootstrap_servers", EMBEDDED))
+
+    def remembered_block(self) -> dict[str, Any]:
+        """The `kafka:` block of the last run of this workspace."""
+        found = self._remembered().get("kafka")
+        return found if isinstance(found, dict) else {}
+
+    def remember_trained(self, run_id: str) -> None:
+        """Remember that a run's learner works here, so that its checkpoints can be found."""
+        known = [one for one in self._remembered().get("trained_runs", []) if one != run_id]
+        self._remember(trained_runs=[*known, run_id][-MAX_TRAINED_RUNS:])
+
+    def has_trained(self, run_id: str) -> bool:
+        """Whether the learner of a run worked here; always true for runs on the workspace's own broker."""
+        remembered = self._remembered()
+        is_embedded = remembered.get("bootstrap_servers") == EMBEDDED
+        return is_embedded or run_id in remembered.get("trained_runs", [])
+
+    def _remember(self, **values: Any) -> None:
+        update_json(self.folder / "workspace.json", lambda known: {**known, **values})
+
+    def _remembered(self) -> dict[str, Any]:
+        return read_json(self.folder / "workspace.json")
+
+
+@contextmanager
+def broker_of(workspace: Workspace, bootstrap_servers: str | None = None) -> Iterator[KafkaSettings]:
+    """Connection settings of the workspace's broker: a given or running one, else one started here and stopped on exit.
+
+    ROLLSTREAM_KAFKA_* override the settings of the last run. Raises ConfigError if the workspace has no broker, cannot
+    be restricted to its owner or the settings are inconsistent, BrokerError if the broker does not start.
+    """
+    from rollstream.eventlog.broker.broker import own_block
+
+    if workspace.folder.is_dir():
+        make_private(workspace.folder)
+    known = workspace.remembered_broker()
+    wanted = bootstrap_servers or known
+    remembered = workspace.remembered_block() if wanted == known else {}
+    block = merged(own_block(workspace.folder, wanted), remembered, from_environment(os.environ))
+    if wanted != EMBEDDED:
+        yield connection(wanted, block, os.environ)
+        return
+    if not (workspace.folder / "broker").is_dir():
+        raise ConfigError(
+            f"workspace {workspace.folder} has no runs yet; run `rollstream finetune`, or give another --workspace"
+        )
+    with embedded_broker(workspace) as (kafka, _):
+        yield renamed(kafka, block)
+
+
+def on_log(
+    workspace: Workspace,
+    bootstrap_servers: str | None,
+    client_id: str,
+    work: "Callable[[KafkaLog], Coroutine[Any, Any, T]]",
+) -> T:
+    """The result of `work`, called with the log of a workspace's broker. Raises as `broker_of`; LogError."""
+    from rollstream.eventlog.kafka.log import KafkaLog
+
+    async def run(kafka: KafkaSettings) -> T:
+        async with KafkaLog(kafka, client_id=client_id) as log:
+            return await work(log)
+
+    with broker_of(workspace, bootstrap_servers) as kafka:
+        return asyncio.run(run(kafka))
+
+
+@contextmanager
+def embedded_broker(workspace: Workspace) -> Iterator[tuple[KafkaSettings, "EmbeddedBroker | None"]]:
+    """Connection settings of the workspace's own broker, and the broker if it was started here.
+
+    Raises BrokerError. Several commands may use it at once. Users hold a shared lock on `broker/users`, starting and
+    stopping need the exclusive lock, so that only one command starts it, and it is stopped when no other command needs
+    it (at once on Ctrl-C, which does not change the exit status of a command that only waits for others).
+    """
+    from rollstream.eventlog.broker.broker import EmbeddedBroker, find_running, own_block
+
+    path = workspace.folder / "broker" / "users"
+    try:
+        make_private(workspace.folder)
+        path.parent.mkdir(mode=0o700, exist_ok=True)
+        users = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    except OSError as error:
+        raise BrokerError(
+            f"workspace {workspace.folder} is not writable: {error.strerror}; give another --workspace"
+        ) from error
+    broker = EmbeddedBroker(workspace.folder)
+    try:
+        deadline = time.monotonic() + PATIENCE_S
+        while (running := _found(users, workspace)) is None:
+            is_alone = _is_alone(users) and find_running(workspace.folder) is None
+            if is_alone or time.monotonic() > deadline:
+                broker.start()
+            else:
+                time.sleep(POLL_S)
+        try:
+            found = connection(running, own_block(workspace.folder, running), None)
+            yield found, broker if broker.is_running else None
+        except (RollstreamError, OSError):  # raised after the other commands are done, because they need the broker
+            _await_others(broker, users, "this command failed; ")
+            raise
+        _await_others(broker, users)
+    finally:
+        broker.stop()
+        os.close(users)
+
+
+def _await_others(broker: "EmbeddedBroker", users: int, told: str = "") -> None:
+    """Wait while others use a broker that was started here and still runs, or until Ctrl-C."""
+    if not broker.is_running or _is_alone(users):
+        return
+    message = f"{told}waiting for other commands that use this workspace's broker (Ctrl-C stops it now)"
+    with suppress(KeyboardInterrupt):
+        print(message, file=sys.stderr)
+        while broker.is_running and not _is_alone(users):
+            time.sleep(POLL_S)
+
+
+def _found(users: int, workspace: Workspace) -> str | None:
+    """Address of the running broker; it is not stopped while the shared lock is held."""
+    from rollstream.eventlog.broker.broker import find_running
+
+    fcntl.flock(users, fcntl.LOCK_SH)
+    return find_running(workspace.folder)
+
+
+def _is_alone(users: int) -> bool:
+    """Try to take the exclusive lock; if another process holds it, release it."""
+    try:
+        fcntl.flock(users, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        fcntl.flock(users, fcntl.LOCK_UN)
+        return False
+    return True

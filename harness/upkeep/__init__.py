@@ -1,0 +1,1 @@
+"""Dead letters and unused weights of a workspace."""

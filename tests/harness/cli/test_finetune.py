@@ -1,0 +1,187 @@
+"""`finetune` as a process on an embedded broker, its services external and absent: locks, signals, resume, stop."""
+
+import asyncio
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from rollstream.eventlog.kafka.log import KafkaLog
+from rollstream.harness.services.workspace import Workspace, broker_of
+from rollstream.schemas import ids
+from rollstream.schemas.events import GroupClosed, RolloutFailed, WeightsPublished
+from rollstream.schemas.events.training import AttemptOutcome, StepsRange
+from rollstream.schemas.kafka import KafkaSettings
+from rollstream.schemas.settings import ArtifactRef
+
+CLI = [sys.executable, "-m", "rollstream.harness.cli.main"]
+pytestmark = pytest.mark.kafka
+
+
+class Command:
+    """`rollstream` with one workspace."""
+
+    def __init__(self, folder: Path, config: Path) -> None:
+        self.folder = folder
+        self.workspace = folder / "w"
+        self.config = config
+        self.environ = {name: value for name, value in os.environ.items() if not name.startswith("ROLLSTREAM_")}
+
+    def run(self, *arguments: str) -> subprocess.CompletedProcess[str]:
+        command = [*CLI, *arguments, "--workspace", str(self.workspace)]
+        return subprocess.run(command, capture_output=True, text=True, timeout=90, env=self.environ)
+
+    def start(self, *arguments: str) -> subprocess.Popen[str]:
+        command = [*CLI, "finetune", "--config_file", str(self.config), *arguments, "--workspace", str(self.workspace)]
+        with (self.folder / "out.txt").open("w") as out:
+            return subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT, text=True, env=self.environ)
+
+    def output(self) -> str:
+        return (self.folder / "out.txt").read_text()
+
+    def wait_for(self, text: str, process: subprocess.Popen[str]) -> str:
+        deadline = time.monotonic() + 60
+        while text not in self.output():
+            assert process.poll() is None, self.output()
+            assert time.monotonic() < deadline, self.output()
+            time.sleep(0.1)
+        return self.output()
+
+
+@pytest.fixture
+def command(tmp_path: Path, written: dict[str, Any], write: Callable[[dict[str, Any]], Path]) -> Command:
+    written["trajectory_builders"]["b"]["services"] = "external"
+    written["trajectory_builders"]["b"]["environment_config"] = {"high": "${HIGH:-9}"}
+    data = tmp_path / "data.jsonl"
+    data.write_text('{"id": "a", "secret": 1}\n{"id": "b", "secret": 2}\n')
+    written["eval"] = {"general": {"dataset": {"file_path": str(data)}}}
+    return Command(tmp_path, write(written))
+
+
+def lose_the_final_model(workspace: Path, run_id: str) -> None:
+    """Let the log name versions whose artifact the store does not have."""
+
+    async def publish(kafka: KafkaSettings) -> None:
+        log = KafkaLog(kafka, client_id="test")
+        await log.start()
+        await log.send_all(
+            [
+                WeightsPublished(
+                    run_id=run_id,
+                    time_ms=1,
+                    model_group=ids.model_group(run_id, ids.MODEL_GROUP),
+                    job_id=ids.job_id(run_id, "rl"),
+                    batch_id=None,
+                    version=version,
+                    parent=None,
+                    term=0,
+                    weights_sha256="a" * 64,
+                    weights_format="full",
+                    base_model="m",
+                    artifact=ArtifactRef(uri=f"aa/{'a' * 64}.safetensors", sha256="a" * 64, size_bytes=1),
+                )
+                for version in range(2)
+            ]
+        )
+        await log.close()
+
+    with broker_of(Workspace(workspace)) as kafka:
+        asyncio.run(publish(kafka))
+
+
+def fail_a_rollout(workspace: Path, run_id: str, message: str) -> None:
+    """Write what services that run elsewhere would: a rollout that failed, and its group's closing."""
+
+    async def write(kafka: KafkaSettings) -> None:
+        log = KafkaLog(kafka, client_id="test")
+        await log.start()
+        job_id = ids.job_id(run_id, "rl")
+        group_id = ids.group_id(run_id, "rl", 0, 0)
+        rollout_id = ids.rollout_id(group_id, 0, 0)
+        failed = RolloutFailed(
+            run_id=run_id, time_ms=1, group_id=group_id, rollout_id=rollout_id, cause="environment_error",
+            message=message, is_final=True,
+        )  # fmt: skip
+        position = await log.send(failed, partition=0)
+        outcome = AttemptOutcome(
+            rollout_id=rollout_id, member=0, attempt=0, outcome="failed", cause="environment_error"
+        )
+        at = StepsRange(partition=0, first_offset=position.offset, last_offset=position.offset)
+        await log.send(
+            GroupClosed(
+                run_id=run_id, time_ms=1, group_id=group_id, example_id="a", job_id=job_id, epoch=0, index=0,
+                reason="failed", is_viable=False, size=1, members=(), attempts=(outcome,), steps_at=at,
+            )
+        )  # fmt: skip
+        await log.close()
+
+    with broker_of(Workspace(workspace)) as kafka:
+        asyncio.run(write(kafka))
+
+
+def test_a_run_is_locked_interrupted_resumed_and_stopped(command: Command) -> None:
+    first = command.start("--name", "mine")
+    try:
+        run_id = command.wait_for("run mine-", first).split("run mine-")[1].split()[0]
+        run_id = f"mine-{run_id}"
+        command.wait_for("waiting for a learner", first)
+        message = "KeyError: 'colour' (game.py, line 3, in play)"
+        fail_a_rollout(command.workspace, run_id, message)
+        command.wait_for(f"/m0/a0 failed: environment_error: {message}", first)
+        second = command.run("finetune", "--config_file", str(command.config))
+        assert second.returncode == 1
+        assert second.stderr.startswith(f"error: workspace {command.workspace} is in use by finetune mine")
+        listed = command.run("runs")
+        assert run_id in listed.stdout
+        assert "open" in listed.stdout
+        children = psutil.Process(first.pid).children(recursive=True)
+        first.send_signal(signal.SIGINT)
+        assert first.wait(60) == 130, command.output()
+        assert "Traceback" not in command.output()
+        assert psutil.wait_procs(children, timeout=10)[1] == []
+        result = command.folder / "result.json"
+        resumed = command.start("--resume", run_id, "--result_json_path", str(result))
+        command.wait_for("waiting for a learner", resumed)
+        stopped = command.run("stop", run_id)
+        assert stopped.returncode == 0, stopped.stderr
+        assert resumed.wait(90) == 0, command.output()
+        assert json.loads(result.read_text())["status"] == "stopped"
+        result.unlink()
+        arguments = ("finetune", "--config_file", str(command.config), "--resume", run_id)
+        again = command.run(*arguments, "--result_json_path", str(result))
+        assert again.returncode == 0, again.stderr
+        assert json.loads(result.read_text())["status"] == "stopped"
+        lose_the_final_model(command.workspace, run_id)
+        failed = command.run(*arguments)
+        assert failed.returncode == 1
+        assert failed.stderr.startswith("error: artifact aa/")
+        assert "stays open" not in failed.stderr
+    finally:
+        first.kill()
+        first.wait()
+
+
+def test_a_run_is_not_resumed_with_other_settings(command: Command) -> None:
+    first = command.start("--name", "mine")
+    try:
+        run_id = "mine-" + command.wait_for("run mine-", first).split("run mine-")[1].split()[0]
+        command.wait_for("waiting for a learner", first)
+    finally:
+        first.send_signal(signal.SIGTERM)
+        assert first.wait(60) == 143
+    arguments = ("finetune", "--config_file", str(command.config), "--resume")
+    other = command.run(*arguments, run_id, "-o", "finetuning.num_epochs", "7")
+    assert other.returncode == 1
+    assert other.stderr.startswith(f"error: run {run_id} was started with another ")
+    unknown = command.run(*arguments, "nobody-1")
+    assert unknown.stderr.startswith("error: run nobody-1 does not exist")
+    partitions = command.run(*arguments, run_id, "-o", "trajectory_builders.b.num_partitions", "5")
+    assert partitions.stderr.startswith("error: topic rollstream.tasks.v1 has 2 partitions, expected 5")

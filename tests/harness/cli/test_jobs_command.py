@@ -1,0 +1,129 @@
+"""The command `jobs`: what it lists, shows and cancels, and one clear error for a bad id."""
+
+import asyncio
+from functools import partial
+
+import click
+import pytest
+from click.testing import CliRunner
+
+from rollstream.harness.cli import job_commands as command
+from rollstream.harness.cli.job_commands import ListByDefault, cancel_job, chosen_runs, find_job, lines_of
+from rollstream.harness.cli.terminal import jobs_table
+from rollstream.harness.runs.follower import read_runs
+from rollstream.schemas.errors import ConfigError
+from rollstream.schemas.events import JobCancelled
+from tests.rigs.group_rig import GROUP, RUN, GroupRig, spoken
+
+SFT = {"prover": [spoken("1"), spoken("2")]}
+
+
+@pytest.fixture
+def rig(tmp_path) -> GroupRig:
+    """A log without services; the model is never loaded."""
+    return GroupRig(tmp_path, tmp_path / "model")
+
+
+def test_a_job_is_listed_by_run_and_by_model_group_and_shown(rig: GroupRig) -> None:
+    async def body() -> None:
+        async with await rig.open(deadline_s=60.0) as group:
+            job_id = await group.create_supervised_fine_tune_job(SFT, job_name="iteration 3")
+        runs = await read_runs(rig.log)
+        for chosen in (None, RUN, GROUP):
+            table = jobs_table(chosen_runs(runs, chosen), GROUP if chosen == GROUP else None)
+            assert [line.split()[:5] for line in table.splitlines()[1:]] == [
+                [RUN, job_id.removeprefix(f"{RUN}/"), "sft", "running", GROUP]
+            ]
+        told = dict(line.split(maxsplit=1) for line in lines_of(await find_job(rig.log, job_id)))
+        assert told.pop("data").endswith(".jsonl")
+        assert told == {
+            "job": job_id,
+            "status": "pending",
+            "progress": "0 %",
+            "model_group": GROUP,
+            "kind": "sft",
+            "algorithm": "sft",
+            "base_version": "0",
+            "versions": "1",
+            "name": "iteration 3",
+            "agents": "prover, verifier",
+            "examples": "2",
+            "batches": "1",
+            "attempt": "0",
+            "parent_version": "0",
+            "deadline_s": "60.0",
+        }
+
+    asyncio.run(body())
+
+
+def test_a_cancelled_job_is_over_for_its_group_too(rig: GroupRig) -> None:
+    async def body() -> None:
+        async with await rig.open() as group:
+            job_id = await group.create_supervised_fine_tune_job(SFT)
+            await cancel_job(rig.log, job_id)
+            assert await group.get_fine_tune_job_status() == "cancelled"
+            with pytest.raises(ConfigError, match=rf"job {job_id} is over \(cancelled\); only an open job"):
+                await cancel_job(rig.log, job_id)
+        assert len(await rig.events("jobs", JobCancelled)) == 1
+        assert "error           cancelled: cancelled by" in "\n".join(lines_of(await find_job(rig.log, job_id)))
+
+    asyncio.run(body())
+
+
+def test_a_skipped_job_is_shown_with_the_reason(rig: GroupRig) -> None:
+    async def body() -> None:
+        async with await rig.open(min_examples=10) as group:
+            job_id = await group.create_supervised_fine_tune_job(SFT)
+        told = "\n".join(lines_of(await find_job(rig.log, job_id)))
+        assert "status          succeeded" in told
+        assert "error           skipped: 2 examples, at least 10 are needed" in told
+
+    asyncio.run(body())
+
+
+@pytest.mark.parametrize("job_id", ["nothing", f"{RUN}/nothing", "run-9/players-sft-0", ""])
+def test_an_unknown_id_is_one_clear_error(rig: GroupRig, job_id: str) -> None:
+    async def body() -> None:
+        async with await rig.open() as group:
+            await group.create_supervised_fine_tune_job(SFT)
+        for work in (find_job(rig.log, job_id), cancel_job(rig.log, job_id)):
+            with pytest.raises(ConfigError, match=f"job {job_id} does not exist; `rollstream jobs` lists all jobs"):
+                await work
+        runs = await read_runs(rig.log)
+        with pytest.raises(ConfigError, match="run run-9 does not exist; `rollstream runs` lists all runs"):
+            chosen_runs(runs, "run-9")
+        with pytest.raises(ConfigError, match=f"run-1/judges has no jobs; groups of the run with jobs: {GROUP}"):
+            chosen_runs(runs, "run-1/judges")
+
+    asyncio.run(body())
+
+
+@pytest.mark.parametrize(
+    ("written", "told"),
+    [
+        ([], "list ()"),
+        (["run-1"], "list ('run-1',)"),
+        (["run-1/players"], "list ('run-1/players',)"),
+        (["list", "show"], "list ('show',)"),
+        (["show", "run-1/rl"], "show ('run-1/rl',)"),
+    ],
+)
+def test_what_is_not_a_command_is_an_argument_of_list(written: list[str], told: str) -> None:
+    @click.group(cls=ListByDefault)
+    def group() -> None:
+        """Of two commands."""
+
+    for name in ("list", "show"):
+        argument = click.Argument(["given"], nargs=-1)
+        group.add_command(click.Command(name, params=[argument], callback=partial(tell, name)))
+    assert CliRunner().invoke(group, written).output.strip() == told
+
+
+def tell(name: str, given: tuple[str, ...]) -> None:
+    click.echo(f"{name} {given}")
+
+
+def test_help_names_the_commands() -> None:
+    told = CliRunner().invoke(command.jobs, ["--help"]).output
+    assert all(name in told for name in ("list", "show", "cancel"))

@@ -1,0 +1,63 @@
+"""The table of jobs: one line a job, with its state as the log says it."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from rollstream.harness.cli.terminal import jobs_table
+from rollstream.harness.runs.progress import Progress, evolve
+from rollstream.schemas.base import Event
+from rollstream.schemas.events import (
+    JobCancelled,
+    JobFailed,
+    JobStarted,
+    JobSubmitted,
+    JobSucceeded,
+    RunEnded,
+    StepTrained,
+)
+from rollstream.schemas.events.training import ForkPoint
+
+JOB = {"run_id": "run-1", "time_ms": 5, "job_id": "run-1/rl", "model_group": "run-1/policy"}
+STEP = {"batch_id": "b", "epoch": 0, "term": 1, "weights_sha256": "", "num_optimizer_steps": 1, "metrics": {}}
+
+
+def row(script: SimpleNamespace, *events: Event, **told: Any) -> list[str]:
+    """The only line of a run whose job was submitted."""
+    spec = script.job_spec("rl", num_epochs=7)
+    progress = Progress("run-1")
+    submitted = JobSubmitted(**JOB, settings=spec.job, **{"base_version": 4, **told})
+    for event in (script.run_started(), submitted, *events):
+        progress = evolve(progress, event)
+    header, line = jobs_table([progress]).splitlines()
+    assert header.split()[:4] == ["run", "job", "kind", "state"]
+    return line.split()
+
+
+def test_a_line_says_what_was_submitted_and_how_far_it_is(script: SimpleNamespace) -> None:
+    assert row(script) == ["run-1", "rl", "rl", "queued", "run-1/policy", "grpo", "0", "0", "7", "4"]
+    spec = script.job_spec("rl")
+    begun = JobStarted(**JOB, base_version=4, plan=spec.plan, rollout=spec.rollout)
+    trained = [StepTrained(**JOB, version=version, **STEP) for version in (5, 6)]
+    assert row(script, begun, *trained)[3:] == ["running", "run-1/policy", "grpo", "2", "0", "7", "4"]
+    fork = ForkPoint(run_id="parent", version=12)
+    assert row(script, base_version=0, fork=fork)[-2:] == ["0", "parent@12"]
+
+
+@pytest.mark.parametrize(
+    ("end", "state"),
+    [
+        (JobSucceeded(**JOB, final_version=5), "succeeded"),
+        (JobFailed(**JOB, error="out of memory"), "failed"),
+        (JobCancelled(**JOB), "cancelled"),
+        (RunEnded(run_id="run-1", time_ms=9, cause="stopped"), "cancelled"),
+    ],
+)
+def test_the_end_of_a_job_is_its_state(script: SimpleNamespace, end: Event, state: str) -> None:
+    assert row(script, end)[3] == state
+
+
+def test_a_log_without_jobs_says_so(script: SimpleNamespace) -> None:
+    assert jobs_table([]) == "no jobs yet"
+    assert jobs_table([evolve(Progress("run-1"), script.run_started())]) == "no jobs yet"

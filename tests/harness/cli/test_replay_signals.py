@@ -1,0 +1,49 @@
+"""A what-if that is asked to end by a signal ends the run that it has begun."""
+
+import asyncio
+import signal
+
+import pytest
+
+from rollstream.harness.cli.replay import run_in_order
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT])
+def test_a_signal_cancels_the_work_and_no_other_task(number: signal.Signals) -> None:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)  # whoever runs the tests may ignore it
+    told: list[str] = []
+
+    async def send() -> None:
+        signal.raise_signal(number)
+        await asyncio.sleep(0.01)
+        told.append("sent")
+
+    async def work() -> None:
+        sending = asyncio.create_task(send())
+        try:
+            await asyncio.sleep(60)
+        finally:
+            await sending
+            told.append("ended in order")
+
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            run_in_order(work())
+    finally:
+        signal.signal(signal.SIGHUP, before)
+    assert told == ["sent", "ended in order"]
+
+
+def test_a_hangup_that_is_ignored_ends_nothing() -> None:
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+
+        async def work() -> str:
+            signal.raise_signal(signal.SIGHUP)
+            await asyncio.sleep(0.01)
+            return "done"
+
+        assert run_in_order(work()) == "done"
+    finally:
+        signal.signal(signal.SIGHUP, before)

@@ -1,0 +1,22 @@
+"""What ends `finetune` before its run has ended says how to go on."""
+
+import errno
+
+import pytest
+
+from rollstream.harness.cli.main import one_line
+from rollstream.harness.finetune import _resumable
+from rollstream.schemas.errors import LogError, StoreUnavailableError
+
+FULL = OSError(errno.ENOSPC, "No space left on device", "/data/out")
+
+
+@pytest.mark.parametrize("error", [LogError(), StoreUnavailableError("away"), FULL, TimeoutError("late")], ids=repr)
+def test_an_error_says_that_the_run_stays_open_and_how_to_go_on_with_it(error: Exception) -> None:
+    with pytest.raises(type(error)) as told, _resumable("mine-1", is_open=True):
+        raise error
+    assert "run mine-1 stays open: `rollstream finetune --config_file FILE --resume mine-1`" in one_line(told.value)
+    assert getattr(told.value, "errno", None) == getattr(error, "errno", None)
+    with pytest.raises(type(error)) as same, _resumable("mine-1", is_open=False):
+        raise error
+    assert same.value is error

@@ -1,0 +1,262 @@
+"""What a run by components does where few come: what is written again, and what is sealed while a run is taken up."""
+
+import asyncio
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rollstream.eventlog.artifacts import ArtifactStore
+from rollstream.harness.components import epochs
+from rollstream.harness.components.interfaces import Trainer
+from rollstream.harness.components.submission import submitted_groups
+from rollstream.harness.recorded.tasks import MAX_INLINE_BYTES
+from rollstream.harness.runs.backend import opened
+from rollstream.schemas.errors import ConfigError, LogError
+from rollstream.schemas.events import BatchPlanned, EpochSealed, SubmissionReceived, TrajectoryRejected
+from rollstream.schemas.finetuning import (
+    DPOItem,
+    TrainerConfig,
+    TrainingJobRef,
+    TrainingJobStatus,
+    TrainingStatusEnum,
+    Trajectory,
+    TrajectoryCollection,
+)
+from tests.rigs.classic_rig import (
+    Choosy,
+    ClassicRig,
+    answers_of,
+    components_for,
+    conducted,
+    configuration,
+    opened_rig,
+    submitting,
+)
+from tests.rigs.remote_outage import RemoteFileSystem
+
+
+def shaped_evenly(group: list[Trajectory]) -> None:
+    """Change what is trained on, so that the group is written to the log again."""
+    for trajectory in group:
+        trajectory.shaped_rewards = [0.25] * len(answers_of(trajectory))
+
+
+def test_what_is_written_again_has_the_reward_that_it_came_with_and_is_not_scored_anew(tmp_path: Path) -> None:
+    written = configuration(tmp_path, reward_function={"name": "has_digit"})
+    written["eval"]["evaluators"] = {"has_digit": {"_type": "numeric_match", "answer_key": "secret"}}
+    written["trajectory_builders"]["b"]["reward_weights"] = {"reward": 0.5, "has_digit": 2.0}
+
+    async def scenario() -> None:
+        rig = ClassicRig(tmp_path, written)
+        async with opened_rig(rig) as (_, parts):
+            await parts.trajectory_builder.start_run("mine", {"epoch": 0})
+            collection = await parts.trajectory_builder.finalize("mine")
+            changed = collection.trajectories[0]
+            shaped_evenly(changed)
+            for number, trajectory in enumerate(changed):
+                trajectory.reward = number + 0.5
+            ref = await parts.trainer_adapter.submit(TrajectoryCollection(trajectories=[changed], run_id="mine"))
+            status = await parts.trainer_adapter.wait_until_complete(ref)
+            assert status.status == TrainingStatusEnum.COMPLETED
+        (batch,) = await rig.events("batches", BatchPlanned)
+        assert [member.reward for member in batch.members] == pytest.approx([t.reward for t in changed])
+
+    asyncio.run(scenario())
+
+
+PAIR = DPOItem(prompt="?", chosen_response="yes", rejected_response="no")
+
+
+@pytest.mark.parametrize(
+    ("episode", "size", "message"),
+    [
+        ([], 700, r"a submission of 3500 trajectories exceeds the [23]\d\d\d "),
+        ([PAIR], 500, r"a submission of 5000 trajectories exceeds the [23]\d\d\d "),
+        ([], 769, "a group of 769 .* the maximum of 768"),
+    ],
+    ids=["trajectories", "pairs", "a group"],
+)
+def test_more_than_a_record_has_room_for_is_refused_before_anything_is_written(
+    tmp_path: Path, episode: list[Any], size: int, message: str
+) -> None:
+    async def scenario() -> None:
+        rig = ClassicRig(tmp_path, configuration(tmp_path))
+        async with opened_rig(rig) as (_, parts):
+            group = [Trajectory(episode=episode, reward=1.0)] * size
+            num_groups = 1 if size > 768 else 5
+            with pytest.raises(ConfigError, match=message):
+                await parts.trainer_adapter.submit(
+                    TrajectoryCollection(trajectories=[group] * num_groups, run_id="mine")
+                )
+        assert await rig.events("groups", SubmissionReceived) == []
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("more", ["!", "!" * MAX_INLINE_BYTES], ids=["inline", "in a store that is away for a while"])
+def test_an_answer_whose_text_was_changed_is_not_trained_on_by_the_tokens_of_another(tmp_path: Path, more: str) -> None:
+    async def scenario() -> None:
+        rig = ClassicRig(tmp_path, configuration(tmp_path))
+        rig.artifacts = ArtifactStore(f"remote://{tmp_path.name}", cache=tmp_path / "cache")
+        async with opened_rig(rig) as (_, parts):
+            await parts.trajectory_builder.start_run("mine", {"epoch": 0})
+            collection = await parts.trajectory_builder.finalize("mine")
+            changed = collection.trajectories[0]
+            for item in answers_of(changed[1]):
+                item.content = f"{item.content}{more}"
+            RemoteFileSystem.num_failures = len(more) > 1
+            ref = await parts.trainer_adapter.submit(TrajectoryCollection(trajectories=[changed], run_id="mine"))
+            await parts.trainer_adapter.wait_until_complete(ref)
+        (batch,) = await rig.events("batches", BatchPlanned)
+        rejected = await rig.events("batches", TrajectoryRejected)
+        assert ["/m0/" in batch.members[0].rollout_id, "/m2/" in batch.members[1].rollout_id] == [True, True]
+        again = [event for event in rejected if event.group_id == batch.members[0].group_id]
+        assert [(event.cause, "/m1/" in event.rollout_id) for event in again] == [("no_token_ids", True)]
+        assert RemoteFileSystem.num_failures == 0
+
+    asyncio.run(scenario())
+
+
+def test_a_run_that_goes_on_waits_for_the_seal_of_what_was_submitted(tmp_path: Path) -> None:
+    """The process was killed between a submission and its seal, which comes while the run is taken up again."""
+
+    async def scenario() -> None:
+        rig = ClassicRig(tmp_path, configuration(tmp_path, num_epochs=2, num_examples=2))
+        async with opened_rig(rig) as (_, parts):
+            await parts.trajectory_builder.start_run("mine", {"epoch": 0})
+            collection = await parts.trajectory_builder.finalize("mine")
+        async with await rig.backend(resume=True) as backend:  # no services: nothing answers
+            groups = await submitted_groups(backend, 0, collection.trajectories)
+            await epochs.submit(backend, 0, groups)
+        parts = components_for(rig)
+        start_run = parts.trajectory_builder.start_run
+
+        async def late(run_id, meta=None):
+            while not await rig.events("batches", EpochSealed):
+                await asyncio.sleep(0.01)
+            await asyncio.sleep(0.05)
+            await start_run(run_id, meta)
+
+        parts.trajectory_builder.start_run = late
+        async with asyncio.timeout(20):
+            progress = await conducted(rig, resume=True, parts=parts)
+        assert progress.job("run-1/rl").outcome == "succeeded"
+        seals = await rig.events("batches", EpochSealed)
+        assert [seal.epoch for seal in seals] == [0, 1]
+
+    asyncio.run(scenario())
+
+
+def test_a_run_whose_last_epoch_is_sealed_already_is_only_brought_to_its_end(tmp_path: Path) -> None:
+    """It was ended early, and killed before that was written as the run's end."""
+
+    async def scenario() -> None:
+        rig = ClassicRig(tmp_path, configuration(tmp_path, num_epochs=4, num_examples=2))
+        async with opened_rig(rig) as (backend, _):
+            await backend.begin()
+            await epochs.submit(backend, 0, (), is_last=True)
+            await epochs.sealed(backend, 0)
+        progress = await conducted(rig, resume=True)
+        assert progress.job("run-1/rl").outcome == "succeeded"
+        seals = await rig.events("batches", EpochSealed)
+        assert [seal.epoch for seal in seals] == [0]
+
+    asyncio.run(scenario())
+
+
+def test_a_run_that_cannot_be_followed_leaves_its_workspace_to_the_next(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        rig = ClassicRig(tmp_path, configuration(tmp_path))
+        backend = await rig.backend()
+        read, rig.log.reader = rig.log.reader, unreachable
+        with pytest.raises(LogError, match="no broker"):
+            await backend.start()
+        assert opened(tmp_path) is None
+        rig.log.reader = read
+        async with await rig.backend("run-2") as other:
+            assert opened(tmp_path) is other
+
+    asyncio.run(scenario())
+
+
+async def unreachable(*_: Any, **__: Any) -> Any:
+    raise LogError("no broker")
+
+
+@pytest.mark.parametrize("has_curriculum", [True, False])
+def test_what_a_builder_leaves_out_is_not_said_to_be_the_curriculums(tmp_path: Path, has_curriculum: bool) -> None:
+    curriculum = {"enabled": has_curriculum, "initial_percentile": 0.5, "min_reward_diff": 0.0}
+    rig = ClassicRig(tmp_path, configuration(tmp_path, num_epochs=2, curriculum_learning=curriculum))
+    parts = components_for(rig)
+    parts = parts._replace(trajectory_builder=Choosy(parts.trajectory_builder.trajectory_builder_config))
+
+    async def scenario() -> None:
+        await conducted(rig, parts=parts)
+        rejected = await rig.events("batches", TrajectoryRejected)
+        causes = Counter(one.cause for one in rejected if one.cause in ("curriculum", "not_submitted"))
+        expected = {"not_submitted": 2 * 4} | ({"curriculum": 2 * 2 * 2} if has_curriculum else {})
+        assert causes == expected
+
+    asyncio.run(scenario())
+
+
+class OtherTrainer(Trainer):
+    """Of every group the first two, of every epoch the first two groups: by its curriculum, or without a word."""
+
+    tells = True
+
+    async def run_epoch(self, epoch: int, run_id: str) -> TrainingJobRef | None:
+        assert self.trajectory_builder is not None
+        assert self.trainer_adapter is not None
+        await self.trajectory_builder.start_run(run_id, {"epoch": epoch})
+        found = await self.trajectory_builder.finalize(run_id)
+        kept = TrajectoryCollection(trajectories=[group[:2] for group in found.trajectories], run_id=run_id)
+        choose = self.apply_curriculum_learning if self.tells else type(self).apply_curriculum_learning.__get__(self)
+        kept = choose(trajectory_collection=kept, epoch=epoch)
+        return await self.trainer_adapter.submit(kept)
+
+    def apply_curriculum_learning(
+        self, trajectory_collection: TrajectoryCollection, epoch: int
+    ) -> TrajectoryCollection:
+        groups = [[one.model_copy() for one in group] for group in trajectory_collection.trajectories[:2]]
+        return TrajectoryCollection(trajectories=groups, run_id=trajectory_collection.run_id)
+
+    async def run(self, num_epochs: int) -> list[TrainingJobStatus]:
+        assert self.trainer_adapter is not None
+        statuses: list[TrainingJobStatus] = []
+        for epoch in range(num_epochs):
+            ref = await self.run_epoch(epoch, "theirs")
+            assert ref is not None
+            statuses.append(await self.trainer_adapter.wait_until_complete(ref))
+        return statuses
+
+    async def get_metrics(self, run_id: str) -> dict[str, Any]:
+        return {}
+
+    async def cleanup(self) -> None:
+        pass
+
+    def log_progress(self, epoch: int, metrics: dict[str, Any], output_dir: str | None = None) -> None:
+        pass
+
+
+@pytest.mark.parametrize(
+    ("tells", "expected"), [(True, {"not_submitted": 2 * 4, "curriculum": 2 * 4}), (False, {"not_submitted": 2 * 8})]
+)
+def test_what_another_trainer_leaves_out_is_its_curriculums_only_where_that_left_it_out(
+    tmp_path: Path, tells: bool, expected: dict[str, int]
+) -> None:
+    rig = ClassicRig(tmp_path, configuration(tmp_path, num_epochs=2, curriculum_learning={"enabled": True}))
+    parts = components_for(rig)
+    trainer = OtherTrainer(TrainerConfig())
+    trainer.tells = tells
+    parts = parts._replace(trainer=trainer)
+
+    async def scenario() -> None:
+        await conducted(submitting(rig), parts=parts)
+        rejected = await rig.events("batches", TrajectoryRejected)
+        assert Counter(one.cause for one in rejected if one.cause != "zero_variance") == expected
+
+    asyncio.run(scenario())

@@ -1,0 +1,124 @@
+"""Files of an epochwise run: an epoch adds to them, and what a crash cut off is mended."""
+
+import json
+import tracemalloc
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rollstream.harness.components.history import EpochFiles
+from rollstream.harness.runs.earlier_output import METRICS, REWARDS, VALIDATIONS
+
+
+def add(files: EpochFiles, epoch: int, examples: int = 3) -> None:
+    included = {f"e{epoch}-example-{number}" for number in range(examples)}
+    curriculum = {"current_percentile": 0.3, "included_groups": included}
+    files.add_epoch("mine", epoch, {"avg_reward": epoch / 10, "curriculum_percentile": 0.3}, curriculum)
+
+
+def rows(folder: Path) -> list[int]:
+    return [json.loads(line)["epoch"] for line in (folder / METRICS).read_text().splitlines()]
+
+
+def history(folder: Path, name: str = REWARDS) -> list[Any]:
+    return [row["epoch"] for row in json.loads((folder / name).read_text())]
+
+
+def test_an_epoch_adds_to_the_files_and_rewrites_none_of_them(tmp_path: Path) -> None:
+    files = EpochFiles(tmp_path)
+    add(files, 0)
+    files.add_validation(0, {"avg_reward": 0.5})
+    numbers = {name: (tmp_path / name).stat().st_ino for name in (METRICS, REWARDS, VALIDATIONS)}
+    for epoch in range(1, 40):
+        before = {name: (tmp_path / name).read_bytes() for name in numbers}
+        add(files, epoch)
+        files.add_validation(epoch, {"avg_reward": 0.5})
+        for name, content in before.items():
+            assert (tmp_path / name).read_bytes().startswith(content.removesuffix(b"\n]\n"))
+    assert numbers == {name: (tmp_path / name).stat().st_ino for name in numbers}
+    assert rows(tmp_path) == history(tmp_path) == history(tmp_path, VALIDATIONS) == list(range(40))
+    assert json.dumps(json.loads((tmp_path / REWARDS).read_text()), indent=2) + "\n" == (tmp_path / REWARDS).read_text()
+
+
+@pytest.mark.parametrize("name", [METRICS, REWARDS, VALIDATIONS])
+@pytest.mark.parametrize("num_gone", [1, 2, 3, 20, 10_000])
+def test_a_file_that_a_crash_cut_off_loses_at_most_its_last_epoch(tmp_path: Path, name: str, num_gone: int) -> None:
+    files = EpochFiles(tmp_path)
+    for epoch in range(4):
+        add(files, epoch)
+        files.add_validation(epoch, {"avg_reward": 0.5})
+    content = (tmp_path / name).read_bytes()
+    last = len(content) - content.rfind(b'"epoch"') if num_gone == 10_000 else num_gone
+    (tmp_path / name).write_bytes(content[:-last])
+    files = EpochFiles(tmp_path)
+    files.resume("mine", 3)
+    assert [row["epoch"] for row in files.rewards] == [0, 1, 2]
+    assert [row["epoch"] for row in files.validations] == [0, 1, 2]
+    for epoch in (3, 4):
+        add(files, epoch)
+        files.add_validation(epoch, {"avg_reward": 0.5})
+    assert rows(tmp_path) == history(tmp_path) == history(tmp_path, VALIDATIONS) == list(range(5))
+
+
+def test_what_an_epoch_let_in_is_written_and_not_held(tmp_path: Path) -> None:
+    files = EpochFiles(tmp_path)
+    add(files, 0, 500)
+    files.plot("mine")  # imports what draws
+    tracemalloc.start()
+    try:
+        add(files, 1, 500)
+        before = tracemalloc.get_traced_memory()[0]
+        for epoch in range(2, 22):
+            add(files, epoch, 500)
+        grown = tracemalloc.get_traced_memory()[0] - before
+    finally:
+        tracemalloc.stop()
+    assert grown / 20 < 10_000, "bytes an epoch"
+    assert len(json.loads((tmp_path / METRICS).read_text().splitlines()[-1])["curriculum_state"]["included_groups"])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("num_before", [0, 2])
+def test_what_a_full_disk_did_not_take_is_whole_when_it_is_written_again(
+    small_disk: Callable[[int], Any], num_before: int
+) -> None:
+    disk = small_disk(2)
+    files = EpochFiles(disk.folder / "output")
+    for epoch in range(num_before):
+        add(files, epoch, 500)
+        files.add_validation(epoch, {"avg_reward": 0.5, "note": "x" * 9000})
+    disk.fill()
+    for call in (
+        lambda: add(files, num_before, 500),
+        lambda: files.add_validation(num_before, {"avg_reward": 0.5, "note": "x" * 9000}),
+    ):
+        for _ in range(3):
+            with pytest.raises(OSError, match="No space left"):
+                call()
+    if num_before:
+        assert rows(files.folder) == list(range(num_before))
+    disk.free()
+    for epoch in range(num_before, num_before + 2):
+        add(files, epoch, 500)
+        files.add_validation(epoch, {"avg_reward": 0.5})
+    expected = list(range(num_before + 2))
+    assert rows(files.folder) == history(files.folder) == history(files.folder, VALIDATIONS) == expected
+    assert not list(files.folder.glob(".*"))
+
+
+def test_an_epoch_that_is_done_again_replaces_its_rows(tmp_path: Path) -> None:
+    files = EpochFiles(tmp_path)
+    for epoch in (0, 1, 2, 1, 3):
+        add(files, epoch)
+        files.add_validation(epoch, {"avg_reward": 0.5})
+    assert sorted(rows(tmp_path)) == sorted(history(tmp_path)) == [0, 1, 2, 3]
+
+
+def test_another_folder_gets_all_that_the_first_one_had(tmp_path: Path) -> None:
+    files = EpochFiles(tmp_path / "one")
+    add(files, 0)
+    files.folder = tmp_path / "two"
+    add(files, 1)
+    assert rows(tmp_path / "two") == history(tmp_path / "two") == [0, 1]

@@ -1,0 +1,183 @@
+"""How a run ends that trained nothing: what it says, whether it failed, and that it leaves no model."""
+
+import asyncio
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rollstream.harness.components import run_end
+from rollstream.harness.components.build import components_of
+from rollstream.harness.components.conduct import conduct_components
+from rollstream.harness.components.interfaces import TrajectoryBuilder
+from rollstream.harness.config import registry
+from rollstream.harness.config.registry import register_trajectory_builder
+from rollstream.harness.runs import outcome as ending
+from rollstream.harness.runs.outcome import Outcome
+from rollstream.schemas.events import BatchPlanned, RunEnded, RunStarted
+from rollstream.schemas.finetuning import (
+    EpisodeItem,
+    EpisodeItemRole,
+    Trajectory,
+    TrajectoryBuilderConfig,
+    TrajectoryCollection,
+)
+from tests.rigs.classic_rig import ClassicRig, configuration
+
+EXACT = {"prompt_token_ids": [5, 6], "token_ids": [7, 1], "logprobs": [-0.5, -0.1]}
+
+
+class TextConfig(TrajectoryBuilderConfig, name="untrained_test_builder"):
+    is_exact: bool = False
+    rewards: tuple[float, ...] = (0.0, 1.0)
+
+
+class TextBuilder(TrajectoryBuilder):
+    """One group an epoch: the text of another server's model, or token for token."""
+
+    async def start_run(self, run_id: str, meta: dict[str, Any] | None = None) -> None:
+        pass
+
+    async def finalize(self, run_id: str, meta: dict[str, Any] | None = None) -> TrajectoryCollection:
+        config = self.trajectory_builder_config
+        assert isinstance(config, TextConfig)
+        logprobs = EXACT if config.is_exact else [{"token": "4", "logprob": -0.5}]
+        answer = EpisodeItem(role=EpisodeItemRole.ASSISTANT, content="4", logprobs=logprobs)
+        episode = [EpisodeItem(role=EpisodeItemRole.USER, content="1+3="), answer]
+        group = [Trajectory(episode=episode, reward=reward, metadata={"id": "sum"}) for reward in config.rewards]
+        return TrajectoryCollection(trajectories=[group] if group else [], run_id=run_id)
+
+    def log_progress(self, run_id: str, metrics: dict[str, Any], output_dir: str | None = None) -> None:
+        pass
+
+
+@pytest.fixture(autouse=True)
+def _registered_for_a_test() -> Iterator[None]:
+    registry.discover()
+    before = dict(registry.trajectory_builders)
+
+    @register_trajectory_builder(config_type=TextConfig)
+    async def build(config: TextConfig, builder: Any) -> AsyncIterator[TextBuilder]:
+        yield TextBuilder(config)
+
+    yield
+    registry.trajectory_builders.clear()
+    registry.trajectory_builders.update(before)
+
+
+def with_text(folder: Path, builder: dict[str, Any] | None = None, **finetuning: Any) -> dict[str, Any]:
+    written = configuration(folder, num_epochs=2, **finetuning)
+    written["trajectory_builders"]["b"] = {"_type": "untrained_test_builder", **(builder or {})}
+    written["workflow"] = {"_type": "their_agent"}
+    return written
+
+
+def ended(rig: ClassicRig) -> tuple[Outcome, list[RunEnded]]:
+    """A whole run as `rollstream finetune` conducts and ends it, and how it ended on the log."""
+
+    async def run() -> tuple[Outcome, list[RunEnded]]:
+        async with asyncio.timeout(120), rig.services(), await rig.backend() as backend:
+            async with components_of(rig.loaded.finetune, rig.folder) as components:
+                progress = await conduct_components(backend, components, rig.loaded.finetune)
+            empty = backend.num_empty
+            outcome = await ending.end(rig.log, rig.artifacts, progress, backend.run, rig.loaded.config, empty)
+        return outcome, await rig.events("groups", RunEnded)
+
+    return asyncio.run(run())
+
+
+def assert_failed(rig: ClassicRig, *words: str) -> Outcome:
+    outcome, (event,) = ended(rig)
+    assert (outcome.status, outcome.exit_code, outcome.output_dir) == ("failed", 1, None)
+    assert (event.cause, event.message) == ("failed", outcome.message)
+    for word in ("nothing was trained", *words):
+        assert word in outcome.message
+    assert not (rig.folder / "output" / "model.safetensors").exists()
+    return outcome
+
+
+def test_a_run_whose_answers_have_no_token_ids_is_failed_with_the_causes_and_leaves_no_model(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    outcome = assert_failed(ClassicRig(tmp_path, with_text(tmp_path)), "4 trajectories rejected: no_token_ids")
+    assert "base_url" in outcome.message, "the remedy"
+    assert "epoch 0: nothing is trained of what was submitted (rejected: 2 no_token_ids)" in caplog.text
+
+
+def test_a_run_whose_builder_makes_nothing_is_failed(tmp_path: Path) -> None:
+    written = with_text(tmp_path, {"rewards": []})
+    assert_failed(ClassicRig(tmp_path, written), "the rollouts of 2 epochs produced no trajectories")
+
+
+def test_a_run_whose_rollouts_all_fail_is_failed_with_their_causes(tmp_path: Path) -> None:
+    written = configuration(tmp_path, num_epochs=2, num_examples=2)
+    (tmp_path / "train.jsonl").write_text('{"id": "broken", "secret": "no number"}\n')
+    assert_failed(
+        ClassicRig(tmp_path, written), "none of its 2 groups had enough complete rollouts", "rollouts failed:"
+    )
+
+
+CUT = {"enabled": True, "min_reward_diff": 2.0}
+
+
+@pytest.mark.parametrize("is_ours", [True, False])
+def test_what_the_curriculum_alone_leaves_untrained_is_no_failure_and_leaves_no_model(
+    tmp_path: Path, is_ours: bool
+) -> None:
+    exact = with_text(tmp_path, {"is_exact": True}, curriculum_learning=CUT)
+    ours = configuration(tmp_path, num_epochs=2, num_examples=2, curriculum_learning=CUT)
+    outcome, (event,) = ended(ClassicRig(tmp_path, ours if is_ours else exact))
+    assert (outcome.status, outcome.exit_code, outcome.output_dir) == ("completed", 0, None)
+    assert event.cause == "completed"
+    (*_, last) = outcome.summary().splitlines()
+    assert last == outcome.message
+    assert "nothing was trained" in last
+    assert ("12 trajectories rejected: curriculum" if is_ours else "filtered out all groups of 2 epochs") in last
+
+
+def test_a_run_that_is_stopped_before_it_trained_says_so_and_leaves_no_model(tmp_path: Path) -> None:
+    rig = ClassicRig(tmp_path, configuration(tmp_path, num_examples=2))
+
+    async def stop(planned: BatchPlanned) -> None:
+        await rig.log.send(RunEnded(run_id="run-1", time_ms=1, cause="stopped"))
+        await asyncio.Event().wait()
+
+    rig.trains_slowly = stop
+    outcome, _ = ended(rig)
+    assert (outcome.status, outcome.exit_code, outcome.output_dir) == ("stopped", 0, None)
+    assert outcome.summary().splitlines()[-1] == "nothing was trained"
+
+
+def test_a_trainer_that_does_not_return_is_cancelled_once_its_run_is_over(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        rig = ClassicRig(tmp_path, configuration(tmp_path))
+        was_cancelled = asyncio.Event()
+
+        async def endless() -> list[Any]:
+            try:
+                return await asyncio.Event().wait() and []
+            finally:
+                was_cancelled.set()
+
+        async with asyncio.timeout(120), rig.services(), await rig.backend() as backend:
+            waiting = asyncio.create_task(run_end.returned(backend, endless(), grace_s=0.01))
+            await backend.begin()
+            await rig.log.send(RunEnded(run_id="run-1", time_ms=1, cause="stopped"))
+            with pytest.raises(run_end.RunFailedError, match="run run-1 stopped"):
+                await waiting
+            assert was_cancelled.is_set()
+
+    asyncio.run(scenario())
+
+
+def test_a_run_that_fails_before_its_first_epoch_is_on_the_log_as_failed(tmp_path: Path) -> None:
+    async def scenario() -> list[RunEnded]:
+        rig = ClassicRig(tmp_path, configuration(tmp_path))
+        async with asyncio.timeout(120), rig.services(), await rig.backend() as backend:
+            await run_end.settle(backend, is_completed=False, message="no dataset")
+        assert [event.run_id for event in await rig.events("groups", RunStarted)] == ["run-1"]
+        return await rig.events("groups", RunEnded)
+
+    (event,) = asyncio.run(scenario())
+    assert (event.cause, event.message) == ("failed", "no dataset")

@@ -1,0 +1,96 @@
+"""Waits of a run that components conduct: each is ended by a job that fails, a stop and the run's own end."""
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rollstream.harness.components.build import Components
+from rollstream.harness.config.jobs import ENDPOINT
+from rollstream.harness.runs.backend import Backend
+from rollstream.schemas.errors import RunFailedError
+from rollstream.schemas.events import BatchPlanned, RunEnded
+from rollstream.schemas.finetuning import TrainingJobRef, TrainingJobStatus, TrainingStatusEnum
+from tests.rigs.classic_rig import ClassicRig, configuration, opened_rig
+
+COMPLETED, FAILED = TrainingStatusEnum.COMPLETED, TrainingStatusEnum.FAILED
+CANCELED = TrainingStatusEnum.CANCELED
+NEVER = 10_000.0
+
+
+def serving(folder: Path, **how: Any) -> ClassicRig:
+    """A run whose model is served too, as it is for rollouts that another package makes."""
+    written = configuration(folder, num_epochs=2, num_examples=2)
+    written["trainer_adapters"]["a"]["endpoint"] = {"port": 8765}
+    return ClassicRig(folder, written, **how)
+
+
+async def submitted(parts: Components, epoch: int) -> TrainingJobRef:
+    await parts.trajectory_builder.start_run("mine", {"epoch": epoch})
+    collection = await parts.trajectory_builder.finalize("mine")
+    return await parts.trainer_adapter.submit(collection)
+
+
+async def waited_for(parts: Components, ref: TrainingJobRef) -> TrainingJobStatus:
+    return await parts.trainer_adapter.wait_until_complete(ref, poll_interval=NEVER)
+
+
+async def stop(rig: ClassicRig) -> None:
+    await rig.log.send(RunEnded(run_id="run-1", time_ms=1, cause="stopped"))
+
+
+def test_the_wait_for_a_job_that_fails_ends_although_its_version_is_never_served(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with opened_rig(serving(tmp_path, fails_at=1, serves=0)) as (_, parts):
+            found = await waited_for(parts, await submitted(parts, 0))
+        assert (found.status, found.message) == (FAILED, "out of memory")
+
+    asyncio.run(scenario())
+
+
+def test_the_wait_for_a_version_that_a_stop_forestalls_ends(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        rig = serving(tmp_path, serves=0)
+
+        async def stopped(planned: BatchPlanned) -> None:
+            await stop(rig)
+            await asyncio.Event().wait()
+
+        rig.trains_slowly = stopped
+        async with opened_rig(rig) as (_, parts):
+            found = await waited_for(parts, await submitted(parts, 0))
+        assert (found.status, found.message) == (CANCELED, "the run is over: stopped")
+
+    asyncio.run(scenario())
+
+
+def test_the_wait_for_a_version_that_is_published_but_not_served_ends_with_the_run(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        rig = serving(tmp_path, serves=0)
+        async with opened_rig(rig) as (backend, parts):
+            ref = await submitted(parts, 0)
+            waiting = asyncio.create_task(waited_for(parts, ref))
+            await published(backend, 1)
+            assert not waiting.done()
+            await stop(rig)
+            assert (await waiting).status == COMPLETED
+            assert backend.progress.loaded[ENDPOINT] == 0
+
+    asyncio.run(scenario())
+
+
+async def published(backend: Backend, version: int) -> None:
+    await backend.wait_for(lambda: backend.progress.version >= version or None)
+
+
+def test_the_wait_for_room_on_a_disk_ends_with_the_run(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        rig = serving(tmp_path, serves=0)
+        async with opened_rig(rig) as (backend, _):
+            waiting = asyncio.create_task(backend.wait_for_disk(min_free_share=2.0))
+            await stop(rig)
+            with pytest.raises(RunFailedError, match="run run-1 stopped"):
+                await waiting
+
+    asyncio.run(scenario())

@@ -1,0 +1,288 @@
+"""An algorithm of one's own: from a configuration file to trained weights, and what is refused on the way."""
+
+import asyncio
+import re
+import sys
+import uuid
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rollstream.eventlog import codec
+from rollstream.harness.config import file as config_file
+from rollstream.harness.config.jobs import allowed_by, jobs_of
+from rollstream.harness.config.rewards import permissions_of
+from rollstream.harness.replays.run import _permissions
+from rollstream.harness.runs.stored_config import check_stored
+from rollstream.learner.algorithms import table
+from rollstream.learner.progress import Manifest
+from rollstream.learner.retrain import RecordedJob, Retraining
+from rollstream.learner.tiny_model import make_tiny_model
+from rollstream.learner.worker import Worker
+from rollstream.replay.source import RunEvents
+from rollstream.schemas.algorithms import CustomSettings, SftSettings
+from rollstream.schemas.errors import ConfigError, NotAllowedError
+from rollstream.schemas.events import BatchPlanned, JobFailed, JobSubmitted, JobSucceeded, StepTrained, WeightsPublished
+from rollstream.schemas.permissions import NOTHING, Permissions
+from tests.learner.conftest import Lab
+
+pytestmark = pytest.mark.usefixtures("registered_alone")
+CISPO = "python:tests.rigs.toy_cispo.Cispo"
+GSPO = "python:tests.rigs.toy_gspo.Gspo"
+HEAD = """
+from rollstream.learner.algorithms.advantages import PolicyGradient
+from rollstream.learner.algorithms.base import Normaliser, Prepared
+from rollstream.learner.algorithms.tokens import Losses
+from rollstream.schemas.algorithm_settings import PolicyGradientSettings
+
+class Mine(PolicyGradient):
+    Settings = PolicyGradientSettings
+    def metrics(self, sums, counts):
+        return {"loss/total": sums["loss"] / counts.tokens}
+"""
+
+LOSS = "def loss(self, t, s): return Losses(-t.logprobs_N, {'loss': t.logprobs_N.detach().sum()})"
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    return make_tiny_model(tmp_path / "tiny", hidden_size=16, num_layers=1, intermediate_size=32)
+
+
+@pytest.fixture
+def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], str]:
+    """Writes a module of a user's; gives its name."""
+    monkeypatch.syspath_prepend(str(tmp_path))
+
+    def write(text: str) -> str:
+        name = f"mine_{uuid.uuid4().hex[:8]}"
+        (tmp_path / f"{name}.py").write_text(text)
+        return name
+
+    return write
+
+
+def configured(written: dict[str, Any], model: Path, **algorithm: Any) -> Any:
+    written["workflow"] = {"environment": "guess_number"}
+    written["trainer_adapters"]["a"] |= {
+        "model": {"path": str(model), "device": "cpu"}, "algorithm": algorithm, "optimizer": {"learning_rate": 1e-2},
+        "threads": 1,
+    }  # fmt: skip
+    return config_file.resolve(written).config
+
+
+async def submit(lab: Lab, config: Any, num_batches: int = 2) -> JobSubmitted:
+    """The job of a configuration, on the log with its manifests."""
+    (spec,) = jobs_of(config, "run-1")
+    changed = spec.job.model_copy(update={"num_versions": num_batches})
+    job = await lab.submit("rl", **{name: getattr(changed, name) for name in type(changed).model_fields})
+    await lab.plan(job, num_batches)
+    return job
+
+
+def worker(lab: Lab, allow: tuple[str, ...]) -> Worker:
+    return lab.worker(permissions=Permissions.of(allow, {}))
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "metric"),
+    [(CISPO, {"clip_high": 3}, "cispo/ratio"), (GSPO, {"clip": 0.3, "advantage": "group_mean"}, "loss/total")],
+)
+def test_an_algorithm_of_one_file_trains_the_run_whose_configuration_names_it(
+    written: dict[str, Any], model: Path, tmp_path: Path, name: str, options: dict[str, Any], metric: str
+) -> None:
+    config = configured(written, model, name=name, mini_batches=2, **options)
+    lab = Lab(tmp_path, model)
+
+    async def scenario() -> None:
+        job = await submit(lab, config)
+        (recorded,) = await lab.events("jobs", JobSubmitted)
+        assert recorded == job
+        assert (recorded.settings.kind, recorded.settings.algorithm.name) == ("rl", name)
+        assert recorded.settings.algorithm.options.items() >= options.items()
+        await lab.work(lab.has(JobSucceeded), worker(lab, allowed_by(config)))
+        steps = await lab.events("weights", StepTrained)
+        assert [step.num_optimizer_steps for step in steps] == [2, 2]
+        assert all(metric in step.metrics for step in steps)
+        published = await lab.events("weights", WeightsPublished)
+        assert len({one.weights_sha256 for one in published}) == 3
+        batches = await lab.events("batches", BatchPlanned)
+        planned = {b.index: Manifest(b, codec.content_digest(b), offset) for offset, b in enumerate(batches)}
+        recorded_job = RecordedJob(recorded, published[0], planned, {step.version: step for step in steps})
+        again = Retraining(recorded_job, threads=1, permissions=permissions_of(config))
+        again.begin(lab.artifacts, None, version=0)
+        replayed = [(one.weights_sha256, other.weights_sha256) async for one, other in again.steps(lab.log, until=9)]
+        assert [one == other for one, other in replayed] == [True, True]
+
+    asyncio.run(scenario())
+
+
+async def failure(lab: Lab, config: Any, allow: tuple[str, ...] | None = None) -> str:
+    await submit(lab, config, 1)
+    await lab.work(lab.has(JobFailed), worker(lab, allowed_by(config) if allow is None else allow))
+    (failed,) = await lab.events("jobs", JobFailed)
+    return failed.error
+
+
+def test_a_learner_imports_no_algorithm_that_only_a_record_names(
+    written: dict[str, Any], model: Path, tmp_path: Path, module: Callable[[str], str]
+) -> None:
+    name = module(HEAD + "    def loss(self, tokens, settings): pass\n")
+    config = configured(written, model, name=f"python:{name}.Mine")
+    del sys.modules[name]
+    told = asyncio.run(failure(Lab(tmp_path, model), config, (f"model:{model}",)))
+    assert told.startswith(f'job run-1/rl: algorithm.name: "python:{name}.Mine" is not allowed by this process')
+    assert name not in sys.modules
+
+
+@pytest.mark.parametrize(
+    ("method", "message"),
+    [
+        ("def loss(self, t, s): return dict()['no such key']", r"loss raised KeyError \({}.py line 11, in loss\): "),
+        ("def loss(self, t, s): return 3", "loss returned a int; expected Losses"),
+        ("def loss(self, t, s): return Losses(t.logprobs_N.sum()[None], {})", r"values of shape \(1,\), with a grad"),
+        ("def loss(self, t, s): return Losses(t.logprobs_N.detach(), {})", "without a gradient; expected"),
+        ("def loss(self, t, s): return Losses(-t.logprobs_N, {})", r"metrics raised KeyError \({}.py line 10, in metr"),
+        ("def loss(self, t, s): return Losses(3.0, {})", "loss returned values as a float; expected a tensor$"),
+        (
+            "def loss(self, t, s): return Losses(-t.logprobs_N, {'loss': 1.0})",
+            "loss returned loss as a float; expected",
+        ),
+        (
+            "def loss(self, t, s): return Losses(-t.logprobs_N, {'loss': t.logprobs_N.detach()})",
+            r"loss returned loss as a Tensor of shape \(\d+,\); expected a tensor without dimensions",
+        ),
+        (
+            f"{LOSS}\n    def metrics(self, sums, counts): return {{'loss/total': 'low'}}",
+            "metrics returned loss/total as a str; expected a number",
+        ),
+        (
+            f"{LOSS}\n    def prepare(self, batch, s): return Prepared(normaliser=Normaliser('constant', 0.0))",
+            "prepare returned Normaliser.*value a number above 0",
+        ),
+        (
+            f"{LOSS}\n    def prepare(self, batch, s): return Prepared(keep=[row.logprobs for row in batch.rows])",
+            "prepare returned keep that is not bool",
+        ),
+        (
+            f"{LOSS}\n    def __init__(self): {{}}['no such key']",
+            r"cannot be used: KeyError \({}.py line 12, in __init__\)",
+        ),
+    ],
+)
+def test_what_an_algorithm_raises_fails_its_job_with_file_and_line(
+    written: dict[str, Any], model: Path, tmp_path: Path, module: Callable[[str], str],
+    caplog: pytest.LogCaptureFixture, method: str, message: str,
+) -> None:  # fmt: skip
+    name = module(f"{HEAD}    {method}\n")
+    config = configured(written, model, name=f"python:{name}.Mine")
+    told = asyncio.run(failure(Lab(tmp_path, model), config))
+    assert re.match(rf"(job run-1/rl: )?algorithm(\.name:)? python:{name}\.Mine:? ", told), told
+    assert re.search(message.replace("{}", name), told), told
+    if "raised" in message:
+        assert any(record.exc_info and f"{name}.py" in caplog.text for record in caplog.records)
+
+
+def test_keys_and_names_of_an_algorithm_are_checked_when_the_file_is_read(
+    written: dict[str, Any], model: Path, module: Callable[[str], str]
+) -> None:
+    place = "trainer_adapters.a.algorithm"
+    broken = module("1 / 0\n")
+    for algorithm, message in (
+        ({"name": CISPO, "clip_hihg": 3}, f"{place}.clip_hihg: unknown key; did you mean clip_high?"),
+        ({"name": CISPO, "clip_high": 0}, f"{place}.clip_high: Input should be greater than 0"),
+        ({"name": CISPO, "mini_batches": 0}, f"{place}.mini_batches: is 0; input should be greater than or equal to 1"),
+        ({"name": CISPO, "declared": {"pairs": True}}, f"{place}.declared: unknown key; known keys: advantage, "),
+        ({"name": "grpoo"}, f"{place}.name: 'grpoo' is unknown; did you mean grpo?"),
+        ({"name": "vespo"}, f"{place}.name: 'vespo' is unknown; known algorithms: dpo, expert_iteration, grpo, malt"),
+        ({"clip_hihg": 3}, f"{place}.clip_hihg: unknown key; did you mean clip_high?"),
+        ({"name": f"{CISPO}s"}, f"{place}.name: {CISPO}s: module tests.rigs.toy_cispo has no 'Cispos'"),
+        ({"name": f"{CISPO}Settings"}, f"{place}.name: {CISPO}Settings must be a subclass of "),
+        ({"name": f"python:{broken}.Mine"}, f"{place}.name: python:{broken}.Mine: module {broken} cannot be imp"),
+    ):  # fmt: skip
+        with pytest.raises(ConfigError) as refused:
+            configured(written, model, **algorithm)
+        assert str(refused.value).startswith(message), str(refused.value)
+        assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("method", "place"),
+    [
+        ("@field_validator('clip')\n    @classmethod\n    def _low(cls, clip): return {}['no such key']", "_low"),
+        ("@property\n    def needs(self): return {}['no such key']", "needs"),
+    ],
+)
+def test_what_the_settings_of_an_algorithm_raise_is_a_configuration_error_with_file_and_line(
+    written: dict[str, Any], model: Path, module: Callable[[str], str], method: str, place: str
+) -> None:
+    text = f"{HEAD}    {LOSS}\nfrom pydantic import field_validator\n"
+    text += "class Own(PolicyGradientSettings):\n    clip: float = 1.0\n"
+    name = module(f"{text}    {method}\nMine.Settings = Own\n")
+    with pytest.raises(ConfigError) as refused:
+        configured(written, model, name=f"python:{name}.Mine", clip=2.0)
+    expected = rf"cannot be used: KeyError \({name}\.py line \d+, in {place}\): 'no such key'$"
+    assert re.search(expected, str(refused.value)), refused.value
+
+
+def test_a_text_of_the_settings_reaches_a_job_as_it_is_written(
+    written: dict[str, Any], model: Path, module: Callable[[str], str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = HEAD + "    def loss(self, tokens, settings): pass\nclass Texts(PolicyGradientSettings):\n    url: str\n"
+    monkeypatch.setenv("JUDGE", "secret-text")
+    monkeypatch.setenv("ESTIMATOR", "batch_std")
+    name = module(text + "Mine.Settings = Texts\n")
+    config = configured(written, model, name=f"python:{name}.Mine", url="${JUDGE}", advantage="${ESTIMATOR}")
+    (spec,) = jobs_of(config, "run-1")
+    assert isinstance(spec.job.algorithm, CustomSettings)
+    assert spec.job.algorithm.options["url"] == "${JUDGE}"
+    assert spec.job.algorithm.options["advantage"] == "batch_std"
+    assert not spec.plan.drop_zero_variance, "groups of equal rewards count with an estimator over the batch"
+
+
+def test_replay_trains_by_an_algorithm_of_a_record_only_if_it_is_allowed(
+    written: dict[str, Any], model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("ROLLSTREAM_ALLOW", raising=False)
+    config = configured(written, model, name=CISPO)
+    lab = Lab(tmp_path, model)
+
+    async def recorded() -> RunEvents:
+        await submit(lab, config, 1)
+        return RunEvents("run-1", {"jobs": await lab.received("jobs")})
+
+    events = asyncio.run(recorded())
+    with pytest.raises(NotAllowedError, match=r'recorded algorithm of run run-1 names "python:tests.*Cispo".*--trust'):
+        _permissions(events, trust=False)
+    _permissions(events, trust=True).check_code(CISPO, "x")
+    monkeypatch.setenv("ROLLSTREAM_ALLOW", CISPO)
+    _permissions(events, trust=False).check_code(CISPO, "x")
+    with pytest.raises(NotAllowedError, match=r"python:tests\.rigs\.toy_cispo\.Cispo"):
+        check_stored(written, {}, run_id="run-1", trust=False)
+
+
+def test_an_installed_package_brings_an_algorithm_by_an_entry_point(
+    written: dict[str, Any], model: Path, tmp_path: Path, module: Callable[[str], str]
+) -> None:
+    name = module(HEAD + "    def loss(self, tokens, settings): return Losses(-tokens.logprobs_N, {})\n")
+    metadata = tmp_path / f"{name}-1.0.dist-info"
+    metadata.mkdir()
+    (metadata / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n")
+    (metadata / "entry_points.txt").write_text(f"[rollstream.algorithms]\nmine = {name}:Mine\n")
+    assert "mine" in table.names()
+    (spec,) = jobs_of(configured(written, model, name="mine"), "run-1")
+    assert isinstance(spec.job.algorithm, CustomSettings)
+    settings: Any = table.settings_of(spec.job.algorithm, NOTHING)
+    assert settings.advantage == "group_std"
+    assert allowed_by(configured(written, model, name="mine")) == (f"model:{model}",)
+
+
+def test_a_file_that_has_the_keys_of_another_algorithm_is_still_read_and_says_so(
+    written: dict[str, Any], model: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level("WARNING"):
+        config = configured(written, model, name="sft", clip_low=0.3, beta=0.1)
+    assert config.adapter.algorithm == SftSettings.model_validate({"clip_low": 0.3})
+    assert "trainer_adapters.a.algorithm: clip_low: accepted, but " in caplog.text

@@ -1,0 +1,113 @@
+"""Datasets of every type that is read here: rows to examples, filters, and the standard names of columns."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import duckdb
+import pytest
+
+from rollstream.harness.config.dataset import Example, read_dataset, section_of
+from rollstream.schemas.config import DatasetSection
+from rollstream.schemas.errors import ConfigError
+
+ROWS = [{"id": 1, "text": "a, b", "value": 2.5, "note": None}, {"id": "x", "text": '"q"', "value": 3, "note": "n"}]
+
+
+def read(path: Path, **values: Any) -> list[Example]:
+    return read_dataset(section_of(path, DatasetSection.model_validate({"file_path": str(path), **values})))
+
+
+def test_every_type_of_file_says_the_same(tmp_path: Path) -> None:
+    (tmp_path / "d.jsonl").write_text("\n".join(json.dumps(row) for row in ROWS) + "\n\n")
+    (tmp_path / "d.json").write_text(json.dumps(ROWS))
+    (tmp_path / "d.csv").write_text('\ufeffid,text,value,note\n1,"a, b",2.5,\nx,"""q""",3,n\n', encoding="utf-8")
+    with duckdb.connect() as connection:
+        values = "VALUES ('1', 'a, b', 2.5::DOUBLE, NULL), ('x', '\"q\"', 3, 'n')"
+        connection.execute(
+            f"COPY (SELECT * FROM ({values}) AS t(id, text, value, note)) TO '{tmp_path}/d.parquet' (FORMAT parquet)"
+        )
+    expected = [Example(str(row["id"]), {key: row[key] for key in ("text", "value", "note")}) for row in ROWS]
+    for kind in ("jsonl", "json", "csv", "parquet"):
+        assert read(tmp_path / f"d.{kind}") == expected, kind
+
+
+def test_columns_of_parquet_become_values_of_json(tmp_path: Path) -> None:
+    with duckdb.connect() as connection:
+        columns = "7 AS id, [1, 2] AS l, {'a': 1.5::DECIMAL(4, 2)} AS s, DATE '2026-01-02' AS d, TRUE AS b"
+        connection.execute(f"COPY (SELECT {columns}) TO '{tmp_path}/d.parquet' (FORMAT parquet)")
+    (found,) = read(tmp_path / "d.parquet")
+    assert found == Example("7", {"l": [1, 2], "s": {"a": 1.5}, "d": "2026-01-02", "b": True})
+    json.dumps(found.inputs)
+
+
+def parquet(folder: Path, columns: str) -> Path:
+    with duckdb.connect() as connection:
+        connection.execute(f"COPY ({columns}) TO '{folder}/d.parquet' (FORMAT parquet)")
+    return folder / "d.parquet"
+
+
+def test_bytes_of_parquet_are_text_at_any_depth(tmp_path: Path) -> None:
+    """As files have it whose writer did not declare its strings as such."""
+    blob = "encode('grün')"
+    columns = (
+        f"SELECT 7 AS id, {blob} AS t, [{blob}] AS l, {{'a': {{'b': [{blob}]}}}} AS s, MAP {{{blob}: {blob}}} AS m"
+    )
+    (found,) = read(parquet(tmp_path, columns))
+    assert found.inputs == {"t": "grün", "l": ["grün"], "s": {"a": {"b": ["grün"]}}, "m": {"grün": "grün"}}
+
+
+@pytest.mark.parametrize(
+    ("column", "path"),
+    [
+        ("{}", "c"),
+        ("[NULL, {}]", "c.1"),
+        ("{{'image': {{'path': 'x', 'bytes': {}}}}}", "c.image.bytes"),
+        ("[{{'a': [{}]}}]", "c.0.a.0"),
+        ("MAP {{'k': {}}}", "c.k"),
+        ("MAP {{{}: 'v'}}", "c"),
+    ],
+)
+def test_bytes_of_parquet_that_are_no_text_are_one_error(tmp_path: Path, column: str, path: str) -> None:
+    wrong = column.format(r"'\xFF\xD8'::BLOB")
+    file = parquet(tmp_path, f"SELECT 1 AS id, NULL AS c UNION ALL SELECT 2, {wrong}")
+    with pytest.raises(ConfigError) as raised:
+        read(file)
+    told = (
+        f"{file} row 2: column {path} contains bytes that are not UTF-8 text; write them as base64 text, or leave the "
+    )
+    assert str(raised.value) == f"dataset {told}column out"
+
+
+def test_an_identifier_with_leading_zeros_stays_one(tmp_path: Path) -> None:
+    (tmp_path / "d.csv").write_text("id,code\n007,00\n")
+    assert read(tmp_path / "d.csv") == [Example("007", {"code": "00"})]
+
+
+def test_what_the_structure_names_stands_under_its_standard_name_too(tmp_path: Path) -> None:
+    (tmp_path / "d.jsonl").write_text('{"key": "k", "q": "2+2=", "expected": "4", "more": 1}')
+    structure = {"question_key": "q", "answer_key": "expected", "generated_answer_key": "made"}
+    (found,) = read(tmp_path / "d.jsonl", id_key="key", structure=structure)
+    assert found.example_id == "k"
+    assert found.inputs == {"q": "2+2=", "expected": "4", "more": 1, "question": "2+2=", "answer": "4"}
+
+
+def test_without_a_structure_the_row_is_the_question(tmp_path: Path) -> None:
+    (tmp_path / "d.jsonl").write_text('{"id": "k", "a": 1}')
+    (found,) = read(tmp_path / "d.jsonl", structure={"disable": True})
+    assert found.inputs == {"a": 1, "question": '{"a": 1}'}
+
+
+@pytest.mark.parametrize(
+    ("chosen", "kept"),
+    [
+        ({"allowlist": {"field": {"level": ["easy*"]}}}, ["a", "b"]),
+        ({"denylist": {"field": {"n": [1, 3]}}}, ["b"]),
+        ({"allowlist": {"field": {"level": ["hard", "easy"]}}, "denylist": {"field": {"id": ["a"]}}}, ["c"]),
+        ({"allowlist": {"field": {"absent": ["x"]}}}, ["a", "b", "c"]),
+    ],
+)
+def test_a_filter_keeps_what_is_allowed_and_not_denied(tmp_path: Path, chosen: Any, kept: list[str]) -> None:
+    rows = [{"id": "a", "level": "easy", "n": 1}, {"id": "b", "level": "easy2", "n": 2}]
+    (tmp_path / "d.json").write_text(json.dumps([*rows, {"id": "c", "level": "hard", "n": 3}]))
+    assert [example.example_id for example in read(tmp_path / "d.json", filter=chosen)] == kept

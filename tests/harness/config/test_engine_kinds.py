@@ -1,0 +1,142 @@
+"""`engine:` of a run's file: each kind's own settings, checked before the run begins; a record imports no engine."""
+
+import asyncio
+import copy
+import sys
+from contextlib import suppress
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from rollstream.eventlog.artifacts import ArtifactStore
+from rollstream.eventlog.memory.log import MemoryLog
+from rollstream.harness.config import checks
+from rollstream.harness.config import file as config_file
+from rollstream.harness.config.jobs import Place, services_of
+from rollstream.harness.replays.what_if import what_if
+from rollstream.harness.runs.plan import open_run
+from rollstream.harness.runs.preflight import check_engines
+from rollstream.replay.source import read_run
+from rollstream.schemas.errors import ConfigError
+from rollstream.schemas.kafka import KafkaSettings
+from rollstream.schemas.services import EndpointSettings, ProducerSettings, ScriptedSettings, TransformersSettings
+from tests.rigs.installed_engine import PARROT, install
+
+
+def with_engine(written: dict[str, Any], engine: Any) -> dict[str, Any]:
+    changed = copy.deepcopy(written)
+    changed["trajectory_builders"]["b"]["engine"] = engine
+    return changed
+
+
+def test_a_file_says_an_engine_by_its_kind(written: dict[str, Any]) -> None:
+    def engine(**block: Any) -> Any:
+        return config_file.resolve(
+            with_engine(written, block), {"THREADS": "2", "PARROT_KEY": "x"}
+        ).config.builder.engine
+
+    assert engine() == TransformersSettings()
+    assert engine(threads="${THREADS}") == TransformersSettings(threads=2)
+    assert engine(kind="scripted", max_batch=3) == ScriptedSettings(max_batch=3)
+    installed = engine(kind="parrot", api_key="${PARROT_KEY}", num_tokens="${THREADS}")
+    assert installed.model_dump() == {"kind": "parrot", "api_key": "${PARROT_KEY}", "num_tokens": "${THREADS}"}
+
+
+@pytest.mark.parametrize(
+    ("engine", "told"),
+    [
+        ({"treads": 1}, "trajectory_builders.b.engine.treads: unknown key; did you mean threads?"),
+        ({"threads": 0}, "trajectory_builders.b.engine.threads: is 0; input should be greater than or equal to 1"),
+        ({"kind": 3}, "trajectory_builders.b.engine.kind: is 3; input should be a valid string"),
+        ("scripted", "trajectory_builders.b.engine: is 'scripted'; input should be a valid dictionary"),
+        ({"kind": "parrot", "api_key": "sesame"}, "trajectory_builders.b.engine.api_key: secrets are not allowed"),
+    ],
+)
+def test_a_wrong_key_of_an_engine_is_named(written: dict[str, Any], engine: Any, told: str) -> None:
+    wrong = with_engine(written, engine)
+
+    def read() -> None:
+        checks.check_values(wrong)
+        config_file.resolve(wrong)
+
+    with pytest.raises(ConfigError) as refused:
+        read()
+    assert str(refused.value).startswith(told)
+
+
+def test_keys_that_an_engine_does_not_use_are_reported(written: dict[str, Any], caplog: Any) -> None:
+    checks.forget()
+    config_file.resolve(with_engine(written, {"kind": "scripted", "max_batch": 3}))
+    assert "trajectory_builders.b.engine: max_batch: accepted, but ignored here" in caplog.text
+
+
+@pytest.fixture
+def parrot(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """An installed package with an engine; gives its module's name."""
+    name = "harness_parrot"
+    install(tmp_path, name, PARROT, parrot="PARROT")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    sys.modules.pop(name, None)
+    yield name
+    sys.modules.pop(name, None)
+
+
+@pytest.mark.usefixtures("parrot")
+def test_engines_are_looked_up_before_a_run_begins(written: dict[str, Any]) -> None:
+    def check(engine: dict[str, Any], **builder: Any) -> None:
+        config = config_file.resolve(with_engine(written, engine)).config
+        check_engines(config.model_copy(update={"builder": config.builder.model_copy(update=builder)}))
+
+    check({})
+    check({"kind": "parrot", "num_tokens": 2})
+    with pytest.raises(ConfigError, match=r"^trajectory_builders\.b\.engine\.num_tokens: "):
+        check({"kind": "parrot", "num_tokens": "two"})
+    with pytest.raises(
+        ConfigError,
+        match=r"^trajectory_builders\.b\.engine\.kind: 'parot' is unknown; did you mean parrot\? "
+        r"known kinds: parrot, scripted, transformers$",
+    ):
+        check({"kind": "parot"})
+    check({"kind": "parot"}, services="external")
+
+
+@pytest.mark.usefixtures("parrot")
+def test_the_engine_of_an_endpoint_is_looked_up_too(written: dict[str, Any]) -> None:
+    written["trainer_adapters"]["a"]["endpoint"] = {"engine": {"kind": "parrot", "num_token": 1}}
+    with pytest.raises(ConfigError, match=r"^trainer_adapters\.a\.endpoint\.engine\.num_token: unknown key; did you"):
+        check_engines(config_file.resolve(written).config)
+
+
+@pytest.mark.usefixtures("parrot")
+def test_services_get_the_settings_of_an_engine_as_written(written: dict[str, Any], tmp_path: Path) -> None:
+    engine = {"kind": "parrot", "api_key": "${PARROT_KEY}"}
+    written["trainer_adapters"]["a"]["endpoint"] = {"engine": engine}
+    config = config_file.resolve(with_engine(written, engine), {"PARROT_KEY": "sesame"}).config
+    place = Place(KafkaSettings(bootstrap_servers="b:1"), str(tmp_path), tmp_path)
+    services = services_of(config, place, "run-1")
+    for name, kind in (("producers-1", ProducerSettings), ("endpoint-1", EndpointSettings)):
+        sent = services[name].model_dump_json()
+        assert "sesame" not in sent
+        assert kind.model_validate_json(sent).engine.model_dump() == engine
+
+
+def test_a_stored_configuration_imports_no_engine(
+    written: dict[str, Any], tmp_path: Path, script: SimpleNamespace, parrot: str
+) -> None:
+    stored = with_engine(written, {"kind": "parrot"})
+    log = MemoryLog(num_partitions=2)
+    asyncio.run(log.send(script.run_started().model_copy(update={"config": stored})))
+    (tmp_path / "what_if.yaml").write_text("{}")
+
+    async def ask() -> None:
+        events = await read_run(log, "run-1")
+        artifacts = ArtifactStore(str(tmp_path / "artifacts"))
+        await what_if(log, events, artifacts, tmp_path / "what_if.yaml", checkpoints=tmp_path, tell=lambda _: None)
+
+    with suppress(ConfigError):
+        asyncio.run(ask())
+    with suppress(ConfigError):
+        asyncio.run(open_run(log, config_file.resolve(written), "run-1"))
+    assert parrot not in sys.modules

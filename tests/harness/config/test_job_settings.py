@@ -1,0 +1,104 @@
+"""What a configuration makes of a job: bounds, temperatures, and rules that a recorded job does not change."""
+
+from typing import Any
+
+import pytest
+
+from rollstream.harness.config import file as config_file
+from rollstream.harness.config.jobs import jobs_of
+from rollstream.harness.runs.preflight import check_temperature, check_truncation
+from rollstream.schemas.algorithms import GrpoSettings
+from rollstream.schemas.config import RunConfig
+from rollstream.schemas.errors import ConfigError
+from rollstream.schemas.settings import JobSettings, JobSpec
+
+pytestmark = pytest.mark.usefixtures("registered_alone")
+
+
+def config_of(written: dict[str, Any], *, sampled: float = 1.0, **algorithm: Any) -> RunConfig:
+    written["workflow"] = {"environment": "guess_number"}
+    written["trajectory_builders"]["b"]["sampling"] = {"temperature": sampled}
+    written["trainer_adapters"]["a"]["algorithm"] = algorithm
+    return config_file.resolve(written).config
+
+
+def job_of(written: dict[str, Any], **changes: Any) -> JobSpec:
+    (job,) = jobs_of(config_of(written, **changes), "run-1")
+    return job
+
+
+def dual_clip_of(job: JobSettings) -> float | None:
+    assert isinstance(job.algorithm, GrpoSettings)
+    return job.algorithm.dual_clip
+
+
+def test_a_new_run_bounds_ratios_unless_it_says_otherwise(written: dict[str, Any]) -> None:
+    assert dual_clip_of(job_of(written).job) == 3.0
+    assert dual_clip_of(job_of(written, dual_clip=None).job) is None
+    assert dual_clip_of(job_of(written, dual_clip=5.0).job) == 5.0
+    assert "dual_clip" not in job_of(written, name="sft").job.algorithm.model_dump()
+
+
+def test_a_recorded_job_keeps_the_rules_that_it_was_trained_by(written: dict[str, Any]) -> None:
+    job = job_of(written).job
+    assert job.revision == 2
+    recorded = job.model_dump(mode="json")
+    del recorded["revision"], recorded["algorithm"]["dual_clip"]
+    again = JobSettings.model_validate(recorded)
+    assert (again.revision, dual_clip_of(again)) == (1, None)
+    assert again.model_dump(mode="json") == recorded
+
+
+def test_only_a_loss_with_ratios_takes_the_temperature_of_sampling(written: dict[str, Any]) -> None:
+    assert job_of(written, sampled=0.7).job.algorithm.temperature == 0.7
+    assert job_of(written, sampled=0.7, name="sft").job.algorithm.temperature == 1.0
+    assert job_of(written, sampled=0.7, name="dpo").job.algorithm.temperature == 1.0
+
+
+def test_greedy_rollouts_are_refused_for_grpo_and_fine_for_others(written: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match=r"trajectory_builders\.b\.sampling\.temperature: 0 decodes greedily"):
+        check_temperature(config_of(written, sampled=0))
+    check_temperature(config_of(written, sampled=0, name="sft"))
+
+
+def test_another_temperature_than_that_of_sampling_is_refused(written: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match=r"trainer_adapters\.a\.algorithm\.temperature: 1 differs from .*: 0\.5"):
+        check_temperature(config_of(written, sampled=0.5, temperature=1.0))
+    check_temperature(config_of(written, sampled=0.5, temperature=0.5))
+    check_temperature(config_of(written, sampled=0.5, temperature=1.0, name="sft"))
+
+
+@pytest.mark.parametrize(
+    ("plans", "told"),
+    [
+        ({}, r"set trajectory_builders\.b\.drop_zero_variance: false, or"),
+        (
+            {"curriculum": True},
+            r"drop_zero_variance: false and finetuning\.curriculum_learning\.min_reward_diff: 0, or",
+        ),
+        ({"drops": False}, ""),
+        ({"drops": False, "curriculum": True}, r"set finetuning\.curriculum_learning\.min_reward_diff: 0, or"),
+        ({"drops": False, "curriculum": True, "min_reward_diff": 0}, ""),
+    ],
+)
+def test_a_truncation_penalty_that_comes_after_the_rejection_of_equal_rewards_is_refused(
+    written: dict[str, Any], plans: dict[str, Any], told: str
+) -> None:
+    written["trainers"]["t"]["planning"] = "stream"
+    if "drops" in plans:
+        written["trajectory_builders"]["b"]["drop_zero_variance"] = plans["drops"]
+    if "curriculum" in plans:
+        curriculum = {"enabled": True, "min_reward_diff": plans.get("min_reward_diff", 0.1)}
+        written["finetuning"]["curriculum_learning"] = curriculum
+    check_truncation(config_of(written))
+    check_truncation(config_of(written, truncation_penalty=0.5, name="sft"))
+    if not told:
+        check_truncation(config_of(written, truncation_penalty=0.5))
+        return
+    with pytest.raises(ConfigError, match=rf"algorithm\.truncation_penalty: groups with equal .*{told}"):
+        check_truncation(config_of(written, truncation_penalty=0.5))
+
+
+def test_a_truncation_penalty_is_fine_where_all_of_a_batch_is_compared(written: dict[str, Any]) -> None:
+    written["trainers"]["t"]["planning"] = "stream"
+    check_truncation(config_of(written, truncation_penalty=0.5, advantage="batch_std"))

@@ -1,0 +1,181 @@
+"""Which rewards a file names: evaluators, registered functions, foreign blocks, and what the examples must have."""
+
+from pathlib import Path
+
+import pytest
+
+from rollstream.harness.config import file as config_file
+from rollstream.harness.config.components import written_of
+from rollstream.harness.config.file import read_yaml
+from rollstream.harness.config.jobs import jobs_of
+from rollstream.harness.runs.plan import examples_of, weighted_as_recorded
+from rollstream.harness.runs.preflight import check_datasets, check_names
+from rollstream.schemas.errors import ConfigError
+from rollstream.schemas.events import JobStarted
+from rollstream.schemas.settings import RolloutSettings
+
+EXAMPLE = Path(__file__).parents[3] / "examples" / "arithmetic_evaluator.yaml"
+ENVIRON = {"KEY": "sk-secret-4711"}
+JUDGE = {"_type": "llm_judge", "base_url": "http://127.0.0.1:9/v1", "model": "m", "api_key": "${KEY}"}
+JUDGE |= {"prompt": "{question} {response}"}
+
+
+@pytest.fixture
+def config(written, tmp_path, monkeypatch):
+    """Resolve the small configuration with evaluators and a reward's name."""
+    monkeypatch.setenv("KEY", ENVIRON["KEY"])
+    data = tmp_path / "data.jsonl"
+    data.write_text('{"id": "a", "question": "1+1", "answer": 2}\n{"id": "b", "question": "?"}\n')
+
+    def resolve(evaluators, reward=None, **builder):
+        written["eval"] = {"general": {"dataset": {"file_path": str(data)}}, "evaluators": evaluators}
+        written["finetuning"] |= {"reward_function": {"name": reward}} if reward else {}
+        written["trajectory_builders"]["b"] |= builder
+        return config_file.resolve(written).config
+
+    return resolve
+
+
+def rollout(config) -> RolloutSettings:
+    return jobs_of(config, "run-1")[-1].rollout
+
+
+def test_the_named_evaluator_is_carried_by_the_tasks_as_written(config):
+    unused = {"sum": {"_type": "numeric_match"}, "form": {"_type": "regex", "pattern": "a"}}
+    found = config({**unused, "judged": JUDGE}, "judged")
+    check_names(found)
+    assert rollout(found).rewards == ("judged",)
+    assert rollout(found).evaluators == {"judged": JUDGE}
+    assert ENVIRON["KEY"] not in repr(found) + rollout(found).model_dump_json()
+
+
+def test_builders_name_more_evaluators_and_choose_what_a_missing_score_is(config):
+    evaluators = {"sum": {"_type": "numeric_match"}, "form": {"_type": "regex", "pattern": "a"}}
+    settings = rollout(config(evaluators, "sum", rewards=["form"], missing_score="reject"))
+    assert settings.rewards == ("form", "sum")
+    assert set(settings.evaluators) == {"sum", "form"}
+    assert settings.missing_score == "reject"
+
+
+def test_without_evaluators_nothing_is_added_to_what_events_say(config):
+    settings = rollout(config({}))
+    assert (settings.missing_score, settings.evaluators) == ("error", {})
+    assert {"evaluators", "missing_score"}.isdisjoint(settings.model_dump())
+
+
+def test_no_score_is_needed_where_no_reward_counts(config, written):
+    written["trainer_adapters"]["a"]["algorithm"] = {"name": "sft"}
+    assert rollout(config({})).missing_score == "unneeded"
+
+
+def test_a_foreign_evaluator_is_an_error_only_where_it_is_to_reward(config):
+    foreign = {"rag": {"_type": "tunable_rag_evaluator", "llm_name": "x"}}
+    check_names(config(foreign))
+    with pytest.raises(ConfigError, match=r"evaluators\.rag\._type: 'tunable_rag_evaluator' is not known; known"):
+        check_names(config(foreign, "rag"))
+
+
+def test_an_unknown_name_lists_what_the_file_has(config):
+    with pytest.raises(ConfigError, match=r"finetuning\.reward_function\.name: reward 'smu' is unknown.*has: sum"):
+        check_names(config({"sum": {"_type": "numeric_match"}}, "smu"))
+
+
+@pytest.mark.parametrize("services", ["managed", "external"])
+def test_a_wrong_block_is_told_before_the_run_even_if_nobody_uses_it(config, services):
+    with pytest.raises(ConfigError, match=r"eval\.evaluators\.sum\.tolerence: unknown key; did you mean tolerance\?"):
+        check_names(config({"sum": {"_type": "numeric_match", "tolerence": 1}}, services=services))
+
+
+def test_a_python_evaluator_that_is_not_there_is_told_before_the_run(config):
+    block = {"_type": "python", "function": "no_such_module.score"}
+    with pytest.raises(ConfigError, match=r"eval\.evaluators\.own\.function: .*no_such_module cannot be imported"):
+        check_names(config({"own": block}, "own"))
+
+
+@pytest.mark.parametrize(
+    ("block", "told"),
+    [
+        ({"_type": "numeric_match"}, r"eval\.evaluators\.e\.answer_key: example 'b' of dataset .* has no key 'answer'"),
+        (
+            {"_type": "exact_match", "answer_key": "ansewr"},
+            r"answer_key: example 'a' .* its keys are: question, answer",
+        ),
+        (
+            JUDGE | {"prompt": "{question} {response}", "question_key": "q"},
+            r"e\.question_key: example 'a' .*no key 'q'",
+        ),
+    ],
+)
+def test_a_row_without_the_key_is_named_before_the_run(config, block, told):
+    found = config({"e": block}, "e")
+    with pytest.raises(ConfigError, match=told):
+        check_datasets(found, is_new=True)
+    check_datasets(found, is_new=False)
+
+
+def test_rows_need_no_more_than_the_evaluator_looks_at(config):
+    for block in (JUDGE, {"_type": "regex", "pattern": "a"}, {"_type": "json_schema", "schema": {}}):
+        check_datasets(config({"e": block}, "e"), is_new=True)
+
+
+def test_an_environments_own_examples_are_looked_at_too(config):
+    found = config({"e": {"_type": "numeric_match"}}, "e")
+    found = found.model_copy(update={"dataset": None})
+    with pytest.raises(ConfigError, match=r"answer_key: example '0' of environment guess_number has no key 'answer'"):
+        examples_of(found)
+
+
+def test_the_example_is_a_configuration_that_runs(monkeypatch):
+    monkeypatch.chdir(EXAMPLE.parents[1])
+    written = read_yaml(EXAMPLE)
+    found = config_file.resolve(written).config
+    check_names(found)
+    check_datasets(found, is_new=True)
+    settings = rollout(found)
+    assert settings.rewards == ("sum",)
+    assert settings.reward_weights == {"*": 0, "sum": 1}
+
+
+def test_the_environments_agents_are_checked_before_the_run(config):
+    check_names(config({}, environment="tic_tac_toe_self_play", agents=("X", "O")))
+    with pytest.raises(ConfigError, match=r"the run has no X, O; set trajectory_builders\.X\.agents: \[X, O\]"):
+        check_names(config({}, environment="tic_tac_toe_self_play", agents=("agent",)))
+
+
+@pytest.mark.parametrize(
+    ("chosen", "given", "weights"),
+    [
+        (None, {}, {}),
+        ("sum", {}, {"*": 0, "sum": 1}),
+        ("sum", {"reward": 0.5, "form": 2}, {"*": 0, "sum": 1, "reward": 0.5, "form": 2}),
+        ("sum", {"sum": 0.2, "*": 1}, {"*": 1, "sum": 0.2}),
+        ("environment", {}, {"form": 0}),
+        ("environment", {"form": 1}, {"form": 1}),
+    ],
+)
+def test_the_reward_function_is_the_reward_and_others_count_where_they_have_a_weight(config, chosen, given, weights):
+    evaluators = {"sum": {"_type": "numeric_match"}, "form": {"_type": "regex", "pattern": "a"}}
+    found = config(evaluators, chosen, rewards=["form"], reward_weights=given)
+    assert rollout(found).reward_weights == weights
+    again = config_file.resolve(written_of(found)).config
+    assert rollout(again).reward_weights == weights
+
+
+def test_recorded_rollouts_keep_the_rewards_that_they_came_with(config):
+    assert rollout(config({"sum": {"_type": "numeric_match"}}, "sum", environment="recorded")).reward_weights == {}
+
+
+def test_a_run_from_before_keeps_the_weights_that_it_started_with(config):
+    (spec,) = jobs_of(config({"sum": {"_type": "numeric_match"}}, "sum"), "run-1")
+    recorded = spec.rollout.model_copy(update={"reward_weights": {}})
+    started = JobStarted(
+        run_id="run-1",
+        time_ms=1,
+        job_id=spec.job_id,
+        model_group=spec.model_group,
+        base_version=0,
+        plan=spec.plan,
+        rollout=recorded,
+    )
+    assert weighted_as_recorded(spec, started).rollout == recorded
+    assert weighted_as_recorded(spec, None) is spec

@@ -1,0 +1,132 @@
+"""NAT's runtime plays and scores examples: one that fails fails alone, and no score is ever made up."""
+
+import asyncio
+import re
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+from nat.builder.evaluator import EvaluatorInfo
+from nat.builder.function_info import FunctionInfo
+from nat.cli.register_workflow import register_evaluator, register_function
+from nat.cli.type_registry import GlobalTypeRegistry
+from nat.data_models.evaluator import EvaluatorBaseConfig
+from nat.data_models.function import FunctionBaseConfig
+from nat.plugins.eval.data_models.evaluator_io import EvalOutput, EvalOutputItem
+
+from rollstream.harness.config.dataset import Example
+from rollstream.harness.config.nat_workflows import config_of, function_types
+from rollstream.harness.nat.playing import Failures, Played, workflow
+from rollstream.schemas.errors import ConfigError
+
+
+class EchoConfig(FunctionBaseConfig, name="playing_test_echo"):
+    refuses: str = "no"
+
+
+class LengthConfig(EvaluatorBaseConfig, name="playing_test_length"):
+    """The output's length; no score for an empty one, and an error for one of a character."""
+
+    raises: bool = False
+
+
+class AtifConfig(EvaluatorBaseConfig, name="playing_test_atif"):
+    """The other way in which NAT's evaluators may be written."""
+
+
+def register() -> None:
+    if "playing_test_echo" in {one.config_type.static_type() for one in _known()}:
+        return
+
+    @register_function(config_type=EchoConfig)
+    async def echo(config: EchoConfig, builder: Any) -> AsyncIterator[Any]:
+        async def play(question: str) -> str:
+            """The question."""
+            if question == config.refuses:
+                raise ValueError(f"cannot play {question}")
+            return question
+
+        yield FunctionInfo.from_fn(play, description="echo")
+
+    @register_evaluator(config_type=LengthConfig)
+    async def length(config: LengthConfig, builder: Any) -> AsyncIterator[Any]:
+        async def evaluate(eval_input: Any) -> EvalOutput:
+            if config.raises:
+                raise KeyError("no such column")
+            items = [_item(item) for item in eval_input.eval_input_items]
+            return EvalOutput(average_score=None, eval_output_items=items)
+
+        function: Any = evaluate
+        yield EvaluatorInfo(config=config, evaluate_fn=function, description="length")
+
+    @register_evaluator(config_type=AtifConfig)
+    async def atif(config: AtifConfig, builder: Any) -> AsyncIterator[Any]:
+        class ByTrajectory:
+            async def evaluate_atif_fn(self, samples: Any) -> EvalOutput:
+                items = [EvalOutputItem(id=one.item_id, score=0.5, reasoning={}) for one in samples]
+                return EvalOutput(average_score=0.5, eval_output_items=items)
+
+        yield ByTrajectory()
+
+
+def _known() -> Any:
+    return GlobalTypeRegistry.get().get_registered_functions()
+
+
+def _item(item: Any) -> EvalOutputItem:
+    said = str(item.output_obj)
+    error = "too short" if len(said) == 1 else None
+    return EvalOutputItem(id=item.id, score=float(len(said)) if said else None, reasoning={}, error=error)
+
+
+def played(questions: list[str], evaluator: dict[str, Any], failures: Failures | None = None) -> list[Played]:
+    register()
+    config = config_of({"workflow": {"_type": "playing_test_echo"}, "eval": {"evaluators": {"it": evaluator}}})
+    examples = [Example(f"x{number}", {"question": question}) for number, question in enumerate(questions)]
+
+    async def play() -> list[Played]:
+        async with asyncio.timeout(120), workflow(config, failures or Failures()) as built:
+            return await built.play(examples, "it")
+
+    return asyncio.run(play())
+
+
+def test_an_example_that_raises_fails_alone_and_the_others_are_scored_in_their_order() -> None:
+    found = played(["three", "no", "", "x"], {"_type": "playing_test_length"})
+    assert [one.score for one in found] == [5.0, None, None, None]
+    assert [one.error is None for one in found] == [True, False, True, True]
+    assert re.fullmatch(r"the workflow raised ValueError \(.* in play\): cannot play no", str(found[1].error))
+    assert {step.payload.event_type for step in found[0].steps} >= {"WORKFLOW_START", "WORKFLOW_END"}
+
+
+def test_an_evaluator_that_raises_fails_every_example_with_its_name() -> None:
+    found = played(["one", "two"], {"_type": "playing_test_length", "raises": True})
+    for one in found:
+        assert re.fullmatch(r"evaluator it raised KeyError \(.* in evaluate\): 'no such column'", str(one.error))
+
+
+def test_the_terminal_is_told_of_the_first_failure_in_full_and_the_log_file_of_each(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    failures = Failures()
+    with caplog.at_level("INFO", logger="rollstream"):
+        played(["no", "no", "x"], {"_type": "playing_test_length", "raises": True}, failures)
+        played(["no"], {"_type": "playing_test_length"}, failures)
+    told = [record for record in caplog.records if record.name.startswith("rollstream")]
+    assert [record.levelname for record in told] == ["WARNING", "INFO", "INFO", "INFO"]
+    assert all(record.exc_info for record in told)
+    assert told[0].getMessage() == "example x0: the workflow raised an exception; further ones are only in the log file"
+    assert told[2].getMessage() == "evaluator it raised"
+
+
+def test_evaluators_of_whole_trajectories_are_asked_as_nat_asks_them() -> None:
+    assert [one.score for one in played(["one", "two"], {"_type": "playing_test_atif"})] == [0.5, 0.5]
+
+
+def test_what_is_registered_is_known_by_its_names_and_a_wrong_block_shows_no_value() -> None:
+    register()
+    assert "playing_test_echo" in function_types()
+    secret = {"_type": "openai", "model_name": 5, "api_key": ["sk-very-secret"]}
+    with pytest.raises(ConfigError, match=r"NAT refuses the file: llms\.l\.") as caught:
+        config_of({"workflow": {"_type": "playing_test_echo"}, "llms": {"l": secret}})
+    assert "sk-very-secret" not in str(caught.value)

@@ -1,0 +1,236 @@
+"""Files of recorded steps: every kind of line, which rollout a step belongs to, and what a run is told of it."""
+
+import asyncio
+import itertools
+import json
+import random
+
+import pytest
+import yaml
+
+from rollstream.eventlog.artifacts import ArtifactStore
+from rollstream.eventlog.dead_letters import original
+from rollstream.eventlog.memory.log import MemoryLog
+from rollstream.eventlog.reading import read_to_end
+from rollstream.harness.config import file as config_file
+from rollstream.harness.config.jobs import jobs_of
+from rollstream.harness.recorded.ingest import prepare, send_letters
+from rollstream.harness.recorded.lines import BadLine, read_lines
+from rollstream.harness.runs.plan import examples_of
+from rollstream.producers.traces.spans import Selection
+from rollstream.schemas.errors import ConfigError
+from rollstream.schemas.events.recorded import RecordedGroup, RecordedRollout
+from tests.rigs import nat_samples as nat
+
+ALL = Selection()
+
+
+def run_of(uuid, question="1+1", answer="2", **place):
+    """Lines of one workflow run with one call."""
+    call = nat.langchain(f"{uuid}-call", nat.messages(question), answer, parent=f"{uuid}-f", **place)
+    steps = nat.workflow(call, question=question, answer=answer, uuid=uuid, run_id=f"run-{uuid}")
+    for step in steps:
+        step["function_ancestry"]["function_id"] += uuid
+    return steps
+
+
+def lines(*found):
+    return [json.dumps(one).encode() for one in found]
+
+
+def members(group: RecordedGroup) -> list[RecordedRollout]:
+    rollouts = [member.rollout for member in group.members if member.rollout is not None]
+    assert len(rollouts) == len(group.members)
+    return rollouts
+
+
+def test_bare_steps_are_grouped_by_their_workflow_run_and_runs_by_their_input():
+    runs = [run_of("a"), run_of("b"), run_of("c", question="2+2", answer="4")]
+    mixed = [step for together in itertools.zip_longest(*runs) for step in together]
+    rewards = [{"rollout_id": f"run-{name}", "reward": reward} for name, reward in (("a", 1), ("b", 0.5), ("c", 0))]
+    ingested = read_lines(lines(*mixed, *rewards), ALL)
+    assert not ingested.bad
+    same, other = ingested.groups
+    assert same.inputs == {"question": "1+1"}
+    assert [rollout.source_id for rollout in members(same)] == ["run-a", "run-b"]
+    assert [rollout.rewards[0].value for rollout in members(same)] == [1.0, 0.5]
+    assert members(other)[0].steps[0].uuid == "c-call"
+    assert ingested.num_steps == 18
+    assert ingested.summary() == "3 rollouts of 2 examples from 18 steps"
+    assert read_lines(lines(*mixed, *rewards), ALL) == ingested
+
+
+def test_a_conversation_of_several_workflow_runs_is_one_rollout_if_asked():
+    runs = [run_of("a", question="hi"), run_of("b", question="and now?")]
+    for steps in runs:
+        steps[0]["payload"]["metadata"]["provided_metadata"]["conversation_id"] = "c1"
+    found = read_lines(lines(*runs[0], *runs[1]), ALL, key="conversation_id")
+    [group] = found.groups
+    [rollout] = members(group)
+    assert rollout.source_id == "c1"
+    assert [step.uuid for step in rollout.steps if step.event_type == "LLM_END"] == ["a-call", "b-call"]
+    assert len(read_lines(lines(*runs[0], *runs[1]), ALL).groups) == 2
+
+
+def test_whole_rollouts_named_steps_and_steps_without_a_workflow_are_read_too():
+    call = nat.openai("u1", nat.messages("q"), "a")
+    whole = {"rollout_id": "r1", "example_id": "x", "steps": run_of("a"), "reward": {"right": 1, "brief": 0.5}}
+    whole |= {"step_rewards": {"a-call": -1}, "question": "1+1", "answer": "2"}
+    named = [{"rollout_id": "r2", "example_id": "x", "step": step} for step in call]
+    nameless = {"steps": call, "reward": 1, "inputs": {"question": "q"}}
+    failed = {"rollout_id": "r4", "example_id": "x", "error": "the agent raised KeyError"}
+    alone = nat.langchain("z", nat.messages("q"), "a", parent="root")
+    ingested = read_lines(lines(whole, *named, nameless, failed, *alone), ALL)
+    assert not ingested.bad
+    group, of_inputs, loose = ingested.groups
+    first, second, broken = members(group)
+    assert group.inputs == {"question": "1+1", "answer": "2"}
+    assert [(r.name, r.value, r.step) for r in first.rewards] == [
+        ("right", 1.0, None),
+        ("brief", 0.5, None),
+        ("step_reward", -1.0, 0),
+    ]
+    assert len(second.steps) == 1
+    assert broken.error == "the agent raised KeyError"
+    assert members(of_inputs)[0].source_id == "rollout-3"
+    assert members(loose)[0].source_id == "root"
+
+
+BAD = {
+    "{": "not valid JSON",
+    "[]": "not a JSON object",
+    '{"a": 1}': "expected an intermediate step",
+    '{"payload": {}}': "parent_id: Field required",
+    '{"rollout_id": "r", "reward": "high"}': "reward.reward is 'high'; expected a finite number",
+    '{"rollout_id": "r", "rewards": [1]}': "rewards must be an object of numbers",
+    '{"rollout_id": "r", "score": 1}': "unknown key 'score'",
+    '{"rollout_id": "r", "steps": {}}': "steps: must be a list",
+    '{"rollout_id": "r", "inputs": []}': "",
+    '{"rollout_id": "r", "steps": [{"parent_id": 3}]}': "parent_id: Input should be a valid string",
+}
+
+
+def test_a_bad_line_is_told_with_its_reason_and_the_rest_goes_on():
+    good = lines({"rollout_id": "g", "steps": run_of("a"), "reward": 1})
+    raws = [raw.encode() for raw in BAD if BAD[raw]] + [b"\xff\xfe"]
+    ingested = read_lines([*raws, b"", *good], ALL)
+    assert ingested.num_rollouts == 1
+    assert [line.number for line in ingested.bad] == list(range(1, len(raws) + 1))
+    for line, said in zip(ingested.bad, [*filter(None, BAD.values()), "not valid JSON"], strict=True):
+        assert said in line.reason, line
+    assert f"{len(raws)} bad lines" in ingested.summary()
+
+
+def test_what_does_not_fit_together_is_a_broken_rollout():
+    ghost = {"rollout_id": "ghost", "reward": 1.0}
+    stray = {"rollout_id": "r", "steps": run_of("a"), "step_rewards": {"nobody": 1.0}}
+    errors = [members(group)[0].error for group in read_lines(lines(ghost, stray), ALL).groups]
+    assert errors == ["no steps were recorded", "step_rewards: no step has the UUID nobody"]
+
+
+def test_the_summary_counts_calls_that_are_not_trained_on_by_reason():
+    steps = run_of("a", ids=False) + run_of("b", model="judge")
+    chosen = Selection(target_model=nat.MODEL)
+    assert read_lines(lines(*steps), chosen).untrained == {"no_token_ids": 1, "not_targeted": 1}
+    assert read_lines(lines(*steps), chosen, retokenise=True).untrained == {"not_targeted": 1}
+
+
+def test_lines_of_runs_in_any_order_that_keeps_each_runs_own_are_the_same_rollouts():
+    runs = [run_of(name, question=name) for name in "abc"]
+    whole = {group.example_id: group for group in read_lines(lines(*itertools.chain(*runs)), ALL).groups}
+    for seed in range(20):
+        order = random.Random(seed).sample([n for n, steps in enumerate(runs) for _ in steps], 18)
+        left = [iter(steps) for steps in runs]
+        found = read_lines(lines(*(next(left[n]) for n in order)), ALL)
+        assert {group.example_id: group for group in found.groups} == whole
+
+
+@pytest.fixture
+def configured(write, written):
+    """Path of a configuration for recorded rollouts, with `changes` to its two blocks."""
+
+    def make(builder=None, adapter=None):
+        del written["workflow"]
+        written["trajectory_builders"]["b"] |= builder or {}
+        written["trainer_adapters"]["a"] |= adapter or {}
+        return write(written)
+
+    return make
+
+
+def test_a_file_becomes_the_dataset_and_the_size_of_a_run(tmp_path, configured):
+    file = tmp_path / "steps.jsonl"
+    runs = [run_of("a"), run_of("b"), run_of("c", question="2+2")]
+    file.write_bytes(b"\n".join(lines(*itertools.chain(*runs), "bad")))
+    config = configured({"environment_config": {"retokenise": True}})
+    prepared = prepare(file, config, tmp_path / "work", ())
+    loaded = config_file.load(config, prepared.overrides, options={"dataset": str(prepared.dataset)})
+    examples = examples_of(loaded.config)
+    assert [len(example.inputs["recorded"]) for example in examples] == [2, 1]
+    assert examples[0].inputs["question"] == "1+1"
+    [job] = jobs_of(loaded.config, "run-1")
+    assert (job.rollout.environment, job.rollout.environment_config) == ("recorded", {"retokenise": True})
+    assert (job.plan.num_generations, job.plan.tasks_per_epoch, job.rollout.policy) == (2, 2, "model")
+    assert prepare(file, config, tmp_path / "work", ()).dataset == prepared.dataset
+    assert len(prepared.ingested.bad) == 1
+
+
+def test_what_is_only_imitated_needs_one_rollout_an_example(tmp_path, configured):
+    file = tmp_path / "steps.jsonl"
+    file.write_bytes(b"\n".join(lines(*run_of("a"))))
+    config = configured(adapter={"algorithm": {"name": "sft"}})
+    prepared = prepare(file, config, tmp_path / "work", ())
+    [job] = jobs_of(config_file.load(config, prepared.overrides).config, "run-1")
+    assert (job.plan.num_generations, job.plan.min_generations, job.rollout.policy) == (1, 1, "demonstration")
+
+
+def test_large_rollouts_lie_in_the_runs_artifact_store(tmp_path, configured):
+    file = tmp_path / "steps.jsonl"
+    long = nat.langchain("u", nat.messages("x" * 100_000), "2", parent="root")
+    file.write_bytes(b"\n".join(lines({"rollout_id": "r", "example_id": "x", "steps": long, "reward": 1})))
+    prepared = prepare(file, configured(), tmp_path / "work", ())
+    row = json.loads(prepared.dataset.read_text())
+    assert (tmp_path / "work" / "artifacts" / row["recorded"][0]["artifact"]["uri"]).is_file()
+    assert len(prepared.dataset.read_text()) < 1000
+
+
+@pytest.mark.parametrize(
+    ("content", "builder", "said"),
+    [
+        (b"", {}, "contains no usable rollout"),
+        (b"{\n{", {}, "contains no usable rollout; line 1: not valid JSON"),
+        (None, {}, "steps.jsonl: cannot be read"),
+        (b"{}", {"environment": "arithmetic"}, "trajectory_builders.b.environment: is 'arithmetic', but ingest uses"),
+    ],
+)
+def test_a_file_or_configuration_that_cannot_be_used_is_one_clear_error(tmp_path, configured, content, builder, said):
+    file = tmp_path / "steps.jsonl"
+    if content is not None:
+        file.write_bytes(content)
+    with pytest.raises(ConfigError, match=r"^[^\n]*$") as caught:
+        prepare(file, configured(builder), tmp_path / "work", ())
+    assert said in str(caught.value)
+
+
+def test_a_configuration_without_a_builder_says_so(tmp_path):
+    config = tmp_path / "run.yaml"
+    config.write_text(yaml.safe_dump({"finetuning": {"trajectory_builder": "b"}}))
+    file = tmp_path / "steps.jsonl"
+    file.write_bytes(b"{}")
+    with pytest.raises(ConfigError, match="trajectory_builders"):
+        prepare(file, config, tmp_path / "work", ())
+
+
+def test_every_bad_line_is_a_dead_letter_with_its_bytes(tmp_path):
+    async def add_dead_letter():
+        log, artifacts = MemoryLog(), ArtifactStore(str(tmp_path))
+        await log.start()
+        bad = [BadLine(3, b"{", "not valid JSON"), BadLine(9, b"\xff", "no")]
+        await send_letters(log, artifacts, bad, tmp_path / "steps.jsonl")
+        letters = [record async for record in read_to_end(log, "dlq")]
+        return [(dict(letter.headers), original(letter, artifacts)) for letter in letters]
+
+    found = asyncio.run(add_dead_letter())
+    assert [record.value for _, record in found] == [b"{", b"\xff"]
+    assert [record.offset for _, record in found] == [3, 9]
+    assert found[0][0]["__connect.errors.exception.message"].endswith(b"steps.jsonl line 3: not valid JSON")

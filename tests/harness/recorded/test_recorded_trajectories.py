@@ -1,0 +1,142 @@
+"""Trajectories of other builders as recorded rollouts: shapes of log-probabilities, pairs, what cannot be used."""
+
+from types import SimpleNamespace
+
+import pytest
+
+from rollstream.harness.recorded.trajectories import rollout_of, rollouts_of_items, rollouts_of_pair
+from rollstream.producers.traces.logprobs import read_logprobs
+from rollstream.schemas import tokens
+from rollstream.schemas.events.recorded import RecordedChat, RecordedStep
+from rollstream.schemas.finetuning import DPOItem, EpisodeItem, OpenAIMessage, Trajectory
+
+CONTENT = [{"token": "a", "logprob": -0.5, "top_logprobs": []}, {"token": "b", "logprob": -0.25, "top_logprobs": []}]
+OURS = {"prompt_token_ids": [5, 6], "token_ids": [7, 8], "model_group": "run/policy", "version": 3}
+
+
+def item(role, content, logprobs=None, **metadata):
+    return EpisodeItem(role=role, content=content, logprobs=logprobs, metadata=metadata or None)
+
+
+def trajectory(*items, reward=1.0, shaped=None, **metadata):
+    return Trajectory(episode=list(items), reward=reward, shaped_rewards=shaped, metadata=metadata or None)
+
+
+def chat_of(step: RecordedStep) -> RecordedChat:
+    assert step.chat is not None
+    return step.chat
+
+
+def as_object(value):
+    if isinstance(value, dict):
+        return SimpleNamespace(**{key: as_object(part) for key, part in value.items()})
+    return [as_object(part) for part in value] if isinstance(value, list) else value
+
+
+SHAPES = {
+    "a dict of ids beside the entries": ({"content": CONTENT, **OURS}, True, True),
+    "an object of them": (as_object({"content": CONTENT, **OURS}), True, True),
+    "entries without ids": ({"content": CONTENT, "refusal": None}, True, False),
+    "an object of entries without ids": (as_object({"content": CONTENT}), True, False),
+    "a list of numbers": ([-0.5, -0.25], True, False),
+    "a list of entries": (CONTENT, True, False),
+    "ids in the tokens": (
+        {"prompt_token_ids": [5, 6], "content": [{"token": f"token_id:{n}", "logprob": -0.5} for n in (7, 8)]},
+        True,
+        True,
+    ),
+    "ids and numbers": ({"prompt_token_ids": [5, 6], "token_ids": [7, 8], "logprobs": [-0.5, -0.5]}, True, True),
+    "ids alone": ({"prompt_token_ids": [5, 6], "token_ids": [7, 8]}, False, True),
+    "completion ids alone": ({"token_ids": [7, 8], "content": CONTENT}, True, False),
+    "nothing": ({}, False, False),
+    "no number": ({"content": [{"token": "a", "logprob": None}]}, False, False),
+    "a text": ("logprobs", False, False),
+}
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_log_probabilities_are_read_in_every_shape(shape):
+    raw, has_values, is_exact = SHAPES[shape]
+    found = read_logprobs(raw)
+    assert (found.values is not None) == has_values
+    exact = found.tokens()
+    assert (exact is not None) == is_exact
+    if exact:
+        assert list(tokens.decode_ids(exact.prompt_ids)) == [5, 6]
+        assert list(tokens.decode_ids(exact.completion_ids)) == [7, 8]
+        assert (exact.logprobs is not None) == has_values
+
+
+def test_the_version_that_an_endpoint_tells_is_the_span_of_the_answer():
+    exact = read_logprobs({"content": CONTENT, **OURS}).tokens()
+    assert exact is not None
+    assert [(span.model_group, span.version, span.length) for span in exact.spans] == [("run/policy", 3, 2)]
+
+
+def test_log_probabilities_that_do_not_fit_the_ids_are_left_out():
+    exact = read_logprobs({"prompt_token_ids": [5], "token_ids": [7, 8, 9], "content": CONTENT}).tokens()
+    assert exact is not None
+    assert exact.logprobs is None
+
+
+def test_every_answer_is_one_call_with_the_messages_before_it_as_its_prompt():
+    tool_calls = [{"id": "c1", "type": "function", "function": {"name": "add", "arguments": "{}"}}]
+    rollout = rollout_of(
+        trajectory(
+            item("system", "be brief"),
+            item("user", "1+1"),
+            item("assistant", "", {"content": CONTENT, **OURS}, tool_calls=tool_calls),
+            item("tool", "2", tool_call_id="c1"),
+            item("environment", "go on"),
+            item("assistant", "2", [-0.5]),
+            shaped=[0.25, 0.5],
+            id="x1",
+            generation=2,
+        )
+    )
+    first, second = rollout.steps
+    assert rollout.source_id == "x1/2"
+    assert [message["role"] for message in chat_of(first).messages] == ["system", "user"]
+    assert chat_of(first).answer["tool_calls"] == tool_calls
+    assert first.tokens is not None
+    assert [message["role"] for message in chat_of(second).messages] == ["system", "user", "assistant", "tool", "user"]
+    assert chat_of(second).messages[3] == {"role": "tool", "content": "2", "tool_call_id": "c1"}
+    assert second.tokens is None
+    assert [(r.name, r.value, r.step) for r in rollout.rewards] == [
+        ("reward", 0.25, None),
+        ("shaped_reward", 0.25, 0),
+        ("shaped_reward", 0.5, 1),
+    ]
+    assert sum(reward.value for reward in rollout.rewards) == 1.0
+
+
+def test_an_answer_without_log_probabilities_is_record_only_unless_they_are_not_demanded():
+    answer = trajectory(item("user", "q"), item("assistant", "a", {}))
+    assert rollout_of(answer).steps[0].untrained == "no_logprobs"
+    assert rollout_of(answer, demands_logprobs=False).steps[0].untrained is None
+
+
+@pytest.mark.parametrize(
+    ("broken", "said"),
+    [
+        (trajectory(item("user", "q")), "has no assistant message"),
+        (trajectory(item("user", "q"), item("assistant", "a", [-1.0]), reward=float("nan")), "its reward is nan"),
+        (trajectory(item("assistant", "a", [-1.0]), shaped=[1.0, 2.0]), "2 shaped_rewards for 1 assistant messages"),
+        (trajectory(DPOItem(prompt="p", chosen_response="a", rejected_response="b")), "is a preference pair"),
+    ],
+)
+def test_what_cannot_be_used_is_a_rollout_with_an_error(broken, said):
+    assert said in rollout_of(broken).error
+
+
+def test_a_preference_pair_is_a_group_of_two_with_one_prompt():
+    pair = DPOItem(prompt=[OpenAIMessage(role="user", content="q")], chosen_response="good", rejected_response="bad")
+    chosen, rejected = rollouts_of_pair(pair, score_diff=0.5)
+    chats = [chat_of(member.steps[0]) for member in (chosen, rejected)]
+    assert [chat.messages for chat in chats] == [({"role": "user", "content": "q"},)] * 2
+    assert [chat.answer["content"] for chat in chats] == ["good", "bad"]
+    assert [r.rewards[0].value for r in (chosen, rejected)] == [0.5, 0.0]
+    text = DPOItem(prompt="q", chosen_response="good", rejected_response="bad")
+    assert chat_of(rollouts_of_pair(text)[0].steps[0]).messages == chats[0].messages
+    [(first, second)] = rollouts_of_items(trajectory(pair, reward=0.0))
+    assert (first.rewards[0].value, second.rewards[0].value) == (1.0, 0.0)

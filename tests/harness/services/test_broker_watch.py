@@ -1,0 +1,151 @@
+"""What looks after the broker: deaths are counted, forgiven after a while, and a full disk is waited for."""
+
+import asyncio
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rollstream.eventlog.broker.broker import EmbeddedBroker, answers
+from rollstream.eventlog.broker.restarts import MAX_RESTARTS
+from rollstream.eventlog.broker.watch import ROOM_BYTES, keep_running
+from rollstream.eventlog.kafka.log import KafkaLog
+from rollstream.schemas.errors import BrokerError
+from rollstream.schemas.events import RunEnded
+
+
+class Doomed:
+    """A broker that has died; `outcomes` say of each restart whether it starts, and when it dies again."""
+
+    def __init__(self, workspace: Path, outcomes: str) -> None:
+        self.workspace = workspace
+        self.outcomes = list(outcomes)
+        """`x`: does not start; `d`: starts, and is dead when it is looked at; `r`: starts and runs on."""
+        self.is_running = False
+
+    def restart(self) -> None:
+        outcome = self.outcomes.pop(0)
+        if outcome == "x":
+            raise BrokerError(f"it ended at once, attempt {len(self.outcomes)} from the last")
+        self.is_running = outcome == "r"
+
+
+def play(broker: Doomed, said: list[str], **options: Any) -> None:
+    """Watch until nothing is left to happen."""
+
+    async def scenario() -> None:
+        watching = asyncio.create_task(keep_running(broker, said.append, first_backoff_s=0, check_s=0, **options))
+        while broker.outcomes or not broker.is_running:
+            await asyncio.sleep(0)
+            if watching.done():
+                watching.result()
+        watching.cancel()
+
+    asyncio.run(scenario())
+
+
+def test_a_second_death_during_a_restart_is_tried_again(tmp_path: Path) -> None:
+    said: list[str] = []
+    play(Doomed(tmp_path, "xdxr"), said)
+    assert said == [
+        "the broker died; restarting it",
+        "the broker did not restart (it ended at once, attempt 3 from the last); restarting it",
+        "the broker died; restarting it",
+        "the broker did not restart (it ended at once, attempt 1 from the last); restarting it",
+    ]
+
+
+@pytest.mark.parametrize("outcomes", ["x" * MAX_RESTARTS, "d" * MAX_RESTARTS, "xdxdx"])
+def test_deaths_in_a_row_end_the_watch_with_the_last_reason(outcomes: str, tmp_path: Path) -> None:
+    reason = "the broker died" if outcomes.endswith("d") else r"the broker did not restart \(it ended at once.*\)"
+    with pytest.raises(
+        BrokerError, match=rf"exited {MAX_RESTARTS + 1} times in a row, last: {reason}; see .*broker.log"
+    ):
+        play(Doomed(tmp_path, outcomes), [])
+
+
+def test_a_broker_that_ran_for_a_while_is_forgiven_its_deaths(tmp_path: Path) -> None:
+    play(Doomed(tmp_path, "xd" * MAX_RESTARTS + "r"), [], steady_s=0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("is_broker_alone", [False, True], ids=["the workspace's disk", "the disk of broker/ alone"])
+def test_a_death_of_a_full_disk_waits_for_room_and_does_not_count(
+    tmp_path: Path, small_disk: Callable[[int], Any], is_broker_alone: bool
+) -> None:
+    disk = small_disk(2)
+    workspace = tmp_path / "w" if is_broker_alone else disk.folder
+    if is_broker_alone:
+        workspace.mkdir()
+        (workspace / "broker").symlink_to(disk.folder)
+    said: list[str] = []
+
+    class Filled(Doomed):
+        def restart(self) -> None:
+            disk.fill()
+            super().restart()
+
+    def say(text: str) -> None:
+        said.append(text)
+        if "paused" in text:
+            disk.free()
+
+    async def scenario() -> None:
+        filled = Filled(workspace, "x" * (MAX_RESTARTS + 3) + "r")
+        watching = asyncio.create_task(keep_running(filled, say, first_backoff_s=0, check_s=0, room_bytes=1 << 20))
+        while filled.outcomes:
+            await asyncio.sleep(0)
+            assert not watching.done(), watching
+        watching.cancel()
+
+    asyncio.run(scenario())
+    assert sum(f"paused: the disk of {workspace / 'broker'}" in line for line in said) == MAX_RESTARTS + 3
+
+
+@pytest.mark.kafka
+@pytest.mark.slow
+def test_a_broker_whose_disk_was_full_goes_on_with_all_that_was_acknowledged(small_disk: Callable[[int], Any]) -> None:
+    async def scenario() -> None:
+        disk = small_disk(128)
+        with EmbeddedBroker(disk.folder / "w") as broker:
+            log = KafkaLog(broker.kafka)
+            await log.start()
+            await log.ensure_topics(num_partitions=1)
+            said: list[str] = []
+            watching = asyncio.create_task(keep_running(broker, said.append, first_backoff_s=0.01))
+            await log.send(RunEnded(run_id="r", time_ms=1, cause="failed"))  # a connected producer waits for the broker
+            disk.fill()
+            sent, last = await send_until_it_stops(log, broker)
+            await until(lambda: any("the disk of" in line for line in said), watching)
+            assert f"needs {ROOM_BYTES:,} bytes" in said[-1]
+            disk.free()
+            await until(lambda: answers(int(broker.bootstrap_servers.rpartition(":")[2])), watching)
+            await last
+            assert (await log.end_offsets("groups"))[0] > sent + 1
+            watching.cancel()
+            await asyncio.wait({watching})
+            await log.close()
+
+    asyncio.run(scenario())
+
+
+async def until(condition: Callable[[], bool], watching: "asyncio.Task[None]") -> None:
+    async with asyncio.timeout(120):
+        while not condition():
+            assert not watching.done(), watching
+            await asyncio.sleep(0.02)
+
+
+async def send_until_it_stops(log: KafkaLog, broker: EmbeddedBroker) -> tuple[int, "asyncio.Task[Any]"]:
+    """Send to a broker whose disk is full until it dies; how many were acknowledged, and the last one, which waits."""
+    sent = 0
+    while True:
+        event = RunEnded(run_id=f"r{sent}", time_ms=1, cause="failed", message=os.urandom(200_000).hex())
+        sending = asyncio.create_task(log.send(event))
+        while not sending.done() and broker.is_running:
+            await asyncio.sleep(0.02)
+        if not sending.done():
+            return sent, sending
+        sent += 1

@@ -1,0 +1,99 @@
+"""One line of progress: replaced in place on a terminal as wide as it is, plain lines elsewhere."""
+
+import fcntl
+import io
+import os
+import struct
+import subprocess
+import sys
+import termios
+
+from rollstream.harness.services.live_line import PLAIN_INTERVAL_S, LiveLine
+from rollstream.metrics.sql.table import table
+
+CLEAR = "\r\x1b[2K"
+
+
+def on_a_terminal(code: str, *, columns: int = 40, **variables: str) -> str:
+    """What a program writes to a terminal of that width; a line feed is one."""
+    master, slave = os.openpty()
+    fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
+    known = {name: text for name, text in os.environ.items() if name not in ("COLUMNS", "LINES")}
+    program = [sys.executable, "-c", f"import sys\nfrom {LiveLine.__module__} import LiveLine\n{code}"]
+    done = subprocess.run(
+        program, stdin=slave, stdout=slave, stderr=slave, env={**known, "TERM": "xterm", **variables}, check=True
+    )
+    assert done.returncode == 0
+    os.close(slave)
+    found = b""
+    try:
+        while part := os.read(master, 4096):
+            found += part
+    except OSError:
+        pass  # nobody holds the other end any more
+    os.close(master)
+    return found.decode().replace("\r\n", "\n")
+
+
+def test_on_a_terminal_a_line_replaces_the_one_before_and_what_is_said_stays() -> None:
+    code = (
+        "line = LiveLine(sys.stdout)\nline.show('a')\nline.show('b')\nline.say('stays')\nline.show('c')\nline.finish()"
+    )
+    assert on_a_terminal(code) == f"a{CLEAR}b{CLEAR}stays\nc\n"
+    assert on_a_terminal("line = LiveLine(sys.stderr)\nline.show('a')\nline.clear()\nline.clear()") == f"a{CLEAR}"
+
+
+def test_a_line_wider_than_the_terminal_is_cut_so_that_it_can_be_cleared() -> None:
+    assert on_a_terminal("LiveLine(sys.stdout).show('x' * 300)", columns=20) == "x" * 18 + "…"
+    assert on_a_terminal("LiveLine(sys.stdout).show('東' * 300)", columns=20) == "東" * 9 + "…"
+
+
+def test_what_is_shown_steers_no_terminal_and_is_no_markup() -> None:
+    code = "LiveLine(sys.stdout).show('[bold]a[/bold] :smile:\\x1b[2J\\r\\nb')"
+    assert on_a_terminal(code, columns=80) == "[bold]a[/bold] :smile:\\x1b[2J\\x0d b"
+
+
+def test_what_is_shown_under_a_printable_stream_still_moves_the_cursor() -> None:
+    code = (
+        "from rollstream.metrics.sql.printable import printable_output\n"
+        "with printable_output():\n    line = LiveLine(sys.stdout)\n    line.show('a')\n    line.show('b\\x1b')"
+    )
+    assert on_a_terminal(code) == f"a{CLEAR}b\\x1b"
+
+
+def test_a_terminal_without_a_cursor_that_moves_gets_plain_lines() -> None:
+    assert on_a_terminal("line = LiveLine(sys.stdout)\nline.show('a')\nline.show('b')", TERM="dumb") == "a\nb\n"
+
+
+def test_no_secret_is_shown() -> None:
+    assert on_a_terminal("LiveLine(sys.stdout).show('key hunter2hunter2')", columns=80, HF_TOKEN="hunter2hunter2") == (
+        "key ${HF_TOKEN}"
+    )
+
+
+def test_elsewhere_progress_is_a_plain_line_an_interval_and_never_cut() -> None:
+    now, stream = [0.0], io.StringIO()
+    line = LiveLine(stream, lambda: now[0])
+    for moment in (0.0, 1.0, PLAIN_INTERVAL_S, PLAIN_INTERVAL_S + 1):
+        now[0] = moment
+        line.show_when_due(f"{moment} " + "x" * 300)
+    line.clear()
+    line.finish()
+    assert stream.getvalue() == "".join(f"{moment} {'x' * 300}\n" for moment in (0.0, PLAIN_INTERVAL_S))
+
+
+def test_elsewhere_the_same_progress_is_written_once_or_not_at_all() -> None:
+    stream = io.StringIO()
+    line = LiveLine(stream)
+    line.show("a")
+    line.show("a")
+    silent = LiveLine(stream, is_live_only=True)
+    silent.show("b")
+    silent.say("c")
+    assert stream.getvalue() == "a\nc\n"
+
+
+def test_wide_characters_stay_aligned_and_nothing_is_markup() -> None:
+    assert table(("name", "n"), [("東京", "1"), ("[red]", "10"), ("a\n\tb\x1b", "2")], (False, True)) == (
+        "name        n\n東京        1\n[red]      10\na\\n b\\x1b   2"
+    )

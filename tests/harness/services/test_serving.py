@@ -1,0 +1,214 @@
+"""Services as processes: signs of life, an orderly end, and clear errors."""
+
+import asyncio
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from rollstream.eventlog.broker.broker import find_running
+from rollstream.eventlog.broker.credentials import environment
+from rollstream.harness.services.liveness import beat, read_sign, read_signs
+from rollstream.harness.services.serving import settings_of
+from rollstream.schemas.errors import ConfigError
+from rollstream.schemas.kafka import KafkaSettings
+from rollstream.schemas.services import ProducerSettings
+
+CLI = [sys.executable, "-m", "rollstream.harness.cli.main"]
+
+
+def variables(kafka: KafkaSettings, workspace: Path, num_partitions: int = 6) -> dict[str, str]:
+    return {
+        **os.environ,
+        **environment(kafka),
+        "ROLLSTREAM_ARTIFACT_URI": str(workspace / "artifacts"),
+        "ROLLSTREAM_WORKSPACE": str(workspace),
+        "ROLLSTREAM_NUM_PARTITIONS": str(num_partitions),
+        "OMP_NUM_THREADS": "1",
+    }
+
+
+def test_settings_given_win_over_the_environment() -> None:
+    environ = {"ROLLSTREAM_BOOTSTRAP_SERVERS": "a:1", "ROLLSTREAM_NUM_PARTITIONS": "3"}
+    given = {"bootstrap_servers": "b:2", "engine": {"kind": "scripted"}}
+    settings = settings_of("producers", "p-1", given, environ)
+    assert isinstance(settings, ProducerSettings)
+    assert (settings.bootstrap_servers, settings.num_partitions, settings.name) == ("b:2", 3, "p-1")
+    assert settings.engine.kind == "scripted"
+
+
+def test_an_unknown_setting_is_named() -> None:
+    with pytest.raises(ConfigError, match=r"serve learner: thread"):
+        settings_of("learner", None, {"bootstrap_servers": "a:1", "thread": 1}, {})
+
+
+def test_a_sign_of_life_comes_and_goes(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        beating = asyncio.create_task(beat(tmp_path, "learner", "learner-1"))
+        await asyncio.sleep(0.05)
+        sign = read_sign(tmp_path, "learner-1")
+        assert sign is not None
+        assert sign.is_alive
+        assert [found.name for found in read_signs(tmp_path)] == ["learner-1"]
+        beating.cancel()
+        await asyncio.gather(beating, return_exceptions=True)
+        assert read_sign(tmp_path, "learner-1") is None
+
+    asyncio.run(scenario())
+
+
+def test_an_old_sign_is_not_alive(tmp_path: Path) -> None:
+    path = tmp_path / "learner-1.json"
+    path.write_text(json.dumps({"service": "learner", "pid": 1}))
+    os.utime(path, (time.time() - 100, time.time() - 100))
+    sign = read_sign(tmp_path, "learner-1")
+    assert sign is not None
+    assert not sign.is_alive
+
+
+def test_a_jump_of_the_wall_clock_makes_no_sign_old_or_young(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        beating = asyncio.create_task(beat(tmp_path, "learner", "learner-1"))
+        while (sign := read_sign(tmp_path, "learner-1")) is None:
+            await asyncio.sleep(0.01)
+        for jump_s in (-86_400, 86_400):
+            os.utime(tmp_path / "learner-1.json", (time.time() + jump_s, time.time() + jump_s))
+            sign = read_sign(tmp_path, "learner-1")
+            assert sign is not None
+            assert sign.is_alive
+        beating.cancel()
+        await asyncio.gather(beating, return_exceptions=True)
+
+    asyncio.run(scenario())
+
+
+def test_signs_of_life_go_on_after_one_that_could_not_be_written(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def scenario() -> None:
+        folder = tmp_path / "health"
+        folder.write_text("a file where the folder should be")
+        beating = asyncio.create_task(beat(folder, "learner", "learner-1", interval_s=0.01))
+        while not caplog.messages:
+            await asyncio.sleep(0.01)
+        await asyncio.sleep(0.05)
+        folder.unlink()
+        while read_sign(folder, "learner-1") is None:
+            assert not beating.done()
+            await asyncio.sleep(0.01)
+        beating.cancel()
+        await asyncio.gather(beating, return_exceptions=True)
+
+    asyncio.run(scenario())
+    assert len(caplog.messages) == 1, "logged once, however often it fails"
+    assert "cannot write the heartbeat" in caplog.text
+
+
+WILL_NOT_STOP = """
+import asyncio, sys
+from rollstream.harness.services.serving import leaving_nobody
+
+async def will_not_stop():
+    while True:
+        try:
+            await asyncio.sleep(0.05)
+        except asyncio.CancelledError:
+            pass
+
+async def work():
+    left_behind.append(asyncio.create_task(will_not_stop()))
+    await asyncio.sleep(0.1)
+    if sys.argv[1] == "fails":
+        raise OSError("the log is gone")
+
+left_behind = []
+asyncio.run(leaving_nobody("producers", work(), within_s=0.2))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("how", "status"), [("fails", 1), ("ends", 0)])
+def test_a_service_ends_although_a_task_that_it_leaves_behind_does_not(how: str, status: int) -> None:
+    done = subprocess.run([sys.executable, "-c", WILL_NOT_STOP, how], capture_output=True, text=True, timeout=30)
+    assert done.returncode == status
+    assert "producers: exiting although a task or thread is still running" in done.stderr
+    assert ("the log is gone" in done.stderr) == (how == "fails")
+
+
+@pytest.mark.kafka
+def test_a_service_is_healthy_while_it_runs_and_ends_in_order(kafka: KafkaSettings, tmp_path: Path) -> None:
+    environ = variables(kafka, tmp_path)
+    with (tmp_path / "log").open("wb") as log:
+        process = subprocess.Popen([*CLI, "serve", "metrics", "--name", "m-1"], env=environ, stdout=log, stderr=log)
+    try:
+        deadline = time.monotonic() + 40
+        while not (tmp_path / "health" / "m-1.json").exists():
+            assert process.poll() is None, (tmp_path / "log").read_text()
+            assert time.monotonic() < deadline
+            time.sleep(0.1)
+        assert subprocess.run([*CLI, "health", "m-1"], env=environ, capture_output=True).returncode == 0
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(30) == 0, (tmp_path / "log").read_text()
+    finally:
+        process.kill()
+        process.wait()
+    assert "Traceback" not in (tmp_path / "log").read_text()
+    assert subprocess.run([*CLI, "health", "m-1"], env=environ, capture_output=True).returncode == 1
+
+
+@pytest.mark.kafka
+def test_topics_with_other_partition_counts_are_refused(kafka: KafkaSettings, tmp_path: Path) -> None:
+    first = variables(kafka, tmp_path)
+    process = subprocess.Popen([*CLI, "serve", "metrics", "--name", "m-1"], env=first, stderr=subprocess.DEVNULL)
+    deadline = time.monotonic() + 40
+    while not (tmp_path / "health" / "m-1.json").exists():
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+    process.terminate()
+    process.wait(30)
+    done = subprocess.run(
+        [*CLI, "serve", "metrics"],
+        env=variables(kafka, tmp_path, 7),
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == 1
+    assert "error: topic rollstream.tasks.v1 has" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.kafka
+@pytest.mark.slow
+def test_a_served_broker_that_dies_is_started_again_and_ends_in_order(tmp_path: Path) -> None:
+    environ = {**os.environ, "ROLLSTREAM_WORKSPACE": str(tmp_path)}
+    with (tmp_path / "said.txt").open("w") as said:
+        process = subprocess.Popen([*CLI, "serve", "broker"], env=environ, stdout=said, stderr=said)
+
+    def until(claim: Callable[[], bool]) -> None:
+        deadline = time.monotonic() + 60
+        while not claim():
+            assert process.poll() is None, (tmp_path / "said.txt").read_text()
+            assert time.monotonic() < deadline, (tmp_path / "said.txt").read_text()
+            time.sleep(0.1)
+
+    try:
+        until(lambda: find_running(tmp_path) is not None)
+        address = find_running(tmp_path)
+        first = json.loads((tmp_path / "broker" / "broker.json").read_text())["broker_pid"]
+        os.kill(first, signal.SIGKILL)
+        until(lambda: json.loads((tmp_path / "broker" / "broker.json").read_text())["broker_pid"] != first)
+        assert find_running(tmp_path) == address
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(30) == 0, (tmp_path / "said.txt").read_text()
+    finally:
+        process.kill()
+        process.wait()
+    assert "Traceback" not in (tmp_path / "said.txt").read_text()
+    assert find_running(tmp_path) is None

@@ -1,0 +1,246 @@
+"""The supervisor with real, tiny child processes."""
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from rollstream.eventlog.broker.restarts import MAX_RESTARTS
+from rollstream.harness.services.supervisor import MAX_RELAYED, SILENCE_S, ChildSpec, LogRelay, Supervisor
+from rollstream.schemas.errors import RunFailedError
+
+pytestmark = pytest.mark.slow
+
+SLEEPS = "import time; time.sleep(60)"
+TIED = (
+    "import os, time; from rollstream.harness.services.liveness import die_with_parent; die_with_parent(os.environ); "
+)
+STUBBORN = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('up', flush=True); time.sleep(60)"
+
+
+def spec(name: str, code: str, stdin: bytes = b"", rank: int = 0) -> ChildSpec:
+    return ChildSpec(name, [sys.executable, "-c", code], stdin, rank)
+
+
+def is_gone(pid: int) -> bool:
+    """Also once another thread of the interpreter has reaped it."""
+    try:
+        return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return True
+
+
+async def until(condition, timeout_s: float = 20.0) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline
+        await asyncio.sleep(0.02)
+
+
+def test_a_child_reads_its_settings_and_writes_its_log(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        code = f"import sys; print(sys.stdin.read(), flush=True); {SLEEPS}"
+        supervisor = Supervisor([spec("one", code, b"settings")], tmp_path)
+        supervisor.start()
+        await until(lambda: "settings" in (tmp_path / "one.log").read_text())
+        assert supervisor.last_words("one") == "settings"
+        await supervisor.stop()
+        assert supervisor.pids() == {}
+
+    asyncio.run(scenario())
+
+
+def test_a_killed_child_is_started_again(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        supervisor = Supervisor([spec("one", SLEEPS)], tmp_path, first_backoff_s=0.01)
+        supervisor.start()
+        watching = asyncio.create_task(supervisor.watch())
+        first = supervisor.pids()["one"]
+        os.kill(first, signal.SIGKILL)
+        await until(lambda: supervisor.pids().get("one", first) != first)
+        assert supervisor.total_restarts == 1
+        watching.cancel()
+        await supervisor.stop()
+
+    asyncio.run(scenario())
+
+
+def test_a_child_that_ends_again_and_again_fails_the_run_with_its_last_words(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        supervisor = Supervisor([spec("one", "raise SystemExit('error: no weights')")], tmp_path, first_backoff_s=0.01)
+        supervisor.start()
+        with pytest.raises(RunFailedError, match=r"service one exited 6 times .* error: no weights"):
+            await supervisor.watch()
+        assert supervisor.total_restarts == MAX_RESTARTS + 1
+        await supervisor.stop()
+
+    asyncio.run(scenario())
+
+
+def test_progress_forgives_restarts(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        supervisor = Supervisor([spec("one", "pass")], tmp_path, first_backoff_s=0.001)
+        supervisor.start()
+        watching = asyncio.create_task(supervisor.watch())
+        while supervisor.total_restarts < MAX_RESTARTS + 3:
+            supervisor.progressed()
+            await asyncio.sleep(0.01)
+            assert not watching.done()
+        watching.cancel()
+        await supervisor.stop()
+
+    asyncio.run(scenario())
+
+
+def test_children_are_stopped_rank_by_rank(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        ends = (
+            "import signal, sys, time; signal.signal(signal.SIGTERM, lambda *_: (print(time.time_ns()), sys.exit(0)));"
+        )
+        code = f"{ends} print('up', flush=True); time.sleep(60)"
+        supervisor = Supervisor([spec("late", code, rank=1), spec("early", code, rank=0)], tmp_path)
+        supervisor.start()
+        await until(lambda: all("up" in (tmp_path / f"{name}.log").read_text() for name in ("late", "early")))
+        await supervisor.stop()
+        early, late = (int((tmp_path / f"{name}.log").read_text().split()[1]) for name in ("early", "late"))
+        assert early < late
+
+    asyncio.run(scenario())
+
+
+def test_a_child_that_does_not_end_is_killed_after_the_grace_period(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        supervisor = Supervisor([spec("one", STUBBORN)], tmp_path, grace_s=0.3)
+        supervisor.start()
+        await until(lambda: "up" in (tmp_path / "one.log").read_text())
+        pid = supervisor.pids()["one"]
+        await supervisor.stop()
+        assert not psutil.pid_exists(pid)
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the tie to the parent is Linux's")
+def test_no_child_outlives_a_killed_parent(tmp_path: Path) -> None:
+    child = repr([sys.executable, "-c", TIED + "print('up', flush=True); time.sleep(60)"])
+    parent = (
+        "import time; from pathlib import Path; "
+        "from rollstream.harness.services.supervisor import ChildSpec, Supervisor; "
+        f"s = Supervisor([ChildSpec('one', {child})], Path({str(tmp_path)!r})); s.start(); "
+        "print(s.pids()['one'], flush=True); time.sleep(60)"
+    )
+    with subprocess.Popen([sys.executable, "-c", parent], stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        orphan = psutil.Process(int(process.stdout.readline()))
+        asyncio.run(until(lambda: "up" in (tmp_path / "one.log").read_text()))
+        process.kill()
+    _, alive = psutil.wait_procs([orphan], timeout=5)
+    assert alive == []
+
+
+def test_a_child_without_a_sign_of_life_is_killed_and_started_again(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        stuck: list[int] = []
+        supervisor = Supervisor(
+            [spec("one", SLEEPS)],
+            tmp_path,
+            first_backoff_s=0.01,
+            silence_s=lambda _, pid: 1000.0 if pid in stuck else 0.0,
+        )
+        supervisor.start()
+        watching = asyncio.create_task(supervisor.watch())
+        first = supervisor.pids()["one"]
+        await asyncio.sleep(0.5)
+        assert supervisor.pids()["one"] == first
+        stuck.append(first)
+        await until(lambda: supervisor.pids().get("one", first) != first)
+        watching.cancel()
+        await supervisor.stop()
+
+    asyncio.run(scenario())
+
+
+def test_errors_of_services_are_passed_on_once(tmp_path: Path) -> None:
+    log = tmp_path / "one.log"
+    log.write_text("2026-01-01 00:00:00,000 ERROR rollstream.old: before this run\n")
+    relay = LogRelay(tmp_path)
+    with log.open("a") as file:
+        file.write("2026-01-01 00:00:01,000 INFO rollstream.a: fine\n")
+        file.write("2026-01-01 00:00:01,000 ERROR aiokafka: not ours\n")
+        file.write("2026-01-01 00:00:01,000 ERROR rollstream.producers.engines.weight_follower: wrong hash\n")
+        file.write("2026-01-01 00:00:02,000 ERROR rollstream.producers.engines.weight_follower: wrong hash\n")
+        file.write("2026-01-01 00:00:02,000 ERROR rollstream.b: half a li")
+    assert relay.news(["one", "none"]) == ["one: wrong hash"]
+    with log.open("a") as file:
+        file.write("ne\n")
+    assert relay.news(["one"]) == ["one: half a line"]
+
+
+def test_a_pause_of_the_supervisor_itself_kills_no_child(tmp_path: Path) -> None:
+    """A suspended laptop: when everything goes on, all signs of life are old at once."""
+
+    async def scenario() -> None:
+        now, signed = [1000.0], [1000.0]
+        supervisor = Supervisor(
+            [spec("one", SLEEPS)], tmp_path, silence_s=lambda name, pid: now[0] - signed[0], monotonic=lambda: now[0]
+        )
+        supervisor.start()
+        (child,) = supervisor.pids().values()
+        supervisor.look()
+        now[0] += 8 * 3600
+        supervisor.look()
+        now[0] += 1.0
+        supervisor.look()
+        signed[0] = now[0]
+        assert not is_gone(child)
+        for _ in range(int(SILENCE_S) + 2):  # silent although the supervisor looks on: stuck
+            now[0] += 1.0
+            supervisor.look()
+        await until(lambda: is_gone(child))
+        await supervisor.stop()
+
+    asyncio.run(scenario())
+
+
+def test_a_child_that_ends_while_something_is_missing_is_started_again_after_that_and_it_does_not_count(
+    tmp_path: Path,
+) -> None:
+    async def scenario() -> None:
+        missing = ["the broker is down"]
+        supervisor = Supervisor(
+            [spec("one", "pass")], tmp_path, first_backoff_s=0.001, waits_for=lambda: missing[0] if missing else ""
+        )
+        supervisor.start()
+        watching = asyncio.create_task(supervisor.watch())
+        for ended in range(1, MAX_RESTARTS + 3):
+            await until(lambda ended=ended: supervisor.total_restarts == ended)
+            missing.clear()
+            await until(lambda: bool(supervisor.pids()))
+            missing.append("the disk is full")
+        assert not watching.done()
+        watching.cancel()
+        await supervisor.stop()
+
+    asyncio.run(scenario())
+
+
+def test_a_log_that_grows_too_large_leaves_one_old_copy_and_its_writer_goes_on(tmp_path: Path) -> None:
+    path = tmp_path / "one.log"
+    relay = LogRelay(tmp_path, max_log_bytes=1000)
+    error = "2026-01-01 00:00:01,000 ERROR rollstream.a: number {}\n"
+    with path.open("ab", buffering=0) as writer:
+        for number in range(200):
+            writer.write(error.format(number).encode())
+            assert relay.news(["one"]) == ([f"one: number {number}"] if number < MAX_RELAYED else [])
+            assert path.stat().st_size <= 1000
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["one.log", "one.log.1"]
+    kept = (tmp_path / "one.log.1").read_text() + path.read_text()
+    numbers = [int(line.rsplit(" ", 1)[1]) for line in kept.splitlines()]
+    assert numbers == list(range(200 - len(numbers), 200))
+    assert len(numbers) > 10

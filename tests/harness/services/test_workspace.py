@@ -1,0 +1,118 @@
+"""One embedded broker for all commands that use a workspace at the same time."""
+
+import signal
+import subprocess
+import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from rollstream.eventlog.broker.broker import answers, find_running
+from rollstream.harness.services.workspace import Workspace, embedded_broker
+from rollstream.schemas.errors import ConfigError
+from rollstream.schemas.kafka import KafkaSettings
+
+pytestmark = pytest.mark.kafka
+
+
+def port_of(kafka: KafkaSettings) -> int:
+    return int(kafka.bootstrap_servers.rpartition(":")[2])
+
+
+def test_who_started_a_broker_stops_it_when_nobody_else_uses_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    workspace = Workspace(tmp_path)
+    with ThreadPoolExecutor(1) as pool:
+        is_in, may_leave = threading.Event(), threading.Event()
+
+        def own() -> None:
+            with embedded_broker(workspace) as (_, broker):
+                assert broker is not None
+                is_in.set()
+                may_leave.wait()
+
+        owner = pool.submit(own)
+        assert is_in.wait(60)
+        with embedded_broker(workspace) as (kafka, broker):
+            assert broker is None
+            may_leave.set()
+            with pytest.raises(TimeoutError):
+                owner.result(timeout=1.0)
+            assert answers(port_of(kafka))
+        owner.result(timeout=60)
+    assert find_running(tmp_path) is None
+    assert "waiting for other commands" in capsys.readouterr().err
+
+
+def test_who_started_a_broker_and_failed_leaves_it_to_the_others(tmp_path: Path) -> None:
+    workspace = Workspace(tmp_path)
+    with ThreadPoolExecutor(1) as pool:
+        is_in, may_leave = threading.Event(), threading.Event()
+
+        def own() -> None:
+            with embedded_broker(workspace):
+                is_in.set()
+                may_leave.wait()
+                raise ConfigError("no such run")
+
+        owner = pool.submit(own)
+        assert is_in.wait(60)
+        with embedded_broker(workspace) as (kafka, _):
+            may_leave.set()
+            with pytest.raises(TimeoutError):
+                owner.result(timeout=1.0)
+            assert answers(port_of(kafka))
+        with pytest.raises(ConfigError, match="no such run"):
+            owner.result(timeout=60)
+    assert find_running(tmp_path) is None
+
+
+OWNER = """
+import pathlib, signal, sys
+from rollstream.harness.services.workspace import Workspace, embedded_broker
+signal.signal(signal.SIGINT, signal.default_int_handler)  # whoever runs the tests may ignore it
+with embedded_broker(Workspace(pathlib.Path(sys.argv[1]))):
+    print("ready", flush=True)
+    sys.stdin.readline()
+print("ended as it would have")
+"""
+
+
+def test_ctrl_c_while_a_command_waits_for_others_stops_the_broker_and_changes_nothing_else(tmp_path: Path) -> None:
+    owner = subprocess.Popen(
+        [sys.executable, "-c", OWNER, str(tmp_path)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert owner.stdin is not None
+    assert owner.stdout is not None
+    assert owner.stderr is not None
+    with owner:
+        assert owner.stdout.readline() == "ready\n"
+        with embedded_broker(Workspace(tmp_path)):
+            owner.stdin.write("\n")
+            owner.stdin.flush()
+            assert "waiting for other commands" in owner.stderr.readline()
+            owner.send_signal(signal.SIGINT)
+            told, complaints = owner.communicate(timeout=60)
+        assert (told, complaints, owner.returncode) == ("ended as it would have\n", "", 0)
+    assert find_running(tmp_path) is None
+
+
+def test_commands_that_begin_at_the_same_moment_share_one_broker(tmp_path: Path) -> None:
+    workspace, both_in = Workspace(tmp_path), threading.Barrier(3)
+
+    def use(_: int) -> tuple[KafkaSettings, bool]:
+        with embedded_broker(workspace) as (kafka, broker):
+            both_in.wait(60)
+            return kafka, broker is not None
+
+    with ThreadPoolExecutor(3) as pool:
+        found = list(pool.map(use, range(3)))
+    assert len({kafka.bootstrap_servers for kafka, _ in found}) == 1
+    assert sorted(is_owner for _, is_owner in found) == [False, False, True]
