@@ -26,10 +26,13 @@ from workload import STEPS_PER_GROUP, group_events
 
 from rollstream.eventlog import codec
 from rollstream.eventlog.artifacts import ArtifactStore
-from rollstream.eventlog.broker import EmbeddedBroker
-from rollstream.eventlog.kafka_log import KafkaLog
-from rollstream.eventlog.log import TopicPartition, partition_of
+from rollstream.eventlog.broker.broker import EmbeddedBroker
+from rollstream.eventlog.broker.credentials import environment
+from rollstream.eventlog.kafka.log import KafkaLog
+from rollstream.eventlog.kafka.security import client_options
+from rollstream.eventlog.log import LogReader, TopicPartition, partition_of
 from rollstream.schemas.events import EpochSealed, EpochStarted, JobStarted, RunEnded, RunStarted
+from rollstream.schemas.kafka import KafkaSettings
 from rollstream.schemas.settings import PlanSettings, RolloutSettings
 from rollstream.schemas.topics import TOPICS
 
@@ -51,10 +54,10 @@ def encoded_groups(num_groups: int) -> list[list[tuple[int, bytes, bytes, list[t
     return groups
 
 
-def producer(bootstrap: str) -> aiokafka.AIOKafkaProducer:
+def producer(kafka: KafkaSettings) -> aiokafka.AIOKafkaProducer:
     """A producer with the settings of ours."""
     return aiokafka.AIOKafkaProducer(
-        bootstrap_servers=bootstrap,
+        **client_options(kafka),
         acks="all",
         enable_idempotence=True,
         linger_ms=5,
@@ -64,43 +67,46 @@ def producer(bootstrap: str) -> aiokafka.AIOKafkaProducer:
     )
 
 
-async def send_groups(bootstrap: str, groups: list, *, steps_per_s: float | None = None) -> dict[int, float]:
+async def send_groups(
+    client: aiokafka.AIOKafkaProducer, groups: list, *, steps_per_s: float | None = None
+) -> dict[int, float]:
     """Send all records; returns by group index when its last record was acknowledged (perf_counter seconds)."""
     acknowledged: dict[int, float] = {}
     topic = TOPICS["steps"].name
     begun = time.perf_counter()
-    async with producer(bootstrap) as client:
-        pending: list[asyncio.Future] = []
-        for index, records in enumerate(groups):
-            if steps_per_s is not None:
-                due = begun + index * STEPS_PER_GROUP / steps_per_s
-                await asyncio.sleep(max(0.0, due - time.perf_counter()))
-            future = None
-            for partition, key, value, headers in records:
-                future = await client.send(topic, value, key=key, partition=partition, headers=headers)
-            assert future is not None
-            future.add_done_callback(lambda _, i=index: acknowledged.__setitem__(i, time.perf_counter()))
-            pending.append(future)
-        await asyncio.gather(*pending)
+    pending: list[asyncio.Future] = []
+    for index, records in enumerate(groups):
+        if steps_per_s is not None:
+            due = begun + index * STEPS_PER_GROUP / steps_per_s
+            await asyncio.sleep(max(0.0, due - time.perf_counter()))
+        future = None
+        for partition, key, value, headers in records:
+            future = await client.send(topic, value, key=key, partition=partition, headers=headers)
+        assert future is not None
+        future.add_done_callback(lambda _, i=index: acknowledged.__setitem__(i, time.perf_counter()))
+        pending.append(future)
+    await asyncio.gather(*pending)
     return acknowledged
 
 
-async def raw_limit(bootstrap: str, groups: list) -> float:
-    """Steps a second of plain aiokafka: produce, then consume, the same records."""
-    begun = time.perf_counter()
-    await send_groups(bootstrap, groups)
+async def raw_limit(kafka: KafkaSettings, groups: list) -> float:
+    """Steps a second of plain aiokafka, connected before the clock starts: produce, then consume, the same records."""
     total = sum(len(records) for records in groups)
     partitions = [aiokafka.TopicPartition(TOPICS["steps"].name, p) for p in range(PARTITIONS)]
-    consumer = aiokafka.AIOKafkaConsumer(bootstrap_servers=bootstrap, auto_offset_reset="earliest")
+    consumer = aiokafka.AIOKafkaConsumer(**client_options(kafka), auto_offset_reset="earliest")
     await consumer.start()
     consumer.assign(partitions)
     await consumer.seek_to_beginning(*partitions)
-    seen = 0
-    while seen < total:
-        batch = await consumer.getmany(timeout_ms=1000, max_records=10_000)
-        seen += sum(len(records) for records in batch.values())
+    async with producer(kafka) as client:
+        begun = time.perf_counter()
+        await send_groups(client, groups)
+        seen = 0
+        while seen < total:
+            batch = await consumer.getmany(timeout_ms=1000, max_records=10_000)
+            seen += sum(len(records) for records in batch.values())
+        seconds = time.perf_counter() - begun
     await consumer.stop()
-    return len(groups) * STEPS_PER_GROUP / (time.perf_counter() - begun)
+    return len(groups) * STEPS_PER_GROUP / seconds
 
 
 async def start_run(log: KafkaLog, store: ArtifactStore, num_groups: int) -> None:
@@ -138,7 +144,7 @@ async def start_run(log: KafkaLog, store: ArtifactStore, num_groups: int) -> Non
     )
 
 
-def start_workers(bootstrap: str, workspace: Path, num_workers: int) -> list[subprocess.Popen]:
+def start_workers(kafka: KafkaSettings, workspace: Path, num_workers: int) -> list[subprocess.Popen]:
     """Processor processes, as `rollstream serve processors` starts them."""
     workers = []
     for index in range(num_workers):
@@ -146,14 +152,14 @@ def start_workers(bootstrap: str, workspace: Path, num_workers: int) -> list[sub
         command = [
             sys.executable,
             "-m",
-            "rollstream.harness.cli",
+            "rollstream.harness.cli.main",
             "serve",
             "processors",
             "--name",
             f"processors-{index}",
         ]
         environ = os.environ | {
-            "ROLLSTREAM_BOOTSTRAP_SERVERS": bootstrap,
+            **environment(kafka),
             "ROLLSTREAM_ARTIFACT_URI": str(workspace / "artifacts"),
             "ROLLSTREAM_WORKSPACE": str(workspace),
             "ROLLSTREAM_NUM_PARTITIONS": str(PARTITIONS),
@@ -174,9 +180,8 @@ async def wait_ready(workspace: Path, num_workers: int) -> None:
     await asyncio.sleep(5)  # the last rebalance
 
 
-async def manifests(log: KafkaLog, num_groups: int, planned: dict[int, float]) -> None:
+async def manifests(reader: LogReader, num_groups: int, planned: dict[int, float]) -> None:
     """Until EpochSealed; notes by group index when the manifest that holds it was read."""
-    reader = await log.reader({TopicPartition("batches", 0): 0})
     deadline = time.monotonic() + 300
     while time.monotonic() < deadline:
         for record in await reader.poll(timeout_s=1.0):
@@ -206,23 +211,25 @@ async def topic_bytes(log: KafkaLog, topics: tuple[str, ...]) -> int:
 async def one_pass(groups: list, num_workers: int, steps_per_s: float | None) -> dict[str, float]:
     """One run of the pipeline on a fresh workspace: throughput, CPU seconds, latencies, bytes."""
     with tempfile.TemporaryDirectory() as folder, EmbeddedBroker(Path(folder)) as broker:
-        bootstrap = broker.bootstrap_servers
+        kafka = broker.kafka
         workspace = Path(folder)
-        log = KafkaLog(bootstrap)
+        log = KafkaLog(kafka)
         await log.start()
         await log.ensure_topics(num_partitions=PARTITIONS)
         store = ArtifactStore(str(workspace / "artifacts"))
-        workers = start_workers(bootstrap, workspace, num_workers)
+        workers = start_workers(kafka, workspace, num_workers)
         try:
             await wait_ready(workspace, num_workers)
             await start_run(log, store, len(groups))
             await asyncio.sleep(1)
             planned: dict[int, float] = {}
             cpu = sum(cpu_seconds(worker.pid) for worker in workers)
-            begun = time.perf_counter()
-            watching = asyncio.create_task(manifests(log, len(groups), planned))
-            acknowledged = await send_groups(bootstrap, groups, steps_per_s=steps_per_s)
-            await watching
+            reader = await log.reader({TopicPartition("batches", 0): 0})
+            async with producer(kafka) as client:
+                begun = time.perf_counter()
+                watching = asyncio.create_task(manifests(reader, len(groups), planned))
+                acknowledged = await send_groups(client, groups, steps_per_s=steps_per_s)
+                await watching
             result = figures(groups, begun, acknowledged, planned)
             result["worker_cpu_s"] = sum(cpu_seconds(worker.pid) for worker in workers) - cpu
             steps = await topic_bytes(log, ("steps",))
@@ -270,12 +277,12 @@ def stop(workers: list[subprocess.Popen]) -> None:
 async def limit_pass(groups: list) -> float:
     """The raw limit on a fresh broker."""
     with tempfile.TemporaryDirectory() as folder, EmbeddedBroker(Path(folder)) as broker:
-        bootstrap = broker.bootstrap_servers
-        log = KafkaLog(bootstrap)
+        kafka = broker.kafka
+        log = KafkaLog(kafka)
         await log.start()
         await log.ensure_topics(num_partitions=PARTITIONS)
         await log.close()
-        return await raw_limit(bootstrap, groups)
+        return await raw_limit(kafka, groups)
 
 
 def medians(rows: list[dict[str, float]]) -> dict[str, float]:

@@ -19,10 +19,11 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from rollstream.eventlog import codec
-from rollstream.eventlog.broker import EmbeddedBroker
-from rollstream.eventlog.kafka_log import KafkaLog
+from rollstream.eventlog.broker.broker import EmbeddedBroker
+from rollstream.eventlog.kafka.log import KafkaLog
 from rollstream.eventlog.log import Received, TopicPartition
 from rollstream.schemas.events import StepTrained, WeightsLoaded, WeightsPublished
+from rollstream.schemas.kafka import KafkaSettings
 
 ROOT = Path(__file__).resolve().parents[1]
 RUN_ID = "bench"
@@ -32,7 +33,7 @@ REPLAYS = {
     "verify_6_workers": ("--verify", "--workers", "6"),
     "train": ("--train",),
 }
-CLI = [sys.executable, "-m", "rollstream.harness.cli"]
+CLI = [sys.executable, "-m", "rollstream.harness.cli.main"]
 
 
 def train(workspace: Path, epochs: int) -> float:
@@ -61,9 +62,9 @@ def replay(workspace: Path, *options: str) -> float:
     return time.monotonic() - began
 
 
-async def read_weights(bootstrap_servers: str) -> list[Received]:
+async def read_weights(kafka: KafkaSettings) -> list[Received]:
     """All of the weights topic."""
-    log = KafkaLog(bootstrap_servers)
+    log = KafkaLog(kafka)
     await log.start()
     end = (await log.end_offsets("weights"))[0]
     where = TopicPartition("weights", 0)
@@ -82,7 +83,8 @@ def figures(events: Iterable[Received]) -> dict[str, float]:
     loaded: dict[int, int] = {}
     skipped = 0
     trained: list[tuple[int, StepTrained]] = []
-    for event, _, _, stamp in events:
+    for received in events:
+        event, stamp = received.event, received.timestamp_ms
         if isinstance(event, WeightsPublished):
             published[event.version] = stamp
         elif isinstance(event, WeightsLoaded):
@@ -111,7 +113,7 @@ def one_pass(epochs: int, replays: int) -> dict[str, float]:
         workspace = Path(folder)
         live_s = train(workspace, epochs)
         with EmbeddedBroker(workspace) as broker:
-            found = figures(asyncio.run(read_weights(broker.bootstrap_servers)))
+            found = figures(asyncio.run(read_weights(broker.kafka)))
         found |= {"live_s": live_s, "replays_equal": float(replays * len(REPLAYS))}
         for name, options in REPLAYS.items():
             seconds = statistics.median(replay(workspace, *options) for _ in range(replays))

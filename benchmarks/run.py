@@ -14,7 +14,9 @@ HERE = Path(__file__).resolve().parent
 SMALL = {
     "bench_assembly": ["--groups", "40", "--repeats", "1"],
     "bench_pipeline": ["--groups", "40", "--repeats", "1"],
+    "bench_restart": ["--rollouts", "5000", "--changes", "2"],
     "bench_run": ["--epochs", "6", "--repeats", "1"],
+    "bench_step_cost": ["--groups", "20", "--repeats", "1"],
 }
 
 

@@ -18,7 +18,7 @@ from rollstream.schemas.events import (
     RolloutStarted,
     StepRecorded,
 )
-from rollstream.schemas.events_rollouts import LLMCall, Prefix, VersionSpan
+from rollstream.schemas.events.rollouts import LLMCall, Prefix, VersionSpan
 from rollstream.schemas.tokens import encode_floats, encode_ids
 
 MEMBERS = 8
