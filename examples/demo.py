@@ -12,7 +12,7 @@ from contextlib import suppress
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-ROLLSTREAM = [sys.executable, "-m", "rollstream.harness.cli"]
+ROLLSTREAM = [sys.executable, "-m", "rollstream.harness.cli.main"]
 CURVE = """
 SELECT epoch // 20 * 20 AS from_epoch, round(avg(avg_reward), 3) AS avg_reward,
        sum(trained_groups)::INTEGER AS trained_groups

@@ -8,8 +8,8 @@ from typing import Any, Self
 from pydantic import FiniteFloat, model_validator
 
 from rollstream.harness import register_trainer_adapter
-from rollstream.harness.config.rollstream_config import RollstreamTrainerAdapterConfig
-from rollstream.harness.rollstream_adapter import RollstreamTrainerAdapter
+from rollstream.harness.components.adapter import RollstreamTrainerAdapter
+from rollstream.harness.config.components import RollstreamTrainerAdapterConfig
 from rollstream.schemas.finetuning import FinetuneConfig, TrainingJobRef, Trajectory, TrajectoryCollection
 
 SUBMISSIONS = "submissions.jsonl"

@@ -6,8 +6,8 @@ from typing import Any
 from pydantic import Field, FiniteFloat
 
 from rollstream.harness import register_trainer
-from rollstream.harness.config.rollstream_config import RollstreamTrainerConfig
-from rollstream.harness.rollstream_trainer import RollstreamTrainer
+from rollstream.harness.components.trainer import RollstreamTrainer
+from rollstream.harness.config.components import RollstreamTrainerConfig
 
 
 class GoodEnoughTrainerConfig(RollstreamTrainerConfig, name="good_enough_trainer"):

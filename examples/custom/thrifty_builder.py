@@ -7,8 +7,8 @@ from typing import Any
 from pydantic import Field
 
 from rollstream.harness import register_trajectory_builder
-from rollstream.harness.config.rollstream_config import RollstreamTrajectoryBuilderConfig
-from rollstream.harness.rollstream_builder import RollstreamTrajectoryBuilder
+from rollstream.harness.components.builder import RollstreamTrajectoryBuilder
+from rollstream.harness.config.components import RollstreamTrajectoryBuilderConfig
 from rollstream.schemas.finetuning import Trajectory, TrajectoryCollection
 
 logger = logging.getLogger(__name__)

@@ -8,9 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from rollstream.harness import register_environment, register_reward
-from rollstream.producers.environment import Environment
-from rollstream.producers.rewards import FinishedRollout
-from rollstream.producers.session import Message, Session
+from rollstream.producers import Environment, FinishedRollout, Message, Session
 
 DIGITS = 10
 
