@@ -4,29 +4,30 @@ import atexit
 import gc
 import logging
 import os
-import sys
-from collections.abc import Iterator
+import subprocess
+import threading
+from collections.abc import Callable, Collection, Iterator
+from contextlib import suppress
 from pathlib import Path
 
+import psutil
 import pytest
 from hypothesis import HealthCheck, settings
 
-from rollstream.eventlog.broker import EmbeddedBroker
+from rollstream.eventlog.broker.broker import EmbeddedBroker
+from rollstream.schemas.kafka import KafkaSettings
 
 os.environ.setdefault("JDK_JAVA_OPTIONS", "-XX:TieredStopAtLevel=1")
 """Brokers of tests live for seconds: compiling their code a second time would cost more than it brings."""
 
 
-sys.modules["sklearn"] = None  # type: ignore[assignment]
-"""transformers imports it, and it scipy, where NAT has brought it: two seconds a process for what nobody asks."""
-
 settings.register_profile("any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("any machine")
 """A busy machine is no fault of what is tested."""
 
-if "PYTEST_XDIST_WORKER" in os.environ:
-    atexit.register(os._exit, 0)
-    """A worker has told all: to take its objects down one by one takes seconds, and DuckDB tells a page of leaks."""
+JOIN_TIMEOUT_S = 60.0
+KEPT_CHILDREN = ("multiprocessing.resource_tracker", "matching_process.py")
+"""Helpers that a process keeps for further use and ends at its exit."""
 
 gc.disable()
 """Imports and collecting leave few cycles and many objects, which would be looked through again and again. (The
@@ -36,7 +37,7 @@ controller of workers runs no test and stays so.)"""
 def pytest_collection_finish() -> None:
     """Take off every test what its imports would cost it: together a seventh of the time."""
     gc.freeze()
-    gc.set_threshold(50_000, 20, 20)  # seldom: `_garbage` looks after each file
+    gc.set_threshold(50_000, 20, 20)  # rarely: `_leftovers_of_a_file` collects after each file
     gc.enable()
     atexit.register(gc.unfreeze)  # DuckDB tells a page of leaks at the exit of a process that keeps its types
     # pytest's handlers go to the root logger, and thrice a test to every logger that hands nothing on to it.
@@ -46,31 +47,107 @@ def pytest_collection_finish() -> None:
 
 
 @pytest.fixture(scope="module", autouse=True)
-def _garbage() -> Iterator[None]:
-    """What a file leaves in cycles, if it is an error, fails its last test: at a worker's end nobody would hear it."""
+def _leftovers_of_a_file() -> Iterator[None]:
+    """Fails a file's last test for what the file leaves open: unclosed objects in cycles, and running threads."""
+    before = set(threading.enumerate())
     yield
     gc.collect()
     gc.freeze()
+    assert running_threads(before) == []
+
+
+def running_threads(before: Collection[threading.Thread], timeout_s: float = JOIN_TIMEOUT_S) -> list[str]:
+    """Names of threads that started since, would hold up the process's exit, and do not end in time."""
+    started = [thread for thread in threading.enumerate() if not thread.daemon and thread not in before]
+    for thread in started:
+        thread.join(timeout_s)
+    return [thread.name for thread in started if thread.is_alive()]
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _leftovers_of_a_session() -> Iterator[None]:
+    """Fails the last test for child processes that no test stopped. It ends after the shared broker has."""
+    yield
+    assert running_children() == []
+
+
+def running_children(timeout_s: float = JOIN_TIMEOUT_S) -> list[str]:
+    """Command lines of child processes, but KEPT_CHILDREN, that do not end in time."""
+    children = psutil.Process().children(recursive=True)
+    children = [child for child in children if not any(name in command(child) for name in KEPT_CHILDREN)]
+    _, alive = psutil.wait_procs(children, timeout_s)
+    return [command(child) for child in alive]
+
+
+def command(process: psutil.Process) -> str:
+    with suppress(psutil.NoSuchProcess):
+        return " ".join(process.cmdline())
+    return ""
 
 
 @pytest.fixture(scope="session")
-def bootstrap_servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """`host:port` of a Kafka broker that the whole session shares.
+def kafka(tmp_path_factory: pytest.TempPathFactory) -> Iterator[KafkaSettings]:
+    """How to connect to a Kafka broker that the whole session shares, as users' processes do.
 
     Use fresh run ids and groups, begin at ends, and ensure topics with 6 partitions.
     """
     with EmbeddedBroker(tmp_path_factory.mktemp("broker-workspace")) as running:
-        yield running.bootstrap_servers
+        yield running.kafka
 
 
 @pytest.fixture(scope="module")
-def own_broker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+def own_broker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[KafkaSettings]:
     """A broker of a module's own, whose topics it may cut off and delete."""
     with EmbeddedBroker(tmp_path_factory.mktemp("own-broker")) as running:
-        yield running.bootstrap_servers
+        yield running.kafka
 
 
 @pytest.fixture
 def workspace(tmp_path: Path) -> Path:
     """An empty workspace."""
     return tmp_path / ".rollstream"
+
+
+class SmallDisk:
+    """A mounted folder of a few MiB."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._ballast = folder / ".ballast"
+
+    def fill(self) -> None:
+        """Take all the room that is left."""
+        with self._ballast.open("ab", buffering=0) as file:
+            for size in (1 << 20, 1 << 12, 1):
+                try:
+                    while True:
+                        file.write(b"\0" * size)
+                except OSError:
+                    continue
+
+    def free(self) -> None:
+        """Give back what `fill` took."""
+        self._ballast.unlink()
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Callable[[int], SmallDisk]]:
+    """Mounts a tmpfs of so many MiB, once a test. Skips where this process may not mount one."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+
+    def mount(size_mib: int) -> SmallDisk:
+        command = ["mount", "-t", "tmpfs", "-o", f"size={size_mib}m", "tmpfs", str(folder)]
+        try:
+            mounted = subprocess.run(command, capture_output=True, text=True, check=False)
+        except FileNotFoundError:
+            pytest.skip("there is no mount command")
+        if mounted.returncode:
+            pytest.skip(f"this process may not mount a tmpfs: {mounted.stderr.strip()}")
+        return SmallDisk(folder)
+
+    try:
+        yield mount
+    finally:
+        if folder.is_mount():
+            subprocess.run(["umount", "-l", str(folder)], check=True)

@@ -7,7 +7,7 @@ from typing import Any
 import jsonschema
 import yaml
 
-from rollstream.eventlog.broker import PROPERTIES
+from rollstream.eventlog.broker.broker import PROPERTIES
 
 ROOT = Path(__file__).resolve().parents[1]
 SPECIFICATION = ROOT / ".cache" / "compose-schema" / "compose" / "config" / "compose_spec.json"

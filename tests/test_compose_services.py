@@ -2,114 +2,50 @@
 
 import json
 import os
-import signal
 import subprocess
-import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 
-from rollstream.eventlog.broker import EmbeddedBroker
-from rollstream.harness.tiny_model import make_tiny_model
+from rollstream.eventlog.broker.broker import EmbeddedBroker
+from rollstream.eventlog.broker.credentials import environment
+from rollstream.learner.tiny_model import make_tiny_model
+from rollstream.schemas.kafka import KafkaSettings
+from rollstream.schemas.variables import expand
+from tests.rigs.service_processes import CLI, NAMES, running_services, write_config
 
 ROOT = Path(__file__).resolve().parents[1]
 SERVICES: dict[str, Any] = yaml.safe_load((ROOT / "docker-compose.yml").read_text())["services"]
-NAMES = ("producers", "processors", "learner", "metrics")
-CLI = [sys.executable, "-m", "rollstream.harness.cli"]
 
 
-def environment_of(name: str, bootstrap_servers: str, data: Path) -> dict[str, str]:
+def environment_of(name: str, kafka: KafkaSettings, data: Path) -> dict[str, str]:
     """The service's environment with the broker's address and the volume in their local places."""
     given = {key: str(value) for key, value in SERVICES[name]["environment"].items()}
     local = {
-        key: value.replace("kafka:19092", bootstrap_servers).replace("/data/", f"{data}/")
+        key: str(expand(value, {})).replace("kafka:19092", kafka.bootstrap_servers).replace("/data/", f"{data}/")
         for key, value in given.items()
     }
-    return {**os.environ, **local, "OMP_NUM_THREADS": "1"}
+    return {**os.environ, **local, **environment(kafka), "OMP_NUM_THREADS": "1"}
 
 
-@contextmanager
-def services(bootstrap_servers: str, data: Path) -> Iterator[dict[str, subprocess.Popen[bytes]]]:
-    """All services, started as compose would start them and stopped by SIGTERM."""
-    running: dict[str, subprocess.Popen[bytes]] = {}
-    try:
-        for name in NAMES:
-            with (data / f"{name}.log").open("wb") as log:
-                running[name] = subprocess.Popen(
-                    [*CLI, *SERVICES[name]["command"]],
-                    env=environment_of(name, bootstrap_servers, data),
-                    stdout=log,
-                    stderr=subprocess.STDOUT,
-                )
-        yield running
-    finally:
-        for process in running.values():
-            process.send_signal(signal.SIGTERM)
-        for process in running.values():
-            try:
-                process.wait(30)
-            except subprocess.TimeoutExpired:
-                process.kill()
-
-
-def is_healthy(name: str, bootstrap_servers: str, data: Path) -> bool:
+def is_healthy(name: str, kafka: KafkaSettings, data: Path) -> bool:
     """What the service's own health check says."""
     test = SERVICES[name]["healthcheck"]["test"]
     assert test[:2] == ["CMD", "rollstream"]
-    checked = subprocess.run(
-        [*CLI, *test[2:]], env=environment_of(name, bootstrap_servers, data), capture_output=True, timeout=60
-    )
+    checked = subprocess.run([*CLI, *test[2:]], env=environment_of(name, kafka, data), capture_output=True, timeout=60)
     return checked.returncode == 0
 
 
-def wait_healthy(bootstrap_servers: str, data: Path) -> None:
+def wait_healthy(kafka: KafkaSettings, data: Path) -> None:
     for name in NAMES:
         deadline = time.monotonic() + 90
-        while not is_healthy(name, bootstrap_servers, data):
+        while not is_healthy(name, kafka, data):
             assert time.monotonic() < deadline, (data / f"{name}.log").read_text()[-3000:]
             time.sleep(0.5)
-
-
-def write_config(path: Path, bootstrap_servers: str, data: Path, model: Path) -> None:
-    path.write_text(
-        yaml.safe_dump(
-            {
-                "workflow": "guess_number",
-                "trajectory_builders": {
-                    "b": {
-                        "_type": "rollstream",
-                        "bootstrap_servers": bootstrap_servers,
-                        "services": "external",
-                        "num_generations": 4,
-                        "max_turns": 3,
-                        "drop_zero_variance": False,
-                        "sampling": {"max_new_tokens": 2},
-                    }
-                },
-                "trainer_adapters": {
-                    "a": {
-                        "_type": "rollstream",
-                        "model": {"path": str(model)},
-                        "artifact_uri": str(data / "artifacts"),
-                        "tasks_per_epoch": 4,
-                    }
-                },
-                "trainers": {"t": {"_type": "rollstream"}},
-                "finetuning": {
-                    "trainer": "t",
-                    "trajectory_builder": "b",
-                    "trainer_adapter": "a",
-                    "num_epochs": 2,
-                    "output_dir": str(data / "output"),
-                },
-            }
-        )
-    )
 
 
 @pytest.mark.kafka
@@ -117,12 +53,15 @@ def write_config(path: Path, bootstrap_servers: str, data: Path, model: Path) ->
 def test_the_composed_services_train_two_steps(tmp_path: Path) -> None:
     data = tmp_path / "data"
     data.mkdir()
-    model = make_tiny_model(data / "model", seed=0)
+    model = make_tiny_model(data / "models" / "tiny", seed=0)
     config, result = tmp_path / "run.yaml", tmp_path / "result.json"
-    with EmbeddedBroker(tmp_path / "broker") as broker, services(broker.bootstrap_servers, data) as running:
-        bootstrap_servers = broker.bootstrap_servers
-        wait_healthy(bootstrap_servers, data)
-        write_config(config, bootstrap_servers, data, model)
+    commands = {name: SERVICES[name]["command"] for name in NAMES}
+    with ExitStack() as stack:
+        broker = stack.enter_context(EmbeddedBroker(tmp_path / "broker"))
+        environments = {name: environment_of(name, broker.kafka, data) for name in NAMES}
+        running = stack.enter_context(running_services(commands, environments, data))
+        wait_healthy(broker.kafka, data)
+        write_config(config, broker.kafka, data, model)
         finetuned = subprocess.run(
             [
                 *CLI,
@@ -134,6 +73,7 @@ def test_the_composed_services_train_two_steps(tmp_path: Path) -> None:
                 "--workspace",
                 str(data / "workspace"),
             ],
+            env={**os.environ, **environment(broker.kafka)},
             capture_output=True,
             text=True,
             timeout=240,

@@ -12,9 +12,10 @@ from typing import Any
 import pytest
 import yaml
 
-from rollstream.harness.config.config_file import resolve
-from rollstream.harness.config.finetune_config import block_of
-from rollstream.harness.reward_choice import check_evaluators
+from rollstream.harness.config.file import resolve
+from rollstream.harness.config.resolve import block_of
+from rollstream.harness.config.rewards import check_evaluators
+from rollstream.schemas.algorithms import GrpoSettings
 from rollstream.schemas.finetuning import TrajectoryCollection
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -120,8 +121,9 @@ def test_every_configuration_of_the_guide_can_be_read() -> None:
 def test_every_configuration_for_who_migrates_can_be_read() -> None:
     loaded = [resolve(yaml.safe_load(text), {}) for text in blocks(MIGRATING, "yaml")]
     environments = [(one.config.environment, one.config.trainer.planning) for one in loaded]
-    assert environments == [("tic_tac_toe", "submitted"), ("my_agent", "stream")]
+    assert environments == [("tic_tac_toe", "submitted"), ("my_agent", "stream"), ("guess_number", "submitted")]
     adapter = loaded[0].config.adapter
+    assert isinstance(adapter.algorithm, GrpoSettings)
     assert (adapter.optimizer.learning_rate, adapter.algorithm.kl_coefficient) == (1e-5, 0.1)
     assert loaded[1].config.served is not None
 
@@ -184,7 +186,7 @@ def test_every_file_and_name_of_the_table_of_members_is_there() -> None:
 
 
 def test_the_table_of_members_has_every_member_of_our_interfaces() -> None:
-    from rollstream.harness import interfaces
+    from rollstream.harness.components import interfaces
 
     listed = {cells[0].strip("`") for cells in rows_of_members()}
     for interface in (interfaces.Trainer, interfaces.TrajectoryBuilder, interfaces.TrainerAdapter):

@@ -8,8 +8,8 @@ from pathlib import Path
 import click
 import pytest
 
-from rollstream.harness.cli import rollstream
-from rollstream.metrics.database import Database
+from rollstream.harness.cli.main import rollstream
+from rollstream.metrics.projection.database import Database
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCUMENTS = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])
@@ -41,9 +41,9 @@ def test_a_command_of_the_documents_has_the_options_that_it_is_shown_with(argume
     command: click.Command = rollstream
     context = click.Context(command)
     while isinstance(command, click.Group):
-        found = command.get_command(context, arguments[0])
+        _, found, arguments = command.resolve_command(context, list(arguments))
         assert found is not None, arguments
-        command, arguments = found, arguments[1:]
+        command = found
     _, left_over, _ = command.make_parser(click.Context(command)).parse_args(list(arguments))
     assert left_over == []
 

@@ -5,9 +5,6 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import TypeVar
 
-from chaos_oracle import Expected
-from chaos_workload import GROUPS_PER_BATCH, Workload
-
 from rollstream.eventlog import codec
 from rollstream.eventlog.dead_letters import origin
 from rollstream.eventlog.log import EventLog, Position, Received, Record, TopicPartition
@@ -20,6 +17,8 @@ from rollstream.schemas.events import (
     TrajectoryAssembled,
     TrajectoryRejected,
 )
+from tests.chaos.chaos_oracle import Expected
+from tests.chaos.chaos_workload import GROUPS_PER_BATCH, Workload
 
 E = TypeVar("E", bound=Event)
 

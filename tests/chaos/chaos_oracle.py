@@ -2,7 +2,8 @@
 
 The rules of a steps partition:
 - Only a group's first GroupStarted opens it; what lies before it does not count.
-- Event time is what records say. The first record at or after the deadline closes an open group before it counts.
+- Event time is what records say. The first record at or after the deadline closes an open group before it counts. A
+  GroupExtended of an open group moves its deadline on, never back.
 - Of an event id the first occurrence counts. An attempt is what is written up to its first terminal event.
 - An attempt is complete if its end counts every step and reward that is there, its chained digest agrees and it
   says of no score that it is missing.
@@ -16,13 +17,12 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
 
-from chaos_workload import Line
-
 from rollstream.eventlog import codec
 from rollstream.schemas import ids
 from rollstream.schemas.base import Event
 from rollstream.schemas.events import (
     GroupClosed,
+    GroupExtended,
     GroupStarted,
     RewardRecorded,
     RolloutEnded,
@@ -30,9 +30,10 @@ from rollstream.schemas.events import (
     StepRecorded,
     TrajectoryAssembled,
 )
-from rollstream.schemas.events_rollouts import Completion, RolloutEvent, TokenSequence
-from rollstream.schemas.events_training import AttemptOutcome, MemberRef
+from rollstream.schemas.events.rollouts import Completion, RolloutEvent, TokenSequence
+from rollstream.schemas.events.training import AttemptOutcome, MemberRef
 from rollstream.schemas.tokens import decode_floats, decode_ids, encode_floats, encode_ids
+from tests.chaos.chaos_workload import Line
 
 NEVER = 1 << 62
 
@@ -74,7 +75,7 @@ def _expect_group(expected: Expected, lines: Sequence[Line], records: list[tuple
         return
     start, started = opened
     assert isinstance(started, GroupStarted)
-    timeout = _timeout(lines, start, started.time_ms + started.timeout_ms)
+    timeout = _timeout(lines, start, started)
     attempts = _attempts((at, event) for at, event in records if start < at < timeout)
     settled = max(_settled(attempts.values(), member) for member in range(started.size))
     end = min(settled, timeout)
@@ -88,11 +89,14 @@ def _expect_group(expected: Expected, lines: Sequence[Line], records: list[tuple
         expected.verdicts[trajectory.trajectory_id] = closed.verdict
 
 
-def _timeout(lines: Sequence[Line], start: int, deadline_ms: int) -> int:
+def _timeout(lines: Sequence[Line], start: int, started: GroupStarted) -> int:
+    deadline_ms = started.time_ms + started.timeout_ms
     for offset in range(start + 1, len(lines)):
         event = lines[offset].event
         if event is not None and event.time_ms >= deadline_ms:
             return offset
+        if isinstance(event, GroupExtended) and event.group_id == started.group_id:
+            deadline_ms = max(deadline_ms, event.deadline_ms)
     return NEVER
 
 

@@ -19,6 +19,7 @@ from rollstream.schemas import ids
 from rollstream.schemas.base import Event
 from rollstream.schemas.events import (
     EpochStarted,
+    GroupExtended,
     GroupStarted,
     JobStarted,
     RewardRecorded,
@@ -29,7 +30,7 @@ from rollstream.schemas.events import (
     StepRecorded,
     Tick,
 )
-from rollstream.schemas.events_rollouts import LLMCall, Prefix, VersionSpan
+from rollstream.schemas.events.rollouts import LLMCall, Prefix, VersionSpan
 from rollstream.schemas.settings import PlanSettings, RolloutSettings
 from rollstream.schemas.tokens import encode_floats, encode_ids
 
@@ -39,6 +40,8 @@ MINIMUM = 2
 GROUPS_PER_BATCH = 8
 TICK_MS = 10
 """Event time from a record to the next."""
+EXTENDED_EVERY = 97
+"""Records from one extension of a group's deadline to the next."""
 REPEATED, OUT_OF_ORDER, LATE, POISON = 0.05, 0.05, 0.01, 0.01
 FATES = {"plain": 84, "rerun": 8, "zombie": 2, "superseded": 2, "lost_for_good": 1, "wrong_digest": 1, "spliced": 1}
 FATES |= {"never_ends": 1}
@@ -293,12 +296,20 @@ def _spoil(events: list[Event], partition: int, counts: dict[str, int], rng: ran
     lines: list[Line] = []
     for number, (_, event) in enumerate(placed):
         lines.append(_line(event.model_copy(update={"time_ms": (number + 1) * TICK_MS})))
+        if number % EXTENDED_EVERY == EXTENDED_EVERY - 1:
+            lines.append(_line(_extended(event, (number + 1) * TICK_MS)))
         if rng.random() < POISON:
             counts["poison"] += 1
             lines.append(_poison(lines[-1], rng.randrange(10)))
         if rng.random() < POISON:
             lines.append(_line(Tick(run_id="", time_ms=(number + 1) * TICK_MS, partition=partition)))
     return lines
+
+
+def _extended(event: Event, time_ms: int) -> Event:
+    """Its group's deadline moves, or not if it is later already, or the group is closed."""
+    deadline_ms = time_ms + TICK_MS * 200
+    return GroupExtended(run_id=event.run_id, time_ms=time_ms, group_id=event.key, deadline_ms=deadline_ms)
 
 
 def _late_reward(ended: RolloutEnded) -> Event:

@@ -14,17 +14,19 @@ from typing import TypeVar
 
 from aiokafka.admin import AIOKafkaAdminClient
 from aiokafka.errors import KafkaError
-from chaos_workload import PARTITIONS, Line, Workload
 
 from rollstream.eventlog import failpoints
 from rollstream.eventlog.artifacts import ArtifactStore
-from rollstream.eventlog.broker import EmbeddedBroker
-from rollstream.eventlog.kafka_log import KafkaLog
+from rollstream.eventlog.broker.broker import EmbeddedBroker
+from rollstream.eventlog.broker.credentials import environment
+from rollstream.eventlog.kafka.log import KafkaLog
+from rollstream.eventlog.kafka.security import client_options
 from rollstream.eventlog.log import TopicPartition
 from rollstream.harness.services.supervisor import ChildSpec, Supervisor
-from rollstream.metrics.sql_service import HOST, port_file, token_file
+from rollstream.metrics.sql.service import HOST, port_file, token_file
 from rollstream.schemas.errors import LogError
 from rollstream.schemas.topics import TOPICS
+from tests.chaos.chaos_workload import PARTITIONS, Line, Workload
 
 GROUP = "rollstream-processors"
 SESSION_TIMEOUT_S = 6.0
@@ -48,14 +50,15 @@ class Cluster:
 
     async def start(self) -> None:
         """Broker and topics, then the services."""
-        self.once.mkdir(parents=True)
-        bootstrap = await asyncio.to_thread(self.broker.start)
-        self.log = KafkaLog(bootstrap, client_id="chaos")
+        self.workspace.mkdir(mode=0o700, parents=True, exist_ok=True)
+        self.once.mkdir()
+        await asyncio.to_thread(self.broker.start)
+        self.log = KafkaLog(self.broker.kafka, client_id="chaos")
         await self.log.start()
         await self.log.ensure_topics(num_partitions=PARTITIONS)
         self.store = ArtifactStore(str(self.workspace / "artifacts"))
         self._environ |= os.environ | {
-            "ROLLSTREAM_BOOTSTRAP_SERVERS": bootstrap,
+            **environment(self.broker.kafka),
             "ROLLSTREAM_ARTIFACT_URI": str(self.workspace / "artifacts"),
             "ROLLSTREAM_WORKSPACE": str(self.workspace),
             "ROLLSTREAM_NUM_PARTITIONS": str(PARTITIONS),
@@ -130,7 +133,7 @@ class Cluster:
 
     async def committed(self, topic: str = "steps") -> dict[int, int]:
         """Offsets that the processors have committed, by Kafka's account."""
-        admin = AIOKafkaAdminClient(bootstrap_servers=self.broker.bootstrap_servers)
+        admin = AIOKafkaAdminClient(**client_options(self.broker.kafka))
         await admin.start()
         try:
             found = await admin.list_consumer_group_offsets(GROUP)
@@ -181,7 +184,7 @@ class Cluster:
             return None
 
 
-_SERVE = (sys.executable, "-m", "rollstream.harness.cli", "serve")
+_SERVE = (sys.executable, "-m", "rollstream.harness.cli.main", "serve")
 
 
 class Feeder:

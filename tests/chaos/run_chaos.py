@@ -1,6 +1,6 @@
 """Real chaos: real processes on a real broker are killed in the middle of a workload; the oracle judges what is left.
 
-    python tests/chaos/run_chaos.py [--steps 100000] [--seed 0] [--kills 3] [--workers 2] [--no-failpoints]
+    python -m tests.chaos.run_chaos [--steps 100000] [--seed 0] [--kills 3] [--workers 2] [--no-failpoints]
 
 Prints seed and schedule first, then every kill, then what came of it; exits 1 if anything is missing, doubled or
 different.
@@ -17,19 +17,16 @@ import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parent))
-
-import chaos_workload
-from chaos_compare import Comparison, compare, read_all
-from chaos_oracle import Expected, expect
-from chaos_workload import PARTITIONS, Line, Workload
-from cluster import PROBE, Cluster, Feeder, patiently
-
 from rollstream.eventlog.failpoints import FAILPOINTS
 from rollstream.eventlog.log import TopicPartition
-from rollstream.metrics.database import Database, metrics_file
-from rollstream.metrics.projector import Projector
+from rollstream.metrics.projection.database import Database, metrics_file
+from rollstream.metrics.projection.projector import Projector
 from rollstream.schemas.topics import TOPICS
+from tests.chaos import chaos_workload
+from tests.chaos.chaos_compare import Comparison, compare, read_all
+from tests.chaos.chaos_oracle import Expected, expect
+from tests.chaos.chaos_workload import PARTITIONS, Line, Workload
+from tests.chaos.cluster import PROBE, Cluster, Feeder, patiently
 
 FIRST, LAST = 0.2, 0.85
 """Share of the records that are committed before the first and the last fault."""

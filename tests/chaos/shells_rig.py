@@ -9,16 +9,15 @@ import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from chaos_workload import PARTITIONS, Workload
-
 from rollstream.eventlog.artifacts import ArtifactStore
 from rollstream.eventlog.failpoints import Armed, Killed, armed
 from rollstream.eventlog.log import Headers, Position, TopicPartition
-from rollstream.eventlog.memory_log import MemoryLog
-from rollstream.processors.assemble_shell import AssembleShell
-from rollstream.processors.curate_shell import CurateShell
-from rollstream.processors.faust_app import Batch, Shell
+from rollstream.eventlog.memory.log import MemoryLog
+from rollstream.processors.assemble.shell import AssembleShell
+from rollstream.processors.curate.shell import CurateShell
+from rollstream.processors.host.app import Batch, Shell
 from rollstream.schemas.base import Event
+from tests.chaos.chaos_workload import PARTITIONS, Workload
 
 COMMITS = 0.2
 """Share of batches after which the marks are committed."""
@@ -66,6 +65,7 @@ class Processors:
     assemble: Callable[..., AssembleShell] = AssembleShell
     curate: Callable[..., CurateShell] = CurateShell
     committed: dict[TopicPartition, int] = field(default_factory=dict)
+    metadata: dict[TopicPartition, str] = field(default_factory=dict)
     num_kills: int = 0
 
     async def live(self, kill: Armed | None = None) -> None:
@@ -89,6 +89,8 @@ class Processors:
         shells: dict[str, Shell] = {"steps": assembling, "groups": self.curate(log, self.artifacts, service="p")}
         partitions = [TopicPartition("steps", number) for number in range(PARTITIONS)] + [TopicPartition("groups", 0)]
         reading = {where: self.committed.get(where, 0) for where in partitions}
+        for where, offset in reading.items():
+            await shells[where.topic].prepare(where.partition, offset, self.metadata.get(where, ""))
         while left := await self._left(reading):
             where = self.rng.choice(left)
             reader = await self.log.reader({where: reading[where]})
@@ -109,9 +111,10 @@ class Processors:
 
     def _commit(self, shells: dict[str, Shell], partitions: list[TopicPartition]) -> None:
         for where in partitions:
-            mark = shells[where.topic].mark(where.partition)
+            mark = shells[where.topic].commit_offset(where.partition)
             if mark is not None:
                 self.committed[where] = mark
+                self.metadata[where] = shells[where.topic].metadata(where.partition)
 
     async def live_and_die(self, failpoint: str, *, kills: int, max_hit: int = 6) -> None:
         """So many lives that end at a failpoint, each at another of its hits, then one that comes to the end."""

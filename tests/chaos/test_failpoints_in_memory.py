@@ -4,19 +4,21 @@ import asyncio
 import random
 from functools import partial
 
-import chaos_workload
 import pytest
-from chaos_compare import compare
-from chaos_oracle import expect
-from shells_rig import Processors, write
 
 from rollstream.eventlog.artifacts import ArtifactStore
 from rollstream.eventlog.failpoints import FAILPOINTS
-from rollstream.eventlog.memory_log import MemoryLog
-from rollstream.processors import assembly, curate
-from rollstream.processors.assemble_shell import AssembleShell
-from rollstream.processors.curate_shell import CurateShell
+from rollstream.eventlog.memory.log import MemoryLog
+from rollstream.processors.assemble import fold as assembly
+from rollstream.processors.assemble.shell import AssembleShell
+from rollstream.processors.curate import fold as curate
+from rollstream.processors.curate.known_groups import KnownGroups
+from rollstream.processors.curate.shell import CurateShell
 from rollstream.schemas.events import RewardRecorded
+from tests.chaos import chaos_workload
+from tests.chaos.chaos_compare import compare
+from tests.chaos.chaos_oracle import expect
+from tests.chaos.shells_rig import Processors, write
 
 pytestmark = pytest.mark.slow
 STEPS = 3000
@@ -61,7 +63,7 @@ def folds_repeats(state, received):
     event = received.event
     group = state.groups.get(getattr(event, "group_id", ""))
     attempt = group.attempts.get(getattr(event, "rollout_id", "")) if group else None
-    if attempt and isinstance(event, RewardRecorded) and event.reward_index in attempt.reward_digests:
+    if attempt and isinstance(event, RewardRecorded) and event.reward_index in attempt.rewards:
         attempt.rewards += [event] if attempt.outcome is None else []
     return assembly.evolve(state, received)
 
@@ -69,21 +71,21 @@ def folds_repeats(state, received):
 def curates_repeats(state, received, datasets):
     """No dedup: a group that closes again is taken in again."""
     for run in state.runs.values():
-        run.seen.clear()
+        run.groups = KnownGroups(open=run.groups.open)
     return curate.evolve(state, received, datasets)
 
 
 class PassesOpenGroups(AssembleShell):
     """Its mark is the next record, past the low-water mark of the groups that are open."""
 
-    def mark(self, partition):
+    def commit_offset(self, partition):
         return self.position(partition)
 
 
 class DoesNotWait(AssembleShell):
     """Its mark moves while what closed is not acknowledged."""
 
-    def mark(self, partition):
+    def commit_offset(self, partition):
         known = self._partitions.get(partition)
         return None if known is None else known.state.low_water
 

@@ -3,15 +3,15 @@
 import asyncio
 import random
 
-import chaos_workload
 import pytest
-from chaos_compare import compare
-from chaos_oracle import expect
-from shells_rig import Processors, write
 
 from rollstream.eventlog.artifacts import ArtifactStore
-from rollstream.eventlog.memory_log import MemoryLog
+from rollstream.eventlog.memory.log import MemoryLog
 from rollstream.schemas.events import GroupStarted, RolloutFailed, StepRecorded
+from tests.chaos import chaos_workload
+from tests.chaos.chaos_compare import compare
+from tests.chaos.chaos_oracle import expect
+from tests.chaos.shells_rig import Processors, write
 
 pytestmark = pytest.mark.slow
 STEPS = 3000

@@ -4,18 +4,18 @@ import asyncio
 import random
 from typing import Any
 
-import chaos_workload
 import pytest
-from chaos_compare import read_all
-from shells_rig import Processors, write
 
 from rollstream.eventlog.artifacts import ArtifactStore
 from rollstream.eventlog.failpoints import FAILPOINTS, Killed, armed
 from rollstream.eventlog.log import TopicPartition
-from rollstream.eventlog.memory_log import MemoryLog
-from rollstream.metrics.database import Database
-from rollstream.metrics.projector import Projector
+from rollstream.eventlog.memory.log import MemoryLog
+from rollstream.metrics.projection.database import Database
+from rollstream.metrics.projection.projector import Projector
 from rollstream.schemas.topics import TOPICS
+from tests.chaos import chaos_workload
+from tests.chaos.chaos_compare import read_all
+from tests.chaos.shells_rig import Processors, write
 
 pytestmark = pytest.mark.slow
 STEPS = 1200

@@ -2,9 +2,10 @@
 
 import asyncio
 
-import chaos_workload
 import pytest
-from run_chaos import report, run, schedule
+
+from tests.chaos import chaos_workload
+from tests.chaos.run_chaos import report, run, schedule
 
 pytestmark = [pytest.mark.kafka, pytest.mark.slow, pytest.mark.timeout(240)]
 

@@ -11,15 +11,14 @@ from typing import Any
 import pytest
 import yaml
 
-from rollstream.harness.tiny_model import make_tiny_model
+from rollstream.learner.tiny_model import make_tiny_model
 
-CLI = [sys.executable, "-m", "rollstream.harness.cli"]
-sys.path.insert(0, str(Path(__file__).parent))  # killing
+CLI = [sys.executable, "-m", "rollstream.harness.cli.main"]
 
 GAME = '''
 from zlib import crc32
 
-from rollstream.producers.session import Session
+from rollstream.producers.rollout.session import Session
 
 
 async def digits(session: Session) -> None:
@@ -111,7 +110,7 @@ class Workplace:
             env={**ENVIRONMENT, "PYTHONPATH": str(self.folder), **environment},
         )
 
-    def start(self, *arguments: str) -> subprocess.Popen[str]:
+    def start(self, *arguments: str, **environment: str) -> subprocess.Popen[str]:
         """One command that goes on."""
         with (self.folder / "out.txt").open("a") as out:
             return subprocess.Popen(
@@ -120,7 +119,7 @@ class Workplace:
                 stderr=subprocess.STDOUT,
                 text=True,
                 cwd=self.folder,
-                env={**ENVIRONMENT, "PYTHONPATH": str(self.folder)},
+                env={**ENVIRONMENT, "PYTHONPATH": str(self.folder), **environment},
             )
 
     def output(self) -> str:
@@ -142,10 +141,11 @@ class Workplace:
 @pytest.fixture
 def workplace(tmp_path: Path) -> Workplace:
     """A fresh workplace."""
-    return _workplace(tmp_path)
+    return workplace_in(tmp_path)
 
 
-def _workplace(folder: Path) -> Workplace:
+def workplace_in(folder: Path) -> Workplace:
+    """A workplace in a folder."""
     made = Workplace(folder)
     make_tiny_model(made.model, seed=0)
     (folder / "game.py").write_text(GAME)
@@ -155,4 +155,4 @@ def _workplace(folder: Path) -> Workplace:
 @pytest.fixture
 def two_workplaces(tmp_path: Path) -> tuple[Workplace, Workplace]:
     """Two that are alike."""
-    return _workplace(tmp_path / "one"), _workplace(tmp_path / "two")
+    return workplace_in(tmp_path / "one"), workplace_in(tmp_path / "two")

@@ -7,6 +7,7 @@ in the order of NAT's own ART trainer; the builder reads episodes by NAT's parse
 import asyncio
 import uuid
 from collections import defaultdict
+from typing import Any
 from zlib import crc32
 
 from nat.builder.evaluator import EvaluatorInfo
@@ -24,6 +25,7 @@ from nat.data_models.finetuning import (
     EpisodeItem,
     EpisodeItemRole,
     TrainerConfig,
+    TrainingJobStatus,
     TrainingStatusEnum,
     Trajectory,
     TrajectoryBuilderConfig,
@@ -58,10 +60,14 @@ async def digits(config, builder):
 class ShareConfig(EvaluatorBaseConfig, name="nat_example_share"):
     """The share of digits in what was said, and a little by its words: a group of equal rewards trains nothing."""
 
+    fails: bool = False
+
 
 @register_evaluator(config_type=ShareConfig)
 async def share(config, builder):
     async def evaluate(eval_input):
+        if config.fails:
+            raise RuntimeError("the evaluator fails")
         items = []
         for item in eval_input.eval_input_items:
             said = str(item.output_obj)
@@ -126,7 +132,8 @@ async def parsing_builder(config, builder):
 
 
 class OrderlyTrainerConfig(TrainerConfig, name="nat_example_trainer"):
-    pass
+    empty_from: int | None = None
+    """From this epoch on nothing is submitted, as where a curriculum leaves nothing."""
 
 
 class OrderlyTrainer(Trainer):
@@ -139,7 +146,7 @@ class OrderlyTrainer(Trainer):
         self.run_id = f"orderly_run_{uuid.uuid4().hex[:8]}"
         self.refs = []
 
-    async def run_epoch(self, epoch, run_id):
+    async def run_epoch(self, epoch, run_id) -> Any:
         run = self.run_config.run_configuration
         assert run is not None
         if run.validation_dataset and epoch % run.validation_interval == 0:
@@ -148,6 +155,10 @@ class OrderlyTrainer(Trainer):
         meta = {"epoch": epoch, "run_id": run_id, "trainer_config": self.trainer_config.model_dump()}
         await self.trajectory_builder.start_run(run_id, meta)
         collection = await self.trajectory_builder.finalize(run_id, meta)
+        config: Any = self.trainer_config
+        empty_from = config.empty_from
+        if not collection.trajectories or (empty_from is not None and epoch >= empty_from):
+            return None
         kept = TrajectoryCollection(trajectories=collection.trajectories, run_id=collection.run_id)
         self.refs.append(await self.trainer_adapter.submit(kept))
         return self.refs[-1]
@@ -156,6 +167,10 @@ class OrderlyTrainer(Trainer):
         statuses = []
         for epoch in range(num_epochs):
             ref = await self.run_epoch(epoch, self.run_id)
+            if ref is None:
+                completed = TrainingStatusEnum.COMPLETED
+                statuses.append(TrainingJobStatus(run_id=self.run_id, backend="orderly", status=completed))
+                continue
             statuses.append(await self.trainer_adapter.wait_until_complete(ref))
             self.trainer_adapter.log_progress(ref, {"epoch": epoch})
             if statuses[-1].status == TrainingStatusEnum.FAILED:

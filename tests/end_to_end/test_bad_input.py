@@ -1,5 +1,6 @@
 """Bad input of any kind from the command line: one clear line, no traceback, a non-zero exit, nothing lost."""
 
+import re
 import subprocess
 import time
 from typing import Any
@@ -13,7 +14,7 @@ pytestmark = [pytest.mark.slow]
 BAD_ENVIRONMENTS = """
 import asyncio
 
-from rollstream.producers.session import Session
+from rollstream.producers.rollout.session import Session
 
 
 async def raises(session: Session) -> None:
@@ -173,6 +174,8 @@ def test_an_evaluator_that_raises_is_told_by_its_path_while_the_run_goes_on(work
     assert "Traceback" not in done.stdout + done.stderr
     told = [line for line in (done.stdout + done.stderr).splitlines() if "eval.evaluators.mine" in line]
     assert len(told) == 1, done.stdout + done.stderr
-    assert told[0].endswith("reward eval.evaluators.mine raised KeyError: 'no such key'")
+    raised = r"reward eval\.evaluators\.mine raised KeyError \(bad\.py line \d+, in looks_in_vain\): 'no such key'"
+    assert re.search(raised + "$", told[0])
+    assert "looks_in_vain" in workplace.logs().split("Traceback", 1)[1], "the traceback is in the log"
     causes = workplace.rows("SELECT outcome, cause, count(*) AS n FROM outcomes GROUP BY 1, 2")
     assert [(row["outcome"], row["cause"], row["n"]) for row in causes] == [("failed", "reward_error", 4 * 4)]

@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from killing import wait_versions
+
+from tests.end_to_end.killing import wait_versions
 
 pytestmark = [pytest.mark.kafka, pytest.mark.slow, pytest.mark.timeout(600)]
 

@@ -77,7 +77,7 @@ def assert_the_builder_left_out_what_is_too_long(workplace: Any) -> None:
         "SELECT r.cause, t.num_completion_tokens AS said FROM rejections r JOIN trajectories t USING (trajectory_id)"
     )
     assert left_out
-    assert {row["cause"] for row in left_out} == {"curriculum"}
+    assert {row["cause"] for row in left_out} == {"not_submitted"}
     assert any(row["said"] > MAX_TOKENS for row in left_out)
     started = workplace.rows("SELECT count(DISTINCT rollout_id) AS n FROM rollouts")[0]["n"]
     assert workplace.rows("SELECT count(*) AS n FROM outcomes") == [{"n": started}]

@@ -5,7 +5,8 @@ from typing import Any
 
 import psutil
 import pytest
-from killing import child, wait_versions
+
+from tests.end_to_end.killing import child, wait_versions
 
 pytestmark = [pytest.mark.kafka, pytest.mark.slow, pytest.mark.timeout(400)]
 

@@ -47,11 +47,11 @@ def test_a_run_is_exported_replayed_from_its_files_and_the_metrics_are_made_agai
     shutil.copy(metrics, grown)
     folder = workplace.folder / "export"
 
-    assert_refused(workplace.run("export", "first"), "no run is called first; `rollstream runs` lists them")
+    assert_refused(workplace.run("export", "first"), "run first does not exist; `rollstream runs` lists all runs")
     exported = workplace.run("export", run, "--output", str(folder), "--weights")
     assert exported.returncode == 0, exported.stderr
     assert exported.stdout.startswith(f"run {run}: ")
-    assert_refused(workplace.run("export", run, "--output", str(folder)), "exists already")
+    assert_refused(workplace.run("export", run, "--output", str(folder)), "already exists")
 
     done = workplace.run("rebuild", "--from", str(folder), "--output", str(workplace.folder / "one.duckdb"))
     assert done.returncode == 0, done.stderr

@@ -56,7 +56,7 @@ def assert_the_lineage_is_told(workplace: Any, parent: str, child: str) -> None:
 def assert_wrong_forks_are_refused(workplace: Any, configuration: dict[str, Any], parent: str) -> None:
     config = str(workplace.write(configuration))
     for fork, told in {
-        "nowhere@0": f"no run is called nowhere; known runs: {parent}, ",
+        "nowhere@0": f"run nowhere does not exist; known runs: {parent}, ",
         f"{parent}@9": f"run {parent} has no version 9, it has 0 to 2",
         parent: "give a run and a version as RUN@VERSION",
     }.items():

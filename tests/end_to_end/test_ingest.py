@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from transformers import AutoTokenizer
 
-from tests.producers import nat_samples as nat
+from tests.rigs import nat_samples as nat
 
 pytestmark = [pytest.mark.kafka, pytest.mark.slow]
 

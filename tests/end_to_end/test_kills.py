@@ -12,7 +12,8 @@ from typing import Any
 
 import psutil
 import pytest
-from killing import child, versions_loaded, wait_versions
+
+from tests.end_to_end.killing import child, versions_loaded, wait_versions
 
 pytestmark = [pytest.mark.kafka, pytest.mark.slow]
 
@@ -119,6 +120,15 @@ def test_a_killed_command_leaves_no_process_and_is_resumed(workplace: Any) -> No
     run_id = next(row["run_id"] for row in workplace.rows("SELECT run_id FROM runs"))
     resumed = workplace.run("finetune", "--config_file", str(config), "--resume", run_id)
     assert resumed.returncode == 0, resumed.stdout + resumed.stderr + workplace.logs()
+    assert_whole(workplace)
+    # as after a kill between RunEnded and the command's end
+    (workplace.workspace / "metrics.duckdb").unlink()
+    result = config.with_name("result.json")
+    again = workplace.run(
+        "finetune", "--config_file", str(config), "--resume", run_id, "--result_json_path", str(result)
+    )
+    assert again.returncode == 0, again.stdout + again.stderr
+    assert json.loads(result.read_text())["status"] == "completed"
     assert_whole(workplace)
 
 

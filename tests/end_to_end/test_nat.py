@@ -1,28 +1,22 @@
 """The real `nat finetune` with rollstream's components: all three, ours with another's, another's with ours."""
 
 import json
-import os
 import re
-import shutil
-import socket
 import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.end_to_end.nat_cells import (
+    configuration_of,
+    dataset_of,
+    nat_finetune,
+    run_cell,
+    with_nats_builder,
+    write_json,
+)
+
 pytestmark = [pytest.mark.kafka, pytest.mark.slow]
-PACKAGE = Path(__file__).with_name("nat_example.py")
-NAT = str(Path(sys.executable).with_name("nat"))
-ENVIRONMENT = {
-    **os.environ,
-    "NAT_TELEMETRY_ENABLED": "false",
-    "OMP_NUM_THREADS": "1",
-    "HF_HUB_OFFLINE": "1",
-    "TOKENIZERS_PARALLELISM": "false",
-}
-DATASET = [{"id": f"x{number}", "question": sign, "answer": "1"} for number, sign in enumerate("?!")]
 
 
 def test_all_three_components_are_ours(workplace: Any) -> None:
@@ -64,54 +58,19 @@ def test_another_trainer_and_builder_train_by_our_adapter(workplace: Any) -> Non
     assert re.search(r"validation .*'num_examples': 2", done.stdout), told(workplace, done)
 
 
-def configuration_of(workplace: Any) -> dict[str, Any]:
-    configuration = workplace.configuration(num_epochs=2)
-    del configuration["workflow"]
-    configuration["finetuning"]["enabled"] = True
-    configuration["trajectory_builders"]["rollouts"]["workspace"] = str(workplace.workspace)
-    configuration["trainer_adapters"]["learner"] |= {"workspace": str(workplace.workspace), "tasks_per_epoch": 2}
-    return configuration
+def test_an_llm_elsewhere_fails_the_run_and_the_command_whatever_the_trainer(workplace: Any) -> None:
+    cell = run_cell(workplace, "another's trainer and builder", "an LLM elsewhere")
+    assert cell is not None
+    assert cell.disagreements == [], cell.output[-5000:] + workplace.logs()
+    assert (cell.status, cell.state, cell.has_model) == (1, "failed", False)
+    assert "12 trajectories rejected: no_token_ids" in cell.last_line
 
 
-def with_nats_builder(workplace: Any) -> dict[str, Any]:
-    configuration = configuration_of(workplace)
-    port = free_port()
-    configuration["trajectory_builders"] = {"rollouts": {"_type": "nat_example_builder", "num_generations": 3}}
-    configuration["trainer_adapters"]["learner"]["endpoint"] = {"port": port, "engine": {"threads": 1}}
-    configuration["llms"] = {
-        "policy": {
-            "_type": "openai",
-            "base_url": f"http://127.0.0.1:{port}/v1",
-            "api_key": "none",
-            "model_name": "policy",
-            "max_tokens": 4,
-            "logprobs": True,
-        }
-    }
-    configuration["workflow"] = {"_type": "nat_example_digits", "llm_name": "policy"}
-    configuration["eval"] = {
-        "general": {"output_dir": str(workplace.folder / "eval"), "dataset": {"_type": "json", "file_path": "none"}},
-        "evaluators": {"share": {"_type": "nat_example_share"}},
-    }
-    configuration["finetuning"]["reward_function"] = {"name": "share"}
-    return configuration
-
-
-def nat_finetune(workplace: Any, configuration: dict[str, Any], *options: str) -> "subprocess.CompletedProcess[str]":
-    packages = workplace.folder / "packages"
-    metadata = packages / "nat_example-1.0.dist-info"
-    metadata.mkdir(parents=True)
-    shutil.copy(PACKAGE, packages)
-    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: nat-example\nVersion: 1.0\n")
-    (metadata / "entry_points.txt").write_text("[nat.components]\nnat_example = nat_example\n")
-    return subprocess.run(
-        [NAT, "finetune", "--config_file", str(workplace.write(configuration)), *options],
-        capture_output=True,
-        text=True,
-        timeout=240,
-        cwd=workplace.folder,
-        env={**ENVIRONMENT, "PYTHONPATH": f"{packages}:{workplace.folder}"},
-    )
+def test_a_last_epoch_of_another_trainer_that_submits_nothing_loses_no_model(workplace: Any) -> None:
+    cell = run_cell(workplace, "another's trainer", "an empty last epoch")
+    assert cell is not None
+    assert cell.disagreements == [], cell.output[-5000:] + workplace.logs()
+    assert (cell.status, cell.state, cell.versions, cell.has_model) == (0, "completed", 1, True)
 
 
 def assert_trained(workplace: Any, *, num_versions: int) -> None:
@@ -127,22 +86,6 @@ def assert_on_policy_and_exact(workplace: Any) -> None:
     outcomes = workplace.rows("SELECT outcome, count(*) AS n FROM outcomes GROUP BY 1")
     assert outcomes == [{"outcome": "trained", "n": 2 * 2 * 3}]
     assert workplace.rows("SELECT max(max_staleness) AS s FROM staleness") == [{"s": 0}]
-
-
-def dataset_of(workplace: Any) -> str:
-    return write_json(workplace, "dataset.json", DATASET)
-
-
-def write_json(workplace: Any, name: str, value: Any) -> str:
-    path = workplace.folder / name
-    path.write_text(json.dumps(value))
-    return str(path)
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 def told(workplace: Any, done: "subprocess.CompletedProcess[str]") -> str:

@@ -61,16 +61,27 @@ def assert_jobs_are_listed_and_garbage_goes(workplace: Any) -> None:
         ["rl", "rl", "succeeded", f"{second}/policy", "grpo"],
     ]
     unknown = workplace.run("jobs", "gone")
-    assert (unknown.returncode, unknown.stderr) == (1, "error: no run is called gone; `rollstream runs` lists them\n")
+    assert (unknown.returncode, unknown.stderr) == (
+        1,
+        "error: run gone does not exist; `rollstream runs` lists all runs\n",
+    )
     versions = workplace.rows("SELECT run_id, version, weights_sha256 FROM weight_versions ORDER BY version")
     hashes = {row["version"]: row["weights_sha256"] for row in versions if row["run_id"] == second}
     needed = {row["weights_sha256"] for row in versions if row["run_id"] != second}
     needed |= {hashes[0], hashes[2], hashes[max(hashes)]}
     assert hashes[1] not in needed, "the warm start changed what its first version begins with"
+    collected = {
+        row["weights_sha256"]: row["collected_by"]
+        for row in workplace.rows("SELECT weights_sha256, collected_by FROM weight_versions WHERE is_collected")
+    }
+    assert collected[hashes[1]] == "learner-1"  # while the run went on
+    going = set(hashes.values()) - needed - collected.keys()
     done = workplace.run("gc")
     assert done.returncode == 0, done.stderr
-    assert done.stdout.splitlines()[-1].startswith(f"removed {len(set(hashes.values()) - needed)} weight files (")
+    assert done.stdout.splitlines()[-1].startswith(f"removed {len(going)} weight files (")
     assert {file.stem for file in (workplace.workspace / "artifacts").glob("*/*.safetensors")} == needed
+    (counted,) = workplace.rows("SELECT count(*) AS n FROM weight_versions WHERE is_collected")
+    assert counted["n"] == len(collected) + len(going)
 
 
 def assert_both_are_replayed_equal(workplace: Any) -> None:

@@ -5,7 +5,8 @@ from typing import Any
 
 import psutil
 import pytest
-from killing import child, wait_versions
+
+from tests.end_to_end.killing import child, wait_versions
 
 pytestmark = [pytest.mark.kafka, pytest.mark.slow]
 
@@ -13,7 +14,7 @@ MAX_STALENESS = 2
 GAME = '''
 import asyncio
 
-from rollstream.producers.session import Session
+from rollstream.producers.rollout.session import Session
 
 
 async def digits(session: Session) -> None:

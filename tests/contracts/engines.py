@@ -1,0 +1,164 @@
+"""The engines under the contract: how one is made, weights that fit it and weights that do not."""
+
+import hashlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors.torch import save_file
+
+from rollstream.learner.model import collate
+from rollstream.learner.model.policy import PolicyModel
+from rollstream.processors.assemble.sequences import join_calls
+from rollstream.producers.engines.base import Engine, Generation, GenerationRequest
+from rollstream.producers.engines.scripted import ScriptedEngine
+from rollstream.producers.engines.table import new_engine
+from rollstream.schemas import tokens
+from rollstream.schemas.events import StepRecorded, TrajectoryAssembled, WeightsPublished
+from rollstream.schemas.events.rollouts import LLMCall, Prefix
+from rollstream.schemas.services import TransformersSettings
+from rollstream.schemas.settings import ArtifactRef, LoraSettings, ModelSettings
+
+GROUP, OTHER = "run-1/policy", "run-1/other"
+MAX_LENGTH = 512
+Weights = tuple[WeightsPublished, Path]
+
+
+@dataclass(frozen=True)
+class Subject:
+    """An engine under the contract."""
+
+    new: Callable[[], Engine]
+    """Not started."""
+    weights: Callable[[str, int], Weights]
+    """Of a model group and version: every version answers differently."""
+    unfit: Callable[[str, int], Iterator[Weights]]
+    """Weights that the engine must refuse."""
+    learner: Callable[[int], PolicyModel] | None = None
+    """The model of a version as the learner holds it, of an engine that loads models."""
+
+
+def published(group: str, version: int, **changes: Any) -> WeightsPublished:
+    fields: dict[str, Any] = {
+        "run_id": "run-1",
+        "time_ms": 1,
+        "model_group": group,
+        "job_id": "run-1/rl",
+        "batch_id": None,
+        "version": version,
+        "parent": None,
+        "term": 1,
+        "weights_sha256": "0" * 64,
+        "weights_format": "full",
+        "base_model": "none",
+        "artifact": ArtifactRef(uri="none", sha256="0" * 64, size_bytes=0),
+    }
+    return WeightsPublished(**(fields | changes))
+
+
+def scripted(folder: Path) -> Subject:
+    """The engine without a model: an artifact that is not there is all that it can refuse."""
+
+    def unfit(group: str, version: int) -> Iterator[Weights]:
+        yield published(group, version), folder / "missing"
+
+    return Subject(
+        new=lambda: ScriptedEngine(delay_s=0.002, max_length=MAX_LENGTH),
+        weights=lambda group, version: (published(group, version), folder),
+        unfit=unfit,
+    )
+
+
+def transformers(folder: Path, base: Path, *, lora: LoraSettings | None = None, deterministic: bool = False) -> Subject:
+    """The engine on a tiny model; its weights are what the learner publishes."""
+
+    @cache
+    def learner(version: int) -> PolicyModel:
+        model = ModelSettings(path=str(base), device="cpu", lora=lora)
+        policy = PolicyModel(model, seed=0)
+        policy.use_dropout(False)
+        generator = torch.Generator().manual_seed(version)
+        for _, parameter in policy.trainable():
+            noise = torch.randn(parameter.shape, generator=generator)
+            parameter.data += (0.5 if lora else 0.15) * noise
+        return policy
+
+    def event(group: str, version: int) -> WeightsPublished:
+        policy = learner(version)
+        form: dict[str, Any] = {"weights_format": policy.weights_format, "lora": policy.adapter_config()}
+        return published(group, version, base_model=str(base), **form)
+
+    def weights(group: str, version: int) -> Weights:
+        path = folder / f"v{version}.safetensors"
+        if not path.exists():
+            path.write_bytes(learner(version).weights_bytes())
+        return event(group, version), path
+
+    def unfit(group: str, version: int) -> Iterator[Weights]:
+        state = {name: value.clone() for name, value in learner(version).weights().items()}
+        first = sorted(state)[0]
+        files = {
+            "lacking": {name: value for name, value in state.items() if name != first},
+            "extra": {**state, "model.extra": torch.zeros(1)},
+            "shape": {**state, first: torch.zeros(3)},
+        }
+        for name, tensors in files.items():
+            save_file(tensors, folder / f"{name}.safetensors")
+            yield event(group, version), folder / f"{name}.safetensors"
+        (folder / "torn.safetensors").write_bytes(b"torn")
+        yield event(group, version), folder / "torn.safetensors"
+        yield event(group, version), folder / "missing.safetensors"
+        other_model = event(group, version).model_copy(update={"base_model": str(folder / "missing")})
+        yield other_model, weights(group, version)[1]
+
+    settings = TransformersSettings(device="cpu", threads=1, deterministic=deterministic)
+    return Subject(new=lambda: new_engine(settings, {}), weights=weights, unfit=unfit, learner=learner)
+
+
+def recomputed(
+    model: PolicyModel, calls: list[tuple[GenerationRequest, Generation]]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Log-probabilities of a conversation's completion tokens: as recorded, and as the learner computes them again.
+
+    The prompt of each call continues the one before it, as the journal records it.
+    """
+    steps: list[StepRecorded] = []
+    seen: list[int] = []
+    for index, (request, generation) in enumerate(calls):
+        sha256 = hashlib.sha256(np.asarray(seen, np.int32).tobytes()).hexdigest()
+        prefix = Prefix(step_index=index - 1, length=len(seen), sha256=sha256) if seen else None
+        steps.append(_step(index, list(request.prompt_ids)[len(seen) :], generation, prefix))
+        seen = [*request.prompt_ids, *generation.token_ids]
+    (sequence,) = join_calls(steps)
+    trajectory = TrajectoryAssembled.model_construct(trajectory_id="t", sequences=(sequence,))
+    (row,) = collate.rows_of(trajectory, needs_logprobs=True)
+    batch = collate.pad([collate.TrainRow(row, row.mask)], [(0,)])
+    temperature = calls[0][0].sampling.temperature
+    found, _ = model.completion_terms(batch, temperature=temperature, entropy_needs_grad=False)
+    return batch.logprobs[batch.mask], found.detach()
+
+
+def _step(index: int, new_ids: list[int], generation: Generation, prefix: Prefix | None) -> StepRecorded:
+    call = LLMCall(
+        prefix=prefix,
+        prompt_ids=tokens.encode_ids(new_ids),
+        completion_ids=tokens.encode_ids(generation.token_ids),
+        logprobs=tokens.encode_floats(generation.logprobs),
+        spans=generation.spans,
+        finish_reason=generation.finish_reason,
+    )
+    return StepRecorded(
+        run_id="run-1",
+        time_ms=1,
+        group_id="run-1/g",
+        rollout_id="run-1/r",
+        step_index=index,
+        agent="agent",
+        event_type="LLM_END",
+        uuid=str(index),
+        llm=call,
+    )

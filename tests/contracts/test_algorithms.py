@@ -1,0 +1,228 @@
+"""What every algorithm must hold: the built-in ones, and two of one file each that the project does not know."""
+
+import random
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from rollstream.learner.algorithms import table
+from rollstream.learner.algorithms.base import Algorithm, BatchView, Member, Prepared, Row
+from rollstream.learner.model.optimizer import make_optimizer
+from rollstream.learner.model.policy import PolicyModel, Reference, make_deterministic
+from rollstream.learner.model.step import StepResult, train_batch
+from rollstream.learner.tiny_model import make_tiny_model
+from rollstream.schemas.algorithm_settings import AlgorithmSettings
+from rollstream.schemas.algorithms import BUILT_IN, CustomSettings
+from rollstream.schemas.events.rollouts import Completion, VersionSpan
+from rollstream.schemas.permissions import Permissions
+from rollstream.schemas.settings import JobSettings, ModelSettings, OptimizerSettings
+
+OTHERS = ("python:tests.rigs.toy_cispo.Cispo", "python:tests.rigs.toy_gspo.Gspo")
+OPTIONS: dict[str, dict[str, Any]] = {"expert_iteration": {"reward_threshold": 0.0}}
+ALLOWED = Permissions(frozenset(OTHERS))
+NUM_GROUPS, SIZE, TAIL = 2, 3, 3
+Gradient = dict[str, torch.Tensor]
+
+
+@pytest.fixture(scope="module")
+def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("tiny") / "model"
+    return make_tiny_model(folder, hidden_size=16, num_layers=1, intermediate_size=32)
+
+
+@dataclass
+class Case:
+    """One algorithm, and a way to train one batch by it."""
+
+    algorithm: Algorithm
+    settings: AlgorithmSettings
+    folder: Path
+
+    @property
+    def batch(self) -> BatchView:
+        return batch_of(pairs=self.settings.needs.pairs)
+
+    def train(
+        self, batch: BatchView, algorithm: Algorithm | None = None, **changes: Any
+    ) -> tuple[Gradient, StepResult, bytes]:
+        """Gradients of the last mini-batch, the result, and the weights afterwards."""
+        make_deterministic(1)
+        job = JobSettings(
+            kind=self.settings.kind,
+            model=ModelSettings(path=str(self.folder), device="cpu"),
+            optimizer=OptimizerSettings(learning_rate=1e-3, max_grad_norm=1e9),
+            revision=2,
+        ).model_copy(update={"algorithm": self.settings.model_copy(update=changes)})
+        model = PolicyModel(job.model, seed=0)
+        model.use_dropout(False)
+        reference = Reference(model, model.weights_bytes(), "base") if self.settings.needs.reference else None
+        with torch.no_grad():
+            for _, parameter in model.trainable():
+                parameter.mul_(1.1)
+        optimizer = make_optimizer(model.trainable(), job.optimizer)
+        chosen = algorithm or self.algorithm
+        result = train_batch(model, optimizer, batch, chosen, job, index=0, seed=1, reference=reference)
+        grads = {name: p.grad.clone() for name, p in model.trainable() if p.grad is not None}
+        return grads, result, model.weights_bytes()
+
+
+@pytest.fixture(params=[*table.names(), *OTHERS])
+def case(request: pytest.FixtureRequest, model_folder: Path) -> Case:
+    return case_of(request.param, model_folder)
+
+
+def case_of(name: str, folder: Path) -> Case:
+    written = BUILT_IN[name](**OPTIONS.get(name, {})) if name in BUILT_IN else CustomSettings(name=name)
+    return Case(table.algorithm(name, ALLOWED), table.settings_of(written, ALLOWED), folder)
+
+
+def batch_of(*, pairs: bool) -> BatchView:
+    """Two groups of three members; a row is a prompt, two completions with a prompt between, and a tail of prompt."""
+    rng = random.Random(5)
+    rows, members = [], []
+    for group in range(NUM_GROUPS):
+        prompt = [rng.randrange(6, 60) for _ in range(2 + group)]
+        for _ in range(SIZE):
+            parts = [len(prompt), *(rng.randint(1, 4) for _ in range(3))]
+            start, end = parts[0] + (0 if pairs else parts[1] + parts[2]), sum(parts)
+            ids = prompt + [rng.randrange(6, 60) for _ in range(end - len(prompt) + TAIL)]
+            spans = [(parts[0], end - parts[0])] if pairs else [(parts[0], parts[1]), (start, end - start)]
+            completions = tuple(
+                Completion(
+                    start=at,
+                    length=length,
+                    step_index=step,
+                    spans=(VersionSpan(model_group="g", version=step, length=length),),
+                )
+                for step, (at, length) in enumerate(spans)
+            )
+            mask = np.zeros(len(ids), np.bool_)
+            for part in completions:
+                mask[part.start : part.start + part.length] = True
+            logprobs = np.where(mask, [-4.6 + 0.4 * rng.random() for _ in ids], 0).astype(np.float32)
+            rows.append(Row(np.asarray(ids, np.int32), mask, logprobs, len(members), completions))
+            members.append(
+                Member(
+                    f"g{group}", "agent", reward=rng.random(), steps=frozenset(part.step_index for part in completions)
+                )
+            )
+    if not pairs:
+        return BatchView(rows, members)
+    sides = [(SIZE * group + better, SIZE * group + worse) for group in range(2) for better, worse in ((0, 1), (0, 2))]
+    return BatchView(rows, members, sides, [1.0, 0.5, 1.0, 0.5])
+
+
+def close(one: Gradient, other: Gradient) -> bool:
+    return all(torch.allclose(one[name], other[name], rtol=1e-4, atol=1e-6) for name in one)
+
+
+def test_loss_gradient_and_metrics_are_finite_and_the_weights_change(case: Case) -> None:
+    grads, result, _ = case.train(case.batch)
+    assert result.num_optimizer_steps == 1
+    assert "loss/total" in result.metrics
+    assert all(np.isfinite(value) for value in result.metrics.values())
+    assert all(value.isfinite().all() for value in grads.values())
+    assert any(value.abs().max() > 0 for value in grads.values())
+
+
+def test_what_is_not_on_the_mask_has_no_effect(case: Case) -> None:
+    def noisy(row: Row) -> Row:
+        ids, logprobs = row.token_ids.copy(), row.logprobs.copy()
+        ids[-TAIL:] = 7
+        logprobs[~row.mask] = -3.0
+        return replace(row, token_ids=ids, logprobs=logprobs)
+
+    batch = case.batch
+    grads, result, weights = case.train(batch)
+    others, same, equal = case.train(replace(batch, rows=[noisy(row) for row in batch.rows]))
+    assert result.metrics == same.metrics
+    assert weights == equal
+    assert all(value.equal(others[name]) for name, value in grads.items())
+
+
+def test_tokens_that_prepare_does_not_keep_are_not_trained(case: Case) -> None:
+    class Keeping(Algorithm):
+        """The algorithm, which keeps all but the last token of each row."""
+
+        def prepare(self, batch: BatchView, settings: Any) -> Prepared:
+            return replace(case.algorithm.prepare(batch, settings), keep=[~last_of(row) for row in batch.rows])
+
+        loss: Any = case.algorithm.loss
+        metrics: Any = case.algorithm.metrics
+
+    def last_of(row: Row) -> Any:
+        found = np.zeros_like(row.mask)
+        found[row.mask.nonzero()[0][-1]] = row.mask.sum() > 1
+        return found
+
+    batch = case.batch
+    shorter = [replace(row, mask=row.mask & ~last_of(row)) for row in batch.rows]
+    _, result, weights = case.train(batch, Keeping())
+    _, masked, equal = case.train(replace(batch, rows=shorter))
+    assert weights == equal
+    assert result.metrics == masked.metrics
+    assert result.metrics["tokens/completion"] < case.train(batch)[1].metrics["tokens/completion"]
+
+
+def test_rewards_that_are_equal_give_no_gradient_where_rewards_count(case: Case) -> None:
+    batch = case.batch
+    flat = replace(batch, members=[replace(member, reward=0.25) for member in batch.members])
+    if batch.pairs is not None:
+        _, result, _ = case.train(replace(flat, pairs=[], score_diffs=[]))
+        assert (result.num_optimizer_steps, result.num_tokens) == (0, 0)
+        return
+    grads, _, weights = case.train(flat)
+    if case.settings.needs.behaviour:
+        assert all(value.abs().max() == 0 for value in grads.values())
+    elif not case.settings.needs.rewards:
+        assert weights == case.train(batch)[2], "rewards play no part"
+
+
+def test_micro_batches_change_no_gradient_and_no_metric(case: Case) -> None:
+    grads, whole, _ = case.train(case.batch)
+    others, parts, _ = case.train(case.batch, max_tokens_per_micro_batch=1)
+    assert close(grads, others)
+    names = whole.metrics.keys() - {"tokens/padding", "tokens/sequences", "tokens/completion", "tokens/total"}
+    if case.settings.needs.pairs:
+        names -= {"policy/entropy"}  # of an answer of two pairs it counts once a micro-batch
+    assert {name: parts.metrics[name] for name in names} == pytest.approx(
+        {name: whole.metrics[name] for name in names}, rel=1e-4, abs=1e-6
+    )
+
+
+def test_the_order_of_the_rows_changes_nothing_but_rounding(case: Case) -> None:
+    batch = case.batch
+    order = [4, 0, 3, 5, 2, 1]
+    place = {old: new for new, old in enumerate(order)}
+    pairs = None if batch.pairs is None else [(place[better], place[worse]) for better, worse in reversed(batch.pairs)]
+    shuffled = replace(batch, rows=[batch.rows[old] for old in order], pairs=pairs)
+    grads, one, _ = case.train(batch)
+    others, other, _ = case.train(shuffled)
+    assert close(grads, others)
+    assert other.metrics == pytest.approx(one.metrics, rel=1e-4, abs=1e-6)
+
+
+def test_mini_batches_are_optimizer_steps_and_equal_input_gives_equal_weights(case: Case) -> None:
+    _, result, weights = case.train(case.batch, mini_batches=2)
+    assert result.num_optimizer_steps == 2
+    assert weights == case.train(case.batch, mini_batches=2)[2] != case.train(case.batch)[2]
+
+
+@pytest.mark.parametrize("factor", [0.0, 0.5])
+def test_weights_are_factors_of_token_losses(model_folder: Path, factor: float) -> None:
+    case = case_of(OTHERS[0], model_folder)
+
+    class Weighted(Algorithm):
+        def prepare(self, batch: BatchView, settings: Any) -> Prepared:
+            return replace(case.algorithm.prepare(batch, settings), weights=[factor] * len(batch.rows))
+
+        loss: Any = case.algorithm.loss
+        metrics: Any = case.algorithm.metrics
+
+    grads, _, _ = case.train(case.batch)
+    weighted, _, _ = case.train(case.batch, Weighted())
+    assert close({key: factor * value for key, value in grads.items()}, weighted)

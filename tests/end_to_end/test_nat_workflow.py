@@ -1,0 +1,130 @@
+"""`rollstream finetune` on a file as NAT's own example of ART has it: only the path of the model is another."""
+
+import json
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rollstream.learner.tiny_model import make_tiny_model
+
+pytestmark = [pytest.mark.kafka, pytest.mark.slow]
+PACKAGE = Path(__file__).with_name("nat_game.py")
+FILE = """
+llms:
+  openai_llm:
+    _type: openai
+    model_name: tic_tac_toe_training_run
+    base_url: http://localhost:8000/v1
+    api_key: default
+    temperature: 0.4
+    max_tokens: 4
+    logprobs: true
+    top_logprobs: 1
+
+functions:
+  other_side: {_type: nat_game_opponent, says: "-"}
+
+workflow:
+  _type: rl_with_openpipe_art
+  player_model: openai_llm
+  opponent: other_side
+  max_parser_retries: 2
+
+eval:
+  general:
+    max_concurrency: 16
+    output_dir: .tmp/nat/rl_openpipe/eval
+    dataset:
+      _type: json
+      file_path: data/data.json
+  evaluators:
+    rl_accuracy:
+      _type: step_value_computation
+
+trajectory_builders:
+  openpipe_traj_builder:
+    _type: openpipe_art_traj_builder
+    num_generations: 1
+
+trainer_adapters:
+  openpipe_trainer_adapter:
+    _type: openpipe_art_trainer_adapter
+    backend:
+      ip: "0.0.0.0"
+      port: 7623
+      name: tic_tac_toe_training_run
+      project: tic_tac_toe_project
+      base_model: Qwen/Qwen2.5-3B-Instruct
+      api_key: default
+      init_args: {max_seq_length: 8192}
+      engine_args: {gpu_memory_utilization: 0.9, tensor_parallel_size: 1}
+    training:
+      learning_rate: 1e-5
+      beta: 0.1
+
+trainers:
+  openpipe_trainer:
+    _type: openpipe_art_trainer
+
+finetuning:
+  enabled: true
+  trainer: openpipe_trainer
+  trajectory_builder: openpipe_traj_builder
+  trainer_adapter: openpipe_trainer_adapter
+  reward_function:
+    name: rl_accuracy
+  num_epochs: 2
+  output_dir: .tmp/nat/finetuning/output
+"""
+BASE_MODEL = "trainer_adapters.openpipe_trainer_adapter.backend.base_model"
+
+
+def test_nats_example_trains_from_its_own_file_but_for_the_path_of_the_model(workplace: Any) -> None:
+    prepare(workplace, ["X", "O", "?", "Z"])
+    validation = workplace.folder / "data" / "validation.json"
+    validation.write_text(json.dumps([{"id": "v", "question": "X", "answer": "Win!"}]))
+    given = ("-o", BASE_MODEL, str(workplace.model), "--validation_dataset", str(validation))
+    done = finetune(workplace, *given)
+    assert done.returncode == 0, done.stdout + done.stderr + workplace.logs()
+    outcomes = workplace.rows("SELECT outcome, count(*) AS n FROM outcomes GROUP BY 1 ORDER BY 1")
+    assert {row["outcome"]: row["n"] for row in outcomes}["trained"] == 2 * 3
+    failed = workplace.rows(
+        "SELECT DISTINCT r.message FROM rollouts r JOIN outcomes o USING (rollout_id) WHERE o.outcome = 'failed'"
+    )
+    assert ["no move was understood" in row["message"] for row in failed] == [True]
+    assert workplace.rows("SELECT max(max_staleness) AS s FROM staleness") == [{"s": 0}]
+    assert [row["version"] for row in workplace.rows("SELECT version FROM weight_versions ORDER BY 1")] == [0, 1, 2]
+    said = workplace.rows("SELECT count(*) AS n FROM steps WHERE event_type = 'CUSTOM_END' AND name = 'agent_move'")
+    assert said[0]["n"] >= 2 * 3 * 2
+    output = workplace.folder / ".tmp" / "nat" / "finetuning" / "output"
+    assert list(output.glob("*.safetensors"))
+    history = json.loads((output / "validation_history.json").read_text())
+    assert [(one["epoch"], one["num_examples"], "error" in one) for one in history] == [(0, 1, False)]
+    (job,) = workplace.rows("SELECT settings FROM jobs")
+    assert json.loads(job["settings"])["algorithm"]["temperature"] == 0.4
+    verified = run(workplace, "replay", workplace.rows("SELECT run_id FROM runs")[0]["run_id"], "--verify")
+    assert verified.returncode == 0, verified.stdout + verified.stderr
+
+
+def prepare(workplace: Any, questions: list[str]) -> None:
+    make_tiny_model(workplace.model, seed=0)
+    packages = workplace.folder / "packages"
+    metadata = packages / "nat_game-1.0.dist-info"
+    metadata.mkdir(parents=True)
+    (packages / "nat_game.py").write_text(PACKAGE.read_text())
+    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: nat-game\nVersion: 1.0\n")
+    (metadata / "entry_points.txt").write_text("[nat.components]\nnat_game = nat_game\n")
+    (workplace.folder / "data").mkdir()
+    rows = [{"id": f"x{number}", "question": sign, "answer": "Win!"} for number, sign in enumerate(questions)]
+    (workplace.folder / "data" / "data.json").write_text(json.dumps(rows))
+    (workplace.folder / "config.yml").write_text(FILE)
+
+
+def finetune(workplace: Any, *options: str) -> "subprocess.CompletedProcess[str]":
+    return run(workplace, "finetune", "--config_file", "config.yml", *options)
+
+
+def run(workplace: Any, *arguments: str) -> "subprocess.CompletedProcess[str]":
+    return workplace.run(*arguments, PYTHONPATH=str(workplace.folder / "packages"), NAT_TELEMETRY_ENABLED="false")

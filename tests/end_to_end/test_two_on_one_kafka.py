@@ -1,0 +1,47 @@
+"""Two managed runs at the same time on one Kafka: each is served and trained by its own services alone."""
+
+from typing import Any
+
+import pytest
+
+from rollstream.eventlog.broker.broker import EmbeddedBroker
+from rollstream.eventlog.broker.credentials import environment
+
+pytestmark = [pytest.mark.kafka, pytest.mark.slow, pytest.mark.timeout(600)]
+
+VERSIONS = "SELECT run_id, version, weights_sha256 FROM weight_versions ORDER BY version"
+EPOCHS = 2
+
+
+def game(workplace: Any, bootstrap_servers: str) -> str:
+    """A run that is a function of its configuration, its id and its seed."""
+    engine = {"threads": 1, "deterministic": True}
+    made = workplace.configuration(num_epochs=EPOCHS, engine=engine, bootstrap_servers=bootstrap_servers)
+    return str(workplace.write(made | {"workflow": "python:game.digits"}))
+
+
+def test_two_managed_runs_on_one_kafka_end_as_each_does_alone(two_workplaces: Any, tmp_path: Any) -> None:
+    one, two = two_workplaces
+    with EmbeddedBroker(tmp_path / "kafka") as running:
+        login = environment(running.kafka)
+        address = running.kafka.bootstrap_servers
+        commands = [
+            (place, place.start("finetune", "--config_file", game(place, address), "--run_id", name, **login))
+            for place, name in ((one, "run-one"), (two, "run-two"))
+        ]
+        try:
+            codes = [command.wait(400) for _, command in commands]
+            assert codes == [0, 0], one.output() + two.output() + one.logs() + two.logs()
+            found = {place: place.rows(VERSIONS) for place in (one, two)}
+            for place, name in ((one, "run-one"), (two, "run-two")):
+                assert [row["version"] for row in found[place]] == list(range(EPOCHS + 1))
+                assert {row["run_id"] for row in found[place]} == {name}
+                assert place.rows("SELECT DISTINCT run_id FROM rollouts") == [{"run_id": name}]
+        finally:
+            for _, command in commands:
+                command.kill()
+                command.wait()
+    (two.workspace / "metrics.duckdb").rename(two.folder / "before.duckdb")
+    alone = two.run("finetune", "--config_file", game(two, "embedded"), "--run_id", "run-one")
+    assert alone.returncode == 0, alone.stdout + alone.stderr
+    assert two.rows(VERSIONS) == found[one]

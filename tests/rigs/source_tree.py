@@ -1,0 +1,245 @@
+"""The sources as a tree: its files, what each imports, and the rules of the house that are more than arrows."""
+
+import ast
+import re
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).resolve().parents[2]
+ALLOWED = {
+    "schemas": set(),
+    "eventlog": {"schemas"},
+    "producers": {"schemas", "eventlog"},
+    "processors": {"schemas", "eventlog"},
+    "learner": {"schemas", "eventlog"},
+    "metrics": {"schemas", "eventlog"},
+    "replay": {"schemas", "eventlog", "producers", "processors", "learner", "metrics"},
+    "harness": {"schemas", "eventlog", "producers", "processors", "learner", "metrics", "replay"},
+}
+SMALL_FILE_LINES = 60
+REPEATED_NAMES = {"__init__", "service", "shell", "fold", "state", "base", "table", "run", "log"}
+"""Names of files that may be in several folders: the folder says whose."""
+ONE_HOME = {
+    re.compile(r"""["']ce_(type|id)["']"""): "eventlog/codec.py",
+    re.compile(r"\b(\w*(_id|_group|_key)|record\.key)\.(r?split|r?partition|removeprefix)\("): "schemas/ids.py",
+    re.compile(r"""f["'][^"']*\}/[meabt]\{"""): "schemas/ids.py",
+    re.compile(r"\.is_spliced = |has_open_attempts and"): "eventlog/attempts.py",
+    re.compile(
+        r"""algorithm(\.name)? *(==|!=|(not )?in\b)|name *(==|!=|(not )?in) *[\[({]?["'](grpo|sft|dpo)["']"""
+        r"""|["'](grpo|sft|dpo)["'] *:|case ["'](grpo|sft|dpo)["']"""
+    ): "schemas learner/algorithms",
+}
+"""By what a rule's code looks like, the only files and folders that have it."""
+BANNED_WORDS = (
+    "buried",
+    "stranger",
+    "lifeline",
+    "tie_to_parent",
+    "end_of_lost",
+    "let_in",
+    "surroundings",
+    "Workplace",
+    "ModelShelf",
+    "going_on",
+    "thrice",
+    "stands twice",
+    "that there is not",
+    "would die again",
+    "barren",
+    "bury",
+    "buries",
+    "BURIES",
+    "GroupRun",
+    "takes_others",
+    "minding",
+    "Opening",
+    "Connected",
+    "anew",
+    "for ever",
+    "seldom",
+    "classic",
+    "dealt out",
+    "said nothing",
+    "plateau",
+    "who tries again",
+    "unheard",
+)
+"""Words that the glossary of CONTRIBUTING.md replaces, in names, docstrings and messages."""
+
+
+def sources() -> Iterator[Path]:
+    for package in ALLOWED:
+        yield from sorted((ROOT / package).rglob("*.py"))
+
+
+def imports_of(path: Path) -> Iterator[tuple[int, str]]:
+    """Line and dotted name of every import, those inside functions too; `from a import b` counts as `a.b`."""
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            yield from ((node.lineno, alias.name) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module and node.level == 0:
+            yield from ((node.lineno, f"{node.module}.{alias.name}") for alias in node.names)
+
+
+def file_of(name: str, root: Path = ROOT) -> Path | None:
+    """The file of a dotted name of ours: a module, or what holds the name."""
+    parts = name.split(".")[1:]
+    while parts:
+        place = root.joinpath(*parts)
+        for path in (place.with_suffix(".py"), place / "__init__.py"):
+            if path.exists():
+                return path
+        parts.pop()
+    return None
+
+
+def arrows(paths: Iterable[Path], root: Path = ROOT) -> dict[str, set[str]]:
+    """By file the files of ours that it imports."""
+    found: dict[str, set[str]] = {}
+    for path in paths:
+        for _, name in imports_of(path):
+            other = file_of(name, root) if name.startswith("rollstream.") else None
+            if other is not None and other != path:
+                found.setdefault(str(path.relative_to(root)), set()).add(str(other.relative_to(root)))
+    return found
+
+
+def repeated_classes(paths: Iterable[Path], root: Path = ROOT) -> dict[str, list[str]]:
+    """Public classes whose name several files have."""
+    homes: dict[str, list[str]] = {}
+    for path in paths:
+        for node in ast.parse(path.read_text(encoding="utf-8")).body:
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                homes.setdefault(node.name, []).append(str(path.relative_to(root)))
+    return {name: found for name, found in homes.items() if len(found) > 1}
+
+
+def repeated_files(paths: Iterable[Path]) -> set[str]:
+    """Names of files, without those in REPEATED_NAMES, that several folders have."""
+    counts = Counter(path.stem for path in paths)
+    return {name for name, count in counts.items() if count > 1} - REPEATED_NAMES
+
+
+def small_with_one_importer(found: Mapping[str, Iterable[str]], root: Path = ROOT) -> set[str]:
+    """Files under SMALL_FILE_LINES that a single file imports; algorithms, environments and `__init__` apart."""
+    importers = Counter(other for others in found.values() for other in others)
+    return {
+        name
+        for name, count in importers.items()
+        if count == 1
+        and not name.endswith("__init__.py")
+        and not {"algorithms", "environments"} & set(name.split("/"))
+        and (root / name).read_text(encoding="utf-8").count("\n") < SMALL_FILE_LINES
+    }
+
+
+def away_from_home(path: Path, root: Path = ROOT) -> list[str]:
+    """Lines of a file that state a rule whose home is another file. The views of the metrics state terms in SQL."""
+    name, text = str(path.relative_to(root)), path.read_text(encoding="utf-8")
+    lines = text.splitlines()
+    found = {
+        number
+        for number, line in enumerate(lines)
+        for rule, home in ONE_HOME.items()
+        if not any(name == one or name.startswith(f"{one}/") for one in home.split()) and rule.search(line)
+    }
+    if name != "eventlog/terms.py":
+        found |= {
+            node.lineno - 1
+            for node in ast.walk(ast.parse(text))
+            if isinstance(node, ast.Compare) and orders_terms(node)
+        }
+    return [lines[number].strip() for number in sorted(found)]
+
+
+def orders_terms(node: ast.Compare) -> bool:
+    """Whether a comparison asks which of two terms is higher, or whether they are equal."""
+    names = {ast.unparse(side).rpartition(".")[2] for side in (node.left, *node.comparators)}
+    return "term" in names and not isinstance(node.ops[0], ast.In | ast.NotIn | ast.Is | ast.IsNot)
+
+
+def published(package: Path) -> set[str]:
+    """What a package's `__init__` names in `__all__`."""
+    for node in ast.parse(package.read_text(encoding="utf-8")).body:
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__":
+            return set(ast.literal_eval(node.value))
+    return set()
+
+
+def unpublished_imports(path: Path, root: Path = ROOT) -> list[str]:
+    """Imports of another package's module, or name, that its `__init__` does not name in `__all__`."""
+    package, found = path.relative_to(root).parts[0], []
+    for line, name in imports_of(path):
+        parts = name.split(".")
+        if parts[0] != "rollstream" or len(parts) < 3 or parts[1] in (package, "schemas"):
+            continue
+        module = file_of(name, root)
+        if module is None:
+            continue
+        wanted = module.stem if module.name != "__init__.py" else parts[-1]
+        if wanted not in published(module.parent / "__init__.py"):
+            found.append(f"{path.relative_to(root)}:{line} imports {name}")
+    return found
+
+
+def banned_words(path: Path) -> list[str]:
+    """Lines of a source with a banned word, in a name, a docstring or a message."""
+    pattern = re.compile("|".join(rf"(?<![A-Za-z]){word}(?![a-z])" for word in BANNED_WORDS))
+    return [line.strip() for line in path.read_text(encoding="utf-8").splitlines() if pattern.search(line)]
+
+
+Methods = frozenset[str]
+
+
+class Declared(NamedTuple):
+    """What a class has of its own: public methods and the names of its bases."""
+
+    path: Path
+    methods: Methods
+    bases: Methods
+
+
+def classes_in(paths: Iterable[Path]) -> list[tuple[str, Declared]]:
+    """Every class of the files, with its name; properties count as methods."""
+    found: list[tuple[str, Declared]] = []
+    for path in paths:
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.ClassDef):
+                defined = (one for one in node.body if isinstance(one, ast.FunctionDef | ast.AsyncFunctionDef))
+                methods = frozenset(one.name for one in defined if not one.name.startswith("_"))
+                found.append((node.name, Declared(path, methods, frozenset(map(ast.unparse, node.bases)))))
+    return found
+
+
+def uncalled_methods(paths: Iterable[Path]) -> list[str]:
+    """Methods of protocols that none of the files uses."""
+    paths = list(paths)
+    trees = [ast.parse(path.read_text(encoding="utf-8")) for path in paths]
+    used = {node.attr for tree in trees for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
+    protocols = [(name, one) for name, one in classes_in(paths) if "Protocol" in one.bases]
+    return [f"{name}.{method}" for name, one in protocols for method in sorted(one.methods - used)]
+
+
+def without_contract(paths: Iterable[Path], suites: Iterable[Path]) -> dict[str, list[str]]:
+    """Protocols with several implementations that no suite imports, and those.
+
+    A public class with all its methods implements a protocol; that it has the one method of a callback says nothing.
+    """
+    found = classes_in(paths)
+    own = {name: one for name, one in found if "Protocol" not in one.bases}
+
+    def methods(name: str) -> Methods:
+        one = own.get(name)
+        return frozenset() if one is None else one.methods.union(*map(methods, one.bases - {name}))
+
+    tested = {name.rpartition(".")[2] for suite in suites for _, name in imports_of(suite)}
+    missing: dict[str, list[str]] = {}
+    for name, one in found:
+        if "Protocol" not in one.bases or len(one.methods) < 2 or name in tested:
+            continue
+        implementations = sorted(other for other in own if other[0] != "_" and one.methods <= methods(other))
+        if len(implementations) > 1:
+            missing[name] = implementations
+    return missing

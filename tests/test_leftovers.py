@@ -1,0 +1,27 @@
+"""A thread or a child process that a test leaves behind is found."""
+
+import subprocess
+import sys
+import threading
+
+from tests.conftest import running_children, running_threads
+
+
+def test_a_thread_that_would_hold_up_the_exit_is_found() -> None:
+    before, release = set(threading.enumerate()), threading.Event()
+    thread = threading.Thread(target=release.wait, name="left")
+    thread.start()
+    try:
+        assert running_threads(before, 0.01) == ["left"]
+    finally:
+        release.set()
+    assert running_threads(before) == []
+
+
+def test_a_child_process_is_found() -> None:
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as child:
+        assert f"{sys.executable} -c input()" in running_children(0.01)
+        assert child.stdin is not None
+        child.stdin.close()
+        child.wait()
+    assert f"{sys.executable} -c input()" not in running_children(0.01)
