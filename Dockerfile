@@ -9,17 +9,18 @@ RUN useradd --create-home --uid 10001 rollstream && mkdir -p /data && chown roll
 WORKDIR /app
 
 COPY requirements/ requirements/
-RUN pip install -r ${REQUIREMENTS}
+RUN pip install --require-hashes --only-binary :all: -r requirements/setup.txt -r ${REQUIREMENTS}
 
-COPY pyproject.toml README.md LICENSE ./
+COPY pyproject.toml README.md LICENSE NOTICE ./
 COPY schemas/ schemas/
 COPY eventlog/ eventlog/
 COPY producers/ producers/
 COPY processors/ processors/
 COPY learner/ learner/
 COPY metrics/ metrics/
+COPY replay/ replay/
 COPY harness/ harness/
-RUN pip install --no-deps ".${EXTRAS}"
+RUN pip install --no-deps --no-build-isolation ".${EXTRAS}"
 
 USER rollstream
 ENTRYPOINT ["rollstream"]

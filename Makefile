@@ -10,8 +10,12 @@ export TOKENIZERS_PARALLELISM ?= false
 # Every process that a run or a test starts would compile the sources again.
 unexport PYTHONDONTWRITEBYTECODE
 
+# What builds a source distribution is held to the same hashes.
+HASHED := --require-hashes --build-constraints requirements/setup.txt
+COMPILE = $(BIN)/uv pip compile --quiet --generate-hashes --no-header --no-annotate --python-version 3.11 $(UPGRADE)
+
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test unit check bench chaos clean
+.PHONY: help setup demo test unit check bench chaos lock clean
 
 help: ## Say what can be made
 	@grep -E '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 10
@@ -21,13 +25,13 @@ setup: .venv/.ready .cache/compose-schema/.ready .typecheck/rollstream ## Instal
 .venv/.ready: requirements/setup.txt requirements/dev.txt pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "error: Python 3.11 or newer is needed: make PYTHON=/path/to/python3.11" >&2; exit 1; }
 	$(PYTHON) -m venv .venv
-	$(BIN)/pip install --quiet --disable-pip-version-check -r requirements/setup.txt
-	$(BIN)/uv pip install --quiet --compile-bytecode --python $(BIN)/python -r requirements/dev.txt
-	$(BIN)/uv pip install --quiet --python $(BIN)/python --no-deps --editable .
+	$(BIN)/pip install --quiet --disable-pip-version-check --require-hashes -r requirements/setup.txt
+	$(BIN)/uv pip install --quiet --compile-bytecode --python $(BIN)/python $(HASHED) -r requirements/dev.txt
+	$(BIN)/uv pip install --quiet --python $(BIN)/python --no-deps --no-build-isolation --editable .
 	@touch $@
 
 .cache/compose-schema/.ready: requirements/compose-schema.txt | .venv/.ready
-	$(BIN)/uv pip install --quiet --python $(BIN)/python --no-deps --target $(@D) -r $<
+	$(BIN)/uv pip install --quiet --python $(BIN)/python --no-deps --target $(@D) $(HASHED) -r $<
 	@touch $@
 
 .typecheck/rollstream:
@@ -52,8 +56,15 @@ bench: .venv/.ready ## Speed: medians of several passes; JSON in benchmarks/resu
 	$(BIN)/python benchmarks/run.py
 
 chaos: .venv/.ready ## Kill real processes in mid-workload and compare with the oracle (CHAOS="--steps 5000" for less)
-	$(BIN)/python tests/chaos/run_chaos.py $(CHAOS)
+	$(BIN)/python -m tests.chaos.run_chaos $(CHAOS)
 	$(BIN)/python -m pytest -q -m chaos tests
+
+lock: .venv/.ready ## Pin what pyproject.toml asks for, with hashes (UPGRADE="--upgrade-package NAME" for newer versions)
+	$(COMPILE) pyproject.toml -o requirements/core.txt
+	$(COMPILE) pyproject.toml --extra learner -o requirements/learner.txt
+	$(COMPILE) pyproject.toml --extra learner --extra nat --extra dev -o requirements/dev.txt
+	$(COMPILE) --no-deps requirements/setup.in -o requirements/setup.txt
+	$(COMPILE) --no-deps requirements/compose-schema.in -o requirements/compose-schema.txt
 
 clean: ## Remove what the targets made (not the workspaces of your runs)
 	rm -rf .venv .typecheck .cache build dist *.egg-info .pytest_cache .ruff_cache .hypothesis
