@@ -26,10 +26,12 @@ from rollstream.schemas.events import (
     JobCancelled,
     JobFailed,
     JobProgressed,
+    JobSkipped,
     JobStarted,
     JobSubmitted,
     JobSucceeded,
     LearnerClaimed,
+    ModelSwitched,
     RunEnded,
     RunStarted,
     StepTrained,
@@ -310,6 +312,9 @@ def _compare_digests(events: RunEvents, report: Report) -> None:
         _compare_digest(events, report, started.event_id, f"job_submitted:{started.job_id}", started.job_sha256)
     for step, _ in of_type(events.by_topic.get("weights", ()), StepTrained):
         _compare_digest(events, report, step.event_id, f"batch_planned:{step.batch_id}", step.manifest_sha256)
+        planned = events.by_id.get(f"batch_planned:{step.batch_id}")
+        if planned is not None and isinstance(planned.event, BatchPlanned) and step.adopts != planned.event.adopts:
+            report.differ(STAGE, f"{step.event_id}: adopts", str(step.adopts), str(planned.event.adopts))
 
 
 def _compare_digest(events: RunEvents, report: Report, by: str, event_id: str, sha256: str) -> None:
@@ -319,7 +324,7 @@ def _compare_digest(events: RunEvents, report: Report, by: str, event_id: str, s
 
 
 def _compare_ends(events: RunEvents, report: Report) -> None:
-    """Hold the last version that a job names against its manifests."""
+    """Hold the last version that a job names against its manifests, and the one that its group took against the job."""
     for succeeded, _ in of_type(events.by_topic.get("jobs", ()), JobSucceeded):
         job = events.by_id.get(f"job_submitted:{succeeded.job_id}")
         if job is None or not isinstance(job.event, JobSubmitted):
@@ -327,6 +332,19 @@ def _compare_ends(events: RunEvents, report: Report) -> None:
         planned = job.event.base_version + _num_sealed(events, succeeded.job_id)
         if planned != succeeded.final_version:
             report.differ(STAGE, f"{succeeded.event_id}: final_version", str(succeeded.final_version), str(planned))
+    for switched, _ in of_type(events.by_topic.get("jobs", ()), ModelSwitched):
+        yielded = _yielded(events, switched.job_id)
+        if switched.version != yielded:
+            report.differ(STAGE, f"{switched.event_id}: version", str(switched.version), str(yielded))
+
+
+def _yielded(events: RunEvents, job_id: str) -> int | None:
+    """The version that a job ended with, None if it did not end well."""
+    for found in map(events.by_id.get, (f"job_succeeded:{job_id}", f"job_skipped:{job_id}")):
+        match found and found.event:
+            case JobSucceeded(final_version=version) | JobSkipped(version=version):
+                return version
+    return None
 
 
 def _num_sealed(events: RunEvents, job_id: str) -> int:

@@ -135,19 +135,19 @@ def _versions(name: str, group: GroupState, report: Report) -> None:
 
 
 def _origins(events: RunEvents, name: str, group: GroupState, report: Report) -> None:
-    """Hold the job and manifest that a version names against its step, those of a base version against its job."""
-    origins: dict[int, tuple[str, str | None]] = {}
+    """Hold job, manifest and adopted version of a version against its step, those of a base version against its job."""
+    origins: dict[int, tuple[str, str | None, int | None]] = {}
     for step, _ in of_type(events.by_topic.get("weights", ()), StepTrained):
         if step.model_group == name and group.trained.get(step.version) == step.weights_sha256:
-            origins.setdefault(step.version, (step.job_id, step.batch_id))
+            origins.setdefault(step.version, (step.job_id, step.batch_id, step.adopts))
     for job, _ in of_type(events.by_topic.get("jobs", ()), JobSubmitted):
         if job.model_group == name:
-            origins.setdefault(job.base_version, (job.job_id, None))
+            origins.setdefault(job.base_version, (job.job_id, None, None))
     for version, published in sorted(group.published.items()):
-        said = (published.job_id, published.batch_id)
-        if version in origins and said != origins[version]:
-            what = f"{published.event_id}: job_id, batch_id"
-            report.differ("weights", what, ", ".join(map(str, said)), ", ".join(map(str, origins[version])))
+        origin = (published.job_id, published.batch_id, published.adopts)
+        if version in origins and origin != origins[version]:
+            what = f"{published.event_id}: job_id, batch_id, adopts"
+            report.differ("weights", what, ", ".join(map(str, origin)), ", ".join(map(str, origins[version])))
 
 
 def _artifact(

@@ -186,7 +186,8 @@ def _take_submission(run: Run, event: Event) -> list[Event]:
 def _roll_back(run: Run, event: Event) -> list[Event]:
     request = cast(RollbackRequested, event)
     job = run.jobs.get(request.job_id)
-    if job is None or request.after_version < job.last_adoption:
+    is_of_job = job is not None and request.model_group == job.started.model_group
+    if job is None or not is_of_job or request.after_version < job.last_adoption:
         return []
     return planning.adopt(run, job, request.version, request.time_ms)
 

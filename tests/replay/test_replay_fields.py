@@ -24,9 +24,10 @@ KINDS_OF_THE_RUN = {
 }
 OF_OTHER_RUNS = {
     *("GroupExtended", "JobCancelled", "JobFailed", "RolloutFailed", "SubmissionReceived", "TaskCancelled", "Tick"),
-    "TrajectoryRejected",
+    *("TrajectoryRejected", "RollbackRequested", "VersionJudged", "JobSkipped", "ModelSwitched"),
 }
-"""Kinds that the recorded run has none of: test_replay_kinds.py tries them."""
+"""Kinds that the recorded run has none of: test_replay_kinds.py and test_replay_adoptions.py try them, and those of a
+shared model group its own test_replay.py."""
 IN_PARTS = {("RunEnded", "cause"), ("WeightsLoaded", "version")}
 """Found only where another record depends on just this value."""
 

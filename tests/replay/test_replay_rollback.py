@@ -8,38 +8,10 @@ import yaml
 from rollstream.harness.replays.what_if import what_if
 from rollstream.learner.tiny_model import make_tiny_model
 from rollstream.replay.source import of_type, read_run
-from rollstream.schemas.events import RollbackRequested, TrajectoryRejected
-from tests.rigs.recorded_run import GROUP, JOB, RUN, RecordedRun, batches_of, hashes_of
+from rollstream.schemas.events import TrajectoryRejected
+from tests.rigs.adopting_run import RolledBackRun
+from tests.rigs.recorded_run import RUN, batches_of, hashes_of
 from tests.rigs.replay_rig import only_difference, tampered, trained, verified
-
-
-class RolledBackRun(RecordedRun):
-    """Versions 3 and 6 are rollbacks to versions 1 and 3; the second comes while an epoch is under way."""
-
-    num_epochs = 6
-
-    def configuration(self):
-        written = super().configuration()
-        written["finetuning"]["num_epochs"] = self.num_epochs
-        return written
-
-    async def request(self, version: int, after: int) -> None:
-        await self.log.send(
-            RollbackRequested(
-                run_id=RUN, time_ms=1, job_id=JOB, model_group=GROUP, version=version, after_version=after
-            )
-        )
-
-    async def roll_out(self, task, version):
-        if (task.epoch, task.index) == (4, 0):
-            await self.request(3, after=5)
-        await super().roll_out(task, task.min_version)
-
-    async def _epoch(self, assembling, curating, *, version):
-        await super()._epoch(assembling, curating, version=version)
-        if version == 1:
-            await self.request(1, after=2)
-            await self._pump(curating, "groups")
 
 
 @pytest.fixture(scope="module")

@@ -124,6 +124,9 @@ class RecordedRun:
         for event in rollouts_of(task, version):
             await self.log.send(event)
 
+    async def before(self, epoch, assembling, curating):
+        """What is written before an epoch begins."""
+
     async def record(self):
         """Run to the end."""
         examples = self.examples()
@@ -162,6 +165,7 @@ class RecordedRun:
                 await self._until("weights", WeightsPublished, learner)
                 await self.log.send(started)
                 for epoch in range(self.num_epochs):
+                    await self.before(epoch, *shells)
                     await self.log.send(EpochStarted(**common, job_id=JOB, epoch=epoch))
                     await self._epoch(*shells, version=epoch)
                     if epoch + 1 < self.num_epochs:
@@ -251,6 +255,7 @@ def group_start(task):
         example_id=task.example_id,
         job_id=task.job_id,
         epoch=task.epoch,
+        purpose=task.purpose,
         index=task.index,
         seed=task.seed,
         agents={"agent": GROUP},

@@ -1,6 +1,10 @@
 """The run of a shared model group replays: folds and weights are equal, and a start that was cut off is completed."""
 
 import asyncio
+import logging
+
+import orjson
+import pytest
 
 from rollstream.eventlog.artifacts import ArtifactStore
 from rollstream.replay.completeness import compare_named
@@ -11,8 +15,19 @@ from rollstream.replay.verify import verify
 from rollstream.schemas.events import JobSubmitted, RunStarted, WeightsPublished
 from rollstream.schemas.permissions import Permissions
 from tests.rigs.group_rig import RUN, WAIT_S, GroupRig, spoken
+from tests.rigs.replay_changes import changes, finders, is_found
 
 SFT = {"prover": [spoken("1", "2"), spoken("3")], "verifier": [spoken("4"), spoken("5")]}
+
+
+async def replayed(rig: GroupRig, *, trains: bool = True) -> Report:
+    events, artifacts, report = await read_run(rig.log, RUN), ArtifactStore(rig.artifact_uri), Report()
+    compare_log(events, report)
+    report.add(await verify(rig.log, events, artifacts, checkpoints=rig.folder / "checkpoints"))
+    if trains:
+        report.add(await train(rig.log, events, artifacts, permissions=Permissions.of(rig.allow, {})))
+    compare_named(events, report)
+    return report
 
 
 def test_jobs_of_a_group_are_verified_and_trained_again_to_the_same_weights(rig: GroupRig) -> None:
@@ -29,15 +44,37 @@ def test_jobs_of_a_group_are_verified_and_trained_again_to_the_same_weights(rig:
             await group.cancel_fine_tune_job(cause="no longer wanted")
             await group.create_supervised_fine_tune_job({"prover": [spoken("6")]})
             await group.end_run()
-            events, artifacts, report = await read_run(rig.log, RUN), ArtifactStore(rig.artifact_uri), Report()
-            compare_log(events, report)
-            report.add(await verify(rig.log, events, artifacts, checkpoints=rig.folder / "checkpoints"))
-            report.add(await train(rig.log, events, artifacts, permissions=Permissions.of(rig.allow, {})))
-            compare_named(events, report)
+            report = await replayed(rig)
             assert [str(one) for one in report.differences] == []
             assert report.counts
 
     asyncio.run(body())
+
+
+def test_every_row_is_true_of_skipped_jobs_and_switches(rig: GroupRig, caplog: pytest.LogCaptureFixture) -> None:
+    """Of docs/replay.md; a change that does not decode is found in any case."""
+    caplog.set_level(logging.CRITICAL)
+
+    async def body() -> None:
+        async with rig.services(), await rig.open() as group:
+            await group.create_supervised_fine_tune_job(SFT)
+            assert await group.wait_for_fine_tune_job(timeout=WAIT_S) == "succeeded", group.jobs
+            await group.switch_to_next_model()
+            await group.create_supervised_fine_tune_job({"prover": [spoken("6")]})
+            await group.switch_to_next_model()
+            await group.end_run()
+
+    asyncio.run(body())
+    told = {row: finder for row, finder in finders().items() if row[0] in ("JobSkipped", "ModelSwitched")}
+    tried = {(one.kind, one.field): one for one in (*changes(rig, decodes=False), *changes(rig))}
+    skipped = tried["JobSkipped", "version"]
+    kind = {**orjson.loads(skipped.value), "version": 1, "job_kind": "dpo"}
+    tried["JobSkipped", "job_kind"] = skipped._replace(value=orjson.dumps(kind))
+    found = {row: is_found(lambda run: asyncio.run(replayed(run, trains=False)), rig, tried[row]) for row in told}
+    undecodable = {("JobSkipped", "cause")}  # it has one value
+    assert {row for row, is_so in found.items() if is_so} - undecodable == {
+        row for row, finder in told.items() if finder != "nothing"
+    }
 
 
 def test_a_job_of_which_only_the_submission_was_written_is_completed(rig: GroupRig) -> None:
