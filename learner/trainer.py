@@ -140,7 +140,7 @@ class JobTrainer:
 def _check(job: JobSubmitted, algorithm: AlgorithmSettings) -> None:
     """Raises ConfigError if a job's kind, or what is at hand here, does not fit its algorithm."""
     kind, needs = job.settings.kind, algorithm.needs
-    if (kind == "dpo") != needs.pairs:
+    if not algorithm.trains(kind):
         raise ConfigError(
             f"job {job.job_id}: a {kind} job does not train by {algorithm.name}, which is for {algorithm.kind} jobs"
         )

@@ -11,6 +11,8 @@ from pydantic import Field, model_validator
 from rollstream.schemas.base import Settings, added
 
 JobKind = Literal["rl", "sft", "dpo"]
+PREFERENCES: Literal["dpo"] = "dpo"
+"""Kind of the jobs that train on pairs, whatever their algorithm is called."""
 Advantage = Literal[
     "group_std", "group_mean", "leave_one_out", "batch_std", "batch_mean", "per_agent", "hierarchical", "rae"
 ]
@@ -66,8 +68,12 @@ class AlgorithmSettings(Settings):
     def kind(self) -> JobKind:
         """Kind of the jobs that train by it."""
         if self.needs.pairs:
-            return "dpo"
+            return PREFERENCES
         return "rl" if self.needs.rewards or self.needs.behaviour else "sft"
+
+    def trains(self, job_kind: str) -> bool:
+        """Whether jobs of a kind may train by it: those on preferences by pairs, all others by rows."""
+        return self.needs.pairs == (job_kind == PREFERENCES)
 
     @property
     def is_imitation(self) -> bool:

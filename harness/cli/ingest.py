@@ -14,7 +14,7 @@ from rollstream.harness.cli.serve import WORKSPACE
     "--config-file",
     type=click.Path(path_type=Path),
     required=True,
-    help="The YAML file of the run: its model and algorithm (grpo, sft or dpo); the environment is `recorded`.",
+    help="The YAML file of the run: its model and algorithm; the environment is `recorded`.",
 )
 @click.option("--override", "-o", type=(str, str), multiple=True, metavar="KEY VALUE", help="Set a key by dotted path.")
 @click.option(

@@ -20,7 +20,7 @@ from rollstream.schemas.events import GroupClosed
 from rollstream.schemas.events.recorded import RecordedGroup
 from rollstream.schemas.events.training import SubmittedGroup
 from rollstream.schemas.finetuning import DPOItem, Trajectory
-from rollstream.schemas.settings import RolloutSettings
+from rollstream.schemas.settings import EXTERNAL, RolloutSettings
 
 Group = Sequence[Trajectory]
 
@@ -121,7 +121,7 @@ def _as_they_come(settings: RolloutSettings) -> RolloutSettings:
 
 def _demands_logprobs(backend: Backend) -> bool:
     """Whether the job's loss needs log-probabilities of the sampling policy."""
-    return backend.spec.job.kind == "rl" and backend.spec.plan.needs_logprobs
+    return backend.spec.job.kind != EXTERNAL and backend.spec.plan.needs_logprobs
 
 
 def _recorded(group: Group, name: str, *, demands_logprobs: bool) -> list[RecordedGroup]:

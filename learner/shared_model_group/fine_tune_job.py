@@ -65,13 +65,13 @@ def started_of(submitted: JobSubmitted, *, retokenises: bool) -> JobStarted:
     `retokenises`: some examples are text only.
     """
     fine_tune = fine_tune_of(submitted)
-    is_rl = submitted.settings.kind == "rl"
+    needs_logprobs = submitted.settings.algorithm.needs.behaviour
     num_remaining = submitted.settings.num_versions
     rollout = RolloutSettings(
         environment=RECORDED,
         environment_config={"retokenise": True} if retokenises else {},
         agents=dict.fromkeys(fine_tune.agents, submitted.model_group),
-        policy="model" if is_rl else "demonstration",
+        policy="model" if needs_logprobs else "demonstration",
         group_timeout_s=MAX_TIMEOUT_S,
         missing_score="unneeded",
     )
@@ -80,9 +80,9 @@ def started_of(submitted: JobSubmitted, *, retokenises: bool) -> JobStarted:
         num_epochs=num_remaining,
         num_generations=1,
         min_generations=1,
-        max_staleness=fine_tune.max_staleness if is_rl else num_remaining,
+        max_staleness=fine_tune.max_staleness if needs_logprobs else num_remaining,
         drop_zero_variance=False,
-        needs_logprobs=is_rl,
+        needs_logprobs=needs_logprobs,
         curriculum=CurriculumSettings(enabled=False, steer=False, min_reward_diff=0.0),
         knows_single_group=True,
     )
@@ -118,7 +118,7 @@ def tasks_of(
     """The tasks of a batch, then its EpochStarted, which says that they are all there."""
     fine_tune = fine_tune_of(submitted)
     chosen = [groups[place] for place in batch_range(fine_tune, epoch)]
-    is_rl = submitted.settings.kind == "rl"
+    needs_logprobs = submitted.settings.algorithm.needs.behaviour
     found: list[Event] = [
         TaskRequested.of_run(
             run_seed,
@@ -132,7 +132,7 @@ def tasks_of(
             inputs=_inputs(group),
             num_rollouts=len(group.members),
             minimum=1,
-            min_version=fine_tune.parent_version if is_rl else 0,
+            min_version=fine_tune.parent_version if needs_logprobs else 0,
             settings=started.rollout,
         )
         for index, (group_id, group) in enumerate(zip(group_ids(submitted, epoch), chosen, strict=True))
@@ -258,7 +258,7 @@ def _refusal(submitted: JobSubmitted, epoch: int, group: GroupClosed) -> str:
         return f"failed: {next(causes, group.void_cause or group.reason)}"
     if not any(member.num_completion_tokens for member in group.members):
         return "has no message of text to train on"
-    if submitted.settings.kind != "rl":
+    if not submitted.settings.algorithm.needs.behaviour:
         return ""
     if not any(member.has_logprobs for member in group.members):
         return "has no log-probabilities, which RL needs"
