@@ -44,7 +44,7 @@ check: setup ## Lint, format, types, architecture, packaging and documents
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/pyright
-	$(BIN)/python -m pytest -q tests/test_architecture.py tests/test_packaging.py tests/test_docs.py tests/test_documented_use.py
+	$(BIN)/python -m pytest -q tests/test_architecture.py tests/test_naming.py tests/test_packaging.py tests/test_docs.py tests/test_documented_use.py
 
 test: setup ## Everything that a fresh machine can run, two files at a time (PARALLEL= for one)
 	$(BIN)/python -m pytest -q $(PARALLEL) --durations=10 -m "not chaos" tests

@@ -108,6 +108,19 @@ def workspace(tmp_path: Path) -> Path:
     return tmp_path / ".rollstream"
 
 
+@pytest.fixture
+def plant(tmp_path: Path) -> Callable[[str, str], Path]:
+    """Writes a module below `tmp_path`, for checks of the source tree to find its faults; gives its path."""
+
+    def write(name: str, text: str) -> Path:
+        path = tmp_path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+        return path
+
+    return write
+
+
 class SmallDisk:
     """A mounted folder of a few MiB."""
 

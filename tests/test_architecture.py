@@ -5,26 +5,12 @@ import re
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 import pytest
 
-from tests.rigs.source_tree import (
-    ALLOWED,
-    ROOT,
-    arrows,
-    away_from_home,
-    banned_words,
-    imports_of,
-    repeated_classes,
-    repeated_files,
-    small_with_one_importer,
-    sources,
-    uncalled_methods,
-    unpublished_imports,
-    without_contract,
-)
+from tests.rigs.source_tree import ALLOWED, ROOT, Plant, arrows, imports_of, sources
 
 FLOORS = {
     "schemas": ["schemas/events", "schemas"],
@@ -167,22 +153,6 @@ def test_too_full_a_folder_is_found(tmp_path: Path) -> None:
     assert too_full([*full, *most, tmp_path / "metrics" / "__init__.py"], tmp_path) == {"learner": MAX_FILES + 1}
 
 
-Plant = Callable[[str, str], Path]
-
-
-@pytest.fixture
-def plant(tmp_path: Path) -> Plant:
-    """Writes a module into a tree of its own."""
-
-    def write(name: str, text: str) -> Path:
-        path = tmp_path / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text)
-        return path
-
-    return write
-
-
 def test_planted_arrows_are_found(tmp_path: Path, plant: Plant) -> None:
     path = plant(
         "learner/planted.py",
@@ -207,35 +177,29 @@ def test_planted_circles_are_found(tmp_path: Path, plant: Plant) -> None:
     assert upward(found) == ["learner/model/three.py imports learner/free.py"]
 
 
-def too_long(text: str) -> list[str]:
-    """Functions of a source above MAX_FUNCTION_LINES, and the source itself above MAX_FILE_LINES."""
-    long = [
+def hard_to_read(text: str) -> list[str]:
+    """What a source lacks or has too much of: a docstring, MAX_FUNCTION_LINES, MAX_FILE_LINES."""
+    tree = ast.parse(text)
+    found = [
         f"{node.name} ({(node.end_lineno or 0) - node.lineno + 1} lines)"
-        for node in ast.walk(ast.parse(text))
+        for node in ast.walk(tree)
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
         and (node.end_lineno or 0) - node.lineno + 1 > MAX_FUNCTION_LINES
     ]
-    return long if text.count("\n") <= MAX_FILE_LINES else [*long, f"{text.count(chr(10))} lines"]
+    found += ["no docstring"] if not ast.get_docstring(tree) else []
+    return found if text.count("\n") <= MAX_FILE_LINES else [*found, f"{text.count(chr(10))} lines"]
 
 
-@EVERY_SOURCE
-def test_a_file_can_be_read_in_one_sitting(path: Path) -> None:
-    text = path.read_text(encoding="utf-8")
-    assert ast.get_docstring(ast.parse(text)), "a module says what it is"
-    assert too_long(text) == []
+def test_every_file_can_be_read_in_one_sitting() -> None:
+    paths = [*sources(), *sorted((ROOT / "tests").rglob("*.py"))]
+    assert {str(path): found for path in paths if (found := hard_to_read(path.read_text(encoding="utf-8")))} == {}
 
 
-def test_what_is_too_long_is_found() -> None:
+def test_what_is_hard_to_read_is_found() -> None:
     body = "    pass\n" * MAX_FUNCTION_LINES
-    assert too_long(f"def f():\n{body}") == [f"f ({MAX_FUNCTION_LINES + 1} lines)"]
-    assert too_long("x = 1\n" * (MAX_FILE_LINES + 1)) == [f"{MAX_FILE_LINES + 1} lines"]
-
-
-def test_a_test_file_says_what_it_is_and_stays_short() -> None:
-    for path in sorted((ROOT / "tests").rglob("*.py")):
-        text = path.read_text(encoding="utf-8")
-        assert text.count("\n") <= MAX_FILE_LINES, path
-        assert ast.get_docstring(ast.parse(text)), path
+    assert hard_to_read(f'"""A."""\ndef f():\n{body}') == [f"f ({MAX_FUNCTION_LINES + 1} lines)"]
+    assert hard_to_read('"""A."""\n' + "x = 1\n" * MAX_FILE_LINES) == [f"{MAX_FILE_LINES + 1} lines"]
+    assert hard_to_read("# A comment.\nx = 1\n") == ["no docstring"]
 
 
 CHANGES_PATH = re.compile(r"\bsys\.path\.(insert|append|extend)\(|from \.")
@@ -256,145 +220,53 @@ def test_a_changed_path_is_found() -> None:
     assert changes_path(planted) == ["sys.path.insert(0, '.')", "from .conftest import x"]
 
 
+KNOWN_TO_SCHEMAS = {*sys.stdlib_module_names, "pydantic", "rollstream"}
+GRAB_BAGS = {"common", "helper", "helpers", "manager", "managers", "misc", "miscellaneous", "tools", "util", "utils"}
+"""Names that say nothing of what a file or folder holds."""
+HEAVY = {"torch", "duckdb", "transformers", "faust"}
+
+
+def third_party(path: Path) -> list[str]:
+    """Packages that a file imports and that reading a record must not need."""
+    return sorted({name.split(".")[0] for _, name in imports_of(path)} - KNOWN_TO_SCHEMAS)
+
+
+def grab_bags(paths: Iterable[Path], root: Path = ROOT) -> list[str]:
+    """Files with a name of GRAB_BAGS, or in a folder that has one."""
+    named = (path.relative_to(root) for path in paths)
+    return [str(path) for path in named if GRAB_BAGS & {path.stem, *path.parent.parts}]
+
+
+def heavy_after(statement: str) -> list[str]:
+    """Modules of HEAVY that a new process has imported once it has run `statement`."""
+    program = f"import sys\n{statement}\nprint('loaded', *sorted({HEAVY!r} & set(sys.modules)))"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=120)
+    return done.stdout.splitlines()[-1].split()[1:]
+
+
 def test_schemas_import_only_the_standard_library_and_pydantic() -> None:
-    known = set(sys.stdlib_module_names) | {"pydantic", "rollstream"}
-    for path in sorted((ROOT / "schemas").rglob("*.py")):
-        assert {name.split(".")[0] for _, name in imports_of(path)} <= known, path
+    paths = sorted((ROOT / "schemas").rglob("*.py"))
+    assert {path: found for path in paths if (found := third_party(path))} == {}
+
+
+def test_a_package_that_schemas_must_not_import_is_found(plant: Plant) -> None:
+    text = "import json\n\n\ndef late():\n    import orjson\n    from torch.nn import Module\n    import pydantic\n"
+    assert third_party(plant("schemas/planted.py", text)) == ["orjson", "torch"]
 
 
 def test_no_grab_bag_modules() -> None:
-    names = {path.name for path in sources()}
-    assert names.isdisjoint({"utils.py", "helpers.py", "common.py", "misc.py"})
+    assert grab_bags(sources()) == []
 
 
-MAY_STAY_SMALL = {
-    "harness/services/committed_offsets.py": "owns the format of a file in the workspace",
-    "harness/services/sole_use.py": "its importer is in another folder, on a higher floor",
-    "learner/letters.py": "inbox would pass the size limit",
-    "learner/position.py": "owns a file format; inbox would pass the size limit",
-    "metrics/sql/landlock.py": "system calls by ctypes",
-    "metrics/sql/select_only.py": "parses users' SQL, tested without the query process",
-    "processors/curate/refold.py": "shell would pass the size limit",
-    "processors/host/client.py": "corrects aiokafka's client; consumer is near the size limit",
-    "producers/openai/access.py": "pure access rules, apart from the HTTP server",
-}
-"""Files under 60 lines with one importer, and why they are not folded into it."""
-# fmt: off
-REPEATED = {
-    "access", "attempts", "builtin", "candidates", "client", "components", "curriculum", "dead_letters",
-    "environment", "errors", "evaluators", "export", "finetune", "ingest", "pairs", "plan", "progress", "reader",
-    "recorded", "registry", "rewards", "session", "tasks", "tokens", "topics", "trainer", "training",
-    "trajectories", "weights", "worker",
-}
-# fmt: on
-"""Names of files that several folders have by now. None is added."""
+def test_a_planted_grab_bag_is_found(tmp_path: Path) -> None:
+    planted = ["learner/utils.py", "learner/helpers/batch.py", "learner/utility.py"]
+    assert grab_bags([tmp_path / name for name in planted], tmp_path) == planted[:2]
 
 
-def test_a_small_file_with_one_importer_is_part_of_it() -> None:
-    assert small_with_one_importer(arrows(sources())) == set(MAY_STAY_SMALL), "an exception that is not needed goes"
+def test_help_imports_no_heavy_package() -> None:
+    program = "from rollstream.harness.cli.main import main\nsys.argv = ['rollstream', '--help']\n"
+    assert heavy_after(f"{program}try:\n    main()\nexcept SystemExit:\n    pass") == []
 
 
-def test_a_public_class_has_a_name_of_its_own() -> None:
-    assert repeated_classes(sources()) == {}
-
-
-def test_no_further_file_name_is_repeated() -> None:
-    assert repeated_files(sources()) == REPEATED, "a name that is repeated no longer goes"
-
-
-def by_file(check: Callable[[Path], list[str]]) -> dict[str, list[str]]:
-    return {str(path.relative_to(ROOT)): found for path in sources() if (found := check(path))}
-
-
-def test_a_rule_has_one_home() -> None:
-    assert by_file(away_from_home) == {}
-
-
-def test_harness_and_replay_import_what_a_package_publishes() -> None:
-    """Else name the module in the `__all__` of its package's `__init__`, or do without it."""
-    found = by_file(unpublished_imports)
-    assert {name: lines for name, lines in found.items() if name.startswith(("harness/", "replay/"))} == {}
-
-
-def test_no_word_is_banned() -> None:
-    assert by_file(banned_words) == {}
-
-
-def test_planted_files_and_classes_are_found(tmp_path: Path, plant: Plant) -> None:
-    user = plant(
-        "learner/user.py", "from rollstream.learner.small import x\nfrom rollstream.learner.algorithms.a import y\n"
-    )
-    small = plant("learner/small.py", "class Planted: ...\n")
-    other = plant("metrics/small.py", "class Planted: ...\nclass _Private: ...\n")
-    algorithm = plant("learner/algorithms/a.py", "class _Private: ...\n")
-    paths = [user, small, other, algorithm]
-    assert small_with_one_importer(arrows(paths, tmp_path), tmp_path) == {"learner/small.py"}
-    assert repeated_classes(paths, tmp_path) == {"Planted": ["learner/small.py", "metrics/small.py"]}
-    assert repeated_files(paths) == {"small"}
-
-
-@pytest.mark.parametrize(
-    "line",
-    [
-        'kind = headers["ce_type"]',
-        "is_void = event.term < owner.term",
-        "is_void = limit > owner.term",
-        'run, name = spec.job_id.split("/", 1)',
-        'name = f"{job_id}/e{epoch:05d}/t{index}"',
-        'name = f"epoch_sealed:{job_id}/e{epoch}"',
-        'is_own = record.key.split(b"/", 1)[0] == run',
-        "found.is_spliced = True",
-        'is_ratio = settings.algorithm.name == "grpo"',
-        "is_free = algorithm in REWARD_FREE",
-        'KINDS = {"dpo": "dpo"}',
-    ],
-)
-def test_a_planted_rule_is_found(line: str, tmp_path: Path, plant: Plant) -> None:
-    path = plant("learner/planted.py", f"{line}\nname.split('.')\nterm = event.term\n")
-    assert away_from_home(path, tmp_path) == [line]
-
-
-def test_planted_imports_past_what_is_published_are_found(tmp_path: Path, plant: Plant) -> None:
-    plant("learner/__init__.py", '__all__ = ["progress"]\n')
-    plant("learner/progress.py", "")
-    plant("learner/inner.py", "")
-    path = plant(
-        "harness/a.py",
-        "def f():\n    from rollstream.learner import inner, progress\n    import rollstream.learner.inner\n",
-    )
-    assert unpublished_imports(path, tmp_path) == [
-        "harness/a.py:2 imports rollstream.learner.inner",
-        "harness/a.py:3 imports rollstream.learner.inner",
-    ]
-
-
-def test_a_planted_word_is_found(plant: Plant) -> None:
-    assert banned_words(plant("a.py", "def tie_to_parent(): ...\nshown = 1\n")) == ["def tie_to_parent(): ..."]
-
-
-def test_a_protocol_has_callers_and_where_it_is_written_twice_a_contract() -> None:
-    assert uncalled_methods(sources()) == []
-    assert without_contract(sources(), (ROOT / "tests" / "contracts").glob("test_*.py")) == {}
-
-
-def test_a_planted_protocol_without_callers_or_contract_is_found(plant: Plant) -> None:
-    methods = "    def ask(self): ...\n    def tell(self): ...\n"
-    protocol = plant("learner/a.py", f"class Asked(Protocol):\n{methods}class One:\n{methods}")
-    derived = "class Base:\n    def ask(self): self.ask()\nclass Two(Base):\n    def tell(self): ...\n"
-    other = plant("learner/b.py", derived)
-    assert uncalled_methods([protocol, other]) == ["Asked.tell"]
-    assert without_contract([protocol, other], [other]) == {"Asked": ["One", "Two"]}
-    suite = plant("tests/contracts/test_a.py", "from rollstream.learner.a import Asked\n")
-    assert without_contract([protocol, other], [suite]) == {}
-
-
-def test_help_imports_neither_torch_nor_duckdb() -> None:
-    program = (
-        "import sys\n"
-        "from rollstream.harness.cli.main import main\n"
-        "sys.argv = ['rollstream', '--help']\n"
-        "try:\n    main()\nexcept SystemExit:\n    pass\n"
-        "print('loaded', sorted({'torch', 'duckdb', 'transformers', 'faust'} & set(sys.modules)))"
-    )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=120)
-    assert done.stdout.splitlines()[-1] == "loaded []"
+def test_a_heavy_import_is_found() -> None:
+    assert heavy_after("import json, duckdb") == ["duckdb"]

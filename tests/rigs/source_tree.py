@@ -3,11 +3,13 @@
 import ast
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parents[2]
+Plant = Callable[[str, str], Path]
+"""Of the fixture `plant`: path and text of a module to write."""
 ALLOWED = {
     "schemas": set(),
     "eventlog": {"schemas"},
@@ -29,6 +31,7 @@ ONE_HOME = {
     re.compile(
         r"""algorithm(\.name)? *(==|!=|(not )?in\b)|name *(==|!=|(not )?in) *[\[({]?["'](grpo|sft|dpo)["']"""
         r"""|["'](grpo|sft|dpo)["'] *:|case ["'](grpo|sft|dpo)["']"""
+        r"""|kind *(==|!=|(not )?in) *[\[({]?["'](sft|dpo|rl)["']"""
     ): "schemas learner/algorithms",
 }
 """By what a rule's code looks like, the only files and folders that have it."""

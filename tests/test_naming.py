@@ -1,0 +1,142 @@
+"""Rules about names: one home for a rule, one name for a class, no replaced word, no protocol without callers."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.rigs.source_tree import (
+    ROOT,
+    Plant,
+    arrows,
+    away_from_home,
+    banned_words,
+    repeated_classes,
+    repeated_files,
+    small_with_one_importer,
+    sources,
+    uncalled_methods,
+    unpublished_imports,
+    without_contract,
+)
+
+MAY_STAY_SMALL = {
+    "harness/services/committed_offsets.py": "owns the format of a file in the workspace",
+    "harness/services/sole_use.py": "its importer is in another folder, on a higher floor",
+    "learner/letters.py": "inbox would pass the size limit",
+    "learner/position.py": "owns a file format; inbox would pass the size limit",
+    "metrics/sql/landlock.py": "system calls by ctypes",
+    "metrics/sql/select_only.py": "parses users' SQL, tested without the query process",
+    "processors/curate/refold.py": "shell would pass the size limit",
+    "processors/host/client.py": "corrects aiokafka's client; consumer is near the size limit",
+    "producers/openai/access.py": "pure access rules, apart from the HTTP server",
+}
+"""Files under 60 lines with one importer, and why they are not folded into it."""
+# fmt: off
+REPEATED = {
+    "access", "attempts", "builtin", "candidates", "client", "components", "curriculum", "dead_letters",
+    "environment", "errors", "evaluators", "export", "finetune", "ingest", "pairs", "plan", "progress", "reader",
+    "recorded", "registry", "rewards", "session", "tasks", "tokens", "topics", "trainer", "training",
+    "trajectories", "weights", "worker",
+}
+# fmt: on
+"""Names of files that several folders have by now. None is added."""
+
+
+def test_a_small_file_with_one_importer_is_part_of_it() -> None:
+    assert small_with_one_importer(arrows(sources())) == set(MAY_STAY_SMALL), "an exception that is not needed goes"
+
+
+def test_a_public_class_has_a_name_of_its_own() -> None:
+    assert repeated_classes(sources()) == {}
+
+
+def test_no_further_file_name_is_repeated() -> None:
+    assert repeated_files(sources()) == REPEATED, "a name that is repeated no longer goes"
+
+
+def by_file(check: Callable[[Path], list[str]]) -> dict[str, list[str]]:
+    return {str(path.relative_to(ROOT)): found for path in sources() if (found := check(path))}
+
+
+def test_a_rule_has_one_home() -> None:
+    assert by_file(away_from_home) == {}
+
+
+def test_harness_and_replay_import_what_a_package_publishes() -> None:
+    """Else name the module in the `__all__` of its package's `__init__`, or do without it."""
+    found = by_file(unpublished_imports)
+    assert {name: lines for name, lines in found.items() if name.startswith(("harness/", "replay/"))} == {}
+
+
+def test_no_word_is_banned() -> None:
+    assert by_file(banned_words) == {}
+
+
+def test_planted_files_and_classes_are_found(tmp_path: Path, plant: Plant) -> None:
+    user = plant(
+        "learner/user.py", "from rollstream.learner.small import x\nfrom rollstream.learner.algorithms.a import y\n"
+    )
+    small = plant("learner/small.py", "class Planted: ...\n")
+    other = plant("metrics/small.py", "class Planted: ...\nclass _Private: ...\n")
+    algorithm = plant("learner/algorithms/a.py", "class _Private: ...\n")
+    paths = [user, small, other, algorithm]
+    assert small_with_one_importer(arrows(paths, tmp_path), tmp_path) == {"learner/small.py"}
+    assert repeated_classes(paths, tmp_path) == {"Planted": ["learner/small.py", "metrics/small.py"]}
+    assert repeated_files(paths) == {"small"}
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        'kind = headers["ce_type"]',
+        "is_void = event.term < owner.term",
+        "is_void = limit > owner.term",
+        'run, name = spec.job_id.split("/", 1)',
+        'name = f"{job_id}/e{epoch:05d}/t{index}"',
+        'name = f"epoch_sealed:{job_id}/e{epoch}"',
+        'is_own = record.key.split(b"/", 1)[0] == run',
+        "found.is_spliced = True",
+        'is_ratio = settings.algorithm.name == "grpo"',
+        "is_free = algorithm in REWARD_FREE",
+        'KINDS = {"dpo": "dpo"}',
+        'is_preference = job.kind == "dpo"',
+    ],
+)
+def test_a_planted_rule_is_found(line: str, tmp_path: Path, plant: Plant) -> None:
+    path = plant("learner/planted.py", f"{line}\nname.split('.')\nterm = event.term\n")
+    assert away_from_home(path, tmp_path) == [line]
+
+
+def test_planted_imports_past_what_is_published_are_found(tmp_path: Path, plant: Plant) -> None:
+    plant("learner/__init__.py", '__all__ = ["progress"]\n')
+    plant("learner/progress.py", "")
+    plant("learner/inner.py", "")
+    path = plant(
+        "harness/a.py",
+        "def f():\n    from rollstream.learner import inner, progress\n    import rollstream.learner.inner\n",
+    )
+    assert unpublished_imports(path, tmp_path) == [
+        "harness/a.py:2 imports rollstream.learner.inner",
+        "harness/a.py:3 imports rollstream.learner.inner",
+    ]
+
+
+def test_a_planted_word_is_found(plant: Plant) -> None:
+    assert banned_words(plant("a.py", "def tie_to_parent(): ...\nshown = 1\n")) == ["def tie_to_parent(): ..."]
+
+
+def test_a_protocol_has_callers_and_where_it_is_written_twice_a_contract() -> None:
+    assert uncalled_methods(sources()) == []
+    assert without_contract(sources(), (ROOT / "tests" / "contracts").glob("test_*.py")) == {}
+
+
+def test_a_planted_protocol_without_callers_or_contract_is_found(plant: Plant) -> None:
+    methods = "    def ask(self): ...\n    def tell(self): ...\n"
+    protocol = plant("learner/a.py", f"class Asked(Protocol):\n{methods}class One:\n{methods}")
+    derived = "class Base:\n    def ask(self): self.ask()\nclass Two(Base):\n    def tell(self): ...\n"
+    other = plant("learner/b.py", derived)
+    assert uncalled_methods([protocol, other]) == ["Asked.tell"]
+    assert without_contract([protocol, other], [other]) == {"Asked": ["One", "Two"]}
+    suite = plant("tests/contracts/test_a.py", "from rollstream.learner.a import Asked\n")
+    assert without_contract([protocol, other], [suite]) == {}
