@@ -86,7 +86,7 @@ class InstalledEngineSettings(EngineSettings):
 
 
 ENGINES: Mapping[str, type[EngineSettings]] = {"transformers": TransformersSettings, "scripted": ScriptedSettings}
-"""Settings of the built-in engines by their kind."""
+"""The table of built-in engines: settings by kind. `producers.engines.table` adds the kinds of installed packages."""
 
 
 def _by_kind(value: Any) -> Any:

@@ -1,19 +1,22 @@
-"""Rollout engines by `engine.kind`: ours, and those that installed packages bring.
+"""Rollout engines by `engine.kind`: those of `schemas.services.ENGINES`, and those that installed packages add.
 
+A built-in kind is a row of that table and a module of this folder with the kind's name and a function `build`.
 A package names an `EngineKind` by an entry point of the group `rollstream.engines`. It is imported only in a process
 whose own settings name its kind: no record leads here.
 """
 
+import importlib
 import inspect
 import logging
 from collections.abc import Mapping
 from importlib import metadata
+from typing import Any
 
 from pydantic import ValidationError
 
 from rollstream.producers.engines.base import Engine, EngineKind
 from rollstream.schemas.errors import ConfigError, RollstreamError, first_invalid, nearest, told
-from rollstream.schemas.services import EngineSettings, ScriptedSettings, TransformersSettings
+from rollstream.schemas.services import ENGINES, EngineSettings
 from rollstream.schemas.variables import conceal, expand
 
 GROUP = "rollstream.engines"
@@ -21,24 +24,6 @@ MEMBERS = tuple(name for name in vars(Engine) if not name.startswith("_"))
 """Methods and properties that an engine must have."""
 
 logger = logging.getLogger(__name__)
-
-
-def _transformers(settings: TransformersSettings) -> Engine:
-    from rollstream.producers.engines.transformers import TransformersEngine  # imports torch
-
-    return TransformersEngine(settings)
-
-
-def _scripted(settings: ScriptedSettings) -> Engine:
-    from rollstream.producers.engines.scripted import ScriptedEngine
-
-    return ScriptedEngine()
-
-
-BUILT_IN = {
-    "transformers": EngineKind(TransformersSettings, _transformers),
-    "scripted": EngineKind(ScriptedSettings, _scripted),
-}
 
 
 def new_engine(written: EngineSettings, environ: Mapping[str, str], place: str = "engine") -> Engine:
@@ -52,7 +37,7 @@ def new_engine(written: EngineSettings, environ: Mapping[str, str], place: str =
     except RollstreamError:
         raise
     except (Exception, SystemExit) as error:
-        if written.kind in BUILT_IN:  # a library that is missing has its own message
+        if written.kind in ENGINES:  # a missing library has its own message
             raise
         logger.info("engine %s cannot be built", written.kind, exc_info=error)
         raise ConfigError(f"{place}: kind {written.kind!r} cannot be built: {told(error)}") from error
@@ -85,18 +70,29 @@ def _kind_of(name: str, place: str) -> EngineKind:
     """The kind called `name`. Raises ConfigError if there is none, more than one, or what it names is no kind."""
     installed = metadata.entry_points(group=GROUP)
     found = {entry.value: entry for entry in installed if entry.name == name}
-    known = sorted({*BUILT_IN, *installed.names})
-    if len(found) + (name in BUILT_IN) > 1:
-        bringers = [*(["rollstream"] if name in BUILT_IN else []), *map(_origin, found.values())]
+    known = sorted({*ENGINES, *installed.names})
+    if len(found) + (name in ENGINES) > 1:
+        bringers = [*(["rollstream"] if name in ENGINES else []), *map(_origin, found.values())]
         raise ConfigError(f"{place}: {name!r} is brought by {' and by '.join(bringers)}; uninstall all but one")
-    if name in BUILT_IN:
-        return BUILT_IN[name]
+    if name in ENGINES:
+        return _built_in(name)
     if not found:
         near = nearest(name, known)
         hint = f"did you mean {near}? " if near is not None else ""
         raise ConfigError(f"{place}: {name!r} is unknown; {hint}known kinds: {', '.join(known)}")
     (entry,) = found.values()
     return _imported(entry, place)
+
+
+def _built_in(name: str) -> EngineKind:
+    """A kind of ours. Its module is imported when an engine is built: transformers takes seconds and memory."""
+
+    def build(settings: EngineSettings) -> Engine:
+        module: Any = importlib.import_module(f"rollstream.producers.engines.{name}")
+        engine: Engine = module.build(settings)
+        return engine
+
+    return EngineKind(ENGINES[name], build)
 
 
 def _imported(entry: metadata.EntryPoint, place: str) -> EngineKind:

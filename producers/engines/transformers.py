@@ -112,6 +112,10 @@ class TransformersEngine:
         )
 
 
+build = TransformersEngine
+"""Of `EngineKind`, as `table` wants it."""
+
+
 def _generation(sampled: Sampled, held: LoadedModel) -> Generation:
     span = VersionSpan(
         model_group=held.published.model_group, version=held.published.version, length=len(sampled.token_ids)

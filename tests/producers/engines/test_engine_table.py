@@ -11,7 +11,7 @@ from rollstream.producers.engines.scripted import ScriptedEngine
 from rollstream.producers.engines.table import MEMBERS, new_engine, settings_of
 from rollstream.schemas.errors import ConfigError
 from rollstream.schemas.events import RolloutEnded
-from rollstream.schemas.services import InstalledEngineSettings, ProducerSettings, ScriptedSettings
+from rollstream.schemas.services import ENGINES, InstalledEngineSettings, ProducerSettings, ScriptedSettings
 from tests.producers.conftest import GROUP, published, task_of
 from tests.rigs.installed_engine import PARROT, install
 
@@ -66,6 +66,15 @@ def test_an_engine_in_one_file_that_an_entry_point_names_plays_rollouts(installe
 
 def test_built_in_kinds_are_built_without_a_package():
     assert isinstance(new_engine(ScriptedSettings(), {}), ScriptedEngine)
+
+
+def test_every_kind_of_the_table_has_settings_of_its_name_and_an_engine():
+    for kind, settings in ENGINES.items():
+        assert settings.model_fields["kind"].default == kind
+        assert type(engine_block(kind=kind)) is settings
+        built = new_engine(engine_block(kind=kind), {})
+        assert type(built).__module__ == f"rollstream.producers.engines.{kind}"
+        asyncio.run(built.close())
 
 
 def test_settings_are_those_of_the_kind_with_variables_expanded(installed):
