@@ -123,7 +123,9 @@ def _close(event: GroupClosed, begun: set[str], found: Folded, *, has_dead: bool
     found.closed[event.event_id] = codec.content_digest(event), event.model_dump_json()
     if not has_dead:
         missing = [attempt.rollout_id for attempt in event.attempts if attempt.rollout_id not in begun]
-        found.differences += [(f"rollout_started:{name}", MISSING, "an attempt's start") for name in missing]
+        found.differences += [
+            (ids.event_id("rollout_started", name), MISSING, "an attempt's start") for name in missing
+        ]
 
 
 def _other(state: AssemblyState, begun: RolloutStarted) -> Iterator[tuple[str, str, str]]:

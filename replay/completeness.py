@@ -69,7 +69,7 @@ def unended(events: RunEvents) -> str:
     No record distinguishes a run that is being ended, or was killed there, from one whose RunEnded was lost.
     """
     is_over = _is_over(events, ids.job_id(events.run_id, ids.TRAINING))
-    if not is_over or f"run_ended:{events.run_id}" in events.by_id:
+    if not is_over or ids.event_id("run_ended", events.run_id) in events.by_id:
         return ""
     return (
         f"run {events.run_id}: its training is over and no RunEnded is in {events.held('groups')}: it is being ended, "
@@ -122,18 +122,18 @@ def _jobs(events: RunEvents) -> Iterator[Named]:
     if run_ended is not None and not _is_of_group(events):
         naming.setdefault(ids.job_id(events.run_id, ids.TRAINING), run_ended.event_id)
     for job_id, by in naming.items():
-        if f"job_submitted:{job_id}" not in events.by_id:
-            yield Named("jobs", f"job_submitted:{job_id}", by)
+        if ids.event_id("job_submitted", job_id) not in events.by_id:
+            yield Named("jobs", ids.event_id("job_submitted", job_id), by)
         if run_ended is not None and not _is_over(events, job_id):
-            yield Named("jobs", f"job_succeeded:{job_id}", run_ended.event_id)
+            yield Named("jobs", ids.event_id("job_succeeded", job_id), run_ended.event_id)
     for job, _ in of_type(events.by_topic.get("jobs", ()), JobCancelled):
-        if not job.is_asked_for and f"run_ended:{events.run_id}" not in events.by_id:
-            yield Named("groups", f"run_ended:{events.run_id}", job.event_id)
+        if not job.is_asked_for and ids.event_id("run_ended", events.run_id) not in events.by_id:
+            yield Named("groups", ids.event_id("run_ended", events.run_id), job.event_id)
 
 
 def _is_of_group(events: RunEvents) -> bool:
     """Whether a shared model group began the run: it has the jobs that were created, and none of its own."""
-    started = events.by_id.get(f"run_started:{events.run_id}")
+    started = events.by_id.get(ids.event_id("run_started", events.run_id))
     return started is not None and isinstance(started.event, RunStarted) and GROUP_KEY in started.event.config
 
 
@@ -141,19 +141,19 @@ def _manifests(events: RunEvents) -> Iterator[Named]:
     """Manifests that seals count, that steps were trained with, and up to the last version of a job that succeeded."""
     counted = {job_id: (seal.next_batch_index, seal.event_id) for job_id, seal in _newest_seals(events).items()}
     for succeeded, _ in of_type(events.by_topic.get("jobs", ()), JobSucceeded):
-        job = events.by_id.get(f"job_submitted:{succeeded.job_id}")
+        job = events.by_id.get(ids.event_id("job_submitted", succeeded.job_id))
         if job is not None and isinstance(job.event, JobSubmitted):
             number = succeeded.final_version - job.event.base_version
             if number > counted.get(succeeded.job_id, (0, ""))[0]:
                 counted[succeeded.job_id] = number, succeeded.event_id
     for step, _ in of_type(events.by_topic.get("weights", ()), StepTrained):
-        if f"batch_planned:{step.batch_id}" not in events.by_id:
-            yield Named("batches", f"batch_planned:{step.batch_id}", step.event_id)
+        if ids.event_id("batch_planned", step.batch_id) not in events.by_id:
+            yield Named("batches", ids.event_id("batch_planned", step.batch_id), step.event_id)
     for job_id, (number, by) in counted.items():  # the newest one counts the most
         for index in range(number):
             batch_id = ids.batch_id(job_id, index)
-            if f"batch_planned:{batch_id}" not in events.by_id:
-                yield Named("batches", f"batch_planned:{batch_id}", by)
+            if ids.event_id("batch_planned", batch_id) not in events.by_id:
+                yield Named("batches", ids.event_id("batch_planned", batch_id), by)
 
 
 def _epochs(events: RunEvents) -> Iterator[Named]:
@@ -190,9 +190,9 @@ def _starts(events: RunEvents) -> Iterator[Named]:
     begun = [event for event, _ in of_type(events.by_topic.get("groups", ()), EpochStarted)]
     planners = _planners(events)
     for event in (*begun, *planned):
-        started = events.by_id.get(f"job_started:{event.job_id}")
+        started = events.by_id.get(ids.event_id("job_started", event.job_id))
         if started is None:
-            yield Named("groups", f"job_started:{event.job_id}", event.event_id)
+            yield Named("groups", ids.event_id("job_started", event.job_id), event.event_id)
         is_submitted = (
             started is not None
             and isinstance(started.event, JobStarted)
@@ -228,7 +228,7 @@ def _used(events: RunEvents) -> dict[str, dict[int, str]]:
     for loaded, _ in of_type(events.by_topic.get("weights", ()), WeightsLoaded):
         used.setdefault(loaded.model_group, {}).setdefault(loaded.version, loaded.event_id)
     for closed, _ in of_type(events.by_topic.get("groups", ()), GroupClosed):
-        task = events.by_id.get(f"task_requested:{closed.group_id}")
+        task = events.by_id.get(ids.event_id("task_requested", closed.group_id))
         if task is None or not isinstance(task.event, TaskRequested) or closed.policy != "model":
             continue
         for member in closed.members:
@@ -243,18 +243,20 @@ def _of_job(events: RunEvents, job: JobSubmitted, group: GroupState, used: Mappi
     group_id, base = job.model_group, job.base_version
     needed = _needed(events, job, group, used)
     if (needed or group.published) and base not in group.published:
-        yield Named("weights", f"weights_published:{group_id}/v{base}", job.event_id)
+        yield Named("weights", ids.version_event("weights_published", group_id, base), job.event_id)
     newest = max(needed, default=base)
     for version in range(base + 1, newest + 1):
         by = needed.get(version) or needed[newest]
         is_published = version in group.published
         if version not in group.trained:
-            yield Named("weights", f"step_trained:{group_id}/v{version}", by)
-        is_last_step = version == newest and by.startswith("step_trained:")  # its learner may have been killed here
+            yield Named("weights", ids.version_event("step_trained", group_id, version), by)
+        is_last_step = (
+            version == newest and ids.split_event(by)[0] == "step_trained"
+        )  # its learner may have been killed here
         if not is_published and not is_last_step:
-            yield Named("weights", f"weights_published:{group_id}/v{version}", by)
-        progressed = f"job_progressed:{job.job_id}/v{version}"
-        if progressed not in events.by_id and (version < newest or by.startswith("job_succeeded:")):
+            yield Named("weights", ids.version_event("weights_published", group_id, version), by)
+        progressed = ids.version_event("job_progressed", job.job_id, version)
+        if progressed not in events.by_id and (version < newest or ids.split_event(by)[0] == "job_succeeded"):
             yield Named("jobs", progressed, by)
 
 
@@ -272,7 +274,7 @@ def _needed(events: RunEvents, job: JobSubmitted, group: GroupState, used: Mappi
             is_void = kind in counted and event.version not in counted[kind]
             if event.job_id == job.job_id and event.version > job.base_version and not is_void:
                 needed[event.version] = event.event_id
-    succeeded = events.by_id.get(f"job_succeeded:{job.job_id}")
+    succeeded = events.by_id.get(ids.event_id("job_succeeded", job.job_id))
     if succeeded is not None and isinstance(succeeded.event, JobSucceeded):
         planned = max([succeeded.event.final_version, job.base_version + _num_sealed(events, job.job_id)])
         if planned > job.base_version:
@@ -286,33 +288,37 @@ def _claims(events: RunEvents, model_group: str) -> Iterator[Named]:
         for event, _ in of_type(events.by_topic.get("weights", ()), kind):
             if event.model_group == model_group and terms.needs_claim(event) and event.term not in claimed:
                 claimed.add(event.term)
-                yield Named("weights", f"learner_claimed:{model_group}/{event.term}", event.event_id)
+                yield Named("weights", ids.claim_event(model_group, event.term), event.event_id)
 
 
 def _tasks(events: RunEvents) -> Iterator[Named]:
     """A task of every closed group; in a completed run, a closed group or a cancellation of every task."""
     dead = any(topic == "tasks" for topic, _, _ in events.dead)
     for group, _ in of_type(events.by_topic.get("groups", ()), GroupClosed):
-        is_known = f"task_requested:{group.group_id}" in events.by_id
+        is_known = ids.event_id("task_requested", group.group_id) in events.by_id
         if not is_known and not (dead and group.void_cause == "undecodable"):
-            yield Named("tasks", f"task_requested:{group.group_id}", group.event_id)
+            yield Named("tasks", ids.event_id("task_requested", group.group_id), group.event_id)
     if _completed(events) is None:
         return
     for task, _ in of_type(events.by_topic.get("tasks", ()), TaskRequested):
-        answers = (f"group_closed:{task.group_id}", f"task_cancelled:{task.group_id}")
+        answers = (ids.event_id("group_closed", task.group_id), ids.event_id("task_cancelled", task.group_id))
         if not any(answer in events.by_id for answer in answers):
-            yield Named("groups", f"group_closed:{task.group_id}", task.event_id)
+            yield Named("groups", ids.event_id("group_closed", task.group_id), task.event_id)
 
 
 def _compare_digests(events: RunEvents, report: Report) -> None:
     """Hold what names another record by its digest against that record; what was recorded without one names nothing."""
     for job, _ in of_type(events.by_topic.get("jobs", ()), JobSubmitted):
-        _compare_digest(events, report, job.event_id, f"run_started:{events.run_id}", job.run_sha256)
+        _compare_digest(events, report, job.event_id, ids.event_id("run_started", events.run_id), job.run_sha256)
     for started, _ in of_type(events.by_topic.get("groups", ()), JobStarted):
-        _compare_digest(events, report, started.event_id, f"job_submitted:{started.job_id}", started.job_sha256)
+        _compare_digest(
+            events, report, started.event_id, ids.event_id("job_submitted", started.job_id), started.job_sha256
+        )
     for step, _ in of_type(events.by_topic.get("weights", ()), StepTrained):
-        _compare_digest(events, report, step.event_id, f"batch_planned:{step.batch_id}", step.manifest_sha256)
-        planned = events.by_id.get(f"batch_planned:{step.batch_id}")
+        _compare_digest(
+            events, report, step.event_id, ids.event_id("batch_planned", step.batch_id), step.manifest_sha256
+        )
+        planned = events.by_id.get(ids.event_id("batch_planned", step.batch_id))
         if planned is not None and isinstance(planned.event, BatchPlanned) and step.adopts != planned.event.adopts:
             report.differ(STAGE, f"{step.event_id}: adopts", str(step.adopts), str(planned.event.adopts))
 
@@ -326,7 +332,7 @@ def _compare_digest(events: RunEvents, report: Report, by: str, event_id: str, s
 def _compare_ends(events: RunEvents, report: Report) -> None:
     """Hold the last version that a job names against its manifests, and the one that its group took against the job."""
     for succeeded, _ in of_type(events.by_topic.get("jobs", ()), JobSucceeded):
-        job = events.by_id.get(f"job_submitted:{succeeded.job_id}")
+        job = events.by_id.get(ids.event_id("job_submitted", succeeded.job_id))
         if job is None or not isinstance(job.event, JobSubmitted):
             continue
         planned = job.event.base_version + _num_sealed(events, succeeded.job_id)
@@ -340,7 +346,7 @@ def _compare_ends(events: RunEvents, report: Report) -> None:
 
 def _yielded(events: RunEvents, job_id: str) -> int | None:
     """The version that a job ended with, None if it did not end well."""
-    for found in map(events.by_id.get, (f"job_succeeded:{job_id}", f"job_skipped:{job_id}")):
+    for found in map(events.by_id.get, (ids.event_id("job_succeeded", job_id), ids.event_id("job_skipped", job_id))):
         match found and found.event:
             case JobSucceeded(final_version=version) | JobSkipped(version=version):
                 return version

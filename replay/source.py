@@ -79,12 +79,12 @@ class RunEvents:
     @property
     def is_begun(self) -> bool:
         """Whether the run's start is among them."""
-        return f"run_started:{self.run_id}" in self.by_id
+        return ids.event_id("run_started", self.run_id) in self.by_id
 
     @property
     def started(self) -> RunStarted:
         """Raises ConfigError if there is no such run."""
-        found = self.by_id.get(f"run_started:{self.run_id}")
+        found = self.by_id.get(ids.event_id("run_started", self.run_id))
         if found is None or not isinstance(found.event, RunStarted):
             begin, _ = self.kept.get("groups", {}).get(0, (0, 0))
             raise unknown_run(self.run_id, begin)

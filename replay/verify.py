@@ -14,6 +14,7 @@ from rollstream.processors.host.folding import FaultyRuns
 from rollstream.replay import assembly, weights
 from rollstream.replay.report import MISSING, Report, first_field
 from rollstream.replay.source import RunEvents, Source, of_type
+from rollstream.schemas import ids
 from rollstream.schemas.base import Event, Locator
 from rollstream.schemas.errors import ConfigError, DecodeError
 from rollstream.schemas.events import (
@@ -172,7 +173,7 @@ def _compare_record(record: Record, named: list[tuple[str, str, str]], report: R
         report.differ("trajectories", f"{named[0][1]} at {record.partition}@{record.offset}", "an event", str(error))
         return
     for by, trajectory_id, digest in named:
-        if (found.event.event_id, found.digest) != (f"trajectory_assembled:{trajectory_id}", digest):
+        if (found.event.event_id, found.digest) != (ids.event_id("trajectory_assembled", trajectory_id), digest):
             what = f"{trajectory_id} at {record.partition}@{record.offset}, named by {by}"
             report.differ("trajectories", what, digest, f"{found.event.event_id} {found.digest}")
 

@@ -15,6 +15,7 @@ from rollstream.learner.progress import GroupState, LogState, evolve
 from rollstream.learner.retention import WeightNeeds
 from rollstream.replay.report import MISSING, Report
 from rollstream.replay.source import RunEvents, of_type
+from rollstream.schemas import ids
 from rollstream.schemas.errors import ArtifactError
 from rollstream.schemas.events import (
     BatchPlanned,
@@ -82,7 +83,7 @@ def compare_sampled(events: RunEvents, versions: Mapping[tuple[str, int], str], 
     state, own = log_state(events), set(model_groups(events))
     for (name, version), by in sorted(versions.items()):
         if name in own and version not in state.group(name).published:
-            report.differ("weights", f"weights_published:{name}/v{version}", f"named by {by}", MISSING)
+            report.differ("weights", ids.version_event("weights_published", name, version), f"named by {by}", MISSING)
 
 
 def _needs(events: RunEvents) -> WeightNeeds:
@@ -176,7 +177,7 @@ def _is_ahead(events: RunEvents, name: str, group: GroupState, version: int) -> 
     It may have been killed in between, or go on while this reads.
     """
     jobs = [job for job, _ in of_type(events.by_topic.get("jobs", ()), JobSubmitted) if job.model_group == name]
-    is_done = all(f"job_succeeded:{job.job_id}" in events.by_id for job in jobs)
+    is_done = all(ids.event_id("job_succeeded", job.job_id) in events.by_id for job in jobs)
     most = group.newest_version + (0 if is_done else 1) if events.has_ended else math.inf
     return group.newest_version < version <= most
 
@@ -202,8 +203,8 @@ def _checkpoints(events: RunEvents, name: str, group: GroupState, folder: Path, 
         )
         recorded = group.trained.get(position["version"])
         if recorded is None and not _is_ahead(events, name, group, position["version"]):
-            what = f"step_trained:{name}/v{position['version']}, named by {path}"
-            report.differ("checkpoints", what, position["step"]["weights_sha256"], MISSING)
+            step = ids.version_event("step_trained", name, position["version"])
+            report.differ("checkpoints", f"{step}, named by {path}", position["step"]["weights_sha256"], MISSING)
         elif recorded is None:
             report.count("checkpoints that the log does not have yet")
         if recorded not in (None, position["step"]["weights_sha256"]):

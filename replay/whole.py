@@ -26,7 +26,7 @@ async def check_runs(log: EventLog) -> list[str]:
         except ConfigError as error:
             begin, end = (await log.begin_offsets("groups"))[0], (await log.end_offsets("groups"))[0]
             events = RunEvents(run_id, kept={"groups": {0: (begin, end)}})
-            raise gone(events, Named("groups", f"run_started:{run_id}", event_id)) from error
+            raise gone(events, Named("groups", ids.event_id("run_started", run_id), event_id)) from error
         check_whole(events)
         await _check_ranges(log, events)
         told += filter(None, [unended(events)])

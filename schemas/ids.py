@@ -172,9 +172,33 @@ def name_of(key: str) -> str:
     return key.split("/", 1)[-1]
 
 
+def event_id(kind: str, subject: str) -> str:
+    """Id of the event of this kind about `subject`: the id of a run, group, rollout or job, or what begins with one."""
+    return f"{kind}:{subject}"
+
+
+def split_event(event: str) -> tuple[str, str]:
+    """Kind and subject of an event's id."""
+    kind, _, subject = event.partition(":")
+    return kind, subject
+
+
 def epoch_event(kind: str, job: str, epoch: int) -> str:
     """Id of the event of this kind that an epoch of a job has; `job` is the job's id."""
-    return f"{kind}:{job}/e{epoch}"
+    return event_id(kind, f"{job}/e{epoch}")
+
+
+def version_event(kind: str, name: str, version: int, writer: str | int | None = None) -> str:
+    """Id of the event of this kind about a weight version; `name`: id of its job or of its model group.
+
+    `writer`: the term or the engine, for kinds of which each may write one; None for what all of them begin with.
+    """
+    return event_id(kind, f"{name}/v{version}" + ("" if writer is None else f"/{writer}"))
+
+
+def claim_event(group: str, term: int, learner: str | None = None) -> str:
+    """Id of a LearnerClaimed; `group`: the model group's id; `learner` None: what all claims of the term begin with."""
+    return event_id("learner_claimed", f"{group}/{term}" + ("" if learner is None else f"/{learner}"))
 
 
 def is_key_of_run(key: bytes, run_id: str) -> bool:

@@ -95,6 +95,8 @@ def test_planted_files_and_classes_are_found(tmp_path: Path, plant: Plant) -> No
         'run, name = spec.job_id.split("/", 1)',
         'name = f"{job_id}/e{epoch:05d}/t{index}"',
         'name = f"epoch_sealed:{job_id}/e{epoch}"',
+        'is_sealed = name.startswith("epoch_sealed:")',
+        'kind, _, subject = event_id_of(record).partition(":")',
         'is_own = record.key.split(b"/", 1)[0] == run',
         "found.is_spliced = True",
         'is_ratio = settings.algorithm.name == "grpo"',

@@ -78,7 +78,7 @@ def task_of(events: RunEvents, name: str) -> TaskRequested:
     group_id = name
     if slash and epoch.isdigit() and index.isdigit():
         group_id = ids.group_id(events.run_id, ids.TRAINING, int(epoch), int(index))
-    found = events.by_id.get(f"task_requested:{group_id}")
+    found = events.by_id.get(ids.event_id("task_requested", group_id))
     if found is None or not isinstance(found.event, TaskRequested):
         there = [task.group_id for task, _ in of_type(events.by_topic.get("tasks", ()), TaskRequested)]
         known = f"the run has tasks from {there[0]} to {there[-1]}" if there else "the run has no tasks"
@@ -167,7 +167,7 @@ async def play(
 
 
 def _closed(events: RunEvents, task: TaskRequested) -> GroupClosed | None:
-    found = events.by_id.get(f"group_closed:{task.group_id}")
+    found = events.by_id.get(ids.event_id("group_closed", task.group_id))
     return found.event if found is not None and isinstance(found.event, GroupClosed) else None
 
 

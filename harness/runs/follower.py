@@ -70,7 +70,7 @@ class Follower:
     def _is_skipped(self, record: Record) -> bool:
         if kind_of(record) not in MOST_RECORDS:
             return False
-        kind, _, group_id = event_id_of(record).partition(":")
+        kind, group_id = ids.split_event(event_id_of(record))
         return self._on_event is None and not (kind == "group_closed" and ids.is_validation(group_id))
 
 

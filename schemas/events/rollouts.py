@@ -69,7 +69,7 @@ class TaskRequested(GroupEvent):
 
     @property
     def event_id(self) -> str:
-        return f"task_requested:{self.group_id}"
+        return ids.event_id(self.kind, self.group_id)
 
 
 class TaskCancelled(GroupEvent):
@@ -82,7 +82,7 @@ class TaskCancelled(GroupEvent):
 
     @property
     def event_id(self) -> str:
-        return f"task_cancelled:{self.group_id}"
+        return ids.event_id(self.kind, self.group_id)
 
 
 # ---- steps ----
@@ -124,7 +124,7 @@ class GroupStarted(GroupEvent):
 
     @property
     def event_id(self) -> str:
-        return f"group_started:{self.group_id}"
+        return ids.event_id(self.kind, self.group_id)
 
 
 class GroupExtended(GroupEvent):
@@ -140,7 +140,7 @@ class GroupExtended(GroupEvent):
 
     @property
     def event_id(self) -> str:
-        return f"group_extended:{self.group_id}/{self.deadline_ms}"
+        return ids.event_id(self.kind, f"{self.group_id}/{self.deadline_ms}")
 
 
 class RolloutEvent(GroupEvent):
@@ -161,7 +161,7 @@ class RolloutStarted(RolloutEvent):
 
     @property
     def event_id(self) -> str:
-        return f"rollout_started:{self.rollout_id}"
+        return ids.event_id(self.kind, self.rollout_id)
 
 
 class Prefix(_Value):
@@ -231,7 +231,7 @@ class StepRecorded(RolloutEvent):
 
     @property
     def event_id(self) -> str:
-        return f"step_recorded:{self.rollout_id}/s{self.step_index}"
+        return ids.event_id(self.kind, f"{self.rollout_id}/s{self.step_index}")
 
 
 class RewardRecorded(RolloutEvent):
@@ -250,7 +250,7 @@ class RewardRecorded(RolloutEvent):
 
     @property
     def event_id(self) -> str:
-        return f"reward_recorded:{self.rollout_id}/r{self.reward_index}"
+        return ids.event_id(self.kind, f"{self.rollout_id}/r{self.reward_index}")
 
 
 class RolloutEnded(RolloutEvent):
@@ -269,7 +269,7 @@ class RolloutEnded(RolloutEvent):
 
     @property
     def event_id(self) -> str:
-        return f"rollout_ended:{self.rollout_id}"
+        return ids.event_id(self.kind, self.rollout_id)
 
 
 class RolloutFailed(RolloutEvent):
@@ -285,7 +285,7 @@ class RolloutFailed(RolloutEvent):
 
     @property
     def event_id(self) -> str:
-        return f"rollout_failed:{self.rollout_id}"
+        return ids.event_id(self.kind, self.rollout_id)
 
 
 class Tick(Event):
@@ -300,7 +300,7 @@ class Tick(Event):
 
     @property
     def event_id(self) -> str:
-        return f"tick:{self.partition}/{self.time_ms}"
+        return ids.event_id(self.kind, f"{self.partition}/{self.time_ms}")
 
 
 # ---- trajectories ----
@@ -358,4 +358,4 @@ class TrajectoryAssembled(RolloutEvent):
 
     @property
     def event_id(self) -> str:
-        return f"trajectory_assembled:{self.trajectory_id}"
+        return ids.event_id(self.kind, self.trajectory_id)

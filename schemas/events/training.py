@@ -61,7 +61,7 @@ class RunStarted(Event):
 
     @property
     def event_id(self) -> str:
-        return f"run_started:{self.run_id}"
+        return ids.event_id(self.kind, self.run_id)
 
 
 class JobStarted(Event):
@@ -80,7 +80,7 @@ class JobStarted(Event):
 
     @property
     def event_id(self) -> str:
-        return f"job_started:{self.job_id}"
+        return ids.event_id(self.kind, self.job_id)
 
 
 class EpochStarted(Event):
@@ -179,7 +179,7 @@ class GroupClosed(Event):
 
     @property
     def event_id(self) -> str:
-        return f"group_closed:{self.group_id}"
+        return ids.event_id(self.kind, self.group_id)
 
 
 class SubmittedGroup(_Value):
@@ -217,7 +217,7 @@ class SubmissionReceived(Event):
     @property
     def event_id(self) -> str:
         part = f"/p{self.num_before}" if self.is_part else ""
-        return f"submission_received:{self.submission_id}{part}"
+        return ids.event_id(self.kind, f"{self.submission_id}{part}")
 
 
 class RollbackRequested(Event):
@@ -236,7 +236,7 @@ class RollbackRequested(Event):
 
     @property
     def event_id(self) -> str:
-        return f"rollback_requested:{self.job_id}/v{self.version}/after-v{self.after_version}"
+        return ids.event_id(self.kind, f"{self.job_id}/v{self.version}/after-v{self.after_version}")
 
 
 class RunContinued(Event):
@@ -248,7 +248,7 @@ class RunContinued(Event):
 
     @property
     def event_id(self) -> str:
-        return f"run_continued:{self.run_id}/{self.time_ms}"
+        return ids.event_id(self.kind, f"{self.run_id}/{self.time_ms}")
 
 
 class RunEnded(Event):
@@ -262,7 +262,7 @@ class RunEnded(Event):
 
     @property
     def event_id(self) -> str:
-        return f"run_ended:{self.run_id}"
+        return ids.event_id(self.kind, self.run_id)
 
 
 # ---- batches ----
@@ -305,7 +305,7 @@ class BatchPlanned(Event):
 
     @property
     def event_id(self) -> str:
-        return f"batch_planned:{self.batch_id}"
+        return ids.event_id(self.kind, self.batch_id)
 
 
 class TrajectoryRejected(Event):
@@ -324,7 +324,7 @@ class TrajectoryRejected(Event):
 
     @property
     def event_id(self) -> str:
-        return f"trajectory_rejected:{self.trajectory_id}"
+        return ids.event_id(self.kind, self.trajectory_id)
 
 
 class VersionJudged(Event):

@@ -5,6 +5,7 @@ from typing import ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, JsonValue, model_validator
 
+from rollstream.schemas import ids
 from rollstream.schemas.base import Event, added
 from rollstream.schemas.events.training import ForkPoint
 from rollstream.schemas.settings import ArtifactRef, JobSettings
@@ -75,7 +76,7 @@ class JobSubmitted(JobEvent):
 
     @property
     def event_id(self) -> str:
-        return f"job_submitted:{self.job_id}"
+        return ids.event_id(self.kind, self.job_id)
 
 
 class JobProgressed(JobEvent):
@@ -89,7 +90,7 @@ class JobProgressed(JobEvent):
 
     @property
     def event_id(self) -> str:
-        return f"job_progressed:{self.job_id}/v{self.version}"
+        return ids.version_event(self.kind, self.job_id, self.version)
 
 
 class JobSucceeded(JobEvent):
@@ -107,7 +108,7 @@ class JobSucceeded(JobEvent):
 
     @property
     def event_id(self) -> str:
-        return f"job_succeeded:{self.job_id}"
+        return ids.event_id(self.kind, self.job_id)
 
 
 class JobFailed(JobEvent):
@@ -120,7 +121,7 @@ class JobFailed(JobEvent):
 
     @property
     def event_id(self) -> str:
-        return f"job_failed:{self.job_id}"
+        return ids.event_id(self.kind, self.job_id)
 
 
 class JobCancelled(JobEvent):
@@ -140,7 +141,7 @@ class JobCancelled(JobEvent):
 
     @property
     def event_id(self) -> str:
-        return f"job_cancelled:{self.job_id}"
+        return ids.event_id(self.kind, self.job_id)
 
 
 class JobSkipped(JobEvent):
@@ -159,7 +160,7 @@ class JobSkipped(JobEvent):
 
     @property
     def event_id(self) -> str:
-        return f"job_skipped:{self.job_id}"
+        return ids.event_id(self.kind, self.job_id)
 
 
 class ModelSwitched(JobEvent):
@@ -172,7 +173,7 @@ class ModelSwitched(JobEvent):
 
     @property
     def event_id(self) -> str:
-        return f"model_switched:{self.job_id}"
+        return ids.event_id(self.kind, self.job_id)
 
 
 # ---- weights ----
@@ -199,7 +200,7 @@ class LearnerClaimed(WeightEvent):
 
     @property
     def event_id(self) -> str:
-        return f"learner_claimed:{self.model_group}/{self.term}/{self.learner}"
+        return ids.claim_event(self.model_group, self.term, self.learner)
 
 
 class StepTrained(WeightEvent):
@@ -233,7 +234,7 @@ class StepTrained(WeightEvent):
 
     @property
     def event_id(self) -> str:
-        return f"step_trained:{self.model_group}/v{self.version}/{self.term}"
+        return ids.version_event(self.kind, self.model_group, self.version, self.term)
 
 
 class WeightsPublished(WeightEvent):
@@ -262,7 +263,7 @@ class WeightsPublished(WeightEvent):
 
     @property
     def event_id(self) -> str:
-        return f"weights_published:{self.model_group}/v{self.version}/{self.term}"
+        return ids.version_event(self.kind, self.model_group, self.version, self.term)
 
 
 class WeightsLoaded(WeightEvent):
@@ -280,7 +281,7 @@ class WeightsLoaded(WeightEvent):
 
     @property
     def event_id(self) -> str:
-        return f"weights_loaded:{self.model_group}/v{self.version}/{self.engine}"
+        return ids.version_event(self.kind, self.model_group, self.version, self.engine)
 
 
 class WeightsCollected(WeightEvent):
@@ -313,4 +314,4 @@ class WeightsCollected(WeightEvent):
 
     @property
     def event_id(self) -> str:
-        return f"weights_collected:{self.model_group}/v{self.versions[0]}-v{self.versions[-1]}"
+        return ids.event_id(self.kind, f"{self.model_group}/v{self.versions[0]}-v{self.versions[-1]}")

@@ -27,6 +27,9 @@ ONE_HOME = {
     re.compile(r"""["']ce_(type|id)["']"""): "eventlog/codec.py",
     re.compile(r"\b(\w*(_id|_group|_key)|record\.key)\.(r?split|r?partition|removeprefix)\("): "schemas/ids.py",
     re.compile(r"""f["'][^"']*\}/[meabt]\{"""): "schemas/ids.py",
+    re.compile(
+        r"""f["'][a-z]+(_[a-z]+)+:\{|startswith\(["'][a-z]+_[a-z_]+:["']|event_id_of\(\w+\)\.r?partition"""
+    ): "schemas/ids.py",
     re.compile(r"\.is_spliced = |has_open_attempts and"): "eventlog/attempts.py",
     re.compile(
         r"""algorithm(\.name)? *(==|!=|(not )?in\b)|name *(==|!=|(not )?in) *[\[({]?["'](grpo|sft|dpo)["']"""
