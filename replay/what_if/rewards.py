@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from rollstream.eventlog import codec
-from rollstream.eventlog.attempts import Recorded
+from rollstream.eventlog.attempts import Recorded, attempt_in
 from rollstream.eventlog.log import EventLog, Record
 from rollstream.eventlog.reading import read_to_end
 from rollstream.processors.assemble.trajectories import sum_rewards
@@ -18,8 +18,8 @@ from rollstream.replay.assembly import Range
 from rollstream.schemas import ids
 from rollstream.schemas.errors import ConfigError, DecodeError
 from rollstream.schemas.evaluators import PLACE, is_pure
-from rollstream.schemas.events import RewardRecorded, RolloutEnded, RolloutFailed, RolloutStarted, StepRecorded
-from rollstream.schemas.events.rollouts import RolloutEvent
+from rollstream.schemas.events import GroupStarted, RewardRecorded, RolloutEnded, RolloutFailed, StepRecorded
+from rollstream.schemas.events.rollouts import GroupEvent, RolloutEvent
 from rollstream.schemas.permissions import NOTHING, Permissions
 from rollstream.schemas.settings import RolloutSettings
 
@@ -28,9 +28,23 @@ from rollstream.schemas.settings import RolloutSettings
 class _Attempt(Recorded):
     """An attempt that is not decided, with the records that count."""
 
-    seed: int = 0
     first_steps: dict[int, StepRecorded] = field(default_factory=dict[int, StepRecorded])
     first_rewards: dict[int, RewardRecorded] = field(default_factory=dict[int, RewardRecorded])
+
+
+@dataclass(slots=True)
+class _Group:
+    """A group that has started, and its attempts by rollout id; None of those that are decided or of no member."""
+
+    started: GroupStarted
+    attempts: dict[str, _Attempt | None] = field(default_factory=dict[str, _Attempt | None])
+
+    def attempt(self, rollout_id: str) -> _Attempt | None:
+        """The attempt, which starts at its first record, while it is not decided."""
+        if rollout_id not in self.attempts:
+            named = attempt_in(self.started.group_id, self.started.size, rollout_id)
+            self.attempts[rollout_id] = None if named is None else _Attempt(rollout_id, *named)
+        return self.attempts[rollout_id]
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,37 +94,35 @@ async def grade(log: EventLog, parts: Iterable[Range], grading: Grading) -> dict
     """
     found: dict[str, float] = {}
     for part in parts:
-        attempts: dict[str, _Attempt | None] = {}
+        groups: dict[str, _Group] = {}
         async for record in read_to_end(log, "steps", {part.partition: part.first}, {part.partition: part.end}):
             event, digest = _event_of(record, part)
             if event is None or event.group_id not in grading.inputs:
                 continue
-            if event.rollout_id not in attempts:
-                named = ids.attempt_of(event.group_id, event.rollout_id)
-                attempts[event.rollout_id] = None if named is None else _Attempt(event.rollout_id, *named)
-            attempt = attempts[event.rollout_id]
-            if attempt is None:
+            if isinstance(event, GroupStarted):
+                groups.setdefault(event.group_id, _Group(event))
+            group = groups.get(event.group_id)  # records of groups that were not seen to start belong to closed ones
+            attempt = group.attempt(event.rollout_id) if group and isinstance(event, RolloutEvent) else None
+            if group is None or attempt is None:
                 continue
             _take(attempt, event, digest)
             if isinstance(event, RolloutEnded | RolloutFailed):
-                attempts[event.rollout_id] = None
+                group.attempts[event.rollout_id] = None
             if isinstance(event, RolloutEnded) and attempt.incompleteness(event) in ("", "no_score"):
-                found |= await _grade(event, attempt, grading)
+                found |= await _grade(event, attempt, ids.member_seed(group.started.seed, attempt.member), grading)
     return found
 
 
-def _take(attempt: _Attempt, event: RolloutEvent, digest: str) -> None:
-    if isinstance(event, RolloutStarted):
-        attempt.seed = event.seed
-    elif isinstance(event, StepRecorded):
+def _take(attempt: _Attempt, event: GroupEvent, digest: str) -> None:
+    if isinstance(event, StepRecorded):
         if attempt.take_step(event.step_index, digest):
             attempt.first_steps[event.step_index] = event
     elif isinstance(event, RewardRecorded) and attempt.take_reward(event.reward_index, digest):
         attempt.first_rewards[event.reward_index] = event
 
 
-def _event_of(record: Record, part: Range) -> tuple[RolloutEvent | None, str]:
-    """What a record says of an attempt of the run, if anything, and its digest."""
+def _event_of(record: Record, part: Range) -> tuple[GroupEvent | None, str]:
+    """What a record says of a group of the run, if anything, and its digest."""
     if record.offset in part.dead:
         return None, ""
     try:
@@ -118,10 +130,11 @@ def _event_of(record: Record, part: Range) -> tuple[RolloutEvent | None, str]:
     except DecodeError:
         return None, ""
     event = received.event
-    return (event if isinstance(event, RolloutEvent) and event.run_id == part.run_id else None), received.digest
+    return (event if isinstance(event, GroupEvent) and event.run_id == part.run_id else None), received.digest
 
 
-async def _grade(ended: RolloutEnded, attempt: _Attempt, grading: Grading) -> dict[str, float]:
+async def _grade(ended: RolloutEnded, attempt: _Attempt, seed: int, grading: Grading) -> dict[str, float]:
+    """`seed`: of its member, by the group's record, because the attempt's RolloutStarted may be undecodable."""
     steps = played(step for _, step in sorted(attempt.first_steps.items()))
     replaced = set(grading.before.rewards) - grading.kept
     rewards = [reward for _, reward in sorted(attempt.first_rewards.items()) if reward.name not in replaced]
@@ -129,7 +142,7 @@ async def _grade(ended: RolloutEnded, attempt: _Attempt, grading: Grading) -> di
     for name in (name for name in grading.now.rewards if name not in grading.kept):
         rollout = FinishedRollout(
             inputs=inputs,
-            seed=attempt.seed,
+            seed=seed,
             steps=_copied(steps),
             rewards=tuple(rewards),
             messages=dict(messages),

@@ -10,12 +10,14 @@ import pytest
 from rollstream.eventlog.memory.log import MemoryLog
 from rollstream.harness.recorded.tasks import tasks_of
 from rollstream.producers.attempt import run_rollout
-from rollstream.producers.rollout.registry import register_environment
+from rollstream.producers.rollout.registry import register_environment, register_reward
+from rollstream.producers.rollout.rewards import FinishedRollout
 from rollstream.producers.rollout.session import Session
 from rollstream.replay.assembly import Range
 from rollstream.replay.what_if.rewards import Grading, grade
+from rollstream.schemas import ids
 from rollstream.schemas.base import Event
-from rollstream.schemas.events import RewardRecorded, RolloutEnded, TaskRequested
+from rollstream.schemas.events import GroupStarted, RewardRecorded, RolloutEnded, RolloutStarted, TaskRequested
 from rollstream.schemas.events.recorded import (
     RecordedChat,
     RecordedGroup,
@@ -58,6 +60,11 @@ def recorded(*steps: RecordedStep) -> TaskRequested:
     return task
 
 
+def started(task: TaskRequested) -> GroupStarted:
+    fields = ("run_id", "time_ms", "group_id", "example_id", "job_id", "epoch", "index", "minimum", "seed")
+    return GroupStarted(**{name: getattr(task, name) for name in fields}, size=task.num_rollouts, timeout_ms=1)
+
+
 TASKS = {
     "a candidate that was played": task_of(
         "test_plays_a_candidate", inputs=INPUTS, rewards=("right",), evaluators=EVALUATORS
@@ -73,6 +80,7 @@ def test_the_last_answer_is_scored_in_a_run_and_in_its_what_if(what: str, tmp_pa
 
     async def scenario() -> tuple[list[float], dict[str, float]]:
         log, events, clock = MemoryLog(num_partitions=1), list[Event](), itertools.count(1000)
+        await log.send(started(task))
 
         async def emit(event: Event) -> None:
             events.append(event)
@@ -93,3 +101,34 @@ def test_the_last_answer_is_scored_in_a_run_and_in_its_what_if(what: str, tmp_pa
     given, found = asyncio.run(scenario())
     assert given == [1.0]
     assert list(found.values()) == [1.0]
+
+
+@register_reward("test_seed")
+def seed_of(rollout: FinishedRollout) -> float:
+    return float(rollout.seed % 1_000_003)
+
+
+@pytest.mark.parametrize("is_readable", [True, False])
+def test_a_reward_function_gets_the_members_seed_also_where_the_attempts_start_cannot_be_read(
+    tmp_path: Path, is_readable: bool
+) -> None:
+    task = task_of("test_plays_a_candidate", rewards=("test_seed",))
+
+    async def scenario() -> tuple[list[float], dict[str, float]]:
+        log, events, clock = MemoryLog(num_partitions=1), [started(task), *list[Event]()], itertools.count(1000)
+
+        async def emit(event: Event) -> None:
+            events.append(event)
+
+        engine = await scripted(tmp_path, answers("plays", "other", "else"))
+        await run_rollout(task, member=1, attempt=0, engine=engine, emit=emit, clock=lambda: next(clock))
+        unreadable = [n for n, event in enumerate(events) if isinstance(event, RolloutStarted) and not is_readable]
+        await log.send_all(events)
+        part = Range("run-1", 0, 0, len(events), frozenset(unreadable))
+        now = task.settings.model_copy(update={"reward_weights": {"test_seed": 1.0}})
+        given = [event.value for event in events if isinstance(event, RewardRecorded) and event.name == "test_seed"]
+        return given, await grade(log, [part], Grading(task.settings, now, {task.group_id: {}}))
+
+    given, found = asyncio.run(scenario())
+    assert given == [float(ids.member_seed(task.seed, 1) % 1_000_003)]
+    assert list(found.values()) == given
