@@ -59,8 +59,8 @@ class _Versions:
         if isinstance(event, LearnerClaimed):
             self.owner = terms.claimed(self.owner, event, offset)
         elif isinstance(event, WeightsPublished) and not terms.is_void(self.owner, event):
-            self.offsets[event.version] = offset
-            self.collected.pop(event.version, None)
+            if self.collected.pop(event.version, None) is not None or event.version not in self.offsets:
+                self.offsets[event.version] = offset
         elif isinstance(event, WeightsCollected):
             self.collected.update(dict.fromkeys(event.versions, offset))
 

@@ -1,4 +1,4 @@
-"""Whoever reads claims and versions agrees on what is void: learner, engines, progress, retention and the tables."""
+"""Whoever reads claims and versions agrees on what is void: learner, engines, opponents, progress and the tables."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,10 +16,13 @@ from rollstream.eventlog.terms import claimed
 from rollstream.harness.runs import progress as run_progress
 from rollstream.learner import progress as learner_progress
 from rollstream.learner import retention
+from rollstream.learner.shared_model_group import job_lifecycle
+from rollstream.learner.shared_model_group.job_lifecycle import ModelGroupState
 from rollstream.metrics.projection.database import Database
 from rollstream.metrics.projection.rows import rows_of
 from rollstream.producers.engines.scripted import ScriptedEngine
 from rollstream.producers.engines.weight_follower import WeightFollower
+from rollstream.producers.league.opponents import _Versions
 from rollstream.schemas import ids
 from rollstream.schemas.base import Event
 from rollstream.schemas.events import LearnerClaimed, StepTrained, WeightsPublished
@@ -96,11 +99,16 @@ def test_folds_agree_on_what_is_void(history: list[tuple[str, int, Any]]) -> Non
     follower = WeightFollower(
         MemoryLog(), ArtifactStore("file:///nowhere"), ScriptedEngine(), engine_id="engine-0", permissions=NOTHING
     )
+    opponents, shared = _Versions(0), ModelGroupState(model_group)
     for received in received_of(events):
+        opponents.take(received.event, received.position.offset)
+        shared = job_lifecycle.evolve(shared, received)
         learner_progress.evolve(of_learner, received)
         retention.evolve(needs, received)
         progress = run_progress.evolve(progress, received.event)
         follower._apply(received.event)
+    assert {version: f"{offset:064x}" for version, offset in opponents.offsets.items()} == published
+    assert shared.newest_version == max(published, default=-1)
     group = of_learner.group(model_group)
     assert {version: event.weights_sha256 for version, event in group.published.items()} == published
     assert group.trained == trained
