@@ -213,31 +213,29 @@ async def one_pass(groups: list, num_workers: int, steps_per_s: float | None) ->
     with tempfile.TemporaryDirectory() as folder, EmbeddedBroker(Path(folder)) as broker:
         kafka = broker.kafka
         workspace = Path(folder)
-        log = KafkaLog(kafka)
-        await log.start()
-        await log.ensure_topics(num_partitions=PARTITIONS)
-        store = ArtifactStore(str(workspace / "artifacts"))
-        workers = start_workers(kafka, workspace, num_workers)
-        try:
-            await wait_ready(workspace, num_workers)
-            await start_run(log, store, len(groups))
-            await asyncio.sleep(1)
-            planned: dict[int, float] = {}
-            cpu = sum(cpu_seconds(worker.pid) for worker in workers)
-            reader = await log.reader({TopicPartition("batches", 0): 0})
-            async with producer(kafka) as client:
-                begun = time.perf_counter()
-                watching = asyncio.create_task(manifests(reader, len(groups), planned))
-                acknowledged = await send_groups(client, groups, steps_per_s=steps_per_s)
-                await watching
-            result = figures(groups, begun, acknowledged, planned)
-            result["worker_cpu_s"] = sum(cpu_seconds(worker.pid) for worker in workers) - cpu
-            steps = await topic_bytes(log, ("steps",))
-            result["bytes_ratio"] = (steps + await topic_bytes(log, ("trajectories", "groups", "batches"))) / steps
-            await log.send(RunEnded(run_id=RUN, time_ms=0, cause="completed"))
-        finally:
-            stop(workers)
-            await log.close()
+        async with KafkaLog(kafka) as log:
+            await log.ensure_topics(num_partitions=PARTITIONS)
+            store = ArtifactStore(str(workspace / "artifacts"))
+            workers = start_workers(kafka, workspace, num_workers)
+            try:
+                await wait_ready(workspace, num_workers)
+                await start_run(log, store, len(groups))
+                await asyncio.sleep(1)
+                planned: dict[int, float] = {}
+                cpu = sum(cpu_seconds(worker.pid) for worker in workers)
+                reader = await log.reader({TopicPartition("batches", 0): 0})
+                async with producer(kafka) as client:
+                    begun = time.perf_counter()
+                    watching = asyncio.create_task(manifests(reader, len(groups), planned))
+                    acknowledged = await send_groups(client, groups, steps_per_s=steps_per_s)
+                    await watching
+                result = figures(groups, begun, acknowledged, planned)
+                result["worker_cpu_s"] = sum(cpu_seconds(worker.pid) for worker in workers) - cpu
+                steps = await topic_bytes(log, ("steps",))
+                result["bytes_ratio"] = (steps + await topic_bytes(log, ("trajectories", "groups", "batches"))) / steps
+                await log.send(RunEnded(run_id=RUN, time_ms=0, cause="completed"))
+            finally:
+                stop(workers)
     return result
 
 
@@ -278,10 +276,8 @@ async def limit_pass(groups: list) -> float:
     """The raw limit on a fresh broker."""
     with tempfile.TemporaryDirectory() as folder, EmbeddedBroker(Path(folder)) as broker:
         kafka = broker.kafka
-        log = KafkaLog(kafka)
-        await log.start()
-        await log.ensure_topics(num_partitions=PARTITIONS)
-        await log.close()
+        async with KafkaLog(kafka) as log:
+            await log.ensure_topics(num_partitions=PARTITIONS)
         return await raw_limit(kafka, groups)
 
 

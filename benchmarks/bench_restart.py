@@ -254,23 +254,21 @@ async def measure(
     workspace: Path, kafka: KafkaSettings, rollouts: int, options: argparse.Namespace
 ) -> dict[str, object]:
     """One log: every service's start, then restarts and rebalances of processors while work flows."""
-    log = KafkaLog(kafka)
-    await log.start()
-    await log.ensure_topics(num_partitions=PARTITIONS)
-    begun = time.perf_counter()
-    epoch = await fill(log, kafka, ArtifactStore(str(workspace / "artifacts")), rollouts, options.topics)
-    groups = (await log.end_offsets("groups"))[0]
-    found: dict[str, object] = {"rollouts": rollouts, "records_of_groups": groups}
-    found["fill_s"] = round(time.perf_counter() - begun, 1)
-    found |= await starts_of_services(kafka, workspace, options.services)
-    flow = Flow(log, epoch, (await log.end_offsets("batches"))[0])
-    working = asyncio.create_task(flow.run())
-    found |= summary("starts", await restarts(kafka, workspace, flow, options.changes))
-    found |= summary("rebalances", await rebalances(kafka, workspace, flow, options.changes))
-    working.cancel()
-    with contextlib.suppress(asyncio.CancelledError):
-        await working
-    await log.close()
+    async with KafkaLog(kafka) as log:
+        await log.ensure_topics(num_partitions=PARTITIONS)
+        begun = time.perf_counter()
+        epoch = await fill(log, kafka, ArtifactStore(str(workspace / "artifacts")), rollouts, options.topics)
+        groups = (await log.end_offsets("groups"))[0]
+        found: dict[str, object] = {"rollouts": rollouts, "records_of_groups": groups}
+        found["fill_s"] = round(time.perf_counter() - begun, 1)
+        found |= await starts_of_services(kafka, workspace, options.services)
+        flow = Flow(log, epoch, (await log.end_offsets("batches"))[0])
+        working = asyncio.create_task(flow.run())
+        found |= summary("starts", await restarts(kafka, workspace, flow, options.changes))
+        found |= summary("rebalances", await rebalances(kafka, workspace, flow, options.changes))
+        working.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await working
     return found
 
 

@@ -64,16 +64,14 @@ def replay(workspace: Path, *options: str) -> float:
 
 async def read_weights(kafka: KafkaSettings) -> list[Received]:
     """All of the weights topic."""
-    log = KafkaLog(kafka)
-    await log.start()
-    end = (await log.end_offsets("weights"))[0]
-    where = TopicPartition("weights", 0)
-    reader = await log.reader({where: 0})
     events: list[Received] = []
-    while reader.position(where) < end:
-        events += [codec.decode(record) for record in await reader.poll()]
-    await reader.close()
-    await log.close()
+    async with KafkaLog(kafka) as log:
+        end = (await log.end_offsets("weights"))[0]
+        where = TopicPartition("weights", 0)
+        reader = await log.reader({where: 0})
+        while reader.position(where) < end:
+            events += [codec.decode(record) for record in await reader.poll()]
+        await reader.close()
     return events
 
 

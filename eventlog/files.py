@@ -4,6 +4,7 @@ import fcntl
 import json
 import os
 import secrets
+import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -11,43 +12,72 @@ from typing import Any, BinaryIO
 
 
 @contextmanager
-def replacing(path: Path, *, is_synced: bool = True, is_private: bool = True) -> Iterator[BinaryIO]:
-    """A temporary file that is renamed to `path` when the block ends well: a reader finds the old file or the new one.
+def beside(path: Path, *, is_synced: bool = True, is_alone: bool = False) -> Iterator[Path]:
+    """A name in the same folder for the file or the folder that the block makes; renamed to `path` when it ends well.
 
-    Its mode is 0600, or what the process's umask leaves if `is_private` is false. `is_synced=False` skips fsync, for
-    files that may be lost in a power failure. Several processes may write the same file at once; the last one wins.
-    Raises OSError, and then leaves no temporary file.
+    A file is on the disk before it has its name, unless `is_synced` is false; a folder's files are its maker's to sync.
+    `is_alone`: no other process makes this one, so what a killed process left of it is known, and removed first.
+    Raises OSError, and then leaves nothing.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    aside = path.with_name(f"{path.name}.{secrets.token_hex(4)}.aside")
-    handle = os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600 if is_private else 0o666)
+    aside = path.with_name(f"{path.name}.aside" if is_alone else f"{path.name}.{secrets.token_hex(4)}.aside")
+    if is_alone:
+        _remove(aside)
     try:
-        with os.fdopen(handle, "wb") as file:
-            yield file
-            if is_synced:
-                file.flush()
-                os.fsync(file.fileno())
+        yield aside
+        if is_synced and aside.is_file():
+            sync_file(aside)
         os.replace(aside, path)
     except BaseException:
         with suppress(OSError):
-            os.unlink(aside)
+            _remove(aside)
         raise
 
 
-def write_whole(path: Path, content: str | bytes, *, is_synced: bool = True, is_private: bool = True) -> None:
+@contextmanager
+def replacing(
+    path: Path, *, is_synced: bool = True, is_private: bool = True, is_alone: bool = False
+) -> Iterator[BinaryIO]:
+    """A temporary file that is renamed to `path` when the block ends well: a reader finds the old file or the new one.
+
+    Its mode is 0600, or what the process's umask leaves if `is_private` is false. `is_synced=False` skips fsync, for
+    files that may be lost in a power failure. Several processes may write the same file at once, and the last one wins,
+    unless `is_alone` (see `beside`). Raises OSError, and then leaves no temporary file.
+    """
+    with beside(path, is_synced=is_synced, is_alone=is_alone) as aside:
+        handle = os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600 if is_private else 0o666)
+        with os.fdopen(handle, "wb") as file:
+            yield file
+
+
+def write_whole(
+    path: Path, content: str | bytes, *, is_synced: bool = True, is_private: bool = True, is_alone: bool = False
+) -> None:
     """Replace a file by one with this content (text as UTF-8). As `replacing`."""
     data = content.encode() if isinstance(content, str) else content
-    with replacing(path, is_synced=is_synced, is_private=is_private) as file:
+    with replacing(path, is_synced=is_synced, is_private=is_private, is_alone=is_alone) as file:
         file.write(data)
 
 
-def sync_folder(folder: Path) -> None:
-    """Wait until the names of a folder's files are on the disk. Raises OSError."""
-    handle = os.open(folder, os.O_RDONLY)
+def sync_file(path: Path) -> None:
+    """Wait until what was written to a file is on the disk. Raises OSError."""
+    handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
     finally:
         os.close(handle)
+
+
+def sync_folder(folder: Path) -> None:
+    """Wait until the names of a folder's files are on the disk. Raises OSError."""
+    sync_file(folder)
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
 
 
 def read_json(path: Path) -> dict[str, Any]:

@@ -5,13 +5,14 @@ import json
 import signal
 import time
 from collections.abc import Coroutine, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from pydantic import JsonValue
 
+from rollstream.eventlog.files import write_whole
 from rollstream.harness.components.conduct import conduct as conduct_epochs
 from rollstream.harness.config import file as config_file
 from rollstream.harness.runs.conductor import Conductor, background_work
@@ -72,9 +73,19 @@ def finetune(request: Request, display: Display) -> Outcome:
     with held(run_request, display) as lease:
         outcome = asyncio.run(_run(run_request, lease, display))
         if request.result_path is not None:
-            request.result_path.write_text(json.dumps(outcome.as_json(), indent=1) + "\n", encoding="utf-8")
+            _write_result(request.result_path, outcome)
         display.say(outcome.summary())
     return outcome
+
+
+def _write_result(path: Path, outcome: Outcome) -> None:
+    """Whole or not at all, unless only the file itself can be written: a pipe, or a file that is mounted alone."""
+    text = json.dumps(outcome.as_json(), indent=1) + "\n"
+    if path.is_file() or not path.exists():
+        with suppress(OSError):
+            write_whole(path.resolve(), text, is_private=False)
+            return
+    path.write_text(text, encoding="utf-8")
 
 
 async def _run(run_request: RunRequest, lease: WorkspaceLease, display: Display) -> Outcome:

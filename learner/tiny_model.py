@@ -5,10 +5,10 @@ Untrained: its answers are noise until a run trains it. Other characters than pr
 
 import json
 import string
-import tempfile
 from pathlib import Path
 from typing import Any
 
+from rollstream.eventlog.files import beside
 from rollstream.schemas.errors import ModelError
 
 PAD, END = "<|pad|>", "<|im_end|>"
@@ -52,13 +52,10 @@ def make_tiny_model(
     stamp = json.dumps({"made_by": "rollstream tiny-model", "seed": seed, **shape}, sort_keys=True)
     if _holds(folder, stamp):
         return folder
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f".{folder.name}-") as aside:
-        made = Path(aside) / "model"
+    with beside(folder) as made:
         _save_tokenizer(made, max_length)
         _save_model(made, seed, shape)
         (made / STAMP).write_text(stamp, encoding="utf-8")
-        made.replace(folder)
     return folder
 
 

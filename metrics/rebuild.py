@@ -6,12 +6,12 @@ the old one's name. A crash before 4 leaves the old file, at most without its la
 """
 
 import fcntl
-import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from rollstream.eventlog.files import beside
 from rollstream.eventlog.log import EventLog, LogReader, TopicPartition, check_kept
 from rollstream.metrics.projection.database import Database, MetricsFileError
 from rollstream.metrics.projection.projector import Projector
@@ -57,8 +57,6 @@ async def rebuild(
                 database.keep_run(exported.run_id, is_whole=exported.is_whole)
         finally:
             database.close()
-        _wal(path).unlink(missing_ok=True)
-        os.replace(aside, path)
 
 
 async def _check_whole(log: EventLog) -> None:
@@ -105,20 +103,14 @@ def held(path: Path) -> Iterator[None]:
 
 @contextmanager
 def _aside(path: Path) -> Iterator[Path]:
-    """Where the new file is made; what an earlier rebuild left there is removed."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    aside = path.with_name(path.name + ".aside")
-    with held(aside):
-        _remove(aside)
-    try:
-        yield aside
-    finally:
-        _remove(aside)
-
-
-def _remove(path: Path) -> None:
-    path.unlink(missing_ok=True)
-    _wal(path).unlink(missing_ok=True)
+    """Where the new file is made; what an earlier rebuild left there is removed. It takes the name of `path`."""
+    with held(path.with_name(f"{path.name}.aside")), beside(path, is_alone=True) as aside:
+        _wal(aside).unlink(missing_ok=True)
+        try:
+            yield aside
+            _wal(path).unlink(missing_ok=True)
+        finally:
+            _wal(aside).unlink(missing_ok=True)
 
 
 def _wal(path: Path) -> Path:

@@ -99,6 +99,7 @@ def test_planted_files_and_classes_are_found(tmp_path: Path, plant: Plant) -> No
         'kind, _, subject = event_id_of(record).partition(":")',
         'is_own = record.key.split(b"/", 1)[0] == run',
         "found.is_spliced = True",
+        "os.replace(temporary, path)",
         'is_ratio = settings.algorithm.name == "grpo"',
         "is_free = algorithm in REWARD_FREE",
         'KINDS = {"dpo": "dpo"}',

@@ -14,7 +14,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from rollstream.eventlog.files import write_whole
+from rollstream.eventlog.files import beside, write_whole
 
 DUMP_TIMEOUT_S = 120.0
 UNUSED_DAYS = 30
@@ -70,13 +70,13 @@ class ClassArchive:
         return _remove(self.path)
 
     def _make(self, archive: Path) -> None:
-        names, temporary = archive.with_suffix(".txt"), archive.with_suffix(".tmp")
+        names = archive.with_suffix(".txt")
         try:
             with archive.with_suffix(".lock").open("a") as lock:
                 fcntl.flock(lock, fcntl.LOCK_EX)
                 if not archive.exists():
-                    self._dump(names, temporary)
-                    temporary.replace(archive)
+                    with beside(archive, is_alone=True) as temporary:
+                        self._dump(names, temporary)
                     self._tidy()
         except (subprocess.SubprocessError, OSError) as error:
             logger.warning(
@@ -89,8 +89,6 @@ class ClassArchive:
         command = [str(self.java), *self.java_options, "-Xshare:dump", f"-XX:SharedClassListFile={names}"]
         command += [f"-XX:SharedArchiveFile={temporary}", "-cp", self.classpath]
         subprocess.run(command, capture_output=True, check=True, timeout=DUMP_TIMEOUT_S)
-        with temporary.open("rb") as written:
-            os.fsync(written.fileno())  # complete or absent after a power failure
 
     def _tidy(self) -> None:
         unused_since = time.time() - UNUSED_DAYS * 86_400

@@ -16,7 +16,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import NamedTuple
 
-from rollstream.eventlog.files import sync_folder
+from rollstream.eventlog.files import replacing, sync_folder
 from rollstream.schemas.errors import BrokerError
 
 KAFKA_VERSION = "4.1.0"
@@ -113,12 +113,9 @@ def _is_whole(path: Path, sha256: str) -> bool:
 def _fetch(folder: Path, jar: Jar, repository: str, cancelled: threading.Event) -> None:
     """Download one jar with a bounded number of attempts. Raises OSError with the last reason."""
     url, path = f"{repository.rstrip('/')}/{jar.path}", folder / jar.path
-    path.parent.mkdir(parents=True, exist_ok=True)
-    aside = path.with_name(f"{path.name}.part")
     for attempt in range(1, MAX_ATTEMPTS + 1):
         try:
-            _download(url, aside, jar.sha256)
-            aside.replace(path)
+            _download(url, path, jar.sha256)
         except OSError as error:
             if attempt == MAX_ATTEMPTS or cancelled.wait(PAUSE_S * 2 ** (attempt - 1)):
                 raise OSError(f"{path.name} could not be downloaded in {attempt} attempts: {error}") from error
@@ -126,26 +123,25 @@ def _fetch(folder: Path, jar: Jar, repository: str, cancelled: threading.Event) 
         else:
             sync_folder(path.parent)
             return
-        finally:
-            aside.unlink(missing_ok=True)
 
 
-def _download(url: str, aside: Path, sha256: str) -> None:
-    """Download a URL to a file and sync it. Raises OSError if it has another checksum."""
+def _download(url: str, path: Path, sha256: str) -> None:
+    """Download a URL to a file, which is whole or not there. Raises OSError if it has another checksum."""
     import requests
 
     digest = hashlib.sha256()
     headers = {"Accept-Encoding": "identity"}
-    with requests.get(url, headers=headers, stream=True, timeout=TIMEOUT_S) as answer, aside.open("wb") as file:
+    with (
+        requests.get(url, headers=headers, stream=True, timeout=TIMEOUT_S) as answer,
+        replacing(path, is_private=False, is_alone=True) as file,
+    ):
         if answer.status_code != requests.codes.ok:
             raise OSError(f"the repository answered {answer.status_code} {answer.reason}")
         for chunk in answer.iter_content(CHUNK_BYTES):
             digest.update(chunk)
             file.write(chunk)
-        file.flush()
-        os.fsync(file.fileno())
-    if digest.hexdigest() != sha256:
-        raise OSError(f"wrong checksum: sha256 {digest.hexdigest()}, expected {sha256}")
+        if digest.hexdigest() != sha256:
+            raise OSError(f"wrong checksum: sha256 {digest.hexdigest()}, expected {sha256}")
 
 
 @contextmanager

@@ -88,7 +88,6 @@ def rebuild(
 ) -> None:
     """Rebuild the metrics file from the topics, or the rows of one run from its export."""
     from rollstream.eventlog.kafka.log import KafkaLog
-    from rollstream.eventlog.log import EventLog
     from rollstream.harness.replays.kept import check_ends
     from rollstream.harness.services.workspace import Workspace, broker_of
     from rollstream.metrics.projection.database import metrics_file
@@ -105,9 +104,8 @@ def rebuild(
     def told(rows: int) -> None:
         line.show_when_due(f"{rows} rows")
 
-    async def make(log: EventLog) -> None:
-        try:
-            await log.start()
+    async def make(log: KafkaLog | ExportLog) -> None:
+        async with log:
             if source is None and not partial:
                 await check_ends(log, workspace, lambda line: click.echo(line, err=True))
             try:
@@ -120,15 +118,15 @@ def rebuild(
                     await make_again(log, path, is_partial=partial, report=told)
             except TruncatedError as error:
                 raise TruncatedError(f"{error}; --partial projects what is left") from error
-        finally:
-            await log.close()
-            line.clear()
 
-    if source is not None:
-        asyncio.run(make(ExportLog(source)))
-    else:
-        with broker_of(place, bootstrap_servers) as kafka:
-            asyncio.run(make(KafkaLog(kafka, client_id="rollstream-rebuild")))
+    try:
+        if source is not None:
+            asyncio.run(make(ExportLog(source)))
+        else:
+            with broker_of(place, bootstrap_servers) as kafka:
+                asyncio.run(make(KafkaLog(kafka, client_id="rollstream-rebuild")))
+    finally:
+        line.clear()
     click.echo(str(path))
 
 

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import orjson
 
+from rollstream.eventlog.files import write_whole
 from rollstream.harness.config import file as config_file
 from rollstream.harness.config.file import Loaded
 from rollstream.harness.config.jobs import artifact_uri
@@ -137,8 +138,6 @@ def _write_dataset(file: Path, groups: Sequence[RecordedGroup], uri: str, worksp
     small = asyncio.run(all_stored(groups, ArtifactStore(uri)))
     rows = [{"id": group.example_id, **inputs_of(group)} for group in small]
     data = b"".join(orjson.dumps(row, option=orjson.OPT_APPEND_NEWLINE) for row in rows)
-    folder = workspace / FOLDER
-    folder.mkdir(parents=True, exist_ok=True)
-    path = folder / f"{file.stem}-{hashlib.sha256(data).hexdigest()[:12]}.jsonl"
-    path.write_bytes(data)
+    path = workspace / FOLDER / f"{file.stem}-{hashlib.sha256(data).hexdigest()[:12]}.jsonl"
+    write_whole(path, data, is_private=False)
     return path

@@ -22,6 +22,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from rollstream.eventlog.files import write_whole
+
 INTERVAL_S = 2.0
 FRESH_S = 30.0
 """Older signs mean that the process is gone or stuck (a training step may hold the loop for a while)."""
@@ -78,13 +80,10 @@ def read_sign(folder: Path, name: str) -> Sign | None:
 
 def _write(path: Path, service: str) -> None:
     """Replace the file atomically; on a full disk, overwrite the existing one with the same number of bytes."""
-    path.parent.mkdir(parents=True, exist_ok=True)
     now_s = f"{time.monotonic():020.3f}"
     content = json.dumps({"service": service, "pid": os.getpid(), "boot": _boot_id(), "monotonic_s": now_s}).encode()
-    temporary = path.with_name(f".{path.stem}.tmp")
     try:
-        temporary.write_bytes(content)
-        temporary.replace(path)
+        write_whole(path, content, is_synced=False, is_private=False, is_alone=True)
     except OSError:
         with path.open("r+b") as there:
             there.write(content)

@@ -16,6 +16,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.utils.logging import disable_progress_bar
 
+from rollstream.eventlog.files import write_whole
 from rollstream.learner.model.policy import from_bytes
 from rollstream.schemas.errors import ModelError
 from rollstream.schemas.events import WeightsPublished
@@ -59,7 +60,7 @@ def export_model(published: WeightsPublished, path_to_weights: Path, output_dir:
 def _place_adapter(published: WeightsPublished, path_to_weights: Path, output_dir: Path) -> None:
     shutil.copyfile(path_to_weights, output_dir / "adapter_model.safetensors")
     config = orjson.dumps(published.lora, option=orjson.OPT_INDENT_2 | orjson.OPT_SORT_KEYS)
-    (output_dir / "adapter_config.json").write_bytes(config)
+    write_whole(output_dir / "adapter_config.json", config, is_private=False)
 
 
 def _place_model(base: Path, path_to_weights: Path, output_dir: Path) -> None:
@@ -71,7 +72,8 @@ def _place_model(base: Path, path_to_weights: Path, output_dir: Path) -> None:
     if dtype is not None:
         config.pop("torch_dtype", None)
         config["dtype"] = dtype
-    (output_dir / "config.json").write_bytes(orjson.dumps(config, option=orjson.OPT_INDENT_2))
+    data = orjson.dumps(config, option=orjson.OPT_INDENT_2)
+    write_whole(output_dir / "config.json", data, is_private=False)
     shutil.copyfile(path_to_weights, output_dir / "model.safetensors")
 
 

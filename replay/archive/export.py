@@ -13,7 +13,6 @@ records move it too.
 
 import asyncio
 import platform
-import secrets
 import shutil
 from collections.abc import AsyncIterator, Callable
 from datetime import UTC, datetime
@@ -22,6 +21,7 @@ from pathlib import Path
 
 from rollstream.eventlog import dead_letters
 from rollstream.eventlog.artifacts import ArtifactStore
+from rollstream.eventlog.files import beside
 from rollstream.eventlog.log import EventLog, Record, TopicPartition, check_kept
 from rollstream.eventlog.reading import unknown_run
 from rollstream.replay.archive.manifest import ArtifactFile, Covered, ExportManifest, TopicFile, write_manifest
@@ -53,17 +53,14 @@ async def export_run(
     TruncatedError if retention removed some of the run, ArtifactError if its dataset or base weights are gone.
     """
     folder = folder.absolute()
-    aside = folder.with_name(f".{folder.name}.{secrets.token_hex(4)}.aside")
     try:
         check_new(folder)
-        aside.mkdir(parents=True)
-        manifest = await _Export(log, run_id, aside, artifacts, with_weights, report).write()
-        check_new(folder)
-        aside.rename(folder)
+        with beside(folder) as aside:
+            aside.mkdir()
+            manifest = await _Export(log, run_id, aside, artifacts, with_weights, report).write()
+            check_new(folder)
     except OSError as error:
         raise ConfigError(f"export folder {folder} is not writable ({error.strerror}); give another") from error
-    finally:
-        shutil.rmtree(aside, ignore_errors=True)
     return manifest
 
 

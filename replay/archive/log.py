@@ -10,7 +10,7 @@ import asyncio
 from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Never
+from typing import Never, Self
 
 import duckdb
 
@@ -40,12 +40,8 @@ async def open_export(folder: Path) -> AsyncIterator[tuple[EventLog, ArtifactSto
 
     Raises LogError naming the file if the folder is no export or any file of it was changed.
     """
-    log = ExportLog(folder)
-    await log.start()
-    try:
+    async with ExportLog(folder) as log:
         yield log, ExportArtifacts(folder, log.manifest)
-    finally:
-        await log.close()
 
 
 class ExportLog:
@@ -77,6 +73,18 @@ class ExportLog:
                 connection = None
             except duckdb.ResourceInUseException:
                 await asyncio.sleep(POLL_S)
+
+    async def __aenter__(self) -> Self:
+        """Open; if `start` raises, nothing is left open."""
+        try:
+            await self.start()
+        except BaseException:
+            await self.close()
+            raise
+        return self
+
+    async def __aexit__(self, *error: object) -> None:
+        await self.close()
 
     async def num_partitions(self, topic: str) -> int:
         """Partition count of a topic."""

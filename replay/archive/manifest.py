@@ -4,7 +4,6 @@ It is written in one canonical form that holds its own hash, so that a changed b
 """
 
 import hashlib
-import os
 from pathlib import Path
 from typing import Any, Literal
 
@@ -12,6 +11,7 @@ import orjson
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from rollstream.eventlog.codec import canonical_digest
+from rollstream.eventlog.files import write_whole
 from rollstream.schemas.base import added
 from rollstream.schemas.errors import LogError, first_invalid
 
@@ -78,10 +78,8 @@ class ExportManifest(_Value):
 def write_manifest(folder: Path, manifest: ExportManifest) -> None:
     """Write the manifest with its own hash."""
     content = manifest.model_dump(mode="json")
-    with (folder / MANIFEST).open("wb") as file:
-        file.write(_canonical({**content, "sha256": canonical_digest(content)}))
-        file.flush()
-        os.fsync(file.fileno())
+    data = _canonical({**content, "sha256": canonical_digest(content)})
+    write_whole(folder / MANIFEST, data, is_private=False)
 
 
 def read_manifest(folder: Path) -> ExportManifest:

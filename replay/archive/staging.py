@@ -4,13 +4,13 @@ DuckDB takes 2048 rows at a time, which of large records is more than memory: a 
 Lossless: null keys, values and header contents stay null, headers keep their order and repeats.
 """
 
-import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import duckdb
 
+from rollstream.eventlog.files import sync_file
 from rollstream.eventlog.log import Record
 from rollstream.metrics.projection.database import one_line
 from rollstream.replay.archive.manifest import hash_file
@@ -79,8 +79,7 @@ class Staging:
             self._flush()
         parts = ", ".join(map(_quoted, self._parts))
         self._copy(f"(SELECT * FROM read_parquet([{parts}]))", path, "zstd")
-        with path.open("rb") as file:
-            os.fsync(file.fileno())
+        sync_file(path)
         written = Written(hash_file(path), self._num_records, self._content_bytes)
         for part in self._parts:
             part.unlink()

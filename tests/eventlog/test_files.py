@@ -3,13 +3,14 @@
 import json
 import multiprocessing
 import os
+import shutil
 import stat
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from rollstream.eventlog.files import read_json, replacing, update_json, write_whole
+from rollstream.eventlog.files import beside, read_json, replacing, update_json, write_whole
 
 NUM_PROCESSES, NUM_CHANGES = 4, 100
 
@@ -76,3 +77,22 @@ def test_a_file_is_private_unless_it_is_to_be_shared(tmp_path: Path) -> None:
         os.umask(umask)
     modes = {path.name: stat.S_IMODE(path.stat().st_mode) for path in tmp_path.iterdir()}
     assert modes == {"own": 0o600, "shared": 0o644}
+
+
+def test_a_folder_has_its_name_once_it_is_whole(tmp_path: Path) -> None:
+    folder = tmp_path / "export"
+    with beside(folder) as aside:
+        aside.mkdir()
+        (aside / "data").write_bytes(b"1")
+        assert not folder.exists()
+    assert [path.name for path in tmp_path.rglob("*")] == ["export", "data"]
+    with pytest.raises(FileExistsError), beside(tmp_path / "other") as aside:
+        shutil.copytree(shutil.copytree(folder, aside), aside)
+    assert [path.name for path in tmp_path.iterdir()] == ["export"]
+
+
+def test_who_makes_a_file_alone_removes_what_a_killed_process_left(tmp_path: Path) -> None:
+    path = tmp_path / "archive"
+    path.with_name("archive.aside").write_bytes(b"half")
+    write_whole(path, b"whole", is_alone=True)
+    assert [(one.name, one.read_bytes()) for one in tmp_path.iterdir()] == [("archive", b"whole")]

@@ -30,6 +30,7 @@ ONE_HOME = {
     re.compile(
         r"""f["'][a-z]+(_[a-z]+)+:\{|startswith\(["'][a-z]+_[a-z_]+:["']|event_id_of\(\w+\)\.r?partition"""
     ): "schemas/ids.py",
+    re.compile(r"\bos\.(replace|rename|fsync)\("): "eventlog/files.py",
     re.compile(r"\.is_spliced = |has_open_attempts and"): "eventlog/attempts.py",
     re.compile(
         r"""algorithm(\.name)? *(==|!=|(not )?in\b)|name *(==|!=|(not )?in) *[\[({]?["'](grpo|sft|dpo)["']"""

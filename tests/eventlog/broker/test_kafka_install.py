@@ -104,7 +104,7 @@ def test_a_damaged_jar_of_the_cache_is_fetched_again(damaged: bytes, repository:
     path = tmp_path / JAR.path
     path.parent.mkdir(parents=True)
     path.write_bytes(damaged)
-    path.with_name("kafka.jar.part").write_bytes(b"left by a killed process")
+    path.with_name("kafka.jar.aside").write_bytes(b"left by a killed process")
     assert install(tmp_path, (JAR,), repository.url) == [path]
     assert path.read_bytes() == WHOLE
     assert names(tmp_path) == ["kafka.jar"]
