@@ -17,7 +17,14 @@ from rollstream.producers.rollout.journal import Emit, Journal
 from rollstream.producers.rollout.session import Failure, Session, TurnsExhausted
 from rollstream.schemas import ids
 from rollstream.schemas.base import Event
-from rollstream.schemas.errors import ConfigError, EnvironmentRunError, NotAllowedError, RollstreamError, told
+from rollstream.schemas.errors import (
+    ConfigError,
+    EnvironmentRunError,
+    NotAllowedError,
+    RollstreamError,
+    is_of_users,
+    told,
+)
 from rollstream.schemas.events import TaskRequested
 from rollstream.schemas.permissions import CODE, NOTHING, Permissions, environment_path
 from rollstream.schemas.settings import RolloutSettings
@@ -259,7 +266,8 @@ class _Stage:
             if self._settings.missing_score == "error":
                 raise
             reason = _one_line(self._permissions.conceal(str(error)))
-            log.warning("no score rollout_id=%s: %s", self._journal.rollout_id, reason)
+            shown = self._permissions.conceal(_traceback(error))
+            log.warning("no score rollout_id=%s: %s%s", self._journal.rollout_id, reason, shown)
             if self._settings.missing_score == "reject":
                 self.missing_scores[name] = reason
 
@@ -331,7 +339,7 @@ def _retrieve(play: "asyncio.Task[str]") -> None:
 def _traceback(error: BaseException | None) -> str:
     """The lines of an exception's traceback, if others' code raised it or caused it."""
     chain = error
-    while chain is not None and isinstance(chain, RollstreamError):
+    while chain is not None and not is_of_users(chain):
         chain = chain.__cause__
     if error is None or chain is None:
         return ""

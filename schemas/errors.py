@@ -206,5 +206,12 @@ def raised_at(error: BaseException) -> str:
     return ""
 
 
+def is_of_users(error: BaseException) -> bool:
+    """Whether an exception is none of rollstream's classes, or code outside of rollstream raised it."""
+    frames = list(traceback.walk_tb(error.__traceback__))
+    is_ours = type(error).__module__.split(".", 1)[0] == "rollstream" or isinstance(error, RollstreamError)
+    return not is_ours or bool(frames and not _is_of(frames[-1][0], "rollstream"))
+
+
 def _is_of(frame: FrameType, package: str) -> bool:
     return str(frame.f_globals.get("__name__")).split(".", 1)[0] == package

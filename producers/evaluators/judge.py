@@ -93,18 +93,18 @@ class Judge:
 
     async def _ask(self, messages: list[dict[str, str]]) -> JudgeAnswer:
         tries = self._config.retries + 1
-        reason = ""
+        last: _AgainError | None = None
         for number in range(1, tries + 1):
             try:
                 content = await self._post(messages)
             except _AgainError as error:
-                reason = self._hide(str(error))
-                logger.info("%s: try %d of %d: %s", self._place, number, tries, reason)
+                last = error
+                logger.info("%s: try %d of %d: %s", self._place, number, tries, self._hide(str(error)))
             else:
                 return self._read(content, number)
             if number < tries:
                 await asyncio.sleep(self._config.retry_wait_s * 2 ** (number - 1))
-        raise self._no_score(f"{reason} ({tries} tries); check that it serves, or raise timeout_s or retries")
+        raise self._no_score(f"{last} ({tries} tries); check that it serves, or raise timeout_s or retries") from last
 
     async def _post(self, messages: list[dict[str, str]]) -> bytes:
         """The body of a 2xx answer. Raises _AgainError, NoScoreError, RewardError."""

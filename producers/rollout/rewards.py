@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from numbers import Real
 from typing import Any, Protocol
 
-from rollstream.schemas.errors import EnvironmentRunError, told
+from rollstream.schemas.errors import EnvironmentRunError, is_of_users, raised_at, told
 from rollstream.schemas.events import RewardRecorded, StepRecorded
 
 
@@ -93,8 +93,11 @@ async def evaluate(name: str, function: RewardFunction, rollout: FinishedRollout
             if error is not None:
                 raise error
             value = await value if inspect.isawaitable(value) else value
-    except RewardError:
-        raise
+    except RewardError as error:
+        if not is_of_users(error):
+            raise
+        kind = NoScoreError if isinstance(error, NoScoreError) else RewardError
+        raise kind(f"reward {name} raised {type(error).__name__} ({raised_at(error)}): {error}") from error
     except (Exception, SystemExit) as error:
         raise RewardError(f"reward {name} raised {told(error)}") from error
     if isinstance(value, Mapping):

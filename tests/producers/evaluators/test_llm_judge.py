@@ -171,6 +171,8 @@ def test_a_judge_without_a_score_fails_the_attempt_or_has_it_rejected(play, capl
         assert isinstance(played.last, RolloutEnded)
         played.assert_complete()
         message = played.last.missing_scores["helpful"]
+    is_caused = name in ("timeout", "not JSON", "no choices", "unreachable")
+    assert ("Traceback (most recent call last)" in caplog.text) is is_caused, "what another library raised"
     assert message.startswith("eval.evaluators.helpful: http://127.0.0.1:")
     for word in words:
         assert word in message
