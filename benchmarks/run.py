@@ -13,6 +13,7 @@ from pathlib import Path
 HERE = Path(__file__).resolve().parent
 SMALL = {
     "bench_assembly": ["--groups", "40", "--repeats", "1"],
+    "bench_engine": ["--groups", "4", "--repeats", "1"],
     "bench_pipeline": ["--groups", "40", "--repeats", "1"],
     "bench_restart": ["--rollouts", "5000", "--changes", "2"],
     "bench_run": ["--epochs", "6", "--repeats", "1"],

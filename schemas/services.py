@@ -65,12 +65,34 @@ class TransformersSettings(EngineSettings):
     threads: int | None = Field(default=None, ge=1)
     max_batch: int = Field(default=256, ge=1)
     """Most sequences generated together."""
+    batching: Literal["continuous", "static"] = "continuous"
+    """`continuous`: requests join and leave between two forwards, and what earlier prompts computed is used again.
+    `static`: a batch runs to its end. With `deterministic` each request is a batch of its own."""
+    prefix_cache_mb: int = Field(default=512, ge=0)
+    """Keys and values of earlier prompts and answers that a model group's weight version keeps; 0: none."""
+    full_copies: int = Field(default=1, ge=1, le=2)
+    """Modules of a model group with full weights. With 2 a new version is used at once while the one before ends its
+    sequences in memory of its own; with 1 it waits for these. Adapters need no second module."""
+
+    @property
+    def is_continuous(self) -> bool:
+        """Whether requests join between two forwards."""
+        return self.batching == "continuous" and not self.deterministic
 
 
 class ScriptedSettings(TransformersSettings):
     """The engine without a model, for tests. It accepts the other one's keys: once they shared a class."""
 
-    MEANINGLESS = ("device", "dtype", "deterministic", "threads", "max_batch")
+    MEANINGLESS = (
+        "device",
+        "dtype",
+        "deterministic",
+        "threads",
+        "max_batch",
+        "batching",
+        "prefix_cache_mb",
+        "full_copies",
+    )
 
     kind: Literal["scripted"] = "scripted"  # pyright: ignore[reportIncompatibleVariableOverride]
 

@@ -1,16 +1,19 @@
-"""Groups waiting requests into batches and runs them, one at a time, in one worker thread. Knows no model.
+"""Groups waiting requests into batches and runs them in one worker thread. Knows no model.
 
-Whatever else must not run beside a batch (loading weights) takes its turn in the same thread, between batches.
+`Batcher` runs one batch after the other; with `ContinuousBatcher` requests join and leave between two forwards.
+Whatever else must not run beside a forward (loading weights) takes its turn in the same thread.
 """
 
 import asyncio
 import functools
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import TypeVar
+from typing import Any, Protocol, TypeVar
 
 from rollstream.producers.engines.base import Generation, GenerationRequest
+from rollstream.producers.engines.scheduling import JoinLimits, WaitingPrompt, joining
 from rollstream.schemas.errors import ModelError, told
 
 MAX_PADDED_TOKENS = 131_072
@@ -31,7 +34,8 @@ class Ticket:
         return not self.answer.done()
 
 
-Answer = Callable[[list[tuple[Ticket, Generation]]], object]
+Outcome = tuple[Ticket, Generation | Exception]
+Answer = Callable[[list[Outcome]], object]
 RunBatch = Callable[[list[Ticket], Answer], None]
 """Generates for tickets of one model group, in the worker thread; answers each as soon as it can."""
 
@@ -58,8 +62,10 @@ class Batcher:
             self._running = asyncio.create_task(self._work())
         return await ticket.answer
 
-    async def between_batches(self, work: Callable[[], Result]) -> Result:
-        """Run `work` in the worker thread once the batch that is under way is done."""
+    async def between_forwards(
+        self, work: Callable[[], Result], *, is_ready: Callable[[], bool] = lambda: True, holds: str | None = None
+    ) -> Result:
+        """Run `work` in the worker thread once the batch in progress is done, when everything is ready."""
         return await asyncio.get_running_loop().run_in_executor(self._thread, work)
 
     async def close(self) -> None:
@@ -107,10 +113,180 @@ class Batcher:
         return taken
 
 
-def _answer(answers: list[tuple[Ticket, Generation]]) -> None:
-    for ticket, generation in answers:
-        if not ticket.answer.done():
-            ticket.answer.set_result(generation)
+class Rows(Protocol):
+    """What is being generated. Called in the worker thread."""
+
+    @property
+    def num_live(self) -> int:
+        """Rows of the next forwards."""
+        ...
+
+    def join(self, tickets: Sequence[Ticket], answer: Answer) -> list[Outcome]:
+        """Take tickets of one model group; returns what ended at once."""
+        ...
+
+    def step(self) -> list[Outcome]:
+        """One token for every row; returns what ended."""
+        ...
+
+    def drop(self) -> list[Ticket]:
+        """Stop all; returns whose."""
+        ...
+
+
+@dataclass(eq=False, slots=True)
+class ThreadJob:
+    """Work between two forwards, in order."""
+
+    work: Callable[[], Any]
+    done: "asyncio.Future[Any]" = field(repr=False)
+    is_ready: Callable[[], bool]
+    """Asked before each forward, in the worker thread."""
+    holds: str | None
+    """Model group that nothing joins until the work is done."""
+
+
+class ContinuousBatcher:
+    """Takes requests from the event loop's thread; the worker thread lets them join `rows` between two forwards."""
+
+    def __init__(self, rows: Rows, limits: JoinLimits, *, initialize: Callable[[], None]) -> None:
+        """`initialize` is called once, first, in the worker thread."""
+        self._rows = rows
+        self._limits = limits
+        self._thread = ThreadPoolExecutor(1, "rollout-engine", initialize)
+        self._lock = threading.Lock()
+        """Of the inboxes and `_is_running`."""
+        self._new: list[Ticket] = []
+        """Submitted in this turn of the event loop: handed over together, so that they join together."""
+        self._inbox: list[Ticket] = []
+        self._jobs: list[ThreadJob] = []
+        self._is_running = self._is_closed = False
+        self._waiting: list[tuple[Ticket, int]] = []
+        """In the worker thread: with the step of their arrival."""
+        self._num_steps = 0
+
+    async def submit(self, request: GenerationRequest) -> Generation:
+        """The generation. Raises ModelError once closed, or if its forward failed."""
+        if self._is_closed:
+            raise ModelError("the rollout engine is closed")
+        loop = asyncio.get_running_loop()
+        ticket = Ticket(request, loop.create_future())
+        if not self._new:
+            loop.call_soon(self._hand_over, loop)
+        self._new.append(ticket)
+        return await ticket.answer
+
+    async def between_forwards(
+        self, work: Callable[[], Result], *, is_ready: Callable[[], bool] = lambda: True, holds: str | None = None
+    ) -> Result:
+        """Run `work` in the worker thread, between two forwards, once `is_ready`. Raises what it raises."""
+        if self._is_closed:
+            raise ModelError("the rollout engine is closed")
+        loop = asyncio.get_running_loop()
+        self._hand_over(loop)
+        job = ThreadJob(work, loop.create_future(), is_ready, holds)
+        with self._lock:
+            self._jobs.append(job)
+        self._start(loop)
+        return await job.done
+
+    async def close(self) -> None:
+        """Cancel what waits and what is in progress; return once the thread has ended."""
+        self._is_closed = True
+        _cancel(self._new)
+        self._new.clear()
+        await asyncio.to_thread(self._thread.shutdown)
+        _cancel([*self._inbox, *(ticket for ticket, _ in self._waiting), *self._rows.drop()])
+        for job in self._jobs:
+            job.done.cancel()
+        self._inbox.clear()
+        self._waiting.clear()
+
+    def _hand_over(self, loop: asyncio.AbstractEventLoop) -> None:
+        if not self._new or self._is_closed:
+            return
+        with self._lock:
+            self._inbox += self._new
+        self._new = []
+        self._start(loop)
+
+    def _start(self, loop: asyncio.AbstractEventLoop) -> None:
+        with self._lock:
+            if self._is_running or self._is_closed:
+                return
+            self._is_running = True
+        self._thread.submit(self._work, loop)
+
+    # ---- in the worker thread ----
+
+    def _work(self, loop: asyncio.AbstractEventLoop) -> None:
+        def answer(outcomes: list[Outcome]) -> None:
+            if outcomes and not self._is_closed:
+                loop.call_soon_threadsafe(_answer, outcomes)
+
+        while self._receive():
+            held = self._run_jobs(loop)
+            joined = self._joining(held)
+            if joined:
+                answer(self._rows.join(joined, answer))
+            answer(self._rows.step())
+            self._num_steps += 1
+
+    def _receive(self) -> bool:
+        """Whether there is anything to do."""
+        with self._lock:
+            self._waiting += [(ticket, self._num_steps) for ticket in self._inbox]
+            self._inbox = []
+            has_work = bool(self._waiting or self._jobs or self._rows.num_live)
+            self._is_running = has_work and not self._is_closed
+            return self._is_running
+
+    def _run_jobs(self, loop: asyncio.AbstractEventLoop) -> set[str]:
+        """Run the jobs whose turn it is; returns the model groups that nothing may join."""
+        while self._jobs:
+            job = self._jobs[0]
+            try:
+                if not job.is_ready():
+                    break
+                settle = functools.partial(_set, job.done, job.work(), None)
+            except Exception as error:  # noqa: BLE001 - of whoever asked
+                settle = functools.partial(_set, job.done, None, error)
+            with self._lock:
+                self._jobs.remove(job)
+            loop.call_soon_threadsafe(settle)
+        return {job.holds for job in self._jobs if job.holds is not None}
+
+    def _joining(self, held: set[str]) -> list[Ticket]:
+        self._waiting = [(ticket, since) for ticket, since in self._waiting if ticket.is_wanted()]
+        candidates = [
+            WaitingPrompt(ticket.request.model_group, len(ticket.request.prompt_ids), self._num_steps - since)
+            for ticket, since in self._waiting
+        ]
+        chosen = joining(candidates, num_live=self._rows.num_live, limits=self._limits, held=held)
+        taken = [self._waiting[index][0] for index in chosen]
+        if taken:
+            gone = set(chosen)
+            self._waiting = [one for index, one in enumerate(self._waiting) if index not in gone]
+        return taken
+
+
+def _set(done: "asyncio.Future[Any]", result: object, error: Exception | None) -> None:
+    if done.done():
+        return
+    if error is None:
+        done.set_result(result)
+    else:
+        done.set_exception(error)
+
+
+def _answer(answers: list[Outcome]) -> None:
+    for ticket, outcome in answers:
+        if ticket.answer.done():
+            continue
+        if isinstance(outcome, Generation):
+            ticket.answer.set_result(outcome)
+        else:
+            ticket.answer.set_exception(_failure(outcome))
 
 
 def _cancel(tickets: list[Ticket]) -> None:

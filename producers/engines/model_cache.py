@@ -18,14 +18,15 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils.logging import disable_progress_bar
 
 from rollstream.producers.engines.generation import Model
+from rollstream.producers.engines.kv_pool import PoolShape, probed_shape
 from rollstream.schemas.errors import ModelError
 from rollstream.schemas.events import WeightsPublished
 from rollstream.schemas.services import TransformersSettings
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class LoadedModel:
-    """The weight version of a model group that is in memory."""
+    """A weight version of a model group that is in memory."""
 
     published: WeightsPublished
     model: Model
@@ -34,7 +35,13 @@ class LoadedModel:
     """Most tokens of a sequence; None if the model says nothing."""
     num_token_ids: int
     """Token ids that the model has an embedding for."""
+    pool_shape: PoolShape | None = None
+    """Of its keys and values; None: batches of this model are static."""
     adapter: str | None = None
+
+    def shares_place(self, other: "LoadedModel") -> bool:
+        """Whether both are the same tensors, so that only the version that was loaded last is in them."""
+        return self.model.module is other.model.module and self.adapter == other.adapter
 
     def activate(self) -> None:
         """Let the module compute with this group's adapter, if it is one of several."""
@@ -48,6 +55,7 @@ class ModelCache:
     def __init__(self, settings: TransformersSettings) -> None:
         """Raises ModelError if the settings ask for a GPU and there is none."""
         has_gpu = torch.cuda.is_available()
+        self._is_continuous = settings.is_continuous
         if settings.device == "cuda" and not has_gpu:
             raise ModelError("engine.device is cuda and there is no GPU; set auto or cpu")
         self.device = torch.device("cuda" if has_gpu and settings.device != "cpu" else "cpu")
@@ -59,6 +67,8 @@ class ModelCache:
         """PEFT model by base model."""
         self._idle: LoadedModel | None = None
         """The module with full weights that was unloaded last."""
+        self._spares: dict[str, LoadedModel] = {}
+        """By model group: an adapter that no row is generated with any more, for the next version."""
         self._num_adapters = 0
         disable_progress_bar()
 
@@ -66,14 +76,26 @@ class ModelCache:
         """The model that a model group generates with now; None before its first version."""
         return self._held.get(model_group)
 
-    def load(self, published: WeightsPublished, path: Path) -> None:
-        """Take over a version. Raises ModelError naming file and remedy; then the version before it stays."""
-        where = f"weights {path} of {published.model_group} version {published.version}"
-        tensors = _read(path, where)
-        if published.weights_format == "lora":
-            self._held[published.model_group] = self._load_adapter(published, tensors, where)
+    def load(
+        self, published: WeightsPublished, tensors: dict[str, Tensor], where: str, *, in_place: bool = True
+    ) -> None:
+        """Take over a version. `in_place`: no row is generated with the version before, so its memory is used again;
+        else that goes on until it is released. Raises ModelError; then the version before it stays.
+        """
+        load = self._load_adapter if published.weights_format == "lora" else self._load_full
+        self._held[published.model_group] = load(published, tensors, where, in_place)
+
+    def release(self, held: LoadedModel) -> None:
+        """A version that is not held any more, and that no row is generated with."""
+        current = self._held.get(held.published.model_group)
+        if current is not None and current.shares_place(held):
+            return
+        if held.adapter is None:
+            self._idle = held
+        elif current is None or held.published.model_group in self._spares:
+            self._remove_adapter(held.published.base_model, held.adapter)
         else:
-            self._held[published.model_group] = self._load_full(published, tensors, where)
+            self._spares[held.published.model_group] = held
 
     def unload(self, model_group: str) -> None:
         """Forget a model group; its base model too, if no other group's adapter needs it.
@@ -82,6 +104,9 @@ class ModelCache:
         """
         held = self._held.get(model_group)
         self._forget(model_group)
+        spare = self._spares.pop(model_group, None)
+        if spare is not None and spare.adapter is not None:
+            self._remove_adapter(spare.published.base_model, spare.adapter)
         if held is not None and held.adapter is None:
             self._idle = held
 
@@ -90,12 +115,16 @@ class ModelCache:
         if held is not None and held.adapter is not None:
             self._remove_adapter(held.published.base_model, held.adapter)
 
-    def _load_full(self, published: WeightsPublished, tensors: Mapping[str, Tensor], where: str) -> LoadedModel:
+    def _load_full(
+        self, published: WeightsPublished, tensors: Mapping[str, Tensor], where: str, in_place: bool
+    ) -> LoadedModel:
         before = self._held.get(published.model_group)
-        if before is None or before.adapter is not None or before.published.base_model != published.base_model:
+        is_usable = in_place and before is not None and before.adapter is None
+        if before is None or not is_usable or before.published.base_model != published.base_model:
             fresh = self._fresh(published)
             self._copy_full(fresh.model.module, tensors, where)
-            self._forget(published.model_group)
+            if in_place:
+                self._forget(published.model_group)
             return fresh
         self._copy_full(before.model.module, tensors, where)
         return replace(before, published=published)
@@ -118,10 +147,12 @@ class ModelCache:
             for name, value in own.items():
                 value.copy_(given[name])
 
-    def _load_adapter(self, published: WeightsPublished, tensors: dict[str, Tensor], where: str) -> LoadedModel:
+    def _load_adapter(
+        self, published: WeightsPublished, tensors: dict[str, Tensor], where: str, in_place: bool
+    ) -> LoadedModel:
         from peft import get_peft_model_state_dict, set_peft_model_state_dict
 
-        before = self._held.get(published.model_group)
+        before = (self._held if in_place else self._spares).get(published.model_group)
         is_same = (
             before is not None
             and before.adapter is not None
@@ -138,10 +169,13 @@ class ModelCache:
                 self._remove_adapter(published.base_model, name)
             raise
         set_peft_model_state_dict(module, tensors, adapter_name=name)
+        if not in_place and adapter is not None:
+            del self._spares[published.model_group]
         if before is not None and adapter is not None:
             return replace(before, published=published)
         fresh = self._wrap(published, module, name)
-        self._forget(published.model_group)
+        if in_place:
+            self._forget(published.model_group)
         return fresh
 
     def _add_adapter(self, published: WeightsPublished, where: str) -> tuple[Any, str]:
@@ -182,7 +216,8 @@ class ModelCache:
         model = Model(module, self.device, tuple(sorted(end_ids)), pad_id, self._sample_on_cpu)
         max_length = getattr(module.config.get_text_config(), "max_position_embeddings", None)
         num_token_ids = len(module.get_input_embeddings().weight)
-        return LoadedModel(published, model, tokenizer, max_length, num_token_ids, adapter)
+        shape = probed_shape(module, self.device) if self._is_continuous else None
+        return LoadedModel(published, model, tokenizer, max_length, num_token_ids, shape, adapter)
 
 
 def _adapter_config(recorded: Mapping[str, Any]) -> Any:
@@ -206,7 +241,8 @@ def _adapter_config(recorded: Mapping[str, Any]) -> Any:
     )
 
 
-def _read(path: Path, where: str) -> dict[str, Tensor]:
+def read_weights(path: Path, where: str) -> dict[str, Tensor]:
+    """Tensors of a file by name. Raises ModelError naming file and remedy."""
     try:
         return load_file(path)
     except (OSError, safetensors.SafetensorError) as error:

@@ -1,11 +1,12 @@
-"""A rollout engine on transformers: many waiting calls become one batch on one device.
+"""A rollout engine on transformers: waiting calls join the sequences that are being generated, on one device.
 
-Weight versions change between batches, never within one: a call ends on the version that it began with.
+A call ends on the weight version that it began with.
 """
 
+import asyncio
 import functools
-import math
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -17,13 +18,16 @@ from rollstream.producers.engines.base import (
     check_prompt,
     room_for,
 )
-from rollstream.producers.engines.batching import Answer, Batcher, Ticket
-from rollstream.producers.engines.generation import Sampled, generate
-from rollstream.producers.engines.model_cache import LoadedModel, ModelCache
+from rollstream.producers.engines.batching import Answer, Batcher, ContinuousBatcher, Ticket
+from rollstream.producers.engines.decoding import Lanes, check_finite, run_static
+from rollstream.producers.engines.model_cache import LoadedModel, ModelCache, read_weights
+from rollstream.producers.engines.scheduling import JoinLimits
 from rollstream.schemas.errors import ModelError
 from rollstream.schemas.events import WeightsPublished
-from rollstream.schemas.events.rollouts import VersionSpan
 from rollstream.schemas.services import TransformersSettings
+
+LORA_VERSIONS = 2
+"""Versions of an adapter that are generated with at once."""
 
 
 class TransformersEngine:
@@ -31,13 +35,17 @@ class TransformersEngine:
 
     def __init__(self, settings: TransformersSettings) -> None:
         """Raises ModelError if the settings ask for a GPU and there is none."""
+        self._settings = settings
         self._shelf = ModelCache(settings)
         threads = settings.threads or (1 if settings.deterministic else None)
-        self._batcher = Batcher(
-            self._run,
-            max_batch=1 if settings.deterministic else settings.max_batch,
-            initialize=functools.partial(_fix_threads, threads),
-        )
+        initialize = functools.partial(_fix_threads, threads)
+        self._lanes = Lanes(self._held, settings.prefix_cache_mb * 2**20)
+        self._batcher: Batcher | ContinuousBatcher
+        if settings.is_continuous:
+            self._batcher = ContinuousBatcher(self._lanes, JoinLimits(settings.max_batch), initialize=initialize)
+        else:
+            max_batch = 1 if settings.deterministic else settings.max_batch
+            self._batcher = Batcher(self._run, max_batch=max_batch, initialize=initialize)
 
     @property
     def capabilities(self) -> Capabilities:
@@ -46,7 +54,7 @@ class TransformersEngine:
 
     async def start(self) -> None:
         """Start the worker thread."""
-        await self._batcher.between_batches(lambda: None)
+        await self._batcher.between_forwards(lambda: None)
 
     async def close(self) -> None:
         """Stop; calls that wait are cancelled."""
@@ -58,12 +66,7 @@ class TransformersEngine:
         Raises ModelError as the protocol says, and if the weights give logits that are no numbers.
         """
         generation = await self._batcher.submit(self._fitted(request))
-        if not all(map(math.isfinite, generation.logprobs)):
-            (span,) = generation.spans
-            raise ModelError(
-                f"version {span.version} of model group {span.model_group} gives logits that are no numbers; "
-                "its training has diverged: begin again from an earlier version (--fork)"
-            )
+        check_finite(generation)
         return generation
 
     def tokenizer(self, model_group: str) -> Tokenizer:
@@ -71,18 +74,59 @@ class TransformersEngine:
         tokenizer: Tokenizer = self._held(model_group).tokenizer
         return tokenizer
 
+    def module(self, model_group: str) -> Any:
+        """The module that the group's next requests are generated with. Raises ModelError if it has no weights."""
+        return self._held(model_group).model.module
+
     def version(self, model_group: str) -> int:
         """Weight version held; -1 before the first."""
         held = self._shelf.held(model_group)
         return -1 if held is None else held.published.version
 
     async def load(self, published: WeightsPublished, path: Path) -> None:
-        """Generate with this version from the next batch on. Raises ModelError; then the version before it stays."""
-        await self._batcher.between_batches(functools.partial(self._shelf.load, published, path))
+        """Generate new requests with this version. Raises ModelError; then the version before it stays.
+
+        What is being generated ends on its version: beside the new one if there is memory for both, else before it.
+        """
+        where = f"weights {path} of {published.model_group} version {published.version}"
+        tensors = await asyncio.to_thread(read_weights, path, where)
+        group = published.model_group
+        most = LORA_VERSIONS if published.weights_format == "lora" else self._settings.full_copies
+        await self._batcher.between_forwards(
+            lambda: self._take(published, tensors, where),
+            is_ready=lambda: self._has_room(group, most),
+            holds=group if most == 1 else None,
+        )
 
     async def unload(self, model_group: str) -> None:
         """Forget a model group whose run is over."""
-        await self._batcher.between_batches(functools.partial(self._shelf.unload, model_group))
+        await self._batcher.between_forwards(
+            lambda: self._forget(model_group),
+            is_ready=lambda: not self._lanes.versions_of(model_group),
+            holds=model_group,
+        )
+
+    # ---- in the worker thread ----
+
+    def _has_room(self, model_group: str, most: int) -> bool:
+        """Whether a version can be loaded without touching one that rows are generated with."""
+        self._release()
+        live = self._lanes.versions_of(model_group)
+        return self._shelf.held(model_group) not in live or len(live) < most
+
+    def _take(self, published: WeightsPublished, tensors: dict[str, torch.Tensor], where: str) -> None:
+        live = self._lanes.versions_of(published.model_group)
+        self._shelf.load(published, tensors, where, in_place=self._shelf.held(published.model_group) not in live)
+        self._release()
+
+    def _forget(self, model_group: str) -> None:
+        self._lanes.forget(lambda held: held.published.model_group != model_group)
+        self._release()
+        self._shelf.unload(model_group)
+
+    def _release(self) -> None:
+        for held in self._lanes.forget(lambda one: one is self._shelf.held(one.published.model_group)):
+            self._shelf.release(held)
 
     def _held(self, model_group: str) -> LoadedModel:
         held = self._shelf.held(model_group)
@@ -102,25 +146,11 @@ class TransformersEngine:
 
     def _run(self, tickets: list[Ticket], answer: Answer) -> None:
         """In the worker thread: the version is read once and holds to the batch's end."""
-        held = self._held(tickets[0].request.model_group)
-        held.activate()
-        generate(
-            held.model,
-            [ticket.request for ticket in tickets],
-            lambda finished: answer([(tickets[sampled.row], _generation(sampled, held)) for sampled in finished]),
-            lambda row: tickets[row].is_wanted(),
-        )
+        run_static(tickets, self._held(tickets[0].request.model_group), answer)
 
 
 build = TransformersEngine
 """Of `EngineKind`, as `table` wants it."""
-
-
-def _generation(sampled: Sampled, held: LoadedModel) -> Generation:
-    span = VersionSpan(
-        model_group=held.published.model_group, version=held.published.version, length=len(sampled.token_ids)
-    )
-    return Generation(tuple(sampled.token_ids), tuple(sampled.logprobs), (span,), sampled.finish_reason)
 
 
 def _fix_threads(threads: int | None) -> None:

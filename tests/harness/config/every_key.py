@@ -21,6 +21,7 @@ from rollstream.schemas.config import EvalGeneral, FinetuningSection
 SECRET = "${TEST_KAFKA_SECRET}"
 ENGINE = {
     "kind": "scripted", "device": "cpu", "dtype": "float32", "deterministic": True, "threads": 3, "max_batch": 5,
+    "batching": "static", "prefix_cache_mb": 7, "full_copies": 2,
 }  # fmt: skip
 KAFKA = {
     "security_protocol": "SSL", "sasl_mechanism": "PLAIN", "username": "other", "password": SECRET,

@@ -5,7 +5,8 @@ import asyncio
 import pytest
 
 from rollstream.producers.engines.base import Generation, GenerationRequest
-from rollstream.producers.engines.batching import Batcher
+from rollstream.producers.engines.batching import Batcher, ContinuousBatcher, Outcome
+from rollstream.producers.engines.scheduling import JoinLimits
 from rollstream.schemas.errors import ModelError
 from rollstream.schemas.events.rollouts import VersionSpan
 from rollstream.schemas.settings import Sampling
@@ -41,3 +42,59 @@ def test_a_batch_that_raises_fails_its_calls_and_not_the_next():
             raise error
         assert isinstance(error.__cause__, RuntimeError)
     assert first is not second
+
+
+class Failing:
+    """Rows that answer after one forward; a long prompt fails when it joins, a longer one in its forward."""
+
+    def __init__(self):
+        self.live = []
+
+    @property
+    def num_live(self):
+        return len(self.live)
+
+    def join(self, tickets, answer) -> list[Outcome]:
+        if any(len(ticket.request.prompt_ids) == 4 for ticket in tickets):
+            return [(ticket, RuntimeError("CUDA out of memory")) for ticket in tickets]
+        self.live += tickets
+        return []
+
+    def step(self) -> list[Outcome]:
+        live, self.live = self.live, []
+        if any(len(ticket.request.prompt_ids) == 5 for ticket in live):
+            return [(ticket, RuntimeError("CUDA out of memory")) for ticket in live]
+        found: list[Outcome] = []
+        run(live, found.extend)
+        return found
+
+    def drop(self):
+        return self.live
+
+
+def test_what_fails_in_a_forward_fails_alone_and_jobs_and_later_calls_go_on():
+    async def scenario():
+        batcher = ContinuousBatcher(Failing(), JoinLimits(2), initialize=lambda: None)
+        prompts = ([1] * 4, [2], [3], [4], [1] * 5, [6], [7])
+        asked = [GenerationRequest(GROUP, prompt, Sampling(), 0) for prompt in prompts]
+        answers = await asyncio.gather(*map(batcher.submit, asked), return_exceptions=True)
+        with pytest.raises(ModelError, match="no such file"):
+            await batcher.between_forwards(fail)
+        assert await batcher.between_forwards(lambda: 7) == 7
+        last = await batcher.submit(asked[1])
+        await batcher.close()
+        for call in (batcher.submit(asked[1]), batcher.between_forwards(lambda: 7)):
+            with pytest.raises(ModelError, match="closed"):
+                await call
+        return answers, last
+
+    def fail():
+        raise ModelError("no such file")
+
+    answers, last = asyncio.run(scenario())
+    assert [getattr(answer, "token_ids", None) for answer in answers] == [None, None, (3,), (4,), None, None, (7,)]
+    for error in (answers[0], answers[4]):
+        assert isinstance(error, BaseException)
+        with pytest.raises(ModelError, match=r"the rollout engine failed: RuntimeError: CUDA out of memory"):
+            raise error
+    assert last.token_ids == (2,)

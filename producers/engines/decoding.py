@@ -1,0 +1,335 @@
+"""Continuous generation: rows of one weight version in a pool of keys and values, joined and left between two forwards.
+
+A lane is a weight version that rows are generated with. Knows nothing of threads or of who waits.
+Shapes: A rows that join, B live rows, V vocabulary.
+"""
+
+import dataclasses
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from rollstream.producers.engines.base import Generation, GenerationRequest
+from rollstream.producers.engines.batching import Answer, Outcome, Ticket
+from rollstream.producers.engines.generation import ASK_EVERY, NOISE_TOKENS, Sampled, generate
+from rollstream.producers.engines.kv_pool import KVPool, PoolShape
+from rollstream.producers.engines.model_cache import LoadedModel
+from rollstream.producers.engines.sampling import SamplingBatch, sample, uniforms
+from rollstream.producers.engines.scheduling import Block, KeptSequence, PrefixCache, PrefixMatch, holes_filled
+from rollstream.schemas.errors import ModelError
+from rollstream.schemas.events.rollouts import VersionSpan
+
+
+@dataclasses.dataclass(eq=False, slots=True)
+class DecodingRow:
+    """A sequence that is being generated."""
+
+    ticket: Ticket
+    prompt: Any
+    """(P,) int32."""
+    limit: int
+    noise: list[float]
+    slot: int = -1
+    length: int = 0
+    """Tokens whose keys and values are in the pool."""
+    tokens: list[int] = dataclasses.field(default_factory=list)
+    logprobs: list[float] = dataclasses.field(default_factory=list)
+    source: PrefixMatch | None = None
+    kept: KeptSequence | None = None
+    """While live: what others may copy from this row."""
+
+    @property
+    def request(self) -> GenerationRequest:
+        """What is generated."""
+        return self.ticket.request
+
+
+class Lane:
+    """Rows of one weight version."""
+
+    def __init__(self, held: LoadedModel, shape: PoolShape, max_prefix_bytes: int) -> None:
+        self.held = held
+        self.prefixes = PrefixCache(max_prefix_bytes)
+        self._pool = KVPool(shape, held.model.device)
+        self._sampled_on = torch.device("cpu") if held.model.sample_on_cpu else held.model.device
+        self._rows: list[DecodingRow | None] = []
+        """By slot; None where one has left."""
+        self._how: SamplingBatch | None = None
+        self._num_steps = 0
+
+    @property
+    def rows(self) -> list[DecodingRow]:
+        """Live ones."""
+        return [row for row in self._rows if row is not None]
+
+    @torch.inference_mode()
+    def join(self, tickets: Sequence[Ticket]) -> list[Outcome]:
+        """Prefill what is not known of each prompt, and sample the first tokens."""
+        rows = self._new_rows(tickets)
+        leaders: dict[bytes, DecodingRow] = {}
+        followers: list[tuple[DecodingRow, DecodingRow]] = []
+        for row in rows:
+            row.source = self.prefixes.find(row.prompt)
+            leader = leaders.setdefault(row.prompt.tobytes(), row)
+            if leader is not row:
+                followers.append((row, leader))
+        self._seat(rows)
+        self._take_over([row for row in leaders.values() if row.source is not None])
+        logits = self._prefill(list(leaders.values()))
+        for length in {leader.length for _, leader in followers}:
+            pairs = [(leader.slot, row.slot) for row, leader in followers if leader.length == length]
+            self._pool.copy([one for one, _ in pairs], [one for _, one in pairs], length)
+        for row, leader in followers:
+            row.length, logits[row] = leader.length, logits[leader]
+        self._how = None
+        found = self._sample(rows, torch.stack([logits[row] for row in rows]))
+        self._how = None
+        return found
+
+    @torch.inference_mode()
+    def step(self) -> list[Outcome]:
+        """The next token of each live row."""
+        self._num_steps += 1
+        if self._num_steps % ASK_EVERY == 0:
+            self._leave([row for row in self.rows if not row.ticket.is_wanted()])
+        self._compact()
+        rows = self.rows
+        if not rows:
+            return []
+        mask, positions = self._pool.for_decode([row.length for row in rows])
+        logits = self._forward(torch.tensor([[row.tokens[-1]] for row in rows]), mask, positions)
+        for row in rows:
+            row.length += 1
+        return self._sample(rows, logits)
+
+    # ---- joining ----
+
+    def _new_rows(self, tickets: Sequence[Ticket]) -> list[DecodingRow]:
+        limits = [ticket.request.sampling.max_new_tokens for ticket in tickets]
+        noise = uniforms([ticket.request.seed for ticket in tickets], 0, min(NOISE_TOKENS, max(limits))).tolist()
+        prompts = [np.asarray(ticket.request.prompt_ids, np.int32) for ticket in tickets]
+        return [DecodingRow(*fields) for fields in zip(tickets, prompts, limits, noise, strict=True)]
+
+    def _seat(self, rows: Sequence[DecodingRow]) -> None:
+        free = [slot for slot, row in enumerate(self._rows) if row is None]
+        for row in rows:
+            if free:
+                row.slot = free.pop(0)
+                self._rows[row.slot] = row
+            else:
+                row.slot = len(self._rows)
+                self._rows.append(row)
+        self._pool.reserve(len(self._rows), max(len(row.prompt) for row in rows) + 1)
+
+    def _take_over(self, rows: Sequence[DecodingRow]) -> None:
+        """Copy what is kept of prompts: one copy for all rows that find it in the same place."""
+        found: dict[int, list[tuple[DecodingRow, PrefixMatch]]] = {}
+        for row in rows:
+            assert row.source is not None
+            found.setdefault(id(row.source.kept.block), []).append((row, row.source))
+        for pairs in found.values():
+            block = pairs[0][1].kept.block
+            slots = [row.slot for row, _ in pairs]
+            width = max(match.length for _, match in pairs)
+            where = [match.kept.where for _, match in pairs]
+            if block is None:
+                self._pool.copy([row.slot for row in where], slots, width)
+            else:
+                self._pool.put(slots, block.data, where, min(width, block.data.shape[3]))
+            for row, match in pairs:
+                row.length = match.length
+
+    def _prefill(self, rows: Sequence[DecodingRow]) -> dict[DecodingRow, Tensor]:
+        """Logits (V,) after each prompt."""
+        logits = {row: row.source.kept.after_prompt for row in rows if row.source is not None and row.source.is_whole}
+        rest = [row for row in rows if row not in logits]
+        if not rest:
+            return logits
+        news = [row.prompt[row.length :].tolist() for row in rest]
+        width = max(map(len, news))
+        padded = [[self.held.model.pad_id] * (width - len(new)) + new for new in news]
+        mask, positions = self._pool.for_join(
+            [row.slot for row in rest], [row.length for row in rest], list(map(len, news))
+        )
+        for row, after in zip(rest, self._forward(torch.tensor(padded), mask, positions), strict=True):
+            row.length = len(row.prompt)
+            logits[row] = after
+            row.kept = KeptSequence(row.prompt, row, None, row.length, after.clone())
+            self.prefixes.add(row.kept)
+        return logits
+
+    # ---- decoding ----
+
+    def _compact(self) -> None:
+        """Let the live rows be the first ones."""
+        is_live = [row is not None for row in self._rows]
+        if moves := holes_filled(is_live):
+            movers = [row for row in self._rows[sum(is_live) :] if row is not None]
+            self._pool.copy([one for one, _ in moves], [one for _, one in moves], max(row.length for row in movers))
+            for row, (_, slot) in zip(movers, moves, strict=True):
+                row.slot, self._rows[slot] = slot, row
+        del self._rows[sum(is_live) :]
+
+    def _forward(self, ids: Tensor, mask: Tensor, positions: Tensor) -> Tensor:
+        """Logits (rows, V) of the next token."""
+        model = self.held.model
+        output = model.module(
+            input_ids=ids.to(model.device),
+            attention_mask=mask,
+            position_ids=positions,
+            past_key_values=self._pool,
+            use_cache=True,
+            logits_to_keep=1,
+        )
+        logits: Tensor = output.logits
+        return logits[:, -1]
+
+    def _sample(self, rows: Sequence[DecodingRow], logits: Tensor) -> list[Outcome]:
+        if self._how is None:
+            settings = [row.request.sampling for row in rows]
+            self._how = SamplingBatch.of(settings, logits.shape[-1], self._sampled_on)
+        noise = torch.tensor([self._noise(row) for row in rows], dtype=torch.float64, device=self._sampled_on)
+        tokens, logprobs = sample(logits.to(self._sampled_on), noise, self._how)
+        ended: list[tuple[DecodingRow, Sampled]] = []
+        end_ids = self.held.model.end_ids
+        for row, token, logprob in zip(rows, tokens.tolist(), logprobs.tolist(), strict=True):
+            row.tokens.append(token)
+            row.logprobs.append(logprob)
+            if token in end_ids or len(row.tokens) >= row.limit:
+                reason = "stop" if token in end_ids else "length"
+                ended.append((row, Sampled(row.slot, row.tokens, row.logprobs, reason)))
+        if ended:
+            self._leave([row for row, _ in ended])
+        return [(row.ticket, generation_of(sampled, self.held)) for row, sampled in ended]
+
+    def _noise(self, row: DecodingRow) -> float:
+        drawn = len(row.tokens)
+        if drawn and drawn % NOISE_TOKENS == 0:
+            row.noise = uniforms([row.request.seed], drawn, min(NOISE_TOKENS, row.limit - drawn))[0].tolist()
+        return row.noise[drawn % NOISE_TOKENS]
+
+    def _leave(self, rows: Sequence[DecodingRow]) -> None:
+        """Free the rows' slots; their keys and values are kept for the next turns."""
+        for row in rows:
+            self._rows[row.slot] = None
+            if row.kept is not None:
+                self.prefixes.remove(row.kept)
+        sound = [row for row in rows if all(map(math.isfinite, row.logprobs))]
+        if len(sound) < len(rows):
+            self._pool.blank([row.slot for row in rows if row not in sound])
+        if sound and self.prefixes.max_bytes:
+            self._keep(sound)
+        if not self.rows:
+            self._rows.clear()
+            self._pool.clear()
+        self._how = None
+
+    def _keep(self, rows: Sequence[DecodingRow]) -> None:
+        width = max(row.length for row in rows)
+        data = self._pool.take([row.slot for row in rows], width)
+        block = Block(data, data.numel() * data.element_size())
+        for index, row in enumerate(rows):
+            if row.source is not None and not row.source.is_whole:
+                self.prefixes.remove(row.source.kept)  # this sequence goes on from it
+            ids = np.concatenate([row.prompt, np.asarray(row.tokens, np.int32)])[: row.length]
+            after = None if row.kept is None else row.kept.after_prompt
+            self.prefixes.add(KeptSequence(ids, index, block, len(row.prompt), after))
+
+
+class Lanes:
+    """All lanes of an engine; in one thread."""
+
+    def __init__(self, held: Callable[[str], LoadedModel], max_prefix_bytes: int) -> None:
+        """`held`: the weight version of a model group that new rows are generated with; raises ModelError if none."""
+        self._held = held
+        self._max_prefix_bytes = max_prefix_bytes
+        self._lanes: dict[LoadedModel, Lane] = {}
+
+    @property
+    def num_live(self) -> int:
+        """Rows in the next forwards."""
+        return sum(len(lane.rows) for lane in self._lanes.values())
+
+    def versions_of(self, model_group: str) -> list[LoadedModel]:
+        """Versions of a model group that rows are generated with."""
+        return [held for held, lane in self._lanes.items() if held.published.model_group == model_group and lane.rows]
+
+    def join(self, tickets: Sequence[Ticket], answer: Answer) -> list[Outcome]:
+        """Generate for tickets of one model group from now on; returns what ended at once.
+
+        A model without a pool generates them to their end; `answer` then gets the first ones before the last.
+        """
+        try:
+            held = self._held(tickets[0].request.model_group)
+            held.activate()
+            if held.pool_shape is None:
+                run_static(tickets, held, answer)
+                return []
+            lane = self._lanes.get(held)
+            if lane is None:
+                lane = self._lanes[held] = Lane(held, held.pool_shape, self._max_prefix_bytes)
+        except Exception as error:  # noqa: BLE001 - each call gets an error of its own
+            return [(ticket, error) for ticket in tickets]
+        return self._guarded(lane, lambda: lane.join(tickets), tickets)
+
+    def step(self) -> list[Outcome]:
+        """One token for every row; returns what ended."""
+        found: list[Outcome] = []
+        for lane in list(self._lanes.values()):
+            if lane.rows:
+                lane.held.activate()
+                found += self._guarded(lane, lane.step, ())
+        return found
+
+    def forget(self, keeps: Callable[[LoadedModel], bool]) -> list[LoadedModel]:
+        """Drop lanes without rows of versions that are not kept, and what is kept of their prompts; returns these."""
+        dropped = [one for one, lane in self._lanes.items() if not lane.rows and not keeps(one)]
+        for held in dropped:
+            del self._lanes[held]
+        return dropped
+
+    def drop(self) -> list[Ticket]:
+        """Stop all; returns whose."""
+        tickets = [row.ticket for lane in self._lanes.values() for row in lane.rows]
+        self._lanes.clear()
+        return tickets
+
+    def _guarded(self, lane: Lane, work: Callable[[], list[Outcome]], tickets: Sequence[Ticket]) -> list[Outcome]:
+        try:
+            return work()
+        except Exception as error:  # noqa: BLE001 - what is in the pool is not known any more
+            del self._lanes[lane.held]
+            return [(ticket, error) for ticket in {*tickets, *(row.ticket for row in lane.rows)}]
+
+
+def run_static(tickets: Sequence[Ticket], held: LoadedModel, answer: Answer) -> None:
+    """Generate one batch to its end; `answer` gets the answers as they come."""
+    held.activate()
+    generate(
+        held.model,
+        [ticket.request for ticket in tickets],
+        lambda finished: answer([(tickets[one.row], generation_of(one, held)) for one in finished]),
+        lambda row: tickets[row].is_wanted(),
+    )
+
+
+def generation_of(sampled: Sampled, held: LoadedModel) -> Generation:
+    """With one span: a row ends on the version that it began with."""
+    published = held.published
+    span = VersionSpan(model_group=published.model_group, version=published.version, length=len(sampled.token_ids))
+    return Generation(tuple(sampled.token_ids), tuple(sampled.logprobs), (span,), sampled.finish_reason)
+
+
+def check_finite(generation: Generation) -> None:
+    """Raises ModelError if the weights gave logits that are no numbers."""
+    if all(map(math.isfinite, generation.logprobs)):
+        return
+    (span,) = generation.spans
+    raise ModelError(
+        f"version {span.version} of model group {span.model_group} gives logits that are no numbers; "
+        "its training has diverged: begin again from an earlier version (--fork)"
+    )

@@ -1,0 +1,214 @@
+"""Keys and values of the sequences that are being generated: one row each, of its own length, in one tensor.
+
+A transformers model sees it as its cache. Rows begin at column 0; a mask hides what lies beyond a row's length.
+Shapes: B live rows, A rows that join, S new tokens of a joining row (padded), W columns in use, V vocabulary.
+"""
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import Cache, DynamicCache
+
+logger = logging.getLogger(__name__)
+
+COLUMN_STEP = 64
+PROBE_IDS = 12
+PROBE_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.25, torch.float16: 0.1}
+"""Largest difference of log-probabilities between the pool and a plain forward."""
+
+
+@dataclass(frozen=True, slots=True)
+class PoolShape:
+    """What one token takes, equal in all layers."""
+
+    num_layers: int
+    num_heads: int
+    """Of keys and values."""
+    head_dim: int
+    dtype: torch.dtype
+
+    @property
+    def token_bytes(self) -> int:
+        """Of keys and values in all layers."""
+        return 2 * self.num_layers * self.num_heads * self.head_dim * self.dtype.itemsize
+
+
+class KVPool(Cache):
+    """Room for rows. Before each forward say which rows get new tokens: `for_decode` or `for_join`."""
+
+    def __init__(self, shape: PoolShape, device: torch.device) -> None:
+        super().__init__(layers=[])
+        self.shape = shape
+        self._device = device
+        self._slots: Tensor | None = None
+        """Rows that join (A,); None: all rows decode."""
+        self._is_cold = False
+        self._index = torch.empty(0, dtype=torch.int64)
+        self._num_rows = self._width = 0
+        self.clear()
+
+    def clear(self) -> None:
+        """Free the memory; no row is left."""
+        self._data = self._empty(0, 0)
+
+    def reserve(self, num_slots: int, num_columns: int) -> None:
+        """Have room for so many rows and columns; what is in the rows stays."""
+        old_slots, old_columns = self._data.shape[2:4]
+        if num_slots <= old_slots and num_columns <= old_columns:
+            return
+        slots = old_slots if num_slots <= old_slots else max(num_slots, min(2 * old_slots, num_slots + 64))
+        columns = old_columns if num_columns <= old_columns else -(-(num_columns * 5 // 4) // COLUMN_STEP) * COLUMN_STEP
+        grown = self._empty(slots, columns)
+        grown[:, :, :old_slots, :old_columns] = self._data
+        self._data = grown
+
+    def take(self, slots: Sequence[int], width: int) -> Tensor:
+        """A copy of rows: (layers, 2, rows, width, heads, dim)."""
+        return self._data[:, :, :, :width].index_select(2, self._tensor(slots))
+
+    def put(self, slots: Sequence[int], block: Tensor, indices: Sequence[int], width: int) -> None:
+        """Set the first `width` columns of rows from those of a block."""
+        self._data[:, :, self._tensor(slots), :width] = block[:, :, self._tensor(indices), :width]
+
+    def copy(self, sources: Sequence[int], targets: Sequence[int], width: int) -> None:
+        """Set the first `width` columns of rows from other rows."""
+        self.put(targets, self._data, sources, width)
+
+    def blank(self, slots: Sequence[int]) -> None:
+        """Set rows to zero: a number that is none would spoil whoever comes after, mask or not."""
+        self._data[:, :, self._tensor(slots)] = 0
+
+    def for_decode(self, lengths_B: Sequence[int]) -> tuple[Tensor, Tensor]:
+        """One new token for each of the first B rows; returns mask (B, 1, 1, W) and positions (B, 1)."""
+        self._slots, self._num_rows, self._width = None, len(lengths_B), max(lengths_B) + 1
+        self.reserve(self._num_rows, self._width)
+        lengths = self._tensor(lengths_B)
+        rows = torch.arange(self._num_rows, device=self._device)
+        self._index = rows * self._data.shape[3] + lengths
+        columns_W = torch.arange(self._width, device=self._device)
+        return (columns_W <= lengths[:, None])[:, None, None, :], lengths[:, None]
+
+    def for_join(
+        self, slots_A: Sequence[int], starts_A: Sequence[int], counts_A: Sequence[int]
+    ) -> tuple[Tensor, Tensor]:
+        """`counts` new tokens, left-padded, for rows that have `starts` tokens.
+
+        Returns mask (A, 1, S, W) and positions (A, S).
+        """
+        slots, starts, counts = self._tensor(slots_A), self._tensor(starts_A), self._tensor(counts_A)
+        steps, self._is_cold = max(counts_A), max(starts_A) == 0
+        self._slots, self._num_rows = slots, len(slots_A)
+        self._width = max(start + count for start, count in zip(starts_A, counts_A, strict=True)) + 1
+        self.reserve(max(slots_A) + 1, self._width)
+        columns_S = torch.arange(steps, device=self._device)
+        own_A_S = columns_S - (steps - counts)[:, None]  # below 0: padding
+        positions_A_S = starts[:, None] + own_A_S.clamp(min=0)
+        # Padding writes into the column after the row, which the next token overwrites.
+        written_A_S = torch.where(own_A_S < 0, (starts + counts)[:, None], positions_A_S)
+        self._index = (slots[:, None] * self._data.shape[3] + written_A_S).flatten()
+        if self._is_cold:
+            is_padding = (own_A_S < 0)[:, None, :] & ~torch.eye(steps, dtype=torch.bool, device=self._device)
+            return ((columns_S <= columns_S[:, None]) & ~is_padding)[:, None], positions_A_S
+        columns_W = torch.arange(self._width, device=self._device)
+        return (columns_W <= positions_A_S[:, :, None])[:, None], positions_A_S
+
+    # ---- what the model calls ----
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Store new keys and values (rows, heads, S, dim); returns those to attend to (rows, heads, W, dim)."""
+        found: list[Tensor] = []
+        for part, new in zip(self._data[layer_idx], (key_states, value_states), strict=True):
+            part.flatten(0, 1).index_copy_(0, self._index, new.transpose(1, 2).flatten(0, 1))
+            if self._slots is None:
+                found.append(part[: self._num_rows, : self._width].transpose(1, 2))
+            elif self._is_cold:
+                found.append(new)
+            else:
+                found.append(part[:, : self._width].index_select(0, self._slots).transpose(1, 2))
+        return found[0], found[1]
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """Columns before the new tokens; 0 while rows join."""
+        return self._width - 1 if self._slots is None else 0
+
+    @property
+    def is_compileable(self) -> bool:
+        """Rows come and go."""
+        return False
+
+    def _empty(self, slots: int, columns: int) -> Tensor:
+        shape = self.shape
+        # Not torch.empty: memory may hold numbers that are none.
+        return torch.zeros(
+            shape.num_layers,
+            *(2, slots, columns, shape.num_heads, shape.head_dim),
+            dtype=shape.dtype,
+            device=self._device,
+        )
+
+    def _tensor(self, values: Sequence[int]) -> Tensor:
+        return torch.tensor(values, dtype=torch.int64, device=self._device)
+
+
+@torch.inference_mode()
+def probed_shape(module: Any, device: torch.device) -> PoolShape | None:
+    """The shape of a pool for a model; None if it must be generated with its own cache.
+
+    Rows of unequal lengths are computed with a pool and plainly: only a model that gives the same both ways gets one.
+    """
+    config = module.config.get_text_config()
+    kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
+    has_window = bool(getattr(config, "sliding_window", None)) and getattr(config, "use_sliding_window", True)
+    if kinds != {"full_attention"} or has_window:
+        return None
+    try:
+        return _probe(module, device)
+    except (AttributeError, IndexError, KeyError, NotImplementedError, RuntimeError, TypeError, ValueError) as error:
+        logger.warning(
+            "batches of %s stay static, since its cache is of another kind: %s", type(module).__name__, error
+        )
+        return None
+
+
+def _probe(module: Any, device: torch.device) -> PoolShape | None:
+    ids = torch.arange(PROBE_IDS, device=device)[None, :] % len(module.get_input_embeddings().weight)
+    cache = DynamicCache(config=module.config.get_text_config())
+    plain = module(input_ids=ids, past_key_values=cache, use_cache=True).logits[0].float()
+    layers: list[Any] = cache.layers
+    keys = [layer.keys for layer in layers]
+    if len({(one.shape, one.dtype) for layer in layers for one in (layer.keys, layer.values)}) != 1:
+        return None
+    shape = PoolShape(len(keys), keys[0].shape[1], keys[0].shape[3], keys[0].dtype)
+    pool = KVPool(shape, device)
+    pool.reserve(3, PROBE_IDS + 1)
+    counts = (3, 6)
+    found = [*_joined(module, pool, ids, (0, 2), (0, 0), counts), *_joined(module, pool, ids, (0, 2), counts, (4, 2))]
+    pool.copy([2], [1], 8)
+    mask, positions = pool.for_decode([7, 8, 8])
+    last = module(
+        input_ids=ids[0, positions], attention_mask=mask, position_ids=positions, past_key_values=pool, use_cache=True
+    ).logits[:, -1]
+    expected = plain[[2, 5, 6, 7, 7, 8, 8]].log_softmax(-1)
+    difference = (torch.cat([*found, last]).float().log_softmax(-1) - expected).abs()
+    if difference.nan_to_num().max() <= PROBE_TOLERANCE.get(shape.dtype, 0.25):
+        return shape
+    logger.warning(
+        "batches of %s stay static: with a pool of keys and values it gives other logits", type(module).__name__
+    )
+    return None
+
+
+def _joined(
+    module: Any, pool: KVPool, ids: Tensor, slots: Sequence[int], starts: Sequence[int], counts: Sequence[int]
+) -> list[Tensor]:
+    mask, positions = pool.for_join(slots, starts, counts)
+    output = module(
+        input_ids=ids[0, positions], attention_mask=mask, position_ids=positions, past_key_values=pool, use_cache=True
+    )
+    return [output.logits[:, -1]]

@@ -1,0 +1,164 @@
+"""Continuous batches of the transformers engine: what is computed again, who waits for whom, two versions at once."""
+
+import asyncio
+import json
+import shutil
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from rollstream.producers.engines.base import GenerationRequest
+from rollstream.schemas.settings import Sampling
+from tests.producers.engines.engine_rig import (
+    GROUP,
+    adapter,
+    full_forward_logprobs,
+    published,
+    reference,
+    requests,
+    run,
+    together,
+)
+
+LONG = GenerationRequest(GROUP, range(9, 20), Sampling(max_new_tokens=400), 2)
+
+
+def asked(prompt, seed, max_new_tokens=12):
+    return GenerationRequest(GROUP, prompt, Sampling(max_new_tokens=max_new_tokens), seed)
+
+
+def counted(engine):
+    """A list that gets the shape (rows, tokens) of every forward from now on."""
+    shapes = []
+    engine.module(GROUP).register_forward_pre_hook(
+        lambda _module, _args, kwargs: shapes.append(tuple(kwargs["input_ids"].shape)), with_kwargs=True
+    )
+    return shapes
+
+
+async def talk(engine, seed, turns=4):
+    """Prompts and answers of a talk that begins with a prompt of all talks."""
+    prompt, calls = list(range(20, 60)), []
+    for turn in range(turns):
+        request = asked(prompt, 100 * turn + seed)
+        calls.append((request, await engine.generate(request)))
+        prompt = [*prompt, *calls[-1][1].token_ids, 7, 8 + seed, 9]
+    return calls
+
+
+async def talks(engine):
+    return await asyncio.gather(*(talk(engine, seed) for seed in range(8)))
+
+
+@pytest.mark.parametrize("settings", [{}, {"prefix_cache_mb": 0}, {"max_batch": 3}], ids=["kept", "not kept", "narrow"])
+def test_talks_get_the_answers_of_static_batches_and_of_a_plain_forward(folder, base, versions, settings):
+    load = (published(folder), versions(0))
+    model = reference(base, folder, 0)
+    static = run(talks, load, batching="static")
+    for calls, others in zip(run(talks, load, **settings), static, strict=True):
+        assert [one.token_ids for _, one in calls] == [one.token_ids for _, one in others]
+        for request, generation in calls:
+            expected = full_forward_logprobs(model, request, generation)
+            assert torch.allclose(torch.tensor(generation.logprobs), expected, atol=1e-4)
+
+
+def test_a_common_prompt_is_computed_once_and_later_turns_only_what_is_new(folder, versions):
+    async def work(engine):
+        shapes = counted(engine)
+        first = await together([asked(range(20, 60), seed) for seed in range(8)])(engine)
+        begun, shapes[:] = list(shapes), []
+        again = await engine.generate(asked(range(20, 60), 0))
+        known, shapes[:] = list(shapes), []
+        await engine.generate(asked([*range(20, 60), *first[0].token_ids, 5, 6, 7], 1))
+        return begun, known, shapes, first[0], again
+
+    begun, known, later, first, again = run(work, (published(folder), versions(0)))
+    assert begun[0] == (1, 40)
+    assert all(tokens == 1 for _, tokens in begun[1:])
+    assert all(tokens == 1 for _, tokens in known), "what the model said after the whole prompt is known"
+    assert first.token_ids == again.token_ids
+    assert later[0] == (1, 4), "the last sampled token and the new ones"
+
+
+def test_a_request_joins_what_is_being_generated(folder, versions):
+    async def work(engine):
+        shapes = counted(engine)
+        long = asyncio.create_task(engine.generate(LONG))
+        await engine.generate(asked([9], 1, max_new_tokens=2))
+        joined = await together([asked([9, 10], seed, max_new_tokens=3) for seed in range(5)])(engine)
+        assert not long.done()
+        return joined, await long, max(rows for rows, _ in shapes)
+
+    joined, long, most = run(work, (published(folder), versions(0)))
+    assert len(joined) == 5
+    assert len(long.token_ids) > 20
+    assert most >= 6
+
+
+@pytest.mark.parametrize("kind", ["lora", "two modules"])
+def test_a_version_is_used_while_the_one_before_ends_its_sequences(folder, base, versions, tmp_path, kind):
+    if kind == "lora":
+        (first, first_path, lora), (second, second_path, _) = (adapter(folder, tmp_path, seed) for seed in (1, 2))
+        form = {"weights_format": "lora", "lora": lora}
+    else:
+        first, second = reference(base, folder, 0), reference(base, folder, 1)
+        first_path, second_path, form = versions(0), versions(1), {}
+    short = asked(range(30, 50), 5)
+
+    async def work(engine):
+        long = asyncio.create_task(engine.generate(LONG))
+        await engine.generate(asked([9], 1, max_new_tokens=2))
+        await engine.load(published(folder, 1, **form), second_path)
+        new = await engine.generate(short)
+        is_under_way = not long.done()
+        old = await long
+        for version in (2, 3):
+            await engine.load(published(folder, version, **form), (first_path, second_path)[version % 2])
+        return new, is_under_way, old, await engine.generate(short)
+
+    new, is_under_way, old, last = run(work, (published(folder, 0, **form), first_path), full_copies=2)
+    assert is_under_way
+    for model, request, generation, version in (
+        (second, short, new, 1),
+        (first, LONG, old, 0),
+        (second, short, last, 3),
+    ):
+        assert [(span.version, span.length) for span in generation.spans] == [(version, len(generation.token_ids))]
+        expected = full_forward_logprobs(model, request, generation)
+        assert torch.allclose(torch.tensor(generation.logprobs), expected, atol=1e-4)
+
+
+def test_with_one_module_a_version_waits_for_what_is_being_generated_and_for_nothing_else(folder, versions):
+    async def work(engine):
+        long = asyncio.create_task(engine.generate(LONG))
+        await engine.generate(asked([9], 1, max_new_tokens=2))
+        load = asyncio.create_task(engine.load(published(folder, 1), versions(1)))
+        for _ in range(3):
+            await asyncio.sleep(0.01)
+        late = asyncio.create_task(engine.generate(LONG))
+        await load
+        assert long.done() or not late.done()
+        return [one.spans[0].version for one in await asyncio.gather(long, late)]
+
+    assert run(work, (published(folder), versions(0))) == [0, 1]
+
+
+def test_a_model_whose_cache_is_of_another_kind_is_generated_in_static_batches(folder, tmp_path, versions):
+    windowed = shutil.copytree(folder, tmp_path / "windowed")
+    config = json.loads((windowed / "config.json").read_text())
+    kinds = ["sliding_attention"] * config["num_hidden_layers"]
+    config |= {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 0, "layer_types": kinds}
+    (windowed / "config.json").write_text(json.dumps(config))
+    questions = requests(10)
+
+    async def work(engine):
+        shapes = counted(engine)
+        return await together(questions)(engine), shapes
+
+    answers, shapes = run(work, (published(windowed), windowed / "model.safetensors"))
+    assert shapes[0][0] > 1
+    model = AutoModelForCausalLM.from_pretrained(windowed).eval()
+    for request, generation in zip(questions, answers, strict=True):
+        expected = full_forward_logprobs(model, request, generation)
+        assert torch.allclose(torch.tensor(generation.logprobs), expected, atol=1e-4)
