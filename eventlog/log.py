@@ -5,9 +5,10 @@ their short names (keys of `rollstream.schemas.topics.TOPICS`).
 """
 
 import zlib
+from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, Self
 
 from rollstream.schemas.base import Event
 from rollstream.schemas.errors import LogError, TopicError, TruncatedError
@@ -160,6 +161,27 @@ class GroupReader(Protocol):
     async def close(self) -> None:
         """Leave the group."""
         ...
+
+
+class OpenedByBlock(ABC):
+    """Base of logs that hold connections or files: `async with` starts one, and closes it also if `start` raises."""
+
+    @abstractmethod
+    async def start(self) -> None: ...
+
+    @abstractmethod
+    async def close(self) -> None: ...
+
+    async def __aenter__(self) -> Self:
+        try:
+            await self.start()
+        except BaseException:
+            await self.close()
+            raise
+        return self
+
+    async def __aexit__(self, *error: object) -> None:
+        await self.close()
 
 
 class EventLog(Protocol):

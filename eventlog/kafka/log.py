@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Self
+from typing import Any
 
 from aiokafka import AIOKafkaProducer
 from aiokafka.admin import AIOKafkaAdminClient
@@ -19,6 +19,7 @@ from rollstream.eventlog.log import (
     SEND_TIMEOUT_S,
     Headers,
     OnPartitions,
+    OpenedByBlock,
     Position,
     Record,
     TopicPartition,
@@ -42,7 +43,7 @@ REBALANCE_TIMEOUT_S = 30.0
 MAX_POLL_INTERVAL_S = 3600.0
 
 
-class KafkaLog:
+class KafkaLog(OpenedByBlock):
     """`EventLog` on Kafka. Use it in the event loop that called `start`."""
 
     def __init__(
@@ -101,18 +102,6 @@ class KafkaLog:
         admin = AIOKafkaAdminClient(**self._common_options())
         await connect(admin, self.kafka)
         self._admin = admin
-
-    async def __aenter__(self) -> Self:
-        """Connect; if `start` raises, no connection is left open."""
-        try:
-            await self.start()
-        except BaseException:
-            await self.close()
-            raise
-        return self
-
-    async def __aexit__(self, *error: object) -> None:
-        await self.close()
 
     async def close(self) -> None:
         """Flush and disconnect. Readers must be closed by their users."""

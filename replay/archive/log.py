@@ -10,7 +10,7 @@ import asyncio
 from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Never, Self
+from typing import Never
 
 import duckdb
 
@@ -20,6 +20,7 @@ from rollstream.eventlog.log import (
     GroupReader,
     Headers,
     OnPartitions,
+    OpenedByBlock,
     Position,
     Record,
     TopicPartition,
@@ -44,7 +45,7 @@ async def open_export(folder: Path) -> AsyncIterator[tuple[EventLog, ArtifactSto
         yield log, ExportArtifacts(folder, log.manifest)
 
 
-class ExportLog:
+class ExportLog(OpenedByBlock):
     """The reading part of `EventLog` over the folder of an export."""
 
     def __init__(self, folder: Path) -> None:
@@ -73,18 +74,6 @@ class ExportLog:
                 connection = None
             except duckdb.ResourceInUseException:
                 await asyncio.sleep(POLL_S)
-
-    async def __aenter__(self) -> Self:
-        """Open; if `start` raises, nothing is left open."""
-        try:
-            await self.start()
-        except BaseException:
-            await self.close()
-            raise
-        return self
-
-    async def __aexit__(self, *error: object) -> None:
-        await self.close()
 
     async def num_partitions(self, topic: str) -> int:
         """Partition count of a topic."""
