@@ -74,7 +74,7 @@ class JobTrainer:
         random = part(state, "random")
         torch.set_rng_state(random["cpu"])
         if self.model.device.type == "cuda" and "cuda" in random:
-            torch.cuda.set_rng_state(random["cuda"])
+            torch.cuda.set_rng_state(random["cuda"], self.model.device)
 
     def checkpoint(self, position: CheckpointPosition) -> Checkpoint:
         """Everything to go on from, as it is now."""
@@ -92,7 +92,7 @@ class JobTrainer:
             tensors[f"statistics/{name}"] = torch.tensor(value, dtype=torch.float64)
         tensors["random/cpu"] = torch.get_rng_state()
         if self.model.device.type == "cuda":
-            tensors["random/cuda"] = torch.cuda.get_rng_state()
+            tensors["random/cuda"] = torch.cuda.get_rng_state(self.model.device)
         return tensors
 
     def train(self, planned: BatchPlanned, trajectories: Sequence[TrajectoryAssembled]) -> StepResult:

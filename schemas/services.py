@@ -8,7 +8,7 @@ from pydantic import BeforeValidator, ConfigDict, Field, JsonValue, field_valida
 
 from rollstream.schemas.kafka import KafkaSection, KafkaSettings, connection, given
 from rollstream.schemas.permissions import check_entry
-from rollstream.schemas.settings import Settings
+from rollstream.schemas.settings import Device, Settings
 
 
 class ServiceSettings(Settings):
@@ -58,7 +58,7 @@ class TransformersSettings(EngineSettings):
     """The engine that samples from a transformers model in the producers process."""
 
     kind: Literal["transformers"] = "transformers"  # pyright: ignore[reportIncompatibleVariableOverride]
-    device: Literal["auto", "cpu", "cuda"] = "auto"
+    device: Device = "auto"
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     deterministic: bool = False
     """One sequence a forward, fixed threads, noise keyed by (seed, token index)."""

@@ -4,11 +4,12 @@ import re
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal, NamedTuple
 
-from pydantic import Discriminator, Field, FiniteFloat, JsonValue, Tag, field_validator, model_validator
+from pydantic import AfterValidator, Discriminator, Field, FiniteFloat, JsonValue, Tag, field_validator, model_validator
 
 from rollstream.schemas import ids
 from rollstream.schemas.algorithms import Algorithm, GrpoSettings
 from rollstream.schemas.base import Settings, added
+from rollstream.schemas.errors import ModelError
 
 EXTERNAL: Literal["external"] = "external"
 """Kind of a job, and policy of its rollouts, that another training backend trains."""
@@ -24,6 +25,27 @@ MAX_TASKS = 100_000
 """Of an epoch. A record that counts more is a dead letter, so that no single one holds a process up."""
 MAX_MEMBERS = 4096
 """Of a group."""
+
+
+def _checked_device(written: str) -> str:
+    if not re.fullmatch(r"auto|cpu|cuda(:[0-9]{1,3})?", written):
+        raise ValueError(f"{written!r} is not a device; write auto, cpu, cuda or cuda:N")
+    return written
+
+
+Device = Annotated[str, AfterValidator(_checked_device)]
+"""`cpu`, `cuda:N`, `cuda` for cuda:0, or `auto`: cuda:0 if there is a GPU, else cpu."""
+
+
+def device_of(device: Device, num_gpus: int, where: str) -> str:
+    """`cpu` or `cuda:N`. Raises ModelError, beginning with `where`, for a GPU that is not there."""
+    if device == "cpu" or (device == "auto" and not num_gpus):
+        return "cpu"
+    index = int(device.partition(":")[2] or 0)
+    if index < num_gpus:
+        return f"cuda:{index}"
+    found = {0: "there is no GPU", 1: "the only GPU is cuda:0"}.get(num_gpus, f"GPUs are cuda:0 to cuda:{num_gpus - 1}")
+    raise ModelError(f"{where} is {device} and {found}; set {'another, ' if num_gpus else ''}auto or cpu")
 
 
 class Sampling(Settings):
@@ -188,7 +210,7 @@ class ModelSettings(Settings):
     lora: LoraSettings | None = None
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """auto: bfloat16 on a GPU, float32 on the CPU."""
-    device: Literal["auto", "cpu", "cuda"] = "auto"
+    device: Device = "auto"
 
 
 Beta = Annotated[float, Field(ge=0, lt=1)]

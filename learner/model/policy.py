@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM
 
 from rollstream.learner.model.collate import MicroBatch
 from rollstream.schemas.errors import ModelError
-from rollstream.schemas.settings import LoraSettings, ModelSettings
+from rollstream.schemas.settings import LoraSettings, ModelSettings, device_of
 
 
 class PolicyModel:
@@ -34,7 +34,8 @@ class PolicyModel:
         `path`: what the settings' path, as written, stands for here.
         """
         self.settings = settings
-        self.device = _device(settings)
+        where = f"model {settings.path}: device"
+        self.device = torch.device(device_of(settings.device, torch.cuda.device_count(), where))
         self.compute_dtype = _compute_dtype(settings, self.device)
         base_dtype = self.compute_dtype if settings.lora else torch.float32
         self.module: Any = _load_base(path or settings.path, base_dtype)
@@ -151,13 +152,6 @@ def make_deterministic(threads: int | None) -> None:
 def sha256_of(data: bytes) -> str:
     """sha256 (hex) of bytes."""
     return hashlib.sha256(data).hexdigest()
-
-
-def _device(settings: ModelSettings) -> torch.device:
-    has_gpu = torch.cuda.is_available()
-    if settings.device == "cuda" and not has_gpu:
-        raise ModelError(f"model {settings.path}: there is no GPU for device: cuda; set auto or cpu")
-    return torch.device("cuda" if has_gpu and settings.device != "cpu" else "cpu")
 
 
 def _compute_dtype(settings: ModelSettings, device: torch.device) -> torch.dtype:

@@ -10,7 +10,7 @@ from rollstream.schemas.algorithm_settings import AlgorithmSettings, JobKind
 from rollstream.schemas.algorithms import DpoSettings, GrpoSettings, SftSettings
 from rollstream.schemas.base import Settings
 from rollstream.schemas.errors import ConfigError
-from rollstream.schemas.settings import JobSettings, LoraSettings, ModelSettings, OptimizerSettings
+from rollstream.schemas.settings import Device, JobSettings, LoraSettings, ModelSettings, OptimizerSettings
 
 
 class JobStateError(ConfigError):
@@ -38,7 +38,7 @@ class SharedAgentParams(Settings):
     lora_dropout: float = Field(default=0.05, ge=0, lt=1)
     lora_target_modules: tuple[str, ...] = LoraSettings().target_modules
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    device: Literal["auto", "cpu", "cuda"] = "auto"
+    device: Device = "auto"
 
     @property
     def alpha(self) -> int:

@@ -22,6 +22,7 @@ from rollstream.producers.engines.kv_pool import PoolShape, probed_shape
 from rollstream.schemas.errors import ModelError
 from rollstream.schemas.events import WeightsPublished
 from rollstream.schemas.services import TransformersSettings
+from rollstream.schemas.settings import device_of
 
 
 @dataclass(frozen=True, eq=False)
@@ -54,11 +55,8 @@ class ModelCache:
 
     def __init__(self, settings: TransformersSettings) -> None:
         """Raises ModelError if the settings ask for a GPU and there is none."""
-        has_gpu = torch.cuda.is_available()
         self._is_continuous = settings.is_continuous
-        if settings.device == "cuda" and not has_gpu:
-            raise ModelError("engine.device is cuda and there is no GPU; set auto or cpu")
-        self.device = torch.device("cuda" if has_gpu and settings.device != "cpu" else "cpu")
+        self.device = torch.device(device_of(settings.device, torch.cuda.device_count(), "engine.device"))
         wants_half = settings.dtype == "bfloat16" or (settings.dtype == "auto" and self.device.type == "cuda")
         self.dtype = torch.bfloat16 if wants_half else torch.float32
         self._sample_on_cpu = settings.deterministic
