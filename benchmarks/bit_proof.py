@@ -79,11 +79,11 @@ def show(runs: list[dict[str, Any]]) -> None:
     for run in runs:
         before, after = ends([row["accuracy"] for row in run["accuracy"]])
         agents = sorted({row["agent"] for row in run["rewards"]})
-        told = []
+        lines = []
         for agent in agents:
             first, last = ends([row["reward"] for row in run["rewards"] if row["agent"] == agent])
-            told.append(f"{agent} {first:.2f} -> {last:.2f}")
-        print(f"{run['trainer']:17} {run['seed']:4}  {before:8.3f} -> {after:.3f}        {', '.join(told)}")
+            lines.append(f"{agent} {first:.2f} -> {last:.2f}")
+        print(f"{run['trainer']:17} {run['seed']:4}  {before:8.3f} -> {after:.3f}        {', '.join(lines)}")
 
 
 def draw(runs: list[dict[str, Any]], path: Path) -> None:

@@ -84,11 +84,11 @@ def group_steps(run: str, epoch: int, index: int) -> Iterator[Event]:
     """All of a group's records in `steps`: of each rollout one call of four tokens."""
     group = ids.group_id(run, "rl", epoch, index)
     policy = ids.model_group(run, "policy")
-    place: dict[str, Any] = {"job_id": ids.job_id(run, "rl"), "epoch": epoch, "index": index}
+    common: dict[str, Any] = {"job_id": ids.job_id(run, "rl"), "epoch": epoch, "index": index}
     limits: dict[str, Any] = {"size": MEMBERS, "minimum": 2, "timeout_ms": 3_600_000, "seed": index}
     base: dict[str, Any] = {"run_id": run, "time_ms": 1, "group_id": group}
     example = f"example-{index % NUM_EXAMPLES}"
-    yield GroupStarted(**base, **place, **limits, example_id=example, agents={"agent": policy})
+    yield GroupStarted(**base, **common, **limits, example_id=example, agents={"agent": policy})
     for member in range(MEMBERS):
         rollout = ids.rollout_id(group, member, 0)
         yield RolloutStarted(**base, rollout_id=rollout, member=member, attempt=0, seed=member)
@@ -115,7 +115,7 @@ def epoch_events(run: str, epoch: int, num_groups: int = EPOCH_GROUPS) -> Iterat
             yield event
             received = Received(event, codec.content_digest(event), Position("steps", 0, offset), 0)
             for closing in assembly.evolve(state, received):
-                where = tuple(Locator(partition=0, offset=place) for place in range(len(closing.closed.members)))
+                where = tuple(Locator(partition=0, offset=position) for position in range(len(closing.closed.members)))
                 yield closing.closed.model_copy(update={"locators": where})
 
 
@@ -172,8 +172,8 @@ def renamed(lines: list[Line], number: int) -> Iterator[Line]:
     """The template's records under another run's name."""
     old, new = TEMPLATE.encode(), f"run-{number:05d}".encode()
     for topic, partition, key, value, headers in lines:
-        told = tuple((name, content.replace(old, new)) for name, content in headers)
-        yield topic, partition, key.replace(old, new), value.replace(old, new), told
+        pairs = tuple((name, content.replace(old, new)) for name, content in headers)
+        yield topic, partition, key.replace(old, new), value.replace(old, new), pairs
 
 
 async def send(client: aiokafka.AIOKafkaProducer, lines: Iterator[Line], num_partitions: int) -> None:
@@ -192,10 +192,10 @@ async def commit(kafka: KafkaSettings, group: str, offsets: dict[tuple[str, int]
     """Commit offsets with metadata for a consumer group."""
     consumer = aiokafka.AIOKafkaConsumer(**client_options(kafka), group_id=group, enable_auto_commit=False)
     await consumer.start()
-    told = {
+    committed = {
         aiokafka.TopicPartition(TOPICS[topic].name, partition): OffsetAndMetadata(offset, metadata)
         for (topic, partition), (offset, metadata) in offsets.items()
     }
-    consumer.assign(list(told))
-    await consumer.commit(told)
+    consumer.assign(list(committed))
+    await consumer.commit(committed)
     await consumer.stop()

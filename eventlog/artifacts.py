@@ -52,7 +52,7 @@ class ArtifactStore:
             if isinstance(error, ConfigError):
                 raise
             raise ArtifactError(
-                f"artifact store {uri}: {self._told(error)}; use a folder or an installed fsspec URI"
+                f"artifact store {uri}: {self._concealed(error)}; use a folder or an installed fsspec URI"
             ) from error
         self._is_local = "file" in _protocols(self._filesystem)
         self._errors: type[Exception] = OSError if self._is_local else Exception
@@ -121,7 +121,9 @@ class ArtifactStore:
         found: dict[str, dict[str, Any]] = {}
         with (
             self._failing_as(
-                lambda error: StoreUnavailableError(f"artifact store {self.uri} cannot be listed: {self._told(error)}")
+                lambda error: StoreUnavailableError(
+                    f"artifact store {self.uri} cannot be listed: {self._concealed(error)}"
+                )
             ),
             suppress(FileNotFoundError),
         ):
@@ -149,7 +151,7 @@ class ArtifactStore:
         with (
             self._failing_as(
                 lambda error: StoreUnavailableError(
-                    f"artifact {ref.uri} cannot be removed: {self._told(error)}; make the store writable"
+                    f"artifact {ref.uri} cannot be removed: {self._concealed(error)}; make the store writable"
                 )
             ),
             suppress(FileNotFoundError),
@@ -159,18 +161,18 @@ class ArtifactStore:
     def _copy_of(self, ref: ArtifactRef, name: str) -> Path:
         return self._cache / ref.sha256[:2] / (ref.sha256 + Path(name).suffix)
 
-    def _told(self, error: Exception) -> str:
+    def _concealed(self, error: Exception) -> str:
         return conceal(str(error) or type(error).__name__, self.uri, self._environ)
 
     @contextmanager
-    def _failing_as(self, told: Callable[[Exception], ArtifactError]) -> Iterator[None]:
-        """Convert errors of the filesystem to `told`, with the original as its cause."""
+    def _failing_as(self, error_of: Callable[[Exception], ArtifactError]) -> Iterator[None]:
+        """Convert errors of the filesystem to `error_of`, with the original as its cause."""
         try:
             yield
         except ArtifactError:
             raise
         except self._errors as error:
-            raise told(error) from error
+            raise error_of(error) from error
 
     def _locate(self, ref: ArtifactRef) -> str:
         """Path of an artifact: only the file name of its URI is used, which must be derived from its hash.
@@ -189,8 +191,8 @@ class ArtifactStore:
         name = self._locate(ref)
         with self._failing_as(
             lambda error: StoreUnavailableError(
-                f"artifact store {self.uri} cannot be written: {self._told(error)}; make it writable or set another "
-                "artifact_uri"
+                f"artifact store {self.uri} cannot be written: {self._concealed(error)}; "
+                "make it writable or set another artifact_uri"
             )
         ):
             if not self._has(ref, name):
@@ -202,7 +204,7 @@ class ArtifactStore:
         is_away = self._is_local and (  # the whole store, like a folder that is not mounted
             not Path(self._root).exists() or Path(self._locate(ref)).exists()
         )
-        what = f"artifact {ref.uri} of store {self.uri} cannot be read: {self._told(error)}"
+        what = f"artifact {ref.uri} of store {self.uri} cannot be read: {self._concealed(error)}"
         if self._is_of_one_file(error):
             return ArtifactError(f"{what}; make that file readable, or restore it from a copy")
         if isinstance(error, FileNotFoundError) and not is_away:

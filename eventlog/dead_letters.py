@@ -74,12 +74,12 @@ async def _put(artifacts: ArtifactStore, data: bytes, suffix: str) -> bytes:
 def original(letter: Record, artifacts: ArtifactStore) -> Record:
     """The record that a letter contains or refers to. Raises LogError, or ArtifactError if its bytes are missing."""
     topic, partition, offset = origin(letter.headers)
-    told = dict(letter.headers)
+    by_name = dict(letter.headers)
     key, value, headers = letter.key, letter.value, _without_ours(letter.headers)
-    if REFERENCE in told:
-        value = artifacts.read(ArtifactRef.model_validate_json(told[REFERENCE]))
-    elif WHOLE in told:
-        key, value, headers = _unpack(artifacts.read(ArtifactRef.model_validate_json(told[WHOLE])))
+    if REFERENCE in by_name:
+        value = artifacts.read(ArtifactRef.model_validate_json(by_name[REFERENCE]))
+    elif WHOLE in by_name:
+        key, value, headers = _unpack(artifacts.read(ArtifactRef.model_validate_json(by_name[WHOLE])))
     return Record(topic, partition, offset, key, value, headers, letter.timestamp_ms)
 
 
@@ -114,12 +114,12 @@ async def send_again(log: EventLog, record: Record, letter: int) -> Position:
 
 def redriven(record: Record) -> Redriven | None:
     """Parse a redrive record of `dlq`; None for a letter."""
-    told = dict(record.headers)
-    if record.value is not None or REDRIVEN_TO not in told or PREFIX + "topic" in told:
+    headers = dict(record.headers)
+    if record.value is not None or REDRIVEN_TO not in headers or PREFIX + "topic" in headers:
         return None
     try:
-        topic, partition, offset = orjson.loads(told[REDRIVEN_TO])
-        letter = int(told[REDRIVEN_FROM].rpartition(b"@")[2])
+        topic, partition, offset = orjson.loads(headers[REDRIVEN_TO])
+        letter = int(headers[REDRIVEN_FROM].rpartition(b"@")[2])
         return Redriven(letter, Position(str(topic), int(partition), int(offset)))
     except (KeyError, TypeError, ValueError):
         return None
@@ -150,7 +150,7 @@ def _to_bytes(text: str | None) -> bytes | None:
 
 def _headers(record: Record, service: str, stage: str, error: BaseException) -> Headers:
     topic = TOPICS[record.topic].name if record.topic in TOPICS else record.topic
-    told = {
+    texts = {
         "topic": topic,
         "partition": str(record.partition),
         "offset": str(record.offset),
@@ -162,7 +162,7 @@ def _headers(record: Record, service: str, stage: str, error: BaseException) -> 
         "exception.message": str(error),
         "exception.stacktrace": "",
     }
-    return tuple((PREFIX + name, _cut(text)) for name, text in told.items())
+    return tuple((PREFIX + name, _cut(text)) for name, text in texts.items())
 
 
 def _cut(text: str) -> bytes:
@@ -177,10 +177,10 @@ def is_of_fold(headers: Headers) -> bool:
 
 def origin(headers: Headers) -> tuple[str, int, int]:
     """Short topic, partition and offset of a dead letter's source. Raises LogError if its headers lack them."""
-    told = dict(headers)
+    by_name = dict(headers)
     try:
-        name = told[PREFIX + "topic"].decode()
-        where = int(told[PREFIX + "partition"]), int(told[PREFIX + "offset"])
+        name = by_name[PREFIX + "topic"].decode()
+        where = int(by_name[PREFIX + "partition"]), int(by_name[PREFIX + "offset"])
     except (KeyError, ValueError) as error:
         raise LogError("the headers of a dead letter lack its source position") from error
     return (BY_NAME[name].short if name in BY_NAME else name), *where

@@ -42,6 +42,11 @@ class Position(NamedTuple):
     offset: int
 
 
+def format_position(where: Position) -> str:
+    """`topic/partition@offset`, for messages."""
+    return f"{where.topic}/{where.partition}@{where.offset}"
+
+
 @dataclass(frozen=True, slots=True)
 class Record:
     """One raw record."""

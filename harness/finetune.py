@@ -107,9 +107,9 @@ async def _run(run_request: RunRequest, lease: WorkspaceLease, display: Display)
             with _resumable(run.run.started.run_id, is_open=progress.ended is None):
                 outcome = await end(run.log, run.artifacts, progress, run.run, config, empty)
             if run.run.is_over and config.builder.services == "managed":
-                await project_to_end(run.log, metrics_file(lease.place.workspace))
+                await project_to_end(run.log, metrics_file(lease.location.workspace))
             elif config.builder.services == "managed":
-                await _watched(run.supervisor, let_metrics_catch_up(lease.place.workspace))
+                await _watched(run.supervisor, let_metrics_catch_up(lease.location.workspace))
             return outcome._replace(seconds=time.monotonic() - began, restarts=run.supervisor.total_restarts)
 
 
@@ -120,7 +120,7 @@ async def _trained(
     if run.run.is_submitted:
         return await conduct_epochs(run_request, lease, run, display)
     config = run_request.config
-    folders = folders_of(config, lease.place.workspace, run.artifacts)
+    folders = folders_of(config, lease.location.workspace, run.artifacts)
     conductor = Conductor(run.log, run.run, display.update, on_activity=run.supervisor.progressed)
     validation = validation_of(config, run.run)
     await conductor.start(*background_work(lease, run, config, display.say))

@@ -99,7 +99,7 @@ class Inbox:
             file=file,
             model_groups=model_groups,
         )
-        await inbox._letters.note_now()
+        await inbox._letters.take_cut()
         start = await inbox._restored() or await inbox._first_start()
         inbox._reader = await log.reader({TopicPartition(topic, 0): offset for topic, offset in start.items()})
         await inbox.catch_up()
@@ -333,7 +333,9 @@ async def fetch_records(log: EventLog, planned: BatchPlanned) -> list[Record]:
         raise DecodeError(
             f"manifest {planned.batch_id} has {len(planned.locators)} locators for {len(planned.members)} members"
         )
-    return await log.fetch([Position("trajectories", place.partition, place.offset) for place in planned.locators])
+    return await log.fetch(
+        [Position("trajectories", locator.partition, locator.offset) for locator in planned.locators]
+    )
 
 
 def check_follows(planned: BatchPlanned, job: JobSubmitted, previous_sha256: str) -> None:

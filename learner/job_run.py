@@ -50,7 +50,7 @@ class LearnerContext:
     permissions: Permissions
     """The names that jobs may use."""
 
-    async def aside(self, work: Callable[[], T]) -> T:
+    async def in_training_thread(self, work: Callable[[], T]) -> T:
         """Run blocking work in the training thread."""
         return await asyncio.get_running_loop().run_in_executor(self.executor, work)
 
@@ -58,11 +58,12 @@ class LearnerContext:
 class JobRun:
     """A job in work."""
 
-    def __init__(self, job: JobSubmitted, place: LearnerContext, publisher: Publisher) -> None:
+    def __init__(self, job: JobSubmitted, context: LearnerContext, publisher: Publisher) -> None:
         self.job = job
-        self._place = place
+        self._context = context
+        self._in_thread = context.in_training_thread
         self._publisher = publisher
-        self._folder = CheckpointFolder(place.checkpoints, job.model_group)
+        self._folder = CheckpointFolder(context.checkpoints, job.model_group)
         self._next_index = 0
         self._previous_sha256 = codec.EMPTY_SHA256
         self._idle_since = time.monotonic()
@@ -79,7 +80,7 @@ class JobRun:
     @property
     def next_manifest(self) -> Manifest | None:
         """The manifest to train next, if it is planned."""
-        return self._place.inbox.state.job(self.job.job_id).manifests.get(self._next_index)
+        return self._context.inbox.state.job(self.job.job_id).manifests.get(self._next_index)
 
     async def start(self) -> None:
         """Load the model, publish the base version if the group has none, and go to the newest checkpoint.
@@ -104,7 +105,7 @@ class JobRun:
         if manifest is not None:
             await self._train(manifest)
             return True
-        state = self._place.inbox.state.job(self.job.job_id)
+        state = self._context.inbox.state.job(self.job.job_id)
         if any(index > self._next_index for index in state.manifests):
             raise self._missing_manifest()
         seal = state.last_seal
@@ -120,7 +121,7 @@ class JobRun:
 
     async def _succeed(self, time_ms: int) -> bool:
         await self._publisher.check_owner()
-        await self._place.log.send(
+        await self._context.log.send(
             JobSucceeded(
                 run_id=self.job.run_id,
                 time_ms=time_ms,
@@ -133,18 +134,20 @@ class JobRun:
         return True
 
     def _missing_manifest(self) -> RollstreamError:
-        return self._place.inbox.missing(f"manifest {self._next_index} of job {self.job.job_id}", "batches")
+        return self._context.inbox.missing(f"manifest {self._next_index} of job {self.job.job_id}", "batches")
 
     async def _loaded(self) -> JobTrainer:
         """The model of the job's folder with a new optimizer."""
-        place = self._place
-        return await place.aside(lambda: JobTrainer(self.job, threads=place.threads, permissions=place.permissions))
+        context = self._context
+        return await context.in_training_thread(
+            lambda: JobTrainer(self.job, threads=context.threads, permissions=context.permissions)
+        )
 
     async def _checkpoint(self) -> Checkpoint | None:
         """The newest whole checkpoint. The state then reaches back to it, and to the base version."""
-        inbox, job = self._place.inbox, self.job
+        inbox, job = self._context.inbox, self.job
         newest = inbox.state.group(job.model_group).newest_version
-        checkpoint = await self._place.aside(lambda: self._folder.newest(job_id=job.job_id, max_version=newest + 1))
+        checkpoint = await self._in_thread(lambda: self._folder.newest(job_id=job.job_id, max_version=newest + 1))
         next_index = 0 if checkpoint is None else checkpoint.position.next_index
         group = inbox.state.group(job.model_group)
         has_base = group.is_whole or job.base_version in group.published
@@ -154,7 +157,7 @@ class JobRun:
 
     async def _base(self) -> WeightsPublished | None:
         """The version to begin from; None if the loaded model is that, and has just been published."""
-        state, job = self._place.inbox.state, self.job
+        state, job = self._context.inbox.state, self.job
         found = state.group(job.model_group).published.get(job.base_version)
         if found is None and state.group(job.model_group).published:
             raise ConfigError(f"job {job.job_id}: version {job.base_version} of {job.model_group} is not published")
@@ -165,10 +168,10 @@ class JobRun:
             self._check_next(state.group(job.model_group).published.get(job.base_version + 1))
             return found
         if self._folder.versions():  # a checkpoint is only written once the base version is published
-            raise self._place.inbox.missing(f"version {job.base_version} of {job.model_group}", "weights")
+            raise self._context.inbox.missing(f"version {job.base_version} of {job.model_group}", "weights")
         if job.fork is not None:
             await self._load_fork()
-        weights = await self._place.aside(self.trainer.model.weights_bytes)
+        weights = await self._in_thread(self.trainer.model.weights_bytes)
         artifact = await self._publisher.put(weights)
         await self._publisher.publish_base(job, self.trainer.model, weights, artifact)
         return None
@@ -192,19 +195,19 @@ class JobRun:
         trainer = self.trainer
         if base is not None:
             weights, what = await self._read(base)
-            loaded = sha256_of(await self._place.aside(trainer.model.weights_bytes))
+            loaded = sha256_of(await self._in_thread(trainer.model.weights_bytes))
             if self.job.fork is not None or loaded != base.weights_sha256:
-                await self._place.aside(lambda: trainer.begin(weights, what))
+                await self._in_thread(lambda: trainer.begin(weights, what))
             if trainer.needs_reference:
-                await self._place.aside(lambda: trainer.refer_to(weights, what))
+                await self._in_thread(lambda: trainer.refer_to(weights, what))
         elif trainer.needs_reference:
-            await self._place.aside(lambda: trainer.refer_to(trainer.model.weights_bytes(), "the base version"))
+            await self._in_thread(lambda: trainer.refer_to(trainer.model.weights_bytes(), "the base version"))
 
     async def _load_fork(self) -> None:
         fork = self.job.fork
         assert fork is not None
         parent_group = fork.parent_of(self.job.model_group)
-        parent = await self._place.inbox.version_of(parent_group, fork.version)
+        parent = await self._context.inbox.version_of(parent_group, fork.version)
         if parent is None:
             raise ConfigError(f"job {self.job.job_id}: version {fork.version} of {parent_group} is not published")
         try:
@@ -216,7 +219,7 @@ class JobRun:
                 f"job {self.job.job_id}: the weights of version {fork.version} of {parent_group} were removed before "
                 f"this fork began: {error}; fork from another version, see is_collected of weight_versions"
             ) from error
-        await self._place.aside(lambda: self.trainer.begin(weights, what))
+        await self._in_thread(lambda: self.trainer.begin(weights, what))
 
     async def _read(self, published: WeightsPublished) -> tuple[bytes, str]:
         """A version's weights, and what they are called in an error. Raises ArtifactError."""
@@ -224,11 +227,11 @@ class JobRun:
 
     async def _resume(self, checkpoint: Checkpoint) -> None:
         """Take over a checkpoint, and publish its version if the log lacks it."""
-        await self._place.aside(lambda: self.trainer.restore(checkpoint.tensors))
+        await self._in_thread(lambda: self.trainer.restore(checkpoint.tensors))
         self._next_index = checkpoint.position.next_index
         self._previous_sha256 = checkpoint.position.previous_sha256
-        await self._publish(checkpoint.position.step, await self._place.aside(self.trainer.model.weights_bytes))
-        self._place.inbox.forget(self.job, next_index=self._next_index, version=checkpoint.position.version)
+        await self._publish(checkpoint.position.step, await self._in_thread(self.trainer.model.weights_bytes))
+        self._context.inbox.forget(self.job, next_index=self._next_index, version=checkpoint.position.version)
 
     async def _train(self, manifest: Manifest) -> None:
         """Train one manifest and let the world know. The order of what is kept:
@@ -245,7 +248,7 @@ class JobRun:
         seconds = {**self._carried, "wait": time.monotonic() - self._idle_since}
         result = await self._applied(planned)
         began = time.monotonic()
-        weights, sha256 = await self._place.aside(lambda: hashed(self.trainer.model))
+        weights, sha256 = await self._in_thread(lambda: hashed(self.trainer.model))
         seconds |= {**result.seconds, "hash": time.monotonic() - began}
         step = step_trained(self.job, manifest, result, sha256, term=self._publisher.term, seconds=seconds)
         self._next_index, self._previous_sha256 = planned.index + 1, manifest.digest
@@ -254,8 +257,8 @@ class JobRun:
         failpoint("learner/between-checkpoint-and-publish")
         sent_at = await self._publish(step, weights)
         if self._is_checkpoint_due(step):
-            self._place.inbox.forget(self.job, next_index=self._next_index, version=step.version)
-        await self._place.aside(self._prune)
+            self._context.inbox.forget(self.job, next_index=self._next_index, version=step.version)
+        await self._in_thread(self._prune)
         await self._publisher.collect(self._folder.versions(), step.time_ms)
         self._idle_since = time.monotonic()
         self._carried = {"finish": self._idle_since - sent_at}
@@ -266,11 +269,11 @@ class JobRun:
         if planned.adopts is not None:
             await self._return_to(planned.adopts)
             seconds = {"restore": time.monotonic() - began}
-            return await self._place.aside(lambda: adopted(seconds))  # threads are counted where training runs
-        records = await fetch_records(self._place.log, planned)
-        trajectories = await self._place.aside(lambda: check_members(planned, records))
+            return await self._in_thread(lambda: adopted(seconds))  # threads are counted where training runs
+        records = await fetch_records(self._context.log, planned)
+        trajectories = await self._in_thread(lambda: check_members(planned, records))
         fetch_s = time.monotonic() - began
-        result = await self._place.aside(lambda: self.trainer.train(planned, trajectories))
+        result = await self._in_thread(lambda: self.trainer.train(planned, trajectories))
         return replace(result, seconds={"fetch": fetch_s, **result.seconds})
 
     async def _return_to(self, version: int) -> None:
@@ -280,8 +283,8 @@ class JobRun:
         version) are trained again, and nothing of them is published. Raises VersionDivergedError if the weights are
         not those that were published, TruncatedError if a manifest is gone.
         """
-        job, inbox = self.job, self._place.inbox
-        checkpoint = await self._place.aside(lambda: self._folder.newest(job_id=job.job_id, max_version=version))
+        job, inbox = self.job, self._context.inbox
+        checkpoint = await self._in_thread(lambda: self._folder.newest(job_id=job.job_id, max_version=version))
         next_index = 0 if checkpoint is None else checkpoint.position.next_index
         wanted = range(next_index, version - job.base_version)
         if wanted and next_index < inbox.state.job(job.job_id).first_index:
@@ -291,7 +294,7 @@ class JobRun:
             self._trainer = await self._loaded()
             await self._stand_at(inbox.state.group(job.model_group).published[job.base_version])
         else:
-            await self._place.aside(lambda: self.trainer.restore(checkpoint.tensors))
+            await self._in_thread(lambda: self.trainer.restore(checkpoint.tensors))
         for index in wanted:
             manifest = inbox.state.job(job.job_id).manifests.get(index)
             if manifest is None:
@@ -301,10 +304,10 @@ class JobRun:
 
     async def _check_adopted(self, version: int) -> None:
         """Raises VersionDivergedError if the model is not what was published as `version`."""
-        group = self._place.inbox.state.group(self.job.model_group)
+        group = self._context.inbox.state.group(self.job.model_group)
         published = group.published.get(version)
         known = group.trained.get(version) or (published.weights_sha256 if published else None)
-        _, sha256 = await self._place.aside(lambda: hashed(self.trainer.model))
+        _, sha256 = await self._in_thread(lambda: hashed(self.trainer.model))
         if known not in (None, sha256):
             raise VersionDivergedError(
                 f"version {version} of model group {self.job.model_group} is published with hash {known}, and going "
@@ -313,7 +316,7 @@ class JobRun:
 
     def _prune(self) -> None:
         """Remove checkpoints that neither the settings keep nor a planned rollback needs."""
-        settings, manifests = self.job.settings, self._place.inbox.state.job(self.job.job_id).manifests
+        settings, manifests = self.job.settings, self._context.inbox.state.job(self.job.job_id).manifests
         needed = [one.planned.adopts for one in manifests.values() if one.planned.adopts is not None]
         self._folder.prune(keep_last=settings.keep_last, keep_every=settings.keep_every, needed=needed)
 
@@ -329,13 +332,13 @@ class JobRun:
             step=step,
         )
         began = time.monotonic()
-        checkpoint = await self._place.aside(lambda: self.trainer.checkpoint(position))
+        checkpoint = await self._in_thread(lambda: self.trainer.checkpoint(position))
         await retrying(
             lambda: self._folder.save(checkpoint),
             f"write checkpoint v{step.version} of {self.job.model_group}",
-            self._place.retry,
+            self._context.retry,
             room=Room(self._folder.path, checkpoint.size_bytes),
-            in_thread=self._place.aside,
+            in_thread=self._context.in_training_thread,
         )
         return with_phase(step, "checkpoint", time.monotonic() - began)
 
@@ -348,7 +351,7 @@ class JobRun:
     async def _publish(self, step: StepTrained, weights: bytes) -> float:
         """Store and send a version; the moment (monotonic, s) up to which its StepTrained has told its phases."""
         began = time.monotonic()
-        known = self._place.inbox.state.group(self.job.model_group).published.get(step.version)
+        known = self._context.inbox.state.group(self.job.model_group).published.get(step.version)
         # What is published was stored before; storing it again would bring back what was collected since.
         artifact = known.artifact if known else await self._publisher.put(weights)
         sent_at = time.monotonic()

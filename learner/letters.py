@@ -34,7 +34,7 @@ class Letters:
         if len(self._cuts) > MAX_CUTS:
             del self._cuts[1 : MAX_CUTS // 2 : 2]
 
-    async def note_now(self) -> None:
+    async def take_cut(self) -> None:
         """Take offsets now."""
         self.note({topic: (await self._log.end_offsets(topic))[0] for topic in (LETTERS, *self._topics)})
 

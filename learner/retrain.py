@@ -148,8 +148,8 @@ class Retraining:
 
 def threads_of(job: RecordedJob, versions: Collection[int]) -> int | None:
     """Threads that versions were trained with, None if nothing says. Raises ConfigError if they changed midway."""
-    told = sorted({step.threads for version, step in job.steps.items() if version in versions and step.threads})
-    if len(told) > 1:
-        named = ", ".join(map(str, told))
+    counts = sorted({step.threads for version, step in job.steps.items() if version in versions and step.threads})
+    if len(counts) > 1:
+        named = ", ".join(map(str, counts))
         raise ConfigError(f"job {job.submitted.job_id} was trained with {named} threads in turn; give --steps A:B")
-    return told[0] if told else job.submitted.settings.threads
+    return counts[0] if counts else job.submitted.settings.threads

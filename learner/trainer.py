@@ -34,10 +34,10 @@ class JobTrainer:
         `threads`: used if the job does not say its own number; `permissions`: the algorithms and models that it may
         name. Raises NotAllowedError for another one.
         """
-        place = f"job {job.job_id}: algorithm"
-        algorithm = table.settings_of(job.settings.algorithm, permissions, place)
+        location = f"job {job.job_id}: algorithm"
+        algorithm = table.settings_of(job.settings.algorithm, permissions, location)
         self._settings = job.settings.model_copy(update={"algorithm": algorithm})
-        self._algorithm = table.algorithm(algorithm.name, permissions, place)
+        self._algorithm = table.algorithm(algorithm.name, permissions, location)
         _check(job, algorithm)
         make_deterministic(self._settings.threads or threads)
         path = permissions.model_path(self._settings.model.path, f"job {job.job_id}: model.path")

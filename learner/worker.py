@@ -65,15 +65,15 @@ class Worker:
         file = self._checkpoints / f"{quote(self._name, safe='')}.position.json"
         inbox = await Inbox.open(self._log, self._artifacts, file=file, model_groups=self._model_groups)
         executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="training")
-        place = LearnerContext(
+        context = LearnerContext(
             self._log, inbox, executor, self._checkpoints, self._threads, self._retry, self._permissions
         )
         logger.info("ready")
         try:
             while True:
-                is_busy = await self._cancel_ended(place)
-                for job in self._current(place):
-                    is_busy |= await self._serve(job, place)
+                is_busy = await self._cancel_ended(context)
+                for job in self._current(context):
+                    is_busy |= await self._serve(job, context)
                 await inbox.poll(timeout_s=0.0 if is_busy else POLL_S)
                 inbox.save()
         except asyncio.CancelledError:
@@ -83,18 +83,18 @@ class Worker:
             await asyncio.to_thread(executor.shutdown)
             await inbox.close()
 
-    def _current(self, place: LearnerContext) -> list[JobSubmitted]:
+    def _current(self, context: LearnerContext) -> list[JobSubmitted]:
         """The first open job of every model group; runs of closed jobs are let go, and groups whose run is over."""
-        state = place.inbox.state
+        state = context.inbox.state
         current = [queue[0] for queue in state.queues.values()]
         self._publishers = {group: one for group, one in self._publishers.items() if group in state.groups}
         open_jobs = {job.job_id for job in current}
         self._runs = {group: run for group, run in self._runs.items() if run.job.job_id in open_jobs}
         return current
 
-    async def _cancel_ended(self, place: LearnerContext) -> bool:
+    async def _cancel_ended(self, context: LearnerContext) -> bool:
         """Cancel open jobs of runs that are over."""
-        jobs = [job for job in place.inbox.state.to_cancel() if job in self._current(place)]
+        jobs = [job for job in context.inbox.state.to_cancel() if job in self._current(context)]
         for job in jobs:
             event = JobCancelled(
                 run_id=job.run_id,
@@ -105,42 +105,42 @@ class Worker:
             )
             await self._log.send(event)
         if jobs:
-            await place.inbox.catch_up(("jobs",))
+            await context.inbox.catch_up(("jobs",))
         return bool(jobs)
 
-    async def _serve(self, job: JobSubmitted, place: LearnerContext) -> bool:
+    async def _serve(self, job: JobSubmitted, context: LearnerContext) -> bool:
         """Take a job one piece further; False if it waits. Its own failure is an event and not the worker's end."""
         try:
-            is_busy = await self._advance(job, place)
+            is_busy = await self._advance(job, context)
         except FencedError:
             raise
         except VersionDivergedError as error:
-            await self._fail(job, place, error)
+            await self._fail(job, context, error)
             raise
         except RollstreamError as error:
             if isinstance(error, LogError) and not isinstance(error, TruncatedError):
                 raise
-            await self._fail(job, place, error)
+            await self._fail(job, context, error)
             return True
         return is_busy
 
-    async def _advance(self, job: JobSubmitted, place: LearnerContext) -> bool:
+    async def _advance(self, job: JobSubmitted, context: LearnerContext) -> bool:
         run = self._runs.get(job.model_group)
         if run is not None and run.job.job_id == job.job_id:
             is_busy = await run.advance()
             if is_busy:
-                await place.inbox.catch_up(("jobs",))
+                await context.inbox.catch_up(("jobs",))
             return is_busy
-        if not place.inbox.is_followed(job):
-            await place.inbox.follow(job)
-            if job.run_id in place.inbox.state.ended_runs:
+        if not context.inbox.is_followed(job):
+            await context.inbox.follow(job)
+            if job.run_id in context.inbox.state.ended_runs:
                 return True
         publisher = self._publishers.get(job.model_group)
         if publisher is None:
             publisher = Publisher(
                 self._log,
                 self._artifacts,
-                place.inbox,
+                context.inbox,
                 self._needs,
                 job.model_group,
                 self._name,
@@ -148,12 +148,12 @@ class Worker:
             )
             await publisher.claim(job)
             self._publishers[job.model_group] = publisher
-        run = JobRun(job, place, publisher)
+        run = JobRun(job, context, publisher)
         await run.start()
         self._runs[job.model_group] = run
         return True
 
-    async def _fail(self, job: JobSubmitted, place: LearnerContext, error: RollstreamError) -> None:
+    async def _fail(self, job: JobSubmitted, context: LearnerContext, error: RollstreamError) -> None:
         """Say that a job has failed. Raises FencedError if that is for another learner to say by now."""
         reason = self._permissions.conceal(str(error)) or type(error).__name__
         logger.error("job=%s failed: %s", job.job_id, reason)
@@ -169,4 +169,4 @@ class Worker:
             error=reason,
         )
         await self._log.send(event)
-        await place.inbox.catch_up(("jobs",))
+        await context.inbox.catch_up(("jobs",))

@@ -97,7 +97,7 @@ def by_seat(matches: Iterable[Match]) -> dict[tuple[str, str, str], Payoff]:
         first, second = match.players
         scores.setdefault((first, match.seats[0], second), []).append(match.score)
         scores.setdefault((second, match.seats[1], first), []).append(1 - match.score)
-    return {place: _result(found) for place, found in scores.items()}
+    return {key: _result(found) for key, found in scores.items()}
 
 
 def _result(scores: list[float]) -> Payoff:

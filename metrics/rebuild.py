@@ -47,7 +47,7 @@ async def rebuild(
     """
     if not is_partial and exported is None:
         await _check_whole(log)
-    with held(path), _aside(path) as aside:
+    with held(path), _new_file(path) as aside:
         database = Database(aside)
         try:
             projector = _Told(log, database, report)
@@ -102,7 +102,7 @@ def held(path: Path) -> Iterator[None]:
 
 
 @contextmanager
-def _aside(path: Path) -> Iterator[Path]:
+def _new_file(path: Path) -> Iterator[Path]:
     """Where the new file is made; what an earlier rebuild left there is removed. It takes the name of `path`."""
     with held(path.with_name(f"{path.name}.aside")), beside(path, is_alone=True) as aside:
         _wal(aside).unlink(missing_ok=True)

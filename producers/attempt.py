@@ -251,7 +251,7 @@ class _Stage:
             )
             chosen = table.reward_of(name, self._settings, self._permissions, JudgesRecorder(self._journal))
             with self._missing_allowed(name):
-                values = await rewards.evaluate(chosen.place, chosen.function, rollout)
+                values = await rewards.evaluate(chosen.location, chosen.function, rollout)
                 for agent, value in values.items():
                     await session.reward(value, name, agent=agent)
         with self._missing_allowed("reward"):

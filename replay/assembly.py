@@ -8,14 +8,14 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 
 from rollstream.eventlog import codec
-from rollstream.eventlog.log import EventLog, Received
+from rollstream.eventlog.log import EventLog, Received, format_position
 from rollstream.eventlog.reading import read_to_end
 from rollstream.processors.assemble import fold as assembly
 from rollstream.processors.assemble.state import AssemblyState
 from rollstream.producers import group_execution
 from rollstream.producers.league.draw import seats_of
 from rollstream.replay.report import MISSING, Report, first_field
-from rollstream.replay.source import Source, place
+from rollstream.replay.source import Source
 from rollstream.schemas import ids
 from rollstream.schemas.errors import DecodeError
 from rollstream.schemas.events import GroupClosed, GroupStarted, RolloutStarted, StepRecorded, TaskRequested, Tick
@@ -78,15 +78,15 @@ async def fold(log: EventLog, part: Range) -> Folded:
         try:
             received = codec.decode(record)
         except DecodeError as error:
-            found.damaged.append(f"{place(record)} is not an event and has no dead letter: {error}")
+            found.damaged.append(f"{format_position(record.position)} is not an event and has no dead letter: {error}")
             continue
         if isinstance(received.event, Tick) and received.event.partition != record.partition:
-            at = f"{received.event.event_id} at {place(record)}: partition"  # it has no key that would tell
+            at = f"{received.event.event_id} at {format_position(record.position)}: partition"  # a Tick has no key
             found.differences.append((at, str(received.event.partition), str(record.partition)))
         if received.event.run_id == part.run_id:
             _look_at(received, state, begun, found)
         elif isinstance(received.event, GroupEvent) and ids.run_of(received.event.group_id) == part.run_id:
-            at = f"{received.event.event_id} at {place(record)}: run_id"
+            at = f"{received.event.event_id} at {format_position(record.position)}: run_id"
             found.differences.append((at, received.event.run_id, part.run_id))
         for event in (closing.closed for closing in assembly.evolve(state, received)):
             if event.run_id == part.run_id:

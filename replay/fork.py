@@ -46,26 +46,26 @@ async def check_fork(log: EventLog, artifacts: ArtifactStore, config: RunConfig,
 
 async def check_versions(log: EventLog, artifacts: ArtifactStore, config: RunConfig) -> None:
     """Raises ConfigError for a model group whose section names a version that it cannot begin with."""
-    place = f"trainer_adapters.{config.finetuning.trainer_adapter}.model_groups"
+    location = f"trainer_adapters.{config.finetuning.trainer_adapter}.model_groups"
     for name, one in config.by_group().items():
         section = config.adapter.model_groups.get(name)
         if section is not None and section.version is not None:
             point = parse_fork(section.version)
-            await _check_version(log, artifacts, one, point, name, f"{place}.{name}.version: {told(point)}")
+            await _check_version(log, artifacts, one, point, name, f"{location}.{name}.version: {told(point)}")
 
 
 async def _check_version(
-    log: EventLog, artifacts: ArtifactStore, config: RunConfig, point: ForkPoint, name: str, place: str
+    log: EventLog, artifacts: ArtifactStore, config: RunConfig, point: ForkPoint, name: str, location: str
 ) -> None:
-    published, collected = await _published(log, point, name, place)
+    published, collected = await _published(log, point, name, location)
     wrong = misfit(published, config)
     if wrong:
-        raise ConfigError(f"{place}: {wrong}")
+        raise ConfigError(f"{location}: {wrong}")
     try:
         await asyncio.to_thread(artifacts.fetch, published.artifact)
     except ArtifactError as error:
         why = collected.reason if collected is not None and not isinstance(error, StoreUnavailableError) else error
-        raise ConfigError(f"{place}: its weights were removed: {why}") from error
+        raise ConfigError(f"{location}: its weights were removed: {why}") from error
 
 
 def told(point: ForkPoint) -> str:
@@ -74,7 +74,7 @@ def told(point: ForkPoint) -> str:
 
 
 async def _published(
-    log: EventLog, point: ForkPoint, name: str, place: str
+    log: EventLog, point: ForkPoint, name: str, location: str
 ) -> tuple[WeightsPublished, WeightsCollected | None]:
     """The version as the learner will find it, under a term that is not void, and how it was collected, if it was.
 
@@ -92,19 +92,19 @@ async def _published(
         evolve(state, received)
     if point.run_id not in runs:
         known = ", ".join(list(runs)[-NAMED_RUNS:]) or "none yet"
-        raise ConfigError(f"{place}: run {point.run_id} does not exist; known runs: {known}")
+        raise ConfigError(f"{location}: run {point.run_id} does not exist; known runs: {known}")
     versions = state.group(group).published
     others = sorted(ids.name_of(one) for one in state.groups if ids.run_of(one) == point.run_id and one != group)
     if not versions and others:
         raise ConfigError(
-            f"{place}: run {point.run_id} has no model group {ids.name_of(group)}; it has {', '.join(others)}; name "
+            f"{location}: run {point.run_id} has no model group {ids.name_of(group)}; it has {', '.join(others)}; name "
             f"one as {point.run_id}/GROUP@{point.version}"
         )
     if not versions:
-        raise ConfigError(f"{place}: run {point.run_id} has published no version yet")
+        raise ConfigError(f"{location}: run {point.run_id} has published no version yet")
     if point.version not in versions:
         kept = f"{min(versions)} to {max(versions)}"
-        raise ConfigError(f"{place}: run {point.run_id} has no version {point.version}, it has {kept}")
+        raise ConfigError(f"{location}: run {point.run_id} has no version {point.version}, it has {kept}")
     return versions[point.version], collected
 
 

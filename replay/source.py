@@ -8,7 +8,7 @@ from typing import TypeVar
 
 from rollstream.eventlog import codec, dead_letters
 from rollstream.eventlog.artifacts import ArtifactStore
-from rollstream.eventlog.log import EventLog, Received, Record
+from rollstream.eventlog.log import EventLog, Received, Record, format_position
 from rollstream.eventlog.reading import read_to_end, unknown_run
 from rollstream.eventlog.run_offsets import LETTERS, offset_name, start_offsets_of
 from rollstream.schemas import ids
@@ -114,7 +114,9 @@ class RunEvents:
             received = codec.decode(record)
         except DecodeError as error:
             if not is_dead:
-                self.damaged.append(f"{place(record)} is not an event and has no dead letter: {error}")
+                self.damaged.append(
+                    f"{format_position(record.position)} is not an event and has no dead letter: {error}"
+                )
             return
         if received.event.run_id != self.run_id:
             return
@@ -173,11 +175,6 @@ async def _read_from(log: EventLog, run_id: str, starts: Mapping[str, int]) -> R
 
 def _starts(topic: str, begins: Mapping[int, int], starts: Mapping[str, int]) -> dict[int, int]:
     return {partition: starts.get(offset_name(topic, partition), begin) for partition, begin in begins.items()}
-
-
-def place(record: Record) -> str:
-    """Topic, partition and offset for a message."""
-    return f"{record.topic} {record.partition}@{record.offset}"
 
 
 def of_type(received: Iterable[Received], kind: type[T]) -> list[tuple[T, Received]]:

@@ -146,9 +146,9 @@ async def compare_trajectories(
     """Compare the record at every locator of a closed group or a manifest with the digest named there."""
     wanted: dict[tuple[int, int], list[tuple[str, str, str]]] = {}
     for event, _ in groups:
-        _note(wanted, event.event_id, event.locators, ((m.trajectory_id, m.digest) for m in event.members))
+        _want(wanted, event.event_id, event.locators, ((m.trajectory_id, m.digest) for m in event.members))
     for event, _ in batches:
-        _note(wanted, event.event_id, event.locators, ((m.trajectory_id, m.digest) for m in event.members))
+        _want(wanted, event.event_id, event.locators, ((m.trajectory_id, m.digest) for m in event.members))
     starts: dict[int, int] = {}
     ends: dict[int, int] = {}
     for partition, offset in wanted:
@@ -178,14 +178,14 @@ def _compare_record(record: Record, named: list[tuple[str, str, str]], report: R
             report.differ("trajectories", what, digest, f"{found.event.event_id} {found.digest}")
 
 
-def _note(
+def _want(
     wanted: dict[tuple[int, int], list[tuple[str, str, str]]],
     by: str,
     locators: tuple[Locator, ...],
     members: Iterable[tuple[str, str]],
 ) -> None:
-    for place, (trajectory_id, digest) in zip(locators, members, strict=False):
-        wanted.setdefault((place.partition, place.offset), []).append((by, trajectory_id, digest))
+    for locator, (trajectory_id, digest) in zip(locators, members, strict=False):
+        wanted.setdefault((locator.partition, locator.offset), []).append((by, trajectory_id, digest))
 
 
 def dataset_of(events: RunEvents, artifacts: ArtifactStore) -> Dataset:

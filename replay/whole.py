@@ -19,7 +19,7 @@ async def check_runs(log: EventLog) -> list[str]:
     The newest records of an open run are named by nothing. Holds the small
     topics' records of one run at a time, so that it reads them once for every run.
     """
-    told: list[str] = []
+    unended_runs: list[str] = []
     for run_id, event_id in (await _runs(log)).items():
         try:
             events = await read_run(log, run_id)
@@ -29,8 +29,8 @@ async def check_runs(log: EventLog) -> list[str]:
             raise gone(events, Named("groups", ids.event_id("run_started", run_id), event_id)) from error
         check_whole(events)
         await _check_ranges(log, events)
-        told += filter(None, [unended(events)])
-    return told
+        unended_runs += filter(None, [unended(events)])
+    return unended_runs
 
 
 async def _runs(log: EventLog) -> dict[str, str]:
@@ -47,12 +47,12 @@ async def _runs(log: EventLog) -> dict[str, str]:
 
 async def _check_ranges(log: EventLog, events: RunEvents) -> None:
     """Raises TruncatedError if `steps` or `trajectories` lack what groups and manifests name."""
-    for topic, places in (("steps", _steps(events)), ("trajectories", _trajectories(events))):
+    for topic, positions in (("steps", _steps(events)), ("trajectories", _trajectories(events))):
         begins, ends = await log.begin_offsets(topic), await log.end_offsets(topic)
-        for place in places:
-            where = TopicPartition(topic, place.partition)
-            begin, end = begins.get(place.partition, 0), ends.get(place.partition, 0)
-            for offset in (place.offset, place.offset + 1):  # one that is read, and one to go on from
+        for locator in positions:
+            where = TopicPartition(topic, locator.partition)
+            begin, end = begins.get(locator.partition, 0), ends.get(locator.partition, 0)
+            for offset in (locator.offset, locator.offset + 1):  # one that is read, and one to go on from
                 check_kept(where, offset, begin, end)
 
 

@@ -130,8 +130,8 @@ class InvalidValue(NamedTuple):
         return f"{self.path}: {self.message}" if self.path else self.message
 
 
-def first_invalid(error: ValidationError, place: str = "", *, known: Iterable[str] | None = None) -> InvalidValue:
-    """The first of pydantic's errors, below `place`.
+def first_invalid(error: ValidationError, location: str = "", *, known: Iterable[str] | None = None) -> InvalidValue:
+    """The first of pydantic's errors, below `location`.
 
     `known`: the keys that there are. Then an unknown key comes first, for what it was meant to be is missing too, with
     the nearest known one.
@@ -140,7 +140,7 @@ def first_invalid(error: ValidationError, place: str = "", *, known: Iterable[st
     if known is not None:
         errors.sort(key=lambda one: one["type"] != "extra_forbidden")
     first = errors[0]
-    path = ".".join(str(part) for part in (place, *first["loc"]) if part != "")
+    path = ".".join(str(part) for part in (location, *first["loc"]) if part != "")
     if known is None or first["type"] != "extra_forbidden":
         return InvalidValue(path, first["msg"].removeprefix("Value error, "))
     return InvalidValue(path, f"unknown key; {hint(str(first['loc'][-1]), known)}")
@@ -175,8 +175,8 @@ def told(error: BaseException) -> str:
         message = str(error)
     except Exception:  # noqa: BLE001 -- whatever others' code raises
         message = "(its message cannot be read)"
-    place = "" if isinstance(error, RollstreamError) else raised_at(error)
-    kind = type(error).__name__ + (f" ({place})" if place else "")
+    source_line = "" if isinstance(error, RollstreamError) else raised_at(error)
+    kind = type(error).__name__ + (f" ({source_line})" if source_line else "")
     return f"{kind}: {message}" if message else kind
 
 

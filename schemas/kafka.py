@@ -172,20 +172,21 @@ def from_environment(environ: Mapping[str, str]) -> dict[str, Any]:
 
 
 def connection(
-    bootstrap_servers: str, block: Mapping[str, Any], environ: Mapping[str, str] | None, *, place: str = "kafka"
+    bootstrap_servers: str, block: Mapping[str, Any], environ: Mapping[str, str] | None, *, location: str = "kafka"
 ) -> KafkaSettings:
     """Settings of a `kafka:` block, the `${NAME}` of its secrets expanded (none: they are). Raises ConfigError."""
-    values = dict(block) if environ is None else expanded(block, environ, place=place)
+    values = dict(block) if environ is None else expanded(block, environ, location=location)
     try:
         return KafkaSettings.model_validate({**values, "bootstrap_servers": bootstrap_servers})
     except ValidationError as error:
-        raise ConfigError(str(first_invalid(error, place))) from None
+        raise ConfigError(str(first_invalid(error, location))) from None
 
 
-def expanded(block: Mapping[str, Any], environ: Mapping[str, str], *, place: str = "kafka") -> dict[str, Any]:
+def expanded(block: Mapping[str, Any], environ: Mapping[str, str], *, location: str = "kafka") -> dict[str, Any]:
     """A block with the `${NAME}` of its secrets expanded. Raises ConfigError for a variable that is not set."""
     return {
-        name: expand(value, environ, f"{place}.{name}") if name in SECRETS else value for name, value in block.items()
+        name: expand(value, environ, f"{location}.{name}") if name in SECRETS else value
+        for name, value in block.items()
     }
 
 

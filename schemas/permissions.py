@@ -49,52 +49,52 @@ class Permissions(NamedTuple):
         expanded = {_expanded(entry, environ) for entry in given}
         return cls(given | expanded, environ)
 
-    def check_code(self, name: str, place: str) -> None:
+    def check_code(self, name: str, location: str) -> None:
         """Raises NotAllowedError for a `python:` name that is not listed; other names are registered ones."""
         if name.startswith(CODE) and name not in self.allow:
-            raise _refused(place, name)
+            raise _refused(location, name)
 
-    def check_url(self, url: str, place: str) -> None:
+    def check_url(self, url: str, location: str) -> None:
         """Raises NotAllowedError for a URL that is neither listed nor below one that is, ConfigError for no URL."""
         if not URL.match(url):
-            raise ConfigError(f"{place}: {shown(self.conceal(url))} must be a URL like http://host:8000")
+            raise ConfigError(f"{location}: {shown(self.conceal(url))} must be a URL like http://host:8000")
         asked = _split(url)
         listed = (_split(entry) for entry in self.allow if URL.match(entry))
         if asked is None or not any(base is not None and _is_below(asked, base) for base in listed):
-            raise _refused(place, self.conceal(url))
+            raise _refused(location, self.conceal(url))
 
-    def check_file(self, path: str, place: str) -> None:
+    def check_file(self, path: str, location: str) -> None:
         """Raises NotAllowedError for a local file that is not listed."""
         if f"{FILE}{path}" not in self.allow:
-            raise _refused(place, self.conceal(f"{FILE}{path}"))
+            raise _refused(location, self.conceal(f"{FILE}{path}"))
 
-    def model_path(self, written: str, place: str) -> str:
+    def model_path(self, written: str, location: str) -> str:
         """A base model's folder or hub name with its `${NAME}` replaced.
 
         Raises NotAllowedError for one that is neither listed nor below one that is, ConfigError as `expand` does.
         """
         for reference in sorted(names_of(written)):
-            self._check_variables(reference, place, f"{PLACE}{_MODEL_PATH}={reference}")
-        path = str(expand(written, self.environ, place))
+            self._check_variables(reference, location, f"{PLACE}{_MODEL_PATH}={reference}")
+        path = str(expand(written, self.environ, location))
         listed = (entry.removeprefix(MODEL) for entry in self.allow if entry.startswith(MODEL))
         if not any(one in (path, written) or _is_in_folder(path, one) for one in listed):
-            raise _refused(place, f"{MODEL}{written}")
+            raise _refused(location, f"{MODEL}{written}")
         return path
 
-    def expand(self, value: JsonValue, place: str, path: str) -> JsonValue:
+    def expand(self, value: JsonValue, location: str, path: str) -> JsonValue:
         """`value` with its `${NAME}` replaced. `path`: where it stands, as `environment_path` or `evaluator_path` says.
 
         Raises NotAllowedError for one that is not listed, else ConfigError.
         """
         for where, text in _texts(value, path):
-            self._check_variables(text, f"{place}{where.removeprefix(path)[:_MAX_SHOWN]}", f"{PLACE}{where}={text}")
-        return expand(value, self.environ, place)
+            self._check_variables(text, f"{location}{where.removeprefix(path)[:_MAX_SHOWN]}", f"{PLACE}{where}={text}")
+        return expand(value, self.environ, location)
 
-    def _check_variables(self, text: str, place: str, entry: str) -> None:
+    def _check_variables(self, text: str, location: str, entry: str) -> None:
         """Raises NotAllowedError for a variable of a text, unless it is listed by its name or `entry` is."""
         for name in () if entry in self.allow else sorted(variables_in(text)):
             if f"${{{name}}}" not in self.allow:
-                raise _refused(place, f"${{{name}}}")
+                raise _refused(location, f"${{{name}}}")
 
     def conceal(self, message: str) -> str:
         """`message` with every listed variable's value written as `${NAME}`."""
@@ -205,8 +205,8 @@ def _expanded(entry: str, environ: Mapping[str, str]) -> str:
         return entry
 
 
-def _refused(place: str, name: str) -> NotAllowedError:
-    return NotAllowedError(f"{place}: {shown(name)} is not allowed by this process's settings; {REMEDY}")
+def _refused(location: str, name: str) -> NotAllowedError:
+    return NotAllowedError(f"{location}: {shown(name)} is not allowed by this process's settings; {REMEDY}")
 
 
 def _is_url(text: str) -> bool:

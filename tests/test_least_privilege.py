@@ -200,9 +200,9 @@ def test_every_service_works_with_the_documented_rights_alone(lab: Lab) -> None:
 @pytest.mark.slow
 def test_commands_that_only_look_need_no_more_than_to_read(lab: Lab, tmp_path: Path) -> None:
     lab.wait(lambda: len(lab.letters()) >= len(DEAD_LETTERED_BY), "records that are no events have no dead letters")
-    told = lab.told("auditor", "status")
-    assert "lab-producers" in told
-    assert "lab-processors" in told
+    reported = lab.told("auditor", "status")
+    assert "lab-producers" in reported
+    assert "lab-processors" in reported
     assert RUN in lab.told("auditor", "runs")
     assert RUN in lab.told("auditor", "jobs")
     assert "steps/" in lab.told("auditor", "dlq", "list")
@@ -304,7 +304,7 @@ def test_weights_stay_where_the_log_cannot_be_told_that_they_go(lab: Lab) -> Non
     ],
 )
 def test_a_right_that_the_endpoint_lacks_ends_it_with_one_error(
-    lab: Lab, tmp_path: Path, caplog: pytest.LogCaptureFixture, guest: str, missing: tuple[str, str], told: str
+    lab: Lab, tmp_path: Path, caplog: pytest.LogCaptureFixture, guest: str, missing: tuple[str, str], reported: str
 ) -> None:
     lab.deprive(guest, "endpoint", f"--operation {missing[0]} {topic(missing[1])}")
     kafka = lab.settings(guest)
@@ -321,7 +321,7 @@ def test_a_right_that_the_endpoint_lacks_ends_it_with_one_error(
     )
     with pytest.raises(AccessDeniedError) as caught:
         asyncio.run(asyncio.wait_for(endpoint_service.serve(settings), WAIT_S))
-    assert_told(caught.value, guest, told)
+    assert_told(caught.value, guest, reported)
     assert [record.getMessage() for record in caplog.records if record.levelname == "ERROR"] == []
 
 

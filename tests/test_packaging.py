@@ -108,8 +108,8 @@ def pins() -> set[str]:
 
 def licence(name: str) -> str:
     metadata = importlib.metadata.metadata(name)
-    told = metadata.get_all("License-Expression") or [text[:200] for text in metadata.get_all("License") or []]
-    return " ".join([*told, *(text for text in metadata.get_all("Classifier") or [] if text.startswith("License"))])
+    lines = metadata.get_all("License-Expression") or [text[:200] for text in metadata.get_all("License") or []]
+    return " ".join([*lines, *(text for text in metadata.get_all("Classifier") or [] if text.startswith("License"))])
 
 
 def is_named(name: str) -> bool:

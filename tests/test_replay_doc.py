@@ -23,9 +23,9 @@ def documented() -> dict[str, set[str]]:
 def test_every_field_of_every_event_says_what_finds_a_change_in_it() -> None:
     kinds = [kind for kind in vars(events).values() if isinstance(kind, type) and issubclass(kind, Event)]
     written = {kind.__name__: set(kind.model_fields) - OF_ALL for kind in kinds if kind is not Event}
-    told = documented()
-    assert told.pop("all") == OF_ALL
-    assert {name: fields for name, fields in told.items() if fields} == {
+    rows = documented()
+    assert rows.pop("all") == OF_ALL
+    assert {name: fields for name, fields in rows.items() if fields} == {
         name: fields for name, fields in written.items() if fields
     }
-    assert told.keys() == written.keys()
+    assert rows.keys() == written.keys()

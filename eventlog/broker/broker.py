@@ -183,9 +183,9 @@ class EmbeddedBroker:
         self._await_ready(port)
         credentials.make_known(port, controller_port, time.monotonic() + START_TIMEOUT_S)
         self.bootstrap_servers = f"{HOST}:{port}"
-        told = {"bootstrap_servers": self.bootstrap_servers, **ports, "pid": os.getpid(), "broker_pid": broker_pid}
-        told |= {"kafka": install.KAFKA_VERSION}
-        write_whole(self._folder / "broker.json", json.dumps(told, indent=1))
+        status = {"bootstrap_servers": self.bootstrap_servers, **ports, "pid": os.getpid(), "broker_pid": broker_pid}
+        status |= {"kafka": install.KAFKA_VERSION}
+        write_whole(self._folder / "broker.json", json.dumps(status, indent=1))
         logger.info("broker %s ready after %.1f s", self.bootstrap_servers, time.monotonic() - began)
 
     def _launch(self, command: list[str]) -> int:
@@ -233,7 +233,7 @@ def find_running(workspace: Path) -> str | None:
     """`host:port` of the running broker of a workspace; None if there is none, or it is stopping because the process
     that started it has ended."""
     folder = workspace / "broker"
-    told = _told(folder / "broker.json")
+    status = _read_status(folder / "broker.json")
     try:
         lock = os.open(folder / "lock", os.O_RDWR)
     except FileNotFoundError:
@@ -241,8 +241,8 @@ def find_running(workspace: Path) -> str | None:
     try:
         fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:
-        is_ending = not _is_alive(str(told.get("pid")))
-        return None if is_ending or not answers(int(told["port"])) else str(told["bootstrap_servers"])
+        is_ending = not _is_alive(str(status.get("pid")))
+        return None if is_ending or not answers(int(status["port"])) else str(status["bootstrap_servers"])
     finally:
         os.close(lock)
     return None
@@ -254,7 +254,7 @@ def own_block(workspace: Path, bootstrap_servers: str) -> dict[str, str]:
     A running broker that was started by an earlier version does not.
     """
     folder = workspace / "broker"
-    is_own = _told(folder / "broker.json").get("bootstrap_servers") == bootstrap_servers
+    is_own = _read_status(folder / "broker.json").get("bootstrap_servers") == bootstrap_servers
     return block(folder) if is_own and password_file(folder).exists() else {}
 
 
@@ -305,20 +305,22 @@ def _is_alive(pid: str) -> bool:
 
 def _ports(remembered: Path) -> tuple[int, int]:
     """The ports of the last start if they are free, else new ones."""
-    told = _told(remembered)
-    ports = [port for name in ("port", "controller_port") if isinstance(port := told.get(name), int) and _is_free(port)]
+    status = _read_status(remembered)
+    ports = [
+        port for name in ("port", "controller_port") if isinstance(port := status.get(name), int) and _is_free(port)
+    ]
     if len(ports) < 2:
         ports = _free_ports(2)
     return ports[0], ports[1]
 
 
-def _told(path: Path) -> dict[str, Any]:
+def _read_status(path: Path) -> dict[str, Any]:
     """Contents of `broker.json`; empty if it is missing or damaged."""
     try:
-        told = json.loads(path.read_text(encoding="utf-8"))
+        status = json.loads(path.read_text(encoding="utf-8"))
     except (FileNotFoundError, ValueError):
         return {}
-    return told if isinstance(told, dict) else {}
+    return status if isinstance(status, dict) else {}
 
 
 def _free_ports(count: int) -> list[int]:

@@ -77,7 +77,7 @@ class _Watch:
         """Restart the broker, with retries. Raises BrokerError after too many attempts."""
         reason = "the broker died"
         while True:
-            had_to_wait = await self._room()
+            had_to_wait = await self._wait_for_disk()
             wait_s = self.restarts.first_backoff_s if had_to_wait else self.restarts.add()
             if self.restarts.are_too_many:
                 raise BrokerError(
@@ -94,7 +94,7 @@ class _Watch:
             else:
                 return
 
-    async def _room(self) -> bool:
+    async def _wait_for_disk(self) -> bool:
         """Wait for enough disk space for a broker; returns whether it had to wait."""
         folder = self._broker.workspace / "broker"  # may be on a disk other than the workspace's
         has_waited = False

@@ -66,54 +66,54 @@ class _CutOffError(LogError):
 async def _why_refused_at(
     kafka: KafkaSettings, host: str, port: int, options: dict[str, Any], *, is_last: bool
 ) -> LogError | None:
-    place = f"Kafka at {host}:{port}"
+    server = f"Kafka at {host}:{port}"
     connection = AIOKafkaConnection(host, port, request_timeout_ms=REQUEST_TIMEOUT_MS, **options)
     try:
         await connection.connect()
         await connection.send(MetadataRequest([]))
     except SaslAuthenticationFailed:
         return AccessDeniedError(
-            f"{place} refuses {kafka.principal}: wrong username or password for {kafka.sasl_mechanism}; correct "
+            f"{server} refuses {kafka.principal}: wrong username or password for {kafka.sasl_mechanism}; correct "
             "kafka.username and kafka.password, or add the user (kafka-configs.sh)"
         )
     except UnsupportedSaslMechanismError:
-        return AccessDeniedError(f"{place} does not support kafka.sasl_mechanism {kafka.sasl_mechanism}; set another")
+        return AccessDeniedError(f"{server} does not support kafka.sasl_mechanism {kafka.sasl_mechanism}; set another")
     except (ssl.SSLError, KafkaConnectionError, ConnectionError) as error:
-        found = _of_connection(kafka, place, error)
+        found = _of_connection(kafka, server, error)
         return AccessDeniedError(str(found)) if is_last and isinstance(found, _CutOffError) else found
     except (IllegalSaslStateError, AssertionError, ValueError):
-        return AccessDeniedError(_mismatch(kafka, place))
+        return AccessDeniedError(_mismatch(kafka, server))
     except (OSError, TimeoutError, KafkaError) as error:
-        return LogError(f"{place}: {error or 'no answer'}")
+        return LogError(f"{server}: {error or 'no answer'}")
     finally:
         await _close(connection)
     return None
 
 
-def _of_connection(kafka: KafkaSettings, place: str, error: Exception) -> LogError:
+def _of_connection(kafka: KafkaSettings, server: str, error: Exception) -> LogError:
     """The error of a connection that was refused, closed or not trusted."""
     causes = list(_causes(error))
     if untrusted := next((one for one in causes if isinstance(one, ssl.SSLCertVerificationError)), None):
         return AccessDeniedError(
-            f"the certificate of {place} is not trusted ({untrusted.verify_message}); set kafka.ca_file to the "
+            f"the certificate of {server} is not trusted ({untrusted.verify_message}); set kafka.ca_file to the "
             "authority that signed it, or connect to a host name in the certificate"
         )
     alert = next((one for one in causes if isinstance(one, ssl.SSLError) and "ALERT" in (one.reason or "")), None)
     if alert is not None:
         remedy = "another kafka.cert_file" if kafka.cert_file else "kafka.cert_file and kafka.key_file"
         return AccessDeniedError(
-            f"{place} refuses the TLS connection ({alert.reason}): it requires a client certificate that it trusts; "
+            f"{server} refuses the TLS connection ({alert.reason}): it requires a client certificate that it trusts; "
             f"set {remedy}"
         )
     is_refused = any(isinstance(one, ConnectionRefusedError) for one in causes)
     if is_refused:
-        return LogError(f"{place}: connection refused")
-    return _CutOffError(_mismatch(kafka, place))
+        return LogError(f"{server}: connection refused")
+    return _CutOffError(_mismatch(kafka, server))
 
 
-def _mismatch(kafka: KafkaSettings, place: str) -> str:
+def _mismatch(kafka: KafkaSettings, server: str) -> str:
     return (
-        f"{place} does not speak {kafka.security_protocol} (it closes the connection); set kafka.security_protocol to "
+        f"{server} does not speak {kafka.security_protocol} (it closes the connection); set kafka.security_protocol to "
         f"that of its listener: {OTHER_PROTOCOL[kafka.security_protocol]}"
     )
 

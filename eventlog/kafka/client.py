@@ -197,7 +197,11 @@ async def committed_offsets(admin: AIOKafkaAdminClient, kafka: KafkaSettings, gr
     """Next offset by partition of our topics; empty if the group never committed. Raises LogError."""
     with log_errors(f"read the committed offsets of group {group}", kafka, "Describe"):
         found = await _patiently(group, lambda: admin.list_consumer_group_offsets(group))
-    return {our_partition(kafka, where): told.offset for where, told in found.items() if kafka.short_name(where.topic)}
+    return {
+        our_partition(kafka, where): committed.offset
+        for where, committed in found.items()
+        if kafka.short_name(where.topic)
+    }
 
 
 async def group_members(admin: AIOKafkaAdminClient, kafka: KafkaSettings, group: str) -> list[GroupMember]:

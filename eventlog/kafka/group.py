@@ -92,12 +92,12 @@ class KafkaGroupReader(ConsumerRebalanceListener):
         """Commit next offsets, each with optional metadata. Raises FencedError, LogError."""
         self._check_owned(offsets)
         check_metadata(metadata or {})
-        told = {
+        offsets_and_metadata = {
             kafka_partition(self._kafka, where): OffsetAndMetadata(offset, (metadata or {}).get(where, ""))
             for where, offset in offsets.items()
         }
         doing = f"commit offsets of group {self._group}"
-        await within(COMMIT_TIMEOUT_S, doing, self._commit(told), kafka=self._kafka, operation="Read")
+        await within(COMMIT_TIMEOUT_S, doing, self._commit(offsets_and_metadata), kafka=self._kafka, operation="Read")
 
     async def close(self) -> None:
         """Leave the group; `on_revoked` is not called."""
@@ -132,9 +132,9 @@ class KafkaGroupReader(ConsumerRebalanceListener):
             for where, offset in (await self._consumer.beginning_offsets(without)).items():
                 self._consumer.seek(where, offset)
 
-    async def _commit(self, told: dict[KafkaPartition, OffsetAndMetadata]) -> None:
+    async def _commit(self, offsets_and_metadata: dict[KafkaPartition, OffsetAndMetadata]) -> None:
         try:
-            await self._consumer.commit(told)
+            await self._consumer.commit(offsets_and_metadata)
         except (CommitFailedError, IllegalStateError) as error:
             raise FencedError(f"group {self._group} has assigned a partition to another member: {error}") from error
 

@@ -278,11 +278,11 @@ class KafkaLog(OpenedByBlock):
 
     async def _landed(self, topic: str, future: "asyncio.Future[Any]") -> Position:
         try:
-            told = await future
+            metadata = await future
         except Exception as error:
             with log_errors(f"send to topic {self.kafka.topic_name(topic)}", self.kafka, "Write"):
                 raise error
-        return Position(topic, told.partition, told.offset)
+        return Position(topic, metadata.partition, metadata.offset)
 
     def _fail_overdue(self) -> None:
         """Fail the sends whose deadline has passed; one timer serves all, because each would cost as much as a send."""

@@ -66,9 +66,9 @@ class BoundedAdapter(RollstreamTrainerAdapter):
             return
         members = [(one.metadata or {}, one.reward) for group in groups for one in group]
         rewards = {str(metadata.get("trajectory_id")): reward for metadata, reward in members}
-        told = {"epoch": (ref.metadata or {}).get("epoch"), "submission_id": submission, "rewards": rewards}
+        record = {"epoch": (ref.metadata or {}).get("epoch"), "submission_id": submission, "rewards": rewards}
         with self._file.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(told) + "\n")
+            file.write(json.dumps(record) + "\n")
 
 
 @register_trainer_adapter(config_type=BoundedAdapterConfig)

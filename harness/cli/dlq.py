@@ -71,7 +71,7 @@ def show(number: int, limit: int, raw: Path | None, bootstrap_servers: str | Non
         if record.value is None:
             raise ConfigError(f"dead letter {number} has a null value; there are no bytes to write to {raw}")
         raw.write_bytes(record.value)
-    click.echo("\n".join(_told(letter, stored, record, limit)))
+    click.echo("\n".join(_report(letter, stored, record, limit)))
 
 
 @dlq.command()
@@ -91,7 +91,8 @@ def redrive(
 ) -> None:
     """Send the records of dead letters NUMBERS again, each to its own topic and partition: all of them or none."""
     from rollstream.eventlog.artifacts import ArtifactStore
-    from rollstream.harness.upkeep.dead_letters import place, prepare, send
+    from rollstream.eventlog.log import format_position
+    from rollstream.harness.upkeep.dead_letters import prepare, send
     from rollstream.schemas.errors import ConfigError
 
     if value is not None and len(set(numbers)) > 1:
@@ -101,9 +102,10 @@ def redrive(
 
     async def go(log: "EventLog") -> list[str]:
         prepared = await prepare(log, artifacts, numbers, value=corrected, force=force, again=again)
-        places = await send(log, prepared)
+        positions = await send(log, prepared)
         return [
-            f"dead letter {one.letter.number}: sent to {place(to)}" for one, to in zip(prepared, places, strict=True)
+            f"dead letter {one.letter.number}: sent to {format_position(to)}"
+            for one, to in zip(prepared, positions, strict=True)
         ]
 
     for line in _on_the_log(workspace, bootstrap_servers, go):
@@ -117,12 +119,12 @@ def _on_the_log(
 
 
 def _row(letter: "Letter") -> tuple[object, ...]:
-    from rollstream.harness.upkeep.dead_letters import place
+    from rollstream.eventlog.log import format_position
 
     reason = _line(letter.reason)
     reason = reason if len(reason) <= REASON_CHARS else reason[: REASON_CHARS - 1] + "…"
-    came_from = place(letter.came_from) if letter.came_from else "unknown"
-    sent = ", ".join(map(place, letter.redriven_to))
+    came_from = format_position(letter.came_from) if letter.came_from else "unknown"
+    sent = ", ".join(map(format_position, letter.redriven_to))
     return letter.number, _time(letter.time_ms), came_from, letter.service, letter.stage, sent, reason
 
 
@@ -145,13 +147,13 @@ def _fields(letter: "Letter") -> dict[str, object]:
     }
 
 
-def _told(letter: "Letter", stored: "Record", record: "Record", limit: int) -> list[str]:
-    from rollstream.harness.upkeep.dead_letters import place
+def _report(letter: "Letter", stored: "Record", record: "Record", limit: int) -> list[str]:
+    from rollstream.eventlog.log import format_position
 
     lines = [f"dead letter {letter.number} of {_time(letter.time_ms)}"]
-    lines.append(f"record: {place(letter.came_from) if letter.came_from else 'unknown'}")
+    lines.append(f"record: {format_position(letter.came_from) if letter.came_from else 'unknown'}")
     lines += [f"service: {letter.service}, stage {letter.stage}", f"reason: {letter.error}: {_line(letter.reason)}"]
-    lines += [f"redriven to: {place(to)}" for to in letter.redriven_to]
+    lines += [f"redriven to: {format_position(to)}" for to in letter.redriven_to]
     lines.append(f"key: {_shown(record.key, limit)}")
     lines += ["headers:", *(f"  {_line(name)}: {_shown(content, limit)}" for name, content in stored.headers)]
     size = "null" if record.value is None else f"{len(record.value)} bytes"

@@ -41,7 +41,7 @@ def export(
     from rollstream.replay.archive.manifest import ExportManifest
     from rollstream.replay.source import read_run
 
-    place, line = Workspace(workspace), _progress_line()
+    layout, line = Workspace(workspace), _progress_line()
     folder = output or Path(f"{run}-export")
     check_new(folder)
 
@@ -56,14 +56,14 @@ def export(
                 log,
                 run,
                 folder,
-                artifacts=ArtifactStore(place.artifact_uri()),
+                artifacts=ArtifactStore(layout.artifact_uri()),
                 with_weights=weights,
                 report=lambda what, done, total: line.show_when_due(f"{what}: {done} of {total}"),
             )
         finally:
             line.clear()
 
-    manifest = on_log(place, bootstrap_servers, "rollstream-export", write)
+    manifest = on_log(layout, bootstrap_servers, "rollstream-export", write)
     num_records = sum(topic.num_records for topic in manifest.topics.values())
     missing = [artifact for artifact in manifest.artifacts if artifact.file is None]
     gone = [f"{one.what} ({one.missing})" if one.missing else one.what for one in missing]
@@ -96,12 +96,12 @@ def rebuild(
     from rollstream.replay.archive.log import ExportLog, rebuild_exported
     from rollstream.replay.whole import check_runs
 
-    place, line = Workspace(workspace), _progress_line()
-    path = output or metrics_file(place.folder)
+    layout, line = Workspace(workspace), _progress_line()
+    path = output or metrics_file(layout.folder)
     with held(path):
         pass  # report this before a broker is started
 
-    def told(rows: int) -> None:
+    def show(rows: int) -> None:
         line.show_when_due(f"{rows} rows")
 
     async def make(log: KafkaLog | ExportLog) -> None:
@@ -113,9 +113,9 @@ def rebuild(
                     for not_ended in await check_runs(log):
                         click.echo(not_ended, err=True)
                 if isinstance(log, ExportLog):
-                    await rebuild_exported(log, path, report=told)
+                    await rebuild_exported(log, path, report=show)
                 else:
-                    await make_again(log, path, is_partial=partial, report=told)
+                    await make_again(log, path, is_partial=partial, report=show)
             except TruncatedError as error:
                 raise TruncatedError(f"{error}; --partial projects what is left") from error
 
@@ -123,7 +123,7 @@ def rebuild(
         if source is not None:
             asyncio.run(make(ExportLog(source)))
         else:
-            with broker_of(place, bootstrap_servers) as kafka:
+            with broker_of(layout, bootstrap_servers) as kafka:
                 asyncio.run(make(KafkaLog(kafka, client_id="rollstream-rebuild")))
     finally:
         line.clear()
@@ -134,8 +134,8 @@ def _check_whole(events: "RunEvents") -> None:
     """Raises TruncatedError if the events of the run are incomplete."""
     from rollstream.replay.completeness import check_whole, unended
 
-    if told := unended(events):
-        click.echo(told, err=True)
+    if reason := unended(events):
+        click.echo(reason, err=True)
     try:
         check_whole(events)
     except TruncatedError as error:

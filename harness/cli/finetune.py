@@ -64,14 +64,14 @@ def finetune(
 
     is_json_path = result_json_path is not None and result_json_path.startswith("$")
     result = None if result_json_path is None or is_json_path else Path(result_json_path)
-    told = {key: str(value) if isinstance(value, Path) else value for key, value in options.items()}
-    told["result_json_path"] = result_json_path if is_json_path else None
+    shown = {key: str(value) if isinstance(value, Path) else value for key, value in options.items()}
+    shown["result_json_path"] = result_json_path if is_json_path else None
     if fork is not None and resume is not None:
         raise ConfigError("--fork starts a new run and --resume continues one; give only one of them")
     if run_id is not None and (resume is not None or name is not None):
         raise ConfigError("--run_id is the full id of a new run; remove --name and --resume")
     parent = None if fork is None else parse_fork(fork)
-    train(Request(config_file, workspace, override, told, resume, name, result, parent, run_id, trust))
+    train(Request(config_file, workspace, override, shown, resume, name, result, parent, run_id, trust))
 
 
 def train(request: "Request") -> None:
@@ -110,11 +110,11 @@ def stop(run: str, bootstrap_servers: str | None, workspace: Path) -> None:
         if progress.ended is not None:
             return f"run {run} had already ended ({progress.ended.cause})"
         await log.send(RunEnded(run_id=run, time_ms=time.time_ns() // 1_000_000, cause="stopped"))
-        told = f"run {run} stopped at version {progress.version}"
+        summary = f"run {run} stopped at version {progress.version}"
         if not is_trained(progress):
-            return f"{told}: nothing was trained"
+            return f"{summary}: nothing was trained"
         saves = f"`rollstream finetune --config_file FILE --resume {run}`"
-        return f"{told}; the finetune process that conducts it saves the model; if none is running, use {saves}"
+        return f"{summary}; the finetune process that conducts it saves the model; if none is running, use {saves}"
 
     async def write(log: "EventLog") -> None:
         click.echo(await stopped(log))
@@ -129,11 +129,11 @@ def runs(bootstrap_servers: str | None, workspace: Path) -> None:
     """List the runs of the log: state, jobs, versions, reward."""
     from rollstream.harness.cli.terminal import runs_table
 
-    tell_of_runs(workspace, bootstrap_servers, runs_table)
+    print_runs(workspace, bootstrap_servers, runs_table)
 
 
-def tell_of_runs(workspace: Path, bootstrap_servers: str | None, told: "Callable[[list[Progress]], str]") -> None:
-    """Read the log and show what `told` makes of its runs, before others are waited for that use the broker.
+def print_runs(workspace: Path, bootstrap_servers: str | None, report: "Callable[[list[Progress]], str]") -> None:
+    """Read the log and show what `report` makes of its runs, before others are waited for that use the broker.
 
     What the log has lost is said after it. Raises TruncatedError if it was longer before.
     """
@@ -142,7 +142,7 @@ def tell_of_runs(workspace: Path, bootstrap_servers: str | None, told: "Callable
     from rollstream.harness.services.workspace import Workspace, on_log
 
     async def show(log: "EventLog") -> None:
-        click.echo(told(await read_runs(log)))
+        click.echo(report(await read_runs(log)))
         for line in await removed(log):
             click.echo(f"{line}: runs that began earlier are missing or incomplete", err=True)
         await check_ends(log, workspace, lambda line: click.echo(line, err=True))
@@ -170,9 +170,9 @@ def _configure_logging(workspace: Path) -> None:
     from rollstream.eventlog.broker.guard import MAX_LOG_BYTES
     from rollstream.harness.services.workspace import Workspace
 
-    place = Workspace(workspace)
-    place.create()
-    to_file = RotatingFileHandler(place.logs / "finetune.log", maxBytes=MAX_LOG_BYTES, backupCount=1, encoding="utf-8")
+    layout = Workspace(workspace)
+    layout.create()
+    to_file = RotatingFileHandler(layout.logs / "finetune.log", maxBytes=MAX_LOG_BYTES, backupCount=1, encoding="utf-8")
     to_file.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
     to_terminal = _TerminalHandler(sys.stderr)
     to_terminal.setLevel(logging.WARNING)

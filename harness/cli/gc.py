@@ -35,13 +35,13 @@ def gc(dry_run: bool, artifact_uri: str | None, bootstrap_servers: str | None, w
     from rollstream.harness.services.workspace import EMBEDDED, Workspace, broker_of
     from rollstream.harness.upkeep.collecting import check_no_open_run, find, remove
 
-    place = Workspace(workspace)
-    store = ArtifactStore(artifact_uri or place.artifact_uri())
-    is_embedded = (bootstrap_servers or place.remembered_broker()) == EMBEDDED
+    layout = Workspace(workspace)
+    store = ArtifactStore(artifact_uri or layout.artifact_uri())
+    is_embedded = (bootstrap_servers or layout.remembered_broker()) == EMBEDDED
 
     async def collect(kafka: "KafkaSettings") -> "Garbage":
         async with KafkaLog(kafka, client_id="rollstream-gc") as log:
-            garbage = await find(log, store, place.folder / "checkpoints")
+            garbage = await find(log, store, layout.folder / "checkpoints")
             if not dry_run:
                 if not is_embedded:
                     check_no_open_run(garbage, kafka.bootstrap_servers)
@@ -49,15 +49,15 @@ def gc(dry_run: bool, artifact_uri: str | None, bootstrap_servers: str | None, w
             return garbage
 
     with ExitStack() as held:
-        if not dry_run and place.folder.is_dir():
-            held.enter_context(place.in_use("gc"))
-        with broker_of(place, bootstrap_servers) as kafka:
-            _tell(asyncio.run(collect(kafka)), store.uri, is_removed=not dry_run)
+        if not dry_run and layout.folder.is_dir():
+            held.enter_context(layout.in_use("gc"))
+        with broker_of(layout, bootstrap_servers) as kafka:
+            _print_garbage(asyncio.run(collect(kafka)), store.uri, is_removed=not dry_run)
             # the workspace is released, though other processes may still use the broker that was started here
             held.close()
 
 
-def _tell(garbage: "Garbage", uri: str, *, is_removed: bool) -> None:
+def _print_garbage(garbage: "Garbage", uri: str, *, is_removed: bool) -> None:
     from rollstream.harness.cli.terminal import as_table
 
     numbers, sizes = Counter[str](), Counter[str]()

@@ -18,9 +18,9 @@ def status(bootstrap_servers: str | None, workspace: Path) -> None:
     from rollstream.harness.cli.status import read_status
     from rollstream.harness.services.workspace import Workspace, broker_of
 
-    place = Workspace(workspace)
-    with broker_of(place, bootstrap_servers) as kafka:
-        click.echo(asyncio.run(read_status(place, kafka)))
+    layout = Workspace(workspace)
+    with broker_of(layout, bootstrap_servers) as kafka:
+        click.echo(asyncio.run(read_status(layout, kafka)))
 
 
 @click.command()
@@ -36,13 +36,13 @@ def sql(query: str, form: str, output: Path | None, workspace: Path) -> None:
     from rollstream.metrics.sql.formats import FORMATS
 
     result = ask(workspace, query)
-    told = FORMATS[form](result)
+    text = FORMATS[form](result)
     if result.is_cut:
         click.echo(f"result truncated to {len(result.rows)} rows; add LIMIT or aggregate", err=True)
     if output is not None:
-        output.write_bytes(told if isinstance(told, bytes) else told.encode())
+        output.write_bytes(text if isinstance(text, bytes) else text.encode())
         return
-    sys.stdout.write(told if isinstance(told, str) else told.decode())
+    sys.stdout.write(text if isinstance(text, str) else text.decode())
 
 
 @click.command()

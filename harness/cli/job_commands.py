@@ -47,10 +47,10 @@ def jobs() -> None:
 @WORKSPACE
 def list_jobs(chosen: str | None, bootstrap_servers: str | None, workspace: Path) -> None:
     """List jobs: state, versions, base version."""
-    from rollstream.harness.cli.finetune import tell_of_runs
+    from rollstream.harness.cli.finetune import print_runs
     from rollstream.harness.cli.terminal import jobs_table
 
-    tell_of_runs(workspace, bootstrap_servers, lambda found: jobs_table(chosen_runs(found, chosen), _group(chosen)))
+    print_runs(workspace, bootstrap_servers, lambda found: jobs_table(chosen_runs(found, chosen), _group(chosen)))
 
 
 @jobs.command()
@@ -61,10 +61,10 @@ def show(job: str, bootstrap_servers: str | None, workspace: Path) -> None:
     """Show the job of this id (`RUN/NAME`): status, progress, versions, data and error."""
     from rollstream.harness.services.workspace import Workspace, on_log
 
-    async def told(log: "EventLog") -> None:
+    async def show(log: "EventLog") -> None:
         click.echo("\n".join(lines_of(await find_job(log, job))))
 
-    on_log(Workspace(workspace), bootstrap_servers, "rollstream-jobs", told)
+    on_log(Workspace(workspace), bootstrap_servers, "rollstream-jobs", show)
 
 
 @jobs.command()

@@ -123,10 +123,10 @@ def _run() -> None:
         click.echo(f"error: {one_line(error)}", err=True)
         code = 1
     except ModuleNotFoundError as error:
-        told = missing(error)
-        if told is None or os.environ.get("ROLLSTREAM_DEBUG"):
+        reason = missing(error)
+        if reason is None or os.environ.get("ROLLSTREAM_DEBUG"):
             raise
-        click.echo(f"error: {told}", err=True)
+        click.echo(f"error: {reason}", err=True)
         code = 1
     except KeyboardInterrupt:
         code = EXIT_INTERRUPTED

@@ -56,14 +56,14 @@ def match(
 
     skip_scikit_learn()
     wanted = read_versions(versions)
-    place = Workspace(workspace)
+    layout = Workspace(workspace)
     with ExitStack() as held:
         source = Source(export=export)
         if export is None:
-            source = Source(held.enter_context(broker_of(place, bootstrap_servers)))
+            source = Source(held.enter_context(broker_of(layout, bootstrap_servers)))
         else:
             check_export(export, run)
-        played = asyncio.run(_play(source, place, run, task, member, wanted, trust=trust))
+        played = asyncio.run(_play(source, layout, run, task, member, wanted, trust=trust))
     for line in lines_of(played):
         click.echo(line)
 
@@ -94,7 +94,7 @@ def lines_of(played: "Rematch") -> Iterable[str]:
 
 async def _play(
     source: "Source",
-    place: Workspace,
+    layout: Workspace,
     run: str,
     task: str,
     member: int,
@@ -110,7 +110,7 @@ async def _play(
     async with source.open() as (log, exported):
         events = await read_run(log, run)
         config = rematch.config_of(events, trust=trust)
-        artifacts = exported or ArtifactStore(place.artifact_uri())
+        artifacts = exported or ArtifactStore(layout.artifact_uri())
         asked = rematch.task_of(events, task)
         engine = new_engine(rematch.engine_settings(config), os.environ)
         try:

@@ -85,7 +85,7 @@ def replay(
         raise ConfigError("--steps selects versions for --train; add --train")
     first, last = _range(steps)
     request = ReplayRequest(run, verify, train, epoch, first, last, workers, any_libraries, trust)
-    place = Workspace(workspace)
+    layout = Workspace(workspace)
     began = time.monotonic()
     learner = threading.Thread(target=_load_learner, daemon=True)
     if train:
@@ -93,8 +93,8 @@ def replay(
     with ExitStack() as held, _progress_line() as line:
         source = Source(export=export)
         if export is None:
-            source = Source(held.enter_context(broker_of(place, bootstrap_servers)))
-        report = asyncio.run(replay_run(source, place, request, line.show, line.say, learner.join))
+            source = Source(held.enter_context(broker_of(layout, bootstrap_servers)))
+        report = asyncio.run(replay_run(source, layout, request, line.show, line.say, learner.join))
         line.clear()
         _conclude(run, report, time.monotonic() - began)
     if report.differences:
@@ -123,27 +123,27 @@ def _check_alone(is_compared: bool, is_part: bool) -> None:
 
 
 def _what_if(
-    run: str, file: Path, export: Path | None, place: Workspace, bootstrap_servers: str | None, *, trust: bool
+    run: str, file: Path, export: Path | None, layout: Workspace, bootstrap_servers: str | None, *, trust: bool
 ) -> None:
     from rollstream.harness.replays.run import what_if_run
     from rollstream.harness.services.workspace import broker_of, embedded_broker
 
     skip_scikit_learn()
-    is_embedded = (bootstrap_servers or place.remembered_broker()) == EMBEDDED
+    is_embedded = (bootstrap_servers or layout.remembered_broker()) == EMBEDDED
     with ExitStack() as held, _progress_line() as line:
         if export is not None:
-            place.create()
-        if is_embedded and place.folder.is_dir():
-            held.enter_context(place.in_use("what-if"))  # a running learner would claim the job
+            layout.create()
+        if is_embedded and layout.folder.is_dir():
+            held.enter_context(layout.in_use("what-if"))  # a running learner would claim the job
         if is_embedded and export is not None:
-            kafka, _ = held.enter_context(embedded_broker(place))
+            kafka, _ = held.enter_context(embedded_broker(layout))
         else:
-            kafka = held.enter_context(broker_of(place, bootstrap_servers))
-        outcome = run_in_order(what_if_run(kafka, place, run, file, line.show, export=export, trust=trust))
+            kafka = held.enter_context(broker_of(layout, bootstrap_servers))
+        outcome = run_in_order(what_if_run(kafka, layout, run, file, line.show, export=export, trust=trust))
         if is_embedded:
-            _project(kafka, place, line)
+            _project(kafka, layout, line)
         line.clear()
-        _tell_outcome(outcome)
+        _print_outcome(outcome)
 
 
 def run_in_order(work: Coroutine[Any, Any, T]) -> T:
@@ -166,7 +166,7 @@ def run_in_order(work: Coroutine[Any, Any, T]) -> T:
         raise KeyboardInterrupt from None
 
 
-def _tell_outcome(outcome: "WhatIfOutcome") -> None:
+def _print_outcome(outcome: "WhatIfOutcome") -> None:
     left_out = ", ".join(f"{number} {cause}" for cause, number in sorted(outcome.rejected.items())) or "none"
     click.echo(f"what-if {outcome.run_id}: {outcome.num_batches} batches; trajectories left out: {left_out}")
     for name in sorted(outcome.recorded.keys() | outcome.trained.keys()):
@@ -174,13 +174,13 @@ def _tell_outcome(outcome: "WhatIfOutcome") -> None:
         click.echo(f"  {name:16} recorded {_number(before)}  what-if {_number(now)}")
 
 
-def _project(kafka: "KafkaSettings", place: Workspace, line: LiveLine) -> None:
+def _project(kafka: "KafkaSettings", layout: Workspace, line: LiveLine) -> None:
     """Project the new run for `rollstream sql`; a failure to do so does not fail the what-if."""
     from rollstream.harness.replays.run import project
 
     line.show("bringing the metrics up to date")
     try:
-        run_in_order(project(kafka, place))
+        run_in_order(project(kafka, layout))
     except RollstreamError as error:
         line.say(f"this run is missing from the metrics: {error}; run `rollstream rebuild`")
 

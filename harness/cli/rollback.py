@@ -58,8 +58,8 @@ def rollback(
     from rollstream.eventlog.artifacts import ArtifactStore
     from rollstream.harness.services.workspace import Workspace, on_log
 
-    wanted, place = parse_target(target), Workspace(workspace)
-    store = ArtifactStore(artifact_uri or place.artifact_uri())
+    wanted, layout = parse_target(target), Workspace(workspace)
+    store = ArtifactStore(artifact_uri or layout.artifact_uri())
 
     async def write(log: "EventLog") -> None:
         request = await rollback_request(log, store, wanted, reason=reason, time_ms=time.time_ns() // 1_000_000)
@@ -69,7 +69,7 @@ def rollback(
             f"planned after {request.after_version}"
         )
 
-    on_log(place, bootstrap_servers, "rollstream-rollback", write)
+    on_log(layout, bootstrap_servers, "rollstream-rollback", write)
 
 
 def parse_target(text: str) -> Target:

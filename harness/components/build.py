@@ -56,25 +56,25 @@ async def components_of(finetune: FinetuneConfig, workspace: Path) -> AsyncItera
 async def _build(held: AsyncExitStack, finetune: FinetuneConfig, role: str, builder: Builder) -> Any:
     block = block_of(finetune, role)
     _place(block, builder.workspace)
-    place = f"{role}s.{getattr(finetune, role)}"
+    location = f"{role}s.{getattr(finetune, role)}"
     build = registry.registered(f"{role}s").get(type(block))
     if build is None:
         raise ConfigError(
-            f"{place}: no component is registered for {type(block).__name__}; register one with "
+            f"{location}: no component is registered for {type(block).__name__}; register one with "
             f"rollstream.harness.register_{role}"
         )
     try:
-        with as_component_error(place):
+        with as_component_error(location):
             component = await held.enter_async_context(asynccontextmanager(build)(block, builder))
     except ComponentError as error:
         if str(error.__cause__) != "generator didn't yield":
             raise
         raise ConfigError(
-            f"{place}: {build.__module__}.{build.__qualname__} yields nothing; it must yield one component"
+            f"{location}: {build.__module__}.{build.__qualname__} yields nothing; it must yield one component"
         ) from error
     if not isinstance(component, _KINDS[role]):
         found = type(component).__name__
-        raise ConfigError(f"{place}: {build.__qualname__} yields a {found}; it must yield a {_KINDS[role].__name__}")
+        raise ConfigError(f"{location}: {build.__qualname__} yields a {found}; it must yield a {_KINDS[role].__name__}")
     return component
 
 
@@ -88,10 +88,10 @@ logger = logging.getLogger(__name__)
 
 
 @contextmanager
-def as_component_error(place: str, finetune: FinetuneConfig | None = None) -> Iterator[None]:
+def as_component_error(location: str, finetune: FinetuneConfig | None = None) -> Iterator[None]:
     """Turns any exception but our own into a ComponentError and logs its traceback.
 
-    `place`: the block to name; with `finetune`, the block of the component that raised, if it is known.
+    `location`: the block to name; with `finetune`, the block of the component that raised, if it is known.
     """
     try:
         yield
@@ -100,11 +100,12 @@ def as_component_error(place: str, finetune: FinetuneConfig | None = None) -> It
     except Exception as error:
         logger.info("a component raised", exc_info=error)
         raise ComponentError(
-            f"{_failing_place(finetune, error) or place}: {errors.told(error)}; rollstream --debug shows the traceback"
+            f"{_failing_section(finetune, error) or location}: {errors.told(error)}; "
+            "rollstream --debug shows the traceback"
         ) from error
 
 
-def _failing_place(finetune: FinetuneConfig | None, error: BaseException) -> str | None:
+def _failing_section(finetune: FinetuneConfig | None, error: BaseException) -> str | None:
     """The block of the innermost component in the traceback."""
     found, step = None, error.__traceback__
     while finetune is not None and step is not None:

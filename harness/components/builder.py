@@ -10,7 +10,7 @@ from rollstream.harness.components import epoch_events, epochs
 from rollstream.harness.components.interfaces import EvaluationOutput, EvaluatorOutput, TrajectoryBuilder, item_of
 from rollstream.harness.components.trajectories import read_groups
 from rollstream.harness.config import dataset
-from rollstream.harness.runs.backend import Backend, opened
+from rollstream.harness.runs.run_handle import RunHandle, opened
 from rollstream.harness.runs.validation import Validation, evaluated
 from rollstream.schemas import ids
 from rollstream.schemas.config import ValidationSection
@@ -37,18 +37,18 @@ class RollstreamTrajectoryBuilder(TrajectoryBuilder):
         """Ask for the rollouts of an epoch: `meta["epoch"]`, else the one after the last.
 
         What the log has of it already is not asked for again. Raises ValueError if the run has an epoch in progress,
-        ConfigError without a backend, RunFailedError if the run or its services are over.
+        ConfigError without an open run, RunFailedError if the run or its services are over.
         """
         if run_id in self._epochs:
             raise ValueError(f"run {run_id} is already in progress: finalize it first")
-        backend = self._backend()
-        epoch = _epoch_of(backend, meta)
+        handle = self._backend()
+        epoch = _epoch_of(handle, meta)
         self._epochs[run_id] = epoch
         try:
-            await backend.begin()
-            await backend.wait_for_disk()
-            await epochs.start(backend, epoch, len(backend.examples))
-            await self._ask(backend, _tasks(backend, epoch))
+            await handle.begin()
+            await handle.wait_for_disk()
+            await epochs.start(handle, epoch, len(handle.examples))
+            await self._ask(handle, _tasks(handle, epoch))
         except BaseException:
             del self._epochs[run_id]
             raise
@@ -60,25 +60,25 @@ class RollstreamTrajectoryBuilder(TrajectoryBuilder):
         """
         if run_id not in self._epochs:
             raise ValueError(f"no rollouts of run {run_id} are in progress: call start_run first")
-        backend = self._backend()
+        handle = self._backend()
         epoch = self._epochs[run_id]
         try:
-            wanted = _group_ids(backend, epoch)
-            closed = await epochs.closed(backend, wanted)
-            groups = await self.trajectories_of(backend.log, closed)
+            wanted = _group_ids(handle, epoch)
+            closed = await epochs.closed(handle, wanted)
+            groups = await self.trajectories_of(handle.log, closed)
         finally:
             del self._epochs[run_id]
         self._next_epoch = epoch + 1
         return TrajectoryCollection(trajectories=[group for group in groups if group], run_id=run_id)
 
-    async def prepared(self, backend: Backend, tasks: Sequence[TaskRequested]) -> Sequence[TaskRequested]:
+    async def prepared(self, handle: RunHandle, tasks: Sequence[TaskRequested]) -> Sequence[TaskRequested]:
         """The tasks as producers are asked for them. Override it to make their rollouts otherwise."""
         return tasks
 
-    async def _ask(self, backend: Backend, tasks: Sequence[TaskRequested]) -> None:
+    async def _ask(self, handle: RunHandle, tasks: Sequence[TaskRequested]) -> None:
         """Send the tasks whose groups the log does not know to be closed."""
-        missing = [task for task in tasks if task.group_id not in backend.job.closed]
-        await backend.send(await self.prepared(backend, missing) if missing else ())
+        missing = [task for task in tasks if task.group_id not in handle.job.closed]
+        await handle.send(await self.prepared(handle, missing) if missing else ())
 
     async def trajectories_of(self, log: EventLog, groups: Sequence[GroupClosed]) -> list[list[Trajectory]]:
         """Trajectories of closed groups for training: a list for each group. Raises ArtifactError, TruncatedError."""
@@ -89,15 +89,15 @@ class RollstreamTrajectoryBuilder(TrajectoryBuilder):
 
         An example without a complete rollout is an item with an error and no score.
         """
-        backend = self._backend()
-        evaluation = self._evaluation(backend)
-        await backend.begin()
-        epoch = max(epochs.next_epoch(backend), self._next_epoch)
-        tasks = evaluation.tasks(epoch, min_version=epochs.newest_planned(backend), time_ms=epochs.time_ms(backend))
+        handle = self._backend()
+        evaluation = self._evaluation(handle)
+        await handle.begin()
+        epoch = max(epochs.next_epoch(handle), self._next_epoch)
+        tasks = evaluation.tasks(epoch, min_version=epochs.newest_planned(handle), time_ms=epochs.time_ms(handle))
         wanted = [task.group_id for task in tasks]
-        with backend.job.awaiting(wanted):
-            await self._ask(backend, tasks)
-            closed = await epochs.closed(backend, wanted)
+        with handle.job.awaiting(wanted):
+            await self._ask(handle, tasks)
+            closed = await epochs.closed(handle, wanted)
         items = tuple(item_of(group) for group in closed)
         version = max((member.max_version for group in closed for member in group.members), default=None)
         return EvaluationOutput(((self._reward_name(), EvaluatorOutput(items)),), metadata={"version": version})
@@ -106,16 +106,16 @@ class RollstreamTrajectoryBuilder(TrajectoryBuilder):
         """Into the log of this process."""
         logger.info("rollouts of run %s: %s", run_id, metrics)
 
-    def _backend(self) -> Backend:
-        backend = opened(self._workspace)
-        if backend is None:
+    def _backend(self) -> RunHandle:
+        handle = opened(self._workspace)
+        if handle is None:
             raise ConfigError(
                 f"trajectory_builders: no run is open in workspace {self._workspace}; this builder needs a trainer "
                 "adapter of _type rollstream, or derived from that, with the same `workspace` and initialized before"
             )
-        return backend
+        return handle
 
-    def _evaluation(self, backend: Backend) -> Validation:
+    def _evaluation(self, handle: RunHandle) -> Validation:
         """The current `run_configuration`, which differs while a trainer validates."""
         run = self.run_config.run_configuration if self.run_config is not None else None
         file, named = getattr(run, "config_file", None), getattr(run, "dataset", None)
@@ -123,38 +123,38 @@ class RollstreamTrajectoryBuilder(TrajectoryBuilder):
             dataset=dataset.section_of(Path(named), None) if named else None,
             config=Path(file) if isinstance(file, str | Path) else None,
         )
-        examples, settings = list(backend.examples), backend.spec.rollout
+        examples, settings = list(handle.examples), handle.spec.rollout
         if section.dataset is not None or section.config is not None:
-            config = backend.config.model_copy(update={"validation": section})
-            examples, settings = evaluated(config, backend.run)
-        return Validation(backend.run.started, backend.spec, examples, settings)
+            config = handle.config.model_copy(update={"validation": section})
+            examples, settings = evaluated(config, handle.run)
+        return Validation(handle.run.started, handle.spec, examples, settings)
 
     def _reward_name(self) -> str:
         reward = self.trajectory_builder_config.reward
         return reward.name if reward is not None else "reward"
 
 
-def _epoch_of(backend: Backend, meta: dict[str, Any] | None) -> int:
-    told = (meta or {}).get("epoch")
-    epoch = epochs.next_epoch(backend) if told is None else int(told) + backend.epoch_offset
-    if epoch in backend.job.seals:
-        raise ValueError(f"epoch {epoch} of run {backend.run.started.run_id} is over: it was submitted already")
+def _epoch_of(handle: RunHandle, meta: dict[str, Any] | None) -> int:
+    written = (meta or {}).get("epoch")
+    epoch = epochs.next_epoch(handle) if written is None else int(written) + handle.epoch_offset
+    if epoch in handle.job.seals:
+        raise ValueError(f"epoch {epoch} of run {handle.run.started.run_id} is over: it was submitted already")
     return epoch
 
 
-def _tasks(backend: Backend, epoch: int) -> list[TaskRequested]:
+def _tasks(handle: RunHandle, epoch: int) -> list[TaskRequested]:
     """One an example."""
     return epoch_events.epoch_tasks(
-        backend.run.started,
-        backend.spec,
-        backend.examples,
+        handle.run.started,
+        handle.spec,
+        handle.examples,
         epoch,
-        min_version=epoch_events.min_version(backend.spec, epochs.base_version(backend), backend.job.num_planned),
-        time_ms=epochs.time_ms(backend),
+        min_version=epoch_events.min_version(handle.spec, epochs.base_version(handle), handle.job.num_planned),
+        time_ms=epochs.time_ms(handle),
     )
 
 
-def _group_ids(backend: Backend, epoch: int) -> list[str]:
-    run_id = backend.run.started.run_id
-    job = ids.name_of(backend.spec.job_id)
-    return [ids.group_id(run_id, job, epoch, index) for index in range(len(backend.examples))]
+def _group_ids(handle: RunHandle, epoch: int) -> list[str]:
+    run_id = handle.run.started.run_id
+    job = ids.name_of(handle.spec.job_id)
+    return [ids.group_id(run_id, job, epoch, index) for index in range(len(handle.examples))]

@@ -8,10 +8,10 @@ from rollstream.harness.components.build import Components, as_component_error, 
 from rollstream.harness.components.external_adapter import recording
 from rollstream.harness.components.interfaces import Trainer
 from rollstream.harness.components.trainer import RollstreamTrainer
-from rollstream.harness.runs.backend import Backend, started_backend
 from rollstream.harness.runs.display import Display
 from rollstream.harness.runs.progress import Progress
 from rollstream.harness.runs.run_context import RunContext, RunRequest, WorkspaceLease
+from rollstream.harness.runs.run_handle import RunHandle, started_run
 from rollstream.schemas.finetuning import FinetuneConfig
 
 logger = logging.getLogger(__name__)
@@ -25,34 +25,34 @@ async def conduct(
 
     Raises RollstreamError, ComponentError for what a component raises; the run then stays open, and can be resumed.
     """
-    backend = await started_backend(run_request, lease, run, display)
+    handle = await started_run(run_request, lease, run, display)
     try:
         with as_component_error("components", run_request.loaded.finetune):
-            async with components_of(run_request.loaded.finetune, lease.place.workspace) as components:
-                progress = await conduct_components(backend, components, run_request.loaded.finetune)
-                return progress, backend.num_empty
+            async with components_of(run_request.loaded.finetune, lease.location.workspace) as components:
+                progress = await conduct_components(handle, components, run_request.loaded.finetune)
+                return progress, handle.num_empty
     finally:
-        await backend.close()
+        await handle.close()
 
 
-async def conduct_components(backend: Backend, components: Components, finetune: FinetuneConfig) -> Progress:
-    """The same on an open backend, with components that are built."""
+async def conduct_components(handle: RunHandle, components: Components, finetune: FinetuneConfig) -> Progress:
+    """The same on an open run, with components that are built."""
     trainer = components.trainer
     try:
-        adapter = recording(components.trainer_adapter, backend, finetune)
+        adapter = recording(components.trainer_adapter, handle, finetune)
         await trainer.bind_components(components.trajectory_builder, adapter)
         await trainer.initialize(finetune)
         if not isinstance(trainer, RollstreamTrainer):
-            run_end.watch_curriculum(backend, trainer)
-        _, failed = await run_end.trained(backend, trainer.run(_num_epochs(backend, components, finetune)))
-        await run_end.settle(backend, is_completed=failed is None, message=failed or "")
+            run_end.watch_curriculum(handle, trainer)
+        _, failed = await run_end.trained(handle, trainer.run(_num_epochs(handle, components, finetune)))
+        await run_end.finalize_run(handle, is_completed=failed is None, message=failed or "")
     except Exception as error:
-        if not backend.is_over:
+        if not handle.is_over:
             raise
         logger.info("the trainer ended with an error once its run was over", exc_info=error)
     finally:
         await _clean_up(trainer)
-    return backend.progress
+    return handle.progress
 
 
 async def _clean_up(trainer: Trainer) -> None:
@@ -63,9 +63,9 @@ async def _clean_up(trainer: Trainer) -> None:
         logger.exception("the trainer's cleanup failed")
 
 
-def _num_epochs(backend: Backend, components: Components, finetune: FinetuneConfig) -> int:
+def _num_epochs(handle: RunHandle, components: Components, finetune: FinetuneConfig) -> int:
     """The number of epochs passed to the trainer. Ours knows where a resumed run continues; others count from 0."""
     if isinstance(components.trainer, RollstreamTrainer):
         return finetune.num_epochs
-    backend.epoch_offset = epochs.next_epoch(backend)
-    return finetune.num_epochs - backend.epoch_offset
+    handle.epoch_offset = epochs.next_epoch(handle)
+    return finetune.num_epochs - handle.epoch_offset

@@ -19,10 +19,10 @@ def settings_of(config: CurriculumLearningConfig) -> CurriculumSettings:
     return CurriculumSettings(**{**known, "steer": False})
 
 
-def name_of(group: Sequence[Trajectory], place: int, settings: CurriculumSettings) -> str:
+def name_of(group: Sequence[Trajectory], index: int, settings: CurriculumSettings) -> str:
     """A group's name: its example's id, or its index in the collection."""
     known = next((t.metadata["id"] for t in group if t.metadata and "id" in t.metadata), None)
-    return str(known) if settings.groups_by_example and known is not None else f"{place:06d}"
+    return str(known) if settings.groups_by_example and known is not None else f"{index:06d}"
 
 
 def choose(
@@ -38,8 +38,8 @@ def choose(
     its trajectories.
     """
     rewards = [
-        GroupRewards(f"{place:06d}", name_of(group, place, settings), tuple(one.reward for one in group))
-        for place, group in enumerate(groups)
+        GroupRewards(f"{index:06d}", name_of(group, index, settings), tuple(one.reward for one in group))
+        for index, group in enumerate(groups)
     ]
     progress, kept = epochwise_filter(rewards, settings, progress, epoch, seed, rng)
     return progress, [_place(one) for one in kept]

@@ -13,34 +13,34 @@ from rollstream.harness.components.adapter import RollstreamTrainerAdapter
 from rollstream.harness.components.interfaces import TrainerAdapter
 from rollstream.harness.components.submission import epoch_of, num_members, submitted_groups
 from rollstream.harness.config.jobs import check_submission
-from rollstream.harness.runs.backend import Backend
+from rollstream.harness.runs.run_handle import RunHandle
 from rollstream.schemas.errors import ConfigError
 from rollstream.schemas.finetuning import FinetuneConfig, TrainingJobRef, TrainingJobStatus, TrajectoryCollection
 from rollstream.schemas.settings import EXTERNAL
 
 
-def recording(adapter: TrainerAdapter, backend: Backend, finetune: FinetuneConfig) -> TrainerAdapter:
+def recording(adapter: TrainerAdapter, handle: RunHandle, finetune: FinetuneConfig) -> TrainerAdapter:
     """The adapter to bind to a trainer: our own and derived adapters as they are, any other wrapped so that it is
     recorded. Raises ConfigError for an adapter that trains by itself while its configuration is derived from ours.
     """
     if isinstance(adapter, RollstreamTrainerAdapter):
         return adapter
-    if backend.spec.job.kind != EXTERNAL:
+    if handle.spec.job.kind != EXTERNAL:
         raise ConfigError(
             f"trainer_adapters.{finetune.trainer_adapter}: {type(adapter).__name__} is not derived from "
             "RollstreamTrainerAdapter, but its configuration is from RollstreamTrainerAdapterConfig, whose model the "
             "learner trains; derive both, or derive the configuration from TrainerAdapterConfig for your own backend"
         )
-    return ExternalAdapter(adapter, backend)
+    return ExternalAdapter(adapter, handle)
 
 
 class ExternalAdapter(RollstreamTrainerAdapter):
     """Delegates to `inner` and records its submissions on the log."""
 
-    def __init__(self, inner: TrainerAdapter, backend: Backend) -> None:
+    def __init__(self, inner: TrainerAdapter, handle: RunHandle) -> None:
         TrainerAdapter.__init__(self, inner.adapter_config)
         self._inner = inner
-        self._workspace = backend.workspace
+        self._workspace = handle.workspace
         self._submitted = {}
         self._refs: dict[str, TrainingJobRef] = {}
         """By digest of what was handed over in this process."""
@@ -53,13 +53,13 @@ class ExternalAdapter(RollstreamTrainerAdapter):
         """Initialize the backend's adapter. Raises ConfigError if the backend is not healthy."""
         await TrainerAdapter.initialize(self, run_config)
         await self._inner.initialize(run_config)
-        backend = self._backend()
-        for epoch in sorted(backend.job.submitted.keys() - backend.job.seals.keys()):
-            await epochs.sealed(backend, epoch)  # so that no other process starts it again
+        handle = self._backend()
+        for epoch in sorted(handle.job.submitted.keys() - handle.job.seals.keys()):
+            await epochs.sealed(handle, epoch)  # so that no other process starts it again
         if not await self.is_healthy():
-            place = f"trainer_adapters.{run_config.trainer_adapter}"
+            location = f"trainer_adapters.{run_config.trainer_adapter}"
             raise ConfigError(
-                f"{place}: its training backend is not healthy (is_healthy() returned false); start it first"
+                f"{location}: its training backend is not healthy (is_healthy() returned false); start it first"
             )
 
     async def is_healthy(self) -> bool:
@@ -78,15 +78,15 @@ class ExternalAdapter(RollstreamTrainerAdapter):
         digest = codec.canonical_digest(trajectories.model_dump(mode="json"))
         if digest in self._refs:
             return self._refs[digest]
-        backend = self._backend()
-        check_submission(backend.spec, sum(map(num_members, groups)))
-        await backend.begin()
-        epoch = epoch_of(backend, groups)
-        submitted = await submitted_groups(backend, epoch, groups)
+        handle = self._backend()
+        check_submission(handle.spec, sum(map(num_members, groups)))
+        await handle.begin()
+        epoch = epoch_of(handle, groups)
+        submitted = await submitted_groups(handle, epoch, groups)
         ref = await self._inner.submit(trajectories)
         self._refs[digest] = ref
-        await epochs.submit(backend, epoch, submitted)
-        await epochs.sealed(backend, epoch)
+        await epochs.submit(handle, epoch, submitted)
+        await epochs.sealed(handle, epoch)
         return ref
 
     async def status(self, ref: TrainingJobRef) -> TrainingJobStatus:

@@ -169,18 +169,18 @@ class Trainer(ABC):
         """
         if self.run_config is None or self.trajectory_builder is None:
             raise RuntimeError("the trainer is not initialized: call bind_components(...) and initialize(...) first")
-        told = {"epoch": epoch, "dataset_type": "validation"}
+        metrics = {"epoch": epoch, "dataset_type": "validation"}
         training = self.run_config.run_configuration
         if training is None:
-            return {**told, "error": "finetuning.run_configuration: missing"}
+            return {**metrics, "error": "finetuning.run_configuration: missing"}
         self.run_config.run_configuration = _for_validation(training)
         try:
             output = await self.trajectory_builder.run_eval()
-            return {**self._calculate_validation_metrics(output), **told}
+            return {**self._calculate_validation_metrics(output), **metrics}
         except Exception as error:
             reason = concealed(str(error) if isinstance(error, RollstreamError) else errors.told(error))
             _logger.warning("validation before epoch %d failed: %s", epoch, reason, exc_info=error)
-            return {**told, "error": reason}
+            return {**metrics, "error": reason}
         finally:
             self.run_config.run_configuration = training
 
@@ -270,8 +270,10 @@ def validation_metrics(output: Any, reward: str | None) -> dict[str, Any]:
     items: Sequence[Any] = chosen[0].eval_output_items if chosen else ()
     missing = [item for item in items if score_of(item) is None]
     if missing:
-        told = "; ".join(f"{item.id}: {getattr(item, 'error', None) or 'no score'}" for item in missing[:REASONS_TOLD])
-        raise EnvironmentRunError(f"{len(missing)} of {len(items)} examples have no score ({told})")
+        reasons = "; ".join(
+            f"{item.id}: {getattr(item, 'error', None) or 'no score'}" for item in missing[:REASONS_TOLD]
+        )
+        raise EnvironmentRunError(f"{len(missing)} of {len(items)} examples have no score ({reasons})")
     if not items:
         raise EnvironmentRunError("nothing was evaluated")
     scores = [float(item.score) for item in items]

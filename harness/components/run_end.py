@@ -7,8 +7,8 @@ from typing import Any
 
 from rollstream.harness.components import epochs
 from rollstream.harness.runs import outcome
-from rollstream.harness.runs.backend import Backend
 from rollstream.harness.runs.outcome import Outcome
+from rollstream.harness.runs.run_handle import RunHandle
 from rollstream.harness.runs.untrained import CURRICULUM, NOTHING_SUBMITTED
 from rollstream.harness.services.concealing import concealed
 from rollstream.schemas.errors import RunFailedError
@@ -22,14 +22,16 @@ GRACE_S = 30.0
 logger = logging.getLogger(__name__)
 
 
-async def returned(backend: Backend, running: Coroutine[Any, Any, list[Any]], *, grace_s: float = GRACE_S) -> list[Any]:
+async def returned(
+    handle: RunHandle, running: Coroutine[Any, Any, list[Any]], *, grace_s: float = GRACE_S
+) -> list[Any]:
     """The result of a trainer's `run`. It is cancelled `grace_s` after the run or one of its services is over.
 
     Components of other packages may be in the middle of rollouts then that take hours, or wait for what never comes.
     Raises what `running` raises; RunFailedError, or what the service failed with, where it was cancelled.
     """
     trainer = asyncio.ensure_future(running)
-    over = asyncio.ensure_future(backend.wait_for(lambda: None))
+    over = asyncio.ensure_future(handle.wait_for(lambda: None))
     try:
         await asyncio.wait({trainer, over}, return_when=asyncio.FIRST_COMPLETED)
         if not trainer.done():
@@ -53,7 +55,7 @@ def _look_at(task: "asyncio.Future[Any]") -> None:
         task.exception()
 
 
-def watch_curriculum(backend: Backend, trainer: Any) -> None:
+def watch_curriculum(handle: RunHandle, trainer: Any) -> None:
     """Have another package's trainer tell what its curriculum leaves out of each epoch; of which it leaves nothing, the
     trainer submits nothing.
     """
@@ -62,9 +64,9 @@ def watch_curriculum(backend: Backend, trainer: Any) -> None:
     def chosen(trajectory_collection: Any, epoch: int) -> Any:
         offered = _ids(trajectory_collection)
         kept = choose(trajectory_collection, epoch)
-        backend.left_out[epoch + backend.epoch_offset] = offered - _ids(kept)
+        handle.left_out[epoch + handle.epoch_offset] = offered - _ids(kept)
         if any(trajectory_collection.trajectories) and not any(kept.trajectories):
-            backend.empty_epochs[epoch] = CURRICULUM
+            handle.empty_epochs[epoch] = CURRICULUM
         return kept
 
     trainer.apply_curriculum_learning = chosen
@@ -72,18 +74,18 @@ def watch_curriculum(backend: Backend, trainer: Any) -> None:
 
 def _ids(collection: Any) -> frozenset[str]:
     """Of the trajectories that are on the log already."""
-    told = [one.metadata or {} for group in collection.trajectories for one in group]
-    return frozenset(str(metadata["trajectory_id"]) for metadata in told if "trajectory_id" in metadata)
+    own = [one.metadata or {} for group in collection.trajectories for one in group]
+    return frozenset(str(metadata["trajectory_id"]) for metadata in own if "trajectory_id" in metadata)
 
 
-async def trained(backend: Backend, running: Coroutine[Any, Any, list[Any]]) -> tuple[list[Any], str | None]:
+async def trained(handle: RunHandle, running: Coroutine[Any, Any, list[Any]]) -> tuple[list[Any], str | None]:
     """The result of a trainer's `run`, and why the run failed if a training job of it did; raises as `returned` does.
 
     Epochs for which nothing was submitted and nobody said why are remembered.
     """
-    statuses = await returned(backend, running)
-    num_known = len(backend.job.submitted) + len(backend.empty_epochs)
-    backend.empty_epochs |= dict.fromkeys(range(-1, num_known - len(statuses) - 1, -1), NOTHING_SUBMITTED)
+    statuses = await returned(handle, running)
+    num_known = len(handle.job.submitted) + len(handle.empty_epochs)
+    handle.empty_epochs |= dict.fromkeys(range(-1, num_known - len(statuses) - 1, -1), NOTHING_SUBMITTED)
     return statuses, failure_of(statuses)
 
 
@@ -95,44 +97,44 @@ def failure_of(statuses: Iterable[Any]) -> str | None:
     return None
 
 
-async def settle(backend: Backend, *, is_completed: bool, message: str = "") -> None:
+async def finalize_run(handle: RunHandle, *, is_completed: bool, message: str = "") -> None:
     """Bring a completed run's job to its end; write that a failed one failed. What is over stays as it is.
 
     `message` is others' word and is written without secrets. Raises what a service or the log failed with.
     """
     message = concealed(message)
-    progress = backend.progress
+    progress = handle.progress
     if progress.ended is not None:
         return
     if is_completed:
         try:
-            await epochs.conclude(backend)
+            await epochs.conclude(handle)
         except RunFailedError:
-            backend.check_services()
+            handle.check_services()
         return
     if progress.run is None:
-        await backend.announce()  # a run that failed before its first epoch is listed too
-    if backend.spec.job.kind == EXTERNAL:
-        await epochs.end_external(backend, message)
-    event = RunEnded(run_id=progress.run_id, time_ms=epochs.time_ms(backend), cause="failed", message=message)
-    await backend.send([event])
-    while backend.progress.ended is None:
-        await backend.changed(1.0)
+        await handle.announce()  # a run that failed before its first epoch is listed too
+    if handle.spec.job.kind == EXTERNAL:
+        await epochs.end_external(handle, message)
+    event = RunEnded(run_id=progress.run_id, time_ms=epochs.time_ms(handle), cause="failed", message=message)
+    await handle.send([event])
+    while handle.progress.ended is None:
+        await handle.changed(1.0)
 
 
-async def finish(backend: Backend, *, is_completed: bool, message: str = "", logged: str = "") -> Outcome:
+async def finish(handle: RunHandle, *, is_completed: bool, message: str = "", logged: str = "") -> Outcome:
     """Settle a run, export its newest model if it did not fail, write RunEnded if nobody has.
 
     `logged`: what others logged meanwhile, for a run that was given nothing to train on.
     """
-    backend.is_finished = True
-    await settle(backend, is_completed=is_completed, message=message)
+    handle.is_finished = True
+    await finalize_run(handle, is_completed=is_completed, message=message)
     return await outcome.end(
-        backend.log,
-        backend.artifacts,
-        backend.progress,
-        backend.run,
-        backend.config,
-        backend.num_empty,
+        handle.log,
+        handle.artifacts,
+        handle.progress,
+        handle.run,
+        handle.config,
+        handle.num_empty,
         logged=logged,
     )

@@ -13,7 +13,7 @@ from rollstream.harness.components.trajectories import is_as_recorded
 from rollstream.harness.config.jobs import check_group
 from rollstream.harness.recorded.tasks import RECORDED, all_stored, played_by, tasks_of
 from rollstream.harness.recorded.trajectories import rollout_of, rollouts_of_items
-from rollstream.harness.runs.backend import Backend
+from rollstream.harness.runs.run_handle import RunHandle
 from rollstream.schemas import ids
 from rollstream.schemas.errors import ConfigError
 from rollstream.schemas.events import GroupClosed
@@ -25,30 +25,30 @@ from rollstream.schemas.settings import EXTERNAL, RolloutSettings
 Group = Sequence[Trajectory]
 
 
-def epoch_of(backend: Backend, groups: Sequence[Group]) -> int:
+def epoch_of(handle: RunHandle, groups: Sequence[Group]) -> int:
     """The epoch that was rolled out for these groups; for groups of other builders, the first epoch without a
     submission. Raises ConfigError for groups of several epochs.
     """
-    run_id = backend.run.started.run_id
-    told = {
+    run_id = handle.run.started.run_id
+    named = {
         int(metadata["epoch"])
         for group in groups
         for metadata in (trajectory.metadata or {} for trajectory in group)
         if metadata.get("run_id") == run_id and "epoch" in metadata
     }
-    if len(told) > 1:
-        raise ConfigError(f"trajectories of several epochs cannot be submitted together: {sorted(told)}")
-    return told.pop() if told else max([epochs.next_epoch(backend) - 1, *backend.job.submitted]) + 1
+    if len(named) > 1:
+        raise ConfigError(f"trajectories of several epochs cannot be submitted together: {sorted(named)}")
+    return named.pop() if named else max([epochs.next_epoch(handle) - 1, *handle.job.submitted]) + 1
 
 
-async def submitted_groups(backend: Backend, epoch: int, groups: Sequence[Group]) -> list[SubmittedGroup]:
+async def submitted_groups(handle: RunHandle, epoch: int, groups: Sequence[Group]) -> list[SubmittedGroup]:
     """The submission of an unsealed epoch, in the order of the groups.
 
     Raises ConfigError for a reward that is not a finite number, RunFailedError if the run is over.
     """
-    references = [_reference(backend, group) for group in groups]
+    references = [_reference(handle, group) for group in groups]
     written = [group for group, reference in zip(groups, references, strict=True) if reference is None]
-    again = iter(await _write(backend, epoch, written))
+    again = iter(await _write(handle, epoch, written))
     submitted: list[SubmittedGroup] = []
     for reference in references:
         submitted += [reference] if reference is not None else next(again)
@@ -61,7 +61,7 @@ def num_members(group: Group) -> int:
     return sum(2 * num or 1 for num in pairs)
 
 
-def _reference(backend: Backend, group: Group) -> SubmittedGroup | None:
+def _reference(handle: RunHandle, group: Group) -> SubmittedGroup | None:
     """A group by reference; None if it must be written to the log first."""
     for trajectory in group:
         if not math.isfinite(trajectory.reward):
@@ -69,7 +69,7 @@ def _reference(backend: Backend, group: Group) -> SubmittedGroup | None:
     names = {(trajectory.metadata or {}).get("group_id") for trajectory in group}
     if len(names) != 1 or not all(map(is_as_recorded, group)):
         return None
-    closed = backend.job.closed.get(str(names.pop()))
+    closed = handle.job.closed.get(str(names.pop()))
     ids = [str((trajectory.metadata or {})["trajectory_id"]) for trajectory in group]
     known = {member.trajectory_id for member in closed.members} if closed is not None else set[str]()
     if closed is None or not known.issuperset(ids) or len(set(ids)) < len(ids):
@@ -78,37 +78,37 @@ def _reference(backend: Backend, group: Group) -> SubmittedGroup | None:
     return SubmittedGroup(group_id=closed.group_id, trajectory_ids=tuple(ids), rewards=rewards)
 
 
-async def _write(backend: Backend, epoch: int, groups: Sequence[Group]) -> list[list[SubmittedGroup]]:
+async def _write(handle: RunHandle, epoch: int, groups: Sequence[Group]) -> list[list[SubmittedGroup]]:
     """Write groups as recorded rollouts, wait until they are closed, and return the submission of each.
 
     Ids derive from the content, so writing it again is idempotent.
     """
     recorded = [
-        _recorded(group, f"g{number}", demands_logprobs=_demands_logprobs(backend))
+        _recorded(group, f"g{number}", demands_logprobs=_demands_logprobs(handle))
         for number, group in enumerate(groups)
     ]
     every = [one for several in recorded for one in several]
     if not every:
         return []
-    flat = await backend.during(all_stored(every, backend.artifacts))
-    check_group(backend.spec, max(len(one.members) for one in flat), "(all of one group that is submitted)")
-    await epochs.start(backend, epoch, 0)
+    flat = await handle.during(all_stored(every, handle.artifacts))
+    check_group(handle.spec, max(len(one.members) for one in flat), "(all of one group that is submitted)")
+    await epochs.start(handle, epoch, 0)
     content = [group.model_dump(mode="json") for group in flat]
     tasks = tasks_of(
         flat,
-        run_id=backend.run.started.run_id,
-        job_id=backend.spec.job_id,
+        run_id=handle.run.started.run_id,
+        job_id=handle.spec.job_id,
         epoch=epoch,
-        settings=_as_they_come(backend.spec.rollout),
-        name=f"{ids.name_of(backend.spec.job_id)}-{codec.canonical_digest(content)[:8]}",
-        first_index=len(backend.examples),
-        min_version=epochs.newest_planned(backend),
-        seed=backend.run.started.seed,
-        time_ms=epochs.time_ms(backend),
+        settings=_as_they_come(handle.spec.rollout),
+        name=f"{ids.name_of(handle.spec.job_id)}-{codec.canonical_digest(content)[:8]}",
+        first_index=len(handle.examples),
+        min_version=epochs.newest_planned(handle),
+        seed=handle.run.started.seed,
+        time_ms=epochs.time_ms(handle),
     )
-    await backend.send([task for task in tasks if task.group_id not in backend.job.closed])
+    await handle.send([task for task in tasks if task.group_id not in handle.job.closed])
     wanted = [task.group_id for task in tasks]
-    closed = await epochs.closed(backend, wanted)
+    closed = await epochs.closed(handle, wanted)
     found = iter(closed)
     return [[_of_closed(next(found)) for _ in several] for several in recorded]
 
@@ -119,9 +119,9 @@ def _as_they_come(settings: RolloutSettings) -> RolloutSettings:
     return played.model_copy(update={"rewards": (), "evaluators": {}, "reward_weights": {}})
 
 
-def _demands_logprobs(backend: Backend) -> bool:
+def _demands_logprobs(handle: RunHandle) -> bool:
     """Whether the job's loss needs log-probabilities of the sampling policy."""
-    return backend.spec.job.kind != EXTERNAL and backend.spec.plan.needs_logprobs
+    return handle.spec.job.kind != EXTERNAL and handle.spec.plan.needs_logprobs
 
 
 def _recorded(group: Group, name: str, *, demands_logprobs: bool) -> list[RecordedGroup]:

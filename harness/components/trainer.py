@@ -72,7 +72,7 @@ class RollstreamTrainer(Trainer):
             self._run_id, self._first_epoch = adapter.log_run_id, adapter.next_epoch
             progress = resumed(self._settings, adapter.seals)
             self._is_over = any(seal.is_last for seal in adapter.seals.values())
-        self._note(progress)
+        self._remember(progress)
         self._files.resume(self._run_id, self._first_epoch)
 
     async def run(self, num_epochs: int) -> list[TrainingJobStatus]:
@@ -124,18 +124,18 @@ class RollstreamTrainer(Trainer):
         collection = _checked(await self.trajectory_builder.finalize(run_id, meta), epoch)
         if not any(collection.trajectories):
             logger.warning("epoch %d produced no trajectories", epoch)
-            self._tell_left_out(epoch, collection, collection)
-            self._tell_empty(epoch, NO_TRAJECTORIES)
+            self._record_left_out(epoch, collection, collection)
+            self._record_empty_epoch(epoch, NO_TRAJECTORIES)
             return None
         before = reward_stats(collection.trajectories)
         offered = collection
         collection = self.apply_curriculum_learning(collection, epoch)
-        self._tell_left_out(epoch, offered, collection)
+        self._record_left_out(epoch, offered, collection)
         metrics = self._metrics(before, collection.trajectories)
         await self._once_there_is_room(lambda: self.log_progress(epoch, metrics))
         if not any(collection.trajectories):
             logger.warning("epoch %d: the curriculum filtered out all groups", epoch)
-            self._tell_empty(epoch, CURRICULUM)
+            self._record_empty_epoch(epoch, CURRICULUM)
             return None
         ref = await self._adapter.submit(_of_epoch(collection, self._run_id, epoch))
         self._job_refs[epoch] = ref
@@ -168,13 +168,13 @@ class RollstreamTrainer(Trainer):
             "run_id": run_id,
             "num_epochs": len(self._files.rewards),
             "total_epochs": len(self._job_refs),
-            "jobs": [self._told(epoch) for epoch in sorted(self._statuses)],
+            "jobs": [self._progress_record(epoch) for epoch in sorted(self._statuses)],
             "reward_history": list(self._files.rewards),
             "validation_history": list(self._files.validations),
             "curriculum_state": self.get_curriculum_state(),
         }
 
-    def _told(self, epoch: int) -> dict[str, Any]:
+    def _progress_record(self, epoch: int) -> dict[str, Any]:
         ref, status = self._job_refs.get(epoch), self._statuses[epoch].model_dump(mode="json")
         return {
             "epoch": epoch,
@@ -232,17 +232,17 @@ class RollstreamTrainer(Trainer):
             seed=ids.derive_seed(getattr(self._adapter.adapter_config, "seed", 0), "curriculum"),
             rng=random.Random(secrets.randbits(64)),
         )
-        self._note(progress)
+        self._remember(progress)
         state["total_groups"] = len(groups)
-        state["included_groups"] = {name_of(groups[place], place, self._settings) for place, _ in kept}
-        chosen = [[groups[place][member] for member in members] for place, members in kept]
+        state["included_groups"] = {name_of(groups[index], index, self._settings) for index, _ in kept}
+        chosen = [[groups[index][member] for member in members] for index, members in kept]
         return TrajectoryCollection(trajectories=chosen, run_id=trajectory_collection.run_id)
 
-    def _tell_left_out(self, epoch: int, offered: TrajectoryCollection, kept: TrajectoryCollection) -> None:
+    def _record_left_out(self, epoch: int, offered: TrajectoryCollection, kept: TrajectoryCollection) -> None:
         if isinstance(self.trainer_adapter, RollstreamTrainerAdapter):
             names = {id(one) for group in kept.trajectories for one in group}
             left_out = [one for group in offered.trajectories for one in group if id(one) not in names]
-            self.trainer_adapter.tell_left_out(epoch, left_out)
+            self.trainer_adapter.record_left_out(epoch, left_out)
 
     def _metrics(self, before: dict[str, Any], trained: list[list[Trajectory]]) -> dict[str, Any]:
         after = {f"filtered_{key.removeprefix('num_')}": value for key, value in reward_stats(trained).items()}
@@ -272,15 +272,15 @@ class RollstreamTrainer(Trainer):
 
         await retrying(write, f"write the histories in {self._files.folder}", in_thread=here)
 
-    def _note(self, progress: CurriculumProgress) -> None:
+    def _remember(self, progress: CurriculumProgress) -> None:
         self._curriculum_state["current_percentile"] = progress.percentile
         self._curriculum_state["last_expansion_epoch"] = progress.last_expansion_epoch
         if isinstance(self.trainer_adapter, RollstreamTrainerAdapter):
-            self.trainer_adapter.tell_curriculum(progress.percentile)
+            self.trainer_adapter.record_curriculum(progress.percentile)
 
-    def _tell_empty(self, epoch: int, cause: str) -> None:
+    def _record_empty_epoch(self, epoch: int, cause: str) -> None:
         if isinstance(self.trainer_adapter, RollstreamTrainerAdapter):
-            self.trainer_adapter.tell_empty(epoch, cause)
+            self.trainer_adapter.record_empty_epoch(epoch, cause)
 
     def _status(self, status: TrainingStatusEnum, message: str) -> TrainingJobStatus:
         return TrainingJobStatus(run_id=self._run_id, backend=OURS, status=status, progress=100.0, message=message)

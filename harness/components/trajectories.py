@@ -93,19 +93,19 @@ def completions_of(sequences: Sequence[TokenSequence]) -> dict[int, dict[str, An
     for sequence in sequences:
         ids = tokens.decode_ids(sequence.token_ids)
         logprobs = None if sequence.logprobs is None else list(tokens.decode_floats(sequence.logprobs))
-        place = 0
+        index = 0
         for part in sequence.completions:
-            found[part.step_index] = _tokens(part, list(ids), logprobs, place)
-            place += part.length
+            found[part.step_index] = _tokens(part, list(ids), logprobs, index)
+            index += part.length
     return found
 
 
-def _tokens(part: Completion, ids: list[int], logprobs: list[float] | None, place: int) -> dict[str, Any]:
+def _tokens(part: Completion, ids: list[int], logprobs: list[float] | None, index: int) -> dict[str, Any]:
     end = part.start + part.length
     return {
         "prompt_token_ids": ids[: part.start],
         "token_ids": ids[part.start : end],
-        "logprobs": None if logprobs is None else logprobs[place : place + part.length],
+        "logprobs": None if logprobs is None else logprobs[index : index + part.length],
         "spans": [span.model_dump() for span in part.spans],
     }
 
@@ -117,8 +117,8 @@ def _episode(calls: Sequence[StepRecorded], completions: Mapping[int, dict[str, 
     for call in calls:
         data = call.data or {}
         sent = [message for message in _list(data.get("input")) if isinstance(message, dict)]
-        told = [(str(message.get("role")), _text(message.get("content"))) for message in sent]
-        if told[: len(said)] != said:
+        messages = [(str(message.get("role")), _text(message.get("content"))) for message in sent]
+        if messages[: len(said)] != said:
             said = []
         items += [_item(message) for message in sent[len(said) :]]
         output = _text(data.get("output"))
@@ -131,7 +131,7 @@ def _episode(calls: Sequence[StepRecorded], completions: Mapping[int, dict[str, 
                 metadata=metadata,
             )
         )
-        said = [*told, ("assistant", output)]
+        said = [*messages, ("assistant", output)]
     return items
 
 
@@ -148,8 +148,8 @@ def _shaped(step_rewards: Mapping[str, float], calls: Sequence[int]) -> list[flo
         return None
     shaped = [0.0] * len(calls)
     for step, value in step_rewards.items():
-        place = max((n for n, call in enumerate(calls) if call <= int(step)), default=0)
-        shaped[place] += value
+        index = max((n for n, call in enumerate(calls) if call <= int(step)), default=0)
+        shaped[index] += value
     return shaped
 
 
@@ -181,12 +181,12 @@ async def read_steps(log: EventLog, groups: Iterable[GroupClosed]) -> dict[str, 
     """Steps of the groups' members by rollout and index; the first record of a step counts."""
     rollouts = {member.rollout_id for group in groups for member in group.members}
     ranges = [group.steps_at for group in groups if group.steps_at is not None and group.members]
-    places = [(at.partition, offset) for at in ranges for offset in (at.first_offset, at.last_offset)]
+    offsets = [(at.partition, offset) for at in ranges for offset in (at.first_offset, at.last_offset)]
     found: dict[str, dict[int, StepRecorded]] = {}
-    if not places:
+    if not offsets:
         return found
-    starts = {partition: min(at for of, at in places if of == partition) for partition, _ in places}
-    ends = {partition: max(at for of, at in places if of == partition) + 1 for partition, _ in places}
+    starts = {partition: min(at for of, at in offsets if of == partition) for partition, _ in offsets}
+    ends = {partition: max(at for of, at in offsets if of == partition) + 1 for partition, _ in offsets}
     async for record in read_to_end(log, "steps", starts, ends):
         if codec.kind_of(record) != "step_recorded":
             continue

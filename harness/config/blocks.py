@@ -30,7 +30,9 @@ def model_of(written: Mapping[str, Any]) -> type[ConfigFile]:
     _import_what_is_needed(written)
     choices: list[Choice] = []
     for section in COMPONENT_SECTIONS:
-        named = {name: _imported(section, name, place) for place, name in _types(written, section) if _is_path(name)}
+        named = {
+            name: _imported(section, name, location) for location, name in _types(written, section) if _is_path(name)
+        }
         choices.append((section, tuple(sorted({**registry.config_types(section), **named}.items()))))
     return _model(tuple(choices))
 
@@ -60,21 +62,21 @@ def _types(written: Mapping[str, Any], section: str) -> list[tuple[str, str]]:
     blocks = written.get(section)
     found = blocks.items() if isinstance(blocks, Mapping) else ()
     typed = [(f"{section}.{name}._type", block.get("_type")) for name, block in found if isinstance(block, Mapping)]
-    return [(place, kind) for place, kind in typed if isinstance(kind, str)]
+    return [(location, kind) for location, kind in typed if isinstance(kind, str)]
 
 
 def _is_path(name: str) -> bool:
     return name.startswith(PYTHON)
 
 
-def _imported(section: str, name: str, place: str) -> type[ComponentConfig]:
+def _imported(section: str, name: str, location: str) -> type[ComponentConfig]:
     module_name, _, attribute = name.removeprefix(PYTHON).rpartition(".")
     if not module_name:
-        raise ConfigError(f"{place}: {name!r}: not a valid path; write python:module.ConfigClass")
-    _import_module(module_name, place)
+        raise ConfigError(f"{location}: {name!r}: not a valid path; write python:module.ConfigClass")
+    _import_module(module_name, location)
     found = getattr(importlib.import_module(module_name), attribute, None)
     if found not in registry.registered(section):
-        raise ConfigError(f"{place}: module {module_name} does not register {name!r} for {section}")
+        raise ConfigError(f"{location}: module {module_name} does not register {name!r} for {section}")
     return found
 
 
@@ -99,11 +101,11 @@ def import_modules(written: Mapping[str, Any]) -> None:
             _import_module(str(module), f"trajectory_builders.{name}.modules")
 
 
-def _import_module(module: str, place: str) -> None:
+def _import_module(module: str, location: str) -> None:
     try:
         importlib.import_module(module)
     except ConfigError:
         raise
     except (Exception, SystemExit) as error:
         logger.info("module %s cannot be imported", module, exc_info=error)
-        raise ConfigError(f"{place}: module {module} cannot be imported: {told(error)}") from error
+        raise ConfigError(f"{location}: module {module} cannot be imported: {told(error)}") from error

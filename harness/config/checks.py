@@ -88,45 +88,47 @@ def _join(path: str, part: Any) -> str:
 
 
 _logger = logging.getLogger(__name__)
-_told: set[str] = set()
+_warned: set[str] = set()
 
 
-def tell_meaningless(place: str, names: Sequence[str], why: str) -> None:
+def warn_meaningless(location: str, names: Sequence[str], why: str) -> None:
     """Warn of keys at a path or `_type` that are accepted and ignored. Does nothing if `names` is empty."""
     if names:
-        tell(f"{place}: {', '.join(names)}: accepted, but ignored here ({why})")
+        warn(f"{location}: {', '.join(names)}: accepted, but ignored here ({why})")
 
 
-def tell(message: str) -> None:
+def warn(message: str) -> None:
     """Warn, once."""
-    if message not in _told:
-        _told.add(message)
+    if message not in _warned:
+        _warned.add(message)
         _logger.warning("%s", message)
 
 
 def forget() -> None:
     """Repeat every warning from now on."""
-    _told.clear()
+    _warned.clear()
 
 
 def check_trainer(finetune: FinetuneConfig, trainer: TrainerSection) -> None:
     """Raises ConfigError for settings that a streamed run does not support."""
-    place = f"trainers.{finetune.trainer}"
+    location = f"trainers.{finetune.trainer}"
     wanted = {"early_stopping": trainer.early_stopping is not None, "validation_required": trainer.validation_required}
     names = [name for name, is_wanted in wanted.items() if is_wanted]
     if names and trainer.planning == "stream":
         raise ConfigError(
-            f"{place}.{names[0]}: a streamed run does not support this; use planning: submitted with max_staleness: 0"
+            f"{location}.{names[0]}: a streamed run does not support this; "
+            "use planning: submitted with max_staleness: 0"
         )
     if trainer.evaluation_gate is None:
         return
     run = finetune.run_configuration
     if trainer.planning == "submitted":
         raise ConfigError(
-            f"{place}.evaluation_gate: an epochwise run does not support this; use planning: stream, or early_stopping"
+            f"{location}.evaluation_gate: an epochwise run does not support this; "
+            "use planning: stream, or early_stopping"
         )
     if run is None or not (run.validation_dataset or run.validation_config_file):
         raise ConfigError(
-            f"{place}.evaluation_gate: the run has no validation to judge; give --validation_dataset or "
+            f"{location}.evaluation_gate: the run has no validation to judge; give --validation_dataset or "
             "--validation_config_file"
         )

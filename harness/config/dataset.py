@@ -34,15 +34,15 @@ def read_dataset(section: DatasetSection) -> list[Example]:
     rows = rows_of(path, section.type)
     if not rows:
         raise ConfigError(f"dataset {path} is empty; add at least one example")
-    kept = [(place, row) for place, row in rows if _is_wanted(row, section.filter)]
+    kept = [(location, row) for location, row in rows if _is_wanted(row, section.filter)]
     if not kept:
         raise ConfigError(
             f"dataset {path}: eval.general.dataset.filter excludes all {len(rows)} rows; relax the filter"
         )
-    examples = [_example(row, place, section.id_key) for place, row in kept]
+    examples = [_example(row, location, section.id_key) for location, row in kept]
     standard = [
-        example._replace(inputs=_with_standard_names(example.inputs, place, section.structure))
-        for (place, _), example in zip(kept, examples, strict=True)
+        example._replace(inputs=_with_standard_names(example.inputs, location, section.structure))
+        for (location, _), example in zip(kept, examples, strict=True)
     ]
     return _unique(standard, f"dataset {path}")
 
@@ -68,13 +68,13 @@ def _fits(value: Any, patterns: Iterable[Any]) -> bool:
     return any(fnmatch.fnmatch(str(value), str(pattern)) for pattern in patterns)
 
 
-def _with_standard_names(inputs: dict[str, Any], place: str, structure: DatasetStructure) -> dict[str, Any]:
+def _with_standard_names(inputs: dict[str, Any], location: str, structure: DatasetStructure) -> dict[str, Any]:
     """Inputs with the keys that `structure` names also under their standard names. Raises ConfigError."""
     if structure.disable:
         return {**inputs, "question": json.dumps(inputs)}
     if "question_key" in structure.model_fields_set and structure.question_key not in inputs:
         raise ConfigError(
-            f"{place} has no key {structure.question_key!r}; set eval.general.dataset.structure.question_key to the "
+            f"{location} has no key {structure.question_key!r}; set eval.general.dataset.structure.question_key to the "
             f"key of the question"
         )
     standard = {
@@ -91,10 +91,10 @@ def _with_standard_names(inputs: dict[str, Any], place: str, structure: DatasetS
     return {**inputs, **standard}
 
 
-def examples_of(inputs: Iterable[Mapping[str, Any]], place: str) -> list[Example]:
+def examples_of(inputs: Iterable[Mapping[str, Any]], location: str) -> list[Example]:
     """Examples made by an environment, with their own `id` or else numbered. Raises ConfigError."""
     return _unique(
-        [_example(dict(row), f"{place}, example {n}", "id", number=n) for n, row in enumerate(inputs)], place
+        [_example(dict(row), f"{location}, example {n}", "id", number=n) for n, row in enumerate(inputs)], location
     )
 
 
@@ -103,27 +103,27 @@ def to_json_lines(examples: Iterable[Example]) -> bytes:
     return b"".join(orjson.dumps(example._asdict(), option=orjson.OPT_APPEND_NEWLINE) for example in examples)
 
 
-def _example(row: Any, place: str, id_key: str, number: int | None = None) -> Example:
+def _example(row: Any, location: str, id_key: str, number: int | None = None) -> Example:
     if not isinstance(row, dict):
-        raise ConfigError(f"{place} must be a JSON object")
+        raise ConfigError(f"{location} must be a JSON object")
     if row.get(id_key) is None and number is None:
-        raise ConfigError(f"{place} has no key {id_key!r}; set eval.general.dataset.id_key to the key of the id")
+        raise ConfigError(f"{location} has no key {id_key!r}; set eval.general.dataset.id_key to the key of the id")
     inputs = {key: value for key, value in row.items() if key != id_key}
     return Example(str(row.get(id_key, number)), inputs)
 
 
-def _unique(examples: list[Example], place: str) -> list[Example]:
+def _unique(examples: list[Example], location: str) -> list[Example]:
     if not examples:
-        raise ConfigError(f"{place} has no examples; at least one is required")
+        raise ConfigError(f"{location} has no examples; at least one is required")
     seen: set[str] = set()
     for example in examples:
         if example.example_id in seen:
-            raise ConfigError(f"{place}: duplicate example id {example.example_id!r}")
+            raise ConfigError(f"{location}: duplicate example id {example.example_id!r}")
         seen.add(example.example_id)
         size = len(orjson.dumps(example.inputs))
         if size > MAX_INPUT_BYTES:
             raise ConfigError(
-                f"{place}: example {example.example_id!r} has {size} bytes of inputs, more than {MAX_INPUT_BYTES}; "
+                f"{location}: example {example.example_id!r} has {size} bytes of inputs, more than {MAX_INPUT_BYTES}; "
                 f"move large values into a file and refer to it"
             )
     return examples
@@ -156,11 +156,11 @@ def _rows_of_lines(text: str, path: Path) -> Rows:
     rows: Rows = []
     for number, line in enumerate(text.splitlines(), 1):
         if line.strip():
-            place = f"dataset {path} line {number}"
+            location = f"dataset {path} line {number}"
             try:
-                rows.append((place, json.loads(line)))
+                rows.append((location, json.loads(line)))
             except ValueError as error:
-                raise ConfigError(f"{place}: not valid JSON: {error}") from error
+                raise ConfigError(f"{location}: not valid JSON: {error}") from error
     return rows
 
 
@@ -182,10 +182,10 @@ def _rows_of_csv(text: str, path: Path) -> Rows:
     rows: Rows = []
     try:
         for row in reader:
-            place = f"dataset {path} line {reader.line_num}"
+            location = f"dataset {path} line {reader.line_num}"
             if None in row or None in row.values():
-                raise ConfigError(f"{place} must have {len(reader.fieldnames or ())} values, one per column")
-            rows.append((place, {key: _scalar(value) for key, value in row.items()}))
+                raise ConfigError(f"{location} must have {len(reader.fieldnames or ())} values, one per column")
+            rows.append((location, {key: _scalar(value) for key, value in row.items()}))
     except csv.Error as error:
         raise ConfigError(f"dataset {path} line {reader.line_num + 1}: not valid CSV: {error}") from error
     return rows

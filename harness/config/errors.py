@@ -9,7 +9,7 @@ from typing import Any, get_args
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
-from rollstream.producers.rollout.user_code import told_of_failed_imports
+from rollstream.producers.rollout.user_code import failed_imports_hint
 from rollstream.schemas.algorithms import BUILT_IN
 from rollstream.schemas.config import COMPONENT_SECTIONS
 from rollstream.schemas.errors import hint
@@ -36,25 +36,25 @@ def explain(error: ValidationError, model: type[BaseModel], written: Mapping[str
 
 def _explain_one(error: ErrorDetails, model: type[BaseModel], written: Mapping[str, Any]) -> str:
     path = _without_tags(error["loc"])
-    place = ".".join(str(part) for part in path)
+    location = ".".join(str(part) for part in path)
     if error["type"] == "extra_forbidden":
         algorithm = BUILT_IN.get(_algorithm_of(error["loc"]))
         known = _keys_at(model, path[:-1]) if algorithm is None else sorted(_keys(algorithm))
-        return f"{place}: unknown key{_hint(str(path[-1]), known)}"
+        return f"{location}: unknown key{_hint(str(path[-1]), known)}"
     if error["type"] == "missing":
-        return f"{place}: missing; this key is required"
+        return f"{location}: missing; this key is required"
     if error["type"] == "union_tag_invalid":
-        return f"{place}._type: {_unknown_type(error.get('ctx', {}))}"
+        return f"{location}._type: {_unknown_type(error.get('ctx', {}))}"
     message = error["msg"].removeprefix("Value error, ").replace("a valid tuple", "a list")
     if error["type"] == "value_error":
-        return f"{place}: {message}" if place else message
-    return f"{place}: is {_shown(_value_at(written, path))}; {message[0].lower()}{message[1:]}"
+        return f"{location}: {message}" if location else message
+    return f"{location}: is {_shown(_value_at(written, path))}; {message[0].lower()}{message[1:]}"
 
 
 def _unknown_type(context: Mapping[str, Any]) -> str:
     """The unknown type, the known ones, and packages that failed to import and may provide it."""
     known = sorted(tag.strip("'") for tag in context["expected_tags"].split(", "))
-    failed = told_of_failed_imports()
+    failed = failed_imports_hint()
     return f"{context['tag']!r} is not known; known types: {', '.join(known)}{failed}"
 
 
@@ -67,8 +67,8 @@ def _without_tags(loc: Sequence[str | int]) -> list[str | int]:
 
 def _algorithm_of(loc: Sequence[str | int]) -> str:
     """Tag of the union of algorithms that a path of pydantic's leads through; empty if it leads through none."""
-    place = _algorithm_at(loc)
-    return "" if place is None else str(loc[place])
+    location = _algorithm_at(loc)
+    return "" if location is None else str(loc[location])
 
 
 def _algorithm_at(loc: Sequence[str | int]) -> int | None:

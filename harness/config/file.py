@@ -11,7 +11,7 @@ from pydantic import JsonValue, ValidationError, create_model
 from rollstream.harness.config.blocks import import_modules, model_of
 from rollstream.harness.config.checks import check_values
 from rollstream.harness.config.errors import explain
-from rollstream.harness.config.resolve import run_config_of, tell_unused
+from rollstream.harness.config.resolve import run_config_of, warn_unused
 from rollstream.harness.config.yaml import apply_overrides, read_yaml, with_run_options
 from rollstream.harness.services.concealing import conceal_variables
 from rollstream.schemas.config import OURS, AdapterSection, ConfigFile, RunConfig, RunConfigurationSection
@@ -107,7 +107,7 @@ def _resolved(written: dict[str, JsonValue], environ: Mapping[str, str]) -> Load
         raise ConfigError("finetuning.enabled is false; set it to true to train")
     finetune = _finetune(file)
     config = run_config_of(finetune)
-    tell_unused(config, finetune, file.finetuning)
+    warn_unused(config, finetune, file.finetuning)
     return Loaded(unexpanded(config, written, environ), written, finetune)
 
 

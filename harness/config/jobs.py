@@ -49,7 +49,7 @@ ENDPOINT = "endpoint-1"
 """Name of the service that serves the trained model; its engine loads versions under this name."""
 
 
-class Place(NamedTuple):
+class RunLocation(NamedTuple):
     """Location of a run: workspace, log, artifacts."""
 
     kafka: KafkaSettings
@@ -238,7 +238,7 @@ def allowed_by(config: RunConfig, validation: RunConfig | None = None) -> tuple[
 
 
 def services_of(
-    config: RunConfig, place: Place, run_id: str | None = None, *, validation: RunConfig | None = None
+    config: RunConfig, location: RunLocation, run_id: str | None = None, *, validation: RunConfig | None = None
 ) -> dict[str, ServiceSettings]:
     """Settings of every managed service by name, in the order in which they are stopped.
 
@@ -247,10 +247,10 @@ def services_of(
     builder = config.builder
     model_groups = () if run_id is None else tuple(ids.model_group(run_id, name) for name in config.by_group())
     base: dict[str, Any] = {
-        "bootstrap_servers": place.kafka.bootstrap_servers,
-        "kafka": place.kafka.section,
-        "artifact_uri": place.artifact_uri,
-        "workspace": place.workspace,
+        "bootstrap_servers": location.kafka.bootstrap_servers,
+        "kafka": location.kafka.section,
+        "artifact_uri": location.artifact_uri,
+        "workspace": location.workspace,
         "num_partitions": builder.num_partitions,
         "allow": allowed_by(config, validation),
     }

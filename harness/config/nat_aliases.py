@@ -7,7 +7,7 @@ from typing import Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from rollstream.harness.config.checks import tell_meaningless
+from rollstream.harness.config.checks import warn_meaningless
 from rollstream.harness.config.components import STRICT, OurAdapterFields, OurBuilderFields, OurTrainerFields
 from rollstream.schemas.algorithm_settings import AlgorithmSettings
 from rollstream.schemas.config import AdapterSection, TrainerSection
@@ -102,11 +102,11 @@ class ArtAdapterConfig(OurAdapterFields, TrainerAdapterConfig, name="openpipe_ar
         return given if is_named else {**given, "model": {"lora": {}, **model, "path": path}}
 
     @model_validator(mode="after")
-    def _tell_what_means_nothing(self) -> Self:
+    def _warn_unused(self) -> Self:
         backend = sorted(self.backend.model_fields_set - {"base_model"})
         training = sorted(self.training.model_extra or {})
         names = [f"backend.{name}" for name in backend] + [f"training.{name}" for name in training]
-        tell_meaningless("openpipe_art_trainer_adapter", names, "rollstream's own learner trains the model")
+        warn_meaningless("openpipe_art_trainer_adapter", names, "rollstream's own learner trains the model")
         return self
 
     def section(self) -> AdapterSection:
@@ -152,9 +152,9 @@ class DpoBuilderConfig(OurBuilderFields, TrajectoryBuilderConfig, name="dpo_traj
         }
 
     @model_validator(mode="after")
-    def _tell_what_means_nothing(self) -> Self:
+    def _warn_unused(self) -> Self:
         names = ["custom_step_name"] if self.custom_step_name is not None else []
-        tell_meaningless("dpo_traj_builder", names, "name the steps by ttc_step_name")
+        warn_meaningless("dpo_traj_builder", names, "name the steps by ttc_step_name")
         return self
 
 

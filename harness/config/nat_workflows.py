@@ -87,22 +87,22 @@ def check_sampling(config: RunConfig, finetune: FinetuneConfig) -> None:
         if key == "temperature" and "temperature" in algorithm.model_fields_set:
             found[f"trainer_adapters.{config.finetuning.trainer_adapter}.algorithm.temperature"] = algorithm.temperature
         if key in sampling.model_fields_set:
-            place = f"trajectory_builders.{config.finetuning.trajectory_builder}.sampling.{key}"
-            found[place] = getattr(sampling, key)
+            location = f"trajectory_builders.{config.finetuning.trajectory_builder}.sampling.{key}"
+            found[location] = getattr(sampling, key)
         _check_equal(found, algorithm.name)
 
 
 def _check_equal(found: Mapping[str, float], algorithm: str) -> None:
-    (place, value), *others = found.items()
+    (location, value), *others = found.items()
     for other, its in others:
         if its != value:
             raise ConfigError(
-                f"{place}: {value:g} differs from {other}: {its:g} (the default is 1), but "
+                f"{location}: {value:g} differs from {other}: {its:g} (the default is 1), but "
                 f"{algorithm} compares all answers with one distribution; set both to the same value"
             )
     if value == 0:
         raise ConfigError(
-            f"{place}: 0 decodes greedily, so all rollouts of a task are equal and {algorithm} has no ratio to the "
+            f"{location}: 0 decodes greedily, so all rollouts of a task are equal and {algorithm} has no ratio to the "
             "sampling distribution; set it above 0"
         )
 

@@ -83,16 +83,16 @@ def _register(known: Registered, what: str, base: ConfigType, config_type: Confi
 
 
 def _check(known: Registered, what: str, base: ConfigType, config_type: ConfigType, build: Callable[..., Any]) -> None:
-    place = f"{build.__module__}.{build.__qualname__}"
+    location = f"{build.__module__}.{build.__qualname__}"
     if not (inspect.isclass(config_type) and issubclass(config_type, base)):
-        raise ConfigError(f"{what} {place}: config_type must be a subclass of {base.__name__}, not {config_type!r}")
+        raise ConfigError(f"{what} {location}: config_type must be a subclass of {base.__name__}, not {config_type!r}")
     name = config_type.__dict__.get("STATIC_TYPE")
     if not name:
         shown = config_type.__name__
-        raise ConfigError(f"{what} {place}: {shown} has no name; define class {shown}(..., name='its_type')")
+        raise ConfigError(f"{what} {location}: {shown} has no name; define class {shown}(..., name='its_type')")
     if not inspect.isasyncgenfunction(build):
         raise ConfigError(
-            f"{what} {place}: must be an async generator that yields one component: "
+            f"{what} {location}: must be an async generator that yields one component: "
             "`async def build(config, builder)` with `yield` instead of `return`"
         )
     names = ", ".join(sorted(str(other.STATIC_TYPE) for other in known))
@@ -100,6 +100,6 @@ def _check(known: Registered, what: str, base: ConfigType, config_type: ConfigTy
         if name == other.STATIC_TYPE and earlier is not build:
             first = f"{earlier.__module__}.{earlier.__qualname__}"
             raise ConfigError(
-                f"{what} {name!r} is registered twice: by {first} and by {place}; rename one of them "
+                f"{what} {name!r} is registered twice: by {first} and by {location}; rename one of them "
                 f"(registered: {names})"
             )

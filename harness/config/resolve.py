@@ -12,7 +12,7 @@ from typing import Any, Literal, TypeVar
 from pydantic import BaseModel, JsonValue
 
 from rollstream.harness.config import dataset, nat_workflows
-from rollstream.harness.config.checks import check_trainer, tell, tell_meaningless
+from rollstream.harness.config.checks import check_trainer, warn, warn_meaningless
 from rollstream.harness.config.rewards import ENVIRONMENT
 from rollstream.harness.config.unused_keys import Blocks, of_evaluation, unused_keys
 from rollstream.schemas import ids
@@ -142,17 +142,17 @@ def _planning(trainer: TrainerSection, adapter: AdapterSection, *, is_foreign: b
     return "stream" if adapter.max_staleness else trainer.planning
 
 
-def _check_sampling(place: str, builder: BuilderSection, adapter: AdapterSection) -> None:
+def _check_sampling(location: str, builder: BuilderSection, adapter: AdapterSection) -> None:
     """Warns of truncated sampling: the loss accounts for temperature only, so ratios would not start at 1."""
     sampling = builder.sampling
     if adapter.algorithm.needs.behaviour and (sampling.top_p < 1 or sampling.top_k):
-        tell(
-            f"{place}: top_p {sampling.top_p:g}, top_k {sampling.top_k}: {adapter.algorithm.name} compares a "
+        warn(
+            f"{location}: top_p {sampling.top_p:g}, top_k {sampling.top_k}: {adapter.algorithm.name} compares a "
             f"truncated distribution with the full one, so its ratios start below 1; set top_p: 1 and top_k: 0"
         )
 
 
-def tell_unused(config: RunConfig, finetune: FinetuneConfig, section: FinetuningSection) -> None:
+def warn_unused(config: RunConfig, finetune: FinetuneConfig, section: FinetuningSection) -> None:
     """Warn, once per process, of every key that has no effect. `section`: `finetuning` as in the file."""
     roles = ("trajectory_builder", "trainer_adapter", "trainer")
     found = [block_of(finetune, role) for role in roles]
@@ -161,7 +161,7 @@ def tell_unused(config: RunConfig, finetune: FinetuneConfig, section: Finetuning
     if isinstance(evaluation, EvalSection):  # another harness runs its own evaluation
         unused.append(of_evaluation(evaluation, config.nat_workflow))
     for one in unused:
-        tell_meaningless(one.place, one.names, one.why)
+        warn_meaningless(one.location, one.names, one.why)
 
 
 def block_of(finetune: FinetuneConfig, role: str) -> Any:
@@ -213,33 +213,34 @@ def _adapter(finetune: FinetuneConfig, block: Any, builder: Any) -> AdapterSecti
     if not hasattr(block, "section"):
         return AdapterSection(model=ModelSettings(path=EXTERNAL))
     section: AdapterSection = block.section()
-    place = f"trainer_adapters.{finetune.trainer_adapter}"
-    algorithm = _own_settings(section.algorithm, f"{place}.algorithm")
+    location = f"trainer_adapters.{finetune.trainer_adapter}"
+    algorithm = _own_settings(section.algorithm, f"{location}.algorithm")
     groups = dict(section.model_groups)
     for name, one in groups.items():
         if one.algorithm is not None:
-            own = _own_settings(one.algorithm, f"{place}.model_groups.{name}.algorithm")
+            own = _own_settings(one.algorithm, f"{location}.model_groups.{name}.algorithm")
             groups[name] = one.model_copy(update={"algorithm": own})
     return section.model_copy(update={"algorithm": _of_pairs(finetune, algorithm, builder), "model_groups": groups})
 
 
 def _check_groups(finetune: FinetuneConfig, config: RunConfig) -> None:
     """Raises ConfigError for model groups that do not fit the agents, or that a run cannot have."""
-    place = f"trainer_adapters.{finetune.trainer_adapter}.model_groups"
+    location = f"trainer_adapters.{finetune.trainer_adapter}.model_groups"
     groups, named = config.adapter.model_groups, config.by_group()
     for name, group in groups.items():
         if name not in named:
             raise ConfigError(
-                f"{place}.{name}: no agent speaks through it; trajectory_builders.{finetune.trajectory_builder}.agents "
+                f"{location}.{name}: no agent speaks through it; "
+                f"trajectory_builders.{finetune.trajectory_builder}.agents "
                 f"names {', '.join(named)}"
             )
         if group.endpoint is not None:
             why = "a model that others serve needs the openai engine, which does not exist yet; give model or version"
-            raise ConfigError(f"{place}.{name}.endpoint: {why}")
+            raise ConfigError(f"{location}.{name}.endpoint: {why}")
         if group.version is not None and ids.parsed_version(group.version) is None:
-            raise ConfigError(f"{place}.{name}.version: write RUN@VERSION, for example demo-1a2b3c@12")
+            raise ConfigError(f"{location}.{name}.version: write RUN@VERSION, for example demo-1a2b3c@12")
     if not config.trained():
-        raise ConfigError(f"{place}: all model groups are frozen ({', '.join(named)}); leave one to be trained")
+        raise ConfigError(f"{location}: all model groups are frozen ({', '.join(named)}); leave one to be trained")
     is_streamed = config.trainer.planning == "stream" and config.served is None and not config.is_external
     if len(named) > 1 and not is_streamed:
         raise ConfigError(
@@ -249,7 +250,7 @@ def _check_groups(finetune: FinetuneConfig, config: RunConfig) -> None:
         )
 
 
-def _own_settings(algorithm: AlgorithmSettings, place: str) -> AlgorithmSettings:
+def _own_settings(algorithm: AlgorithmSettings, location: str) -> AlgorithmSettings:
     """The settings as the class that the algorithm has for them. Raises ConfigError."""
     if not isinstance(algorithm, CustomSettings):
         return algorithm
@@ -259,7 +260,7 @@ def _own_settings(algorithm: AlgorithmSettings, place: str) -> AlgorithmSettings
         options = {**algorithm.options, "declared": algorithm.declared.model_dump()}
         algorithm = algorithm.model_copy(update={"options": options})
     local = Permissions(named_by_algorithm(algorithm.name))  # the user's own file names it
-    return table.settings_of(algorithm, local, place)
+    return table.settings_of(algorithm, local, location)
 
 
 def _check_external(finetune: FinetuneConfig, environment: str) -> None:
@@ -337,7 +338,7 @@ def _with_workflow(builder: BuilderSection, workflow: Any) -> BuilderSection:
         return builder
     given = workflow.model_extra or {}
     extra = {key: value for key, value in given.items() if _takes(workflow.type, key)}
-    tell_meaningless("workflow", sorted(given.keys() - extra.keys()), f"environment {workflow.type} does not take it")
+    warn_meaningless("workflow", sorted(given.keys() - extra.keys()), f"environment {workflow.type} does not take it")
     return builder.model_copy(
         update={"environment": workflow.type, "environment_config": {**extra, **builder.environment_config}}
     )
@@ -362,8 +363,8 @@ def _environment(finetune: FinetuneConfig, builder: BuilderSection, workflow: An
     if found is not None:
         return found
     if workflow is None:
-        place = f"trajectory_builders.{finetune.trajectory_builder}.environment"
-        raise ConfigError(f"{place}: missing; name an environment here or in workflow")
+        location = f"trajectory_builders.{finetune.trajectory_builder}.environment"
+        raise ConfigError(f"{location}: missing; name an environment here or in workflow")
     return RECORDED
 
 

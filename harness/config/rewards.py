@@ -87,10 +87,10 @@ def check_reward(config: RunConfig, name: str, environ: Mapping[str, str] = os.e
         raise ConfigError(f"{place_of(config, name)}: {error}; {PLACE} has: {named}") from error
 
 
-def check_examples(config: RunConfig, examples: Iterable[Example], place: str) -> None:
+def check_examples(config: RunConfig, examples: Iterable[Example], location: str) -> None:
     """Raises ConfigError naming the first example whose inputs lack what an evaluator of the run needs.
 
-    `place`: the source of the examples, for the message.
+    `location`: the source of the examples, for the message.
     """
     from rollstream.producers.evaluators.table import read
 
@@ -104,7 +104,7 @@ def check_examples(config: RunConfig, examples: Iterable[Example], place: str) -
             if key not in example.inputs:
                 shown = ", ".join(list(example.inputs)[:MAX_SHOWN]) or "none"
                 raise ConfigError(
-                    f"{path}: example {example.example_id!r} of {place} has no key {key!r}; its keys are: {shown}"
+                    f"{path}: example {example.example_id!r} of {location} has no key {key!r}; its keys are: {shown}"
                 )
 
 

@@ -37,7 +37,7 @@ class Blocks(NamedTuple):
 class Unused(NamedTuple):
     """Keys at one path of the file, and why they have no effect."""
 
-    place: str
+    location: str
     names: tuple[str, ...]
     why: str
 
@@ -56,53 +56,53 @@ def unused_keys(config: RunConfig, blocks: Blocks, finetuning: FinetuningSection
 
 
 def _of_builder(config: RunConfig, blocks: Blocks) -> Iterator[Unused]:
-    place, block = f"trajectory_builders.{config.finetuning.trajectory_builder}", blocks.builder
+    location, block = f"trajectory_builders.{config.finetuning.trajectory_builder}", blocks.builder
     if not hasattr(block, "section"):
         return
-    yield _reward(place, block)
+    yield _reward(location, block)
     if config.builder.services == "external":
         names = given(block, (*_STARTED_HERE, *_SERVICE_LIMITS))
-        yield Unused(place, names, "services are external; give it to `rollstream serve`")
-    yield _engine(f"{place}.engine", block.engine)
+        yield Unused(location, names, "services are external; give it to `rollstream serve`")
+    yield _engine(f"{location}.engine", block.engine)
     algorithm = config.adapter.algorithm
     if not algorithm.needs.rewards:
-        yield Unused(place, given(block, ["missing_score"]), f"{algorithm.name} needs no score")
+        yield Unused(location, given(block, ["missing_score"]), f"{algorithm.name} needs no score")
     if config.endpoint is not None:
         left = sorted(block.environment_config.keys() - config.builder.environment_config.keys())
         names = (*given(block, ["environment"]), *(f"environment_config.{name}" for name in left))
-        yield Unused(place, names, "the workflow behind --endpoint runs the rollouts")
+        yield Unused(location, names, "the workflow behind --endpoint runs the rollouts")
     if config.trainer.planning == "stream" and hasattr(block, "pairs"):
         names = given(block, _PAIRS_ONLY)
-        yield Unused(place, names, "a streamed run forms pairs from all scored candidates; use planning: submitted")
+        yield Unused(location, names, "a streamed run forms pairs from all scored candidates; use planning: submitted")
     if config.environment in MADE_ELSEWHERE:
         names = given(block.sampling, [name for name in type(block.sampling).model_fields if name != "temperature"])
-        yield Unused(f"{place}.sampling", names, f"rollouts of {config.environment} are sampled elsewhere")
+        yield Unused(f"{location}.sampling", names, f"rollouts of {config.environment} are sampled elsewhere")
 
 
 def _of_adapter(config: RunConfig, blocks: Blocks) -> Iterator[Unused]:
-    place, block, adapter = f"trainer_adapters.{config.finetuning.trainer_adapter}", blocks.adapter, config.adapter
+    location, block, adapter = f"trainer_adapters.{config.finetuning.trainer_adapter}", blocks.adapter, config.adapter
     if not hasattr(block, "section"):
         return
-    yield _reward(place, block)
+    yield _reward(location, block)
     for why, names in adapter.algorithm.unused().items():
-        yield Unused(f"{place}.algorithm", names, why)
-    yield from _of_optimizer(f"{place}.optimizer", adapter.optimizer)
-    yield from _of_groups(f"{place}.model_groups", adapter)
+        yield Unused(f"{location}.algorithm", names, why)
+    yield from _of_optimizer(f"{location}.optimizer", adapter.optimizer)
+    yield from _of_groups(f"{location}.model_groups", adapter)
     if adapter.warm_start is not None:
-        yield from _of_optimizer(f"{place}.warm_start.optimizer", adapter.warm_start.optimizer)
+        yield from _of_optimizer(f"{location}.warm_start.optimizer", adapter.warm_start.optimizer)
     if block.endpoint is not None:
-        yield _engine(f"{place}.endpoint.engine", block.endpoint.engine)
+        yield _engine(f"{location}.endpoint.engine", block.endpoint.engine)
     if blocks.is_builder_ours and getattr(block, "retokenise", False):
-        yield Unused(place, ("retokenise",), "it applies to builders of other packages; see environment_config")
+        yield Unused(location, ("retokenise",), "it applies to builders of other packages; see environment_config")
     if config.trainer.planning == "submitted":
-        yield Unused(place, given(block, ["batches_per_epoch"]), "a submitted epoch is one batch")
+        yield Unused(location, given(block, ["batches_per_epoch"]), "a submitted epoch is one batch")
         if config.dataset is not None or not blocks.is_builder_ours:
-            yield Unused(place, given(block, ["tasks_per_epoch"]), "an epochwise run rolls out all examples")
+            yield Unused(location, given(block, ["tasks_per_epoch"]), "an epochwise run rolls out all examples")
 
 
-def _of_groups(place: str, adapter: AdapterSection) -> Iterator[Unused]:
+def _of_groups(location: str, adapter: AdapterSection) -> Iterator[Unused]:
     for name, group in adapter.model_groups.items():
-        where = f"{place}.{name}"
+        where = f"{location}.{name}"
         if group.frozen:
             yield Unused(where, given(group, ["algorithm", "optimizer"]), "a frozen model group is not trained")
             continue
@@ -112,24 +112,26 @@ def _of_groups(place: str, adapter: AdapterSection) -> Iterator[Unused]:
             yield from _of_optimizer(f"{where}.optimizer", group.optimizer)
 
 
-def _of_optimizer(place: str, optimizer: OptimizerSettings) -> Iterator[Unused]:
+def _of_optimizer(location: str, optimizer: OptimizerSettings) -> Iterator[Unused]:
     if optimizer.schedule == "constant":
-        yield Unused(place, given(optimizer, ["final_fraction"]), "schedule is constant")
+        yield Unused(location, given(optimizer, ["final_fraction"]), "schedule is constant")
 
 
 def _of_trainer(config: RunConfig, blocks: Blocks) -> Iterator[Unused]:
-    place, block = f"trainers.{config.finetuning.trainer}", blocks.trainer
+    location, block = f"trainers.{config.finetuning.trainer}", blocks.trainer
     if not hasattr(block, "section"):
         return
-    yield _reward(place, block)
+    yield _reward(location, block)
     if "planning" in block.model_fields_set and block.planning != config.trainer.planning:
         why = "with another package's component, or under another command, a run is epochwise"
         if config.trainer.planning == "stream":
             why = f"max_staleness {config.adapter.max_staleness} lets epochs overlap, so the run is streamed"
-        yield Unused(place, ("planning",), why)
+        yield Unused(location, ("planning",), why)
     if config.validation is None:
         names = tuple(name for name in ("early_stopping", "validation_required") if getattr(block, name))
-        yield Unused(place, names, "the run has no validation; give --validation_dataset or --validation_config_file")
+        yield Unused(
+            location, names, "the run has no validation; give --validation_dataset or --validation_config_file"
+        )
 
 
 def _of_finetuning(config: RunConfig, blocks: Blocks, finetuning: FinetuningSection) -> Iterator[Unused]:
@@ -157,14 +159,14 @@ def _of_curriculum(config: RunConfig, blocks: Blocks, wanted: CurriculumSettings
 
 
 def _of_run(config: RunConfig, finetuning: FinetuningSection) -> Iterator[Unused]:
-    place, run = "finetuning.run_configuration", finetuning.run_configuration
+    location, run = "finetuning.run_configuration", finetuning.run_configuration
     if run is None:
         return
-    yield Unused(place, given(run, ["config_file", "override"]), "they are command-line options")
+    yield Unused(location, given(run, ["config_file", "override"]), "they are command-line options")
     if config.endpoint is None:
-        yield Unused(place, given(run, ["endpoint_timeout", "result_json_path"]), "the run has no endpoint")
+        yield Unused(location, given(run, ["endpoint_timeout", "result_json_path"]), "the run has no endpoint")
     if config.validation is None:
-        yield Unused(place, given(run, ["validation_interval"]), "the run has no validation")
+        yield Unused(location, given(run, ["validation_interval"]), "the run has no validation")
 
 
 def of_evaluation(evaluation: EvalSection, nat_workflow: str | None) -> Unused:
@@ -186,9 +188,9 @@ def given(block: BaseModel, names: Iterable[str]) -> tuple[str, ...]:
     )
 
 
-def _engine(place: str, engine: EngineSettings) -> Unused:
-    return Unused(place, given(engine, engine.MEANINGLESS), f"the {engine.kind} engine does not use it")
+def _engine(location: str, engine: EngineSettings) -> Unused:
+    return Unused(location, given(engine, engine.MEANINGLESS), f"the {engine.kind} engine does not use it")
 
 
-def _reward(place: str, block: Any) -> Unused:
-    return Unused(place, given(block, ["reward"]), "finetuning.reward_function names the reward")
+def _reward(location: str, block: Any) -> Unused:
+    return Unused(location, given(block, ["reward"]), "finetuning.reward_function names the reward")

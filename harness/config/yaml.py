@@ -51,14 +51,14 @@ def read_yaml(path: Path) -> dict[str, JsonValue]:
     return _read(path, ())
 
 
-def parse(text: str, place: str) -> Any:
-    """Parse a text of YAML. Raises ConfigError naming `place` and the line."""
+def parse(text: str, location: str) -> Any:
+    """Parse a text of YAML. Raises ConfigError naming `location` and the line."""
     try:
         return yaml.load(text, Loader=_Loader)
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         line = f" line {mark.line + 1}" if mark else ""
-        raise ConfigError(f"{place}:{line} not valid YAML: {getattr(error, 'problem', error)}") from error
+        raise ConfigError(f"{location}:{line} not valid YAML: {getattr(error, 'problem', error)}") from error
 
 
 def merged(config: Mapping[str, JsonValue], changes: Mapping[str, JsonValue]) -> dict[str, JsonValue]:
@@ -90,31 +90,33 @@ def _read(path: Path, above: tuple[Path, ...]) -> dict[str, JsonValue]:
     return merged(_read(below, chain), content)
 
 
-def _with_texts(value: Any, path: Path, place: str) -> Any:
+def _with_texts(value: Any, path: Path, location: str) -> Any:
     """`value` with every `file://NAME` in it replaced by that file's text, NAME being relative to the YAML file."""
-    if isinstance(value, dict) and place.count(".") < _MAX_DEPTH:
-        return {key: _with_texts(item, path, f"{place}.{key}" if place else str(key)) for key, item in value.items()}
-    if isinstance(value, list) and place.count(".") < _MAX_DEPTH:
-        return [_with_texts(item, path, f"{place}.{index}") for index, item in enumerate(value)]
+    if isinstance(value, dict) and location.count(".") < _MAX_DEPTH:
+        return {
+            key: _with_texts(item, path, f"{location}.{key}" if location else str(key)) for key, item in value.items()
+        }
+    if isinstance(value, list) and location.count(".") < _MAX_DEPTH:
+        return [_with_texts(item, path, f"{location}.{index}") for index, item in enumerate(value)]
     if not (isinstance(value, str) and value.startswith(FILE)):
         return value
     named = (path.parent / value.removeprefix(FILE)).resolve()
     if named.suffix.lower() not in TEXT_SUFFIXES:
         raise ConfigError(
-            f"{path}: {place}: {value}: only text files can be included ({', '.join(sorted(TEXT_SUFFIXES))})"
+            f"{path}: {location}: {value}: only text files can be included ({', '.join(sorted(TEXT_SUFFIXES))})"
         )
-    return _text(named, f"{path}: {place}: {value}")
+    return _text(named, f"{path}: {location}: {value}")
 
 
 _MAX_DEPTH = 50
 """Only an alias to itself nests deeper, and that is refused where values are checked."""
 
 
-def _text(path: Path, place: str) -> str:
+def _text(path: Path, location: str) -> str:
     try:
         return path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{place}: cannot be read: {error}") from error
+        raise ConfigError(f"{location}: cannot be read: {error}") from error
 
 
 def apply_overrides(written: dict[str, Any], overrides: Sequence[tuple[str, str]]) -> None:

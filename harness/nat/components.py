@@ -34,7 +34,7 @@ from rollstream.harness.nat.handover import (
     loaded_of,
     repair,
 )
-from rollstream.harness.runs.backend import Backend, open_backend, opened
+from rollstream.harness.runs.run_handle import RunHandle, open_handle, opened
 from rollstream.harness.services.concealing import shown
 from rollstream.producers.rollout.user_code import find_users_modules, import_installed
 from rollstream.schemas.errors import RunFailedError
@@ -81,10 +81,10 @@ class NatTrainerAdapter(RollstreamTrainerAdapter):
         """As ours; opens the run if it is not open. Raises RollstreamError."""
         _prepare(run_config)
         if opened(self._workspace) is None:
-            backend = await open_backend(self.loaded(run_config), self._workspace, run_name() or RUN_NAME)
-            _close_at_exit(backend)
+            handle = await open_handle(self.loaded(run_config), self._workspace, run_name() or RUN_NAME)
+            _close_at_exit(handle)
             if not is_ours(block_of(run_config, "trainer")):
-                await self._end_with_trainer(run_config, backend)
+                await self._end_with_trainer(run_config, handle)
         await super().initialize(run_config)
         config = self._backend().config
         give_key(run_config, config, self._workspace, os.environ)
@@ -104,19 +104,19 @@ class NatTrainerAdapter(RollstreamTrainerAdapter):
         return self.gives(await super().wait_until_complete(as_ours(ref), poll_interval))
 
     @property
-    def own_backend(self) -> Backend | None:
-        """The backend of a run that was opened here."""
-        backend = opened(self._workspace)
-        return backend if backend is not None and backend.is_own else None
+    def own_run(self) -> RunHandle | None:
+        """The handle of a run that was opened here."""
+        handle = opened(self._workspace)
+        return handle if handle is not None and handle.is_own else None
 
-    async def _end_with_trainer(self, run_config: Any, backend: Backend) -> None:
+    async def _end_with_trainer(self, run_config: Any, handle: RunHandle) -> None:
         """Have another package's trainer end the run on the log with its own `run`."""
         if self._builder is None:
             return
         parts = await self._builder.get_trajectory_builder(run_config.trajectory_builder)
         trainer = await self._builder.get_trainer(run_config.trainer, parts, self)
-        trainer.run = functools.partial(_run, backend, trainer.run)
-        watch_curriculum(backend, trainer)
+        trainer.run = functools.partial(_run, handle, trainer.run)
+        watch_curriculum(handle, trainer)
 
 
 @Trainer.register
@@ -138,9 +138,9 @@ class NatTrainer(RollstreamTrainer):
         Raises RunFailedError if a job failed or nothing was trained, because NAT's command would exit with status 0.
         """
         adapter = self.trainer_adapter
-        backend = adapter.own_backend if isinstance(adapter, NatTrainerAdapter) else None
-        if backend is not None:
-            return as_nats(await conducted(backend, super().run(num_epochs)))
+        handle = adapter.own_run if isinstance(adapter, NatTrainerAdapter) else None
+        if handle is not None:
+            return as_nats(await conducted(handle, super().run(num_epochs)))
         statuses = await super().run(num_epochs)
         for status in statuses:
             if status.status in (TrainingStatusEnum.FAILED, TrainingStatusEnum.CANCELED):
@@ -152,9 +152,9 @@ class NatTrainer(RollstreamTrainer):
         return as_nats(statuses)
 
 
-async def _run(backend: Backend, run: Callable[[int], Any], num_epochs: int) -> Any:
+async def _run(handle: RunHandle, run: Callable[[int], Any], num_epochs: int) -> Any:
     """The `run` of another package's trainer, which ends the run on the log."""
-    return await conducted(backend, run(num_epochs))
+    return await conducted(handle, run(num_epochs))
 
 
 class _Translated:
@@ -195,10 +195,10 @@ def _prepare(run_config: Any) -> None:
         check_packages(run_config)
 
 
-def _close_at_exit(backend: Backend) -> None:
-    """Close a backend when its event loop ends, or at process exit if the loop is never closed."""
+def _close_at_exit(handle: RunHandle) -> None:
+    """Close a run handle when its event loop ends, or at process exit if the loop is never closed."""
     loop = asyncio.get_running_loop()
-    guard = asyncio.create_task(_guard(backend, asyncio.current_task()))
+    guard = asyncio.create_task(_guard(handle, asyncio.current_task()))
 
     def close() -> None:
         if not loop.is_closed():
@@ -209,14 +209,14 @@ def _close_at_exit(backend: Backend) -> None:
     atexit.register(close)
 
 
-async def _guard(backend: Backend, command: "asyncio.Task[Any] | None") -> None:
-    """Close a backend once this is cancelled. If the command failed before its trainer ran, fail the run too."""
+async def _guard(handle: RunHandle, command: "asyncio.Task[Any] | None") -> None:
+    """Close a run handle once this is cancelled. If the command failed before its trainer ran, fail the run too."""
     try:
         await asyncio.Event().wait()
     finally:
         try:
             error = command.exception() if command is not None and command.done() and not command.cancelled() else None
-            if isinstance(error, Exception) and not backend.is_finished and not backend.is_over:
-                await failed(backend, error)
+            if isinstance(error, Exception) and not handle.is_finished and not handle.is_over:
+                await failed(handle, error)
         finally:
-            await backend.close()
+            await handle.close()

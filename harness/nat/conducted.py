@@ -11,7 +11,7 @@ from collections.abc import Coroutine, Iterator
 from typing import Any
 
 from rollstream.harness.components import run_end
-from rollstream.harness.runs.backend import Backend
+from rollstream.harness.runs.run_handle import RunHandle
 from rollstream.harness.services.concealing import concealed, shown
 from rollstream.schemas.errors import RollstreamError, RunFailedError, told
 
@@ -37,7 +37,7 @@ class _Overheard(logging.Handler):
         if len(found) >= MAX_TOLD or record.name.partition(".")[0] in NOT_THEIRS:
             return
         try:
-            text = _told(record)
+            text = _formatted(record)
         except (TypeError, ValueError):  # arguments that do not fit the message
             self.handleError(record)
         else:
@@ -49,7 +49,7 @@ class _Overheard(logging.Handler):
         return "; ".join(self._found.get(True) or self._found.get(False) or ())
 
 
-def _told(record: logging.LogRecord) -> str:
+def _formatted(record: logging.LogRecord) -> str:
     """A record as a part of a line, without secrets."""
     error = record.exc_info[1] if record.exc_info else None
     parts = [record.getMessage()]
@@ -68,7 +68,7 @@ def _overheard() -> Iterator[_Overheard]:
         logging.getLogger().removeHandler(handler)
 
 
-async def conducted(backend: Backend, running: Coroutine[Any, Any, list[Any]]) -> list[Any]:
+async def conducted(handle: RunHandle, running: Coroutine[Any, Any, list[Any]]) -> list[Any]:
     """The result of a trainer's `run`, after the run has ended on the log accordingly; its model is exported by then.
 
     One that is cancelled (Ctrl-C) leaves the run open. Raises RunFailedError if the run failed, from what `running`
@@ -79,14 +79,14 @@ async def conducted(backend: Backend, running: Coroutine[Any, Any, list[Any]]) -
     failure: str | None = None
     try:
         with _overheard() as overheard:
-            statuses, failure = await run_end.trained(backend, running)
+            statuses, failure = await run_end.trained(handle, running)
         logged = overheard.text
     except Exception as error:
-        if not backend.is_over:
-            reason = await failed(backend, error)
-            raise RunFailedError(shown(f"run {backend.run.started.run_id} failed: {reason}")) from error
+        if not handle.is_over:
+            reason = await failed(handle, error)
+            raise RunFailedError(shown(f"run {handle.run.started.run_id} failed: {reason}")) from error
         logger.info("the trainer ended with an error once its run was over", exc_info=error)
-    outcome = await run_end.finish(backend, is_completed=failure is None, message=failure or "", logged=logged)
+    outcome = await run_end.finish(handle, is_completed=failure is None, message=failure or "", logged=logged)
     if outcome.exit_code:
         raise RunFailedError(shown(f"run {outcome.run_id} {outcome.status}: {outcome.message}"))
     for line in outcome.summary().splitlines():
@@ -100,12 +100,12 @@ def _canceled(status: Any) -> Any:
     return status if status.status != kinds.FAILED else status.model_copy(update={"status": kinds.CANCELED})
 
 
-async def failed(backend: Backend, error: Exception) -> str:
+async def failed(handle: RunHandle, error: Exception) -> str:
     """Write that the run failed, and why, which is returned: also where it cannot be written any more."""
     reason = concealed(str(error) if isinstance(error, RollstreamError) else told(error))
     logger.info("%s", concealed("".join(traceback.format_exception(error)).rstrip()))
     try:
-        await run_end.finish(backend, is_completed=False, message=reason)
+        await run_end.finish(handle, is_completed=False, message=reason)
     except RollstreamError as other:
         logger.warning("the run stays open on the log: %s", other)
     return reason

@@ -41,8 +41,8 @@ class Explained(BaseModel):
             return handler(values)
         except ValidationError as error:
             path, written = _as_written(cls.SECTION, values)
-            told = f"{path}.{explain(error, cls, written)}"
-            kind = PydanticCustomError("rollstream", "{told}", {"told": told})
+            explained = f"{path}.{explain(error, cls, written)}"
+            kind = PydanticCustomError("rollstream", "{told}", {"told": explained})
             hidden = InitErrorDetails(
                 type=kind, loc=(), input=None
             )  # the block itself may contain expanded `${ENV}` values

@@ -21,7 +21,7 @@ from rollstream.harness.config.components import written_of
 from rollstream.harness.config.errors import explain
 from rollstream.harness.config.file import Loaded, unexpanded
 from rollstream.harness.config.nat_workflows import check_installed
-from rollstream.harness.config.resolve import run_config_of, tell_unused
+from rollstream.harness.config.resolve import run_config_of, warn_unused
 from rollstream.harness.nat.command import conceal_last_error, file_of_command, is_on_command_line
 from rollstream.harness.nat.configs import NatCurriculum
 from rollstream.harness.services.concealing import conceal_logs, conceal_variables
@@ -83,7 +83,7 @@ def loaded_of(finetune: Any) -> Loaded:
     """
     file = file_of_command()
     found = run_config_of(finetune)
-    tell_unused(found, finetune, _section() or found.finetuning)
+    warn_unused(found, finetune, _section() or found.finetuning)
     config = unexpanded(_unexpanded(found, file), file, os.environ)
     written = written_of(config)
     check_values(written)

@@ -18,8 +18,8 @@ from rollstream.harness.config.nat_workflows import config_of
 from rollstream.harness.config.resolve import block_of
 from rollstream.harness.nat.playing import Failures, Played, workflow
 from rollstream.harness.recorded.tasks import all_stored, inputs_of
-from rollstream.harness.runs.backend import Backend
 from rollstream.harness.runs.preflight import token_of
+from rollstream.harness.runs.run_handle import RunHandle
 from rollstream.harness.services.addresses import url_host
 from rollstream.producers.traces.spans import Selection, recorded_steps
 from rollstream.schemas.events import TaskRequested
@@ -36,48 +36,48 @@ class NatWorkflowBuilder(RollstreamTrajectoryBuilder):
         super().__init__(trajectory_builder_config)
         self._failures = Failures()
 
-    async def prepared(self, backend: Backend, tasks: Sequence[TaskRequested]) -> Sequence[TaskRequested]:
+    async def prepared(self, handle: RunHandle, tasks: Sequence[TaskRequested]) -> Sequence[TaskRequested]:
         """Run the tasks. Raises RunFailedError if the run ends first, ConfigError if NAT cannot build the workflow."""
         examples = [Example(task.example_id, task.inputs) for task in tasks]
-        generations = await backend.during(self._play(backend, examples, max(task.num_rollouts for task in tasks)))
-        selection = self._selection(backend)
-        groups = await backend.during(all_stored(_groups(examples, generations, selection), backend.artifacts))
+        generations = await handle.during(self._play(handle, examples, max(task.num_rollouts for task in tasks)))
+        selection = self._selection(handle)
+        groups = await handle.during(all_stored(_groups(examples, generations, selection), handle.artifacts))
         return [task.model_copy(update={"inputs": inputs_of(group)}) for task, group in zip(tasks, groups, strict=True)]
 
-    async def _play(self, backend: Backend, examples: Sequence[Example], num: int) -> list[list[Played]]:
+    async def _play(self, handle: RunHandle, examples: Sequence[Example], num: int) -> list[list[Played]]:
         """The result of each example, by generation."""
-        reward = backend.config.finetuning.reward_function
+        reward = handle.config.finetuning.reward_function
         assert reward is not None
-        async with workflow(config_of(self._sections(backend)), self._failures) as built:
+        async with workflow(config_of(self._sections(handle)), self._failures) as built:
             return list(await asyncio.gather(*[built.play(examples, reward.name) for _ in range(num)]))
 
-    def _sections(self, backend: Backend) -> dict[str, Any]:
+    def _sections(self, handle: RunHandle) -> dict[str, Any]:
         """The sections for NAT, with the llms of the model in training directed to the endpoint's current address."""
-        place = json.loads((backend.workspace / f"{ENDPOINT}.json").read_text(encoding="utf-8"))
+        endpoint = json.loads((handle.workspace / f"{ENDPOINT}.json").read_text(encoding="utf-8"))
         sections = nat_workflows.sections_of(self._file())
-        key = token_of(backend.config, backend.workspace, os.environ) or NO_KEY
-        for name, model in self._called(backend).names.items():
+        key = token_of(handle.config, handle.workspace, os.environ) or NO_KEY
+        for name, model in self._called(handle).names.items():
             sections["llms"][name].pop("model", None)  # an alias of `model_name` that would take precedence
             sections["llms"][name] |= {
-                "base_url": f"http://{url_host(place['host'])}:{place['port']}/v1",
+                "base_url": f"http://{url_host(endpoint['host'])}:{endpoint['port']}/v1",
                 "api_key": key,
                 "model_name": model,
                 "logprobs": True,
             }
         return sections
 
-    def _called(self, backend: Backend) -> nat_workflows.Called:
+    def _called(self, handle: RunHandle) -> nat_workflows.Called:
         """The model's names at its endpoint; it accepts both."""
         assert self.run_config is not None
-        assert backend.config.served is not None
+        assert handle.config.served is not None
         llms = nat_workflows.trained_llms(self._file(), block_of(self.run_config, "trainer_adapter"))
-        names = backend.config.served.model_name, backend.spec.model_group
-        return nat_workflows.called(llms, backend.config.finetuning.target_model, *names)
+        names = handle.config.served.model_name, handle.spec.model_group
+        return nat_workflows.called(llms, handle.config.finetuning.target_model, *names)
 
-    def _selection(self, backend: Backend) -> Selection:
+    def _selection(self, handle: RunHandle) -> Selection:
         """The calls to train on. `target_model` is the model's name in the file or in the workflow's steps."""
-        functions = frozenset(backend.config.finetuning.target_functions)
-        return Selection(target_functions=functions, target_model=self._called(backend).target)
+        functions = frozenset(handle.config.finetuning.target_functions)
+        return Selection(target_functions=functions, target_model=self._called(handle).target)
 
     def _file(self) -> Any:
         """The run's file, in validations too."""

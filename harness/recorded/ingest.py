@@ -54,11 +54,11 @@ def prepare(file: Path, config: Path, workspace: Path, overrides: Overrides, *, 
     retokenise = settings.builder.environment_config.get("retokenise") is True
     ingested = read_lines(raw.splitlines(), selection_of(loaded), key=key, retokenise=retokenise)
     if not ingested.num_rollouts:
-        told = f"; line {ingested.bad[0].number}: {ingested.bad[0].reason}" if ingested.bad else ""
-        raise ConfigError(f"{file} contains no usable rollout{told}")
-    place = Workspace(workspace)
-    place.create()
-    dataset = _write_dataset(file, ingested.groups, artifact_uri(settings, place.folder), place.folder)
+        first_bad = f"; line {ingested.bad[0].number}: {ingested.bad[0].reason}" if ingested.bad else ""
+        raise ConfigError(f"{file} contains no usable rollout{first_bad}")
+    layout = Workspace(workspace)
+    layout.create()
+    dataset = _write_dataset(file, ingested.groups, artifact_uri(settings, layout.folder), layout.folder)
     num_tasks = min(settings.adapter.tasks_per_epoch, len(ingested.groups))
     more = [
         (f"trajectory_builders.{builder}.num_generations", str(ingested.largest)),

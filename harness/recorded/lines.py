@@ -145,8 +145,8 @@ class _Reader:
     def _owner(self, step: IntermediateStep) -> str:
         """The rollout of a step: that of its span, of the enclosing span or function, or a new one."""
         payload, node = step.payload, step.function_ancestry
-        told = (payload.metadata or {}).get("provided_metadata")
-        named = told.get(self._key) if isinstance(told, dict) else None
+        provided = (payload.metadata or {}).get("provided_metadata")
+        named = provided.get(self._key) if isinstance(provided, dict) else None
         around = (payload.UUID, step.parent_id, node.function_id, node.parent_id)
         known = next((self._owners[span] for span in around if span in self._owners), None)
         is_root = payload.event_type == IntermediateStepType.WORKFLOW_START
@@ -185,12 +185,12 @@ def _rollout(name: str, gathered: _Gathered, selection: Selection) -> RecordedRo
     if error is not None:
         return RecordedRollout(source_id=name, error=error)
     steps = recorded_steps(gathered.steps, selection)
-    places = {step.uuid: place for place, step in enumerate(steps)}
-    missing = [uuid for uuid in gathered.step_rewards if uuid not in places]
+    index_of = {step.uuid: index for index, step in enumerate(steps)}
+    missing = [uuid for uuid in gathered.step_rewards if uuid not in index_of]
     if missing:
         return RecordedRollout(source_id=name, error=f"step_rewards: no step has the UUID {missing[0]}")
     by_step = [
-        RecordedReward(value=value, name="step_reward", step=places[uuid])
+        RecordedReward(value=value, name="step_reward", step=index_of[uuid])
         for uuid, value in gathered.step_rewards.items()
     ]
     rewards = (*gathered.rewards, *by_step, *scores(steps, selection))

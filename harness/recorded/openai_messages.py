@@ -30,7 +30,7 @@ def parse_to_openai_messages(steps: Sequence[Any]) -> list[Message]:
             continue
         if payload.framework is None:
             continue  # NAT's function ignores such steps too
-        for message in _said(payload):
+        for message in _messages_of(payload):
             text = f"{message['role']}: {message['content']}"
             if kind != "LLM_START" or text not in seen:
                 messages.append(message)
@@ -45,7 +45,7 @@ def _step(step: Any) -> IntermediateStep:
     return IntermediateStep.model_validate(step if isinstance(step, Mapping) else step.model_dump(mode="json"))
 
 
-def _said(payload: IntermediateStepPayload) -> list[Message]:
+def _messages_of(payload: IntermediateStepPayload) -> list[Message]:
     if payload.event_type == "LLM_START":
         return list(prompt_of(payload, payload) or ({"role": "user", "content": ""},))
     if payload.event_type == "LLM_END":
@@ -59,19 +59,19 @@ def _said(payload: IntermediateStepPayload) -> list[Message]:
 def _logprobs(end: IntermediateStepPayload) -> Any:
     data = {} if end.data is None else end.data.model_dump()
     generation = data.get("payload")
-    places = (
+    sources = (
         at(generation, "message", "response_metadata"),
         at(generation, "generation_info"),
         first(at(generation, "choices")),
         first(at(generation, "raw", "choices")),
         data,
     )
-    return next((found for place in places if (found := at(place, "logprobs"))), {})
+    return next((found for source in sources if (found := at(source, "logprobs"))), {})
 
 
 def _begun_by_user(messages: list[Message]) -> list[Message]:
     """Merges all messages before the first answer into one user message if they are not all from the user."""
-    begin = next((place for place, one in enumerate(messages) if one["role"] != "system"), len(messages))
+    begin = next((index for index, one in enumerate(messages) if one["role"] != "system"), len(messages))
     answer = next((n for n, one in enumerate(messages) if n >= begin and one["role"] == "assistant"), begin)
     before = messages[begin:answer]
     if all(one["role"] == "user" for one in before):
@@ -82,11 +82,11 @@ def _begun_by_user(messages: list[Message]) -> list[Message]:
 
 def _in_order(messages: list[Message]) -> list[Message]:
     roles = [one["role"] for one in messages]
-    for place, (role, later) in enumerate(itertools.pairwise(roles)):
+    for index, (role, later) in enumerate(itertools.pairwise(roles)):
         if later == "system" and role != "system":
-            raise ValueError(f"message {place + 1} is a system message after others; system messages must come first")
+            raise ValueError(f"message {index + 1} is a system message after others; system messages must come first")
         if role == later and role in ("user", "assistant"):
             raise ValueError(
-                f"messages {place} and {place + 1} both have role {role}; the steps must form one conversation"
+                f"messages {index} and {index + 1} both have role {role}; the steps must form one conversation"
             )
     return messages

@@ -85,8 +85,8 @@ def candidates_of(
         payload, step_index = _payload(step)
         if payload is None or payload.event_type != IntermediateStepType.TTC_END or payload.name != name:
             continue
-        told: dict[str, Any] = {**(payload.metadata or {}), **(payload.data.model_dump() if payload.data else {})}
-        turn_id, score = told.get("turn_id"), _number(told.get("score"))
+        fields: dict[str, Any] = {**(payload.metadata or {}), **(payload.data.model_dump() if payload.data else {})}
+        turn_id, score = fields.get("turn_id"), _number(fields.get("score"))
         if turn_id is None or score is None:
             found.dropped["without turn_id or score"] += 1
             continue
@@ -94,8 +94,8 @@ def candidates_of(
         if prompt is None:
             found.dropped["without a prompt of texts"] += 1
             continue
-        index = told.get("candidate_index")
-        said_at = told.get("step_index", step_index)
+        index = fields.get("candidate_index")
+        said_at = fields.get("step_index", step_index)
         known = (tokens or {}).get(said_at) if isinstance(said_at, int) else None
         reference = {"rollout_id": rollout_id, "step_index": said_at} | ({"tokens": known} if known else {})
         found.candidates.append(
@@ -103,7 +103,7 @@ def candidates_of(
                 example_id=example_id,
                 rollout_id=rollout_id,
                 turn_id=str(turn_id),
-                turn_index=told.get("turn_index"),
+                turn_index=fields.get("turn_index"),
                 index=index if isinstance(index, int) else len(found.candidates),
                 prompt=prompt,
                 response=_text(answer_of(payload).get("content")) or "",

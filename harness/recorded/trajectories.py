@@ -221,8 +221,8 @@ def trajectory_of(pair: CandidatePair, *, reward_from_score_diff: bool, metadata
 
 def score_diff_of(trajectory: Trajectory) -> float:
     """The score difference of a trajectory's pairs: from its metadata, else its reward, else 1."""
-    told = (trajectory.metadata or {}).get("score_diff")
-    known = (value for value in (told, trajectory.reward) if isinstance(value, int | float))
+    written = (trajectory.metadata or {}).get("score_diff")
+    known = (value for value in (written, trajectory.reward) if isinstance(value, int | float))
     return next((float(value) for value in known if 0 < value < float("inf")), 1.0)
 
 

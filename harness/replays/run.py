@@ -44,7 +44,7 @@ class ReplayRequest:
 
 async def replay_run(
     source: Source,
-    place: Workspace,
+    layout: Workspace,
     request: ReplayRequest,
     tell: Callable[[str], None],
     warn: Callable[[str], None],
@@ -58,13 +58,13 @@ async def replay_run(
     removed records), ArtifactError, ModelError.
     """
     report = Report()
-    checkpoints = place.folder / "checkpoints"
+    checkpoints = layout.folder / "checkpoints"
     async with source.open() as (log, artifacts):
         tell(f"reading run {request.run_id}")
         if source.export is None:
-            await check_ends(log, place.folder, warn)
+            await check_ends(log, layout.folder, warn)
         events = await read_run(log, request.run_id)
-        artifacts = artifacts or ArtifactStore(place.artifact_uri())
+        artifacts = artifacts or ArtifactStore(layout.artifact_uri())
         compare_log(events, report)
         compare_named(events, report)
         if request.verify:
@@ -74,7 +74,7 @@ async def replay_run(
                 artifacts,
                 epoch=request.epoch,
                 checkpoints=checkpoints if source.export is None else None,
-                has_checkpoints=place.has_trained(request.run_id),
+                has_checkpoints=layout.has_trained(request.run_id),
                 source=source,
                 workers=request.workers,
                 tell=tell,
@@ -113,10 +113,10 @@ def _permissions(events: RunEvents, *, trust: bool) -> Permissions:
     named |= {name: ("algorithm", "imported") for job in jobs for name in named_by_algorithm(job.algorithm.name)}
     allowed = {*os.environ.get(ALLOW_VARIABLE, "").replace(",", " ").split()}
     for name in () if trust else sorted(named.keys() - allowed):
-        place, what = named[name]
+        location, what = named[name]
         shown_as = shown(name) if name.startswith(CODE) else name
         raise NotAllowedError(
-            f"the recorded {place} of run {events.run_id} names {shown_as}, which would be {what} here; set "
+            f"the recorded {location} of run {events.run_id} names {shown_as}, which would be {what} here; set "
             f"{ALLOW_VARIABLE}='{name}', or give {TRUST} if you trust the author of the run"
         )
     return Permissions.of(named.keys() | allowed, os.environ)
@@ -124,7 +124,7 @@ def _permissions(events: RunEvents, *, trust: bool) -> Permissions:
 
 async def what_if_run(
     kafka: KafkaSettings,
-    place: Workspace,
+    layout: Workspace,
     run_id: str,
     file: Path,
     tell: Callable[[str], None],
@@ -138,11 +138,11 @@ async def what_if_run(
     from rollstream.replay.archive.manifest import read_manifest
     from rollstream.replay.what_if.imports import OpenedExport
 
-    store = ArtifactStore(place.artifact_uri())
+    store = ArtifactStore(layout.artifact_uri())
     async with AsyncExitStack() as stack:
         if export is not None:
             num_partitions = len(read_manifest(export).topics["trajectories"].partitions)
-            await _ensure_topics(kafka, place, num_partitions)
+            await _ensure_topics(kafka, layout, num_partitions)
         log, _ = await stack.enter_async_context(Source(kafka).open())
         exported: OpenedExport | None = None
         if export is not None:
@@ -150,13 +150,13 @@ async def what_if_run(
             exported = OpenedExport(*await stack.enter_async_context(open_export(export)))
         tell(f"reading run {run_id}")
         events = await read_run(exported.log if exported else log, run_id)
-        checkpoints = place.folder / "checkpoints"
+        checkpoints = layout.folder / "checkpoints"
         return await what_if(
             log, events, store, file, checkpoints=checkpoints, tell=tell, exported=exported, trust=trust
         )
 
 
-async def _ensure_topics(kafka: KafkaSettings, place: Workspace, num_partitions: int) -> None:
+async def _ensure_topics(kafka: KafkaSettings, layout: Workspace, num_partitions: int) -> None:
     """Create the topics of a new log; `num_partitions` is used only then. Raises TopicError."""
     from rollstream.eventlog.kafka.log import KafkaLog
 
@@ -164,16 +164,16 @@ async def _ensure_topics(kafka: KafkaSettings, place: Workspace, num_partitions:
         if "trajectories" in await log.topic_ids():
             num_partitions = await log.num_partitions("trajectories")
         await log.ensure_topics(num_partitions=num_partitions)
-        check_topics(place.folder, await log.cluster_id(), await log.topic_ids())
+        check_topics(layout.folder, await log.cluster_id(), await log.topic_ids())
 
 
-async def project(kafka: KafkaSettings, place: Workspace) -> None:
+async def project(kafka: KafkaSettings, layout: Workspace) -> None:
     """Project the log into a workspace's metrics file, if no service does. Raises LogError, MetricsFileError."""
     from rollstream.metrics.projection.database import metrics_file
     from rollstream.metrics.projection.projector import project_to_end
 
     async with Source(kafka).open() as (log, _):
-        await project_to_end(log, metrics_file(place.folder))
+        await project_to_end(log, metrics_file(layout.folder))
 
 
 def versions_of_epoch(events: RunEvents, epoch: int) -> tuple[int, int]:

@@ -1,6 +1,6 @@
 """One run on its log, conducted by this process: followed, given what it lacks, looked after, and let go of in order.
 
-There are two front ends: `Conductor.conduct`, where the log itself asks for epoch after epoch, and the backend of
+There are two front ends: `Conductor.conduct`, where the log itself asks for epoch after epoch, and the handle of
 harness' components, which ask for them.
 """
 
@@ -101,7 +101,7 @@ class Conductor:
 
     def _run_in_background(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.create_task(work)
-        task.add_done_callback(lambda _: self._tell())
+        task.add_done_callback(lambda _: self._wake())
         self._background.append(task)
 
     async def close(self) -> None:
@@ -241,9 +241,9 @@ class Conductor:
             self.progress = await follower.advance(POLL_S)
             if follower.num_changes > before:
                 self.on_activity()
-                self._tell()
+                self._wake()
 
-    def _tell(self) -> None:
+    def _wake(self) -> None:
         self.num_changes += 1
         self._changed.set()
         self._changed = asyncio.Event()

@@ -226,19 +226,19 @@ async def _state(
     """
     if progress.ended is not None:
         return progress.ended.cause, reason_of(progress.ended), progress.ended.time_ms
-    told = ""
+    state = ""
     for spec in run.jobs:
         job = progress.job(spec.job_id)
         if job.outcome != "succeeded":
             return "failed", reason_of_job(spec, job, run.jobs), job.ended_at_ms
         if spec.is_frozen or job.num_planned or job.num_trained_groups:
             continue
-        is_meant, told = await _untrained(log, spec, job, empty)
+        is_meant, state = await _untrained(log, spec, job, empty)
         if NOTHING_SUBMITTED in empty and logged:
-            told += f"; logged meanwhile: {logged}"
+            state += f"; logged meanwhile: {logged}"
         if not is_meant:
-            return "failed", told, job.ended_at_ms
-    return "completed", told, progress.job(run.jobs[-1].job_id).ended_at_ms
+            return "failed", state, job.ended_at_ms
+    return "completed", state, progress.job(run.jobs[-1].job_id).ended_at_ms
 
 
 async def _untrained(log: EventLog, spec: JobSpec, job: JobProgress, empty: Mapping[str, int]) -> tuple[bool, str]:
@@ -249,15 +249,15 @@ async def _untrained(log: EventLog, spec: JobSpec, job: JobProgress, empty: Mapp
         empty = {CURRICULUM: num_empty} if num_empty else {}
     elif num_empty and not empty:
         empty = {NOTHING_SUBMITTED: num_empty}
-    told = f"job {spec.job_id}: {NOTHING_TRAINED}"
+    reason = f"job {spec.job_id}: {NOTHING_TRAINED}"
     if job.num_groups and not job.rewards:
-        told += f", none of its {job.num_groups} groups had enough complete rollouts"
-    told += f" ({found.text(empty)})"
+        reason += f", none of its {job.num_groups} groups had enough complete rollouts"
+    reason += f" ({found.text(empty)})"
     if found.remedy:
-        told += f"; {found.remedy}"
+        reason += f"; {found.remedy}"
     elif found.failed:
-        told += f"; {OUTCOMES} tells more"
-    return found.is_curriculum_alone(empty), told
+        reason += f"; {OUTCOMES} tells more"
+    return found.is_curriculum_alone(empty), reason
 
 
 def _with_local_model(weights: WeightsPublished, own: str) -> WeightsPublished:

@@ -97,8 +97,8 @@ async def check_frozen(log: EventLog, config: RunConfig, run_id: str) -> None:
         try:
             await versions.find(player)
         except ModelError as error:
-            place = f"trajectory_builders.{config.finetuning.trajectory_builder}.league.frozen"
-            raise ConfigError(f"{place}: {written}: {error}") from error
+            location = f"trajectory_builders.{config.finetuning.trajectory_builder}.league.frozen"
+            raise ConfigError(f"{location}: {written}: {error}") from error
 
 
 async def check_new(log: EventLog, run_id: str) -> None:

@@ -50,11 +50,11 @@ def check_places(config: RunConfig) -> None:
     """Raises ConfigError if libraries or the model folder are missing or the output folder cannot be written."""
     if config.builder.services == "managed" and not config.is_external:
         check_learner()
-        place = f"trainer_adapters.{config.finetuning.trainer_adapter}"
+        location = f"trainer_adapters.{config.finetuning.trainer_adapter}"
         for name, one in config.by_group().items():
             group = config.adapter.model_groups.get(name)
             own = "" if group is None or group.model is None else f".model_groups.{name}"
-            where = f"{place}{own}.model.path"
+            where = f"{location}{own}.model.path"
             check_model(str(expand(one.adapter.model.path, os.environ, where)), where)
     folder = config.finetuning.output_dir
     try:
@@ -69,17 +69,17 @@ def check_places(config: RunConfig) -> None:
         )
 
 
-def check_model(path: str, place: str) -> None:
-    """Raises ConfigError naming `place` if `path` is a folder without a model, or a local path that does not exist."""
+def check_model(path: str, location: str) -> None:
+    """Raises ConfigError naming `location` if `path` is a folder without a model, or does not exist locally."""
     folder = Path(path).expanduser()
     if folder.is_dir():
         if not (folder / "config.json").is_file():
-            raise ConfigError(f"{place}: {path} does not contain config.json; give a transformers folder")
+            raise ConfigError(f"{location}: {path} does not contain config.json; give a transformers folder")
         return
     parts = path.split("/")
     is_hub_name = len(parts) <= 2 and all(parts) and not path.startswith((".", "~")) and not Path(parts[0]).is_dir()
     if not is_hub_name:
-        raise ConfigError(f"{place}: folder {path} does not exist; give a transformers folder or a hub name")
+        raise ConfigError(f"{location}: folder {path} does not exist; give a transformers folder or a hub name")
 
 
 def check_result(path: Path | None) -> None:
@@ -129,7 +129,7 @@ def check_datasets(config: RunConfig, *, is_new: bool) -> "list[Example] | None"
     return examples
 
 
-def _check_dataset(config: RunConfig, place: str) -> "list[Example] | None":
+def _check_dataset(config: RunConfig, location: str) -> "list[Example] | None":
     from rollstream.harness.config import dataset
 
     if config.dataset is None:
@@ -137,7 +137,7 @@ def _check_dataset(config: RunConfig, place: str) -> "list[Example] | None":
     try:
         examples = dataset.read_dataset(config.dataset)
     except ConfigError as error:
-        raise ConfigError(f"{place}: {error}") from error
+        raise ConfigError(f"{location}: {error}") from error
     check_examples(config, examples, f"dataset {config.dataset.file_path}")
     return examples
 
@@ -150,16 +150,16 @@ def check_temperature(config: RunConfig) -> None:
     algorithm, sampled = config.adapter.algorithm, config.builder.sampling.temperature
     if not algorithm.needs.behaviour or config.environment in MADE_ELSEWHERE or config.endpoint is not None:
         return
-    place = f"trajectory_builders.{config.finetuning.trajectory_builder}.sampling.temperature"
+    location = f"trajectory_builders.{config.finetuning.trajectory_builder}.sampling.temperature"
     if sampled == 0:
         raise ConfigError(
-            f"{place}: 0 decodes greedily, so all rollouts of a task are equal and {algorithm.name} has no ratio to "
+            f"{location}: 0 decodes greedily, so all rollouts of a task are equal and {algorithm.name} has no ratio to "
             "the sampling distribution; set it above 0 (validation may use 0 through --validation_config_file)"
         )
     if "temperature" in algorithm.model_fields_set and algorithm.temperature != sampled:
         raise ConfigError(
             f"trainer_adapters.{config.finetuning.trainer_adapter}.algorithm.temperature: {algorithm.temperature:g} "
-            f"differs from the sampling temperature {place}: {sampled:g}, so ratios would not start at 1; remove "
+            f"differs from the sampling temperature {location}: {sampled:g}, so ratios would not start at 1; remove "
             f"algorithm.temperature or set both to the same value"
         )
 
@@ -249,10 +249,10 @@ def check_names(config: RunConfig) -> None:
     environment = environment_of(config)
     environment.check_agents(config.builder.agents)
     if config.builder.league is not None:
-        place = f"trajectory_builders.{config.finetuning.trajectory_builder}.league"
+        location = f"trajectory_builders.{config.finetuning.trajectory_builder}.league"
         if config.environment in MADE_ELSEWHERE:
-            raise ConfigError(f"{place}: rollouts of {config.environment} are sampled elsewhere; remove it")
-        check_league(config.builder.league, place, config.builder.agents, environment.SCRIPTED)
+            raise ConfigError(f"{location}: rollouts of {config.environment} are sampled elsewhere; remove it")
+        check_league(config.builder.league, location, config.builder.agents, environment.SCRIPTED)
     check_rewards(config)
 
 
@@ -267,8 +267,8 @@ def check_engines(config: RunConfig) -> None:
             config.builder.engine, os.environ, f"trajectory_builders.{config.finetuning.trajectory_builder}.engine"
         )
     if config.served is not None:
-        place = f"trainer_adapters.{config.finetuning.trainer_adapter}.endpoint.engine"
-        settings_of(config.served.engine, os.environ, place)
+        location = f"trainer_adapters.{config.finetuning.trainer_adapter}.endpoint.engine"
+        settings_of(config.served.engine, os.environ, location)
 
 
 def check_rewards(config: RunConfig) -> None:
@@ -290,16 +290,16 @@ def environment_of(config: RunConfig) -> "Environment":
     """The run's environment, as its producers build it. Raises ConfigError."""
     from rollstream.producers.rollout.registry import build_environment
 
-    place = f"workflow or trajectory_builders.{config.finetuning.trajectory_builder}.environment"
-    with users_code(f"{place}: environment {config.environment}", config):
+    location = f"workflow or trajectory_builders.{config.finetuning.trajectory_builder}.environment"
+    with users_code(f"{location}: environment {config.environment}", config):
         try:
             return build_environment(config.environment, config.builder.environment_config, permissions_of(config))
         except ConfigError as error:
-            raise ConfigError(f"{place}: {error}{nat_workflows.hint(config.environment)}") from error
+            raise ConfigError(f"{location}: {error}{nat_workflows.hint(config.environment)}") from error
 
 
 @contextmanager
-def users_code(place: str, config: RunConfig) -> Iterator[None]:
+def users_code(location: str, config: RunConfig) -> Iterator[None]:
     """Turns any exception of user code that runs before a run into a ConfigError, with secrets concealed.
 
     Logs the traceback of what user code raised.
@@ -308,8 +308,8 @@ def users_code(place: str, config: RunConfig) -> Iterator[None]:
         yield
     except (Exception, SystemExit) as error:
         if not isinstance(error, ConfigError) or error.__cause__ is not None:
-            logger.info("%s cannot be used", place, exc_info=error)
-        message = str(error) if isinstance(error, ConfigError) else f"{place}: {told(error)}"
+            logger.info("%s cannot be used", location, exc_info=error)
+        message = str(error) if isinstance(error, ConfigError) else f"{location}: {told(error)}"
         raise ConfigError(conceal(message, dict(config.builder.environment_config), os.environ)) from error
 
 

@@ -145,9 +145,9 @@ def evolve(progress: Progress, event: Event) -> Progress:
         case WeightsPublished():
             return _published(progress, event)
         case WeightsLoaded():
-            place = (event.model_group, event.engine)
-            newest = max(event.version, progress.engines.get(place, -1))
-            return replace(progress, engines=MappingProxyType({**progress.engines, place: newest}))
+            key = (event.model_group, event.engine)
+            newest = max(event.version, progress.engines.get(key, -1))
+            return replace(progress, engines=MappingProxyType({**progress.engines, key: newest}))
         case _:
             job_id = getattr(event, "job_id", None)
             return progress if job_id is None else _with_job(progress, job_id, event)

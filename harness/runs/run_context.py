@@ -12,9 +12,9 @@ from rollstream.eventlog.broker.broker import FULL_BYTES, EmbeddedBroker, answer
 from rollstream.eventlog.disk_space import disks_of
 from rollstream.eventlog.kafka.topic_ids import check_topics
 from rollstream.eventlog.log import EventLog
-from rollstream.harness.config.checks import tell_meaningless
+from rollstream.harness.config.checks import warn_meaningless
 from rollstream.harness.config.file import Loaded, validation_config
-from rollstream.harness.config.jobs import Place, artifact_uri, kafka_block, services_of
+from rollstream.harness.config.jobs import RunLocation, artifact_uri, kafka_block, services_of
 from rollstream.harness.config.nat_workflows import check_sampling
 from rollstream.harness.config.resolve import block_of
 from rollstream.harness.runs.display import Display
@@ -77,7 +77,7 @@ class RunRequest(NamedTuple):
 class WorkspaceLease(NamedTuple):
     """Resources held while a run is open."""
 
-    place: Place
+    location: RunLocation
     broker: EmbeddedBroker | None
     """The embedded one, if it was started here."""
     examples: "list[Example] | None" = None
@@ -98,7 +98,7 @@ def held(run_request: RunRequest, display: Display) -> Iterator[WorkspaceLease]:
     """Workspace and broker, after all checks that need neither. Raises ConfigError, BrokerError."""
     config, workspace = run_request.config, Workspace(run_request.workspace)
     workspace.create()
-    tell_workspaces(run_request.loaded.finetune, run_request.workspace)
+    warn_other_workspaces(run_request.loaded.finetune, run_request.workspace)
     check_places(config)
     check_names(config)
     check_engines(config)
@@ -116,7 +116,9 @@ def held(run_request: RunRequest, display: Display) -> Iterator[WorkspaceLease]:
         check_metrics(config, workspace.folder)
         kafka, broker = stack.enter_context(broker_of_run(config, workspace))
         display.say(f"broker {kafka.bootstrap_servers}, logs in {workspace.logs}")
-        yield WorkspaceLease(Place(kafka, artifact_uri(config, workspace.folder), workspace.folder), broker, examples)
+        yield WorkspaceLease(
+            RunLocation(kafka, artifact_uri(config, workspace.folder), workspace.folder), broker, examples
+        )
 
 
 @asynccontextmanager
@@ -128,29 +130,29 @@ async def connected(run_request: RunRequest, lease: WorkspaceLease, display: Dis
     from rollstream.eventlog.artifacts import ArtifactStore
     from rollstream.eventlog.kafka.log import KafkaLog
 
-    place = lease.place
-    artifacts = ArtifactStore(place.artifact_uri)
+    location = lease.location
+    artifacts = ArtifactStore(location.artifact_uri)
     async with AsyncExitStack() as stack:
-        log = await stack.enter_async_context(KafkaLog(place.kafka, client_id="rollstream-finetune"))
+        log = await stack.enter_async_context(KafkaLog(location.kafka, client_id="rollstream-finetune"))
         await log.ensure_topics(num_partitions=run_request.config.builder.num_partitions)
-        check_topics(place.workspace, await log.cluster_id(), await log.topic_ids())
+        check_topics(location.workspace, await log.cluster_id(), await log.topic_ids())
         run = await plan(run_request, log, artifacts, lease.examples)
-        workspace = Workspace(place.workspace)
+        workspace = Workspace(location.workspace)
         workspace.remember_broker(
             run_request.config.builder.bootstrap_servers,
             block_of_run(run_request.config, workspace),
-            artifact_uri=place.artifact_uri,
+            artifact_uri=location.artifact_uri,
         )
         parent = run.started.parent
         display.say(f"run {run.started.run_id}" + (f", branched from {told(parent)}" if parent else ""))
-        supervisor = Supervisor([], place.workspace / "logs")
+        supervisor = Supervisor([], location.workspace / "logs")
         if not run.is_over:
             await _check_sole_use(run_request.config, log, display)
-            if line := access_line(run_request.config, place.workspace, os.environ):
+            if line := access_line(run_request.config, location.workspace, os.environ):
                 display.say(line)
             signs = asyncio.create_task(give_signs_of_life(log, run.started, is_new=run.is_new))
             stack.push_async_callback(_cancel, signs)
-            supervisor = _supervisor(run_request.config, place, run.started.run_id, artifacts)
+            supervisor = _supervisor(run_request.config, location, run.started.run_id, artifacts)
             if run_request.config.builder.services == "managed":
                 workspace.remember_trained(run.started.run_id)
         # Last: a run that fails a check must not move files.
@@ -228,21 +230,21 @@ def broker_of_run(config: RunConfig, workspace: Workspace) -> Iterator[tuple[Kaf
 
     Raises ConfigError, BrokerError.
     """
-    builder, place = config.builder, f"trajectory_builders.{config.finetuning.trajectory_builder}.kafka"
+    builder, location = config.builder, f"trajectory_builders.{config.finetuning.trajectory_builder}.kafka"
     block = block_of_run(config, workspace)
     if builder.bootstrap_servers != EMBEDDED:
-        yield connection(builder.bootstrap_servers, block, os.environ, place=place), None
+        yield connection(builder.bootstrap_servers, block, os.environ, location=location), None
         return
-    check_embedded(builder, place)
+    check_embedded(builder, location)
     with embedded_broker(workspace) as (kafka, broker):
         yield renamed(kafka, block), broker
 
 
-def check_embedded(builder: BuilderSection, place: str) -> None:
+def check_embedded(builder: BuilderSection, location: str) -> None:
     """Raises ConfigError for settings of a `kafka:` block that the embedded broker does not accept."""
     if unneeded := sorted(given(builder.kafka).keys() - {"topic_prefix", "group_prefix"}):
         raise ConfigError(
-            f"{place}.{unneeded[0]}: not used with the embedded broker; remove it, or set bootstrap_servers"
+            f"{location}.{unneeded[0]}: not used with the embedded broker; remove it, or set bootstrap_servers"
         )
 
 
@@ -253,21 +255,21 @@ async def _check_sole_use(config: RunConfig, log: "KafkaLog", display: Display) 
     """
     builder = config.builder
     if builder.services == "managed" and builder.bootstrap_servers != EMBEDDED:
-        place = f"trajectory_builders.{config.finetuning.trajectory_builder}.kafka.group_prefix"
+        location = f"trajectory_builders.{config.finetuning.trajectory_builder}.kafka.group_prefix"
         groups = [log.kafka.group(service) for service in GROUPS]
-        await check_sole_use(log, groups, place, session_timeout_s=builder.session_timeout_s, say=display.say)
+        await check_sole_use(log, groups, location, session_timeout_s=builder.session_timeout_s, say=display.say)
 
 
-def _supervisor(config: RunConfig, place: Place, run_id: str, artifacts: "ArtifactStore") -> Supervisor:
+def _supervisor(config: RunConfig, location: RunLocation, run_id: str, artifacts: "ArtifactStore") -> Supervisor:
     """Services in the order in which they are stopped; none if they are external.
 
     Settings are passed on standard input.
     """
     if config.builder.services == "external":
-        return Supervisor([], place.workspace / "logs")
+        return Supervisor([], location.workspace / "logs")
     specs: list[ChildSpec] = []
     ranks = {"producers": 0, "endpoint": 0, "processors": 1, "learner": 2, "metrics": 3}
-    for name, settings in services_of(config, place, run_id, validation=validation_config(config)).items():
+    for name, settings in services_of(config, location, run_id, validation=validation_config(config)).items():
         service = name.rsplit("-", 1)[0]
         command = [
             sys.executable,
@@ -283,19 +285,19 @@ def _supervisor(config: RunConfig, place: Place, run_id: str, artifacts: "Artifa
         specs.append(ChildSpec(name, command, with_secrets(settings).encode(), ranks[service]))
     return Supervisor(
         specs,
-        place.workspace / "logs",
-        silence_s=_silence(Workspace(place.workspace).health),
-        waits_for=lambda: _missing(config, place, folders_of(config, place.workspace, artifacts)),
+        location.workspace / "logs",
+        silence_s=_silence(Workspace(location.workspace).health),
+        waits_for=lambda: _missing(config, location, folders_of(config, location.workspace, artifacts)),
     )
 
 
-def _missing(config: RunConfig, place: Place, folders: Iterable[Path]) -> str:
+def _missing(config: RunConfig, location: RunLocation, folders: Iterable[Path]) -> str:
     """The missing precondition of the services, if any: free disk space, or our own broker being up."""
     for disk in disks_of(folders):
         if disk.free_bytes < FULL_BYTES:
             return f"the disk of {disk.folder} is full"
     is_ours = config.builder.bootstrap_servers == EMBEDDED
-    if is_ours and not answers(int(place.kafka.bootstrap_servers.rpartition(":")[2])):
+    if is_ours and not answers(int(location.kafka.bootstrap_servers.rpartition(":")[2])):
         return "the broker is down"
     return ""
 
@@ -308,12 +310,12 @@ def _silence(health: Path) -> Callable[[str, int], float]:
     return silence_s
 
 
-def tell_workspaces(finetune: FinetuneConfig, workspace: Path) -> None:
+def warn_other_workspaces(finetune: FinetuneConfig, workspace: Path) -> None:
     """Warn about blocks that name a workspace other than the run's."""
     for role in ("trajectory_builder", "trainer_adapter"):
         block = block_of(finetune, role)
         named: Path | None = getattr(block, "workspace", None)
         if named is not None and "workspace" in block.model_fields_set and named.absolute() != workspace.absolute():
-            tell_meaningless(
+            warn_meaningless(
                 f"{role}s.{getattr(finetune, role)}", ("workspace",), f"this run uses {workspace}, given by --workspace"
             )

@@ -24,10 +24,10 @@ def check_stored(stored: Mapping[str, Any], local: Mapping[str, Any], *, run_id:
     found = {name: path for name, path in reversed(list(names_in(stored))) if name not in known}
     if trust or not found:
         return
-    told = [f"{shown(name)} at {shown(path)}" for name, path in sorted(found.items())]
-    more = f" and {len(told) - _MAX_TOLD} more" if len(told) > _MAX_TOLD else ""
+    lines = [f"{shown(name)} at {shown(path)}" for name, path in sorted(found.items())]
+    more = f" and {len(lines) - _MAX_TOLD} more" if len(lines) > _MAX_TOLD else ""
     raise NotAllowedError(
-        f"the stored configuration of run {run_id} names {', '.join(told[:_MAX_TOLD])}{more}, which would be "
+        f"the stored configuration of run {run_id} names {', '.join(lines[:_MAX_TOLD])}{more}, which would be "
         f"imported, read or expanded here; name it in your own file too, or give {TRUST} if you trust the author of "
         f"the run"
     )

@@ -42,8 +42,8 @@ class Validation:
         """Groups of the validation before `epoch`, by example."""
         run_id = self.started.run_id
         job = ids.name_of(self.spec.job_id)
-        places = range(len(self.examples))
-        return [ids.validation_group_id(run_id, job, epoch, self.asked, index) for index in places]
+        indices = range(len(self.examples))
+        return [ids.validation_group_id(run_id, job, epoch, self.asked, index) for index in indices]
 
     def tasks(
         self, epoch: int, *, min_version: int, time_ms: int, min_versions: Mapping[str, int] = MappingProxyType({})

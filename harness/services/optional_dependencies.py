@@ -15,7 +15,7 @@ def check_learner() -> None:
     """Raises ConfigError naming a library of the extra `learner` that is not installed."""
     for library in OF_LEARNER:
         if find_spec(library) is None:
-            raise ConfigError(_told(library))
+            raise ConfigError(_remedy(library))
 
 
 def skip_scikit_learn() -> None:
@@ -39,8 +39,8 @@ def skip_scikit_learn() -> None:
 def missing(error: ModuleNotFoundError) -> str | None:
     """The remedy for an import that failed for want of an extra, None if it is not about an extra."""
     library = (error.name or "").split(".", 1)[0]
-    return _told(library) if library in OF_LEARNER else None
+    return _remedy(library) if library in OF_LEARNER else None
 
 
-def _told(library: str) -> str:
+def _remedy(library: str) -> str:
     return f"{library} is not installed, which models need: pip install '.[learner]' in rollstream's checkout"

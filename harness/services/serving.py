@@ -181,7 +181,7 @@ async def _work(service: str, settings: ServiceSettings, work: Serve, watch_s: f
             return await _found(log)
 
         watching = asyncio.create_task(watch_topics(settings.workspace, look, every_s=watch_s))
-        watching.add_done_callback(lambda told: None if told.cancelled() else _cancel(working))
+        watching.add_done_callback(lambda report: None if report.cancelled() else _cancel(working))
         try:
             await work(settings)
         except asyncio.CancelledError:

@@ -23,11 +23,11 @@ class Groups(Protocol):
 
 
 async def check_sole_use(
-    log: Groups, groups: Iterable[str], place: str, *, session_timeout_s: float, say: Callable[[str], None]
+    log: Groups, groups: Iterable[str], location: str, *, session_timeout_s: float, say: Callable[[str], None]
 ) -> None:
     """Return when the groups have no members.
 
-    Killed services remain members until their session times out, so this waits that long. `place`: path of the groups
+    Killed services remain members until their session times out, so this waits that long. `location`: key of the groups
     in the configuration. Raises ConfigError naming the group, its members and the remedy.
     """
     loop = asyncio.get_running_loop()
@@ -38,7 +38,7 @@ async def check_sole_use(
             who = ", ".join(sorted({f"{member.client_id} at {member.host}" for member in members}))
             if loop.time() >= deadline:
                 raise ConfigError(
-                    f"{place}: consumer group {group} is in use by services of another run ({who}), and both would "
+                    f"{location}: consumer group {group} is in use by services of another run ({who}), and both would "
                     f"fence each other; stop that run, or give this one its own topic_prefix and group_prefix"
                 )
             if not is_told:

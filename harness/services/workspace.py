@@ -81,8 +81,8 @@ class Workspace:
 
     def artifact_uri(self) -> str:
         """The artifact URI of this workspace's runs, as written: that of the last run, unless given."""
-        told = os.environ.get(ARTIFACT_URI) or self._remembered().get("artifact_uri")
-        return str(told or self.folder / "artifacts")
+        configured = os.environ.get(ARTIFACT_URI) or self._remembered().get("artifact_uri")
+        return str(configured or self.folder / "artifacts")
 
     def remember_broker(
         self, bootstrap_servers: str, block: Mapping[str, Any] | None = None, *, artifact_uri: str | None = None
@@ -215,11 +215,11 @@ def embedded_broker(workspace: Workspace) -> Iterator[tuple[KafkaSettings, "Embe
         os.close(users)
 
 
-def _await_others(broker: "EmbeddedBroker", users: int, told: str = "") -> None:
+def _await_others(broker: "EmbeddedBroker", users: int, text: str = "") -> None:
     """Wait while others use a broker that was started here and still runs, or until Ctrl-C."""
     if not broker.is_running or _is_alone(users):
         return
-    message = f"{told}waiting for other commands that use this workspace's broker (Ctrl-C stops it now)"
+    message = f"{text}waiting for other commands that use this workspace's broker (Ctrl-C stops it now)"
     with suppress(KeyboardInterrupt):
         print(message, file=sys.stderr)
         while broker.is_running and not _is_alone(users):

@@ -10,7 +10,7 @@ import orjson
 
 from rollstream.eventlog import codec, dead_letters
 from rollstream.eventlog.artifacts import ArtifactStore
-from rollstream.eventlog.log import EventLog, Position, Record, TopicPartition, check_record_size
+from rollstream.eventlog.log import EventLog, Position, Record, TopicPartition, check_record_size, format_position
 from rollstream.eventlog.reading import read_to_end
 from rollstream.schemas.errors import DecodeError, LogError, TruncatedError
 from rollstream.schemas.ids import run_of
@@ -93,7 +93,7 @@ async def prepare(
         if letter is None or letter.came_from is None:
             raise LogError(f"record {number} of dlq has no source position, so it cannot be redriven")
         if letter.redriven_to and not again:
-            where = ", ".join(map(place, letter.redriven_to))
+            where = ", ".join(map(format_position, letter.redriven_to))
             raise LogError(f"dead letter {number} was already redriven to {where}; --again sends it once more")
         if any(one.letter.came_from == letter.came_from for one in prepared):
             raise LogError(f"dead letter {number} has the same record as another given one; give only one of them")
@@ -105,11 +105,6 @@ async def prepare(
 async def send(log: EventLog, prepared: Iterable[Redrive]) -> list[Position]:
     """Send the prepared records, each to its own topic and partition; returns their new positions."""
     return [await dead_letters.send_again(log, one.record, one.letter.number) for one in prepared]
-
-
-def place(where: Position) -> str:
-    """`topic/partition@offset`."""
-    return f"{where.topic}/{where.partition}@{where.offset}"
 
 
 def _corrected(record: Record, value: bytes | None) -> Record:
@@ -127,7 +122,9 @@ def _corrected(record: Record, value: bytes | None) -> Record:
 
 async def _checked(log: EventLog, number: int, record: Record, *, force: bool) -> Record:
     if record.topic not in TOPICS or not 0 <= record.partition < await log.num_partitions(record.topic):
-        raise LogError(f"dead letter {number} came from {place(record.position)}, but this partition does not exist")
+        raise LogError(
+            f"dead letter {number} came from {format_position(record.position)}, but this partition does not exist"
+        )
     try:
         codec.decode(record, num_partitions=await log.num_partitions(record.topic))
     except DecodeError as error:
@@ -173,7 +170,7 @@ async def _read_all(log: EventLog) -> list[Letter]:
 
 
 def _letter_of(record: Record) -> Letter:
-    told = {name: content.decode(errors="replace") for name, content in record.headers}
+    headers = {name: content.decode(errors="replace") for name, content in record.headers}
     try:
         came_from = Position(*dead_letters.origin(record.headers))
     except LogError:
@@ -182,10 +179,10 @@ def _letter_of(record: Record) -> Letter:
         number=record.offset,
         time_ms=record.timestamp_ms,
         came_from=came_from,
-        service=told.get(dead_letters.PREFIX + "connector.name", ""),
-        stage=told.get(dead_letters.PREFIX + "stage", ""),
-        error=told.get(dead_letters.PREFIX + "exception.class.name", ""),
-        reason=told.get(dead_letters.PREFIX + "exception.message", ""),
+        service=headers.get(dead_letters.PREFIX + "connector.name", ""),
+        stage=headers.get(dead_letters.PREFIX + "stage", ""),
+        error=headers.get(dead_letters.PREFIX + "exception.class.name", ""),
+        reason=headers.get(dead_letters.PREFIX + "exception.message", ""),
         key=record.key,
         size_bytes=len(record.value or b""),
         runs=_runs_of(record),

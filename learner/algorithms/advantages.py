@@ -49,14 +49,14 @@ ESTIMATORS: dict[Advantage, Callable[[Sequence[float]], list[float]]] = {
 
 def by_group(rewards: Sequence[float], groups: Iterable[Hashable], estimator: Advantage) -> list[float]:
     """One advantage a member, in the order given, each compared with the members of its own group."""
-    places: dict[Hashable, list[int]] = {}
-    for place, group in enumerate(groups):
-        places.setdefault(group, []).append(place)
+    indices_of: dict[Hashable, list[int]] = {}
+    for index, group in enumerate(groups):
+        indices_of.setdefault(group, []).append(index)
     advantages = [0.0] * len(rewards)
-    for members in places.values():
-        values = ESTIMATORS[estimator]([rewards[place] for place in members])
-        for place, value in zip(members, values, strict=True):
-            advantages[place] = value
+    for members in indices_of.values():
+        values = ESTIMATORS[estimator]([rewards[index] for index in members])
+        for index, value in zip(members, values, strict=True):
+            advantages[index] = value
     return advantages
 
 
@@ -70,11 +70,10 @@ def hierarchical_groups(members: Sequence[Member]) -> list[Hashable]:
 
     So answers to one proposed problem are compared with each other, and proposals with proposals.
     """
-    places = [(member.rollout_id, role_of(member.agent)) for member in members]
-    num_of = Counter(places)
+    keys = [(member.rollout_id, role_of(member.agent)) for member in members]
+    num_of = Counter(keys)
     return [
-        place if num_of[place] > 1 else (member.group_id, "", place[1])
-        for member, place in zip(members, places, strict=True)
+        key if num_of[key] > 1 else (member.group_id, "", key[1]) for member, key in zip(members, keys, strict=True)
     ]
 
 
@@ -127,12 +126,12 @@ def by_step(
     advantage that `by_group` gives the member.
     """
     rewards = [sorted(member.rewards().items()) for member in members]
-    owners = [(place, step) for place, found in enumerate(rewards) for step, _ in found]
+    owners = [(index, step) for index, found in enumerate(rewards) for step, _ in found]
     group_of = list(groups)
     flat = by_group([value for found in rewards for _, value in found], [group_of[p] for p, _ in owners], estimator)
     normalised: list[dict[int, float]] = [{} for _ in members]
-    for (place, step), value in zip(owners, flat, strict=True):
-        normalised[place][step] = value
+    for (index, step), value in zip(owners, flat, strict=True):
+        normalised[index][step] = value
     return [
         {step: math.fsum(value for later, value in found.items() if later >= step) for step in member.steps}
         for member, found in zip(members, normalised, strict=True)

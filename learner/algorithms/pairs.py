@@ -83,15 +83,15 @@ def pairs_of(items: Iterable[Item], settings: PairSettings) -> list[Pair]:
 
 def rows_of_pairs(pairs: Iterable[Pair]) -> tuple[list[Row], list[tuple[int, int]]]:
     """Every different answer as one row, and of each pair the rows of the better and the worse one."""
-    places: dict[tuple[TokenIds, TokenIds], int] = {}
+    index_of: dict[tuple[TokenIds, TokenIds], int] = {}
     found = [
         (
-            places.setdefault((pair.prompt_ids, pair.chosen_ids), len(places)),
-            places.setdefault((pair.prompt_ids, pair.rejected_ids), len(places)),
+            index_of.setdefault((pair.prompt_ids, pair.chosen_ids), len(index_of)),
+            index_of.setdefault((pair.prompt_ids, pair.rejected_ids), len(index_of)),
         )
         for pair in pairs
     ]
-    return [_row(prompt_ids, answer_ids) for prompt_ids, answer_ids in places], found
+    return [_row(prompt_ids, answer_ids) for prompt_ids, answer_ids in index_of], found
 
 
 def _row(prompt_ids: TokenIds, answer_ids: TokenIds) -> Row:
@@ -126,14 +126,14 @@ def _turns(items: Iterable[Item], *, compares_rollouts: bool) -> Iterator[tuple[
 
 def _finest(items: Sequence[Item]) -> int:
     """Place of the finest score that all answers have."""
-    return next(place for place in range(3) if all(item.scores[place] is not None for item in items))
+    return next(index for index in range(3) if all(item.scores[index] is not None for item in items))
 
 
-def _mean_scores(items: Sequence[Item], place: int) -> Mapping[TokenIds, float]:
+def _mean_scores(items: Sequence[Item], index: int) -> Mapping[TokenIds, float]:
     """Mean score by answer, exactly rounded: equal scores stay equal however often they come."""
     scores: dict[TokenIds, list[float]] = {}
     for item in items:
-        scores.setdefault(item.completion_ids, []).append(item.scores[place] or 0.0)
+        scores.setdefault(item.completion_ids, []).append(item.scores[index] or 0.0)
     return {answer: statistics.mean(found) for answer, found in scores.items()}
 
 

@@ -34,8 +34,8 @@ def names() -> list[str]:
     return sorted({*BUILT_IN, *metadata.entry_points(group=GROUP).names})
 
 
-def algorithm(name: str, permissions: Permissions, place: str = "algorithm") -> Algorithm:
-    """The algorithm called `name`. `place`: where it is named, for errors.
+def algorithm(name: str, permissions: Permissions, location: str = "algorithm") -> Algorithm:
+    """The algorithm called `name`. `location`: where it is named, for errors.
 
     Raises NotAllowedError before anything is imported, ConfigError for an unknown name or what is no algorithm.
     """
@@ -44,80 +44,82 @@ def algorithm(name: str, permissions: Permissions, place: str = "algorithm") -> 
         found = [one for one in vars(module).values() if getattr(one, "Settings", None) is BUILT_IN[name]]
         built_in: Algorithm = found[0]()
         return built_in
-    with _users_code(name, place):
-        return _Users(name, _class(name, permissions, place)())
+    with _users_code(name, location):
+        return _Users(name, _class(name, permissions, location)())
 
 
-def settings_of(written: AlgorithmSettings, permissions: Permissions, place: str = "algorithm") -> AlgorithmSettings:
+def settings_of(written: AlgorithmSettings, permissions: Permissions, location: str = "algorithm") -> AlgorithmSettings:
     """The algorithm's own settings from those that a file or a record holds. Those of built-in ones are that already.
 
     Raises as `algorithm` does, and ConfigError for a key or a value that the algorithm does not take.
     """
     if not isinstance(written, CustomSettings):
         return written
-    kind = _class(written.name, permissions, place).Settings
+    kind = _class(written.name, permissions, location).Settings
     common = {
         name: getattr(written, name) for name in AlgorithmSettings.model_fields if name in written.model_fields_set
     }
     try:
-        with _users_code(written.name, place):
+        with _users_code(written.name, location):
             settings = kind.model_validate({**common, **written.options, "name": written.name})
             _ = settings.needs, settings.kind  # they are others' properties, which may raise
             return settings
     except ValidationError as error:
-        raise ConfigError(str(first_invalid(error, place, known=kind.model_fields))) from error
+        raise ConfigError(str(first_invalid(error, location, known=kind.model_fields))) from error
 
 
 @contextmanager
-def _users_code(name: str, place: str) -> Generator[None]:
+def _users_code(name: str, location: str) -> Generator[None]:
     """Turns what the code of an algorithm of somebody else's raises while it is made into a ConfigError."""
     try:
         yield
     except (RollstreamError, ValidationError):
         raise
     except (Exception, SystemExit) as error:
-        logger.warning("%s.name: %s cannot be used", place, name, exc_info=error)
-        raise ConfigError(f"{place}.name: {name} cannot be used: {told(error)}") from error
+        logger.warning("%s.name: %s cannot be used", location, name, exc_info=error)
+        raise ConfigError(f"{location}.name: {name} cannot be used: {told(error)}") from error
 
 
-def _class(name: str, permissions: Permissions, place: str) -> type[Algorithm]:
-    permissions.check_code(name, f"{place}.name")
-    found = _imported(name, place) if name.startswith(CODE) else _installed(name, place)
+def _class(name: str, permissions: Permissions, location: str) -> type[Algorithm]:
+    permissions.check_code(name, f"{location}.name")
+    found = _imported(name, location) if name.startswith(CODE) else _installed(name, location)
     if not (isinstance(found, type) and issubclass(found, Algorithm)):
-        raise ConfigError(f"{place}.name: {name} must be a subclass of {Algorithm.__module__}.Algorithm, not {found!r}")
+        raise ConfigError(
+            f"{location}.name: {name} must be a subclass of {Algorithm.__module__}.Algorithm, not {found!r}"
+        )
     settings = getattr(found, "Settings", None)
     if not (isinstance(settings, type) and issubclass(settings, AlgorithmSettings)):
-        raise ConfigError(f"{place}.name: {name} must have a class Settings that derives from AlgorithmSettings")
+        raise ConfigError(f"{location}.name: {name} must have a class Settings that derives from AlgorithmSettings")
     left = ", ".join(sorted(found.__abstractmethods__))
     if left:
-        raise ConfigError(f"{place}.name: {name} does not define {left}")
+        raise ConfigError(f"{location}.name: {name} does not define {left}")
     return found
 
 
-def _imported(name: str, place: str) -> Any:
+def _imported(name: str, location: str) -> Any:
     module_name, _, attribute = name.removeprefix(CODE).rpartition(".")
     if not module_name:
-        raise ConfigError(f"{place}.name: {name!r}: write python:module.Name")
+        raise ConfigError(f"{location}.name: {name!r}: write python:module.Name")
     try:
         module = importlib.import_module(module_name)
     except (Exception, SystemExit) as error:
-        logger.warning("%s.name: %s cannot be imported", place, name, exc_info=error)
-        raise ConfigError(f"{place}.name: {name}: module {module_name} cannot be imported: {told(error)}") from error
+        logger.warning("%s.name: %s cannot be imported", location, name, exc_info=error)
+        raise ConfigError(f"{location}.name: {name}: module {module_name} cannot be imported: {told(error)}") from error
     if not hasattr(module, attribute):
         near = nearest(attribute, vars(module))
         hint = f"; did you mean {near}?" if near is not None else ""
-        raise ConfigError(f"{place}.name: {name}: module {module_name} has no {attribute!r}{hint}")
+        raise ConfigError(f"{location}.name: {name}: module {module_name} has no {attribute!r}{hint}")
     return getattr(module, attribute)
 
 
-def _installed(name: str, place: str) -> Any:
+def _installed(name: str, location: str) -> Any:
     for entry_point in metadata.entry_points(group=GROUP, name=name):
         try:
             return entry_point.load()
         except (Exception, SystemExit) as error:
-            logger.warning("%s.name: %s cannot be imported", place, name, exc_info=error)
+            logger.warning("%s.name: %s cannot be imported", location, name, exc_info=error)
             raise ConfigError(
-                f"{place}.name: {name} ({entry_point.value}) cannot be imported: {told(error)}"
+                f"{location}.name: {name} ({entry_point.value}) cannot be imported: {told(error)}"
             ) from error
     near = nearest(name, names())
     hint = (
@@ -125,7 +127,7 @@ def _installed(name: str, place: str) -> Any:
         if near is not None
         else f"known algorithms: {', '.join(names())}; or give python:module.Name"
     )
-    raise ConfigError(f"{place}.name: {name!r} is unknown; {hint}")
+    raise ConfigError(f"{location}.name: {name!r} is unknown; {hint}")
 
 
 class _Users(Algorithm):

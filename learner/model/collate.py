@@ -161,7 +161,7 @@ def mini_batches(units: Sequence[T], count: int, seed: int) -> list[list[T]]:
     random.Random(seed).shuffle(order)
     count = min(count, len(units))
     bounds = [len(units) * part // count for part in range(count + 1)]
-    return [[units[place] for place in sorted(order[a:b])] for a, b in itertools.pairwise(bounds)]
+    return [[units[index] for index in sorted(order[a:b])] for a, b in itertools.pairwise(bounds)]
 
 
 def micro_batches(
@@ -197,24 +197,24 @@ def _by_length(rows: Sequence[Row]) -> tuple[Any, ...]:
 
 def pad(rows: Sequence[TrainRow], units: Units, *, versions: bool = False) -> MicroBatch:
     """The rows of units as tensors (B, T), T the longest; padded with token 0, which no mask holds."""
-    places: dict[int, int] = {}
-    columns = [tuple(places.setdefault(unit[side], len(places)) for unit in units) for side in range(len(units[0]))]
-    found = [rows[index] for index in places]
+    index_of: dict[int, int] = {}
+    columns = [tuple(index_of.setdefault(unit[side], len(index_of)) for unit in units) for side in range(len(units[0]))]
+    found = [rows[index] for index in index_of]
     shape = len(found), max(len(one.row.token_ids) for one in found)
     token_ids_B_T, mask_B_T = np.zeros(shape, np.int64), np.zeros(shape, np.bool_)
     logprobs_B_T, advantages_B_T = np.zeros(shape, np.float32), np.zeros(shape, np.float32)
     weights_B_T = np.zeros(shape, np.float32) if any(one.weight is not None for one in found) else None
     versions_B_T = np.full(shape, -1, np.int64) if versions else None
-    for place, one in enumerate(found):
+    for position, one in enumerate(found):
         length = len(one.row.token_ids)
-        token_ids_B_T[place, :length] = one.row.token_ids
-        mask_B_T[place, :length] = one.mask
-        logprobs_B_T[place, :length] = one.row.logprobs
-        advantages_B_T[place, :length] = one.advantage
+        token_ids_B_T[position, :length] = one.row.token_ids
+        mask_B_T[position, :length] = one.mask
+        logprobs_B_T[position, :length] = one.row.logprobs
+        advantages_B_T[position, :length] = one.advantage
         if weights_B_T is not None:
-            weights_B_T[place, :length] = 1.0 if one.weight is None else one.weight
+            weights_B_T[position, :length] = 1.0 if one.weight is None else one.weight
         if versions_B_T is not None:
-            versions_B_T[place, :length] = one.row.versions
+            versions_B_T[position, :length] = one.row.versions
     arrays = (token_ids_B_T, mask_B_T, logprobs_B_T, advantages_B_T, weights_B_T, versions_B_T)
     return MicroBatch(
         *(None if array is None else torch.from_numpy(array) for array in arrays),  # pyright: ignore[reportArgumentType]

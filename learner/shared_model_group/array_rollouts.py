@@ -109,11 +109,11 @@ def _rollout(arrays: Arrays, agent: GroupAgent, number: int, timesteps: Any) -> 
 
 
 def _sampled(agent: GroupAgent, prompts: Any, completions: Any, logprobs: Any, rewards: Any) -> RecordedRollout:
-    place = _id(agent)
+    found = _id(agent)
     steps = [
-        RecordedStep(agent=agent.name, tokens=RecordedTokens.of(prompt[place], completion[place], logprob[place]))
+        RecordedStep(agent=agent.name, tokens=RecordedTokens.of(prompt[found], completion[found], logprob[found]))
         for prompt, completion, logprob in zip(prompts, completions, logprobs, strict=True)
-        if completion[place] is not None
+        if completion[found] is not None
     ]
     return RecordedRollout(steps=tuple(steps), rewards=(_total(agent, rewards),))
 
@@ -141,12 +141,12 @@ def _built(arrays: Arrays, agent: GroupAgent, number: int, history: Any, until: 
     if question is not None:
         found.append({"role": "user", "content": question})
     for messages_A in history[:until]:
-        for place, said in enumerate(messages_A):
+        for index, said in enumerate(messages_A):
             text = _text(said)
-            if text is not None and place == _id(agent):
+            if text is not None and index == _id(agent):
                 found.append({"role": "assistant", "content": text})
             elif text is not None:
-                found.append({"role": "user", "content": text, "name": f"agent_{place}"})
+                found.append({"role": "user", "content": text, "name": f"agent_{index}"})
     if not found:
         raise ConfigError(
             f"agent {agent.name}, rollout {number}: round {until} has an empty prompt; give question, a system_prompt "

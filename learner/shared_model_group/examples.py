@@ -130,8 +130,8 @@ def _of_agent(rollout: RecordedRollout, agent: GroupAgent, model_group: str, num
     where = f"agent {agent.name}, rollout {number}"
     if rollout.error is not None:
         raise ConfigError(f"{where}: the recorded rollout is broken: {rollout.error}")
-    places = [place for place, step in enumerate(rollout.steps) if step.agent in ("", agent.name)]
-    steps = [rollout.steps[place].model_copy(update={"agent": agent.name}) for place in places]
+    indices = [index for index, step in enumerate(rollout.steps) if step.agent in ("", agent.name)]
+    steps = [rollout.steps[index].model_copy(update={"agent": agent.name}) for index in indices]
     spoken = [step for step in steps if step.chat is not None or step.tokens is not None]
     for step in spoken:
         _check_step(step, model_group, where)
@@ -139,9 +139,9 @@ def _of_agent(rollout: RecordedRollout, agent: GroupAgent, model_group: str, num
         return None
     rewards: list[RecordedReward] = []
     for reward in rollout.rewards:
-        is_ours = reward.agent in (None, agent.name) and (reward.step is None or reward.step in places)
+        is_ours = reward.agent in (None, agent.name) and (reward.step is None or reward.step in indices)
         if is_ours:
-            step = None if reward.step is None else places.index(reward.step)
+            step = None if reward.step is None else indices.index(reward.step)
             rewards.append(reward.model_copy(update={"step": step, "agent": agent.name}))
     return rollout.model_copy(update={"steps": tuple(steps), "rewards": tuple(rewards)})
 

@@ -117,7 +117,7 @@ def tasks_of(
 ) -> list[Event]:
     """The tasks of a batch, then its EpochStarted, which says that they are all there."""
     fine_tune = fine_tune_of(submitted)
-    chosen = [groups[place] for place in batch_range(fine_tune, epoch)]
+    chosen = [groups[position] for position in batch_range(fine_tune, epoch)]
     needs_logprobs = submitted.settings.algorithm.needs.behaviour
     found: list[Event] = [
         TaskRequested.of_run(

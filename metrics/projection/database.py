@@ -289,8 +289,8 @@ class Database:
             return
         disk = disk_of(self.path.parent)
         if disk.free_bytes < ROOM_FOR_CHECKPOINT * wal_bytes:
-            told = f"{disk.free_bytes:,} bytes are free"
-            logger.warning("the write-ahead log of %s grows until there is free space: %s", self.path, told)
+            free = f"{disk.free_bytes:,} bytes are free"
+            logger.warning("the write-ahead log of %s grows until there is free space: %s", self.path, free)
             return
         try:
             self._connection.execute("CHECKPOINT")

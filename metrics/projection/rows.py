@@ -42,13 +42,13 @@ def rows_of(received: Received) -> Iterator[tuple[str, Row]]:
     """Rows of one event, each with its position in the log and its event time."""
     event, where = received.event, received.position
     kind: str = event.kind  # pyright: ignore[reportAttributeAccessIssue]
-    place = {"time_ms": event.time_ms, "log_partition": where.partition, "log_offset": where.offset}
+    origin = {"time_ms": event.time_ms, "log_partition": where.partition, "log_offset": where.offset}
     if kind in COPIED:
-        yield kind, {"run_id": event.run_id, **copied(kind, event), **place}
+        yield kind, {"run_id": event.run_id, **copied(kind, event), **origin}
     elif (builder := BUILDERS.get(kind)) is not None:
         for table, row in builder(event, received):
             wall = {"recorded_ms": received.timestamp_ms} if table in WALL_TIMED else {}
-            yield table, {"run_id": event.run_id, **row, **place, **wall}
+            yield table, {"run_id": event.run_id, **row, **origin, **wall}
 
 
 def dead_letter_row(record: Record) -> Row:

@@ -88,8 +88,8 @@ def group_closed(event: GroupClosed, _: Received) -> Rows:
         yield "attempt_settled", {"group_id": event.group_id, **copied("attempt_settled", attempt)}
     for match in event.matches:
         for seat, player in match.players.items():
-            place = {"group_id": event.group_id, "member": match.member, "seat": seat}
-            yield "match_seat", {**place, "player": player, "score": match.scores.get(seat)}
+            common = {"group_id": event.group_id, "member": match.member, "seat": seat}
+            yield "match_seat", {**common, "player": player, "score": match.scores.get(seat)}
 
 
 def batch_planned(event: BatchPlanned, received: Received) -> Rows:

@@ -94,8 +94,8 @@ class QueryProcess:
             raise QueryError(
                 f"SQL: the answer is larger than {MAX_ANSWER_BYTES >> 20} MiB; select fewer columns, or add LIMIT"
             )
-        told = memoryview(b"".join(self._parts))
-        kind, length, body = bytes(told[:1]), told[1 : 1 + LENGTH_BYTES], told[1 + LENGTH_BYTES :]
+        answer = memoryview(b"".join(self._parts))
+        kind, length, body = bytes(answer[:1]), answer[1 : 1 + LENGTH_BYTES], answer[1 + LENGTH_BYTES :]
         if len(length) < LENGTH_BYTES or len(body) != int.from_bytes(length):
             raise self._broken_off(self._reap())
         if kind == _ROWS:
@@ -192,10 +192,10 @@ def _run_and_exit(
     try:
         gc.disable()  # finalizers would close numbers of files that are ours by now
         _take_leave(path, writing, parent)
-        told = _told(connection, sql, limits, scratch)
+        rest = _serialized_result(connection, sql, limits, scratch)
         with suppress(BrokenPipeError):
-            while told:
-                told = told[os.write(writing, told[:CHUNK_BYTES]) :]
+            while rest:
+                rest = rest[os.write(writing, rest[:CHUNK_BYTES]) :]
         exit_code = 0
     except MemoryError:
         exit_code = EXIT_MEMORY
@@ -203,7 +203,7 @@ def _run_and_exit(
         os._exit(exit_code)
 
 
-def _told(connection: duckdb.DuckDBPyConnection, sql: str, limits: Limits, scratch: Path) -> memoryview:
+def _serialized_result(connection: duckdb.DuckDBPyConnection, sql: str, limits: Limits, scratch: Path) -> memoryview:
     try:
         _limit(limits)
         cursor = connection.cursor()

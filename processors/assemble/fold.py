@@ -131,14 +131,14 @@ def _end_attempt(group: OpenGroup, attempt: Attempt, ended: RolloutEnded, receiv
         decide(group, attempt, "superseded", stop_reason=stop_reason)
     else:
         _complete(group, attempt, ended, stop_reason)
-    return _settle(group, attempt)
+    return _close_member(group, attempt)
 
 
 def _fail_attempt(group: OpenGroup, attempt: Attempt, failed: RolloutFailed, received: Received) -> bool:
     decide(group, attempt, "failed", failed.cause)
     if failed.is_final:
         group.final.add(attempt.member)
-    return _settle(group, attempt)
+    return _close_member(group, attempt)
 
 
 def _complete(group: OpenGroup, attempt: Attempt, ended: RolloutEnded, stop_reason: str) -> None:
@@ -152,7 +152,7 @@ def _complete(group: OpenGroup, attempt: Attempt, ended: RolloutEnded, stop_reas
     decide(group, attempt, "complete", tokens=assembled.num_tokens, stop_reason=stop_reason)
 
 
-def _settle(group: OpenGroup, decided: Attempt) -> bool:
+def _close_member(group: OpenGroup, decided: Attempt) -> bool:
     """Record the member as settled, if it is."""
     member = decided.member
     is_final = member in group.final

@@ -221,9 +221,9 @@ class AssembleShell:
     def _begin(self, known: _Partition, offset: int, sending: Sending) -> None:
         task = asyncio.ensure_future(self._release(known, self._hold(known, offset), sending))
         self._sends.add(task)
-        task.add_done_callback(self._tell_failure)
+        task.add_done_callback(self._wake_on_failure)
 
-    def _tell_failure(self, task: asyncio.Task[None]) -> None:
+    def _wake_on_failure(self, task: asyncio.Task[None]) -> None:
         if not task.cancelled() and task.exception() is not None:
             self._has_failed.set()
 
@@ -232,13 +232,13 @@ class AssembleShell:
         del known.held[number]
 
     async def _publish(self, closings: list[assembly.Closing]) -> None:
-        places = iter(await self._log.send_all([one for closing in closings for one in closing.trajectories]))
+        locators = iter(await self._log.send_all([one for closing in closings for one in closing.trajectories]))
         failpoint("assemble/after-trajectories-before-groups")
         closed: list[Event] = []
         for closing in closings:
             where = tuple(
-                Locator(partition=place.partition, offset=place.offset)
-                for _, place in zip(closing.trajectories, places, strict=False)
+                Locator(partition=locator.partition, offset=locator.offset)
+                for _, locator in zip(closing.trajectories, locators, strict=False)
             )
             closed.append(closing.closed.model_copy(update={"locators": where}))
         await self._log.send_all(closed)

@@ -75,7 +75,7 @@ class Closing:
     """Of its GroupStarted: what the low-water mark must not pass before both are acknowledged."""
     trajectories: tuple[TrajectoryAssembled, ...]
     closed: GroupClosed
-    """Without locators; one for each trajectory in its order is added when their places are known."""
+    """Without locators; one for each trajectory in its order is added once they are stored."""
 
 
 @dataclass(slots=True)

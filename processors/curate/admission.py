@@ -14,7 +14,7 @@ def offered(job: Job, event: GroupClosed) -> GroupClosed:
     agents = job.agents
     if agents is None:
         return event
-    return _only(event, [place for place, member in enumerate(event.members) if member.agent in agents], job)
+    return _only(event, [index for index, member in enumerate(event.members) if member.agent in agents], job)
 
 
 def reject_frozen(jobs: Sequence[Job], event: GroupClosed) -> list[Event]:
@@ -23,16 +23,16 @@ def reject_frozen(jobs: Sequence[Job], event: GroupClosed) -> list[Event]:
     if None in agents:
         return []
     trained = frozenset[str]().union(*(one for one in agents if one is not None))
-    places = [place for place, member in enumerate(event.members) if member.agent not in trained]
-    return ledger.reject(_only(event, places, jobs[-1]), "frozen", event.time_ms) if places else []
+    indices = [index for index, member in enumerate(event.members) if member.agent not in trained]
+    return ledger.reject(_only(event, indices, jobs[-1]), "frozen", event.time_ms) if indices else []
 
 
-def _only(event: GroupClosed, places: Sequence[int], job: Job) -> GroupClosed:
+def _only(event: GroupClosed, indices: Sequence[int], job: Job) -> GroupClosed:
     has_locators = len(event.locators) == len(event.members)
     changes: dict[str, object] = {
         "job_id": job.started.job_id,
-        "members": tuple(event.members[place] for place in places),
-        "locators": tuple(event.locators[place] for place in places) if has_locators else (),
+        "members": tuple(event.members[index] for index in indices),
+        "locators": tuple(event.locators[index] for index in indices) if has_locators else (),
     }
     return event.model_copy(update=changes)
 
@@ -51,18 +51,18 @@ def admit(job: Job, epoch: Epoch, event: GroupClosed) -> list[Event]:
         newest = max(member.max_version for member in event.members)
         job.window.add(event.example_id, event.group_id, Entry(newest, rollout_rewards(event.members)))
     needs_logprobs = job.started.plan.needs_logprobs and not group.is_demonstration
-    places = [
-        place for place, member in enumerate(group.members) if is_trainable(member, needs_logprobs=needs_logprobs)
+    indices = [
+        index for index, member in enumerate(group.members) if is_trainable(member, needs_logprobs=needs_logprobs)
     ]
-    rejected = _reject_untrainable(group, set(places), event.time_ms)
-    return rejected + _keep_waiting(job, epoch, group.only(places), event.time_ms)
+    rejected = _reject_untrainable(group, set(indices), event.time_ms)
+    return rejected + _keep_waiting(job, epoch, group.only(indices), event.time_ms)
 
 
 def _reject_untrainable(group: Candidate, trainable: set[int], time_ms: int) -> list[Event]:
     """Rejections of trajectories without sampled tokens, or without their log-probabilities."""
-    untrainable = [place for place in range(len(group.members)) if place not in trainable]
-    silent = [place for place in untrainable if not group.members[place].num_completion_tokens]
-    unknown = [place for place in untrainable if place not in silent]
+    untrainable = [index for index in range(len(group.members)) if index not in trainable]
+    silent = [index for index in untrainable if not group.members[index].num_completion_tokens]
+    unknown = [index for index in untrainable if index not in silent]
     return [
         *ledger.reject(group.only(silent), "no_token_ids", time_ms),
         *ledger.reject(group.only(unknown), "no_logprobs", time_ms),

@@ -52,13 +52,13 @@ class Candidate:
         bound = min(bound, version - oldest)
         return any(self.staleness(member, version) > bound for member in self.members)
 
-    def only(self, places: Sequence[int], rewards: Sequence[float] | None = None) -> "Candidate":
+    def only(self, indices: Sequence[int], rewards: Sequence[float] | None = None) -> "Candidate":
         """The trajectories at the given indices, in that order, optionally with other rewards."""
         return replace(
             self,
-            members=tuple(self.members[place] for place in places),
-            rewards=tuple(rewards if rewards is not None else (self.rewards[place] for place in places)),
-            locators=tuple(self.locators[place] for place in places) if self.locators else (),
+            members=tuple(self.members[index] for index in indices),
+            rewards=tuple(rewards if rewards is not None else (self.rewards[index] for index in indices)),
+            locators=tuple(self.locators[index] for index in indices) if self.locators else (),
         )
 
 

@@ -103,9 +103,9 @@ def epoch_permutation(examples: Collection[str], start: int, count: int, seed: i
     examples."""
     chosen: list[str] = []
     while examples and len(chosen) < count:
-        turn, place = divmod(start + len(chosen), len(examples))
+        turn, index = divmod(start + len(chosen), len(examples))
         permutation = sorted(examples, key=lambda example_id: (derive_seed(seed, "walk", turn, example_id), example_id))
-        chosen += permutation[place : place + count - len(chosen)]
+        chosen += permutation[index : index + count - len(chosen)]
     return chosen
 
 
@@ -158,13 +158,13 @@ def choose(
 def _mix(pool: list[str], excluded: list[str], share: float, epoch: int, count: int, seed: int) -> list[str]:
     """Tasks from the pool, with some from `excluded` (none twice) by each task's own derived seed."""
     chosen: list[str] = []
-    next_place = 0
+    next_index = 0
     for index in range(count if pool else 0):
         if excluded and derive_seed(seed, "explore", epoch, index) < share * _SEED_RANGE:
             chosen.append(excluded.pop())
         else:
-            chosen.append(pool[next_place % len(pool)])
-            next_place += 1
+            chosen.append(pool[next_index % len(pool)])
+            next_index += 1
     return chosen
 
 

@@ -51,9 +51,9 @@ class KnownGroups:
         """Whether a group is already closed."""
         if group_id in self.open:
             return False
-        place = ids.place_of(group_id)
-        if place is not None:
-            job_id, epoch, task = place
+        position = ids.place_of(group_id)
+        if position is not None:
+            job_id, epoch, task = position
             for num_tasks, epochs in self.announced.get(job_id, {}).items():
                 if task < num_tasks and epoch in epochs:
                     return True

@@ -148,14 +148,14 @@ def pass_time(state: CurateState, record: Record) -> None:
     if codec.kind_of(record) not in (CLOSED, None) or record.value is None:
         return
     try:
-        told = _Closed.model_validate_json(record.value)
+        closed = _Closed.model_validate_json(record.value)
     except ValidationError:
         return  # its dead letter is acknowledged
-    if told.kind == CLOSED:
-        curate.pass_time(state, told.run_id, told.time_ms, told.steps_at)
+    if closed.kind == CLOSED:
+        curate.pass_time(state, closed.run_id, closed.time_ms, closed.steps_at)
 
 
-def settle(state: CurateState, live: Mapping[str, LiveRun], *, has_clocks: bool = True) -> None:
+def complete(state: CurateState, live: Mapping[str, LiveRun], *, has_clocks: bool = True) -> None:
     """Complete the state folded from the live runs' records only: drop other runs, set idle times."""
     for run_id in [*state.runs, *state.ended]:
         if run_id not in live:
@@ -163,7 +163,7 @@ def settle(state: CurateState, live: Mapping[str, LiveRun], *, has_clocks: bool 
             state.remember(run_id)
     for run_id, idle in state.idle_runs().items():
         if has_clocks:
-            idle.clocks = {partition: Clock(*told) for partition, told in live[run_id].idle.items()}
+            idle.clocks = {partition: Clock(*clock) for partition, clock in live[run_id].idle.items()}
         idle.is_abandoned = live[run_id].is_abandoned
 
 

@@ -54,12 +54,12 @@ def plan_submission(run: Run, job: Job, epoch: Epoch, event: SubmissionReceived)
         group = waiting.get(submitted.group_id)
         if group is None:
             continue
-        place_of = {member.trajectory_id: place for place, member in enumerate(group.members)}
+        index_of = {member.trajectory_id: index for index, member in enumerate(group.members)}
         picked: dict[int, float] = {}
         for trajectory_id, reward in zip(submitted.trajectory_ids, submitted.rewards, strict=False):
-            place = place_of.get(trajectory_id)
-            if place in unused[group.group_id]:
-                picked.setdefault(place, reward)
+            index = index_of.get(trajectory_id)
+            if index in unused[group.group_id]:
+                picked.setdefault(index, reward)
         unused[group.group_id] -= picked.keys()
         if picked:
             chosen.append(group.only(list(picked), list(picked.values())))
@@ -76,16 +76,16 @@ def plan_submission(run: Run, job: Job, epoch: Epoch, event: SubmissionReceived)
 
 
 def _leave_out(
-    job: Job, event: SubmissionReceived, names: frozenset[str], group: Candidate, places: set[int]
+    job: Job, event: SubmissionReceived, names: frozenset[str], group: Candidate, indices: set[int]
 ) -> list[Event]:
     """Rejections of a group's unsubmitted trajectories: left out by a component if the submission says so, else by the
     curriculum."""
     withheld: set[int] = set()
     if event.not_offered is not None:
         is_open = not job.started.plan.curriculum.enabled
-        withheld = {place for place in places if is_open or group.members[place].trajectory_id in names}
+        withheld = {index for index in indices if is_open or group.members[index].trajectory_id in names}
     outputs = ledger.reject(group.only(sorted(withheld)), "not_submitted", event.time_ms)
-    return outputs + ledger.reject(group.only(sorted(places - withheld)), "curriculum", event.time_ms)
+    return outputs + ledger.reject(group.only(sorted(indices - withheld)), "curriculum", event.time_ms)
 
 
 def _hand_over(epoch: Epoch, groups: list[Candidate], time_ms: int) -> tuple[list[Candidate], list[Event]]:
@@ -120,15 +120,15 @@ def _filter(
     passed: list[Candidate] = []
     rejected: list[Event] = []
     for group in groups:
-        places = members.get(group.group_id, ())
-        is_flat = group.reward_range == 0 and (plan.drop_zero_variance or not places)
+        indices = members.get(group.group_id, ())
+        is_flat = group.reward_range == 0 and (plan.drop_zero_variance or not indices)
         if is_flat:
             rejected += ledger.reject(group, "zero_variance", time_ms)
             continue
-        left = [place for place in range(len(group.members)) if place not in places]
+        left = [index for index in range(len(group.members)) if index not in indices]
         rejected += ledger.reject(group.only(left), "curriculum", time_ms)
-        if places:
-            passed.append(group.only(places))
+        if indices:
+            passed.append(group.only(indices))
     return passed, rejected
 
 

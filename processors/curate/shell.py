@@ -203,7 +203,7 @@ class CurateShell:
                 fold.next_offset = record.offset + 1
         fold.next_offset = end
         if live is not None:
-            low_water.settle(fold.state, live, has_clocks=found is None or found.has_clocks)
+            low_water.complete(fold.state, live, has_clocks=found is None or found.has_clocks)
         fold.datasets.keep_only(fold.state.runs)
 
     async def _refold(self, fold: _Fold, record: Record, over: set[str]) -> None:

@@ -180,10 +180,10 @@ class Host(faust.App):
     def watched(self, work: Coroutine[Any, Any, None]) -> "asyncio.Task[None]":
         """A task whose error ends the service; Faust would log it and continue with the next batch."""
         task = asyncio.ensure_future(work)
-        task.add_done_callback(self._tell)
+        task.add_done_callback(self._batch_done)
         return task
 
-    def _tell(self, task: "asyncio.Task[None]") -> None:
+    def _batch_done(self, task: "asyncio.Task[None]") -> None:
         self.changed.set()
         if not task.cancelled() and (error := task.exception()) is not None:
             self.fail(error)
@@ -196,7 +196,7 @@ class Host(faust.App):
             task.cancel()
         self.preparing.clear()
 
-    async def settle(self, within_s: float) -> None:
+    async def finish_batches(self, within_s: float) -> None:
         """Wait for batches that are being folded; the state of those that take longer is dropped."""
         under_way = {topic: task for topic, task in self.taking.items() if not task.done()}
         if not under_way:

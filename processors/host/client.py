@@ -32,11 +32,11 @@ class MetadataConsumer(AIOKafkaConsumer):
 
     async def commit(self, offsets: Mapping[TopicPartition, OffsetAndMetadata] | None = None) -> None:
         """Commit offsets, each with its metadata."""
-        told = {
+        offsets_and_metadata = {
             where: OffsetAndMetadata(found.offset, self._metadata_of(where, found.offset))
             for where, found in (offsets or {}).items()
         }
-        await super().commit(told)
+        await super().commit(offsets_and_metadata)
 
     async def stop(self) -> None:
         """Leave the group and close. No connection stays open: not if leaving fails or is cancelled, and not if a task

@@ -184,11 +184,14 @@ class Consumer(driver.Consumer):
         await super().perform_seek()
         assigned = cast(set[TP], self.assignment())
         begins = await self.earliest_offsets(*assigned) if assigned else {}
-        wanted = {tp: begins[tp] if (told := self.told_committed.get(tp)) is None else told for tp in assigned}
+        wanted = {
+            tp: begins[tp] if (committed := self.committed_offsets_read.get(tp)) is None else committed
+            for tp in assigned
+        }
         if not await self._check_kept(wanted) or self.app.generation != generation:
             return
         for tp in assigned:
-            if not self.told_committed.get(tp):  # the others are already positioned
+            if not self.committed_offsets_read.get(tp):  # the others are already positioned
                 await self.seek(tp, wanted[tp])
         self.wanted = wanted
         for tp in assigned:
@@ -197,7 +200,7 @@ class Consumer(driver.Consumer):
     async def seek_to_committed(self) -> Mapping[TP, int]:
         """Like Faust's method, but distinguishes a committed offset of 0 from none."""
         found = await super().seek_to_committed()
-        self.told_committed = dict(found)
+        self.committed_offsets_read = dict(found)
         return found
 
     async def _check_kept(self, offsets: Mapping[TP, int]) -> bool:
@@ -230,7 +233,7 @@ class Consumer(driver.Consumer):
         return set()
 
     @cached_property
-    def told_committed(self) -> dict[TP, int | None]:
+    def committed_offsets_read(self) -> dict[TP, int | None]:
         """By partition: the committed offset last read from Kafka, None for none."""
         return {}
 
@@ -305,7 +308,7 @@ class Consumer(driver.Consumer):
     async def on_partitions_revoked(self, revoked: set[TP]) -> None:
         """Commit acknowledged offsets. Folds are kept until the new assignment is known."""
         self._next_generation()
-        await self.app.settle(SETTLE_S)
+        await self.app.finish_batches(SETTLE_S)
         await self.commit()
         await super().on_partitions_revoked(revoked)
 

@@ -67,7 +67,7 @@ def check_prompt(request: GenerationRequest, *, num_token_ids: int) -> None:
         )
 
 
-def room_for(request: GenerationRequest, max_length: int | None, model: str) -> int:
+def max_new_tokens_of(request: GenerationRequest, max_length: int | None, model: str) -> int:
     """Most tokens that may be sampled of a model that takes sequences of `max_length` tokens (None: any).
 
     Raises PromptTooLongError if that is none.

@@ -90,7 +90,7 @@ class Batcher:
                 except asyncio.CancelledError:
                     _cancel(tickets)
                     raise
-                _settle(tickets, batch.exception())
+                _resolve(tickets, batch.exception())
                 # Answers are on their way to those who asked; what they ask next joins the next batch.
                 await asyncio.sleep(0)
         finally:
@@ -294,7 +294,7 @@ def _cancel(tickets: list[Ticket]) -> None:
         ticket.answer.cancel()
 
 
-def _settle(tickets: list[Ticket], error: BaseException | None) -> None:
+def _resolve(tickets: list[Ticket], error: BaseException | None) -> None:
     for ticket in tickets:
         if not ticket.answer.done():
             ticket.answer.set_exception(_failure(error))

@@ -114,7 +114,7 @@ class _Samples:
         self.num_open = int(self._open_B.sum())
 
     def compact(self) -> Tensor:
-        """Keep unfinished rows only; returns their places (B,) among the rows before."""
+        """Keep unfinished rows only; returns their indices_B (B,) among the rows before."""
         assert self._how_B is not None
         rows = self._open_B.nonzero()[:, 0]
         self._how_B = self._how_B.select(rows)
@@ -130,17 +130,17 @@ class _Samples:
         return self._noise_N[self._rows_B, column]
 
     def _finish(self, done_B: Tensor, has_end_B: Tensor) -> list[Sampled]:
-        places = done_B.nonzero()[:, 0]
-        if not len(places):
+        indices_B = done_B.nonzero()[:, 0]
+        if not len(indices_B):
             return []
         self._open_B &= ~done_B
-        self.num_open -= len(places)
-        rows = self._rows_B[places]
+        self.num_open -= len(indices_B)
+        rows = self._rows_B[indices_B]
         columns = zip(
             rows.tolist(),
             self._tokens_N_T[rows, : self.num_drawn].tolist(),
             self._logprobs_N_T[rows, : self.num_drawn].tolist(),
-            has_end_B[places].tolist(),
+            has_end_B[indices_B].tolist(),
             strict=True,
         )
         return [Sampled(row, ids, logprobs, "stop" if ended else "length") for row, ids, logprobs, ended in columns]

@@ -18,7 +18,13 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from rollstream.producers.engines.base import Capabilities, Generation, GenerationRequest, check_prompt, room_for
+from rollstream.producers.engines.base import (
+    Capabilities,
+    Generation,
+    GenerationRequest,
+    check_prompt,
+    max_new_tokens_of,
+)
 from rollstream.schemas import ids
 from rollstream.schemas.errors import ModelError
 from rollstream.schemas.events.rollouts import VersionSpan
@@ -109,7 +115,7 @@ class ScriptedEngine:
 
     async def generate(self, request: GenerationRequest) -> Generation:
         """The script's answer, cut to `max_new_tokens`; its log-probability is that of the first token."""
-        version, room = self._held(request.model_group), self._room(request)
+        version, room = self._held(request.model_group), self._max_new_tokens(request)
         self.requests.append(request)
         del self.requests[:-MAX_KEPT]
         await self._delay()
@@ -149,12 +155,12 @@ class ScriptedEngine:
             raise ModelError(f"model group {model_group} has no weights yet")
         return self._versions[model_group]
 
-    def _room(self, request: GenerationRequest) -> int:
+    def _max_new_tokens(self, request: GenerationRequest) -> int:
         """Tokens that may be sampled. Raises ModelError for a prompt that cannot be read or leaves no room."""
         if self._is_closed:
             raise ModelError("the rollout engine is closed")
         check_prompt(request, num_token_ids=len(self._tokenizer))
-        return room_for(request, self._max_length, "the scripted model")
+        return max_new_tokens_of(request, self._max_length, "the scripted model")
 
     async def _delay(self) -> None:
         """Wait as long as an answer takes. Raises CancelledError if the engine is closed meanwhile."""

@@ -26,12 +26,12 @@ MEMBERS = tuple(name for name in vars(Engine) if not name.startswith("_"))
 logger = logging.getLogger(__name__)
 
 
-def new_engine(written: EngineSettings, environ: Mapping[str, str], place: str = "engine") -> Engine:
-    """An engine that is not started yet. `place`: where its settings stand, for errors.
+def new_engine(written: EngineSettings, environ: Mapping[str, str], location: str = "engine") -> Engine:
+    """An engine that is not started yet. `location`: where its settings stand, for errors.
 
     Raises ConfigError for an unknown kind, settings that do not fit it, or what is no engine.
     """
-    kind, settings = _resolved(written, environ, place)
+    kind, settings = _resolved(written, environ, location)
     try:
         engine = kind.build(settings)
     except RollstreamError:
@@ -40,48 +40,48 @@ def new_engine(written: EngineSettings, environ: Mapping[str, str], place: str =
         if written.kind in ENGINES:  # a missing library has its own message
             raise
         logger.info("engine %s cannot be built", written.kind, exc_info=error)
-        raise ConfigError(f"{place}: kind {written.kind!r} cannot be built: {told(error)}") from error
-    _check_engine(engine, f"{place}: kind {written.kind!r}")
+        raise ConfigError(f"{location}: kind {written.kind!r} cannot be built: {told(error)}") from error
+    _check_engine(engine, f"{location}: kind {written.kind!r}")
     return engine
 
 
-def settings_of(written: EngineSettings, environ: Mapping[str, str], place: str = "engine") -> EngineSettings:
+def settings_of(written: EngineSettings, environ: Mapping[str, str], location: str = "engine") -> EngineSettings:
     """Settings as the class of their kind, `${NAME}` expanded. Raises ConfigError as `new_engine` does."""
-    return _resolved(written, environ, place)[1]
+    return _resolved(written, environ, location)[1]
 
 
-def _resolved(written: EngineSettings, environ: Mapping[str, str], place: str) -> tuple[EngineKind, EngineSettings]:
-    kind = _kind_of(written.kind, f"{place}.kind")
+def _resolved(written: EngineSettings, environ: Mapping[str, str], location: str) -> tuple[EngineKind, EngineSettings]:
+    kind = _kind_of(written.kind, f"{location}.kind")
     if type(written) is kind.settings:
         return kind, written
     values = written.model_dump(exclude_unset=True) | {"kind": written.kind}
     try:
-        return kind, kind.settings.model_validate(expand(values, environ, place))
+        return kind, kind.settings.model_validate(expand(values, environ, location))
     except ConfigError:
         raise
     except ValidationError as error:
-        raise ConfigError(conceal(_line(error, kind.settings, place), values, environ)) from error
+        raise ConfigError(conceal(_line(error, kind.settings, location), values, environ)) from error
     except (Exception, SystemExit) as error:  # validators are others' code
         logger.info("settings of engine %s cannot be checked", written.kind, exc_info=error)
-        raise ConfigError(conceal(f"{place}: {told(error)}", values, environ)) from error
+        raise ConfigError(conceal(f"{location}: {told(error)}", values, environ)) from error
 
 
-def _kind_of(name: str, place: str) -> EngineKind:
+def _kind_of(name: str, location: str) -> EngineKind:
     """The kind called `name`. Raises ConfigError if there is none, more than one, or what it names is no kind."""
     installed = metadata.entry_points(group=GROUP)
     found = {entry.value: entry for entry in installed if entry.name == name}
     known = sorted({*ENGINES, *installed.names})
     if len(found) + (name in ENGINES) > 1:
         bringers = [*(["rollstream"] if name in ENGINES else []), *map(_origin, found.values())]
-        raise ConfigError(f"{place}: {name!r} is brought by {' and by '.join(bringers)}; uninstall all but one")
+        raise ConfigError(f"{location}: {name!r} is brought by {' and by '.join(bringers)}; uninstall all but one")
     if name in ENGINES:
         return _built_in(name)
     if not found:
         near = nearest(name, known)
         hint = f"did you mean {near}? " if near is not None else ""
-        raise ConfigError(f"{place}: {name!r} is unknown; {hint}known kinds: {', '.join(known)}")
+        raise ConfigError(f"{location}: {name!r} is unknown; {hint}known kinds: {', '.join(known)}")
     (entry,) = found.values()
-    return _imported(entry, place)
+    return _imported(entry, location)
 
 
 def _built_in(name: str) -> EngineKind:
@@ -95,8 +95,8 @@ def _built_in(name: str) -> EngineKind:
     return EngineKind(ENGINES[name], build)
 
 
-def _imported(entry: metadata.EntryPoint, place: str) -> EngineKind:
-    where = f"{place}: {entry.name!r} ({_origin(entry)})"
+def _imported(entry: metadata.EntryPoint, location: str) -> EngineKind:
+    where = f"{location}: {entry.name!r} ({_origin(entry)})"
     try:
         kind = entry.load()
     except (Exception, SystemExit) as error:
@@ -132,6 +132,6 @@ def _origin(entry: metadata.EntryPoint) -> str:
     return f"{entry.value} of {package}"
 
 
-def _line(error: ValidationError, settings: type[EngineSettings], place: str) -> str:
+def _line(error: ValidationError, settings: type[EngineSettings], location: str) -> str:
     """The first error in one line."""
-    return str(first_invalid(error, place, known=settings.model_fields))
+    return str(first_invalid(error, location, known=settings.model_fields))

@@ -16,7 +16,7 @@ from rollstream.producers.engines.base import (
     GenerationRequest,
     Tokenizer,
     check_prompt,
-    room_for,
+    max_new_tokens_of,
 )
 from rollstream.producers.engines.batching import Answer, Batcher, ContinuousBatcher, Ticket
 from rollstream.producers.engines.decoding import Lanes, check_finite, run_static
@@ -138,7 +138,7 @@ class TransformersEngine:
         """The request, limited to the room that its prompt leaves. One that cannot be served must not join a batch."""
         held = self._held(request.model_group)
         check_prompt(request, num_token_ids=held.num_token_ids)
-        room = room_for(request, held.max_length, f"model {held.published.base_model}")
+        room = max_new_tokens_of(request, held.max_length, f"model {held.published.base_model}")
         if room >= request.sampling.max_new_tokens:
             return request
         sampling = request.sampling.model_copy(update={"max_new_tokens": room})

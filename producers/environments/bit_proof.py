@@ -177,12 +177,12 @@ def _skilled(proof: Proof, agent: str, rng: random.Random) -> str:
     seen = proof.episode.seen_by(VERIFIER)
     if any(one.agent == VERIFIER and not one.channels and one.shown == "1" for one in seen):
         return ACCEPT
-    told = [one for one in seen if one.agent != VERIFIER and one.shown != EMPTY]
-    if proof.looks and (told or proof.episode.is_last_turn):
-        proofs = [one.shown for one in told if proof.episode.protocol.stances[one.agent] == "accept"]
-        excluded = {one.shown for one in told}
+    claims = [one for one in seen if one.agent != VERIFIER and one.shown != EMPTY]
+    if proof.looks and (claims or proof.episode.is_last_turn):
+        proofs = [one.shown for one in claims if proof.episode.protocol.stances[one.agent] == "accept"]
+        excluded = {one.shown for one in claims}
         return rng.choice(proofs or [str(at) for at in positions if str(at) not in excluded] or ["0"])
-    return REJECT if told or proof.episode.is_last_turn else ASK
+    return REJECT if claims or proof.episode.is_last_turn else ASK
 
 
 def _random(proof: Proof, agent: str, rng: random.Random) -> str:

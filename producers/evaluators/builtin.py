@@ -34,7 +34,7 @@ _FENCED = re.compile(r"\A```[^\n]*\n(.*?)\n?```\Z", re.DOTALL)
 # ---- what is looked at ----
 
 
-def final_answer(place: str, rollout: FinishedRollout, agent: str | None = None) -> str:
+def final_answer(location: str, rollout: FinishedRollout, agent: str | None = None) -> str:
     """The text that a rollout came to: what its workflow returned, else what the agent said last.
 
     `agent`: whose answer; none: that of whoever answered last. Raises NoScoreError if there is none.
@@ -49,14 +49,16 @@ def final_answer(place: str, rollout: FinishedRollout, agent: str | None = None)
             if (step.data or {}).get("output") is not None:
                 return _text((step.data or {})["output"])
     whose = f"agent {agent}" if agent else "any agent"
-    raise NoScoreError(f"{place}: the rollout has no answer by {whose} to score (it ended as {rollout.stop_reason!r})")
+    raise NoScoreError(
+        f"{location}: the rollout has no answer by {whose} to score (it ended as {rollout.stop_reason!r})"
+    )
 
 
-def right_answer(place: str, rollout: FinishedRollout, key: str, field: str = "answer_key") -> Any:
+def right_answer(location: str, rollout: FinishedRollout, key: str, field: str = "answer_key") -> Any:
     """The value of a key in the example's inputs. Raises RewardError naming the path in the file."""
     if key not in rollout.inputs:
         known = ", ".join(rollout.inputs) or "none"
-        raise RewardError(f"{place}.{field}: the example's inputs have no key {key!r}; they have: {known}")
+        raise RewardError(f"{location}.{field}: the example's inputs have no key {key!r}; they have: {known}")
     return rollout.inputs[key]
 
 
@@ -67,10 +69,10 @@ def _text(value: Any) -> str:
 # ---- evaluators ----
 
 
-def _exact_match(place: str, config: ExactMatch) -> RewardFunction:
+def _exact_match(location: str, config: ExactMatch) -> RewardFunction:
     def score(rollout: FinishedRollout) -> float:
-        answer = _text(right_answer(place, rollout, config.answer_key))
-        return float(_plain(final_answer(place, rollout, config.agent), config) == _plain(answer, config))
+        answer = _text(right_answer(location, rollout, config.answer_key))
+        return float(_plain(final_answer(location, rollout, config.agent), config) == _plain(answer, config))
 
     return score
 
@@ -80,13 +82,13 @@ def _plain(text: str, config: ExactMatch) -> str:
     return text.casefold() if config.ignore_case else text
 
 
-def _numeric_match(place: str, config: NumericMatch) -> RewardFunction:
+def _numeric_match(location: str, config: NumericMatch) -> RewardFunction:
     def score(rollout: FinishedRollout) -> float:
-        given = right_answer(place, rollout, config.answer_key)
+        given = right_answer(location, rollout, config.answer_key)
         right = numbers(_text(given))
         if not right or isinstance(given, bool):
-            raise RewardError(f"{place}.answer_key: the answer {_text(given)!r} of the example contains no number")
-        found = numbers(final_answer(place, rollout, config.agent))
+            raise RewardError(f"{location}.answer_key: the answer {_text(given)!r} of the example contains no number")
+        found = numbers(final_answer(location, rollout, config.agent))
         if not found or (config.take == "only" and len(found) > 1):
             return 0.0
         number = found[0 if config.take == "first" else -1]
@@ -102,14 +104,14 @@ def numbers(text: str) -> list[float]:
     return [number for number in found if math.isfinite(number)]
 
 
-def _regex(place: str, config: RegexMatch) -> RewardFunction:
+def _regex(location: str, config: RegexMatch) -> RewardFunction:
     def score(rollout: FinishedRollout) -> float:
         right = None
         if config.answer_key is not None:
-            right = _text(right_answer(place, rollout, config.answer_key)).strip()
-        text = final_answer(place, rollout, config.agent)
+            right = _text(right_answer(location, rollout, config.answer_key)).strip()
+        text = final_answer(location, rollout, config.agent)
         is_found, took = matching.search(
-            place, config.pattern, text, ignore_case=config.ignore_case, group=config.group
+            location, config.pattern, text, ignore_case=config.ignore_case, group=config.group
         )
         if not is_found or right is None:
             return float(is_found)
@@ -119,38 +121,38 @@ def _regex(place: str, config: RegexMatch) -> RewardFunction:
     return score
 
 
-def _json_schema(place: str, config: JsonSchemaMatch) -> RewardFunction:
-    schema = config.document if config.document is not None else read_schema(place, str(config.file))
+def _json_schema(location: str, config: JsonSchemaMatch) -> RewardFunction:
+    schema = config.document if config.document is not None else read_schema(location, str(config.file))
 
     def score(rollout: FinishedRollout) -> float:
-        text = final_answer(place, rollout, config.agent).strip()
+        text = final_answer(location, rollout, config.agent).strip()
         fenced = _FENCED.match(text)
-        return float(matching.is_valid_json(place, schema, fenced[1] if fenced else text))
+        return float(matching.is_valid_json(location, schema, fenced[1] if fenced else text))
 
     return score
 
 
-def check_schema(place: str, config: JsonSchemaMatch) -> None:
+def check_schema(location: str, config: JsonSchemaMatch) -> None:
     """Raises ConfigError for what is no JSON schema."""
     from jsonschema import Draft202012Validator, SchemaError
     from jsonschema.validators import validator_for
 
-    schema = config.document if config.document is not None else read_schema(place, str(config.file))
+    schema = config.document if config.document is not None else read_schema(location, str(config.file))
     try:
         validator_for(schema, default=Draft202012Validator).check_schema(schema)
     except SchemaError as error:
-        raise ConfigError(f"{place}.schema: {error.json_path}: {error.message}") from error
+        raise ConfigError(f"{location}.schema: {error.json_path}: {error.message}") from error
 
 
-def read_schema(place: str, file: str) -> dict[str, JsonValue]:
+def read_schema(location: str, file: str) -> dict[str, JsonValue]:
     """The JSON object in a file. Raises ConfigError."""
     try:
         with open(file, encoding="utf-8") as stream:
             found = json.load(stream)
     except (OSError, ValueError) as error:
-        raise ConfigError(f"{place}.file: {file} cannot be read: {error}") from error
+        raise ConfigError(f"{location}.file: {file} cannot be read: {error}") from error
     if not isinstance(found, dict):
-        raise ConfigError(f"{place}.file: {file} must contain a JSON object")
+        raise ConfigError(f"{location}.file: {file} must contain a JSON object")
     return found
 
 

@@ -47,7 +47,7 @@ class Judge:
     def __init__(self, name: str, config: LlmJudge, recorder: Recorder, hide: Callable[[str], str]) -> None:
         """`hide` writes `${ENV}` in place of what it stands for."""
         self._name = name
-        self._place = f"{PLACE}.{name}"
+        self._location = f"{PLACE}.{name}"
         self._config = config
         self._recorder = recorder
         self._hide = hide
@@ -84,9 +84,9 @@ class Judge:
 
         def filled(match: re.Match[str]) -> str:
             if match[1] == "response":
-                return final_answer(self._place, rollout, config.agent)
+                return final_answer(self._location, rollout, config.agent)
             field = f"{match[1]}_key"
-            value = right_answer(self._place, rollout, getattr(config, field), field)
+            value = right_answer(self._location, rollout, getattr(config, field), field)
             return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
 
         return PLACEHOLDER.sub(filled, config.prompt)
@@ -99,7 +99,7 @@ class Judge:
                 content = await self._post(messages)
             except _AgainError as error:
                 last = error
-                logger.info("%s: try %d of %d: %s", self._place, number, tries, self._hide(str(error)))
+                logger.info("%s: try %d of %d: %s", self._location, number, tries, self._hide(str(error)))
             else:
                 return self._read(content, number)
             if number < tries:
@@ -135,7 +135,7 @@ class Judge:
     def _headers(self) -> dict[str, str]:
         key = "" if self._config.api_key is None else self._config.api_key.get_secret_value().strip()
         if not key.isprintable():
-            raise RewardError(f"{self._place}.api_key contains characters that are not allowed in a header")
+            raise RewardError(f"{self._location}.api_key contains characters that are not allowed in a header")
         return {"Authorization": f"Bearer {key}"} if key else {}
 
     def _read(self, body: bytes, num_tries: int) -> JudgeAnswer:
@@ -153,7 +153,7 @@ class Judge:
 
     async def _number(self, text: str) -> float:
         config = self._config
-        taken, error = await in_thread(functools.partial(matching.last, self._place, config.pattern, text))
+        taken, error = await in_thread(functools.partial(matching.last, self._location, config.pattern, text))
         if error is not None:
             raise error
         try:
@@ -169,7 +169,7 @@ class Judge:
         return number
 
     def _no_score(self, message: str) -> NoScoreError:
-        return NoScoreError(self._hide(f"{self._place}: {self._url}: {message}"))
+        return NoScoreError(self._hide(f"{self._location}: {self._url}: {message}"))
 
     def _shown(self, said: str | bytes) -> str:
         """A piece of what was answered; hidden first, so that no cut shows a part of a secret."""

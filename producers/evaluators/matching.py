@@ -27,28 +27,28 @@ _slots = threading.BoundedSemaphore(MAX_PROCESSES)
 _idle: list["subprocess.Popen[str]"] = []
 
 
-def search(place: str, pattern: str, text: str, *, ignore_case: bool, group: int | str) -> tuple[bool, str | None]:
+def search(location: str, pattern: str, text: str, *, ignore_case: bool, group: int | str) -> tuple[bool, str | None]:
     """Whether a pattern is found in a text, and what its group took.
 
     Blocks for up to `CPU_S` of processor time. Raises RewardError naming the place and the pattern if it is not valid
     or takes longer.
     """
     found, taken = _ask(
-        f"{place}.pattern: {shown(pattern)}",
+        f"{location}.pattern: {shown(pattern)}",
         {"ask": "search", "pattern": pattern, "text": text, "ignore_case": ignore_case, "group": group},
     )
     return found, taken
 
 
-def last(place: str, pattern: str, text: str) -> str | None:
+def last(location: str, pattern: str, text: str) -> str | None:
     """The text of the last match: its one group, else all of it. Blocks and raises as `search` does."""
-    taken: str | None = _ask(f"{place}.pattern: {shown(pattern)}", {"ask": "last", "pattern": pattern, "text": text})
+    taken: str | None = _ask(f"{location}.pattern: {shown(pattern)}", {"ask": "last", "pattern": pattern, "text": text})
     return taken
 
 
-def is_valid_json(place: str, schema: Any, text: str) -> bool:
+def is_valid_json(location: str, schema: Any, text: str) -> bool:
     """Whether a text is JSON that a schema accepts. Blocks and raises as `search` does."""
-    found: bool = _ask(f"{place}.schema", {"ask": "is_valid", "schema": json.dumps(schema), "text": text})
+    found: bool = _ask(f"{location}.schema", {"ask": "is_valid", "schema": json.dumps(schema), "text": text})
     return found
 
 

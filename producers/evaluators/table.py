@@ -35,7 +35,7 @@ SECRET_KEYS = ("base_url", "api_key", "model", "prompt")
 class Chosen(NamedTuple):
     """A reward function and what errors call it."""
 
-    place: str
+    location: str
     function: RewardFunction
 
 
@@ -48,15 +48,15 @@ def reward_of(name: str, settings: RolloutSettings, permissions: Permissions, re
     block = settings.evaluators.get(name)
     if block is None:
         return Chosen(name, registry.reward(name, permissions))
-    place = f"{PLACE}.{name}"
+    location = f"{PLACE}.{name}"
     config = read(name, block, permissions)
     if isinstance(config, LlmJudge):
         if recorder is None:
-            raise ConfigError(f"{place}: an llm_judge is not called again; its recorded scores are kept")
+            raise ConfigError(f"{location}: an llm_judge is not called again; its recorded scores are kept")
         block = {key: block.get(key) for key in SECRET_KEYS}
         hide = functools.partial(_hide, block=block, environ=permissions.environ)
-        return Chosen(place, Judge(name, config, recorder, hide).score)
-    return Chosen(place, _build(place, config, permissions))
+        return Chosen(location, Judge(name, config, recorder, hide).score)
+    return Chosen(location, _build(location, config, permissions))
 
 
 def read(
@@ -68,23 +68,23 @@ def read(
     Raises ConfigError naming the path in the file, of it NotAllowedError for a variable, function, URL or file that is
     not allowed.
     """
-    place = f"{PLACE}.{name}"
+    location = f"{PLACE}.{name}"
     kind = kind_of(block.get("_type"))
     if kind is None:
         raise ConfigError(
-            f"{place}._type: {block.get('_type')!r} is not known; known types: {', '.join(sorted(MODELS))}; "
+            f"{location}._type: {block.get('_type')!r} is not known; known types: {', '.join(sorted(MODELS))}; "
             "or name a registered reward function"
         )
     model = MODELS[kind]
     try:
-        expanded = permissions.expand({**block, "_type": kind}, place, evaluator_path(name, block))
+        expanded = permissions.expand({**block, "_type": kind}, location, evaluator_path(name, block))
         config = model.model_validate(expanded, context=None if compiles_patterns else UNCOMPILED)
     except ValidationError as error:
         path, message = first_invalid(error, known=[field.alias or key for key, field in model.model_fields.items()])
-        where = f"{place}.{path}: " if path else f"{place}."
-        told = conceal(message[:1].lower() + message[1:], dict(block), permissions.environ)
-        raise ConfigError(where + told) from error
-    _check_allowed(place, config, permissions)
+        where = f"{location}.{path}: " if path else f"{location}."
+        concealed = conceal(message[:1].lower() + message[1:], dict(block), permissions.environ)
+        raise ConfigError(where + concealed) from error
+    _check_allowed(location, config, permissions)
     return config
 
 
@@ -98,26 +98,26 @@ def check(name: str, block: Mapping[str, JsonValue], permissions: Permissions) -
     return config
 
 
-def _check_allowed(place: str, config: Evaluator, permissions: Permissions) -> None:
+def _check_allowed(location: str, config: Evaluator, permissions: Permissions) -> None:
     if isinstance(config, PythonScore):
-        permissions.check_code(f"{CODE}{config.function}", f"{place}.function")
+        permissions.check_code(f"{CODE}{config.function}", f"{location}.function")
     elif isinstance(config, LlmJudge):
-        permissions.check_url(config.base_url, f"{place}.base_url")
+        permissions.check_url(config.base_url, f"{location}.base_url")
     elif isinstance(config, JsonSchemaMatch) and config.file is not None:
-        permissions.check_file(config.file, f"{place}.file")
+        permissions.check_file(config.file, f"{location}.file")
 
 
-def _build(place: str, config: Evaluator, permissions: Permissions) -> RewardFunction:
+def _build(location: str, config: Evaluator, permissions: Permissions) -> RewardFunction:
     if isinstance(config, PythonScore):
-        return _python(place, config, permissions)
-    return builtin.BUILDERS[type(config)](place, config)
+        return _python(location, config, permissions)
+    return builtin.BUILDERS[type(config)](location, config)
 
 
-def _python(place: str, config: PythonScore, permissions: Permissions) -> RewardFunction:
+def _python(location: str, config: PythonScore, permissions: Permissions) -> RewardFunction:
     try:
         return registry.reward(f"{CODE}{config.function}", permissions)
     except ConfigError as error:
-        raise ConfigError(f"{place}.function: {error}") from error
+        raise ConfigError(f"{location}.function: {error}") from error
 
 
 def _hide(text: str, *, block: dict[str, JsonValue], environ: Mapping[str, str]) -> str:

@@ -59,22 +59,22 @@ def _not_yet(players: Iterable[str], model_group: str, version: int) -> set[str]
     return {one for one, found in named.items() if found and found[0] == model_group and found[1] >= version}
 
 
-def check_league(league: LeagueSettings, place: str, agents: Collection[str], scripted: Collection[str]) -> None:
+def check_league(league: LeagueSettings, location: str, agents: Collection[str], scripted: Collection[str]) -> None:
     """Raises ConfigError for seats or scripted players that there are not, or if nobody can be an opponent.
 
-    `place`: of the settings in the file; `agents`: the run's; `scripted`: the players that its environment has.
+    `location`: of the settings in the file; `agents`: the run's; `scripted`: the players that its environment has.
     """
     if len(agents) < 2:
-        raise ConfigError(f"{place}: a league needs at least two agents; name the environment's seats in agents")
+        raise ConfigError(f"{location}: a league needs at least two agents; name the environment's seats in agents")
     for seat in league.seats:
         if seat not in agents:
-            raise ConfigError(f"{place}.seats: seat {seat!r} is unknown; the run's agents are {', '.join(agents)}")
+            raise ConfigError(f"{location}.seats: seat {seat!r} is unknown; the run's agents are {', '.join(agents)}")
     for player in league.scripted:
         if player not in scripted:
             known = ", ".join(scripted) or "none"
-            raise ConfigError(f"{place}.scripted: the environment has no player {player!r}; it has {known}")
+            raise ConfigError(f"{location}.scripted: the environment has no player {player!r}; it has {known}")
     if not (league.pool or league.scripted or league.frozen):
-        raise ConfigError(f"{place}: there is nobody to play against; set pool, scripted or frozen")
+        raise ConfigError(f"{location}: there is nobody to play against; set pool, scripted or frozen")
 
 
 def frozen_player(written: str, model_group: str) -> str:

@@ -81,7 +81,7 @@ def answer_of(
 def tool_calls_in(text: str, salt: int = 0) -> tuple[dict[str, Any], ...]:
     """Calls in OpenAI's shape; none if one of them cannot be read. `salt` keeps ids of equal calls apart."""
     calls: list[dict[str, Any]] = []
-    for number, (begin, end) in enumerate(call_places(text)):
+    for number, (begin, end) in enumerate(call_spans(text)):
         body = text[begin + len(CALL_BEGINS) : end - len(CALL_ENDS)].strip()
         try:
             call = orjson.loads(body)
@@ -99,13 +99,13 @@ def tool_calls_in(text: str, salt: int = 0) -> tuple[dict[str, Any], ...]:
 def _without_calls(text: str) -> str:
     parts: list[str] = []
     at = 0
-    for begin, end in call_places(text):
+    for begin, end in call_spans(text):
         parts.append(text[at:begin])
         at = end
     return "".join([*parts, text[at:]]).strip()
 
 
-def call_places(text: str) -> list[tuple[int, int]]:
+def call_spans(text: str) -> list[tuple[int, int]]:
     """Where calls begin and end, markers included, in one pass over the text.
 
     A call begins at a marker before a brace and ends at the first end marker behind one, for a text within the JSON may
@@ -262,7 +262,7 @@ class ChatRequest(BaseModel):
 
     @field_validator("stop")
     @classmethod
-    def _say_something(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+    def _not_empty(cls, value: tuple[str, ...]) -> tuple[str, ...]:
         if not all(value):
             raise ValueError("a stop sequence must not be empty")
         return value

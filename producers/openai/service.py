@@ -44,9 +44,9 @@ async def run(settings: EndpointSettings, log: EventLog, engine: Engine, token: 
     store = ArtifactStore(settings.artifact_uri)
     follower = WeightFollower(log, store, engine, engine_id=settings.name, permissions=permissions, must_load=True)
     endpoint = Endpoint(engine, follower, settings, token)
-    place = endpoint_file(settings.workspace, settings.name)
+    path = endpoint_file(settings.workspace, settings.name)
     async with listening(endpoint, settings.host, settings.port) as port:
-        write_whole(place, json.dumps({"host": settings.host, "port": port, "pid": os.getpid()}), is_private=False)
+        write_whole(path, json.dumps({"host": settings.host, "port": port, "pid": os.getpid()}), is_private=False)
         logger.info(
             "ready (OpenAI-compatible, http://%s:%d/v1, model %s, %s)",
             settings.host,
@@ -62,7 +62,7 @@ async def run(settings: EndpointSettings, log: EventLog, engine: Engine, token: 
         except BaseExceptionGroup as failed:
             raise first_error(failed) from failed
         finally:
-            place.unlink(missing_ok=True)
+            path.unlink(missing_ok=True)
 
 
 def _access(settings: EndpointSettings, token: str | None) -> str:

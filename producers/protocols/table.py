@@ -44,54 +44,58 @@ def names() -> list[str]:
     return sorted(_protocols)
 
 
-def protocol(written: str | Mapping[str, JsonValue], place: str = "protocol") -> InteractionProtocol:
-    """A protocol from its name, or from a mapping of `name` and its settings. `place`: where it stands, for errors.
+def protocol(written: str | Mapping[str, JsonValue], location: str = "protocol") -> InteractionProtocol:
+    """A protocol from its name, or from a mapping of `name` and its settings. `location`: where it stands, for errors.
 
     Raises ConfigError for an unknown name, what is no protocol, and settings that it does not take.
     """
     options = {"name": written} if isinstance(written, str) else dict(written)
     name = options.pop("name", None)
     if not isinstance(name, str):
-        raise ConfigError(f"{place}: name is missing; write {place}: {{name: nip}}, with one of {', '.join(names())}")
-    found = _class(name, place)
+        raise ConfigError(
+            f"{location}: name is missing; write {location}: {{name: nip}}, with one of {', '.join(names())}"
+        )
+    found = _class(name, location)
     try:
         return found(found.Settings.model_validate(options))
     except ValidationError as error:
-        line = first_invalid(error, place, known=found.Settings.model_fields)
+        line = first_invalid(error, location, known=found.Settings.model_fields)
         raise ConfigError(f"{line} (protocol {name})") from error
     except ValueError as error:
-        raise ConfigError(f"{place}: {name}: {error}") from error
+        raise ConfigError(f"{location}: {name}: {error}") from error
 
 
-def _class(name: str, place: str) -> type[InteractionProtocol]:
-    found = _imported(name, place) if name.startswith(CODE) else _protocols.get(name)
+def _class(name: str, location: str) -> type[InteractionProtocol]:
+    found = _imported(name, location) if name.startswith(CODE) else _protocols.get(name)
     if found is None:
         near = nearest(name, names())
         hint = f"did you mean {near}?" if near is not None else f"known protocols: {', '.join(names())}"
-        raise ConfigError(f"{place}: {name!r} is unknown; {hint}")
+        raise ConfigError(f"{location}: {name!r} is unknown; {hint}")
     if not (isinstance(found, type) and issubclass(found, InteractionProtocol)):
-        raise ConfigError(f"{place}: {name} is not a subclass of {InteractionProtocol.__module__}.InteractionProtocol")
+        raise ConfigError(
+            f"{location}: {name} is not a subclass of {InteractionProtocol.__module__}.InteractionProtocol"
+        )
     left = ", ".join(sorted(found.__abstractmethods__))
     if left:
-        raise ConfigError(f"{place}: {name} does not define {left}")
+        raise ConfigError(f"{location}: {name} does not define {left}")
     settings: Any = found.Settings
     if not (isinstance(settings, type) and issubclass(settings, ProtocolSettings)):
-        raise ConfigError(f"{place}: {name} must have a class Settings that derives from ProtocolSettings")
+        raise ConfigError(f"{location}: {name} must have a class Settings that derives from ProtocolSettings")
     return found
 
 
-def _imported(name: str, place: str) -> Any:
+def _imported(name: str, location: str) -> Any:
     module_name, _, attribute = name.removeprefix(CODE).rpartition(".")
     if not module_name:
-        raise ConfigError(f"{place}: {name!r} is not a valid path; write python:module.Name")
+        raise ConfigError(f"{location}: {name!r} is not a valid path; write python:module.Name")
     try:
         module = importlib.import_module(module_name)
     except (Exception, SystemExit) as error:
-        raise ConfigError(f"{place}: {name}: module {module_name} cannot be imported: {told(error)}") from error
+        raise ConfigError(f"{location}: {name}: module {module_name} cannot be imported: {told(error)}") from error
     if not hasattr(module, attribute):
         near = nearest(attribute, vars(module))
         hint = f"; did you mean {near}?" if near is not None else ""
-        raise ConfigError(f"{place}: {name}: module {module_name} has no {attribute!r}{hint}")
+        raise ConfigError(f"{location}: {name}: module {module_name} has no {attribute!r}{hint}")
     return getattr(module, attribute)
 
 

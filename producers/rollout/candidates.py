@@ -39,5 +39,5 @@ def candidate_fields(
 
 def is_played(step: StepRecorded) -> bool:
     """Whether a step is that of the candidate which the rollout went on with."""
-    told = step.metadata or {}
-    return step.name == CANDIDATE and "step_index" in told and told.get("is_selected") is True
+    metadata = step.metadata or {}
+    return step.name == CANDIDATE and "step_index" in metadata and metadata.get("is_selected") is True

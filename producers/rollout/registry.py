@@ -9,7 +9,7 @@ from pydantic import JsonValue
 
 from rollstream.producers.rollout.environment import Environment, FunctionEnvironment
 from rollstream.producers.rollout.rewards import RewardFunction
-from rollstream.producers.rollout.user_code import OURS, told_of_failed_imports
+from rollstream.producers.rollout.user_code import OURS, failed_imports_hint
 from rollstream.schemas.errors import ConfigError, nearest, told
 from rollstream.schemas.permissions import CODE, Permissions, below, environment_path
 
@@ -114,13 +114,13 @@ def build_environment(name: str, config: Mapping[str, JsonValue], permissions: P
 
 def _register(known: dict[str, Any], what: str, name: str, value: _T) -> _T:
     before = known.get(name)
-    if before is not None and _place(before) != _place(value):
-        raise ConfigError(f"{what} {name} is registered twice: by {_place(before)} and by {_place(value)}")
+    if before is not None and _source_of(before) != _source_of(value):
+        raise ConfigError(f"{what} {name} is registered twice: by {_source_of(before)} and by {_source_of(value)}")
     known[name] = value
     return value
 
 
-def _place(value: Any) -> str:
+def _source_of(value: Any) -> str:
     return f"{value.__module__}.{value.__qualname__}"
 
 
@@ -133,7 +133,7 @@ def _find(known: Mapping[str, Any], what: str, name: str, more: tuple[str, ...] 
     near = nearest(name, names)
     listed = ", ".join(names) or "none is registered"
     hint = f"did you mean {near}?" if near is not None else f"known names: {listed}; or give python:module.attribute"
-    raise ConfigError(f"{what} {name!r} is unknown; {hint}{told_of_failed_imports()}")
+    raise ConfigError(f"{what} {name!r} is unknown; {hint}{failed_imports_hint()}")
 
 
 def _import(what: str, name: str) -> Any:

@@ -114,7 +114,7 @@ async def in_thread(function: Callable[[], Any]) -> tuple[Any, BaseException | N
     loop = asyncio.get_running_loop()
     answer: asyncio.Future[tuple[Any, BaseException | None]] = loop.create_future()
 
-    def settle(outcome: tuple[Any, BaseException | None]) -> None:
+    def resolve(outcome: tuple[Any, BaseException | None]) -> None:
         if not answer.done():
             answer.set_result(outcome)
 
@@ -124,7 +124,7 @@ async def in_thread(function: Callable[[], Any]) -> tuple[Any, BaseException | N
         except BaseException as error:  # noqa: BLE001 -- whatever it raises is raised where it is awaited
             outcome = None, error
         with contextlib.suppress(RuntimeError):  # too late: the loop is closed
-            loop.call_soon_threadsafe(settle, outcome)
+            loop.call_soon_threadsafe(resolve, outcome)
 
     context = contextvars.copy_context()
     threading.Thread(target=context.run, args=(call,), name="reward", daemon=True).start()

@@ -50,7 +50,7 @@ def import_installed() -> None:
             _logger.warning("components of %s cannot be imported: %s", entry_point.name, told(error), exc_info=error)
 
 
-def told_of_failed_imports() -> str:
+def failed_imports_hint() -> str:
     """What to add to an error about an unknown name: the packages that could have brought it."""
     return "".join(f"; {name} cannot be imported: {why}" for name, why in failed_imports.items())
 

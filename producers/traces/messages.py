@@ -49,10 +49,10 @@ def answer_of(end: IntermediateStepPayload) -> Message:
     payload, text = _data(end, "payload"), _data(end, "output")
     message = _answer_in(payload) or _answer_in(text)
     if message is None:
-        said, calls = _told(text if isinstance(text, str) else "")
+        said, calls = _without_appended_calls(text if isinstance(text, str) else "")
         return {"role": "assistant", "content": said} | ({"tool_calls": calls} if calls else {})
     if "tool_calls" not in message and isinstance(text, str):
-        calls = _told(text)[1]
+        calls = _without_appended_calls(text)[1]
         message |= {"tool_calls": calls} if calls else {}
     return message | {"role": "assistant"}
 
@@ -60,13 +60,13 @@ def answer_of(end: IntermediateStepPayload) -> Message:
 def finish_reason(end: IntermediateStepPayload) -> str:
     """`stop`, `length`, ... as the framework says; `stop` if it does not."""
     payload = _data(end, "payload")
-    for place in (
+    for source in (
         at(payload, "message", "response_metadata"),
         at(payload, "generation_info"),
         first(at(payload, "choices")),
         first(at(payload, "raw", "choices")),
     ):
-        reason = at(place, "finish_reason")
+        reason = at(source, "finish_reason")
         if isinstance(reason, str):
             return reason
     return "stop"
@@ -137,20 +137,20 @@ def _tool_call(raw: Any) -> Any:
 
 def _answer_in(raw: Any) -> Message | None:
     """The message of a LangChain generation, an OpenAI or LlamaIndex response, or a message as it is."""
-    for place in (at(first(at(raw, "choices")), "message"), at(raw, "message"), raw):
-        if isinstance(place, Mapping):
-            typed = {"type": "ai", **place} if "role" not in place else place
+    for source in (at(first(at(raw, "choices")), "message"), at(raw, "message"), raw):
+        if isinstance(source, Mapping):
+            typed = {"type": "ai", **source} if "role" not in source else source
             message = _message(typed)
             if message is not None:
                 return message
     return None
 
 
-def _told(text: str) -> tuple[str, list[Any]]:
+def _without_appended_calls(text: str) -> tuple[str, list[Any]]:
     """Text and tool calls of an answer to which NAT's LangChain handler has appended them as Python."""
-    said, _, told = text.rpartition(_TOOL_CALLS)
+    said, _, calls_text = text.rpartition(_TOOL_CALLS)
     try:
-        calls = ast.literal_eval(told) if _TOOL_CALLS in text else None
+        calls = ast.literal_eval(calls_text) if _TOOL_CALLS in text else None
     except (ValueError, SyntaxError, MemoryError, RecursionError):
         calls = None
     return (said, [_tool_call(call) for call in calls]) if isinstance(calls, list) else (text, [])

@@ -198,11 +198,11 @@ def recorded_steps(steps: Sequence[IntermediateStep], selection: Selection) -> l
 
 def scores(steps: Sequence[RecordedStep], selection: Selection) -> Iterator[RecordedReward]:
     """The scores of candidates, as rewards of their steps."""
-    for place, step in enumerate(steps):
+    for index, step in enumerate(steps):
         score = (step.data or {}).get("score")
         is_number = isinstance(score, int | float) and not isinstance(score, bool)
         if step.event_type == "TTC_END" and step.name == selection.candidates is not None and is_number:
-            yield RecordedReward(value=float(score), name=SCORE, step=place, is_score=True)  # pyright: ignore[reportArgumentType]
+            yield RecordedReward(value=float(score), name=SCORE, step=index, is_score=True)  # pyright: ignore[reportArgumentType]
 
 
 def _chat(
@@ -247,11 +247,11 @@ def _recorded(start: IntermediateStep | None, end: IntermediateStep, **fields: A
 def _data(
     start: IntermediateStepPayload | None, end: IntermediateStepPayload, *, has_tokens: bool
 ) -> dict[str, JsonValue] | None:
-    data = _told(end.data.model_dump()) if end.data is not None else {}
+    data = _not_empty(end.data.model_dump()) if end.data is not None else {}
     if start is not None and start.data is not None:
-        data = data | _told(start.data.model_dump())
+        data = data | _not_empty(start.data.model_dump())
         data |= {
-            key: value for key, value in _told(end.data.model_dump() if end.data else {}).items() if key != "input"
+            key: value for key, value in _not_empty(end.data.model_dump() if end.data else {}).items() if key != "input"
         }
     data = without_logprobs(data) if has_tokens else data
     return _plain(data) or None
@@ -262,12 +262,12 @@ def _metadata(start: IntermediateStepPayload | None, end: IntermediateStepPayloa
     said = [value for payload in (start, end) if payload and payload.data for value in vars(payload.data).values()]
     found: dict[str, Any] = {}
     for payload in (start, end):
-        told = _told((payload.metadata if payload else None) or {})
-        found |= {key: value for key, value in told.items() if value not in said and value not in [[v] for v in said]}
+        own = _not_empty((payload.metadata if payload else None) or {})
+        found |= {key: value for key, value in own.items() if value not in said and value not in [[v] for v in said]}
     return _plain(found) or None
 
 
-def _told(values: Mapping[str, Any]) -> dict[str, Any]:
+def _not_empty(values: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in values.items() if value is not None and value != []}
 
 
@@ -287,14 +287,14 @@ _IDS = ("prompt_token_ids", "token_ids", "completion_token_ids")
 def logprobs_of(end: IntermediateStepPayload) -> Logprobs:
     """All token data in the end of a call; of several sources for a value the first wins."""
     found = Logprobs()
-    for place in _places(end):
-        told = read_logprobs(place)
+    for source in _logprob_sources(end):
+        read = read_logprobs(source)
         found = replace(
             found,
-            values=found.values if found.values is not None else told.values,
-            completion_ids=found.completion_ids or told.completion_ids,
-            prompt_ids=found.prompt_ids or told.prompt_ids,
-            spans=found.spans or told.spans,
+            values=found.values if found.values is not None else read.values,
+            completion_ids=found.completion_ids or read.completion_ids,
+            prompt_ids=found.prompt_ids or read.prompt_ids,
+            spans=found.spans or read.spans,
         )
     return found
 
@@ -306,11 +306,11 @@ def without_logprobs(raw: Any) -> Any:
     return [without_logprobs(value) for value in raw] if isinstance(raw, list) else raw
 
 
-def _places(end: IntermediateStepPayload) -> Iterator[Any]:
+def _logprob_sources(end: IntermediateStepPayload) -> Iterator[Any]:
     data = end.data
     payload: Any = data.payload if data is not None else None
     message = at(payload, "message")
-    for place in (
+    for source in (
         at(message, "response_metadata"),
         at(payload, "generation_info"),
         first(at(payload, "choices")),
@@ -322,6 +322,6 @@ def _places(end: IntermediateStepPayload) -> Iterator[Any]:
         data.model_extra if data is not None else None,
         end.model_extra,
     ):
-        if isinstance(place, Mapping):
-            yield place.get("logprobs")
-            yield {key: place[key] for key in (*_IDS, "model_group", "version", "spans") if key in place}
+        if isinstance(source, Mapping):
+            yield source.get("logprobs")
+            yield {key: source[key] for key in (*_IDS, "model_group", "version", "spans") if key in source}

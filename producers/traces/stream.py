@@ -132,9 +132,9 @@ class RemoteStream:
         return EnvironmentRunError(f"line {self.num_lines} of its stream {why}")
 
 
-def _shown(told: object) -> str:
+def _shown(text: object) -> str:
     """What it said of a failure, in one line and not without end."""
-    return " ".join(str(told)[: 4 * SHOWN_CHARS].split())[:SHOWN_CHARS]
+    return " ".join(str(text)[: 4 * SHOWN_CHARS].split())[:SHOWN_CHARS]
 
 
 def _first_line(error: Exception) -> str:

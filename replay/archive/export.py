@@ -217,12 +217,17 @@ class _Export:
         return found
 
     def _copy(self, need: Need) -> ArtifactFile:
-        told = {"uri": need.ref.uri, "sha256": need.ref.sha256, "size_bytes": need.ref.size_bytes, "what": need.what}
+        described = {
+            "uri": need.ref.uri,
+            "sha256": need.ref.sha256,
+            "size_bytes": need.ref.size_bytes,
+            "what": need.what,
+        }
         try:
             source = self._artifacts.fetch(need.ref)
         except ArtifactError:
             if need.is_required:
                 raise
-            return ArtifactFile(**told, file=None, missing=self._needs.collected.get(need.ref.sha256, ""))
+            return ArtifactFile(**described, file=None, missing=self._needs.collected.get(need.ref.sha256, ""))
         kept = ArtifactStore(str(self._folder / "artifacts")).put_file(source)
-        return ArtifactFile(**told, file=f"artifacts/{kept.uri}")
+        return ArtifactFile(**described, file=f"artifacts/{kept.uri}")

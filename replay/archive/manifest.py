@@ -95,8 +95,8 @@ def read_manifest(folder: Path) -> ExportManifest:
         raise _changed(path) from error
     if not isinstance(content, dict) or _canonical(content) != data:
         raise _changed(path)
-    told = content.pop("sha256", None)
-    if told != canonical_digest(content):
+    sha256 = content.pop("sha256", None)
+    if sha256 != canonical_digest(content):
         raise _changed(path)
     if content.get("format_version") != FORMAT_VERSION:
         found = content.get("format_version")

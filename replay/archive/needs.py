@@ -115,16 +115,16 @@ class ArtifactNeeds:
             partition, first, last = event.steps_at.partition, event.steps_at.first_offset, event.steps_at.last_offset
             self.first_steps[partition] = min(first, self.first_steps.get(partition, first))
             self.last_steps[partition] = max(last, self.last_steps.get(partition, last))
-        for place in event.locators:
-            self._take_trajectory(place)
+        for locator in event.locators:
+            self._take_trajectory(locator)
 
     def _take_planned(self, event: BatchPlanned) -> None:
-        for member, place in zip(event.members, event.locators, strict=False):
+        for member, locator in zip(event.members, event.locators, strict=False):
             if ids.run_of(member.group_id) != event.run_id:
-                self.borrowed.setdefault(place.partition, set()).add(place.offset)
-                self._take_trajectory(place)
+                self.borrowed.setdefault(locator.partition, set()).add(locator.offset)
+                self._take_trajectory(locator)
 
-    def _take_trajectory(self, place: Locator) -> None:
-        first = self.first_trajectory.get(place.partition, place.offset)
-        self.first_trajectory[place.partition] = min(first, place.offset)
-        self.last_trajectory[place.partition] = max(self.last_trajectory.get(place.partition, -1), place.offset)
+    def _take_trajectory(self, locator: Locator) -> None:
+        first = self.first_trajectory.get(locator.partition, locator.offset)
+        self.first_trajectory[locator.partition] = min(first, locator.offset)
+        self.last_trajectory[locator.partition] = max(self.last_trajectory.get(locator.partition, -1), locator.offset)

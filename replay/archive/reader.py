@@ -144,5 +144,5 @@ class ExportReader:
 
 def _record(topic: str, partition: int, row: tuple[Any, ...]) -> Record:
     offset, key, value, timestamp_ms, headers = row
-    told = tuple((header["name"], header["value"]) for header in headers)
-    return Record(topic, partition, offset, key, value, told, timestamp_ms)
+    pairs = tuple((header["name"], header["value"]) for header in headers)
+    return Record(topic, partition, offset, key, value, pairs, timestamp_ms)

@@ -23,7 +23,7 @@ from rollstream.schemas.settings import ArtifactRef
 NAMING = ("group_closed", "batch_planned")
 """Kinds of events with locators of trajectories."""
 FETCHED = 50
-"""Trajectories that are held in memory at a time while places are looked at."""
+"""Trajectories that are held in memory at a time while their records are read."""
 
 
 class OpenedExport(NamedTuple):
@@ -44,34 +44,34 @@ async def bring_trajectories(exported: OpenedExport, log: EventLog, planned: Seq
     Raises DecodeError if a trajectory is not what it was, TruncatedError if the export lacks one.
     """
     wanted = {member.digest for event in planned if isinstance(event, BatchPlanned) for member in event.members}
-    places = await _places(log, wanted)
+    found_at = await _locators(log, wanted)
     moved: list[Event] = []
     for event in planned:
         if isinstance(event, BatchPlanned):
-            lacking = _without(event, places)
+            lacking = _without(event, found_at)
             trajectories = check_members(lacking, await fetch_records(exported.log, lacking))
             sent = await log.send_all(trajectories)
             for member, at in zip(lacking.members, sent, strict=True):
-                places[member.digest] = Locator(partition=at.partition, offset=at.offset)
-            locators = tuple(places[member.digest] for member in event.members)
+                found_at[member.digest] = Locator(partition=at.partition, offset=at.offset)
+            locators = tuple(found_at[member.digest] for member in event.members)
             moved.append(event.model_copy(update={"locators": locators}))
         else:
             moved.append(event)
     return moved
 
 
-def _without(planned: BatchPlanned, places: dict[str, Locator]) -> BatchPlanned:
-    """A manifest of those members alone whose place is not known."""
+def _without(planned: BatchPlanned, found_at: dict[str, Locator]) -> BatchPlanned:
+    """A manifest of those members alone whose locator is not known."""
     lacking = [
-        (member, place)
-        for member, place in zip(planned.members, planned.locators, strict=True)
-        if member.digest not in places
+        (member, locator)
+        for member, locator in zip(planned.members, planned.locators, strict=True)
+        if member.digest not in found_at
     ]
-    update = {"members": tuple(member for member, _ in lacking), "locators": tuple(place for _, place in lacking)}
+    update = {"members": tuple(member for member, _ in lacking), "locators": tuple(locator for _, locator in lacking)}
     return planned.model_copy(update=update)
 
 
-async def _places(log: EventLog, wanted: set[str]) -> dict[str, Locator]:
+async def _locators(log: EventLog, wanted: set[str]) -> dict[str, Locator]:
     """Locators of wanted trajectories by digest, if the log names them and still holds them."""
     named: dict[str, Locator] = {}
     for topic in ("groups", "batches"):
@@ -84,23 +84,25 @@ async def _places(log: EventLog, wanted: set[str]) -> dict[str, Locator]:
                 continue
             if isinstance(event, (GroupClosed, BatchPlanned)):
                 pairs = zip(event.members, event.locators, strict=False)
-                named |= {member.digest: place for member, place in pairs if member.digest in wanted}
+                named |= {member.digest: locator for member, locator in pairs if member.digest in wanted}
     return await _still_there(log, named)
 
 
 async def _still_there(log: EventLog, named: dict[str, Locator]) -> dict[str, Locator]:
-    """Of the places those at which the record has its digest."""
+    """Of the locators those at which the record has its digest."""
     begins, ends = await log.begin_offsets("trajectories"), await log.end_offsets("trajectories")
     kept = [
-        (digest, place)
-        for digest, place in named.items()
-        if begins.get(place.partition, 0) <= place.offset < ends.get(place.partition, 0)
+        (digest, locator)
+        for digest, locator in named.items()
+        if begins.get(locator.partition, 0) <= locator.offset < ends.get(locator.partition, 0)
     ]
     found: dict[str, Locator] = {}
     for start in range(0, len(kept), FETCHED):
         part = kept[start : start + FETCHED]
-        records = await log.fetch([Position("trajectories", place.partition, place.offset) for _, place in part])
-        found |= {digest: place for (digest, place), record in zip(part, records, strict=True) if _is(record, digest)}
+        records = await log.fetch([Position("trajectories", locator.partition, locator.offset) for _, locator in part])
+        found |= {
+            digest: locator for (digest, locator), record in zip(part, records, strict=True) if _is(record, digest)
+        }
     return found
 
 

@@ -149,7 +149,7 @@ async def _grade(ended: RolloutEnded, attempt: _Attempt, seed: int, grading: Gra
             stop_reason=ended.stop_reason,
         )
         chosen = reward_of(name, grading.now, grading.permissions, None)
-        for agent, value in (await evaluate(chosen.place, chosen.function, rollout)).items():
+        for agent, value in (await evaluate(chosen.location, chosen.function, rollout)).items():
             rewards.append(_reward(ended, len(rewards), name, value, agent))
     agents = sorted({step.agent for step in steps if not is_opponents(step)}) or sorted(grading.now.agents)
     weights = grading.now.reward_weights

@@ -38,8 +38,8 @@ class Comparison:
     @property
     def problems(self) -> list[str]:
         """All of them, with what is wrong."""
-        told = {"missing": self.missing, "doubled": self.doubled, "different": self.different}
-        return [f"{wrong}: {name}" for wrong, names in told.items() for name in names]
+        reported = {"missing": self.missing, "doubled": self.doubled, "different": self.different}
+        return [f"{wrong}: {name}" for wrong, names in reported.items() for name in names]
 
     @property
     def repeats_percent(self) -> float:
@@ -107,7 +107,7 @@ def _same(result: Comparison, what: str, wanted: dict, found: dict) -> None:
 
 async def _compare_locators(log: EventLog, result: Comparison, closed: Iterable[GroupClosed]) -> None:
     for event in closed:
-        places = [Position("trajectories", place.partition, place.offset) for place in event.locators]
+        places = [Position("trajectories", locator.partition, locator.offset) for locator in event.locators]
         lying = [codec.decode(record).digest for record in await log.fetch(places)]
         if lying != [member.digest for member in event.members]:
             result.different.append(f"locators of {event.group_id}")

@@ -278,20 +278,20 @@ def _mix(groups: list[list[list[Event]]], open_at_once: int, rng: random.Random)
 
 def _spoil(events: list[Event], partition: int, counts: dict[str, int], rng: random.Random) -> list[Line]:
     """Repeats, disorder, lateness and poison; event time by place."""
-    placed = [(float(place), event) for place, event in enumerate(events)]
-    for place, event in enumerate(events):
+    placed = [(float(index), event) for index, event in enumerate(events)]
+    for index, event in enumerate(events):
         if rng.random() < REPEATED:
             counts["repeated"] += 1
-            placed.append((place + (rng.uniform(1, 30) if rng.random() < 0.8 else rng.uniform(30, 600)), event))
+            placed.append((index + (rng.uniform(1, 30) if rng.random() < 0.8 else rng.uniform(30, 600)), event))
         if rng.random() < LATE:
             counts["late"] += 1
             if rng.random() < 0.5 and isinstance(event, RolloutEnded):
-                placed.append((place + rng.uniform(0.5, 300), _late_reward(event)))
+                placed.append((index + rng.uniform(0.5, 300), _late_reward(event)))
             else:
-                placed[place] = (place + rng.uniform(200, 900), event)
+                placed[index] = (index + rng.uniform(200, 900), event)
         elif rng.random() < OUT_OF_ORDER:
             counts["out of order"] += 1
-            placed[place] = (place + rng.uniform(1, 4), event)
+            placed[index] = (index + rng.uniform(1, 4), event)
     placed.sort(key=lambda one: one[0])
     lines: list[Line] = []
     for number, (_, event) in enumerate(placed):

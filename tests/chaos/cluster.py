@@ -98,8 +98,8 @@ class Cluster:
         if victim != "broker":
             os.kill(await self._pid(victim), signal.SIGKILL)
             return
-        told = json.loads((self.workspace / "broker" / "broker.json").read_text())
-        os.kill(told["broker_pid"], signal.SIGKILL)
+        reported = json.loads((self.workspace / "broker" / "broker.json").read_text())
+        os.kill(reported["broker_pid"], signal.SIGKILL)
         while self.broker.is_running:
             await asyncio.sleep(0.05)
         await asyncio.to_thread(self.broker.restart)

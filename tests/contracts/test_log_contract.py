@@ -278,25 +278,25 @@ def test_a_group_member_reads_on_from_what_was_committed_with_its_note(run: Run)
 
 def test_partitions_move_between_members_and_a_late_commit_is_fenced(run: Run) -> None:
     async def scenario(log: EventLog) -> None:
-        group, told = fresh("group"), []
+        group, lines = fresh("group"), []
 
         async def assigned(share: set[TopicPartition]) -> None:
-            told.append(("assigned", share))
+            lines.append(("assigned", share))
 
         async def revoked(share: set[TopicPartition]) -> None:
-            told.append(("revoked", share))
+            lines.append(("revoked", share))
 
         one = await log.group_reader(group, ["tasks", "groups"], on_assigned=assigned, on_revoked=revoked)
-        assert told == []
+        assert lines == []
         await until(lambda: len(one.assigned()) == NUM_PARTITIONS + 1)
         everything = one.assigned()
         two = await log.group_reader(group, ["tasks", "groups"])
         await until(lambda: bool(two.assigned()) and bool(one.assigned()) and len(one.assigned()) < len(everything))
         assert one.assigned() | two.assigned() == everything
         assert not one.assigned() & two.assigned()
-        assert told[0] == ("assigned", everything)
-        assert told[1] == ("revoked", everything)
-        await until(lambda: told[-1] == ("assigned", one.assigned()))
+        assert lines[0] == ("assigned", everything)
+        assert lines[1] == ("revoked", everything)
+        await until(lambda: lines[-1] == ("assigned", one.assigned()))
         moved = sorted(two.assigned())[0]
         with pytest.raises(FencedError, match="partition"):
             await one.commit({moved: 0})

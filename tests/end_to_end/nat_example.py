@@ -150,8 +150,8 @@ class OrderlyTrainer(Trainer):
         run = self.run_config.run_configuration
         assert run is not None
         if run.validation_dataset and epoch % run.validation_interval == 0:
-            told = await self.run_validation_evaluation(epoch, run_id)
-            print(f"validation {told}", flush=True)
+            reported = await self.run_validation_evaluation(epoch, run_id)
+            print(f"validation {reported}", flush=True)
         meta = {"epoch": epoch, "run_id": run_id, "trainer_config": self.trainer_config.model_dump()}
         await self.trajectory_builder.start_run(run_id, meta)
         collection = await self.trajectory_builder.finalize(run_id, meta)

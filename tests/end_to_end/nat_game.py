@@ -82,7 +82,7 @@ async def value(config, builder):
         for item in eval_input.eval_input_items:
             moves = [step for step in item.trajectory if step.event_type == IntermediateStepType.CUSTOM_END]
             values = [_metadata(step)["value"] for step in moves if step.payload.name == MOVE]
-            score = sum(one * 0.8**place for place, one in enumerate(values))
+            score = sum(one * 0.8**index for index, one in enumerate(values))
             items.append(EvalOutputItem(id=item.id, score=score, reasoning={"values": values}))
         mean = sum(item.score for item in items) / max(1, len(items))
         return EvalOutput(average_score=mean, eval_output_items=items)

@@ -172,10 +172,10 @@ def test_an_evaluator_that_raises_is_told_by_its_path_while_the_run_goes_on(work
     configuration["finetuning"]["reward_function"] = {"name": "mine"}
     done = finetune(workplace, configuration)
     assert "Traceback" not in done.stdout + done.stderr
-    told = [line for line in (done.stdout + done.stderr).splitlines() if "eval.evaluators.mine" in line]
-    assert len(told) == 1, done.stdout + done.stderr
+    message = [line for line in (done.stdout + done.stderr).splitlines() if "eval.evaluators.mine" in line]
+    assert len(message) == 1, done.stdout + done.stderr
     raised = r"reward eval\.evaluators\.mine raised KeyError \(bad\.py line \d+, in looks_in_vain\): 'no such key'"
-    assert re.search(raised + "$", told[0])
+    assert re.search(raised + "$", message[0])
     assert "looks_in_vain" in workplace.logs().split("Traceback", 1)[1], "the traceback is in the log"
     causes = workplace.rows("SELECT outcome, cause, count(*) AS n FROM outcomes GROUP BY 1, 2")
     assert [(row["outcome"], row["cause"], row["n"]) for row in causes] == [("failed", "reward_error", 4 * 4)]

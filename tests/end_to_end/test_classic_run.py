@@ -41,10 +41,10 @@ def test_a_classic_run_goes_on_after_a_kill_and_leaves_its_files(workplace: Any)
     result = ["--result_json_path", str(workplace.result)]
     done = workplace.run("finetune", "--config_file", config, "--resume", "classic", *options, *result)
     assert done.returncode == 0, done.stdout + done.stderr + workplace.logs()
-    told = json.loads(workplace.result.read_text())
-    assert (told["status"], told["num_epochs"]) == ("completed", EPOCHS)
+    reported = json.loads(workplace.result.read_text())
+    assert (reported["status"], reported["num_epochs"]) == ("completed", EPOCHS)
     assert_files(workplace.folder / "output")
-    assert_log(workplace, told["version"])
+    assert_log(workplace, reported["version"])
     replayed = workplace.run("replay", "classic", "--verify", "--train")
     assert replayed.returncode == 0, replayed.stdout + replayed.stderr
     assert "task records that the harness wrote" in replayed.stdout

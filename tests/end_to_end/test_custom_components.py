@@ -43,13 +43,13 @@ def finetune(workplace: Any) -> "subprocess.CompletedProcess[str]":
     return subprocess.run([*command, *given], capture_output=True, text=True, timeout=280, cwd=ROOT)
 
 
-def assert_the_trainer_ended_the_run(workplace: Any, told: str) -> None:
+def assert_the_trainer_ended_the_run(workplace: Any, reported: str) -> None:
     epochs = workplace.rows("SELECT epoch, num_batches, avg_reward FROM epoch_summary WHERE num_batches > 0")
     assert [row["epoch"] for row in epochs] == [0, 1]
     history = json.loads((workplace.folder / "output" / "reward_history.json").read_text())
     assert [row["epoch"] for row in history] == [0, 1]
     assert "the mean reward was at least -1 for 2 epochs" in (workplace.workspace / "logs/finetune.log").read_text()
-    assert "completed at version 4" in told
+    assert "completed at version 4" in reported
 
 
 def assert_the_builder_priced_and_the_adapter_bounded(workplace: Any) -> None:

@@ -30,8 +30,8 @@ def test_a_fork_begins_with_the_weights_of_its_parents_version(workplace: Any) -
 def finished(workplace: Any, configuration: dict[str, Any], *options: str) -> str:
     """Run id of a run that was completed."""
     config = workplace.write(configuration)
-    told = ("--config_file", str(config), "--result_json_path", str(workplace.result))
-    done = workplace.run("finetune", *told, *options)
+    reported = ("--config_file", str(config), "--result_json_path", str(workplace.result))
+    done = workplace.run("finetune", *reported, *options)
     assert done.returncode == 0, done.stdout + done.stderr + workplace.logs()
     return json.loads(workplace.result.read_text())["run_id"]
 
@@ -55,13 +55,13 @@ def assert_the_lineage_is_told(workplace: Any, parent: str, child: str) -> None:
 
 def assert_wrong_forks_are_refused(workplace: Any, configuration: dict[str, Any], parent: str) -> None:
     config = str(workplace.write(configuration))
-    for fork, told in {
+    for fork, reported in {
         "nowhere@0": f"run nowhere does not exist; known runs: {parent}, ",
         f"{parent}@9": f"run {parent} has no version 9, it has 0 to 2",
         parent: "give a run and a version as RUN@VERSION",
     }.items():
         refused = workplace.run("finetune", "--config_file", config, "--fork", fork)
         assert refused.returncode == 1
-        assert told in refused.stderr
+        assert reported in refused.stderr
         assert refused.stderr.startswith("error: --fork")
         assert len(refused.stderr.splitlines()) == 1

@@ -271,7 +271,7 @@ def test_nothing_that_a_run_writes_or_says_holds_a_secret(secrets: Secrets) -> N
 def assert_errors_hold_none(secrets: Secrets) -> None:
     """What is wrong is told by the names of variables."""
     place = secrets.place
-    for change, told in (
+    for change, reported in (
         (("trainer_adapters.learner.model.path", "${TEST_MODEL}/nowhere"), "model.path"),
         (("trainer_adapters.learner.artifact_uri", "nothing-${TEST_KEY}://x"), "${TEST_KEY}"),
         (("eval.evaluators.judged.base_url", "${TEST_KEY}"), "base_url"),
@@ -285,5 +285,5 @@ def assert_errors_hold_none(secrets: Secrets) -> None:
             "finetune", "--config_file", str(place.folder / "run.yaml"), "-o", *change, **secrets.environ
         )
         assert refused.returncode == 1, (change, refused.stderr)
-        assert told in refused.stderr, refused.stderr
+        assert reported in refused.stderr, refused.stderr
         secrets.assert_not_in(refused.stdout + refused.stderr, f"the error of {change}")

@@ -32,14 +32,14 @@ def sent(record: Record, artifacts: ArtifactStore | None = None, error: BaseExce
 def test_a_letter_holds_the_record_and_says_where_it_came_from_and_why() -> None:
     letter = sent(Record("steps", 3, 41, b"\xffkey", b"\xfe bytes", (("ce_id", b"x"), ("ce_id", b"y")), 5))
     assert (letter.topic, letter.key, letter.value) == ("dlq", b"\xffkey", b"\xfe bytes")
-    told = dict(letter.headers)
-    assert told["__connect.errors.topic"] == b"rollstream.steps.v1"
-    assert told["__connect.errors.partition"] == b"3"
-    assert told["__connect.errors.offset"] == b"41"
-    assert told["__connect.errors.connector.name"] == b"processors"
-    assert told["__connect.errors.stage"] == b"decode"
-    assert told["__connect.errors.exception.class.name"] == b"rollstream.schemas.errors.DecodeError"
-    assert told["__connect.errors.exception.message"].decode() == "not UTF-8 JSON: é"
+    reported = dict(letter.headers)
+    assert reported["__connect.errors.topic"] == b"rollstream.steps.v1"
+    assert reported["__connect.errors.partition"] == b"3"
+    assert reported["__connect.errors.offset"] == b"41"
+    assert reported["__connect.errors.connector.name"] == b"processors"
+    assert reported["__connect.errors.stage"] == b"decode"
+    assert reported["__connect.errors.exception.class.name"] == b"rollstream.schemas.errors.DecodeError"
+    assert reported["__connect.errors.exception.message"].decode() == "not UTF-8 JSON: é"
     assert letter.headers[-2:] == (("ce_id", b"x"), ("ce_id", b"y"))
     assert origin(letter.headers) == ("steps", 3, 41)
 

@@ -86,10 +86,10 @@ def test_a_reader_and_a_fetch_find_a_topic_cut_off_in_mid_run(own_broker):
             assert await reader.poll(timeout_s=0.1) == []
             await cut(admin, end)
             reader.seek(BATCHES, end - 3)  # what it had not fetched when it was cut off
-            told = f"of topic batches partition 0 is not kept: it is empty at {end}"
-            assert await error_of(reader.poll) == f"offset {end - 3} {told}"
+            reported = f"of topic batches partition 0 is not kept: it is empty at {end}"
+            assert await error_of(reader.poll) == f"offset {end - 3} {reported}"
             await reader.close()
-            with pytest.raises(TruncatedError, match=f"offset {end - 1} {told}"):
+            with pytest.raises(TruncatedError, match=f"offset {end - 1} {reported}"):
                 await log.fetch([Position("batches", 0, end - 1)])
 
     asyncio.run(go())

@@ -202,11 +202,11 @@ class Lab:
         return members, locators
 
     def trajectory(
-        self, job: JobSubmitted, index: int, place: int, *, with_logprobs: bool = True
+        self, job: JobSubmitted, index: int, position: int, *, with_logprobs: bool = True
     ) -> TrajectoryAssembled:
-        rng = random.Random(f"{job.job_id}/{index}/{place}")
-        group = ids.group_id(RUN, job.job_id.split("/")[1], index, place // 4)
-        rollout = ids.rollout_id(group, place % 4, 0)
+        rng = random.Random(f"{job.job_id}/{index}/{position}")
+        group = ids.group_id(RUN, job.job_id.split("/")[1], index, position // 4)
+        rollout = ids.rollout_id(group, position % 4, 0)
         return TrajectoryAssembled(
             run_id=RUN,
             time_ms=5,
@@ -215,13 +215,13 @@ class Lab:
             trajectory_id=ids.trajectory_id(rollout, "agent"),
             agent="agent",
             model_group=job.model_group,
-            member=place % 4,
+            member=position % 4,
             attempt=0,
             example_id="x",
             job_id=job.job_id,
             epoch=index,
             reward=rng.random(),
-            sequences=tuple(sequence(rng, with_logprobs=with_logprobs) for _ in range(1 + place % 2)),
+            sequences=tuple(sequence(rng, with_logprobs=with_logprobs) for _ in range(1 + position % 2)),
             num_steps=2,
             steps_digest="0" * 64,
         )
@@ -301,9 +301,9 @@ class PairLab(Lab):
         return codec.content_digest(planned[-1])
 
     def trajectory(
-        self, job: JobSubmitted, index: int, place: int, *, with_logprobs: bool = True
+        self, job: JobSubmitted, index: int, position: int, *, with_logprobs: bool = True
     ) -> TrajectoryAssembled:
-        made = super().trajectory(job, index, place, with_logprobs=with_logprobs)
+        made = super().trajectory(job, index, position, with_logprobs=with_logprobs)
         if self.answers == "none":
             return made
         of_group, of_member = random.Random(made.group_id), random.Random(made.rollout_id)

@@ -222,12 +222,12 @@ def test_manifests_that_were_removed_are_named_with_topic_and_range(lab: Any) ->
 def test_trajectories_that_were_removed_are_named_with_topic_and_range(lab: Any) -> None:
     async def scenario() -> None:
         (planned, *_) = await lab.plan(await lab.submit())
-        place = planned.locators[0]
-        end = (await lab.log.end_offsets("trajectories"))[place.partition]
-        lab.log.truncate(TopicPartition("trajectories", place.partition), place.offset + 1)
+        locator = planned.locators[0]
+        end = (await lab.log.end_offsets("trajectories"))[locator.partition]
+        lab.log.truncate(TopicPartition("trajectories", locator.partition), locator.offset + 1)
         assert await failure(lab) == (
-            f"offset {place.offset} of topic trajectories partition {place.partition} is not kept: "
-            f"it holds {place.offset + 1} to {end - 1}"
+            f"offset {locator.offset} of topic trajectories partition {locator.partition} is not kept: "
+            f"it holds {locator.offset + 1} to {end - 1}"
         )
 
     asyncio.run(scenario())

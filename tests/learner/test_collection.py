@@ -37,26 +37,33 @@ def ref(name: str) -> ArtifactRef:
     return ArtifactRef(uri=f"/s/{sha256[:2]}/{sha256}.safetensors", sha256=sha256, size_bytes=1)
 
 
-def job(base: int = 0, *, last: int = 2, every: int = 100, group: str = GROUP, **told: Any) -> JobSubmitted:
+def job(base: int = 0, *, last: int = 2, every: int = 100, group: str = GROUP, **reported: Any) -> JobSubmitted:
     settings = JobSettings(kind="rl", model=ModelSettings(path="m"), keep_last=last, keep_every=every)
-    told |= {"job_id": f"{group}-{base}", "model_group": group, "base_version": base, "settings": settings}
-    return JobSubmitted(run_id=group.split("/")[0], time_ms=1, **told)
+    reported |= {"job_id": f"{group}-{base}", "model_group": group, "base_version": base, "settings": settings}
+    return JobSubmitted(run_id=group.split("/")[0], time_ms=1, **reported)
 
 
 def published(*versions: int, group: str = GROUP, like: str = "") -> list[Event]:
     found: list[Event] = []
     for version in versions:
         artifact = ref(like or f"{group}@{version}")
-        told = {"job_id": "j", "batch_id": None, "parent": None, "term": 1, "weights_format": "full", "base_model": "m"}
-        told |= {"weights_sha256": artifact.sha256, "artifact": artifact, "model_group": group, "version": version}
-        found.append(WeightsPublished(run_id=group.split("/")[0], time_ms=2, **told))
+        reported = {
+            "job_id": "j",
+            "batch_id": None,
+            "parent": None,
+            "term": 1,
+            "weights_format": "full",
+            "base_model": "m",
+        }
+        reported |= {"weights_sha256": artifact.sha256, "artifact": artifact, "model_group": group, "version": version}
+        found.append(WeightsPublished(run_id=group.split("/")[0], time_ms=2, **reported))
     return found
 
 
 def collected(*versions: int, group: str = GROUP) -> WeightsCollected:
     refs = tuple(ref(f"{group}@{version}") for version in versions)
-    told = {"weights_sha256": tuple(one.sha256 for one in refs), "artifacts": refs, "by": "l"}
-    return WeightsCollected(run_id="r", time_ms=3, model_group=group, versions=versions, **told)
+    reported = {"weights_sha256": tuple(one.sha256 for one in refs), "artifacts": refs, "by": "l"}
+    return WeightsCollected(run_id="r", time_ms=3, model_group=group, versions=versions, **reported)
 
 
 def loaded(version: int, engine: str) -> WeightsLoaded:
@@ -142,9 +149,14 @@ def test_a_learner_keeps_what_its_job_says_and_tells_what_it_lets_go(lab: Any) -
         await lab.plan(job, 7)
         await lab.work(lab.has(JobSucceeded))
         assert kept(lab, await lab.events("weights", WeightsPublished)) == [0, 3, 6, 7]
-        told = await lab.events("weights", WeightsCollected)
-        assert [(event.versions, event.by) for event in told] == [((v,), "learner-0") for v in (1, 2, 4, 5)]
-        assert [event.time_ms for event in told] == [12, 13, 15, 16]  # of the batch that made each of them superfluous
+        reported = await lab.events("weights", WeightsCollected)
+        assert [(event.versions, event.by) for event in reported] == [((v,), "learner-0") for v in (1, 2, 4, 5)]
+        assert [event.time_ms for event in reported] == [
+            12,
+            13,
+            15,
+            16,
+        ]  # of the batch that made each of them superfluous
 
     asyncio.run(scenario())
 
@@ -193,8 +205,10 @@ def test_all_model_groups_of_a_learner_share_one_reading_of_the_log(lab: Any) ->
         for one in (job, other):
             await lab.plan(one, 3)
         await lab.work(lab.has(JobSucceeded, count=2))
-        told = await lab.events("weights", WeightsCollected)
-        assert [sum(one.model_group == group for one in told) for group in (job.model_group, other.model_group)] == [
+        reported = await lab.events("weights", WeightsCollected)
+        assert [
+            sum(one.model_group == group for one in reported) for group in (job.model_group, other.model_group)
+        ] == [
             2,
             2,
         ]

@@ -120,7 +120,7 @@ def answer_logprob(model: PolicyModel, prompt: bytes, answer: bytes) -> float:
     with torch.no_grad():
         table = torch.log_softmax(model.module(input_ids=token_ids[None]).logits[0].double(), dim=-1)
     first = len(prompt_ids)
-    return sum(float(table[place - 1, token_ids[place]]) for place in range(first, len(token_ids)))
+    return sum(float(table[index - 1, token_ids[index]]) for index in range(first, len(token_ids)))
 
 
 @pytest.mark.parametrize("average", [False, True], ids=["sum", "mean"])

@@ -140,7 +140,7 @@ def test_the_index_holds_the_letters_about_the_topics_of_a_learner_since_the_new
         found = Letters(old_lab.log, ("jobs", "batches", "weights"))
         sizes: set[int] = set()
         for run in range(20):
-            await found.note_now()
+            await found.take_cut()
             record = None
             for number in range(10):
                 at = await old_lab.log.send_raw("batches", key=b"x", value=BROKEN)

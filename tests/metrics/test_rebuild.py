@@ -72,12 +72,12 @@ def test_a_file_rebuilt_from_the_topics_equals_the_one_that_grew(tmp_path: Path,
     assert sum(map(len, before.values())) > 500
     damage(path)
     assert rows_of(path) != before
-    told: list[int] = []
-    asyncio.run(rebuild(log, path, report=told.append))
+    lines: list[int] = []
+    asyncio.run(rebuild(log, path, report=lines.append))
     after = rows_of(path)
     assert {name: after[name] == rows for name, rows in before.items()} == dict.fromkeys(before, True)
     assert after.keys() == before.keys()
-    assert told[-1] >= sum(len(rows) for name, rows in after.items() if name.startswith("log.") and name != "log.meta")
+    assert lines[-1] >= sum(len(rows) for name, rows in after.items() if name.startswith("log.") and name != "log.meta")
     assert [file.name for file in tmp_path.glob("metrics*")] == ["metrics.duckdb"]
 
 

@@ -184,7 +184,7 @@ def closed(task, rewards, *, version=None, members=None, **changes):
         "is_viable": len(members) >= task.minimum,
         "size": task.num_rollouts,
         "members": members,
-        "locators": tuple(Locator(partition=0, offset=task.index * 100 + place) for place in range(len(members))),
+        "locators": tuple(Locator(partition=0, offset=task.index * 100 + index) for index in range(len(members))),
     }
     return GroupClosed(**(fields | changes))
 

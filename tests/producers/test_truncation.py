@@ -51,11 +51,11 @@ def metadata(offset):
         (2, 5, "offset 2 of topic steps partition 0 is not kept: it is empty at 5"),
     ],
 )
-def test_a_note_that_points_out_of_the_steps_that_are_kept_is_an_error(offset, cut, told):
+def test_a_note_that_points_out_of_the_steps_that_are_kept_is_an_error(offset, cut, reported):
     async def go():
         log = await log_with(5)
         log.truncate(TopicPartition("steps", 0), cut)
-        with pytest.raises(TruncatedError, match=re.escape(told)):
+        with pytest.raises(TruncatedError, match=re.escape(reported)):
             await recover(log, metadata(offset))
 
     asyncio.run(go())

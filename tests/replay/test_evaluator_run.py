@@ -98,33 +98,33 @@ def told(recorded):
 
 
 @pytest.mark.slow
-def test_two_steps_are_trained_on_what_the_evaluator_says(recorded, told):
-    assert len(told[StepTrained]) == 2
-    assert len({step.weights_sha256 for step in told[StepTrained]}) == 2
+def test_two_steps_are_trained_on_what_the_evaluator_says(recorded, reported):
+    assert len(reported[StepTrained]) == 2
+    assert len({step.weights_sha256 for step in reported[StepTrained]}) == 2
     rewards = {}
-    for reward in told[RewardRecorded]:
+    for reward in reported[RewardRecorded]:
         rewards.setdefault(reward.rollout_id, {})[reward.name] = reward.value
-    for trajectory in told[TrajectoryAssembled]:
+    for trajectory in reported[TrajectoryAssembled]:
         own = rewards[trajectory.rollout_id]
         assert own["sum"] == own["reward"], "the environment would have said the same"
         assert own["judged"] == 10
         assert trajectory.reward == pytest.approx(own["sum"] + 0.1)
-    assert {trajectory.rewards["sum"] for trajectory in told[TrajectoryAssembled]} == {0.0, 1.0}
+    assert {trajectory.rewards["sum"] for trajectory in reported[TrajectoryAssembled]} == {0.0, 1.0}
 
 
-def test_what_the_judge_could_not_say_is_rejected_with_its_reason(told):
-    missing = [ended.missing_scores for ended in told[RolloutEnded] if ended.missing_scores]
+def test_what_the_judge_could_not_say_is_rejected_with_its_reason(reported):
+    missing = [ended.missing_scores for ended in reported[RolloutEnded] if ended.missing_scores]
     assert missing
     assert all(list(found) == ["judged"] and "says no score" in found["judged"] for found in missing)
-    assembled = {trajectory.rollout_id for trajectory in told[TrajectoryAssembled]}
-    assert not assembled & {ended.rollout_id for ended in told[RolloutEnded] if ended.missing_scores}
+    assembled = {trajectory.rollout_id for trajectory in reported[TrajectoryAssembled]}
+    assert not assembled & {ended.rollout_id for ended in reported[RolloutEnded] if ended.missing_scores}
 
 
-def test_the_judge_was_asked_once_a_rollout_and_its_secret_is_nowhere(recorded, told):
+def test_the_judge_was_asked_once_a_rollout_and_its_secret_is_nowhere(recorded, reported):
     run, requests = recorded
-    asked = [step for step in told[StepRecorded] if step.agent == "judge:judged"]
-    assert len(asked) == len(requests) == len(told[RolloutEnded])
-    assert {trajectory.agent for trajectory in told[TrajectoryAssembled]} == {"agent"}
+    asked = [step for step in reported[StepRecorded] if step.agent == "judge:judged"]
+    assert len(asked) == len(requests) == len(reported[RolloutEnded])
+    assert {trajectory.agent for trajectory in reported[TrajectoryAssembled]} == {"agent"}
     records = [record for kept in run.log._store._partitions.values() for record in kept.records]
     assert len(records) > 100
     assert not any(SECRET.encode() in record.value for record in records)
@@ -190,8 +190,8 @@ def test_a_pure_evaluator_may_grade_again_while_the_judge_keeps_its_word(recorde
         ),
     ],
 )
-def test_what_would_have_to_be_asked_is_refused(recorded, changes, told):
-    with pytest.raises(ConfigError, match=told):
+def test_what_would_have_to_be_asked_is_refused(recorded, changes, reported):
+    with pytest.raises(ConfigError, match=reported):
         asked(recorded[0], changes)
 
 

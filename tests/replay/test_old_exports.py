@@ -102,6 +102,6 @@ def test_an_old_export_is_trained_to_the_same_bits(name: str, tmp_path: Path) ->
 def machine() -> str:
     """What the order of floating-point sums depends on."""
     lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").is_file() else []
-    told = dict(line.replace("\t", "").split(": ", 1) for line in lines if ": " in line)
-    kind = ", ".join(told.get(name, "unknown") for name in ("model name", "cpu family", "model", "stepping"))
+    reported = dict(line.replace("\t", "").split(": ", 1) for line in lines if ": " in line)
+    kind = ", ".join(reported.get(name, "unknown") for name in ("model name", "cpu family", "model", "stepping"))
     return f"{platform.machine()}, {kind}, {torch.backends.cpu.get_cpu_capability()}"

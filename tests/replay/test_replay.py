@@ -81,9 +81,9 @@ def test_an_open_run_is_verified_as_far_as_it_has_come(run):
 
 def test_a_changed_step_is_found_and_its_attempt_named(run):
     run.change("steps", "step_recorded", b'"uuid":"u2"', b'"uuid":"u3"')
-    told = only_difference(verified(run))
-    assert told.startswith("assembly: group_closed:")
-    assert "/m2/a0, whose steps or rewards were changed" in told
+    reported = only_difference(verified(run))
+    assert reported.startswith("assembly: group_closed:")
+    assert "/m2/a0, whose steps or rewards were changed" in reported
 
 
 def test_a_changed_reward_is_found_and_its_attempt_named(run):
@@ -93,24 +93,24 @@ def test_a_changed_reward_is_found_and_its_attempt_named(run):
 
 def test_a_changed_trajectory_is_found_by_both_replays(run):
     where = run.change("trajectories", "trajectory_assembled", b'"reward":3.0', b'"reward":4.0')
-    told = only_difference(verified(run))
-    assert told.startswith("trajectories: ")
-    assert where in told
+    reported = only_difference(verified(run))
+    assert reported.startswith("trajectories: ")
+    assert where in reported
     with pytest.raises(DecodeError, match="was changed"):
         trained(run)
 
 
 def test_a_changed_manifest_is_found_with_both_sides(run):
     run.change("batches", "batch_planned", b'"reward":3.0', b'"reward":2.5')
-    told = only_difference(verified(run))
-    assert told.startswith(f"curate: batch_planned:{JOB}")
-    assert "recorded 2.5, replayed 3.0" in told
+    reported = only_difference(verified(run))
+    assert reported.startswith(f"curate: batch_planned:{JOB}")
+    assert "recorded 2.5, replayed 3.0" in reported
 
 
 def test_a_changed_manifest_gives_other_weights(run):
     run.change("batches", "batch_planned", b'"reward":3.0', b'"reward":2.5')
-    told = only_difference(trained(run))
-    assert told.startswith("training: version 1 (")
+    reported = only_difference(trained(run))
+    assert reported.startswith("training: version 1 (")
 
 
 def test_a_changed_digest_of_a_version_is_found(run):
@@ -139,11 +139,12 @@ def test_a_missing_manifest_and_one_that_nothing_asks_for_are_found(run):
     records, index = run.find("batches", "batch_planned", 1)
     name = orjson_id(records[index].value)
     run.change("batches", "batch_planned", name, name[:-1] + b"9")
-    told = "\n".join(map(str, verified(run).differences))
+    reported = "\n".join(map(str, verified(run).differences))
     assert (
-        f"batch_planned:{name.decode()} in topic batches partition 0 (it holds offsets 0 to 5): recorded noth" in told
+        f"batch_planned:{name.decode()} in topic batches partition 0 (it holds offsets 0 to 5): recorded noth"
+        in reported
     )
-    assert "replayed nothing" in told
+    assert "replayed nothing" in reported
 
 
 def orjson_id(value):
@@ -158,9 +159,9 @@ def test_a_flipped_bit_of_a_checkpoint_or_an_artifact_is_found_and_the_file_name
         try:
             path.chmod(0o644)
             path.write_bytes(kept[:-1] + bytes([kept[-1] ^ 1]))
-            told = only_difference(verified(run))
-            assert told.startswith(f"{stage}: ")
-            assert path.name in told
+            reported = only_difference(verified(run))
+            assert reported.startswith(f"{stage}: ")
+            assert path.name in reported
         finally:
             path.write_bytes(kept)
 

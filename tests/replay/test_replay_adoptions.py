@@ -49,8 +49,8 @@ def test_every_row_is_true_of_rollbacks_and_judgements(
             for change in changes(run, decodes=decodes):
                 if change.kind in KINDS_TRIED and (change.kind, change.field) not in found:
                     found[change.kind, change.field] = found_by(run, change)
-    told = {row: finder for row, finder in finders().items() if row[0] in KINDS_TRIED}
-    assert found == told
+    rows = {row: finder for row, finder in finders().items() if row[0] in KINDS_TRIED}
+    assert found == rows
 
 
 @pytest.mark.parametrize("kind", ["BatchPlanned", "StepTrained", "WeightsPublished"])

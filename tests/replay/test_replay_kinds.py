@@ -63,12 +63,12 @@ def test_every_row_is_true_of_what_goes_wrong_and_of_submissions(
     stopped: Any, failed: Any, submitted: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.CRITICAL)
-    told, untrue, tried = finders(), list[str](), set[tuple[str, str]]()
+    rows, untrue, tried = finders(), list[str](), set[tuple[str, str]]()
     for run in (stopped, failed, submitted):
         assert verified(run).verdict == "equal"
         for decodes in (True, False):
             for change in changes(run, decodes=decodes):
-                row = told.get((change.kind, change.field), "")
+                row = rows.get((change.kind, change.field), "")
                 is_tried = (change.kind, change.field) in tried
                 if change.kind not in KINDS_TRIED or is_tried or (change.kind, change.field) in IN_PARTS:
                     continue
@@ -77,7 +77,7 @@ def test_every_row_is_true_of_what_goes_wrong_and_of_submissions(
                 if (by_verify, by_both) != ("verify" in row, "train" in row):
                     untrue.append(f"{change.kind}.{change.field}: {row}; verify {by_verify}, both {by_both}")
     assert untrue == []
-    assert sorted({row for row in told if row[0] in KINDS_TRIED} - tried - IN_PARTS) == []
+    assert sorted({row for row in rows if row[0] in KINDS_TRIED} - tried - IN_PARTS) == []
 
 
 @pytest.mark.parametrize(

@@ -243,11 +243,11 @@ def test_checkpoints_that_pruning_removes_are_not_missed(run, tmp_path):
 
 
 def test_a_workspace_remembers_the_runs_that_were_trained_in_it(tmp_path):
-    place = Workspace(tmp_path)
-    assert not place.has_trained("a")
-    place.remember_broker("kafka:9092")
-    place.remember_trained("a")
-    place.remember_trained("a")
-    assert (place.has_trained("a"), place.has_trained("b")) == (True, False)
-    place.remember_broker("embedded")
-    assert place.has_trained("b")
+    layout = Workspace(tmp_path)
+    assert not layout.has_trained("a")
+    layout.remember_broker("kafka:9092")
+    layout.remember_trained("a")
+    layout.remember_trained("a")
+    assert (layout.has_trained("a"), layout.has_trained("b")) == (True, False)
+    layout.remember_broker("embedded")
+    assert layout.has_trained("b")

@@ -69,8 +69,8 @@ def test_a_run_whose_end_alone_is_gone_is_not_called_equal(recorded: Any) -> Non
 def test_a_log_that_was_cut_is_found_without_metrics(recorded: Any, topic: str, partition: int, keep: int) -> None:
     run = cut(recorded, topic, partition, keep)
     if (topic, keep) == ("groups", -1):  # only the run's end: it may be about to end
-        (told,) = asyncio.run(check_runs(run.log))
-        assert "its training is over and no RunEnded is in topic groups partition 0 (it holds" in told
+        (reported,) = asyncio.run(check_runs(run.log))
+        assert "its training is over and no RunEnded is in topic groups partition 0 (it holds" in reported
         return
     with pytest.raises(TruncatedError, match=rf"topic {topic} partition {partition} .*\bit (holds|is empty)"):
         asyncio.run(check_runs(run.log))

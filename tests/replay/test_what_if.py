@@ -207,8 +207,8 @@ def test_a_reward_that_leaves_nothing_to_train_or_fails_is_told(recorded, monkey
         ({"trainer_adapters": {"learner": {"optimizer": {"eps": 2**64}}}}, "eps: is .*; give a number of at most 64"),
     ],
 )
-def test_what_would_need_other_rollouts_or_cannot_be_stored_is_refused(recorded, changes, told):
-    with pytest.raises(ConfigError, match=told):
+def test_what_would_need_other_rollouts_or_cannot_be_stored_is_refused(recorded, changes, reported):
+    with pytest.raises(ConfigError, match=reported):
         asked(recorded, changes)
 
 

@@ -226,7 +226,7 @@ def test_what_the_command_cannot_do_is_said_before_a_broker_is_started(recorded,
     workspace = elsewhere.folder / "workspace"
     asked = ["--what-if", str(file), "--workspace", str(workspace)]
     kept = ["--export", str(recorded.export)]
-    for arguments, told in (
+    for arguments, reported in (
         (
             ["replayed", *asked, *kept, "--epoch", "1"],
             "replays a whole run, because every epoch continues from the weights",
@@ -236,7 +236,7 @@ def test_what_the_command_cannot_do_is_said_before_a_broker_is_started(recorded,
         (["other", *asked, *kept], "holds run replayed, not other"),
         (["other", "--verify", *kept], "holds run replayed, not other"),
     ):
-        with pytest.raises(ConfigError, match=told):
+        with pytest.raises(ConfigError, match=reported):
             replay.main(arguments, standalone_mode=False)
     assert not workspace.exists()
 

@@ -24,9 +24,9 @@ from rollstream.harness.components.trainer import RollstreamTrainer
 from rollstream.harness.config import file as config_file
 from rollstream.harness.config.jobs import ENDPOINT
 from rollstream.harness.config.resolve import block_of
-from rollstream.harness.runs.backend import Backend
 from rollstream.harness.runs.display import Display
 from rollstream.harness.runs.plan import RunPlan, new_run, open_run
+from rollstream.harness.runs.run_handle import RunHandle
 from rollstream.processors.assemble.shell import AssembleShell
 from rollstream.processors.curate.shell import CurateShell
 from rollstream.processors.host.app import Batch
@@ -109,9 +109,9 @@ class ClassicRig:
             return await open_run(self.log, self.loaded, run_id)
         return await new_run(self.log, self.artifacts, self.loaded, "run", run_id=run_id)
 
-    async def backend(self, run_id="run-1", *, resume=False) -> Backend:
+    async def open_run(self, run_id="run-1", *, resume=False) -> RunHandle:
         """To be used as a context."""
-        return Backend(
+        return RunHandle(
             self.log,
             self.artifacts,
             await self.plan(run_id, resume=resume),
@@ -269,22 +269,22 @@ class Choosy(RollstreamTrajectoryBuilder):
 
 async def conducted(rig: ClassicRig, *, run_id: str = "run-1", resume: bool = False, parts: Components | None = None):
     """A whole run with its end; the progress after it."""
-    async with asyncio.timeout(300), rig.services(), await rig.backend(run_id, resume=resume) as backend:
-        progress = await conduct_components(backend, parts or components_for(rig), rig.loaded.finetune)
+    async with asyncio.timeout(300), rig.services(), await rig.open_run(run_id, resume=resume) as handle:
+        progress = await conduct_components(handle, parts or components_for(rig), rig.loaded.finetune)
         if progress.ended is None:
-            cause = "completed" if backend.job_progress.outcome == "succeeded" else "failed"
+            cause = "completed" if handle.job_progress.outcome == "succeeded" else "failed"
             await rig.log.send(RunEnded(run_id=run_id, time_ms=1, cause=cause))
         return progress
 
 
 @contextlib.asynccontextmanager
 async def opened_rig(rig: ClassicRig, **how):
-    """Components that are initialized on an open backend, for steps by hand."""
-    async with asyncio.timeout(300), rig.services(), await rig.backend(**how) as backend:
+    """Components that are initialized on an open handle, for steps by hand."""
+    async with asyncio.timeout(300), rig.services(), await rig.open_run(**how) as handle:
         parts = components_for(rig)
         await parts.trainer.bind_components(parts.trajectory_builder, parts.trainer_adapter)
         await parts.trainer.initialize(rig.loaded.finetune)
-        yield backend, parts
+        yield handle, parts
 
 
 async def assert_every_attempt_has_one_outcome(rig: ClassicRig):

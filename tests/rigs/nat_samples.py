@@ -50,15 +50,15 @@ def logprobs(prompt, answer, *, ids=True):
     prompt_ids = TOKENIZER.encode(TOKENIZER.apply_chat_template(prompt, add_generation_prompt=True))
     completion = [*TOKENIZER.encode(answer), TOKENIZER.eos_token_id]
     found = {"content": [{"token": str(n), "bytes": None, "logprob": -0.5, "top_logprobs": []} for n in completion]}
-    told = {"prompt_token_ids": prompt_ids, "token_ids": completion, "model_group": "run-1/policy", "version": 0}
-    return found | {"refusal": None} | (told if ids else {})
+    reported = {"prompt_token_ids": prompt_ids, "token_ids": completion, "model_group": "run-1/policy", "version": 0}
+    return found | {"refusal": None} | (reported if ids else {})
 
 
-def langchain(uuid, prompt, answer, *, ids=True, model=MODEL, told=None, **place):
+def langchain(uuid, prompt, answer, *, ids=True, model=MODEL, reported=None, **place):
     """Start and end of a call through NAT's LangChain handler."""
     sent = [{"content": m["content"], "type": _TYPES.get(m["role"], m["role"]), "id": None} for m in prompt]
-    told = logprobs(prompt, answer, ids=ids) if told is None else told
-    metadata = {"model_name": model} | ({"logprobs": told} if told else {})
+    reported = logprobs(prompt, answer, ids=ids) if reported is None else reported
+    metadata = {"model_name": model} | ({"logprobs": reported} if reported else {})
     message = {"content": answer, "additional_kwargs": {}, "response_metadata": metadata, "type": "ai", "id": uuid}
     generation = {"text": answer, "generation_info": None, "type": "ChatGeneration", "message": message}
     fields = {"framework": "langchain", "name": model, **place}
@@ -103,11 +103,11 @@ def tool(uuid, output, **place):
 
 def workflow(*calls, question="1+1", answer="2", uuid="w", run_id="r1"):
     """A whole workflow around the steps of its calls."""
-    told = {"provided_metadata": {"workflow_run_id": run_id, "conversation_id": None}}
+    reported = {"provided_metadata": {"workflow_run_id": run_id, "conversation_id": None}}
     root = {"parent": "root", "function": "root", "name": "my_agent"}
     inner = {"parent": uuid, "name": WORKFLOW, "function": (WORKFLOW, "root")}
     return [
-        step("WORKFLOW_START", uuid, data={"input": question}, metadata=told, **root),
+        step("WORKFLOW_START", uuid, data={"input": question}, metadata=reported, **root),
         step("FUNCTION_START", f"{uuid}-f", data={"input": question}, **inner),
         *itertools.chain.from_iterable(calls),
         step("FUNCTION_END", f"{uuid}-f", data={"input": question, "output": answer}, **inner),

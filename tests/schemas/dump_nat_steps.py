@@ -48,12 +48,12 @@ class Model(BaseChatModel):
     def _generate(self, messages, stop=None, run_manager=None, **options):
         self.num_calls += 1
         calls = [{"name": "add", "args": {"a": 1}, "id": "c1"}] if self.num_calls == 1 else []
-        told = {
+        reported = {
             "logprobs": LOGPROBS | {"prompt_token_ids": [5, 6] if calls else [5, 6, 7, 8]},
             "model_name": "my-model",
         }
         usage = {"input_tokens": 2, "output_tokens": 1, "total_tokens": 3}
-        message = AIMessage("" if calls else "4", tool_calls=calls, response_metadata=told, usage_metadata=usage)
+        message = AIMessage("" if calls else "4", tool_calls=calls, response_metadata=reported, usage_metadata=usage)
         return ChatResult(generations=[ChatGeneration(message=message)], llm_output={"model_name": "my-model"})
 
 
@@ -101,10 +101,12 @@ async def agents_run():
     context = Context.get()
     manager = context.intermediate_step_manager
     manager.subscribe(on_next=steps.append)
-    told = TraceMetadata(provided_metadata={"workflow_run_id": "r1", "conversation_id": None})
+    reported = TraceMetadata(provided_metadata={"workflow_run_id": "r1", "conversation_id": None})
     start, end = IntermediateStepType.WORKFLOW_START, IntermediateStepType.WORKFLOW_END
     manager.push_intermediate_step(
-        IntermediateStepPayload(UUID="w", event_type=start, name="a", data=StreamEventData(input="1+1"), metadata=told)
+        IntermediateStepPayload(
+            UUID="w", event_type=start, name="a", data=StreamEventData(input="1+1"), metadata=reported
+        )
     )
     with (
         context.push_active_function("<workflow>", input_data="1+1"),

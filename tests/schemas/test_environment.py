@@ -43,14 +43,14 @@ def test_a_long_text_of_unclosed_references_is_looked_through_once(piece):
 
 def test_the_password_of_a_url_is_concealed_as_it_is_sent_too() -> None:
     sent = base64.b64encode(b"bot:hunter 22").decode()
-    told = conceal(f"401: Basic {sent}", "${URL}/v1", {"URL": "http://bot:hunter%2022@h:80"})
-    assert told == "401: Basic ${URL}"
+    reported = conceal(f"401: Basic {sent}", "${URL}/v1", {"URL": "http://bot:hunter%2022@h:80"})
+    assert reported == "401: Basic ${URL}"
 
 
 def test_a_secret_is_concealed_however_a_message_quotes_it() -> None:
     key = '-----BEGIN KEY-----\nMIIB"quoted\\" and 0123456789\n-----END KEY-----'
     environ = {"KEY": key}
     for message in (key, repr(key), json.dumps(key), f"line 2: {key.splitlines()[1]}"):
-        told = conceal(f"refused: {message}", "${KEY}", environ)
-        assert "MIIB" not in told
-        assert "${KEY}" in told
+        text = conceal(f"refused: {message}", "${KEY}", environ)
+        assert "MIIB" not in text
+        assert "${KEY}" in text

@@ -90,10 +90,10 @@ def test_a_bad_download_is_removed_and_fetched_again(bad: bytes | None, reposito
     [(CHANGED, "wrong checksum: sha256 .*, expected "), (None, "answered 503"), (WHOLE[:1000], "IncompleteRead")],
 )
 def test_after_a_bounded_number_of_attempts_it_is_one_clear_error(
-    bad: bytes | None, told: str, repository: Repository, tmp_path: Path
+    bad: bytes | None, reported: str, repository: Repository, tmp_path: Path
 ) -> None:
     repository.bodies = [bad]
-    with pytest.raises(OSError, match=rf"kafka\.jar could not be downloaded in {MAX_ATTEMPTS} attempts: .*{told}"):
+    with pytest.raises(OSError, match=rf"kafka\.jar could not be downloaded in {MAX_ATTEMPTS} attempts: .*{reported}"):
         install(tmp_path, (JAR,), repository.url)
     assert len(repository.asked) == MAX_ATTEMPTS
     assert names(tmp_path) == []

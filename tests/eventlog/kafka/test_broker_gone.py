@@ -27,8 +27,8 @@ async def read_from_a_broker_that_goes(workspace: Path) -> None:
         readers = [await log.reader({TopicPartition("jobs", 0): 0}) for _ in range(8)]
         for reader in readers:
             await reader.poll(timeout_s=0.1)
-        told = json.loads((workspace / "broker" / "broker.json").read_text())
-        os.kill(told["broker_pid"], signal.SIGKILL)
+        reported = json.loads((workspace / "broker" / "broker.json").read_text())
+        os.kill(reported["broker_pid"], signal.SIGKILL)
         with pytest.raises(LogError, match="cannot look up the offsets of topic groups"):
             async for _ in read_to_end(log, "groups", ends={0: 2}, silence_s=1.0):
                 pass  # as if another record had not been read yet

@@ -227,6 +227,6 @@ def test_the_processors_end_with_what_they_may_not_do(
         check=False,
     )
     assert done.returncode == 1, done.stderr[-3000:]
-    (told,) = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
-    assert f"User:{user} lacks the right {message}" in told
+    (text,) = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
+    assert f"User:{user} lacks the right {message}" in text
     assert f"{user}-secret" not in done.stderr

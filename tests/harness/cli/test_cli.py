@@ -52,10 +52,10 @@ def test_every_command_has_help(command: str) -> None:
 
 
 def test_gc_waits_for_what_holds_the_workspace(tmp_path: Path) -> None:
-    place = Workspace(tmp_path / "w")
-    place.create()
-    with place.in_use("finetune mine"):
-        assert_refused(rollstream("gc", "-w", str(place.folder)), str(place.folder), "in use by finetune mine")
+    layout = Workspace(tmp_path / "w")
+    layout.create()
+    with layout.in_use("finetune mine"):
+        assert_refused(rollstream("gc", "-w", str(layout.folder)), str(layout.folder), "in use by finetune mine")
 
 
 @pytest.mark.parametrize("command", [["jobs"], ["jobs", "run-1"], ["gc"], ["gc", "--dry-run"]])
@@ -172,12 +172,12 @@ def test_a_module_that_cannot_be_imported_is_named(tmp_path: Path, written: dict
 )
 @pytest.mark.parametrize("place", ["modules", "workflow", "reward"])
 def test_a_module_that_raises_when_it_is_imported_is_named(
-    tmp_path: Path, written: dict[str, Any], write: Write, code: str, place: str
+    tmp_path: Path, written: dict[str, Any], write: Write, code: str, location: str
 ) -> None:
     (tmp_path / "broken.py").write_text(code)
-    if place == "modules":
+    if location == "modules":
         written["trajectory_builders"]["b"]["modules"] = ["broken"]
-    elif place == "workflow":
+    elif location == "workflow":
         written["workflow"] = "python:broken.x"
     else:
         written["finetuning"]["reward_function"] = {"name": "python:broken.x"}

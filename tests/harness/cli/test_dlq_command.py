@@ -82,9 +82,9 @@ def test_letters_are_listed_shown_and_redriven(kafka: KafkaSettings, tmp_path: P
     listed = dlq("list", "--run", RUN, "--json")
     assert listed.returncode == 0, listed.stderr
     broken, large, whole = (one["number"] for one in json.loads(listed.stdout))
-    told = dlq("list", "--run", RUN, "--limit", "2").stdout.splitlines()
-    assert [line.split()[0] for line in told] == ["number", str(large), str(whole)]
-    assert f"steps/{OWN}@" in told[1]
+    output = dlq("list", "--run", RUN, "--limit", "2").stdout.splitlines()
+    assert [line.split()[0] for line in output] == ["number", str(large), str(whole)]
+    assert f"steps/{OWN}@" in output[1]
     assert dlq("list", "--run", "nobody").stdout == "no dead letters of run nobody\n"
 
     shown = dlq("show", str(large), "--limit", "8", "--raw", str(tmp_path / "raw")).stdout

@@ -34,9 +34,9 @@ def test_a_job_is_listed_by_run_and_by_model_group_and_shown(rig: GroupRig) -> N
             assert [line.split()[:5] for line in table.splitlines()[1:]] == [
                 [RUN, job_id.removeprefix(f"{RUN}/"), "sft", "running", GROUP]
             ]
-        told = dict(line.split(maxsplit=1) for line in lines_of(await find_job(rig.log, job_id)))
-        assert told.pop("data").endswith(".jsonl")
-        assert told == {
+        reported = dict(line.split(maxsplit=1) for line in lines_of(await find_job(rig.log, job_id)))
+        assert reported.pop("data").endswith(".jsonl")
+        assert reported == {
             "job": job_id,
             "status": "pending",
             "progress": "0 %",
@@ -75,9 +75,9 @@ def test_a_skipped_job_is_shown_with_the_reason(rig: GroupRig) -> None:
     async def body() -> None:
         async with await rig.open(min_examples=10) as group:
             job_id = await group.create_supervised_fine_tune_job(SFT)
-        told = "\n".join(lines_of(await find_job(rig.log, job_id)))
-        assert "status          succeeded" in told
-        assert "error           skipped: 2 examples, at least 10 are needed" in told
+        reported = "\n".join(lines_of(await find_job(rig.log, job_id)))
+        assert "status          succeeded" in reported
+        assert "error           skipped: 2 examples, at least 10 are needed" in reported
 
     asyncio.run(body())
 
@@ -109,7 +109,7 @@ def test_an_unknown_id_is_one_clear_error(rig: GroupRig, job_id: str) -> None:
         (["show", "run-1/rl"], "show ('run-1/rl',)"),
     ],
 )
-def test_what_is_not_a_command_is_an_argument_of_list(written: list[str], told: str) -> None:
+def test_what_is_not_a_command_is_an_argument_of_list(written: list[str], reported: str) -> None:
     @click.group(cls=ListByDefault)
     def group() -> None:
         """Of two commands."""
@@ -117,7 +117,7 @@ def test_what_is_not_a_command_is_an_argument_of_list(written: list[str], told: 
     for name in ("list", "show"):
         argument = click.Argument(["given"], nargs=-1)
         group.add_command(click.Command(name, params=[argument], callback=partial(tell, name)))
-    assert CliRunner().invoke(group, written).output.strip() == told
+    assert CliRunner().invoke(group, written).output.strip() == reported
 
 
 def tell(name: str, given: tuple[str, ...]) -> None:
@@ -125,5 +125,5 @@ def tell(name: str, given: tuple[str, ...]) -> None:
 
 
 def test_help_names_the_commands() -> None:
-    told = CliRunner().invoke(command.jobs, ["--help"]).output
-    assert all(name in told for name in ("list", "show", "cancel"))
+    output = CliRunner().invoke(command.jobs, ["--help"]).output
+    assert all(name in output for name in ("list", "show", "cancel"))

@@ -23,11 +23,11 @@ JOB = {"run_id": "run-1", "time_ms": 5, "job_id": "run-1/rl", "model_group": "ru
 STEP = {"batch_id": "b", "epoch": 0, "term": 1, "weights_sha256": "", "num_optimizer_steps": 1, "metrics": {}}
 
 
-def row(script: SimpleNamespace, *events: Event, **told: Any) -> list[str]:
+def row(script: SimpleNamespace, *events: Event, **reported: Any) -> list[str]:
     """The only line of a run whose job was submitted."""
     spec = script.job_spec("rl", num_epochs=7)
     progress = Progress("run-1")
-    submitted = JobSubmitted(**JOB, settings=spec.job, **{"base_version": 4, **told})
+    submitted = JobSubmitted(**JOB, settings=spec.job, **{"base_version": 4, **reported})
     for event in (script.run_started(), submitted, *events):
         progress = evolve(progress, event)
     header, line = jobs_table([progress]).splitlines()

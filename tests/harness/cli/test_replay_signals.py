@@ -12,12 +12,12 @@ from rollstream.harness.cli.replay import run_in_order
 def test_a_signal_cancels_the_work_and_no_other_task(number: signal.Signals) -> None:
     signal.signal(signal.SIGINT, signal.default_int_handler)
     before = signal.signal(signal.SIGHUP, signal.SIG_DFL)  # whoever runs the tests may ignore it
-    told: list[str] = []
+    lines: list[str] = []
 
     async def send() -> None:
         signal.raise_signal(number)
         await asyncio.sleep(0.01)
-        told.append("sent")
+        lines.append("sent")
 
     async def work() -> None:
         sending = asyncio.create_task(send())
@@ -25,14 +25,14 @@ def test_a_signal_cancels_the_work_and_no_other_task(number: signal.Signals) -> 
             await asyncio.sleep(60)
         finally:
             await sending
-            told.append("ended in order")
+            lines.append("ended in order")
 
     try:
         with pytest.raises(KeyboardInterrupt):
             run_in_order(work())
     finally:
         signal.signal(signal.SIGHUP, before)
-    assert told == ["sent", "ended in order"]
+    assert lines == ["sent", "ended in order"]
 
 
 def test_a_hangup_that_is_ignored_ends_nothing() -> None:

@@ -12,7 +12,7 @@ from rollstream.harness.components import epochs
 from rollstream.harness.components.interfaces import Trainer
 from rollstream.harness.components.submission import submitted_groups
 from rollstream.harness.recorded.tasks import MAX_INLINE_BYTES
-from rollstream.harness.runs.backend import opened
+from rollstream.harness.runs.run_handle import opened
 from rollstream.schemas.errors import ConfigError, LogError
 from rollstream.schemas.events import BatchPlanned, EpochSealed, SubmissionReceived, TrajectoryRejected
 from rollstream.schemas.finetuning import (
@@ -127,9 +127,9 @@ def test_a_run_that_goes_on_waits_for_the_seal_of_what_was_submitted(tmp_path: P
         async with opened_rig(rig) as (_, parts):
             await parts.trajectory_builder.start_run("mine", {"epoch": 0})
             collection = await parts.trajectory_builder.finalize("mine")
-        async with await rig.backend(resume=True) as backend:  # no services: nothing answers
-            groups = await submitted_groups(backend, 0, collection.trajectories)
-            await epochs.submit(backend, 0, groups)
+        async with await rig.open_run(resume=True) as handle:  # no services: nothing answers
+            groups = await submitted_groups(handle, 0, collection.trajectories)
+            await epochs.submit(handle, 0, groups)
         parts = components_for(rig)
         start_run = parts.trajectory_builder.start_run
 
@@ -154,10 +154,10 @@ def test_a_run_whose_last_epoch_is_sealed_already_is_only_brought_to_its_end(tmp
 
     async def scenario() -> None:
         rig = ClassicRig(tmp_path, configuration(tmp_path, num_epochs=4, num_examples=2))
-        async with opened_rig(rig) as (backend, _):
-            await backend.begin()
-            await epochs.submit(backend, 0, (), is_last=True)
-            await epochs.sealed(backend, 0)
+        async with opened_rig(rig) as (handle, _):
+            await handle.begin()
+            await epochs.submit(handle, 0, (), is_last=True)
+            await epochs.sealed(handle, 0)
         progress = await conducted(rig, resume=True)
         assert progress.job("run-1/rl").outcome == "succeeded"
         seals = await rig.events("batches", EpochSealed)
@@ -169,13 +169,13 @@ def test_a_run_whose_last_epoch_is_sealed_already_is_only_brought_to_its_end(tmp
 def test_a_run_that_cannot_be_followed_leaves_its_workspace_to_the_next(tmp_path: Path) -> None:
     async def scenario() -> None:
         rig = ClassicRig(tmp_path, configuration(tmp_path))
-        backend = await rig.backend()
+        handle = await rig.open_run()
         read, rig.log.reader = rig.log.reader, unreachable
         with pytest.raises(LogError, match="no broker"):
-            await backend.start()
+            await handle.start()
         assert opened(tmp_path) is None
         rig.log.reader = read
-        async with await rig.backend("run-2") as other:
+        async with await rig.open_run("run-2") as other:
             assert opened(tmp_path) is other
 
     asyncio.run(scenario())

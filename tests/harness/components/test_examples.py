@@ -72,9 +72,9 @@ def configuration(folder: Path) -> dict[str, Any]:
 
 async def conducted(rig: ClassicRig, *, resume: bool = False) -> Any:
     """The run, conducted by the components that the file names; ended as the command ends it."""
-    async with asyncio.timeout(60), rig.services(), await rig.backend(resume=resume) as backend:
+    async with asyncio.timeout(60), rig.services(), await rig.open_run(resume=resume) as handle:
         async with components_of(rig.loaded.finetune, rig.folder) as components:
-            progress = await conduct_components(backend, components, rig.loaded.finetune)
+            progress = await conduct_components(handle, components, rig.loaded.finetune)
         await rig.log.send(RunEnded(run_id="run-1", time_ms=1, cause="completed"))
         return progress
 
@@ -111,8 +111,8 @@ def test_components_of_ones_own_do_what_they_say(tmp_path: Path) -> None:
 
 
 def test_a_value_that_an_own_configuration_refuses_is_named_by_its_path() -> None:
-    told = r"trainer_adapters\.learner.*lowest_reward 2 is not below highest_reward 1"
-    with pytest.raises(ConfigError, match=told):
+    reported = r"trainer_adapters\.learner.*lowest_reward 2 is not below highest_reward 1"
+    with pytest.raises(ConfigError, match=reported):
         load(CUSTOM, [("trainer_adapters.learner.lowest_reward", "2")])
     with pytest.raises(ConfigError, match=r"trajectory_builders\.rollouts\.price_per_tokn.*price_per_token"):
         load(CUSTOM, [("trajectory_builders.rollouts.price_per_tokn", "2")])

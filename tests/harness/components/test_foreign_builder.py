@@ -95,9 +95,9 @@ def trained_and_rejected(folder: Path, *, is_exact: bool, **adapter: Any) -> tup
     rig = ClassicRig(folder, written)
 
     async def run() -> tuple[list[Any], list[Any]]:
-        async with asyncio.timeout(60), rig.services(), await rig.backend() as backend:
+        async with asyncio.timeout(60), rig.services(), await rig.open_run() as handle:
             async with components_of(rig.loaded.finetune, folder) as components:
-                await conduct_components(backend, components, rig.loaded.finetune)
+                await conduct_components(handle, components, rig.loaded.finetune)
             await rig.log.send(RunEnded(run_id="run-1", time_ms=1, cause="completed"))
         return await rig.events("batches", BatchPlanned), await rig.events("batches", TrajectoryRejected)
 

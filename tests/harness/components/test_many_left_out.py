@@ -8,7 +8,7 @@ import pytest
 
 from rollstream.harness.components import epochs
 from rollstream.harness.components.epoch_events import submission
-from rollstream.harness.runs.backend import Backend
+from rollstream.harness.runs.run_handle import RunHandle
 from rollstream.schemas import ids
 from rollstream.schemas.events import GroupClosed, SubmissionReceived, TrajectoryRejected
 from rollstream.schemas.events.training import MemberRef
@@ -56,16 +56,16 @@ def names(job_id: str) -> list[str]:
     return [member.trajectory_id for index in range(NUM_GROUPS) for member in closed(job_id, index).members]
 
 
-async def causes_of(rig: ClassicRig, backend: Backend) -> Counter[str]:
+async def causes_of(rig: ClassicRig, handle: RunHandle) -> Counter[str]:
     """Of every second member it was the curriculum that left it out, of the others the builder."""
-    await backend.begin()
-    groups = [closed(backend.spec.job_id, index) for index in range(NUM_GROUPS)]
+    await handle.begin()
+    groups = [closed(handle.spec.job_id, index) for index in range(NUM_GROUPS)]
     await rig.log.send_all(groups)
-    await epochs.closed(backend, [group.group_id for group in groups])
-    by_curriculum = frozenset(names(backend.spec.job_id)[::2])
-    backend.left_out[0] = by_curriculum
-    await epochs.submit(backend, 0, ())
-    await epochs.sealed(backend, 0)
+    await epochs.closed(handle, [group.group_id for group in groups])
+    by_curriculum = frozenset(names(handle.spec.job_id)[::2])
+    handle.left_out[0] = by_curriculum
+    await epochs.submit(handle, 0, ())
+    await epochs.sealed(handle, 0)
     rejected = await rig.events("batches", TrajectoryRejected)
     assert {event.trajectory_id for event in rejected if event.cause == "curriculum"} <= by_curriculum
     return Counter(event.cause for event in rejected)
@@ -75,9 +75,9 @@ async def causes_of(rig: ClassicRig, backend: Backend) -> Counter[str]:
 def test_each_of_many_that_are_left_out_has_its_true_reason(tmp_path: Path, name: str) -> None:
     async def scenario() -> None:
         rig = ClassicRig(tmp_path, configuration(tmp_path, num_epochs=1, curriculum_learning=CURRICULUM))
-        async with opened_rig(rig, run_id=name) as (backend, _):
-            causes = await causes_of(rig, backend)
-            assert backend.job.submitted.keys() == {0}
+        async with opened_rig(rig, run_id=name) as (handle, _):
+            causes = await causes_of(rig, handle)
+            assert handle.job.submitted.keys() == {0}
         half = NUM_GROUPS * SIZE // 2
         assert causes == {"not_submitted": half, "curriculum": half}
         assert len(await rig.events("groups", SubmissionReceived)) > 1
@@ -90,15 +90,15 @@ def test_a_submission_whose_parts_are_written_again_after_a_kill_counts_as_it_wa
 
     async def scenario() -> None:
         rig = ClassicRig(tmp_path, configuration(tmp_path, num_epochs=1, curriculum_learning=CURRICULUM))
-        async with opened_rig(rig) as (backend, _):
-            await backend.begin()
-            spec, run_id = backend.spec, backend.run.started.run_id
+        async with opened_rig(rig) as (handle, _):
+            await handle.begin()
+            spec, run_id = handle.spec, handle.run.started.run_id
             others = [f"{name}/x{number}" for name in names(spec.job_id) for number in range(3)]
             killed = submission(spec, run_id, 0, (), time_ms=1, not_offered=others)
             assert len(killed) > 3
             await rig.log.send_all(killed[:-1])
-            assert not backend.job.submitted
-            causes = await causes_of(rig, backend)
+            assert not handle.job.submitted
+            causes = await causes_of(rig, handle)
         half = NUM_GROUPS * SIZE // 2
         assert causes == {"not_submitted": half, "curriculum": half}
 

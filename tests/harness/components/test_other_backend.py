@@ -15,7 +15,7 @@ from rollstream.harness.components.interfaces import TrainerAdapter, TrajectoryB
 from rollstream.harness.config import file as config_file
 from rollstream.harness.config import registry
 from rollstream.harness.config.components import RollstreamTrainerAdapterConfig
-from rollstream.harness.config.jobs import Place, services_of
+from rollstream.harness.config.jobs import RunLocation, services_of
 from rollstream.harness.config.registry import register_trainer_adapter, register_trajectory_builder
 from rollstream.harness.runs.outcome import end
 from rollstream.harness.runs.preflight import check_places
@@ -155,18 +155,18 @@ def written(folder: Path, **adapter: Any) -> dict[str, Any]:
 
 async def conducted(rig: ClassicRig, *, resume: bool = False) -> Any:
     """A whole run to its end; its outcome."""
-    async with asyncio.timeout(120), rig.services(), await rig.backend(resume=resume) as backend:
+    async with asyncio.timeout(120), rig.services(), await rig.open_run(resume=resume) as handle:
         async with components_of(rig.loaded.finetune, rig.folder) as components:
-            progress = await conduct_components(backend, components, rig.loaded.finetune)
-        return await end(rig.log, rig.artifacts, progress, backend.run, rig.loaded.config)
+            progress = await conduct_components(handle, components, rig.loaded.finetune)
+        return await end(rig.log, rig.artifacts, progress, handle.run, rig.loaded.config)
 
 
 def test_what_it_is_given_is_on_the_log_and_no_learner_is_needed(tmp_path: Path) -> None:
     rig = ClassicRig(tmp_path, written(tmp_path))
     assert rig.loaded.config.trainer.planning == "submitted"
     check_places(rig.loaded.config)
-    place = Place(KafkaSettings(bootstrap_servers="none"), "artifacts", tmp_path)
-    services = services_of(rig.loaded.config, place, "run-1")
+    location = RunLocation(KafkaSettings(bootstrap_servers="none"), "artifacts", tmp_path)
+    services = services_of(rig.loaded.config, location, "run-1")
     assert "learner-1" not in services
     producers = services["producers-1"]
     assert isinstance(producers, ProducerSettings)
@@ -216,9 +216,9 @@ def test_the_log_has_a_failure_of_others_without_secrets(tmp_path: Path, monkeyp
 
     async def scenario() -> None:
         outcome = await conducted(rig)
-        told = [one.error for one in await rig.events("jobs", JobFailed)]
-        told += [one.message for one in await rig.events("groups", RunEnded)]
-        assert told == [outcome.message] * 2 == ["${OTHER_BACKEND_API_KEY} is refused"] * 2
+        message = [one.error for one in await rig.events("jobs", JobFailed)]
+        message += [one.message for one in await rig.events("groups", RunEnded)]
+        assert message == [outcome.message] * 2 == ["${OTHER_BACKEND_API_KEY} is refused"] * 2
 
     asyncio.run(scenario())
 
@@ -228,9 +228,9 @@ def test_a_run_that_goes_on_hands_no_sealed_epoch_over_again(tmp_path: Path) -> 
 
     async def scenario() -> None:
         built = components_of(rig.loaded.finetune, tmp_path)
-        async with asyncio.timeout(120), rig.services(), await rig.backend() as backend, built as components:
+        async with asyncio.timeout(120), rig.services(), await rig.open_run() as handle, built as components:
             trainer = components.trainer
-            adapter = recording(components.trainer_adapter, backend, rig.loaded.finetune)
+            adapter = recording(components.trainer_adapter, handle, rig.loaded.finetune)
             await trainer.bind_components(components.trajectory_builder, adapter)
             await trainer.initialize(rig.loaded.finetune)
             first = await trainer.run_epoch(0, "run-1")
@@ -253,7 +253,7 @@ def test_a_backend_that_is_down_is_told_before_anything_is_rolled_out(tmp_path: 
 def test_an_environment_that_needs_a_model_here_is_refused_with_what_to_do(tmp_path: Path) -> None:
     content = written(tmp_path)
     content["trajectory_builders"]["b"] = {"_type": "rollstream", "environment": "guess_number"}
-    with pytest.raises(ConfigError, match=r"'other_test_backend' trains with another backend.* guess_number .*--endp"):
+    with pytest.raises(ConfigError, match=r"'other_test_backend' trains with another handle.* guess_number .*--endp"):
         config_file.resolve(content)
 
 

@@ -77,11 +77,11 @@ def ended(rig: ClassicRig) -> tuple[Outcome, list[RunEnded]]:
     """A whole run as `rollstream finetune` conducts and ends it, and how it ended on the log."""
 
     async def run() -> tuple[Outcome, list[RunEnded]]:
-        async with asyncio.timeout(120), rig.services(), await rig.backend() as backend:
+        async with asyncio.timeout(120), rig.services(), await rig.open_run() as handle:
             async with components_of(rig.loaded.finetune, rig.folder) as components:
-                progress = await conduct_components(backend, components, rig.loaded.finetune)
-            empty = backend.num_empty
-            outcome = await ending.end(rig.log, rig.artifacts, progress, backend.run, rig.loaded.config, empty)
+                progress = await conduct_components(handle, components, rig.loaded.finetune)
+            empty = handle.num_empty
+            outcome = await ending.end(rig.log, rig.artifacts, progress, handle.run, rig.loaded.config, empty)
         return outcome, await rig.events("groups", RunEnded)
 
     return asyncio.run(run())
@@ -160,9 +160,9 @@ def test_a_trainer_that_does_not_return_is_cancelled_once_its_run_is_over(tmp_pa
             finally:
                 was_cancelled.set()
 
-        async with asyncio.timeout(120), rig.services(), await rig.backend() as backend:
-            waiting = asyncio.create_task(run_end.returned(backend, endless(), grace_s=0.01))
-            await backend.begin()
+        async with asyncio.timeout(120), rig.services(), await rig.open_run() as handle:
+            waiting = asyncio.create_task(run_end.returned(handle, endless(), grace_s=0.01))
+            await handle.begin()
             await rig.log.send(RunEnded(run_id="run-1", time_ms=1, cause="stopped"))
             with pytest.raises(run_end.RunFailedError, match="run run-1 stopped"):
                 await waiting
@@ -174,8 +174,8 @@ def test_a_trainer_that_does_not_return_is_cancelled_once_its_run_is_over(tmp_pa
 def test_a_run_that_fails_before_its_first_epoch_is_on_the_log_as_failed(tmp_path: Path) -> None:
     async def scenario() -> list[RunEnded]:
         rig = ClassicRig(tmp_path, configuration(tmp_path))
-        async with asyncio.timeout(120), rig.services(), await rig.backend() as backend:
-            await run_end.settle(backend, is_completed=False, message="no dataset")
+        async with asyncio.timeout(120), rig.services(), await rig.open_run() as handle:
+            await run_end.finalize_run(handle, is_completed=False, message="no dataset")
         assert [event.run_id for event in await rig.events("groups", RunStarted)] == ["run-1"]
         return await rig.events("groups", RunEnded)
 

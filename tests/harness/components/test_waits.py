@@ -8,7 +8,7 @@ import pytest
 
 from rollstream.harness.components.build import Components
 from rollstream.harness.config.jobs import ENDPOINT
-from rollstream.harness.runs.backend import Backend
+from rollstream.harness.runs.run_handle import RunHandle
 from rollstream.schemas.errors import RunFailedError
 from rollstream.schemas.events import BatchPlanned, RunEnded
 from rollstream.schemas.finetuning import TrainingJobRef, TrainingJobStatus, TrainingStatusEnum
@@ -68,27 +68,27 @@ def test_the_wait_for_a_version_that_a_stop_forestalls_ends(tmp_path: Path) -> N
 def test_the_wait_for_a_version_that_is_published_but_not_served_ends_with_the_run(tmp_path: Path) -> None:
     async def scenario() -> None:
         rig = serving(tmp_path, serves=0)
-        async with opened_rig(rig) as (backend, parts):
+        async with opened_rig(rig) as (handle, parts):
             ref = await submitted(parts, 0)
             waiting = asyncio.create_task(waited_for(parts, ref))
-            await published(backend, 1)
+            await published(handle, 1)
             assert not waiting.done()
             await stop(rig)
             assert (await waiting).status == COMPLETED
-            assert backend.progress.loaded[ENDPOINT] == 0
+            assert handle.progress.loaded[ENDPOINT] == 0
 
     asyncio.run(scenario())
 
 
-async def published(backend: Backend, version: int) -> None:
-    await backend.wait_for(lambda: backend.progress.version >= version or None)
+async def published(handle: RunHandle, version: int) -> None:
+    await handle.wait_for(lambda: handle.progress.version >= version or None)
 
 
 def test_the_wait_for_room_on_a_disk_ends_with_the_run(tmp_path: Path) -> None:
     async def scenario() -> None:
         rig = serving(tmp_path, serves=0)
-        async with opened_rig(rig) as (backend, _):
-            waiting = asyncio.create_task(backend.wait_for_disk(min_free_share=2.0))
+        async with opened_rig(rig) as (handle, _):
+            waiting = asyncio.create_task(handle.wait_for_disk(min_free_share=2.0))
             await stop(rig)
             with pytest.raises(RunFailedError, match="run run-1 stopped"):
                 await waiting

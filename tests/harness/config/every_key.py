@@ -36,8 +36,8 @@ OPTIMIZER = {
 COMPONENT = {"_type": "no_such_type", "reward.name": "other"}
 
 
-def _at(place: str, values: dict[str, Any]) -> dict[str, Any]:
-    return {f"{place}.{key}": value for key, value in values.items()}
+def _at(location: str, values: dict[str, Any]) -> dict[str, Any]:
+    return {f"{location}.{key}": value for key, value in values.items()}
 
 
 BUILDER = {

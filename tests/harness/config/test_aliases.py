@@ -118,10 +118,10 @@ def test_what_means_nothing_here_is_told_once(art: dict[str, Any], caplog: pytes
     with caplog.at_level(logging.WARNING):
         config_file.resolve(art, {})
         config_file.resolve(art, {})
-    told, of_workflow = [record.getMessage() for record in caplog.records]
+    logged, of_workflow = [record.getMessage() for record in caplog.records]
     assert of_workflow.startswith("workflow: max_parser_retries, player_model: accepted, but ignored here")
-    assert told.startswith("openpipe_art_trainer_adapter: backend.api_key, backend.engine_args, backend.init_args, ")
-    assert "backend.ip, backend.name, backend.port, backend.project, training.logging_steps: accepted" in told
+    assert logged.startswith("openpipe_art_trainer_adapter: backend.api_key, backend.engine_args, backend.init_args, ")
+    assert "backend.ip, backend.name, backend.port, backend.project, training.logging_steps: accepted" in logged
 
 
 @pytest.mark.parametrize(
@@ -161,7 +161,7 @@ def test_rollouts_of_a_truncated_distribution_are_told_where_the_loss_has_ratios
     ],
 )
 def test_a_mistake_in_an_aliased_block_is_named(
-    art: dict[str, Any], block: str, key: str, value: Any, told: str
+    art: dict[str, Any], block: str, key: str, value: Any, reported: str
 ) -> None:
     found: Any = art
     for part in block.split("."):
@@ -169,7 +169,7 @@ def test_a_mistake_in_an_aliased_block_is_named(
     found[key] = value
     with pytest.raises(ConfigError) as error:
         config_file.resolve(art, {})
-    assert str(error.value).startswith(told)
+    assert str(error.value).startswith(reported)
 
 
 def test_the_builder_of_preference_pairs_has_nats_fields(art: dict[str, Any]) -> None:

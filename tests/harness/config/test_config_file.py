@@ -210,8 +210,8 @@ def test_a_file_stands_on_its_base(tmp_path: Path) -> None:
 @pytest.mark.parametrize("section", ["trainers", "trajectory_builders", "trainer_adapters"])
 def test_an_unknown_type_is_named_with_the_known_ones(written: dict[str, Any], section: str) -> None:
     written[section]["other"] = {"_type": "rolstream"}
-    told = refused(written)
-    place, _, known = told.partition("; known types: ")
+    reported = refused(written)
+    place, _, known = reported.partition("; known types: ")
     assert place == f"{section}.other._type: 'rolstream' is not known"
     assert "openpipe_art_tra" in known
     assert "rollstream" in known.split(", ")
@@ -237,13 +237,13 @@ def test_a_missing_reference_is_named(written: dict[str, Any]) -> None:
     ],
 )
 def test_a_mistyped_key_is_named_before_the_one_that_it_leaves_missing(
-    written: dict[str, Any], path: tuple[str, ...], mistyped: str, told: str
+    written: dict[str, Any], path: tuple[str, ...], mistyped: str, reported: str
 ) -> None:
     block = written
     for part in path[:-1]:
         block = block[part]
     block[mistyped] = block.pop(path[-1])
-    assert refused(written).startswith(told)
+    assert refused(written).startswith(reported)
 
 
 @pytest.mark.parametrize(
@@ -285,7 +285,9 @@ def test_a_mistyped_key_is_named_before_the_one_that_it_leaves_missing(
         ),
     ],
 )
-def test_a_wrong_value_or_key_is_named_by_its_path(written: dict[str, Any], path: str, value: Any, told: str) -> None:
+def test_a_wrong_value_or_key_is_named_by_its_path(
+    written: dict[str, Any], path: str, value: Any, reported: str
+) -> None:
     written["workflow"] = {"environment": "guess_number"}
     written["eval"] = {"general": {"dataset": {"file_path": "d.jsonl"}}}
     *above, last = path.split(".")
@@ -293,7 +295,7 @@ def test_a_wrong_value_or_key_is_named_by_its_path(written: dict[str, Any], path
     for part in above:
         block = block.setdefault(part, {})
     block[last] = value
-    assert refused(written).startswith(told)
+    assert refused(written).startswith(reported)
 
 
 @pytest.mark.parametrize("value", [".inf", "-.inf", ".nan", str(2**64), str(-(2**63) - 1)])
@@ -321,11 +323,11 @@ def test_a_seed_of_more_than_64_bits_is_refused_wherever_it_comes_from(
     ],
 )
 def test_an_override_of_a_path_that_is_not_there_is_named(
-    written: dict[str, Any], write: Write, key: str, told: str
+    written: dict[str, Any], write: Write, key: str, reported: str
 ) -> None:
     with pytest.raises(ConfigError) as error:
         config_file.load(write(written | {"llms": {"model": {"_type": "openai"}}}), [(key, "1")])
-    assert str(error.value) == f"--override {key}: {told}"
+    assert str(error.value) == f"--override {key}: {reported}"
 
 
 def test_an_override_of_an_unknown_key_is_named_with_the_nearest(written: dict[str, Any], write: Write) -> None:
@@ -343,10 +345,10 @@ def test_an_override_of_an_unknown_key_is_named_with_the_nearest(written: dict[s
         ("a: ['file://code.py']", r"first.yml: a.0: file://code.py: only text files can be included"),
     ],
 )
-def test_a_base_or_text_that_cannot_be_read_is_named(tmp_path: Path, text: str, told: str) -> None:
+def test_a_base_or_text_that_cannot_be_read_is_named(tmp_path: Path, text: str, reported: str) -> None:
     (tmp_path / "first.yml").write_text(text)
     (tmp_path / "second.yml").write_text("base: first.yml")
-    with pytest.raises(ConfigError, match=told):
+    with pytest.raises(ConfigError, match=reported):
         read_yaml(tmp_path / "first.yml")
 
 
@@ -368,7 +370,7 @@ def test_a_base_or_text_that_cannot_be_read_is_named(tmp_path: Path, text: str, 
     ],
 )
 def test_a_dataset_that_cannot_be_used_is_named_before_the_run(
-    written: dict[str, Any], tmp_path: Path, name: str, content: str | None, told: str
+    written: dict[str, Any], tmp_path: Path, name: str, content: str | None, reported: str
 ) -> None:
     path = tmp_path / name
     if content is not None:
@@ -376,6 +378,6 @@ def test_a_dataset_that_cannot_be_used_is_named_before_the_run(
     kind = {".jsonl": "jsonl", ".json": "json", ".csv": "csv", ".parquet": "parquet"}[path.suffix]
     dataset = {"_type": kind, "file_path": str(path), "structure": {"question_key": "q"}}
     config = loaded(written | {"eval": {"general": {"dataset": dataset}}}).config
-    with pytest.raises(ConfigError, match=told):
+    with pytest.raises(ConfigError, match=reported):
         preflight.check_datasets(config, is_new=True)
     preflight.check_datasets(config, is_new=False)

@@ -132,8 +132,8 @@ def test_a_learner_imports_no_algorithm_that_only_a_record_names(
     name = module(HEAD + "    def loss(self, tokens, settings): pass\n")
     config = configured(written, model, name=f"python:{name}.Mine")
     del sys.modules[name]
-    told = asyncio.run(failure(Lab(tmp_path, model), config, (f"model:{model}",)))
-    assert told.startswith(f'job run-1/rl: algorithm.name: "python:{name}.Mine" is not allowed by this process')
+    reported = asyncio.run(failure(Lab(tmp_path, model), config, (f"model:{model}",)))
+    assert reported.startswith(f'job run-1/rl: algorithm.name: "python:{name}.Mine" is not allowed by this process')
     assert name not in sys.modules
 
 
@@ -178,9 +178,9 @@ def test_what_an_algorithm_raises_fails_its_job_with_file_and_line(
 ) -> None:  # fmt: skip
     name = module(f"{HEAD}    {method}\n")
     config = configured(written, model, name=f"python:{name}.Mine")
-    told = asyncio.run(failure(Lab(tmp_path, model), config))
-    assert re.match(rf"(job run-1/rl: )?algorithm(\.name:)? python:{name}\.Mine:? ", told), told
-    assert re.search(message.replace("{}", name), told), told
+    reported = asyncio.run(failure(Lab(tmp_path, model), config))
+    assert re.match(rf"(job run-1/rl: )?algorithm(\.name:)? python:{name}\.Mine:? ", reported), reported
+    assert re.search(message.replace("{}", name), reported), reported
     if "raised" in message:
         assert any(record.exc_info and f"{name}.py" in caplog.text for record in caplog.records)
 
@@ -188,19 +188,19 @@ def test_what_an_algorithm_raises_fails_its_job_with_file_and_line(
 def test_keys_and_names_of_an_algorithm_are_checked_when_the_file_is_read(
     written: dict[str, Any], model: Path, module: Callable[[str], str]
 ) -> None:
-    place = "trainer_adapters.a.algorithm"
+    at = "trainer_adapters.a.algorithm"
     broken = module("1 / 0\n")
     for algorithm, message in (
-        ({"name": CISPO, "clip_hihg": 3}, f"{place}.clip_hihg: unknown key; did you mean clip_high?"),
-        ({"name": CISPO, "clip_high": 0}, f"{place}.clip_high: Input should be greater than 0"),
-        ({"name": CISPO, "mini_batches": 0}, f"{place}.mini_batches: is 0; input should be greater than or equal to 1"),
-        ({"name": CISPO, "declared": {"pairs": True}}, f"{place}.declared: unknown key; known keys: advantage, "),
-        ({"name": "grpoo"}, f"{place}.name: 'grpoo' is unknown; did you mean grpo?"),
-        ({"name": "vespo"}, f"{place}.name: 'vespo' is unknown; known algorithms: dpo, expert_iteration, grpo, malt"),
-        ({"clip_hihg": 3}, f"{place}.clip_hihg: unknown key; did you mean clip_high?"),
-        ({"name": f"{CISPO}s"}, f"{place}.name: {CISPO}s: module tests.rigs.toy_cispo has no 'Cispos'"),
-        ({"name": f"{CISPO}Settings"}, f"{place}.name: {CISPO}Settings must be a subclass of "),
-        ({"name": f"python:{broken}.Mine"}, f"{place}.name: python:{broken}.Mine: module {broken} cannot be imp"),
+        ({"name": CISPO, "clip_hihg": 3}, f"{at}.clip_hihg: unknown key; did you mean clip_high?"),
+        ({"name": CISPO, "clip_high": 0}, f"{at}.clip_high: Input should be greater than 0"),
+        ({"name": CISPO, "mini_batches": 0}, f"{at}.mini_batches: is 0; input should be greater than or equal to 1"),
+        ({"name": CISPO, "declared": {"pairs": True}}, f"{at}.declared: unknown key; known keys: advantage, "),
+        ({"name": "grpoo"}, f"{at}.name: 'grpoo' is unknown; did you mean grpo?"),
+        ({"name": "vespo"}, f"{at}.name: 'vespo' is unknown; known algorithms: dpo, expert_iteration, grpo, malt"),
+        ({"clip_hihg": 3}, f"{at}.clip_hihg: unknown key; did you mean clip_high?"),
+        ({"name": f"{CISPO}s"}, f"{at}.name: {CISPO}s: module tests.rigs.toy_cispo has no 'Cispos'"),
+        ({"name": f"{CISPO}Settings"}, f"{at}.name: {CISPO}Settings must be a subclass of "),
+        ({"name": f"python:{broken}.Mine"}, f"{at}.name: python:{broken}.Mine: module {broken} cannot be imp"),
     ):  # fmt: skip
         with pytest.raises(ConfigError) as refused:
             configured(written, model, **algorithm)
@@ -216,14 +216,14 @@ def test_keys_and_names_of_an_algorithm_are_checked_when_the_file_is_read(
     ],
 )
 def test_what_the_settings_of_an_algorithm_raise_is_a_configuration_error_with_file_and_line(
-    written: dict[str, Any], model: Path, module: Callable[[str], str], method: str, place: str
+    written: dict[str, Any], model: Path, module: Callable[[str], str], method: str, location: str
 ) -> None:
     text = f"{HEAD}    {LOSS}\nfrom pydantic import field_validator\n"
     text += "class Own(PolicyGradientSettings):\n    clip: float = 1.0\n"
     name = module(f"{text}    {method}\nMine.Settings = Own\n")
     with pytest.raises(ConfigError) as refused:
         configured(written, model, name=f"python:{name}.Mine", clip=2.0)
-    expected = rf"cannot be used: KeyError \({name}\.py line \d+, in {place}\): 'no such key'$"
+    expected = rf"cannot be used: KeyError \({name}\.py line \d+, in {location}\): 'no such key'$"
     assert re.search(expected, str(refused.value)), refused.value
 
 

@@ -73,10 +73,10 @@ def test_bytes_of_parquet_that_are_no_text_are_one_error(tmp_path: Path, column:
     file = parquet(tmp_path, f"SELECT 1 AS id, NULL AS c UNION ALL SELECT 2, {wrong}")
     with pytest.raises(ConfigError) as raised:
         read(file)
-    told = (
+    reported = (
         f"{file} row 2: column {path} contains bytes that are not UTF-8 text; write them as base64 text, or leave the "
     )
-    assert str(raised.value) == f"dataset {told}column out"
+    assert str(raised.value) == f"dataset {reported}column out"
 
 
 def test_an_identifier_with_leading_zeros_stays_one(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from rollstream.eventlog.artifacts import ArtifactStore
 from rollstream.eventlog.memory.log import MemoryLog
 from rollstream.harness.config import checks
 from rollstream.harness.config import file as config_file
-from rollstream.harness.config.jobs import Place, services_of
+from rollstream.harness.config.jobs import RunLocation, services_of
 from rollstream.harness.replays.what_if import what_if
 from rollstream.harness.runs.plan import open_run
 from rollstream.harness.runs.preflight import check_engines
@@ -54,7 +54,7 @@ def test_a_file_says_an_engine_by_its_kind(written: dict[str, Any]) -> None:
         ({"kind": "parrot", "api_key": "sesame"}, "trajectory_builders.b.engine.api_key: secrets are not allowed"),
     ],
 )
-def test_a_wrong_key_of_an_engine_is_named(written: dict[str, Any], engine: Any, told: str) -> None:
+def test_a_wrong_key_of_an_engine_is_named(written: dict[str, Any], engine: Any, reported: str) -> None:
     wrong = with_engine(written, engine)
 
     def read() -> None:
@@ -63,7 +63,7 @@ def test_a_wrong_key_of_an_engine_is_named(written: dict[str, Any], engine: Any,
 
     with pytest.raises(ConfigError) as refused:
         read()
-    assert str(refused.value).startswith(told)
+    assert str(refused.value).startswith(reported)
 
 
 def test_keys_that_an_engine_does_not_use_are_reported(written: dict[str, Any], caplog: Any) -> None:
@@ -114,8 +114,8 @@ def test_services_get_the_settings_of_an_engine_as_written(written: dict[str, An
     engine = {"kind": "parrot", "api_key": "${PARROT_KEY}"}
     written["trainer_adapters"]["a"]["endpoint"] = {"engine": engine}
     config = config_file.resolve(with_engine(written, engine), {"PARROT_KEY": "sesame"}).config
-    place = Place(KafkaSettings(bootstrap_servers="b:1"), str(tmp_path), tmp_path)
-    services = services_of(config, place, "run-1")
+    location = RunLocation(KafkaSettings(bootstrap_servers="b:1"), str(tmp_path), tmp_path)
+    services = services_of(config, location, "run-1")
     for name, kind in (("producers-1", ProducerSettings), ("endpoint-1", EndpointSettings)):
         sent = services[name].model_dump_json()
         assert "sesame" not in sent

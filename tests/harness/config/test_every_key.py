@@ -21,7 +21,7 @@ from rollstream.harness.config import file as config_file
 from rollstream.harness.config import registry
 from rollstream.harness.config.dataset import read_dataset
 from rollstream.harness.config.file import Loaded, validation_config
-from rollstream.harness.config.jobs import Place, artifact_uri, jobs_of, rollout_settings, services_of
+from rollstream.harness.config.jobs import RunLocation, artifact_uri, jobs_of, rollout_settings, services_of
 from rollstream.harness.config.resolve import block_of, is_ours
 from rollstream.harness.runs.plan import examples_of
 from rollstream.harness.runs.preflight import (
@@ -31,7 +31,7 @@ from rollstream.harness.runs.preflight import (
     check_temperature,
     token_of,
 )
-from rollstream.harness.runs.run_context import block_of_run, check_embedded, tell_workspaces
+from rollstream.harness.runs.run_context import block_of_run, check_embedded, warn_other_workspaces
 from rollstream.harness.services.workspace import EMBEDDED, Workspace
 from rollstream.schemas.config import RunConfig
 from rollstream.schemas.errors import ConfigError
@@ -265,8 +265,8 @@ def _one_answer(
     if after != before:
         return "effect"
     kinds = {f"{block}.{name}": written[block][name]["_type"] for block, name in PLACES}
-    told = [re.fullmatch(r"(\S+): (.+): accepted, but .*", record.getMessage()) for record in caplog.records]
-    paths = {f"{one[1]}.{name}" for one in told if one for name in one[2].split(", ")}
+    logged = [re.fullmatch(r"(\S+): (.+): accepted, but .*", record.getMessage()) for record in caplog.records]
+    paths = {f"{one[1]}.{name}" for one in logged if one for name in one[2].split(", ")}
     paths |= {path.replace(kind, place, 1) for place, kind in kinds.items() for path in paths if path.startswith(kind)}
     return "told" if any(f"{key}.".startswith(f"{path}.") or path.startswith(f"{key}.") for path in paths) else ""
 
@@ -275,7 +275,7 @@ def what_is_done(loaded: Loaded, workspace: Path = Path(".rollstream")) -> Any:
     """All that a configuration comes to. Raises ConfigError."""
     config = loaded.config
     builder = config.builder
-    tell_workspaces(loaded.finetune, workspace)
+    warn_other_workspaces(loaded.finetune, workspace)
     for check in (check_places, check_names, check_temperature):
         check(config)
     check_datasets(config, is_new=True)
@@ -284,14 +284,14 @@ def what_is_done(loaded: Loaded, workspace: Path = Path(".rollstream")) -> Any:
         check_embedded(builder, "kafka")
     address = "127.0.0.1:2" if builder.bootstrap_servers == EMBEDDED else builder.bootstrap_servers
     kafka = connection(address, block, os.environ)
-    place = Place(kafka, artifact_uri(config, workspace), workspace)
+    location = RunLocation(kafka, artifact_uri(config, workspace), workspace)
     validated = validation_config(config)
     return {
         "kafka": with_secrets(kafka),
         "partitions": builder.num_partitions,
         "idle": config.trainer.run_idle_timeout_s,
         "jobs": [[_job(config, spec) for spec in jobs_of(config, "run", is_fork=fork)] for fork in (False, True)],
-        "services": _services(config, place),
+        "services": _services(config, location),
         "examples": examples_of(config),
         "validated": validated
         and [
@@ -302,16 +302,16 @@ def what_is_done(loaded: Loaded, workspace: Path = Path(".rollstream")) -> Any:
         "output": [config.finetuning.output_dir, config.adapter.export_untrained],
         "conducted": _conducted(loaded) if config.trainer.planning == "submitted" else "streamed",
         "builder": _told_to_another_builder(loaded),
-        "artifacts": place.artifact_uri,
-        "workspace": place.workspace,
+        "artifacts": location.artifact_uri,
+        "workspace": location.workspace,
         "token": config.served and config.served.token is not None and token_of(config, workspace, os.environ),
     }
 
 
-def _services(config: RunConfig, place: Place) -> list[Any]:
+def _services(config: RunConfig, location: RunLocation) -> list[Any]:
     if config.builder.services == "external":
         return []
-    return [with_secrets(one) for one in services_of(config, place, "run").values()]
+    return [with_secrets(one) for one in services_of(config, location, "run").values()]
 
 
 def _job(config: RunConfig, spec: JobSpec) -> Any:

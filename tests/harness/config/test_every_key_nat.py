@@ -74,9 +74,9 @@ def test_a_misspelt_key_is_one_error_that_names_block_key_and_the_nearest_one(
     nats: dict[str, Any], key: str, said: str
 ) -> None:
     parts = key.replace(".", "__")
-    with pytest.raises(ConfigError) as told:
+    with pytest.raises(ConfigError) as reported:
         under_nat(changed_by(**{parts: 1})(nats))
-    assert said in str(told.value)
+    assert said in str(reported.value)
 
 
 def test_the_command_line_wins_over_what_the_file_says_of_the_run(nats: dict[str, Any]) -> None:

@@ -82,7 +82,7 @@ def test_another_temperature_than_that_of_sampling_is_refused(written: dict[str,
     ],
 )
 def test_a_truncation_penalty_that_comes_after_the_rejection_of_equal_rewards_is_refused(
-    written: dict[str, Any], plans: dict[str, Any], told: str
+    written: dict[str, Any], plans: dict[str, Any], reported: str
 ) -> None:
     written["trainers"]["t"]["planning"] = "stream"
     if "drops" in plans:
@@ -92,10 +92,10 @@ def test_a_truncation_penalty_that_comes_after_the_rejection_of_equal_rewards_is
         written["finetuning"]["curriculum_learning"] = curriculum
     check_truncation(config_of(written))
     check_truncation(config_of(written, truncation_penalty=0.5, name="sft"))
-    if not told:
+    if not reported:
         check_truncation(config_of(written, truncation_penalty=0.5))
         return
-    with pytest.raises(ConfigError, match=rf"algorithm\.truncation_penalty: groups with equal .*{told}"):
+    with pytest.raises(ConfigError, match=rf"algorithm\.truncation_penalty: groups with equal .*{reported}"):
         check_truncation(config_of(written, truncation_penalty=0.5))
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from rollstream.harness.config import file as config_file
 from rollstream.harness.config.components import written_of
-from rollstream.harness.config.jobs import Place, kafka_block, services_of
+from rollstream.harness.config.jobs import RunLocation, kafka_block, services_of
 from rollstream.harness.runs.run_context import block_of_run, broker_of_run
 from rollstream.harness.services.serving import settings_of
 from rollstream.harness.services.workspace import Workspace, broker_of
@@ -81,7 +81,7 @@ def test_the_adapters_block_counts_where_it_gives_one(written: dict[str, Any]) -
 def test_services_get_the_secret_by_standard_input_and_show_it_nowhere(secured: dict[str, Any]) -> None:
     config = config_file.resolve(secured, ENVIRON).config
     kafka = connection(ADDRESS, kafka_block(config.builder, ENVIRON), ENVIRON)
-    for name, settings in services_of(config, Place(kafka, "a", Path("w")), "run-1").items():
+    for name, settings in services_of(config, RunLocation(kafka, "a", Path("w")), "run-1").items():
         assert "hunter2" not in repr(settings) + settings.model_dump_json()
         received = settings_of(name.rsplit("-", 1)[0], name, json.loads(with_secrets(settings)), {})
         assert received.connection == kafka

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from rollstream.harness.config import file as config_file
-from rollstream.harness.config.jobs import Place, check_manifests, jobs_of, services_of
+from rollstream.harness.config.jobs import RunLocation, check_manifests, jobs_of, services_of
 from rollstream.schemas.config import RunConfig
 from rollstream.schemas.errors import ConfigError
 from rollstream.schemas.kafka import KafkaSettings
@@ -60,8 +60,8 @@ def test_the_learner_serves_all_model_groups_and_may_load_their_models(written: 
     other = tmp_path / "other"
     other.mkdir()
     config = config_of(written, groups={"verifiers": {"model": {"path": str(other)}}})
-    place = Place(KafkaSettings(bootstrap_servers="h:1"), "memory://a", tmp_path)
-    learner = services_of(config, place, "run-1")["learner-1"]
+    location = RunLocation(KafkaSettings(bootstrap_servers="h:1"), "memory://a", tmp_path)
+    learner = services_of(config, location, "run-1")["learner-1"]
     assert isinstance(learner, LearnerSettings)
     assert learner.model_groups == ("run-1/provers", "run-1/verifiers")
     assert {f"model:{other}", f"model:{config.adapter.model.path}"} <= set(learner.allow)

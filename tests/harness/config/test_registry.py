@@ -200,12 +200,12 @@ def test_what_yields_nothing_or_another_kind_is_named_by_its_path(finetune: Fine
     async def number(config: Any, builder: Any) -> Any:
         yield 1
 
-    for build, told in (
+    for build, reported in (
         (nothing, "nothing yields nothing; it must yield one component"),
         (number, "yields a int; it must yield a Trainer"),
     ):
         registry.trainers[MyTrainerConfig] = build
-        with pytest.raises(ConfigError, match=rf"^trainers.t: .*{told}"):
+        with pytest.raises(ConfigError, match=rf"^trainers.t: .*{reported}"):
             asyncio.run(built(finetune))
 
 
@@ -227,12 +227,12 @@ def test_what_a_component_raises_is_one_line_with_its_path_and_the_place_in_its_
     async def strange(config: Any, builder: Any) -> Any:
         yield Strange(config)
 
-    for build, told in (
+    for build, reported in (
         (broken, r"KeyError \(test_registry\.py line \d+, in broken\): 'my_trainer'"),
         (strange, r"ValueError \(test_registry\.py line \d+, in initialize\): what\nis this"),
     ):
         registry.trainers[MyTrainerConfig] = build
-        with pytest.raises(ComponentError, match=rf"^trainers.t: {told}"):
+        with pytest.raises(ComponentError, match=rf"^trainers.t: {reported}"):
             asyncio.run(run())
 
 

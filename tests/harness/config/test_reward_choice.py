@@ -106,9 +106,9 @@ def test_a_python_evaluator_that_is_not_there_is_told_before_the_run(config):
         ),
     ],
 )
-def test_a_row_without_the_key_is_named_before_the_run(config, block, told):
+def test_a_row_without_the_key_is_named_before_the_run(config, block, reported):
     found = config({"e": block}, "e")
-    with pytest.raises(ConfigError, match=told):
+    with pytest.raises(ConfigError, match=reported):
         check_datasets(found, is_new=True)
     check_datasets(found, is_new=False)
 

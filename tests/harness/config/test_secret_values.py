@@ -9,7 +9,7 @@ import pytest
 
 from rollstream.harness.config import file as config_file
 from rollstream.harness.config.checks import check_values
-from rollstream.harness.config.jobs import Place, allowed_by, jobs_of, services_of
+from rollstream.harness.config.jobs import RunLocation, allowed_by, jobs_of, services_of
 from rollstream.harness.services.concealing import ConcealingRecord, conceal_variables, concealed
 from rollstream.schemas.errors import ConfigError
 from rollstream.schemas.kafka import KafkaSettings
@@ -91,8 +91,8 @@ def test_what_events_and_services_carry_is_as_written(
     assert jobs[0].job.model.path == "${MODEL_DIR}/m"
     assert jobs[0].rollout.environment_config["endpoint"] == "${WORKFLOW}"
     assert jobs[0].rollout.environment_config["target_model"] == "${TARGET}"
-    place = Place(KafkaSettings(bootstrap_servers="h:1"), str(config.adapter.artifact_uri), tmp_path)
-    services = services_of(config, place, "run-1")
+    location = RunLocation(KafkaSettings(bootstrap_servers="h:1"), str(config.adapter.artifact_uri), tmp_path)
+    services = services_of(config, location, "run-1")
     said = "".join(one.model_dump_json() for job in jobs for one in (job.job, job.plan, job.rollout))
     assert "s3cr3t" not in said + "".join(one.model_dump_json() for one in services.values())
     assert {name for entry in allowed_by(config) for name in variables_in(entry)} >= {"MODEL_DIR", "WORKFLOW", "TARGET"}

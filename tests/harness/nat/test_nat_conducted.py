@@ -11,7 +11,7 @@ import pytest
 
 from rollstream.harness.components.run_end import watch_curriculum
 from rollstream.harness.nat.conducted import conducted
-from rollstream.harness.runs.backend import Backend
+from rollstream.harness.runs.run_handle import RunHandle
 from rollstream.schemas.errors import RunFailedError
 from rollstream.schemas.events import RunEnded
 from rollstream.schemas.finetuning import TrainingJobStatus, TrainingStatusEnum, Trajectory, TrajectoryCollection
@@ -19,7 +19,7 @@ from tests.rigs.classic_rig import ClassicRig, components_for, configuration
 
 COMPLETED, FAILED = TrainingStatusEnum.COMPLETED, TrainingStatusEnum.FAILED
 CANCELED = TrainingStatusEnum.CANCELED
-Run = Callable[[Backend], Awaitable[list[Any]]]
+Run = Callable[[RunHandle], Awaitable[list[Any]]]
 
 
 def status(kind: TrainingStatusEnum, message: str = "") -> TrainingJobStatus:
@@ -31,21 +31,21 @@ def ended(folder: Path, run: Run, *, is_cancelled: bool = False) -> tuple[list[A
 
     async def scenario() -> tuple[list[Any] | str, list[RunEnded]]:
         rig = ClassicRig(folder, configuration(folder, num_epochs=2, num_examples=2))
-        told: list[Any] | str = "cancelled"
-        async with asyncio.timeout(120), rig.services(), await rig.backend() as backend:
+        reported: list[Any] | str = "cancelled"
+        async with asyncio.timeout(120), rig.services(), await rig.open_run() as handle:
             parts = components_for(rig)
             await parts.trainer.bind_components(parts.trajectory_builder, parts.trainer_adapter)
             await parts.trainer.initialize(rig.loaded.finetune)
-            conducting = asyncio.ensure_future(conducted(backend, _as_coroutine(run(backend))))
+            conducting = asyncio.ensure_future(conducted(handle, _as_coroutine(run(handle))))
             if is_cancelled:
-                await backend.begin()
+                await handle.begin()
                 conducting.cancel()
             with contextlib.suppress(asyncio.CancelledError):
                 try:
-                    told = await conducting
+                    reported = await conducting
                 except RunFailedError as error:
-                    told = str(error)
-        return told, await rig.events("groups", RunEnded)
+                    reported = str(error)
+        return reported, await rig.events("groups", RunEnded)
 
     return asyncio.run(scenario())
 
@@ -59,34 +59,34 @@ def test_a_trainer_that_raises_has_its_run_fail_with_the_same_words_and_without_
 ) -> None:
     monkeypatch.setenv("JUDGE_API_KEY", "s3cr3t-of-the-judge")
 
-    async def run(backend: Backend) -> list[Any]:
+    async def run(backend: RunHandle) -> list[Any]:
         raise KeyError("s3cr3t-of-the-judge")
 
     with caplog.at_level("INFO"):
-        told, (event,) = ended(tmp_path, run)
+        reported, (event,) = ended(tmp_path, run)
     reason = f"KeyError (test_nat_conducted.py line {run.__code__.co_firstlineno + 1}, in run): '${{JUDGE_API_KEY}}'"
-    assert told == f"run run-1 failed: {reason}"
+    assert reported == f"run run-1 failed: {reason}"
     assert (event.cause, event.message) == ("failed", reason)
     assert "Traceback" in caplog.text
     assert "s3cr3t" not in caplog.text
 
 
 def test_what_a_trainer_calls_failed_is_failed_on_the_log(tmp_path: Path) -> None:
-    async def run(backend: Backend) -> list[Any]:
+    async def run(backend: RunHandle) -> list[Any]:
         return [status(COMPLETED), status(FAILED, "no evaluation\x1b[2J")]
 
-    told, (event,) = ended(tmp_path, run)
-    assert told == r"run run-1 failed: no evaluation\x1b[2J"
+    reported, (event,) = ended(tmp_path, run)
+    assert reported == r"run run-1 failed: no evaluation\x1b[2J"
     assert (event.cause, event.message) == ("failed", "no evaluation\x1b[2J")
 
 
 def test_epochs_that_are_called_completed_and_submitted_nothing_fail_the_run(tmp_path: Path) -> None:
-    async def run(backend: Backend) -> list[Any]:
+    async def run(backend: RunHandle) -> list[Any]:
         return [status(COMPLETED, "No trajectories to train on")] * 2
 
-    told, (event,) = ended(tmp_path, run)
-    assert isinstance(told, str)
-    assert "nothing was trained (no trajectories were submitted for 2 epochs)" in told
+    reported, (event,) = ended(tmp_path, run)
+    assert isinstance(reported, str)
+    assert "nothing was trained (no trajectories were submitted for 2 epochs)" in reported
     assert event.cause == "failed"
 
 
@@ -96,7 +96,7 @@ def test_the_failure_of_a_run_that_submitted_nothing_says_what_other_packages_lo
     monkeypatch.setenv("JUDGE_API_KEY", "s3cr3t-of-the-judge")
     theirs = logging.getLogger("nat.plugins.other")
 
-    async def run(backend: Backend) -> list[Any]:
+    async def run(backend: RunHandle) -> list[Any]:
         for number in range(50):
             theirs.warning("No reward results found for generation %d", number)
             try:
@@ -107,9 +107,9 @@ def test_the_failure_of_a_run_that_submitted_nothing_says_what_other_packages_lo
         return [status(COMPLETED, "No trajectories to train on")] * 2
 
     handlers = list(logging.getLogger().handlers)
-    told, (event,) = ended(tmp_path, run)
-    assert isinstance(told, str)
-    assert event.message in told
+    reported, (event,) = ended(tmp_path, run)
+    assert isinstance(reported, str)
+    assert event.message in reported
     assert event.message.endswith(
         "(no trajectories were submitted for 2 epochs); logged meanwhile: An error occurred while running evaluator "
         "share: RuntimeError: ${JUDGE_API_KEY} has no quota"
@@ -128,7 +128,7 @@ class CuttingTrainer:
 def test_a_run_is_completed_if_the_curriculum_of_another_trainer_left_nothing_of_all_its_epochs(
     tmp_path: Path, num_cut: int, state: str
 ) -> None:
-    async def run(backend: Backend) -> list[Any]:
+    async def run(backend: RunHandle) -> list[Any]:
         trainer: Any = CuttingTrainer()
         watch_curriculum(backend, trainer)
         group = [Trajectory(episode=[], reward=1.0)]
@@ -137,17 +137,17 @@ def test_a_run_is_completed_if_the_curriculum_of_another_trainer_left_nothing_of
             trainer.apply_curriculum_learning(TrajectoryCollection(trajectories=come, run_id="theirs"), epoch)
         return [status(COMPLETED, "No trajectories to train on")] * 2
 
-    told, (event,) = ended(tmp_path, run)
+    reported, (event,) = ended(tmp_path, run)
     assert event.cause == state
     assert f"the curriculum filtered out all groups of {num_cut} epoch" in event.message
-    assert isinstance(told, str) == (state == "failed")
+    assert isinstance(reported, str) == (state == "failed")
 
 
 @pytest.mark.parametrize("raises", [True, False])
 def test_a_run_that_is_stopped_ends_the_command_well_whatever_its_trainer_makes_of_that(
     tmp_path: Path, raises: bool
 ) -> None:
-    async def run(backend: Backend) -> list[Any]:
+    async def run(backend: RunHandle) -> list[Any]:
         await backend.begin()
         await backend.log.send(RunEnded(run_id="run-1", time_ms=1, cause="stopped"))
         await backend.wait_for(lambda: backend.is_over or None)
@@ -155,13 +155,13 @@ def test_a_run_that_is_stopped_ends_the_command_well_whatever_its_trainer_makes_
             raise ValueError("no answer")
         return [status(FAILED, "no answer")]
 
-    told, (event,) = ended(tmp_path, run)
-    assert told == ([] if raises else [status(CANCELED, "no answer")])
+    reported, (event,) = ended(tmp_path, run)
+    assert reported == ([] if raises else [status(CANCELED, "no answer")])
     assert event.cause == "stopped"
 
 
 def test_a_command_that_is_cancelled_leaves_its_run_open(tmp_path: Path) -> None:
-    async def run(backend: Backend) -> list[Any]:
+    async def run(backend: RunHandle) -> list[Any]:
         return await asyncio.Event().wait() and []
 
     assert ended(tmp_path, run, is_cancelled=True) == ("cancelled", [])

@@ -16,7 +16,7 @@ from nat.runtime.loader import PluginTypes, discover_and_register_plugins
 from nat.utils.data_models.schema_validator import validate_schema
 
 from rollstream.harness.config.file import Loaded, resolve
-from rollstream.harness.config.jobs import ENDPOINT, Place, jobs_of, services_of
+from rollstream.harness.config.jobs import ENDPOINT, RunLocation, jobs_of, services_of
 from rollstream.harness.config.nat_workflows import check_sampling
 from rollstream.harness.nat.handover import loaded_of, repair
 from rollstream.harness.runs.preflight import check_temperature
@@ -104,9 +104,9 @@ def loss_temperature(found: Loaded) -> float:
     ],
 )
 def test_llms_at_the_endpoint_are_held_to_one_distribution(
-    tmp_path: Path, llms: dict[str, Any], changes: dict[str, Any], told: str
+    tmp_path: Path, llms: dict[str, Any], changes: dict[str, Any], reported: str
 ) -> None:
-    with pytest.raises(ConfigError, match=told):
+    with pytest.raises(ConfigError, match=reported):
         loaded(tmp_path, llms, **changes)
 
 
@@ -146,8 +146,8 @@ def test_the_endpoint_takes_the_temperature_of_the_loss_where_its_answers_are_tr
     tmp_path: Path, llms: dict[str, Any], changes: dict[str, Any], wanted: float | None
 ) -> None:
     found = loaded(tmp_path, llms, **changes)
-    place = Place(KafkaSettings(bootstrap_servers="localhost:1"), "artifacts", tmp_path)
-    endpoint = services_of(found.config, place, "run-1")[ENDPOINT]
+    location = RunLocation(KafkaSettings(bootstrap_servers="localhost:1"), "artifacts", tmp_path)
+    endpoint = services_of(found.config, location, "run-1")[ENDPOINT]
     assert isinstance(endpoint, EndpointSettings)
     assert endpoint.temperature == wanted
 

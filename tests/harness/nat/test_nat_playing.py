@@ -112,11 +112,13 @@ def test_the_terminal_is_told_of_the_first_failure_in_full_and_the_log_file_of_e
     with caplog.at_level("INFO", logger="rollstream"):
         played(["no", "no", "x"], {"_type": "playing_test_length", "raises": True}, failures)
         played(["no"], {"_type": "playing_test_length"}, failures)
-    told = [record for record in caplog.records if record.name.startswith("rollstream")]
-    assert [record.levelname for record in told] == ["WARNING", "INFO", "INFO", "INFO"]
-    assert all(record.exc_info for record in told)
-    assert told[0].getMessage() == "example x0: the workflow raised an exception; further ones are only in the log file"
-    assert told[2].getMessage() == "evaluator it raised"
+    logged = [record for record in caplog.records if record.name.startswith("rollstream")]
+    assert [record.levelname for record in logged] == ["WARNING", "INFO", "INFO", "INFO"]
+    assert all(record.exc_info for record in logged)
+    assert (
+        logged[0].getMessage() == "example x0: the workflow raised an exception; further ones are only in the log file"
+    )
+    assert logged[2].getMessage() == "evaluator it raised"
 
 
 def test_evaluators_of_whole_trajectories_are_asked_as_nat_asks_them() -> None:

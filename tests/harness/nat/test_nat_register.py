@@ -93,10 +93,10 @@ def test_an_unknown_key_is_named_with_the_nearest_one_and_no_secret_beside_it(
     if name in ("b", "a", "t"):
         block = {"_type": "rollstream", **block}
     content = {"_type": "rollstream", name: block} if section == "workflow" else {name: block}
-    with pytest.raises(ValidationError) as told:
+    with pytest.raises(ValidationError) as reported:
         Config.model_validate({section: content})
-    assert said in told.value.errors()[0]["msg"]
-    assert SECRET not in str(told.value)
+    assert said in reported.value.errors()[0]["msg"]
+    assert SECRET not in str(reported.value)
 
 
 def test_names_are_unique_and_none_is_taken_from_others():

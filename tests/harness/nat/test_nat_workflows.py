@@ -118,7 +118,7 @@ def test_an_llm_leads_to_the_model_by_name_or_by_port(example: dict[str, Any], l
         ("trajectory_builders.openpipe_traj_builder.services", "external", r"services: external services have no"),
     ],
 )
-def test_what_leads_nowhere_is_refused(example: dict[str, Any], path: str, value: Any, told: str) -> None:
+def test_what_leads_nowhere_is_refused(example: dict[str, Any], path: str, value: Any, reported: str) -> None:
     *parents, key = path.split(".")
     block = example
     for name in parents:
@@ -126,7 +126,7 @@ def test_what_leads_nowhere_is_refused(example: dict[str, Any], path: str, value
     block[key] = value
     if value is None:
         del block[key]
-    with pytest.raises(ConfigError, match=told):
+    with pytest.raises(ConfigError, match=reported):
         resolved(example)
 
 
@@ -182,7 +182,7 @@ SECOND = {"_type": "openai", "model_name": "policy"}
     ],
 )
 def test_llms_that_grpo_cannot_compare_with_one_distribution_are_refused(
-    example: dict[str, Any], llm: dict[str, Any], second: Any, changes: dict[str, Any], told: str
+    example: dict[str, Any], llm: dict[str, Any], second: Any, changes: dict[str, Any], reported: str
 ) -> None:
     example["llms"]["judge"] = JUDGE
     example["llms"]["openai_llm"] |= llm
@@ -192,7 +192,7 @@ def test_llms_that_grpo_cannot_compare_with_one_distribution_are_refused(
         section, name, key = path.split(".")
         example[section][name][key] = value
     loaded = config_file.resolve(example)
-    with pytest.raises(ConfigError, match=told):
+    with pytest.raises(ConfigError, match=reported):
         check_sampling(loaded.config, loaded.finetune)
 
 

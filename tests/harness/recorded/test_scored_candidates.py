@@ -163,8 +163,8 @@ def test_a_pair_is_a_trajectory_of_one_item_with_nats_metadata() -> None:
     ]
     assert (made.reward, trajectory(reward_from_score_diff=False).reward) == (0.25, 1.0)
     metadata = made.metadata or {}
-    told = {key: value for key, value in metadata.items() if key != "references"}
-    assert told == {
+    reported = {key: value for key, value in metadata.items() if key != "references"}
+    assert reported == {
         "run_id": "r",
         "epoch": 2,
         "dpo_type": "preference_pair",

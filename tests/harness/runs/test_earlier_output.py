@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from rollstream.harness.config import file as config_file
-from rollstream.harness.config.jobs import Place
+from rollstream.harness.config.jobs import RunLocation
 from rollstream.harness.runs.display import Display
 from rollstream.harness.runs.earlier_output import put_aside
 from rollstream.harness.runs.run_context import RunRequest, WorkspaceLease, connected
@@ -76,12 +76,12 @@ def test_a_run_that_is_refused_at_its_start_leaves_the_folder_as_it_is(
     written["eval"] = {"general": {"dataset": {"_type": "jsonl", "file_path": str(tmp_path / "examples.jsonl")}}}
     loaded = config_file.resolve(written, {"REFUSED_TEST_TOKEN": "not set where it begins"})
     own = kafka.model_copy(update={"topic_prefix": f"refused-{uuid.uuid4().hex[:8]}."})
-    place = Place(own, str(tmp_path / "artifacts"), tmp_path / ".rollstream")
+    location = RunLocation(own, str(tmp_path / "artifacts"), tmp_path / ".rollstream")
     shown = io.StringIO()
 
     async def begin() -> None:
         async with connected(
-            RunRequest(loaded, place.workspace, "refused"), WorkspaceLease(place, None), Display(shown)
+            RunRequest(loaded, location.workspace, "refused"), WorkspaceLease(location, None), Display(shown)
         ):
             raise AssertionError("it began")
 

@@ -98,15 +98,15 @@ def test_weights_of_another_kind_or_model_are_refused(place: Place) -> None:
     async def scenario() -> None:
         await place.record()
         place.model["lora"] = {}
-        told = await place.refusal("run-1@1")
-        assert told == "it has full weights, but the configuration trains lora weights (model.lora)"
+        reported = await place.refusal("run-1@1")
+        assert reported == "it has full weights, but the configuration trains lora weights (model.lora)"
         del place.model["lora"]
         other = place.folder / "other"
         other.mkdir()
         (other / "config.json").write_text("{}")
         was, place.model["path"] = place.model["path"], str(other)
-        told = await place.refusal("run-1@1")
-        assert told == f"it was trained from base model {was}, but the configuration has model.path {other}"
+        reported = await place.refusal("run-1@1")
+        assert reported == f"it was trained from base model {was}, but the configuration has model.path {other}"
 
     asyncio.run(scenario())
 
@@ -116,9 +116,9 @@ def test_another_adapter_is_refused(place: Place) -> None:
         await place.record(weights_format="lora", lora=LORA)
         place.model["lora"] = {}
         await place.check("run-1@1")
-        for name, value, told in (("rank", 8, "16"), ("alpha", 8, "32.0"), ("target_modules", ["q_proj"], "")):
+        for name, value, reported in (("rank", 8, "16"), ("alpha", 8, "32.0"), ("target_modules", ["q_proj"], "")):
             place.model["lora"] = {name: value}
-            assert (await place.refusal("run-1@1")).startswith(f"its adapter has {name} {told}")
+            assert (await place.refusal("run-1@1")).startswith(f"its adapter has {name} {reported}")
 
     asyncio.run(scenario())
 

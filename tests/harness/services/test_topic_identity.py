@@ -55,8 +55,8 @@ def test_a_service_does_not_start_on_a_topic_that_was_made_again(tmp_path: Path,
         asyncio.run(_delete(running.kafka, "tasks"))
         serving = start(running.kafka, workspace, tmp_path / "again.log")
         assert serving.wait(60) == 1
-        told = (tmp_path / "again.log").read_text().splitlines()[-1]
-    assert told.startswith("error: topic tasks was deleted and created again (id ")
+        reported = (tmp_path / "again.log").read_text().splitlines()[-1]
+    assert reported.startswith("error: topic tasks was deleted and created again (id ")
 
 
 def test_a_topic_counts_as_deleted_when_it_is_missing_three_times_in_a_row(tmp_path: Path) -> None:

@@ -99,8 +99,8 @@ def test_ctrl_c_while_a_command_waits_for_others_stops_the_broker_and_changes_no
             owner.stdin.flush()
             assert "waiting for other commands" in owner.stderr.readline()
             owner.send_signal(signal.SIGINT)
-            told, complaints = owner.communicate(timeout=60)
-        assert (told, complaints, owner.returncode) == ("ended as it would have\n", "", 0)
+            reported, complaints = owner.communicate(timeout=60)
+        assert (reported, complaints, owner.returncode) == ("ended as it would have\n", "", 0)
     assert find_running(tmp_path) is None
 
 

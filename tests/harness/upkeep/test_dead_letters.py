@@ -10,9 +10,9 @@ import pytest
 from rollstream.eventlog import codec
 from rollstream.eventlog.artifacts import ArtifactStore
 from rollstream.eventlog.dead_letters import REDRIVEN_FROM, original, send_dead_letter
-from rollstream.eventlog.log import Position, TopicPartition, partition_of
+from rollstream.eventlog.log import Position, TopicPartition, format_position, partition_of
 from rollstream.eventlog.memory.log import MemoryLog
-from rollstream.harness.upkeep.dead_letters import Letter, Redrive, place, prepare, read_letter, read_letters, send
+from rollstream.harness.upkeep.dead_letters import Letter, Redrive, prepare, read_letter, read_letters, send
 from rollstream.schemas.errors import DecodeError, LogError, RollstreamError
 from rollstream.schemas.events import RewardRecorded
 from rollstream.schemas.topics import MIB
@@ -86,7 +86,7 @@ def test_a_record_is_sent_again_unchanged_to_its_own_partition_and_says_from_whe
         log = MemoryLog(num_partitions=PARTITIONS)
         number = await add_dead_letter(log, GOOD.value)
         (to,) = await redrive(log, number)
-        assert place(to) == f"steps/{OWN}@1"
+        assert format_position(to) == f"steps/{OWN}@1"
         (record,) = await log.fetch([to])
         assert (record.key, record.value) == (GOOD.key, GOOD.value)
         assert record.headers == (("ce_id", b"x"), (REDRIVEN_FROM, f"dlq/0@{number}".encode()))
@@ -135,7 +135,7 @@ def test_a_letter_is_not_redriven_twice_unless_it_is_asked_for() -> None:
         await redrive(log, twin.offset, again=True)
         assert (await log.end_offsets("steps"))[OWN] == 3
         letters = await read_letters(log)
-        assert [[place(to) for to in letter.redriven_to] for letter in letters] == [
+        assert [[format_position(to) for to in letter.redriven_to] for letter in letters] == [
             [f"steps/{OWN}@1", f"steps/{OWN}@2"]
         ] * 2
 

@@ -52,10 +52,10 @@ def hash_of(text: str) -> str:
     return codec.content_digest(started(text))
 
 
-def started(run_id: str, **told: Any) -> RunStarted:
-    ref = told.pop("dataset", None) or ArtifactRef(uri="/s/d.jsonl", sha256="d" * 64, size_bytes=0)
-    told |= {"name": "run", "config": {}, "seed": 0, "dataset": ref, "num_examples": 1, "num_partitions": 1}
-    return RunStarted(run_id=run_id, time_ms=1, **told)
+def started(run_id: str, **reported: Any) -> RunStarted:
+    ref = reported.pop("dataset", None) or ArtifactRef(uri="/s/d.jsonl", sha256="d" * 64, size_bytes=0)
+    reported |= {"name": "run", "config": {}, "seed": 0, "dataset": ref, "num_examples": 1, "num_partitions": 1}
+    return RunStarted(run_id=run_id, time_ms=1, **reported)
 
 
 def ended(run_id: str) -> RunEnded:
@@ -68,21 +68,21 @@ def published(run_id: str, *versions: int, term: int = 1, name: str = "policy", 
     for version in versions:
         sha256 = hash_of(like or f"{run_id}/{name}@{version}/{term}")
         ref = ArtifactRef(uri=f"/s/{sha256[:2]}/{sha256}.safetensors", sha256=sha256, size_bytes=1)
-        told = {"model_group": f"{run_id}/{name}", "job_id": f"{run_id}/rl", "batch_id": None, "parent": None}
-        told |= {"weights_sha256": sha256, "weights_format": "full", "base_model": "m", "artifact": ref}
-        found.append(WeightsPublished(run_id=run_id, time_ms=2, version=version, term=term, **told))
+        reported = {"model_group": f"{run_id}/{name}", "job_id": f"{run_id}/rl", "batch_id": None, "parent": None}
+        reported |= {"weights_sha256": sha256, "weights_format": "full", "base_model": "m", "artifact": ref}
+        found.append(WeightsPublished(run_id=run_id, time_ms=2, version=version, term=term, **reported))
     return found
 
 
 def job(
-    run_id: str, base: int = 0, *, last: int = 2, every: int = 100, name: str = "policy", **told: Any
+    run_id: str, base: int = 0, *, last: int = 2, every: int = 100, name: str = "policy", **reported: Any
 ) -> JobSubmitted:
-    model, algorithm = ModelSettings(path="m"), told.pop("algorithm", GrpoSettings())
+    model, algorithm = ModelSettings(path="m"), reported.pop("algorithm", GrpoSettings())
     kind = "dpo" if algorithm.name == "dpo" else "rl"
     settings = JobSettings(kind=kind, model=model, algorithm=algorithm, keep_last=last, keep_every=every)
     group, job_id = f"{run_id}/{name}", f"{run_id}/{name}-{base}"
-    told |= {"job_id": job_id, "model_group": group, "base_version": base, "settings": settings}
-    return JobSubmitted(run_id=run_id, time_ms=1, **told)
+    reported |= {"job_id": job_id, "model_group": group, "base_version": base, "settings": settings}
+    return JobSubmitted(run_id=run_id, time_ms=1, **reported)
 
 
 def loaded(run_id: str, version: int, engine: str) -> WeightsLoaded:
@@ -164,8 +164,8 @@ def test_what_checkpoints_stand_at_stays() -> None:
 
 def test_a_base_that_only_jobstarted_names_stays() -> None:
     plan, rollout = PlanSettings(), RolloutSettings(environment="e")
-    told = {"job_id": "r/rl", "model_group": "r/policy", "base_version": 2, "plan": plan, "rollout": rollout}
-    assert going([*run("r"), JobStarted(run_id="r", time_ms=1, **told)]) == ["r/policy@1", "r/policy@3"]
+    reported = {"job_id": "r/rl", "model_group": "r/policy", "base_version": 2, "plan": plan, "rollout": rollout}
+    assert going([*run("r"), JobStarted(run_id="r", time_ms=1, **reported)]) == ["r/policy@1", "r/policy@3"]
 
 
 def test_each_model_group_of_a_run_is_kept_by_its_own_jobs() -> None:

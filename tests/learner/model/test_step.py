@@ -34,7 +34,7 @@ def rows(count: int = 8) -> BatchView:
     members: list[Member] = []
     for _ in range(count):
         length = rng.randint(4, 12)
-        mask = np.asarray([place > 1 and rng.random() < 0.6 for place in range(length)])
+        mask = np.asarray([index > 1 and rng.random() < 0.6 for index in range(length)])
         mask[-1] = True
         logprobs = np.where(mask, -3.4 + 0.2 * np.asarray([rng.random() for _ in range(length)]), 0)
         ids = np.asarray([rng.randrange(32) for _ in range(length)], np.int32)

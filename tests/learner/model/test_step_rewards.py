@@ -62,10 +62,10 @@ def test_a_step_answers_for_a_later_step_that_has_no_tokens() -> None:
 @pytest.mark.parametrize("estimator", ["group_std", "group_mean"])
 def test_without_step_rewards_every_step_has_the_advantage_of_the_whole(estimator: Any) -> None:
     totals = [0.3, 0.1, 0.7, 0.1]
-    members = [member(set(range(place + 1)), {}, total) for place, total in enumerate(totals)]
+    members = [member(set(range(index + 1)), {}, total) for index, total in enumerate(totals)]
     whole = advantages.by_group(totals, "gggg", estimator)
     assert advantages.by_step(members, "gggg", estimator) == [
-        dict.fromkeys(range(place + 1), value) for place, value in enumerate(whole)
+        dict.fromkeys(range(index + 1), value) for index, value in enumerate(whole)
     ]
 
 
@@ -140,8 +140,8 @@ def test_the_learner_credits_steps_where_the_job_says_so(lab: Any) -> None:
         job = await lab.submit(algorithm=GrpoSettings(step_rewards="process", advantage="group_mean"))
         (planned,) = await lab.plan(job, 1)
         trajectories = [
-            lab.trajectory(job, 0, place).model_copy(update={"step_rewards": {"0": float(place % 4)}})
-            for place in range(8)
+            lab.trajectory(job, 0, index).model_copy(update={"step_rewards": {"0": float(index % 4)}})
+            for index in range(8)
         ]
         batch = JobTrainer(job, threads=1, permissions=lab.permissions).batch(planned, trajectories)
         rows, _ = collate.prepared_rows(batch, Grpo().prepare(batch, job.settings.algorithm))

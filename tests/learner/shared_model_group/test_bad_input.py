@@ -163,8 +163,10 @@ def test_tokens_that_the_model_does_not_have_fail_the_job_with_the_reason(rig: G
         async with rig.services(), await rig.open() as group:
             await group.create_supervised_fine_tune_job({"prover": [foreign, foreign]})
             assert await group.wait_for_fine_tune_job(timeout=WAIT_S) == "failed", group.jobs
-            told = await group.get_fine_tune_job_error_repr()
-            assert told.startswith("none of the 2 examples of batch 0 can be trained on; the first one failed:"), told
+            message = await group.get_fine_tune_job_error_repr()
+            assert message.startswith("none of the 2 examples of batch 0 can be trained on; the first one failed:"), (
+                message
+            )
         assert len(await rig.events("jobs", JobFailed)) == 1
 
     asyncio.run(body())
@@ -178,8 +180,8 @@ def test_rollouts_that_are_too_old_fail_the_job_with_the_reason(rig: GroupRig) -
             await group.wait_for_fine_tune_job(timeout=WAIT_S)
             await group.create_rl_fine_tune_job({"prover": groups})
             assert await group.wait_for_fine_tune_job(timeout=WAIT_S) == "failed", group.jobs
-            told = await group.get_fine_tune_job_error_repr()
-            assert told.endswith("was sampled at version 0 and would train version 1; max_staleness is 0"), told
+            message = await group.get_fine_tune_job_error_repr()
+            assert message.endswith("was sampled at version 0 and would train version 1; max_staleness is 0"), message
 
     asyncio.run(body())
 

@@ -266,8 +266,8 @@ def repeated(draw: st.DrawFn, events: list[Event]) -> list[Event]:
     """The records of a partition with some of them once more, later."""
     found = list(events)
     for at in draw(st.lists(st.integers(0, len(events) - 1), max_size=4)):
-        place = draw(st.integers(found.index(events[at]) + 1, len(found)))
-        found.insert(place, events[at])
+        index = draw(st.integers(found.index(events[at]) + 1, len(found)))
+        found.insert(index, events[at])
     return found
 
 

@@ -264,8 +264,8 @@ def test_too_few_examples_skip_the_job_and_keep_the_model(rig: GroupRig) -> None
             job_id = await group.create_supervised_fine_tune_job(SFT)
             assert await group.get_fine_tune_job_status() == "succeeded"
             assert not await group.fine_tune_job_failed()
-            told = "skipped: 2 examples, at least 10 are needed; the model stays at version 0"
-            assert await group.get_fine_tune_job_error_repr() == told
+            reported = "skipped: 2 examples, at least 10 are needed; the model stays at version 0"
+            assert await group.get_fine_tune_job_error_repr() == reported
             assert await group.switch_to_next_model() == str(rig.model)
             assert await group.create_supervised_fine_tune_job(SFT) == job_id
         assert len(await rig.events("jobs", JobSkipped)) == 1

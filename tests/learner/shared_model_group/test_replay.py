@@ -65,15 +65,15 @@ def test_every_row_is_true_of_skipped_jobs_and_switches(rig: GroupRig, caplog: p
             await group.end_run()
 
     asyncio.run(body())
-    told = {row: finder for row, finder in finders().items() if row[0] in ("JobSkipped", "ModelSwitched")}
+    rows = {row: finder for row, finder in finders().items() if row[0] in ("JobSkipped", "ModelSwitched")}
     tried = {(one.kind, one.field): one for one in (*changes(rig, decodes=False), *changes(rig))}
     skipped = tried["JobSkipped", "version"]
     kind = {**orjson.loads(skipped.value), "version": 1, "job_kind": "dpo"}
     tried["JobSkipped", "job_kind"] = skipped._replace(value=orjson.dumps(kind))
-    found = {row: is_found(lambda run: asyncio.run(replayed(run, trains=False)), rig, tried[row]) for row in told}
+    found = {row: is_found(lambda run: asyncio.run(replayed(run, trains=False)), rig, tried[row]) for row in rows}
     undecodable = {("JobSkipped", "cause")}  # it has one value
     assert {row for row, is_so in found.items() if is_so} - undecodable == {
-        row for row, finder in told.items() if finder != "nothing"
+        row for row, finder in rows.items() if finder != "nothing"
     }
 
 

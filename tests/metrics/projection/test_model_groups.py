@@ -23,7 +23,7 @@ def members() -> list[MemberRef]:
     found: list[MemberRef] = []
     for number in range(2):
         rollout = ids.rollout_id(GROUP, number, 0)
-        for place, agent in enumerate(AGENTS):
+        for index, agent in enumerate(AGENTS):
             found.append(
                 MemberRef(
                     trajectory_id=ids.trajectory_id(rollout, agent),
@@ -31,7 +31,7 @@ def members() -> list[MemberRef]:
                     agent=agent,
                     member=number,
                     digest="0" * 64,
-                    reward=float(number + 10 * place),
+                    reward=float(number + 10 * index),
                     num_tokens=5,
                     num_completion_tokens=2,
                     min_version=0,

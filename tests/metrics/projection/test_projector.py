@@ -80,10 +80,10 @@ def test_the_epoch_summary_shows_the_rl_epochs_in_order(tmp_path: Path, syntheti
 
 
 def test_a_training_step_shows_the_preference_accuracy_that_it_told(tmp_path: Path, synthetic: Any) -> None:
-    told = {"loss/total": 0.5, "dpo/accuracy": 0.75, "dpo/margin": 0.125, "dpo/pairs": 8.0}
+    reported = {"loss/total": 0.5, "dpo/accuracy": 0.75, "dpo/margin": 0.125, "dpo/pairs": 8.0}
     made = list(synthetic.all_events())
     last = max(at for at, event in enumerate(made) if isinstance(event, events.StepTrained))
-    made[last] = made[last].model_copy(update={"metrics": told})
+    made[last] = made[last].model_copy(update={"metrics": reported})
     path = empty_file(tmp_path)
     project_all(log_of(made), path)
     found = ask(path, "SELECT loss, preference_accuracy, preference_margin, metrics['dpo/pairs'] FROM training_steps")
@@ -123,7 +123,7 @@ def test_every_attempt_has_one_outcome_and_they_add_up(tmp_path: Path, synthetic
 
 def test_what_another_run_trains_decides_nothing_of_a_rollouts_outcome(tmp_path: Path, synthetic: Any) -> None:
     found = list(synthetic.all_events())
-    told = "SELECT * FROM outcomes ORDER BY rollout_id"
+    reported = "SELECT * FROM outcomes ORDER BY rollout_id"
     project_all(log_of(found), tmp_path / "alone.duckdb")
     rejected = next(event for event in found if isinstance(event, events.TrajectoryRejected))
     planned = next(event for event in found if isinstance(event, events.BatchPlanned))
@@ -138,15 +138,15 @@ def test_what_another_run_trains_decides_nothing_of_a_rollouts_outcome(tmp_path:
     ]
     project_all(log_of(found), tmp_path / "both.duckdb")
     assert ask(tmp_path / "both.duckdb", "SELECT is_trained FROM batches WHERE run_id = 'what-if'") == [(True,)]
-    assert ask(tmp_path / "both.duckdb", told) == ask(tmp_path / "alone.duckdb", told)
+    assert ask(tmp_path / "both.duckdb", reported) == ask(tmp_path / "alone.duckdb", reported)
 
 
 def test_calls_without_log_probabilities_are_waste_of_a_trained_rollout(tmp_path: Path, synthetic: Any) -> None:
     found: list[Any] = list(synthetic.all_events())
-    for place, event in enumerate(found):
+    for index, event in enumerate(found):
         if event.kind == "group_closed" and event.index < 2:
             members = tuple(m.model_copy(update={"num_without_logprobs": m.member}) for m in event.members)
-            found[place] = event.model_copy(update={"members": members})
+            found[index] = event.model_copy(update={"members": members})
     path = empty_file(tmp_path)
     project_all(log_of(found), path)
     wasted = ask(path, "SELECT cause, outcome, num_rollouts, num_tokens FROM wasted_tokens")

@@ -32,7 +32,7 @@ def published(version: int, adopts: int | None, synthetic: Any) -> Event:
 
 def test_every_request_and_every_rollback_is_one_row(tmp_path: Path, synthetic: Any) -> None:
     log = MemoryLog(num_partitions=2)
-    told = [
+    reported = [
         requested(1, 3),
         planned(3, 1),
         published(4, 1, synthetic),
@@ -43,7 +43,7 @@ def test_every_request_and_every_rollback_is_one_row(tmp_path: Path, synthetic: 
         requested(3, 8),
         requested(3, 8),
     ]
-    asyncio.run(log.send_all(told))
+    asyncio.run(log.send_all(reported))
     path = empty_file(tmp_path)
     asyncio.run(project_to_end(log, path))
     with connect(path, read_only=True) as connection:

@@ -39,9 +39,9 @@ def test_other_text_stays_as_it_is() -> None:
 
 @pytest.mark.parametrize("text", OBEYED)
 def test_json_with_escapes_has_the_same_values(text: str) -> None:
-    told = json_escaped(json.dumps({text: [text]}, ensure_ascii=False, indent=1))
-    assert told.replace("\n", "").isprintable()
-    assert json.loads(told) == {text: [text]}
+    reported = json_escaped(json.dumps({text: [text]}, ensure_ascii=False, indent=1))
+    assert reported.replace("\n", "").isprintable()
+    assert json.loads(reported) == {text: [text]}
 
 
 def test_all_output_of_a_command_is_printable_but_its_own_control_sequences(capsys: pytest.CaptureFixture[str]) -> None:
@@ -52,9 +52,9 @@ def test_all_output_of_a_command_is_printable_but_its_own_control_sequences(caps
         sys.stdout.writelines(["line\u202e\n"])
         terminal_of(sys.stdout).write("\x1b[K")
         assert not hasattr(sys.stdout, "buffer")
-    told = capsys.readouterr()
-    assert told.out == "out\\x1b[31m\nline\\u202e\n\x1b[K"
-    assert told.err == "err\\x9b31m\nprinted\\x0d\n"
+    reported = capsys.readouterr()
+    assert reported.out == "out\\x1b[31m\nline\\u202e\n\x1b[K"
+    assert reported.err == "err\\x9b31m\nprinted\\x0d\n"
 
 
 def test_a_stream_is_what_it_was_otherwise() -> None:

@@ -216,11 +216,11 @@ def database(tmp_path: Path) -> Iterator[Database]:
         (signal.SIGKILL, "was killed .* this machine is out of memory"),
     ],
 )
-def test_how_a_query_ended_is_told(database: Database, number: int, told: str) -> None:
+def test_how_a_query_ended_is_told(database: Database, number: int, reported: str) -> None:
     with going_on(database, LONG) as asked:
         os.kill(asked.pid, number)
         assert asked.wait(WAIT_S)
-        with pytest.raises(QueryError, match=told):
+        with pytest.raises(QueryError, match=reported):
             asked.answer()
     assert ask(database, "SELECT 1").rows == ((1,),)
 

@@ -73,8 +73,8 @@ OBEYED = "\x1b[2J\x9b1m\u202e\r"
 
 def test_what_a_terminal_obeys_is_written_out_and_json_has_it_exactly() -> None:
     result = Result((f"a{OBEYED}",), ("VARCHAR",), ((f"b{OBEYED}",), ([OBEYED],)))
-    for told in (to_table(result), to_csv(result), to_json(result)):
-        assert told.replace("\n", "").isprintable()
+    for reported in (to_table(result), to_csv(result), to_json(result)):
+        assert reported.replace("\n", "").isprintable()
     assert json.loads(to_json(result))[0] == {f"a{OBEYED}": f"b{OBEYED}"}
 
 

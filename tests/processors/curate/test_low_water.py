@@ -57,10 +57,10 @@ async def take(shell, log, start, end):
 
 def without_clocks(metadata):
     """As of many runs."""
-    told = orjson.loads(metadata)
-    for run in told["runs"].values():
+    reported = orjson.loads(metadata)
+    for run in reported["runs"].values():
         run.pop("idle", None)
-    return orjson.dumps(told | {"has_clocks": False}).decode()
+    return orjson.dumps(reported | {"has_clocks": False}).decode()
 
 
 @settings(max_examples=60)
@@ -167,8 +167,8 @@ def test_clocks_that_are_not_written_down_are_told_by_others_closed_groups_again
         await shell.prepare(0, 9, without_clocks(owner.metadata(0)))
         assert owner._fold is not None
         assert shell._fold is not None
-        told = owner._fold.state.idle_runs()
-        assert told["idle"].clocks
-        assert shell._fold.state.idle_runs() == told
+        reported = owner._fold.state.idle_runs()
+        assert reported["idle"].clocks
+        assert shell._fold.state.idle_runs() == reported
 
     asyncio.run(go())

@@ -307,7 +307,7 @@ async def _check(log, run, groups, closed, sealed):
         name: digest for name, digest in expected.items() if name.startswith("group_closed")
     }
     for one in unique.values():
-        places = [Position("trajectories", place.partition, place.offset) for place in one.event.locators]
+        places = [Position("trajectories", locator.partition, locator.offset) for locator in one.event.locators]
         assert [codec.decode(record).digest for record in await log.fetch(places)] == [
             member.digest for member in one.event.members
         ]

@@ -93,9 +93,9 @@ def test_poison_is_one_letter_kept_unchanged_and_the_group_closes_without_it(nam
         assert kept.key == where.get("key", REWARD.key)
         assert kept.value == value
         assert kept.headers == (("h", b"\xfe"),)
-        told = dict(letter.headers)
-        assert told["__connect.errors.stage"] == b"assemble"
-        reason = told["__connect.errors.exception.message"].decode()
+        reported = dict(letter.headers)
+        assert reported["__connect.errors.stage"] == b"assemble"
+        reason = reported["__connect.errors.exception.message"].decode()
         assert any(one in reason for one in says.split("|")), reason
         (closed,) = await events_of(log, "groups", GroupClosed)
         assert [one.outcome for one in closed.attempts] == ["complete"]

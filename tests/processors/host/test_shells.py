@@ -63,8 +63,10 @@ def test_a_closed_group_names_where_its_trajectories_lie():
         await shell.drain()
         (closed,) = await events_of(log, "groups", GroupClosed)
         partition = partition_of(group(0), 4)
-        assert {place.partition for place in closed.locators} == {partition}
-        found = await log.fetch(Position("trajectories", place.partition, place.offset) for place in closed.locators)
+        assert {locator.partition for locator in closed.locators} == {partition}
+        found = await log.fetch(
+            Position("trajectories", locator.partition, locator.offset) for locator in closed.locators
+        )
         assert [codec.decode(one).digest for one in found] == [member.digest for member in closed.members]
         assert shell.commit_offset(0) == 11
 

@@ -117,10 +117,10 @@ def test_records_that_are_removed_before_they_are_read_fail_the_host_in_mid_run(
                 newer = await write(place.log, 1, 3)
                 await cut(place, 1, newer - 6)
                 host.consumer.resume_partitions(host.consumer.assignment())
-                told = re.fullmatch(r"offset (\d+) of (.*)", await error_of(host))
-                assert told is not None
-                assert told[2] == f"topic steps partition 1 is not kept: it holds {newer - 6} to {newer - 1}"
-                assert end <= int(told[1]) < newer - 6
+                message = re.fullmatch(r"offset (\d+) of (.*)", await error_of(host))
+                assert message is not None
+                assert message[2] == f"topic steps partition 1 is not kept: it holds {newer - 6} to {newer - 1}"
+                assert end <= int(message[1]) < newer - 6
 
     asyncio.run(go())
 
@@ -134,9 +134,9 @@ def test_a_topic_that_is_deleted_and_made_again_in_mid_run_fails_the_host(own_br
                 await place.admin.delete_topics([STEPS])
                 await asyncio.sleep(1)
                 await place.log.ensure_topics(num_partitions=PARTITIONS)
-                told = await error_of(host)
-                assert " of topic steps partition " in told
-                assert told.endswith(
+                message = await error_of(host)
+                assert " of topic steps partition " in message
+                assert message.endswith(
                     "it is empty at 0; the topic was truncated at its end, or deleted and created again"
                 )
 

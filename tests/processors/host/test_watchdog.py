@@ -58,13 +58,13 @@ def test_one_partition_that_moves_does_not_hide_another_that_stands():
 def host_of(**says) -> Any:
     """A host of one partition of `steps`, which stands at offset 3."""
     shell = SimpleNamespace(**{"topic": "steps", "is_waiting": lambda partition: False} | says)
-    told: dict[str, Any] = {
+    reported: dict[str, Any] = {
         "generation": 1,
         "is_flowing": True,
         "positions": lambda: {STEPS: 3},
         "shell": lambda where: shell,
     }
-    return SimpleNamespace(shells={"s": shell}, check_membership=lambda: None, **told)
+    return SimpleNamespace(shells={"s": shell}, check_membership=lambda: None, **reported)
 
 
 def test_a_fold_that_is_folded_again_makes_progress_though_its_position_stands():

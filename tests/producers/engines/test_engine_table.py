@@ -127,9 +127,9 @@ def test_a_package_that_cannot_be_imported_is_told_with_its_traceback(installed,
         ),
     ],
 )
-def test_what_is_no_engine_is_refused_before_any_call(installed, source, told):
+def test_what_is_no_engine_is_refused_before_any_call(installed, source, reported):
     installed(source, odd="KIND")
-    assert told in refused(kind="odd")
+    assert reported in refused(kind="odd")
 
 
 def test_a_method_that_is_not_async_is_refused_before_it_is_called(installed):
@@ -140,10 +140,10 @@ def test_a_method_that_is_not_async_is_refused_before_it_is_called(installed):
 
 def test_two_packages_of_one_kind_and_one_that_takes_a_built_in_name_are_refused(installed):
     first, second = installed(PARROT, parrot="PARROT"), installed(PARROT, parrot="PARROT", scripted="PARROT")
-    told = refused(kind="parrot")
-    assert "'parrot' is brought by " in told
-    assert first in told
-    assert second in told
+    reported = refused(kind="parrot")
+    assert "'parrot' is brought by " in reported
+    assert first in reported
+    assert second in reported
     assert f"'scripted' is brought by rollstream and by {second}:PARROT of {second}" in refused(kind="scripted")
 
 

@@ -24,9 +24,9 @@ def lines_of(steps, *values):
     lines = ['observability_trace: {"observability_trace_id": "0"}']
     for step in steps:
         payload = step["payload"]
-        told = {"id": payload["UUID"], "type": payload["event_type"], "name": payload["name"] or ""}
-        told |= {"parent_id": step["parent_id"], "payload": json.dumps(payload)}
-        lines.append(f"intermediate_data: {json.dumps(told)}")
+        reported = {"id": payload["UUID"], "type": payload["event_type"], "name": payload["name"] or ""}
+        reported |= {"parent_id": step["parent_id"], "payload": json.dumps(payload)}
+        lines.append(f"intermediate_data: {json.dumps(reported)}")
     return [*lines, *(f"data: {json.dumps({'value': value})}" for value in values)]
 
 

@@ -49,7 +49,7 @@ def score(block, *args, **inputs):
     """What an evaluator makes of a response."""
     settings = RolloutSettings(environment="none", evaluators={"e": block})
     chosen = reward_of("e", settings, Permissions.of(named_by(settings), {}), None)
-    return asyncio.run(rewards.evaluate(chosen.place, chosen.function, rollout(*args, **inputs)))[None]
+    return asyncio.run(rewards.evaluate(chosen.location, chosen.function, rollout(*args, **inputs)))[None]
 
 
 @pytest.mark.parametrize(
@@ -235,8 +235,8 @@ WRONG = [
 
 
 @pytest.mark.parametrize(("block", "told"), WRONG)
-def test_what_is_wrong_in_a_block_is_named_by_its_path(block, told):
-    with pytest.raises(ConfigError, match=told):
+def test_what_is_wrong_in_a_block_is_named_by_its_path(block, reported):
+    with pytest.raises(ConfigError, match=reported):
         check_own(block, {})
 
 
@@ -244,9 +244,9 @@ def test_values_from_the_environment_are_expanded_and_told_as_written():
     block = check_own({"_type": "numeric_match", "tolerance": "${TOLERANCE:-0.5}"}, {})
     assert isinstance(block, NumericMatch)
     assert block.tolerance == 0.5
-    with pytest.raises(ConfigError) as told:
+    with pytest.raises(ConfigError) as reported:
         check_own({"_type": "llm_judge", "base_url": "${U}", "model": "m", "prompt": "{response}"}, {"U": "sk-secret"})
-    assert "sk-secret" not in str(told.value)
+    assert "sk-secret" not in str(reported.value)
 
 
 def test_a_judge_and_functions_that_do_not_say_so_are_not_pure():

@@ -5,7 +5,7 @@ import re
 
 import pytest
 
-from rollstream.producers.openai.protocol import call_places, tool_calls_in
+from rollstream.producers.openai.protocol import call_spans, tool_calls_in
 
 
 def test_a_tool_call_that_cannot_be_read_stays_text():
@@ -43,4 +43,4 @@ def test_tool_calls_are_found_as_by_the_pattern_that_defines_them():
     parts = ["<tool_call>", "</tool_call>", '{"name": "f"}', "{", "}", " ", "\n", "x"]
     for _ in range(5_000):
         text = "".join(rng.choices(parts, k=rng.randrange(12)))
-        assert [text[begin:end] for begin, end in call_places(text)] == [m[0] for m in defined.finditer(text)]
+        assert [text[begin:end] for begin, end in call_spans(text)] == [m[0] for m in defined.finditer(text)]

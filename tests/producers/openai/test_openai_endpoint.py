@@ -389,9 +389,9 @@ def test_a_real_model_says_the_log_probabilities_that_a_full_forward_finds(tmp_p
 
     model = AutoModelForCausalLM.from_pretrained(model_folder).eval()
     for choice in asyncio.run(scenario()).choices:
-        told = logprobs_of(choice)
-        ids, num_prompt = [*told["prompt_token_ids"], *told["token_ids"]], len(told["prompt_token_ids"])
+        reported = logprobs_of(choice)
+        ids, num_prompt = [*reported["prompt_token_ids"], *reported["token_ids"]], len(reported["prompt_token_ids"])
         with torch.no_grad():
             logits = model(input_ids=torch.tensor([ids])).logits[0, num_prompt - 1 : -1]
-        expected = (logits / 0.7).log_softmax(-1).gather(1, torch.tensor(told["token_ids"])[:, None])[:, 0]
-        assert torch.allclose(torch.tensor([entry["logprob"] for entry in told["content"]]), expected, atol=1e-4)
+        expected = (logits / 0.7).log_softmax(-1).gather(1, torch.tensor(reported["token_ids"])[:, None])[:, 0]
+        assert torch.allclose(torch.tensor([entry["logprob"] for entry in reported["content"]]), expected, atol=1e-4)

@@ -142,13 +142,13 @@ class ToolTokenizer(ScriptedTokenizer):
     """Its template writes tool calls, as objects, after a message's text; one that it does not know it refuses."""
 
     def apply_chat_template(self, conversation, **options):
-        told = [
+        text = [
             message
             | {"content": message["content"] + "".join(f"!{json.dumps(c['function']['arguments'])}" for c in calls)}
             for message in conversation
             for calls in [message.get("tool_calls", ())]
         ]
-        return super().apply_chat_template(told, **options)
+        return super().apply_chat_template(text, **options)
 
 
 def test_an_answer_that_calls_tools_is_what_the_template_writes_for_it():

@@ -138,8 +138,8 @@ def test_what_users_code_raises_is_logged_with_its_traceback_and_told_with_its_l
     expected = f"environment test_looks_up: KeyError (test_rollout.py line {line}, in at_depth): 'no such key'"
     assert failed.message == expected
     (record,) = [one for one in caplog.records if one.levelname == "ERROR"]
-    told, _, shown = record.getMessage().partition("\n")
-    assert told == expected
+    logged, _, shown = record.getMessage().partition("\n")
+    assert logged == expected
     assert [line.rsplit(" ", 1)[1] for line in shown.splitlines() if line.startswith("  File ")][-3:] == [
         "looks_up_in_vain",
         "looks_up",

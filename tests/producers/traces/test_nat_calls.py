@@ -89,8 +89,8 @@ def test_list_content_is_trained_on_by_its_tokens_and_kept_in_the_record():
     prompt = [
         {"role": "user", "content": [{"type": "text", "text": "what"}, {"type": "image_url", "image_url": "data:"}]}
     ]
-    told = nat.logprobs(nat.messages("[picture]"), "cat")
-    steps = nat.workflow(nat.langchain("a", prompt, "cat", told=told))
+    message = nat.logprobs(nat.messages("[picture]"), "cat")
+    steps = nat.workflow(nat.langchain("a", prompt, "cat", message=message))
     assert samples(sequences_of(steps)) == [saw(nat.messages("[picture]"), "cat")]
     [recorded] = [step for step in recorded_steps(nat.read(steps), ALL) if step.event_type == "LLM_END"]
     assert recorded.chat is not None
@@ -153,7 +153,7 @@ def test_any_order_of_concurrent_calls_gives_the_same_samples_each_token_once_an
         num_sampled = sum(part.length for part in sequence.completions)
         assert sequence.logprobs is not None
         assert tokens.count(sequence.logprobs) == num_sampled
-        places = [place for p in sequence.completions for place in range(p.start, p.start + p.length)]
+        places = [index for p in sequence.completions for index in range(p.start, p.start + p.length)]
         assert len(places) == len(set(places))
     assert all("tool says" not in completion for _, completion in samples(found))
 
@@ -214,10 +214,10 @@ def test_streamed_tokens_are_not_kept_and_a_span_is_one_step():
     )
     recorded = recorded_steps(nat.read(steps), ALL)
     assert [step.event_type for step in recorded] == ["LLM_END", "FUNCTION_END", "WORKFLOW_END"]
-    call, told = recorded[0], data_of(recorded[0])
-    assert told["input"][0]["content"] == "1"
-    assert told["output"] == "x"
-    assert "logprobs" not in json.dumps(told)
+    call, logged = recorded[0], data_of(recorded[0])
+    assert logged["input"][0]["content"] == "1"
+    assert logged["output"] == "x"
+    assert "logprobs" not in json.dumps(logged)
     assert call.metadata is None
     metadata: Any = recorded[2].metadata
     assert metadata["provided_metadata"]["workflow_run_id"] == "r1"
@@ -258,8 +258,8 @@ def test_scored_candidates_are_samples_in_place_of_calls_if_their_steps_are_name
     recorded = recorded_steps(nat.read(steps), chosen)
     assert samples(sequences_of(steps, chosen)) == sorted([saw(prompt, "left"), saw(prompt, "right")])
     found = list(scores(recorded, chosen))
-    told = [(data_of(recorded[s.step])["output"], s.value, s.is_score) for s in found if s.step is not None]
-    assert told == [("left", 0.25, True), ("right", 1.0, True)]
+    output = [(data_of(recorded[s.step])["output"], s.value, s.is_score) for s in found if s.step is not None]
+    assert output == [("left", 0.25, True), ("right", 1.0, True)]
     assert len(found) == 2
     assert list(scores(recorded_steps(nat.read(steps), ALL), ALL)) == []
     assert len(samples(sequences_of(steps))) == 2

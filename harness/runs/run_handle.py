@@ -1,7 +1,7 @@
-"""The backend of the harness' components: one run on its log, followed as it goes on. One a workspace in a process.
+"""A handle of one run on its log for the harness' components, followed as it goes on. One a workspace in a process.
 
 `rollstream finetune` opens it before it builds components; under another harness our adapter's `initialize` does
-(`open_backend`). Constructors of components connect to nothing. Whoever cleans up closes it.
+(`open_handle`). Constructors of components connect to nothing. Whoever cleans up closes it.
 """
 
 import asyncio
@@ -37,10 +37,10 @@ from rollstream.schemas.config import RunConfig
 from rollstream.schemas.errors import ConfigError
 from rollstream.schemas.settings import JobSpec
 
-_OPEN: dict[Path, "Backend"] = {}
+_OPEN: dict[Path, "RunHandle"] = {}
 
 
-class Backend(Conductor):
+class RunHandle(Conductor):
     """A run, its log, and what both hold. Use it as an async context, or `start` and `close` it."""
 
     def __init__(
@@ -97,7 +97,7 @@ class Backend(Conductor):
         return self._examples
 
     async def start(self, *background: Coroutine[Any, Any, None]) -> None:
-        """As a conductor's. Raises ConfigError if a backend is open in the workspace already."""
+        """As a conductor's. Raises ConfigError if a run is open in the workspace already."""
         if _OPEN.setdefault(self.workspace, self) is not self:
             for work in background:
                 work.close()
@@ -134,22 +134,22 @@ class Backend(Conductor):
         return Counter(self.empty_epochs.values())
 
 
-async def started_backend(run_request: RunRequest, lease: WorkspaceLease, run: RunContext, display: Display) -> Backend:
-    """The backend of a run that is connected already, its services looked after. Raises ConfigError, LogError."""
+async def started_run(run_request: RunRequest, lease: WorkspaceLease, run: RunContext, display: Display) -> RunHandle:
+    """The handle of a run that is connected already, its services looked after. Raises ConfigError, LogError."""
     config = run_request.config
-    backend = Backend(run.log, run.artifacts, run.run, config, workspace=lease.place.workspace, display=display)
-    backend.on_activity = run.supervisor.progressed
-    await backend.start(*background_work(lease, run, config, display.say))
-    return backend
+    handle = RunHandle(run.log, run.artifacts, run.run, config, workspace=lease.location.workspace, display=display)
+    handle.on_activity = run.supervisor.progressed
+    await handle.start(*background_work(lease, run, config, display.say))
+    return handle
 
 
-def opened(workspace: Path) -> Backend | None:
-    """The backend that is open in a workspace, if there is one."""
+def opened(workspace: Path) -> RunHandle | None:
+    """The handle of the run that is open in a workspace, if there is one."""
     return _OPEN.get(workspace.absolute())
 
 
-async def open_backend(loaded: Loaded, workspace: Path, name: str, display: Display | None = None) -> Backend:
-    """Open a backend for components that another harness conducts: broker, services, and a new run whose planning is
+async def open_handle(loaded: Loaded, workspace: Path, name: str, display: Display | None = None) -> RunHandle:
+    """Open a run for components that another harness conducts: broker, services, and a new run whose planning is
     `submitted`. Raises RollstreamError.
     """
     display = display or Display()
@@ -158,10 +158,10 @@ async def open_backend(loaded: Loaded, workspace: Path, name: str, display: Disp
         lease = stack.enter_context(held(run_request, display))
         run = await stack.enter_async_context(connected(run_request, lease, display))
         atexit.register(run.supervisor.kill)  # for whoever never closes
-        backend = await started_backend(run_request, lease, run, display)
-        backend.is_own = True
-        backend.hold(stack.pop_all())
-        return backend
+        handle = await started_run(run_request, lease, run, display)
+        handle.is_own = True
+        handle.hold(stack.pop_all())
+        return handle
 
 
 def _submitted(loaded: Loaded) -> Loaded:
