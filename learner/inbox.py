@@ -110,7 +110,7 @@ class Inbox:
         for record in await self._require().poll(timeout_s=timeout_s):
             received = await self._decoded(record)
             if received is not None and isinstance(received.event, JobSubmitted):
-                self._letters.note(received.event.start_offsets)
+                self._letters.add_cut(received.event.start_offsets)
             if received is not None and self._counts(received.event):
                 self._take(received)
 
@@ -227,7 +227,7 @@ class Inbox:
         except (DecodeError, TruncatedError) as error:
             logger.info("the position file %s does not fit the log: %s", self._file, error)
             return None
-        self._letters.note(saved.cut)
+        self._letters.add_cut(saved.cut)
         self._followed = set(saved.first_indexes)
         self.state.groups = {name: GroupState(is_whole=False) for name in saved.groups}
         for job_id, first_index in saved.first_indexes.items():

@@ -27,7 +27,7 @@ class Letters:
         self._since = 0
         """Offset of `dlq` that the index begins at."""
 
-    def note(self, offsets: Mapping[str, int] | None) -> None:
+    def add_cut(self, offsets: Mapping[str, int] | None) -> None:
         """Know offsets that were taken together; those without one of LETTERS say nothing."""
         if offsets and LETTERS in offsets:
             bisect.insort(self._cuts, offsets, key=lambda cut: cut[LETTERS])
@@ -36,7 +36,7 @@ class Letters:
 
     async def take_cut(self) -> None:
         """Take offsets now."""
-        self.note({topic: (await self._log.end_offsets(topic))[0] for topic in (LETTERS, *self._topics)})
+        self.add_cut({topic: (await self._log.end_offsets(topic))[0] for topic in (LETTERS, *self._topics)})
 
     def cut_before(self, offsets: Mapping[str, int]) -> dict[str, int]:
         """The latest known offsets that are all before the given ones; empty if there are none."""

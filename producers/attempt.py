@@ -23,7 +23,7 @@ from rollstream.schemas.errors import (
     NotAllowedError,
     RollstreamError,
     is_of_users,
-    told,
+    describe,
 )
 from rollstream.schemas.events import TaskRequested
 from rollstream.schemas.permissions import CODE, NOTHING, Permissions, environment_path
@@ -214,7 +214,7 @@ class _Stage:
             return self._left_open() if self._journal.num_open else None
         if isinstance(error, rewards.RewardError):
             return Failure("reward_error", str(error), error)
-        text = str(error) if isinstance(error, RollstreamError) else told(error)
+        text = str(error) if isinstance(error, RollstreamError) else describe(error)
         return Failure("environment_error", f"{self._doing}: {text}", error)
 
     def _left_open(self) -> Failure:

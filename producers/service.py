@@ -19,7 +19,7 @@ from rollstream.producers.league.opponents import OpponentWeights
 from rollstream.producers.rollout.user_code import import_installed
 from rollstream.producers.slots import Slots
 from rollstream.producers.worker import RolloutWorker
-from rollstream.schemas.errors import ConfigError, first_error, told
+from rollstream.schemas.errors import ConfigError, describe, first_error
 from rollstream.schemas.permissions import Permissions
 from rollstream.schemas.services import ProducerSettings
 
@@ -84,4 +84,4 @@ def _import_modules(names: tuple[str, ...]) -> None:
             importlib.import_module(name)
         except (Exception, SystemExit) as error:
             logger.info("module %s cannot be imported", name, exc_info=error)
-            raise ConfigError(f"modules: {name} cannot be imported: {told(error)}") from error
+            raise ConfigError(f"modules: {name} cannot be imported: {describe(error)}") from error

@@ -41,7 +41,7 @@ async def check_fork(log: EventLog, artifacts: ArtifactStore, config: RunConfig,
     groups = config.adapter.model_groups
     for name, one in config.trained().items():
         if name not in groups or groups[name].version is None:
-            await _check_version(log, artifacts, one, point, name, f"--fork {told(point)}")
+            await _check_version(log, artifacts, one, point, name, f"--fork {format_fork(point)}")
 
 
 async def check_versions(log: EventLog, artifacts: ArtifactStore, config: RunConfig) -> None:
@@ -51,7 +51,7 @@ async def check_versions(log: EventLog, artifacts: ArtifactStore, config: RunCon
         section = config.adapter.model_groups.get(name)
         if section is not None and section.version is not None:
             point = parse_fork(section.version)
-            await _check_version(log, artifacts, one, point, name, f"{location}.{name}.version: {told(point)}")
+            await _check_version(log, artifacts, one, point, name, f"{location}.{name}.version: {format_fork(point)}")
 
 
 async def _check_version(
@@ -68,7 +68,7 @@ async def _check_version(
         raise ConfigError(f"{location}: its weights were removed: {why}") from error
 
 
-def told(point: ForkPoint) -> str:
+def format_fork(point: ForkPoint) -> str:
     """As the user writes it."""
     return f"{point.run_id}{'/' * bool(point.model_group)}{point.model_group}@{point.version}"
 

@@ -162,7 +162,7 @@ def nearest(name: str, known: Iterable[str]) -> str | None:
     return next(iter(difflib.get_close_matches(name, list(known), n=1, cutoff=0.7)), None)
 
 
-def told(error: BaseException) -> str:
+def describe(error: BaseException) -> str:
     """Type, place and message of an exception of others' code, even if its own `__str__` raises.
 
     `KeyError (game.py line 12, in lookup): 'x'`
@@ -170,7 +170,7 @@ def told(error: BaseException) -> str:
     Of an exception group, as a task group raises it, the first exception in it.
     """
     if isinstance(error, BaseExceptionGroup):
-        return told(first_error(cast("BaseExceptionGroup[BaseException]", error)))
+        return describe(first_error(cast("BaseExceptionGroup[BaseException]", error)))
     try:
         message = str(error)
     except Exception:  # noqa: BLE001 -- whatever others' code raises

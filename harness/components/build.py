@@ -100,7 +100,7 @@ def as_component_error(location: str, finetune: FinetuneConfig | None = None) ->
     except Exception as error:
         logger.info("a component raised", exc_info=error)
         raise ComponentError(
-            f"{_failing_section(finetune, error) or location}: {errors.told(error)}; "
+            f"{_failing_section(finetune, error) or location}: {errors.describe(error)}; "
             "rollstream --debug shows the traceback"
         ) from error
 

@@ -178,7 +178,7 @@ class Trainer(ABC):
             output = await self.trajectory_builder.run_eval()
             return {**self._calculate_validation_metrics(output), **metrics}
         except Exception as error:
-            reason = concealed(str(error) if isinstance(error, RollstreamError) else errors.told(error))
+            reason = concealed(str(error) if isinstance(error, RollstreamError) else errors.describe(error))
             _logger.warning("validation before epoch %d failed: %s", epoch, reason, exc_info=error)
             return {**metrics, "error": reason}
         finally:

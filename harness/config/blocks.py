@@ -11,7 +11,7 @@ from pydantic import Discriminator, Tag, create_model
 
 from rollstream.harness.config import registry
 from rollstream.schemas.config import COMPONENT_SECTIONS, OURS, ConfigFile
-from rollstream.schemas.errors import ConfigError, told
+from rollstream.schemas.errors import ConfigError, describe
 from rollstream.schemas.finetuning import ComponentConfig
 
 logger = logging.getLogger(__name__)
@@ -108,4 +108,4 @@ def _import_module(module: str, location: str) -> None:
         raise
     except (Exception, SystemExit) as error:
         logger.info("module %s cannot be imported", module, exc_info=error)
-        raise ConfigError(f"{location}: module {module} cannot be imported: {told(error)}") from error
+        raise ConfigError(f"{location}: module {module} cannot be imported: {describe(error)}") from error

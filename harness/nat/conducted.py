@@ -13,7 +13,7 @@ from typing import Any
 from rollstream.harness.components import run_end
 from rollstream.harness.runs.run_handle import RunHandle
 from rollstream.harness.services.concealing import concealed, shown
-from rollstream.schemas.errors import RollstreamError, RunFailedError, told
+from rollstream.schemas.errors import RollstreamError, RunFailedError, describe
 
 MAX_TOLD = 2
 """Distinct errors and warnings of other packages that a failure names."""
@@ -102,7 +102,7 @@ def _canceled(status: Any) -> Any:
 
 async def failed(handle: RunHandle, error: Exception) -> str:
     """Write that the run failed, and why, which is returned: also where it cannot be written any more."""
-    reason = concealed(str(error) if isinstance(error, RollstreamError) else told(error))
+    reason = concealed(str(error) if isinstance(error, RollstreamError) else describe(error))
     logger.info("%s", concealed("".join(traceback.format_exception(error)).rstrip()))
     try:
         await run_end.finish(handle, is_completed=False, message=reason)

@@ -16,7 +16,7 @@ from rollstream.harness.config.dataset import Example
 from rollstream.harness.config.jobs import ENDPOINT
 from rollstream.harness.config.nat_workflows import config_of
 from rollstream.harness.config.resolve import block_of
-from rollstream.harness.nat.playing import Failures, Played, workflow
+from rollstream.harness.nat.nat_runtime import Failures, Played, workflow
 from rollstream.harness.recorded.tasks import all_stored, inputs_of
 from rollstream.harness.runs.preflight import token_of
 from rollstream.harness.runs.run_handle import RunHandle

@@ -27,7 +27,7 @@ from rollstream.producers.league.draw import check_league
 from rollstream.schemas import ids
 from rollstream.schemas.algorithm_settings import PolicyGradientSettings
 from rollstream.schemas.config import RunConfig
-from rollstream.schemas.errors import ConfigError, told
+from rollstream.schemas.errors import ConfigError, describe
 from rollstream.schemas.services import LOOPBACK, EndpointSection
 from rollstream.schemas.settings import JobSpec
 from rollstream.schemas.variables import conceal, expand
@@ -309,7 +309,7 @@ def users_code(location: str, config: RunConfig) -> Iterator[None]:
     except (Exception, SystemExit) as error:
         if not isinstance(error, ConfigError) or error.__cause__ is not None:
             logger.info("%s cannot be used", location, exc_info=error)
-        message = str(error) if isinstance(error, ConfigError) else f"{location}: {told(error)}"
+        message = str(error) if isinstance(error, ConfigError) else f"{location}: {describe(error)}"
         raise ConfigError(conceal(message, dict(config.builder.environment_config), os.environ)) from error
 
 

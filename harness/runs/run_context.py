@@ -38,7 +38,7 @@ from rollstream.harness.services.serving import GROUPS
 from rollstream.harness.services.sole_use import check_sole_use
 from rollstream.harness.services.supervisor import ChildSpec, Supervisor
 from rollstream.harness.services.workspace import EMBEDDED, NAMES, Workspace, embedded_broker
-from rollstream.replay.fork import check_fork, check_versions, told
+from rollstream.replay.fork import check_fork, check_versions
 from rollstream.schemas.config import BuilderSection, RunConfig
 from rollstream.schemas.errors import ConfigError
 from rollstream.schemas.events.training import ForkPoint
@@ -144,7 +144,7 @@ async def connected(run_request: RunRequest, lease: WorkspaceLease, display: Dis
             artifact_uri=location.artifact_uri,
         )
         parent = run.started.parent
-        display.say(f"run {run.started.run_id}" + (f", branched from {told(parent)}" if parent else ""))
+        display.say(f"run {run.started.run_id}" + (f", branched from {format_fork(parent)}" if parent else ""))
         supervisor = Supervisor([], location.workspace / "logs")
         if not run.is_over:
             await _check_sole_use(run_request.config, log, display)

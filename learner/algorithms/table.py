@@ -20,7 +20,7 @@ from pydantic import ValidationError
 from rollstream.learner.algorithms.base import Algorithm, BatchView, Counts, Divisor, Prepared
 from rollstream.schemas.algorithm_settings import AlgorithmSettings
 from rollstream.schemas.algorithms import BUILT_IN, CustomSettings
-from rollstream.schemas.errors import ConfigError, RollstreamError, RunFailedError, first_invalid, nearest, told
+from rollstream.schemas.errors import ConfigError, RollstreamError, RunFailedError, describe, first_invalid, nearest
 from rollstream.schemas.permissions import CODE, Permissions
 
 logger = logging.getLogger(__name__)
@@ -77,7 +77,7 @@ def _users_code(name: str, location: str) -> Generator[None]:
         raise
     except (Exception, SystemExit) as error:
         logger.warning("%s.name: %s cannot be used", location, name, exc_info=error)
-        raise ConfigError(f"{location}.name: {name} cannot be used: {told(error)}") from error
+        raise ConfigError(f"{location}.name: {name} cannot be used: {describe(error)}") from error
 
 
 def _class(name: str, permissions: Permissions, location: str) -> type[Algorithm]:
@@ -104,7 +104,9 @@ def _imported(name: str, location: str) -> Any:
         module = importlib.import_module(module_name)
     except (Exception, SystemExit) as error:
         logger.warning("%s.name: %s cannot be imported", location, name, exc_info=error)
-        raise ConfigError(f"{location}.name: {name}: module {module_name} cannot be imported: {told(error)}") from error
+        raise ConfigError(
+            f"{location}.name: {name}: module {module_name} cannot be imported: {describe(error)}"
+        ) from error
     if not hasattr(module, attribute):
         near = nearest(attribute, vars(module))
         hint = f"; did you mean {near}?" if near is not None else ""
@@ -119,7 +121,7 @@ def _installed(name: str, location: str) -> Any:
         except (Exception, SystemExit) as error:
             logger.warning("%s.name: %s cannot be imported", location, name, exc_info=error)
             raise ConfigError(
-                f"{location}.name: {name} ({entry_point.value}) cannot be imported: {told(error)}"
+                f"{location}.name: {name} ({entry_point.value}) cannot be imported: {describe(error)}"
             ) from error
     near = nearest(name, names())
     hint = (
@@ -193,7 +195,7 @@ class _Users(Algorithm):
             raise
         except Exception as error:
             logger.exception("algorithm %s: %s raised", self._name, method)
-            raise RunFailedError(f"algorithm {self._name}: {method} raised {told(error)}") from error
+            raise RunFailedError(f"algorithm {self._name}: {method} raised {describe(error)}") from error
         if not isinstance(found, kind):
             raise RunFailedError(
                 f"algorithm {self._name}: {method} returned a {type(found).__name__}; expected {kind.__name__}"

@@ -14,7 +14,7 @@ from typing import Any, Protocol, TypeVar
 
 from rollstream.producers.engines.base import Generation, GenerationRequest
 from rollstream.producers.engines.scheduling import JoinLimits, WaitingPrompt, joining
-from rollstream.schemas.errors import ModelError, told
+from rollstream.schemas.errors import ModelError, describe
 
 MAX_PADDED_TOKENS = 131_072
 """Prompt tokens of one batch, padding included: bounds the memory of a prefill."""
@@ -304,6 +304,8 @@ def _failure(error: BaseException | None) -> ModelError:
     """An error of its own for each caller: what is raised collects the frames that it passes."""
     if error is None:
         return ModelError("the rollout engine gave no answer")
-    failure = ModelError(str(error) if isinstance(error, ModelError) else f"the rollout engine failed: {told(error)}")
+    failure = ModelError(
+        str(error) if isinstance(error, ModelError) else f"the rollout engine failed: {describe(error)}"
+    )
     failure.__cause__ = error
     return failure

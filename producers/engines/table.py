@@ -15,7 +15,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from rollstream.producers.engines.base import Engine, EngineKind
-from rollstream.schemas.errors import ConfigError, RollstreamError, first_invalid, nearest, told
+from rollstream.schemas.errors import ConfigError, RollstreamError, first_invalid, nearest, describe
 from rollstream.schemas.services import ENGINES, EngineSettings
 from rollstream.schemas.variables import conceal, expand
 
@@ -40,7 +40,7 @@ def new_engine(written: EngineSettings, environ: Mapping[str, str], location: st
         if written.kind in ENGINES:  # a missing library has its own message
             raise
         logger.info("engine %s cannot be built", written.kind, exc_info=error)
-        raise ConfigError(f"{location}: kind {written.kind!r} cannot be built: {told(error)}") from error
+        raise ConfigError(f"{location}: kind {written.kind!r} cannot be built: {describe(error)}") from error
     _check_engine(engine, f"{location}: kind {written.kind!r}")
     return engine
 
@@ -63,7 +63,7 @@ def _resolved(written: EngineSettings, environ: Mapping[str, str], location: str
         raise ConfigError(conceal(_line(error, kind.settings, location), values, environ)) from error
     except (Exception, SystemExit) as error:  # validators are others' code
         logger.info("settings of engine %s cannot be checked", written.kind, exc_info=error)
-        raise ConfigError(conceal(f"{location}: {told(error)}", values, environ)) from error
+        raise ConfigError(conceal(f"{location}: {describe(error)}", values, environ)) from error
 
 
 def _kind_of(name: str, location: str) -> EngineKind:
@@ -101,7 +101,7 @@ def _imported(entry: metadata.EntryPoint, location: str) -> EngineKind:
         kind = entry.load()
     except (Exception, SystemExit) as error:
         logger.info("engine %s cannot be imported", entry.name, exc_info=error)
-        raise ConfigError(f"{where} cannot be imported: {told(error)}") from error
+        raise ConfigError(f"{where} cannot be imported: {describe(error)}") from error
     if not isinstance(kind, EngineKind):
         raise ConfigError(f"{where} is a {type(kind).__name__}; an EngineKind is expected")
     if not (inspect.isclass(kind.settings) and issubclass(kind.settings, EngineSettings)):

@@ -12,7 +12,7 @@ from pydantic import JsonValue, ValidationError
 
 from rollstream.producers.protocols import builtin
 from rollstream.producers.protocols.base import InteractionProtocol, ProtocolSettings
-from rollstream.schemas.errors import ConfigError, first_invalid, nearest, told
+from rollstream.schemas.errors import ConfigError, describe, first_invalid, nearest
 from rollstream.schemas.permissions import CODE
 
 T = TypeVar("T", bound=type[InteractionProtocol])
@@ -91,7 +91,7 @@ def _imported(name: str, location: str) -> Any:
     try:
         module = importlib.import_module(module_name)
     except (Exception, SystemExit) as error:
-        raise ConfigError(f"{location}: {name}: module {module_name} cannot be imported: {told(error)}") from error
+        raise ConfigError(f"{location}: {name}: module {module_name} cannot be imported: {describe(error)}") from error
     if not hasattr(module, attribute):
         near = nearest(attribute, vars(module))
         hint = f"; did you mean {near}?" if near is not None else ""

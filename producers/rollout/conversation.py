@@ -78,12 +78,12 @@ class Conversation:
         sha256 = ids_sha256(token_ids[:length])
         return Prompt("", token_ids, Prefix(step_index=call.step_index, length=length, sha256=sha256))
 
-    def note(self, step_index: int, prompt: Prompt, completion: "array[int]") -> None:
-        """Note what was answered at a step to a prompt that is known by its ids."""
+    def append_recorded(self, step_index: int, prompt: Prompt, completion: "array[int]") -> None:
+        """Append what was answered at a step to a prompt that is known by its ids."""
         self._calls.append(_Call(step_index, prompt.token_ids + completion, ()))
 
-    def said(self, step_index: int, prompt: Prompt, completion_ids: Sequence[int]) -> str:
-        """Note what the model answered at a step; returns its text without the end token."""
+    def append_sampled(self, step_index: int, prompt: Prompt, completion_ids: Sequence[int]) -> str:
+        """Append what the model answered at a step; returns its text without the end token."""
         completion = array("i", completion_ids)
         has_end = bool(completion) and completion[-1] == self._tokenizer.eos_token_id
         spoken = completion[:-1] if has_end else completion

@@ -77,9 +77,9 @@ def read_step(
     if spoken is None:
         return ImportedCall(None, {"untrained": NOT_TEXT})
     if spoken.is_retokenised and spoken.prompt.text:
-        conversation.said(step_index, spoken.prompt, spoken.completion)
+        conversation.append_sampled(step_index, spoken.prompt, spoken.completion)
     else:
-        conversation.note(step_index, spoken.prompt, spoken.completion)
+        conversation.append_recorded(step_index, spoken.prompt, spoken.completion)
     return _reading(spoken, playing)
 
 

@@ -10,7 +10,7 @@ from pydantic import JsonValue
 from rollstream.producers.rollout.environment import Environment, FunctionEnvironment
 from rollstream.producers.rollout.rewards import RewardFunction
 from rollstream.producers.rollout.user_code import OURS, failed_imports_hint
-from rollstream.schemas.errors import ConfigError, nearest, told
+from rollstream.schemas.errors import ConfigError, describe, nearest
 from rollstream.schemas.permissions import CODE, Permissions, below, environment_path
 
 BUILT_IN = (
@@ -107,7 +107,7 @@ def build_environment(name: str, config: Mapping[str, JsonValue], permissions: P
         built: Environment = found(**expanded)
     except (TypeError, ValueError) as error:
         is_ours = found.__module__.startswith(OURS)  # whose messages name the key themselves
-        reason = str(error) if is_ours or isinstance(error, ConfigError) else told(error)
+        reason = str(error) if is_ours or isinstance(error, ConfigError) else describe(error)
         raise ConfigError(f"environment {name}: environment_config: {reason}") from error
     return built
 
@@ -143,7 +143,7 @@ def _import(what: str, name: str) -> Any:
     try:
         module = importlib.import_module(module_name)
     except (Exception, SystemExit) as error:
-        raise ConfigError(f"{what} {name!r}: module {module_name} cannot be imported: {told(error)}") from error
+        raise ConfigError(f"{what} {name!r}: module {module_name} cannot be imported: {describe(error)}") from error
     if not hasattr(module, attribute):
         near = nearest(attribute, vars(module))
         hint = f"; did you mean {near}?" if near is not None else ""

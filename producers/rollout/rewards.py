@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from numbers import Real
 from typing import Any, Protocol
 
-from rollstream.schemas.errors import EnvironmentRunError, is_of_users, raised_at, told
+from rollstream.schemas.errors import EnvironmentRunError, is_of_users, raised_at, describe
 from rollstream.schemas.events import RewardRecorded, StepRecorded
 
 
@@ -99,7 +99,7 @@ async def evaluate(name: str, function: RewardFunction, rollout: FinishedRollout
         kind = NoScoreError if isinstance(error, NoScoreError) else RewardError
         raise kind(f"reward {name} raised {type(error).__name__} ({raised_at(error)}): {error}") from error
     except (Exception, SystemExit) as error:
-        raise RewardError(f"reward {name} raised {told(error)}") from error
+        raise RewardError(f"reward {name} raised {describe(error)}") from error
     if isinstance(value, Mapping):
         return {agent: finite(name, number) for agent, number in value.items()}
     return {None: finite(name, value)}

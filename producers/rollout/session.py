@@ -29,7 +29,7 @@ from rollstream.producers.rollout.recorded_call import ImportContext, fields_of,
 from rollstream.producers.rollout.rewards import RewardError, finite
 from rollstream.producers.rollout.user_code import refused_with_pause
 from rollstream.schemas import ids
-from rollstream.schemas.errors import EnvironmentRunError, told
+from rollstream.schemas.errors import EnvironmentRunError, describe
 from rollstream.schemas.events import TaskRequested
 from rollstream.schemas.events.recorded import RecordedStep
 from rollstream.schemas.settings import EXTERNAL
@@ -183,7 +183,7 @@ class Session:
         prompt: Prompt,
         generation: Generation,
     ) -> Reply:
-        text = self._conversations[agent].said(step_index, prompt, generation.token_ids)
+        text = self._conversations[agent].append_sampled(step_index, prompt, generation.token_ids)
         self.messages[agent] = (*sent, {"role": "assistant", "content": text})
         await self._journal.record_step(
             step_index,
@@ -380,7 +380,7 @@ class Session:
         return Generation((*spoken, tokenizer.eos_token_id), (), (), "stop")
 
     def _engine_failed(self, error: Exception) -> None:
-        self.failure = self.failure or Failure("engine_error", told(error), error)
+        self.failure = self.failure or Failure("engine_error", describe(error), error)
 
 
 def _plain(value: Any, what: str) -> Any:

@@ -11,7 +11,7 @@ import sys
 from collections.abc import Callable, Coroutine
 from typing import Any, ParamSpec, TypeVar
 
-from rollstream.schemas.errors import told
+from rollstream.schemas.errors import describe
 
 GROUP = "rollstream.components"
 OURS = "rollstream."
@@ -46,8 +46,10 @@ def import_installed() -> None:
         try:
             entry_point.load()
         except (Exception, SystemExit) as error:
-            failed_imports[entry_point.name] = told(error)
-            _logger.warning("components of %s cannot be imported: %s", entry_point.name, told(error), exc_info=error)
+            failed_imports[entry_point.name] = describe(error)
+            _logger.warning(
+                "components of %s cannot be imported: %s", entry_point.name, describe(error), exc_info=error
+            )
 
 
 def failed_imports_hint() -> str:

@@ -127,7 +127,7 @@ def test_start_offsets_that_say_nothing_of_letters_have_all_of_them_read(
     async def scenario() -> None:
         await add_dead_letter(old_lab.log, "batches", 0)
         found = Letters(old_lab.log, ("jobs", "batches", "weights"))
-        found.note(offsets)
+        found.add_cut(offsets)
         assert await found.has(Record("batches", 0, 0, b"k", BROKEN, (), 0))
         assert not await found.has(Record("batches", 0, 1, b"k", BROKEN, (), 0))
         assert old_lab.log.num_read["dlq"] == OLD + 1

@@ -11,7 +11,7 @@ import pytest
 
 from rollstream.schemas.events import KINDS, TaskCancelled
 from tests.rigs import faulty_run
-from tests.rigs.classic_rig import Choosy, ClassicRig, components_for, conducted, configuration
+from tests.rigs.epochwise_rig import Choosy, EpochwiseRig, components_for, conducted, configuration
 from tests.rigs.recorded_run import JOB, RUN
 from tests.rigs.replay_changes import Change, changes, finders, is_found, other
 from tests.rigs.replay_rig import named, tampered, verified
@@ -39,7 +39,7 @@ def submitted(tmp_path_factory: pytest.TempPathFactory) -> Any:
     """Two epochs of which the builder leaves out some trajectories, and the curriculum some groups."""
     folder = tmp_path_factory.mktemp("submitted")
     curriculum = {"enabled": True, "initial_percentile": 0.5, "min_reward_diff": 0.0}
-    rig = ClassicRig(folder, configuration(folder, num_epochs=2, curriculum_learning=curriculum))
+    rig = EpochwiseRig(folder, configuration(folder, num_epochs=2, curriculum_learning=curriculum))
     parts = components_for(rig)
     parts = parts._replace(trajectory_builder=Choosy(parts.trajectory_builder.trajectory_builder_config))
     asyncio.run(conducted(rig, run_id=RUN, parts=parts))

@@ -25,7 +25,7 @@ from rollstream.schemas.events import (
     TaskRequested,
     Tick,
 )
-from tests.rigs.classic_rig import publish
+from tests.rigs.epochwise_rig import publish
 from tests.rigs.recorded_run import GROUP, JOB, RUN, RecordedRun, attempt_at, attempt_start, group_start, rollouts_of
 
 TASKS = 4

@@ -66,7 +66,7 @@ BANNED_WORDS = (
     "anew",
     "for ever",
     "seldom",
-    "classic",
+    "epochwise",
     "dealt out",
     "said nothing",
     "plateau",

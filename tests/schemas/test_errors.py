@@ -8,7 +8,7 @@ import pytest
 from pydantic import BaseModel, ConfigDict, ValidationError, field_validator
 
 from rollstream.producers.rollout import registry
-from rollstream.schemas.errors import ConfigError, ModelError, first_invalid, raised_at, told
+from rollstream.schemas.errors import ConfigError, ModelError, describe, first_invalid, raised_at
 from rollstream.schemas.permissions import Permissions
 
 
@@ -34,7 +34,7 @@ def parses(text):
 
 def test_the_innermost_frame_of_users_code_is_named():
     at = f"{looks_up.__code__.co_filename.rsplit('/', 1)[-1]} line {deeper.__code__.co_firstlineno + 1}"
-    assert told(raised(looks_up, {})) == f"KeyError ({at}, in deeper): 'no such key'"
+    assert describe(raised(looks_up, {})) == f"KeyError ({at}, in deeper): 'no such key'"
 
 
 def test_the_standard_library_that_raised_is_not_to_blame():
@@ -44,15 +44,15 @@ def test_the_standard_library_that_raised_is_not_to_blame():
 def test_of_a_group_of_errors_the_first_one_is_named():
     at = f"test_errors.py line {deeper.__code__.co_firstlineno + 1}, in deeper"
     inner = ExceptionGroup("tasks", [raised(looks_up, {}), ValueError("later")])
-    assert told(ExceptionGroup("tasks", [inner])) == f"KeyError ({at}): 'no such key'"
+    assert describe(ExceptionGroup("tasks", [inner])) == f"KeyError ({at}): 'no such key'"
 
 
 def test_our_own_errors_name_their_place_themselves():
-    assert told(ModelError("out of memory")) == "ModelError: out of memory"
+    assert describe(ModelError("out of memory")) == "ModelError: out of memory"
 
 
 def test_what_nobody_raised_has_no_place():
-    assert told(KeyError("x")) == "KeyError: 'x'"
+    assert describe(KeyError("x")) == "KeyError: 'x'"
 
 
 @pytest.mark.parametrize(

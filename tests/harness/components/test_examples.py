@@ -14,7 +14,7 @@ from rollstream.harness.components.conduct import conduct_components
 from rollstream.harness.config.file import load
 from rollstream.schemas.errors import ConfigError
 from rollstream.schemas.events import EpochSealed, GroupClosed, RewardRecorded, RunEnded, SubmissionReceived
-from tests.rigs.classic_rig import ClassicRig
+from tests.rigs.epochwise_rig import EpochwiseRig
 
 ROOT = Path(__file__).resolve().parents[3]
 EXAMPLES = sorted((ROOT / "examples").rglob("*.yaml"))
@@ -70,7 +70,7 @@ def configuration(folder: Path) -> dict[str, Any]:
     return written
 
 
-async def conducted(rig: ClassicRig, *, resume: bool = False) -> Any:
+async def conducted(rig: EpochwiseRig, *, resume: bool = False) -> Any:
     """The run, conducted by the components that the file names; ended as the command ends it."""
     async with asyncio.timeout(60), rig.services(), await rig.open_run(resume=resume) as handle:
         async with components_of(rig.loaded.finetune, rig.folder) as components:
@@ -80,7 +80,7 @@ async def conducted(rig: ClassicRig, *, resume: bool = False) -> Any:
 
 
 def test_components_of_ones_own_do_what_they_say(tmp_path: Path) -> None:
-    rig = ClassicRig(tmp_path, configuration(tmp_path), script=digits)
+    rig = EpochwiseRig(tmp_path, configuration(tmp_path), script=digits)
     assert rig.loaded.config.trainer.planning == "submitted"
     asyncio.run(conducted(rig))
     sealed = asyncio.run(rig.events("batches", EpochSealed))

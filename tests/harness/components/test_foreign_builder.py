@@ -22,7 +22,7 @@ from rollstream.schemas.finetuning import (
     TrajectoryBuilderConfig,
     TrajectoryCollection,
 )
-from tests.rigs.classic_rig import ClassicRig
+from tests.rigs.epochwise_rig import EpochwiseRig
 
 REWARDS = (0.0, 1.0)
 
@@ -73,7 +73,7 @@ def _registered_for_a_test() -> Iterator[None]:
     registry.trajectory_builders.update(before)
 
 
-def trained_and_rejected(folder: Path, *, is_exact: bool, **adapter: Any) -> tuple[ClassicRig, int, Counter[str]]:
+def trained_and_rejected(folder: Path, *, is_exact: bool, **adapter: Any) -> tuple[EpochwiseRig, int, Counter[str]]:
     """The run's rig, how many trajectories were trained in its two epochs, and how many were rejected by cause."""
     (folder / "model").mkdir()
     (folder / "model" / "config.json").write_text("{}")
@@ -92,7 +92,7 @@ def trained_and_rejected(folder: Path, *, is_exact: bool, **adapter: Any) -> tup
             "output_dir": str(folder / "output"),
         },
     }
-    rig = ClassicRig(folder, written)
+    rig = EpochwiseRig(folder, written)
 
     async def run() -> tuple[list[Any], list[Any]]:
         async with asyncio.timeout(60), rig.services(), await rig.open_run() as handle:

@@ -12,7 +12,7 @@ from rollstream.harness.runs.run_handle import RunHandle
 from rollstream.schemas import ids
 from rollstream.schemas.events import GroupClosed, SubmissionReceived, TrajectoryRejected
 from rollstream.schemas.events.training import MemberRef
-from tests.rigs.classic_rig import ClassicRig, configuration, opened_rig
+from tests.rigs.epochwise_rig import EpochwiseRig, configuration, opened_rig
 
 NUM_GROUPS, SIZE = 700, 24
 CURRICULUM = {"enabled": True, "initial_percentile": 0.5, "min_reward_diff": 0.0}
@@ -56,7 +56,7 @@ def names(job_id: str) -> list[str]:
     return [member.trajectory_id for index in range(NUM_GROUPS) for member in closed(job_id, index).members]
 
 
-async def causes_of(rig: ClassicRig, handle: RunHandle) -> Counter[str]:
+async def causes_of(rig: EpochwiseRig, handle: RunHandle) -> Counter[str]:
     """Of every second member it was the curriculum that left it out, of the others the builder."""
     await handle.begin()
     groups = [closed(handle.spec.job_id, index) for index in range(NUM_GROUPS)]
@@ -74,7 +74,7 @@ async def causes_of(rig: ClassicRig, handle: RunHandle) -> Counter[str]:
 @pytest.mark.parametrize("name", ["run-1", "r" * ids.MAX_NAME])
 def test_each_of_many_that_are_left_out_has_its_true_reason(tmp_path: Path, name: str) -> None:
     async def scenario() -> None:
-        rig = ClassicRig(tmp_path, configuration(tmp_path, num_epochs=1, curriculum_learning=CURRICULUM))
+        rig = EpochwiseRig(tmp_path, configuration(tmp_path, num_epochs=1, curriculum_learning=CURRICULUM))
         async with opened_rig(rig, run_id=name) as (handle, _):
             causes = await causes_of(rig, handle)
             assert handle.job.submitted.keys() == {0}
@@ -89,7 +89,7 @@ def test_a_submission_whose_parts_are_written_again_after_a_kill_counts_as_it_wa
     """Killed before the submission itself: a builder that draws leaves out others when the epoch is done again."""
 
     async def scenario() -> None:
-        rig = ClassicRig(tmp_path, configuration(tmp_path, num_epochs=1, curriculum_learning=CURRICULUM))
+        rig = EpochwiseRig(tmp_path, configuration(tmp_path, num_epochs=1, curriculum_learning=CURRICULUM))
         async with opened_rig(rig) as (handle, _):
             await handle.begin()
             spec, run_id = handle.spec, handle.run.started.run_id

@@ -45,7 +45,7 @@ from rollstream.schemas.finetuning import (
 )
 from rollstream.schemas.kafka import KafkaSettings
 from rollstream.schemas.services import ProducerSettings
-from tests.rigs.classic_rig import ClassicRig, assert_every_attempt_has_one_outcome
+from tests.rigs.epochwise_rig import EpochwiseRig, assert_every_attempt_has_one_outcome
 
 
 class TextsConfig(TrajectoryBuilderConfig, name="texts_test_builder"):
@@ -153,7 +153,7 @@ def written(folder: Path, **adapter: Any) -> dict[str, Any]:
     }
 
 
-async def conducted(rig: ClassicRig, *, resume: bool = False) -> Any:
+async def conducted(rig: EpochwiseRig, *, resume: bool = False) -> Any:
     """A whole run to its end; its outcome."""
     async with asyncio.timeout(120), rig.services(), await rig.open_run(resume=resume) as handle:
         async with components_of(rig.loaded.finetune, rig.folder) as components:
@@ -162,7 +162,7 @@ async def conducted(rig: ClassicRig, *, resume: bool = False) -> Any:
 
 
 def test_what_it_is_given_is_on_the_log_and_no_learner_is_needed(tmp_path: Path) -> None:
-    rig = ClassicRig(tmp_path, written(tmp_path))
+    rig = EpochwiseRig(tmp_path, written(tmp_path))
     assert rig.loaded.config.trainer.planning == "submitted"
     check_places(rig.loaded.config)
     location = RunLocation(KafkaSettings(bootstrap_servers="none"), "artifacts", tmp_path)
@@ -198,7 +198,7 @@ def test_what_it_is_given_is_on_the_log_and_no_learner_is_needed(tmp_path: Path)
 
 
 def test_its_failed_job_is_the_runs_failure(tmp_path: Path) -> None:
-    rig = ClassicRig(tmp_path, written(tmp_path, fails_at=0))
+    rig = EpochwiseRig(tmp_path, written(tmp_path, fails_at=0))
 
     async def scenario() -> None:
         outcome = await conducted(rig)
@@ -212,7 +212,7 @@ def test_its_failed_job_is_the_runs_failure(tmp_path: Path) -> None:
 
 def test_the_log_has_a_failure_of_others_without_secrets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OTHER_BACKEND_API_KEY", "s3cr3t-of-the-backend")
-    rig = ClassicRig(tmp_path, written(tmp_path, fails_at=0, failure="s3cr3t-of-the-backend is refused"))
+    rig = EpochwiseRig(tmp_path, written(tmp_path, fails_at=0, failure="s3cr3t-of-the-backend is refused"))
 
     async def scenario() -> None:
         outcome = await conducted(rig)
@@ -224,7 +224,7 @@ def test_the_log_has_a_failure_of_others_without_secrets(tmp_path: Path, monkeyp
 
 
 def test_a_run_that_goes_on_hands_no_sealed_epoch_over_again(tmp_path: Path) -> None:
-    rig = ClassicRig(tmp_path, written(tmp_path))
+    rig = EpochwiseRig(tmp_path, written(tmp_path))
 
     async def scenario() -> None:
         built = components_of(rig.loaded.finetune, tmp_path)
@@ -244,7 +244,7 @@ def test_a_run_that_goes_on_hands_no_sealed_epoch_over_again(tmp_path: Path) -> 
 
 
 def test_a_backend_that_is_down_is_told_before_anything_is_rolled_out(tmp_path: Path) -> None:
-    rig = ClassicRig(tmp_path, written(tmp_path, is_up=False))
+    rig = EpochwiseRig(tmp_path, written(tmp_path, is_up=False))
     with pytest.raises(ConfigError, match=r"trainer_adapters\.a: its training backend is not healthy"):
         asyncio.run(conducted(rig))
     assert not Backend.given
@@ -267,4 +267,4 @@ def test_a_configuration_of_ours_with_an_adapter_that_is_not_is_refused(tmp_path
         "workspace": str(tmp_path),
     }
     with pytest.raises(ConfigError, match=r"trainer_adapters\.a: Backend is not derived from RollstreamTrainerAdapter"):
-        asyncio.run(conducted(ClassicRig(tmp_path, content)))
+        asyncio.run(conducted(EpochwiseRig(tmp_path, content)))

@@ -23,7 +23,7 @@ from rollstream.schemas.finetuning import (
     TrajectoryBuilderConfig,
     TrajectoryCollection,
 )
-from tests.rigs.classic_rig import ClassicRig, configuration
+from tests.rigs.epochwise_rig import EpochwiseRig, configuration
 
 EXACT = {"prompt_token_ids": [5, 6], "token_ids": [7, 1], "logprobs": [-0.5, -0.1]}
 
@@ -73,7 +73,7 @@ def with_text(folder: Path, builder: dict[str, Any] | None = None, **finetuning:
     return written
 
 
-def ended(rig: ClassicRig) -> tuple[Outcome, list[RunEnded]]:
+def ended(rig: EpochwiseRig) -> tuple[Outcome, list[RunEnded]]:
     """A whole run as `rollstream finetune` conducts and ends it, and how it ended on the log."""
 
     async def run() -> tuple[Outcome, list[RunEnded]]:
@@ -87,7 +87,7 @@ def ended(rig: ClassicRig) -> tuple[Outcome, list[RunEnded]]:
     return asyncio.run(run())
 
 
-def assert_failed(rig: ClassicRig, *words: str) -> Outcome:
+def assert_failed(rig: EpochwiseRig, *words: str) -> Outcome:
     outcome, (event,) = ended(rig)
     assert (outcome.status, outcome.exit_code, outcome.output_dir) == ("failed", 1, None)
     assert (event.cause, event.message) == ("failed", outcome.message)
@@ -100,21 +100,21 @@ def assert_failed(rig: ClassicRig, *words: str) -> Outcome:
 def test_a_run_whose_answers_have_no_token_ids_is_failed_with_the_causes_and_leaves_no_model(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    outcome = assert_failed(ClassicRig(tmp_path, with_text(tmp_path)), "4 trajectories rejected: no_token_ids")
+    outcome = assert_failed(EpochwiseRig(tmp_path, with_text(tmp_path)), "4 trajectories rejected: no_token_ids")
     assert "base_url" in outcome.message, "the remedy"
     assert "epoch 0: nothing is trained of what was submitted (rejected: 2 no_token_ids)" in caplog.text
 
 
 def test_a_run_whose_builder_makes_nothing_is_failed(tmp_path: Path) -> None:
     written = with_text(tmp_path, {"rewards": []})
-    assert_failed(ClassicRig(tmp_path, written), "the rollouts of 2 epochs produced no trajectories")
+    assert_failed(EpochwiseRig(tmp_path, written), "the rollouts of 2 epochs produced no trajectories")
 
 
 def test_a_run_whose_rollouts_all_fail_is_failed_with_their_causes(tmp_path: Path) -> None:
     written = configuration(tmp_path, num_epochs=2, num_examples=2)
     (tmp_path / "train.jsonl").write_text('{"id": "broken", "secret": "no number"}\n')
     assert_failed(
-        ClassicRig(tmp_path, written), "none of its 2 groups had enough complete rollouts", "rollouts failed:"
+        EpochwiseRig(tmp_path, written), "none of its 2 groups had enough complete rollouts", "rollouts failed:"
     )
 
 
@@ -127,7 +127,7 @@ def test_what_the_curriculum_alone_leaves_untrained_is_no_failure_and_leaves_no_
 ) -> None:
     exact = with_text(tmp_path, {"is_exact": True}, curriculum_learning=CUT)
     ours = configuration(tmp_path, num_epochs=2, num_examples=2, curriculum_learning=CUT)
-    outcome, (event,) = ended(ClassicRig(tmp_path, ours if is_ours else exact))
+    outcome, (event,) = ended(EpochwiseRig(tmp_path, ours if is_ours else exact))
     assert (outcome.status, outcome.exit_code, outcome.output_dir) == ("completed", 0, None)
     assert event.cause == "completed"
     (*_, last) = outcome.summary().splitlines()
@@ -137,7 +137,7 @@ def test_what_the_curriculum_alone_leaves_untrained_is_no_failure_and_leaves_no_
 
 
 def test_a_run_that_is_stopped_before_it_trained_says_so_and_leaves_no_model(tmp_path: Path) -> None:
-    rig = ClassicRig(tmp_path, configuration(tmp_path, num_examples=2))
+    rig = EpochwiseRig(tmp_path, configuration(tmp_path, num_examples=2))
 
     async def stop(planned: BatchPlanned) -> None:
         await rig.log.send(RunEnded(run_id="run-1", time_ms=1, cause="stopped"))
@@ -151,7 +151,7 @@ def test_a_run_that_is_stopped_before_it_trained_says_so_and_leaves_no_model(tmp
 
 def test_a_trainer_that_does_not_return_is_cancelled_once_its_run_is_over(tmp_path: Path) -> None:
     async def scenario() -> None:
-        rig = ClassicRig(tmp_path, configuration(tmp_path))
+        rig = EpochwiseRig(tmp_path, configuration(tmp_path))
         was_cancelled = asyncio.Event()
 
         async def endless() -> list[Any]:
@@ -173,7 +173,7 @@ def test_a_trainer_that_does_not_return_is_cancelled_once_its_run_is_over(tmp_pa
 
 def test_a_run_that_fails_before_its_first_epoch_is_on_the_log_as_failed(tmp_path: Path) -> None:
     async def scenario() -> list[RunEnded]:
-        rig = ClassicRig(tmp_path, configuration(tmp_path))
+        rig = EpochwiseRig(tmp_path, configuration(tmp_path))
         async with asyncio.timeout(120), rig.services(), await rig.open_run() as handle:
             await run_end.finalize_run(handle, is_completed=False, message="no dataset")
         assert [event.run_id for event in await rig.events("groups", RunStarted)] == ["run-1"]

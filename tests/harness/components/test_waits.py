@@ -12,18 +12,18 @@ from rollstream.harness.runs.run_handle import RunHandle
 from rollstream.schemas.errors import RunFailedError
 from rollstream.schemas.events import BatchPlanned, RunEnded
 from rollstream.schemas.finetuning import TrainingJobRef, TrainingJobStatus, TrainingStatusEnum
-from tests.rigs.classic_rig import ClassicRig, configuration, opened_rig
+from tests.rigs.epochwise_rig import EpochwiseRig, configuration, opened_rig
 
 COMPLETED, FAILED = TrainingStatusEnum.COMPLETED, TrainingStatusEnum.FAILED
 CANCELED = TrainingStatusEnum.CANCELED
 NEVER = 10_000.0
 
 
-def serving(folder: Path, **how: Any) -> ClassicRig:
+def serving(folder: Path, **how: Any) -> EpochwiseRig:
     """A run whose model is served too, as it is for rollouts that another package makes."""
     written = configuration(folder, num_epochs=2, num_examples=2)
     written["trainer_adapters"]["a"]["endpoint"] = {"port": 8765}
-    return ClassicRig(folder, written, **how)
+    return EpochwiseRig(folder, written, **how)
 
 
 async def submitted(parts: Components, epoch: int) -> TrainingJobRef:
@@ -36,7 +36,7 @@ async def waited_for(parts: Components, ref: TrainingJobRef) -> TrainingJobStatu
     return await parts.trainer_adapter.wait_until_complete(ref, poll_interval=NEVER)
 
 
-async def stop(rig: ClassicRig) -> None:
+async def stop(rig: EpochwiseRig) -> None:
     await rig.log.send(RunEnded(run_id="run-1", time_ms=1, cause="stopped"))
 
 

@@ -207,7 +207,7 @@ def test_a_subclass_of_an_own_configuration_keeps_its_defaults_apart() -> None:
 
 
 @pytest.mark.parametrize(("key", "value"), [("early_stopping", {"patience": 2}), ("validation_required", True)])
-def test_what_only_the_classic_way_does_is_refused_by_its_path_in_a_streamed_run(
+def test_what_only_the_epochwise_way_does_is_refused_by_its_path_in_a_streamed_run(
     art: dict[str, Any], key: str, value: Any
 ) -> None:
     art["trainers"]["t"] = {"_type": "rollstream", key: value}

@@ -15,7 +15,7 @@ from rollstream.harness.runs.run_handle import RunHandle
 from rollstream.schemas.errors import RunFailedError
 from rollstream.schemas.events import RunEnded
 from rollstream.schemas.finetuning import TrainingJobStatus, TrainingStatusEnum, Trajectory, TrajectoryCollection
-from tests.rigs.classic_rig import ClassicRig, components_for, configuration
+from tests.rigs.epochwise_rig import EpochwiseRig, components_for, configuration
 
 COMPLETED, FAILED = TrainingStatusEnum.COMPLETED, TrainingStatusEnum.FAILED
 CANCELED = TrainingStatusEnum.CANCELED
@@ -30,7 +30,7 @@ def ended(folder: Path, run: Run, *, is_cancelled: bool = False) -> tuple[list[A
     """What the command is told, statuses or an error, and how the run ended on the log."""
 
     async def scenario() -> tuple[list[Any] | str, list[RunEnded]]:
-        rig = ClassicRig(folder, configuration(folder, num_epochs=2, num_examples=2))
+        rig = EpochwiseRig(folder, configuration(folder, num_epochs=2, num_examples=2))
         reported: list[Any] | str = "cancelled"
         async with asyncio.timeout(120), rig.services(), await rig.open_run() as handle:
             parts = components_for(rig)

@@ -16,7 +16,7 @@ from nat.plugins.eval.data_models.evaluator_io import EvalOutput, EvalOutputItem
 
 from rollstream.harness.config.dataset import Example
 from rollstream.harness.config.nat_workflows import config_of, function_types
-from rollstream.harness.nat.playing import Failures, Played, workflow
+from rollstream.harness.nat.nat_runtime import Failures, Played, workflow
 from rollstream.schemas.errors import ConfigError
 
 

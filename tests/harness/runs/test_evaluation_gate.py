@@ -25,7 +25,7 @@ from rollstream.schemas.events import (
     TrajectoryRejected,
     VersionJudged,
 )
-from tests.rigs.classic_rig import ClassicRig, assert_every_attempt_has_one_outcome, configuration
+from tests.rigs.epochwise_rig import EpochwiseRig, assert_every_attempt_has_one_outcome, configuration
 
 BAD = (2, 4)
 
@@ -47,7 +47,7 @@ def gated(folder: Path, **trainer: Any) -> dict[str, Any]:
     return written
 
 
-async def conducted(rig: ClassicRig, *, resume: bool = False) -> tuple[Progress, RunPlan]:
+async def conducted(rig: EpochwiseRig, *, resume: bool = False) -> tuple[Progress, RunPlan]:
     async with asyncio.timeout(300), rig.services():
         plan = await rig.plan(resume=resume)
         async with Conductor(rig.log, plan) as conductor:
@@ -56,7 +56,7 @@ async def conducted(rig: ClassicRig, *, resume: bool = False) -> tuple[Progress,
 
 def test_tasks_wait_for_the_version_that_replaces_one_that_failed(tmp_path: Path) -> None:
     async def scenario() -> None:
-        rig = ClassicRig(tmp_path, gated(tmp_path), script=script)
+        rig = EpochwiseRig(tmp_path, gated(tmp_path), script=script)
         await conducted(rig)
         await conducted(rig, resume=True)
         judged = [(one.epoch, one.version, one.is_good) for one in await rig.events("batches", VersionJudged)]
@@ -81,7 +81,7 @@ def test_tasks_wait_for_the_version_that_replaces_one_that_failed(tmp_path: Path
 @pytest.mark.parametrize(("played", "saved"), [(script, None), (script_with_a_bad_end, 3)])
 def test_a_run_whose_last_version_failed_saves_the_last_good(tmp_path: Path, played: Any, saved: int | None) -> None:
     async def scenario() -> None:
-        rig = ClassicRig(tmp_path, gated(tmp_path), script=played)
+        rig = EpochwiseRig(tmp_path, gated(tmp_path), script=played)
         progress, plan = await conducted(rig)
         (spec,) = plan.jobs
         newest = progress.weights

@@ -25,7 +25,7 @@ from rollstream.replay.verify import verify
 from rollstream.schemas.config import EarlyStopping
 from rollstream.schemas.errors import EnvironmentRunError
 from rollstream.schemas.events import EpochSealed, JobStarted, JobSubmitted, JobSucceeded, RunEnded, TaskRequested
-from tests.rigs.classic_rig import ClassicRig, assert_every_attempt_has_one_outcome, configuration
+from tests.rigs.epochwise_rig import EpochwiseRig, assert_every_attempt_has_one_outcome, configuration
 
 
 def test_a_streamed_run_is_validated_at_every_so_many_epochs_and_after_the_last(tmp_path: Path) -> None:
@@ -35,7 +35,7 @@ def test_a_streamed_run_is_validated_at_every_so_many_epochs_and_after_the_last(
     written["trainer_adapters"]["a"]["tasks_per_epoch"] = 2
 
     async def scenario() -> None:
-        rig = ClassicRig(tmp_path, written)
+        rig = EpochwiseRig(tmp_path, written)
         for resume in (False, True):
             async with asyncio.timeout(60), rig.services():
                 plan = await rig.plan(resume=resume)
@@ -66,7 +66,7 @@ def test_a_validation_of_its_own_configuration_is_played_by_that(tmp_path: Path)
     written = configuration(tmp_path, run_configuration=run)
 
     async def scenario() -> None:
-        rig = ClassicRig(tmp_path, written)
+        rig = EpochwiseRig(tmp_path, written)
         plan = await rig.plan()
         validation = validation_of(rig.loaded.config, plan)
         assert validation is not None

@@ -106,7 +106,7 @@ def test_a_prompt_is_the_text_s_own_tokens_however_it_was_put_together():
             assert prompt.token_ids.tolist() == tokenizer.encode(text)
             end = [1] if rng.random() < 0.7 else []
             spoken = tokenizer.encode("".join(rng.choices("xyz", k=rng.randrange(1, 4))))
-            messages.append(assistant(conversation.said(step_index, prompt, spoken + end)))
+            messages.append(assistant(conversation.append_sampled(step_index, prompt, spoken + end)))
 
 
 def test_several_agents_interleave_with_conversations_of_their_own(play):

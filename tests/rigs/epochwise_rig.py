@@ -56,7 +56,7 @@ from rollstream.schemas.settings import EXTERNAL
 E = TypeVar("E", bound=Event)
 
 
-class ClassicRig:
+class EpochwiseRig:
     """Producers, folds and learner of a workspace, on one log for all its runs."""
 
     def __init__(self, folder: Path, written, *, script=None, fails_at=None, trains_slowly=None, serves=None):
@@ -250,7 +250,7 @@ def configuration(folder: Path, *, num_epochs: int = 3, num_examples: int = 4, *
     }
 
 
-def components_for(rig: ClassicRig):
+def components_for(rig: EpochwiseRig):
     finetune = rig.loaded.finetune
     return Components(
         RollstreamTrainer(block_of(finetune, "trainer")),
@@ -267,7 +267,7 @@ class Choosy(RollstreamTrajectoryBuilder):
         return TrajectoryCollection(trajectories=[group[:2] for group in collection.trajectories], run_id=run_id)
 
 
-async def conducted(rig: ClassicRig, *, run_id: str = "run-1", resume: bool = False, parts: Components | None = None):
+async def conducted(rig: EpochwiseRig, *, run_id: str = "run-1", resume: bool = False, parts: Components | None = None):
     """A whole run with its end; the progress after it."""
     async with asyncio.timeout(300), rig.services(), await rig.open_run(run_id, resume=resume) as handle:
         progress = await conduct_components(handle, parts or components_for(rig), rig.loaded.finetune)
@@ -278,7 +278,7 @@ async def conducted(rig: ClassicRig, *, run_id: str = "run-1", resume: bool = Fa
 
 
 @contextlib.asynccontextmanager
-async def opened_rig(rig: ClassicRig, **how):
+async def opened_rig(rig: EpochwiseRig, **how):
     """Components that are initialized on an open handle, for steps by hand."""
     async with asyncio.timeout(300), rig.services(), await rig.open_run(**how) as handle:
         parts = components_for(rig)
@@ -287,7 +287,7 @@ async def opened_rig(rig: ClassicRig, **how):
         yield handle, parts
 
 
-async def assert_every_attempt_has_one_outcome(rig: ClassicRig):
+async def assert_every_attempt_has_one_outcome(rig: EpochwiseRig):
     closed = await rig.events("groups", GroupClosed)
     complete = Counter(member.trajectory_id for group in closed for member in group.members)
     planned = Counter(m.trajectory_id for batch in await rig.events("batches", BatchPlanned) for m in batch.members)
@@ -303,7 +303,7 @@ def answers_of(trajectory: Trajectory) -> list[EpisodeItem]:
     return [item for item in items if item.role == EpisodeItemRole.ASSISTANT]
 
 
-def submitting(rig: ClassicRig) -> ClassicRig:
+def submitting(rig: EpochwiseRig) -> EpochwiseRig:
     """The same with planning `submitted`, as it is where a component is not ours."""
     trainer = rig.loaded.config.trainer.model_copy(update={"planning": "submitted"})
     rig.loaded = rig.loaded._replace(config=rig.loaded.config.model_copy(update={"trainer": trainer}))
@@ -316,7 +316,7 @@ class Interrupting:
     One that was cut off would come again as another attempt, with another id, and so be another submission.
     """
 
-    def __init__(self, left: int, rig: ClassicRig) -> None:
+    def __init__(self, left: int, rig: EpochwiseRig) -> None:
         self.left, self.rig = left, rig
 
     async def __call__(self) -> None:

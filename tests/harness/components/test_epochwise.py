@@ -31,8 +31,8 @@ from rollstream.schemas.events import (
     TrajectoryRejected,
 )
 from rollstream.schemas.finetuning import TrainingStatusEnum, TrajectoryCollection
-from tests.rigs.classic_rig import (
-    ClassicRig,
+from tests.rigs.epochwise_rig import (
+    EpochwiseRig,
     Interrupting,
     answers_of,
     assert_every_attempt_has_one_outcome,
@@ -55,7 +55,7 @@ def test_a_run_is_conducted_epoch_by_epoch_with_validation_curriculum_and_files(
     )
 
     async def scenario() -> None:
-        rig = ClassicRig(tmp_path, written)
+        rig = EpochwiseRig(tmp_path, written)
         progress = await conducted(rig)
         assert progress.job("run-1/rl").outcome == "succeeded"
         assert progress.version == 3
@@ -99,7 +99,7 @@ def test_a_run_is_conducted_epoch_by_epoch_with_validation_curriculum_and_files(
     assert (output / "reward_plot.png").read_bytes().startswith(b"\x89PNG")
 
 
-async def assert_what_ifs_keep_what_was_submitted(rig: ClassicRig) -> None:
+async def assert_what_ifs_keep_what_was_submitted(rig: EpochwiseRig) -> None:
     events = await read_run(rig.log, "run-1")
     records = events.by_topic["groups"]
     (recorded,) = [one.event for one in records if isinstance(one.event, JobStarted)]
@@ -118,7 +118,7 @@ async def assert_what_ifs_keep_what_was_submitted(rig: ClassicRig) -> None:
 
 def test_an_interrupted_run_goes_on_at_the_epoch_after_the_last_sealed_one(tmp_path: Path) -> None:
     async def scenario(folder: Path, cut: int) -> list[str]:
-        rig = ClassicRig(folder, configuration(folder, num_epochs=2, num_examples=2))
+        rig = EpochwiseRig(folder, configuration(folder, num_epochs=2, num_examples=2))
         look = Interrupting(cut, rig)
         parts = components_for(rig)
         for part, names in ((parts[1], ("start_run", "finalize")), (parts[2], ("submit", "wait_until_complete"))):
@@ -150,7 +150,7 @@ def test_an_interrupted_run_goes_on_at_the_epoch_after_the_last_sealed_one(tmp_p
 
 def test_a_builder_knows_which_epochs_are_in_progress(tmp_path: Path) -> None:
     async def scenario() -> None:
-        rig = ClassicRig(tmp_path, configuration(tmp_path))
+        rig = EpochwiseRig(tmp_path, configuration(tmp_path))
         async with opened_rig(rig) as (_, parts):
             builder = parts.trajectory_builder
             with pytest.raises(ValueError, match="start_run first"):
@@ -187,7 +187,7 @@ def assert_is_token_exact(collection: TrajectoryCollection) -> None:
 
 def test_a_submission_is_the_same_however_often_and_is_answered_after_a_restart(tmp_path: Path) -> None:
     async def scenario() -> None:
-        rig = ClassicRig(tmp_path, configuration(tmp_path))
+        rig = EpochwiseRig(tmp_path, configuration(tmp_path))
         async with opened_rig(rig) as (_, parts):
             adapter = parts.trainer_adapter
             assert await adapter.is_healthy()
@@ -215,7 +215,7 @@ def test_a_submission_is_the_same_however_often_and_is_answered_after_a_restart(
 
 def test_changed_rewards_travel_in_the_submission_and_changed_content_is_written_again(tmp_path: Path) -> None:
     async def scenario() -> None:
-        rig = ClassicRig(tmp_path, configuration(tmp_path))
+        rig = EpochwiseRig(tmp_path, configuration(tmp_path))
         async with opened_rig(rig) as (_, parts):
             await parts.trajectory_builder.start_run("mine", {"epoch": 0})
             collection = await parts.trajectory_builder.finalize("mine")
@@ -249,7 +249,7 @@ def test_changed_rewards_travel_in_the_submission_and_changed_content_is_written
 
 def test_a_job_that_fails_ends_the_run_with_its_reason(tmp_path: Path) -> None:
     async def scenario() -> None:
-        rig = ClassicRig(tmp_path, configuration(tmp_path), fails_at=2)
+        rig = EpochwiseRig(tmp_path, configuration(tmp_path), fails_at=2)
         parts = components_for(rig)
         progress = await conducted(rig, parts=parts)
         assert progress.ended is not None
@@ -268,7 +268,7 @@ def test_a_job_that_fails_while_the_next_epoch_is_rolled_out_ends_the_run_too(tm
     written["trainer_adapters"]["a"]["max_staleness"] = 1
 
     async def scenario() -> None:
-        rig = submitting(ClassicRig(tmp_path, written, fails_at=1))
+        rig = submitting(EpochwiseRig(tmp_path, written, fails_at=1))
         progress = await conducted(rig)
         assert progress.job("run-1/rl").error == "out of memory"
         assert progress.version == 0
@@ -278,7 +278,7 @@ def test_a_job_that_fails_while_the_next_epoch_is_rolled_out_ends_the_run_too(tm
 
 def test_a_run_that_is_stopped_is_over_without_an_error(tmp_path: Path) -> None:
     async def scenario() -> None:
-        rig = ClassicRig(tmp_path, configuration(tmp_path, num_epochs=50))
+        rig = EpochwiseRig(tmp_path, configuration(tmp_path, num_epochs=50))
 
         async def stop(planned: BatchPlanned) -> None:
             if planned.index == 1:
@@ -299,7 +299,7 @@ def test_with_a_staleness_bound_the_next_epochs_are_rolled_out_while_one_is_trai
     written["trainer_adapters"]["a"]["max_staleness"] = 2
 
     async def scenario() -> None:
-        rig = submitting(ClassicRig(tmp_path, written))
+        rig = submitting(EpochwiseRig(tmp_path, written))
         begun: list[int] = []
 
         async def wait_for_two_more(planned: BatchPlanned) -> None:
@@ -325,7 +325,7 @@ def test_a_validation_that_fails_is_noted_with_its_reason_and_ends_a_run_only_if
         written = configuration(folder, num_epochs=1, run_configuration=run)
         (folder / "valid.jsonl").write_text('{"id": "broken", "secret": "no number"}\n{"id": "whole", "secret": 1}\n')
         written["trainers"]["t"] |= trainer
-        progress = asyncio.run(conducted(ClassicRig(folder, written)))
+        progress = asyncio.run(conducted(EpochwiseRig(folder, written)))
         return progress, json.loads((folder / "output" / "validation_history.json").read_text())
 
     progress, history = scenario(tmp_path / "noted")
@@ -344,7 +344,7 @@ def test_a_run_ends_early_in_order_when_validation_no_longer_gets_better(tmp_pat
     written["trainers"]["t"]["early_stopping"] = {"patience": 2, "min_delta": 5.0}
 
     async def scenario() -> None:
-        rig = ClassicRig(tmp_path, written)
+        rig = EpochwiseRig(tmp_path, written)
         progress = await conducted(rig)
         assert progress.job("run-1/rl").outcome == "succeeded"
         seals = await rig.events("batches", EpochSealed)
@@ -359,7 +359,7 @@ def test_an_epoch_that_the_curriculum_leaves_empty_is_sealed_empty_and_says_so(t
 
     async def scenario() -> None:
         written = configuration(tmp_path, num_epochs=2, curriculum_learning=curriculum, run_configuration=run)
-        rig = ClassicRig(tmp_path, written)
+        rig = EpochwiseRig(tmp_path, written)
         parts = components_for(rig)
         progress = await conducted(rig, parts=parts)
         assert progress.job("run-1/rl").outcome == "succeeded"

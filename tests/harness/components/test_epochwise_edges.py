@@ -24,9 +24,9 @@ from rollstream.schemas.finetuning import (
     Trajectory,
     TrajectoryCollection,
 )
-from tests.rigs.classic_rig import (
+from tests.rigs.epochwise_rig import (
     Choosy,
-    ClassicRig,
+    EpochwiseRig,
     answers_of,
     components_for,
     conducted,
@@ -49,7 +49,7 @@ def test_what_is_written_again_has_the_reward_that_it_came_with_and_is_not_score
     written["trajectory_builders"]["b"]["reward_weights"] = {"reward": 0.5, "has_digit": 2.0}
 
     async def scenario() -> None:
-        rig = ClassicRig(tmp_path, written)
+        rig = EpochwiseRig(tmp_path, written)
         async with opened_rig(rig) as (_, parts):
             await parts.trajectory_builder.start_run("mine", {"epoch": 0})
             collection = await parts.trajectory_builder.finalize("mine")
@@ -82,7 +82,7 @@ def test_more_than_a_record_has_room_for_is_refused_before_anything_is_written(
     tmp_path: Path, episode: list[Any], size: int, message: str
 ) -> None:
     async def scenario() -> None:
-        rig = ClassicRig(tmp_path, configuration(tmp_path))
+        rig = EpochwiseRig(tmp_path, configuration(tmp_path))
         async with opened_rig(rig) as (_, parts):
             group = [Trajectory(episode=episode, reward=1.0)] * size
             num_groups = 1 if size > 768 else 5
@@ -98,7 +98,7 @@ def test_more_than_a_record_has_room_for_is_refused_before_anything_is_written(
 @pytest.mark.parametrize("more", ["!", "!" * MAX_INLINE_BYTES], ids=["inline", "in a store that is away for a while"])
 def test_an_answer_whose_text_was_changed_is_not_trained_on_by_the_tokens_of_another(tmp_path: Path, more: str) -> None:
     async def scenario() -> None:
-        rig = ClassicRig(tmp_path, configuration(tmp_path))
+        rig = EpochwiseRig(tmp_path, configuration(tmp_path))
         rig.artifacts = ArtifactStore(f"remote://{tmp_path.name}", cache=tmp_path / "cache")
         async with opened_rig(rig) as (_, parts):
             await parts.trajectory_builder.start_run("mine", {"epoch": 0})
@@ -123,7 +123,7 @@ def test_a_run_that_goes_on_waits_for_the_seal_of_what_was_submitted(tmp_path: P
     """The process was killed between a submission and its seal, which comes while the run is taken up again."""
 
     async def scenario() -> None:
-        rig = ClassicRig(tmp_path, configuration(tmp_path, num_epochs=2, num_examples=2))
+        rig = EpochwiseRig(tmp_path, configuration(tmp_path, num_epochs=2, num_examples=2))
         async with opened_rig(rig) as (_, parts):
             await parts.trajectory_builder.start_run("mine", {"epoch": 0})
             collection = await parts.trajectory_builder.finalize("mine")
@@ -153,7 +153,7 @@ def test_a_run_whose_last_epoch_is_sealed_already_is_only_brought_to_its_end(tmp
     """It was ended early, and killed before that was written as the run's end."""
 
     async def scenario() -> None:
-        rig = ClassicRig(tmp_path, configuration(tmp_path, num_epochs=4, num_examples=2))
+        rig = EpochwiseRig(tmp_path, configuration(tmp_path, num_epochs=4, num_examples=2))
         async with opened_rig(rig) as (handle, _):
             await handle.begin()
             await epochs.submit(handle, 0, (), is_last=True)
@@ -168,7 +168,7 @@ def test_a_run_whose_last_epoch_is_sealed_already_is_only_brought_to_its_end(tmp
 
 def test_a_run_that_cannot_be_followed_leaves_its_workspace_to_the_next(tmp_path: Path) -> None:
     async def scenario() -> None:
-        rig = ClassicRig(tmp_path, configuration(tmp_path))
+        rig = EpochwiseRig(tmp_path, configuration(tmp_path))
         handle = await rig.open_run()
         read, rig.log.reader = rig.log.reader, unreachable
         with pytest.raises(LogError, match="no broker"):
@@ -188,7 +188,7 @@ async def unreachable(*_: Any, **__: Any) -> Any:
 @pytest.mark.parametrize("has_curriculum", [True, False])
 def test_what_a_builder_leaves_out_is_not_said_to_be_the_curriculums(tmp_path: Path, has_curriculum: bool) -> None:
     curriculum = {"enabled": has_curriculum, "initial_percentile": 0.5, "min_reward_diff": 0.0}
-    rig = ClassicRig(tmp_path, configuration(tmp_path, num_epochs=2, curriculum_learning=curriculum))
+    rig = EpochwiseRig(tmp_path, configuration(tmp_path, num_epochs=2, curriculum_learning=curriculum))
     parts = components_for(rig)
     parts = parts._replace(trajectory_builder=Choosy(parts.trajectory_builder.trajectory_builder_config))
 
@@ -248,7 +248,7 @@ class OtherTrainer(Trainer):
 def test_what_another_trainer_leaves_out_is_its_curriculums_only_where_that_left_it_out(
     tmp_path: Path, tells: bool, expected: dict[str, int]
 ) -> None:
-    rig = ClassicRig(tmp_path, configuration(tmp_path, num_epochs=2, curriculum_learning={"enabled": True}))
+    rig = EpochwiseRig(tmp_path, configuration(tmp_path, num_epochs=2, curriculum_learning={"enabled": True}))
     parts = components_for(rig)
     trainer = OtherTrainer(TrainerConfig())
     trainer.tells = tells

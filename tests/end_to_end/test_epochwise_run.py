@@ -15,7 +15,7 @@ pytestmark = [pytest.mark.kafka, pytest.mark.slow, pytest.mark.timeout(600)]
 EPOCHS = 3
 
 
-def classic(workplace: Any) -> dict[str, Any]:
+def epochwise(workplace: Any) -> dict[str, Any]:
     """All examples in every epoch, a curriculum, validation before every second epoch."""
     folder: Path = workplace.folder
     for name, count in (("train", 4), ("valid", 2)):
@@ -31,28 +31,28 @@ def classic(workplace: Any) -> dict[str, Any]:
     return configuration
 
 
-def test_a_classic_run_goes_on_after_a_kill_and_leaves_its_files(workplace: Any) -> None:
-    config = str(workplace.write(classic(workplace)))
+def test_a_epochwise_run_goes_on_after_a_kill_and_leaves_its_files(workplace: Any) -> None:
+    config = str(workplace.write(epochwise(workplace)))
     options = ["--validation_dataset", str(workplace.folder / "valid.jsonl"), "--validation_interval", "2"]
-    command = workplace.start("finetune", "--config_file", config, "--run_id", "classic", *options)
+    command = workplace.start("finetune", "--config_file", config, "--run_id", "epochwise", *options)
     wait_versions(workplace, command, 1)
     os.kill(command.pid, signal.SIGKILL)
     command.wait(timeout=60)
     result = ["--result_json_path", str(workplace.result)]
-    done = workplace.run("finetune", "--config_file", config, "--resume", "classic", *options, *result)
+    done = workplace.run("finetune", "--config_file", config, "--resume", "epochwise", *options, *result)
     assert done.returncode == 0, done.stdout + done.stderr + workplace.logs()
     reported = json.loads(workplace.result.read_text())
     assert (reported["status"], reported["num_epochs"]) == ("completed", EPOCHS)
     assert_files(workplace.folder / "output")
     assert_log(workplace, reported["version"])
-    replayed = workplace.run("replay", "classic", "--verify", "--train")
+    replayed = workplace.run("replay", "epochwise", "--verify", "--train")
     assert replayed.returncode == 0, replayed.stdout + replayed.stderr
     assert "task records that the harness wrote" in replayed.stdout
 
 
 def assert_files(output: Path) -> None:
     rows = [json.loads(line) for line in (output / "training_metrics.jsonl").read_text().splitlines()]
-    assert [(row["epoch"], row["run_id"], row["num_groups"]) for row in rows] == [(n, "classic", 4) for n in range(3)]
+    assert [(row["epoch"], row["run_id"], row["num_groups"]) for row in rows] == [(n, "epochwise", 4) for n in range(3)]
     assert [row["epoch"] for row in json.loads((output / "reward_history.json").read_text())] == [0, 1, 2]
     validations = json.loads((output / "validation_history.json").read_text())
     assert [(row["epoch"], row["num_examples"]) for row in validations] == [(0, 2), (2, 2)]
