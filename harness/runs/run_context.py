@@ -38,7 +38,7 @@ from rollstream.harness.services.serving import GROUPS
 from rollstream.harness.services.sole_use import check_sole_use
 from rollstream.harness.services.supervisor import ChildSpec, Supervisor
 from rollstream.harness.services.workspace import EMBEDDED, NAMES, Workspace, embedded_broker
-from rollstream.replay.fork import check_fork, check_versions
+from rollstream.replay.fork import check_fork, check_versions, format_fork
 from rollstream.schemas.config import BuilderSection, RunConfig
 from rollstream.schemas.errors import ConfigError
 from rollstream.schemas.events.training import ForkPoint

@@ -15,7 +15,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from rollstream.producers.engines.base import Engine, EngineKind
-from rollstream.schemas.errors import ConfigError, RollstreamError, first_invalid, nearest, describe
+from rollstream.schemas.errors import ConfigError, RollstreamError, describe, first_invalid, nearest
 from rollstream.schemas.services import ENGINES, EngineSettings
 from rollstream.schemas.variables import conceal, expand
 
