@@ -295,7 +295,7 @@ def test_weights_stay_where_the_log_cannot_be_told_that_they_go(lab: Lab) -> Non
 @pytest.mark.kafka
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("guest", "missing", "told"),
+    ("guest", "missing", "reported"),
     [
         ("guest8", ("Read", "weights"), f"Read of topic {PREFIX}weights.v1"),
         ("guest9", ("Read", "groups"), f"Read of topic {PREFIX}groups.v1"),

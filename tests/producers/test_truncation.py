@@ -40,7 +40,7 @@ def metadata(offset):
 
 
 @pytest.mark.parametrize(
-    ("offset", "cut", "told"),
+    ("offset", "cut", "reported"),
     [
         (2, 3, "offset 2 of topic steps partition 0 is not kept: it holds 3 to 4"),
         (

@@ -173,7 +173,7 @@ def test_a_pure_evaluator_may_grade_again_while_the_judge_keeps_its_word(recorde
 
 
 @pytest.mark.parametrize(
-    ("changes", "told"),
+    ("changes", "reported"),
     [
         ({"eval": {"evaluators": {"judged": {"model": "other"}}}}, r"eval\.evaluators\.judged is not pure"),
         (

@@ -191,7 +191,7 @@ def test_a_reward_that_leaves_nothing_to_train_or_fails_is_told(recorded, monkey
 
 
 @pytest.mark.parametrize(
-    ("changes", "told"),
+    ("changes", "reported"),
     [
         ({"trajectory_builders": {"rollouts": {"num_generations": 8}}}, "num_generations cannot change"),
         ({"trainer_adapters": {"learner": {"max_staleness": 2}}}, "max_staleness can only be tightened"),

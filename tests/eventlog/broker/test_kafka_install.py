@@ -86,7 +86,7 @@ def test_a_bad_download_is_removed_and_fetched_again(bad: bytes | None, reposito
 
 
 @pytest.mark.parametrize(
-    ("bad", "told"),
+    ("bad", "reported"),
     [(CHANGED, "wrong checksum: sha256 .*, expected "), (None, "answered 503"), (WHOLE[:1000], "IncompleteRead")],
 )
 def test_after_a_bounded_number_of_attempts_it_is_one_clear_error(

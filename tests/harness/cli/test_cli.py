@@ -170,7 +170,7 @@ def test_a_module_that_cannot_be_imported_is_named(tmp_path: Path, written: dict
 @pytest.mark.parametrize(
     "code", ["def x(:", "raise RuntimeError('boom')", "raise KeyError('boom')", "raise SystemExit('boom')"]
 )
-@pytest.mark.parametrize("place", ["modules", "workflow", "reward"])
+@pytest.mark.parametrize("location", ["modules", "workflow", "reward"])
 def test_a_module_that_raises_when_it_is_imported_is_named(
     tmp_path: Path, written: dict[str, Any], write: Write, code: str, location: str
 ) -> None:

@@ -100,7 +100,7 @@ def test_an_unknown_id_is_one_clear_error(rig: GroupRig, job_id: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("written", "told"),
+    ("written", "reported"),
     [
         ([], "list ()"),
         (["run-1"], "list ('run-1',)"),

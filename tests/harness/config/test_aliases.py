@@ -140,7 +140,7 @@ def test_rollouts_of_a_truncated_distribution_are_told_where_the_loss_has_ratios
 
 
 @pytest.mark.parametrize(
-    ("block", "key", "value", "told"),
+    ("block", "key", "value", "reported"),
     [
         (
             "trainer_adapters.a.training",

@@ -230,7 +230,7 @@ def test_a_missing_reference_is_named(written: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("path", "mistyped", "told"),
+    ("path", "mistyped", "reported"),
     [
         (("finetuning",), "finetunning", "finetunning: unknown key; did you mean finetuning? (and 1 more)"),
         (("trainer_adapters", "a", "model"), "modell", "trainer_adapters.a.modell: unknown key; did you mean model?"),
@@ -247,7 +247,7 @@ def test_a_mistyped_key_is_named_before_the_one_that_it_leaves_missing(
 
 
 @pytest.mark.parametrize(
-    ("path", "value", "told"),
+    ("path", "value", "reported"),
     [
         ("finetuning.num_epochs", "many", "finetuning.num_epochs: is 'many'; "),
         ("finetuning.num_epochs", 0, "finetuning.num_epochs: is 0; "),
@@ -313,7 +313,7 @@ def test_a_seed_of_more_than_64_bits_is_refused_wherever_it_comes_from(
 
 
 @pytest.mark.parametrize(
-    ("key", "told"),
+    ("key", "reported"),
     [
         ("trainers.tt.planning", "trainers.tt is not defined in the file; defined: t"),
         ("trainer_adapters.learner.seed", "trainer_adapters.learner is not defined in the file; defined: a"),
@@ -336,7 +336,7 @@ def test_an_override_of_an_unknown_key_is_named_with_the_nearest(written: dict[s
 
 
 @pytest.mark.parametrize(
-    ("text", "told"),
+    ("text", "reported"),
     [
         ("base: second.yml", r"second.yml: base: first.yml is circular: .*first.yml -> .*second.yml"),
         ("base: none.yml", r"first.yml: base: file .*none.yml does not exist"),
@@ -353,7 +353,7 @@ def test_a_base_or_text_that_cannot_be_read_is_named(tmp_path: Path, text: str, 
 
 
 @pytest.mark.parametrize(
-    ("name", "content", "told"),
+    ("name", "content", "reported"),
     [
         ("none.jsonl", None, r"eval.general.dataset or --dataset: dataset .*none.jsonl: cannot be read: "),
         ("none.parquet", None, r"dataset .*none.parquet: cannot be read"),

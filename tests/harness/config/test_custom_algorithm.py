@@ -209,7 +209,7 @@ def test_keys_and_names_of_an_algorithm_are_checked_when_the_file_is_read(
 
 
 @pytest.mark.parametrize(
-    ("method", "place"),
+    ("method", "location"),
     [
         ("@field_validator('clip')\n    @classmethod\n    def _low(cls, clip): return {}['no such key']", "_low"),
         ("@property\n    def needs(self): return {}['no such key']", "needs"),

@@ -45,7 +45,7 @@ def test_a_file_says_an_engine_by_its_kind(written: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("engine", "told"),
+    ("engine", "reported"),
     [
         ({"treads": 1}, "trajectory_builders.b.engine.treads: unknown key; did you mean threads?"),
         ({"threads": 0}, "trajectory_builders.b.engine.threads: is 0; input should be greater than or equal to 1"),

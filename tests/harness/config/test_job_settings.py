@@ -69,7 +69,7 @@ def test_another_temperature_than_that_of_sampling_is_refused(written: dict[str,
 
 
 @pytest.mark.parametrize(
-    ("plans", "told"),
+    ("plans", "reported"),
     [
         ({}, r"set trajectory_builders\.b\.drop_zero_variance: false, or"),
         (

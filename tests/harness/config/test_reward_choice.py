@@ -93,7 +93,7 @@ def test_a_python_evaluator_that_is_not_there_is_told_before_the_run(config):
 
 
 @pytest.mark.parametrize(
-    ("block", "told"),
+    ("block", "reported"),
     [
         ({"_type": "numeric_match"}, r"eval\.evaluators\.e\.answer_key: example 'b' of dataset .* has no key 'answer'"),
         (

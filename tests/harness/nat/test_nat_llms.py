@@ -82,7 +82,7 @@ def loss_temperature(found: Loaded) -> float:
 
 
 @pytest.mark.parametrize(
-    ("llms", "changes", "told"),
+    ("llms", "changes", "reported"),
     [
         ({"x": llm(temperature=0)}, {}, r"^llms\.x\.temperature: 0 decodes greedily, .* set it above 0$"),
         (

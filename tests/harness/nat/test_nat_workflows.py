@@ -92,7 +92,7 @@ def test_an_llm_leads_to_the_model_by_name_or_by_port(example: dict[str, Any], l
 
 
 @pytest.mark.parametrize(
-    ("path", "value", "told"),
+    ("path", "value", "reported"),
     [
         (
             "llms.openai_llm.model_name",
@@ -156,7 +156,7 @@ SECOND = {"_type": "openai", "model_name": "policy"}
 
 
 @pytest.mark.parametrize(
-    ("llm", "second", "changes", "told"),
+    ("llm", "second", "changes", "reported"),
     [
         ({"temperature": 0.0}, None, {}, r"^llms\.openai_llm\.temperature: 0 decodes greedily.*set it above 0$"),
         ({}, {"temperature": 0.9}, {}, r"^llms\.openai_llm\.temperature: 0\.4 differs from llms\.second\.temp.*: 0\.9"),

@@ -208,7 +208,7 @@ def database(tmp_path: Path) -> Iterator[Database]:
 
 
 @pytest.mark.parametrize(
-    ("number", "told"),
+    ("number", "reported"),
     [
         (signal.SIGSEGV, r"the query's process crashed \(SIGSEGV\)"),
         (signal.SIGABRT, r"the query's process crashed \(SIGABRT\)"),

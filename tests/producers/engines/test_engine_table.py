@@ -114,7 +114,7 @@ def test_a_package_that_cannot_be_imported_is_told_with_its_traceback(installed,
 
 
 @pytest.mark.parametrize(
-    ("source", "told"),
+    ("source", "reported"),
     [
         (f"{PARROT}\nKIND = Parrot", "is a type; an EngineKind is expected"),
         (HEAD + "KIND = EngineKind(dict, print)", "a subclass of EngineSettings is expected"),

@@ -234,7 +234,7 @@ WRONG = [
 ]
 
 
-@pytest.mark.parametrize(("block", "told"), WRONG)
+@pytest.mark.parametrize(("block", "reported"), WRONG)
 def test_what_is_wrong_in_a_block_is_named_by_its_path(block, reported):
     with pytest.raises(ConfigError, match=reported):
         check_own(block, {})
