@@ -88,7 +88,7 @@ def all_of(run, topic, kind):
 
 
 @pytest.fixture(scope="module")
-def told(recorded):
+def reported(recorded):
     """All that the run's log says of rewards, by kind of event."""
     run, _ = recorded
     kinds = {"steps": (RewardRecorded, StepRecorded, RolloutEnded), "trajectories": (TrajectoryAssembled,)}
