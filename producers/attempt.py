@@ -22,8 +22,8 @@ from rollstream.schemas.errors import (
     EnvironmentRunError,
     NotAllowedError,
     RollstreamError,
-    is_of_users,
     describe,
+    is_of_users,
 )
 from rollstream.schemas.events import TaskRequested
 from rollstream.schemas.permissions import CODE, NOTHING, Permissions, environment_path

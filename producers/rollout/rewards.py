@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from numbers import Real
 from typing import Any, Protocol
 
-from rollstream.schemas.errors import EnvironmentRunError, is_of_users, raised_at, describe
+from rollstream.schemas.errors import EnvironmentRunError, describe, is_of_users, raised_at
 from rollstream.schemas.events import RewardRecorded, StepRecorded
 
 

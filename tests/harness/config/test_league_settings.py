@@ -107,11 +107,11 @@ def test_every_version_that_an_open_task_may_draw_is_kept_and_no_more_than_the_p
     assert len(left) <= 2 + (pool + -(-(staleness + 2) // every) if pool else 0)
 
 
-def test_a_frozen_opponent_of_another_run_is_kept_there(written: dict[str, Any]) -> None:
+def test_a_frozen_opponent_of_another_run_is_kept_there(written: dict[str, Any], tmp_path: Path) -> None:
     found = config_file.resolve(league_run(written, pool=0, frozen=["run-1@2"])).config
     (other,) = jobs_of(found, "run-2")
     (own,) = jobs_of(
-        config_file.resolve(written | {"trajectory_builders": configuration(Path())["trajectory_builders"]}).config,
+        config_file.resolve(written | {"trajectory_builders": configuration(tmp_path)["trajectory_builders"]}).config,
         "run-1",
     )
     own_job = own.job.model_copy(update={"keep_last": 1, "keep_every": 1000})
