@@ -349,7 +349,7 @@ class JobRun:
         return self._next_index % settings.checkpoint_every == 0 or self._next_index == settings.num_versions
 
     async def _publish(self, step: StepTrained, weights: bytes) -> float:
-        """Store and send a version; the moment (monotonic, s) up to which its StepTrained has told its phases."""
+        """Store and send a version; the moment (monotonic, s) up to which its StepTrained counts its phases."""
         began = time.monotonic()
         known = self._context.inbox.state.group(self.job.model_group).published.get(step.version)
         # What is published was stored before; storing it again would bring back what was collected since.

@@ -46,7 +46,7 @@ class ServiceSettings(Settings):
 
 
 class EngineSettings(Settings):
-    """Base of what rollout engines are set by: each kind has a class of its own, told apart by `kind`."""
+    """Base of what rollout engines are set by: each kind has a class of its own, distinguished by `kind`."""
 
     MEANINGLESS: ClassVar[tuple[str, ...]] = ()
     """Keys that are accepted and change nothing."""

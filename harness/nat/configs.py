@@ -42,7 +42,7 @@ class Explained(BaseModel):
         except ValidationError as error:
             path, written = _as_written(cls.SECTION, values)
             explained = f"{path}.{explain(error, cls, written)}"
-            kind = PydanticCustomError("rollstream", "{told}", {"told": explained})
+            kind = PydanticCustomError("rollstream", "{explained}", {"explained": explained})
             hidden = InitErrorDetails(
                 type=kind, loc=(), input=None
             )  # the block itself may contain expanded `${ENV}` values

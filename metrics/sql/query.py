@@ -162,7 +162,7 @@ def start(connection: duckdb.DuckDBPyConnection, path: Path, sql: str, limits: L
         reading, writing = os.pipe()
     except OSError as error:
         raise QueryError(f"SQL: the query cannot be started ({error.strerror}); try again") from error
-    # A signal that came before the child has handlers of its own would be told to the parent's event loop.
+    # A signal that came before the child has handlers of its own would be passed to the parent's event loop.
     before = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
     try:
         pid = os.fork()

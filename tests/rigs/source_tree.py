@@ -66,7 +66,7 @@ BANNED_WORDS = (
     "anew",
     "for ever",
     "seldom",
-    "epochwise",
+    "classic",
     "dealt out",
     "said nothing",
     "plateau",

@@ -253,7 +253,7 @@ def test_a_backend_that_is_down_is_told_before_anything_is_rolled_out(tmp_path: 
 def test_an_environment_that_needs_a_model_here_is_refused_with_what_to_do(tmp_path: Path) -> None:
     content = written(tmp_path)
     content["trajectory_builders"]["b"] = {"_type": "rollstream", "environment": "guess_number"}
-    with pytest.raises(ConfigError, match=r"'other_test_backend' trains with another handle.* guess_number .*--endp"):
+    with pytest.raises(ConfigError, match=r"'other_test_backend' trains with another backend.* guess_number .*--endp"):
         config_file.resolve(content)
 
 
