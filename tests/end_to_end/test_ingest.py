@@ -18,13 +18,13 @@ def steps_of(model: Path, uuid: str, question: str, answer: str, *, ids: bool) -
     """A workflow run as NAT writes it, with the ids of the tiny model's tokens or as text alone."""
     tokenizer = AutoTokenizer.from_pretrained(model)
     prompt = nat.messages(question)
-    lines: dict[str, Any] = {"content": []}
+    found: dict[str, Any] = {"content": []}
     if ids:
         rendered = tokenizer.apply_chat_template(prompt, tokenize=False, add_generation_prompt=True)
         completion = [*tokenizer.encode(answer, add_special_tokens=False), tokenizer.eos_token_id]
-        lines["content"] = [{"token": f"token_id:{number}", "logprob": -2.0} for number in completion]
-        lines["prompt_token_ids"] = tokenizer.encode(rendered, add_special_tokens=False)
-    call = nat.langchain(f"{uuid}-call", prompt, answer, lines=lines, parent=f"{uuid}-f")
+        found["content"] = [{"token": f"token_id:{number}", "logprob": -2.0} for number in completion]
+        found["prompt_token_ids"] = tokenizer.encode(rendered, add_special_tokens=False)
+    call = nat.langchain(f"{uuid}-call", prompt, answer, reported=found, parent=f"{uuid}-f")
     return nat.workflow(call, question=question, answer=answer, uuid=uuid, run_id=uuid)
 
 

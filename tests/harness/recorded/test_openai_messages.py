@@ -16,7 +16,7 @@ SYSTEM = {"role": "system", "content": "be brief"}
 TOOL = samples.tool("t", "2", framework="langchain")
 CASES: dict[str, list[Any]] = {
     "one call": samples.langchain("a", ASK, "2"),
-    "without log-probabilities": samples.langchain("a", ASK, "2", told={}),
+    "without log-probabilities": samples.langchain("a", ASK, "2", reported={}),
     "a tool's loop": [*samples.langchain("a", ASK, "add"), *TOOL, *samples.langchain("b", LOOP, "2")],
     "a growing history": [
         *samples.langchain("a", [SYSTEM, *ASK], "2"),

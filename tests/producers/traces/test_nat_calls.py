@@ -90,7 +90,7 @@ def test_list_content_is_trained_on_by_its_tokens_and_kept_in_the_record():
         {"role": "user", "content": [{"type": "text", "text": "what"}, {"type": "image_url", "image_url": "data:"}]}
     ]
     message = nat.logprobs(nat.messages("[picture]"), "cat")
-    steps = nat.workflow(nat.langchain("a", prompt, "cat", told=message))
+    steps = nat.workflow(nat.langchain("a", prompt, "cat", reported=message))
     assert samples(sequences_of(steps)) == [saw(nat.messages("[picture]"), "cat")]
     [recorded] = [step for step in recorded_steps(nat.read(steps), ALL) if step.event_type == "LLM_END"]
     assert recorded.chat is not None
