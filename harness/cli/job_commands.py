@@ -118,7 +118,8 @@ def chosen_runs(found: "list[Progress]", chosen: str | None) -> "list[Progress]"
     if not runs:
         raise ConfigError(f"run {ids.run_of(chosen)} does not exist; `rollstream runs` lists all runs")
     group = _group(chosen)
-    groups = {job.submitted.model_group for one in runs for job in one.jobs.values() if job.submitted}
+    named = [job.submitted or job.skipped for one in runs for job in one.jobs.values()]
+    groups = {job.model_group for job in named if job is not None}
     if group is not None and group not in groups:
         known = ", ".join(sorted(groups)) or "none"
         raise ConfigError(f"model group {group} has no jobs; groups of the run with jobs: {known}")

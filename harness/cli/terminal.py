@@ -44,13 +44,13 @@ def jobs_table(runs: Sequence[Progress], model_group: str | None = None) -> str:
         _job_row(progress, job_id, job)
         for progress in runs
         for job_id, job in progress.jobs.items()
-        if job.submitted and model_group in (None, job.submitted.model_group)
+        if (named := job.submitted or job.skipped) and model_group in (None, named.model_group)
     ]
     return as_table(JOBS_COLUMNS, rows) if rows else "no jobs yet"
 
 
 def job_state(progress: Progress, job: JobProgress) -> str:
-    """queued, running, succeeded, failed or cancelled; jobs left when their run ends are cancelled."""
+    """queued, running, succeeded, failed, cancelled or skipped; jobs left when their run ends are cancelled."""
     if job.outcome is not None:
         return job.outcome
     if progress.ended is not None:
@@ -59,8 +59,11 @@ def job_state(progress: Progress, job: JobProgress) -> str:
 
 
 def _job_row(progress: Progress, job_id: str, job: JobProgress) -> tuple[object, ...]:
-    submitted = job.submitted
-    assert submitted is not None
+    submitted, skipped = job.submitted, job.skipped
+    if submitted is None:
+        assert skipped is not None
+        names = progress.run_id, ids.name_of(job_id), skipped.job_kind, job_state(progress, job), skipped.model_group
+        return *names, "", 0, 0, 0, skipped.version, ""
     return (
         progress.run_id,
         ids.name_of(job_id),

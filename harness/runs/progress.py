@@ -21,6 +21,7 @@ from rollstream.schemas.events import (
     JobCancelled,
     JobFailed,
     JobProgressed,
+    JobSkipped,
     JobStarted,
     JobSubmitted,
     JobSucceeded,
@@ -52,7 +53,9 @@ class JobProgress:
     percent: float = 0.0
     validated: Mapping[int, frozenset[str]] = field(default_factory=lambda: MappingProxyType({}))
     """Groups of the newest validation that are closed, by its epoch."""
-    outcome: Literal["succeeded", "failed", "cancelled"] | None = None
+    skipped: JobSkipped | None = None
+    """Instead of `submitted`, of a job that had too little to train on."""
+    outcome: Literal["succeeded", "failed", "cancelled", "skipped"] | None = None
     final_version: int = -1
     error: str = ""
     ended_at_ms: int = 0
@@ -230,5 +233,8 @@ def _ended(job: JobProgress, event: Event) -> JobProgress:
             return replace(job, outcome="failed", error=event.error, ended_at_ms=event.time_ms)
         case JobCancelled():
             return replace(job, outcome="cancelled", error=event.cause, ended_at_ms=event.time_ms)
+        case JobSkipped():
+            error = f"{event.num_examples} examples, at least {event.min_examples} are needed"
+            return replace(job, outcome="skipped", skipped=event, error=error, ended_at_ms=event.time_ms)
         case _:
             return job

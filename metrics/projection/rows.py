@@ -24,6 +24,8 @@ COPIED = frozenset(
         "reward_recorded",
         "epoch_started",
         "rollback_requested",
+        "job_skipped",
+        "model_switched",
         "trajectory_rejected",
         "epoch_sealed",
         "version_judged",

@@ -11,6 +11,7 @@ from rollstream.schemas.base import Event
 from rollstream.schemas.events import (
     JobCancelled,
     JobFailed,
+    JobSkipped,
     JobStarted,
     JobSubmitted,
     JobSucceeded,
@@ -56,6 +57,15 @@ def test_a_line_says_what_was_submitted_and_how_far_it_is(script: SimpleNamespac
 )
 def test_the_end_of_a_job_is_its_state(script: SimpleNamespace, end: Event, state: str) -> None:
     assert row(script, end)[3] == state
+
+
+def test_a_skipped_job_has_a_line_of_its_own_with_the_version_that_stays(script: SimpleNamespace) -> None:
+    skipped = JobSkipped(**JOB, job_kind="sft", num_examples=1, min_examples=10, version=3)
+    progress = evolve(evolve(Progress("run-1"), script.run_started()), skipped)
+    assert progress.job("run-1/rl").error == "1 examples, at least 10 are needed"
+    _, line = jobs_table([progress], "run-1/policy").splitlines()
+    assert line.split() == ["run-1", "rl", "sft", "skipped", "run-1/policy", "0", "0", "0", "3"]
+    assert jobs_table([progress], "run-1/others") == "no jobs yet"
 
 
 def test_a_log_without_jobs_says_so(script: SimpleNamespace) -> None:

@@ -109,6 +109,15 @@ def test_a_job_that_did_not_succeed_shows_why(tmp_path: Path, ended: Any, error:
     assert ask(path, "SELECT state, error, finish_s FROM log.job_finished") == [(ended.kind[4:], error, None)]
 
 
+def test_a_skipped_job_is_a_row_of_jobs_and_so_is_the_version_that_its_group_took(tmp_path: Path) -> None:
+    path = empty_file(tmp_path)
+    skipped = events.JobSkipped(**JOB, job_kind="dpo", num_examples=2, min_examples=10, version=4)
+    project_all(log_of([skipped, events.ModelSwitched(**JOB, version=4)]), path)
+    found = ask(path, "SELECT run_id, model_group, kind, state, version, adopted_version, error FROM jobs")
+    names = JOB["run_id"], JOB["model_group"]
+    assert found == [(*names, "dpo", "skipped", 4, 4, "2 examples, at least 10 are needed")]
+
+
 def test_every_attempt_has_one_outcome_and_they_add_up(tmp_path: Path, synthetic: Any) -> None:
     path = empty_file(tmp_path)
     project_all(log_of(list(synthetic.all_events())), path)
