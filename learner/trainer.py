@@ -47,6 +47,7 @@ class JobTrainer:
             needs = algorithm.needs
             compares = needs.behaviour or needs.reference or needs.proximal or needs.teacher
             self.model.use_dropout(not compares)  # a ratio compares with log-probabilities computed without it
+        self.model.selects_logprobs &= self._settings.revision >= 3
         self._optimizer = make_optimizer(self.model.trainable(), self._settings.optimizer)
         self._reference: Reference | None = None
         self._statistics: dict[str, float] = {}

@@ -18,6 +18,7 @@ from torch.nn import functional
 from transformers import AutoModelForCausalLM
 
 from rollstream.learner.model.collate import MicroBatch
+from rollstream.learner.model.logprobs import Head, selected_logprobs
 from rollstream.schemas.errors import ModelError
 from rollstream.schemas.settings import LoraSettings, ModelSettings, device_of
 
@@ -44,6 +45,8 @@ class PolicyModel:
             torch.manual_seed(seed)
             self.module = _with_adapters(self.module, settings)
         self.module.to(self.device)
+        self.selects_logprobs = _has_plain_head(self.module)
+        """Gather hidden states before the head; else logits are made of all tokens at once."""
         self.module.train()
 
     @property
@@ -110,9 +113,30 @@ class PolicyModel:
     ) -> tuple[Tensor, Tensor]:
         """Log-probability and entropy (N,) of the N tokens on the mask, row by row, under the current policy.
 
-        Padding stands on the right, so causal attention needs no mask; logits are made only for columns that some
-        row predicts a completion token from.
+        Padding is on the right, so causal attention needs no mask.
         """
+        if not self.selects_logprobs:
+            return self._terms_by_logits(batch, temperature, entropy_needs_grad)
+        is_target_B_T = batch.mask[:, 1:]
+        with torch.autocast(self.device.type, self.compute_dtype, enabled=self.compute_dtype != torch.float32):
+            decoder = _inner(self.module).get_decoder()
+            hidden_B_T_D = decoder(input_ids=batch.token_ids, use_cache=False).last_hidden_state
+        head = _inner(self.module).get_output_embeddings()
+        logprobs_N, entropies_N = selected_logprobs(
+            hidden_B_T_D[:, :-1][is_target_B_T],
+            Head(head.weight, head.bias),
+            batch.token_ids[:, 1:][is_target_B_T],
+            temperature,
+            compute_dtype=None if self.compute_dtype == torch.float32 else self.compute_dtype,
+            entropy_needs_grad=entropy_needs_grad,
+        )
+        assert entropies_N is not None
+        return logprobs_N, entropies_N
+
+    def _terms_by_logits(
+        self, batch: MicroBatch, temperature: float, entropy_needs_grad: bool
+    ) -> tuple[Tensor, Tensor]:
+        """The same from the model's own logits, of columns that some row predicts a completion token from."""
         is_target_B_T = batch.mask[:, 1:]
         columns_K = is_target_B_T.any(dim=0).nonzero().flatten()
         with torch.autocast(self.device.type, self.compute_dtype, enabled=self.compute_dtype != torch.float32):
@@ -189,6 +213,24 @@ def _with_adapters(module: Any, settings: ModelSettings) -> Any:
         return get_peft_model(module, config)
     except ValueError as error:
         raise ModelError(f"model {settings.path} takes no such adapter: {' '.join(str(error).split())}") from error
+
+
+def _inner(module: Any) -> Any:
+    """The transformers model, which adapters are injected into."""
+    return module.get_base_model() if hasattr(module, "get_base_model") else module
+
+
+@torch.no_grad()
+def _has_plain_head(module: Any) -> bool:
+    """Whether logits are a linear map of the last hidden states: no cap or scale on them, no adapter on the head."""
+    inner = _inner(module)
+    head = inner.get_output_embeddings()
+    if type(head) is not torch.nn.Linear:
+        return False
+    ids = torch.tensor([[0, 1]], device=head.weight.device)
+    module.eval()
+    hidden = inner.get_decoder()(input_ids=ids, use_cache=False).last_hidden_state
+    return torch.equal(head(hidden), module(input_ids=ids, use_cache=False).logits)
 
 
 def _copy(name: str, source: Tensor, target: Tensor) -> None:

@@ -55,7 +55,7 @@ class Case:
             kind=self.settings.kind,
             model=ModelSettings(path=str(self.folder), device="cpu"),
             optimizer=OptimizerSettings(learning_rate=1e-3, max_grad_norm=1e9),
-            revision=2,
+            revision=3,
         ).model_copy(update={"algorithm": self.settings.model_copy(update=changes)})
         model = PolicyModel(job.model, seed=0)
         model.use_dropout(False)
