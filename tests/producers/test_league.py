@@ -92,6 +92,21 @@ def test_all_candidates_seats_and_the_newest_weights_get_their_share() -> None:
     assert all(180 < count < 320 for count in counts.values()), counts
 
 
+@given(leagues, st.integers(0, 2**63 - 1), st.integers(0, 100), st.integers(0, 100))
+def test_with_several_model_groups_a_seat_meets_versions_of_its_own_group(league, seed, one, two) -> None:
+    task = task_of(league, seed=seed)
+    groups, wanted = {"X": "run-1/one", "O": "run-1/two"}, {"run-1/one": one, "run-1/two": two}
+    settings = task.settings.model_copy(update={"agents": groups})
+    task = task.model_copy(update={"settings": settings, "min_versions": wanted})
+    opponents = opponents_of(task)
+    assert seats_of(task).agents == {seat: group for seat, group in groups.items() if seat not in opponents}
+    for seat, player in opponents.items():
+        model_group, version = ids.version_of(player) or ("", -1)
+        assert player in candidates_for(league, groups[seat], wanted[groups[seat]])
+        assert not model_group or model_group == "other/" + ids.name_of(groups[seat]) or version < wanted[groups[seat]]
+        assert model_group in ("", groups[seat], "other/" + ids.name_of(groups[seat]))
+
+
 def test_a_frozen_entry_names_what_it_leaves_out_by_the_seats_own() -> None:
     assert frozen_player("3", GROUP) == "run-1/policy@3"
     assert frozen_player("old@3", GROUP) == "old/policy@3"

@@ -77,6 +77,16 @@ def test_a_warm_start_keeps_versions_for_the_pool_of_the_training(written: dict[
     assert warm.job.opponents == training.job.opponents is not None
 
 
+def test_every_model_group_of_a_league_keeps_versions_for_its_seat(written: dict[str, Any]) -> None:
+    written = league_run(written, pool=3, every=2, frozen=[0])
+    written["trajectory_builders"]["b"]["agents"] = {"X": "one", "O": "two"}
+    jobs = jobs_of(config_file.resolve(written).config, "run-1")
+    kept = {job.model_group: job.job.opponents for job in jobs}
+    assert kept.keys() == {"run-1/one", "run-1/two"}
+    assert {group: one.frozen for group, one in kept.items() if one} == {group: (f"{group}@0",) for group in kept}
+    assert {one.last for one in kept.values() if one} == {4}
+
+
 def test_without_a_league_a_job_is_recorded_as_before(written: dict[str, Any]) -> None:
     (spec,) = jobs_of(config_file.resolve(written).config, "run-1")
     assert "opponents" not in spec.job.model_dump()

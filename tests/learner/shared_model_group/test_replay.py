@@ -14,7 +14,7 @@ from rollstream.replay.training import train
 from rollstream.replay.verify import verify
 from rollstream.schemas.events import JobSubmitted, RunStarted, WeightsPublished
 from rollstream.schemas.permissions import Permissions
-from tests.rigs.group_rig import RUN, WAIT_S, GroupRig, spoken
+from tests.rigs.group_rig import RUN, WAIT_S, GroupRig, sampled, spoken
 from tests.rigs.replay_changes import changes, finders, is_found
 
 SFT = {"prover": [spoken("1", "2"), spoken("3")], "verifier": [spoken("4"), spoken("5")]}
@@ -47,6 +47,24 @@ def test_jobs_of_a_group_are_verified_and_trained_again_to_the_same_weights(rig:
             report = await replayed(rig)
             assert [str(one) for one in report.differences] == []
             assert report.counts
+
+    asyncio.run(body())
+
+
+def test_rl_jobs_of_a_group_are_verified_and_trained_again_to_the_same_weights(rig: GroupRig) -> None:
+    async def body() -> None:
+        async with rig.services(), await rig.open(num_epochs=2, max_staleness=1) as group:
+            groups = [[sampled(8, 9, reward=1.0), sampled(10, 11, reward=0.0)] for _ in range(2)]
+            for agent in ("prover", "verifier"):
+                await group.create_rl_fine_tune_job({agent: groups})
+                assert await group.wait_for_fine_tune_job(timeout=WAIT_S) == "succeeded", group.jobs
+                await group.switch_to_next_model()
+            await group.end_run()
+            report = await replayed(rig)
+        published = await rig.events("weights", WeightsPublished)
+        assert len({event.weights_sha256 for event in published}) == len(published) == 5
+        assert [str(one) for one in report.differences] == []
+        assert report.counts
 
     asyncio.run(body())
 
