@@ -3,6 +3,7 @@
     python benchmarks/run.py [--small] [NAME...]
 
 `--small` proves in some minutes that each of them runs through; its figures mean little and go to results/small.
+`bit_proof` and `league` run only if they are named: they measure learning instead of speed, and train for half an hour.
 """
 
 import argparse
@@ -19,12 +20,18 @@ SMALL = {
     "bench_run": ["--epochs", "6", "--repeats", "1"],
     "bench_step_cost": ["--groups", "20", "--repeats", "1"],
 }
+APART = {
+    "bit_proof": ["--epochs", "2", "--seeds", "0"],
+    "league": ["--versions", "4", "--validations", "2", "--games", "4"],
+}
+"""Run only by name."""
 
 
 def main() -> None:
     """Run all, or those named on the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(SMALL)}; all without one")
+    known = f"of {', '.join(SMALL)}, all of these without one; by name only: {', '.join(APART)}"
+    parser.add_argument("names", nargs="*", metavar="NAME", help=known)
     parser.add_argument("--small", action="store_true", help="only see that each runs through")
     arguments = parser.parse_args()
     results = HERE / "results" / "small" if arguments.small else HERE / "results"
@@ -32,7 +39,8 @@ def main() -> None:
     for name in arguments.names or SMALL:
         print(f"== {name}", flush=True)
         command = [sys.executable, str(HERE / f"{name}.py"), "--output", str(results / f"{name}.json")]
-        subprocess.run(command + SMALL[name] if arguments.small else command, check=True)
+        command += ["--plot", str(results / f"{name}.png")] if name == "bit_proof" else []
+        subprocess.run(command + (SMALL | APART)[name] if arguments.small else command, check=True)
 
 
 if __name__ == "__main__":
