@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from rollstream.eventlog.broker.broker import EmbeddedBroker
     from rollstream.schemas.services import ServiceSettings
 
-SERVICES = ("broker", "producers", "processors", "learner", "metrics", "endpoint")
+SERVICES = ("broker", "producers", "processors", "learner", "metrics", "gateway", "endpoint")
 WORKSPACE = click.option(
     "--workspace", "-w", type=click.Path(path_type=Path), envvar="ROLLSTREAM_WORKSPACE", default=Path(".rollstream")
 )

@@ -44,9 +44,11 @@ KINDS: dict[str, type[ServiceSettings]] = {
     "processors": ProcessorSettings,
     "learner": LearnerSettings,
     "metrics": MetricsSettings,
+    "gateway": EndpointSettings,
     "endpoint": EndpointSettings,
 }
-MODULES = {"endpoint": "rollstream.producers.openai.service"}
+GATEWAY = "rollstream.producers.openai.service"
+MODULES = {"gateway": GATEWAY, "endpoint": GATEWAY}
 """Whose `serve` a service is, if it has no package of its own."""
 WITH_MODELS = ("producers", "learner")
 """Services that import transformers."""

@@ -8,11 +8,13 @@ import hmac
 from collections.abc import Mapping
 from email.message import Message
 
-from rollstream.producers.openai.protocol import Refusal
+from rollstream.producers.openai.requests import Refusal
 from rollstream.schemas.services import LOOPBACK, EndpointSettings
 
 FROM_ELSEWHERE = ("cross-site", "same-site")
 """What a browser says in `Sec-Fetch-Site` of a page that is not the endpoint's own."""
+
+BEARER = "Bearer "
 
 
 class Access:
@@ -21,7 +23,7 @@ class Access:
     def __init__(self, settings: EndpointSettings, token: str | None) -> None:
         """With a `token`, requests must bear it. On an address that others reach, any name may be asked for by default:
         a token is needed there."""
-        self._authorization = f"Bearer {token}".encode() if token else None
+        self._token = token.encode() if token else None
         is_checked = settings.host in LOOPBACK or bool(settings.allowed_hosts)
         names = (*LOOPBACK, settings.host, *settings.allowed_hosts)
         self._hosts = frozenset(name.lower() for name in names) if is_checked else None
@@ -37,11 +39,17 @@ class Access:
             )
         if "Origin" in headers or headers.get("Sec-Fetch-Site") in FROM_ELSEWHERE:
             raise Refusal(403, "requests from web pages are not allowed", code="origin_not_allowed")
-        given = headers.get("Authorization", "").encode(errors="replace")
-        if self._authorization is not None and not hmac.compare_digest(given, self._authorization):
+        if self._token is not None and not any(hmac.compare_digest(key, self._token) for key in _keys(headers)):
             raise Refusal(401, "the API key is missing or wrong", code="invalid_api_key")
         if method == "POST" and _content_type(headers) != "application/json":
             raise Refusal(415, "Content-Type must be application/json", code="unsupported_content_type")
+
+
+def _keys(headers: Mapping[str, str]) -> list[bytes]:
+    """The keys that a request bears: as OpenAI's clients send one (`Authorization: Bearer`), and as Anthropic's do."""
+    authorization = headers.get("Authorization", "")
+    bearer = authorization.removeprefix(BEARER) if authorization.startswith(BEARER) else ""
+    return [given.encode(errors="replace") for given in (bearer, headers.get("X-Api-Key", "")) if given]
 
 
 def _name_of(host: str) -> str:

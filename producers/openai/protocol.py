@@ -1,4 +1,4 @@
-"""OpenAI's chat completions as values: what a request may say, and what answers, streams and errors look like. Pure.
+"""OpenAI's chat completions as values: what answers and streams look like (requests: `requests`). Pure.
 
 Beside OpenAI's keys `choices[i].logprobs` holds `prompt_token_ids`, `token_ids`, `model_group` and `version`, so that
 whoever keeps the answer keeps what a learner needs. `logprobs.content` has one entry for each of `token_ids`.
@@ -7,18 +7,14 @@ From a generation to one answer: stop texts, the text without its end token, the
 """
 
 import hashlib
-import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import orjson
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from rollstream.producers.engines.base import Generation, Tokenizer
-from rollstream.schemas.errors import RollstreamError, first_invalid
-from rollstream.schemas.settings import Sampling
 
 CALL_BEGINS, CALL_ENDS = "<tool_call>", "</tool_call>"
 """How models of the Qwen and Hermes families write a call: between them a JSON object with `name` and `arguments`."""
@@ -44,6 +40,8 @@ class Answer:
     model_group: str
     version: int
     """Of the weights; the oldest, if there were several."""
+    stop_text: str | None = None
+    """The stop text of the request that ended it."""
 
 
 def answer_of(
@@ -58,8 +56,9 @@ def answer_of(
     ids, reason = generation.token_ids, generation.finish_reason
     spoken = ids[:-1] if reason == "stop" else ids
     text = _text(tokenizer, spoken)
-    at = _first_stop(text, stop)
+    at, stop_text = _first_stop(text, stop), None
     if at is not None:
+        stop_text = next(word for word in stop if text.startswith(word, at))
         ids = ids[: _tokens_until_stop(tokenizer, spoken, stop)]
         text, reason = text[:at], "stop"
     calls = tool_calls_in(text, len(prompt_ids)) if has_tools else ()
@@ -75,6 +74,7 @@ def answer_of(
         tool_calls=calls,
         model_group=generation.spans[0].model_group,
         version=min(span.version for span in generation.spans),
+        stop_text=stop_text,
     )
 
 
@@ -149,169 +149,6 @@ def _text(tokenizer: Tokenizer, ids: Sequence[int]) -> str:
     return tokenizer.decode(list(ids), skip_special_tokens=False) if ids else ""
 
 
-MAX_CHOICES = 128
-MAX_STOPS = 64
-WITHOUT_EFFECT = frozenset(
-    {"user", "metadata", "store", "service_tier", "parallel_tool_calls", "prompt_cache_key", "safety_identifier"}
-)
-"""Keys that change nothing of an answer here and are passed over."""
-ONLY_NEUTRAL: Mapping[str, tuple[Any, ...]] = {
-    "frequency_penalty": (0,),
-    "presence_penalty": (0,),
-    "logit_bias": ({},),
-    "response_format": ({"type": "text"},),
-    "modalities": (["text"],),
-    "tool_choice": ("auto", "none"),
-}
-"""Keys that would change an answer and cannot here; accepted only with a value that asks for nothing."""
-
-
-class Refusal(RollstreamError):
-    """A request that gets an error in OpenAI's shape."""
-
-    def __init__(self, status: int, message: str, *, param: str | None = None, code: str | None = None) -> None:
-        super().__init__(message)
-        self.status = status
-        self.param = param
-        self.code = code
-
-    def body(self) -> dict[str, Any]:
-        """As OpenAI words it."""
-        kind = "server_error" if self.status >= 500 else "invalid_request_error"
-        return {"error": {"message": str(self), "type": kind, "param": self.param, "code": self.code}}
-
-
-class ChatMessage(BaseModel):
-    """One message, its content as text; what a client adds of an earlier answer is passed over."""
-
-    model_config = ConfigDict(frozen=True, extra="ignore")
-
-    role: Literal["system", "developer", "user", "assistant", "tool", "function"]
-    content: str = ""
-    name: str | None = None
-    tool_calls: list[dict[str, Any]] | None = None
-    tool_call_id: str | None = None
-
-    @field_validator("content", mode="before")
-    @classmethod
-    def _as_text(cls, value: Any) -> Any:
-        """Text parts are joined by line ends."""
-        if value is None:
-            return ""
-        if not isinstance(value, list):
-            return value
-        texts: list[str] = []
-        for number, part in enumerate(value):
-            if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
-                raise ValueError(f"part {number} is not text; only parts of type text are supported")
-            texts.append(part["text"])
-        return "\n".join(texts)
-
-    def for_template(self) -> dict[str, Any]:
-        """As chat templates expect it: roles that they know, arguments of tool calls as objects."""
-        message = self.model_dump(exclude_none=True)
-        message["role"] = "system" if self.role == "developer" else self.role
-        if self.tool_calls is not None:
-            message["tool_calls"] = [_with_object_arguments(call) for call in self.tool_calls]
-        return message
-
-
-class StreamOptions(BaseModel):
-    """How a stream ends."""
-
-    model_config = ConfigDict(frozen=True, extra="ignore")
-
-    include_usage: bool = False
-
-
-class ChatRequest(BaseModel):
-    """A request; null means the default. Unknown keys are refused, so that no option is lost in silence."""
-
-    model_config = ConfigDict(frozen=True, extra="allow")
-
-    model: str
-    messages: list[ChatMessage] = Field(min_length=1)
-    temperature: float | None = Field(default=None, ge=0, le=2)
-    """None: as the trained model is sampled, else 1."""
-    top_p: float = Field(default=1.0, gt=0, le=1)
-    top_k: int = Field(default=0, ge=0)
-    """Not OpenAI's; 0 means no limit."""
-    max_tokens: int | None = Field(default=None, ge=1)
-    max_completion_tokens: int | None = Field(default=None, ge=1)
-    n: int = Field(default=1, ge=1, le=MAX_CHOICES)
-    stop: tuple[str, ...] = Field(default=(), max_length=MAX_STOPS)
-    seed: int | None = None
-    stream: bool = False
-    stream_options: StreamOptions = StreamOptions()
-    logprobs: bool = False
-    top_logprobs: int = Field(default=0, ge=0, le=1)
-    """Only the sampled token's is known."""
-    tools: list[dict[str, Any]] = Field(default_factory=list)
-    min_version: int | None = Field(default=None, ge=0)
-    """Not OpenAI's: the answer waits for this weight version."""
-
-    @model_validator(mode="before")
-    @classmethod
-    def _without_nulls(cls, value: Any) -> Any:
-        return {key: item for key, item in value.items() if item is not None} if isinstance(value, dict) else value
-
-    @field_validator("stop", mode="before")
-    @classmethod
-    def _as_tuple(cls, value: Any) -> Any:
-        return (value,) if isinstance(value, str) else value
-
-    @field_validator("stop")
-    @classmethod
-    def _not_empty(cls, value: tuple[str, ...]) -> tuple[str, ...]:
-        if not all(value):
-            raise ValueError("a stop sequence must not be empty")
-        return value
-
-    def sampling(self, default_max_new_tokens: int, trained_at: float | None = None) -> Sampling:
-        """How its tokens are drawn. `trained_at`: the only temperature that is taken.
-
-        Raises Refusal (400) for another one.
-        """
-        temperature = 1.0 if self.temperature is None else self.temperature
-        if trained_at is not None:
-            if self.temperature is not None and not math.isclose(temperature, trained_at, rel_tol=1e-6):
-                raise Refusal(
-                    400,
-                    f"temperature: {temperature:g} differs from {trained_at:g}, the temperature that the loss "
-                    f"assumes for answers of model {self.model!r}, so its ratios would be wrong; remove temperature, "
-                    f"or "
-                    f"train with algorithm.temperature: {temperature:g}",
-                    param="temperature",
-                    code="unsupported_value",
-                )
-            temperature = trained_at
-        limit = self.max_completion_tokens or self.max_tokens or default_max_new_tokens
-        return Sampling(temperature=temperature, top_p=self.top_p, top_k=self.top_k, max_new_tokens=limit)
-
-    def tools_for_template(self) -> list[dict[str, Any]] | None:
-        """The tools in the model's prompt; None if there are none."""
-        is_off = (self.model_extra or {}).get("tool_choice") == "none"
-        return self.tools if self.tools and not is_off else None
-
-
-def parse_request(body: bytes) -> ChatRequest:
-    """The request in a body. Raises Refusal (400) that names the first wrong key."""
-    try:
-        request = ChatRequest.model_validate(orjson.loads(body))
-    except orjson.JSONDecodeError as error:
-        raise Refusal(400, f"the body is not JSON: {error}") from error
-    except ValidationError as error:
-        param, message = first_invalid(error)
-        raise Refusal(400, f"{param or 'the body'}: {message}", param=param or None) from error
-    for key, value in (request.model_extra or {}).items():
-        if key in ONLY_NEUTRAL:
-            if value not in ONLY_NEUTRAL[key]:
-                raise Refusal(400, f"{key}: {value!r} is not supported here", param=key, code="unsupported_value")
-        elif key not in WITHOUT_EFFECT:
-            raise Refusal(400, f"{key}: unknown parameter", param=key, code="unknown_parameter")
-    return request
-
-
 def completion(head: Mapping[str, Any], answers: list[Answer]) -> dict[str, Any]:
     """The whole answer; `head` has `id`, `created`, `model` and `system_fingerprint`."""
     return {
@@ -377,14 +214,3 @@ def _token(text: str, logprob: float) -> dict[str, Any]:
     # A token that ends within a character has no bytes that its text would tell.
     spelt = None if "\ufffd" in text else list(text.encode())
     return {"token": text, "logprob": logprob, "bytes": spelt, "top_logprobs": []}
-
-
-def _with_object_arguments(call: dict[str, Any]) -> dict[str, Any]:
-    function = call.get("function")
-    if not isinstance(function, dict) or not isinstance(function.get("arguments"), str):
-        return call
-    try:
-        arguments = orjson.loads(function["arguments"])
-    except orjson.JSONDecodeError:
-        return call
-    return {**call, "function": {**function, "arguments": arguments}}

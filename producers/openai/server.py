@@ -1,4 +1,5 @@
-"""An OpenAI-compatible endpoint over a rollout engine: `/v1/chat/completions` and `/v1/models` for one model group.
+"""The gateway over a rollout engine: OpenAI's chat completions, completions and models, and Anthropic's messages, for
+one model group.
 
 Every answer tells the exact token ids and the weight version (`protocol`). A prompt is the rendered chat,
 tokenised afresh at every call; a stream begins when its answer is whole. Neither messages nor token are ever logged.
@@ -17,14 +18,15 @@ import orjson
 from aiohttp import web
 
 from rollstream.producers.engines.base import Engine, Generation, GenerationRequest
+from rollstream.producers.openai import anthropic, completions
 from rollstream.producers.openai.access import Access
-from rollstream.producers.openai.protocol import (
-    Answer,
+from rollstream.producers.openai.protocol import Answer, answer_of, chunks, completion
+from rollstream.producers.openai.requests import (
     ChatRequest,
     Refusal,
-    answer_of,
-    chunks,
-    completion,
+    SampledRequest,
+    checked_request,
+    json_of,
     parse_request,
 )
 from rollstream.schemas import ids
@@ -34,6 +36,7 @@ from rollstream.schemas.settings import Sampling
 
 MIN_VERSION_HEADER = "X-Min-Version"
 """A weight version that the answer waits for; `min_version` in the body wins."""
+MESSAGES = "/v1/messages"
 MAX_BODY_BYTES = 2 * 1024 * 1024
 """Some 500,000 tokens: what a larger body holds fits no model, and is tokenised in the event loop."""
 
@@ -63,11 +66,14 @@ class Endpoint:
         self._has_told = False
 
     def application(self) -> web.Application:
-        """The routes, with errors in OpenAI's shape."""
+        """The routes, with errors in OpenAI's shape, and in Anthropic's on its own."""
         app = web.Application(client_max_size=MAX_BODY_BYTES, middlewares=[self._checked])
         app.router.add_get("/v1/models", self.models)
         app.router.add_get("/v1/models/{model:.+}", self.model)
         app.router.add_post("/v1/chat/completions", self.chat)
+        app.router.add_post("/v1/completions", self.complete)
+        app.router.add_post(MESSAGES, self.message)
+        app.router.add_post(f"{MESSAGES}/count_tokens", self.count_tokens)
         return app
 
     async def models(self, request: web.Request) -> web.Response:
@@ -82,21 +88,48 @@ class Endpoint:
     async def chat(self, request: web.Request) -> web.StreamResponse:
         """One chat completion, of the newest weights or of `min_version` and later."""
         asked = parse_request(await request.read())
-        self._check_name(asked.model)
-        sampling = self._sampling(asked)
-        await self._wait(asked.min_version if asked.min_version is not None else _min_version(request))
-        answers = await self._answers(asked, sampling)
-        head = {
-            "id": f"chatcmpl-{secrets.token_hex(12)}",
-            "created": int(time.time()),
-            "model": asked.model,
-            "system_fingerprint": f"{self._settings.model_group}@{answers[0].version}",
-        }
+        answers = await self._answers(request, asked, lambda: self._chat_ids(asked), asked.tools_for_template())
+        head = self._head("chatcmpl", asked, answers)
         if not asked.stream:
             return _json(completion(head, answers))
         return await _stream(request, chunks(head, answers, include_usage=asked.stream_options.include_usage))
 
-    def _sampling(self, asked: ChatRequest) -> Sampling:
+    async def complete(self, request: web.Request) -> web.StreamResponse:
+        """One completion of a text or of token ids, which are taken as they are."""
+        asked = checked_request(completions.CompletionRequest, json_of(await request.read()))
+        answers = await self._answers(request, asked, lambda: self._plain_ids(asked.content))
+        head = self._head("cmpl", asked, answers)
+        if not asked.stream:
+            return _json(completions.completion(head, answers))
+        pieces = completions.chunks(head, answers, include_usage=asked.stream_options.include_usage)
+        return await _stream(request, pieces)
+
+    async def message(self, request: web.Request) -> web.StreamResponse:
+        """One message of Anthropic's kind."""
+        given = anthropic.parse_messages(json_of(await request.read()))
+        asked = given.chat()
+        (answer,) = await self._answers(request, asked, lambda: self._chat_ids(asked), asked.tools_for_template())
+        name = f"msg_{secrets.token_hex(12)}"
+        if not given.stream:
+            return _json(anthropic.message(name, asked.model, answer))
+        return await _stream(request, anthropic.events(name, asked.model, answer), is_named=True)
+
+    async def count_tokens(self, request: web.Request) -> web.Response:
+        """How many tokens the prompt of a message has."""
+        asked = anthropic.parse_count(json_of(await request.read())).chat()
+        self._check_name(asked.model)
+        await self._wait(0)
+        return _json({"input_tokens": len(self._chat_ids(asked))})
+
+    def _head(self, kind: str, asked: SampledRequest, answers: list[Answer]) -> dict[str, Any]:
+        return {
+            "id": f"{kind}-{secrets.token_hex(12)}",
+            "created": int(time.time()),
+            "model": asked.model,
+            "system_fingerprint": f"{self._settings.model_group}@{answers[0].version}",
+        }
+
+    def _sampling(self, asked: SampledRequest) -> Sampling:
         """How an answer is sampled: by the trained model's name as the loss takes it, by its group's name freely."""
         settings = self._settings
         trained_at = settings.temperature if asked.model == settings.model_name else None
@@ -111,34 +144,48 @@ class Endpoint:
             )
         return sampling
 
-    async def _answers(self, asked: ChatRequest, sampling: Sampling) -> list[Answer]:
+    async def _answers(
+        self,
+        request: web.Request,
+        asked: SampledRequest,
+        prompt: Callable[[], list[int]],
+        tools: list[dict[str, Any]] | None = None,
+    ) -> list[Answer]:
+        """`n` answers to the prompt, whose ids are asked for once the weights are there."""
+        self._check_name(asked.model)
+        sampling = self._sampling(asked)
+        await self._wait(asked.min_version if asked.min_version is not None else _min_version(request))
+        prompt_ids = prompt()
         group = self._settings.model_group
-        tokenizer = self._engine.tokenizer(group)
-        prompt_ids = tokenizer.encode(self._render(asked), add_special_tokens=False)
-        if not prompt_ids:
-            raise Refusal(400, "messages: the chat template makes no token of them", param="messages")
         seed = secrets.randbits(63) if asked.seed is None else asked.seed
         generations = await self._generate(
-            [GenerationRequest(group, prompt_ids, sampling, ids.derive_seed(seed, index)) for index in range(asked.n)]
+            [GenerationRequest(group, prompt_ids, sampling, ids.derive_seed(seed, index)) for index in range(asked.n)],
+            param="messages" if isinstance(asked, ChatRequest) else "prompt",
         )
+        tokenizer = self._engine.tokenizer(group)
         return [
-            answer_of(
-                generation,
-                tokenizer,
-                prompt_ids=prompt_ids,
-                stop=asked.stop,
-                has_tools=asked.tools_for_template() is not None,
-            )
+            answer_of(generation, tokenizer, prompt_ids=prompt_ids, stop=asked.stop, has_tools=tools is not None)
             for generation in generations
         ]
 
-    async def _generate(self, requests: list[GenerationRequest]) -> list[Generation]:
+    def _chat_ids(self, asked: ChatRequest) -> list[int]:
+        found = self._plain_ids(self._render(asked))
+        if not found:
+            raise Refusal(400, "messages: the chat template makes no token of them", param="messages")
+        return found
+
+    def _plain_ids(self, content: str | list[int]) -> list[int]:
+        if not isinstance(content, str):
+            return content
+        return self._engine.tokenizer(self._settings.model_group).encode(content, add_special_tokens=False)
+
+    async def _generate(self, requests: list[GenerationRequest], *, param: str) -> list[Generation]:
         calls = [asyncio.ensure_future(self._engine.generate(request)) for request in requests]
         try:
             return list(await asyncio.gather(*calls))
         except ModelError as error:
             code = "context_length_exceeded" if isinstance(error, PromptTooLongError) else None
-            raise Refusal(400, str(error), param="messages", code=code) from error
+            raise Refusal(400, str(error), param=param, code=code) from error
         finally:
             for call in calls:
                 call.cancel()
@@ -194,10 +241,10 @@ class Endpoint:
             return await handler(request)
         except Refusal as refused:
             headers = {"WWW-Authenticate": "Bearer"} if refused.status == HTTPStatus.UNAUTHORIZED else None
-            return _json(refused.body(), status=refused.status, headers=headers)
+            return _json(_error_body(request, refused), status=refused.status, headers=headers)
         except web.HTTPException as error:
             refused = Refusal(error.status, f"{request.method} {request.path}: {error.reason}")
-            return _json(refused.body(), status=error.status)
+            return _json(_error_body(request, refused), status=error.status)
 
 
 @asynccontextmanager
@@ -231,12 +278,19 @@ def _min_version(request: web.Request) -> int:
     return int(given)
 
 
-async def _stream(request: web.Request, pieces: list[dict[str, Any]]) -> web.StreamResponse:
+def _error_body(request: web.Request, refused: Refusal) -> dict[str, Any]:
+    return anthropic.error_body(refused) if request.path.startswith(MESSAGES) else refused.body()
+
+
+async def _stream(request: web.Request, pieces: list[dict[str, Any]], *, is_named: bool = False) -> web.StreamResponse:
+    """`is_named`: each event is named by its `type`, and nothing follows the last, as Anthropic streams."""
     response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
     await response.prepare(request)
     for piece in pieces:
-        await response.write(b"data: " + orjson.dumps(piece) + b"\n\n")
-    await response.write(b"data: [DONE]\n\n")
+        name = f"event: {piece['type']}\n".encode() if is_named else b""
+        await response.write(name + b"data: " + orjson.dumps(piece) + b"\n\n")
+    if not is_named:
+        await response.write(b"data: [DONE]\n\n")
     await response.write_eof()
     return response
 

@@ -18,7 +18,7 @@ from rollstream.harness.services.liveness import beat, read_sign, read_signs
 from rollstream.harness.services.serving import settings_of
 from rollstream.schemas.errors import ConfigError
 from rollstream.schemas.kafka import KafkaSettings
-from rollstream.schemas.services import ProducerSettings
+from rollstream.schemas.services import EndpointSettings, ProducerSettings
 
 CLI = [sys.executable, "-m", "rollstream.harness.cli.main"]
 
@@ -41,6 +41,13 @@ def test_settings_given_win_over_the_environment() -> None:
     assert isinstance(settings, ProducerSettings)
     assert (settings.bootstrap_servers, settings.num_partitions, settings.name) == ("b:2", 3, "p-1")
     assert settings.engine.kind == "scripted"
+
+
+def test_the_gateway_is_the_endpoint_under_either_name() -> None:
+    given = {"bootstrap_servers": "b:2", "model_group": "run-1/policy", "engine": {"kind": "scripted"}}
+    found = [settings_of(service, "g-1", given, {}) for service in ("gateway", "endpoint")]
+    assert found[0] == found[1]
+    assert isinstance(found[0], EndpointSettings)
 
 
 def test_an_unknown_setting_is_named() -> None:

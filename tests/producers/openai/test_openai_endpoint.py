@@ -28,7 +28,7 @@ from rollstream.learner.tiny_model import make_tiny_model
 from rollstream.producers.engines.scripted import ScriptedEngine, ScriptedTokenizer
 from rollstream.producers.engines.transformers import TransformersEngine
 from rollstream.producers.openai.keys import token_of
-from rollstream.producers.openai.protocol import Refusal, parse_request
+from rollstream.producers.openai.requests import Refusal, parse_request
 from rollstream.producers.openai.service import endpoint_file, run
 from rollstream.schemas.errors import RollstreamError
 from rollstream.schemas.events import WeightsPublished

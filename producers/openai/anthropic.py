@@ -1,0 +1,234 @@
+"""Anthropic's messages as values: a request as the chat that it asks for, its answer, stream and errors. Pure.
+
+Beside Anthropic's keys an answer holds `rollstream`: the exact token ids, log-probabilities, model group and version.
+"""
+
+from collections.abc import Mapping
+from typing import Any, Literal
+
+import orjson
+from pydantic import BaseModel, ConfigDict, Field
+
+from rollstream.producers.openai.protocol import Answer
+from rollstream.producers.openai.requests import ChatRequest, Refusal, checked_request, validated
+
+STOP_REASONS = {"length": "max_tokens", "tool_calls": "tool_use", "stop": "end_turn"}
+"""Anthropic's stop reason by OpenAI's finish reason."""
+ERROR_TYPES = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 413: "request_too_large"}
+_BLOCKS = ("text", "tool_use", "tool_result")
+
+
+class _Given(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class Tool(BaseModel):
+    """A tool of the client. What it says beside these (`cache_control`) changes no answer; a server's tool has a type
+    of its own and no schema, so it is refused."""
+
+    model_config = ConfigDict(frozen=True, extra="ignore")
+
+    name: str
+    description: str = ""
+    input_schema: dict[str, Any]
+
+    def as_function(self) -> dict[str, Any]:
+        """As OpenAI and chat templates write it."""
+        function = {"name": self.name, "description": self.description, "parameters": self.input_schema}
+        return {"type": "function", "function": function}
+
+
+class ToolChoice(BaseModel):
+    """Whether tools may be called; that one must be cannot be met here."""
+
+    model_config = ConfigDict(frozen=True, extra="ignore")
+
+    type: Literal["auto", "none"] = "auto"
+
+
+class Thinking(_Given):
+    """Nobody thinks in blocks of their own here."""
+
+    type: Literal["disabled"] = "disabled"
+
+
+class Message(_Given):
+    """One turn: text, or blocks."""
+
+    role: Literal["user", "assistant"]
+    content: str | list[dict[str, Any]]
+
+
+class CountRequest(_Given):
+    """What counts for the length of a prompt. Unknown keys are refused, so that no option is lost in silence."""
+
+    model: str
+    messages: list[Message] = Field(min_length=1)
+    system: str | list[dict[str, Any]] = ""
+    tools: list[Tool] = Field(default_factory=list)
+    tool_choice: ToolChoice = ToolChoice()
+    thinking: Thinking = Thinking()
+
+    def chat(self) -> ChatRequest:
+        """The same chat in OpenAI's words. Raises Refusal (400) for a block that is not supported."""
+        return checked_request(ChatRequest, self._as_openai())
+
+    def _as_openai(self) -> dict[str, Any]:
+        messages: list[dict[str, Any]] = []
+        system = _texts(self.system, "system")
+        if system:
+            messages.append({"role": "system", "content": system})
+        for number, message in enumerate(self.messages):
+            messages += _as_openai(message, f"messages.{number}.content")
+        tools = [] if self.tool_choice.type == "none" else [tool.as_function() for tool in self.tools]
+        return {"model": self.model, "messages": messages, "tools": tools}
+
+
+class MessagesRequest(CountRequest):
+    """A request for one message."""
+
+    max_tokens: int = Field(ge=1)
+    temperature: float | None = Field(default=None, ge=0, le=1)
+    top_p: float | None = Field(default=None, gt=0, le=1)
+    top_k: int | None = Field(default=None, ge=0)
+    stop_sequences: list[str] = Field(default_factory=list)
+    stream: bool = False
+    metadata: dict[str, Any] = Field(default_factory=dict)
+    service_tier: str | None = None
+
+    def _as_openai(self) -> dict[str, Any]:
+        sampling = {"temperature": self.temperature, "top_p": self.top_p, "top_k": self.top_k}
+        limits = {"max_tokens": self.max_tokens, "stop": self.stop_sequences}
+        return super()._as_openai() | sampling | limits
+
+
+def parse_messages(value: Any) -> MessagesRequest:
+    """Raises Refusal (400) that names the first wrong key."""
+    return validated(MessagesRequest, value)
+
+
+def parse_count(value: Any) -> CountRequest:
+    """A request that only asks how long its prompt is; it may say what a request for a message says.
+
+    Raises Refusal (400).
+    """
+    if isinstance(value, dict) and "max_tokens" in value:
+        return parse_messages(value)
+    return validated(CountRequest, value)
+
+
+def _as_openai(message: Message, where: str) -> list[dict[str, Any]]:
+    """A turn as messages: the results of tools come first, as they have to, then its text and calls."""
+    if isinstance(message.content, str):
+        return [{"role": message.role, "content": message.content}]
+    results: list[dict[str, Any]] = []
+    texts: list[str] = []
+    calls: list[dict[str, Any]] = []
+    for number, block in enumerate(message.content):
+        at = f"{where}.{number}"
+        kind = block.get("type")
+        if kind == "text":
+            texts.append(_text(block, at))
+        elif kind == "tool_use" and message.role == "assistant":
+            calls.append(_call(block, at))
+        elif kind == "tool_result" and message.role == "user":
+            result = _texts(block.get("content") or "", f"{at}.content")
+            results.append({"role": "tool", "tool_call_id": str(block.get("tool_use_id", "")), "content": result})
+        else:
+            known = ", ".join(_BLOCKS)
+            raise Refusal(
+                400, f"{at}: block of type {kind!r} in a turn of {message.role}; supported: {known}", param=at
+            )
+    if calls:
+        return [{"role": "assistant", "content": "\n".join(texts), "tool_calls": calls}]
+    said = [{"role": message.role, "content": "\n".join(texts)}] if texts else []
+    return [*results, *said]
+
+
+def _call(block: Mapping[str, Any], at: str) -> dict[str, Any]:
+    name, given = block.get("name"), block.get("input", {})
+    if not isinstance(name, str) or not isinstance(given, dict):
+        raise Refusal(400, f"{at}: a tool_use block has a name and an object as input", param=at)
+    function = {"name": name, "arguments": orjson.dumps(given).decode()}
+    return {"id": str(block.get("id", "")), "type": "function", "function": function}
+
+
+def _texts(content: Any, where: str) -> str:
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list) or not all(isinstance(block, dict) for block in content):
+        raise Refusal(400, f"{where}: neither a text nor a list of blocks", param=where)
+    return "\n".join(_text(block, f"{where}.{number}") for number, block in enumerate(content))
+
+
+def _text(block: Mapping[str, Any], at: str) -> str:
+    if block.get("type") != "text" or not isinstance(block.get("text"), str):
+        raise Refusal(400, f"{at}: only blocks of type text are supported here", param=at)
+    return block["text"]
+
+
+def message(name: str, model: str, answer: Answer) -> dict[str, Any]:
+    """The whole answer; `name`: its id."""
+    return _head(name, model, answer) | {"content": _blocks(answer), **_end(answer), "usage": _usage(answer)}
+
+
+def events(name: str, model: str, answer: Answer) -> list[dict[str, Any]]:
+    """The same as the events of a stream, each named by its `type`: each block in one piece."""
+    start = _head(name, model, answer) | {"content": [], "stop_reason": None, "stop_sequence": None}
+    usage = _usage(answer)
+    found: list[dict[str, Any]] = [
+        {"type": "message_start", "message": start | {"usage": usage | {"output_tokens": 0}}}
+    ]
+    for index, block in enumerate(_blocks(answer)):
+        if block["type"] == "text":
+            opened, delta = block | {"text": ""}, {"type": "text_delta", "text": block["text"]}
+        else:
+            opened = block | {"input": {}}
+            delta = {"type": "input_json_delta", "partial_json": orjson.dumps(block["input"]).decode()}
+        found += [
+            {"type": "content_block_start", "index": index, "content_block": opened},
+            {"type": "content_block_delta", "index": index, "delta": delta},
+            {"type": "content_block_stop", "index": index},
+        ]
+    return [*found, {"type": "message_delta", "delta": _end(answer), "usage": usage}, {"type": "message_stop"}]
+
+
+def error_body(refused: Refusal) -> dict[str, Any]:
+    """A refusal as Anthropic words it."""
+    fallback = "api_error" if refused.status >= 500 else "invalid_request_error"
+    return {"type": "error", "error": {"type": ERROR_TYPES.get(refused.status, fallback), "message": str(refused)}}
+
+
+def _head(name: str, model: str, answer: Answer) -> dict[str, Any]:
+    exact = {
+        "prompt_token_ids": list(answer.prompt_ids),
+        "token_ids": list(answer.token_ids),
+        "logprobs": list(answer.logprobs),
+        "model_group": answer.model_group,
+        "version": answer.version,
+    }
+    return {"id": name, "type": "message", "role": "assistant", "model": model, "rollstream": exact}
+
+
+def _blocks(answer: Answer) -> list[dict[str, Any]]:
+    texts = [{"type": "text", "text": answer.text}] if answer.text or not answer.tool_calls else []
+    calls = [
+        {
+            "type": "tool_use",
+            "id": call["id"],
+            "name": call["function"]["name"],
+            "input": orjson.loads(call["function"]["arguments"]),
+        }
+        for call in answer.tool_calls
+    ]
+    return [*texts, *calls]
+
+
+def _end(answer: Answer) -> dict[str, Any]:
+    is_stopped = answer.stop_text is not None and answer.finish_reason == "stop"
+    reason = "stop_sequence" if is_stopped else STOP_REASONS[answer.finish_reason]
+    return {"stop_reason": reason, "stop_sequence": answer.stop_text if is_stopped else None}
+
+
+def _usage(answer: Answer) -> dict[str, int]:
+    return {"input_tokens": len(answer.prompt_ids), "output_tokens": len(answer.token_ids)}

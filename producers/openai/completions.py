@@ -1,0 +1,55 @@
+"""OpenAI's completions as values: a prompt as text or as token ids, and what is sampled after it. Pure."""
+
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+
+from rollstream.producers.openai.protocol import Answer, logprobs_of, usage_of
+from rollstream.producers.openai.requests import SampledRequest
+
+
+class CompletionRequest(SampledRequest):
+    """A request for completions of one prompt."""
+
+    prompt: str | Annotated[list[int], Field(min_length=1)] | Annotated[list[str], Field(min_length=1, max_length=1)]
+    logprobs: int = Field(default=0, ge=0, le=1)
+    """Only the sampled token's is known."""
+    echo: Literal[False] = False
+
+    @property
+    def content(self) -> str | list[int]:
+        """The one prompt: text, or token ids as they are."""
+        if isinstance(self.prompt, str):
+            return self.prompt
+        first = self.prompt[0]
+        return first if isinstance(first, str) else [one for one in self.prompt if isinstance(one, int)]
+
+
+def completion(head: Mapping[str, Any], answers: list[Answer]) -> dict[str, Any]:
+    """The whole answer; `head` as for chat completions."""
+    choices = [_choice(index, answer) for index, answer in enumerate(answers)]
+    return {**head, "object": "text_completion", "choices": choices, "usage": usage_of(answers)}
+
+
+def chunks(head: Mapping[str, Any], answers: list[Answer], *, include_usage: bool) -> list[dict[str, Any]]:
+    """The same as a stream: each choice in one piece."""
+    whole = {**head, "object": "text_completion"}
+    stream = [{**whole, "choices": [_choice(index, answer)]} for index, answer in enumerate(answers)]
+    return [*stream, {**whole, "choices": [], "usage": usage_of(answers)}] if include_usage else stream
+
+
+def _choice(index: int, answer: Answer) -> dict[str, Any]:
+    """One choice; its `logprobs` have OpenAI's columns, and the exact token ids beside them."""
+    offsets, length = [], 0
+    for text in answer.token_texts:
+        offsets.append(length)
+        length += len(text)
+    columns = {
+        "tokens": list(answer.token_texts),
+        "token_logprobs": list(answer.logprobs),
+        "top_logprobs": None,
+        "text_offset": offsets,
+    }
+    exact = {key: value for key, value in logprobs_of(answer).items() if key not in ("content", "refusal")}
+    return {"index": index, "text": answer.text, "finish_reason": answer.finish_reason, "logprobs": columns | exact}

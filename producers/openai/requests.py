@@ -1,0 +1,209 @@
+"""What a request of OpenAI's kind may say, and what a refusal looks like. Pure."""
+
+import math
+from collections.abc import Mapping
+from typing import Any, Literal, TypeVar
+
+import orjson
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+
+from rollstream.schemas.errors import RollstreamError, first_invalid
+from rollstream.schemas.settings import Sampling
+
+MAX_CHOICES = 128
+MAX_STOPS = 64
+WITHOUT_EFFECT = frozenset(
+    {"user", "metadata", "store", "service_tier", "parallel_tool_calls", "prompt_cache_key", "safety_identifier"}
+)
+"""Keys that change nothing of an answer here and are passed over."""
+ONLY_NEUTRAL: Mapping[str, tuple[Any, ...]] = {
+    "frequency_penalty": (0,),
+    "presence_penalty": (0,),
+    "logit_bias": ({},),
+    "response_format": ({"type": "text"},),
+    "modalities": (["text"],),
+    "tool_choice": ("auto", "none"),
+}
+"""Keys that would change an answer and cannot here; accepted only with a value that asks for nothing."""
+
+
+class Refusal(RollstreamError):
+    """A request that gets an error in OpenAI's shape."""
+
+    def __init__(self, status: int, message: str, *, param: str | None = None, code: str | None = None) -> None:
+        super().__init__(message)
+        self.status = status
+        self.param = param
+        self.code = code
+
+    def body(self) -> dict[str, Any]:
+        """As OpenAI words it."""
+        kind = "server_error" if self.status >= 500 else "invalid_request_error"
+        return {"error": {"message": str(self), "type": kind, "param": self.param, "code": self.code}}
+
+
+class ChatMessage(BaseModel):
+    """One message, its content as text; what a client adds of an earlier answer is passed over."""
+
+    model_config = ConfigDict(frozen=True, extra="ignore")
+
+    role: Literal["system", "developer", "user", "assistant", "tool", "function"]
+    content: str = ""
+    name: str | None = None
+    tool_calls: list[dict[str, Any]] | None = None
+    tool_call_id: str | None = None
+
+    @field_validator("content", mode="before")
+    @classmethod
+    def _as_text(cls, value: Any) -> Any:
+        """Text parts are joined by line ends."""
+        if value is None:
+            return ""
+        if not isinstance(value, list):
+            return value
+        texts: list[str] = []
+        for number, part in enumerate(value):
+            if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
+                raise ValueError(f"part {number} is not text; only parts of type text are supported")
+            texts.append(part["text"])
+        return "\n".join(texts)
+
+    def for_template(self) -> dict[str, Any]:
+        """As chat templates expect it: roles that they know, arguments of tool calls as objects."""
+        message = self.model_dump(exclude_none=True)
+        message["role"] = "system" if self.role == "developer" else self.role
+        if self.tool_calls is not None:
+            message["tool_calls"] = [_with_object_arguments(call) for call in self.tool_calls]
+        return message
+
+
+class StreamOptions(BaseModel):
+    """How a stream ends."""
+
+    model_config = ConfigDict(frozen=True, extra="ignore")
+
+    include_usage: bool = False
+
+
+class SampledRequest(BaseModel):
+    """What any request says; null means the default. Unknown keys are refused: no option is lost in silence."""
+
+    model_config = ConfigDict(frozen=True, extra="allow")
+
+    model: str
+    temperature: float | None = Field(default=None, ge=0, le=2)
+    """None: as the trained model is sampled, else 1."""
+    top_p: float = Field(default=1.0, gt=0, le=1)
+    top_k: int = Field(default=0, ge=0)
+    """Not OpenAI's; 0 means no limit."""
+    max_tokens: int | None = Field(default=None, ge=1)
+    max_completion_tokens: int | None = Field(default=None, ge=1)
+    n: int = Field(default=1, ge=1, le=MAX_CHOICES)
+    stop: tuple[str, ...] = Field(default=(), max_length=MAX_STOPS)
+    seed: int | None = None
+    stream: bool = False
+    stream_options: StreamOptions = StreamOptions()
+    min_version: int | None = Field(default=None, ge=0)
+    """Not OpenAI's: the answer waits for this weight version."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_nulls(cls, value: Any) -> Any:
+        return {key: item for key, item in value.items() if item is not None} if isinstance(value, dict) else value
+
+    @field_validator("stop", mode="before")
+    @classmethod
+    def _as_tuple(cls, value: Any) -> Any:
+        return (value,) if isinstance(value, str) else value
+
+    @field_validator("stop")
+    @classmethod
+    def _not_empty(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        if not all(value):
+            raise ValueError("a stop sequence must not be empty")
+        return value
+
+    def sampling(self, default_max_new_tokens: int, trained_at: float | None = None) -> Sampling:
+        """How its tokens are drawn. `trained_at`: the only temperature that is taken.
+
+        Raises Refusal (400) for another one.
+        """
+        temperature = 1.0 if self.temperature is None else self.temperature
+        if trained_at is not None:
+            if self.temperature is not None and not math.isclose(temperature, trained_at, rel_tol=1e-6):
+                raise Refusal(
+                    400,
+                    f"temperature: {temperature:g} differs from {trained_at:g}, the temperature that the loss "
+                    f"assumes for answers of model {self.model!r}, so its ratios would be wrong; remove temperature, "
+                    f"or "
+                    f"train with algorithm.temperature: {temperature:g}",
+                    param="temperature",
+                    code="unsupported_value",
+                )
+            temperature = trained_at
+        limit = self.max_completion_tokens or self.max_tokens or default_max_new_tokens
+        return Sampling(temperature=temperature, top_p=self.top_p, top_k=self.top_k, max_new_tokens=limit)
+
+
+class ChatRequest(SampledRequest):
+    """A request for chat completions."""
+
+    messages: list[ChatMessage] = Field(min_length=1)
+    logprobs: bool = False
+    top_logprobs: int = Field(default=0, ge=0, le=1)
+    """Only the sampled token's is known."""
+    tools: list[dict[str, Any]] = Field(default_factory=list)
+
+    def tools_for_template(self) -> list[dict[str, Any]] | None:
+        """The tools in the model's prompt; None if there are none."""
+        is_off = (self.model_extra or {}).get("tool_choice") == "none"
+        return self.tools if self.tools and not is_off else None
+
+
+_M = TypeVar("_M", bound=BaseModel)
+_R = TypeVar("_R", bound=SampledRequest)
+
+
+def parse_request(body: bytes) -> ChatRequest:
+    """The chat request in a body. Raises Refusal (400) that names the first wrong key."""
+    return checked_request(ChatRequest, json_of(body))
+
+
+def json_of(body: bytes) -> Any:
+    """The value in a body. Raises Refusal (400)."""
+    try:
+        return orjson.loads(body)
+    except orjson.JSONDecodeError as error:
+        raise Refusal(400, f"the body is not JSON: {error}") from error
+
+
+def validated(kind: type[_M], value: Any) -> _M:
+    """The value as a model. Raises Refusal (400) that names the first wrong key."""
+    try:
+        return kind.model_validate(value)
+    except ValidationError as error:
+        param, message = first_invalid(error)
+        raise Refusal(400, f"{param or 'the body'}: {message}", param=param or None) from error
+
+
+def checked_request(kind: type[_R], value: Any) -> _R:
+    """The value as a request, without keys that would be ignored. Raises Refusal (400)."""
+    request = validated(kind, value)
+    for key, value in (request.model_extra or {}).items():
+        if key in ONLY_NEUTRAL:
+            if value not in ONLY_NEUTRAL[key]:
+                raise Refusal(400, f"{key}: {value!r} is not supported here", param=key, code="unsupported_value")
+        elif key not in WITHOUT_EFFECT:
+            raise Refusal(400, f"{key}: unknown parameter", param=key, code="unknown_parameter")
+    return request
+
+
+def _with_object_arguments(call: dict[str, Any]) -> dict[str, Any]:
+    function = call.get("function")
+    if not isinstance(function, dict) or not isinstance(function.get("arguments"), str):
+        return call
+    try:
+        arguments = orjson.loads(function["arguments"])
+    except orjson.JSONDecodeError:
+        return call
+    return {**call, "function": {**function, "arguments": arguments}}
