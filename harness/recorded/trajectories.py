@@ -15,7 +15,7 @@ from pydantic import JsonValue
 from rollstream.eventlog import codec
 from rollstream.harness.recorded.pairs import CandidatePair, ScoredCandidate
 from rollstream.producers.rollout.recorded_call import NO_LOGPROBS
-from rollstream.producers.traces.logprobs import Logprobs, read_logprobs
+from rollstream.producers.traces.framework_logprobs import Logprobs, read_logprobs
 from rollstream.schemas.events.recorded import (
     RecordedChat,
     RecordedReward,

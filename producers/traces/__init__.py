@@ -3,6 +3,6 @@
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from rollstream.producers.traces import logprobs, messages, spans
+    from rollstream.producers.traces import framework_logprobs, messages, spans
 
-__all__ = ["logprobs", "messages", "spans"]
+__all__ = ["framework_logprobs", "messages", "spans"]

@@ -14,7 +14,7 @@ from typing import Any
 import orjson
 from pydantic import JsonValue
 
-from rollstream.producers.traces.logprobs import Logprobs, read_logprobs
+from rollstream.producers.traces.framework_logprobs import Logprobs, read_logprobs
 from rollstream.producers.traces.messages import answer_of, at, finish_reason, first, prompt_of
 from rollstream.schemas.events.intermediate_steps import (
     IntermediateStep,
