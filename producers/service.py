@@ -12,6 +12,7 @@ from rollstream.eventlog.dead_letters import send_dead_letter
 from rollstream.eventlog.log import EventLog, Record
 from rollstream.producers.attempt import record_rollout, refusal
 from rollstream.producers.engines.base import Engine
+from rollstream.producers.engines.routed import RoutedEngine
 from rollstream.producers.engines.table import new_engine
 from rollstream.producers.engines.weight_follower import WeightFollower
 from rollstream.producers.group_execution import WorkerContext
@@ -40,10 +41,20 @@ async def serve(settings: ProducerSettings) -> None:
             KafkaLog(settings.connection, client_id=settings.name, session_timeout_s=settings.session_timeout_s)
         )
         await log.ensure_topics(num_partitions=settings.num_partitions)
-        engine = new_engine(settings.engine, os.environ)
+        engine = engine_of(settings)
         stack.push_async_callback(engine.close)
         await engine.start()
         await run(settings, log, engine)
+
+
+def engine_of(settings: ProducerSettings) -> Engine:
+    """The process's engine, not started, with those of models that others serve. Raises ConfigError, ModelError."""
+    engine = new_engine(settings.engine, os.environ)
+    others = {
+        group: new_engine(served, os.environ, f"served_models.{group}")
+        for group, served in settings.served_models.items()
+    }
+    return RoutedEngine(engine, others) if others else engine
 
 
 async def run(settings: ProducerSettings, log: EventLog, engine: Engine) -> None:

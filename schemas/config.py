@@ -395,4 +395,4 @@ class RunConfig(Settings):
     def trained(self) -> dict[str, "RunConfig"]:
         """Those of `by_group` that are trained; the job of the first plans the tasks."""
         groups = self.adapter.model_groups
-        return {name: one for name, one in self.by_group().items() if name not in groups or not groups[name].frozen}
+        return {name: one for name, one in self.by_group().items() if name not in groups or groups[name].is_trained}

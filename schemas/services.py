@@ -8,7 +8,7 @@ from pydantic import BeforeValidator, ConfigDict, Field, JsonValue, field_valida
 
 from rollstream.schemas.kafka import KafkaSection, KafkaSettings, connection, given
 from rollstream.schemas.permissions import check_entry
-from rollstream.schemas.settings import Device, Settings
+from rollstream.schemas.settings import Device, ServedModel, Settings
 
 
 class ServiceSettings(Settings):
@@ -107,7 +107,17 @@ class InstalledEngineSettings(EngineSettings):
     __pydantic_extra__: dict[str, JsonValue]  # pyright: ignore[reportIncompatibleVariableOverride]
 
 
-ENGINES: Mapping[str, type[EngineSettings]] = {"transformers": TransformersSettings, "scripted": ScriptedSettings}
+class OpenAISettings(ServedModel, EngineSettings):
+    """The frozen engine over a server with OpenAI's API."""
+
+    kind: Literal["openai"] = "openai"  # pyright: ignore[reportIncompatibleVariableOverride]
+
+
+ENGINES: Mapping[str, type[EngineSettings]] = {
+    "transformers": TransformersSettings,
+    "scripted": ScriptedSettings,
+    "openai": OpenAISettings,
+}
 """The table of built-in engines: settings by kind. `producers.engines.table` adds the kinds of installed packages."""
 
 
@@ -121,7 +131,9 @@ def _by_kind(value: Any) -> Any:
     return (found or InstalledEngineSettings).model_validate(value)
 
 
-EngineBlock = Annotated[TransformersSettings | ScriptedSettings | InstalledEngineSettings, BeforeValidator(_by_kind)]
+EngineBlock = Annotated[
+    TransformersSettings | ScriptedSettings | OpenAISettings | InstalledEngineSettings, BeforeValidator(_by_kind)
+]
 """`engine:` of a producers process or an endpoint."""
 
 
@@ -129,6 +141,8 @@ class ProducerSettings(ServiceSettings):
     """A process that owns tasks partitions."""
 
     engine: EngineBlock = Field(default_factory=TransformersSettings)
+    served_models: dict[str, OpenAISettings] = Field(default_factory=dict)
+    """By model group (`RUN/GROUP`, or `GROUP` of any run): models that others serve in place of the engine's."""
     max_concurrent_rollouts: int = Field(default=256, ge=1)
     tick_interval_s: float = Field(default=1.0, gt=0)
     session_timeout_s: float = Field(default=10.0, gt=0)

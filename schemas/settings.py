@@ -4,7 +4,17 @@ import re
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal, NamedTuple
 
-from pydantic import AfterValidator, Discriminator, Field, FiniteFloat, JsonValue, Tag, field_validator, model_validator
+from pydantic import (
+    AfterValidator,
+    BeforeValidator,
+    Discriminator,
+    Field,
+    FiniteFloat,
+    JsonValue,
+    Tag,
+    field_validator,
+    model_validator,
+)
 
 from rollstream.schemas import ids
 from rollstream.schemas.algorithms import Algorithm, GrpoSettings
@@ -255,6 +265,38 @@ Agents = Annotated[
 """Names of agents, or a model group by name of an agent."""
 
 
+class ServedModel(Settings):
+    """A model that others serve with OpenAI's API. The local configuration alone names it, never a record."""
+
+    base_url: str
+    """Up to the path before `/chat/completions`: `http://host:8000/v1`."""
+    model: str | None = None
+    """None: the only one that the server lists."""
+    api_key_variable: str | None = Field(default=None, pattern=r"^[A-Za-z_][A-Za-z0-9_]{0,99}$")
+    """Environment variable with the key; none: requests bear no key."""
+    api: Literal["chat", "completions"] = "chat"
+    """`completions` sends the contents of the messages, joined by line ends: for base models."""
+    timeout_s: float = Field(default=120.0, gt=0, le=3600)
+    retries: int = Field(default=4, ge=0, le=20)
+    """Further tries after one that failed for the moment: no answer, 408, 409, 425, 429, 5xx."""
+    retry_wait_s: float = Field(default=1.0, gt=0, le=60)
+    """Pause before the second try; each further one is twice as long, and as long as `Retry-After` says (60 s at most).
+    """
+    max_concurrent: int = Field(default=32, ge=1)
+    """Requests at a time."""
+
+    @field_validator("base_url")
+    @classmethod
+    def _is_plain_url(cls, value: str) -> str:
+        if not re.fullmatch(r"https?://[^/?#@\s]+(/[^?#\s]*)?", value):
+            raise ValueError(f"{value[:100]!r} is not a URL like http://host:8000/v1, without user, query or fragment")
+        return value
+
+
+def _served(written: Any) -> Any:
+    return {"base_url": written} if isinstance(written, str) else written
+
+
 class ModelGroupSection(Settings):
     """`model_groups.X`: one of several model groups of a run; what is not given is the adapter's own."""
 
@@ -265,8 +307,13 @@ class ModelGroupSection(Settings):
     """Its weights are sampled from and stay as they are."""
     version: str | None = None
     """`RUN@VERSION` or `RUN/GROUP@VERSION` that it begins with; none: its base model."""
-    endpoint: str | None = None
-    """URL of a model that others serve."""
+    endpoint: Annotated[ServedModel | None, BeforeValidator(_served)] = None
+    """A model that others serve, which makes the model group a frozen one; only a URL: its `base_url`."""
+
+    @property
+    def is_trained(self) -> bool:
+        """Whether it has jobs that train it."""
+        return not self.frozen and self.endpoint is None
 
 
 class EarlyStopping(Settings):

@@ -23,6 +23,7 @@ from rollstream.schemas.services import (
     EndpointSettings,
     LearnerSettings,
     MetricsSettings,
+    OpenAISettings,
     ProcessorSettings,
     ProducerSettings,
     ScriptedSettings,
@@ -65,7 +66,8 @@ def jobs_of(config: RunConfig, run_id: str, *, is_fork: bool = False) -> tuple[J
     """
     trained, groups = config.trained(), config.by_group()
     first, *others = trained
-    frozen = [_frozen_job(one, run_id, name) for name, one in groups.items() if name not in trained]
+    loaded = groups.keys() - trained.keys() - served_models(config).keys()
+    frozen = [_frozen_job(one, run_id, name) for name, one in groups.items() if name in loaded]
     warm = config.adapter.warm_start
     has_warm_start = warm is not None and not (is_fork and not warm.in_forks)
     jobs: list[JobSpec] = []
@@ -73,6 +75,13 @@ def jobs_of(config: RunConfig, run_id: str, *, is_fork: bool = False) -> tuple[J
         jobs += [_beside(make(trained[name], run_id, name)) for name in others]
         jobs.append(make(trained[first], run_id, first))
     return tuple(spec._replace(fork=_fork(config, spec.model_group)) for spec in (*frozen, *jobs))
+
+
+def served_models(config: RunConfig, run_id: str | None = None) -> dict[str, OpenAISettings]:
+    """The models that others serve, by model group: of the run, or by their names alone."""
+    named = {name: one.endpoint for name, one in config.adapter.model_groups.items() if one.endpoint is not None}
+    groups = {name: name if run_id is None else ids.model_group(run_id, name) for name in named}
+    return {groups[name]: OpenAISettings(**dict(one)) for name, one in named.items()}
 
 
 def _fork(config: RunConfig, model_group: str) -> ForkPoint | None:
@@ -262,6 +271,7 @@ def services_of(
             **session,
             name=f"producers-{number}",
             engine=ScriptedSettings() if config.is_external else builder.engine,  # nothing is sampled
+            served_models=served_models(config, run_id),
             max_concurrent_rollouts=builder.max_concurrent_rollouts,
             tick_interval_s=builder.tick_interval_s,
             modules=builder.modules,

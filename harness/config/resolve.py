@@ -234,9 +234,8 @@ def _check_groups(finetune: FinetuneConfig, config: RunConfig) -> None:
                 f"trajectory_builders.{finetune.trajectory_builder}.agents "
                 f"names {', '.join(named)}"
             )
-        if group.endpoint is not None:
-            why = "a model that others serve needs the openai engine, which does not exist yet; give model or version"
-            raise ConfigError(f"{location}.{name}.endpoint: {why}")
+        if group.endpoint is not None and (group.model is not None or group.version is not None):
+            raise ConfigError(f"{location}.{name}.endpoint: others hold this model's weights; remove model and version")
         if group.version is not None and ids.parsed_version(group.version) is None:
             raise ConfigError(f"{location}.{name}.version: write RUN@VERSION, for example demo-1a2b3c@12")
     if not config.trained():

@@ -103,7 +103,7 @@ def _of_adapter(config: RunConfig, blocks: Blocks) -> Iterator[Unused]:
 def _of_groups(location: str, adapter: AdapterSection) -> Iterator[Unused]:
     for name, group in adapter.model_groups.items():
         where = f"{location}.{name}"
-        if group.frozen:
+        if not group.is_trained:
             yield Unused(where, given(group, ["algorithm", "optimizer"]), "a frozen model group is not trained")
             continue
         for why, names in group.algorithm.unused().items() if group.algorithm else ():

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
 from rollstream.harness.config import nat_workflows
-from rollstream.harness.config.jobs import ENDPOINT, MADE_ELSEWHERE, jobs_of
+from rollstream.harness.config.jobs import ENDPOINT, MADE_ELSEWHERE, jobs_of, served_models
 from rollstream.harness.config.rewards import check_evaluators, check_examples, check_reward, permissions_of, place_of
 from rollstream.harness.runs.progress import Progress
 from rollstream.harness.services.addresses import is_this_machine, is_unspecified
@@ -28,7 +28,7 @@ from rollstream.schemas import ids
 from rollstream.schemas.algorithm_settings import PolicyGradientSettings
 from rollstream.schemas.config import RunConfig
 from rollstream.schemas.errors import ConfigError, describe
-from rollstream.schemas.services import LOOPBACK, EndpointSection
+from rollstream.schemas.services import LOOPBACK, EndpointSection, OpenAISettings
 from rollstream.schemas.settings import JobSpec
 from rollstream.schemas.variables import conceal, expand
 
@@ -262,6 +262,13 @@ def check_engines(config: RunConfig) -> None:
 
     if config.builder.services == "external":
         return
+    groups = f"trainer_adapters.{config.finetuning.trainer_adapter}.model_groups"
+    for name, served in served_models(config).items():
+        if served.api_key_variable is not None and not os.environ.get(served.api_key_variable):
+            raise ConfigError(f"{groups}.{name}.endpoint: the variable {served.api_key_variable} is not set; export it")
+    if isinstance(config.builder.engine, OpenAISettings):
+        place = f"trajectory_builders.{config.finetuning.trajectory_builder}.engine"
+        raise ConfigError(f"{place}: openai cannot load what the run trains; name its server as {groups}.X.endpoint")
     if not config.is_external:
         settings_of(
             config.builder.engine, os.environ, f"trajectory_builders.{config.finetuning.trajectory_builder}.engine"

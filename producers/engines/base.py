@@ -1,7 +1,8 @@
 """The interface of a rollout engine: generate with exact tokens, and load weight versions.
 
-Implemented by `transformers.TransformersEngine`, by `scripted.ScriptedEngine` for tests, and by what installed packages
-bring (see `table`). `tests/contracts/test_engine_contract.py` holds all of them to what the docstrings here promise.
+Implemented by `transformers.TransformersEngine`, `openai.OpenAIEngine`, `scripted.ScriptedEngine` for tests, and what
+installed packages bring (see `table`). `tests/contracts/test_engine_contract.py` holds all of them to what the
+docstrings here promise.
 """
 
 import math
@@ -45,7 +46,12 @@ class Generation:
 
 
 def check_generation(generation: Generation) -> None:
-    """Raises ModelError for arrays of different lengths, no token, or a log-probability that is not finite."""
+    """Raises ModelError for arrays of different lengths, no token, or a log-probability that is not finite.
+
+    An answer of a frozen engine has neither log-probabilities nor spans.
+    """
+    if generation.token_ids and not generation.logprobs and not generation.spans:
+        return
     num_tokens, num_logprobs = len(generation.token_ids), len(generation.logprobs)
     num_spanned = sum(span.length for span in generation.spans)
     if not num_tokens == num_logprobs == num_spanned or not num_tokens:
@@ -130,6 +136,9 @@ class Capabilities:
     loads_models: bool
     """Loads the base model that WeightsPublished names, which permissions then decide about, and samples from it, so
     that a learner that recomputes the recorded log-probabilities finds the same."""
+    is_frozen: bool = False
+    """Its weights are not ours: version 0 from the beginning, `load` is refused, and answers have neither
+    log-probabilities nor spans, so that they are recorded and never trained."""
 
 
 class Engine(Protocol):

@@ -13,11 +13,8 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
 
 from rollstream.producers.engines.base import Generation, GenerationRequest
-from rollstream.producers.engines.scheduling import JoinLimits, WaitingPrompt, joining
+from rollstream.producers.engines.scheduling import MAX_PADDED_TOKENS, JoinLimits, WaitingPrompt, joining
 from rollstream.schemas.errors import ModelError, describe
-
-MAX_PADDED_TOKENS = 131_072
-"""Prompt tokens of one batch, padding included: bounds the memory of a prefill."""
 
 Result = TypeVar("Result")
 

@@ -231,7 +231,8 @@ class Lane:
     def _keep(self, rows: Sequence[DecodingRow]) -> None:
         width = max(row.length for row in rows)
         data = self._pool.take([row.slot for row in rows], width)
-        block = Block(data, data.numel() * data.element_size())
+        after = [row.kept.after_prompt for row in rows if row.kept is not None]
+        block = Block(data, sum(one.numel() * one.element_size() for one in (data, *after)))
         for index, row in enumerate(rows):
             if row.source is not None and not row.source.is_whole:
                 self.prefixes.remove(row.source.kept)  # this sequence goes on from it

@@ -14,6 +14,7 @@ import numpy as np
 
 Ids = np.ndarray[tuple[int, ...], np.dtype[np.int32]]
 
+MAX_PADDED_TOKENS = 131_072
 BLOCK = 16
 """Tokens of a block: what two sequences have in common below it is not looked for."""
 
@@ -33,7 +34,7 @@ class JoinLimits:
     """Bounds of a forward, and how long to wait for company: few rows are prefilled at about the cost of many."""
 
     max_rows: int
-    max_padded_tokens: int = 131_072
+    max_padded_tokens: int = MAX_PADDED_TOKENS
     """Prompt tokens of one prefill, padding included: bounds its memory."""
     share: float = 0.125
     """Join at once if they are this share of the live rows."""

@@ -1,7 +1,11 @@
 """The engines under the contract: how one is made, weights that fit it and weights that do not."""
 
+import asyncio
 import hashlib
+import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -15,12 +19,14 @@ from rollstream.learner.model import collate
 from rollstream.learner.model.policy import PolicyModel
 from rollstream.processors.assemble.sequences import join_calls
 from rollstream.producers.engines.base import Engine, Generation, GenerationRequest
+from rollstream.producers.engines.openai import OpenAIEngine
 from rollstream.producers.engines.scripted import ScriptedEngine
 from rollstream.producers.engines.table import new_engine
+from rollstream.producers.openai.server import Endpoint, listening
 from rollstream.schemas import tokens
 from rollstream.schemas.events import StepRecorded, TrajectoryAssembled, WeightsPublished
 from rollstream.schemas.events.rollouts import LLMCall, Prefix
-from rollstream.schemas.services import TransformersSettings
+from rollstream.schemas.services import EndpointSettings, OpenAISettings, TransformersSettings
 from rollstream.schemas.settings import ArtifactRef, LoraSettings, ModelSettings
 
 GROUP, OTHER = "run-1/policy", "run-1/other"
@@ -40,6 +46,8 @@ class Subject:
     """Weights that the engine must refuse."""
     learner: Callable[[int], PolicyModel] | None = None
     """The model of a version as the learner holds it, of an engine that loads models."""
+    is_frozen: bool = False
+    """Others hold the weights: nothing is loaded."""
 
 
 def published(group: str, version: int, **changes: Any) -> WeightsPublished:
@@ -117,6 +125,49 @@ def transformers(folder: Path, base: Path, *, lora: LoraSettings | None = None, 
 
     settings = TransformersSettings(device="cpu", threads=1, deterministic=deterministic)
     return Subject(new=lambda: new_engine(settings, {}), weights=weights, unfit=unfit, learner=learner)
+
+
+@contextmanager
+def openai(folder: Path, base: Path) -> Iterator[Subject]:
+    """The frozen engine, asking our own endpoint over a tiny model in a thread of its own."""
+    weights = transformers(folder, base, deterministic=True)
+
+    async def serve(ready: "Future[tuple[int, asyncio.AbstractEventLoop, asyncio.Event]]") -> None:
+        engine, done = weights.new(), asyncio.Event()
+        settings = EndpointSettings(
+            bootstrap_servers="none", artifact_uri="none", workspace=folder, name="endpoint", model_group=GROUP
+        )
+        await engine.start()
+        try:
+            await engine.load(*weights.weights(GROUP, 0))
+            async with listening(Endpoint(engine, Loaded(), settings, "key"), "127.0.0.1", 0) as port:
+                ready.set_result((port, asyncio.get_running_loop(), done))
+                await done.wait()
+        finally:
+            await engine.close()
+
+    ready: Future[tuple[int, asyncio.AbstractEventLoop, asyncio.Event]] = Future()
+    thread = threading.Thread(target=lambda: asyncio.run(serve(ready)))
+    thread.start()
+    port, loop, done = ready.result(60)
+    settings = OpenAISettings(base_url=f"http://127.0.0.1:{port}/v1", model=GROUP, api_key_variable="KEY")
+    try:
+        yield Subject(
+            new=lambda: OpenAIEngine(settings, {"KEY": "key"}),
+            weights=weights.weights,
+            unfit=weights.unfit,
+            is_frozen=True,
+        )
+    finally:
+        loop.call_soon_threadsafe(done.set)
+        thread.join(60)
+
+
+class Loaded:
+    """Weights that are there."""
+
+    async def wait_for(self, model_group: str, version: int) -> None:
+        """Return at once."""
 
 
 def recomputed(

@@ -5,7 +5,7 @@ What builds on a capability is not asked of an engine that declares to be withou
 
 import asyncio
 import math
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -14,10 +14,10 @@ import pytest
 import torch
 
 from rollstream.learner.tiny_model import make_tiny_model
-from rollstream.producers.engines.base import Engine, Generation, GenerationRequest, Tokenizer
+from rollstream.producers.engines.base import Engine, Generation, GenerationRequest, Tokenizer, check_generation
 from rollstream.schemas.errors import ModelError, PromptTooLongError
 from rollstream.schemas.settings import LoraSettings, Sampling
-from tests.contracts.engines import GROUP, MAX_LENGTH, OTHER, Subject, recomputed, scripted, transformers
+from tests.contracts.engines import GROUP, MAX_LENGTH, OTHER, Subject, openai, recomputed, scripted, transformers
 
 PROMPT = (10, 11, 12)
 
@@ -27,9 +27,26 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_tiny_model(tmp_path_factory.mktemp("tiny") / "model", seed=0, num_layers=1, max_length=MAX_LENGTH)
 
 
-@pytest.fixture(scope="module", params=["scripted", "transformers", "transformers-lora-deterministic"])
-def subject(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Subject:
+LOADING = ["scripted", "transformers", "transformers-lora-deterministic"]
+
+
+@pytest.fixture(scope="module", params=[*LOADING, "openai"])
+def subject(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Subject]:
     tmp_path = tmp_path_factory.mktemp("engine")
+    if request.param == "openai":
+        with openai(tmp_path, request.getfixturevalue("base")) as frozen:
+            yield frozen
+        return
+    yield loading_subject(request, tmp_path)
+
+
+@pytest.fixture(scope="module", params=LOADING)
+def loading(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Subject:
+    """Engines that load weights and know their tokens."""
+    return loading_subject(request, tmp_path_factory.mktemp("engine"))
+
+
+def loading_subject(request: pytest.FixtureRequest, tmp_path: Path) -> Subject:
     if request.param == "scripted":
         return scripted(tmp_path)
     lora = LoraSettings(rank=4, alpha=16, target_modules=("q_proj", "v_proj")) if "lora" in request.param else None
@@ -42,7 +59,7 @@ async def started(subject: Subject, *versions: tuple[str, int]) -> AsyncIterator
     engine = subject.new()
     try:
         await engine.start()
-        for group, version in versions:
+        for group, version in () if subject.is_frozen else versions:
             await engine.load(*subject.weights(group, version))
         yield engine
     finally:
@@ -108,8 +125,8 @@ def test_a_text_comes_back_from_its_token_ids(subject: Subject) -> None:
     play(subject, scenario)
 
 
-def test_every_token_has_a_log_probability_and_a_version(subject: Subject) -> None:
-    for generation in play(subject, lambda engine: together(engine, requests(20))):
+def test_every_token_has_a_log_probability_and_a_version(loading: Subject) -> None:
+    for generation in play(loading, lambda engine: together(engine, requests(20))):
         assert len(generation.token_ids) == len(generation.logprobs) >= 1
         assert all(math.isfinite(logprob) and logprob <= 0 for logprob in generation.logprobs)
         assert sum(span.length for span in generation.spans) == len(generation.token_ids)
@@ -118,7 +135,7 @@ def test_every_token_has_a_log_probability_and_a_version(subject: Subject) -> No
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 def test_log_probabilities_are_what_the_learner_recomputes_over_turns_and_versions(
-    subject: Subject, temperature: float
+    loading: Subject, temperature: float
 ) -> None:
     async def talks(engine: Engine) -> list[list[tuple[GenerationRequest, Generation]]] | None:
         if not engine.capabilities.loads_models:
@@ -136,14 +153,14 @@ def test_log_probabilities_are_what_the_learner_recomputes_over_turns_and_versio
 
     async def scenario(engine: Engine) -> list[Any]:
         found = [await talks(engine)]
-        await engine.load(*subject.weights(GROUP, 1))
+        await engine.load(*loading.weights(GROUP, 1))
         return [*found, await talks(engine)]
 
-    for version, found in enumerate(play(subject, scenario)):
-        assert (found is None) == (subject.learner is None), "an engine that loads models names the learner's"
+    for version, found in enumerate(play(loading, scenario)):
+        assert (found is None) == (loading.learner is None), "an engine that loads models names the learner's"
         for calls in found or ():
-            assert subject.learner is not None
-            recorded, again = recomputed(subject.learner(version), calls)
+            assert loading.learner is not None
+            recorded, again = recomputed(loading.learner(version), calls)
             assert torch.allclose(recorded, again, atol=1e-4)
 
 
@@ -163,13 +180,13 @@ def test_temperature_zero_is_greedy(subject: Subject) -> None:
     assert len(set(ids_of(answers))) == 1
 
 
-def test_an_answer_ends_at_its_end_token_or_at_its_limit(subject: Subject) -> None:
+def test_an_answer_ends_at_its_end_token_or_at_its_limit(loading: Subject) -> None:
     asked = [request(seed, max_new_tokens=1 + seed % 30) for seed in range(90)]
 
     async def scenario(engine: Engine) -> tuple[int, list[Generation]]:
         return engine.tokenizer(GROUP).eos_token_id, await together(engine, asked)
 
-    end, answers = play(subject, scenario)
+    end, answers = play(loading, scenario)
     for one, generation in zip(asked, answers, strict=True):
         assert end not in generation.token_ids[:-1]
         if generation.finish_reason == "stop":
@@ -182,14 +199,14 @@ def test_an_answer_ends_at_its_end_token_or_at_its_limit(subject: Subject) -> No
     assert {generation.finish_reason for generation in answers} == {"stop", "length"}
 
 
-def test_too_long_a_prompt_is_refused_and_one_that_leaves_room_gets_that_much(subject: Subject) -> None:
+def test_too_long_a_prompt_is_refused_and_one_that_leaves_room_gets_that_much(loading: Subject) -> None:
     async def scenario(engine: Engine) -> list[Generation]:
         for length in (MAX_LENGTH, MAX_LENGTH + 88):
             with pytest.raises(PromptTooLongError, match=f"{length} tokens"):
                 await engine.generate(request(prompt=[10] * length))
         return await in_turn(engine, [request(seed, prompt=[10] * (MAX_LENGTH - 1)) for seed in range(4)])
 
-    answers = play(subject, scenario)
+    answers = play(loading, scenario)
     assert {len(generation.token_ids) for generation in answers} == {1}
 
 
@@ -207,10 +224,30 @@ def test_a_prompt_that_no_model_can_read_fails_alone(subject: Subject, prompt: t
     assert ids_of(play(subject, scenario)) == ids_of(play(subject, lambda engine: in_turn(engine, asked)))
 
 
+def test_a_frozen_engine_answers_in_text_at_version_zero_and_loads_nothing(subject: Subject) -> None:
+    async def scenario(engine: Engine) -> None:
+        assert engine.capabilities.is_frozen == subject.is_frozen
+        if not subject.is_frozen:
+            return
+        assert (engine.version(GROUP), engine.version(OTHER)) == (0, 0)
+        for generation in await together(engine, requests(20)):
+            check_generation(generation)
+            assert generation.token_ids
+            assert (generation.logprobs, generation.spans) == ((), ())
+            has_end = engine.tokenizer(GROUP).eos_token_id == generation.token_ids[-1]
+            assert has_end == (generation.finish_reason == "stop")
+        with pytest.raises(ModelError, match="loads no weights"):
+            await engine.load(*subject.weights(GROUP, 1))
+        with pytest.raises(PromptTooLongError, match="leaves no room"):
+            await engine.generate(request(prompt=[10] * (MAX_LENGTH + 88)))
+
+    play(subject, scenario)
+
+
 # ---- weight versions ----
 
 
-def test_a_group_without_weights_can_do_nothing(subject: Subject) -> None:
+def test_a_group_without_weights_can_do_nothing(loading: Subject) -> None:
     async def scenario(engine: Engine) -> None:
         assert engine.version(OTHER) == -1
         with pytest.raises(ModelError, match=OTHER):
@@ -219,64 +256,64 @@ def test_a_group_without_weights_can_do_nothing(subject: Subject) -> None:
             engine.tokenizer(OTHER)
         await engine.unload(OTHER)
 
-    play(subject, scenario)
+    play(loading, scenario)
 
 
-def test_after_an_update_answers_are_those_of_the_new_version(subject: Subject) -> None:
+def test_after_an_update_answers_are_those_of_the_new_version(loading: Subject) -> None:
     asked = requests(10)
 
     async def scenario(engine: Engine) -> tuple[list[Generation], list[Generation]]:
         before = await in_turn(engine, asked)
-        await engine.load(*subject.weights(GROUP, 3))
+        await engine.load(*loading.weights(GROUP, 3))
         assert engine.version(GROUP) == 3
         return before, await in_turn(engine, asked)
 
-    before, after = play(subject, scenario)
+    before, after = play(loading, scenario)
     assert (versions_of(before), versions_of(after)) == ({0}, {3})
     assert ids_of(before) != ids_of(after)
-    assert after == play(subject, lambda engine: in_turn(engine, asked), (GROUP, 3))
+    assert after == play(loading, lambda engine: in_turn(engine, asked), (GROUP, 3))
 
 
-def test_an_update_loses_no_request_in_progress(subject: Subject) -> None:
+def test_an_update_loses_no_request_in_progress(loading: Subject) -> None:
     asked = requests(10, max_new_tokens=40)
 
     async def scenario(engine: Engine) -> tuple[list[Generation], list[Generation]]:
         calls = [asyncio.create_task(engine.generate(one)) for one in asked]
         await progress(engine)
-        await engine.load(*subject.weights(GROUP, 1))
+        await engine.load(*loading.weights(GROUP, 1))
         return await together(engine, asked), await asyncio.gather(*calls)
 
-    later, earlier = play(subject, scenario)
+    later, earlier = play(loading, scenario)
     assert versions_of(later) == {1}
     assert versions_of(earlier) <= {0, 1}
-    of = {0: play(subject, lambda engine: in_turn(engine, asked)), 1: later}
+    of = {0: play(loading, lambda engine: in_turn(engine, asked)), 1: later}
     for index, generation in enumerate(earlier):
         assert sum(span.length for span in generation.spans) == len(generation.token_ids)
         if len(generation.spans) == 1:
             assert generation.token_ids == of[generation.spans[0].version][index].token_ids
 
 
-def test_weights_that_do_not_fit_leave_the_version_before(subject: Subject) -> None:
+def test_weights_that_do_not_fit_leave_the_version_before(loading: Subject) -> None:
     asked = requests(6)
 
     async def scenario(engine: Engine) -> None:
         before = await in_turn(engine, asked)
-        for event, path in subject.unfit(GROUP, 1):
+        for event, path in loading.unfit(GROUP, 1):
             with pytest.raises(ModelError):
                 await engine.load(event, path)
             assert engine.version(GROUP) == 0
             assert await in_turn(engine, asked) == before
-        for event, path in subject.unfit(OTHER, 1):
+        for event, path in loading.unfit(OTHER, 1):
             with pytest.raises(ModelError):
                 await engine.load(event, path)
             assert engine.version(OTHER) == -1
-        await engine.load(*subject.weights(GROUP, 1))
+        await engine.load(*loading.weights(GROUP, 1))
         assert versions_of(await in_turn(engine, asked)) == {1}
 
-    play(subject, scenario)
+    play(loading, scenario)
 
 
-def test_groups_have_weights_of_their_own(subject: Subject) -> None:
+def test_groups_have_weights_of_their_own(loading: Subject) -> None:
     asked, others = requests(6), requests(6, group=OTHER)
     mixed = [one for pair in zip(asked, others, strict=True) for one in pair]
 
@@ -287,14 +324,14 @@ def test_groups_have_weights_of_their_own(subject: Subject) -> None:
         assert ids_of(await in_turn(engine, asked)) == ids_of(answers[::2])
         with pytest.raises(ModelError, match=OTHER):
             await engine.generate(others[0])
-        await engine.load(*subject.weights(OTHER, 5))
+        await engine.load(*loading.weights(OTHER, 5))
         assert ids_of(await in_turn(engine, others)) == ids_of(answers[1::2])
         return answers
 
-    answers = play(subject, scenario, (GROUP, 0), (OTHER, 5))
+    answers = play(loading, scenario, (GROUP, 0), (OTHER, 5))
     assert (versions_of(answers[::2]), versions_of(answers[1::2])) == ({0}, {5})
-    assert ids_of(answers[::2]) == ids_of(play(subject, lambda engine: in_turn(engine, asked)))
-    assert ids_of(answers[1::2]) == ids_of(play(subject, lambda engine: in_turn(engine, others), (OTHER, 5)))
+    assert ids_of(answers[::2]) == ids_of(play(loading, lambda engine: in_turn(engine, asked)))
+    assert ids_of(answers[1::2]) == ids_of(play(loading, lambda engine: in_turn(engine, others), (OTHER, 5)))
 
 
 # ---- concurrent requests, cancelled ones, the end ----

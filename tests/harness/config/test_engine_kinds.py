@@ -91,12 +91,14 @@ def test_engines_are_looked_up_before_a_run_begins(written: dict[str, Any]) -> N
 
     check({})
     check({"kind": "parrot", "num_tokens": 2})
+    with pytest.raises(ConfigError, match=r"^trajectory_builders\.b\.engine: openai cannot load what the run trains"):
+        check({"kind": "openai", "base_url": "http://h/v1"})
     with pytest.raises(ConfigError, match=r"^trajectory_builders\.b\.engine\.num_tokens: "):
         check({"kind": "parrot", "num_tokens": "two"})
     with pytest.raises(
         ConfigError,
         match=r"^trajectory_builders\.b\.engine\.kind: 'parot' is unknown; did you mean parrot\? "
-        r"known kinds: parrot, scripted, transformers$",
+        r"known kinds: openai, parrot, scripted, transformers$",
     ):
         check({"kind": "parot"})
     check({"kind": "parot"}, services="external")

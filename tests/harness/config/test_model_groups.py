@@ -10,7 +10,7 @@ from rollstream.harness.config.jobs import RunLocation, check_manifests, jobs_of
 from rollstream.schemas.config import RunConfig
 from rollstream.schemas.errors import ConfigError
 from rollstream.schemas.kafka import KafkaSettings
-from rollstream.schemas.services import LearnerSettings
+from rollstream.schemas.services import LearnerSettings, ProducerSettings
 from rollstream.schemas.settings import ForkPoint
 
 pytestmark = pytest.mark.usefixtures("registered_alone")
@@ -67,6 +67,19 @@ def test_the_learner_serves_all_model_groups_and_may_load_their_models(written: 
     assert {f"model:{other}", f"model:{config.adapter.model.path}"} <= set(learner.allow)
 
 
+def test_a_model_that_others_serve_has_no_job_and_the_producers_ask_it(written: dict[str, Any], tmp_path: Path) -> None:
+    endpoint = {"base_url": "http://h/v1", "model": "m", "api_key_variable": "KEY", "retries": 1}
+    for given in (endpoint, "http://h/v1"):
+        config = config_of(written, groups={"verifiers": {"endpoint": given}})
+        assert [job.model_group for job in jobs_of(config, "run-1")] == ["run-1/provers"]
+        location = RunLocation(KafkaSettings(bootstrap_servers="h:1"), "memory://a", tmp_path)
+        producers = services_of(config, location, "run-1")["producers-1"]
+        assert isinstance(producers, ProducerSettings)
+        (group,), (served,) = producers.served_models.keys(), producers.served_models.values()
+        assert (group, served.base_url) == ("run-1/verifiers", "http://h/v1")
+        assert ProducerSettings.model_validate_json(producers.model_dump_json()) == producers
+
+
 def test_a_path_of_a_model_group_is_stored_as_written(written: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MODELS", "/models")
     config = config_of(written, groups={"verifiers": {"model": {"path": "${MODELS}/tiny"}}})
@@ -78,7 +91,9 @@ def test_a_path_of_a_model_group_is_stored_as_written(written: dict[str, Any], m
     [
         (AGENTS, {"prover": {}}, r"model_groups\.prover: no agent speaks through it; .*names provers, verifiers"),
         (["prover"], {"provers": {}}, r"model_groups\.provers: no agent speaks through it; .*names policy"),
-        (AGENTS, {"provers": {"frozen": True, "endpoint": "http://h/v1"}}, r"endpoint: .*openai engine"),
+        (AGENTS, {"provers": {"version": "r@1", "endpoint": "http://h/v1"}}, r"endpoint: .*remove model and version"),
+        (AGENTS, {"provers": {"endpoint": "h:80"}}, r"provers\.endpoint\.base_url: 'h:80' is not a URL"),
+        (AGENTS, {"provers": {"endpoint": {"base_url": "http://h", "key": "x"}}}, r"endpoint\.key: unknown key"),
         (AGENTS, {"provers": {"version": "latest"}}, r"provers\.version: write RUN@VERSION"),
         (AGENTS, {"provers": {"frozen": True}, "verifiers": {"frozen": True}}, r"all model groups are frozen"),
         ({"prover": None}, {}, r"agents\.prover"),

@@ -69,10 +69,12 @@ def test_built_in_kinds_are_built_without_a_package():
 
 
 def test_every_kind_of_the_table_has_settings_of_its_name_and_an_engine():
+    needed = {"openai": {"base_url": "http://127.0.0.1:9/v1"}}
     for kind, settings in ENGINES.items():
         assert settings.model_fields["kind"].default == kind
-        assert type(engine_block(kind=kind)) is settings
-        built = new_engine(engine_block(kind=kind), {})
+        block = engine_block(kind=kind, **needed.get(kind, {}))
+        assert type(block) is settings
+        built = new_engine(block, {})
         assert type(built).__module__ == f"rollstream.producers.engines.{kind}"
         asyncio.run(built.close())
 
@@ -98,7 +100,8 @@ def test_settings_that_do_not_fit_the_kind_are_named_without_secrets(installed):
 def test_an_unknown_kind_is_told_with_the_known_ones(installed):
     installed(PARROT, parrot="PARROT")
     assert refused(kind="parot") == (
-        "builder.engine.kind: 'parot' is unknown; did you mean parrot? known kinds: parrot, scripted, transformers"
+        "builder.engine.kind: 'parot' is unknown; did you mean parrot? "
+        "known kinds: openai, parrot, scripted, transformers"
     )
 
 
@@ -150,5 +153,5 @@ def test_two_packages_of_one_kind_and_one_that_takes_a_built_in_name_are_refused
 def test_a_kind_that_the_settings_do_not_name_is_not_imported(installed):
     module = installed("raise SystemExit(3)", other="KIND")
     new_engine(ScriptedSettings(), {})
-    assert "known kinds: other, scripted" in refused(kind="nonsense")
+    assert "known kinds: openai, other, scripted" in refused(kind="nonsense")
     assert module not in sys.modules

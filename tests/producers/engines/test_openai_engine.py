@@ -1,0 +1,237 @@
+"""The frozen engine against servers that are down, refuse, answer nonsense or ask for a pause: one clear error each."""
+
+import asyncio
+import json
+import logging
+from contextlib import asynccontextmanager
+from itertools import cycle
+
+import pytest
+from aiohttp import web
+
+from rollstream.producers.engines import openai
+from rollstream.producers.engines.base import GenerationRequest
+from rollstream.producers.engines.openai import OpenAIEngine, TextTokenizer
+from rollstream.producers.engines.routed import RoutedEngine
+from rollstream.producers.engines.scripted import ScriptedEngine
+from rollstream.producers.rollout.conversation import Conversation
+from rollstream.schemas.errors import ModelError, PromptTooLongError
+from rollstream.schemas.services import OpenAISettings
+from rollstream.schemas.settings import Sampling
+
+GROUP, KEY = "run-1/judge", "sk-very-secret"
+TALK = [{"role": "system", "content": "Ünïcode\nand lines"}, {"role": "user", "content": 'say "yes"'}]
+
+
+def said(text, reason="stop"):
+    return {"choices": [{"message": {"role": "assistant", "content": text}, "text": text, "finish_reason": reason}]}
+
+
+class Server:
+    """Answers with (status, headers, body) in turn, again and again; keeps what it was sent."""
+
+    def __init__(self, *answers):
+        self.requests = []
+        self._answers = cycle(answers)
+
+    async def answer(self, request):
+        body = await request.read()
+        self.requests.append((request.path, dict(request.headers), json.loads(body) if body else None))
+        status, headers, content = next(self._answers)
+        text = content if isinstance(content, str | bytes) else json.dumps(content)
+        return web.Response(status=status, headers=headers, body=text, content_type="application/json")
+
+    @asynccontextmanager
+    async def listening(self):
+        app = web.Application()
+        app.router.add_route("*", "/{path:.*}", self.answer)
+        runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.1)
+        await runner.setup()
+        try:
+            await web.TCPSite(runner, "127.0.0.1", 0).start()
+            yield f"http://127.0.0.1:{runner.addresses[0][1]}/v1"
+        finally:
+            await runner.cleanup()
+
+
+def request(messages=TALK, **sampling):
+    tokenizer = TextTokenizer()
+    text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    return GenerationRequest(GROUP, tokenizer.encode(text), Sampling(**sampling), 2**63 + 5)
+
+
+def ask(server, *requests, **settings):
+    """The answers of an engine that asks the server, in turn."""
+    chosen = {"model": "m", "api_key_variable": "JUDGE_KEY", "retry_wait_s": 0.001, "retries": 2} | settings
+
+    async def main():
+        async with server.listening() as url:
+            engine = OpenAIEngine(OpenAISettings(base_url=url, **chosen), {"JUDGE_KEY": KEY})
+            try:
+                return [await engine.generate(one) for one in requests or [request()]]
+            finally:
+                await engine.close()
+
+    return asyncio.run(asyncio.wait_for(main(), 60))
+
+
+def text_of(generation):
+    return TextTokenizer().decode(generation.token_ids, skip_special_tokens=True)
+
+
+def test_the_server_gets_messages_sampling_and_key_and_its_text_comes_back():
+    server = Server((200, {}, said("jä")))
+    (answer,) = ask(server, request(temperature=0.5, top_p=0.9, top_k=3, max_new_tokens=7))
+    assert (text_of(answer), answer.finish_reason, answer.logprobs, answer.spans) == ("jä", "stop", (), ())
+    ((path, headers, body),) = server.requests
+    assert (path, headers["Authorization"]) == ("/v1/chat/completions", f"Bearer {KEY}")
+    assert body == {
+        "model": "m",
+        "messages": TALK,
+        "temperature": 0.5,
+        "top_p": 0.9,
+        "top_k": 3,
+        "max_tokens": 7,
+        "seed": 5,
+    }
+
+
+def test_a_conversation_keeps_every_message_over_turns():
+    tokenizer = TextTokenizer()
+    conversation, messages = Conversation(tokenizer), list(TALK)
+    server = Server((200, {}, said("first\nanswer", "length")), (200, {}, said("zweite ✓")))
+    for step in range(2):
+        prompt = conversation.prompt(tokenizer.apply_chat_template(messages))
+        (answer,) = ask(server, GenerationRequest(GROUP, prompt.token_ids, Sampling(), 1))
+        text = conversation.append_sampled(step, prompt, answer.token_ids)
+        assert server.requests[-1][2]["messages"] == messages
+        messages += [{"role": "assistant", "content": text}, {"role": "user", "content": "go on"}]
+        server = Server((200, {}, said("zweite ✓")))
+    assert [one["content"] for one in messages if one["role"] == "assistant"] == ["first\nanswer", "zweite ✓"]
+
+
+def test_a_base_model_gets_the_contents_alone_and_the_only_model_of_a_server_is_found():
+    server = Server((200, {}, {"data": [{"id": "base"}]}), (200, {}, said("x", "length")))
+    (answer,) = ask(server, model=None, api="completions", api_key_variable=None)
+    assert (text_of(answer), answer.finish_reason) == ("x", "length")
+    (listed, _, _), (path, headers, body) = server.requests
+    assert (listed, path, body["model"]) == ("/v1/models", "/v1/completions", "base")
+    assert body["prompt"] == 'Ünïcode\nand lines\nsay "yes"'
+    assert "Authorization" not in headers
+
+
+@pytest.mark.parametrize(
+    ("answer", "message"),
+    [
+        ((401, {}, {"error": f"bad key {KEY}"}), r"answered 401 .*set the variable JUDGE_KEY to a valid key"),
+        (
+            (404, {}, {"error": {"message": "The model `m` does not exist"}}),
+            r"\(model m\) answered 404 .*check base_url",
+        ),
+        ((302, {"Location": "http://127.0.0.1:9/"}, ""), r"answered 302"),
+        ((200, {}, "<html>"), r"answered what is not JSON: '<html>'; check base_url"),
+        ((200, {}, b"\xff\xfe"), r"answered what is not JSON"),
+        ((200, {}, [1]), r"an answer without choices"),
+        ((200, {}, {"choices": []}), r"an answer without choices"),
+        ((200, {}, said(None)), r"not text"),
+        ((200, {}, said("x", "tool_calls")), r"not text"),
+        ((200, {}, said("", "length")), r"no text; raise max_new_tokens"),
+        ((500, {}, f"broken {KEY}"), r"answered 500 'broken \$\{JUDGE_KEY\}' \(3 tries\); check that it serves"),
+    ],
+)
+def test_a_server_that_refuses_or_answers_nonsense_is_one_error_without_the_key(answer, message, caplog):
+    caplog.set_level(logging.DEBUG)
+    with pytest.raises(ModelError, match=message) as raised:
+        ask(Server(answer))
+    assert not isinstance(raised.value, PromptTooLongError)
+    assert "\n" not in str(raised.value)
+    assert KEY not in str(raised.value) + caplog.text
+
+
+def test_too_long_a_prompt_is_told_apart():
+    refused = {"error": {"message": "too many tokens", "code": "context_length_exceeded"}}
+    with pytest.raises(PromptTooLongError, match=r"answered 400 .*make the conversation shorter"):
+        ask(Server((400, {}, refused)))
+
+
+def test_more_than_the_limit_is_not_read(monkeypatch):
+    monkeypatch.setattr(openai, "MAX_ANSWER_BYTES", 1000)
+    with pytest.raises(ModelError, match="answered more than 1000 bytes"):
+        ask(Server((200, {}, said("x" * 2000))))
+
+
+def test_a_server_that_is_down_is_one_error_after_all_tries():
+    async def main():
+        async with Server((200, {}, "")).listening() as url:
+            pass
+        engine = OpenAIEngine(OpenAISettings(base_url=url, model="m", retries=2, retry_wait_s=0.001), {})
+        try:
+            with pytest.raises(ModelError, match=r"cannot be reached: .*\(3 tries\); check that it serves"):
+                await engine.generate(request())
+        finally:
+            await engine.close()
+
+    asyncio.run(main())
+
+
+def test_what_fails_for_the_moment_is_tried_again():
+    server = Server((429, {"Retry-After": "0.002"}, ""), (503, {}, ""), (200, {}, said("yes")))
+    (answer,) = ask(server)
+    assert (text_of(answer), len(server.requests)) == ("yes", 3)
+
+
+@pytest.mark.parametrize(
+    ("headers", "seconds"),
+    [
+        ({}, 0),
+        ({"Retry-After": "7"}, 7),
+        ({"Retry-After": "-1"}, 0),
+        ({"Retry-After": "nan"}, 0),
+        ({"Retry-After": "inf"}, openai.MAX_RETRY_AFTER_S),
+        ({"Retry-After": "86400"}, openai.MAX_RETRY_AFTER_S),
+        ({"Retry-After": "soon"}, 0),
+        ({"Retry-After": "Mon, 23 Nov 2026 10:00:09 GMT", "Date": "Mon, 23 Nov 2026 10:00:00 GMT"}, 9),
+        ({"Retry-After": "Mon, 23 Nov 2026 10:00:09 GMT"}, 0),
+    ],
+)
+def test_the_pause_that_a_server_asks_for_is_bounded(headers, seconds):
+    assert openai._retry_after(headers) == seconds
+
+
+@pytest.mark.parametrize(
+    ("listed", "message"),
+    [({"data": [{"id": "a"}, {"id": "b"}]}, r"serves 2 models \(a, b\); set endpoint\.model"), ({}, "lists no models")],
+)
+def test_a_server_with_several_models_needs_a_name(listed, message):
+    with pytest.raises(ModelError, match=message):
+        ask(Server((200, {}, listed)), model=None)
+
+
+@pytest.mark.parametrize("environ", [{}, {"JUDGE_KEY": " "}, {"JUDGE_KEY": "a\nb"}])
+def test_a_key_that_is_not_there_is_named_before_anything_is_asked(environ):
+    settings = OpenAISettings(base_url="http://127.0.0.1:9/v1", api_key_variable="JUDGE_KEY")
+    with pytest.raises(ModelError, match="the variable JUDGE_KEY holds no key; export it"):
+        OpenAIEngine(settings, environ)
+
+
+@pytest.mark.parametrize("url", ["host:80", "ftp://h/v1", "http://user:pw@h/v1", "http://h/v1?key=x", "http://h /v1"])
+def test_a_url_that_is_none_or_holds_a_secret_is_refused(url):
+    with pytest.raises(ValueError, match="is not a URL like"):
+        OpenAISettings(base_url=url)
+
+
+def test_a_model_group_that_others_serve_stands_beside_the_engine(tmp_path):
+    async def main():
+        async with Server((200, {}, said("no"))).listening() as url:
+            served = OpenAIEngine(OpenAISettings(base_url=url, model="m"), {})
+            engine = RoutedEngine(ScriptedEngine(), {"judge": served})
+            await engine.start()
+            try:
+                assert (engine.version(GROUP), engine.version("run-1/policy")) == (0, -1)
+                assert not engine.capabilities.is_frozen
+                await engine.unload(GROUP)
+                return text_of(await engine.generate(request()))
+            finally:
+                await engine.close()
+
+    assert asyncio.run(main()) == "no"
