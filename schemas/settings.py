@@ -127,8 +127,7 @@ class RolloutSettings(Settings):
     group_timeout_s: float = Field(default=600.0, gt=0, le=MAX_TIMEOUT_S)
     policy: Literal["model", "demonstration", "external"] = "model"
     """`demonstration` plays the environment's own demonstrator (data for SFT). With `external` the model is another
-    training backend's: neither its weights nor its tokenizer are here.
-    """
+    training backend's: neither its weights nor its tokenizer are here."""
     evaluators: dict[str, dict[str, JsonValue]] = added({})
     """Configurations of those `rewards` that are evaluators, by name, as written (`${ENV}` not expanded)."""
     missing_score: Literal["error", "reject", "unneeded"] = added("error")
@@ -280,8 +279,7 @@ class ServedModel(Settings):
     retries: int = Field(default=4, ge=0, le=20)
     """Further tries after one that failed for the moment: no answer, 408, 409, 425, 429, 5xx."""
     retry_wait_s: float = Field(default=1.0, gt=0, le=60)
-    """Pause before the second try; each further one is twice as long, and as long as `Retry-After` says (60 s at most).
-    """
+    """Pause before the second try; each further one is twice as long, or what `Retry-After` says (60 s at most)."""
     max_concurrent: int = Field(default=32, ge=1)
     """Requests at a time."""
 
