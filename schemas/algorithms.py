@@ -98,6 +98,22 @@ class GrpoSettings(_BuiltIn, PolicyGradientSettings):
         )
 
 
+class CispoSettings(PolicyGradientSettings):
+    """Clipped importance-sampling weights on a plain policy gradient (MiniMax-M1, arXiv 2506.13585)."""
+
+    name: Literal["cispo"] = "cispo"  # pyright: ignore[reportIncompatibleVariableOverride]
+    clip_high: float = Field(default=4.0, gt=0)
+    """A token's weight is its ratio, at most 1 + clip_high."""
+
+
+class GspoSettings(PolicyGradientSettings):
+    """Group sequence policy optimisation (arXiv 2507.18071)."""
+
+    name: Literal["gspo"] = "gspo"  # pyright: ignore[reportIncompatibleVariableOverride]
+    clip_low: float = Field(default=3e-4, gt=0)
+    clip_high: float = Field(default=4e-4, gt=0)
+
+
 class SftSettings(_BuiltIn):
     """Supervised fine-tuning."""
 
@@ -227,6 +243,8 @@ BUILT_IN: dict[str, type[AlgorithmSettings]] = {
     "dpo": DpoSettings,
     "expert_iteration": ExpertIterationSettings,
     "malt": MaltSettings,
+    "cispo": CispoSettings,
+    "gspo": GspoSettings,
 }
 
 
@@ -244,6 +262,8 @@ Algorithm = Annotated[
     | Annotated[DpoSettings, Tag("dpo")]
     | Annotated[ExpertIterationSettings, Tag("expert_iteration")]
     | Annotated[MaltSettings, Tag("malt")]
+    | Annotated[CispoSettings, Tag("cispo")]
+    | Annotated[GspoSettings, Tag("gspo")]
     | Annotated[CustomSettings, Tag(_CUSTOM)],
     Discriminator(_tag),
 ]

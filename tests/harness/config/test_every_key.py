@@ -154,6 +154,8 @@ VARIANTS: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {
     "weighted expert iteration": changed_by(
         trainer_adapters__a__algorithm={"name": "expert_iteration", "selection": "weighted"}
     ),
+    "cispo": changed_by(trainer_adapters__a__algorithm={"name": "cispo"}),
+    "gspo": changed_by(trainer_adapters__a__algorithm={"name": "gspo"}),
     "malt": changed_by(trainer_adapters__a__algorithm={"name": "malt"}),
     **{
         f"a Kafka that the {block} names, by its {secret}": changed_by(

@@ -1,0 +1,50 @@
+"""GSPO: one ratio a sequence, the geometric mean of its tokens' ratios, clipped on both sides."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+import torch
+
+from rollstream.learner.algorithms.advantages import PolicyGradient
+from rollstream.learner.algorithms.base import BatchView, Counts, Normaliser, Prepared
+from rollstream.learner.algorithms.tokens import Losses, TokenBatch, log_ratio
+from rollstream.schemas.algorithm_settings import PolicyGradientSettings
+from rollstream.schemas.algorithms import GspoSettings
+
+
+class Gspo(PolicyGradient):
+    """See `loss`."""
+
+    Settings = GspoSettings
+
+    def prepare(self, batch: BatchView, settings: PolicyGradientSettings) -> Prepared:
+        """Every sequence counts the same."""
+        return replace(super().prepare(batch, settings), normaliser=Normaliser("sequences"))
+
+    def loss(self, tokens: TokenBatch, settings: GspoSettings) -> Losses:
+        """-min(s A, clip(s, 1 - low, 1 + high) A) - c H by sequence, s = exp(mean over tokens(current - behaviour)).
+
+        arXiv 2507.18071, equations 5 and 7; A and H are means over the sequence's tokens.
+        """
+        ratio_B = tokens.mean_by_row(log_ratio(tokens.logprobs_N, tokens.behaviour_N)).exp()
+        advantages_B = tokens.mean_by_row(tokens.advantages_N)
+        clipped_B = ratio_B.clamp(1 - settings.clip_low, 1 + settings.clip_high)
+        losses_B = -torch.minimum(ratio_B * advantages_B, clipped_B * advantages_B)
+        entropies_B = tokens.mean_by_row(tokens.entropies_N)
+        if settings.entropy_coefficient:
+            losses_B = losses_B - settings.entropy_coefficient * entropies_B
+        with torch.no_grad():
+            sums = {
+                "loss": losses_B.sum(),
+                "entropy": entropies_B.sum(),
+                "ratio": ratio_B.sum(),
+                "clip_low": ((ratio_B < 1 - settings.clip_low) & (advantages_B < 0)).sum(),
+                "clip_high": ((ratio_B > 1 + settings.clip_high) & (advantages_B > 0)).sum(),
+            }
+        return Losses(losses_B, sums, per="row")
+
+    def metrics(self, sums: Mapping[str, float], counts: Counts) -> dict[str, float]:
+        """Means over all sequences; clip/low and clip/high are the shares of sequences without a gradient."""
+        names = {"loss": "loss/total", "entropy": "policy/entropy", "ratio": "policy/ratio"}
+        names |= {"clip_low": "clip/low", "clip_high": "clip/high"}
+        return {name: sums[key] / counts.sequences for key, name in names.items()}
