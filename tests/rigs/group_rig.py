@@ -8,13 +8,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import torch
+from transformers import AutoModelForCausalLM, Qwen2Config
+
 from rollstream.eventlog import codec
 from rollstream.eventlog.artifacts import ArtifactStore
-from rollstream.eventlog.log import TopicPartition
+from rollstream.eventlog.log import EventLog, TopicPartition
 from rollstream.eventlog.memory.log import MemoryLog
 from rollstream.harness.services import one_process
 from rollstream.learner.shared_model_group import FineTuneOptions, GroupAgent, SharedAgentParams, SharedModelGroup
-from rollstream.producers.engines.scripted import ScriptedEngine
+from rollstream.producers.engines.scripted import ScriptedEngine, ScriptedTokenizer
 from rollstream.schemas.base import Event
 from rollstream.schemas.events.recorded import (
     RecordedChat,
@@ -28,6 +31,23 @@ from rollstream.schemas.settings import OptimizerSettings
 RUN, NAME = "run-1", "players"
 GROUP = f"{RUN}/{NAME}"
 WAIT_S = 240.0
+
+
+def make_scripted_model(folder: Path) -> Path:
+    """A Qwen2 of a few thousand parameters with the scripted engine's vocabulary."""
+    torch.manual_seed(0)
+    config = Qwen2Config(
+        vocab_size=len(ScriptedTokenizer()),
+        hidden_size=16,
+        intermediate_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        max_position_embeddings=128,
+        tie_word_embeddings=True,
+    )
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    return folder
 
 
 def said(answer: str | None, prompt: str = "?", agent: str = "") -> RecordedStep:
@@ -55,7 +75,7 @@ class GroupRig:
 
     folder: Path
     model: Path
-    log: MemoryLog = field(default_factory=lambda: MemoryLog(num_partitions=2))
+    log: EventLog = field(default_factory=lambda: MemoryLog(num_partitions=2))
     now_ms: int = 1_000
 
     @property

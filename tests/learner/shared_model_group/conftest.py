@@ -3,30 +3,14 @@
 from pathlib import Path
 
 import pytest
-import torch
-from transformers import AutoModelForCausalLM, Qwen2Config
 
-from rollstream.producers.engines.scripted import ScriptedTokenizer
-from tests.rigs.group_rig import GroupRig
+from tests.rigs.group_rig import GroupRig, make_scripted_model
 
 
 @pytest.fixture(scope="session")
 def scripted_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Folder of a Qwen2 of a few thousand parameters with the scripted engine's vocabulary."""
-    torch.manual_seed(0)
-    config = Qwen2Config(
-        vocab_size=len(ScriptedTokenizer()),
-        hidden_size=16,
-        intermediate_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        max_position_embeddings=128,
-        tie_word_embeddings=True,
-    )
-    path = tmp_path_factory.mktemp("scripted") / "model"
-    AutoModelForCausalLM.from_config(config).save_pretrained(path)
-    return path
+    return make_scripted_model(tmp_path_factory.mktemp("scripted") / "model")
 
 
 @pytest.fixture
