@@ -1,8 +1,7 @@
 """A published version as a folder that transformers or PEFT loads, with the base model's configuration and tokenizer.
 
-A version's artifact already is the file that such a folder holds, so a base model in a folder needs no torch.
-
-The parts of an export that only the model hub's client can give: a base model that is no local folder.
+A version's artifact already is the file that such a folder holds: with a base model in a folder it is copied. A base
+model of the hub is built by transformers first.
 """
 
 import logging
@@ -16,7 +15,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.utils.logging import disable_progress_bar
 
-from rollstream.eventlog.files import write_whole
+from rollstream.eventlog.files import beside, write_whole
 from rollstream.learner.model.policy import from_bytes
 from rollstream.schemas.errors import ModelError
 from rollstream.schemas.events import WeightsPublished
@@ -31,6 +30,8 @@ TOKENIZER_FILES = (
 )
 CONFIG_FILES = ("config.json", "generation_config.json", "*.py")
 DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
+
+logger = logging.getLogger(__name__)
 
 
 def export_model(published: WeightsPublished, path_to_weights: Path, output_dir: Path) -> Path:
@@ -58,7 +59,7 @@ def export_model(published: WeightsPublished, path_to_weights: Path, output_dir:
 
 
 def _place_adapter(published: WeightsPublished, path_to_weights: Path, output_dir: Path) -> None:
-    shutil.copyfile(path_to_weights, output_dir / "adapter_model.safetensors")
+    _copy_whole(path_to_weights, output_dir / "adapter_model.safetensors")
     config = orjson.dumps(published.lora, option=orjson.OPT_INDENT_2 | orjson.OPT_SORT_KEYS)
     write_whole(output_dir / "adapter_config.json", config, is_private=False)
 
@@ -74,7 +75,7 @@ def _place_model(base: Path, path_to_weights: Path, output_dir: Path) -> None:
         config["dtype"] = dtype
     data = orjson.dumps(config, option=orjson.OPT_INDENT_2)
     write_whole(output_dir / "config.json", data, is_private=False)
-    shutil.copyfile(path_to_weights, output_dir / "model.safetensors")
+    _copy_whole(path_to_weights, output_dir / "model.safetensors")
 
 
 def _dtype(path: Path) -> str | None:
@@ -90,10 +91,13 @@ def _copy(base: Path, patterns: tuple[str, ...], output_dir: Path) -> None:
     for pattern in patterns:
         for path in sorted(base.glob(pattern)):
             if path.is_file():
-                shutil.copyfile(path, output_dir / path.name)
+                _copy_whole(path, output_dir / path.name)
 
 
-logger = logging.getLogger(__name__)
+def _copy_whole(source: Path, target: Path) -> None:
+    """A reader finds the file that was there before, or all of this one."""
+    with beside(target) as aside:
+        shutil.copyfile(source, aside)
 
 
 def export_full(base_model: str, path_to_weights: Path, output_dir: Path) -> None:
