@@ -19,7 +19,7 @@ from rollstream.schemas import ids
 from rollstream.schemas.algorithms import Algorithm, GrpoSettings
 from rollstream.schemas.finetuning import TrainerAdapterConfig, TrainerConfig, TrajectoryBuilderConfig
 from rollstream.schemas.kafka import KafkaSection
-from rollstream.schemas.services import EndpointSection, EngineBlock, TransformersSettings
+from rollstream.schemas.services import EndpointSection, EngineBlock, ModelGroupSection, TransformersSettings
 from rollstream.schemas.settings import (
     MAX_MEMBERS,
     MAX_TASKS,
@@ -30,7 +30,6 @@ from rollstream.schemas.settings import (
     GateSettings,
     GroupName,
     LeagueSettings,
-    ModelGroupSection,
     ModelSettings,
     OptimizerSettings,
     Sampling,

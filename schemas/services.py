@@ -1,14 +1,16 @@
 """What each long-running service is started with (command line and environment; no run is named here)."""
 
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, ConfigDict, Field, JsonValue, field_validator
 
+from rollstream.schemas.algorithms import Algorithm
 from rollstream.schemas.kafka import KafkaSection, KafkaSettings, connection, given
 from rollstream.schemas.permissions import check_entry
-from rollstream.schemas.settings import Device, ServedModel, Settings
+from rollstream.schemas.settings import Device, ModelSettings, OptimizerSettings, Settings
 
 
 class ServiceSettings(Settings):
@@ -45,17 +47,71 @@ class ServiceSettings(Settings):
         return connection(self.bootstrap_servers, given(self.kafka), None)
 
 
+class ServedModel(Settings):
+    """A model that others serve with OpenAI's API. The local configuration alone names it, never a record."""
+
+    base_url: str
+    """Up to the path before `/chat/completions`: `http://host:8000/v1`."""
+    model: str | None = None
+    """None: the only one that the server lists."""
+    api_key_variable: str | None = Field(default=None, pattern=r"^[A-Za-z_][A-Za-z0-9_]{0,99}$")
+    """Environment variable with the key; none: requests bear no key."""
+    api: Literal["chat", "completions"] = "chat"
+    """`completions` sends the contents of the messages, joined by line ends: for base models."""
+    timeout_s: float = Field(default=120.0, gt=0, le=3600)
+    retries: int = Field(default=4, ge=0, le=20)
+    """Further tries after one that failed for the moment: no answer, 408, 409, 425, 429, 5xx."""
+    retry_wait_s: float = Field(default=1.0, gt=0, le=60)
+    """Pause before the second try; each further one is twice as long, or what `Retry-After` says (60 s at most)."""
+    max_concurrent: int = Field(default=32, ge=1)
+    """Requests at a time."""
+
+    @field_validator("base_url")
+    @classmethod
+    def _is_plain_url(cls, value: str) -> str:
+        if not re.fullmatch(r"https?://[^/?#@\s]+(/[^?#\s]*)?", value):
+            raise ValueError(f"{value[:100]!r} is not a URL like http://host:8000/v1, without user, query or fragment")
+        return value
+
+
+def _served(written: Any) -> Any:
+    return {"base_url": written} if isinstance(written, str) else written
+
+
+class ModelGroupSection(Settings):
+    """`model_groups.X`: one of several model groups of a run; what is not given is the adapter's own."""
+
+    model: ModelSettings | None = None
+    algorithm: Algorithm | None = None
+    optimizer: OptimizerSettings | None = None
+    frozen: bool = False
+    """Its weights are sampled from and stay as they are."""
+    version: str | None = None
+    """`RUN@VERSION` or `RUN/GROUP@VERSION` that it begins with; none: its base model."""
+    endpoint: Annotated[ServedModel | None, BeforeValidator(_served)] = None
+    """A model that others serve, which makes the model group a frozen one; only a URL: its `base_url`."""
+
+    @property
+    def is_trained(self) -> bool:
+        """Whether it has jobs that train it."""
+        return not self.frozen and self.endpoint is None
+
+
 class EngineSettings(Settings):
     """Base of what rollout engines are set by: each kind has a class of its own, distinguished by `kind`."""
 
     MEANINGLESS: ClassVar[tuple[str, ...]] = ()
     """Keys that are accepted and change nothing."""
+    RECORDS_KEPT_IDS: ClassVar[bool] = False
+    """The engine gives the ids that each token was sampled from, where `engines.base.keeps_ids` says so."""
 
     kind: str
 
 
 class TransformersSettings(EngineSettings):
     """The engine that samples from a transformers model in the producers process."""
+
+    RECORDS_KEPT_IDS: ClassVar[bool] = True
 
     kind: Literal["transformers"] = "transformers"  # pyright: ignore[reportIncompatibleVariableOverride]
     device: Device = "auto"
@@ -83,6 +139,7 @@ class TransformersSettings(EngineSettings):
 class ScriptedSettings(TransformersSettings):
     """The engine without a model, for tests. It accepts the other one's keys: once they shared a class."""
 
+    RECORDS_KEPT_IDS = False
     MEANINGLESS = (
         "device",
         "dtype",

@@ -6,7 +6,6 @@ from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import (
     AfterValidator,
-    BeforeValidator,
     Discriminator,
     Field,
     FiniteFloat,
@@ -64,9 +63,12 @@ class Sampling(Settings):
     temperature: float = Field(default=1.0, ge=0)
     top_p: float = Field(default=1.0, gt=0, le=1)
     top_k: int = Field(default=0, ge=0)
-    """0 means no limit. Recorded log-probabilities are those of what top_p and top_k leave, renormalised; losses
-    with an importance ratio compare them with the whole distribution's."""
+    """0 means no limit. Recorded log-probabilities are those of what top_p and top_k leave, renormalised."""
     max_new_tokens: int = Field(default=64, ge=1)
+    record_kept_ids: bool | None = added(None)
+    """Record with each token the ids that top_p and top_k left, so that a loss with importance ratios is computed over
+    these alone. None, in a configuration: if the loss has such ratios.
+    """
 
 
 class LeagueSettings(Settings):
@@ -262,56 +264,6 @@ Agents = Annotated[
     Annotated[tuple[str, ...], Tag("list")] | Annotated[dict[str, GroupName], Tag("map")], Discriminator(_form)
 ]
 """Names of agents, or a model group by name of an agent."""
-
-
-class ServedModel(Settings):
-    """A model that others serve with OpenAI's API. The local configuration alone names it, never a record."""
-
-    base_url: str
-    """Up to the path before `/chat/completions`: `http://host:8000/v1`."""
-    model: str | None = None
-    """None: the only one that the server lists."""
-    api_key_variable: str | None = Field(default=None, pattern=r"^[A-Za-z_][A-Za-z0-9_]{0,99}$")
-    """Environment variable with the key; none: requests bear no key."""
-    api: Literal["chat", "completions"] = "chat"
-    """`completions` sends the contents of the messages, joined by line ends: for base models."""
-    timeout_s: float = Field(default=120.0, gt=0, le=3600)
-    retries: int = Field(default=4, ge=0, le=20)
-    """Further tries after one that failed for the moment: no answer, 408, 409, 425, 429, 5xx."""
-    retry_wait_s: float = Field(default=1.0, gt=0, le=60)
-    """Pause before the second try; each further one is twice as long, or what `Retry-After` says (60 s at most)."""
-    max_concurrent: int = Field(default=32, ge=1)
-    """Requests at a time."""
-
-    @field_validator("base_url")
-    @classmethod
-    def _is_plain_url(cls, value: str) -> str:
-        if not re.fullmatch(r"https?://[^/?#@\s]+(/[^?#\s]*)?", value):
-            raise ValueError(f"{value[:100]!r} is not a URL like http://host:8000/v1, without user, query or fragment")
-        return value
-
-
-def _served(written: Any) -> Any:
-    return {"base_url": written} if isinstance(written, str) else written
-
-
-class ModelGroupSection(Settings):
-    """`model_groups.X`: one of several model groups of a run; what is not given is the adapter's own."""
-
-    model: ModelSettings | None = None
-    algorithm: Algorithm | None = None
-    optimizer: OptimizerSettings | None = None
-    frozen: bool = False
-    """Its weights are sampled from and stay as they are."""
-    version: str | None = None
-    """`RUN@VERSION` or `RUN/GROUP@VERSION` that it begins with; none: its base model."""
-    endpoint: Annotated[ServedModel | None, BeforeValidator(_served)] = None
-    """A model that others serve, which makes the model group a frozen one; only a URL: its `base_url`."""
-
-    @property
-    def is_trained(self) -> bool:
-        """Whether it has jobs that train it."""
-        return not self.frozen and self.endpoint is None
 
 
 class EarlyStopping(Settings):

@@ -2,11 +2,27 @@
 
 import base64
 import binascii
+import itertools
+import operator
 import sys
+import zlib
 from array import array
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
 
 from rollstream.schemas.errors import DecodeError
+
+MAX_KEPT_BYTES = 64 * 2**20
+"""Of the kept ids of one text, decoded."""
+
+
+class KeptIds(NamedTuple):
+    """The token ids that top_p and top_k left to sample from, of T tokens; vLLM calls them the sampling mask."""
+
+    lengths: Sequence[int]
+    """(T,) how many each token had; 0: the whole vocabulary."""
+    ids: Sequence[int]
+    """(M,) of all tokens one after another, ascending for each."""
 
 
 def encode_ids(ids: Iterable[int]) -> str:
@@ -31,6 +47,39 @@ def decode_floats(text: str) -> "array[float]":
     values = array("f")
     _fill(values, text)
     return values
+
+
+def encode_kept(kept: KeptIds) -> str:
+    """Kept ids as base64 of a zlib stream of little-endian int32: T, the T lengths, and the differences of the ids."""
+    ids = array("i", kept.ids)
+    values = array("i", [len(kept.lengths), *kept.lengths, *ids[:1]])
+    values.extend(map(operator.sub, ids[1:], ids))
+    if sys.byteorder == "big":
+        values.byteswap()
+    return base64.b64encode(zlib.compress(values.tobytes())).decode("ascii")
+
+
+def decode_kept(text: str, num_tokens: int) -> KeptIds:
+    """Kept ids of `num_tokens` tokens. Raises DecodeError if the text holds none, too many, or those of others."""
+    try:
+        stream = zlib.decompressobj()
+        packed = stream.decompress(base64.b64decode(text, validate=True), MAX_KEPT_BYTES + 1)
+    except (binascii.Error, zlib.error) as error:
+        raise DecodeError(f"the kept ids are not base64 of a zlib stream: {error}") from error
+    if len(packed) > MAX_KEPT_BYTES or not stream.eof or len(packed) % 4:
+        raise DecodeError(f"the kept ids are cut off, or more than {MAX_KEPT_BYTES} bytes")
+    values = array("i", packed)
+    if sys.byteorder == "big":
+        values.byteswap()
+    lengths = values[1 : num_tokens + 1]
+    if not values or values[0] != num_tokens or len(lengths) != num_tokens:
+        raise DecodeError(f"the kept ids are not those of {num_tokens} completion tokens")
+    if min(lengths, default=0) < 0 or sum(lengths) != len(values) - num_tokens - 1:
+        raise DecodeError("the lengths of the kept ids do not add up to their number")
+    try:
+        return KeptIds(lengths, array("i", itertools.accumulate(values[num_tokens + 1 :])))
+    except OverflowError as error:
+        raise DecodeError("a kept id is no int32") from error
 
 
 def count(text: str) -> int:

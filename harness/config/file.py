@@ -18,8 +18,8 @@ from rollstream.schemas.config import OURS, AdapterSection, ConfigFile, RunConfi
 from rollstream.schemas.errors import ConfigError
 from rollstream.schemas.finetuning import CurriculumLearningConfig, FinetuneConfig, FinetuneRunConfig
 from rollstream.schemas.kafka import SECRETS
-from rollstream.schemas.services import ENGINES
-from rollstream.schemas.settings import CurriculumSettings, ModelGroupSection
+from rollstream.schemas.services import ENGINES, ModelGroupSection
+from rollstream.schemas.settings import CurriculumSettings
 from rollstream.schemas.variables import as_written, conceal, expand, variables_in
 
 _MORE: dict[str, Any] = {

@@ -13,6 +13,7 @@ from pydantic import BaseModel, JsonValue
 
 from rollstream.harness.config import dataset, nat_workflows
 from rollstream.harness.config.checks import check_trainer, warn, warn_meaningless
+from rollstream.harness.config.jobs import MADE_ELSEWHERE
 from rollstream.harness.config.rewards import ENVIRONMENT
 from rollstream.harness.config.unused_keys import Blocks, of_evaluation, unused_keys
 from rollstream.schemas import ids
@@ -75,9 +76,9 @@ def run_config_of(finetune: FinetuneConfig) -> RunConfig:
     is_ours_alone = isinstance(file, ConfigFile) and nat_workflow is None and all(map(is_ours, blocks.values()))
     trainer = trainer.model_copy(update={"planning": _planning(trainer, adapter, is_foreign=not is_ours_alone)})
     check_trainer(finetune, trainer)
-    _check_sampling(f"trajectory_builders.{finetune.trajectory_builder}.sampling", builder, adapter)
     reward = finetune.reward_function
     environment = _environment(finetune, builder, file.workflow)
+    builder = _with_kept_ids(f"trajectory_builders.{finetune.trajectory_builder}", builder, adapter, environment)
     is_external = not hasattr(blocks["trainer_adapter"], "section")
     if is_external:
         _check_external(finetune, environment)
@@ -142,14 +143,22 @@ def _planning(trainer: TrainerSection, adapter: AdapterSection, *, is_foreign: b
     return "stream" if adapter.max_staleness else trainer.planning
 
 
-def _check_sampling(location: str, builder: BuilderSection, adapter: AdapterSection) -> None:
-    """Warns of truncated sampling: the loss accounts for temperature only, so ratios would not start at 1."""
+def _with_kept_ids(block: str, builder: BuilderSection, adapter: AdapterSection, environment: str) -> BuilderSection:
+    """The builder with `record_kept_ids` where a loss with ratios needs it. Warns if its engine cannot record them."""
     sampling = builder.sampling
-    if adapter.algorithm.needs.behaviour and (sampling.top_p < 1 or sampling.top_k):
+    algorithms = [adapter.algorithm, *(group.algorithm for group in adapter.model_groups.values() if group.algorithm)]
+    ratios = next((one.name for one in algorithms if one.needs.behaviour), None)
+    if ratios is None or not (sampling.top_p < 1 or sampling.top_k):
+        return builder
+    can_record = builder.engine.RECORDS_KEPT_IDS and environment not in MADE_ELSEWHERE
+    if sampling.record_kept_ids is False or not can_record:
+        why = "record_kept_ids is off" if can_record else "the engine does not record the ids that they leave"
         warn(
-            f"{location}: top_p {sampling.top_p:g}, top_k {sampling.top_k}: {adapter.algorithm.name} compares a "
-            f"truncated distribution with the full one, so its ratios start below 1; set top_p: 1 and top_k: 0"
+            f"{block}.sampling: top_p {sampling.top_p:g}, top_k {sampling.top_k}: {why}, so {ratios} compares a "
+            f"truncated distribution with the full one, and its ratios start below 1; set top_p: 1 and top_k: 0"
         )
+        return builder
+    return builder.model_copy(update={"sampling": sampling.model_copy(update={"record_kept_ids": True})})
 
 
 def warn_unused(config: RunConfig, finetune: FinetuneConfig, section: FinetuningSection) -> None:

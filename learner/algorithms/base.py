@@ -21,6 +21,15 @@ PerToken = float | NDArray[np.float32]
 """One number for all tokens of a row, or one a token (T,)."""
 
 
+class KeptRow(NamedTuple):
+    """The ids that top_p and top_k left to sample the tokens of a row from."""
+
+    lengths: NDArray[np.int64]
+    """(T,), how many each token had; 0: the whole vocabulary, as on prompts."""
+    ids: NDArray[np.int32]
+    """(M,), of all tokens one after another."""
+
+
 @dataclass(frozen=True, slots=True)
 class Row:
     """One training sequence."""
@@ -31,6 +40,8 @@ class Row:
     member: int = 0
     """Index of its member in the batch."""
     completions: tuple[Completion, ...] = ()
+    kept: "KeptRow | None" = None
+    """Where its sampling was truncated: what its tokens were sampled from."""
 
     @property
     def num_completion_tokens(self) -> int:

@@ -11,7 +11,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from rollstream.learner.algorithms.base import TRUNCATED, BatchView, Member, PerToken, Prepared, Row
+from rollstream.learner.algorithms.base import TRUNCATED, BatchView, KeptRow, Member, PerToken, Prepared, Row
+from rollstream.learner.model.logprobs import KeptSets
 from rollstream.schemas import tokens
 from rollstream.schemas.errors import DecodeError, RunFailedError
 from rollstream.schemas.events import TrajectoryAssembled
@@ -58,18 +59,24 @@ class MicroBatch:
     rejected: tuple[int, ...] = ()
     num_tokens: int = 0
     """Unpadded, prompts included."""
+    kept: KeptSets | None = None
+    """Of the tokens on the mask, row by row, where the sampling of some was truncated."""
 
     def to(self, device: torch.device) -> "MicroBatch":
         """The same on a device."""
         names = ("token_ids", "mask", "logprobs", "advantages", "weights", "versions")
         columns: dict[str, Any] = {name: getattr(self, name) for name in names}
-        return replace(self, **{name: value.to(device) for name, value in columns.items() if value is not None})
+        moved = {name: value.to(device) for name, value in columns.items() if value is not None}
+        kept = None if self.kept is None else KeptSets(*(one.to(device) for one in self.kept))
+        return replace(self, **moved, kept=kept)
 
 
 def check_token_ids(trajectory: TrajectoryAssembled, size: int) -> None:
     """Raises DecodeError naming the trajectory if it has a token id that is none of a model's `size`."""
     for index, sequence in enumerate(trajectory.sequences):
         token_ids = np.frombuffer(tokens.decode_ids(sequence.token_ids), np.int32)
+        kept = [tokens.decode_kept(part.kept_ids, part.length).ids for part in sequence.completions if part.kept_ids]
+        token_ids = np.concatenate([token_ids, *(np.asarray(one, np.int32) for one in kept)])
         odd = token_ids[(token_ids < 0) | (token_ids >= size)]
         if len(odd):
             raise DecodeError(
@@ -223,7 +230,18 @@ def pad(rows: Sequence[TrainRow], units: Units, *, versions: bool = False) -> Mi
         chosen=columns[0] if len(columns) == 2 else (),
         rejected=columns[1] if len(columns) == 2 else (),
         num_tokens=sum(len(one.row.token_ids) for one in found),
+        kept=_kept_of(found),
     )
+
+
+def _kept_of(rows: Sequence[TrainRow]) -> KeptSets | None:
+    if all(one.row.kept is None for one in rows):
+        return None
+    lengths = [
+        np.zeros(one.num_tokens, np.int64) if one.row.kept is None else one.row.kept.lengths[one.mask] for one in rows
+    ]
+    ids = [kept.ids[np.repeat(one.mask, kept.lengths)] for one in rows if (kept := one.row.kept) is not None]
+    return KeptSets(torch.from_numpy(np.concatenate(ids).astype(np.int64)), torch.from_numpy(np.concatenate(lengths)))
 
 
 def _row(sequence: TokenSequence, member: int, *, needs_logprobs: bool) -> Row:
@@ -251,4 +269,17 @@ def _row(sequence: TokenSequence, member: int, *, needs_logprobs: bool) -> Row:
         logprobs[completion.start : end] = sampled[taken : taken + completion.length]
         taken += completion.length
     mask[:1] = False
-    return Row(token_ids, mask, logprobs, member, sequence.completions)
+    return Row(token_ids, mask, logprobs, member, sequence.completions, _kept_row(sequence) if needs_logprobs else None)
+
+
+def _kept_row(sequence: TokenSequence) -> KeptRow | None:
+    if all(part.kept_ids is None for part in sequence.completions):
+        return None
+    lengths = np.zeros(tokens.count(sequence.token_ids), np.int64)
+    ids = [np.empty(0, np.int32)]
+    for part in sorted(sequence.completions, key=lambda part: part.start):
+        if part.kept_ids is not None:
+            kept = tokens.decode_kept(part.kept_ids, part.length)
+            lengths[part.start : part.start + part.length] = kept.lengths
+            ids.append(np.asarray(kept.ids, np.int32))
+    return KeptRow(lengths, np.concatenate(ids))

@@ -29,7 +29,7 @@ class KeptSets(NamedTuple):
     token_ids_M: Tensor
     """int64, of all tokens one after another; the sampled one is among them."""
     lengths_N: Tensor
-    """int64, how many of them each token has."""
+    """int64, how many of them each token has; 0: all of the vocabulary."""
 
 
 def selected_logprobs(
@@ -162,12 +162,23 @@ class _Chunks:
         lengths_C = self._kept.lengths_N[part]
         end = int(self._ends_N[part][-1])
         ids = self._kept.token_ids_M[end - int(lengths_C.sum()) : end]
-        rows = torch.arange(len(lengths_C), device=ids.device).repeat_interleave(lengths_C)
-        is_out_C_V = torch.ones_like(logits_C_V, dtype=torch.bool)
-        is_out_C_V[rows, ids] = False
-        if is_out_C_V.gather(1, targets_C[:, None]).any():
-            raise RunFailedError("a sampled token is not in its recorded kept set; its engine recorded another set")
-        return logits_C_V.masked_fill_(is_out_C_V, _EXCLUDED)
+        return only_kept(logits_C_V, KeptSets(ids, lengths_C), targets_C)
+
+
+def only_kept(logits_N_V: Tensor, kept: KeptSets, targets_N: Tensor) -> Tensor:
+    """Logits without the ids that are not kept, changed in place if they need no gradient.
+
+    Raises RunFailedError if a target is none of them.
+    """
+    lengths_N = kept.lengths_N
+    rows = torch.arange(len(lengths_N), device=lengths_N.device).repeat_interleave(lengths_N)
+    is_out_N_V = (lengths_N > 0)[:, None].expand(logits_N_V.shape).contiguous()
+    is_out_N_V[rows, kept.token_ids_M] = False
+    if is_out_N_V.gather(1, targets_N[:, None]).any():
+        raise RunFailedError("a sampled token is not in its recorded kept set; its engine recorded another set")
+    if logits_N_V.requires_grad:
+        return logits_N_V.masked_fill(is_out_N_V, _EXCLUDED)
+    return logits_N_V.masked_fill_(is_out_N_V, _EXCLUDED)
 
 
 def _as(gradient: Tensor | None, like: Tensor | None) -> Tensor | None:

@@ -18,7 +18,7 @@ from torch.nn import functional
 from transformers import AutoModelForCausalLM
 
 from rollstream.learner.model.collate import MicroBatch
-from rollstream.learner.model.logprobs import Head, selected_logprobs
+from rollstream.learner.model.logprobs import Head, only_kept, selected_logprobs
 from rollstream.schemas.errors import ModelError
 from rollstream.schemas.settings import LoraSettings, ModelSettings, device_of
 
@@ -127,6 +127,7 @@ class PolicyModel:
             Head(head.weight, head.bias),
             batch.token_ids[:, 1:][is_target_B_T],
             temperature,
+            batch.kept,
             compute_dtype=None if self.compute_dtype == torch.float32 else self.compute_dtype,
             entropy_needs_grad=entropy_needs_grad,
         )
@@ -144,6 +145,8 @@ class PolicyModel:
         is_target_B_K = is_target_B_T[:, columns_K]
         logits_N_V = logits_B_K_V[is_target_B_K].float() / temperature
         targets_N = batch.token_ids[:, 1:][:, columns_K][is_target_B_K]
+        if batch.kept is not None:
+            logits_N_V = only_kept(logits_N_V, batch.kept, targets_N)
         log_softmax_N_V = functional.log_softmax(logits_N_V, dim=-1)
         logprobs_N = -functional.nll_loss(log_softmax_N_V, targets_N, reduction="none")
         with torch.set_grad_enabled(entropy_needs_grad):

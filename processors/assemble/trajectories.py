@@ -181,6 +181,7 @@ def _check_size(sequences: tuple[TokenSequence, ...]) -> None:
     size = 0
     for sequence in sequences:
         size += len(sequence.token_ids) + len(sequence.logprobs or "") + 200 * len(sequence.completions)
+        size += sum([len(part.kept_ids or "") for part in sequence.completions])
     if size > _MAX_BYTES:
         raise DecodeError(f"its trajectory would have {size} bytes of tokens, more than {_MAX_BYTES}")
 

@@ -16,6 +16,7 @@ from rollstream.schemas.events.rollouts import VersionSpan
 from rollstream.schemas.events.weights import WeightsPublished
 from rollstream.schemas.services import EngineSettings
 from rollstream.schemas.settings import Sampling
+from rollstream.schemas.tokens import KeptIds
 
 FinishReason = Literal["stop", "length"]
 
@@ -43,6 +44,13 @@ class Generation:
     """Which weight version sampled which tokens: their lengths add up to T."""
     finish_reason: FinishReason
     """`stop`: the last token is an end token. `length`: a limit was reached."""
+    kept: KeptIds | None = None
+    """Where `keeps_ids`: the ids that each token was sampled from."""
+
+
+def keeps_ids(sampling: Sampling) -> bool:
+    """Whether the ids that top_p and top_k leave are to be given with each token."""
+    return bool(sampling.record_kept_ids and sampling.temperature and (sampling.top_p < 1 or sampling.top_k))
 
 
 def check_generation(generation: Generation) -> None:
@@ -58,6 +66,8 @@ def check_generation(generation: Generation) -> None:
         raise ModelError(f"engine returned {num_tokens} tokens, {num_logprobs} logprobs, spans over {num_spanned}")
     if not all(map(math.isfinite, generation.logprobs)):
         raise ModelError("engine returned a log-probability that is not a finite number")
+    if generation.kept is not None and len(generation.kept.lengths) != num_tokens:
+        raise ModelError(f"engine returned kept ids of {len(generation.kept.lengths)} tokens with {num_tokens} tokens")
 
 
 def check_prompt(request: GenerationRequest, *, num_token_ids: int) -> None:

@@ -13,12 +13,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rollstream.producers.engines.base import Generation, GenerationRequest
+from rollstream.producers.engines.base import Generation, GenerationRequest, keeps_ids
 from rollstream.producers.engines.batching import Answer, Outcome, Ticket
 from rollstream.producers.engines.generation import ASK_EVERY, NOISE_TOKENS, Sampled, generate
 from rollstream.producers.engines.kv_pool import KVPool, PoolShape
 from rollstream.producers.engines.model_cache import LoadedModel
-from rollstream.producers.engines.sampling import SamplingBatch, sample, uniforms
+from rollstream.producers.engines.sampling import Ids, SamplingBatch, kept_of, sample, uniforms
 from rollstream.producers.engines.scheduling import Block, KeptSequence, PrefixCache, PrefixMatch, holes_filled
 from rollstream.schemas.errors import ModelError
 from rollstream.schemas.events.rollouts import VersionSpan
@@ -38,6 +38,7 @@ class DecodingRow:
     """Tokens whose keys and values are in the pool."""
     tokens: list[int] = dataclasses.field(default_factory=list)
     logprobs: list[float] = dataclasses.field(default_factory=list)
+    kept_ids: list[Ids] = dataclasses.field(default_factory=list)
     source: PrefixMatch | None = None
     kept: KeptSequence | None = None
     """While live: what others may copy from this row."""
@@ -193,7 +194,9 @@ class Lane:
             settings = [row.request.sampling for row in rows]
             self._how = SamplingBatch.of(settings, logits.shape[-1], self._sampled_on)
         noise = torch.tensor([self._noise(row) for row in rows], dtype=torch.float64, device=self._sampled_on)
-        tokens, logprobs = sample(logits.to(self._sampled_on), noise, self._how)
+        tokens, logprobs, kept = sample(logits.to(self._sampled_on), noise, self._how)
+        for row, ids in zip(rows if kept else (), kept, strict=True):
+            row.kept_ids.append(ids)
         ended: list[tuple[DecodingRow, Sampled]] = []
         end_ids = self.held.model.end_ids
         for row, token, logprob in zip(rows, tokens.tolist(), logprobs.tolist(), strict=True):
@@ -201,7 +204,8 @@ class Lane:
             row.logprobs.append(logprob)
             if token in end_ids or len(row.tokens) >= row.limit:
                 reason = "stop" if token in end_ids else "length"
-                ended.append((row, Sampled(row.slot, row.tokens, row.logprobs, reason)))
+                ids = kept_of(row.kept_ids) if keeps_ids(row.request.sampling) else None
+                ended.append((row, Sampled(row.slot, row.tokens, row.logprobs, reason, ids)))
         if ended:
             self._leave([row for row, _ in ended])
         return [(row.ticket, generation_of(sampled, self.held)) for row, sampled in ended]
@@ -322,7 +326,8 @@ def generation_of(sampled: Sampled, held: LoadedModel) -> Generation:
     """With one span: a row ends on the version that it began with."""
     published = held.published
     span = VersionSpan(model_group=published.model_group, version=published.version, length=len(sampled.token_ids))
-    return Generation(tuple(sampled.token_ids), tuple(sampled.logprobs), (span,), sampled.finish_reason)
+    ids, logprobs = tuple(sampled.token_ids), tuple(sampled.logprobs)
+    return Generation(ids, logprobs, (span,), sampled.finish_reason, sampled.kept)
 
 
 def check_finite(generation: Generation) -> None:

@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache
 
-from rollstream.producers.engines.base import FinishReason, GenerationRequest
-from rollstream.producers.engines.sampling import SamplingBatch, sample, uniforms
+from rollstream.producers.engines.base import FinishReason, GenerationRequest, keeps_ids
+from rollstream.producers.engines.sampling import Ids, SamplingBatch, kept_of, sample, uniforms
+from rollstream.schemas.tokens import KeptIds
 
 NOISE_TOKENS = 64
 """Uniform numbers are made for so many tokens at a time."""
@@ -32,6 +33,7 @@ class Sampled:
     token_ids: list[int]
     logprobs: list[float]
     finish_reason: FinishReason
+    kept: KeptIds | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,13 +95,16 @@ class _Samples:
         self._limits_B = torch.tensor(limits, device=device)
         self._tokens_N_T = torch.zeros(len(requests_N), max(limits), dtype=torch.int64, device=device)
         self._logprobs_N_T = torch.zeros(len(requests_N), max(limits), device=device)
+        self._kept_N: list[list[Ids]] = [[] for _ in requests_N]
 
     def draw(self, logits_B_V: Tensor) -> tuple[Tensor, list[Sampled]]:
         """The next token of each row in the forward (B,), and the sequences that it finishes."""
         if self._how_B is None:
             settings = [request.sampling for request in self._requests]
             self._how_B = SamplingBatch.of(settings, logits_B_V.shape[-1], self._device)
-        tokens_B, logprobs_B = sample(logits_B_V.to(self._device), self._next_noise(), self._how_B)
+        tokens_B, logprobs_B, kept_B = sample(logits_B_V.to(self._device), self._next_noise(), self._how_B)
+        for row, ids in zip(self._rows_B.tolist() if kept_B else (), kept_B, strict=True):
+            self._kept_N[row].append(ids)
         self._tokens_N_T[self._rows_B, self.num_drawn] = tokens_B
         self._logprobs_N_T[self._rows_B, self.num_drawn] = logprobs_B
         self.num_drawn += 1
@@ -143,7 +148,13 @@ class _Samples:
             has_end_B[indices_B].tolist(),
             strict=True,
         )
-        return [Sampled(row, ids, logprobs, "stop" if ended else "length") for row, ids, logprobs, ended in columns]
+        return [
+            Sampled(row, ids, logprobs, "stop" if ended else "length", self._kept(row))
+            for row, ids, logprobs, ended in columns
+        ]
+
+    def _kept(self, row: int) -> KeptIds | None:
+        return kept_of(self._kept_N[row]) if keeps_ids(self._requests[row].sampling) else None
 
 
 class _Forward:

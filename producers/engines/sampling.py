@@ -4,14 +4,18 @@ A token is the inverse of its distribution's cumulative sum at one uniform numbe
 decides: whatever else is in the batch, a sequence meets the same noise. Shapes: B sequences, V vocabulary.
 """
 
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from rollstream.producers.engines.base import keeps_ids
 from rollstream.schemas.settings import Sampling
+from rollstream.schemas.tokens import KeptIds
 
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 _MIX_1 = np.uint64(0xBF58476D1CE4E5B9)
@@ -47,6 +51,8 @@ class SamplingBatch:
     top_k: Tensor | None  # (B, 1); None: no sequence has a limit
     top_p: Tensor | None  # (B, 1); None: no sequence has a limit
     greedy: Tensor | None  # (B,) bool; None: none is
+    keeps_ids: bool = False
+    """Some sequence records the ids that its limits leave."""
 
     @classmethod
     def of(cls, settings_B: Sequence[Sampling], vocabulary: int, device: torch.device) -> "SamplingBatch":
@@ -60,6 +66,7 @@ class SamplingBatch:
             top_k=torch.tensor(top_k, device=device)[:, None] if min(top_k) < vocabulary else None,
             top_p=torch.tensor(top_p, device=device)[:, None] if min(top_p) < 1 else None,
             greedy=torch.tensor(greedy, device=device) if any(greedy) else None,
+            keeps_ids=any(keeps_ids(settings) for settings in settings_B),
         )
 
     def select(self, rows: Tensor) -> "SamplingBatch":
@@ -69,11 +76,31 @@ class SamplingBatch:
             top_k=None if self.top_k is None else self.top_k[rows],
             top_p=None if self.top_p is None else self.top_p[rows],
             greedy=None if self.greedy is None else self.greedy[rows],
+            keeps_ids=self.keeps_ids,
         )
 
 
-def sample(logits_B_V: Tensor, uniforms_B: Tensor, how: SamplingBatch) -> tuple[Tensor, Tensor]:
-    """Token ids (B,) and their log-probabilities (B,), float32, under the distribution that they were drawn from.
+Ids = np.ndarray[tuple[int, ...], np.dtype[np.int32]]
+
+
+class SampledTokens(NamedTuple):
+    """One token of each sequence."""
+
+    tokens: Tensor
+    """(B,) ids."""
+    logprobs: Tensor
+    """(B,), float32, under the distribution that they were drawn from."""
+    kept: Sequence[Ids] = ()
+    """Where `keeps_ids`: the ids (K,) that each was drawn from, ascending; none: the whole vocabulary."""
+
+
+def kept_of(draws: Sequence[Ids]) -> KeptIds:
+    """What the tokens of a sequence were drawn from, one after another."""
+    return KeptIds([len(ids) for ids in draws], array("i", np.concatenate(draws).tobytes()))
+
+
+def sample(logits_B_V: Tensor, uniforms_B: Tensor, how: SamplingBatch) -> SampledTokens:
+    """SampledTokens a token for each sequence.
 
     The order is temperature, then top-k, then top-p. Temperature 0 takes the likeliest token, at log-probability 0.
     Of a row whose logits are no numbers the log-probability is NaN, and no other row suffers from it.
@@ -87,7 +114,15 @@ def sample(logits_B_V: Tensor, uniforms_B: Tensor, how: SamplingBatch) -> tuple[
     if how.greedy is not None:
         tokens_B = torch.where(how.greedy, logits_B_V.argmax(dim=-1), tokens_B)
         chosen_B = torch.where(how.greedy & ~chosen_B.isnan(), torch.zeros_like(chosen_B), chosen_B)
-    return tokens_B, chosen_B
+    return SampledTokens(tokens_B, chosen_B, _kept(logprobs_B_V) if how.keeps_ids else ())
+
+
+def _kept(logprobs_B_V: Tensor) -> list[Ids]:
+    is_kept_B_V = logprobs_B_V > -torch.inf
+    lengths_B = is_kept_B_V.sum(dim=-1)
+    is_kept_B_V &= (lengths_B < logprobs_B_V.shape[-1])[:, None]
+    ids_M = is_kept_B_V.nonzero()[:, 1].to(torch.int32).cpu().numpy()
+    return np.split(ids_M, is_kept_B_V.sum(dim=-1).cumsum(0)[:-1].tolist())
 
 
 def distribution(logits_B_V: Tensor, how: SamplingBatch) -> Tensor:

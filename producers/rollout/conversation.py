@@ -142,4 +142,5 @@ def recorded_call(prompt: Prompt, generation: Generation) -> LLMCall:
         logprobs=tokens.encode_floats(generation.logprobs) if generation.spans else None,
         spans=generation.spans,
         finish_reason=generation.finish_reason,
+        kept_ids=None if generation.kept is None else tokens.encode_kept(generation.kept),
     )

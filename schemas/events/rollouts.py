@@ -193,6 +193,8 @@ class LLMCall(_Value):
     """One log-probability a completion token, under the distribution it was sampled from (base64 float32)."""
     spans: tuple[VersionSpan, ...] = ()
     finish_reason: str = "stop"
+    kept_ids: str | None = added(None)
+    """The token ids that top_p and top_k left for each completion token (`tokens.encode_kept`), where recorded."""
 
 
 class FunctionAncestry(_Value):
@@ -315,6 +317,8 @@ class Completion(_Value):
     spans: tuple[VersionSpan, ...] = ()
     finish_reason: str = added("stop")
     """Of the LLM call: `length` where it was cut off at its token limit. Also `stop` where it was not kept."""
+    kept_ids: str | None = added(None)
+    """Of the LLM call."""
 
 
 class TokenSequence(_Value):

@@ -17,7 +17,7 @@ def test_runs_train_share_a_workspace_and_can_be_asked(workplace: Any) -> None:
     assert (workplace.folder / "output" / "config.json").exists()
     assert (workplace.folder / "output" / "model.safetensors").exists()
     assert_a_run_can_be_asked(workplace, result["run_id"])
-    configuration = workplace.configuration(num_epochs=2)
+    configuration = workplace.configuration(num_epochs=2, sampling={"max_new_tokens": 3, "top_p": 0.8})
     configuration["trainer_adapters"]["learner"]["warm_start"] = {"num_epochs": 2, "tasks_per_epoch": 2}
     configuration["trainer_adapters"]["learner"] |= {"keep_last": 1, "keep_every": 100}
     second = workplace.run("finetune", "--config_file", str(workplace.write(configuration)), "--name", "second")

@@ -1,5 +1,9 @@
 """Derived identities and binary arrays."""
 
+import base64
+import zlib
+from array import array
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -40,3 +44,43 @@ def test_log_probabilities_come_back(values: list[float]) -> None:
 def test_what_is_no_whole_array_is_refused(text: str) -> None:
     with pytest.raises(DecodeError):
         tokens.decode_ids(text)
+
+
+KEPT = st.lists(st.sets(st.integers(0, 2**31 - 1), max_size=6).map(sorted), max_size=20)
+
+
+@given(KEPT)
+def test_kept_ids_come_back(sets: list[list[int]]) -> None:
+    lengths, kept = [len(one) for one in sets], [token for one in sets for token in one]
+    found = tokens.decode_kept(tokens.encode_kept(tokens.KeptIds(lengths, kept)), len(sets))
+    assert (list(found.lengths), list(found.ids)) == (lengths, kept)
+
+
+def packed(*values: int) -> str:
+    return base64.b64encode(zlib.compress(array("i", values).tobytes())).decode()
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("not base64!", "not base64"),
+        ("AAAA", "not base64 of a zlib stream"),
+        (base64.b64encode(zlib.compress(b"abc")).decode(), "cut off"),
+        (packed(2, 1, 1, 5, 6)[:-8], "cut off"),
+        (packed(), "not those of 2"),
+        (packed(3, 1, 1, 1, 5, 6, 7), "not those of 2"),
+        (packed(2, 1), "not those of 2"),
+        (packed(2, 1, 2, 5, 6), "do not add up"),
+        (packed(2, 3, -1, 5, 6), "do not add up"),
+        (packed(2, 1, 1, 2**31 - 1, 1), "no int32"),
+    ],
+)
+def test_what_are_no_kept_ids_is_refused(text: str, said: str) -> None:
+    with pytest.raises(DecodeError, match=said):
+        tokens.decode_kept(text, 2)
+
+
+def test_kept_ids_that_unpack_to_too_much_are_refused() -> None:
+    bomb = base64.b64encode(zlib.compress(bytes(tokens.MAX_KEPT_BYTES + 4))).decode()
+    with pytest.raises(DecodeError, match="more than 67108864 bytes"):
+        tokens.decode_kept(bomb, 2)

@@ -53,7 +53,7 @@ BUILDER = {
         "pool": 3, "every": 3, "latest_ratio": 0.25, "scripted": ["perfect"], "frozen": ["0"], "seats": ["agent"],
         "outcome": "won", "max_loaded": 3,
     }),
-    **_at("sampling", {"temperature": 0.5, "top_p": 0.5, "top_k": 3, "max_new_tokens": 5}),
+    **_at("sampling", {"temperature": 0.5, "top_p": 0.5, "top_k": 3, "max_new_tokens": 5, "record_kept_ids": True}),
     **_at("engine", ENGINE | SERVED),
     "max_turns": 3, "max_attempts": 5, "rollout_timeout_s": 3.0, "group_timeout_s": 3.0,
     "max_concurrent_rollouts": 3, "num_partitions": 5, "num_producers": 3, "num_processors": 3,

@@ -125,18 +125,40 @@ def test_what_means_nothing_here_is_told_once(art: dict[str, Any], caplog: pytes
 
 
 @pytest.mark.parametrize(
-    ("algorithm", "sampling", "is_told"),
-    [("grpo", {"top_p": 0.9}, True), ("grpo", {"top_k": 5}, True), ("grpo", {}, False), ("dpo", {"top_p": 0.9}, False)],
+    ("algorithm", "sampling", "is_recorded"),
+    [
+        ("grpo", {"top_p": 0.9}, True),
+        ("gspo", {"top_k": 5}, True),
+        ("grpo", {}, None),
+        ("dpo", {"top_p": 0.9}, None),
+        ("grpo", {"top_p": 0.9, "record_kept_ids": False}, False),
+    ],
 )
-def test_rollouts_of_a_truncated_distribution_are_told_where_the_loss_has_ratios(
-    art: dict[str, Any], caplog: pytest.LogCaptureFixture, algorithm: str, sampling: dict[str, Any], is_told: bool
+def test_kept_ids_are_recorded_where_the_loss_has_ratios(
+    art: dict[str, Any],
+    caplog: pytest.LogCaptureFixture,
+    algorithm: str,
+    sampling: dict[str, Any],
+    is_recorded: bool | None,
 ) -> None:
     config_notes.forget()
     art["trajectory_builders"]["b"] = {"_type": "rollstream", "sampling": sampling}
     art["trainer_adapters"]["a"] = {"_type": "rollstream", "model": {"path": "m"}, "algorithm": {"name": algorithm}}
     with caplog.at_level(logging.WARNING):
-        config_file.resolve(art, {})
-    assert ("trajectory_builders.b.sampling: top_p" in caplog.text) is is_told
+        config = config_file.resolve(art, {}).config
+    assert config.builder.sampling.record_kept_ids is is_recorded
+    assert ("trajectory_builders.b.sampling: top_p" in caplog.text) is (is_recorded is False)
+
+
+def test_an_engine_that_records_no_kept_ids_is_told(art: dict[str, Any], caplog: pytest.LogCaptureFixture) -> None:
+    config_notes.forget()
+    builder = {"_type": "rollstream", "sampling": {"top_k": 5}, "engine": {"kind": "scripted"}}
+    art["trajectory_builders"]["b"] = builder
+    art["trainer_adapters"]["a"] = {"_type": "rollstream", "model": {"path": "m"}}
+    with caplog.at_level(logging.WARNING):
+        config = config_file.resolve(art, {}).config
+    assert config.builder.sampling.record_kept_ids is None
+    assert "the engine does not record the ids that they leave" in caplog.text
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from rollstream.processors.assemble.trajectories import reference
 from rollstream.schemas.errors import DecodeError
 from rollstream.schemas.events import StepRecorded, TrajectoryAssembled
 from rollstream.schemas.events.rollouts import LLMCall, Prefix, VersionSpan
-from rollstream.schemas.tokens import decode_floats, decode_ids, encode_floats, encode_ids
+from rollstream.schemas.tokens import KeptIds, decode_floats, decode_ids, encode_floats, encode_ids, encode_kept
 
 
 def call(index, prompt, completion, *, prefix=None, logprobs=True, spans=()):
@@ -148,3 +148,21 @@ def test_a_reference_counts_what_has_no_log_probabilities_if_something_has():
     assert [one.has_logprobs for one in found] == [True, True, False, True]
     assert [one.num_without_logprobs for one in found] == [2, 0, 0, 0]
     assert [one.num_completion_tokens for one in found] == [3, 1, 2, 0]
+
+
+def kept_call(index, prompt, completion, sets):
+    step = call(index, prompt, completion)
+    kept = encode_kept(KeptIds([len(one) for one in sets], [token for one in sets for token in one]))
+    return step.model_copy(update={"llm": step.llm.model_copy(update={"kept_ids": kept})})
+
+
+def test_what_tokens_were_sampled_from_stays_with_their_completion():
+    step = kept_call(0, [1], [4, 5], [[2, 4, 9], []])
+    (sequence,) = join_calls([step])
+    assert sequence.completions[0].kept_ids == step.llm.kept_ids
+
+
+@pytest.mark.parametrize("sets", [[[2, 9], [5]], [[4], [6]], [[4, 3], [5]], [[9, 4], [5]]])
+def test_a_token_that_is_not_among_the_ids_that_it_was_sampled_from_is_refused(sets):
+    with pytest.raises(DecodeError, match=r"step 3 of agent agent: its token \d \(\d\) is not among the"):
+        join_calls([kept_call(3, [1], [4, 5], sets)])

@@ -45,7 +45,7 @@ def test_noise_stays_what_it_was():
 
 def test_tokens_come_as_often_as_their_probabilities_say():
     logits = torch.log(torch.tensor([[0.5, 0.25, 0.2, 0.05]])).expand(20_000, 4)
-    tokens, logprobs = sample(logits, uniforms(range(20_000), 0, 1)[:, 0], batch(*[{}] * 20_000))
+    tokens, logprobs, _ = sample(logits, uniforms(range(20_000), 0, 1)[:, 0], batch(*[{}] * 20_000))
     shares = torch.bincount(tokens, minlength=4) / 20_000
     assert torch.allclose(shares, torch.tensor([0.5, 0.25, 0.2, 0.05]), atol=0.01)
     assert torch.allclose(logprobs.exp(), torch.tensor([0.5, 0.25, 0.2, 0.05])[tokens])
@@ -70,7 +70,7 @@ def test_each_row_has_its_own_settings():
 def test_an_excluded_token_is_never_drawn_not_even_at_the_ends():
     logits = torch.tensor([[-torch.inf, 0.0, 0.0, -torch.inf]]).expand(3, 4)
     ends = torch.tensor([0.0, 0.5, 1 - 2.0**-40], dtype=torch.float64)
-    tokens, logprobs = sample(logits, ends, batch({}, {}, {}))
+    tokens, logprobs, _ = sample(logits, ends, batch({}, {}, {}))
     assert tokens.tolist() == [1, 2, 2]
     assert logprobs.tolist() == [pytest.approx(math.log(0.5))] * 3
 
@@ -78,7 +78,7 @@ def test_an_excluded_token_is_never_drawn_not_even_at_the_ends():
 def test_temperature_zero_takes_the_likeliest_with_certainty():
     logits = torch.tensor([[0.0, 3.0, 1.0, 2.9], [0.0, 3.0, 1.0, 2.9]])
     how = batch({"temperature": 0.0}, {"temperature": 1.0})
-    tokens, logprobs = sample(logits, torch.tensor([0.999, 0.999], dtype=torch.float64), how)
+    tokens, logprobs, _ = sample(logits, torch.tensor([0.999, 0.999], dtype=torch.float64), how)
     assert tokens.tolist() == [1, 3]
     assert logprobs[0] == 0
     assert logprobs[1] < 0
@@ -89,8 +89,28 @@ def test_temperature_zero_takes_the_likeliest_with_certainty():
 def test_a_row_of_no_numbers_is_told_by_its_logprob_and_hurts_no_other(how, bad):
     logits = torch.tensor([[0.0, 3.0, 1.0, 2.9], [0.0, bad, 1.0, 2.9]])
     noise = torch.tensor([0.5, 0.5], dtype=torch.float64)
-    tokens, logprobs = sample(logits, noise, batch(how, how))
-    alone, alone_logprobs = sample(logits[:1], noise[:1], batch(how))
+    tokens, logprobs, _ = sample(logits, noise, batch(how, how))
+    alone, alone_logprobs, _ = sample(logits[:1], noise[:1], batch(how))
     assert 0 <= tokens[1] < 4
     assert logprobs[1].isnan()
     assert (tokens[0], logprobs[0]) == (alone[0], alone_logprobs[0])
+
+
+def test_the_ids_that_limits_leave_are_kept_and_hold_all_of_the_probability():
+    logits = torch.randn(3, 9, generator=torch.Generator().manual_seed(4))
+    how = batch({"top_k": 4, "record_kept_ids": True}, {"top_p": 0.5}, {}, vocabulary=9)
+    drawn = sample(logits, uniforms([1, 2, 3], 0, 1)[:, 0], how)
+    assert len(drawn.kept[0]) == 4
+    assert len(drawn.kept[2]) == 0, "the whole vocabulary"
+    for row, ids in enumerate(drawn.kept[:2]):
+        assert sorted(ids.tolist()) == ids.tolist()
+        assert drawn.tokens[row] in ids
+        kept = torch.log_softmax(logits[row, torch.from_numpy(ids).long()], dim=-1)
+        assert torch.allclose(kept[ids.tolist().index(int(drawn.tokens[row]))], drawn.logprobs[row])
+
+
+def test_nothing_is_kept_where_nobody_asked_or_the_likeliest_token_is_taken():
+    logits, noise = torch.randn(2, 9), torch.tensor([0.3, 0.6], dtype=torch.float64)
+    assert sample(logits, noise, batch({"top_k": 4}, {}, vocabulary=9)).kept == ()
+    greedy = {"temperature": 0, "top_k": 4, "record_kept_ids": True}
+    assert sample(logits, noise, batch(greedy, {}, vocabulary=9)).kept == ()
