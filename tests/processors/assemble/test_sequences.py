@@ -152,6 +152,7 @@ def test_a_reference_counts_what_has_no_log_probabilities_if_something_has():
 
 def kept_call(index, prompt, completion, sets):
     step = call(index, prompt, completion)
+    assert step.llm is not None
     kept = encode_kept(KeptIds([len(one) for one in sets], [token for one in sets for token in one]))
     return step.model_copy(update={"llm": step.llm.model_copy(update={"kept_ids": kept})})
 
@@ -159,6 +160,7 @@ def kept_call(index, prompt, completion, sets):
 def test_what_tokens_were_sampled_from_stays_with_their_completion():
     step = kept_call(0, [1], [4, 5], [[2, 4, 9], []])
     (sequence,) = join_calls([step])
+    assert step.llm is not None
     assert sequence.completions[0].kept_ids == step.llm.kept_ids
 
 
