@@ -90,9 +90,11 @@ class PolicyModel:
         if own.keys() != tensors.keys():
             odd = sorted(own.keys() ^ tensors.keys())[:3]
             raise ModelError(f"weights do not fit model {self.settings.path} ({self.weights_format}): {', '.join(odd)}")
+        for name, value in own.items():
+            _check_shape(name, tensors[name], value)
         with torch.no_grad():
             for name, value in own.items() if not self.settings.lora else ():
-                _copy(name, tensors[name], value)
+                value.copy_(tensors[name])
             if self.settings.lora:
                 from peft import set_peft_model_state_dict
 
@@ -236,10 +238,9 @@ def _has_plain_head(module: Any) -> bool:
     return torch.equal(head(hidden), module(input_ids=ids, use_cache=False).logits)
 
 
-def _copy(name: str, source: Tensor, target: Tensor) -> None:
+def _check_shape(name: str, source: Tensor, target: Tensor) -> None:
     if source.shape != target.shape:
         raise ModelError(f"weights do not fit: {name} is {tuple(source.shape)}, the model's {tuple(target.shape)}")
-    target.copy_(source)
 
 
 def _cast(value: Tensor, dtype: torch.dtype) -> Tensor:
