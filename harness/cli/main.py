@@ -35,6 +35,7 @@ COMMANDS = {
     "match": "match",
     "export": "export",
     "rebuild": "export",
+    "merge": "merge",
     "gc": "gc",
     "tiny-model": "inspect",
 }
@@ -55,6 +56,7 @@ SUMMARIES = {
     "match": "Play a recorded match again, with any two versions.",
     "export": "Export a run as Parquet files with a manifest of hashes.",
     "rebuild": "Rebuild the metrics file from the topics or an export.",
+    "merge": "Write a version as a whole model, its adapter merged.",
     "gc": "Remove weights that are no longer needed.",
     "tiny-model": "Create a tiny model and tokenizer for trying things out.",
 }

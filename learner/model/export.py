@@ -7,6 +7,7 @@ model of the hub is built by transformers first.
 import logging
 import shutil
 import struct
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +17,10 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.utils.logging import disable_progress_bar
 
 from rollstream.eventlog.files import beside, write_whole
-from rollstream.learner.model.policy import from_bytes
+from rollstream.learner.model.policy import PolicyModel, from_bytes
 from rollstream.schemas.errors import ModelError
 from rollstream.schemas.events import WeightsPublished
+from rollstream.schemas.settings import LoraSettings, ModelSettings
 
 TOKENIZER_FILES = (
     "tokenizer*",
@@ -56,6 +58,48 @@ def export_model(published: WeightsPublished, path_to_weights: Path, output_dir:
     except OSError as error:
         raise ModelError(f"the model cannot be written to {output_dir}: {error}") from error
     return output_dir
+
+
+def export_merged(published: WeightsPublished, path_to_weights: Path, output_dir: Path) -> None:
+    """Make `output_dir` a whole transformers model of a version: an adapter is added to the weights of its base model.
+
+    The sum is computed in float32 and stored in the base model's type. `output_dir` is not there or empty, and holds
+    nothing if this fails. Raises ModelError if weights, adapter and base model do not fit, or cannot be read.
+    """
+    try:
+        with beside(output_dir) as aside:
+            if published.weights_format == "lora":
+                _save_merged(published, path_to_weights, aside)
+            else:
+                export_model(published, path_to_weights, aside)
+    except OSError as error:
+        raise ModelError(f"the model cannot be written to {output_dir}: {error}") from error
+
+
+def _save_merged(published: WeightsPublished, path_to_weights: Path, folder: Path) -> None:
+    disable_progress_bar()
+    where = f"weights {path_to_weights} of {published.model_group}@{published.version}"
+    settings = ModelSettings(path=published.base_model, lora=_lora_of(published.lora or {}, where), device="cpu")
+    policy = PolicyModel(settings, seed=0)
+    policy.load_weights(from_bytes(path_to_weights.read_bytes(), where))
+    base = AutoConfig.from_pretrained(str(Path(published.base_model).expanduser()), trust_remote_code=False)
+    merged: Any = policy.module.merge_and_unload(safe_merge=True)
+    merged.to(base.dtype or torch.float32).save_pretrained(folder)
+    export_tokenizer(published.base_model, folder)
+
+
+def _lora_of(recorded: Mapping[str, Any], where: str) -> LoraSettings:
+    """The adapter that a record describes. Raises ModelError for one that is more than plain LoRA."""
+    for key in ("use_dora", "use_rslora", "modules_to_save", "rank_pattern", "alpha_pattern", "layers_to_transform"):
+        if recorded.get(key):
+            raise ModelError(f"{where}: {key} of its adapter is {recorded[key]}; only plain LoRA is merged here")
+    try:
+        return LoraSettings(
+            rank=recorded["r"], alpha=recorded["lora_alpha"], target_modules=tuple(recorded["target_modules"])
+        )
+    except (KeyError, TypeError, ValueError) as error:
+        reason = " ".join(str(error).split())[:200]
+        raise ModelError(f"{where}: its adapter's configuration cannot be read: {reason}") from error
 
 
 def _place_adapter(published: WeightsPublished, path_to_weights: Path, output_dir: Path) -> None:

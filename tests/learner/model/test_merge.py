@@ -1,0 +1,132 @@
+"""A version as a whole model, over the architectures that users train: equal to base and adapter together."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    GemmaConfig,
+    LlamaConfig,
+    MistralConfig,
+    Qwen2Config,
+    Qwen3Config,
+)
+
+from rollstream.learner.model.export import export_merged
+from rollstream.learner.model.policy import PolicyModel
+from rollstream.learner.tiny_model import make_tiny_model
+from rollstream.schemas.errors import ModelError
+from rollstream.schemas.events import WeightsPublished
+from rollstream.schemas.settings import ArtifactRef, LoraSettings, ModelSettings
+
+LORA = LoraSettings(rank=2, alpha=8, target_modules=("q_proj", "v_proj", "down_proj"))
+IDS = torch.arange(3, 20)[None]
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny_model(tmp_path_factory.mktemp("tiny") / "model", seed=0)
+
+
+def base_model(folder: Path, tiny: Path, config: Any, *, tied: bool, dtype: torch.dtype) -> Path:
+    """A model of an architecture with random weights, and the tiny model's tokenizer."""
+    torch.manual_seed(0)
+    shape = AutoModelForCausalLM.from_pretrained(tiny).config
+    small = config(
+        vocab_size=shape.vocab_size,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        max_position_embeddings=64,
+        tie_word_embeddings=tied,
+    )
+    AutoModelForCausalLM.from_config(small).to(dtype).save_pretrained(folder)
+    AutoTokenizer.from_pretrained(tiny).save_pretrained(folder)
+    return folder
+
+
+def trained(base: Path, lora: LoraSettings | None) -> PolicyModel:
+    policy = PolicyModel(ModelSettings(path=str(base), lora=lora, device="cpu"), seed=0)
+    policy.use_dropout(False)
+    generator = torch.Generator().manual_seed(1)
+    for _, parameter in policy.trainable():
+        parameter.data += 0.1 * torch.randn(parameter.shape, generator=generator)
+    return policy
+
+
+def published(policy: PolicyModel, weights: Path, **changes: Any) -> WeightsPublished:
+    weights.write_bytes(policy.weights_bytes())
+    fields: dict[str, Any] = {
+        "run_id": "run-1",
+        "time_ms": 1,
+        "model_group": "run-1/policy",
+        "job_id": "run-1/rl",
+        "batch_id": None,
+        "version": 3,
+        "parent": None,
+        "term": 1,
+        "weights_sha256": "0" * 64,
+        "weights_format": policy.weights_format,
+        "lora": policy.adapter_config(),
+        "base_model": policy.settings.path,
+        "artifact": ArtifactRef(uri="none", sha256="0" * 64, size_bytes=0),
+    }
+    return WeightsPublished(**(fields | changes))
+
+
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+@pytest.mark.parametrize("lora", [LORA, None], ids=["lora", "full"])
+@pytest.mark.parametrize("config", [Qwen2Config, Qwen3Config, LlamaConfig, GemmaConfig, MistralConfig])
+@torch.no_grad()
+def test_a_merged_version_says_what_the_policy_says(
+    tmp_path: Path, tiny: Path, config: Any, lora: LoraSettings | None, tied: bool
+) -> None:
+    base = base_model(tmp_path / "base", tiny, config, tied=tied, dtype=torch.float32)
+    policy = trained(base, lora)
+    export_merged(published(policy, tmp_path / "weights"), tmp_path / "weights", tmp_path / "merged")
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged").eval()
+    assert type(merged) is type(AutoModelForCausalLM.from_pretrained(base)), "no adapter is left"
+    expected = policy.module.eval()(input_ids=IDS).logits
+    assert torch.allclose(merged(input_ids=IDS).logits, expected, rtol=1e-4, atol=1e-4)
+    untrained = AutoModelForCausalLM.from_pretrained(base).eval()(input_ids=IDS).logits
+    assert not torch.allclose(untrained, expected, atol=1e-2)
+    assert merged.config.tie_word_embeddings == tied
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "merged")
+    assert tokenizer.chat_template
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["base", "merged", "weights"]
+
+
+def test_the_sum_is_stored_in_the_type_of_the_base_model(tmp_path: Path, tiny: Path) -> None:
+    base = base_model(tmp_path / "base", tiny, LlamaConfig, tied=False, dtype=torch.bfloat16)
+    policy = trained(base, LORA)
+    export_merged(published(policy, tmp_path / "weights"), tmp_path / "weights", tmp_path / "merged")
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
+    assert {value.dtype for value in merged.state_dict().values()} == {torch.bfloat16}
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"use_dora": True}, "use_dora of its adapter is True; only plain LoRA is merged here"),
+        ({"modules_to_save": ["lm_head"]}, "modules_to_save of its adapter is"),
+        ({"r": "many"}, "its adapter's configuration cannot be read"),
+        ({"r": 4}, "weights do not fit"),
+        ({"target_modules": ["q_proj"]}, "weights do not fit model"),
+        ({"target_modules": ["no_proj"]}, "takes no such adapter"),
+    ],
+)
+def test_what_cannot_be_merged_leaves_no_folder(tmp_path: Path, tiny: Path, changes: dict[str, Any], said: str) -> None:
+    policy = trained(tiny, LORA)
+    lora = {**(policy.adapter_config() or {}), **changes}
+    with pytest.raises(ModelError, match=said):
+        export_merged(published(policy, tmp_path / "weights", lora=lora), tmp_path / "weights", tmp_path / "merged")
+    missing = published(policy, tmp_path / "weights", base_model=str(tmp_path / "gone"))
+    with pytest.raises(ModelError, match=r"model folder .*gone does not exist"):
+        export_merged(missing, tmp_path / "weights", tmp_path / "merged")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["weights"]
