@@ -1,5 +1,6 @@
 """Assembled trajectories to padded tensors, in an order that only their content decides. Knows no model and no loss."""
 
+import bisect
 import itertools
 import random
 from collections.abc import Iterable, Sequence
@@ -13,11 +14,14 @@ from torch import Tensor
 
 from rollstream.learner.algorithms.base import TRUNCATED, BatchView, KeptRow, Member, PerToken, Prepared, Row
 from rollstream.learner.model.logprobs import KeptSets
+from rollstream.learner.model.prefixes import Order, PrefixTree, inputs_of, tree_of
 from rollstream.schemas import tokens
 from rollstream.schemas.errors import DecodeError, RunFailedError
 from rollstream.schemas.events import TrajectoryAssembled
 from rollstream.schemas.events.rollouts import TokenSequence
 
+MAX_SHARING = 8
+"""A micro-batch holds so many times as many tokens as it computes: keys are gathered for each row."""
 T = TypeVar("T")
 Unit = tuple[int, ...]
 """Rows that are trained together, so in one micro-batch: one, or the better and the worse answer of a pair."""
@@ -61,6 +65,13 @@ class MicroBatch:
     """Unpadded, prompts included."""
     kept: KeptSets | None = None
     """Of the tokens on the mask, row by row, where the sampling of some was truncated."""
+    tree: PrefixTree | None = None
+    """Computed in place of `token_ids`: what rows have in common at their beginning is there once."""
+
+    @property
+    def num_computed(self) -> int:
+        """Tokens that the model computes, padding included."""
+        return self.token_ids.numel() if self.tree is None else len(self.tree.token_ids_N)
 
     def to(self, device: torch.device) -> "MicroBatch":
         """The same on a device."""
@@ -68,7 +79,7 @@ class MicroBatch:
         columns: dict[str, Any] = {name: getattr(self, name) for name in names}
         moved = {name: value.to(device) for name, value in columns.items() if value is not None}
         kept = None if self.kept is None else KeptSets(*(one.to(device) for one in self.kept))
-        return replace(self, **moved, kept=kept)
+        return replace(self, **moved, kept=kept, tree=None if self.tree is None else self.tree.to(device))
 
 
 def check_token_ids(trajectory: TrajectoryAssembled, size: int) -> None:
@@ -193,6 +204,38 @@ def micro_batches(
     return [*batches, pad(rows, waiting, versions=versions)] if waiting else batches
 
 
+def tree_micro_batches(
+    rows: Sequence[TrainRow], units: Iterable[Unit], max_tokens: int, *, versions: bool = False
+) -> list[MicroBatch]:
+    """Units in lexicographic order of their rows, as many a prefix tree as `max_tokens` hold (at least one)."""
+    order = Order([inputs_of(one.row.token_ids, one.mask) for one in rows])
+    batches: list[MicroBatch] = []
+    waiting: list[Unit] = []
+    held: list[int] = []
+    computed = given = 0
+    for unit in sorted(units, key=lambda unit: sorted(order.ranks[index] for index in unit)):
+        added = _added(order, held, unit)
+        own = sum(len(rows[index].row.token_ids) for index in unit)
+        if waiting and (computed + added > max_tokens or given + own > MAX_SHARING * max_tokens):
+            batches.append(pad(rows, waiting, versions=versions, shares=True))
+            waiting, held, computed, given = [], [], 0, 0
+            added = _added(order, held, unit)
+        waiting.append(unit)
+        held = sorted({*held, *(order.ranks[index] for index in unit)})
+        computed, given = computed + added, given + own
+    return [*batches, pad(rows, waiting, versions=versions, shares=True)] if waiting else batches
+
+
+def _added(order: Order, held: Sequence[int], unit: Unit) -> int:
+    """Tokens that a unit adds to the tree of the rows `held`, by rank."""
+    there, added = list(held), 0
+    for rank in sorted({order.ranks[index] for index in unit} - set(held)):
+        at = bisect.bisect(there, rank)
+        added += order.added(there[at - 1] if at else None, rank, there[at] if at < len(there) else None)
+        there.insert(at, rank)
+    return added
+
+
 def _by_length(rows: Sequence[Row]) -> tuple[Any, ...]:
     """Order of a unit: a row's length; of a pair its prompt, then the longer answer."""
     longest = -max(len(row.token_ids) for row in rows)
@@ -202,8 +245,11 @@ def _by_length(rows: Sequence[Row]) -> tuple[Any, ...]:
     return -start, rows[0].token_ids[:start].tobytes(), longest
 
 
-def pad(rows: Sequence[TrainRow], units: Units, *, versions: bool = False) -> MicroBatch:
-    """The rows of units as tensors (B, T), T the longest; padded with token 0, which no mask holds."""
+def pad(rows: Sequence[TrainRow], units: Units, *, versions: bool = False, shares: bool = False) -> MicroBatch:
+    """The rows of units as tensors (B, T), T the longest; padded with token 0, which no mask holds.
+
+    `shares`: with their prefix tree.
+    """
     index_of: dict[int, int] = {}
     columns = [tuple(index_of.setdefault(unit[side], len(index_of)) for unit in units) for side in range(len(units[0]))]
     found = [rows[index] for index in index_of]
@@ -231,6 +277,7 @@ def pad(rows: Sequence[TrainRow], units: Units, *, versions: bool = False) -> Mi
         rejected=columns[1] if len(columns) == 2 else (),
         num_tokens=sum(len(one.row.token_ids) for one in found),
         kept=_kept_of(found),
+        tree=tree_of([one.row.token_ids for one in found], [one.mask for one in found]) if shares else None,
     )
 
 

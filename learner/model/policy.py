@@ -5,6 +5,7 @@ The policy as it was at a job's base version, for what is measured against it. N
 
 import copy
 import hashlib
+import logging
 import os
 from pathlib import Path
 from typing import Any
@@ -19,8 +20,11 @@ from transformers import AutoModelForCausalLM
 
 from rollstream.learner.model.collate import MicroBatch
 from rollstream.learner.model.logprobs import Head, only_kept, selected_logprobs
+from rollstream.learner.model.tree_attention import hidden_states, longest_row
 from rollstream.schemas.errors import ModelError
 from rollstream.schemas.settings import LoraSettings, ModelSettings, device_of
+
+logger = logging.getLogger(__name__)
 
 
 class PolicyModel:
@@ -35,6 +39,7 @@ class PolicyModel:
         `path`: what the settings' path, as written, stands for here.
         """
         self.settings = settings
+        self._logged = ""
         where = f"model {settings.path}: device"
         self.device = torch.device(device_of(settings.device, torch.cuda.device_count(), where))
         self.compute_dtype = _compute_dtype(settings, self.device)
@@ -47,6 +52,10 @@ class PolicyModel:
         self.module.to(self.device)
         self.selects_logprobs = _has_plain_head(self.module)
         """Gather hidden states before the head; else logits are made of all tokens at once."""
+        self._longest_shared, self._why_apart = 0.0, "its logits are more than a linear map of its hidden states"
+        if self.selects_logprobs:
+            self._longest_shared, self._why_apart = longest_row(_inner(self.module).get_decoder(), self.device)
+        self._has_dropout = _has_dropout(self.module)
         self.module.train()
 
     @property
@@ -104,6 +113,16 @@ class PolicyModel:
         """Apply the model's and the adapters' dropout in forwards from now on, or not."""
         self.module.train(enabled)
 
+    def shares_prefixes(self, longest: int) -> bool:
+        """Whether rows of up to `longest` tokens may be computed as a prefix tree. Logs once why they may not be."""
+        why = "" if self.selects_logprobs and longest <= self._longest_shared else self._why_apart
+        if self._has_dropout and self.module.training:
+            why = "each row has dropout of its own"
+        if why and why != self._logged:
+            logger.warning("model=%s computes common prefixes of rows once a row: %s", self.settings.path, why)
+            self._logged = why
+        return not why
+
     def frozen_copy(self) -> "PolicyModel":
         """The same model once more, as it is now, without gradients and dropout."""
         frozen = copy.copy(self)
@@ -122,10 +141,14 @@ class PolicyModel:
         is_target_B_T = batch.mask[:, 1:]
         with torch.autocast(self.device.type, self.compute_dtype, enabled=self.compute_dtype != torch.float32):
             decoder = _inner(self.module).get_decoder()
-            hidden_B_T_D = decoder(input_ids=batch.token_ids, use_cache=False).last_hidden_state
+            if batch.tree is None:
+                hidden_B_T_D = decoder(input_ids=batch.token_ids, use_cache=False).last_hidden_state
+                hidden_N_D = hidden_B_T_D[:, :-1][is_target_B_T]
+            else:
+                hidden_N_D = functional.embedding(batch.tree.sources_M, hidden_states(decoder, batch.tree))
         head = _inner(self.module).get_output_embeddings()
         logprobs_N, entropies_N = selected_logprobs(
-            hidden_B_T_D[:, :-1][is_target_B_T],
+            hidden_N_D,
             Head(head.weight, head.bias),
             batch.token_ids[:, 1:][is_target_B_T],
             temperature,
@@ -236,6 +259,15 @@ def _has_plain_head(module: Any) -> bool:
     module.eval()
     hidden = inner.get_decoder()(input_ids=ids, use_cache=False).last_hidden_state
     return torch.equal(head(hidden), module(input_ids=ids, use_cache=False).logits)
+
+
+def _has_dropout(module: Any) -> bool:
+    """Whether forwards differ between training and evaluation."""
+    config = _inner(module).get_decoder().config
+    named = (value for name, value in vars(config).items() if "drop" in name)
+    return any(isinstance(value, float) and value > 0 for value in named) or any(
+        isinstance(part, torch.nn.Dropout) and part.p > 0 for part in module.modules()
+    )
 
 
 def _check_shape(name: str, source: Tensor, target: Tensor) -> None:

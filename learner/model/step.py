@@ -20,6 +20,11 @@ from rollstream.schemas import ids
 from rollstream.schemas.errors import RunFailedError
 from rollstream.schemas.settings import JobSettings
 
+SHARES_SINCE = 4
+"""Revision of the rules since which rows that begin alike are computed as a prefix tree."""
+CPU_TOKENS, GPU_TOKENS = 2048, 16384
+"""Of a micro-batch. A CPU is fastest with what its caches hold: see docs/performance.md."""
+
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
@@ -75,8 +80,13 @@ def train_batch(
     prepared = algorithm.prepare(batch, chosen)
     rows, units = collate.prepared_rows(batch, prepared)
     parts = collate.mini_batches(units, chosen.mini_batches, seed)
+    longest = max((len(rows[index].row.token_ids) for unit in units for index in unit), default=0)
+    shares = settings.revision >= SHARES_SINCE and model.shares_prefixes(longest)
     divide = partial(
-        collate.micro_batches, rows, max_tokens=chosen.max_tokens_per_micro_batch, versions=chosen.needs.versions
+        collate.tree_micro_batches if shares else collate.micro_batches,
+        rows,
+        max_tokens=micro_batch_tokens(settings, model.device),
+        versions=chosen.needs.versions,
     )
     taken = _Taken()
     proximal = _proximal(model, [divide(part) for part in parts], settings, taken) if chosen.needs.proximal else None
@@ -99,8 +109,18 @@ def train_batch(
         taken.seconds["collate"] += collated - began
         taken.seconds["forward_backward"] += backed - collated
         taken.seconds["optimizer"] += time.monotonic() - backed
+    if settings.revision < SHARES_SINCE:
+        taken.sums.pop(_COMPUTED, None)
     result = _result(taken, algorithm, batch, dict(prepared.metrics), len(units))
     return replace(result, statistics=prepared.statistics)
+
+
+def micro_batch_tokens(settings: JobSettings, device: torch.device) -> int:
+    """The most tokens that a micro-batch computes: as the job says, else by what is fastest on the device."""
+    given = settings.algorithm.max_tokens_per_micro_batch
+    if given is not None:
+        return given
+    return CPU_TOKENS if device.type == "cpu" and settings.revision >= SHARES_SINCE else GPU_TOKENS
 
 
 def aggregated(found: Losses, tokens: TokenBatch, normaliser: Normaliser, count: float) -> Tensor:
@@ -199,6 +219,7 @@ def _proximal(
 
 
 _SEQUENCES, _TOTAL, _COMPLETION, _PADDED = "tokens/sequences", "tokens/total", "tokens/completion", "tokens/padding"
+_COMPUTED = "tokens/computed"
 
 
 def _counted(batch: MicroBatch) -> dict[str, float]:
@@ -207,7 +228,8 @@ def _counted(batch: MicroBatch) -> dict[str, float]:
         _SEQUENCES: len(batch.lengths),
         _TOTAL: batch.num_tokens,
         _COMPLETION: sum(batch.lengths),
-        _PADDED: batch.token_ids.numel() - batch.num_tokens,
+        _PADDED: 0 if batch.tree is not None else batch.num_computed - batch.num_tokens,
+        _COMPUTED: batch.num_computed,
     }
 
 
@@ -222,6 +244,9 @@ def _result(
         metrics |= algorithm.metrics(dict(taken.sums), counts)
     if num_units or batch.pairs is None:
         metrics |= counted
+        if _COMPUTED in taken.sums:
+            metrics[_COMPUTED] = taken.sums[_COMPUTED]
+            metrics["tokens/packing_ratio"] = taken.sums[_COMPUTED] / counted[_TOTAL]
     if taken.norms:
         metrics["optimizer/grad_norm"] = sum(taken.norms) / len(taken.norms)
         metrics["optimizer/learning_rate"] = taken.rates[-1]

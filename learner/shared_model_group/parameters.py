@@ -73,7 +73,7 @@ class FineTuneOptions(Settings):
     """Examples (rollouts, pairs or groups) of a batch; each batch yields a version."""
     mini_batches: int = Field(default=1, ge=1)
     """Optimizer steps of a batch."""
-    max_tokens_per_micro_batch: int = Field(default=16384, ge=1)
+    max_tokens_per_micro_batch: int | None = Field(default=None, ge=1)
     min_examples: int = Field(default=10, ge=1)
     """A job of fewer examples is skipped: the model stays as it is."""
     deadline_s: FiniteFloat | None = Field(default=None, gt=0)
@@ -183,7 +183,7 @@ def job_settings(params: SharedAgentParams, options: FineTuneOptions, kind: JobK
         keep_every=options.keep_every,
         seed=options.seed,
         threads=options.threads,
-        revision=3,
+        revision=4,
     )
 
 
