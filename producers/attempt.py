@@ -13,8 +13,10 @@ from rollstream.producers.engines.base import Engine
 from rollstream.producers.evaluators import table
 from rollstream.producers.rollout import registry, rewards
 from rollstream.producers.rollout.environment import Environment
-from rollstream.producers.rollout.journal import Emit, Journal
-from rollstream.producers.rollout.session import Failure, Session, TurnsExhausted
+from rollstream.producers.rollout.journal import Acknowledged, Emit, Journal
+from rollstream.producers.rollout.outside import Gateway
+from rollstream.producers.rollout.reply import Failure, TurnsExhausted
+from rollstream.producers.rollout.session import Session
 from rollstream.schemas import ids
 from rollstream.schemas.base import Event
 from rollstream.schemas.errors import (
@@ -82,6 +84,7 @@ async def run_rollout(
     permissions: Permissions = NOTHING,
     artifacts: ArtifactStore | None = None,
     players: Mapping[str, str] | None = None,
+    gateway: Gateway | None = None,
 ) -> None:
     """`record_rollout` for callers that want events, not records; a failure of the last allowed attempt is final."""
 
@@ -99,6 +102,7 @@ async def run_rollout(
         permissions=permissions,
         artifacts=artifacts,
         players=players,
+        gateway=gateway,
     )
 
 
@@ -114,6 +118,8 @@ async def record_rollout(
     permissions: Permissions = NOTHING,
     artifacts: ArtifactStore | None = None,
     players: Mapping[str, str] | None = None,
+    acknowledged: Acknowledged | None = None,
+    gateway: Gateway | None = None,
 ) -> None:
     """Play member `member` of a task and emit its events; RolloutEnded or RolloutFailed is the last.
 
@@ -121,14 +127,15 @@ async def record_rollout(
     never goes back. Environment, rewards and engine together have `rollout_timeout_s`. What `emit` raises is
     raised, and then there is no terminal event. `permissions`: what the task may name. `artifacts`: where artifacts
     that its inputs name are read. `players`: by agent, in place of the opponents that are drawn for the task.
+    `acknowledged`: of the log, for all emitted so far. `gateway`: where programs outside can play the rollout.
 
     1. RolloutStarted. 2. Each call and reward as it happens. 3. The environment stops, or is stopped; nothing more is
     recorded. 4. The terminal event.
     """
     settings = task.settings
-    journal = Journal(task, ids.rollout_id(task.group_id, member, attempt), emit, clock)
+    journal = Journal(task, ids.rollout_id(task.group_id, member, attempt), emit, clock, acknowledged)
     await journal.begin(member=member, attempt=attempt, seed=ids.member_seed(task.seed, member))
-    stage = _Stage(task, member, engine, journal, permissions, artifacts, players)
+    stage = _Stage(task, member, engine, journal, permissions, artifacts, players, gateway)
     play = asyncio.create_task(stage.play())
     try:
         await asyncio.wait({play}, timeout=settings.rollout_timeout_s)
@@ -161,8 +168,10 @@ class _Stage:
         permissions: Permissions,
         artifacts: ArtifactStore | None,
         players: Mapping[str, str] | None,
+        gateway: Gateway | None,
     ) -> None:
         self._task = task
+        self._gateway = gateway
         self._players = players
         self._permissions = permissions
         self._artifacts = artifacts
@@ -191,6 +200,7 @@ class _Stage:
                 opponents=self._players,
                 play_scripted=environment.play_scripted,
                 artifacts=self._artifacts,
+                gateway=self._gateway,
             )
             stop_reason = await self._run(environment, session)
             await self._reward(session, stop_reason)

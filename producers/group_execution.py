@@ -42,14 +42,13 @@ ENGINE_ERROR = "engine_error"
 MAX_LOST = 8
 """Attempts of a member beyond `max_attempts` that lost producers may cost; one that kills its producer has an end."""
 
-
 logger = logging.getLogger(__name__)
 
 
 class RecordRollout(Protocol):
     """`attempt.record_rollout`: plays one attempt and emits its events; the last one is terminal.
 
-    `is_last`: whether a failure of it is final.
+    `is_last`: whether a failure of it is final. `acknowledged`: returns once all that was emitted is acknowledged.
     """
 
     async def __call__(
@@ -62,6 +61,7 @@ class RecordRollout(Protocol):
         engine: Engine,
         emit: Callable[[Encoded], Awaitable[None]],
         clock: Callable[[], int],
+        acknowledged: Callable[[], Awaitable[None]],
     ) -> None: ...
 
 
@@ -304,6 +304,7 @@ class GroupExecution:
                 engine=self._producer.engine,
                 emit=outbox.put,
                 clock=self._writer.clock,
+                acknowledged=outbox.acknowledged,
             )
             if outbox.terminal is None:
                 raise RuntimeError(f"{self._rollout_id(member, attempt)} returned without a terminal event")

@@ -15,6 +15,7 @@ from rollstream.producers.engines.base import Engine
 from rollstream.producers.engines.routed import RoutedEngine
 from rollstream.producers.engines.table import new_engine
 from rollstream.producers.engines.weight_follower import WeightFollower
+from rollstream.producers.gateway.listener import RolloutGateway
 from rollstream.producers.group_execution import WorkerContext
 from rollstream.producers.league.opponents import OpponentWeights
 from rollstream.producers.rollout.user_code import import_installed
@@ -62,12 +63,13 @@ async def run(settings: ProducerSettings, log: EventLog, engine: Engine) -> None
     artifacts = ArtifactStore(settings.artifact_uri)
     permissions = Permissions.of(settings.allow, os.environ)
     follower = WeightFollower(log, artifacts, engine, engine_id=settings.name, permissions=permissions)
+    gateway = RolloutGateway(settings.gateway, engine, workspace=settings.workspace, name=settings.name)
     producer = WorkerContext(
         opponents=OpponentWeights(log, artifacts, engine, permissions=permissions),
         log=log,
         engine=engine,
         weights=follower,
-        rollout=functools.partial(record_rollout, permissions=permissions, artifacts=artifacts),
+        rollout=functools.partial(record_rollout, permissions=permissions, artifacts=artifacts, gateway=gateway),
         refusal=functools.partial(refusal, permissions=permissions),
         dead_letter=functools.partial(_send_dead_letter, log, artifacts),
         slots=Slots(settings.max_concurrent_rollouts),
@@ -78,7 +80,7 @@ async def run(settings: ProducerSettings, log: EventLog, engine: Engine) -> None
         producer, tick_interval_s=settings.tick_interval_s, group=settings.connection.group("producers")
     )
     try:
-        async with asyncio.TaskGroup() as tasks:
+        async with gateway, asyncio.TaskGroup() as tasks:
             tasks.create_task(follower.run())
             tasks.create_task(worker.run(on_ready=lambda: logger.info("ready")))
     except BaseExceptionGroup as failed:

@@ -12,6 +12,7 @@ from types import TracebackType
 from rollstream.eventlog.codec import Encoded
 from rollstream.eventlog.log import EventLog, TopicPartition, check_kept
 from rollstream.producers.clock import EventClock
+from rollstream.schemas.errors import LogError
 from rollstream.schemas.events import RolloutEnded, RolloutFailed
 
 MAX_WAITING = 64
@@ -103,6 +104,9 @@ class Outbox:
         self._send = send
         self._waiting: deque[Encoded] = deque()
         self._sender: asyncio.Task[None] | None = None
+        self._num_put = 0
+        self._num_sent = 0
+        self._landing = asyncio.Event()
         self.terminal: RolloutEnded | RolloutFailed | None = None
         """Set once it is acknowledged."""
 
@@ -116,6 +120,7 @@ class Outbox:
             self._sender.result()
             self._sender = None
         self._waiting.append(encoded)
+        self._num_put += 1
         if self._sender is None:
             self._sender = asyncio.create_task(self._drain())
         if isinstance(encoded.event, RolloutEnded | RolloutFailed):
@@ -123,6 +128,17 @@ class Outbox:
             self.terminal = self.terminal or encoded.event
         elif len(self._waiting) >= MAX_WAITING:
             await asyncio.wait({self._sender})
+
+    async def acknowledged(self) -> None:
+        """Return once all that was put so far is acknowledged. Raises what a send raised."""
+        num_put = self._num_put
+        while self._num_sent < num_put:
+            if self._sender is None or self._sender.done():
+                if self._sender is not None and not self._sender.cancelled():
+                    self._sender.result()
+                raise LogError("the attempt has ended before its events were acknowledged")
+            self._landing.clear()
+            await self._landing.wait()
 
     async def __aenter__(self) -> "Outbox":
         return self
@@ -139,5 +155,10 @@ class Outbox:
             raise failure
 
     async def _drain(self) -> None:
-        while self._waiting:
-            await self._send(self._waiting.popleft())
+        try:
+            while self._waiting:
+                await self._send(self._waiting.popleft())
+                self._num_sent += 1
+                self._landing.set()
+        finally:
+            self._landing.set()

@@ -19,6 +19,7 @@ from rollstream.schemas.settings import RolloutSettings
 from rollstream.schemas.variables import conceal, expand, variables_in
 
 CODE = "python:"
+COMMAND = "command:"
 FILE = "file:"
 MODEL = "model:"
 PLACE = "place:"
@@ -35,8 +36,8 @@ class Permissions(NamedTuple):
     """What a process allows, and the environment that its `${VARIABLES}` come from."""
 
     allow: frozenset[str] = frozenset()
-    """`python:module.attribute`, `${NAME}`, `http://host:port/path` and `model:PATH` (and everything below them),
-    `file:PATH`, `place:PATH=TEXT` (a text with variables, where it may stand).
+    """`python:module.attribute`, `command:PROGRAM ARGUMENTS`, `${NAME}`, `http://host:port/path` and `model:PATH` (and
+    everything below them), `file:PATH`, `place:PATH=TEXT` (a text with variables, where it may stand).
     """
     environ: Mapping[str, str] = {}
 
@@ -50,8 +51,8 @@ class Permissions(NamedTuple):
         return cls(given | expanded, environ)
 
     def check_code(self, name: str, location: str) -> None:
-        """Raises NotAllowedError for a `python:` name that is not listed; other names are registered ones."""
-        if name.startswith(CODE) and name not in self.allow:
+        """Raises NotAllowedError for a `python:` or `command:` name that is not listed; others are registered ones."""
+        if name.startswith((CODE, COMMAND)) and name not in self.allow:
             raise _refused(location, name)
 
     def check_url(self, url: str, location: str) -> None:
@@ -106,17 +107,17 @@ NOTHING = Permissions()
 
 
 def check_entry(entry: str) -> None:
-    """Raises ConfigError for what is none of the five kinds that can be allowed."""
+    """Raises ConfigError for what is none of the six kinds that can be allowed."""
     if (
-        entry.startswith((CODE, FILE, PLACE))
+        entry.startswith((CODE, COMMAND, FILE, PLACE))
         or entry.removeprefix(MODEL) not in ("", entry)
         or VARIABLE.search(entry)
         or _split(entry) is not None
     ):
         return
     raise ConfigError(
-        f"{shown(entry)} cannot be allowed; give python:module.attribute, ${{VARIABLE}}, http://host:port/path, "
-        "model:PATH or file:PATH"
+        f"{shown(entry)} cannot be allowed; give python:module.attribute, 'command:PROGRAM ARGUMENTS', ${{VARIABLE}}, "
+        "http://host:port/path, model:PATH or file:PATH"
     )
 
 
@@ -166,7 +167,7 @@ def _named(settings: RolloutSettings) -> Iterator[str]:
     placed += [(evaluator_path(name, block), dict(block)) for name, block in settings.evaluators.items()]
     for path, value in placed:
         yield from (f"{PLACE}{where}={text}" for where, text in _texts(value, path) if variables_in(text))
-    yield from (name for name in (settings.environment, *settings.rewards) if name.startswith(CODE))
+    yield from (name for name in (settings.environment, *settings.rewards) if name.startswith((CODE, COMMAND)))
     yield from (text for _, text in _texts(settings.environment_config) if _is_url(text) or text.startswith(CODE))
     for block in settings.evaluators.values():
         for key, prefix in (("function", CODE), ("base_url", ""), ("file", FILE)):

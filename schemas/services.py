@@ -194,6 +194,17 @@ EngineBlock = Annotated[
 """`engine:` of a producers process or an endpoint."""
 
 
+class GatewaySection(Settings):
+    """Where programs outside of the producers process play rollouts."""
+
+    host: str = "127.0.0.1"
+    port: int = Field(default=0, ge=0, le=65535)
+    """0: the port of the process before, if it is free, else any; the one taken is in `gateway-NAME.json` of the
+    workspace."""
+    allowed_hosts: tuple[str, ...] = ()
+    """Names by which it may be asked beside its own address (the header `Host`)."""
+
+
 class ProducerSettings(ServiceSettings):
     """A process that owns tasks partitions."""
 
@@ -206,6 +217,8 @@ class ProducerSettings(ServiceSettings):
     """After so long without a heartbeat its partitions go to another process."""
     modules: tuple[str, ...] = ()
     """Python modules to import first: users' environments and rewards."""
+    gateway: GatewaySection = Field(default_factory=GatewaySection)
+    """Where programs outside play rollouts; served from the first such rollout on."""
     runs: tuple[str, ...] = ()
     """Runs whose tasks are worked on; those of others are left for whoever serves them. None: all."""
 

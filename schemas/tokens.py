@@ -24,6 +24,11 @@ class KeptIds(NamedTuple):
     ids: Sequence[int]
     """(M,) of all tokens one after another, ascending for each."""
 
+    def first(self, num_tokens: int) -> "KeptIds":
+        """Those of the first tokens."""
+        lengths = self.lengths[:num_tokens]
+        return KeptIds(lengths, self.ids[: sum(lengths)])
+
 
 def encode_ids(ids: Iterable[int]) -> str:
     """Token ids as base64 of little-endian int32."""

@@ -16,8 +16,9 @@ FLOORS = {
     "schemas": ["schemas/events", "schemas"],
     "eventlog": ["eventlog/broker eventlog/kafka eventlog/memory", "eventlog"],
     "producers": [
-        "producers/openai",
         "producers",
+        "producers/gateway",
+        "producers/openai",
         "producers/evaluators producers/environments",
         "producers/rollout producers/traces",
         "producers/league",

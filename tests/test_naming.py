@@ -30,7 +30,6 @@ MAY_STAY_SMALL = {
     "processors/curate/refold.py": "shell would pass the size limit",
     "processors/host/client.py": "corrects aiokafka's client; consumer is near the size limit",
     "producers/engines/routed.py": "an engine, tested by the contract suite",
-    "producers/openai/completions.py": "one API a file, beside anthropic",
 }
 """Files under 60 lines with one importer, and why they are not folded into it."""
 # fmt: off

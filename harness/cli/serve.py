@@ -48,8 +48,9 @@ TRUST = click.option(
     "--allow",
     multiple=True,
     metavar="NAME",
-    help="What records may name in addition to registered names: python:module.attribute, ${VARIABLE}, "
-    "http://host:port/path, model:PATH or file:PATH. Repeatable. Environment: ROLLSTREAM_ALLOW, separated by spaces.",
+    help="What records may name in addition to registered names: python:module.attribute, 'command:PROGRAM ARGUMENTS', "
+    "${VARIABLE}, http://host:port/path, model:PATH or file:PATH. Repeatable. Environment: ROLLSTREAM_ALLOW, separated "
+    "by spaces.",
 )
 def serve(service: str, name: str | None, settings: str | None, allow: tuple[str, ...]) -> None:
     """Run one long-running service until SIGTERM or Ctrl-C."""

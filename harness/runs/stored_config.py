@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from rollstream.schemas.errors import NotAllowedError
-from rollstream.schemas.permissions import CODE, FILE, shown
+from rollstream.schemas.permissions import CODE, COMMAND, FILE, shown
 from rollstream.schemas.variables import variables_in
 
 TRUST = "--trust"
@@ -43,7 +43,7 @@ def names_in(value: Any, path: str = "") -> Iterator[tuple[str, str]]:
         for index, item in enumerate(value):
             yield from names_in(item, f"{path}.{index}")
     elif isinstance(value, str):
-        if value.startswith(CODE):
+        if value.startswith((CODE, COMMAND)):
             yield value, path
         yield from ((f"${{{name}}}", path) for name in sorted(variables_in(value)))
 

@@ -5,11 +5,11 @@ asking first, or under a name of its own that it lets resolve to 127.0.0.1. None
 """
 
 import hmac
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from email.message import Message
 
 from rollstream.producers.openai.requests import Refusal
-from rollstream.schemas.services import LOOPBACK, EndpointSettings
+from rollstream.schemas.services import LOOPBACK
 
 FROM_ELSEWHERE = ("cross-site", "same-site")
 """What a browser says in `Sec-Fetch-Site` of a page that is not the endpoint's own."""
@@ -20,16 +20,30 @@ BEARER = "Bearer "
 class Access:
     """The rules of one endpoint."""
 
-    def __init__(self, settings: EndpointSettings, token: str | None) -> None:
+    def __init__(self, host: str, allowed_hosts: Sequence[str], token: str | None) -> None:
         """With a `token`, requests must bear it. On an address that others reach, any name may be asked for by default:
         a token is needed there."""
         self._token = token.encode() if token else None
-        is_checked = settings.host in LOOPBACK or bool(settings.allowed_hosts)
-        names = (*LOOPBACK, settings.host, *settings.allowed_hosts)
+        is_checked = host in LOOPBACK or bool(allowed_hosts)
+        names = (*LOOPBACK, host, *allowed_hosts)
         self._hosts = frozenset(name.lower() for name in names) if is_checked else None
 
     def check(self, method: str, headers: Mapping[str, str]) -> None:
         """Raises Refusal: 403 for a page or another host, 401 without the token, 415 for a body that is not JSON."""
+        self.check_source(headers)
+        if self._token is not None and not self.bears_token(headers):
+            raise no_key()
+        check_is_json(method, headers)
+
+    def bears_token(self, headers: Mapping[str, str]) -> bool:
+        """Whether a request bears the endpoint's own token."""
+        token = self._token
+        return token is not None and any(
+            hmac.compare_digest(key.encode(errors="replace"), token) for key in keys_of(headers)
+        )
+
+    def check_source(self, headers: Mapping[str, str]) -> None:
+        """Raises Refusal (403) for a page or another host."""
         host = _name_of(headers.get("Host", ""))
         if self._hosts is not None and host not in self._hosts:
             raise Refusal(
@@ -39,17 +53,24 @@ class Access:
             )
         if "Origin" in headers or headers.get("Sec-Fetch-Site") in FROM_ELSEWHERE:
             raise Refusal(403, "requests from web pages are not allowed", code="origin_not_allowed")
-        if self._token is not None and not any(hmac.compare_digest(key, self._token) for key in _keys(headers)):
-            raise Refusal(401, "the API key is missing or wrong", code="invalid_api_key")
-        if method == "POST" and _content_type(headers) != "application/json":
-            raise Refusal(415, "Content-Type must be application/json", code="unsupported_content_type")
 
 
-def _keys(headers: Mapping[str, str]) -> list[bytes]:
+def no_key() -> Refusal:
+    """The refusal of a request without a key, or with a wrong one."""
+    return Refusal(401, "the API key is missing or wrong", code="invalid_api_key")
+
+
+def check_is_json(method: str, headers: Mapping[str, str]) -> None:
+    """Raises Refusal (415) for a body that is not declared as JSON."""
+    if method == "POST" and _content_type(headers) != "application/json":
+        raise Refusal(415, "Content-Type must be application/json", code="unsupported_content_type")
+
+
+def keys_of(headers: Mapping[str, str]) -> list[str]:
     """The keys that a request bears: as OpenAI's clients send one (`Authorization: Bearer`), and as Anthropic's do."""
     authorization = headers.get("Authorization", "")
     bearer = authorization.removeprefix(BEARER) if authorization.startswith(BEARER) else ""
-    return [given.encode(errors="replace") for given in (bearer, headers.get("X-Api-Key", "")) if given]
+    return [given for given in (bearer, headers.get("X-Api-Key", "")) if given]
 
 
 def _name_of(host: str) -> str:

@@ -51,10 +51,13 @@ def answer_of(
     prompt_ids: Sequence[int],
     stop: Sequence[str] = (),
     has_tools: bool = False,
+    is_cut: bool = False,
 ) -> Answer:
-    """The answer in what was sampled. Tool calls are parsed only if the request has tools."""
+    """The answer in what was sampled. Tool calls are parsed only if the request has tools. `is_cut`: the generation
+    ends with a stop text already, in place of an end token.
+    """
     ids, reason = generation.token_ids, generation.finish_reason
-    spoken = ids[:-1] if reason == "stop" else ids
+    spoken = ids[:-1] if reason == "stop" and not is_cut else ids
     text = _text(tokenizer, spoken)
     at, stop_text = _first_stop(text, stop), None
     if at is not None:
@@ -76,6 +79,14 @@ def answer_of(
         version=min(span.version for span in generation.spans),
         stop_text=stop_text,
     )
+
+
+def stop_length(generation: Generation, tokenizer: Tokenizer, stop: Sequence[str]) -> int | None:
+    """How many tokens, at least, say one of the stop texts; None if all of them do not."""
+    ids = generation.token_ids
+    if not stop or _first_stop(_text(tokenizer, ids), stop) is None:
+        return None
+    return _tokens_until_stop(tokenizer, ids, stop)
 
 
 def tool_calls_in(text: str, salt: int = 0) -> tuple[dict[str, Any], ...]:

@@ -9,26 +9,18 @@ import asyncio
 import logging
 import secrets
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from http import HTTPStatus
 from typing import Any, Protocol
 
-import orjson
 from aiohttp import web
 
 from rollstream.producers.engines.base import Engine, Generation, GenerationRequest
-from rollstream.producers.openai import anthropic, completions
 from rollstream.producers.openai.access import Access
-from rollstream.producers.openai.protocol import Answer, answer_of, chunks, completion
-from rollstream.producers.openai.requests import (
-    ChatRequest,
-    Refusal,
-    SampledRequest,
-    checked_request,
-    json_of,
-    parse_request,
-)
+from rollstream.producers.openai.completions import CompletionRequest
+from rollstream.producers.openai.protocol import answer_of
+from rollstream.producers.openai.requests import ChatRequest, Refusal, SampledRequest
+from rollstream.producers.openai.routes import Answered, Routes
 from rollstream.schemas import ids
 from rollstream.schemas.errors import ModelError, NotAllowedError, PromptTooLongError, RollstreamError
 from rollstream.schemas.services import EndpointSettings
@@ -36,9 +28,6 @@ from rollstream.schemas.settings import Sampling
 
 MIN_VERSION_HEADER = "X-Min-Version"
 """A weight version that the answer waits for; `min_version` in the body wins."""
-MESSAGES = "/v1/messages"
-MAX_BODY_BYTES = 2 * 1024 * 1024
-"""Some 500,000 tokens: what a larger body holds fits no model, and is tokenised in the event loop."""
 
 logger = logging.getLogger(__name__)
 
@@ -51,7 +40,7 @@ class ServedWeights(Protocol):
         ...
 
 
-class Endpoint:
+class Endpoint(Routes):
     """Answers requests from a started engine whose weights are followed by another."""
 
     def __init__(
@@ -61,73 +50,19 @@ class Endpoint:
         self._engine = engine
         self._weights = weights
         self._settings = settings
-        self._access = Access(settings, token)
+        self._access = Access(settings.host, settings.allowed_hosts, token)
         self._names = (settings.model_name, settings.model_group)
         self._has_told = False
 
-    def application(self) -> web.Application:
-        """The routes, with errors in OpenAI's shape, and in Anthropic's on its own."""
-        app = web.Application(client_max_size=MAX_BODY_BYTES, middlewares=[self._checked])
-        app.router.add_get("/v1/models", self.models)
-        app.router.add_get("/v1/models/{model:.+}", self.model)
-        app.router.add_post("/v1/chat/completions", self.chat)
-        app.router.add_post("/v1/completions", self.complete)
-        app.router.add_post(MESSAGES, self.message)
-        app.router.add_post(f"{MESSAGES}/count_tokens", self.count_tokens)
-        return app
+    def check(self, request: web.Request) -> None:
+        """Raises Refusal: see `Access.check`."""
+        self._access.check(request.method, request.headers)
 
-    async def models(self, request: web.Request) -> web.Response:
-        """The one model, with its model group and the version that answers now (-1 before the first)."""
-        return _json({"object": "list", "data": [self._model()]})
-
-    async def model(self, request: web.Request) -> web.Response:
-        """The same by its name."""
-        self._check_name(request.match_info["model"])
-        return _json(self._model())
-
-    async def chat(self, request: web.Request) -> web.StreamResponse:
-        """One chat completion, of the newest weights or of `min_version` and later."""
-        asked = parse_request(await request.read())
-        answers = await self._answers(request, asked, lambda: self._chat_ids(asked), asked.tools_for_template())
-        head = self._head("chatcmpl", asked, answers)
-        if not asked.stream:
-            return _json(completion(head, answers))
-        return await _stream(request, chunks(head, answers, include_usage=asked.stream_options.include_usage))
-
-    async def complete(self, request: web.Request) -> web.StreamResponse:
-        """One completion of a text or of token ids, which are taken as they are."""
-        asked = checked_request(completions.CompletionRequest, json_of(await request.read()))
-        answers = await self._answers(request, asked, lambda: self._plain_ids(asked.content))
-        head = self._head("cmpl", asked, answers)
-        if not asked.stream:
-            return _json(completions.completion(head, answers))
-        pieces = completions.chunks(head, answers, include_usage=asked.stream_options.include_usage)
-        return await _stream(request, pieces)
-
-    async def message(self, request: web.Request) -> web.StreamResponse:
-        """One message of Anthropic's kind."""
-        given = anthropic.parse_messages(json_of(await request.read()))
-        asked = given.chat()
-        (answer,) = await self._answers(request, asked, lambda: self._chat_ids(asked), asked.tools_for_template())
-        name = f"msg_{secrets.token_hex(12)}"
-        if not given.stream:
-            return _json(anthropic.message(name, asked.model, answer))
-        return await _stream(request, anthropic.events(name, asked.model, answer), is_named=True)
-
-    async def count_tokens(self, request: web.Request) -> web.Response:
-        """How many tokens the prompt of a message has."""
-        asked = anthropic.parse_count(json_of(await request.read())).chat()
-        self._check_name(asked.model)
+    async def count(self, request: web.Request, asked: ChatRequest) -> int:
+        """How many tokens the prompt has, once there are weights."""
+        self.check_model(request, asked.model)
         await self._wait(0)
-        return _json({"input_tokens": len(self._chat_ids(asked))})
-
-    def _head(self, kind: str, asked: SampledRequest, answers: list[Answer]) -> dict[str, Any]:
-        return {
-            "id": f"{kind}-{secrets.token_hex(12)}",
-            "created": int(time.time()),
-            "model": asked.model,
-            "system_fingerprint": f"{self._settings.model_group}@{answers[0].version}",
-        }
+        return len(self._chat_ids(asked))
 
     def _sampling(self, asked: SampledRequest) -> Sampling:
         """How an answer is sampled: by the trained model's name as the loss takes it, by its group's name freely."""
@@ -144,29 +79,26 @@ class Endpoint:
             )
         return sampling
 
-    async def _answers(
-        self,
-        request: web.Request,
-        asked: SampledRequest,
-        prompt: Callable[[], list[int]],
-        tools: list[dict[str, Any]] | None = None,
-    ) -> list[Answer]:
-        """`n` answers to the prompt, whose ids are asked for once the weights are there."""
-        self._check_name(asked.model)
+    async def answer(self, request: web.Request, asked: ChatRequest | CompletionRequest) -> Answered:
+        """`n` answers to the prompt, whose ids are made once the weights are there."""
+        self.check_model(request, asked.model)
         sampling = self._sampling(asked)
         await self._wait(asked.min_version if asked.min_version is not None else _min_version(request))
-        prompt_ids = prompt()
+        is_chat = isinstance(asked, ChatRequest)
+        prompt_ids = self._chat_ids(asked) if is_chat else self._plain_ids(asked.content)
+        has_tools = is_chat and asked.tools_for_template() is not None
         group = self._settings.model_group
         seed = secrets.randbits(63) if asked.seed is None else asked.seed
         generations = await self._generate(
             [GenerationRequest(group, prompt_ids, sampling, ids.derive_seed(seed, index)) for index in range(asked.n)],
-            param="messages" if isinstance(asked, ChatRequest) else "prompt",
+            param="messages" if is_chat else "prompt",
         )
         tokenizer = self._engine.tokenizer(group)
-        return [
-            answer_of(generation, tokenizer, prompt_ids=prompt_ids, stop=asked.stop, has_tools=tools is not None)
+        answers = [
+            answer_of(generation, tokenizer, prompt_ids=prompt_ids, stop=asked.stop, has_tools=has_tools)
             for generation in generations
         ]
+        return Answered(answers, secrets.token_hex(12), int(time.time()))
 
     def _chat_ids(self, asked: ChatRequest) -> list[int]:
         found = self._plain_ids(self._render(asked))
@@ -216,12 +148,14 @@ class Endpoint:
                 503, f"model group {group} has {has}; version {version} was not loaded within {timeout_s:g} s"
             ) from error
 
-    def _check_name(self, name: str) -> None:
+    def check_model(self, request: web.Request, name: str) -> None:
+        """Raises Refusal (404)."""
         if name not in self._names:
             known = " or ".join(repr(known) for known in self._names)
             raise Refusal(404, f"model {name!r} is not served here; use {known}", param="model", code="model_not_found")
 
-    def _model(self) -> dict[str, Any]:
+    def served(self, request: web.Request) -> dict[str, Any]:
+        """The one model, with its group and the version that answers now."""
         group = self._settings.model_group
         return {
             "id": self._settings.model_name,
@@ -232,23 +166,9 @@ class Endpoint:
             "version": self._engine.version(group),
         }
 
-    @web.middleware
-    async def _checked(
-        self, request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
-    ) -> web.StreamResponse:
-        try:
-            self._access.check(request.method, request.headers)
-            return await handler(request)
-        except Refusal as refused:
-            headers = {"WWW-Authenticate": "Bearer"} if refused.status == HTTPStatus.UNAUTHORIZED else None
-            return _json(_error_body(request, refused), status=refused.status, headers=headers)
-        except web.HTTPException as error:
-            refused = Refusal(error.status, f"{request.method} {request.path}: {error.reason}")
-            return _json(_error_body(request, refused), status=error.status)
-
 
 @asynccontextmanager
-async def listening(endpoint: Endpoint, host: str, port: int) -> AsyncIterator[int]:
+async def listening(endpoint: Routes, host: str, port: int) -> AsyncIterator[int]:
     """Serve while inside; gives the port taken. Raises RollstreamError if the port cannot be had."""
     runner = web.AppRunner(
         endpoint.application(), access_log=None, handler_cancellation=True, shutdown_timeout=2.0, keepalive_timeout=600
@@ -276,24 +196,3 @@ def _min_version(request: web.Request) -> int:
     if not given.isdecimal() or len(given) > 18:
         raise Refusal(400, f"header {MIN_VERSION_HEADER}: {given[:20]!r} is not a version", param=MIN_VERSION_HEADER)
     return int(given)
-
-
-def _error_body(request: web.Request, refused: Refusal) -> dict[str, Any]:
-    return anthropic.error_body(refused) if request.path.startswith(MESSAGES) else refused.body()
-
-
-async def _stream(request: web.Request, pieces: list[dict[str, Any]], *, is_named: bool = False) -> web.StreamResponse:
-    """`is_named`: each event is named by its `type`, and nothing follows the last, as Anthropic streams."""
-    response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
-    await response.prepare(request)
-    for piece in pieces:
-        name = f"event: {piece['type']}\n".encode() if is_named else b""
-        await response.write(name + b"data: " + orjson.dumps(piece) + b"\n\n")
-    if not is_named:
-        await response.write(b"data: [DONE]\n\n")
-    await response.write_eof()
-    return response
-
-
-def _json(body: object, *, status: int = 200, headers: dict[str, str] | None = None) -> web.Response:
-    return web.Response(body=orjson.dumps(body), status=status, headers=headers, content_type="application/json")

@@ -75,3 +75,15 @@ class FunctionEnvironment(Environment):
         raise EnvironmentRunError(
             f"environment {name} is a function without a demonstrator; write it as an Environment class"
         )
+
+
+def task_of(session: Session) -> dict[str, Any]:
+    """What a program outside is told of its rollout (JSON values)."""
+    return {
+        "rollout_id": session.rollout_id,
+        "inputs": session.inputs,
+        "agents": list(session.agents),
+        "max_turns": session.max_turns,
+        "purpose": session.purpose,
+        "seed": session.seed,
+    }

@@ -23,6 +23,8 @@ from rollstream.schemas.events.rollouts import FunctionAncestry
 
 Emit = Callable[[codec.Encoded], Awaitable[None]]
 """Sends an event, which is encoded once, where it is checked that a record can hold it."""
+Acknowledged = Callable[[], Awaitable[None]]
+"""Returns once the log has acknowledged all that was emitted so far."""
 WORKFLOW = "<workflow>"
 """NAT's name of the function that the whole agent is."""
 
@@ -30,7 +32,15 @@ WORKFLOW = "<workflow>"
 class Journal:
     """Events of one attempt, in the order in which they happen."""
 
-    def __init__(self, task: TaskRequested, rollout_id: str, emit: Emit, clock: Callable[[], int]) -> None:
+    def __init__(
+        self,
+        task: TaskRequested,
+        rollout_id: str,
+        emit: Emit,
+        clock: Callable[[], int],
+        acknowledged: Acknowledged | None = None,
+    ) -> None:
+        """Without `acknowledged`, what was emitted counts as acknowledged."""
         self.rollout_id = rollout_id
         self.clock = clock
         self.emit_error: BaseException | None = None
@@ -38,6 +48,7 @@ class Journal:
         self.refusal: str | None = None
         """Why the first event that no record can hold was not emitted."""
         self._emit = emit
+        self._acknowledged = acknowledged
         self._ids: dict[str, Any] = {"run_id": task.run_id, "group_id": task.group_id, "rollout_id": rollout_id}
         self._ancestry = FunctionAncestry(
             function_id=str(uuid.uuid5(uuid.NAMESPACE_URL, rollout_id)), function_name=WORKFLOW
@@ -120,6 +131,11 @@ class Journal:
         )
         self._reward_digests[index] = await self._put(reward, f"reward {name}")
         self._rewards[index] = reward
+
+    async def acknowledged(self) -> None:
+        """Return once the log has acknowledged all that was emitted so far. Raises what a send raised."""
+        if self._acknowledged is not None:
+            await self._acknowledged()
 
     def close(self) -> None:
         """From now on only `end` and `fail` emit."""

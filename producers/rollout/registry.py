@@ -3,7 +3,7 @@
 import importlib
 import inspect
 from collections.abc import Callable, Mapping
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 from pydantic import JsonValue
 
@@ -11,11 +11,12 @@ from rollstream.producers.rollout.environment import Environment, FunctionEnviro
 from rollstream.producers.rollout.rewards import RewardFunction
 from rollstream.producers.rollout.user_code import OURS, failed_imports_hint
 from rollstream.schemas.errors import ConfigError, describe, nearest
-from rollstream.schemas.permissions import CODE, Permissions, below, environment_path
+from rollstream.schemas.permissions import CODE, COMMAND, Permissions, below, environment_path
 
 BUILT_IN = (
     "arithmetic",
     "bit_proof",
+    "gateway",
     "guess_number",
     "recorded",
     "remote_workflow",
@@ -45,6 +46,9 @@ def environment(name: str, permissions: Permissions) -> Callable[..., Any]:
     Raises NotAllowedError before anything is imported, ConfigError naming the nearest known name.
     """
     permissions.check_code(name, "environment")
+    if name.startswith(COMMAND):
+        found = importlib.import_module("rollstream.producers.environments.program").environment_of(name)
+        return cast("Callable[..., Any]", found)
     if name not in _environments and name in BUILT_IN:
         importlib.import_module(f"rollstream.producers.environments.{name}")
     found = _find(_environments, "environment", name, BUILT_IN)

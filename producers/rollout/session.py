@@ -6,10 +6,7 @@ import functools
 import inspect
 import random
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, Protocol
-
-import orjson
 
 from rollstream.eventlog.artifacts import ArtifactStore
 from rollstream.producers.engines.base import (
@@ -25,24 +22,16 @@ from rollstream.producers.league.opponents import as_recorded
 from rollstream.producers.rollout import candidates
 from rollstream.producers.rollout.conversation import Conversation, Prompt, recorded_call, usage_of
 from rollstream.producers.rollout.journal import Journal
+from rollstream.producers.rollout.outside import REFUSED_CALL, CallOptions, Gateway, metadata_of
 from rollstream.producers.rollout.recorded_call import ImportContext, fields_of, read_step
+from rollstream.producers.rollout.reply import Failure, Message, Reply, TurnsExhausted, plain
 from rollstream.producers.rollout.rewards import RewardError, finite
 from rollstream.producers.rollout.user_code import refused_with_pause
 from rollstream.schemas import ids
-from rollstream.schemas.errors import EnvironmentRunError, describe
+from rollstream.schemas.errors import EnvironmentRunError, PromptTooLongError, describe
 from rollstream.schemas.events import TaskRequested
 from rollstream.schemas.events.recorded import RecordedStep
 from rollstream.schemas.settings import EXTERNAL
-
-Message = dict[str, Any]
-"""A chat message: `role`, `content` and what a chat template knows beside them."""
-
-
-class TurnsExhausted(EnvironmentRunError):
-    """An agent asked for more than `max_turns` answers.
-
-    Unless caught, it ends the rollout, which is no failure: what was rewarded until then counts, 0 if nothing was.
-    """
 
 
 class Demonstrator(Protocol):
@@ -51,29 +40,6 @@ class Demonstrator(Protocol):
     def demonstrate(self, session: "Session", messages: Sequence[Message], agent: str) -> Any:
         """Text of the answer, or an awaitable of it."""
         ...
-
-
-@dataclass(frozen=True, slots=True)
-class Failure:
-    """Why an attempt failed."""
-
-    cause: str
-    """As in RolloutFailed."""
-    message: str
-    error: BaseException | None = None
-    """What was raised, for its traceback."""
-
-
-@dataclass(frozen=True, slots=True)
-class Reply:
-    """One answer of the model."""
-
-    text: str
-    """Without the end token."""
-    step_index: int
-    """For rewards of this step."""
-    finish_reason: str
-    """`stop` or `length`."""
 
 
 class Session:
@@ -97,9 +63,11 @@ class Session:
         artifacts: ArtifactStore | None = None,
         opponents: Mapping[str, str] | None = None,
         play_scripted: Callable[["Session", Sequence[Message], str, str], str] | None = None,
+        gateway: Gateway | None = None,
     ) -> None:
         """`opponents`: players by agent in place of those that are drawn for the task. `play_scripted`: the answer of
-        a scripted one, by session, messages, agent and the player's name.
+        a scripted one, by session, messages, agent and the player's name. `gateway`: where programs outside of this
+        process can play the rollout.
         """
         self.inputs: dict[str, Any] = copy.deepcopy(task.inputs)
         self.task_seed = task.seed
@@ -126,6 +94,12 @@ class Session:
         self._journal = journal
         self._demonstrator = demonstrator
         self._play = play_scripted
+        self.gateway = gateway
+        self.rollout_id = journal.rollout_id
+        self.sampling = task.settings.sampling
+        self.has_step = journal.has_step
+        self.acknowledged = journal.acknowledged
+        """Returns once the log has acknowledged all that was recorded so far."""
         self._conversations: dict[str, Conversation] = {}
         self._num_turns: dict[str, int] = {}
         self._num_calls: dict[str, int] = {}
@@ -143,21 +117,30 @@ class Session:
         return reply
 
     @refused_with_pause
-    async def sample(self, messages: Sequence[Message], num: int, agent: str = "agent") -> list[Reply]:
+    async def sample(
+        self, messages: Sequence[Message], num: int, agent: str = "agent", *, asked: CallOptions | None = None
+    ) -> list[Reply]:
         """`num` answers to the same messages, sampled side by side; together they are one turn.
 
-        A later call goes on from the answer that its messages hold. Raises what `chat` raises.
+        A later call goes on from the answer that its messages hold. Raises what `chat` raises. `asked`: what a program
+        outside asked for; then a prompt that is too long is recorded as refused, and fails no rollout.
         """
         group, seeds = self._take_turn(agent, num)
         if group.startswith(ids.SCRIPTED):
             return [await self._play_scripted(messages, agent, group) for _ in seeds]
-        sent: list[Message] = _plain(list(messages), "messages")
-        prompt = self._prompt(self._conversation(agent, group), sent, group)
+        sent: list[Message] = plain(list(messages), "messages")
+        prompt = self._prompt(self._conversation(agent, group), sent, group, asked)
         step_indices = [self._journal.open_step() for _ in seeds]
         began_ms = self._journal.clock()
-        generations = await self._answers(prompt, sent, agent, seeds)
+        try:
+            generations = await self._answers(prompt, sent, agent, seeds, asked)
+        except PromptTooLongError as error:
+            fields = {"event_type": "CUSTOM_END", "name": REFUSED_CALL, "data": {"input": sent, "output": str(error)}}
+            for step_index in step_indices if asked is not None else ():
+                await self._journal.record_step(step_index, began_ms=began_ms, agent=agent, **fields)
+            raise
         return [
-            await self._record_answer(step_index, began_ms, agent, group, sent, prompt, generation)
+            await self._record_answer(step_index, began_ms, agent, group, sent, prompt, generation, asked)
             for step_index, generation in zip(step_indices, generations, strict=True)
         ]
 
@@ -168,7 +151,7 @@ class Session:
         Its tokens have neither a version nor log-probabilities: it is for algorithms that imitate.
         """
         group = self._model_group(agent)
-        sent: list[Message] = _plain(list(messages), "messages")
+        sent: list[Message] = plain(list(messages), "messages")
         prompt = self._prompt(self._conversation(agent, group), sent, group)
         step_index, began_ms = self._journal.open_step(), self._journal.clock()
         return await self._record_answer(step_index, began_ms, agent, group, sent, prompt, self._spoken(text, group))
@@ -182,6 +165,7 @@ class Session:
         sent: list[Message],
         prompt: Prompt,
         generation: Generation,
+        asked: CallOptions | None = None,
     ) -> Reply:
         text = self._conversations[agent].append_sampled(step_index, prompt, generation.token_ids)
         self.messages[agent] = (*sent, {"role": "assistant", "content": text})
@@ -191,12 +175,13 @@ class Session:
             agent=agent,
             event_type="LLM_END",
             name=group,
-            metadata=UNTRAINED if agent in self.opponents else None,
-            data={"input": sent, "output": text},
+            metadata=metadata_of(asked, UNTRAINED if agent in self.opponents else {}),
+            data={"input": sent, "output": text} | ({} if asked is None else asked.data),
             usage_info=usage_of(prompt, generation),
             llm=recorded_call(prompt, generation),
         )
-        return Reply(text, step_index, generation.finish_reason)
+        exact = (tuple(prompt.token_ids), generation, began_ms)
+        return Reply(text, step_index, generation.finish_reason, *exact)
 
     async def score(
         self, replies: Sequence[Reply], scores: Sequence[float], *, selected: int, agent: str = "agent"
@@ -228,7 +213,7 @@ class Session:
     async def tool(self, name: str, input: Any, output: Any, agent: str = "agent") -> int:
         """Record that a tool was called and what it returned (JSON values). Returns the step's index."""
         self._model_group(agent)
-        data = {"input": _plain(input, f"input of tool {name}"), "output": _plain(output, f"output of tool {name}")}
+        data = {"input": plain(input, f"input of tool {name}"), "output": plain(output, f"output of tool {name}")}
         step_index, now_ms = self._journal.open_step(), self._journal.clock()
         await self._journal.record_step(
             step_index, began_ms=now_ms, agent=agent, event_type="TOOL_END", name=name, data=data
@@ -288,6 +273,15 @@ class Session:
             name=name, value=number, step_index=step_index, agent=agent, is_score=is_score
         )
 
+    def model_group(self, agent: str) -> str:
+        """Whose weights answer for an agent. Raises EnvironmentRunError for one that is not configured."""
+        return self._model_group(agent)
+
+    def count_tokens(self, messages: Sequence[Message], agent: str, asked: CallOptions) -> int:
+        """How many tokens the prompt of these messages has. Nothing is recorded."""
+        group = self._model_group(agent)
+        return len(self._prompt(Conversation(self._tokenizer(group)), [*messages], group, asked).token_ids)
+
     def _take_turn(self, agent: str, num_answers: int) -> tuple[str, list[int]]:
         """The agent's model group, and a seed for each answer."""
         group, num_turns = self._model_group(agent), self._num_turns.get(agent, 0)
@@ -322,43 +316,51 @@ class Session:
     def _tokenizer(self, group: str) -> Tokenizer:
         return NoTokenizer() if self._settings.policy == EXTERNAL else self._engine.tokenizer(group)
 
-    def _prompt(self, conversation: Conversation, messages: list[Message], group: str) -> Prompt:
+    def _prompt(
+        self, conversation: Conversation, messages: list[Message], group: str, asked: CallOptions | None = None
+    ) -> Prompt:
         render = self._tokenizer(group).apply_chat_template
-        text: str = render(messages, tokenize=False, add_generation_prompt=True)
+        options: dict[str, Any] = {} if asked is None else asked.data
+        given = None if asked is None else asked.text
+        text: str = given or render(messages, tokenize=False, add_generation_prompt=True, **options)
         prompt = conversation.prompt(text)
         if not prompt.token_ids:
             raise EnvironmentRunError("the chat template produces no tokens for these messages; add content")
         return prompt
 
     async def _answers(
-        self, prompt: Prompt, messages: list[Message], agent: str, seeds: Sequence[int]
+        self, prompt: Prompt, messages: list[Message], agent: str, seeds: Sequence[int], asked: CallOptions | None
     ) -> list[Generation]:
         """One answer a seed. The first failure is that of all."""
         if len(seeds) == 1 or self._settings.policy == "demonstration":
-            return [await self._answer(prompt, messages, agent, seed) for seed in seeds]
-        calls = [asyncio.create_task(self._answer(prompt, messages, agent, seed)) for seed in seeds]
+            return [await self._answer(prompt, messages, agent, seed, asked) for seed in seeds]
+        calls = [asyncio.create_task(self._answer(prompt, messages, agent, seed, asked)) for seed in seeds]
         try:
             return await asyncio.gather(*calls)
         finally:
             for call in calls:
                 call.cancel()
 
-    async def _answer(self, prompt: Prompt, messages: list[Message], agent: str, seed: int) -> Generation:
+    async def _answer(
+        self, prompt: Prompt, messages: list[Message], agent: str, seed: int, asked: CallOptions | None
+    ) -> Generation:
         group = self._model_group(agent)
         if self._settings.policy == "demonstration":
             return await self._demonstration(messages, agent, group)
-        request = GenerationRequest(group, prompt.token_ids.tolist(), self._settings.sampling, seed)
+        sampling = self._settings.sampling if asked is None else asked.within(self._settings.sampling)
+        request = GenerationRequest(group, prompt.token_ids.tolist(), sampling, seed)
         try:
             generation = as_recorded(await self._engine.generate(request), group)
             check_generation(generation)
         except Exception as error:
-            self._engine_failed(error)
+            if asked is None or not isinstance(error, PromptTooLongError):
+                self._engine_failed(error)
             raise
-        return generation
+        return generation if asked is None else asked.cut(generation, self._tokenizer(group))
 
     async def _play_scripted(self, messages: Sequence[Message], agent: str, player: str) -> Reply:
         """The answer of a scripted opponent, which is no LLM's: a step without tokens."""
-        sent: list[Message] = _plain(list(messages), "messages")
+        sent: list[Message] = plain(list(messages), "messages")
         step_index, began_ms = self._journal.open_step(), self._journal.clock()
         assert self._play is not None, "nobody plays scripted opponents"
         text = self._play(self, sent, agent, player.removeprefix(ids.SCRIPTED))
@@ -381,11 +383,3 @@ class Session:
 
     def _engine_failed(self, error: Exception) -> None:
         self.failure = self.failure or Failure("engine_error", describe(error), error)
-
-
-def _plain(value: Any, what: str) -> Any:
-    """A copy of a JSON value, as the log will hold it. Raises EnvironmentRunError if it is none."""
-    try:
-        return orjson.loads(orjson.dumps(value))
-    except (orjson.JSONEncodeError, orjson.JSONDecodeError) as error:
-        raise EnvironmentRunError(f"{what}: not a JSON value: {error}") from error

@@ -9,7 +9,7 @@ import aiohttp
 import pytest
 
 from rollstream.producers.openai.keys import token_file, token_of
-from rollstream.producers.openai.server import MAX_BODY_BYTES
+from rollstream.producers.openai.routes import MAX_BODY_BYTES
 from rollstream.schemas.errors import ConfigError
 from rollstream.schemas.services import EndpointSettings
 from tests.producers.openai.test_openai_endpoint import ASK, GROUP, SECRET, serving

@@ -1,0 +1,8 @@
+"""Where programs outside of the producers process play rollouts."""
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from rollstream.producers.gateway import played
+
+__all__ = ["played"]

@@ -1,0 +1,244 @@
+"""The gateway of a producers process: rollouts that are open to programs outside, and the routes by which they play.
+
+A rollout is named by the URL's path (`/rollouts/ID/v1/...`), by its own key, or by the header `X-Rollout-Id` beside the
+token of the gateway. It listens from the first rollout on that is opened, on 127.0.0.1 unless set otherwise.
+"""
+
+import asyncio
+import contextlib
+import json
+import logging
+import os
+from collections import deque
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote
+
+from aiohttp import web
+from pydantic import BaseModel, ConfigDict, Field, FiniteFloat
+
+from rollstream.eventlog.files import write_whole
+from rollstream.eventlog.private import token_in
+from rollstream.eventlog.recent import RecentSet
+from rollstream.producers.engines.base import Engine
+from rollstream.producers.gateway.played import Mark, PlayedRollout, RolloutKeys, ended
+from rollstream.producers.openai.access import Access, check_is_json, keys_of, no_key
+from rollstream.producers.openai.completions import CompletionRequest
+from rollstream.producers.openai.requests import ChatRequest, Refusal, json_of, validated
+from rollstream.producers.openai.routes import Answered, Routes, json_response
+from rollstream.producers.openai.server import listening
+from rollstream.producers.rollout.session import Session
+from rollstream.schemas.errors import RollstreamError
+from rollstream.schemas.services import GatewaySection
+
+ROLLOUT_HEADER = "X-Rollout-Id"
+MAX_ENDED = 10_000
+"""Rollouts that are remembered after their end, for a clear answer."""
+
+logger = logging.getLogger(__name__)
+
+
+class _Body(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class RewardBody(_Body):
+    """Of `POST /rollouts/ID/reward`."""
+
+    value: FiniteFloat = Field(strict=True)
+    name: str = Field(default="reward", min_length=1, max_length=200)
+    step_index: int | None = Field(default=None, ge=0)
+    agent: str | None = None
+
+
+class EndBody(_Body):
+    """Of `POST /rollouts/ID/end`."""
+
+    error: str | None = Field(default=None, max_length=2000)
+    """The agent failed; the rollout then has failed too."""
+
+
+class ClaimBody(_Body):
+    """Of `POST /rollouts`."""
+
+    wait_s: float = Field(default=0.0, ge=0, le=600, strict=True)
+    """How long to wait for a rollout."""
+
+
+class RolloutGateway(Routes):
+    """Of `rollout.outside.Gateway`. As a context manager: it listens no longer once it is left."""
+
+    def __init__(self, settings: GatewaySection, engine: Engine, *, workspace: Path, name: str) -> None:
+        self._settings = settings
+        self._engine = engine
+        self._workspace = workspace
+        self._name = name
+        self._rollouts: dict[str, PlayedRollout] = {}
+        self._ended = RecentSet(MAX_ENDED)
+        self._claimable: deque[str] = deque()
+        self._claiming = asyncio.Condition()
+        self._stack = contextlib.AsyncExitStack()
+        self._starting = asyncio.Lock()
+        self._url = ""
+        self._access = Access(settings.host, settings.allowed_hosts, None)
+        self._keys = RolloutKeys("")
+
+    async def __aenter__(self) -> "RolloutGateway":
+        return self
+
+    async def __aexit__(self, *error: object) -> None:
+        await self._stack.aclose()
+
+    @contextlib.asynccontextmanager
+    async def open(self, session: Session, agent: str, *, is_claimable: bool) -> AsyncIterator[PlayedRollout]:
+        """See `Gateway`. Raises RollstreamError if the port cannot be had."""
+        await self._listen()
+        rollout_id = session.rollout_id
+        base_url = f"{self._url}/rollouts/{quote(rollout_id)}"
+        key = self._keys.key_of(rollout_id)
+        rollout = self._rollouts[rollout_id] = PlayedRollout(session, self._engine, agent, base_url=base_url, key=key)
+        if is_claimable:
+            async with self._claiming:
+                self._claimable.append(rollout_id)
+                self._claiming.notify_all()
+        try:
+            yield rollout
+        finally:
+            del self._rollouts[rollout_id]
+            self._ended.add(rollout_id)
+            rollout.close()
+
+    async def _listen(self) -> None:
+        async with self._starting:
+            if self._url:
+                return
+            settings, path = self._settings, address_file(self._workspace, self._name)
+            try:
+                self._workspace.mkdir(parents=True, exist_ok=True)
+                token = token_in(token_file(self._workspace, self._name))
+            except OSError as error:
+                raise RollstreamError(f"gateway token in {self._workspace} cannot be created: {error}") from error
+            self._access = Access(settings.host, settings.allowed_hosts, token)
+            self._keys = RolloutKeys(token)
+            port = await self._take_port(settings.port or _port_before(path))
+            self._url = f"http://{settings.host}:{port}"
+            write_whole(path, json.dumps({"url": self._url, "port": port, "pid": os.getpid()}), is_private=False)
+            logger.info("gateway %s (token in %s)", self._url, token_file(self._workspace, self._name))
+
+    async def _take_port(self, wanted: int) -> int:
+        try:
+            return await self._stack.enter_async_context(listening(self, self._settings.host, wanted))
+        except RollstreamError:
+            if self._settings.port or not wanted:
+                raise
+        return await self._stack.enter_async_context(listening(self, self._settings.host, 0))
+
+    def add_routes(self, router: web.UrlDispatcher, prefix: str = "") -> None:
+        """The routes of the APIs, with the rollout in the path and without, and those of rollouts."""
+        super().add_routes(router)
+        super().add_routes(router, "/rollouts/{rollout:.+?}")
+        router.add_post("/rollouts", self.claim)
+        router.add_post("/rollouts/{rollout:.+}/reward", self.reward)
+        router.add_post("/rollouts/{rollout:.+}/end", self.end)
+
+    def check(self, request: web.Request) -> None:
+        """Raises Refusal: 403 for a page, another host or another rollout's key, 401 without a key, 415."""
+        self._access.check_source(request.headers)
+        self._named(request)
+        check_is_json(request.method, request.headers)
+
+    def _named(self, request: web.Request) -> str | None:
+        """Id of the rollout that a request is for, if it names one. Raises Refusal (401, 403)."""
+        named = request.match_info.get("rollout") or request.headers.get(ROLLOUT_HEADER)
+        if not self._access.bears_token(request.headers):
+            mine = next((found for key in keys_of(request.headers) if (found := self._keys.rollout_of(key))), None)
+            if mine is None:
+                raise no_key()
+            if named not in (None, mine):
+                raise Refusal(403, f"the key is for rollout {mine}, not for {named}", code="wrong_rollout")
+            named = mine
+        return named
+
+    def check_model(self, request: web.Request, name: str) -> None:
+        """Raises Refusal (404)."""
+        self._rollout(request).model(name)
+
+    def served(self, request: web.Request) -> dict[str, Any]:
+        """The model of the rollout's default agent."""
+        return self._rollout(request).default_model()
+
+    async def count(self, request: web.Request, asked: ChatRequest) -> int:
+        """How many tokens the prompt has. Raises Refusal."""
+        return self._rollout(request).count(asked)
+
+    async def answer(self, request: web.Request, asked: ChatRequest | CompletionRequest) -> Answered:
+        """The answers, once the log has acknowledged them as steps. Raises Refusal."""
+        route = request.path.rpartition("/v1/")[2]
+        return await self._rollout(request).call(asked, Mark.of(request.headers, route, await request.read()))
+
+    async def reward(self, request: web.Request) -> web.Response:
+        """Give a reward to the rollout, or to one of its steps; the same again changes nothing."""
+        body = validated(RewardBody, json_of(await request.read()))
+        rollout = self._rollout(request)
+        await rollout.reward(body.value, body.name, body.step_index, body.agent)
+        return json_response({"rollout_id": rollout.session.rollout_id, **body.model_dump()})
+
+    async def end(self, request: web.Request) -> web.Response:
+        """The agent is done; again changes nothing."""
+        body = validated(EndBody, json_of(await request.read() or b"{}"))
+        named = self._named(request)
+        if named not in self._ended:
+            self._rollout(request).end(body.error)
+        return json_response({"rollout_id": named, "status": "ended"})
+
+    async def claim(self, request: web.Request) -> web.Response:
+        """The next rollout that nobody plays, its task and its key; 204 if there is none in time."""
+        if not self._access.bears_token(request.headers):
+            raise Refusal(403, "only the gateway's token claims rollouts", code="wrong_key")
+        body = validated(ClaimBody, json_of(await request.read() or b"{}"))
+        try:
+            async with asyncio.timeout(body.wait_s):
+                rollout = await self._next()
+        except TimeoutError:
+            return web.Response(status=204, headers={"Retry-After": "1"})
+        return json_response(rollout.description())
+
+    async def _next(self) -> PlayedRollout:
+        async with self._claiming:
+            while True:
+                while self._claimable:
+                    rollout = self._rollouts.get(self._claimable.popleft())
+                    if rollout is not None:
+                        return rollout
+                await self._claiming.wait()
+
+    def _rollout(self, request: web.Request) -> PlayedRollout:
+        named = self._named(request)
+        if named is None:
+            raise Refusal(400, f"no rollout is named; use its key, its path or the header {ROLLOUT_HEADER}")
+        found = self._rollouts.get(named)
+        if found is None and named in self._ended:
+            raise ended(named)
+        if found is None:
+            raise Refusal(404, f"rollout {named[:200]!r} is not open here", code="rollout_not_found")
+        return found
+
+
+def token_file(workspace: Path, name: str) -> Path:
+    """The file of the token with which programs claim rollouts; keys are made of it."""
+    return workspace / f"gateway-{name}.token"
+
+
+def address_file(workspace: Path, name: str) -> Path:
+    """The file with the address of a producers process's gateway."""
+    return workspace / f"gateway-{name}.json"
+
+
+def _port_before(path: Path) -> int:
+    """The port that the process before had, so that agents find the one after it; 0 if there was none."""
+    try:
+        port = json.loads(path.read_text(encoding="utf-8"))["port"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return 0
+    return port if isinstance(port, int) and 0 < port < 65536 else 0

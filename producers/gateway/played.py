@@ -1,0 +1,342 @@
+"""One rollout that a program outside plays: its calls become steps of its session, each of them once.
+
+A call that is repeated under the same mark (`Idempotency-Key`, or the retry count of OpenAI's and Anthropic's clients)
+gets the answer that is recorded, or waits for the one that is on its way. A client that hangs up changes nothing: its
+call is recorded, and answered when it is asked for again.
+"""
+
+import asyncio
+import base64
+import binascii
+import hashlib
+import hmac
+from collections.abc import Callable, Coroutine, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import orjson
+
+from rollstream.producers.engines.base import Engine, Generation, Tokenizer
+from rollstream.producers.openai.completions import CompletionRequest
+from rollstream.producers.openai.protocol import Answer, answer_of, stop_length
+from rollstream.producers.openai.requests import ChatRequest, Refusal
+from rollstream.producers.openai.routes import Answered
+from rollstream.producers.rollout.environment import task_of
+from rollstream.producers.rollout.outside import CallOptions, cut_to
+from rollstream.producers.rollout.reply import Message, Reply, TurnsExhausted
+from rollstream.producers.rollout.session import Session
+from rollstream.schemas.errors import EnvironmentRunError, ModelError, PromptTooLongError
+from rollstream.schemas.settings import Sampling
+
+RUNS_MODEL = "policy"
+"""A name that any rollout's default agent answers to."""
+IDEMPOTENCY_KEY = "Idempotency-Key"
+RETRY_COUNT = "X-Stainless-Retry-Count"
+"""OpenAI's and Anthropic's clients count here how often they have repeated a request."""
+MAX_KEY_CHARS = 256
+KEY_PREFIX = "rs-"
+
+
+@dataclass(frozen=True, slots=True)
+class Mark:
+    """By what a repeated call is known."""
+
+    body_sha256: str
+    key_sha256: str | None
+    """Of the Idempotency-Key."""
+    is_retry: bool
+    """The client says that it has asked before."""
+
+    @classmethod
+    def of(cls, headers: Mapping[str, str], path: str, body: bytes) -> "Mark":
+        """Raises Refusal (400) for a key that is too long."""
+        key = headers.get(IDEMPOTENCY_KEY)
+        if key is not None and not 0 < len(key) <= MAX_KEY_CHARS:
+            raise Refusal(400, f"header {IDEMPOTENCY_KEY}: must have 1 to {MAX_KEY_CHARS} characters")
+        count = headers.get(RETRY_COUNT, "0")
+        digest = hashlib.sha256(path.encode() + b"\x1f" + body).hexdigest()
+        key_sha256 = None if key is None else hashlib.sha256(key.encode(errors="replace")).hexdigest()
+        return cls(digest, key_sha256, count.isdecimal() and int(count[:9]) > 0)
+
+
+class PlayedRollout:
+    """Of `rollout.outside.OpenedRollout`, with what its calls, rewards and end do."""
+
+    def __init__(self, session: Session, engine: Engine, agent: str, *, base_url: str, key: str) -> None:
+        self.session = session
+        self.base_url = base_url
+        self.key = key
+        self._engine = engine
+        self._agent = agent
+        self._by_body: dict[str, asyncio.Task[list[Reply]]] = {}
+        self._by_key: dict[str, tuple[str, asyncio.Task[list[Reply]]]] = {}
+        self._working: set[asyncio.Task[Any]] = set()
+        self._texts: dict[bytes, str] = {}
+        """What the model wrote, by the message with tool calls that was made of it."""
+        self._rewards: dict[tuple[str, int | None, str | None], float] = {}
+        self._end: asyncio.Future[str | None] = asyncio.get_running_loop().create_future()
+        self._exhausted: TurnsExhausted | None = None
+
+    async def call(self, asked: ChatRequest | CompletionRequest, mark: Mark) -> Answered:
+        """The answers to a call, once the log has acknowledged them. Raises Refusal."""
+        task = self._repeated(mark)
+        if task is None:
+            self._check_open()
+            self._check_sampled(asked)
+            agent = self._agent_of(asked.model)
+            task = self._begin(lambda: self._sample(asked, mark, agent))
+            self._by_body[mark.body_sha256] = task
+            if mark.key_sha256 is not None:
+                self._by_key[mark.key_sha256] = mark.body_sha256, task
+        replies = await asyncio.shield(task)
+        return self._answered(asked, replies)
+
+    async def reward(self, value: float, name: str, step_index: int | None, agent: str | None) -> None:
+        """Give a reward; the same again changes nothing. Raises Refusal."""
+        place = name, step_index, agent
+        given = self._rewards.get(place)
+        if given is not None and given != value:
+            raise Refusal(409, f"reward {name} was given as {given:g}; it cannot become {value:g}", param="value")
+        if given is not None:
+            return await self.session.acknowledged()
+        self._check_open()
+        session = self.session
+        if agent is not None and agent not in session.agents:
+            raise Refusal(400, f"agent: {agent!r} is unknown; known agents: {', '.join(session.agents)}", param="agent")
+        if step_index is not None and not session.has_step(step_index):
+            raise Refusal(400, f"step_index: step {step_index} is not recorded", param="step_index")
+        self._rewards[place] = value
+        await asyncio.shield(self._begin(lambda: self._give(value, name, step_index, agent)))
+
+    def end(self, error: str | None = None) -> None:
+        """The program is done; `error`: it failed. Once ended, it stays as it was."""
+        if not self._end.done():
+            self._end.set_result(error)
+
+    async def ended(self) -> None:
+        """See `OpenedRollout`."""
+        error = await asyncio.shield(self._end)
+        if error is not None:
+            raise EnvironmentRunError(f"the agent reported: {error}")
+        await self.settle()
+
+    async def settle(self) -> None:
+        """See `OpenedRollout`."""
+        self.end()
+        while self._working:
+            await asyncio.wait(set(self._working))
+        if self._exhausted is not None:
+            raise self._exhausted
+
+    def close(self) -> None:
+        """Stop what is under way."""
+        self.end()
+        for task in self._working:
+            task.cancel()
+
+    def model(self, name: str) -> dict[str, Any]:
+        """A model in OpenAI's words. Raises Refusal (404)."""
+        group = self.session.model_group(self._agent_of(name))
+        version = self._engine.version(group)
+        found = {"id": name, "object": "model", "created": 0, "owned_by": "rollstream"}
+        return found | {"model_group": group, "version": version}
+
+    def default_model(self) -> dict[str, Any]:
+        """The model of the default agent."""
+        return self.model(self._agent)
+
+    def description(self) -> dict[str, Any]:
+        """What whoever claims the rollout is told: its task, where to play it, and its key."""
+        return task_of(self.session) | {"base_url": self.base_url, "key": self.key}
+
+    def count(self, asked: ChatRequest) -> int:
+        """How many tokens the prompt has. Raises Refusal."""
+        agent = self._agent_of(asked.model)
+        try:
+            return self.session.count_tokens(self._messages(asked), agent, self._asked(asked, {}))
+        except Exception as error:
+            raise _refused_template(error) from error
+
+    def _repeated(self, mark: Mark) -> "asyncio.Task[list[Reply]] | None":
+        """The call that is asked for again, if it did not fail. Raises Refusal (422) for another body under its key."""
+        task = self._by_body.get(mark.body_sha256) if mark.is_retry else None
+        if mark.key_sha256 in self._by_key:
+            body_sha256, task = self._by_key[mark.key_sha256]
+            if body_sha256 != mark.body_sha256:
+                raise Refusal(
+                    422, f"{IDEMPOTENCY_KEY} was used with another body; give each request a key", code="idempotency"
+                )
+        has_failed = task is not None and task.done() and (task.cancelled() or task.exception() is not None)
+        return None if has_failed else task
+
+    def _begin(self, work: Callable[[], Coroutine[Any, Any, Any]]) -> "asyncio.Task[Any]":
+        task = asyncio.get_running_loop().create_task(work())
+        self._working.add(task)
+        task.add_done_callback(self._done)
+        return task
+
+    def _done(self, task: "asyncio.Task[Any]") -> None:
+        self._working.discard(task)
+        if not task.cancelled():
+            task.exception()  # who asked may have hung up
+
+    async def _give(self, value: float, name: str, step_index: int | None, agent: str | None) -> None:
+        await self.session.reward(value, name, step_index, agent)
+        await self.session.acknowledged()
+
+    async def _sample(self, asked: ChatRequest | CompletionRequest, mark: Mark, agent: str) -> list[Reply]:
+        """1. The steps are recorded. 2. The log has acknowledged them."""
+        notes: dict[str, Any] = {"body_sha256": mark.body_sha256}
+        notes |= {} if mark.key_sha256 is None else {"key_sha256": mark.key_sha256}
+        deviations = deviations_of(asked, self.session.sampling)
+        notes |= {"asked": deviations} if deviations else {}
+        try:
+            replies = await self.session.sample(self._messages(asked), asked.n, agent, asked=self._asked(asked, notes))
+        except TurnsExhausted as error:
+            self._exhausted = error
+            raise Refusal(400, str(error), code="max_turns") from error
+        except PromptTooLongError as error:
+            raise Refusal(400, str(error), param="messages", code="context_length_exceeded") from error
+        except ModelError as error:
+            raise Refusal(500, str(error), code="engine_error") from error
+        except EnvironmentRunError as error:
+            raise Refusal(400, str(error)) from error
+        except Exception as error:  # templates are programs of the model's maker and raise what they like
+            raise _refused_template(error) from error
+        for reply, answer in zip(replies, self._answered(asked, replies).answers, strict=True):
+            if answer.tool_calls:
+                self._texts[_fingerprint(answer.text, answer.tool_calls)] = reply.text
+        await self.session.acknowledged()
+        return replies
+
+    def _answered(self, asked: ChatRequest | CompletionRequest, replies: list[Reply]) -> Answered:
+        has_tools = isinstance(asked, ChatRequest) and asked.tools_for_template() is not None
+        answers = [self._answer(asked, reply, has_tools=has_tools) for reply in replies]
+        name = f"{self.session.rollout_id}/s{replies[0].step_index}"
+        return Answered(answers, hashlib.sha256(name.encode()).hexdigest()[:24], replies[0].began_ms // 1000)
+
+    def _answer(self, asked: ChatRequest | CompletionRequest, reply: Reply, *, has_tools: bool) -> Answer:
+        generation, agent = reply.generation, self._agent_of(asked.model)
+        group = self.session.model_group(agent)
+        if generation is None:  # a scripted opponent's
+            return Answer(reply.text, (), (), (), (), "stop", (), group, 0)
+        tokenizer = self._engine.tokenizer(group)
+        is_cut = stop_length(generation, tokenizer, asked.stop) is not None
+        return answer_of(
+            generation,
+            tokenizer,
+            prompt_ids=reply.prompt_ids,
+            stop=asked.stop,
+            has_tools=has_tools,
+            is_cut=is_cut,
+        )
+
+    def _asked(self, asked: ChatRequest | CompletionRequest, notes: Mapping[str, Any]) -> CallOptions:
+        def cut(generation: Generation, tokenizer: Tokenizer) -> Generation:
+            length = stop_length(generation, tokenizer, asked.stop)
+            return generation if length is None else cut_to(generation, length)
+
+        is_chat = isinstance(asked, ChatRequest)
+        return CallOptions(
+            tools=(asked.tools_for_template() or ()) if is_chat else (),
+            max_new_tokens=asked.max_completion_tokens or asked.max_tokens,
+            cut=cut,
+            notes=notes,
+            text=None if is_chat else str(asked.content),
+        )
+
+    def _messages(self, asked: ChatRequest | CompletionRequest) -> list[Message]:
+        """As the chat template gets them: answers with tool calls word for word as the model wrote them."""
+        if not isinstance(asked, ChatRequest):
+            return [{"role": "user", "content": str(asked.content)}]
+        found: list[Message] = []
+        for message in asked.messages:
+            calls = message.tool_calls if message.role == "assistant" else None
+            written = self._texts.get(_fingerprint(message.content, calls)) if calls else None
+            found.append(message.for_template() if written is None else {"role": "assistant", "content": written})
+        return found
+
+    def _agent_of(self, model: str) -> str:
+        """The agent that a model's name stands for: an agent's own name, or a model group's. Raises Refusal (404)."""
+        session = self.session
+        if model in session.agents:
+            return model
+        groups = {session.model_group(agent): agent for agent in reversed(session.agents)}
+        groups |= {group.rpartition("/")[2]: agent for group, agent in groups.items()}
+        groups |= {RUNS_MODEL: self._agent}
+        if model not in groups:
+            known = ", ".join(sorted({*session.agents, *groups}))
+            raise Refusal(
+                404, f"model {model!r} is not served here; use one of: {known}", param="model", code="model_not_found"
+            )
+        return groups[model]
+
+    def _check_open(self) -> None:
+        if self._end.done():
+            raise ended(self.session.rollout_id)
+
+    def _check_sampled(self, asked: ChatRequest | CompletionRequest) -> None:
+        if asked.min_version is not None:
+            raise Refusal(400, "min_version: the run decides which weights answer here; remove it", param="min_version")
+        if isinstance(asked, CompletionRequest) and not isinstance(asked.content, str):
+            raise Refusal(400, "prompt: token ids are not recorded; give a text", param="prompt")
+
+
+def ended(rollout_id: str) -> Refusal:
+    """The refusal of what comes after the end."""
+    return Refusal(409, f"rollout {rollout_id} has ended", code="rollout_ended")
+
+
+def deviations_of(asked: ChatRequest | CompletionRequest, sampling: Sampling) -> dict[str, Any]:
+    """What a request asks of its sampling that the run's settings do not allow: it is recorded and not done."""
+    wanted: dict[str, Any] = {}
+    for key in sorted({"temperature", "top_p", "top_k"} & asked.model_fields_set):
+        value = getattr(asked, key)
+        if value is not None and value != getattr(sampling, key):
+            wanted[key] = value
+    limit = asked.max_completion_tokens or asked.max_tokens
+    wanted |= {"max_tokens": limit} if limit is not None and limit > sampling.max_new_tokens else {}
+    return wanted | ({"seed": asked.seed} if asked.seed is not None else {})
+
+
+def _fingerprint(text: str, calls: Any) -> bytes:
+    """Of a message with tool calls, as a client gives it back."""
+    return hashlib.sha256(orjson.dumps([text or "", calls], option=orjson.OPT_SORT_KEYS)).digest()
+
+
+def _refused_template(error: Exception) -> Refusal:
+    if isinstance(error, Refusal):
+        return error
+    line = " ".join(str(error).split())[:300]
+    return Refusal(400, f"messages: the chat template refuses them: {line}", param="messages")
+
+
+class RolloutKeys:
+    """Keys of rollouts: whoever bears one may play that rollout and no other.
+
+    A key holds the rollout's id and its HMAC under the secret of the workspace, so no key is stored anywhere, and it
+    stays good when the process that gave it out was killed.
+    """
+
+    def __init__(self, secret: str) -> None:
+        self._secret = hashlib.sha256(f"rollout keys\x1f{secret}".encode()).digest()
+
+    def key_of(self, rollout_id: str) -> str:
+        """The key of a rollout; the same at any time."""
+        name = base64.urlsafe_b64encode(rollout_id.encode()).decode().rstrip("=")
+        return f"{KEY_PREFIX}{name}.{self._mac(rollout_id)}"
+
+    def rollout_of(self, key: str) -> str | None:
+        """The rollout that a key is for; None if it is none of ours."""
+        name, dot, mac = key.removeprefix(KEY_PREFIX).rpartition(".")
+        if not key.startswith(KEY_PREFIX) or not dot:
+            return None
+        try:
+            rollout_id = base64.urlsafe_b64decode(name + "=" * (-len(name) % 4)).decode()
+        except (binascii.Error, ValueError):
+            return None
+        is_ours = hmac.compare_digest(mac.encode(errors="replace"), self._mac(rollout_id).encode())
+        return rollout_id if is_ours else None
+
+    def _mac(self, rollout_id: str) -> str:
+        return hmac.new(self._secret, rollout_id.encode(), hashlib.sha256).hexdigest()

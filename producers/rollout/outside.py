@@ -1,0 +1,104 @@
+"""What sessions and environments know of the gateway through which programs outside of this process play rollouts."""
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol
+
+from rollstream.producers.engines.base import Generation, Tokenizer
+from rollstream.schemas.events.rollouts import VersionSpan
+from rollstream.schemas.settings import Sampling
+
+REFUSED_CALL = "refused_call"
+"""Name of the step of a call that was refused; it has no tokens."""
+
+
+def _whole(generation: Generation, tokenizer: Tokenizer) -> Generation:
+    return generation
+
+
+@dataclass(frozen=True, slots=True)
+class CallOptions:
+    """What a program outside asked for with its messages. Anything that it cannot choose is not in here."""
+
+    tools: Sequence[Mapping[str, Any]] = ()
+    """For the chat template."""
+    max_new_tokens: int | None = None
+    """Fewer than the run's setting, or all of them."""
+    cut: Callable[[Generation, Tokenizer], Generation] = _whole
+    """The part of an answer that is given and recorded: up to a stop text."""
+    notes: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    """Recorded in the step's metadata under `gateway`: JSON values."""
+    text: str | None = None
+    """The prompt as it is, in place of rendered messages."""
+
+    @property
+    def data(self) -> dict[str, Any]:
+        """What the chat template and the record have beside the messages."""
+        return {"tools": list(self.tools)} if self.tools else {}
+
+    def within(self, sampling: Sampling) -> Sampling:
+        """The run's sampling, with fewer tokens if fewer were asked for."""
+        if self.max_new_tokens is None or self.max_new_tokens >= sampling.max_new_tokens:
+            return sampling
+        return sampling.model_copy(update={"max_new_tokens": self.max_new_tokens})
+
+
+class OpenedRollout(Protocol):
+    """A rollout that a program outside can play."""
+
+    @property
+    def base_url(self) -> str:
+        """Without `/v1`: what OpenAI's clients take has it appended, what Anthropic's take has not."""
+        ...
+
+    @property
+    def key(self) -> str:
+        """The capability to play this rollout and no other."""
+        ...
+
+    async def ended(self) -> None:
+        """Return when the program has ended the rollout, and every call is recorded.
+
+        Raises EnvironmentRunError if the program said that it failed, TurnsExhausted if it asked for too many answers.
+        """
+        ...
+
+    async def settle(self) -> None:
+        """The program is gone: return when every call is recorded. Raises TurnsExhausted as `ended` does."""
+        ...
+
+
+class Gateway(Protocol):
+    """Where rollouts are opened to programs outside."""
+
+    def open(self, session: Any, agent: str, *, is_claimable: bool) -> AbstractAsyncContextManager[OpenedRollout]:
+        """Answer calls for the rollout of a Session while inside; a model's name that names no other agent is `agent`.
+
+        `is_claimable`: whoever asks for any rollout may get this one.
+        """
+        ...
+
+
+def metadata_of(asked: CallOptions | None, flags: Mapping[str, Any]) -> dict[str, Any] | None:
+    """Metadata of a step: its flags, and the notes of who asked for it."""
+    return {**flags, **({} if asked is None else {"gateway": dict(asked.notes)})} or None
+
+
+def cut_to(generation: Generation, num_tokens: int) -> Generation:
+    """The first tokens of an answer, which then ended there by itself."""
+    spans: list[VersionSpan] = []
+    left = num_tokens
+    for span in generation.spans:
+        if left > 0:
+            spans.append(span.model_copy(update={"length": min(left, span.length)}))
+            left -= span.length
+    kept = generation.kept
+    return replace(
+        generation,
+        token_ids=generation.token_ids[:num_tokens],
+        logprobs=generation.logprobs[:num_tokens],
+        spans=tuple(spans),
+        finish_reason="stop",
+        kept=None if kept is None else kept.first(num_tokens),
+    )

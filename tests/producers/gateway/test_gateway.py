@@ -1,0 +1,231 @@
+"""Rollouts that an agent outside plays by HTTP: its calls, rewards and end become the events of a complete attempt."""
+
+import asyncio
+import json
+from typing import Any
+
+import openai
+import pytest
+
+from rollstream.producers.gateway.played import RolloutKeys
+from rollstream.schemas import tokens
+from rollstream.schemas.events import RolloutEnded, RolloutFailed
+from tests.producers.conftest import answers
+from tests.producers.gateway.gateway_rig import play_outside
+
+CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 3, "b": 4}}\n</tool_call>'
+TOOL: dict[str, Any] = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
+
+
+def of(step: Any) -> Any:
+    """A step whose optional parts are there."""
+    return step
+
+
+def gateway_of(step: Any) -> Any:
+    return step.metadata["gateway"]
+
+
+def test_calls_become_steps_with_the_tokens_and_logprobs_that_the_agent_is_given(tmp_path):
+    given: list[Any] = []
+
+    async def agent(one):
+        given.append(await one.chat("3+4=?"))
+        await one.reward(1.0)
+        await one.end()
+
+    played = play_outside(tmp_path, agent, script=answers("7"))
+    played.assert_complete()
+    step = of(*played.steps)
+    exact = given[0]["choices"][0]["logprobs"]
+    assert tokens.decode_ids(step.llm.prompt_ids).tolist() == exact["prompt_token_ids"]
+    assert tokens.decode_ids(step.llm.completion_ids).tolist() == exact["token_ids"]
+    assert given[0]["choices"][0]["message"]["content"] == "7"
+    assert [(one.name, one.value) for one in played.rewards] == [("reward", 1.0)]
+
+
+def test_a_claim_tells_the_task_and_every_way_to_name_a_rollout_leads_to_it(tmp_path):
+    async def agent(one):
+        assert one.rollout["inputs"] == {"question": "3+4=?"}
+        assert one.rollout["agents"] == ["agent"]
+        body = {"model": "agent", "messages": [{"role": "user", "content": "a"}]}
+        await one.post("/v1/chat/completions", body)
+        await one.post(f"{one.url}/v1/chat/completions", body)
+        path = f"{one.url}/v1/messages"
+        by_name = {"X-Rollout-Id": one.rollout["rollout_id"], "X-Api-Key": one.token}
+        await one.post(path, body | {"max_tokens": 4}, key="no-key", **by_name)
+        counted = await one.post("/v1/messages/count_tokens", body)
+        assert counted["input_tokens"] > 3
+        await one.reward(0.5)
+        await one.end()
+
+    played = play_outside(tmp_path, agent, inputs={"question": "3+4=?"})
+    played.assert_complete()
+    assert len(played.steps) == 3
+
+
+def test_the_openai_client_streams_and_a_conversation_keeps_its_tokens_over_tool_calls(tmp_path):
+    async def agent(one):
+        url = f"{one.rollout['base_url']}/v1"
+        async with openai.AsyncOpenAI(base_url=url, api_key=one.rollout["key"], max_retries=0) as client:
+            messages: list[Any] = [{"role": "user", "content": "3+4"}]
+            first = await client.chat.completions.create(model="policy", messages=messages, tools=[TOOL])  # type: ignore[list-item]
+            said = first.choices[0].message
+            assert said.tool_calls is not None
+            messages.append(said.model_dump(exclude_none=True))
+            messages.append({"role": "tool", "tool_call_id": said.tool_calls[0].id, "content": "7"})
+            stream = await client.chat.completions.create(model="policy", messages=messages, stream=True)
+            assert "".join([chunk.choices[0].delta.content or "" async for chunk in stream]) == "seven"
+        await one.reward(1.0)
+        await one.end()
+
+    played = play_outside(tmp_path, agent, script=answers(CALL, "seven"), sampling={"max_new_tokens": 200})
+    played.assert_complete()
+    first, second = map(of, played.steps)
+    whole = len(tokens.decode_ids(first.llm.prompt_ids)) + len(tokens.decode_ids(first.llm.completion_ids))
+    assert second.llm.prefix.length == whole
+    assert first.data["tools"] == [TOOL]
+
+
+def test_the_runs_sampling_is_enforced_and_what_was_asked_for_is_recorded(tmp_path):
+    async def agent(one):
+        await one.chat("a", temperature=0.25, max_tokens=10_000, seed=3)
+        await one.chat("b", max_tokens=2)
+        await one.reward(1.0)
+        await one.end()
+
+    played = play_outside(tmp_path, agent, script=answers("abcdef"))
+    first, second = map(of, played.steps)
+    assert gateway_of(first)["asked"] == {"temperature": 0.25, "max_tokens": 10_000, "seed": 3}
+    assert "asked" not in gateway_of(second)
+    assert len(tokens.decode_ids(second.llm.completion_ids)) == 2
+    assert second.llm.finish_reason == "length"
+
+
+def test_a_stop_text_ends_what_is_recorded_too(tmp_path):
+    async def agent(one):
+        answer = await one.chat("a", stop=["cd"])
+        assert answer["choices"][0]["message"]["content"] == "ab"
+        assert answer["choices"][0]["finish_reason"] == "stop"
+        await one.reward(1.0)
+        await one.end()
+
+    played = play_outside(tmp_path, agent, script=answers("abcdef"))
+    played.assert_complete()
+    step = of(*played.steps)
+    assert len(tokens.decode_ids(step.llm.completion_ids)) == len(tokens.decode_floats(step.llm.logprobs)) == 4
+
+
+def test_a_repeated_call_gets_the_recorded_answer_and_equal_calls_without_a_mark_are_two(tmp_path):
+    async def agent(one):
+        key = {"headers": {"Idempotency-Key": "k1"}}
+        first = await one.chat("a", **key)
+        assert await one.chat("a", **key) == first
+        refused = await one.chat("b", status=422, **key)
+        assert "another body" in refused["error"]["message"]
+        fresh = await one.chat("c")
+        again = await asyncio.gather(*(one.chat("c", headers={"X-Stainless-Retry-Count": "1"}) for _ in range(3)))
+        assert again == [fresh] * 3
+        assert (await one.chat("c"))["id"] != fresh["id"]
+        await one.reward(1.0)
+        await one.end()
+
+    played = play_outside(tmp_path, agent)
+    played.assert_complete()
+    assert len(played.steps) == 3
+
+
+def test_a_reward_counts_once_and_what_is_no_number_or_comes_too_late_is_refused(tmp_path):
+    async def agent(one):
+        await one.chat("a")
+        await one.reward(1.0)
+        await one.reward(1.0)
+        assert "cannot become 0.5" in (await one.reward(0.5, status=409))["error"]["message"]
+        for bad in ("1.0", None, True, [1]):
+            await one.reward(bad, status=400)
+        await one.post("/reward", b'{"value": NaN}', status=400)
+        await one.post("/reward", b'{"value": 1e999}', status=400)
+        await one.reward(1.0, step_index=7, status=400)
+        await one.reward(1.0, agent="nobody", status=400)
+        await one.reward(0.25, step_index=0, name="process")
+        await one.end()
+        await one.end()
+        assert (await one.chat("a", status=409))["error"]["code"] == "rollout_ended"
+
+    played = play_outside(tmp_path, agent)
+    played.assert_complete()
+    assert [(one.name, one.value) for one in played.rewards] == [("reward", 1.0), ("process", 0.25)]
+
+
+def test_what_cannot_be_answered_is_an_error_in_openais_shape_and_the_rollout_goes_on(tmp_path):
+    async def agent(one):
+        async def code(url, body, status, **options):
+            return (await one.post(url, body, status=status, **options))["error"]["code"]
+
+        ask: dict[str, Any] = {"model": "policy", "messages": [{"role": "user", "content": "a"}]}
+        chat = "/v1/chat/completions"
+        other = RolloutKeys(one.token).key_of("run-1/rl/e0/t1/m0/a0")
+        assert await code(chat, ask, 401, key="wrong") == "invalid_api_key"
+        assert await code(chat, ask, 401, key=one.rollout["key"][:-1] + "x") == "invalid_api_key"
+        assert await code(chat, ask, 403, key=other) == "wrong_rollout"
+        assert await code(f"{one.url}{chat}", ask, 404, key=other) == "rollout_not_found"
+        assert await code(f"{one.url}/rollouts", {}, 403) == "wrong_key"
+        assert await code(chat, ask | {"model": "gpt-9"}, 404) == "model_not_found"
+        assert await code(chat, ask | {"logit_bias": {"1": 2}}, 400) == "unsupported_value"
+        assert await code(chat, b"{", 400) is None
+        assert await code(chat, {"model": "policy"}, 400) is None
+        assert await code(chat, ask, 403, Origin="http://evil.example") == "origin_not_allowed"
+        await one.chat("a")
+        await one.reward(1.0)
+        await one.end()
+
+    played = play_outside(tmp_path, agent)
+    played.assert_complete()
+    assert len(played.steps) == 1
+
+
+def test_turns_run_out_with_a_clear_error_and_end_the_rollout_as_max_turns(tmp_path):
+    async def agent(one):
+        await one.chat("a")
+        assert (await one.chat("b", status=400))["error"]["code"] == "max_turns"
+        await one.end()
+
+    played = play_outside(tmp_path, agent, max_turns=1)
+    assert isinstance(played.last, RolloutEnded)
+    assert played.last.stop_reason == "max_turns"
+
+
+def test_an_agent_that_reports_an_error_fails_its_rollout(tmp_path):
+    async def agent(one):
+        await one.chat("a")
+        await one.end(error="no tool answers")
+
+    last = play_outside(tmp_path, agent).last
+    assert isinstance(last, RolloutFailed)
+    assert last.message == "environment gateway: the agent reported: no tool answers"
+
+
+def test_a_client_that_hangs_up_leaves_a_recorded_call_which_its_retry_is_answered_with(tmp_path):
+    async def agent(one):
+        async with asyncio.timeout(5):
+            hanging = asyncio.create_task(one.chat("a", stream=True))
+            await asyncio.sleep(0.01)
+            hanging.cancel()
+            await asyncio.wait({hanging})
+        await one.chat("a", headers={"X-Stainless-Retry-Count": "1"})
+        await one.reward(1.0)
+        await one.end()
+
+    played = play_outside(tmp_path, agent)
+    played.assert_complete()
+
+
+def test_a_rollout_that_nobody_plays_times_out(tmp_path):
+    last = play_outside(tmp_path, rollout_timeout_s=0.2).last
+    assert isinstance(last, RolloutFailed)
+    assert last.cause == "timeout"
+
+
+@pytest.mark.parametrize("key", ["", "rs-", "rs-.", "rs-é.00", "rs-YQ.zz", json.dumps({}), "rs-" + "A" * 5000 + ".0"])
+def test_keys_that_are_none_of_ours_name_no_rollout(key):
+    assert RolloutKeys("secret").rollout_of(key) is None
