@@ -24,7 +24,7 @@ import numpy as np
 import torch
 
 from rollstream.learner.algorithms.base import BatchView, Member, Row
-from rollstream.learner.algorithms.grpo import Grpo
+from rollstream.learner.algorithms.builtin.grpo import Grpo
 from rollstream.learner.model.logprobs import Head, selected_logprobs
 from rollstream.learner.model.optimizer import make_optimizer
 from rollstream.learner.model.policy import PolicyModel, make_deterministic

@@ -4,18 +4,23 @@ What is asked before training (which rollouts are planned, what a configuration 
 nobody has to know a name.
 """
 
-from typing import Any, ClassVar, Literal, Self, get_origin
+from collections import Counter
+from collections.abc import Callable, Sequence
+from itertools import combinations
+from typing import Any, ClassVar, Literal, Protocol, Self, TypeVar, get_origin
 
-from pydantic import Field, model_validator
+from pydantic import Field, FiniteFloat, model_validator
 
 from rollstream.schemas.base import Settings, added
 
+T = TypeVar("T")
 JobKind = Literal["rl", "sft", "dpo"]
 PREFERENCES: Literal["dpo"] = "dpo"
 """Kind of the jobs that train on pairs, whatever their algorithm is called."""
 Advantage = Literal[
-    "group_std", "group_mean", "leave_one_out", "batch_std", "batch_mean", "per_agent", "hierarchical", "rae"
-]
+    "group_std", "group_mean", "leave_one_out", "max_rl", "gdpo", "batch_std", "batch_mean", "reinforce_pp_baseline",
+    "per_agent", "hierarchical", "rae"
+]  # fmt: skip
 BATCH_WIDE = frozenset({"batch_std", "batch_mean"})
 """Estimators for which a whole batch is one group (a global baseline, as in REINFORCE++, arXiv 2501.03262)."""
 DEFAULT = "grpo"
@@ -100,6 +105,47 @@ class AlgorithmSettings(Settings):
         return {}
 
 
+class OffPolicySettings(Settings):
+    """Correction for tokens that another policy sampled than the proximal one, before the batch's first optimizer step.
+
+    The loss's ratio is then that to the proximal policy, and its tokens weigh w, the ratio of the proximal policy to
+    the one that sampled: decoupled PPO (arXiv 2110.00641, equation 6), with TRL's modes and defaults.
+    """
+
+    level: Literal["token", "sequence"] = "sequence"
+    """w of each token, or the product of a sequence's tokens for all of them."""
+    mode: Literal["truncate", "mask"] = "mask"
+    """Beyond a bound w becomes the bound (truncate) or 0 (mask)."""
+    clip_min: float | None = Field(default=None, ge=0)
+    """Lower bound of w; None: there is none. IcePop (arXiv 2510.18855) masks tokens outside 0.5 to 5."""
+    clip_max: float = Field(default=3.0, gt=0)
+    reject: Literal["k1", "k2", "k3"] | None = None
+    """Leave a sequence out by its mean estimate of the KL divergence between the two policies."""
+    reject_above: float = Field(default=0.1, gt=0)
+    """That mean, from which on a sequence is left out."""
+
+    @model_validator(mode="after")
+    def _bounds_are_in_order(self) -> Self:
+        if self.clip_min is not None and self.clip_min >= self.clip_max:
+            raise ValueError(f"clip_min {self.clip_min:g} is not below clip_max {self.clip_max:g}")
+        return self
+
+
+class OverlongSettings(Settings):
+    """DAPO's soft overlong punishment (arXiv 2503.14476, equation 13)."""
+
+    max_length: int = Field(ge=1)
+    """Completion tokens of a rollout from which on 1 is subtracted from its reward."""
+    buffer: int = Field(ge=1)
+    """Over so many tokens before that, what is subtracted grows from 0 to 1."""
+
+    @model_validator(mode="after")
+    def _buffer_fits(self) -> Self:
+        if self.buffer > self.max_length:
+            raise ValueError(f"buffer {self.buffer} is longer than max_length {self.max_length}")
+        return self
+
+
 class PolicyGradientSettings(AlgorithmSettings):
     """Of an algorithm that weighs tokens by the advantages of their rollouts. Derive from it for another one."""
 
@@ -108,8 +154,12 @@ class PolicyGradientSettings(AlgorithmSettings):
     rollout a task is enough. All compare trajectories of the same agent; per_agent is group_std by the name of Dr. MAS
     (arXiv 2602.08847). hierarchical: agents that differ by a number at the end of their names (solver_1, solver_2) are
     compared within their rollout, all others as by group_std. rae: with the agent's own moving average (SPIRAL,
-    arXiv 2506.24119), which goes on from batch to batch.
+    arXiv 2506.24119), which goes on from batch to batch. max_rl: by the task's mean reward in place of the deviation
+    (arXiv 2602.02710). gdpo: each of several rewards is normalised by itself first (arXiv 2601.05242).
+    reinforce_pp_baseline: less the task's mean, then by the deviation of the batch (arXiv 2501.03262).
     """
+    reward_weights: dict[str, FiniteFloat] = added({})
+    """gdpo: weight by reward name; of one that is not named: 1."""
     rae_decay: float = added(0.95, ge=0, lt=1)
     """Of that moving average: what is left of it after one more trajectory."""
     step_rewards: Literal["total", "process"] = added("total")
@@ -117,6 +167,16 @@ class PolicyGradientSettings(AlgorithmSettings):
     which a token answers for the rewards of its own step and of those after it. Groups of equal sums are left out of
     batches all the same, unless `drop_zero_variance` is off.
     """
+    step_discount: float = added(1.0, gt=0, le=1)
+    """process: factor of a later reward for each step that it is later; gamma times lambda of PPO's advantage
+    estimation (GAE, arXiv 1506.02438, equation 16) without a critic.
+    """
+    aggregation: Literal["tokens", "sequences", "constant"] = added("tokens")
+    """The mean of a mini-batch's token losses over its tokens (DAPO, BNPO), over sequences of their means (GRPO), or
+    their sum over sequences times `aggregation_length` (Dr. GRPO, arXiv 2503.20783).
+    """
+    aggregation_length: int | None = added(None, ge=1)
+    off_policy: OffPolicySettings | None = added(None)
     entropy_coefficient: float = Field(default=0.0, ge=0)
     mask_truncated: bool = added(False)
     """Do not train completions that ended at the token limit (finish_reason `length`)."""
@@ -124,6 +184,8 @@ class PolicyGradientSettings(AlgorithmSettings):
     """Subtracted from the reward of a member that has such a completion, before advantages are computed.
     Groups of equal rewards are rejected before; a new run that would is refused.
     """
+    overlong: OverlongSettings | None = added(None)
+    """Subtracted likewise, by length."""
 
     @model_validator(mode="after")
     def _estimator_fits_steps(self) -> Self:
@@ -134,6 +196,12 @@ class PolicyGradientSettings(AlgorithmSettings):
             )
         if self.step_rewards == "process" and self.advantage == "rae":
             raise ValueError("advantage rae compares totals, not steps; use per_agent with step_rewards process")
+        if self.step_rewards == "process" and self.advantage in ("gdpo", "max_rl", "reinforce_pp_baseline"):
+            raise ValueError(
+                f"advantage {self.advantage} compares totals, not steps; use group_std with step_rewards process"
+            )
+        if (self.aggregation == "constant") != (self.aggregation_length is not None):
+            raise ValueError("aggregation constant and aggregation_length belong together; give both or neither")
         return self
 
     @property
@@ -141,9 +209,10 @@ class PolicyGradientSettings(AlgorithmSettings):
         """Behaviour log-probabilities; step rewards and groups of equal rewards as the advantages say."""
         return Needs(
             behaviour=True,
+            proximal=self.off_policy is not None,
             entropy=self.entropy_coefficient > 0,
             step_rewards=self.step_rewards == "process",
-            flat_groups=self.advantage in BATCH_WIDE or self.advantage in ("hierarchical", "rae"),
+            flat_groups=self.advantage in BATCH_WIDE or self.advantage in ("hierarchical", "rae", "gdpo"),
         )
 
     def for_run(self, *, num_generations: int, temperature: float) -> Self:
@@ -152,6 +221,17 @@ class PolicyGradientSettings(AlgorithmSettings):
         if num_generations == 1 and "advantage" not in self.model_fields_set:
             return chosen.model_copy(update={"advantage": "batch_std"})
         return chosen
+
+    def unused(self) -> dict[str, tuple[str, ...]]:
+        """Keys of an estimator that is not chosen."""
+        found = super().unused()
+        if self.advantage != "rae" and "rae_decay" in self.model_fields_set:
+            found = {**found, f"advantage is {self.advantage}": ("rae_decay",)}
+        if self.advantage != "gdpo" and self.reward_weights:
+            found = {**found, f"advantage is {self.advantage}, not gdpo": ("reward_weights",)}
+        if self.step_rewards == "total" and self.step_discount != 1:
+            found = {**found, "step_rewards is total": ("step_discount",)}
+        return found
 
 
 class PairSettings(AlgorithmSettings):
@@ -177,3 +257,56 @@ class PairSettings(AlgorithmSettings):
     def refusal(self, chosen: float, rejected: float) -> str:
         """Why answers of these scores, the first the higher, are not a pair; "" if they are."""
         return ""
+
+
+class PairRule(Protocol):
+    """Settings of the selection."""
+
+    @property
+    def exhaustive_pairs(self) -> bool:
+        """Whether every better and worse answer form a pair; else only the best and the worst."""
+        ...
+
+    @property
+    def min_score_diff(self) -> float:
+        """Minimum difference of the two scores."""
+        ...
+
+    @property
+    def max_pairs_per_turn(self) -> int | None:
+        """Maximum number of pairs, those with the largest differences; None: all."""
+        ...
+
+
+def pairs_by_score(
+    answers: Sequence[T],
+    rule: PairRule,
+    *,
+    score: Callable[[T], float],
+    tie_break: Callable[[T], Any],
+    refusal: Callable[[T, T], str] = lambda chosen, rejected: "",
+) -> tuple[list[tuple[T, T]], Counter[str]]:
+    """(chosen, rejected) of one turn, the largest differences first, and the number of pairs dropped by reason.
+
+    `tie_break`: orders answers of equal score. `refusal`: why two answers do not form a pair, "" if they do.
+    """
+    ranked = sorted(answers, key=lambda answer: (-score(answer), tie_break(answer)))
+    pairs = list(combinations(ranked, 2)) if rule.exhaustive_pairs else [(ranked[0], ranked[-1])]
+    dropped: Counter[str] = Counter()
+    found: list[tuple[T, T]] = []
+    for chosen, rejected in pairs:
+        diff = score(chosen) - score(rejected)
+        if diff <= 0:
+            reason = "equal scores"
+        elif diff < rule.min_score_diff:
+            reason = "less than min_score_diff"
+        else:
+            reason = refusal(chosen, rejected)
+        if reason:
+            dropped[reason] += 1
+        else:
+            found.append((chosen, rejected))
+    found.sort(key=lambda pair: (score(pair[1]) - score(pair[0]), tie_break(pair[0]), tie_break(pair[1])))
+    kept = found[: rule.max_pairs_per_turn]
+    dropped["more than max_pairs_per_turn"] += len(found) - len(kept)
+    return kept, +dropped

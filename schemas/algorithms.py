@@ -3,10 +3,8 @@
 Their losses are in `rollstream.learner.algorithms`, one file an algorithm.
 """
 
-from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from itertools import combinations
-from typing import Annotated, Any, ClassVar, Literal, Protocol, Self, TypeVar, cast
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar, cast
 
 from pydantic import Discriminator, Field, JsonValue, ModelWrapValidatorHandler, PrivateAttr, Tag, model_validator
 
@@ -52,7 +50,8 @@ class _BuiltIn(AlgorithmSettings):
         return made
 
     def unused(self) -> dict[str, tuple[str, ...]]:
-        return {f"{self.name} does not use it": self._others} if self._others else {}
+        found = super().unused()
+        return {**found, f"{self.name} does not use it": self._others} if self._others else found
 
 
 def _default(name: str) -> Any:
@@ -91,8 +90,6 @@ class GrpoSettings(_BuiltIn, PolicyGradientSettings):
 
     def unused(self) -> dict[str, tuple[str, ...]]:
         found = super().unused()
-        if self.advantage != "rae" and "rae_decay" in self.model_fields_set:
-            found = {**found, f"advantage is {self.advantage}": ("rae_decay",)}
         return (
             found if self.kl_coefficient or not self.unbiased_kl else {**found, "kl_coefficient is 0": ("unbiased_kl",)}
         )
@@ -112,6 +109,40 @@ class GspoSettings(PolicyGradientSettings):
     name: Literal["gspo"] = "gspo"  # pyright: ignore[reportIncompatibleVariableOverride]
     clip_low: float = Field(default=3e-4, gt=0)
     clip_high: float = Field(default=4e-4, gt=0)
+
+
+class DppoSettings(PolicyGradientSettings):
+    """Divergence proximal policy optimisation (arXiv 2602.04879)."""
+
+    name: Literal["dppo"] = "dppo"  # pyright: ignore[reportIncompatibleVariableOverride]
+    divergence: Literal["binary_tv", "binary_kl"] = "binary_tv"
+    """Total variation or KL divergence between two policies that only know "this token" and "another one"."""
+    delta: float = Field(default=0.15, gt=0)
+    """A token that moves away from the sampling policy beyond it has no gradient; the paper has 0.15 for binary_tv and
+    0.05 for binary_kl.
+    """
+    ratio_max: float = Field(default=20.0, gt=1)
+    """Bound of a token's ratio."""
+
+
+class SapoSettings(PolicyGradientSettings):
+    """Soft adaptive policy optimisation (arXiv 2511.20347)."""
+
+    name: Literal["sapo"] = "sapo"  # pyright: ignore[reportIncompatibleVariableOverride]
+    aggregation: Literal["tokens", "sequences", "constant"] = "sequences"
+    temperature_positive: float = Field(default=1.0, gt=0)
+    temperature_negative: float = Field(default=1.05, gt=0)
+    """How fast the gradient of a token with a negative advantage fades as its ratio leaves 1."""
+
+
+class VespoSettings(PolicyGradientSettings):
+    """Variational sequence-level soft policy optimisation (VESPO), by TRL's names and defaults."""
+
+    name: Literal["vespo"] = "vespo"  # pyright: ignore[reportIncompatibleVariableOverride]
+    k_positive: float = Field(default=2.0, ge=0)
+    lambda_positive: float = Field(default=3.0, ge=0)
+    k_negative: float = Field(default=3.0, ge=0)
+    lambda_negative: float = Field(default=2.0, ge=0)
 
 
 class SftSettings(_BuiltIn):
@@ -139,6 +170,34 @@ class DpoSettings(_BuiltIn, PairSettings):
     """Weight of the chosen answer's mean negative log-likelihood in the loss."""
     average_logprobs: bool = added(False)
     """An answer's log-probability is the mean over its tokens instead of their sum."""
+    loss_type: Literal["sigmoid", "ipo"] = added("sigmoid")
+    """ipo: the margin of log-ratios is drawn to 1 / (2 beta) (arXiv 2310.12036); usually with `average_logprobs`."""
+    label_smoothing: float = added(0.0, ge=0, lt=0.5)
+    """Share of pairs that are taken for the wrong way round (conservative DPO); of sigmoid only."""
+
+    @model_validator(mode="after")
+    def _smoothing_fits(self) -> Self:
+        if self.loss_type == "ipo" and self.label_smoothing:
+            raise ValueError("label_smoothing is for loss_type sigmoid; remove it, or choose sigmoid")
+        return self
+
+
+class KtoSettings(AlgorithmSettings):
+    """Kahneman-Tversky optimisation (arXiv 2402.01306): rollouts are good or bad, without pairs."""
+
+    KL_FIELD: ClassVar[str | None] = "beta"
+
+    name: Literal["kto"] = "kto"  # pyright: ignore[reportIncompatibleVariableOverride]
+    beta: float = Field(default=0.1, gt=0)
+    reward_threshold: float = 0.5
+    """Rollouts of this reward or more are desirable."""
+    desirable_weight: float = Field(default=1.0, ge=0)
+    undesirable_weight: float = Field(default=1.0, ge=0)
+
+    @property
+    def needs(self) -> Needs:
+        """Rewards and the reference; a group in which every rollout is good trains too."""
+        return Needs(reference=True, flat_groups=True)
 
 
 class ExpertIterationSettings(AlgorithmSettings):
@@ -245,6 +304,10 @@ BUILT_IN: dict[str, type[AlgorithmSettings]] = {
     "malt": MaltSettings,
     "cispo": CispoSettings,
     "gspo": GspoSettings,
+    "dppo": DppoSettings,
+    "sapo": SapoSettings,
+    "vespo": VespoSettings,
+    "kto": KtoSettings,
 }
 
 
@@ -264,6 +327,10 @@ Algorithm = Annotated[
     | Annotated[MaltSettings, Tag("malt")]
     | Annotated[CispoSettings, Tag("cispo")]
     | Annotated[GspoSettings, Tag("gspo")]
+    | Annotated[DppoSettings, Tag("dppo")]
+    | Annotated[SapoSettings, Tag("sapo")]
+    | Annotated[VespoSettings, Tag("vespo")]
+    | Annotated[KtoSettings, Tag("kto")]
     | Annotated[CustomSettings, Tag(_CUSTOM)],
     Discriminator(_tag),
 ]
@@ -277,56 +344,3 @@ def recorded(settings: AlgorithmSettings) -> AlgorithmSettings:
     values = settings.model_dump(mode="json")
     common = {name: values.pop(name) for name in AlgorithmSettings.model_fields}
     return CustomSettings(**common, options=values, declared=settings.needs)
-
-
-class PairRule(Protocol):
-    """Settings of the selection."""
-
-    @property
-    def exhaustive_pairs(self) -> bool:
-        """Whether every better and worse answer form a pair; else only the best and the worst."""
-        ...
-
-    @property
-    def min_score_diff(self) -> float:
-        """Minimum difference of the two scores."""
-        ...
-
-    @property
-    def max_pairs_per_turn(self) -> int | None:
-        """Maximum number of pairs, those with the largest differences; None: all."""
-        ...
-
-
-def pairs_by_score(
-    answers: Sequence[T],
-    rule: PairRule,
-    *,
-    score: Callable[[T], float],
-    tie_break: Callable[[T], Any],
-    refusal: Callable[[T, T], str] = lambda chosen, rejected: "",
-) -> tuple[list[tuple[T, T]], Counter[str]]:
-    """(chosen, rejected) of one turn, the largest differences first, and the number of pairs dropped by reason.
-
-    `tie_break`: orders answers of equal score. `refusal`: why two answers do not form a pair, "" if they do.
-    """
-    ranked = sorted(answers, key=lambda answer: (-score(answer), tie_break(answer)))
-    pairs = list(combinations(ranked, 2)) if rule.exhaustive_pairs else [(ranked[0], ranked[-1])]
-    dropped: Counter[str] = Counter()
-    found: list[tuple[T, T]] = []
-    for chosen, rejected in pairs:
-        diff = score(chosen) - score(rejected)
-        if diff <= 0:
-            reason = "equal scores"
-        elif diff < rule.min_score_diff:
-            reason = "less than min_score_diff"
-        else:
-            reason = refusal(chosen, rejected)
-        if reason:
-            dropped[reason] += 1
-        else:
-            found.append((chosen, rejected))
-    found.sort(key=lambda pair: (score(pair[1]) - score(pair[0]), tie_break(pair[0]), tie_break(pair[1])))
-    kept = found[: rule.max_pairs_per_turn]
-    dropped["more than max_pairs_per_turn"] += len(found) - len(kept)
-    return kept, +dropped

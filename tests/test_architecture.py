@@ -25,7 +25,13 @@ FLOORS = {
         "producers/engines producers/protocols",
     ],
     "processors": ["processors", "processors/assemble", "processors/curate", "processors/host"],
-    "learner": ["learner/shared_model_group", "learner", "learner/model", "learner/algorithms"],
+    "learner": [
+        "learner/shared_model_group",
+        "learner",
+        "learner/model",
+        "learner/algorithms/builtin",
+        "learner/algorithms",
+    ],
     "metrics": ["metrics", "metrics/sql", "metrics/projection"],
     "replay": ["replay/what_if", "replay", "replay/archive"],
     "harness": [

@@ -12,7 +12,7 @@ from typing import Any, cast
 from pydantic import BaseModel, ValidationError
 
 from rollstream.producers.traces.messages import answer_of, prompt_of
-from rollstream.schemas.algorithms import pairs_by_score
+from rollstream.schemas.algorithm_settings import pairs_by_score
 from rollstream.schemas.events.intermediate_steps import IntermediateStepPayload, IntermediateStepType
 
 Prompt = tuple[tuple[str, str], ...] | str

@@ -165,7 +165,7 @@ def check_temperature(config: RunConfig) -> None:
 
 
 def check_truncation(config: RunConfig) -> None:
-    """Raises ConfigError if groups with equal rewards are rejected before `truncation_penalty` is subtracted.
+    """Raises ConfigError if groups with equal rewards are rejected before a penalty for their length is subtracted.
 
     The penalty is meant for groups of which some members were truncated and none succeeded.
     """
@@ -176,7 +176,10 @@ def check_truncation(config: RunConfig) -> None:
 
 def _check_truncation(config: RunConfig, spec: JobSpec) -> None:
     algorithm = config.adapter.algorithm
-    if not isinstance(algorithm, PolicyGradientSettings) or not algorithm.truncation_penalty:
+    if not isinstance(algorithm, PolicyGradientSettings):
+        return
+    penalty = "truncation_penalty" if algorithm.truncation_penalty else "overlong" if algorithm.overlong else None
+    if penalty is None:
         return
     remedies: list[str] = []
     if spec.plan.planning == "stream" and spec.plan.drop_zero_variance:
@@ -185,7 +188,7 @@ def _check_truncation(config: RunConfig, spec: JobSpec) -> None:
         remedies.append("finetuning.curriculum_learning.min_reward_diff: 0")
     if remedies:
         raise ConfigError(
-            f"trainer_adapters.{config.finetuning.trainer_adapter}.algorithm.truncation_penalty: groups with equal "
+            f"trainer_adapters.{config.finetuning.trainer_adapter}.algorithm.{penalty}: groups with equal "
             f"rewards are rejected before it is subtracted; set {' and '.join(remedies)}, or remove the penalty"
         )
 

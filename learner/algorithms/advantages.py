@@ -5,8 +5,8 @@ from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from rollstream.learner.algorithms.base import Algorithm, BatchView, Member, PerToken, Prepared
-from rollstream.schemas.algorithm_settings import BATCH_WIDE, Advantage, PolicyGradientSettings
+from rollstream.learner.algorithms.base import Algorithm, BatchView, Member, Normaliser, PerToken, Prepared
+from rollstream.schemas.algorithm_settings import BATCH_WIDE, Advantage, OverlongSettings, PolicyGradientSettings
 
 EPSILON = 1e-6
 
@@ -36,10 +36,19 @@ def leave_one_out(rewards_G: Sequence[float]) -> list[float]:
     return [value * len(rewards_G) / others for value in group_mean(rewards_G)]
 
 
+def max_rl(rewards_G: Sequence[float]) -> list[float]:
+    """(r - mean) / mean (Tajwar et al., "Maximum Likelihood Reinforcement Learning", arXiv 2602.02710); 0 if no reward
+    was won. Rewards are not negative.
+    """
+    mean = math.fsum(rewards_G) / len(rewards_G)
+    return [value / mean if mean > 0 else 0.0 for value in group_mean(rewards_G)]
+
+
 ESTIMATORS: dict[Advantage, Callable[[Sequence[float]], list[float]]] = {
     "group_std": group_std,
     "group_mean": group_mean,
     "leave_one_out": leave_one_out,
+    "max_rl": max_rl,
     "batch_std": group_std,
     "batch_mean": group_mean,
     "per_agent": group_std,
@@ -58,6 +67,37 @@ def by_group(rewards: Sequence[float], groups: Iterable[Hashable], estimator: Ad
         for index, value in zip(members, values, strict=True):
             advantages[index] = value
     return advantages
+
+
+def decoupled(members: Sequence[Member], weights: Mapping[str, float]) -> list[float]:
+    """GDPO (arXiv 2601.05242): the weighted sum of each reward's `group_std`, normalised by mean and deviation of all
+    such sums of the agent in the batch. A reward that a member did not get counts as 0.
+    """
+    groups = [(member.group_id, member.agent) for member in members]
+    sums = [0.0] * len(members)
+    for name in sorted({name for member in members for name in member.rewards}):
+        found = by_group([member.rewards.get(name, 0.0) for member in members], groups, "group_std")
+        sums = [total + weights.get(name, 1.0) * value for total, value in zip(sums, found, strict=True)]
+    return by_group(sums, [member.agent for member in members], "group_std")
+
+
+def against_group_by_batch(rewards: Sequence[float], members: Sequence[Member]) -> list[float]:
+    """(r - mean of the group), divided by the root mean square of all such differences of the agent in the batch:
+    REINFORCE++-baseline (arXiv 2501.03262).
+    """
+    centred = by_group(rewards, [(member.group_id, member.agent) for member in members], "group_mean")
+    agents = {member.agent for member in members}
+    scale = {
+        agent: math.sqrt(math.fsum(squares) / len(squares)) + EPSILON
+        for agent in agents
+        if (squares := [value**2 for value, member in zip(centred, members, strict=True) if member.agent == agent])
+    }
+    return [value / scale[member.agent] for value, member in zip(centred, members, strict=True)]
+
+
+def overlong_penalty(length: int, settings: OverlongSettings) -> float:
+    """DAPO's soft overlong punishment, 0 to 1 (arXiv 2503.14476, equation 13, with its sign turned)."""
+    return min(1.0, max(0.0, (length - settings.max_length + settings.buffer) / settings.buffer))
 
 
 def role_of(agent: str) -> str:
@@ -116,13 +156,14 @@ def stepped(member: Member, total: float) -> SteppedMember:
 
 
 def by_step(
-    members: Sequence[SteppedMember], groups: Iterable[Hashable], estimator: Advantage
+    members: Sequence[SteppedMember], groups: Iterable[Hashable], estimator: Advantage, discount: float = 1.0
 ) -> list[dict[int, float]]:
     """Advantage by step with tokens, one mapping a member: process supervision (arXiv 2402.03300, section 4.1.3).
 
     1. The final reward of a member counts as a reward of its last step. 2. All rewards of all steps of a group are
     normalised together by the estimator; a step that got none has none to normalise. 3. A step's advantage is the sum
-    of the normalised rewards of itself and the steps after it. Without step rewards all of a member's steps have the
+    of the normalised rewards of itself and the steps after it, each times `discount` for every step that it is later
+    (GAE without a critic, arXiv 1506.02438, equation 16). Without step rewards all of a member's steps have the
     advantage that `by_group` gives the member.
     """
     rewards = [sorted(member.rewards().items()) for member in members]
@@ -133,29 +174,45 @@ def by_step(
     for (index, step), value in zip(owners, flat, strict=True):
         normalised[index][step] = value
     return [
-        {step: math.fsum(value for later, value in found.items() if later >= step) for step in member.steps}
+        {
+            step: math.fsum(value * discount ** (later - step) for later, value in found.items() if later >= step)
+            for step in member.steps
+        }
         for member, found in zip(members, normalised, strict=True)
     ]
 
 
-def of_members(members: Sequence[Member], settings: PolicyGradientSettings) -> Sequence[float | Mapping[int, float]]:
-    """One advantage a member, or one a step of it, from rewards less the penalty of truncated answers.
+def of_members(
+    members: Sequence[Member], settings: PolicyGradientSettings, rewards: Sequence[float] | None = None
+) -> Sequence[float | Mapping[int, float]]:
+    """One advantage a member, or one a step of it. `rewards`: one a member, less penalties; None: as they are.
 
-    Not for `rae`, which needs what it knows of earlier batches.
+    Not for `rae`, which needs what it knows of earlier batches. `gdpo` knows the members' rewards by name alone.
     """
+    rewards = [member.reward for member in members] if rewards is None else rewards
+    if settings.advantage == "gdpo":
+        return decoupled(members, settings.reward_weights)
+    if settings.advantage == "reinforce_pp_baseline":
+        return against_group_by_batch(rewards, members)
     is_wide = settings.advantage in BATCH_WIDE
     groups: list[Hashable] = [("" if is_wide else member.group_id, member.agent) for member in members]
     if settings.advantage == "hierarchical":
         groups = hierarchical_groups(members)
-    rewards = _rewards(members, settings)
     if settings.step_rewards == "total":
         return by_group(rewards, groups, settings.advantage)
     by_member = [stepped(member, reward) for member, reward in zip(members, rewards, strict=True)]
-    return by_step(by_member, groups, settings.advantage)
+    return by_step(by_member, groups, settings.advantage, settings.step_discount)
 
 
-def _rewards(members: Sequence[Member], settings: PolicyGradientSettings) -> list[float]:
-    return [m.reward - settings.truncation_penalty if m.is_truncated else m.reward for m in members]
+def penalised(batch: BatchView, settings: PolicyGradientSettings) -> list[float]:
+    """Rewards of the members, less what truncated and overlong answers cost."""
+    rewards = [one.reward - settings.truncation_penalty if one.is_truncated else one.reward for one in batch.members]
+    if settings.overlong is None:
+        return rewards
+    lengths = Counter[int]()
+    for row in batch.rows:
+        lengths[row.member] += row.num_completion_tokens
+    return [reward - overlong_penalty(lengths[index], settings.overlong) for index, reward in enumerate(rewards)]
 
 
 class PolicyGradient(Algorithm):
@@ -164,16 +221,25 @@ class PolicyGradient(Algorithm):
     def prepare(self, batch: BatchView, settings: PolicyGradientSettings) -> Prepared:
         """Advantages by row, or by token with step rewards; truncated completions are left out if settings say so."""
         statistics: Mapping[str, float] = {}
+        rewards = penalised(batch, settings)
         if settings.advantage == "rae":
             agents = [member.agent for member in batch.members]
-            rewards = _rewards(batch.members, settings)
             found, statistics = role_conditioned(rewards, agents, batch.statistics, settings.rae_decay)
         else:
-            found = of_members(batch.members, settings)
+            found = of_members(batch.members, settings, rewards)
         advantages: list[PerToken] = []
         for row in batch.rows:
             value = found[row.member]
             advantages.append(value if isinstance(value, (int, float)) else row.by_step(value))
         keep = [~row.truncated for row in batch.rows] if settings.mask_truncated else ()
         metrics = {f"baseline/{agent}": value for agent, value in sorted(statistics.items())}
-        return Prepared(advantages=advantages, keep=keep, metrics=metrics, statistics=statistics)
+        normaliser = normaliser_of(settings, len(batch.rows))
+        return Prepared(advantages, keep, normaliser=normaliser, metrics=metrics, statistics=statistics)
+
+
+def normaliser_of(settings: PolicyGradientSettings, num_rows: int) -> Normaliser:
+    """As `aggregation` says; the constant is the share of a mini-batch in the rows of its batch."""
+    if settings.aggregation != "constant":
+        return Normaliser(settings.aggregation)
+    assert settings.aggregation_length is not None
+    return Normaliser("constant", max(1, num_rows) * settings.aggregation_length / settings.mini_batches)

@@ -9,8 +9,7 @@ import numpy as np
 
 from rollstream.learner.algorithms.base import Row
 from rollstream.schemas import tokens
-from rollstream.schemas.algorithm_settings import PairSettings
-from rollstream.schemas.algorithms import pairs_by_score
+from rollstream.schemas.algorithm_settings import PairSettings, pairs_by_score
 from rollstream.schemas.errors import DecodeError
 from rollstream.schemas.events import TrajectoryAssembled
 from rollstream.schemas.events.rollouts import Completion

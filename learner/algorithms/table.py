@@ -40,7 +40,7 @@ def algorithm(name: str, permissions: Permissions, location: str = "algorithm") 
     Raises NotAllowedError before anything is imported, ConfigError for an unknown name or what is no algorithm.
     """
     if name in BUILT_IN:
-        module = importlib.import_module(f"rollstream.learner.algorithms.{name}")
+        module = importlib.import_module(f"rollstream.learner.algorithms.builtin.{name}")
         found = [one for one in vars(module).values() if getattr(one, "Settings", None) is BUILT_IN[name]]
         built_in: Algorithm = found[0]()
         return built_in

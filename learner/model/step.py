@@ -10,6 +10,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from rollstream.learner.algorithms import off_policy
 from rollstream.learner.algorithms.base import Algorithm, BatchView, Counts, Normaliser
 from rollstream.learner.algorithms.tokens import Losses, TokenBatch
 from rollstream.learner.model import collate
@@ -17,6 +18,7 @@ from rollstream.learner.model.collate import MicroBatch
 from rollstream.learner.model.optimizer import learning_rate, set_learning_rate
 from rollstream.learner.model.policy import PolicyModel, Reference
 from rollstream.schemas import ids
+from rollstream.schemas.algorithm_settings import PolicyGradientSettings
 from rollstream.schemas.errors import RunFailedError
 from rollstream.schemas.settings import JobSettings
 
@@ -131,6 +133,8 @@ def aggregated(found: Losses, tokens: TokenBatch, normaliser: Normaliser, count:
     values = found.values
     if found.per == "token" and tokens.weights_N is not None:
         values = values * tokens.weights_N
+    if found.per == "row" and tokens.weights_N is not None:
+        values = values * tokens.mean_by_row(tokens.weights_N)
     if found.per == "token" and normaliser.by == "sequences":
         values = tokens.by_row(values) / torch.tensor(tokens.lengths_B, dtype=values.dtype, device=values.device)
     return values.sum() / count
@@ -169,6 +173,9 @@ def _accumulate(
             tokens = tokens._replace(proximal_N=proximal[number])
         elif chosen.needs.proximal:
             tokens = tokens._replace(proximal_N=logprobs_N.detach())
+        if isinstance(chosen, PolicyGradientSettings) and chosen.off_policy is not None:
+            tokens, seen = off_policy.corrected(tokens, chosen.off_policy)
+            _add(sums, seen)
         found = algorithm.loss(tokens, chosen)
         aggregated(found, tokens, normaliser, count).backward()
         _add(sums, found.sums)
@@ -242,6 +249,7 @@ def _result(
         pairs = 0 if batch.pairs is None else num_units
         counts = Counts(int(counted[_COMPLETION]), int(counted[_SEQUENCES]), pairs)
         metrics |= algorithm.metrics(dict(taken.sums), counts)
+        metrics |= off_policy.metrics(taken.sums, counts.tokens)
     if num_units or batch.pairs is None:
         metrics |= counted
         if _COMPUTED in taken.sums:

@@ -15,7 +15,7 @@ from rollstream.learner.model.optimizer import make_optimizer
 from rollstream.learner.model.policy import PolicyModel, Reference, make_deterministic
 from rollstream.learner.model.step import StepResult, train_batch
 from rollstream.learner.tiny_model import make_tiny_model
-from rollstream.schemas.algorithm_settings import AlgorithmSettings
+from rollstream.schemas.algorithm_settings import AlgorithmSettings, OffPolicySettings, PolicyGradientSettings
 from rollstream.schemas.algorithms import BUILT_IN, CustomSettings
 from rollstream.schemas.events.rollouts import Completion, VersionSpan
 from rollstream.schemas.permissions import Permissions
@@ -227,3 +227,24 @@ def test_weights_are_factors_of_token_losses(model_folder: Path, factor: float) 
     grads, _, _ = case.train(case.batch)
     weighted, _, _ = case.train(case.batch, Weighted())
     assert close({key: factor * value for key, value in grads.items()}, weighted)
+
+
+POLICY_GRADIENTS = [name for name, settings in BUILT_IN.items() if issubclass(settings, PolicyGradientSettings)]
+
+
+@pytest.mark.parametrize("name", POLICY_GRADIENTS)
+def test_every_policy_gradient_can_be_corrected_for_other_policies(model_folder: Path, name: str) -> None:
+    case = case_of(name, model_folder)
+    correction = OffPolicySettings(level="token", mode="truncate", clip_max=1.2)
+    grads, result, weights = case.train(case.batch, off_policy=correction, mini_batches=2)
+    assert {"off_policy/ess", "off_policy/kl", "off_policy/clipped"} <= result.metrics.keys()
+    assert 0 < result.metrics["off_policy/clipped"] < 1
+    assert weights == case.train(case.batch, off_policy=correction, mini_batches=2)[2]
+    assert weights != case.train(case.batch, mini_batches=2)[2]
+    whole, _, _ = case.train(case.batch, off_policy=correction)
+    parts, _, _ = case.train(case.batch, off_policy=correction, max_tokens_per_micro_batch=1)
+    assert close(whole, parts)
+    rejecting = correction.model_copy(update={"reject": "k2", "reject_above": 1e-9})
+    rejected, _, _ = case.train(case.batch, off_policy=rejecting)
+    assert all(not value.any() for value in rejected.values())
+    assert not close(grads, rejected)

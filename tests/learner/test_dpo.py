@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from rollstream.eventlog import codec
-from rollstream.learner.algorithms import dpo
 from rollstream.learner.algorithms.base import BatchView, Counts, Prepared
-from rollstream.learner.algorithms.dpo import Dpo, PairBatch
+from rollstream.learner.algorithms.builtin import dpo
+from rollstream.learner.algorithms.builtin.dpo import Dpo, PairBatch
 from rollstream.learner.algorithms.pairs import Pair, rows_of_pairs
 from rollstream.learner.checkpoint import CheckpointFolder
 from rollstream.learner.model import collate

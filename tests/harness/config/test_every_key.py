@@ -156,6 +156,12 @@ VARIANTS: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {
     ),
     "cispo": changed_by(trainer_adapters__a__algorithm={"name": "cispo"}),
     "gspo": changed_by(trainer_adapters__a__algorithm={"name": "gspo"}),
+    "dppo": changed_by(trainer_adapters__a__algorithm={"name": "dppo"}),
+    "sapo": changed_by(trainer_adapters__a__algorithm={"name": "sapo", "aggregation": "tokens"}),
+    "Dr. GRPO": changed_by(trainer_adapters__a__algorithm={"aggregation": "constant", "aggregation_length": 5}),
+    "DAPO": changed_by(trainer_adapters__a__algorithm={"overlong": {"max_length": 5, "buffer": 2}}),
+    "vespo": changed_by(trainer_adapters__a__algorithm={"name": "vespo"}),
+    "kto": changed_by(trainer_adapters__a__algorithm={"name": "kto"}),
     "malt": changed_by(trainer_adapters__a__algorithm={"name": "malt"}),
     **{
         f"a Kafka that the {block} names, by its {secret}": changed_by(

@@ -97,6 +97,8 @@ def test_a_truncation_penalty_that_comes_after_the_rejection_of_equal_rewards_is
         return
     with pytest.raises(ConfigError, match=rf"algorithm\.truncation_penalty: groups with equal .*{reported}"):
         check_truncation(config_of(written, truncation_penalty=0.5))
+    with pytest.raises(ConfigError, match=rf"algorithm\.overlong: groups with equal .*{reported}"):
+        check_truncation(config_of(written, overlong={"max_length": 9, "buffer": 3}))
 
 
 def test_a_truncation_penalty_is_fine_where_all_of_a_batch_is_compared(written: dict[str, Any]) -> None:

@@ -1,14 +1,17 @@
 """Advantages against numbers worked out by hand, and what holds for any group."""
 
 import math
+from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from pydantic import ValidationError
 
 from rollstream.learner.algorithms import advantages
-from rollstream.learner.algorithms.base import Member
-from rollstream.schemas.algorithm_settings import Advantage
+from rollstream.learner.algorithms.base import BatchView, Member, Row
+from rollstream.schemas.algorithm_settings import Advantage, OverlongSettings
 from rollstream.schemas.algorithms import GrpoSettings
 
 REWARDS = [1.0, 0.0, 0.0, 1.0]
@@ -38,7 +41,10 @@ def test_each_member_is_compared_with_its_own_group_in_the_order_given() -> None
     assert found == [0.5, -5.0, -0.5, 5.0]
 
 
-@given(st.lists(st.floats(-100, 100), min_size=1, max_size=8), st.sampled_from(sorted(advantages.ESTIMATORS)))
+CENTRED = sorted(advantages.ESTIMATORS.keys() - {"max_rl"})
+
+
+@given(st.lists(st.floats(-100, 100), min_size=1, max_size=8), st.sampled_from(CENTRED))
 def test_advantages_of_a_group_add_up_to_nothing(rewards: list[float], estimator: Advantage) -> None:
     assert sum(advantages.by_group(rewards, ["g"] * len(rewards), estimator)) == pytest.approx(0, abs=1e-6)
 
@@ -87,3 +93,89 @@ def test_a_moving_average_compares_no_steps() -> None:
 def test_groups_of_equal_rewards_are_kept_where_no_group_decides() -> None:
     flat = {name: GrpoSettings(advantage=name).needs.flat_groups for name in ("rae", "hierarchical", "per_agent")}
     assert flat == {"rae": True, "hierarchical": True, "per_agent": False}
+
+
+# ---- further estimators ----
+
+
+def test_max_rl_divides_by_the_mean_and_is_silent_without_a_success() -> None:
+    assert advantages.max_rl([1.0, 0.0, 0.0, 0.0]) == pytest.approx([3.0, -1.0, -1.0, -1.0])
+    assert advantages.max_rl([0.0] * 4) == [0.0] * 4
+
+
+def test_gdpo_normalises_each_reward_by_itself_before_they_are_added() -> None:
+    """Rewards of another scale count as much: (1, 0) and (0, 100) are equally good where each alone is."""
+    found = [
+        Member(group_id="g", rollout_id=f"m{index}", agent="a", reward=sum(both), rewards={"x": both[0], "y": both[1]})
+        for index, both in enumerate([(1.0, 0.0), (0.0, 100.0), (1.0, 100.0), (0.0, 0.0)])
+    ]
+    settings = GrpoSettings(advantage="gdpo")
+    equal, other, best, worst = advantages.of_members(found, settings)
+    assert (equal, other) == pytest.approx((0, 0), abs=1e-5)
+    assert (best, worst) == pytest.approx((math.sqrt(1.5), -math.sqrt(1.5)), rel=1e-4)
+    weighted = advantages.of_members(found, settings.model_copy(update={"reward_weights": {"y": 3.0}}))
+    assert weighted[1] > weighted[0]  # pyright: ignore[reportOperatorIssue]
+    assert settings.needs.flat_groups, "equal sums may be unequal rewards"
+
+
+def test_reinforce_pp_baseline_takes_the_groups_mean_and_the_batchs_scale() -> None:
+    members = [member(group, index, "a", reward) for group, rewards in (("g", [1.0, 0.0]), ("h", [4.0, 0.0]))
+               for index, reward in enumerate(rewards)]  # fmt: skip
+    scale = math.sqrt((0.5**2 * 2 + 2**2 * 2) / 4)
+    found = advantages.of_members(members, GrpoSettings(advantage="reinforce_pp_baseline"))
+    assert found == pytest.approx([0.5 / scale, -0.5 / scale, 2 / scale, -2 / scale], rel=1e-5)
+
+
+def test_later_rewards_are_discounted_by_the_steps_between() -> None:
+    members = [advantages.SteppedMember(frozenset({0, 1, 2}), {0: 1.0, 1: 0.0, 2: 4.0}, 5.0)]
+    groups = ["g"]
+    (plain,) = advantages.by_step(members, groups, "group_mean")
+    (found,) = advantages.by_step(members, groups, "group_mean", 0.5)
+    one, two, three = 1 - 5 / 3, -5 / 3, 4 - 5 / 3
+    assert plain == pytest.approx({0: one + two + three, 1: two + three, 2: three})
+    assert found == pytest.approx({0: one + 0.5 * two + 0.25 * three, 1: two + 0.5 * three, 2: three})
+
+
+@pytest.mark.parametrize(("length", "penalty"), [(1, 0), (6, 0), (7, 0.25), (8, 0.5), (10, 1), (99, 1)])
+def test_overlong_answers_cost_more_and_more_up_to_1(length: int, penalty: float) -> None:
+    """DAPO, equation 13, with 10 tokens at most and a buffer of 4."""
+    assert advantages.overlong_penalty(length, OverlongSettings(max_length=10, buffer=4)) == penalty
+
+
+def test_the_length_of_a_rollout_is_that_of_all_its_completions() -> None:
+    mask = np.array([False, True, True, True])
+    rows = [Row(np.zeros(4, np.int32), mask, np.zeros(4, np.float32), index) for index in (0, 0, 1)]
+    batch = BatchView(rows, [Member(reward=1.0), Member(reward=1.0)])
+    settings = GrpoSettings(overlong=OverlongSettings(max_length=8, buffer=4))
+    assert advantages.penalised(batch, settings) == [0.5, 1.0]
+
+
+@pytest.mark.parametrize(
+    ("options", "normaliser"),
+    [
+        ({}, ("tokens", 1.0)),
+        ({"aggregation": "sequences"}, ("sequences", 1.0)),
+        ({"aggregation": "constant", "aggregation_length": 64, "mini_batches": 2}, ("constant", 96.0)),
+    ],
+)
+def test_losses_are_divided_as_aggregation_says(options: dict[str, Any], normaliser: tuple[str, float]) -> None:
+    assert tuple(advantages.normaliser_of(GrpoSettings(**options), 3)) == normaliser
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"aggregation": "constant"}, "aggregation_length belong together"),
+        ({"aggregation_length": 5}, "aggregation_length belong together"),
+        ({"advantage": "gdpo", "step_rewards": "process"}, "gdpo compares totals, not steps"),
+        ({"overlong": {"max_length": 4, "buffer": 5}}, "buffer 5 is longer than max_length 4"),
+    ],
+)
+def test_options_that_do_not_fit_together_are_refused(options: dict[str, Any], said: str) -> None:
+    with pytest.raises(ValidationError, match=said):
+        GrpoSettings.model_validate(options)
+
+
+def test_options_of_another_estimator_are_reported_as_unused() -> None:
+    found = GrpoSettings(rae_decay=0.5, reward_weights={"x": 2.0}, step_discount=0.9).unused()
+    assert {name for names in found.values() for name in names} == {"rae_decay", "reward_weights", "step_discount"}

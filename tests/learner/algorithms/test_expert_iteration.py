@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rollstream.learner.algorithms.base import BatchView, Member, Prepared, Row
-from rollstream.learner.algorithms.expert_iteration import ExpertIteration, weights_of
+from rollstream.learner.algorithms.builtin.expert_iteration import ExpertIteration, weights_of
 from rollstream.schemas.algorithms import ExpertIterationSettings
 from rollstream.schemas.events.rollouts import Completion, VersionSpan
 

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from rollstream.learner.algorithms.base import Counts
-from rollstream.learner.algorithms.grpo import Grpo
-from rollstream.learner.algorithms.sft import Sft
+from rollstream.learner.algorithms.builtin.grpo import Grpo
+from rollstream.learner.algorithms.builtin.sft import Sft
 from rollstream.learner.algorithms.tokens import TokenBatch
 from rollstream.schemas.algorithms import GrpoSettings, SftSettings
 

@@ -6,10 +6,23 @@ import numpy as np
 import pytest
 import torch
 
-from rollstream.learner.algorithms.cispo import Cispo
-from rollstream.learner.algorithms.gspo import Gspo
+from rollstream.learner.algorithms.builtin.cispo import Cispo
+from rollstream.learner.algorithms.builtin.dpo import PairBatch, loss_of
+from rollstream.learner.algorithms.builtin.dppo import Dppo
+from rollstream.learner.algorithms.builtin.gspo import Gspo
+from rollstream.learner.algorithms.builtin.kto import Kto
+from rollstream.learner.algorithms.builtin.sapo import Sapo
+from rollstream.learner.algorithms.builtin.vespo import Vespo
 from rollstream.learner.algorithms.tokens import TokenBatch
-from rollstream.schemas.algorithms import CispoSettings, GspoSettings
+from rollstream.schemas.algorithms import (
+    CispoSettings,
+    DpoSettings,
+    DppoSettings,
+    GspoSettings,
+    KtoSettings,
+    SapoSettings,
+    VespoSettings,
+)
 
 LENGTHS = (3, 1, 4)
 ROW_OF = np.repeat(np.arange(3), LENGTHS)
@@ -38,9 +51,62 @@ def gspo() -> tuple[np.ndarray, np.ndarray]:
     return np.array(losses), np.array(gradient)
 
 
+def dppo_tv() -> tuple[np.ndarray, np.ndarray]:
+    """J = sum M min(r, 2) A (arXiv 2602.04879, equation 12), |p - q| > 0.03 where A moves p away from q; C = 2."""
+    p, q = np.exp(CURRENT), np.exp(BEHAVIOUR)
+    return of_mask((np.abs(p - q) > 0.03) & ((p > q) == (ADVANTAGES > 0)))
+
+
+def dppo_kl() -> tuple[np.ndarray, np.ndarray]:
+    """The same, with q log(q / p) + (1 - q) log((1 - q) / (1 - p)) > 0.005."""
+    p, q = np.exp(CURRENT), np.exp(BEHAVIOUR)
+    divergence = q * np.log(q / p) + (1 - q) * np.log((1 - q) / (1 - p))
+    return of_mask((divergence > 0.005) & ((p > q) == (ADVANTAGES > 0)))
+
+
+def of_mask(is_masked: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    assert 0 < is_masked.sum() < 8
+    weights = np.where(is_masked, 0, np.minimum(RATIOS, 2.0)) * ADVANTAGES
+    return -weights * CURRENT, -weights
+
+
+def sapo() -> tuple[np.ndarray, np.ndarray]:
+    """J = sum f(r) A, f(r) = sigmoid(t (r - 1)) 4 / t (arXiv 2511.20347)."""
+    t = np.where(ADVANTAGES > 0, 1.0, 1.5)
+    gate = 1 / (1 + np.exp(-t * (RATIOS - 1)))
+    return -gate * 4 / t * ADVANTAGES, -4 * gate * (1 - gate) * RATIOS * ADVANTAGES
+
+
+def vespo() -> tuple[np.ndarray, np.ndarray]:
+    """J = sum sg(w^k exp(l (1 - w))) A log p, w the product of the sequence's ratios (TRL, `loss_type: vespo`)."""
+    w = np.array([np.prod(RATIOS[row == ROW_OF]) for row in range(3)])[ROW_OF]
+    k, lam = (np.where(ADVANTAGES >= 0, *both) for both in ((2.0, 3.0), (3.0, 2.0)))
+    weights = w**k * np.exp(lam * (1 - w)) * ADVANTAGES
+    return -weights * CURRENT, -weights
+
+
+def kto() -> tuple[np.ndarray, np.ndarray]:
+    """1 - sigmoid(beta log-ratio) of a desirable sequence, 1 - sigmoid(-beta log-ratio) of another (arXiv 2402.01306,
+    equation 8, reference point 0); here the advantages are the weights, the behaviour policy is the reference.
+    """
+    losses, gradient = [], []
+    for row, length in enumerate(LENGTHS):
+        is_own = row == ROW_OF
+        weight, sign = abs(ADVANTAGES[is_own][0]), np.sign(ADVANTAGES[is_own][0])
+        value = 1 / (1 + np.exp(-sign * 0.3 * np.sum((CURRENT - BEHAVIOUR)[is_own])))
+        losses.append(weight * (1 - value))
+        gradient += [-weight * value * (1 - value) * sign * 0.3] * length
+    return np.array(losses), np.array(gradient)
+
+
 CASES: dict[str, tuple[Any, Any, Any]] = {
     "cispo": (Cispo(), CispoSettings(clip_high=0.3), cispo),
     "gspo": (Gspo(), GspoSettings(clip_low=0.1, clip_high=0.1), gspo),
+    "dppo-tv": (Dppo(), DppoSettings(delta=0.03, ratio_max=2.0), dppo_tv),
+    "dppo-kl": (Dppo(), DppoSettings(divergence="binary_kl", delta=0.005, ratio_max=2.0), dppo_kl),
+    "sapo": (Sapo(), SapoSettings(temperature_negative=1.5), sapo),
+    "vespo": (Vespo(), VespoSettings(), vespo),
+    "kto": (Kto(), KtoSettings(beta=0.3), kto),
 }
 
 
@@ -50,9 +116,33 @@ def test_loss_and_gradient_are_those_of_the_papers_equation(name: str) -> None:
     current = torch.tensor(CURRENT, dtype=torch.float32, requires_grad=True)
     others = (torch.tensor(values, dtype=torch.float32) for values in (np.ones(8), BEHAVIOUR, ADVANTAGES))
     tokens = TokenBatch(current, *others, rows_N=torch.tensor(ROW_OF), lengths_B=LENGTHS)
+    tokens = tokens._replace(reference_N=tokens.behaviour_N)
     found = algorithm.loss(tokens, settings).values
     found.sum().backward()
     losses, gradient = wanted()
     assert current.grad is not None
     assert found.tolist() == pytest.approx(losses.tolist(), rel=1e-5)
     assert current.grad.tolist() == pytest.approx(gradient.tolist(), rel=1e-5, abs=1e-9)
+
+
+@pytest.mark.parametrize("name", ["sigmoid", "smoothed", "ipo"])
+def test_losses_of_pairs_are_those_of_the_papers_equations(name: str) -> None:
+    """DPO (arXiv 2305.18290, equation 7), conservative DPO, IPO (arXiv 2310.12036, equation 17)."""
+    options: dict[str, Any] = {"smoothed": {"label_smoothing": 0.2}, "ipo": {"loss_type": "ipo"}}
+    settings = DpoSettings(beta=0.4, **options.get(name, {}))
+    chosen, rejected, reference_chosen, reference_rejected = RNG.normal(-9.0, 2.0, (4, 5))
+    h = chosen - reference_chosen - rejected + reference_rejected
+    p = 1 / (1 + np.exp(-0.4 * h))
+    share = 0.2 if name == "smoothed" else 0.0
+    losses = -(1 - share) * np.log(p) - share * np.log(1 - p)
+    gradient = 0.4 * (-(1 - share) * (1 - p) + share * p)
+    if name == "ipo":
+        losses, gradient = (h - 1 / 0.8) ** 2, 2 * (h - 1 / 0.8)
+    columns = [torch.tensor(one, requires_grad=True) for one in (chosen, rejected)]
+    others = [torch.tensor(one) for one in (reference_chosen, reference_rejected, np.zeros(5))]
+    found = loss_of(PairBatch(*columns, *others), settings).values
+    found.sum().backward()
+    assert found.tolist() == pytest.approx(losses.tolist(), rel=1e-9)
+    for column, sign in zip(columns, (1, -1), strict=True):
+        assert column.grad is not None
+        assert column.grad.tolist() == pytest.approx((sign * gradient).tolist(), rel=1e-9)

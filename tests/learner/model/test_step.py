@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from rollstream.learner.algorithms.base import BatchView, Member, Prepared
-from rollstream.learner.algorithms.grpo import Grpo
+from rollstream.learner.algorithms.builtin.grpo import Grpo
 from rollstream.learner.algorithms.tokens import TokenBatch
 from rollstream.learner.model import collate
 from rollstream.learner.model.collate import Row

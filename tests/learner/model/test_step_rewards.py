@@ -12,7 +12,7 @@ from pydantic import ValidationError
 from rollstream.learner.algorithms import advantages
 from rollstream.learner.algorithms.advantages import SteppedMember
 from rollstream.learner.algorithms.base import BatchView
-from rollstream.learner.algorithms.grpo import Grpo
+from rollstream.learner.algorithms.builtin.grpo import Grpo
 from rollstream.learner.model import collate
 from rollstream.learner.trainer import JobTrainer
 from rollstream.schemas import tokens

@@ -75,12 +75,14 @@ def loss_of(batch: PairBatch, settings: DpoSettings | MaltSettings) -> Losses:
     """-log sigmoid(m) by pair, m = beta * (chosen - reference_chosen) - beta * (rejected - reference_rejected).
 
     Rafailov et al., "Direct Preference Optimization" (arXiv 2305.18290, equation 7); beta times a log-ratio is the
-    implicit reward of an answer (equation 5). `sft_weight` adds the chosen answer's mean negative log-likelihood.
+    implicit reward of an answer (equation 5). `label_smoothing` e: -(1 - e) log sigmoid(m) - e log sigmoid(-m)
+    (Mitchell, "A note on DPO with noisy preferences"). `ipo`: (m / beta - 1 / (2 beta))^2 (arXiv 2310.12036, equation
+    17). `sft_weight` adds the chosen answer's mean negative log-likelihood.
     """
     chosen_rewards_K = settings.beta * (batch.chosen_K - batch.reference_chosen_K)
     rejected_rewards_K = settings.beta * (batch.rejected_K - batch.reference_rejected_K)
     margins_K = chosen_rewards_K - rejected_rewards_K
-    losses_K = -functional.logsigmoid(margins_K)
+    losses_K = _losses_of(margins_K, settings)
     if settings.sft_weight:
         losses_K = losses_K + settings.sft_weight * batch.chosen_nll_K
     with torch.no_grad():
@@ -96,6 +98,18 @@ def loss_of(batch: PairBatch, settings: DpoSettings | MaltSettings) -> Losses:
             "chosen_nll": batch.chosen_nll_K.sum(),
         }
     return Losses(losses_K, sums, per="pair")
+
+
+def _losses_of(margins_K: Tensor, settings: DpoSettings | MaltSettings) -> Tensor:
+    if isinstance(settings, MaltSettings):
+        return -functional.logsigmoid(margins_K)
+    if settings.loss_type == "ipo":
+        return (margins_K / settings.beta - 1 / (2 * settings.beta)).square()
+    losses_K = -functional.logsigmoid(margins_K)
+    if settings.label_smoothing:
+        share = settings.label_smoothing
+        losses_K = (1 - share) * losses_K - share * functional.logsigmoid(-margins_K)
+    return losses_K
 
 
 def _share_above(differences_K: Tensor) -> Tensor:

@@ -7,7 +7,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rollstream.learner.algorithms.base import BatchView, Prepared, Row
-from rollstream.learner.algorithms.sft import Sft
+from rollstream.learner.algorithms.builtin.sft import Sft
 from rollstream.schemas.algorithms import ExpertIterationSettings
 
 

@@ -1,6 +1,6 @@
 """MALT: DPO between answers to one prompt, each worth the expected reward of the rollouts through it."""
 
-from rollstream.learner.algorithms.dpo import Dpo, losses_of
+from rollstream.learner.algorithms.builtin.dpo import Dpo, losses_of
 from rollstream.learner.algorithms.tokens import Losses, TokenBatch
 from rollstream.schemas.algorithms import MaltSettings
 

@@ -18,7 +18,7 @@ class Gspo(PolicyGradient):
     Settings = GspoSettings
 
     def prepare(self, batch: BatchView, settings: PolicyGradientSettings) -> Prepared:
-        """Every sequence counts the same."""
+        """Every sequence counts the same, whatever `aggregation` says."""
         return replace(super().prepare(batch, settings), normaliser=Normaliser("sequences"))
 
     def loss(self, tokens: TokenBatch, settings: GspoSettings) -> Losses:

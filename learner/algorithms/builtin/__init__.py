@@ -1,0 +1,1 @@
+"""The built-in algorithms, one file each, by the name that `algorithm.name` says."""

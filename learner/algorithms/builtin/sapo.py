@@ -1,0 +1,44 @@
+"""SAPO: a soft gate on the ratio in place of a clip."""
+
+from collections.abc import Mapping
+
+import torch
+
+from rollstream.learner.algorithms.advantages import PolicyGradient
+from rollstream.learner.algorithms.base import Counts
+from rollstream.learner.algorithms.tokens import Losses, TokenBatch, log_ratio
+from rollstream.schemas.algorithms import SapoSettings
+
+
+class Sapo(PolicyGradient):
+    """See `loss`."""
+
+    Settings = SapoSettings
+
+    def loss(self, tokens: TokenBatch, settings: SapoSettings) -> Losses:
+        """-sigmoid(t (r - 1)) 4 / t A - c H by token, r = exp(current - behaviour), t by the sign of A.
+
+        "Soft Adaptive Policy Optimization" (arXiv 2511.20347): the gradient's weight is r times 4 g (1 - g) with the
+        gate g, 1 at r = 1, and fades on both sides.
+        """
+        ratio_N = log_ratio(tokens.logprobs_N, tokens.behaviour_N).exp()
+        temperature_N = torch.where(
+            tokens.advantages_N > 0, settings.temperature_positive, settings.temperature_negative
+        )
+        gate_N = torch.sigmoid(temperature_N * (ratio_N - 1))
+        losses_N = -gate_N * 4 / temperature_N * tokens.advantages_N
+        if settings.entropy_coefficient:
+            losses_N = losses_N - settings.entropy_coefficient * tokens.entropies_N
+        with torch.no_grad():
+            sums = {
+                "loss": losses_N.sum(),
+                "entropy": tokens.entropies_N.sum(),
+                "ratio": ratio_N.sum(),
+                "gate": (4 * gate_N * (1 - gate_N)).sum(),
+            }
+        return Losses(losses_N, sums)
+
+    def metrics(self, sums: Mapping[str, float], counts: Counts) -> dict[str, float]:
+        """Means over all completion tokens; policy/gate: what the gate leaves of the gradient, 1 at a ratio of 1."""
+        names = {"loss": "loss/total", "entropy": "policy/entropy", "ratio": "policy/ratio", "gate": "policy/gate"}
+        return {name: sums[key] / counts.tokens for key, name in names.items()}

@@ -1,0 +1,48 @@
+"""VESPO: a smooth weight of each sequence by the product of its tokens' ratios."""
+
+import math
+from collections.abc import Mapping
+
+import torch
+
+from rollstream.learner.algorithms.advantages import PolicyGradient
+from rollstream.learner.algorithms.base import Counts
+from rollstream.learner.algorithms.tokens import MAX_LOG_RATIO, Losses, TokenBatch
+from rollstream.schemas.algorithms import VespoSettings
+
+_MIN_LOG_RATIO = math.log(1e-8)
+
+
+class Vespo(PolicyGradient):
+    """See `loss`."""
+
+    Settings = VespoSettings
+
+    def loss(self, tokens: TokenBatch, settings: VespoSettings) -> Losses:
+        """-sg(f(w)) A log p - c H by token, f(w) = w^k exp(l (1 - w)), w the product of the sequence's ratios.
+
+        k and l are those of the advantage's sign, which f is 1 at w = 1 for; log w is held within log 1e-8 and 20.
+        "Variational Sequence-Level Soft Policy Optimization", in the form of TRL's `loss_type: vespo`.
+        """
+        with torch.no_grad():
+            ratios_N = (tokens.logprobs_N - tokens.behaviour_N).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+            log_w_N = tokens.spread(tokens.by_row(ratios_N).clamp(_MIN_LOG_RATIO, MAX_LOG_RATIO))
+            is_positive_N = tokens.advantages_N >= 0
+            k_N = torch.where(is_positive_N, settings.k_positive, settings.k_negative)
+            lambda_N = torch.where(is_positive_N, settings.lambda_positive, settings.lambda_negative)
+            weight_N = (k_N * log_w_N + lambda_N * (1 - log_w_N.exp())).exp()
+        losses_N = -weight_N * tokens.advantages_N * tokens.logprobs_N
+        if settings.entropy_coefficient:
+            losses_N = losses_N - settings.entropy_coefficient * tokens.entropies_N
+        sums = {
+            "loss": losses_N.detach().sum(),
+            "entropy": tokens.entropies_N.detach().sum(),
+            "ratio": ratios_N.exp().sum(),
+            "weight": weight_N.sum(),
+        }
+        return Losses(losses_N, sums)
+
+    def metrics(self, sums: Mapping[str, float], counts: Counts) -> dict[str, float]:
+        """Means over all completion tokens; policy/weight: of their sequences."""
+        names = {"loss": "loss/total", "entropy": "policy/entropy", "ratio": "policy/ratio", "weight": "policy/weight"}
+        return {name: sums[key] / counts.tokens for key, name in names.items()}

@@ -1,0 +1,78 @@
+"""Tokens that another policy sampled than the proximal one: their weights and masks, and how far the two are apart."""
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from rollstream.learner.algorithms.tokens import MAX_LOG_RATIO, TokenBatch
+from rollstream.schemas.algorithm_settings import OffPolicySettings
+
+PREFIX = "off_policy/"
+
+
+@torch.no_grad()
+def corrected(tokens: TokenBatch, settings: OffPolicySettings) -> tuple[TokenBatch, dict[str, Tensor]]:
+    """The tokens with the proximal policy as the one to compare with, weighted by proximal / behaviour; and sums.
+
+    See `OffPolicySettings`. Bounds count for w itself; a rejected sequence weighs 0. Normalisers count all tokens.
+    """
+    assert tokens.proximal_N is not None
+    log_w_N = (tokens.proximal_N - tokens.behaviour_N).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+    if settings.level == "sequence":
+        level_N = tokens.spread(tokens.by_row(log_w_N).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO))
+    else:
+        level_N = log_w_N
+    w_N = level_N.exp()
+    low = 0.0 if settings.clip_min is None else settings.clip_min
+    is_out_N = (w_N < low) | (w_N > settings.clip_max)
+    bounded_N = w_N.clamp(low, settings.clip_max)
+    weights_N = torch.where(is_out_N, torch.zeros_like(w_N), w_N) if settings.mode == "mask" else bounded_N
+    is_rejected_N = torch.zeros_like(is_out_N)
+    if settings.reject is not None:
+        is_rejected_N = tokens.spread(tokens.mean_by_row(_kl(log_w_N, settings.reject)) > settings.reject_above)
+        weights_N = torch.where(is_rejected_N, torch.zeros_like(w_N), weights_N)
+    own = weights_N if tokens.weights_N is None else tokens.weights_N * weights_N
+    sums = {
+        "w": w_N.sum(),
+        "squared_w": w_N.square().sum(),
+        "clipped": is_out_N.sum(),
+        "rejected": is_rejected_N.sum(),
+        "k1": _kl(log_w_N, "k1").sum(),
+        "k3": _kl(log_w_N, "k3").sum(),
+    }
+    found = {f"{PREFIX}{name}": value for name, value in sums.items()}
+    return tokens._replace(behaviour_N=tokens.proximal_N, weights_N=own), found
+
+
+def metrics(sums: Mapping[str, float], num_tokens: int) -> dict[str, float]:
+    """Of all tokens of a batch, by verl's meanings; none if nothing was corrected.
+
+    off_policy/weight: mean of w before it is bounded; ess: (sum w)^2 / (N sum w^2), 1 where the policies agree; chi2:
+    mean w^2 - 1, the chi-squared divergence; kl and kl_k3: estimates of KL(behaviour || proximal); clipped, rejected:
+    shares of tokens.
+    """
+    if f"{PREFIX}w" not in sums or not num_tokens:
+        return {}
+    value = {name: sums[f"{PREFIX}{name}"] for name in ("w", "squared_w", "clipped", "rejected", "k1", "k3")}
+    found = {
+        "weight": value["w"] / num_tokens,
+        "ess": value["w"] ** 2 / (num_tokens * value["squared_w"]) if value["squared_w"] else 0.0,
+        "chi2": value["squared_w"] / num_tokens - 1,
+        "kl": value["k1"] / num_tokens,
+        "kl_k3": value["k3"] / num_tokens,
+        "clipped": value["clipped"] / num_tokens,
+        "rejected": value["rejected"] / num_tokens,
+    }
+    return {f"{PREFIX}{name}": one for name, one in found.items()}
+
+
+def _kl(log_w_N: Tensor, estimate: str) -> Tensor:
+    """Estimates of KL(behaviour || proximal) by token (Schulman, "Approximating KL Divergence"): k1 = -log w,
+    k2 = (log w)^2 / 2, k3 = w - 1 - log w.
+    """
+    if estimate == "k1":
+        return -log_w_N
+    if estimate == "k2":
+        return log_w_N.square() / 2
+    return log_w_N.exp() - 1 - log_w_N

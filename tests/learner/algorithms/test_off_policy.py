@@ -1,0 +1,88 @@
+"""Correction of tokens that another policy sampled: weights and diagnostics against numpy, and a step with them."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from pydantic import ValidationError
+
+from rollstream.learner.algorithms import off_policy
+from rollstream.learner.algorithms.tokens import TokenBatch
+from rollstream.schemas.algorithm_settings import OffPolicySettings
+from rollstream.schemas.algorithms import GrpoSettings
+
+LENGTHS = (3, 1, 4)
+ROW_OF = np.repeat(np.arange(3), LENGTHS)
+RNG = np.random.default_rng(7)
+BEHAVIOUR, PROXIMAL = RNG.normal(-2.0, 0.8, 8), RNG.normal(-2.0, 0.8, 8)
+LOG_W = PROXIMAL - BEHAVIOUR
+
+
+def tokens(weights: Any = None) -> TokenBatch:
+    columns = [torch.tensor(one, dtype=torch.float64) for one in (PROXIMAL, np.ones(8), BEHAVIOUR, np.ones(8))]
+    return TokenBatch(
+        *columns,
+        proximal_N=columns[0],
+        weights_N=weights,
+        rows_N=torch.tensor(ROW_OF),
+        lengths_B=LENGTHS,
+    )
+
+
+def of_rows(values: np.ndarray) -> np.ndarray:
+    """Sums by sequence, for each of its tokens."""
+    return np.array([values[row == ROW_OF].sum() for row in range(3)])[ROW_OF]
+
+
+@pytest.mark.parametrize("level", ["token", "sequence"])
+@pytest.mark.parametrize("mode", ["truncate", "mask"])
+@pytest.mark.parametrize("clip_min", [None, 0.5])
+def test_weights_are_those_of_trls_modes(level: Any, mode: Any, clip_min: float | None) -> None:
+    settings = OffPolicySettings(level=level, mode=mode, clip_min=clip_min, clip_max=1.4)
+    w = np.exp(LOG_W if level == "token" else of_rows(LOG_W))
+    low = clip_min or 0.0
+    is_out = (w < low) | (w > 1.4)
+    assert is_out.any()
+    assert not is_out.all()
+    expected = np.where(is_out, 0, w) if mode == "mask" else np.clip(w, low, 1.4)
+    found, sums = off_policy.corrected(tokens(), settings)
+    assert found.weights_N is not None
+    assert found.weights_N.tolist() == pytest.approx(expected.tolist(), rel=1e-12)
+    assert found.behaviour_N is found.proximal_N, "ratios are those to the proximal policy"
+    metrics = off_policy.metrics({name: float(value) for name, value in sums.items()}, 8)
+    assert metrics["off_policy/ess"] == pytest.approx(w.sum() ** 2 / (8 * (w**2).sum()))
+    assert metrics["off_policy/chi2"] == pytest.approx((w**2).mean() - 1)
+    assert metrics["off_policy/kl"] == pytest.approx(-LOG_W.mean())
+    assert metrics["off_policy/kl_k3"] == pytest.approx((np.exp(LOG_W) - 1 - LOG_W).mean())
+    assert metrics["off_policy/clipped"] == is_out.mean()
+
+
+@pytest.mark.parametrize("estimate", ["k1", "k2", "k3"])
+def test_sequences_that_are_too_far_off_are_rejected_whole(estimate: Any) -> None:
+    values = {"k1": -LOG_W, "k2": LOG_W**2 / 2, "k3": np.exp(LOG_W) - 1 - LOG_W}[estimate]
+    means = of_rows(values) / np.array(LENGTHS)[ROW_OF]
+    above = float(np.sort(np.unique(means))[1:].mean() / 2 + np.sort(np.unique(means))[0] / 2)
+    settings = OffPolicySettings(level="token", mode="truncate", reject=estimate, reject_above=max(above, 1e-6))
+    found, sums = off_policy.corrected(tokens(torch.full((8,), 2.0, dtype=torch.float64)), settings)
+    is_rejected = means > settings.reject_above
+    assert found.weights_N is not None
+    expected = np.where(is_rejected, 0, 2 * np.minimum(np.exp(LOG_W), 3.0))
+    assert found.weights_N.tolist() == pytest.approx(expected.tolist())
+    assert float(sums["off_policy/rejected"]) == is_rejected.sum()
+
+
+def test_nothing_is_corrected_between_equal_policies() -> None:
+    same = tokens()._replace(proximal_N=torch.tensor(BEHAVIOUR))
+    found, sums = off_policy.corrected(same, OffPolicySettings())
+    assert found.weights_N is not None
+    assert found.weights_N.tolist() == [1.0] * 8
+    metrics = off_policy.metrics({name: float(value) for name, value in sums.items()}, 8)
+    assert (metrics["off_policy/ess"], metrics["off_policy/chi2"], metrics["off_policy/kl"]) == (1, 0, 0)
+
+
+def test_the_proximal_policy_is_needed_and_bounds_are_in_order() -> None:
+    assert GrpoSettings(off_policy=OffPolicySettings()).needs.proximal
+    assert not GrpoSettings().needs.proximal
+    with pytest.raises(ValidationError, match="clip_min 3 is not below clip_max 2"):
+        OffPolicySettings(clip_min=3, clip_max=2)
