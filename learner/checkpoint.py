@@ -9,20 +9,32 @@ import logging
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 from urllib.parse import quote
 
 import orjson
 import safetensors.torch
+import torch
 from pydantic import BaseModel, ConfigDict, ValidationError
 from torch import Tensor
 
-from rollstream.eventlog.files import sync_folder, write_whole
-from rollstream.learner.model.policy import to_bytes
+from rollstream.eventlog.files import replacing, sync_folder
 from rollstream.schemas.events import StepTrained
 
 logger = logging.getLogger(__name__)
 
 SUFFIX = ".safetensors"
+_TYPES = {
+    torch.float64: "F64",
+    torch.int64: "I64",
+    torch.float32: "F32",
+    torch.int32: "I32",
+    torch.bfloat16: "BF16",
+    torch.float16: "F16",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
+"""By the names that safetensors has for them."""
 
 
 class CheckpointPosition(BaseModel):
@@ -60,6 +72,26 @@ def part(tensors: Mapping[str, Tensor], name: str) -> dict[str, Tensor]:
     return {key.split("/", 1)[1]: value for key, value in tensors.items() if key.startswith(f"{name}/")}
 
 
+def pieces(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> Iterator[bytes | memoryview]:
+    """The bytes of a safetensors file, a tensor at a time: the file as a whole is nowhere in memory.
+
+    Wide types come first, so that every tensor is aligned. Equal tensors and metadata of one entry give equal bytes.
+    """
+    names = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))
+    header: dict[str, Any] = {"__metadata__": metadata}
+    end = 0
+    for name in names:
+        begin, end = end, end + tensors[name].nbytes
+        shape = list(tensors[name].shape)
+        header[name] = {"dtype": _TYPES[tensors[name].dtype], "shape": shape, "data_offsets": [begin, end]}
+    written = orjson.dumps(header)
+    written += b" " * (-len(written) % 8)
+    yield len(written).to_bytes(8, "little") + written
+    for name in names:
+        flat = tensors[name].detach().cpu().contiguous().reshape(-1)
+        yield flat.view(torch.uint8).numpy().data
+
+
 class CheckpointFolder:
     """The checkpoints of one model group."""
 
@@ -71,10 +103,14 @@ class CheckpointFolder:
 
         Raises OSError if the disk does not take it; then nothing of it is left.
         """
-        data = to_bytes(checkpoint.tensors, {"position": checkpoint.position.model_dump_json()})
-        digest = hashlib.sha256(data).hexdigest()
-        path = self.path / f"v{checkpoint.position.version:08d}.{digest}{SUFFIX}"
-        write_whole(path, data, is_private=False)
+        metadata = {"position": checkpoint.position.model_dump_json()}
+        digest = hashlib.sha256()
+        for piece in pieces(checkpoint.tensors, metadata):
+            digest.update(piece)
+        path = self.path / f"v{checkpoint.position.version:08d}.{digest.hexdigest()}{SUFFIX}"
+        with replacing(path, is_private=False) as file:
+            for piece in pieces(checkpoint.tensors, metadata):
+                file.write(piece)
         sync_folder(self.path)
         return path
 

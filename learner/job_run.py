@@ -3,7 +3,7 @@
 import asyncio
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -30,7 +30,7 @@ from rollstream.schemas.errors import (
 )
 from rollstream.schemas.events import BatchPlanned, JobSubmitted, JobSucceeded, StepTrained, WeightsPublished
 from rollstream.schemas.permissions import Permissions
-from rollstream.schemas.settings import FROZEN
+from rollstream.schemas.settings import FROZEN, ArtifactRef
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -230,14 +230,16 @@ class JobRun:
         await self._in_thread(lambda: self.trainer.restore(checkpoint.tensors))
         self._next_index = checkpoint.position.next_index
         self._previous_sha256 = checkpoint.position.previous_sha256
-        await self._publish(checkpoint.position.step, await self._in_thread(self.trainer.model.weights_bytes))
+        step = checkpoint.position.step
+        weights = await self._in_thread(self.trainer.model.weights_bytes)
+        await self._publish(step, self._stored(step.version, weights))
         self._context.inbox.forget(self.job, next_index=self._next_index, version=checkpoint.position.version)
 
     async def _train(self, manifest: Manifest) -> None:
         """Train one manifest and let the world know. The order of what is kept:
 
         1. the checkpoint, if one is due: weights, optimizer, position and the StepTrained to be sent
-        2. the artifact
+        2. the artifact, which is written while the checkpoint is
         3. StepTrained, WeightsPublished, JobProgressed, as far as the log lacks them, if nobody else has claimed
         4. checkpoints, then artifacts that nothing needs any more are removed
 
@@ -253,9 +255,13 @@ class JobRun:
         step = step_trained(self.job, manifest, result, sha256, term=self._publisher.term, seconds=seconds)
         self._next_index, self._previous_sha256 = planned.index + 1, manifest.digest
         failpoint("learner/after-train-before-checkpoint")
-        step = await self._save(step)
-        failpoint("learner/between-checkpoint-and-publish")
-        sent_at = await self._publish(step, weights)
+        storing = asyncio.ensure_future(self._stored(step.version, weights))
+        try:
+            step = await self._save(step)
+            failpoint("learner/between-checkpoint-and-publish")
+            sent_at = await self._publish(step, storing)
+        finally:
+            storing.cancel()
         if self._is_checkpoint_due(step):
             self._context.inbox.forget(self.job, next_index=self._next_index, version=step.version)
         await self._in_thread(self._prune)
@@ -348,12 +354,15 @@ class JobRun:
             return True  # a restart would have to go back once more
         return self._next_index % settings.checkpoint_every == 0 or self._next_index == settings.num_versions
 
-    async def _publish(self, step: StepTrained, weights: bytes) -> float:
-        """Store and send a version; the moment (monotonic, s) up to which its StepTrained counts its phases."""
+    async def _stored(self, version: int, weights: bytes) -> ArtifactRef:
+        """What is published was stored before; storing it again would bring back what was collected since."""
+        known = self._context.inbox.state.group(self.job.model_group).published.get(version)
+        return known.artifact if known else await self._publisher.put(weights)
+
+    async def _publish(self, step: StepTrained, storing: Awaitable[ArtifactRef]) -> float:
+        """Send a version once it is stored; the moment (monotonic, s) up to which its StepTrained counts its phases."""
         began = time.monotonic()
-        known = self._context.inbox.state.group(self.job.model_group).published.get(step.version)
-        # What is published was stored before; storing it again would bring back what was collected since.
-        artifact = known.artifact if known else await self._publisher.put(weights)
+        artifact = await storing
         sent_at = time.monotonic()
         step = with_phase(step, "publish", sent_at - began)
         await self._publisher.publish_step(self.job, self.trainer.model, step, artifact)
