@@ -15,10 +15,10 @@ HASHED := --require-hashes --build-constraints requirements/setup.txt
 COMPILE = $(BIN)/uv pip compile --quiet --generate-hashes --no-header --no-annotate --python-version 3.11 $(UPGRADE)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test unit check bench chaos lock clean
+.PHONY: help setup demo test unit check bench bench-learner chaos lock clean
 
 help: ## Say what can be made
-	@grep -E '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 10
+	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 15
 
 setup: .venv/.ready .cache/compose-schema/.ready .typecheck/rollstream ## Install everything into .venv (the other targets call it)
 
@@ -55,6 +55,15 @@ unit: setup ## The tests that need no broker and are not slow (a minute)
 bench: .venv/.ready ## Speed: medians of several passes; JSON in benchmarks/results
 	$(BIN)/python benchmarks/run.py
 
+bench-learner: .venv-bench/.ready ## The learner beside TRL and a bare loop, in an environment of its own; JSON in benchmarks/results
+	.venv-bench/bin/python benchmarks/bench_trl.py --output benchmarks/results/bench_trl.json $(BENCH)
+
+.venv-bench/.ready: requirements/bench.txt pyproject.toml | .venv/.ready
+	$(PYTHON) -m venv .venv-bench
+	$(BIN)/uv pip install --quiet --compile-bytecode --python .venv-bench/bin/python $(HASHED) -r requirements/bench.txt
+	$(BIN)/uv pip install --quiet --python .venv-bench/bin/python --no-deps --no-build-isolation --editable .
+	@touch $@
+
 chaos: .venv/.ready ## Kill real processes in mid-workload and compare with the oracle (CHAOS="--steps 5000" for less)
 	$(BIN)/python -m tests.chaos.run_chaos $(CHAOS)
 	$(BIN)/python -m pytest -q -m chaos tests
@@ -63,9 +72,13 @@ lock: .venv/.ready ## Pin what pyproject.toml asks for, with hashes (UPGRADE="--
 	$(COMPILE) pyproject.toml -o requirements/core.txt
 	$(COMPILE) pyproject.toml --extra learner -o requirements/learner.txt
 	$(COMPILE) pyproject.toml --extra learner --extra nat --extra dev -o requirements/dev.txt
+	# TRL's newest that takes the learner's torch; of the rest whatever it needs.
+	grep -E '^(torch|transformers|peft)==' requirements/learner.txt | sed 's/ .*//' > requirements/.bench-limits
+	$(COMPILE) requirements/bench.in pyproject.toml --extra learner -c requirements/.bench-limits -o requirements/bench.txt
+	rm requirements/.bench-limits
 	$(COMPILE) --no-deps requirements/setup.in -o requirements/setup.txt
 	$(COMPILE) --no-deps requirements/compose-schema.in -o requirements/compose-schema.txt
 
 clean: ## Remove what the targets made (not the workspaces of your runs)
-	rm -rf .venv .typecheck .cache build dist *.egg-info .pytest_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-bench .typecheck .cache build dist *.egg-info .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,349 @@
+"""The learner beside TRL's trainers and a bare loop: CPU seconds, wall seconds and peak memory of an optimizer step.
+
+    make bench-learner    # or: .venv-bench/bin/python benchmarks/bench_trl.py --repeats 3 --output FILE
+
+GRPO, DPO and SFT on one batch: groups of 8 over one prompt, of fixed or of realistic (log-normal) lengths, with
+models of 0.3M and 20M parameters made in place. Each pass is a process of its own on one thread, the systems take
+turns, and what is kept are medians. TRL is tried with several sizes of micro-batches first, and its best one counts.
+Its GRPO generates nothing: it is given the completions. The bare loop is torch, AdamW and the same prefix trees,
+without anything else of the learner. Peaks are resident memory above what was held before the first step.
+"""
+
+import argparse
+import json
+import math
+import os
+import random
+import resource
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from rollstream.learner.algorithms import table
+from rollstream.learner.algorithms.base import BatchView, Member, Row
+from rollstream.learner.model.optimizer import make_optimizer
+from rollstream.learner.model.policy import PolicyModel, Reference, make_deterministic
+from rollstream.learner.model.prefixes import tree_of
+from rollstream.learner.model.step import train_batch
+from rollstream.learner.model.tree_attention import hidden_states
+from rollstream.learner.tiny_model import make_tiny_model
+from rollstream.schemas.algorithms import DpoSettings, GrpoSettings, SftSettings
+from rollstream.schemas.permissions import NOTHING
+from rollstream.schemas.settings import JobSettings, ModelSettings
+
+SIZES: dict[str, dict[str, int]] = {
+    "0.3M": {"hidden_size": 96, "num_layers": 3, "intermediate_size": 256},
+    "20M": {"hidden_size": 384, "num_layers": 10, "intermediate_size": 1408},
+}
+GROUPS = {"0.3M": 8, "20M": 2}
+GROUP, STEPS = 8, 3
+KINDS = ("grpo", "dpo", "sft")
+LENGTHS = ("fixed", "realistic")
+SYSTEMS = ("rollstream", "trl", "bare")
+MICRO_BATCHES = (4, 8, 16)
+Texts = list[tuple[str, list[str]]]
+Costs = dict[str, float]
+
+
+def texts_of(groups: int, lengths: str) -> Texts:
+    """A prompt and 8 answers a group; one character is one token."""
+    rng = random.Random(1)
+
+    def text(length: int) -> str:
+        return "".join(rng.choice("abcdefghijklmnopqrstuvwxyz") for _ in range(length))
+
+    def size(median: int) -> int:
+        return median if lengths == "fixed" else max(8, min(4 * median, int(rng.lognormvariate(math.log(median), 0.6))))
+
+    return [(text(size(64)), [text(size(64)) for _ in range(GROUP)]) for _ in range(groups)]
+
+
+def batch_of(texts: Texts, tokenizer: Any, kind: str) -> BatchView:
+    """The same batch for the learner; answers end with the end token, as TRL's do."""
+    rows: list[Row] = []
+    members: list[Member] = []
+    for group, (prompt, answers) in enumerate(texts):
+        for index, answer in enumerate(answers):
+            ids = [*tokenizer(prompt)["input_ids"], *tokenizer(answer)["input_ids"], tokenizer.eos_token_id]
+            mask = np.arange(len(ids)) >= len(prompt)
+            rows.append(Row(np.asarray(ids, np.int32), mask, np.where(mask, -4.5, 0).astype(np.float32), len(members)))
+            members.append(Member(f"g{group}", "agent", reward=float(index % 2)))
+    if kind != "dpo":
+        return BatchView(rows, members)
+    pairs = [(index + 1, index) for index in range(0, len(rows), 2)]
+    return BatchView(rows, members, pairs, [1.0] * len(pairs))
+
+
+def timed(step: Callable[[int], None]) -> Costs:
+    """Medians of some steps after a first one that is not counted."""
+    cpu_s, wall_s, held = [], [], peak()
+    for index in range(STEPS + 1):
+        began_cpu, began = time.process_time(), time.perf_counter()
+        step(index)
+        cpu_s.append(time.process_time() - began_cpu)
+        wall_s.append(time.perf_counter() - began)
+    return {"cpu_s": statistics.median(cpu_s[1:]), "wall_s": statistics.median(wall_s[1:]), "peak_mib": peak() - held}
+
+
+def ours(folder: str, kind: str, texts: Texts) -> Costs:
+    """The learner's own step."""
+    from transformers import AutoTokenizer
+
+    algorithm = {"grpo": GrpoSettings(), "dpo": DpoSettings(), "sft": SftSettings()}[kind]
+    model_settings = ModelSettings(path=folder, device="cpu")
+    job = JobSettings(kind=algorithm.kind, model=model_settings, algorithm=algorithm, revision=4)
+    model = PolicyModel(job.model, seed=0)
+    model.use_dropout(False)
+    reference = Reference(model, model.weights_bytes(), "base") if kind == "dpo" else None
+    optimizer = make_optimizer(model.trainable(), job.optimizer)
+    batch = batch_of(texts, AutoTokenizer.from_pretrained(folder), kind)
+    return timed(
+        lambda index: (
+            train_batch(
+                model,
+                optimizer,
+                batch,
+                table.algorithm(kind, NOTHING),
+                job,
+                index=index,
+                seed=index,
+                reference=reference,
+            )
+            and None
+        )
+    )
+
+
+def bare(folder: str, kind: str, texts: Texts) -> Costs:
+    """A loop over groups that shares prompts and does nothing else."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    reference = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).requires_grad_(False)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-6)
+    batch = batch_of(texts, AutoTokenizer.from_pretrained(folder), kind)
+    groups = [batch.rows[at : at + GROUP] for at in range(0, len(batch.rows), GROUP)]
+    total = sum(row.num_completion_tokens for row in batch.rows)
+
+    def logprobs(module: Any, rows: Any, tree: Any) -> torch.Tensor:
+        hidden = hidden_states(module.model, tree)[tree.sources_M]
+        targets = torch.from_numpy(np.concatenate([row.token_ids[row.mask] for row in rows])).long()
+        return torch.log_softmax(module.lm_head(hidden), -1).gather(1, targets[:, None])[:, 0]
+
+    def step(index: int) -> None:
+        optimizer.zero_grad()
+        for rows in groups:
+            tree = tree_of([row.token_ids for row in rows], [row.mask for row in rows])
+            found = logprobs(model, rows, tree)
+            lengths = [row.num_completion_tokens for row in rows]
+            if kind == "sft":
+                loss = -found.sum() / total
+            elif kind == "grpo":
+                signs = torch.tensor([1.0 if n % 2 else -1.0 for n in range(len(rows))])
+                advantages = signs.repeat_interleave(torch.tensor(lengths))
+                ratios = (found - found.detach()).exp()
+                loss = -torch.min(ratios * advantages, ratios.clamp(0.8, 1.2) * advantages).sum() / total
+            else:
+                with torch.no_grad():
+                    known = logprobs(reference, rows, tree)
+                sums = torch.stack([part.sum() for part in (found - known).split(lengths)])
+                loss = -torch.nn.functional.logsigmoid(0.1 * (sums[1::2] - sums[::2])).sum() / (len(batch.rows) / 2)
+            loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+
+    return timed(step)
+
+
+def peak() -> float:
+    """MiB that this process has been resident with at most."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+
+
+def trl(folder: str, kind: str, texts: Texts, size: int) -> Costs:
+    """Some steps with micro-batches of `size` rows; of a preference pair, rows are half as many pairs."""
+    from datasets import Dataset  # pyright: ignore[reportMissingImports] -- of .venv-bench
+    from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
+    from trl import (  # pyright: ignore[reportMissingImports]
+        DPOConfig,
+        DPOTrainer,
+        GRPOConfig,
+        GRPOTrainer,
+        SFTConfig,
+        SFTTrainer,
+    )
+
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    num_rows = len(texts) * GROUP // (2 if kind == "dpo" else 1)
+    size = min(num_rows, size // 2 if kind == "dpo" else size)
+    options: dict[str, Any] = {
+        "per_device_train_batch_size": size,
+        "gradient_accumulation_steps": num_rows // size,
+        "max_steps": STEPS + 1,
+        "output_dir": tempfile.mkdtemp(),
+        "use_cpu": True,
+        "bf16": False,
+        "gradient_checkpointing": False,
+        "logging_strategy": "no",
+        "save_strategy": "no",
+        "report_to": [],
+        "disable_tqdm": True,
+        "learning_rate": 1e-6,
+    }
+    cpu_s: list[float] = []
+    wall_s: list[float] = []
+
+    class Clock(TrainerCallback):
+        def on_step_begin(self, *args: Any, **kwargs: Any) -> None:
+            self.began = time.process_time(), time.perf_counter()
+
+        def on_step_end(self, *args: Any, **kwargs: Any) -> None:
+            cpu_s.append(time.process_time() - self.began[0])
+            wall_s.append(time.perf_counter() - self.began[1])
+
+    common: dict[str, Any] = {"model": model, "processing_class": tokenizer, "callbacks": [Clock()]}
+    if kind == "grpo":
+        args = GRPOConfig(**options, num_generations=GROUP)
+        given = completions_of(texts, tokenizer)
+
+        class Given(GRPOTrainer):
+            def _generate_and_score_completions(self, inputs: Any) -> Any:
+                return dict(given)
+
+        data = Dataset.from_list([{"prompt": prompt} for prompt, _ in texts])
+        trainer: Any = Given(**common, args=args, train_dataset=data, reward_funcs=lambda completions, **_: [0.0])
+    elif kind == "dpo":
+        rows = [
+            {"prompt": prompt, "chosen": answers[n + 1], "rejected": answers[n]}
+            for prompt, answers in texts
+            for n in range(0, GROUP, 2)
+        ]
+        trainer = DPOTrainer(**common, args=DPOConfig(**options), train_dataset=Dataset.from_list(rows))
+    else:
+        rows = [{"prompt": prompt, "completion": answer} for prompt, answers in texts for answer in answers]
+        trainer = SFTTrainer(**common, args=SFTConfig(**options), train_dataset=Dataset.from_list(rows))
+    held = peak()
+    trainer.train()
+    return {
+        "cpu_s": statistics.median(cpu_s[1:]),
+        "wall_s": statistics.median(wall_s[1:]),
+        "peak_mib": peak() - held,
+    }
+
+
+def completions_of(texts: Texts, tokenizer: Any) -> dict[str, torch.Tensor]:
+    """What TRL's GRPO makes of generated completions: prompts padded on the left, completions on the right."""
+    prompts = [tokenizer(prompt)["input_ids"] for prompt, _ in texts for _ in range(GROUP)]
+    answers = [[*tokenizer(one)["input_ids"], tokenizer.eos_token_id] for _, found in texts for one in found]
+    left, right = max(map(len, prompts)), max(map(len, answers))
+
+    def tensor(rows: list[list[int]]) -> torch.Tensor:
+        return torch.tensor(rows)
+
+    return {
+        "prompt_ids": tensor([[0] * (left - len(one)) + one for one in prompts]),
+        "prompt_mask": tensor([[0] * (left - len(one)) + [1] * len(one) for one in prompts]),
+        "completion_ids": tensor([one + [0] * (right - len(one)) for one in answers]),
+        "completion_mask": tensor([[1] * len(one) + [0] * (right - len(one)) for one in answers]),
+        "advantages": torch.tensor([1.0 if n % 2 else -1.0 for n in range(len(answers))]),
+        "num_items_in_batch": torch.tensor(float(sum(map(len, answers)))),
+    }
+
+
+def one_pass(system: str, folder: str, size: str, kind: str, lengths: str, micro_batch: str) -> Costs:
+    """One system on one case, in this process."""
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+    texts = texts_of(GROUPS[size], lengths)
+    if system == "rollstream":
+        make_deterministic(1)
+    if system == "trl":
+        costs = trl(folder, kind, texts, int(micro_batch))
+    else:
+        costs = {"rollstream": ours, "bare": bare}[system](folder, kind, texts)
+    tokens = sum(len(prompt) + len(answer) + 1 for prompt, answers in texts for answer in answers)
+    return {**costs, "tokens_per_cpu_s": tokens / costs["cpu_s"]}
+
+
+def main() -> None:
+    """Interleave the systems, print and keep the medians."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--sizes", nargs="*", default=list(SIZES), choices=SIZES)
+    parser.add_argument("--kinds", nargs="*", default=list(KINDS), choices=KINDS)
+    parser.add_argument("--rows", type=int, help="of TRL's micro-batches; without it the best one is looked for")
+    parser.add_argument("--output", type=Path, default=None)
+    parser.add_argument("--one", nargs=6, metavar=("SYSTEM", "FOLDER", "SIZE", "KIND", "LENGTHS", "ROWS"))
+    args = parser.parse_args()
+    if args.one:
+        print(json.dumps(one_pass(*args.one)))
+        return
+    found: dict[str, dict[str, list[Costs]]] = {}
+    with tempfile.TemporaryDirectory() as kept:
+        folders = {name: str(make_tiny_model(Path(kept) / name, max_length=1024, **SIZES[name])) for name in args.sizes}
+        cases = [(size, kind, lengths) for size in args.sizes for kind in args.kinds for lengths in LENGTHS]
+        best = {
+            (size, kind): args.rows or best_micro_batch(folders[size], size, kind)
+            for size in args.sizes
+            for kind in args.kinds
+        }
+        for _ in range(args.repeats):
+            for case in cases:
+                for system in SYSTEMS:
+                    costs = in_process(system, folders[case[0]], *case, best[case[:2]])
+                    found.setdefault(" ".join(case), {}).setdefault(system, []).append(costs)
+                    print(*case, system, costs, file=sys.stderr, flush=True)
+    report: dict[str, Any] = {"cores": os.cpu_count(), "threads": 1, "repeats": args.repeats, "versions": versions()}
+    report["trl_micro_batch_rows"] = {" ".join(case): rows for case, rows in best.items()}
+    text = json.dumps({**report, "cases": {name: summary(case) for name, case in found.items()}}, indent=2)
+    print(text)
+    if args.output:
+        args.output.write_text(text + "\n")
+
+
+def in_process(system: str, folder: str, size: str, kind: str, lengths: str, rows: int) -> Costs:
+    """One pass in a process of its own."""
+    command = [sys.executable, __file__, "--one", system, folder, size, kind, lengths, str(rows)]
+    done = subprocess.run(command, check=True, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def best_micro_batch(folder: str, size: str, kind: str) -> int:
+    """Rows of the micro-batches that TRL is fastest with, on realistic lengths."""
+    tried = {rows: in_process("trl", folder, size, kind, LENGTHS[-1], rows)["cpu_s"] for rows in MICRO_BATCHES}
+    return min(tried, key=lambda rows: tried[rows])
+
+
+def versions() -> dict[str, str]:
+    """Of what is compared."""
+    import importlib.metadata
+
+    return {name: importlib.metadata.version(name) for name in ("torch", "transformers", "trl")}
+
+
+def summary(case: dict[str, list[Costs]]) -> dict[str, Any]:
+    """Medians by system, and how they compare."""
+    made: dict[str, Any] = {
+        system: {key: round(statistics.median(one[key] for one in passes), 3) for key in passes[0]}
+        for system, passes in case.items()
+    }
+    mine, theirs, loop = made["rollstream"], made["trl"], made["bare"]
+    made["times_trl_cpu"] = round(theirs["cpu_s"] / mine["cpu_s"], 2)
+    made["times_trl_wall"] = round(theirs["wall_s"] / mine["wall_s"], 2)
+    made["of_bare_loop"] = round(loop["cpu_s"] / mine["cpu_s"], 2)
+    made["peak_of_trl"] = round(mine["peak_mib"] / theirs["peak_mib"], 2)
+    return made
+
+
+if __name__ == "__main__":
+    main()
