@@ -196,7 +196,7 @@ def test_keys_and_names_of_an_algorithm_are_checked_when_the_file_is_read(
         ({"name": CISPO, "mini_batches": 0}, f"{at}.mini_batches: is 0; input should be greater than or equal to 1"),
         ({"name": CISPO, "declared": {"pairs": True}}, f"{at}.declared: unknown key; known keys: advantage, "),
         ({"name": "grpoo"}, f"{at}.name: 'grpoo' is unknown; did you mean grpo?"),
-        ({"name": "vespo"}, f"{at}.name: 'vespo' is unknown; known algorithms: cispo, dpo, expert_iteration, "),
+        ({"name": "qqq"}, f"{at}.name: 'qqq' is unknown; known algorithms: cispo, dpo, dppo, expert_iteration, "),
         ({"clip_hihg": 3}, f"{at}.clip_hihg: unknown key; did you mean clip_high?"),
         ({"name": f"{CISPO}s"}, f"{at}.name: {CISPO}s: module tests.rigs.toy_cispo has no 'Cispos'"),
         ({"name": f"{CISPO}Settings"}, f"{at}.name: {CISPO}Settings must be a subclass of "),

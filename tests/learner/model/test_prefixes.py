@@ -23,7 +23,7 @@ from transformers import (
 )
 
 from rollstream.learner.algorithms.base import BatchView, KeptRow, Member, Row
-from rollstream.learner.algorithms.grpo import Grpo
+from rollstream.learner.algorithms.builtin.grpo import Grpo
 from rollstream.learner.model import collate
 from rollstream.learner.model.collate import MicroBatch, TrainRow
 from rollstream.learner.model.optimizer import make_optimizer
