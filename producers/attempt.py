@@ -12,6 +12,7 @@ from rollstream.eventlog.codec import Encoded
 from rollstream.producers.engines.base import Engine
 from rollstream.producers.evaluators import table
 from rollstream.producers.rollout import registry, rewards
+from rollstream.producers.rollout.continuing import RecordedAttempt
 from rollstream.producers.rollout.environment import Environment
 from rollstream.producers.rollout.journal import Acknowledged, Emit, Journal
 from rollstream.producers.rollout.outside import Gateway
@@ -120,6 +121,7 @@ async def record_rollout(
     players: Mapping[str, str] | None = None,
     acknowledged: Acknowledged | None = None,
     gateway: Gateway | None = None,
+    before: RecordedAttempt | None = None,
 ) -> None:
     """Play member `member` of a task and emit its events; RolloutEnded or RolloutFailed is the last.
 
@@ -128,14 +130,18 @@ async def record_rollout(
     raised, and then there is no terminal event. `permissions`: what the task may name. `artifacts`: where artifacts
     that its inputs name are read. `players`: by agent, in place of the opponents that are drawn for the task.
     `acknowledged`: of the log, for all emitted so far. `gateway`: where programs outside can play the rollout.
+    `before`: what a process that is gone has recorded of this attempt, which is continued.
 
     1. RolloutStarted. 2. Each call and reward as it happens. 3. The environment stops, or is stopped; nothing more is
     recorded. 4. The terminal event.
     """
     settings = task.settings
     journal = Journal(task, ids.rollout_id(task.group_id, member, attempt), emit, clock, acknowledged)
-    await journal.begin(member=member, attempt=attempt, seed=ids.member_seed(task.seed, member))
-    stage = _Stage(task, member, engine, journal, permissions, artifacts, players, gateway)
+    if before is None:
+        await journal.begin(member=member, attempt=attempt, seed=ids.member_seed(task.seed, member))
+    else:
+        journal.restore(before)
+    stage = _Stage(task, member, engine, journal, permissions, artifacts, players, gateway, before is not None)
     play = asyncio.create_task(stage.play())
     try:
         await asyncio.wait({play}, timeout=settings.rollout_timeout_s)
@@ -169,8 +175,10 @@ class _Stage:
         artifacts: ArtifactStore | None,
         players: Mapping[str, str] | None,
         gateway: Gateway | None,
+        is_continued: bool,
     ) -> None:
         self._task = task
+        self._is_continued = is_continued
         self._gateway = gateway
         self._players = players
         self._permissions = permissions
@@ -201,8 +209,10 @@ class _Stage:
                 play_scripted=environment.play_scripted,
                 artifacts=self._artifacts,
                 gateway=self._gateway,
+                is_continued=self._is_continued,
             )
             stop_reason = await self._run(environment, session)
+            await self._journal.fill_holes(next(iter(session.agents), "agent"))
             await self._reward(session, stop_reason)
         except SystemExit as error:
             raise EnvironmentRunError(f"called sys.exit({error.code!r})") from error

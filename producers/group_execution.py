@@ -16,13 +16,14 @@ from rollstream.eventlog.log import EventLog, Record
 from rollstream.producers.engines.base import Engine
 from rollstream.producers.league.draw import opponents_of, seats_of
 from rollstream.producers.league.opponents import OpponentWeights
+from rollstream.producers.rollout.continuing import RecordedAttempt
 from rollstream.producers.slots import Slot, Slots
 from rollstream.producers.steps_writer import Outbox, StepsWriter
 from rollstream.producers.takeover import PRODUCER_LOST, ForeignWrites, GroupProgress, MemberState
+from rollstream.producers.taking_up import continued_attempts, extend
 from rollstream.schemas import ids
 from rollstream.schemas.errors import ModelError, NotAllowedError
 from rollstream.schemas.events import (
-    GroupExtended,
     GroupStarted,
     RolloutEnded,
     RolloutFailed,
@@ -49,6 +50,7 @@ class RecordRollout(Protocol):
     """`attempt.record_rollout`: plays one attempt and emits its events; the last one is terminal.
 
     `is_last`: whether a failure of it is final. `acknowledged`: returns once all that was emitted is acknowledged.
+    `before`: what a process that is gone has recorded of the attempt, which goes on from there.
     """
 
     async def __call__(
@@ -62,6 +64,7 @@ class RecordRollout(Protocol):
         emit: Callable[[Encoded], Awaitable[None]],
         clock: Callable[[], int],
         acknowledged: Callable[[], Awaitable[None]],
+        before: RecordedAttempt | None = None,
     ) -> None: ...
 
 
@@ -112,6 +115,8 @@ class GroupExecution:
         self._foreign_writes = foreign_writes
         self._stop: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self._is_recovered = state is not None
+        self._continued: dict[tuple[int, int], RecordedAttempt] = {}
+        """By member and attempt: what goes on here that another process began."""
         self._turn = producer.slots.next_turn()
         self._first_slot: Slot | None = None
         """What the group was started with, until its first rollout takes it."""
@@ -142,6 +147,7 @@ class GroupExecution:
                 stopped = await self._unless_stopped(self._may_start(), None)
                 self.state = await self._open(size=0 if stopped else self.task.num_rollouts, void_cause=stopped)
             else:
+                self._continued = await continued_attempts(self._producer.log, self._writer, self.task, self.state)
                 await self._fail_lost(self.state)
             await self._settle_fully(self.state)
         except NotAllowedError as error:
@@ -262,7 +268,8 @@ class GroupExecution:
             slot, self._first_slot = self._first_slot or slots.ask(self._turn), None
             try:
                 await self._without_time(state, slot)
-                await self._run_attempt(index, member.next_attempt)
+                going = [attempt for owner, attempt in self._continued if owner == index]
+                await self._run_attempt(index, going[0] if going else member.next_attempt)
             finally:
                 slots.release(slot)
 
@@ -282,7 +289,7 @@ class GroupExecution:
                 await asyncio.wait({awaited}, timeout=step_ms / 1000)
                 is_over = awaited.done() and self._num_waiting == 1
                 if self._writer.clock() + self._left_ms - state.deadline_ms >= (1 if is_over else step_ms / 2):
-                    await extend(self._producer, self._writer, self.task, state, self._left_ms)
+                    await extend(self._writer, self._producer.name, self.task, state, self._left_ms)
             awaited.result()
         finally:
             self._num_waiting -= 1
@@ -295,6 +302,7 @@ class GroupExecution:
         async def send(event: Encoded) -> None:
             await self._send(event, member, attempt)
 
+        before = self._continued.pop((member, attempt), None)
         async with Outbox(send) as outbox:
             await self._producer.rollout(
                 self.task,
@@ -305,6 +313,7 @@ class GroupExecution:
                 emit=outbox.put,
                 clock=self._writer.clock,
                 acknowledged=outbox.acknowledged,
+                before=before,
             )
             if outbox.terminal is None:
                 raise RuntimeError(f"{self._rollout_id(member, attempt)} returned without a terminal event")
@@ -329,9 +338,10 @@ class GroupExecution:
         return self.state.members[member].num_failed if self.state is not None else 0
 
     async def _fail_lost(self, state: GroupProgress) -> None:
-        """Decide what the predecessor left open."""
+        """Decide what the predecessor left open and nobody continues."""
+        going = {index for index, _ in self._continued}
         for index, member in state.members.items():
-            if member.is_settled:
+            if member.is_settled or index in going:
                 continue
             max_attempts = self.task.settings.max_attempts
             is_used_up = member.num_failed >= max_attempts or member.next_attempt >= max_attempts + MAX_LOST
@@ -382,19 +392,3 @@ class GroupExecution:
 
     def _rollout_id(self, member: int, attempt: int) -> str:
         return ids.rollout_id(self.task.group_id, member, attempt)
-
-
-async def extend(
-    producer: WorkerContext, writer: StepsWriter, task: TaskRequested, state: GroupProgress, left_ms: int
-) -> None:
-    """Move the deadline of a group on in the log, to `left_ms` from now."""
-    time_ms = writer.clock()
-    state.deadline_ms = time_ms + left_ms
-    extended = GroupExtended(
-        run_id=task.run_id,
-        time_ms=time_ms,
-        group_id=task.group_id,
-        deadline_ms=state.deadline_ms,
-        owner=producer.name,
-    )
-    await writer.send(encode(extended))

@@ -19,10 +19,10 @@ from rollstream.producers.group_execution import (
     RUN_ENDED,
     GroupExecution,
     WorkerContext,
-    extend,
 )
 from rollstream.producers.steps_writer import StepsWriter
 from rollstream.producers.takeover import ForeignWrites, GroupProgress, PartitionState
+from rollstream.producers.taking_up import extend
 from rollstream.schemas import ids
 from rollstream.schemas.errors import DecodeError
 from rollstream.schemas.events import GroupStarted, TaskCancelled, TaskRequested, Tick
@@ -229,7 +229,7 @@ class PartitionOwner:
         for held in list(self._held.values()):
             state, left_ms = held.state, max(held.left_ms, MIN_LEFT_MS)
             if state is not None and self._writer.clock() + left_ms - state.deadline_ms > left_ms * EXTENSION_SHARE:
-                await extend(self._producer, self._writer, held.task, state, left_ms)
+                await extend(self._writer, self._producer.name, held.task, state, left_ms)
 
     async def _run(self, offset: int, run: GroupExecution) -> None:
         await run.run()

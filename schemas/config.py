@@ -16,6 +16,7 @@ from pydantic import (
 )
 
 from rollstream.schemas import ids
+from rollstream.schemas import services as section
 from rollstream.schemas.algorithms import Algorithm, GrpoSettings
 from rollstream.schemas.finetuning import TrainerAdapterConfig, TrainerConfig, TrajectoryBuilderConfig
 from rollstream.schemas.kafka import KafkaSection
@@ -111,6 +112,8 @@ class BuilderFields(BaseModel):
     num_processors: int = Field(default=1, ge=1)
     session_timeout_s: float = Field(default=10.0, gt=0)
     tick_interval_s: float = Field(default=1.0, gt=0)
+    gateway: section.GatewaySection = Field(default_factory=section.GatewaySection)
+    """Of the producers: where agents outside play rollouts."""
 
     @model_validator(mode="after")
     def _minimum_fits(self) -> Self:

@@ -204,6 +204,12 @@ class GatewaySection(Settings):
     allowed_hosts: tuple[str, ...] = ()
     """Names by which it may be asked beside its own address (the header `Host`)."""
 
+    def of_process(self, number: int) -> "GatewaySection":
+        """Of the first, second, ... producers process of a machine: ports that are set follow one another."""
+        if not self.port:
+            return self
+        return self.model_copy(update={"port": min(self.port + number - 1, 65535)})
+
 
 class ProducerSettings(ServiceSettings):
     """A process that owns tasks partitions."""

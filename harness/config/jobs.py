@@ -274,6 +274,7 @@ def services_of(
             served_models=served_models(config, run_id),
             max_concurrent_rollouts=builder.max_concurrent_rollouts,
             tick_interval_s=builder.tick_interval_s,
+            gateway=builder.gateway.of_process(number),
             modules=builder.modules,
             runs=() if run_id is None else (run_id,),
         )

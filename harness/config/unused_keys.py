@@ -14,7 +14,7 @@ from rollstream.schemas.finetuning import CurriculumLearningConfig
 from rollstream.schemas.services import EngineSettings
 from rollstream.schemas.settings import CurriculumSettings, OptimizerSettings
 
-_STARTED_HERE = ("engine", "num_producers", "num_processors", "max_concurrent_rollouts", "modules")
+_STARTED_HERE = ("engine", "num_producers", "num_processors", "max_concurrent_rollouts", "modules", "gateway")
 """Of the builder's block: what services are started with."""
 _SERVICE_LIMITS = ("session_timeout_s", "tick_interval_s")
 _PAIRS_ONLY = ("ttc_step_name", "reward_from_score_diff", "require_multiple_candidates")

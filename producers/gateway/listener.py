@@ -22,7 +22,8 @@ from rollstream.eventlog.files import write_whole
 from rollstream.eventlog.private import token_in
 from rollstream.eventlog.recent import RecentSet
 from rollstream.producers.engines.base import Engine
-from rollstream.producers.gateway.played import Mark, PlayedRollout, RolloutKeys, ended
+from rollstream.producers.gateway.marks import Mark, RolloutKeys
+from rollstream.producers.gateway.played import PlayedRollout, ended
 from rollstream.producers.openai.access import Access, check_is_json, keys_of, no_key
 from rollstream.producers.openai.completions import CompletionRequest
 from rollstream.producers.openai.requests import ChatRequest, Refusal, json_of, validated
@@ -98,7 +99,7 @@ class RolloutGateway(Routes):
         base_url = f"{self._url}/rollouts/{quote(rollout_id)}"
         key = self._keys.key_of(rollout_id)
         rollout = self._rollouts[rollout_id] = PlayedRollout(session, self._engine, agent, base_url=base_url, key=key)
-        if is_claimable:
+        if is_claimable and not rollout.is_claimed:
             async with self._claiming:
                 self._claimable.append(rollout_id)
                 self._claiming.notify_all()
@@ -189,7 +190,7 @@ class RolloutGateway(Routes):
         body = validated(EndBody, json_of(await request.read() or b"{}"))
         named = self._named(request)
         if named not in self._ended:
-            self._rollout(request).end(body.error)
+            await self._rollout(request).end(body.error)
         return json_response({"rollout_id": named, "status": "ended"})
 
     async def claim(self, request: web.Request) -> web.Response:
@@ -197,14 +198,20 @@ class RolloutGateway(Routes):
         if not self._access.bears_token(request.headers):
             raise Refusal(403, "only the gateway's token claims rollouts", code="wrong_key")
         body = validated(ClaimBody, json_of(await request.read() or b"{}"))
+        key = Mark.of(request.headers, "rollouts", b"").key_sha256 or ""
         try:
             async with asyncio.timeout(body.wait_s):
-                rollout = await self._next()
+                rollout = await self._next(key)
         except TimeoutError:
             return web.Response(status=204, headers={"Retry-After": "1"})
+        await rollout.claim(key)
         return json_response(rollout.description())
 
-    async def _next(self) -> PlayedRollout:
+    async def _next(self, key: str) -> PlayedRollout:
+        """`key`: whoever asks again under it gets the same rollout again."""
+        for rollout in self._rollouts.values() if key else ():
+            if rollout.claim_key == key:
+                return rollout
         async with self._claiming:
             while True:
                 while self._claimable:

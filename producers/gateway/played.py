@@ -6,17 +6,14 @@ call is recorded, and answered when it is asked for again.
 """
 
 import asyncio
-import base64
-import binascii
 import hashlib
-import hmac
-from collections.abc import Callable, Coroutine, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import Any
 
 import orjson
 
 from rollstream.producers.engines.base import Engine, Generation, Tokenizer
+from rollstream.producers.gateway.marks import IDEMPOTENCY_KEY, Mark
 from rollstream.producers.openai.completions import CompletionRequest
 from rollstream.producers.openai.protocol import Answer, answer_of, stop_length
 from rollstream.producers.openai.requests import ChatRequest, Refusal
@@ -26,37 +23,14 @@ from rollstream.producers.rollout.outside import CallOptions, cut_to
 from rollstream.producers.rollout.reply import Message, Reply, TurnsExhausted
 from rollstream.producers.rollout.session import Session
 from rollstream.schemas.errors import EnvironmentRunError, ModelError, PromptTooLongError
+from rollstream.schemas.events import StepRecorded
+from rollstream.schemas.events.recorded import RecordedStep
 from rollstream.schemas.settings import Sampling
 
 RUNS_MODEL = "policy"
 """A name that any rollout's default agent answers to."""
-IDEMPOTENCY_KEY = "Idempotency-Key"
-RETRY_COUNT = "X-Stainless-Retry-Count"
-"""OpenAI's and Anthropic's clients count here how often they have repeated a request."""
-MAX_KEY_CHARS = 256
-KEY_PREFIX = "rs-"
-
-
-@dataclass(frozen=True, slots=True)
-class Mark:
-    """By what a repeated call is known."""
-
-    body_sha256: str
-    key_sha256: str | None
-    """Of the Idempotency-Key."""
-    is_retry: bool
-    """The client says that it has asked before."""
-
-    @classmethod
-    def of(cls, headers: Mapping[str, str], path: str, body: bytes) -> "Mark":
-        """Raises Refusal (400) for a key that is too long."""
-        key = headers.get(IDEMPOTENCY_KEY)
-        if key is not None and not 0 < len(key) <= MAX_KEY_CHARS:
-            raise Refusal(400, f"header {IDEMPOTENCY_KEY}: must have 1 to {MAX_KEY_CHARS} characters")
-        count = headers.get(RETRY_COUNT, "0")
-        digest = hashlib.sha256(path.encode() + b"\x1f" + body).hexdigest()
-        key_sha256 = None if key is None else hashlib.sha256(key.encode(errors="replace")).hexdigest()
-        return cls(digest, key_sha256, count.isdecimal() and int(count[:9]) > 0)
+CLAIM, END = "gateway.claim", "gateway.end"
+"""Names of steps: the rollout was claimed, its agent has ended it."""
 
 
 class PlayedRollout:
@@ -68,14 +42,19 @@ class PlayedRollout:
         self.key = key
         self._engine = engine
         self._agent = agent
-        self._by_body: dict[str, asyncio.Task[list[Reply]]] = {}
-        self._by_key: dict[str, tuple[str, asyncio.Task[list[Reply]]]] = {}
+        self._by_body: dict[str, asyncio.Future[list[Reply]]] = {}
+        self._by_key: dict[str, tuple[str, asyncio.Future[list[Reply]]]] = {}
+        self._ending: asyncio.Task[None] | None = None
         self._working: set[asyncio.Task[Any]] = set()
         self._texts: dict[bytes, str] = {}
         """What the model wrote, by the message with tool calls that was made of it."""
         self._rewards: dict[tuple[str, int | None, str | None], float] = {}
         self._end: asyncio.Future[str | None] = asyncio.get_running_loop().create_future()
         self._exhausted: TurnsExhausted | None = None
+        self.claim_key = ""
+        """Digest of the key under which the rollout was claimed."""
+        self.is_claimed = False
+        self._restore()
 
     async def call(self, asked: ChatRequest | CompletionRequest, mark: Mark) -> Answered:
         """The answers to a call, once the log has acknowledged them. Raises Refusal."""
@@ -85,9 +64,7 @@ class PlayedRollout:
             self._check_sampled(asked)
             agent = self._agent_of(asked.model)
             task = self._begin(lambda: self._sample(asked, mark, agent))
-            self._by_body[mark.body_sha256] = task
-            if mark.key_sha256 is not None:
-                self._by_key[mark.key_sha256] = mark.body_sha256, task
+            self._remember(mark.body_sha256, mark.key_sha256, task)
         replies = await asyncio.shield(task)
         return self._answered(asked, replies)
 
@@ -108,10 +85,65 @@ class PlayedRollout:
         self._rewards[place] = value
         await asyncio.shield(self._begin(lambda: self._give(value, name, step_index, agent)))
 
-    def end(self, error: str | None = None) -> None:
-        """The program is done; `error`: it failed. Once ended, it stays as it was."""
+    async def end(self, error: str | None = None) -> None:
+        """The program is done; `error`: it failed. Once ended, it stays as it was. The log has acknowledged it then."""
+        if self._end.done():
+            return
+        if self._ending is None:
+            self._ending = self._begin(lambda: self._note(END, {"error": error}))
+        await asyncio.shield(self._ending)
+        self._set_ended(error)
+
+    async def claim(self, key: str) -> None:
+        """Somebody plays the rollout from now on. The log has acknowledged it then."""
+        if self.is_claimed:
+            return await self.session.acknowledged()
+        self.is_claimed = True
+        self.claim_key = key
+        await asyncio.shield(self._begin(lambda: self._note(CLAIM, {"key_sha256": key})))
+
+    async def _note(self, name: str, data: dict[str, Any]) -> None:
+        step = RecordedStep(event_type="CUSTOM_END", name=name, data=data, agent=self._agent)
+        await self.session.record(step)
+        await self.session.acknowledged()
+
+    def _set_ended(self, error: str | None) -> None:
         if not self._end.done():
             self._end.set_result(error)
+
+    def _restore(self) -> None:
+        """Take up what another process has recorded of this rollout."""
+        calls: dict[tuple[str, str], list[Reply]] = {}
+        for step in self.session.recorded:
+            data: Any = step.data or {}
+            notes: Any = (step.metadata or {}).get("gateway")
+            if step.name == CLAIM:
+                self.is_claimed, self.claim_key = True, data["key_sha256"]
+            elif step.name == END:
+                self._set_ended(data["error"])
+            elif notes and step.step_index in self.session.replies:
+                reply = self.session.replies[step.step_index]
+                found = calls.setdefault((notes["body_sha256"], notes.get("key_sha256", "")), [])
+                found[:] = [*found, reply] if len(found) < notes["n"] else [reply]
+                self._keep_text(reply, step, notes)
+                if len(found) == notes["n"]:
+                    self._remember(notes["body_sha256"], notes.get("key_sha256"), _done([*found]))
+        self._rewards = {(one.name, one.step_index, one.agent): one.value for one in self.session.rewarded}
+
+    def _keep_text(self, reply: Reply, step: StepRecorded, notes: Mapping[str, Any]) -> None:
+        generation = reply.generation
+        if generation is None or not (step.data or {}).get("tools"):
+            return
+        tokenizer = self._engine.tokenizer(self.session.model_group(step.agent))
+        stop = tuple(notes.get("stop", ()))
+        answer = _answer_of(generation, tokenizer, reply.prompt_ids, stop, has_tools=True)
+        if answer.tool_calls:
+            self._texts[_fingerprint(answer.text, answer.tool_calls)] = reply.text
+
+    def _remember(self, body_sha256: str, key_sha256: str | None, replies: "asyncio.Future[list[Reply]]") -> None:
+        self._by_body[body_sha256] = replies
+        if key_sha256 is not None:
+            self._by_key[key_sha256] = body_sha256, replies
 
     async def ended(self) -> None:
         """See `OpenedRollout`."""
@@ -122,7 +154,7 @@ class PlayedRollout:
 
     async def settle(self) -> None:
         """See `OpenedRollout`."""
-        self.end()
+        self._set_ended(None)
         while self._working:
             await asyncio.wait(set(self._working))
         if self._exhausted is not None:
@@ -130,7 +162,7 @@ class PlayedRollout:
 
     def close(self) -> None:
         """Stop what is under way."""
-        self.end()
+        self._set_ended(None)
         for task in self._working:
             task.cancel()
 
@@ -157,7 +189,7 @@ class PlayedRollout:
         except Exception as error:
             raise _refused_template(error) from error
 
-    def _repeated(self, mark: Mark) -> "asyncio.Task[list[Reply]] | None":
+    def _repeated(self, mark: Mark) -> "asyncio.Future[list[Reply]] | None":
         """The call that is asked for again, if it did not fail. Raises Refusal (422) for another body under its key."""
         task = self._by_body.get(mark.body_sha256) if mark.is_retry else None
         if mark.key_sha256 in self._by_key:
@@ -186,7 +218,9 @@ class PlayedRollout:
 
     async def _sample(self, asked: ChatRequest | CompletionRequest, mark: Mark, agent: str) -> list[Reply]:
         """1. The steps are recorded. 2. The log has acknowledged them."""
-        notes: dict[str, Any] = {"body_sha256": mark.body_sha256}
+        notes: dict[str, Any] = {"body_sha256": mark.body_sha256, "n": asked.n}
+        notes |= {} if isinstance(asked, ChatRequest) else {"is_text": True}
+        notes |= {"stop": list(asked.stop)} if asked.stop else {}
         notes |= {} if mark.key_sha256 is None else {"key_sha256": mark.key_sha256}
         deviations = deviations_of(asked, self.session.sampling)
         notes |= {"asked": deviations} if deviations else {}
@@ -221,15 +255,7 @@ class PlayedRollout:
         if generation is None:  # a scripted opponent's
             return Answer(reply.text, (), (), (), (), "stop", (), group, 0)
         tokenizer = self._engine.tokenizer(group)
-        is_cut = stop_length(generation, tokenizer, asked.stop) is not None
-        return answer_of(
-            generation,
-            tokenizer,
-            prompt_ids=reply.prompt_ids,
-            stop=asked.stop,
-            has_tools=has_tools,
-            is_cut=is_cut,
-        )
+        return _answer_of(generation, tokenizer, reply.prompt_ids, asked.stop, has_tools=has_tools)
 
     def _asked(self, asked: ChatRequest | CompletionRequest, notes: Mapping[str, Any]) -> CallOptions:
         def cut(generation: Generation, tokenizer: Tokenizer) -> Generation:
@@ -282,6 +308,20 @@ class PlayedRollout:
             raise Refusal(400, "prompt: token ids are not recorded; give a text", param="prompt")
 
 
+def _answer_of(
+    generation: Generation, tokenizer: Tokenizer, prompt_ids: Sequence[int], stop: Sequence[str], *, has_tools: bool
+) -> Answer:
+    is_cut = stop_length(generation, tokenizer, stop) is not None
+    return answer_of(generation, tokenizer, prompt_ids=prompt_ids, stop=stop, has_tools=has_tools, is_cut=is_cut)
+
+
+def _done(replies: list[Reply]) -> "asyncio.Future[list[Reply]]":
+    """A call that was answered by another process."""
+    found: asyncio.Future[list[Reply]] = asyncio.get_running_loop().create_future()
+    found.set_result(replies)
+    return found
+
+
 def ended(rollout_id: str) -> Refusal:
     """The refusal of what comes after the end."""
     return Refusal(409, f"rollout {rollout_id} has ended", code="rollout_ended")
@@ -309,34 +349,3 @@ def _refused_template(error: Exception) -> Refusal:
         return error
     line = " ".join(str(error).split())[:300]
     return Refusal(400, f"messages: the chat template refuses them: {line}", param="messages")
-
-
-class RolloutKeys:
-    """Keys of rollouts: whoever bears one may play that rollout and no other.
-
-    A key holds the rollout's id and its HMAC under the secret of the workspace, so no key is stored anywhere, and it
-    stays good when the process that gave it out was killed.
-    """
-
-    def __init__(self, secret: str) -> None:
-        self._secret = hashlib.sha256(f"rollout keys\x1f{secret}".encode()).digest()
-
-    def key_of(self, rollout_id: str) -> str:
-        """The key of a rollout; the same at any time."""
-        name = base64.urlsafe_b64encode(rollout_id.encode()).decode().rstrip("=")
-        return f"{KEY_PREFIX}{name}.{self._mac(rollout_id)}"
-
-    def rollout_of(self, key: str) -> str | None:
-        """The rollout that a key is for; None if it is none of ours."""
-        name, dot, mac = key.removeprefix(KEY_PREFIX).rpartition(".")
-        if not key.startswith(KEY_PREFIX) or not dot:
-            return None
-        try:
-            rollout_id = base64.urlsafe_b64decode(name + "=" * (-len(name) % 4)).decode()
-        except (binascii.Error, ValueError):
-            return None
-        is_ours = hmac.compare_digest(mac.encode(errors="replace"), self._mac(rollout_id).encode())
-        return rollout_id if is_ours else None
-
-    def _mac(self, rollout_id: str) -> str:
-        return hmac.new(self._secret, rollout_id.encode(), hashlib.sha256).hexdigest()

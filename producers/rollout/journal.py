@@ -9,6 +9,7 @@ from typing import Any
 
 from rollstream.eventlog import codec
 from rollstream.eventlog.log import check_record_size
+from rollstream.producers.rollout.continuing import RecordedAttempt
 from rollstream.schemas.base import Event
 from rollstream.schemas.errors import EnvironmentRunError, LogError
 from rollstream.schemas.events import (
@@ -25,6 +26,8 @@ Emit = Callable[[codec.Encoded], Awaitable[None]]
 """Sends an event, which is encoded once, where it is checked that a record can hold it."""
 Acknowledged = Callable[[], Awaitable[None]]
 """Returns once the log has acknowledged all that was emitted so far."""
+LOST_CALL = "lost_call"
+"""Name of the step of a call whose producer was killed and that nobody repeated."""
 WORKFLOW = "<workflow>"
 """NAT's name of the function that the whole agent is."""
 
@@ -54,6 +57,9 @@ class Journal:
             function_id=str(uuid.uuid5(uuid.NAMESPACE_URL, rollout_id)), function_name=WORKFLOW
         )
         self._num_opened = 0
+        self._next_index = 0
+        self._holes: list[int] = []
+        """Indices of steps that began in another process and were never recorded."""
         self._num_rewards = 0
         self._steps: dict[int, StepRecorded] = {}
         self._rewards: dict[int, RewardRecorded] = {}
@@ -89,11 +95,30 @@ class Journal:
         started = RolloutStarted(**self._ids, time_ms=self.clock(), member=member, attempt=attempt, seed=seed)
         await self._put(started, "the start")
 
+    def restore(self, before: RecordedAttempt) -> None:
+        """Go on after what another process recorded of this attempt."""
+        self._steps = {index: step for index, (step, _) in before.steps.items()}
+        self._step_digests = {index: digest for index, (_, digest) in before.steps.items()}
+        self._rewards = {index: reward for index, (reward, _) in before.rewards.items()}
+        self._reward_digests = {index: digest for index, (_, digest) in before.rewards.items()}
+        self._num_opened, self._num_rewards = len(self._steps), len(self._rewards)
+        self._next_index = max(self._steps, default=-1) + 1
+        self._holes = [index for index in range(self._next_index) if index not in self._steps]
+
+    async def fill_holes(self, agent: str) -> None:
+        """Record calls that were lost with another process and not repeated, so that every index has its step."""
+        while self._holes:
+            fields: dict[str, Any] = {"event_type": "CUSTOM_END", "name": LOST_CALL}
+            await self.record_step(self.open_step(), began_ms=self.clock(), agent=agent, **fields)
+
     def open_step(self) -> int:
         """Index of a step that begins now. Calls are numbered as they begin, however long each takes."""
         self._check_open()
         self._num_opened += 1
-        return self._num_opened - 1
+        if self._holes:
+            return self._holes.pop(0)
+        self._next_index += 1
+        return self._next_index - 1
 
     async def record_step(self, step_index: int, *, began_ms: int, **fields: Any) -> StepRecorded:
         """Emit what happened at an opened step. `fields` are those of StepRecorded beside ids and event time.

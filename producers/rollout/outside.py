@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 from rollstream.producers.engines.base import Generation, Tokenizer
-from rollstream.schemas.events.rollouts import VersionSpan
+from rollstream.schemas.events.rollouts import StepRecorded, VersionSpan
 from rollstream.schemas.settings import Sampling
 
 REFUSED_CALL = "refused_call"
@@ -36,6 +36,14 @@ class CallOptions:
     def data(self) -> dict[str, Any]:
         """What the chat template and the record have beside the messages."""
         return {"tools": list(self.tools)} if self.tools else {}
+
+    @classmethod
+    def of(cls, step: StepRecorded) -> "CallOptions":
+        """What a recorded call was rendered with."""
+        data: Any = step.data or {}
+        notes: Any = (step.metadata or {}).get("gateway", {})
+        text = data["input"][0]["content"] if notes.get("is_text") else None
+        return cls(tools=tuple(data.get("tools", ())), text=text, notes=notes)
 
     def within(self, sampling: Sampling) -> Sampling:
         """The run's sampling, with fewer tokens if fewer were asked for."""

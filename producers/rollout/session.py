@@ -19,7 +19,7 @@ from rollstream.producers.engines.base import (
 )
 from rollstream.producers.league.draw import UNTRAINED, opponents_of
 from rollstream.producers.league.opponents import as_recorded
-from rollstream.producers.rollout import candidates
+from rollstream.producers.rollout import candidates, continuing
 from rollstream.producers.rollout.conversation import Conversation, Prompt, recorded_call, usage_of
 from rollstream.producers.rollout.journal import Journal
 from rollstream.producers.rollout.outside import REFUSED_CALL, CallOptions, Gateway, metadata_of
@@ -29,7 +29,7 @@ from rollstream.producers.rollout.rewards import RewardError, finite
 from rollstream.producers.rollout.user_code import refused_with_pause
 from rollstream.schemas import ids
 from rollstream.schemas.errors import EnvironmentRunError, PromptTooLongError, describe
-from rollstream.schemas.events import TaskRequested
+from rollstream.schemas.events import StepRecorded, TaskRequested
 from rollstream.schemas.events.recorded import RecordedStep
 from rollstream.schemas.settings import EXTERNAL
 
@@ -64,10 +64,11 @@ class Session:
         opponents: Mapping[str, str] | None = None,
         play_scripted: Callable[["Session", Sequence[Message], str, str], str] | None = None,
         gateway: Gateway | None = None,
+        is_continued: bool = False,
     ) -> None:
         """`opponents`: players by agent in place of those that are drawn for the task. `play_scripted`: the answer of
-        a scripted one, by session, messages, agent and the player's name. `gateway`: where programs outside of this
-        process can play the rollout.
+        a scripted one, by session, messages, agent and the player's name. `gateway`: where programs outside
+        play the rollout. `is_continued`: the journal has steps of another process.
         """
         self.inputs: dict[str, Any] = copy.deepcopy(task.inputs)
         self.task_seed = task.seed
@@ -97,15 +98,16 @@ class Session:
         self.gateway = gateway
         self.rollout_id = journal.rollout_id
         self.sampling = task.settings.sampling
-        self.has_step = journal.has_step
-        self.acknowledged = journal.acknowledged
-        """Returns once the log has acknowledged all that was recorded so far."""
+        self.has_step, self.acknowledged = journal.has_step, journal.acknowledged
         self._conversations: dict[str, Conversation] = {}
         self._num_turns: dict[str, int] = {}
         self._num_calls: dict[str, int] = {}
         self._num_scored: dict[str, int] = {}
         self._num_levels = 0
         """Turns so far, of all agents: levels of the tree whose leaves are the members."""
+        self.recorded, self.rewarded = (journal.steps, journal.rewards) if is_continued else ((), ())
+        """Of another process that this one goes on from; `replies`: the answers among the steps."""
+        self.replies = self._restored()
 
     async def chat(self, messages: Sequence[Message], agent: str = "agent") -> Reply:
         """The model's answer to `messages`, sampled with the run's settings.
@@ -215,9 +217,8 @@ class Session:
         self._model_group(agent)
         data = {"input": plain(input, f"input of tool {name}"), "output": plain(output, f"output of tool {name}")}
         step_index, now_ms = self._journal.open_step(), self._journal.clock()
-        await self._journal.record_step(
-            step_index, began_ms=now_ms, agent=agent, event_type="TOOL_END", name=name, data=data
-        )
+        fields: dict[str, Any] = {"event_type": "TOOL_END", "name": name, "data": data}
+        await self._journal.record_step(step_index, began_ms=now_ms, agent=agent, **fields)
         return step_index
 
     @refused_with_pause
@@ -313,20 +314,34 @@ class Session:
                 raise
         return self._conversations[agent]
 
+    def _restored(self) -> dict[int, Reply]:
+        def text(step: StepRecorded) -> str:
+            data: Any = step.data or {}
+            self.messages[step.agent] = (*data["input"], {"role": "assistant", "content": data["output"]})
+            return self._text(data["input"], self._model_group(step.agent), CallOptions.of(step))
+
+        for agent, (num_turns, num_calls) in continuing.turns(self.recorded).items():
+            self._num_turns[agent], self._num_calls[agent] = num_turns, num_calls
+            self._num_levels += num_turns
+        return continuing.answers(
+            self.recorded, lambda agent: self._conversation(agent, self._model_group(agent)), text
+        )
+
     def _tokenizer(self, group: str) -> Tokenizer:
         return NoTokenizer() if self._settings.policy == EXTERNAL else self._engine.tokenizer(group)
 
     def _prompt(
         self, conversation: Conversation, messages: list[Message], group: str, asked: CallOptions | None = None
     ) -> Prompt:
-        render = self._tokenizer(group).apply_chat_template
-        options: dict[str, Any] = {} if asked is None else asked.data
-        given = None if asked is None else asked.text
-        text: str = given or render(messages, tokenize=False, add_generation_prompt=True, **options)
-        prompt = conversation.prompt(text)
+        prompt = conversation.prompt(self._text(messages, group, asked))
         if not prompt.token_ids:
             raise EnvironmentRunError("the chat template produces no tokens for these messages; add content")
         return prompt
+
+    def _text(self, messages: list[Message], group: str, asked: CallOptions | None) -> str:
+        asked = asked or CallOptions()
+        render = self._tokenizer(group).apply_chat_template
+        return asked.text or render(messages, tokenize=False, add_generation_prompt=True, **asked.data)
 
     async def _answers(
         self, prompt: Prompt, messages: list[Message], agent: str, seeds: Sequence[int], asked: CallOptions | None

@@ -132,7 +132,7 @@ class Rollouts:
         self.num_running = 0
         self.most_running = 0
 
-    async def __call__(self, task, *, member, attempt, is_last, engine, emit, clock, acknowledged):
+    async def __call__(self, task, *, member, attempt, is_last, engine, emit, clock, acknowledged, before=None):
         self.calls.append((task.group_id, member, attempt))
         self.num_running += 1
         self.most_running = max(self.most_running, self.num_running)

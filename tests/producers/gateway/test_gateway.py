@@ -7,7 +7,7 @@ from typing import Any
 import openai
 import pytest
 
-from rollstream.producers.gateway.played import RolloutKeys
+from rollstream.producers.gateway.marks import RolloutKeys
 from rollstream.schemas import tokens
 from rollstream.schemas.events import RolloutEnded, RolloutFailed
 from tests.producers.conftest import answers
@@ -17,9 +17,8 @@ CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 3, "b": 4}}\n</tool_call
 TOOL: dict[str, Any] = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
 
 
-def of(step: Any) -> Any:
-    """A step whose optional parts are there."""
-    return step
+def calls_of(played: Any) -> list[Any]:
+    return [step for step in played.steps if step.llm is not None]
 
 
 def gateway_of(step: Any) -> Any:
@@ -36,7 +35,7 @@ def test_calls_become_steps_with_the_tokens_and_logprobs_that_the_agent_is_given
 
     played = play_outside(tmp_path, agent, script=answers("7"))
     played.assert_complete()
-    step = of(*played.steps)
+    (step,) = calls_of(played)
     exact = given[0]["choices"][0]["logprobs"]
     assert tokens.decode_ids(step.llm.prompt_ids).tolist() == exact["prompt_token_ids"]
     assert tokens.decode_ids(step.llm.completion_ids).tolist() == exact["token_ids"]
@@ -61,7 +60,7 @@ def test_a_claim_tells_the_task_and_every_way_to_name_a_rollout_leads_to_it(tmp_
 
     played = play_outside(tmp_path, agent, inputs={"question": "3+4=?"})
     played.assert_complete()
-    assert len(played.steps) == 3
+    assert len(calls_of(played)) == 3
 
 
 def test_the_openai_client_streams_and_a_conversation_keeps_its_tokens_over_tool_calls(tmp_path):
@@ -81,7 +80,7 @@ def test_the_openai_client_streams_and_a_conversation_keeps_its_tokens_over_tool
 
     played = play_outside(tmp_path, agent, script=answers(CALL, "seven"), sampling={"max_new_tokens": 200})
     played.assert_complete()
-    first, second = map(of, played.steps)
+    first, second = calls_of(played)
     whole = len(tokens.decode_ids(first.llm.prompt_ids)) + len(tokens.decode_ids(first.llm.completion_ids))
     assert second.llm.prefix.length == whole
     assert first.data["tools"] == [TOOL]
@@ -95,7 +94,7 @@ def test_the_runs_sampling_is_enforced_and_what_was_asked_for_is_recorded(tmp_pa
         await one.end()
 
     played = play_outside(tmp_path, agent, script=answers("abcdef"))
-    first, second = map(of, played.steps)
+    first, second = calls_of(played)
     assert gateway_of(first)["asked"] == {"temperature": 0.25, "max_tokens": 10_000, "seed": 3}
     assert "asked" not in gateway_of(second)
     assert len(tokens.decode_ids(second.llm.completion_ids)) == 2
@@ -112,7 +111,7 @@ def test_a_stop_text_ends_what_is_recorded_too(tmp_path):
 
     played = play_outside(tmp_path, agent, script=answers("abcdef"))
     played.assert_complete()
-    step = of(*played.steps)
+    (step,) = calls_of(played)
     assert len(tokens.decode_ids(step.llm.completion_ids)) == len(tokens.decode_floats(step.llm.logprobs)) == 4
 
 
@@ -132,7 +131,7 @@ def test_a_repeated_call_gets_the_recorded_answer_and_equal_calls_without_a_mark
 
     played = play_outside(tmp_path, agent)
     played.assert_complete()
-    assert len(played.steps) == 3
+    assert len(calls_of(played)) == 3
 
 
 def test_a_reward_counts_once_and_what_is_no_number_or_comes_too_late_is_refused(tmp_path):
@@ -181,7 +180,7 @@ def test_what_cannot_be_answered_is_an_error_in_openais_shape_and_the_rollout_go
 
     played = play_outside(tmp_path, agent)
     played.assert_complete()
-    assert len(played.steps) == 1
+    assert len(calls_of(played)) == 1
 
 
 def test_turns_run_out_with_a_clear_error_and_end_the_rollout_as_max_turns(tmp_path):

@@ -1,0 +1,69 @@
+"""By what calls are known again, and by what rollouts are: marks of retries, and keys. Pure."""
+
+import base64
+import binascii
+import hashlib
+import hmac
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from rollstream.producers.openai.requests import Refusal
+
+KEY_PREFIX = "rs-"
+IDEMPOTENCY_KEY = "Idempotency-Key"
+RETRY_COUNT = "X-Stainless-Retry-Count"
+"""OpenAI's and Anthropic's clients count here how often they have repeated a request."""
+MAX_KEY_CHARS = 256
+
+
+@dataclass(frozen=True, slots=True)
+class Mark:
+    """By what a repeated call is known."""
+
+    body_sha256: str
+    key_sha256: str | None
+    """Of the Idempotency-Key."""
+    is_retry: bool
+    """The client says that it has asked before."""
+
+    @classmethod
+    def of(cls, headers: Mapping[str, str], path: str, body: bytes) -> "Mark":
+        """Raises Refusal (400) for a key that is too long."""
+        key = headers.get(IDEMPOTENCY_KEY)
+        if key is not None and not 0 < len(key) <= MAX_KEY_CHARS:
+            raise Refusal(400, f"header {IDEMPOTENCY_KEY}: must have 1 to {MAX_KEY_CHARS} characters")
+        count = headers.get(RETRY_COUNT, "0")
+        digest = hashlib.sha256(path.encode() + b"\x1f" + body).hexdigest()
+        key_sha256 = None if key is None else hashlib.sha256(key.encode(errors="replace")).hexdigest()
+        return cls(digest, key_sha256, count.isdecimal() and int(count[:9]) > 0)
+
+
+class RolloutKeys:
+    """Keys of rollouts: whoever bears one may play that rollout and no other.
+
+    A key holds the rollout's id and its HMAC under the secret of the workspace, so no key is stored anywhere, and it
+    stays good when the process that gave it out was killed.
+    """
+
+    def __init__(self, secret: str) -> None:
+        self._secret = hashlib.sha256(f"rollout keys\x1f{secret}".encode()).digest()
+
+    def key_of(self, rollout_id: str) -> str:
+        """The key of a rollout; the same at any time."""
+        name = base64.urlsafe_b64encode(rollout_id.encode()).decode().rstrip("=")
+        return f"{KEY_PREFIX}{name}.{self._mac(rollout_id)}"
+
+    def rollout_of(self, key: str) -> str | None:
+        """The rollout that a key is for; None if it is none of ours."""
+        name, dot, mac = key.removeprefix(KEY_PREFIX).rpartition(".")
+        if not key.startswith(KEY_PREFIX) or not dot:
+            return None
+        try:
+            rollout_id = base64.urlsafe_b64decode(name + "=" * (-len(name) % 4)).decode()
+        except (binascii.Error, ValueError):
+            return None
+        is_ours = hmac.compare_digest(mac.encode(errors="replace"), self._mac(rollout_id).encode())
+        return rollout_id if is_ours else None
+
+    def _mac(self, rollout_id: str) -> str:
+        return hmac.new(self._secret, rollout_id.encode(), hashlib.sha256).hexdigest()

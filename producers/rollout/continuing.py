@@ -1,0 +1,69 @@
+"""An attempt that goes on in another process: what the log has of it, and the state of its session by that. Pure.
+
+Only rollouts that agents outside play are continued: their agents are still there. Any other is run again.
+"""
+
+import math
+from array import array
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from rollstream.producers.engines.base import Generation
+from rollstream.producers.rollout.conversation import Conversation, Prompt
+from rollstream.producers.rollout.reply import Reply
+from rollstream.schemas import tokens
+from rollstream.schemas.events import RewardRecorded, StepRecorded
+
+
+@dataclass(frozen=True, slots=True)
+class RecordedAttempt:
+    """The records of an attempt whose producer is gone, the first of each index, by index."""
+
+    steps: dict[int, tuple[StepRecorded, str]]
+    """With their digests."""
+    rewards: dict[int, tuple[RewardRecorded, str]]
+
+
+def answers(
+    steps: Sequence[StepRecorded],
+    conversation: Callable[[str], Conversation],
+    text: Callable[[StepRecorded], str],
+) -> dict[int, Reply]:
+    """The answers that were given, by step; each agent's conversation has them afterwards.
+
+    `text`: the rendered prompt of a step.
+    """
+    found: dict[int, Reply] = {}
+    seen: dict[int, array[int]] = {}
+    for step in sorted(steps, key=_prefix_first):
+        call = step.llm
+        if call is None:
+            continue
+        new_ids, completion = tokens.decode_ids(call.prompt_ids), tokens.decode_ids(call.completion_ids)
+        kept = array("i") if call.prefix is None else seen[call.prefix.step_index][: call.prefix.length]
+        prompt = Prompt(text(step), kept + new_ids, call.prefix)
+        seen[step.step_index] = prompt.token_ids + completion
+        said = conversation(step.agent).append_sampled(step.step_index, prompt, completion)
+        logprobs = () if call.logprobs is None else tuple(tokens.decode_floats(call.logprobs))
+        reason = "length" if call.finish_reason == "length" else "stop"
+        generation = Generation(tuple(completion), logprobs, call.spans, reason)
+        began_ms = round((step.span_event_timestamp or 0.0) * 1000)
+        found[step.step_index] = Reply(said, step.step_index, reason, tuple(prompt.token_ids), generation, began_ms)
+    return found
+
+
+def turns(steps: Iterable[StepRecorded]) -> dict[str, tuple[int, int]]:
+    """By agent: turns and answers that were recorded."""
+    shares: dict[str, list[float]] = {}
+    for step in steps:
+        notes: Any = (step.metadata or {}).get("gateway")
+        if isinstance(notes, dict):
+            shares.setdefault(step.agent, []).append(1.0 / max(1, int(notes.get("n", 1))))
+    return {agent: (math.ceil(sum(found) - 1e-6), len(found)) for agent, found in shares.items()}
+
+
+def _prefix_first(step: StepRecorded) -> tuple[int, int]:
+    """A call comes after the one that it goes on from, though steps are numbered as calls begin."""
+    prefix = None if step.llm is None else step.llm.prefix
+    return (step.step_index if prefix is None else max(step.step_index, prefix.step_index + 1), step.step_index)
