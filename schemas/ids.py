@@ -62,6 +62,11 @@ def attempt_of(group: str, rollout: str) -> tuple[int, int] | None:
     return None if found is None else (int(found[1]), int(found[2]))
 
 
+def group_of(rollout: str) -> str:
+    """Id of the group whose attempt a rollout is."""
+    return rollout.rpartition("/m")[0]
+
+
 def split_index(group: str) -> tuple[str, int] | None:
     """A group's id without its index, and the index; None if it ends with none as `group_id` writes it."""
     found = _INDEXED.fullmatch(group)

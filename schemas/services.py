@@ -3,9 +3,9 @@
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import BeforeValidator, ConfigDict, Field, JsonValue, field_validator
+from pydantic import BeforeValidator, ConfigDict, Field, JsonValue, field_validator, model_validator
 
 from rollstream.schemas.algorithms import Algorithm
 from rollstream.schemas.kafka import KafkaSection, KafkaSettings, connection, given
@@ -170,10 +170,59 @@ class OpenAISettings(ServedModel, EngineSettings):
     kind: Literal["openai"] = "openai"  # pyright: ignore[reportIncompatibleVariableOverride]
 
 
+class VllmSettings(EngineSettings):
+    """The engine over vLLM servers: one that it starts, or some that run already."""
+
+    kind: Literal["vllm"] = "vllm"  # pyright: ignore[reportIncompatibleVariableOverride]
+    base_urls: tuple[str, ...] = Field(default=(), max_length=256)
+    """Running servers (`http://host:8000`). None: one is started on a free port of 127.0.0.1, and ends with us."""
+    executable: str = Field(default="vllm", min_length=1)
+    """Of the server to start: the command `vllm` of the environment that vLLM is installed in."""
+    arguments: tuple[str, ...] = Field(default=(), max_length=100)
+    """Further arguments of `vllm serve`."""
+    folder: Path | None = None
+    """Where weights and logs for the servers are written; servers must see it by the same path. None: `NAME-vllm` of
+    the workspace."""
+    api_key_variable: str | None = Field(default=None, pattern=r"^[A-Za-z_][A-Za-z0-9_]{0,99}$")
+    """Environment variable with the key of running servers."""
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    max_loras: int = Field(default=4, ge=2, le=64)
+    """Versions of adapters that a server generates with at once: at least max_staleness + 2."""
+    max_lora_rank: Literal[8, 16, 32, 64, 128, 256] = 64
+    max_concurrent: int = Field(default=256, ge=1)
+    """Requests at a time, of all servers together."""
+    timeout_s: float = Field(default=600.0, gt=0, le=86400)
+    """Of one request."""
+    start_timeout_s: float = Field(default=600.0, gt=0, le=86400)
+    """How long a request or a version waits while no server is ready."""
+    health_interval_s: float = Field(default=5.0, gt=0, le=3600)
+    """Between two looks at a server."""
+    health_timeout_s: float = Field(default=60.0, gt=0, le=3600)
+    """A server whose workers do not answer within it is taken out of use; one that we started is restarted."""
+
+    @field_validator("base_urls")
+    @classmethod
+    def _are_plain_urls(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        for one in value:
+            ServedModel(base_url=one)
+        if len(set(value)) < len(value):
+            raise ValueError("names a server twice")
+        return value
+
+    @model_validator(mode="after")
+    def _servers_are_started_or_joined(self) -> Self:
+        if self.base_urls and (self.arguments or self.executable != "vllm"):
+            raise ValueError("executable and arguments are of a server to start; leave them out beside base_urls")
+        if not self.base_urls and self.api_key_variable:
+            raise ValueError("api_key_variable is of running servers; name them as base_urls")
+        return self
+
+
 ENGINES: Mapping[str, type[EngineSettings]] = {
     "transformers": TransformersSettings,
     "scripted": ScriptedSettings,
     "openai": OpenAISettings,
+    "vllm": VllmSettings,
 }
 """The table of built-in engines: settings by kind. `producers.engines.table` adds the kinds of installed packages."""
 
@@ -189,9 +238,17 @@ def _by_kind(value: Any) -> Any:
 
 
 EngineBlock = Annotated[
-    TransformersSettings | ScriptedSettings | OpenAISettings | InstalledEngineSettings, BeforeValidator(_by_kind)
+    TransformersSettings | ScriptedSettings | OpenAISettings | VllmSettings | InstalledEngineSettings,
+    BeforeValidator(_by_kind),
 ]
 """`engine:` of a producers process or an endpoint."""
+
+
+def in_workspace(engine: EngineSettings, service: ServiceSettings) -> EngineSettings:
+    """An engine that writes files does so in the workspace, unless it names another folder."""
+    if not isinstance(engine, VllmSettings) or engine.folder is not None:
+        return engine
+    return engine.model_copy(update={"folder": service.workspace.absolute() / f"{service.name}-vllm"})
 
 
 class GatewaySection(Settings):

@@ -9,6 +9,7 @@ import threading
 from collections.abc import Callable, Collection, Iterator
 from contextlib import suppress
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import psutil
 import pytest
@@ -16,6 +17,9 @@ from hypothesis import HealthCheck, settings
 
 from rollstream.eventlog.broker.broker import EmbeddedBroker
 from rollstream.schemas.kafka import KafkaSettings
+
+if TYPE_CHECKING:
+    from tests.rigs.vllm_server import VllmServer
 
 os.environ.setdefault("JDK_JAVA_OPTIONS", "-XX:TieredStopAtLevel=1")
 """Brokers of tests live for seconds: compiling their code a second time would cost more than it brings."""
@@ -32,6 +36,15 @@ KEPT_CHILDREN = ("multiprocessing.resource_tracker", "matching_process.py")
 gc.disable()
 """Imports and collecting leave few cycles and many objects, which would be looked through again and again. (The
 controller of workers runs no test and stays so.)"""
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave the tests marked `vllm` to `make test-vllm`, which says where vLLM is: there none of them is skipped."""
+    if "ROLLSTREAM_VLLM" in os.environ:
+        return
+    left = [item for item in items if item.get_closest_marker("vllm")]
+    items[:] = [item for item in items if not item.get_closest_marker("vllm")]
+    config.hook.pytest_deselected(items=left)
 
 
 def pytest_collection_finish() -> None:
@@ -100,6 +113,15 @@ def own_broker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[KafkaSettin
     """A broker of a module's own, whose topics it may cut off and delete."""
     with EmbeddedBroker(tmp_path_factory.mktemp("own-broker")) as running:
         yield running.kafka
+
+
+@pytest.fixture(scope="session")
+def vllm_server(tmp_path_factory: pytest.TempPathFactory) -> "Iterator[VllmServer]":
+    """A vLLM server with a tiny model that the whole session shares; tests leave it with its base weights."""
+    from tests.rigs.vllm_server import serving
+
+    with serving(tmp_path_factory.mktemp("vllm")) as server:
+        yield server
 
 
 @pytest.fixture

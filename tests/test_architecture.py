@@ -22,6 +22,7 @@ FLOORS = {
         "producers/evaluators producers/environments",
         "producers/rollout producers/traces",
         "producers/league",
+        "producers/engines/vllm",
         "producers/engines producers/protocols",
     ],
     "processors": ["processors", "processors/assemble", "processors/curate", "processors/host"],

@@ -310,7 +310,7 @@ def _ports(remembered: Path) -> tuple[int, int]:
         port for name in ("port", "controller_port") if isinstance(port := status.get(name), int) and _is_free(port)
     ]
     if len(ports) < 2:
-        ports = _free_ports(2)
+        ports = free_ports(2)
     return ports[0], ports[1]
 
 
@@ -323,7 +323,7 @@ def _read_status(path: Path) -> dict[str, Any]:
     return status if isinstance(status, dict) else {}
 
 
-def _free_ports(count: int) -> list[int]:
+def free_ports(count: int) -> list[int]:
     """Free ports outside the system's ephemeral range.
 
     A client that retries a port of that range while its broker is down may connect to itself (TCP simultaneous open)

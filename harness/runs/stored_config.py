@@ -49,10 +49,17 @@ def names_in(value: Any, path: str = "") -> Iterator[tuple[str, str]]:
 
 
 def _names_of_block(block: Mapping[str, Any], path: str) -> Iterator[tuple[str, str]]:
-    """Names that are code or files because of their position: `modules` of a builder, and keys of evaluators."""
+    """Names that are code or files because of their position: `modules` of a builder, an engine's program, and keys of
+    evaluators.
+    """
     modules = block.get("modules") if path.startswith("trajectory_builders.") else None
     for module in modules if isinstance(modules, (list, tuple)) else ():
         yield f"module {module}", f"{path}.modules"
+    if path.endswith(".engine") and block.get("kind") == "vllm":
+        for key in ("executable", "arguments", "base_urls", "folder"):
+            given = block.get(key)
+            for value in given if isinstance(given, (list, tuple)) else () if given is None else (given,):
+                yield f"vllm {key} {value}", f"{path}.{key}"
     if path.startswith("eval.evaluators."):
         for key, prefix in (("function", CODE), ("file", FILE)):
             if isinstance(block.get(key), str):

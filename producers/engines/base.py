@@ -1,8 +1,8 @@
 """The interface of a rollout engine: generate with exact tokens, and load weight versions.
 
-Implemented by `transformers.TransformersEngine`, `openai.OpenAIEngine`, `scripted.ScriptedEngine` for tests, and what
-installed packages bring (see `table`). `tests/contracts/test_engine_contract.py` holds all of them to what the
-docstrings here promise.
+Implemented by `transformers.TransformersEngine`, `vllm.VllmEngine`, `openai.OpenAIEngine`, `scripted.ScriptedEngine`
+for tests, and what installed packages bring (see `table`). `tests/contracts/test_engine_contract.py` holds all of them
+to what the docstrings here promise.
 """
 
 import math
@@ -30,6 +30,8 @@ class GenerationRequest:
     sampling: Sampling
     seed: int
     """Of this call; with `deterministic` all noise derives from it and the token's index."""
+    rollout_id: str = ""
+    """Who asks: rollouts of a group begin with the same prompt, which one server's cache has. None: anybody."""
 
 
 @dataclass(frozen=True, slots=True)

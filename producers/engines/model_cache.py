@@ -206,7 +206,7 @@ class ModelCache:
 
     def _wrap(self, published: WeightsPublished, module: Any, adapter: str | None = None) -> LoadedModel:
         module.eval()
-        tokenizer = _load_tokenizer(published.base_model)
+        tokenizer = load_tokenizer(published.base_model)
         end_ids = {tokenizer.eos_token_id}
         configured = getattr(getattr(module, "generation_config", None), "eos_token_id", None)
         end_ids |= set(configured if isinstance(configured, list) else () if configured is None else (configured,))
@@ -260,15 +260,16 @@ def _check_fit(own: Mapping[str, Tensor], given: Mapping[str, Tensor], where: st
 
 
 def _load_base(base_model: str, dtype: torch.dtype) -> Any:
-    _check_folder(base_model)
+    check_folder(base_model)
     try:
         return AutoModelForCausalLM.from_pretrained(base_model, dtype=dtype, trust_remote_code=False)
     except (OSError, ValueError, KeyError, RuntimeError, safetensors.SafetensorError) as error:
         raise ModelError(f"model {base_model} cannot be loaded, from a folder or the hub: {_line(error)}") from error
 
 
-def _load_tokenizer(base_model: str) -> Any:
-    _check_folder(base_model)
+def load_tokenizer(base_model: str) -> Any:
+    """A base model's tokenizer. Raises ModelError if there is none, or it has no end token or no chat template."""
+    check_folder(base_model)
     try:
         tokenizer: Any = AutoTokenizer.from_pretrained(base_model, trust_remote_code=False)
     except (OSError, ValueError, KeyError, RuntimeError) as error:
@@ -280,7 +281,8 @@ def _load_tokenizer(base_model: str) -> Any:
     return tokenizer
 
 
-def _check_folder(base_model: str) -> None:
+def check_folder(base_model: str) -> None:
+    """Raises ModelError for what looks like a folder that is not there."""
     looks_local = base_model.startswith((".", "/", "~")) or base_model.count("/") > 1
     if looks_local and not Path(base_model).is_dir():
         raise ModelError(f"model folder {base_model} does not exist here; give a transformers folder or a hub name")

@@ -5,30 +5,17 @@ Server and key come from the process's own settings; no record names them.
 """
 
 import asyncio
-import email.utils
 import json
-import logging
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
-
-import aiohttp
+from typing import Any
 
 from rollstream.producers.engines.base import Capabilities, Generation, GenerationRequest, check_prompt
-from rollstream.schemas.errors import ModelError, PromptTooLongError
+from rollstream.producers.engines.http_json import HttpServer, shown
+from rollstream.schemas.errors import ModelError
 from rollstream.schemas.events import WeightsPublished
 from rollstream.schemas.services import OpenAISettings
-
-MAX_ANSWER_BYTES = 8 * 1024 * 1024
-MAX_RETRY_AFTER_S = 60.0
-"""A server that asks for a longer pause is asked again after this one."""
-SHOWN_CHARS = 300
-"""Of an unusable answer, in its error."""
-TRY_AGAIN = frozenset({408, 409, 425, 429})
-_TOO_LONG = ("context_length_exceeded", "maximum context length", "leaves no room")
-
-logger = logging.getLogger(__name__)
 
 
 class TextTokenizer:
@@ -61,33 +48,20 @@ class TextTokenizer:
         return b"".join(end if one == self.eos_token_id else bytes([one]) for one in token_ids).decode(errors="replace")
 
 
-class _AgainError(Exception):
-    """A try that failed in a way which another one may not; after so many seconds, if the server says."""
-
-    def __init__(self, message: str, after_s: float = 0.0) -> None:
-        super().__init__(message)
-        self.after_s = after_s
-
-
-class _Answered(NamedTuple):
-    """An answer of the server."""
-
-    status: int
-    headers: Mapping[str, str]
-    body: bytes
-
-
 class OpenAIEngine:
     """`base.Engine` of one server and model, for any model group; its version is 0 from the beginning."""
 
     def __init__(self, settings: OpenAISettings, environ: Mapping[str, str] = os.environ) -> None:
         """Raises ModelError if the variable of the key is not set."""
         self._settings = settings
-        self._url = settings.base_url.rstrip("/")
-        self._key = _key_of(settings, environ)
+        self._server = HttpServer(
+            settings.base_url.rstrip("/"),
+            timeout_s=settings.timeout_s,
+            key=_key_of(settings, environ),
+            key_variable=settings.api_key_variable,
+        )
         self._model = settings.model
         self._slots = asyncio.Semaphore(settings.max_concurrent)
-        self._session: aiohttp.ClientSession | None = None
         self._calls: set[asyncio.Task[Generation]] = set()
         self._tokenizer = TextTokenizer()
         self._is_closed = False
@@ -105,8 +79,7 @@ class OpenAIEngine:
         self._is_closed = True
         for call in self._calls:
             call.cancel()
-        if self._session is not None:
-            await self._session.close()
+        await self._server.close()
 
     async def generate(self, request: GenerationRequest) -> Generation:
         """The server's answer as text: ids of `TextTokenizer`, neither log-probabilities nor versions.
@@ -135,7 +108,7 @@ class OpenAIEngine:
 
     async def load(self, published: WeightsPublished, path: Path) -> None:
         """Raises ModelError."""
-        raise ModelError(f"model group {published.model_group} is served by {self._url} and loads no weights")
+        raise ModelError(f"model group {published.model_group} is served by {self._server.url} and loads no weights")
 
     async def unload(self, model_group: str) -> None:
         """There is nothing to free."""
@@ -144,12 +117,19 @@ class OpenAIEngine:
         async with self._slots:
             model = self._model or await self._only_model()
             path, body = self._body(request, model)
-            found = self._parsed(await self._asked("POST", path, body))
+            found = self._server.parsed(await self._asked("POST", path, body))
         text, reason = self._text_of(found)
         ids = (*self._tokenizer.encode(text), *((self._tokenizer.eos_token_id,) if reason == "stop" else ()))
         if not ids:
             raise self._error("answered no text; raise max_new_tokens")
         return Generation(ids, (), (), "stop" if reason == "stop" else "length")
+
+    async def _asked(self, method: str, path: str, body: dict[str, Any] | None = None) -> bytes:
+        self._server.name = f"{self._server.url} (model {self._model or 'not named'})"
+        settings = self._settings
+        return await self._server.asked(
+            method, path, body, tries=settings.retries + 1, retry_wait_s=settings.retry_wait_s
+        )
 
     def _body(self, request: GenerationRequest, model: str) -> tuple[str, dict[str, Any]]:
         sampling = request.sampling
@@ -169,7 +149,7 @@ class OpenAIEngine:
     async def _only_model(self) -> str:
         """The model that the server lists. Raises ModelError if it is not one."""
         try:
-            names = [str(one["id"]) for one in self._parsed(await self._asked("GET", "/models"))["data"]]
+            names = [str(one["id"]) for one in self._server.parsed(await self._asked("GET", "/models"))["data"]]
         except (LookupError, TypeError) as error:
             raise self._error("lists no models; set endpoint.model") from error
         if len(names) != 1:
@@ -179,61 +159,6 @@ class OpenAIEngine:
         self._model = names[0]
         return names[0]
 
-    async def _asked(self, method: str, path: str, body: dict[str, Any] | None = None) -> bytes:
-        """The body of a 2xx answer, tried again as often as the settings say."""
-        tries = self._settings.retries + 1
-        last: _AgainError | None = None
-        for number in range(1, tries + 1):
-            try:
-                return self._checked(await self._sent(method, path, body))
-            except _AgainError as error:
-                last = error
-                logger.info("try %d of %d: %s", number, tries, self._error(str(error)))
-            if number < tries:
-                await asyncio.sleep(max(last.after_s, self._settings.retry_wait_s * 2 ** (number - 1)))
-        raise self._error(f"{last} ({tries} tries); check that it serves, or raise timeout_s or retries") from last
-
-    async def _sent(self, method: str, path: str, body: dict[str, Any] | None) -> _Answered:
-        if self._session is None:
-            timeout = aiohttp.ClientTimeout(total=self._settings.timeout_s)
-            self._session = aiohttp.ClientSession(timeout=timeout)
-        headers = {"Authorization": f"Bearer {self._key}"} if self._key else {}
-        try:
-            async with self._session.request(
-                method, f"{self._url}{path}", json=body, headers=headers, allow_redirects=False
-            ) as response:
-                parts = bytearray()
-                async for part in response.content.iter_any():
-                    parts += part
-                    if len(parts) > MAX_ANSWER_BYTES:
-                        raise self._error(f"answered more than {MAX_ANSWER_BYTES} bytes; lower max_new_tokens")
-                return _Answered(response.status, response.headers, bytes(parts))
-        except TimeoutError as error:
-            raise _AgainError(f"gave no answer within {self._settings.timeout_s:g} s (timeout_s)") from error
-        except (aiohttp.ClientError, OSError) as error:
-            raise _AgainError(f"cannot be reached: {type(error).__name__}: {error}") from error
-
-    def _checked(self, answered: _Answered) -> bytes:
-        status, body = answered.status, answered.body
-        if 200 <= status < 300:
-            return body
-        shown = f"answered {status} {_shown(body)}"
-        if status in TRY_AGAIN or status >= 500:
-            raise _AgainError(shown, _retry_after(answered.headers))
-        if status in (401, 403):
-            variable = self._settings.api_key_variable
-            remedy = f"set the variable {variable} to a valid key" if variable else "set endpoint.api_key_variable"
-            raise self._error(f"{shown}; {remedy}")
-        if status in (400, 413, 422) and any(words in body.decode(errors="replace") for words in _TOO_LONG):
-            raise PromptTooLongError(str(self._error(f"{shown}; make the conversation shorter (max_turns)")))
-        raise self._error(f"{shown}; check base_url, model and api")
-
-    def _parsed(self, body: bytes) -> Any:
-        try:
-            return json.loads(body)
-        except (ValueError, RecursionError) as error:
-            raise self._error(f"answered what is not JSON: {_shown(body)}; check base_url") from error
-
     def _text_of(self, found: Any) -> tuple[str, str]:
         """Text and finish reason of the first choice. Raises ModelError."""
         try:
@@ -241,15 +166,13 @@ class OpenAIEngine:
             text = choice["text"] if self._settings.api == "completions" else choice["message"]["content"]
             reason = choice.get("finish_reason")
         except (LookupError, TypeError, AttributeError) as error:
-            raise self._error(f"gave an answer without choices: {_shown(found)}; check base_url and api") from error
+            raise self._error(f"gave an answer without choices: {shown(found)}; check base_url and api") from error
         if not isinstance(text, str) or reason not in ("stop", "length"):
-            raise self._error(f"gave an answer that is not text: {_shown(choice)}; use a model that answers in text")
+            raise self._error(f"gave an answer that is not text: {shown(choice)}; use a model that answers in text")
         return text, reason
 
     def _error(self, message: str) -> ModelError:
-        """What the server says may hold the key; the error does not."""
-        line = f"{self._url} (model {self._model or 'not named'}) {message}"
-        return ModelError(line.replace(self._key, f"${{{self._settings.api_key_variable}}}") if self._key else line)
+        return self._server.error(message)
 
 
 build = OpenAIEngine
@@ -279,23 +202,3 @@ def _messages(text: str) -> list[dict[str, Any]]:
             return [{"role": "user", "content": text}]
         found.append(message)
     return found or [{"role": "user", "content": text}]
-
-
-def _retry_after(headers: Mapping[str, str]) -> float:
-    """Seconds that a server asks to wait for, bounded; 0 if it does not say (RFC 9110, section 10.2.3)."""
-    given = headers.get("Retry-After", "")
-    try:
-        seconds = float(given)
-    except ValueError:
-        try:
-            date, sent = (email.utils.parsedate_to_datetime(one) for one in (given, headers.get("Date", "")))
-            seconds = (date - sent).total_seconds()
-        except (TypeError, ValueError):
-            return 0.0
-    return min(max(seconds, 0.0), MAX_RETRY_AFTER_S) if seconds == seconds else 0.0
-
-
-def _shown(said: object) -> str:
-    text = said.decode(errors="replace") if isinstance(said, bytes) else str(said)
-    text = " ".join(text.split())
-    return repr(text if len(text) <= SHOWN_CHARS else f"{text[: SHOWN_CHARS - 3]}...")

@@ -5,6 +5,7 @@ A call ends on the weight version that it began with.
 
 import asyncio
 import functools
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -142,7 +143,7 @@ class TransformersEngine:
         if room >= request.sampling.max_new_tokens:
             return request
         sampling = request.sampling.model_copy(update={"max_new_tokens": room})
-        return GenerationRequest(request.model_group, request.prompt_ids, sampling, request.seed)
+        return replace(request, sampling=sampling)
 
     def _run(self, tickets: list[Ticket], answer: Answer) -> None:
         """In the worker thread: the version is read once and holds to the batch's end."""

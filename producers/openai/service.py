@@ -17,7 +17,7 @@ from rollstream.producers.openai.keys import token_file, token_of
 from rollstream.producers.openai.server import Endpoint, listening
 from rollstream.schemas.errors import first_error
 from rollstream.schemas.permissions import Permissions
-from rollstream.schemas.services import EndpointSettings
+from rollstream.schemas.services import EndpointSettings, in_workspace
 
 logger = logging.getLogger(__name__)
 
@@ -29,7 +29,7 @@ async def serve(settings: EndpointSettings) -> None:
     token = token_of(settings, os.environ)
     async with contextlib.AsyncExitStack() as stack:
         log = await stack.enter_async_context(KafkaLog(settings.connection, client_id=settings.name))
-        engine = new_engine(settings.engine, os.environ)
+        engine = new_engine(in_workspace(settings.engine, settings), os.environ)
         stack.push_async_callback(engine.close)
         await engine.start()
         await run(settings, log, engine, token)

@@ -363,7 +363,7 @@ class Session:
         if self._settings.policy == "demonstration":
             return await self._demonstration(messages, agent, group)
         sampling = self._settings.sampling if asked is None else asked.within(self._settings.sampling)
-        request = GenerationRequest(group, prompt.token_ids.tolist(), sampling, seed)
+        request = GenerationRequest(group, prompt.token_ids.tolist(), sampling, seed, self._journal.rollout_id)
         try:
             generation = as_recorded(await self._engine.generate(request), group)
             check_generation(generation)

@@ -6,7 +6,7 @@ import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -26,8 +26,9 @@ from rollstream.producers.openai.server import Endpoint, listening
 from rollstream.schemas import tokens
 from rollstream.schemas.events import StepRecorded, TrajectoryAssembled, WeightsPublished
 from rollstream.schemas.events.rollouts import LLMCall, Prefix
-from rollstream.schemas.services import EndpointSettings, OpenAISettings, TransformersSettings
+from rollstream.schemas.services import EndpointSettings, OpenAISettings, TransformersSettings, VllmSettings
 from rollstream.schemas.settings import ArtifactRef, LoraSettings, ModelSettings
+from tests.rigs.vllm_server import MAX_LORAS, VllmServer
 
 GROUP, OTHER = "run-1/policy", "run-1/other"
 MAX_LENGTH = 512
@@ -48,6 +49,8 @@ class Subject:
     """The model of a version as the learner holds it, of an engine that loads models."""
     is_frozen: bool = False
     """Others hold the weights: nothing is loaded."""
+    holds_groups: bool = True
+    """Several model groups at once."""
 
 
 def published(group: str, version: int, **changes: Any) -> WeightsPublished:
@@ -125,6 +128,17 @@ def transformers(folder: Path, base: Path, *, lora: LoraSettings | None = None, 
 
     settings = TransformersSettings(device="cpu", threads=1, deterministic=deterministic)
     return Subject(new=lambda: new_engine(settings, {}), weights=weights, unfit=unfit, learner=learner)
+
+
+def vllm(folder: Path, server: VllmServer, *, lora: LoraSettings | None) -> Subject:
+    """The engine over a real server that runs already, and that the engines before may have left with other weights."""
+    settings = VllmSettings(base_urls=(server.url,), folder=folder / "vllm", start_timeout_s=60, max_loras=MAX_LORAS)
+
+    def new() -> Engine:
+        server.restore()
+        return new_engine(settings, {})
+
+    return replace(transformers(folder, server.base, lora=lora), new=new, holds_groups=lora is not None)
 
 
 @contextmanager

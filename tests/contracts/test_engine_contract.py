@@ -17,7 +17,7 @@ from rollstream.learner.tiny_model import make_tiny_model
 from rollstream.producers.engines.base import Engine, Generation, GenerationRequest, Tokenizer, check_generation
 from rollstream.schemas.errors import ModelError, PromptTooLongError
 from rollstream.schemas.settings import LoraSettings, Sampling
-from tests.contracts.engines import GROUP, MAX_LENGTH, OTHER, Subject, openai, recomputed, scripted, transformers
+from tests.contracts.engines import GROUP, MAX_LENGTH, OTHER, Subject, openai, recomputed, scripted, transformers, vllm
 
 PROMPT = (10, 11, 12)
 
@@ -27,7 +27,10 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_tiny_model(tmp_path_factory.mktemp("tiny") / "model", seed=0, num_layers=1, max_length=MAX_LENGTH)
 
 
-LOADING = ["scripted", "transformers", "transformers-lora-deterministic"]
+LOADING: list[Any] = [
+    *("scripted", "transformers", "transformers-lora-deterministic"),
+    *(pytest.param(name, marks=pytest.mark.vllm) for name in ("vllm-lora", "vllm-full")),
+]
 
 
 @pytest.fixture(scope="module", params=[*LOADING, "openai"])
@@ -50,6 +53,8 @@ def loading_subject(request: pytest.FixtureRequest, tmp_path: Path) -> Subject:
     if request.param == "scripted":
         return scripted(tmp_path)
     lora = LoraSettings(rank=4, alpha=16, target_modules=("q_proj", "v_proj")) if "lora" in request.param else None
+    if "vllm" in request.param:
+        return vllm(tmp_path, request.getfixturevalue("vllm_server"), lora=lora)
     base = request.getfixturevalue("base")
     return transformers(tmp_path, base, lora=lora, deterministic="deterministic" in request.param)
 
@@ -314,6 +319,8 @@ def test_weights_that_do_not_fit_leave_the_version_before(loading: Subject) -> N
 
 
 def test_groups_have_weights_of_their_own(loading: Subject) -> None:
+    if not loading.holds_groups:
+        return
     asked, others = requests(6), requests(6, group=OTHER)
     mixed = [one for pair in zip(asked, others, strict=True) for one in pair]
 

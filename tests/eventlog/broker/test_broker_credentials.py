@@ -14,7 +14,7 @@ import psutil
 import pytest
 
 from rollstream.eventlog.broker import install as kafka_install
-from rollstream.eventlog.broker.broker import HOST, EmbeddedBroker, _free_ports, answers, find_running
+from rollstream.eventlog.broker.broker import HOST, EmbeddedBroker, answers, find_running, free_ports
 from rollstream.eventlog.broker.credentials import password_file
 from rollstream.eventlog.kafka.log import KafkaLog
 from rollstream.harness.services.workspace import Workspace, broker_of
@@ -156,7 +156,7 @@ def before(workspace: Path, value: bytes) -> None:
     """A workspace as a version left it that asked for no password, with one record."""
     folder = workspace / "broker"
     folder.mkdir(parents=True)
-    port, controller_port = _free_ports(2)
+    port, controller_port = free_ports(2)
     (folder / "server.properties").write_text(BEFORE.format(port=port, controller_port=controller_port))
     java = [str(kafka_install.java()), "-Xmx512m", "-cp", os.pathsep.join(map(str, kafka_install.jars()))]
     formatting = ["kafka.tools.StorageTool", "format", "--cluster-id", "RworkspaceOfBefore0000", "--config"]

@@ -27,6 +27,10 @@ SERVED = {
     "base_url": "http://127.0.0.1:1/v1", "model": "other", "api_key_variable": "OTHER_KEY", "api": "completions",
     "timeout_s": 3.0, "retries": 3, "retry_wait_s": 0.5, "max_concurrent": 3,
 }  # fmt: skip
+OTHERS = SERVED | {
+    "base_urls": ["http://127.0.0.1:1"], "executable": "other", "arguments": ["--other"], "folder": "elsewhere",
+    "max_loras": 3, "max_lora_rank": 8, "start_timeout_s": 3.0, "health_interval_s": 3.0, "health_timeout_s": 3.0,
+}  # fmt: skip
 KAFKA = {
     "security_protocol": "SSL", "sasl_mechanism": "PLAIN", "username": "other", "password": SECRET,
     "password_file": "password.txt", "ca_file": "ca.pem", "cert_file": "cert.pem", "key_file": "key.pem",
@@ -54,7 +58,7 @@ BUILDER = {
         "outcome": "won", "max_loaded": 3,
     }),
     **_at("sampling", {"temperature": 0.5, "top_p": 0.5, "top_k": 3, "max_new_tokens": 5, "record_kept_ids": True}),
-    **_at("engine", ENGINE | SERVED),
+    **_at("engine", ENGINE | OTHERS),
     "max_turns": 3, "max_attempts": 5, "rollout_timeout_s": 3.0, "group_timeout_s": 3.0,
     "max_concurrent_rollouts": 3, "num_partitions": 5, "num_producers": 3, "num_processors": 3,
     "session_timeout_s": 3.0, "tick_interval_s": 3.0, "workspace": "elsewhere",
@@ -98,7 +102,7 @@ ADAPTER = {
         "token_file": "token.txt", "requires_token": False, "allowed_hosts": ["proxy"], "max_new_tokens": 5,
         "wait_timeout_s": 3.0,
     }),
-    **_at("endpoint.engine", ENGINE | SERVED),
+    **_at("endpoint.engine", ENGINE | OTHERS),
     "model_groups": {"policy": {"model": {"path": "other/group"}}},
     "retokenise": True, "export_untrained": True,
 }  # fmt: skip

@@ -98,7 +98,7 @@ def test_engines_are_looked_up_before_a_run_begins(written: dict[str, Any]) -> N
     with pytest.raises(
         ConfigError,
         match=r"^trajectory_builders\.b\.engine\.kind: 'parot' is unknown; did you mean parrot\? "
-        r"known kinds: openai, parrot, scripted, transformers$",
+        r"known kinds: openai, parrot, scripted, transformers, vllm$",
     ):
         check({"kind": "parot"})
     check({"kind": "parot"}, services="external")

@@ -46,7 +46,7 @@ from tests.harness.config.every_key import (
     DPO,
     EVAL,
     FINETUNING,
-    SERVED,
+    OTHERS,
     TABLES,
     TRAINER,
     keys_of,
@@ -67,7 +67,7 @@ REFUSED = {
     "finetuning.trajectory_builder",
     "finetuning.trainer_adapter",
     "trainer_adapters.a.backend.base_model",
-    *(f"{block}.engine.{key}" for block in ("trajectory_builders.b", "trainer_adapters.a.endpoint") for key in SERVED),
+    *(f"{block}.engine.{key}" for block in ("trajectory_builders.b", "trainer_adapters.a.endpoint") for key in OTHERS),
 }
 """What another value of cannot be used in these files."""
 NEVER_USED = {f"{block}.reward.name" for block in ("trajectory_builders.b", "trainer_adapters.a", "trainers.t")} | {

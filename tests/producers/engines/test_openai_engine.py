@@ -9,7 +9,7 @@ from itertools import cycle
 import pytest
 from aiohttp import web
 
-from rollstream.producers.engines import openai
+from rollstream.producers.engines import http_json
 from rollstream.producers.engines.base import GenerationRequest
 from rollstream.producers.engines.openai import OpenAIEngine, TextTokenizer
 from rollstream.producers.engines.routed import RoutedEngine
@@ -155,7 +155,7 @@ def test_too_long_a_prompt_is_told_apart():
 
 
 def test_more_than_the_limit_is_not_read(monkeypatch):
-    monkeypatch.setattr(openai, "MAX_ANSWER_BYTES", 1000)
+    monkeypatch.setattr(http_json, "MAX_ANSWER_BYTES", 1000)
     with pytest.raises(ModelError, match="answered more than 1000 bytes"):
         ask(Server((200, {}, said("x" * 2000))))
 
@@ -187,15 +187,15 @@ def test_what_fails_for_the_moment_is_tried_again():
         ({"Retry-After": "7"}, 7),
         ({"Retry-After": "-1"}, 0),
         ({"Retry-After": "nan"}, 0),
-        ({"Retry-After": "inf"}, openai.MAX_RETRY_AFTER_S),
-        ({"Retry-After": "86400"}, openai.MAX_RETRY_AFTER_S),
+        ({"Retry-After": "inf"}, http_json.MAX_RETRY_AFTER_S),
+        ({"Retry-After": "86400"}, http_json.MAX_RETRY_AFTER_S),
         ({"Retry-After": "soon"}, 0),
         ({"Retry-After": "Mon, 23 Nov 2026 10:00:09 GMT", "Date": "Mon, 23 Nov 2026 10:00:00 GMT"}, 9),
         ({"Retry-After": "Mon, 23 Nov 2026 10:00:09 GMT"}, 0),
     ],
 )
 def test_the_pause_that_a_server_asks_for_is_bounded(headers, seconds):
-    assert openai._retry_after(headers) == seconds
+    assert http_json.retry_after(headers) == seconds
 
 
 @pytest.mark.parametrize(

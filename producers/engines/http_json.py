@@ -1,0 +1,153 @@
+"""One server that is asked by HTTP and answers in JSON: bounded answers, errors in one line, repeated tries.
+
+The key that requests bear never stands in an error. Redirects are not followed.
+"""
+
+import asyncio
+import email.utils
+import json
+import logging
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import aiohttp
+
+from rollstream.schemas.errors import ModelError, PromptTooLongError
+
+MAX_ANSWER_BYTES = 8 * 1024 * 1024
+MAX_RETRY_AFTER_S = 60.0
+"""A server that asks for a longer pause is asked again after this one."""
+SHOWN_CHARS = 300
+"""Of an unusable answer, in its error."""
+TRY_AGAIN = frozenset({408, 409, 425, 429})
+_TOO_LONG = ("context_length_exceeded", "maximum context length", "leaves no room")
+
+logger = logging.getLogger(__name__)
+
+
+class TryAgainError(Exception):
+    """A try that failed in a way which another one may not; after so many seconds, if the server says."""
+
+    def __init__(self, message: str, after_s: float = 0.0) -> None:
+        super().__init__(message)
+        self.after_s = after_s
+
+
+class HttpAnswer(NamedTuple):
+    """An answer of the server."""
+
+    status: int
+    headers: Mapping[str, str]
+    body: bytes
+
+
+class HttpServer:
+    """A server and how it is asked."""
+
+    def __init__(self, url: str, *, timeout_s: float, key: str = "", key_variable: str | None = None) -> None:
+        """`url`: without a slash at its end. `key`: of the variable, borne by every request."""
+        self.url = url
+        self.name = url
+        """How errors call it."""
+        self._timeout_s = timeout_s
+        self._key = key
+        self._key_variable = key_variable
+        self._session: aiohttp.ClientSession | None = None
+
+    async def close(self) -> None:
+        """End all connections."""
+        if self._session is not None:
+            await self._session.close()
+
+    async def asked(
+        self, method: str, path: str, body: dict[str, Any] | None = None, *, tries: int, retry_wait_s: float
+    ) -> bytes:
+        """The body of a 2xx answer, after so many tries at most. Raises ModelError, PromptTooLongError."""
+        last: TryAgainError | None = None
+        for number in range(1, tries + 1):
+            try:
+                return self.checked(await self.sent(method, path, body))
+            except TryAgainError as error:
+                last = error
+                logger.info("try %d of %d: %s", number, tries, self.error(str(error)))
+            if number < tries:
+                await asyncio.sleep(max(last.after_s, retry_wait_s * 2 ** (number - 1)))
+        raise self.error(f"{last} ({tries} tries); check that it serves, or raise timeout_s or retries") from last
+
+    async def sent(
+        self, method: str, path: str, body: dict[str, Any] | None = None, *, timeout_s: float | None = None
+    ) -> HttpAnswer:
+        """An answer of any status. Raises TryAgainError if there is none, ModelError if it is too large."""
+        if self._session is None:
+            # The number of requests at a time is bounded by who asks.
+            self._session = aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0))
+        headers = {"Authorization": f"Bearer {self._key}"} if self._key else {}
+        limit_s = timeout_s or self._timeout_s
+        try:
+            async with self._session.request(
+                method,
+                f"{self.url}{path}",
+                json=body,
+                headers=headers,
+                allow_redirects=False,
+                timeout=aiohttp.ClientTimeout(total=limit_s),
+            ) as response:
+                parts = bytearray()
+                async for part in response.content.iter_any():
+                    parts += part
+                    if len(parts) > MAX_ANSWER_BYTES:
+                        raise self.error(f"answered more than {MAX_ANSWER_BYTES} bytes; lower max_new_tokens")
+                return HttpAnswer(response.status, response.headers, bytes(parts))
+        except TimeoutError as error:
+            raise TryAgainError(f"gave no answer within {limit_s:g} s (timeout_s)") from error
+        except (aiohttp.ClientError, OSError) as error:
+            raise TryAgainError(f"cannot be reached: {type(error).__name__}: {error}") from error
+
+    def checked(self, answered: HttpAnswer) -> bytes:
+        """The body of a 2xx answer. Raises TryAgainError, ModelError, PromptTooLongError for others."""
+        status, body = answered.status, answered.body
+        if 200 <= status < 300:
+            return body
+        shown_answer = f"answered {status} {shown(body)}"
+        if status in TRY_AGAIN or status >= 500:
+            raise TryAgainError(shown_answer, retry_after(answered.headers))
+        if status in (401, 403):
+            variable = self._key_variable
+            remedy = f"set the variable {variable} to a valid key" if variable else "set endpoint.api_key_variable"
+            raise self.error(f"{shown_answer}; {remedy}")
+        if status in (400, 413, 422) and any(words in body.decode(errors="replace") for words in _TOO_LONG):
+            raise PromptTooLongError(str(self.error(f"{shown_answer}; make the conversation shorter (max_turns)")))
+        raise self.error(f"{shown_answer}; check base_url, model and api")
+
+    def parsed(self, body: bytes) -> Any:
+        """A body as JSON. Raises ModelError."""
+        try:
+            return json.loads(body)
+        except (ValueError, RecursionError) as error:
+            raise self.error(f"answered what is not JSON: {shown(body)}; check base_url") from error
+
+    def error(self, message: str) -> ModelError:
+        """What the server says may hold the key; the error does not."""
+        line = f"{self.name} {message}"
+        return ModelError(line.replace(self._key, f"${{{self._key_variable}}}") if self._key else line)
+
+
+def retry_after(headers: Mapping[str, str]) -> float:
+    """Seconds that a server asks to wait for, bounded; 0 if it does not say (RFC 9110, section 10.2.3)."""
+    given = headers.get("Retry-After", "")
+    try:
+        seconds = float(given)
+    except ValueError:
+        try:
+            date, sent = (email.utils.parsedate_to_datetime(one) for one in (given, headers.get("Date", "")))
+            seconds = (date - sent).total_seconds()
+        except (TypeError, ValueError):
+            return 0.0
+    return min(max(seconds, 0.0), MAX_RETRY_AFTER_S) if seconds == seconds else 0.0
+
+
+def shown(said: object) -> str:
+    """What a server said, quoted in one line of bounded length."""
+    text = said.decode(errors="replace") if isinstance(said, bytes) else str(said)
+    text = " ".join(text.split())
+    return repr(text if len(text) <= SHOWN_CHARS else f"{text[: SHOWN_CHARS - 3]}...")

@@ -1,0 +1,5 @@
+"""The rollout engine over vLLM servers: LoRA versions without a pause, full weights by reload, admission by proof."""
+
+from rollstream.producers.engines.vllm.engine import VllmEngine, build
+
+__all__ = ["VllmEngine", "build"]

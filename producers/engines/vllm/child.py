@@ -1,0 +1,152 @@
+"""`vllm serve` as a child process: on a free port of 127.0.0.1, ended with its parent, started again after it ends."""
+
+import asyncio
+import os
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+
+from rollstream.eventlog.broker import guard
+from rollstream.eventlog.broker.broker import HOST, free_ports
+from rollstream.eventlog.broker.restarts import Restarts
+from rollstream.schemas.errors import ConfigError, ModelError
+from rollstream.schemas.services import VllmSettings
+
+OPTIONAL = "--enable-scale-out"
+"""Offers exact tokens and version spans; not known to every vLLM."""
+REFUSED = ("--data-parallel-size", "-dp", "--api-server-count", "-asc", "--host", "--port", "--uds", "--api-key")
+LAST_BYTES = 16_384
+LAST_LINES = 3
+
+
+def check_settings(settings: VllmSettings) -> None:
+    """Raises ConfigError for arguments that cannot be, or if the program is not there."""
+    for argument in settings.arguments:
+        if argument.split("=")[0] in REFUSED:
+            raise ConfigError(
+                f"engine.arguments: {argument} is not for a server that is started here; run servers of your own, with "
+                "one API server and no data-parallel replicas, and name them as base_urls"
+            )
+    if not settings.base_urls and shutil.which(settings.executable) is None:
+        raise ConfigError(
+            f"engine.executable: {settings.executable!r} is not found; give the command vllm of the environment that "
+            "vLLM is installed in, such as /opt/vllm/bin/vllm"
+        )
+
+
+class Child:
+    """A server that we start."""
+
+    def __init__(self, settings: VllmSettings, base_model: str, *, is_lora: bool, log: Path) -> None:
+        self._settings = settings
+        self._base_model = base_model
+        self._is_lora = is_lora
+        self._log = log
+        self._guard: subprocess.Popen[bytes] | None = None
+        self._restarts = Restarts()
+        self._start_at = 0.0
+        self._has_option = True
+        self.started_at = 0.0
+        """Monotonic seconds."""
+        self.port = 0
+        self._pid = 0
+
+    @property
+    def pid(self) -> int | None:
+        """Of the server itself."""
+        return self._pid if self._guard is not None else None
+
+    @property
+    def is_running(self) -> bool:
+        """Whether the process lives."""
+        return self._guard is not None and self._guard.poll() is None
+
+    def look(self) -> bool:
+        """Start it if it does not run and it is time to; returns whether it was started.
+
+        Raises ModelError if it ended too often without serving.
+        """
+        if self.is_running:
+            return False
+        if self._guard is not None:
+            self._take_end()
+        if time.monotonic() < self._start_at:
+            return False
+        self._start()
+        return True
+
+    def served(self) -> None:
+        """It is of use: what it ended of before no longer counts."""
+        self._restarts.reset()
+
+    async def stop(self) -> None:
+        """End it, whether it runs or not."""
+        running, self._guard = self._guard, None
+        if running is not None:
+            assert running.stdin is not None
+            running.stdin.close()
+            await asyncio.to_thread(running.wait)
+
+    def last_words(self) -> str:
+        """Last lines of its log."""
+        try:
+            text = self._log.read_bytes()[-LAST_BYTES:].decode(errors="replace")
+        except OSError:
+            return "(no log output)"
+        lines = [line.strip() for line in text.splitlines() if line.strip()]
+        errors = [line for line in lines if "rror:" in line] or lines
+        return " | ".join(line[:300] for line in errors[-LAST_LINES:]) or "(no log output)"
+
+    def _take_end(self) -> None:
+        assert self._guard is not None
+        assert self._guard.stdin is not None
+        self._guard.stdin.close()
+        code, self._guard = self._guard.returncode, None
+        if self._has_option and OPTIONAL in self.last_words():
+            self._has_option = False
+            return
+        self._start_at = time.monotonic() + self._restarts.add()
+        if self._restarts.are_too_many:
+            raise ModelError(
+                f"{self._settings.executable} serve {self._base_model} ended {self._restarts.count} times, the last "
+                f"with status {code}: {self.last_words()}; see {self._log}"
+            )
+
+    def _start(self) -> None:
+        self._log.parent.mkdir(parents=True, exist_ok=True)
+        (self.port,) = free_ports(1)
+        command = [sys.executable, "-I", "-S", guard.__file__, str(os.getpid()), str(self._log), *self._command()]
+        self._guard = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=_environment(os.environ, is_lora=self._is_lora)
+        )
+        assert self._guard.stdout is not None
+        with self._guard.stdout as output:
+            self._pid = int(output.readline() or 0)
+        self.started_at = time.monotonic()
+
+    def _command(self) -> list[str]:
+        settings = self._settings
+        lora = ["--enable-lora", f"--max-loras={settings.max_loras}", f"--max-lora-rank={settings.max_lora_rank}"]
+        return [
+            settings.executable,
+            "serve",
+            self._base_model,
+            f"--host={HOST}",
+            f"--port={self.port}",
+            f"--dtype={settings.dtype}",
+            "--logprobs-mode=processed_logprobs",
+            "--generation-config=vllm",
+            *(lora if self._is_lora else ()),
+            *((OPTIONAL,) if self._has_option else ()),
+            *settings.arguments,
+        ]
+
+
+def _environment(environ: Mapping[str, str], *, is_lora: bool) -> dict[str, str]:
+    """Of the server: ours, without what would lead its Python to our packages."""
+    kept = {name: value for name, value in environ.items() if name not in ("PYTHONPATH", "PYTHONHOME")}
+    lora = {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1"} if is_lora else {}
+    return {**kept, **lora, "VLLM_SERVER_DEV_MODE": "1", "VLLM_NO_USAGE_STATS": "1"}

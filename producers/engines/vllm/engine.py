@@ -1,0 +1,206 @@
+"""`base.Engine` over vLLM servers: one that it starts for a base model, or some that run already.
+
+LoRA versions are loaded beside those that requests are generated with, and no request waits or changes its version.
+Full weights are replaced in place while requests stand still; the server tells whose tokens are whose.
+"""
+
+import asyncio
+import os
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from rollstream.producers.engines.base import Capabilities, Generation, GenerationRequest, Tokenizer, check_prompt
+from rollstream.producers.engines.http_json import HttpServer
+from rollstream.producers.engines.vllm.base_model import BaseModel, read_base_model
+from rollstream.producers.engines.vllm.child import Child, check_settings
+from rollstream.producers.engines.vllm.pool import Pool
+from rollstream.producers.engines.vllm.version_files import Version, make_version, remove
+from rollstream.producers.engines.vllm.vllm_server import Server
+from rollstream.schemas.errors import ModelError
+from rollstream.schemas.events import WeightsPublished
+from rollstream.schemas.services import VllmSettings
+
+Served = tuple[str, str | None]
+"""A base model, and the model group whose full weights take its place; None: adapters of any group."""
+
+
+class VllmEngine:
+    """Model groups by the servers of their base models."""
+
+    def __init__(self, settings: VllmSettings, environ: Mapping[str, str] = os.environ) -> None:
+        """Raises ModelError if the variable of the key is not set."""
+        self._settings = settings
+        self._key = _key_of(settings, environ)
+        self._folder: Path = settings.folder or Path(tempfile.mkdtemp(prefix="rollstream-vllm-"))
+        self._bases: dict[str, BaseModel] = {}
+        self._pools: dict[Served, Pool] = {}
+        self._held: dict[str, Version] = {}
+        self._past: list[Version] = []
+        """Versions whose files may still be needed."""
+        self._locks: dict[str, asyncio.Lock] = {}
+        self._calls: set[asyncio.Task[Generation]] = set()
+        self._slots = asyncio.Semaphore(settings.max_concurrent)
+        self._is_closed = False
+
+    @property
+    def capabilities(self) -> Capabilities:
+        """Samples from the models whose weights are published."""
+        return Capabilities(loads_models=True)
+
+    async def start(self) -> None:
+        """Servers are started and asked with the first version: it names the base model. Raises ConfigError."""
+        check_settings(self._settings)
+        self._folder.mkdir(parents=True, exist_ok=True)
+
+    async def close(self) -> None:
+        """Cancel calls in progress, and stop the servers that were started."""
+        self._is_closed = True
+        for call in self._calls:
+            call.cancel()
+        await asyncio.gather(*(pool.close() for pool in self._pools.values()))
+        self._pools.clear()
+        for version in (*self._held.values(), *self._past):
+            await asyncio.to_thread(remove, version)
+
+    async def generate(self, request: GenerationRequest) -> Generation:
+        """Raises ModelError as the protocol says, and if no server is ready within `start_timeout_s`."""
+        if self._is_closed:
+            raise ModelError("the rollout engine is closed")
+        version = self._version(request.model_group)
+        check_prompt(request, num_token_ids=version.base.num_token_ids)
+        call = asyncio.create_task(self._generate(request, self._pools[_served(version.published)]))
+        self._calls.add(call)
+        call.add_done_callback(self._calls.discard)
+        try:
+            return await call
+        finally:
+            call.cancel()
+
+    def tokenizer(self, model_group: str) -> Tokenizer:
+        """Tokenizer of the group's base model. Raises ModelError if the group has no weights."""
+        tokenizer: Tokenizer = self._version(model_group).base.tokenizer
+        return tokenizer
+
+    def version(self, model_group: str) -> int:
+        """Weight version held; -1 before the first."""
+        held = self._held.get(model_group)
+        return -1 if held is None else held.published.version
+
+    async def load(self, published: WeightsPublished, path: Path) -> None:
+        """Generate new requests with this version on all servers that are there; others get it when they come.
+
+        Raises ModelError if it does not fit, or no server takes it; then the version before it stays.
+        """
+        group = published.model_group
+        async with self._locks.setdefault(group, asyncio.Lock()):
+            base = await self._base(published.base_model)
+            version = await asyncio.to_thread(
+                make_version, published, path, base, folder=self._folder, max_lora_rank=self._settings.max_lora_rank
+            )
+            is_new = _served(published) not in self._pools
+            try:
+                await self._pool(published, base).take(version)
+            except BaseException:
+                self._past.append(version)
+                if is_new and (pool := self._pools.pop(_served(published), None)) is not None:
+                    await pool.close()
+                raise
+            before = self._held.get(group)
+            self._held[group] = version
+            if before is not None:
+                if _served(before.published) != _served(published):
+                    await self._leave(before)
+                if before.name != version.name:
+                    self._past.append(before)
+            await self._remove_files()
+
+    async def unload(self, model_group: str) -> None:
+        """Forget a model group; servers that were started for it alone are stopped."""
+        async with self._locks.setdefault(model_group, asyncio.Lock()):
+            held = self._held.pop(model_group, None)
+            if held is not None:
+                await self._leave(held)
+                self._past.append(held)
+
+    async def _generate(self, request: GenerationRequest, pool: Pool) -> Generation:
+        async with self._slots:
+            return await pool.generate(request)
+
+    async def _base(self, path: str) -> BaseModel:
+        if path not in self._bases:
+            self._bases[path] = await asyncio.to_thread(read_base_model, path)
+        return self._bases[path]
+
+    def _version(self, model_group: str) -> Version:
+        held = self._held.get(model_group)
+        if held is None:
+            raise ModelError(f"model group {model_group} has no weights yet; wait for a version to be published")
+        return held
+
+    def _pool(self, published: WeightsPublished, base: BaseModel) -> Pool:
+        served = _served(published)
+        if served in self._pools:
+            return self._pools[served]
+        settings, is_lora = self._settings, served[1] is None
+        if settings.base_urls and self._pools:
+            (other,) = self._pools
+            what = "adapters" if other[1] is None else f"the full weights of {other[1]}"
+            raise ModelError(
+                f"the servers of engine.base_urls have {what} on {other[0]}, and not {published.model_group} on "
+                f"{base.path} too; train all groups as adapters of one base model, or leave base_urls out"
+            )
+        servers = [(self._server(url.rstrip("/")), None) for url in settings.base_urls]
+        log = self._folder / "logs" / f"server-{len(self._pools) + 1}.log"
+        started = [] if servers else [(self._server("a server"), Child(settings, base.path, is_lora=is_lora, log=log))]
+        pool = Pool(base, [*servers, *started], settings, is_lora=is_lora)
+        self._pools[served] = pool
+        pool.start()
+        return pool
+
+    def _server(self, url: str) -> Server:
+        settings = self._settings
+        http = HttpServer(url, timeout_s=settings.timeout_s, key=self._key, key_variable=settings.api_key_variable)
+        return Server(http, max_loras=settings.max_loras, health_timeout_s=settings.health_timeout_s)
+
+    async def _leave(self, version: Version) -> None:
+        served = _served(version.published)
+        if any(_served(one.published) == served for one in self._held.values() if one is not version):
+            await self._pools[served].drop(version.published.model_group)
+        elif (pool := self._pools.pop(served, None)) is not None:
+            await pool.close()
+
+    async def _remove_files(self) -> None:
+        """Files outlive names: they go after no server has the name and one more version has come."""
+        kept = {version.folder for version in self._held.values()} | {one.folder for one in self._past[-1:]}
+        unused = [
+            one
+            for one in self._past
+            if one.folder not in kept and not any(pool.uses(one) for pool in self._pools.values())
+        ]
+        self._past = [
+            one
+            for one in self._past
+            if one not in unused and one.folder not in {version.folder for version in self._held.values()}
+        ]
+        for one in unused:
+            await asyncio.to_thread(remove, one)
+
+
+build: Any = VllmEngine
+"""Of `EngineKind`, as `table` wants it."""
+
+
+def _served(published: WeightsPublished) -> Served:
+    return published.base_model, None if published.weights_format == "lora" else published.model_group
+
+
+def _key_of(settings: VllmSettings, environ: Mapping[str, str]) -> str:
+    variable = settings.api_key_variable
+    if variable is None:
+        return ""
+    key = environ.get(variable, "").strip()
+    if not key or not key.isprintable():
+        raise ModelError(f"engine.api_key_variable: the variable {variable} holds no key; export it")
+    return key

@@ -1,0 +1,142 @@
+"""Weight versions as files that a vLLM server reads, under names that are never used twice.
+
+What vLLM drops or misreads in silence is refused here, in one line.
+"""
+
+import json
+import os
+import re
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rollstream.eventlog.files import beside
+from rollstream.producers.engines.vllm.base_model import BaseModel, Shape, check_fit, shapes_in
+from rollstream.schemas.errors import ModelError
+from rollstream.schemas.events import WeightsPublished
+
+MAX_NAME = 100
+_ODD = re.compile(r"[^A-Za-z0-9_.-]+")
+
+
+@dataclass(frozen=True, eq=False)
+class Version:
+    """A weight version of a model group, as servers are given it."""
+
+    published: WeightsPublished
+    base: BaseModel
+    name: str
+    """`<group>-v<version>-<hash8>`: of the adapter, or the label of full weights."""
+    folder: Path
+
+    @property
+    def is_lora(self) -> bool:
+        """Whether it is an adapter above the base model."""
+        return self.published.weights_format == "lora"
+
+    @property
+    def model(self) -> str:
+        """What requests call it."""
+        return self.name if self.is_lora else self.base.path
+
+
+def make_version(
+    published: WeightsPublished, path: Path, base: BaseModel, *, folder: Path, max_lora_rank: int
+) -> Version:
+    """Check a version's artifact and write it below `folder`, where it stays until `remove`. Raises ModelError."""
+    where = f"weights {path} of {published.model_group} version {published.version}"
+    shapes = shapes_in(path, where)
+    name = f"{_plain(published.model_group)}-v{published.version}-{published.weights_sha256[:8]}"
+    made = folder / name
+    if published.weights_format == "lora":
+        config = adapter_config(published.lora or {}, base, where, max_lora_rank)
+        check_fit(_adapter_shapes(config, base), shapes, where)
+    else:
+        config = None
+        check_fit(base.shapes, {name: shape for name, shape in shapes.items() if name not in base.tied}, where)
+    try:
+        if not made.is_dir():
+            with beside(made) as aside:
+                _write(aside, path, base, config)
+    except OSError as error:
+        raise ModelError(f"{where} cannot be written to {made}: {error}; free space there, or set folder") from error
+    return Version(published, base, name, made)
+
+
+def remove(version: Version) -> None:
+    """Remove its files; nothing may use its name any more."""
+    shutil.rmtree(version.folder, ignore_errors=True)
+
+
+def adapter_config(recorded: Mapping[str, Any], base: BaseModel, where: str, max_lora_rank: int) -> dict[str, Any]:
+    """The adapter's configuration for vLLM, by what our learner sets; the other keys of the record are left out.
+
+    Raises ModelError for what vLLM does not know, or takes for something else.
+    """
+    modules, rank = recorded.get("target_modules"), recorded.get("r")
+    refused = {
+        "no LoRA": recorded.get("peft_type", "LORA") != "LORA",
+        "without a list of target_modules": not isinstance(modules, list) or not modules,
+        "without a rank": not isinstance(rank, int) or isinstance(rank, bool) or rank < 1,
+        "with DoRA (use_dora)": recorded.get("use_dora"),
+        "with modules_to_save": recorded.get("modules_to_save"),
+        "with biases (bias, lora_bias)": recorded.get("bias", "none") != "none" or recorded.get("lora_bias"),
+        "with target_parameters": recorded.get("target_parameters"),
+        "with trainable_token_indices": recorded.get("trainable_token_indices"),
+        "with rank_pattern or alpha_pattern": recorded.get("rank_pattern") or recorded.get("alpha_pattern"),
+        "of chosen layers": any(recorded.get(key) for key in ("layers_to_transform", "layer_replication")),
+    }
+    if found := next((what for what, is_so in refused.items() if is_so), None):
+        raise ModelError(f"{where}: an adapter {found} is not what vLLM serves; train one without, or another engine")
+    assert isinstance(modules, list)
+    assert isinstance(rank, int)
+    if odd := sorted(base.embeddings.intersection(name.rpartition(".")[2] for name in map(str, modules))):
+        raise ModelError(f"{where}: the adapter targets {odd[0]}, which vLLM drops; leave it out of target_modules")
+    if rank > max_lora_rank:
+        raise ModelError(f"{where}: rank {rank} is above engine.max_lora_rank, {max_lora_rank}; raise that")
+    return {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "r": rank,
+        "lora_alpha": recorded.get("lora_alpha", rank),
+        "target_modules": [str(name) for name in modules],
+        "use_rslora": bool(recorded.get("use_rslora", False)),
+        "bias": "none",
+        "inference_mode": True,
+        "base_model_name_or_path": base.path,
+    }
+
+
+def _adapter_shapes(config: Mapping[str, Any], base: BaseModel) -> dict[str, Shape]:
+    rank, found = config["r"], {}
+    for name in base.linears:
+        if any(name == one or name.endswith(f".{one}") for one in config["target_modules"]):
+            width_out, width_in = base.shapes[f"{name}.weight"]
+            found[f"base_model.model.{name}.lora_A.weight"] = (rank, width_in)
+            found[f"base_model.model.{name}.lora_B.weight"] = (width_out, rank)
+    return found
+
+
+def _write(folder: Path, path: Path, base: BaseModel, config: Mapping[str, Any] | None) -> None:
+    folder.mkdir(parents=True)
+    if config is not None:
+        (folder / "adapter_config.json").write_text(json.dumps(config), encoding="utf-8")
+    elif Path(base.path).is_dir():
+        for one in Path(base.path).glob("*.json"):
+            if not one.name.endswith(".index.json"):
+                shutil.copyfile(one, folder / one.name)
+    _link(path, folder / ("model.safetensors" if config is None else "adapter_model.safetensors"))
+
+
+def _link(path: Path, to: Path) -> None:
+    """The artifact's own file under another name, so that it stays when the artifact is collected; else a copy."""
+    try:
+        os.link(path, to)
+    except OSError:
+        shutil.copyfile(path, to)
+
+
+def _plain(model_group: str) -> str:
+    return _ODD.sub("-", model_group)[-MAX_NAME:].strip("-.")

@@ -1,0 +1,349 @@
+"""One vLLM server: what it can do, which versions it has, and how tokens are asked of it.
+
+What a server can do is asked of it, never read from its version.
+"""
+
+import asyncio
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from rollstream.producers.engines.base import FinishReason, Generation, GenerationRequest
+from rollstream.producers.engines.http_json import HttpServer, TryAgainError, shown
+from rollstream.producers.engines.vllm.base_model import BaseModel
+from rollstream.producers.engines.vllm.version_files import Version
+from rollstream.schemas.events.rollouts import VersionSpan
+
+GENERATE = "/inference/v1/generate"
+ADAPTERS = frozenset({"/v1/load_lora_adapter", "/v1/unload_lora_adapter"})
+FULL = frozenset(
+    {"/pause", "/resume", "/collective_rpc", "/reset_prefix_cache", "/update_weight_version", "/weight_info"}
+)
+UNLABELLED = "default"
+"""Label of the weights that a server began with."""
+NO_LOGPROB = -9999.0
+"""Sent by vLLM for a token without a log-probability."""
+RESET_TRIES = 20
+POLL_S = 0.05
+
+
+class LostVersionError(Exception):
+    """The server answers, but not with the version that it was given: it was restarted, or somebody else changed it."""
+
+
+@dataclass(slots=True)
+class Probed:
+    """What a server said of itself."""
+
+    paths: frozenset[str] = frozenset()
+    max_length: int | None = None
+
+
+class Server:
+    """Requests to one server. `state` is set by its pool."""
+
+    def __init__(self, http: HttpServer, *, max_loras: int, health_timeout_s: float) -> None:
+        self.http = http
+        self.state: Literal["down", "pending_weights", "ready"] = "down"
+        self.reason = "not asked yet"
+        self.lock = asyncio.Lock()
+        """Held while versions come and go."""
+        self.open: Counter[str] = Counter()
+        """Requests in progress by version name."""
+        self.versions: dict[str, Version] = {}
+        """That it was given and has proven, by name; of full weights the newest and those that requests began with."""
+        self._probed = Probed()
+        self._max_loras = max_loras
+        self._health_timeout_s = health_timeout_s
+        self._closed = asyncio.Event()
+        """A request ended."""
+
+    @property
+    def num_open(self) -> int:
+        """Requests in progress."""
+        return self.open.total()
+
+    @property
+    def max_length(self) -> int | None:
+        """Most tokens of a sequence that it was started for."""
+        return self._probed.max_length
+
+    def forget(self) -> None:
+        """It may be another process from now on: nothing that it had is known."""
+        self.versions.clear()
+        self._probed = Probed()
+
+    # ---- looks ----
+
+    async def connect(self, base: BaseModel, *, is_lora: bool) -> None:
+        """Ask what it can do. Raises TryAgainError while it does not answer, ModelError if it cannot be used."""
+        paths = frozenset((await self._get("/openapi.json"))["paths"])
+        lacking = (ADAPTERS if is_lora else FULL) - paths
+        if lacking:
+            remedy = (
+                "start it with --enable-lora, VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 and one API server"
+                if is_lora
+                else "start it with VLLM_SERVER_DEV_MODE=1, reachable by nobody else"
+            )
+            raise self.http.error(f"does not offer {', '.join(sorted(lacking))}; {remedy}")
+        cards = [one for one in (await self._get("/v1/models"))["data"] if not one.get("parent")]
+        if base.path not in [one.get("root") for one in cards]:
+            served = ", ".join(str(one.get("root")) for one in cards) or "no model"
+            raise self.http.error(f"serves {served}; the run's base model is {base.path}: start it with that path")
+        card = next(one for one in cards if one.get("root") == base.path)
+        if card["id"] != base.path:
+            raise self.http.error(f"calls its model {card['id']}; leave --served-model-name out")
+        await self._check_replicas(paths)
+        self._probed = Probed(paths, card.get("max_model_len"))
+        await self._check_logprobs(base)
+
+    async def check(self) -> None:
+        """Let the workers do nothing, and look whether the server still has its versions.
+
+        Raises TryAgainError if they do not answer in time, LostVersionError.
+        """
+        if "/collective_rpc" in self._probed.paths:
+            await self._post("/collective_rpc", {"method": "check_health"}, timeout_s=self._health_timeout_s)
+        else:
+            self.http.checked(await self.http.sent("GET", "/health", timeout_s=self._health_timeout_s))
+        await self.prove()
+
+    async def prove(self) -> None:
+        """Raises LostVersionError if it does not have what it was given."""
+        if not self.versions:
+            return
+        if all(one.is_lora for one in self.versions.values()):
+            roots = await self._adapters()
+            lost = [name for name, one in self.versions.items() if roots.get(name) != str(one.folder)]
+        else:
+            newest = list(self.versions)[-1]
+            lost = [newest] if await self.label() != newest else []
+        if lost:
+            raise LostVersionError(f"no longer has {', '.join(lost)}")
+
+    async def label(self) -> str:
+        """Of the full weights that it has."""
+        return str((await self._get("/weight_info"))["weight_version"])
+
+    # ---- versions ----
+
+    async def add_adapter(self, version: Version) -> None:
+        """Load an adapter under its own name, once old ones have made room. Raises ModelError, TryAgainError."""
+        if version.name in self.versions:
+            return
+        while len(self.versions) >= self._max_loras:
+            if not await self._drop_unused(version):
+                self._closed.clear()
+                await self._closed.wait()
+        if "/weight_info" in self._probed.paths and (label := await self.label()) != UNLABELLED:
+            raise self.http.error(f"has the full weights {label} below its adapters; restart it")
+        body = {"lora_name": version.name, "lora_path": str(version.folder)}
+        answered = await self.http.sent("POST", "/v1/load_lora_adapter", body)
+        if answered.status >= 500:
+            self.http.checked(answered)
+        roots = await self._adapters()
+        if roots.get(version.name) != str(version.folder):
+            raise self.http.error(
+                f"did not load {version.name} from {version.folder}: {shown(answered.body)}; it must see that folder "
+                "by the same path (engine.folder)"
+            )
+        self.versions[version.name] = version
+
+    async def drop_adapter(self, name: str) -> None:
+        """Forget a name that no request uses."""
+        self.versions.pop(name, None)
+        await self.http.sent("POST", "/v1/unload_lora_adapter", {"lora_name": name})
+
+    async def reload(self, version: Version) -> None:
+        """Take over full weights while requests in progress stand still. Raises ModelError, TryAgainError.
+
+        1. pause, 2. load, 3. drop the prefix cache, 4. name the version, 5. go on, whatever happened. What raises
+        leaves weights of which nothing is known: the server must not be used before it has proven a version.
+        """
+        if await self.label() == version.name:
+            self._hold(version)
+            return
+        mode = "keep" if GENERATE in self._probed.paths else "wait"  # only the former tells which tokens are whose
+        await self._post(f"/pause?mode={mode}", timeout_s=self._health_timeout_s if mode == "keep" else None)
+        try:
+            self._hold(version)
+            await self._post(
+                "/collective_rpc", {"method": "reload_weights", "kwargs": {"weights_path": str(version.folder)}}
+            )
+            await self._reset_cache()
+            await self._post("/update_weight_version", {"new_version": version.name})
+        finally:
+            await asyncio.shield(self._post("/resume"))
+        await self.prove()
+
+    # ---- tokens ----
+
+    async def generate(self, request: GenerationRequest, version: Version, max_new_tokens: int) -> Generation:
+        """Raises TryAgainError or LostVersionError if another try may succeed, here or elsewhere, else ModelError."""
+        self.open[version.name] += 1
+        try:
+            if GENERATE in self._probed.paths:
+                return await self._generate(request, version, max_new_tokens)
+            return await self._complete(request, version, max_new_tokens)
+        finally:
+            self.open -= Counter((version.name,))
+            self._closed.set()
+
+    async def _generate(self, request: GenerationRequest, version: Version, max_new_tokens: int) -> Generation:
+        sampling = _sampling(request, version.base, max_new_tokens) | {"detokenize": False}
+        body = {"model": version.model, "token_ids": list(request.prompt_ids), "sampling_params": sampling}
+        choice = await self._choice(GENERATE, body, version)
+        try:
+            content = choice["logprobs"]["content"]
+            ids = tuple(choice["token_ids"])
+            if ids != tuple(one["token_id"] for one in content):
+                raise self.http.error("gave log-probabilities of other tokens than it sampled; report it to vLLM")
+            logprobs = tuple(float(one["logprob"]) for one in content)
+            spans = self._spans(request, version, len(ids), choice.get("weight_versions"))
+        except (LookupError, TypeError, ValueError) as error:
+            raise self.http.error(f"gave an answer without token ids or log-probabilities: {shown(choice)}") from error
+        return self._generation(ids, logprobs, spans, choice)
+
+    async def _complete(self, request: GenerationRequest, version: Version, max_new_tokens: int) -> Generation:
+        body = _sampling(request, version.base, max_new_tokens) | {
+            "model": version.model,
+            "prompt": list(request.prompt_ids),
+            "return_token_ids": True,
+        }
+        choice = await self._choice("/v1/completions", body, version)
+        try:
+            ids = tuple(choice["token_ids"])
+            logprobs = tuple(map(float, choice["logprobs"]["token_logprobs"]))
+        except (LookupError, TypeError, ValueError) as error:
+            raise self.http.error(
+                f"gave an answer without token ids or log-probabilities: {shown(choice)}; use a vLLM that knows "
+                "return_token_ids"
+            ) from error
+        if not version.is_lora:
+            await self.prove()
+        return self._generation(ids, logprobs, self._spans(request, version, len(ids), None), choice)
+
+    async def _choice(self, path: str, body: dict[str, Any], version: Version) -> Any:
+        answered = await self.http.sent("POST", path, body)
+        if answered.status == 404 and version.is_lora:
+            raise LostVersionError(f"no longer has {version.name}")
+        found = self.http.parsed(self.http.checked(answered))
+        try:
+            return found["choices"][0]
+        except (LookupError, TypeError) as error:
+            raise self.http.error(f"gave an answer without choices: {shown(found)}") from error
+
+    def _spans(
+        self, request: GenerationRequest, version: Version, length: int, given: Sequence[Mapping[str, Any]] | None
+    ) -> tuple[VersionSpan, ...]:
+        """Whose tokens are whose: an adapter's are all its own; of full weights the server says it with each answer."""
+        group = request.model_group
+        if version.is_lora or given is None:
+            return (VersionSpan(model_group=group, version=version.published.version, length=length),)
+        spans, end = [], 0
+        for one in given:
+            named = self.versions.get(str(one["version"]))
+            if named is None:
+                raise LostVersionError(f"answers with the weights {one['version']}")
+            if one["start"] != end or one["end"] <= end:
+                raise self.http.error(f"gave version spans that do not follow each other: {shown(given)}")
+            end = one["end"]
+            spans.append(VersionSpan(model_group=group, version=named.published.version, length=end - one["start"]))
+        if end != length:
+            raise self.http.error(f"gave version spans over {end} of {length} tokens")
+        return tuple(spans)
+
+    def _generation(
+        self, ids: tuple[int, ...], logprobs: tuple[float, ...], spans: tuple[VersionSpan, ...], choice: Any
+    ) -> Generation:
+        reason = choice.get("finish_reason")
+        if reason not in ("stop", "length"):
+            raise TryAgainError(f"ended a request with {shown(reason)}")
+        if not ids or any(not -9000 < one <= 0 for one in logprobs):  # NO_LOGPROB, and what is no number
+            raise self.http.error("gave a token without a log-probability; look into its log, and at the weights")
+        found: FinishReason = "stop" if reason == "stop" else "length"
+        return Generation(ids, logprobs, spans, found)
+
+    # ---- ----
+
+    def _hold(self, version: Version) -> None:
+        """The newest is the last."""
+        self.versions.pop(version.name, None)
+        self.versions[version.name] = version
+        for name in list(self.versions)[:-1]:
+            if not self.open[name]:
+                del self.versions[name]
+
+    async def _drop_unused(self, coming: Version) -> bool:
+        """Drop an adapter that no request uses and that another version of its model group has followed."""
+        group = coming.published.model_group
+        for name, one in self.versions.items():
+            if one.published.model_group == group and not self.open[name]:
+                await self.drop_adapter(name)
+                return True
+        if all(one.published.model_group != group for one in self.versions.values()):
+            raise self.http.error(
+                f"has adapters of {len(self.versions)} model groups, and max_loras is {self._max_loras}; raise it"
+            )
+        return False
+
+    async def _reset_cache(self) -> None:
+        for _ in range(RESET_TRIES):
+            if (await self._post("/reset_prefix_cache?reset_running_requests=true")).get("success", True):
+                return
+            await asyncio.sleep(POLL_S)
+        raise self.http.error("does not drop its prefix cache, which holds the weights before; restart it")
+
+    async def _check_replicas(self, paths: frozenset[str]) -> None:
+        if "/get_world_size" not in paths:
+            return
+        every, one = [
+            (await self._get(f"/get_world_size?include_dp={flag}"))["world_size"] for flag in ("true", "false")
+        ]
+        if every != one:
+            raise self.http.error(
+                f"has {every // one} data-parallel replicas, and a version would reach one of them; start a server for "
+                "each, and name all as base_urls"
+            )
+
+    async def _check_logprobs(self, base: BaseModel) -> None:
+        """The one token that top_k=1 leaves has probability 1: log-probabilities before sampling's limits differ."""
+        body = {"model": base.path, "prompt": [base.end_ids[0]], "max_tokens": 1, "logprobs": 0, "top_k": 1}
+        found = self.http.parsed(self.http.checked(await self.http.sent("POST", "/v1/completions", body)))
+        (logprob,) = found["choices"][0]["logprobs"]["token_logprobs"]
+        if abs(logprob) > 1e-4:
+            raise self.http.error(
+                "gives log-probabilities of other distributions than it samples from; start it with "
+                "--logprobs-mode processed_logprobs"
+            )
+
+    async def _adapters(self) -> dict[str, str]:
+        """Folder by name."""
+        return {one["id"]: str(one.get("root")) for one in (await self._get("/v1/models"))["data"] if one.get("parent")}
+
+    async def _get(self, path: str) -> Any:
+        answered = await self.http.sent("GET", path, timeout_s=self._health_timeout_s)
+        return self.http.parsed(self.http.checked(answered))
+
+    async def _post(self, path: str, body: dict[str, Any] | None = None, *, timeout_s: float | None = None) -> Any:
+        answered = self.http.checked(await self.http.sent("POST", path, body, timeout_s=timeout_s))
+        return self.http.parsed(answered) if answered else {}
+
+
+def _sampling(request: GenerationRequest, base: BaseModel, max_new_tokens: int) -> dict[str, Any]:
+    """Every setting that a server could have another default of."""
+    sampling = request.sampling
+    return {
+        "temperature": sampling.temperature,
+        "top_p": sampling.top_p,
+        "top_k": sampling.top_k,
+        "min_p": 0.0,
+        "repetition_penalty": 1.0,
+        "presence_penalty": 0.0,
+        "frequency_penalty": 0.0,
+        "max_tokens": max_new_tokens,
+        "seed": request.seed % 2**63,
+        "logprobs": 0,
+        "stop_token_ids": list(base.end_ids),
+    }

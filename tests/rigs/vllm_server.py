@@ -1,0 +1,120 @@
+"""A real vLLM server on the CPU with a tiny model, for tests marked `vllm`; `make test-vllm` says where vLLM is."""
+
+import asyncio
+import json
+import os
+import time
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from safetensors.torch import load_file, save_file
+
+from rollstream.learner.tiny_model import make_tiny_model
+from rollstream.producers.engines.vllm.child import Child
+from rollstream.producers.engines.vllm.vllm_server import UNLABELLED
+from rollstream.schemas.services import VllmSettings
+
+EXECUTABLE = "ROLLSTREAM_VLLM"
+MAX_LORAS = 4
+MAX_LENGTH = 512
+START_S = 300.0
+ARGUMENTS = ("--enforce-eager", "--max-num-seqs=64")
+ENVIRONMENT = {"HF_HUB_OFFLINE": "1", "VLLM_CPU_KVCACHE_SPACE": "1"}
+
+
+def executable() -> str:
+    """The command of the environment that `make test-vllm` builds."""
+    found = os.environ.get(EXECUTABLE, "")
+    assert found, f"{EXECUTABLE} does not name vLLM's command; run `make test-vllm`"
+    return found
+
+
+def started_settings(**changes: Any) -> VllmSettings:
+    """Of an engine that starts a server of its own."""
+    given: dict[str, Any] = {
+        "executable": executable(),
+        "arguments": ARGUMENTS,
+        "dtype": "float32",
+        "max_loras": MAX_LORAS,
+        "max_lora_rank": 8,
+    }
+    return VllmSettings(**(given | changes))
+
+
+def tiny_base(folder: Path, *, is_tied: bool = False) -> Path:
+    """A model that vLLM's attention on the CPU can be computed with: its heads have 32 dimensions.
+
+    Its head is one of its own: of tied ones vLLM 0.32 keeps the first on the CPU, whatever is loaded.
+    """
+    base = make_tiny_model(folder / "model", seed=0, num_layers=1, hidden_size=128, max_length=MAX_LENGTH)
+    if not is_tied:
+        config = json.loads((base / "config.json").read_text())
+        (base / "config.json").write_text(json.dumps(config | {"tie_word_embeddings": False}))
+        weights = load_file(base / "model.safetensors")
+        head = weights["model.embed_tokens.weight"].clone()
+        save_file({**weights, "lm_head.weight": head}, base / "model.safetensors", {"format": "pt"})
+    return base
+
+
+@dataclass
+class VllmServer:
+    """A server that answers."""
+
+    base: Path
+    child: Child
+
+    @property
+    def url(self) -> str:
+        """Without a path."""
+        return f"http://127.0.0.1:{self.child.port}"
+
+    def ask(self, path: str, body: dict[str, Any] | None = None, *, method: str = "POST") -> Any:
+        """Its answer to a request."""
+        data = None if body is None else json.dumps(body).encode()
+        headers = {"Content-Type": "application/json"}
+        made = urllib.request.Request(f"{self.url}{path}", data, headers, method=method)
+        with urllib.request.urlopen(made, timeout=60) as answered:
+            text = answered.read()
+        try:
+            return json.loads(text)
+        except ValueError:
+            return text
+
+    def restore(self) -> None:
+        """Give it its base weights again, if it has others."""
+        if self.ask("/weight_info", method="GET")["weight_version"] == UNLABELLED:
+            return
+        self.ask("/collective_rpc", {"method": "reload_weights", "kwargs": {"weights_path": str(self.base)}})
+        self.ask("/reset_prefix_cache?reset_running_requests=true")
+        self.ask("/update_weight_version", {"new_version": UNLABELLED})
+
+    def wait(self) -> None:
+        """Until it answers."""
+        deadline = time.monotonic() + START_S
+        while True:
+            self.child.look()
+            try:
+                self.ask("/health", method="GET")
+            except OSError:
+                assert time.monotonic() < deadline, self.child.last_words()
+                time.sleep(0.1)
+            else:
+                return
+
+
+@contextmanager
+def serving(folder: Path, *, is_lora: bool = True) -> Iterator[VllmServer]:
+    """A server that has begun to answer, and ends with the block."""
+    os.environ.update(ENVIRONMENT)
+    base = tiny_base(folder)
+    child = Child(started_settings(), str(base), is_lora=is_lora, log=folder / "server.log")
+    try:
+        server = VllmServer(base, child)
+        server.wait()
+        yield server
+    finally:
+        asyncio.run(child.stop())
