@@ -31,7 +31,7 @@ class GenerationRequest:
     seed: int
     """Of this call; with `deterministic` all noise derives from it and the token's index."""
     rollout_id: str = ""
-    """Who asks: rollouts of a group begin with the same prompt, which one server's cache has. None: anybody."""
+    """Who asks: rollouts of a group begin with the same prompt, which one server's cache has. Empty: anybody."""
 
 
 @dataclass(frozen=True, slots=True)
