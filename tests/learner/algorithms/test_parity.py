@@ -9,6 +9,7 @@ import torch
 from rollstream.learner.algorithms.builtin.cispo import Cispo
 from rollstream.learner.algorithms.builtin.dpo import PairBatch, loss_of
 from rollstream.learner.algorithms.builtin.dppo import Dppo
+from rollstream.learner.algorithms.builtin.grpo import Grpo
 from rollstream.learner.algorithms.builtin.gspo import Gspo
 from rollstream.learner.algorithms.builtin.kto import Kto
 from rollstream.learner.algorithms.builtin.sapo import Sapo
@@ -18,6 +19,7 @@ from rollstream.schemas.algorithms import (
     CispoSettings,
     DpoSettings,
     DppoSettings,
+    GrpoSettings,
     GspoSettings,
     KtoSettings,
     SapoSettings,
@@ -30,6 +32,22 @@ RNG = np.random.default_rng(4)
 CURRENT, BEHAVIOUR = RNG.normal(-2.0, 0.5, 8), RNG.normal(-2.0, 0.5, 8)
 ADVANTAGES = np.array([1.5, -0.5, -1.0])[ROW_OF]
 RATIOS = np.exp(CURRENT - BEHAVIOUR)
+
+
+def grpo() -> tuple[np.ndarray, np.ndarray]:
+    """J = min(r A, clip(r, 0.8, 1.28) A) (arXiv 2402.03300, equation 3, with the bounds of arXiv 2503.14476)."""
+    free, bounded = RATIOS * ADVANTAGES, np.clip(RATIOS, 0.8, 1.28) * ADVANTAGES
+    is_free = free <= bounded
+    assert 0 < is_free.sum() < 8
+    return -np.minimum(free, bounded), np.where(is_free, -free, 0.0)
+
+
+def grpo_dual_clip() -> tuple[np.ndarray, np.ndarray]:
+    """max(J, 1.1 A) where A < 0 (arXiv 1912.09729, equation 5)."""
+    losses, gradient = grpo()
+    is_bounded = (ADVANTAGES < 0) & (losses > -1.1 * ADVANTAGES)
+    assert is_bounded.any()
+    return np.where(is_bounded, -1.1 * ADVANTAGES, losses), np.where(is_bounded, 0.0, gradient)
 
 
 def cispo() -> tuple[np.ndarray, np.ndarray]:
@@ -100,6 +118,8 @@ def kto() -> tuple[np.ndarray, np.ndarray]:
 
 
 CASES: dict[str, tuple[Any, Any, Any]] = {
+    "grpo": (Grpo(), GrpoSettings(), grpo),
+    "grpo-dual-clip": (Grpo(), GrpoSettings(dual_clip=1.1), grpo_dual_clip),
     "cispo": (Cispo(), CispoSettings(clip_high=0.3), cispo),
     "gspo": (Gspo(), GspoSettings(clip_low=0.1, clip_high=0.1), gspo),
     "dppo-tv": (Dppo(), DppoSettings(delta=0.03, ratio_max=2.0), dppo_tv),
