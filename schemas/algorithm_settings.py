@@ -200,6 +200,11 @@ class PolicyGradientSettings(AlgorithmSettings):
             raise ValueError(
                 f"advantage {self.advantage} compares totals, not steps; use group_std with step_rewards process"
             )
+        if self.advantage == "gdpo" and (self.truncation_penalty or self.overlong):
+            raise ValueError(
+                "advantage gdpo knows rewards by name, from which truncation_penalty and overlong are not subtracted; "
+                "remove them, or choose another advantage"
+            )
         if (self.aggregation == "constant") != (self.aggregation_length is not None):
             raise ValueError("aggregation constant and aggregation_length belong together; give both or neither")
         return self

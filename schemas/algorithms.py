@@ -110,6 +110,12 @@ class GspoSettings(PolicyGradientSettings):
     clip_low: float = Field(default=3e-4, gt=0)
     clip_high: float = Field(default=4e-4, gt=0)
 
+    @model_validator(mode="after")
+    def _is_corrected_by_sequence(self) -> Self:
+        if self.off_policy is not None and self.off_policy.level != "sequence":
+            raise ValueError("off_policy.level: gspo has one ratio a sequence; use level sequence")
+        return self
+
 
 class DppoSettings(PolicyGradientSettings):
     """Divergence proximal policy optimisation (arXiv 2602.04879)."""

@@ -125,6 +125,13 @@ def micro_batch_tokens(settings: JobSettings, device: torch.device) -> int:
     return CPU_TOKENS if device.type == "cpu" and settings.revision >= SHARES_SINCE else GPU_TOKENS
 
 
+def corrected_rows(found: Losses, tokens: TokenBatch) -> Losses:
+    """Losses of rows, weighted by the off-policy correction, which is the same for all tokens of a row."""
+    if found.per != "row" or tokens.weights_N is None:
+        return found
+    return found._replace(values=found.values * tokens.mean_by_row(tokens.weights_N))
+
+
 def aggregated(found: Losses, tokens: TokenBatch, normaliser: Normaliser, count: float) -> Tensor:
     """The share of a micro-batch in the loss of its mini-batch: one number that carries the gradient.
 
@@ -133,8 +140,6 @@ def aggregated(found: Losses, tokens: TokenBatch, normaliser: Normaliser, count:
     values = found.values
     if found.per == "token" and tokens.weights_N is not None:
         values = values * tokens.weights_N
-    if found.per == "row" and tokens.weights_N is not None:
-        values = values * tokens.mean_by_row(tokens.weights_N)
     if found.per == "token" and normaliser.by == "sequences":
         values = tokens.by_row(values) / torch.tensor(tokens.lengths_B, dtype=values.dtype, device=values.device)
     return values.sum() / count
@@ -173,10 +178,13 @@ def _accumulate(
             tokens = tokens._replace(proximal_N=proximal[number])
         elif chosen.needs.proximal:
             tokens = tokens._replace(proximal_N=logprobs_N.detach())
-        if isinstance(chosen, PolicyGradientSettings) and chosen.off_policy is not None:
-            tokens, seen = off_policy.corrected(tokens, chosen.off_policy)
+        correction = chosen.off_policy if isinstance(chosen, PolicyGradientSettings) else None
+        if correction is not None:
+            tokens, seen = off_policy.corrected(tokens, correction)
             _add(sums, seen)
         found = algorithm.loss(tokens, chosen)
+        if correction is not None:
+            found = corrected_rows(found, tokens)
         aggregated(found, tokens, normaliser, count).backward()
         _add(sums, found.sums)
         for name, value in _counted(micro_batch).items():

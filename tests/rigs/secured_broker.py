@@ -20,7 +20,7 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
 
-from rollstream.eventlog.broker.broker import _free_ports, answers
+from rollstream.eventlog.broker.broker import answers, free_ports
 from rollstream.eventlog.broker.broker import install as kafka_install
 from rollstream.eventlog.kafka.security import client_options
 from rollstream.schemas.kafka import KafkaSettings
@@ -187,7 +187,7 @@ def secured_broker(folder: Path) -> Iterator[SecuredBroker]:
     """A broker with a listener of each protocol. At PLAINTEXT everybody may do all; elsewhere ACLs decide."""
     authority = Authority(folder / "certificates")
     certificate, key = authority.issue("broker")
-    *ports, controller = _free_ports(len(LISTENERS) + 1)
+    *ports, controller = free_ports(len(LISTENERS) + 1)
     by_name = dict(zip(LISTENERS, ports, strict=True))
     properties = folder / "server.properties"
     properties.write_text(_properties(by_name, controller, certificate, key, authority.file))

@@ -168,6 +168,8 @@ def test_losses_are_divided_as_aggregation_says(options: dict[str, Any], normali
         ({"aggregation": "constant"}, "aggregation_length belong together"),
         ({"aggregation_length": 5}, "aggregation_length belong together"),
         ({"advantage": "gdpo", "step_rewards": "process"}, "gdpo compares totals, not steps"),
+        ({"advantage": "gdpo", "truncation_penalty": 0.5}, "gdpo knows rewards by name"),
+        ({"advantage": "gdpo", "overlong": {"max_length": 4, "buffer": 2}}, "gdpo knows rewards by name"),
         ({"overlong": {"max_length": 4, "buffer": 5}}, "buffer 5 is longer than max_length 4"),
     ],
 )

@@ -10,7 +10,7 @@ from pydantic import ValidationError
 from rollstream.learner.algorithms import off_policy
 from rollstream.learner.algorithms.tokens import TokenBatch
 from rollstream.schemas.algorithm_settings import OffPolicySettings
-from rollstream.schemas.algorithms import GrpoSettings
+from rollstream.schemas.algorithms import GrpoSettings, GspoSettings
 
 LENGTHS = (3, 1, 4)
 ROW_OF = np.repeat(np.arange(3), LENGTHS)
@@ -84,5 +84,7 @@ def test_nothing_is_corrected_between_equal_policies() -> None:
 def test_the_proximal_policy_is_needed_and_bounds_are_in_order() -> None:
     assert GrpoSettings(off_policy=OffPolicySettings()).needs.proximal
     assert not GrpoSettings().needs.proximal
+    with pytest.raises(ValidationError, match="gspo has one ratio a sequence"):
+        GspoSettings(off_policy=OffPolicySettings(level="token"))
     with pytest.raises(ValidationError, match="clip_min 3 is not below clip_max 2"):
         OffPolicySettings(clip_min=3, clip_max=2)
