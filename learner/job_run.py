@@ -279,7 +279,9 @@ class JobRun:
         records = await fetch_records(self._context.log, planned)
         trajectories = await self._in_thread(lambda: check_members(planned, records))
         fetch_s = time.monotonic() - began
-        result = await self._in_thread(lambda: self.trainer.train(planned, trajectories))
+        group = self._context.inbox.state.group(self.job.model_group)
+        known = group.micro_batch_tokens.get(planned.yields_version, ())
+        result = await self._in_thread(lambda: self.trainer.train(planned, trajectories, micro_batch_tokens=known))
         return replace(result, seconds={"fetch": fetch_s, **result.seconds})
 
     async def _return_to(self, version: int) -> None:

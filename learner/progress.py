@@ -59,6 +59,8 @@ class GroupState:
     """By version; the first one that is not void counts."""
     trained: dict[int, str] = field(default_factory=dict[int, str])
     """Hash of the weights by version, as StepTrained says."""
+    micro_batch_tokens: dict[int, tuple[int, ...]] = field(default_factory=dict[int, tuple[int, ...]])
+    """By version, of those whose StepTrained names them."""
     progressed: dict[int, int] = field(default_factory=dict[int, int])
     """Offset of JobProgressed by version."""
     offsets: dict[int, list[int]] = field(default_factory=dict[int, list[int]])
@@ -135,7 +137,7 @@ def forget(state: LogState, job: JobSubmitted, *, next_index: int, version: int)
     of_job.manifests = {index: one for index, one in of_job.manifests.items() if index >= next_index}
     of_job.first_index = max(of_job.first_index, next_index)
     kept = {one.base_version for one in state.queues.get(job.model_group, ())}
-    for known in (group.published, group.trained, group.progressed, group.offsets):
+    for known in (group.published, group.trained, group.micro_batch_tokens, group.progressed, group.offsets):
         for old in [one for one in known if one < version and one not in kept]:
             del known[old]
             group.is_whole = False
@@ -188,6 +190,8 @@ def _seal(job: JobState, event: EpochSealed, offset: int) -> None:
 def _train(group: GroupState, event: StepTrained, offset: int) -> None:
     if event.version not in group.trained:
         group.trained[event.version] = event.weights_sha256
+        if event.micro_batch_tokens:
+            group.micro_batch_tokens[event.version] = event.micro_batch_tokens
         group.offsets.setdefault(event.version, []).append(offset)
 
 

@@ -202,6 +202,7 @@ def step_trained(
         version=planned.yields_version,
         term=term,
         threads=result.threads,
+        micro_batch_tokens=result.micro_batch_tokens,
         weights_sha256=weights_sha256,
         manifest_sha256=manifest.digest,
         num_optimizer_steps=result.num_optimizer_steps,

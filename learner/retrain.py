@@ -118,7 +118,7 @@ class Retraining:
                     f"{planned.index} is {planned.batch_id}"
                 )
             self._keep_state(planned.trains_at_version, until)
-            result = await self._applied(log, planned)
+            result = await self._applied(log, planned, recorded)
             sha256 = sha256_of(self._trainer.model.weights_bytes())
             self.next_index, self._previous_sha256 = planned.index + 1, manifest.digest
             step = step_trained(submitted, manifest, result, sha256, term=recorded.term, seconds=result.seconds)
@@ -137,9 +137,10 @@ class Retraining:
         if version in ahead:
             self._states[version] = self._trainer.copied_state()
 
-    async def _applied(self, log: EventLog, planned: BatchPlanned) -> StepResult:
+    async def _applied(self, log: EventLog, planned: BatchPlanned, recorded: StepTrained) -> StepResult:
         if planned.adopts is None:
-            return self._trainer.train(planned, check_members(planned, await fetch_records(log, planned)))
+            trajectories = check_members(planned, await fetch_records(log, planned))
+            return self._trainer.train(planned, trajectories, micro_batch_tokens=recorded.micro_batch_tokens)
         if planned.adopts not in self._states:
             raise DecodeError(f"manifest {planned.batch_id} adopts version {planned.adopts}, which no manifest yields")
         self._trainer.restore(self._states[planned.adopts])

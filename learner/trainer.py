@@ -13,9 +13,10 @@ from rollstream.learner.algorithms.base import BatchView
 from rollstream.learner.algorithms.pairs import items_of, pairs_of, rows_of_pairs
 from rollstream.learner.checkpoint import Checkpoint, CheckpointPosition, part
 from rollstream.learner.model.collate import check_token_ids, member_of, rows_of
+from rollstream.learner.model.memory import MicroBatchBudget
 from rollstream.learner.model.optimizer import load_state_tensors, make_optimizer, state_tensors
 from rollstream.learner.model.policy import PolicyModel, Reference, from_bytes, make_deterministic
-from rollstream.learner.model.step import StepResult, train_batch
+from rollstream.learner.model.step import StepResult, micro_batch_tokens, train_batch
 from rollstream.schemas import ids
 from rollstream.schemas.algorithm_settings import AlgorithmSettings, PairSettings
 from rollstream.schemas.errors import ConfigError
@@ -50,6 +51,8 @@ class JobTrainer:
         self.model.selects_logprobs &= self._settings.revision >= 3
         self._optimizer = make_optimizer(self.model.trainable(), self._settings.optimizer)
         self._reference: Reference | None = None
+        self._skipped_in_row = 0
+        self._budget = MicroBatchBudget(micro_batch_tokens(self._settings, self.model.device))
         self._statistics: dict[str, float] = {}
         """What the algorithm knows of the batches so far."""
 
@@ -66,12 +69,14 @@ class JobTrainer:
         """Begin the job from published weights, with a new optimizer. Raises ModelError naming `what`."""
         self.model.load_weights(from_bytes(weights, what))
         self._statistics = {}
+        self._skipped_in_row = 0
 
     def restore(self, state: Mapping[str, Tensor]) -> None:
         """Go on from the `state` of this job at another version, as a checkpoint has it."""
         self.model.load_weights(part(state, "weights"))
         load_state_tensors(self._optimizer, self.model.trainable(), part(state, "optimizer"))
         self._statistics = {name: float(value) for name, value in part(state, "statistics").items()}
+        self._skipped_in_row = int(part(state, "optimizer_steps").get("skipped_in_row", 0))
         random = part(state, "random")
         torch.set_rng_state(random["cpu"])
         if self.model.device.type == "cuda" and "cuda" in random:
@@ -91,13 +96,25 @@ class JobTrainer:
         tensors |= {f"optimizer/{name}": value for name, value in state.items()}
         for name, value in self._statistics.items():
             tensors[f"statistics/{name}"] = torch.tensor(value, dtype=torch.float64)
+        if self._skipped_in_row:
+            tensors["optimizer_steps/skipped_in_row"] = torch.tensor(self._skipped_in_row)
         tensors["random/cpu"] = torch.get_rng_state()
         if self.model.device.type == "cuda":
             tensors["random/cuda"] = torch.cuda.get_rng_state(self.model.device)
         return tensors
 
-    def train(self, planned: BatchPlanned, trajectories: Sequence[TrajectoryAssembled]) -> StepResult:
-        """Train on a manifest's trajectories, given in its order. Raises DecodeError, RunFailedError."""
+    def train(
+        self,
+        planned: BatchPlanned,
+        trajectories: Sequence[TrajectoryAssembled],
+        *,
+        micro_batch_tokens: Sequence[int] = (),
+    ) -> StepResult:
+        """Train on a manifest's trajectories, given in its order. Raises DecodeError, RunFailedError.
+
+        `micro_batch_tokens`: as StepTrained has them of the same manifest, if it was trained before.
+        """
+        self._budget.begin(micro_batch_tokens)
         for trajectory in trajectories:
             check_token_ids(trajectory, self.model.num_token_ids)
         batch = replace(self.batch(planned, trajectories), statistics=self._statistics)
@@ -110,9 +127,12 @@ class JobTrainer:
             index=planned.index,
             seed=planned.seed,
             reference=self._reference,
+            skipped_in_row=self._skipped_in_row,
+            budget=self._budget,
         )
         self._statistics = dict(result.statistics)
-        if not result.num_optimizer_steps:
+        self._skipped_in_row = result.skipped_in_row
+        if not result.num_optimizer_steps and not result.skipped_in_row:
             what = "completion to train on" if batch.pairs is None else "preference pair"
             logger.warning(
                 "batch=%s has no %s: version=%s changes nothing", planned.batch_id, what, planned.yields_version

@@ -239,6 +239,8 @@ class OptimizerSettings(Settings):
     schedule: Literal["constant", "linear", "cosine"] = "constant"
     final_fraction: float = Field(default=0.0, ge=0, le=1)
     """linear, cosine: what is left of the learning rate when the job is over."""
+    max_skipped_steps: int = added(2, ge=0)
+    """So many optimizer steps in a row are skipped if their loss or gradient is not finite; one more ends the job."""
 
 
 class OpponentVersions(Settings):

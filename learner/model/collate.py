@@ -58,6 +58,8 @@ class MicroBatch:
     lengths: tuple[int, ...] = ()
     """Tokens of each row that are trained."""
     groups: tuple[int, ...] = ()
+    rows: tuple[int, ...] = ()
+    """What each row's index is in the batch."""
     chosen: tuple[int, ...] = ()
     """Row of each pair's better answer."""
     rejected: tuple[int, ...] = ()
@@ -273,6 +275,7 @@ def pad(rows: Sequence[TrainRow], units: Units, *, versions: bool = False, share
         *(None if array is None else torch.from_numpy(array) for array in arrays),  # pyright: ignore[reportArgumentType]
         lengths=tuple(one.num_tokens for one in found),
         groups=tuple(one.group for one in found),
+        rows=tuple(index_of),
         chosen=columns[0] if len(columns) == 2 else (),
         rejected=columns[1] if len(columns) == 2 else (),
         num_tokens=sum(len(one.row.token_ids) for one in found),

@@ -1,9 +1,10 @@
 """Training on one batch: rows in, a changed model and metrics out. No files, no log, no clock but for durations."""
 
+import logging
 import math
 import time
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 
@@ -14,13 +15,16 @@ from rollstream.learner.algorithms import off_policy
 from rollstream.learner.algorithms.base import Algorithm, BatchView, Counts, Normaliser
 from rollstream.learner.algorithms.tokens import Losses, TokenBatch
 from rollstream.learner.model import collate
-from rollstream.learner.model.collate import MicroBatch
+from rollstream.learner.model.collate import MicroBatch, Unit
+from rollstream.learner.model.memory import MicroBatchBudget
 from rollstream.learner.model.optimizer import learning_rate, set_learning_rate
 from rollstream.learner.model.policy import PolicyModel, Reference
 from rollstream.schemas import ids
 from rollstream.schemas.algorithm_settings import PolicyGradientSettings
 from rollstream.schemas.errors import RunFailedError
 from rollstream.schemas.settings import JobSettings
+
+logger = logging.getLogger(__name__)
 
 SHARES_SINCE = 4
 """Revision of the rules since which rows that begin alike are computed as a prefix tree."""
@@ -42,6 +46,10 @@ class StepResult:
     """CPU threads that torch computed with: they decide the order of sums, so bits."""
     statistics: Mapping[str, float] = field(default_factory=dict[str, float])
     """What the algorithm knows of its batches so far."""
+    skipped_in_row: int = 0
+    """Optimizer steps that were skipped one after the other, up to the last one."""
+    micro_batch_tokens: tuple[int, ...] = ()
+    """See `StepTrained.micro_batch_tokens`."""
 
 
 def adopted(seconds: dict[str, float]) -> StepResult:
@@ -53,6 +61,9 @@ def adopted(seconds: dict[str, float]) -> StepResult:
 class _Taken:
     """The optimizer steps of a batch so far."""
 
+    budget: MicroBatchBudget
+    skipped_in_row: int
+    num_skipped: int = 0
     sums: dict[str, float] = field(default_factory=lambda: defaultdict(float))
     """Of all its micro-batches."""
     norms: list[float] = field(default_factory=list[float])
@@ -72,11 +83,15 @@ def train_batch(
     index: int,
     seed: int,
     reference: Reference | None = None,
+    skipped_in_row: int = 0,
+    budget: MicroBatchBudget | None = None,
 ) -> StepResult:
     """Take the optimizer steps of manifest `index`, one a mini-batch; none if nothing is left to train. Blocking.
 
     `settings.algorithm`: `algorithm`'s own settings. `seed` decides the mini-batches and dropout. `reference`: what the
-    loss compares with, if it does. Raises RunFailedError if loss or gradient is not finite.
+    loss compares with, if it does. A step whose loss or gradient is not finite is skipped; `skipped_in_row`: those
+    before this batch. `budget`: of the micro-batches, as the job says without it. Raises RunFailedError if more steps
+    in a row than `optimizer.max_skipped_steps` are not finite, or if a single row or pair does not fit into memory.
     """
     chosen = settings.algorithm
     prepared = algorithm.prepare(batch, chosen)
@@ -85,36 +100,38 @@ def train_batch(
     longest = max((len(rows[index].row.token_ids) for unit in units for index in unit), default=0)
     shares = settings.revision >= SHARES_SINCE and model.shares_prefixes(longest)
     divide = partial(
-        collate.tree_micro_batches if shares else collate.micro_batches,
-        rows,
-        max_tokens=micro_batch_tokens(settings, model.device),
-        versions=chosen.needs.versions,
+        collate.tree_micro_batches if shares else collate.micro_batches, rows, versions=chosen.needs.versions
     )
-    taken = _Taken()
-    proximal = _proximal(model, [divide(part) for part in parts], settings, taken) if chosen.needs.proximal else None
+    taken = _Taken(budget or MicroBatchBudget(micro_batch_tokens(settings, model.device)), skipped_in_row)
+    proximal = _proximal(model, parts, divide, settings, taken) if chosen.needs.proximal else None
     planned = chosen.mini_batches
     last_step = settings.num_versions * planned - (1 if settings.revision < 2 else 0)
     for number, part in enumerate(parts):
-        torch.manual_seed(ids.derive_seed(seed, number))
-        began = time.monotonic()
-        micro_batches = divide(part)
-        collated = time.monotonic()
-        model.module.zero_grad(set_to_none=True)
-        known = None if proximal is None else proximal[number]
-        sums = _accumulate(model, micro_batches, algorithm, prepared.normaliser, settings, reference, known)
-        for name, value in sums.items():
-            taken.sums[name] += value
+
+        def accumulated(max_tokens: int, number: int = number, part: Sequence[Unit] = part) -> dict[str, float]:
+            torch.manual_seed(ids.derive_seed(seed, number))
+            began = time.monotonic()
+            micro_batches = divide(part, max_tokens)
+            taken.seconds["collate"] += time.monotonic() - began
+            model.module.zero_grad(set_to_none=True)
+            return _accumulate(model, micro_batches, algorithm, prepared.normaliser, settings, reference, proximal)
+
+        began, collated = time.monotonic(), taken.seconds["collate"]
+        sums = taken.budget.run(accumulated, len(part))
         backed = time.monotonic()
         rate = learning_rate(settings.optimizer, index * planned + number, last_step)
-        taken.norms.append(_optimize(model, optimizer, rate, settings.optimizer.max_grad_norm))
-        taken.rates.append(rate)
-        taken.seconds["collate"] += collated - began
-        taken.seconds["forward_backward"] += backed - collated
+        _take(model, optimizer, rate, sums, settings, taken)
+        taken.seconds["forward_backward"] += backed - began - (taken.seconds["collate"] - collated)
         taken.seconds["optimizer"] += time.monotonic() - backed
     if settings.revision < SHARES_SINCE:
         taken.sums.pop(_COMPUTED, None)
     result = _result(taken, algorithm, batch, dict(prepared.metrics), len(units))
-    return replace(result, statistics=prepared.statistics)
+    return replace(
+        result,
+        statistics=prepared.statistics,
+        skipped_in_row=taken.skipped_in_row,
+        micro_batch_tokens=taken.budget.of_batch(),
+    )
 
 
 def micro_batch_tokens(settings: JobSettings, device: torch.device) -> int:
@@ -161,13 +178,13 @@ def _accumulate(
     normaliser: Normaliser,
     settings: JobSettings,
     reference: Reference | None,
-    proximal: Sequence[Tensor] | None,
+    proximal: Mapping[int, Tensor] | None,
 ) -> dict[str, float]:
     """Gradients of one mini-batch, summed over its micro-batches; the sums of its loss terms, and `_COUNTED`."""
     count = count_of(micro_batches, normaliser)
     chosen = settings.algorithm
     sums: dict[str, float] = defaultdict(float)
-    for number, micro_batch in enumerate(micro_batches):
+    for micro_batch in micro_batches:
         batch = micro_batch.to(model.device)
         reference_N = None if reference is None else reference.logprobs(batch, temperature=chosen.temperature)
         logprobs_N, entropies_N = model.completion_terms(
@@ -175,7 +192,7 @@ def _accumulate(
         )
         tokens = _tokens(batch, logprobs_N, entropies_N, reference_N)
         if proximal is not None:
-            tokens = tokens._replace(proximal_N=proximal[number])
+            tokens = tokens._replace(proximal_N=torch.cat([proximal[row] for row in batch.rows]))
         elif chosen.needs.proximal:
             tokens = tokens._replace(proximal_N=logprobs_N.detach())
         correction = chosen.off_policy if isinstance(chosen, PolicyGradientSettings) else None
@@ -212,9 +229,13 @@ def _tokens(batch: MicroBatch, logprobs_N: Tensor, entropies_N: Tensor, referenc
 
 @torch.no_grad()
 def _proximal(
-    model: PolicyModel, parts: Sequence[Sequence[MicroBatch]], settings: JobSettings, taken: _Taken
-) -> list[list[Tensor]] | None:
-    """By mini-batch and micro-batch the log-probabilities (N,) before the first step.
+    model: PolicyModel,
+    parts: Sequence[Sequence[Unit]],
+    divide: Callable[[Sequence[Unit], int], Sequence[MicroBatch]],
+    settings: JobSettings,
+    taken: _Taken,
+) -> dict[int, Tensor] | None:
+    """By row the log-probabilities of its tokens before the first step.
 
     None for a single mini-batch: there they are the current ones.
     """
@@ -222,15 +243,19 @@ def _proximal(
         return None
     began = time.monotonic()
     temperature = settings.algorithm.temperature
-    found = [
-        [
-            model.completion_terms(one.to(model.device), temperature=temperature, entropy_needs_grad=False)[0]
-            for one in part
-        ]
-        for part in parts
-    ]
+
+    def computed(max_tokens: int) -> dict[int, Tensor]:
+        found: dict[int, Tensor] = {}
+        for part in parts:
+            for one in divide(part, max_tokens):
+                batch = one.to(model.device)
+                logprobs_N, _ = model.completion_terms(batch, temperature=temperature, entropy_needs_grad=False)
+                found |= zip(batch.rows, logprobs_N.split(batch.lengths), strict=True)
+        return found
+
+    proximal = taken.budget.run(computed, max(map(len, parts), default=0))
     taken.seconds["forward_backward"] += time.monotonic() - began
-    return found
+    return proximal
 
 
 _SEQUENCES, _TOTAL, _COMPLETION, _PADDED = "tokens/sequences", "tokens/total", "tokens/completion", "tokens/padding"
@@ -253,7 +278,7 @@ def _result(
 ) -> StepResult:
     """With all metrics of the batch. Raises RunFailedError if one is not finite."""
     counted = {name: float(taken.sums.get(name, 0.0)) for name in (_SEQUENCES, _TOTAL, _COMPLETION, _PADDED)}
-    if num_units:
+    if taken.norms:
         pairs = 0 if batch.pairs is None else num_units
         counts = Counts(int(counted[_COMPLETION]), int(counted[_SEQUENCES]), pairs)
         metrics |= algorithm.metrics(dict(taken.sums), counts)
@@ -266,6 +291,8 @@ def _result(
     if taken.norms:
         metrics["optimizer/grad_norm"] = sum(taken.norms) / len(taken.norms)
         metrics["optimizer/learning_rate"] = taken.rates[-1]
+    if taken.num_skipped:
+        metrics["optimizer/skipped_steps"] = float(taken.num_skipped)
     for name, value in metrics.items():
         if not math.isfinite(value):
             raise RunFailedError(f"{name} is {value}: training has diverged; lower optimizer.learning_rate")
@@ -281,12 +308,36 @@ def _add(sums: dict[str, float], found: Mapping[str, Tensor]) -> None:
         sums[name] = sums.get(name, 0.0) + value
 
 
-def _optimize(model: PolicyModel, optimizer: torch.optim.Optimizer, rate: float, max_norm: float) -> float:
-    """One optimizer step with clipped gradients; the norm before clipping."""
+def _take(
+    model: PolicyModel,
+    optimizer: torch.optim.Optimizer,
+    rate: float,
+    sums: Mapping[str, float],
+    settings: JobSettings,
+    taken: _Taken,
+) -> None:
+    """One optimizer step with clipped gradients, or none if a sum or the gradient's norm is not finite."""
     parameters = [parameter for _, parameter in model.trainable()]
-    norm = float(torch.nn.utils.clip_grad_norm_(parameters, max_norm))
-    if not math.isfinite(norm):
-        raise RunFailedError(f"the gradient's norm is {norm}; lower optimizer.learning_rate or max_grad_norm")
+    norm = float(torch.nn.utils.clip_grad_norm_(parameters, settings.optimizer.max_grad_norm))
+    odd = {name: value for name, value in {"the gradient's norm": norm, **sums}.items() if not math.isfinite(value)}
+    if odd:
+        _skip(odd, settings.optimizer.max_skipped_steps, taken)
+        return
     set_learning_rate(optimizer, rate)
     optimizer.step()
-    return norm
+    taken.skipped_in_row = 0
+    taken.norms.append(norm)
+    taken.rates.append(rate)
+    for name, value in sums.items():
+        taken.sums[name] += value
+
+
+def _skip(odd: Mapping[str, float], most: int, taken: _Taken) -> None:
+    """Count a skipped step. Raises RunFailedError if it is one too many."""
+    taken.num_skipped += 1
+    taken.skipped_in_row += 1
+    name, value = next(iter(odd.items()))
+    if taken.skipped_in_row > most:
+        after = f" after {most} skipped steps in a row" if most else ""
+        raise RunFailedError(f"{name} is {value}{after}; lower optimizer.learning_rate or max_grad_norm")
+    logger.warning("%s is %s: optimizer step skipped, the weights stay as they are", name, value)

@@ -3,7 +3,7 @@
 from datetime import UTC, datetime
 from typing import ClassVar, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, JsonValue, model_validator
+from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, JsonValue, PositiveInt, model_validator
 
 from rollstream.schemas import ids
 from rollstream.schemas.base import Event, added
@@ -207,7 +207,9 @@ class StepTrained(WeightEvent):
     """A batch was trained: its metrics, and the digest of the weights that came of it."""
 
     TOPIC: ClassVar[str] = "weights"
-    UNDIGESTED: ClassVar[frozenset[str]] = frozenset({"time_ms", "term", "threads", "seconds", "tokens_per_s"})
+    UNDIGESTED: ClassVar[frozenset[str]] = frozenset(
+        {"time_ms", "term", "threads", "micro_batch_tokens", "seconds", "tokens_per_s"}
+    )
     kind: Literal["step_trained"] = "step_trained"
     v: Literal[1] = 1
     job_id: str
@@ -218,6 +220,9 @@ class StepTrained(WeightEvent):
     term: int
     threads: int = 0
     """CPU threads that it was trained with: a replay needs as many. 0: unknown."""
+    micro_batch_tokens: tuple[PositiveInt, ...] = added(())
+    """Where memory ran out, the tokens of a micro-batch in each pass: that of the proximal policy, if the algorithm
+    needs one, then the mini-batches. A replay divides them alike. Empty: as the job says."""
     weights_sha256: str
     manifest_sha256: str = added("")
     """Content digest of the batch's manifest; empty where it was not kept."""

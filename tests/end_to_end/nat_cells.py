@@ -174,6 +174,7 @@ def failing_job(configuration: dict[str, Any], workplace: Any) -> Faulty:
     """Its first step has a loss that is no number."""
     learner = configuration["trainer_adapters"]["learner"]
     learner["algorithm"] = {"name": "grpo", "kl_coefficient": 1e39}
+    learner["optimizer"] = {"max_skipped_steps": 0}
     return configuration
 
 

@@ -39,7 +39,7 @@ KAFKA = {
 }  # fmt: skip
 OPTIMIZER = {
     "learning_rate": 0.5, "betas": [0.1, 0.2], "eps": 0.1, "weight_decay": 0.1, "max_grad_norm": 9.0,
-    "warmup_steps": 7, "schedule": "linear", "final_fraction": 0.5,
+    "warmup_steps": 7, "schedule": "linear", "final_fraction": 0.5, "max_skipped_steps": 5,
 }  # fmt: skip
 COMPONENT = {"_type": "no_such_type", "reward.name": "other"}
 

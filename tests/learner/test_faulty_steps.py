@@ -1,0 +1,190 @@
+"""Steps that come to nothing: a loss that is not finite is skipped, memory that runs out halves the micro-batches."""
+
+import asyncio
+import logging
+import multiprocessing
+import resource
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from rollstream.eventlog import codec
+from rollstream.learner.algorithms.base import BatchView, Member, Row
+from rollstream.learner.algorithms.builtin.grpo import Grpo
+from rollstream.learner.algorithms.tokens import Losses, TokenBatch
+from rollstream.learner.model.memory import MicroBatchBudget, is_out_of_memory
+from rollstream.learner.model.optimizer import make_optimizer
+from rollstream.learner.model.policy import PolicyModel
+from rollstream.learner.model.step import train_batch
+from rollstream.learner.progress import Manifest
+from rollstream.learner.retrain import RecordedJob, Retraining
+from rollstream.schemas.algorithms import GrpoSettings
+from rollstream.schemas.errors import RunFailedError
+from rollstream.schemas.events import BatchPlanned, JobFailed, JobSucceeded, StepTrained, WeightsPublished
+from rollstream.schemas.settings import JobSettings, ModelSettings, OptimizerSettings
+
+SKIPPED = "optimizer/skipped_steps"
+
+
+def odd_loss(monkeypatch: pytest.MonkeyPatch, share: int) -> None:
+    """The loss of every mini-batch whose tokens `share` divides becomes NaN: what is odd depends on the data alone."""
+    plain = Grpo.loss
+
+    def loss(self: Grpo, tokens: TokenBatch, settings: Any) -> Losses:
+        found = plain(self, tokens, settings)
+        return found._replace(values=found.values * float("nan")) if len(tokens.logprobs_N) % share == 0 else found
+
+    monkeypatch.setattr(Grpo, "loss", loss)
+
+
+async def steps_of(lab: Any) -> dict[int, StepTrained]:
+    return {step.version: step for step in await lab.events("weights", StepTrained)}
+
+
+async def assert_replayed(lab: Any, job: Any, steps: dict[int, StepTrained], *, first: int = 1) -> None:
+    """Trained again from the checkpoint before `first`, every version is what it was."""
+    received = [one for one in await lab.received("batches") if isinstance(one.event, BatchPlanned)]
+    manifests = {one.event.index: Manifest(one.event, one.digest, one.position.offset) for one in received}
+    base = next(one for one in await lab.events("weights", WeightsPublished) if one.version == 0)
+    again = Retraining(RecordedJob(job, base, manifests, steps), threads=1, permissions=lab.permissions)
+    began = again.begin(lab.artifacts, lab.folder / "checkpoints", version=first - 1, until=len(steps))
+    compared = [
+        (codec.content_digest(before), codec.content_digest(after))
+        async for before, after in again.steps(lab.log, until=len(steps))
+    ]
+    assert len(compared) == len(steps) - began
+    assert all(before == after for before, after in compared)
+
+
+@pytest.mark.parametrize("first", [1, 4])
+def test_a_step_that_is_not_finite_is_skipped_and_replays_so(
+    lab: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, first: int
+) -> None:
+    odd_loss(monkeypatch, 3)
+
+    async def scenario() -> None:
+        optimizer = OptimizerSettings(learning_rate=1e-2, max_skipped_steps=50)
+        job = await lab.submit(num_versions=6, optimizer=optimizer, algorithm=GrpoSettings(mini_batches=4))
+        await lab.plan(job, 6)
+        with caplog.at_level(logging.WARNING):
+            await lab.work(lab.has(JobSucceeded))
+        steps = await steps_of(lab)
+        skipped = {version: int(step.metrics.get(SKIPPED, 0)) for version, step in steps.items()}
+        assert 0 < sum(skipped.values()) < 24
+        for version, step in steps.items():
+            assert step.num_optimizer_steps == 4 - skipped[version]
+        assert caplog.text.count("optimizer step skipped") == sum(skipped.values())
+        await assert_replayed(lab, job, steps, first=first)
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("restarts", [False, True])
+def test_too_many_skipped_steps_in_a_row_end_the_job_also_across_a_restart(
+    lab: Any, monkeypatch: pytest.MonkeyPatch, restarts: bool
+) -> None:
+    odd_loss(monkeypatch, 1)
+
+    async def scenario() -> None:
+        job = await lab.submit(num_versions=6, optimizer=OptimizerSettings(max_skipped_steps=3))
+        planned = await lab.plan(job, 2, seal=False)
+        if restarts:
+            await lab.work(lab.has(StepTrained, "weights", 2))
+        await lab.plan(job, 4, first=2, previous=codec.content_digest(planned[-1]))
+        await lab.work(lab.has(JobFailed))
+        steps, published = await steps_of(lab), await lab.events("weights", WeightsPublished)
+        assert sorted(steps) == [1, 2, 3]
+        assert all(step.num_optimizer_steps == 0 for step in steps.values())
+        assert len({one.weights_sha256 for one in published}) == 1
+        failed = (await lab.events("jobs", JobFailed))[0]
+        assert "is nan after 3 skipped steps in a row" in failed.error
+        assert "lower optimizer.learning_rate" in failed.error
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("mini_batches", [1, 4])
+def test_memory_that_runs_out_halves_the_micro_batches_and_replays_so(
+    lab: Any, monkeypatch: pytest.MonkeyPatch, mini_batches: int
+) -> None:
+    """With and without a pass for the proximal policy; the second version has no more than the first came to."""
+    plain, limit = PolicyModel.completion_terms, 40
+
+    def completion_terms(self: PolicyModel, batch: Any, **options: Any) -> Any:
+        if batch.num_computed > limit and len(batch.lengths) > 1:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB")
+        return plain(self, batch, **options)
+
+    async def scenario() -> None:
+        job = await lab.submit(algorithm=GrpoSettings(mini_batches=mini_batches, max_tokens_per_micro_batch=256))
+        await lab.plan(job)
+        with monkeypatch.context() as patched:
+            patched.setattr(PolicyModel, "completion_terms", completion_terms)
+            await lab.work(lab.has(JobSucceeded))
+        steps = await steps_of(lab)
+        assert steps[1].micro_batch_tokens[-1] == 32
+        assert set(steps[2].micro_batch_tokens) == set(steps[3].micro_batch_tokens) == {32}
+        await assert_replayed(lab, job, steps)
+        without = {version: step.model_copy(update={"micro_batch_tokens": ()}) for version, step in steps.items()}
+        with pytest.raises(AssertionError):  # so the division does decide bits
+            await assert_replayed(lab, job, without)
+
+    asyncio.run(scenario())
+
+
+def limited(path: str, length: int, sender: Any) -> None:
+    """In a process of its own: train far more than its memory holds."""
+    torch.set_num_threads(1)
+    settings = JobSettings(
+        kind="rl",
+        model=ModelSettings(path=path, device="cpu"),
+        algorithm=GrpoSettings(max_tokens_per_micro_batch=1 << 20),
+    )
+    model = PolicyModel(settings.model, seed=0)
+    mask = np.arange(length) > 1
+    made = [
+        Row(np.full(length, index % 32, np.int32), mask, np.where(mask, -3.4, 0).astype(np.float32), index)
+        for index in range(4096)
+    ]
+    batch = BatchView(made, [Member(f"g{index // 8}", reward=float(index % 2)) for index in range(4096)])
+    used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (used + (600 << 20), resource.RLIM_INFINITY))
+    optimizer = make_optimizer(model.trainable(), settings.optimizer)
+    result = train_batch(model, optimizer, batch, Grpo(), settings, index=0, seed=0)
+    sender.send((result.num_optimizer_steps, result.micro_batch_tokens))
+
+
+def test_memory_that_really_runs_out_halves_the_micro_batches(tiny_model: Path) -> None:
+    context = multiprocessing.get_context("spawn")
+    receiver, sender = context.Pipe(duplex=False)
+    process = context.Process(target=limited, args=(str(tiny_model), 64, sender))
+    process.start()
+    sender.close()
+    steps, passes = receiver.recv()
+    process.join()
+    assert steps == 1
+    assert 0 < passes[0] < 1 << 20
+
+
+def test_a_row_that_does_not_fit_ends_the_job_with_the_remedy() -> None:
+    def work(tokens: int) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB")
+
+    with pytest.raises(RunFailedError, match=r"out of memory with one row or pair .*train an adapter"):
+        MicroBatchBudget(64).run(work, 1)
+    recorded = MicroBatchBudget(64)
+    recorded.begin((16,))
+    with pytest.raises(RunFailedError, match="micro-batches of 16 tokens, with which the version was trained"):
+        recorded.run(work, 8)
+
+
+def test_other_errors_are_not_taken_for_want_of_memory() -> None:
+    def work(tokens: int) -> None:
+        raise RuntimeError("shape mismatch")
+
+    with pytest.raises(RuntimeError, match="shape mismatch"):
+        MicroBatchBudget(64).run(work, 8)
+    assert is_out_of_memory(MemoryError())
