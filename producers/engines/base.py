@@ -7,7 +7,7 @@ to what the docstrings here promise.
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
@@ -32,6 +32,9 @@ class GenerationRequest:
     """Of this call; with `deterministic` all noise derives from it and the token's index."""
     rollout_id: str = ""
     """Who asks: rollouts of a group begin with the same prompt, which one server's cache has. Empty: anybody."""
+    on_tokens: Callable[[Sequence[int]], None] | None = field(default=None, compare=False, repr=False)
+    """Called in the event loop with ids that were sampled since, in order, before the answer is there. An engine that
+    gets its answers whole never calls it; the last ids may come with the answer alone."""
 
 
 @dataclass(frozen=True, slots=True)

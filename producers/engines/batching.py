@@ -33,6 +33,8 @@ class Ticket:
 
 Outcome = tuple[Ticket, Generation | Exception]
 Answer = Callable[[list[Outcome]], object]
+News = tuple[Ticket, Sequence[int]]
+"""Ids that were sampled since."""
 RunBatch = Callable[[list[Ticket], Answer], None]
 """Generates for tickets of one model group, in the worker thread; answers each as soon as it can."""
 
@@ -124,6 +126,10 @@ class Rows(Protocol):
 
     def step(self) -> list[Outcome]:
         """One token for every row; returns what ended."""
+        ...
+
+    def news(self) -> list[News]:
+        """What was sampled since for live rows that tell it."""
         ...
 
     def drop(self) -> list[Ticket]:
@@ -227,6 +233,8 @@ class ContinuousBatcher:
             if joined:
                 answer(self._rows.join(joined, answer))
             answer(self._rows.step())
+            if news := self._rows.news():
+                loop.call_soon_threadsafe(_tell, news)
             self._num_steps += 1
 
     def _receive(self) -> bool:
@@ -284,6 +292,12 @@ def _answer(answers: list[Outcome]) -> None:
             ticket.answer.set_result(outcome)
         else:
             ticket.answer.set_exception(_failure(outcome))
+
+
+def _tell(news: list[News]) -> None:
+    for ticket, ids in news:
+        if ticket.request.on_tokens is not None and not ticket.answer.done():
+            ticket.request.on_tokens(ids)
 
 
 def _cancel(tickets: list[Ticket]) -> None:

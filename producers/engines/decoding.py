@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from rollstream.producers.engines.base import Generation, GenerationRequest, keeps_ids
-from rollstream.producers.engines.batching import Answer, Outcome, Ticket
+from rollstream.producers.engines.batching import Answer, News, Outcome, Ticket
 from rollstream.producers.engines.generation import ASK_EVERY, NOISE_TOKENS, Sampled, generate
 from rollstream.producers.engines.kv_pool import KVPool, PoolShape
 from rollstream.producers.engines.model_cache import LoadedModel
@@ -39,6 +39,8 @@ class DecodingRow:
     tokens: list[int] = dataclasses.field(default_factory=list)
     logprobs: list[float] = dataclasses.field(default_factory=list)
     kept_ids: list[Ids] = dataclasses.field(default_factory=list)
+    num_told: int = 0
+    """Tokens that `on_tokens` was told."""
     source: PrefixMatch | None = None
     kept: KeptSequence | None = None
     """While live: what others may copy from this row."""
@@ -106,6 +108,15 @@ class Lane:
         for row in rows:
             row.length += 1
         return self._sample(rows, logits)
+
+    def news(self) -> list[News]:
+        """What was sampled since for rows that tell it."""
+        found: list[News] = []
+        for row in self._rows:
+            if row is not None and row.ticket.request.on_tokens is not None:
+                found.append((row.ticket, row.tokens[row.num_told :]))
+                row.num_told = len(row.tokens)
+        return found
 
     # ---- joining ----
 
@@ -289,6 +300,10 @@ class Lanes:
                 lane.held.activate()
                 found += self._guarded(lane, lane.step, ())
         return found
+
+    def news(self) -> list[News]:
+        """What was sampled since for rows that tell it."""
+        return [one for lane in self._lanes.values() for one in lane.news()]
 
     def forget(self, keeps: Callable[[LoadedModel], bool]) -> list[LoadedModel]:
         """Drop lanes without rows of versions that are not kept, and what is kept of their prompts; returns these."""

@@ -127,6 +127,9 @@ class ScriptedEngine:
         sampled = whole[:room]
         span = VersionSpan(model_group=request.model_group, version=version, length=len(sampled))
         logprobs = (logprob,) + (0.0,) * (len(sampled) - 1)
+        for token in sampled[:-1] if request.on_tokens is not None else ():
+            request.on_tokens((token,))  # pyright: ignore[reportOptionalCall]
+            await asyncio.sleep(0)
         return Generation(sampled, logprobs, (span,), "stop" if sampled == whole else "length")
 
     def tokenizer(self, model_group: str) -> ScriptedTokenizer:

@@ -27,8 +27,10 @@ from rollstream.producers.gateway.played import PlayedRollout, ended
 from rollstream.producers.openai.access import Access, check_is_json, keys_of, no_key
 from rollstream.producers.openai.completions import CompletionRequest
 from rollstream.producers.openai.requests import ChatRequest, Refusal, json_of, validated
-from rollstream.producers.openai.routes import Answered, Routes, json_response
+from rollstream.producers.openai.routes import Routes, json_response
 from rollstream.producers.openai.server import listening
+from rollstream.producers.openai.stream_words import Answered
+from rollstream.producers.openai.streaming import OnText
 from rollstream.producers.rollout.session import Session
 from rollstream.schemas.errors import RollstreamError
 from rollstream.schemas.services import GatewaySection
@@ -173,10 +175,12 @@ class RolloutGateway(Routes):
         """How many tokens the prompt has. Raises Refusal."""
         return self._rollout(request).count(asked)
 
-    async def answer(self, request: web.Request, asked: ChatRequest | CompletionRequest) -> Answered:
+    async def answer(
+        self, request: web.Request, asked: ChatRequest | CompletionRequest, on_text: OnText | None = None
+    ) -> Answered:
         """The answers, once the log has acknowledged them as steps. Raises Refusal."""
         route = request.path.rpartition("/v1/")[2]
-        return await self._rollout(request).call(asked, Mark.of(request.headers, route, await request.read()))
+        return await self._rollout(request).call(asked, Mark.of(request.headers, route, await request.read()), on_text)
 
     async def reward(self, request: web.Request) -> web.Response:
         """Give a reward to the rollout, or to one of its steps; the same again changes nothing."""

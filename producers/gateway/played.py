@@ -17,7 +17,8 @@ from rollstream.producers.gateway.marks import IDEMPOTENCY_KEY, Mark
 from rollstream.producers.openai.completions import CompletionRequest
 from rollstream.producers.openai.protocol import Answer, answer_of, stop_length
 from rollstream.producers.openai.requests import ChatRequest, Refusal
-from rollstream.producers.openai.routes import Answered
+from rollstream.producers.openai.stream_words import Answered
+from rollstream.producers.openai.streaming import OnText, TextStream, on_tokens_of
 from rollstream.producers.rollout.environment import task_of
 from rollstream.producers.rollout.outside import CallOptions, cut_to
 from rollstream.producers.rollout.reply import Message, Reply, TurnsExhausted
@@ -56,14 +57,17 @@ class PlayedRollout:
         self.is_claimed = False
         self._restore()
 
-    async def call(self, asked: ChatRequest | CompletionRequest, mark: Mark) -> Answered:
-        """The answers to a call, once the log has acknowledged them. Raises Refusal."""
+    async def call(self, asked: ChatRequest | CompletionRequest, mark: Mark, on_text: OnText | None = None) -> Answered:
+        """The answers to a call, once the log has acknowledged them. Raises Refusal.
+
+        `on_text` is told what is sampled now; a recorded answer comes whole.
+        """
         task = self._repeated(mark)
         if task is None:
             self._check_open()
             self._check_sampled(asked)
             agent = self._agent_of(asked.model)
-            task = self._begin(lambda: self._sample(asked, mark, agent))
+            task = self._begin(lambda: self._sample(asked, mark, agent, on_text))
             self._remember(mark.body_sha256, mark.key_sha256, task)
         replies = await asyncio.shield(task)
         return self._answered(asked, replies)
@@ -216,7 +220,9 @@ class PlayedRollout:
         await self.session.reward(value, name, step_index, agent)
         await self.session.acknowledged()
 
-    async def _sample(self, asked: ChatRequest | CompletionRequest, mark: Mark, agent: str) -> list[Reply]:
+    async def _sample(
+        self, asked: ChatRequest | CompletionRequest, mark: Mark, agent: str, on_text: OnText | None
+    ) -> list[Reply]:
         """1. The steps are recorded. 2. The log has acknowledged them."""
         notes: dict[str, Any] = {"body_sha256": mark.body_sha256, "n": asked.n}
         notes |= {} if isinstance(asked, ChatRequest) else {"is_text": True}
@@ -225,7 +231,9 @@ class PlayedRollout:
         deviations = deviations_of(asked, self.session.sampling)
         notes |= {"asked": deviations} if deviations else {}
         try:
-            replies = await self.session.sample(self._messages(asked), asked.n, agent, asked=self._asked(asked, notes))
+            replies = await self.session.sample(
+                self._messages(asked), asked.n, agent, asked=self._asked(asked, notes, on_text)
+            )
         except TurnsExhausted as error:
             self._exhausted = error
             raise Refusal(400, str(error), code="max_turns") from error
@@ -257,18 +265,27 @@ class PlayedRollout:
         tokenizer = self._engine.tokenizer(group)
         return _answer_of(generation, tokenizer, reply.prompt_ids, asked.stop, has_tools=has_tools)
 
-    def _asked(self, asked: ChatRequest | CompletionRequest, notes: Mapping[str, Any]) -> CallOptions:
+    def _asked(
+        self, asked: ChatRequest | CompletionRequest, notes: Mapping[str, Any], on_text: OnText | None = None
+    ) -> CallOptions:
         def cut(generation: Generation, tokenizer: Tokenizer) -> Generation:
             length = stop_length(generation, tokenizer, asked.stop)
             return generation if length is None else cut_to(generation, length)
 
         is_chat = isinstance(asked, ChatRequest)
+        on_tokens = None
+        if on_text is not None:
+            tokenizer = self._engine.tokenizer(self.session.model_group(self._agent_of(asked.model)))
+            has_tools = is_chat and asked.tools_for_template() is not None
+            streams = [TextStream(tokenizer, asked.stop, has_tools=has_tools) for _ in range(asked.n)]
+            on_tokens = on_tokens_of(streams, on_text)
         return CallOptions(
             tools=(asked.tools_for_template() or ()) if is_chat else (),
             max_new_tokens=asked.max_completion_tokens or asked.max_tokens,
             cut=cut,
             notes=notes,
             text=None if is_chat else str(asked.content),
+            on_tokens=on_tokens,
         )
 
     def _messages(self, asked: ChatRequest | CompletionRequest) -> list[Message]:

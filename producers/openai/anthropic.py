@@ -172,25 +172,36 @@ def message(name: str, model: str, answer: Answer) -> dict[str, Any]:
     return _head(name, model, answer) | {"content": _blocks(answer), **_end(answer), "usage": _usage(answer)}
 
 
-def events(name: str, model: str, answer: Answer) -> list[dict[str, Any]]:
-    """The same as the events of a stream, each named by its `type`: each block in one piece."""
-    start = _head(name, model, answer) | {"content": [], "stop_reason": None, "stop_sequence": None}
-    usage = _usage(answer)
-    found: list[dict[str, Any]] = [
-        {"type": "message_start", "message": start | {"usage": usage | {"output_tokens": 0}}}
-    ]
+def start(name: str, model: str, num_prompt_tokens: int) -> dict[str, Any]:
+    """The first event of a stream."""
+    message = {"id": name, "type": "message", "role": "assistant", "model": model, "content": []}
+    message |= {"stop_reason": None, "stop_sequence": None}
+    usage = {"input_tokens": num_prompt_tokens, "output_tokens": 0}
+    return {"type": "message_start", "message": message | {"usage": usage}}
+
+
+def text_events(text: str, *, is_first: bool) -> list[dict[str, Any]]:
+    """A piece of the text, which is the first block."""
+    opened = {"type": "content_block_start", "index": 0, "content_block": {"type": "text", "text": ""}}
+    piece = {"type": "content_block_delta", "index": 0, "delta": {"type": "text_delta", "text": text}}
+    return [opened, piece] if is_first else [piece]
+
+
+def rest(answer: Answer, num_sent: int | None) -> list[dict[str, Any]]:
+    """The events after the first one: of the text `num_sent` characters are sent, or nothing is (None)."""
+    found: list[dict[str, Any]] = []
     for index, block in enumerate(_blocks(answer)):
         if block["type"] == "text":
-            opened, delta = block | {"text": ""}, {"type": "text_delta", "text": block["text"]}
+            found += text_events(block["text"][num_sent or 0 :], is_first=num_sent is None)
         else:
-            opened = block | {"input": {}}
             delta = {"type": "input_json_delta", "partial_json": orjson.dumps(block["input"]).decode()}
-        found += [
-            {"type": "content_block_start", "index": index, "content_block": opened},
-            {"type": "content_block_delta", "index": index, "delta": delta},
-            {"type": "content_block_stop", "index": index},
-        ]
-    return [*found, {"type": "message_delta", "delta": _end(answer), "usage": usage}, {"type": "message_stop"}]
+            found += [
+                {"type": "content_block_start", "index": index, "content_block": block | {"input": {}}},
+                {"type": "content_block_delta", "index": index, "delta": delta},
+            ]
+        found.append({"type": "content_block_stop", "index": index})
+    end = {"type": "message_delta", "delta": _end(answer), "usage": _usage(answer), "rollstream": _exact(answer)}
+    return [*found, end, {"type": "message_stop"}]
 
 
 def error_body(refused: Refusal) -> dict[str, Any]:
@@ -200,14 +211,17 @@ def error_body(refused: Refusal) -> dict[str, Any]:
 
 
 def _head(name: str, model: str, answer: Answer) -> dict[str, Any]:
-    exact = {
+    return {"id": name, "type": "message", "role": "assistant", "model": model, "rollstream": _exact(answer)}
+
+
+def _exact(answer: Answer) -> dict[str, Any]:
+    return {
         "prompt_token_ids": list(answer.prompt_ids),
         "token_ids": list(answer.token_ids),
         "logprobs": list(answer.logprobs),
         "model_group": answer.model_group,
         "version": answer.version,
     }
-    return {"id": name, "type": "message", "role": "assistant", "model": model, "rollstream": exact}
 
 
 def _blocks(answer: Answer) -> list[dict[str, Any]]:

@@ -5,7 +5,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from rollstream.producers.openai.protocol import Answer, logprobs_of, usage_of
+from rollstream.producers.openai.protocol import NOTHING_SENT, Answer, logprobs_of, usage_of
 from rollstream.producers.openai.requests import SampledRequest
 
 
@@ -32,10 +32,20 @@ def completion(head: Mapping[str, Any], answers: list[Answer]) -> dict[str, Any]
     return {**head, "object": "text_completion", "choices": choices, "usage": usage_of(answers)}
 
 
-def chunks(head: Mapping[str, Any], answers: list[Answer], *, include_usage: bool) -> list[dict[str, Any]]:
-    """The same as a stream: each choice in one piece."""
+def chunk(head: Mapping[str, Any], index: int, text: str) -> dict[str, Any]:
+    """A piece of a choice's text in a stream."""
+    choice = {"index": index, "text": text, "finish_reason": None, "logprobs": None}
+    return {**head, "object": "text_completion", "choices": [choice]}
+
+
+def chunks(
+    head: Mapping[str, Any], answers: list[Answer], *, include_usage: bool, sent: Mapping[int, int] = NOTHING_SENT
+) -> list[dict[str, Any]]:
+    """The same as a stream: what is left of each choice, of whose text `sent` characters are sent, and its end."""
     whole = {**head, "object": "text_completion"}
-    stream = [{**whole, "choices": [_choice(index, answer)]} for index, answer in enumerate(answers)]
+    choices = [_choice(index, answer) for index, answer in enumerate(answers)]
+    left = [{**choice, "text": choice["text"][sent.get(index, 0) :]} for index, choice in enumerate(choices)]
+    stream = [{**whole, "choices": [choice]} for choice in left]
     return [*stream, {**whole, "choices": [], "usage": usage_of(answers)}] if include_usage else stream
 
 

@@ -22,6 +22,9 @@ _MARKER = re.compile(r"</?tool_call>")
 _BRACE = re.compile(r"\s*+\{")
 
 
+NOTHING_SENT: Mapping[int, int] = {}
+
+
 @dataclass(frozen=True, slots=True)
 class Answer:
     """One choice. `token_ids`, `token_texts` and `logprobs` have equal length (T,)."""
@@ -178,11 +181,23 @@ def completion(head: Mapping[str, Any], answers: list[Answer]) -> dict[str, Any]
     }
 
 
-def chunks(head: Mapping[str, Any], answers: list[Answer], *, include_usage: bool) -> list[dict[str, Any]]:
-    """The same as a stream: each choice's message in one piece, with its log-probabilities, then its end."""
+def chunk(head: Mapping[str, Any], index: int, text: str, *, is_first: bool) -> dict[str, Any]:
+    """A piece of a choice's text in a stream."""
+    delta = {"role": "assistant", "content": text} if is_first else {"content": text}
+    choice = {"index": index, "delta": delta, "finish_reason": None, "logprobs": None}
+    return {**head, "object": "chat.completion.chunk", "choices": [choice]}
+
+
+def chunks(
+    head: Mapping[str, Any], answers: list[Answer], *, include_usage: bool, sent: Mapping[int, int] = NOTHING_SENT
+) -> list[dict[str, Any]]:
+    """The same as a stream: what is left of each choice, with the log-probabilities of all of it, then its end.
+
+    `sent`: characters of each choice's text that are sent.
+    """
     found: list[dict[str, Any]] = []
     for index, answer in enumerate(answers):
-        delta = _message(answer)
+        delta: dict[str, Any] = _message(answer) if index not in sent else {"content": answer.text[sent[index] :]}
         if answer.tool_calls:
             delta["tool_calls"] = [{"index": number, **call} for number, call in enumerate(answer.tool_calls)]
         found.append({"index": index, "delta": delta, "finish_reason": None, "logprobs": logprobs_of(answer)})

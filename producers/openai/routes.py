@@ -2,9 +2,9 @@
 shape of each API. Who may ask, what is sampled and what is recorded is up to the one that answers.
 """
 
+import asyncio
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
 from http import HTTPStatus
 from typing import Any
 
@@ -13,30 +13,27 @@ from aiohttp import web
 
 from rollstream.producers.openai import anthropic, completions
 from rollstream.producers.openai.completions import CompletionRequest
-from rollstream.producers.openai.protocol import Answer, chunks, completion
+from rollstream.producers.openai.protocol import completion
 from rollstream.producers.openai.requests import (
     ChatRequest,
     Refusal,
-    SampledRequest,
     checked_request,
     json_of,
     parse_request,
 )
+from rollstream.producers.openai.stream_words import (
+    Answered,
+    ChatWords,
+    CompletionWords,
+    MessageWords,
+    StreamWords,
+    head_of,
+)
+from rollstream.producers.openai.streaming import OnText
 
 MESSAGES = "/v1/messages"
 MAX_BODY_BYTES = 2 * 1024 * 1024
 """Some 500,000 tokens: what a larger body holds fits no model, and is tokenised in the event loop."""
-
-
-@dataclass(frozen=True, slots=True)
-class Answered:
-    """The answers to one request, at least one."""
-
-    answers: list[Answer]
-    call_id: str
-    """Of this call; the ids in the answer are made of it."""
-    created_s: int
-    """Unix time."""
 
 
 class Routes(ABC):
@@ -47,8 +44,10 @@ class Routes(ABC):
         """Raises Refusal for a request that is not answered, whatever it asks for."""
 
     @abstractmethod
-    async def answer(self, request: web.Request, asked: ChatRequest | CompletionRequest) -> Answered:
-        """`n` answers. Raises Refusal."""
+    async def answer(
+        self, request: web.Request, asked: ChatRequest | CompletionRequest, on_text: OnText | None = None
+    ) -> Answered:
+        """`n` answers; `on_text` is told their texts while they are sampled. Raises Refusal."""
 
     @abstractmethod
     async def count(self, request: web.Request, asked: ChatRequest) -> int:
@@ -89,37 +88,60 @@ class Routes(ABC):
     async def chat(self, request: web.Request) -> web.StreamResponse:
         """One chat completion, of the newest weights or of `min_version` and later."""
         asked = parse_request(await request.read())
+        if asked.stream:
+            return await self._streamed(request, asked, ChatWords(asked))
         answered = await self.answer(request, asked)
-        head = _head("chatcmpl", asked, answered)
-        if not asked.stream:
-            return json_response(completion(head, answered.answers))
-        pieces = chunks(head, answered.answers, include_usage=asked.stream_options.include_usage)
-        return await _stream(request, pieces)
+        return json_response(completion(head_of("chatcmpl", asked, answered), answered.answers))
 
     async def complete(self, request: web.Request) -> web.StreamResponse:
         """One completion of a text or of token ids, which are taken as they are."""
         asked = checked_request(CompletionRequest, json_of(await request.read()))
+        if asked.stream:
+            return await self._streamed(request, asked, CompletionWords(asked))
         answered = await self.answer(request, asked)
-        head = _head("cmpl", asked, answered)
-        if not asked.stream:
-            return json_response(completions.completion(head, answered.answers))
-        pieces = completions.chunks(head, answered.answers, include_usage=asked.stream_options.include_usage)
-        return await _stream(request, pieces)
+        return json_response(completions.completion(head_of("cmpl", asked, answered), answered.answers))
 
     async def message(self, request: web.Request) -> web.StreamResponse:
         """One message of Anthropic's kind."""
         given = anthropic.parse_messages(json_of(await request.read()))
         asked = given.chat()
+        if given.stream:
+            return await self._streamed(request, asked, MessageWords(asked, await self.count(request, asked)))
         answered = await self.answer(request, asked)
-        name, (answer,) = f"msg_{answered.call_id}", answered.answers
-        if not given.stream:
-            return json_response(anthropic.message(name, asked.model, answer))
-        return await _stream(request, anthropic.events(name, asked.model, answer), is_named=True)
+        return json_response(anthropic.message(f"msg_{answered.call_id}", asked.model, answered.answers[0]))
 
     async def count_tokens(self, request: web.Request) -> web.Response:
         """How many tokens the prompt of a message has."""
         asked = anthropic.parse_count(json_of(await request.read())).chat()
         return json_response({"input_tokens": await self.count(request, asked)})
+
+    async def _streamed(
+        self, request: web.Request, asked: ChatRequest | CompletionRequest, words: StreamWords
+    ) -> web.StreamResponse:
+        """Pieces as they are sampled, then the rest and the end, once the whole is answered.
+
+        What is refused before the first piece is refused as any request; after it, the stream ends with the error.
+        """
+        news: asyncio.Queue[tuple[int, str] | None] = asyncio.Queue()
+        answering = asyncio.ensure_future(self.answer(request, asked, lambda *piece: news.put_nowait(piece)))
+        answering.add_done_callback(lambda _: news.put_nowait(None))
+        try:
+            piece = await news.get()
+            if piece is None:
+                answering.result()
+            response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
+            await response.prepare(request)
+            while piece is not None:
+                await response.write(words.piece(*piece))
+                piece = await news.get()
+            try:
+                await response.write(words.end(answering.result()))
+            except Refusal as refused:
+                await response.write(words.event(_error_body(request, refused)))
+            await response.write_eof()
+            return response
+        finally:
+            answering.cancel()
 
     @web.middleware
     async def _checked(
@@ -136,32 +158,9 @@ class Routes(ABC):
             return json_response(_error_body(request, refused), status=error.status)
 
 
-def _head(kind: str, asked: SampledRequest, answered: Answered) -> dict[str, Any]:
-    first = answered.answers[0]
-    return {
-        "id": f"{kind}-{answered.call_id}",
-        "created": answered.created_s,
-        "model": asked.model,
-        "system_fingerprint": f"{first.model_group}@{first.version}",
-    }
-
-
 def _error_body(request: web.Request, refused: Refusal) -> dict[str, Any]:
     is_anthropic = request.path.endswith((MESSAGES, f"{MESSAGES}/count_tokens"))
     return anthropic.error_body(refused) if is_anthropic else refused.body()
-
-
-async def _stream(request: web.Request, pieces: list[dict[str, Any]], *, is_named: bool = False) -> web.StreamResponse:
-    """`is_named`: each event is named by its `type`, and nothing follows the last, as Anthropic streams."""
-    response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
-    await response.prepare(request)
-    for piece in pieces:
-        name = f"event: {piece['type']}\n".encode() if is_named else b""
-        await response.write(name + b"data: " + orjson.dumps(piece) + b"\n\n")
-    if not is_named:
-        await response.write(b"data: [DONE]\n\n")
-    await response.write_eof()
-    return response
 
 
 def json_response(body: object, *, status: int = 200, headers: dict[str, str] | None = None) -> web.Response:

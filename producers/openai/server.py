@@ -2,10 +2,11 @@
 one model group.
 
 Every answer tells the exact token ids and the weight version (`protocol`). A prompt is the rendered chat,
-tokenised afresh at every call; a stream begins when its answer is whole. Neither messages nor token are ever logged.
+tokenised afresh at every call. Neither messages nor token are ever logged.
 """
 
 import asyncio
+import functools
 import logging
 import secrets
 import time
@@ -20,7 +21,9 @@ from rollstream.producers.openai.access import Access
 from rollstream.producers.openai.completions import CompletionRequest
 from rollstream.producers.openai.protocol import answer_of
 from rollstream.producers.openai.requests import ChatRequest, Refusal, SampledRequest
-from rollstream.producers.openai.routes import Answered, Routes
+from rollstream.producers.openai.routes import Routes
+from rollstream.producers.openai.stream_words import Answered
+from rollstream.producers.openai.streaming import OnText, TextStream, on_tokens_of
 from rollstream.schemas import ids
 from rollstream.schemas.errors import ModelError, NotAllowedError, PromptTooLongError, RollstreamError
 from rollstream.schemas.services import EndpointSettings
@@ -79,7 +82,9 @@ class Endpoint(Routes):
             )
         return sampling
 
-    async def answer(self, request: web.Request, asked: ChatRequest | CompletionRequest) -> Answered:
+    async def answer(
+        self, request: web.Request, asked: ChatRequest | CompletionRequest, on_text: OnText | None = None
+    ) -> Answered:
         """`n` answers to the prompt, whose ids are made once the weights are there."""
         self.check_model(request, asked.model)
         sampling = self._sampling(asked)
@@ -89,11 +94,22 @@ class Endpoint(Routes):
         has_tools = is_chat and asked.tools_for_template() is not None
         group = self._settings.model_group
         seed = secrets.randbits(63) if asked.seed is None else asked.seed
+        tokenizer = self._engine.tokenizer(group)
+        streams = [TextStream(tokenizer, asked.stop, has_tools=has_tools) for _ in range(asked.n)]
+        told = None if on_text is None else on_tokens_of(streams, on_text)
         generations = await self._generate(
-            [GenerationRequest(group, prompt_ids, sampling, ids.derive_seed(seed, index)) for index in range(asked.n)],
+            [
+                GenerationRequest(
+                    group,
+                    prompt_ids,
+                    sampling,
+                    ids.derive_seed(seed, index),
+                    on_tokens=None if told is None else functools.partial(told, index),
+                )
+                for index in range(asked.n)
+            ],
             param="messages" if is_chat else "prompt",
         )
-        tokenizer = self._engine.tokenizer(group)
         answers = [
             answer_of(generation, tokenizer, prompt_ids=prompt_ids, stop=asked.stop, has_tools=has_tools)
             for generation in generations

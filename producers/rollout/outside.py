@@ -1,5 +1,6 @@
 """What sessions and environments know of the gateway through which programs outside of this process play rollouts."""
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field, replace
@@ -31,6 +32,8 @@ class CallOptions:
     """Recorded in the step's metadata under `gateway`: JSON values."""
     text: str | None = None
     """The prompt as it is, in place of rendered messages."""
+    on_tokens: Callable[[int, Sequence[int]], None] | None = None
+    """Told the ids of each answer, by its index, while they are sampled."""
 
     @property
     def data(self) -> dict[str, Any]:
@@ -44,6 +47,10 @@ class CallOptions:
         notes: Any = (step.metadata or {}).get("gateway", {})
         text = data["input"][0]["content"] if notes.get("is_text") else None
         return cls(tools=tuple(data.get("tools", ())), text=text, notes=notes)
+
+    def told(self, index: int) -> Callable[[Sequence[int]], None] | None:
+        """What the engine tells of one answer."""
+        return None if self.on_tokens is None else functools.partial(self.on_tokens, index)
 
     def within(self, sampling: Sampling) -> Sampling:
         """The run's sampling, with fewer tokens if fewer were asked for."""

@@ -346,10 +346,10 @@ class Session:
     async def _answers(
         self, prompt: Prompt, messages: list[Message], agent: str, seeds: Sequence[int], asked: CallOptions | None
     ) -> list[Generation]:
-        """One answer a seed. The first failure is that of all."""
+        begin = functools.partial(self._answer, prompt, messages, agent, asked)
         if len(seeds) == 1 or self._settings.policy == "demonstration":
-            return [await self._answer(prompt, messages, agent, seed, asked) for seed in seeds]
-        calls = [asyncio.create_task(self._answer(prompt, messages, agent, seed, asked)) for seed in seeds]
+            return [await begin(seed, index) for index, seed in enumerate(seeds)]
+        calls = [asyncio.create_task(begin(seed, index)) for index, seed in enumerate(seeds)]
         try:
             return await asyncio.gather(*calls)
         finally:
@@ -357,13 +357,13 @@ class Session:
                 call.cancel()
 
     async def _answer(
-        self, prompt: Prompt, messages: list[Message], agent: str, seed: int, asked: CallOptions | None
+        self, prompt: Prompt, messages: list[Message], agent: str, asked: CallOptions | None, seed: int, index: int
     ) -> Generation:
-        group = self._model_group(agent)
+        group, told = self._model_group(agent), None if asked is None else asked.told(index)
         if self._settings.policy == "demonstration":
             return await self._demonstration(messages, agent, group)
         sampling = self._settings.sampling if asked is None else asked.within(self._settings.sampling)
-        request = GenerationRequest(group, prompt.token_ids.tolist(), sampling, seed, self._journal.rollout_id)
+        request = GenerationRequest(group, prompt.token_ids.tolist(), sampling, seed, self._journal.rollout_id, told)
         try:
             generation = as_recorded(await self._engine.generate(request), group)
             check_generation(generation)

@@ -7,6 +7,7 @@ import asyncio
 import math
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -178,6 +179,15 @@ def test_noise_derives_from_the_seed_alone(subject: Subject) -> None:
     assert answers[:10] == answers[10:]
     by_seed = play(subject, lambda engine: together(engine, [request(seed) for seed in range(40)]))
     assert len(set(ids_of(by_seed))) > 5
+
+
+def test_what_is_told_while_sampling_is_how_the_answer_begins(subject: Subject) -> None:
+    told: list[list[int]] = [[], [], []]
+    asked = [replace(request(seed), on_tokens=ids.extend) for seed, ids in enumerate(told)]
+    answers = play(subject, lambda engine: together(engine, asked))
+    for ids, answer in zip(told, answers, strict=True):
+        assert ids == list(answer.token_ids[: len(ids)])
+        assert len(ids) < max(1, len(answer.token_ids))
 
 
 def test_temperature_zero_is_greedy(subject: Subject) -> None:

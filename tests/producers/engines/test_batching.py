@@ -68,6 +68,9 @@ class Failing:
         run(live, found.extend)
         return found
 
+    def news(self):
+        return []
+
     def drop(self):
         return self.live
 

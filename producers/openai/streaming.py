@@ -1,0 +1,72 @@
+"""The text of an answer while it is sampled: ids in, pieces of text out that no later token changes. Pure."""
+
+from collections.abc import Callable, Sequence
+
+from rollstream.producers.engines.base import Tokenizer
+from rollstream.producers.openai.protocol import CALL_BEGINS
+
+OnText = Callable[[int, str], None]
+"""Given the index of a choice and a piece of its text."""
+REPLACEMENT = "\ufffd"
+"""What a tokenizer writes for a character whose other bytes are still to come."""
+
+
+class TextStream:
+    """The pieces of one answer. Put together they are how its text begins."""
+
+    def __init__(self, tokenizer: Tokenizer, stop: Sequence[str] = (), *, has_tools: bool = False) -> None:
+        """`stop`: texts that end the answer and are no part of it. `has_tools`: it may hold tool calls."""
+        self._tokenizer = tokenizer
+        self._stop = stop
+        self._has_tools = has_tools
+        self._ids: list[int] = []
+        self._before = self._read = 0
+        """Ids from `_before` on are decoded together; those before `_read` are in `_text`."""
+        self._text = ""
+        self._num_sent = 0
+
+    def add(self, ids: Sequence[int]) -> str:
+        """The next piece after these ids; empty if what they say may still change."""
+        self._ids += ids
+        known = self._decoded(self._before, self._read)
+        text = self._decoded(self._before, len(self._ids))
+        if len(text) > len(known) and not text.endswith(REPLACEMENT):
+            self._text += text[len(known) :]
+            self._before, self._read = self._read, len(self._ids)
+        piece = self._text[self._num_sent : self._end()]
+        self._num_sent += len(piece)
+        return piece
+
+    def _decoded(self, begin: int, end: int) -> str:
+        ids = self._ids[begin:end]
+        return self._tokenizer.decode(ids, skip_special_tokens=False) if ids else ""
+
+    def _end(self) -> int:
+        """Characters that are certain to be in the answer's text."""
+        end = len(self._text)
+        for word in self._stop:
+            at = self._text.find(word, max(0, self._num_sent - len(word)))
+            end = min(end, at if at >= 0 else _without_beginning(self._text, word))
+        if self._has_tools:
+            # of an answer with calls the text is stripped
+            at = self._text.find(CALL_BEGINS)
+            end = min(end, at if at >= 0 else _without_beginning(self._text, CALL_BEGINS))
+            end = 0 if self._text[:1].isspace() else len(self._text[:end].rstrip())
+        return max(end, self._num_sent)
+
+
+def _without_beginning(text: str, word: str) -> int:
+    """Length of the text without an end that a word may begin with."""
+    longest = next((size for size in range(min(len(word) - 1, len(text)), 0, -1) if text.endswith(word[:size])), 0)
+    return len(text) - longest
+
+
+def on_tokens_of(streams: Sequence[TextStream], on_text: OnText) -> Callable[[int, Sequence[int]], None]:
+    """Turns the new ids of each choice into pieces of text."""
+
+    def told(index: int, ids: Sequence[int]) -> None:
+        piece = streams[index].add(ids)
+        if piece:
+            on_text(index, piece)
+
+    return told

@@ -1,0 +1,183 @@
+"""Streams: pieces come while the answer is sampled, together they are its text, and the end comes after the record."""
+
+import asyncio
+import json
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import openai
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rollstream.learner.tiny_model import make_tiny_model
+from rollstream.producers.engines.base import Generation
+from rollstream.producers.engines.scripted import ScriptedTokenizer
+from rollstream.producers.engines.transformers import TransformersEngine
+from rollstream.producers.openai.protocol import answer_of
+from rollstream.producers.openai.streaming import REPLACEMENT, TextStream
+from rollstream.producers.rollout.journal import Journal
+from rollstream.schemas import tokens
+from rollstream.schemas.events.rollouts import VersionSpan
+from rollstream.schemas.services import TransformersSettings
+from tests.producers.conftest import answers
+from tests.producers.gateway.gateway_rig import play_outside
+from tests.producers.openai.test_openai_endpoint import ASK, serving
+
+CALL = '<tool_call>{"name": "add", "arguments": {}}</tool_call>'
+PARTS = st.lists(
+    st.sampled_from(["a", " ", "é", "€", "𝄞", "stop", "sto", CALL, "<tool_call>", "<tool", "</tool_call>"])
+)
+
+
+@given(parts=PARTS, sizes=st.lists(st.integers(1, 5), min_size=1), stop=st.sampled_from([(), ("stop",), ("a", "€")]))
+@pytest.mark.parametrize("has_tools", [False, True])
+def test_pieces_are_how_the_text_of_the_answer_begins(parts, sizes, stop, has_tools):
+    tokenizer = ScriptedTokenizer()
+    ids = (*tokenizer.encode("".join(parts), add_special_tokens=False), tokenizer.eos_token_id)
+    span = VersionSpan(model_group="run-1/policy", version=0, length=len(ids))
+    generation = Generation(ids, (0.0,) * len(ids), (span,), "stop")
+    whole = answer_of(generation, tokenizer, prompt_ids=(1,), stop=stop, has_tools=has_tools)
+    stream, sent, at = TextStream(tokenizer, stop, has_tools=has_tools), "", 0
+    for number in range(len(ids)):
+        size = sizes[number % len(sizes)]
+        sent += stream.add(ids[at : min(at + size, len(ids) - 1)])
+        at = min(at + size, len(ids) - 1)
+        assert whole.text.startswith(sent)
+    if not stop and not has_tools and REPLACEMENT not in whole.text:
+        assert sent == whole.text
+
+
+async def pieces_of(stream: Any) -> list[Any]:
+    return [piece async for piece in stream]
+
+
+def test_a_real_model_streams_as_it_samples(tmp_path: Path) -> None:
+    model = make_tiny_model(tmp_path / "model", seed=0)
+    engine = TransformersEngine(TransformersSettings(threads=1))
+
+    async def scenario() -> None:
+        await engine.start()
+        allow = (f"model:{model}",)
+        async with serving(tmp_path, versions=(), engine=engine, allow=allow) as place, place.client() as client:
+            await place.publish(0, (model / "model.safetensors").read_bytes(), str(model))
+            ask = client.chat.completions.create
+            sampling: Any = {"model": "policy", "messages": ASK, "seed": 3, "max_tokens": 20, "n": 2}
+            whole = await ask(**sampling)
+            options: Any = {"include_usage": True}
+            pieces = await pieces_of(await ask(**sampling, stream=True, stream_options=options))
+            said = dict.fromkeys(range(2), "")
+            counts = dict.fromkeys(range(2), 0)
+            for choice in [choice for piece in pieces for choice in piece.choices]:
+                said[choice.index] += choice.delta.content or ""
+                counts[choice.index] += bool(choice.delta.content)
+            assert list(said.values()) == [choice.message.content for choice in whole.choices]
+            assert sum(counts.values()) > 8
+            ends = [choice for piece in pieces for choice in piece.choices if choice.logprobs is not None]
+            exact = [choice.logprobs.model_extra["token_ids"] for choice in ends]
+            assert exact == [choice.logprobs.model_extra["token_ids"] for choice in whole.choices]
+            assert pieces[-1].usage == whole.usage
+            assert len({piece.id for piece in pieces}) == 1
+            text = await client.completions.create(model="policy", prompt="3+4=", seed=3, max_tokens=20)
+            stream = await client.completions.create(model="policy", prompt="3+4=", seed=3, max_tokens=20, stream=True)
+            parts = await pieces_of(stream)
+            assert len(parts) > 4
+            assert "".join(part.choices[0].text for part in parts) == text.choices[0].text
+            assert parts[-1].choices[0].finish_reason == text.choices[0].finish_reason
+        await engine.close()
+
+    asyncio.run(scenario())
+
+
+def events_of(text: str) -> list[dict[str, Any]]:
+    return [json.loads(line[6:]) for line in text.splitlines() if line.startswith("data: {")]
+
+
+def test_anthropics_stream_has_text_pieces_and_then_the_call_of_a_tool(tmp_path: Path) -> None:
+    async def scenario() -> list[dict[str, Any]]:
+        script = answers(f"well then {CALL}")
+        async with serving(tmp_path, script) as place, aiohttp.ClientSession() as http:
+            tool = {"name": "add", "input_schema": {"type": "object"}}
+            body = {"model": "policy", "max_tokens": 200, "messages": ASK, "tools": [tool], "stream": True}
+            async with http.post(f"{place.url}/messages", json=body) as response:
+                return events_of(await response.text())
+
+    found = asyncio.run(scenario())
+    kinds = [event["type"] for event in found]
+    assert kinds[:2] == ["message_start", "content_block_start"]
+    assert kinds[-2:] == ["message_delta", "message_stop"]
+    texts = [event["delta"]["text"] for event in found if event.get("delta", {}).get("type") == "text_delta"]
+    assert len(texts) > 3
+    assert "".join(texts) == "well then"
+    blocks = [event["content_block"]["type"] for event in found if event["type"] == "content_block_start"]
+    assert blocks == ["text", "tool_use"]
+    assert kinds.count("content_block_stop") == 2
+    assert found[0]["message"]["usage"]["input_tokens"] == found[-2]["usage"]["input_tokens"] > 0
+    assert found[-2]["delta"]["stop_reason"] == "tool_use"
+    assert len(found[-2]["rollstream"]["token_ids"]) == found[-2]["usage"]["output_tokens"]
+
+
+def test_a_recorded_stream_begins_before_the_step_is_acknowledged_and_ends_after(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[str] = []
+    acknowledged = Journal.acknowledged
+
+    async def slowly(journal: Journal) -> None:
+        while "asking" in seen and "piece" not in seen:
+            await asyncio.sleep(0.001)
+        await acknowledged(journal)
+        seen.append("acknowledged")
+
+    monkeypatch.setattr(Journal, "acknowledged", slowly)
+
+    async def agent(one: Any) -> None:
+        seen[:] = ["asking"]
+        async with openai.AsyncOpenAI(base_url=f"{one.rollout['base_url']}/v1", api_key=one.rollout["key"]) as client:
+            stream = await client.chat.completions.create(model="policy", messages=ASK, stream=True)
+            async for piece in stream:
+                seen.append("end" if piece.choices[0].finish_reason else "piece")
+        await one.reward(1.0)
+        await one.end()
+
+    played = play_outside(tmp_path, agent, script=answers("a longer answer"), sampling={"max_new_tokens": 64})
+    played.assert_complete()
+    assert seen.count("piece") > 5
+    assert seen.index("acknowledged") < seen.index("end")
+    assert seen.index("piece") < seen.index("acknowledged")
+
+
+def test_a_client_that_hangs_up_in_mid_stream_gets_the_recorded_answer_when_it_asks_again(tmp_path: Path) -> None:
+    async def agent(one: Any) -> None:
+        body = json.dumps({"model": "policy", "messages": ASK, "stream": True}).encode()
+        headers = {
+            "Authorization": f"Bearer {one.rollout['key']}",
+            "Content-Type": "application/json",
+            "Idempotency-Key": "k",
+        }
+        url = f"{one.rollout['base_url']}/v1/chat/completions"
+        async with one.http.post(url, data=body, headers=headers) as response:
+            first = json.loads((await response.content.readline()).removeprefix(b"data: "))
+            assert first["choices"][0]["delta"]["content"]
+            response.close()
+        async with one.http.post(url, data=body, headers=headers) as response:
+            lines = events_of(await response.text())
+        said = "".join(choice["delta"].get("content") or "" for line in lines for choice in line["choices"])
+        assert said == "a longer answer"
+        await one.reward(1.0)
+        await one.end()
+
+    played = play_outside(tmp_path, agent, script=answers("a longer answer"), sampling={"max_new_tokens": 64})
+    played.assert_complete()
+    (step,) = [step for step in played.steps if step.llm is not None]
+    assert len(tokens.decode_ids(step.llm.completion_ids)) == len("a longer answer") + 1
+
+
+def test_what_is_refused_before_the_first_piece_is_refused_with_its_status(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with serving(tmp_path, answers("a")) as place, place.client() as client:
+            with pytest.raises(openai.NotFoundError):
+                await client.chat.completions.create(model="other", messages=ASK, stream=True)
+
+    asyncio.run(scenario())
