@@ -260,6 +260,8 @@ class GatewaySection(Settings):
     workspace."""
     allowed_hosts: tuple[str, ...] = ()
     """Names by which it may be asked beside its own address (the header `Host`)."""
+    max_concurrent_calls: int = Field(default=64, ge=1)
+    """Of one rollout; more at once are refused (429)."""
 
     def of_process(self, number: int) -> "GatewaySection":
         """Of the first, second, ... producers process of a machine: ports that are set follow one another."""

@@ -100,7 +100,14 @@ class RolloutGateway(Routes):
         rollout_id = session.rollout_id
         base_url = f"{self._url}/rollouts/{quote(rollout_id)}"
         key = self._keys.key_of(rollout_id)
-        rollout = self._rollouts[rollout_id] = PlayedRollout(session, self._engine, agent, base_url=base_url, key=key)
+        rollout = self._rollouts[rollout_id] = PlayedRollout(
+            session,
+            self._engine,
+            agent,
+            base_url=base_url,
+            key=key,
+            max_calls=self._settings.max_concurrent_calls,
+        )
         if is_claimable and not rollout.is_claimed:
             async with self._claiming:
                 self._claimable.append(rollout_id)

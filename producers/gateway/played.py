@@ -37,8 +37,12 @@ CLAIM, END = "gateway.claim", "gateway.end"
 class PlayedRollout:
     """Of `rollout.outside.OpenedRollout`, with what its calls, rewards and end do."""
 
-    def __init__(self, session: Session, engine: Engine, agent: str, *, base_url: str, key: str) -> None:
+    def __init__(
+        self, session: Session, engine: Engine, agent: str, *, base_url: str, key: str, max_calls: int
+    ) -> None:
+        """`max_calls`: that may be under way at once."""
         self.session = session
+        self._max_calls = max_calls
         self.base_url = base_url
         self.key = key
         self._engine = engine
@@ -66,6 +70,7 @@ class PlayedRollout:
         if task is None:
             self._check_open()
             self._check_sampled(asked)
+            self._check_room()
             agent = self._agent_of(asked.model)
             task = self._begin(lambda: self._sample(asked, mark, agent, on_text))
             self._remember(mark.body_sha256, mark.key_sha256, task)
@@ -317,6 +322,16 @@ class PlayedRollout:
     def _check_open(self) -> None:
         if self._end.done():
             raise ended(self.session.rollout_id)
+
+    def _check_room(self) -> None:
+        if len(self._working) >= self._max_calls:
+            raise Refusal(
+                429,
+                f"rollout {self.session.rollout_id} has {len(self._working)} calls under way, as many as "
+                "gateway.max_concurrent_calls allows; wait for one of them",
+                code="rate_limit_exceeded",
+                retry_after_s=1,
+            )
 
     def _check_sampled(self, asked: ChatRequest | CompletionRequest) -> None:
         if asked.min_version is not None:

@@ -14,7 +14,13 @@ from rollstream.producers.openai.requests import ChatRequest, Refusal, checked_r
 
 STOP_REASONS = {"length": "max_tokens", "tool_calls": "tool_use", "stop": "end_turn"}
 """Anthropic's stop reason by OpenAI's finish reason."""
-ERROR_TYPES = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 413: "request_too_large"}
+ERROR_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+}
 _BLOCKS = ("text", "tool_use", "tool_result")
 
 

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Mapping
+from http import HTTPStatus
 from typing import Any, Literal, TypeVar
 
 import orjson
@@ -30,15 +31,25 @@ ONLY_NEUTRAL: Mapping[str, tuple[Any, ...]] = {
 class Refusal(RollstreamError):
     """A request that gets an error in OpenAI's shape."""
 
-    def __init__(self, status: int, message: str, *, param: str | None = None, code: str | None = None) -> None:
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        param: str | None = None,
+        code: str | None = None,
+        retry_after_s: int | None = None,
+    ) -> None:
         super().__init__(message)
+        self.retry_after_s = retry_after_s
         self.status = status
         self.param = param
         self.code = code
 
     def body(self) -> dict[str, Any]:
         """As OpenAI words it."""
-        kind = "server_error" if self.status >= 500 else "invalid_request_error"
+        fallback = "server_error" if self.status >= 500 else "invalid_request_error"
+        kind = "rate_limit_error" if self.status == HTTPStatus.TOO_MANY_REQUESTS else fallback
         return {"error": {"message": str(self), "type": kind, "param": self.param, "code": self.code}}
 
 

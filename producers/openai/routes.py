@@ -151,7 +151,8 @@ class Routes(ABC):
             self.check(request)
             return await handler(request)
         except Refusal as refused:
-            headers = {"WWW-Authenticate": "Bearer"} if refused.status == HTTPStatus.UNAUTHORIZED else None
+            headers = {"WWW-Authenticate": "Bearer"} if refused.status == HTTPStatus.UNAUTHORIZED else {}
+            headers |= {} if refused.retry_after_s is None else {"Retry-After": str(refused.retry_after_s)}
             return json_response(_error_body(request, refused), status=refused.status, headers=headers)
         except web.HTTPException as error:
             refused = Refusal(error.status, f"{request.method} {request.path}: {error.reason}")

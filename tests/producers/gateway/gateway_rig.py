@@ -72,6 +72,7 @@ async def outside(workspace: Path):
 
 def play_outside(folder: Path, agent: Agent | None = None, *, script: Any = None, **settings: Any) -> Played:
     """One attempt in the environment `gateway` (or another one), which `agent` plays."""
+    section = GatewaySection(max_concurrent_calls=settings.pop("max_concurrent_calls", 64))
     task = task_of(settings.pop("environment", "gateway"), **settings)
     events: list[Any] = []
 
@@ -81,7 +82,7 @@ def play_outside(folder: Path, agent: Agent | None = None, *, script: Any = None
 
     async def scenario() -> None:
         engine, counter = await scripted(folder, script), itertools.count(1000)
-        async with RolloutGateway(GatewaySection(), engine, workspace=folder / "w", name=NAME) as gateway:
+        async with RolloutGateway(section, engine, workspace=folder / "w", name=NAME) as gateway:
             rollout = run_rollout(
                 task,
                 member=0,

@@ -204,6 +204,31 @@ def test_an_agent_that_reports_an_error_fails_its_rollout(tmp_path):
     assert last.message == "environment gateway: the agent reported: no tool answers"
 
 
+def test_more_calls_at_once_than_allowed_are_told_to_come_again(tmp_path):
+    async def agent(one):
+        body = {"model": "policy", "messages": [{"role": "user", "content": "a"}]}
+
+        async def ask(number: int) -> Any:
+            headers = {"Authorization": f"Bearer {one.rollout['key']}", "Idempotency-Key": str(number)}
+            url = f"{one.rollout['base_url']}/v1/chat/completions"
+            async with one.http.post(url, json=body, headers=headers) as response:
+                return response.status, response.headers.get("Retry-After"), await response.json()
+
+        found = await asyncio.gather(*map(ask, range(6)))
+        refused = [one for one in found if one[0] == 429]
+        assert [status for status, *_ in found].count(200) + len(refused) == 6
+        assert refused
+        assert {retry for _, retry, _ in refused} == {"1"}
+        assert refused[0][2]["error"]["type"] == "rate_limit_error"
+        assert "gateway.max_concurrent_calls" in refused[0][2]["error"]["message"]
+        await one.chat("b")
+        await one.reward(1.0)
+        await one.end()
+
+    played = play_outside(tmp_path, agent, max_concurrent_calls=2)
+    played.assert_complete()
+
+
 def test_a_client_that_hangs_up_leaves_a_recorded_call_which_its_retry_is_answered_with(tmp_path):
     async def agent(one):
         async with asyncio.timeout(5):

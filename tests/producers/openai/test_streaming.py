@@ -170,8 +170,8 @@ def test_a_client_that_hangs_up_in_mid_stream_gets_the_recorded_answer_when_it_a
 
     played = play_outside(tmp_path, agent, script=answers("a longer answer"), sampling={"max_new_tokens": 64})
     played.assert_complete()
-    (step,) = [step for step in played.steps if step.llm is not None]
-    assert len(tokens.decode_ids(step.llm.completion_ids)) == len("a longer answer") + 1
+    (call,) = [step.llm for step in played.steps if step.llm is not None]
+    assert len(tokens.decode_ids(call.completion_ids)) == len("a longer answer") + 1
 
 
 def test_what_is_refused_before_the_first_piece_is_refused_with_its_status(tmp_path: Path) -> None:
