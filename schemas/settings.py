@@ -211,6 +211,10 @@ class LoraSettings(Settings):
     alpha: float = Field(default=32.0, gt=0)
     dropout: float = Field(default=0.0, ge=0, lt=1)
     target_modules: tuple[str, ...] = ("q_proj", "k_proj", "v_proj", "o_proj")
+    use_rslora: bool = added(False)
+    """Scale by alpha / sqrt(rank) in place of alpha / rank (arXiv 2312.03732)."""
+    use_dora: bool = added(False)
+    """Train a magnitude for each output beside the direction (arXiv 2402.09353). vLLM does not serve it."""
 
 
 class ModelSettings(Settings):
@@ -222,6 +226,12 @@ class ModelSettings(Settings):
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """auto: bfloat16 on a GPU, float32 on the CPU."""
     device: Device = "auto"
+    gradient_checkpointing: bool = added(False)
+    """Compute a layer's activations again in the backward pass: less memory, about a third more time."""
+    attn_implementation: Literal["auto", "eager", "sdpa", "flash_attention_2", "flash_attention_3"] = added("auto")
+    """As transformers names it; auto: what it chooses. With others than sdpa rows that begin alike are not shared."""
+    fp32_head: bool = added(False)
+    """Compute logits in float32 also where the model computes in bfloat16."""
 
 
 Beta = Annotated[float, Field(ge=0, lt=1)]

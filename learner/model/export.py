@@ -89,13 +89,17 @@ def _save_merged(published: WeightsPublished, path_to_weights: Path, folder: Pat
 
 
 def _lora_of(recorded: Mapping[str, Any], where: str) -> LoraSettings:
-    """The adapter that a record describes. Raises ModelError for one that is more than plain LoRA."""
-    for key in ("use_dora", "use_rslora", "modules_to_save", "rank_pattern", "alpha_pattern", "layers_to_transform"):
+    """The adapter that a record describes. Raises ModelError for one that the learner does not train."""
+    for key in ("modules_to_save", "rank_pattern", "alpha_pattern", "layers_to_transform"):
         if recorded.get(key):
-            raise ModelError(f"{where}: {key} of its adapter is {recorded[key]}; only plain LoRA is merged here")
+            raise ModelError(f"{where}: {key} of its adapter is {recorded[key]}; it cannot be merged here")
     try:
         return LoraSettings(
-            rank=recorded["r"], alpha=recorded["lora_alpha"], target_modules=tuple(recorded["target_modules"])
+            rank=recorded["r"],
+            alpha=recorded["lora_alpha"],
+            target_modules=tuple(recorded["target_modules"]),
+            use_rslora=recorded.get("use_rslora", False),
+            use_dora=recorded.get("use_dora", False),
         )
     except (KeyError, TypeError, ValueError) as error:
         reason = " ".join(str(error).split())[:200]

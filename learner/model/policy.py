@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.nn import functional
 from transformers import AutoModelForCausalLM
 
+from rollstream.learner.model import gradient_checkpointing
 from rollstream.learner.model.collate import MicroBatch
 from rollstream.learner.model.logprobs import Head, only_kept, selected_logprobs
 from rollstream.learner.model.tree_attention import hidden_states, longest_row
@@ -44,7 +45,7 @@ class PolicyModel:
         self.device = torch.device(device_of(settings.device, torch.cuda.device_count(), where))
         self.compute_dtype = _compute_dtype(settings, self.device)
         base_dtype = self.compute_dtype if settings.lora else torch.float32
-        self.module: Any = _load_base(path or settings.path, base_dtype)
+        self.module: Any = _load_base(path or settings.path, base_dtype, settings.attn_implementation)
         self._tied = frozenset(getattr(self.module, "all_tied_weights_keys", None) or ())
         if settings.lora:
             torch.manual_seed(seed)
@@ -56,7 +57,9 @@ class PolicyModel:
         if self.selects_logprobs:
             self._longest_shared, self._why_apart = longest_row(_inner(self.module).get_decoder(), self.device)
         self._has_dropout = _has_dropout(self.module)
-        self.module.train()
+        if settings.gradient_checkpointing:
+            gradient_checkpointing.enable(_inner(self.module), settings.path)
+        self.use_dropout(True)
 
     @property
     def weights_format(self) -> str:
@@ -112,6 +115,15 @@ class PolicyModel:
     def use_dropout(self, enabled: bool) -> None:
         """Apply the model's and the adapters' dropout in forwards from now on, or not."""
         self.module.train(enabled)
+        if self.settings.gradient_checkpointing and not enabled:
+            gradient_checkpointing.keep(_inner(self.module))
+
+    @property
+    def _head_dtype(self) -> torch.dtype | None:
+        """None: the hidden states' own."""
+        if self.settings.fp32_head:
+            return torch.float32
+        return None if self.compute_dtype == torch.float32 else self.compute_dtype
 
     def shares_prefixes(self, longest: int) -> bool:
         """Whether rows of up to `longest` tokens may be computed as a prefix tree. Logs once why they may not be."""
@@ -153,7 +165,7 @@ class PolicyModel:
             batch.token_ids[:, 1:][is_target_B_T],
             temperature,
             batch.kept,
-            compute_dtype=None if self.compute_dtype == torch.float32 else self.compute_dtype,
+            compute_dtype=self._head_dtype,
             entropy_needs_grad=entropy_needs_grad,
         )
         assert entropies_N is not None
@@ -212,16 +224,19 @@ def _compute_dtype(settings: ModelSettings, device: torch.device) -> torch.dtype
     return torch.bfloat16 if settings.dtype == "bfloat16" else torch.float32
 
 
-def _load_base(path: str, dtype: torch.dtype) -> Any:
+def _load_base(path: str, dtype: torch.dtype, attn_implementation: str) -> Any:
     looks_local = path.startswith((".", "/", "~")) or path.count("/") > 1
     folder = Path(path).expanduser()
     if looks_local and not folder.is_dir():
         raise ModelError(f"model folder {path} does not exist; give a transformers folder or a hub name")
     try:
         return AutoModelForCausalLM.from_pretrained(
-            str(folder) if folder.is_dir() else path, dtype=dtype, trust_remote_code=False
+            str(folder) if folder.is_dir() else path,
+            dtype=dtype,
+            trust_remote_code=False,
+            attn_implementation=None if attn_implementation == "auto" else attn_implementation,
         )
-    except (OSError, ValueError, KeyError, RuntimeError, safetensors.SafetensorError) as error:
+    except (OSError, ValueError, ImportError, KeyError, RuntimeError, safetensors.SafetensorError) as error:
         reason = " ".join(str(error).split())[:300]
         raise ModelError(f"model {path} cannot be loaded, from a folder or the hub: {reason}") from error
 
@@ -235,6 +250,8 @@ def _with_adapters(module: Any, settings: ModelSettings) -> Any:
         lora_alpha=lora.alpha,  # pyright: ignore[reportArgumentType]
         lora_dropout=lora.dropout,
         target_modules=list(lora.target_modules),
+        use_rslora=lora.use_rslora,
+        use_dora=lora.use_dora,
         task_type="CAUSAL_LM",
     )
     try:
@@ -322,7 +339,7 @@ class Reference:
         try:
             return self._terms(batch, temperature)
         finally:
-            self._policy.module.train(was_training)
+            self._policy.use_dropout(was_training)
             _put(self._policy, own)
 
     def _terms(self, batch: MicroBatch, temperature: float) -> Tensor:

@@ -234,6 +234,8 @@ def _adapter_config(recorded: Mapping[str, Any]) -> Any:
         lora_alpha=recorded["lora_alpha"],
         lora_dropout=float(recorded.get("lora_dropout", 0.0)),
         target_modules=[str(name) for name in modules],
+        use_rslora=bool(recorded.get("use_rslora", False)),
+        use_dora=bool(recorded.get("use_dora", False)),
         task_type="CAUSAL_LM",
         inference_mode=True,
     )

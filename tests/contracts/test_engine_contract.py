@@ -29,7 +29,7 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 LOADING: list[Any] = [
-    *("scripted", "transformers", "transformers-lora-deterministic"),
+    *("scripted", "transformers", "transformers-lora-deterministic", "transformers-lora-dora"),
     *(pytest.param(name, marks=pytest.mark.vllm) for name in ("vllm-lora", "vllm-full")),
 ]
 
@@ -54,6 +54,8 @@ def loading_subject(request: pytest.FixtureRequest, tmp_path: Path) -> Subject:
     if request.param == "scripted":
         return scripted(tmp_path)
     lora = LoraSettings(rank=4, alpha=16, target_modules=("q_proj", "v_proj")) if "lora" in request.param else None
+    if lora is not None and "dora" in request.param:
+        lora = lora.model_copy(update={"use_dora": True, "use_rslora": True})
     if "vllm" in request.param:
         return vllm(tmp_path, request.getfixturevalue("vllm_server"), lora=lora)
     base = request.getfixturevalue("base")

@@ -69,9 +69,12 @@ BUILDER = {
 ADAPTER = {
     **COMPONENT,
     "model.path": "no/such/folder",
-    **_at("model.lora", {"rank": 3, "alpha": 3.0, "dropout": 0.5, "target_modules": ["q_proj"]}),
+    **_at("model.lora", {
+        "rank": 3, "alpha": 3.0, "dropout": 0.5, "target_modules": ["q_proj"], "use_rslora": True, "use_dora": True,
+    }),
     "model.dtype": "float32",
-    "model.device": "cpu",
+    "model.device": "cpu", "model.gradient_checkpointing": True, "model.attn_implementation": "eager",
+    "model.fp32_head": True,
     "algorithm.name": "sft",
     **_at("algorithm", {
         "clip_low": 0.1, "clip_high": 0.1, "dual_clip": 5.0, "advantage": "group_mean", "step_rewards": "process",

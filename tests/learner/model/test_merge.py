@@ -81,7 +81,11 @@ def published(policy: PolicyModel, weights: Path, **changes: Any) -> WeightsPubl
 
 
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
-@pytest.mark.parametrize("lora", [LORA, None], ids=["lora", "full"])
+@pytest.mark.parametrize(
+    "lora",
+    [LORA, LORA.model_copy(update={"use_dora": True, "use_rslora": True}), None],
+    ids=["lora", "dora", "full"],
+)
 @pytest.mark.parametrize("config", [Qwen2Config, Qwen3Config, LlamaConfig, GemmaConfig, MistralConfig])
 @torch.no_grad()
 def test_a_merged_version_says_what_the_policy_says(
@@ -113,7 +117,7 @@ def test_the_sum_is_stored_in_the_type_of_the_base_model(tmp_path: Path, tiny: P
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"use_dora": True}, "use_dora of its adapter is True; only plain LoRA is merged here"),
+        ({"rank_pattern": {"a": 2}}, "rank_pattern of its adapter is {'a': 2}; it cannot be merged here"),
         ({"modules_to_save": ["lm_head"]}, "modules_to_save of its adapter is"),
         ({"r": "many"}, "its adapter's configuration cannot be read"),
         ({"r": 4}, "weights do not fit"),
