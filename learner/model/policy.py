@@ -7,6 +7,7 @@ import copy
 import hashlib
 import logging
 import os
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +18,11 @@ from pydantic import JsonValue
 from torch import Tensor
 from torch.nn import functional
 from transformers import AutoModelForCausalLM
+from transformers.modeling_layers import GradientCheckpointingLayer
 
-from rollstream.learner.model import gradient_checkpointing
 from rollstream.learner.model.collate import MicroBatch
 from rollstream.learner.model.logprobs import Head, only_kept, selected_logprobs
-from rollstream.learner.model.tree_attention import hidden_states, longest_row
+from rollstream.learner.model.tree_attention import attention_as, hidden_states, longest_row
 from rollstream.schemas.errors import ModelError
 from rollstream.schemas.settings import LoraSettings, ModelSettings, device_of
 
@@ -58,7 +59,7 @@ class PolicyModel:
             self._longest_shared, self._why_apart = longest_row(_inner(self.module).get_decoder(), self.device)
         self._has_dropout = _has_dropout(self.module)
         if settings.gradient_checkpointing:
-            gradient_checkpointing.enable(_inner(self.module), settings.path)
+            _enable_checkpointing(_inner(self.module), settings.path)
         self.use_dropout(True)
 
     @property
@@ -115,8 +116,10 @@ class PolicyModel:
     def use_dropout(self, enabled: bool) -> None:
         """Apply the model's and the adapters' dropout in forwards from now on, or not."""
         self.module.train(enabled)
-        if self.settings.gradient_checkpointing and not enabled:
-            gradient_checkpointing.keep(_inner(self.module))
+        if self.settings.gradient_checkpointing:
+            for module in self.module.modules():
+                if isinstance(module, GradientCheckpointingLayer):
+                    module.training = True  # transformers asks a layer for it, and computes so only then
 
     @property
     def _head_dtype(self) -> torch.dtype | None:
@@ -258,6 +261,29 @@ def _with_adapters(module: Any, settings: ModelSettings) -> Any:
         return get_peft_model(module, config)
     except ValueError as error:
         raise ModelError(f"model {settings.path} takes no such adapter: {' '.join(str(error).split())}") from error
+
+
+def _enable_checkpointing(model: Any, path: str) -> None:
+    """Let a transformers model (without adapters around it) compute activations again in the backward pass.
+
+    Raises ModelError if it cannot, or has dropout outside of modules, which would then be on in every loss.
+    """
+    config = model.get_decoder().config
+    dropout = {name: value for name, value in vars(config).items() if "drop" in name and isinstance(value, float)}
+    if odd := next((name for name, value in dropout.items() if value > 0), None):
+        raise ModelError(
+            f"model {path}: gradient_checkpointing does not go with its {odd} of {dropout[odd]:g}; "
+            f"set {odd} to 0 in its config.json, or leave gradient_checkpointing off"
+        )
+
+    def contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+        """Of the forward pass, and of the second one within the backward pass, when the first has ended."""
+        return nullcontext(), attention_as(config, config._attn_implementation)
+
+    try:
+        model.gradient_checkpointing_enable({"use_reentrant": False, "context_fn": contexts})
+    except ValueError as error:
+        raise ModelError(f"model {path}: {error} Leave gradient_checkpointing off.") from error
 
 
 def _inner(module: Any) -> Any:

@@ -3,8 +3,10 @@
 Differentiable in keys and values that rows share: their gradients are summed over the rows.
 """
 
+import contextlib
 import logging
 import math
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -74,17 +76,23 @@ def attend(
 AttentionInterface.register(NAME, attend)
 
 
+@contextlib.contextmanager
+def attention_as(config: Any, name: str) -> Iterator[None]:
+    """Attention of a model by this implementation while inside."""
+    before = config._attn_implementation
+    config._attn_implementation = name
+    try:
+        yield
+    finally:
+        config._attn_implementation = before
+
+
 def hidden_states(decoder: Any, tree: PrefixTree) -> Tensor:
     """(N, D), the last hidden states of a tree's tokens."""
-    config = decoder.config
-    written = config._attn_implementation
-    config._attn_implementation = NAME
-    try:
+    with attention_as(decoder.config, NAME):
         output = decoder(
             input_ids=tree.token_ids_N[None], position_ids=tree.positions_N[None], use_cache=False, prefix_tree=tree
         )
-    finally:
-        config._attn_implementation = written
     return output.last_hidden_state[0]
 
 
