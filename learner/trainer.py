@@ -8,7 +8,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from rollstream.learner.algorithms import table
+from rollstream.learner.algorithms import off_policy, table
 from rollstream.learner.algorithms.base import BatchView
 from rollstream.learner.algorithms.pairs import items_of, pairs_of, rows_of_pairs
 from rollstream.learner.checkpoint import Checkpoint, CheckpointPosition, part
@@ -127,6 +127,7 @@ class JobTrainer:
             index=planned.index,
             seed=planned.seed,
             reference=self._reference,
+            version=planned.trains_at_version,
             skipped_in_row=self._skipped_in_row,
             budget=self._budget,
         )
@@ -137,7 +138,19 @@ class JobTrainer:
             logger.warning(
                 "batch=%s has no %s: version=%s changes nothing", planned.batch_id, what, planned.yields_version
             )
+        self._warn_of_mismatch(result, planned)
         return replace(result, metrics={**result.metrics, **manifest_metrics(planned)})
+
+    def _warn_of_mismatch(self, result: StepResult, planned: BatchPlanned) -> None:
+        found = result.metrics.get(f"{off_policy.MISMATCH}kl_k3", 0.0)
+        if found > off_policy.MAX_MISMATCH:
+            logger.warning(
+                "engine and learner differ at version=%s of model_group=%s: KL %.3g nats a token where they should "
+                "agree; compare their dtype, chat template and sampling, or train with algorithm.off_policy",
+                planned.trains_at_version,
+                planned.model_group,
+                found,
+            )
 
     def batch(self, planned: BatchPlanned, trajectories: Sequence[TrajectoryAssembled]) -> BatchView:
         """Rows or pairs, as the algorithm needs them. Rewards are the manifest's, those of steps the trajectories'."""

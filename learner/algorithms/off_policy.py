@@ -9,6 +9,11 @@ from rollstream.learner.algorithms.tokens import MAX_LOG_RATIO, TokenBatch
 from rollstream.schemas.algorithm_settings import OffPolicySettings
 
 PREFIX = "off_policy/"
+MISMATCH, DRIFT = "mismatch/", "drift/"
+"""Of tokens that the very version sampled that is trained, and of those of earlier ones."""
+MAX_MISMATCH = 0.01
+"""KL divergence (k3, nats a token) above which engine and learner are said to differ at one version: float32 engines
+stay below 1e-6, bfloat16 ones usually below 1e-3."""
 
 
 @torch.no_grad()
@@ -65,6 +70,55 @@ def metrics(sums: Mapping[str, float], num_tokens: int) -> dict[str, float]:
         "rejected": value["rejected"] / num_tokens,
     }
     return {f"{PREFIX}{name}": one for name, one in found.items()}
+
+
+@torch.no_grad()
+def compared(tokens: TokenBatch, version: int) -> dict[str, Tensor]:
+    """Sums of how far the policy at `version`, before any step on the tokens, is from those that sampled them."""
+    assert tokens.versions_N is not None
+    log_w_N = (tokens.logprobs_N - tokens.behaviour_N).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+    is_known_N = tokens.versions_N >= 0
+    is_equal_N = tokens.versions_N == version
+    found: dict[str, Tensor] = {}
+    for prefix, chosen_N in ((MISMATCH, is_equal_N), (DRIFT, is_known_N & ~is_equal_N)):
+        log_w_K = log_w_N[chosen_N]
+        sums = {
+            "tokens": chosen_N.sum(),
+            "w": log_w_K.exp().sum(),
+            "squared_w": (2 * log_w_K).exp().sum(),
+            "k1": _kl(log_w_K, "k1").sum(),
+            "k3": _kl(log_w_K, "k3").sum(),
+        }
+        found |= {f"{prefix}{name}": value for name, value in sums.items()}
+    found[f"{MISMATCH}log_ppl"] = tokens.mean_by_row(-log_w_N).sum()
+    found[f"{MISMATCH}rows"] = torch.tensor(len(tokens.lengths_B))
+    found[f"{DRIFT}versions"] = (version - tokens.versions_N[is_known_N]).sum()
+    return found
+
+
+def compared_metrics(sums: Mapping[str, float]) -> dict[str, float]:
+    """By verl's and prime-rl's meanings, over the tokens of the batch's first mini-batch; none if none was compared.
+
+    mismatch/... of tokens that the trained version sampled itself, drift/... of earlier versions': kl and kl_k3,
+    estimates of KL(sampling || trained) in nats a token; ess and chi2 as in `metrics`. mismatch/log_ppl_diff: mean over
+    sequences of the log-perplexity under the trained policy less that under the sampling one. drift/tokens: share of
+    tokens of earlier versions; drift/versions: how many versions old a token is on average.
+    """
+    if f"{MISMATCH}rows" not in sums:
+        return {}
+    found: dict[str, float] = {}
+    for prefix in (MISMATCH, DRIFT):
+        count, w, squared = (sums[f"{prefix}{name}"] for name in ("tokens", "w", "squared_w"))
+        if count:
+            found[f"{prefix}kl"] = sums[f"{prefix}k1"] / count
+            found[f"{prefix}kl_k3"] = sums[f"{prefix}k3"] / count
+            found[f"{prefix}ess"] = w**2 / (count * squared) if squared else 0.0
+            found[f"{prefix}chi2"] = squared / count - 1
+    total = sums[f"{MISMATCH}tokens"] + sums[f"{DRIFT}tokens"]
+    found[f"{MISMATCH}log_ppl_diff"] = sums[f"{MISMATCH}log_ppl"] / sums[f"{MISMATCH}rows"]
+    found[f"{DRIFT}tokens"] = sums[f"{DRIFT}tokens"] / total if total else 0.0
+    found[f"{DRIFT}versions"] = sums[f"{DRIFT}versions"] / total if total else 0.0
+    return found
 
 
 def _kl(log_w_N: Tensor, estimate: str) -> Tensor:

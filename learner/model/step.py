@@ -28,6 +28,8 @@ logger = logging.getLogger(__name__)
 
 SHARES_SINCE = 4
 """Revision of the rules since which rows that begin alike are computed as a prefix tree."""
+COMPARES_SINCE = 5
+"""Revision since which the policy is compared with those that sampled: metrics of a step are a part of its record."""
 CPU_TOKENS, GPU_TOKENS = 2048, 16384
 """Of a micro-batch. A CPU is fastest with what its caches hold: see docs/performance.md."""
 
@@ -83,15 +85,17 @@ def train_batch(
     index: int,
     seed: int,
     reference: Reference | None = None,
+    version: int | None = None,
     skipped_in_row: int = 0,
     budget: MicroBatchBudget | None = None,
 ) -> StepResult:
     """Take the optimizer steps of manifest `index`, one a mini-batch; none if nothing is left to train. Blocking.
 
     `settings.algorithm`: `algorithm`'s own settings. `seed` decides the mini-batches and dropout. `reference`: what the
-    loss compares with, if it does. A step whose loss or gradient is not finite is skipped; `skipped_in_row`: those
-    before this batch. `budget`: of the micro-batches, as the job says without it. Raises RunFailedError if more steps
-    in a row than `optimizer.max_skipped_steps` are not finite, or if a single row or pair does not fit into memory.
+    loss compares with, if it does. `version`: of the weights, which tokens' versions are compared with. A step whose
+    loss or gradient is not finite is skipped; `skipped_in_row`: those before this batch. `budget`: of the
+    micro-batches, as the job says without it. Raises RunFailedError if more steps in a row than
+    `optimizer.max_skipped_steps` are not finite, or if a single row or pair does not fit into memory.
     """
     chosen = settings.algorithm
     prepared = algorithm.prepare(batch, chosen)
@@ -99,8 +103,11 @@ def train_batch(
     parts = collate.mini_batches(units, chosen.mini_batches, seed)
     longest = max((len(rows[index].row.token_ids) for unit in units for index in unit), default=0)
     shares = settings.revision >= SHARES_SINCE and model.shares_prefixes(longest)
+    compares = version is not None and chosen.needs.behaviour and settings.revision >= COMPARES_SINCE
     divide = partial(
-        collate.tree_micro_batches if shares else collate.micro_batches, rows, versions=chosen.needs.versions
+        collate.tree_micro_batches if shares else collate.micro_batches,
+        rows,
+        versions=chosen.needs.versions or compares,
     )
     taken = _Taken(budget or MicroBatchBudget(micro_batch_tokens(settings, model.device)), skipped_in_row)
     proximal = _proximal(model, parts, divide, settings, taken) if chosen.needs.proximal else None
@@ -114,7 +121,10 @@ def train_batch(
             micro_batches = divide(part, max_tokens)
             taken.seconds["collate"] += time.monotonic() - began
             model.module.zero_grad(set_to_none=True)
-            return _accumulate(model, micro_batches, algorithm, prepared.normaliser, settings, reference, proximal)
+            trained = version if compares and number == 0 else None
+            return _accumulate(
+                model, micro_batches, algorithm, prepared.normaliser, settings, reference, proximal, trained
+            )
 
         began, collated = time.monotonic(), taken.seconds["collate"]
         sums = taken.budget.run(accumulated, len(part))
@@ -179,8 +189,12 @@ def _accumulate(
     settings: JobSettings,
     reference: Reference | None,
     proximal: Mapping[int, Tensor] | None,
+    version: int | None,
 ) -> dict[str, float]:
-    """Gradients of one mini-batch, summed over its micro-batches; the sums of its loss terms, and `_COUNTED`."""
+    """Gradients of one mini-batch, summed over its micro-batches; the sums of its loss terms, and `_COUNTED`.
+
+    `version`: of the weights, where these tokens are compared with the policies that sampled them.
+    """
     count = count_of(micro_batches, normaliser)
     chosen = settings.algorithm
     sums: dict[str, float] = defaultdict(float)
@@ -195,6 +209,8 @@ def _accumulate(
             tokens = tokens._replace(proximal_N=torch.cat([proximal[row] for row in batch.rows]))
         elif chosen.needs.proximal:
             tokens = tokens._replace(proximal_N=logprobs_N.detach())
+        if version is not None:
+            _add(sums, off_policy.compared(tokens, version))
         correction = chosen.off_policy if isinstance(chosen, PolicyGradientSettings) else None
         if correction is not None:
             tokens, seen = off_policy.corrected(tokens, correction)
@@ -283,6 +299,7 @@ def _result(
         counts = Counts(int(counted[_COMPLETION]), int(counted[_SEQUENCES]), pairs)
         metrics |= algorithm.metrics(dict(taken.sums), counts)
         metrics |= off_policy.metrics(taken.sums, counts.tokens)
+        metrics |= off_policy.compared_metrics(taken.sums)
     if num_units or batch.pairs is None:
         metrics |= counted
         if _COMPUTED in taken.sums:

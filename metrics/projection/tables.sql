@@ -336,6 +336,13 @@ WHERE NOT EXISTS (SELECT 1 FROM log.learner_claimed c
 QUALIFY row_number() OVER (PARTITION BY t.model_group, t.version ORDER BY t.log_offset) = 1
 ORDER BY t.model_group, t.version;
 
+CREATE OR REPLACE VIEW engine_mismatch AS
+SELECT run_id, job_id, model_group, version - 1 AS trained_version, metrics['mismatch/kl_k3'] AS mismatch_kl,
+    metrics['mismatch/log_ppl_diff'] AS log_ppl_diff, metrics['mismatch/ess'] AS mismatch_ess,
+    metrics['drift/kl_k3'] AS drift_kl, metrics['drift/ess'] AS drift_ess, metrics['drift/tokens'] AS drift_share,
+    metrics['drift/versions'] AS versions_old, coalesce(metrics['mismatch/kl_k3'] > 0.01, false) AS is_alarming
+FROM training_steps WHERE metrics['mismatch/log_ppl_diff'] IS NOT NULL ORDER BY model_group, version;
+
 CREATE OR REPLACE VIEW weight_loads AS
 SELECT run_id, model_group, version, engine, seconds, num_skipped, log.at(time_ms) AS loaded_at
 FROM log.weights_loaded ORDER BY log_offset;

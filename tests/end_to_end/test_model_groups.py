@@ -77,6 +77,9 @@ def test_two_model_groups_are_trained_beside_a_frozen_one_and_replay_is_equal_af
     ]
     averages = workplace.rows("SELECT count(*) AS n FROM training_steps WHERE metrics['baseline/second'] > 0")
     assert averages[0]["n"] == EPOCHS
+    mismatch = workplace.rows("SELECT max(mismatch_kl) AS most, bool_or(is_alarming) AS alarm FROM engine_mismatch")
+    assert 0 <= mismatch[0]["most"] < 1e-6
+    assert mismatch[0]["alarm"] is False
     causes = workplace.rows("SELECT agent, cause FROM rejections JOIN trajectories USING (trajectory_id) GROUP BY ALL")
     assert [(row["agent"], row["cause"]) for row in causes] == [("third", "frozen")]
     for how in ("--verify", "--train"):

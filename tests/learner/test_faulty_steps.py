@@ -24,6 +24,7 @@ from rollstream.learner.retrain import RecordedJob, Retraining
 from rollstream.schemas.algorithms import GrpoSettings
 from rollstream.schemas.errors import RunFailedError
 from rollstream.schemas.events import BatchPlanned, JobFailed, JobSucceeded, StepTrained, WeightsPublished
+from rollstream.schemas.events.rollouts import Completion, VersionSpan
 from rollstream.schemas.settings import JobSettings, ModelSettings, OptimizerSettings
 
 SKIPPED = "optimizer/skipped_steps"
@@ -188,3 +189,39 @@ def test_other_errors_are_not_taken_for_want_of_memory() -> None:
     with pytest.raises(RuntimeError, match="shape mismatch"):
         MicroBatchBudget(64).run(work, 8)
     assert is_out_of_memory(MemoryError())
+
+
+def test_an_engine_that_samples_otherwise_at_the_trained_version_sets_off_the_alarm(
+    lab: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    plain = lab.trajectory
+
+    def sampled(job: Any, index: int, position: int, **options: Any) -> Any:
+        """With the version that each token was sampled by: of half of them an earlier one."""
+        made = plain(job, index, position, **options)
+        version = index - position % 2 if index else 0
+
+        def spanned(part: Completion) -> Completion:
+            span = VersionSpan(model_group=job.model_group, version=version, length=part.length)
+            return part.model_copy(update={"spans": (span,)})
+
+        sequences = tuple(
+            one.model_copy(update={"completions": tuple(map(spanned, one.completions))}) for one in made.sequences
+        )
+        return made.model_copy(update={"sequences": sequences})
+
+    lab.trajectory = sampled
+
+    async def scenario() -> None:
+        job = await lab.submit(revision=5)
+        await lab.plan(job)
+        with caplog.at_level(logging.WARNING):
+            await lab.work(lab.has(JobSucceeded))
+        steps = await steps_of(lab)
+        assert steps[1].metrics["drift/tokens"] == 0.0
+        assert 0 < steps[2].metrics["drift/tokens"] < 1
+        assert steps[1].metrics["mismatch/kl_k3"] > 0.01
+        assert "engine and learner differ at version=0 of model_group=run-1/main" in caplog.text
+        await assert_replayed(lab, job, steps)
+
+    asyncio.run(scenario())

@@ -88,3 +88,28 @@ def test_the_proximal_policy_is_needed_and_bounds_are_in_order() -> None:
         GspoSettings(off_policy=OffPolicySettings(level="token"))
     with pytest.raises(ValidationError, match="clip_min 3 is not below clip_max 2"):
         OffPolicySettings(clip_min=3, clip_max=2)
+
+
+def test_engine_and_learner_are_compared_apart_from_drift() -> None:
+    versions = np.array([5, 5, 4, 5, 3, -1, 4, 5])
+    compared = tokens()._replace(versions_N=torch.tensor(versions))
+    metrics = off_policy.compared_metrics({k: float(v) for k, v in off_policy.compared(compared, 5).items()})
+    for prefix, chosen in (("mismatch", versions == 5), ("drift", (versions >= 0) & (versions != 5))):
+        log_w = LOG_W[chosen]
+        w = np.exp(log_w)
+        assert metrics[f"{prefix}/kl"] == pytest.approx(-log_w.mean())
+        assert metrics[f"{prefix}/kl_k3"] == pytest.approx((w - 1 - log_w).mean())
+        assert metrics[f"{prefix}/ess"] == pytest.approx(w.sum() ** 2 / (len(w) * (w**2).sum()))
+        assert metrics[f"{prefix}/chi2"] == pytest.approx((w**2).mean() - 1)
+    by_row = [-LOG_W[row == ROW_OF].mean() for row in range(3)]
+    assert metrics["mismatch/log_ppl_diff"] == pytest.approx(np.mean(by_row))
+    assert metrics["drift/tokens"] == pytest.approx(3 / 7)
+    assert metrics["drift/versions"] == pytest.approx((1 + 2 + 1) / 7)
+
+
+def test_nothing_compared_gives_no_metric_and_one_kind_of_tokens_only_its_own() -> None:
+    assert off_policy.compared_metrics({}) == {}
+    new = tokens()._replace(versions_N=torch.full((8,), 2))
+    found = off_policy.compared_metrics({k: float(v) for k, v in off_policy.compared(new, 2).items()})
+    assert found["drift/tokens"] == found["drift/versions"] == 0.0
+    assert "drift/kl" not in found
