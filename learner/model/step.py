@@ -75,6 +75,19 @@ class _Taken:
     )
 
 
+@dataclass(frozen=True, slots=True)
+class _Work:
+    """What the mini-batches of a batch have in common."""
+
+    model: PolicyModel
+    algorithm: Algorithm
+    normaliser: Normaliser
+    settings: JobSettings
+    reference: Reference | None
+    divide: Callable[[Sequence[Unit], int], Sequence[MicroBatch]]
+    taken: _Taken
+
+
 def train_batch(
     model: PolicyModel,
     optimizer: torch.optim.Optimizer,
@@ -110,24 +123,15 @@ def train_batch(
         versions=chosen.needs.versions or compares,
     )
     taken = _Taken(budget or MicroBatchBudget(micro_batch_tokens(settings, model.device)), skipped_in_row)
+    work = _Work(model, algorithm, prepared.normaliser, settings, reference, divide, taken)
     proximal = _proximal(model, parts, divide, settings, taken) if chosen.needs.proximal else None
     planned = chosen.mini_batches
     last_step = settings.num_versions * planned - (1 if settings.revision < 2 else 0)
     for number, part in enumerate(parts):
-
-        def accumulated(max_tokens: int, number: int = number, part: Sequence[Unit] = part) -> dict[str, float]:
-            torch.manual_seed(ids.derive_seed(seed, number))
-            began = time.monotonic()
-            micro_batches = divide(part, max_tokens)
-            taken.seconds["collate"] += time.monotonic() - began
-            model.module.zero_grad(set_to_none=True)
-            trained = version if compares and number == 0 else None
-            return _accumulate(
-                model, micro_batches, algorithm, prepared.normaliser, settings, reference, proximal, trained
-            )
-
+        compared = version if compares and number == 0 else None
+        gradients = partial(_gradients, work, part, ids.derive_seed(seed, number), proximal, compared)
         began, collated = time.monotonic(), taken.seconds["collate"]
-        sums = taken.budget.run(accumulated, len(part))
+        sums = taken.budget.run(gradients, len(part))
         backed = time.monotonic()
         rate = learning_rate(settings.optimizer, index * planned + number, last_step)
         _take(model, optimizer, rate, sums, settings, taken)
@@ -181,21 +185,25 @@ def count_of(micro_batches: Sequence[MicroBatch], normaliser: Normaliser) -> flo
     return sum(len(one.chosen) or len(one.lengths) for one in micro_batches)
 
 
-def _accumulate(
-    model: PolicyModel,
-    micro_batches: Sequence[MicroBatch],
-    algorithm: Algorithm,
-    normaliser: Normaliser,
-    settings: JobSettings,
-    reference: Reference | None,
+def _gradients(
+    work: _Work,
+    part: Sequence[Unit],
+    seed: int,
     proximal: Mapping[int, Tensor] | None,
     version: int | None,
+    max_tokens: int,
 ) -> dict[str, float]:
-    """Gradients of one mini-batch, summed over its micro-batches; the sums of its loss terms, and `_COUNTED`.
+    """Gradients of one mini-batch, summed over micro-batches of so many tokens; the sums of its loss, and `_counted`.
 
     `version`: of the weights, where these tokens are compared with the policies that sampled them.
     """
-    count = count_of(micro_batches, normaliser)
+    torch.manual_seed(seed)
+    began = time.monotonic()
+    micro_batches = work.divide(part, max_tokens)
+    work.taken.seconds["collate"] += time.monotonic() - began
+    model, algorithm, settings, reference = work.model, work.algorithm, work.settings, work.reference
+    model.module.zero_grad(set_to_none=True)
+    count = count_of(micro_batches, work.normaliser)
     chosen = settings.algorithm
     sums: dict[str, float] = defaultdict(float)
     for micro_batch in micro_batches:
@@ -218,7 +226,7 @@ def _accumulate(
         found = algorithm.loss(tokens, chosen)
         if correction is not None:
             found = corrected_rows(found, tokens)
-        aggregated(found, tokens, normaliser, count).backward()
+        aggregated(found, tokens, work.normaliser, count).backward()
         _add(sums, found.sums)
         for name, value in _counted(micro_batch).items():
             sums[name] += value
