@@ -19,13 +19,12 @@ from rollstream.learner.model.memory import MicroBatchBudget, is_out_of_memory
 from rollstream.learner.model.optimizer import make_optimizer
 from rollstream.learner.model.policy import PolicyModel
 from rollstream.learner.model.step import train_batch
-from rollstream.learner.progress import Manifest
-from rollstream.learner.retrain import RecordedJob, Retraining
 from rollstream.schemas.algorithms import GrpoSettings
 from rollstream.schemas.errors import RunFailedError
-from rollstream.schemas.events import BatchPlanned, JobFailed, JobSucceeded, StepTrained, WeightsPublished
+from rollstream.schemas.events import JobFailed, JobSucceeded, StepTrained, WeightsPublished
 from rollstream.schemas.events.rollouts import Completion, VersionSpan
 from rollstream.schemas.settings import JobSettings, ModelSettings, OptimizerSettings
+from tests.rigs.retrained import assert_retrained, steps_of
 
 SKIPPED = "optimizer/skipped_steps"
 
@@ -39,25 +38,6 @@ def odd_loss(monkeypatch: pytest.MonkeyPatch, share: int) -> None:
         return found._replace(values=found.values * float("nan")) if len(tokens.logprobs_N) % share == 0 else found
 
     monkeypatch.setattr(Grpo, "loss", loss)
-
-
-async def steps_of(lab: Any) -> dict[int, StepTrained]:
-    return {step.version: step for step in await lab.events("weights", StepTrained)}
-
-
-async def assert_replayed(lab: Any, job: Any, steps: dict[int, StepTrained], *, first: int = 1) -> None:
-    """Trained again from the checkpoint before `first`, every version is what it was."""
-    received = [one for one in await lab.received("batches") if isinstance(one.event, BatchPlanned)]
-    manifests = {one.event.index: Manifest(one.event, one.digest, one.position.offset) for one in received}
-    base = next(one for one in await lab.events("weights", WeightsPublished) if one.version == 0)
-    again = Retraining(RecordedJob(job, base, manifests, steps), threads=1, permissions=lab.permissions)
-    began = again.begin(lab.artifacts, lab.folder / "checkpoints", version=first - 1, until=len(steps))
-    compared = [
-        (codec.content_digest(before), codec.content_digest(after))
-        async for before, after in again.steps(lab.log, until=len(steps))
-    ]
-    assert len(compared) == len(steps) - began
-    assert all(before == after for before, after in compared)
 
 
 @pytest.mark.parametrize("first", [1, 4])
@@ -78,7 +58,7 @@ def test_a_step_that_is_not_finite_is_skipped_and_replays_so(
         for version, step in steps.items():
             assert step.num_optimizer_steps == 4 - skipped[version]
         assert caplog.text.count("optimizer step skipped") == sum(skipped.values())
-        await assert_replayed(lab, job, steps, first=first)
+        await assert_retrained(lab, job, steps, first=first)
 
     asyncio.run(scenario())
 
@@ -128,10 +108,10 @@ def test_memory_that_runs_out_halves_the_micro_batches_and_replays_so(
         steps = await steps_of(lab)
         assert steps[1].micro_batch_tokens[-1] == 32
         assert set(steps[2].micro_batch_tokens) == set(steps[3].micro_batch_tokens) == {32}
-        await assert_replayed(lab, job, steps)
+        await assert_retrained(lab, job, steps)
         without = {version: step.model_copy(update={"micro_batch_tokens": ()}) for version, step in steps.items()}
         with pytest.raises(AssertionError):  # so the division does decide bits
-            await assert_replayed(lab, job, without)
+            await assert_retrained(lab, job, without)
 
     asyncio.run(scenario())
 
@@ -222,6 +202,6 @@ def test_an_engine_that_samples_otherwise_at_the_trained_version_sets_off_the_al
         assert 0 < steps[2].metrics["drift/tokens"] < 1
         assert steps[1].metrics["mismatch/kl_k3"] > 0.01
         assert "engine and learner differ at version=0 of model_group=run-1/main" in caplog.text
-        await assert_replayed(lab, job, steps)
+        await assert_retrained(lab, job, steps)
 
     asyncio.run(scenario())

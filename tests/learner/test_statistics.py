@@ -6,10 +6,9 @@ from typing import Any
 import pytest
 
 from rollstream.eventlog import codec
-from rollstream.learner.progress import Manifest
-from rollstream.learner.retrain import RecordedJob, Retraining
 from rollstream.schemas.algorithms import GrpoSettings
-from rollstream.schemas.events import BatchPlanned, JobSucceeded, StepTrained, WeightsPublished
+from rollstream.schemas.events import BatchPlanned, JobSucceeded, StepTrained
+from tests.rigs.retrained import assert_retrained, steps_of
 
 DECAY = 0.75
 
@@ -34,22 +33,8 @@ def test_a_moving_average_survives_a_restart_and_a_replay_from_a_checkpoint(lab:
         previous = codec.content_digest(planned[-1])
         planned += await lab.plan(job, 2, first=3, previous=previous)
         await lab.work(lab.has(JobSucceeded))
-        steps = {step.version: step for step in await lab.events("weights", StepTrained)}
+        steps = await steps_of(lab)
         assert [steps[v].metrics["baseline/agent"] for v in range(1, 6)] == averages(planned)
-        await assert_replayed(lab, job, steps, first=4)
+        await assert_retrained(lab, job, steps, first=4)
 
     asyncio.run(scenario())
-
-
-async def assert_replayed(lab: Any, job: Any, steps: dict[int, StepTrained], *, first: int) -> None:
-    received = [one for one in await lab.received("batches") if isinstance(one.event, BatchPlanned)]
-    manifests = {one.event.index: Manifest(one.event, one.digest, one.position.offset) for one in received}
-    base = next(one for one in await lab.events("weights", WeightsPublished) if one.version == 0)
-    retraining = Retraining(RecordedJob(job, base, manifests, steps), threads=1, permissions=lab.permissions)
-    began = retraining.begin(lab.artifacts, lab.folder / "checkpoints", version=first - 1, until=5)
-    compared = [
-        (codec.content_digest(before), codec.content_digest(after))
-        async for before, after in retraining.steps(lab.log, until=5)
-    ]
-    assert len(compared) == 5 - began
-    assert all(before == after for before, after in compared)

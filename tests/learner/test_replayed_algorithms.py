@@ -1,0 +1,48 @@
+"""Jobs of every built-in algorithm: a learner that was stopped on the way goes on, and a replay gives the same bits."""
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from rollstream.eventlog import codec
+from rollstream.schemas.algorithm_settings import AlgorithmSettings, OffPolicySettings
+from rollstream.schemas.algorithms import (
+    CispoSettings,
+    DppoSettings,
+    GrpoSettings,
+    GspoSettings,
+    KtoSettings,
+    SapoSettings,
+    VespoSettings,
+)
+from rollstream.schemas.events import JobSucceeded, StepTrained
+from tests.rigs.retrained import assert_retrained, steps_of
+
+ALGORITHMS: list[AlgorithmSettings] = [
+    GrpoSettings(advantage="max_rl", mini_batches=2, kl_coefficient=0.1),
+    GrpoSettings(advantage="reinforce_pp_baseline", aggregation="sequences", entropy_coefficient=0.01),
+    GrpoSettings(off_policy=OffPolicySettings(level="token", mode="truncate"), mini_batches=3),
+    GspoSettings(mini_batches=2),
+    CispoSettings(off_policy=OffPolicySettings(reject="k3")),
+    DppoSettings(divergence="binary_kl"),
+    SapoSettings(mini_batches=2),
+    VespoSettings(),
+    KtoSettings(),
+]
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS, ids=lambda one: one.name)
+def test_a_stopped_job_goes_on_and_is_trained_again_to_the_same_bits(lab: Any, algorithm: AlgorithmSettings) -> None:
+    async def scenario() -> None:
+        job = await lab.submit(num_versions=5, algorithm=algorithm, checkpoint_every=2, revision=5)
+        planned = await lab.plan(job, 3, seal=False)
+        await lab.work(lab.has(StepTrained, "weights", 3))
+        await lab.plan(job, 2, first=3, previous=codec.content_digest(planned[-1]))
+        await lab.work(lab.has(JobSucceeded))
+        steps = await steps_of(lab)
+        assert len({step.weights_sha256 for step in steps.values()}) == 5
+        await assert_retrained(lab, job, steps)
+        await assert_retrained(lab, job, steps, first=4)
+
+    asyncio.run(scenario())

@@ -1,0 +1,28 @@
+"""Trains what a lab's log has recorded of a job once more, and holds it against the record."""
+
+from typing import Any
+
+from rollstream.eventlog import codec
+from rollstream.learner.progress import Manifest
+from rollstream.learner.retrain import RecordedJob, Retraining
+from rollstream.schemas.events import BatchPlanned, JobSubmitted, StepTrained, WeightsPublished
+
+
+async def steps_of(lab: Any) -> dict[int, StepTrained]:
+    """By version."""
+    return {step.version: step for step in await lab.events("weights", StepTrained)}
+
+
+async def assert_retrained(lab: Any, job: JobSubmitted, steps: dict[int, StepTrained], *, first: int = 1) -> None:
+    """Trained again from the checkpoint before version `first`, every version is what it was, bit by bit."""
+    received = [one for one in await lab.received("batches") if isinstance(one.event, BatchPlanned)]
+    manifests = {one.event.index: Manifest(one.event, one.digest, one.position.offset) for one in received}
+    base = next(one for one in await lab.events("weights", WeightsPublished) if one.version == 0)
+    again = Retraining(RecordedJob(job, base, manifests, steps), threads=1, permissions=lab.permissions)
+    began = again.begin(lab.artifacts, lab.folder / "checkpoints", version=first - 1, until=len(steps))
+    compared = [
+        (codec.content_digest(before), codec.content_digest(after))
+        async for before, after in again.steps(lab.log, until=len(steps))
+    ]
+    assert len(compared) == len(steps) - began
+    assert all(before == after for before, after in compared)
