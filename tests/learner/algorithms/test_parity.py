@@ -13,6 +13,7 @@ from rollstream.learner.algorithms.builtin.grpo import Grpo
 from rollstream.learner.algorithms.builtin.gspo import Gspo
 from rollstream.learner.algorithms.builtin.kto import Kto
 from rollstream.learner.algorithms.builtin.sapo import Sapo
+from rollstream.learner.algorithms.builtin.sft import Sft
 from rollstream.learner.algorithms.builtin.vespo import Vespo
 from rollstream.learner.algorithms.tokens import TokenBatch
 from rollstream.schemas.algorithms import (
@@ -23,6 +24,7 @@ from rollstream.schemas.algorithms import (
     GspoSettings,
     KtoSettings,
     SapoSettings,
+    SftSettings,
     VespoSettings,
 )
 
@@ -48,6 +50,24 @@ def grpo_dual_clip() -> tuple[np.ndarray, np.ndarray]:
     is_bounded = (ADVANTAGES < 0) & (losses > -1.1 * ADVANTAGES)
     assert is_bounded.any()
     return np.where(is_bounded, -1.1 * ADVANTAGES, losses), np.where(is_bounded, 0.0, gradient)
+
+
+def grpo_kl() -> tuple[np.ndarray, np.ndarray]:
+    """J - 0.2 (q / p - log(q / p) - 1) (arXiv 2402.03300, equation 4); here q is the behaviour policy as well."""
+    losses, gradient = grpo()
+    odds = 1 / RATIOS
+    return losses + 0.2 * (odds - np.log(odds) - 1), gradient + 0.2 * (1 - odds)
+
+
+def grpo_unbiased_kl() -> tuple[np.ndarray, np.ndarray]:
+    """The same estimate weighted by the ratio (arXiv 2512.02556, section 3.1), whose gradient is that of r log r."""
+    losses, gradient = grpo()
+    return losses + 0.2 * (1 + RATIOS * np.log(RATIOS) - RATIOS), gradient + 0.2 * RATIOS * np.log(RATIOS)
+
+
+def sft() -> tuple[np.ndarray, np.ndarray]:
+    """-log p."""
+    return -CURRENT, -np.ones(8)
 
 
 def cispo() -> tuple[np.ndarray, np.ndarray]:
@@ -120,6 +140,9 @@ def kto() -> tuple[np.ndarray, np.ndarray]:
 CASES: dict[str, tuple[Any, Any, Any]] = {
     "grpo": (Grpo(), GrpoSettings(), grpo),
     "grpo-dual-clip": (Grpo(), GrpoSettings(dual_clip=1.1), grpo_dual_clip),
+    "grpo-kl": (Grpo(), GrpoSettings(kl_coefficient=0.2), grpo_kl),
+    "grpo-unbiased-kl": (Grpo(), GrpoSettings(kl_coefficient=0.2, unbiased_kl=True), grpo_unbiased_kl),
+    "sft": (Sft(), SftSettings(), sft),
     "cispo": (Cispo(), CispoSettings(clip_high=0.3), cispo),
     "gspo": (Gspo(), GspoSettings(clip_low=0.1, clip_high=0.1), gspo),
     "dppo-tv": (Dppo(), DppoSettings(delta=0.03, ratio_max=2.0), dppo_tv),
