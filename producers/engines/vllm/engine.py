@@ -88,6 +88,10 @@ class VllmEngine:
         held = self._held.get(model_group)
         return -1 if held is None else held.published.version
 
+    def states(self) -> dict[str, str]:
+        """State of each server by its address, with the reason unless it is ready."""
+        return {url: state for pool in self._pools.values() for url, state in pool.states().items()}
+
     async def load(self, published: WeightsPublished, path: Path) -> None:
         """Generate new requests with this version on all servers that are there; others get it when they come.
 

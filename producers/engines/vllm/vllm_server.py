@@ -22,6 +22,8 @@ FULL = frozenset(
 )
 UNLABELLED = "default"
 """Label of the weights that a server began with."""
+LOADING = "-loading"
+"""Ends the label of weights that are being replaced, or whose replacement failed."""
 NO_LOGPROB = -9999.0
 """Sent by vLLM for a token without a log-probability."""
 RESET_TRIES = 20
@@ -158,8 +160,9 @@ class Server:
     async def reload(self, version: Version) -> None:
         """Take over full weights while requests in progress stand still. Raises ModelError, TryAgainError.
 
-        1. pause, 2. load, 3. drop the prefix cache, 4. name the version, 5. go on, whatever happened. What raises
-        leaves weights of which nothing is known: the server must not be used before it has proven a version.
+        1. pause, 2. take the label away, 3. load, 4. drop the prefix cache, 5. name the version, 6. go on, whatever
+        happened. What raises in between leaves weights of which nothing is known, under a label that no version has:
+        neither an answer nor a later look takes them for the version before.
         """
         if await self.label() == version.name:
             self._hold(version)
@@ -168,6 +171,7 @@ class Server:
         await self._post(f"/pause?mode={mode}", timeout_s=self._health_timeout_s if mode == "keep" else None)
         try:
             self._hold(version)
+            await self._post("/update_weight_version", {"new_version": f"{version.name}{LOADING}"})
             await self._post(
                 "/collective_rpc", {"method": "reload_weights", "kwargs": {"weights_path": str(version.folder)}}
             )

@@ -1,0 +1,177 @@
+"""A small HTTP server with vLLM's paths, in the test's own loop: it holds labels and adapters, and fails as it is told.
+
+It samples nothing: every answer is the token 5 with probability one. Real vLLM is tried by `make test-vllm`.
+"""
+
+import asyncio
+from collections import Counter
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from aiohttp import web
+from safetensors.torch import load_file, save_file
+
+from rollstream.producers.engines.base import Generation, GenerationRequest
+from rollstream.producers.engines.vllm import VllmEngine
+from rollstream.schemas.events import WeightsPublished
+from rollstream.schemas.services import VllmSettings
+from rollstream.schemas.settings import Sampling
+from tests.producers.engines.engine_rig import GROUP, published
+
+FULL = ("/pause", "/resume", "/collective_rpc", "/reset_prefix_cache", "/update_weight_version")
+ADAPTERS = ("/v1/load_lora_adapter", "/v1/unload_lora_adapter")
+ASKED = ("/inference/v1/generate", "/v1/completions")
+TOKEN = 5
+
+
+class SpokenServer:
+    """What the server has, and how it behaves."""
+
+    def __init__(self, base: Path) -> None:
+        self.base = str(base)
+        self.without: set[str] = set()
+        """Paths that it does not offer."""
+        self.num_replicas = 1
+        self.logprob = 0.0
+        self.failing: dict[str, int] = {}
+        """Status by path, or by method of /collective_rpc, of answers that fail."""
+        self.served_name = self.base
+        self.held = asyncio.Event()
+        """Tokens are answered while it is set."""
+        self.held.set()
+        self.asked: Counter[str] = Counter()
+        """Requests by path, or by method of /collective_rpc."""
+        self.url = ""
+        self._runner: web.AppRunner | None = None
+        self.restarted()
+
+    def restarted(self) -> None:
+        """Have what a new process has: the base weights."""
+        self.label = "default"
+        self.adapters: dict[str, str] = {}
+
+    async def start(self, port: int = 0) -> None:
+        """Listen on a free port, or on the one before."""
+        app = web.Application()
+        app.router.add_route("*", "/{path:.*}", self._answer)
+        self._runner = web.AppRunner(app, shutdown_timeout=0.01)
+        await self._runner.setup()
+        site = web.TCPSite(self._runner, "127.0.0.1", port)
+        await site.start()
+        self.url = f"http://127.0.0.1:{self._runner.addresses[0][1]}"
+
+    async def stop(self) -> None:
+        """End it with all its connections."""
+        if self._runner is not None:
+            await self._runner.cleanup()
+
+    async def return_(self) -> None:
+        """Another process at the same address."""
+        self.restarted()
+        await self.start(int(self.url.rpartition(":")[2]))
+
+    async def _answer(self, request: web.Request) -> web.StreamResponse:
+        path = request.path
+        body: dict[str, Any] = await request.json() if request.can_read_body else {}
+        called = str(body.get("method", path))
+        self.asked[called] += 1
+        if path in self.without:
+            return web.Response(status=404)
+        if called in self.failing:
+            return web.json_response({"error": "it failed"}, status=self.failing[called])
+        if path in ASKED and body.get("max_tokens") != 1:
+            return await self._tokens(path, body)
+        return web.json_response(self._said(path, body, request))
+
+    async def _tokens(self, path: str, body: dict[str, Any]) -> web.Response:
+        before = self.label
+        await self.held.wait()
+        model = body["model"]
+        if model != self.base and model not in self.adapters:
+            return web.json_response({"error": "no such model"}, status=404)
+        choice: dict[str, Any] = {"token_ids": [TOKEN, TOKEN], "finish_reason": "length"}
+        choice["logprobs"] = {"content": [{"token_id": TOKEN, "logprob": 0.0}] * 2, "token_logprobs": [0.0, 0.0]}
+        choice["weight_versions"] = [
+            {"version": before, "start": 0, "end": 1},
+            {"version": self.label, "start": 1, "end": 2},
+        ]
+        return web.json_response({"choices": [choice]})
+
+    def _said(self, path: str, body: dict[str, Any], request: web.Request) -> Any:
+        if path == "/openapi.json":
+            return {
+                "paths": dict.fromkeys({*FULL, *ADAPTERS, *ASKED, "/weight_info", "/get_world_size"} - self.without)
+            }
+        if path == "/v1/models":
+            adapters = [{"id": name, "root": root, "parent": self.base} for name, root in self.adapters.items()]
+            return {"data": [{"id": self.served_name, "root": self.base, "max_model_len": 512}, *adapters]}
+        if path == "/get_world_size":
+            return {"world_size": self.num_replicas if request.query["include_dp"] == "true" else 1}
+        if path == "/weight_info":
+            return {"weight_version": self.label}
+        if path == "/update_weight_version":
+            self.label = body["new_version"]
+        elif path == "/v1/load_lora_adapter" and Path(body["lora_path"]).is_dir():
+            self.adapters[body["lora_name"]] = body["lora_path"]
+        elif path == "/v1/unload_lora_adapter":
+            self.adapters.pop(body["lora_name"], None)
+        return {"choices": [{"logprobs": {"token_logprobs": [self.logprob]}}]}
+
+
+@asynccontextmanager
+async def engine_over(tmp_path: Path, *servers: SpokenServer, **settings: Any) -> AsyncIterator[VllmEngine]:
+    """An engine over servers that have begun to listen; all end with the block."""
+    for server in servers:
+        await server.start()
+    chosen: dict[str, Any] = {"health_interval_s": 0.1, "health_timeout_s": 5.0, "start_timeout_s": 10.0} | settings
+    urls = tuple(server.url for server in servers)
+    engine = VllmEngine(VllmSettings(base_urls=urls, folder=tmp_path / "vllm", **chosen), {})
+    try:
+        await engine.start()
+        yield engine
+    finally:
+        await engine.close()
+        for server in servers:
+            server.held.set()
+            await server.stop()
+
+
+def full(base: Path, tmp_path: Path, version: int) -> tuple[WeightsPublished, Path]:
+    """A version of all weights."""
+    path = tmp_path / f"full-{version}.safetensors"
+    state = load_file(base / "model.safetensors")
+    save_file({name: value + version for name, value in state.items()}, path)
+    return published(base, version), path
+
+
+def lora(base: Path, tmp_path: Path, version: int, **changes: Any) -> tuple[WeightsPublished, Path]:
+    """A version of an adapter of rank 4; `changes` are of its configuration."""
+    path = tmp_path / f"lora-{version}.safetensors"
+    tensors: dict[str, torch.Tensor] = {}
+    for name, value in load_file(base / "model.safetensors").items():
+        if name.endswith("q_proj.weight"):
+            stem, (width_out, width_in) = name.removesuffix(".weight"), value.shape
+            tensors[f"base_model.model.{stem}.lora_A.weight"] = torch.zeros(4, width_in)
+            tensors[f"base_model.model.{stem}.lora_B.weight"] = torch.zeros(width_out, 4)
+    save_file(tensors, path)
+    config: dict[str, Any] = {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "target_modules": ["q_proj"]}
+    return published(base, version, weights_format="lora", lora=config | changes), path
+
+
+def request(rollout_id: str = "") -> GenerationRequest:
+    """Of two tokens."""
+    return GenerationRequest(GROUP, [3, 4], Sampling(max_new_tokens=2), 1, rollout_id)
+
+
+def versions_of(generation: Generation) -> list[int]:
+    """Version by span."""
+    return [span.version for span in generation.spans]
+
+
+async def until(is_so: Callable[[], object]) -> None:
+    """Wait for it; pytest's own limit ends a test that waits in vain."""
+    while not is_so():
+        await asyncio.sleep(0.01)
