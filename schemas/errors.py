@@ -13,7 +13,8 @@ RollstreamError
 ├── ArtifactError          an artifact is missing or its hash is wrong
 │   └── StoreUnavailableError  the artifact store does not answer or cannot be written; trying again may help
 ├── ModelError             a model, tokenizer or adapter folder cannot be loaded, or a model cannot answer
-│   └── PromptTooLongError a prompt leaves the model no room for an answer
+│   └── PromptRefusedError the model cannot take this prompt; it can take others
+│       └── PromptTooLongError a prompt leaves the model no room for an answer
 ├── EnvironmentRunError    an environment or reward raised, hung or returned what it must not
 ├── ComponentError         a trainer, builder or adapter raised what is none of these errors
 ├── VersionDivergedError   a version that was published already has another hash
@@ -91,7 +92,11 @@ class ModelError(RollstreamError):
     """A model, tokenizer or adapter folder cannot be loaded, or a model cannot answer."""
 
 
-class PromptTooLongError(ModelError):
+class PromptRefusedError(ModelError):
+    """The model cannot take this prompt; it can take others."""
+
+
+class PromptTooLongError(PromptRefusedError):
     """A prompt leaves the model no room for an answer."""
 
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
-from rollstream.schemas.errors import EnvironmentRunError, ModelError, PromptTooLongError
+from rollstream.schemas.errors import EnvironmentRunError, ModelError, PromptRefusedError, PromptTooLongError
 from rollstream.schemas.events.rollouts import VersionSpan
 from rollstream.schemas.events.weights import WeightsPublished
 from rollstream.schemas.services import EngineSettings
@@ -76,13 +76,13 @@ def check_generation(generation: Generation) -> None:
 
 
 def check_prompt(request: GenerationRequest, *, num_token_ids: int) -> None:
-    """Raises ModelError for a prompt that is empty, or has ids that are not among the model's `num_token_ids`."""
+    """Raises PromptRefusedError for a prompt that is empty, or has ids beyond the model's `num_token_ids`."""
     prompt_ids = request.prompt_ids
     if not len(prompt_ids):
-        raise ModelError(f"a prompt for model group {request.model_group} has no tokens")
+        raise PromptRefusedError(f"a prompt for model group {request.model_group} has no tokens")
     if min(prompt_ids) < 0 or max(prompt_ids) >= num_token_ids:
         odd = next(one for one in prompt_ids if not 0 <= one < num_token_ids)
-        raise ModelError(
+        raise PromptRefusedError(
             f"a prompt for model group {request.model_group} has the token id {odd}; its model knows 0 to "
             f"{num_token_ids - 1}"
         )

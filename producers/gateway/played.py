@@ -7,6 +7,7 @@ call is recorded, and answered when it is asked for again.
 
 import asyncio
 import hashlib
+from array import array
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import Any
 
@@ -23,7 +24,7 @@ from rollstream.producers.rollout.environment import task_of
 from rollstream.producers.rollout.outside import CallOptions, cut_to
 from rollstream.producers.rollout.reply import Message, Reply, TurnsExhausted
 from rollstream.producers.rollout.session import Session
-from rollstream.schemas.errors import EnvironmentRunError, ModelError, PromptTooLongError
+from rollstream.schemas.errors import EnvironmentRunError, ModelError, PromptRefusedError, PromptTooLongError
 from rollstream.schemas.events import StepRecorded
 from rollstream.schemas.events.recorded import RecordedStep
 from rollstream.schemas.settings import Sampling
@@ -244,6 +245,8 @@ class PlayedRollout:
             raise Refusal(400, str(error), code="max_turns") from error
         except PromptTooLongError as error:
             raise Refusal(400, str(error), param="messages", code="context_length_exceeded") from error
+        except PromptRefusedError as error:
+            raise Refusal(400, str(error), param="prompt") from error
         except ModelError as error:
             raise Refusal(500, str(error), code="engine_error") from error
         except EnvironmentRunError as error:
@@ -289,20 +292,32 @@ class PlayedRollout:
             max_new_tokens=asked.max_completion_tokens or asked.max_tokens,
             cut=cut,
             notes=notes,
-            text=None if is_chat else str(asked.content),
+            text=None if is_chat else self._plain_text(asked),
+            token_ids=None if is_chat or isinstance(asked.content, str) else array("i", asked.content),
             on_tokens=on_tokens,
         )
 
     def _messages(self, asked: ChatRequest | CompletionRequest) -> list[Message]:
         """As the chat template gets them: answers with tool calls word for word as the model wrote them."""
         if not isinstance(asked, ChatRequest):
-            return [{"role": "user", "content": str(asked.content)}]
+            return [{"role": "user", "content": self._plain_text(asked)}]
         found: list[Message] = []
         for message in asked.messages:
             calls = message.tool_calls if message.role == "assistant" else None
             written = self._texts.get(_fingerprint(message.content, calls)) if calls else None
             found.append(message.for_template() if written is None else {"role": "assistant", "content": written})
         return found
+
+    def _plain_text(self, asked: CompletionRequest) -> str:
+        """The prompt, or what its token ids read as. Raises Refusal (400) for ids that read as nothing."""
+        content = asked.content
+        if isinstance(content, str):
+            return content
+        tokenizer = self._engine.tokenizer(self.session.model_group(self._agent_of(asked.model)))
+        try:
+            return tokenizer.decode(content, skip_special_tokens=False)
+        except (IndexError, KeyError, OverflowError, TypeError, ValueError) as error:
+            raise Refusal(400, f"prompt: these token ids are not the model's: {error}", param="prompt") from error
 
     def _agent_of(self, model: str) -> str:
         """The agent that a model's name stands for: an agent's own name, or a model group's. Raises Refusal (404)."""
@@ -336,8 +351,6 @@ class PlayedRollout:
     def _check_sampled(self, asked: ChatRequest | CompletionRequest) -> None:
         if asked.min_version is not None:
             raise Refusal(400, "min_version: the run decides which weights answer here; remove it", param="min_version")
-        if isinstance(asked, CompletionRequest) and not isinstance(asked.content, str):
-            raise Refusal(400, "prompt: token ids are not recorded; give a text", param="prompt")
 
 
 def _answer_of(

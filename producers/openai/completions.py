@@ -8,11 +8,13 @@ from pydantic import Field
 from rollstream.producers.openai.protocol import NOTHING_SENT, Answer, logprobs_of, usage_of
 from rollstream.producers.openai.requests import SampledRequest
 
+TokenIds = Annotated[list[Annotated[int, Field(ge=0, lt=2**31)]], Field(min_length=1)]
+
 
 class CompletionRequest(SampledRequest):
     """A request for completions of one prompt."""
 
-    prompt: str | Annotated[list[int], Field(min_length=1)] | Annotated[list[str], Field(min_length=1, max_length=1)]
+    prompt: str | TokenIds | Annotated[list[str], Field(min_length=1, max_length=1)]
     logprobs: int = Field(default=0, ge=0, le=1)
     """Only the sampled token's is known."""
     echo: Literal[False] = False

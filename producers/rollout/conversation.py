@@ -6,7 +6,7 @@ Pure; knows text and ids, no messages.
 import hashlib
 from array import array
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from rollstream.producers.engines.base import Generation, Tokenizer
@@ -47,8 +47,13 @@ class Conversation:
         self._tokenizer = tokenizer
         self._calls: list[_Call] = []
 
-    def prompt(self, text: str) -> Prompt:
-        """Ids of a rendered chat: the longest stretch that an earlier call had word for word, then new ids."""
+    def prompt(self, text: str, token_ids: "array[int] | None" = None) -> Prompt:
+        """Ids of a rendered chat: the longest stretch that an earlier call had word for word, then new ids.
+
+        `token_ids`: of the text, to be taken as they are.
+        """
+        if token_ids is not None:
+            return replace(self.continue_from_ids(token_ids), text=text)
         best: tuple[int, str, _Call] | None = None
         for call in reversed(self._calls):
             for mark, length in call.marks:

@@ -1,6 +1,7 @@
 """What sessions and environments know of the gateway through which programs outside of this process play rollouts."""
 
 import functools
+from array import array
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field, replace
@@ -32,6 +33,8 @@ class CallOptions:
     """Recorded in the step's metadata under `gateway`: JSON values."""
     text: str | None = None
     """The prompt as it is, in place of rendered messages."""
+    token_ids: "array[int] | None" = None
+    """The same as ids, which are taken as they are; `text` is what they read as."""
     on_tokens: Callable[[int, Sequence[int]], None] | None = None
     """Told the ids of each answer, by its index, while they are sampled."""
 

@@ -28,7 +28,7 @@ from rollstream.producers.rollout.reply import Failure, Message, Reply, TurnsExh
 from rollstream.producers.rollout.rewards import RewardError, finite
 from rollstream.producers.rollout.user_code import refused_with_pause
 from rollstream.schemas import ids
-from rollstream.schemas.errors import EnvironmentRunError, PromptTooLongError, describe
+from rollstream.schemas.errors import EnvironmentRunError, PromptRefusedError, describe
 from rollstream.schemas.events import StepRecorded, TaskRequested
 from rollstream.schemas.events.recorded import RecordedStep
 from rollstream.schemas.settings import EXTERNAL
@@ -125,7 +125,7 @@ class Session:
         """`num` answers to the same messages, sampled side by side; together they are one turn.
 
         A later call goes on from the answer that its messages hold. Raises what `chat` raises. `asked`: what a program
-        outside asked for; then a prompt that is too long is recorded as refused, and fails no rollout.
+        outside asked for; then a prompt that the model cannot take is recorded as refused, and fails no rollout.
         """
         group, seeds = self._take_turn(agent, num)
         if group.startswith(ids.SCRIPTED):
@@ -136,7 +136,7 @@ class Session:
         began_ms = self._journal.clock()
         try:
             generations = await self._answers(prompt, sent, agent, seeds, asked)
-        except PromptTooLongError as error:
+        except PromptRefusedError as error:
             fields = {"event_type": "CUSTOM_END", "name": REFUSED_CALL, "data": {"input": sent, "output": str(error)}}
             for step_index in step_indices if asked is not None else ():
                 await self._journal.record_step(step_index, began_ms=began_ms, agent=agent, **fields)
@@ -333,7 +333,7 @@ class Session:
     def _prompt(
         self, conversation: Conversation, messages: list[Message], group: str, asked: CallOptions | None = None
     ) -> Prompt:
-        prompt = conversation.prompt(self._text(messages, group, asked))
+        prompt = conversation.prompt(self._text(messages, group, asked), asked.token_ids if asked else None)
         if not prompt.token_ids:
             raise EnvironmentRunError("the chat template produces no tokens for these messages; add content")
         return prompt
@@ -368,7 +368,7 @@ class Session:
             generation = as_recorded(await self._engine.generate(request), group)
             check_generation(generation)
         except Exception as error:
-            if asked is None or not isinstance(error, PromptTooLongError):
+            if asked is None or not isinstance(error, PromptRefusedError):
                 self._engine_failed(error)
             raise
         return generation if asked is None else asked.cut(generation, self._tokenizer(group))

@@ -183,6 +183,34 @@ def test_what_cannot_be_answered_is_an_error_in_openais_shape_and_the_rollout_go
     assert len(calls_of(played)) == 1
 
 
+def test_a_completion_of_token_ids_is_recorded_as_those_ids_and_goes_on_from_earlier_ones(tmp_path):
+    sent: list[list[int]] = []
+
+    async def agent(one):
+        async def complete(prompt, status=200):
+            return await one.post("/v1/completions", {"model": "policy", "prompt": prompt}, status=status)
+
+        first = (await one.chat("3+4"))["choices"][0]["logprobs"]
+        sent.append(first["prompt_token_ids"] + first["token_ids"] + [40, 41])
+        exact = (await complete(sent[0]))["choices"][0]["logprobs"]
+        assert exact["prompt_token_ids"] == sent[0]
+        for bad in ([10_000], [-1], [2**40], [], [[5, 6]]):
+            assert "prompt" in (await complete(bad, 400))["error"]["message"]
+        text = (await complete("plain"))["choices"][0]["text"]
+        assert text == "7"
+        await one.reward(1.0)
+        await one.end()
+
+    played = play_outside(tmp_path, agent, script=answers("7", "7", "7"))
+    played.assert_complete()
+    first, second, third = calls_of(played)
+    kept = tokens.decode_ids(first.llm.prompt_ids) + tokens.decode_ids(first.llm.completion_ids)
+    assert second.llm.prefix.step_index == first.step_index
+    assert second.llm.prefix.length == len(kept)
+    assert (kept + tokens.decode_ids(second.llm.prompt_ids)).tolist() == sent[0]
+    assert third.llm.prefix is None
+
+
 def test_turns_run_out_with_a_clear_error_and_end_the_rollout_as_max_turns(tmp_path):
     async def agent(one):
         await one.chat("a")
