@@ -23,6 +23,7 @@ from rollstream.schemas.kafka import KafkaSection
 from rollstream.schemas.services import EndpointSection, EngineBlock, ModelGroupSection, TransformersSettings
 from rollstream.schemas.settings import (
     MAX_MEMBERS,
+    MAX_REFILLS,
     MAX_TASKS,
     MAX_TIMEOUT_S,
     Agents,
@@ -117,8 +118,7 @@ class BuilderFields(BaseModel):
 
     @model_validator(mode="after")
     def _minimum_fits(self) -> Self:
-        is_given = "min_generations" in self.model_fields_set
-        if is_given and self.min_generations > self.num_generations:
+        if "min_generations" in self.model_fields_set and self.min_generations > self.num_generations:
             raise ValueError(f"min_generations {self.min_generations} exceeds num_generations")
         return self
 
@@ -138,6 +138,7 @@ class AdapterFields(BaseModel):
     max_staleness: int = Field(default=0, ge=0)
     batches_per_epoch: int = Field(default=1, ge=1)
     tasks_per_epoch: int = Field(default=8, ge=1, le=MAX_TASKS)
+    max_refills: int = Field(default=0, ge=0, le=MAX_REFILLS)
     warm_start: WarmStart | None = None
     artifact_uri: str | None = None
     """An fsspec URI; none: a folder of the workspace."""
@@ -153,9 +154,8 @@ class AdapterFields(BaseModel):
 
     @model_validator(mode="after")
     def _batches_fit_staleness(self) -> Self:
-        needed = self.batches_per_epoch - 1
-        if self.max_staleness < needed:
-            why = f"{self.batches_per_epoch} batches per epoch need at least {needed}"
+        if self.max_staleness < self.batches_per_epoch - 1:
+            why = f"{self.batches_per_epoch} batches per epoch need at least {self.batches_per_epoch - 1}"
             raise ValueError(f"max_staleness {self.max_staleness} is too small; {why}")
         return self
 

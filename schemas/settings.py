@@ -31,6 +31,7 @@ OTHERS = "*"
 FROZEN_VERSION = re.compile(r"((?P<run>[^@/\s]+)(/(?P<group>[^@/\s]+))?@)?(?P<version>[0-9]{1,9})")
 """How `league.frozen` names a version."""
 MAX_TASKS = 100_000
+MAX_REFILLS = 100
 """Of an epoch. A record that counts more is a dead letter, so that no single one holds a process up."""
 MAX_MEMBERS = 4096
 """Of a group."""
@@ -202,6 +203,8 @@ class PlanSettings(Settings):
     """Whether `curriculum.filter_single_group` counts; a plan that was recorded without it passes a single group."""
     gate: GateSettings | None = added(None)
     """Judges the versions that are validated."""
+    max_refills: int = added(0, ge=0, le=MAX_REFILLS)
+    """How often an epoch of one batch asks for further tasks in place of groups that it cannot train on."""
 
 
 class LoraSettings(Settings):

@@ -143,6 +143,7 @@ def _training_job(config: RunConfig, run_id: str, name: str) -> JobSpec:
         num_epochs=epochs,
         tasks_per_epoch=adapter.tasks_per_epoch,
         batches_per_epoch=1 if is_submitted else adapter.batches_per_epoch,
+        max_refills=adapter.max_refills,
         num_generations=builder.num_generations,
         min_generations=builder.min_generations,
         max_staleness=adapter.max_staleness,
@@ -379,7 +380,9 @@ def check_submission(spec: JobSpec, num_trajectories: int) -> None:
 def most_trajectories(spec: JobSpec, behind_name: str = "") -> int:
     """How many trajectories fit into a manifest of the job; `behind_name`: the part of ids after the job's name."""
     run_id, job = ids.run_of(spec.job_id), ids.name_of(spec.job_id)
-    group = ids.group_id(run_id, job + behind_name, spec.plan.num_epochs, spec.plan.tasks_per_epoch)
+    group = ids.group_id(
+        run_id, job + behind_name, spec.plan.num_epochs, spec.plan.tasks_per_epoch * (1 + spec.plan.max_refills)
+    )
     rollout = ids.rollout_id(group, spec.plan.num_generations, ATTEMPT)
     member = BatchMember(
         trajectory_id=ids.trajectory_id(rollout, max(spec.rollout.agents, key=len, default="agent")),

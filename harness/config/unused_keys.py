@@ -94,10 +94,26 @@ def _of_adapter(config: RunConfig, blocks: Blocks) -> Iterator[Unused]:
         yield _engine(f"{location}.endpoint.engine", block.endpoint.engine)
     if blocks.is_builder_ours and getattr(block, "retokenise", False):
         yield Unused(location, ("retokenise",), "it applies to builders of other packages; see environment_config")
+    if why := _not_refilled(config):
+        yield Unused(location, given(block, ["max_refills"]), why)
     if config.trainer.planning == "submitted":
         yield Unused(location, given(block, ["batches_per_epoch"]), "a submitted epoch is one batch")
         if config.dataset is not None or not blocks.is_builder_ours:
             yield Unused(location, given(block, ["tasks_per_epoch"]), "an epochwise run rolls out all examples")
+
+
+def _not_refilled(config: RunConfig) -> str:
+    """Why a batch is never refilled; empty if it is."""
+    curriculum, adapter = config.finetuning.curriculum_learning, config.adapter
+    if config.trainer.planning == "submitted":
+        return "an epochwise run rolls out all examples"
+    if adapter.batches_per_epoch > 1 and adapter.max_staleness:
+        return "with several batches per epoch, the next one is filled with the groups of the next epoch"
+    if curriculum.enabled and not curriculum.steer:
+        return "a curriculum that does not steer filters the groups of a whole epoch"
+    if len(config.trained()) > 1:
+        return "the tasks are those of several model groups"
+    return "" if config.builder.drop_zero_variance else "drop_zero_variance is off"
 
 
 def _of_groups(location: str, adapter: AdapterSection) -> Iterator[Unused]:

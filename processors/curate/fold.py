@@ -12,7 +12,7 @@ from rollstream.eventlog.log import Received
 from rollstream.processors.curate import admission, curriculum, gate, ledger, planning
 from rollstream.processors.curate.known_groups import KnownGroups, Task
 from rollstream.processors.curate.state import Clock, CurateState, EndedRun, Epoch, Idle, Job, Run
-from rollstream.processors.curate.tasks import Dataset, request_tasks
+from rollstream.processors.curate.tasks import Dataset, request_refill, request_tasks
 from rollstream.schemas.base import Event
 from rollstream.schemas.errors import ArtifactError
 from rollstream.schemas.events import (
@@ -75,6 +75,11 @@ def _fold(state: CurateState, received: Received, datasets: Datasets) -> list[Ev
         if state.is_refused(event.run_id, received.position.offset):
             return []
         return _start_epoch(run, event, datasets)
+    if isinstance(event, GroupClosed):
+        if state.refused.get(event.run_id) == received.position.offset:
+            return []
+        is_refused = state.is_refused(event.run_id, received.position.offset)
+        return _close_group(run, event, {} if is_refused else datasets)
     handler = _HANDLERS.get(type(event))
     return handler(run, event) if handler else []
 
@@ -121,11 +126,12 @@ def _start_epoch(run: Run, event: EpochStarted, datasets: Datasets) -> list[Even
         taker.epochs.setdefault(event.epoch, Epoch(event.epoch))
     outputs = [judged for taker in takers for judged in gate.judge(run, taker, event.epoch, event.time_ms)]
     requests = request_tasks(run, job, event, datasets[event.run_id])
-    num_open = run.groups.announce(event.job_id, event.epoch, len(requests))
+    num_open = run.groups.announce(event.job_id, event.epoch, len(requests), may_grow=_can_grow(run, job))
     outputs += requests
     for taker in takers:
         epoch = taker.epochs[event.epoch]
         epoch.num_open += num_open
+        epoch.num_tasks = len(requests)
         outputs += planning.advance(run, taker, epoch, event.time_ms)
     return outputs
 
@@ -135,8 +141,37 @@ def _announce(groups: KnownGroups, event: EpochStarted) -> None:
         groups.announce(event.job_id, event.epoch, event.num_tasks)
 
 
-def _close_group(run: Run, event: Event) -> list[Event]:
-    closed = cast(GroupClosed, event)
+def needs_dataset(state: CurateState, received: Received) -> bool:
+    """Whether the answer to a record may ask for tasks."""
+    event = received.event
+    run = state.runs.get(event.run_id)
+    if run is None or state.is_refused(event.run_id, received.position.offset):
+        return False
+    if isinstance(event, GroupClosed):
+        job = run.jobs.get(event.job_id)
+        return job is not None and _can_grow(run, job)
+    return isinstance(event, EpochStarted)
+
+
+def _can_grow(run: Run, job: Job) -> bool:
+    """Whether epochs of a job may be refilled: those of which one model group alone is trained."""
+    return job.max_refills > 0 and not run.beside(job)
+
+
+def _refill(run: Run, job: Job, epoch: Epoch, closed: GroupClosed, datasets: Datasets) -> list[Event]:
+    """Further tasks for an epoch whose last group has closed; none if the run was refused."""
+    if epoch.num_open or not _can_grow(run, job) or closed.run_id not in datasets:
+        return []
+    requests = request_refill(run, job, epoch, closed, datasets[closed.run_id])
+    epoch.num_tasks += len(requests)
+    epoch.num_open += run.groups.announce(job.started.job_id, epoch.number, epoch.num_tasks, may_grow=True)
+    if not epoch.num_open:
+        most = job.started.plan.tasks_per_epoch * (1 + job.max_refills)
+        run.groups.finish(job.started.job_id, epoch.number, most)
+    return [*requests]
+
+
+def _close_group(run: Run, closed: GroupClosed, datasets: Datasets) -> list[Event]:
     if closed.purpose == "validation":
         job = run.jobs.get(closed.job_id)
         for taker in () if job is None else (*run.beside(job), job):
@@ -161,6 +196,7 @@ def _close_group(run: Run, event: Event) -> list[Event]:
             continue
         own.num_open -= task is not None
         outputs += admission.admit(taker, own, offered)
+        outputs += _refill(run, taker, own, closed, datasets)
         outputs += planning.advance(run, taker, own, closed.time_ms)
     return outputs
 
@@ -264,7 +300,6 @@ def _is_idle(idle: Idle, time_ms: int, partition: int, timeout_s: float) -> bool
 
 _HANDLERS: dict[type[Event], Callable[[Run, Event], list[Event]]] = {
     JobStarted: _start_job,
-    GroupClosed: _close_group,
     SubmissionReceived: _take_submission,
     RollbackRequested: _roll_back,
 }

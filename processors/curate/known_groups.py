@@ -26,26 +26,39 @@ class KnownGroups:
     """By group id, in the order in which they were asked for."""
     announced: dict[str, dict[int, Ranges]] = field(default_factory=dict[str, dict[int, Ranges]])
     """By job and number of tasks: the epochs that have so many tasks, by index from 0."""
+    growing: dict[tuple[str, int], int] = field(default_factory=dict[tuple[str, int], int])
+    """By job and epoch: number of tasks so far of open epochs that may ask for more."""
     others: dict[str, Ranges] = field(default_factory=dict[str, Ranges])
     """Closed groups that no epoch had announced when they closed: index by the id without it."""
 
     def is_announced(self, job_id: str, epoch: int) -> bool:
         """Whether an epoch's tasks were already announced."""
-        return any(epoch in epochs for epochs in self.announced.get(job_id, {}).values())
+        is_growing = (job_id, epoch) in self.growing
+        return is_growing or any(epoch in epochs for epochs in self.announced.get(job_id, {}).values())
 
-    def announce(self, job_id: str, epoch: int, num_tasks: int) -> int:
+    def announce(self, job_id: str, epoch: int, num_tasks: int, *, may_grow: bool = False) -> int:
         """Record that an epoch has tasks 0 to `num_tasks` - 1; returns how many of their groups are not closed yet.
 
-        An epoch can be announced only once.
+        An epoch can be announced only once, unless it `may_grow`: then again with more tasks, until `finish`.
         """
+        first = self.growing.get((job_id, epoch), 0)
         run_id, job = ids.run_of(job_id), ids.name_of(job_id)
         head, _ = _split(ids.group_id(run_id, job, epoch, 0))
         closed = self.others.get(head, ())
-        names = [(index, ids.group_id(run_id, job, epoch, index)) for index in range(num_tasks)]
+        names = [(index, ids.group_id(run_id, job, epoch, index)) for index in range(first, num_tasks)]
         added = [name for index, name in names if name in self.open or index not in closed]
-        self.announced.setdefault(job_id, {}).setdefault(num_tasks, Ranges()).add(epoch)
+        if may_grow:
+            self.growing[job_id, epoch] = num_tasks
+        else:
+            self.announced.setdefault(job_id, {}).setdefault(num_tasks, Ranges()).add(epoch)
         self.open.update((name, Task(job_id, epoch)) for name in added)
         return len(added)
+
+    def finish(self, job_id: str, epoch: int, most: int) -> None:
+        """An epoch that could grow has all its tasks. From now on all `most` that it could have had count as closed:
+        one number for all epochs keeps the memory constant."""
+        if self.growing.pop((job_id, epoch), None) is not None:
+            self.announced.setdefault(job_id, {}).setdefault(most, Ranges()).add(epoch)
 
     def has_closed(self, group_id: str) -> bool:
         """Whether a group is already closed."""
@@ -54,6 +67,8 @@ class KnownGroups:
         position = ids.place_of(group_id)
         if position is not None:
             job_id, epoch, task = position
+            if task < self.growing.get((job_id, epoch), 0):
+                return True
             for num_tasks, epochs in self.announced.get(job_id, {}).items():
                 if task < num_tasks and epoch in epochs:
                     return True

@@ -30,11 +30,21 @@ def advance(run: Run, job: Job, epoch: Epoch, time_ms: int) -> list[Event]:
             outputs += rejected
         if job.is_single_batch:
             groups, rejected = _drop_stale(job, groups, time_ms)
-            outputs += rejected + _plan(run, job, epoch, sorted(groups, key=_by_task), time_ms)
+            groups.sort(key=_by_task)
+            outputs += rejected + _reject_surplus(job, epoch, groups, time_ms) + _plan(run, job, epoch, groups, time_ms)
         else:
             job.ready += groups
     outputs += _fill_batches(run, job, epoch, time_ms)
     return outputs + (_seal(job, epoch, time_ms) if is_closed else [])
+
+
+def _reject_surplus(job: Job, epoch: Epoch, groups: list[Candidate], time_ms: int) -> list[Event]:
+    """Leave out what a refilled epoch has beyond a batch: a what-if may find groups worth training that were not."""
+    if epoch.num_tasks <= job.groups_per_batch:
+        return []
+    surplus = groups[job.groups_per_batch :]
+    del groups[job.groups_per_batch :]
+    return [event for group in surplus for event in ledger.reject(group, "left_over", time_ms)]
 
 
 def plan_submission(run: Run, job: Job, epoch: Epoch, event: SubmissionReceived) -> list[Event]:

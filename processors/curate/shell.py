@@ -314,10 +314,8 @@ def _begins(state: curate.CurateState, received: Received) -> bool:
 def _needs_dataset(fold: _Fold, received: Received) -> RunStarted | None:
     """The run whose dataset the fold of an event needs; None if it needs none."""
     event = received.event
-    run = fold.state.runs.get(event.run_id)
-    if run is None or not isinstance(event, EpochStarted) or fold.faulty.passes_over(event):
-        return None
-    return None if fold.state.is_refused(event.run_id, received.position.offset) else run.started
+    needs = curate.needs_dataset(fold.state, received) and not fold.faulty.passes_over(event)
+    return fold.state.runs[event.run_id].started if needs else None
 
 
 def _give_up(state: curate.CurateState, faulty: FaultyRuns, event: Event) -> list[Event]:

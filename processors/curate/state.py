@@ -46,6 +46,9 @@ class Epoch:
     number: int
     num_open: int = 0
     """Tasks, asked for by curation, whose groups are not closed yet."""
+    num_tasks: int = 0
+    """Asked for by curation so far."""
+    num_refills: int = 0
     num_groups: int = 0
     means: list[float] = field(default_factory=list[float])
     """Mean reward of each viable group."""
@@ -123,6 +126,14 @@ class Job:
         """Whether an epoch is one batch."""
         plan = self.started.plan
         return plan.max_staleness == 0 or plan.batches_per_epoch == 1
+
+    @property
+    def max_refills(self) -> int:
+        """How often an epoch may ask for further tasks: only where it is one batch of which each group is judged by
+        itself."""
+        has_one_taker = not self.started.plan.tasks_of and self.started.plan.drop_zero_variance
+        is_refilled = self.is_single_batch and not self.is_submitted and not self.filters_epochs
+        return self.started.plan.max_refills if has_one_taker and is_refilled else 0
 
     @property
     def groups_per_batch(self) -> int:

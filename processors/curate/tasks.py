@@ -14,20 +14,43 @@ from pydantic import JsonValue
 from rollstream.eventlog.artifact_retry import Retry, retrying
 from rollstream.eventlog.artifacts import ArtifactStore
 from rollstream.processors.curate import curriculum
-from rollstream.processors.curate.state import Job, Run
+from rollstream.processors.curate.state import Epoch, Job, Run
 from rollstream.schemas import ids
 from rollstream.schemas.errors import ArtifactError
-from rollstream.schemas.events import EpochStarted, RunStarted, TaskRequested
+from rollstream.schemas.events import EpochStarted, GroupClosed, RunStarted, TaskRequested
 
 Dataset = Mapping[str, Mapping[str, JsonValue]]
 """Inputs by example id."""
 
 
 def request_tasks(run: Run, job: Job, event: EpochStarted, dataset: Dataset) -> list[TaskRequested]:
-    """The tasks of an epoch, by index. Notes in the job what was asked for; none if the dataset is empty."""
+    """The tasks of an epoch, by index. Notes in the job what was asked for; none if the dataset is empty.
+
+    An event that says how many tasks there are has its way.
+    """
+    count = event.num_tasks or job.started.plan.tasks_per_epoch
+    return _requests(run, job, event, dataset, 0, count)
+
+
+def request_refill(run: Run, job: Job, epoch: Epoch, event: GroupClosed, dataset: Dataset) -> list[TaskRequested]:
+    """Tasks in place of the groups of a closed epoch that are not trained on, behind those that it had.
+
+    An example that the epoch has asked for comes up again only if the dataset has no other. This is the dynamic
+    sampling of DAPO (arXiv 2503.14476, section 3.2), for no more tasks than are missing.
+    """
+    missing = job.groups_per_batch - len(epoch.gathered)
+    if epoch.num_refills >= job.max_refills or missing <= 0:
+        return []
+    epoch.num_refills += 1
+    return _requests(run, job, event, dataset, epoch.num_tasks, missing)
+
+
+def _requests(
+    run: Run, job: Job, event: EpochStarted | GroupClosed, dataset: Dataset, first: int, count: int
+) -> list[TaskRequested]:
     plan = job.started.plan
     requests: list[TaskRequested] = []
-    for index, example_id in enumerate(_examples(run, job, event.epoch, dataset)):
+    for index, example_id in enumerate(_examples(run, job, event.epoch, dataset, first, count), first):
         group_id = ids.group_id(event.run_id, job.short_name, event.epoch, index)
         job.last_asked[example_id] = event.epoch
         request = TaskRequested.of_run(
@@ -36,7 +59,7 @@ def request_tasks(run: Run, job: Job, event: EpochStarted, dataset: Dataset) -> 
             time_ms=event.time_ms,
             group_id=group_id,
             example_id=example_id,
-            job_id=event.job_id,
+            job_id=job.started.job_id,
             epoch=event.epoch,
             index=index,
             inputs=dict(dataset[example_id]),
@@ -71,22 +94,26 @@ def min_version(job: Job, index: int) -> int:
     return max(base, job.last_adoption, job.next_version + min(0, ahead - job.started.plan.max_staleness))
 
 
-def _examples(run: Run, job: Job, epoch: int, dataset: Dataset) -> list[str]:
+def _examples(run: Run, job: Job, epoch: int, dataset: Dataset, first: int, count: int) -> list[str]:
     plan = job.started.plan
+    known = dataset.keys()
+    if first:
+        known = {name for name in dataset if job.last_asked.get(name) != epoch} or dataset.keys()
     seed = ids.derive_seed(run.started.seed, job.started.job_id, "curriculum")
     if not (plan.curriculum.enabled and plan.curriculum.steer):
-        return curriculum.epoch_permutation(dataset.keys(), epoch * plan.tasks_per_epoch, plan.tasks_per_epoch, seed)
-    job.progress = curriculum.expand(job.progress, epoch, plan.curriculum)
-    for other in run.beside(job):
-        other.progress = job.progress
+        return curriculum.epoch_permutation(known, epoch * plan.tasks_per_epoch + first, count, seed)
+    if not first:
+        job.progress = curriculum.expand(job.progress, epoch, plan.curriculum)
+        for other in run.beside(job):
+            other.progress = job.progress
     return curriculum.choose(
-        dataset.keys(),
+        known,
         job.window.known(job.window_start),
         job.last_asked,
         plan.curriculum,
         job.progress,
         epoch=epoch,
-        count=plan.tasks_per_epoch,
+        count=count,
         seed=seed,
     )
 

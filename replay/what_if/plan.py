@@ -26,7 +26,7 @@ from rollstream.schemas.events import (
 )
 from rollstream.schemas.settings import JobSpec
 
-FIXED_PLAN = ("planning", "tasks_per_epoch", "num_generations")
+FIXED_PLAN = ("planning", "tasks_per_epoch", "num_generations", "max_refills")
 """What decided which rollouts there are."""
 FREE_ROLLOUT = ("rewards", "reward_weights", "agents", "evaluators", "missing_score")
 
@@ -96,8 +96,9 @@ def replan(
     state = curate.initial()
     made = Counterfactual()
     previous = codec.EMPTY_SHA256
+    num_tasks = _num_tasks(records, recorded)
     for received in records:
-        event = _replaced(received.event, recorded, spec, rewards)
+        event = _replaced(received.event, recorded, spec, rewards, num_tasks)
         if event is None:
             continue
         for output in curate.evolve(state, received.with_event(event), datasets):
@@ -118,16 +119,31 @@ def replan(
     return made
 
 
-def _replaced(event: Event, recorded: JobStarted, spec: JobSpec, rewards: Mapping[str, float]) -> Event | None:
+def _num_tasks(records: list[Received], recorded: JobStarted) -> dict[int, int]:
+    """By epoch, the tasks that were recorded of a job that asked for more in place of groups of equal rewards.
+
+    A what-if has these from the beginning and asks for no other: those were never played.
+    """
+    found: dict[int, int] = {}
+    for event in (received.event for received in records if recorded.plan.max_refills):
+        if isinstance(event, GroupClosed) and event.job_id == recorded.job_id and event.purpose != "validation":
+            found[event.epoch] = max(found.get(event.epoch, recorded.plan.tasks_per_epoch), event.index + 1)
+    return found
+
+
+def _replaced(
+    event: Event, recorded: JobStarted, spec: JobSpec, rewards: Mapping[str, float], num_tasks: Mapping[int, int]
+) -> Event | None:
     """What the fold is given in place of a recorded event; None for what belongs to other jobs, and for the end."""
     if isinstance(event, RunStarted):
         return event
     if getattr(event, "job_id", None) != recorded.job_id:
         return None
     if isinstance(event, JobStarted):
-        return event.model_copy(update={"plan": spec.plan})
+        return event.model_copy(update={"plan": spec.plan.model_copy(update={"max_refills": 0})})
     if isinstance(event, EpochStarted):
-        return event if event.epoch < spec.plan.num_epochs else None
+        count = num_tasks.get(event.epoch, event.num_tasks)
+        return event.model_copy(update={"num_tasks": count}) if event.epoch < spec.plan.num_epochs else None
     if isinstance(event, GroupClosed):
         members = tuple(
             member.model_copy(update={"reward": rewards.get(member.trajectory_id, member.reward)})

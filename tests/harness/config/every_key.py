@@ -94,7 +94,7 @@ ADAPTER = {
     }),
     **_at("algorithm.overlong", {"max_length": 9, "buffer": 3}),
     **_at("optimizer", OPTIMIZER),
-    "max_staleness": 2, "batches_per_epoch": 3, "tasks_per_epoch": 5,
+    "max_staleness": 2, "batches_per_epoch": 3, "tasks_per_epoch": 5, "max_refills": 3,
     **_at("warm_start", {
         "num_epochs": 3, "tasks_per_epoch": 3, "batches_per_epoch": 3, "num_generations": 3, "mini_batches": 3,
         "in_forks": True,

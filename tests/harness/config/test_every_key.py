@@ -334,6 +334,9 @@ def _job(config: RunConfig, spec: JobSpec) -> Any:
     is_submitted = plan["planning"] == "submitted"
     for key in ("tasks_per_epoch", "batches_per_epoch") if is_submitted else ():
         del plan[key]
+    filters = plan["curriculum"]["enabled"] and not plan["curriculum"]["steer"]
+    if is_submitted or filters or not plan["drop_zero_variance"]:
+        plan.pop("max_refills", None)
     steers = plan["curriculum"]["steer"]
     unread = STEERED if is_submitted else FILTERED if steers else {*FILTERED, *STEERED} - {"filter_single_group"}
     steer = {} if is_submitted else {"steer": steers}

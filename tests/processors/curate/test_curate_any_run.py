@@ -44,6 +44,7 @@ PLANS = st.fixed_dictionaries(
         "num_generations": st.integers(1, 3),
         "min_generations": st.integers(1, 3),
         "drop_zero_variance": st.booleans(),
+        "max_refills": st.integers(0, 2),
         "curriculum": CURRICULA,
         "policy": st.sampled_from(["model", "model", "demonstration"]),
     }

@@ -1,0 +1,62 @@
+"""Further tasks in place of groups that a batch cannot train on: how many, of which examples, and until when."""
+
+from rollstream.schemas.events import BatchPlanned, EpochSealed, TaskRequested
+
+PLAN = {"tasks_per_epoch": 3, "num_generations": 2, "num_epochs": 2, "max_refills": 2}
+
+
+def tasks_in(outputs):
+    return [event for event in outputs if isinstance(event, TaskRequested)]
+
+
+def closed(partition, tasks, *rewards):
+    """What the last of the groups leads to."""
+    outputs = []
+    for task, values in zip(tasks, rewards, strict=True):
+        outputs = partition.close(task, values)
+    return outputs
+
+
+def test_flat_groups_are_replaced_until_the_batch_is_full(partition):
+    tasks = partition.start(**PLAN)
+    more = tasks_in(closed(partition, tasks, [1.0, 1.0], [0.0, 1.0], [0.0, 0.0]))
+    assert [(task.index, task.group_id[-6:], task.epoch) for task in more] == [(3, "t00003", 0), (4, "t00004", 0)]
+    assert not {task.example_id for task in more} & {task.example_id for task in tasks}
+    *_, batch, sealed = closed(partition, more, [0.0, 1.0], [1.0, 0.0])
+    assert isinstance(batch, BatchPlanned)
+    assert [member.group_id[-6:] for member in batch.members[::2]] == ["t00001", "t00003", "t00004"]
+    assert isinstance(sealed, EpochSealed)
+    assert (sealed.num_groups, sealed.zero_variance_groups, sealed.num_trained_groups) == (5, 2, 3)
+
+
+def test_a_batch_is_planned_as_it_is_after_the_last_refill(partition):
+    tasks = partition.start(**PLAN)
+    for _ in range(2):
+        tasks = tasks_in(closed(partition, tasks, *[[1.0, 1.0]] * len(tasks)))
+        assert len(tasks) == 3
+    *_, batch, sealed = closed(partition, tasks, [1.0, 1.0], [0.0, 1.0], [0.0, 0.0])
+    assert [member.group_id[-6:] for member in batch.members] == ["t00007"] * 2
+    assert sealed.num_groups == 9
+    assert [task.index for task in partition.start_epoch(1)] == [0, 1, 2]
+
+
+def test_a_group_of_a_refill_that_closes_twice_changes_nothing(partition):
+    tasks = partition.start(**PLAN)
+    more = tasks_in(closed(partition, tasks, [1.0, 1.0], [0.0, 1.0], [0.0, 1.0]))
+    assert partition.close(more[0], [0.0, 1.0])
+    assert partition.close(more[0], [0.0, 1.0]) == []
+    assert partition.close(tasks[0], [1.0, 1.0]) == []
+
+
+def test_only_epochs_of_one_batch_whose_groups_are_judged_one_by_one_are_refilled(partition):
+    for number, plan in enumerate(
+        (
+            {"max_refills": 0},
+            {"drop_zero_variance": False},
+            {"batches_per_epoch": 3, "max_staleness": 2},
+        )
+    ):
+        partition.start_run(f"run-{number}")
+        partition.start_job(f"run-{number}", **PLAN | plan)
+        tasks = tasks_in(partition.start_epoch(0, f"run-{number}"))
+        assert not tasks_in(closed(partition, tasks, *[[1.0, 1.0]] * 3))
