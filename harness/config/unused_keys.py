@@ -113,7 +113,13 @@ def _not_refilled(config: RunConfig) -> str:
         return "a curriculum that does not steer filters the groups of a whole epoch"
     if len(config.trained()) > 1:
         return "the tasks are those of several model groups"
-    return "" if config.builder.drop_zero_variance else "drop_zero_variance is off"
+    builder = config.builder
+    algorithm = adapter.algorithm.for_run(
+        num_generations=builder.num_generations, temperature=builder.sampling.temperature
+    )
+    if algorithm.needs.flat_groups and "drop_zero_variance" not in builder.model_fields_set:
+        return f"{algorithm.name} trains groups of equal rewards too"
+    return "" if builder.drop_zero_variance else "drop_zero_variance is off"
 
 
 def _of_groups(location: str, adapter: AdapterSection) -> Iterator[Unused]:
