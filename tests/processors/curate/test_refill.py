@@ -1,6 +1,19 @@
 """Further tasks in place of groups that a batch cannot train on: how many, of which examples, and until when."""
 
-from rollstream.schemas.events import BatchPlanned, EpochSealed, TaskRequested
+import asyncio
+
+import pytest
+
+from rollstream.eventlog.artifact_retry import Retry
+from rollstream.eventlog.artifacts import ArtifactStore
+from rollstream.eventlog.memory.log import MemoryLog
+from rollstream.processors.curate.shell import CurateShell
+from rollstream.schemas.base import Event
+from rollstream.schemas.events import BatchPlanned, EpochSealed, JobStarted, RunEnded, TaskRequested
+from tests.processors.host.test_shells import close_groups, groups_batch, run_events
+from tests.rigs.steps_rig import events_of
+
+QUICK = Retry(first_wait_s=0.01, max_wait_s=0.01)
 
 PLAN = {"tasks_per_epoch": 3, "num_generations": 2, "num_epochs": 2, "max_refills": 2}
 
@@ -60,3 +73,34 @@ def test_only_epochs_of_one_batch_whose_groups_are_judged_one_by_one_are_refille
         partition.start_job(f"run-{number}", **PLAN | plan)
         tasks = tasks_in(partition.start_epoch(0, f"run-{number}"))
         assert not tasks_in(closed(partition, tasks, *[[1.0, 1.0]] * 3))
+
+
+def refilling(events):
+    """The same run with refills of its batches."""
+    return [
+        event.model_copy(update={"plan": event.plan.model_copy(update={"max_refills": 1})})
+        if isinstance(event, JobStarted)
+        else event
+        for event in events
+    ]
+
+
+@pytest.mark.parametrize("is_gone", [False, True])
+def test_a_batch_is_refilled_after_a_restart_unless_the_dataset_is_gone(tmp_path, is_gone):
+    async def go():
+        log, store = MemoryLog(num_partitions=1), ArtifactStore(str(tmp_path / "artifacts"))
+        await log.send_all(refilling(run_events(store)))
+        before = CurateShell(log, store, service="p", retry=QUICK)
+        await before.take(await groups_batch(log))
+        if is_gone:
+            for path in (tmp_path / "artifacts").rglob("*.jsonl"):
+                path.unlink()
+        shell = CurateShell(log, store, service="q", retry=QUICK)
+        await shell.prepare(0, 3, before.metadata(0))
+        await close_groups(log, rewards=(1.0, 1.0))
+        await shell.take(await groups_batch(log, 3))
+        ends = [event for event in await events_of(log, "groups", Event) if isinstance(event, RunEnded)]
+        asked = [task.index for task in await events_of(log, "tasks", TaskRequested)]
+        assert (asked, len(ends)) == (([0, 1], 1) if is_gone else ([0, 1, 2, 3], 0))
+
+    asyncio.run(go())

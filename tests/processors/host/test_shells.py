@@ -232,12 +232,13 @@ def run_events(store, *, num_examples=2, run=RUN):
     ]
 
 
-async def close_groups(log, *, run=RUN):
+async def close_groups(log, *, run=RUN, rewards=(0.0, 1.0)):
     """Both groups of the epoch, assembled."""
     shell = AssembleShell(log, None, service="p")
     events = []
     for index in range(2):
-        records = [*attempt(index, 0, reward=0.0, run=run), *attempt(index, 1, reward=1.0, run=run)]
+        low, high = rewards
+        records = [*attempt(index, 0, reward=low, run=run), *attempt(index, 1, reward=high, run=run)]
         events += [started(index, run=run), *records]
     await shell.take(await steps_batch(log, events))
     await shell.drain()
