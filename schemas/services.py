@@ -173,6 +173,8 @@ class OpenAISettings(ServedModel, EngineSettings):
 class VllmSettings(EngineSettings):
     """The engine over vLLM servers: one that it starts, or some that run already."""
 
+    RECORDS_KEPT_IDS: ClassVar[bool] = True
+
     kind: Literal["vllm"] = "vllm"  # pyright: ignore[reportIncompatibleVariableOverride]
     base_urls: tuple[str, ...] = Field(default=(), max_length=256)
     """Running servers (`http://host:8000`). None: one is started on a free port of 127.0.0.1, and ends with us."""

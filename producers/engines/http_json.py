@@ -75,7 +75,13 @@ class HttpServer:
         raise self.error(f"{last} ({tries} tries); check that it serves, or raise timeout_s or retries") from last
 
     async def sent(
-        self, method: str, path: str, body: dict[str, Any] | None = None, *, timeout_s: float | None = None
+        self,
+        method: str,
+        path: str,
+        body: dict[str, Any] | None = None,
+        *,
+        timeout_s: float | None = None,
+        max_bytes: int = MAX_ANSWER_BYTES,
     ) -> HttpAnswer:
         """An answer of any status. Raises TryAgainError if there is none, ModelError if it is too large."""
         if self._session is None:
@@ -95,8 +101,8 @@ class HttpServer:
                 parts = bytearray()
                 async for part in response.content.iter_any():
                     parts += part
-                    if len(parts) > MAX_ANSWER_BYTES:
-                        raise self.error(f"answered more than {MAX_ANSWER_BYTES} bytes; lower max_new_tokens")
+                    if len(parts) > max_bytes:
+                        raise self.error(f"answered more than {max_bytes} bytes; lower max_new_tokens")
                 return HttpAnswer(response.status, response.headers, bytes(parts))
         except TimeoutError as error:
             raise TryAgainError(f"gave no answer within {limit_s:g} s (timeout_s)") from error

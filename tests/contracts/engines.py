@@ -215,6 +215,7 @@ def _step(index: int, new_ids: list[int], generation: Generation, prefix: Prefix
         logprobs=tokens.encode_floats(generation.logprobs),
         spans=generation.spans,
         finish_reason=generation.finish_reason,
+        kept_ids=None if generation.kept is None else tokens.encode_kept(generation.kept),
     )
     return StepRecorded(
         run_id="run-1",

@@ -138,6 +138,7 @@ class Child:
             f"--port={self.port}",
             f"--dtype={settings.dtype}",
             "--logprobs-mode=processed_logprobs",
+            "--max-logprobs=-1",
             "--generation-config=vllm",
             *(lora if self._is_lora else ()),
             *((OPTIONAL,) if self._has_option else ()),

@@ -11,9 +11,11 @@ from typing import Any, Literal
 
 from rollstream.producers.engines.base import FinishReason, Generation, GenerationRequest
 from rollstream.producers.engines.http_json import HttpServer, TryAgainError, shown
+from rollstream.producers.engines.vllm.asking import asked, kept_ids, room_for, top_by_id, top_by_name
 from rollstream.producers.engines.vllm.base_model import BaseModel
 from rollstream.producers.engines.vllm.version_files import Version
 from rollstream.schemas.events.rollouts import VersionSpan
+from rollstream.schemas.tokens import KeptIds
 
 GENERATE = "/inference/v1/generate"
 ADAPTERS = frozenset({"/v1/load_lora_adapter", "/v1/unload_lora_adapter"})
@@ -24,8 +26,6 @@ UNLABELLED = "default"
 """Label of the weights that a server began with."""
 LOADING = "-loading"
 """Ends the label of weights that are being replaced, or whose replacement failed."""
-NO_LOGPROB = -9999.0
-"""Sent by vLLM for a token without a log-probability."""
 RESET_TRIES = 20
 POLL_S = 0.05
 
@@ -195,9 +195,9 @@ class Server:
             self._closed.set()
 
     async def _generate(self, request: GenerationRequest, version: Version, max_new_tokens: int) -> Generation:
-        sampling = _sampling(request, version.base, max_new_tokens) | {"detokenize": False}
+        sampling = asked(request, version.base, max_new_tokens) | {"detokenize": False}
         body = {"model": version.model, "token_ids": list(request.prompt_ids), "sampling_params": sampling}
-        choice = await self._choice(GENERATE, body, version)
+        choice = await self._choice(GENERATE, body, request, version)
         try:
             content = choice["logprobs"]["content"]
             ids = tuple(choice["token_ids"])
@@ -205,31 +205,37 @@ class Server:
                 raise self.http.error("gave log-probabilities of other tokens than it sampled; report it to vLLM")
             logprobs = tuple(float(one["logprob"]) for one in content)
             spans = self._spans(request, version, len(ids), choice.get("weight_versions"))
+            kept = kept_ids(request, version.base, top_by_id(content))
         except (LookupError, TypeError, ValueError) as error:
-            raise self.http.error(f"gave an answer without token ids or log-probabilities: {shown(choice)}") from error
-        return self._generation(ids, logprobs, spans, choice)
+            raise self.http.error(
+                f"gave an answer without token ids or log-probabilities ({error}): {shown(choice)}"
+            ) from error
+        return self._generation(ids, logprobs, spans, kept, choice)
 
     async def _complete(self, request: GenerationRequest, version: Version, max_new_tokens: int) -> Generation:
-        body = _sampling(request, version.base, max_new_tokens) | {
+        body = asked(request, version.base, max_new_tokens) | {
             "model": version.model,
             "prompt": list(request.prompt_ids),
             "return_token_ids": True,
+            "return_tokens_as_token_ids": True,
         }
-        choice = await self._choice("/v1/completions", body, version)
+        choice = await self._choice("/v1/completions", body, request, version)
         try:
             ids = tuple(choice["token_ids"])
             logprobs = tuple(map(float, choice["logprobs"]["token_logprobs"]))
+            kept = kept_ids(request, version.base, top_by_name(choice["logprobs"].get("top_logprobs") or ()))
         except (LookupError, TypeError, ValueError) as error:
             raise self.http.error(
-                f"gave an answer without token ids or log-probabilities: {shown(choice)}; use a vLLM that knows "
-                "return_token_ids"
+                f"gave an answer without token ids or log-probabilities ({error}): {shown(choice)}; use a vLLM that "
+                "knows return_token_ids"
             ) from error
         if not version.is_lora:
             await self.prove()
-        return self._generation(ids, logprobs, self._spans(request, version, len(ids), None), choice)
+        spans = self._spans(request, version, len(ids), None)
+        return self._generation(ids, logprobs, spans, kept, choice)
 
-    async def _choice(self, path: str, body: dict[str, Any], version: Version) -> Any:
-        answered = await self.http.sent("POST", path, body)
+    async def _choice(self, path: str, body: dict[str, Any], request: GenerationRequest, version: Version) -> Any:
+        answered = await self.http.sent("POST", path, body, max_bytes=room_for(request, version.base))
         if answered.status == 404 and version.is_lora:
             raise LostVersionError(f"no longer has {version.name}")
         found = self.http.parsed(self.http.checked(answered))
@@ -259,7 +265,12 @@ class Server:
         return tuple(spans)
 
     def _generation(
-        self, ids: tuple[int, ...], logprobs: tuple[float, ...], spans: tuple[VersionSpan, ...], choice: Any
+        self,
+        ids: tuple[int, ...],
+        logprobs: tuple[float, ...],
+        spans: tuple[VersionSpan, ...],
+        kept: KeptIds | None,
+        choice: Any,
     ) -> Generation:
         reason = choice.get("finish_reason")
         if reason not in ("stop", "length"):
@@ -267,7 +278,7 @@ class Server:
         if not ids or any(not -9000 < one <= 0 for one in logprobs):  # NO_LOGPROB, and what is no number
             raise self.http.error("gave a token without a log-probability; look into its log, and at the weights")
         found: FinishReason = "stop" if reason == "stop" else "length"
-        return Generation(ids, logprobs, spans, found)
+        return Generation(ids, logprobs, spans, found, kept)
 
     # ---- ----
 
@@ -333,21 +344,3 @@ class Server:
     async def _post(self, path: str, body: dict[str, Any] | None = None, *, timeout_s: float | None = None) -> Any:
         answered = self.http.checked(await self.http.sent("POST", path, body, timeout_s=timeout_s))
         return self.http.parsed(answered) if answered else {}
-
-
-def _sampling(request: GenerationRequest, base: BaseModel, max_new_tokens: int) -> dict[str, Any]:
-    """Every setting that a server could have another default of."""
-    sampling = request.sampling
-    return {
-        "temperature": sampling.temperature,
-        "top_p": sampling.top_p,
-        "top_k": sampling.top_k,
-        "min_p": 0.0,
-        "repetition_penalty": 1.0,
-        "presence_penalty": 0.0,
-        "frequency_penalty": 0.0,
-        "max_tokens": max_new_tokens,
-        "seed": request.seed % 2**63,
-        "logprobs": 0,
-        "stop_token_ids": list(base.end_ids),
-    }

@@ -17,7 +17,7 @@ from rollstream.harness.config import file as config_file
 from rollstream.harness.config.jobs import RunLocation, services_of
 from rollstream.harness.replays.what_if import what_if
 from rollstream.harness.runs.plan import open_run
-from rollstream.harness.runs.preflight import check_engines
+from rollstream.harness.services.engine_checks import check_engines
 from rollstream.replay.source import read_run
 from rollstream.schemas.errors import ConfigError
 from rollstream.schemas.kafka import KafkaSettings
@@ -102,6 +102,51 @@ def test_engines_are_looked_up_before_a_run_begins(written: dict[str, Any]) -> N
     ):
         check({"kind": "parot"})
     check({"kind": "parot"}, services="external")
+
+
+LORA = {"rank": 8, "target_modules": ["q_proj"]}
+
+
+@pytest.mark.parametrize(
+    ("adapter", "builder", "said"),
+    [
+        (
+            {"max_staleness": 3},
+            {},
+            r"engine\.max_loras: 4 is too few for .*: max_staleness 3 \+ 2 for .* make 5; raise it$",
+        ),
+        (
+            {},
+            {"max_lora_rank": 8, "rank": 16},
+            r"^trainer_adapters\.a\.model\.lora\.rank: 16 is above .* 8; raise that$",
+        ),
+        ({"lora": {"use_dora": True}}, {}, r"use_dora: vLLM takes DoRA for LoRA; leave it out"),
+        ({"lora": {"target_modules": ["q_proj", "lm_head"]}}, {}, r"target_modules: lm_head: vLLM drops adapters of"),
+        ({}, {"arguments": ["--data-parallel-size=2"]}, r"--data-parallel-size=2 is not for a server that is started"),
+        ({}, {"arguments": ["-asc", "2"]}, r"-asc is not for a server that is started here; .* one API server"),
+        ({}, {"executable": "/not/there"}, r"engine\.executable: '/not/there' is not found; give the command vllm"),
+        ({}, {"top_p": 0.9}, r"^trajectory_builders\.b\.sampling: vLLM tells the ids .*; set top_k, such as 1024, or "),
+    ],
+)
+def test_what_vllm_refuses_drops_or_misreads_ends_no_run_in_its_middle(
+    written: dict[str, Any], adapter: dict[str, Any], builder: dict[str, Any], said: str
+) -> None:
+    """Refused in one line, before anything is started; without the odd key all is well."""
+
+    def check(adapter: dict[str, Any], engine: dict[str, Any]) -> None:
+        lora = LORA | adapter.pop("lora", {}) | {key: engine.pop(key) for key in ("rank",) if key in engine}
+        sampling = {key: engine.pop(key) for key in ("top_p",) if key in engine}
+        config = with_engine(written, {"kind": "vllm", "executable": sys.executable, **engine})
+        config["trajectory_builders"]["b"].setdefault("sampling", {}).update(sampling)
+        block = config["trainer_adapters"]["a"]
+        block.update(adapter)
+        block["model"] = {**block["model"], "lora": lora}
+        check_engines(config_file.resolve(config).config)
+
+    check({}, {})
+    with pytest.raises(ConfigError, match=said) as refused:
+        check(copy.deepcopy(adapter), dict(builder))
+    assert "\n" not in str(refused.value)
 
 
 @pytest.mark.usefixtures("parrot")

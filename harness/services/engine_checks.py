@@ -1,0 +1,92 @@
+"""The engines that a run's services are started with, checked before the run begins."""
+
+import os
+from collections.abc import Mapping
+
+from rollstream.harness.config.jobs import served_models
+from rollstream.schemas.config import RunConfig
+from rollstream.schemas.errors import ConfigError
+from rollstream.schemas.services import OpenAISettings, VllmSettings
+from rollstream.schemas.settings import LoraSettings
+
+ENDS = frozenset({"lm_head", "embed_tokens", "embed_out", "wte", "all-linear"})
+"""Names of target_modules that vLLM drops, or of which it is not known whether they hold such a one."""
+
+
+def check_engines(config: RunConfig) -> None:
+    """Looks up the engines that the run's services are started with, and checks their settings. Raises ConfigError."""
+    from rollstream.producers.engines.table import settings_of
+
+    if config.builder.services == "external":
+        return
+    groups = f"trainer_adapters.{config.finetuning.trainer_adapter}.model_groups"
+    for name, served in served_models(config).items():
+        if served.api_key_variable is not None and not os.environ.get(served.api_key_variable):
+            raise ConfigError(f"{groups}.{name}.endpoint: the variable {served.api_key_variable} is not set; export it")
+    if isinstance(config.builder.engine, OpenAISettings):
+        place = f"trajectory_builders.{config.finetuning.trajectory_builder}.engine"
+        raise ConfigError(f"{place}: openai cannot load what the run trains; name its server as {groups}.X.endpoint")
+    if not config.is_external:
+        settings_of(
+            config.builder.engine, os.environ, f"trajectory_builders.{config.finetuning.trajectory_builder}.engine"
+        )
+    if isinstance(config.builder.engine, VllmSettings):
+        check_vllm(config, config.builder.engine)
+    if config.served is not None:
+        location = f"trainer_adapters.{config.finetuning.trainer_adapter}.endpoint.engine"
+        settings_of(config.served.engine, os.environ, location)
+
+
+def check_vllm(config: RunConfig, settings: VllmSettings) -> None:
+    """Raises ConfigError for what vLLM refuses, drops or misreads, and for too little room for the versions in use.
+
+    The weights that come are checked again, by their own configuration (`engines.vllm.version_files`).
+    """
+    from rollstream.producers.engines.vllm.child import check_settings
+
+    place = f"trajectory_builders.{config.finetuning.trajectory_builder}"
+    sampling = config.builder.sampling
+    if sampling.record_kept_ids and sampling.top_p < 1 and not sampling.top_k:
+        raise ConfigError(
+            f"{place}.sampling: vLLM tells the ids that top_p leaves out of top_k likeliest ones; set top_k, such as "
+            "1024, or record_kept_ids: false"
+        )
+    adapter = f"trainer_adapters.{config.finetuning.trainer_adapter}"
+    trained = {} if config.is_external else config.trained()
+    models = {name: one.adapter.model for name, one in trained.items()}
+    _check_adapters({name: model.lora for name, model in models.items() if model.lora}, settings, adapter)
+    needed: dict[str, int] = {}
+    for model in models.values():
+        if model.lora is not None:
+            needed[model.path] = needed.get(model.path, 0) + config.adapter.max_staleness + 2
+    league = config.builder.league
+    for path, least in needed.items():
+        loaded = league.max_loaded if league is not None else 0
+        if settings.max_loras < least + loaded:
+            raise ConfigError(
+                f"{place}.engine.max_loras: {settings.max_loras} is too few for {path}: max_staleness "
+                f"{config.adapter.max_staleness} + 2 for each model group"
+                + (f", and {loaded} opponents," if loaded else "")
+                + f" make {least + loaded}; raise it"
+            )
+    held = {(model.path, None if model.lora else name) for name, model in models.items()}
+    if settings.base_urls and len(held) > 1:
+        raise ConfigError(
+            f"{place}.engine.base_urls: a server has one model group's full weights, or adapters of one base model, "
+            f"and the run trains {len(held)} such; leave base_urls out, or train all as adapters of one model"
+        )
+    check_settings(settings)
+
+
+def _check_adapters(adapters: Mapping[str, LoraSettings], settings: VllmSettings, place: str) -> None:
+    for lora in adapters.values():
+        if lora.use_dora:
+            raise ConfigError(f"{place}.model.lora.use_dora: vLLM takes DoRA for LoRA; leave it out, or another engine")
+        if odd := sorted(ENDS.intersection(name.rpartition(".")[2] for name in lora.target_modules)):
+            raise ConfigError(
+                f"{place}.model.lora.target_modules: {odd[0]}: vLLM drops adapters of embeddings and of the head; name "
+                "the linear modules between them"
+            )
+        if lora.rank > settings.max_lora_rank:
+            limit = settings.max_lora_rank
+            raise ConfigError(f"{place}.model.lora.rank: {lora.rank} is above engine.max_lora_rank {limit}; raise that")

@@ -1,0 +1,80 @@
+"""What a request asks of a server, and the ids that top_p and top_k left, as a server tells them."""
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from rollstream.producers.engines.base import GenerationRequest, keeps_ids
+from rollstream.producers.engines.http_json import MAX_ANSWER_BYTES
+from rollstream.producers.engines.sampling import kept_of
+from rollstream.producers.engines.vllm.base_model import BaseModel
+from rollstream.schemas.tokens import KeptIds
+
+NO_LOGPROB = -9999.0
+"""Sent by vLLM for a token without a log-probability, and for one that limits exclude."""
+TOLD_BYTES = 200
+"""Room in an answer for an id with its log-probability."""
+MAX_UNTOLD = 1e-3
+"""Probability that may be lacking of ids whose probabilities add up to 1, for rounding."""
+
+
+def asked(request: GenerationRequest, base: BaseModel, max_new_tokens: int) -> dict[str, Any]:
+    """Every setting that a server could have another default of."""
+    sampling = request.sampling
+    return {
+        "temperature": sampling.temperature,
+        "top_p": sampling.top_p,
+        "top_k": sampling.top_k,
+        "min_p": 0.0,
+        "repetition_penalty": 1.0,
+        "presence_penalty": 0.0,
+        "frequency_penalty": 0.0,
+        "max_tokens": max_new_tokens,
+        "seed": request.seed % 2**63,
+        "logprobs": _num_told(request, base),
+        "stop_token_ids": list(base.end_ids),
+    }
+
+
+def _num_told(request: GenerationRequest, base: BaseModel) -> int:
+    """How many likeliest ids are told with each token: all that can be left, where these are recorded.
+
+    With `processed_logprobs` those that top_p and top_k exclude have probability 0, so the others are what is left.
+    vLLM's own sampling mask says the same, and needs its second model runner, which the CPU has not.
+    """
+    if not keeps_ids(request.sampling):
+        return 0
+    return min(request.sampling.top_k or base.num_token_ids, base.num_token_ids)
+
+
+def room_for(request: GenerationRequest, base: BaseModel) -> int:
+    """Bytes of the largest answer."""
+    return MAX_ANSWER_BYTES + TOLD_BYTES * _num_told(request, base) * request.sampling.max_new_tokens
+
+
+def top_by_id(content: Iterable[Mapping[str, Any]]) -> list[dict[int, float]]:
+    """Log-probabilities of the likeliest ids by token, of an answer of `/inference/v1/generate`."""
+    return [{top["token_id"]: top["logprob"] for top in one.get("top_logprobs") or ()} for one in content]
+
+
+def top_by_name(tops: Iterable[Mapping[str, float]]) -> list[dict[int, float]]:
+    """The same of `/v1/completions`, where an id is called `token_id:N`."""
+    return [{int(name.rpartition(":")[2]): logprob for name, logprob in top.items()} for top in tops]
+
+
+def kept_ids(request: GenerationRequest, base: BaseModel, tops_T: Sequence[Mapping[int, float]]) -> KeptIds | None:
+    """The ids that each token was sampled from, where they are wanted.
+
+    Raises ValueError if their probabilities do not add up to 1: then others were left too.
+    """
+    if not keeps_ids(request.sampling):
+        return None
+    draws = [[(one, logprob) for one, logprob in sorted(top.items()) if logprob > NO_LOGPROB] for top in tops_T]
+    for drawn in draws:
+        total = math.fsum(math.exp(logprob) for _, logprob in drawn)
+        if abs(total - 1) > MAX_UNTOLD:
+            raise ValueError(f"the {len(drawn)} ids that it tells have a probability of {total:.6f} together")
+    whole = base.num_token_ids
+    return kept_of([np.asarray([one for one, _ in drawn] if len(drawn) < whole else [], np.int32) for drawn in draws])
