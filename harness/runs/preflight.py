@@ -18,17 +18,18 @@ from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
 from rollstream.harness.config import nat_workflows
-from rollstream.harness.config.jobs import ENDPOINT, MADE_ELSEWHERE, jobs_of
+from rollstream.harness.config.jobs import ENDPOINT, MADE_ELSEWHERE, jobs_of, served_models
 from rollstream.harness.config.rewards import check_evaluators, check_examples, check_reward, permissions_of, place_of
 from rollstream.harness.runs.progress import Progress
 from rollstream.harness.services.addresses import is_this_machine, is_unspecified
+from rollstream.harness.services.engine_checks import check_vllm
 from rollstream.harness.services.optional_dependencies import check_learner
 from rollstream.producers.league.draw import check_league
 from rollstream.schemas import ids
 from rollstream.schemas.algorithm_settings import PolicyGradientSettings
 from rollstream.schemas.config import RunConfig
 from rollstream.schemas.errors import ConfigError, describe
-from rollstream.schemas.services import LOOPBACK, EndpointSection
+from rollstream.schemas.services import LOOPBACK, EndpointSection, OpenAISettings
 from rollstream.schemas.settings import JobSpec
 from rollstream.schemas.variables import conceal, expand
 
@@ -257,6 +258,27 @@ def check_names(config: RunConfig) -> None:
             raise ConfigError(f"{location}: rollouts of {config.environment} are sampled elsewhere; remove it")
         check_league(config.builder.league, location, config.builder.agents, environment.SCRIPTED)
     check_rewards(config)
+
+
+def check_engines(config: RunConfig) -> None:
+    """Looks up the engines that the run's services are started with, and checks their settings. Raises ConfigError."""
+    from rollstream.producers.engines.table import settings_of
+
+    if config.builder.services == "external":
+        return
+    place = f"trajectory_builders.{config.finetuning.trajectory_builder}.engine"
+    groups = f"trainer_adapters.{config.finetuning.trainer_adapter}.model_groups"
+    for name, served in served_models(config).items():
+        if served.api_key_variable is not None and not os.environ.get(served.api_key_variable):
+            raise ConfigError(f"{groups}.{name}.endpoint: the variable {served.api_key_variable} is not set; export it")
+    if isinstance(config.builder.engine, OpenAISettings):
+        raise ConfigError(f"{place}: openai cannot load what the run trains; name its server as {groups}.X.endpoint")
+    if not config.is_external:
+        settings_of(config.builder.engine, os.environ, place)
+        check_vllm(config)
+    if config.served is not None:
+        location = f"trainer_adapters.{config.finetuning.trainer_adapter}.endpoint.engine"
+        settings_of(config.served.engine, os.environ, location)
 
 
 def check_rewards(config: RunConfig) -> None:

@@ -25,6 +25,7 @@ from rollstream.harness.runs.preflight import (
     access_line,
     check_datasets,
     check_endpoint,
+    check_engines,
     check_metrics,
     check_names,
     check_places,
@@ -32,7 +33,6 @@ from rollstream.harness.runs.preflight import (
     check_truncation,
     check_workflow,
 )
-from rollstream.harness.services.engine_checks import check_engines
 from rollstream.harness.services.liveness import read_sign
 from rollstream.harness.services.serving import GROUPS
 from rollstream.harness.services.sole_use import check_sole_use

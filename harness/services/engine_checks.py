@@ -1,48 +1,25 @@
-"""The engines that a run's services are started with, checked before the run begins."""
+"""What vLLM refuses, drops or misreads of a run's settings, told before the run begins."""
 
-import os
 from collections.abc import Mapping
 
-from rollstream.harness.config.jobs import served_models
 from rollstream.schemas.config import RunConfig
 from rollstream.schemas.errors import ConfigError
-from rollstream.schemas.services import OpenAISettings, VllmSettings
+from rollstream.schemas.services import VllmSettings
 from rollstream.schemas.settings import LoraSettings
 
 ENDS = frozenset({"lm_head", "embed_tokens", "embed_out", "wte", "all-linear"})
 """Names of target_modules that vLLM drops, or of which it is not known whether they hold such a one."""
 
 
-def check_engines(config: RunConfig) -> None:
-    """Looks up the engines that the run's services are started with, and checks their settings. Raises ConfigError."""
-    from rollstream.producers.engines.table import settings_of
-
-    if config.builder.services == "external":
-        return
-    groups = f"trainer_adapters.{config.finetuning.trainer_adapter}.model_groups"
-    for name, served in served_models(config).items():
-        if served.api_key_variable is not None and not os.environ.get(served.api_key_variable):
-            raise ConfigError(f"{groups}.{name}.endpoint: the variable {served.api_key_variable} is not set; export it")
-    if isinstance(config.builder.engine, OpenAISettings):
-        place = f"trajectory_builders.{config.finetuning.trajectory_builder}.engine"
-        raise ConfigError(f"{place}: openai cannot load what the run trains; name its server as {groups}.X.endpoint")
-    if not config.is_external:
-        settings_of(
-            config.builder.engine, os.environ, f"trajectory_builders.{config.finetuning.trajectory_builder}.engine"
-        )
-    if isinstance(config.builder.engine, VllmSettings):
-        check_vllm(config, config.builder.engine)
-    if config.served is not None:
-        location = f"trainer_adapters.{config.finetuning.trainer_adapter}.endpoint.engine"
-        settings_of(config.served.engine, os.environ, location)
-
-
-def check_vllm(config: RunConfig, settings: VllmSettings) -> None:
-    """Raises ConfigError for what vLLM refuses, drops or misreads, and for too little room for the versions in use.
+def check_vllm(config: RunConfig) -> None:
+    """Raises ConfigError for this, and for too little room for the versions in use; of other engines for nothing.
 
     The weights that come are checked again, by their own configuration (`engines.vllm.version_files`).
     """
-    from rollstream.producers.engines.vllm.child import check_settings
+    settings = config.builder.engine
+    if not isinstance(settings, VllmSettings):
+        return
+    from rollstream.producers.engines.vllm import check_settings
 
     place = f"trajectory_builders.{config.finetuning.trajectory_builder}"
     sampling = config.builder.sampling
@@ -52,8 +29,7 @@ def check_vllm(config: RunConfig, settings: VllmSettings) -> None:
             "1024, or record_kept_ids: false"
         )
     adapter = f"trainer_adapters.{config.finetuning.trainer_adapter}"
-    trained = {} if config.is_external else config.trained()
-    models = {name: one.adapter.model for name, one in trained.items()}
+    models = {name: one.adapter.model for name, one in config.trained().items()}
     _check_adapters({name: model.lora for name, model in models.items() if model.lora}, settings, adapter)
     needed: dict[str, int] = {}
     for model in models.values():

@@ -16,7 +16,7 @@ from rollstream.producers.engines.base import Generation, GenerationRequest, max
 from rollstream.producers.engines.http_json import TryAgainError
 from rollstream.producers.engines.vllm.base_model import BaseModel
 from rollstream.producers.engines.vllm.child import Child
-from rollstream.producers.engines.vllm.version_files import Version
+from rollstream.producers.engines.vllm.version_files import Version, restore
 from rollstream.producers.engines.vllm.vllm_server import LostVersionError, Server
 from rollstream.schemas import ids
 from rollstream.schemas.errors import ModelError
@@ -179,6 +179,8 @@ class Pool:
         for version in list(self._wanted.values()):
             if version.name not in server.versions:
                 error = await self._give(server, version)
+                if isinstance(error, ModelError) and version.is_lora:
+                    raise LostVersionError(str(error)) from error  # the next version may be one that it can have
                 if error is not None:
                     raise error
         if server.state != "ready" and self._wanted:
@@ -200,6 +202,8 @@ class Pool:
     async def _give(self, server: Server, version: Version) -> Exception | None:
         """Let a server take over a version; returns why it did not."""
         try:
+            with suppress(OSError):
+                await asyncio.to_thread(restore, version)  # else the server says what it lacks
             async with server.lock:
                 if version.is_lora:
                     await server.add_adapter(version)

@@ -30,6 +30,10 @@ class Version:
     name: str
     """`<group>-v<version>-<hash8>`: of the adapter, or the label of full weights."""
     folder: Path
+    path: Path
+    """The artifact that its files are made of."""
+    config: Mapping[str, Any] | None
+    """Of an adapter."""
 
     @property
     def is_lora(self) -> bool:
@@ -49,20 +53,26 @@ def make_version(
     where = f"weights {path} of {published.model_group} version {published.version}"
     shapes = shapes_in(path, where)
     name = f"{_plain(published.model_group)}-v{published.version}-{published.weights_sha256[:8]}"
-    made = folder / name
     if published.weights_format == "lora":
         config = adapter_config(published.lora or {}, base, where, max_lora_rank)
         check_fit(_adapter_shapes(config, base), shapes, where)
     else:
         config = None
         check_fit(base.shapes, {name: shape for name, shape in shapes.items() if name not in base.tied}, where)
+    version = Version(published, base, name, folder / name, path, config)
     try:
-        if not made.is_dir():
-            with beside(made) as aside:
-                _write(aside, path, base, config)
+        restore(version)
     except OSError as error:
+        made = version.folder
         raise ModelError(f"{where} cannot be written to {made}: {error}; free space there, or set folder") from error
-    return Version(published, base, name, made)
+    return version
+
+
+def restore(version: Version) -> None:
+    """Write its files where somebody removed them, if the artifact is still there."""
+    if not version.folder.is_dir() and version.path.exists():
+        with beside(version.folder) as aside:
+            _write(aside, version.path, version.base, version.config)
 
 
 def remove(version: Version) -> None:

@@ -17,7 +17,7 @@ from rollstream.harness.config import file as config_file
 from rollstream.harness.config.jobs import RunLocation, services_of
 from rollstream.harness.replays.what_if import what_if
 from rollstream.harness.runs.plan import open_run
-from rollstream.harness.services.engine_checks import check_engines
+from rollstream.harness.runs.preflight import check_engines
 from rollstream.replay.source import read_run
 from rollstream.schemas.errors import ConfigError
 from rollstream.schemas.kafka import KafkaSettings

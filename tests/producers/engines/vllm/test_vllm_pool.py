@@ -198,12 +198,42 @@ def test_requests_in_progress_take_over_new_weights_and_say_from_which_token(bas
     with_one(base, tmp_path, case)
 
 
+@pytest.mark.parametrize("weights", [lora, full])
+def test_files_that_somebody_removed_are_made_again_of_the_artifact(base: Path, tmp_path: Path, weights: Any) -> None:
+    async def case(engine: VllmEngine, server: SpokenServer) -> None:
+        await engine.load(*weights(base, tmp_path, 0))
+        (folder,) = (tmp_path / "vllm").glob("*-v0-*")
+        shutil.rmtree(folder)
+        server.restarted()
+        assert set(versions_of(await engine.generate(request()))) == {0}
+        assert any(folder.glob("*.safetensors"))
+
+    with_one(base, tmp_path, case)
+
+
+def test_the_only_server_lacking_an_adapters_files_serves_again_with_the_next_version(
+    base: Path, tmp_path: Path
+) -> None:
+    async def case(engine: VllmEngine, server: SpokenServer) -> None:
+        await engine.load(*lora(base, tmp_path, 0))
+        shutil.rmtree(next(iter(server.adapters.values())))
+        (tmp_path / "lora-0.safetensors").unlink()
+        server.restarted()
+        call = asyncio.create_task(engine.generate(request()))
+        await until(lambda: "did not load" in state_of(engine, server))
+        await engine.load(*lora(base, tmp_path, 1))
+        assert versions_of(await call) == [1]
+
+    with_one(base, tmp_path, case)
+
+
 def test_a_removed_adapter_folder_keeps_a_server_out_until_the_next_version(base: Path, tmp_path: Path) -> None:
     async def case(engine: VllmEngine, first: SpokenServer, second: SpokenServer) -> None:
         await engine.load(*lora(base, tmp_path, 0))
         await both_ready(engine, first, second)
         (name,) = first.adapters
         shutil.rmtree(first.adapters[name])
+        (tmp_path / "lora-0.safetensors").unlink()
         first.restarted()
         await until(lambda: "did not load" in state_of(engine, first))
         assert versions_of(await engine.generate(request())) == [0]
