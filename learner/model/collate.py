@@ -69,6 +69,14 @@ class MicroBatch:
     """Of the tokens on the mask, row by row, where the sampling of some was truncated."""
     tree: PrefixTree | None = None
     """Computed in place of `token_ids`: what rows have in common at their beginning is there once."""
+    at_N: Tensor | None = None
+    """int64, the tokens on the mask by their position in (B * T): known before the mask is on a GPU, which would have
+    to be waited for.
+    """
+
+    def on_mask(self, values_B_T: Tensor) -> Tensor:
+        """Values (N,) of the tokens on the mask, row by row."""
+        return values_B_T[self.mask] if self.at_N is None else values_B_T.flatten()[self.at_N]
 
     @property
     def num_computed(self) -> int:
@@ -77,7 +85,7 @@ class MicroBatch:
 
     def to(self, device: torch.device) -> "MicroBatch":
         """The same on a device."""
-        names = ("token_ids", "mask", "logprobs", "advantages", "weights", "versions")
+        names = ("token_ids", "mask", "logprobs", "advantages", "weights", "versions", "at_N")
         columns: dict[str, Any] = {name: getattr(self, name) for name in names}
         moved = {name: value.to(device) for name, value in columns.items() if value is not None}
         kept = None if self.kept is None else KeptSets(*(one.to(device) for one in self.kept))
@@ -281,6 +289,7 @@ def pad(rows: Sequence[TrainRow], units: Units, *, versions: bool = False, share
         num_tokens=sum(len(one.row.token_ids) for one in found),
         kept=_kept_of(found),
         tree=tree_of([one.row.token_ids for one in found], [one.mask for one in found]) if shares else None,
+        at_N=torch.from_numpy(np.flatnonzero(mask_B_T)),
     )
 
 

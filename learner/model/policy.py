@@ -153,19 +153,19 @@ class PolicyModel:
         """
         if not self.selects_logprobs:
             return self._terms_by_logits(batch, temperature, entropy_needs_grad)
-        is_target_B_T = batch.mask[:, 1:]
         with torch.autocast(self.device.type, self.compute_dtype, enabled=self.compute_dtype != torch.float32):
             decoder = _inner(self.module).get_decoder()
             if batch.tree is None:
                 hidden_B_T_D = decoder(input_ids=batch.token_ids, use_cache=False).last_hidden_state
-                hidden_N_D = hidden_B_T_D[:, :-1][is_target_B_T]
+                at_N = batch.mask.flatten().nonzero().flatten() if batch.at_N is None else batch.at_N
+                hidden_N_D = hidden_B_T_D.flatten(0, 1)[at_N - 1]
             else:
                 hidden_N_D = functional.embedding(batch.tree.sources_M, hidden_states(decoder, batch.tree))
         head = _inner(self.module).get_output_embeddings()
         logprobs_N, entropies_N = selected_logprobs(
             hidden_N_D,
             Head(head.weight, head.bias),
-            batch.token_ids[:, 1:][is_target_B_T],
+            batch.on_mask(batch.token_ids),
             temperature,
             batch.kept,
             compute_dtype=self._head_dtype,

@@ -206,6 +206,7 @@ def _gradients(
     count = count_of(micro_batches, work.normaliser)
     chosen = settings.algorithm
     sums: dict[str, float] = defaultdict(float)
+    found_sums: dict[str, Tensor] = {}
     for micro_batch in micro_batches:
         batch = micro_batch.to(model.device)
         reference_N = None if reference is None else reference.logprobs(batch, temperature=chosen.temperature)
@@ -218,32 +219,32 @@ def _gradients(
         elif chosen.needs.proximal:
             tokens = tokens._replace(proximal_N=logprobs_N.detach())
         if version is not None:
-            _add(sums, off_policy.compared(tokens, version))
+            _add(found_sums, off_policy.compared(tokens, version), model.device)
         correction = chosen.off_policy if isinstance(chosen, PolicyGradientSettings) else None
         if correction is not None:
             tokens, seen = off_policy.corrected(tokens, correction)
-            _add(sums, seen)
+            _add(found_sums, seen, model.device)
         found = algorithm.loss(tokens, chosen)
         if correction is not None:
             found = corrected_rows(found, tokens)
         aggregated(found, tokens, work.normaliser, count).backward()
-        _add(sums, found.sums)
+        _add(found_sums, found.sums, model.device)
         for name, value in _counted(micro_batch).items():
             sums[name] += value
-    return sums
+    return sums | _fetched(found_sums)
 
 
 def _tokens(batch: MicroBatch, logprobs_N: Tensor, entropies_N: Tensor, reference_N: Tensor | None) -> TokenBatch:
-    mask = batch.mask
+    rows = [row for row, size in enumerate(batch.lengths) for _ in range(size)]
     return TokenBatch(
         logprobs_N,
         entropies_N,
-        batch.logprobs[mask],
-        batch.advantages[mask],
+        batch.on_mask(batch.logprobs),
+        batch.on_mask(batch.advantages),
         reference_N,
-        weights_N=None if batch.weights is None else batch.weights[mask],
-        versions_N=None if batch.versions is None else batch.versions[mask],
-        rows_N=torch.arange(len(batch.lengths)).repeat_interleave(torch.tensor(batch.lengths)).to(mask.device),
+        weights_N=None if batch.weights is None else batch.on_mask(batch.weights),
+        versions_N=None if batch.versions is None else batch.on_mask(batch.versions),
+        rows_N=torch.tensor(rows, device=logprobs_N.device),
         lengths_B=batch.lengths,
         groups_B=batch.groups,
         chosen_K=batch.chosen,
@@ -324,13 +325,17 @@ def _result(
     return StepResult(len(taken.norms), int(counted[_TOTAL]), metrics, taken.seconds, torch.get_num_threads())
 
 
-def _add(sums: dict[str, float], found: Mapping[str, Tensor]) -> None:
-    """Add scalar tensors to sums by name, fetched from their device at once."""
-    if not found:
-        return
-    values: list[float] = torch.stack([value.double() for value in found.values()]).tolist()
-    for name, value in zip(found, values, strict=True):
-        sums[name] = sums.get(name, 0.0) + value
+def _add(sums: dict[str, Tensor], found: Mapping[str, Tensor], device: torch.device) -> None:
+    """Add scalars to sums by name, in float64 on the device: reading one would wait for all that it computes."""
+    for name, value in found.items():
+        fine = value.detach().to(device, torch.float64, non_blocking=True)
+        sums[name] = sums[name] + fine if name in sums else fine + 0.0  # makes 0.0 of -0.0, as sums of floats do
+
+
+def _fetched(sums: Mapping[str, Tensor]) -> dict[str, float]:
+    """Sums as numbers, fetched from their device at once."""
+    values: list[float] = torch.stack(list(sums.values())).tolist() if sums else []
+    return dict(zip(sums, values, strict=True))
 
 
 def _take(

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from rollstream.learner.algorithms.base import BatchView, Member, Prepared
 from rollstream.learner.algorithms.builtin.grpo import Grpo
@@ -190,3 +191,38 @@ def test_weights_of_another_model_are_refused(tiny_model: Path) -> None:
     model = PolicyModel(ModelSettings(path=str(tiny_model), device="cpu"), seed=0)
     with pytest.raises(ModelError, match="weights do not fit"):
         model.load_weights({"x": torch.zeros(1)})
+
+
+class _Waits(TorchDispatchMode):
+    """Counts what makes the host wait for a GPU: scalars that are read, and shapes that depend on values."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.overloadpacket
+        is_mask = name is torch.ops.aten.index and any(one is not None and one.dtype == torch.bool for one in args[1])
+        reads = (torch.ops.aten._local_scalar_dense, torch.ops.aten.nonzero, torch.ops.aten.masked_select)
+        self.count += is_mask or name in reads
+        return func(*args, **(kwargs or {}))
+
+
+def waits_of(tiny_model: Path, rows: int) -> int:
+    """Of one step whose micro-batches have a row each."""
+    settings = JobSettings(
+        kind="rl",
+        model=ModelSettings(path=str(tiny_model), device="cpu"),
+        algorithm=GrpoSettings(max_tokens_per_micro_batch=1),
+        revision=5,
+    )
+    model = PolicyModel(settings.model, seed=0)
+    optimizer = make_optimizer(model.trainable(), settings.optimizer)
+    ids = np.arange(8, dtype=np.int32)
+    given = [Row(ids + n, ids > 3, np.where(ids > 3, -3.4, 0).astype(np.float32), n) for n in range(rows)]
+    batch = BatchView(given, [Member("g", "agent", reward=float(n % 2)) for n in range(rows)])
+    with _Waits() as waits:
+        train_batch(model, optimizer, batch, Grpo(), settings, index=0, seed=0)
+    return waits.count
+
+
+def test_a_micro_batch_reads_nothing_back_from_the_device(tiny_model: Path) -> None:
+    assert waits_of(tiny_model, 8) == waits_of(tiny_model, 4) > 0
