@@ -1,6 +1,7 @@
 """Atomic replacement of files, and locked updates of small ones, shared by several processes."""
 
 import fcntl
+import hashlib
 import json
 import os
 import secrets
@@ -9,6 +10,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO
+
+TOKENIZER_FILES = ("added_tokens.json", "merges.txt", "tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
 
 
 @contextmanager
@@ -78,6 +81,19 @@ def _remove(path: Path) -> None:
         shutil.rmtree(path)
     else:
         path.unlink(missing_ok=True)
+
+
+def tokenizer_sha256(model: str) -> str:
+    """sha256 over the files that make token ids of text in a model's folder; empty for a hub name, or if it has none.
+
+    The chat template is not among them: it may change under weights that are trained already. Raises OSError.
+    """
+    folder = Path(model).expanduser()
+    files = [folder / name for name in TOKENIZER_FILES if (folder / name).is_file()]
+    digest = hashlib.sha256()
+    for path in files:
+        digest.update(f"{path.name}\0{hashlib.sha256(path.read_bytes()).hexdigest()}\0".encode())
+    return digest.hexdigest() if files else ""
 
 
 def read_json(path: Path) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from rollstream.eventlog.failpoints import failpoint
 from rollstream.eventlog.log import EventLog
 from rollstream.learner.checkpoint import Checkpoint, CheckpointFolder, CheckpointPosition
 from rollstream.learner.inbox import Inbox, check_follows, check_members, fetch_records
-from rollstream.learner.model.policy import PolicyModel, sha256_of
+from rollstream.learner.model.policy import PolicyModel, from_bytes, sha256_of
 from rollstream.learner.model.step import StepResult, adopted
 from rollstream.learner.progress import Manifest
 from rollstream.learner.publisher import Publisher, step_trained, with_phase
@@ -165,6 +165,7 @@ class JobRun:
         if found is not None and found.weights_format != wanted:
             raise ConfigError(f"job {job.job_id}: {job.model_group} has {found.weights_format} weights, not {wanted}")
         if found is not None:
+            self.trainer.check_fits(found)
             self._check_next(state.group(job.model_group).published.get(job.base_version + 1))
             return found
         if self._folder.versions():  # a checkpoint is only written once the base version is published
@@ -210,6 +211,7 @@ class JobRun:
         parent = await self._context.inbox.version_of(parent_group, fork.version)
         if parent is None:
             raise ConfigError(f"job {self.job.job_id}: version {fork.version} of {parent_group} is not published")
+        self.trainer.check_fits(parent)
         try:
             weights, what = await self._read(parent)
         except StoreUnavailableError:
@@ -231,7 +233,8 @@ class JobRun:
         self._next_index = checkpoint.position.next_index
         self._previous_sha256 = checkpoint.position.previous_sha256
         step = checkpoint.position.step
-        weights = await self._in_thread(self.trainer.model.weights_bytes)
+        weights, sha256 = await self._as_published(step.version)
+        step = step.model_copy(update={"weights_sha256": sha256})
         await self._publish(step, self._stored(step.version, weights))
         self._context.inbox.forget(self.job, next_index=self._next_index, version=checkpoint.position.version)
 
@@ -250,7 +253,7 @@ class JobRun:
         seconds = {**self._carried, "wait": time.monotonic() - self._idle_since}
         result = await self._applied(planned)
         began = time.monotonic()
-        weights, sha256 = await self._in_thread(lambda: hashed(self.trainer.model))
+        weights, sha256 = await self._as_published(planned.yields_version)
         seconds |= {**result.seconds, "hash": time.monotonic() - began}
         step = step_trained(self.job, manifest, result, sha256, term=self._publisher.term, seconds=seconds)
         self._next_index, self._previous_sha256 = planned.index + 1, manifest.digest
@@ -315,12 +318,27 @@ class JobRun:
         group = self._context.inbox.state.group(self.job.model_group)
         published = group.published.get(version)
         known = group.trained.get(version) or (published.weights_sha256 if published else None)
-        _, sha256 = await self._in_thread(lambda: hashed(self.trainer.model))
+        _, sha256 = await self._as_published(version)
         if known not in (None, sha256):
             raise VersionDivergedError(
                 f"version {version} of model group {self.job.model_group} is published with hash {known}, and going "
                 f"back to it gave {sha256}: threads, libraries or inputs differ from the first time"
             )
+
+    async def _as_published(self, version: int) -> tuple[bytes, str]:
+        """The model's weights as bytes, and their sha256.
+
+        With `model.deterministic` off, a version that the log knows with other bits is taken over from there first.
+        Raises ArtifactError if it was collected.
+        """
+        weights, sha256 = await self._in_thread(lambda: hashed(self.trainer.model))
+        kept = self._publisher.kept(version, len(weights))
+        if self.job.settings.model.deterministic or kept is None or kept.sha256 == sha256:
+            return weights, sha256
+        logger.warning("version=%s was trained again with other bits: its published weights count", version)
+        weights, what = await self._publisher.read(kept), f"artifact {kept.uri}"
+        await self._in_thread(lambda: self.trainer.model.load_weights(from_bytes(weights, what)))
+        return weights, kept.sha256
 
     def _prune(self) -> None:
         """Remove checkpoints that neither the settings keep nor a planned rollback needs."""

@@ -137,6 +137,14 @@ class Publisher:
         """
         await self._collector.collect(at_checkpoints, time_ms, self.check_owner)
 
+    def kept(self, version: int, size_bytes: int) -> ArtifactRef | None:
+        """The artifact of a version that is on the log; `size_bytes`: of one that only its StepTrained names."""
+        group = self._inbox.state.group(self._model_group)
+        published, sha256 = group.published.get(version), group.trained.get(version)
+        if published is not None or sha256 is None:
+            return published.artifact if published else None
+        return ArtifactRef(uri=f"{sha256[:2]}/{sha256}.safetensors", sha256=sha256, size_bytes=size_bytes)
+
     def _known(self, version: int, sha256: str) -> bool:
         """Whether a version is published. Raises VersionDivergedError if the log has another hash for it."""
         group = self._inbox.state.group(self._model_group)
@@ -166,6 +174,7 @@ class Publisher:
             base_model=job.settings.model.path,
             lora=model.adapter_config(),
             artifact=artifact,
+            tokenizer_sha256=model.tokenizer_sha256,
         )
 
 

@@ -20,7 +20,7 @@ from rollstream.learner.model.step import StepResult, micro_batch_tokens, train_
 from rollstream.schemas import ids
 from rollstream.schemas.algorithm_settings import AlgorithmSettings, PairSettings
 from rollstream.schemas.errors import ConfigError
-from rollstream.schemas.events import BatchPlanned, JobSubmitted, TrajectoryAssembled
+from rollstream.schemas.events import BatchPlanned, JobSubmitted, TrajectoryAssembled, WeightsPublished
 from rollstream.schemas.permissions import NOTHING, Permissions
 
 logger = logging.getLogger(__name__)
@@ -40,7 +40,7 @@ class JobTrainer:
         self._settings = job.settings.model_copy(update={"algorithm": algorithm})
         self._algorithm = table.algorithm(algorithm.name, permissions, location)
         _check(job, algorithm)
-        make_deterministic(self._settings.threads or threads)
+        make_deterministic(self._settings.threads or threads, deterministic=self._settings.model.deterministic)
         path = permissions.model_path(self._settings.model.path, f"job {job.job_id}: model.path")
         seed = ids.derive_seed(self._settings.seed, job.run_id, job.model_group, "adapters")
         self.model = PolicyModel(self._settings.model, seed=seed, path=path)
@@ -64,6 +64,31 @@ class JobTrainer:
     def refer_to(self, weights: bytes, what: str) -> None:
         """Compare with these published weights. Raises ModelError naming `what`."""
         self._reference = Reference(self.model, weights, what)
+
+    def check_fits(self, published: WeightsPublished) -> None:
+        """Raises ConfigError if a version was trained with another tokenizer, or is an adapter of another base model.
+
+        Its tensors may have the right shapes all the same.
+        """
+        own, path = self.model.adapter_config(), self._settings.model.path
+        where = f"version {published.version} of {published.model_group}"
+        if "" != published.tokenizer_sha256 != self.model.tokenizer_sha256 != "":
+            raise ConfigError(
+                f"{where} was trained with another tokenizer than that of model {path}; restore the tokenizer's files, "
+                "or give the model.path that it was trained with"
+            )
+        if own is None or published.lora is None:
+            return
+        if published.base_model != path:
+            raise ConfigError(
+                f"{where} is an adapter of model {published.base_model}, not of {path}; give that model.path, or train "
+                f"on from `rollstream merge {published.run_id}@{published.version}`"
+            )
+        for name in ("r", "lora_alpha", "use_rslora", "use_dora"):
+            if (recorded := published.lora.get(name, own[name])) != own[name]:
+                raise ConfigError(
+                    f"{where} is an adapter with {name} {recorded}, not {own[name]}; give model.lora as it was there"
+                )
 
     def begin(self, weights: bytes, what: str) -> None:
         """Begin the job from published weights, with a new optimizer. Raises ModelError naming `what`."""

@@ -99,6 +99,8 @@ async def train(
             if codec.content_digest(recorded) != codec.content_digest(replayed):
                 path, ours, theirs = first_field(recorded, replayed)
                 what = f"version {recorded.version} ({recorded.batch_id}): {path}"
+                if not job.submitted.settings.model.deterministic:
+                    what += " (trained with model.deterministic: false, so bits may differ)"
                 report.differ("training", what, ours, theirs)
                 return report
         for version in sorted(missing):

@@ -235,14 +235,20 @@ class ModelSettings(Settings):
     """As transformers names it; auto: what it chooses. With others than sdpa rows that begin alike are not shared."""
     fp32_head: bool = added(False)
     """Compute logits in float32 also where the model computes in bfloat16."""
+    deterministic: bool = added(True)
+    """Train with algorithms that give the same bits each time. False: whatever is fastest; where a version is trained
+    again with other bits, the published one counts (docs/performance.md).
+    """
 
 
 Beta = Annotated[float, Field(ge=0, lt=1)]
 
 
 class OptimizerSettings(Settings):
-    """AdamW and its schedule."""
+    """The optimizer and its schedule."""
 
+    kind: Literal["adamw", "muon"] = added("adamw")
+    """muon: matrices of the layers by Muon (orthogonalised momentum), embeddings, head and vectors by AdamW."""
     learning_rate: float = Field(default=1e-5, gt=0)
     betas: tuple[Beta, Beta] = (0.9, 0.999)
     eps: float = Field(default=1e-8, gt=0)

@@ -20,6 +20,7 @@ from torch.nn import functional
 from transformers import AutoModelForCausalLM
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+from rollstream.eventlog.files import tokenizer_sha256
 from rollstream.learner.model.collate import MicroBatch
 from rollstream.learner.model.logprobs import Head, only_kept, selected_logprobs
 from rollstream.learner.model.tree_attention import attention_as, hidden_states, longest_row
@@ -46,6 +47,7 @@ class PolicyModel:
         self.device = torch.device(device_of(settings.device, torch.cuda.device_count(), where))
         self.compute_dtype = _compute_dtype(settings, self.device)
         base_dtype = self.compute_dtype if settings.lora else torch.float32
+        self.tokenizer_sha256 = tokenizer_sha256(path or settings.path)
         self.module: Any = _load_base(path or settings.path, base_dtype, settings.attn_implementation)
         self._tied = frozenset(getattr(self.module, "all_tied_weights_keys", None) or ())
         if settings.lora:
@@ -208,10 +210,14 @@ def from_bytes(data: bytes, what: str) -> dict[str, Tensor]:
         raise ModelError(f"{what} is no safetensors file: {error}") from error
 
 
-def make_deterministic(threads: int | None) -> None:
-    """Fix what decides bits: thread count and deterministic algorithms. Call it in the thread that trains."""
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    torch.use_deterministic_algorithms(True)
+def make_deterministic(threads: int | None, *, deterministic: bool = True) -> None:
+    """Fix what decides bits: thread count and deterministic algorithms. Call it in the thread that trains.
+
+    `deterministic` off: the thread count alone, and whatever algorithms are fastest.
+    """
+    if deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(deterministic)
     if threads is not None:
         torch.set_num_threads(threads)
 

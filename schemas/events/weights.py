@@ -265,6 +265,8 @@ class WeightsPublished(WeightEvent):
     artifact: ArtifactRef
     adopts: int | None = added(None, ge=0)
     """Of a rollback: the earlier version that has the same weights."""
+    tokenizer_sha256: str = added("")
+    """Of the tokenizer's files in `base_model` where it was trained; empty for a hub name, or if it has none."""
 
     @property
     def event_id(self) -> str:

@@ -1,11 +1,17 @@
 """Model groups beside each other: a fork of another run's version, and several learners over one run's topics."""
 
 import asyncio
+import re
+import shutil
 from typing import Any
+
+import pytest
+from transformers import AutoModelForCausalLM
 
 from rollstream.eventlog import codec
 from rollstream.eventlog.artifacts import ArtifactStore
 from rollstream.eventlog.log import TopicPartition
+from rollstream.learner.model.export import export_merged
 from rollstream.learner.worker import Worker
 from rollstream.schemas.events import (
     BatchPlanned,
@@ -18,7 +24,7 @@ from rollstream.schemas.events import (
     WeightsPublished,
 )
 from rollstream.schemas.events.training import ForkPoint
-from rollstream.schemas.settings import ArtifactRef
+from rollstream.schemas.settings import ArtifactRef, LoraSettings, ModelSettings
 
 
 async def published(lab: Any, group: str) -> list[WeightsPublished]:
@@ -135,6 +141,77 @@ def test_a_fork_of_a_version_that_is_not_there_fails_its_job(lab: Any) -> None:
         (failed,) = await lab.events("jobs", JobFailed)
         assert failed.error == "job run-2/rl: version 5 of run-1/main is not published"
         assert await lab.events("weights", WeightsPublished) == []
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize(
+    ("is_moved", "alpha", "message"),
+    [
+        (
+            True,
+            32.0,
+            r"version 1 of run-1/main is an adapter of model \S+/model, not of \S+/moved; give that model\.path",
+        ),
+        (False, 16.0, r"version 1 of run-1/main is an adapter with lora_alpha 32\.0, not 16\.0; give model\.lora as"),
+    ],
+)
+def test_an_adapter_of_another_base_model_or_scale_fails_the_fork(
+    lab: Any, is_moved: bool, alpha: float, message: str
+) -> None:
+    async def scenario() -> None:
+        model = ModelSettings(path=str(lab.model), device="cpu", lora=LoraSettings(rank=2, alpha=32.0))
+        await lab.plan(await lab.submit(model=model), 1)
+        await lab.work(lab.has(JobSucceeded))
+        moved = lab.folder / "moved"
+        shutil.copytree(lab.model, moved)
+        other = ModelSettings(
+            path=str(moved if is_moved else lab.model), device="cpu", lora=LoraSettings(rank=2, alpha=alpha)
+        )
+        fork = ForkPoint(run_id="run-1", version=1)
+        await submit(lab, "run-2", "rl", "main", fork=fork, settings={"model": other})
+        await lab.work(lab.has(JobFailed))
+        (failed,) = await lab.events("jobs", JobFailed)
+        assert re.search(message, failed.error)
+        assert await published(lab, "run-2/main") == []
+
+    asyncio.run(scenario())
+
+
+def test_another_tokenizer_than_recorded_fails_the_fork(lab: Any) -> None:
+    async def scenario() -> None:
+        folders = [lab.folder / name for name in ("first", "second")]
+        for folder in folders:
+            shutil.copytree(lab.model, folder)
+            (folder / "tokenizer.json").write_text(folder.name)
+        first, second = (ModelSettings(path=str(folder), device="cpu") for folder in folders)
+        await lab.plan(await lab.submit(model=first), 1)
+        await lab.work(lab.has(JobSucceeded))
+        fork = ForkPoint(run_id="run-1", version=1)
+        await submit(lab, "run-2", "rl", "main", fork=fork, settings={"model": second})
+        await lab.work(lab.has(JobFailed))
+        (failed,) = await lab.events("jobs", JobFailed)
+        assert f"was trained with another tokenizer than that of model {folders[1]}; restore" in failed.error
+
+    asyncio.run(scenario())
+
+
+def test_several_adapters_are_trained_on_one_base_each_with_its_own_weights(lab: Any) -> None:
+    async def scenario() -> None:
+        model = ModelSettings(path=str(lab.model), device="cpu", lora=LoraSettings(rank=2))
+        planned = await lab.plan(await lab.submit(model=model))
+        await lab.work(lab.has(JobSucceeded))
+        wide = ModelSettings(path=str(lab.model), device="cpu", lora=LoraSettings(rank=4, target_modules=("q_proj",)))
+        await plan_from(lab, await submit(lab, "run-1", "other", "second", settings={"model": wide}), planned)
+        await lab.work(lab.has(JobSucceeded, count=2))
+        ends = [(await published(lab, group))[-1] for group in ("run-1/main", "run-1/second")]
+        assert [one.version for one in ends] == [3, 3]
+        assert [(one.lora or {})["r"] for one in ends] == [2, 4]
+        assert {one.base_model for one in ends} == {str(lab.model)}
+        for one in ends:
+            merged = lab.folder / f"merged-{one.model_group.replace('/', '-')}"
+            export_merged(one, lab.artifacts.fetch(one.artifact), merged)
+            AutoModelForCausalLM.from_pretrained(merged)
 
     asyncio.run(scenario())
 

@@ -13,6 +13,7 @@ from rollstream.eventlog.artifact_retry import Retry
 from rollstream.eventlog.artifacts import ArtifactStore
 from rollstream.eventlog.log import Position
 from rollstream.learner.checkpoint import CheckpointFolder
+from rollstream.learner.model.policy import from_bytes, to_bytes
 from rollstream.learner.worker import Worker
 from rollstream.schemas.algorithms import GrpoSettings
 from rollstream.schemas.base import Event
@@ -22,6 +23,7 @@ from rollstream.schemas.events import (
     JobProgressed,
     JobSucceeded,
     LearnerClaimed,
+    StepTrained,
     WeightsPublished,
 )
 from rollstream.schemas.settings import ArtifactRef, ModelSettings
@@ -205,6 +207,44 @@ def test_other_bits_for_a_published_version_end_the_job_and_the_learner(lab: Any
             await other.work(other.has(JobSucceeded))
         (failed,) = await other.events("jobs", JobFailed)
         assert wrong in failed.error
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("is_published", [True, False])
+def test_without_determinism_a_version_with_other_bits_counts_as_published(
+    lab: Any, caplog: pytest.LogCaptureFixture, is_published: bool
+) -> None:
+    """A learner without checkpoints trains version 1 again, of which the log knows other weights."""
+
+    async def scenario() -> None:
+        model = ModelSettings(path=str(lab.model), device="cpu", deterministic=False)
+        job = await lab.submit(model=model)
+        await lab.plan(job)
+        await lab.work(lab.has(JobSucceeded))
+        base, first, *_ = await lab.events("weights", WeightsPublished)
+        step = (await lab.events("weights", StepTrained))[0]
+        other = type(lab)(lab.folder / "other", lab.model)
+        tensors = from_bytes(lab.artifacts.read(first.artifact), "version 1")
+        shifted = other.artifacts.put_bytes(to_bytes({n: t + 0.01 for n, t in tensors.items()}), ".safetensors")
+        other.artifacts.put_bytes(lab.artifacts.read(base.artifact), ".safetensors")
+        await other.plan(await other.submit(model=model))
+        await other.log.send(
+            LearnerClaimed(run_id=job.run_id, time_ms=1, model_group=job.model_group, term=1, learner="old")
+        )
+        await other.log.send(base)
+        await other.log.send(step.model_copy(update={"weights_sha256": shifted.sha256}))
+        if is_published:
+            changed = {"weights_sha256": shifted.sha256, "artifact": shifted}
+            await other.log.send(first.model_copy(update=changed))
+        with caplog.at_level("WARNING", "rollstream.learner"):
+            await other.work(other.has(JobSucceeded))
+        assert "version=1 was trained again with other bits" in caplog.text
+        found = {one.version: one.weights_sha256 for one in await other.events("weights", WeightsPublished)}
+        expected = {one.version: one.weights_sha256 for one in await lab.events("weights", WeightsPublished)}
+        assert found[1] == shifted.sha256
+        assert found.keys() == expected.keys()
+        assert found[2] != expected[2]
 
     asyncio.run(scenario())
 

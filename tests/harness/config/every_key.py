@@ -38,7 +38,7 @@ KAFKA = {
     "topic_prefix": "other.", "group_prefix": "other", "replication_factor": 2, "min_insync_replicas": 1,
 }  # fmt: skip
 OPTIMIZER = {
-    "learning_rate": 0.5, "betas": [0.1, 0.2], "eps": 0.1, "weight_decay": 0.1, "max_grad_norm": 9.0,
+    "kind": "muon", "learning_rate": 0.5, "betas": [0.1, 0.2], "eps": 0.1, "weight_decay": 0.1, "max_grad_norm": 9.0,
     "warmup_steps": 7, "schedule": "linear", "final_fraction": 0.5, "max_skipped_steps": 5,
 }  # fmt: skip
 COMPONENT = {"_type": "no_such_type", "reward.name": "other"}
@@ -74,7 +74,7 @@ ADAPTER = {
     }),
     "model.dtype": "float32",
     "model.device": "cpu", "model.gradient_checkpointing": True, "model.attn_implementation": "eager",
-    "model.fp32_head": True,
+    "model.fp32_head": True, "model.deterministic": False,
     "algorithm.name": "sft",
     **_at("algorithm", {
         "clip_low": 0.1, "clip_high": 0.1, "dual_clip": 5.0, "advantage": "group_mean", "step_rewards": "process",

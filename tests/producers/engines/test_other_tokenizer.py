@@ -1,0 +1,62 @@
+"""A version that was trained with another tokenizer than an engine's folder has is not loaded."""
+
+import asyncio
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+
+from rollstream.eventlog.artifacts import ArtifactStore
+from rollstream.eventlog.files import tokenizer_sha256
+from rollstream.eventlog.memory.log import MemoryLog
+from rollstream.producers.engines.scripted import ScriptedEngine
+from rollstream.producers.engines.weight_follower import WeightFollower
+from rollstream.schemas.errors import ModelError
+from rollstream.schemas.events import WeightsPublished
+from rollstream.schemas.permissions import NOTHING
+
+GROUP = "run-1/policy"
+
+
+def published(artifacts: ArtifactStore, folder: Path, version: int, recorded: str) -> WeightsPublished:
+    artifact = artifacts.put_bytes(f"{version}".encode())
+    return WeightsPublished(
+        run_id="run-1",
+        time_ms=version,
+        model_group=GROUP,
+        job_id="run-1/rl",
+        batch_id=None,
+        version=version,
+        parent=None,
+        term=1,
+        weights_sha256=artifact.sha256,
+        weights_format="full",
+        base_model=str(folder),
+        artifact=artifact,
+        tokenizer_sha256=recorded,
+    )
+
+
+def test_only_files_that_make_token_ids_count(tmp_path: Path) -> None:
+    log, artifacts = MemoryLog(num_partitions=1), ArtifactStore(str(tmp_path / "artifacts"))
+    follower = WeightFollower(log, artifacts, ScriptedEngine(), engine_id="engine-0", permissions=NOTHING, retry_s=0.02)
+    (tmp_path / "tokenizer.json").write_text("as it was")
+    recorded = tokenizer_sha256(str(tmp_path))
+
+    async def scenario() -> None:
+        running = asyncio.create_task(follower.run())
+        await log.send(published(artifacts, tmp_path, 0, recorded))
+        await follower.wait_for(GROUP, 0)
+        (tmp_path / "chat_template.jinja").write_text("new")
+        await log.send(published(artifacts, tmp_path, 1, recorded))
+        await follower.wait_for(GROUP, 1)
+        (tmp_path / "tokenizer.json").write_text("another")
+        await log.send(published(artifacts, tmp_path, 2, recorded))
+        with pytest.raises(ModelError, match="version 2 of run-1/policy was trained with another tokenizer"):
+            await follower.wait_for(GROUP, 2)
+        running.cancel()
+        with suppress(asyncio.CancelledError):
+            await running
+
+    asyncio.run(scenario())
+    assert tokenizer_sha256("org/model") == ""
