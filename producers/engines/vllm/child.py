@@ -118,7 +118,7 @@ class Child:
     def _start(self) -> None:
         self._log.parent.mkdir(parents=True, exist_ok=True)
         (self.port,) = free_ports(1)
-        command = [sys.executable, "-I", "-S", guard.__file__, str(os.getpid()), str(self._log), *self._command()]
+        command = [sys.executable, "-I", "-S", guard.__file__, str(os.getpid()), str(self._log), *self.command()]
         self._guard = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=_environment(os.environ, is_lora=self._is_lora)
         )
@@ -127,7 +127,8 @@ class Child:
             self._pid = int(output.readline() or 0)
         self.started_at = time.monotonic()
 
-    def _command(self) -> list[str]:
+    def command(self) -> list[str]:
+        """What starts it on `port`."""
         settings = self._settings
         lora = ["--enable-lora", f"--max-loras={settings.max_loras}", f"--max-lora-rank={settings.max_lora_rank}"]
         return [
