@@ -1,0 +1,226 @@
+"""Real vLLM servers that are killed, lose files and get other weights: no request is lost or answered by these."""
+
+import asyncio
+import os
+import shutil
+import signal
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from rollstream.eventlog.broker import guard
+from rollstream.producers.engines.base import Generation, GenerationRequest
+from rollstream.producers.engines.http_json import HttpServer
+from rollstream.producers.engines.vllm import VllmEngine
+from rollstream.schemas.events import WeightsPublished
+from rollstream.schemas.settings import Sampling
+from tests.producers.engines.engine_rig import GROUP, published
+from tests.producers.engines.vllm.server_rig import until
+from tests.rigs.vllm_server import ENVIRONMENT, START_S, VllmServer, started_settings, tiny_base
+
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
+RANK = 4
+LONG = 300
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_base(tmp_path_factory.mktemp("base"))
+
+
+@asynccontextmanager
+async def engine_of_its_own(folder: Path) -> AsyncIterator[VllmEngine]:
+    """It starts its server with the first version."""
+    os.environ.update(ENVIRONMENT)
+    settings = started_settings(
+        arguments=("--enforce-eager", "--max-num-seqs=64", "--no-enable-chunked-prefill"),
+        folder=folder / "vllm",
+        start_timeout_s=START_S,
+        health_interval_s=0.5,
+    )
+    engine = VllmEngine(settings)
+    try:
+        await engine.start()
+        yield engine
+    finally:
+        await engine.close()
+
+
+def lora(base: Path, tmp_path: Path, version: int) -> tuple[WeightsPublished, Path]:
+    """An adapter of which every version answers differently."""
+    path, generator = tmp_path / f"lora-{version}.safetensors", torch.Generator().manual_seed(version)
+    tensors: dict[str, torch.Tensor] = {}
+    for name, value in load_file(base / "model.safetensors").items():
+        if name.endswith("q_proj.weight"):
+            stem, (width_out, width_in) = name.removesuffix(".weight"), value.shape
+            tensors[f"base_model.model.{stem}.lora_A.weight"] = torch.randn(RANK, width_in, generator=generator)
+            tensors[f"base_model.model.{stem}.lora_B.weight"] = torch.randn(width_out, RANK, generator=generator)
+    save_file(tensors, path)
+    config = {"peft_type": "LORA", "r": RANK, "lora_alpha": 8, "target_modules": ["q_proj"]}
+    sha256 = f"{version:08d}" + "0" * 56
+    return published(base, version, weights_format="lora", lora=config, weights_sha256=sha256), path
+
+
+def full(base: Path, tmp_path: Path, version: int) -> tuple[WeightsPublished, Path]:
+    """All weights, of which every version answers differently."""
+    path, generator = tmp_path / f"full-{version}.safetensors", torch.Generator().manual_seed(version)
+    state = load_file(base / "model.safetensors")
+    save_file({name: one + 0.1 * torch.randn(one.shape, generator=generator) for name, one in state.items()}, path)
+    return published(base, version, weights_sha256=f"{version:08d}" + "0" * 56), path
+
+
+def request(seed: int = 1, max_new_tokens: int = 8, **sampling: Any) -> GenerationRequest:
+    return GenerationRequest(GROUP, [5, 6, 7], Sampling(max_new_tokens=max_new_tokens, **sampling), seed)
+
+
+def server_of(engine: VllmEngine) -> psutil.Process:
+    """The process of the engine's own server."""
+    (url,) = engine.states()
+    port = f"--port={url.rpartition(':')[2]}"
+    (found,) = [
+        process
+        for process in psutil.Process().children(recursive=True)
+        if port in process.cmdline() and guard.__file__ not in process.cmdline()
+    ]
+    return found
+
+
+async def is_sampling(url: str) -> bool:
+    """Whether the server has begun with requests."""
+    http = HttpServer(url, timeout_s=10, key="", key_variable=None)
+    try:
+        text = (await http.sent("GET", "/metrics")).body.decode()
+    finally:
+        await http.close()
+    lines = [line for line in text.splitlines() if line.startswith("vllm:num_requests_running")]
+    return any(float(line.rpartition(" ")[2]) for line in lines)
+
+
+def check(answers: list[Generation], versions: set[int]) -> None:
+    """Spans tile the ids, and are of these versions."""
+    for answer in answers:
+        assert sum(span.length for span in answer.spans) == len(answer.token_ids) == len(answer.logprobs)
+        assert all(span.length > 0 for span in answer.spans)
+        assert {span.version for span in answer.spans} <= versions
+
+
+def is_same(one: Generation, other: Generation) -> bool:
+    return one.token_ids == other.token_ids and torch.allclose(
+        torch.tensor(one.logprobs), torch.tensor(other.logprobs), atol=1e-4
+    )
+
+
+def killing_in_reload(monkeypatch: pytest.MonkeyPatch, killed: Callable[[], None]) -> None:
+    """The first reload of weights is sent, and the server killed before it answers."""
+    sent, tried = HttpServer.sent, list[str]()
+
+    async def sent_and_killed(self: HttpServer, method: str, path: str, body: Any = None, **more: Any) -> Any:
+        if (body or {}).get("method") != "reload_weights" or tried:
+            return await sent(self, method, path, body, **more)
+        tried.append(path)
+        answer = asyncio.create_task(sent(self, method, path, body, **more))
+        await asyncio.sleep(0)
+        killed()
+        return await answer
+
+    monkeypatch.setattr(HttpServer, "sent", sent_and_killed)
+
+
+def test_a_server_killed_while_it_samples_returns_with_the_logs_version_and_no_request_is_lost(
+    base: Path, tmp_path: Path
+) -> None:
+    async def main() -> None:
+        async with engine_of_its_own(tmp_path) as engine:
+            await engine.load(*lora(base, tmp_path, 0))
+            await engine.load(*lora(base, tmp_path, 1))
+            before = await engine.generate(request())
+            check([before], {1})
+            calls = [asyncio.create_task(engine.generate(request(seed, LONG))) for seed in range(8)]
+            (url,) = engine.states()
+            while not await is_sampling(url):
+                assert not all(call.done() for call in calls)
+            first = server_of(engine)
+            first.send_signal(signal.SIGKILL)
+            check(await asyncio.gather(*calls), {1})
+            assert server_of(engine).pid != first.pid
+            assert is_same(await engine.generate(request()), before), "not the base model's answer"
+
+            (folder,) = (tmp_path / "vllm").glob("*-v1-*")
+            shutil.rmtree(folder)
+            (tmp_path / "lora-1.safetensors").unlink()
+            server_of(engine).send_signal(signal.SIGKILL)
+            await until(lambda: "did not load" in "".join(engine.states().values()))
+            waiting = asyncio.create_task(engine.generate(request()))
+            await engine.load(*lora(base, tmp_path, 2))
+            check([await waiting], {2})
+            assert list(engine.states().values()) == ["ready"]
+
+    asyncio.run(main())
+
+
+def test_a_server_killed_in_a_reload_or_given_other_weights_answers_with_none_but_the_logs(
+    base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def main() -> None:
+        async with engine_of_its_own(tmp_path) as engine:
+            await engine.load(*full(base, tmp_path, 0))
+            calls = [asyncio.create_task(engine.generate(request(seed, LONG))) for seed in range(8)]
+            first = server_of(engine)
+            with monkeypatch.context() as patched:
+                killing_in_reload(patched, first.kill)
+                await engine.load(*full(base, tmp_path, 1))
+            check(await asyncio.gather(*calls), {0, 1})
+            assert server_of(engine).pid != first.pid
+            answer = await engine.generate(request())
+            check([answer], {1})
+
+            (url,) = engine.states()
+            http = HttpServer(url, timeout_s=60, key="", key_variable=None)
+            await http.sent(
+                "POST", "/collective_rpc", {"method": "reload_weights", "kwargs": {"weights_path": str(base)}}
+            )
+            await http.sent("POST", "/reset_prefix_cache?reset_running_requests=true")
+            await http.sent("POST", "/update_weight_version", {"new_version": "default"})
+            await http.close()
+            again = await engine.generate(request())
+            check([again], {1})
+            assert is_same(again, answer), "not those of the weights that it had in between"
+            long = [asyncio.create_task(engine.generate(request(seed, LONG))) for seed in range(4)]
+            while not await is_sampling(url):
+                assert not all(call.done() for call in long)
+            await engine.load(*full(base, tmp_path, 2))
+            check(await asyncio.gather(*long), {1, 2})
+
+    asyncio.run(main())
+
+
+def test_kept_ids_are_the_same_by_either_way_to_ask(
+    vllm_server: VllmServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def answers(folder: Path) -> list[Generation]:
+        settings = started_settings(executable="vllm", arguments=(), base_urls=(vllm_server.url,), folder=folder)
+        engine = VllmEngine(settings)
+        try:
+            await engine.start()
+            await engine.load(*lora(vllm_server.base, tmp_path, 0))
+            how = {"top_k": 12, "top_p": 0.9, "record_kept_ids": True}
+            return await asyncio.gather(*(engine.generate(request(seed, **how)) for seed in range(4)))
+        finally:
+            await engine.close()
+
+    vllm_server.restore()
+    generated = asyncio.run(answers(tmp_path / "generate"))
+    monkeypatch.setattr("rollstream.producers.engines.vllm.vllm_server.GENERATE", "/not/offered")
+    completed = asyncio.run(answers(tmp_path / "completions"))
+    for one, other in zip(generated, completed, strict=True):
+        assert one.token_ids == other.token_ids
+        assert one.kept is not None
+        assert other.kept is not None
+        assert (list(one.kept.lengths), list(one.kept.ids)) == (list(other.kept.lengths), list(other.kept.ids))
+        assert 1 <= max(one.kept.lengths) <= 12
