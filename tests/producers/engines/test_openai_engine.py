@@ -1,6 +1,7 @@
 """The frozen engine against servers that are down, refuse, answer nonsense or ask for a pause: one clear error each."""
 
 import asyncio
+import io
 import json
 import logging
 from contextlib import asynccontextmanager
@@ -39,7 +40,8 @@ class Server:
         self.requests.append((request.path, dict(request.headers), json.loads(body) if body else None))
         status, headers, content = next(self._answers)
         text = content if isinstance(content, str | bytes) else json.dumps(content)
-        return web.Response(status=status, headers=headers, body=text, content_type="application/json")
+        raw = text.encode() if isinstance(text, str) else text
+        return web.Response(status=status, headers=headers, body=io.BytesIO(raw), content_type="application/json")
 
     @asynccontextmanager
     async def listening(self):
