@@ -27,6 +27,7 @@ FAILPOINTS: dict[str, str] = {
     "producer/after-step": "a step is acknowledged",
     "producer/before-rollout-ended": "every step and reward is acknowledged, the last event is not sent",
     "producer/during-hand-over": "partitions are assigned, what their last owner left is not read",
+    "learner/between-scores-of-groups": "ReferenceScored of a group of rollouts are acknowledged, those of others not",
     "learner/after-train-before-checkpoint": "a batch is trained in memory only",
     "learner/between-checkpoint-and-publish": "the checkpoint is on disk, the log does not know its version",
     "learner/between-step-and-weights": "StepTrained is acknowledged, WeightsPublished is not sent",

@@ -6,10 +6,13 @@ void: their learner was replaced. The SQL views of the metrics implement the sam
 
 from typing import NamedTuple
 
-from rollstream.schemas.events.weights import LearnerClaimed, StepTrained, WeightsPublished
+from rollstream.schemas.events.weights import LearnerClaimed, ReferenceScored, StepTrained, WeightsPublished
 
 BEFORE_LEARNERS = 0
 """Term of a version that was published before any learner claimed its model group, as the base of a what-if is."""
+
+OfLearner = ReferenceScored | StepTrained | WeightsPublished
+"""What a learner writes under its term."""
 
 
 class Owner(NamedTuple):
@@ -33,11 +36,11 @@ def term_of(owner: Owner | None) -> int:
     return BEFORE_LEARNERS if owner is None else owner.term
 
 
-def needs_claim(event: StepTrained | WeightsPublished) -> bool:
+def needs_claim(event: OfLearner) -> bool:
     """Whether a LearnerClaimed of the event's term must be on the log."""
     return event.term > BEFORE_LEARNERS
 
 
-def is_void(owner: Owner | None, event: StepTrained | WeightsPublished) -> bool:
+def is_void(owner: Owner | None, event: OfLearner) -> bool:
     """Whether an event comes from a learner that was replaced. `owner`: at the event's position in the log."""
     return event.term < term_of(owner)

@@ -24,19 +24,17 @@ from rollstream.learner.position import ReadPosition
 from rollstream.learner.progress import GroupState, JobState, LogState, evolve
 from rollstream.schemas import ids
 from rollstream.schemas.base import Event
-from rollstream.schemas.errors import DecodeError, RollstreamError, TruncatedError
+from rollstream.schemas.errors import ConfigError, DecodeError, RollstreamError, TruncatedError
 from rollstream.schemas.events import (
     BatchPlanned,
     EpochSealed,
     JobProgressed,
     JobSubmitted,
-    LearnerClaimed,
     RunEnded,
-    StepTrained,
     TrajectoryAssembled,
     WeightsPublished,
 )
-from rollstream.schemas.events.weights import JobEvent
+from rollstream.schemas.events.weights import JobEvent, WeightEvent
 from rollstream.schemas.settings import EXTERNAL
 
 logger = logging.getLogger(__name__)
@@ -268,7 +266,7 @@ class Inbox:
         match event:
             case BatchPlanned() | EpochSealed():
                 return event.job_id in self._followed
-            case JobProgressed() | LearnerClaimed() | StepTrained() | WeightsPublished():
+            case JobProgressed() | WeightEvent():
                 return event.model_group in self.state.groups
             case JobSubmitted() if event.is_what_if and not self._model_groups:
                 return False  # it has a learner of its own, which names its model group
@@ -318,7 +316,7 @@ def _is_of(event: Event, job: JobSubmitted) -> bool:
     match event:
         case BatchPlanned() | EpochSealed():
             return event.job_id == job.job_id
-        case JobProgressed() | LearnerClaimed() | StepTrained() | WeightsPublished():
+        case JobProgressed() | WeightEvent():
             return event.model_group == job.model_group
         case _:
             return isinstance(event, RunEnded)
@@ -355,6 +353,19 @@ def check_follows(planned: BatchPlanned, job: JobSubmitted, previous_sha256: str
         raise DecodeError(
             f"manifest {planned.batch_id} adopts version {planned.adopts}; versions {job.base_version} to {version} "
             "of the job come before it"
+        )
+
+
+def check_next(job: JobSubmitted, published: WeightsPublished | None) -> None:
+    """Raises ConfigError if another job has already trained from the version that `job` begins with.
+
+    `published`: the version after that, if there is one.
+    """
+    if published is not None and published.job_id != job.job_id:
+        raise ConfigError(
+            f"job {job.job_id} begins at version {job.base_version} of {job.model_group}, but job "
+            f"{published.job_id} has already published version {published.version}; submit the job from the newest "
+            f"version, or begin a new run with --fork {job.run_id}@{job.base_version}"
         )
 
 

@@ -14,11 +14,12 @@ from rollstream.eventlog.artifact_retry import Retry, Room, retrying
 from rollstream.eventlog.failpoints import failpoint
 from rollstream.eventlog.log import EventLog
 from rollstream.learner.checkpoint import Checkpoint, CheckpointFolder, CheckpointPosition
-from rollstream.learner.inbox import Inbox, check_follows, check_members, fetch_records
+from rollstream.learner.inbox import Inbox, check_follows, check_members, check_next, fetch_records
 from rollstream.learner.model.policy import PolicyModel, from_bytes, sha256_of
 from rollstream.learner.model.step import StepResult, adopted
 from rollstream.learner.progress import Manifest
 from rollstream.learner.publisher import Publisher, step_trained, with_phase
+from rollstream.learner.scoring.scoring import ScoreWriter
 from rollstream.learner.trainer import JobTrainer
 from rollstream.schemas.errors import (
     ArtifactError,
@@ -64,6 +65,10 @@ class JobRun:
         self._in_thread = context.in_training_thread
         self._publisher = publisher
         self._folder = CheckpointFolder(context.checkpoints, job.model_group)
+        state = context.inbox.state
+        self._scorer = ScoreWriter(
+            job, context.log, context.in_training_thread, publisher, lambda: state.group(job.model_group)
+        )
         self._next_index = 0
         self._previous_sha256 = codec.EMPTY_SHA256
         self._idle_since = time.monotonic()
@@ -166,7 +171,7 @@ class JobRun:
             raise ConfigError(f"job {job.job_id}: {job.model_group} has {found.weights_format} weights, not {wanted}")
         if found is not None:
             self.trainer.check_fits(found)
-            self._check_next(state.group(job.model_group).published.get(job.base_version + 1))
+            check_next(job, state.group(job.model_group).published.get(job.base_version + 1))
             return found
         if self._folder.versions():  # a checkpoint is only written once the base version is published
             raise self._context.inbox.missing(f"version {job.base_version} of {job.model_group}", "weights")
@@ -176,16 +181,6 @@ class JobRun:
         artifact = await self._publisher.put(weights)
         await self._publisher.publish_base(job, self.trainer.model, weights, artifact)
         return None
-
-    def _check_next(self, published: WeightsPublished | None) -> None:
-        """Raises ConfigError if another job has already trained from the version that this job begins with."""
-        job = self.job
-        if published is not None and published.job_id != job.job_id:
-            raise ConfigError(
-                f"job {job.job_id} begins at version {job.base_version} of {job.model_group}, but job "
-                f"{published.job_id} has already published version {published.version}; submit the job from the newest "
-                f"version, or begin a new run with --fork {job.run_id}@{job.base_version}"
-            )
 
     async def _stand_at(self, base: WeightsPublished | None) -> None:
         """Take the base version's weights (None: they are in place), and compare with them where the loss does.
@@ -281,11 +276,14 @@ class JobRun:
             return await self._in_thread(lambda: adopted(seconds))  # threads are counted where training runs
         records = await fetch_records(self._context.log, planned)
         trajectories = await self._in_thread(lambda: check_members(planned, records))
-        fetch_s = time.monotonic() - began
+        seconds = {"fetch": time.monotonic() - began}
+        scores = await self._scorer.scores(self.trainer, planned, trajectories, seconds)
         group = self._context.inbox.state.group(self.job.model_group)
         known = group.micro_batch_tokens.get(planned.yields_version, ())
-        result = await self._in_thread(lambda: self.trainer.train(planned, trajectories, micro_batch_tokens=known))
-        return replace(result, seconds={"fetch": fetch_s, **result.seconds})
+        result = await self._in_thread(
+            lambda: self.trainer.train(planned, trajectories, scores=scores, micro_batch_tokens=known)
+        )
+        return replace(result, seconds={**seconds, **result.seconds})
 
     async def _return_to(self, version: int) -> None:
         """Restore model, optimizer and random state as they were at an earlier version of the job.

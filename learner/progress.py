@@ -10,6 +10,7 @@ from rollstream.eventlog import terms
 from rollstream.eventlog.log import Position, Received
 from rollstream.eventlog.recent import RecentSet
 from rollstream.eventlog.terms import Owner
+from rollstream.learner.scoring.index import ScoreIndex
 from rollstream.schemas.events import (
     BatchPlanned,
     EpochSealed,
@@ -19,6 +20,7 @@ from rollstream.schemas.events import (
     JobSubmitted,
     JobSucceeded,
     LearnerClaimed,
+    ReferenceScored,
     RunEnded,
     StepTrained,
     WeightsPublished,
@@ -65,6 +67,7 @@ class GroupState:
     """Offset of JobProgressed by version."""
     offsets: dict[int, list[int]] = field(default_factory=dict[int, list[int]])
     """In `weights`, of what `published` and `trained` hold, by version."""
+    scores: ScoreIndex = field(default_factory=ScoreIndex)
     is_whole: bool = True
     """Nothing was forgotten."""
 
@@ -120,10 +123,9 @@ def evolve(state: LogState, received: Received) -> None:
             _end(state, event, offset)
         case LearnerClaimed() as event:
             state.owners[event.model_group] = terms.claimed(state.owners.get(event.model_group), event, offset)
-        case StepTrained() as event if not terms.is_void(state.owners.get(event.model_group), event):
-            _train(state.group(event.model_group), event, offset)
-        case WeightsPublished() as event if not terms.is_void(state.owners.get(event.model_group), event):
-            _publish(state.group(event.model_group), event, offset)
+        case ReferenceScored() | StepTrained() | WeightsPublished() as event:
+            if not terms.is_void(state.owners.get(event.model_group), event):
+                _take_version(state.group(event.model_group), event, offset)
         case _:
             pass
 
@@ -136,6 +138,7 @@ def forget(state: LogState, job: JobSubmitted, *, next_index: int, version: int)
     of_job, group = state.job(job.job_id), state.group(job.model_group)
     of_job.manifests = {index: one for index, one in of_job.manifests.items() if index >= next_index}
     of_job.first_index = max(of_job.first_index, next_index)
+    group.scores.forget(version)
     kept = {one.base_version for one in state.queues.get(job.model_group, ())}
     for known in (group.published, group.trained, group.micro_batch_tokens, group.progressed, group.offsets):
         for old in [one for one in known if one < version and one not in kept]:
@@ -164,6 +167,7 @@ def _anchors(state: LogState) -> Iterator[Position]:
     for group in state.groups.values():
         yield from (Position("jobs", 0, offset) for offset in group.progressed.values())
         yield from (Position("weights", 0, offset) for offsets in group.offsets.values() for offset in offsets)
+        yield from (Position("weights", 0, offset) for offset in group.scores.anchors())
     yield from (Position("weights", 0, owner.offset) for owner in state.owners.values())
     yield from (Position("groups", 0, offset) for offset in state.ends.values())
 
@@ -185,6 +189,16 @@ def _plan(job: JobState, event: BatchPlanned, received: Received) -> None:
 def _seal(job: JobState, event: EpochSealed, offset: int) -> None:
     if job.last_seal is None:
         job.last_seal, job.seal_offset = event, offset
+
+
+def _take_version(group: GroupState, event: ReferenceScored | StepTrained | WeightsPublished, offset: int) -> None:
+    match event:
+        case ReferenceScored():
+            group.scores.take(event, offset)
+        case StepTrained():
+            _train(group, event, offset)
+        case WeightsPublished():
+            _publish(group, event, offset)
 
 
 def _train(group: GroupState, event: StepTrained, offset: int) -> None:

@@ -214,6 +214,7 @@ def step_trained(
         micro_batch_tokens=result.micro_batch_tokens,
         weights_sha256=weights_sha256,
         manifest_sha256=manifest.digest,
+        scores_sha256=result.scores_sha256,
         num_optimizer_steps=result.num_optimizer_steps,
         metrics=result.metrics,
         seconds=seconds,

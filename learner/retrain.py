@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import AsyncIterator, Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from torch import Tensor
@@ -16,6 +16,8 @@ from rollstream.learner.model.policy import sha256_of
 from rollstream.learner.model.step import StepResult, adopted
 from rollstream.learner.progress import Manifest
 from rollstream.learner.publisher import step_trained
+from rollstream.learner.scoring.index import ScoreIndex
+from rollstream.learner.scoring.scores import recorded_scores
 from rollstream.learner.trainer import JobTrainer
 from rollstream.schemas.errors import ConfigError, DecodeError, ModelError
 from rollstream.schemas.events import BatchPlanned, JobSubmitted, StepTrained, WeightsPublished
@@ -32,6 +34,8 @@ class RecordedJob:
     """By index."""
     steps: Mapping[int, StepTrained]
     """By the version that they yielded."""
+    scores: ScoreIndex = field(default_factory=ScoreIndex)
+    """Of its model group."""
 
 
 class Retraining:
@@ -140,7 +144,10 @@ class Retraining:
     async def _applied(self, log: EventLog, planned: BatchPlanned, recorded: StepTrained) -> StepResult:
         if planned.adopts is None:
             trajectories = check_members(planned, await fetch_records(log, planned))
-            return self._trainer.train(planned, trajectories, micro_batch_tokens=recorded.micro_batch_tokens)
+            asked = self._trainer.asked(planned, trajectories, self.job.base.weights_sha256)
+            scores = await recorded_scores(log, self.job.scores, planned, asked)
+            known = recorded.micro_batch_tokens
+            return self._trainer.train(planned, trajectories, scores=scores, micro_batch_tokens=known)
         if planned.adopts not in self._states:
             raise DecodeError(f"manifest {planned.batch_id} adopts version {planned.adopts}, which no manifest yields")
         self._trainer.restore(self._states[planned.adopts])

@@ -17,6 +17,16 @@ from rollstream.learner.model.memory import MicroBatchBudget
 from rollstream.learner.model.optimizer import load_state_tensors, make_optimizer, state_tensors
 from rollstream.learner.model.policy import PolicyModel, Reference, from_bytes, make_deterministic
 from rollstream.learner.model.step import StepResult, micro_batch_tokens, train_batch
+from rollstream.learner.scoring.models import ScoringModels
+from rollstream.learner.scoring.scores import (
+    NONE,
+    SCORES_SINCE,
+    ScoreAsked,
+    Scores,
+    by_sequence,
+    places_of,
+    scored_rows,
+)
 from rollstream.schemas import ids
 from rollstream.schemas.algorithm_settings import AlgorithmSettings, PairSettings
 from rollstream.schemas.errors import ConfigError
@@ -51,6 +61,7 @@ class JobTrainer:
         self.model.selects_logprobs &= self._settings.revision >= 3
         self._optimizer = make_optimizer(self.model.trainable(), self._settings.optimizer)
         self._reference: Reference | None = None
+        self.scoring = ScoringModels(self.model, self._settings)
         self._skipped_in_row = 0
         self._budget = MicroBatchBudget(micro_batch_tokens(self._settings, self.model.device))
         self._statistics: dict[str, float] = {}
@@ -58,8 +69,11 @@ class JobTrainer:
 
     @property
     def needs_reference(self) -> bool:
-        """Whether the loss compares with the job's base version, which `refer_to` must then be given."""
-        return self._settings.algorithm.needs.reference
+        """Whether the loss computes log-probabilities under the job's base version, which `refer_to` must be given.
+
+        Later jobs read them from events, see `asked`.
+        """
+        return self._settings.algorithm.needs.reference and self._settings.revision < SCORES_SINCE
 
     def refer_to(self, weights: bytes, what: str) -> None:
         """Compare with these published weights. Raises ModelError naming `what`."""
@@ -133,16 +147,17 @@ class JobTrainer:
         planned: BatchPlanned,
         trajectories: Sequence[TrajectoryAssembled],
         *,
+        scores: Scores = NONE,
         micro_batch_tokens: Sequence[int] = (),
     ) -> StepResult:
         """Train on a manifest's trajectories, given in its order. Raises DecodeError, RunFailedError.
 
-        `micro_batch_tokens`: as StepTrained has them of the same manifest, if it was trained before.
+        `scores`: what is `asked`. `micro_batch_tokens`: as StepTrained has them of the same manifest, if it was trained
+        before.
         """
         self._budget.begin(micro_batch_tokens)
-        for trajectory in trajectories:
-            check_token_ids(trajectory, self.model.num_token_ids)
-        batch = replace(self.batch(planned, trajectories), statistics=self._statistics)
+        self._check_token_ids(trajectories)
+        batch = replace(self.batch(planned, trajectories, scores), statistics=self._statistics)
         result = train_batch(
             self.model,
             self._optimizer,
@@ -164,7 +179,30 @@ class JobTrainer:
                 "batch=%s has no %s: version=%s changes nothing", planned.batch_id, what, planned.yields_version
             )
         self._warn_of_mismatch(result, planned)
-        return replace(result, metrics={**result.metrics, **manifest_metrics(planned)})
+        metrics = {**result.metrics, **manifest_metrics(planned)}
+        return replace(result, metrics=metrics, scores_sha256=scores.sha256)
+
+    def _check_token_ids(self, trajectories: Sequence[TrajectoryAssembled]) -> None:
+        for trajectory in trajectories:
+            check_token_ids(trajectory, self.model.num_token_ids)
+
+    def asked(
+        self, planned: BatchPlanned, trajectories: Sequence[TrajectoryAssembled], base_sha256: str
+    ) -> list[ScoreAsked]:
+        """The scores that training on a manifest needs: of members that are trained, and for each scorer of the loss.
+
+        `base_sha256`: hash of the weights of the job's base version. Raises DecodeError.
+        """
+        scorers = self.scoring.scorers(base_sha256)
+        if not scorers:
+            return []
+        self._check_token_ids(trajectories)
+        batch = self.batch(planned, trajectories)
+        members = (row.member for row in batch.rows)
+        if batch.pairs is not None:
+            members = (place.member for place in places_of(batch.rows, trajectories))
+        trained = sorted(set(members))
+        return [ScoreAsked(member, scorer) for scorer in scorers for member in trained]
 
     def _warn_of_mismatch(self, result: StepResult, planned: BatchPlanned) -> None:
         found = result.metrics.get(f"{off_policy.MISMATCH}kl_k3", 0.0)
@@ -177,21 +215,34 @@ class JobTrainer:
                 found,
             )
 
-    def batch(self, planned: BatchPlanned, trajectories: Sequence[TrajectoryAssembled]) -> BatchView:
+    def batch(
+        self, planned: BatchPlanned, trajectories: Sequence[TrajectoryAssembled], scores: Scores = NONE
+    ) -> BatchView:
         """Rows or pairs, as the algorithm needs them. Rewards are the manifest's, those of steps the trajectories'."""
         settings = self._settings.algorithm
         found = list(zip(trajectories, planned.members, strict=True))
         members = [member_of(one, reward=its.reward, staleness=its.staleness) for one, its in found]
+        by_role = {
+            role: {index: by_sequence(trajectories[index], values) for index, values in by_member.items()}
+            for role, by_member in scores.by_role.items()
+        }
         if isinstance(settings, PairSettings):
             items = [item for trajectory, member in found for item in items_of(trajectory, member.reward)]
             pairs = pairs_of(items, settings)
             rows, sides = rows_of_pairs(pairs)
+            if by_role:
+                rows = scored_rows(rows, places_of(rows, trajectories), by_role)
             return BatchView(rows, members, sides, [pair.score_diff for pair in pairs])
         needs_logprobs = settings.needs.behaviour
         rows = [
             row
             for index, trajectory in enumerate(trajectories)
-            for row in rows_of(trajectory, needs_logprobs=needs_logprobs, member=index)
+            for row in rows_of(
+                trajectory,
+                needs_logprobs=needs_logprobs,
+                member=index,
+                scores={role: by_member[index] for role, by_member in by_role.items() if index in by_member},
+            )
         ]
         return BatchView(rows, members)
 

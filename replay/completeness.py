@@ -32,6 +32,7 @@ from rollstream.schemas.events import (
     JobSucceeded,
     LearnerClaimed,
     ModelSwitched,
+    ReferenceScored,
     RunEnded,
     RunStarted,
     StepTrained,
@@ -284,7 +285,7 @@ def _needed(events: RunEvents, job: JobSubmitted, group: GroupState, used: Mappi
 
 def _claims(events: RunEvents, model_group: str) -> Iterator[Named]:
     claimed = {claim.term for claim, _ in of_type(events.by_topic.get("weights", ()), LearnerClaimed)}
-    for kind in (StepTrained, WeightsPublished):
+    for kind in (ReferenceScored, StepTrained, WeightsPublished):
         for event, _ in of_type(events.by_topic.get("weights", ()), kind):
             if event.model_group == model_group and terms.needs_claim(event) and event.term not in claimed:
                 claimed.add(event.term)

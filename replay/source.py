@@ -13,7 +13,7 @@ from rollstream.eventlog.reading import read_to_end, unknown_run
 from rollstream.eventlog.run_offsets import LETTERS, offset_name, start_offsets_of
 from rollstream.schemas import ids
 from rollstream.schemas.errors import ConfigError, DecodeError, LogError
-from rollstream.schemas.events import RunEnded, RunStarted
+from rollstream.schemas.events import ReferenceScored, RunEnded, RunStarted
 from rollstream.schemas.kafka import KafkaSettings
 
 EFFECTS_FIRST = ("weights", "jobs", "tasks", "batches", "groups")
@@ -120,6 +120,13 @@ class RunEvents:
             return
         if received.event.run_id != self.run_id:
             return
+        if isinstance(received.event, ReferenceScored):
+            received = Received(  # its log-probabilities are read again where they count
+                received.event.model_copy(update={"logprobs": ""}),
+                received.digest,
+                received.position,
+                received.timestamp_ms,
+            )
         if is_dead:
             self.poison.append(received)
             return

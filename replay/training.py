@@ -51,7 +51,7 @@ def recorded_jobs(events: RunEvents) -> list[RecordedJob]:
             if event.job_id == submitted.job_id
         }
         if base is not None and steps:
-            jobs.append(RecordedJob(submitted, base, manifests, steps))
+            jobs.append(RecordedJob(submitted, base, manifests, steps, group.scores))
     return jobs
 
 

@@ -74,6 +74,7 @@ async def verify(
     await compare_trajectories(log, groups, batches, report)
     tell("weights and checkpoints")
     weights.compare(events, artifacts, checkpoints, report, has_checkpoints=has_checkpoints)
+    weights.compare_scores(events, report)
     return report
 
 

@@ -1,4 +1,4 @@
-"""What training left: every version's hash said once, its artifact and the checkpoints still what they were."""
+"""What training left: every version's hash said once; its artifact, the checkpoints and its scores what they were."""
 
 import hashlib
 import itertools
@@ -10,9 +10,11 @@ from urllib.parse import quote
 import orjson
 
 from rollstream.eventlog.artifacts import ArtifactStore
+from rollstream.eventlog.log import Received
 from rollstream.learner import retention
 from rollstream.learner.progress import GroupState, LogState, evolve
 from rollstream.learner.retention import WeightNeeds
+from rollstream.learner.scoring.scores import ScoreAsked, digest_of, scorers_of
 from rollstream.replay.report import MISSING, Report
 from rollstream.replay.source import RunEvents, of_type
 from rollstream.schemas import ids
@@ -20,6 +22,7 @@ from rollstream.schemas.errors import ArtifactError
 from rollstream.schemas.events import (
     BatchPlanned,
     JobSubmitted,
+    ReferenceScored,
     StepTrained,
     WeightsCollected,
     WeightsPublished,
@@ -78,12 +81,48 @@ def compare(
                 _kept_checkpoints(events, name, group, folder, report)
 
 
+def compare_scores(events: RunEvents, report: Report) -> None:
+    """Note steps whose scores are not what they were, or are missing. No model scores anything."""
+    state = log_state(events)
+    weights = events.by_topic.get("weights", ())
+    scored = {received.position.offset: received for _, received in of_type(weights, ReferenceScored)}
+    if scored:
+        report.count("scores", len(scored))
+    for step, _ in of_type(weights, StepTrained):
+        group = state.group(step.model_group)
+        is_void = group.trained.get(step.version) != step.weights_sha256
+        planned = events.by_id.get(ids.event_id("batch_planned", step.batch_id))
+        job = events.by_id.get(ids.event_id("job_submitted", step.job_id))
+        if is_void or planned is None or job is None:
+            continue
+        assert isinstance(planned.event, BatchPlanned)
+        assert isinstance(job.event, JobSubmitted)
+        found = _scores_digest(planned.event, job.event, group, scored)
+        if found != step.scores_sha256:
+            named = f"ReferenceScored of {step.batch_id}, named by {step.event_id}"
+            report.differ("weights", named, step.scores_sha256 or MISSING, found or MISSING)
+
+
 def compare_sampled(events: RunEvents, versions: Mapping[tuple[str, int], str], report: Report) -> None:
     """Note versions that tokens were sampled with and that are not published. `versions`: as `assembly.Folded` has."""
     state, own = log_state(events), set(model_groups(events))
     for (name, version), by in sorted(versions.items()):
         if name in own and version not in state.group(name).published:
             report.differ("weights", ids.version_event("weights_published", name, version), f"named by {by}", MISSING)
+
+
+def _scores_digest(planned: BatchPlanned, job: JobSubmitted, group: GroupState, scored: dict[int, Received]) -> str:
+    """Of the events that a manifest finds; a member without one was not asked for."""
+    base = group.published.get(job.base_version)
+    if base is None or planned.adopts is not None:
+        return ""
+    asked = [
+        ScoreAsked(member, scorer)
+        for scorer in scorers_of(job.settings, base.weights_sha256)
+        for member in range(len(planned.members))
+    ]
+    offsets = [offset for one in asked for offset in group.scores.offsets(one.wanted(planned))]
+    return digest_of([scored[offset].digest for offset in offsets if offset in scored])
 
 
 def _needs(events: RunEvents) -> WeightNeeds:

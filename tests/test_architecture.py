@@ -29,6 +29,7 @@ FLOORS = {
     "learner": [
         "learner/shared_model_group",
         "learner",
+        "learner/scoring",
         "learner/model",
         "learner/algorithms/builtin",
         "learner/algorithms",

@@ -30,7 +30,7 @@ from rollstream.replay.source import RunEvents, of_type, read_run
 from rollstream.replay.verify import dataset_of
 from rollstream.replay.weights import log_state
 from rollstream.replay.what_if import plan as what_if_plan
-from rollstream.replay.what_if.imports import OpenedExport, bring_artifact, bring_trajectories
+from rollstream.replay.what_if.imports import OpenedExport, bring_artifact, bring_trajectories, moved_scores
 from rollstream.replay.what_if.rewards import Grading, grade
 from rollstream.replay.what_if.training import train_planned
 from rollstream.schemas import ids
@@ -120,8 +120,8 @@ async def what_if(
         tell("importing trajectories")
         begun = begun.model_copy(update={"dataset": bring_artifact(exported, artifacts, started.dataset)})
         planned = await bring_trajectories(exported, log, planned)
-    permissions = permissions_of(config)
-    await train_planned(log, artifacts, begun, spec, base, planned, checkpoints, tell, permissions)
+    scores = moved_scores(source.log, events, planned)
+    await train_planned(log, artifacts, begun, spec, base, planned, checkpoints, tell, permissions_of(config), scores)
     trained = _metrics(await read_run(log, run_id), spec.job_id)
     return WhatIfOutcome(
         run_id, made.num_batches, made.rejected, _means(_metrics(events, recorded.job_id)), _means(trained)

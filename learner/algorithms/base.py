@@ -42,6 +42,10 @@ class Row:
     completions: tuple[Completion, ...] = ()
     kept: "KeptRow | None" = None
     """Where its sampling was truncated: what its tokens were sampled from."""
+    sequence: int = 0
+    """Index of its sequence in the trajectory."""
+    scores: Mapping[str, NDArray[np.float32]] = field(default_factory=dict[str, NDArray[np.float32]])
+    """(T,) by role, `reference` or `teacher`: recorded log-probabilities of its completion tokens."""
 
     @property
     def num_completion_tokens(self) -> int:

@@ -3,8 +3,8 @@
 import bisect
 import itertools
 import random
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 import numpy as np
@@ -69,6 +69,8 @@ class MicroBatch:
     """Of the tokens on the mask, row by row, where the sampling of some was truncated."""
     tree: PrefixTree | None = None
     """Computed in place of `token_ids`: what rows have in common at their beginning is there once."""
+    scores: Mapping[str, Tensor] = field(default_factory=dict[str, Tensor])  # (B, T) float32
+    """Recorded log-probabilities by role, see `Row.scores`."""
     at_N: Tensor | None = None
     """int64, the tokens on the mask by their position in (B * T): known before the mask is on a GPU, which would have
     to be waited for.
@@ -89,7 +91,10 @@ class MicroBatch:
         columns: dict[str, Any] = {name: getattr(self, name) for name in names}
         moved = {name: value.to(device) for name, value in columns.items() if value is not None}
         kept = None if self.kept is None else KeptSets(*(one.to(device) for one in self.kept))
-        return replace(self, **moved, kept=kept, tree=None if self.tree is None else self.tree.to(device))
+        scores = {role: one.to(device) for role, one in self.scores.items()}
+        return replace(
+            self, **moved, scores=scores, kept=kept, tree=None if self.tree is None else self.tree.to(device)
+        )
 
 
 def check_token_ids(trajectory: TrajectoryAssembled, size: int) -> None:
@@ -126,8 +131,15 @@ def member_of(trajectory: TrajectoryAssembled, *, reward: float, staleness: int 
     )
 
 
-def rows_of(trajectory: TrajectoryAssembled, *, needs_logprobs: bool, member: int = 0) -> list[Row]:
-    """The sequences of a trajectory that have completion tokens. `member`: its index in the batch.
+def rows_of(
+    trajectory: TrajectoryAssembled,
+    *,
+    needs_logprobs: bool,
+    member: int = 0,
+    scores: Mapping[str, Sequence[NDArray[np.float32]]] = {},
+) -> list[Row]:
+    """The sequences of a trajectory that have completion tokens. `member`: its index in the batch; `scores`: recorded
+    log-probabilities by role, one array (T,) a sequence.
 
     Where log-probabilities are needed, sequences without them are left out. Raises DecodeError naming the trajectory if
     completions and arrays do not fit each other, or if log-probabilities are needed and no sequence has them.
@@ -142,7 +154,8 @@ def rows_of(trajectory: TrajectoryAssembled, *, needs_logprobs: bool, member: in
         except ValueError as error:
             raise DecodeError(f"trajectory {trajectory.trajectory_id}, sequence {index}: {error}") from error
         if row.mask.any():
-            rows.append(row)
+            of_row = {role: values[index] for role, values in scores.items()}
+            rows.append(replace(row, sequence=index, scores=of_row))
     return rows
 
 
@@ -278,6 +291,10 @@ def pad(rows: Sequence[TrainRow], units: Units, *, versions: bool = False, share
             weights_B_T[position, :length] = 1.0 if one.weight is None else one.weight
         if versions_B_T is not None:
             versions_B_T[position, :length] = one.row.versions
+    scores = {role: np.zeros(shape, np.float32) for role in found[0].row.scores}
+    for role, values_B_T in scores.items():
+        for position, one in enumerate(found):
+            values_B_T[position, : len(one.row.token_ids)] = one.row.scores[role]
     arrays = (token_ids_B_T, mask_B_T, logprobs_B_T, advantages_B_T, weights_B_T, versions_B_T)
     return MicroBatch(
         *(None if array is None else torch.from_numpy(array) for array in arrays),  # pyright: ignore[reportArgumentType]
@@ -290,6 +307,7 @@ def pad(rows: Sequence[TrainRow], units: Units, *, versions: bool = False, share
         kept=_kept_of(found),
         tree=tree_of([one.row.token_ids for one in found], [one.mask for one in found]) if shares else None,
         at_N=torch.from_numpy(np.flatnonzero(mask_B_T)),
+        scores={role: torch.from_numpy(values_B_T) for role, values_B_T in scores.items()},
     )
 
 

@@ -52,6 +52,8 @@ class StepResult:
     """Optimizer steps that were skipped one after the other, up to the last one."""
     micro_batch_tokens: tuple[int, ...] = ()
     """See `StepTrained.micro_batch_tokens`."""
+    scores_sha256: str = ""
+    """See `StepTrained.scores_sha256`."""
 
 
 def adopted(seconds: dict[str, float]) -> StepResult:
@@ -209,11 +211,13 @@ def _gradients(
     found_sums: dict[str, Tensor] = {}
     for micro_batch in micro_batches:
         batch = micro_batch.to(model.device)
-        reference_N = None if reference is None else reference.logprobs(batch, temperature=chosen.temperature)
+        scores = {role: batch.on_mask(values) for role, values in batch.scores.items()}
+        if reference is not None:
+            scores["reference"] = reference.logprobs(batch, temperature=chosen.temperature)
         logprobs_N, entropies_N = model.completion_terms(
             batch, temperature=chosen.temperature, entropy_needs_grad=chosen.needs.entropy
         )
-        tokens = _tokens(batch, logprobs_N, entropies_N, reference_N)
+        tokens = _tokens(batch, logprobs_N, entropies_N, scores)
         if proximal is not None:
             tokens = tokens._replace(proximal_N=torch.cat([proximal[row] for row in batch.rows]))
         elif chosen.needs.proximal:
@@ -234,14 +238,15 @@ def _gradients(
     return sums | _fetched(found_sums)
 
 
-def _tokens(batch: MicroBatch, logprobs_N: Tensor, entropies_N: Tensor, reference_N: Tensor | None) -> TokenBatch:
+def _tokens(batch: MicroBatch, logprobs_N: Tensor, entropies_N: Tensor, scores: Mapping[str, Tensor]) -> TokenBatch:
     rows = [row for row, size in enumerate(batch.lengths) for _ in range(size)]
     return TokenBatch(
         logprobs_N,
         entropies_N,
         batch.on_mask(batch.logprobs),
         batch.on_mask(batch.advantages),
-        reference_N,
+        scores.get("reference"),
+        teacher_N=scores.get("teacher"),
         weights_N=None if batch.weights is None else batch.on_mask(batch.weights),
         versions_N=None if batch.versions is None else batch.on_mask(batch.versions),
         rows_N=torch.tensor(rows, device=logprobs_N.device),

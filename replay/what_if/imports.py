@@ -1,4 +1,4 @@
-"""Brings into a log what a what-if of an exported run needs there: its artifacts, and the trajectories it trains on.
+"""Brings into a log what a what-if needs there: scores, and of an exported run its artifacts and trajectories.
 
 Trajectories keep their ids and digests; manifests name them by where they lie now, so that the what-if can be replayed
 from the log alone. What closed groups or manifests of the log name already is used where it lies.
@@ -7,17 +7,20 @@ Order: 1. artifacts are stored, 2. trajectories are sent and acknowledged, 3. th
 calls. What a crash before 3 leaves is named by nobody.
 """
 
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
 from typing import NamedTuple
 
 from rollstream.eventlog import codec
 from rollstream.eventlog.artifacts import ArtifactStore
 from rollstream.eventlog.log import EventLog, Position, Record
 from rollstream.eventlog.reading import read_to_end
+from rollstream.eventlog.terms import BEFORE_LEARNERS
 from rollstream.learner.inbox import check_members, fetch_records
+from rollstream.replay.source import RunEvents, of_type
+from rollstream.replay.weights import log_state
 from rollstream.schemas.base import Event, Locator
 from rollstream.schemas.errors import DecodeError
-from rollstream.schemas.events import BatchPlanned, GroupClosed
+from rollstream.schemas.events import BatchPlanned, GroupClosed, ReferenceScored
 from rollstream.schemas.settings import ArtifactRef
 
 NAMING = ("group_closed", "batch_planned")
@@ -58,6 +61,40 @@ async def bring_trajectories(exported: OpenedExport, log: EventLog, planned: Seq
         else:
             moved.append(event)
     return moved
+
+
+async def moved_scores(log: EventLog, events: RunEvents, planned: Sequence[Event]) -> AsyncIterator[list[Event]]:
+    """ReferenceScored of the new run for one manifest after the other, each trajectory's and scorer's once.
+
+    `log`: where `events`, of the recorded run, were read. Raises TruncatedError if one is gone.
+    """
+    state = log_state(events)
+    offsets: dict[str, dict[str, tuple[int, ...]]] = {}
+    for scored, _ in of_type(events.by_topic.get("weights", ()), ReferenceScored):
+        found = state.group(scored.model_group).scores.first(scored.trajectory_sha256, scored.scorer.sha256)
+        if found:
+            offsets.setdefault(scored.trajectory_sha256, {}).setdefault(scored.scorer.sha256, found)
+    for manifest in planned:
+        if isinstance(manifest, BatchPlanned):
+            mine = [offsets.pop(member.digest, {}) for member in manifest.members]
+            wanted = [Position("weights", 0, offset) for one in mine for found in one.values() for offset in found]
+            records = await log.fetch(wanted) if wanted else []
+            yield [_moved_score(codec.decode(record).event, manifest) for record in records]
+
+
+def _moved_score(event: Event, manifest: BatchPlanned) -> Event:
+    """The same said for a manifest of the new run, before any learner has claimed its model group."""
+    return event.model_copy(
+        update={
+            "run_id": manifest.run_id,
+            "time_ms": manifest.time_ms,
+            "model_group": manifest.model_group,
+            "job_id": manifest.job_id,
+            "batch_id": manifest.batch_id,
+            "version": manifest.yields_version,
+            "term": BEFORE_LEARNERS,
+        }
+    )
 
 
 def _without(planned: BatchPlanned, found_at: dict[str, Locator]) -> BatchPlanned:

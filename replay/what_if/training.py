@@ -2,7 +2,7 @@
 
 import asyncio
 import contextlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import AsyncIterable, Callable, Mapping, Sequence
 from pathlib import Path
 
 from rollstream.eventlog import codec
@@ -36,10 +36,13 @@ async def train_planned(
     checkpoints: Path,
     tell: Callable[[str], None],
     permissions: Permissions,
+    scores: AsyncIterable[list[Event]],
 ) -> None:
     """Write the new run and have a learner of this process train it. The run is ended whatever happens.
 
-    `base`: what the recorded job began with; `permissions`: what it may name. Raises RunFailedError.
+    `base`: what the recorded job began with; `scores`: those of the trajectories; `permissions`: what it may name.
+
+    Raises RunFailedError.
     """
     from transformers.utils.logging import disable_progress_bar
 
@@ -61,6 +64,8 @@ async def train_planned(
     training: asyncio.Task[None] | None = None
     try:
         await log.send(_moved(base, begun, spec))  # a learner that sees the job sees what it begins with
+        async for some in scores:
+            await log.send_all(some)
         await log.send_all([*planned, job])
         tell(f"training {sum(isinstance(event, BatchPlanned) for event in planned)} batches")
         training = asyncio.create_task(worker.run())

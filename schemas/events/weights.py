@@ -1,5 +1,6 @@
 """Events of the topics jobs and weights: what a learner is to do, what it trained, published, and what was loaded."""
 
+import hashlib
 from datetime import UTC, datetime
 from typing import ClassVar, Literal
 
@@ -226,6 +227,9 @@ class StepTrained(WeightEvent):
     weights_sha256: str
     manifest_sha256: str = added("")
     """Content digest of the batch's manifest; empty where it was not kept."""
+    scores_sha256: str = added("")
+    """Of the ReferenceScored that it was trained with: over their content digests, in the manifest's order. Empty if it
+    was trained without any."""
     num_optimizer_steps: int
     metrics: dict[str, FiniteFloat]
     """Named area/name: loss/total, reward/mean, policy/entropy, policy/kl, clip/low, ..."""
@@ -240,6 +244,63 @@ class StepTrained(WeightEvent):
     @property
     def event_id(self) -> str:
         return ids.version_event(self.kind, self.model_group, self.version, self.term)
+
+
+class Scorer(BaseModel):
+    """Whose log-probabilities a ReferenceScored holds. Equal scorers give tokens equal log-probabilities."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    role: Literal["reference", "teacher"]
+    """What the loss takes them for."""
+    model: str = ""
+    """The model's folder or hub name as written; empty: the job's own."""
+    weights_sha256: str = ""
+    """Of published weights; empty: those of `model`."""
+    temperature: FiniteFloat = Field(default=1.0, gt=0)
+    over_kept: bool = False
+    """Normalised over the ids that truncated sampling left, where it did."""
+    context: str = ""
+    """Privileged text that only the scorer sees before each sequence, with `{KEY}` of the task's inputs."""
+
+    @property
+    def sha256(self) -> str:
+        """Names the scorer."""
+        return hashlib.sha256(self.model_dump_json().encode()).hexdigest()
+
+
+class ReferenceScored(WeightEvent):
+    """A reference model or a teacher has scored a trajectory's completion tokens: log-probabilities to train with.
+
+    It precedes the first StepTrained that uses it, so that whoever trains again needs no such model. One of the same
+    trajectory and scorer is used again by later steps.
+    """
+
+    TOPIC: ClassVar[str] = "weights"
+    UNDIGESTED: ClassVar[frozenset[str]] = frozenset({"time_ms", "term"})
+    kind: Literal["reference_scored"] = "reference_scored"
+    v: Literal[1] = 1
+    job_id: str
+    batch_id: str
+    """The manifest that it was computed for."""
+    version: int = Field(ge=0)
+    """The version that the manifest yields."""
+    term: int
+    trajectory_id: str
+    trajectory_sha256: str
+    """Content digest of the TrajectoryAssembled."""
+    scorer: Scorer
+    part: int = Field(default=0, ge=0)
+    """Of `num_parts` events, where one record does not hold all tokens."""
+    num_parts: int = Field(default=1, ge=1)
+    logprobs: str
+    """float32 in base64: one a completion token, in the order of sequences and completions; 0 for a token that nothing
+    precedes."""
+
+    @property
+    def event_id(self) -> str:
+        scored = f"{self.trajectory_sha256[:16]}-{self.scorer.sha256[:16]}-{self.part}"
+        return ids.version_event(self.kind, self.model_group, self.version, f"{self.term}/{scored}")
 
 
 class WeightsPublished(WeightEvent):

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from rollstream.eventlog.failpoints import FAILPOINTS, Killed, armed
+from rollstream.schemas.algorithms import GrpoSettings
 from rollstream.schemas.events import JobSucceeded
 
 KILLS = 20
@@ -16,7 +17,8 @@ POINTS = [name for name in FAILPOINTS if name.startswith("learner/")]
 
 
 async def _prepare(lab: Any) -> None:
-    await lab.plan(await lab.submit(num_versions=VERSIONS, keep_last=1), VERSIONS)
+    scored = {"algorithm": GrpoSettings(kl_coefficient=0.1), "revision": 6}
+    await lab.plan(await lab.submit(num_versions=VERSIONS, keep_last=1, **scored), VERSIONS)
 
 
 def stored(lab: Any) -> set[str]:

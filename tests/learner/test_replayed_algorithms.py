@@ -35,7 +35,7 @@ ALGORITHMS: list[AlgorithmSettings] = [
 @pytest.mark.parametrize("algorithm", ALGORITHMS, ids=lambda one: one.name)
 def test_a_stopped_job_goes_on_and_is_trained_again_to_the_same_bits(lab: Any, algorithm: AlgorithmSettings) -> None:
     async def scenario() -> None:
-        job = await lab.submit(num_versions=5, algorithm=algorithm, checkpoint_every=2, revision=5)
+        job = await lab.submit(num_versions=5, algorithm=algorithm, checkpoint_every=2, revision=6)
         planned = await lab.plan(job, 3, seal=False)
         await lab.work(lab.has(StepTrained, "weights", 3))
         await lab.plan(job, 2, first=3, previous=codec.content_digest(planned[-1]))

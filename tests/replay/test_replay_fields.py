@@ -24,10 +24,10 @@ KINDS_OF_THE_RUN = {
 }
 OF_OTHER_RUNS = {
     *("GroupExtended", "JobCancelled", "JobFailed", "RolloutFailed", "SubmissionReceived", "TaskCancelled", "Tick"),
-    *("TrajectoryRejected", "RollbackRequested", "VersionJudged", "JobSkipped", "ModelSwitched"),
+    *("TrajectoryRejected", "RollbackRequested", "VersionJudged", "JobSkipped", "ModelSwitched", "ReferenceScored"),
 }
-"""Kinds that the recorded run has none of: test_replay_kinds.py and test_replay_adoptions.py try them, and those of a
-shared model group its own test_replay.py."""
+"""Kinds that the recorded run has none of: test_replay_kinds.py, test_replay_adoptions.py and test_replay_scores.py try
+them, and those of a shared model group its own test_replay.py."""
 IN_PARTS = {("RunEnded", "cause"), ("WeightsLoaded", "version")}
 """Found only where another record depends on just this value."""
 

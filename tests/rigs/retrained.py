@@ -3,7 +3,7 @@
 from typing import Any
 
 from rollstream.eventlog import codec
-from rollstream.learner.progress import Manifest
+from rollstream.learner.progress import LogState, Manifest, evolve
 from rollstream.learner.retrain import RecordedJob, Retraining
 from rollstream.schemas.events import BatchPlanned, JobSubmitted, StepTrained, WeightsPublished
 
@@ -18,7 +18,11 @@ async def assert_retrained(lab: Any, job: JobSubmitted, steps: dict[int, StepTra
     received = [one for one in await lab.received("batches") if isinstance(one.event, BatchPlanned)]
     manifests = {one.event.index: Manifest(one.event, one.digest, one.position.offset) for one in received}
     base = next(one for one in await lab.events("weights", WeightsPublished) if one.version == 0)
-    again = Retraining(RecordedJob(job, base, manifests, steps), threads=1, permissions=lab.permissions)
+    state = LogState()
+    for one in await lab.received("weights"):
+        evolve(state, one)
+    recorded = RecordedJob(job, base, manifests, steps, state.group(job.model_group).scores)
+    again = Retraining(recorded, threads=1, permissions=lab.permissions)
     began = again.begin(lab.artifacts, lab.folder / "checkpoints", version=first - 1, until=len(steps))
     compared = [
         (codec.content_digest(before), codec.content_digest(after))

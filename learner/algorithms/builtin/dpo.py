@@ -43,8 +43,8 @@ class Dpo(Algorithm):
     def metrics(self, sums: Mapping[str, float], counts: Counts) -> dict[str, float]:
         """Means over the pairs; of the entropy, over the tokens of all answers.
 
-        Accuracies count a tie as half: dpo/accuracy is 0.5 where the policy is the reference. dpo/accuracy: the chosen
-        answer has the higher implicit reward; dpo/policy_accuracy: it is the likelier one.
+        Accuracies count a tie as half. dpo/accuracy: the chosen answer has the higher implicit reward; where the policy
+        is the reference, rounding decides. dpo/policy_accuracy: it is the likelier one.
         """
         names = ("accuracy", "policy_accuracy", "margin", "chosen_reward", "rejected_reward")
         names += ("chosen_logprob", "rejected_logprob", "chosen_nll")

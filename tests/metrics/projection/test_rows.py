@@ -15,7 +15,7 @@ from rollstream.metrics.projection.rows import BUILDERS, COPIED, rows_of
 from rollstream.schemas.events import KINDS
 
 GOLDEN = Path(__file__).parents[2] / "golden"
-WITHOUT_ROW = {"tick", "group_extended", "run_continued"}
+WITHOUT_ROW = {"tick", "group_extended", "run_continued", "reference_scored"}
 
 
 def golden_rows(name: str) -> list[tuple[str, dict[str, Any]]]:

@@ -1,0 +1,8 @@
+"""Log-probabilities under a reference or a teacher: computed once, kept as events, read from there to train with."""
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from rollstream.learner.scoring import index, scores
+
+__all__ = ["index", "scores"]

@@ -1,0 +1,209 @@
+"""The recorded log-probabilities of a batch: which are wanted, read from the log, and laid on its sequences."""
+
+import hashlib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rollstream.eventlog import codec
+from rollstream.eventlog.log import EventLog, Position, Received
+from rollstream.learner.algorithms.base import Row
+from rollstream.learner.scoring.index import ScoreIndex, Wanted
+from rollstream.schemas import tokens
+from rollstream.schemas.errors import DecodeError
+from rollstream.schemas.events import BatchPlanned, ReferenceScored, TrajectoryAssembled
+from rollstream.schemas.events.weights import Scorer
+from rollstream.schemas.settings import JobSettings
+
+MAX_TOKENS = 150_000
+"""Of one event: 800 kB of text, which a record of `weights` holds."""
+SCORES_SINCE = 6
+"""Revision of the rules since which log-probabilities under a reference are events."""
+Logprobs = NDArray[np.float32]
+Answer = tuple[bytes, bytes]
+"""Token ids of a prompt and of a completion."""
+
+
+class ScoreAsked(NamedTuple):
+    """A member of a batch, by its index, and the scorer that its loss needs."""
+
+    member: int
+    scorer: Scorer
+
+    def wanted(self, planned: BatchPlanned) -> Wanted:
+        """What the index is asked for."""
+        return Wanted(planned.members[self.member].digest, self.scorer.sha256, planned.yields_version)
+
+
+@dataclass(frozen=True, slots=True)
+class Scores:
+    """Log-probabilities (N,) of members' completion tokens, by role of the scorer and index of the member."""
+
+    by_role: Mapping[str, Mapping[int, Logprobs]] = field(default_factory=dict[str, Mapping[int, Logprobs]])
+    sha256: str = ""
+    """As `StepTrained.scores_sha256`."""
+
+
+NONE = Scores()
+
+
+def scorers_of(settings: JobSettings, base_sha256: str) -> tuple[Scorer, ...]:
+    """Those that a job's loss needs. `base_sha256`: hash of the weights of its base version."""
+    algorithm = settings.algorithm
+    if settings.revision < SCORES_SINCE or not algorithm.needs.reference:
+        return ()
+    return (
+        Scorer(
+            role="reference",
+            weights_sha256=base_sha256,
+            temperature=algorithm.temperature,
+            over_kept=algorithm.needs.behaviour,
+        ),
+    )
+
+
+def missing(index: ScoreIndex, planned: BatchPlanned, asked: Sequence[ScoreAsked]) -> list[ScoreAsked]:
+    """Those that no event has."""
+    return [one for one in asked if not index.offsets(one.wanted(planned))]
+
+
+async def recorded_scores(
+    log: EventLog, index: ScoreIndex, planned: BatchPlanned, asked: Sequence[ScoreAsked]
+) -> Scores:
+    """What the events say.
+
+    Raises DecodeError if no event has what is asked for or one is not what the index says, TruncatedError if one is
+    gone.
+    """
+    positions: list[tuple[ScoreAsked, tuple[int, ...]]] = []
+    for one in asked:
+        offsets = index.offsets(one.wanted(planned))
+        if not offsets:
+            trajectory = planned.members[one.member].trajectory_id
+            raise DecodeError(
+                f"manifest {planned.batch_id}: topic weights has no ReferenceScored of trajectory {trajectory} by its "
+                f"{one.scorer.role}"
+            )
+        positions.append((one, offsets))
+    if not positions:
+        return NONE
+    wanted = [Position("weights", 0, offset) for _, offsets in positions for offset in offsets]
+    received = iter([codec.decode(record) for record in await log.fetch(wanted)])
+    by_role: dict[str, dict[int, Logprobs]] = {}
+    digest = hashlib.sha256()
+    for one, offsets in positions:
+        parts = [_part(next(received), one, planned, digest) for _ in offsets]
+        by_role.setdefault(one.scorer.role, {})[one.member] = np.concatenate(parts)
+    return Scores(by_role, digest.hexdigest())
+
+
+def _part(received: Received, asked: ScoreAsked, planned: BatchPlanned, digest: "hashlib._Hash") -> Logprobs:
+    event = received.event
+    wanted = asked.wanted(planned)
+    if not isinstance(event, ReferenceScored) or (event.trajectory_sha256, event.scorer.sha256) != wanted[:2]:
+        raise DecodeError(f"manifest {planned.batch_id}: weights {received.position.offset} holds {event.event_id}")
+    digest.update(bytes.fromhex(received.digest))
+    found = np.frombuffer(tokens.decode_floats(event.logprobs), np.float32)
+    if not np.isfinite(found).all():
+        raise DecodeError(f"{event.event_id} at weights {received.position.offset}: a log-probability is not finite")
+    return found
+
+
+def digest_of(digests: Sequence[str]) -> str:
+    """`Scores.sha256` from the content digests of the events, in the order of the members."""
+    return hashlib.sha256(b"".join(map(bytes.fromhex, digests))).hexdigest() if digests else ""
+
+
+def by_sequence(trajectory: TrajectoryAssembled, logprobs: Logprobs) -> list[Logprobs]:
+    """(T,) by sequence of a trajectory: each completion token's value, 0 on prompts. Raises DecodeError."""
+    found: list[Logprobs] = []
+    taken = 0
+    for sequence in trajectory.sequences:
+        values = np.zeros(tokens.count(sequence.token_ids), np.float32)
+        for part in sequence.completions:
+            values[part.start : part.start + part.length] = logprobs[taken : taken + part.length]
+            taken += part.length
+        found.append(values)
+    if taken != len(logprobs):
+        raise DecodeError(f"trajectory {trajectory.trajectory_id}: {len(logprobs)} scores for {taken} tokens")
+    return found
+
+
+def flat(trajectory: TrajectoryAssembled, by_sequence: Sequence[Logprobs]) -> Logprobs:
+    """The reverse of `by_sequence`: the values of completion tokens one after another."""
+    found = [
+        values[part.start : part.start + part.length]
+        for sequence, values in zip(trajectory.sequences, by_sequence, strict=True)
+        for part in sequence.completions
+    ]
+    return np.concatenate(found) if found else np.zeros(0, np.float32)
+
+
+def events_of(
+    planned: BatchPlanned, one: ScoreAsked, logprobs: Logprobs, *, run_id: str, term: int
+) -> Iterator[ReferenceScored]:
+    """What is written of one member's log-probabilities."""
+    num_parts = max(1, -(-len(logprobs) // MAX_TOKENS))
+    member = planned.members[one.member]
+    for part in range(num_parts):
+        yield ReferenceScored(
+            run_id=run_id,
+            time_ms=planned.time_ms,
+            model_group=planned.model_group,
+            job_id=planned.job_id,
+            batch_id=planned.batch_id,
+            version=planned.yields_version,
+            term=term,
+            trajectory_id=member.trajectory_id,
+            trajectory_sha256=member.digest,
+            scorer=one.scorer,
+            part=part,
+            num_parts=num_parts,
+            logprobs=tokens.encode_floats(logprobs[part * MAX_TOKENS : (part + 1) * MAX_TOKENS]),
+        )
+
+
+class Place(NamedTuple):
+    """A completion by its member of the batch and its position there."""
+
+    member: int
+    sequence: int
+    start: int
+    length: int
+
+
+def places_of(rows: Sequence[Row], trajectories: Sequence[TrajectoryAssembled]) -> list[Place]:
+    """Of each row, an answer to a prompt, the first completion in the batch that is the same."""
+    wanted = {_answer(row): index for index, row in enumerate(rows)}
+    found: dict[int, Place] = {}
+    for member, trajectory in enumerate(trajectories):
+        for number, sequence in enumerate(trajectory.sequences):
+            token_ids = tokens.decode_ids(sequence.token_ids)
+            for part in sequence.completions:
+                end = part.start + part.length
+                answer = token_ids[: part.start].tobytes(), token_ids[part.start : end].tobytes()
+                if answer in wanted:
+                    found.setdefault(wanted[answer], Place(member, number, part.start, part.length))
+    return [found[index] for index in range(len(rows))]
+
+
+def scored_rows(
+    rows: Sequence[Row], places: Sequence[Place], scores: Mapping[str, Mapping[int, Sequence[Logprobs]]]
+) -> list[Row]:
+    """The rows with their scores. `scores`: by role and member, one array (T,) a sequence."""
+    found: list[Row] = []
+    for row, place in zip(rows, places, strict=True):
+        of_row: dict[str, Logprobs] = {}
+        for role, by_member in scores.items():
+            of_row[role] = np.zeros(len(row.token_ids), np.float32)
+            of_row[role][-place.length :] = by_member[place.member][place.sequence][place.start :][: place.length]
+        found.append(replace(row, scores=of_row))
+    return found
+
+
+def _answer(row: Row) -> Answer:
+    start = int(row.mask.argmax())
+    return row.token_ids[:start].tobytes(), row.token_ids[start:].tobytes()
