@@ -75,10 +75,9 @@ class Publisher:
         return await put(self._artifacts, weights, ".safetensors", doing, self._retry)
 
     async def read(self, artifact: ArtifactRef) -> bytes:
-        """A version's weights. Raises ArtifactError if they are gone, StoreUnavailableError as above."""
-        return await retrying(
-            lambda: self._artifacts.read(artifact), f"load weights of {self._model_group}", self._retry
-        )
+        """A version's weights, or the run's dataset. Raises ArtifactError if gone, StoreUnavailableError as above."""
+        doing = f"load {artifact.uri} for {self._model_group}"
+        return await retrying(lambda: self._artifacts.read(artifact), doing, self._retry)
 
     async def check_owner(self) -> None:
         """Read on to the end of `weights`. Raises FencedError if the model group is another learner's by now.

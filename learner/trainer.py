@@ -29,6 +29,7 @@ from rollstream.learner.scoring.scores import (
 )
 from rollstream.schemas import ids
 from rollstream.schemas.algorithm_settings import AlgorithmSettings, PairSettings
+from rollstream.schemas.algorithms import teacher_of
 from rollstream.schemas.errors import ConfigError
 from rollstream.schemas.events import BatchPlanned, JobSubmitted, TrajectoryAssembled, WeightsPublished
 from rollstream.schemas.permissions import NOTHING, Permissions
@@ -61,7 +62,7 @@ class JobTrainer:
         self.model.selects_logprobs &= self._settings.revision >= 3
         self._optimizer = make_optimizer(self.model.trainable(), self._settings.optimizer)
         self._reference: Reference | None = None
-        self.scoring = ScoringModels(self.model, self._settings)
+        self.scoring = ScoringModels(self.model, self._settings, permissions, f"{location}.teacher")
         self._skipped_in_row = 0
         self._budget = MicroBatchBudget(micro_batch_tokens(self._settings, self.model.device))
         self._statistics: dict[str, float] = {}
@@ -258,10 +259,10 @@ def _check(job: JobSubmitted, algorithm: AlgorithmSettings) -> None:
         raise ConfigError(
             f"job {job.job_id}: algorithm {algorithm.name} needs pairs, so its Settings must derive from PairSettings"
         )
-    if needs.teacher:
+    if needs.teacher and teacher_of(algorithm) is None:
         raise ConfigError(
-            f"job {job.job_id}: algorithm {algorithm.name} needs a teacher's log-probabilities, which no record has; "
-            "choose another algorithm"
+            f"job {job.job_id}: algorithm {algorithm.name} needs a teacher, so its Settings must derive from "
+            "DistillationSettings"
         )
 
 

@@ -264,6 +264,32 @@ class PairSettings(AlgorithmSettings):
         return ""
 
 
+class DistillationSettings(AlgorithmSettings):
+    """Of an algorithm that learns from a teacher's log-probabilities of what the policy sampled. Derive from it for
+    another one.
+    """
+
+    teacher: str = ""
+    """A transformers folder or a hub name with the policy's vocabulary; empty: the policy as it was at the job's base
+    version. It is never trained, and loaded only where a token is scored that no event has a score of.
+    """
+    context: str = ""
+    """Text that only the teacher sees, before each sequence (behind its beginning-of-sequence token); `{KEY}` stands
+    for a value of the task's inputs.
+    """
+
+    @property
+    def needs(self) -> Needs:
+        """The teacher; groups of equal rewards train too."""
+        return Needs(rewards=False, behaviour=True, teacher=True, flat_groups=True)
+
+    @model_validator(mode="after")
+    def _teacher_differs(self) -> Self:
+        if not self.teacher and not self.context:
+            raise ValueError("give teacher, context or both: without them the policy would learn from itself")
+        return self
+
+
 class PairRule(Protocol):
     """Settings of the selection."""
 

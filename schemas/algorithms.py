@@ -4,13 +4,14 @@ Their losses are in `rollstream.learner.algorithms`, one file an algorithm.
 """
 
 from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar, cast
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple, Self, TypeVar, cast
 
 from pydantic import Discriminator, Field, JsonValue, ModelWrapValidatorHandler, PrivateAttr, Tag, model_validator
 
 from rollstream.schemas.algorithm_settings import (
     DEFAULT,
     AlgorithmSettings,
+    DistillationSettings,
     Needs,
     PairSettings,
     PolicyGradientSettings,
@@ -206,6 +207,24 @@ class KtoSettings(AlgorithmSettings):
         return Needs(reference=True, flat_groups=True)
 
 
+class OpdSettings(DistillationSettings):
+    """On-policy distillation: the reverse KL divergence from a teacher on the policy's own samples."""
+
+    name: Literal["opd"] = "opd"  # pyright: ignore[reportIncompatibleVariableOverride]
+    teacher: str = Field(min_length=1)
+    ratio_max: float = Field(default=20.0, gt=1)
+    """Bound of a token's ratio."""
+
+
+class OpsdSettings(DistillationSettings):
+    """On-policy self-distillation: the teacher is the policy itself, as it began, with privileged context."""
+
+    name: Literal["opsd"] = "opsd"  # pyright: ignore[reportIncompatibleVariableOverride]
+    context: str = Field(min_length=1)
+    ratio_max: float = Field(default=20.0, gt=1)
+    """Bound of a token's ratio."""
+
+
 class ExpertIterationSettings(AlgorithmSettings):
     """Supervised fine-tuning on the model's own rollouts, selected by the reward of the agent that trains on them."""
 
@@ -314,6 +333,8 @@ BUILT_IN: dict[str, type[AlgorithmSettings]] = {
     "sapo": SapoSettings,
     "vespo": VespoSettings,
     "kto": KtoSettings,
+    "opd": OpdSettings,
+    "opsd": OpsdSettings,
 }
 
 
@@ -337,10 +358,28 @@ Algorithm = Annotated[
     | Annotated[SapoSettings, Tag("sapo")]
     | Annotated[VespoSettings, Tag("vespo")]
     | Annotated[KtoSettings, Tag("kto")]
+    | Annotated[OpdSettings, Tag("opd")]
+    | Annotated[OpsdSettings, Tag("opsd")]
     | Annotated[CustomSettings, Tag(_CUSTOM)],
     Discriminator(_tag),
 ]
 """`algorithm` in a configuration and in a job."""
+
+
+class Teacher(NamedTuple):
+    """Whom an algorithm learns from, see `DistillationSettings`."""
+
+    path: str
+    context: str
+
+
+def teacher_of(settings: AlgorithmSettings) -> Teacher | None:
+    """The teacher that settings name; None if they have none."""
+    if isinstance(settings, DistillationSettings):
+        return Teacher(settings.teacher, settings.context)
+    if isinstance(settings, CustomSettings) and settings.needs.teacher:
+        return Teacher(str(settings.options.get("teacher", "")), str(settings.options.get("context", "")))
+    return None
 
 
 def recorded(settings: AlgorithmSettings) -> AlgorithmSettings:

@@ -14,6 +14,8 @@ from urllib.parse import SplitResult, quote, unquote, urlsplit
 
 from pydantic import JsonValue
 
+from rollstream.schemas.algorithm_settings import AlgorithmSettings
+from rollstream.schemas.algorithms import teacher_of
 from rollstream.schemas.errors import ConfigError, NotAllowedError
 from rollstream.schemas.settings import RolloutSettings
 from rollstream.schemas.variables import conceal, expand, variables_in
@@ -154,6 +156,12 @@ def named_by_model(path: str) -> frozenset[str]:
 def named_by_algorithm(name: str) -> frozenset[str]:
     """All that a trusted `algorithm.name` names, in the form of `Permissions.allow`."""
     return frozenset({name} if name.startswith(CODE) else ())
+
+
+def named_by_teacher(algorithm: AlgorithmSettings) -> frozenset[str]:
+    """All that a trusted `algorithm.teacher` names, in the form of `Permissions.allow`."""
+    teacher = teacher_of(algorithm)
+    return named_by_model(teacher.path) if teacher is not None and teacher.path else frozenset()
 
 
 def shown(text: str) -> str:

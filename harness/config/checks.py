@@ -1,20 +1,24 @@
 """Checks that configuration values, which are stored as written, are JSON and contain no secrets in plain text.
 
-Also refuses what a run's planning does not support, and warns, once per process, of keys that are accepted but have no
-effect.
+Also refuses models that are not there, a teacher of another vocabulary and what a run's planning does not support, and
+warns, once per process, of keys that are accepted but have no effect.
 """
 
 import logging
 import math
+import os
 import re
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from rollstream.harness.config.secret_texts import is_secret, looks_random, secret_in
+from rollstream.schemas.algorithm_settings import AlgorithmSettings
+from rollstream.schemas.algorithms import teacher_of
 from rollstream.schemas.config import TrainerSection
 from rollstream.schemas.errors import ConfigError
 from rollstream.schemas.finetuning import FinetuneConfig
-from rollstream.schemas.variables import is_secret_name
+from rollstream.schemas.variables import expand, is_secret_name
 
 MAX_DEPTH = 50
 _VALUE = frozenset(
@@ -131,4 +135,37 @@ def check_trainer(finetune: FinetuneConfig, trainer: TrainerSection) -> None:
         raise ConfigError(
             f"{location}.evaluation_gate: the run has no validation to judge; give --validation_dataset or "
             "--validation_config_file"
+        )
+
+
+def check_model(path: str, location: str) -> None:
+    """Raises ConfigError naming `location` if `path` is a folder without a model, or does not exist locally."""
+    folder = Path(path).expanduser()
+    if folder.is_dir():
+        if not (folder / "config.json").is_file():
+            raise ConfigError(f"{location}: {path} does not contain config.json; give a transformers folder")
+        return
+    parts = path.split("/")
+    is_hub_name = len(parts) <= 2 and all(parts) and not path.startswith((".", "~")) and not Path(parts[0]).is_dir()
+    if not is_hub_name:
+        raise ConfigError(f"{location}: folder {path} does not exist; give a transformers folder or a hub name")
+
+
+def check_teacher(algorithm: AlgorithmSettings, model: str, location: str) -> None:
+    """Raises ConfigError naming `location` if the teacher of an algorithm is no model or has another vocabulary.
+
+    `model`: the path of the model that learns.
+    """
+    teacher = teacher_of(algorithm)
+    if teacher is None or not teacher.path:
+        return
+    from rollstream.learner.scoring.vocabulary import misfit
+
+    path = str(expand(teacher.path, os.environ, location))
+    check_model(path, location)
+    is_local = Path(model).expanduser().is_dir() and Path(path).expanduser().is_dir()
+    if odd := misfit(model, path) if is_local else "":  # the learner looks at those of a hub
+        raise ConfigError(
+            f"{location}: {teacher.path} has another vocabulary than model {model}: {odd}; give a teacher of the same "
+            "model family"
         )

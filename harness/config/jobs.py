@@ -18,7 +18,7 @@ from rollstream.schemas.config import AdapterSection, BuilderSection, RunConfig
 from rollstream.schemas.errors import ConfigError
 from rollstream.schemas.events.training import BatchMember
 from rollstream.schemas.kafka import KafkaSettings, from_environment, given, merged
-from rollstream.schemas.permissions import named_by, named_by_algorithm, named_by_model
+from rollstream.schemas.permissions import named_by, named_by_algorithm, named_by_model, named_by_teacher
 from rollstream.schemas.services import (
     EndpointSettings,
     LearnerSettings,
@@ -244,6 +244,7 @@ def allowed_by(config: RunConfig, validation: RunConfig | None = None) -> tuple[
     named = {*named_by(*(rollout_settings(one, "") for one in (config, validation) if one is not None))}
     for adapter in (one.adapter for one in config.by_group().values()):
         named |= named_by_model(adapter.model.path) | named_by_algorithm(adapter.algorithm.name)
+        named |= named_by_teacher(adapter.algorithm)
     return tuple(sorted(named))
 
 

@@ -14,7 +14,7 @@ from rollstream.harness.config.dataset import Example
 from rollstream.schemas.config import RunConfig
 from rollstream.schemas.errors import ConfigError
 from rollstream.schemas.evaluators import PLACE, Evaluator, LlmJudge, answer_key, kind_of
-from rollstream.schemas.permissions import Permissions, named_by, named_by_algorithm, named_by_model
+from rollstream.schemas.permissions import Permissions, named_by, named_by_algorithm, named_by_model, named_by_teacher
 from rollstream.schemas.settings import OTHERS, RolloutSettings
 
 ENVIRONMENT = "environment"
@@ -59,6 +59,7 @@ def permissions_of(config: RunConfig, environ: Mapping[str, str] = os.environ) -
     others: set[str] = set()
     for adapter in (one.adapter for one in config.by_group().values()):
         others |= named_by_model(adapter.model.path) | named_by_algorithm(adapter.algorithm.name)
+        others |= named_by_teacher(adapter.algorithm)
     return Permissions.of([*named_by(named), *sorted(others)], environ)
 
 

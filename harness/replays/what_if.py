@@ -16,12 +16,12 @@ from pydantic import JsonValue
 from rollstream.eventlog.artifacts import ArtifactStore
 from rollstream.eventlog.log import EventLog
 from rollstream.harness.config import file as config_file
-from rollstream.harness.config.checks import check_values
+from rollstream.harness.config.checks import check_model, check_values
 from rollstream.harness.config.jobs import jobs_of
 from rollstream.harness.config.rewards import permissions_of, weights_of
 from rollstream.harness.config.yaml import merged, read_yaml
 from rollstream.harness.runs.plan import planned_as
-from rollstream.harness.runs.preflight import check_model, check_rewards, check_temperature
+from rollstream.harness.runs.preflight import check_rewards, check_temperature
 from rollstream.harness.runs.stored_config import check_stored
 from rollstream.learner.versions import library_versions
 from rollstream.replay import assembly

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
 from rollstream.harness.config import nat_workflows
+from rollstream.harness.config.checks import check_model, check_teacher
 from rollstream.harness.config.jobs import ENDPOINT, MADE_ELSEWHERE, jobs_of, served_models
 from rollstream.harness.config.rewards import check_evaluators, check_examples, check_reward, permissions_of, place_of
 from rollstream.harness.runs.progress import Progress
@@ -56,7 +57,9 @@ def check_places(config: RunConfig) -> None:
             group = config.adapter.model_groups.get(name)
             own = "" if group is None or group.model is None else f".model_groups.{name}"
             where = f"{location}{own}.model.path"
-            check_model(str(expand(one.adapter.model.path, os.environ, where)), where)
+            path = str(expand(one.adapter.model.path, os.environ, where))
+            check_model(path, where)
+            check_teacher(one.adapter.algorithm, path, f"{location}.algorithm.teacher")
     folder = config.finetuning.output_dir
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -68,19 +71,6 @@ def check_places(config: RunConfig) -> None:
         raise ConfigError(
             f"finetuning.output_dir: {folder} is not writable; choose another folder or change its permissions"
         )
-
-
-def check_model(path: str, location: str) -> None:
-    """Raises ConfigError naming `location` if `path` is a folder without a model, or does not exist locally."""
-    folder = Path(path).expanduser()
-    if folder.is_dir():
-        if not (folder / "config.json").is_file():
-            raise ConfigError(f"{location}: {path} does not contain config.json; give a transformers folder")
-        return
-    parts = path.split("/")
-    is_hub_name = len(parts) <= 2 and all(parts) and not path.startswith((".", "~")) and not Path(parts[0]).is_dir()
-    if not is_hub_name:
-        raise ConfigError(f"{location}: folder {path} does not exist; give a transformers folder or a hub name")
 
 
 def check_result(path: Path | None) -> None:

@@ -1,30 +1,59 @@
 """The models that score for a job: each is loaded when it first has to, so never where events have what is needed."""
 
 from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
 
 import numpy as np
+import torch
 from torch import Tensor
 
+from rollstream.learner.algorithms.base import KeptRow, Row
 from rollstream.learner.model import collate
-from rollstream.learner.model.collate import TrainRow, rows_of
+from rollstream.learner.model.collate import MicroBatch, TrainRow, rows_of
 from rollstream.learner.model.memory import MicroBatchBudget
 from rollstream.learner.model.policy import PolicyModel, Reference
 from rollstream.learner.model.step import micro_batch_tokens
 from rollstream.learner.scoring.scores import Logprobs, flat, scorers_of
+from rollstream.learner.scoring.vocabulary import misfit, tokenizer_of
 from rollstream.schemas import tokens
+from rollstream.schemas.errors import ModelError
 from rollstream.schemas.events import TrajectoryAssembled
 from rollstream.schemas.events.weights import Scorer
-from rollstream.schemas.settings import JobSettings
+from rollstream.schemas.permissions import Permissions
+from rollstream.schemas.settings import JobSettings, ModelSettings
+
+
+class TeacherModel:
+    """A model that is only asked. It computes on the policy's device, in the type that the settings give."""
+
+    def __init__(self, settings: ModelSettings, path: str) -> None:
+        """`path`: what the settings' path stands for here. Raises ModelError naming what cannot be loaded."""
+        with torch.random.fork_rng(devices=[]):
+            self.model = PolicyModel(settings, seed=0, path=path)
+        self.model.module.eval().requires_grad_(requires_grad=False).to(self.model.compute_dtype)
+
+    @torch.no_grad()
+    def logprobs(self, batch: MicroBatch, *, temperature: float) -> Tensor:
+        """Log-probabilities (N,) of the N tokens on the mask, row by row."""
+        logprobs_N, _ = self.model.completion_terms(batch, temperature=temperature, entropy_needs_grad=False)
+        return logprobs_N
 
 
 class ScoringModels:
-    """Reference of a job, beside its policy. Blocking; always used from the one thread that trains."""
+    """Reference and teacher of a job, beside its policy. Blocking; always used from the one thread that trains."""
 
-    def __init__(self, policy: PolicyModel, settings: JobSettings) -> None:
-        """`settings`: the job's, with the algorithm's own."""
+    def __init__(self, policy: PolicyModel, settings: JobSettings, permissions: Permissions, location: str) -> None:
+        """`settings`: the job's, with the algorithm's own; `permissions`: the teachers that it may name; `location`:
+        where it does, for errors.
+        """
         self._policy = policy
         self._settings = settings
+        self._permissions = permissions
+        self._location = location
         self._reference: Reference | None = None
+        self._teacher: TeacherModel | None = None
+        self._tokenizer: Any = None
 
     @property
     def is_idle(self) -> bool:
@@ -35,48 +64,96 @@ class ScoringModels:
         """Those that the job's loss needs. `base_sha256`: hash of the weights of its base version."""
         return scorers_of(self._settings, base_sha256)
 
-    @property
-    def lacks_base(self) -> bool:
+    def lacks_base(self, scorer: Scorer) -> bool:
         """Whether `take_base` must be called before `score`."""
-        return self._reference is None
+        return not scorer.model and self._reference is None
 
     def take_base(self, weights: bytes, what: str) -> None:
         """Take the weights of the job's base version, which are called `what` in an error. Raises ModelError."""
         self._reference = Reference(self._policy, weights, what)
 
-    def score(self, scorer: Scorer, trajectories: Sequence[TrajectoryAssembled]) -> list[Logprobs]:
+    def score(
+        self, scorer: Scorer, trajectories: Sequence[TrajectoryAssembled], contexts: Sequence[str] = ()
+    ) -> list[Logprobs]:
         """Log-probabilities (N,) of each trajectory's completion tokens, 0 where a sequence is not trained.
 
-        Trajectories that begin alike should come together: what they have in common is computed once. Their bits depend
-        on who comes together. Raises DecodeError, RunFailedError.
+        `contexts`: the text that only the scorer sees, of each trajectory. Trajectories that begin alike should come
+        together: what they have in common is computed once. Their bits depend on who comes together. Raises
+        NotAllowedError, ModelError, DecodeError, RunFailedError.
         """
-        assert self._reference is not None
-        rows: list[TrainRow] = []
-        owners: list[tuple[int, int]] = []
+        model, asked = self._model(scorer)
+        rows: list[Row] = []
         for member, trajectory in enumerate(trajectories):
-            for row in rows_of(trajectory, needs_logprobs=scorer.over_kept, member=member):
-                rows.append(TrainRow(row, row.mask))
-                owners.append((member, row.sequence))
-        found = self._logprobs(self._reference, rows, scorer.temperature)
+            rows += rows_of(trajectory, needs_logprobs=scorer.over_kept, member=member)
+        told = [self._with_context(row, contexts[row.member]) if contexts else row for row in rows]
+        found = self._logprobs(model, asked, [TrainRow(row, row.mask) for row in told], scorer.temperature)
         values = [[np.zeros(tokens.count(s.token_ids), np.float32) for s in one.sequences] for one in trajectories]
-        for (member, sequence), row, logprobs_N in zip(owners, rows, found, strict=True):
-            values[member][sequence][row.mask] = logprobs_N.cpu().numpy()
+        for row, logprobs_N in zip(rows, found, strict=True):
+            values[row.member][row.sequence][row.mask] = logprobs_N.float().cpu().numpy()
         return [flat(trajectory, of_it) for trajectory, of_it in zip(trajectories, values, strict=True)]
 
-    def _logprobs(self, model: Reference, rows: Sequence[TrainRow], temperature: float) -> list[Tensor]:
+    def _model(self, scorer: Scorer) -> tuple[PolicyModel, Reference | TeacherModel]:
+        """The model that computes, and the scorer that asks it."""
+        if not scorer.model:
+            assert self._reference is not None
+            return self._policy, self._reference
+        if self._teacher is None:
+            path = self._permissions.model_path(scorer.model, self._location)
+            changes = {"path": scorer.model, "lora": None, "gradient_checkpointing": False}
+            teacher = TeacherModel(self._settings.model.model_copy(update=changes), path)
+            self._check_vocabulary(teacher.model, scorer.model, path)
+            self._teacher = teacher
+        return self._teacher.model, self._teacher
+
+    def _check_vocabulary(self, teacher: PolicyModel, written: str, path: str) -> None:
+        """Raises ModelError if a token id is not the same text to the teacher as to the policy."""
+        odd = misfit(self.policy_path, path)
+        if not odd and teacher.num_token_ids < self._policy.num_token_ids:
+            odd = f"it has {teacher.num_token_ids} token ids, the policy {self._policy.num_token_ids}"
+        if odd:
+            raise ModelError(
+                f"{self._location}: teacher {written} has another vocabulary than model {self._settings.model.path}: "
+                f"{odd}; give a teacher of the same model family"
+            )
+
+    @property
+    def policy_path(self) -> str:
+        """What the job's `model.path` stands for here."""
+        return self._permissions.model_path(self._settings.model.path, self._location)
+
+    def _with_context(self, row: Row, context: str) -> Row:
+        """The row behind a text: behind its beginning-of-sequence token, if it begins with one."""
+        if self._tokenizer is None:
+            self._tokenizer = tokenizer_of(self.policy_path)
+        if self._tokenizer is None:
+            raise ModelError(f"{self._location}: model {self._settings.model.path} has no tokenizer for the context")
+        ids = np.asarray(self._tokenizer.encode(context, add_special_tokens=False), np.int32)
+        at = int(len(row.token_ids) > 0 and row.token_ids[0] == self._tokenizer.bos_token_id)
+        kept = row.kept and KeptRow(np.insert(row.kept.lengths, at, np.zeros(len(ids), np.int64)), row.kept.ids)
+        return replace(
+            row,
+            token_ids=np.concatenate([row.token_ids[:at], ids, row.token_ids[at:]]),
+            mask=np.concatenate([row.mask[:at], np.zeros(len(ids), np.bool_), row.mask[at:]]),
+            logprobs=np.concatenate([row.logprobs[:at], np.zeros(len(ids), np.float32), row.logprobs[at:]]),
+            completions=(),
+            kept=kept,
+        )
+
+    def _logprobs(
+        self, model: PolicyModel, asked: Reference | TeacherModel, rows: Sequence[TrainRow], temperature: float
+    ) -> list[Tensor]:
         """By row, of the tokens on its mask."""
         longest = max((len(one.row.token_ids) for one in rows), default=0)
-        shares = self._policy.shares_prefixes(longest)
-        divide = collate.tree_micro_batches if shares else collate.micro_batches
+        divide = collate.tree_micro_batches if model.shares_prefixes(longest) else collate.micro_batches
         units = [(index,) for index in range(len(rows))]
 
         def computed(max_tokens: int) -> dict[int, Tensor]:
             found: dict[int, Tensor] = {}
             for one in divide(rows, units, max_tokens):
-                logprobs_N = model.logprobs(one.to(self._policy.device), temperature=temperature)
+                logprobs_N = asked.logprobs(one.to(model.device), temperature=temperature)
                 found |= zip(one.rows, logprobs_N.split(one.lengths), strict=True)
             return found
 
-        budget = MicroBatchBudget(micro_batch_tokens(self._settings, self._policy.device))
+        budget = MicroBatchBudget(micro_batch_tokens(self._settings, model.device))
         found = budget.run(computed, len(rows))
         return [found[index] for index in range(len(rows))]

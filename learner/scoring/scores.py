@@ -3,7 +3,7 @@
 import hashlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,6 +13,7 @@ from rollstream.eventlog.log import EventLog, Position, Received
 from rollstream.learner.algorithms.base import Row
 from rollstream.learner.scoring.index import ScoreIndex, Wanted
 from rollstream.schemas import tokens
+from rollstream.schemas.algorithms import teacher_of
 from rollstream.schemas.errors import DecodeError
 from rollstream.schemas.events import BatchPlanned, ReferenceScored, TrajectoryAssembled
 from rollstream.schemas.events.weights import Scorer
@@ -53,16 +54,17 @@ NONE = Scores()
 def scorers_of(settings: JobSettings, base_sha256: str) -> tuple[Scorer, ...]:
     """Those that a job's loss needs. `base_sha256`: hash of the weights of its base version."""
     algorithm = settings.algorithm
-    if settings.revision < SCORES_SINCE or not algorithm.needs.reference:
-        return ()
-    return (
-        Scorer(
-            role="reference",
-            weights_sha256=base_sha256,
-            temperature=algorithm.temperature,
-            over_kept=algorithm.needs.behaviour,
-        ),
-    )
+    teacher = teacher_of(algorithm)
+    common: dict[str, Any] = {"temperature": algorithm.temperature, "over_kept": algorithm.needs.behaviour}
+    found: list[Scorer] = []
+    if algorithm.needs.reference and settings.revision >= SCORES_SINCE:
+        found.append(Scorer(role="reference", weights_sha256=base_sha256, **common))
+    if algorithm.needs.teacher and teacher is not None:
+        sha256 = "" if teacher.path else base_sha256
+        found.append(
+            Scorer(role="teacher", model=teacher.path, weights_sha256=sha256, context=teacher.context, **common)
+        )
+    return tuple(found)
 
 
 def missing(index: ScoreIndex, planned: BatchPlanned, asked: Sequence[ScoreAsked]) -> list[ScoreAsked]:

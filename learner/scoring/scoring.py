@@ -6,6 +6,7 @@ from typing import Protocol, TypeVar
 
 from rollstream.eventlog.failpoints import failpoint
 from rollstream.eventlog.log import EventLog
+from rollstream.learner.scoring.contexts import contexts_of
 from rollstream.learner.scoring.index import ScoreIndex
 from rollstream.learner.scoring.models import ScoringModels
 from rollstream.learner.scoring.scores import NONE, Logprobs, ScoreAsked, Scores, events_of, missing, recorded_scores
@@ -137,8 +138,11 @@ class ScoreWriter:
     async def _computed(
         self, models: ScoringModels, scorer: Scorer, trajectories: Sequence[TrajectoryAssembled]
     ) -> list[Logprobs]:
-        if models.lacks_base:
+        if models.lacks_base(scorer):
             artifact = self._known().published[self._job.base_version].artifact
             weights = await self._owner.read(artifact)
             await self._in_thread(lambda: models.take_base(weights, f"artifact {artifact.uri}"))
-        return await self._in_thread(lambda: models.score(scorer, trajectories))
+        contexts: list[str] = []
+        if scorer.context:
+            contexts = await contexts_of(scorer.context, self._log, self._job, self._owner.read, trajectories)
+        return await self._in_thread(lambda: models.score(scorer, trajectories, contexts))

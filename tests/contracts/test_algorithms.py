@@ -22,7 +22,11 @@ from rollstream.schemas.permissions import Permissions
 from rollstream.schemas.settings import JobSettings, ModelSettings, OptimizerSettings
 
 OTHERS = ("python:tests.rigs.toy_cispo.Cispo", "python:tests.rigs.toy_gspo.Gspo")
-OPTIONS: dict[str, dict[str, Any]] = {"expert_iteration": {"reward_threshold": 0.0}}
+OPTIONS: dict[str, dict[str, Any]] = {
+    "expert_iteration": {"reward_threshold": 0.0},
+    "opd": {"teacher": "somebody"},
+    "opsd": {"context": "{answer}"},
+}
 ALLOWED = Permissions(frozenset(OTHERS))
 NUM_GROUPS, SIZE, TAIL = 2, 3, 3
 Gradient = dict[str, torch.Tensor]
@@ -104,7 +108,9 @@ def batch_of(*, pairs: bool) -> BatchView:
             for part in completions:
                 mask[part.start : part.start + part.length] = True
             logprobs = np.where(mask, [-4.6 + 0.4 * rng.random() for _ in ids], 0).astype(np.float32)
-            rows.append(Row(np.asarray(ids, np.int32), mask, logprobs, len(members), completions))
+            teacher = (logprobs - 0.5 * mask * rng.random()).astype(np.float32)
+            scores = {"teacher": teacher}
+            rows.append(Row(np.asarray(ids, np.int32), mask, logprobs, len(members), completions, scores=scores))
             members.append(
                 Member(
                     f"g{group}", "agent", reward=rng.random(), steps=frozenset(part.step_index for part in completions)
@@ -176,7 +182,7 @@ def test_rewards_that_are_equal_give_no_gradient_where_rewards_count(case: Case)
         assert (result.num_optimizer_steps, result.num_tokens) == (0, 0)
         return
     grads, _, weights = case.train(flat)
-    if case.settings.needs.behaviour:
+    if case.settings.needs.behaviour and case.settings.needs.rewards:
         assert all(value.abs().max() == 0 for value in grads.values())
     elif not case.settings.needs.rewards:
         assert weights == case.train(batch)[2], "rewards play no part"

@@ -148,21 +148,19 @@ VARIANTS: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {
     ),
     "epoch by epoch": changed_by(**EPOCHWISE),
     "without a curriculum and a dataset": changed_by(finetuning__curriculum_learning={}, eval={}),
-    "dpo": changed_by(trainer_adapters__a__algorithm={"name": "dpo"}),
-    "sft": changed_by(trainer_adapters__a__algorithm={"name": "sft"}),
+    **{
+        name: changed_by(trainer_adapters__a__algorithm={"name": name})
+        for name in ("dpo", "sft", "cispo", "gspo", "dppo", "vespo", "kto", "malt")
+    },
     "expert iteration": changed_by(trainer_adapters__a__algorithm={"name": "expert_iteration"}),
     "weighted expert iteration": changed_by(
         trainer_adapters__a__algorithm={"name": "expert_iteration", "selection": "weighted"}
     ),
-    "cispo": changed_by(trainer_adapters__a__algorithm={"name": "cispo"}),
-    "gspo": changed_by(trainer_adapters__a__algorithm={"name": "gspo"}),
-    "dppo": changed_by(trainer_adapters__a__algorithm={"name": "dppo"}),
     "sapo": changed_by(trainer_adapters__a__algorithm={"name": "sapo", "aggregation": "tokens"}),
     "Dr. GRPO": changed_by(trainer_adapters__a__algorithm={"aggregation": "constant", "aggregation_length": 5}),
     "DAPO": changed_by(trainer_adapters__a__algorithm={"overlong": {"max_length": 5, "buffer": 2}}),
-    "vespo": changed_by(trainer_adapters__a__algorithm={"name": "vespo"}),
-    "kto": changed_by(trainer_adapters__a__algorithm={"name": "kto"}),
-    "malt": changed_by(trainer_adapters__a__algorithm={"name": "malt"}),
+    "opd": changed_by(trainer_adapters__a__algorithm={"name": "opd", "teacher": "other/teacher"}),
+    "opsd": changed_by(trainer_adapters__a__algorithm={"name": "opsd", "context": "{question}"}),
     **{
         f"a Kafka that the {block} names, by its {secret}": changed_by(
             **{f"{path}__bootstrap_servers": "127.0.0.1:9", f"{path}__kafka": {**TLS, secret: value}}

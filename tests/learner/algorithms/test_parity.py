@@ -12,6 +12,8 @@ from rollstream.learner.algorithms.builtin.dppo import Dppo
 from rollstream.learner.algorithms.builtin.grpo import Grpo
 from rollstream.learner.algorithms.builtin.gspo import Gspo
 from rollstream.learner.algorithms.builtin.kto import Kto
+from rollstream.learner.algorithms.builtin.opd import Opd
+from rollstream.learner.algorithms.builtin.opsd import Opsd
 from rollstream.learner.algorithms.builtin.sapo import Sapo
 from rollstream.learner.algorithms.builtin.sft import Sft
 from rollstream.learner.algorithms.builtin.vespo import Vespo
@@ -23,6 +25,8 @@ from rollstream.schemas.algorithms import (
     GrpoSettings,
     GspoSettings,
     KtoSettings,
+    OpdSettings,
+    OpsdSettings,
     SapoSettings,
     SftSettings,
     VespoSettings,
@@ -33,6 +37,7 @@ ROW_OF = np.repeat(np.arange(3), LENGTHS)
 RNG = np.random.default_rng(4)
 CURRENT, BEHAVIOUR = RNG.normal(-2.0, 0.5, 8), RNG.normal(-2.0, 0.5, 8)
 ADVANTAGES = np.array([1.5, -0.5, -1.0])[ROW_OF]
+TEACHER = RNG.normal(-2.0, 0.5, 8)
 RATIOS = np.exp(CURRENT - BEHAVIOUR)
 
 
@@ -137,6 +142,13 @@ def kto() -> tuple[np.ndarray, np.ndarray]:
     return np.array(losses), np.array(gradient)
 
 
+def opd() -> tuple[np.ndarray, np.ndarray]:
+    """-sg(min(r, 1.2) (log q - log p)) log p, whose gradient at r = 1 is that of the reverse KL divergence."""
+    weights = np.minimum(RATIOS, 1.2) * (TEACHER - CURRENT)
+    assert 0 < (RATIOS > 1.2).sum() < 8
+    return -weights * CURRENT, -weights
+
+
 CASES: dict[str, tuple[Any, Any, Any]] = {
     "grpo": (Grpo(), GrpoSettings(), grpo),
     "grpo-dual-clip": (Grpo(), GrpoSettings(dual_clip=1.1), grpo_dual_clip),
@@ -150,6 +162,8 @@ CASES: dict[str, tuple[Any, Any, Any]] = {
     "sapo": (Sapo(), SapoSettings(temperature_negative=1.5), sapo),
     "vespo": (Vespo(), VespoSettings(), vespo),
     "kto": (Kto(), KtoSettings(beta=0.3), kto),
+    "opd": (Opd(), OpdSettings(teacher="t", ratio_max=1.2), opd),
+    "opsd": (Opsd(), OpsdSettings(context="c", ratio_max=1.2), opd),
 }
 
 
@@ -159,13 +173,29 @@ def test_loss_and_gradient_are_those_of_the_papers_equation(name: str) -> None:
     current = torch.tensor(CURRENT, dtype=torch.float32, requires_grad=True)
     others = (torch.tensor(values, dtype=torch.float32) for values in (np.ones(8), BEHAVIOUR, ADVANTAGES))
     tokens = TokenBatch(current, *others, rows_N=torch.tensor(ROW_OF), lengths_B=LENGTHS)
-    tokens = tokens._replace(reference_N=tokens.behaviour_N)
+    teacher = torch.tensor(TEACHER, dtype=torch.float32)
+    tokens = tokens._replace(reference_N=tokens.behaviour_N, teacher_N=teacher)
     found = algorithm.loss(tokens, settings).values
     found.sum().backward()
     losses, gradient = wanted()
     assert current.grad is not None
     assert found.tolist() == pytest.approx(losses.tolist(), rel=1e-5)
     assert current.grad.tolist() == pytest.approx(gradient.tolist(), rel=1e-5, abs=1e-9)
+
+
+def test_the_expected_gradient_of_opd_is_that_of_the_reverse_kl_divergence() -> None:
+    """Over all tokens of a vocabulary, sum p grad(loss) = grad sum p (log p - log q)."""
+    logits, teacher = RNG.normal(0, 1, (2, 7))
+    own = torch.tensor(logits, requires_grad=True)
+    logprobs = torch.log_softmax(own, 0)
+    theirs = torch.log_softmax(torch.tensor(teacher), 0)
+    tokens = TokenBatch(logprobs, torch.zeros(7), logprobs.detach(), torch.zeros(7), teacher_N=theirs)
+    (Opd().loss(tokens, OpdSettings(teacher="t")).values * logprobs.detach().exp()).sum().backward()
+    p = np.exp(logits) / np.exp(logits).sum()
+    q = np.exp(teacher) / np.exp(teacher).sum()
+    odds = np.log(p / q)
+    assert own.grad is not None
+    assert own.grad.tolist() == pytest.approx((p * (odds - (p * odds).sum())).tolist(), rel=1e-9)
 
 
 @pytest.mark.parametrize("name", ["sigmoid", "smoothed", "ipo"])

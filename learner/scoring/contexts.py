@@ -1,0 +1,69 @@
+"""Privileged context: the text of each trajectory that only its scorer sees, from the inputs of its task."""
+
+import re
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import Any
+
+import orjson
+
+from rollstream.eventlog import codec
+from rollstream.eventlog.log import EventLog
+from rollstream.eventlog.reading import read_to_end
+from rollstream.schemas.errors import DecodeError, RunFailedError, nearest
+from rollstream.schemas.events import JobSubmitted, RunStarted, TrajectoryAssembled
+from rollstream.schemas.settings import ArtifactRef
+
+_KEY = re.compile(r"\{(\w+)\}")
+Read = Callable[[ArtifactRef], Awaitable[bytes]]
+
+
+async def contexts_of(
+    template: str, log: EventLog, job: JobSubmitted, read: Read, trajectories: Sequence[TrajectoryAssembled]
+) -> list[str]:
+    """The template with the inputs of each trajectory's example, from the dataset of the job's run.
+
+    Raises RunFailedError naming an example that the dataset lacks or a key that its inputs lack.
+    """
+    inputs = await _inputs(log, job, read, {one.example_id for one in trajectories})
+    return [_filled(template, one.example_id, inputs) for one in trajectories]
+
+
+def _filled(template: str, example_id: str, inputs: Mapping[str, Mapping[str, Any]]) -> str:
+    known = inputs.get(example_id)
+    if known is None:
+        raise RunFailedError(
+            f"algorithm.context: the run's dataset has no example {example_id!r}; train on tasks of the dataset"
+        )
+
+    def value(found: "re.Match[str]") -> str:
+        name = found[1]
+        if name not in known:
+            near = nearest(name, known)
+            hint = f"did you mean {near}?" if near is not None else f"it has {', '.join(sorted(known)) or 'none'}"
+            raise RunFailedError(f"algorithm.context: the inputs of example {example_id!r} have no {name!r}; {hint}")
+        return known[name] if isinstance(known[name], str) else orjson.dumps(known[name]).decode()
+
+    return _KEY.sub(value, template)
+
+
+async def _inputs(log: EventLog, job: JobSubmitted, read: Read, wanted: set[str]) -> dict[str, dict[str, Any]]:
+    """Of the wanted examples. The rest of the dataset is let go."""
+    found: dict[str, dict[str, Any]] = {}
+    started = await _started(log, job)
+    for line in filter(bytes.strip, (await read(started.dataset)).splitlines()):
+        example = orjson.loads(line)
+        if example["example_id"] in wanted:
+            found[example["example_id"]] = example["inputs"]
+    return found
+
+
+async def _started(log: EventLog, job: JobSubmitted) -> RunStarted:
+    """The job's run. Raises DecodeError if topic groups does not have its start."""
+    begin = (await log.begin_offsets("groups"))[0]
+    start = max(begin, (job.start_offsets or {}).get("groups", begin))
+    async for record in read_to_end(log, "groups", {0: start}):
+        if record.key == job.run_id.encode() and codec.kind_of(record) == "run_started":
+            event = codec.decode(record).event
+            assert isinstance(event, RunStarted)
+            return event
+    raise DecodeError(f"topic groups has no start of run {job.run_id}, whose dataset algorithm.context needs")

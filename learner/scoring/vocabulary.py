@@ -1,0 +1,34 @@
+"""Whether two models mean the same text by every token id. No model is loaded."""
+
+from pathlib import Path
+from typing import Any
+
+from rollstream.eventlog.files import tokenizer_sha256
+
+
+def misfit(path: str, other: str) -> str:
+    """How the vocabulary of another model's folder differs from that of a model's; "" if it does not, or has none."""
+    if "" != tokenizer_sha256(path) == tokenizer_sha256(other):
+        return ""
+    mine, its = tokenizer_of(path), tokenizer_of(other)
+    if mine is None or its is None:
+        return ""
+    known = its.get_vocab()
+    for text, token_id in sorted(mine.get_vocab().items(), key=lambda one: one[1]):
+        if known.get(text) != token_id:
+            there = f"is {known[text]} there" if text in known else "is not there"
+            return f"token {token_id} ({text!r}) {there}"
+    return ""
+
+
+def tokenizer_of(path: str) -> Any:
+    """The tokenizer of a model's folder or hub name; None if it has none."""
+    folder = Path(path).expanduser()
+    if folder.is_dir() and not tokenizer_sha256(path):
+        return None  # transformers would make an empty one
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(str(folder) if folder.is_dir() else path, trust_remote_code=False)
+    except (OSError, ValueError, KeyError, ImportError):
+        return None

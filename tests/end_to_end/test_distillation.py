@@ -1,0 +1,63 @@
+"""A run learns from a teacher whose folder is then removed: it is verified, trained again and asked what-ifs."""
+
+import json
+import re
+import shutil
+from typing import Any
+
+import pytest
+
+from rollstream.learner.tiny_model import make_tiny_model
+
+pytestmark = [pytest.mark.kafka, pytest.mark.slow, pytest.mark.timeout(400)]
+HASHES = "SELECT weights_sha256 FROM training_steps WHERE run_id = '{}' ORDER BY version"
+
+
+def test_a_run_with_a_teacher_is_replayed_without_it(workplace: Any) -> None:
+    teacher = make_tiny_model(workplace.folder / "teacher", seed=9, hidden_size=32)
+    configuration = workplace.configuration(num_epochs=2)
+    learner = configuration["trainer_adapters"]["learner"]
+    learner["algorithm"] = {"name": "opd", "teacher": str(teacher)}
+    command = ("finetune", "--config_file", str(workplace.write(configuration)), "--run_id", "taught")
+    done = workplace.run(*command)
+    assert done.returncode == 0, done.stdout + done.stderr + workplace.logs()
+    shutil.rmtree(teacher)
+    replayed = workplace.run("replay", "taught", "--verify", "--train")
+    assert replayed.returncode == 0, replayed.stdout + replayed.stderr
+    assert "32 scores" in replayed.stdout, replayed.stdout
+    recorded = hashes(workplace, "taught")
+    assert len(set(recorded)) == 2
+    assert hashes(workplace, what_if(workplace, {})) == recorded
+    slower = what_if(workplace, {"trainer_adapters": {"learner": {"optimizer": {"learning_rate": 1e-4}}}})
+    assert not set(hashes(workplace, slower)) & set(recorded)
+    again = workplace.run("replay", slower, "--verify", "--train")
+    assert again.returncode == 0, again.stdout + again.stderr
+
+
+def what_if(workplace: Any, changes: dict[str, Any]) -> str:
+    """The run that comes of it."""
+    file = workplace.write(changes, "what_if.yaml")
+    done = workplace.run("replay", "taught", "--what-if", str(file))
+    assert done.returncode == 0, done.stdout + done.stderr
+    return re.findall(r"\S+-what-if-\S+?(?=[\s:,])", done.stdout + " ")[0]
+
+
+def hashes(workplace: Any, run_id: str) -> list[str]:
+    """Of a run's versions."""
+    asked = workplace.run("sql", HASHES.format(run_id), "--format", "json")
+    assert asked.returncode == 0, asked.stderr
+    return [row["weights_sha256"] for row in json.loads(asked.stdout)]
+
+
+def test_a_teacher_of_another_vocabulary_is_named_before_anything_starts(workplace: Any) -> None:
+    teacher = make_tiny_model(workplace.folder / "teacher", seed=9, hidden_size=32)
+    path = teacher / "tokenizer.json"
+    path.write_text(path.read_text(encoding="utf-8").replace('"7"', '"\N{ROMAN NUMERAL SEVEN}"'), encoding="utf-8")
+    configuration = workplace.configuration(num_epochs=1)
+    configuration["trainer_adapters"]["learner"]["algorithm"] = {"name": "opd", "teacher": str(teacher)}
+    refused = workplace.run("finetune", "--config_file", str(workplace.write(configuration)))
+    assert refused.returncode == 1
+    assert refused.stderr.count("\n") == 1, refused.stderr
+    assert "trainer_adapters.learner.algorithm.teacher: " in refused.stderr
+    assert "has another vocabulary than model" in refused.stderr
+    assert "give a teacher of the same model family" in refused.stderr

@@ -1,0 +1,175 @@
+"""A teacher's log-probabilities: a model that is only asked, text that only it sees, and what becomes of a bad one."""
+
+import asyncio
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import orjson
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from rollstream.eventlog import codec
+from rollstream.learner.scoring.scores import by_sequence
+from rollstream.learner.tiny_model import make_tiny_model
+from rollstream.schemas import ids, tokens
+from rollstream.schemas.algorithms import OpdSettings, OpsdSettings
+from rollstream.schemas.events import (
+    JobFailed,
+    JobSubmitted,
+    JobSucceeded,
+    ReferenceScored,
+    RunStarted,
+    StepTrained,
+    TrajectoryAssembled,
+    WeightsPublished,
+)
+from tests.rigs.retrained import assert_retrained, steps_of
+
+
+@pytest.fixture
+def folders(lab: Any) -> tuple[Path, Path]:
+    """A policy and a teacher with the same tokenizer; the lab trains the policy."""
+    lab.model = make_tiny_model(lab.folder / "policy", seed=0, hidden_size=16, intermediate_size=32)
+    teacher = make_tiny_model(lab.folder / "teacher", seed=1, hidden_size=32, intermediate_size=32)
+    return lab.model, teacher
+
+
+async def trained(lab: Any, algorithm: Any) -> JobSubmitted:
+    job = await lab.submit(num_versions=2, algorithm=algorithm, revision=6)
+    await lab.plan(job, 2)
+    await lab.work(lab.has(JobSucceeded))
+    return job
+
+
+def logprobs_by_transformers(model: Path, token_ids: list[int]) -> list[float]:
+    """Of each id but the first, given those before it."""
+    module = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float64)
+    with torch.no_grad():
+        found = torch.log_softmax(module(torch.tensor([token_ids])).logits[0, :-1], -1)
+    return found[torch.arange(len(token_ids) - 1), token_ids[1:]].tolist()
+
+
+async def assert_scores_are_those_of(lab: Any, model: Path, prefix: list[int]) -> None:
+    """Every recorded score is what transformers computes in float64, `prefix` before the sequence."""
+    recorded = await lab.events("weights", ReferenceScored)
+    trajectories = {one.trajectory_id: one for one in await lab.events("trajectories", TrajectoryAssembled)}
+    assert len(recorded) == len(trajectories) == 16
+    for event in recorded[::5]:
+        trajectory = trajectories[event.trajectory_id]
+        scores = by_sequence(trajectory, np.frombuffer(tokens.decode_floats(event.logprobs), np.float32))
+        for sequence, values in zip(trajectory.sequences, scores, strict=True):
+            token_ids = [*prefix, *tokens.decode_ids(sequence.token_ids)]
+            wanted = [0.0] * (1 - min(1, len(prefix))) + logprobs_by_transformers(model, token_ids)[
+                max(0, len(prefix) - 1) :
+            ]
+            for part in sequence.completions:
+                at = slice(part.start, part.start + part.length)
+                assert values[at].tolist() == pytest.approx(wanted[at], rel=1e-5)
+
+
+def test_a_teacher_is_asked_once_and_needed_by_no_replay(lab: Any, folders: tuple[Path, Path]) -> None:
+    async def scenario() -> None:
+        job = await trained(lab, OpdSettings(teacher=str(folders[1])))
+        await assert_scores_are_those_of(lab, folders[1], [])
+        steps = await steps_of(lab)
+        assert all(step.metrics["teacher/reverse_kl"] and step.scores_sha256 for step in steps.values())
+        shutil.rmtree(folders[1])
+        await assert_retrained(lab, job, steps)
+
+    asyncio.run(scenario())
+
+
+def test_distillation_brings_the_policy_to_its_teacher(lab: Any, folders: tuple[Path, Path]) -> None:
+    """On the same tokens, which the teacher holds for more or less likely."""
+
+    async def scenario() -> list[float]:
+        job = await lab.submit(num_versions=4, algorithm=OpdSettings(teacher=str(folders[1])), revision=6)
+        first = await lab.plan(job, 1, seal=False)
+        again = first[0]
+        for index in range(1, 4):
+            changes = {"index": index, "trains_at_version": index, "yields_version": index + 1, "epoch": index}
+            changes |= {"previous_sha256": codec.content_digest(again), "batch_id": ids.batch_id(job.job_id, index)}
+            again = again.model_copy(update=changes)
+            await lab.log.send(again)
+        await lab.seal(job, 4)
+        await lab.work(lab.has(JobSucceeded))
+        assert len(await lab.events("weights", ReferenceScored)) == 8, "each trajectory was scored once for all steps"
+        return [step.metrics["advantage/abs"] for step in (await steps_of(lab)).values()]
+
+    distances = asyncio.run(scenario())
+    assert distances[-1] < 0.9 * distances[0]
+
+
+async def begun(lab: Any, inputs: dict[str, Any]) -> None:
+    """Write the start of the lab's run, with one example."""
+    dataset = lab.artifacts.put_bytes(orjson.dumps({"example_id": "x", "inputs": inputs}), ".jsonl")
+    started = RunStarted(
+        run_id="run-1", time_ms=1, name="n", config={}, seed=0, dataset=dataset, num_examples=1, num_partitions=2
+    )
+    await lab.log.send(started)
+
+
+def test_a_policy_learns_from_itself_with_text_that_only_the_teacher_sees(lab: Any, folders: tuple[Path, Path]) -> None:
+    async def scenario() -> None:
+        await begun(lab, {"answer": "42", "n": [1]})
+        job = await trained(lab, OpsdSettings(context="It is {answer}, of {n}."))
+        prefix = AutoTokenizer.from_pretrained(folders[0]).encode("It is 42, of [1].", add_special_tokens=False)
+        await assert_scores_are_those_of(lab, folders[0], prefix)
+        base = next(one for one in await lab.events("weights", WeightsPublished) if one.version == 0)
+        (scorer,) = {event.scorer for event in await lab.events("weights", ReferenceScored)}
+        assert (scorer.model, scorer.weights_sha256) == ("", base.weights_sha256)
+        await assert_retrained(lab, job, await steps_of(lab))
+
+    asyncio.run(scenario())
+
+
+def failure(lab: Any, algorithm: Any, inputs: dict[str, Any] | None = None) -> str:
+    """Why a job fails."""
+
+    async def scenario() -> str:
+        await begun(lab, inputs or {})
+        job = await lab.submit(num_versions=1, algorithm=algorithm, revision=6)
+        await lab.plan(job, 1)
+        await lab.work(lab.has(JobFailed))
+        assert not await lab.events("weights", StepTrained)
+        return (await lab.events("jobs", JobFailed))[0].error
+
+    return asyncio.run(scenario())
+
+
+def test_a_teacher_of_another_vocabulary_is_named_with_a_remedy(lab: Any, folders: tuple[Path, Path]) -> None:
+    path = folders[1] / "tokenizer.json"
+    written = json.loads(path.read_text())
+    vocabulary = written["model"]["vocab"]
+    one, other = sorted(vocabulary, key=vocabulary.__getitem__)[8:10]
+    vocabulary[one], vocabulary[other] = vocabulary[other], vocabulary[one]
+    path.write_text(json.dumps(written))
+    reported = failure(lab, OpdSettings(teacher=str(folders[1])))
+    assert "algorithm.teacher: teacher" in reported
+    assert "has another vocabulary than model" in reported
+    assert f"token 8 ({one!r}) is 9 there; give a teacher of the same model family" in reported
+
+
+def test_a_teacher_without_a_tokenizer_must_know_as_many_ids(lab: Any, tiny_model: Path, tmp_path: Path) -> None:
+    lab.model = make_tiny_model(lab.folder / "policy", seed=0, hidden_size=16, intermediate_size=32)
+    shutil.copytree(tiny_model, lab.folder / "small")
+    assert "it has 32 token ids, the policy" in failure(lab, OpdSettings(teacher=str(lab.folder / "small")))
+
+
+def test_a_teacher_that_is_not_there_or_not_allowed_is_named(lab: Any, folders: tuple[Path, Path]) -> None:
+    assert "is not allowed" in failure(lab, OpdSettings(teacher="/somewhere/else"))
+
+
+@pytest.mark.parametrize(
+    ("inputs", "reported"),
+    [({"answers": 1}, "have no 'answer'; did you mean answers?"), ({}, "have no 'answer'; it has none")],
+)
+def test_a_context_without_its_inputs_names_example_and_key(
+    lab: Any, folders: tuple[Path, Path], inputs: dict[str, Any], reported: str
+) -> None:
+    found = failure(lab, OpsdSettings(context="It is {answer}."), inputs)
+    assert f"algorithm.context: the inputs of example 'x' {reported}" in found
