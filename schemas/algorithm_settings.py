@@ -7,9 +7,9 @@ nobody has to know a name.
 from collections import Counter
 from collections.abc import Callable, Sequence
 from itertools import combinations
-from typing import Any, ClassVar, Literal, Protocol, Self, TypeVar, get_origin
+from typing import Any, ClassVar, Literal, Protocol, Self, TypeVar, cast, get_origin
 
-from pydantic import Field, FiniteFloat, model_validator
+from pydantic import Field, FiniteFloat, JsonValue, model_validator
 
 from rollstream.schemas.base import Settings, added
 
@@ -288,6 +288,34 @@ class DistillationSettings(AlgorithmSettings):
         if not self.teacher and not self.context:
             raise ValueError("give teacher, context or both: without them the policy would learn from itself")
         return self
+
+
+class CustomSettings(AlgorithmSettings):
+    """Settings of an algorithm from elsewhere, `python:module.Name` or an entry point's name, as data.
+
+    Keys that are not common to all algorithms are its `options`, whether they are written below that or beside `name`.
+    The learner's table makes the algorithm's own settings of them.
+    """
+
+    name: str  # pyright: ignore[reportGeneralTypeIssues]
+    options: dict[str, JsonValue] = Field(default_factory=dict)
+    declared: Needs = Field(default_factory=Needs)
+    """What the algorithm said that it needs when the job was made."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _options_apart(cls, value: Any) -> Any:
+        if not isinstance(value, dict):
+            return value
+        written = cast("dict[str, Any]", value)
+        own = {name: given for name, given in written.items() if name in cls.model_fields}
+        options = {name: given for name, given in written.items() if name not in cls.model_fields}
+        return {**own, "options": {**own.get("options", {}), **options}} if options else own
+
+    @property
+    def needs(self) -> Needs:
+        """As declared."""
+        return self.declared
 
 
 class PairRule(Protocol):

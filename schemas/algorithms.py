@@ -6,11 +6,12 @@ Their losses are in `rollstream.learner.algorithms`, one file an algorithm.
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal, NamedTuple, Self, TypeVar, cast
 
-from pydantic import Discriminator, Field, JsonValue, ModelWrapValidatorHandler, PrivateAttr, Tag, model_validator
+from pydantic import Discriminator, Field, ModelWrapValidatorHandler, PrivateAttr, Tag, model_validator
 
 from rollstream.schemas.algorithm_settings import (
     DEFAULT,
     AlgorithmSettings,
+    CustomSettings,
     DistillationSettings,
     Needs,
     PairSettings,
@@ -225,6 +226,40 @@ class OpsdSettings(DistillationSettings):
     """Bound of a token's ratio."""
 
 
+class MixSettings(PolicyGradientSettings):
+    """Reinforcement, imitation of what went well and distillation in one batch, each the mean over its own tokens."""
+
+    name: Literal["mix"] = "mix"  # pyright: ignore[reportIncompatibleVariableOverride]
+    rl: float = Field(default=1.0, ge=0)
+    """Weight of the policy gradient, as `cispo` has it."""
+    clip_high: float = Field(default=4.0, gt=0)
+    """A token's ratio counts as 1 + clip_high at most, here and in `ref_kl`."""
+    ce: float = Field(default=0.0, ge=0)
+    """Weight of the cross-entropy of tokens of good rollouts, and of those that the policy did not sample."""
+    ce_threshold: float = 1.0
+    """Rollouts of this reward or more are good."""
+    ref_kl: float = Field(default=0.0, ge=0)
+    """Weight of the reverse KL divergence from the teacher, as of `opd`; without one, from the job's base version."""
+    teacher: str = ""
+    context: str = ""
+
+    @property
+    def needs(self) -> Needs:
+        """A teacher or the reference, if the divergence counts; good rollouts train without a worse one beside them."""
+        needs, is_taught = super().needs, bool(self.teacher or self.context)
+        changes = {"teacher": self.ref_kl > 0 and is_taught, "reference": self.ref_kl > 0 and not is_taught}
+        is_flat = needs.flat_groups or self.ce > 0 or self.ref_kl > 0
+        return needs.model_copy(update={**changes, "flat_groups": is_flat})
+
+    def unused(self) -> dict[str, tuple[str, ...]]:
+        """Keys of components that have no weight."""
+        found = super().unused()
+        for why, keys, weight in (("ref_kl", ("teacher", "context"), self.ref_kl), ("ce", ("ce_threshold",), self.ce)):
+            given = tuple(key for key in keys if key in self.model_fields_set)
+            found = found if weight or not given else {**found, f"{why} is 0": given}
+        return found
+
+
 class ExpertIterationSettings(AlgorithmSettings):
     """Supervised fine-tuning on the model's own rollouts, selected by the reward of the agent that trains on them."""
 
@@ -293,34 +328,6 @@ class MaltSettings(PairSettings):
         return "" if self.pair_selection == "interval" or is_split else "on one side of the midpoint"
 
 
-class CustomSettings(AlgorithmSettings):
-    """Settings of an algorithm from elsewhere, `python:module.Name` or an entry point's name, as data.
-
-    Keys that are not common to all algorithms are its `options`, whether they are written below that or beside `name`.
-    The learner's table makes the algorithm's own settings of them.
-    """
-
-    name: str  # pyright: ignore[reportGeneralTypeIssues]
-    options: dict[str, JsonValue] = Field(default_factory=dict)
-    declared: Needs = Field(default_factory=Needs)
-    """What the algorithm said that it needs when the job was made."""
-
-    @model_validator(mode="before")
-    @classmethod
-    def _options_apart(cls, value: Any) -> Any:
-        if not isinstance(value, dict):
-            return value
-        written = cast("dict[str, Any]", value)
-        own = {name: given for name, given in written.items() if name in cls.model_fields}
-        options = {name: given for name, given in written.items() if name not in cls.model_fields}
-        return {**own, "options": {**own.get("options", {}), **options}} if options else own
-
-    @property
-    def needs(self) -> Needs:
-        """As declared."""
-        return self.declared
-
-
 BUILT_IN: dict[str, type[AlgorithmSettings]] = {
     "grpo": GrpoSettings,
     "sft": SftSettings,
@@ -335,6 +342,7 @@ BUILT_IN: dict[str, type[AlgorithmSettings]] = {
     "kto": KtoSettings,
     "opd": OpdSettings,
     "opsd": OpsdSettings,
+    "mix": MixSettings,
 }
 
 
@@ -360,6 +368,7 @@ Algorithm = Annotated[
     | Annotated[KtoSettings, Tag("kto")]
     | Annotated[OpdSettings, Tag("opd")]
     | Annotated[OpsdSettings, Tag("opsd")]
+    | Annotated[MixSettings, Tag("mix")]
     | Annotated[CustomSettings, Tag(_CUSTOM)],
     Discriminator(_tag),
 ]
@@ -375,7 +384,7 @@ class Teacher(NamedTuple):
 
 def teacher_of(settings: AlgorithmSettings) -> Teacher | None:
     """The teacher that settings name; None if they have none."""
-    if isinstance(settings, DistillationSettings):
+    if isinstance(settings, DistillationSettings | MixSettings):
         return Teacher(settings.teacher, settings.context)
     if isinstance(settings, CustomSettings) and settings.needs.teacher:
         return Teacher(str(settings.options.get("teacher", "")), str(settings.options.get("context", "")))

@@ -137,6 +137,10 @@ class Prepared:
     """(T,): which tokens of its mask are trained. A row without any is left out; one of a pair must keep some."""
     weights: Sequence[PerToken] = ()
     """Factors of token losses; no normaliser counts them."""
+    components: Mapping[str, Sequence[PerToken]] = field(default_factory=dict[str, Sequence[PerToken]])
+    """By component of the loss (`Losses.parts`): weights of the rows or their tokens, 0 where it does not count. Each
+    is divided by the number of tokens of a mini-batch where it counts, whatever the normaliser.
+    """
     normaliser: Normaliser = field(default_factory=Normaliser)
     metrics: Mapping[str, float] = field(default_factory=dict[str, float])
     """Of the batch, beside those of the losses."""

@@ -1,5 +1,6 @@
 """The tokens of a micro-batch that are trained on, flat: what a loss is given and gives back."""
 
+from collections.abc import Mapping
 from typing import Literal, NamedTuple
 
 import torch
@@ -28,6 +29,8 @@ class TokenBatch(NamedTuple):
     """Log-probabilities under the policy before the batch's first optimizer step."""
     teacher_N: Tensor | None = None
     """Log-probabilities under the teacher."""
+    components: Mapping[str, Tensor] = {}
+    """(N,) by component: what `Prepared.components` says of each token."""
     weights_N: Tensor | None = None
     """Factors of token losses, which are applied when losses are summed up."""
     versions_N: Tensor | None = None
@@ -64,6 +67,10 @@ class Losses(NamedTuple):
     sums: dict[str, Tensor]
     """Detached sums, added up over micro-batches."""
     per: Literal["token", "row", "pair"] = "token"
+    parts: Mapping[str, Tensor] = {}
+    """(N,) by component, if there are several: losses of tokens before `components` weigh them. They are trained in
+    place of `values`.
+    """
 
 
 def log_ratio(logprobs_N: Tensor, others_N: Tensor) -> Tensor:

@@ -38,6 +38,7 @@ class TrainRow:
     weight: PerToken | None = None
     group: int = 0
     """Rows of one task have the same number."""
+    components: Mapping[str, PerToken] = field(default_factory=dict[str, PerToken])
 
     @property
     def num_tokens(self) -> int:
@@ -71,6 +72,8 @@ class MicroBatch:
     """Computed in place of `token_ids`: what rows have in common at their beginning is there once."""
     scores: Mapping[str, Tensor] = field(default_factory=dict[str, Tensor])  # (B, T) float32
     """Recorded log-probabilities by role, see `Row.scores`."""
+    components: Mapping[str, Tensor] = field(default_factory=dict[str, Tensor])  # (B, T) float32
+    """Weights by component of the loss."""
     at_N: Tensor | None = None
     """int64, the tokens on the mask by their position in (B * T): known before the mask is on a GPU, which would have
     to be waited for.
@@ -166,6 +169,8 @@ def prepared_rows(batch: BatchView, prepared: Prepared) -> tuple[list[TrainRow],
     """
     for name in ("advantages", "keep", "weights"):
         _check_fits(name, getattr(prepared, name), batch.rows)
+    for name, weights in prepared.components.items():
+        _check_fits(f"components of {name}", weights, batch.rows)
     groups: dict[str, int] = {}
     rows: list[TrainRow] = []
     for index, row in enumerate(batch.rows):
@@ -177,6 +182,7 @@ def prepared_rows(batch: BatchView, prepared: Prepared) -> tuple[list[TrainRow],
                 prepared.advantages[index] if prepared.advantages else 0.0,
                 prepared.weights[index] if prepared.weights else None,
                 groups.setdefault(group, len(groups)),
+                {name: weights[index] for name, weights in prepared.components.items()},
             )
         )
     if batch.pairs is not None:
@@ -291,10 +297,6 @@ def pad(rows: Sequence[TrainRow], units: Units, *, versions: bool = False, share
             weights_B_T[position, :length] = 1.0 if one.weight is None else one.weight
         if versions_B_T is not None:
             versions_B_T[position, :length] = one.row.versions
-    scores = {role: np.zeros(shape, np.float32) for role in found[0].row.scores}
-    for role, values_B_T in scores.items():
-        for position, one in enumerate(found):
-            values_B_T[position, : len(one.row.token_ids)] = one.row.scores[role]
     arrays = (token_ids_B_T, mask_B_T, logprobs_B_T, advantages_B_T, weights_B_T, versions_B_T)
     return MicroBatch(
         *(None if array is None else torch.from_numpy(array) for array in arrays),  # pyright: ignore[reportArgumentType]
@@ -307,8 +309,18 @@ def pad(rows: Sequence[TrainRow], units: Units, *, versions: bool = False, share
         kept=_kept_of(found),
         tree=tree_of([one.row.token_ids for one in found], [one.mask for one in found]) if shares else None,
         at_N=torch.from_numpy(np.flatnonzero(mask_B_T)),
-        scores={role: torch.from_numpy(values_B_T) for role, values_B_T in scores.items()},
+        scores=_columns([one.row.scores for one in found], [len(one.row.token_ids) for one in found]),
+        components=_columns([one.components for one in found], [len(one.row.token_ids) for one in found]),
     )
+
+
+def _columns(rows: Sequence[Mapping[str, PerToken]], lengths: Sequence[int]) -> dict[str, Tensor]:
+    """(B, T) by name from values of the rows, which have the same names."""
+    columns = {name: np.zeros((len(rows), max(lengths)), np.float32) for name in rows[0]}
+    for name, values_B_T in columns.items():
+        for position, (row, length) in enumerate(zip(rows, lengths, strict=True)):
+            values_B_T[position, :length] = row[name]
+    return {name: torch.from_numpy(values_B_T) for name, values_B_T in columns.items()}
 
 
 def _kept_of(rows: Sequence[TrainRow]) -> KeptSets | None:

@@ -165,11 +165,17 @@ def corrected_rows(found: Losses, tokens: TokenBatch) -> Losses:
     return found._replace(values=found.values * tokens.mean_by_row(tokens.weights_N))
 
 
-def aggregated(found: Losses, tokens: TokenBatch, normaliser: Normaliser, count: float) -> Tensor:
+def aggregated(
+    found: Losses, tokens: TokenBatch, normaliser: Normaliser, count: float, counts: Mapping[str, float] = {}
+) -> Tensor:
     """The share of a micro-batch in the loss of its mini-batch: one number that carries the gradient.
 
-    `count`: what the mini-batch as a whole is divided by, see `count_of`.
+    `count`: what the mini-batch as a whole is divided by, see `count_of`; `counts`: what its components are, see
+    `counts_of`.
     """
+    if found.parts:
+        weighted = {name: (tokens.components[name] * values).sum() for name, values in found.parts.items()}
+        return torch.stack([value / max(1.0, counts[name]) for name, value in weighted.items()]).sum()
     values = found.values
     if found.per == "token" and tokens.weights_N is not None:
         values = values * tokens.weights_N
@@ -185,6 +191,15 @@ def count_of(micro_batches: Sequence[MicroBatch], normaliser: Normaliser) -> flo
     if normaliser.by == "tokens":
         return sum(sum(one.lengths) for one in micro_batches)
     return sum(len(one.chosen) or len(one.lengths) for one in micro_batches)
+
+
+def counts_of(micro_batches: Sequence[MicroBatch]) -> dict[str, float]:
+    """The divisors of the components of a mini-batch's loss: tokens on which they count."""
+    counts: dict[str, float] = defaultdict(float)
+    for one in micro_batches:
+        for name, weights in one.components.items():
+            counts[name] += float(one.on_mask(weights).count_nonzero())
+    return counts
 
 
 def _gradients(
@@ -205,7 +220,7 @@ def _gradients(
     work.taken.seconds["collate"] += time.monotonic() - began
     model, algorithm, settings, reference = work.model, work.algorithm, work.settings, work.reference
     model.module.zero_grad(set_to_none=True)
-    count = count_of(micro_batches, work.normaliser)
+    count, counts = count_of(micro_batches, work.normaliser), counts_of(micro_batches)
     chosen = settings.algorithm
     sums: dict[str, float] = defaultdict(float)
     found_sums: dict[str, Tensor] = {}
@@ -231,7 +246,7 @@ def _gradients(
         found = algorithm.loss(tokens, chosen)
         if correction is not None:
             found = corrected_rows(found, tokens)
-        aggregated(found, tokens, work.normaliser, count).backward()
+        aggregated(found, tokens, work.normaliser, count, counts).backward()
         _add(found_sums, found.sums, model.device)
         for name, value in _counted(micro_batch).items():
             sums[name] += value
@@ -247,6 +262,7 @@ def _tokens(batch: MicroBatch, logprobs_N: Tensor, entropies_N: Tensor, scores: 
         batch.on_mask(batch.advantages),
         scores.get("reference"),
         teacher_N=scores.get("teacher"),
+        components={name: batch.on_mask(weights) for name, weights in batch.components.items()},
         weights_N=None if batch.weights is None else batch.on_mask(batch.weights),
         versions_N=None if batch.versions is None else batch.on_mask(batch.versions),
         rows_N=torch.tensor(rows, device=logprobs_N.device),

@@ -13,6 +13,7 @@ from rollstream.schemas.algorithms import (
     GrpoSettings,
     GspoSettings,
     KtoSettings,
+    MixSettings,
     SapoSettings,
     VespoSettings,
 )
@@ -29,6 +30,7 @@ ALGORITHMS: list[AlgorithmSettings] = [
     SapoSettings(mini_batches=2),
     VespoSettings(),
     KtoSettings(),
+    MixSettings(ce=0.5, ce_threshold=0.5, ref_kl=0.1, mini_batches=2),
 ]
 
 

@@ -160,6 +160,7 @@ VARIANTS: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {
     "Dr. GRPO": changed_by(trainer_adapters__a__algorithm={"aggregation": "constant", "aggregation_length": 5}),
     "DAPO": changed_by(trainer_adapters__a__algorithm={"overlong": {"max_length": 5, "buffer": 2}}),
     "opd": changed_by(trainer_adapters__a__algorithm={"name": "opd", "teacher": "other/teacher"}),
+    "mix": changed_by(trainer_adapters__a__algorithm={"name": "mix", "ce": 0.25, "ref_kl": 0.25}),
     "opsd": changed_by(trainer_adapters__a__algorithm={"name": "opsd", "context": "{question}"}),
     **{
         f"a Kafka that the {block} names, by its {secret}": changed_by(
