@@ -28,8 +28,7 @@ from rollstream.learner.scoring.scores import (
     scored_rows,
 )
 from rollstream.schemas import ids
-from rollstream.schemas.algorithm_settings import AlgorithmSettings, PairSettings
-from rollstream.schemas.algorithms import teacher_of
+from rollstream.schemas.algorithm_settings import AlgorithmSettings, PairSettings, teacher_of
 from rollstream.schemas.errors import ConfigError
 from rollstream.schemas.events import BatchPlanned, JobSubmitted, TrajectoryAssembled, WeightsPublished
 from rollstream.schemas.permissions import NOTHING, Permissions
@@ -261,8 +260,8 @@ def _check(job: JobSubmitted, algorithm: AlgorithmSettings) -> None:
         )
     if needs.teacher and teacher_of(algorithm) is None:
         raise ConfigError(
-            f"job {job.job_id}: algorithm {algorithm.name} needs a teacher, so its Settings must derive from "
-            "DistillationSettings"
+            f"job {job.job_id}: algorithm {algorithm.name} needs a teacher, so its Settings must name one; derive them "
+            "from DistillationSettings"
         )
 
 

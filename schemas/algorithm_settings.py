@@ -7,7 +7,7 @@ nobody has to know a name.
 from collections import Counter
 from collections.abc import Callable, Sequence
 from itertools import combinations
-from typing import Any, ClassVar, Literal, Protocol, Self, TypeVar, cast, get_origin
+from typing import Any, ClassVar, Literal, NamedTuple, Protocol, Self, TypeVar, cast, get_origin
 
 from pydantic import Field, FiniteFloat, JsonValue, model_validator
 
@@ -316,6 +316,22 @@ class CustomSettings(AlgorithmSettings):
     def needs(self) -> Needs:
         """As declared."""
         return self.declared
+
+
+class Teacher(NamedTuple):
+    """Whom an algorithm learns from, see `DistillationSettings`."""
+
+    path: str
+    context: str
+
+
+def teacher_of(settings: AlgorithmSettings) -> Teacher | None:
+    """The teacher that settings name; None if they need or name none."""
+    if not settings.needs.teacher:
+        return None
+    given = settings.options if isinstance(settings, CustomSettings) else vars(settings)
+    found = Teacher(str(given.get("teacher", "")), str(given.get("context", "")))
+    return found if any(found) else None
 
 
 class PairRule(Protocol):

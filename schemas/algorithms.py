@@ -4,7 +4,7 @@ Their losses are in `rollstream.learner.algorithms`, one file an algorithm.
 """
 
 from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar, Literal, NamedTuple, Self, TypeVar, cast
+from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar, cast
 
 from pydantic import Discriminator, Field, ModelWrapValidatorHandler, PrivateAttr, Tag, model_validator
 
@@ -201,11 +201,13 @@ class KtoSettings(AlgorithmSettings):
     """Rollouts of this reward or more are desirable."""
     desirable_weight: float = Field(default=1.0, ge=0)
     undesirable_weight: float = Field(default=1.0, ge=0)
+    reference_point: Literal["zero", "sampled"] = added("zero")
+    """sampled: the batch's estimate of the KL divergence from the reference, by the policy that sampled it."""
 
     @property
     def needs(self) -> Needs:
         """Rewards and the reference; a group in which every rollout is good trains too."""
-        return Needs(reference=True, flat_groups=True)
+        return Needs(reference=True, behaviour=self.reference_point == "sampled", flat_groups=True)
 
 
 class OpdSettings(DistillationSettings):
@@ -373,22 +375,6 @@ Algorithm = Annotated[
     Discriminator(_tag),
 ]
 """`algorithm` in a configuration and in a job."""
-
-
-class Teacher(NamedTuple):
-    """Whom an algorithm learns from, see `DistillationSettings`."""
-
-    path: str
-    context: str
-
-
-def teacher_of(settings: AlgorithmSettings) -> Teacher | None:
-    """The teacher that settings name; None if they have none."""
-    if isinstance(settings, DistillationSettings | MixSettings):
-        return Teacher(settings.teacher, settings.context)
-    if isinstance(settings, CustomSettings) and settings.needs.teacher:
-        return Teacher(str(settings.options.get("teacher", "")), str(settings.options.get("context", "")))
-    return None
 
 
 def recorded(settings: AlgorithmSettings) -> AlgorithmSettings:

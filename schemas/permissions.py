@@ -14,8 +14,7 @@ from urllib.parse import SplitResult, quote, unquote, urlsplit
 
 from pydantic import JsonValue
 
-from rollstream.schemas.algorithm_settings import AlgorithmSettings
-from rollstream.schemas.algorithms import teacher_of
+from rollstream.schemas.algorithm_settings import AlgorithmSettings, teacher_of
 from rollstream.schemas.errors import ConfigError, NotAllowedError
 from rollstream.schemas.settings import RolloutSettings
 from rollstream.schemas.variables import conceal, expand, variables_in

@@ -13,8 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from rollstream.harness.config.secret_texts import is_secret, looks_random, secret_in
-from rollstream.schemas.algorithm_settings import AlgorithmSettings
-from rollstream.schemas.algorithms import teacher_of
+from rollstream.schemas.algorithm_settings import AlgorithmSettings, teacher_of
 from rollstream.schemas.config import TrainerSection
 from rollstream.schemas.errors import ConfigError
 from rollstream.schemas.finetuning import FinetuneConfig

@@ -139,7 +139,8 @@ class Prepared:
     """Factors of token losses; no normaliser counts them."""
     components: Mapping[str, Sequence[PerToken]] = field(default_factory=dict[str, Sequence[PerToken]])
     """By component of the loss (`Losses.parts`): weights of the rows or their tokens, 0 where it does not count. Each
-    is divided by the number of tokens of a mini-batch where it counts, whatever the normaliser.
+    is divided by the number of tokens of a mini-batch where it counts, whatever the normaliser. What no part is for the
+    loss is given all the same, as `TokenBatch.components`.
     """
     normaliser: Normaliser = field(default_factory=Normaliser)
     metrics: Mapping[str, float] = field(default_factory=dict[str, float])

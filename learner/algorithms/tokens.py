@@ -29,8 +29,6 @@ class TokenBatch(NamedTuple):
     """Log-probabilities under the policy before the batch's first optimizer step."""
     teacher_N: Tensor | None = None
     """Log-probabilities under the teacher."""
-    components: Mapping[str, Tensor] = {}
-    """(N,) by component: what `Prepared.components` says of each token."""
     weights_N: Tensor | None = None
     """Factors of token losses, which are applied when losses are summed up."""
     versions_N: Tensor | None = None
@@ -44,6 +42,8 @@ class TokenBatch(NamedTuple):
     chosen_K: tuple[int, ...] = ()
     """Row of each pair's better answer."""
     rejected_K: tuple[int, ...] = ()
+    components: Mapping[str, Tensor] = {}
+    """(N,) by component: what `Prepared.components` says of each token."""
 
     def by_row(self, values_N: Tensor) -> Tensor:
         """Sums (B,) of the rows' values."""

@@ -13,7 +13,7 @@ from rollstream.eventlog.log import EventLog, Position, Received
 from rollstream.learner.algorithms.base import Row
 from rollstream.learner.scoring.index import ScoreIndex, Wanted
 from rollstream.schemas import tokens
-from rollstream.schemas.algorithms import teacher_of
+from rollstream.schemas.algorithm_settings import teacher_of
 from rollstream.schemas.errors import DecodeError
 from rollstream.schemas.events import BatchPlanned, ReferenceScored, TrajectoryAssembled
 from rollstream.schemas.events.weights import Scorer

@@ -30,6 +30,7 @@ ALGORITHMS: list[AlgorithmSettings] = [
     SapoSettings(mini_batches=2),
     VespoSettings(),
     KtoSettings(),
+    KtoSettings(reference_point="sampled", mini_batches=2),
     MixSettings(ce=0.5, ce_threshold=0.5, ref_kl=0.1, mini_batches=2),
 ]
 

@@ -88,7 +88,7 @@ ADAPTER = {
         "temperature_negative": 0.5, "k_positive": 0.5, "lambda_positive": 0.5, "k_negative": 0.5,
         "lambda_negative": 0.5, "loss_type": "ipo", "label_smoothing": 0.25, "desirable_weight": 0.5,
         "undesirable_weight": 0.5, "teacher": "another/teacher", "context": "{answer}", "rl": 0.5, "ce": 0.5,
-        "ce_threshold": 0.5, "ref_kl": 0.5,
+        "ce_threshold": 0.5, "ref_kl": 0.5, "reference_point": "sampled",
     }),
     **_at("algorithm.off_policy", {
         "level": "token", "mode": "truncate", "clip_min": 0.5, "clip_max": 5.0, "reject": "k3", "reject_above": 0.5,

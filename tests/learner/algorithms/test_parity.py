@@ -1,11 +1,13 @@
 """Losses and gradients against numpy float64, written from the papers' equations."""
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
+from rollstream.learner.algorithms.base import BatchView, Member, Row
 from rollstream.learner.algorithms.builtin.cispo import Cispo
 from rollstream.learner.algorithms.builtin.dpo import PairBatch, loss_of
 from rollstream.learner.algorithms.builtin.dppo import Dppo
@@ -31,6 +33,7 @@ from rollstream.schemas.algorithms import (
     SftSettings,
     VespoSettings,
 )
+from rollstream.schemas.errors import RunFailedError
 
 LENGTHS = (3, 1, 4)
 ROW_OF = np.repeat(np.arange(3), LENGTHS)
@@ -171,8 +174,8 @@ CASES: dict[str, tuple[Any, Any, Any]] = {
 def test_loss_and_gradient_are_those_of_the_papers_equation(name: str) -> None:
     algorithm, settings, wanted = CASES[name]
     current = torch.tensor(CURRENT, dtype=torch.float32, requires_grad=True)
-    others = (torch.tensor(values, dtype=torch.float32) for values in (np.ones(8), BEHAVIOUR, ADVANTAGES))
-    tokens = TokenBatch(current, *others, rows_N=torch.tensor(ROW_OF), lengths_B=LENGTHS)
+    ones, behaviour, advantages = (torch.tensor(c, dtype=torch.float32) for c in (np.ones(8), BEHAVIOUR, ADVANTAGES))
+    tokens = TokenBatch(current, ones, behaviour, advantages, rows_N=torch.tensor(ROW_OF), lengths_B=LENGTHS)
     teacher = torch.tensor(TEACHER, dtype=torch.float32)
     tokens = tokens._replace(reference_N=tokens.behaviour_N, teacher_N=teacher)
     found = algorithm.loss(tokens, settings).values
@@ -181,6 +184,51 @@ def test_loss_and_gradient_are_those_of_the_papers_equation(name: str) -> None:
     assert current.grad is not None
     assert found.tolist() == pytest.approx(losses.tolist(), rel=1e-5)
     assert current.grad.tolist() == pytest.approx(gradient.tolist(), rel=1e-5, abs=1e-9)
+
+
+def test_the_reference_point_of_kto_is_the_divergence_of_the_sampling_policy() -> None:
+    """z = max(0, mean of log q - log p_ref over sequences); sigmoid(s beta (log-ratio - z)) in equation 8."""
+    bounds = np.cumsum([0, *LENGTHS])
+    rows = [
+        Row(np.arange(n + 1, dtype=np.int32), np.arange(n + 1) > 0, padded(BEHAVIOUR, at, n), member)
+        for member, (at, n) in enumerate(zip(bounds, LENGTHS, strict=False))
+    ]
+    reference = BEHAVIOUR - 0.3
+    scored = [
+        replace(row, scores={"reference": padded(reference, at, n)})
+        for row, at, n in zip(rows, bounds, LENGTHS, strict=False)
+    ]
+    members = [Member("g", f"r{n}", "a", reward) for n, reward in enumerate((1.0, 0.0, 0.0))]
+    settings = KtoSettings(beta=0.3, reference_point="sampled")
+    prepared = Kto().prepare(BatchView(scored, members), settings)
+    z = 0.3 * sum(LENGTHS) / 3
+    assert prepared.metrics["kto/reference_point"] == pytest.approx(z, rel=1e-5)
+    current = torch.tensor(CURRENT, dtype=torch.float32, requires_grad=True)
+    tokens = TokenBatch(
+        current,
+        torch.ones(8),
+        torch.tensor(BEHAVIOUR),
+        torch.tensor(np.array(prepared.advantages)[ROW_OF]),
+        torch.tensor(reference, dtype=torch.float32),
+        components={"reference_point": torch.full((8,), z)},
+        rows_N=torch.tensor(ROW_OF),
+        lengths_B=LENGTHS,
+    )
+    found = Kto().loss(tokens, settings).values
+    found.sum().backward()
+    for row, sign in enumerate((1, -1, -1)):
+        value = 1 / (1 + np.exp(-sign * 0.3 * (np.sum((CURRENT - reference)[row == ROW_OF]) - z)))
+        assert float(found[row].detach()) == pytest.approx(1 - value, rel=1e-5)
+        assert current.grad is not None
+        wanted = [-value * (1 - value) * sign * 0.3] * LENGTHS[row]
+        assert current.grad[torch.tensor(row == ROW_OF)].tolist() == pytest.approx(wanted, rel=1e-5)
+    with pytest.raises(RunFailedError, match="needs recorded scores"):
+        Kto().prepare(BatchView(rows, members), settings)
+
+
+def padded(column: np.ndarray, at: int, length: int) -> np.ndarray:
+    """A row's values behind those of a prompt of one token."""
+    return np.concatenate([[0.0], column[at : at + length]]).astype(np.float32)
 
 
 def test_the_expected_gradient_of_opd_is_that_of_the_reverse_kl_divergence() -> None:
