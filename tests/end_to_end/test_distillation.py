@@ -1,5 +1,6 @@
 """A run learns from a teacher whose folder is then removed: it is verified, trained again and asked what-ifs."""
 
+import dataclasses
 import json
 import re
 import shutil
@@ -32,12 +33,25 @@ def test_a_run_with_a_teacher_is_replayed_without_it(workplace: Any) -> None:
     assert not set(hashes(workplace, slower)) & set(recorded)
     again = workplace.run("replay", slower, "--verify", "--train")
     assert again.returncode == 0, again.stdout + again.stderr
+    assert_an_export_is_enough(workplace, recorded)
 
 
-def what_if(workplace: Any, changes: dict[str, Any]) -> str:
+def assert_an_export_is_enough(workplace: Any, recorded: list[str]) -> None:
+    """To train again, and for a what-if in a workspace that knows nothing of the run."""
+    exported = workplace.run("export", "taught", "--output", "kept", "--weights")
+    assert exported.returncode == 0, exported.stderr
+    kept = str(workplace.folder / "kept")
+    replayed = workplace.run("replay", "taught", "--verify", "--train", "--export", kept)
+    assert replayed.returncode == 0, replayed.stdout + replayed.stderr
+    other = dataclasses.replace(workplace, folder=workplace.folder / "other")
+    other.folder.mkdir()
+    assert hashes(other, what_if(other, {}, "--export", kept)) == recorded
+
+
+def what_if(workplace: Any, changes: dict[str, Any], *options: str) -> str:
     """The run that comes of it."""
     file = workplace.write(changes, "what_if.yaml")
-    done = workplace.run("replay", "taught", "--what-if", str(file))
+    done = workplace.run("replay", "taught", "--what-if", str(file), *options)
     assert done.returncode == 0, done.stdout + done.stderr
     return re.findall(r"\S+-what-if-\S+?(?=[\s:,])", done.stdout + " ")[0]
 
@@ -47,6 +61,18 @@ def hashes(workplace: Any, run_id: str) -> list[str]:
     asked = workplace.run("sql", HASHES.format(run_id), "--format", "json")
     assert asked.returncode == 0, asked.stderr
     return [row["weights_sha256"] for row in json.loads(asked.stdout)]
+
+
+def test_a_run_learns_from_itself_with_what_its_examples_say(workplace: Any) -> None:
+    configuration = workplace.configuration(num_epochs=1)
+    configuration["trainer_adapters"]["learner"]["algorithm"] = {"name": "opsd", "context": "It is {a} {op} {b}."}
+    configuration["workflow"] = "arithmetic"
+    command = ("finetune", "--config_file", str(workplace.write(configuration)), "--run_id", "itself")
+    done = workplace.run(*command)
+    assert done.returncode == 0, done.stdout + done.stderr + workplace.logs()
+    replayed = workplace.run("replay", "itself", "--verify", "--train")
+    assert replayed.returncode == 0, replayed.stdout + replayed.stderr
+    assert "16 scores" in replayed.stdout, replayed.stdout
 
 
 def test_a_teacher_of_another_vocabulary_is_named_before_anything_starts(workplace: Any) -> None:

@@ -17,6 +17,7 @@ from rollstream.schemas.algorithm_settings import AlgorithmSettings
 from rollstream.schemas.algorithms import DpoSettings, GrpoSettings, KtoSettings
 from rollstream.schemas.events import BatchPlanned, JobSucceeded, ReferenceScored, StepTrained, TrajectoryAssembled
 from rollstream.schemas.events.weights import Scorer
+from rollstream.schemas.settings import LoraSettings, ModelSettings
 from tests.rigs.retrained import assert_retrained, steps_of
 
 SCORER = Scorer(role="reference", weights_sha256="ab" * 32)
@@ -47,13 +48,15 @@ def test_scores_are_on_the_log_before_the_step_and_are_all_that_training_again_n
     asyncio.run(scenario())
 
 
-def test_training_from_events_is_training_beside_the_reference(lab: Any, tmp_path: Any) -> None:
+@pytest.mark.parametrize("lora", [None, LoraSettings(rank=4)])
+def test_training_from_events_is_training_beside_the_reference(lab: Any, tmp_path: Any, lora: Any) -> None:
     """The metrics of a job of the earlier rules, which computed them in every micro-batch."""
 
     async def metrics(revision: int) -> dict[str, float]:
         lab.folder, lab.log = tmp_path / str(revision), MemoryLog(num_partitions=2)
         algorithm = GrpoSettings(kl_coefficient=0.5, mini_batches=2)
-        job = await lab.submit(num_versions=2, algorithm=algorithm, revision=revision)
+        model = ModelSettings(path=str(lab.model), device="cpu", lora=lora)
+        job = await lab.submit(num_versions=2, algorithm=algorithm, revision=revision, model=model)
         await lab.plan(job, 2)
         await lab.work(lab.has(JobSucceeded))
         return (await steps_of(lab))[2].metrics
