@@ -4,6 +4,7 @@ What is asked before training (which rollouts are planned, what a configuration 
 nobody has to know a name.
 """
 
+import re
 from collections import Counter
 from collections.abc import Callable, Sequence
 from itertools import combinations
@@ -24,6 +25,8 @@ Advantage = Literal[
 BATCH_WIDE = frozenset({"batch_std", "batch_mean"})
 """Estimators for which a whole batch is one group (a global baseline, as in REINFORCE++, arXiv 2501.03262)."""
 DEFAULT = "grpo"
+CONTEXT_KEY = re.compile(r"\{(\w+)\}")
+"""Where a context names a key of the task's inputs."""
 
 
 class Needs(Settings):
@@ -323,6 +326,11 @@ class Teacher(NamedTuple):
 
     path: str
     context: str
+
+    @property
+    def keys(self) -> tuple[str, ...]:
+        """Of the task's inputs, that the context names."""
+        return tuple(dict.fromkeys(CONTEXT_KEY.findall(self.context)))
 
 
 def teacher_of(settings: AlgorithmSettings) -> Teacher | None:

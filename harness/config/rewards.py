@@ -11,6 +11,7 @@ from typing import Any
 from pydantic import JsonValue
 
 from rollstream.harness.config.dataset import Example
+from rollstream.schemas.algorithm_settings import teacher_of
 from rollstream.schemas.config import RunConfig
 from rollstream.schemas.errors import ConfigError
 from rollstream.schemas.evaluators import PLACE, Evaluator, LlmJudge, answer_key, kind_of
@@ -89,7 +90,7 @@ def check_reward(config: RunConfig, name: str, environ: Mapping[str, str] = os.e
 
 
 def check_examples(config: RunConfig, examples: Iterable[Example], location: str) -> None:
-    """Raises ConfigError naming the first example whose inputs lack what an evaluator of the run needs.
+    """Raises ConfigError naming the first example whose inputs lack what an evaluator or a teacher of the run needs.
 
     `location`: the source of the examples, for the message.
     """
@@ -100,6 +101,9 @@ def check_examples(config: RunConfig, examples: Iterable[Example], location: str
         for name, block in evaluators_of(config).items()
         for field, key in _keys(read(name, block, permissions_of(config)))
     ]
+    teachers = [teacher_of(one.adapter.algorithm) for one in config.trained().values()]
+    keys = dict.fromkeys(key for teacher in teachers if teacher is not None for key in teacher.keys)
+    needed += [(f"trainer_adapters.{config.finetuning.trainer_adapter}.algorithm.context", key) for key in keys]
     for example in examples if needed else ():
         for path, key in needed:
             if key not in example.inputs:

@@ -9,11 +9,11 @@ import orjson
 from rollstream.eventlog import codec
 from rollstream.eventlog.log import EventLog
 from rollstream.eventlog.reading import read_to_end
+from rollstream.schemas.algorithm_settings import CONTEXT_KEY
 from rollstream.schemas.errors import DecodeError, RunFailedError, nearest
 from rollstream.schemas.events import JobSubmitted, RunStarted, TrajectoryAssembled
 from rollstream.schemas.settings import ArtifactRef
 
-_KEY = re.compile(r"\{(\w+)\}")
 Read = Callable[[ArtifactRef], Awaitable[bytes]]
 
 
@@ -43,7 +43,7 @@ def _filled(template: str, example_id: str, inputs: Mapping[str, Mapping[str, An
             raise RunFailedError(f"algorithm.context: the inputs of example {example_id!r} have no {name!r}; {hint}")
         return known[name] if isinstance(known[name], str) else orjson.dumps(known[name]).decode()
 
-    return _KEY.sub(value, template)
+    return CONTEXT_KEY.sub(value, template)
 
 
 async def _inputs(log: EventLog, job: JobSubmitted, read: Read, wanted: set[str]) -> dict[str, dict[str, Any]]:

@@ -67,12 +67,23 @@ def test_a_run_learns_from_itself_with_what_its_examples_say(workplace: Any) -> 
     configuration = workplace.configuration(num_epochs=1)
     configuration["trainer_adapters"]["learner"]["algorithm"] = {"name": "opsd", "context": "It is {a} {op} {b}."}
     configuration["workflow"] = "arithmetic"
+    assert_a_context_that_names_no_input_is_refused(workplace, configuration)
     command = ("finetune", "--config_file", str(workplace.write(configuration)), "--run_id", "itself")
     done = workplace.run(*command)
     assert done.returncode == 0, done.stdout + done.stderr + workplace.logs()
     replayed = workplace.run("replay", "itself", "--verify", "--train")
     assert replayed.returncode == 0, replayed.stdout + replayed.stderr
     assert "16 scores" in replayed.stdout, replayed.stdout
+
+
+def assert_a_context_that_names_no_input_is_refused(workplace: Any, configuration: dict[str, Any]) -> None:
+    """Before anything starts, and with the keys that there are."""
+    learner = {**configuration["trainer_adapters"]["learner"], "algorithm": {"name": "opsd", "context": "{answer}"}}
+    mistaken = {**configuration, "trainer_adapters": {"learner": learner}}
+    refused = workplace.run("finetune", "--config_file", str(workplace.write(mistaken)))
+    assert (refused.returncode, refused.stderr.count("\n")) == (1, 1), refused.stderr
+    assert "trainer_adapters.learner.algorithm.context: example " in refused.stderr
+    assert "has no key 'answer'; its keys are: a, b, op" in refused.stderr
 
 
 def test_a_teacher_of_another_vocabulary_is_named_before_anything_starts(workplace: Any) -> None:
