@@ -234,9 +234,9 @@ class StepTrained(WeightEvent):
     metrics: dict[str, FiniteFloat]
     """Named area/name: loss/total, reward/mean, policy/entropy, policy/kl, clip/low, ..."""
     seconds: dict[str, float] = Field(default_factory=dict)
-    """By phase: finish (of the version before: its events, pruning, collection), wait, fetch, collate,
-    forward_backward, optimizer, hash, checkpoint, publish (storing the weights); restore in place of fetch to
-    optimizer for a rollback."""
+    """By phase: finish (of the version before: its events, pruning, collection), wait, fetch, score (where the loss
+    needs a reference or a teacher), collate, forward_backward, optimizer, hash, checkpoint, publish (storing the
+    weights); restore in place of fetch to optimizer for a rollback."""
     tokens_per_s: float = 0.0
     adopts: int | None = added(None, ge=0)
     """Of a rollback, which takes no optimizer step: the earlier version whose state the learner returned to."""
