@@ -277,5 +277,9 @@ def test_help_imports_no_heavy_package() -> None:
     assert heavy_after(f"{program}try:\n    main()\nexcept SystemExit:\n    pass") == []
 
 
+def test_the_export_at_a_runs_end_loads_no_torch() -> None:
+    assert heavy_after("import rollstream.learner.model.export") == []
+
+
 def test_a_heavy_import_is_found() -> None:
     assert heavy_after("import json, duckdb") == ["duckdb"]

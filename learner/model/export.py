@@ -1,7 +1,8 @@
 """A published version as a folder that transformers or PEFT loads, with the base model's configuration and tokenizer.
 
-A version's artifact already is the file that such a folder holds: with a base model in a folder it is copied. A base
-model of the hub is built by transformers first.
+A version's artifact already is the file that such a folder holds: with a base model in a folder it is copied, and torch
+and transformers, whose import takes seconds at a run's end, are not loaded. A base model of the hub is built by
+transformers first.
 """
 
 import logging
@@ -12,12 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import orjson
-import torch
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
-from transformers.utils.logging import disable_progress_bar
 
 from rollstream.eventlog.files import beside, write_whole
-from rollstream.learner.model.policy import PolicyModel, from_bytes
 from rollstream.schemas.errors import ModelError
 from rollstream.schemas.events import WeightsPublished
 from rollstream.schemas.settings import LoraSettings, ModelSettings
@@ -77,6 +74,12 @@ def export_merged(published: WeightsPublished, path_to_weights: Path, output_dir
 
 
 def _save_merged(published: WeightsPublished, path_to_weights: Path, folder: Path) -> None:
+    import torch
+    from transformers import AutoConfig
+    from transformers.utils.logging import disable_progress_bar
+
+    from rollstream.learner.model.policy import PolicyModel, from_bytes
+
     disable_progress_bar()
     where = f"weights {path_to_weights} of {published.model_group}@{published.version}"
     settings = ModelSettings(path=published.base_model, lora=_lora_of(published.lora or {}, where), device="cpu")
@@ -150,6 +153,12 @@ def _copy_whole(source: Path, target: Path) -> None:
 
 def export_full(base_model: str, path_to_weights: Path, output_dir: Path) -> None:
     """Save weights over a hub model's architecture. Raises ModelError if they do not fit."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers.utils.logging import disable_progress_bar
+
+    from rollstream.learner.model.policy import from_bytes
+
     disable_progress_bar()
     tensors = from_bytes(path_to_weights.read_bytes(), str(path_to_weights))
     dtype = next((value.dtype for value in tensors.values()), torch.float32)
@@ -170,6 +179,8 @@ def export_full(base_model: str, path_to_weights: Path, output_dir: Path) -> Non
 
 def export_tokenizer(base_model: str, output_dir: Path) -> None:
     """Save a hub model's tokenizer, if it has one."""
+    from transformers import AutoTokenizer
+
     try:
         tokenizer = AutoTokenizer.from_pretrained(base_model, trust_remote_code=False)
     except (OSError, ValueError, KeyError) as error:
