@@ -13,6 +13,8 @@ from rollstream.schemas import ids
 from rollstream.schemas.events.rollouts import RolloutEnded
 
 Incompleteness = Literal["", "incomplete", "digest", "no_score"]
+OVERSAMPLED = "oversampled"
+"""Cause of an attempt that was in progress when enough others of its group were complete."""
 
 
 # Called for every attempt: `dict[int, str]()` takes five times as long.
@@ -82,3 +84,8 @@ def is_settled(*, is_complete: bool, is_final: bool, has_open_attempts: bool) ->
     It is settled once it has a complete attempt, or will not be retried (`is_final`) and has no attempt in progress.
     """
     return is_complete or (is_final and not has_open_attempts)
+
+
+def is_group_settled(*, size: int, num_settled: int, num_complete: int, enough: int) -> bool:
+    """Whether a group of `size` members is settled: all of them are, or `enough` are complete (0: there is no such)."""
+    return num_settled == size or 0 < enough <= num_complete

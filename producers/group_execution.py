@@ -1,7 +1,7 @@
 """One task from its request to its settled group: waits for weights and a slot, opens the group, runs what is missing.
 
-A group is settled when each member has a complete attempt or a final failure; a failed attempt is tried again until
-the attempts are used up, and one whose producer was lost is not counted. What a group is worth is decided elsewhere.
+A group is settled when each member has a complete attempt or a final failure, or enough members are complete; a failed
+attempt is tried again until none is left, one whose producer was lost is not counted.
 """
 
 import asyncio
@@ -10,6 +10,7 @@ from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from rollstream.eventlog.attempts import OVERSAMPLED
 from rollstream.eventlog.codec import Encoded, encode
 from rollstream.eventlog.failpoints import failpoint
 from rollstream.eventlog.log import EventLog, Record
@@ -194,10 +195,7 @@ class GroupExecution:
                 if left_s is not None and left_s <= 0:
                     return TIMEOUT
                 await asyncio.wait({task, self._stop}, timeout=left_s, return_when=asyncio.FIRST_COMPLETED)
-            if task.done():
-                task.result()
-                return None
-            return self._stop.result()
+            return task.result() if task.done() else self._stop.result()
         finally:
             task.cancel()
             await asyncio.wait({task})
@@ -229,7 +227,8 @@ class GroupExecution:
         started = self._started(size=size, void_cause=void_cause)
         offset = await self._writer.send(encode(started))
         failpoint("producer/after-group-started")
-        return GroupProgress(started.group_id, started.size, started.time_ms + started.timeout_ms, offset)
+        deadline_ms = started.time_ms + started.timeout_ms
+        return GroupProgress(started.group_id, started.size, deadline_ms, offset, enough=started.enough)
 
     def _started(self, *, size: int, void_cause: str | None) -> GroupStarted:
         task, settings = self.task, self.task.settings
@@ -245,6 +244,7 @@ class GroupExecution:
             policy=settings.policy,
             size=size,
             minimum=task.minimum if size else 0,
+            enough=task.enough if size == task.num_rollouts else 0,
             timeout_ms=self._timeout_ms(),
             seed=task.seed,
             reward_weights=settings.reward_weights,
@@ -258,9 +258,13 @@ class GroupExecution:
         if self._is_recovered:
             await self._without_time(state, asyncio.ensure_future(self._weights()))
         async with asyncio.TaskGroup() as running:
-            for index, member in state.members.items():
-                if not member.is_settled:
-                    running.create_task(self._run_member(state, index, member))
+            missing = {index: member for index, member in state.members.items() if not member.is_settled}
+            tasks = [running.create_task(self._run_member(state, *one)) for one in missing.items()]
+            for task in tasks:
+                task.add_done_callback(lambda _: state.is_settled and [one.cancel() for one in tasks])
+        for index, member in state.members.items():
+            for attempt in () if member.is_settled else sorted(member.open_attempts):
+                await self._fail(index, attempt, OVERSAMPLED, "enough of its group are complete", is_final=True)
 
     async def _run_member(self, state: GroupProgress, index: int, member: MemberState) -> None:
         slots = self._producer.slots

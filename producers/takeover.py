@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 
 from rollstream.eventlog import codec
-from rollstream.eventlog.attempts import Recorded, attempt_in, is_settled
+from rollstream.eventlog.attempts import Recorded, attempt_in, is_group_settled, is_settled
 from rollstream.eventlog.log import EventLog, Position, Received, TopicPartition, check_kept
 from rollstream.producers.run_ends import CommitMetadata
 from rollstream.producers.steps_writer import StepsWriter
@@ -45,6 +45,7 @@ class MemberState:
     """Attempts that failed by themselves, not because their producer was lost."""
     is_final: bool = False
     """It is not tried again."""
+    is_complete: bool = False
     is_settled: bool = False
     """It has a complete attempt, or is not tried again and had no attempt under way when one was decided."""
 
@@ -59,6 +60,8 @@ class GroupProgress:
     """Event time after which the group closes with what it has."""
     first_offset: int
     """At most the offset of its first record in `steps`."""
+    enough: int = 0
+    """Complete members that settle it; 0: all members have to be settled."""
     members: dict[int, MemberState] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -67,8 +70,14 @@ class GroupProgress:
 
     @property
     def is_settled(self) -> bool:
-        """Every member is settled."""
-        return all(member.is_settled for member in self.members.values())
+        """Every member is settled, or enough are complete."""
+        members = self.members.values()
+        return is_group_settled(
+            size=len(members),
+            num_settled=sum(member.is_settled for member in members),
+            num_complete=sum(member.is_complete for member in members),
+            enough=self.enough,
+        )
 
     def begin(self, member: int, attempt: int) -> None:
         """An attempt began."""
@@ -80,7 +89,7 @@ class GroupProgress:
         """An attempt is complete."""
         found = self.members[member]
         found.open_attempts.discard(attempt)
-        found.is_settled = True
+        found.is_complete = found.is_settled = True
 
     def fail(self, member: int, attempt: int, *, is_final: bool, is_counted: bool) -> None:
         """An attempt failed; `is_final`: its member is not tried again, `is_counted`: it used an attempt up."""
@@ -135,7 +144,8 @@ def evolve(state: PartitionState, received: Received) -> None:
 def _open(state: PartitionState, event: GroupStarted, offset: int) -> None:
     if event.group_id in state.groups or event.group_id in state.settled:
         return
-    group = GroupProgress(event.group_id, event.size, event.time_ms + event.timeout_ms, offset)
+    deadline_ms = event.time_ms + event.timeout_ms
+    group = GroupProgress(event.group_id, event.size, deadline_ms, offset, enough=event.enough)
     state.groups[event.group_id] = group
     state.attempts[event.group_id] = {}
     _close_if_settled(state, group)

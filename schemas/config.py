@@ -18,6 +18,7 @@ from pydantic import (
 from rollstream.schemas import ids
 from rollstream.schemas import services as section
 from rollstream.schemas.algorithms import Algorithm, GrpoSettings
+from rollstream.schemas.evaluators import DatasetSection
 from rollstream.schemas.finetuning import TrainerAdapterConfig, TrainerConfig, TrajectoryBuilderConfig
 from rollstream.schemas.kafka import KafkaSection
 from rollstream.schemas.services import EndpointSection, EngineBlock, ModelGroupSection, TransformersSettings
@@ -97,6 +98,9 @@ class BuilderFields(BaseModel):
     num_generations: int = Field(default=8, ge=1, le=MAX_MEMBERS)
     min_generations: int = Field(default=2, ge=1)
     """Fewest complete rollouts of a group to train on; of a smaller group, all of it."""
+    oversampling: int = Field(default=0, ge=0, le=MAX_MEMBERS)
+    """Rollouts of a task beyond num_generations. Its group closes once num_generations are complete, without the
+    slowest ones; short rollouts are then trained on more often than long ones."""
     responses_per_step: int = Field(default=1, ge=1)
     """Above 1 the rollouts of a task are a tree's branches; num_generations must be a power of it."""
     drop_zero_variance: bool = True
@@ -120,6 +124,13 @@ class BuilderFields(BaseModel):
     def _minimum_fits(self) -> Self:
         if "min_generations" in self.model_fields_set and self.min_generations > self.num_generations:
             raise ValueError(f"min_generations {self.min_generations} exceeds num_generations")
+        if self.num_generations + self.oversampling > MAX_MEMBERS:
+            raise ValueError(f"num_generations and oversampling exceed {MAX_MEMBERS} together; lower oversampling")
+        if self.oversampling and self.responses_per_step > 1:
+            raise ValueError(
+                "oversampling has no meaning where responses_per_step is above 1: a tree needs all of its rollouts; "
+                "remove one of them"
+            )
         return self
 
 
@@ -198,55 +209,6 @@ class WorkflowSection(Settings):
 
     type: Literal["rollstream"] = Field(default="rollstream", alias="_type")
     environment: str
-
-
-class DatasetStructure(Settings):
-    """Which columns hold what; the standard names are added to an example's inputs."""
-
-    disable: bool = False
-    """The whole row, as JSON, is the question."""
-    question_key: str = "question"
-    answer_key: str = "answer"
-    generated_answer_key: str = "generated_answer"
-    trajectory_key: str = "intermediate_steps"
-    expected_trajectory_key: str = "expected_intermediate_steps"
-
-
-class FilterEntry(Settings):
-    """Patterns (`*`, `?`, `[seq]`) or values by column."""
-
-    field: dict[str, list[str | int | float]] = Field(default_factory=dict)
-
-
-class DatasetFilter(Settings):
-    """Which rows are kept: those that fit the allowlist and do not fit the denylist."""
-
-    allowlist: FilterEntry | None = None
-    denylist: FilterEntry | None = None
-
-
-class DatasetSection(Settings):
-    """A file of examples: JSON lines, one JSON list of objects, CSV with a header, or Parquet."""
-
-    type: Literal["json", "jsonl", "csv", "parquet"] = Field(default="jsonl", alias="_type")
-    file_path: Path
-    id_key: str = "id"
-    structure: DatasetStructure = Field(default_factory=DatasetStructure)
-    filter: DatasetFilter | None = None
-
-    @model_validator(mode="before")
-    @classmethod
-    def _lies_here(cls, values: Any) -> Any:
-        if not isinstance(values, dict):
-            return values
-        found: dict[str, Any] = values  # pyright: ignore[reportUnknownVariableType]
-        kind = found.get("_type")
-        if kind in ("xls", "custom"):
-            raise ValueError(f"_type {kind!r} is not supported; save the examples as jsonl, json, csv or parquet")
-        for key in ("s3", "remote_file_path"):
-            if found.get(key):
-                raise ValueError(f"{key} is not supported; download the file and give its file_path")
-        return {key: value for key, value in found.items() if key not in ("s3", "remote_file_path")}
 
 
 class EvalGeneral(Settings):

@@ -205,6 +205,8 @@ class PlanSettings(Settings):
     """Judges the versions that are validated."""
     max_refills: int = added(0, ge=0, le=MAX_REFILLS)
     """How often an epoch of one batch asks for further tasks in place of groups that it cannot train on."""
+    oversampling: int = added(0, ge=0, le=MAX_MEMBERS)
+    """Rollouts of a task beyond `num_generations`; its group closes once `num_generations` are complete."""
 
 
 class LoraSettings(Settings):

@@ -36,6 +36,7 @@ def epoch_tasks(
             epoch=epoch,
             index=index,
             num_rollouts=spec.plan.num_generations,
+            oversampling=spec.plan.oversampling,
             minimum=spec.plan.min_generations,
             min_version=min_version,
             time_ms=time_ms,

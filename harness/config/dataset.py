@@ -14,8 +14,8 @@ from typing import Any, NamedTuple
 
 import orjson
 
-from rollstream.schemas.config import DatasetFilter, DatasetSection, DatasetStructure
 from rollstream.schemas.errors import ConfigError, QueryError
+from rollstream.schemas.evaluators import DatasetFilter, DatasetSection, DatasetStructure
 
 MAX_INPUT_BYTES = 512 * 1024
 """Of one example as JSON; a task carries it, and a record of `tasks` has at most 1 MiB."""

@@ -145,6 +145,7 @@ def _training_job(config: RunConfig, run_id: str, name: str) -> JobSpec:
         batches_per_epoch=1 if is_submitted else adapter.batches_per_epoch,
         max_refills=adapter.max_refills,
         num_generations=builder.num_generations,
+        oversampling=builder.oversampling,
         min_generations=builder.min_generations,
         max_staleness=adapter.max_staleness,
         drop_zero_variance=builder.drop_zero_variance,
@@ -384,7 +385,7 @@ def most_trajectories(spec: JobSpec, behind_name: str = "") -> int:
     group = ids.group_id(
         run_id, job + behind_name, spec.plan.num_epochs, spec.plan.tasks_per_epoch * (1 + spec.plan.max_refills)
     )
-    rollout = ids.rollout_id(group, spec.plan.num_generations, ATTEMPT)
+    rollout = ids.rollout_id(group, spec.plan.num_generations + spec.plan.oversampling, ATTEMPT)
     member = BatchMember(
         trajectory_id=ids.trajectory_id(rollout, max(spec.rollout.agents, key=len, default="agent")),
         rollout_id=rollout,

@@ -23,7 +23,6 @@ from rollstream.schemas.config import (
     AdapterSection,
     BuilderSection,
     ConfigFile,
-    DatasetSection,
     EvalSection,
     FinetuningSection,
     ForeignBlock,
@@ -33,7 +32,7 @@ from rollstream.schemas.config import (
     ValidationSection,
 )
 from rollstream.schemas.errors import ConfigError
-from rollstream.schemas.evaluators import Evaluator, kind_of
+from rollstream.schemas.evaluators import DatasetSection, Evaluator, kind_of
 from rollstream.schemas.finetuning import FinetuneConfig
 from rollstream.schemas.kafka import KafkaSection
 from rollstream.schemas.permissions import Permissions, named_by_algorithm

@@ -3,6 +3,7 @@
 from collections.abc import Iterable
 from typing import Literal, cast
 
+from rollstream.eventlog.attempts import OVERSAMPLED
 from rollstream.eventlog.log import Received
 from rollstream.processors.assemble.state import Attempt, Closing, OpenGroup
 from rollstream.processors.assemble.trajectories import num_tokens, reference
@@ -20,8 +21,12 @@ def close(group: OpenGroup, received: Received, *, is_timed_out: bool) -> Closin
     """Close a group at the record `received`; attempts in progress get their outcome now."""
     started = group.started
     for attempt in group.under_way():
-        is_superseded = attempt.member in group.complete
-        decide(group, attempt, "superseded" if is_superseded else "failed", "" if is_superseded else "timeout")
+        if attempt.member in group.complete:
+            decide(group, attempt, "superseded")
+        elif is_timed_out:
+            decide(group, attempt, "failed", "timeout")
+        else:
+            decide(group, attempt, "superseded", OVERSAMPLED)
     assembled = [group.complete[member] for member in sorted(group.complete)]
     trajectories = tuple([_trajectory(fields) for each in assembled for fields in each.trajectories])
     outcomes = cast("Iterable[AttemptOutcome]", group.attempts.values())  # none is in progress now
@@ -53,7 +58,7 @@ def _reason(group: OpenGroup, *, is_timed_out: bool) -> Reason:
         return "void"
     if is_timed_out:
         return "timeout"
-    if len(group.complete) == group.started.size:
+    if len(group.complete) >= (group.started.enough or group.started.size):
         return "complete"
     return "partial" if _is_viable(group) else "failed"
 

@@ -8,7 +8,7 @@ randomness or disk: time comes from the records.
 from collections.abc import Callable
 from typing import Any, cast
 
-from rollstream.eventlog.attempts import attempt_in, is_settled
+from rollstream.eventlog.attempts import attempt_in, is_group_settled, is_settled
 from rollstream.eventlog.log import Received
 from rollstream.processors.assemble.closing import close, decide
 from rollstream.processors.assemble.state import NEVER_MS, AssemblyState, Attempt, Call, Closing, OpenGroup
@@ -51,7 +51,7 @@ def evolve(state: AssemblyState, received: Received) -> list[Closing]:
     attempt = group.attempts.get(event.rollout_id) or _open_attempt(group, event.rollout_id)
     if type(attempt) is not Attempt:
         return closings
-    if handler(group, attempt, event, received) and len(group.settled) == group.started.size:
+    if handler(group, attempt, event, received) and _is_settled(group):
         closings.append(_close(state, group, received, is_timed_out=False))
     return closings
 
@@ -74,6 +74,13 @@ def _open_group(state: AssemblyState, received: Received) -> list[Closing]:
     state.groups[started.group_id] = group
     state.next_deadline_ms = min(state.next_deadline_ms, group.deadline_ms)
     return [_close(state, group, received, is_timed_out=False)] if started.size == 0 else []
+
+
+def _is_settled(group: OpenGroup) -> bool:
+    started = group.started
+    return is_group_settled(
+        size=started.size, num_settled=len(group.settled), num_complete=len(group.complete), enough=started.enough
+    )
 
 
 def _close(state: AssemblyState, group: OpenGroup, received: Received, *, is_timed_out: bool) -> Closing:

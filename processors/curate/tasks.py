@@ -64,6 +64,7 @@ def _requests(
             index=index,
             inputs=dict(dataset[example_id]),
             num_rollouts=plan.num_generations,
+            oversampling=plan.oversampling,
             minimum=plan.min_generations,
             min_version=min_version(job, index),
             settings=job.started.rollout,

@@ -26,7 +26,7 @@ from rollstream.schemas.events import (
 )
 from rollstream.schemas.settings import JobSpec
 
-FIXED_PLAN = ("planning", "tasks_per_epoch", "num_generations", "max_refills")
+FIXED_PLAN = ("planning", "tasks_per_epoch", "num_generations", "oversampling", "max_refills")
 """What decided which rollouts there are."""
 FREE_ROLLOUT = ("rewards", "reward_weights", "agents", "evaluators", "missing_score")
 

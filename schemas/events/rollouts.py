@@ -51,13 +51,21 @@ class TaskRequested(GroupEvent):
     settings: RolloutSettings
     min_versions: dict[str, NonNegativeInt] = added({})
     """By model group, where it is another than `min_version`."""
+    enough: int = added(0, ge=0)
+    """Complete members with which the group closes early; 0: it waits for all `num_rollouts`."""
 
     @classmethod
-    def of_run(cls, run_seed: int, *, group_id: str, num_rollouts: int, minimum: int, **fields: Any) -> Self:
-        """A task of a run: its seed is derived from the run's and its place, its `minimum` at most `num_rollouts`."""
+    def of_run(
+        cls, run_seed: int, *, group_id: str, num_rollouts: int, minimum: int, oversampling: int = 0, **fields: Any
+    ) -> Self:
+        """A task of a run: its seed is derived from the run's and its place, its `minimum` at most `num_rollouts`.
+
+        `oversampling`: rollouts beyond `num_rollouts`, which are then enough.
+        """
         return cls(
             group_id=group_id,
-            num_rollouts=num_rollouts,
+            num_rollouts=num_rollouts + oversampling,
+            enough=num_rollouts if oversampling else 0,
             minimum=min(minimum, num_rollouts),
             seed=ids.derive_seed(run_seed, group_id),
             **fields,
@@ -121,6 +129,8 @@ class GroupStarted(GroupEvent):
     """Who plays the seats (agents) that are not in `agents`, and are not trained: players by seat."""
     outcome: str = added("")
     """Name of the reward that decides the group's matches; empty: it has none."""
+    enough: int = added(0, ge=0)
+    """The group closes at the record that completes so many of its members; 0: when all are settled."""
 
     @property
     def event_id(self) -> str:

@@ -44,7 +44,7 @@ def records_of(index: int, member: int, number: int, end: str) -> list[Event]:
 
 
 @st.composite
-def partitions(draw: st.DrawFn) -> list[tuple[Event, bool]]:
+def partitions(draw: st.DrawFn, enough: int = 0) -> list[tuple[Event, bool]]:
     """Records of two groups in any order, repeats among them, and which of them can be decoded."""
     ends = st.lists(ENDS, max_size=3)
     events = [
@@ -55,7 +55,8 @@ def partitions(draw: st.DrawFn) -> list[tuple[Event, bool]]:
         for event in records_of(index, member, number, end)
     ]
     events += draw(st.lists(st.sampled_from(events), max_size=4)) if events else []
-    events = draw(st.permutations([started(index, size=SIZE, timeout_ms=1_000_000) for index in range(2)] + events))
+    opened = [started(index, size=SIZE, enough=enough, timeout_ms=1_000_000) for index in range(2)]
+    events = draw(st.permutations(opened + events))
     readable = draw(st.lists(st.integers(0, 9).map(bool), min_size=len(events), max_size=len(events)))
     return list(zip(events, readable, strict=True))
 
@@ -71,14 +72,31 @@ async def graded(records: Sequence[tuple[Event, bool]]) -> dict[str, float]:
     return await grade(log, [found], Grading(SETTINGS, SETTINGS, {group(index): {} for index in range(2)}))
 
 
-@settings(max_examples=150)
-@given(partitions())
-def test_takeover_assembly_and_what_ifs_agree_on_every_attempt(records: list[tuple[Event, bool]]) -> None:
-    received = [
+def received_of(records: Sequence[tuple[Event, bool]]) -> list[Received]:
+    """Those that can be decoded."""
+    return [
         Received(event, codec.content_digest(event), Position("steps", 0, offset), 0)
         for offset, (event, is_readable) in enumerate(records)
         if is_readable
     ]
+
+
+@settings(max_examples=150)
+@given(partitions(enough=2))
+def test_takeover_and_assembly_close_an_oversampled_group_at_the_same_record(records: list[tuple[Event, bool]]) -> None:
+    received = received_of(records)
+    partition, state = takeover.PartitionState(), assembly.initial()
+    for one in received:
+        takeover.evolve(partition, one)
+        assembly.evolve(state, one)
+        assert list(partition.groups) == list(state.groups)
+    assert all(sum(member.is_complete for member in one.members.values()) < 2 for one in partition.groups.values())
+
+
+@settings(max_examples=150)
+@given(partitions())
+def test_takeover_assembly_and_what_ifs_agree_on_every_attempt(records: list[tuple[Event, bool]]) -> None:
+    received = received_of(records)
     partition, state = takeover.fold(received), assembly.initial()
     assert [closing for one in received for closing in assembly.evolve(state, one)] == []
     scored: dict[str, float] = {}

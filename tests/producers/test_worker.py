@@ -85,6 +85,28 @@ def test_a_failed_attempt_is_tried_again_until_attempts_are_used_up():
     asyncio.run(main())
 
 
+def test_a_group_that_is_oversampled_stops_its_slow_rollouts_once_enough_are_complete():
+    async def main():
+        log = MemoryLog(num_partitions=1)
+        rollouts = r.Rollouts()
+        rollouts.hangs = {(1, 0)}
+        rollouts.fails = {(2, 0)}
+        async with r.Process(log, rollouts=rollouts, slots=4):
+            await log.send(r.task(num_rollouts=4, enough=3))
+            await r.until(lambda: r.all_settled(log, 1))
+            rollouts.hangs = set()
+            await log.send(r.task(1))  # it begins once nothing of the other is left
+            await r.until(lambda: r.all_settled(log, 2))
+        assert [(e.size, e.enough) for e in await r.steps(log, GroupStarted)] == [(4, 3), (2, 0)]
+        ends = sorted(e.rollout_id[-12:] for e in await r.steps(log, RolloutEnded))
+        assert ends[:3] == ["t00000/m0/a0", "t00000/m2/a1", "t00000/m3/a0"]
+        assert len(ends) == 5
+        fails = sorted((e.rollout_id[-5:], e.cause, e.is_final) for e in await r.steps(log, RolloutFailed))
+        assert fails == [("m1/a0", "oversampled", True), ("m2/a0", "environment_error", False)]
+
+    asyncio.run(main())
+
+
 def test_a_task_waits_for_its_weights_before_its_group_is_started():
     async def main():
         log = MemoryLog(num_partitions=1)

@@ -31,7 +31,7 @@ TICK_S = COMMIT_S = 0.02
 E = TypeVar("E", bound=Event)
 
 
-def task(index=0, *, run_id=RUN, num_rollouts=2, min_version=0, **settings):
+def task(index=0, *, run_id=RUN, num_rollouts=2, min_version=0, enough=0, **settings):
     settings = {"environment": "tiny", "agents": {"agent": f"{run_id}/policy"}} | settings
     return TaskRequested(
         run_id=run_id,
@@ -43,6 +43,7 @@ def task(index=0, *, run_id=RUN, num_rollouts=2, min_version=0, **settings):
         index=index,
         inputs={"number": index},
         num_rollouts=num_rollouts,
+        enough=enough,
         minimum=1,
         seed=7 + index,
         min_version=min_version,

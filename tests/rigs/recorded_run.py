@@ -251,6 +251,7 @@ def group_start(task):
         group_id=task.group_id,
         size=task.num_rollouts,
         minimum=task.minimum,
+        enough=task.enough,
         timeout_ms=max(1, int(task.settings.group_timeout_s * 1000)),
         example_id=task.example_id,
         job_id=task.job_id,

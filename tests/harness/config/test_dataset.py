@@ -8,8 +8,8 @@ import duckdb
 import pytest
 
 from rollstream.harness.config.dataset import Example, read_dataset, section_of
-from rollstream.schemas.config import DatasetSection
 from rollstream.schemas.errors import ConfigError
+from rollstream.schemas.evaluators import DatasetSection
 
 ROWS = [{"id": 1, "text": "a, b", "value": 2.5, "note": None}, {"id": "x", "text": '"q"', "value": 3, "note": "n"}]
 

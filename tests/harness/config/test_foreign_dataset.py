@@ -6,7 +6,7 @@ from types import SimpleNamespace
 from pydantic import BaseModel, ConfigDict, Field
 
 from rollstream.harness.config.resolve import dataset_of
-from rollstream.schemas.config import DatasetSection
+from rollstream.schemas.evaluators import DatasetSection
 
 
 class TheirStructure(BaseModel):

@@ -97,6 +97,18 @@ def test_rollouts_that_do_not_fill_their_tree_are_refused(written: dict[str, Any
         check_manifests([job_of(written, num_generations=num)])
 
 
+def test_a_tree_of_which_only_a_part_would_be_waited_for_is_refused(written: dict[str, Any]) -> None:
+    written["trajectory_builders"]["b"] |= {"responses_per_step": 2, "oversampling": 1}
+    with pytest.raises(ConfigError, match="oversampling has no meaning where responses_per_step is above 1"):
+        job_of(written, num_generations=8)
+
+
+def test_more_rollouts_than_a_group_may_have_are_refused(written: dict[str, Any]) -> None:
+    written["trajectory_builders"]["b"] |= {"oversampling": 4089}
+    with pytest.raises(ConfigError, match="num_generations and oversampling exceed 4096 together; lower oversampling"):
+        job_of(written, num_generations=8)
+
+
 def closed_group(job: JobSpec, size: int) -> GroupClosed:
     """Each member was made at the third attempt."""
     group = ids.group_id(RUN, "rl", 99_999, 99_999)

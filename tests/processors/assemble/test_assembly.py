@@ -103,6 +103,27 @@ def test_a_second_complete_attempt_is_superseded():
     assert [one.rollout_id[-2:] for one in closing.closed.members] == ["a1", "a0"]
 
 
+def test_a_group_with_more_members_than_it_needs_closes_once_enough_are_complete():
+    opened, slow = started(size=4, enough=2), attempt(member=3)
+    (closing,) = closings_of(opened, *slow[:2], *attempt(member=2), *attempt(member=0), *slow[2:], *attempt(member=1))
+    assert (closing.closed.reason, closing.closed.is_viable, closing.closed.size) == ("complete", True, 4)
+    assert [one.member for one in closing.closed.members] == [0, 2]
+    assert outcomes(closing) == {
+        (0, 0): ("complete", ""),
+        (2, 0): ("complete", ""),
+        (3, 0): ("superseded", "oversampled"),
+    }
+    assert closing.closed.attempts[-1].num_tokens == 4
+
+
+def test_a_group_that_cannot_have_enough_closes_when_its_members_are_settled():
+    lost = [failed(member=member, is_final=True) for member in (1, 2)]
+    (closing,) = closings_of(started(size=3, enough=2), *attempt(member=0), *lost)
+    assert (closing.closed.reason, [one.member for one in closing.closed.members]) == ("partial", [0])
+    (closing,) = closings_of(started(size=3, enough=2), *attempt(member=0), *attempt(member=1)[:2], tick(1000))
+    assert (closing.closed.reason, outcomes(closing)[1, 0]) == ("timeout", ("failed", "timeout"))
+
+
 def test_an_attempt_that_lacks_a_step_is_rejected_and_its_member_settled():
     records = attempt(member=0)
     (closing,) = closings_of(started(), records[0], *records[2:], *attempt(member=1))
