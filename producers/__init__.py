@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from rollstream.producers.attempt import run_rollout
     from rollstream.producers.engines.base import Capabilities, Engine, EngineKind, Generation, GenerationRequest
     from rollstream.producers.engines.scripted import ScriptedEngine
+    from rollstream.producers.gateway.rollout_client import GatewayClient, RemoteRollout
     from rollstream.producers.rollout.environment import Environment
     from rollstream.producers.rollout.rewards import FinishedRollout
     from rollstream.producers.rollout.session import Message, Session
@@ -22,6 +23,7 @@ _PLACES = {
     ),
     "Environment": "rollstream.producers.rollout.environment",
     "FinishedRollout": "rollstream.producers.rollout.rewards",
+    **dict.fromkeys(("GatewayClient", "RemoteRollout"), "rollstream.producers.gateway.rollout_client"),
     "Message": "rollstream.producers.rollout.session",
     "ScriptedEngine": "rollstream.producers.engines.scripted",
     "Session": "rollstream.producers.rollout.session",
@@ -34,9 +36,11 @@ __all__ = [
     "EngineKind",
     "Environment",
     "FinishedRollout",
+    "GatewayClient",
     "Generation",
     "GenerationRequest",
     "Message",
+    "RemoteRollout",
     "ScriptedEngine",
     "Session",
     "group_execution",

@@ -18,6 +18,7 @@ RollstreamError
 ├── EnvironmentRunError    an environment or reward raised, hung or returned what it must not
 ├── ComponentError         a trainer, builder or adapter raised what is none of these errors
 ├── VersionDivergedError   a version that was published already has another hash
+├── GatewayError           a client's request was refused by the producers' gateway, or never answered
 ├── FencedError            a newer learner or owner has taken over
 ├── QueryError             an SQL query is not allowed or failed
 └── RunFailedError         a run ended in failure
@@ -110,6 +111,17 @@ class ComponentError(RollstreamError):
 
 class VersionDivergedError(RollstreamError):
     """A version that was published already has another hash."""
+
+
+class GatewayError(RollstreamError):
+    """The producers' gateway refused a client's request, or did not answer it."""
+
+    def __init__(self, message: str, *, status: int | None = None, code: str | None = None) -> None:
+        super().__init__(message)
+        self.status = status
+        """Of HTTP; None if there was no answer."""
+        self.code = code
+        """As in the answer: `rollout_ended`, `invalid_api_key`, ..."""
 
 
 class FencedError(RollstreamError):

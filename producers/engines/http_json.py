@@ -82,19 +82,20 @@ class HttpServer:
         *,
         timeout_s: float | None = None,
         max_bytes: int = MAX_ANSWER_BYTES,
+        headers: Mapping[str, str] | None = None,
     ) -> HttpAnswer:
         """An answer of any status. Raises TryAgainError if there is none, ModelError if it is too large."""
         if self._session is None:
             # The number of requests at a time is bounded by who asks.
             self._session = aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0))
-        headers = {"Authorization": f"Bearer {self._key}"} if self._key else {}
+        bears = {"Authorization": f"Bearer {self._key}"} if self._key else {}
         limit_s = timeout_s or self._timeout_s
         try:
             async with self._session.request(
                 method,
                 f"{self.url}{path}",
                 json=body,
-                headers=headers,
+                headers={**bears, **(headers or {})},
                 allow_redirects=False,
                 timeout=aiohttp.ClientTimeout(total=limit_s),
             ) as response:

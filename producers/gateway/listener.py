@@ -22,7 +22,7 @@ from rollstream.eventlog.files import write_whole
 from rollstream.eventlog.private import token_in
 from rollstream.eventlog.recent import RecentSet
 from rollstream.producers.engines.base import Engine
-from rollstream.producers.gateway.marks import Mark, RolloutKeys
+from rollstream.producers.gateway.marks import Mark, RolloutKeys, address_file, token_file
 from rollstream.producers.gateway.played import PlayedRollout, ended
 from rollstream.producers.openai.access import Access, check_is_json, keys_of, no_key
 from rollstream.producers.openai.completions import CompletionRequest
@@ -241,16 +241,6 @@ class RolloutGateway(Routes):
         if found is None:
             raise Refusal(404, f"rollout {named[:200]!r} is not open here", code="rollout_not_found")
         return found
-
-
-def token_file(workspace: Path, name: str) -> Path:
-    """The file of the token with which programs claim rollouts; keys are made of it."""
-    return workspace / f"gateway-{name}.token"
-
-
-def address_file(workspace: Path, name: str) -> Path:
-    """The file with the address of a producers process's gateway."""
-    return workspace / f"gateway-{name}.json"
 
 
 def _port_before(path: Path) -> int:

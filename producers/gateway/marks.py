@@ -1,4 +1,5 @@
-"""By what calls are known again, and by what rollouts are: marks of retries, and keys. Pure."""
+"""By what calls are known again, by what rollouts are, and where the gateway is found: marks of retries, keys, and the
+files of a workspace. Pure."""
 
 import base64
 import binascii
@@ -6,6 +7,7 @@ import hashlib
 import hmac
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
 from rollstream.producers.openai.requests import Refusal
 
@@ -67,3 +69,13 @@ class RolloutKeys:
 
     def _mac(self, rollout_id: str) -> str:
         return hmac.new(self._secret, rollout_id.encode(), hashlib.sha256).hexdigest()
+
+
+def token_file(workspace: Path, name: str) -> Path:
+    """The file of the token with which programs claim rollouts; keys are made of it."""
+    return workspace / f"gateway-{name}.token"
+
+
+def address_file(workspace: Path, name: str) -> Path:
+    """The file with the address of a producers process's gateway."""
+    return workspace / f"gateway-{name}.json"

@@ -5,7 +5,7 @@ import contextlib
 import itertools
 import json
 import os
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Coroutine
 from pathlib import Path
 from typing import Any
 
@@ -13,13 +13,16 @@ import aiohttp
 
 from rollstream.eventlog import codec
 from rollstream.producers.attempt import run_rollout
-from rollstream.producers.gateway.listener import RolloutGateway, address_file, token_file
+from rollstream.producers.gateway.listener import RolloutGateway
+from rollstream.producers.gateway.marks import address_file, token_file
 from rollstream.schemas.permissions import Permissions, named_by
 from rollstream.schemas.services import GatewaySection
 from tests.producers.conftest import Played, scripted, task_of
 
 NAME = "producers-1"
 Agent = Callable[["Outside"], Awaitable[None]]
+Program = Callable[[Path], Coroutine[Any, Any, None]]
+"""Is told the workspace."""
 
 
 class Outside:
@@ -70,9 +73,12 @@ async def outside(workspace: Path):
         yield Outside(http, json.loads(address.read_text())["url"], token.read_text().strip())
 
 
-def play_outside(folder: Path, agent: Agent | None = None, *, script: Any = None, **settings: Any) -> Played:
-    """One attempt in the environment `gateway` (or another one), which `agent` plays."""
+def play_outside(
+    folder: Path, agent: Agent | None = None, *, program: Program | None = None, script: Any = None, **settings: Any
+) -> Played:
+    """One attempt in the environment `gateway` (or another one), which `agent` or a `program` of its own plays."""
     section = GatewaySection(max_concurrent_calls=settings.pop("max_concurrent_calls", 64))
+    max_length = settings.pop("max_length", None)
     task = task_of(settings.pop("environment", "gateway"), **settings)
     events: list[Any] = []
 
@@ -81,7 +87,7 @@ def play_outside(folder: Path, agent: Agent | None = None, *, script: Any = None
         events.append(codec.parse(encoded.topic, encoded.value)[0])
 
     async def scenario() -> None:
-        engine, counter = await scripted(folder, script), itertools.count(1000)
+        engine, counter = await scripted(folder, script, max_length=max_length), itertools.count(1000)
         async with RolloutGateway(section, engine, workspace=folder / "w", name=NAME) as gateway:
             rollout = run_rollout(
                 task,
@@ -97,6 +103,8 @@ def play_outside(folder: Path, agent: Agent | None = None, *, script: Any = None
                 both.create_task(rollout)
                 if agent is not None:
                     both.create_task(_play(agent, folder / "w"))
+                if program is not None:
+                    both.create_task(program(folder / "w"))
 
     asyncio.run(scenario())
     return Played(events)

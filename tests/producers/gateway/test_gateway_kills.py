@@ -15,7 +15,7 @@ from rollstream.eventlog import codec
 from rollstream.eventlog.artifacts import ArtifactStore
 from rollstream.eventlog.kafka.log import KafkaLog
 from rollstream.eventlog.log import TopicPartition
-from rollstream.producers.gateway.listener import address_file, token_file
+from rollstream.producers.gateway.marks import address_file, token_file
 from rollstream.schemas import ids, tokens
 from rollstream.schemas.events import RolloutEnded, RolloutFailed, StepRecorded, TaskRequested, WeightsPublished
 from rollstream.schemas.settings import RolloutSettings

@@ -1,0 +1,294 @@
+"""A client of the producers' gateway for agents in Python: it claims rollouts, rewards them and ends them.
+
+The model is asked with any client of OpenAI's or Anthropic's API, by a rollout's base URL and key, or by
+`RemoteRollout.chat`. Every request bears an Idempotency-Key and is repeated until it is answered, so none is lost or
+doubled when the producers are killed meanwhile.
+"""
+
+import asyncio
+import json
+import logging
+import os
+import secrets
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any, NamedTuple, Self, TypeVar
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from rollstream.producers.engines.http_json import HttpAnswer, HttpServer, TryAgainError, retry_after, shown
+from rollstream.producers.gateway.marks import IDEMPOTENCY_KEY, address_file, token_file
+from rollstream.producers.rollout.reply import TurnsExhausted
+from rollstream.schemas.errors import (
+    ConfigError,
+    GatewayError,
+    PromptTooLongError,
+    RollstreamError,
+    describe,
+    first_invalid,
+)
+
+MAX_ERROR_CHARS = 2000
+"""Of what an agent reports as its error."""
+FIRST_PAUSE_S, MAX_PAUSE_S = 0.1, 2.0
+"""Between two tries; doubled from the first to the last."""
+
+Task = TypeVar("Task", bound="RolloutTask")
+
+logger = logging.getLogger(__name__)
+
+
+class Retries(BaseModel):
+    """How long a client goes on with what is not answered."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    for_s: float = 60.0
+    """From the first try on; a producers process that was killed is back within some seconds."""
+    timeout_s: float = 600.0
+    """Of one try."""
+
+
+class RolloutTask(BaseModel):
+    """What an agent is to do."""
+
+    model_config = ConfigDict(frozen=True, extra="ignore")
+
+    rollout_id: str
+    inputs: dict[str, Any]
+    agents: tuple[str, ...]
+    """Names that the model answers to; by them a model group is chosen."""
+    max_turns: int
+    """Calls that the rollout may make."""
+    purpose: str
+    """`train` or `validation`."""
+    seed: int
+
+
+class GatewayAddress(NamedTuple):
+    """Where requests go, and the key that they bear."""
+
+    url: str
+    key: str
+
+
+class _Requests:
+    """POSTs that are repeated under one Idempotency-Key until they are answered."""
+
+    def __init__(self, locate: Callable[[], GatewayAddress], retries: Retries) -> None:
+        """`locate`: asked before every try. It raises TryAgainError while there is nothing to be asked yet."""
+        self._locate = locate
+        self._retries = retries
+        self._at: tuple[GatewayAddress, HttpServer] | None = None
+
+    async def close(self) -> None:
+        """End all connections; a later request opens them again."""
+        if self._at is not None:
+            (_, server), self._at = self._at, None
+            await server.close()
+
+    async def post(self, path: str, body: Mapping[str, Any], key: str = "", *, for_s: float = 0.0) -> Any:
+        """The JSON of the answer, None without one. Raises GatewayError, PromptTooLongError, TurnsExhausted.
+
+        `for_s`: how long it may take the gateway beside `Retries`.
+        """
+        loop, pause_s = asyncio.get_running_loop(), FIRST_PAUSE_S
+        deadline = loop.time() + self._retries.for_s + for_s
+        headers = {IDEMPOTENCY_KEY: key or secrets.token_hex(16)}
+        while True:
+            try:
+                server = await self._server()
+                timeout_s = self._retries.timeout_s + for_s
+                answer = await server.sent("POST", path, dict(body), headers=headers, timeout_s=timeout_s)
+                return _checked(answer, server.url + path)
+            except TryAgainError as error:
+                cause = error.__cause__
+                wait_s = max(pause_s, error.after_s)
+                if loop.time() + wait_s > deadline:
+                    refused = cause if isinstance(cause, GatewayError) else GatewayError("")
+                    message = f"gateway: {error} (tried for {self._retries.for_s:g} s); check that the producers run"
+                    raise GatewayError(message, status=refused.status, code=refused.code) from error
+                logger.info("gateway: %s; tried again", error)
+            await asyncio.sleep(wait_s)
+            pause_s = min(2 * pause_s, MAX_PAUSE_S)
+
+    async def _server(self) -> HttpServer:
+        place = self._locate()
+        if self._at is None or self._at[0] != place:
+            await self.close()
+            server = HttpServer(place.url, timeout_s=self._retries.timeout_s, key=place.key, key_variable="KEY")
+            self._at = place, server
+        return self._at[1]
+
+
+class RemoteRollout:
+    """A rollout that this process plays; as a context manager it is ended with the block.
+
+    An exception in the block fails the rollout and goes on, except TurnsExhausted, which ends it as it ends an agent
+    within the producers. A cancelled block leaves the rollout to its timeout.
+    """
+
+    def __init__(self, task: RolloutTask, base_url: str, key: str, retries: Retries | None = None) -> None:
+        self.task = task
+        self.base_url = base_url
+        """For Anthropic's clients."""
+        self.key = key
+        """For any client; good for this rollout alone."""
+        place = GatewayAddress(base_url, key)
+        self._requests = _Requests(lambda: place, retries or Retries())
+
+    @classmethod
+    def of_program(cls, environ: Mapping[str, str] = os.environ) -> Self:
+        """The rollout of a program that `environment: command:...` runs. Raises ConfigError if this is none.
+
+        A task that is too large for a variable is read from standard input.
+        """
+        try:
+            url, key = environ["ROLLSTREAM_ROLLOUT_URL"], environ["OPENAI_API_KEY"]
+        except KeyError as error:
+            raise ConfigError(f"variable {error.args[0]} is not set; run this by environment: command:...") from error
+        return cls(_read(RolloutTask, environ.get("ROLLSTREAM_TASK") or sys.stdin.read()), url, key)
+
+    @property
+    def openai_base_url(self) -> str:
+        """For OpenAI's clients."""
+        return f"{self.base_url}/v1"
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> bool:
+        try:
+            if error is None or isinstance(error, TurnsExhausted):
+                await self.end()
+            elif isinstance(error, Exception):
+                await self._fail(error)
+        finally:
+            await self.close()
+        return isinstance(error, TurnsExhausted)
+
+    async def chat(
+        self, messages: Sequence[Mapping[str, Any]], *, idempotency_key: str = "", **options: Any
+    ) -> dict[str, Any]:
+        """An answer in OpenAI's words; `choices[0].logprobs` has token ids, log-probabilities and version.
+
+        `options`: further keys of the request (`model`, `tools`, `max_tokens`, `stop`, `n`). Raises PromptTooLongError,
+        TurnsExhausted, GatewayError.
+        """
+        body = {"model": self.task.agents[0], "messages": [dict(one) for one in messages], **options}
+        answer: dict[str, Any] = await self._requests.post("/v1/chat/completions", body, idempotency_key)
+        return answer
+
+    async def reward(
+        self, value: float, *, name: str = "reward", step_index: int | None = None, agent: str | None = None
+    ) -> None:
+        """Reward the whole, a step or an agent; the same again changes nothing.
+
+        Raises GatewayError: `value` is not finite, differs from what was given, or comes after the end.
+        """
+        await self._requests.post(
+            "/reward", {"value": float(value), "name": name, "step_index": step_index, "agent": agent}
+        )
+
+    async def end(self, error: str | None = None) -> None:
+        """The agent is done; `error`: it failed, and so has the rollout. Again changes nothing. Raises GatewayError."""
+        await self._requests.post("/end", {"error": None if error is None else error[:MAX_ERROR_CHARS]})
+
+    async def close(self) -> None:
+        """End the connections, for who plays outside of a block; the rollout stays open."""
+        await self._requests.close()
+
+    async def _fail(self, error: Exception) -> None:
+        try:
+            await self.end(describe(error))
+        except RollstreamError as unsent:  # the agent's own error goes on and says more
+            logger.warning("rollout=%s cannot be ended: %s", self.task.rollout_id, unsent)
+
+
+class GatewayClient:
+    """The gateway of one producers process; as a context manager it ends its connections with the block."""
+
+    def __init__(self, locate: Callable[[], GatewayAddress], retries: Retries | None = None) -> None:
+        """`locate`: see `at` and `of_workspace`; asked before every try."""
+        self._retries = retries or Retries()
+        self._requests = _Requests(locate, self._retries)
+
+    @classmethod
+    def at(cls, url: str, token: str, retries: Retries | None = None) -> Self:
+        """By its address and token, which `gateway-NAME.json` and `gateway-NAME.token` of the workspace hold."""
+        place = GatewayAddress(url.rstrip("/"), token)
+        return cls(lambda: place, retries)
+
+    @classmethod
+    def of_workspace(cls, workspace: Path | str, name: str = "producers-1", retries: Retries | None = None) -> Self:
+        """Of a process of this machine; its gateway may begin to listen later, with the first rollout."""
+        return cls(lambda: _located(Path(workspace), name), retries)
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *error: object) -> None:
+        await self._requests.close()
+
+    async def claim(self, wait_s: float = 30.0, *, idempotency_key: str = "") -> RemoteRollout | None:
+        """The next rollout that nobody plays, None if there is none within `wait_s` (0 to 600).
+
+        Who claims again under the same key gets the same rollout again. Raises GatewayError.
+        """
+        given = await self._requests.post("/rollouts", {"wait_s": float(wait_s)}, idempotency_key, for_s=wait_s)
+        if given is None:
+            return None
+        claimed = _read(_Claimed, given)
+        return RemoteRollout(claimed, claimed.base_url, claimed.key, self._retries)
+
+
+class _Claimed(RolloutTask):
+    base_url: str
+    key: str
+
+
+def _located(workspace: Path, name: str) -> GatewayAddress:
+    path = address_file(workspace, name)
+    try:
+        address: Any = json.loads(path.read_text(encoding="utf-8"))
+        return GatewayAddress(address["url"], token_file(workspace, name).read_text(encoding="utf-8").strip())
+    except (OSError, ValueError, LookupError, TypeError) as error:
+        reason = "no rollout was opened there yet" if isinstance(error, FileNotFoundError) else str(error)
+        raise TryAgainError(f"{path} cannot be read: {reason}") from error
+
+
+def _checked(answer: HttpAnswer, url: str) -> Any:
+    """The JSON of a 2xx answer. Raises as `_Requests.post`, and TryAgainError for what another try may get."""
+    if 200 <= answer.status < 300:
+        return _parsed(answer.body, url) if answer.body else None
+    try:
+        given = json.loads(answer.body)["error"]
+        message, code = str(given["message"]), given.get("code")
+    except (ValueError, LookupError, TypeError, AttributeError):
+        message, code = shown(answer.body), None
+    if code == "context_length_exceeded":
+        raise PromptTooLongError(message)
+    if code == "max_turns":
+        raise TurnsExhausted(message)
+    refused = GatewayError(f"{url} answered {answer.status}: {message}", status=answer.status, code=code)
+    if answer.status in (408, 425, 429) or answer.status >= 500 or code == "rollout_not_found":
+        raise TryAgainError(str(refused), retry_after(answer.headers)) from refused
+    raise refused
+
+
+def _parsed(body: bytes, url: str) -> Any:
+    try:
+        return json.loads(body)
+    except (ValueError, RecursionError) as error:
+        raise GatewayError(f"{url} answered what is not JSON: {shown(body)}; check the gateway's URL") from error
+
+
+def _read(model: type[Task], given: str | bytes | dict[str, Any]) -> Task:
+    try:
+        return model.model_validate(given) if isinstance(given, dict) else model.model_validate_json(given)
+    except ValidationError as error:
+        raise ConfigError(f"task of a rollout: {first_invalid(error)}; check the version of rollstream") from error

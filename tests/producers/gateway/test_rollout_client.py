@@ -1,0 +1,216 @@
+"""The client of agents in Python, over HTTP against the producers' own gateway."""
+
+import asyncio
+import json
+import math
+import re
+import socket
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+from aiohttp import web
+
+from rollstream.producers import GatewayClient, RemoteRollout
+from rollstream.producers.gateway.rollout_client import Retries
+from rollstream.schemas.errors import ConfigError, GatewayError, PromptTooLongError
+from rollstream.schemas.events import RolloutEnded, RolloutFailed
+from tests.producers.conftest import Played, answers
+from tests.producers.gateway.gateway_rig import play_outside
+
+PAGE = Path(__file__).parents[3] / "docs/gateway.md"
+SOON = Retries(for_s=0.3)
+
+
+def playing(play: Callable[[RemoteRollout], Awaitable[None]]) -> Callable[[Path], Any]:
+    """A program that claims one rollout and plays it."""
+
+    async def program(workspace: Path) -> None:
+        async with GatewayClient.of_workspace(workspace) as gateway:
+            rollout = await gateway.claim(wait_s=10)
+            assert rollout is not None
+            async with rollout:
+                await play(rollout)
+
+    return program
+
+
+def calls_of(played: Played) -> list[Any]:
+    return [step for step in played.steps if step.llm is not None]
+
+
+def test_a_claimed_rollout_is_played_with_openais_client_rewarded_and_ended(tmp_path: Path) -> None:
+    async def play(rollout: RemoteRollout) -> None:
+        assert rollout.task.inputs == {"question": "3+4=?"}
+        assert rollout.task.agents == ("agent",)
+        messages: list[Any] = [{"role": "user", "content": rollout.task.inputs["question"]}]
+        async with openai.AsyncOpenAI(base_url=rollout.openai_base_url, api_key=rollout.key) as client:
+            said = (await client.chat.completions.create(model="policy", messages=messages)).choices[0].message
+        assert said.content == "7"
+        messages += [{"role": "assistant", "content": "7"}, {"role": "user", "content": "and 1?"}]
+        answer = await rollout.chat(messages, max_tokens=3)
+        assert answer["choices"][0]["message"]["content"] == "8"
+        await rollout.reward(1.0)
+        await rollout.reward(1.0)
+        await rollout.reward(0.5, name="process", step_index=0, agent="agent")
+
+    played = play_outside(tmp_path, program=playing(play), script=answers("7", "8"), inputs={"question": "3+4=?"})
+    played.assert_complete()
+    assert [(one.name, one.value) for one in played.rewards] == [("reward", 1.0), ("process", 0.5)]
+    assert len(calls_of(played)) == 2
+
+
+def test_the_agent_of_the_page_plays_a_rollout(tmp_path: Path) -> None:
+    (code,) = re.findall(r"^```python\n(.*?)^```$", PAGE.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE)
+    names: dict[str, Any] = {"__name__": "page"}
+    exec(compile(code, PAGE.name, "exec"), names)
+    inputs = {"question": "3+4=?", "answer": 7}
+    played = play_outside(tmp_path, program=playing(names["play"]), script=answers("7"), inputs=inputs)
+    played.assert_complete()
+    assert [one.value for one in played.rewards] == [1.0]
+
+
+def test_claiming_and_asking_again_under_a_key_gives_the_same_and_none_is_no_rollout_in_time(tmp_path: Path) -> None:
+    async def program(workspace: Path) -> None:
+        async with GatewayClient.of_workspace(workspace) as gateway:
+            first = await gateway.claim(wait_s=10, idempotency_key="mine")
+            again = await gateway.claim(wait_s=0, idempotency_key="mine")
+            assert first is not None
+            assert again is not None
+            assert (again.task, again.key) == (first.task, first.key)
+            assert await gateway.claim(wait_s=0) is None
+            async with first:
+                messages = [{"role": "user", "content": "a"}]
+                answer = await first.chat(messages, idempotency_key="one")
+                assert await first.chat(messages, idempotency_key="one") == answer
+                assert (await first.chat(messages))["id"] != answer["id"]
+                await first.reward(1.0)
+
+    played = play_outside(tmp_path, program=program)
+    played.assert_complete()
+    assert len(calls_of(played)) == 2
+
+
+def test_what_is_refused_is_an_error_with_its_code_and_the_rollout_goes_on(tmp_path: Path) -> None:
+    async def play(rollout: RemoteRollout) -> None:
+        messages = [{"role": "user", "content": "a"}]
+        with pytest.raises(GatewayError, match="'gpt-9' is not served here") as unknown:
+            await rollout.chat(messages, model="gpt-9")
+        assert (unknown.value.status, unknown.value.code) == (404, "model_not_found")
+        for bad in (math.nan, math.inf):
+            with pytest.raises(GatewayError, match="answered 400"):
+                await rollout.reward(bad)
+        await rollout.reward(1.0)
+        with pytest.raises(GatewayError, match="it cannot become 0"):
+            await rollout.reward(0.0)
+        forged = RemoteRollout(rollout.task, rollout.base_url, rollout.key[:-1] + "x", SOON)
+        with pytest.raises(GatewayError, match="API key is missing or wrong") as wrong:
+            await forged.end()
+        await forged.close()
+        assert (wrong.value.status, rollout.key[:-1] in str(wrong.value)) == (401, False)
+        await rollout.end()
+        with pytest.raises(GatewayError) as late:
+            await rollout.chat(messages)
+        assert late.value.code == "rollout_ended"
+
+    played = play_outside(tmp_path, program=playing(play))
+    assert [one.value for one in played.rewards] == [1.0]
+    played.assert_complete()
+
+
+def test_too_long_a_prompt_and_too_many_turns_are_errors_of_their_own(tmp_path: Path) -> None:
+    async def play(rollout: RemoteRollout) -> None:
+        with pytest.raises(PromptTooLongError):
+            await rollout.chat([{"role": "user", "content": "a" * 200}])
+        await rollout.chat([{"role": "user", "content": "a"}])
+        await rollout.chat([{"role": "user", "content": "b"}])
+        raise AssertionError("more answers than max_turns")
+
+    played = play_outside(tmp_path, program=playing(play), max_turns=1, max_length=100)
+    assert isinstance(played.last, RolloutEnded)
+    assert played.last.stop_reason == "max_turns"
+
+
+def test_an_exception_in_the_block_fails_the_rollout_and_goes_on(tmp_path: Path) -> None:
+    async def play(rollout: RemoteRollout) -> None:
+        await rollout.chat([{"role": "user", "content": "a"}])
+        raise LookupError("no such table: apples")
+
+    async def program(workspace: Path) -> None:
+        with pytest.raises(LookupError, match="apples"):
+            await playing(play)(workspace)
+
+    last = play_outside(tmp_path, program=program).last
+    assert isinstance(last, RolloutFailed)
+    assert "the agent reported: LookupError" in last.message
+    assert "no such table: apples" in last.message
+
+
+def test_a_gateway_that_is_not_there_is_an_error_that_says_where_it_was_sought(tmp_path: Path) -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+
+    async def claimed(gateway: GatewayClient) -> None:
+        async with gateway:
+            await gateway.claim(wait_s=0)
+
+    with pytest.raises(GatewayError, match=r"cannot be reached.*check that the producers run") as down:
+        asyncio.run(claimed(GatewayClient.at(f"http://127.0.0.1:{port}", "token", SOON)))
+    assert down.value.status is None
+    with pytest.raises(GatewayError, match=r"gateway-producers-1\.json cannot be read: no rollout was opened there"):
+        asyncio.run(claimed(GatewayClient.of_workspace(tmp_path, retries=SOON)))
+
+
+def test_what_is_not_answered_is_sent_again_under_the_same_key_and_at_a_new_address(tmp_path: Path) -> None:
+    seen: list[tuple[int, str]] = []
+    task = {"rollout_id": "r", "inputs": {}, "agents": ["a"], "max_turns": 1, "purpose": "train", "seed": 1}
+    refusals = [(429, {"error": {"message": "busy", "code": None}}), (500, "broken")]
+    refusals += [(404, {"error": {"message": "not yet", "code": "rollout_not_found"}})] * 50
+
+    async def serve(refused: list[tuple[int, Any]]) -> web.AppRunner:
+        async def answer(request: web.Request) -> web.StreamResponse:
+            seen.append((request.url.port or 0, request.headers["Idempotency-Key"]))
+            status, body = refused.pop(0) if refused else (200, task | {"base_url": "http://x", "key": "k"})
+            return web.json_response(body, status=status, headers={"Retry-After": "0"})
+
+        app = web.Application()
+        app.router.add_post("/rollouts", answer)
+        runner = web.AppRunner(app)
+        await runner.setup()
+        await web.TCPSite(runner, "127.0.0.1", 0).start()
+        url = f"http://127.0.0.1:{runner.addresses[0][1]}"
+        (tmp_path / "gateway-producers-1.json").write_text(json.dumps({"url": url}))
+        return runner
+
+    async def scenario() -> None:
+        (tmp_path / "gateway-producers-1.token").write_text("token\n")
+        first = await serve(refusals)
+        async with GatewayClient.of_workspace(tmp_path) as gateway:
+            waiting = asyncio.create_task(gateway.claim())
+            while len(seen) < 3:
+                await asyncio.sleep(0.01)
+            await first.cleanup()
+            second = await serve([])
+            claimed = await waiting
+            await second.cleanup()
+        assert claimed is not None
+        assert claimed.task.rollout_id == "r"
+
+    asyncio.run(scenario())
+    assert len({port for port, _ in seen}) == 2
+    assert len({key for _, key in seen}) == 1
+
+
+def test_a_program_finds_its_rollout_in_its_variables_and_is_told_where_there_is_none() -> None:
+    task = {"rollout_id": "r", "inputs": {"x": 1}, "agents": ["a"], "max_turns": 3, "purpose": "train", "seed": 1}
+    own = {"ROLLSTREAM_ROLLOUT_URL": "http://127.0.0.1:1/rollouts/r", "OPENAI_API_KEY": "k"}
+    found = RemoteRollout.of_program({**own, "ROLLSTREAM_TASK": json.dumps(task)})
+    assert (found.task.inputs, found.task.max_turns) == ({"x": 1}, 3)
+    assert found.openai_base_url == "http://127.0.0.1:1/rollouts/r/v1"
+    with pytest.raises(ConfigError, match="OPENAI_API_KEY is not set; run this by environment: command"):
+        RemoteRollout.of_program({"ROLLSTREAM_ROLLOUT_URL": "http://127.0.0.1:1/rollouts/r"})
+    with pytest.raises(ConfigError, match="task of a rollout: inputs"):
+        RemoteRollout.of_program({**own, "ROLLSTREAM_TASK": '{"rollout_id": "r", "agents": []}'})
