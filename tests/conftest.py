@@ -30,7 +30,7 @@ settings.load_profile("any machine")
 """A busy machine is no fault of what is tested."""
 
 JOIN_TIMEOUT_S = 60.0
-KEPT_CHILDREN = ("multiprocessing.resource_tracker", "matching_process.py")
+KEPT_CHILDREN = ("multiprocessing.resource_tracker", "multiprocessing.forkserver", "matching_process.py")
 """Helpers that a process keeps for further use and ends at its exit."""
 
 gc.disable()

@@ -74,6 +74,8 @@ class MicroBatch:
     """Recorded log-probabilities by role, see `Row.scores`."""
     components: Mapping[str, Tensor] = field(default_factory=dict[str, Tensor])  # (B, T) float32
     """Weights by component of the loss."""
+    is_filler: bool = False
+    """Computed for other processes' sake, and of no weight: see `Ranks.divide`."""
     at_N: Tensor | None = None
     """int64, the tokens on the mask by their position in (B * T): known before the mask is on a GPU, which would have
     to be waited for.

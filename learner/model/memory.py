@@ -22,8 +22,11 @@ def is_out_of_memory(error: BaseException) -> bool:
 class MicroBatchBudget:
     """Tokens of a micro-batch over the passes of a job's batches. A budget that was halved stays so."""
 
-    def __init__(self, tokens: int) -> None:
-        """`tokens`: as the job says."""
+    def __init__(self, tokens: int, *, halves: bool = True) -> None:
+        """`tokens`: as the job says. Without `halves` running out of memory is an error that flies: where several
+        processes compute in step, one of them cannot begin a pass again.
+        """
+        self._halves = halves
         self._given = tokens
         self._tokens = tokens
         self._recorded: Sequence[int] = ()
@@ -47,7 +50,7 @@ class MicroBatchBudget:
             try:
                 found = work(tokens)
             except (RuntimeError, MemoryError) as error:
-                if not is_out_of_memory(error):
+                if not is_out_of_memory(error) or not self._halves:
                     raise
                 refused = str(error).splitlines()[0] if str(error) else type(error).__name__
                 if fixed is not None or num_units <= 1 or tokens <= 1:

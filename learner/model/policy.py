@@ -23,6 +23,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from rollstream.eventlog.files import tokenizer_sha256
 from rollstream.learner.model.collate import MicroBatch
 from rollstream.learner.model.logprobs import Head, only_kept, selected_logprobs
+from rollstream.learner.model.ranks import Ranks
 from rollstream.learner.model.tree_attention import attention_as, hidden_states, longest_row
 from rollstream.schemas.errors import ModelError
 from rollstream.schemas.settings import LoraSettings, ModelSettings, device_of
@@ -42,6 +43,7 @@ class PolicyModel:
         `path`: what the settings' path, as written, stands for here.
         """
         self.settings = settings
+        self.ranks = Ranks()
         self._logged = ""
         where = f"model {settings.path}: device"
         self.device = torch.device(device_of(settings.device, torch.cuda.device_count(), where))
@@ -96,8 +98,12 @@ class PolicyModel:
 
     def weights_bytes(self) -> bytes:
         """`weights` as one safetensors file in the published type; equal weights give equal bytes."""
+        return to_bytes({name: self.as_published(value) for name, value in self.weights().items()})
+
+    def as_published(self, value: Tensor) -> Tensor:
+        """One of the weights in the published type."""
         dtype = torch.float32 if self.settings.lora else self.compute_dtype
-        return to_bytes({name: _cast(value, dtype) for name, value in self.weights().items()})
+        return value.to(dtype) if value.is_floating_point() else value
 
     def load_weights(self, tensors: dict[str, Tensor]) -> None:
         """Take over weights by name. Raises ModelError if names or shapes are not this model's."""
@@ -107,6 +113,9 @@ class PolicyModel:
             raise ModelError(f"weights do not fit model {self.settings.path} ({self.weights_format}): {', '.join(odd)}")
         for name, value in own.items():
             _check_shape(name, tensors[name], value)
+        self._assign(own, tensors)
+
+    def _assign(self, own: dict[str, Tensor], tensors: dict[str, Tensor]) -> None:
         with torch.no_grad():
             for name, value in own.items() if not self.settings.lora else ():
                 value.copy_(tensors[name])
@@ -322,10 +331,6 @@ def _has_dropout(module: Any) -> bool:
 def _check_shape(name: str, source: Tensor, target: Tensor) -> None:
     if source.shape != target.shape:
         raise ModelError(f"weights do not fit: {name} is {tuple(source.shape)}, the model's {tuple(target.shape)}")
-
-
-def _cast(value: Tensor, dtype: torch.dtype) -> Tensor:
-    return value.to(dtype) if value.is_floating_point() else value
 
 
 def _as_json(value: Any) -> JsonValue:

@@ -13,12 +13,14 @@ from torch import Tensor
 
 from rollstream.learner.algorithms import off_policy
 from rollstream.learner.algorithms.base import Algorithm, BatchView, Counts, Normaliser
-from rollstream.learner.algorithms.tokens import Losses, TokenBatch
+from rollstream.learner.algorithms.tokens import TokenBatch
 from rollstream.learner.model import collate
-from rollstream.learner.model.collate import MicroBatch, Unit
+from rollstream.learner.model.aggregation import aggregated, corrected_rows, divisors
+from rollstream.learner.model.collate import MicroBatch, TrainRow, Unit
 from rollstream.learner.model.memory import MicroBatchBudget
 from rollstream.learner.model.optimizer import learning_rate, set_learning_rate
 from rollstream.learner.model.policy import PolicyModel, Reference
+from rollstream.learner.model.ranks import whole
 from rollstream.schemas import ids
 from rollstream.schemas.algorithm_settings import PolicyGradientSettings
 from rollstream.schemas.errors import RunFailedError
@@ -54,6 +56,8 @@ class StepResult:
     """See `StepTrained.micro_batch_tokens`."""
     scores_sha256: str = ""
     """See `StepTrained.scores_sha256`."""
+    ranks: int = 1
+    """Processes that trained together: they too decide the order of sums."""
 
 
 def adopted(seconds: dict[str, float]) -> StepResult:
@@ -116,15 +120,10 @@ def train_batch(
     prepared = algorithm.prepare(batch, chosen)
     rows, units = collate.prepared_rows(batch, prepared)
     parts = collate.mini_batches(units, chosen.mini_batches, seed)
-    longest = max((len(rows[index].row.token_ids) for unit in units for index in unit), default=0)
-    shares = settings.revision >= SHARES_SINCE and model.shares_prefixes(longest)
     compares = version is not None and chosen.needs.behaviour and settings.revision >= COMPARES_SINCE
-    divide = partial(
-        collate.tree_micro_batches if shares else collate.micro_batches,
-        rows,
-        versions=chosen.needs.versions or compares,
-    )
-    taken = _Taken(budget or MicroBatchBudget(micro_batch_tokens(settings, model.device)), skipped_in_row)
+    divide = _dividing(model, rows, units, settings, versions=chosen.needs.versions or compares)
+    budget = budget or MicroBatchBudget(micro_batch_tokens(settings, model.device), halves=model.ranks.num == 1)
+    taken = _Taken(budget, skipped_in_row)
     work = _Work(model, algorithm, prepared.normaliser, settings, reference, divide, taken)
     proximal = _proximal(model, parts, divide, settings, taken) if chosen.needs.proximal else None
     planned = chosen.mini_batches
@@ -147,7 +146,18 @@ def train_batch(
         statistics=prepared.statistics,
         skipped_in_row=taken.skipped_in_row,
         micro_batch_tokens=taken.budget.of_batch(),
+        ranks=model.ranks.num,
     )
+
+
+def _dividing(
+    model: PolicyModel, rows: Sequence[TrainRow], units: Sequence[Unit], settings: JobSettings, *, versions: bool
+) -> Callable[[Sequence[Unit], int], list[MicroBatch]]:
+    """What makes the micro-batches of this process. `versions`: with those that sampled each token."""
+    longest = max((len(rows[index].row.token_ids) for unit in units for index in unit), default=0)
+    shares = settings.revision >= SHARES_SINCE and model.shares_prefixes(longest)
+    plain = partial(collate.tree_micro_batches if shares else collate.micro_batches, rows, versions=versions)
+    return partial(model.ranks.divide, plain, [len(one.row.token_ids) for one in rows])
 
 
 def micro_batch_tokens(settings: JobSettings, device: torch.device) -> int:
@@ -156,50 +166,6 @@ def micro_batch_tokens(settings: JobSettings, device: torch.device) -> int:
     if given is not None:
         return given
     return CPU_TOKENS if device.type == "cpu" and settings.revision >= SHARES_SINCE else GPU_TOKENS
-
-
-def corrected_rows(found: Losses, tokens: TokenBatch) -> Losses:
-    """Losses of rows, weighted by the off-policy correction, which is the same for all tokens of a row."""
-    if found.per != "row" or tokens.weights_N is None:
-        return found
-    return found._replace(values=found.values * tokens.mean_by_row(tokens.weights_N))
-
-
-def aggregated(
-    found: Losses, tokens: TokenBatch, normaliser: Normaliser, count: float, counts: Mapping[str, float] = {}
-) -> Tensor:
-    """The share of a micro-batch in the loss of its mini-batch: one number that carries the gradient.
-
-    `count`: what the mini-batch as a whole is divided by, see `count_of`; `counts`: what its components are, see
-    `counts_of`.
-    """
-    if found.parts:
-        weighted = {name: (tokens.components[name] * values).sum() for name, values in found.parts.items()}
-        return torch.stack([value / max(1.0, counts[name]) for name, value in weighted.items()]).sum()
-    values = found.values
-    if found.per == "token" and tokens.weights_N is not None:
-        values = values * tokens.weights_N
-    if found.per == "token" and normaliser.by == "sequences":
-        values = tokens.by_row(values) / torch.tensor(tokens.lengths_B, dtype=values.dtype, device=values.device)
-    return values.sum() / count
-
-
-def count_of(micro_batches: Sequence[MicroBatch], normaliser: Normaliser) -> float:
-    """The divisor of a mini-batch's losses: its tokens, its rows (or pairs), or a constant."""
-    if normaliser.by == "constant":
-        return normaliser.value
-    if normaliser.by == "tokens":
-        return sum(sum(one.lengths) for one in micro_batches)
-    return sum(len(one.chosen) or len(one.lengths) for one in micro_batches)
-
-
-def counts_of(micro_batches: Sequence[MicroBatch]) -> dict[str, float]:
-    """The divisors of the components of a mini-batch's loss: tokens on which they count."""
-    counts: dict[str, float] = defaultdict(float)
-    for one in micro_batches:
-        for name, weights in one.components.items():
-            counts[name] += float(one.on_mask(weights).count_nonzero())
-    return counts
 
 
 def _gradients(
@@ -214,18 +180,19 @@ def _gradients(
 
     `version`: of the weights, where these tokens are compared with the policies that sampled them.
     """
-    torch.manual_seed(seed)
+    torch.manual_seed(work.model.ranks.seed(seed))
     began = time.monotonic()
     micro_batches = work.divide(part, max_tokens)
     work.taken.seconds["collate"] += time.monotonic() - began
     model, algorithm, settings, reference = work.model, work.algorithm, work.settings, work.reference
     model.module.zero_grad(set_to_none=True)
-    count, counts = count_of(micro_batches, work.normaliser), counts_of(micro_batches)
+    count, counts = divisors(micro_batches, work.normaliser, model.ranks)
     chosen = settings.algorithm
     sums: dict[str, float] = defaultdict(float)
     found_sums: dict[str, Tensor] = {}
     for micro_batch in micro_batches:
         batch = micro_batch.to(model.device)
+        seen_sums = {} if batch.is_filler else found_sums
         scores = {role: batch.on_mask(values) for role, values in batch.scores.items()}
         if reference is not None:
             scores["reference"] = reference.logprobs(batch, temperature=chosen.temperature)
@@ -238,19 +205,20 @@ def _gradients(
         elif chosen.needs.proximal:
             tokens = tokens._replace(proximal_N=logprobs_N.detach())
         if version is not None:
-            _add(found_sums, off_policy.compared(tokens, version), model.device)
+            _add(seen_sums, off_policy.compared(tokens, version), model.device)
         correction = chosen.off_policy if isinstance(chosen, PolicyGradientSettings) else None
         if correction is not None:
             tokens, seen = off_policy.corrected(tokens, correction)
-            _add(found_sums, seen, model.device)
+            _add(seen_sums, seen, model.device)
         found = algorithm.loss(tokens, chosen)
         if correction is not None:
             found = corrected_rows(found, tokens)
-        aggregated(found, tokens, work.normaliser, count, counts).backward()
-        _add(found_sums, found.sums, model.device)
-        for name, value in _counted(micro_batch).items():
+        share = aggregated(found, tokens, work.normaliser, count, counts)
+        (share * 0.0 if batch.is_filler else share).backward()
+        _add(seen_sums, found.sums, model.device)
+        for name, value in _counted(micro_batch).items() if not batch.is_filler else ():
             sums[name] += value
-    return sums | _fetched(found_sums)
+    return model.ranks.summed(sums | _fetched(found_sums))
 
 
 def _tokens(batch: MicroBatch, logprobs_N: Tensor, entropies_N: Tensor, scores: Mapping[str, Tensor]) -> TokenBatch:
@@ -369,7 +337,7 @@ def _take(
 ) -> None:
     """One optimizer step with clipped gradients, or none if a sum or the gradient's norm is not finite."""
     parameters = [parameter for _, parameter in model.trainable()]
-    norm = float(torch.nn.utils.clip_grad_norm_(parameters, settings.optimizer.max_grad_norm))
+    norm = float(whole(torch.nn.utils.clip_grad_norm_(parameters, settings.optimizer.max_grad_norm)))
     odd = {name: value for name, value in {"the gradient's norm": norm, **sums}.items() if not math.isfinite(value)}
     if odd:
         _skip(odd, settings.optimizer.max_skipped_steps, taken)

@@ -7,8 +7,8 @@ import torch
 from rollstream.learner.algorithms.base import BatchView, Counts, Member, Normaliser, Row
 from rollstream.learner.algorithms.builtin.mix import Mix
 from rollstream.learner.algorithms.tokens import TokenBatch
+from rollstream.learner.model.aggregation import aggregated, counts_of
 from rollstream.learner.model.collate import TrainRow, pad
-from rollstream.learner.model.step import aggregated, counts_of
 from rollstream.schemas.algorithm_settings import teacher_of
 from rollstream.schemas.algorithms import MixSettings
 from rollstream.schemas.events.rollouts import Completion, VersionSpan

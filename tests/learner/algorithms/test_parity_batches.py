@@ -14,8 +14,8 @@ from rollstream.learner.algorithms.builtin.grpo import Grpo
 from rollstream.learner.algorithms.builtin.malt import Malt
 from rollstream.learner.algorithms.builtin.sft import Sft
 from rollstream.learner.algorithms.tokens import Losses, TokenBatch
+from rollstream.learner.model.aggregation import aggregated
 from rollstream.learner.model.logprobs import Head, selected_logprobs
-from rollstream.learner.model.step import aggregated
 from rollstream.schemas.algorithms import ExpertIterationSettings, GrpoSettings, MaltSettings, SftSettings
 
 LENGTHS = (3, 1, 4)

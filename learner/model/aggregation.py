@@ -1,0 +1,69 @@
+"""Losses of tokens to one number: a mini-batch's loss is divided once, by what all its micro-batches hold."""
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from rollstream.learner.algorithms.base import Normaliser
+from rollstream.learner.algorithms.tokens import Losses, TokenBatch
+from rollstream.learner.model.collate import MicroBatch
+from rollstream.learner.model.ranks import Ranks
+
+
+def corrected_rows(found: Losses, tokens: TokenBatch) -> Losses:
+    """Losses of rows, weighted by the off-policy correction, which is the same for all tokens of a row."""
+    if found.per != "row" or tokens.weights_N is None:
+        return found
+    return found._replace(values=found.values * tokens.mean_by_row(tokens.weights_N))
+
+
+def aggregated(
+    found: Losses, tokens: TokenBatch, normaliser: Normaliser, count: float, counts: Mapping[str, float] = {}
+) -> Tensor:
+    """The share of a micro-batch in the loss of its mini-batch: one number that carries the gradient.
+
+    `count`: what the mini-batch as a whole is divided by, see `count_of`; `counts`: what its components are, see
+    `counts_of`.
+    """
+    if found.parts:
+        weighted = {name: (tokens.components[name] * values).sum() for name, values in found.parts.items()}
+        return torch.stack([value / max(1.0, counts[name]) for name, value in weighted.items()]).sum()
+    values = found.values
+    if found.per == "token" and tokens.weights_N is not None:
+        values = values * tokens.weights_N
+    if found.per == "token" and normaliser.by == "sequences":
+        values = tokens.by_row(values) / torch.tensor(tokens.lengths_B, dtype=values.dtype, device=values.device)
+    return values.sum() / count
+
+
+def count_of(micro_batches: Sequence[MicroBatch], normaliser: Normaliser) -> float:
+    """The divisor of a mini-batch's losses: its tokens, its rows (or pairs), or a constant."""
+    if normaliser.by == "constant":
+        return normaliser.value
+    if normaliser.by == "tokens":
+        return sum(sum(one.lengths) for one in micro_batches)
+    return sum(len(one.chosen) or len(one.lengths) for one in micro_batches)
+
+
+def counts_of(micro_batches: Sequence[MicroBatch]) -> dict[str, float]:
+    """The divisors of the components of a mini-batch's loss: tokens on which they count."""
+    counts: dict[str, float] = defaultdict(float)
+    for one in micro_batches:
+        for name, weights in one.components.items():
+            counts[name] += float(one.on_mask(weights).count_nonzero())
+    return counts
+
+
+def divisors(
+    micro_batches: Sequence[MicroBatch], normaliser: Normaliser, ranks: Ranks
+) -> tuple[float, dict[str, float]]:
+    """`count_of` and `counts_of` a mini-batch over all ranks. `micro_batches`: those of this one."""
+    own = [one for one in micro_batches if not one.is_filler]
+    count, counts = count_of(own, normaliser), counts_of(own)
+    if ranks.num == 1:
+        return count, counts
+    parts = ranks.summed({f"of/{name}": value for name, value in counts.items()} | {"all": count})
+    total = count if normaliser.by == "constant" else parts["all"]
+    return total, {name.removeprefix("of/"): value for name, value in parts.items() if name != "all"}

@@ -1,0 +1,39 @@
+"""The processes that train one model together. Here: a process alone; several are in `learner.parallel`."""
+
+from collections.abc import Callable, Sequence
+
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from rollstream.learner.model.collate import MicroBatch, Unit
+
+Divide = Callable[[Sequence[Unit], int], list[MicroBatch]]
+"""Units to micro-batches of so many tokens."""
+
+
+class Ranks:
+    """One process, which has everything."""
+
+    num = 1
+    index = 0
+
+    def divide(self, plain: Divide, lengths: Sequence[int], units: Sequence[Unit], max_tokens: int) -> list[MicroBatch]:
+        """The micro-batches of this process, as `plain` makes them. `lengths`: tokens of each row.
+
+        Every process has equally many, because all of them compute each one together: where it has none left, there
+        are fillers.
+        """
+        return plain(units, max_tokens)
+
+    def summed(self, values: dict[str, float]) -> dict[str, float]:
+        """Sums over all processes by name, in the order of their ranks."""
+        return values
+
+    def seed(self, seed: int) -> int:
+        """Of what is random in this process's forwards."""
+        return seed
+
+
+def whole(value: Tensor) -> Tensor:
+    """A tensor without its shards. All processes must ask for it, because each gives its own."""
+    return value.full_tensor() if isinstance(value, DTensor) else value

@@ -1,0 +1,127 @@
+"""The processes of a torchrun: who they are, what they tell each other, and which rows each one computes."""
+
+import itertools
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from datetime import timedelta
+from typing import Any
+
+import orjson
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from rollstream.learner.model.collate import MicroBatch, Unit
+from rollstream.learner.model.ranks import Divide, Ranks
+from rollstream.schemas import ids
+from rollstream.schemas.errors import ConfigError, ModelError
+from rollstream.schemas.settings import Device
+
+PATIENCE = timedelta(days=365)
+"""How long a process waits for what the others say: rank 0 may have no manifest for days, and torchrun ends all
+processes when one dies."""
+
+
+class ProcessRanks(Ranks):
+    """One process of several. Blocking, and always used from the one thread that trains."""
+
+    def __init__(self, local_index: int) -> None:
+        """`local_index`: among the processes of this machine. The default process group is there."""
+        self.index, self.num = dist.get_rank(), dist.get_world_size()
+        self._local_index = local_index
+        self._control: Any = dist.new_group(backend="gloo", timeout=PATIENCE)
+        self._meshes: dict[str, DeviceMesh] = {}
+
+    def mesh(self, device: torch.device) -> DeviceMesh:
+        """All processes in one dimension, on devices of this kind."""
+        if device.type not in self._meshes:
+            self._meshes[device.type] = init_device_mesh(device.type, (self.num,))
+        return self._meshes[device.type]
+
+    def device(self, given: Device, where: str) -> Device:
+        """The device of this process: a GPU of its own, where there are any. Raises ConfigError, ModelError."""
+        num_gpus = torch.cuda.device_count()
+        if given == "cpu" or not num_gpus:
+            return "cpu"
+        if given != "auto":
+            raise ConfigError(f"{where} is {given}, and {self.num} processes train together; give auto or cpu")
+        if self._local_index >= num_gpus:
+            raise ModelError(f"{where}: process {self._local_index} of this machine has no GPU; start {num_gpus}")
+        return f"cuda:{self._local_index}"
+
+    def divide(self, plain: Divide, lengths: Sequence[int], units: Sequence[Unit], max_tokens: int) -> list[MicroBatch]:
+        own = shares(units, lengths, self.num)[self.index]
+        found = plain(own, max_tokens) if own else []
+        most = int(max(values["num"] for values in self._gathered({"num": len(found)})))
+        if most == len(found):
+            return found
+        shortest = min(units, key=lambda unit: sum(lengths[row] for row in unit))
+        filler = replace(plain([shortest], max_tokens)[0], is_filler=True)
+        return [*found, *[filler] * (most - len(found))]
+
+    def summed(self, values: dict[str, float]) -> dict[str, float]:
+        total: dict[str, float] = {}
+        for part in self._gathered(values):
+            for name, value in part.items():
+                total[name] = total.get(name, 0.0) + value
+        return total
+
+    def seed(self, seed: int) -> int:
+        return ids.derive_seed(seed, "rank", self.index)
+
+    def _gathered(self, values: Mapping[str, float]) -> list[dict[str, float]]:
+        """What every process gave, by rank."""
+        written = orjson.dumps({name: float(value).hex() for name, value in values.items()})
+        return [
+            {name: float.fromhex(value) for name, value in orjson.loads(one).items()} for one in self.gathered(written)
+        ]
+
+    def gathered(self, data: bytes) -> list[bytes]:
+        """The bytes that every process gave, by rank."""
+        sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self.num)]
+        dist.all_gather(sizes, torch.tensor([len(data)]), group=self._control)
+        longest = max(int(size) for size in sizes)
+        parts = [torch.zeros(longest, dtype=torch.uint8) for _ in range(self.num)]
+        dist.all_gather(parts, _tensor(data.ljust(longest, b"\0")), group=self._control)
+        return [part[: int(size)].numpy().tobytes() for part, size in zip(parts, sizes, strict=True)]
+
+
+def _tensor(data: bytes) -> Tensor:
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.zeros(0, dtype=torch.uint8)
+
+
+def shares(units: Sequence[Unit], lengths: Sequence[int], num: int) -> list[list[Unit]]:
+    """The units of each of `num` processes: in the given order, in which what begins alike is together, and about
+    equal in tokens. `lengths`: tokens of each row.
+    """
+    sizes = [sum(lengths[row] for row in unit) for unit in units]
+    total = max(1, sum(sizes))
+    found: list[list[Unit]] = [[] for _ in range(num)]
+    for unit, size, end in zip(units, sizes, itertools.accumulate(sizes), strict=True):
+        found[min(num - 1, int((end - size / 2) * num / total))].append(unit)
+    return found
+
+
+def is_started_together(environ: Mapping[str, str] = os.environ) -> bool:
+    """Whether torchrun started this process among others."""
+    return int(environ.get("WORLD_SIZE", "1")) > 1
+
+
+@contextmanager
+def joined() -> Iterator[ProcessRanks]:
+    """Find the other processes of the torchrun that started this one, by the variables that it sets.
+
+    After a restart torch finds them under the number of the restart (TORCHELASTIC_RESTART_COUNT), so nothing that the
+    processes before left in the store is read.
+    """
+    local_index = int(os.environ.get("LOCAL_RANK", "0"))
+    if local_index < torch.cuda.device_count():
+        torch.cuda.set_device(local_index)
+    dist.init_process_group("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo")
+    try:
+        yield ProcessRanks(local_index)
+    finally:
+        dist.destroy_process_group()

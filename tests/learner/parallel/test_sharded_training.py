@@ -1,0 +1,218 @@
+"""Training by 1, 2 and 4 real processes over gloo: what they agree on, and what decides bits."""
+
+import itertools
+import json
+import random
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import safetensors.torch
+import torch
+
+from rollstream.learner.algorithms.base import BatchView, Member, Row
+from rollstream.learner.algorithms.builtin.grpo import Grpo
+from rollstream.learner.checkpoint import part
+from rollstream.learner.model.optimizer import load_state_tensors, make_optimizer, state_tensors
+from rollstream.learner.model.policy import PolicyModel, make_deterministic
+from rollstream.learner.model.step import train_batch
+from rollstream.learner.parallel.process_ranks import joined, shares
+from rollstream.learner.parallel.shard_files import read_shards, write_shards
+from rollstream.learner.parallel.sharded_policy import ShardedPolicy
+from rollstream.schemas.algorithms import GrpoSettings
+from rollstream.schemas.settings import JobSettings, LoraSettings, ModelSettings, OptimizerSettings
+from tests.rigs.process_group import together
+
+NUM_STEPS = 20
+WORLDS = (1, 2, 4)
+KINDS = ("full", "lora")
+OTHERS = ("checkpointing", "bfloat16")
+"""What decides how layers compute, tried at two processes."""
+pytestmark = pytest.mark.slow
+TARGETS = ("q_proj", "v_proj", "down_proj")
+
+
+def batch(seed: int) -> BatchView:
+    """Three groups of a common prompt, with rows of very different lengths; in every fifth batch two rows alone."""
+    rng = random.Random(seed)
+    rows: list[Row] = []
+    members: list[Member] = []
+    for group in range(3):
+        prompt = [rng.randrange(32) for _ in range(rng.randint(3, 6))]
+        for _ in range(3):
+            ids = np.asarray([*prompt, *(rng.randrange(32) for _ in range(rng.randint(1, 24)))], np.int32)
+            mask = np.arange(len(ids)) >= len(prompt)
+            logprobs = np.where(mask, [-3.4 + 0.2 * rng.random() for _ in ids], 0).astype(np.float32)
+            rows.append(Row(ids, mask, logprobs, len(members)))
+            members.append(Member(group_id=f"g{group}", reward=rng.choice([0.0, 1.0, 2.0])))
+    count = 2 if seed % 5 == 4 else len(rows)
+    members[:2] = [replace(one, reward=reward) for one, reward in zip(members, (0.0, 2.0), strict=False)]
+    return BatchView(rows[:count], members[:count])
+
+
+def settings(model: Path, kind: str) -> JobSettings:
+    return JobSettings(
+        kind="rl",
+        model=ModelSettings(
+            path=str(model),
+            device="cpu",
+            lora=LoraSettings(rank=4, target_modules=TARGETS) if kind == "lora" else None,
+            dtype="bfloat16" if kind == "bfloat16" else "float32",
+            gradient_checkpointing=kind == "checkpointing",
+        ),
+        algorithm=GrpoSettings(max_tokens_per_micro_batch=48, mini_batches=2),
+        optimizer=OptimizerSettings(learning_rate=1e-3, max_grad_norm=0.05),
+        num_versions=NUM_STEPS,
+        revision=6,
+    )
+
+
+class Training:
+    """One model and its optimizer over `NUM_STEPS` batches."""
+
+    def __init__(self, model: PolicyModel, chosen: JobSettings) -> None:
+        self.model = model
+        self.settings = chosen
+        self.optimizer = make_optimizer(model.trainable(), chosen.optimizer)
+        self.metrics: list[dict[str, float]] = []
+
+    def run(self, first: int, last: int) -> None:
+        for index in range(first, last):
+            result = train_batch(
+                self.model,
+                self.optimizer,
+                batch(index),
+                Grpo(),
+                self.settings,
+                index=index,
+                seed=index,
+                version=0,
+            )
+            self.metrics.append(dict(result.metrics))
+
+    def state(self) -> dict[str, torch.Tensor]:
+        weights = {f"weights/{name}": value.detach() for name, value in self.model.trainable()}
+        of_optimizer = state_tensors(self.optimizer, self.model.trainable())
+        return weights | {f"optimizer/{name}": value for name, value in of_optimizer.items()}
+
+    def restore(self, tensors: dict[str, torch.Tensor]) -> None:
+        with torch.no_grad():
+            for name, value in self.model.trainable():
+                value.copy_(tensors[f"weights/{name}"])
+        load_state_tensors(self.optimizer, self.model.trainable(), part(tensors, "optimizer"))
+
+    def like(self) -> dict[str, torch.Tensor]:
+        """The shards to read: of the optimizer's, those of the parameters they belong to."""
+        found = {f"weights/{name}": value.detach() for name, value in self.model.trainable()}
+        for name, value in self.model.trainable():
+            found |= {f"optimizer/{name}/{kind}": value.detach() for kind in ("exp_avg", "exp_avg_sq")}
+        return found
+
+    def keep(self, folder: Path, name: str) -> None:
+        weights = self.model.weights_bytes()
+        if self.model.ranks.index == 0:
+            (folder / f"{name}.safetensors").write_bytes(weights)
+            (folder / f"{name}.json").write_text(json.dumps(self.metrics))
+
+
+def trained_together(model: Path, folder: Path, kinds: tuple[str, ...], runs: int) -> None:
+    """One of the processes: trains `runs` times, and at two processes keeps its shards midway."""
+    make_deterministic(1)
+    with joined() as ranks:
+        for kind, number in itertools.product(kinds, range(runs)):
+            chosen = settings(model, kind)
+            training = Training(ShardedPolicy(chosen.model, ranks, seed=7), chosen)
+            if number == 0:
+                training.keep(folder, f"{kind}-{ranks.num}-base")
+            training.run(0, NUM_STEPS // 2)
+            if ranks.num == 2 and number == 0:
+                write_shards(training.state(), folder / f"{kind}-shards")
+            training.run(NUM_STEPS // 2, NUM_STEPS)
+            training.keep(folder, f"{kind}-{ranks.num}-{number}")
+
+
+def resumed_together(model: Path, folder: Path, kinds: tuple[str, ...]) -> None:
+    """One of the processes: goes on from what two of them kept."""
+    make_deterministic(1)
+    with joined() as ranks:
+        for kind in kinds:
+            chosen = settings(model, kind)
+            training = Training(ShardedPolicy(chosen.model, ranks, seed=7), chosen)
+            training.restore(read_shards(folder / f"{kind}-shards", training.like()))
+            training.run(NUM_STEPS // 2, NUM_STEPS)
+            training.keep(folder, f"{kind}-{ranks.num}-resumed")
+
+
+@pytest.fixture(scope="module")
+def folder(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What processes have trained, and this one alone, as KIND-PROCESSES-RUN."""
+    found = tmp_path_factory.mktemp("ranks")
+    make_deterministic(1)
+    for kind in (*KINDS, *OTHERS):
+        chosen = settings(tiny_model, kind)
+        training = Training(PolicyModel(chosen.model, seed=7), chosen)
+        training.keep(found, f"{kind}-alone-base")
+        training.run(0, NUM_STEPS)
+        training.keep(found, f"{kind}-alone-0")
+    for num in WORLDS:
+        together(num, trained_together, tiny_model, found, KINDS, 2)
+    together(2, trained_together, tiny_model, found, OTHERS, 1)
+    return found
+
+
+def weights(folder: Path, name: str) -> dict[str, torch.Tensor]:
+    return safetensors.torch.load_file(folder / f"{name}.safetensors")
+
+
+def furthest(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> float:
+    assert one.keys() == other.keys()
+    return max(float((one[name].double() - other[name].double()).abs().max()) for name in one)
+
+
+@pytest.mark.parametrize(("kind", "num"), [*itertools.product(KINDS, WORLDS), *itertools.product(OTHERS, [2])], ids=str)
+def test_processes_train_what_one_trains_alone(folder: Path, kind: str, num: int) -> None:
+    alone, found = (weights(folder, f"{kind}-{name}-0") for name in ("alone", num))
+    begun = weights(folder, f"{kind}-alone-base")
+    assert furthest(alone, begun) > 1e-2
+    assert furthest(alone, found) < (1e-5 if kind != "bfloat16" else 5e-2)
+    expected, metrics = (json.loads((folder / f"{kind}-{name}-0.json").read_text()) for name in ("alone", num))
+    for one, other in zip(expected, metrics, strict=True):
+        for name in ("tokens/computed", "tokens/packing_ratio"):  # what is shared across two processes is not
+            one.pop(name, None)
+            other.pop(name, None)
+        assert other == pytest.approx(one, rel=1e-3 if kind != "bfloat16" else 0.3, abs=1e-5)
+
+
+@pytest.mark.parametrize("num", WORLDS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_bits_are_equal_at_one_number_of_processes(folder: Path, kind: str, num: int) -> None:
+    first, second = ((folder / f"{kind}-{num}-{number}.safetensors").read_bytes() for number in range(2))
+    assert first == second
+    base = (folder / f"{kind}-{num}-base.safetensors").read_bytes()
+    assert base == (folder / f"{kind}-alone-base.safetensors").read_bytes()
+
+
+@pytest.mark.parametrize("num", [1, 4])
+def test_shards_of_two_processes_are_read_by_others(folder: Path, tiny_model: Path, num: int) -> None:
+    together(num, resumed_together, tiny_model, folder, KINDS)
+    for kind in KINDS:
+        assert furthest(weights(folder, f"{kind}-2-0"), weights(folder, f"{kind}-{num}-resumed")) < 1e-5
+
+
+def test_a_process_alone_reads_shards_whole(folder: Path, tiny_model: Path) -> None:
+    make_deterministic(1)
+    chosen = settings(tiny_model, "full")
+    training = Training(PolicyModel(chosen.model, seed=7), chosen)
+    training.restore(read_shards(folder / "full-shards"))
+    training.run(NUM_STEPS // 2, NUM_STEPS)
+    training.keep(folder, "full-alone-resumed")
+    assert furthest(weights(folder, "full-2-0"), weights(folder, "full-alone-resumed")) < 1e-5
+
+
+def test_rows_are_shared_by_tokens_and_in_order() -> None:
+    units = [(index,) for index in range(6)]
+    assert shares(units, [8, 1, 1, 2, 2, 2], 2) == [[(0,)], [(1,), (2,), (3,), (4,), (5,)]]
+    assert shares(units, [1] * 6, 3) == [[(0,), (1,)], [(2,), (3,)], [(4,), (5,)]]
+    assert shares([(0, 1)], [3, 4], 4) == [[], [], [(0, 1)], []]
+    assert shares([], [], 2) == [[], []]

@@ -1,0 +1,41 @@
+"""Real processes that find each other as those of a torchrun do, on a free port of this machine."""
+
+import multiprocessing
+import os
+import socket
+from collections.abc import Callable
+from typing import Any
+
+TIMEOUT_S = 240.0
+
+
+def _rank(index: int, num: int, port: int, work: Callable[..., None], arguments: tuple[Any, ...]) -> None:
+    os.environ |= {
+        "RANK": str(index),
+        "LOCAL_RANK": str(index),
+        "WORLD_SIZE": str(num),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "GLOO_SOCKET_IFNAME": "lo",
+    }
+    work(*arguments)
+
+
+def together(num: int, work: Callable[..., None], *arguments: Any) -> None:
+    """Run `work`, a function of a module, in `num` processes at once. Raises AssertionError if one of them fails."""
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        port = found.getsockname()[1]
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["torch", "transformers", "peft", "rollstream.learner.trainer"])
+    ranks = [context.Process(target=_rank, args=(index, num, port, work, arguments)) for index in range(num)]
+    for rank in ranks:
+        rank.start()
+    try:
+        for rank in ranks:
+            rank.join(TIMEOUT_S)
+        codes = [rank.exitcode for rank in ranks]
+        assert codes == [0] * num, f"exit codes {codes}"
+    finally:
+        for rank in ranks:
+            rank.kill()
