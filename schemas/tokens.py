@@ -7,6 +7,7 @@ import operator
 import sys
 import zlib
 from array import array
+from bisect import bisect_left
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
@@ -85,6 +86,18 @@ def decode_kept(text: str, num_tokens: int) -> KeptIds:
         return KeptIds(lengths, array("i", itertools.accumulate(values[num_tokens + 1 :])))
     except OverflowError as error:
         raise DecodeError("a kept id is no int32") from error
+
+
+def check_kept(sampled: Sequence[int], kept: KeptIds) -> None:
+    """Raises DecodeError if a token is not among the ids that it was sampled from."""
+    if len(sampled) != len(kept.lengths):
+        raise DecodeError(f"kept ids of {len(kept.lengths)} tokens for {len(sampled)} completion tokens")
+    end = 0
+    for index, (token, length) in enumerate(zip(sampled, kept.lengths, strict=True)):
+        begin, end = end, end + length
+        at = bisect_left(kept.ids, token, begin, end)
+        if length and (at == end or kept.ids[at] != token):
+            raise DecodeError(f"its token {index} ({token}) is not among the {length} ids that it was sampled from")
 
 
 def count(text: str) -> int:

@@ -103,16 +103,28 @@ class MicroBatch:
 
 
 def check_token_ids(trajectory: TrajectoryAssembled, size: int) -> None:
-    """Raises DecodeError naming the trajectory if it has a token id that is none of a model's `size`."""
+    """Raises DecodeError naming the trajectory if it has a token id that is none of a model's `size`, or one that is
+    not in its kept set.
+    """
     for index, sequence in enumerate(trajectory.sequences):
-        token_ids = np.frombuffer(tokens.decode_ids(sequence.token_ids), np.int32)
-        kept = [tokens.decode_kept(part.kept_ids, part.length).ids for part in sequence.completions if part.kept_ids]
-        token_ids = np.concatenate([token_ids, *(np.asarray(one, np.int32) for one in kept)])
-        odd = token_ids[(token_ids < 0) | (token_ids >= size)]
+        where = f"trajectory {trajectory.trajectory_id}, sequence {index}"
+        token_ids = tokens.decode_ids(sequence.token_ids)
+        found = [np.frombuffer(token_ids, np.int32)]
+        for part in sequence.completions:
+            if part.kept_ids is None:
+                continue
+            try:
+                kept = tokens.decode_kept(part.kept_ids, part.length)
+                tokens.check_kept(token_ids[part.start : part.start + part.length], kept)
+            except ValueError as error:
+                raise DecodeError(f"{where}: {error}") from error
+            found.append(np.asarray(kept.ids, np.int32))
+        all_ids = np.concatenate(found)
+        odd = all_ids[(all_ids < 0) | (all_ids >= size)]
         if len(odd):
             raise DecodeError(
-                f"trajectory {trajectory.trajectory_id}, sequence {index}: token id {odd[0]} is none of the model's "
-                f"{size}; does its tokenizer have more tokens than the model?"
+                f"{where}: token id {odd[0]} is none of the model's {size}; does its tokenizer have more tokens than "
+                "the model?"
             )
 
 

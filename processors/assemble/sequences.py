@@ -1,7 +1,6 @@
 """Joins LLM calls of one agent to training sequences by their verified prefixes. No rewards, no I/O."""
 
 import hashlib
-from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -123,22 +122,11 @@ def _extend(sequence: _Growing, call: LLMCall, step_index: int) -> None:
     start = sequence.length + len(prompt) // TOKEN_BYTES
     sequence.completions.append({"start": start, "length": length, "step_index": step_index, "spans": spans})
     if call.kept_ids is not None:
-        _check_kept(call.kept_ids, call.completion_ids)
+        sampled = tokens.decode_ids(call.completion_ids)
+        tokens.check_kept(sampled, tokens.decode_kept(call.kept_ids, len(sampled)))
         sequence.completions[-1]["kept_ids"] = call.kept_ids
     sequence.parts.append(prompt + completion)
     sequence.length = start + length
-
-
-def _check_kept(text: str, completion_ids: str) -> None:
-    """Raises DecodeError if a token is not among the ids that it was sampled from."""
-    sampled = tokens.decode_ids(completion_ids)
-    kept = tokens.decode_kept(text, len(sampled))
-    end = 0
-    for index, (token, length) in enumerate(zip(sampled, kept.lengths, strict=True)):
-        begin, end = end, end + length
-        at = bisect_left(kept.ids, token, begin, end)
-        if length and (at == end or kept.ids[at] != token):
-            raise DecodeError(f"its token {index} ({token}) is not among the {length} ids that it was sampled from")
 
 
 def _unpack(text: str) -> bytes:

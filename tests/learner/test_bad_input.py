@@ -1,0 +1,141 @@
+"""Batches and models that do not fit a job: each is named in an event, and the learner goes on."""
+
+import asyncio
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from rollstream.schemas import tokens
+from rollstream.schemas.algorithms import GrpoSettings, SftSettings
+from rollstream.schemas.events import (
+    JobFailed,
+    JobSubmitted,
+    JobSucceeded,
+    StepTrained,
+    TrajectoryAssembled,
+    WeightsPublished,
+)
+from rollstream.schemas.events.rollouts import TokenSequence
+from rollstream.schemas.settings import LoraSettings, ModelSettings
+from tests.learner.conftest import Lab
+
+
+class ChangedLab(Lab):
+    """A lab whose trajectories of job `bad` have other sequences."""
+
+    def changed(self, sequence: TokenSequence) -> TokenSequence:
+        raise NotImplementedError
+
+    def trajectory(
+        self, job: JobSubmitted, index: int, position: int, *, with_logprobs: bool = True
+    ) -> TrajectoryAssembled:
+        made = super().trajectory(job, index, position, with_logprobs=with_logprobs)
+        if job.job_id != "run-1/bad":
+            return made
+        return made.model_copy(update={"sequences": tuple(map(self.changed, made.sequences))})
+
+
+class KeptLab(ChangedLab):
+    """The second token of each completion was sampled from a set that does not hold it."""
+
+    def changed(self, sequence: TokenSequence) -> TokenSequence:
+        token_ids = tokens.decode_ids(sequence.token_ids)
+        completions = []
+        for part in sequence.completions:
+            sampled = token_ids[part.start : part.start + part.length]
+            sets = [{token} if at != 1 else {(token + 1) % 32} for at, token in enumerate(sampled)]
+            kept = tokens.KeptIds([len(one) for one in sets], [token for one in sets for token in one])
+            completions.append(part.model_copy(update={"kept_ids": tokens.encode_kept(kept)}))
+        return sequence.model_copy(update={"completions": tuple(completions)})
+
+
+class PromptLab(ChangedLab):
+    """The trajectories hold prompts alone."""
+
+    def changed(self, sequence: TokenSequence) -> TokenSequence:
+        without = None if sequence.logprobs is None else tokens.encode_floats([])
+        return sequence.model_copy(update={"completions": (), "logprobs": without})
+
+
+def test_a_kept_set_without_the_sampled_token_fails_its_job_and_names_the_trajectory(
+    tmp_path: Path, tiny_model: Path
+) -> None:
+    async def scenario() -> None:
+        lab = KeptLab(tmp_path, tiny_model)
+        await lab.plan(await lab.submit("bad"), 1)
+        await lab.plan(await lab.submit("good"), 1)
+        await lab.work(lab.has(JobSucceeded))
+        (failed,) = await lab.events("jobs", JobFailed)
+        assert failed.job_id == "run-1/bad"
+        assert "trajectory run-1/bad/e00000/t00000/m0" in failed.error
+        assert "/agent, sequence 0: its token 1 (" in failed.error
+        assert failed.error.endswith("is not among the 1 ids that it was sampled from")
+        assert {step.job_id for step in await lab.events("weights", StepTrained)} == {"run-1/good"}
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize(("kind", "algorithm"), [("rl", GrpoSettings()), ("sft", SftSettings())])
+def test_a_batch_without_a_token_to_train_yields_equal_weights_and_says_so(
+    tmp_path: Path, tiny_model: Path, kind: str, algorithm: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def scenario() -> None:
+        lab = PromptLab(tmp_path, tiny_model)
+        job = await lab.submit("bad", kind=kind, algorithm=algorithm)
+        await lab.plan(job, 2)
+        with caplog.at_level("WARNING", "rollstream.learner"):
+            await lab.work(lab.has(JobSucceeded))
+        steps = await lab.events("weights", StepTrained)
+        assert [(step.num_optimizer_steps, step.metrics["tokens/completion"]) for step in steps] == [(0, 0.0)] * 2
+        assert len({one.weights_sha256 for one in await lab.events("weights", WeightsPublished)}) == 1
+        assert f"batch={steps[0].batch_id} has no completion to train on: version=1 changes nothing" in caplog.text
+
+    asyncio.run(scenario())
+
+
+async def goes_on_with(lab: Lab, model: Path, change: Any, lora: LoraSettings | None = None) -> str:
+    """Why a job fails whose model's folder was changed between its first and its second version."""
+    settings = ModelSettings(path=str(model), device="cpu", lora=lora)
+    job = await lab.submit(model=settings)
+    planned = await lab.plan(job, 1, seal=False)
+    await lab.work(lab.has(WeightsPublished, "weights", 2))
+    change()
+    previous = next(one.digest for one in await lab.received("batches") if one.event == planned[0])
+    await lab.plan(job, 1, first=1, previous=previous)
+    await lab.work(lab.has(JobFailed))
+    (failed,) = await lab.events("jobs", JobFailed)
+    assert len(await lab.events("weights", StepTrained)) == 1
+    return failed.error
+
+
+def test_a_restart_with_another_tokenizer_fails_the_job(lab: Any) -> None:
+    folder = lab.folder / "model"
+    shutil.copytree(lab.model, folder)
+    (folder / "tokenizer.json").write_text("as it was")
+
+    def change() -> None:
+        (folder / "tokenizer.json").write_text("another")
+
+    assert asyncio.run(goes_on_with(lab, folder, change)) == (
+        f"version 0 of run-1/main was trained with another tokenizer than that of model {folder}; restore the "
+        "tokenizer's files, or give the model.path that it was trained with"
+    )
+
+
+def test_a_restart_with_another_vocabulary_fails_the_job(lab: Any) -> None:
+    folder = lab.folder / "model"
+    shutil.copytree(lab.model, folder)
+
+    def change() -> None:
+        module = AutoModelForCausalLM.from_pretrained(folder)
+        torch.manual_seed(0)
+        module.resize_token_embeddings(40, mean_resizing=False)
+        module.save_pretrained(folder)
+
+    error = asyncio.run(goes_on_with(lab, folder, change))
+    assert error.startswith("weights do not fit")
+    assert error.endswith("is (32, 16), the model's (40, 16)")
