@@ -211,6 +211,41 @@ def test_other_bits_for_a_published_version_end_the_job_and_the_learner(lab: Any
     asyncio.run(scenario())
 
 
+async def with_other_bits(lab: Any, *, is_published: bool) -> tuple[Any, ArtifactRef]:
+    """A lab without checkpoints whose log knows other weights of version 1 than training gives; their artifact."""
+    model = ModelSettings(path=str(lab.model), device="cpu", deterministic=False)
+    job = await lab.submit(model=model)
+    await lab.plan(job)
+    await lab.work(lab.has(JobSucceeded))
+    base, first, *_ = await lab.events("weights", WeightsPublished)
+    step = (await lab.events("weights", StepTrained))[0]
+    other = type(lab)(lab.folder / "other", lab.model)
+    tensors = from_bytes(lab.artifacts.read(first.artifact), "version 1")
+    shifted = other.artifacts.put_bytes(to_bytes({n: t + 0.01 for n, t in tensors.items()}), ".safetensors")
+    other.artifacts.put_bytes(lab.artifacts.read(base.artifact), ".safetensors")
+    await other.plan(await other.submit(model=model))
+    await other.log.send(
+        LearnerClaimed(run_id=job.run_id, time_ms=1, model_group=job.model_group, term=1, learner="old")
+    )
+    await other.log.send(base)
+    await other.log.send(step.model_copy(update={"weights_sha256": shifted.sha256}))
+    if is_published:
+        changed = {"weights_sha256": shifted.sha256, "artifact": shifted}
+        await other.log.send(first.model_copy(update=changed))
+    return other, shifted
+
+
+def test_without_determinism_a_collected_version_with_other_bits_fails_its_job(lab: Any) -> None:
+    async def scenario() -> None:
+        other, shifted = await with_other_bits(lab, is_published=True)
+        other.artifacts.remove(shifted)
+        await other.work(other.has(JobFailed))
+        (failed,) = await other.events("jobs", JobFailed)
+        assert f"artifact {shifted.uri}" in failed.error
+
+    asyncio.run(scenario())
+
+
 @pytest.mark.parametrize("is_published", [True, False])
 def test_without_determinism_a_version_with_other_bits_counts_as_published(
     lab: Any, caplog: pytest.LogCaptureFixture, is_published: bool
@@ -218,25 +253,7 @@ def test_without_determinism_a_version_with_other_bits_counts_as_published(
     """A learner without checkpoints trains version 1 again, of which the log knows other weights."""
 
     async def scenario() -> None:
-        model = ModelSettings(path=str(lab.model), device="cpu", deterministic=False)
-        job = await lab.submit(model=model)
-        await lab.plan(job)
-        await lab.work(lab.has(JobSucceeded))
-        base, first, *_ = await lab.events("weights", WeightsPublished)
-        step = (await lab.events("weights", StepTrained))[0]
-        other = type(lab)(lab.folder / "other", lab.model)
-        tensors = from_bytes(lab.artifacts.read(first.artifact), "version 1")
-        shifted = other.artifacts.put_bytes(to_bytes({n: t + 0.01 for n, t in tensors.items()}), ".safetensors")
-        other.artifacts.put_bytes(lab.artifacts.read(base.artifact), ".safetensors")
-        await other.plan(await other.submit(model=model))
-        await other.log.send(
-            LearnerClaimed(run_id=job.run_id, time_ms=1, model_group=job.model_group, term=1, learner="old")
-        )
-        await other.log.send(base)
-        await other.log.send(step.model_copy(update={"weights_sha256": shifted.sha256}))
-        if is_published:
-            changed = {"weights_sha256": shifted.sha256, "artifact": shifted}
-            await other.log.send(first.model_copy(update=changed))
+        other, shifted = await with_other_bits(lab, is_published=is_published)
         with caplog.at_level("WARNING", "rollstream.learner"):
             await other.work(other.has(JobSucceeded))
         assert "version=1 was trained again with other bits" in caplog.text

@@ -2,16 +2,18 @@
 
 import asyncio
 import hashlib
+import shutil
 
 import pytest
 
+from rollstream.eventlog import codec
 from rollstream.eventlog.artifacts import ArtifactStore
 from rollstream.replay import assembly
 from rollstream.replay.report import first_field
 from rollstream.replay.source import read_run
 from rollstream.replay.training import check_libraries
 from rollstream.schemas.errors import ArtifactError, ConfigError, DecodeError, ModelError, TruncatedError
-from rollstream.schemas.events import GroupClosed, RunEnded
+from rollstream.schemas.events import GroupClosed, RunEnded, WeightsPublished
 from tests.rigs import replay_rig
 from tests.rigs.recorded_run import EPOCHS, JOB
 from tests.rigs.replay_rig import only_difference, trained, verified
@@ -111,6 +113,28 @@ def test_a_changed_manifest_gives_other_weights(run):
     run.change("batches", "batch_planned", b'"reward":3.0', b'"reward":2.5')
     reported = only_difference(trained(run))
     assert reported.startswith("training: version 1 (")
+
+
+def test_a_difference_of_training_without_determinism_says_that_bits_may_differ(run):
+    run.change("jobs", "job_submitted", b'"device":"cpu"', b'"device":"cpu","deterministic":false')
+    assert str(trained(run).differences[0]).startswith("log: job_submitted:"), "the training itself is equal"
+    run.change("batches", "batch_planned", b'"reward":3.0', b'"reward":2.5')
+    reported = only_difference(trained(run))
+    assert reported.startswith("training: version 1 (")
+    assert "(trained with model.deterministic: false, so bits may differ)" in reported
+
+
+def test_a_base_version_that_was_collected_is_named(run, tmp_path):
+    """A fork begins with an artifact, not with the model's folder."""
+    run.change("jobs", "job_submitted", b'"fork":null', b'"fork":{"run_id":"old","version":1}')
+    assert trained(run).counts == {"training steps": EPOCHS}
+    run.artifacts = ArtifactStore(str(shutil.copytree(run.artifacts.uri, tmp_path / "store")))
+    records, index = run.find("weights", "weights_published")
+    base = codec.decode(records[index]).event
+    assert isinstance(base, WeightsPublished)
+    run.artifacts.remove(base.artifact)
+    with pytest.raises(ArtifactError, match=f"artifact {base.artifact.uri}"):
+        trained(run)
 
 
 def test_a_changed_digest_of_a_version_is_found(run):
