@@ -81,7 +81,7 @@ chaos: .venv/.ready ## Kill real processes in mid-workload and compare with the 
 lock: .venv/.ready ## Pin what pyproject.toml asks for, with hashes (UPGRADE="--upgrade-package NAME" for newer versions)
 	$(COMPILE) pyproject.toml -o requirements/core.txt
 	$(COMPILE) pyproject.toml --extra learner -o requirements/learner.txt
-	$(COMPILE) pyproject.toml --extra learner --extra nat --extra dev -o requirements/dev.txt
+	$(COMPILE) pyproject.toml --extra learner --extra quantized --extra nat --extra dev -o requirements/dev.txt
 	# TRL's newest that takes the learner's torch; of the rest whatever it needs.
 	grep -E '^(torch|transformers|peft)==' requirements/learner.txt | sed 's/ .*//' > requirements/.bench-limits
 	$(COMPILE) requirements/bench.in pyproject.toml --extra learner -c requirements/.bench-limits -o requirements/bench.txt

@@ -174,6 +174,7 @@ class Publisher:
             lora=model.adapter_config(),
             artifact=artifact,
             tokenizer_sha256=model.tokenizer_sha256,
+            quantization=job.settings.model.quantization,
         )
 
 

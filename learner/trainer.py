@@ -113,7 +113,8 @@ class JobTrainer:
     def restore(self, state: Mapping[str, Tensor]) -> None:
         """Go on from the `state` of this job at another version, as a checkpoint has it."""
         self.model.load_weights(part(state, "weights"))
-        load_state_tensors(self._optimizer, self.model.trainable(), part(state, "optimizer"))
+        offload = self._settings.optimizer.offload
+        load_state_tensors(self._optimizer, self.model.trainable(), part(state, "optimizer"), offload)
         self._statistics = {name: float(value) for name, value in part(state, "statistics").items()}
         self._skipped_in_row = int(part(state, "optimizer_steps").get("skipped_in_row", 0))
         random = part(state, "random")

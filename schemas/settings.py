@@ -241,16 +241,36 @@ class ModelSettings(Settings):
     """Train with algorithms that give the same bits each time. False: whatever is fastest; where a version is trained
     again with other bits, the published one counts (docs/performance.md).
     """
+    compile: bool = added(False)
+    """Compile the layers with torch.compile."""
+    reference_dtype: Literal["auto", "float32", "bfloat16"] = added("auto")
+    """Of full weights that the loss compares with; auto: as those that are trained."""
+    quantization: Literal["nf4"] | None = added(None)
+    """Of the base model below adapters (QLoRA): NormalFloat in 4 bits, by bitsandbytes."""
+
+    @model_validator(mode="after")
+    def _check_adapters(self) -> "ModelSettings":
+        if self.quantization is not None and self.lora is None:
+            raise ValueError(f"quantization {self.quantization} is for a base model below adapters; add lora")
+        if self.reference_dtype != "auto" and self.lora is not None:
+            raise ValueError("reference_dtype has no effect below adapters, which share their base; leave it out")
+        return self
 
 
+NF4: Mapping[str, Any] = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True}
+"""Of `quantization: nf4`, by transformers' names: learner and engine load the same numbers (arXiv 2305.14314)."""
 Beta = Annotated[float, Field(ge=0, lt=1)]
 
 
 class OptimizerSettings(Settings):
     """The optimizer and its schedule."""
 
-    kind: Literal["adamw", "muon"] = added("adamw")
-    """muon: matrices of the layers by Muon (orthogonalised momentum), embeddings, head and vectors by AdamW."""
+    kind: Literal["adamw", "muon", "adamw_8bit"] = added("adamw")
+    """muon: matrices of the layers by Muon (orthogonalised momentum), embeddings, head and vectors by AdamW;
+    adamw_8bit: AdamW of bitsandbytes, with both moments in 8 bits.
+    """
+    offload: Literal["cpu"] | None = added(None)
+    """cpu: hold the optimizer's state in main memory between its steps."""
     learning_rate: float = Field(default=1e-5, gt=0)
     betas: tuple[Beta, Beta] = (0.9, 0.999)
     eps: float = Field(default=1e-8, gt=0)

@@ -24,7 +24,7 @@ from rollstream.harness.config.rewards import check_evaluators, check_examples, 
 from rollstream.harness.runs.progress import Progress
 from rollstream.harness.services.addresses import is_this_machine, is_unspecified
 from rollstream.harness.services.engine_checks import check_vllm
-from rollstream.harness.services.optional_dependencies import check_learner
+from rollstream.harness.services.optional_dependencies import check_learner, check_quantized
 from rollstream.producers.league.draw import check_league
 from rollstream.schemas import ids
 from rollstream.schemas.algorithm_settings import PolicyGradientSettings
@@ -59,6 +59,7 @@ def check_places(config: RunConfig) -> None:
             where = f"{location}{own}.model.path"
             path = str(expand(one.adapter.model.path, os.environ, where))
             check_model(path, where)
+            check_quantized(one.adapter, location)
             check_teacher(one.adapter.algorithm, path, f"{location}.algorithm.teacher")
     folder = config.finetuning.output_dir
     try:

@@ -5,10 +5,13 @@ import sys
 from importlib.util import find_spec
 from typing import Any
 
+from rollstream.schemas.config import AdapterSection
 from rollstream.schemas.errors import ConfigError
 
 OF_LEARNER = ("torch", "transformers", "peft", "safetensors")
 """Libraries of rollout engine and learner; log, processors and metrics do not need them."""
+OF_QUANTIZED = "bitsandbytes"
+"""Of models in 4 bits and optimizers in 8."""
 
 
 def check_learner() -> None:
@@ -16,6 +19,19 @@ def check_learner() -> None:
     for library in OF_LEARNER:
         if find_spec(library) is None:
             raise ConfigError(_remedy(library))
+
+
+def check_quantized(adapter: AdapterSection, location: str) -> None:
+    """Raises ConfigError naming a setting below `location` that needs the extra `quantized`, if it is not installed."""
+    optimizers = {"optimizer.kind": adapter.optimizer}
+    if adapter.warm_start is not None:
+        optimizers["warm_start.optimizer.kind"] = adapter.warm_start.optimizer
+    named = {key: one.kind for key, one in optimizers.items() if one.kind == "adamw_8bit"}
+    if adapter.model.quantization is not None:
+        named["model.quantization"] = adapter.model.quantization
+    if named and find_spec(OF_QUANTIZED) is None:
+        key, value = next(iter(named.items()))
+        raise ConfigError(f"{location}.{key}: {value}: {_remedy(OF_QUANTIZED)}")
 
 
 def skip_scikit_learn() -> None:
@@ -39,8 +55,10 @@ def skip_scikit_learn() -> None:
 def missing(error: ModuleNotFoundError) -> str | None:
     """The remedy for an import that failed for want of an extra, None if it is not about an extra."""
     library = (error.name or "").split(".", 1)[0]
-    return _remedy(library) if library in OF_LEARNER else None
+    return _remedy(library) if library in (*OF_LEARNER, OF_QUANTIZED) else None
 
 
 def _remedy(library: str) -> str:
+    if library == OF_QUANTIZED:
+        return f"{library} is not installed: pip install '.[learner,quantized]' in rollstream's checkout"
     return f"{library} is not installed, which models need: pip install '.[learner]' in rollstream's checkout"

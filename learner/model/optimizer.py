@@ -1,16 +1,22 @@
-"""AdamW or Muon, and the learning-rate schedule over a job: a function of the step's index alone."""
+"""AdamW (in 32 or 8 bits) or Muon, and the learning-rate schedule over a job: a function of the step's index alone."""
 
+import importlib
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from importlib.util import find_spec
 from typing import Any
 
 import torch
 
+from rollstream.schemas.errors import ConfigError
 from rollstream.schemas.settings import OptimizerSettings
 
 NamedParameters = Iterable[tuple[str, torch.nn.Parameter]]
 Group = dict[str, Any]
 """Of parameters: its `params`, and its own settings."""
+STEP = "step"
+"""Of a parameter's state: how many it took. It stays in main memory."""
+CPU = torch.device("cpu")
 
 
 class MuonWithAdamW(torch.optim.Optimizer):
@@ -37,7 +43,7 @@ class MuonWithAdamW(torch.optim.Optimizer):
 
 
 def make_optimizer(parameters: NamedParameters, settings: OptimizerSettings) -> torch.optim.Optimizer:
-    """The optimizer of these parameters; weight decay on matrices only."""
+    """The optimizer of these parameters; weight decay on matrices only. Raises ConfigError if it is not installed."""
     named = list(parameters)
     muon = [p for name, p in named if settings.kind == "muon" and p.ndim == 2 and _is_in_layer(name)]
     ids = set(map(id, muon))
@@ -49,8 +55,17 @@ def make_optimizer(parameters: NamedParameters, settings: OptimizerSettings) -> 
     return MuonWithAdamW(muon, rest, settings) if muon else _adamw(rest, settings)
 
 
-def _adamw(groups: list[Group], settings: OptimizerSettings) -> torch.optim.AdamW:
-    return torch.optim.AdamW(groups, lr=settings.learning_rate, betas=settings.betas, eps=settings.eps)
+def _adamw(groups: list[Group], settings: OptimizerSettings) -> torch.optim.Optimizer:
+    options: Group = {"lr": settings.learning_rate, "betas": settings.betas, "eps": settings.eps}
+    if settings.kind != "adamw_8bit":
+        return torch.optim.AdamW(groups, **options)
+    if find_spec("bitsandbytes") is None:
+        raise ConfigError(
+            "optimizer.kind adamw_8bit needs bitsandbytes, which is not installed: pip install '.[learner,quantized]' "
+            "in rollstream's checkout"
+        )
+    bitsandbytes: Any = importlib.import_module("bitsandbytes")
+    return bitsandbytes.optim.AdamW8bit(groups, **options)
 
 
 def _is_in_layer(name: str) -> bool:
@@ -78,19 +93,40 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
         group["lr"] = rate
 
 
+def take_step(optimizer: torch.optim.Optimizer, settings: OptimizerSettings) -> None:
+    """One step. With `offload` the state is on the parameters' device for its time alone."""
+    if settings.offload is None:
+        optimizer.step()
+        return
+    devices = {parameter: parameter.device for parameter in optimizer.state}
+    _move_state(optimizer, devices)
+    optimizer.step()
+    _move_state(optimizer, dict.fromkeys(optimizer.state, CPU))
+
+
+def _move_state(optimizer: torch.optim.Optimizer, devices: Mapping[torch.Tensor, torch.device]) -> None:
+    for parameter, state in optimizer.state.items():
+        for kind, value in state.items():
+            if isinstance(value, torch.Tensor) and kind != STEP:
+                state[kind] = value.to(devices[parameter])
+
+
 def state_tensors(optimizer: torch.optim.Optimizer, parameters: NamedParameters) -> dict[str, torch.Tensor]:
     """Everything the optimizer remembers, by parameter name and kind; empty before its first step."""
     return {
-        f"{name}/{kind}": value.detach()
+        f"{name}/{kind}": value.detach() if isinstance(value, torch.Tensor) else torch.tensor(value)
         for name, parameter in parameters
         for kind, value in optimizer.state.get(parameter, {}).items()
     }
 
 
 def load_state_tensors(
-    optimizer: torch.optim.Optimizer, parameters: NamedParameters, tensors: dict[str, torch.Tensor]
+    optimizer: torch.optim.Optimizer,
+    parameters: NamedParameters,
+    tensors: dict[str, torch.Tensor],
+    offload: str | None = None,
 ) -> None:
-    """Remember what `state_tensors` gave, and nothing else."""
+    """Remember what `state_tensors` gave, and nothing else: on the parameters' device, or on that of `offload`."""
     optimizer.state.clear()
     by_parameter: dict[str, dict[str, torch.Tensor]] = {}
     for full_name, value in tensors.items():
@@ -100,6 +136,11 @@ def load_state_tensors(
         state = by_parameter.get(name)
         if state is not None:
             optimizer.state[parameter] = {
-                kind: value.cpu().clone() if kind == "step" else value.to(parameter.device).clone()
+                kind: _step(value) if kind == STEP else value.to(offload or parameter.device).clone()
                 for kind, value in state.items()
             }
+
+
+def _step(value: torch.Tensor) -> torch.Tensor | int:
+    """torch's optimizers count steps in a tensor of float32, bitsandbytes' in an int."""
+    return value.cpu().clone() if value.is_floating_point() else int(value)

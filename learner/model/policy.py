@@ -7,8 +7,6 @@ import copy
 import hashlib
 import logging
 import os
-from contextlib import AbstractContextManager, nullcontext
-from pathlib import Path
 from typing import Any
 
 import safetensors
@@ -17,16 +15,24 @@ import torch
 from pydantic import JsonValue
 from torch import Tensor
 from torch.nn import functional
-from transformers import AutoModelForCausalLM
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from rollstream.eventlog.files import tokenizer_sha256
 from rollstream.learner.model.collate import MicroBatch
+from rollstream.learner.model.loading import (
+    compile_layers,
+    compute_dtype_of,
+    enable_checkpointing,
+    has_dropout,
+    has_plain_head,
+    inner,
+    load_module,
+)
 from rollstream.learner.model.logprobs import Head, only_kept, selected_logprobs
 from rollstream.learner.model.ranks import Ranks
-from rollstream.learner.model.tree_attention import attention_as, hidden_states, longest_row
+from rollstream.learner.model.tree_attention import hidden_states, longest_row
 from rollstream.schemas.errors import ModelError
-from rollstream.schemas.settings import LoraSettings, ModelSettings, device_of
+from rollstream.schemas.settings import ModelSettings, device_of
 
 logger = logging.getLogger(__name__)
 
@@ -47,23 +53,20 @@ class PolicyModel:
         self._logged = ""
         where = f"model {settings.path}: device"
         self.device = torch.device(device_of(settings.device, torch.cuda.device_count(), where))
-        self.compute_dtype = _compute_dtype(settings, self.device)
-        base_dtype = self.compute_dtype if settings.lora else torch.float32
+        self.compute_dtype = compute_dtype_of(settings, self.device)
         self.tokenizer_sha256 = tokenizer_sha256(path or settings.path)
-        self.module: Any = _load_base(path or settings.path, base_dtype, settings.attn_implementation)
-        self._tied = frozenset(getattr(self.module, "all_tied_weights_keys", None) or ())
-        if settings.lora:
-            torch.manual_seed(seed)
-            self.module = _with_adapters(self.module, settings)
-        self.module.to(self.device)
-        self.selects_logprobs = _has_plain_head(self.module)
+        self.module: Any = load_module(settings, path or settings.path, self.device, seed=seed)
+        self._tied = frozenset(getattr(inner(self.module), "all_tied_weights_keys", None) or ())
+        self.selects_logprobs = has_plain_head(self.module)
         """Gather hidden states before the head; else logits are made of all tokens at once."""
         self._longest_shared, self._why_apart = 0.0, "its logits are more than a linear map of its hidden states"
         if self.selects_logprobs:
-            self._longest_shared, self._why_apart = longest_row(_inner(self.module).get_decoder(), self.device)
-        self._has_dropout = _has_dropout(self.module)
+            self._longest_shared, self._why_apart = longest_row(inner(self.module).get_decoder(), self.device)
+        self._has_dropout = has_dropout(self.module)
         if settings.gradient_checkpointing:
-            _enable_checkpointing(_inner(self.module), settings.path)
+            enable_checkpointing(inner(self.module), settings.path)
+        if settings.compile:
+            compile_layers(inner(self.module), settings.path)
         self.use_dropout(True)
 
     @property
@@ -153,7 +156,14 @@ class PolicyModel:
         """The same model once more, as it is now, without gradients and dropout."""
         frozen = copy.copy(self)
         frozen.module = copy.deepcopy(self.module).eval().requires_grad_(requires_grad=False)
+        if self.settings.compile:  # a copy is not
+            compile_layers(inner(frozen.module), self.settings.path)
         return frozen
+
+    def hold_in(self, dtype: torch.dtype) -> None:
+        """Hold all parameters in this type and compute in it: of a model that is not trained."""
+        self.module.to(dtype)
+        self.compute_dtype = dtype
 
     def completion_terms(
         self, batch: MicroBatch, *, temperature: float, entropy_needs_grad: bool
@@ -165,14 +175,14 @@ class PolicyModel:
         if not self.selects_logprobs:
             return self._terms_by_logits(batch, temperature, entropy_needs_grad)
         with torch.autocast(self.device.type, self.compute_dtype, enabled=self.compute_dtype != torch.float32):
-            decoder = _inner(self.module).get_decoder()
+            decoder = inner(self.module).get_decoder()
             if batch.tree is None:
                 hidden_B_T_D = decoder(input_ids=batch.token_ids, use_cache=False).last_hidden_state
                 at_N = batch.mask.flatten().nonzero().flatten() if batch.at_N is None else batch.at_N
                 hidden_N_D = hidden_B_T_D.flatten(0, 1)[at_N - 1]
             else:
                 hidden_N_D = functional.embedding(batch.tree.sources_M, hidden_states(decoder, batch.tree))
-        head = _inner(self.module).get_output_embeddings()
+        head = inner(self.module).get_output_embeddings()
         logprobs_N, entropies_N = selected_logprobs(
             hidden_N_D,
             Head(head.weight, head.bias),
@@ -236,98 +246,6 @@ def sha256_of(data: bytes) -> str:
     return hashlib.sha256(data).hexdigest()
 
 
-def _compute_dtype(settings: ModelSettings, device: torch.device) -> torch.dtype:
-    if settings.dtype == "auto":
-        return torch.bfloat16 if device.type == "cuda" else torch.float32
-    return torch.bfloat16 if settings.dtype == "bfloat16" else torch.float32
-
-
-def _load_base(path: str, dtype: torch.dtype, attn_implementation: str) -> Any:
-    looks_local = path.startswith((".", "/", "~")) or path.count("/") > 1
-    folder = Path(path).expanduser()
-    if looks_local and not folder.is_dir():
-        raise ModelError(f"model folder {path} does not exist; give a transformers folder or a hub name")
-    try:
-        return AutoModelForCausalLM.from_pretrained(
-            str(folder) if folder.is_dir() else path,
-            dtype=dtype,
-            trust_remote_code=False,
-            attn_implementation=None if attn_implementation == "auto" else attn_implementation,
-        )
-    except (OSError, ValueError, ImportError, KeyError, RuntimeError, safetensors.SafetensorError) as error:
-        reason = " ".join(str(error).split())[:300]
-        raise ModelError(f"model {path} cannot be loaded, from a folder or the hub: {reason}") from error
-
-
-def _with_adapters(module: Any, settings: ModelSettings) -> Any:
-    from peft import LoraConfig, get_peft_model
-
-    lora: LoraSettings = settings.lora or LoraSettings()
-    config = LoraConfig(
-        r=lora.rank,
-        lora_alpha=lora.alpha,  # pyright: ignore[reportArgumentType]
-        lora_dropout=lora.dropout,
-        target_modules=list(lora.target_modules),
-        use_rslora=lora.use_rslora,
-        use_dora=lora.use_dora,
-        task_type="CAUSAL_LM",
-    )
-    try:
-        return get_peft_model(module, config)
-    except ValueError as error:
-        raise ModelError(f"model {settings.path} takes no such adapter: {' '.join(str(error).split())}") from error
-
-
-def _enable_checkpointing(model: Any, path: str) -> None:
-    """Let a transformers model (without adapters around it) compute activations again in the backward pass.
-
-    Raises ModelError if it cannot, or has dropout outside of modules, which would then be on in every loss.
-    """
-    config = model.get_decoder().config
-    dropout = {name: value for name, value in vars(config).items() if "drop" in name and isinstance(value, float)}
-    if odd := next((name for name, value in dropout.items() if value > 0), None):
-        raise ModelError(
-            f"model {path}: gradient_checkpointing does not go with its {odd} of {dropout[odd]:g}; "
-            f"set {odd} to 0 in its config.json, or leave gradient_checkpointing off"
-        )
-
-    def contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-        """Of the forward pass, and of the second one within the backward pass, when the first has ended."""
-        return nullcontext(), attention_as(config, config._attn_implementation)
-
-    try:
-        model.gradient_checkpointing_enable({"use_reentrant": False, "context_fn": contexts})
-    except ValueError as error:
-        raise ModelError(f"model {path}: {error} Leave gradient_checkpointing off.") from error
-
-
-def _inner(module: Any) -> Any:
-    """The transformers model, which adapters are injected into."""
-    return module.get_base_model() if hasattr(module, "get_base_model") else module
-
-
-@torch.no_grad()
-def _has_plain_head(module: Any) -> bool:
-    """Whether logits are a linear map of the last hidden states: no cap or scale on them, no adapter on the head."""
-    inner = _inner(module)
-    head = inner.get_output_embeddings()
-    if type(head) is not torch.nn.Linear:
-        return False
-    ids = torch.tensor([[0, 1]], device=head.weight.device)
-    module.eval()
-    hidden = inner.get_decoder()(input_ids=ids, use_cache=False).last_hidden_state
-    return torch.equal(head(hidden), module(input_ids=ids, use_cache=False).logits)
-
-
-def _has_dropout(module: Any) -> bool:
-    """Whether forwards differ between training and evaluation."""
-    config = _inner(module).get_decoder().config
-    named = (value for name, value in vars(config).items() if "drop" in name)
-    return any(isinstance(value, float) and value > 0 for value in named) or any(
-        isinstance(part, torch.nn.Dropout) and part.p > 0 for part in module.modules()
-    )
-
-
 def _check_shape(name: str, source: Tensor, target: Tensor) -> None:
     if source.shape != target.shape:
         raise ModelError(f"weights do not fit: {name} is {tuple(source.shape)}, the model's {tuple(target.shape)}")
@@ -347,7 +265,8 @@ def _as_json(value: Any) -> JsonValue:
 class Reference:
     """Weights that stay. Full weights are a copy of the model; adapters are put in place of the policy's for a forward.
 
-    It computes on the policy's device and in its type, without dropout.
+    It computes on the policy's device and without dropout, in the policy's type unless `model.reference_dtype` says
+    another.
     """
 
     def __init__(self, policy: PolicyModel, weights: bytes, what: str) -> None:
@@ -358,6 +277,8 @@ class Reference:
         if policy.settings.lora is None:
             self._policy = policy.frozen_copy()
             self._policy.load_weights(tensors)
+            if policy.settings.reference_dtype != "auto":
+                self._policy.hold_in(getattr(torch, policy.settings.reference_dtype))
         else:
             own = _values(policy)
             policy.load_weights(tensors)

@@ -18,7 +18,7 @@ from rollstream.learner.model import collate
 from rollstream.learner.model.aggregation import aggregated, corrected_rows, divisors
 from rollstream.learner.model.collate import MicroBatch, TrainRow, Unit
 from rollstream.learner.model.memory import MicroBatchBudget
-from rollstream.learner.model.optimizer import learning_rate, set_learning_rate
+from rollstream.learner.model.optimizer import learning_rate, set_learning_rate, take_step
 from rollstream.learner.model.policy import PolicyModel, Reference
 from rollstream.learner.model.ranks import whole
 from rollstream.schemas import ids
@@ -343,7 +343,7 @@ def _take(
         _skip(odd, settings.optimizer.max_skipped_steps, taken)
         return
     set_learning_rate(optimizer, rate)
-    optimizer.step()
+    take_step(optimizer, settings.optimizer)
     taken.skipped_in_row = 0
     taken.norms.append(norm)
     taken.rates.append(rate)

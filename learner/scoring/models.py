@@ -31,7 +31,8 @@ class TeacherModel:
         """`path`: what the settings' path stands for here. Raises ModelError naming what cannot be loaded."""
         with torch.random.fork_rng(devices=[]):
             self.model = PolicyModel(settings, seed=0, path=path)
-        self.model.module.eval().requires_grad_(requires_grad=False).to(self.model.compute_dtype)
+        self.model.module.eval().requires_grad_(requires_grad=False)
+        self.model.hold_in(self.model.compute_dtype)
 
     @torch.no_grad()
     def logprobs(self, batch: MicroBatch, *, temperature: float) -> Tensor:
@@ -99,7 +100,7 @@ class ScoringModels:
             return self._policy, self._reference
         if self._teacher is None:
             path = self._permissions.model_path(scorer.model, self._location)
-            changes = {"path": scorer.model, "lora": None, "gradient_checkpointing": False}
+            changes = {"path": scorer.model, "lora": None, "gradient_checkpointing": False, "quantization": None}
             teacher = TeacherModel(self._settings.model.model_copy(update=changes), path)
             self._check_vocabulary(teacher.model, scorer.model, path)
             self._teacher = teacher

@@ -56,14 +56,15 @@ def scorers_of(settings: JobSettings, base_sha256: str) -> tuple[Scorer, ...]:
     algorithm = settings.algorithm
     teacher = teacher_of(algorithm)
     common: dict[str, Any] = {"temperature": algorithm.temperature, "over_kept": algorithm.needs.behaviour}
+    own: dict[str, Any] = {"weights_sha256": base_sha256}
+    if settings.model.reference_dtype != "auto":
+        own["dtype"] = settings.model.reference_dtype
     found: list[Scorer] = []
     if algorithm.needs.reference and settings.revision >= SCORES_SINCE:
-        found.append(Scorer(role="reference", weights_sha256=base_sha256, **common))
+        found.append(Scorer(role="reference", **own, **common))
     if algorithm.needs.teacher and teacher is not None:
-        sha256 = "" if teacher.path else base_sha256
-        found.append(
-            Scorer(role="teacher", model=teacher.path, weights_sha256=sha256, context=teacher.context, **common)
-        )
+        whose = {"model": teacher.path} if teacher.path else own
+        found.append(Scorer(role="teacher", context=teacher.context, **whose, **common))
     return tuple(found)
 
 

@@ -14,7 +14,7 @@ import safetensors
 import torch
 from safetensors.torch import load_file
 from torch import Tensor
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig
 from transformers.utils.logging import disable_progress_bar
 
 from rollstream.producers.engines.generation import Model
@@ -22,7 +22,7 @@ from rollstream.producers.engines.kv_pool import PoolShape, probed_shape
 from rollstream.schemas.errors import ModelError
 from rollstream.schemas.events import WeightsPublished
 from rollstream.schemas.services import TransformersSettings
-from rollstream.schemas.settings import device_of
+from rollstream.schemas.settings import NF4, device_of
 
 
 @dataclass(frozen=True, eq=False)
@@ -50,6 +50,10 @@ class LoadedModel:
             self.model.module.set_adapter(self.adapter, inference_mode=True)
 
 
+BaseKey = tuple[str, str | None]
+"""A base model below adapters, and how it is quantized."""
+
+
 class ModelCache:
     """Models by model group."""
 
@@ -61,7 +65,7 @@ class ModelCache:
         self.dtype = torch.bfloat16 if wants_half else torch.float32
         self._sample_on_cpu = settings.deterministic
         self._held: dict[str, LoadedModel] = {}
-        self._adapted: dict[str, Any] = {}
+        self._adapted: dict[BaseKey, Any] = {}
         """PEFT model by base model."""
         self._idle: LoadedModel | None = None
         """The module with full weights that was unloaded last."""
@@ -91,7 +95,7 @@ class ModelCache:
         if held.adapter is None:
             self._idle = held
         elif current is None or held.published.model_group in self._spares:
-            self._remove_adapter(held.published.base_model, held.adapter)
+            self._remove_adapter(_base_of(held.published), held.adapter)
         else:
             self._spares[held.published.model_group] = held
 
@@ -104,14 +108,14 @@ class ModelCache:
         self._forget(model_group)
         spare = self._spares.pop(model_group, None)
         if spare is not None and spare.adapter is not None:
-            self._remove_adapter(spare.published.base_model, spare.adapter)
+            self._remove_adapter(_base_of(spare.published), spare.adapter)
         if held is not None and held.adapter is None:
             self._idle = held
 
     def _forget(self, model_group: str) -> None:
         held = self._held.pop(model_group, None)
         if held is not None and held.adapter is not None:
-            self._remove_adapter(held.published.base_model, held.adapter)
+            self._remove_adapter(_base_of(held.published), held.adapter)
 
     def _load_full(
         self, published: WeightsPublished, tensors: Mapping[str, Tensor], where: str, in_place: bool
@@ -133,7 +137,7 @@ class ModelCache:
         if idle is not None and idle.published.base_model == published.base_model:
             return replace(idle, published=published)
         del idle  # before another one takes memory
-        return self._wrap(published, _load_base(published.base_model, self.dtype).to(self.device))
+        return self._wrap(published, _load_base(published, self.dtype, self.device))
 
     def _copy_full(self, module: Any, tensors: Mapping[str, Tensor], where: str) -> None:
         tied = set(getattr(module, "all_tied_weights_keys", None) or ())
@@ -154,7 +158,7 @@ class ModelCache:
         is_same = (
             before is not None
             and before.adapter is not None
-            and before.published.base_model == published.base_model
+            and _base_of(before.published) == _base_of(published)
             and before.published.lora == published.lora
         )
         adapter = before.adapter if before is not None and is_same else None
@@ -164,7 +168,7 @@ class ModelCache:
             _check_fit(own, tensors, where)
         except ModelError:
             if adapter is None:
-                self._remove_adapter(published.base_model, name)
+                self._remove_adapter(_base_of(published), name)
             raise
         set_peft_model_state_dict(module, tensors, adapter_name=name)
         if not in_place and adapter is not None:
@@ -181,13 +185,13 @@ class ModelCache:
 
         name = f"adapter_{self._num_adapters}"
         self._num_adapters += 1
-        module = self._adapted.get(published.base_model)
+        module = self._adapted.get(_base_of(published))
         try:
             config = _adapter_config(published.lora or {})
             if module is None:
-                base = _load_base(published.base_model, self.dtype).to(self.device)
+                base = _load_base(published, self.dtype, self.device)
                 module = get_peft_model(base, config, adapter_name=name)
-                self._adapted[published.base_model] = module
+                self._adapted[_base_of(published)] = module
             else:
                 module.add_adapter(name, config)
         except (KeyError, TypeError, ValueError) as error:
@@ -195,11 +199,11 @@ class ModelCache:
         module.eval()
         return module, name
 
-    def _remove_adapter(self, base_model: str, name: str) -> None:
-        module = self._adapted[base_model]
+    def _remove_adapter(self, base: BaseKey, name: str) -> None:
+        module = self._adapted[base]
         others = [other for other in module.peft_config if other != name]
         if not others:
-            del self._adapted[base_model]
+            del self._adapted[base]
             return
         module.set_adapter(others[0], inference_mode=True)
         module.delete_adapter(name)
@@ -261,11 +265,21 @@ def _check_fit(own: Mapping[str, Tensor], given: Mapping[str, Tensor], where: st
             raise ModelError(f"{where}: {name} has shape {found}, the model has {wanted}; {remedy}")
 
 
-def _load_base(base_model: str, dtype: torch.dtype) -> Any:
+def _base_of(published: WeightsPublished) -> BaseKey:
+    return published.base_model, published.quantization
+
+
+def _load_base(published: WeightsPublished, dtype: torch.dtype, device: torch.device) -> Any:
+    base_model = published.base_model
     check_folder(base_model)
+    how: dict[str, Any] = {}
+    if published.quantization is not None:
+        config = BitsAndBytesConfig(**NF4, bnb_4bit_compute_dtype=dtype)
+        how = {"quantization_config": config, "device_map": {"": device}}
     try:
-        return AutoModelForCausalLM.from_pretrained(base_model, dtype=dtype, trust_remote_code=False)
-    except (OSError, ValueError, KeyError, RuntimeError, safetensors.SafetensorError) as error:
+        module: Any = AutoModelForCausalLM.from_pretrained(base_model, dtype=dtype, trust_remote_code=False, **how)
+        return module.to(device)
+    except (OSError, ValueError, ImportError, KeyError, RuntimeError, safetensors.SafetensorError) as error:
         raise ModelError(f"model {base_model} cannot be loaded, from a folder or the hub: {_line(error)}") from error
 
 

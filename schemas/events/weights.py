@@ -262,6 +262,8 @@ class Scorer(BaseModel):
     """Normalised over the ids that truncated sampling left, where it did."""
     context: str = ""
     """Privileged text that only the scorer sees before each sequence, with `{KEY}` of the task's inputs."""
+    dtype: str = added("")
+    """That the weights are held in and computed with, where the job says so (`model.reference_dtype`)."""
 
     @property
     def sha256(self) -> str:
@@ -328,6 +330,8 @@ class WeightsPublished(WeightEvent):
     """Of a rollback: the earlier version that has the same weights."""
     tokenizer_sha256: str = added("")
     """Of the tokenizer's files in `base_model` where it was trained; empty for a hub name, or if it has none."""
+    quantization: Literal["nf4"] | None = added(None)
+    """Of the base model below the adapter, where it was trained; see `ModelSettings`."""
 
     @property
     def event_id(self) -> str:

@@ -39,7 +39,7 @@ KAFKA = {
 }  # fmt: skip
 OPTIMIZER = {
     "kind": "muon", "learning_rate": 0.5, "betas": [0.1, 0.2], "eps": 0.1, "weight_decay": 0.1, "max_grad_norm": 9.0,
-    "warmup_steps": 7, "schedule": "linear", "final_fraction": 0.5, "max_skipped_steps": 5,
+    "warmup_steps": 7, "schedule": "linear", "final_fraction": 0.5, "max_skipped_steps": 5, "offload": "cpu",
 }  # fmt: skip
 COMPONENT = {"_type": "no_such_type", "reward.name": "other"}
 
@@ -74,7 +74,8 @@ ADAPTER = {
     }),
     "model.dtype": "float32",
     "model.device": "cpu", "model.gradient_checkpointing": True, "model.attn_implementation": "eager",
-    "model.fp32_head": True, "model.deterministic": False,
+    "model.fp32_head": True, "model.deterministic": False, "model.compile": True, "model.reference_dtype": "bfloat16",
+    "model.quantization": "nf4",
     "algorithm.name": "sft",
     **_at("algorithm", {
         "clip_low": 0.1, "clip_high": 0.1, "dual_clip": 5.0, "advantage": "group_mean", "step_rewards": "process",

@@ -146,6 +146,7 @@ VARIANTS: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {
         trainers__t={"_type": "rollstream", "evaluation_gate": {"min_reward": 0.25}},
         finetuning__run_configuration={"validation_dataset": "examples.jsonl"},
     ),
+    "full weights": changed_by(trainer_adapters__a__model__lora=None),
     "epoch by epoch": changed_by(**EPOCHWISE),
     "without a curriculum and a dataset": changed_by(finetuning__curriculum_learning={}, eval={}),
     **{

@@ -1,0 +1,169 @@
+"""A base model as a job's settings hold it: in 16 or 4 bits, with adapters, checkpointed, compiled. Trains nothing."""
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import safetensors
+import torch
+from transformers import AttentionInterface, AutoModelForCausalLM
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from rollstream.learner.model import tree_attention
+from rollstream.learner.model.tree_attention import attention_as
+from rollstream.schemas.errors import ModelError
+from rollstream.schemas.settings import NF4, LoraSettings, ModelSettings
+
+
+def compute_dtype_of(settings: ModelSettings, device: torch.device) -> torch.dtype:
+    """The type that forwards compute in."""
+    if settings.dtype == "auto":
+        return torch.bfloat16 if device.type == "cuda" else torch.float32
+    return torch.bfloat16 if settings.dtype == "bfloat16" else torch.float32
+
+
+def load_module(settings: ModelSettings, path: str, device: torch.device, *, seed: int) -> Any:
+    """A transformers model on a device, in peft's wrapper if it has adapters, which begin as `seed` says.
+
+    `path`: a folder or a hub name. Parameters are float32 unless they are below an adapter. Raises ModelError naming
+    what cannot be loaded.
+    """
+    module = _load_base(settings, path, device)
+    if settings.lora:
+        torch.manual_seed(seed)
+        module = _with_adapters(module, settings)
+    return module.to(device)
+
+
+def inner(module: Any) -> Any:
+    """The transformers model, which adapters are injected into."""
+    return module.get_base_model() if hasattr(module, "get_base_model") else module
+
+
+@torch.no_grad()
+def has_plain_head(module: Any) -> bool:
+    """Whether logits are a linear map of the last hidden states: no cap or scale on them, no adapter on the head."""
+    model = inner(module)
+    head = model.get_output_embeddings()
+    if type(head) is not torch.nn.Linear:
+        return False
+    ids = torch.tensor([[0, 1]], device=head.weight.device)
+    module.eval()
+    hidden = model.get_decoder()(input_ids=ids, use_cache=False).last_hidden_state
+    return torch.equal(head(hidden), module(input_ids=ids, use_cache=False).logits)
+
+
+def has_dropout(module: Any) -> bool:
+    """Whether forwards differ between training and evaluation."""
+    config = inner(module).get_decoder().config
+    named = (value for name, value in vars(config).items() if "drop" in name)
+    return any(isinstance(value, float) and value > 0 for value in named) or any(
+        isinstance(part, torch.nn.Dropout) and part.p > 0 for part in module.modules()
+    )
+
+
+def enable_checkpointing(model: Any, path: str) -> None:
+    """Let a transformers model (without adapters around it) compute activations again in the backward pass.
+
+    Raises ModelError if it cannot, or has dropout outside of modules, which would then be on in every loss.
+    """
+    config = model.get_decoder().config
+    dropout = {name: value for name, value in vars(config).items() if "drop" in name and isinstance(value, float)}
+    if odd := next((name for name, value in dropout.items() if value > 0), None):
+        raise ModelError(
+            f"model {path}: gradient_checkpointing does not go with its {odd} of {dropout[odd]:g}; "
+            f"set {odd} to 0 in its config.json, or leave gradient_checkpointing off"
+        )
+
+    def contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+        """Of the forward pass, and of the second one within the backward pass, when the first has ended."""
+        return nullcontext(), attention_as(config, config._attn_implementation)
+
+    try:
+        model.gradient_checkpointing_enable({"use_reentrant": False, "context_fn": contexts})
+    except ValueError as error:
+        raise ModelError(f"model {path}: {error} Leave gradient_checkpointing off.") from error
+
+
+def compile_layers(model: Any, path: str) -> None:
+    """Compile each layer of a transformers model, for any number of rows and tokens; attention over a tree is not.
+
+    Raises ModelError if it has no layers that are known as such, or if there is nothing here to compile them with.
+    """
+    from torch._dynamo.exc import TorchDynamoException
+
+    decoder = model.get_decoder()
+    layers = [layer for layer in decoder.modules() if isinstance(layer, GradientCheckpointingLayer)]
+    if not layers:
+        raise ModelError(f"model {path}: none of its layers can be compiled; leave model.compile off")
+    AttentionInterface.register(tree_attention.NAME, torch.compiler.disable(tree_attention.attend))
+    for layer in layers:
+        layer.compile(dynamic=True)
+    ids = torch.zeros((1, 2), dtype=torch.int64, device=model.get_input_embeddings().weight.device)
+    try:
+        decoder(input_ids=ids, use_cache=False)
+    except TorchDynamoException as error:
+        reason = " ".join(str(error).split())[:300]
+        raise ModelError(f"model {path} cannot be compiled here: {reason}; leave model.compile off") from error
+
+
+def _load_base(settings: ModelSettings, path: str, device: torch.device) -> Any:
+    looks_local = path.startswith((".", "/", "~")) or path.count("/") > 1
+    folder = Path(path).expanduser()
+    if looks_local and not folder.is_dir():
+        raise ModelError(f"model folder {path} does not exist; give a transformers folder or a hub name")
+    dtype = compute_dtype_of(settings, device) if settings.lora else torch.float32
+    attention = settings.attn_implementation
+    with _named_failures(path):
+        return AutoModelForCausalLM.from_pretrained(
+            str(folder) if folder.is_dir() else path,
+            dtype=dtype,
+            trust_remote_code=False,
+            attn_implementation=None if attention == "auto" else attention,
+            **({} if settings.quantization is None else _in_4_bits(settings, dtype, device)),
+        )
+
+
+@contextmanager
+def _named_failures(path: str) -> Iterator[None]:
+    try:
+        yield
+    except (OSError, ValueError, ImportError, KeyError, RuntimeError, safetensors.SafetensorError) as error:
+        reason = " ".join(str(error).split())[:300]
+        raise ModelError(f"model {path} cannot be loaded, from a folder or the hub: {reason}") from error
+
+
+def _in_4_bits(settings: ModelSettings, dtype: torch.dtype, device: torch.device) -> dict[str, Any]:
+    """What transformers loads it with, see `NF4`."""
+    if find_spec("bitsandbytes") is None:
+        raise ModelError(
+            f"model {settings.path}: quantization {settings.quantization} needs bitsandbytes, which is not installed: "
+            "pip install '.[learner,quantized]' in rollstream's checkout"
+        )
+    from transformers import BitsAndBytesConfig
+
+    return {
+        "quantization_config": BitsAndBytesConfig(**NF4, bnb_4bit_compute_dtype=dtype),
+        "device_map": {"": device},
+    }
+
+
+def _with_adapters(module: Any, settings: ModelSettings) -> Any:
+    from peft import LoraConfig, get_peft_model
+
+    lora: LoraSettings = settings.lora or LoraSettings()
+    config = LoraConfig(
+        r=lora.rank,
+        lora_alpha=lora.alpha,  # pyright: ignore[reportArgumentType]
+        lora_dropout=lora.dropout,
+        target_modules=list(lora.target_modules),
+        use_rslora=lora.use_rslora,
+        use_dora=lora.use_dora,
+        task_type="CAUSAL_LM",
+    )
+    try:
+        return get_peft_model(module, config)
+    except ValueError as error:
+        raise ModelError(f"model {settings.path} takes no such adapter: {' '.join(str(error).split())}") from error

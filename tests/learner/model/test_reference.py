@@ -1,0 +1,67 @@
+"""The reference's own type: half the memory of a copy in float32, log-probabilities that differ by its rounding."""
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from pydantic import ValidationError
+
+from rollstream.learner.algorithms.builtin.grpo import Grpo
+from rollstream.learner.model import collate
+from rollstream.learner.model.policy import PolicyModel, Reference
+from rollstream.learner.scoring.scores import scorers_of
+from rollstream.schemas.algorithms import GrpoSettings
+from rollstream.schemas.events import JobSucceeded, ReferenceScored, StepTrained
+from rollstream.schemas.settings import LoraSettings, ModelSettings
+from tests.learner.model.test_step import rows
+from tests.rigs.retrained import assert_retrained, steps_of
+
+
+def test_a_reference_in_bfloat16_takes_half_and_the_policy_stays_as_it_is(tiny_model: Path) -> None:
+    batch = collate.pad(*collate.prepared_rows(rows(), Grpo().prepare(rows(), GrpoSettings())))
+    found: dict[str, torch.Tensor] = {}
+    sizes: dict[str, int] = {}
+    for name in ("auto", "bfloat16"):
+        settings = ModelSettings.model_validate({"path": str(tiny_model), "device": "cpu", "reference_dtype": name})
+        policy = PolicyModel(settings, seed=0)
+        before = policy.weights_bytes()
+        reference = Reference(policy, before, "base")
+        found[name] = reference.logprobs(batch, temperature=1.0)
+        sizes[name] = sum(value.nbytes for value in reference._policy.module.state_dict().values())
+        assert policy.weights_bytes() == before
+        assert policy.compute_dtype == torch.float32
+    assert 2 * sizes["bfloat16"] == sizes["auto"]
+    assert 0 < (found["bfloat16"] - found["auto"]).abs().max() < 0.03
+
+
+def test_the_type_is_a_part_of_the_scorer_and_training_again_gives_equal_bits(lab: Any) -> None:
+    async def scenario() -> None:
+        model = ModelSettings(path=str(lab.model), device="cpu", reference_dtype="bfloat16")
+        algorithm = GrpoSettings(kl_coefficient=0.1)
+        job = await lab.submit(num_versions=2, model=model, algorithm=algorithm, revision=6)
+        await lab.plan(job, 2)
+        await lab.work(lab.has(JobSucceeded))
+        assert {event.scorer.dtype for event in await lab.events("weights", ReferenceScored)} == {"bfloat16"}
+        (scorer,) = scorers_of(job.settings, "0" * 64)
+        (plain,) = scorers_of(lab.settings(algorithm=algorithm, revision=6), "0" * 64)
+        assert plain.dtype == ""
+        assert "dtype" not in plain.model_dump_json(), "so that it has the name that it had before"
+        assert scorer.sha256 != plain.sha256
+        assert len(await lab.events("weights", StepTrained)) == 2
+        await assert_retrained(lab, job, await steps_of(lab))
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"lora": LoraSettings(), "reference_dtype": "bfloat16"}, "reference_dtype has no effect below adapters"),
+        ({"quantization": "nf4"}, "quantization nf4 is for a base model below adapters; add lora"),
+    ],
+)
+def test_settings_that_have_no_effect_are_refused(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValidationError, match=message):
+        ModelSettings(path="m", **changes)
