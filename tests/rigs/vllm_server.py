@@ -107,10 +107,10 @@ class VllmServer:
 
 
 @contextmanager
-def serving(folder: Path, *, is_lora: bool = True) -> Iterator[VllmServer]:
-    """A server that has begun to answer, and ends with the block."""
+def serving(folder: Path, *, is_lora: bool = True, base: Path | None = None) -> Iterator[VllmServer]:
+    """A server that has begun to answer, and ends with the block. `base`: its model, else a tiny one of its own."""
     os.environ.update(ENVIRONMENT)
-    base = tiny_base(folder)
+    base = base or tiny_base(folder)
     child = Child(started_settings(), str(base), is_lora=is_lora, log=folder / "server.log")
     try:
         server = VllmServer(base, child)

@@ -21,6 +21,7 @@ from rollstream.learner.tiny_model import make_tiny_model
 from rollstream.schemas.errors import ModelError
 from rollstream.schemas.events import WeightsPublished
 from rollstream.schemas.settings import ArtifactRef, LoraSettings, ModelSettings
+from tests.rigs.vllm_server import serving, tiny_base
 
 LORA = LoraSettings(rank=2, alpha=8, target_modules=("q_proj", "v_proj", "down_proj"))
 IDS = torch.arange(3, 20)[None]
@@ -104,6 +105,23 @@ def test_a_merged_version_says_what_the_policy_says(
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "merged")
     assert tokenizer.chat_template
     assert sorted(path.name for path in tmp_path.iterdir()) == ["base", "merged", "weights"]
+
+
+@pytest.mark.vllm
+@pytest.mark.timeout(600)
+@torch.no_grad()
+def test_a_merged_version_on_real_vllm_says_what_the_policy_says(tmp_path: Path) -> None:
+    policy = trained(tiny_base(tmp_path / "base"), LORA)
+    merged = tmp_path / "merged"
+    export_merged(published(policy, tmp_path / "weights"), tmp_path / "weights", merged)
+    with serving(tmp_path, is_lora=False, base=merged) as server:
+        asked = {"model": str(merged), "prompt": IDS[0].tolist(), "max_tokens": 1, "prompt_logprobs": 0}
+        answer = server.ask("/v1/completions", asked)
+    given = zip(answer["choices"][0]["prompt_logprobs"][1:], IDS[0][1:].tolist(), strict=True)
+    found = [of_token[str(token)]["logprob"] for of_token, token in given]
+    logprobs = policy.module.eval()(input_ids=IDS).logits[0, :-1].log_softmax(-1)
+    expected = logprobs.gather(1, IDS[0][1:, None])[:, 0].tolist()
+    assert found == pytest.approx(expected, abs=1e-3)
 
 
 def test_the_sum_is_stored_in_the_type_of_the_base_model(tmp_path: Path, tiny: Path) -> None:
