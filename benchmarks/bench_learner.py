@@ -5,9 +5,16 @@
 One GRPO step (forward, loss, backward, optimizer) on groups of 8 over one prompt, each pass in a process of
 its own. `head` is the head alone, on hidden states made in place: its peak is in units of tokens x vocabulary x 4
 bytes, above what the process held before. Memory is the process's resident peak.
+
+    python benchmarks/bench_learner.py --phases 20M --output benchmarks/results/bench_phases.json
+
+Instead, seconds of each phase of a version, as StepTrained has them: a job of a learner's worker on a log in memory,
+its checkpoints and artifacts in a folder.
 """
 
 import argparse
+import asyncio
+import contextlib
 import json
 import os
 import random
@@ -23,6 +30,10 @@ from typing import Any
 import numpy as np
 import torch
 
+from rollstream.eventlog import codec
+from rollstream.eventlog.artifacts import ArtifactStore
+from rollstream.eventlog.memory.log import MemoryLog
+from rollstream.eventlog.reading import read_to_end
 from rollstream.learner.algorithms.base import BatchView, Member, Row
 from rollstream.learner.algorithms.builtin.grpo import Grpo
 from rollstream.learner.model.logprobs import Head, selected_logprobs
@@ -30,9 +41,21 @@ from rollstream.learner.model.optimizer import make_optimizer
 from rollstream.learner.model.policy import PolicyModel, make_deterministic
 from rollstream.learner.model.step import train_batch
 from rollstream.learner.tiny_model import make_tiny_model
+from rollstream.learner.worker import Worker
+from rollstream.schemas import tokens
+from rollstream.schemas.base import Locator
+from rollstream.schemas.events import BatchPlanned, JobSubmitted, StepTrained, TrajectoryAssembled
+from rollstream.schemas.events.rollouts import Completion, TokenSequence
+from rollstream.schemas.events.training import BatchMember
+from rollstream.schemas.permissions import Permissions
 from rollstream.schemas.settings import JobSettings, ModelSettings
 
 SIZES = {"0.1M": {}, "13M": {"hidden_size": 384, "num_layers": 6, "intermediate_size": 1536}}
+PHASES = {
+    "20M": {"hidden_size": 384, "num_layers": 10, "intermediate_size": 1408},
+    "0.5B": {"hidden_size": 1280, "num_layers": 24, "intermediate_size": 4864},
+}
+VERSIONS = 5
 MODES = ("logits", "selected")
 HEAD = {"tokens": 2048, "vocabulary": 32000, "width": 256}
 
@@ -86,6 +109,79 @@ def head_pass(mode: str) -> dict[str, float]:
     return {"peak_units": (peak_bytes() - before) / unit, "cpu_s": time.process_time() - begun}
 
 
+async def phases_of(folder: str, size: str, checkpoint_every: int) -> dict[str, float]:
+    """Medians over the versions of a job but the first one: 2 groups of 8, prompts of 64 tokens, answers of 64."""
+    path = str(make_tiny_model(Path(folder) / "model", **PHASES[size]))
+    log = MemoryLog(num_partitions=1)
+    run: dict[str, Any] = {"run_id": "bench", "time_ms": 1}
+    job: dict[str, Any] = {"job_id": "bench/rl", "model_group": "bench/policy"}
+    model = ModelSettings(path=path, device="cpu")
+    settings = JobSettings(kind="rl", model=model, num_versions=VERSIONS, checkpoint_every=checkpoint_every, revision=6)
+    await log.send(JobSubmitted(**run, **job, base_version=0, settings=settings))
+    previous = codec.EMPTY_SHA256
+    for index in range(VERSIONS):
+        planned = await manifest(log, {**run, **job}, index, previous)
+        previous = codec.content_digest(planned)
+        await log.send(planned)
+    permissions = Permissions.of([f"model:{path}"], {})
+    artifacts, kept = ArtifactStore(f"{folder}/artifacts"), Path(folder) / "checkpoints"
+    worker = Worker(log, artifacts, name="bench", checkpoints=kept, threads=1, permissions=permissions)
+    running, found = asyncio.create_task(worker.run()), list[StepTrained]()
+    while len(found) < VERSIONS and not running.done():
+        await asyncio.sleep(0.5)
+        records = [codec.decode(one).event async for one in read_to_end(log, "weights", {0: 0})]
+        found = [event for event in records if isinstance(event, StepTrained)]
+    running.cancel()
+    with contextlib.suppress(asyncio.CancelledError):
+        await running
+    names = {name for step in found for name in step.seconds}
+    return {
+        name: round(statistics.median(one.seconds.get(name, 0.0) for one in found[1:]), 3) for name in sorted(names)
+    }
+
+
+async def manifest(log: MemoryLog, common: dict[str, Any], index: int, previous: str) -> BatchPlanned:
+    """A manifest of trajectories that are sent first."""
+    batch = batch_of(2, 64, 64)
+    members, locators = list[BatchMember](), list[Locator]()
+    for number, (row, member) in enumerate(zip(batch.rows, batch.members, strict=True)):
+        start = int(row.mask.argmax())
+        completion = Completion(start=start, length=len(row.token_ids) - start, step_index=0)
+        sequence = TokenSequence(
+            token_ids=tokens.encode_ids(row.token_ids.tolist()),
+            logprobs=tokens.encode_floats(row.logprobs[start:].tolist()),
+            completions=(completion,),
+        )
+        group = f"bench/rl/e{index:05d}/t{number // 8:05d}"
+        place: dict[str, Any] = {"group_id": group, "rollout_id": f"{group}/m{number % 8}/a0"}
+        place["trajectory_id"] = f"{place['rollout_id']}/agent"
+        trajectory = TrajectoryAssembled(
+            **common, **place, agent="agent", member=number % 8, attempt=0, example_id="x", epoch=index,
+            reward=member.reward, sequences=(sequence,), num_steps=1, steps_digest="0" * 64,
+        )  # fmt: skip
+        position = await log.send(trajectory)
+        locators.append(Locator(partition=position.partition, offset=position.offset))
+        digest = codec.content_digest(trajectory)
+        members.append(BatchMember(**place, digest=digest, reward=member.reward, staleness=0))
+    return BatchPlanned(
+        **common, batch_id=f"bench/rl/b{index:05d}", epoch=index, index=index, trains_at_version=index,
+        yields_version=index + 1, members=tuple(members), seed=index, curriculum_sha256="0" * 64,
+        previous_sha256=previous, locators=tuple(locators),
+    )  # fmt: skip
+
+
+def measure_phases(size: str, output: Path | None) -> None:
+    """Print and keep the phases with a checkpoint for each version, and with one for the last version alone."""
+    report: dict[str, Any] = {"cores": os.cpu_count(), "threads": 1, "size": size, "versions": VERSIONS}
+    for every in (1, VERSIONS):
+        with tempfile.TemporaryDirectory() as folder:
+            report[f"checkpoint_every {every}"] = asyncio.run(phases_of(folder, size, every))
+    text = json.dumps(report, indent=2)
+    print(text)
+    if output:
+        output.write_text(text + "\n")
+
+
 def peak_bytes() -> int:
     """Most that this process has been resident with."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
@@ -96,12 +192,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--output", type=Path, default=None)
+    parser.add_argument("--phases", choices=PHASES, help="measure the phases of a version of this size")
     parser.add_argument("--one", nargs=2, metavar=("FOLDER", "MODE"), help="one pass, as JSON; FOLDER `head`: the head")
     args = parser.parse_args()
     if args.one:
         make_deterministic(1)
         folder, mode = args.one
         print(json.dumps(head_pass(mode) if folder == "head" else step_pass(folder, mode)))
+        return
+    if args.phases:
+        measure_phases(args.phases, args.output)
         return
     found: dict[str, list[dict[str, float]]] = {}
     with tempfile.TemporaryDirectory() as kept:
