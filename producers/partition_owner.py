@@ -138,6 +138,26 @@ class PartitionOwner:
             for group_id in [one for one in groups if ids.run_of(one) == run_id]:
                 groups.discard(group_id)
 
+    def owns(self, group_id: str) -> bool:
+        """Whether a group is of this partition."""
+        return partition_of(group_id, self._num_partitions) == self._writer.partition
+
+    def is_over(self, rollout_id: str) -> bool:
+        """Whether a rollout of this partition that was once begun goes on no more; False as long as that is unknown."""
+        group_id = ids.group_of(rollout_id)
+        run = self._runs.get(group_id)
+        if run is None:
+            is_open = group_id in self._held or group_id in self._recovered.groups
+            return self._next_offset >= self._tasks_end and not is_open
+        named = ids.attempt_of(group_id, rollout_id)
+        member = None if named is None or run.state is None else run.state.members.get(named[0])
+        return (
+            named is not None
+            and member is not None
+            and named[1] in range(member.next_attempt)
+            and (named[1] not in member.open_attempts)
+        )
+
     def commit_point(self) -> tuple[int, int]:
         """Offset of the oldest unsettled task, and where in `steps` the oldest open group begins, or one that was
         settled after that task.
@@ -255,7 +275,7 @@ class PartitionOwner:
         named = ids.parsed_group(group_id)
         if named is None or group_id in self._runs or self._is_settled(group_id) or group_id in self._held:
             return
-        if partition_of(group_id, self._num_partitions) != record.partition:
+        if not self.owns(group_id):
             return
         self._settled.add(group_id)
         started = GroupStarted(

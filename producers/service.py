@@ -63,7 +63,13 @@ async def run(settings: ProducerSettings, log: EventLog, engine: Engine) -> None
     artifacts = ArtifactStore(settings.artifact_uri)
     permissions = Permissions.of(settings.allow, os.environ)
     follower = WeightFollower(log, artifacts, engine, engine_id=settings.name, permissions=permissions)
-    gateway = RolloutGateway(settings.gateway, engine, workspace=settings.workspace, name=settings.name)
+    gateway = RolloutGateway(
+        settings.gateway,
+        engine,
+        workspace=settings.workspace,
+        name=settings.name,
+        is_over=lambda rollout_id: worker.is_over(rollout_id),
+    )
     producer = WorkerContext(
         opponents=OpponentWeights(log, artifacts, engine, permissions=permissions),
         log=log,

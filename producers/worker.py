@@ -21,6 +21,7 @@ from rollstream.producers.partition_owner import PartitionOwner
 from rollstream.producers.run_ends import CommitMetadata, RunEnds
 from rollstream.producers.steps_writer import StepsWriter
 from rollstream.producers.takeover import recover
+from rollstream.schemas import ids
 from rollstream.schemas.errors import FencedError, first_error
 
 GROUP = "rollstream-producers"
@@ -70,6 +71,11 @@ class RolloutWorker:
         finally:
             await self._run_ends.close()
             await self._leave()
+
+    def is_over(self, rollout_id: str) -> bool:
+        """Whether a rollout that was once begun goes on no more; False if its partition is not owned here."""
+        group_id = ids.group_of(rollout_id)
+        return any(owner.is_over(rollout_id) for owner in self._owners.values() if owner.owns(group_id))
 
     async def _work(self, run_ends: RunEnds, on_ready: Callable[[], None]) -> None:
         async with asyncio.TaskGroup() as tasks:

@@ -10,7 +10,7 @@ import json
 import logging
 import os
 from collections import deque
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
@@ -18,6 +18,7 @@ from urllib.parse import quote
 from aiohttp import web
 from pydantic import BaseModel, ConfigDict, Field, FiniteFloat
 
+from rollstream.eventlog.failpoints import failpoint
 from rollstream.eventlog.files import write_whole
 from rollstream.eventlog.private import token_in
 from rollstream.eventlog.recent import RecentSet
@@ -72,26 +73,47 @@ class ClaimBody(_Body):
 class RolloutGateway(Routes):
     """Of `rollout.outside.Gateway`. As a context manager: it listens no longer once it is left."""
 
-    def __init__(self, settings: GatewaySection, engine: Engine, *, workspace: Path, name: str) -> None:
+    def __init__(
+        self,
+        settings: GatewaySection,
+        engine: Engine,
+        *,
+        workspace: Path,
+        name: str,
+        is_over: Callable[[str], bool] = lambda rollout_id: False,
+    ) -> None:
+        """`is_over`: whether a rollout that had been opened, maybe by another process, has ended by the log."""
         self._settings = settings
         self._engine = engine
         self._workspace = workspace
         self._name = name
         self._rollouts: dict[str, PlayedRollout] = {}
         self._ended = RecentSet(MAX_ENDED)
+        self._is_over = is_over
         self._claimable: deque[str] = deque()
         self._claiming = asyncio.Condition()
         self._stack = contextlib.AsyncExitStack()
         self._starting = asyncio.Lock()
         self._url = ""
+        self._port = 0
         self._access = Access(settings.host, settings.allowed_hosts, None)
         self._keys = RolloutKeys("")
 
     async def __aenter__(self) -> "RolloutGateway":
+        """After a process that was killed while it listened: its agents ask again."""
+        if _recorded(address_file(self._workspace, self._name)).get("pid"):
+            await self._listen()
         return self
 
     async def __aexit__(self, *error: object) -> None:
         await self._stack.aclose()
+        if self._url:
+            self._record_address(pid=None)
+
+    def _record_address(self, pid: int | None) -> None:
+        """`pid`: of the process that listens there; None: of none any more."""
+        address = {"url": self._url, "port": self._port, "pid": pid}
+        write_whole(address_file(self._workspace, self._name), json.dumps(address), is_private=False)
 
     @contextlib.asynccontextmanager
     async def open(self, session: Session, agent: str, *, is_claimable: bool) -> AsyncIterator[PlayedRollout]:
@@ -123,18 +145,18 @@ class RolloutGateway(Routes):
         async with self._starting:
             if self._url:
                 return
-            settings, path = self._settings, address_file(self._workspace, self._name)
+            settings, name = self._settings, self._name
             try:
                 self._workspace.mkdir(parents=True, exist_ok=True)
-                token = token_in(token_file(self._workspace, self._name))
+                token = token_in(token_file(self._workspace, name))
             except OSError as error:
                 raise RollstreamError(f"gateway token in {self._workspace} cannot be created: {error}") from error
             self._access = Access(settings.host, settings.allowed_hosts, token)
             self._keys = RolloutKeys(token)
-            port = await self._take_port(settings.port or _port_before(path))
-            self._url = f"http://{settings.host}:{port}"
-            write_whole(path, json.dumps({"url": self._url, "port": port, "pid": os.getpid()}), is_private=False)
-            logger.info("gateway %s (token in %s)", self._url, token_file(self._workspace, self._name))
+            self._port = await self._take_port(settings.port or _port_before(address_file(self._workspace, name)))
+            self._url = f"http://{settings.host}:{self._port}"
+            self._record_address(os.getpid())
+            logger.info("gateway %s (token in %s)", self._url, token_file(self._workspace, name))
 
     async def _take_port(self, wanted: int) -> int:
         try:
@@ -194,14 +216,16 @@ class RolloutGateway(Routes):
         body = validated(RewardBody, json_of(await request.read()))
         rollout = self._rollout(request)
         await rollout.reward(body.value, body.name, body.step_index, body.agent)
+        failpoint("gateway/after-reward-before-answer")
         return json_response({"rollout_id": rollout.session.rollout_id, **body.model_dump()})
 
     async def end(self, request: web.Request) -> web.Response:
         """The agent is done; again changes nothing."""
         body = validated(EndBody, json_of(await request.read() or b"{}"))
         named = self._named(request)
-        if named not in self._ended:
+        if named is None or not self._has_ended(request, named):
             await self._rollout(request).end(body.error)
+        failpoint("gateway/after-end-before-answer")
         return json_response({"rollout_id": named, "status": "ended"})
 
     async def claim(self, request: web.Request) -> web.Response:
@@ -231,12 +255,18 @@ class RolloutGateway(Routes):
                         return rollout
                 await self._claiming.wait()
 
+    def _has_ended(self, request: web.Request, named: str) -> bool:
+        """Its own key shows that a rollout was opened once, maybe by a process that is gone."""
+        if named in self._rollouts or named in self._ended:
+            return named in self._ended
+        return not self._access.bears_token(request.headers) and self._is_over(named)
+
     def _rollout(self, request: web.Request) -> PlayedRollout:
         named = self._named(request)
         if named is None:
             raise Refusal(400, f"no rollout is named; use its key, its path or the header {ROLLOUT_HEADER}")
         found = self._rollouts.get(named)
-        if found is None and named in self._ended:
+        if self._has_ended(request, named):
             raise ended(named)
         if found is None:
             raise Refusal(404, f"rollout {named[:200]!r} is not open here", code="rollout_not_found")
@@ -245,8 +275,14 @@ class RolloutGateway(Routes):
 
 def _port_before(path: Path) -> int:
     """The port that the process before had, so that agents find the one after it; 0 if there was none."""
-    try:
-        port = json.loads(path.read_text(encoding="utf-8"))["port"]
-    except (OSError, ValueError, KeyError, TypeError):
-        return 0
+    port = _recorded(path).get("port")
     return port if isinstance(port, int) and 0 < port < 65536 else 0
+
+
+def _recorded(path: Path) -> dict[str, Any]:
+    """What the process before wrote; empty if there was none."""
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}

@@ -244,9 +244,9 @@ class PlayedRollout:
             self._exhausted = error
             raise Refusal(400, str(error), code="max_turns") from error
         except PromptTooLongError as error:
-            raise Refusal(400, str(error), param="messages", code="context_length_exceeded") from error
+            raise Refusal(400, str(error), param=asked.PROMPT_KEY, code="context_length_exceeded") from error
         except PromptRefusedError as error:
-            raise Refusal(400, str(error), param="prompt") from error
+            raise Refusal(400, str(error), param=asked.PROMPT_KEY) from error
         except ModelError as error:
             raise Refusal(500, str(error), code="engine_error") from error
         except EnvironmentRunError as error:

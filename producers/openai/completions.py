@@ -1,7 +1,7 @@
 """OpenAI's completions as values: a prompt as text or as token ids, and what is sampled after it. Pure."""
 
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
@@ -9,12 +9,14 @@ from rollstream.producers.openai.protocol import NOTHING_SENT, Answer, logprobs_
 from rollstream.producers.openai.requests import SampledRequest
 
 TokenIds = Annotated[list[Annotated[int, Field(ge=0, lt=2**31)]], Field(min_length=1)]
+Text = Annotated[str, Field(min_length=1)]
 
 
 class CompletionRequest(SampledRequest):
     """A request for completions of one prompt."""
 
-    prompt: str | TokenIds | Annotated[list[str], Field(min_length=1, max_length=1)]
+    PROMPT_KEY: ClassVar[str] = "prompt"
+    prompt: Text | TokenIds | Annotated[list[Text], Field(min_length=1, max_length=1)]
     logprobs: int = Field(default=0, ge=0, le=1)
     """Only the sampled token's is known."""
     echo: Literal[False] = False

@@ -1,9 +1,9 @@
 """What a request of OpenAI's kind may say, and what a refusal looks like. Pure."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from http import HTTPStatus
-from typing import Any, Literal, TypeVar
+from typing import Any, ClassVar, Literal, TypeVar
 
 import orjson
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
@@ -12,6 +12,8 @@ from rollstream.schemas.errors import RollstreamError, first_invalid
 from rollstream.schemas.settings import Sampling
 
 MAX_CHOICES = 128
+MAX_NESTING = 64
+"""Of lists and objects in a body: chat templates and records take some hundred."""
 MAX_STOPS = 64
 WITHOUT_EFFECT = frozenset(
     {"user", "metadata", "store", "service_tier", "parallel_tool_calls", "prompt_cache_key", "safety_identifier"}
@@ -100,6 +102,8 @@ class SampledRequest(BaseModel):
     """What any request says; null means the default. Unknown keys are refused: no option is lost in silence."""
 
     model_config = ConfigDict(frozen=True, extra="allow")
+    PROMPT_KEY: ClassVar[str]
+    """The key whose value the prompt is made of."""
 
     model: str
     temperature: float | None = Field(default=None, ge=0, le=2)
@@ -159,6 +163,7 @@ class SampledRequest(BaseModel):
 class ChatRequest(SampledRequest):
     """A request for chat completions."""
 
+    PROMPT_KEY: ClassVar[str] = "messages"
     messages: list[ChatMessage] = Field(min_length=1)
     logprobs: bool = False
     top_logprobs: int = Field(default=0, ge=0, le=1)
@@ -181,11 +186,21 @@ def parse_request(body: bytes) -> ChatRequest:
 
 
 def json_of(body: bytes) -> Any:
-    """The value in a body. Raises Refusal (400)."""
+    """The value in a body. Raises Refusal (400), also for values within values that no record could hold."""
     try:
-        return orjson.loads(body)
+        value = orjson.loads(body)
     except orjson.JSONDecodeError as error:
         raise Refusal(400, f"the body is not JSON: {error}") from error
+    level = [value]
+    for _ in range(MAX_NESTING):
+        level = [item for one in level if isinstance(one, dict | list) for item in _items(one)]
+        if not level:
+            return value
+    raise Refusal(400, f"the body nests values more than {MAX_NESTING} deep; make it flatter")
+
+
+def _items(value: dict[str, Any] | list[Any]) -> Iterable[Any]:
+    return value.values() if isinstance(value, dict) else value
 
 
 def validated(kind: type[_M], value: Any) -> _M:

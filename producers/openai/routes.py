@@ -154,6 +154,9 @@ class Routes(ABC):
             headers = {"WWW-Authenticate": "Bearer"} if refused.status == HTTPStatus.UNAUTHORIZED else {}
             headers |= {} if refused.retry_after_s is None else {"Retry-After": str(refused.retry_after_s)}
             return json_response(_error_body(request, refused), status=refused.status, headers=headers)
+        except web.HTTPRequestEntityTooLarge:
+            refused = Refusal(413, f"the body has more than {MAX_BODY_BYTES} bytes; send less", code="body_too_large")
+            return json_response(_error_body(request, refused), status=refused.status)
         except web.HTTPException as error:
             refused = Refusal(error.status, f"{request.method} {request.path}: {error.reason}")
             return json_response(_error_body(request, refused), status=error.status)

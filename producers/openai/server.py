@@ -108,7 +108,7 @@ class Endpoint(Routes):
                 )
                 for index in range(asked.n)
             ],
-            param="messages" if is_chat else "prompt",
+            param=asked.PROMPT_KEY,
         )
         answers = [
             answer_of(generation, tokenizer, prompt_ids=prompt_ids, stop=asked.stop, has_tools=has_tools)

@@ -43,6 +43,12 @@ class CallOptions:
         """What the chat template and the record have beside the messages."""
         return {"tools": list(self.tools)} if self.tools else {}
 
+    def rendered(self, messages: list[dict[str, Any]], tokenizer: Tokenizer) -> str:
+        """The prompt: messages as the chat template writes them, unless it is given as it is."""
+        if self.text is not None:
+            return self.text
+        return tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, **self.data)
+
     @classmethod
     def of(cls, step: StepRecorded) -> "CallOptions":
         """What a recorded call was rendered with."""

@@ -339,9 +339,7 @@ class Session:
         return prompt
 
     def _text(self, messages: list[Message], group: str, asked: CallOptions | None) -> str:
-        asked = asked or CallOptions()
-        render = self._tokenizer(group).apply_chat_template
-        return asked.text or render(messages, tokenize=False, add_generation_prompt=True, **asked.data)
+        return (asked or CallOptions()).rendered(messages, self._tokenizer(group))
 
     async def _answers(
         self, prompt: Prompt, messages: list[Message], agent: str, seeds: Sequence[int], asked: CallOptions | None

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import io
 import itertools
 import json
 import os
@@ -12,9 +13,11 @@ from typing import Any
 import aiohttp
 
 from rollstream.eventlog import codec
-from rollstream.producers.attempt import run_rollout
+from rollstream.eventlog.codec import Encoded
+from rollstream.producers.attempt import record_rollout
 from rollstream.producers.gateway.listener import RolloutGateway
 from rollstream.producers.gateway.marks import address_file, token_file
+from rollstream.producers.rollout.continuing import RecordedAttempt
 from rollstream.schemas.permissions import Permissions, named_by
 from rollstream.schemas.services import GatewaySection
 from tests.producers.conftest import Played, scripted, task_of
@@ -34,8 +37,10 @@ class Outside:
         self.token = token
         self.rollout: dict[str, Any] = {}
 
-    async def claim(self, wait_s: float = 10.0) -> dict[str, Any]:
-        self.rollout = await self.post(f"{self.url}/rollouts", {"wait_s": wait_s}, key=self.token)
+    async def claim(self, wait_s: float = 10.0, *, mark: str = "claim") -> dict[str, Any]:
+        """The next rollout; `mark`: its Idempotency-Key."""
+        body, headers = {"wait_s": wait_s}, {"Idempotency-Key": mark}
+        self.rollout = await self.post(f"{self.url}/rollouts", body, key=self.token, status=200, **headers)
         return self.rollout
 
     async def post(self, url: str, body: Any, *, key: str | None = None, status: int = 200, **headers: str) -> Any:
@@ -44,7 +49,7 @@ class Outside:
         bears = {"Authorization": f"Bearer {key or self.rollout['key']}"}
         data = body if isinstance(body, bytes) else json.dumps(body).encode()
         sent = {"Content-Type": "application/json"} | bears | headers
-        async with self.http.post(url, data=data, headers=sent) as response:
+        async with self.http.post(url, data=io.BytesIO(data), headers=sent) as response:
             text = await response.text()
             assert response.status == status, (response.status, text)
             return json.loads(text) if text else None
@@ -73,31 +78,48 @@ async def outside(workspace: Path):
         yield Outside(http, json.loads(address.read_text())["url"], token.read_text().strip())
 
 
+class Killed(Exception):
+    """Raised by an agent: the process that it plays at is gone."""
+
+
+def recorded_of(played: Played) -> RecordedAttempt:
+    """What the log has of an attempt, for the process after it."""
+    steps = {step.step_index: (step, codec.content_digest(step)) for step in played.steps}
+    rewards = {reward.reward_index: (reward, codec.content_digest(reward)) for reward in played.rewards}
+    return RecordedAttempt(steps, rewards)
+
+
 def play_outside(
     folder: Path, agent: Agent | None = None, *, program: Program | None = None, script: Any = None, **settings: Any
 ) -> Played:
-    """One attempt in the environment `gateway` (or another one), which `agent` or a `program` of its own plays."""
+    """One attempt in the environment `gateway` (or another one), which `agent` or a `program` of its own plays.
+
+    `before`: what another process played of it, whose events come first; its agent goes on with the claimed rollout.
+    `max_length`: tokens that the model takes.
+    """
     section = GatewaySection(max_concurrent_calls=settings.pop("max_concurrent_calls", 64))
+    before: Played | None = settings.pop("before", None)
     max_length = settings.pop("max_length", None)
     task = task_of(settings.pop("environment", "gateway"), **settings)
-    events: list[Any] = []
+    events: list[Any] = [] if before is None else [*before.events]
 
-    async def emit(event: Any) -> None:
-        encoded = codec.encode(event)
+    async def emit(encoded: Encoded) -> None:
         events.append(codec.parse(encoded.topic, encoded.value)[0])
 
     async def scenario() -> None:
-        engine, counter = await scripted(folder, script, max_length=max_length), itertools.count(1000)
+        engine, counter = await scripted(folder, script, max_length=max_length), itertools.count(1000 + len(events))
         async with RolloutGateway(section, engine, workspace=folder / "w", name=NAME) as gateway:
-            rollout = run_rollout(
+            rollout = record_rollout(
                 task,
                 member=0,
                 attempt=0,
+                is_last=False,
                 engine=engine,
                 emit=emit,
                 clock=lambda: next(counter),
                 permissions=Permissions.of(named_by(task.settings), os.environ),
                 gateway=gateway,
+                before=None if before is None else recorded_of(before),
             )
             async with asyncio.TaskGroup() as both:
                 both.create_task(rollout)
@@ -106,7 +128,11 @@ def play_outside(
                 if program is not None:
                     both.create_task(program(folder / "w"))
 
-    asyncio.run(scenario())
+    address_file(folder / "w", NAME).unlink(missing_ok=True)  # that of the process before
+    try:
+        asyncio.run(scenario())
+    except* Killed:
+        pass
     return Played(events)
 
 
