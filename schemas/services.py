@@ -264,6 +264,10 @@ class GatewaySection(Settings):
     """Names by which it may be asked beside its own address (the header `Host`)."""
     max_concurrent_calls: int = Field(default=64, ge=1)
     """Of one rollout; more at once are refused (429)."""
+    requests_per_minute: int | None = Field(default=None, ge=1)
+    """Of one key, to the routes of the APIs; more are refused (429). None: any number."""
+    calls_per_key: int | None = Field(default=None, ge=1)
+    """Requests of one key at once, which may be for several rollouts; more are refused (429). None: any number."""
 
     def of_process(self, number: int) -> "GatewaySection":
         """Of the first, second, ... producers process of a machine: ports that are set follow one another."""
@@ -315,6 +319,10 @@ class EndpointSection(Settings):
     """Of a request that says nothing; what the model has no room for is cut."""
     wait_timeout_s: float = Field(default=120.0, gt=0)
     """Maximum seconds for a request to wait for the weight version that it needs."""
+    requests_per_minute: int | None = Field(default=None, ge=1)
+    """Of one key; more are refused (429). None: any number."""
+    calls_per_key: int | None = Field(default=None, ge=1)
+    """Requests of one key at once; more are refused (429). None: any number."""
 
 
 class EndpointSettings(EndpointSection, ServiceSettings):

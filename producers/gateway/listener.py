@@ -25,7 +25,7 @@ from rollstream.eventlog.recent import RecentSet
 from rollstream.producers.engines.base import Engine
 from rollstream.producers.gateway.marks import Mark, RolloutKeys, address_file, token_file
 from rollstream.producers.gateway.played import PlayedRollout, ended
-from rollstream.producers.openai.access import Access, check_is_json, keys_of, no_key
+from rollstream.producers.openai.access import Access, KeyLimits, check_is_json, keys_of, no_key
 from rollstream.producers.openai.completions import CompletionRequest
 from rollstream.producers.openai.requests import ChatRequest, Refusal, json_of, validated
 from rollstream.producers.openai.routes import Routes, json_response
@@ -83,6 +83,7 @@ class RolloutGateway(Routes):
         is_over: Callable[[str], bool] = lambda rollout_id: False,
     ) -> None:
         """`is_over`: whether a rollout that had been opened, maybe by another process, has ended by the log."""
+        super().__init__(KeyLimits(settings.requests_per_minute, settings.calls_per_key))
         self._settings = settings
         self._engine = engine
         self._workspace = workspace

@@ -1,11 +1,16 @@
-"""Who may ask the endpoint: whoever bears its token, and no web page. Pure.
+"""Who may ask the endpoint, whoever bears its token and no web page, and how often. Pure.
 
 A page can make a browser send requests to an address of this machine: with an `Origin`, as a form or plain text without
 asking first, or under a name of its own that it lets resolve to 127.0.0.1. None of these is answered.
 """
 
+import contextlib
+import hashlib
 import hmac
-from collections.abc import Mapping, Sequence
+import math
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from email.message import Message
 
 from rollstream.producers.openai.requests import Refusal
@@ -53,6 +58,71 @@ class Access:
             )
         if "Origin" in headers or headers.get("Sec-Fetch-Site") in FROM_ELSEWHERE:
             raise Refusal(403, "requests from web pages are not allowed", code="origin_not_allowed")
+
+
+MAX_KEYS = 10_000
+"""Keys whose calls are counted; of more the one that asked least lately is forgotten, if none of its calls is open."""
+
+
+@dataclass(slots=True)
+class _Use:
+    """Of one key."""
+
+    left: float
+    """Requests that it may send now."""
+    at_s: float
+    num_open: int = 0
+
+
+class KeyLimits:
+    """How many requests a key may send a minute, and at once."""
+
+    def __init__(
+        self, per_minute: int | None, at_once: int | None, monotonic: Callable[[], float] = time.monotonic
+    ) -> None:
+        """None: no limit. `monotonic` in seconds. A minute's requests may come in one burst (a token bucket)."""
+        self._per_minute = per_minute
+        self._at_once = at_once
+        self._monotonic = monotonic
+        self._uses: dict[bytes, _Use] = {}
+        """By digest of the key; bounded by MAX_KEYS."""
+
+    @contextlib.contextmanager
+    def call(self, headers: Mapping[str, str]) -> Iterator[None]:
+        """One request of the key in its headers, until it is answered. Raises Refusal (429)."""
+        if self._per_minute is None and self._at_once is None:
+            yield
+            return
+        use = self._use("\x1f".join(keys_of(headers)))
+        if self._at_once is not None and use.num_open >= self._at_once:
+            raise _too_many(f"this key has {use.num_open} calls under way, as many as calls_per_key allows", 1)
+        if self._per_minute is not None:
+            if use.left < 1:
+                wait_s = math.ceil((1 - use.left) * 60 / self._per_minute)
+                raise _too_many(f"this key has sent the {self._per_minute} requests of requests_per_minute", wait_s)
+            use.left -= 1
+        use.num_open += 1
+        try:
+            yield
+        finally:
+            use.num_open -= 1
+
+    def _use(self, key: str) -> _Use:
+        """Of a key, as of now; it is the newest then."""
+        digest, now_s, size = hashlib.sha256(key.encode(errors="replace")).digest(), self._monotonic(), self._per_minute
+        use = self._uses.pop(digest, None) or _Use(float(size or 0), now_s)
+        use.left = min(float(size or 0), use.left + (now_s - use.at_s) * (size or 0) / 60)
+        use.at_s = now_s
+        if len(self._uses) >= MAX_KEYS:
+            idle = next((one for one, found in self._uses.items() if not found.num_open), None)
+            self._uses.pop(idle or next(iter(self._uses)))
+        self._uses[digest] = use
+        return use
+
+
+def _too_many(message: str, retry_after_s: int) -> Refusal:
+    text = f"{message}; try again in {retry_after_s} s"
+    return Refusal(429, text, code="rate_limit_exceeded", retry_after_s=retry_after_s)
 
 
 def no_key() -> Refusal:

@@ -3,6 +3,7 @@ shape of each API. Who may ask, what is sampled and what is recorded is up to th
 """
 
 import asyncio
+import contextlib
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable
 from http import HTTPStatus
@@ -12,6 +13,7 @@ import orjson
 from aiohttp import web
 
 from rollstream.producers.openai import anthropic, completions
+from rollstream.producers.openai.access import KeyLimits
 from rollstream.producers.openai.completions import CompletionRequest
 from rollstream.producers.openai.protocol import completion
 from rollstream.producers.openai.requests import (
@@ -38,6 +40,10 @@ MAX_BODY_BYTES = 2 * 1024 * 1024
 
 class Routes(ABC):
     """The routes of one service."""
+
+    def __init__(self, limits: KeyLimits) -> None:
+        """`limits`: of requests to the APIs' own routes, by key."""
+        self._limits = limits
 
     @abstractmethod
     def check(self, request: web.Request) -> None:
@@ -149,7 +155,9 @@ class Routes(ABC):
     ) -> web.StreamResponse:
         try:
             self.check(request)
-            return await handler(request)
+            is_limited = request.method == "POST" and "/v1/" in request.path
+            with self._limits.call(request.headers) if is_limited else contextlib.nullcontext():
+                return await handler(request)
         except Refusal as refused:
             headers = {"WWW-Authenticate": "Bearer"} if refused.status == HTTPStatus.UNAUTHORIZED else {}
             headers |= {} if refused.retry_after_s is None else {"Retry-After": str(refused.retry_after_s)}

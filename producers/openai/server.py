@@ -17,7 +17,7 @@ from typing import Any, Protocol
 from aiohttp import web
 
 from rollstream.producers.engines.base import Engine, Generation, GenerationRequest
-from rollstream.producers.openai.access import Access
+from rollstream.producers.openai.access import Access, KeyLimits
 from rollstream.producers.openai.completions import CompletionRequest
 from rollstream.producers.openai.protocol import answer_of
 from rollstream.producers.openai.requests import ChatRequest, Refusal, SampledRequest
@@ -50,6 +50,7 @@ class Endpoint(Routes):
         self, engine: Engine, weights: ServedWeights, settings: EndpointSettings, token: str | None = None
     ) -> None:
         """With a `token`, requests must bear it."""
+        super().__init__(KeyLimits(settings.requests_per_minute, settings.calls_per_key))
         self._engine = engine
         self._weights = weights
         self._settings = settings

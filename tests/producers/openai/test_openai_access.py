@@ -8,7 +8,9 @@ import stat
 import aiohttp
 import pytest
 
+from rollstream.producers.openai.access import MAX_KEYS, KeyLimits
 from rollstream.producers.openai.keys import token_file, token_of
+from rollstream.producers.openai.requests import Refusal
 from rollstream.producers.openai.routes import MAX_BODY_BYTES
 from rollstream.schemas.errors import ConfigError
 from rollstream.schemas.services import EndpointSettings
@@ -97,5 +99,73 @@ def test_a_name_that_is_set_is_answered_and_a_large_body_is_not(tmp_path):
             ) as answer:
                 assert answer.status == 413
                 assert (await answer.json())["error"]["type"] == "invalid_request_error"
+
+    asyncio.run(scenario())
+
+
+def bearing(key):
+    return {"Authorization": f"Bearer {key}"}
+
+
+def test_a_key_sends_so_many_requests_a_minute_and_is_told_when_to_come_again():
+    now = [0.0]
+    limits = KeyLimits(6, None, lambda: now[0])
+
+    def refused(key):
+        try:
+            with limits.call(bearing(key)):
+                return None
+        except Refusal as error:
+            return error.status, error.code, error.retry_after_s
+
+    assert [refused("a") for _ in range(7)] == [None] * 6 + [(429, "rate_limit_exceeded", 10)]
+    assert refused("b") is None
+    now[0] = 5.0
+    assert refused("a") == (429, "rate_limit_exceeded", 5)
+    now[0] = 10.0
+    assert [refused("a"), refused("a")] == [None, (429, "rate_limit_exceeded", 10)]
+    now[0] = 1e6
+    assert [refused("a") for _ in range(7)].count(None) == 6
+
+
+def test_a_key_has_so_many_calls_at_once_and_keys_that_ask_no_more_are_forgotten():
+    limits = KeyLimits(None, 2, lambda: 0.0)
+    with limits.call(bearing("a")), limits.call(bearing("a")):
+        with (
+            pytest.raises(Refusal, match="2 calls under way, as many as calls_per_key allows"),
+            limits.call(bearing("a")),
+        ):
+            pass
+        for number in range(MAX_KEYS + 10):
+            with limits.call(bearing(str(number))):
+                pass
+        assert len(limits._uses) == MAX_KEYS  # pyright: ignore[reportPrivateUsage]
+        with pytest.raises(Refusal), limits.call(bearing("a")):
+            pass
+    with limits.call(bearing("a")):
+        pass
+
+
+def test_limits_are_kept_over_http_in_the_words_of_each_api_and_leave_other_routes_alone(tmp_path):
+    async def scenario():
+        async with serving(tmp_path, token=SECRET, requests_per_minute=2) as place, aiohttp.ClientSession() as http:
+            chat = {"model": "policy", "messages": ASK}
+            statuses: list[int] = []
+            for _ in range(4):
+                async with http.post(f"{place.url}/chat/completions", json=chat, headers=JSON) as answer:
+                    statuses.append(answer.status)
+                    found, retry = await answer.json(), answer.headers.get("Retry-After", "0")
+                if answer.status == 429:
+                    assert 1 <= int(retry) <= 30
+                    assert (found["error"]["type"], found["error"]["code"]) == (
+                        "rate_limit_error",
+                        "rate_limit_exceeded",
+                    )
+            assert statuses == [200, 200, 429, 429]
+            body = chat | {"max_tokens": 4}
+            async with http.post(f"{place.url}/messages", json=body, headers=JSON) as answer:
+                assert (answer.status, (await answer.json())["error"]["type"]) == (429, "rate_limit_error")
+            async with http.get(f"{place.url}/models", headers=JSON) as answer:
+                assert answer.status == 200
 
     asyncio.run(scenario())
