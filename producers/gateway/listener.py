@@ -12,7 +12,7 @@ import os
 from collections import deque
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 from urllib.parse import quote
 
 from aiohttp import web
@@ -72,6 +72,8 @@ class ClaimBody(_Body):
 
 class RolloutGateway(Routes):
     """Of `rollout.outside.Gateway`. As a context manager: it listens no longer once it is left."""
+
+    KEEPS_RESPONSES: ClassVar[bool] = True
 
     def __init__(
         self,

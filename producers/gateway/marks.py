@@ -1,6 +1,7 @@
 """By what calls are known again, by what rollouts are, and where the gateway is found: marks of retries, keys, and the
 files of a workspace. Pure."""
 
+import asyncio
 import base64
 import binascii
 import hashlib
@@ -8,6 +9,7 @@ import hmac
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from rollstream.producers.openai.requests import Refusal
 
@@ -38,6 +40,35 @@ class Mark:
         digest = hashlib.sha256(path.encode() + b"\x1f" + body).hexdigest()
         key_sha256 = None if key is None else hashlib.sha256(key.encode(errors="replace")).hexdigest()
         return cls(digest, key_sha256, count.isdecimal() and int(count[:9]) > 0)
+
+
+class RememberedCalls:
+    """The calls of one rollout by their marks: who asks again gets what was answered, or waits for it.
+
+    As many as the rollout has calls, which `max_turns` bounds.
+    """
+
+    def __init__(self) -> None:
+        self._by_body: dict[str, asyncio.Future[Any]] = {}
+        self._by_key: dict[str, tuple[str, asyncio.Future[Any]]] = {}
+
+    def add(self, body_sha256: str, key_sha256: str | None, answer: "asyncio.Future[Any]") -> None:
+        """A call and its answer, maybe still on its way."""
+        self._by_body[body_sha256] = answer
+        if key_sha256 is not None:
+            self._by_key[key_sha256] = body_sha256, answer
+
+    def repeated(self, mark: Mark) -> "asyncio.Future[Any] | None":
+        """The call that is asked for again, if it did not fail. Raises Refusal (422) for another body under its key."""
+        answer = self._by_body.get(mark.body_sha256) if mark.is_retry else None
+        if mark.key_sha256 in self._by_key:
+            body_sha256, answer = self._by_key[mark.key_sha256]
+            if body_sha256 != mark.body_sha256:
+                raise Refusal(
+                    422, f"{IDEMPOTENCY_KEY} was used with another body; give each request a key", code="idempotency"
+                )
+        has_failed = answer is not None and answer.done() and (answer.cancelled() or answer.exception() is not None)
+        return None if has_failed else answer
 
 
 class RolloutKeys:

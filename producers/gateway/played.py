@@ -9,15 +9,16 @@ import asyncio
 import hashlib
 from array import array
 from collections.abc import Callable, Coroutine, Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import orjson
 
 from rollstream.producers.engines.base import Engine, Generation, Tokenizer
-from rollstream.producers.gateway.marks import IDEMPOTENCY_KEY, Mark
+from rollstream.producers.gateway.marks import Mark, RememberedCalls
 from rollstream.producers.openai.completions import CompletionRequest
 from rollstream.producers.openai.protocol import Answer, answer_of, stop_length
 from rollstream.producers.openai.requests import ChatRequest, Refusal
+from rollstream.producers.openai.responses import PREFIX, RespondedRequest
 from rollstream.producers.openai.stream_words import Answered
 from rollstream.producers.openai.streaming import OnText, TextStream, on_tokens_of
 from rollstream.producers.rollout.environment import task_of
@@ -27,7 +28,6 @@ from rollstream.producers.rollout.session import Session
 from rollstream.schemas.errors import EnvironmentRunError, ModelError, PromptRefusedError, PromptTooLongError
 from rollstream.schemas.events import StepRecorded
 from rollstream.schemas.events.recorded import RecordedStep
-from rollstream.schemas.settings import Sampling
 
 RUNS_MODEL = "policy"
 """A name that any rollout's default agent answers to."""
@@ -48,8 +48,9 @@ class PlayedRollout:
         self.key = key
         self._engine = engine
         self._agent = agent
-        self._by_body: dict[str, asyncio.Future[list[Reply]]] = {}
-        self._by_key: dict[str, tuple[str, asyncio.Future[list[Reply]]]] = {}
+        self._calls = RememberedCalls()
+        self._responses: dict[str, int] = {}
+        """Steps of the calls that a later one may go on from, by id."""
         self._ending: asyncio.Task[None] | None = None
         self._working: set[asyncio.Task[Any]] = set()
         self._texts: dict[bytes, str] = {}
@@ -67,14 +68,14 @@ class PlayedRollout:
 
         `on_text` is told what is sampled now; a recorded answer comes whole.
         """
-        task = self._repeated(mark)
+        task: asyncio.Future[list[Reply]] | None = self._calls.repeated(mark)
         if task is None:
             self._check_open()
             self._check_sampled(asked)
             self._check_room()
             agent = self._agent_of(asked.model)
             task = self._begin(lambda: self._sample(asked, mark, agent, on_text))
-            self._remember(mark.body_sha256, mark.key_sha256, task)
+            self._calls.add(mark.body_sha256, mark.key_sha256, task)
         replies = await asyncio.shield(task)
         return self._answered(asked, replies)
 
@@ -137,7 +138,8 @@ class PlayedRollout:
                 found[:] = [*found, reply] if len(found) < notes["n"] else [reply]
                 self._keep_text(reply, step, notes)
                 if len(found) == notes["n"]:
-                    self._remember(notes["body_sha256"], notes.get("key_sha256"), _done([*found]))
+                    self._calls.add(notes["body_sha256"], notes.get("key_sha256"), _done([*found]))
+                    self._keep_response(found[0].step_index, notes)
         self._rewards = {(one.name, one.step_index, one.agent): one.value for one in self.session.rewarded}
 
     def _keep_text(self, reply: Reply, step: StepRecorded, notes: Mapping[str, Any]) -> None:
@@ -150,10 +152,12 @@ class PlayedRollout:
         if answer.tool_calls:
             self._texts[_fingerprint(answer.text, answer.tool_calls)] = reply.text
 
-    def _remember(self, body_sha256: str, key_sha256: str | None, replies: "asyncio.Future[list[Reply]]") -> None:
-        self._by_body[body_sha256] = replies
-        if key_sha256 is not None:
-            self._by_key[key_sha256] = body_sha256, replies
+    def _keep_response(self, step_index: int, notes: Mapping[str, Any]) -> None:
+        names = notes.get("response_id", ""), self._call_id(step_index)
+        self._responses |= dict.fromkeys((PREFIX + name for name in names), step_index)
+
+    def _call_id(self, step_index: int) -> str:
+        return hashlib.sha256(f"{self.session.rollout_id}/s{step_index}".encode()).hexdigest()[:24]
 
     async def ended(self) -> None:
         """See `OpenedRollout`."""
@@ -199,18 +203,6 @@ class PlayedRollout:
         except Exception as error:
             raise _refused_template(error) from error
 
-    def _repeated(self, mark: Mark) -> "asyncio.Future[list[Reply]] | None":
-        """The call that is asked for again, if it did not fail. Raises Refusal (422) for another body under its key."""
-        task = self._by_body.get(mark.body_sha256) if mark.is_retry else None
-        if mark.key_sha256 in self._by_key:
-            body_sha256, task = self._by_key[mark.key_sha256]
-            if body_sha256 != mark.body_sha256:
-                raise Refusal(
-                    422, f"{IDEMPOTENCY_KEY} was used with another body; give each request a key", code="idempotency"
-                )
-        has_failed = task is not None and task.done() and (task.cancelled() or task.exception() is not None)
-        return None if has_failed else task
-
     def _begin(self, work: Callable[[], Coroutine[Any, Any, Any]]) -> "asyncio.Task[Any]":
         task = asyncio.get_running_loop().create_task(work())
         self._working.add(task)
@@ -234,7 +226,9 @@ class PlayedRollout:
         notes |= {} if isinstance(asked, ChatRequest) else {"is_text": True}
         notes |= {"stop": list(asked.stop)} if asked.stop else {}
         notes |= {} if mark.key_sha256 is None else {"key_sha256": mark.key_sha256}
-        deviations = deviations_of(asked, self.session.sampling)
+        if isinstance(asked, RespondedRequest):
+            notes |= {"response_id": asked.own_id, "has_instructions": asked.has_instructions}
+        deviations = asked.deviations(self.session.sampling)
         notes |= {"asked": deviations} if deviations else {}
         try:
             replies = await self.session.sample(
@@ -257,13 +251,13 @@ class PlayedRollout:
             if answer.tool_calls:
                 self._texts[_fingerprint(answer.text, answer.tool_calls)] = reply.text
         await self.session.acknowledged()
+        self._keep_response(replies[0].step_index, notes)
         return replies
 
     def _answered(self, asked: ChatRequest | CompletionRequest, replies: list[Reply]) -> Answered:
         has_tools = isinstance(asked, ChatRequest) and asked.tools_for_template() is not None
         answers = [self._answer(asked, reply, has_tools=has_tools) for reply in replies]
-        name = f"{self.session.rollout_id}/s{replies[0].step_index}"
-        return Answered(answers, hashlib.sha256(name.encode()).hexdigest()[:24], replies[0].began_ms // 1000)
+        return Answered(answers, self._call_id(replies[0].step_index), replies[0].began_ms // 1000)
 
     def _answer(self, asked: ChatRequest | CompletionRequest, reply: Reply, *, has_tools: bool) -> Answer:
         generation, agent = reply.generation, self._agent_of(asked.model)
@@ -306,7 +300,25 @@ class PlayedRollout:
             calls = message.tool_calls if message.role == "assistant" else None
             written = self._texts.get(_fingerprint(message.content, calls)) if calls else None
             found.append(message.for_template() if written is None else {"role": "assistant", "content": written})
+        if isinstance(asked, RespondedRequest) and asked.previous_response_id is not None:
+            at = int(asked.has_instructions)
+            found[at:at] = self._before(asked.previous_response_id)
         return found
+
+    def _before(self, response_id: str) -> list[Message]:
+        """Input and output of an earlier response, without its instructions. Raises Refusal (400)."""
+        step_index = self._responses.get(response_id)
+        if step_index is None:
+            raise Refusal(
+                400,
+                f"previous_response_id: {response_id[:100]!r} is not a response of this rollout; send what came before",
+                param="previous_response_id",
+                code="previous_response_not_found",
+            )
+        step = self.session.step(step_index)
+        data, notes = cast(Any, step.data), cast(Any, step.metadata)["gateway"]
+        said = data["input"][int(notes.get("has_instructions", False)) :]
+        return [*said, {"role": "assistant", "content": data["output"]}]
 
     def _plain_text(self, asked: CompletionRequest) -> str:
         """The prompt, or what its token ids read as. Raises Refusal (400) for ids that read as nothing."""
@@ -370,18 +382,6 @@ def _done(replies: list[Reply]) -> "asyncio.Future[list[Reply]]":
 def ended(rollout_id: str) -> Refusal:
     """The refusal of what comes after the end."""
     return Refusal(409, f"rollout {rollout_id} has ended", code="rollout_ended")
-
-
-def deviations_of(asked: ChatRequest | CompletionRequest, sampling: Sampling) -> dict[str, Any]:
-    """What a request asks of its sampling that the run's settings do not allow: it is recorded and not done."""
-    wanted: dict[str, Any] = {}
-    for key in sorted({"temperature", "top_p", "top_k"} & asked.model_fields_set):
-        value = getattr(asked, key)
-        if value is not None and value != getattr(sampling, key):
-            wanted[key] = value
-    limit = asked.max_completion_tokens or asked.max_tokens
-    wanted |= {"max_tokens": limit} if limit is not None and limit > sampling.max_new_tokens else {}
-    return wanted | ({"seed": asked.seed} if asked.seed is not None else {})
 
 
 def _fingerprint(text: str, calls: Any) -> bytes:

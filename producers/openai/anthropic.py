@@ -9,7 +9,7 @@ from typing import Any, Literal
 import orjson
 from pydantic import BaseModel, ConfigDict, Field
 
-from rollstream.producers.openai.protocol import Answer
+from rollstream.producers.openai.protocol import Answer, exact_of
 from rollstream.producers.openai.requests import ChatRequest, Refusal, checked_request, validated
 
 STOP_REASONS = {"length": "max_tokens", "tool_calls": "tool_use", "stop": "end_turn"}
@@ -206,7 +206,7 @@ def rest(answer: Answer, num_sent: int | None) -> list[dict[str, Any]]:
                 {"type": "content_block_delta", "index": index, "delta": delta},
             ]
         found.append({"type": "content_block_stop", "index": index})
-    end = {"type": "message_delta", "delta": _end(answer), "usage": _usage(answer), "rollstream": _exact(answer)}
+    end = {"type": "message_delta", "delta": _end(answer), "usage": _usage(answer), "rollstream": exact_of(answer)}
     return [*found, end, {"type": "message_stop"}]
 
 
@@ -217,17 +217,7 @@ def error_body(refused: Refusal) -> dict[str, Any]:
 
 
 def _head(name: str, model: str, answer: Answer) -> dict[str, Any]:
-    return {"id": name, "type": "message", "role": "assistant", "model": model, "rollstream": _exact(answer)}
-
-
-def _exact(answer: Answer) -> dict[str, Any]:
-    return {
-        "prompt_token_ids": list(answer.prompt_ids),
-        "token_ids": list(answer.token_ids),
-        "logprobs": list(answer.logprobs),
-        "model_group": answer.model_group,
-        "version": answer.version,
-    }
+    return {"id": name, "type": "message", "role": "assistant", "model": model, "rollstream": exact_of(answer)}
 
 
 def _blocks(answer: Answer) -> list[dict[str, Any]]:

@@ -219,6 +219,17 @@ def logprobs_of(answer: Answer) -> dict[str, Any]:
     }
 
 
+def exact_of(answer: Answer) -> dict[str, Any]:
+    """What APIs without a place for it have under `rollstream`."""
+    return {
+        "prompt_token_ids": list(answer.prompt_ids),
+        "token_ids": list(answer.token_ids),
+        "logprobs": list(answer.logprobs),
+        "model_group": answer.model_group,
+        "version": answer.version,
+    }
+
+
 def usage_of(answers: list[Answer]) -> dict[str, int]:
     """Token counts; the prompt counts once."""
     num_prompt = len(answers[0].prompt_ids)

@@ -159,6 +159,17 @@ class SampledRequest(BaseModel):
         limit = self.max_completion_tokens or self.max_tokens or default_max_new_tokens
         return Sampling(temperature=temperature, top_p=self.top_p, top_k=self.top_k, max_new_tokens=limit)
 
+    def deviations(self, sampling: Sampling) -> dict[str, Any]:
+        """What the request asks of its sampling that a run's settings do not allow: it is recorded and not done."""
+        wanted: dict[str, Any] = {}
+        for key in sorted({"temperature", "top_p", "top_k"} & self.model_fields_set):
+            value = getattr(self, key)
+            if value is not None and value != getattr(sampling, key):
+                wanted[key] = value
+        limit = self.max_completion_tokens or self.max_tokens
+        wanted |= {"max_tokens": limit} if limit is not None and limit > sampling.max_new_tokens else {}
+        return wanted | ({"seed": self.seed} if self.seed is not None else {})
+
 
 class ChatRequest(SampledRequest):
     """A request for chat completions."""

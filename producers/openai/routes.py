@@ -7,12 +7,12 @@ import contextlib
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable
 from http import HTTPStatus
-from typing import Any
+from typing import Any, ClassVar
 
 import orjson
 from aiohttp import web
 
-from rollstream.producers.openai import anthropic, completions
+from rollstream.producers.openai import anthropic, completions, responses
 from rollstream.producers.openai.access import KeyLimits
 from rollstream.producers.openai.completions import CompletionRequest
 from rollstream.producers.openai.protocol import completion
@@ -23,6 +23,7 @@ from rollstream.producers.openai.requests import (
     json_of,
     parse_request,
 )
+from rollstream.producers.openai.responses import ResponseWords
 from rollstream.producers.openai.stream_words import (
     Answered,
     ChatWords,
@@ -40,6 +41,9 @@ MAX_BODY_BYTES = 2 * 1024 * 1024
 
 class Routes(ABC):
     """The routes of one service."""
+
+    KEEPS_RESPONSES: ClassVar[bool] = False
+    """A response may go on from an earlier one by its id."""
 
     def __init__(self, limits: KeyLimits) -> None:
         """`limits`: of requests to the APIs' own routes, by key."""
@@ -79,6 +83,7 @@ class Routes(ABC):
         router.add_get(f"{prefix}/v1/models/{{model:.+}}", self.model)
         router.add_post(f"{prefix}/v1/chat/completions", self.chat)
         router.add_post(f"{prefix}/v1/completions", self.complete)
+        router.add_post(f"{prefix}/v1/responses", self.respond)
         router.add_post(f"{prefix}{MESSAGES}", self.message)
         router.add_post(f"{prefix}{MESSAGES}/count_tokens", self.count_tokens)
 
@@ -115,6 +120,21 @@ class Routes(ABC):
             return await self._streamed(request, asked, MessageWords(asked, await self.count(request, asked)))
         answered = await self.answer(request, asked)
         return json_response(anthropic.message(f"msg_{answered.call_id}", asked.model, answered.answers[0]))
+
+    async def respond(self, request: web.Request) -> web.StreamResponse:
+        """One response of OpenAI's kind."""
+        given = responses.parse(json_of(await request.read()))
+        if given.previous_response_id is not None and not self.KEEPS_RESPONSES:
+            raise Refusal(
+                400,
+                "previous_response_id: no response is stored here; send what came before as input",
+                param="previous_response_id",
+                code="unsupported_parameter",
+            )
+        asked = given.chat()
+        if given.stream:
+            return await self._streamed(request, asked, ResponseWords(given, asked))
+        return json_response(responses.response(given, await self.answer(request, asked)))
 
     async def count_tokens(self, request: web.Request) -> web.Response:
         """How many tokens the prompt of a message has."""

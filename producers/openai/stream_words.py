@@ -40,8 +40,9 @@ def head_of(kind: str, asked: SampledRequest, answered: Answered) -> dict[str, A
 class StreamWords(ABC):
     """One stream. An answer that comes whole keeps its own id; one that comes in pieces has had to be given one."""
 
-    def __init__(self) -> None:
-        self._call_id = secrets.token_hex(12)
+    def __init__(self, call_id: str | None = None) -> None:
+        """`call_id`: its own id, if it has one already."""
+        self._call_id = call_id or secrets.token_hex(12)
         self._created_s = int(time.time())
         self._sent: dict[int, int] = {}
         """Characters that are sent of each choice's text."""

@@ -98,7 +98,7 @@ class Session:
         self.gateway = gateway
         self.rollout_id = journal.rollout_id
         self.sampling = task.settings.sampling
-        self.has_step, self.acknowledged = journal.has_step, journal.acknowledged
+        self.has_step, self.step, self.acknowledged = journal.has_step, journal.step, journal.acknowledged
         self._conversations: dict[str, Conversation] = {}
         self._num_turns: dict[str, int] = {}
         self._num_calls: dict[str, int] = {}

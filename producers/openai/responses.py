@@ -1,0 +1,302 @@
+"""OpenAI's responses as values: a request as the chat that it asks for, its answer and its stream. Pure.
+
+Beside OpenAI's keys an answer holds `rollstream`: the exact token ids, log-probabilities, model group and version.
+"""
+
+import secrets
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, ClassVar, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+
+from rollstream.producers.openai.protocol import Answer, exact_of
+from rollstream.producers.openai.requests import ChatRequest, Refusal, checked_request, validated
+from rollstream.producers.openai.stream_words import Answered, StreamWords
+
+PREFIX = "resp_"
+"""Of the id of a response."""
+_TEXTS = ("input_text", "output_text", "text")
+_PASSED_OVER = ("metadata", "user", "store", "service_tier", "parallel_tool_calls", "prompt_cache_key")
+
+
+class RespondedRequest(ChatRequest):
+    """The chat that a response is made for."""
+
+    PROMPT_KEY: ClassVar[str] = "input"
+    previous_response_id: str | None = None
+    """The response whose input and output come before the messages, after the instructions."""
+    has_instructions: bool = False
+    """The first message is theirs: it is no part of what a later response goes on from."""
+    own_id: str
+    """Of the response, without prefix, if it is streamed."""
+
+
+class _Given(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class FunctionTool(BaseModel):
+    """A tool of the client. A server's own tools are refused."""
+
+    model_config = ConfigDict(frozen=True, extra="ignore")
+
+    type: Literal["function"]
+    name: str
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+
+    def as_function(self) -> dict[str, Any]:
+        """As chat completions and chat templates write it."""
+        function = {"name": self.name, "description": self.description or "", "parameters": self.parameters or {}}
+        return {"type": "function", "function": function}
+
+
+class PlainText(_Given):
+    """No response format: nothing constrains what is sampled here."""
+
+    type: Literal["text"] = "text"
+
+
+class TextOptions(_Given):
+    """How the text is written."""
+
+    format: PlainText = PlainText()
+
+
+class Nothing(_Given):
+    """Options of which none is supported."""
+
+
+class ResponsesRequest(_Given):
+    """A request for one response; null means the default. Unknown keys are refused: no option is lost in silence."""
+
+    model: str
+    input: str | list[dict[str, Any]]
+    instructions: str = ""
+    previous_response_id: str | None = None
+    max_output_tokens: int | None = Field(default=None, ge=1)
+    temperature: float | None = Field(default=None, ge=0, le=2)
+    top_p: float | None = Field(default=None, gt=0, le=1)
+    tools: list[FunctionTool] = Field(default_factory=list)
+    tool_choice: Literal["auto", "none"] = "auto"
+    stream: bool = False
+    stream_options: dict[str, Any] = Field(default_factory=dict)
+    include: list[Literal["message.output_text.logprobs", "reasoning.encrypted_content"]] = Field(default_factory=list)
+    """Log-probabilities are always there; nobody reasons in items of its own here."""
+    text: TextOptions = TextOptions()
+    truncation: Literal["disabled"] = "disabled"
+    background: Literal[False] = False
+    reasoning: Nothing = Nothing()
+    top_logprobs: int = Field(default=0, ge=0, le=1)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_nulls(cls, value: Any) -> Any:
+        if not isinstance(value, dict):
+            return value
+        return {key: item for key, item in value.items() if item is not None and key not in _PASSED_OVER}
+
+    @field_validator("input")
+    @classmethod
+    def _not_empty(cls, value: str | list[dict[str, Any]]) -> str | list[dict[str, Any]]:
+        if not value:
+            raise ValueError("must not be empty")
+        return value
+
+    def chat(self) -> RespondedRequest:
+        """The same in the words of chat completions. Raises Refusal (400) for an item that is not supported."""
+        messages = [{"role": "system", "content": self.instructions}] if self.instructions else []
+        if isinstance(self.input, str):
+            messages.append({"role": "user", "content": self.input})
+        else:
+            for number, item in enumerate(self.input):
+                _append(messages, item, f"input.{number}")
+        asked = {
+            "model": self.model,
+            "messages": messages,
+            "tools": [tool.as_function() for tool in self.tools],
+            "tool_choice": self.tool_choice,
+            "max_tokens": self.max_output_tokens,
+            "temperature": self.temperature,
+            "top_p": self.top_p,
+            "previous_response_id": self.previous_response_id,
+            "has_instructions": bool(self.instructions),
+            "own_id": secrets.token_hex(12),
+        }
+        return checked_request(RespondedRequest, asked)
+
+
+def parse(value: Any) -> ResponsesRequest:
+    """Raises Refusal (400) that names the first wrong key."""
+    return validated(ResponsesRequest, value)
+
+
+def _append(messages: list[dict[str, Any]], item: Mapping[str, Any], at: str) -> None:
+    """One item; calls of functions belong to the turn of the assistant before them, as chat templates have it."""
+    kind = item.get("type", "message" if "role" in item else None)
+    if kind == "message":
+        messages.append({"role": item.get("role"), "content": _text(item.get("content"), f"{at}.content")})
+    elif kind == "function_call":
+        if not messages or messages[-1]["role"] != "assistant":
+            messages.append({"role": "assistant", "content": ""})
+        messages[-1].setdefault("tool_calls", []).append(_call(item, at))
+    elif kind == "function_call_output":
+        output = _text(item.get("output"), f"{at}.output")
+        messages.append({"role": "tool", "tool_call_id": str(item.get("call_id", "")), "content": output})
+    else:
+        known = "message, function_call, function_call_output"
+        raise Refusal(400, f"{at}: item of type {kind!r}; supported: {known}", param=at)
+
+
+def _call(item: Mapping[str, Any], at: str) -> dict[str, Any]:
+    name, arguments = item.get("name"), item.get("arguments")
+    if not isinstance(name, str) or not isinstance(arguments, str):
+        raise Refusal(400, f"{at}: a function_call has a name and arguments as text", param=at)
+    function = {"name": name, "arguments": arguments}
+    return {"id": str(item.get("call_id", "")), "type": "function", "function": function}
+
+
+def _text(content: Any, at: str) -> str:
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list):
+        raise Refusal(400, f"{at}: neither a text nor a list of parts", param=at)
+    texts: list[str] = []
+    for number, part in enumerate(content):
+        is_text = isinstance(part, dict) and part.get("type") in _TEXTS and isinstance(part.get("text"), str)
+        if not is_text:
+            raise Refusal(400, f"{at}.{number}: only parts of text are supported", param=f"{at}.{number}")
+        texts.append(part["text"])
+    return "\n".join(texts)
+
+
+def response(given: ResponsesRequest, answered: Answered) -> dict[str, Any]:
+    """The whole answer."""
+    (answer,) = answered.answers
+    is_cut = answer.finish_reason == "length"
+    usage = {
+        "input_tokens": len(answer.prompt_ids),
+        "input_tokens_details": {"cached_tokens": 0},
+        "output_tokens": len(answer.token_ids),
+        "output_tokens_details": {"reasoning_tokens": 0},
+        "total_tokens": len(answer.prompt_ids) + len(answer.token_ids),
+    }
+    return _head(given, answered.call_id, answered.created_s) | {
+        "status": "incomplete" if is_cut else "completed",
+        "incomplete_details": {"reason": "max_output_tokens"} if is_cut else None,
+        "output": _items(answer, answered.call_id),
+        "usage": usage,
+        "rollstream": exact_of(answer),
+    }
+
+
+def _head(given: ResponsesRequest, call_id: str, created_s: int) -> dict[str, Any]:
+    tools = [tool.model_dump() | {"strict": False} for tool in given.tools]
+    return {
+        "id": PREFIX + call_id,
+        "object": "response",
+        "created_at": created_s,
+        "status": "in_progress",
+        "error": None,
+        "incomplete_details": None,
+        "instructions": given.instructions or None,
+        "max_output_tokens": given.max_output_tokens,
+        "model": given.model,
+        "output": [],
+        "parallel_tool_calls": True,
+        "previous_response_id": given.previous_response_id,
+        "temperature": given.temperature,
+        "text": given.text.model_dump(),
+        "tool_choice": given.tool_choice,
+        "tools": tools,
+        "top_p": given.top_p,
+        "truncation": given.truncation,
+        "usage": None,
+        "metadata": {},
+    }
+
+
+def _message(call_id: str, text: str | None) -> dict[str, Any]:
+    """The item of what is said; `text`: None while it is sampled."""
+    content = [] if text is None else [_part(text)]
+    status = "in_progress" if text is None else "completed"
+    return {"id": f"msg_{call_id}", "type": "message", "role": "assistant", "status": status, "content": content}
+
+
+def _part(text: str) -> dict[str, Any]:
+    return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
+
+
+def _items(answer: Answer, call_id: str) -> list[dict[str, Any]]:
+    said = [_message(call_id, answer.text)] if answer.text or not answer.tool_calls else []
+    return [*said, *map(_function_call, answer.tool_calls)]
+
+
+def _function_call(call: Mapping[str, Any]) -> dict[str, Any]:
+    function = call["function"]
+    head = {"id": f"fc_{call['id'].removeprefix('call_')}", "type": "function_call", "status": "completed"}
+    return head | {"call_id": call["id"], "name": function["name"], "arguments": function["arguments"]}
+
+
+class ResponseWords(StreamWords):
+    """A stream of OpenAI's responses: each event is named by its `type` and numbered."""
+
+    def __init__(self, given: ResponsesRequest, asked: RespondedRequest) -> None:
+        super().__init__(asked.own_id)
+        self._given = given
+        self._number = 0
+
+    def event(self, body: Mapping[str, Any]) -> bytes:
+        """One event with its name; an error's body gets the type that a stream's has."""
+        body = body if "type" in body else {"type": "error", **body["error"]}
+        numbered = {**body, "sequence_number": self._number}
+        self._number += 1
+        return f"event: {numbered['type']}\n".encode() + super().event(numbered)
+
+    def _piece(self, index: int, text: str, *, is_first: bool) -> Sequence[dict[str, Any]]:
+        opened = [*self._start(self._call_id, self._created_s), *_opened(self._call_id)] if is_first else []
+        return [*opened, _event("output_text.delta", self._call_id) | {"delta": text, "logprobs": []}]
+
+    def _rest(self, answered: Answered) -> Sequence[dict[str, Any]]:
+        (answer,) = answered.answers
+        whole, name = response(self._given, answered), answered.call_id
+        found = [] if self._sent else self._start(name, answered.created_s)
+        for place, item in enumerate(whole["output"]):
+            if item["type"] == "message":
+                found += [] if self._sent else _opened(name)
+                found += _closed(name, answer.text, self._sent.get(0, 0))
+            else:
+                found += _called(item, place)
+        return [*found, {"type": f"response.{whole['status']}", "response": whole}]
+
+    def _start(self, call_id: str, created_s: int) -> list[dict[str, Any]]:
+        head = _head(self._given, call_id, created_s)
+        return [{"type": f"response.{kind}", "response": head} for kind in ("created", "in_progress")]
+
+
+def _event(kind: str, call_id: str) -> dict[str, Any]:
+    """An event of the message's text, which is the first item."""
+    return {"type": f"response.{kind}", "item_id": f"msg_{call_id}", "output_index": 0, "content_index": 0}
+
+
+def _opened(call_id: str) -> list[dict[str, Any]]:
+    added = {"type": "response.output_item.added", "output_index": 0, "item": _message(call_id, None)}
+    return [added, _event("content_part.added", call_id) | {"part": _part("")}]
+
+
+def _closed(call_id: str, text: str, num_sent: int) -> Iterator[dict[str, Any]]:
+    if text[num_sent:]:
+        yield _event("output_text.delta", call_id) | {"delta": text[num_sent:], "logprobs": []}
+    yield _event("output_text.done", call_id) | {"text": text, "logprobs": []}
+    yield _event("content_part.done", call_id) | {"part": _part(text)}
+    yield {"type": "response.output_item.done", "output_index": 0, "item": _message(call_id, text)}
+
+
+def _called(item: Mapping[str, Any], place: int) -> Iterator[dict[str, Any]]:
+    where = {"item_id": item["id"], "output_index": place}
+    begun = {**item, "arguments": "", "status": "in_progress"}
+    yield {"type": "response.output_item.added", "output_index": place, "item": begun}
+    yield {"type": "response.function_call_arguments.delta", **where, "delta": item["arguments"]}
+    done = {"name": item["name"], "arguments": item["arguments"]}
+    yield {"type": "response.function_call_arguments.done", **where, **done}
+    yield {"type": "response.output_item.done", "output_index": place, "item": item}
