@@ -245,6 +245,7 @@ class GroupExecution:
             size=size,
             minimum=task.minimum if size else 0,
             enough=task.enough if size == task.num_rollouts else 0,
+            drop_dead_branches=settings.drop_dead_branches,
             timeout_ms=self._timeout_ms(),
             seed=task.seed,
             reward_weights=settings.reward_weights,

@@ -193,6 +193,7 @@ def _compare_started(task: TaskRequested, started: GroupStarted, report: Report,
         "enough": 0 if is_refused or started.void_cause is not None else task.enough,
         "timeout_ms": max(1, int(settings.group_timeout_s * 1000)),
         "reward_weights": settings.reward_weights,
+        "drop_dead_branches": settings.drop_dead_branches,
         **seats_of(task)._asdict(),
     }
     if started.void_cause == "undecodable":

@@ -104,6 +104,9 @@ class BuilderFields(BaseModel):
     responses_per_step: int = Field(default=1, ge=1)
     """Above 1 the rollouts of a task are a tree's branches; num_generations must be a power of it."""
     drop_zero_variance: bool = True
+    drop_dead_branches: bool | None = None
+    """Train on no answer that the agent discarded (a rejected summary, a repeated call); none: where agents outside
+    play, by `environment: gateway` or `command:PROGRAM`."""
     sampling: Sampling = Field(default_factory=Sampling)
     engine: EngineBlock = Field(default_factory=TransformersSettings)
     max_turns: int = Field(default=16, ge=1)

@@ -21,6 +21,8 @@ from rollstream.schemas.variables import conceal, expand, variables_in
 
 CODE = "python:"
 COMMAND = "command:"
+GATEWAY = "gateway"
+"""The environment that an agent outside plays."""
 FILE = "file:"
 MODEL = "model:"
 PLACE = "place:"

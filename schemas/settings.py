@@ -139,6 +139,8 @@ class RolloutSettings(Settings):
     """Opponents of the newest weights; None: they play every agent."""
     responses_per_step: int = added(1, ge=1)
     """Answers that are sampled to each prompt: above 1 the rollouts of a task are the branches of a tree."""
+    drop_dead_branches: bool = added(False)
+    """Leave out answers that no later prompt of their agent goes on from, unless they are its last one."""
 
 
 class CurriculumSettings(Settings):

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from rollstream.harness.config.rewards import evaluators_of, missing_score_of, weights_of
+from rollstream.harness.config.rewards import drops_dead_branches, evaluators_of, missing_score_of, weights_of
 from rollstream.producers.league.draw import frozen_player
 from rollstream.schemas import ids
 from rollstream.schemas.algorithms import SftSettings, recorded
@@ -131,6 +131,7 @@ def rollout_settings(config: RunConfig, run_id: str) -> RolloutSettings:
         missing_score=missing_score_of(config),
         league=builder.league,
         responses_per_step=builder.responses_per_step,
+        drop_dead_branches=drops_dead_branches(config),
     )
 
 

@@ -15,7 +15,15 @@ from rollstream.schemas.algorithm_settings import teacher_of
 from rollstream.schemas.config import RunConfig
 from rollstream.schemas.errors import ConfigError
 from rollstream.schemas.evaluators import PLACE, Evaluator, LlmJudge, answer_key, kind_of
-from rollstream.schemas.permissions import Permissions, named_by, named_by_algorithm, named_by_model, named_by_teacher
+from rollstream.schemas.permissions import (
+    COMMAND,
+    GATEWAY,
+    Permissions,
+    named_by,
+    named_by_algorithm,
+    named_by_model,
+    named_by_teacher,
+)
 from rollstream.schemas.settings import OTHERS, RolloutSettings
 
 ENVIRONMENT = "environment"
@@ -47,6 +55,12 @@ def missing_score_of(config: RunConfig) -> Any:
     """How to treat a rollout without a score: the builder's choice, if an algorithm of the run needs scores."""
     needs = [one.adapter.algorithm.needs for one in config.trained().values()]
     return config.builder.missing_score if any(one.rewards for one in needs) else "unneeded"
+
+
+def drops_dead_branches(config: RunConfig) -> bool:
+    """Whether discarded answers are left out: as the builder says, else where an agent outside may discard some."""
+    asked = config.builder.drop_dead_branches
+    return asked if asked is not None else config.environment == GATEWAY or config.environment.startswith(COMMAND)
 
 
 def permissions_of(config: RunConfig, environ: Mapping[str, str] = os.environ) -> Permissions:

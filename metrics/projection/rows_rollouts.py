@@ -32,6 +32,7 @@ LLM_COLUMNS = (
     "min_version",
     "max_version",
     "finish_reason",
+    "prefix_step",
 )
 
 
@@ -129,6 +130,7 @@ def _llm_columns(call: LLMCall | None) -> Row:
         "min_version": oldest,
         "max_version": newest,
         "finish_reason": call.finish_reason,
+        "prefix_step": call.prefix.step_index if call.prefix else None,
     }
 
 

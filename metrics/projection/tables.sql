@@ -53,7 +53,7 @@ CREATE TABLE log.group_closed (
 CREATE TABLE log.group_member (
     trajectory_id VARCHAR PRIMARY KEY, run_id VARCHAR, group_id VARCHAR, rollout_id VARCHAR, agent VARCHAR,
     member BIGINT, digest VARCHAR, reward DOUBLE, num_tokens BIGINT, num_completion_tokens BIGINT, min_version BIGINT,
-    max_version BIGINT, num_without_logprobs BIGINT,
+    max_version BIGINT, num_without_logprobs BIGINT, num_dead_tokens BIGINT,
     time_ms BIGINT, log_partition BIGINT, log_offset BIGINT
 );
 CREATE TABLE log.attempt_settled (
@@ -97,7 +97,7 @@ CREATE TABLE log.step_recorded (
     rollout_id VARCHAR, step_index BIGINT, run_id VARCHAR, group_id VARCHAR, agent VARCHAR, event_type VARCHAR,
     name VARCHAR, parent_id VARCHAR, framework VARCHAR, input VARCHAR, output VARCHAR, usage JSON,
     num_prompt_tokens BIGINT, num_new_prompt_tokens BIGINT, num_completion_tokens BIGINT, model_group VARCHAR,
-    min_version BIGINT, max_version BIGINT, finish_reason VARCHAR,
+    min_version BIGINT, max_version BIGINT, finish_reason VARCHAR, prefix_step BIGINT,
     time_ms BIGINT, log_partition BIGINT, log_offset BIGINT,
     PRIMARY KEY (rollout_id, step_index)
 );
@@ -494,7 +494,23 @@ FROM (
 ) l JOIN log.group_closed c ON c.group_id = l.group_id AND l.log_offset > c.last_step_offset
 ORDER BY l.log_partition, l.log_offset;
 
--- What was not trained: whole attempts, and of trained ones the calls whose log-probabilities are not known.
+-- How the prompts of a rollout's calls go on from earlier ones of the same agent: bridged (all of a call, ids and all),
+-- spliced (a part of its answer), forked (of its prompt at most, so that its answer was rendered anew or discarded).
+CREATE OR REPLACE VIEW prompts AS
+SELECT s.run_id, s.group_id, s.rollout_id, s.agent, s.step_index, s.prefix_step,
+    CASE
+        WHEN s.num_prompt_tokens - s.num_new_prompt_tokens = p.num_prompt_tokens + p.num_completion_tokens THEN 'bridged'
+        WHEN s.num_prompt_tokens - s.num_new_prompt_tokens > p.num_prompt_tokens THEN 'spliced'
+        WHEN s.step_index = min(s.step_index) OVER (PARTITION BY s.rollout_id, s.agent) THEN 'first'
+        ELSE 'forked'
+    END AS kind,
+    s.num_prompt_tokens, s.num_new_prompt_tokens, s.num_completion_tokens
+FROM log.step_recorded s
+LEFT JOIN log.step_recorded p ON p.rollout_id = s.rollout_id AND p.step_index = s.prefix_step
+WHERE s.num_completion_tokens IS NOT NULL;
+
+-- What was not trained: whole attempts, and of trained ones the calls whose log-probabilities are not known and those
+-- that were discarded.
 CREATE OR REPLACE VIEW wasted_tokens AS
 SELECT * FROM (
     SELECT run_id, coalesce(cause, outcome) AS cause, outcome, count(*) AS num_rollouts, sum(tokens)::BIGINT AS num_tokens
@@ -503,6 +519,10 @@ SELECT * FROM (
     SELECT m.run_id, 'no_logprobs', 'trained', count(DISTINCT m.rollout_id), sum(m.num_without_logprobs)::BIGINT
     FROM log.members m JOIN log.attempt a ON a.rollout_id = m.rollout_id JOIN jobs j ON j.job_id = m.job_id
     WHERE m.num_without_logprobs > 0 AND m.policy = 'model' AND a.is_trained AND j.kind = 'rl' GROUP BY m.run_id
+    UNION ALL
+    SELECT m.run_id, 'dead_branch', 'trained', count(DISTINCT m.rollout_id), sum(m.num_dead_tokens)::BIGINT
+    FROM log.members m JOIN log.attempt a ON a.rollout_id = m.rollout_id
+    WHERE m.num_dead_tokens > 0 AND a.is_trained GROUP BY m.run_id
 ) ORDER BY run_id, num_tokens DESC, cause;
 
 CREATE OR REPLACE VIEW staleness AS

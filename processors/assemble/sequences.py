@@ -1,7 +1,8 @@
 """Joins LLM calls of one agent to training sequences by their verified prefixes. No rewards, no I/O."""
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 
 import pybase64
@@ -50,13 +51,57 @@ class _Growing:
         return self.hasher.hexdigest()
 
 
-def join_calls(steps: Sequence[StepRecorded | Call], *, keep_finish_reasons: bool = False) -> tuple[TokenSequence, ...]:
+def dead_branches(steps: Sequence[StepRecorded | Call]) -> frozenset[int]:
+    """Step indices of the calls that were discarded, given one agent's LLM steps in ascending step index.
+
+    Calls whose prompts begin with each other's are one conversation. Of each, the last call is alive, and so is a call
+    whose completion the prefix of a living call holds or whose answer a living call uses as text. What is left led to
+    nothing: an attempt at a summary that was rejected, an answer that was asked for again. The calls have passed
+    `join_calls`.
+    """
+    calls = {step.step_index: step.llm for step in steps if step.llm is not None}
+    parents = {index: _parent(calls, index) for index in calls}
+    roots: dict[int, int] = {}
+    for index, parent in parents.items():
+        roots[index] = index if parent is None else roots[parent[0]]
+    alive = set({root: index for index, root in roots.items()}.values())
+    for index in reversed(calls):
+        if index in alive:
+            alive.update(calls[index].uses)
+            parent = parents[index]
+            while parent is not None and not parent[1]:
+                parent = parents[parent[0]]
+            alive.update(() if parent is None else parent[:1])
+    return frozenset(calls) - alive
+
+
+def _parent(calls: Mapping[int, LLMCall], index: int) -> tuple[int, bool] | None:
+    """The call whose whole prompt is in the prefix of a call, and whether some of its completion is, too."""
+    prefix = calls[index].prefix
+    length = prefix.length if prefix else 0
+    while prefix is not None and prefix.step_index in calls:
+        own = calls[prefix.step_index]
+        start = tokens.count(own.prompt_ids) + (own.prefix.length if own.prefix else 0)
+        if length >= start:
+            return prefix.step_index, length > start
+        prefix = own.prefix
+        length = min(length, prefix.length) if prefix else 0
+    return None
+
+
+def join_calls(
+    steps: Sequence[StepRecorded | Call],
+    *,
+    keep_finish_reasons: bool = False,
+    without: AbstractSet[int] = frozenset(),
+) -> tuple[TokenSequence, ...]:
     """Training sequences of one agent's LLM steps, given in ascending step index.
 
     A call whose prefix is the complete prompt and completion of an earlier call extends that call's sequence, if no
     other call has yet and both or neither have log-probabilities. A shorter prefix or a second branch starts a new
     sequence in which the prefix is prompt. So every completion token is in exactly one `completions` entry, and a
-    sequence has log-probabilities for all or none of its completion tokens. Raises DecodeError naming the step if a
+    sequence has log-probabilities for all or none of its completion tokens. `without`: the steps of `dead_branches`,
+    which are left out. Raises DecodeError naming the step if a
     prefix does not refer to an earlier call, is longer than it or has another hash, or if token arrays are
     inconsistent.
     """
@@ -75,7 +120,18 @@ def join_calls(steps: Sequence[StepRecorded | Call], *, keep_finish_reasons: boo
         except ValueError as error:
             raise DecodeError(f"step {index} of agent {step.agent}: {error}") from error
         ends[index] = (sequence, sequence.length)
-    return tuple(map(_sealed, sequences))
+    for sequence in sequences if without else ():
+        _prune(sequence, without)
+    return tuple([_sealed(sequence) for sequence in sequences if sequence.completions])
+
+
+def _prune(sequence: _Growing, without: AbstractSet[int]) -> None:
+    """Remove the calls at the end of a sequence that are left out; a living one has living ones before it."""
+    while sequence.completions and sequence.completions[-1]["step_index"] in without:
+        sequence.completions.pop()
+        sequence.parts.pop()
+        if sequence.logprobs:
+            sequence.logprobs.pop()
 
 
 def _sequence_for(call: LLMCall, ends: dict[int, tuple[_Growing, int]], sequences: list[_Growing]) -> _Growing:

@@ -2,12 +2,13 @@
 
 import math
 from collections.abc import Iterable
+from collections.abc import Set as AbstractSet
 from operator import attrgetter
 from typing import NamedTuple
 
 from rollstream.eventlog import codec
 from rollstream.eventlog.log import RECORD_OVERHEAD_BYTES
-from rollstream.processors.assemble.sequences import join_calls
+from rollstream.processors.assemble.sequences import dead_branches, join_calls
 from rollstream.processors.assemble.state import Assembled, Attempt, Call
 from rollstream.schemas import ids, tokens
 from rollstream.schemas.base import validator_of
@@ -55,7 +56,11 @@ def assemble(started: GroupStarted, attempt: Attempt, ended: RolloutEnded) -> As
     for agent in agents_of(started, attempt.calls):
         calls = sorted(attempt.calls[agent])
         sums = sum_rewards(rewards, agent, started.reward_weights)
-        sequences = join_calls(calls, keep_finish_reasons=started.revision >= 2)
+        keep_finish_reasons = started.revision >= 2
+        sequences = join_calls(calls, keep_finish_reasons=keep_finish_reasons)
+        dead = dead_branches(calls) if started.drop_dead_branches else frozenset[int]()
+        if dead:
+            sequences = join_calls(calls, keep_finish_reasons=keep_finish_reasons, without=dead)
         _check_size(sequences)
         num_tokens += sum([tokens.count(sequence.token_ids) for sequence in sequences])
         trajectories.append(
@@ -81,6 +86,7 @@ def assemble(started: GroupStarted, attempt: Attempt, ended: RolloutEnded) -> As
                 "sequences": sequences,
                 "num_steps": ended.num_steps,
                 "steps_digest": ended.digest,
+                "num_dead_tokens": _num_sampled(calls, dead) if dead else 0,
             }
         )
     return Assembled(tuple(trajectories), num_tokens, match_of(started, attempt, rewards) if started.outcome else None)
@@ -167,6 +173,7 @@ def reference(trajectory: TrajectoryAssembled) -> MemberRef:
             "max_version": max(versions, default=0),
             "has_logprobs": has_logprobs,
             "num_without_logprobs": num_without_logprobs if has_logprobs else 0,
+            "num_dead_tokens": trajectory.num_dead_tokens,
         }
     )
 
@@ -175,6 +182,10 @@ def num_tokens(attempt: Attempt) -> int:
     """Number of tokens of an attempt's calls, new prompt and completion, for the ledger of untrained attempts."""
     calls = [call.llm for calls in attempt.calls.values() for call in calls]
     return sum(tokens.count(call.prompt_ids) + tokens.count(call.completion_ids) for call in calls)
+
+
+def _num_sampled(calls: Iterable[Call], steps: AbstractSet[int]) -> int:
+    return sum([tokens.count(call.llm.completion_ids) for call in calls if call.step_index in steps])
 
 
 def _check_size(sequences: tuple[TokenSequence, ...]) -> None:

@@ -4,6 +4,7 @@ Pure; knows text and ids, no messages.
 """
 
 import hashlib
+import re
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -13,6 +14,10 @@ from rollstream.producers.engines.base import Generation, Tokenizer
 from rollstream.schemas import tokens
 from rollstream.schemas.events.rollouts import LLMCall, Prefix
 
+_REWRITTEN = re.compile(r"\\[nrt\"]|[\W_]+")
+"""What differs where a text is rendered again: spaces, punctuation, the escapes of JSON."""
+REASONED = "</think>"
+"""Ends what chat templates leave out of an answer when they render it back."""
 MIN_SHARED = 32
 """Ids that a prompt must share with a part of an earlier call, to be written as its prefix."""
 
@@ -24,6 +29,8 @@ class Prompt:
     text: str
     token_ids: "array[int]"
     prefix: Prefix | None
+    uses: tuple[int, ...] = ()
+    """Steps of earlier calls whose answers the new part of the text holds."""
 
     @property
     def new_ids(self) -> "array[int]":
@@ -46,6 +53,10 @@ class Conversation:
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
         self._calls: list[_Call] = []
+        self._unused: dict[int, str] = {}
+        """By step, letters of what was answered there and no later prompt has taken up so far; at most one a call."""
+        self._num_prompt: dict[int, int] = {}
+        """By step, ids of its prompt."""
 
     def prompt(self, text: str, token_ids: "array[int] | None" = None) -> Prompt:
         """Ids of a rendered chat: the longest stretch that an earlier call had word for word, then new ids.
@@ -53,7 +64,8 @@ class Conversation:
         `token_ids`: of the text, to be taken as they are.
         """
         if token_ids is not None:
-            return replace(self.continue_from_ids(token_ids), text=text)
+            exact = self.continue_from_ids(token_ids)
+            return replace(exact, text=text, uses=self._used_in(text, exact.prefix))
         best: tuple[int, str, _Call] | None = None
         for call in reversed(self._calls):
             for mark, length in call.marks:
@@ -62,12 +74,14 @@ class Conversation:
                         best = (length, mark, call)
                     break
         if best is None:
-            return Prompt(text, array("i", self._tokenizer.encode(text, add_special_tokens=False)), None)
+            token_ids = array("i", self._tokenizer.encode(text, add_special_tokens=False))
+            return Prompt(text, token_ids, None, self._used_in(text, None))
         length, mark, call = best
         kept = call.token_ids[:length]
         rest = text[len(mark) :]
         new_ids = array("i", self._tokenizer.encode(rest, add_special_tokens=False) if rest else ())
-        return Prompt(text, kept + new_ids, Prefix(step_index=call.step_index, length=length, sha256=ids_sha256(kept)))
+        prefix = Prefix(step_index=call.step_index, length=length, sha256=ids_sha256(kept))
+        return Prompt(text, kept + new_ids, prefix, self._used_in(rest, prefix))
 
     def continue_from_ids(self, token_ids: "array[int]") -> Prompt:
         """A prompt that is known by its ids, which all stay; the prefix is the longest stretch that it shares."""
@@ -98,7 +112,20 @@ class Conversation:
         if has_end:
             marks.insert(0, (prompt.text + self._text(completion), num_prompt + len(completion)))
         self._calls.append(_Call(step_index, prompt.token_ids + completion, tuple(marks)))
+        for used in prompt.uses:
+            self._unused.pop(used, None)
+        if prompt.prefix is not None and prompt.prefix.length > self._num_prompt.get(prompt.prefix.step_index, 0):
+            self._unused.pop(prompt.prefix.step_index, None)
+        self._num_prompt[step_index] = num_prompt
+        if said := _letters(answer.rpartition(REASONED)[2]):
+            self._unused[step_index] = said
         return answer
+
+    def _used_in(self, text: str, prefix: Prefix | None) -> tuple[int, ...]:
+        """Steps whose answers a text holds, by their letters and digits; not the one whose ids it goes on from."""
+        known = {step: said for step, said in self._unused.items() if prefix is None or prefix.step_index != step}
+        letters = _letters(text) if known else ""
+        return tuple(step for step, said in known.items() if said in letters)
 
     def _text(self, ids: "array[int]") -> str:
         # Special tokens stay in the text: an answer that holds one is rendered back word for word.
@@ -116,6 +143,10 @@ def usage_of(prompt: Prompt, generation: Generation) -> dict[str, Any]:
         "total_tokens": num_prompt + num_completion,
     }
     return {"token_usage": usage, "num_llm_calls": 1, "seconds_between_calls": 0}
+
+
+def _letters(text: str) -> str:
+    return _REWRITTEN.sub("", text)
 
 
 def _num_shared(one: "array[int]", other: "array[int]") -> int:
@@ -148,4 +179,5 @@ def recorded_call(prompt: Prompt, generation: Generation) -> LLMCall:
         spans=generation.spans,
         finish_reason=generation.finish_reason,
         kept_ids=None if generation.kept is None else tokens.encode_kept(generation.kept),
+        uses=prompt.uses,
     )

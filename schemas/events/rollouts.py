@@ -131,6 +131,8 @@ class GroupStarted(GroupEvent):
     """Name of the reward that decides the group's matches; empty: it has none."""
     enough: int = added(0, ge=0)
     """The group closes at the record that completes so many of its members; 0: when all are settled."""
+    drop_dead_branches: bool = added(False)
+    """Trajectories leave out the answers that nothing goes on from (`processors.assemble.sequences.dead_branches`)."""
 
     @property
     def event_id(self) -> str:
@@ -205,6 +207,8 @@ class LLMCall(_Value):
     finish_reason: str = "stop"
     kept_ids: str | None = added(None)
     """The token ids that top_p and top_k left for each completion token (`tokens.encode_kept`), where recorded."""
+    uses: tuple[NonNegativeInt, ...] = added(())
+    """Earlier calls of the agent, by step, whose answers this prompt holds as text and not by their ids."""
 
 
 class FunctionAncestry(_Value):
@@ -369,6 +373,8 @@ class TrajectoryAssembled(RolloutEvent):
     num_steps: int
     steps_digest: str
     """The chained digest of RolloutEnded: names every step that this was made from."""
+    num_dead_tokens: int = added(0, ge=0)
+    """Sampled tokens of dead branches, which `sequences` leave out."""
 
     @property
     def event_id(self) -> str:

@@ -116,6 +116,8 @@ class MemberRef(_Value):
     max_version: int
     has_logprobs: bool = True
     """Of completion tokens at least; none of any: it cannot be trained on where they are needed."""
+    num_dead_tokens: int = added(0, ge=0)
+    """Sampled tokens of the trajectory's dead branches, which are left out."""
     num_without_logprobs: int = added(0, ge=0)
     """Completion tokens without, if others have them: left out where they are needed."""
 

@@ -12,9 +12,10 @@ from rollstream.eventlog.log import EventLog, TopicPartition
 from rollstream.eventlog.memory.log import MemoryLog
 from rollstream.metrics.projection.database import Database, MetricsFileError, connect
 from rollstream.metrics.projection.projector import Projector, project_to_end
-from rollstream.schemas import events
+from rollstream.schemas import events, tokens
 from rollstream.schemas.base import Event
 from rollstream.schemas.errors import DecodeError
+from rollstream.schemas.events.rollouts import LLMCall, Prefix
 from tests.metrics.conftest import empty_file
 
 
@@ -152,20 +153,45 @@ def test_what_another_run_trains_decides_nothing_of_a_rollouts_outcome(tmp_path:
     assert ask(tmp_path / "both.duckdb", reported) == ask(tmp_path / "alone.duckdb", reported)
 
 
-def test_calls_without_log_probabilities_are_waste_of_a_trained_rollout(tmp_path: Path, synthetic: Any) -> None:
+def test_calls_without_log_probabilities_and_discarded_ones_are_waste_of_a_trained_rollout(
+    tmp_path: Path, synthetic: Any
+) -> None:
     found: list[Any] = list(synthetic.all_events())
     for index, event in enumerate(found):
         if event.kind == "group_closed" and event.index < 2:
-            members = tuple(m.model_copy(update={"num_without_logprobs": m.member}) for m in event.members)
+            unused = ({"num_without_logprobs": m.member, "num_dead_tokens": 2 * m.member} for m in event.members)
+            members = tuple(m.model_copy(update=more) for m, more in zip(event.members, unused, strict=True))
             found[index] = event.model_copy(update={"members": members})
     path = empty_file(tmp_path)
     project_all(log_of(found), path)
     wasted = ask(path, "SELECT cause, outcome, num_rollouts, num_tokens FROM wasted_tokens")
     assert wasted == [
         ("zero_variance", "rejected", 12, 120),
+        ("dead_branch", "trained", 3 * 2 * 3, 3 * 2 * 12),
         ("no_logprobs", "trained", 2 * 2 * 3, 2 * 2 * 6),
         ("producer_lost", "failed", 3, 15),
     ]
+
+
+def test_a_prompt_goes_on_from_an_earlier_call_or_forks(tmp_path: Path) -> None:
+    lengths = {0: (4, None, 0), 1: (3, 0, 7), 2: (3, 0, 6), 3: (3, 1, 7), 5: (3, None, 0)}
+    calls = {
+        index: LLMCall(
+            prefix=None if at is None else Prefix(step_index=at, length=length, sha256="0" * 64),
+            prompt_ids=tokens.encode_ids([1] * num_new),
+            completion_ids=tokens.encode_ids([2] * 3),
+        )
+        for index, (num_new, at, length) in lengths.items()
+    }
+    base = {"run_id": "r", "time_ms": 0, "group_id": "r/g", "rollout_id": "r/g/m0/a0", "event_type": "LLM_END"}
+    steps: list[Event] = [
+        events.StepRecorded(**base, step_index=index, agent="agent", uuid=f"{index}", llm=call)
+        for index, call in calls.items()
+    ]
+    path = empty_file(tmp_path)
+    project_all(log_of(steps), path)
+    found = ask(path, "SELECT step_index, kind, num_prompt_tokens FROM prompts ORDER BY step_index")
+    assert found == [(0, "first", 4), (1, "bridged", 10), (2, "spliced", 9), (3, "forked", 10), (5, "forked", 3)]
 
 
 def test_a_validation_never_ends_before_its_run_began_whatever_event_time_says(tmp_path: Path, synthetic: Any) -> None:

@@ -1,5 +1,6 @@
 """The assembly fold: what closes a group, what becomes of attempts; order, repeats and replays change nothing."""
 
+from array import array
 from itertools import chain
 
 import hypothesis.strategies as st
@@ -8,6 +9,7 @@ from hypothesis import given, settings
 from rollstream.eventlog import codec
 from rollstream.processors.assemble import fold as assembly
 from rollstream.processors.assemble.trajectories import sum_rewards
+from rollstream.producers.rollout.conversation import ids_sha256
 from rollstream.schemas import ids
 from rollstream.schemas.events import (
     GroupStarted,
@@ -15,6 +17,7 @@ from rollstream.schemas.events import (
     RolloutEnded,
     RolloutStarted,
 )
+from rollstream.schemas.events.rollouts import Prefix
 from tests.rigs.steps_rig import (
     RUN,
     attempt,
@@ -122,6 +125,25 @@ def test_a_group_that_cannot_have_enough_closes_when_its_members_are_settled():
     assert (closing.closed.reason, [one.member for one in closing.closed.members]) == ("partial", [0])
     (closing,) = closings_of(started(size=3, enough=2), *attempt(member=0), *attempt(member=1)[:2], tick(1000))
     assert (closing.closed.reason, outcomes(closing)[1, 0]) == ("timeout", ("failed", "timeout"))
+
+
+def test_a_group_that_drops_dead_branches_counts_their_tokens():
+    records = attempt(num_steps=3)
+    again = Prefix(step_index=0, length=2, sha256=ids_sha256(array("i", [0, 0])))
+    records[2] = records[2].model_copy(
+        update={"llm": records[2].llm.model_copy(update={"prefix": again, "prompt_ids": ""})}
+    )
+    digest = codec.chain(records[0].rollout_id, map(codec.content_digest, records[1:-1]))
+    records[-1] = records[-1].model_copy(update={"digest": digest})
+
+    def joined(**more):
+        (closing,) = closings_of(started(size=1, **more), *records)
+        (trajectory,), (member,) = closing.trajectories, closing.closed.members
+        steps = [part.step_index for sequence in trajectory.sequences for part in sequence.completions]
+        return steps, trajectory.num_dead_tokens, member.num_dead_tokens, member.num_completion_tokens
+
+    assert joined() == ([0, 1, 2], 0, 0, 6)
+    assert joined(drop_dead_branches=True) == ([1, 2], 2, 2, 4)
 
 
 def test_an_attempt_that_lacks_a_step_is_rejected_and_its_member_settled():

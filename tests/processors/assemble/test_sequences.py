@@ -4,7 +4,7 @@ import hashlib
 
 import pytest
 
-from rollstream.processors.assemble.sequences import join_calls
+from rollstream.processors.assemble.sequences import dead_branches, join_calls
 from rollstream.processors.assemble.trajectories import reference
 from rollstream.schemas.errors import DecodeError
 from rollstream.schemas.events import StepRecorded, TrajectoryAssembled
@@ -12,13 +12,14 @@ from rollstream.schemas.events.rollouts import LLMCall, Prefix, VersionSpan
 from rollstream.schemas.tokens import KeptIds, decode_floats, decode_ids, encode_floats, encode_ids, encode_kept
 
 
-def call(index, prompt, completion, *, prefix=None, logprobs=True, spans=()):
+def call(index, prompt, completion, *, prefix=None, logprobs=True, spans=(), uses=()):
     llm = LLMCall(
         prefix=prefix,
         prompt_ids=encode_ids(prompt),
         completion_ids=encode_ids(completion),
         logprobs=encode_floats([-float(token) for token in completion]) if logprobs else None,
         spans=spans,
+        uses=uses,
     )
     base = {"run_id": "run", "time_ms": 0, "group_id": "g", "rollout_id": "g/m0/a0"}
     return StepRecorded(**base, step_index=index, agent="agent", event_type="LLM_END", uuid=f"{index}", llm=llm)
@@ -75,6 +76,37 @@ def test_a_second_branch_begins_a_sequence():
     assert ids_of(second) == [1, 2, 5, 6]
     assert places(first) == [(0, 1, 1), (1, 3, 1), (3, 5, 1)]
     assert places(second) == [(2, 3, 1)]
+
+
+def test_a_branch_that_nothing_goes_on_from_is_left_out():
+    steps = [
+        call(0, [1], [2]),
+        call(1, [3], [4], prefix=prefix(0, [1, 2])),
+        call(2, [3], [5], prefix=prefix(0, [1, 2])),
+        call(4, [6], [7], prefix=prefix(2, [1, 2, 3, 5])),
+    ]
+    dead = dead_branches(steps)
+    assert dead == {1}
+    first, second = join_calls(steps, without=dead)
+    assert (ids_of(first), places(first)) == ([1, 2], [(0, 1, 1)])
+    assert list(decode_floats(first.logprobs or "")) == [-2]
+    assert (ids_of(second), places(second)) == ([1, 2, 3, 5, 6, 7], [(2, 3, 1), (4, 5, 1)])
+    assert dead_branches(steps[:3]) == {1}
+    assert dead_branches(steps[:2]) == dead_branches([]) == frozenset()
+
+
+def test_of_each_conversation_the_last_call_lives_and_those_whose_text_is_used():
+    talk = [call(0, [1], [2]), call(1, [3], [4], prefix=prefix(0, [1, 2]))]
+    rejected = call(2, [8], [9], prefix=prefix(1, [1, 2, 3, 4]))
+    summary = call(3, [], [10], prefix=prefix(2, [1, 2, 3, 4, 8]))
+    after = call(4, [20], [21])
+    assert dead_branches([*talk, rejected, summary, after]) == {2}
+    sequences = join_calls([*talk, rejected, summary, after], without={2})
+    assert [places(one) for one in sequences] == [[(0, 1, 1), (1, 3, 1)], [(3, 5, 1)], [(4, 1, 1)]]
+    using = call(4, [20], [21], uses=(2,))
+    assert dead_branches([*talk, rejected, summary, using]) == frozenset()
+    assert dead_branches([call(0, [1, 5], [2]), call(1, [7], [8], prefix=prefix(0, [1]))]) == frozenset()
+    assert dead_branches([call(0, [1, 5], [2]), call(1, [], [8], prefix=prefix(0, [1, 5]))]) == {0}
 
 
 def test_calls_with_and_without_log_probabilities_stand_in_sequences_of_their_own():

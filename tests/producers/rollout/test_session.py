@@ -1,10 +1,12 @@
 """What a session records: exact prompts by prefix, several agents, NAT's fields, rewards in their place."""
 
 import asyncio
+import json
 import random
 
 import pytest
 
+from rollstream.processors.assemble.sequences import dead_branches
 from rollstream.producers.engines.scripted import ScriptedTokenizer
 from rollstream.producers.rollout.conversation import Conversation, ids_sha256
 from rollstream.producers.rollout.registry import register_environment
@@ -93,6 +95,23 @@ def test_a_branch_goes_on_from_the_call_that_it_branched_from(play):
 
     calls = [step.llm for step in play(task_of("test_branches")).steps]
     assert [call.prefix and call.prefix.step_index for call in calls] == [None, 0, 0]
+
+
+def test_a_prompt_names_the_answers_that_it_has_as_text(play):
+    @register_environment("test_compacts")
+    async def compacts(session):
+        talk = [user("1")]
+        talk.append(assistant((await session.chat(talk)).text))
+        await session.chat([*talk, user("sum up")])
+        summary = await session.chat([*talk, user("sum up")])
+        shown = json.dumps({"so_far": summary.text.rpartition("</think>")[2]})
+        await session.chat([user(shown), user("2")])
+
+    said = answers("one", "<think>hm</think> bad", '<think>so</think> it "was"\none', "two")
+    steps = play(task_of("test_compacts"), said).steps
+    assert [step.llm.uses for step in steps] == [(), (), (), (2,)]
+    assert [step.llm.prefix and step.llm.prefix.step_index for step in steps] == [None, 0, 1, None]
+    assert dead_branches(steps) == {1}
 
 
 def test_a_prompt_is_the_text_s_own_tokens_however_it_was_put_together():
