@@ -272,7 +272,15 @@ class RolloutGateway(Routes):
         if self._has_ended(request, named):
             raise ended(named)
         if found is None:
-            raise Refusal(404, f"rollout {named[:200]!r} is not open here", code="rollout_not_found")
+            # Its own key proves that there was such a rollout: the process before may have had it. 503 is what clients
+            # of OpenAI's and Anthropic's APIs repeat.
+            is_known = not self._access.bears_token(request.headers)
+            raise Refusal(
+                503 if is_known else 404,
+                f"rollout {named[:200]!r} is not open here",
+                code="rollout_not_found",
+                retry_after_s=1 if is_known else None,
+            )
         return found
 
 

@@ -95,7 +95,8 @@ class _Requests:
         `for_s`: how long it may take the gateway beside `Retries`.
         """
         loop, pause_s = asyncio.get_running_loop(), FIRST_PAUSE_S
-        deadline = loop.time() + self._retries.for_s + for_s
+        limit_s = self._retries.for_s + for_s
+        deadline = loop.time() + limit_s
         headers = {IDEMPOTENCY_KEY: key or secrets.token_hex(16)}
         while True:
             try:
@@ -108,7 +109,7 @@ class _Requests:
                 wait_s = max(pause_s, error.after_s)
                 if loop.time() + wait_s > deadline:
                     refused = cause if isinstance(cause, GatewayError) else GatewayError("")
-                    message = f"gateway: {error} (tried for {self._retries.for_s:g} s); check that the producers run"
+                    message = f"gateway: {error} (tried for {limit_s:g} s); check that the producers run"
                     raise GatewayError(message, status=refused.status, code=refused.code) from error
                 logger.info("gateway: %s; tried again", error)
             await asyncio.sleep(wait_s)
@@ -275,7 +276,7 @@ def _checked(answer: HttpAnswer, url: str) -> Any:
     if code == "max_turns":
         raise TurnsExhausted(message)
     refused = GatewayError(f"{url} answered {answer.status}: {message}", status=answer.status, code=code)
-    if answer.status in (408, 425, 429) or answer.status >= 500 or code == "rollout_not_found":
+    if answer.status in (408, 425, 429) or answer.status >= 500:
         raise TryAgainError(str(refused), retry_after(answer.headers)) from refused
     raise refused
 

@@ -11,18 +11,24 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors.torch import load_file, save_file
 
 from rollstream.learner.tiny_model import make_tiny_model
 from rollstream.producers.engines.vllm.child import Child
 from rollstream.producers.engines.vllm.vllm_server import UNLABELLED
+from rollstream.schemas.events import WeightsPublished
 from rollstream.schemas.services import VllmSettings
+from tests.producers.engines.engine_rig import published
 
 EXECUTABLE = "ROLLSTREAM_VLLM"
 MAX_LORAS = 4
 MAX_LENGTH = 512
 START_S = 300.0
 ARGUMENTS = ("--enforce-eager", "--max-num-seqs=64")
+WHOLE_PROMPTS = (*ARGUMENTS, "--no-enable-chunked-prefill")
+"""Of a server that is asked for so much at once that prompts would be prefilled in parts (docs/engines.md)."""
+RANK = 4
 ENVIRONMENT = {"HF_HUB_OFFLINE": "1", "VLLM_CPU_KVCACHE_SPACE": "1"}
 
 
@@ -58,6 +64,29 @@ def tiny_base(folder: Path, *, is_tied: bool = False) -> Path:
         head = weights["model.embed_tokens.weight"].clone()
         save_file({**weights, "lm_head.weight": head}, base / "model.safetensors", {"format": "pt"})
     return base
+
+
+def lora_version(base: Path, folder: Path, version: int) -> tuple[WeightsPublished, Path]:
+    """An adapter of which every version answers differently."""
+    path, generator = folder / f"lora-{version}.safetensors", torch.Generator().manual_seed(version)
+    tensors: dict[str, torch.Tensor] = {}
+    for name, value in load_file(base / "model.safetensors").items():
+        if name.endswith("q_proj.weight"):
+            stem, (width_out, width_in) = name.removesuffix(".weight"), value.shape
+            tensors[f"base_model.model.{stem}.lora_A.weight"] = torch.randn(RANK, width_in, generator=generator)
+            tensors[f"base_model.model.{stem}.lora_B.weight"] = torch.randn(width_out, RANK, generator=generator)
+    save_file(tensors, path)
+    config = {"peft_type": "LORA", "r": RANK, "lora_alpha": 8, "target_modules": ["q_proj"]}
+    sha256 = f"{version:08d}" + "0" * 56
+    return published(base, version, weights_format="lora", lora=config, weights_sha256=sha256), path
+
+
+def full_version(base: Path, folder: Path, version: int) -> tuple[WeightsPublished, Path]:
+    """All weights, of which every version answers differently."""
+    path, generator = folder / f"full-{version}.safetensors", torch.Generator().manual_seed(version)
+    state = load_file(base / "model.safetensors")
+    save_file({name: one + 0.1 * torch.randn(one.shape, generator=generator) for name, one in state.items()}, path)
+    return published(base, version, weights_sha256=f"{version:08d}" + "0" * 56), path
 
 
 @dataclass

@@ -147,18 +147,17 @@ def test_a_wrong_key_is_a_401_and_that_of_another_rollout_a_403(tmp_path, url):
     assert error["type"] == ("authentication_error" if url == MESSAGES else "invalid_request_error")
 
 
-def test_an_unknown_rollout_is_a_404_and_anothers_key_a_403(tmp_path):
+def test_an_unknown_rollout_is_a_404_by_its_own_key_a_503_and_anothers_key_a_403(tmp_path):
     async def agent(one: Any) -> None:
         other = RolloutKeys(one.token).key_of("run-1/rl/e00000/t00009/m0/a0")
         for url in (CHAT, MESSAGES, "/reward", "/end"):
             await one.post(url, ASKED.get(url, {"value": 1.0}), status=403, key=other)
             unknown = f"{one.url}/rollouts/run-1/rl/e00000/t00009/m0/a0{url}"
-            for key in (other, one.token):
-                found = await one.post(
-                    unknown, ASKED.get(url, {"value": 1.0} if url == "/reward" else {}), status=404, key=key
-                )
+            body = ASKED.get(url, {"value": 1.0} if url == "/reward" else {})
+            for key, status, kind in ((other, 503, "api_error"), (one.token, 404, "not_found_error")):
+                found = await one.post(unknown, body, status=status, key=key)
                 assert "is not open here" in found["error"]["message"]
-                assert url != MESSAGES or found["error"]["type"] == "not_found_error"
+                assert url != MESSAGES or found["error"]["type"] == kind
         await one.chat("a")
         await one.reward(1.0)
         await one.end()

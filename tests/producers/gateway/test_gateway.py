@@ -167,7 +167,9 @@ def test_what_cannot_be_answered_is_an_error_in_openais_shape_and_the_rollout_go
         assert await code(chat, ask, 401, key="wrong") == "invalid_api_key"
         assert await code(chat, ask, 401, key=one.rollout["key"][:-1] + "x") == "invalid_api_key"
         assert await code(chat, ask, 403, key=other) == "wrong_rollout"
-        assert await code(f"{one.url}{chat}", ask, 404, key=other) == "rollout_not_found"
+        assert await code(f"{one.url}{chat}", ask, 503, key=other) == "rollout_not_found"
+        unknown = {"X-Rollout-Id": "run-1/rl/e0/t9/m0/a0"}
+        assert await code(f"{one.url}{chat}", ask, 404, key=one.token, **unknown) == "rollout_not_found"
         assert await code(f"{one.url}/rollouts", {}, 403) == "wrong_key"
         assert await code(chat, ask | {"model": "gpt-9"}, 404) == "model_not_found"
         assert await code(chat, ask | {"logit_bias": {"1": 2}}, 400) == "unsupported_value"

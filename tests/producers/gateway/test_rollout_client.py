@@ -168,7 +168,7 @@ def test_what_is_not_answered_is_sent_again_under_the_same_key_and_at_a_new_addr
     seen: list[tuple[int, str]] = []
     task = {"rollout_id": "r", "inputs": {}, "agents": ["a"], "max_turns": 1, "purpose": "train", "seed": 1}
     refusals = [(429, {"error": {"message": "busy", "code": None}}), (500, "broken")]
-    refusals += [(404, {"error": {"message": "not yet", "code": "rollout_not_found"}})] * 50
+    refusals += [(503, {"error": {"message": "not yet", "code": "rollout_not_found"}})] * 50
 
     async def serve(refused: list[tuple[int, Any]]) -> web.AppRunner:
         async def answer(request: web.Request) -> web.StreamResponse:

@@ -12,20 +12,26 @@ from typing import Any
 import psutil
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 
 from rollstream.eventlog.broker import guard
 from rollstream.producers.engines.base import Generation, GenerationRequest
 from rollstream.producers.engines.http_json import HttpServer
 from rollstream.producers.engines.vllm import VllmEngine
-from rollstream.schemas.events import WeightsPublished
 from rollstream.schemas.settings import Sampling
-from tests.producers.engines.engine_rig import GROUP, published
+from tests.producers.engines.engine_rig import GROUP
 from tests.producers.engines.vllm.server_rig import until
-from tests.rigs.vllm_server import ENVIRONMENT, START_S, VllmServer, started_settings, tiny_base
+from tests.rigs.vllm_server import (
+    ENVIRONMENT,
+    START_S,
+    WHOLE_PROMPTS,
+    VllmServer,
+    full_version,
+    lora_version,
+    started_settings,
+    tiny_base,
+)
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
-RANK = 4
 LONG = 300
 
 
@@ -39,7 +45,7 @@ async def engine_of_its_own(folder: Path) -> AsyncIterator[VllmEngine]:
     """It starts its server with the first version."""
     os.environ.update(ENVIRONMENT)
     settings = started_settings(
-        arguments=("--enforce-eager", "--max-num-seqs=64", "--no-enable-chunked-prefill"),
+        arguments=WHOLE_PROMPTS,
         folder=folder / "vllm",
         start_timeout_s=START_S,
         health_interval_s=0.5,
@@ -50,29 +56,6 @@ async def engine_of_its_own(folder: Path) -> AsyncIterator[VllmEngine]:
         yield engine
     finally:
         await engine.close()
-
-
-def lora(base: Path, tmp_path: Path, version: int) -> tuple[WeightsPublished, Path]:
-    """An adapter of which every version answers differently."""
-    path, generator = tmp_path / f"lora-{version}.safetensors", torch.Generator().manual_seed(version)
-    tensors: dict[str, torch.Tensor] = {}
-    for name, value in load_file(base / "model.safetensors").items():
-        if name.endswith("q_proj.weight"):
-            stem, (width_out, width_in) = name.removesuffix(".weight"), value.shape
-            tensors[f"base_model.model.{stem}.lora_A.weight"] = torch.randn(RANK, width_in, generator=generator)
-            tensors[f"base_model.model.{stem}.lora_B.weight"] = torch.randn(width_out, RANK, generator=generator)
-    save_file(tensors, path)
-    config = {"peft_type": "LORA", "r": RANK, "lora_alpha": 8, "target_modules": ["q_proj"]}
-    sha256 = f"{version:08d}" + "0" * 56
-    return published(base, version, weights_format="lora", lora=config, weights_sha256=sha256), path
-
-
-def full(base: Path, tmp_path: Path, version: int) -> tuple[WeightsPublished, Path]:
-    """All weights, of which every version answers differently."""
-    path, generator = tmp_path / f"full-{version}.safetensors", torch.Generator().manual_seed(version)
-    state = load_file(base / "model.safetensors")
-    save_file({name: one + 0.1 * torch.randn(one.shape, generator=generator) for name, one in state.items()}, path)
-    return published(base, version, weights_sha256=f"{version:08d}" + "0" * 56), path
 
 
 def request(seed: int = 1, max_new_tokens: int = 8, **sampling: Any) -> GenerationRequest:
@@ -137,8 +120,8 @@ def test_a_server_killed_while_it_samples_returns_with_the_logs_version_and_no_r
 ) -> None:
     async def main() -> None:
         async with engine_of_its_own(tmp_path) as engine:
-            await engine.load(*lora(base, tmp_path, 0))
-            await engine.load(*lora(base, tmp_path, 1))
+            await engine.load(*lora_version(base, tmp_path, 0))
+            await engine.load(*lora_version(base, tmp_path, 1))
             before = await engine.generate(request())
             check([before], {1})
             calls = [asyncio.create_task(engine.generate(request(seed, LONG))) for seed in range(8)]
@@ -157,7 +140,7 @@ def test_a_server_killed_while_it_samples_returns_with_the_logs_version_and_no_r
             server_of(engine).send_signal(signal.SIGKILL)
             await until(lambda: "did not load" in "".join(engine.states().values()))
             waiting = asyncio.create_task(engine.generate(request()))
-            await engine.load(*lora(base, tmp_path, 2))
+            await engine.load(*lora_version(base, tmp_path, 2))
             check([await waiting], {2})
             assert list(engine.states().values()) == ["ready"]
 
@@ -169,12 +152,12 @@ def test_a_server_killed_in_a_reload_or_given_other_weights_answers_with_none_bu
 ) -> None:
     async def main() -> None:
         async with engine_of_its_own(tmp_path) as engine:
-            await engine.load(*full(base, tmp_path, 0))
+            await engine.load(*full_version(base, tmp_path, 0))
             calls = [asyncio.create_task(engine.generate(request(seed, LONG))) for seed in range(8)]
             first = server_of(engine)
             with monkeypatch.context() as patched:
                 killing_in_reload(patched, first.kill)
-                await engine.load(*full(base, tmp_path, 1))
+                await engine.load(*full_version(base, tmp_path, 1))
             check(await asyncio.gather(*calls), {0, 1})
             assert server_of(engine).pid != first.pid
             answer = await engine.generate(request())
@@ -194,7 +177,7 @@ def test_a_server_killed_in_a_reload_or_given_other_weights_answers_with_none_bu
             long = [asyncio.create_task(engine.generate(request(seed, LONG))) for seed in range(4)]
             while not await is_sampling(url):
                 assert not all(call.done() for call in long)
-            await engine.load(*full(base, tmp_path, 2))
+            await engine.load(*full_version(base, tmp_path, 2))
             check(await asyncio.gather(*long), {1, 2})
 
     asyncio.run(main())
@@ -208,7 +191,7 @@ def test_kept_ids_are_the_same_by_either_way_to_ask(
         engine = VllmEngine(settings)
         try:
             await engine.start()
-            await engine.load(*lora(vllm_server.base, tmp_path, 0))
+            await engine.load(*lora_version(vllm_server.base, tmp_path, 0))
             how = {"top_k": 12, "top_p": 0.9, "record_kept_ids": True}
             return await asyncio.gather(*(engine.generate(request(seed, **how)) for seed in range(4)))
         finally:

@@ -1,0 +1,355 @@
+"""Rollouts with a real vLLM server on the CPU and the gateway: new versions under load, added time, kills, mismatch.
+
+    make bench-rollout BENCH="[SECTION...] [--small]"
+
+| section | measures |
+| --- | --- |
+| lora, full | from a version handed to the engine to its first token; requests lost; tokens/s beside updates |
+| gateway | chat completions by the recording gateway (producers process, Kafka) beside the same asked of vLLM itself |
+| kills | calls lost and doubled when the producers process is killed under load (the scripted engine) |
+| run | guess_number on vLLM, an adapter: reward by epoch, and how far engine and learner are apart by version |
+
+Each section is kept in FILE under its own name, beside what other sections wrote there before.
+"""
+
+import argparse
+import asyncio
+import dataclasses
+import json
+import os
+import statistics
+import subprocess
+import tempfile
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import yaml
+
+from rollstream.eventlog.broker.broker import EmbeddedBroker
+from rollstream.eventlog.kafka.log import KafkaLog
+from rollstream.producers import GatewayClient
+from rollstream.producers.engines.base import GenerationRequest
+from rollstream.producers.engines.vllm import VllmEngine
+from rollstream.schemas.errors import RollstreamError
+from rollstream.schemas.settings import Sampling
+from tests.producers.engines.engine_rig import GROUP
+from tests.rigs.gateway_load import ProducersProcess, first_weights, killed_under_load, task_for_agents
+from tests.rigs.service_processes import CLI
+from tests.rigs.vllm_server import (
+    ENVIRONMENT,
+    START_S,
+    WHOLE_PROMPTS,
+    executable,
+    full_version,
+    lora_version,
+    serving,
+    started_settings,
+    tiny_base,
+)
+
+ROOT = Path(__file__).resolve().parents[1]
+ANSWER_TOKENS = 64
+PROMPT = list(range(10, 42))
+
+
+@dataclasses.dataclass(frozen=True)
+class Sizes:
+    """How much is measured."""
+
+    updates: int = 50
+    interval_s: float = 1.0
+    """Between two updates."""
+    requests: int = 16
+    """At a time, while versions are updated."""
+    passes: int = 2
+    """Over which the updates are spread, each with a pass without updates before it."""
+    clients: Sequence[int] = (1, 16, 64)
+    calls: int = 30
+    """Of each client."""
+    repeats: int = 3
+    kills: int = 20
+    epochs: int = 260
+
+
+SMALL = Sizes(updates=6, interval_s=0.5, requests=8, passes=1, clients=(1, 4), calls=5, repeats=1, kills=2, epochs=3)
+
+
+def percentile(values: Sequence[float], share: float) -> float:
+    """The value that `share` of the values do not exceed."""
+    return sorted(values)[min(len(values) - 1, int(share * len(values)))]
+
+
+# ---- new versions under load ----
+
+
+class RequestLoad:
+    """Requests that follow one another without a pause, so many at a time."""
+
+    def __init__(self, engine: VllmEngine) -> None:
+        self._engine = engine
+        self.num_tokens = 0
+        self.num_requests = 0
+        self.lost: list[str] = []
+
+    async def go_on(self, seed: int) -> None:
+        """Until cancelled."""
+        while True:
+            request = GenerationRequest(GROUP, PROMPT, Sampling(max_new_tokens=ANSWER_TOKENS), seed)
+            try:
+                answer = await self._engine.generate(request)
+            except RollstreamError as error:
+                self.lost.append(str(error))
+            else:
+                if sum(span.length for span in answer.spans) != len(answer.token_ids):
+                    self.lost.append(f"spans {answer.spans} of {len(answer.token_ids)} tokens")
+                self.num_tokens += len(answer.token_ids)
+            self.num_requests += 1
+            seed += 1_000
+
+    async def during(self, work: Awaitable[None]) -> float:
+        """Tokens per second until `work` is done."""
+        before, begun = self.num_tokens, time.perf_counter()
+        await work
+        return (self.num_tokens - before) / (time.perf_counter() - begun)
+
+
+async def measure_updates(folder: Path, make: Callable[..., Any], sizes: Sizes) -> dict[str, Any]:
+    """Versions loaded under load, passes with and without updates interleaved."""
+    os.environ.update(ENVIRONMENT)
+    base = tiny_base(folder)
+    versions = [make(base, folder, number) for number in range(sizes.updates + 1)]
+    settings = started_settings(arguments=WHOLE_PROMPTS, folder=folder / "vllm", start_timeout_s=START_S)
+    engine, seconds, loading = VllmEngine(settings), list[float](), list[float]()
+
+    async def update(numbers: Sequence[int]) -> None:
+        for number in numbers:
+            begun = time.perf_counter()
+            await engine.load(*versions[number])
+            loading.append(time.perf_counter() - begun)
+            first = await engine.generate(GenerationRequest(GROUP, PROMPT, Sampling(max_new_tokens=1), number))
+            seconds.append(time.perf_counter() - begun)
+            assert {span.version for span in first.spans} == {number}
+            await asyncio.sleep(max(0.0, sizes.interval_s - seconds[-1]))
+
+    try:
+        await engine.start()
+        await engine.load(*versions[0])
+        load, share = RequestLoad(engine), sizes.updates // sizes.passes
+        workers = [asyncio.create_task(load.go_on(seed)) for seed in range(sizes.requests)]
+        await asyncio.sleep(5 * sizes.interval_s)
+        without: list[float] = []
+        with_updates: list[float] = []
+        for number in range(sizes.passes):
+            without.append(await load.during(asyncio.sleep(share * sizes.interval_s)))
+            with_updates.append(await load.during(update(range(number * share + 1, (number + 1) * share + 1))))
+        for worker in workers:
+            worker.cancel()
+        await asyncio.wait(workers)
+    finally:
+        await engine.close()
+    return {
+        "updates": len(seconds),
+        "first_token_ms": {"p50": 1000 * statistics.median(seconds), "p99": 1000 * percentile(seconds, 0.99)},
+        "load_ms": {"p50": 1000 * statistics.median(loading), "p99": 1000 * percentile(loading, 0.99)},
+        "requests": load.num_requests,
+        "lost": len(load.lost),
+        "reasons": load.lost[:5],
+        "tokens_per_s": {"without": statistics.mean(without), "with": statistics.mean(with_updates)},
+        "loss": 1 - statistics.mean(with_updates) / statistics.mean(without),
+    }
+
+
+def lora(folder: Path, sizes: Sizes) -> dict[str, Any]:
+    """Versions of an adapter."""
+    return asyncio.run(measure_updates(folder, lora_version, sizes))
+
+
+def full(folder: Path, sizes: Sizes) -> dict[str, Any]:
+    """Versions of all weights."""
+    return asyncio.run(measure_updates(folder, full_version, sizes))
+
+
+# ---- the gateway beside vLLM ----
+
+Ask = Callable[[int], Awaitable[dict[str, Any]]]
+
+
+async def timed(asks: Sequence[Ask], calls: int) -> dict[str, float]:
+    """Each client makes its calls one after the other, all clients at once."""
+    seconds: list[float] = []
+    tokens = 0
+
+    async def client(ask: Ask) -> None:
+        nonlocal tokens
+        for call in range(calls):
+            begun = time.perf_counter()
+            answer = await ask(call)
+            seconds.append(time.perf_counter() - begun)
+            tokens += answer["usage"]["completion_tokens"]
+
+    begun = time.perf_counter()
+    await asyncio.gather(*map(client, asks))
+    return {
+        "p50_ms": 1000 * statistics.median(seconds),
+        "p99_ms": 1000 * percentile(seconds, 0.99),
+        "tokens_per_s": tokens / (time.perf_counter() - begun),
+    }
+
+
+def body_of(client: int, call: int) -> list[dict[str, str]]:
+    """Messages of one call."""
+    return [{"role": "user", "content": f"client {client}, call {call}: go on"}]
+
+
+async def plain_pass(url: str, model: str, clients: int, calls: int) -> dict[str, float]:
+    """vLLM itself is asked."""
+    async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as http:
+
+        def client(number: int) -> Ask:
+            async def ask(call: int) -> dict[str, Any]:
+                body = {"model": model, "messages": body_of(number, call), "max_tokens": ANSWER_TOKENS}
+                body |= {"temperature": 1.0, "logprobs": True, "seed": 1000 * number + call}
+                async with http.post(f"{url}/v1/chat/completions", json=body) as response:
+                    assert response.status == 200, await response.text()
+                    return await response.json()
+
+            return ask
+
+        return await timed([client(number) for number in range(clients)], calls)
+
+
+async def gateway_pass(gateway: GatewayClient, clients: int, calls: int) -> dict[str, float]:
+    """Each client plays a rollout."""
+    rollouts = [await gateway.claim(wait_s=120) for _ in range(clients)]
+
+    def client(number: int) -> Ask:
+        rollout = rollouts[number]
+        assert rollout is not None
+        return lambda call: rollout.chat(body_of(number, call))
+
+    measured = await timed([client(number) for number in range(clients)], calls)
+    for rollout in rollouts:
+        assert rollout is not None
+        async with rollout:
+            await rollout.reward(1.0)
+    return measured
+
+
+async def measure_gateway(folder: Path, url: str, base: Path, kafka: Any, sizes: Sizes) -> dict[str, Any]:
+    """Passes with the gateway and without, interleaved."""
+    engine = {"kind": "vllm", "base_urls": [url], "folder": str(folder / "versions"), "dtype": "float32"}
+    producers = ProducersProcess(folder, kafka, engine, str(base))
+    found: dict[str, Any] = {}
+    task = 0
+    async with KafkaLog(kafka, client_id="bench") as log:
+        await log.ensure_topics(num_partitions=6)
+        weights = producers.artifacts.put_bytes((base / "model.safetensors").read_bytes())
+        await log.send(first_weights(weights, str(base)))
+        with producers.running():
+            async with GatewayClient.of_workspace(producers.workspace) as gateway:
+                for clients in sizes.clients:
+                    passes: dict[str, list[dict[str, float]]] = {"plain": [], "gateway": []}
+                    for number in range(-1, sizes.repeats):
+                        calls = sizes.calls if number >= 0 else 2
+                        sampling = Sampling(max_new_tokens=ANSWER_TOKENS)
+                        options = {"members": clients, "calls": calls, "timeout_s": 600.0, "sampling": sampling}
+                        await log.send(task_for_agents(task, **options))
+                        task += 1
+                        ours = await gateway_pass(gateway, clients, calls)
+                        theirs = await plain_pass(url, str(base), clients, calls)
+                        if number >= 0:  # the first pass warms up
+                            passes["plain"].append(theirs)
+                            passes["gateway"].append(ours)
+                    found[f"{clients} clients"] = compared(passes)
+    return found
+
+
+def compared(passes: dict[str, list[dict[str, float]]]) -> dict[str, Any]:
+    """Medians over passes, and what the gateway adds."""
+    found: dict[str, Any] = {
+        name: {key: statistics.median(one[key] for one in measured) for key in measured[0]}
+        for name, measured in passes.items()
+    }
+    found["added_p50_ms"] = found["gateway"]["p50_ms"] - found["plain"]["p50_ms"]
+    found["throughput_ratio"] = found["gateway"]["tokens_per_s"] / found["plain"]["tokens_per_s"]
+    return found
+
+
+def gateway(folder: Path, sizes: Sizes) -> dict[str, Any]:
+    """The recording gateway beside vLLM."""
+    with serving(folder, is_lora=False) as server, EmbeddedBroker(folder / "broker") as broker:
+        return asyncio.run(measure_gateway(folder, server.url, server.base, broker.kafka, sizes))
+
+
+def kills(folder: Path, sizes: Sizes) -> dict[str, Any]:
+    """The gateway is killed under load."""
+    with EmbeddedBroker(folder / "broker") as broker:
+        return dataclasses.asdict(asyncio.run(killed_under_load(broker.kafka, folder, sizes.kills)))
+
+
+# ---- a run ----
+
+
+def run(folder: Path, sizes: Sizes) -> dict[str, Any]:
+    """The task of `make demo` with an adapter on vLLM."""
+    config = yaml.safe_load((ROOT / "examples/guess_number.yaml").read_text())
+    builder, learner = config["trajectory_builders"]["rollouts"], config["trainer_adapters"]["learner"]
+    engine = {"kind": "vllm", "executable": executable(), "arguments": list(WHOLE_PROMPTS), "dtype": "float32"}
+    builder["engine"] = engine | {"max_lora_rank": 16}
+    learner["model"] |= {"path": str(tiny_base(folder)), "lora": {"rank": 16}}
+    config["finetuning"] |= {"num_epochs": sizes.epochs, "output_dir": str(folder / "output")}
+    (folder / "run.yaml").write_text(yaml.safe_dump(config))
+    workspace, result = ["--workspace", str(folder / "w")], folder / "result.json"
+    environment = {**os.environ, **ENVIRONMENT}
+
+    def command(*arguments: str, **options: Any) -> "subprocess.CompletedProcess[str]":
+        return subprocess.run([*CLI, *arguments, *workspace], cwd=ROOT, env=environment, check=True, **options)
+
+    def rows(query: str) -> list[dict[str, Any]]:
+        return json.loads(command("sql", query, "--format", "json", stdout=subprocess.PIPE, text=True).stdout)
+
+    begun = time.perf_counter()
+    command("finetune", "--config_file", str(folder / "run.yaml"), "--result_json_path", str(result))
+    seconds = time.perf_counter() - begun
+    apart = rows("SELECT trained_version, mismatch_kl, log_ppl_diff, mismatch_ess FROM engine_mismatch")
+    by_epoch = "SELECT epoch // 20 * 20 AS from_epoch, round(avg(avg_reward), 3) AS avg_reward FROM epoch_summary"
+    return {
+        "seconds": seconds,
+        "status": json.loads(result.read_text())["status"],
+        "reward": rows(f"{by_epoch} GROUP BY 1 ORDER BY 1"),
+        "versions_compared": len(apart),
+        "largest_mismatch_kl": max(abs(one["mismatch_kl"]) for one in apart),
+        "largest_log_ppl_diff": max(abs(one["log_ppl_diff"]) for one in apart),
+        "smallest_ess": min(one["mismatch_ess"] for one in apart),
+        "by_version": apart[:: max(1, len(apart) // 20)],
+    }
+
+
+SECTIONS = {"lora": lora, "full": full, "gateway": gateway, "kills": kills, "run": run}
+
+
+def main() -> None:
+    """Run sections, and keep each as soon as it is there."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("sections", nargs="*", metavar="SECTION", help=", ".join(SECTIONS))
+    parser.add_argument("--small", action="store_true", help="only see that each runs through")
+    parser.add_argument("--output", type=Path, default=None)
+    given = parser.parse_args()
+    if unknown := sorted(set(given.sections) - set(SECTIONS)):
+        parser.error(f"unknown section {unknown[0]!r}; known sections: {', '.join(SECTIONS)}")
+    sizes = SMALL if given.small else Sizes()
+    for name in given.sections or SECTIONS:
+        with tempfile.TemporaryDirectory(prefix="bench-rollout-") as folder:
+            found = SECTIONS[name](Path(folder), sizes)
+        found = {"cores": os.cpu_count(), "is_small": given.small, **found}
+        print(f"== {name}\n{json.dumps(found, indent=2)}", flush=True)
+        if given.output is not None:
+            kept = json.loads(given.output.read_text()) if given.output.exists() else {}
+            given.output.write_text(json.dumps(kept | {name: found}, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()
