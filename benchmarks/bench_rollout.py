@@ -71,7 +71,8 @@ class Sizes:
     """Of each client."""
     repeats: int = 3
     kills: int = 20
-    epochs: int = 260
+    epochs: int = 100
+    """Of GRPO, after those of the warm start."""
 
 
 SMALL = Sizes(updates=6, interval_s=0.5, requests=8, passes=1, clients=(1, 4), calls=5, repeats=1, kills=2, epochs=3)
