@@ -3,22 +3,28 @@
 import asyncio
 import json
 import os
+import subprocess
+import sys
 import time
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 from safetensors.torch import load_file, save_file
 
+from rollstream.eventlog.broker import guard
+from rollstream.eventlog.broker.broker import HOST, free_ports
 from rollstream.learner.tiny_model import make_tiny_model
 from rollstream.producers.engines.vllm.child import Child
 from rollstream.producers.engines.vllm.vllm_server import UNLABELLED
 from rollstream.schemas.events import WeightsPublished
 from rollstream.schemas.services import VllmSettings
+from rollstream.schemas.variables import expand
 from tests.producers.engines.engine_rig import published
 
 EXECUTABLE = "ROLLSTREAM_VLLM"
@@ -133,6 +139,62 @@ class VllmServer:
                 time.sleep(0.1)
             else:
                 return
+
+
+class ComposedServer:
+    """A service `vllm-N` of docker-compose.yml as a local process: its own command, environment and health check."""
+
+    def __init__(self, service: Mapping[str, Any], base: Path, folder: Path) -> None:
+        self._service = service
+        (self._port,) = free_ports(1)
+        self._environ = {**ENVIRONMENT, "ROLLSTREAM_VLLM_MODEL": str(base), "ROLLSTREAM_VLLM_KVCACHE_GB": "1"}
+        self._log = folder / f"server-{self._port}.log"
+        self.url = f"http://{HOST}:{self._port}"
+        self._guard: subprocess.Popen[bytes] | None = None
+        self._pid = 0
+
+    def start(self) -> None:
+        """At the address that it always has."""
+        program, *entry = self._service["entrypoint"]
+        assert program == "vllm"
+        written = [*entry, *(str(expand(one, self._environ)) for one in self._service["command"])]
+        assert {"--host=0.0.0.0", "--port=8000"} < set(written)
+        places = {"--host=0.0.0.0": f"--host={HOST}", "--port=8000": f"--port={self._port}"}
+        command = [executable(), *(places.get(one, one) for one in written)]
+        environment = {name: str(expand(one, self._environ)) for name, one in self._service["environment"].items()}
+        self._guard = subprocess.Popen(
+            [sys.executable, "-I", "-S", guard.__file__, str(os.getpid()), str(self._log), *command],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            env={**os.environ, **self._environ, **environment},
+        )
+        assert self._guard.stdout is not None
+        self._pid = int(self._guard.stdout.readline())
+
+    def is_healthy(self) -> bool:
+        """What the service's own health check says."""
+        kind, _, *arguments = self._service["healthcheck"]["test"]
+        assert kind == "CMD"
+        local = [one.replace("http://127.0.0.1:8000", self.url) for one in arguments]
+        assert local != arguments
+        return subprocess.run([sys.executable, *local], capture_output=True, timeout=60).returncode == 0
+
+    def kill(self) -> None:
+        """SIGKILL for the server and its workers, at once."""
+        server = psutil.Process(self._pid)
+        for process in (server, *server.children(recursive=True)):
+            process.kill()
+        self.stop()
+
+    def stop(self) -> None:
+        """Until it has ended."""
+        if self._guard is not None:
+            self._guard.communicate()
+            self._guard = None
+
+    def last_words(self) -> str:
+        """End of its log."""
+        return self._log.read_text(errors="replace")[-3000:]
 
 
 @contextmanager
