@@ -14,7 +14,7 @@ from tests.rigs.source_tree import ALLOWED, ROOT, Plant, arrows, imports_of, sou
 
 FLOORS = {
     "schemas": ["schemas/events", "schemas"],
-    "eventlog": ["eventlog/broker eventlog/kafka eventlog/memory", "eventlog"],
+    "eventlog": ["eventlog/broker eventlog/http eventlog/kafka eventlog/memory", "eventlog"],
     "producers": [
         "producers",
         "producers/gateway",

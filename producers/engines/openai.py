@@ -11,8 +11,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from rollstream.eventlog.http.http_json import HttpServer, shown
 from rollstream.producers.engines.base import Capabilities, Generation, GenerationRequest, check_prompt
-from rollstream.producers.engines.http_json import HttpServer, shown
 from rollstream.schemas.errors import ModelError
 from rollstream.schemas.events import WeightsPublished
 from rollstream.schemas.services import OpenAISettings

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple, Self, TypeVar
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from rollstream.producers.engines.http_json import HttpAnswer, HttpServer, TryAgainError, retry_after, shown
+from rollstream.eventlog.http.http_json import HttpAnswer, HttpServer, TryAgainError, retry_after, shown
 from rollstream.producers.gateway.marks import IDEMPOTENCY_KEY, address_file, token_file
 from rollstream.producers.rollout.reply import TurnsExhausted
 from rollstream.schemas.errors import (

@@ -6,8 +6,8 @@ from typing import Any
 
 import numpy as np
 
+from rollstream.eventlog.http.http_json import MAX_ANSWER_BYTES
 from rollstream.producers.engines.base import GenerationRequest, keeps_ids
-from rollstream.producers.engines.http_json import MAX_ANSWER_BYTES
 from rollstream.producers.engines.sampling import kept_of
 from rollstream.producers.engines.vllm.base_model import BaseModel
 from rollstream.schemas.tokens import KeptIds

@@ -11,8 +11,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from rollstream.eventlog.http.http_json import HttpServer
 from rollstream.producers.engines.base import Capabilities, Generation, GenerationRequest, Tokenizer, check_prompt
-from rollstream.producers.engines.http_json import HttpServer
 from rollstream.producers.engines.vllm.base_model import BaseModel, read_base_model
 from rollstream.producers.engines.vllm.child import Child, check_settings
 from rollstream.producers.engines.vllm.pool import Pool

@@ -12,8 +12,8 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import TypeVar
 
+from rollstream.eventlog.http.http_json import TryAgainError
 from rollstream.producers.engines.base import Generation, GenerationRequest, max_new_tokens_of
-from rollstream.producers.engines.http_json import TryAgainError
 from rollstream.producers.engines.vllm.base_model import BaseModel
 from rollstream.producers.engines.vllm.child import Child
 from rollstream.producers.engines.vllm.version_files import Version, restore

@@ -9,8 +9,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from rollstream.eventlog.http.http_json import HttpServer, TryAgainError, shown
 from rollstream.producers.engines.base import FinishReason, Generation, GenerationRequest
-from rollstream.producers.engines.http_json import HttpServer, TryAgainError, shown
 from rollstream.producers.engines.vllm.asking import asked, kept_ids, room_for, top_by_id, top_by_name
 from rollstream.producers.engines.vllm.base_model import BaseModel
 from rollstream.producers.engines.vllm.version_files import Version

@@ -10,7 +10,7 @@ from itertools import cycle
 import pytest
 from aiohttp import web
 
-from rollstream.producers.engines import http_json
+from rollstream.eventlog.http import http_json
 from rollstream.producers.engines.base import GenerationRequest
 from rollstream.producers.engines.openai import OpenAIEngine, TextTokenizer
 from rollstream.producers.engines.routed import RoutedEngine

@@ -14,8 +14,8 @@ import pytest
 import torch
 
 from rollstream.eventlog.broker import guard
+from rollstream.eventlog.http.http_json import HttpServer
 from rollstream.producers.engines.base import Generation, GenerationRequest
-from rollstream.producers.engines.http_json import HttpServer
 from rollstream.producers.engines.vllm import VllmEngine
 from rollstream.schemas.settings import Sampling
 from tests.producers.engines.engine_rig import GROUP

@@ -17,6 +17,10 @@ from rollstream.schemas.errors import ModelError, PromptTooLongError
 MAX_ANSWER_BYTES = 8 * 1024 * 1024
 MAX_RETRY_AFTER_S = 60.0
 """A server that asks for a longer pause is asked again after this one."""
+KEPT_ALIVE_S = 2.0
+"""An idle connection is used again for so long: servers, such as vLLM after 5 s, end one that the next request may
+already be on its way by.
+"""
 SHOWN_CHARS = 300
 """Of an unusable answer, in its error."""
 TRY_AGAIN = frozenset({408, 409, 425, 429})
@@ -60,13 +64,20 @@ class HttpServer:
             await self._session.close()
 
     async def asked(
-        self, method: str, path: str, body: dict[str, Any] | None = None, *, tries: int, retry_wait_s: float
+        self,
+        method: str,
+        path: str,
+        body: dict[str, Any] | None = None,
+        *,
+        tries: int,
+        retry_wait_s: float,
+        max_bytes: int = MAX_ANSWER_BYTES,
     ) -> bytes:
         """The body of a 2xx answer, after so many tries at most. Raises ModelError, PromptTooLongError."""
         last: TryAgainError | None = None
         for number in range(1, tries + 1):
             try:
-                return self.checked(await self.sent(method, path, body))
+                return self.checked(await self.sent(method, path, body, max_bytes=max_bytes))
             except TryAgainError as error:
                 last = error
                 logger.info("try %d of %d: %s", number, tries, self.error(str(error)))
@@ -87,7 +98,8 @@ class HttpServer:
         """An answer of any status. Raises TryAgainError if there is none, ModelError if it is too large."""
         if self._session is None:
             # The number of requests at a time is bounded by who asks.
-            self._session = aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0))
+            connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=KEPT_ALIVE_S)
+            self._session = aiohttp.ClientSession(connector=connector)
         bears = {"Authorization": f"Bearer {self._key}"} if self._key else {}
         limit_s = timeout_s or self._timeout_s
         try:

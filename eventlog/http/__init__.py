@@ -1,0 +1,1 @@
+"""Other servers, asked by HTTP."""
