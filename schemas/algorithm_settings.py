@@ -267,19 +267,21 @@ class PairSettings(AlgorithmSettings):
         return ""
 
 
+URL_WITHOUT_TEACHER = "teacher_url needs teacher: the model that the server was started with"
+
+
 class DistillationSettings(AlgorithmSettings):
-    """Of an algorithm that learns from a teacher's log-probabilities of what the policy sampled. Derive from it for
-    another one.
-    """
+    """Of an algorithm that learns from a teacher's log-probabilities of what the policy sampled. Derive your own."""
 
     teacher: str = ""
-    """A transformers folder or a hub name with the policy's vocabulary; empty: the policy as it was at the job's base
-    version. It is never trained, and loaded only where a token is scored that no event has a score of.
-    """
+    """A transformers folder or a hub name with the policy's vocabulary, never trained, and loaded only where a token is
+    scored that no event has a score of; empty: the policy as it was at the job's base version."""
     context: str = ""
     """Text that only the teacher sees, before each sequence (behind its beginning-of-sequence token); `{KEY}` stands
     for a value of the task's inputs.
     """
+    teacher_url: str = added("")
+    """`http://host:port` of a vLLM server with the teacher, which is not loaded then."""
 
     @property
     def needs(self) -> Needs:
@@ -290,6 +292,8 @@ class DistillationSettings(AlgorithmSettings):
     def _teacher_differs(self) -> Self:
         if not self.teacher and not self.context:
             raise ValueError("give teacher, context or both: without them the policy would learn from itself")
+        if self.teacher_url and not self.teacher:
+            raise ValueError(URL_WITHOUT_TEACHER)
         return self
 
 
@@ -326,6 +330,7 @@ class Teacher(NamedTuple):
 
     path: str
     context: str
+    url: str
 
     @property
     def keys(self) -> tuple[str, ...]:
@@ -338,7 +343,7 @@ def teacher_of(settings: AlgorithmSettings) -> Teacher | None:
     if not settings.needs.teacher:
         return None
     given = settings.options if isinstance(settings, CustomSettings) else vars(settings)
-    found = Teacher(str(given.get("teacher", "")), str(given.get("context", "")))
+    found = Teacher(*(str(given.get(key, "")) for key in ("teacher", "context", "teacher_url")))
     return found if any(found) else None
 
 

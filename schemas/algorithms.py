@@ -10,6 +10,7 @@ from pydantic import Discriminator, Field, ModelWrapValidatorHandler, PrivateAtt
 
 from rollstream.schemas.algorithm_settings import (
     DEFAULT,
+    URL_WITHOUT_TEACHER,
     AlgorithmSettings,
     CustomSettings,
     DistillationSettings,
@@ -244,6 +245,13 @@ class MixSettings(PolicyGradientSettings):
     """Weight of the reverse KL divergence from the teacher, as of `opd`; without one, from the job's base version."""
     teacher: str = ""
     context: str = ""
+    teacher_url: str = added("")
+
+    @model_validator(mode="after")
+    def _url_has_a_teacher(self) -> Self:
+        if self.teacher_url and not self.teacher:
+            raise ValueError(URL_WITHOUT_TEACHER)
+        return self
 
     @property
     def needs(self) -> Needs:
@@ -256,7 +264,8 @@ class MixSettings(PolicyGradientSettings):
     def unused(self) -> dict[str, tuple[str, ...]]:
         """Keys of components that have no weight."""
         found = super().unused()
-        for why, keys, weight in (("ref_kl", ("teacher", "context"), self.ref_kl), ("ce", ("ce_threshold",), self.ce)):
+        taught = ("teacher", "context", "teacher_url")
+        for why, keys, weight in (("ref_kl", taught, self.ref_kl), ("ce", ("ce_threshold",), self.ce)):
             given = tuple(key for key in keys if key in self.model_fields_set)
             found = found if weight or not given else {**found, f"{why} is 0": given}
         return found

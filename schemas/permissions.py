@@ -162,7 +162,9 @@ def named_by_algorithm(name: str) -> frozenset[str]:
 def named_by_teacher(algorithm: AlgorithmSettings) -> frozenset[str]:
     """All that a trusted `algorithm.teacher` names, in the form of `Permissions.allow`."""
     teacher = teacher_of(algorithm)
-    return named_by_model(teacher.path) if teacher is not None and teacher.path else frozenset()
+    if teacher is None or not teacher.path:
+        return frozenset()
+    return named_by_model(teacher.path) | frozenset(filter(None, (teacher.url,)))
 
 
 def shown(text: str) -> str:

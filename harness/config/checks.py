@@ -17,6 +17,8 @@ from rollstream.schemas.algorithm_settings import AlgorithmSettings, teacher_of
 from rollstream.schemas.config import TrainerSection
 from rollstream.schemas.errors import ConfigError
 from rollstream.schemas.finetuning import FinetuneConfig
+from rollstream.schemas.permissions import URL, shown
+from rollstream.schemas.settings import Sampling
 from rollstream.schemas.variables import expand, is_secret_name
 
 MAX_DEPTH = 50
@@ -150,15 +152,22 @@ def check_model(path: str, location: str) -> None:
         raise ConfigError(f"{location}: folder {path} does not exist; give a transformers folder or a hub name")
 
 
-def check_teacher(algorithm: AlgorithmSettings, model: str, location: str) -> None:
-    """Raises ConfigError naming `location` if the teacher of an algorithm is no model or has another vocabulary.
+def check_teacher(algorithm: AlgorithmSettings, sampling: Sampling, model: str, location: str) -> None:
+    """Raises ConfigError naming `location` if the teacher of an algorithm is no model, has another vocabulary, or is on
+    a server that cannot score what is sampled.
 
     `model`: the path of the model that learns.
     """
     teacher = teacher_of(algorithm)
     if teacher is None or not teacher.path:
         return
+    from rollstream.learner.scoring.models import AS_SAMPLED
     from rollstream.learner.scoring.vocabulary import misfit
+
+    if teacher.url and (algorithm.temperature, sampling.temperature, sampling.top_p, sampling.top_k) != (1, 1, 1, 0):
+        raise ConfigError(f"{location}_url: {AS_SAMPLED}")
+    if teacher.url and not URL.match(teacher.url):
+        raise ConfigError(f"{location}_url: {shown(teacher.url)} must be a URL like http://host:8000")
 
     path = str(expand(teacher.path, os.environ, location))
     check_model(path, location)

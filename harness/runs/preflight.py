@@ -60,7 +60,7 @@ def check_places(config: RunConfig) -> None:
             path = str(expand(one.adapter.model.path, os.environ, where))
             check_model(path, where)
             check_quantized(one.adapter, location)
-            check_teacher(one.adapter.algorithm, path, f"{location}.algorithm.teacher")
+            check_teacher(one.adapter.algorithm, config.builder.sampling, path, f"{location}.algorithm.teacher")
     folder = config.finetuning.output_dir
     try:
         folder.mkdir(parents=True, exist_ok=True)

@@ -15,13 +15,20 @@ from rollstream.learner.model.memory import MicroBatchBudget
 from rollstream.learner.model.policy import PolicyModel, Reference
 from rollstream.learner.model.step import micro_batch_tokens
 from rollstream.learner.scoring.scores import Logprobs, flat, scorers_of
+from rollstream.learner.scoring.served_teacher import ServedTeacher
 from rollstream.learner.scoring.vocabulary import misfit, tokenizer_of
 from rollstream.schemas import tokens
+from rollstream.schemas.algorithm_settings import teacher_of
 from rollstream.schemas.errors import ModelError
 from rollstream.schemas.events import TrajectoryAssembled
 from rollstream.schemas.events.weights import Scorer
 from rollstream.schemas.permissions import Permissions
 from rollstream.schemas.settings import JobSettings, ModelSettings
+
+AS_SAMPLED = (
+    "servers give log-probabilities at temperature 1 over the whole vocabulary; sample with temperature 1 and without "
+    "top_p and top_k, or leave teacher_url out"
+)
 
 
 class TeacherModel:
@@ -54,6 +61,7 @@ class ScoringModels:
         self._location = location
         self._reference: Reference | None = None
         self._teacher: TeacherModel | None = None
+        self._served: ServedTeacher | None = None
         self._tokenizer: Any = None
 
     @property
@@ -82,16 +90,36 @@ class ScoringModels:
         together: what they have in common is computed once. Their bits depend on who comes together. Raises
         NotAllowedError, ModelError, DecodeError, RunFailedError.
         """
-        model, asked = self._model(scorer)
         rows: list[Row] = []
         for member, trajectory in enumerate(trajectories):
             rows += rows_of(trajectory, needs_logprobs=scorer.over_kept, member=member)
         told = [self._with_context(row, contexts[row.member]) if contexts else row for row in rows]
-        found = self._logprobs(model, asked, [TrainRow(row, row.mask) for row in told], scorer.temperature)
+        found = self._found(scorer, told)
         values = [[np.zeros(tokens.count(s.token_ids), np.float32) for s in one.sequences] for one in trajectories]
         for row, logprobs_N in zip(rows, found, strict=True):
-            values[row.member][row.sequence][row.mask] = logprobs_N.float().cpu().numpy()
+            values[row.member][row.sequence][row.mask] = logprobs_N
         return [flat(trajectory, of_it) for trajectory, of_it in zip(trajectories, values, strict=True)]
+
+    def _found(self, scorer: Scorer, rows: Sequence[Row]) -> list[Logprobs]:
+        """By row, of the tokens on its mask."""
+        teacher = teacher_of(self._settings.algorithm)
+        if scorer.model and teacher is not None and teacher.url:
+            if scorer.temperature != 1 or any(row.kept is not None for row in rows):
+                raise ModelError(f"{self._location}_url: {AS_SAMPLED}")
+            found = self._served_teacher(scorer.model, teacher.url).logprobs([row.token_ids for row in rows])
+            return [values_T[row.mask] for row, values_T in zip(rows, found, strict=True)]
+        model, asked = self._model(scorer)
+        of_rows = self._logprobs(model, asked, [TrainRow(row, row.mask) for row in rows], scorer.temperature)
+        return [logprobs_N.float().cpu().numpy() for logprobs_N in of_rows]
+
+    def _served_teacher(self, written: str, url: str) -> ServedTeacher:
+        if self._served is None:
+            self._permissions.check_url(url, f"{self._location}_url")
+            path = self._permissions.model_path(written, self._location)
+            if odd := misfit(self.policy_path, path):
+                raise self._misfit(written, odd)
+            self._served = ServedTeacher(url, path, tokenizer_of(self.policy_path))
+        return self._served
 
     def _model(self, scorer: Scorer) -> tuple[PolicyModel, Reference | TeacherModel]:
         """The model that computes, and the scorer that asks it."""
@@ -112,10 +140,13 @@ class ScoringModels:
         if not odd and teacher.num_token_ids < self._policy.num_token_ids:
             odd = f"it has {teacher.num_token_ids} token ids, the policy {self._policy.num_token_ids}"
         if odd:
-            raise ModelError(
-                f"{self._location}: teacher {written} has another vocabulary than model {self._settings.model.path}: "
-                f"{odd}; give a teacher of the same model family"
-            )
+            raise self._misfit(written, odd)
+
+    def _misfit(self, written: str, odd: str) -> ModelError:
+        return ModelError(
+            f"{self._location}: teacher {written} has another vocabulary than model {self._settings.model.path}: "
+            f"{odd}; give a teacher of the same model family"
+        )
 
     @property
     def policy_path(self) -> str:

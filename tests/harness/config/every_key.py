@@ -90,8 +90,9 @@ ADAPTER = {
         "aggregation_length": 7, "divergence": "binary_kl", "delta": 0.5, "ratio_max": 9.0, "temperature_positive": 0.5,
         "temperature_negative": 0.5, "k_positive": 0.5, "lambda_positive": 0.5, "k_negative": 0.5,
         "lambda_negative": 0.5, "loss_type": "ipo", "label_smoothing": 0.25, "desirable_weight": 0.5,
-        "undesirable_weight": 0.5, "teacher": "another/teacher", "context": "{answer}", "rl": 0.5, "ce": 0.5,
-        "ce_threshold": 0.5, "ref_kl": 0.5, "reference_point": "sampled",
+        "undesirable_weight": 0.5, "teacher": "another/teacher", "context": "{answer}",
+        "teacher_url": "http://teacher:8000", "rl": 0.5, "ce": 0.5, "ce_threshold": 0.5, "ref_kl": 0.5,
+        "reference_point": "sampled",
     }),
     **_at("algorithm.off_policy", {
         "level": "token", "mode": "truncate", "clip_min": 0.5, "clip_max": 5.0, "reject": "k3", "reject_above": 0.5,

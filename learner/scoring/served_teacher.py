@@ -1,0 +1,112 @@
+"""A teacher on a vLLM server: its log-probabilities of given token ids. No model is loaded here."""
+
+import asyncio
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rollstream.eventlog.http.http_json import MAX_ANSWER_BYTES, HttpServer, shown
+
+MAX_REQUESTS = 16
+"""At a time."""
+TRIES = 7
+"""With pauses of 1 s, 2 s, ...: a minute in which a server may be started again."""
+RETRY_WAIT_S = 1.0
+TIMEOUT_S = 600.0
+TOLD_BYTES = 300
+"""Room in an answer for a token with its log-probability."""
+MAX_PROBED = 256
+"""Token ids whose text the server is asked about."""
+NO_LOGPROB = -9000.0
+"""vLLM writes -9999 for a token without a log-probability."""
+
+
+class ServedTeacher:
+    """Blocking, with an event loop of its own: for the thread that trains."""
+
+    def __init__(self, url: str, path: str, tokenizer: Any) -> None:
+        """`path`: the model that the server was started with; `tokenizer`: the policy's."""
+        self._url = url.rstrip("/")
+        self._path = path
+        self._tokenizer = tokenizer
+        self._name: str | None = None
+
+    def logprobs(self, rows: Sequence[NDArray[np.int32]]) -> list[NDArray[np.float32]]:
+        """(T,) of each row (T,) of token ids, given those before it in the row; 0 for the first.
+
+        Raises ModelError naming the server and a remedy: it does not answer, serves another model, reads text as other
+        token ids than the policy, or gives no log-probabilities of prompts.
+        """
+        return asyncio.run(self._asked(rows))
+
+    async def _asked(self, rows: Sequence[NDArray[np.int32]]) -> list[NDArray[np.float32]]:
+        http = HttpServer(self._url, timeout_s=TIMEOUT_S)
+        http.name = f"teacher {self._url}"
+        slots = asyncio.Semaphore(MAX_REQUESTS)
+
+        async def one(name: str, row: NDArray[np.int32]) -> NDArray[np.float32]:
+            async with slots:
+                return await self._row(http, name, row)
+
+        try:
+            name = self._name = self._name or await self._checked(http)
+            async with asyncio.TaskGroup() as group:
+                calls = [group.create_task(one(name, row)) for row in rows]
+            return [call.result() for call in calls]
+        except ExceptionGroup as errors:
+            raise errors.exceptions[0] from errors  # the others were cancelled, or say the same
+        finally:
+            await http.close()
+
+    async def _checked(self, http: HttpServer) -> str:
+        """What the server calls the teacher."""
+        cards = [one for one in await self._listed(http) if not one.get("parent")]
+        name = next((str(one["id"]) for one in cards if self._path in (one.get("root"), one.get("id"))), None)
+        if name is None:
+            served = ", ".join(str(one.get("root") or one.get("id")) for one in cards) or "no model"
+            raise http.error(f"serves {served}; algorithm.teacher is {self._path}: start the server with that")
+        if self._tokenizer is not None:
+            await self._check_vocabulary(http, name)
+        return name
+
+    async def _listed(self, http: HttpServer) -> list[dict[str, Any]]:
+        found = await _ask(http, "GET", "/v1/models")
+        if not isinstance(found, dict) or not isinstance(found.get("data"), list):
+            raise http.error(f"lists no models: {shown(found)}; set algorithm.teacher_url to a vLLM server")
+        return [one for one in found["data"] if isinstance(one, dict) and "id" in one]
+
+    async def _check_vocabulary(self, http: HttpServer, name: str) -> None:
+        """Raises ModelError if the server reads a text of many tokens otherwise than the policy's tokenizer."""
+        num = len(self._tokenizer)
+        text = self._tokenizer.decode(list(range(0, num, max(1, num // MAX_PROBED))))
+        mine = list(self._tokenizer.encode(text, add_special_tokens=False))
+        body = {"model": name, "prompt": text, "add_special_tokens": False}
+        found = await _ask(http, "POST", "/tokenize", body)
+        its = found.get("tokens") if isinstance(found, dict) else None
+        if its != mine:
+            raise http.error(
+                f"reads text as other token ids than the policy: {shown(its)} for {shown(mine)}; give a teacher of the "
+                "same model family"
+            )
+
+    async def _row(self, http: HttpServer, name: str, row: NDArray[np.int32]) -> NDArray[np.float32]:
+        ids = row.tolist()
+        body = {"model": name, "prompt": ids, "max_tokens": 1, "temperature": 0.0, "prompt_logprobs": 0}
+        found = await _ask(http, "POST", "/v1/completions", body, max_bytes=MAX_ANSWER_BYTES + TOLD_BYTES * len(ids))
+        try:
+            told = found["choices"][0]["prompt_logprobs"]
+            values = [float(one[str(token_id)]["logprob"]) for token_id, one in zip(ids[1:], told[1:], strict=True)]
+        except (LookupError, TypeError, ValueError) as error:
+            raise http.error(
+                f"gave no log-probabilities of the prompt: {shown(found)}; set algorithm.teacher_url to a vLLM server"
+            ) from error
+        if not all(NO_LOGPROB < value <= 1e-6 for value in values):
+            odd = next(value for value in values if not NO_LOGPROB < value <= 1e-6)
+            raise http.error(f"gave a token the log-probability {odd}; look into its log, and at the teacher's weights")
+        return np.asarray([0.0, *values], np.float32)
+
+
+async def _ask(http: HttpServer, method: str, path: str, body: dict[str, Any] | None = None, **limits: Any) -> Any:
+    return http.parsed(await http.asked(method, path, body, tries=TRIES, retry_wait_s=RETRY_WAIT_S, **limits))

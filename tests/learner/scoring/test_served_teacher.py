@@ -1,0 +1,185 @@
+"""A teacher on a server: the log-probabilities of its model are recorded, and what a bad server does is named."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from aiohttp import web
+from transformers import AutoTokenizer
+
+from rollstream.learner.scoring import served_teacher
+from rollstream.learner.scoring.served_teacher import ServedTeacher
+from rollstream.learner.tiny_model import make_tiny_model
+from rollstream.schemas.algorithms import MixSettings, OpdSettings
+from rollstream.schemas.errors import ModelError
+from rollstream.schemas.events import JobFailed, JobSucceeded, ReferenceScored, StepTrained
+from rollstream.schemas.permissions import Permissions
+from tests.learner.scoring.test_teacher import assert_scores_are_those_of, logprobs_by_transformers
+from tests.rigs.retrained import assert_retrained, steps_of
+from tests.rigs.vllm_server import VllmServer
+
+
+@dataclass
+class TeacherServer:
+    """vLLM's paths over a model of transformers."""
+
+    model: Path
+    root: str = ""
+    """Of the model that it lists, if it is another one."""
+    shift: int = 0
+    """Added to the ids of every text."""
+    answer: Any = None
+    """In place of what it would answer to a prompt."""
+    failing: int = 0
+    """So many requests fail first."""
+    asked: list[str] = field(default_factory=list[str])
+    url: str = ""
+
+    async def answered(self, request: web.Request) -> web.Response:
+        self.asked.append(request.path)
+        body: dict[str, Any] = await request.json() if request.can_read_body else {}
+        if self.failing:
+            self.failing -= 1
+            return web.Response(status=503)
+        if request.path == "/v1/models":
+            return web.json_response({"data": [{"id": "wise", "root": self.root or str(self.model)}]})
+        assert body["model"] == "wise"
+        if request.path == "/tokenize":
+            ids = AutoTokenizer.from_pretrained(self.model).encode(body["prompt"], add_special_tokens=False)
+            return web.json_response({"tokens": [one + self.shift for one in ids]})
+        assert request.path == "/v1/completions"
+        ids = body["prompt"]
+        values = logprobs_by_transformers(self.model, ids)
+        told = [None, *({str(one): {"logprob": value}} for one, value in zip(ids[1:], values, strict=True))]
+        return web.json_response(self.answer or {"choices": [{"prompt_logprobs": told}]})
+
+
+@asynccontextmanager
+async def serving(server: TeacherServer) -> AsyncIterator[TeacherServer]:
+    """It listens until the block ends."""
+    app = web.Application()
+    app.router.add_route("*", "/{path:.*}", server.answered)
+    runner = web.AppRunner(app, shutdown_timeout=0.01)
+    await runner.setup()
+    try:
+        await web.TCPSite(runner, "127.0.0.1", 0).start()
+        server.url = f"http://127.0.0.1:{runner.addresses[0][1]}"
+        yield server
+    finally:
+        await runner.cleanup()
+
+
+@pytest.fixture
+def teacher(lab: Any, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Beside the lab's policy, with its tokenizer; the lab's learner may ask every server of this machine."""
+    monkeypatch.setattr(served_teacher, "RETRY_WAIT_S", 0.01)
+    lab.model = make_tiny_model(lab.folder / "policy", seed=0, hidden_size=16, intermediate_size=32)
+    return make_tiny_model(lab.folder / "teacher", seed=1, hidden_size=32, intermediate_size=32)
+
+
+def allow(lab: Any, monkeypatch: pytest.MonkeyPatch, url: str) -> None:
+    permissions = Permissions.of([*lab.permissions.allow, url], {})
+    monkeypatch.setattr(type(lab), "permissions", property(lambda _: permissions))
+
+
+def test_what_a_server_says_is_recorded_and_needed_by_no_replay(
+    lab: Any, teacher: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def scenario() -> None:
+        async with serving(TeacherServer(teacher, failing=2)) as server:
+            allow(lab, monkeypatch, server.url)
+            algorithm = OpdSettings(teacher=str(teacher), teacher_url=server.url)
+            job = await lab.submit(num_versions=2, algorithm=algorithm, revision=6)
+            await lab.plan(job, 2)
+            await lab.work(lab.has(JobSucceeded))
+            await assert_scores_are_those_of(lab, teacher, [])
+            trained = await lab.events("weights", ReferenceScored)
+            assert {event.scorer.model for event in trained} == {str(teacher)}
+            assert server.asked.count("/tokenize") == 1
+            num_asked = len(server.asked)
+        await assert_retrained(lab, job, await steps_of(lab))
+        assert len(server.asked) == num_asked
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize(
+    ("changes", "reported"),
+    [
+        ({"root": "another/model"}, "serves another/model; algorithm.teacher is .*: start the server with that"),
+        ({"shift": 1}, "reads text as other token ids than the policy: .*; give a teacher of the same model family"),
+        ({"answer": {"choices": [{"text": "?"}]}}, "gave no log-probabilities of the prompt: .*; set algorithm.tea"),
+        ({"answer": {"choices": [{"prompt_logprobs": [None]}]}}, "gave no log-probabilities of the prompt"),
+        ({"failing": 99}, r"answered 503 .*\(7 tries\)"),
+    ],
+)
+def test_a_server_that_cannot_teach_is_named_with_a_remedy(teacher: Path, changes: Any, reported: str) -> None:
+    async def scenario() -> None:
+        async with serving(TeacherServer(teacher, **changes)) as server:
+            asked = ServedTeacher(server.url, str(teacher), AutoTokenizer.from_pretrained(teacher))
+            rows = [np.asarray([7, 8, 9], np.int32)] * 3
+            with pytest.raises(ModelError, match=rf"teacher {server.url} {reported}"):
+                await asyncio.to_thread(asked.logprobs, rows)
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("told", [float("nan"), -9999.0, 0.5, "high"])
+def test_what_is_no_log_probability_is_refused(teacher: Path, told: Any) -> None:
+    async def scenario() -> None:
+        answer = {"choices": [{"prompt_logprobs": [None, {"8": {"logprob": told}}]}]}
+        async with serving(TeacherServer(teacher, answer=answer)) as server:
+            asked = ServedTeacher(server.url, str(teacher), None)
+            with pytest.raises(ModelError, match="log-probabilit"):
+                await asyncio.to_thread(asked.logprobs, [np.asarray([7, 8], np.int32)])
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize(
+    ("changes", "reported"),
+    [
+        ({}, "is not allowed by this process's settings"),
+        ({"temperature": 0.5}, "sample with temperature 1 and without"),
+    ],
+)
+def test_a_job_that_cannot_be_taught_by_a_server_fails_before_it_is_asked(
+    lab: Any, teacher: Path, changes: Any, reported: str
+) -> None:
+    async def scenario() -> str:
+        async with serving(TeacherServer(teacher)) as server:
+            algorithm = OpdSettings(teacher=str(teacher), teacher_url=server.url, **changes)
+            job = await lab.submit(num_versions=1, algorithm=algorithm, revision=6)
+            await lab.plan(job, 1)
+            await lab.work(lab.has(JobFailed))
+            assert not await lab.events("weights", StepTrained)
+            assert not server.asked
+        return (await lab.events("jobs", JobFailed))[0].error
+
+    found = asyncio.run(scenario())
+    assert "algorithm.teacher_url: " in found
+    assert reported in found
+
+
+def test_a_url_without_a_teacher_is_refused() -> None:
+    with pytest.raises(ValueError, match="teacher_url needs teacher"):
+        MixSettings(ref_kl=0.5, context="{a}", teacher_url="http://x")
+
+
+@pytest.mark.vllm
+@pytest.mark.timeout(600)
+def test_a_vllm_server_teaches_what_its_model_says(vllm_server: VllmServer) -> None:
+    vllm_server.restore()
+    rng = np.random.default_rng(0)
+    rows = [rng.integers(2, 100, size).astype(np.int32) for size in (2, 17, 200, 500)]
+    asked = ServedTeacher(vllm_server.url, str(vllm_server.base), AutoTokenizer.from_pretrained(vllm_server.base))
+    for row, found in zip(rows, asked.logprobs(rows), strict=True):
+        wanted = [0.0, *logprobs_by_transformers(vllm_server.base, row.tolist())]
+        assert found.tolist() == pytest.approx(wanted, abs=1e-4)
+    with pytest.raises(ModelError, match="another/model: start the server with that"):
+        ServedTeacher(vllm_server.url, "another/model", None).logprobs(rows)
