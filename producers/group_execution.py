@@ -7,7 +7,7 @@ attempt is tried again until none is left, one whose producer was lost is not co
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Coroutine
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from rollstream.eventlog.attempts import OVERSAMPLED
@@ -18,7 +18,7 @@ from rollstream.producers.engines.base import Engine
 from rollstream.producers.league.draw import opponents_of, seats_of
 from rollstream.producers.league.opponents import OpponentWeights
 from rollstream.producers.rollout.continuing import RecordedAttempt
-from rollstream.producers.slots import Slot, Slots
+from rollstream.producers.slots import Pace, Slot, Slots
 from rollstream.producers.steps_writer import Outbox, StepsWriter
 from rollstream.producers.takeover import PRODUCER_LOST, ForeignWrites, GroupProgress, MemberState
 from rollstream.producers.taking_up import continued_attempts, extend
@@ -92,6 +92,7 @@ class WorkerContext:
     name: str
     refusal: Callable[[RolloutSettings], str | None] = lambda settings: None
     """Why a task is not to be run at all: what it names that this process does not allow."""
+    pace: Pace = field(default_factory=Pace)
     opponents: OpponentWeights | None = None
     """Loads the weights of opponents; None: tasks that have some are refused."""
 
@@ -118,7 +119,7 @@ class GroupExecution:
         self._is_recovered = state is not None
         self._continued: dict[tuple[int, int], RecordedAttempt] = {}
         """By member and attempt: what goes on here that another process began."""
-        self._turn = producer.slots.next_turn()
+        self._turn = producer.slots.next_turn(is_first=task.purpose == "validation")
         self._first_slot: Slot | None = None
         """What the group was started with, until its first rollout takes it."""
         self._held: list[str] = []
@@ -156,8 +157,8 @@ class GroupExecution:
         except ModelError as error:  # of weights that are waited for; those of a rollout are its own
             await self._refuse(str(error), ENGINE_ERROR)
         finally:
-            if self._first_slot is not None:
-                self._producer.slots.release(self._first_slot)
+            self._producer.pace.leave(self.task.group_id)
+            self._producer.slots.release(self._first_slot)
             if self._producer.opponents is not None:
                 self._producer.opponents.release(self._held)
 
@@ -203,6 +204,7 @@ class GroupExecution:
     async def _may_start(self) -> None:
         """Return with the first rollout's slot, once its weights are there."""
         await self._weights()
+        await self._producer.pace.admit(self.task)
         self._first_slot = self._producer.slots.ask(self._turn)
         await self._first_slot
 

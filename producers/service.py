@@ -19,7 +19,7 @@ from rollstream.producers.gateway.listener import RolloutGateway
 from rollstream.producers.group_execution import WorkerContext
 from rollstream.producers.league.opponents import OpponentWeights
 from rollstream.producers.rollout.user_code import import_installed
-from rollstream.producers.slots import Slots
+from rollstream.producers.slots import Pace, Slots
 from rollstream.producers.worker import RolloutWorker
 from rollstream.schemas.errors import ConfigError, describe, first_error
 from rollstream.schemas.permissions import Permissions
@@ -63,12 +63,14 @@ async def run(settings: ProducerSettings, log: EventLog, engine: Engine) -> None
     artifacts = ArtifactStore(settings.artifact_uri)
     permissions = Permissions.of(settings.allow, os.environ)
     follower = WeightFollower(log, artifacts, engine, engine_id=settings.name, permissions=permissions)
+    pace = Pace(settings.pace, engine.version)
     gateway = RolloutGateway(
         settings.gateway,
         engine,
         workspace=settings.workspace,
         name=settings.name,
         is_over=lambda rollout_id: worker.is_over(rollout_id),
+        behind_s=pace.retry_after_s,
     )
     producer = WorkerContext(
         opponents=OpponentWeights(log, artifacts, engine, permissions=permissions),
@@ -79,6 +81,7 @@ async def run(settings: ProducerSettings, log: EventLog, engine: Engine) -> None
         refusal=functools.partial(refusal, permissions=permissions),
         dead_letter=functools.partial(_send_dead_letter, log, artifacts),
         slots=Slots(settings.max_concurrent_rollouts),
+        pace=pace,
         runs=frozenset(settings.runs),
         name=settings.name,
     )
@@ -88,6 +91,8 @@ async def run(settings: ProducerSettings, log: EventLog, engine: Engine) -> None
     try:
         async with gateway, asyncio.TaskGroup() as tasks:
             tasks.create_task(follower.run())
+            if settings.pace is not None:
+                tasks.create_task(pace.follow(log))
             tasks.create_task(worker.run(on_ready=lambda: logger.info("ready")))
     except BaseExceptionGroup as failed:
         raise first_error(failed) from failed

@@ -115,6 +115,8 @@ class BuilderFields(BaseModel):
     group_timeout_s: float = Field(default=600.0, gt=0, le=MAX_TIMEOUT_S)
     """Seconds after which a group closes with its complete members; time spent waiting for a slot does not count."""
     max_concurrent_rollouts: int = Field(default=256, ge=1)
+    follow_lag: bool = False
+    """With max_staleness above 0: start groups as the learner's lag and speed ask for, not as early as allowed."""
     num_partitions: int = Field(default=6, ge=1)
     num_producers: int = Field(default=1, ge=1)
     num_processors: int = Field(default=1, ge=1)
@@ -122,6 +124,12 @@ class BuilderFields(BaseModel):
     tick_interval_s: float = Field(default=1.0, gt=0)
     gateway: section.GatewaySection = Field(default_factory=section.GatewaySection)
     """Of the producers: where agents outside play rollouts."""
+
+    def pace(self, max_staleness: int) -> section.PaceSettings | None:
+        """How its producers follow the learner; None where nothing is to be held back, as of an on-policy run."""
+        if not self.follow_lag or not max_staleness:
+            return None
+        return section.PaceSettings(max_staleness=max_staleness, num_producers=self.num_producers)
 
     @model_validator(mode="after")
     def _minimum_fits(self) -> Self:

@@ -276,6 +276,15 @@ class GatewaySection(Settings):
         return self.model_copy(update={"port": min(self.port + number - 1, 65535)})
 
 
+class PaceSettings(Settings):
+    """How far ahead of the learner groups are started."""
+
+    max_staleness: int = Field(ge=1)
+    """Of the run."""
+    num_producers: int = Field(default=1, ge=1)
+    """Processes that share its tasks."""
+
+
 class ProducerSettings(ServiceSettings):
     """A process that owns tasks partitions."""
 
@@ -290,6 +299,8 @@ class ProducerSettings(ServiceSettings):
     """Python modules to import first: users' environments and rewards."""
     gateway: GatewaySection = Field(default_factory=GatewaySection)
     """Where programs outside play rollouts; served from the first such rollout on."""
+    pace: PaceSettings | None = None
+    """Start no more groups than the learner's lag and speed leave time for; None: as their weight version is there."""
     runs: tuple[str, ...] = ()
     """Runs whose tasks are worked on; those of others are left for whoever serves them. None: all."""
 

@@ -277,6 +277,7 @@ def services_of(
             engine=ScriptedSettings() if config.is_external else builder.engine,  # nothing is sampled
             served_models=served_models(config, run_id),
             max_concurrent_rollouts=builder.max_concurrent_rollouts,
+            pace=builder.pace(config.adapter.max_staleness),
             tick_interval_s=builder.tick_interval_s,
             gateway=builder.gateway.of_process(number),
             modules=builder.modules,

@@ -14,7 +14,15 @@ from rollstream.schemas.finetuning import CurriculumLearningConfig
 from rollstream.schemas.services import EngineSettings
 from rollstream.schemas.settings import CurriculumSettings, OptimizerSettings
 
-_STARTED_HERE = ("engine", "num_producers", "num_processors", "max_concurrent_rollouts", "modules", "gateway")
+_STARTED_HERE = (
+    "engine",
+    "num_producers",
+    "num_processors",
+    "max_concurrent_rollouts",
+    "follow_lag",
+    "modules",
+    "gateway",
+)
 """Of the builder's block: what services are started with."""
 _SERVICE_LIMITS = ("session_timeout_s", "tick_interval_s")
 _PAIRS_ONLY = ("ttc_step_name", "reward_from_score_diff", "require_multiple_candidates")
@@ -74,6 +82,8 @@ def _of_builder(config: RunConfig, blocks: Blocks) -> Iterator[Unused]:
     if config.trainer.planning == "stream" and hasattr(block, "pairs"):
         names = given(block, _PAIRS_ONLY)
         yield Unused(location, names, "a streamed run forms pairs from all scored candidates; use planning: submitted")
+    if not config.adapter.max_staleness:
+        yield Unused(location, given(block, ["follow_lag"]), "max_staleness is 0, so each task waits for its version")
     if config.environment in MADE_ELSEWHERE:
         names = given(block.sampling, [name for name in type(block.sampling).model_fields if name != "temperature"])
         yield Unused(f"{location}.sampling", names, f"rollouts of {config.environment} are sampled elsewhere")

@@ -83,8 +83,12 @@ class RolloutGateway(Routes):
         workspace: Path,
         name: str,
         is_over: Callable[[str], bool] = lambda rollout_id: False,
+        behind_s: Callable[[], int | None] = lambda: None,
     ) -> None:
-        """`is_over`: whether a rollout that had been opened, maybe by another process, has ended by the log."""
+        """`is_over`: whether a rollout that had been opened, maybe by another process, has ended by the log.
+        `behind_s`: seconds after which the learner may have room for rollouts that are held back; None: none are.
+        """
+        self._behind_s = behind_s
         super().__init__(KeyLimits(settings.requests_per_minute, settings.calls_per_key))
         self._settings = settings
         self._engine = engine
@@ -241,6 +245,14 @@ class RolloutGateway(Routes):
             async with asyncio.timeout(body.wait_s):
                 rollout = await self._next(key)
         except TimeoutError:
+            after_s = self._behind_s()
+            if after_s is not None:
+                raise Refusal(
+                    429,
+                    f"the learner is behind, so rollouts are held back (follow_lag); try again in {after_s} s",
+                    code="learner_behind",
+                    retry_after_s=after_s,
+                ) from None
             return web.Response(status=204, headers={"Retry-After": "1"})
         await rollout.claim(key)
         return json_response(rollout.description())

@@ -9,7 +9,7 @@ from rollstream.eventlog import codec
 from rollstream.eventlog.log import TopicPartition, partition_of
 from rollstream.producers.engines.scripted import ScriptedEngine
 from rollstream.producers.group_execution import WorkerContext
-from rollstream.producers.slots import Slots
+from rollstream.producers.slots import Pace, Slots
 from rollstream.producers.worker import RolloutWorker
 from rollstream.schemas import ids
 from rollstream.schemas.base import Event
@@ -253,7 +253,17 @@ class Process:
     """A worker in a task, with the parts that it was given."""
 
     def __init__(
-        self, log, *, rollouts=None, weights=None, name="producer-1", slots=64, tick_s=TICK_S, runs=(), **times
+        self,
+        log,
+        *,
+        rollouts=None,
+        weights=None,
+        name="producer-1",
+        slots=64,
+        tick_s=TICK_S,
+        runs=(),
+        pace=None,
+        **times,
     ):
         self.wire = log if isinstance(log, Wire) else Wire(log)
         self.rollouts = rollouts or Rollouts()
@@ -267,6 +277,7 @@ class Process:
             rollout=self.rollouts,
             dead_letter=self._send_dead_letter,
             slots=Slots(slots),
+            pace=pace or Pace(),
             runs=frozenset(runs),
             name=name,
         )

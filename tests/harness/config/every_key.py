@@ -61,7 +61,7 @@ BUILDER = {
     **_at("sampling", {"temperature": 0.5, "top_p": 0.5, "top_k": 3, "max_new_tokens": 5, "record_kept_ids": True}),
     **_at("engine", ENGINE | OTHERS),
     "max_turns": 3, "max_attempts": 5, "rollout_timeout_s": 3.0, "group_timeout_s": 3.0,
-    "max_concurrent_rollouts": 3, "num_partitions": 5, "num_producers": 3, "num_processors": 3,
+    "max_concurrent_rollouts": 3, "follow_lag": True, "num_partitions": 5, "num_producers": 3, "num_processors": 3,
     "session_timeout_s": 3.0, "tick_interval_s": 3.0, "workspace": "elsewhere",
     **_at("gateway", {
         "host": "127.0.0.2", "port": 9, "allowed_hosts": ["proxy"], "max_concurrent_calls": 3,

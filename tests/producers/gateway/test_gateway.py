@@ -259,6 +259,19 @@ def test_more_calls_at_once_than_allowed_are_told_to_come_again(tmp_path):
     played.assert_complete()
 
 
+def test_who_wants_a_rollout_while_the_learner_is_behind_is_told_when_to_come_again(tmp_path):
+    async def agent(one):
+        headers = {"Authorization": f"Bearer {one.token}"}
+        async with one.http.post(f"{one.url}/rollouts", json={"wait_s": 0.01}, headers=headers) as response:
+            assert (response.status, response.headers["Retry-After"]) == (429, "7")
+            assert (await response.json())["error"]["code"] == "learner_behind"
+        await one.chat("a")
+        await one.reward(1.0)
+        await one.end()
+
+    play_outside(tmp_path, agent, behind_s=lambda: 7).assert_complete()
+
+
 def test_a_client_that_hangs_up_leaves_a_recorded_call_which_its_retry_is_answered_with(tmp_path):
     async def agent(one):
         async with asyncio.timeout(5):
