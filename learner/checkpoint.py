@@ -1,4 +1,5 @@
-"""Checkpoints: weights, optimizer, random state and position in one file, whole or not there at all.
+"""Checkpoints: weights, optimizer, random state and position in one file, or in a folder of shards where several
+processes train together. Whole or not there at all.
 
 A file is named by version and hash: `v00000012.<sha256>.safetensors`. What a checkpoint means to the log stands in
 `commit`.
@@ -6,7 +7,8 @@ A file is named by version and hash: `v00000012.<sha256>.safetensors`. What a ch
 
 import hashlib
 import logging
-from collections.abc import Collection, Iterator, Mapping
+import shutil
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,12 +20,14 @@ import torch
 from pydantic import BaseModel, ConfigDict, ValidationError
 from torch import Tensor
 
-from rollstream.eventlog.files import replacing, sync_folder
+from rollstream.eventlog.files import replacing, sync_folder, write_whole
 from rollstream.schemas.events import StepTrained
 
 logger = logging.getLogger(__name__)
 
 SUFFIX = ".safetensors"
+SHARDS = ".shards"
+_CONTENT = "content.json"
 _TYPES = {
     torch.float64: "F64",
     torch.int64: "I64",
@@ -59,7 +63,11 @@ class Checkpoint:
 
     position: CheckpointPosition
     tensors: dict[str, Tensor]
-    """weights/..., optimizer/..., random/..."""
+    """weights/..., optimizer/..., random/...; none where they are in a folder of shards."""
+    path: Path | None = None
+    """Where it was read from."""
+    write: Callable[[Path], None] | None = None
+    """What writes the shards of all processes into a folder, where there are several."""
 
     @property
     def size_bytes(self) -> int:
@@ -103,6 +111,8 @@ class CheckpointFolder:
 
         Raises OSError if the disk does not take it; then nothing of it is left.
         """
+        if checkpoint.write is not None:
+            return self._save_shards(checkpoint.position, checkpoint.write)
         metadata = {"position": checkpoint.position.model_dump_json()}
         digest = hashlib.sha256()
         for piece in pieces(checkpoint.tensors, metadata):
@@ -111,6 +121,22 @@ class CheckpointFolder:
         with replacing(path, is_private=False) as file:
             for piece in pieces(checkpoint.tensors, metadata):
                 file.write(piece)
+        sync_folder(self.path)
+        return path
+
+    def _save_shards(self, position: CheckpointPosition, write: Callable[[Path], None]) -> Path:
+        """A folder of shards and of their hashes, under the hash of the latter."""
+        aside = self.path / f".v{position.version:08d}"
+        shutil.rmtree(aside, ignore_errors=True)
+        aside.mkdir(parents=True)
+        write(aside)
+        hashes = {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in sorted(aside.iterdir())}
+        content = orjson.dumps({"position": position.model_dump(mode="json"), "sha256": hashes})
+        write_whole(aside / _CONTENT, content, is_private=False)
+        path = self.path / f"v{position.version:08d}.{hashlib.sha256(content).hexdigest()}{SHARDS}"
+        sync_folder(aside)
+        shutil.rmtree(path, ignore_errors=True)
+        aside.rename(path)
         sync_folder(self.path)
         return path
 
@@ -135,7 +161,7 @@ class CheckpointFolder:
         kept = {*needed, *(version for version, _ in files[-keep_last:])}
         for version, path in files:
             if version not in kept and version % keep_every:
-                path.unlink(missing_ok=True)
+                _remove(path)
 
     def versions(self) -> list[int]:
         """Versions that are kept, from old to new."""
@@ -143,23 +169,49 @@ class CheckpointFolder:
 
     def _files(self) -> Iterator[tuple[int, Path]]:
         """Version and path, from old to new."""
-        for path in sorted(self.path.glob(f"v*{SUFFIX}")):
+        for path in sorted([*self.path.glob(f"v*{SUFFIX}"), *self.path.glob(f"v*{SHARDS}")]):
             number = path.name[1:].split(".", 1)[0]
             if number.isdigit():
                 yield int(number), path
 
 
 def read(path: Path) -> Checkpoint | None:
-    """The checkpoint in a file; None if its bytes are not those that were written."""
+    """The checkpoint in a file or a folder of shards; None if its bytes are not those that were written."""
+    if path.is_dir():
+        return _read_shards(path)
     data = path.read_bytes()
     if hashlib.sha256(data).hexdigest() != path.name.split(".")[1]:
         return None
     try:
         header_size = int.from_bytes(data[:8], "little")
         position = _position(data[8 : 8 + header_size])
-        return Checkpoint(position, safetensors.torch.load(data))
+        return Checkpoint(position, safetensors.torch.load(data), path)
     except (ValidationError, safetensors.SafetensorError):
         return None
+
+
+def _read_shards(path: Path) -> Checkpoint | None:
+    """Its position; the shards are read by those who take them over."""
+    try:
+        content = (path / _CONTENT).read_bytes()
+        if hashlib.sha256(content).hexdigest() != path.name.split(".")[1]:
+            return None
+        found = orjson.loads(content)
+        for name, sha256 in found["sha256"].items():
+            if hashlib.sha256((path / name).read_bytes()).hexdigest() != sha256:
+                return None
+        return Checkpoint(CheckpointPosition.model_validate(found["position"]), {}, path)
+    except (FileNotFoundError, ValidationError):
+        return None
+
+
+def _remove(path: Path) -> None:
+    if not path.is_dir():
+        path.unlink(missing_ok=True)
+        return
+    gone = path.with_name(f".{path.name}")  # at once, so that nobody reads half of it
+    path.rename(gone)
+    shutil.rmtree(gone)
 
 
 def _position(header: bytes) -> CheckpointPosition:

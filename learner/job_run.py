@@ -16,9 +16,10 @@ from rollstream.eventlog.log import EventLog
 from rollstream.learner.checkpoint import Checkpoint, CheckpointFolder, CheckpointPosition
 from rollstream.learner.inbox import Inbox, check_follows, check_members, check_next, fetch_records
 from rollstream.learner.model.policy import PolicyModel, from_bytes, sha256_of
+from rollstream.learner.model.ranks import Ranks
 from rollstream.learner.model.step import StepResult, adopted
 from rollstream.learner.progress import Manifest
-from rollstream.learner.publisher import Publisher, step_trained, with_phase
+from rollstream.learner.publisher import Publisher, difference, step_trained, with_phase
 from rollstream.learner.scoring.scoring import ScoreWriter
 from rollstream.learner.trainer import JobTrainer
 from rollstream.schemas.errors import (
@@ -50,6 +51,7 @@ class LearnerContext:
     retry: Retry
     permissions: Permissions
     """The names that jobs may use."""
+    ranks: Ranks
 
     async def in_training_thread(self, work: Callable[[], T]) -> T:
         """Run blocking work in the training thread."""
@@ -145,7 +147,7 @@ class JobRun:
         """The model of the job's folder with a new optimizer."""
         context = self._context
         return await context.in_training_thread(
-            lambda: JobTrainer(self.job, threads=context.threads, permissions=context.permissions)
+            lambda: JobTrainer(self.job, threads=context.threads, permissions=context.permissions, ranks=context.ranks)
         )
 
     async def _checkpoint(self) -> Checkpoint | None:
@@ -224,7 +226,7 @@ class JobRun:
 
     async def _resume(self, checkpoint: Checkpoint) -> None:
         """Take over a checkpoint, and publish its version if the log lacks it."""
-        await self._in_thread(lambda: self.trainer.restore(checkpoint.tensors))
+        await self._in_thread(lambda: self.trainer.resume(checkpoint))
         self._next_index = checkpoint.position.next_index
         self._previous_sha256 = checkpoint.position.previous_sha256
         step = checkpoint.position.step
@@ -303,7 +305,7 @@ class JobRun:
             self._trainer = await self._loaded()
             await self._stand_at(inbox.state.group(job.model_group).published[job.base_version])
         else:
-            await self._in_thread(lambda: self.trainer.restore(checkpoint.tensors))
+            await self._in_thread(lambda: self.trainer.resume(checkpoint))
         for index in wanted:
             manifest = inbox.state.job(job.job_id).manifests.get(index)
             if manifest is None:
@@ -320,7 +322,7 @@ class JobRun:
         if known not in (None, sha256):
             raise VersionDivergedError(
                 f"version {version} of model group {self.job.model_group} is published with hash {known}, and going "
-                f"back to it gave {sha256}: threads, libraries or inputs differ from the first time"
+                f"back to it gave {sha256}: {difference(group, version, self._context.ranks.num)}"
             )
 
     async def _as_published(self, version: int) -> tuple[bytes, str]:

@@ -3,6 +3,7 @@
 `forget` drops what a checkpoint has made unnecessary, `anchors` names the records that still count.
 """
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
@@ -63,6 +64,8 @@ class GroupState:
     """Hash of the weights by version, as StepTrained says."""
     micro_batch_tokens: dict[int, tuple[int, ...]] = field(default_factory=dict[int, tuple[int, ...]])
     """By version, of those whose StepTrained names them."""
+    ranks: dict[int, int] = field(default_factory=dict[int, int])
+    """Processes that trained a version, where they were several."""
     progressed: dict[int, int] = field(default_factory=dict[int, int])
     """Offset of JobProgressed by version."""
     offsets: dict[int, list[int]] = field(default_factory=dict[int, list[int]])
@@ -140,7 +143,14 @@ def forget(state: LogState, job: JobSubmitted, *, next_index: int, version: int)
     of_job.first_index = max(of_job.first_index, next_index)
     group.scores.forget(version)
     kept = {one.base_version for one in state.queues.get(job.model_group, ())}
-    for known in (group.published, group.trained, group.micro_batch_tokens, group.progressed, group.offsets):
+    for known in (
+        group.published,
+        group.trained,
+        group.micro_batch_tokens,
+        group.ranks,
+        group.progressed,
+        group.offsets,
+    ):
         for old in [one for one in known if one < version and one not in kept]:
             del known[old]
             group.is_whole = False
@@ -206,6 +216,8 @@ def _train(group: GroupState, event: StepTrained, offset: int) -> None:
         group.trained[event.version] = event.weights_sha256
         if event.micro_batch_tokens:
             group.micro_batch_tokens[event.version] = event.micro_batch_tokens
+        if event.ranks > 1:
+            group.ranks[event.version] = event.ranks
         group.offsets.setdefault(event.version, []).append(offset)
 
 
@@ -231,3 +243,22 @@ def _close(state: LogState, job_id: str, model_group: str) -> None:
         state.queues.pop(model_group, None)
     open_runs = {job.run_id for jobs in state.queues.values() for job in jobs}
     state.ends = {run_id: offset for run_id, offset in state.ends.items() if run_id in open_runs}
+
+
+def manifest_metrics(planned: BatchPlanned) -> dict[str, float]:
+    """Rewards (mean, population standard deviation) and staleness of a manifest's members."""
+    rewards = [member.reward for member in planned.members]
+    staleness = [member.staleness for member in planned.members]
+    if not rewards:
+        return {}
+    mean = math.fsum(rewards) / len(rewards)
+    variance = math.fsum((reward - mean) ** 2 for reward in rewards) / len(rewards)
+    return {
+        "reward/mean": mean,
+        "reward/std": math.sqrt(variance),
+        "staleness/min": float(min(staleness)),
+        "staleness/mean": sum(staleness) / len(staleness),
+        "staleness/max": float(max(staleness)),
+        "batch/trajectories": float(len(rewards)),
+        "batch/groups": float(len({member.group_id for member in planned.members})),
+    }

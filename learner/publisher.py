@@ -12,7 +12,7 @@ from rollstream.learner.collection import Collector, NeedsReader
 from rollstream.learner.inbox import Inbox
 from rollstream.learner.model.policy import PolicyModel, sha256_of
 from rollstream.learner.model.step import StepResult
-from rollstream.learner.progress import Manifest
+from rollstream.learner.progress import GroupState, Manifest
 from rollstream.schemas.base import Event
 from rollstream.schemas.errors import FencedError, VersionDivergedError
 from rollstream.schemas.events import JobProgressed, JobSubmitted, LearnerClaimed, StepTrained, WeightsPublished
@@ -34,14 +34,16 @@ class Publisher:
         learner: str,
         *,
         retry: Retry = Retry(),  # noqa: B008 -- frozen
+        num_ranks: int = 1,
     ) -> None:
         """`needs`: one for all model groups of a process.
 
-        `retry`: how long an artifact store that is away is tried again.
+        `retry`: how long an artifact store that is away is tried again. `num_ranks`: processes that train together.
         """
         self.term = 0
         self._artifacts = artifacts
         self._retry = retry
+        self._num_ranks = num_ranks
         self._log = log
         self._inbox = inbox
         self._model_group = model_group
@@ -152,7 +154,7 @@ class Publisher:
             if known is not None and known != sha256:
                 raise VersionDivergedError(
                     f"version {version} of model group {self._model_group} is published with hash {known}, "
-                    f"and training gave {sha256}: threads, libraries or inputs differ from the first time"
+                    f"and training gave {sha256}: {difference(group, version, self._num_ranks)}"
                 )
         return published is not None
 
@@ -176,6 +178,17 @@ class Publisher:
             tokenizer_sha256=model.tokenizer_sha256,
             quantization=job.settings.model.quantization,
         )
+
+
+def difference(group: GroupState, version: int, num_ranks: int) -> str:
+    """Why a version may have other bits than when it was published."""
+    before = group.ranks.get(version, 1)
+    if version in group.trained and before != num_ranks:
+        return (
+            f"it was trained by {before} process(es) then and by {num_ranks} now, and bits are equal only for as many; "
+            f"start the learner with {before}, until it has caught up with what is published"
+        )
+    return "threads, libraries or inputs differ from the first time"
 
 
 def _progressed(job: JobSubmitted, step: StepTrained) -> JobProgressed:
@@ -211,6 +224,7 @@ def step_trained(
         version=planned.yields_version,
         term=term,
         threads=result.threads,
+        ranks=result.ranks,
         micro_batch_tokens=result.micro_batch_tokens,
         weights_sha256=weights_sha256,
         manifest_sha256=manifest.digest,

@@ -64,7 +64,7 @@ class Retraining:
             self._stand_at_base(artifacts)
         if checkpoint is None:
             return self.job.base.version
-        self._trainer.restore(checkpoint.tensors)
+        self._trainer.resume(checkpoint)
         self.next_index = checkpoint.position.next_index
         self._previous_sha256 = checkpoint.position.previous_sha256
         return checkpoint.position.version
@@ -157,6 +157,12 @@ class Retraining:
 def threads_of(job: RecordedJob, versions: Collection[int]) -> int | None:
     """Threads that versions were trained with, None if nothing says. Raises ConfigError if they changed midway."""
     counts = sorted({step.threads for version, step in job.steps.items() if version in versions and step.threads})
+    num_ranks = max((step.ranks for version, step in job.steps.items() if version in versions), default=1)
+    if num_ranks > 1:
+        raise ConfigError(
+            f"job {job.submitted.job_id} was trained by {num_ranks} processes together; a replay trains in one, and "
+            "bits are equal only for as many; leave --train out (--verify checks everything else)"
+        )
     if len(counts) > 1:
         named = ", ".join(map(str, counts))
         raise ConfigError(f"job {job.submitted.job_id} was trained with {named} threads in turn; give --steps A:B")

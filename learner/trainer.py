@@ -1,22 +1,27 @@
 """Model and optimizer of one job between two manifests. Blocking; always used from the one thread that trains."""
 
 import logging
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 
+import orjson
 import torch
 from torch import Tensor
 
 from rollstream.learner.algorithms import off_policy, table
 from rollstream.learner.algorithms.base import BatchView
 from rollstream.learner.algorithms.pairs import items_of, pairs_of, rows_of_pairs
-from rollstream.learner.checkpoint import Checkpoint, CheckpointPosition, part
+from rollstream.learner.checkpoint import Checkpoint, CheckpointPosition, part, read
 from rollstream.learner.model.collate import check_token_ids, member_of, rows_of
 from rollstream.learner.model.memory import MicroBatchBudget
 from rollstream.learner.model.optimizer import load_state_tensors, make_optimizer, state_tensors
 from rollstream.learner.model.policy import PolicyModel, Reference, from_bytes, make_deterministic
+from rollstream.learner.model.ranks import Ranks
 from rollstream.learner.model.step import StepResult, micro_batch_tokens, train_batch
+from rollstream.learner.parallel.process_ranks import END, ProcessRanks
+from rollstream.learner.parallel.sharded_policy import ShardedPolicy, read_shards, sharded_like, write_shards
+from rollstream.learner.progress import manifest_metrics
 from rollstream.learner.scoring.models import ScoringModels
 from rollstream.learner.scoring.scores import (
     NONE,
@@ -29,9 +34,10 @@ from rollstream.learner.scoring.scores import (
 )
 from rollstream.schemas import ids
 from rollstream.schemas.algorithm_settings import AlgorithmSettings, PairSettings, teacher_of
-from rollstream.schemas.errors import ConfigError
+from rollstream.schemas.errors import ConfigError, RollstreamError
 from rollstream.schemas.events import BatchPlanned, JobSubmitted, TrajectoryAssembled, WeightsPublished
 from rollstream.schemas.permissions import NOTHING, Permissions
+from rollstream.schemas.settings import ModelSettings
 
 logger = logging.getLogger(__name__)
 
@@ -39,8 +45,17 @@ logger = logging.getLogger(__name__)
 class JobTrainer:
     """The state that one job changes from batch to batch."""
 
-    def __init__(self, job: JobSubmitted, *, threads: int | None, permissions: Permissions = NOTHING) -> None:
+    def __init__(
+        self,
+        job: JobSubmitted,
+        *,
+        threads: int | None,
+        permissions: Permissions = NOTHING,
+        ranks: Ranks = Ranks(),  # noqa: B008 -- a process alone has no state
+    ) -> None:
         """Load the job's algorithm and model. Raises ModelError, or ConfigError if kind and algorithm do not fit.
+
+        Of several processes (`ranks`) the first one makes it, and the others `follow`.
 
         `threads`: used if the job does not say its own number; `permissions`: the algorithms and models that it may
         name. Raises NotAllowedError for another one.
@@ -53,7 +68,8 @@ class JobTrainer:
         make_deterministic(self._settings.threads or threads, deterministic=self._settings.model.deterministic)
         path = permissions.model_path(self._settings.model.path, f"job {job.job_id}: model.path")
         seed = ids.derive_seed(self._settings.seed, job.run_id, job.model_group, "adapters")
-        self.model = PolicyModel(self._settings.model, seed=seed, path=path)
+        with ranks.together("load", job.model_dump_json().encode()):
+            self.model = policy_of(self._settings.model, ranks, seed=seed, path=path)
         if self._settings.revision >= 2:
             needs = algorithm.needs
             compares = needs.behaviour or needs.reference or needs.proximal or needs.teacher
@@ -63,9 +79,29 @@ class JobTrainer:
         self._reference: Reference | None = None
         self.scoring = ScoringModels(self.model, self._settings, permissions, f"{location}.teacher")
         self._skipped_in_row = 0
-        self._budget = MicroBatchBudget(micro_batch_tokens(self._settings, self.model.device))
+        self._budget = MicroBatchBudget(micro_batch_tokens(self._settings, self.model.device), halves=ranks.num == 1)
         self._statistics: dict[str, float] = {}
         """What the algorithm knows of the batches so far."""
+        if ranks.num > 1:
+            self._check_together(job)
+
+    def _check_together(self, job: JobSubmitted) -> None:
+        """Raises ConfigError for what several processes cannot train."""
+        odd = {
+            f"optimizer.kind: {self._settings.optimizer.kind}": self._settings.optimizer.kind != "adamw",
+            "model.compile": self._settings.model.compile,
+            "model.quantization": self._settings.model.quantization is not None,
+            "optimizer.offload": self._settings.optimizer.offload is not None,
+            "a loss that compares with the policy's own earlier weights (a KL divergence, dpo, opsd)": (
+                self.needs_reference or any(not scorer.model for scorer in self.scoring.scorers(""))
+            ),
+        }
+        for what, is_asked in odd.items():
+            if is_asked:
+                raise ConfigError(
+                    f"job {job.job_id}: {self.model.ranks.num} processes do not train with {what}; start the learner "
+                    "as one process, or change the job"
+                )
 
     @property
     def needs_reference(self) -> bool:
@@ -107,8 +143,36 @@ class JobTrainer:
     def begin(self, weights: bytes, what: str) -> None:
         """Begin the job from published weights, with a new optimizer. Raises ModelError naming `what`."""
         self.model.load_weights(from_bytes(weights, what))
-        self._statistics = {}
-        self._skipped_in_row = 0
+        self.reset()
+
+    def reset(self) -> None:
+        """Know nothing of batches before."""
+        with self.model.ranks.together("reset"):
+            self._statistics = {}
+            self._skipped_in_row = 0
+
+    def resume(self, checkpoint: Checkpoint) -> None:
+        """Go on from a checkpoint, of as many processes or of others. Raises OSError if its shards cannot be read."""
+        path = (checkpoint.path or Path()).absolute()
+        with self.model.ranks.together("resume", str(path).encode()):
+            tensors, like = checkpoint.tensors, self._like() if self.model.ranks.num > 1 else None
+            if not tensors:
+                tensors = read_shards(path, like)
+            elif like is not None:
+                tensors = {name: sharded_like(like.get(name, value), value) for name, value in tensors.items()}
+            self.restore(tensors)
+
+    def _like(self) -> dict[str, Tensor]:
+        """By name of a state's tensors the parameters that they are sharded as."""
+        found = {f"weights/{name}": value for name, value in self.model.weights().items()}
+        for name, value in self.model.trainable():
+            found |= {f"optimizer/{name}/{kind}": value.detach() for kind in ("exp_avg", "exp_avg_sq")}
+        return found
+
+    def write_shards(self, folder: Path) -> None:
+        """Write the state of all processes into a folder. Raises OSError."""
+        with self.model.ranks.together("write_shards", str(folder.absolute()).encode()):
+            write_shards(self._state(), folder)
 
     def restore(self, state: Mapping[str, Tensor]) -> None:
         """Go on from the `state` of this job at another version, as a checkpoint has it."""
@@ -124,7 +188,7 @@ class JobTrainer:
 
     def checkpoint(self, position: CheckpointPosition) -> Checkpoint:
         """Everything to go on from, as it is now."""
-        return Checkpoint(position, self._state())
+        return Checkpoint(position, self._state(), write=self.write_shards if self.model.ranks.num > 1 else None)
 
     def copied_state(self) -> dict[str, Tensor]:
         """Everything to go on from, copied to main memory."""
@@ -159,19 +223,21 @@ class JobTrainer:
         self._budget.begin(micro_batch_tokens)
         self._check_token_ids(trajectories)
         batch = replace(self.batch(planned, trajectories, scores), statistics=self._statistics)
-        result = train_batch(
-            self.model,
-            self._optimizer,
-            batch,
-            self._algorithm,
-            self._settings,
-            index=planned.index,
-            seed=planned.seed,
-            reference=self._reference,
-            version=planned.trains_at_version,
-            skipped_in_row=self._skipped_in_row,
-            budget=self._budget,
-        )
+        ranks = self.model.ranks
+        with ranks.together("train", encoded(planned, trajectories, scores) if ranks.num > 1 else b""):
+            result = train_batch(
+                self.model,
+                self._optimizer,
+                batch,
+                self._algorithm,
+                self._settings,
+                index=planned.index,
+                seed=planned.seed,
+                reference=self._reference,
+                version=planned.trains_at_version,
+                skipped_in_row=self._skipped_in_row,
+                budget=self._budget,
+            )
         self._statistics = dict(result.statistics)
         self._skipped_in_row = result.skipped_in_row
         if not result.num_optimizer_steps and not result.skipped_in_row:
@@ -248,6 +314,69 @@ class JobTrainer:
         return BatchView(rows, members)
 
 
+def policy_of(settings: ModelSettings, ranks: Ranks, *, seed: int, path: str) -> PolicyModel:
+    """The policy of this process, or its part of that of all."""
+    if isinstance(ranks, ProcessRanks):
+        return ShardedPolicy(settings, ranks, seed=seed, path=path)
+    return PolicyModel(settings, seed=seed, path=path)
+
+
+def encoded(planned: BatchPlanned, trajectories: Sequence[TrajectoryAssembled], scores: Scores) -> bytes:
+    """What `train` is given, for other processes."""
+    return orjson.dumps({"events": [one.model_dump_json() for one in (planned, *trajectories)], **scores.as_json()})
+
+
+def decoded(data: bytes) -> tuple[BatchPlanned, list[TrajectoryAssembled], Scores]:
+    """What was `encoded`."""
+    found = orjson.loads(data)
+    trajectories = [TrajectoryAssembled.model_validate_json(one) for one in found["events"][1:]]
+    return BatchPlanned.model_validate_json(found["events"][0]), trajectories, Scores.of_json(found)
+
+
+def follow(ranks: ProcessRanks, *, threads: int | None, permissions: Permissions = NOTHING) -> None:
+    """Do what rank 0 does, until it ends: a job's model and optimizer, of which this process has its shards.
+
+    What fails in all processes alike is rank 0's to tell. Blocking.
+    """
+    trainer: JobTrainer | None = None
+    while True:
+        command, data = ranks.receive()
+        if command == END:
+            return
+        try:
+            with ranks.together(command):
+                if command == "load":
+                    trainer = None  # two models need not fit into memory
+                    job = JobSubmitted.model_validate_json(data)
+                    trainer = JobTrainer(job, threads=threads, permissions=permissions, ranks=ranks)
+                else:
+                    assert trainer is not None
+                    _take_part(trainer, command, data)
+        except (RollstreamError, OSError) as error:
+            logger.warning("%s: %s", command, error)
+
+
+def _take_part(trainer: JobTrainer, command: str, data: bytes) -> None:
+    if command == "train":
+        planned, trajectories, scores = decoded(data)
+        trainer.train(planned, trajectories, scores=scores)
+    elif command == "resume":
+        path = Path(data.decode())
+        checkpoint = read(path)
+        if checkpoint is None:
+            raise ConfigError(f"checkpoint {path} is damaged or not there; all processes need the same workspace")
+        trainer.resume(checkpoint)
+    elif command == "write_shards":
+        trainer.write_shards(Path(data.decode()))
+    elif command == "reset":
+        trainer.reset()
+    elif command == "weights":
+        trainer.model.weights_bytes()
+    elif command == "take_weights":
+        assert isinstance(trainer.model, ShardedPolicy)
+        trainer.model.take_weights()
+
+
 def _check(job: JobSubmitted, algorithm: AlgorithmSettings) -> None:
     """Raises ConfigError if a job's kind, or what is at hand here, does not fit its algorithm."""
     kind, needs = job.settings.kind, algorithm.needs
@@ -264,22 +393,3 @@ def _check(job: JobSubmitted, algorithm: AlgorithmSettings) -> None:
             f"job {job.job_id}: algorithm {algorithm.name} needs a teacher, so its Settings must name one; derive them "
             "from DistillationSettings"
         )
-
-
-def manifest_metrics(planned: BatchPlanned) -> dict[str, float]:
-    """Rewards (mean, population standard deviation) and staleness of a manifest's members."""
-    rewards = [member.reward for member in planned.members]
-    staleness = [member.staleness for member in planned.members]
-    if not rewards:
-        return {}
-    mean = math.fsum(rewards) / len(rewards)
-    variance = math.fsum((reward - mean) ** 2 for reward in rewards) / len(rewards)
-    return {
-        "reward/mean": mean,
-        "reward/std": math.sqrt(variance),
-        "staleness/min": float(min(staleness)),
-        "staleness/mean": sum(staleness) / len(staleness),
-        "staleness/max": float(max(staleness)),
-        "batch/trajectories": float(len(rewards)),
-        "batch/groups": float(len({member.group_id for member in planned.members})),
-    }

@@ -12,6 +12,7 @@ from rollstream.eventlog.log import EventLog
 from rollstream.learner.collection import NeedsReader
 from rollstream.learner.inbox import Inbox
 from rollstream.learner.job_run import JobRun, LearnerContext
+from rollstream.learner.model.ranks import Ranks
 from rollstream.learner.publisher import Publisher
 from rollstream.schemas.errors import (
     FencedError,
@@ -42,11 +43,13 @@ class Worker:
         threads: int | None = None,
         retry: Retry = Retry(),  # noqa: B008 -- frozen
         permissions: Permissions = NOTHING,
+        ranks: Ranks = Ranks(),  # noqa: B008 -- a process alone has no state
     ) -> None:
         """`model_groups`: those to serve; none: every one that has an open job, what-ifs excepted. `permissions`: what
         jobs may name.
 
-        `retry`: how long an artifact store that is away is tried again before the job fails.
+        `retry`: how long an artifact store that is away is tried again before the job fails. `ranks`: the processes
+        that train together, of which this one is the first.
         """
         self._log = log
         self._artifacts = artifacts
@@ -56,6 +59,7 @@ class Worker:
         self._threads = threads
         self._retry = retry
         self._permissions = permissions
+        self._ranks = ranks
         self._needs = NeedsReader(log)
         self._publishers: dict[str, Publisher] = {}
         self._runs: dict[str, JobRun] = {}
@@ -66,7 +70,7 @@ class Worker:
         inbox = await Inbox.open(self._log, self._artifacts, file=file, model_groups=self._model_groups)
         executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="training")
         context = LearnerContext(
-            self._log, inbox, executor, self._checkpoints, self._threads, self._retry, self._permissions
+            self._log, inbox, executor, self._checkpoints, self._threads, self._retry, self._permissions, self._ranks
         )
         logger.info("ready")
         try:
@@ -145,6 +149,7 @@ class Worker:
                 job.model_group,
                 self._name,
                 retry=self._retry,
+                num_ranks=self._ranks.num,
             )
             await publisher.claim(job)
             self._publishers[job.model_group] = publisher

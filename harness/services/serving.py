@@ -120,6 +120,8 @@ def serve(service: str, settings: ServiceSettings) -> None:
     if service in WITH_MODELS:
         skip_scikit_learn()
     module = importlib.import_module(MODULES.get(service, f"rollstream.{service}.service"))
+    if service == "learner" and module.follows(settings):
+        return
     asyncio.run(leaving_nobody(service, run_until_stopped(service, settings, module.serve)))
 
 

@@ -1,6 +1,7 @@
 """The processes that train one model together. Here: a process alone; several are in `learner.parallel`."""
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 
 from torch import Tensor
 from torch.distributed.tensor import DTensor
@@ -28,6 +29,10 @@ class Ranks:
     def summed(self, values: dict[str, float]) -> dict[str, float]:
         """Sums over all processes by name, in the order of their ranks."""
         return values
+
+    def together(self, command: str, data: bytes = b"") -> AbstractContextManager[None]:
+        """What is done within, all processes do: rank 0 tells the others to, which follow it."""
+        return nullcontext()
 
     def seed(self, seed: int) -> int:
         """Of what is random in this process's forwards."""

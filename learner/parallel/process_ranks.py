@@ -17,12 +17,14 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from rollstream.learner.model.collate import MicroBatch, Unit
 from rollstream.learner.model.ranks import Divide, Ranks
 from rollstream.schemas import ids
-from rollstream.schemas.errors import ConfigError, ModelError
+from rollstream.schemas.errors import ConfigError, ModelError, RollstreamError, RunFailedError
 from rollstream.schemas.settings import Device
 
 PATIENCE = timedelta(days=365)
 """How long a process waits for what the others say: rank 0 may have no manifest for days, and torchrun ends all
 processes when one dies."""
+END = "end"
+"""The last command of rank 0."""
 
 
 class ProcessRanks(Ranks):
@@ -34,6 +36,7 @@ class ProcessRanks(Ranks):
         self._local_index = local_index
         self._control: Any = dist.new_group(backend="gloo", timeout=PATIENCE)
         self._meshes: dict[str, DeviceMesh] = {}
+        self._is_within = False
 
     def mesh(self, device: torch.device) -> DeviceMesh:
         """All processes in one dimension, on devices of this kind."""
@@ -50,6 +53,7 @@ class ProcessRanks(Ranks):
             raise ConfigError(f"{where} is {given}, and {self.num} processes train together; give auto or cpu")
         if self._local_index >= num_gpus:
             raise ModelError(f"{where}: process {self._local_index} of this machine has no GPU; start {num_gpus}")
+        torch.cuda.set_device(self._local_index)  # of this thread
         return f"cuda:{self._local_index}"
 
     def divide(self, plain: Divide, lengths: Sequence[int], units: Sequence[Unit], max_tokens: int) -> list[MicroBatch]:
@@ -71,6 +75,42 @@ class ProcessRanks(Ranks):
 
     def seed(self, seed: int) -> int:
         return ids.derive_seed(seed, "rank", self.index)
+
+    @contextmanager
+    def together(self, command: str, data: bytes = b"") -> Iterator[None]:
+        """Raises RunFailedError if another process failed at it."""
+        if self._is_within:
+            yield
+            return
+        if self.index == 0:
+            self.send(command, data)
+        self._is_within = True
+        try:
+            yield
+        except (RollstreamError, OSError) as error:
+            self.gathered(str(error).encode() or b"it failed")
+            raise
+        else:
+            failed = [f"process {rank}: {one.decode()}" for rank, one in enumerate(self.gathered(b"")) if one]
+            if failed:
+                raise RunFailedError(f"{command}: {'; '.join(failed)}")
+        finally:
+            self._is_within = False
+
+    def send(self, command: str, data: bytes = b"") -> None:
+        """Tell the others, which must `receive`."""
+        written = orjson.dumps(command) + b"\n" + data
+        dist.broadcast(torch.tensor([len(written)]), 0, group=self._control)
+        dist.broadcast(_tensor(written), 0, group=self._control)
+
+    def receive(self) -> tuple[str, bytes]:
+        """What rank 0 tells next, however long that takes."""
+        size = torch.zeros(1, dtype=torch.int64)
+        dist.broadcast(size, 0, group=self._control)
+        written = torch.zeros(int(size), dtype=torch.uint8)
+        dist.broadcast(written, 0, group=self._control)
+        command, _, data = written.numpy().tobytes().partition(b"\n")
+        return orjson.loads(command), data
 
     def _gathered(self, values: Mapping[str, float]) -> list[dict[str, float]]:
         """What every process gave, by rank."""

@@ -1,11 +1,20 @@
-"""The policy over several processes: FSDP2 shards of its parameters, gathered for each layer while it computes."""
+"""The policy over several processes: FSDP2 shards of its parameters, gathered for each layer while it computes.
 
-from collections.abc import Callable
+Shards are kept in files of torch.distributed.checkpoint, to be read by any number of processes. The files are
+safetensors: reading them runs no code, as reading torch's own format would.
+"""
+
+import warnings
+from collections.abc import Callable, Mapping
 from functools import partial
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
+from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor, distribute_tensor
 from transformers.modeling_layers import GradientCheckpointingLayer
@@ -56,7 +65,8 @@ class ShardedPolicy(PolicyModel):
 
     def weights_bytes(self) -> bytes:
         """As on one process, in rank 0; nothing in the others, which give their shards of a tensor at a time."""
-        found = {name: self._published(value) for name, value in self.weights().items()}
+        with self.ranks.together("weights"):
+            found = {name: self._published(value) for name, value in self.weights().items()}
         return to_bytes(found) if self.ranks.index == 0 else b""
 
     def _published(self, value: Tensor) -> Tensor:
@@ -64,9 +74,14 @@ class ShardedPolicy(PolicyModel):
         gathered = self.as_published(whole(value.detach()))
         return gathered.cpu() if self.ranks.index == 0 else gathered.new_empty(0)
 
+    def take_weights(self) -> None:
+        """Take over the weights that rank 0 loads. To be called in all other processes."""
+        own = self.weights()
+        self._assign(own, {name: torch.empty(value.shape, dtype=value.dtype) for name, value in own.items()})
+
     def _assign(self, own: dict[str, Tensor], tensors: dict[str, Tensor]) -> None:
         """`tensors`: whole, where those of rank 0 count, or shards."""
-        with torch.no_grad():
+        with torch.no_grad(), self.ranks.together("take_weights"):
             for name, value in own.items():
                 value.copy_(sharded_like(value, tensors[name]))
 
@@ -81,3 +96,34 @@ def sharded_like(target: Tensor, source: Tensor) -> Tensor:
 
 def _called(work: Callable[[], T]) -> T:
     return work()
+
+
+def write_shards(tensors: Mapping[str, Tensor], folder: Path) -> None:
+    """Write what each process has into one folder, which all of them see. All must call it. Raises OSError."""
+    writer = HuggingFaceStorageWriter(str(folder), save_distributed=True)
+    try:
+        state_dict_saver.save(dict(tensors), storage_writer=writer)
+    except CheckpointException as error:
+        first = next(iter(error.failures.values()))[0]
+        raise OSError(getattr(first, "errno", None), f"shards cannot be written to {folder}: {first}") from error
+
+
+def read_shards(folder: Path, like: Mapping[str, Tensor] | None = None) -> dict[str, Tensor]:
+    """What `write_shards` has written, with as many processes as there were or others.
+
+    `like`: tensors by name; the ones of such a name are in shards as these are, all others are whole. If it is given,
+    all processes must call it. Raises OSError.
+    """
+    metadata = HuggingFaceStorageReader(str(folder)).read_metadata().state_dict_metadata
+    tensors = {name: _empty(found, (like or {}).get(name)) for name, found in sorted(metadata.items())}
+    reader = HuggingFaceStorageReader(str(folder))
+    with warnings.catch_warnings():  # of no process group, where this process alone reads
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled", category=UserWarning)
+        state_dict_loader.load(dict(tensors), storage_reader=reader, no_dist=like is None)
+    return tensors
+
+
+def _empty(found: Any, like: Tensor | None) -> Tensor:
+    if isinstance(like, DTensor) and like.shape == found.size:
+        return torch.zeros_like(like, dtype=found.properties.dtype)
+    return torch.zeros(found.size, dtype=found.properties.dtype)

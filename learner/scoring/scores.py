@@ -47,6 +47,23 @@ class Scores:
     sha256: str = ""
     """As `StepTrained.scores_sha256`."""
 
+    def as_json(self) -> dict[str, Any]:
+        """What `of_json` makes the same of."""
+        by_role = {
+            role: {str(member): tokens.encode_floats(values.tolist()) for member, values in by_member.items()}
+            for role, by_member in self.by_role.items()
+        }
+        return {"by_role": by_role, "scores_sha256": self.sha256}
+
+    @classmethod
+    def of_json(cls, found: Mapping[str, Any]) -> "Scores":
+        """What gave `as_json`."""
+        by_role = {
+            role: {int(member): np.frombuffer(tokens.decode_floats(text), np.float32) for member, text in texts.items()}
+            for role, texts in found["by_role"].items()
+        }
+        return cls(by_role, found["scores_sha256"])
+
 
 NONE = Scores()
 

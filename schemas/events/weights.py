@@ -209,7 +209,7 @@ class StepTrained(WeightEvent):
 
     TOPIC: ClassVar[str] = "weights"
     UNDIGESTED: ClassVar[frozenset[str]] = frozenset(
-        {"time_ms", "term", "threads", "micro_batch_tokens", "seconds", "tokens_per_s"}
+        {"time_ms", "term", "threads", "ranks", "micro_batch_tokens", "seconds", "tokens_per_s"}
     )
     kind: Literal["step_trained"] = "step_trained"
     v: Literal[1] = 1
@@ -221,6 +221,8 @@ class StepTrained(WeightEvent):
     term: int
     threads: int = 0
     """CPU threads that it was trained with: a replay needs as many. 0: unknown."""
+    ranks: int = added(1, ge=1)
+    """Processes that trained together. Hashes are equal only where they are as many."""
     micro_batch_tokens: tuple[PositiveInt, ...] = added(())
     """Where memory ran out, the tokens of a micro-batch in each pass: that of the proximal policy, if the algorithm
     needs one, then the mini-batches. A replay divides them alike. Empty: as the job says."""

@@ -18,8 +18,7 @@ from rollstream.learner.model.optimizer import load_state_tensors, make_optimize
 from rollstream.learner.model.policy import PolicyModel, make_deterministic
 from rollstream.learner.model.step import train_batch
 from rollstream.learner.parallel.process_ranks import joined, shares
-from rollstream.learner.parallel.shard_files import read_shards, write_shards
-from rollstream.learner.parallel.sharded_policy import ShardedPolicy
+from rollstream.learner.parallel.sharded_policy import ShardedPolicy, read_shards, write_shards
 from rollstream.schemas.algorithms import GrpoSettings
 from rollstream.schemas.settings import JobSettings, LoraSettings, ModelSettings, OptimizerSettings
 from tests.rigs.process_group import together

@@ -1,0 +1,162 @@
+"""A job of two real processes: the first one is the learner, the other does what it does."""
+
+import asyncio
+import json
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import safetensors.torch
+import torch
+
+from rollstream.eventlog import codec
+from rollstream.learner.parallel.process_ranks import END, ProcessRanks, joined
+from rollstream.learner.trainer import follow
+from rollstream.schemas.algorithms import GrpoSettings
+from rollstream.schemas.errors import VersionDivergedError
+from rollstream.schemas.events import (
+    BatchPlanned,
+    JobFailed,
+    JobProgressed,
+    JobSucceeded,
+    StepTrained,
+    WeightsPublished,
+)
+from rollstream.schemas.permissions import Permissions
+from rollstream.schemas.settings import LoraSettings, ModelSettings
+from tests.learner.conftest import Lab
+from tests.rigs.process_group import together
+
+pytestmark = pytest.mark.slow
+VERSIONS = 4
+
+
+def of_job(model: Path, *, lora: bool = False) -> dict[str, Any]:
+    settings = ModelSettings(path=str(model), device="cpu", lora=LoraSettings(rank=2) if lora else None)
+    return {"num_versions": VERSIONS, "checkpoint_every": 2, "model": settings, "revision": 6}
+
+
+def slowly(has: Callable[[], Awaitable[bool]]) -> Callable[[], Awaitable[bool]]:
+    """A look that leaves the interpreter to the thread that trains in between."""
+
+    async def look() -> bool:
+        await asyncio.sleep(0.3)
+        return await has()
+
+    return look
+
+
+async def trained(folder: Path, model: Path, ranks: ProcessRanks, *, stops: bool = False, lora: bool = False) -> None:
+    """A job in a folder; with `stops` each manifest is trained by a new learner."""
+    lab = Lab(folder, model)
+    job = await lab.submit(**of_job(model, lora=lora))
+    planned: list[BatchPlanned] = []
+    for count in range(VERSIONS if stops else 0):
+        previous = {"first": count, "previous": codec.content_digest(planned[-1])} if planned else {}
+        planned += await lab.plan(job, 1, seal=False, **previous)
+        await lab.work(slowly(lab.has(JobProgressed, "jobs", count + 1)), lab.worker(ranks=ranks))
+    if stops:
+        await lab.seal(job, VERSIONS)
+    else:
+        await lab.plan(job, VERSIONS)
+    await lab.work(slowly(lab.has(JobSucceeded)), lab.worker(ranks=ranks))
+    await keep(lab, folder)
+
+
+async def keep(lab: Lab, folder: Path) -> None:
+    """What the log and the workspace have."""
+    steps = await lab.events("weights", StepTrained)
+    published = [one for one in await lab.events("weights", WeightsPublished) if one.version == VERSIONS]
+    (folder / "last.safetensors").write_bytes(lab.artifacts.read(published[0].artifact))
+    found = {"hashes": [one.weights_sha256 for one in steps], "ranks": [one.ranks for one in steps]}
+    found["checkpoints"] = sorted(path.name.rpartition(".")[2] for path in (folder / "checkpoints").glob("*/v*"))
+    (folder / "found.json").write_text(json.dumps(found))
+
+
+async def continued(folder: Path, model: Path, ranks: ProcessRanks, by_two: int) -> None:
+    """A job of which two processes train the first manifests, and this one alone the others."""
+    lab = Lab(folder, model)
+    job = await lab.submit(**of_job(model))
+    planned = await lab.plan(job, by_two, seal=False)
+    await lab.work(slowly(lab.has(JobProgressed, "jobs", by_two)), lab.worker(ranks=ranks))
+    await lab.plan(job, VERSIONS - by_two, first=by_two, previous=codec.content_digest(planned[-1]))
+    try:
+        await lab.work(slowly(lab.has(JobSucceeded)))
+        await keep(lab, folder)
+    except VersionDivergedError as error:
+        (folder / "error.txt").write_text(str(error))
+
+
+async def refused(folder: Path, model: Path, ranks: ProcessRanks) -> None:
+    """Jobs that several processes do not train, then one that they do."""
+    errors: list[str] = []
+    for number, algorithm in enumerate([GrpoSettings(kl_coefficient=0.1), GrpoSettings()]):
+        lab = Lab(folder / str(number), model)
+        job = await lab.submit(algorithm=algorithm, revision=6)
+        await lab.plan(job)
+        await lab.work(slowly(lab.has(JobSucceeded if number else JobFailed)), lab.worker(ranks=ranks))
+        errors += [one.error for one in await lab.events("jobs", JobFailed)]
+    (folder / "errors.json").write_text(json.dumps(errors))
+
+
+def several_jobs(folder: Path, model: Path) -> None:
+    """One of the processes."""
+    with joined() as ranks:
+        if ranks.index:
+            follow(ranks, threads=1, permissions=Permissions.of([f"model:{model}"], {}))
+            return
+        asyncio.run(trained(folder / "undisturbed", model, ranks))
+        asyncio.run(trained(folder / "stopped", model, ranks, stops=True))
+        asyncio.run(trained(folder / "lora", model, ranks, lora=True))
+        asyncio.run(continued(folder / "continued", model, ranks, 2))
+        asyncio.run(continued(folder / "diverged", model, ranks, 3))
+        asyncio.run(refused(folder / "refused", model, ranks))
+        ranks.send(END)
+
+
+@pytest.fixture(scope="module")
+def folder(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What two processes have left."""
+    found = tmp_path_factory.mktemp("jobs")
+    together(2, several_jobs, found, tiny_model)
+    return found
+
+
+def found_in(folder: Path) -> dict[str, list[Any]]:
+    return json.loads((folder / "found.json").read_text())
+
+
+def test_a_job_of_two_processes_is_recorded_as_such_and_restarted_with_equal_bits(folder: Path) -> None:
+    undisturbed = found_in(folder / "undisturbed")
+    assert undisturbed["ranks"] == [2] * VERSIONS
+    assert set(undisturbed["checkpoints"]) == {"shards"}
+    assert found_in(folder / "stopped")["hashes"] == undisturbed["hashes"]
+    assert len(found_in(folder / "lora")["hashes"]) == VERSIONS
+
+
+def test_one_process_trains_nearly_what_two_train(folder: Path, tmp_path: Path, tiny_model: Path) -> None:
+    async def scenario() -> None:
+        lab = Lab(tmp_path, tiny_model)
+        job = await lab.submit(num_versions=VERSIONS, revision=6)
+        await lab.plan(job, VERSIONS)
+        await lab.work(lab.has(JobSucceeded))
+        version = (await lab.events("weights", WeightsPublished))[-1]
+        alone = safetensors.torch.load(lab.artifacts.read(version.artifact))
+        for name in ("undisturbed", "continued"):
+            found = safetensors.torch.load_file(folder / name / "last.safetensors")
+            assert all(torch.allclose(alone[name], found[name], atol=1e-5) for name in alone)
+
+    asyncio.run(scenario())
+
+
+def test_one_process_goes_on_from_the_shards_of_two_and_says_why_their_bits_differ(folder: Path) -> None:
+    assert found_in(folder / "continued")["ranks"] == [2, 2, 1, 1]
+    error = (folder / "diverged" / "error.txt").read_text()
+    assert "it was trained by 2 process(es) then and by 1 now, and bits are equal only for as many" in error
+
+
+def test_what_several_processes_do_not_train_fails_its_job_alone(folder: Path) -> None:
+    errors = json.loads((folder / "refused" / "errors.json").read_text())
+    assert len(errors) == 1
+    assert "2 processes do not train with a loss that compares with the policy's own earlier weights" in errors[0]
