@@ -184,8 +184,9 @@ class GroupExecution:
             return
         stopped = await self._unless_stopped(self._run_missing(state), state)
         if stopped is not None:
-            cause = TIMEOUT if stopped == TIMEOUT else CANCELLED
-            await self._fail_rest(state, cause, f"its group was stopped: {stopped}")
+            await self._fail_rest(
+                state, stopped if stopped == TIMEOUT else CANCELLED, f"its group was stopped: {stopped}"
+            )
 
     async def _unless_stopped(self, work: Coroutine[Any, Any, None], state: GroupProgress | None) -> str | None:
         """Do the work; returns why it was cut short, None if it was not. `state`: whose deadline cuts it short."""
@@ -229,8 +230,8 @@ class GroupExecution:
         started = self._started(size=size, void_cause=void_cause)
         offset = await self._writer.send(encode(started))
         failpoint("producer/after-group-started")
-        deadline_ms = started.time_ms + started.timeout_ms
-        return GroupProgress(started.group_id, started.size, deadline_ms, offset, enough=started.enough)
+        end_ms = started.time_ms + started.timeout_ms
+        return GroupProgress(started.group_id, started.size, end_ms, offset, enough=started.enough)
 
     def _started(self, *, size: int, void_cause: str | None) -> GroupStarted:
         task, settings = self.task, self.task.settings

@@ -161,8 +161,7 @@ def check_teacher(algorithm: AlgorithmSettings, sampling: Sampling, model: str, 
     teacher = teacher_of(algorithm)
     if teacher is None or not teacher.path:
         return
-    from rollstream.learner.scoring.models import AS_SAMPLED
-    from rollstream.learner.scoring.vocabulary import misfit
+    from rollstream.learner.scoring.vocabulary import AS_SAMPLED, misfit
 
     if teacher.url and (algorithm.temperature, sampling.temperature, sampling.top_p, sampling.top_k) != (1, 1, 1, 0):
         raise ConfigError(f"{location}_url: {AS_SAMPLED}")

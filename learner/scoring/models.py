@@ -16,7 +16,7 @@ from rollstream.learner.model.policy import PolicyModel, Reference
 from rollstream.learner.model.step import micro_batch_tokens
 from rollstream.learner.scoring.scores import Logprobs, flat, scorers_of
 from rollstream.learner.scoring.served_teacher import ServedTeacher
-from rollstream.learner.scoring.vocabulary import misfit, tokenizer_of
+from rollstream.learner.scoring.vocabulary import AS_SAMPLED, misfit, tokenizer_of
 from rollstream.schemas import tokens
 from rollstream.schemas.algorithm_settings import teacher_of
 from rollstream.schemas.errors import ModelError
@@ -24,11 +24,6 @@ from rollstream.schemas.events import TrajectoryAssembled
 from rollstream.schemas.events.weights import Scorer
 from rollstream.schemas.permissions import Permissions
 from rollstream.schemas.settings import JobSettings, ModelSettings
-
-AS_SAMPLED = (
-    "servers give log-probabilities at temperature 1 over the whole vocabulary; sample with temperature 1 and without "
-    "top_p and top_k, or leave teacher_url out"
-)
 
 
 class TeacherModel:

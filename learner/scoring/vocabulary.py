@@ -1,9 +1,15 @@
-"""Whether two models mean the same text by every token id. No model is loaded."""
+"""Whether a teacher can score what a policy samples: ids, and how they are drawn. No model is loaded."""
 
 from pathlib import Path
 from typing import Any
 
 from rollstream.eventlog.files import tokenizer_sha256
+
+AS_SAMPLED = (
+    "servers give log-probabilities at temperature 1 over the whole vocabulary; sample with temperature 1 and without "
+    "top_p and top_k, or leave teacher_url out"
+)
+"""What a run whose teacher is on a server has to do."""
 
 
 def misfit(path: str, other: str) -> str:
