@@ -184,9 +184,8 @@ class GroupExecution:
             return
         stopped = await self._unless_stopped(self._run_missing(state), state)
         if stopped is not None:
-            await self._fail_rest(
-                state, stopped if stopped == TIMEOUT else CANCELLED, f"its group was stopped: {stopped}"
-            )
+            cause = TIMEOUT if stopped == TIMEOUT else CANCELLED
+            await self._fail_rest(state, cause, f"its group was stopped: {stopped}")
 
     async def _unless_stopped(self, work: Coroutine[Any, Any, None], state: GroupProgress | None) -> str | None:
         """Do the work; returns why it was cut short, None if it was not. `state`: whose deadline cuts it short."""
@@ -262,12 +261,12 @@ class GroupExecution:
         if self._is_recovered:
             await self._without_time(state, asyncio.ensure_future(self._weights()))
         async with asyncio.TaskGroup() as running:
-            missing = {index: member for index, member in state.members.items() if not member.is_settled}
-            tasks = [running.create_task(self._run_member(state, *one)) for one in missing.items()]
+            missing = [one for one in state.members.items() if not one[1].is_settled]
+            tasks = [running.create_task(self._run_member(state, *one)) for one in missing]
             for task in tasks:
                 task.add_done_callback(lambda _: state.is_settled and [one.cancel() for one in tasks])
-        for index, member in state.members.items():
-            for attempt in () if member.is_settled else sorted(member.open_attempts):
+        for index, member in (one for one in missing if not one[1].is_settled):
+            for attempt in sorted(member.open_attempts):
                 await self._fail(index, attempt, OVERSAMPLED, "enough of its group are complete", is_final=True)
 
     async def _run_member(self, state: GroupProgress, index: int, member: MemberState) -> None:
@@ -373,8 +372,7 @@ class GroupExecution:
         await self._fail(member, attempt, cause, message, is_final=True)
 
     async def _fail(self, member: int, attempt: int, cause: str, message: str, *, is_final: bool) -> None:
-        failed = self._failed(member, attempt, cause, message, is_final=is_final)
-        await self._send(encode(failed), member, attempt)
+        await self._send(encode(self._failed(member, attempt, cause, message, is_final=is_final)), member, attempt)
 
     def _rollout_started(self, member: int, attempt: int) -> RolloutStarted:
         return RolloutStarted(

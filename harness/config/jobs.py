@@ -1,7 +1,7 @@
 """Derives settings from a configuration: those that events of a run carry and those that its services start with.
 
-Pure. Also checks that batches and groups fit into a record: a larger one would end every processors process. The size of
-planned batches is known before the run, that of others at submission; ids are taken to be as long as they can become.
+Pure. Also checks that batches and groups fit into a record: a larger one would end every processors process. The size
+of planned batches is known before the run, that of others at submission; ids are taken as long as they can become.
 """
 
 from collections.abc import Iterable, Mapping

@@ -138,7 +138,7 @@ def test_the_deadline_moves_on_in_the_log_ahead_of_event_time_while_a_member_wai
 def test_a_slot_that_is_given_up_goes_to_the_next(is_granted):
     async def main():
         slots = Slots(1)
-        first, second, third = (slots.ask(turn) for turn in (0, 2, 1))
+        first, second, third = (slots.ask((True, turn)) for turn in (0, 2, 1))
         assert (first.done(), second.done(), third.done()) == (True, False, False)
         slots.release(first if is_granted else third)
         if is_granted:
@@ -148,6 +148,6 @@ def test_a_slot_that_is_given_up_goes_to_the_next(is_granted):
             slots.release(first)
         assert second.done()
         slots.release(second)
-        assert slots.ask(9).done()
+        assert slots.ask((True, 9)).done()
 
     asyncio.run(main())

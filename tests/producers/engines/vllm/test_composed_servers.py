@@ -15,8 +15,8 @@ from rollstream.producers.engines.base import Generation
 from rollstream.producers.engines.vllm import VllmEngine
 from rollstream.schemas.services import VllmSettings
 from tests.producers.engines.vllm.server_rig import until
-from tests.producers.engines.vllm.test_real_servers import LONG, check, is_same, is_sampling, lora, request
-from tests.rigs.vllm_server import START_S, ComposedServer, tiny_base
+from tests.producers.engines.vllm.test_real_servers import LONG, check, is_same, is_sampling, request
+from tests.rigs.vllm_server import START_S, ComposedServer, lora_version, tiny_base
 
 ROOT = Path(__file__).resolve().parents[4]
 SERVICES: dict[str, Any] = yaml.safe_load((ROOT / "docker-compose.yml").read_text())["services"]
@@ -63,7 +63,7 @@ def test_requests_of_a_killed_server_end_on_the_other_and_it_returns_with_the_ne
             states = engine.states()
             return states[first.url].startswith(one) and states[second.url].startswith(other)
 
-        await engine.load(*lora(base, tmp_path, 0))
+        await engine.load(*lora_version(base, tmp_path, 0))
         await until(lambda: are("ready", "ready"))
         assert first.is_healthy(), first.last_words()
         before = await asyncio.gather(*await many())
@@ -77,7 +77,7 @@ def test_requests_of_a_killed_server_end_on_the_other_and_it_returns_with_the_ne
         assert are("down", "ready")
         assert not first.is_healthy()
 
-        await engine.load(*lora(base, tmp_path, 1))
+        await engine.load(*lora_version(base, tmp_path, 1))
         newest = await engine.generate(request())
         check([newest], {1})
         (made,) = (tmp_path / "vllm").glob("*-v1-*")
