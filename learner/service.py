@@ -4,7 +4,7 @@ import asyncio
 import os
 import signal
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 from transformers.utils import logging as transformers_logging
 
@@ -57,7 +57,8 @@ def _leading() -> Iterator[Ranks]:
         try:
             yield ranks
         except asyncio.CancelledError:
-            ranks.send(process_ranks.END)
+            with suppress(RuntimeError):  # of a process that is gone
+                ranks.send(process_ranks.END)
             raise
 
 

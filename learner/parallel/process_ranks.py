@@ -13,6 +13,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.distributed_c10d import PrefixStore  # pyright: ignore[reportPrivateImportUsage]
+from torch.distributed.rendezvous import rendezvous
 
 from rollstream.learner.model.collate import MicroBatch, Unit
 from rollstream.learner.model.ranks import Divide, Ranks
@@ -154,13 +156,15 @@ def is_started_together(environ: Mapping[str, str] = os.environ) -> bool:
 def joined() -> Iterator[ProcessRanks]:
     """Find the other processes of the torchrun that started this one, by the variables that it sets.
 
-    After a restart torch finds them under the number of the restart (TORCHELASTIC_RESTART_COUNT), so nothing that the
-    processes before left in the store is read.
+    They meet under the number of the restart: torchrun keeps its store, in which those before left their addresses.
     """
     local_index = int(os.environ.get("LOCAL_RANK", "0"))
     if local_index < torch.cuda.device_count():
         torch.cuda.set_device(local_index)
-    dist.init_process_group("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo")
+    store, index, num = next(rendezvous("env://"))
+    store = PrefixStore(f"restart-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+    backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
+    dist.init_process_group(backend, store=store, rank=index, world_size=num)
     try:
         yield ProcessRanks(local_index)
     finally:

@@ -1,16 +1,20 @@
 """A job of two real processes: the first one is the learner, the other does what it does."""
 
 import asyncio
+import contextlib
 import json
-from collections.abc import Awaitable, Callable
+import sys
+from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import safetensors.torch
 import torch
 
 from rollstream.eventlog import codec
+from rollstream.eventlog.kafka.log import KafkaLog
 from rollstream.learner.parallel.process_ranks import END, ProcessRanks, joined
 from rollstream.learner.trainer import follow
 from rollstream.schemas.algorithms import GrpoSettings
@@ -23,7 +27,9 @@ from rollstream.schemas.events import (
     StepTrained,
     WeightsPublished,
 )
+from rollstream.schemas.kafka import KafkaSettings, with_secrets
 from rollstream.schemas.permissions import Permissions
+from rollstream.schemas.services import LearnerSettings
 from rollstream.schemas.settings import LoraSettings, ModelSettings
 from tests.learner.conftest import Lab
 from tests.rigs.process_group import together
@@ -154,6 +160,84 @@ def test_one_process_goes_on_from_the_shards_of_two_and_says_why_their_bits_diff
     assert found_in(folder / "continued")["ranks"] == [2, 2, 1, 1]
     error = (folder / "diverged" / "error.txt").read_text()
     assert "it was trained by 2 process(es) then and by 1 now, and bits are equal only for as many" in error
+
+
+@pytest.mark.kafka
+def test_a_killed_process_restarts_the_job_from_its_position(
+    lab: Any, kafka: KafkaSettings, folder: Path, tmp_path: Path
+) -> None:
+    async def scenario() -> list[StepTrained]:
+        async with KafkaLog(kafka, client_id="lab") as log:
+            await log.ensure_topics(num_partitions=6)
+            lab.log = log
+            job = await lab.submit(**of_job(lab.model))
+            with launched(lab, kafka, tmp_path) as torchrun:
+                await lab.plan(job, 1, seal=False)
+                previous = await until(lab, torchrun, 1)
+                kill(torchrun, rank=1)
+                for count in range(1, VERSIONS):
+                    digest = codec.content_digest((await lab.events("batches", BatchPlanned))[-1])
+                    await lab.plan(job, 1, seal=count == VERSIONS - 1, first=count, previous=digest)
+                    previous = await until(lab, torchrun, count + 1)
+                    if count == 2:
+                        kill(torchrun, rank=0)
+                return previous
+
+    steps = asyncio.run(scenario())
+    assert [step.weights_sha256 for step in steps] == found_in(folder / "undisturbed")["hashes"]
+    assert len({step.term for step in steps}) == 3
+
+
+@contextlib.contextmanager
+def launched(lab: Any, kafka: KafkaSettings, folder: Path) -> Iterator[psutil.Process]:
+    """A learner of two processes on a real broker, by torchrun."""
+    settings = LearnerSettings(
+        bootstrap_servers=kafka.bootstrap_servers,
+        kafka=kafka.section,
+        artifact_uri=lab.artifacts.uri,
+        workspace=lab.folder,
+        name="learner-0",
+        num_partitions=6,
+        model_groups=("run-1/main",),
+        threads=1,
+        allow=(f"model:{lab.model}",),
+    )
+    file = folder / "settings.json"
+    file.write_text(with_secrets(settings))
+    program = Path(sys.executable).with_name("rollstream")
+    options = ["--standalone", "--nproc-per-node", "2", "--max-restarts", "3", "--monitor-interval", "0.1"]
+    command = [sys.executable, "-m", "torch.distributed.run", *options, "--no-python", str(program)]
+    with (folder / "learner.log").open("wb") as log:
+        torchrun = psutil.Popen([*command, "serve", "learner", "--settings", str(file)], stdout=log, stderr=log)
+    try:
+        yield torchrun
+    finally:
+        ranks = torchrun.children(recursive=True) if torchrun.is_running() else []
+        torchrun.terminate()
+        _, left = psutil.wait_procs([torchrun, *ranks], 60)
+        for process in left:
+            process.kill()
+
+
+async def until(lab: Any, torchrun: psutil.Process, count: int) -> list[StepTrained]:
+    """The steps, once there are `count`, all of them published."""
+    async with asyncio.timeout(240):
+        while True:
+            steps = await lab.events("weights", StepTrained)
+            published = await lab.events("weights", WeightsPublished)
+            if len(steps) >= count and any(one.version == count for one in published):
+                return steps
+            assert torchrun.is_running()
+            assert torchrun.status() != psutil.STATUS_ZOMBIE
+            await asyncio.sleep(0.2)
+
+
+def kill(torchrun: psutil.Process, *, rank: int) -> None:
+    """SIGKILL one of the processes."""
+    found = [one for one in torchrun.children(recursive=True) if one.environ().get("RANK") == str(rank)]
+    assert found
+    for process in found:
+        process.kill()
 
 
 def test_what_several_processes_do_not_train_fails_its_job_alone(folder: Path) -> None:
