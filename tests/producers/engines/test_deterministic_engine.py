@@ -1,6 +1,6 @@
 """With `deterministic: true` the engine answers as recorded before batches became continuous.
 
-Log-probabilities may differ in their last digits on another processor; ids may not.
+Log-probabilities may differ in their last digits on another processor (by 2e-6 on one); ids may not.
 """
 
 import json
@@ -28,4 +28,4 @@ def test_deterministic_answers_are_those_that_were_recorded(folder, versions):
     recorded = json.loads(RECORDED.read_text(encoding="utf-8"))
     assert [list(one.token_ids) for one in answers] == [one["token_ids"] for one in recorded]
     for one, kept in zip(answers, recorded, strict=True):
-        assert one.logprobs == pytest.approx(kept["logprobs"], abs=1e-6)
+        assert one.logprobs == pytest.approx(kept["logprobs"], abs=1e-5)
