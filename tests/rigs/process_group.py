@@ -3,6 +3,7 @@
 import multiprocessing
 import os
 import socket
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -32,8 +33,9 @@ def together(num: int, work: Callable[..., None], *arguments: Any) -> None:
     for rank in ranks:
         rank.start()
     try:
+        until = time.monotonic() + TIMEOUT_S
         for rank in ranks:
-            rank.join(TIMEOUT_S)
+            rank.join(max(0.0, until - time.monotonic()))
         codes = [rank.exitcode for rank in ranks]
         assert codes == [0] * num, f"exit codes {codes}"
     finally:

@@ -17,7 +17,7 @@ from rollstream.learner.checkpoint import part
 from rollstream.learner.model.optimizer import load_state_tensors, make_optimizer, state_tensors
 from rollstream.learner.model.policy import PolicyModel, make_deterministic
 from rollstream.learner.model.step import train_batch
-from rollstream.learner.parallel.process_ranks import joined, shares
+from rollstream.learner.parallel.process_ranks import ProcessRanks, joined, shares
 from rollstream.learner.parallel.sharded_policy import ShardedPolicy, read_shards, write_shards
 from rollstream.schemas.algorithms import GrpoSettings
 from rollstream.schemas.settings import JobSettings, LoraSettings, ModelSettings, OptimizerSettings
@@ -109,6 +109,9 @@ class Training:
         return found
 
     def keep(self, folder: Path, name: str) -> None:
+        if self.model.ranks.index:  # rank 0 tells the others which weights it wants
+            assert isinstance(self.model.ranks, ProcessRanks)
+            assert self.model.ranks.receive() == ("weights", b"")
         weights = self.model.weights_bytes()
         if self.model.ranks.index == 0:
             (folder / f"{name}.safetensors").write_bytes(weights)
