@@ -149,14 +149,17 @@ class PartitionOwner:
         if run is None:
             is_open = group_id in self._held or group_id in self._recovered.groups
             return self._next_offset >= self._tasks_end and not is_open
-        named = ids.attempt_of(group_id, rollout_id)
-        member = None if named is None or run.state is None else run.state.members.get(named[0])
-        return (
-            named is not None
-            and member is not None
-            and named[1] in range(member.next_attempt)
-            and (named[1] not in member.open_attempts)
-        )
+        begun = None if run.state is None else run.state.begun(rollout_id)
+        return begun is not None and begun[1] not in begun[0].open_attempts
+
+    def may_have_begun(self, rollout_id: str) -> bool:
+        """Whether a rollout of this partition has begun; True as long as that is unknown, or its group is settled."""
+        group_id = ids.group_of(rollout_id)
+        run = self._runs.get(group_id)
+        if run is not None:
+            return run.state is not None and run.state.begun(rollout_id) is not None
+        is_read = self._next_offset >= self._tasks_end
+        return not is_read or group_id in self._held or self._is_settled(group_id)
 
     def commit_point(self) -> tuple[int, int]:
         """Offset of the oldest unsettled task, and where in `steps` the oldest open group begins, or one that was

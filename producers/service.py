@@ -70,6 +70,7 @@ async def run(settings: ProducerSettings, log: EventLog, engine: Engine) -> None
         workspace=settings.workspace,
         name=settings.name,
         is_over=lambda rollout_id: worker.is_over(rollout_id),
+        may_have_begun=lambda rollout_id: worker.may_have_begun(rollout_id),
         behind_s=pace.retry_after_s,
     )
     producer = WorkerContext(

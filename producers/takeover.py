@@ -19,6 +19,7 @@ from rollstream.eventlog.attempts import Recorded, attempt_in, is_group_settled,
 from rollstream.eventlog.log import EventLog, Position, Received, TopicPartition, check_kept
 from rollstream.producers.run_ends import CommitMetadata
 from rollstream.producers.steps_writer import StepsWriter
+from rollstream.schemas import ids
 from rollstream.schemas.errors import DecodeError
 from rollstream.schemas.events import (
     GroupExtended,
@@ -78,6 +79,12 @@ class GroupProgress:
             num_complete=sum(member.is_complete for member in members),
             enough=self.enough,
         )
+
+    def begun(self, rollout_id: str) -> tuple[MemberState, int] | None:
+        """Member and number of an attempt that has begun; None of any other."""
+        member, number = ids.attempt_of(self.group_id, rollout_id) or (-1, 0)
+        found = self.members.get(member)
+        return None if found is None or number >= found.next_attempt else (found, number)
 
     def begin(self, member: int, attempt: int) -> None:
         """An attempt began."""

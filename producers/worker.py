@@ -77,6 +77,17 @@ class RolloutWorker:
         group_id = ids.group_of(rollout_id)
         return any(owner.is_over(rollout_id) for owner in self._owners.values() if owner.owns(group_id))
 
+    def may_have_begun(self, rollout_id: str) -> bool:
+        """Whether a rollout has begun by the log; True as long as that is unknown, as where its partition is not owned.
+
+        Of groups that were settled before the last commit nothing is known after a restart: False.
+        """
+        group_id = ids.group_of(rollout_id)
+        if ids.parsed_group(group_id) is None or ids.attempt_of(group_id, rollout_id) is None:
+            return False
+        owners = [owner for owner in self._owners.values() if owner.owns(group_id)]
+        return not owners or any(owner.may_have_begun(rollout_id) for owner in owners)
+
     async def _work(self, run_ends: RunEnds, on_ready: Callable[[], None]) -> None:
         async with asyncio.TaskGroup() as tasks:
             self._tasks = tasks

@@ -83,9 +83,11 @@ class RolloutGateway(Routes):
         workspace: Path,
         name: str,
         is_over: Callable[[str], bool] = lambda rollout_id: False,
+        may_have_begun: Callable[[str], bool] = lambda rollout_id: False,
         behind_s: Callable[[], int | None] = lambda: None,
     ) -> None:
         """`is_over`: whether a rollout that had been opened, maybe by another process, has ended by the log.
+        `may_have_begun`: whether one that the token's bearer names has begun by the log, or that is not known yet.
         `behind_s`: seconds after which the learner may have room for rollouts that are held back; None: none are.
         """
         self._behind_s = behind_s
@@ -97,6 +99,7 @@ class RolloutGateway(Routes):
         self._rollouts: dict[str, PlayedRollout] = {}
         self._ended = RecentSet(MAX_ENDED)
         self._is_over = is_over
+        self._may_have_begun = may_have_begun
         self._claimable: deque[str] = deque()
         self._claiming = asyncio.Condition()
         self._stack = contextlib.AsyncExitStack()
@@ -271,10 +274,13 @@ class RolloutGateway(Routes):
                 await self._claiming.wait()
 
     def _has_ended(self, request: web.Request, named: str) -> bool:
-        """Its own key shows that a rollout was opened once, maybe by a process that is gone."""
         if named in self._rollouts or named in self._ended:
             return named in self._ended
-        return not self._access.bears_token(request.headers) and self._is_over(named)
+        return self._is_known(request, named) and self._is_over(named)
+
+    def _is_known(self, request: web.Request, named: str) -> bool:
+        """Its own key shows that a rollout was opened once, maybe by a process that is gone; else the log has to."""
+        return not self._access.bears_token(request.headers) or self._may_have_begun(named)
 
     def _rollout(self, request: web.Request) -> PlayedRollout:
         named = self._named(request)
@@ -284,16 +290,17 @@ class RolloutGateway(Routes):
         if self._has_ended(request, named):
             raise ended(named)
         if found is None:
-            # Its own key proves that there was such a rollout: the process before may have had it. 503 is what clients
-            # of OpenAI's and Anthropic's APIs repeat.
-            is_known = not self._access.bears_token(request.headers)
-            raise Refusal(
-                503 if is_known else 404,
-                f"rollout {named[:200]!r} is not open here",
-                code="rollout_not_found",
-                retry_after_s=1 if is_known else None,
-            )
+            raise _not_open(named, is_known=self._is_known(request, named))
         return found
+
+
+def _not_open(rollout_id: str, *, is_known: bool) -> Refusal:
+    """`is_known`: the process before may have had it; 503 is what clients of OpenAI's and Anthropic's APIs repeat."""
+    message = f"rollout {rollout_id[:200]!r} is not open here"
+    if is_known:
+        return Refusal(503, f"{message}; try again in 1 s", code="rollout_not_found", retry_after_s=1)
+    remedy = "correct its id, or bear the key of its claim in place of the gateway's token"
+    return Refusal(404, f"{message} and not known to have begun; {remedy}", code="rollout_not_found")
 
 
 def _port_before(path: Path) -> int:

@@ -95,12 +95,13 @@ def play_outside(
     """One attempt in the environment `gateway` (or another one), which `agent` or a `program` of its own plays.
 
     `before`: what another process played of it, whose events come first; its agent goes on with the claimed rollout.
-    `max_length`: tokens that the model takes. `behind_s`: of the gateway.
+    `max_length`: tokens that the model takes. `behind_s`, `is_over`, `may_have_begun`: of the gateway.
     """
     section = GatewaySection(max_concurrent_calls=settings.pop("max_concurrent_calls", 64))
     before: Played | None = settings.pop("before", None)
     max_length = settings.pop("max_length", None)
-    behind_s = settings.pop("behind_s", lambda: None)
+    asked = ("behind_s", "is_over", "may_have_begun")
+    of_log: dict[str, Any] = {name: settings.pop(name) for name in asked if name in settings}
     task = task_of(settings.pop("environment", "gateway"), **settings)
     events: list[Any] = [] if before is None else [*before.events]
 
@@ -109,7 +110,7 @@ def play_outside(
 
     async def scenario() -> None:
         engine, counter = await scripted(folder, script, max_length=max_length), itertools.count(1000 + len(events))
-        async with RolloutGateway(section, engine, workspace=folder / "w", name=NAME, behind_s=behind_s) as gateway:
+        async with RolloutGateway(section, engine, workspace=folder / "w", name=NAME, **of_log) as gateway:
             rollout = record_rollout(
                 task,
                 member=0,

@@ -165,6 +165,28 @@ def test_an_unknown_rollout_is_a_404_by_its_own_key_a_503_and_anothers_key_a_403
     play_outside(tmp_path, agent).assert_complete()
 
 
+def test_the_gateways_token_names_a_rollout_of_a_process_that_was_killed_where_the_log_knows_it(tmp_path):
+    over, coming, unknown = (f"run-1/rl/e00000/t0000{number}/m0/a0" for number in (7, 8, 9))
+
+    async def agent(one: Any) -> None:
+        async def refusal(name: str, url: str, status: int) -> dict[str, Any]:
+            asked: Any = {"key": one.token, "status": status, "X-Rollout-Id": name}
+            return (await one.post(f"{one.url}{url}", ASKED.get(url, {}), **asked))["error"]
+
+        assert (await refusal(over, CHAT, 409))["code"] == "rollout_ended"
+        assert (await one.post(f"{one.url}/rollouts/{over}/end", {}, key=one.token))["status"] == "ended"
+        for url in (CHAT, f"/rollouts/{coming}/end"):
+            assert "is not open here; try again in 1 s" in (await refusal(coming, url, 503))["message"]
+        for url in (CHAT, f"/rollouts/{unknown}/end"):
+            assert "bear the key of its claim in place of" in (await refusal(unknown, url, 404))["message"]
+        await one.chat("a")
+        await one.reward(1.0)
+        await one.end()
+
+    of_log: dict[str, Any] = {"is_over": lambda name: name != coming, "may_have_begun": lambda name: name != unknown}
+    play_outside(tmp_path, agent, **of_log).assert_complete()
+
+
 @pytest.mark.parametrize("url", [CHAT, COMPLETE, MESSAGES])
 def test_a_client_that_hangs_up_in_mid_stream_leaves_one_whole_step_and_can_have_it(tmp_path, url, caplog):
     said = "abcdefghij" * 200
