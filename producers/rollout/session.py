@@ -127,17 +127,19 @@ class Session:
         A later call goes on from the answer that its messages hold. Raises what `chat` raises. `asked`: what a program
         outside asked for; then a prompt that the model cannot take is recorded as refused, and fails no rollout.
         """
-        group, seeds = self._take_turn(agent, num)
+        group = self._model_group(agent)
         if group.startswith(ids.SCRIPTED):
-            return [await self._play_scripted(messages, agent, group) for _ in seeds]
+            return [await self._play_scripted(messages, agent, group) for _ in self._take_turn(agent, num)]
         sent: list[Message] = plain(list(messages), "messages")
         prompt = self._prompt(self._conversation(agent, group), sent, group, asked)
+        seeds = self._take_turn(agent, num)  # of what leaves no step: none, for who goes on from the log
         step_indices = [self._journal.open_step() for _ in seeds]
         began_ms = self._journal.clock()
         try:
             generations = await self._answers(prompt, sent, agent, seeds, asked)
         except PromptRefusedError as error:
-            fields = {"event_type": "CUSTOM_END", "name": REFUSED_CALL, "data": {"input": sent, "output": str(error)}}
+            fields: dict[str, Any] = {"name": REFUSED_CALL, "metadata": metadata_of(asked, {})}
+            fields |= {"event_type": "CUSTOM_END", "data": {"input": sent, "output": str(error)}}
             for step_index in step_indices if asked is not None else ():
                 await self._journal.record_step(step_index, began_ms=began_ms, agent=agent, **fields)
             raise
@@ -283,21 +285,20 @@ class Session:
         group = self._model_group(agent)
         return len(self._prompt(Conversation(self._tokenizer(group)), [*messages], group, asked).token_ids)
 
-    def _take_turn(self, agent: str, num_answers: int) -> tuple[str, list[int]]:
-        """The agent's model group, and a seed for each answer."""
-        group, num_turns = self._model_group(agent), self._num_turns.get(agent, 0)
+    def _take_turn(self, agent: str, num_answers: int) -> list[int]:
+        """A seed for each answer."""
+        num_turns, first = self._num_turns.get(agent, 0), self._num_calls.get(agent, 0)
         if num_answers < 1:
             raise EnvironmentRunError(f"{num_answers} answers requested from agent {agent}; request at least 1")
         if num_turns >= self.max_turns:
             raise TurnsExhausted(f"agent {agent} has used its {self.max_turns} turns (max_turns)")
-        first = self._num_calls.get(agent, 0)
         self._num_turns[agent] = num_turns + 1
         self._num_calls[agent] = first + num_answers
         level, self._num_levels = self._num_levels, self._num_levels + 1
         branching = self._settings.responses_per_step
         shared_by = branching ** max(0, ids.tree_depth(self._task.num_rollouts, branching) - 1 - level)
         seed = functools.partial(ids.answer_seed, self.task_seed, self.member, agent, level=level, shared_by=shared_by)
-        return group, [seed(number) for number in range(first, first + num_answers)]
+        return [seed(number) for number in range(first, first + num_answers)]
 
     def _model_group(self, agent: str) -> str:
         if agent not in self._settings.agents:

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from rollstream.producers.engines.scripted import ScriptedTokenizer
 from rollstream.producers.gateway.marks import RolloutKeys
 from rollstream.producers.openai.requests import MAX_NESTING
 from rollstream.producers.openai.routes import MAX_BODY_BYTES
@@ -239,3 +240,48 @@ def test_rewards_claim_and_end_are_the_same_again_in_the_process_after_one_that_
     whole.assert_complete()
     assert [(one.name, one.value) for one in whole.rewards] == [("part", 0.5), ("reward", 1.0)]
     assert len(calls_of(whole)) == 1
+
+
+@pytest.mark.parametrize("num", [1, 2])
+def test_a_prompt_that_is_too_long_takes_a_turn_and_one_that_cannot_be_rendered_none_with_and_without_a_kill(
+    tmp_path, monkeypatch, num
+):
+    render = ScriptedTokenizer.apply_chat_template
+
+    def picky(self: Any, conversation: list[dict[str, Any]], **options: Any) -> str:
+        if conversation[-1]["content"] == "odd":
+            raise ValueError("only even messages")
+        return render(self, conversation, **options)
+
+    async def first(one: Any) -> None:
+        refused = await one.chat(LONG, status=400, n=num)
+        assert refused["error"]["code"] == "context_length_exceeded"
+        assert "chat template" in (await one.chat("odd", status=400))["error"]["message"]
+        await one.chat("a")
+
+    async def killed(one: Any) -> None:
+        await first(one)
+        raise Killed
+
+    async def rest(one: Any) -> None:
+        await one.chat("b")
+        assert (await one.chat("c", status=400))["error"]["code"] == "max_turns"
+        await one.reward(1.0)
+        await one.end()
+
+    async def both(one: Any) -> None:
+        await first(one)
+        await rest(one)
+
+    monkeypatch.setattr(ScriptedTokenizer, "apply_chat_template", picky)
+    limits: dict[str, Any] = {"max_length": 100, "sampling": {"max_new_tokens": 8}, "max_turns": 3}
+    (tmp_path / "whole").mkdir()
+    (tmp_path / "taken up").mkdir()
+    whole = play_outside(tmp_path / "whole", both, **limits)
+    taken_up = play_outside(
+        tmp_path / "taken up", rest, before=play_outside(tmp_path / "taken up", killed, **limits), **limits
+    )
+    for played in (whole, taken_up):
+        played.assert_complete()
+    assert whole.texts() == taken_up.texts()
+    assert len(calls_of(whole)) == 2
