@@ -23,7 +23,7 @@ from rollstream.eventlog.files import write_whole
 from rollstream.eventlog.private import token_in
 from rollstream.eventlog.recent import RecentSet
 from rollstream.producers.engines.base import Engine
-from rollstream.producers.gateway.marks import Mark, RolloutKeys, address_file, token_file
+from rollstream.producers.gateway.marks import KEY_PREFIX, Mark, RolloutKeys, address_file, token_file
 from rollstream.producers.gateway.played import PlayedRollout, ended
 from rollstream.producers.openai.access import Access, KeyLimits, check_is_json, keys_of, no_key
 from rollstream.producers.openai.completions import CompletionRequest
@@ -194,13 +194,20 @@ class RolloutGateway(Routes):
         """Id of the rollout that a request is for, if it names one. Raises Refusal (401, 403)."""
         named = request.match_info.get("rollout") or request.headers.get(ROLLOUT_HEADER)
         if not self._access.bears_token(request.headers):
-            mine = next((found for key in keys_of(request.headers) if (found := self._keys.rollout_of(key))), None)
+            keys = keys_of(request.headers)
+            mine = next((found for key in keys if (found := self._keys.rollout_of(key))), None)
             if mine is None:
-                raise no_key()
+                raise self._others_key() if any(key.startswith(KEY_PREFIX) for key in keys) else no_key()
             if named not in (None, mine):
                 raise Refusal(403, f"the key is for rollout {mine}, not for {named}", code="wrong_rollout")
             named = mine
         return named
+
+    def _others_key(self) -> Refusal:
+        message = (
+            f"the key is not one of producers process {self._name} in this workspace; use it at the gateway that gave"
+        )
+        return Refusal(401, f"{message} it, whose keys outlast restarts under the same name", code="invalid_api_key")
 
     def check_model(self, request: web.Request, name: str) -> None:
         """Raises Refusal (404)."""
@@ -290,15 +297,16 @@ class RolloutGateway(Routes):
         if self._has_ended(request, named):
             raise ended(named)
         if found is None:
-            raise _not_open(named, is_known=self._is_known(request, named))
+            raise _not_open(named, self._name, is_known=self._is_known(request, named))
         return found
 
 
-def _not_open(rollout_id: str, *, is_known: bool) -> Refusal:
+def _not_open(rollout_id: str, name: str, *, is_known: bool) -> Refusal:
     """`is_known`: the process before may have had it; 503 is what clients of OpenAI's and Anthropic's APIs repeat."""
     message = f"rollout {rollout_id[:200]!r} is not open here"
     if is_known:
-        return Refusal(503, f"{message}; try again in 1 s", code="rollout_not_found", retry_after_s=1)
+        remedy = f"try again in 1 s; if that stays so, another process than {name} plays on: claim the next rollout"
+        return Refusal(503, f"{message}; {remedy}", code="rollout_not_found", retry_after_s=1)
     remedy = "correct its id, or bear the key of its claim in place of the gateway's token"
     return Refusal(404, f"{message} and not known to have begun; {remedy}", code="rollout_not_found")
 

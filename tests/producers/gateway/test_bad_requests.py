@@ -144,6 +144,11 @@ def test_values_within_values_that_no_record_could_hold_are_a_400(tmp_path):
 @pytest.mark.parametrize("url", [CHAT, COMPLETE, MESSAGES, "/reward", "/end"])
 def test_a_wrong_key_is_a_401_and_that_of_another_rollout_a_403(tmp_path, url):
     error, _ = refused(tmp_path, url, ASKED.get(url, {}), 401, Authorization="Bearer rs-wrong")
+    assert error["message"] == (
+        "the key is not one of producers process producers-1 in this workspace; use it at the gateway that gave it, "
+        "whose keys outlast restarts under the same name"
+    )
+    error, _ = refused(tmp_path, url, ASKED.get(url, {}), 401, Authorization="Bearer sk-wrong")
     assert error["message"] == "the API key is missing or wrong"
     assert error["type"] == ("authentication_error" if url == MESSAGES else "invalid_request_error")
 

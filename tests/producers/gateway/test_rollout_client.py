@@ -106,7 +106,7 @@ def test_what_is_refused_is_an_error_with_its_code_and_the_rollout_goes_on(tmp_p
         with pytest.raises(GatewayError, match="it cannot become 0"):
             await rollout.reward(0.0)
         forged = RemoteRollout(rollout.task, rollout.base_url, rollout.key[:-1] + "x", SOON)
-        with pytest.raises(GatewayError, match="API key is missing or wrong") as wrong:
+        with pytest.raises(GatewayError, match="the key is not one of producers process") as wrong:
             await forged.end()
         await forged.close()
         assert (wrong.value.status, rollout.key[:-1] in str(wrong.value)) == (401, False)
