@@ -98,6 +98,13 @@ def test_the_server_gets_messages_sampling_and_key_and_its_text_comes_back():
     }
 
 
+def test_messages_with_unicodes_own_line_ends_stay_messages():
+    talk = [TALK[0], {"role": "user", "content": "a\u2028b\u2029c\x85d\x0be\x1cf\r\ng"}]
+    server = Server((200, {}, said("x")))
+    ask(server, request(talk))
+    assert server.requests[0][2]["messages"] == talk
+
+
 def test_a_conversation_keeps_every_message_over_turns():
     tokenizer = TextTokenizer()
     conversation, messages = Conversation(tokenizer), list(TALK)
