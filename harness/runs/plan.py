@@ -13,23 +13,26 @@ from rollstream.harness.config import file as config_file
 from rollstream.harness.config.file import Loaded
 from rollstream.harness.config.jobs import check_manifests, jobs_of
 from rollstream.harness.config.resolve import RECORDED, block_of
-from rollstream.harness.config.rewards import check_examples
+from rollstream.harness.config.rewards import check_examples, permissions_of
 from rollstream.harness.runs.follower import follow
 from rollstream.harness.runs.preflight import environment_of, users_code
 from rollstream.harness.runs.progress import Progress
 from rollstream.harness.runs.stored_config import check_stored
 from rollstream.learner.versions import library_versions
 from rollstream.producers.league.draw import frozen_player
-from rollstream.producers.league.opponents import PublishedVersions
+from rollstream.producers.league.opponents import PublishedVersions, base_model_of
 from rollstream.schemas import ids
 from rollstream.schemas.config import RunConfig
-from rollstream.schemas.errors import ConfigError, ModelError, TruncatedError
+from rollstream.schemas.errors import ConfigError, ModelError, NotAllowedError, TruncatedError
 from rollstream.schemas.events import JobStarted, RunStarted
 from rollstream.schemas.events.training import ForkPoint
+from rollstream.schemas.services import TransformersSettings, VllmSettings
 from rollstream.schemas.settings import EXTERNAL, JobSpec
 
 MIN_EXAMPLES = 64
 """Examples that an environment is asked for when there is no dataset."""
+OWN_MODELS = (TransformersSettings, VllmSettings)
+"""Engines that load opponents' base models; of those of installed packages that is known once they have started."""
 
 
 class RunPlan(NamedTuple):
@@ -87,16 +90,22 @@ async def new_run(
 
 
 async def check_frozen(log: EventLog, config: RunConfig, run_id: str) -> None:
-    """Raises ConfigError for a frozen opponent of another run that the log does not have, or whose weights are gone."""
+    """Raises ConfigError for a frozen opponent of another run that the log does not have, or whose weights are gone.
+
+    Also for one whose base model the run's producers may not load, or have with another tokenizer.
+    """
     league, versions = config.builder.league, PublishedVersions(log)
+    is_loaded_here = config.builder.services == "managed" and isinstance(config.builder.engine, OWN_MODELS)
     wanted = [(written, name) for written in (league.frozen if league else ()) for name in config.by_group()]
     for written, name in wanted:
         player = frozen_player(written, ids.model_group(run_id, name))
         if ids.run_of(player) == run_id:
             continue  # a version that is to come
         try:
-            await versions.find(player)
-        except ModelError as error:
+            published = await versions.find(player)
+            if is_loaded_here:
+                base_model_of(published, permissions_of(config))
+        except (ModelError, NotAllowedError) as error:
             location = f"trajectory_builders.{config.finetuning.trajectory_builder}.league.frozen"
             raise ConfigError(f"{location}: {written}: {error}") from error
 

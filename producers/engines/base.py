@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
+from rollstream.eventlog.files import tokenizer_sha256
 from rollstream.schemas.errors import EnvironmentRunError, ModelError, PromptRefusedError, PromptTooLongError
 from rollstream.schemas.events.rollouts import VersionSpan
 from rollstream.schemas.events.weights import WeightsPublished
@@ -102,6 +103,19 @@ def max_new_tokens_of(request: GenerationRequest, max_length: int | None, model:
             "shorter (max_turns)"
         )
     return min(wanted, max_length - length)
+
+
+def check_tokenizer(published: WeightsPublished, base_model: str) -> None:
+    """Raises ModelError if the model's folder here has other tokenizer files than where the version was trained."""
+    try:
+        found = tokenizer_sha256(base_model)
+    except OSError as error:
+        raise ModelError(f"the tokenizer of model {base_model} cannot be read: {error}") from error
+    if "" != published.tokenizer_sha256 != found != "":
+        raise ModelError(
+            f"version {published.version} of {published.model_group} was trained with another tokenizer than that of "
+            f"model {base_model} here; copy the tokenizer's files from where it was trained"
+        )
 
 
 class Tokenizer(Protocol):

@@ -14,13 +14,12 @@ from dataclasses import dataclass, field
 from rollstream.eventlog import terms
 from rollstream.eventlog.artifacts import ArtifactStore
 from rollstream.eventlog.codec import kind_of
-from rollstream.eventlog.files import tokenizer_sha256
 from rollstream.eventlog.log import EventLog, LogReader, Record, TopicPartition
 from rollstream.eventlog.reading import decoded, read_to_end
 from rollstream.eventlog.recent import RecentSet
 from rollstream.eventlog.run_offsets import start_offsets_of
 from rollstream.eventlog.terms import Owner
-from rollstream.producers.engines.base import Engine
+from rollstream.producers.engines.base import Engine, check_tokenizer
 from rollstream.schemas import ids
 from rollstream.schemas.base import Event
 from rollstream.schemas.errors import (
@@ -228,7 +227,7 @@ class WeightFollower:
         began = time.perf_counter()
         try:
             base_model = self._base_model(published)
-            await asyncio.to_thread(_check_tokenizer, published, base_model)
+            await asyncio.to_thread(check_tokenizer, published, base_model)
             path = await asyncio.to_thread(self._artifacts.fetch, published.artifact)
             await self._engine.load(published.model_copy(update={"base_model": base_model}), path)
         except (ArtifactError, ModelError, ConfigError) as error:
@@ -338,16 +337,3 @@ def _event(record: Record) -> Event | None:
         return None
     received = decoded(record, warns=True)
     return None if received is None else received.event
-
-
-def _check_tokenizer(published: WeightsPublished, base_model: str) -> None:
-    """Raises ModelError if the model's folder here has other tokenizer files than where the version was trained."""
-    try:
-        found = tokenizer_sha256(base_model)
-    except OSError as error:
-        raise ModelError(f"the tokenizer of model {base_model} cannot be read: {error}") from error
-    if "" != published.tokenizer_sha256 != found != "":
-        raise ModelError(
-            f"version {published.version} of {published.model_group} was trained with another tokenizer than that of "
-            f"model {base_model} here; copy the tokenizer's files from where it was trained"
-        )

@@ -18,7 +18,7 @@ from rollstream.eventlog.log import EventLog, Position
 from rollstream.eventlog.reading import decoded, read_to_end
 from rollstream.eventlog.run_offsets import start_offsets_of
 from rollstream.eventlog.terms import Owner
-from rollstream.producers.engines.base import Engine, Generation
+from rollstream.producers.engines.base import Engine, Generation, check_tokenizer
 from rollstream.schemas import ids
 from rollstream.schemas.base import Event
 from rollstream.schemas.errors import ArtifactError, ModelError, StoreUnavailableError
@@ -41,6 +41,18 @@ def as_recorded(generation: Generation, player: str) -> Generation:
         return generation
     spans = tuple(span.model_copy(update={"model_group": found[0]}) for span in generation.spans)
     return replace(generation, spans=spans)
+
+
+def base_model_of(published: WeightsPublished, permissions: Permissions | None) -> str:
+    """The base model of an opponent's version, as an engine here loads it; without `permissions` it loads none.
+
+    Raises NotAllowedError for one that may not be loaded, ModelError for one with another tokenizer than it had.
+    """
+    base_model = published.base_model
+    if permissions is not None:
+        base_model = permissions.model_path(base_model, "base model")
+    check_tokenizer(published, base_model)
+    return base_model
 
 
 @dataclass(slots=True)
@@ -147,8 +159,8 @@ class OpponentWeights:
         """Have these players' weights loaded until `release`; scripted ones need none.
 
         Waits until no more than `most` (or as many as one task needs, if these are more) are held. Raises ModelError
-        for a version that is unknown, was collected or cannot be loaded, NotAllowedError for a base model that may not
-        be loaded here, LogError.
+        for a version that is unknown, was collected, was trained with another tokenizer than its base model has here or
+        cannot be loaded, NotAllowedError for a base model that may not be loaded here, LogError.
         """
         wanted = [player for player in players if ids.version_of(player) is not None]
         while len({*wanted, *+self._holders}) > max(most, len(wanted)):
@@ -183,9 +195,8 @@ class OpponentWeights:
             self._loaded[player] = self._loaded.pop(player)
             return
         published = await self._versions.find(player)
-        base_model = published.base_model
-        if self._engine.capabilities.loads_models:
-            base_model = self._permissions.model_path(base_model, "base_model")
+        permissions = self._permissions if self._engine.capabilities.loads_models else None
+        base_model = await asyncio.to_thread(base_model_of, published, permissions)
         for idle in [one for one in self._loaded if not self._holders[one]][: max(0, len(self._loaded) + 1 - most)]:
             await self._unload(idle)
         while True:

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from rollstream.eventlog import codec
 from rollstream.eventlog.artifacts import ArtifactStore
+from rollstream.eventlog.files import tokenizer_sha256
 from rollstream.eventlog.log import Position, Received
 from rollstream.eventlog.memory.log import MemoryLog
 from rollstream.harness.config import file as config_file
@@ -36,7 +37,7 @@ def league_run(written: dict[str, Any], **league: Any) -> dict[str, Any]:
     return written
 
 
-def published(version: int, group: str = GROUP) -> WeightsPublished:
+def published(version: int, group: str = GROUP, *, model: str = "m", tokenizer: str = "") -> WeightsPublished:
     sha256 = codec.canonical_digest([group, version])
     return WeightsPublished(
         run_id=ids.run_of(group),
@@ -49,7 +50,8 @@ def published(version: int, group: str = GROUP) -> WeightsPublished:
         term=1,
         weights_sha256=sha256,
         weights_format="full",
-        base_model="m",
+        base_model=model,
+        tokenizer_sha256=tokenizer,
         artifact=ArtifactRef(uri=f"/s/{sha256[:2]}/{sha256}.safetensors", sha256=sha256, size_bytes=1),
     )
 
@@ -167,8 +169,12 @@ def test_a_frozen_opponent_must_exist_when_the_run_begins(written: dict[str, Any
     async def begin(*frozen: Any) -> None:
         log = MemoryLog(num_partitions=2)
         store = ArtifactStore(str(tmp_path))
+        model = written["trainer_adapters"]["a"]["model"]["path"]
+        (Path(model) / "tokenizer.json").write_text("here")
         for version in range(3):
-            await log.send(published(version))
+            await log.send(published(version, model=model, tokenizer=tokenizer_sha256(model)))
+        await log.send(published(0, "run-4/policy", model=model, tokenizer="0" * 64))
+        await log.send(published(0, "run-5/policy", model="elsewhere/model"))
         gone = published(1)
         await log.send(collected([Stored(GROUP, 1, gone.artifact)], GROUP, time_ms=9, by="gc"))
         await new_run(log, store, config_file.resolve(league_run(written, frozen=list(frozen))), "run")
@@ -181,6 +187,14 @@ def test_a_frozen_opponent_must_exist_when_the_run_begins(written: dict[str, Any
         ),
         ("run-3@0", r"league\.frozen: run-3@0: .*no version is published"),
         ("run-1@1", r"league\.frozen: run-1@1: .*its weights are gone: collected by gc at"),
+        (
+            "run-4@0",
+            r"league\.frozen: run-4@0: version 0 of run-4/policy was trained with another tokenizer than that of",
+        ),
+        (
+            "run-5@0",
+            r'league\.frozen: run-5@0: base model: "model:elsewhere/model" is not allowed .* or name it in the run',
+        ),
     ):
         with pytest.raises(ConfigError, match=why):
             asyncio.run(begin(name))

@@ -11,6 +11,7 @@ from rollstream.eventlog.files import tokenizer_sha256
 from rollstream.eventlog.memory.log import MemoryLog
 from rollstream.producers.engines.scripted import ScriptedEngine
 from rollstream.producers.engines.weight_follower import WeightFollower
+from rollstream.producers.league.opponents import OpponentWeights
 from rollstream.schemas.errors import ModelError
 from rollstream.schemas.events import WeightsPublished
 from rollstream.schemas.permissions import NOTHING
@@ -60,3 +61,21 @@ def test_only_files_that_make_token_ids_count(tmp_path: Path) -> None:
 
     asyncio.run(scenario())
     assert tokenizer_sha256("org/model") == ""
+
+
+def test_nor_is_an_opponents(tmp_path: Path) -> None:
+    log, artifacts = MemoryLog(num_partitions=1), ArtifactStore(str(tmp_path / "artifacts"))
+    opponents = OpponentWeights(log, artifacts, ScriptedEngine(), permissions=NOTHING)
+    (tmp_path / "tokenizer.json").write_text("as it was")
+    recorded = tokenizer_sha256(str(tmp_path))
+
+    async def scenario() -> None:
+        for version in (0, 1):
+            await log.send(published(artifacts, tmp_path, version, recorded))
+        await opponents.hold([f"{GROUP}@0"], 2)
+        (tmp_path / "tokenizer.json").write_text("another")
+        with pytest.raises(ModelError, match="version 1 of run-1/policy was trained with another tokenizer"):
+            await opponents.hold([f"{GROUP}@1"], 2)
+        assert opponents.loaded == (f"{GROUP}@0",)
+
+    asyncio.run(scenario())
