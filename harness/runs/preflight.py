@@ -247,7 +247,8 @@ def check_names(config: RunConfig) -> None:
         location = f"trajectory_builders.{config.finetuning.trajectory_builder}.league"
         if config.environment in MADE_ELSEWHERE:
             raise ConfigError(f"{location}: rollouts of {config.environment} are sampled elsewhere; remove it")
-        check_league(config.builder.league, location, config.builder.agents, environment.SCRIPTED)
+        trained = [agent for agent, group in config.agents.items() if group in config.trained()]
+        check_league(config.builder.league, location, config.agents, environment.SCRIPTED, trained=trained)
     check_rewards(config)
 
 
@@ -270,6 +271,8 @@ def check_engines(config: RunConfig) -> None:
     if config.served is not None:
         location = f"trainer_adapters.{config.finetuning.trainer_adapter}.endpoint.engine"
         settings_of(config.served.engine, os.environ, location)
+        if isinstance(config.served.engine, OpenAISettings):
+            raise ConfigError(f"{location}: openai cannot load what the run trains; name an engine that does")
 
 
 def check_rewards(config: RunConfig) -> None:

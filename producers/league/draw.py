@@ -59,10 +59,19 @@ def _not_yet(players: Iterable[str], model_group: str, version: int) -> set[str]
     return {one for one, found in named.items() if found and found[0] == model_group and found[1] >= version}
 
 
-def check_league(league: LeagueSettings, location: str, agents: Collection[str], scripted: Collection[str]) -> None:
+def check_league(
+    league: LeagueSettings,
+    location: str,
+    agents: Collection[str],
+    scripted: Collection[str],
+    *,
+    trained: Collection[str],
+) -> None:
     """Raises ConfigError for seats or scripted players that there are not, or if nobody can be an opponent.
 
-    `location`: of the settings in the file; `agents`: the run's; `scripted`: the players that its environment has.
+    Also if opponents could leave nothing to train beside agents that others serve, or that are frozen. `location`: of
+    the settings in the file; `agents`: the run's, of which `trained` are trained; `scripted`: the players that its
+    environment has.
     """
     if len(agents) < 2:
         raise ConfigError(f"{location}: a league needs at least two agents; name the environment's seats in agents")
@@ -75,6 +84,12 @@ def check_league(league: LeagueSettings, location: str, agents: Collection[str],
             raise ConfigError(f"{location}.scripted: the environment has no player {player!r}; it has {known}")
     if not (league.pool or league.scripted or league.frozen):
         raise ConfigError(f"{location}: there is nobody to play against; set pool, scripted or frozen")
+    untrained = [agent for agent in agents if agent not in trained]
+    if untrained and league.latest_ratio < 1 and all(not league.seats or seat in league.seats for seat in trained):
+        raise ConfigError(
+            f"{location}.seats: opponents may take the seats of all trained agents ({', '.join(trained)}), and the "
+            f"others ({', '.join(untrained)}) are not trained; leave a trained agent out of seats"
+        )
 
 
 def frozen_player(written: str, model_group: str) -> str:

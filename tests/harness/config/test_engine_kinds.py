@@ -102,6 +102,11 @@ def test_engines_are_looked_up_before_a_run_begins(written: dict[str, Any]) -> N
     ):
         check({"kind": "parot"})
     check({"kind": "parot"}, services="external")
+    written["trainer_adapters"]["a"]["endpoint"] = {"engine": {"kind": "openai", "base_url": "http://h/v1"}}
+    with pytest.raises(
+        ConfigError, match=r"^trainer_adapters\.a\.endpoint\.engine: openai cannot load what the run trai"
+    ):
+        check({})
 
 
 LORA = {"rank": 8, "target_modules": ["q_proj"]}

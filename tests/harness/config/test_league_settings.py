@@ -155,6 +155,26 @@ def test_a_league_that_nobody_can_play_is_refused(
         check_names(config_file.resolve(written).config)
 
 
+@pytest.mark.parametrize("group", [{"endpoint": "http://127.0.0.1:9/v1"}, {"frozen": True}])
+def test_a_league_leaves_a_trained_agent_where_others_are_not_trained(
+    written: dict[str, Any], group: dict[str, Any]
+) -> None:
+    written["trainer_adapters"]["a"]["model_groups"] = {"rivals": group}
+
+    def check(**league: Any) -> None:
+        run = league_run(written, scripted=["random"], **league)
+        run["trajectory_builders"]["b"]["agents"] = {"X": "policy", "O": "rivals"}
+        check_names(config_file.resolve(run).config)
+
+    for seats in ({}, {"seats": ["X"]}, {"seats": ["X", "O"]}):
+        with pytest.raises(
+            ConfigError, match=r"b\.league\.seats: .* all trained agents \(X\), .* \(O\) are not trained; le"
+        ):
+            check(**seats)
+    check(seats=["O"])
+    check(latest_ratio=1)
+
+
 def test_a_league_of_one_agent_or_of_recorded_rollouts_is_refused(written: dict[str, Any]) -> None:
     written["trajectory_builders"]["b"]["league"] = {}
     written["workflow"] = {"environment": "guess_number"}
