@@ -2,11 +2,12 @@
 
 import asyncio
 import json
+import os
 import subprocess
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from rollstream.eventlog import codec
 from rollstream.eventlog.artifacts import ArtifactStore
 from rollstream.eventlog.kafka.log import KafkaLog
 from rollstream.eventlog.log import TopicPartition
-from rollstream.producers import GatewayClient
+from rollstream.producers import GatewayClient, RemoteRollout
 from rollstream.schemas import ids, tokens
 from rollstream.schemas.events import RolloutEnded, RolloutFailed, StepRecorded, TaskRequested, WeightsPublished
 from rollstream.schemas.kafka import KafkaSettings
@@ -93,14 +94,15 @@ class ProducersProcess:
         """What it writes."""
         return self.folder / "producers.log"
 
-    def start(self) -> "subprocess.Popen[bytes]":
+    def start(self, **variables: str) -> "subprocess.Popen[bytes]":
         settings = self.folder / "settings.json"
         given: dict[str, Any] = {"workspace": str(self.workspace), "artifact_uri": str(self.folder / "artifacts")}
         given |= {"bootstrap_servers": self.kafka.bootstrap_servers, "session_timeout_s": 6.0, "engine": self.engine}
         given |= {"kafka": self.kafka.section.model_dump(mode="json"), "allow": [f"model:{self.base_model}"]}
         settings.write_text(json.dumps(given))
         with self.output.open("ab") as log:
-            return subprocess.Popen([*CLI, "serve", "producers", "--settings", str(settings)], stdout=log, stderr=log)
+            command = [*CLI, "serve", "producers", "--settings", str(settings)]
+            return subprocess.Popen(command, stdout=log, stderr=log, env=os.environ | variables)
 
     @contextmanager
     def running(self) -> Iterator["subprocess.Popen[bytes]"]:
@@ -110,6 +112,40 @@ class ProducersProcess:
         finally:
             process.terminate()
             process.wait(60)
+
+
+@dataclass
+class Agents:
+    """Agents that play all rollouts, and repeat under the same key what was not answered."""
+
+    calls: int
+    """Of each rollout."""
+    rollouts: list[RemoteRollout] = field(default_factory=list)
+    answers: dict[str, list[list[int]]] = field(default_factory=dict)
+    """Token ids by rollout."""
+    names: set[str] = field(default_factory=set)
+    """Ids of the answers."""
+
+    @property
+    def num_answers(self) -> int:
+        return sum(map(len, self.answers.values()))
+
+    async def play(self, gateway: GatewayClient) -> None:
+        """Play the next rollout."""
+        rollout = await gateway.claim(wait_s=60)
+        assert rollout is not None, "no rollout to play"
+        self.rollouts.append(rollout)
+        given = self.answers.setdefault(rollout.task.rollout_id, [])
+        messages: list[Any] = [{"role": "user", "content": "begin"}]
+        async with rollout:
+            for call in range(self.calls):
+                answer = await rollout.chat(messages)
+                self.names.add(answer["id"])
+                choice = answer["choices"][0]
+                given.append(choice["logprobs"]["token_ids"])
+                messages += [choice["message"], {"role": "user", "content": f"go on {call}"}]
+                await asyncio.sleep(0.1)
+            await rollout.reward(1.0)
 
 
 @dataclass(frozen=True)
@@ -123,67 +159,65 @@ class CountedCalls:
     """Answers that no step holds."""
     doubled: int
     """Steps that no answer was made of."""
+    named: int
+    """Different ids of the answers."""
     failed: Sequence[str]
     """Messages of rollouts that did not end in order."""
+
+
+async def ask_for(
+    log: KafkaLog, producers: ProducersProcess, *, groups: int, members: int, calls: int, timeout_s: float
+) -> None:
+    """Have the producers open so many groups of rollouts to agents, with weights that load nothing."""
+    await log.ensure_topics(num_partitions=6)
+    await log.send(first_weights(producers.artifacts.put_bytes(b"weights"), "none"))
+    for index in range(groups):
+        await log.send(task_for_agents(index, members=members, calls=calls, timeout_s=timeout_s))
 
 
 async def killed_under_load(kafka: KafkaSettings, folder: Path, kills: int) -> CountedCalls:
     """Kill the producers process again and again while agents play; every rollout is played to its end."""
     producers = ProducersProcess(folder, kafka, {"kind": "scripted"})
-    calls = CALLS_A_KILL * (kills + 1)
-    timeout_s = 200.0 + 30 * kills
-    answers: dict[str, list[list[int]]] = {}
+    agents = Agents(CALLS_A_KILL * (kills + 1))
     async with KafkaLog(kafka, client_id="agents") as log:
-        await log.ensure_topics(num_partitions=6)
-        await log.send(first_weights(producers.artifacts.put_bytes(b"weights"), "none"))
-        for index in range(GROUPS):
-            await log.send(task_for_agents(index, members=MEMBERS, calls=calls, timeout_s=timeout_s))
+        how = {"groups": GROUPS, "members": MEMBERS, "calls": agents.calls}
+        await ask_for(log, producers, **how, timeout_s=200.0 + 30 * kills)
         async with GatewayClient.of_workspace(producers.workspace) as gateway, asyncio.TaskGroup() as all_of_it:
             for _ in range(GROUPS * MEMBERS):
-                all_of_it.create_task(_play(gateway, answers, calls))
-            ended = all_of_it.create_task(_until_ended(log))
-            process = await _killing(producers, answers, kills)
+                all_of_it.create_task(agents.play(gateway))
+            ended = all_of_it.create_task(until_ended(log, GROUPS * MEMBERS))
+            process = await _killing(producers, agents, kills)
             try:
                 events = await ended
             finally:
                 process.terminate()
                 process.wait(60)
-    return _counted(events, answers, kills)
+    return _counted(events, agents, kills)
 
 
-async def _play(gateway: GatewayClient, answers: dict[str, list[list[int]]], calls: int) -> None:
-    rollout = await gateway.claim(wait_s=60)
-    assert rollout is not None, "no rollout to play"
-    given = answers.setdefault(rollout.task.rollout_id, [])
-    messages: list[Any] = [{"role": "user", "content": "begin"}]
-    async with rollout:
-        for call in range(calls):
-            choice = (await rollout.chat(messages))["choices"][0]
-            given.append(choice["logprobs"]["token_ids"])
-            messages += [choice["message"], {"role": "user", "content": f"go on {call}"}]
-            await asyncio.sleep(0.1)
-        await rollout.reward(1.0)
-
-
-async def _killing(
-    producers: ProducersProcess, answers: dict[str, list[list[int]]], kills: int
-) -> "subprocess.Popen[bytes]":
+async def _killing(producers: ProducersProcess, agents: Agents, kills: int) -> "subprocess.Popen[bytes]":
     """The process that was started last."""
     process = producers.start()
-    for number in range(kills):
-        while sum(map(len, answers.values())) < (number + 1) * GROUPS * MEMBERS * (CALLS_A_KILL - 1):
-            assert process.poll() is None, producers.output.read_text()
-            await asyncio.sleep(0.03)
+    try:
+        for number in range(kills):
+            while agents.num_answers < (number + 1) * GROUPS * MEMBERS * (CALLS_A_KILL - 1):
+                assert process.poll() is None, producers.output.read_text()
+                await asyncio.sleep(0.03)
+            process.kill()
+            process.wait()
+            process = producers.start()
+    except BaseException:
         process.kill()
         process.wait()
-        process = producers.start()
+        raise
     return process
 
 
-async def _until_ended(log: KafkaLog) -> list[Any]:
+async def until_ended(log: KafkaLog, num_rollouts: int) -> list[Any]:
+    """Events of the run in `steps`, once so many rollouts are over."""
     while True:
         events = await steps_of(log)
-        if sum(isinstance(event, RolloutEnded | RolloutFailed) for event in events) >= GROUPS * MEMBERS:
+        if sum(isinstance(event, RolloutEnded | RolloutFailed) for event in events) >= num_rollouts:
             return events
         await asyncio.sleep(1.0)
 
@@ -201,8 +235,8 @@ async def steps_of(log: KafkaLog) -> list[Any]:
     return [event for event in found if event.run_id == RUN]
 
 
-def _counted(events: Sequence[Any], answers: dict[str, list[list[int]]], kills: int) -> CountedCalls:
-    given = Counter((name, tuple(ids)) for name, found in answers.items() for ids in found)
+def _counted(events: Sequence[Any], agents: Agents, kills: int) -> CountedCalls:
+    given = Counter((name, tuple(ids)) for name, found in agents.answers.items() for ids in found)
     steps = [event for event in events if isinstance(event, StepRecorded) and event.llm is not None]
     recorded = Counter(
         (step.rollout_id, tuple(tokens.decode_ids(step.llm.completion_ids))) for step in steps if step.llm is not None
@@ -213,5 +247,6 @@ def _counted(events: Sequence[Any], answers: dict[str, list[list[int]]], kills: 
         recorded=recorded.total(),
         lost=(given - recorded).total(),
         doubled=(recorded - given).total(),
+        named=len(agents.names),
         failed=[event.message for event in events if isinstance(event, RolloutFailed)],
     )
