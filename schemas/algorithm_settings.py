@@ -62,11 +62,11 @@ class AlgorithmSettings(Settings):
 
     name: str = DEFAULT
     mini_batches: int = Field(default=1, ge=1)
-    """Optimizer steps a batch."""
+    """Optimizer steps in one pass over a batch."""
+    num_iterations: int = added(1, ge=1)
+    """Passes over a batch (GRPO's mu, PPO's epochs), each with mini-batches of its own."""
     max_tokens_per_micro_batch: int | None = Field(default=None, ge=1)
-    """Tokens that a forward computes, beginnings that rows share counted once. None: 2,048 on the CPU, where larger
-    ones are slower, and 16,384 on a GPU.
-    """
+    """Tokens of a forward, shared beginnings counted once. None: 2,048 on the CPU (more is slower), else 16,384."""
     temperature: float = Field(default=1.0, gt=0)
     """Of the behaviour policy, so that ratios compare equal distributions."""
 

@@ -391,5 +391,5 @@ def recorded(settings: AlgorithmSettings) -> AlgorithmSettings:
     if type(settings) in (CustomSettings, *BUILT_IN.values()):
         return settings
     values = settings.model_dump(mode="json")
-    common = {name: values.pop(name) for name in AlgorithmSettings.model_fields}
+    common = {name: values.pop(name) for name in AlgorithmSettings.model_fields if name in values}
     return CustomSettings(**common, options=values, declared=settings.needs)

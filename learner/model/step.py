@@ -108,7 +108,8 @@ def train_batch(
     skipped_in_row: int = 0,
     budget: MicroBatchBudget | None = None,
 ) -> StepResult:
-    """Take the optimizer steps of manifest `index`, one a mini-batch; none if nothing is left to train. Blocking.
+    """Take the optimizer steps of manifest `index`, one a mini-batch of each pass; none if nothing is left to train.
+    Blocking.
 
     `settings.algorithm`: `algorithm`'s own settings. `seed` decides the mini-batches and dropout. `reference`: what the
     loss compares with, if it does. `version`: of the weights, which tokens' versions are compared with. A step whose
@@ -119,14 +120,16 @@ def train_batch(
     chosen = settings.algorithm
     prepared = algorithm.prepare(batch, chosen)
     rows, units = collate.prepared_rows(batch, prepared)
-    parts = collate.mini_batches(units, chosen.mini_batches, seed)
+    passes = [collate.mini_batches(units, chosen.mini_batches, one) for one in _seeds(seed, chosen.num_iterations)]
+    parts = [part for one in passes for part in one]
     compares = version is not None and chosen.needs.behaviour and settings.revision >= COMPARES_SINCE
     divide = _dividing(model, rows, units, settings, versions=chosen.needs.versions or compares)
     budget = budget or MicroBatchBudget(micro_batch_tokens(settings, model.device), halves=model.ranks.num == 1)
     taken = _Taken(budget, skipped_in_row)
     work = _Work(model, algorithm, prepared.normaliser, settings, reference, divide, taken)
-    proximal = _proximal(model, parts, divide, settings, taken) if chosen.needs.proximal else None
-    planned = chosen.mini_batches
+    needs_proximal = chosen.needs.proximal and len(parts) > 1  # before a single step the policy is its own proximal
+    proximal = _proximal(model, passes[0], divide, settings, taken) if needs_proximal else None
+    planned = chosen.mini_batches * chosen.num_iterations
     last_step = settings.num_versions * planned - (1 if settings.revision < 2 else 0)
     for number, part in enumerate(parts):
         compared = version if compares and number == 0 else None
@@ -140,7 +143,7 @@ def train_batch(
         taken.seconds["optimizer"] += time.monotonic() - backed
     if settings.revision < SHARES_SINCE:
         taken.sums.pop(_COMPUTED, None)
-    result = _result(taken, algorithm, batch, dict(prepared.metrics), len(units))
+    result = _result(taken, algorithm, batch, dict(prepared.metrics), len(units) * chosen.num_iterations)
     return replace(
         result,
         statistics=prepared.statistics,
@@ -148,6 +151,11 @@ def train_batch(
         micro_batch_tokens=taken.budget.of_batch(),
         ranks=model.ranks.num,
     )
+
+
+def _seeds(seed: int, num_iterations: int) -> list[int]:
+    """What decides the mini-batches of each pass."""
+    return [seed, *(ids.derive_seed(seed, "pass", number) for number in range(1, num_iterations))]
 
 
 def _dividing(
@@ -248,13 +256,8 @@ def _proximal(
     divide: Callable[[Sequence[Unit], int], Sequence[MicroBatch]],
     settings: JobSettings,
     taken: _Taken,
-) -> dict[int, Tensor] | None:
-    """By row the log-probabilities of its tokens before the first step.
-
-    None for a single mini-batch: there they are the current ones.
-    """
-    if len(parts) == 1:
-        return None
+) -> dict[int, Tensor]:
+    """By row the log-probabilities of its tokens before the first step."""
     began = time.monotonic()
     temperature = settings.algorithm.temperature
 

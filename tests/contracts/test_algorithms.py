@@ -219,6 +219,15 @@ def test_mini_batches_are_optimizer_steps_and_equal_input_gives_equal_weights(ca
     assert weights == case.train(case.batch, mini_batches=2)[2] != case.train(case.batch)[2]
 
 
+def test_every_pass_over_a_batch_has_mini_batches_of_its_own(case: Case) -> None:
+    _, once, single = case.train(case.batch, mini_batches=2)
+    _, result, weights = case.train(case.batch, mini_batches=2, num_iterations=3)
+    assert result.num_optimizer_steps == 6
+    assert result.num_tokens == 3 * once.num_tokens
+    assert weights == case.train(case.batch, mini_batches=2, num_iterations=3)[2] != single
+    assert result.metrics["tokens/completion"] == 3 * once.metrics["tokens/completion"]
+
+
 @pytest.mark.parametrize("factor", [0.0, 0.5])
 def test_weights_are_factors_of_token_losses(model_folder: Path, factor: float) -> None:
     case = case_of(OTHERS[0], model_folder)

@@ -93,7 +93,7 @@ def worker(lab: Lab, allow: tuple[str, ...]) -> Worker:
 def test_an_algorithm_of_one_file_trains_the_run_whose_configuration_names_it(
     written: dict[str, Any], model: Path, tmp_path: Path, name: str, options: dict[str, Any], metric: str
 ) -> None:
-    config = configured(written, model, name=name, mini_batches=2, **options)
+    config = configured(written, model, name=name, mini_batches=2, num_iterations=2, **options)
     lab = Lab(tmp_path, model)
 
     async def scenario() -> None:
@@ -104,7 +104,7 @@ def test_an_algorithm_of_one_file_trains_the_run_whose_configuration_names_it(
         assert recorded.settings.algorithm.options.items() >= options.items()
         await lab.work(lab.has(JobSucceeded), worker(lab, allowed_by(config)))
         steps = await lab.events("weights", StepTrained)
-        assert [step.num_optimizer_steps for step in steps] == [2, 2]
+        assert [step.num_optimizer_steps for step in steps] == [4, 4]
         assert all(metric in step.metrics for step in steps)
         published = await lab.events("weights", WeightsPublished)
         assert len({one.weights_sha256 for one in published}) == 3

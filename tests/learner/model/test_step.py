@@ -50,7 +50,8 @@ def padded() -> collate.MicroBatch:
     return collate.pad(trained, units)
 
 
-def trained(path: Path, **algorithm: Any) -> tuple[PolicyModel, dict[str, float]]:
+def trained(path: Path, *, times: int = 1, **algorithm: Any) -> tuple[PolicyModel, dict[str, float]]:
+    """A model trained on the same rows so many times, and the metrics of the last time."""
     make_deterministic(1)
     settings = JobSettings(
         kind="rl",
@@ -60,7 +61,10 @@ def trained(path: Path, **algorithm: Any) -> tuple[PolicyModel, dict[str, float]
     )
     model = PolicyModel(settings.model, seed=0)
     optimizer = make_optimizer(model.trainable(), settings.optimizer)
-    return model, train_batch(model, optimizer, rows(), Given(), settings, index=0, seed=1).metrics
+    metrics = dict[str, float]()
+    for _ in range(times):
+        metrics = train_batch(model, optimizer, rows(), Given(), settings, index=0, seed=1).metrics
+    return model, metrics
 
 
 def test_logprobs_and_entropies_are_those_of_a_plain_forward_of_each_row(tiny_model: Path) -> None:
@@ -118,6 +122,13 @@ def test_equal_inputs_give_equal_bytes_and_mini_batches_make_steps(tiny_model: P
     one, _ = trained(tiny_model)
     assert first.weights_bytes() == second.weights_bytes() != one.weights_bytes()
     assert metrics["tokens/sequences"] == 8
+
+
+def test_passes_over_a_batch_are_steps_on_its_rows_again(tiny_model: Path) -> None:
+    again, last = trained(tiny_model, times=3)
+    passes, of_all = trained(tiny_model, num_iterations=3)
+    assert passes.weights_bytes() == again.weights_bytes()
+    assert of_all["tokens/sequences"] == 3 * last["tokens/sequences"]
 
 
 def test_grpo_raises_what_was_better_and_lowers_what_was_worse(tiny_model: Path) -> None:
