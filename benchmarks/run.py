@@ -3,8 +3,8 @@
     python benchmarks/run.py [--small] [NAME...]
 
 `--small` proves in some minutes that each of them runs through; its figures mean little and go to results/small.
-`bit_proof`, `league` and `bench_staleness` run only if they are named: they measure learning instead of speed, and
-train for minutes to half an hour.
+`bit_proof`, `league`, `bench_staleness` and `bench_follow_lag` run only if they are named: they measure learning or how
+old rollouts are instead of speed, and train for minutes to half an hour.
 """
 
 import argparse
@@ -22,6 +22,7 @@ SMALL = {
     "bench_step_cost": ["--groups", "20", "--repeats", "1"],
 }
 APART = {
+    "bench_follow_lag": ["--epochs", "3", "--repeats", "1"],
     "bench_staleness": ["--steps", "3", "--seeds", "0", "--staleness", "0", "2"],
     "bit_proof": ["--epochs", "2", "--seeds", "0"],
     "league": ["--versions", "4", "--validations", "2", "--games", "4"],
