@@ -68,7 +68,10 @@ def _pass_group(state: AssemblyState, received: Received) -> list[Closing]:
 
 def _open_group(state: AssemblyState, received: Received) -> list[Closing]:
     started = cast(GroupStarted, received.event)
-    if started.group_id in state.groups or started.group_id in state.closed:
+    if (opened := state.groups.get(started.group_id)) is not None:
+        state.repeat(opened, received.position.offset)
+        return []
+    if started.group_id in state.closed:
         return []
     group = OpenGroup(started, received.position.offset, started.time_ms + started.timeout_ms)
     state.groups[started.group_id] = group

@@ -111,9 +111,14 @@ class AssembleShell:
         await asyncio.sleep(0)
 
     def commit_offset(self, partition: int) -> int | None:
-        """Offset of the GroupStarted of the oldest group that is open or whose closing is not yet acknowledged."""
+        """Offset of the GroupStarted of the oldest group that is open or whose closing is not yet acknowledged.
+
+        Or of an earlier one, if a repeat of its GroupStarted comes behind.
+        """
         known = self._partitions.get(partition)
-        return None if known is None else min([known.state.low_water, *known.held.values()])
+        if known is None:
+            return None
+        return known.state.before_repeats(min([known.state.low_water, *known.held.values()]))
 
     def metadata(self, partition: int) -> str:
         """Metadata of the low-water mark: the offset of `dlq` to read letters from."""
@@ -175,6 +180,7 @@ class AssembleShell:
                 state = assembly.initial(low_water)
                 for group_id in closed:
                     state.remember(group_id)
+                state.repeats |= known.state.repeats
                 closings = await self._fold_again(state, where, record.offset + 1)
                 known.state = state
         return closings

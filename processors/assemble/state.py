@@ -89,12 +89,31 @@ class AssemblyState:
     """In the order of their GroupStarted."""
     closed: set[str] = field(default_factory=set[str])
     closed_order: deque[str] = field(default_factory=deque[str])
+    repeats: dict[int, int] = field(default_factory=dict[int, int])
+    """Offset of the newest repeat of a group's GroupStarted, by the offset of the first; at most as many as closed
+    groups are remembered."""
 
     @property
     def low_water(self) -> int:
         """Offset from which the partition must be folded again to rebuild this state."""
         oldest = next(iter(self.groups.values()), None)
         return self.next_offset if oldest is None else oldest.first_offset
+
+    def before_repeats(self, mark: int) -> int:
+        """The newest offset up to `mark` that is not between a group's GroupStarted and a repeat of it.
+
+        From in between, the repeat alone would open the group again without its beginning, and it could close with
+        other members.
+        """
+        for first in sorted(self.repeats, reverse=True):
+            mark = first if first < mark <= self.repeats[first] else mark
+        return mark
+
+    def repeat(self, group: OpenGroup, offset: int) -> None:
+        """Remember that the GroupStarted of an open group is repeated at `offset`."""
+        self.repeats[group.first_offset] = offset
+        if len(self.repeats) > CLOSED_REMEMBERED:
+            del self.repeats[next(iter(self.repeats))]
 
     def remember(self, group_id: str) -> None:
         """Remember a closed group and forget the oldest one beyond the limit."""

@@ -9,11 +9,12 @@ The rules of a steps partition:
   says of no score that it is missing.
 - A member is its first complete attempt. It is settled by that; or, if a failure says that it is final or an end is
   not borne out (unless two producers wrote the attempt), once none of its attempts is under way.
-- A group closes with the record that settles its last member.
+- A group closes with the record that settles its last member; or, if it names how many members are enough, with the
+  record that completes as many, and what is under way then is superseded as oversampled.
 """
 
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
 
@@ -77,7 +78,7 @@ def _expect_group(expected: Expected, lines: Sequence[Line], records: list[tuple
     assert isinstance(started, GroupStarted)
     timeout = _timeout(lines, start, started)
     attempts = _attempts((at, event) for at, event in records if start < at < timeout)
-    settled = max(_settled(attempts.values(), member) for member in range(started.size))
+    settled = _closed_at(started, attempts.values())
     end = min(settled, timeout)
     assert end < NEVER, f"{started.group_id} does not close: the workload's last tick is missing"
     until = _attempts((at, event) for at, event in records if start < at <= end and at < timeout)
@@ -170,6 +171,18 @@ def _attempts(records: Iterable[tuple[int, Event]]) -> dict[str, _Attempt]:
     return attempts
 
 
+def _closed_at(started: GroupStarted, attempts: Collection[_Attempt]) -> int:
+    """Offset of the record that settles the last member, or that completes the last of those that are enough."""
+    settled = max(_settled(attempts, member) for member in range(started.size))
+    complete: dict[int, int] = {}
+    for attempt in attempts:
+        if attempt.is_complete:
+            complete[attempt.member] = min(attempt.decided, complete.get(attempt.member, NEVER))
+    if not 0 < started.enough <= len(complete):
+        return settled
+    return min(settled, sorted(complete.values())[started.enough - 1])
+
+
 def _settled(attempts: Iterable[_Attempt], member: int) -> int:
     """Offset of the record that settles a member."""
     own = sorted((attempt for attempt in attempts if attempt.member == member), key=lambda one: one.decided)
@@ -201,10 +214,10 @@ def _close(started: GroupStarted, begun: Iterable[_Attempt], *, is_timed_out: bo
     for attempt in attempts:
         if attempt.is_complete:
             winners.setdefault(attempt.member, attempt)
-    outcomes = [_outcome(attempt, winners) for attempt in attempts]
+    outcomes = [_outcome(attempt, winners, is_timed_out=is_timed_out) for attempt in attempts]
     trajectories = [one for member in sorted(winners) for one in _trajectories(started, winners[member])]
     is_viable = 0 < len(winners) >= started.minimum
-    reason = "complete" if len(winners) == started.size else "partial" if is_viable else "failed"
+    reason = "complete" if len(winners) >= (started.enough or started.size) else "partial" if is_viable else "failed"
     event = GroupClosed(
         run_id=started.run_id,
         time_ms=0,
@@ -228,7 +241,7 @@ def _close(started: GroupStarted, begun: Iterable[_Attempt], *, is_timed_out: bo
     return _Closed(event, trajectories, "not_viable" if not is_viable else "zero_variance" if is_flat else "")
 
 
-def _outcome(attempt: _Attempt, winners: dict[int, _Attempt]) -> AttemptOutcome:
+def _outcome(attempt: _Attempt, winners: dict[int, _Attempt], *, is_timed_out: bool) -> AttemptOutcome:
     winner = winners.get(attempt.member)
     cause = ""
     if winner is attempt:
@@ -239,8 +252,10 @@ def _outcome(attempt: _Attempt, winners: dict[int, _Attempt]) -> AttemptOutcome:
         outcome, cause = "rejected", attempt.fault
     elif winner is not None:
         outcome = "superseded"
-    else:
+    elif is_timed_out:
         outcome, cause = "failed", "timeout"
+    else:
+        outcome, cause = "superseded", "oversampled"
     return AttemptOutcome(
         rollout_id=attempt.rollout_id,
         member=attempt.member,

@@ -1,7 +1,8 @@
 """A seeded workload of raw `steps` records: groups of 8 on 6 partitions, with all that goes wrong with records.
 
 Repeats, records out of order, late ones, poison, attempts that are run again, zombies that go on writing, attempts
-that two producers wrote, members that never end. Rewards are multiples of 1/8, so that any sum of them is exact.
+that two producers wrote, members that never end, groups that close once enough members are complete. Rewards are
+multiples of 1/8, so that any sum of them is exact.
 """
 
 import hashlib
@@ -37,6 +38,8 @@ from rollstream.schemas.tokens import encode_floats, encode_ids
 PARTITIONS = 6
 SIZE = 8
 MINIMUM = 2
+ENOUGH = 5
+"""Complete members of an oversampled group, which is every third."""
 GROUPS_PER_BATCH = 8
 TICK_MS = 10
 """Event time from a record to the next."""
@@ -147,6 +150,7 @@ def _group(run_id: str, index: int, timeout_ms: int, rng: random.Random) -> list
         index=index,
         size=SIZE,
         minimum=SIZE if index % 16 == 5 else MINIMUM,
+        enough=ENOUGH if index % 3 == 0 else 0,
         timeout_ms=timeout_ms,
         seed=index,
         reward_weights={"style": 0.5},

@@ -299,6 +299,19 @@ def test_the_low_water_mark_is_the_group_started_of_the_oldest_open_group():
     assert marks == [0] * 11 + [12, 13]
 
 
+def test_a_mark_between_a_group_started_and_its_repeat_is_moved_before_both():
+    one, two, three = (attempt(member=member) for member in range(3))
+    first = started(0, size=3, enough=2)
+    received = received_of([first, *one, started(1), first, *two, *three, tick(1)])
+    state = assembly.initial()
+    (closing,) = fold(received, state)
+    assert state.low_water == 1 + len(one)
+    assert [state.before_repeats(mark) for mark in (0, 1, state.low_water, state.low_water + 2)] == [0, 0, 0, 8]
+    (other,) = fold(received[state.low_water :], assembly.initial(state.low_water))
+    assert [one.member for one in closing.closed.members] == [0, 1]
+    assert [one.member for one in other.closed.members] == [1, 2]
+
+
 def test_a_repeated_group_started_does_not_open_a_closed_group_again():
     events = received_of([started(size=1), *attempt(), started(size=1), *attempt(), tick(9999)])
     state = assembly.initial()
