@@ -11,14 +11,15 @@ import yaml
 from rollstream.eventlog.broker.broker import PROPERTIES
 from rollstream.harness.services.serving import settings_of
 from rollstream.producers.engines.vllm.child import Child
-from rollstream.schemas.services import VllmSettings
+from rollstream.schemas.services import ProducerSettings, VllmSettings
 from rollstream.schemas.variables import expand
 
 ROOT = Path(__file__).resolve().parents[1]
 SPECIFICATION = ROOT / ".cache" / "compose-schema" / "compose" / "config" / "compose_spec.json"
 COMPOSE: dict[str, Any] = yaml.safe_load((ROOT / "docker-compose.yml").read_text())
 SERVICES: dict[str, Any] = COMPOSE["services"]
-OURS = {"producers", "producers-vllm", "processors", "learner", "learner-gpu", "metrics", "gateway"}
+OURS = {"producers", "producers-gpu", "producers-vllm", "processors", "learner", "learner-gpu", "metrics", "gateway"}
+BROKER = {"ROLLSTREAM_BOOTSTRAP_SERVERS": "kafka:19092"}
 VLLM = {"vllm-1", "vllm-2", "vllm-gpu-1", "vllm-gpu-2"}
 
 
@@ -79,12 +80,44 @@ def test_profiles_choose_the_learners_device_and_the_engine() -> None:
     }
     assert chosen == {
         "cpu": {"producers", "learner"},
-        "gpu": {"producers", "learner-gpu"},
+        "gpu": {"producers-gpu", "learner-gpu"},
         "vllm-cpu": {"producers-vllm", "learner", "vllm-1", "vllm-2"},
         "vllm-gpu": {"producers-vllm", "learner-gpu", "vllm-gpu-1", "vllm-gpu-2"},
         "gateway": {"gateway"},
     }
     assert SERVICES["learner-gpu"]["command"] == SERVICES["learner"]["command"]
+    assert SERVICES["producers-gpu"]["command"] == SERVICES["producers"]["command"]
+
+
+def gpus_of(service: dict[str, Any]) -> list[str]:
+    """Ids of the GPUs that a service computes on, with nothing set; none: it computes on the CPU."""
+    devices: list[dict[str, Any]] = (
+        service.get("deploy", {}).get("resources", {}).get("reservations", {}).get("devices", [])
+    )
+    assert all("count" not in device for device in devices), "a count gives every service the same first GPUs"
+    return [str(expand(one, {})) for device in devices for one in device["device_ids"]]
+
+
+def test_each_service_of_a_gpu_profile_has_a_gpu_of_its_own_which_a_variable_changes() -> None:
+    for profile, computing in (("gpu", {"producers-gpu"}), ("vllm-gpu", {"vllm-gpu-1", "vllm-gpu-2"})):
+        found = {name: gpus_of(one) for name, one in SERVICES.items() if profile in one.get("profiles", [])}
+        on_gpus = {name: ids for name, ids in found.items() if ids}
+        assert on_gpus.keys() == computing | {"learner-gpu"}
+        assert sorted(one for ids in on_gpus.values() for one in ids) == [str(index) for index in range(len(on_gpus))]
+    (device,) = SERVICES["vllm-gpu-2"]["deploy"]["resources"]["reservations"]["devices"]
+    assert expand(device["device_ids"], {"ROLLSTREAM_GPU_VLLM_2": "GPU-7f"}) == ["GPU-7f"]
+    assert not any(gpus_of(one) for one in SERVICES.values() if {"cpu", "vllm-cpu"} & set(one.get("profiles", [])))
+
+
+@pytest.mark.parametrize("name", ["producers", "producers-gpu", "producers-vllm"])
+def test_agents_outside_of_the_network_reach_the_gateway_that_records(name: str) -> None:
+    service = SERVICES[name]
+    found = settings_of("producers", name, json.loads((ROOT / service["command"][-1]).read_text()), BROKER)
+    assert isinstance(found, ProducerSettings)
+    (published,) = service["ports"]
+    assert expand(published, {}) == f"127.0.0.1:8766:{found.gateway.port}"
+    assert found.gateway.host == "0.0.0.0", "a published port leads to the container's own address"
+    assert name in found.gateway.allowed_hosts, "by which agents in other containers ask for it"
 
 
 @pytest.mark.parametrize("name", sorted(OURS - {"learner-gpu"}))

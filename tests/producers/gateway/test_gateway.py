@@ -63,6 +63,19 @@ def test_a_claim_tells_the_task_and_every_way_to_name_a_rollout_leads_to_it(tmp_
     assert len(calls_of(played)) == 3
 
 
+def test_a_claim_is_answered_with_the_address_that_it_was_sent_to(tmp_path):
+    async def agent(one):
+        own = one.rollout["base_url"]
+        assert own.startswith(f"{one.url}/rollouts/")
+        headers = {"Host": "localhost:8766", "Idempotency-Key": "claim"}
+        again = await one.post(f"{one.url}/rollouts", {}, key=one.token, **headers)
+        assert again["base_url"] == own.replace(one.url, "http://localhost:8766")
+        await one.reward(1.0)
+        await one.end()
+
+    play_outside(tmp_path, agent).assert_complete()
+
+
 def test_the_openai_client_streams_and_a_conversation_keeps_its_tokens_over_tool_calls(tmp_path):
     async def agent(one):
         url = f"{one.rollout['base_url']}/v1"
