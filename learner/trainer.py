@@ -20,6 +20,7 @@ from rollstream.learner.model.policy import PolicyModel, Reference, from_bytes, 
 from rollstream.learner.model.ranks import Ranks
 from rollstream.learner.model.step import StepResult, micro_batch_tokens, train_batch
 from rollstream.learner.parallel.process_ranks import END, ProcessRanks
+from rollstream.learner.parallel.refusals import refused
 from rollstream.learner.parallel.sharded_policy import ShardedPolicy, read_shards, sharded_like, write_shards
 from rollstream.learner.progress import manifest_metrics
 from rollstream.learner.scoring.models import ScoringModels
@@ -65,6 +66,11 @@ class JobTrainer:
         self._settings = job.settings.model_copy(update={"algorithm": algorithm})
         self._algorithm = table.algorithm(algorithm.name, permissions, location)
         _check(job, algorithm)
+        if ranks.num > 1 and (what := refused(self._settings)):
+            raise ConfigError(
+                f"job {job.job_id}: {ranks.num} processes do not train with {what}; start the learner as one process, "
+                "or change the job"
+            )
         make_deterministic(self._settings.threads or threads, deterministic=self._settings.model.deterministic)
         path = permissions.model_path(self._settings.model.path, f"job {job.job_id}: model.path")
         seed = ids.derive_seed(self._settings.seed, job.run_id, job.model_group, "adapters")
@@ -82,26 +88,6 @@ class JobTrainer:
         self._budget = MicroBatchBudget(micro_batch_tokens(self._settings, self.model.device), halves=ranks.num == 1)
         self._statistics: dict[str, float] = {}
         """What the algorithm knows of the batches so far."""
-        if ranks.num > 1:
-            self._check_together(job)
-
-    def _check_together(self, job: JobSubmitted) -> None:
-        """Raises ConfigError for what several processes cannot train."""
-        odd = {
-            f"optimizer.kind: {self._settings.optimizer.kind}": self._settings.optimizer.kind != "adamw",
-            "model.compile": self._settings.model.compile,
-            "model.quantization": self._settings.model.quantization is not None,
-            "optimizer.offload": self._settings.optimizer.offload is not None,
-            "a loss that compares with the policy's own earlier weights (a KL divergence, dpo, opsd)": (
-                self.needs_reference or any(not scorer.model for scorer in self.scoring.scorers(""))
-            ),
-        }
-        for what, is_asked in odd.items():
-            if is_asked:
-                raise ConfigError(
-                    f"job {job.job_id}: {self.model.ranks.num} processes do not train with {what}; start the learner "
-                    "as one process, or change the job"
-                )
 
     @property
     def needs_reference(self) -> bool:

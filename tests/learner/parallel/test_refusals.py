@@ -1,0 +1,65 @@
+"""Each of the things that several processes do not train, without any process."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rollstream.learner.model.ranks import Ranks
+from rollstream.learner.parallel.refusals import refused
+from rollstream.learner.trainer import JobTrainer
+from rollstream.schemas.errors import ConfigError
+from rollstream.schemas.events import JobSubmitted
+from rollstream.schemas.permissions import Permissions
+from rollstream.schemas.settings import JobSettings
+
+OWN = "a loss that compares with the policy's own earlier weights (a KL divergence, dpo, opsd)"
+REFUSED: list[tuple[str, dict[str, Any]]] = [
+    (OWN, {"algorithm": {"name": "grpo", "kl_coefficient": 0.1}}),
+    (OWN, {"algorithm": {"name": "grpo", "kl_coefficient": 0.1}, "revision": 5}),
+    (OWN, {"algorithm": {"name": "dpo"}, "kind": "dpo"}),
+    (OWN, {"algorithm": {"name": "kto"}}),
+    (OWN, {"algorithm": {"name": "opsd", "context": "{answer}"}}),
+    ("optimizer.kind: muon", {"optimizer": {"kind": "muon"}}),
+    ("optimizer.kind: adamw_8bit", {"optimizer": {"kind": "adamw_8bit"}}),
+    ("optimizer.offload", {"optimizer": {"offload": "cpu"}}),
+    ("model.compile", {"model": {"compile": True}}),
+    ("model.quantization", {"model": {"quantization": "nf4", "lora": {"rank": 2}}}),
+    ("model.device: cuda (auto and cpu are a device for each process)", {"model": {"device": "cuda"}}),
+]
+TRAINED: list[dict[str, Any]] = [
+    {},
+    {"model": {"device": "cpu", "lora": {"rank": 2}, "gradient_checkpointing": True}},
+    {"algorithm": {"name": "sft"}, "kind": "sft"},
+    {"algorithm": {"name": "opd", "teacher": "another/teacher"}},
+]
+
+
+class TwoRanks(Ranks):
+    """As many as a job is refused for; nothing else is asked of them."""
+
+    num = 2
+
+
+def settings_of(changes: dict[str, Any], path: str = "model") -> JobSettings:
+    model = {"path": path, **changes.get("model", {})}
+    return JobSettings.model_validate({"kind": "rl", "revision": 6, **changes, "model": model})
+
+
+@pytest.mark.parametrize(("what", "changes"), REFUSED, ids=lambda value: str(value)[:60])
+def test_what_several_processes_do_not_train_is_named_before_a_model_is_loaded(
+    what: str, changes: dict[str, Any], tmp_path: Path
+) -> None:
+    settings = settings_of(changes, str(tmp_path / "not there"))
+    assert refused(settings) == what
+    job = JobSubmitted(
+        run_id="run-1", time_ms=1, job_id="run-1/rl", model_group="run-1/main", base_version=0, settings=settings
+    )
+    with pytest.raises(ConfigError) as error:
+        JobTrainer(job, threads=1, permissions=Permissions.of([f"model:{settings.model.path}"], {}), ranks=TwoRanks())
+    assert f"2 processes do not train with {what}; start the learner as one process" in str(error.value)
+
+
+@pytest.mark.parametrize("changes", TRAINED, ids=str)
+def test_what_they_train_is_not_refused(changes: dict[str, Any]) -> None:
+    assert refused(settings_of(changes)) == ""
