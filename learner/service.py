@@ -12,6 +12,7 @@ from rollstream.eventlog.artifacts import ArtifactStore
 from rollstream.eventlog.kafka.log import KafkaLog
 from rollstream.learner.model.ranks import Ranks
 from rollstream.learner.parallel import process_ranks
+from rollstream.learner.parallel.launch import is_started_together
 from rollstream.learner.trainer import follow
 from rollstream.learner.worker import Worker
 from rollstream.schemas.permissions import Permissions
@@ -50,7 +51,7 @@ def _leading() -> Iterator[Ranks]:
 
     The others end once this one is stopped in order; on an error of its own it ends, and torchrun all others.
     """
-    if not process_ranks.is_started_together():
+    if not is_started_together():
         yield Ranks()
         return
     with process_ranks.joined() as ranks:
@@ -67,7 +68,7 @@ def follows(settings: LearnerSettings) -> bool:
 
     It reads no log and writes none.
     """
-    if not process_ranks.is_started_together() or os.environ.get("RANK", "0") == "0":
+    if not is_started_together() or os.environ.get("RANK", "0") == "0":
         return False
     transformers_logging.disable_progress_bar()
     for number in (signal.SIGTERM, signal.SIGINT):

@@ -168,6 +168,8 @@ class AdapterFields(BaseModel):
     keep_last: int = Field(default=8, ge=1)
     keep_every: int = Field(default=50, ge=1)
     threads: int | None = Field(default=None, ge=1)
+    ranks: int = Field(default=1, ge=1)
+    """Processes that train together, which torchrun starts; each has a GPU of its own, if there are any."""
     seed: int = Field(default=0, ge=0, lt=2**64)
     model_groups: dict[GroupName, ModelGroupSection] = Field(default_factory=dict)
     """How the model groups differ that `trajectory_builders.X.agents` names."""

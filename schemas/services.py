@@ -358,6 +358,8 @@ class LearnerSettings(ServiceSettings):
     model_groups: tuple[str, ...] = ()
     """Model groups to serve; empty: every one that has an open job, what-ifs excepted."""
     threads: int | None = Field(default=None, ge=1)
+    ranks: int = Field(default=1, ge=1)
+    """Processes of this machine that train together. Above 1 torchrun starts them, unless it has started this one."""
 
 
 class MetricsSettings(ServiceSettings):

@@ -1,24 +1,24 @@
 """Checks that configuration values, which are stored as written, are JSON and contain no secrets in plain text.
 
-Also refuses models that are not there, a teacher of another vocabulary and what a run's planning does not support, and
-warns, once per process, of keys that are accepted but have no effect.
+Also refuses models that are not there, a teacher of another vocabulary, what a run's planning does not support and what
+several processes do not train, and warns, once per process, of keys that are accepted but have no effect.
 """
 
 import logging
 import math
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 from rollstream.harness.config.secret_texts import is_secret, looks_random, secret_in
 from rollstream.schemas.algorithm_settings import AlgorithmSettings, teacher_of
-from rollstream.schemas.config import TrainerSection
+from rollstream.schemas.config import RunConfig, TrainerSection
 from rollstream.schemas.errors import ConfigError
 from rollstream.schemas.finetuning import FinetuneConfig
 from rollstream.schemas.permissions import URL, shown
-from rollstream.schemas.settings import Sampling
+from rollstream.schemas.settings import JobSpec, Sampling
 from rollstream.schemas.variables import expand, is_secret_name
 
 MAX_DEPTH = 50
@@ -175,4 +175,34 @@ def check_teacher(algorithm: AlgorithmSettings, sampling: Sampling, model: str, 
         raise ConfigError(
             f"{location}: {teacher.path} has another vocabulary than model {model}: {odd}; give a teacher of the same "
             "model family"
+        )
+
+
+def check_ranks(config: RunConfig, jobs: Iterable[JobSpec]) -> None:
+    """Raises ConfigError if a job of a run is none that the processes of its learner train, or there are too few GPUs.
+
+    As many GPUs as processes are needed, or none at all.
+    """
+    num, location = config.adapter.ranks, f"trainer_adapters.{config.finetuning.trainer_adapter}.ranks"
+    if num == 1:
+        return
+    if config.is_external or config.builder.services == "external":
+        raise ConfigError(
+            f"{location}: the learner of this run is started elsewhere; start it by torchrun, remove this"
+        )
+    from rollstream.learner.parallel.refusals import refused
+
+    devices: set[str] = set()
+    for spec in jobs:
+        devices.add(spec.job.model.device)
+        if what := refused(spec.job):
+            raise ConfigError(f"{location}: {num} processes do not train with {what}; set ranks: 1, or change the run")
+    if devices == {"cpu"}:
+        return
+    import torch
+
+    if 0 < (num_gpus := torch.cuda.device_count()) < num:
+        raise ConfigError(
+            f"{location}: {num} processes need a GPU each, and this machine has {num_gpus}; set ranks: {num_gpus}, or "
+            "model.device: cpu"
         )

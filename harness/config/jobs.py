@@ -293,8 +293,8 @@ def services_of(
         for number in range(1, builder.num_processors + 1)
     ]
     if not config.is_external:
-        learner = LearnerSettings(**base, name="learner-1", model_groups=model_groups, threads=config.adapter.threads)
-        services.append(learner)
+        own: dict[str, Any] = {"threads": config.adapter.threads, "ranks": config.adapter.ranks}
+        services.append(LearnerSettings(**base, **own, name="learner-1", model_groups=model_groups))
     services.append(MetricsSettings(**base, name="metrics-1"))
     return {service.name: service for service in services}
 

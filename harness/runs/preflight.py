@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
 from rollstream.harness.config import nat_workflows
-from rollstream.harness.config.checks import check_model, check_teacher
+from rollstream.harness.config.checks import check_model, check_ranks, check_teacher
 from rollstream.harness.config.jobs import ENDPOINT, MADE_ELSEWHERE, jobs_of, served_models
 from rollstream.harness.config.rewards import check_evaluators, check_examples, check_reward, permissions_of, place_of
 from rollstream.harness.runs.progress import Progress
@@ -49,7 +49,9 @@ logger = logging.getLogger(__name__)
 
 
 def check_places(config: RunConfig) -> None:
-    """Raises ConfigError if libraries or the model folder are missing or the output folder cannot be written."""
+    """Raises ConfigError if libraries or the model folder are missing, the learner's processes cannot train a job, or
+    the output folder cannot be written.
+    """
     if config.builder.services == "managed" and not config.is_external:
         check_learner()
         location = f"trainer_adapters.{config.finetuning.trainer_adapter}"
@@ -61,6 +63,7 @@ def check_places(config: RunConfig) -> None:
             check_model(path, where)
             check_quantized(one.adapter, location)
             check_teacher(one.adapter.algorithm, config.builder.sampling, path, f"{location}.algorithm.teacher")
+    check_ranks(config, jobs_of(config, "run"))
     folder = config.finetuning.output_dir
     try:
         folder.mkdir(parents=True, exist_ok=True)

@@ -45,14 +45,19 @@ class Sign(NamedTuple):
         return self.age_s <= FRESH_S
 
 
-async def beat(folder: Path, service: str, name: str, *, interval_s: float = INTERVAL_S) -> None:
-    """Send heartbeats until cancelled, then remove the file. A failed write is logged once."""
+async def beat(
+    folder: Path, service: str, name: str, *, interval_s: float = INTERVAL_S, pid: int | None = None
+) -> None:
+    """Send heartbeats until cancelled, then remove the file. A failed write is logged once.
+
+    `pid`: of the process to kill if they cease; none: this one.
+    """
     path = folder / f"{name}.json"
     is_failing = False
     try:
         while True:
             try:
-                _write(path, service)
+                _write(path, service, pid or os.getpid())
                 is_failing = False
             except OSError as error:
                 if not is_failing:
@@ -78,10 +83,10 @@ def read_sign(folder: Path, name: str) -> Sign | None:
         return None
 
 
-def _write(path: Path, service: str) -> None:
+def _write(path: Path, service: str, pid: int) -> None:
     """Replace the file atomically; on a full disk, overwrite the existing one with the same number of bytes."""
     now_s = f"{time.monotonic():020.3f}"
-    content = json.dumps({"service": service, "pid": os.getpid(), "boot": _boot_id(), "monotonic_s": now_s}).encode()
+    content = json.dumps({"service": service, "pid": pid, "boot": _boot_id(), "monotonic_s": now_s}).encode()
     try:
         write_whole(path, content, is_synced=False, is_private=False, is_alone=True)
     except OSError:

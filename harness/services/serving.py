@@ -10,9 +10,10 @@ import logging
 import os
 import signal
 import sys
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
-from contextlib import asynccontextmanager, suppress
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
+from contextlib import asynccontextmanager, contextmanager, suppress
 from pathlib import Path
+from tempfile import NamedTemporaryFile
 from typing import TYPE_CHECKING, Any
 
 from pydantic import ValidationError
@@ -21,11 +22,12 @@ from rollstream.eventlog.broker.broker import own_block
 from rollstream.eventlog.kafka.topic_ids import Found, check_topics, watch_topics
 from rollstream.eventlog.private import make_private
 from rollstream.harness.services.committed_offsets import check_committed, remember_committed
-from rollstream.harness.services.liveness import beat, die_with_parent
+from rollstream.harness.services.liveness import PARENT, beat, die_with_parent
 from rollstream.harness.services.optional_dependencies import skip_scikit_learn
 from rollstream.harness.services.workspace import Workspace
+from rollstream.learner.parallel.launch import is_started_together, start_processes
 from rollstream.schemas.errors import ConfigError, first_invalid
-from rollstream.schemas.kafka import expanded, from_environment, merged
+from rollstream.schemas.kafka import expanded, from_environment, merged, with_secrets
 from rollstream.schemas.permissions import ALLOW_VARIABLE
 from rollstream.schemas.services import (
     EndpointSettings,
@@ -50,6 +52,7 @@ KINDS: dict[str, type[ServiceSettings]] = {
 GATEWAY = "rollstream.producers.openai.service"
 MODULES = {"gateway": GATEWAY, "endpoint": GATEWAY}
 """Whose `serve` a service is, if it has no package of its own."""
+CLI = "rollstream.harness.cli.main"
 WITH_MODELS = ("producers", "learner")
 """Services that import transformers."""
 FROM_ENVIRONMENT = {
@@ -117,12 +120,41 @@ def read_settings(source: str | None) -> dict[str, Any]:
 def serve(service: str, settings: ServiceSettings) -> None:
     """Run a service until SIGTERM or SIGINT. Raises what the service raises."""
     die_with_parent(os.environ)
+    if isinstance(settings, LearnerSettings) and settings.ranks > 1 and not is_started_together():
+        _start_ranks(settings)
+        return
     if service in WITH_MODELS:
         skip_scikit_learn()
     module = importlib.import_module(MODULES.get(service, f"rollstream.{service}.service"))
     if service == "learner" and module.follows(settings):
         return
     asyncio.run(leaving_nobody(service, run_until_stopped(service, settings, module.serve)))
+
+
+def _start_ranks(settings: LearnerSettings) -> None:
+    """Be torchrun for the processes of a learner, which die with this one. Raises RunFailedError if one fails.
+
+    Whoever supervises this process starts all of them again, from their checkpoint.
+    """
+    os.environ[PARENT] = str(os.getpid())
+    with _readable(with_secrets(settings)) as path:
+        start_processes(settings.ranks, CLI, ["serve", "learner", "--name", settings.name, "--settings", path])
+
+
+@contextmanager
+def _readable(text: str) -> Iterator[str]:
+    """A path by which several child processes can read a text that has secrets: on Linux of a file in memory alone."""
+    if sys.platform == "linux":
+        with os.fdopen(os.memfd_create("settings"), "w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.dup2(file.fileno(), 0)
+        yield "/proc/self/fd/0"
+        return
+    with NamedTemporaryFile("w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        yield file.name
 
 
 async def leaving_nobody(service: str, work: Awaitable[None], *, within_s: float = LEFT_BEHIND_S) -> None:
@@ -177,7 +209,9 @@ async def _work(service: str, settings: ServiceSettings, work: Serve, watch_s: f
             check_committed(settings.workspace, cluster_id, group, await log.committed_offsets(group))
         working = asyncio.current_task()
         assert working is not None
-        alive = asyncio.create_task(beat(Workspace(settings.workspace).health, service, settings.name))
+        has_parent = isinstance(settings, LearnerSettings) and settings.ranks > 1
+        pid = os.getppid() if has_parent else os.getpid()  # of the process that is supervised
+        alive = asyncio.create_task(beat(Workspace(settings.workspace).health, service, settings.name, pid=pid))
 
         async def look() -> Found:
             if service in GROUPS:

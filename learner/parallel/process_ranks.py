@@ -19,7 +19,7 @@ from torch.distributed.rendezvous import rendezvous
 from rollstream.learner.model.collate import MicroBatch, Unit
 from rollstream.learner.model.ranks import Divide, Ranks
 from rollstream.schemas import ids
-from rollstream.schemas.errors import ConfigError, ModelError, RollstreamError, RunFailedError
+from rollstream.schemas.errors import ModelError, RollstreamError, RunFailedError
 from rollstream.schemas.settings import Device
 
 PATIENCE = timedelta(days=365)
@@ -47,12 +47,13 @@ class ProcessRanks(Ranks):
         return self._meshes[device.type]
 
     def device(self, given: Device, where: str) -> Device:
-        """The device of this process: a GPU of its own, where there are any. Raises ConfigError, ModelError."""
+        """The device of this process: a GPU of its own, where there are any. Raises ModelError.
+
+        `given`: auto or cpu, see `refusals`.
+        """
         num_gpus = torch.cuda.device_count()
         if given == "cpu" or not num_gpus:
             return "cpu"
-        if given != "auto":
-            raise ConfigError(f"{where} is {given}, and {self.num} processes train together; give auto or cpu")
         if self._local_index >= num_gpus:
             raise ModelError(f"{where}: process {self._local_index} of this machine has no GPU; start {num_gpus}")
         torch.cuda.set_device(self._local_index)  # of this thread
@@ -145,11 +146,6 @@ def shares(units: Sequence[Unit], lengths: Sequence[int], num: int) -> list[list
     for unit, size, end in zip(units, sizes, itertools.accumulate(sizes), strict=True):
         found[min(num - 1, int((end - size / 2) * num / total))].append(unit)
     return found
-
-
-def is_started_together(environ: Mapping[str, str] = os.environ) -> bool:
-    """Whether torchrun started this process among others."""
-    return int(environ.get("WORLD_SIZE", "1")) > 1
 
 
 @contextmanager

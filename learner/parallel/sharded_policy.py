@@ -32,7 +32,7 @@ class ShardedPolicy(PolicyModel):
     """A policy of which every process has a part. What all of them do together, each of them must be asked for."""
 
     def __init__(self, settings: ModelSettings, ranks: ProcessRanks, *, seed: int, path: str | None = None) -> None:
-        """As PolicyModel: every process loads the model whole, and then keeps its shards. Raises ConfigError too."""
+        """As PolicyModel: every process loads the model whole, and then keeps its shards."""
         device = ranks.device(settings.device, f"model {settings.path}: device")
         super().__init__(settings.model_copy(update={"device": device}), seed=seed, path=path)
         self.ranks = ranks

@@ -19,9 +19,9 @@ def child(command: subprocess.Popen[str], words: tuple[str, ...]) -> psutil.Proc
     return None
 
 
-def wait_versions(workplace: Any, command: subprocess.Popen[str], count: int) -> None:
+def wait_versions(workplace: Any, command: subprocess.Popen[str], count: int, *, timeout_s: float = 120) -> None:
     """Until so many weight versions are published."""
-    deadline = time.monotonic() + 120
+    deadline = time.monotonic() + timeout_s
     while time.monotonic() < deadline:
         assert command.poll() is None, workplace.output() + workplace.logs()
         if versions_loaded(workplace) > count:

@@ -7,6 +7,8 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+import psutil
+
 TIMEOUT_S = 240.0
 
 
@@ -41,3 +43,11 @@ def together(num: int, work: Callable[..., None], *arguments: Any) -> None:
     finally:
         for rank in ranks:
             rank.kill()
+
+
+def rank_of(process: psutil.Process) -> int | None:
+    """None: it is no rank, or has ended."""
+    try:
+        return int(process.environ()["RANK"])
+    except (KeyError, psutil.Error):
+        return None

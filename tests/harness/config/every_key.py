@@ -106,8 +106,8 @@ ADAPTER = {
         "in_forks": True,
     }),
     **_at("warm_start.optimizer", OPTIMIZER),
-    "artifact_uri": "elsewhere", "checkpoint_every": 3, "keep_last": 3, "keep_every": 3, "threads": 3, "seed": 3,
-    "bootstrap_servers": "127.0.0.1:1", **_at("kafka", KAFKA), "workspace": "elsewhere",
+    "artifact_uri": "elsewhere", "checkpoint_every": 3, "keep_last": 3, "keep_every": 3, "threads": 3, "ranks": 2,
+    "seed": 3, "bootstrap_servers": "127.0.0.1:1", **_at("kafka", KAFKA), "workspace": "elsewhere",
     **_at("endpoint", {
         "host": "localhost", "port": 1, "model_name": "other", "token": "${TEST_KAFKA_SECRET}",
         "token_file": "token.txt", "requires_token": False, "allowed_hosts": ["proxy"], "max_new_tokens": 5,

@@ -3,8 +3,10 @@
 from typing import Any
 
 import pytest
+import torch
 
 from rollstream.harness.config import file as config_file
+from rollstream.harness.config.checks import check_ranks
 from rollstream.harness.config.jobs import jobs_of
 from rollstream.harness.runs.preflight import check_temperature, check_truncation
 from rollstream.schemas.algorithms import GrpoSettings
@@ -104,3 +106,48 @@ def test_a_truncation_penalty_that_comes_after_the_rejection_of_equal_rewards_is
 def test_a_truncation_penalty_is_fine_where_all_of_a_batch_is_compared(written: dict[str, Any]) -> None:
     written["trainers"]["t"]["planning"] = "stream"
     check_truncation(config_of(written, truncation_penalty=0.5, advantage="batch_std"))
+
+
+def of_ranks(written: dict[str, Any], ranks: int, **adapter: Any) -> RunConfig:
+    written["workflow"] = {"environment": "guess_number"}
+    block = written["trainer_adapters"]["a"]
+    model = block["model"] | adapter.pop("model", {})
+    block |= {"algorithm": {"name": "grpo"}, "ranks": ranks, **adapter, "model": model}
+    return config_file.resolve(written).config
+
+
+@pytest.mark.parametrize(
+    ("adapter", "reported"),
+    [
+        ({"algorithm": {"name": "grpo", "kl_coefficient": 0.1}}, "with a loss that compares with the policy's own"),
+        ({"optimizer": {"kind": "muon"}}, "with optimizer.kind: muon; set ranks: 1, or change the run"),
+        ({"warm_start": {"optimizer": {"kind": "muon"}}}, "with optimizer.kind: muon"),
+        ({"model": {"device": "cuda"}}, r"with model.device: cuda \(auto and cpu are"),
+    ],
+)
+def test_a_run_that_the_learners_processes_would_refuse_does_not_begin(
+    written: dict[str, Any], adapter: dict[str, Any], reported: str
+) -> None:
+    alone, together = of_ranks(written, 1, **adapter), of_ranks(written, 2, **adapter)
+    check_ranks(alone, jobs_of(alone, "run"))
+    with pytest.raises(ConfigError, match=rf"trainer_adapters\.a\.ranks: 2 processes do not train {reported}"):
+        check_ranks(together, jobs_of(together, "run"))
+
+
+def test_processes_are_refused_beside_fewer_gpus_and_external_services(
+    written: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = of_ranks(written, 3, model={"device": "auto"})
+    for num_gpus in (0, 2, 3):
+        monkeypatch.setattr(torch.cuda, "device_count", lambda num=num_gpus: num)
+        if num_gpus != 2:
+            check_ranks(config, jobs_of(config, "run"))
+            continue
+        with pytest.raises(ConfigError, match="3 processes need a GPU each, and this machine has 2; set ranks: 2, or"):
+            check_ranks(config, jobs_of(config, "run"))
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    on_cpu = of_ranks(written, 3, model={"device": "cpu"})
+    check_ranks(on_cpu, jobs_of(on_cpu, "run"))
+    external = config.model_copy(update={"builder": config.builder.model_copy(update={"services": "external"})})
+    with pytest.raises(ConfigError, match=r"a\.ranks: the learner of this run is started elsewhere"):
+        check_ranks(external, ())

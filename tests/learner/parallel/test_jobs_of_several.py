@@ -32,7 +32,7 @@ from rollstream.schemas.permissions import Permissions
 from rollstream.schemas.services import LearnerSettings
 from rollstream.schemas.settings import LoraSettings, ModelSettings
 from tests.learner.conftest import Lab
-from tests.rigs.process_group import together
+from tests.rigs.process_group import rank_of, together
 
 pytestmark = pytest.mark.slow
 VERSIONS = 4
@@ -239,14 +239,6 @@ async def kill(torchrun: psutil.Process, *, rank: int) -> None:
             await asyncio.sleep(0.2)
     for process in found:
         process.kill()
-
-
-def rank_of(process: psutil.Process) -> int | None:
-    """None: it is no rank, or has ended."""
-    try:
-        return int(process.environ()["RANK"])
-    except (KeyError, psutil.Error):
-        return None
 
 
 def test_what_several_processes_do_not_train_fails_its_job_alone(folder: Path) -> None:
