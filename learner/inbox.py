@@ -3,8 +3,6 @@
 Jobs that are open are known from `jobs`; of a job that is served, `follow` reads what the log holds of it so far. A
 start reads on where the position file says. What is no event goes to the dead letters, once; that of `groups` is
 left to curation, which sends it to the dead letters.
-
-The trajectories of a manifest, by reference: fetched at their locators, held against their digests.
 """
 
 import logging
@@ -18,10 +16,11 @@ from rollstream.eventlog.dead_letters import send_dead_letter
 from rollstream.eventlog.log import EventLog, LogReader, Position, Received, Record, TopicPartition
 from rollstream.eventlog.reading import read_to_end
 from rollstream.eventlog.run_offsets import LETTERS, start_offsets_of
-from rollstream.learner import position, progress
-from rollstream.learner.letters import Letters
-from rollstream.learner.position import ReadPosition
+from rollstream.learner import progress
 from rollstream.learner.progress import GroupState, JobState, LogState, evolve
+from rollstream.learner.reading import position
+from rollstream.learner.reading.letters import Letters
+from rollstream.learner.reading.position import ReadPosition
 from rollstream.schemas import ids
 from rollstream.schemas.base import Event
 from rollstream.schemas.errors import ConfigError, DecodeError, RollstreamError, TruncatedError
@@ -31,7 +30,6 @@ from rollstream.schemas.events import (
     JobProgressed,
     JobSubmitted,
     RunEnded,
-    TrajectoryAssembled,
     WeightsPublished,
 )
 from rollstream.schemas.events.weights import JobEvent, WeightEvent
@@ -322,20 +320,6 @@ def _is_of(event: Event, job: JobSubmitted) -> bool:
             return isinstance(event, RunEnded)
 
 
-async def fetch_records(log: EventLog, planned: BatchPlanned) -> list[Record]:
-    """The records of a manifest's members, in its order.
-
-    Raises DecodeError if locators are missing, TruncatedError if a record is gone.
-    """
-    if len(planned.locators) != len(planned.members):
-        raise DecodeError(
-            f"manifest {planned.batch_id} has {len(planned.locators)} locators for {len(planned.members)} members"
-        )
-    return await log.fetch(
-        [Position("trajectories", locator.partition, locator.offset) for locator in planned.locators]
-    )
-
-
 def check_follows(planned: BatchPlanned, job: JobSubmitted, previous_sha256: str) -> None:
     """Raises DecodeError if a manifest of `job` does not follow the one with digest `previous_sha256`."""
     if planned.previous_sha256 != previous_sha256:
@@ -367,21 +351,3 @@ def check_next(job: JobSubmitted, published: WeightsPublished | None) -> None:
             f"{published.job_id} has already published version {published.version}; submit the job from the newest "
             f"version, or begin a new run with --fork {job.run_id}@{job.base_version}"
         )
-
-
-def check_members(planned: BatchPlanned, records: Sequence[Record]) -> list[TrajectoryAssembled]:
-    """Decode the members' records. Raises DecodeError naming the first that is not what the manifest says."""
-    trajectories: list[TrajectoryAssembled] = []
-    for member, record in zip(planned.members, records, strict=True):
-        where = f"manifest {planned.batch_id}, trajectory {member.trajectory_id} at {record.partition}@{record.offset}"
-        try:
-            received = codec.decode(record)
-        except DecodeError as error:
-            raise DecodeError(f"{where}: {error}") from error
-        event = received.event
-        if not isinstance(event, TrajectoryAssembled) or event.trajectory_id != member.trajectory_id:
-            raise DecodeError(f"{where}: the record there is {event.event_id}")
-        if received.digest != member.digest:
-            raise DecodeError(f"{where}: its digest is {received.digest}, not {member.digest}; it was changed")
-        trajectories.append(event)
-    return trajectories

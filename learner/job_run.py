@@ -14,12 +14,13 @@ from rollstream.eventlog.artifact_retry import Retry, Room, retrying
 from rollstream.eventlog.failpoints import failpoint
 from rollstream.eventlog.log import EventLog
 from rollstream.learner.checkpoint import Checkpoint, CheckpointFolder, CheckpointPosition
-from rollstream.learner.inbox import Inbox, check_follows, check_members, check_next, fetch_records
-from rollstream.learner.model.policy import PolicyModel, from_bytes, sha256_of
+from rollstream.learner.inbox import Inbox, check_follows, check_next
+from rollstream.learner.model.policy import from_bytes, hashed, sha256_of
 from rollstream.learner.model.ranks import Ranks
 from rollstream.learner.model.step import StepResult, adopted
 from rollstream.learner.progress import Manifest
 from rollstream.learner.publisher import Publisher, difference, step_trained, with_phase
+from rollstream.learner.reading.members import MemberReader
 from rollstream.learner.scoring.scoring import ScoreWriter
 from rollstream.learner.trainer import JobTrainer
 from rollstream.schemas.errors import (
@@ -67,6 +68,7 @@ class JobRun:
         self._in_thread = context.in_training_thread
         self._publisher = publisher
         self._folder = CheckpointFolder(context.checkpoints, job.model_group)
+        self._members = MemberReader(context.log)
         state = context.inbox.state
         self._scorer = ScoreWriter(
             job, context.log, context.in_training_thread, publisher, lambda: state.group(job.model_group)
@@ -125,6 +127,10 @@ class JobRun:
                 f"job {self.job.job_id} is sealed with {seal.next_batch_index} manifests, {self._next_index} are there"
             )
         return await self._succeed(seal.time_ms)
+
+    async def close(self) -> None:
+        """Let go of what is read ahead."""
+        await self._members.close()
 
     async def _succeed(self, time_ms: int) -> bool:
         await self._publisher.check_owner()
@@ -270,18 +276,20 @@ class JobRun:
         self._carried = {"finish": self._idle_since - sent_at}
 
     async def _applied(self, planned: BatchPlanned) -> StepResult:
-        """Train a manifest's members, or return to the version that it adopts."""
+        """Train a manifest's members, or return to the version that it adopts. The next one's are read meanwhile."""
         began = time.monotonic()
         if planned.adopts is not None:
             await self._return_to(planned.adopts)
             seconds = {"restore": time.monotonic() - began}
             return await self._in_thread(lambda: adopted(seconds))  # threads are counted where training runs
-        records = await fetch_records(self._context.log, planned)
-        trajectories = await self._in_thread(lambda: check_members(planned, records))
+        trajectories = await self._members.members(planned)
         seconds = {"fetch": time.monotonic() - began}
         scores = await self._scorer.scores(self.trainer, planned, trajectories, seconds)
         group = self._context.inbox.state.group(self.job.model_group)
         known = group.micro_batch_tokens.get(planned.yields_version, ())
+        manifests = self._context.inbox.state.job(self.job.job_id).manifests
+        if (following := manifests.get(planned.index + 1)) is not None:
+            self._members.begin(following.planned)
         result = await self._in_thread(
             lambda: self.trainer.train(planned, trajectories, scores=scores, micro_batch_tokens=known)
         )
@@ -387,9 +395,3 @@ class JobRun:
         step = with_phase(step, "publish", sent_at - began)
         await self._publisher.publish_step(self.job, self.trainer.model, step, artifact)
         return sent_at
-
-
-def hashed(model: PolicyModel) -> tuple[bytes, str]:
-    """Weights as they are published, and their sha256."""
-    weights = model.weights_bytes()
-    return weights, sha256_of(weights)

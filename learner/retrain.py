@@ -11,11 +11,12 @@ from rollstream.eventlog import codec
 from rollstream.eventlog.artifacts import ArtifactStore
 from rollstream.eventlog.log import EventLog
 from rollstream.learner.checkpoint import Checkpoint, CheckpointFolder
-from rollstream.learner.inbox import check_follows, check_members, fetch_records
+from rollstream.learner.inbox import check_follows
 from rollstream.learner.model.policy import sha256_of
 from rollstream.learner.model.step import StepResult, adopted
 from rollstream.learner.progress import Manifest
 from rollstream.learner.publisher import step_trained
+from rollstream.learner.reading.members import check_members, fetch_records
 from rollstream.learner.scoring.index import ScoreIndex
 from rollstream.learner.scoring.scores import recorded_scores
 from rollstream.learner.trainer import JobTrainer

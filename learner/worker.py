@@ -76,7 +76,7 @@ class Worker:
         try:
             while True:
                 is_busy = await self._cancel_ended(context)
-                for job in self._current(context):
+                for job in await self._current(context):
                     is_busy |= await self._serve(job, context)
                 await inbox.poll(timeout_s=0.0 if is_busy else POLL_S)
                 inbox.save()
@@ -84,21 +84,28 @@ class Worker:
             inbox.save(every_s=0.0)
             raise
         finally:
+            await self._close(list(self._runs))
             await asyncio.to_thread(executor.shutdown)
             await inbox.close()
 
-    def _current(self, context: LearnerContext) -> list[JobSubmitted]:
+    async def _current(self, context: LearnerContext) -> list[JobSubmitted]:
         """The first open job of every model group; runs of closed jobs are let go, and groups whose run is over."""
         state = context.inbox.state
         current = [queue[0] for queue in state.queues.values()]
         self._publishers = {group: one for group, one in self._publishers.items() if group in state.groups}
         open_jobs = {job.job_id for job in current}
-        self._runs = {group: run for group, run in self._runs.items() if run.job.job_id in open_jobs}
+        await self._close([group for group, run in self._runs.items() if run.job.job_id not in open_jobs])
         return current
+
+    async def _close(self, model_groups: list[str]) -> None:
+        """Let runs go, and what they read ahead."""
+        for run in [self._runs.pop(group) for group in model_groups]:
+            await run.close()
 
     async def _cancel_ended(self, context: LearnerContext) -> bool:
         """Cancel open jobs of runs that are over."""
-        jobs = [job for job in context.inbox.state.to_cancel() if job in self._current(context)]
+        current = await self._current(context)
+        jobs = [job for job in context.inbox.state.to_cancel() if job in current]
         for job in jobs:
             event = JobCancelled(
                 run_id=job.run_id,
@@ -165,7 +172,7 @@ class Worker:
         publisher = self._publishers.get(job.model_group)
         if publisher is not None:
             await publisher.check_owner()
-        self._runs.pop(job.model_group, None)
+        await self._close([group for group in self._runs if group == job.model_group])
         event = JobFailed(
             run_id=job.run_id,
             time_ms=job.time_ms,

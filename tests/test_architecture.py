@@ -30,6 +30,7 @@ FLOORS = {
         "learner/shared_model_group",
         "learner",
         "learner/scoring",
+        "learner/reading",
         "learner/parallel",
         "learner/model",
         "learner/algorithms/builtin",

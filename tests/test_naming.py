@@ -23,8 +23,8 @@ from tests.rigs.source_tree import (
 MAY_STAY_SMALL = {
     "harness/services/committed_offsets.py": "owns the format of a file in the workspace",
     "harness/services/sole_use.py": "its importer is in another folder, on a higher floor",
-    "learner/letters.py": "inbox would pass the size limit",
-    "learner/position.py": "owns a file format; inbox would pass the size limit",
+    "learner/reading/letters.py": "inbox would pass the size limit",
+    "learner/reading/position.py": "owns a file format; inbox would pass the size limit",
     "metrics/sql/landlock.py": "system calls by ctypes",
     "metrics/sql/select_only.py": "parses users' SQL, tested without the query process",
     "processors/curate/refold.py": "shell would pass the size limit",

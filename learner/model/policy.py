@@ -246,6 +246,12 @@ def sha256_of(data: bytes) -> str:
     return hashlib.sha256(data).hexdigest()
 
 
+def hashed(model: PolicyModel) -> tuple[bytes, str]:
+    """Weights as they are published, and their sha256."""
+    weights = model.weights_bytes()
+    return weights, sha256_of(weights)
+
+
 def _check_shape(name: str, source: Tensor, target: Tensor) -> None:
     if source.shape != target.shape:
         raise ModelError(f"weights do not fit: {name} is {tuple(source.shape)}, the model's {tuple(target.shape)}")

@@ -15,7 +15,7 @@ from rollstream.eventlog.artifacts import ArtifactStore
 from rollstream.eventlog.log import EventLog, Position, Record
 from rollstream.eventlog.reading import read_to_end
 from rollstream.eventlog.terms import BEFORE_LEARNERS
-from rollstream.learner.inbox import check_members, fetch_records
+from rollstream.learner.reading.members import check_members, fetch_records
 from rollstream.replay.source import RunEvents, of_type
 from rollstream.replay.weights import log_state
 from rollstream.schemas.base import Event, Locator

@@ -9,7 +9,7 @@ import pytest
 from rollstream.eventlog.dead_letters import origin, send_dead_letter
 from rollstream.eventlog.log import Record, TopicPartition
 from rollstream.learner.inbox import Inbox
-from rollstream.learner.letters import MAX_CUTS, Letters
+from rollstream.learner.reading.letters import MAX_CUTS, Letters
 from rollstream.schemas.events import LearnerClaimed
 from tests.learner.conftest import submit
 
