@@ -40,7 +40,7 @@ class Encoded(NamedTuple):
 
     @property
     def digest(self) -> str:
-        """Content digest of the event, reckoned when it is asked for."""
+        """Content digest of the event, computed when it is asked for."""
         return content_digest(self.event)
 
 
@@ -99,7 +99,7 @@ def parse(topic: str, value: bytes | None) -> tuple[Event, dict[str, Any]]:
     except orjson.JSONDecodeError as error:
         raise DecodeError(f"not UTF-8 JSON: {error}") from error
     if not isinstance(content, dict):
-        raise DecodeError("the value is no JSON object")
+        raise DecodeError("the value is not a JSON object")
     kind = content.get("kind")
     if not isinstance(kind, str) or (validate := _VALIDATORS[topic].get(kind)) is None:
         raise DecodeError(f"unknown kind {kind!r} for topic {topic}")
@@ -157,7 +157,7 @@ def _own_fields(value: Any) -> dict[str, Any]:
 @cache
 def _added(kind: type[Any]) -> tuple[tuple[str, Callable[[Any], bool]], ...]:
     if not issubclass(kind, BaseModel):
-        raise TypeError(f"{kind.__name__} is no JSON")
+        raise TypeError(f"{kind.__name__} cannot be encoded as JSON")
     return tuple((name, field.exclude_if) for name, field in kind.model_fields.items() if field.exclude_if)
 
 

@@ -1,4 +1,4 @@
-"""One job from its first manifest to its last: restores, trains, checkpoints, publishes. Blocking work runs aside."""
+"""One job from its first manifest to its last: restores, trains, checkpoints, publishes. What blocks runs in a thread."""
 
 import asyncio
 import logging
@@ -242,7 +242,7 @@ class JobRun:
         self._context.inbox.forget(self.job, next_index=self._next_index, version=checkpoint.position.version)
 
     async def _train(self, manifest: Manifest) -> None:
-        """Train one manifest and let the world know. The order of what is kept:
+        """Train one manifest and publish its version. The order of what is kept:
 
         1. the checkpoint, if one is due: weights, optimizer, position and the StepTrained to be sent
         2. the artifact, which is written while the checkpoint is

@@ -61,7 +61,7 @@ def make_tiny_model(
 
 def _holds(folder: Path, stamp: str) -> bool:
     if folder.exists() and not folder.is_dir():
-        raise ModelError(f"{folder} is no folder; name one that is to be made")
+        raise ModelError(f"{folder} exists and is not a folder; name a new folder")
     made = folder / STAMP
     if made.is_file():
         if made.read_text(encoding="utf-8") == stamp:

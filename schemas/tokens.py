@@ -85,7 +85,7 @@ def decode_kept(text: str, num_tokens: int) -> KeptIds:
     try:
         return KeptIds(lengths, array("i", itertools.accumulate(values[num_tokens + 1 :])))
     except OverflowError as error:
-        raise DecodeError("a kept id is no int32") from error
+        raise DecodeError("a kept id does not fit into an int32") from error
 
 
 def check_kept(sampled: Sequence[int], kept: KeptIds) -> None:

@@ -1,6 +1,6 @@
 """One server that is asked by HTTP and answers in JSON: bounded answers, errors in one line, repeated tries.
 
-The key that requests bear never stands in an error. Redirects are not followed.
+The key that requests bear never appears in an error. Redirects are not followed.
 """
 
 import asyncio

@@ -358,7 +358,7 @@ def _row(sequence: TokenSequence, member: int, *, needs_logprobs: bool) -> Row:
     if len(sampled) != num_sampled:
         raise DecodeError(f"{len(sampled)} log-probabilities for {num_sampled} completion tokens")
     if not np.isfinite(sampled).all():
-        raise DecodeError("a log-probability is no finite number")
+        raise DecodeError("a log-probability is not a finite number")
     mask = np.zeros(len(token_ids), np.bool_)
     logprobs = np.zeros(len(token_ids), np.float32)
     taken = 0

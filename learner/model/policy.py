@@ -226,7 +226,7 @@ def from_bytes(data: bytes, what: str) -> dict[str, Tensor]:
     try:
         return safetensors.torch.load(data)
     except safetensors.SafetensorError as error:
-        raise ModelError(f"{what} is no safetensors file: {error}") from error
+        raise ModelError(f"{what} is not a safetensors file: {error}") from error
 
 
 def make_deterministic(threads: int | None, *, deterministic: bool = True) -> None:

@@ -346,11 +346,11 @@ def generation_of(sampled: Sampled, held: LoadedModel) -> Generation:
 
 
 def check_finite(generation: Generation) -> None:
-    """Raises ModelError if the weights gave logits that are no numbers."""
+    """Raises ModelError if the weights gave logits that are not finite numbers."""
     if all(map(math.isfinite, generation.logprobs)):
         return
     (span,) = generation.spans
     raise ModelError(
-        f"version {span.version} of model group {span.model_group} gives logits that are no numbers; "
+        f"version {span.version} of model group {span.model_group} gives logits that are not finite numbers; "
         "its training has diverged: begin again from an earlier version (--fork)"
     )

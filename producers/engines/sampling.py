@@ -103,7 +103,7 @@ def sample(logits_B_V: Tensor, uniforms_B: Tensor, how: SamplingBatch) -> Sample
     """SampledTokens a token for each sequence.
 
     The order is temperature, then top-k, then top-p. Temperature 0 takes the likeliest token, at log-probability 0.
-    Of a row whose logits are no numbers the log-probability is NaN, and no other row suffers from it.
+    Of a row whose logits are not finite numbers the log-probability is NaN, and no other row suffers from it.
     """
     logprobs_B_V = distribution(logits_B_V, how)
     sums_B_V = logprobs_B_V.double().exp_().cumsum(dim=-1)

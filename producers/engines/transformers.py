@@ -64,7 +64,7 @@ class TransformersEngine:
     async def generate(self, request: GenerationRequest) -> Generation:
         """Sample until an end token, `max_new_tokens` or the model's longest sequence.
 
-        Raises ModelError as the protocol says, and if the weights give logits that are no numbers.
+        Raises ModelError as the protocol says, and if the weights give logits that are not finite numbers.
         """
         generation = await self._batcher.submit(self._fitted(request))
         check_finite(generation)

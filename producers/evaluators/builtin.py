@@ -133,7 +133,7 @@ def _json_schema(location: str, config: JsonSchemaMatch) -> RewardFunction:
 
 
 def check_schema(location: str, config: JsonSchemaMatch) -> None:
-    """Raises ConfigError for what is no JSON schema."""
+    """Raises ConfigError for what is not a JSON schema."""
     from jsonschema import Draft202012Validator, SchemaError
     from jsonschema.validators import validator_for
 

@@ -61,7 +61,7 @@ def read_step(
 ) -> ImportedCall:
     """The call of a step, which `conversation` then knows; none if it is not trained on, with the reason as a flag.
 
-    Raises EnvironmentRunError for ids that the tokenizer does not have and log-probabilities that are no numbers.
+    Raises EnvironmentRunError for ids that the tokenizer does not have and log-probabilities that are not numbers.
     """
     if step.untrained is not None:
         return ImportedCall(None, {"untrained": step.untrained})

@@ -15,7 +15,7 @@ Message = dict[str, Any]
 class TurnsExhausted(EnvironmentRunError):
     """An agent asked for more than `max_turns` answers.
 
-    Unless caught, it ends the rollout, which is no failure: what was rewarded until then counts, 0 if nothing was.
+    Unless caught, it ends the rollout, which is not a failure: what was rewarded until then counts, 0 if nothing was.
     """
 
 

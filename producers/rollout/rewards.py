@@ -17,7 +17,7 @@ from rollstream.schemas.events import RewardRecorded, StepRecorded
 
 
 class RewardError(EnvironmentRunError):
-    """A reward is no finite number, belongs to nothing, or its function raised."""
+    """A reward is not a finite number, belongs to nothing, or its function raised."""
 
 
 class NoScoreError(RewardError):
@@ -82,8 +82,8 @@ def played(steps: Iterable[StepRecorded]) -> tuple[StepRecorded, ...]:
 async def evaluate(name: str, function: RewardFunction, rollout: FinishedRollout) -> dict[str | None, float]:
     """Reward by agent (None: all agents). A plain function has a thread of its own, so that it holds nobody up.
 
-    Raises RewardError naming the function if it raised or returned what is no finite number, NoScoreError if it has no
-    score to give.
+    Raises RewardError naming the function if it raised or returned what is not a finite number, NoScoreError if it has
+    no score to give.
     """
     try:
         if inspect.iscoroutinefunction(function):
@@ -132,7 +132,7 @@ async def in_thread(function: Callable[[], Any]) -> tuple[Any, BaseException | N
 
 
 def finite(name: str, value: Any) -> float:
-    """`value` as a float. Raises RewardError if it is no finite number, NoScoreError if it is none at all."""
+    """`value` as a float. Raises RewardError if it is not a finite number, NoScoreError if it is none at all."""
     if value is None:
         raise NoScoreError(f"reward function {name} returned None; expected a finite number")
     if not isinstance(value, Real):

@@ -76,7 +76,7 @@ class RemoteStream:
         try:
             text = line.decode("utf-8").strip()
         except UnicodeDecodeError as error:
-            raise self._broken("is no UTF-8") from error
+            raise self._broken("is not UTF-8") from error
         if not text or text.startswith(_PASSED_OVER):
             return None
         if text.startswith(_STEP):

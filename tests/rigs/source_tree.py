@@ -40,6 +40,11 @@ ONE_HOME = {
 }
 """By what a rule's code looks like, the only files and folders that have it."""
 BANNED_WORDS = (
+    "reckoned",
+    "let the world know",
+    "is no JSON",
+    "is no UTF",
+    "is no finite",
     "buried",
     "stranger",
     "lifeline",

@@ -56,7 +56,7 @@ async def fetched(kafka: KafkaSettings, *positions: Position) -> list[Record]:
 
 
 async def add_dead_letter(kafka: KafkaSettings, artifacts: ArtifactStore) -> None:
-    """Three letters: a record that is no JSON, one of 10 MB, and one that is whole."""
+    """Three letters: a record that is not JSON, one of 10 MB, and one that is whole."""
     log = KafkaLog(kafka)
     await log.start()
     try:

@@ -27,7 +27,7 @@ ASKED = ("/inference/v1/generate", "/v1/completions")
 TOKEN = 5
 
 
-class SpokenServer:
+class StandInServer:
     """What the server has, and how it behaves."""
 
     def __init__(self, base: Path) -> None:
@@ -122,7 +122,7 @@ class SpokenServer:
 
 
 @asynccontextmanager
-async def engine_over(tmp_path: Path, *servers: SpokenServer, **settings: Any) -> AsyncIterator[VllmEngine]:
+async def engine_over(tmp_path: Path, *servers: StandInServer, **settings: Any) -> AsyncIterator[VllmEngine]:
     """An engine over servers that have begun to listen; all end with the block."""
     for server in servers:
         await server.start()

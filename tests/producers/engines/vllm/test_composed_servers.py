@@ -82,7 +82,7 @@ def test_requests_of_a_killed_server_end_on_the_other_and_it_returns_with_the_ne
         check([newest], {1})
         (made,) = (tmp_path / "vllm").glob("*-v1-*")
         shutil.rmtree(made)
-        assert is_same(await engine.generate(request()), newest), "a server needs the files no more that it has read"
+        assert is_same(await engine.generate(request()), newest), "a server no longer needs the files that it has read"
         first.start()
         while not are("ready", "ready"):
             assert is_same(await engine.generate(request()), newest), "a server without the version has answered"

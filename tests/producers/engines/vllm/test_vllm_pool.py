@@ -14,7 +14,7 @@ from rollstream.producers.engines.vllm.pool import IMBALANCE
 from rollstream.schemas.errors import ModelError
 from tests.producers.engines.vllm.server_rig import (
     GROUP,
-    SpokenServer,
+    StandInServer,
     engine_over,
     full,
     lora,
@@ -23,7 +23,7 @@ from tests.producers.engines.vllm.server_rig import (
     versions_of,
 )
 
-Case = Callable[[VllmEngine, SpokenServer, SpokenServer], Awaitable[None]]
+Case = Callable[[VllmEngine, StandInServer, StandInServer], Awaitable[None]]
 GENERATE = "/inference/v1/generate"
 
 pytestmark = pytest.mark.timeout(60)
@@ -36,32 +36,32 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def with_two(base: Path, tmp_path: Path, case: Case, **settings: Any) -> None:
     async def main() -> None:
-        first, second = SpokenServer(base), SpokenServer(base)
+        first, second = StandInServer(base), StandInServer(base)
         async with engine_over(tmp_path, first, second, **settings) as engine:
             await case(engine, first, second)
 
     asyncio.run(main())
 
 
-def with_one(base: Path, tmp_path: Path, case: Callable[[VllmEngine, SpokenServer], Awaitable[None]]) -> None:
+def with_one(base: Path, tmp_path: Path, case: Callable[[VllmEngine, StandInServer], Awaitable[None]]) -> None:
     async def main() -> None:
-        server = SpokenServer(base)
+        server = StandInServer(base)
         async with engine_over(tmp_path, server) as engine:
             await case(engine, server)
 
     asyncio.run(main())
 
 
-def state_of(engine: VllmEngine, server: SpokenServer) -> str:
+def state_of(engine: VllmEngine, server: StandInServer) -> str:
     return engine.states()[server.url]
 
 
-async def both_ready(engine: VllmEngine, *servers: SpokenServer) -> None:
+async def both_ready(engine: VllmEngine, *servers: StandInServer) -> None:
     await until(lambda: all(state_of(engine, one) == "ready" for one in servers))
 
 
 def test_a_groups_requests_go_to_one_server_until_it_is_much_busier(base: Path, tmp_path: Path) -> None:
-    async def case(engine: VllmEngine, first: SpokenServer, second: SpokenServer) -> None:
+    async def case(engine: VllmEngine, first: StandInServer, second: StandInServer) -> None:
         await engine.load(*lora(base, tmp_path, 0))
         await both_ready(engine, first, second)
         for number in range(6):
@@ -83,7 +83,7 @@ def test_a_groups_requests_go_to_one_server_until_it_is_much_busier(base: Path, 
 
 
 def test_requests_of_no_group_go_to_the_least_busy_server(base: Path, tmp_path: Path) -> None:
-    async def case(engine: VllmEngine, first: SpokenServer, second: SpokenServer) -> None:
+    async def case(engine: VllmEngine, first: StandInServer, second: StandInServer) -> None:
         await engine.load(*lora(base, tmp_path, 0))
         await both_ready(engine, first, second)
         for one in (first, second):
@@ -99,7 +99,7 @@ def test_requests_of_no_group_go_to_the_least_busy_server(base: Path, tmp_path: 
 
 @pytest.mark.parametrize("weights", [lora, full])
 def test_requests_of_a_server_that_dies_are_made_again_on_the_other(base: Path, tmp_path: Path, weights: Any) -> None:
-    async def case(engine: VllmEngine, first: SpokenServer, second: SpokenServer) -> None:
+    async def case(engine: VllmEngine, first: StandInServer, second: StandInServer) -> None:
         await engine.load(*weights(base, tmp_path, 0))
         await both_ready(engine, first, second)
         first.held.clear()
@@ -116,7 +116,7 @@ def test_requests_of_a_server_that_dies_are_made_again_on_the_other(base: Path, 
 def test_a_server_that_returns_serves_after_it_was_given_the_newest_version(
     base: Path, tmp_path: Path, weights: Any
 ) -> None:
-    async def case(engine: VllmEngine, first: SpokenServer, second: SpokenServer) -> None:
+    async def case(engine: VllmEngine, first: StandInServer, second: StandInServer) -> None:
         await engine.load(*weights(base, tmp_path, 0))
         await both_ready(engine, first, second)
         await first.stop()
@@ -140,7 +140,7 @@ def test_a_server_that_returns_serves_after_it_was_given_the_newest_version(
 def test_a_server_restarted_unseen_loses_no_request_and_answers_with_no_old_weights(
     base: Path, tmp_path: Path, weights: Any
 ) -> None:
-    async def case(engine: VllmEngine, first: SpokenServer, second: SpokenServer) -> None:
+    async def case(engine: VllmEngine, first: StandInServer, second: StandInServer) -> None:
         await engine.load(*weights(base, tmp_path, 3))
         await both_ready(engine, first, second)
         first.restarted()
@@ -154,7 +154,7 @@ def test_a_server_restarted_unseen_loses_no_request_and_answers_with_no_old_weig
 def test_a_reload_that_fails_in_the_middle_leaves_no_server_that_serves_unknown_weights(
     base: Path, tmp_path: Path
 ) -> None:
-    async def case(engine: VllmEngine, first: SpokenServer, second: SpokenServer) -> None:
+    async def case(engine: VllmEngine, first: StandInServer, second: StandInServer) -> None:
         await engine.load(*full(base, tmp_path, 0))
         await both_ready(engine, first, second)
         before = first.asked["/resume"]
@@ -172,7 +172,7 @@ def test_a_reload_that_fails_in_the_middle_leaves_no_server_that_serves_unknown_
 
 
 def test_the_only_server_failing_in_a_reload_is_given_the_version_before_again(base: Path, tmp_path: Path) -> None:
-    async def case(engine: VllmEngine, server: SpokenServer) -> None:
+    async def case(engine: VllmEngine, server: StandInServer) -> None:
         await engine.load(*full(base, tmp_path, 0))
         loaded = server.asked["reload_weights"]
         server.failing["/reset_prefix_cache"] = 400
@@ -186,7 +186,7 @@ def test_the_only_server_failing_in_a_reload_is_given_the_version_before_again(b
 
 
 def test_requests_in_progress_take_over_new_weights_and_say_from_which_token(base: Path, tmp_path: Path) -> None:
-    async def case(engine: VllmEngine, server: SpokenServer) -> None:
+    async def case(engine: VllmEngine, server: StandInServer) -> None:
         await engine.load(*full(base, tmp_path, 0))
         server.held.clear()
         call = asyncio.create_task(engine.generate(request()))
@@ -200,7 +200,7 @@ def test_requests_in_progress_take_over_new_weights_and_say_from_which_token(bas
 
 @pytest.mark.parametrize("weights", [lora, full])
 def test_files_that_somebody_removed_are_made_again_of_the_artifact(base: Path, tmp_path: Path, weights: Any) -> None:
-    async def case(engine: VllmEngine, server: SpokenServer) -> None:
+    async def case(engine: VllmEngine, server: StandInServer) -> None:
         await engine.load(*weights(base, tmp_path, 0))
         (folder,) = (tmp_path / "vllm").glob("*-v0-*")
         shutil.rmtree(folder)
@@ -214,7 +214,7 @@ def test_files_that_somebody_removed_are_made_again_of_the_artifact(base: Path, 
 def test_the_only_server_lacking_an_adapters_files_serves_again_with_the_next_version(
     base: Path, tmp_path: Path
 ) -> None:
-    async def case(engine: VllmEngine, server: SpokenServer) -> None:
+    async def case(engine: VllmEngine, server: StandInServer) -> None:
         await engine.load(*lora(base, tmp_path, 0))
         shutil.rmtree(next(iter(server.adapters.values())))
         (tmp_path / "lora-0.safetensors").unlink()
@@ -228,7 +228,7 @@ def test_the_only_server_lacking_an_adapters_files_serves_again_with_the_next_ve
 
 
 def test_a_removed_adapter_folder_keeps_a_server_out_until_the_next_version(base: Path, tmp_path: Path) -> None:
-    async def case(engine: VllmEngine, first: SpokenServer, second: SpokenServer) -> None:
+    async def case(engine: VllmEngine, first: StandInServer, second: StandInServer) -> None:
         await engine.load(*lora(base, tmp_path, 0))
         await both_ready(engine, first, second)
         (name,) = first.adapters
@@ -256,7 +256,7 @@ def test_a_removed_adapter_folder_keeps_a_server_out_until_the_next_version(base
 def test_a_server_that_cannot_be_used_is_refused_in_one_line(
     base: Path, tmp_path: Path, fault: dict[str, Any], message: str
 ) -> None:
-    async def case(engine: VllmEngine, server: SpokenServer) -> None:
+    async def case(engine: VllmEngine, server: StandInServer) -> None:
         for name, value in fault.items():
             setattr(server, name, value)
         with pytest.raises(ModelError, match=message):
@@ -280,7 +280,7 @@ def test_a_server_that_cannot_be_used_is_refused_in_one_line(
 def test_an_adapter_that_vllm_drops_or_misreads_is_refused_and_no_server_hears_of_it(
     base: Path, tmp_path: Path, changes: dict[str, Any], message: str
 ) -> None:
-    async def case(engine: VllmEngine, server: SpokenServer) -> None:
+    async def case(engine: VllmEngine, server: StandInServer) -> None:
         with pytest.raises(ModelError, match=message):
             await engine.load(*lora(base, tmp_path, 0, **changes))
         assert not server.adapters
