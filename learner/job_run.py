@@ -1,4 +1,4 @@
-"""One job from its first manifest to its last: restores, trains, checkpoints, publishes. What blocks runs in a thread."""
+"""One job from its first manifest to its last: restores, trains, checkpoints, publishes; long work is in threads."""
 
 import asyncio
 import logging
