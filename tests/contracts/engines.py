@@ -130,8 +130,15 @@ def transformers(folder: Path, base: Path, *, lora: LoraSettings | None = None, 
     return Subject(new=lambda: new_engine(settings, {}), weights=weights, unfit=unfit, learner=learner)
 
 
-def vllm(folder: Path, server: VllmServer, *, lora: LoraSettings | None) -> Subject:
-    """The engine over a real server that runs already, and that the engines before may have left with other weights."""
+def vllm(folder: Path, server: VllmServer, *, lora: LoraSettings | None, is_frozen: bool = False) -> Subject:
+    """The engine over a real server that runs already, and that the engines before may have left with other weights.
+
+    `is_frozen`: the frozen engine, which knows nothing of the server but its address.
+    """
+    if is_frozen:
+        server.restore()
+        asked = OpenAISettings(base_url=f"{server.url}/v1")
+        return replace(scripted(folder), new=lambda: OpenAIEngine(asked, {}), is_frozen=True)
     settings = VllmSettings(base_urls=(server.url,), folder=folder / "vllm", start_timeout_s=60, max_loras=MAX_LORAS)
 
     def new() -> Engine:
