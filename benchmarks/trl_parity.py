@@ -1,0 +1,368 @@
+"""Losses and gradients beside TRL's own functions on the same weights and tokens, in float32; fails beyond 1e-5.
+
+    make parity    # or: .venv-bench/bin/python -m benchmarks.trl_parity --output FILE
+
+Ours are those of the learner's whole step (`train_batch`), TRL's those of its trainers' `compute_loss`: both have the
+same tiny model, prompts of different lengths, answers, behaviour log-probabilities and rewards, and make of them what
+they make of a batch. Gradients are those of all parameters. Rewards are in the hundreds, where what TRL adds to a
+deviation (1e-4) and we do (1e-6) do not count. A row with `differs` means something else by design, as it says: its
+errors are shown, not judged.
+"""
+
+import argparse
+import json
+import os
+import sys
+import tempfile
+import warnings
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from benchmarks.trl_losses import (
+    GROUP,
+    GROUPS,
+    MAX_COMPLETION,
+    THRESHOLD,
+    Found,
+    Inputs,
+    dpo,
+    flat,
+    grpo,
+    iw_opd,
+    kto,
+    logprobs_of,
+    rloo,
+    sft,
+    tokenizer_of,
+)
+from rollstream.learner.algorithms.advantages import overlong_penalty
+from rollstream.learner.algorithms.base import Algorithm, BatchView, Counts, Member, Normaliser, Prepared, Row
+from rollstream.learner.algorithms.table import algorithm
+from rollstream.learner.algorithms.tokens import Losses, TokenBatch
+from rollstream.learner.model.aggregation import aggregated, corrected_rows
+from rollstream.learner.model.optimizer import make_optimizer
+from rollstream.learner.model.policy import PolicyModel, Reference, make_deterministic
+from rollstream.learner.model.step import train_batch
+from rollstream.learner.tiny_model import make_tiny_model
+from rollstream.schemas.algorithm_settings import AlgorithmSettings, OffPolicySettings, OverlongSettings
+from rollstream.schemas.algorithms import (
+    CispoSettings,
+    DpoSettings,
+    GrpoSettings,
+    GspoSettings,
+    KtoSettings,
+    OpdSettings,
+    SapoSettings,
+    SftSettings,
+    VespoSettings,
+)
+from rollstream.schemas.events.rollouts import Completion
+from rollstream.schemas.permissions import NOTHING
+from rollstream.schemas.settings import JobSettings, ModelSettings, OptimizerSettings
+
+LIMIT = 1e-5
+PRECISE = 1e-12
+
+
+@dataclass(frozen=True)
+class Case:
+    """One row of the table."""
+
+    settings: AlgorithmSettings
+    function: str
+    theirs: Callable[[Inputs], Found]
+    options: str = ""
+    on_policy: bool = False
+    """The policy sampled the batch itself: its behaviour log-probabilities are the current ones."""
+    loss_counts: bool = True
+    differs: str = ""
+    pairs: bool = False
+
+
+def row_of(inputs: Inputs, index: int, values: list[list[float]]) -> Row:
+    """An answer with these log-probabilities."""
+    prompt, answer = inputs.prompts[index], inputs.answers[index]
+    mask = np.arange(len(prompt) + len(answer)) >= len(prompt)
+    logprobs = np.asarray([0.0] * len(prompt) + values[index], np.float32)
+    reason = "stop" if answer[-1] == inputs.end else "length"
+    part = Completion(start=len(prompt), length=len(answer), step_index=0, finish_reason=reason)
+    ids = np.asarray([*prompt, *answer], np.int32)
+    return Row(ids, mask, logprobs, index, (part,))
+
+
+class Watched(Algorithm):
+    """An algorithm whose losses are kept as they are computed."""
+
+    def __init__(self, watched: Algorithm) -> None:
+        self._watched = watched
+        self.Settings = watched.Settings  # pyright: ignore[reportAttributeAccessIssue]
+        self.normaliser = Normaliser()
+        self.seen: list[tuple[Losses, TokenBatch]] = []
+
+    def prepare(self, batch: BatchView, settings: Any) -> Prepared:
+        """As of the one watched."""
+        found = self._watched.prepare(batch, settings)
+        self.normaliser = found.normaliser
+        return found
+
+    def loss(self, tokens: TokenBatch, settings: Any) -> Losses:
+        """As of the one watched; kept."""
+        found = self._watched.loss(tokens, settings)
+        self.seen.append((found, tokens))
+        return found
+
+    def metrics(self, sums: Mapping[str, float], counts: Counts) -> dict[str, float]:
+        """As of the one watched."""
+        return self._watched.metrics(sums, counts)
+
+    def value(self) -> float:
+        """The loss of the one micro-batch."""
+        ((found, tokens),) = self.seen
+        num = {"tokens": len(tokens.logprobs_N), "sequences": len(tokens.chosen_K) or len(tokens.lengths_B)}
+        count = num.get(self.normaliser.by, self.normaliser.value)
+        return aggregated(corrected_rows(found, tokens), tokens, self.normaliser, count).item()
+
+
+def ours(case: Case, inputs: Inputs) -> Found:
+    """The learner's step, whose gradient is left as it is."""
+    chosen = case.settings.model_copy(update={"max_tokens_per_micro_batch": 100_000})
+    model_settings = ModelSettings(path=inputs.policy, device="cpu")
+    optimizer = OptimizerSettings(max_grad_norm=1e9)
+    job = JobSettings(kind=chosen.kind, model=model_settings, algorithm=chosen, optimizer=optimizer, revision=4)  # pyright: ignore[reportArgumentType]
+    model = PolicyModel(model_settings, seed=0)
+    model.use_dropout(False)
+    base = PolicyModel(ModelSettings(path=inputs.reference, device="cpu"), seed=0)
+    reference = Reference(model, base.weights_bytes(), "base") if chosen.needs.reference else None
+    values = inputs.current if case.on_policy else inputs.behaviour
+    rows = [row_of(inputs, index, values) for index in range(len(inputs.answers))]
+    if chosen.needs.teacher:
+        rows = with_scores(rows, inputs, "teacher")
+    if chosen.name == "kto":
+        rows = with_scores(rows, inputs, "reference")
+    members = [
+        Member(
+            f"g{index // GROUP}",
+            agent="agent",
+            reward=reward,
+            rewards={"a": reward, "b": other},
+            is_truncated=bool(rows[index].truncated.any()),
+        )
+        for index, (reward, other) in enumerate(zip(inputs.rewards, inputs.other_rewards, strict=True))
+    ]
+    pairs = [(index, index + 1) for index in range(0, len(rows), 2)] if case.pairs else None
+    batch = BatchView(rows, members, pairs, [1.0] * len(pairs or ()))
+    watched = Watched(algorithm(chosen.name, NOTHING))
+    train_batch(
+        model,
+        make_optimizer(model.trainable(), optimizer),
+        batch,
+        watched,
+        job,
+        index=0,
+        seed=0,
+        reference=reference,
+    )
+    return Found(watched.value(), flat(model.module))
+
+
+def with_scores(rows: list[Row], inputs: Inputs, role: str) -> list[Row]:
+    """With the log-probabilities of the reference as what `role` says."""
+    found: list[Row] = []
+    for row, known in zip(rows, logprobs_of(inputs.reference, inputs.prompts, inputs.answers), strict=True):
+        scores = np.zeros(len(row.token_ids), np.float32)
+        scores[row.mask] = known
+        found.append(replace(row, scores={role: scores}))
+    return found
+
+
+BOUNDS: dict[str, Any] = {"clip_low": 0.2, "clip_high": 0.28}
+TRL_BOUNDS: dict[str, Any] = {"epsilon": 0.2, "epsilon_high": 0.28}
+PLAIN_KL: dict[str, Any] = {"beta": 0.04, "use_bias_correction_kl": False}
+
+
+def corrections() -> list[Case]:
+    """Off-policy correction, in TRL's modes."""
+    found: list[Case] = []
+    for level in ("token", "sequence"):
+        for mode in ("truncate", "mask"):
+            for low, high in ((None, 1.5), (0.5, 1.2)):
+                off = OffPolicySettings(level=level, mode=mode, clip_min=low, clip_max=high)  # pyright: ignore[reportArgumentType]
+                options = {
+                    "vllm_importance_sampling_mode": f"{level}_{mode}",
+                    "vllm_importance_sampling_clip_min": low,
+                    "vllm_importance_sampling_clip_max": high,
+                }
+                name = f"off_policy {level}, {mode}, {low} to {high}"
+                theirs = grpo(vllm=True, loss_type="dapo", **TRL_BOUNDS, **options)
+                found.append(Case(GrpoSettings(**BOUNDS, off_policy=off), "GRPOTrainer dapo", theirs, name))
+    off = OffPolicySettings(level="token", mode="truncate", clip_max=3.0)
+    named = {"vllm_importance_sampling_mode": "token_truncate", "vllm_importance_sampling_clip_max": 3.0}
+    theirs = grpo(vllm=True, loss_type="bnpo", **PLAIN_KL, **TRL_BOUNDS, **named)
+    kl = GrpoSettings(**BOUNDS, off_policy=off, kl_coefficient=0.04)
+    why = "the correction weighs our KL penalty too, which old tokens are sampled by; TRL adds it unweighted"
+    found.append(Case(kl, "GRPOTrainer bnpo", theirs, "off_policy and KL penalty", differs=why))
+    theirs = grpo(vllm=True, loss_type="vespo", **named)
+    why = "TRL takes the correction into the sequence's ratio; ours weighs tokens, as with every other loss"
+    found.append(Case(VespoSettings(off_policy=off), "GRPOTrainer vespo", theirs, "off_policy", differs=why))
+    return found
+
+
+def ratios() -> list[Case]:
+    """Losses by importance ratios."""
+    bnpo = grpo(loss_type="bnpo", **TRL_BOUNDS)
+    sequence: dict[str, Any] = {"importance_sampling_level": "sequence", "loss_type": "grpo"}
+    dr_grpo = {"advantage": "group_mean", "aggregation": "constant", "aggregation_length": MAX_COMPLETION}
+    masked = "TRL's divisor counts sequences that are left out; ours does not"
+    cispo_trl = grpo(loss_type="cispo", epsilon_high=1.2)
+    return [
+        Case(GrpoSettings(**BOUNDS, aggregation="sequences"), "GRPOTrainer grpo", grpo(loss_type="grpo", **TRL_BOUNDS),
+             "aggregation sequences"),
+        Case(GrpoSettings(**BOUNDS), "GRPOTrainer bnpo", bnpo, "aggregation tokens"),
+        Case(GrpoSettings(**BOUNDS), "GRPOTrainer dapo", grpo(loss_type="dapo", **TRL_BOUNDS), "aggregation tokens"),
+        Case(GrpoSettings(**BOUNDS, **dr_grpo), "GRPOTrainer dr_grpo",
+             grpo(loss_type="dr_grpo", scale_rewards="none", **TRL_BOUNDS), "group_mean, aggregation constant"),
+        Case(GrpoSettings(**BOUNDS, dual_clip=1.4), "GRPOTrainer bnpo, delta",
+             grpo(loss_type="bnpo", delta=1.4, **TRL_BOUNDS), "dual_clip 1.4"),
+        Case(GrpoSettings(**BOUNDS, kl_coefficient=0.04), "GRPOTrainer bnpo, beta",
+             grpo(loss_type="bnpo", **PLAIN_KL, **TRL_BOUNDS), "KL penalty"),
+        Case(GrpoSettings(**BOUNDS, kl_coefficient=0.04, unbiased_kl=True), "GRPOTrainer bnpo, use_bias_correction_kl",
+             grpo(loss_type="bnpo", beta=0.04, use_bias_correction_kl=True, **TRL_BOUNDS), "unbiased_kl"),
+        Case(GrpoSettings(**BOUNDS, entropy_coefficient=0.01), "GRPOTrainer bnpo, entropy_coef",
+             grpo(loss_type="bnpo", entropy_coef=0.01, **TRL_BOUNDS), "entropy bonus"),
+        Case(GrpoSettings(**BOUNDS, mask_truncated=True), "GRPOTrainer dapo, mask_truncated_completions",
+             grpo(loss_type="dapo", mask_truncated_completions=True, **TRL_BOUNDS), "mask_truncated"),
+        Case(GrpoSettings(**BOUNDS, mask_truncated=True, aggregation="sequences"),
+             "GRPOTrainer grpo, mask_truncated_completions",
+             grpo(loss_type="grpo", mask_truncated_completions=True, **TRL_BOUNDS),
+             "mask_truncated, aggregation sequences", differs=masked),
+        Case(GrpoSettings(**BOUNDS, advantage="gdpo", reward_weights={"a": 1000.0, "b": 2000.0}),
+             "GRPOTrainer bnpo, normalize_then_sum",
+             grpo(loss_type="bnpo", multi_objective_aggregation="normalize_then_sum", **TRL_BOUNDS), "gdpo"),
+        Case(GrpoSettings(**BOUNDS, advantage="leave_one_out", aggregation="constant", aggregation_length=1),
+             "RLOOTrainer", rloo, "leave_one_out, constant 1; gradient alone", on_policy=True, loss_counts=False),
+        Case(GspoSettings(clip_low=0.05, clip_high=0.08), "GRPOTrainer grpo, importance_sampling_level sequence",
+             grpo(epsilon=0.05, epsilon_high=0.08, **sequence)),
+        Case(CispoSettings(clip_high=0.2), "GRPOTrainer cispo, epsilon_high 1.2", cispo_trl, "clip_high 0.2"),
+        Case(SapoSettings(), "GRPOTrainer sapo", grpo(loss_type="sapo")),
+        Case(VespoSettings(), "GRPOTrainer vespo", grpo(loss_type="vespo")),
+    ]  # fmt: skip
+
+
+def imitations() -> list[Case]:
+    """Losses without ratios, or against a reference."""
+    smoothed = "TRL's robust DPO takes the share of wrong pairs off and rescales; ours is conservative DPO"
+    by_tokens = "TRL's mean is over the tokens of all chosen answers; ours over pairs, of the means of each"
+    mixed: dict[str, Any] = {"loss_type": ["sigmoid", "sft"], "loss_weights": [1.0, 0.5]}
+    good: dict[str, Any] = {"reward_threshold": THRESHOLD, "beta": 0.1}
+    return [
+        Case(SftSettings(), "SFTTrainer", sft),
+        Case(DpoSettings(), "DPOTrainer sigmoid", dpo(loss_type=["sigmoid"]), pairs=True),
+        Case(DpoSettings(average_logprobs=True), "DPOTrainer sigmoid_norm", dpo(loss_type=["sigmoid_norm"]),
+             "average_logprobs", pairs=True),
+        Case(DpoSettings(loss_type="ipo", average_logprobs=True), "DPOTrainer ipo", dpo(loss_type=["ipo"]),
+             "ipo, average_logprobs", pairs=True),
+        Case(DpoSettings(label_smoothing=0.2), "DPOTrainer aot, one pair a batch",
+             dpo(loss_type=["aot"], label_smoothing=0.2, one_by_one=True), "label_smoothing 0.2", pairs=True),
+        Case(DpoSettings(label_smoothing=0.2), "DPOTrainer robust", dpo(loss_type=["robust"], label_smoothing=0.2),
+             "label_smoothing 0.2", pairs=True, differs=smoothed),
+        Case(DpoSettings(sft_weight=0.5), "DPOTrainer sigmoid and sft, one pair a batch",
+             dpo(one_by_one=True, **mixed), "sft_weight 0.5", pairs=True),
+        Case(DpoSettings(sft_weight=0.5), "DPOTrainer sigmoid and sft", dpo(**mixed), "sft_weight 0.5", pairs=True,
+             differs=by_tokens),
+        Case(KtoSettings(**good, desirable_weight=1.5), "KTOTrainer apo_zero_unpaired",
+             kto(loss_type="apo_zero_unpaired", desirable_weight=1.5), "reference_point zero"),
+        Case(KtoSettings(**good, reference_point="sampled"), "KTOTrainer kto, its KL batch the rollouts themselves",
+             kto(loss_type="kto"), "reference_point sampled", on_policy=True),
+        Case(OpdSettings(teacher="reference"), "IWOPDTrainer, iw_opd_gamma 0", iw_opd, on_policy=True),
+    ]  # fmt: skip
+
+
+def made_inputs(folder: Path) -> Inputs:
+    """Two untrained models of one shape, and rollouts of neither.
+
+    Good answers are longer and most have become less likely, else losses are differences of nearly equal numbers. The
+    policy holds the answers for likelier than the reference does, so that KTO's reference point is above 0.
+    """
+    policy, reference = (
+        str(make_tiny_model(folder / name, seed=seed)) for seed, name in ((1, "policy"), (0, "reference"))
+    )
+    rng, tokenizer = np.random.default_rng(7), tokenizer_of(policy)
+    size, num = len(tokenizer) - 8, GROUP * GROUPS
+    different = [rng.integers(8, size, length).tolist() for length in range(4, 4 + GROUPS)]
+    rewards, others = (rng.integers(0, 1000, num).astype(float).tolist() for _ in range(2))
+    lengths = [rng.integers(10, MAX_COMPLETION) if one >= THRESHOLD else rng.integers(3, 8) for one in rewards]
+    answers = [rng.integers(8, size, length).tolist() for length in lengths]
+    answers = [[*answer, tokenizer.eos_token_id] if index % 4 else answer for index, answer in enumerate(answers)]
+    prompts = [prompt for prompt in different for _ in range(GROUP)]
+    own = logprobs_of(policy, prompts, answers)
+    behaviour: list[list[float]] = []
+    for index, values in enumerate(own):
+        shift = 0.2 if (rewards[index] >= THRESHOLD) == (index % 4 < 3) else -0.2
+        behaviour.append((np.asarray(values) + rng.normal(shift, 0.4, len(values))).tolist())
+    return Inputs(policy, reference, prompts, answers, behaviour, own, rewards, others, tokenizer.eos_token_id)
+
+
+def compared(case: Case, inputs: Inputs) -> dict[str, Any]:
+    """A row of the table."""
+    own, theirs = ours(case, inputs), case.theirs(inputs)
+    gradient = float((own.gradient - theirs.gradient).norm() / theirs.gradient.norm())
+    loss = abs(own.loss - theirs.loss) / max(abs(theirs.loss), PRECISE) if case.loss_counts else None
+    row: dict[str, Any] = {"algorithm": case.settings.name, "options": case.options, "trl": case.function}
+    row |= {"loss": loss, "gradient": gradient, "trl_loss": theirs.loss, "trl_norm": float(theirs.gradient.norm())}
+    if case.differs:
+        row["differs"] = case.differs
+    row["equal"] = max(loss or 0.0, gradient) <= LIMIT
+    return row
+
+
+def overlong() -> dict[str, Any]:
+    """DAPO's punishment of long answers, of every length."""
+    from trl.rewards import get_soft_overlong_punishment  # pyright: ignore[reportMissingImports]
+
+    theirs = get_soft_overlong_punishment(100, 20)(completion_ids=[[1] * length for length in range(1, 130)])
+    settings = OverlongSettings(max_length=100, buffer=20)
+    own = [-overlong_penalty(length, settings) for length in range(1, 130)]
+    error = max(abs(one - other) for one, other in zip(own, theirs, strict=True))
+    row = {"algorithm": "grpo", "options": "overlong", "trl": "get_soft_overlong_punishment"}
+    return {**row, "loss": error, "gradient": None, "equal": error <= LIMIT}
+
+
+def main() -> None:
+    """Print and keep the table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--output", type=Path, default=None)
+    parser.add_argument("--only", default="", help="a part of TRL's function")
+    args = parser.parse_args()
+    os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")
+    warnings.simplefilter("ignore")
+    make_deterministic(1)
+    import datasets  # pyright: ignore[reportMissingImports] -- of .venv-bench
+
+    datasets.disable_progress_bars()
+    rows: list[dict[str, Any]] = []
+    with tempfile.TemporaryDirectory() as kept:
+        inputs = made_inputs(Path(kept))
+        for case in [*ratios(), *corrections(), *imitations()]:
+            if args.only in case.function:
+                rows.append(compared(case, inputs))
+                print(
+                    {name: rows[-1][name] for name in ("algorithm", "options", "trl", "loss", "gradient")}, flush=True
+                )
+    rows.append(overlong())
+    import importlib.metadata
+
+    versions = {name: importlib.metadata.version(name) for name in ("torch", "transformers", "trl")}
+    wrong = [row for row in rows if not row["equal"] and "differs" not in row]
+    if args.output:
+        args.output.write_text(json.dumps({"limit": LIMIT, "versions": versions, "rows": rows}, indent=2) + "\n")
+    for row in wrong:
+        print(f"beyond {LIMIT:g}: {row}", file=sys.stderr)
+    sys.exit(1 if wrong else 0)
+
+
+if __name__ == "__main__":
+    main()
