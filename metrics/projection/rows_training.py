@@ -1,11 +1,13 @@
 """Rows of the topics groups, batches, jobs and weights."""
 
+import math
 from collections.abc import Callable, Iterator
 from typing import Any
 
 from rollstream.eventlog.log import Received
 from rollstream.metrics.projection.columns import Row, copied
 from rollstream.metrics.projection.rows_rollouts import TEXT_CHARS, json_text, number64
+from rollstream.schemas.errors import DecodeError
 from rollstream.schemas.events.training import (
     BatchPlanned,
     GroupClosed,
@@ -19,10 +21,12 @@ from rollstream.schemas.events.weights import (
     JobFailed,
     JobSubmitted,
     JobSucceeded,
+    ReferenceScored,
     StepTrained,
     WeightsCollected,
     WeightsPublished,
 )
+from rollstream.schemas.tokens import count, decode_floats
 
 Rows = Iterator[tuple[str, Row]]
 
@@ -147,6 +151,30 @@ def step_trained(event: StepTrained, _: Received) -> Rows:
     yield "step_trained", {**row, "metrics": json_text(event.metrics), "seconds": json_text(event.seconds)}
 
 
+def reference_scored(event: ReferenceScored, _: Received) -> Rows:
+    """A trajectory's scores under a reference or a teacher, or a part of them; of the log-probabilities the mean."""
+    row = copied("reference_scored", event)
+    row |= {
+        "scorer_sha256": event.scorer.sha256,
+        "role": event.scorer.role,
+        "model": event.scorer.model,
+        "temperature": event.scorer.temperature,
+        "context": event.scorer.context[:TEXT_CHARS],
+        "num_tokens": count(event.logprobs),
+        "mean_logprob": _mean(event.logprobs),
+    }
+    yield "reference_scored", row
+
+
+def _mean(logprobs: str) -> float | None:
+    """None where there is none: no token, or no finite numbers."""
+    try:
+        values = decode_floats(logprobs)
+    except DecodeError:
+        return None
+    return math.fsum(values) / len(values) if values and all(map(math.isfinite, values)) else None
+
+
 def weights_published(event: WeightsPublished, _: Received) -> Rows:
     """A weight version."""
     row = copied("weights_published", event)
@@ -172,6 +200,7 @@ TRAINING_ROWS: dict[str, Callable[[Any, Received], Rows]] = {
     "job_failed": job_failed,
     "job_cancelled": job_cancelled,
     "step_trained": step_trained,
+    "reference_scored": reference_scored,
     "weights_published": weights_published,
     "weights_collected": weights_collected,
 }

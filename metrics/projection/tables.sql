@@ -188,6 +188,13 @@ CREATE TABLE log.step_trained (
     time_ms BIGINT, log_partition BIGINT, log_offset BIGINT,
     PRIMARY KEY (model_group, version, term)
 );
+CREATE TABLE log.reference_scored (
+    model_group VARCHAR, version BIGINT, term BIGINT, trajectory_sha256 VARCHAR, scorer_sha256 VARCHAR, part BIGINT,
+    run_id VARCHAR, job_id VARCHAR, batch_id VARCHAR, trajectory_id VARCHAR, num_parts BIGINT, role VARCHAR,
+    model VARCHAR, temperature DOUBLE, context VARCHAR, num_tokens BIGINT, mean_logprob DOUBLE,
+    time_ms BIGINT, log_partition BIGINT, log_offset BIGINT,
+    PRIMARY KEY (model_group, version, term, trajectory_sha256, scorer_sha256, part)
+);
 CREATE TABLE log.weights_published (
     model_group VARCHAR, version BIGINT, term BIGINT, run_id VARCHAR, job_id VARCHAR, batch_id VARCHAR, parent BIGINT,
     weights_sha256 VARCHAR, weights_format VARCHAR, base_model VARCHAR, uri VARCHAR, size_bytes BIGINT, adopts BIGINT,
@@ -342,6 +349,22 @@ SELECT run_id, job_id, model_group, version - 1 AS trained_version, metrics['mis
     metrics['drift/kl_k3'] AS drift_kl, metrics['drift/ess'] AS drift_ess, metrics['drift/tokens'] AS drift_share,
     metrics['drift/versions'] AS versions_old, coalesce(metrics['mismatch/kl_k3'] > 0.01, false) AS is_alarming
 FROM training_steps WHERE metrics['mismatch/log_ppl_diff'] IS NOT NULL ORDER BY model_group, version;
+
+-- A trajectory's log-probabilities under a reference or a teacher: one row a trajectory and scorer, the first that counts.
+CREATE OR REPLACE VIEW reference_scores AS
+WITH first AS (
+    SELECT * FROM log.reference_scored s
+    WHERE NOT EXISTS (SELECT 1 FROM log.learner_claimed c
+        WHERE c.model_group = s.model_group AND c.term > s.term AND c.log_offset < s.log_offset)
+    QUALIFY row_number() OVER (PARTITION BY s.model_group, s.trajectory_sha256, s.scorer_sha256, s.part
+        ORDER BY s.log_offset) = 1
+)
+SELECT run_id, job_id, model_group, min(version) AS version, min(batch_id) AS batch_id, trajectory_id, role, model,
+    temperature, context, sum(num_tokens)::BIGINT AS num_tokens,
+    sum(mean_logprob * num_tokens) / nullif(sum(num_tokens), 0) AS mean_logprob, log.at(max(time_ms)) AS scored_at
+FROM first
+GROUP BY run_id, job_id, model_group, trajectory_id, trajectory_sha256, scorer_sha256, role, model, temperature, context
+HAVING count(*) = max(num_parts) ORDER BY model_group, version, trajectory_id, role;
 
 CREATE OR REPLACE VIEW weight_loads AS
 SELECT run_id, model_group, version, engine, seconds, num_skipped, log.at(time_ms) AS loaded_at

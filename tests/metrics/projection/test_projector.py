@@ -16,6 +16,7 @@ from rollstream.schemas import events, tokens
 from rollstream.schemas.base import Event
 from rollstream.schemas.errors import DecodeError
 from rollstream.schemas.events.rollouts import LLMCall, Prefix
+from rollstream.schemas.events.weights import Scorer
 from tests.metrics.conftest import empty_file
 
 
@@ -39,8 +40,7 @@ JOB = {"run_id": "run-1", "time_ms": 1, "model_group": "run-1/policy", "job_id":
 ALL = [
     "runs", "epochs", "tasks", "rollouts", "steps", "rewards", "trajectories", "groups", "rejections",
     "batches", "batch_members", "training_steps", "weight_versions", "engine_mismatch", "weight_loads",
-    "jobs", "validations",
-    "dead_letters", "offsets", "epoch_summary", "outcomes", "staleness", "example_difficulty", "wasted_tokens",
+    "reference_scores", "jobs", "validations", "dead_letters", "offsets", "epoch_summary", "outcomes", "staleness", "example_difficulty", "wasted_tokens",
     "lineage",
 ]  # fmt: skip
 
@@ -65,8 +65,7 @@ def test_every_public_table_has_the_run(tmp_path: Path, synthetic: Any) -> None:
     assert {name: len(rows) for name, rows in found.items() if name != "offsets"} == {
         "runs": 1, "epochs": 3, "tasks": num_groups, "rollouts": num_groups * 4 + 3, "steps": num_groups * 8 + 3,
         "rewards": num_groups * 4, "trajectories": num_groups * 4, "groups": num_groups, "rejections": 12, "batches": 3,
-        "batch_members": 24, "training_steps": 3, "weight_versions": 4,
-        "engine_mismatch": 0, "weight_loads": 0, "jobs": 2, "validations": 0,
+        "batch_members": 24, "training_steps": 3, "weight_versions": 4, "engine_mismatch": 0, "weight_loads": 0, "reference_scores": 0, "jobs": 2, "validations": 0,
         "dead_letters": 0, "epoch_summary": 2, "outcomes": 39, "staleness": 3, "example_difficulty": 3,
         "wasted_tokens": 2, "lineage": num_groups * 8 + 3,
     }  # fmt: skip
@@ -92,6 +91,22 @@ def test_a_training_step_shows_the_preference_accuracy_that_it_told(tmp_path: Pa
     found = ask(path, "SELECT loss, preference_accuracy, preference_margin, metrics['dpo/pairs'] FROM training_steps")
     assert found[-1] == (0.5, 0.75, 0.125, 8.0)
     assert {row[1:] for row in found[:-1]} == {(None, None, None)}
+
+
+def test_scores_are_shown_once_a_trajectory_and_scorer_with_their_mean(tmp_path: Path) -> None:
+    def scored(part: int, logprobs: list[float], *, version: int = 1, term: int = 1) -> Event:
+        scorer = Scorer(role="teacher", model="wise")
+        return events.ReferenceScored(
+            **JOB, batch_id="b0", version=version, term=term, trajectory_id="t0", trajectory_sha256="aa", scorer=scorer,
+            part=part, num_parts=2, logprobs=tokens.encode_floats(logprobs),
+        )  # fmt: skip
+
+    path = empty_file(tmp_path)
+    made = [scored(0, [-1.0, -2.0]), scored(0, [-1.0, -2.0], term=2), scored(1, [-6.0]), scored(1, [-6.0], version=2)]
+    project_all(log_of(made), path)
+    columns = "version, batch_id, trajectory_id, role, model, num_tokens, mean_logprob"
+    found = ask(path, f"SELECT {columns} FROM reference_scores")
+    assert found == [(1, "b0", "t0", "teacher", "wise", 3, -3.0)]
 
 
 def test_a_job_shows_the_phase_finish_of_its_last_version_where_it_was_measured(tmp_path: Path, synthetic: Any) -> None:

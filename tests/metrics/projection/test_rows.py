@@ -15,7 +15,7 @@ from rollstream.metrics.projection.rows import BUILDERS, COPIED, rows_of
 from rollstream.schemas.events import KINDS
 
 GOLDEN = Path(__file__).parents[2] / "golden"
-WITHOUT_ROW = {"tick", "group_extended", "run_continued", "reference_scored"}
+WITHOUT_ROW = {"tick", "group_extended", "run_continued"}
 
 
 def golden_rows(name: str) -> list[tuple[str, dict[str, Any]]]:
@@ -35,6 +35,13 @@ def test_a_row_has_every_column_of_its_table_and_values_that_a_column_can_hold(n
 def test_every_kind_is_copied_or_built_or_leaves_no_row() -> None:
     assert COPIED.isdisjoint(BUILDERS)
     assert KINDS.keys() - COPIED - BUILDERS.keys() == WITHOUT_ROW
+
+
+def test_scores_under_a_teacher_leave_their_number_and_mean() -> None:
+    ((_, row),) = golden_rows("reference_scored.v1.json")
+    assert {name: row[name] for name in ("role", "model", "part", "num_tokens", "mean_logprob")} == {
+        "role": "teacher", "model": "models/teacher", "part": 1, "num_tokens": 2, "mean_logprob": -0.875,
+    }  # fmt: skip
 
 
 @pytest.mark.parametrize("kind", sorted(COPIED))
