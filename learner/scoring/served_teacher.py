@@ -1,13 +1,15 @@
 """A teacher on a vLLM server: its log-probabilities of given token ids. No model is loaded here."""
 
 import asyncio
-from collections.abc import Sequence
+import os
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from rollstream.eventlog.http.http_json import MAX_ANSWER_BYTES, HttpServer, shown
+from rollstream.schemas.errors import ModelError
 
 MAX_REQUESTS = 16
 """At a time."""
@@ -23,11 +25,22 @@ NO_LOGPROB = -9000.0
 """vLLM writes -9999 for a token without a log-probability."""
 
 
+KEY_VARIABLE = "ROLLSTREAM_TEACHER_API_KEY"
+"""Environment variable of the learner with the key that requests bear; not set: none. No record names it, because a
+record could then have any variable sent to the server."""
+
+
 class ServedTeacher:
     """Blocking, with an event loop of its own: for the thread that trains."""
 
-    def __init__(self, url: str, path: str, tokenizer: Any) -> None:
-        """`path`: the model that the server was started with; `tokenizer`: the policy's."""
+    def __init__(self, url: str, path: str, tokenizer: Any, environ: Mapping[str, str] = os.environ) -> None:
+        """`path`: the model that the server was started with; `tokenizer`: the policy's.
+
+        Raises ModelError if the variable of the key is set to what no header can hold.
+        """
+        self._key = environ.get(KEY_VARIABLE, "").strip()
+        if not (self._key.isascii() and self._key.isprintable()):
+            raise ModelError(f"teacher {url}: the variable {KEY_VARIABLE} holds no key; export one, or unset it")
         self._url = url.rstrip("/")
         self._path = path
         self._tokenizer = tokenizer
@@ -42,7 +55,7 @@ class ServedTeacher:
         return asyncio.run(self._asked(rows))
 
     async def _asked(self, rows: Sequence[NDArray[np.int32]]) -> list[NDArray[np.float32]]:
-        http = HttpServer(self._url, timeout_s=TIMEOUT_S)
+        http = HttpServer(self._url, timeout_s=TIMEOUT_S, key=self._key, key_variable=KEY_VARIABLE)
         http.name = f"teacher {self._url}"
         slots = asyncio.Semaphore(MAX_REQUESTS)
 

@@ -13,7 +13,7 @@ from aiohttp import web
 from transformers import AutoTokenizer
 
 from rollstream.learner.scoring import served_teacher
-from rollstream.learner.scoring.served_teacher import ServedTeacher
+from rollstream.learner.scoring.served_teacher import KEY_VARIABLE, ServedTeacher
 from rollstream.learner.tiny_model import make_tiny_model
 from rollstream.schemas.algorithms import MixSettings, OpdSettings
 from rollstream.schemas.errors import ModelError
@@ -37,12 +37,16 @@ class TeacherServer:
     """In place of what it would answer to a prompt."""
     failing: int = 0
     """So many requests fail first."""
+    key: str = ""
+    """That requests must bear."""
     asked: list[str] = field(default_factory=list[str])
     url: str = ""
 
     async def answered(self, request: web.Request) -> web.Response:
         self.asked.append(request.path)
         body: dict[str, Any] = await request.json() if request.can_read_body else {}
+        if self.key and request.headers.get("Authorization") != f"Bearer {self.key}":
+            return web.json_response({"error": "Unauthorized"}, status=401)
         if self.failing:
             self.failing -= 1
             return web.Response(status=503)
@@ -127,6 +131,27 @@ def test_a_server_that_cannot_teach_is_named_with_a_remedy(teacher: Path, change
                 await asyncio.to_thread(asked.logprobs, rows)
 
     asyncio.run(scenario())
+
+
+def test_a_server_that_wants_a_key_is_asked_with_that_of_the_environment(teacher: Path) -> None:
+    async def scenario() -> None:
+        async with serving(TeacherServer(teacher, key="sk-wise-1")) as server:
+            rows = [np.asarray([7, 8, 9], np.int32)]
+            asked = ServedTeacher(server.url, str(teacher), None, {KEY_VARIABLE: "sk-wise-1\n"})
+            assert len((await asyncio.to_thread(asked.logprobs, rows))[0]) == 3
+            for environ in ({}, {KEY_VARIABLE: "sk-other"}):
+                asked = ServedTeacher(server.url, str(teacher), None, environ)
+                with pytest.raises(ModelError, match=f"401.*set the variable {KEY_VARIABLE} to a valid key") as error:
+                    await asyncio.to_thread(asked.logprobs, rows)
+                assert "sk-other" not in str(error.value)
+
+    asyncio.run(scenario())
+
+
+def test_a_key_that_no_header_can_hold_is_refused_without_telling_it(teacher: Path) -> None:
+    with pytest.raises(ModelError, match=f"the variable {KEY_VARIABLE} holds no key") as error:
+        ServedTeacher("http://teacher:8000", str(teacher), None, {KEY_VARIABLE: "sk\nother"})
+    assert "other" not in str(error.value)
 
 
 @pytest.mark.parametrize("told", [float("nan"), -9999.0, 0.5, "high"])
