@@ -1,0 +1,101 @@
+"""Producers are killed with SIGKILL in a run with oversampling: every group has the rollouts that ended first."""
+
+import itertools
+import json
+import re
+import subprocess
+import time
+from operator import itemgetter
+from typing import Any
+
+import pytest
+
+from tests.end_to_end.killing import child
+
+pytestmark = [pytest.mark.kafka, pytest.mark.slow, pytest.mark.timeout(300)]
+
+EPOCHS, TASKS, ENOUGH, MORE = 12, 4, 4, 2
+GAME = """
+import asyncio
+
+import game
+
+
+async def slow_digits(session):
+    await game.digits(session)
+    await asyncio.sleep(session.rng.random())
+"""
+ENDED = """
+SELECT f.group_id, f.rollout_id, s.member, f.log_offset FROM log.rollout_finished f
+JOIN log.rollout_started s USING (rollout_id) JOIN outcomes o USING (rollout_id)
+WHERE f.state = 'ended' AND o.outcome <> 'rejected' ORDER BY f.group_id, f.log_offset
+"""
+
+
+def first_enough(workplace: Any) -> dict[str, tuple[list[str], int]]:
+    """By group: the rollouts of the members that ended first, and the offset of the record that closes it."""
+    found: dict[str, tuple[list[str], int]] = {}
+    for group_id, ended in itertools.groupby(workplace.rows(ENDED), key=itemgetter("group_id")):
+        first: dict[int, dict[str, Any]] = {}
+        for row in ended:
+            first.setdefault(row["member"], row)
+        kept = list(first.values())[:ENOUGH]
+        found[group_id] = sorted(row["rollout_id"] for row in kept), kept[-1]["log_offset"]
+    return found
+
+
+def test_producers_that_are_killed_lose_and_double_nothing_of_oversampled_groups(workplace: Any) -> None:
+    (workplace.folder / "slow_game.py").write_text(GAME)
+    builder = {"num_generations": ENOUGH, "oversampling": MORE, "num_producers": 2, "session_timeout_s": 6}
+    written = workplace.configuration(num_epochs=EPOCHS, **builder) | {"workflow": "python:slow_game.slow_digits"}
+    config = workplace.write(written)
+    options = ("--config_file", str(config), "--run_id", "more", "--result_json_path", str(workplace.result))
+    command = workplace.start("finetune", *options)
+    try:
+        for version in (1, 3, 5):
+            kill_a_producer(workplace, command, version)
+        assert command.wait(240) == 0, workplace.output() + workplace.logs()
+    finally:
+        command.kill()
+        command.wait()
+    assert json.loads(workplace.result.read_text())["status"] == "completed"
+    assert_whole(workplace)
+    replayed = workplace.run("replay", "more", "--verify", "--train")
+    assert replayed.returncode == 0, replayed.stdout + replayed.stderr
+
+
+def kill_a_producer(workplace: Any, command: subprocess.Popen[str], version: int) -> None:
+    """Once any has loaded the version or a later one."""
+    deadline = time.monotonic() + 120
+    while time.monotonic() < deadline:
+        assert command.poll() is None, workplace.output() + workplace.logs()
+        logs = "".join(one.read_text() for one in (workplace.workspace / "logs").glob("producers-*.log"))
+        loaded = [int(found) for found in re.findall(r" loaded model_group=more/policy version=(\d+)\n", logs)]
+        alive = [one for name in ("producers-1", "producers-2") if (one := child(command, (name,))) is not None]
+        if max(loaded, default=0) >= version and alive:
+            time.sleep(0.6)  # its rollouts of that version are in progress: they sleep for up to a second
+            return alive[0].kill()
+        time.sleep(0.05)
+    raise AssertionError(f"no version {version}\n{workplace.output()}\n{workplace.logs()}")
+
+
+def assert_whole(workplace: Any) -> None:
+    """Every group closed once, at its fourth end, with the four that ended first; each attempt counts once."""
+    groups = workplace.rows("SELECT group_id, reason, size, last_step_offset FROM log.group_closed ORDER BY group_id")
+    assert len(groups) == EPOCHS * TASKS
+    assert {(row["reason"], row["size"]) for row in groups} == {("complete", ENOUGH + MORE)}
+    expected = first_enough(workplace)
+    assert {row["group_id"]: row["last_step_offset"] for row in groups} == {
+        key: at for key, (_, at) in expected.items()
+    }
+    members = workplace.rows("SELECT group_id, rollout_id FROM batch_members ORDER BY group_id, rollout_id")
+    trained = itertools.groupby(members, key=itemgetter("group_id"))
+    assert {key: [row["rollout_id"] for row in rows] for key, rows in trained} == {
+        key: rollouts for key, (rollouts, _) in expected.items()
+    }
+    outcomes = workplace.rows("SELECT outcome, cause, count(*) AS n FROM outcomes GROUP BY ALL")
+    counts = {(row["outcome"], row["cause"]): row["n"] for row in outcomes}
+    assert sum(counts.values()) == workplace.rows("SELECT count(*) AS n FROM rollouts")[0]["n"]
+    assert counts.pop(("trained", None)) == EPOCHS * TASKS * ENOUGH
+    assert counts.pop(("superseded", "oversampled")) > 0
+    assert counts.keys() <= {("failed", "producer_lost"), ("rejected", "digest"), ("rejected", "incomplete")}, counts
