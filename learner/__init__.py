@@ -4,6 +4,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from rollstream.learner import (
+        checkpoint_files,
         collection,
         inbox,
         progress,
@@ -15,6 +16,7 @@ if TYPE_CHECKING:
     )
 
 __all__ = [
+    "checkpoint_files",
     "collection",
     "inbox",
     "progress",

@@ -21,13 +21,11 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from torch import Tensor
 
 from rollstream.eventlog.files import replacing, sync_folder, write_whole
+from rollstream.learner.checkpoint_files import CONTENT, SHARDS, SUFFIX, checkpoints_in
 from rollstream.schemas.events import StepTrained
 
 logger = logging.getLogger(__name__)
 
-SUFFIX = ".safetensors"
-SHARDS = ".shards"
-_CONTENT = "content.json"
 _TYPES = {
     torch.float64: "F64",
     torch.int64: "I64",
@@ -132,7 +130,7 @@ class CheckpointFolder:
         write(aside)
         hashes = {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in sorted(aside.iterdir())}
         content = orjson.dumps({"position": position.model_dump(mode="json"), "sha256": hashes})
-        write_whole(aside / _CONTENT, content, is_private=False)
+        write_whole(aside / CONTENT, content, is_private=False)
         path = self.path / f"v{position.version:08d}.{hashlib.sha256(content).hexdigest()}{SHARDS}"
         sync_folder(aside)
         shutil.rmtree(path, ignore_errors=True)
@@ -145,7 +143,7 @@ class CheckpointFolder:
 
         A file that was changed is named in a warning, and the one before it is used.
         """
-        for version, path in reversed(list(self._files())):
+        for version, path in reversed(list(checkpoints_in(self.path))):
             if version > max_version:
                 continue
             checkpoint = read(path)
@@ -157,7 +155,7 @@ class CheckpointFolder:
 
     def prune(self, *, keep_last: int, keep_every: int, needed: Collection[int] = ()) -> None:
         """Remove all but the newest `keep_last`, every version that `keep_every` divides, and those `needed`."""
-        files = list(self._files())
+        files = list(checkpoints_in(self.path))
         kept = {*needed, *(version for version, _ in files[-keep_last:])}
         for version, path in files:
             if version not in kept and version % keep_every:
@@ -165,14 +163,7 @@ class CheckpointFolder:
 
     def versions(self) -> list[int]:
         """Versions that are kept, from old to new."""
-        return [version for version, _ in self._files()]
-
-    def _files(self) -> Iterator[tuple[int, Path]]:
-        """Version and path, from old to new."""
-        for path in sorted([*self.path.glob(f"v*{SUFFIX}"), *self.path.glob(f"v*{SHARDS}")]):
-            number = path.name[1:].split(".", 1)[0]
-            if number.isdigit():
-                yield int(number), path
+        return [version for version, _ in checkpoints_in(self.path)]
 
 
 def read(path: Path) -> Checkpoint | None:
@@ -193,7 +184,7 @@ def read(path: Path) -> Checkpoint | None:
 def _read_shards(path: Path) -> Checkpoint | None:
     """Its position; the shards are read by those who take them over."""
     try:
-        content = (path / _CONTENT).read_bytes()
+        content = (path / CONTENT).read_bytes()
         if hashlib.sha256(content).hexdigest() != path.name.split(".")[1]:
             return None
         found = orjson.loads(content)

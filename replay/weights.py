@@ -1,17 +1,15 @@
 """What training left: every version's hash said once; its artifact, the checkpoints and its scores what they were."""
 
-import hashlib
 import itertools
 import math
 from collections.abc import Mapping
 from pathlib import Path
 from urllib.parse import quote
 
-import orjson
-
 from rollstream.eventlog.artifacts import ArtifactStore
 from rollstream.eventlog.log import Received
 from rollstream.learner import retention
+from rollstream.learner.checkpoint_files import checkpoints_in, inspect
 from rollstream.learner.progress import GroupState, LogState, evolve
 from rollstream.learner.retention import WeightNeeds
 from rollstream.learner.scoring.scores import ScoreAsked, digest_of, scorers_of
@@ -139,7 +137,7 @@ def _kept_checkpoints(events: RunEvents, name: str, group: GroupState, folder: P
     jobs = [job for job, _ in of_type(events.by_topic.get("jobs", ()), JobSubmitted) if job.model_group == name]
     steps = [step for step, _ in of_type(events.by_topic.get("weights", ()), StepTrained) if step.model_group == name]
     due = {step.version for job in jobs for step in steps if step.job_id == job.job_id and _is_due(job, step.version)}
-    present = [int(path.name[1:].split(".", 1)[0]) for path in folder.glob("v*.safetensors")]
+    present = [version for version, _ in checkpoints_in(folder)]
     missing = sorted(_unpruned([job.settings for job in jobs], due, present) - set(present))
     if missing and not present:
         report.differ("checkpoints", str(folder), f"checkpoints up to v{missing[-1]}", MISSING)
@@ -226,20 +224,15 @@ def _checkpoints(events: RunEvents, name: str, group: GroupState, folder: Path, 
         (event.job_id, event.index): received.digest
         for event, received in of_type(events.by_topic.get("batches", ()), BatchPlanned)
     }
-    for path in sorted(folder.glob("v*.safetensors")):
+    for _, path in checkpoints_in(folder):
         try:
-            data = path.read_bytes()
+            found, position = inspect(path)
         except FileNotFoundError:
             continue  # its learner goes on, and has removed it since
         report.count("checkpoints")
-        found = hashlib.sha256(data).hexdigest()
-        named = path.name.split(".")[1]
-        if found != named:
-            report.differ("checkpoints", str(path), named, found)
+        if position is None:
+            report.differ("checkpoints", str(path), path.name.split(".")[1], found)
             continue
-        position = orjson.loads(
-            orjson.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])["__metadata__"]["position"]
-        )
         recorded = group.trained.get(position["version"])
         if recorded is None and not _is_ahead(events, name, group, position["version"]):
             step = ids.version_event("step_trained", name, position["version"])

@@ -13,6 +13,7 @@ from urllib.parse import unquote
 from rollstream.eventlog.artifacts import ArtifactStore
 from rollstream.eventlog.log import EventLog
 from rollstream.eventlog.reading import read_to_end
+from rollstream.learner.checkpoint_files import checkpoints_in
 from rollstream.learner.collection import MAX_VERSIONS, collected, take
 from rollstream.learner.retention import Stored, WeightNeeds, removable, versions_of
 from rollstream.schemas import ids
@@ -104,13 +105,10 @@ async def _read(log: EventLog) -> WeightNeeds:
 
 
 def _at_checkpoints(folder: Path) -> dict[str, Collection[int]]:
-    """Versions of checkpoint files, by model group."""
-    found: dict[str, set[int]] = {}
-    for path in folder.glob("*/v*.safetensors"):
-        number = path.name[1:].split(".", 1)[0]
-        if number.isdigit():
-            found.setdefault(unquote(path.parent.name), set()).add(int(number))
-    return {name: frozenset(versions) for name, versions in found.items()}
+    """Versions of checkpoints, by model group."""
+    groups = [path for path in folder.glob("*") if path.is_dir()]
+    found = {unquote(group.name): frozenset(version for version, _ in checkpoints_in(group)) for group in groups}
+    return {name: versions for name, versions in found.items() if versions}
 
 
 def _leftovers(folder: Path) -> list[Leftover]:

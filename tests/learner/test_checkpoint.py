@@ -9,6 +9,7 @@ import safetensors.torch
 import torch
 
 from rollstream.learner.checkpoint import Checkpoint, CheckpointFolder, CheckpointPosition, pieces, read
+from rollstream.learner.checkpoint_files import checkpoints_in, inspect
 from rollstream.schemas.events import StepTrained
 
 TENSORS = {
@@ -69,3 +70,24 @@ def test_a_type_that_cannot_be_written_leaves_nothing(tmp_path: Path) -> None:
     with pytest.raises(KeyError):
         folder.save(checkpoint(odd=torch.zeros(1, dtype=torch.complex64)))
     assert not list(folder.path.glob("*"))
+
+
+def test_a_folder_of_shards_is_found_and_a_changed_or_missing_shard_told(tmp_path: Path) -> None:
+    def write(folder: Path) -> None:
+        (folder / "a.safetensors").write_bytes(b"one")
+        (folder / "b.safetensors").write_bytes(b"two")
+
+    folder = CheckpointFolder(tmp_path, "r/policy")
+    file = folder.save(checkpoint())
+    whole = checkpoint()
+    path = folder.save(Checkpoint(whole.position.model_copy(update={"version": 2}), {}, write=write))
+    assert list(checkpoints_in(folder.path)) == [(1, file), (2, path)]
+    for version, one in checkpoints_in(folder.path):
+        sha256, position = inspect(one)
+        assert sha256 == one.name.split(".")[1]
+        assert position is not None
+        assert position["version"] == version
+    (path / "b.safetensors").write_bytes(b"too")
+    assert inspect(path)[1] is None
+    (path / "b.safetensors").unlink()
+    assert inspect(path) == ("b.safetensors: nothing", None)
