@@ -105,7 +105,7 @@ def test_any_content_comes_back_with_the_digest_it_left_with(value: float, name:
         (record("steps", None), "null value"),
         (record("steps", b""), "JSON"),
         (record("steps", b"\xff\xfe"), "UTF-8 JSON"),
-        (record("steps", b"[1]"), "no JSON object"),
+        (record("steps", b"[1]"), "not a JSON object"),
         (record("steps", b"{}"), "unknown kind None"),
         (record("steps", b'{"kind": ["a"]}'), "unknown kind"),
         (changed(kind="nonsense"), "unknown kind 'nonsense' for topic steps"),

@@ -53,7 +53,7 @@ def test_a_folder_with_something_else_is_left_alone(tmp_path):
 
 def test_a_file_is_no_folder(tmp_path):
     (tmp_path / "model").write_text("x")
-    with pytest.raises(ModelError, match="no folder"):
+    with pytest.raises(ModelError, match="is not a folder"):
         make_tiny_model(tmp_path / "model")
 
 

@@ -72,7 +72,7 @@ def packed(*values: int) -> str:
         (packed(2, 1), "not those of 2"),
         (packed(2, 1, 2, 5, 6), "do not add up"),
         (packed(2, 3, -1, 5, 6), "do not add up"),
-        (packed(2, 1, 1, 2**31 - 1, 1), "no int32"),
+        (packed(2, 1, 1, 2**31 - 1, 1), "does not fit into an int32"),
     ],
 )
 def test_what_are_no_kept_ids_is_refused(text: str, said: str) -> None:

@@ -70,8 +70,8 @@ def test_demonstrations_need_no_log_probabilities() -> None:
         (sequence([1, 2], [(1, 2)], [-1.0, -1.0]), "ends at token 3 of 2"),
         (sequence([1, 2], [(1, 1)], [-1.0, -1.0]), "2 log-probabilities for 1"),
         (sequence([1, 2, 3], [(0, 2), (1, 1)], [-1.0] * 3), "overlap"),
-        (sequence([1, 2, 3], [(1, 2)], [-1.0, float("nan")]), "no finite number"),
-        (sequence([1, 2, 3], [(1, 2)], [float("-inf"), -1.0]), "no finite number"),
+        (sequence([1, 2, 3], [(1, 2)], [-1.0, float("nan")]), "not a finite number"),
+        (sequence([1, 2, 3], [(1, 2)], [float("-inf"), -1.0]), "not a finite number"),
     ],
 )
 def test_arrays_that_do_not_fit_are_named(bad: TokenSequence, message: str) -> None:

@@ -164,14 +164,14 @@ def test_one_process_goes_on_from_the_shards_of_two_and_says_why_their_bits_diff
 
 @pytest.mark.kafka
 def test_a_killed_process_restarts_the_job_from_its_position(
-    lab: Any, kafka: KafkaSettings, folder: Path, tmp_path: Path
+    lab: Any, own_broker: KafkaSettings, folder: Path, tmp_path: Path
 ) -> None:
     async def scenario() -> list[StepTrained]:
-        async with KafkaLog(kafka, client_id="lab") as log:
+        async with KafkaLog(own_broker, client_id="lab") as log:
             await log.ensure_topics(num_partitions=6)
             lab.log = log
             job = await lab.submit(**of_job(lab.model))
-            with launched(lab, kafka, tmp_path) as torchrun:
+            with launched(lab, own_broker, tmp_path) as torchrun:
                 await lab.plan(job, 1, seal=False)
                 previous = await until(lab, torchrun, 1)
                 await kill(torchrun, rank=1)

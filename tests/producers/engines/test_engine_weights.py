@@ -111,7 +111,9 @@ def test_weights_of_a_training_that_diverged_are_named(folder, versions, tmp_pat
 
     async def work(engine):
         (asked,) = requests(1, temperature=temperature)
-        with pytest.raises(ModelError, match=r"version 7 of model group run-1/policy .* no numbers; .* diverged"):
+        with pytest.raises(
+            ModelError, match=r"version 7 of model group run-1/policy .* not finite numbers; .* diverged"
+        ):
             await engine.generate(asked)
         await engine.load(published(folder, 8), versions(8))
         return await engine.generate(asked)
