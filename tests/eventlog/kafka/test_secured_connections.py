@@ -18,7 +18,10 @@ from rollstream.schemas.services import ProcessorSettings
 from tests.rigs.secured_broker import LISTENERS, Authority, SecuredBroker, secured_broker
 from tests.rigs.steps_rig import attempt, started
 
-pytestmark = pytest.mark.kafka
+pytestmark = [
+    pytest.mark.kafka,
+    pytest.mark.filterwarnings("ignore:unclosed:ResourceWarning"),  # aiokafka's, closed while a broker refuses it
+]
 ALL_RIGHTS = """
 kafka-acls --add --allow-principal User:operator --operation All --topic rollstream. --resource-pattern-type prefixed
 kafka-acls --add --allow-principal User:operator --operation All --group rollstream- --resource-pattern-type prefixed
