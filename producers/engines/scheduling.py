@@ -176,9 +176,8 @@ class PrefixCache:
         self._kept.move_to_end(id(kept))
 
     def _shrink(self) -> None:
-        stored = iter([kept for kept in self._kept.values() if kept.block is not None])
         while self.size_bytes > self.max_bytes:
-            self.remove(next(stored))
+            self.remove(next(kept for kept in self._kept.values() if kept.block is not None))
 
 
 def _block_keys(ids: Ids) -> Iterator[int]:
