@@ -1,0 +1,94 @@
+"""A transformers tokenizer for rollouts: equal ids and texts, without most of what each call of it costs.
+
+The rollouts of a group begin with one prompt, and transformers takes ten times as long to prepare a short call as its
+backend takes to tokenise. Calls with other options than a rollout's go to the tokenizer itself.
+"""
+
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any, TypeVar
+
+import orjson
+
+MAX_ENTRIES = 1024
+MAX_CHARACTERS = 1 << 22
+"""Of the texts that a cache remembers: 4 MiB or a few times that."""
+_PROBE = "a b  c\n0 <|im_end|> \u00e9\u4e2d"
+Value = TypeVar("Value")
+
+
+class TextCache:
+    """The results of pure functions of text, bounded by number and by size; the least recently used go first."""
+
+    def __init__(self, max_entries: int = MAX_ENTRIES, max_characters: int = MAX_CHARACTERS) -> None:
+        self._found: OrderedDict[Hashable, tuple[Any, int]] = OrderedDict()
+        self._max_entries, self._max_characters = max_entries, max_characters
+        self._characters = 0
+
+    def get(self, key: Hashable, size: int, compute: Callable[[], Value]) -> Value:
+        """The value of `key`, computed unless it is remembered. `size`: characters that remembering it takes."""
+        if (found := self._found.get(key)) is not None:
+            self._found.move_to_end(key)
+            return found[0]
+        value = compute()
+        if size > self._max_characters // 4:
+            return value
+        self._found[key] = value, size
+        self._characters += size
+        while self._characters > self._max_characters or len(self._found) > self._max_entries:
+            _, (_, freed) = self._found.popitem(last=False)
+            self._characters -= freed
+        return value
+
+
+class TextTokenizer:
+    """`base.Tokenizer` over a transformers tokenizer, whose other attributes it passes on. Used from one thread."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self.wrapped = tokenizer
+        self.eos_token_id: int = tokenizer.eos_token_id
+        self._ids, self._texts = TextCache(), TextCache()
+        self._backend = _backend_of(tokenizer)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.wrapped, name)
+
+    def apply_chat_template(self, conversation: list[dict[str, Any]], **options: Any) -> Any:
+        """Text of messages, as the tokenizer's own method returns it."""
+        try:
+            key = orjson.dumps([conversation, options])
+        except TypeError:  # what JSON cannot hold: for the template to take or to refuse
+            return self.wrapped.apply_chat_template(conversation, **options)
+        if options.get("tokenize", True):
+            return self.wrapped.apply_chat_template(conversation, **options)
+        return self._texts.get(key, 3 * len(key), lambda: self.wrapped.apply_chat_template(conversation, **options))
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """Token ids of a text, in a list of the caller's own."""
+        key = text, add_special_tokens
+        return self._ids.get(key, 5 * len(text), lambda: self._encoded(text, add_special_tokens)).copy()
+
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
+        """Text of token ids."""
+        if self._backend is None:
+            return self.wrapped.decode(token_ids, skip_special_tokens=skip_special_tokens)
+        return self._backend.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
+
+    def _encoded(self, text: str, add_special_tokens: bool) -> list[int]:
+        if self._backend is None:
+            return list(self.wrapped.encode(text, add_special_tokens=add_special_tokens))
+        return self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+
+
+def _backend_of(tokenizer: Any) -> Any:
+    """The `tokenizers.Tokenizer` below a fast tokenizer; None where it gives other ids or texts, or there is none."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is None or getattr(tokenizer, "clean_up_tokenization_spaces", False):
+        return None
+    for with_special in (True, False):
+        ids = tokenizer.encode(_PROBE, add_special_tokens=with_special)  # also turns truncation and padding off
+        if list(ids) != backend.encode(_PROBE, add_special_tokens=with_special).ids:
+            return None
+        if tokenizer.decode(ids) != backend.decode(list(ids), skip_special_tokens=False):
+            return None
+    return backend

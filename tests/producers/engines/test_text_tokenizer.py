@@ -1,0 +1,124 @@
+"""Tokenizers of rollouts: what transformers' own tokenizer returns, and bounded memory of it."""
+
+from array import array
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from transformers import AutoTokenizer
+
+from rollstream.learner.tiny_model import make_tiny_model
+from rollstream.producers.engines.text_tokenizer import TextCache, TextTokenizer
+
+CHAT = [{"role": "user", "content": "2 + 2?"}]
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """A tiny model's tokenizer, as transformers loads it."""
+    folder: Path = make_tiny_model(tmp_path_factory.mktemp("model") / "tiny")
+    return AutoTokenizer.from_pretrained(folder)
+
+
+@given(text=st.text(max_size=40), has_special=st.booleans())
+def test_ids_and_texts_are_those_of_transformers(plain: Any, text: str, has_special: bool) -> None:
+    tokenizer = TextTokenizer(plain)
+    ids = tokenizer.encode(text, add_special_tokens=has_special)
+    assert ids == plain.encode(text, add_special_tokens=has_special)
+    for skips in (True, False):
+        assert tokenizer.decode(array("i", ids), skip_special_tokens=skips) == plain.decode(
+            ids, skip_special_tokens=skips
+        )
+
+
+def test_a_template_is_rendered_as_by_transformers_for_each_set_of_options(plain: Any) -> None:
+    tokenizer = TextTokenizer(plain)
+    for opens in (True, False, True):
+        expected = plain.apply_chat_template(CHAT, tokenize=False, add_generation_prompt=opens)
+        assert tokenizer.apply_chat_template(CHAT, tokenize=False, add_generation_prompt=opens) == expected
+    with_ids = tokenizer.apply_chat_template(CHAT, add_generation_prompt=True)
+    assert with_ids["input_ids"] == plain.apply_chat_template(CHAT, add_generation_prompt=True)["input_ids"]
+
+
+def test_messages_are_told_apart_by_the_order_of_their_keys(plain: Any) -> None:
+    """A template may write a tool call's arguments in their own order."""
+
+    class Rendering:
+        eos_token_id = 0
+        num_calls = 0
+
+        def apply_chat_template(self, conversation: Any, **options: Any) -> str:
+            self.num_calls += 1
+            return str(conversation)
+
+    wrapped = Rendering()
+    tokenizer = TextTokenizer(wrapped)
+    for _ in range(2):
+        for arguments in ({"a": 1, "b": 2}, {"b": 2, "a": 1}, {"a": 1.0, "b": 2}):
+            messages = [{"role": "assistant", "arguments": arguments}]
+            assert tokenizer.apply_chat_template(messages, tokenize=False) == str(messages)
+    assert wrapped.num_calls == 3
+
+
+def test_a_caller_may_change_the_ids_that_it_got(plain: Any) -> None:
+    tokenizer = TextTokenizer(plain)
+    tokenizer.encode("abc").append(99)
+    assert tokenizer.encode("abc") == plain.encode("abc")
+
+
+def test_messages_that_json_cannot_hold_are_left_to_the_template(plain: Any) -> None:
+    tokenizer = TextTokenizer(plain)
+    odd = [{"role": "user", "content": "x", "unused": object()}]
+    expected = plain.apply_chat_template(odd, tokenize=False)
+    assert tokenizer.apply_chat_template(odd, tokenize=False) == expected
+
+
+def test_other_attributes_are_the_wrapped_tokenizers(plain: Any) -> None:
+    tokenizer = TextTokenizer(plain)
+    assert tokenizer.chat_template == plain.chat_template
+    assert tokenizer.pad_token_id == plain.pad_token_id
+
+
+def test_a_tokenizer_that_changes_texts_afterwards_is_asked_itself(plain: Any) -> None:
+    class Cleaning:
+        eos_token_id = 0
+        clean_up_tokenization_spaces = True
+        backend_tokenizer = plain.backend_tokenizer
+
+        def encode(self, text: str, **options: Any) -> list[int]:
+            return [7]
+
+        def decode(self, ids: Any, **options: Any) -> str:
+            return "clean"
+
+    tokenizer = TextTokenizer(Cleaning())
+    assert (tokenizer.encode("a"), tokenizer.decode([1])) == ([7], "clean")
+
+
+def test_memory_is_bounded_by_number_and_by_size() -> None:
+    cache = TextCache(max_entries=3, max_characters=100)
+    computed: list[str] = []
+
+    def get(key: str, size: int = 1) -> str:
+        def compute() -> str:
+            computed.append(key)
+            return key
+
+        return cache.get(key, size, compute)
+
+    for key in "abcabd":
+        assert get(key) == key
+    assert computed == list("abcd")  # c went for d: a and b were used since
+    get("c")
+    assert computed == list("abcdc")
+    for key in ("x", "y", "z"):
+        get(key, size=26)  # more than a quarter of all: never remembered
+    get("d")
+    assert computed == [*"abcdc", *"xyz"]
+    for key in "efgh":
+        get(key, size=25)
+    for key in "gh":
+        get(key, size=25)
+    assert computed[-4:] == list("efgh")
