@@ -4,6 +4,7 @@ The commit metadata of a `tasks` partition says how far its owner had read `grou
 tasks that were under way when their run ended.
 """
 
+import asyncio
 import json
 from collections.abc import Callable, Iterable
 from typing import NamedTuple
@@ -16,6 +17,8 @@ from rollstream.schemas.errors import DecodeError
 from rollstream.schemas.events import RunEnded
 
 GROUPS = TopicPartition("groups", 0)
+FOLLOW_PAUSE_S = 0.2
+"""Between two looks: `groups` has a record for each group, and each fetch costs the broker as much as many records."""
 MAX_ENDED = 10_000
 NUM_NOTED = 16
 """Ended runs in the commit metadata: with ids of 100 characters half of what an offset can carry."""
@@ -86,6 +89,7 @@ class RunEnds:
         while True:
             for record in await self._reader.poll():
                 self._take(record)
+            await asyncio.sleep(FOLLOW_PAUSE_S)
 
     async def close(self) -> None:
         """Let go of the reader."""

@@ -1,5 +1,6 @@
 """Environments and reward functions by name, or by `python:module.attribute`. Built-in ones are imported on demand."""
 
+import functools
 import importlib
 import inspect
 from collections.abc import Callable, Mapping
@@ -158,8 +159,14 @@ def _import(what: str, name: str) -> Any:
     return found
 
 
+@functools.lru_cache(maxsize=64)
+def _signature(found: Callable[..., Any]) -> inspect.Signature:
+    """Of an environment, which each rollout builds again."""
+    return inspect.signature(found)
+
+
 def _check_keys(name: str, found: Callable[..., Any], config: Mapping[str, Any], *, num_positional: int) -> None:
-    signature = inspect.signature(found)
+    signature = _signature(found)
     try:
         signature.bind(*[None] * num_positional, **config)
     except TypeError as error:
