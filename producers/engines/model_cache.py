@@ -17,9 +17,9 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig
 from transformers.utils.logging import disable_progress_bar
 
+from rollstream.producers.engines.chat_tokenizer import ChatTokenizer
 from rollstream.producers.engines.generation import Model
 from rollstream.producers.engines.kv_pool import PoolShape, probed_shape
-from rollstream.producers.engines.text_tokenizer import TextTokenizer
 from rollstream.schemas.errors import ModelError
 from rollstream.schemas.events import WeightsPublished
 from rollstream.schemas.services import TransformersSettings
@@ -284,7 +284,7 @@ def _load_base(published: WeightsPublished, dtype: torch.dtype, device: torch.de
         raise ModelError(f"model {base_model} cannot be loaded, from a folder or the hub: {_line(error)}") from error
 
 
-def load_tokenizer(base_model: str) -> TextTokenizer:
+def load_tokenizer(base_model: str) -> ChatTokenizer:
     """A base model's tokenizer. Raises ModelError if there is none, or it has no end token or no chat template."""
     check_folder(base_model)
     try:
@@ -295,7 +295,7 @@ def load_tokenizer(base_model: str) -> TextTokenizer:
         raise ModelError(f"the tokenizer of model {base_model} has no end token; set eos_token in its configuration")
     if not tokenizer.chat_template:
         raise ModelError(f"the tokenizer of model {base_model} has no chat template; add chat_template.jinja to it")
-    return TextTokenizer(tokenizer)
+    return ChatTokenizer(tokenizer)
 
 
 def check_folder(base_model: str) -> None:

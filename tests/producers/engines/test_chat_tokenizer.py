@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
 from rollstream.learner.tiny_model import make_tiny_model
-from rollstream.producers.engines.text_tokenizer import TextCache, TextTokenizer
+from rollstream.producers.engines.chat_tokenizer import ChatTokenizer, TextCache
 
 CHAT = [{"role": "user", "content": "2 + 2?"}]
 
@@ -24,7 +24,7 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 @given(text=st.text(max_size=40), has_special=st.booleans())
 def test_ids_and_texts_are_those_of_transformers(plain: Any, text: str, has_special: bool) -> None:
-    tokenizer = TextTokenizer(plain)
+    tokenizer = ChatTokenizer(plain)
     ids = tokenizer.encode(text, add_special_tokens=has_special)
     assert ids == plain.encode(text, add_special_tokens=has_special)
     for skips in (True, False):
@@ -34,7 +34,7 @@ def test_ids_and_texts_are_those_of_transformers(plain: Any, text: str, has_spec
 
 
 def test_a_template_is_rendered_as_by_transformers_for_each_set_of_options(plain: Any) -> None:
-    tokenizer = TextTokenizer(plain)
+    tokenizer = ChatTokenizer(plain)
     for opens in (True, False, True):
         expected = plain.apply_chat_template(CHAT, tokenize=False, add_generation_prompt=opens)
         assert tokenizer.apply_chat_template(CHAT, tokenize=False, add_generation_prompt=opens) == expected
@@ -54,7 +54,7 @@ def test_messages_are_told_apart_by_the_order_of_their_keys(plain: Any) -> None:
             return str(conversation)
 
     wrapped = Rendering()
-    tokenizer = TextTokenizer(wrapped)
+    tokenizer = ChatTokenizer(wrapped)
     for _ in range(2):
         for arguments in ({"a": 1, "b": 2}, {"b": 2, "a": 1}, {"a": 1.0, "b": 2}):
             messages = [{"role": "assistant", "arguments": arguments}]
@@ -63,20 +63,20 @@ def test_messages_are_told_apart_by_the_order_of_their_keys(plain: Any) -> None:
 
 
 def test_a_caller_may_change_the_ids_that_it_got(plain: Any) -> None:
-    tokenizer = TextTokenizer(plain)
+    tokenizer = ChatTokenizer(plain)
     tokenizer.encode("abc").append(99)
     assert tokenizer.encode("abc") == plain.encode("abc")
 
 
 def test_messages_that_json_cannot_hold_are_left_to_the_template(plain: Any) -> None:
-    tokenizer = TextTokenizer(plain)
+    tokenizer = ChatTokenizer(plain)
     odd = [{"role": "user", "content": "x", "unused": object()}]
     expected = plain.apply_chat_template(odd, tokenize=False)
     assert tokenizer.apply_chat_template(odd, tokenize=False) == expected
 
 
 def test_other_attributes_are_the_wrapped_tokenizers(plain: Any) -> None:
-    tokenizer = TextTokenizer(plain)
+    tokenizer = ChatTokenizer(plain)
     assert tokenizer.chat_template == plain.chat_template
     assert tokenizer.pad_token_id == plain.pad_token_id
 
@@ -93,7 +93,7 @@ def test_a_tokenizer_that_changes_texts_afterwards_is_asked_itself(plain: Any) -
         def decode(self, ids: Any, **options: Any) -> str:
             return "clean"
 
-    tokenizer = TextTokenizer(Cleaning())
+    tokenizer = ChatTokenizer(Cleaning())
     assert (tokenizer.encode("a"), tokenizer.decode([1])) == ([7], "clean")
 
 

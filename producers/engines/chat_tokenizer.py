@@ -41,7 +41,7 @@ class TextCache:
         return value
 
 
-class TextTokenizer:
+class ChatTokenizer:
     """`base.Tokenizer` over a transformers tokenizer, whose other attributes it passes on. Used from one thread."""
 
     def __init__(self, tokenizer: Any) -> None:
