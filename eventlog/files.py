@@ -83,6 +83,32 @@ def _remove(path: Path) -> None:
         path.unlink(missing_ok=True)
 
 
+def give_name(aside: Path, path: Path) -> None:
+    """Rename a folder that was written aside to `path`, whose former content is removed; both are on the disk then.
+
+    The files in it are their makers' to sync. Raises OSError.
+    """
+    sync_folder(aside)
+    shutil.rmtree(path, ignore_errors=True)
+    os.replace(aside, path)
+    sync_folder(path.parent)
+
+
+def remove_whole(path: Path) -> None:
+    """Remove a file or a folder, of which nobody reads a part: its name is gone first. Raises OSError."""
+    if not path.is_dir():
+        path.unlink(missing_ok=True)
+        return
+    hidden = path.with_name(f".{path.name}")
+    os.replace(path, hidden)
+    shutil.rmtree(hidden)
+
+
+def move(path: Path, target: Path) -> None:
+    """Give a file another name on its file system. Raises OSError."""
+    os.replace(path, target)
+
+
 def tokenizer_sha256(model: str) -> str:
     """sha256 over the files that make token ids of text in a model's folder; empty for a hub name, or if it has none.
 

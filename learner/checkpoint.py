@@ -20,7 +20,7 @@ import torch
 from pydantic import BaseModel, ConfigDict, ValidationError
 from torch import Tensor
 
-from rollstream.eventlog.files import replacing, sync_folder, write_whole
+from rollstream.eventlog.files import give_name, remove_whole, replacing, sync_folder, write_whole
 from rollstream.learner.checkpoint_files import CONTENT, SHARDS, SUFFIX, checkpoints_in
 from rollstream.schemas.events import StepTrained
 
@@ -132,10 +132,7 @@ class CheckpointFolder:
         content = orjson.dumps({"position": position.model_dump(mode="json"), "sha256": hashes})
         write_whole(aside / CONTENT, content, is_private=False)
         path = self.path / f"v{position.version:08d}.{hashlib.sha256(content).hexdigest()}{SHARDS}"
-        sync_folder(aside)
-        shutil.rmtree(path, ignore_errors=True)
-        aside.rename(path)
-        sync_folder(self.path)
+        give_name(aside, path)
         return path
 
     def newest(self, *, job_id: str, max_version: int) -> Checkpoint | None:
@@ -159,7 +156,7 @@ class CheckpointFolder:
         kept = {*needed, *(version for version, _ in files[-keep_last:])}
         for version, path in files:
             if version not in kept and version % keep_every:
-                _remove(path)
+                remove_whole(path)
 
     def versions(self) -> list[int]:
         """Versions that are kept, from old to new."""
@@ -194,15 +191,6 @@ def _read_shards(path: Path) -> Checkpoint | None:
         return Checkpoint(CheckpointPosition.model_validate(found["position"]), {}, path)
     except (FileNotFoundError, ValidationError):
         return None
-
-
-def _remove(path: Path) -> None:
-    if not path.is_dir():
-        path.unlink(missing_ok=True)
-        return
-    gone = path.with_name(f".{path.name}")  # at once, so that nobody reads half of it
-    path.rename(gone)
-    shutil.rmtree(gone)
 
 
 def _position(header: bytes) -> CheckpointPosition:

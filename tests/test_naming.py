@@ -32,6 +32,15 @@ MAY_STAY_SMALL = {
     "producers/engines/routed.py": "an engine, tested by the contract suite",
 }
 """Files under 60 lines with one importer, and why they are not folded into it."""
+SUITES = [*(ROOT / "tests" / "contracts").glob("*.py"), ROOT / "tests/producers/protocols/test_protocols.py"]
+WITHOUT_SUITE = {
+    "Routes": "two servers with shared code; what differs is tested in tests/producers/gateway and openai",
+    "TrajectoryBuilder": "each has another source of rollouts: tests/harness/components and tests/harness/nat",
+    "TrainerAdapter": "NAT's process and other backends: tests/end_to_end/test_other_backend.py and test_nat.py",
+}
+"""Interfaces whose implementations no suite compares, and why."""
+CALLED_BY_OTHERS = {"TrajectoryBuilder.compute_reward", "Trainer.get_metrics"}
+"""Methods of NAT's interfaces that NAT and users' components call (docs/extending.md)."""
 # fmt: off
 REPEATED = {
     "access", "attempts", "builtin", "candidates", "client", "components", "curriculum", "dead_letters",
@@ -100,14 +109,21 @@ def test_planted_files_and_classes_are_found(tmp_path: Path, plant: Plant) -> No
         'is_own = record.key.split(b"/", 1)[0] == run',
         "found.is_spliced = True",
         "os.replace(temporary, path)",
+        "shutil.move(temporary, path)",
+        "temporary.rename(path)",
+        "temporary.replace(path)",
         'is_ratio = settings.algorithm.name == "grpo"',
         "is_free = algorithm in REWARD_FREE",
+        'is_soft = settings.name == "sapo"',
+        'TEACHERS = {"opd": 1}',
+        "is_malt = isinstance(settings, MaltSettings)",
+        "is_one = isinstance(settings, (KtoSettings, list))",
         'KINDS = {"dpo": "dpo"}',
         'is_preference = job.kind == "dpo"',
     ],
 )
 def test_a_planted_rule_is_found(line: str, tmp_path: Path, plant: Plant) -> None:
-    path = plant("learner/planted.py", f"{line}\nname.split('.')\nterm = event.term\n")
+    path = plant("learner/planted.py", f"{line}\nname.split('.')\nterm = event.term\nname.replace('a', 'b')\n")
     assert away_from_home(path, tmp_path) == [line]
 
 
@@ -129,17 +145,35 @@ def test_a_planted_word_is_found(plant: Plant) -> None:
     assert banned_words(plant("a.py", "def tie_to_parent(): ...\nshown = 1\n")) == ["def tie_to_parent(): ..."]
 
 
-def test_a_protocol_has_callers_and_where_it_is_written_twice_a_contract() -> None:
-    assert uncalled_methods(sources()) == []
-    assert without_contract(sources(), (ROOT / "tests" / "contracts").glob("test_*.py")) == {}
+def test_an_interface_has_callers_and_where_it_is_written_twice_a_contract() -> None:
+    assert set(uncalled_methods(sources())) == CALLED_BY_OTHERS
+    assert set(without_contract(sources(), SUITES)) == set(WITHOUT_SUITE), "an exception that is not needed goes"
 
 
-def test_a_planted_protocol_without_callers_or_contract_is_found(plant: Plant) -> None:
-    methods = "    def ask(self): ...\n    def tell(self): ...\n"
-    protocol = plant("learner/a.py", f"class Asked(Protocol):\n{methods}class One:\n{methods}")
-    derived = "class Base:\n    def ask(self): self.ask()\nclass Two(Base):\n    def tell(self): ...\n"
-    other = plant("learner/b.py", derived)
+ASKED = "    def ask(self): ...\n    def tell(self): ...\n"
+DERIVED = "class Base:\n    def ask(self): self.ask()\nclass Two(Base):\n    def tell(self): ...\n"
+
+
+def test_a_planted_interface_without_callers_or_contract_is_found(plant: Plant) -> None:
+    protocol = plant("learner/a.py", f"class Asked(Protocol):\n{ASKED}class One:\n{ASKED}")
+    other = plant("learner/b.py", DERIVED)
     assert uncalled_methods([protocol, other]) == ["Asked.tell"]
     assert without_contract([protocol, other], [other]) == {"Asked": ["One", "Two"]}
-    suite = plant("tests/contracts/test_a.py", "from rollstream.learner.a import Asked\n")
+    suite = plant("tests/contracts/test_a.py", "from rollstream.learner.a import Asked, One, Two\nOne().ask(Two)\n")
     assert without_contract([protocol, other], [suite]) == {}
+
+
+def test_a_suite_that_imports_an_implementation_without_using_it_is_found(plant: Plant) -> None:
+    protocol = plant("learner/a.py", f"class Asked(Protocol):\n{ASKED}class One:\n{ASKED}")
+    other = plant("learner/b.py", DERIVED)
+    suite = plant("tests/contracts/test_a.py", "from rollstream.learner.a import Asked, One, Two\nOne().ask(Asked)\n")
+    assert without_contract([protocol, other], [suite]) == {"Asked": ["Two"]}
+
+
+def test_a_planted_abstract_class_without_callers_or_contract_is_found(plant: Plant) -> None:
+    base = "class Asked(ABC):\n    @abstractmethod\n    def ask(self): ...\n"
+    path = plant("learner/a.py", f"{base}class One(Asked): ...\nclass _Middle(Asked): ...\nclass Two(_Middle): ...\n")
+    assert uncalled_methods([path]) == ["Asked.ask"]
+    assert without_contract([path], []) == {"Asked": ["One", "Two"]}
+    suite = plant("tests/contracts/test_a.py", "check(One, Two)\n")
+    assert without_contract([path], [suite]) == {}

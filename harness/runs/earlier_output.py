@@ -8,6 +8,7 @@ import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
+from rollstream.eventlog.files import move
 from rollstream.schemas.config import RunConfig
 from rollstream.schemas.errors import ConfigError
 from rollstream.schemas.variables import expand
@@ -48,7 +49,7 @@ def put_aside(config: RunConfig, environ: Mapping[str, str] = os.environ) -> Pat
     aside = next(path for path in _names(folder) if not os.path.lexists(path))
     aside.mkdir()
     for path in [*weights, *histories, *(_found(folder, BESIDE_WEIGHTS) if weights else ())]:
-        path.replace(aside / path.name)
+        move(path, aside / path.name)
     return aside
 
 

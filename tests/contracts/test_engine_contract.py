@@ -18,7 +18,7 @@ from rollstream.learner.tiny_model import make_tiny_model
 from rollstream.producers.engines.base import Engine, Generation, GenerationRequest, Tokenizer, check_generation
 from rollstream.schemas.errors import ModelError, PromptTooLongError
 from rollstream.schemas.settings import LoraSettings, Sampling
-from tests.contracts.engines import GROUP, MAX_LENGTH, OTHER, Subject, openai, recomputed, scripted, transformers, vllm
+from tests.contracts.engines import GROUP, MAX_LENGTH, NO_MODEL, OTHER, Subject, openai, recomputed, transformers, vllm
 
 PROMPT, PROJECTIONS = (10, 11, 12), ("q_proj", "v_proj")
 
@@ -30,7 +30,7 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 TRUNCATED = {"temperature": 0.7, "top_p": 0.7, "top_k": 20}
 LOADING: list[Any] = [
-    *("scripted", "transformers", "transformers-lora-deterministic", "transformers-lora-dora"),
+    *("scripted", "routed", "transformers", "transformers-lora-deterministic", "transformers-lora-dora"),
     *(pytest.param(name, marks=pytest.mark.vllm) for name in ("vllm-lora", "vllm-full")),
 ]
 
@@ -52,8 +52,8 @@ def loading(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
 
 
 def loading_subject(request: pytest.FixtureRequest, tmp_path: Path) -> Subject:
-    if request.param == "scripted":
-        return scripted(tmp_path)
+    if request.param in NO_MODEL:
+        return NO_MODEL[request.param](tmp_path)
     options: Any = dict.fromkeys(("use_dora", "use_rslora"), "dora" in request.param)
     lora = LoraSettings(rank=4, alpha=16, target_modules=PROJECTIONS, **options) if "lora" in request.param else None
     if "vllm" in request.param:

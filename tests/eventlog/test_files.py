@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from rollstream.eventlog.files import beside, read_json, replacing, update_json, write_whole
+from rollstream.eventlog.files import beside, give_name, read_json, remove_whole, replacing, update_json, write_whole
 
 NUM_PROCESSES, NUM_CHANGES = 4, 100
 
@@ -96,3 +96,14 @@ def test_who_makes_a_file_alone_removes_what_a_killed_process_left(tmp_path: Pat
     path.with_name("archive.aside").write_bytes(b"half")
     write_whole(path, b"whole", is_alone=True)
     assert [(one.name, one.read_bytes()) for one in tmp_path.iterdir()] == [("archive", b"whole")]
+
+
+def test_a_folder_takes_the_name_of_what_was_there(tmp_path: Path) -> None:
+    for name in ("aside", "whole"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / name).touch()
+    give_name(tmp_path / "aside", tmp_path / "whole")
+    assert [str(path.relative_to(tmp_path)) for path in sorted(tmp_path.rglob("*"))] == ["whole", "whole/aside"]
+    remove_whole(tmp_path / "whole")
+    remove_whole(tmp_path / "whole")
+    assert list(tmp_path.iterdir()) == []

@@ -7,6 +7,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
+from rollstream.schemas.algorithms import BUILT_IN
+
 ROOT = Path(__file__).resolve().parents[2]
 Plant = Callable[[str, str], Path]
 """Of the fixture `plant`: path and text of a module to write."""
@@ -23,6 +25,8 @@ ALLOWED = {
 SMALL_FILE_LINES = 60
 REPEATED_NAMES = {"__init__", "service", "shell", "fold", "state", "base", "table", "run", "log"}
 """Names of files that may be in several folders: the folder says whose."""
+_ALGORITHMS = "|".join(map(re.escape, BUILT_IN))
+_SETTINGS = "|".join(kind.__name__ for kind in BUILT_IN.values())
 ONE_HOME = {
     re.compile(r"""["']ce_(type|id)["']"""): "eventlog/codec.py",
     re.compile(r"\b(\w*(_id|_group|_key)|record\.key)\.(r?split|r?partition|removeprefix)\("): "schemas/ids.py",
@@ -30,11 +34,11 @@ ONE_HOME = {
     re.compile(
         r"""f["'][a-z]+(_[a-z]+)+:\{|startswith\(["'][a-z]+_[a-z_]+:["']|event_id_of\(\w+\)\.r?partition"""
     ): "schemas/ids.py",
-    re.compile(r"\bos\.(replace|rename|fsync)\("): "eventlog/files.py",
+    re.compile(r"\bos\.(replace|rename|fsync)\(|\bshutil\.move\("): "eventlog/files.py",
     re.compile(r"\.is_spliced = |has_open_attempts and"): "eventlog/attempts.py",
     re.compile(
-        r"""algorithm(\.name)? *(==|!=|(not )?in\b)|name *(==|!=|(not )?in) *[\[({]?["'](grpo|sft|dpo)["']"""
-        r"""|["'](grpo|sft|dpo)["'] *:|case ["'](grpo|sft|dpo)["']"""
+        rf"""algorithm(\.name)? *(==|!=|(not )?in\b)|name *(==|!=|(not )?in) *[\[({{]?["']({_ALGORITHMS})["']"""
+        rf"""|["']({_ALGORITHMS})["'] *:|case ["']({_ALGORITHMS})["']|(isinstance|issubclass)\(.*\b({_SETTINGS})\b"""
         r"""|kind *(==|!=|(not )?in) *[\[({]?["'](sft|dpo|rl)["']"""
     ): "schemas learner/algorithms",
 }
@@ -157,12 +161,11 @@ def away_from_home(path: Path, root: Path = ROOT) -> list[str]:
         for rule, home in ONE_HOME.items()
         if not any(name == one or name.startswith(f"{one}/") for one in home.split()) and rule.search(line)
     }
-    if name != "eventlog/terms.py":
-        found |= {
-            node.lineno - 1
-            for node in ast.walk(ast.parse(text))
-            if isinstance(node, ast.Compare) and orders_terms(node)
-        }
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.Compare) and orders_terms(node) and name != "eventlog/terms.py":
+            found.add(node.lineno - 1)
+        if isinstance(node, ast.Call) and renames(node) and name != "eventlog/files.py":
+            found.add(node.lineno - 1)
     return [lines[number].strip() for number in sorted(found)]
 
 
@@ -170,6 +173,12 @@ def orders_terms(node: ast.Compare) -> bool:
     """Whether a comparison asks which of two terms is higher, or whether they are equal."""
     names = {ast.unparse(side).rpartition(".")[2] for side in (node.left, *node.comparators)}
     return "term" in names and not isinstance(node.ops[0], ast.In | ast.NotIn | ast.Is | ast.IsNot)
+
+
+def renames(node: ast.Call) -> bool:
+    """Whether a call renames a file: `path.rename(x)`, or `path.replace(x)`, which has one argument unlike a text's."""
+    method = node.func.attr if isinstance(node.func, ast.Attribute) else ""
+    return method == "rename" or (method == "replace" and len(node.args) == 1 and not node.keywords)
 
 
 def published(package: Path) -> set[str]:
@@ -225,33 +234,78 @@ def classes_in(paths: Iterable[Path]) -> list[tuple[str, Declared]]:
     return found
 
 
+def is_interface(one: Declared) -> bool:
+    """Whether a class says what others implement: a protocol, or an abstract class without a base of its own."""
+    return bool({"Protocol", "ABC"} & {base.partition("[")[0].rpartition(".")[2] for base in one.bases})
+
+
 def uncalled_methods(paths: Iterable[Path]) -> list[str]:
-    """Methods of protocols that none of the files uses."""
+    """Methods of protocols and abstract classes that none of the files uses."""
     paths = list(paths)
     trees = [ast.parse(path.read_text(encoding="utf-8")) for path in paths]
     used = {node.attr for tree in trees for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
-    protocols = [(name, one) for name, one in classes_in(paths) if "Protocol" in one.bases]
-    return [f"{name}.{method}" for name, one in protocols for method in sorted(one.methods - used)]
+    interfaces = [(name, one) for name, one in classes_in(paths) if is_interface(one)]
+    return [f"{name}.{method}" for name, one in interfaces for method in sorted(one.methods - used)]
+
+
+BY_A_TABLE = {
+    "Algorithm": "table.algorithm",
+    "InteractionProtocol": "table.protocol",
+    "Environment": "registry.environment",
+}
+"""By interface the call that gives every implementation by its name: a suite over all names makes that call."""
+GIVEN_BY = {
+    "ExportLog": "open_export",
+    "ExportReader": "open_export",
+    "KafkaReader": "KafkaLog",
+    "KafkaGroupReader": "KafkaLog",
+    "MemoryReader": "MemoryLog",
+    "MemoryGroupReader": "MemoryLog",
+    "TransformersEngine": "TransformersSettings",
+    "VllmEngine": "VllmSettings",
+    "ScriptedTokenizer": "ScriptedEngine",
+    "NoTokenizer": "OpenAIEngine",
+    "TextTokenizer": "TransformersSettings",
+}
+"""By implementation the name of ours by which a suite gets it."""
+
+
+def used_by(suites: Iterable[Path]) -> set[str]:
+    """Names that the code of the suites reads, their imports apart: `Name`, and `module.name` of a call."""
+    nodes = [node for suite in suites for node in ast.walk(ast.parse(suite.read_text(encoding="utf-8")))]
+    calls = {ast.unparse(node.func) for node in nodes if isinstance(node, ast.Call)}
+    return calls | {node.id for node in nodes if isinstance(node, ast.Name)}
 
 
 def without_contract(paths: Iterable[Path], suites: Iterable[Path]) -> dict[str, list[str]]:
-    """Protocols with several implementations that no suite imports, and those.
+    """Interfaces with several implementations, and which of these no suite uses.
 
-    A public class with all its methods implements a protocol; that it has the one method of a callback says nothing.
+    What implements a protocol is a public class with all its methods; that it has the one method of a callback says
+    nothing. What implements an abstract class is a public class below it from which no other derives.
     """
     found = classes_in(paths)
     own = {name: one for name, one in found if "Protocol" not in one.bases}
+    derived_from = {base for one in own.values() for base in one.bases}
+
+    def above(name: str) -> set[str]:
+        one = own.get(name)
+        return set() if one is None else {*one.bases}.union(*map(above, one.bases - {name}))
 
     def methods(name: str) -> Methods:
         one = own.get(name)
         return frozenset() if one is None else one.methods.union(*map(methods, one.bases - {name}))
 
-    tested = {name.rpartition(".")[2] for suite in suites for _, name in imports_of(suite)}
+    used = used_by(suites)
     missing: dict[str, list[str]] = {}
     for name, one in found:
-        if "Protocol" not in one.bases or len(one.methods) < 2 or name in tested:
+        if not is_interface(one) or BY_A_TABLE.get(name) in used:
             continue
-        implementations = sorted(other for other in own if other[0] != "_" and one.methods <= methods(other))
-        if len(implementations) > 1:
-            missing[name] = implementations
+        if "Protocol" in one.bases:
+            having = [other for other in own if len(one.methods) > 1 and one.methods <= methods(other)]
+        else:
+            having = [other for other in own if name in above(other) and other not in derived_from]
+        implementations = sorted(other for other in having if other[0] != "_")
+        unused = [other for other in implementations if GIVEN_BY.get(other, other) not in used]
+        if len(implementations) > 1 and unused:
+            missing[name] = unused
     return missing
