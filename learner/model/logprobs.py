@@ -3,6 +3,7 @@
 Knows a head's weight and no model. Logits are made for one chunk of tokens at a time, and again in the backward pass.
 """
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -10,8 +11,10 @@ from torch import Tensor
 
 from rollstream.schemas.errors import RunFailedError
 
-CHUNK_ELEMENTS = 1 << 22
-"""Logits of a chunk, tokens x vocabulary: 16 MiB in float32. It decides the order of sums, so bits."""
+CPU_CHUNK, GPU_CHUNK = 1 << 22, 1 << 28
+"""Logits of a chunk, tokens x vocabulary: 16 MiB and 1 GiB in float32. A CPU's caches want few, a GPU is only filled by
+products of thousands of tokens. It decides the order of sums, so bits.
+"""
 _EXCLUDED = -1e30
 """Logit of a token outside the kept set: its exponential is 0, and 0 times it is no NaN."""
 
@@ -47,8 +50,8 @@ def selected_logprobs(
 
     Without `entropy` the second is None; without `entropy_needs_grad` it has no gradient. Products are computed in
     `compute_dtype` (the hidden states' own if None), everything after them in float32 or finer. With `kept` the softmax
-    is over each token's kept set alone. Memory is that of one chunk of at most `CHUNK_ELEMENTS` logits (or one token's)
-    plus, in the backward pass, of the gradients. Raises RunFailedError if a kept set lacks its target.
+    is over each token's kept set alone. Memory is that of one chunk of `chunk_tokens`, a few times over, plus, in
+    the backward pass, of the gradients. Raises RunFailedError if a kept set lacks its target.
     """
     dtype = compute_dtype or hidden_N_D.dtype
     with torch.autocast(hidden_N_D.device.type, enabled=False):
@@ -76,37 +79,39 @@ class _Selected(torch.autograd.Function):
         with_entropy: bool,
     ) -> tuple[Tensor, Tensor]:
         ctx.set_materialize_grads(False)
-        chunks = _Chunks(hidden_N_D, weight_V_D, bias_V, temperature, kept, dtype)
+        weight_low_V_D = weight_V_D.to(dtype)  # also for the backward pass
+        offsets = kept_offsets(kept, targets_N, chunk_tokens(hidden_N_D.device, len(weight_V_D))) if kept else []
+        chunks = _Chunks(hidden_N_D, weight_low_V_D, bias_V, temperature, kept, offsets)
         logprobs_N = hidden_N_D.new_empty(len(targets_N), dtype=chunks.fine)
         totals_N = torch.empty_like(logprobs_N)
         entropies_N = torch.zeros_like(logprobs_N)
-        for part in chunks.parts:
-            logits_C_V = chunks.logits(part, targets_N[part])
+        for number, part in enumerate(chunks.parts):
+            logits_C_V = chunks.logits(number)
             totals_C = logits_C_V.logsumexp(dim=-1)
             totals_N[part] = totals_C
             logprobs_N[part] = logits_C_V.gather(1, targets_N[part, None])[:, 0] - totals_C
             if with_entropy:
                 log_softmax_C_V = logits_C_V.sub_(totals_C[:, None])
                 entropies_N[part] = -(log_softmax_C_V.exp() * log_softmax_C_V).sum(dim=-1)
-        ctx.save_for_backward(hidden_N_D, weight_V_D, bias_V, targets_N, totals_N, entropies_N, *(kept or ()))
-        ctx.options = temperature, dtype
+        ctx.save_for_backward(hidden_N_D, weight_low_V_D, bias_V, targets_N, totals_N, entropies_N, *(kept or ()))
+        ctx.options = temperature, weight_V_D.dtype, offsets
         return logprobs_N, entropies_N
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        hidden_N_D, weight_V_D, bias_V, targets_N, totals_N, entropies_N, *found = ctx.saved_tensors
-        temperature, dtype = ctx.options
+        hidden_N_D, weight_low_V_D, bias_V, targets_N, totals_N, entropies_N, *found = ctx.saved_tensors
+        temperature, weight_dtype, offsets = ctx.options
         kept = KeptSets(*found) if found else None
         of_logprobs_N, of_entropies_N = grads
         if of_logprobs_N is None and of_entropies_N is None:
             return (None,) * 8
-        chunks = _Chunks(hidden_N_D, weight_V_D, bias_V, temperature, kept, dtype)
+        chunks = _Chunks(hidden_N_D, weight_low_V_D, bias_V, temperature, kept, offsets)
         wants = ctx.needs_input_grad
         grad_hidden_N_D = torch.empty_like(hidden_N_D) if wants[0] else None
-        grad_weight_V_D = torch.zeros_like(weight_V_D, dtype=chunks.fine) if wants[1] else None
+        grad_weight_V_D = torch.zeros_like(weight_low_V_D, dtype=chunks.fine) if wants[1] else None
         grad_bias_V = torch.zeros_like(bias_V, dtype=chunks.fine) if wants[2] else None
-        for part in chunks.parts:
-            log_softmax_C_V = chunks.logits(part, targets_N[part]).sub_(totals_N[part, None])
+        for number, part in enumerate(chunks.parts):
+            log_softmax_C_V = chunks.logits(number).sub_(totals_N[part, None])
             grad_C_V = log_softmax_C_V.exp()
             if of_entropies_N is not None:
                 above_C_V = log_softmax_C_V.add_(entropies_N[part, None]).mul_(of_entropies_N[part, None])
@@ -117,14 +122,16 @@ class _Selected(torch.autograd.Function):
             if of_logprobs_N is not None:
                 grad_C_V.scatter_add_(1, targets_N[part, None], of_logprobs_N[part, None])
             grad_C_V = grad_C_V.div_(temperature)
-            low_C_V = grad_C_V.to(dtype)
+            low_C_V = grad_C_V.to(weight_low_V_D.dtype)
             if grad_hidden_N_D is not None:
-                grad_hidden_N_D[part] = (low_C_V @ chunks.weight_V_D).to(grad_hidden_N_D.dtype)
+                grad_hidden_N_D[part] = (low_C_V @ weight_low_V_D).to(grad_hidden_N_D.dtype)
             if grad_weight_V_D is not None:
                 grad_weight_V_D += low_C_V.T @ chunks.hidden(part)
             if grad_bias_V is not None:
                 grad_bias_V += grad_C_V.sum(dim=0)
-        return grad_hidden_N_D, _as(grad_weight_V_D, weight_V_D), _as(grad_bias_V, bias_V), *[None] * 5
+        of_weight_V_D = None if grad_weight_V_D is None else grad_weight_V_D.to(weight_dtype)
+        of_bias_V = None if grad_bias_V is None or bias_V is None else grad_bias_V.to(bias_V.dtype)
+        return grad_hidden_N_D, of_weight_V_D, of_bias_V, *[None] * 5
 
 
 class _Chunks:
@@ -137,49 +144,63 @@ class _Chunks:
         bias_V: Tensor | None,
         temperature: float,
         kept: KeptSets | None,
-        dtype: torch.dtype,
+        offsets: Sequence[int],
     ) -> None:
-        self._hidden_N_D, self._bias_V, self._temperature, self._kept = hidden_N_D, bias_V, temperature, kept
-        self._dtype = dtype
-        self.weight_V_D = weight_V_D.to(dtype)
-        self.fine = torch.promote_types(dtype, torch.float32)
-        size = max(1, CHUNK_ELEMENTS // len(weight_V_D))
+        """`weight_V_D`: in the type of products; `offsets`: of the parts in the ids of `kept`, see `kept_offsets`."""
+        self._hidden_N_D, self._weight_V_D, self._bias_V = hidden_N_D, weight_V_D, bias_V
+        self._temperature, self._kept, self._offsets = temperature, kept, offsets
+        self.fine = torch.promote_types(weight_V_D.dtype, torch.float32)
+        size = chunk_tokens(hidden_N_D.device, len(weight_V_D))
         self.parts = [slice(at, at + size) for at in range(0, len(hidden_N_D), size)]
-        self._ends_N = None if kept is None else kept.lengths_N.cumsum(0)
 
     def hidden(self, part: slice) -> Tensor:
         """(C, D) in the type of products."""
-        return self._hidden_N_D[part].to(self._dtype)
+        return self._hidden_N_D[part].to(self._weight_V_D.dtype)
 
-    def logits(self, part: slice, targets_C: Tensor) -> Tensor:
-        """(C, V), over the temperature. The caller may change them in place."""
-        logits_C_V = (self.hidden(part) @ self.weight_V_D.T).to(self.fine)
+    def logits(self, number: int) -> Tensor:
+        """(C, V) of a part, over the temperature. The caller may change them in place."""
+        part = self.parts[number]
+        logits_C_V = (self.hidden(part) @ self._weight_V_D.T).to(self.fine)
         if self._bias_V is not None:
             logits_C_V += self._bias_V
         logits_C_V /= self._temperature
-        if self._kept is None or self._ends_N is None:
+        if self._kept is None:
             return logits_C_V
-        lengths_C = self._kept.lengths_N[part]
-        end = int(self._ends_N[part][-1])
-        ids = self._kept.token_ids_M[end - int(lengths_C.sum()) : end]
-        return only_kept(logits_C_V, KeptSets(ids, lengths_C), targets_C)
+        ids = self._kept.token_ids_M[self._offsets[number] : self._offsets[number + 1]]
+        return only_kept(logits_C_V, KeptSets(ids, self._kept.lengths_N[part]))
 
 
-def only_kept(logits_N_V: Tensor, kept: KeptSets, targets_N: Tensor) -> Tensor:
-    """Logits without the ids that are not kept, changed in place if they need no gradient.
+def chunk_tokens(device: torch.device, vocabulary: int) -> int:
+    """Tokens whose logits are made at once."""
+    return max(1, (CPU_CHUNK if device.type == "cpu" else GPU_CHUNK) // vocabulary)
 
-    Raises RunFailedError if a target is none of them.
+
+def kept_offsets(kept: KeptSets, targets_N: Tensor, size: int) -> list[int]:
+    """Where the ids of each chunk of `size` tokens begin, and where the last ones end. The host waits for them once.
+
+    Raises RunFailedError if a target is not in its kept set.
     """
-    lengths_N = kept.lengths_N
-    rows = torch.arange(len(lengths_N), device=lengths_N.device).repeat_interleave(lengths_N)
-    is_out_N_V = (lengths_N > 0)[:, None].expand(logits_N_V.shape).contiguous()
-    is_out_N_V[rows, kept.token_ids_M] = False
-    if is_out_N_V.gather(1, targets_N[:, None]).any():
+    lengths_N, num_ids = kept.lengths_N, len(kept.token_ids_M)
+    rows_M = _rows_of(kept)
+    hits_N = torch.zeros_like(lengths_N).index_add_(0, rows_M, (kept.token_ids_M == targets_N[rows_M]).long())
+    is_odd = ((lengths_N > 0) & (hits_N == 0)).any()
+    begins = (lengths_N.cumsum(0) - lengths_N)[::size]
+    odd, *offsets = torch.cat([is_odd.long()[None], begins]).tolist()
+    if odd:
         raise RunFailedError("a sampled token is not in its recorded kept set; its engine recorded another set")
+    return [*offsets, num_ids]
+
+
+def only_kept(logits_N_V: Tensor, kept: KeptSets) -> Tensor:
+    """Logits without the ids that are not kept, changed in place if they need no gradient. See `kept_offsets`."""
+    is_out_N_V = (kept.lengths_N > 0)[:, None].expand(logits_N_V.shape).contiguous()
+    is_out_N_V[_rows_of(kept), kept.token_ids_M] = False
     if logits_N_V.requires_grad:
         return logits_N_V.masked_fill(is_out_N_V, _EXCLUDED)
     return logits_N_V.masked_fill_(is_out_N_V, _EXCLUDED)
 
 
-def _as(gradient: Tensor | None, like: Tensor | None) -> Tensor | None:
-    return None if gradient is None or like is None else gradient.to(like.dtype)
+def _rows_of(kept: KeptSets) -> Tensor:
+    """(M,): the token of each id. Its size is given, because it would have to be waited for."""
+    rows_N = torch.arange(len(kept.lengths_N), device=kept.lengths_N.device)
+    return rows_N.repeat_interleave(kept.lengths_N, output_size=len(kept.token_ids_M))

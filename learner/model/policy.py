@@ -28,7 +28,7 @@ from rollstream.learner.model.loading import (
     inner,
     load_module,
 )
-from rollstream.learner.model.logprobs import Head, only_kept, selected_logprobs
+from rollstream.learner.model.logprobs import Head, kept_offsets, only_kept, selected_logprobs
 from rollstream.learner.model.ranks import Ranks
 from rollstream.learner.model.tree_attention import hidden_states, longest_row
 from rollstream.schemas.errors import ModelError
@@ -207,7 +207,8 @@ class PolicyModel:
         logits_N_V = logits_B_K_V[is_target_B_K].float() / temperature
         targets_N = batch.token_ids[:, 1:][:, columns_K][is_target_B_K]
         if batch.kept is not None:
-            logits_N_V = only_kept(logits_N_V, batch.kept, targets_N)
+            kept_offsets(batch.kept, targets_N, len(targets_N))
+            logits_N_V = only_kept(logits_N_V, batch.kept)
         log_softmax_N_V = functional.log_softmax(logits_N_V, dim=-1)
         logprobs_N = -functional.nll_loss(log_softmax_N_V, targets_N, reduction="none")
         with torch.set_grad_enabled(entropy_needs_grad):

@@ -21,7 +21,7 @@ N, D, V = 7, 5, 11
 
 @pytest.fixture(autouse=True)
 def several_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(logprobs, "CHUNK_ELEMENTS", 3 * V)
+    monkeypatch.setattr(logprobs, "CPU_CHUNK", 3 * V)
 
 
 def given(dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -99,6 +99,34 @@ def test_no_tensor_has_as_many_elements_as_all_logits() -> None:
     with Watch():
         selected_logprobs(hidden, Head(weight), targets, 1.0)[0].sum().backward()
     assert max(sizes) <= max(3 * V, V * D) < N * V
+
+
+def test_a_call_waits_once_for_kept_sets_and_casts_the_head_once() -> None:
+    reads: list[Any] = []
+    casts: list[Any] = []
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            name = func.overloadpacket
+            reads.extend([name] * (name in (torch.ops.aten._local_scalar_dense, torch.ops.aten.nonzero)))
+            casts.extend([name] * (name is torch.ops.aten._to_copy and args[0].shape == (V, D)))
+            return func(*args, **(kwargs or {}))
+
+    for kept, at_most in ((None, 0), (kept_sets(given(torch.float32)[3]), 4)):
+        reads.clear()
+        casts.clear()
+        hidden, weight, _, targets = given(torch.float32)
+        with Watch():
+            one, _ = selected_logprobs(hidden, Head(weight), targets, 0.7, kept, compute_dtype=torch.bfloat16)
+            one.sum().backward()
+        assert len(reads) <= at_most, "numbers of one list: whether a set is odd, and where each of 3 chunks begins"
+        assert len(casts) == 1
+
+
+def test_a_gpu_computes_more_tokens_at_once_than_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()
+    sizes = [logprobs.chunk_tokens(torch.device(name), 151_936) for name in ("cpu", "cuda")]
+    assert sizes == [27, 1766]
 
 
 def test_without_entropy_there_is_none() -> None:
