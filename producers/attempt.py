@@ -143,11 +143,12 @@ async def record_rollout(
         journal.restore(before)
     stage = _Stage(task, member, engine, journal, permissions, artifacts, players, gateway, before is not None)
     play = asyncio.create_task(stage.play())
+    is_over = False
     try:
         await asyncio.wait({play}, timeout=settings.rollout_timeout_s)
-        has_timed_out = not play.done()
+        is_over, has_timed_out = True, not play.done()
     finally:
-        journal.close()
+        journal.close(is_over=is_over)
         await _stop(play, journal.rollout_id)
     if journal.emit_error is not None:
         raise journal.emit_error

@@ -105,6 +105,10 @@ class EnvironmentRunError(RollstreamError):
     """An environment or reward raised, hung or returned what it must not."""
 
 
+class ChatTemplateError(EnvironmentRunError):
+    """A model's chat template does not take the messages or tools of a program outside."""
+
+
 class ComponentError(RollstreamError):
     """A trainer, trajectory builder or trainer adapter raised; `__cause__` is what it raised."""
 

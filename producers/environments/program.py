@@ -53,7 +53,9 @@ class CommandEnvironment(Environment):
         self._max_output = max_output_mb * 1024 * 1024
 
     async def run(self, session: Session) -> None:
-        """Run the program. Raises EnvironmentRunError with the last lines of its output if it fails."""
+        """Run the program. Raises EnvironmentRunError if it reported a failure by `/end`, or with its last lines of
+        output if it failed.
+        """
         if session.gateway is None:
             raise EnvironmentRunError(NO_GATEWAY)
         async with session.gateway.open(session, session.agents[0], is_claimable=False) as rollout:

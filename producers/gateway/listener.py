@@ -9,7 +9,6 @@ import contextlib
 import json
 import logging
 import os
-from collections import deque
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any, ClassVar
@@ -100,7 +99,8 @@ class RolloutGateway(Routes):
         self._ended = RecentSet(MAX_ENDED)
         self._is_over = is_over
         self._may_have_begun = may_have_begun
-        self._claimable: deque[str] = deque()
+        self._claimable: dict[str, PlayedRollout] = {}
+        """Open rollouts that nobody has claimed, the first opened first."""
         self._claiming = asyncio.Condition()
         self._stack = contextlib.AsyncExitStack()
         self._starting = asyncio.Lock()
@@ -125,6 +125,11 @@ class RolloutGateway(Routes):
         address = {"url": self._url, "port": self._port, "pid": pid}
         write_whole(address_file(self._workspace, self._name), json.dumps(address), is_private=False)
 
+    @property
+    def num_claimable(self) -> int:
+        """Open rollouts that nobody has claimed."""
+        return len(self._claimable)
+
     @contextlib.asynccontextmanager
     async def open(self, session: Session, agent: str, *, is_claimable: bool) -> AsyncIterator[PlayedRollout]:
         """See `Gateway`. Raises RollstreamError if the port cannot be had."""
@@ -142,13 +147,20 @@ class RolloutGateway(Routes):
         )
         if is_claimable and not rollout.is_claimed:
             async with self._claiming:
-                self._claimable.append(rollout_id)
+                self._claimable[rollout_id] = rollout
                 self._claiming.notify_all()
+        self._ended.discard(rollout_id)
+        has_ended = True
         try:
             yield rollout
+        except asyncio.CancelledError:
+            has_ended = session.is_over()  # else this process stops, or another one goes on with it
+            raise
         finally:
             del self._rollouts[rollout_id]
-            self._ended.add(rollout_id)
+            self._claimable.pop(rollout_id, None)
+            if has_ended:
+                self._ended.add(rollout_id)
             rollout.close()
 
     async def _listen(self) -> None:
@@ -211,15 +223,15 @@ class RolloutGateway(Routes):
 
     def check_model(self, request: web.Request, name: str) -> None:
         """Raises Refusal (404)."""
-        self._rollout(request).model(name)
+        self._rollout(request).model.described(name)
 
     def served(self, request: web.Request) -> dict[str, Any]:
         """The model of the rollout's default agent."""
-        return self._rollout(request).default_model()
+        return self._rollout(request).model.default()
 
     async def count(self, request: web.Request, asked: ChatRequest) -> int:
         """How many tokens the prompt has. Raises Refusal."""
-        return self._rollout(request).count(asked)
+        return self._rollout(request).model.count(asked)
 
     async def answer(
         self, request: web.Request, asked: ChatRequest | CompletionRequest, on_text: OnText | None = None
@@ -271,17 +283,19 @@ class RolloutGateway(Routes):
         return json_response(told)
 
     async def _next(self, key: str) -> PlayedRollout:
-        """`key`: whoever asks again under it gets the same rollout again."""
-        for rollout in self._rollouts.values() if key else ():
-            if rollout.claim_key == key:
-                return rollout
+        """`key`: whoever asks again under it gets the same rollout again, also who waits under it a second time."""
         async with self._claiming:
-            while True:
-                while self._claimable:
-                    rollout = self._rollouts.get(self._claimable.popleft())
-                    if rollout is not None:
-                        return rollout
+            while (rollout := self._claimed_under(key)) is None:
+                if self._claimable:
+                    rollout = self._claimable.pop(next(iter(self._claimable)))
+                    rollout.claim_key = key
+                    self._claiming.notify_all()
+                    return rollout
                 await self._claiming.wait()
+            return rollout
+
+    def _claimed_under(self, key: str) -> PlayedRollout | None:
+        return next((one for one in self._rollouts.values() if key and one.claim_key == key), None)
 
     def _has_ended(self, request: web.Request, named: str) -> bool:
         if named in self._rollouts or named in self._ended:

@@ -45,7 +45,8 @@ class Mark:
 class RememberedCalls:
     """The calls of one rollout by their marks: who asks again gets what was answered, or waits for it.
 
-    As many as the rollout has calls, which `max_turns` bounds.
+    A call that fails is forgotten, so they are as many as the rollout has answered calls, which `max_turns` bounds, and
+    calls under way.
     """
 
     def __init__(self) -> None:
@@ -57,9 +58,10 @@ class RememberedCalls:
         self._by_body[body_sha256] = answer
         if key_sha256 is not None:
             self._by_key[key_sha256] = body_sha256, answer
+        answer.add_done_callback(lambda _: self._forget_failed(body_sha256, key_sha256, answer))
 
     def repeated(self, mark: Mark) -> "asyncio.Future[Any] | None":
-        """The call that is asked for again, if it did not fail. Raises Refusal (422) for another body under its key."""
+        """The call that is asked for again. Raises Refusal (422) for another body under its key."""
         answer = self._by_body.get(mark.body_sha256) if mark.is_retry else None
         if mark.key_sha256 in self._by_key:
             body_sha256, answer = self._by_key[mark.key_sha256]
@@ -67,8 +69,22 @@ class RememberedCalls:
                 raise Refusal(
                     422, f"{IDEMPOTENCY_KEY} was used with another body; give each request a key", code="idempotency"
                 )
-        has_failed = answer is not None and answer.done() and (answer.cancelled() or answer.exception() is not None)
-        return None if has_failed else answer
+        return None if answer is None or _has_failed(answer) else answer
+
+    def __len__(self) -> int:
+        return len(self._by_body) + len(self._by_key)
+
+    def _forget_failed(self, body_sha256: str, key_sha256: str | None, answer: "asyncio.Future[Any]") -> None:
+        if not _has_failed(answer):
+            return
+        if self._by_body.get(body_sha256) is answer:
+            del self._by_body[body_sha256]
+        if key_sha256 is not None and self._by_key.get(key_sha256) == (body_sha256, answer):
+            del self._by_key[key_sha256]
+
+
+def _has_failed(answer: "asyncio.Future[Any]") -> bool:
+    return answer.done() and (answer.cancelled() or answer.exception() is not None)
 
 
 class RolloutKeys:

@@ -4,6 +4,7 @@ shape of each API. Who may ask, what is sampled and what is recorded is up to th
 
 import asyncio
 import contextlib
+import logging
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable
 from http import HTTPStatus
@@ -33,10 +34,13 @@ from rollstream.producers.openai.stream_words import (
     head_of,
 )
 from rollstream.producers.openai.streaming import OnText
+from rollstream.schemas.errors import describe
 
 MESSAGES = "/v1/messages"
 MAX_BODY_BYTES = 2 * 1024 * 1024
 """Some 500,000 tokens: what a larger body holds fits no model, and is tokenised in the event loop."""
+
+logger = logging.getLogger(__name__)
 
 
 class Routes(ABC):
@@ -161,9 +165,11 @@ class Routes(ABC):
                 await response.write(words.piece(*piece))
                 piece = await news.get()
             try:
-                await response.write(words.end(answering.result()))
-            except Refusal as refused:
-                await response.write(words.event(_error_body(request, refused)))
+                end = words.end(answering.result())
+            except Exception as error:  # noqa: BLE001 -- the status is sent: the stream has to end with the error
+                refused = error if isinstance(error, Refusal) else _unexpected(request, error)
+                end = words.event(_error_body(request, refused))
+            await response.write(end)
             await response.write_eof()
             return response
         finally:
@@ -188,6 +194,15 @@ class Routes(ABC):
         except web.HTTPException as error:
             refused = Refusal(error.status, f"{request.method} {request.path}: {error.reason}")
             return json_response(_error_body(request, refused), status=error.status)
+        except Exception as error:  # noqa: BLE001 -- aiohttp would answer in plain text, which no client reads
+            refused = _unexpected(request, error)
+            return json_response(_error_body(request, refused), status=refused.status)
+
+
+def _unexpected(request: web.Request, error: Exception) -> Refusal:
+    """The refusal for what nobody foresaw, which stands in the log alone: it may name what is no client's business."""
+    logger.error("%s %s: %s", request.method, request.path, describe(error), exc_info=error)
+    return Refusal(500, "the gateway failed at this request; its log says why", code="internal_error")
 
 
 def _error_body(request: web.Request, refused: Refusal) -> dict[str, Any]:

@@ -50,6 +50,7 @@ class Journal:
         """What `emit` raised; it ends the attempt without a last event."""
         self.refusal: str | None = None
         """Why the first event that no record can hold was not emitted."""
+        self._is_over = False
         self._emit = emit
         self._acknowledged = acknowledged
         self._ids: dict[str, Any] = {"run_id": task.run_id, "group_id": task.group_id, "rollout_id": rollout_id}
@@ -81,6 +82,10 @@ class Journal:
     def num_open(self) -> int:
         """Calls that began and were never recorded."""
         return self._num_opened - len(self._steps) + self._num_rewards - len(self._rewards)
+
+    def is_over(self) -> bool:
+        """Whether the attempt has ended, also by its time; not if another process goes on with it."""
+        return self._is_over
 
     def has_step(self, step_index: int) -> bool:
         """Whether a step is recorded."""
@@ -162,9 +167,9 @@ class Journal:
         if self._acknowledged is not None:
             await self._acknowledged()
 
-    def close(self) -> None:
-        """From now on only `end` and `fail` emit."""
-        self._is_closed = True
+    def close(self, *, is_over: bool) -> None:
+        """From now on only `end` and `fail` emit. `is_over`: one of them follows; else another process may go on."""
+        self._is_closed, self._is_over = True, is_over
 
     async def end(self, stop_reason: str, missing_scores: Mapping[str, str]) -> None:
         """Emit RolloutEnded: counts, the digest over the content of all steps, then all rewards, and missing scores."""

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 from rollstream.producers.engines.base import Generation, Tokenizer
+from rollstream.schemas.errors import ChatTemplateError
 from rollstream.schemas.events.rollouts import StepRecorded, VersionSpan
 from rollstream.schemas.settings import Sampling
 
@@ -89,7 +90,7 @@ class OpenedRollout(Protocol):
         ...
 
     async def settle(self) -> None:
-        """The program is gone: return when every call is recorded. Raises TurnsExhausted as `ended` does."""
+        """The program is gone: return when every call is recorded. Raises as `ended` does."""
         ...
 
 
@@ -102,6 +103,17 @@ class Gateway(Protocol):
         `is_claimable`: whoever asks for any rollout may get this one.
         """
         ...
+
+
+def rendered(messages: list[dict[str, Any]], tokenizer: Tokenizer, asked: CallOptions | None) -> str:
+    """The prompt of messages. Raises ChatTemplateError for those of a program outside that the template refuses."""
+    if asked is None:
+        return CallOptions().rendered(messages, tokenizer)
+    try:
+        return asked.rendered(messages, tokenizer)
+    except Exception as error:  # templates are programs of the model's maker and raise what they like
+        line = " ".join(str(error).split())[:300]
+        raise ChatTemplateError(f"messages: the chat template refuses them: {line}") from error
 
 
 def metadata_of(asked: CallOptions | None, flags: Mapping[str, Any]) -> dict[str, Any] | None:

@@ -22,7 +22,7 @@ from rollstream.producers.league.opponents import as_recorded
 from rollstream.producers.rollout import candidates, continuing
 from rollstream.producers.rollout.conversation import Conversation, Prompt, recorded_call, usage_of
 from rollstream.producers.rollout.journal import Journal
-from rollstream.producers.rollout.outside import REFUSED_CALL, CallOptions, Gateway, metadata_of
+from rollstream.producers.rollout.outside import REFUSED_CALL, CallOptions, Gateway, metadata_of, rendered
 from rollstream.producers.rollout.recorded_call import ImportContext, fields_of, read_step
 from rollstream.producers.rollout.reply import Failure, Message, Reply, TurnsExhausted, plain
 from rollstream.producers.rollout.rewards import RewardError, finite
@@ -99,6 +99,7 @@ class Session:
         self.rollout_id = journal.rollout_id
         self.sampling = task.settings.sampling
         self.has_step, self.step, self.acknowledged = journal.has_step, journal.step, journal.acknowledged
+        self.is_over = journal.is_over
         self._conversations: dict[str, Conversation] = {}
         self._num_turns: dict[str, int] = {}
         self._num_calls: dict[str, int] = {}
@@ -340,7 +341,7 @@ class Session:
         return prompt
 
     def _text(self, messages: list[Message], group: str, asked: CallOptions | None) -> str:
-        return (asked or CallOptions()).rendered(messages, self._tokenizer(group))
+        return rendered(messages, self._tokenizer(group), asked)
 
     async def _answers(
         self, prompt: Prompt, messages: list[Message], agent: str, seeds: Sequence[int], asked: CallOptions | None

@@ -83,6 +83,30 @@ def test_a_program_that_a_signal_ends_or_that_cannot_be_found_says_so(tmp_path):
     assert "no-such-program: No such file or directory" in missing.message
 
 
+@pytest.mark.parametrize("code", [0, 3])
+def test_a_program_that_reports_a_failure_has_failed_whatever_its_exit_code_is(tmp_path, code):
+    report = 'post(os.environ["ROLLSTREAM_ROLLOUT_URL"] + "/end", {"error": "no tool answers"})'
+    last = play_outside(
+        tmp_path, environment=python(tmp_path, f"{PLAYS}\n{report}\nsys.exit({code})"), inputs={"question": "3+4=?"}
+    ).last
+    assert isinstance(last, RolloutFailed)
+    assert last.message.endswith("the agent reported: no tool answers")
+
+
+def test_a_report_of_failure_counts_though_the_program_does_not_wait_for_its_answer(tmp_path):
+    code = (
+        "import json, os, socket, sys, urllib.parse\n"
+        "url = urllib.parse.urlsplit(os.environ['ROLLSTREAM_ROLLOUT_URL'])\n"
+        "body = json.dumps({'error': 'gave up'}).encode()\n"
+        "head = f'POST {url.path}/end HTTP/1.1\\r\\nHost: {url.netloc}\\r\\nContent-Length: {len(body)}\\r\\n'\n"
+        "head += 'Content-Type: application/json\\r\\nX-Api-Key: ' + os.environ['OPENAI_API_KEY'] + '\\r\\n\\r\\n'\n"
+        "with socket.create_connection((url.hostname, url.port)) as sock: sock.sendall(head.encode() + body)\n"
+    )
+    last = ends(tmp_path, code).last
+    assert isinstance(last, RolloutFailed)
+    assert last.message.endswith("the agent reported: gave up")
+
+
 def test_secrets_of_the_process_do_not_reach_a_program(tmp_path, monkeypatch):
     monkeypatch.setenv("KAFKA_PASSWORD", "hidden")
     assert isinstance(ends(tmp_path, "import os\nassert 'KAFKA_PASSWORD' not in os.environ").last, RolloutEnded)

@@ -95,11 +95,12 @@ def play_outside(
     """One attempt in the environment `gateway` (or another one), which `agent` or a `program` of its own plays.
 
     `before`: what another process played of it, whose events come first; its agent goes on with the claimed rollout.
-    `max_length`: tokens that the model takes. `behind_s`, `is_over`, `may_have_begun`: of the gateway.
+    `max_length`: tokens that the model takes. `delay_s`: what each answer takes.
+    `behind_s`, `is_over`, `may_have_begun`: of the gateway.
     """
     section = GatewaySection(max_concurrent_calls=settings.pop("max_concurrent_calls", 64))
     before: Played | None = settings.pop("before", None)
-    max_length = settings.pop("max_length", None)
+    options = {"max_length": settings.pop("max_length", None), "delay_s": settings.pop("delay_s", 0.0)}
     asked = ("behind_s", "is_over", "may_have_begun")
     of_log: dict[str, Any] = {name: settings.pop(name) for name in asked if name in settings}
     task = task_of(settings.pop("environment", "gateway"), **settings)
@@ -109,7 +110,7 @@ def play_outside(
         events.append(codec.parse(encoded.topic, encoded.value)[0])
 
     async def scenario() -> None:
-        engine, counter = await scripted(folder, script, max_length=max_length), itertools.count(1000 + len(events))
+        engine, counter = await scripted(folder, script, **options), itertools.count(1000 + len(events))
         async with RolloutGateway(section, engine, workspace=folder / "w", name=NAME, **of_log) as gateway:
             rollout = record_rollout(
                 task,

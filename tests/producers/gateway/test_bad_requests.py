@@ -11,15 +11,20 @@ from rollstream.producers.gateway.marks import RolloutKeys
 from rollstream.producers.openai.requests import MAX_NESTING
 from rollstream.producers.openai.routes import MAX_BODY_BYTES
 from rollstream.schemas import tokens
-from rollstream.schemas.events import RolloutEnded
+from rollstream.schemas.events import RolloutEnded, RolloutFailed
 from tests.producers.conftest import answers
 from tests.producers.gateway.gateway_rig import Killed, play_outside
 
 CHAT, COMPLETE, MESSAGES = "/v1/chat/completions", "/v1/completions", "/v1/messages"
+RESPOND, COUNT = "/v1/responses", f"{MESSAGES}/count_tokens"
+APIS = [CHAT, COMPLETE, RESPOND, MESSAGES, COUNT]
+ANTHROPICS = (MESSAGES, COUNT)
 ASKED: dict[str, dict[str, Any]] = {
     CHAT: {"model": "policy", "messages": [{"role": "user", "content": "a"}]},
     COMPLETE: {"model": "policy", "prompt": "a"},
     MESSAGES: {"model": "policy", "max_tokens": 4, "messages": [{"role": "user", "content": "a"}]},
+    RESPOND: {"model": "policy", "input": "a"},
+    COUNT: {"model": "policy", "messages": [{"role": "user", "content": "a"}]},
 }
 LONG = "a" * 300
 DEEP: list[Any] = []
@@ -46,7 +51,7 @@ def refused(tmp_path: Any, url: str, body: Any, status: int, **headers: str) -> 
     played.assert_complete()
     assert len(calls_of(played)) == 2
     (body,) = found
-    if url == MESSAGES:
+    if url in ANTHROPICS:
         assert body["type"] == "error"
     else:
         assert set(body["error"]) == {"message", "type", "param", "code"}
@@ -57,7 +62,7 @@ def with_(url: str, **changed: Any) -> dict[str, Any]:
     return ASKED[url] | changed
 
 
-@pytest.mark.parametrize("url", [CHAT, COMPLETE, MESSAGES])
+@pytest.mark.parametrize("url", APIS)
 @pytest.mark.parametrize(
     "body", [b"", b"{", b"\xff", b"[]", b"null", b'{"model": NaN}', b'{"model": "\\ud800"}', b"[" * 5000], ids=repr
 )
@@ -96,17 +101,33 @@ def test_a_body_that_is_no_json_object_is_a_400(tmp_path, url, body):
         (MESSAGES, {"max_tokens": 0}, "max_tokens"),
         (MESSAGES, {"messages": []}, "messages"),
         (MESSAGES, {"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "messages.0.content.0"),
+        (COUNT, {"messages": None}, "messages"),
+        (COUNT, {"messages": []}, "messages"),
+        (COUNT, {"system": 3}, "system"),
+        (COUNT, {"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "messages.0.content.0"),
+        (RESPOND, {"input": None}, "input"),
+        (RESPOND, {"input": ""}, "input"),
+        (RESPOND, {"input": []}, "input"),
+        (RESPOND, {"input": 3}, "input"),
+        (RESPOND, {"input": [{"type": "input_image"}]}, "input.0"),
+        (RESPOND, {"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input.0.content.0"),
+        (RESPOND, {"model": 3}, "model"),
+        (RESPOND, {"max_output_tokens": 0}, "max_output_tokens"),
+        (RESPOND, {"temperature": "hot"}, "temperature"),
+        (RESPOND, {"no_such_option": 1}, "no_such_option"),
+        (RESPOND, {"previous_response_id": "resp_9"}, "previous_response_id"),
+        (RESPOND, {"background": True}, "background"),
     ],
 )
 def test_a_field_that_is_missing_or_wrong_is_a_400_that_names_it(tmp_path, url, changed, param):
     body = {key: value for key, value in with_(url, **changed).items() if value is not None}
     error, _ = refused(tmp_path, url, body, 400)
     assert param in error["message"]
-    if url != MESSAGES:
+    if url not in ANTHROPICS:
         assert error["param"].startswith(param)
 
 
-@pytest.mark.parametrize("url", [CHAT, COMPLETE, MESSAGES])
+@pytest.mark.parametrize("url", APIS)
 def test_an_unknown_model_is_a_404(tmp_path, url):
     error, _ = refused(tmp_path, url, with_(url, model="gpt-9"), 404)
     assert error["message"] == "model 'gpt-9' is not served here; use one of: agent, policy, run-1/policy"
@@ -119,6 +140,7 @@ def test_an_unknown_model_is_a_404(tmp_path, url):
         (COMPLETE, {"prompt": LONG}, "prompt"),
         (COMPLETE, {"prompt": [7] * 300}, "prompt"),
         (MESSAGES, {"messages": [{"role": "user", "content": LONG}]}, None),
+        (RESPOND, {"input": LONG}, "input"),
     ],
 )
 def test_a_prompt_that_is_too_long_is_a_400_and_recorded_as_refused(tmp_path, url, changed, param):
@@ -129,11 +151,48 @@ def test_a_prompt_that_is_too_long_is_a_400_and_recorded_as_refused(tmp_path, ur
     assert [step.name for step in played.steps if step.llm is None and step.name == "refused_call"] == ["refused_call"]
 
 
-@pytest.mark.parametrize("url", [CHAT, COMPLETE, MESSAGES, "/reward", "/end"])
+@pytest.mark.parametrize("url", [*APIS, "/reward", "/end"])
 def test_a_body_over_the_limit_is_a_413(tmp_path, url):
     error, _ = refused(tmp_path, url, b" " * (MAX_BODY_BYTES + 1), 413)
     assert error["message"] == f"the body has more than {MAX_BODY_BYTES} bytes; send less"
-    assert error["type"] == ("request_too_large" if url == MESSAGES else "invalid_request_error")
+    assert error["type"] == ("request_too_large" if url in ANTHROPICS else "invalid_request_error")
+
+
+def test_the_length_of_a_prompt_that_is_too_long_is_told(tmp_path):
+    async def agent(one: Any) -> None:
+        counted = await one.post(COUNT, with_(COUNT, messages=[{"role": "user", "content": LONG}]))
+        assert counted["input_tokens"] > len(LONG)
+        await one.reward(1.0)
+        await one.end()
+
+    play_outside(tmp_path, agent, max_length=100).assert_complete()
+
+
+class BrokenError(Exception):
+    """Of a part of an engine that nobody foresaw."""
+
+
+def broken(prompt: str, rng: Any, version: int) -> tuple[str, float]:
+    """A script that cannot answer."""
+    raise BrokenError("a secret of the engine")
+
+
+@pytest.mark.parametrize("url", [CHAT, COMPLETE, RESPOND, MESSAGES])
+@pytest.mark.parametrize("stream", [False, True])
+def test_what_an_engine_raises_is_a_500_in_the_apis_shape_and_stands_in_the_log_alone(tmp_path, url, stream, caplog):
+    async def agent(one: Any) -> None:
+        body = await one.post(url, with_(url, stream=stream), status=500)
+        error = body["error"]
+        assert error["message"] == "the gateway failed at this request; its log says why"
+        assert error["type"] == ("api_error" if url == MESSAGES else "server_error")
+        await one.end()
+
+    last = play_outside(tmp_path, agent, script=broken).last
+    assert isinstance(last, RolloutFailed)
+    assert last.cause == "engine_error"
+    (logged,) = [record for record in caplog.records if record.name.endswith("openai.routes")]
+    assert "BrokenError" in logged.getMessage()
+    assert logged.exc_info is not None
 
 
 def test_values_within_values_that_no_record_could_hold_are_a_400(tmp_path):
@@ -141,7 +200,7 @@ def test_values_within_values_that_no_record_could_hold_are_a_400(tmp_path):
     assert error["message"] == "the body nests values more than 64 deep; make it flatter"
 
 
-@pytest.mark.parametrize("url", [CHAT, COMPLETE, MESSAGES, "/reward", "/end"])
+@pytest.mark.parametrize("url", [*APIS, "/reward", "/end"])
 def test_a_wrong_key_is_a_401_and_that_of_another_rollout_a_403(tmp_path, url):
     error, _ = refused(tmp_path, url, ASKED.get(url, {}), 401, Authorization="Bearer rs-wrong")
     assert error["message"] == (
@@ -150,20 +209,20 @@ def test_a_wrong_key_is_a_401_and_that_of_another_rollout_a_403(tmp_path, url):
     )
     error, _ = refused(tmp_path, url, ASKED.get(url, {}), 401, Authorization="Bearer sk-wrong")
     assert error["message"] == "the API key is missing or wrong"
-    assert error["type"] == ("authentication_error" if url == MESSAGES else "invalid_request_error")
+    assert error["type"] == ("authentication_error" if url in ANTHROPICS else "invalid_request_error")
 
 
 def test_an_unknown_rollout_is_a_404_by_its_own_key_a_503_and_anothers_key_a_403(tmp_path):
     async def agent(one: Any) -> None:
         other = RolloutKeys(one.token).key_of("run-1/rl/e00000/t00009/m0/a0")
-        for url in (CHAT, MESSAGES, "/reward", "/end"):
+        for url in (CHAT, RESPOND, MESSAGES, COUNT, "/reward", "/end"):
             await one.post(url, ASKED.get(url, {"value": 1.0}), status=403, key=other)
             unknown = f"{one.url}/rollouts/run-1/rl/e00000/t00009/m0/a0{url}"
             body = ASKED.get(url, {"value": 1.0} if url == "/reward" else {})
             for key, status, kind in ((other, 503, "api_error"), (one.token, 404, "not_found_error")):
                 found = await one.post(unknown, body, status=status, key=key)
                 assert "is not open here" in found["error"]["message"]
-                assert url != MESSAGES or found["error"]["type"] == kind
+                assert url not in ANTHROPICS or found["error"]["type"] == kind
         await one.chat("a")
         await one.reward(1.0)
         await one.end()

@@ -300,6 +300,25 @@ def test_a_client_that_hangs_up_leaves_a_recorded_call_which_its_retry_is_answer
     played.assert_complete()
 
 
+def test_calls_that_a_rollouts_end_by_its_time_interrupts_are_refused_as_ended_and_end_their_streams_with_it(tmp_path):
+    said: list[Any] = []
+
+    async def agent(one):
+        asked = asyncio.create_task(one.chat("a", status=409))
+        headers = {"Authorization": f"Bearer {one.rollout['key']}"}
+        body = {"model": "policy", "max_tokens": 3000, "messages": [{"role": "user", "content": "b"}], "stream": True}
+        async with one.http.post(f"{one.rollout['base_url']}/v1/messages", json=body, headers=headers) as response:
+            said.append((response.status, await response.text()))
+        said.append((await asked)["error"])
+
+    last = play_outside(tmp_path, agent, rollout_timeout_s=1.0, delay_s=60.0).last
+    assert isinstance(last, RolloutFailed)
+    assert last.cause == "timeout"
+    (status, stream), error = said
+    assert (status, error["code"]) == (409, "rollout_ended")
+    assert "has ended" in json.loads(stream)["error"]["message"]
+
+
 def test_a_rollout_that_nobody_plays_times_out(tmp_path):
     last = play_outside(tmp_path, rollout_timeout_s=0.2).last
     assert isinstance(last, RolloutFailed)

@@ -1,0 +1,227 @@
+"""The model as the calls of one rollout ask it: which agent speaks, its prompt, its answers, and what is recorded.
+
+Token-exact over calls: an answer with tool calls that a client gives back parsed goes into the prompt as the model
+wrote it. Which calls are repeated, and when the rollout ends, is up to `played`.
+"""
+
+import hashlib
+from array import array
+from collections.abc import Mapping, Sequence
+from typing import Any, cast
+
+import orjson
+
+from rollstream.producers.engines.base import Engine, Generation, Tokenizer
+from rollstream.producers.gateway.marks import Mark
+from rollstream.producers.openai.completions import CompletionRequest
+from rollstream.producers.openai.protocol import Answer, answer_of, stop_length
+from rollstream.producers.openai.requests import ChatRequest, Refusal
+from rollstream.producers.openai.responses import PREFIX, RespondedRequest
+from rollstream.producers.openai.stream_words import Answered
+from rollstream.producers.openai.streaming import OnText, TextStream, on_tokens_of
+from rollstream.producers.rollout.outside import CallOptions, cut_to
+from rollstream.producers.rollout.reply import Message, Reply, TurnsExhausted
+from rollstream.producers.rollout.session import Session
+from rollstream.schemas.errors import (
+    ChatTemplateError,
+    EnvironmentRunError,
+    ModelError,
+    PromptRefusedError,
+    PromptTooLongError,
+)
+from rollstream.schemas.events import StepRecorded
+
+RUNS_MODEL = "policy"
+"""A name that any rollout's default agent answers to."""
+
+
+class RolloutModel:
+    """Answers the calls of one rollout by its session."""
+
+    def __init__(self, session: Session, engine: Engine, agent: str) -> None:
+        """`agent`: who speaks where the model's name names nobody else."""
+        self.session = session
+        self.exhausted: TurnsExhausted | None = None
+        """The first refusal of a call for which there was no turn left."""
+        self._engine = engine
+        self._agent = agent
+        self._responses: dict[str, int] = {}
+        """Steps of the calls that a later one may go on from, by id."""
+        self._texts: dict[bytes, str] = {}
+        """What the model wrote, by the message with tool calls that was made of it."""
+
+    def keep_text(self, reply: Reply, step: StepRecorded, notes: Mapping[str, Any]) -> None:
+        generation = reply.generation
+        if generation is None or not (step.data or {}).get("tools"):
+            return
+        tokenizer = self._engine.tokenizer(self.session.model_group(step.agent))
+        stop = tuple(notes.get("stop", ()))
+        answer = _answer_of(generation, tokenizer, reply.prompt_ids, stop, has_tools=True)
+        if answer.tool_calls:
+            self._texts[_fingerprint(answer.text, answer.tool_calls)] = reply.text
+
+    def keep_response(self, step_index: int, notes: Mapping[str, Any]) -> None:
+        names = notes.get("response_id", ""), self._call_id(step_index)
+        self._responses |= dict.fromkeys((PREFIX + name for name in names), step_index)
+
+    def _call_id(self, step_index: int) -> str:
+        return hashlib.sha256(f"{self.session.rollout_id}/s{step_index}".encode()).hexdigest()[:24]
+
+    def described(self, name: str) -> dict[str, Any]:
+        """A model in OpenAI's words. Raises Refusal (404)."""
+        group = self.session.model_group(self.agent_of(name))
+        version = self._engine.version(group)
+        found = {"id": name, "object": "model", "created": 0, "owned_by": "rollstream"}
+        return found | {"model_group": group, "version": version}
+
+    def default(self) -> dict[str, Any]:
+        """The model of the default agent."""
+        return self.described(self._agent)
+
+    def count(self, asked: ChatRequest) -> int:
+        """How many tokens the prompt has. Raises Refusal."""
+        agent = self.agent_of(asked.model)
+        try:
+            return self.session.count_tokens(self._messages(asked), agent, self._asked(asked, {}))
+        except EnvironmentRunError as error:
+            raise Refusal(400, str(error), param=asked.PROMPT_KEY) from error
+
+    async def sample(
+        self, asked: ChatRequest | CompletionRequest, mark: Mark, agent: str, on_text: OnText | None
+    ) -> list[Reply]:
+        """1. The steps are recorded. 2. The log has acknowledged them."""
+        notes: dict[str, Any] = {"body_sha256": mark.body_sha256, "n": asked.n}
+        notes |= {} if isinstance(asked, ChatRequest) else {"is_text": True}
+        notes |= {"stop": list(asked.stop)} if asked.stop else {}
+        notes |= {} if mark.key_sha256 is None else {"key_sha256": mark.key_sha256}
+        if isinstance(asked, RespondedRequest):
+            notes |= {"response_id": asked.own_id, "has_instructions": asked.has_instructions}
+        deviations = asked.deviations(self.session.sampling)
+        notes |= {"asked": deviations} if deviations else {}
+        try:
+            replies = await self.session.sample(
+                self._messages(asked), asked.n, agent, asked=self._asked(asked, notes, on_text)
+            )
+        except TurnsExhausted as error:
+            self.exhausted = error
+            raise Refusal(400, str(error), code="max_turns") from error
+        except PromptTooLongError as error:
+            raise Refusal(400, str(error), param=asked.PROMPT_KEY, code="context_length_exceeded") from error
+        except PromptRefusedError as error:
+            raise Refusal(400, str(error), param=asked.PROMPT_KEY) from error
+        except ModelError as error:
+            raise Refusal(500, str(error), code="engine_error") from error
+        except ChatTemplateError as error:
+            raise Refusal(400, str(error), param=asked.PROMPT_KEY) from error
+        except EnvironmentRunError as error:
+            raise Refusal(400, str(error)) from error
+        for reply, answer in zip(replies, self.answered(asked, replies).answers, strict=True):
+            if answer.tool_calls:
+                self._texts[_fingerprint(answer.text, answer.tool_calls)] = reply.text
+        await self.session.acknowledged()
+        self.keep_response(replies[0].step_index, notes)
+        return replies
+
+    def answered(self, asked: ChatRequest | CompletionRequest, replies: list[Reply]) -> Answered:
+        has_tools = isinstance(asked, ChatRequest) and asked.tools_for_template() is not None
+        answers = [self._answer(asked, reply, has_tools=has_tools) for reply in replies]
+        return Answered(answers, self._call_id(replies[0].step_index), replies[0].began_ms // 1000)
+
+    def _answer(self, asked: ChatRequest | CompletionRequest, reply: Reply, *, has_tools: bool) -> Answer:
+        generation, agent = reply.generation, self.agent_of(asked.model)
+        group = self.session.model_group(agent)
+        if generation is None:  # a scripted opponent's
+            return Answer(reply.text, (), (), (), (), "stop", (), group, 0)
+        tokenizer = self._engine.tokenizer(group)
+        return _answer_of(generation, tokenizer, reply.prompt_ids, asked.stop, has_tools=has_tools)
+
+    def _asked(
+        self, asked: ChatRequest | CompletionRequest, notes: Mapping[str, Any], on_text: OnText | None = None
+    ) -> CallOptions:
+        def cut(generation: Generation, tokenizer: Tokenizer) -> Generation:
+            length = stop_length(generation, tokenizer, asked.stop)
+            return generation if length is None else cut_to(generation, length)
+
+        is_chat = isinstance(asked, ChatRequest)
+        on_tokens = None
+        if on_text is not None:
+            tokenizer = self._engine.tokenizer(self.session.model_group(self.agent_of(asked.model)))
+            has_tools = is_chat and asked.tools_for_template() is not None
+            streams = [TextStream(tokenizer, asked.stop, has_tools=has_tools) for _ in range(asked.n)]
+            on_tokens = on_tokens_of(streams, on_text)
+        return CallOptions(
+            tools=(asked.tools_for_template() or ()) if is_chat else (),
+            max_new_tokens=asked.max_completion_tokens or asked.max_tokens,
+            cut=cut,
+            notes=notes,
+            text=None if is_chat else self._plain_text(asked),
+            token_ids=None if is_chat or isinstance(asked.content, str) else array("i", asked.content),
+            on_tokens=on_tokens,
+        )
+
+    def _messages(self, asked: ChatRequest | CompletionRequest) -> list[Message]:
+        """As the chat template gets them: answers with tool calls word for word as the model wrote them."""
+        if not isinstance(asked, ChatRequest):
+            return [{"role": "user", "content": self._plain_text(asked)}]
+        found: list[Message] = []
+        for message in asked.messages:
+            calls = message.tool_calls if message.role == "assistant" else None
+            written = self._texts.get(_fingerprint(message.content, calls)) if calls else None
+            found.append(message.for_template() if written is None else {"role": "assistant", "content": written})
+        if isinstance(asked, RespondedRequest) and asked.previous_response_id is not None:
+            at = int(asked.has_instructions)
+            found[at:at] = self._before(asked.previous_response_id)
+        return found
+
+    def _before(self, response_id: str) -> list[Message]:
+        """Input and output of an earlier response, without its instructions. Raises Refusal (400)."""
+        step_index = self._responses.get(response_id)
+        if step_index is None:
+            raise Refusal(
+                400,
+                f"previous_response_id: {response_id[:100]!r} is not a response of this rollout; send what came before",
+                param="previous_response_id",
+                code="previous_response_not_found",
+            )
+        step = self.session.step(step_index)
+        data, notes = cast(Any, step.data), cast(Any, step.metadata)["gateway"]
+        said = data["input"][int(notes.get("has_instructions", False)) :]
+        return [*said, {"role": "assistant", "content": data["output"]}]
+
+    def _plain_text(self, asked: CompletionRequest) -> str:
+        """The prompt, or what its token ids read as. Raises Refusal (400) for ids that read as nothing."""
+        content = asked.content
+        if isinstance(content, str):
+            return content
+        tokenizer = self._engine.tokenizer(self.session.model_group(self.agent_of(asked.model)))
+        try:
+            return tokenizer.decode(content, skip_special_tokens=False)
+        except (IndexError, KeyError, OverflowError, TypeError, ValueError) as error:
+            raise Refusal(400, f"prompt: these token ids are not the model's: {error}", param="prompt") from error
+
+    def agent_of(self, model: str) -> str:
+        """The agent that a model's name stands for: an agent's own name, or a model group's. Raises Refusal (404)."""
+        session = self.session
+        if model in session.agents:
+            return model
+        groups = {session.model_group(agent): agent for agent in reversed(session.agents)}
+        groups |= {group.rpartition("/")[2]: agent for group, agent in groups.items()}
+        groups |= {RUNS_MODEL: self._agent}
+        if model not in groups:
+            known = ", ".join(sorted({*session.agents, *groups}))
+            raise Refusal(
+                404, f"model {model!r} is not served here; use one of: {known}", param="model", code="model_not_found"
+            )
+        return groups[model]
+
+
+def _answer_of(
+    generation: Generation, tokenizer: Tokenizer, prompt_ids: Sequence[int], stop: Sequence[str], *, has_tools: bool
+) -> Answer:
+    is_cut = stop_length(generation, tokenizer, stop) is not None
+    return answer_of(generation, tokenizer, prompt_ids=prompt_ids, stop=stop, has_tools=has_tools, is_cut=is_cut)
+
+
+def _fingerprint(text: str, calls: Any) -> bytes:
+    """Of a message with tool calls, as a client gives it back."""
+    return hashlib.sha256(orjson.dumps([text or "", calls], option=orjson.OPT_SORT_KEYS)).digest()

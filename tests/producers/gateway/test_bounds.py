@@ -1,0 +1,117 @@
+"""What a gateway keeps of rollouts and calls is bounded, and a claim key gets one rollout."""
+
+import asyncio
+import contextlib
+import itertools
+from pathlib import Path
+from typing import Any
+
+from rollstream.eventlog.codec import Encoded
+from rollstream.producers.attempt import record_rollout
+from rollstream.producers.engines.base import Engine
+from rollstream.producers.gateway import played
+from rollstream.producers.gateway.listener import RolloutGateway
+from rollstream.producers.gateway.marks import Mark, RememberedCalls
+from rollstream.producers.openai.requests import Refusal
+from rollstream.schemas.services import GatewaySection
+from tests.producers.conftest import scripted, task_of
+from tests.producers.gateway.gateway_rig import NAME, Outside, outside, play_outside
+
+
+@contextlib.asynccontextmanager
+async def gateway_of(folder: Path):
+    engine = await scripted(folder)
+    async with RolloutGateway(GatewaySection(), engine, workspace=folder / "w", name=NAME) as gateway:
+        yield gateway, engine
+
+
+def opened(gateway: RolloutGateway, engine: Engine, index: int, **settings: Any) -> "asyncio.Task[None]":
+    """A rollout that is played outside."""
+    counter = itertools.count(1000)
+
+    async def emit(encoded: Encoded) -> None:
+        return None
+
+    task = task_of("gateway", index=index, **settings)
+    asked: dict[str, Any] = {"member": 0, "attempt": 0, "is_last": False, "emit": emit, "gateway": gateway}
+    return asyncio.create_task(record_rollout(task, engine=engine, clock=lambda: next(counter), **asked))
+
+
+async def refused(status: int) -> None:
+    raise Refusal(status, "refused")
+
+
+def test_calls_that_fail_are_forgotten():
+    async def scenario() -> None:
+        calls = RememberedCalls()
+        for number in range(200):
+            answer = asyncio.ensure_future(refused(400))
+            calls.add(f"body {number}", f"key {number}", answer)
+            mark = Mark(f"body {number}", f"key {number}", is_retry=False)
+            assert calls.repeated(mark) is answer
+            await asyncio.wait({answer})
+            assert answer.exception() is not None
+            await asyncio.sleep(0)
+            assert calls.repeated(mark) is None
+        assert len(calls) == 0
+
+    asyncio.run(scenario())
+
+
+def test_a_call_that_failed_and_is_made_again_is_remembered():
+    async def scenario() -> None:
+        calls, mark = RememberedCalls(), Mark("body", "key", is_retry=False)
+        failed = asyncio.ensure_future(refused(500))
+        calls.add("body", "key", failed)
+        await asyncio.wait({failed})
+        assert failed.exception() is not None
+        again: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+        calls.add("body", "key", again)  # before the loop has told of the failure
+        await asyncio.sleep(0)
+        assert calls.repeated(mark) is again
+
+    asyncio.run(scenario())
+
+
+def test_rollouts_that_nobody_claims_leave_nothing_behind(tmp_path):
+    async def scenario() -> None:
+        async with gateway_of(tmp_path) as (gateway, engine):
+            await asyncio.gather(*(opened(gateway, engine, number, rollout_timeout_s=0.1) for number in range(5)))
+            assert gateway.num_claimable == 0
+
+    asyncio.run(scenario())
+
+
+def test_claims_that_wait_under_one_key_get_one_rollout(tmp_path):
+    async def scenario() -> None:
+        async with gateway_of(tmp_path) as (gateway, engine):
+            tasks = [opened(gateway, engine, 0)]
+            async with outside(tmp_path / "w") as one:
+                await one.claim(mark="first")
+                waiting = [Outside(one.http, one.url, one.token) for _ in range(3)]
+                marks = ("again", "again", "another")
+                claims = [asyncio.create_task(who.claim(mark=mark)) for who, mark in zip(waiting, marks, strict=True)]
+                await asyncio.sleep(0.1)
+                tasks += [opened(gateway, engine, number) for number in (1, 2)]
+                given = [(await claim)["rollout_id"] for claim in claims]
+                assert given[0] == given[1] != given[2]
+                for who in (one, waiting[0], waiting[2]):
+                    await who.reward(1.0)
+                    await who.end()
+            await asyncio.gather(*tasks)
+
+    asyncio.run(asyncio.wait_for(scenario(), 20))
+
+
+def test_a_rollout_has_only_so_many_rewards(tmp_path, monkeypatch):
+    monkeypatch.setattr(played, "MAX_REWARDS", 3)
+
+    async def agent(one: Any) -> None:
+        await one.chat("a")
+        for number in range(3):
+            await one.reward(1.0, name=f"part {number}")
+        assert "has 3 rewards already" in (await one.reward(1.0, status=400))["error"]["message"]
+        await one.reward(1.0, name="part 0")
+        await one.end()
+
+    play_outside(tmp_path, agent).assert_complete()
