@@ -1,16 +1,23 @@
-"""Runs one program in a process group of its own, and ends the whole group with itself: `-m ... PARENT MEMORY_MB LINE`.
+"""Runs one program and ends all that it started with itself: `-m ... PARENT MEMORY_MB LINE`.
 
-It dies with its parent (PDEATHSIG) however that ends, and imports nothing of ours but what its package does.
+The program has a process group of its own. On Linux the guard is also the subreaper of its descendants: one that leaves
+the group (`setsid`) becomes its child once its own parent has ended, and is killed too. It dies with its parent
+(PDEATHSIG) however that ends, and imports nothing of ours but what its package does.
 """
 
+import contextlib
 import ctypes
 import os
 import resource
 import signal
 import sys
+import time
+from pathlib import Path
 
-PR_SET_PDEATHSIG = 1
+PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 NOT_FOUND = 127
+KILL_S = 3.0
+"""How long descendants that start others while they are killed are killed again."""
 
 
 def main(arguments: list[str]) -> int:
@@ -19,10 +26,11 @@ def main(arguments: list[str]) -> int:
     child = 0
 
     def stop(number: int, frame: object) -> None:
-        _kill(child)
+        _end_all(child)
         os._exit(128 + number)
 
     signal.signal(signal.SIGTERM, stop)
+    _prctl(PR_SET_CHILD_SUBREAPER, 1)
     _die_with_parent(int(parent), signal.SIGTERM)
     guard = os.getpid()
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
@@ -31,8 +39,10 @@ def main(arguments: list[str]) -> int:
         _become(program, guard, int(memory_mb) * 1024 * 1024)
     _own_group(child)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
-    _, status = os.waitpid(child, 0)
-    _kill(child)  # what it left running
+    ended, status = 0, 0
+    while ended != child:  # others are orphans of the program's
+        ended, status = os.wait()
+    _end_all(child)  # what it left running
     return os.waitstatus_to_exitcode(status)
 
 
@@ -60,18 +70,53 @@ def _own_group(process: int) -> None:
 
 
 def _die_with_parent(parent: int, number: signal.Signals) -> None:
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, number)
+    _prctl(PR_SET_PDEATHSIG, number)
     if os.getppid() != parent:
         os._exit(1)
 
 
-def _kill(group: int) -> None:
-    if group:
-        try:
-            os.killpg(group, signal.SIGKILL)
-        except ProcessLookupError:
+def _prctl(option: int, value: int) -> None:
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(option, value)
+
+
+def _end_all(group: int) -> None:
+    """Kill the group and all descendants, until none is left or KILL_S are over. Elsewhere than on Linux: the group."""
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(group, signal.SIGKILL) if group else None
+    deadline = time.monotonic() + KILL_S
+    while sys.platform == "linux" and time.monotonic() < deadline:
+        for process in _descendants(os.getpid()):
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.kill(process, signal.SIGKILL)
+        if not _reap():
             return
+        time.sleep(0.005)
+
+
+def _reap() -> bool:
+    """Whether a child is left, after those that have ended are taken note of."""
+    try:
+        while os.waitpid(-1, os.WNOHANG)[0]:
+            continue
+    except ChildProcessError:
+        return False
+    return True
+
+
+def _descendants(ancestor: int) -> list[int]:
+    """Of all processes, by /proc; parents come before their children."""
+    children: dict[int, list[int]] = {}
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdecimal():
+            with contextlib.suppress(OSError, ValueError, IndexError):
+                # pid (name) state parent: a name may hold anything
+                parent = int((entry / "stat").read_text(errors="replace").rpartition(")")[2].split()[1])
+                children.setdefault(parent, []).append(int(entry.name))
+    found = [ancestor]
+    for process in found:
+        found += children.get(process, [])
+    return found[1:]
 
 
 if __name__ == "__main__":

@@ -135,6 +135,35 @@ def test_a_program_ends_with_its_time_and_what_it_started_with_it(tmp_path):
     assert all(is_gone(int(pid)) for pid in (tmp_path / "pids").read_text().split())
 
 
+DETACHES = """
+import os, sys, time
+if os.fork() == 0:
+    os.setsid()
+    for _ in range(3):
+        if os.fork() == 0:
+            os.setsid()
+            with open(sys.argv[1], "a") as pids:
+                pids.write(f"{os.getpid()}\\n")
+            time.sleep(1000)
+    time.sleep(1000)
+while not os.path.exists(sys.argv[1]) or len(open(sys.argv[1]).readlines()) < 3:
+    time.sleep(0.01)
+time.sleep(float(sys.argv[2]))
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux has subreapers")
+@pytest.mark.parametrize("stays_s", [0, 1000])
+def test_what_a_program_detached_by_setsid_ends_with_its_rollout_or_its_time(tmp_path, stays_s):
+    pids = tmp_path / "pids"
+    command = f"{python(tmp_path, DETACHES)} {shlex.quote(str(pids))} {stays_s}"
+    last = play_outside(tmp_path, environment=command, missing_score="unneeded", rollout_timeout_s=3.0).last
+    assert isinstance(last, RolloutFailed if stays_s else RolloutEnded)
+    found = pids.read_text().split()
+    assert len(found) == 3
+    assert all(is_gone(int(pid)) for pid in found)
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux ends a process with its parent")
 def test_a_program_and_what_it_started_die_with_a_producer_that_is_killed(tmp_path):
     guard = Path(__file__).parents[3] / "producers/environments/program_guard.py"
