@@ -22,6 +22,7 @@ import warnings
 from pathlib import Path
 from typing import Any
 
+from rollstream.learner.tiny_model import make_tiny_model
 from rollstream.producers.environments.guess_number import FALL, FOUND, compare
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -200,6 +201,7 @@ def main() -> None:
     parser.add_argument("--reward", type=float, default=0.6)
     parser.add_argument("--epochs", type=int, default=200)
     parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--model", nargs="*", default=[], help="sizes of the tiny model, as in hidden_size=384")
     parser.add_argument("--threads", type=int, nargs="*", default=[1, 2], help="that TRL is tried with")
     parser.add_argument("--output", type=Path, default=None)
     parser.add_argument("--trl", nargs=4, metavar=("FOLDER", "EPOCHS", "THREADS", "SEED"), help=argparse.SUPPRESS)
@@ -210,7 +212,7 @@ def main() -> None:
     curves: dict[str, list[Curve]] = {}
     with tempfile.TemporaryDirectory() as kept:
         workspace, model = Path(kept), Path(kept) / "models" / "tiny"
-        rollstream("tiny-model", str(model), "--seed", "0")
+        make_tiny_model(model, seed=0, **{name: int(size) for name, size in (one.split("=") for one in args.model)})
         warm = warm_started(workspace, model)
         for index in range(args.repeats):
             for staleness in (0, 2):
@@ -222,7 +224,7 @@ def main() -> None:
                 curves.setdefault(f"trl, {threads} threads", []).append(json.loads(done.stdout.splitlines()[-1]))
             for name, made in curves.items():
                 print(name, [seconds_to(curve, args.reward) for curve in made], file=sys.stderr, flush=True)
-    report = {"cores": os.cpu_count(), "reward": args.reward, "epochs": args.epochs, "systems": {}}
+    report = {"cores": os.cpu_count(), "model": args.model, "reward": args.reward, "epochs": args.epochs, "systems": {}}
     for name, made in curves.items():
         report["systems"][name] = {
             "seconds": [seconds_to(curve, args.reward) for curve in made],
