@@ -265,7 +265,8 @@ GIVEN_BY = {
     "VllmEngine": "VllmSettings",
     "ScriptedTokenizer": "ScriptedEngine",
     "NoTokenizer": "OpenAIEngine",
-    "TextTokenizer": "TransformersSettings",
+    "ChatTokenizer": "TransformersSettings",
+    "TextTokenizer": "OpenAIEngine",
 }
 """By implementation the name of ours by which a suite gets it."""
 
