@@ -18,6 +18,24 @@ from rollstream.schemas.services import VllmSettings
 OPTIONAL = "--enable-scale-out"
 """Offers exact tokens and version spans; not known to every vLLM."""
 REFUSED = ("--data-parallel-size", "-dp", "--api-server-count", "-asc", "--host", "--port", "--uds", "--api-key")
+PASSED = frozenset(
+    {
+        *("PATH", "HOME", "USER", "LOGNAME", "SHELL", "LANG", "LANGUAGE", "TZ", "TMPDIR"),
+        *("LD_LIBRARY_PATH", "LD_PRELOAD", "LIBRARY_PATH", "CPATH", "CC", "CXX"),
+        *("http_proxy", "https_proxy", "no_proxy", "HTTP_PROXY", "HTTPS_PROXY", "NO_PROXY"),
+        *("SSL_CERT_FILE", "SSL_CERT_DIR", "REQUESTS_CA_BUNDLE", "CURL_CA_BUNDLE"),
+        *("XDG_CACHE_HOME", "XDG_CONFIG_HOME", "TOKENIZERS_PARALLELISM"),
+    }
+)
+"""Variables of this process that a server gets."""
+PASSED_PREFIXES = (
+    *("LC_", "CUDA_", "NVIDIA_", "NCCL_", "CUBLAS_", "CUDNN_", "ROCR_", "HIP_", "HSA_", "ROCM_", "ONEAPI_", "ZE_"),
+    *("VLLM_", "HF_", "TRANSFORMERS_", "SAFETENSORS_", "TORCH", "PYTORCH_", "TRITON_", "FLASHINFER_"),
+    *("OMP_", "GOMP_", "KMP_", "MKL_", "OPENBLAS_", "NUMEXPR_"),
+)
+"""Beginnings of the names of others that it gets."""
+WITHHELD = frozenset({"VLLM_API_KEY"})
+"""A server with a key would refuse us: it is reached from this machine alone."""
 LAST_BYTES = 16_384
 LAST_LINES = 3
 
@@ -120,7 +138,7 @@ class Child:
         (self.port,) = free_ports(1)
         command = [sys.executable, "-I", "-S", guard.__file__, str(os.getpid()), str(self._log), *self.command()]
         self._guard = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=_environment(os.environ, is_lora=self._is_lora)
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment(os.environ, is_lora=self._is_lora)
         )
         assert self._guard.stdout is not None
         with self._guard.stdout as output:
@@ -147,8 +165,12 @@ class Child:
         ]
 
 
-def _environment(environ: Mapping[str, str], *, is_lora: bool) -> dict[str, str]:
-    """Of the server: ours, without what would lead its Python to our packages."""
-    kept = {name: value for name, value in environ.items() if name not in ("PYTHONPATH", "PYTHONHOME")}
+def environment(environ: Mapping[str, str], *, is_lora: bool) -> dict[str, str]:
+    """Of the server: what it needs of ours to find its libraries, devices, models and the network."""
+    kept = {
+        name: value
+        for name, value in environ.items()
+        if (name in PASSED or name.startswith(PASSED_PREFIXES)) and name not in WITHHELD
+    }
     lora = {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1"} if is_lora else {}
     return {**kept, **lora, "VLLM_SERVER_DEV_MODE": "1", "VLLM_NO_USAGE_STATS": "1"}
