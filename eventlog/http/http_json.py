@@ -32,9 +32,15 @@ logger = logging.getLogger(__name__)
 class TryAgainError(Exception):
     """A try that failed in a way which another one may not; after so many seconds, if the server says."""
 
-    def __init__(self, message: str, after_s: float = 0.0) -> None:
+    def __init__(self, message: str, after_s: float = 0.0, *, status: int | None = None) -> None:
+        """`status`: of the answer; None: there was none."""
         super().__init__(message)
         self.after_s = after_s
+        self.status = status
+
+
+class UnreachableError(TryAgainError):
+    """The connection failed or broke off."""
 
 
 class HttpAnswer(NamedTuple):
@@ -120,7 +126,7 @@ class HttpServer:
         except TimeoutError as error:
             raise TryAgainError(f"gave no answer within {limit_s:g} s (timeout_s)") from error
         except (aiohttp.ClientError, OSError) as error:
-            raise TryAgainError(f"cannot be reached: {type(error).__name__}: {error}") from error
+            raise UnreachableError(f"cannot be reached: {type(error).__name__}: {error}") from error
 
     def checked(self, answered: HttpAnswer) -> bytes:
         """The body of a 2xx answer. Raises TryAgainError, ModelError, PromptTooLongError for others."""
@@ -129,7 +135,7 @@ class HttpServer:
             return body
         shown_answer = f"answered {status} {shown(body)}"
         if status in TRY_AGAIN or status >= 500:
-            raise TryAgainError(shown_answer, retry_after(answered.headers))
+            raise TryAgainError(shown_answer, retry_after(answered.headers), status=status)
         if status in (401, 403):
             variable = self._key_variable
             remedy = f"set the variable {variable} to a valid key" if variable else "set endpoint.api_key_variable"

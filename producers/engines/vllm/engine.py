@@ -7,6 +7,7 @@ Full weights are replaced in place while requests stand still; the server tells 
 import asyncio
 import os
 import tempfile
+from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from rollstream.producers.engines.base import Capabilities, Generation, Generati
 from rollstream.producers.engines.vllm.base_model import BaseModel, read_base_model
 from rollstream.producers.engines.vllm.child import Child, check_settings
 from rollstream.producers.engines.vllm.pool import Pool
-from rollstream.producers.engines.vllm.version_files import Version, make_version, remove
+from rollstream.producers.engines.vllm.version_files import Client, Version, make_version, remove
 from rollstream.producers.engines.vllm.vllm_server import Server
 from rollstream.schemas.errors import ModelError
 from rollstream.schemas.events import WeightsPublished
@@ -34,12 +35,15 @@ class VllmEngine:
         self._settings = settings
         self._key = _key_of(settings, environ)
         self._folder: Path = settings.folder or Path(tempfile.mkdtemp(prefix="rollstream-vllm-"))
+        self._client: Client | None = None
         self._bases: dict[str, BaseModel] = {}
         self._pools: dict[Served, Pool] = {}
         self._held: dict[str, Version] = {}
         self._past: list[Version] = []
         """Versions whose files may still be needed."""
         self._locks: dict[str, asyncio.Lock] = {}
+        self._loading: Counter[Served] = Counter()
+        """Versions that are being loaded."""
         self._calls: set[asyncio.Task[Generation]] = set()
         self._slots = asyncio.Semaphore(settings.max_concurrent)
         self._is_closed = False
@@ -50,9 +54,12 @@ class VllmEngine:
         return Capabilities(loads_models=True)
 
     async def start(self) -> None:
-        """Servers are started and asked with the first version: it names the base model. Raises ConfigError."""
+        """Servers are started and asked with the first version: it names the base model. Raises ConfigError, and
+        ModelError for a folder that cannot be written to.
+        """
         check_settings(self._settings)
-        self._folder.mkdir(parents=True, exist_ok=True)
+        self._client = await asyncio.to_thread(Client, self._folder)
+        await asyncio.to_thread(self._client.remove_leftovers)
 
     async def close(self) -> None:
         """Cancel calls in progress, and stop the servers that were started."""
@@ -63,6 +70,8 @@ class VllmEngine:
         self._pools.clear()
         for version in (*self._held.values(), *self._past):
             await asyncio.to_thread(remove, version)
+        if self._client is not None:
+            self._client.close()
 
     async def generate(self, request: GenerationRequest) -> Generation:
         """Raises ModelError as the protocol says, and if no server is ready within `start_timeout_s`."""
@@ -70,7 +79,10 @@ class VllmEngine:
             raise ModelError("the rollout engine is closed")
         version = self._version(request.model_group)
         check_prompt(request, num_token_ids=version.base.num_token_ids)
-        call = asyncio.create_task(self._generate(request, self._pools[_served(version.published)]))
+        pool = self._pools.get(_served(version.published))
+        if pool is None:
+            raise ModelError(f"model group {request.model_group} is being unloaded; load a version again")
+        call = asyncio.create_task(self._generate(request, pool))
         self._calls.add(call)
         call.add_done_callback(self._calls.discard)
         try:
@@ -101,18 +113,27 @@ class VllmEngine:
         async with self._locks.setdefault(group, asyncio.Lock()):
             base = await self._base(published.base_model)
             version = await asyncio.to_thread(
-                make_version, published, path, base, folder=self._folder, max_lora_rank=self._settings.max_lora_rank
+                make_version,
+                published,
+                path,
+                base,
+                folder=self._folder,
+                client=self._own_client().id,
+                max_lora_rank=self._settings.max_lora_rank,
             )
-            is_new = _served(published) not in self._pools
+            served = _served(published)
+            self._loading[served] += 1
             try:
                 await self._pool(published, base).take(version)
             except BaseException:
                 self._past.append(version)
-                if is_new and (pool := self._pools.pop(_served(published), None)) is not None:
-                    await pool.close()
                 raise
-            before = self._held.get(group)
-            self._held[group] = version
+            else:
+                before = self._held.get(group)
+                self._held[group] = version
+            finally:
+                self._loading -= Counter((served,))
+                await self._close_unused(served)
             if before is not None:
                 if _served(before.published) != _served(published):
                     await self._leave(before)
@@ -166,13 +187,26 @@ class VllmEngine:
     def _server(self, url: str) -> Server:
         settings = self._settings
         http = HttpServer(url, timeout_s=settings.timeout_s, key=self._key, key_variable=settings.api_key_variable)
-        return Server(http, max_loras=settings.max_loras, health_timeout_s=settings.health_timeout_s)
+        client = self._own_client()
+        return Server(http, client, max_loras=settings.max_loras, health_timeout_s=settings.health_timeout_s)
+
+    def _own_client(self) -> Client:
+        if self._client is None:
+            raise ModelError("the rollout engine has not started")
+        return self._client
 
     async def _leave(self, version: Version) -> None:
+        """A version is not held any more, and none of its model group that the same servers have."""
         served = _served(version.published)
-        if any(_served(one.published) == served for one in self._held.values() if one is not version):
+        if served in self._pools:
             await self._pools[served].drop(version.published.model_group)
-        elif (pool := self._pools.pop(served, None)) is not None:
+        await self._close_unused(served)
+
+    async def _close_unused(self, served: Served) -> None:
+        """Close servers of which no version is held or being loaded."""
+        if self._loading[served] or any(_served(one.published) == served for one in self._held.values()):
+            return
+        if (pool := self._pools.pop(served, None)) is not None:
             await pool.close()
 
     async def _remove_files(self) -> None:

@@ -1,18 +1,20 @@
 """Servers behind one base model: which of them may serve, which one a request goes to, and how versions reach them.
 
-A server serves once it has proven the wanted versions, and leaves the pool (`pending_weights`, `down`) as soon as an
-answer or a look says otherwise. Versions come from the log alone, so a server that was restarted cannot bring old ones.
+A server serves once it has proven the wanted versions, and leaves the pool (`pending_weights`, `down`) as soon as a
+look says otherwise, or requests cannot reach it. One that fails a request keeps the others: the request goes elsewhere,
+and the workers are asked whether they live. Versions come from the log alone, so a server that was restarted cannot
+bring old ones.
 """
 
 import asyncio
 import hashlib
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from typing import TypeVar
 
-from rollstream.eventlog.http.http_json import TryAgainError
+from rollstream.eventlog.http.http_json import TryAgainError, UnreachableError
 from rollstream.producers.engines.base import Generation, GenerationRequest, max_new_tokens_of
 from rollstream.producers.engines.vllm.base_model import BaseModel
 from rollstream.producers.engines.vllm.child import Child
@@ -26,6 +28,10 @@ IMBALANCE = 8
 """Requests that a group's own server may have more than the least busy one before others of the group go there."""
 MAX_TRIES = 8
 """Of one request, on servers that fail."""
+MAX_FAILED = 3
+"""Requests that a server may fail one after the other before it is taken out of use."""
+RETRY_S = 0.5
+"""Before a request goes to a server that has failed it again; doubled each time."""
 STARTING_S = 0.2
 """Between two looks at a server that is starting."""
 
@@ -46,23 +52,33 @@ class Pool:
         self._settings = settings
         self._wanted: dict[str, Version] = {}
         """By model group: what a server must have."""
+        self._coming: Version | None = None
+        """Which servers are being given."""
+        self._taking = asyncio.Lock()
+        """Of two versions that wait for room on two servers, each could have what the other one waits for."""
         self._fatal: ModelError | None = None
         self._changed = asyncio.Condition()
         self._wakes = {id(server): asyncio.Event() for server, _ in servers}
-        self._keepers: list[asyncio.Task[None]] = []
+        self._tasks: list[asyncio.Task[None]] = []
 
     def start(self) -> None:
         """Begin to look after the servers."""
-        self._keepers = [asyncio.create_task(self._keep(server, child)) for server, child in self._servers]
+        self._tasks = [asyncio.create_task(self._keep(server, child)) for server, child in self._servers]
+        if self.is_lora:
+            self._tasks += [asyncio.create_task(self._unload_unused(server)) for server, _ in self._servers]
 
     async def close(self) -> None:
-        """Stop servers that we started; take our versions from the others."""
-        for keeper in self._keepers:
-            keeper.cancel()
-        await asyncio.gather(*self._keepers, return_exceptions=True)
+        """Stop servers that we started; take our versions from the others. Requests in progress fail."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        self._fatal = ModelError(f"the servers of model {self.base.path} are no longer used; load a version again")
+        for server, _ in self._servers:
+            server.leave("down", "no longer used")
+        await self._notify()
         for server, child in self._servers:
             if child is None and self.is_lora:
-                for name in list(server.versions):
+                for name in list(server.names):
                     with suppress(TryAgainError, ModelError):
                         await server.drop_adapter(name)
             await server.http.close()
@@ -81,6 +97,76 @@ class Pool:
 
         Raises ModelError if no server takes it: then the version before it stays wanted.
         """
+        async with self._taking:
+            self._check_room(version)
+            self._coming = version
+            try:
+                await self._take(version)
+            finally:
+                self._coming = None
+                self._unload()
+        await self._notify()
+
+    async def drop(self, model_group: str) -> None:
+        """A model group is not wanted any more."""
+        self._wanted.pop(model_group, None)
+        self._unload()
+
+    def uses(self, version: Version) -> bool:
+        """Whether a request or a server may still need its files."""
+        name = version.name
+        return self._is_kept(name) or any(
+            name in server.names or name in server.versions or server.open[name] for server, _ in self._servers
+        )
+
+    async def generate(self, request: GenerationRequest) -> Generation:
+        """Of the newest version. Raises ModelError, PromptTooLongError."""
+        deadline = time.monotonic() + self._settings.start_timeout_s
+        last: Exception | None = None
+        tried: set[int] = set()
+        for number in range(MAX_TRIES):
+            server = await self._wait(lambda: self._chosen(request, tried), deadline)
+            if id(server) in tried:
+                await asyncio.sleep(RETRY_S * 2 ** (number - 1))
+                tried.clear()
+                server = await self._wait(lambda: self._chosen(request, tried), deadline)
+            version = self._wanted.get(request.model_group)
+            if version is None:
+                raise ModelError(f"model group {request.model_group} was unloaded; load a version again")
+            limits = [limit for limit in (self.base.max_length, server.max_length) if limit is not None]
+            room = max_new_tokens_of(request, min(limits, default=None), f"model {self.base.path}")
+            try:
+                answer = await server.generate(request, version, room)
+            except (UnreachableError, LostVersionError) as error:
+                last = error
+                await self._leave(server, error)
+            except TryAgainError as error:
+                last = error
+                tried.add(id(server))
+                await self._fail(server, error)
+            else:
+                server.num_failed = 0
+                return answer
+        raise ModelError(f"no vLLM server answers: {last} ({MAX_TRIES} tries); look into the servers' logs") from last
+
+    # ---- versions ----
+
+    def _is_kept(self, name: str) -> bool:
+        """Whether servers must have it, though no request is open."""
+        return any(one.name == name for one in (*self._wanted.values(), self._coming) if one is not None)
+
+    def _check_room(self, version: Version) -> None:
+        """Raises ModelError if the newest versions and one that is to follow cannot be there at once."""
+        needed = {one.name for one in self._wanted.values()} | {version.name}
+        most = self._settings.max_loras
+        if self.is_lora and len(needed) > most:
+            groups = ", ".join(sorted({*self._wanted, version.published.model_group}))
+            raise ModelError(
+                f"{version.name} is not loaded: engine.max_loras is {most}, and the newest versions of {groups} take "
+                f"{len(needed)} with it; raise it"
+            )
+
+    async def _take(self, version: Version) -> None:
         deadline = time.monotonic() + self._settings.start_timeout_s
         while True:
             there = await self._wait(lambda: self._there() or None, deadline)
@@ -91,43 +177,31 @@ class Pool:
             if refusals or time.monotonic() > deadline:
                 found = refusals[0] if refusals else ModelError("; ".join(map(str, errors)))
                 raise ModelError(f"{version.name} is not loaded: {found}") from found
+            await asyncio.sleep(STARTING_S)
         self._wanted[version.published.model_group] = version
         for server, error in zip(there, errors, strict=True):
             if error is None and all(one.name in server.versions for one in self._wanted.values()):
                 server.state = "ready"
         self._wake()
-        await self._notify()
 
-    async def drop(self, model_group: str) -> None:
-        """A model group is not wanted any more."""
-        version = self._wanted.pop(model_group, None)
-        if version is not None and self.is_lora:
-            for server, _ in self._servers:
-                async with server.lock:
-                    if version.name in server.versions and not server.open[version.name]:
-                        with suppress(TryAgainError, ModelError):
-                            await server.drop_adapter(version.name)
+    def _unload(self) -> None:
+        for server, _ in self._servers:
+            server.unused.set()
 
-    def uses(self, version: Version) -> bool:
-        """Whether a request or a server may still need its files."""
-        is_wanted = self._wanted.get(version.published.model_group) is version
-        return is_wanted or any(version.name in server.versions for server, _ in self._servers)
+    async def _unload_unused(self, server: Server) -> None:
+        """Unload names that another version has followed, or whose model group went, once no request uses them.
 
-    async def generate(self, request: GenerationRequest) -> Generation:
-        """Of the newest version. Raises ModelError, PromptTooLongError."""
-        deadline = time.monotonic() + self._settings.start_timeout_s
-        last: Exception | None = None
-        for _ in range(MAX_TRIES):
-            server = await self._wait(lambda: self._chosen(request), deadline)
-            version = self._wanted[request.model_group]
-            limits = [limit for limit in (self.base.max_length, server.max_length) if limit is not None]
-            room = max_new_tokens_of(request, min(limits, default=None), f"model {self.base.path}")
+        What fails is tried again after the next look.
+        """
+        while True:
+            await server.unused.wait()
+            server.unused.clear()
+            if server.state == "down":
+                continue
             try:
-                return await server.generate(request, version, room)
-            except (TryAgainError, LostVersionError) as error:
-                last = error
-                await self._leave(server, error)
-        raise ModelError(f"no vLLM server answers: {last} ({MAX_TRIES} tries); look into the servers' logs") from last
+                await server.unload_unused(self._is_kept)
+            except (TryAgainError, ModelError) as error:
+                logger.info("server %s has not unloaded an adapter: %s", server.http.url, error)
 
     # ---- servers ----
 
@@ -135,11 +209,16 @@ class Pool:
         """Those that can be given a version."""
         return [server for server, _ in self._servers if server.state != "down"]
 
-    def _chosen(self, request: GenerationRequest) -> Server | None:
-        """The group's own server, for its prefix cache, unless it is much busier than another one."""
-        ready = [server for server, _ in self._servers if server.state == "ready"]
+    def _chosen(self, request: GenerationRequest, tried: Collection[int]) -> Server | None:
+        """The group's own server, for its prefix cache, unless it is much busier than another one.
+
+        One of those that have failed the request only if there is no other.
+        """
+        now = time.monotonic()
+        ready = [server for server, _ in self._servers if server.state == "ready" and server.rests_until <= now]
         if not ready:
             return None
+        ready = [server for server in ready if id(server) not in tried] or ready
         least = min(ready, key=lambda server: server.num_open)
         group = ids.group_of(request.rollout_id)
         if not group:
@@ -176,8 +255,8 @@ class Pool:
                 await self._check(server, child)
             if child is not None:
                 child.served()
-        for version in list(self._wanted.values()):
-            if version.name not in server.versions:
+        for group, version in list(self._wanted.items()):
+            if version.name not in server.versions and self._wanted.get(group) is version:
                 error = await self._give(server, version)
                 if isinstance(error, ModelError) and version.is_lora:
                     raise LostVersionError(str(error)) from error  # the next version may be one that it can have
@@ -189,6 +268,7 @@ class Pool:
             server.state = "ready"
             logger.info("server %s is ready: %s", server.http.url, ", ".join(server.versions))
         self._fatal = None
+        server.unused.set()
         await self._notify()
 
     async def _check(self, server: Server, child: Child | None) -> None:
@@ -204,10 +284,10 @@ class Pool:
         try:
             with suppress(OSError):
                 await asyncio.to_thread(restore, version)  # else the server says what it lacks
-            async with server.lock:
-                if version.is_lora:
-                    await server.add_adapter(version)
-                else:
+            if version.is_lora:
+                await server.add_adapter(version)
+            else:
+                async with server.lock:
                     await server.reload(version)
         except (TryAgainError, LostVersionError) as error:
             await self._leave(server, error)
@@ -224,16 +304,27 @@ class Pool:
         if server.state == "ready":
             logger.warning("server %s is taken out of use: %s", server.http.url, reason)
         is_alive = isinstance(error, LostVersionError)
-        server.state, server.reason = "pending_weights" if is_alive else "down", reason
-        server.versions.clear()
+        server.leave("pending_weights" if is_alive else "down", reason)
         self._wakes[id(server)].set()
         await self._notify()
+
+    async def _fail(self, server: Server, error: TryAgainError) -> None:
+        """It has failed a request: it rests as long as it asks for, and its workers are asked whether they live."""
+        server.rests_until = max(server.rests_until, time.monotonic() + error.after_s)
+        if error.status is not None and error.status < 500:
+            return  # it refused one that it has no room for
+        server.num_failed += 1
+        if server.num_failed >= MAX_FAILED:
+            await self._leave(server, error)
+        self._wakes[id(server)].set()
 
     async def _sleep(self, server: Server, child: Child | None) -> None:
         wake = self._wakes[id(server)]
         is_starting = child is not None and server.state == "down"
+        # Not wait_for: of Python 3.11, it forgets that it was cancelled if the event is set in the same turn.
         with suppress(TimeoutError):
-            await asyncio.wait_for(wake.wait(), STARTING_S if is_starting else self._settings.health_interval_s)
+            async with asyncio.timeout(STARTING_S if is_starting else self._settings.health_interval_s):
+                await wake.wait()
             await asyncio.sleep(STARTING_S)  # who is woken by failures must not ask without end
         wake.clear()
 
@@ -252,10 +343,13 @@ class Pool:
             while (result := found()) is None:
                 if self._fatal is not None:
                     raise ModelError(str(self._fatal)) from self._fatal
-                left = deadline - time.monotonic()
+                now = time.monotonic()
+                left = deadline - now
                 if left <= 0:
                     states = "; ".join(f"{url} {state}" for url, state in self.states().items())
                     raise ModelError(f"no vLLM server is ready within start_timeout_s: {states}")
+                rests = [server.rests_until - now for server, _ in self._servers if server.rests_until > now]
                 with suppress(TimeoutError):
-                    await asyncio.wait_for(self._changed.wait(), left)
+                    async with asyncio.timeout(min([left, *rests])):
+                        await self._changed.wait()
             return result

@@ -3,6 +3,8 @@
 What vLLM drops or misreads in silence is refused here, in one line.
 """
 
+import fcntl
+import hashlib
 import json
 import os
 import re
@@ -10,7 +12,7 @@ import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from rollstream.eventlog.files import beside
 from rollstream.producers.engines.vllm.base_model import BaseModel, Shape, check_fit, shapes_in
@@ -18,7 +20,54 @@ from rollstream.schemas.errors import ModelError
 from rollstream.schemas.events import WeightsPublished
 
 MAX_NAME = 100
+MAX_CLIENTS = 256
+"""Processes that may write below one folder."""
 _ODD = re.compile(r"[^A-Za-z0-9_.-]+")
+
+
+class Client:
+    """One of the processes that write below a folder: its id ends the names of its versions, so that several processes
+    can share servers.
+
+    The id derives from the folder's path and a number that a lock keeps for this process alone. A process that is
+    started again in the place of one that ended has the same id.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        """Raises ModelError if the folder cannot be written to, or has too many clients."""
+        self._folder = folder
+        number, self._lock = _locked(folder)
+        self.id = hashlib.sha256(f"{folder.resolve()} {number}".encode()).hexdigest()[:8]
+
+    def owns(self, name: str) -> bool:
+        """Whether an adapter or a folder with this name was made by this client, or one before with its id."""
+        return name.endswith(f"-{self.id}")
+
+    def remove_leftovers(self) -> None:
+        """Remove the files of a process before that was killed. No server is asked for their names any more."""
+        for one in self._folder.iterdir():
+            if self.owns(one.name):
+                shutil.rmtree(one, ignore_errors=True)
+
+    def close(self) -> None:
+        """Let another process have the id."""
+        self._lock.close()
+
+
+def _locked(folder: Path) -> tuple[int, IO[str]]:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for number in range(MAX_CLIENTS):
+            lock = (folder / f".client-{number}.lock").open("a")
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                lock.close()
+            else:
+                return number, lock
+    except OSError as error:
+        raise ModelError(f"folder {folder} cannot be written to: {error}; make room there, or set folder") from error
+    raise ModelError(f"folder {folder} is in use by {MAX_CLIENTS} processes; give some another folder")
 
 
 @dataclass(frozen=True, eq=False)
@@ -28,7 +77,7 @@ class Version:
     published: WeightsPublished
     base: BaseModel
     name: str
-    """`<group>-v<version>-<hash8>`: of the adapter, or the label of full weights."""
+    """`<group>-v<version>-<hash8>-<client8>`: of the adapter, or the label of full weights."""
     folder: Path
     path: Path
     """The artifact that its files are made of."""
@@ -47,12 +96,14 @@ class Version:
 
 
 def make_version(
-    published: WeightsPublished, path: Path, base: BaseModel, *, folder: Path, max_lora_rank: int
+    published: WeightsPublished, path: Path, base: BaseModel, *, folder: Path, client: str, max_lora_rank: int
 ) -> Version:
-    """Check a version's artifact and write it below `folder`, where it stays until `remove`. Raises ModelError."""
+    """Check a version's artifact and write it below `folder`, where it stays until `remove`. `client`: id of the one
+    that loads it. Raises ModelError.
+    """
     where = f"weights {path} of {published.model_group} version {published.version}"
     shapes = shapes_in(path, where)
-    name = f"{_plain(published.model_group)}-v{published.version}-{published.weights_sha256[:8]}"
+    name = f"{_plain(published.model_group)}-v{published.version}-{published.weights_sha256[:8]}-{client}"
     if published.weights_format == "lora":
         config = adapter_config(published.lora or {}, base, where, max_lora_rank)
         check_fit(_adapter_shapes(config, base), shapes, where)

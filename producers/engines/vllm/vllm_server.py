@@ -1,65 +1,63 @@
-"""One vLLM server: what it can do, which versions it has, and how tokens are asked of it.
-
-What a server can do is asked of it, never read from its version.
-"""
+"""One vLLM server: which versions it has, and how tokens are asked of it."""
 
 import asyncio
+import logging
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
-from rollstream.eventlog.http.http_json import HttpServer, TryAgainError, shown
+from rollstream.eventlog.http.http_json import HttpServer, TryAgainError, UnreachableError, shown
 from rollstream.producers.engines.base import FinishReason, Generation, GenerationRequest
 from rollstream.producers.engines.vllm.asking import asked, kept_ids, room_for, top_by_id, top_by_name
 from rollstream.producers.engines.vllm.base_model import BaseModel
-from rollstream.producers.engines.vllm.version_files import Version
+from rollstream.producers.engines.vllm.probing import Probed, ServerCalls
+from rollstream.producers.engines.vllm.version_files import Client, Version
 from rollstream.schemas.events.rollouts import VersionSpan
 from rollstream.schemas.tokens import KeptIds
 
 GENERATE = "/inference/v1/generate"
-ADAPTERS = frozenset({"/v1/load_lora_adapter", "/v1/unload_lora_adapter"})
-FULL = frozenset(
-    {"/pause", "/resume", "/collective_rpc", "/reset_prefix_cache", "/update_weight_version", "/weight_info"}
-)
 UNLABELLED = "default"
 """Label of the weights that a server began with."""
 LOADING = "-loading"
 """Ends the label of weights that are being replaced, or whose replacement failed."""
 RESET_TRIES = 20
+RESUME_TRIES = 5
 POLL_S = 0.05
+
+logger = logging.getLogger(__name__)
 
 
 class LostVersionError(Exception):
     """The server answers, but not with the version that it was given: it was restarted, or somebody else changed it."""
 
 
-@dataclass(slots=True)
-class Probed:
-    """What a server said of itself."""
-
-    paths: frozenset[str] = frozenset()
-    max_length: int | None = None
-
-
 class Server:
     """Requests to one server. `state` is set by its pool."""
 
-    def __init__(self, http: HttpServer, *, max_loras: int, health_timeout_s: float) -> None:
+    def __init__(self, http: HttpServer, client: Client, *, max_loras: int, health_timeout_s: float) -> None:
         self.http = http
         self.state: Literal["down", "pending_weights", "ready"] = "down"
         self.reason = "not asked yet"
         self.lock = asyncio.Lock()
-        """Held while versions come and go."""
+        """Held while versions come and go, and never while a version waits for room."""
         self.open: Counter[str] = Counter()
         """Requests in progress by version name."""
         self.versions: dict[str, Version] = {}
         """That it was given and has proven, by name; of full weights the newest and those that requests began with."""
+        self.names: dict[str, None] = {}
+        """Adapters of ours that it has, proven or left by a process before: each takes a slot. The oldest is first."""
+        self.unused = asyncio.Event()
+        """A name may have become one that nobody needs."""
+        self.num_failed = 0
+        """Requests that failed one after the other."""
+        self.rests_until = 0.0
+        """Monotonic seconds, as the server asked (Retry-After)."""
+        self._calls = ServerCalls(http, health_timeout_s=health_timeout_s)
         self._probed = Probed()
+        self._client = client
         self._max_loras = max_loras
-        self._health_timeout_s = health_timeout_s
-        self._closed = asyncio.Event()
-        """A request ended."""
+        self._room = asyncio.Event()
+        """An adapter went, or the state changed."""
 
     @property
     def num_open(self) -> int:
@@ -74,41 +72,35 @@ class Server:
     def forget(self) -> None:
         """It may be another process from now on: nothing that it had is known."""
         self.versions.clear()
+        self.names.clear()
         self._probed = Probed()
+        self._room.set()
+
+    def leave(self, state: Literal["down", "pending_weights"], reason: str) -> None:
+        """It has to prove its versions again. Requests in progress go on, under names that it may still have."""
+        self.state, self.reason = state, reason
+        self.num_failed = 0
+        self.versions.clear()
+        self._room.set()
 
     # ---- looks ----
 
     async def connect(self, base: BaseModel, *, is_lora: bool) -> None:
         """Ask what it can do. Raises TryAgainError while it does not answer, ModelError if it cannot be used."""
-        paths = frozenset((await self._get("/openapi.json"))["paths"])
-        lacking = (ADAPTERS if is_lora else FULL) - paths
-        if lacking:
-            remedy = (
-                "start it with --enable-lora, VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 and one API server"
-                if is_lora
-                else "start it with VLLM_SERVER_DEV_MODE=1, reachable by nobody else"
-            )
-            raise self.http.error(f"does not offer {', '.join(sorted(lacking))}; {remedy}")
-        cards = [one for one in (await self._get("/v1/models"))["data"] if not one.get("parent")]
-        if base.path not in [one.get("root") for one in cards]:
-            served = ", ".join(str(one.get("root")) for one in cards) or "no model"
-            raise self.http.error(f"serves {served}; the run's base model is {base.path}: start it with that path")
-        card = next(one for one in cards if one.get("root") == base.path)
-        if card["id"] != base.path:
-            raise self.http.error(f"calls its model {card['id']}; leave --served-model-name out")
-        await self._check_replicas(paths)
-        self._probed = Probed(paths, card.get("max_model_len"))
-        await self._check_logprobs(base)
+        self._probed = await self._calls.probe(base, is_lora=is_lora)
+        if is_lora:
+            self.names = dict.fromkeys(filter(self._client.owns, await self._calls.adapters()))
 
     async def check(self) -> None:
         """Let the workers do nothing, and look whether the server still has its versions.
 
         Raises TryAgainError if they do not answer in time, LostVersionError.
         """
+        timeout_s = self._calls.health_timeout_s
         if "/collective_rpc" in self._probed.paths:
-            await self._post("/collective_rpc", {"method": "check_health"}, timeout_s=self._health_timeout_s)
+            await self._calls.post("/collective_rpc", {"method": "check_health"}, timeout_s=timeout_s)
         else:
-            self.http.checked(await self.http.sent("GET", "/health", timeout_s=self._health_timeout_s))
+            self.http.checked(await self.http.sent("GET", "/health", timeout_s=timeout_s))
         await self.prove()
 
     async def prove(self) -> None:
@@ -116,46 +108,47 @@ class Server:
         if not self.versions:
             return
         if all(one.is_lora for one in self.versions.values()):
-            roots = await self._adapters()
+            roots = await self._calls.adapters()
+            self.names = dict.fromkeys(filter(self._client.owns, roots))
             lost = [name for name, one in self.versions.items() if roots.get(name) != str(one.folder)]
         else:
             newest = list(self.versions)[-1]
-            lost = [newest] if await self.label() != newest else []
+            lost = [newest] if await self._calls.label() != newest else []
         if lost:
             raise LostVersionError(f"no longer has {', '.join(lost)}")
-
-    async def label(self) -> str:
-        """Of the full weights that it has."""
-        return str((await self._get("/weight_info"))["weight_version"])
 
     # ---- versions ----
 
     async def add_adapter(self, version: Version) -> None:
-        """Load an adapter under its own name, once old ones have made room. Raises ModelError, TryAgainError."""
-        if version.name in self.versions:
-            return
-        while len(self.versions) >= self._max_loras:
-            if not await self._drop_unused(version):
-                self._closed.clear()
-                await self._closed.wait()
-        if "/weight_info" in self._probed.paths and (label := await self.label()) != UNLABELLED:
-            raise self.http.error(f"has the full weights {label} below its adapters; restart it")
-        body = {"lora_name": version.name, "lora_path": str(version.folder)}
-        answered = await self.http.sent("POST", "/v1/load_lora_adapter", body)
-        if answered.status >= 500:
-            self.http.checked(answered)
-        roots = await self._adapters()
-        if roots.get(version.name) != str(version.folder):
-            raise self.http.error(
-                f"did not load {version.name} from {version.folder}: {shown(answered.body)}; it must see that folder "
-                "by the same path (engine.folder)"
-            )
-        self.versions[version.name] = version
+        """Load an adapter under its own name, once there is room. Raises ModelError, TryAgainError."""
+        while version.name not in self.versions:
+            async with self.lock:
+                if version.name in self.names or len(self.names) < self._max_loras:
+                    await self._load(version)
+                    return
+                self._room.clear()
+            self.unused.set()
+            await self._room.wait()
+            if self.state == "down":
+                raise TryAgainError(self.reason)
+
+    async def unload_unused(self, is_kept: Callable[[str], bool]) -> None:
+        """Unload adapters of ours that no request uses and nobody keeps. Raises ModelError, TryAgainError."""
+        async with self.lock:
+            for name in list(self.names):
+                if not self.open[name] and not is_kept(name):
+                    await self.drop_adapter(name)
 
     async def drop_adapter(self, name: str) -> None:
-        """Forget a name that no request uses."""
+        """Unload a name that no request uses. Raises ModelError, TryAgainError."""
         self.versions.pop(name, None)
-        await self.http.sent("POST", "/v1/unload_lora_adapter", {"lora_name": name})
+        answered = await self.http.sent(
+            "POST", "/v1/unload_lora_adapter", {"lora_name": name}, timeout_s=self._calls.health_timeout_s
+        )
+        if answered.status != 404:
+            self.http.checked(answered)
+        self.names.pop(name, None)
+        self._room.set()
 
     async def reload(self, version: Version) -> None:
         """Take over full weights while requests in progress stand still. Raises ModelError, TryAgainError.
@@ -164,21 +157,22 @@ class Server:
         happened. What raises in between leaves weights of which nothing is known, under a label that no version has:
         neither an answer nor a later look takes them for the version before.
         """
-        if await self.label() == version.name:
+        if await self._calls.label() == version.name:
             self._hold(version)
             return
         mode = "keep" if GENERATE in self._probed.paths else "wait"  # only the former tells which tokens are whose
-        await self._post(f"/pause?mode={mode}", timeout_s=self._health_timeout_s if mode == "keep" else None)
+        timeout_s = self._calls.health_timeout_s if mode == "keep" else None
         try:
+            await self._calls.post(f"/pause?mode={mode}", timeout_s=timeout_s)
             self._hold(version)
-            await self._post("/update_weight_version", {"new_version": f"{version.name}{LOADING}"})
-            await self._post(
+            await self._calls.post("/update_weight_version", {"new_version": f"{version.name}{LOADING}"})
+            await self._calls.post(
                 "/collective_rpc", {"method": "reload_weights", "kwargs": {"weights_path": str(version.folder)}}
             )
             await self._reset_cache()
-            await self._post("/update_weight_version", {"new_version": version.name})
+            await self._calls.post("/update_weight_version", {"new_version": version.name})
         finally:
-            await asyncio.shield(self._post("/resume"))
+            await asyncio.shield(self._resume())
         await self.prove()
 
     # ---- tokens ----
@@ -192,7 +186,8 @@ class Server:
             return await self._complete(request, version, max_new_tokens)
         finally:
             self.open -= Counter((version.name,))
-            self._closed.set()
+            if not self.open[version.name]:
+                self.unused.set()
 
     async def _generate(self, request: GenerationRequest, version: Version, max_new_tokens: int) -> Generation:
         sampling = asked(request, version.base, max_new_tokens) | {"detokenize": False}
@@ -290,57 +285,38 @@ class Server:
             if not self.open[name]:
                 del self.versions[name]
 
-    async def _drop_unused(self, coming: Version) -> bool:
-        """Drop an adapter that no request uses and that another version of its model group has followed."""
-        group = coming.published.model_group
-        for name, one in self.versions.items():
-            if one.published.model_group == group and not self.open[name]:
-                await self.drop_adapter(name)
-                return True
-        if all(one.published.model_group != group for one in self.versions.values()):
+    async def _load(self, version: Version) -> None:
+        if "/weight_info" in self._probed.paths and (label := await self._calls.label()) != UNLABELLED:
+            raise self.http.error(f"has the full weights {label} below its adapters; restart it")
+        body = {"lora_name": version.name, "lora_path": str(version.folder)}
+        answered = await self.http.sent("POST", "/v1/load_lora_adapter", body)
+        if answered.status >= 500:
+            self.http.checked(answered)
+        roots = await self._calls.adapters()
+        if version.name in roots:
+            self.names[version.name] = None
+        if roots.get(version.name) != str(version.folder):
             raise self.http.error(
-                f"has adapters of {len(self.versions)} model groups, and max_loras is {self._max_loras}; raise it"
+                f"did not load {version.name} from {version.folder}: {shown(answered.body)}; it must see that folder "
+                "by the same path (engine.folder)"
             )
-        return False
+        self.versions[version.name] = version
+
+    async def _resume(self) -> None:
+        """A server that stands still answers nobody: it is asked several times."""
+        for left in reversed(range(RESUME_TRIES)):
+            try:
+                await self._calls.post("/resume", timeout_s=self._calls.health_timeout_s)
+            except TryAgainError as error:
+                if not left or isinstance(error, UnreachableError):
+                    raise
+                await asyncio.sleep(POLL_S)
+            else:
+                return
 
     async def _reset_cache(self) -> None:
         for _ in range(RESET_TRIES):
-            if (await self._post("/reset_prefix_cache?reset_running_requests=true")).get("success", True):
+            if (await self._calls.post("/reset_prefix_cache?reset_running_requests=true")).get("success", True):
                 return
             await asyncio.sleep(POLL_S)
         raise self.http.error("does not drop its prefix cache, which holds the weights before; restart it")
-
-    async def _check_replicas(self, paths: frozenset[str]) -> None:
-        if "/get_world_size" not in paths:
-            return
-        every, one = [
-            (await self._get(f"/get_world_size?include_dp={flag}"))["world_size"] for flag in ("true", "false")
-        ]
-        if every != one:
-            raise self.http.error(
-                f"has {every // one} data-parallel replicas, and a version would reach one of them; start a server for "
-                "each, and name all as base_urls"
-            )
-
-    async def _check_logprobs(self, base: BaseModel) -> None:
-        """The one token that top_k=1 leaves has probability 1: log-probabilities before sampling's limits differ."""
-        body = {"model": base.path, "prompt": [base.end_ids[0]], "max_tokens": 1, "logprobs": 0, "top_k": 1}
-        found = self.http.parsed(self.http.checked(await self.http.sent("POST", "/v1/completions", body)))
-        (logprob,) = found["choices"][0]["logprobs"]["token_logprobs"]
-        if abs(logprob) > 1e-4:
-            raise self.http.error(
-                "gives log-probabilities of other distributions than it samples from; start it with "
-                "--logprobs-mode processed_logprobs"
-            )
-
-    async def _adapters(self) -> dict[str, str]:
-        """Folder by name."""
-        return {one["id"]: str(one.get("root")) for one in (await self._get("/v1/models"))["data"] if one.get("parent")}
-
-    async def _get(self, path: str) -> Any:
-        answered = await self.http.sent("GET", path, timeout_s=self._health_timeout_s)
-        return self.http.parsed(self.http.checked(answered))
-
-    async def _post(self, path: str, body: dict[str, Any] | None = None, *, timeout_s: float | None = None) -> Any:
-        answered = self.http.checked(await self.http.sent("POST", path, body, timeout_s=timeout_s))
-        return self.http.parsed(answered) if answered else {}

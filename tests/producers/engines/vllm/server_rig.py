@@ -21,7 +21,7 @@ from rollstream.schemas.services import VllmSettings
 from rollstream.schemas.settings import Sampling
 from tests.producers.engines.engine_rig import GROUP, published
 
-FULL = ("/pause", "/resume", "/collective_rpc", "/reset_prefix_cache", "/update_weight_version")
+FULL = ("/pause", "/resume", "/is_paused", "/collective_rpc", "/reset_prefix_cache", "/update_weight_version")
 ADAPTERS = ("/v1/load_lora_adapter", "/v1/unload_lora_adapter")
 ASKED = ("/inference/v1/generate", "/v1/completions")
 TOKEN = 5
@@ -38,6 +38,10 @@ class StandInServer:
         self.logprob = 0.0
         self.failing: dict[str, int] = {}
         """Status by path, or by method of /collective_rpc, of answers that fail."""
+        self.failing_next: dict[str, list[tuple[int, dict[str, str]]]] = {}
+        """Status and headers of the next answers by path; those after them succeed."""
+        self.keeps_label = False
+        """Forgets which label it is given."""
         self.served_name = self.base
         self.held = asyncio.Event()
         """Tokens are answered while it is set."""
@@ -52,6 +56,7 @@ class StandInServer:
         """Have what a new process has: the base weights."""
         self.label = "default"
         self.adapters: dict[str, str] = {}
+        self.is_paused = False
 
     async def start(self, port: int = 0) -> None:
         """Listen on a free port, or on the one before."""
@@ -82,6 +87,11 @@ class StandInServer:
             return web.Response(status=404)
         if called in self.failing:
             return web.json_response({"error": "it failed"}, status=self.failing[called])
+        if self.failing_next.get(called):
+            status, headers = self.failing_next[called].pop(0)
+            return web.json_response({"error": "it failed once"}, status=status, headers=headers)
+        while path in ASKED and self.is_paused:
+            await asyncio.sleep(0.01)
         if path in ASKED and body.get("max_tokens") != 1:
             return await self._tokens(path, body)
         return web.json_response(self._said(path, body, request))
@@ -110,9 +120,13 @@ class StandInServer:
             return {"data": [{"id": self.served_name, "root": self.base, "max_model_len": 512}, *adapters]}
         if path == "/get_world_size":
             return {"world_size": self.num_replicas if request.query["include_dp"] == "true" else 1}
+        if path in ("/pause", "/resume"):
+            self.is_paused = path == "/pause"
+        if path == "/is_paused":
+            return {"is_paused": self.is_paused}
         if path == "/weight_info":
             return {"weight_version": self.label}
-        if path == "/update_weight_version":
+        if path == "/update_weight_version" and not self.keeps_label:
             self.label = body["new_version"]
         elif path == "/v1/load_lora_adapter" and Path(body["lora_path"]).is_dir():
             self.adapters[body["lora_name"]] = body["lora_path"]
@@ -121,14 +135,18 @@ class StandInServer:
         return {"choices": [{"logprobs": {"token_logprobs": [self.logprob]}}]}
 
 
+def new_engine(folder: Path, *servers: StandInServer, **settings: Any) -> VllmEngine:
+    """Not started."""
+    chosen: dict[str, Any] = {"health_interval_s": 0.1, "health_timeout_s": 5.0, "start_timeout_s": 10.0} | settings
+    return VllmEngine(VllmSettings(base_urls=tuple(server.url for server in servers), folder=folder, **chosen), {})
+
+
 @asynccontextmanager
 async def engine_over(tmp_path: Path, *servers: StandInServer, **settings: Any) -> AsyncIterator[VllmEngine]:
     """An engine over servers that have begun to listen; all end with the block."""
     for server in servers:
         await server.start()
-    chosen: dict[str, Any] = {"health_interval_s": 0.1, "health_timeout_s": 5.0, "start_timeout_s": 10.0} | settings
-    urls = tuple(server.url for server in servers)
-    engine = VllmEngine(VllmSettings(base_urls=urls, folder=tmp_path / "vllm", **chosen), {})
+    engine = new_engine(tmp_path / "vllm", *servers, **settings)
     try:
         await engine.start()
         yield engine
@@ -147,7 +165,9 @@ def full(base: Path, tmp_path: Path, version: int) -> tuple[WeightsPublished, Pa
     return published(base, version), path
 
 
-def lora(base: Path, tmp_path: Path, version: int, **changes: Any) -> tuple[WeightsPublished, Path]:
+def lora(
+    base: Path, tmp_path: Path, version: int, *, group: str = GROUP, **changes: Any
+) -> tuple[WeightsPublished, Path]:
     """A version of an adapter of rank 4; `changes` are of its configuration."""
     path = tmp_path / f"lora-{version}.safetensors"
     tensors: dict[str, torch.Tensor] = {}
@@ -158,12 +178,17 @@ def lora(base: Path, tmp_path: Path, version: int, **changes: Any) -> tuple[Weig
             tensors[f"base_model.model.{stem}.lora_B.weight"] = torch.zeros(width_out, 4)
     save_file(tensors, path)
     config: dict[str, Any] = {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "target_modules": ["q_proj"]}
-    return published(base, version, weights_format="lora", lora=config | changes), path
+    return published(base, version, group, weights_format="lora", lora=config | changes), path
 
 
-def request(rollout_id: str = "") -> GenerationRequest:
+def request(rollout_id: str = "", *, group: str = GROUP) -> GenerationRequest:
     """Of two tokens."""
-    return GenerationRequest(GROUP, [3, 4], Sampling(max_new_tokens=2), 1, rollout_id)
+    return GenerationRequest(group, [3, 4], Sampling(max_new_tokens=2), 1, rollout_id)
+
+
+async def joined(engine: VllmEngine, *servers: StandInServer) -> None:
+    """Until they are ready."""
+    await until(lambda: all(engine.states()[one.url] == "ready" for one in servers))
 
 
 def versions_of(generation: Generation) -> list[int]:

@@ -1,6 +1,7 @@
 """Real vLLM servers that are killed, lose files and get other weights: no request is lost or answered by these."""
 
 import asyncio
+import multiprocessing
 import os
 import shutil
 import signal
@@ -17,6 +18,7 @@ from rollstream.eventlog.broker import guard
 from rollstream.eventlog.http.http_json import HttpServer
 from rollstream.producers.engines.base import Generation, GenerationRequest
 from rollstream.producers.engines.vllm import VllmEngine
+from rollstream.schemas.services import VllmSettings
 from rollstream.schemas.settings import Sampling
 from tests.producers.engines.engine_rig import GROUP
 from tests.producers.engines.vllm.server_rig import until
@@ -179,6 +181,91 @@ def test_a_server_killed_in_a_reload_or_given_other_weights_answers_with_none_bu
                 assert not all(call.done() for call in long)
             await engine.load(*full_version(base, tmp_path, 2))
             check(await asyncio.gather(*long), {1, 2})
+
+    asyncio.run(main())
+
+
+def killed_in_reload(url: str, base: Path, folder: Path) -> None:
+    """A process whose second version kills it after the server was paused and had begun to read the file."""
+    sent = HttpServer.sent
+
+    async def sent_and_killed(self: HttpServer, method: str, path: str, body: Any = None, **more: Any) -> Any:
+        paths = (body or {}).get("kwargs", {}).get("weights_path", "")
+        if "-v1-" in paths:
+            asyncio.get_running_loop().call_later(0.001, os.kill, os.getpid(), signal.SIGKILL)
+        return await sent(self, method, path, body, **more)
+
+    HttpServer.sent = sent_and_killed
+
+    async def main() -> None:
+        engine = VllmEngine(joining(url, folder))
+        await engine.start()
+        await engine.load(*full_version(base, folder, 0))
+        calls = [asyncio.create_task(engine.generate(request(seed, LONG))) for seed in range(4)]
+        while not await is_sampling(url):
+            assert not all(call.done() for call in calls)
+        await engine.load(*full_version(base, folder, 1))
+
+    asyncio.run(main())
+
+
+def joining(url: str, folder: Path) -> VllmSettings:
+    return started_settings(
+        executable="vllm",
+        arguments=(),
+        base_urls=(url,),
+        folder=folder / "vllm",
+        start_timeout_s=60,
+        health_timeout_s=10,
+    )
+
+
+def test_a_server_whose_producers_were_killed_in_a_reload_serves_the_next_ones(
+    vllm_server: VllmServer, tmp_path: Path
+) -> None:
+    vllm_server.restore()
+    context = multiprocessing.get_context("spawn")
+    killed = context.Process(target=killed_in_reload, args=(vllm_server.url, vllm_server.base, tmp_path))
+    killed.start()
+    killed.join(200)
+    assert killed.exitcode == -signal.SIGKILL
+    assert vllm_server.ask("/is_paused", method="GET")["is_paused"]
+
+    async def main() -> None:
+        engine = VllmEngine(joining(vllm_server.url, tmp_path))
+        await engine.start()
+        try:
+            await engine.load(*full_version(vllm_server.base, tmp_path, 1))
+            assert not vllm_server.ask("/is_paused", method="GET")["is_paused"]
+            check([await engine.generate(request())], {1})
+        finally:
+            await engine.close()
+
+    try:
+        asyncio.run(main())
+    finally:
+        vllm_server.ask("/resume")
+
+
+def test_two_processes_share_a_server_with_adapters(vllm_server: VllmServer, tmp_path: Path) -> None:
+    vllm_server.restore()
+
+    async def main() -> None:
+        first, second = (VllmEngine(joining(vllm_server.url, tmp_path)) for _ in range(2))
+        try:
+            for engine in (first, second):
+                await engine.start()
+                for version in (0, 1):
+                    await engine.load(*lora_version(vllm_server.base, tmp_path, version))
+            one, other = await asyncio.gather(first.generate(request()), second.generate(request()))
+            check([one, other], {1})
+            assert is_same(one, other)
+            await second.close()
+            assert is_same(await first.generate(request()), one)
+            assert list(first.states().values()) == ["ready"]
+        finally:
+            await first.close()
+            await second.close()
 
     asyncio.run(main())
 

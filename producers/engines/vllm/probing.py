@@ -1,0 +1,104 @@
+"""What a vLLM server says of itself, and whether it can be used: asked of it, never read from its version."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from rollstream.eventlog.http.http_json import HttpServer
+from rollstream.producers.engines.vllm.base_model import BaseModel
+
+ADAPTERS = frozenset({"/v1/load_lora_adapter", "/v1/unload_lora_adapter"})
+FULL = frozenset(
+    {"/pause", "/resume", "/collective_rpc", "/reset_prefix_cache", "/update_weight_version", "/weight_info"}
+)
+IS_PAUSED = "/is_paused"
+
+
+@dataclass(frozen=True, slots=True)
+class Probed:
+    """What a server said of itself."""
+
+    paths: frozenset[str] = frozenset()
+    max_length: int | None = None
+
+
+class ServerCalls:
+    """Calls to one server that answer at once."""
+
+    def __init__(self, http: HttpServer, *, health_timeout_s: float) -> None:
+        self.http = http
+        self.health_timeout_s = health_timeout_s
+
+    async def get(self, path: str) -> Any:
+        """JSON of a 2xx answer. Raises TryAgainError, ModelError."""
+        answered = await self.http.sent("GET", path, timeout_s=self.health_timeout_s)
+        return self.http.parsed(self.http.checked(answered))
+
+    async def post(self, path: str, body: dict[str, Any] | None = None, *, timeout_s: float | None = None) -> Any:
+        """JSON of a 2xx answer, {} of an empty one. `timeout_s`: None: as long as a request may take."""
+        answered = self.http.checked(await self.http.sent("POST", path, body, timeout_s=timeout_s))
+        return self.http.parsed(answered) if answered else {}
+
+    async def label(self) -> str:
+        """Of the full weights that it has."""
+        return str((await self.get("/weight_info"))["weight_version"])
+
+    async def adapters(self) -> dict[str, str]:
+        """Folder by name."""
+        return {one["id"]: str(one.get("root")) for one in (await self.get("/v1/models"))["data"] if one.get("parent")}
+
+    async def probe(self, base: BaseModel, *, is_lora: bool) -> Probed:
+        """Ask what it can do, and let it go on if it stands still.
+
+        Raises TryAgainError while it does not answer, ModelError if it cannot be used.
+        """
+        paths = frozenset((await self.get("/openapi.json"))["paths"])
+        lacking = (ADAPTERS if is_lora else FULL) - paths
+        if lacking:
+            remedy = (
+                "start it with --enable-lora, VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 and one API server"
+                if is_lora
+                else "start it with VLLM_SERVER_DEV_MODE=1, reachable by nobody else"
+            )
+            raise self.http.error(f"does not offer {', '.join(sorted(lacking))}; {remedy}")
+        cards: list[Mapping[str, Any]] = [
+            one for one in (await self.get("/v1/models"))["data"] if not one.get("parent")
+        ]
+        if base.path not in [one.get("root") for one in cards]:
+            served = ", ".join(str(one.get("root")) for one in cards) or "no model"
+            raise self.http.error(f"serves {served}; the run's base model is {base.path}: start it with that path")
+        card = next(one for one in cards if one.get("root") == base.path)
+        if card["id"] != base.path:
+            raise self.http.error(f"calls its model {card['id']}; leave --served-model-name out")
+        await self._check_replicas(paths)
+        await self._resume_paused(paths)
+        await self._check_logprobs(base)
+        return Probed(paths, card.get("max_model_len"))
+
+    async def _resume_paused(self, paths: frozenset[str]) -> None:
+        """Who paused it for a reload was killed before the end. Its label says that its weights are not to be used."""
+        if IS_PAUSED in paths and (await self.get(IS_PAUSED))["is_paused"]:
+            await self.post("/resume", timeout_s=self.health_timeout_s)
+
+    async def _check_replicas(self, paths: frozenset[str]) -> None:
+        if "/get_world_size" not in paths:
+            return
+        every, one = [
+            (await self.get(f"/get_world_size?include_dp={flag}"))["world_size"] for flag in ("true", "false")
+        ]
+        if every != one:
+            raise self.http.error(
+                f"has {every // one} data-parallel replicas, and a version would reach one of them; start a server for "
+                "each, and name all as base_urls"
+            )
+
+    async def _check_logprobs(self, base: BaseModel) -> None:
+        """The one token that top_k=1 leaves has probability 1: log-probabilities before sampling's limits differ."""
+        body = {"model": base.path, "prompt": [base.end_ids[0]], "max_tokens": 1, "logprobs": 0, "top_k": 1}
+        found = await self.post("/v1/completions", body, timeout_s=self.health_timeout_s)
+        (logprob,) = found["choices"][0]["logprobs"]["token_logprobs"]
+        if abs(logprob) > 1e-4:
+            raise self.http.error(
+                "gives log-probabilities of other distributions than it samples from; start it with "
+                "--logprobs-mode processed_logprobs"
+            )
