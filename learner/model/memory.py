@@ -1,7 +1,8 @@
 """How many tokens a micro-batch computes: fewer once the device's memory was too small for them."""
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import TypeVar
 
 import torch
@@ -17,6 +18,24 @@ CPU_REFUSAL = "DefaultCPUAllocator: can't allocate memory"
 def is_out_of_memory(error: BaseException) -> bool:
     """Whether an exception says that the device, or the machine, has no memory left."""
     return isinstance(error, torch.OutOfMemoryError | MemoryError) or CPU_REFUSAL in str(error)
+
+
+@contextmanager
+def in_optimizer_step(*, alone: bool) -> Iterator[None]:
+    """Raises RunFailedError with the remedy if memory runs out within: smaller micro-batches would not help.
+
+    Not `alone`, it flies, as `MicroBatchBudget` says.
+    """
+    try:
+        yield
+    except (RuntimeError, MemoryError) as error:
+        if not alone or not is_out_of_memory(error):
+            raise
+        raise RunFailedError(
+            f"out of memory in the optimizer step ({_refused(error)}), which needs its state beside weights and "
+            "gradients; train an adapter (model.lora), set optimizer.kind to adamw_8bit, or take a device with more "
+            "memory"
+        ) from error
 
 
 class MicroBatchBudget:
@@ -52,7 +71,7 @@ class MicroBatchBudget:
             except (RuntimeError, MemoryError) as error:
                 if not is_out_of_memory(error) or not self._halves:
                     raise
-                refused = str(error).splitlines()[0] if str(error) else type(error).__name__
+                refused = _refused(error)
                 if fixed is not None or num_units <= 1 or tokens <= 1:
                     raise RunFailedError(_remedy(tokens, num_units, refused, is_recorded=fixed is not None)) from error
                 self._tokens = tokens // 2
@@ -66,6 +85,10 @@ class MicroBatchBudget:
     def of_batch(self) -> tuple[int, ...]:
         """What each pass was given; empty if all were given what the job says."""
         return tuple(self._passes) if set(self._passes) - {self._given} else ()
+
+
+def _refused(error: BaseException) -> str:
+    return str(error).splitlines()[0] if str(error) else type(error).__name__
 
 
 def _remedy(tokens: int, num_units: int, refused: str, *, is_recorded: bool) -> str:

@@ -17,7 +17,7 @@ from rollstream.learner.algorithms.tokens import TokenBatch
 from rollstream.learner.model import collate
 from rollstream.learner.model.aggregation import aggregated, corrected_rows, divisors
 from rollstream.learner.model.collate import MicroBatch, TrainRow, Unit
-from rollstream.learner.model.memory import MicroBatchBudget
+from rollstream.learner.model.memory import MicroBatchBudget, in_optimizer_step
 from rollstream.learner.model.optimizer import learning_rate, set_learning_rate, take_step
 from rollstream.learner.model.policy import PolicyModel, Reference
 from rollstream.learner.model.ranks import whole
@@ -32,6 +32,8 @@ SHARES_SINCE = 4
 """Revision of the rules since which rows that begin alike are computed as a prefix tree."""
 COMPARES_SINCE = 5
 """Revision since which the policy is compared with those that sampled: metrics of a step are a part of its record."""
+COUNTS_PAIRS_SINCE = 7
+"""Revision since which a batch's metrics are means over the pairs that were trained, not those of skipped steps."""
 CPU_TOKENS, GPU_TOKENS = 2048, 16384
 """Of a micro-batch. A CPU is fastest with what its caches hold: see docs/performance.md."""
 
@@ -138,12 +140,14 @@ def train_batch(
         sums = taken.budget.run(gradients, len(part))
         backed = time.monotonic()
         rate = learning_rate(settings.optimizer, index * planned + number, last_step)
-        _take(model, optimizer, rate, sums, settings, taken)
+        with in_optimizer_step(alone=model.ranks.num == 1):
+            _take(model, optimizer, rate, sums, settings, taken)
         taken.seconds["forward_backward"] += backed - began - (taken.seconds["collate"] - collated)
         taken.seconds["optimizer"] += time.monotonic() - backed
     if settings.revision < SHARES_SINCE:
         taken.sums.pop(_COMPUTED, None)
-    result = _result(taken, algorithm, batch, dict(prepared.metrics), len(units) * chosen.num_iterations)
+    num_units = len(units) * chosen.num_iterations
+    result = _result(taken, algorithm, batch, dict(prepared.metrics), num_units, settings.revision)
     return replace(
         result,
         statistics=prepared.statistics,
@@ -276,28 +280,31 @@ def _proximal(
 
 
 _SEQUENCES, _TOTAL, _COMPLETION, _PADDED = "tokens/sequences", "tokens/total", "tokens/completion", "tokens/padding"
-_COMPUTED = "tokens/computed"
+_COMPUTED, _PAIRS = "tokens/computed", "tokens/pairs"
 
 
 def _counted(batch: MicroBatch) -> dict[str, float]:
-    """Counts of a micro-batch, by the name of the metric that sums them up."""
+    """Counts of a micro-batch, by the name of the metric that sums them up; of pairs there is none."""
     return {
         _SEQUENCES: len(batch.lengths),
         _TOTAL: batch.num_tokens,
         _COMPLETION: sum(batch.lengths),
         _PADDED: 0 if batch.tree is not None else batch.num_computed - batch.num_tokens,
         _COMPUTED: batch.num_computed,
+        _PAIRS: len(batch.chosen),
     }
 
 
 def _result(
-    taken: _Taken, algorithm: Algorithm, batch: BatchView, metrics: dict[str, float], num_units: int
+    taken: _Taken, algorithm: Algorithm, batch: BatchView, metrics: dict[str, float], num_units: int, revision: int
 ) -> StepResult:
     """With all metrics of the batch. Raises RunFailedError if one is not finite."""
     counted = {name: float(taken.sums.get(name, 0.0)) for name in (_SEQUENCES, _TOTAL, _COMPLETION, _PADDED)}
+    num_pairs = int(taken.sums.pop(_PAIRS, 0))
+    if batch.pairs is not None and revision < COUNTS_PAIRS_SINCE:
+        num_pairs = num_units
     if taken.norms:
-        pairs = 0 if batch.pairs is None else num_units
-        counts = Counts(int(counted[_COMPLETION]), int(counted[_SEQUENCES]), pairs)
+        counts = Counts(int(counted[_COMPLETION]), int(counted[_SEQUENCES]), num_pairs)
         metrics |= algorithm.metrics(dict(taken.sums), counts)
         metrics |= off_policy.metrics(taken.sums, counts.tokens)
         metrics |= off_policy.compared_metrics(taken.sums)

@@ -16,6 +16,7 @@ from torch.nn import functional
 from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
+from rollstream.learner.model.memory import is_out_of_memory
 from rollstream.learner.model.prefixes import PrefixTree, tree_of
 from rollstream.schemas.errors import ModelError
 
@@ -116,6 +117,8 @@ def longest_row(decoder: Any, device: torch.device) -> tuple[float, str]:
             for row in rows
         ]
     except (ModelError, AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError) as error:
+        if is_out_of_memory(error):
+            raise
         return 0.0, " ".join(str(error).split())[:200]
     expected = torch.cat(plain).float()
     tolerance = _TOLERANCE if decoder.get_input_embeddings().weight.dtype == torch.float32 else 30 * _TOLERANCE

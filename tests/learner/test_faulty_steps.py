@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import math
 import multiprocessing
 import resource
 from pathlib import Path
@@ -13,17 +14,20 @@ import torch
 
 from rollstream.eventlog import codec
 from rollstream.learner.algorithms.base import BatchView, Member, Row
+from rollstream.learner.algorithms.builtin.dpo import Dpo
 from rollstream.learner.algorithms.builtin.grpo import Grpo
 from rollstream.learner.algorithms.tokens import Losses, TokenBatch
+from rollstream.learner.model import tree_attention
 from rollstream.learner.model.memory import MicroBatchBudget, is_out_of_memory
 from rollstream.learner.model.optimizer import make_optimizer
-from rollstream.learner.model.policy import PolicyModel
+from rollstream.learner.model.policy import PolicyModel, Reference
 from rollstream.learner.model.step import train_batch
-from rollstream.schemas.algorithms import GrpoSettings
+from rollstream.schemas.algorithms import DpoSettings, GrpoSettings
 from rollstream.schemas.errors import RunFailedError
 from rollstream.schemas.events import JobFailed, JobSucceeded, StepTrained, WeightsPublished
 from rollstream.schemas.events.rollouts import Completion, VersionSpan
 from rollstream.schemas.settings import JobSettings, ModelSettings, OptimizerSettings
+from tests.learner.model.test_step import rows
 from tests.rigs.retrained import assert_retrained, steps_of
 
 SKIPPED = "optimizer/skipped_steps"
@@ -160,6 +164,58 @@ def test_a_row_that_does_not_fit_ends_the_job_with_the_remedy() -> None:
     recorded.begin((16,))
     with pytest.raises(RunFailedError, match="micro-batches of 16 tokens, with which the version was trained"):
         recorded.run(work, 8)
+
+
+def test_memory_that_runs_out_in_the_optimizer_step_ends_the_job_with_the_remedy(
+    lab: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def step(self: torch.optim.Optimizer, closure: None = None) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB")
+
+    async def scenario() -> None:
+        job = await lab.submit()
+        await lab.plan(job)
+        monkeypatch.setattr(torch.optim.AdamW, "step", step)
+        await lab.work(lab.has(JobFailed))
+        failed = (await lab.events("jobs", JobFailed))[0]
+        assert "out of memory in the optimizer step (CUDA out of memory. Tried to allocate 20.00 MiB)" in failed.error
+        assert "set optimizer.kind to adamw_8bit" in failed.error
+
+    asyncio.run(scenario())
+
+
+def test_memory_that_runs_out_as_a_tree_is_tried_is_not_taken_for_a_model_without_trees(
+    tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def hidden_states(decoder: Any, tree: Any) -> Any:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB")
+
+    monkeypatch.setattr(tree_attention, "hidden_states", hidden_states)
+    with pytest.raises(torch.OutOfMemoryError):
+        PolicyModel(ModelSettings(path=str(tiny_model), device="cpu"), seed=0)
+
+
+@pytest.mark.parametrize(("revision", "share"), [(6, 0.5), (7, 1.0)])
+def test_metrics_of_pairs_leave_out_those_of_a_skipped_step(
+    tiny_model: Path, monkeypatch: pytest.MonkeyPatch, revision: Any, share: float
+) -> None:
+    plain, seen = Dpo.loss, list[int]()
+
+    def loss(self: Dpo, tokens: TokenBatch, settings: Any) -> Losses:
+        seen.append(len(tokens.chosen_K))
+        found = plain(self, tokens, settings)
+        return found._replace(values=found.values * float("nan")) if len(seen) == 1 else found
+
+    monkeypatch.setattr(Dpo, "loss", loss)
+    algorithm, model = DpoSettings(mini_batches=2), ModelSettings(path=str(tiny_model), device="cpu")
+    settings = JobSettings(kind="dpo", model=model, algorithm=algorithm, revision=revision)
+    policy = PolicyModel(settings.model, seed=0)
+    batch = BatchView(rows().rows, rows().members, [(0, 1), (2, 3), (4, 5), (6, 7)], [1.0] * 4)
+    options: Any = {"index": 0, "seed": 0, "reference": Reference(policy, policy.weights_bytes(), "the base version")}
+    optimizer = make_optimizer(policy.trainable(), settings.optimizer)
+    result = train_batch(policy, optimizer, batch, Dpo(), settings, **options)
+    assert (seen, result.metrics[SKIPPED]) == ([2, 2], 1.0)
+    assert result.metrics["loss/total"] == pytest.approx(share * math.log(2))
 
 
 def test_other_errors_are_not_taken_for_want_of_memory() -> None:
