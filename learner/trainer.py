@@ -23,6 +23,7 @@ from rollstream.learner.parallel.process_ranks import END, ProcessRanks
 from rollstream.learner.parallel.refusals import refused
 from rollstream.learner.parallel.sharded_policy import ShardedPolicy, read_shards, sharded_like, write_shards
 from rollstream.learner.progress import manifest_metrics
+from rollstream.learner.scoring import models
 from rollstream.learner.scoring.models import ScoringModels
 from rollstream.learner.scoring.scores import (
     NONE,
@@ -99,7 +100,7 @@ class JobTrainer:
 
     def refer_to(self, weights: bytes, what: str) -> None:
         """Compare with these published weights. Raises ModelError naming `what`."""
-        self._reference = Reference(self.model, weights, what)
+        self._reference = Reference(self.model, weights, what, "refer_to")
 
     def check_fits(self, published: WeightsPublished) -> None:
         """Raises ConfigError if a version was trained with another tokenizer, or is an adapter of another base model.
@@ -346,6 +347,8 @@ def _take_part(trainer: JobTrainer, command: str, data: bytes) -> None:
     if command == "train":
         planned, trajectories, scores = decoded(data)
         trainer.train(planned, trajectories, scores=scores)
+    elif command in ("take_base", "refer_to", "score"):
+        _compare(trainer, command, data)
     elif command == "resume":
         path = Path(data.decode())
         checkpoint = read(path)
@@ -359,8 +362,17 @@ def _take_part(trainer: JobTrainer, command: str, data: bytes) -> None:
     elif command == "weights":
         trainer.model.weights_bytes()
     elif command == "take_weights":
-        assert isinstance(trainer.model, ShardedPolicy)
         trainer.model.take_weights()
+
+
+def _compare(trainer: JobTrainer, command: str, data: bytes) -> None:
+    """With the policy's own earlier weights, which rank 0 has."""
+    if command == "score":
+        trainer.scoring.score(*models.decoded(data))
+    elif command == "take_base":
+        trainer.scoring.take_base(b"", "")
+    else:
+        trainer.refer_to(b"", "")
 
 
 def _check(job: JobSubmitted, algorithm: AlgorithmSettings) -> None:

@@ -110,13 +110,25 @@ class PolicyModel:
 
     def load_weights(self, tensors: dict[str, Tensor]) -> None:
         """Take over weights by name. Raises ModelError if names or shapes are not this model's."""
+        self._assign(self._fitting(tensors), tensors)
+
+    def take_weights(self) -> None:
+        """Take over the weights that rank 0 loads. To be called in all other processes, of which here are none."""
+        raise NotImplementedError
+
+    def check_weights(self, tensors: dict[str, Tensor]) -> None:
+        """Raises ModelError if names or shapes are not this model's."""
+        self._fitting(tensors)
+
+    def _fitting(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        """This model's own tensors, which others fit."""
         own = self.weights()
         if own.keys() != tensors.keys():
             odd = sorted(own.keys() ^ tensors.keys())[:3]
             raise ModelError(f"weights do not fit model {self.settings.path} ({self.weights_format}): {', '.join(odd)}")
         for name, value in own.items():
             _check_shape(name, tensors[name], value)
-        self._assign(own, tensors)
+        return own
 
     def _assign(self, own: dict[str, Tensor], tensors: dict[str, Tensor]) -> None:
         with torch.no_grad():
@@ -273,24 +285,30 @@ class Reference:
     """Weights that stay. Full weights are a copy of the model; adapters are put in place of the policy's for a forward.
 
     It computes on the policy's device and without dropout, in the policy's type unless `model.reference_dtype` says
-    another.
+    another. Of several processes each has the shards that it has of the policy, and all must compute together.
     """
 
-    def __init__(self, policy: PolicyModel, weights: bytes, what: str) -> None:
-        """`weights`: as published; `what` names them. The policy stays as it is. Raises ModelError."""
-        tensors = from_bytes(weights, what)
+    def __init__(self, policy: PolicyModel, weights: bytes, what: str, command: str = "take_base") -> None:
+        """`weights`: as published; `what` names them. The policy stays as it is. Raises ModelError.
+
+        Of several processes only rank 0 has the weights; `command`: what it tells the others to make theirs by.
+        """
+        tensors = from_bytes(weights, what) if policy.ranks.index == 0 else None
+        if tensors is not None:
+            policy.check_weights(tensors)  # before others wait for them
         self._policy = policy
         self._adapters: list[Tensor] | None = None
-        if policy.settings.lora is None:
-            self._policy = policy.frozen_copy()
-            self._policy.load_weights(tensors)
-            if policy.settings.reference_dtype != "auto":
-                self._policy.hold_in(getattr(torch, policy.settings.reference_dtype))
-        else:
-            own = _values(policy)
-            policy.load_weights(tensors)
-            self._adapters = _values(policy)
-            _put(policy, own)
+        with policy.ranks.together(command):
+            if policy.settings.lora is None:
+                self._policy = policy.frozen_copy()
+                _load(self._policy, tensors)
+                if policy.settings.reference_dtype != "auto":
+                    self._policy.hold_in(getattr(torch, policy.settings.reference_dtype))
+            else:
+                own = _values(policy)
+                _load(policy, tensors)
+                self._adapters = _values(policy)
+                _put(policy, own)
 
     @torch.no_grad()
     def logprobs(self, batch: MicroBatch, *, temperature: float) -> Tensor:
@@ -310,6 +328,14 @@ class Reference:
     def _terms(self, batch: MicroBatch, temperature: float) -> Tensor:
         logprobs_N, _ = self._policy.completion_terms(batch, temperature=temperature, entropy_needs_grad=False)
         return logprobs_N
+
+
+def _load(policy: PolicyModel, tensors: dict[str, Tensor] | None) -> None:
+    """None: rank 0 has them."""
+    if tensors is None:
+        policy.take_weights()
+    else:
+        policy.load_weights(tensors)
 
 
 def _values(policy: PolicyModel) -> list[Tensor]:

@@ -30,6 +30,10 @@ class Ranks:
         """Sums over all processes by name, in the order of their ranks."""
         return values
 
+    def gathered(self, data: bytes) -> list[bytes]:
+        """The bytes that every process gave, by rank."""
+        return [data]
+
     def together(self, command: str, data: bytes = b"") -> AbstractContextManager[None]:
         """What is done within, all processes do: rank 0 tells the others to, which follow it."""
         return nullcontext()

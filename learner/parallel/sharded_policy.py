@@ -36,6 +36,7 @@ class ShardedPolicy(PolicyModel):
         device = ranks.device(settings.device, f"model {settings.path}: device")
         super().__init__(settings.model_copy(update={"device": device}), seed=seed, path=path)
         self.ranks = ranks
+        self._path = path
         self._shard(ranks)
 
     def _shard(self, ranks: ProcessRanks) -> None:
@@ -61,7 +62,20 @@ class ShardedPolicy(PolicyModel):
         compute = partial(
             super().completion_terms, batch, temperature=temperature, entropy_needs_grad=entropy_needs_grad
         )
-        return self.module.with_parameters(compute) if self.selects_logprobs else compute()
+        try:
+            return self.module.with_parameters(compute) if self.selects_logprobs else compute()
+        finally:
+            if not torch.is_grad_enabled():  # no backward pass lets go of what stayed gathered, which is soon outdated
+                self.module.reshard()
+
+    def frozen_copy(self) -> "ShardedPolicy":
+        """The model of the folder once more, in shards, without gradients and dropout: its weights must be loaded."""
+        assert isinstance(self.ranks, ProcessRanks)
+        with torch.random.fork_rng(devices=[]):
+            frozen = ShardedPolicy(self.settings, self.ranks, seed=0, path=self._path)
+        frozen.selects_logprobs = self.selects_logprobs
+        frozen.module.eval().requires_grad_(requires_grad=False)
+        return frozen
 
     def weights_bytes(self) -> bytes:
         """As on one process, in rank 0; nothing in the others, which give their shards of a tensor at a time."""

@@ -2,17 +2,21 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
+import orjson
 import torch
 from torch import Tensor
 
+from rollstream.eventlog.failpoints import failpoint
 from rollstream.learner.algorithms.base import KeptRow, Row
 from rollstream.learner.model import collate
 from rollstream.learner.model.collate import MicroBatch, TrainRow, rows_of
 from rollstream.learner.model.memory import MicroBatchBudget
 from rollstream.learner.model.policy import PolicyModel, Reference
+from rollstream.learner.model.ranks import Ranks
 from rollstream.learner.model.step import micro_batch_tokens
 from rollstream.learner.scoring.scores import Logprobs, flat, scorers_of
 from rollstream.learner.scoring.served_teacher import ServedTeacher
@@ -73,7 +77,10 @@ class ScoringModels:
         return not scorer.model and self._reference is None
 
     def take_base(self, weights: bytes, what: str) -> None:
-        """Take the weights of the job's base version, which are called `what` in an error. Raises ModelError."""
+        """Take the weights of the job's base version, which are called `what` in an error. Raises ModelError.
+
+        Of several processes all take them, and rank 0 alone gives them.
+        """
         self._reference = Reference(self._policy, weights, what)
 
     def score(
@@ -84,12 +91,17 @@ class ScoringModels:
         `contexts`: the text that only the scorer sees, of each trajectory. Trajectories that begin alike should come
         together: what they have in common is computed once. Their bits depend on who comes together. Raises
         NotAllowedError, ModelError, DecodeError, RunFailedError.
+
+        Of several processes all compute the policy's own earlier weights, and each gets the values of all; rank 0
+        alone asks a teacher.
         """
         rows: list[Row] = []
         for member, trajectory in enumerate(trajectories):
             rows += rows_of(trajectory, needs_logprobs=scorer.over_kept, member=member)
         told = [self._with_context(row, contexts[row.member]) if contexts else row for row in rows]
-        found = self._found(scorer, told)
+        ranks = Ranks() if scorer.model else self._policy.ranks
+        with ranks.together("score", encoded(scorer, trajectories, contexts) if ranks.num > 1 else b""):
+            found = self._found(scorer, told)
         values = [[np.zeros(tokens.count(s.token_ids), np.float32) for s in one.sequences] for one in trajectories]
         for row, logprobs_N in zip(rows, found, strict=True):
             values[row.member][row.sequence][row.mask] = logprobs_N
@@ -171,16 +183,45 @@ class ScoringModels:
     ) -> list[Tensor]:
         """By row, of the tokens on its mask."""
         longest = max((len(one.row.token_ids) for one in rows), default=0)
-        divide = collate.tree_micro_batches if model.shares_prefixes(longest) else collate.micro_batches
+        plain = collate.tree_micro_batches if model.shares_prefixes(longest) else collate.micro_batches
         units = [(index,) for index in range(len(rows))]
+        lengths = [len(one.row.token_ids) for one in rows]
 
         def computed(max_tokens: int) -> dict[int, Tensor]:
             found: dict[int, Tensor] = {}
-            for one in divide(rows, units, max_tokens):
+            for one in model.ranks.divide(partial(plain, rows), lengths, units, max_tokens):
                 logprobs_N = asked.logprobs(one.to(model.device), temperature=temperature)
-                found |= zip(one.rows, logprobs_N.split(one.lengths), strict=True)
+                if not one.is_filler:
+                    found |= zip(one.rows, logprobs_N.split(one.lengths), strict=True)
             return found
 
         budget = MicroBatchBudget(micro_batch_tokens(self._settings, model.device))
-        found = budget.run(computed, len(rows))
+        own = budget.run(computed, len(rows))
+        failpoint("learner/within-scores-of-group")
+        found = _of_all(own, model.ranks)
         return [found[index] for index in range(len(rows))]
+
+
+def _of_all(found: dict[int, Tensor], ranks: Ranks) -> dict[int, Tensor]:
+    """By row what this process and the others have computed."""
+    if ranks.num == 1:
+        return found
+    own = {str(row): tokens.encode_floats(values_N.float().cpu().tolist()) for row, values_N in found.items()}
+    return {
+        int(row): torch.from_numpy(np.frombuffer(tokens.decode_floats(text), np.float32).copy())
+        for part in ranks.gathered(orjson.dumps(own))
+        for row, text in orjson.loads(part).items()
+    }
+
+
+def encoded(scorer: Scorer, trajectories: Sequence[TrajectoryAssembled], contexts: Sequence[str]) -> bytes:
+    """What `ScoringModels.score` is given, for other processes."""
+    events = [one.model_dump_json() for one in trajectories]
+    return orjson.dumps({"scorer": scorer.model_dump_json(), "events": events, "contexts": list(contexts)})
+
+
+def decoded(data: bytes) -> tuple[Scorer, list[TrajectoryAssembled], list[str]]:
+    """What was `encoded`."""
+    found = orjson.loads(data)
+    trajectories = [TrajectoryAssembled.model_validate_json(one) for one in found["events"]]
+    return Scorer.model_validate_json(found["scorer"]), trajectories, found["contexts"]

@@ -119,7 +119,6 @@ def of_ranks(written: dict[str, Any], ranks: int, **adapter: Any) -> RunConfig:
 @pytest.mark.parametrize(
     ("adapter", "reported"),
     [
-        ({"algorithm": {"name": "grpo", "kl_coefficient": 0.1}}, "with a loss that compares with the policy's own"),
         ({"optimizer": {"kind": "muon"}}, "with optimizer.kind: muon; set ranks: 1, or change the run"),
         ({"warm_start": {"optimizer": {"kind": "muon"}}}, "with optimizer.kind: muon"),
         ({"model": {"device": "cuda"}}, r"with model.device: cuda \(auto and cpu are"),

@@ -17,7 +17,6 @@ from rollstream.eventlog import codec
 from rollstream.eventlog.kafka.log import KafkaLog
 from rollstream.learner.parallel.process_ranks import END, ProcessRanks, joined
 from rollstream.learner.trainer import follow
-from rollstream.schemas.algorithms import GrpoSettings
 from rollstream.schemas.errors import VersionDivergedError
 from rollstream.schemas.events import (
     BatchPlanned,
@@ -30,7 +29,7 @@ from rollstream.schemas.events import (
 from rollstream.schemas.kafka import KafkaSettings, with_secrets
 from rollstream.schemas.permissions import Permissions
 from rollstream.schemas.services import LearnerSettings
-from rollstream.schemas.settings import LoraSettings, ModelSettings
+from rollstream.schemas.settings import LoraSettings, ModelSettings, OptimizerSettings
 from tests.learner.conftest import Lab
 from tests.rigs.process_group import rank_of, together
 
@@ -97,9 +96,10 @@ async def continued(folder: Path, model: Path, ranks: ProcessRanks, by_two: int)
 async def refused(folder: Path, model: Path, ranks: ProcessRanks) -> None:
     """Jobs that several processes do not train, then one that they do."""
     errors: list[str] = []
-    for number, algorithm in enumerate([GrpoSettings(kl_coefficient=0.1), GrpoSettings()]):
+    for number, kind in enumerate(["muon", "adamw"]):
         lab = Lab(folder / str(number), model)
-        job = await lab.submit(algorithm=algorithm, revision=6)
+        optimizer = OptimizerSettings.model_validate({"kind": kind, "learning_rate": 1e-2})
+        job = await lab.submit(optimizer=optimizer, revision=6)
         await lab.plan(job)
         await lab.work(slowly(lab.has(JobSucceeded if number else JobFailed)), lab.worker(ranks=ranks))
         errors += [one.error for one in await lab.events("jobs", JobFailed)]
@@ -244,4 +244,4 @@ async def kill(torchrun: psutil.Process, *, rank: int) -> None:
 def test_what_several_processes_do_not_train_fails_its_job_alone(folder: Path) -> None:
     errors = json.loads((folder / "refused" / "errors.json").read_text())
     assert len(errors) == 1
-    assert "2 processes do not train with a loss that compares with the policy's own earlier weights" in errors[0]
+    assert "2 processes do not train with optimizer.kind: muon" in errors[0]

@@ -13,13 +13,7 @@ from rollstream.schemas.events import JobSubmitted
 from rollstream.schemas.permissions import Permissions
 from rollstream.schemas.settings import JobSettings
 
-OWN = "a loss that compares with the policy's own earlier weights (a KL divergence, dpo, opsd)"
 REFUSED: list[tuple[str, dict[str, Any]]] = [
-    (OWN, {"algorithm": {"name": "grpo", "kl_coefficient": 0.1}}),
-    (OWN, {"algorithm": {"name": "grpo", "kl_coefficient": 0.1}, "revision": 5}),
-    (OWN, {"algorithm": {"name": "dpo"}, "kind": "dpo"}),
-    (OWN, {"algorithm": {"name": "kto"}}),
-    (OWN, {"algorithm": {"name": "opsd", "context": "{answer}"}}),
     ("optimizer.kind: muon", {"optimizer": {"kind": "muon"}}),
     ("optimizer.kind: adamw_8bit", {"optimizer": {"kind": "adamw_8bit"}}),
     ("optimizer.offload", {"optimizer": {"offload": "cpu"}}),
@@ -31,6 +25,9 @@ TRAINED: list[dict[str, Any]] = [
     {},
     {"model": {"device": "cpu", "lora": {"rank": 2}, "gradient_checkpointing": True}},
     {"algorithm": {"name": "sft"}, "kind": "sft"},
+    {"algorithm": {"name": "grpo", "kl_coefficient": 0.1}},
+    {"algorithm": {"name": "dpo"}, "kind": "dpo"},
+    {"algorithm": {"name": "opsd", "context": "{answer}"}},
     {"algorithm": {"name": "opd", "teacher": "another/teacher"}},
 ]
 
