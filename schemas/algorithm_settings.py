@@ -20,10 +20,15 @@ PREFERENCES: Literal["dpo"] = "dpo"
 """Kind of the jobs that train on pairs, whatever their algorithm is called."""
 Advantage = Literal[
     "group_std", "group_mean", "leave_one_out", "max_rl", "gdpo", "batch_std", "batch_mean", "reinforce_pp_baseline",
-    "per_agent", "hierarchical", "rae"
+    "per_agent", "hierarchical", "rae", "none"
 ]  # fmt: skip
 BATCH_WIDE = frozenset({"batch_std", "batch_mean"})
 """Estimators for which a whole batch is one group (a global baseline, as in REINFORCE++, arXiv 2501.03262)."""
+TRAINS_ON_FLAT_GROUPS = BATCH_WIDE | {"hierarchical", "rae", "gdpo", "none"}
+"""Estimators by which a group of equal rewards may have advantages."""
+_OF_STEPS = {"leave_one_out": "group_mean", "rae": "per_agent", "gdpo": "group_std", "max_rl": "group_std",
+             "reinforce_pp_baseline": "group_std"}  # fmt: skip
+"""Estimators of totals alone, and what to use for the rewards of steps."""
 DEFAULT = "grpo"
 CONTEXT_KEY = re.compile(r"\{(\w+)\}")
 """Where a context names a key of the task's inputs."""
@@ -159,7 +164,8 @@ class PolicyGradientSettings(AlgorithmSettings):
     compared within their rollout, all others as by group_std. rae: with the agent's own moving average (SPIRAL,
     arXiv 2506.24119), which goes on from batch to batch. max_rl: by the task's mean reward in place of the deviation
     (arXiv 2602.02710). gdpo: each of several rewards is normalised by itself first (arXiv 2601.05242).
-    reinforce_pp_baseline: less the task's mean, then by the deviation of the batch (arXiv 2501.03262).
+    reinforce_pp_baseline: less the task's mean, then by the deviation of the batch (arXiv 2501.03262). none: the
+    reward as it is.
     """
     reward_weights: dict[str, FiniteFloat] = added({})
     """gdpo: weight by reward name; of one that is not named: 1."""
@@ -171,8 +177,8 @@ class PolicyGradientSettings(AlgorithmSettings):
     batches all the same, unless `drop_zero_variance` is off.
     """
     step_discount: float = added(1.0, gt=0, le=1)
-    """process: factor of a later reward for each step that it is later; gamma times lambda of PPO's advantage
-    estimation (GAE, arXiv 1506.02438, equation 16) without a critic.
+    """process: factor of a later reward for each step that it is later. It is gamma times lambda of generalised
+    advantage estimation (GAE, arXiv 1506.02438, equation 16): without a critic only their product counts.
     """
     aggregation: Literal["tokens", "sequences", "constant"] = added("tokens")
     """The mean of a mini-batch's token losses over its tokens (DAPO, BNPO), over sequences of their means (GRPO), or
@@ -192,22 +198,12 @@ class PolicyGradientSettings(AlgorithmSettings):
 
     @model_validator(mode="after")
     def _estimator_fits_steps(self) -> Self:
-        if self.step_rewards == "process" and self.advantage == "leave_one_out":
-            raise ValueError(
-                "advantage leave_one_out compares members, not steps; use group_std or group_mean with "
-                "step_rewards process"
-            )
-        if self.step_rewards == "process" and self.advantage == "rae":
-            raise ValueError("advantage rae compares totals, not steps; use per_agent with step_rewards process")
-        if self.step_rewards == "process" and self.advantage in ("gdpo", "max_rl", "reinforce_pp_baseline"):
-            raise ValueError(
-                f"advantage {self.advantage} compares totals, not steps; use group_std with step_rewards process"
-            )
+        other = _OF_STEPS.get(self.advantage)
+        if self.step_rewards == "process" and other:
+            raise ValueError(f"advantage {self.advantage} compares totals, not steps; use {other} for step rewards")
         if self.advantage == "gdpo" and (self.truncation_penalty or self.overlong):
-            raise ValueError(
-                "advantage gdpo knows rewards by name, from which truncation_penalty and overlong are not subtracted; "
-                "remove them, or choose another advantage"
-            )
+            why = "knows rewards by name, from which truncation_penalty and overlong are not subtracted"
+            raise ValueError(f"advantage gdpo {why}; remove them, or choose another advantage")
         if (self.aggregation == "constant") != (self.aggregation_length is not None):
             raise ValueError("aggregation constant and aggregation_length belong together; give both or neither")
         return self
@@ -220,15 +216,19 @@ class PolicyGradientSettings(AlgorithmSettings):
             proximal=self.off_policy is not None,
             entropy=self.entropy_coefficient > 0,
             step_rewards=self.step_rewards == "process",
-            flat_groups=self.advantage in BATCH_WIDE or self.advantage in ("hierarchical", "rae", "gdpo"),
+            flat_groups=self.advantage in TRAINS_ON_FLAT_GROUPS,
         )
+
+    @property
+    def discount(self) -> float:
+        """Factor of a later step's reward for each step that it is later."""
+        return self.step_discount
 
     def for_run(self, *, num_generations: int, temperature: float) -> Self:
         """One rollout a task has nothing to compare with but the batch."""
         chosen = super().for_run(num_generations=num_generations, temperature=temperature)
-        if num_generations == 1 and "advantage" not in self.model_fields_set:
-            return chosen.model_copy(update={"advantage": "batch_std"})
-        return chosen
+        is_open = self.advantage == "group_std" and "advantage" not in self.model_fields_set
+        return chosen.model_copy(update={"advantage": "batch_std"}) if num_generations == 1 and is_open else chosen
 
     def unused(self) -> dict[str, tuple[str, ...]]:
         """Keys of an estimator that is not chosen."""

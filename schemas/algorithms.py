@@ -19,11 +19,17 @@ from rollstream.schemas.algorithm_settings import (
     PolicyGradientSettings,
 )
 from rollstream.schemas.base import added
+from rollstream.schemas.clipped_algorithms import (
+    ClippedSettings,
+    GdpoSettings,
+    MaxRlSettings,
+    PpoSettings,
+    RaeSettings,
+    ReinforcePpSettings,
+)
 
 T = TypeVar("T")
 
-DUAL_CLIP = 3.0
-"""Bound of the ratio at negative advantages, unless the configuration gives another (arXiv 1912.09729, section 3)."""
 _CUSTOM = "custom"
 _ONCE_SHARED = frozenset({
     "clip_low", "clip_high", "dual_clip", "advantage", "step_rewards", "entropy_coefficient", "kl_coefficient",
@@ -64,38 +70,10 @@ def _default(name: str) -> Any:
     )
 
 
-class GrpoSettings(_BuiltIn, PolicyGradientSettings):
+class GrpoSettings(_BuiltIn, ClippedSettings):
     """Group relative policy optimisation, with the bounds of DAPO and dual-clip PPO."""
 
-    KL_FIELD: ClassVar[str | None] = "kl_coefficient"
-
     name: Literal["grpo"] = "grpo"  # pyright: ignore[reportIncompatibleVariableOverride]
-    clip_low: float = Field(default=0.2, gt=0)
-    clip_high: float = Field(default=0.28, gt=0)
-    dual_clip: float | None = added(None, gt=1)
-    """Where the advantage A is negative, the loss of a token is at most -dual_clip * A, whatever its ratio. A new run
-    has 3 unless its configuration says another number, or null for no bound.
-    """
-    kl_coefficient: float = added(0.0, ge=0)
-    """Weight of the KL divergence from the job's base version; 0 keeps no copy of that."""
-    unbiased_kl: bool = added(False)
-    """Weight that KL estimate by the importance ratio, which makes its gradient unbiased."""
-
-    @property
-    def needs(self) -> Needs:
-        """The reference too, if the KL divergence from it counts."""
-        return super().needs.model_copy(update={"reference": self.kl_coefficient > 0})
-
-    def for_run(self, *, num_generations: int, temperature: float) -> Self:
-        """Ratios are bounded unless the configuration says otherwise."""
-        chosen = super().for_run(num_generations=num_generations, temperature=temperature)
-        return chosen if "dual_clip" in self.model_fields_set else chosen.model_copy(update={"dual_clip": DUAL_CLIP})
-
-    def unused(self) -> dict[str, tuple[str, ...]]:
-        found = super().unused()
-        return (
-            found if self.kl_coefficient or not self.unbiased_kl else {**found, "kl_coefficient is 0": ("unbiased_kl",)}
-        )
 
 
 class CispoSettings(PolicyGradientSettings):
@@ -354,6 +332,11 @@ BUILT_IN: dict[str, type[AlgorithmSettings]] = {
     "opd": OpdSettings,
     "opsd": OpsdSettings,
     "mix": MixSettings,
+    "ppo": PpoSettings,
+    "reinforce_pp": ReinforcePpSettings,
+    "rae": RaeSettings,
+    "max_rl": MaxRlSettings,
+    "gdpo": GdpoSettings,
 }
 
 
@@ -380,6 +363,11 @@ Algorithm = Annotated[
     | Annotated[OpdSettings, Tag("opd")]
     | Annotated[OpsdSettings, Tag("opsd")]
     | Annotated[MixSettings, Tag("mix")]
+    | Annotated[PpoSettings, Tag("ppo")]
+    | Annotated[ReinforcePpSettings, Tag("reinforce_pp")]
+    | Annotated[RaeSettings, Tag("rae")]
+    | Annotated[MaxRlSettings, Tag("max_rl")]
+    | Annotated[GdpoSettings, Tag("gdpo")]
     | Annotated[CustomSettings, Tag(_CUSTOM)],
     Discriminator(_tag),
 ]

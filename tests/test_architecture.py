@@ -63,6 +63,8 @@ ONLY_IN = {
 }
 MAX_FILES = 15
 """Of a folder, `__init__.py` apart."""
+MORE_FILES = {"learner/algorithms/builtin": 24, "schemas": 16}
+"""Of folders that have a file for each algorithm, and for a family of their settings."""
 MAX_FILE_LINES = 400
 MAX_FUNCTION_LINES = 60
 
@@ -157,7 +159,7 @@ def test_inside_a_package_arrows_go_down() -> None:
 def too_full(paths: Iterable[Path], root: Path = ROOT) -> dict[str, int]:
     """Folders with more than MAX_FILES files, and how many they have."""
     counts = Counter(str(path.parent.relative_to(root)) for path in paths if path.name != "__init__.py")
-    return {name: count for name, count in counts.items() if count > MAX_FILES}
+    return {name: count for name, count in counts.items() if count > MORE_FILES.get(name, MAX_FILES)}
 
 
 def test_a_folder_can_be_seen_at_a_glance() -> None:

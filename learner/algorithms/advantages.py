@@ -45,6 +45,7 @@ def max_rl(rewards_G: Sequence[float]) -> list[float]:
 
 
 ESTIMATORS: dict[Advantage, Callable[[Sequence[float]], list[float]]] = {
+    "none": list,
     "group_std": group_std,
     "group_mean": group_mean,
     "leave_one_out": leave_one_out,
@@ -201,7 +202,7 @@ def of_members(
     if settings.step_rewards == "total":
         return by_group(rewards, groups, settings.advantage)
     by_member = [stepped(member, reward) for member, reward in zip(members, rewards, strict=True)]
-    return by_step(by_member, groups, settings.advantage, settings.step_discount)
+    return by_step(by_member, groups, settings.advantage, settings.discount)
 
 
 def penalised(batch: BatchView, settings: PolicyGradientSettings) -> list[float]:

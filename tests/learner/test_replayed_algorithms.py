@@ -17,6 +17,13 @@ from rollstream.schemas.algorithms import (
     SapoSettings,
     VespoSettings,
 )
+from rollstream.schemas.clipped_algorithms import (
+    GdpoSettings,
+    MaxRlSettings,
+    PpoSettings,
+    RaeSettings,
+    ReinforcePpSettings,
+)
 from rollstream.schemas.events import JobSucceeded, StepTrained
 from tests.rigs.retrained import assert_retrained, steps_of
 
@@ -33,6 +40,11 @@ ALGORITHMS: list[AlgorithmSettings] = [
     KtoSettings(),
     KtoSettings(reference_point="sampled", mini_batches=2),
     MixSettings(ce=0.5, ce_threshold=0.5, ref_kl=0.1, mini_batches=2),
+    PpoSettings(mini_batches=2, gamma=0.9),
+    ReinforcePpSettings(kl_coefficient=0.1),
+    RaeSettings(mini_batches=2),
+    MaxRlSettings(),
+    GdpoSettings(num_iterations=2),
 ]
 
 

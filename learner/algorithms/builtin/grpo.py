@@ -8,14 +8,13 @@ from rollstream.learner.algorithms.advantages import PolicyGradient
 from rollstream.learner.algorithms.base import Counts
 from rollstream.learner.algorithms.tokens import Losses, TokenBatch, log_ratio
 from rollstream.schemas.algorithms import GrpoSettings
+from rollstream.schemas.clipped_algorithms import ClippedSettings
 
 
-class Grpo(PolicyGradient):
-    """See `loss`."""
+class Clipped(PolicyGradient):
+    """PPO's clipped objective; see `loss`. Algorithms that share it differ in their advantages."""
 
-    Settings = GrpoSettings
-
-    def loss(self, tokens: TokenBatch, settings: GrpoSettings) -> Losses:
+    def loss(self, tokens: TokenBatch, settings: ClippedSettings) -> Losses:
         """-min(r A, clip(r, 1 - low, 1 + high) A) - c H + b KL by token, r = exp(current - behaviour).
 
         Clip-higher and token-level normalisation as in DAPO (arXiv 2503.14476, equations 8 and 12). The estimate of
@@ -79,3 +78,9 @@ class Grpo(PolicyGradient):
             "clip/high": sums["clip_high"] / num_tokens,
             "advantage/abs": sums["advantage"] / num_tokens,
         }
+
+
+class Grpo(Clipped):
+    """Advantages as `advantage` says."""
+
+    Settings = GrpoSettings

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 
+from rollstream.learner.algorithms import table
 from rollstream.learner.algorithms.base import BatchView, Member, Row
 from rollstream.learner.algorithms.builtin.cispo import Cispo
 from rollstream.learner.algorithms.builtin.dpo import PairBatch, loss_of
@@ -33,7 +34,17 @@ from rollstream.schemas.algorithms import (
     SftSettings,
     VespoSettings,
 )
+from rollstream.schemas.clipped_algorithms import (
+    ClippedSettings,
+    GdpoSettings,
+    MaxRlSettings,
+    PpoSettings,
+    RaeSettings,
+    ReinforcePpSettings,
+)
 from rollstream.schemas.errors import RunFailedError
+from rollstream.schemas.events.rollouts import Completion
+from rollstream.schemas.permissions import Permissions
 
 LENGTHS = (3, 1, 4)
 ROW_OF = np.repeat(np.arange(3), LENGTHS)
@@ -267,3 +278,97 @@ def test_losses_of_pairs_are_those_of_the_papers_equations(name: str) -> None:
     for column, sign in zip(columns, (1, -1), strict=True):
         assert column.grad is not None
         assert column.grad.tolist() == pytest.approx((sign * gradient).tolist(), rel=1e-9)
+
+
+RATES = np.array([0.9, 0.2, 0.4])
+"""Rewards of three rollouts of one task; their second reward, by name, is `SECOND`."""
+SECOND = np.array([0.0, 1.0, 0.5])
+STEPS = {0: {0: 0.3, 1: 0.6}, 1: {0: 0.2}, 2: {1: 0.1}}
+"""Recorded rewards of steps, by rollout; what is left of its reward is one of its last step."""
+STEP_OF = np.array([0, 0, 1, 0, 0, 1, 1, 1])
+
+
+def standard(values: np.ndarray) -> np.ndarray:
+    return (values - values.mean()) / (values.std(ddof=1) + 1e-6)
+
+
+def of_ppo() -> np.ndarray:
+    """A_t = sum (gamma lambda)^(l - t) r_l (arXiv 1506.02438, equation 16, every V = 0), 0.8 times 0.5."""
+    by_step = np.array([[0.3, 0.6], [0.2, 0.0], [0.0, 0.4]])
+    ahead = np.stack([by_step[:, 0] + 0.8 * 0.5 * by_step[:, 1], by_step[:, 1]], axis=1)
+    return ahead[ROW_OF, STEP_OF]
+
+
+def of_reinforce_pp() -> np.ndarray:
+    """A_t = r - 0.3 sum_{i >= t} log q_i / p_ref,i, normalised over the batch (arXiv 2501.03262)."""
+    log_ratio = BEHAVIOUR - TEACHER
+    ahead = np.array([log_ratio[(ROW_OF[t] == ROW_OF) & (np.arange(8) >= t)].sum() for t in range(8)])
+    values = RATES[ROW_OF] - 0.3 * ahead
+    return (values - values.mean()) / (values.std() + 1e-6)
+
+
+def of_rae() -> np.ndarray:
+    """b = 0.95 b + 0.05 r from b = 0, A = r - b (SPIRAL, arXiv 2506.24119)."""
+    found, average = [], 0.0
+    for rate in RATES:
+        average = 0.95 * average + 0.05 * rate
+        found.append(rate - average)
+    return np.array(found)[ROW_OF]
+
+
+ADVANTAGES_OF: dict[str, tuple[ClippedSettings, np.ndarray]] = {
+    "ppo": (PpoSettings(gamma=0.8, gae_lambda=0.5), of_ppo()),
+    "reinforce_pp": (ReinforcePpSettings(), standard(RATES)[ROW_OF]),
+    "reinforce_pp with a KL penalty": (ReinforcePpSettings(kl_coefficient=0.3), of_reinforce_pp()),
+    "rae": (RaeSettings(), of_rae()),
+    "max_rl": (MaxRlSettings(), ((RATES - RATES.mean()) / RATES.mean())[ROW_OF]),
+    "gdpo": (
+        GdpoSettings(reward_weights={"b": 2.0}),
+        standard(standard(RATES) + 2 * standard(SECOND))[ROW_OF],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", ADVANTAGES_OF)
+def test_algorithms_that_share_the_clipped_objective_have_the_advantages_of_their_papers(name: str) -> None:
+    """A of each equation, in -min(r A, clip(r) A) and at most -3 A where A < 0."""
+    settings, wanted = ADVANTAGES_OF[name]
+    settings = settings.for_run(num_generations=3, temperature=1.0)
+    bounds = np.cumsum([0, *LENGTHS])
+    rows, members = [], []
+    for number, (at, length) in enumerate(zip(bounds, LENGTHS, strict=False)):
+        steps = STEP_OF[at : at + length]
+        parts = tuple(
+            Completion(start=1 + int((steps < step).sum()), length=int((steps == step).sum()), step_index=int(step))
+            for step in sorted(set(steps))
+        )
+        columns = (np.arange(length + 1) > 0, padded(BEHAVIOUR, at, length), number, parts)
+        scores = {"reference": padded(TEACHER, at, length)}
+        rows.append(Row(np.zeros(length + 1, np.int32), *columns, scores=scores))
+        reward, trained = float(RATES[number]), frozenset(int(step) for step in steps)
+        members.append(
+            Member("g", f"r{number}", "a", reward, {"a": reward, "b": float(SECOND[number])}, STEPS[number], trained)
+        )
+    algorithm = table.algorithm(settings.name, Permissions())
+    prepared = algorithm.prepare(BatchView(rows, members), settings)
+    flat = [np.broadcast_to(a, len(row.mask))[row.mask] for a, row in zip(prepared.advantages, rows, strict=True)]
+    advantages = np.concatenate(flat)
+    assert advantages.tolist() == pytest.approx(wanted.tolist(), rel=1e-5, abs=1e-7)
+    current = torch.tensor(CURRENT, dtype=torch.float32, requires_grad=True)
+    others = [torch.tensor(one, dtype=torch.float32) for one in (np.ones(8), BEHAVIOUR, advantages, TEACHER)]
+    found = algorithm.loss(TokenBatch(current, *others, rows_N=torch.tensor(ROW_OF), lengths_B=LENGTHS), settings)
+    found.values.sum().backward()
+    free, bounded = RATIOS * wanted, np.clip(RATIOS, 1 - settings.clip_low, 1 + settings.clip_high) * wanted
+    objective = np.where(wanted < 0, np.maximum(np.minimum(free, bounded), 3 * wanted), np.minimum(free, bounded))
+    assert current.grad is not None
+    assert found.values.tolist() == pytest.approx((-objective).tolist(), rel=1e-5, abs=1e-7)
+    is_free = objective == free
+    assert current.grad.tolist() == pytest.approx(np.where(is_free, -free, 0.0).tolist(), rel=1e-5, abs=1e-7)
+
+
+def test_ppo_has_its_own_names_for_a_discount_and_keeps_its_advantage_with_one_rollout() -> None:
+    assert PpoSettings(gamma=0.9, gae_lambda=0.5).discount == pytest.approx(0.45)
+    with pytest.raises(ValueError, match="ppo has gamma and gae_lambda in its place"):
+        PpoSettings(step_discount=0.5)
+    for settings in (PpoSettings(), RaeSettings()):
+        assert settings.for_run(num_generations=1, temperature=1.0).advantage == settings.advantage

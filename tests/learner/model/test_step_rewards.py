@@ -109,7 +109,7 @@ def test_what_the_manifest_says_of_a_reward_counts() -> None:
 
 
 def test_comparing_members_and_crediting_steps_exclude_each_other() -> None:
-    with pytest.raises(ValidationError, match="leave_one_out compares members, not steps"):
+    with pytest.raises(ValidationError, match="leave_one_out compares totals, not steps"):
         GrpoSettings(step_rewards="process", advantage="leave_one_out")
 
 

@@ -1,0 +1,13 @@
+"""PPO without a critic: the clipped objective on GAE over the rewards of steps, which are taken as they are."""
+
+from rollstream.learner.algorithms.builtin.grpo import Clipped
+from rollstream.schemas.clipped_algorithms import PpoSettings
+
+
+class Ppo(Clipped):
+    """A_t = sum over later steps l of (gamma lambda)^(l - t) r_l: GAE (arXiv 1506.02438, equation 16) where every value
+    is 0, in the clipped objective (arXiv 1707.06347, equation 7). All tokens of a step have its advantage; a reward
+    that no step has is one of the last step.
+    """
+
+    Settings = PpoSettings
