@@ -195,7 +195,7 @@ class ScoringModels:
                     found |= zip(one.rows, logprobs_N.split(one.lengths), strict=True)
             return found
 
-        budget = MicroBatchBudget(micro_batch_tokens(self._settings, model.device))
+        budget = MicroBatchBudget(micro_batch_tokens(self._settings, model.device), halves=model.ranks.num == 1)
         own = budget.run(computed, len(rows))
         failpoint("learner/within-scores-of-group")
         found = _of_all(own, model.ranks)

@@ -3,10 +3,16 @@
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 
+from rollstream.learner.algorithms.base import Row
+from rollstream.learner.model.collate import TrainRow
+from rollstream.learner.model.policy import PolicyModel
 from rollstream.learner.model.ranks import Ranks
 from rollstream.learner.parallel.refusals import refused
+from rollstream.learner.scoring.models import ScoringModels
 from rollstream.learner.trainer import JobTrainer
 from rollstream.schemas.errors import ConfigError
 from rollstream.schemas.events import JobSubmitted
@@ -60,3 +66,25 @@ def test_what_several_processes_do_not_train_is_named_before_a_model_is_loaded(
 @pytest.mark.parametrize("changes", TRAINED, ids=str)
 def test_what_they_train_is_not_refused(changes: dict[str, Any]) -> None:
     assert refused(settings_of(changes)) == ""
+
+
+def test_memory_that_runs_out_while_several_score_flies_as_it_does_while_they_train(tiny_model: Path) -> None:
+    """One of several cannot begin a pass again: the others wait for it in another one."""
+    settings = settings_of({"algorithm": {"name": "grpo", "kl_coefficient": 0.1}}, str(tiny_model))
+    policy = PolicyModel(settings.model, seed=0)
+    policy.ranks = TwoRanks()
+    models = ScoringModels(policy, settings, Permissions.of([], {}), "algorithm.teacher")
+    row = Row(np.arange(4, dtype=np.int32), np.arange(4) > 1, np.zeros(4, np.float32), 0)
+    with pytest.raises(torch.OutOfMemoryError):
+        models._logprobs(policy, Refusing(), [TrainRow(row, row.mask)] * 4, 1.0)  # pyright: ignore[reportArgumentType]
+    assert Refusing.asked == 1
+
+
+class Refusing:
+    """Who is asked and finds no memory."""
+
+    asked = 0
+
+    def logprobs(self, batch: Any, *, temperature: float) -> Any:
+        Refusing.asked += 1
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB")
