@@ -107,6 +107,8 @@ class BuilderFields(BaseModel):
     drop_dead_branches: bool | None = None
     """Train on no answer that the agent discarded (a rejected summary, a repeated call); none: where agents outside
     play, by `environment: gateway` or `command:PROGRAM`."""
+    renderer: str = Field(default="auto", min_length=1)
+    """Parses tool calls and bridges prompts: `auto`, `none` or the name of a family in the library `renderers`."""
     sampling: Sampling = Field(default_factory=Sampling)
     engine: EngineBlock = Field(default_factory=TransformersSettings)
     max_turns: int = Field(default=16, ge=1)

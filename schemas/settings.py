@@ -68,8 +68,7 @@ class Sampling(Settings):
     max_new_tokens: int = Field(default=64, ge=1)
     record_kept_ids: bool | None = added(None)
     """Record with each token the ids that top_p and top_k left, so that a loss with importance ratios is computed over
-    these alone. None, in a configuration: if the loss has such ratios.
-    """
+    these alone. None, in a configuration: if the loss has such ratios."""
 
 
 class LeagueSettings(Settings):
@@ -141,6 +140,8 @@ class RolloutSettings(Settings):
     """Answers that are sampled to each prompt: above 1 the rollouts of a task are the branches of a tree."""
     drop_dead_branches: bool = added(False)
     """Leave out answers that no later prompt of their agent goes on from, unless they are its last one."""
+    renderer: str = added("auto", min_length=1)
+    """For calls with tools: `auto` (what writes as the model's chat template does), `none`, or a family's name."""
 
 
 class CurriculumSettings(Settings):
@@ -269,8 +270,7 @@ class OptimizerSettings(Settings):
 
     kind: Literal["adamw", "muon", "adamw_8bit"] = added("adamw")
     """muon: matrices of the layers by Muon (orthogonalised momentum), embeddings, head and vectors by AdamW;
-    adamw_8bit: AdamW of bitsandbytes, with both moments in 8 bits.
-    """
+    adamw_8bit: AdamW of bitsandbytes, with both moments in 8 bits."""
     offload: Literal["cpu"] | None = added(None)
     """cpu: hold the optimizer's state in main memory between its steps."""
     learning_rate: float = Field(default=1e-5, gt=0)

@@ -101,8 +101,7 @@ def _frozen_job(config: RunConfig, run_id: str, name: str) -> JobSpec:
     """The job that publishes the weights of a model group that is not trained."""
     adapter, group = config.adapter, ids.model_group(run_id, name)
     job = JobSettings(kind=FROZEN, model=adapter.model, seed=adapter.seed, threads=adapter.threads, revision=7)
-    job_id = ids.job_id(run_id, ids.FROZEN, name)
-    return JobSpec(job_id, group, job, PlanSettings(), rollout_settings(config, run_id))
+    return JobSpec(ids.job_id(run_id, ids.FROZEN, name), group, job, PlanSettings(), rollout_settings(config, run_id))
 
 
 def rollout_settings(config: RunConfig, run_id: str) -> RolloutSettings:
@@ -131,6 +130,7 @@ def rollout_settings(config: RunConfig, run_id: str) -> RolloutSettings:
         league=builder.league,
         responses_per_step=builder.responses_per_step,
         drop_dead_branches=drops_dead_branches(config),
+        renderer=builder.renderer,
     )
 
 

@@ -4,6 +4,7 @@ Token-exact over calls: an answer with tool calls that a client gives back parse
 wrote it. Which calls are repeated, and when the rollout ends, is up to `played`.
 """
 
+import functools
 import hashlib
 from array import array
 from collections.abc import Mapping, Sequence
@@ -14,12 +15,12 @@ import orjson
 from rollstream.producers.engines.base import Engine, Generation, Tokenizer
 from rollstream.producers.gateway.marks import Mark
 from rollstream.producers.openai.completions import CompletionRequest
-from rollstream.producers.openai.protocol import Answer, answer_of, stop_length
-from rollstream.producers.openai.requests import ChatRequest, Refusal
+from rollstream.producers.openai.protocol import Answer, Parse, answer_of, stop_length
+from rollstream.producers.openai.requests import ChatRequest, Refusal, with_object_arguments
 from rollstream.producers.openai.responses import PREFIX, RespondedRequest
 from rollstream.producers.openai.stream_words import Answered
-from rollstream.producers.openai.streaming import OnText, TextStream, on_tokens_of
-from rollstream.producers.rollout.outside import CallOptions, cut_to
+from rollstream.producers.openai.streaming import OnText, ParsedStream, TextStream, on_tokens_of
+from rollstream.producers.rollout.outside import CallOptions, cut_to, rendered
 from rollstream.producers.rollout.reply import Message, Reply, TurnsExhausted
 from rollstream.producers.rollout.session import Session
 from rollstream.schemas.errors import (
@@ -54,11 +55,12 @@ class RolloutModel:
         generation = reply.generation
         if generation is None or not (step.data or {}).get("tools"):
             return
-        tokenizer = self._engine.tokenizer(self.session.model_group(step.agent))
-        stop = tuple(notes.get("stop", ()))
-        answer = _answer_of(generation, tokenizer, reply.prompt_ids, stop, has_tools=True)
-        if answer.tool_calls:
-            self._texts[_fingerprint(answer.text, answer.tool_calls)] = reply.text
+        tools: Any = (step.data or {})["tools"]
+        self._keep_written(self._answer(step.agent, reply, tuple(notes.get("stop", ())), tools), reply.text)
+
+    def _keep_written(self, answer: Answer, text: str) -> None:
+        if answer.tool_calls or answer.reasoning is not None:
+            self._texts[_fingerprint(answer.text, answer.tool_calls)] = text
 
     def keep_response(self, step_index: int, notes: Mapping[str, Any]) -> None:
         names = notes.get("response_id", ""), self._call_id(step_index)
@@ -116,24 +118,34 @@ class RolloutModel:
         except EnvironmentRunError as error:
             raise Refusal(400, str(error)) from error
         for reply, answer in zip(replies, self.answered(asked, replies).answers, strict=True):
-            if answer.tool_calls:
-                self._texts[_fingerprint(answer.text, answer.tool_calls)] = reply.text
+            self._keep_written(answer, reply.text)
         await self.session.acknowledged()
         self.keep_response(replies[0].step_index, notes)
         return replies
 
     def answered(self, asked: ChatRequest | CompletionRequest, replies: list[Reply]) -> Answered:
-        has_tools = isinstance(asked, ChatRequest) and asked.tools_for_template() is not None
-        answers = [self._answer(asked, reply, has_tools=has_tools) for reply in replies]
+        agent, tools = self.agent_of(asked.model), _tools_of(asked)
+        answers = [self._answer(agent, reply, asked.stop, tools) for reply in replies]
         return Answered(answers, self._call_id(replies[0].step_index), replies[0].began_ms // 1000)
 
-    def _answer(self, asked: ChatRequest | CompletionRequest, reply: Reply, *, has_tools: bool) -> Answer:
-        generation, agent = reply.generation, self.agent_of(asked.model)
-        group = self.session.model_group(agent)
+    def _answer(self, agent: str, reply: Reply, stop: Sequence[str], tools: Sequence[Mapping[str, Any]]) -> Answer:
+        generation, group = reply.generation, self.session.model_group(agent)
         if generation is None:  # a scripted opponent's
             return Answer(reply.text, (), (), (), (), "stop", (), group, 0)
         tokenizer = self._engine.tokenizer(group)
-        return _answer_of(generation, tokenizer, reply.prompt_ids, asked.stop, has_tools=has_tools)
+        return answer_of(
+            generation,
+            tokenizer,
+            prompt_ids=reply.prompt_ids,
+            stop=stop,
+            has_tools=bool(tools),
+            is_cut=stop_length(generation, tokenizer, stop) is not None,
+            parse=self._parse(agent, reply.prompt_ids, tools),
+        )
+
+    def _parse(self, agent: str, prompt_ids: Sequence[int], tools: Sequence[Mapping[str, Any]]) -> Parse | None:
+        renderer = self.session.renderer(agent) if tools else None
+        return None if renderer is None else functools.partial(renderer.parse, prompt_ids=prompt_ids, tools=tools)
 
     def _asked(
         self, asked: ChatRequest | CompletionRequest, notes: Mapping[str, Any], on_text: OnText | None = None
@@ -143,14 +155,9 @@ class RolloutModel:
             return generation if length is None else cut_to(generation, length)
 
         is_chat = isinstance(asked, ChatRequest)
-        on_tokens = None
-        if on_text is not None:
-            tokenizer = self._engine.tokenizer(self.session.model_group(self.agent_of(asked.model)))
-            has_tools = is_chat and asked.tools_for_template() is not None
-            streams = [TextStream(tokenizer, asked.stop, has_tools=has_tools) for _ in range(asked.n)]
-            on_tokens = on_tokens_of(streams, on_text)
+        on_tokens = None if on_text is None else on_tokens_of([self._stream(asked) for _ in range(asked.n)], on_text)
         return CallOptions(
-            tools=(asked.tools_for_template() or ()) if is_chat else (),
+            tools=_tools_of(asked),
             max_new_tokens=asked.max_completion_tokens or asked.max_tokens,
             cut=cut,
             notes=notes,
@@ -159,14 +166,24 @@ class RolloutModel:
             on_tokens=on_tokens,
         )
 
+    def _stream(self, asked: ChatRequest | CompletionRequest) -> TextStream | ParsedStream:
+        agent, tools = self.agent_of(asked.model), _tools_of(asked)
+        tokenizer = self._engine.tokenizer(self.session.model_group(agent))
+        if self._parse(agent, (), tools) is None:
+            return TextStream(tokenizer, asked.stop, has_tools=bool(tools))
+        # Any prompt tells whether the template opens the reasoning.
+        text = rendered([{"role": "user", "content": "a"}], tokenizer, CallOptions(tools))
+        prompt_ids = tokenizer.encode(text, add_special_tokens=False)
+        return ParsedStream(cast(Parse, self._parse(agent, prompt_ids, tools)), asked.stop)
+
     def _messages(self, asked: ChatRequest | CompletionRequest) -> list[Message]:
         """As the chat template gets them: answers with tool calls word for word as the model wrote them."""
         if not isinstance(asked, ChatRequest):
             return [{"role": "user", "content": self._plain_text(asked)}]
         found: list[Message] = []
         for message in asked.messages:
-            calls = message.tool_calls if message.role == "assistant" else None
-            written = self._texts.get(_fingerprint(message.content, calls)) if calls else None
+            said = _fingerprint(message.content, message.tool_calls) if message.role == "assistant" else b""
+            written = self._texts.get(said)
             found.append(message.for_template() if written is None else {"role": "assistant", "content": written})
         if isinstance(asked, RespondedRequest) and asked.previous_response_id is not None:
             at = int(asked.has_instructions)
@@ -215,13 +232,12 @@ class RolloutModel:
         return groups[model]
 
 
-def _answer_of(
-    generation: Generation, tokenizer: Tokenizer, prompt_ids: Sequence[int], stop: Sequence[str], *, has_tools: bool
-) -> Answer:
-    is_cut = stop_length(generation, tokenizer, stop) is not None
-    return answer_of(generation, tokenizer, prompt_ids=prompt_ids, stop=stop, has_tools=has_tools, is_cut=is_cut)
+def _tools_of(asked: ChatRequest | CompletionRequest) -> Sequence[Mapping[str, Any]]:
+    return (asked.tools_for_template() or ()) if isinstance(asked, ChatRequest) else ()
 
 
-def _fingerprint(text: str, calls: Any) -> bytes:
-    """Of a message with tool calls, as a client gives it back."""
-    return hashlib.sha256(orjson.dumps([text or "", calls], option=orjson.OPT_SORT_KEYS)).digest()
+def _fingerprint(text: str, calls: Sequence[Mapping[str, Any]] | None) -> bytes:
+    """Of a message as a client gives it back: arguments by their values, however they are spaced and ordered."""
+    said = [with_object_arguments(dict(call)) for call in calls or ()]
+    said = [[call.get("id"), call.get("function")] for call in said]
+    return hashlib.sha256(orjson.dumps([(text or "").strip(), said], option=orjson.OPT_SORT_KEYS)).digest()

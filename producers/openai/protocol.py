@@ -8,16 +8,20 @@ From a generation to one answer: stop texts, the text without its end token, the
 
 import hashlib
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import orjson
 
 from rollstream.producers.engines.base import Generation, Tokenizer
+from rollstream.producers.rollout.rendering import ParsedAnswer
 
 CALL_BEGINS, CALL_ENDS = "<tool_call>", "</tool_call>"
 """How models of the Qwen and Hermes families write a call: between them a JSON object with `name` and `arguments`."""
+REASONING = "reasoning_content"
+"""Key of a message; not OpenAI's, but what servers of open models call it."""
+Parse = Callable[[Sequence[int]], ParsedAnswer]
 _MARKER = re.compile(r"</?tool_call>")
 _BRACE = re.compile(r"\s*+\{")
 
@@ -45,6 +49,8 @@ class Answer:
     """Of the weights; the oldest, if there were several."""
     stop_text: str | None = None
     """The stop text of the request that ended it."""
+    reasoning: str | None = None
+    """What a renderer told apart from the text."""
 
 
 def answer_of(
@@ -55,9 +61,10 @@ def answer_of(
     stop: Sequence[str] = (),
     has_tools: bool = False,
     is_cut: bool = False,
+    parse: Parse | None = None,
 ) -> Answer:
     """The answer in what was sampled. Tool calls are parsed only if the request has tools. `is_cut`: the generation
-    ends with a stop text already, in place of an end token.
+    ends with a stop text already, in place of an end token. `parse`: a renderer's, in place of <tool_call> alone.
     """
     ids, reason = generation.token_ids, generation.finish_reason
     spoken = ids[:-1] if reason == "stop" and not is_cut else ids
@@ -67,9 +74,15 @@ def answer_of(
         stop_text = next(word for word in stop if text.startswith(word, at))
         ids = ids[: _tokens_until_stop(tokenizer, spoken, stop)]
         text, reason = text[:at], "stop"
-    calls = tool_calls_in(text, len(prompt_ids)) if has_tools else ()
-    if calls:
-        text, reason = _without_calls(text), "tool_calls" if reason == "stop" else reason
+    reasoning = None
+    if has_tools and parse is not None:
+        parsed = parse(ids)
+        end = _first_stop(parsed.content, stop)
+        text, reasoning, calls = parsed.content[:end], parsed.reasoning, _calls_of(parsed, len(prompt_ids))
+    else:
+        calls = tool_calls_in(text, len(prompt_ids)) if has_tools else ()
+        text = _without_calls(text) if calls else text
+    reason = "tool_calls" if calls and reason == "stop" else reason
     return Answer(
         text=text,
         prompt_ids=tuple(prompt_ids),
@@ -81,6 +94,7 @@ def answer_of(
         model_group=generation.spans[0].model_group,
         version=min(span.version for span in generation.spans),
         stop_text=stop_text,
+        reasoning=reasoning,
     )
 
 
@@ -104,10 +118,24 @@ def tool_calls_in(text: str, salt: int = 0) -> tuple[dict[str, Any], ...]:
         if not isinstance(call.get("name"), str) or not isinstance(call.get("arguments", {}), dict):
             return ()
         arguments = orjson.dumps(call.get("arguments", {})).decode()
-        digest = hashlib.sha256(f"{salt}\x1f{number}\x1f{body}".encode()).hexdigest()
-        function = {"name": call["name"], "arguments": arguments}
-        calls.append({"id": f"call_{digest[:24]}", "type": "function", "function": function})
+        calls.append(_call(_call_id(salt, number, body), call["name"], arguments))
     return tuple(calls)
+
+
+def _calls_of(parsed: ParsedAnswer, salt: int) -> tuple[dict[str, Any], ...]:
+    return tuple(
+        _call(own_id or _call_id(salt, number, f"{name}\x1f{arguments}"), name, arguments)
+        for number, (name, arguments, own_id) in enumerate(parsed.calls)
+    )
+
+
+def _call_id(salt: int, number: int, body: str) -> str:
+    digest = hashlib.sha256(f"{salt}\x1f{number}\x1f{body}".encode()).hexdigest()
+    return f"call_{digest[:24]}"
+
+
+def _call(call_id: str, name: str, arguments: str) -> dict[str, Any]:
+    return {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
 
 
 def _without_calls(text: str) -> str:
@@ -197,7 +225,9 @@ def chunks(
     """
     found: list[dict[str, Any]] = []
     for index, answer in enumerate(answers):
-        delta: dict[str, Any] = _message(answer) if index not in sent else {"content": answer.text[sent[index] :]}
+        delta = _message(answer)
+        if index in sent:
+            delta = {key: delta[key] for key in delta if key == REASONING} | {"content": answer.text[sent[index] :]}
         if answer.tool_calls:
             delta["tool_calls"] = [{"index": number, **call} for number, call in enumerate(answer.tool_calls)]
         found.append({"index": index, "delta": delta, "finish_reason": None, "logprobs": logprobs_of(answer)})
@@ -242,9 +272,10 @@ def usage_of(answers: list[Answer]) -> dict[str, int]:
 
 
 def _message(answer: Answer) -> dict[str, Any]:
+    reasoning = {} if answer.reasoning is None else {REASONING: answer.reasoning}
     if not answer.tool_calls:
-        return {"role": "assistant", "content": answer.text}
-    return {"role": "assistant", "content": answer.text or None, "tool_calls": list(answer.tool_calls)}
+        return {"role": "assistant", "content": answer.text} | reasoning
+    return {"role": "assistant", "content": answer.text or None, "tool_calls": list(answer.tool_calls)} | reasoning
 
 
 def _token(text: str, logprob: float) -> dict[str, Any]:

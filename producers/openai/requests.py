@@ -86,7 +86,7 @@ class ChatMessage(BaseModel):
         message = self.model_dump(exclude_none=True)
         message["role"] = "system" if self.role == "developer" else self.role
         if self.tool_calls is not None:
-            message["tool_calls"] = [_with_object_arguments(call) for call in self.tool_calls]
+            message["tool_calls"] = [with_object_arguments(call) for call in self.tool_calls]
         return message
 
 
@@ -235,7 +235,8 @@ def checked_request(kind: type[_R], value: Any) -> _R:
     return request
 
 
-def _with_object_arguments(call: dict[str, Any]) -> dict[str, Any]:
+def with_object_arguments(call: dict[str, Any]) -> dict[str, Any]:
+    """A tool call whose arguments are an object, if they are JSON."""
     function = call.get("function")
     if not isinstance(function, dict) or not isinstance(function.get("arguments"), str):
         return call

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 
 from rollstream.producers.engines.base import Tokenizer
-from rollstream.producers.openai.protocol import CALL_BEGINS
+from rollstream.producers.openai.protocol import CALL_BEGINS, Parse
 
 OnText = Callable[[int, str], None]
 """Given the index of a choice and a piece of its text."""
@@ -55,13 +55,40 @@ class TextStream:
         return max(end, self._num_sent)
 
 
+class ParsedStream:
+    """The pieces of an answer whose reasoning and tool calls a renderer tells apart: those of its content.
+
+    Parsed is not at each token but when a 32nd more has come, so that all of it costs little more than a few parses.
+    """
+
+    def __init__(self, parse: Parse, stop: Sequence[str] = ()) -> None:
+        self._parse = parse
+        self._stop = stop
+        self._ids: list[int] = []
+        self._num_parsed = self._num_sent = 0
+
+    def add(self, ids: Sequence[int]) -> str:
+        """The next piece after these ids; empty if what they say may still change."""
+        self._ids += ids
+        if len(self._ids) - self._num_parsed <= len(self._ids) // 32:
+            return ""
+        self._num_parsed = len(self._ids)
+        text = self._parse(self._ids).settled.rstrip(REPLACEMENT).rstrip()
+        if not text[:1].isalnum():  # it may become reasoning or a call, or its white space be dropped
+            return ""
+        ends = [text.find(word) if word in text else _without_beginning(text, word) for word in self._stop]
+        piece = text[self._num_sent : min(ends, default=len(text))].rstrip()
+        self._num_sent += len(piece)
+        return piece
+
+
 def _without_beginning(text: str, word: str) -> int:
     """Length of the text without an end that a word may begin with."""
     longest = next((size for size in range(min(len(word) - 1, len(text)), 0, -1) if text.endswith(word[:size])), 0)
     return len(text) - longest
 
 
-def on_tokens_of(streams: Sequence[TextStream], on_text: OnText) -> Callable[[int, Sequence[int]], None]:
+def on_tokens_of(streams: Sequence[TextStream | ParsedStream], on_text: OnText) -> Callable[[int, Sequence[int]], None]:
     """Turns the new ids of each choice into pieces of text."""
 
     def told(index: int, ids: Sequence[int]) -> None:

@@ -28,11 +28,11 @@ class RecordedAttempt:
 def answers(
     steps: Sequence[StepRecorded],
     conversation: Callable[[str], Conversation],
-    text: Callable[[StepRecorded], str],
+    rendered: Callable[[StepRecorded], tuple[str, str]],
 ) -> dict[int, Reply]:
     """The answers that were given, by step; each agent's conversation has them afterwards.
 
-    `text`: the rendered prompt of a step.
+    `rendered`: the text of a step's prompt, and its `history`.
     """
     found: dict[int, Reply] = {}
     seen: dict[int, array[int]] = {}
@@ -42,7 +42,8 @@ def answers(
             continue
         new_ids, completion = tokens.decode_ids(call.prompt_ids), tokens.decode_ids(call.completion_ids)
         kept = array("i") if call.prefix is None else seen[call.prefix.step_index][: call.prefix.length]
-        prompt = Prompt(text(step), kept + new_ids, call.prefix)
+        text, history = rendered(step)
+        prompt = Prompt(text, kept + new_ids, call.prefix, history=history)
         seen[step.step_index] = prompt.token_ids + completion
         said = conversation(step.agent).append_sampled(step.step_index, prompt, completion)
         logprobs = () if call.logprobs is None else tuple(tokens.decode_floats(call.logprobs))

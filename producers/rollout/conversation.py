@@ -6,7 +6,7 @@ Pure; knows text and ids, no messages.
 import hashlib
 import re
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -18,6 +18,7 @@ _REWRITTEN = re.compile(r"\\[nrt\"]|[\W_]+")
 """What differs where a text is rendered again: spaces, punctuation, the escapes of JSON."""
 REASONED = "</think>"
 """Ends what chat templates leave out of an answer when they render it back."""
+Bridge = Callable[[list[int], list[int]], list[int] | None]
 MIN_SHARED = 32
 """Ids that a prompt must share with a part of an earlier call, to be written as its prefix."""
 
@@ -31,6 +32,8 @@ class Prompt:
     prefix: Prefix | None
     uses: tuple[int, ...] = ()
     """Steps of earlier calls whose answers the new part of the text holds."""
+    history: str = ""
+    """Digest of the messages and tools that it is made of, for a renderer to go on from; empty: none does."""
 
     @property
     def new_ids(self) -> "array[int]":
@@ -57,6 +60,8 @@ class Conversation:
         """By step, letters of what was answered there and no later prompt has taken up so far; at most one a call."""
         self._num_prompt: dict[int, int] = {}
         """By step, ids of its prompt."""
+        self._by_history: dict[str, _Call] = {}
+        """Calls by the digest of their messages with the answer, at most one a call."""
 
     def prompt(self, text: str, token_ids: "array[int] | None" = None) -> Prompt:
         """Ids of a rendered chat: the longest stretch that an earlier call had word for word, then new ids.
@@ -82,6 +87,22 @@ class Conversation:
         new_ids = array("i", self._tokenizer.encode(rest, add_special_tokens=False) if rest else ())
         prefix = Prefix(step_index=call.step_index, length=length, sha256=ids_sha256(kept))
         return Prompt(text, kept + new_ids, prefix, self._used_in(rest, prefix))
+
+    def bridged(self, text: str, before: str, bridge: Bridge) -> Prompt | None:
+        """The prompt that goes on from all ids of an earlier call; None: there is none, or nothing proves it.
+
+        `before`: `history_with` of the messages up to the answer. `bridge`: (prompt ids, completion ids) -> all ids.
+        """
+        call = self._by_history.get(before)
+        if call is None:
+            return None
+        num_prompt, length = self._num_prompt[call.step_index], len(call.token_ids)
+        found = bridge(call.token_ids[:num_prompt].tolist(), call.token_ids[num_prompt:].tolist())
+        if found is None:
+            return None
+        prefix = Prefix(step_index=call.step_index, length=length, sha256=ids_sha256(call.token_ids))
+        token_ids = array("i", found)
+        return Prompt(text, token_ids, prefix, self._used_in(self._text(token_ids[length:]), prefix))
 
     def continue_from_ids(self, token_ids: "array[int]") -> Prompt:
         """A prompt that is known by its ids, which all stay; the prefix is the longest stretch that it shares."""
@@ -112,6 +133,8 @@ class Conversation:
         if has_end:
             marks.insert(0, (prompt.text + self._text(completion), num_prompt + len(completion)))
         self._calls.append(_Call(step_index, prompt.token_ids + completion, tuple(marks)))
+        if prompt.history:
+            self._by_history[history_with(prompt.history, answer)] = self._calls[-1]
         for used in prompt.uses:
             self._unused.pop(used, None)
         if prompt.prefix is not None and prompt.prefix.length > self._num_prompt.get(prompt.prefix.step_index, 0):
@@ -130,6 +153,11 @@ class Conversation:
     def _text(self, ids: "array[int]") -> str:
         # Special tokens stay in the text: an answer that holds one is rendered back word for word.
         return self._tokenizer.decode(ids.tolist(), skip_special_tokens=False) if ids else ""
+
+
+def history_with(history: str, answer: str) -> str:
+    """Digest of messages and the text of their answer."""
+    return hashlib.sha256(f"{history}\x1f{answer}".encode(errors="surrogatepass")).hexdigest()
 
 
 def usage_of(prompt: Prompt, generation: Generation) -> dict[str, Any]:

@@ -23,7 +23,9 @@ from rollstream.producers.rollout import candidates, continuing
 from rollstream.producers.rollout.conversation import Conversation, Prompt, recorded_call, usage_of
 from rollstream.producers.rollout.journal import Journal
 from rollstream.producers.rollout.outside import REFUSED_CALL, CallOptions, Gateway, metadata_of, rendered
+from rollstream.producers.rollout.prompts import history_of, prompt_of
 from rollstream.producers.rollout.recorded_call import ImportContext, fields_of, read_step
+from rollstream.producers.rollout.rendering import Renderer, renderer_for
 from rollstream.producers.rollout.reply import Failure, Message, Reply, TurnsExhausted, plain
 from rollstream.producers.rollout.rewards import RewardError, finite
 from rollstream.producers.rollout.user_code import refused_with_pause
@@ -94,8 +96,7 @@ class Session:
         self._engine = engine
         self._journal = journal
         self._demonstrator = demonstrator
-        self._play = play_scripted
-        self.gateway = gateway
+        self._play, self.gateway = play_scripted, gateway
         self.rollout_id = journal.rollout_id
         self.sampling = task.settings.sampling
         self.has_step, self.step, self.acknowledged = journal.has_step, journal.step, journal.acknowledged
@@ -317,31 +318,30 @@ class Session:
         return self._conversations[agent]
 
     def _restored(self) -> dict[int, Reply]:
-        def text(step: StepRecorded) -> str:
+        def prompt(step: StepRecorded) -> tuple[str, str]:
             data: Any = step.data or {}
             self.messages[step.agent] = (*data["input"], {"role": "assistant", "content": data["output"]})
-            return self._text(data["input"], self._model_group(step.agent), CallOptions.of(step))
+            asked, tokenizer = CallOptions.of(step), self._tokenizer(self._model_group(step.agent))
+            return rendered(data["input"], tokenizer, asked), history_of(data["input"], asked)
 
         for agent, (num_turns, num_calls) in continuing.turns(self.recorded).items():
             self._num_turns[agent], self._num_calls[agent] = num_turns, num_calls
             self._num_levels += num_turns
         return continuing.answers(
-            self.recorded, lambda agent: self._conversation(agent, self._model_group(agent)), text
+            self.recorded, lambda agent: self._conversation(agent, self._model_group(agent)), prompt
         )
 
     def _tokenizer(self, group: str) -> Tokenizer:
         return NoTokenizer() if self._settings.policy == EXTERNAL else self._engine.tokenizer(group)
 
+    def renderer(self, agent: str) -> Renderer | None:
+        """Of the agent's model. Raises EnvironmentRunError if the run's `renderer` cannot be used with it."""
+        return renderer_for(self._tokenizer(self._model_group(agent)), self._settings.renderer)
+
     def _prompt(
         self, conversation: Conversation, messages: list[Message], group: str, asked: CallOptions | None = None
     ) -> Prompt:
-        prompt = conversation.prompt(self._text(messages, group, asked), asked.token_ids if asked else None)
-        if not prompt.token_ids:
-            raise EnvironmentRunError("the chat template produces no tokens for these messages; add content")
-        return prompt
-
-    def _text(self, messages: list[Message], group: str, asked: CallOptions | None) -> str:
-        return rendered(messages, self._tokenizer(group), asked)
+        return prompt_of(conversation, messages, self._tokenizer(group), asked, self._settings.renderer)
 
     async def _answers(
         self, prompt: Prompt, messages: list[Message], agent: str, seeds: Sequence[int], asked: CallOptions | None

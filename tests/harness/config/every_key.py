@@ -53,7 +53,7 @@ BUILDER = {
     "environment": "arithmetic", "environment_config": {"heeding": 0.5}, "rewards": ["other"],
     "reward_weights": {"reward": 0.5}, "missing_score": "reject", "modules": ["colorsys"], "agents": ["agent", "other"],
     "num_generations": 5, "min_generations": 3, "oversampling": 3, "responses_per_step": 2, "drop_zero_variance": False,
-    "drop_dead_branches": True,
+    "drop_dead_branches": True, "renderer": "qwen3",
     **_at("league", {
         "pool": 3, "every": 3, "latest_ratio": 0.25, "scripted": ["perfect"], "frozen": ["0"], "seats": ["agent"],
         "outcome": "won", "max_loaded": 3,

@@ -96,10 +96,12 @@ def play_outside(
 
     `before`: what another process played of it, whose events come first; its agent goes on with the claimed rollout.
     `max_length`: tokens that the model takes. `delay_s`: what each answer takes.
+    `tokenizer`: of the model, in place of the scripted one.
     `behind_s`, `is_over`, `may_have_begun`: of the gateway.
     """
     section = GatewaySection(max_concurrent_calls=settings.pop("max_concurrent_calls", 64))
     before: Played | None = settings.pop("before", None)
+    tokenizer = settings.pop("tokenizer", None)
     options = {"max_length": settings.pop("max_length", None), "delay_s": settings.pop("delay_s", 0.0)}
     asked = ("behind_s", "is_over", "may_have_begun")
     of_log: dict[str, Any] = {name: settings.pop(name) for name in asked if name in settings}
@@ -111,6 +113,7 @@ def play_outside(
 
     async def scenario() -> None:
         engine, counter = await scripted(folder, script, **options), itertools.count(1000 + len(events))
+        engine._tokenizer = tokenizer or engine._tokenizer
         async with RolloutGateway(section, engine, workspace=folder / "w", name=NAME, **of_log) as gateway:
             rollout = record_rollout(
                 task,
