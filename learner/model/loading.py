@@ -31,6 +31,9 @@ def load_module(settings: ModelSettings, path: str, device: torch.device, *, see
     what cannot be loaded.
     """
     module = _load_base(settings, path, device)
+    for part in module.modules() if settings.quantization else ():
+        # Else bitsandbytes repacks weights in forwards without gradients, on processors with AVX512-BF16, and rounds more.
+        part.support_avx512bf16_for_cpu = False
     if settings.lora:
         torch.manual_seed(seed)
         module = _with_adapters(module, settings)

@@ -279,6 +279,8 @@ def _load_base(published: WeightsPublished, dtype: torch.dtype, device: torch.de
         how = {"quantization_config": config, "device_map": {"": device}}
     try:
         module: Any = AutoModelForCausalLM.from_pretrained(base_model, dtype=dtype, trust_remote_code=False, **how)
+        for part in module.modules() if how else ():
+            part.support_avx512bf16_for_cpu = False  # as in the learner, whose numbers these have to be
         return module.to(device)
     except (OSError, ValueError, ImportError, KeyError, RuntimeError, safetensors.SafetensorError) as error:
         raise ModelError(f"model {base_model} cannot be loaded, from a folder or the hub: {_line(error)}") from error
