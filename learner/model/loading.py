@@ -32,7 +32,7 @@ def load_module(settings: ModelSettings, path: str, device: torch.device, *, see
     """
     module = _load_base(settings, path, device)
     for part in module.modules() if settings.quantization else ():
-        # Else bitsandbytes repacks weights in forwards without gradients, on processors with AVX512-BF16, and rounds more.
+        # Else bitsandbytes repacks weights where there is AVX512-BF16, in forwards without gradients, and rounds more.
         part.support_avx512bf16_for_cpu = False
     if settings.lora:
         torch.manual_seed(seed)
