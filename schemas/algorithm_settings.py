@@ -219,11 +219,6 @@ class PolicyGradientSettings(AlgorithmSettings):
             flat_groups=self.advantage in TRAINS_ON_FLAT_GROUPS,
         )
 
-    @property
-    def discount(self) -> float:
-        """Factor of a later step's reward for each step that it is later."""
-        return self.step_discount
-
     def for_run(self, *, num_generations: int, temperature: float) -> Self:
         """One rollout a task has nothing to compare with but the batch."""
         chosen = super().for_run(num_generations=num_generations, temperature=temperature)

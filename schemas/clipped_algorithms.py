@@ -59,10 +59,10 @@ class PpoSettings(ClippedSettings):
     reward counts gamma times lambda less for each step that it is later, and only the product matters.
     """
 
-    @property
-    def discount(self) -> float:
-        """Gamma times lambda."""
-        return self.gamma * self.gae_lambda
+    def unused(self) -> dict[str, tuple[str, ...]]:
+        found = super().unused()
+        is_given = "step_rewards" in self.model_fields_set
+        return {**found, "ppo always has step rewards": ("step_rewards",)} if is_given else found
 
     @model_validator(mode="after")
     def _discounts_by_its_own_names(self) -> Self:

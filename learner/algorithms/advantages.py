@@ -202,7 +202,7 @@ def of_members(
     if settings.step_rewards == "total":
         return by_group(rewards, groups, settings.advantage)
     by_member = [stepped(member, reward) for member, reward in zip(members, rewards, strict=True)]
-    return by_step(by_member, groups, settings.advantage, settings.discount)
+    return by_step(by_member, groups, settings.advantage, settings.step_discount)
 
 
 def penalised(batch: BatchView, settings: PolicyGradientSettings) -> list[float]:

@@ -1,5 +1,6 @@
 """PPO without a critic: the clipped objective on GAE over the rewards of steps, which are taken as they are."""
 
+from rollstream.learner.algorithms.base import BatchView, Prepared
 from rollstream.learner.algorithms.builtin.grpo import Clipped
 from rollstream.schemas.clipped_algorithms import PpoSettings
 
@@ -11,3 +12,8 @@ class Ppo(Clipped):
     """
 
     Settings = PpoSettings
+
+    def prepare(self, batch: BatchView, settings: PpoSettings) -> Prepared:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """Without values, gamma and lambda are one discount by step."""
+        discount = settings.gamma * settings.gae_lambda
+        return super().prepare(batch, settings.model_copy(update={"step_discount": discount}))

@@ -85,6 +85,7 @@ ADAPTER = {
         "truncation_penalty": 0.5, "mini_batches": 3, "num_iterations": 2, "max_tokens_per_micro_batch": 5,
         "temperature": 0.5, "beta": 0.5,
         "exhaustive_pairs": False, "min_score_diff": 0.5, "max_pairs_per_turn": 3, "sft_weight": 0.5,
+        "gamma": 0.5, "gae_lambda": 0.5,
         "average_logprobs": True, "rae_decay": 0.5, "selection": "weighted", "reward_threshold": 0.25,
         "weighting_minimum": 0.5, "weighting_epsilon": 0.5, "pair_selection": "interval", "midpoint": 0.5,
         "reference": "base", "reward_weights": {"other": 2.0}, "step_discount": 0.5, "aggregation": "sequences",

@@ -151,7 +151,7 @@ VARIANTS: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {
     "without a curriculum and a dataset": changed_by(finetuning__curriculum_learning={}, eval={}),
     **{
         name: changed_by(trainer_adapters__a__algorithm={"name": name})
-        for name in ("dpo", "sft", "cispo", "gspo", "dppo", "vespo", "kto", "malt")
+        for name in ("dpo", "sft", "cispo", "gspo", "dppo", "vespo", "kto", "malt", "ppo")
     },
     "expert iteration": changed_by(trainer_adapters__a__algorithm={"name": "expert_iteration"}),
     "weighted expert iteration": changed_by(
