@@ -61,7 +61,8 @@ class PolicyModel:
         """Gather hidden states before the head; else logits are made of all tokens at once."""
         self._longest_shared, self._why_apart = 0.0, "its logits are more than a linear map of its hidden states"
         if self.selects_logprobs:
-            self._longest_shared, self._why_apart = longest_row(inner(self.module).get_decoder(), self.device)
+            decoder = inner(self.module).get_decoder()
+            self._longest_shared, self._why_apart = longest_row(decoder, self.device, self.compute_dtype)
         self._has_dropout = has_dropout(self.module)
         if settings.gradient_checkpointing:
             enable_checkpointing(inner(self.module), settings.path)

@@ -25,8 +25,24 @@ class AttentionBlock:
     """int64, token of the tree; 0 where there is none."""
     keys_S_K: Tensor
     """int64, of the path from the row's first token; 0 where there is none."""
-    mask_S_1_Q_K: Tensor | None
-    """bool; None where all segments begin at the first token, so that causal attention needs no mask."""
+    starts_S: Tensor | None
+    """int64, tokens of its path before each segment; None where all begin at the first token: causal attention then
+    needs no mask.
+    """
+
+
+@dataclass(frozen=True, slots=True)
+class Segments:
+    """The tree's tokens, which are one segment after another, and the path of each: attention without padding."""
+
+    keys_P: Tensor
+    """int64, the tokens of all paths, one path after another."""
+    query_bounds_S1: Tensor
+    """int32, where each segment's tokens begin, and the end of the last one."""
+    key_bounds_S1: Tensor
+    """int32, the same of its path in `keys_P`. A path ends with its segment."""
+    longest_segment: int
+    longest_path: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +57,7 @@ class PrefixTree:
     blocks: tuple[AttentionBlock, ...]
     places_N: Tensor
     """Of each token in the queries of all blocks, flattened one after another."""
+    segments: Segments
 
     def to(self, device: torch.device) -> "PrefixTree":
         """The same on a device."""
@@ -48,7 +65,7 @@ class PrefixTree:
             AttentionBlock(
                 one.queries_S_Q.to(device),
                 one.keys_S_K.to(device),
-                None if one.mask_S_1_Q_K is None else one.mask_S_1_Q_K.to(device),
+                None if one.starts_S is None else one.starts_S.to(device),
             )
             for one in self.blocks
         )
@@ -59,6 +76,12 @@ class PrefixTree:
             sources_M=self.sources_M.to(device),
             blocks=blocks,
             places_N=self.places_N.to(device),
+            segments=replace(
+                self.segments,
+                keys_P=self.segments.keys_P.to(device),
+                query_bounds_S1=self.segments.query_bounds_S1.to(device),
+                key_bounds_S1=self.segments.key_bounds_S1.to(device),
+            ),
         )
 
 
@@ -134,6 +157,19 @@ def tree_of(rows: Sequence[Ids], masks: Sequence[NDArray[np.bool_]]) -> PrefixTr
         torch.from_numpy(np.concatenate(sources)),
         blocks,
         torch.from_numpy(places),
+        _segments(segments),
+    )
+
+
+def _segments(segments: Sequence[_Segment]) -> Segments:
+    """Of a tree's segments in the order in which it has their tokens."""
+    sizes, lengths = [one.size for one in segments], [len(one.path) for one in segments]
+    return Segments(
+        torch.from_numpy(np.concatenate([one.path for one in segments])),
+        torch.from_numpy(np.cumsum([0, *sizes], dtype=np.int32)),
+        torch.from_numpy(np.cumsum([0, *lengths], dtype=np.int32)),
+        max(sizes),
+        max(lengths),
     )
 
 
@@ -177,8 +213,5 @@ def _block(segments: Sequence[_Segment]) -> AttentionBlock:
     for index, one in enumerate(segments):
         queries_S_Q[index, : one.size] = one.path[one.start :]
         keys_S_K[index, : len(one.path)] = one.path
-    mask = None
-    if starts_S.any():
-        reached_S_Q = starts_S[:, None] + np.arange(shape[1])
-        mask = torch.from_numpy(np.arange(shape[2]) <= reached_S_Q[:, None, :, None])
-    return AttentionBlock(torch.from_numpy(queries_S_Q), torch.from_numpy(keys_S_K), mask)
+    starts = torch.from_numpy(starts_S) if starts_S.any() else None
+    return AttentionBlock(torch.from_numpy(queries_S_Q), torch.from_numpy(keys_S_K), starts)

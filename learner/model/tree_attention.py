@@ -13,11 +13,12 @@ import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional
+from torch.nn.attention import varlen
 from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from rollstream.learner.model.memory import is_out_of_memory
-from rollstream.learner.model.prefixes import PrefixTree, tree_of
+from rollstream.learner.model.prefixes import AttentionBlock, PrefixTree, tree_of
 from rollstream.schemas.errors import ModelError
 
 NAME = "rollstream_prefix_tree"
@@ -27,7 +28,28 @@ _TOLERANCE = 1e-3
 _KNOWN = frozenset({"sliding_window", "position_ids", "use_cache", "output_attentions", "is_causal", "layer_idx"})
 """Options of an attention call that change nothing here: windows are compared with the rows' lengths before."""
 
+_ALIGNED = 8
+"""Rows of a mask begin at a multiple of so many numbers: kernels of a GPU would copy it otherwise."""
+_VARLEN_TYPES = frozenset({torch.bfloat16, torch.float16})
+_VARLEN_WIDTH = 256
+"""Of a head, at most."""
+
 logger = logging.getLogger(__name__)
+
+
+class SharedTree:
+    """A tree in one forward, and the masks of its blocks, which all layers use."""
+
+    def __init__(self, tree: PrefixTree) -> None:
+        self.tree = tree
+        self._dtype: torch.dtype | None = None
+        self._masks: list[Tensor | None] = []
+
+    def masks(self, dtype: torch.dtype) -> list[Tensor | None]:
+        """Of each block, in the type that attention computes in."""
+        if dtype != self._dtype:
+            self._dtype, self._masks = dtype, [additive_mask(block, dtype) for block in self.tree.blocks]
+        return self._masks
 
 
 def attend(
@@ -38,7 +60,7 @@ def attend(
     attention_mask: Tensor | None,
     dropout: float = 0.0,
     scaling: float | None = None,
-    prefix_tree: PrefixTree | None = None,
+    prefix_tree: SharedTree | None = None,
     **options: Any,
 ) -> tuple[Tensor, None]:
     """Of a tree's tokens: query (1, H, N, D), key and value (1, G, N, D); output (1, N, H, D).
@@ -53,8 +75,12 @@ def attend(
     queries_N_F = query[0].transpose(0, 1).flatten(1)
     # One gather for both, and one sum over rows in the backward pass.
     both_N_F = torch.cat([key[0].transpose(0, 1).flatten(1), value[0].transpose(0, 1).flatten(1)], dim=1)
+    tree, dtype = prefix_tree.tree, _computed_in(query)
+    if is_packed(query, key, value, dtype):
+        q_N_H_D = queries_N_F.to(dtype).unflatten(1, (num_heads, width))
+        return _packed(q_N_H_D, both_N_F.to(dtype), num_groups, tree, scaling)[None], None
     outputs: list[Tensor] = []
-    for block in prefix_tree.blocks:
+    for block, mask in zip(tree.blocks, prefix_tree.masks(dtype), strict=True):
         q_S_H_Q_D = (
             functional.embedding(block.queries_S_Q, queries_N_F).unflatten(2, (num_heads, width)).transpose(1, 2)
         )
@@ -65,16 +91,60 @@ def attend(
             q_S_H_Q_D,
             k_S_K_F.unflatten(2, (num_groups, of_key)).transpose(1, 2),
             v_S_K_F.unflatten(2, (num_groups, -1)).transpose(1, 2),
-            block.mask_S_1_Q_K,
+            mask,
             scaling=scaling,
         )
         outputs.append(found.flatten(0, 1).flatten(1))
-    places = prefix_tree.places_N
-    output_N_F = functional.embedding(places, torch.cat(outputs) if len(outputs) > 1 else outputs[0])
+    output_N_F = functional.embedding(tree.places_N, torch.cat(outputs) if len(outputs) > 1 else outputs[0])
     return output_N_F.unflatten(1, (num_heads, -1))[None], None
 
 
 AttentionInterface.register(NAME, attend)
+
+
+def _computed_in(query: Tensor) -> torch.dtype:
+    """The type that attention over these queries computes in."""
+    kind = query.device.type
+    if torch.is_autocast_enabled(kind) and query.dtype != torch.float64:
+        return torch.get_autocast_dtype(kind)
+    return query.dtype
+
+
+def additive_mask(block: AttentionBlock, dtype: torch.dtype) -> Tensor | None:
+    """(S, 1, Q, K): 0 where a query sees a key, else minus infinity; what SDPA makes of bools in each call."""
+    if block.starts_S is None:
+        return None
+    device, num_keys = block.starts_S.device, block.keys_S_K.shape[1]
+    shape = (*block.queries_S_Q.shape, -(-num_keys // _ALIGNED) * _ALIGNED)
+    reached_S_Q = block.starts_S[:, None] + torch.arange(shape[1], device=device)
+    is_seen_S_Q_K = torch.arange(shape[2], device=device) <= reached_S_Q[:, :, None]
+    mask_S_Q_K = torch.full(shape, -math.inf, dtype=dtype, device=device).masked_fill_(is_seen_S_Q_K, 0.0)
+    return mask_S_Q_K[:, None, :, :num_keys]
+
+
+def is_packed(query: Tensor, key: Tensor, value: Tensor, dtype: torch.dtype) -> bool:
+    """Whether segments are computed without masks and padding, by the variable-length attention of a GPU."""
+    widths = {query.shape[3], key.shape[3], value.shape[3]}
+    fits = dtype in _VARLEN_TYPES and len(widths) == 1 and query.shape[3] % 8 == 0 and query.shape[3] <= _VARLEN_WIDTH
+    return fits and query.is_cuda and torch.cuda.get_device_capability(query.device) >= (8, 0)
+
+
+def _packed(q_N_H_D: Tensor, both_N_F: Tensor, num_groups: int, tree: PrefixTree, scaling: float | None) -> Tensor:
+    """(N, H, D): a segment's queries see the keys of its path, whose last one is that of its last query."""
+    segments = tree.segments
+    both_P_2G_D = functional.embedding(segments.keys_P, both_N_F).unflatten(1, (2 * num_groups, -1))
+    return varlen.varlen_attn(
+        q_N_H_D,
+        both_P_2G_D[:, :num_groups],
+        both_P_2G_D[:, num_groups:],
+        segments.query_bounds_S1,
+        segments.key_bounds_S1,
+        segments.longest_segment,
+        segments.longest_path,
+        scale=scaling,
+        window_size=(-1, 0),
+        enable_gqa=True,
+    )  # pyright: ignore[reportReturnType]
 
 
 @contextlib.contextmanager
@@ -92,16 +162,19 @@ def hidden_states(decoder: Any, tree: PrefixTree) -> Tensor:
     """(N, D), the last hidden states of a tree's tokens."""
     with attention_as(decoder.config, NAME):
         output = decoder(
-            input_ids=tree.token_ids_N[None], position_ids=tree.positions_N[None], use_cache=False, prefix_tree=tree
+            input_ids=tree.token_ids_N[None],
+            position_ids=tree.positions_N[None],
+            use_cache=False,
+            prefix_tree=SharedTree(tree),
         )
     return output.last_hidden_state[0]
 
 
 @torch.no_grad()
-def longest_row(decoder: Any, device: torch.device) -> tuple[float, str]:
+def longest_row(decoder: Any, device: torch.device, dtype: torch.dtype = torch.float32) -> tuple[float, str]:
     """Tokens of the longest row that a model can have in a prefix tree, and why it is not any: 0, if it can have none.
 
-    Found by trying: a small tree must give what its rows give.
+    Found by trying: a small tree must give what its rows give, on a GPU in the type `dtype` that it is to compute in.
     """
     config = decoder.config
     if getattr(config, "_attn_implementation", None) != PLAIN:
@@ -110,18 +183,19 @@ def longest_row(decoder: Any, device: torch.device) -> tuple[float, str]:
     rows = [np.asarray([n % size for n in ids], np.int32) for ids in ((1, 2, 3, 4, 5), (1, 2, 3, 6), (7, 1), (1, 2, 8))]
     masks = [np.arange(len(row)) > 0 for row in rows]
     tree = tree_of(rows, masks).to(device)
+    is_low = device.type != "cpu" and dtype != torch.float32
     try:
-        found = hidden_states(decoder, tree)[tree.sources_M].float()
-        plain = [
-            decoder(input_ids=torch.from_numpy(row[None, :-1]).long().to(device), use_cache=False).last_hidden_state[0]
-            for row in rows
-        ]
+        with torch.autocast(device.type, dtype, enabled=is_low):
+            found = hidden_states(decoder, tree)[tree.sources_M].float()
+            ids = [torch.from_numpy(row[None, :-1]).long().to(device) for row in rows]
+            plain = [decoder(input_ids=one, use_cache=False).last_hidden_state[0] for one in ids]
     except (ModelError, AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError) as error:
         if is_out_of_memory(error):
             raise
         return 0.0, " ".join(str(error).split())[:200]
     expected = torch.cat(plain).float()
-    tolerance = _TOLERANCE if decoder.get_input_embeddings().weight.dtype == torch.float32 else 30 * _TOLERANCE
+    is_low |= decoder.get_input_embeddings().weight.dtype != torch.float32
+    tolerance = 30 * _TOLERANCE if is_low else _TOLERANCE
     if (found - expected).abs().nan_to_num(math.inf).max() > tolerance * (1 + expected.abs().max()):
         return 0.0, "a tree of rows gives other hidden states than the rows"
     windows = [getattr(config, name, None) for name in ("sliding_window", "attention_chunk_size")]

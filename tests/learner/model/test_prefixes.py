@@ -24,13 +24,13 @@ from transformers import (
 
 from rollstream.learner.algorithms.base import BatchView, KeptRow, Member, Row
 from rollstream.learner.algorithms.builtin.grpo import Grpo
-from rollstream.learner.model import collate
+from rollstream.learner.model import collate, tree_attention
 from rollstream.learner.model.collate import MicroBatch, TrainRow
 from rollstream.learner.model.optimizer import make_optimizer
 from rollstream.learner.model.policy import PolicyModel, make_deterministic
 from rollstream.learner.model.prefixes import Order, inputs_of, tree_of
 from rollstream.learner.model.step import StepResult, micro_batch_tokens, train_batch
-from rollstream.learner.model.tree_attention import hidden_states, longest_row
+from rollstream.learner.model.tree_attention import additive_mask, hidden_states, longest_row
 from rollstream.schemas.algorithms import GrpoSettings
 from rollstream.schemas.settings import JobSettings, LoraSettings, ModelSettings
 
@@ -95,10 +95,10 @@ def test_a_tree_has_each_beginning_once_and_every_row(rows: list[list[int]]) -> 
     assert len(tree.token_ids_N) == len(beginnings)
     seen: list[list[int]] = []
     for block in tree.blocks:
-        mask = block.mask_S_1_Q_K
+        mask = additive_mask(block, torch.float32)
         for segment, keys in enumerate(block.keys_S_K.tolist()):
             for place in range(block.queries_S_Q.shape[1]):
-                seen.append(keys[: place + 1 if mask is None else int(mask[segment, 0, place].sum())])
+                seen.append(keys[: place + 1 if mask is None else int((mask[segment, 0, place] == 0).sum())])
     paths = [seen[place] for place in tree.places_N.tolist()]
     for row, source in zip(rows, tree.sources_M.tolist(), strict=True):
         assert tree.token_ids_N[paths[source]].tolist() == row[:-1]
@@ -145,6 +145,108 @@ def test_gradients_are_those_of_plain_forwards(name: str, dtype: torch.dtype, to
         if parameter.grad is not None:
             scale = parameter.grad.abs().max()
             assert (grads[key] - parameter.grad).abs().max() <= tolerance * scale + 1e-12, key
+
+
+def backward(model: Any, **options: Any) -> list[torch.Tensor]:
+    """Hidden states of a tree, and the gradients of all parameters."""
+    rows = rows_of_groups()
+    tree = tree_of([row.token_ids for row in rows], [row.mask for row in rows])
+    model.zero_grad()
+    with torch.autocast("cpu", torch.bfloat16, **{"enabled": False, **options}):
+        found = hidden_states(model.get_decoder(), tree)
+    (found * torch.linspace(-1, 1, found.numel(), dtype=found.dtype).reshape(found.shape)).sum().backward()
+    return [found.detach(), *(one.grad for one in model.parameters() if one.grad is not None)]
+
+
+@pytest.mark.parametrize("is_low", [False, True])
+@pytest.mark.parametrize("name", CONFIGS)
+def test_masks_that_layers_share_give_the_bits_of_masks_of_bools(
+    name: str, is_low: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = made(CONFIGS[name](**SHAPE))
+    shared = backward(model, enabled=is_low)
+
+    def as_bools(block: Any, dtype: torch.dtype) -> torch.Tensor | None:
+        mask = additive_mask(block, dtype)
+        return None if mask is None else (mask == 0).contiguous()
+
+    monkeypatch.setattr(tree_attention, "additive_mask", as_bools)
+    assert all(one.equal(other) for one, other in zip(shared, backward(model, enabled=is_low), strict=True))
+
+
+def test_a_mask_is_made_once_for_all_layers(monkeypatch: pytest.MonkeyPatch) -> None:
+    made_of: list[Any] = []
+
+    def counted(block: Any, dtype: torch.dtype) -> torch.Tensor | None:
+        made_of.append(block)
+        return additive_mask(block, dtype)
+
+    monkeypatch.setattr(tree_attention, "additive_mask", counted)
+    backward(made(Qwen2Config(**SHAPE)))
+    assert len(made_of) == len({id(block) for block in made_of}) > 1
+
+
+def varlen_in_torch(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    cu_seq_q: torch.Tensor,
+    cu_seq_k: torch.Tensor,
+    max_q: int,
+    max_k: int,
+    *,
+    scale: float | None,
+    window_size: tuple[int, int],
+    enable_gqa: bool,
+) -> torch.Tensor:
+    """What torch's varlen_attn says it computes, a sequence at a time."""
+    assert window_size == (-1, 0)
+    assert cu_seq_q.dtype == cu_seq_k.dtype == torch.int32
+    assert (cu_seq_q.diff().max(), cu_seq_k.diff().max()) == (max_q, max_k)
+    factor = query.shape[2] ** -0.5 if scale is None else scale
+    groups = query.shape[1] // key.shape[1] if enable_gqa else 1
+    outputs = []
+    for at, end, first, last in zip(cu_seq_q[:-1], cu_seq_q[1:], cu_seq_k[:-1], cu_seq_k[1:], strict=True):
+        k, v = (one[first:last].repeat_interleave(groups, dim=1) for one in (key, value))
+        scores = torch.einsum("qhd,khd->hqk", query[at:end], k) * factor
+        num_queries, num_keys = int(end - at), int(last - first)
+        is_seen = torch.ones(num_queries, num_keys).tril(num_keys - num_queries) > 0  # aligned at the last of both
+        outputs.append(torch.einsum("hqk,khd->qhd", scores.masked_fill(~is_seen, -math.inf).softmax(-1), v))
+    return torch.cat(outputs)
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), PRECISIONS)
+@pytest.mark.parametrize("name", CONFIGS)
+def test_segments_without_masks_have_the_numbers_and_gradients_of_blocks(
+    name: str, dtype: torch.dtype, tolerance: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = made(CONFIGS[name](**SHAPE), dtype)
+    blocks = backward(model)
+    calls: list[int] = []
+
+    def kernel(*args: Any, **options: Any) -> torch.Tensor:
+        calls.append(1)
+        return varlen_in_torch(*args, **options)
+
+    monkeypatch.setattr(tree_attention, "is_packed", lambda *_: True)
+    monkeypatch.setattr(tree_attention.varlen, "varlen_attn", kernel)
+    packed = backward(model)
+    assert len(calls) == SHAPE["num_hidden_layers"]
+    for one, other in zip(packed, blocks, strict=True):
+        assert (one - other).abs().max() <= tolerance * 10 * other.abs().max()
+
+
+def test_the_variable_length_kernel_is_for_a_gpu_in_16_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    query = torch.zeros(1, 4, 3, 16)
+    assert not tree_attention.is_packed(query, query, query, torch.bfloat16)
+    monkeypatch.setattr(torch.Tensor, "is_cuda", True)
+    for capability, is_new in (((7, 5), False), ((8, 0), True), ((9, 0), True)):
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _, found=capability: found)
+        assert tree_attention.is_packed(query, query, query, torch.bfloat16) == is_new
+    assert not tree_attention.is_packed(query, query, query, torch.float32)
+    assert not tree_attention.is_packed(query, query, torch.zeros(1, 4, 3, 8), torch.bfloat16)
+    odd = torch.zeros(1, 4, 3, 12)
+    assert not tree_attention.is_packed(odd, odd, odd, torch.bfloat16)
 
 
 def policy_of(folder: Path, config: Any, **settings: Any) -> PolicyModel:
