@@ -21,7 +21,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from torch import Tensor
 
 from rollstream.eventlog.files import give_name, remove_whole, replacing, sync_folder, write_whole
-from rollstream.learner.checkpoint_files import CONTENT, SHARDS, SUFFIX, checkpoints_in
+from rollstream.learner.checkpoint_files import CONTENT, SHARDS, SUFFIX, checkpoints_in, inspect
 from rollstream.schemas.events import StepTrained
 
 logger = logging.getLogger(__name__)
@@ -164,34 +164,14 @@ class CheckpointFolder:
 
 
 def read(path: Path) -> Checkpoint | None:
-    """The checkpoint in a file or a folder of shards; None if its bytes are not those that were written."""
-    if path.is_dir():
-        return _read_shards(path)
-    data = path.read_bytes()
-    if hashlib.sha256(data).hexdigest() != path.name.split(".")[1]:
-        return None
+    """The checkpoint in a file, or the position of a folder of shards, which are read by those who take them over.
+
+    None if the bytes are not those that were written.
+    """
     try:
-        header_size = int.from_bytes(data[:8], "little")
-        position = _position(data[8 : 8 + header_size])
-        return Checkpoint(position, safetensors.torch.load(data), path)
-    except (ValidationError, safetensors.SafetensorError):
+        _, found = inspect(path)
+        position = CheckpointPosition.model_validate(found) if found is not None else None
+        tensors = {} if path.is_dir() or position is None else safetensors.torch.load_file(path)
+    except (FileNotFoundError, ValidationError, safetensors.SafetensorError):
         return None
-
-
-def _read_shards(path: Path) -> Checkpoint | None:
-    """Its position; the shards are read by those who take them over."""
-    try:
-        content = (path / CONTENT).read_bytes()
-        if hashlib.sha256(content).hexdigest() != path.name.split(".")[1]:
-            return None
-        found = orjson.loads(content)
-        for name, sha256 in found["sha256"].items():
-            if hashlib.sha256((path / name).read_bytes()).hexdigest() != sha256:
-                return None
-        return Checkpoint(CheckpointPosition.model_validate(found["position"]), {}, path)
-    except (FileNotFoundError, ValidationError):
-        return None
-
-
-def _position(header: bytes) -> CheckpointPosition:
-    return CheckpointPosition.model_validate_json(orjson.loads(header)["__metadata__"]["position"])
+    return Checkpoint(position, tensors, path) if position is not None else None

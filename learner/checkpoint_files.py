@@ -27,17 +27,28 @@ def inspect(path: Path) -> tuple[str, dict[str, Any] | None]:
 
     Raises FileNotFoundError if the checkpoint is gone.
     """
-    data = (path / CONTENT if path.is_dir() else path).read_bytes()
-    found = hashlib.sha256(data).hexdigest()
+    file = path / CONTENT if path.is_dir() else path
+    found = _sha256(file)
     if found != path.name.split(".")[1]:
         return found, None
-    if not path.is_dir():
-        header = orjson.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
-        return found, orjson.loads(header["__metadata__"]["position"])
-    content = orjson.loads(data)
+    if file == path:
+        return found, _position(path)
+    content = orjson.loads(file.read_bytes())
     for name, sha256 in content["sha256"].items():
-        file = path / name
-        changed = hashlib.sha256(file.read_bytes()).hexdigest() if file.exists() else "nothing"
+        shard = path / name
+        changed = _sha256(shard) if shard.exists() else "nothing"
         if changed != sha256 and path.exists():
             return f"{name}: {changed}", None
     return found, content["position"]
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _position(path: Path) -> dict[str, Any]:
+    """From the header of a safetensors file."""
+    with path.open("rb") as file:
+        header = orjson.loads(file.read(int.from_bytes(file.read(8), "little")))
+    return orjson.loads(header["__metadata__"]["position"])
