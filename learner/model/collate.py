@@ -123,8 +123,9 @@ def check_token_ids(trajectory: TrajectoryAssembled, size: int) -> None:
         odd = all_ids[(all_ids < 0) | (all_ids >= size)]
         if len(odd):
             raise DecodeError(
-                f"{where}: token id {odd[0]} is none of the model's {size}; does its tokenizer have more tokens than "
-                "the model?"
+                f"{where}: token id {odd[0]} is none of the model's {size}, and the sequence has ids up to "
+                f"{all_ids.max()}, so its vocabulary has {all_ids.max() + 1} or more; give the model.path that "
+                "sampled it"
             )
 
 
@@ -179,7 +180,8 @@ def rows_of(
 def prepared_rows(batch: BatchView, prepared: Prepared) -> tuple[list[TrainRow], list[Unit]]:
     """The training data of a batch: rows as `prepared`, and the units that mini-batches are made of.
 
-    Without pairs, a row that keeps no token is left out. Raises RunFailedError if a list of `prepared` does not fit.
+    Without pairs, a row that keeps no token is left out. Raises RunFailedError if a list of `prepared` does not fit, or
+    if an answer of a pair keeps no token.
     """
     for name in ("advantages", "keep", "weights"):
         _check_fits(name, getattr(prepared, name), batch.rows)
@@ -200,6 +202,9 @@ def prepared_rows(batch: BatchView, prepared: Prepared) -> tuple[list[TrainRow],
             )
         )
     if batch.pairs is not None:
+        for index in sorted({index for pair in batch.pairs for index in pair}):
+            if not rows[index].mask.any():
+                raise RunFailedError(f"prepare left answer {index} of a preference pair no token; keep at least one")
         return rows, list(batch.pairs)
     return rows, [(index,) for index, row in enumerate(rows) if row.mask.any()]
 

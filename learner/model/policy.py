@@ -128,7 +128,7 @@ class PolicyModel:
             odd = sorted(own.keys() ^ tensors.keys())[:3]
             raise ModelError(f"weights do not fit model {self.settings.path} ({self.weights_format}): {', '.join(odd)}")
         for name, value in own.items():
-            _check_shape(name, tensors[name], value)
+            _check_shape(name, tensors[name], value, self.num_token_ids)
         return own
 
     def _assign(self, own: dict[str, Tensor], tensors: dict[str, Tensor]) -> None:
@@ -266,9 +266,14 @@ def hashed(model: PolicyModel) -> tuple[bytes, str]:
     return weights, sha256_of(weights)
 
 
-def _check_shape(name: str, source: Tensor, target: Tensor) -> None:
-    if source.shape != target.shape:
-        raise ModelError(f"weights do not fit: {name} is {tuple(source.shape)}, the model's {tuple(target.shape)}")
+def _check_shape(name: str, source: Tensor, target: Tensor, num_token_ids: int) -> None:
+    """Raises ModelError naming both shapes; where only the vocabulary differs, it names that."""
+    if source.shape == target.shape:
+        return
+    what = f"weights do not fit: {name} is {tuple(source.shape)}, the model's {tuple(target.shape)}"
+    if len(target) == num_token_ids and source.shape[1:] == target.shape[1:]:
+        what += f": a vocabulary of {len(source)} tokens, and one of {num_token_ids}"
+    raise ModelError(f"{what}; give the model.path that they were trained with")
 
 
 def _as_json(value: Any) -> JsonValue:

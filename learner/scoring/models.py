@@ -145,7 +145,7 @@ class ScoringModels:
         """Raises ModelError if a token id is not the same text to the teacher as to the policy."""
         odd = misfit(self.policy_path, path)
         if not odd and teacher.num_token_ids < self._policy.num_token_ids:
-            odd = f"it has {teacher.num_token_ids} token ids, the policy {self._policy.num_token_ids}"
+            odd = f"it has {teacher.num_token_ids} token ids, the model {self._policy.num_token_ids}"
         if odd:
             raise self._misfit(written, odd)
 

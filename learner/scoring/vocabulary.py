@@ -19,11 +19,11 @@ def misfit(path: str, other: str) -> str:
     mine, its = tokenizer_of(path), tokenizer_of(other)
     if mine is None or its is None:
         return ""
-    known = its.get_vocab()
-    for text, token_id in sorted(mine.get_vocab().items(), key=lambda one: one[1]):
+    known, own = its.get_vocab(), mine.get_vocab()
+    for text, token_id in sorted(own.items(), key=lambda one: one[1]):
         if known.get(text) != token_id:
             there = f"is {known[text]} there" if text in known else "is not there"
-            return f"token {token_id} ({text!r}) {there}"
+            return f"token {token_id} ({text!r}) {there}, and it has {len(known)} tokens, the model {len(own)}"
     return ""
 
 

@@ -10,7 +10,8 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from rollstream.schemas import tokens
-from rollstream.schemas.algorithms import GrpoSettings, SftSettings
+from rollstream.schemas.algorithm_settings import OffPolicySettings
+from rollstream.schemas.algorithms import GrpoSettings, GspoSettings, MixSettings, SftSettings
 from rollstream.schemas.events import (
     JobFailed,
     JobSubmitted,
@@ -61,6 +62,14 @@ class PromptLab(ChangedLab):
         return sequence.model_copy(update={"completions": (), "logprobs": without})
 
 
+class TruncatedLab(ChangedLab):
+    """Every completion ended at the token limit."""
+
+    def changed(self, sequence: TokenSequence) -> TokenSequence:
+        cut = tuple(part.model_copy(update={"finish_reason": "length"}) for part in sequence.completions)
+        return sequence.model_copy(update={"completions": cut})
+
+
 def test_a_kept_set_without_the_sampled_token_fails_its_job_and_names_the_trajectory(
     tmp_path: Path, tiny_model: Path
 ) -> None:
@@ -79,12 +88,27 @@ def test_a_kept_set_without_the_sampled_token_fails_its_job_and_names_the_trajec
     asyncio.run(scenario())
 
 
-@pytest.mark.parametrize(("kind", "algorithm"), [("rl", GrpoSettings()), ("sft", SftSettings())])
+@pytest.mark.parametrize(
+    ("lab_class", "kind", "algorithm"),
+    [
+        (PromptLab, "rl", GrpoSettings()),
+        (PromptLab, "sft", SftSettings()),
+        (TruncatedLab, "rl", GrpoSettings(mask_truncated=True, mini_batches=2, off_policy=OffPolicySettings())),
+        (TruncatedLab, "rl", GspoSettings(mask_truncated=True)),
+        (TruncatedLab, "rl", MixSettings(mask_truncated=True, ce=1.0)),
+        (TruncatedLab, "sft", SftSettings(mask_truncated=True)),
+    ],
+)
 def test_a_batch_without_a_token_to_train_yields_equal_weights_and_says_so(
-    tmp_path: Path, tiny_model: Path, kind: str, algorithm: Any, caplog: pytest.LogCaptureFixture
+    tmp_path: Path,
+    tiny_model: Path,
+    lab_class: type[ChangedLab],
+    kind: str,
+    algorithm: Any,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     async def scenario() -> None:
-        lab = PromptLab(tmp_path, tiny_model)
+        lab = lab_class(tmp_path, tiny_model)
         job = await lab.submit("bad", kind=kind, algorithm=algorithm)
         await lab.plan(job, 2)
         with caplog.at_level("WARNING", "rollstream.learner"):
@@ -138,4 +162,7 @@ def test_a_restart_with_another_vocabulary_fails_the_job(lab: Any) -> None:
 
     error = asyncio.run(goes_on_with(lab, folder, change))
     assert error.startswith("weights do not fit")
-    assert error.endswith("is (32, 16), the model's (40, 16)")
+    assert error.endswith(
+        "is (32, 16), the model's (40, 16): a vocabulary of 32 tokens, and one of 40; give the model.path that they "
+        "were trained with"
+    )

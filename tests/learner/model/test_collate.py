@@ -5,10 +5,11 @@ from typing import Any
 import numpy as np
 import pytest
 
+from rollstream.learner.algorithms.base import BatchView, Prepared
 from rollstream.learner.model import collate
 from rollstream.learner.model.collate import Row, TrainRow
 from rollstream.schemas import tokens
-from rollstream.schemas.errors import DecodeError
+from rollstream.schemas.errors import DecodeError, RunFailedError
 from rollstream.schemas.events import TrajectoryAssembled
 from rollstream.schemas.events.rollouts import Completion, TokenSequence
 
@@ -84,6 +85,19 @@ def test_a_token_id_that_the_model_does_not_have_is_named(odd: int) -> None:
     collate.check_token_ids(trajectory(sequence([0, 31], [(1, 1)], None)), 32)
     with pytest.raises(DecodeError, match=f"trajectory x/agent, sequence 0: token id {odd} is none of the model's 32"):
         collate.check_token_ids(trajectory(sequence([1, odd], [(1, 1)], None)), 32)
+
+
+def test_a_larger_vocabulary_is_named_with_both_sizes_and_the_remedy() -> None:
+    recorded = trajectory(sequence([1, 40, 57, 31], [(1, 3)], None))
+    with pytest.raises(DecodeError, match=r"token id 40 is none of the model's 32, and .* vocabulary has 58 or more; "):
+        collate.check_token_ids(recorded, 32)
+
+
+def test_an_answer_of_a_pair_that_keeps_no_token_is_named() -> None:
+    rows = [row(3).row, row(4).row]
+    prepared = Prepared(keep=[rows[0].mask, np.zeros(4, np.bool_)])
+    with pytest.raises(RunFailedError, match="prepare left answer 1 of a preference pair no token; keep at least one"):
+        collate.prepared_rows(BatchView(rows, [], [(0, 1)]), prepared)
 
 
 def test_padding_stands_on_the_right_and_off_the_mask() -> None:
