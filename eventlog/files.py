@@ -6,7 +6,7 @@ import json
 import os
 import secrets
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -26,11 +26,17 @@ def beside(path: Path, *, is_synced: bool = True, is_alone: bool = False) -> Ite
     aside = path.with_name(f"{path.name}.aside" if is_alone else f"{path.name}.{secrets.token_hex(4)}.aside")
     if is_alone:
         _remove(aside)
-    try:
+    with _removed_on_failure(aside):
         yield aside
         if is_synced and aside.is_file():
             sync_file(aside)
         os.replace(aside, path)
+
+
+@contextmanager
+def _removed_on_failure(aside: Path) -> Iterator[None]:
+    try:
+        yield
     except BaseException:
         with suppress(OSError):
             _remove(aside)
@@ -47,10 +53,52 @@ def replacing(
     files that may be lost in a power failure. Several processes may write the same file at once, and the last one wins,
     unless `is_alone` (see `beside`). Raises OSError, and then leaves no temporary file.
     """
-    with beside(path, is_synced=is_synced, is_alone=is_alone) as aside:
-        handle = os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600 if is_private else 0o666)
-        with os.fdopen(handle, "wb") as file:
-            yield file
+    with beside(path, is_synced=is_synced, is_alone=is_alone) as aside, _created(aside, is_private=is_private) as file:
+        yield file
+
+
+def _created(path: Path, *, is_private: bool) -> BinaryIO:
+    return os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600 if is_private else 0o666), "wb")
+
+
+class HashingFile:
+    """An open file that hashes what is written to it, in order."""
+
+    def __init__(self, file: BinaryIO) -> None:
+        self._file = file
+        self._digest = hashlib.sha256()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._file, name)
+
+    def write(self, data: bytes | bytearray | memoryview) -> int:
+        """Hash and write. Raises OSError."""
+        self._digest.update(data)
+        return self._file.write(data)
+
+    @property
+    def sha256(self) -> str:
+        """Of what has been written."""
+        return self._digest.hexdigest()
+
+
+def write_hashed(pieces: Iterable[bytes | memoryview], folder: Path, name_of: Callable[[str], str]) -> tuple[Path, str]:
+    """Write a file whose name depends on its sha256, hashed while it is written; its path and sha256.
+
+    It is whole and on the disk before it has its name. Raises OSError, and then leaves nothing.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    aside = folder / f"{secrets.token_hex(8)}.aside"
+    with _removed_on_failure(aside):
+        with _created(aside, is_private=False) as file:
+            hashing = HashingFile(file)
+            for piece in pieces:
+                hashing.write(piece)
+            file.flush()
+            os.fsync(file.fileno())
+        path = folder / name_of(hashing.sha256)
+        os.replace(aside, path)
+    return path, hashing.sha256
 
 
 def write_whole(

@@ -8,35 +8,22 @@ A file is named by version and hash: `v00000012.<sha256>.safetensors`. What a ch
 import hashlib
 import logging
 import shutil
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 from urllib.parse import quote
 
 import orjson
 import safetensors.torch
-import torch
 from pydantic import BaseModel, ConfigDict, ValidationError
 from torch import Tensor
 
-from rollstream.eventlog.files import give_name, remove_whole, replacing, sync_folder, write_whole
+from rollstream.eventlog.files import give_name, remove_whole, sync_folder, write_hashed, write_whole
 from rollstream.learner.checkpoint_files import CONTENT, SHARDS, SUFFIX, checkpoints_in, inspect
+from rollstream.learner.model.tensor_file import pieces
 from rollstream.schemas.events import StepTrained
 
 logger = logging.getLogger(__name__)
-
-_TYPES = {
-    torch.float64: "F64",
-    torch.int64: "I64",
-    torch.float32: "F32",
-    torch.int32: "I32",
-    torch.bfloat16: "BF16",
-    torch.float16: "F16",
-    torch.uint8: "U8",
-    torch.bool: "BOOL",
-}
-"""By the names that safetensors has for them."""
 
 
 class CheckpointPosition(BaseModel):
@@ -64,8 +51,8 @@ class Checkpoint:
     """weights/..., optimizer/..., random/...; none where they are in a folder of shards."""
     path: Path | None = None
     """Where it was read from."""
-    write: Callable[[Path], None] | None = None
-    """What writes the shards of all processes into a folder, where there are several."""
+    write: Callable[[Path], Mapping[str, str]] | None = None
+    """What writes the shards of all processes into a folder, where there are several; gives the sha256 of each file."""
 
     @property
     def size_bytes(self) -> int:
@@ -76,26 +63,6 @@ class Checkpoint:
 def part(tensors: Mapping[str, Tensor], name: str) -> dict[str, Tensor]:
     """Tensors whose names begin with `name/`, without it."""
     return {key.split("/", 1)[1]: value for key, value in tensors.items() if key.startswith(f"{name}/")}
-
-
-def pieces(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> Iterator[bytes | memoryview]:
-    """The bytes of a safetensors file, a tensor at a time: the file as a whole is nowhere in memory.
-
-    Wide types come first, so that every tensor is aligned. Equal tensors and metadata of one entry give equal bytes.
-    """
-    names = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))
-    header: dict[str, Any] = {"__metadata__": metadata}
-    end = 0
-    for name in names:
-        begin, end = end, end + tensors[name].nbytes
-        shape = list(tensors[name].shape)
-        header[name] = {"dtype": _TYPES[tensors[name].dtype], "shape": shape, "data_offsets": [begin, end]}
-    written = orjson.dumps(header)
-    written += b" " * (-len(written) % 8)
-    yield len(written).to_bytes(8, "little") + written
-    for name in names:
-        flat = tensors[name].detach().cpu().contiguous().reshape(-1)
-        yield flat.view(torch.uint8).numpy().data
 
 
 class CheckpointFolder:
@@ -112,23 +79,18 @@ class CheckpointFolder:
         if checkpoint.write is not None:
             return self._save_shards(checkpoint.position, checkpoint.write)
         metadata = {"position": checkpoint.position.model_dump_json()}
-        digest = hashlib.sha256()
-        for piece in pieces(checkpoint.tensors, metadata):
-            digest.update(piece)
-        path = self.path / f"v{checkpoint.position.version:08d}.{digest.hexdigest()}{SUFFIX}"
-        with replacing(path, is_private=False) as file:
-            for piece in pieces(checkpoint.tensors, metadata):
-                file.write(piece)
+        version = checkpoint.position.version
+        written = pieces(checkpoint.tensors, metadata)
+        path, _ = write_hashed(written, self.path, lambda sha256: f"v{version:08d}.{sha256}{SUFFIX}")
         sync_folder(self.path)
         return path
 
-    def _save_shards(self, position: CheckpointPosition, write: Callable[[Path], None]) -> Path:
+    def _save_shards(self, position: CheckpointPosition, write: Callable[[Path], Mapping[str, str]]) -> Path:
         """A folder of shards and of their hashes, under the hash of the latter."""
         aside = self.path / f".v{position.version:08d}"
         shutil.rmtree(aside, ignore_errors=True)
         aside.mkdir(parents=True)
-        write(aside)
-        hashes = {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in sorted(aside.iterdir())}
+        hashes = dict(sorted(write(aside).items()))
         content = orjson.dumps({"position": position.model_dump(mode="json"), "sha256": hashes})
         write_whole(aside / CONTENT, content, is_private=False)
         path = self.path / f"v{position.version:08d}.{hashlib.sha256(content).hexdigest()}{SHARDS}"

@@ -156,10 +156,14 @@ class JobTrainer:
             found |= {f"optimizer/{name}/{kind}": value.detach() for kind in ("exp_avg", "exp_avg_sq")}
         return found
 
-    def write_shards(self, folder: Path) -> None:
-        """Write the state of all processes into a folder. Raises OSError."""
-        with self.model.ranks.together("write_shards", str(folder.absolute()).encode()):
-            write_shards(self._state(), folder)
+    def write_shards(self, folder: Path) -> dict[str, str]:
+        """Write the state of all processes into a folder; the sha256 of each file by name. Raises OSError."""
+        ranks = self.model.ranks
+        with ranks.together("write_shards", str(folder.absolute()).encode()):
+            own = write_shards(self._state(), folder)
+            return {
+                name: sha256 for one in ranks.gathered(orjson.dumps(own)) for name, sha256 in orjson.loads(one).items()
+            }
 
     def restore(self, state: Mapping[str, Tensor]) -> None:
         """Go on from the `state` of this job at another version, as a checkpoint has it."""

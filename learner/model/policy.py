@@ -30,6 +30,7 @@ from rollstream.learner.model.loading import (
 )
 from rollstream.learner.model.logprobs import Head, kept_offsets, only_kept, selected_logprobs
 from rollstream.learner.model.ranks import Ranks
+from rollstream.learner.model.tensor_file import pieces
 from rollstream.learner.model.tree_attention import hidden_states, longest_row
 from rollstream.schemas.errors import ModelError
 from rollstream.schemas.settings import ModelSettings, device_of
@@ -231,8 +232,7 @@ class PolicyModel:
 
 def to_bytes(tensors: dict[str, Tensor], metadata: dict[str, str] | None = None) -> bytes:
     """One safetensors file; equal tensors and metadata of one entry give equal bytes."""
-    on_cpu = {name: tensors[name].detach().cpu().contiguous() for name in sorted(tensors)}
-    return safetensors.torch.save(on_cpu, metadata=metadata or {"format": "pt"})
+    return b"".join(pieces(tensors, metadata or {"format": "pt"}))
 
 
 def from_bytes(data: bytes, what: str) -> dict[str, Tensor]:

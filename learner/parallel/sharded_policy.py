@@ -4,8 +4,10 @@ Shards are kept in files of torch.distributed.checkpoint, to be read by any numb
 safetensors: reading them runs no code, as reading torch's own format would.
 """
 
+import os
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -14,11 +16,13 @@ import torch
 from torch import Tensor
 from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystem
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor, distribute_tensor
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+from rollstream.eventlog.files import HashingFile
 from rollstream.learner.model.collate import MicroBatch
 from rollstream.learner.model.policy import PolicyModel, to_bytes
 from rollstream.learner.model.ranks import whole
@@ -112,14 +116,36 @@ def _called(work: Callable[[], T]) -> T:
     return work()
 
 
-def write_shards(tensors: Mapping[str, Tensor], folder: Path) -> None:
-    """Write what each process has into one folder, which all of them see. All must call it. Raises OSError."""
+class HashingFiles(FileSystem):
+    """The file system that torch writes shards to; it hashes them while they are written."""
+
+    def __init__(self) -> None:
+        self.sha256: dict[str, str] = {}
+        """Of each file of this process, by name."""
+
+    @contextmanager
+    def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[Any]:
+        """As FileSystem."""
+        with super().create_stream(path, mode) as stream:
+            hashing = HashingFile(stream)  # pyright: ignore[reportArgumentType]
+            yield hashing
+        if mode == "wb":
+            self.sha256[Path(path).name] = hashing.sha256
+
+
+def write_shards(tensors: Mapping[str, Tensor], folder: Path) -> dict[str, str]:
+    """Write what each process has into one folder, which all of them see. All must call it.
+
+    Gives the sha256 of each file that this process wrote, by name. Raises OSError.
+    """
     writer = HuggingFaceStorageWriter(str(folder), save_distributed=True)
+    writer.fs = files = HashingFiles()
     try:
         state_dict_saver.save(dict(tensors), storage_writer=writer)
     except CheckpointException as error:
         first = next(iter(error.failures.values()))[0]
         raise OSError(getattr(first, "errno", None), f"shards cannot be written to {folder}: {first}") from error
+    return files.sha256
 
 
 def read_shards(folder: Path, like: Mapping[str, Tensor] | None = None) -> dict[str, Tensor]:

@@ -1,16 +1,27 @@
 """Small files that several processes write at once."""
 
+import hashlib
 import json
 import multiprocessing
 import os
 import shutil
 import stat
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from rollstream.eventlog.files import beside, give_name, read_json, remove_whole, replacing, update_json, write_whole
+from rollstream.eventlog.files import (
+    beside,
+    give_name,
+    read_json,
+    remove_whole,
+    replacing,
+    update_json,
+    write_hashed,
+    write_whole,
+)
 
 NUM_PROCESSES, NUM_CHANGES = 4, 100
 
@@ -107,3 +118,19 @@ def test_a_folder_takes_the_name_of_what_was_there(tmp_path: Path) -> None:
     remove_whole(tmp_path / "whole")
     remove_whole(tmp_path / "whole")
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_file_named_by_its_hash_is_hashed_while_it_is_written(tmp_path: Path) -> None:
+    parts = [b"one", memoryview(b"two")]
+    path, sha256 = write_hashed(parts, tmp_path / "new", lambda sha256: f"v1.{sha256}")
+    assert sha256 == hashlib.sha256(b"onetwo").hexdigest()
+    assert path == tmp_path / "new" / f"v1.{sha256}"
+    assert path.read_bytes() == b"onetwo"
+
+    def broken() -> Iterator[bytes]:
+        yield b"one"
+        raise OSError("full")
+
+    with pytest.raises(OSError, match="full"):
+        write_hashed(broken(), tmp_path / "new", lambda sha256: sha256)
+    assert list((tmp_path / "new").iterdir()) == [path]

@@ -1,5 +1,6 @@
 """A checkpoint's file: written a tensor at a time, read by safetensors, whole or not there."""
 
+import hashlib
 from pathlib import Path
 from typing import Any
 
@@ -8,8 +9,9 @@ import safetensors
 import safetensors.torch
 import torch
 
-from rollstream.learner.checkpoint import Checkpoint, CheckpointFolder, CheckpointPosition, pieces, read
+from rollstream.learner.checkpoint import Checkpoint, CheckpointFolder, CheckpointPosition, read
 from rollstream.learner.checkpoint_files import checkpoints_in, inspect
+from rollstream.learner.model.tensor_file import pieces
 from rollstream.schemas.events import StepTrained
 
 TENSORS = {
@@ -46,6 +48,14 @@ def test_equal_tensors_give_equal_bytes_in_any_order() -> None:
     assert written(TENSORS) == written(dict(reversed(TENSORS.items())))
 
 
+def test_the_bytes_are_those_that_safetensors_writes() -> None:
+    types = (torch.int16, torch.int8, torch.float64, torch.int64)
+    tensors = {**TENSORS, **{f"more/{number}": torch.ones(3, dtype=one) for number, one in enumerate(types)}}
+    tensors['name with é and "'] = torch.ones(1)
+    contiguous = {name: value.contiguous() for name, value in tensors.items()}
+    assert written(tensors) == safetensors.torch.save(contiguous, metadata={"position": "here"})
+
+
 def checkpoint(**changes: Any) -> Checkpoint:
     step = StepTrained.model_construct(run_id="r", version=1)
     position = CheckpointPosition.model_construct(
@@ -73,9 +83,11 @@ def test_a_type_that_cannot_be_written_leaves_nothing(tmp_path: Path) -> None:
 
 
 def test_a_folder_of_shards_is_found_and_a_changed_or_missing_shard_told(tmp_path: Path) -> None:
-    def write(folder: Path) -> None:
-        (folder / "a.safetensors").write_bytes(b"one")
-        (folder / "b.safetensors").write_bytes(b"two")
+    def write(folder: Path) -> dict[str, str]:
+        data = {"b.safetensors": b"two", "a.safetensors": b"one"}
+        for name, one in data.items():
+            (folder / name).write_bytes(one)
+        return {name: hashlib.sha256(one).hexdigest() for name, one in data.items()}
 
     folder = CheckpointFolder(tmp_path, "r/policy")
     file = folder.save(checkpoint())
