@@ -16,6 +16,10 @@ from rollstream.schemas.events import KINDS, Tick
 from rollstream.schemas.topics import TOPICS
 
 _SORTED = orjson.OPT_SORT_KEYS
+_ONLY_JSON = orjson.OPT_PASSTHROUGH_DATETIME | orjson.OPT_PASSTHROUGH_DATACLASS
+"""What orjson would write as text or an object though it is none in JSON goes to `_fields`, which refuses it."""
+_FEW_NESTED = 200
+"""Values with so few arrays and objects cannot be nested too deeply to be written again."""
 
 EMPTY_SHA256 = "0" * 64
 """Where a hash chain begins."""
@@ -47,7 +51,7 @@ class Encoded(NamedTuple):
 def encode(event: Event) -> Encoded:
     """Key, value and headers of an event."""
     content = _fields(event)
-    value = orjson.dumps(content, default=_fields)
+    value = orjson.dumps(content, default=_fields, option=_ONLY_JSON)
     key = event.key.encode()
     headers: Headers = (
         ("content-type", b"application/json"),
@@ -100,6 +104,8 @@ def parse(topic: str, value: bytes | None) -> tuple[Event, dict[str, Any]]:
         raise DecodeError(f"not UTF-8 JSON: {error}") from error
     if not isinstance(content, dict):
         raise DecodeError("the value is not a JSON object")
+    if value.count(b"[") + value.count(b"{") > _FEW_NESTED:
+        _check_depth(content)
     kind = content.get("kind")
     if not isinstance(kind, str) or (validate := _VALIDATORS[topic].get(kind)) is None:
         raise DecodeError(f"unknown kind {kind!r} for topic {topic}")
@@ -159,6 +165,14 @@ def _added(kind: type[Any]) -> tuple[tuple[str, Callable[[Any], bool]], ...]:
     if not issubclass(kind, BaseModel):
         raise TypeError(f"{kind.__name__} cannot be encoded as JSON")
     return tuple((name, field.exclude_if) for name, field in kind.model_fields.items() if field.exclude_if)
+
+
+def _check_depth(content: dict[str, Any]) -> None:
+    """Raises DecodeError for content that orjson reads and cannot write, so that no fold has to digest it."""
+    try:
+        orjson.dumps(content)
+    except orjson.JSONEncodeError as error:
+        raise DecodeError(f"the value is nested too deeply: {error}") from error
 
 
 def _upcast(kind: str, content: dict[str, Any]) -> dict[str, Any]:

@@ -10,6 +10,10 @@ from rollstream.schemas.settings import MAX_MEMBERS, RolloutSettings
 
 Purpose = Literal["train", "validation"]
 Policy = Literal["model", "demonstration", "external"]
+JsonObject = dict[str, Any]
+"""JSON values by name. Neither copied nor looked at, since what is read was parsed from JSON, and what is written is
+refused by the codec if it is none: pydantic's JsonValue costs more than all other fields of a step together.
+"""
 
 
 class _Value(BaseModel):
@@ -237,10 +241,10 @@ class StepRecorded(RolloutEvent):
     framework: str | None = None
     name: str | None = None
     tags: tuple[str, ...] | None = None
-    metadata: dict[str, JsonValue] | None = None
-    data: dict[str, JsonValue] | None = None
+    metadata: JsonObject | None = None
+    data: JsonObject | None = None
     """input, output, chunk, payload and what NAT allows beside them."""
-    usage_info: dict[str, JsonValue] | None = None
+    usage_info: JsonObject | None = None
     llm: LLMCall | None = None
     event_timestamp: float | None = None
     span_event_timestamp: float | None = None

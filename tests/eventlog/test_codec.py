@@ -1,5 +1,6 @@
 """Events as records: round trips, golden files of every published version, and what is no event."""
 
+import datetime
 import json
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ from hypothesis import strategies as st
 
 from rollstream.eventlog.codec import chain, content_digest, decode, encode
 from rollstream.eventlog.log import Record, check_record_size
+from rollstream.producers.rollout.reply import Failure
 from rollstream.schemas.base import Locator
 from rollstream.schemas.errors import DecodeError, LogError
 from rollstream.schemas.events import KINDS, RewardRecorded, StepRecorded, TaskCancelled
@@ -120,6 +122,31 @@ def test_any_content_comes_back_with_the_digest_it_left_with(value: float, name:
 def test_what_is_no_event_of_its_topic_says_why(found: Record, says: str) -> None:
     with pytest.raises(DecodeError, match=says):
         decode(found)
+
+
+def nested(depth: int) -> Any:
+    value: Any = "x"
+    for _ in range(depth):
+        value = [value]
+    return value
+
+
+def test_what_is_nested_too_deeply_to_be_digested_is_no_event() -> None:
+    content = golden("step_recorded.v1.json")["value"]
+    assert len(decode(record("steps", orjson.dumps(content | {"data": {"a": nested(220)}}))).digest) == 64
+    for depth in (253, 300, 900):
+        deep = b"[" * depth + b'"x"' + b"]" * depth
+        value = orjson.dumps(content | {"data": {"a": "DEEP"}}).replace(b'"DEEP"', deep)
+        with pytest.raises(DecodeError, match="nested too deeply"):
+            decode(record("steps", value))
+
+
+@pytest.mark.parametrize("value", [datetime.date(2026, 1, 1), Failure("a", "b"), object(), {1: 2}, nested(300)])
+def test_a_value_that_json_does_not_have_is_not_encoded(value: Any) -> None:
+    base: dict[str, Any] = {"run_id": "r", "time_ms": 1, "group_id": "r/g", "rollout_id": "r/g/m0/a0", "uuid": "u"}
+    step = StepRecorded(**base, step_index=0, agent="a", event_type="TOOL_END", data={"a": [value]})
+    with pytest.raises(TypeError):
+        encode(step)
 
 
 def test_a_record_under_another_key_is_no_event() -> None:
