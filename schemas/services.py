@@ -253,6 +253,10 @@ def in_workspace(engine: EngineSettings, service: ServiceSettings) -> EngineSett
     return engine.model_copy(update={"folder": service.workspace.absolute() / f"{service.name}-vllm"})
 
 
+MODEL_ALIASES = ("claude-*", "gpt-*", "codex-*", "o[1-9]*")
+"""Names of models that agents as shipped ask for."""
+
+
 class GatewaySection(Settings):
     """Where programs outside of the producers process play rollouts."""
 
@@ -262,6 +266,8 @@ class GatewaySection(Settings):
     workspace."""
     allowed_hosts: tuple[str, ...] = ()
     """Names by which it may be asked beside its own address (the header `Host`)."""
+    model_aliases: tuple[str, ...] = MODEL_ALIASES
+    """Patterns (`*`, `?`, `[...]`) of further names of a rollout's first agent. Empty: none."""
     max_concurrent_calls: int = Field(default=64, ge=1)
     """Of one rollout; more at once are refused (429)."""
     requests_per_minute: int | None = Field(default=None, ge=1)
@@ -325,6 +331,8 @@ class EndpointSection(Settings):
     """False: whoever reaches the port may ask; only on a loopback address."""
     allowed_hosts: tuple[str, ...] = ()
     """Names by which the endpoint may be asked beside its own address (the header `Host`): those of a proxy, say."""
+    model_aliases: tuple[str, ...] = MODEL_ALIASES
+    """Patterns (`*`, `?`, `[...]`) of further names of the model group. Empty: none."""
     engine: EngineBlock = Field(default_factory=TransformersSettings)
     max_new_tokens: int = Field(default=1024, ge=1)
     """Of a request that says nothing; what the model has no room for is cut."""

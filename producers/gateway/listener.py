@@ -143,7 +143,7 @@ class RolloutGateway(Routes):
             agent,
             base_url=base_url,
             key=key,
-            max_calls=self._settings.max_concurrent_calls,
+            settings=self._settings,
         )
         if is_claimable and not rollout.is_claimed:
             async with self._claiming:

@@ -21,6 +21,7 @@ from rollstream.producers.rollout.reply import Reply
 from rollstream.producers.rollout.session import Session
 from rollstream.schemas.errors import EnvironmentRunError
 from rollstream.schemas.events.recorded import RecordedStep
+from rollstream.schemas.services import GatewaySection
 
 MAX_REWARDS = 10_000
 """Of one rollout: each is an event, and is kept for who gives it again."""
@@ -33,14 +34,13 @@ class PlayedRollout:
     """Of `rollout.outside.OpenedRollout`, with what its calls, rewards and end do."""
 
     def __init__(
-        self, session: Session, engine: Engine, agent: str, *, base_url: str, key: str, max_calls: int
+        self, session: Session, engine: Engine, agent: str, *, base_url: str, key: str, settings: GatewaySection
     ) -> None:
-        """`max_calls`: that may be under way at once."""
         self.session = session
-        self._max_calls = max_calls
+        self._max_calls = settings.max_concurrent_calls
         self.base_url = base_url
         self.key = key
-        self.model = RolloutModel(session, engine, agent)
+        self.model = RolloutModel(session, engine, agent, settings.model_aliases)
         self._agent = agent
         self._calls = RememberedCalls()
         self._ending: asyncio.Task[None] | None = None

@@ -15,6 +15,7 @@ import orjson
 from rollstream.producers.engines.base import Engine, Generation, Tokenizer
 from rollstream.producers.gateway.marks import Mark
 from rollstream.producers.openai.completions import CompletionRequest
+from rollstream.producers.openai.options import is_alias
 from rollstream.producers.openai.protocol import Answer, Parse, answer_of, stop_length
 from rollstream.producers.openai.requests import ChatRequest, Refusal, with_object_arguments
 from rollstream.producers.openai.responses import PREFIX, RespondedRequest
@@ -39,13 +40,14 @@ RUNS_MODEL = "policy"
 class RolloutModel:
     """Answers the calls of one rollout by its session."""
 
-    def __init__(self, session: Session, engine: Engine, agent: str) -> None:
-        """`agent`: who speaks where the model's name names nobody else."""
+    def __init__(self, session: Session, engine: Engine, agent: str, aliases: Sequence[str] = ()) -> None:
+        """`agent`: who speaks where the model's name names nobody else; `aliases`: patterns of such names."""
         self.session = session
         self.exhausted: TurnsExhausted | None = None
         """The first refusal of a call for which there was no turn left."""
         self._engine = engine
         self._agent = agent
+        self._aliases = aliases
         self._responses: dict[str, int] = {}
         """Steps of the calls that a later one may go on from, by id."""
         self._texts: dict[bytes, str] = {}
@@ -99,6 +101,7 @@ class RolloutModel:
         if isinstance(asked, RespondedRequest):
             notes |= {"response_id": asked.own_id, "has_instructions": asked.has_instructions}
         deviations = asked.deviations(self.session.sampling)
+        deviations |= {} if asked.model in self._agents_by_name() else {"model": asked.model}
         notes |= {"asked": deviations} if deviations else {}
         try:
             replies = await self.session.sample(
@@ -217,19 +220,24 @@ class RolloutModel:
             raise Refusal(400, f"prompt: these token ids are not the model's: {error}", param="prompt") from error
 
     def agent_of(self, model: str) -> str:
-        """The agent that a model's name stands for: an agent's own name, or a model group's. Raises Refusal (404)."""
+        """The agent that a model's name stands for: an agent's own name, a model group's or an alias. Raises Refusal
+        (404).
+        """
+        agents = self._agents_by_name()
+        if model in agents:
+            return agents[model]
+        if is_alias(model, self._aliases):
+            return self._agent
+        known = ", ".join(sorted(agents))
+        raise Refusal(
+            404, f"model {model!r} is not served here; use one of: {known}", param="model", code="model_not_found"
+        )
+
+    def _agents_by_name(self) -> dict[str, str]:
         session = self.session
-        if model in session.agents:
-            return model
         groups = {session.model_group(agent): agent for agent in reversed(session.agents)}
         groups |= {group.rpartition("/")[2]: agent for group, agent in groups.items()}
-        groups |= {RUNS_MODEL: self._agent}
-        if model not in groups:
-            known = ", ".join(sorted({*session.agents, *groups}))
-            raise Refusal(
-                404, f"model {model!r} is not served here; use one of: {known}", param="model", code="model_not_found"
-            )
-        return groups[model]
+        return {**groups, RUNS_MODEL: self._agent, **{agent: agent for agent in session.agents}}
 
 
 def _tools_of(asked: ChatRequest | CompletionRequest) -> Sequence[Mapping[str, Any]]:

@@ -4,10 +4,10 @@ Beside Anthropic's keys an answer holds `rollstream`: the exact token ids, log-p
 """
 
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 import orjson
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from rollstream.producers.openai.protocol import Answer, exact_of
 from rollstream.producers.openai.requests import ChatRequest, Refusal, checked_request, validated
@@ -21,7 +21,11 @@ ERROR_TYPES = {
     413: "request_too_large",
     429: "rate_limit_error",
 }
+CUSTOM = "custom"
+"""Type of a tool that the client describes and runs."""
 _BLOCKS = ("text", "tool_use", "tool_result")
+_THOUGHTS = ("thinking", "redacted_thinking")
+"""Blocks that another model has signed: none is made here, and no template renders them."""
 
 
 class _Given(BaseModel):
@@ -29,39 +33,58 @@ class _Given(BaseModel):
 
 
 class Tool(BaseModel):
-    """A tool of the client. What it says beside these (`cache_control`) changes no answer; a server's tool has a type
-    of its own and no schema, so it is refused."""
+    """A tool. What it says beside these (`cache_control`) changes no answer."""
 
     model_config = ConfigDict(frozen=True, extra="ignore")
 
+    type: str = CUSTOM
+    """Another one than the client's own: a tool of the provider, whose schema only the provider's models know."""
     name: str
     description: str = ""
-    input_schema: dict[str, Any]
+    input_schema: dict[str, Any] | None = None
+
+    @model_validator(mode="after")
+    def _has_a_schema(self) -> Self:
+        if self.type == CUSTOM and self.input_schema is None:
+            raise ValueError("input_schema is missing; describe the tool's input")
+        return self
 
     def as_function(self) -> dict[str, Any]:
-        """As OpenAI and chat templates write it."""
+        """As OpenAI and chat templates write it; a provider's tool with its type and name alone."""
+        if self.type != CUSTOM:
+            return {"type": self.type, "name": self.name}
         function = {"name": self.name, "description": self.description, "parameters": self.input_schema}
         return {"type": "function", "function": function}
 
 
 class ToolChoice(BaseModel):
-    """Whether tools may be called; that one must be cannot be met here."""
+    """Whether tools may or must be called."""
 
     model_config = ConfigDict(frozen=True, extra="ignore")
 
-    type: Literal["auto", "none"] = "auto"
+    type: Literal["auto", "none", "any", "tool"] = "auto"
+    name: str | None = None
+    disable_parallel_tool_use: bool = False
+
+    def as_openai(self) -> dict[str, Any]:
+        """The options that ask for the same."""
+        forced = {"type": "function", "function": {"name": self.name}}
+        choice = {"any": "required", "tool": forced}.get(self.type, self.type)
+        return {"tool_choice": choice, "parallel_tool_calls": not self.disable_parallel_tool_use}
 
 
-class Thinking(_Given):
-    """Nobody thinks in blocks of their own here."""
+class OutputConfig(BaseModel):
+    """How the answer is written: `format` constrains it, the rest is effort."""
 
-    type: Literal["disabled"] = "disabled"
+    model_config = ConfigDict(frozen=True, extra="allow")
+
+    format: dict[str, Any] | None = None
 
 
 class Message(_Given):
-    """One turn: text, or blocks."""
+    """One turn, or what the system says between two: text, or blocks."""
 
-    role: Literal["user", "assistant"]
+    role: Literal["user", "assistant", "system"]
     content: str | list[dict[str, Any]]
 
 
@@ -73,7 +96,10 @@ class CountRequest(_Given):
     system: str | list[dict[str, Any]] = ""
     tools: list[Tool] = Field(default_factory=list)
     tool_choice: ToolChoice = ToolChoice()
-    thinking: Thinking = Thinking()
+    thinking: dict[str, Any] | None = None
+    output_config: OutputConfig = OutputConfig()
+    context_management: dict[str, Any] | None = None
+    cache_control: dict[str, Any] | None = None
 
     def chat(self) -> ChatRequest:
         """The same chat in OpenAI's words. Raises Refusal (400) for a block that is not supported."""
@@ -87,7 +113,9 @@ class CountRequest(_Given):
         for number, message in enumerate(self.messages):
             messages += _as_openai(message, f"messages.{number}.content")
         tools = [] if self.tool_choice.type == "none" else [tool.as_function() for tool in self.tools]
-        return {"model": self.model, "messages": messages, "tools": tools}
+        asked = {"thinking": self.thinking, "context_management": self.context_management}
+        asked |= {"output_config": self.output_config.model_extra, "response_format": self.output_config.format}
+        return {"model": self.model, "messages": messages, "tools": tools} | self.tool_choice.as_openai() | asked
 
 
 class MessagesRequest(CountRequest):
@@ -101,6 +129,8 @@ class MessagesRequest(CountRequest):
     stream: bool = False
     metadata: dict[str, Any] = Field(default_factory=dict)
     service_tier: str | None = None
+    speed: str | None = None
+    inference_geo: str | None = None
 
     def _as_openai(self) -> dict[str, Any]:
         sampling = {"temperature": self.temperature, "top_p": self.top_p, "top_k": self.top_k}
@@ -133,6 +163,8 @@ def _as_openai(message: Message, where: str) -> list[dict[str, Any]]:
     for number, block in enumerate(message.content):
         at = f"{where}.{number}"
         kind = block.get("type")
+        if kind in _THOUGHTS and message.role == "assistant":
+            continue
         if kind == "text":
             texts.append(_text(block, at))
         elif kind == "tool_use" and message.role == "assistant":

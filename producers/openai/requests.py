@@ -1,13 +1,14 @@
 """What a request of OpenAI's kind may say, and what a refusal looks like. Pure."""
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from http import HTTPStatus
 from typing import Any, ClassVar, Literal, TypeVar
 
 import orjson
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
+from rollstream.producers.openai import options
 from rollstream.schemas.errors import RollstreamError, first_invalid
 from rollstream.schemas.settings import Sampling
 
@@ -15,19 +16,6 @@ MAX_CHOICES = 128
 MAX_NESTING = 64
 """Of lists and objects in a body: chat templates and records take some hundred."""
 MAX_STOPS = 64
-WITHOUT_EFFECT = frozenset(
-    {"user", "metadata", "store", "service_tier", "parallel_tool_calls", "prompt_cache_key", "safety_identifier"}
-)
-"""Keys that change nothing of an answer here and are passed over."""
-ONLY_NEUTRAL: Mapping[str, tuple[Any, ...]] = {
-    "frequency_penalty": (0,),
-    "presence_penalty": (0,),
-    "logit_bias": ({},),
-    "response_format": ({"type": "text"},),
-    "modalities": (["text"],),
-    "tool_choice": ("auto", "none"),
-}
-"""Keys that would change an answer and cannot here; accepted only with a value that asks for nothing."""
 
 
 class Refusal(RollstreamError):
@@ -160,7 +148,7 @@ class SampledRequest(BaseModel):
         return Sampling(temperature=temperature, top_p=self.top_p, top_k=self.top_k, max_new_tokens=limit)
 
     def deviations(self, sampling: Sampling) -> dict[str, Any]:
-        """What the request asks of its sampling that a run's settings do not allow: it is recorded and not done."""
+        """What the request asks for that a run's settings do not allow: it is recorded and not done."""
         wanted: dict[str, Any] = {}
         for key in sorted({"temperature", "top_p", "top_k"} & self.model_fields_set):
             value = getattr(self, key)
@@ -168,7 +156,20 @@ class SampledRequest(BaseModel):
                 wanted[key] = value
         limit = self.max_completion_tokens or self.max_tokens
         wanted |= {"max_tokens": limit} if limit is not None and limit > sampling.max_new_tokens else {}
-        return wanted | ({"seed": self.seed} if self.seed is not None else {})
+        wanted |= {"seed": self.seed} if self.seed is not None else {}
+        return wanted | options.unmet(self.model_extra or {})
+
+    def check_enforced(self) -> None:
+        """Raises Refusal (400) for an option that would have to constrain the sampled tokens."""
+        key = options.unenforced(self.model_extra or {})
+        if key is not None:
+            value = repr((self.model_extra or {})[key])[:100]
+            raise Refusal(
+                400,
+                f"{key}: {value} is not supported here, where nothing constrains what is sampled; remove it",
+                param=key,
+                code="unsupported_value",
+            )
 
 
 class ChatRequest(SampledRequest):
@@ -182,9 +183,15 @@ class ChatRequest(SampledRequest):
     tools: list[dict[str, Any]] = Field(default_factory=list)
 
     def tools_for_template(self) -> list[dict[str, Any]] | None:
-        """The tools in the model's prompt; None if there are none."""
+        """The tools in the model's prompt, which are functions; None if there are none."""
         is_off = (self.model_extra or {}).get("tool_choice") == "none"
-        return self.tools if self.tools and not is_off else None
+        functions = [tool for tool in self.tools if options.is_function(tool)]
+        return functions if functions and not is_off else None
+
+    def deviations(self, sampling: Sampling) -> dict[str, Any]:
+        """See `SampledRequest`; also tools that the prompt does not offer."""
+        others = options.left_out(self.tools)
+        return super().deviations(sampling) | ({"tools": others} if others else {})
 
 
 _M = TypeVar("_M", bound=BaseModel)
@@ -227,11 +234,12 @@ def checked_request(kind: type[_R], value: Any) -> _R:
     """The value as a request, without keys that would be ignored. Raises Refusal (400)."""
     request = validated(kind, value)
     for key, value in (request.model_extra or {}).items():
-        if key in ONLY_NEUTRAL:
-            if value not in ONLY_NEUTRAL[key]:
-                raise Refusal(400, f"{key}: {value!r} is not supported here", param=key, code="unsupported_value")
-        elif key not in WITHOUT_EFFECT:
-            raise Refusal(400, f"{key}: unknown parameter", param=key, code="unknown_parameter")
+        if key not in options.KNOWN:
+            raise Refusal(400, f"{key}: unknown parameter; remove it", param=key, code="unknown_parameter")
+        if value not in options.ONLY_NEUTRAL.get(key, (value,)):
+            raise Refusal(
+                400, f"{key}: {value!r} is not supported here; remove it", param=key, code="unsupported_value"
+            )
     return request
 
 

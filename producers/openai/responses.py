@@ -5,10 +5,11 @@ Beside OpenAI's keys an answer holds `rollstream`: the exact token ids, log-prob
 
 import secrets
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
+from rollstream.producers.openai import options
 from rollstream.producers.openai.protocol import Answer, exact_of
 from rollstream.producers.openai.requests import ChatRequest, Refusal, checked_request, validated
 from rollstream.producers.openai.stream_words import Answered, StreamWords
@@ -16,7 +17,6 @@ from rollstream.producers.openai.stream_words import Answered, StreamWords
 PREFIX = "resp_"
 """Of the id of a response."""
 _TEXTS = ("input_text", "output_text", "text")
-_PASSED_OVER = ("metadata", "user", "store", "service_tier", "parallel_tool_calls", "prompt_cache_key")
 
 
 class RespondedRequest(ChatRequest):
@@ -35,36 +35,35 @@ class _Given(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
 
-class FunctionTool(BaseModel):
-    """A tool of the client. A server's own tools are refused."""
+class OfferedTool(BaseModel):
+    """A tool: a function of the client, or another type, which the provider would run or know by itself."""
 
     model_config = ConfigDict(frozen=True, extra="ignore")
 
-    type: Literal["function"]
-    name: str
+    type: str
+    name: str = ""
     description: str | None = None
     parameters: dict[str, Any] | None = None
 
+    @model_validator(mode="after")
+    def _has_a_name(self) -> Self:
+        if self.type == "function" and not self.name:
+            raise ValueError("the function has no name; add it")
+        return self
+
     def as_function(self) -> dict[str, Any]:
-        """As chat completions and chat templates write it."""
+        """As chat completions and chat templates write it; a provider's tool with its type and name alone."""
+        if self.type != "function":
+            return {"type": self.type, "name": self.name}
         function = {"name": self.name, "description": self.description or "", "parameters": self.parameters or {}}
         return {"type": "function", "function": function}
-
-
-class PlainText(_Given):
-    """No response format: nothing constrains what is sampled here."""
-
-    type: Literal["text"] = "text"
 
 
 class TextOptions(_Given):
     """How the text is written."""
 
-    format: PlainText = PlainText()
-
-
-class Nothing(_Given):
-    """Options of which none is supported."""
+    format: dict[str, Any] = Field(default_factory=lambda: {"type": "text"})
+    verbosity: str | None = None
 
 
 class ResponsesRequest(_Given):
@@ -77,16 +76,20 @@ class ResponsesRequest(_Given):
     max_output_tokens: int | None = Field(default=None, ge=1)
     temperature: float | None = Field(default=None, ge=0, le=2)
     top_p: float | None = Field(default=None, gt=0, le=1)
-    tools: list[FunctionTool] = Field(default_factory=list)
-    tool_choice: Literal["auto", "none"] = "auto"
+    tools: list[OfferedTool] = Field(default_factory=list)
+    tool_choice: Literal["auto", "none", "required"] | dict[str, Any] = "auto"
     stream: bool = False
     stream_options: dict[str, Any] = Field(default_factory=dict)
-    include: list[Literal["message.output_text.logprobs", "reasoning.encrypted_content"]] = Field(default_factory=list)
-    """Log-probabilities are always there; nobody reasons in items of its own here."""
+    include: list[str] = Field(default_factory=list)
+    """Log-probabilities are always there; no answer here has items of reasoning or of a provider's tools."""
     text: TextOptions = TextOptions()
-    truncation: Literal["disabled"] = "disabled"
+    truncation: Literal["disabled", "auto"] = "disabled"
     background: Literal[False] = False
-    reasoning: Nothing = Nothing()
+    reasoning: dict[str, Any] | None = None
+    context_management: list[dict[str, Any]] | None = None
+    parallel_tool_calls: bool = True
+    max_tool_calls: int | None = None
+    """Of a provider's own tools."""
     top_logprobs: int = Field(default=0, ge=0, le=1)
 
     @model_validator(mode="before")
@@ -94,7 +97,7 @@ class ResponsesRequest(_Given):
     def _without_nulls(cls, value: Any) -> Any:
         if not isinstance(value, dict):
             return value
-        return {key: item for key, item in value.items() if item is not None and key not in _PASSED_OVER}
+        return {key: item for key, item in value.items() if item is not None and key not in options.IGNORED}
 
     @field_validator("input")
     @classmethod
@@ -116,6 +119,12 @@ class ResponsesRequest(_Given):
             "messages": messages,
             "tools": [tool.as_function() for tool in self.tools],
             "tool_choice": self.tool_choice,
+            "parallel_tool_calls": self.parallel_tool_calls,
+            "response_format": self.text.format,
+            "verbosity": self.text.verbosity,
+            "reasoning": self.reasoning,
+            "context_management": self.context_management,
+            "truncation": self.truncation,
             "max_tokens": self.max_output_tokens,
             "temperature": self.temperature,
             "top_p": self.top_p,
@@ -143,9 +152,10 @@ def _append(messages: list[dict[str, Any]], item: Mapping[str, Any], at: str) ->
     elif kind == "function_call_output":
         output = _text(item.get("output"), f"{at}.output")
         messages.append({"role": "tool", "tool_call_id": str(item.get("call_id", "")), "content": output})
-    else:
+    elif kind != "reasoning":  # of another model, encrypted: none is made here, and no template renders it
         known = "message, function_call, function_call_output"
-        raise Refusal(400, f"{at}: item of type {kind!r}; supported: {known}", param=at)
+        remedy = "agents send other types for models that they know: name the model policy"
+        raise Refusal(400, f"{at}: item of type {kind!r}; supported: {known}; {remedy}", param=at)
 
 
 def _call(item: Mapping[str, Any], at: str) -> dict[str, Any]:
@@ -191,7 +201,7 @@ def response(given: ResponsesRequest, answered: Answered) -> dict[str, Any]:
 
 
 def _head(given: ResponsesRequest, call_id: str, created_s: int) -> dict[str, Any]:
-    tools = [tool.model_dump() | {"strict": False} for tool in given.tools]
+    tools = [tool.model_dump() | {"strict": False} for tool in given.tools if tool.type == "function"]
     return {
         "id": PREFIX + call_id,
         "object": "response",
@@ -203,10 +213,10 @@ def _head(given: ResponsesRequest, call_id: str, created_s: int) -> dict[str, An
         "max_output_tokens": given.max_output_tokens,
         "model": given.model,
         "output": [],
-        "parallel_tool_calls": True,
+        "parallel_tool_calls": given.parallel_tool_calls,
         "previous_response_id": given.previous_response_id,
         "temperature": given.temperature,
-        "text": given.text.model_dump(),
+        "text": given.text.model_dump(exclude_none=True),
         "tool_choice": given.tool_choice,
         "tools": tools,
         "top_p": given.top_p,

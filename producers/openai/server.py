@@ -19,13 +19,21 @@ from aiohttp import web
 from rollstream.producers.engines.base import Engine, Generation, GenerationRequest
 from rollstream.producers.openai.access import Access, KeyLimits
 from rollstream.producers.openai.completions import CompletionRequest
+from rollstream.producers.openai.options import is_alias
 from rollstream.producers.openai.protocol import answer_of
 from rollstream.producers.openai.requests import ChatRequest, Refusal, SampledRequest
 from rollstream.producers.openai.routes import Routes
 from rollstream.producers.openai.stream_words import Answered
 from rollstream.producers.openai.streaming import OnText, TextStream, on_tokens_of
+from rollstream.producers.rollout.outside import by_template
 from rollstream.schemas import ids
-from rollstream.schemas.errors import ModelError, NotAllowedError, PromptTooLongError, RollstreamError
+from rollstream.schemas.errors import (
+    ChatTemplateError,
+    ModelError,
+    NotAllowedError,
+    PromptTooLongError,
+    RollstreamError,
+)
 from rollstream.schemas.services import EndpointSettings
 from rollstream.schemas.settings import Sampling
 
@@ -88,6 +96,7 @@ class Endpoint(Routes):
     ) -> Answered:
         """`n` answers to the prompt, whose ids are made once the weights are there."""
         self.check_model(request, asked.model)
+        asked.check_enforced()
         sampling = self._sampling(asked)
         await self._wait(asked.min_version if asked.min_version is not None else _min_version(request))
         is_chat = isinstance(asked, ChatRequest)
@@ -143,13 +152,10 @@ class Endpoint(Routes):
         messages = [message.for_template() for message in asked.messages]
         tools = asked.tools_for_template()
         options: dict[str, Any] = {} if tools is None else {"tools": tools}
-        render = self._engine.tokenizer(self._settings.model_group).apply_chat_template
         try:
-            text: str = render(messages, tokenize=False, add_generation_prompt=True, **options)
-        except Exception as error:  # templates are programs of the model's maker and raise what they like
-            line = " ".join(str(error).split())[:300]
-            raise Refusal(400, f"messages: the chat template refuses them: {line}", param="messages") from error
-        return text
+            return by_template(messages, self._engine.tokenizer(self._settings.model_group), **options)
+        except ChatTemplateError as error:
+            raise Refusal(400, str(error), param="messages") from error
 
     async def _wait(self, version: int) -> None:
         group, timeout_s = self._settings.model_group, self._settings.wait_timeout_s
@@ -167,7 +173,7 @@ class Endpoint(Routes):
 
     def check_model(self, request: web.Request, name: str) -> None:
         """Raises Refusal (404)."""
-        if name not in self._names:
+        if name not in self._names and not is_alias(name, self._settings.model_aliases):
             known = " or ".join(repr(known) for known in self._names)
             raise Refusal(404, f"model {name!r} is not served here; use {known}", param="model", code="model_not_found")
 

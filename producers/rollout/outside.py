@@ -1,6 +1,8 @@
 """What sessions and environments know of the gateway through which programs outside of this process play rollouts."""
 
+import contextlib
 import functools
+import itertools
 from array import array
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
@@ -109,11 +111,34 @@ def rendered(messages: list[dict[str, Any]], tokenizer: Tokenizer, asked: CallOp
     """The prompt of messages. Raises ChatTemplateError for those of a program outside that the template refuses."""
     if asked is None:
         return CallOptions().rendered(messages, tokenizer)
+    if asked.text is not None:
+        return asked.text
+    return by_template(messages, tokenizer, **asked.data)
+
+
+def by_template(messages: list[dict[str, Any]], tokenizer: Tokenizer, **options: Any) -> str:
+    """The prompt of a program's messages, as the chat template writes it.
+
+    Agents send several system messages, also between turns. Where the template refuses that, the first ones are one
+    message, and later ones are the user's. Raises ChatTemplateError.
+    """
+    render = functools.partial(tokenizer.apply_chat_template, tokenize=False, add_generation_prompt=True, **options)
     try:
-        return asked.rendered(messages, tokenizer)
+        return render(messages)
     except Exception as error:  # templates are programs of the model's maker and raise what they like
+        other = _with_one_system(messages)
+        if other != messages:
+            with contextlib.suppress(Exception):  # the first refusal is told: it is of what was sent
+                return render(other)
         line = " ".join(str(error).split())[:300]
         raise ChatTemplateError(f"messages: the chat template refuses them: {line}") from error
+
+
+def _with_one_system(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    first = [*itertools.takewhile(lambda message: message["role"] == "system", messages)]
+    merged = [{**first[0], "content": "\n\n".join(str(one["content"]) for one in first)}] if first else []
+    rest = messages[len(first) :]
+    return [*merged, *({**one, "role": "user"} if one["role"] == "system" else one for one in rest)]
 
 
 def metadata_of(asked: CallOptions | None, flags: Mapping[str, Any]) -> dict[str, Any] | None:

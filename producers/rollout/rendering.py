@@ -132,7 +132,7 @@ def _named(name: str, tokenizer: Tokenizer) -> Renderer:
         )
     try:
         return Renderer(name, _made(name, tokenizer), tokenizer)
-    except Exception as error:
+    except Exception as error:  # a renderer raises anything on a tokenizer that lacks its tokens; it is raised again
         raise EnvironmentRunError(
             f"renderer {name} cannot be used with this tokenizer: {describe(error)}; set renderer: auto, none or the "
             "name of the model's own family"

@@ -65,7 +65,7 @@ BUILDER = {
     "session_timeout_s": 3.0, "tick_interval_s": 3.0, "workspace": "elsewhere",
     **_at("gateway", {
         "host": "127.0.0.2", "port": 9, "allowed_hosts": ["proxy"], "max_concurrent_calls": 3,
-        "requests_per_minute": 3, "calls_per_key": 3,
+        "model_aliases": ["claude-*"], "requests_per_minute": 3, "calls_per_key": 3,
     }),
 }  # fmt: skip
 ADAPTER = {
@@ -112,7 +112,7 @@ ADAPTER = {
     **_at("endpoint", {
         "host": "localhost", "port": 1, "model_name": "other", "token": "${TEST_KAFKA_SECRET}",
         "token_file": "token.txt", "requires_token": False, "allowed_hosts": ["proxy"], "max_new_tokens": 5,
-        "wait_timeout_s": 3.0, "requests_per_minute": 3, "calls_per_key": 3,
+        "wait_timeout_s": 3.0, "model_aliases": ["claude-*"], "requests_per_minute": 3, "calls_per_key": 3,
     }),
     **_at("endpoint.engine", ENGINE | OTHERS),
     "model_groups": {"policy": {"model": {"path": "other/group"}}},

@@ -129,8 +129,8 @@ def test_a_field_that_is_missing_or_wrong_is_a_400_that_names_it(tmp_path, url, 
 
 @pytest.mark.parametrize("url", APIS)
 def test_an_unknown_model_is_a_404(tmp_path, url):
-    error, _ = refused(tmp_path, url, with_(url, model="gpt-9"), 404)
-    assert error["message"] == "model 'gpt-9' is not served here; use one of: agent, policy, run-1/policy"
+    error, _ = refused(tmp_path, url, with_(url, model="no-such"), 404)
+    assert error["message"] == "model 'no-such' is not served here; use one of: agent, policy, run-1/policy"
 
 
 @pytest.mark.parametrize(

@@ -96,8 +96,8 @@ def test_claiming_and_asking_again_under_a_key_gives_the_same_and_none_is_no_rol
 def test_what_is_refused_is_an_error_with_its_code_and_the_rollout_goes_on(tmp_path: Path) -> None:
     async def play(rollout: RemoteRollout) -> None:
         messages = [{"role": "user", "content": "a"}]
-        with pytest.raises(GatewayError, match="'gpt-9' is not served here") as unknown:
-            await rollout.chat(messages, model="gpt-9")
+        with pytest.raises(GatewayError, match="'no-such' is not served here") as unknown:
+            await rollout.chat(messages, model="no-such")
         assert (unknown.value.status, unknown.value.code) == (404, "model_not_found")
         for bad in (math.nan, math.inf):
             with pytest.raises(GatewayError, match="answered 400"):

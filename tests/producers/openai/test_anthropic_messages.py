@@ -137,7 +137,7 @@ def test_either_clients_key_is_taken_and_errors_have_the_routes_shape(tmp_path):
                 wrong = await post(place, "/messages", ASK, headers=headers, status=401)
                 assert (wrong["type"], wrong["error"]["type"]) == ("error", "authentication_error")
             key = {"X-Api-Key": SECRET}
-            unknown = await post(place, "/messages", ASK | {"model": "gpt-x"}, headers=key, status=404)
+            unknown = await post(place, "/messages", ASK | {"model": "no-such"}, headers=key, status=404)
             assert unknown["error"]["type"] == "not_found_error"
             page = await post(place, "/messages/count_tokens", ASK, headers=key | {"Origin": "http://x"}, status=403)
             assert page["error"]["type"] == "permission_error"
@@ -150,8 +150,8 @@ def test_either_clients_key_is_taken_and_errors_have_the_routes_shape(tmp_path):
     [
         ({"messages": []}, "messages: List should have at least 1 item"),
         ({"max_tokens": 0}, "max_tokens: Input should be greater"),
-        ({"tool_choice": {"type": "any"}}, "tool_choice.type: Input should be 'auto' or 'none'"),
-        ({"thinking": {"type": "enabled", "budget_tokens": 9}}, "thinking"),
+        ({"tool_choice": {"type": "all"}}, "tool_choice.type: Input should be 'auto', 'none', 'any' or 'tool'"),
+        ({"tools": [{"name": "add"}]}, "tools.0: input_schema is missing; describe the tool's input"),
         ({"mcp_servers": []}, "mcp_servers"),
         ({"system": [{"type": "image"}]}, "system.0: only blocks of type text"),
         ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "block of type 'image' in a turn of user"),

@@ -291,7 +291,7 @@ def test_errors_have_openais_shape(tmp_path):
         async with serving(tmp_path) as place, place.client() as client:
             ask = client.chat.completions.create
             with pytest.raises(openai.NotFoundError, match="use 'policy' or 'run-1/policy'") as missing:
-                await ask(model="gpt-x", messages=ASK)
+                await ask(model="no-such", messages=ASK)
             assert (missing.value.code, missing.value.param) == ("model_not_found", "model")
             image: list[ChatCompletionMessageParam] = [
                 {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}
@@ -323,7 +323,7 @@ def test_errors_have_openais_shape(tmp_path):
 )
 def test_what_would_be_ignored_is_refused_by_name(change, message):
     with pytest.raises(Refusal, match=message) as refused:
-        parse_request(json.dumps({"model": "policy", "messages": ASK, **change}).encode())
+        parse_request(json.dumps({"model": "policy", "messages": ASK, **change}).encode()).check_enforced()
     assert (refused.value.status, refused.value.param) == (400, next(iter(change)))
 
 

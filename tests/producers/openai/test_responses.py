@@ -158,10 +158,9 @@ def test_the_runs_sampling_is_enforced_and_an_answer_that_is_cut_is_incomplete(t
         ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input.0.content.0"),
         ({"input": [{"role": "alien", "content": "a"}]}, "messages.0.role"),
         ({"input": [{"type": "function_call", "name": "add"}]}, "input.0"),
-        ({"tools": [{"type": "web_search"}]}, "tools.0.type"),
+        ({"tools": [{"type": "function"}]}, "tools.0"),
         ({"tool_choice": "required"}, "tool_choice"),
-        ({"text": {"format": {"type": "json_object"}}}, "text.format.type"),
-        ({"reasoning": {"effort": "high"}}, "reasoning.effort"),
+        ({"text": {"format": {"type": "json_object"}}}, "response_format"),
         ({"background": True}, "background"),
         ({"max_output_tokens": 0}, "max_output_tokens"),
         ({"no_such_option": 1}, "no_such_option"),
@@ -169,7 +168,7 @@ def test_the_runs_sampling_is_enforced_and_an_answer_that_is_cut_is_incomplete(t
 )
 def test_what_is_not_supported_is_refused_by_its_name(changed, param):
     with pytest.raises(Refusal) as refused:
-        responses.parse({"model": "policy", "input": "a"} | changed).chat()
+        responses.parse({"model": "policy", "input": "a"} | changed).chat().check_enforced()
     assert (refused.value.status, refused.value.param) == (400, param)
 
 

@@ -1,0 +1,75 @@
+"""Options of a request that an answer here does not follow, by what is done about each (docs/gateway.md). Pure."""
+
+from collections.abc import Iterable, Mapping
+from fnmatch import fnmatchcase
+from typing import Any
+
+IGNORED = frozenset(
+    {
+        "user",
+        "metadata",
+        "client_metadata",
+        "store",
+        "service_tier",
+        "speed",
+        "inference_geo",
+        "cache_control",
+        "prompt_cache_key",
+        "prompt_cache_retention",
+        "safety_identifier",
+    }
+)
+"""Bookkeeping of a provider: no answer depends on it."""
+RECORDED: Mapping[str, tuple[Any, ...]] = {
+    "reasoning_effort": (),
+    "reasoning": ({},),
+    "thinking": ({"type": "disabled"},),
+    "output_config": ({},),
+    "verbosity": (),
+    "parallel_tool_calls": (True,),
+    "context_management": ({}, []),
+    "truncation": ("disabled",),
+}
+"""How a provider's model thinks and words its answers, with values that ask for nothing: the run's settings decide. A
+recorded rollout notes what was asked for."""
+ENFORCED: Mapping[str, tuple[Any, ...]] = {
+    "frequency_penalty": (0,),
+    "presence_penalty": (0,),
+    "repetition_penalty": (1,),
+    "min_p": (0,),
+    "logit_bias": ({},),
+    "response_format": ({"type": "text"},),
+    "tool_choice": ("auto", "none"),
+}
+"""What a server would hold each token to, with values that ask for nothing. A recorded rollout is sampled as the run's
+settings say and notes what was asked for; elsewhere a request is refused."""
+ONLY_NEUTRAL: Mapping[str, tuple[Any, ...]] = {"modalities": (["text"],)}
+"""Keys that are accepted only with these values."""
+KNOWN = IGNORED | RECORDED.keys() | ENFORCED.keys() | ONLY_NEUTRAL.keys()
+
+
+def unmet(extra: Mapping[str, Any]) -> dict[str, Any]:
+    """What was asked for and is not done."""
+    table = {**RECORDED, **ENFORCED}
+    return {key: extra[key] for key in sorted(extra.keys() & table) if extra[key] not in table[key]}
+
+
+def unenforced(extra: Mapping[str, Any]) -> str | None:
+    """The first key whose value a server would have to hold the tokens to."""
+    return next((key for key in unmet(extra) if key in ENFORCED), None)
+
+
+def is_alias(name: str, patterns: Iterable[str]) -> bool:
+    """Whether the name of a model is one of those of other providers that stand for the model here."""
+    return any(fnmatchcase(name, pattern) for pattern in patterns)
+
+
+def is_function(tool: Mapping[str, Any]) -> bool:
+    """Whether the client runs a tool, and describes it as a function."""
+    return tool.get("type", "function") == "function"
+
+
+def left_out(tools: Iterable[Mapping[str, Any]]) -> list[str]:
+    """Tools that no prompt here offers: a provider's own, by type and name."""
+    others = (tool for tool in tools if not is_function(tool))
+    return [" ".join(str(tool[key]) for key in ("type", "name") if tool.get(key)) for tool in others]

@@ -1,0 +1,240 @@
+"""Requests in the shapes that agents as shipped send: answered as the run samples, and what differs is recorded.
+
+The shapes are those of Claude Code 2.1.197, Codex 0.169.0 and mini-swe-agent 2.4.6 (docs/gateway.md).
+"""
+
+import asyncio
+import json
+from typing import Any
+
+import aiohttp
+import pytest
+
+from rollstream.producers.engines.scripted import ScriptedTokenizer
+from rollstream.schemas import tokens
+from tests.producers.conftest import answers
+from tests.producers.gateway.gateway_rig import play_outside
+from tests.producers.openai.test_openai_endpoint import serving
+
+LONG: Any = {"sampling": {"max_new_tokens": 200}}
+CALL = '<tool_call>\n{"name": "run", "arguments": {"command": "ls"}}\n</tool_call>'
+SCHEMA = {"type": "object", "properties": {"command": {"type": "string"}}, "required": ["command"]}
+CACHED = {"cache_control": {"type": "ephemeral"}}
+MESSAGES: dict[str, Any] = {
+    "model": "claude-opus-4-8",
+    "max_tokens": 64_000,
+    "stream": True,
+    "system": [{"type": "text", "text": "Be brief."}, {"type": "text", "text": "Folder: /w", **CACHED}],
+    "messages": [
+        {"role": "user", "content": [{"type": "text", "text": "note"}, {"type": "text", "text": "List.", **CACHED}]},
+        {"role": "system", "content": "Tools may fail."},
+    ],
+    "tools": [
+        {"name": "run", "description": "Runs.", "input_schema": SCHEMA, **CACHED},
+        {"type": "web_search_20250305", "name": "web_search", "max_uses": 5},
+    ],
+    "metadata": {"user_id": "u"},
+    "thinking": {"type": "adaptive"},
+    "context_management": {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]},
+    "output_config": {"effort": "high"},
+}
+BETAS = {"anthropic-beta": "interleaved-thinking-2025-05-14,effort-2025-11-24", "anthropic-version": "2023-06-01"}
+RESPONSES: dict[str, Any] = {
+    "model": "gpt-5-codex",
+    "stream": True,
+    "input": [
+        {
+            "type": "message",
+            "id": "msg_1",
+            "role": "developer",
+            "content": [{"type": "input_text", "text": "Be brief."}],
+        },
+        {"type": "message", "id": "msg_2", "role": "developer", "content": [{"type": "input_text", "text": "No net."}]},
+        {"type": "message", "id": "msg_3", "role": "user", "content": [{"type": "input_text", "text": "List."}]},
+    ],
+    "tools": [
+        {"type": "function", "name": "run", "description": "Runs.", "strict": False, "parameters": SCHEMA},
+        {"type": "namespace", "name": "agents", "description": "d", "tools": [{"type": "function", "name": "spawn"}]},
+        {"type": "web_search", "external_web_access": False},
+    ],
+    "tool_choice": "auto",
+    "parallel_tool_calls": True,
+    "reasoning": {"effort": "medium", "summary": "auto"},
+    "text": {"verbosity": "low"},
+    "store": False,
+    "include": ["reasoning.encrypted_content"],
+    "prompt_cache_key": "k",
+    "client_metadata": {"session_id": "s"},
+}
+
+
+def calls_of(played: Any) -> list[Any]:
+    return [step for step in played.steps if step.llm is not None]
+
+
+def asked_of(step: Any) -> Any:
+    return step.metadata["gateway"].get("asked")
+
+
+def events_of(stream: str) -> list[Any]:
+    return [json.loads(line.removeprefix("data: ")) for line in stream.splitlines() if line.startswith("data: ")]
+
+
+async def streamed(one: Any, url: str, body: Any, **headers: str) -> list[Any]:
+    sent = {"Authorization": f"Bearer {one.rollout['key']}", **headers}
+    async with one.http.post(one.rollout["base_url"] + url, json=body, headers=sent) as response:
+        text = await response.text()
+        assert response.status == 200, text
+    return events_of(text)
+
+
+def test_a_claude_cli_calls_its_tool_and_goes_on_token_by_token(tmp_path):
+    async def agent(one: Any) -> None:
+        events = await streamed(one, "/v1/messages?beta=true", MESSAGES, **BETAS)
+        (block,) = [event["content_block"] for event in events if event["type"] == "content_block_start"]
+        assert (block["type"], block["name"]) == ("tool_use", "run")
+        called = {"type": "tool_use", "id": block["id"], "name": "run", "input": {"command": "ls"}}
+        thought = {"type": "thinking", "thinking": "hm", "signature": "s"}
+        result = {"type": "tool_result", "tool_use_id": block["id"], "content": "a.txt", "is_error": False, **CACHED}
+        later = [{"role": "assistant", "content": [thought, called]}, {"role": "user", "content": [result]}]
+        body = MESSAGES | {"messages": [*MESSAGES["messages"], *later]}
+        events = await streamed(one, "/v1/messages?beta=true", body, **BETAS)
+        assert "".join(one["delta"]["text"] for one in events if one["type"] == "content_block_delta") == "One file."
+        await one.reward(1.0)
+        await one.end()
+
+    played = play_outside(tmp_path, agent, script=answers(CALL, "One file."), **LONG)
+    played.assert_complete()
+    first, second = calls_of(played)
+    roles = [message["role"] for message in first.data["input"]]
+    assert roles == ["system", "user", "system"]
+    assert first.data["input"][0]["content"] == "Be brief.\nFolder: /w"
+    assert [tool["function"]["name"] for tool in first.data["tools"]] == ["run"]
+    assert second.llm.prefix.length == sum(
+        len(tokens.decode_ids(ids)) for ids in (first.llm.prompt_ids, first.llm.completion_ids)
+    )
+    assert asked_of(first) == {
+        "model": "claude-opus-4-8",
+        "max_tokens": 64_000,
+        "thinking": {"type": "adaptive"},
+        "context_management": MESSAGES["context_management"],
+        "output_config": {"effort": "high"},
+        "tools": ["web_search_20250305 web_search"],
+    }
+
+
+def test_a_codex_cli_calls_its_tool_and_goes_on_token_by_token(tmp_path):
+    async def agent(one: Any) -> None:
+        whole = (await streamed(one, "/v1/responses", RESPONSES))[-1]["response"]
+        (call,) = whole["output"]
+        assert (call["type"], call["name"], json.loads(call["arguments"])) == (
+            "function_call",
+            "run",
+            {"command": "ls"},
+        )
+        assert [tool["name"] for tool in whole["tools"]] == ["run"]
+        reasoned = {"type": "reasoning", "id": "rs_1", "summary": [], "encrypted_content": "x"}
+        output = {"type": "function_call_output", "call_id": call["call_id"], "output": "a.txt"}
+        body = RESPONSES | {"input": [*RESPONSES["input"], reasoned, call, output]}
+        whole = (await streamed(one, "/v1/responses", body))[-1]["response"]
+        assert whole["output"][0]["content"][0]["text"] == "One file."
+        await one.reward(1.0)
+        await one.end()
+
+    played = play_outside(tmp_path, agent, script=answers(CALL, "One file."), **LONG)
+    played.assert_complete()
+    second = calls_of(played)[1]
+    assert second.llm.prefix is not None
+    assert asked_of(second) == {
+        "model": "gpt-5-codex",
+        "reasoning": {"effort": "medium", "summary": "auto"},
+        "verbosity": "low",
+        "tools": ["namespace agents", "web_search"],
+    }
+
+
+@pytest.mark.parametrize(
+    ("url", "changed", "recorded"),
+    [
+        ("chat/completions", {"reasoning_effort": "high", "verbosity": "low"}, None),
+        ("chat/completions", {"min_p": 0.1, "presence_penalty": 0.5, "frequency_penalty": 0.5}, None),
+        ("chat/completions", {"logit_bias": {"5": 1}, "repetition_penalty": 1.1}, None),
+        ("chat/completions", {"response_format": {"type": "json_object"}, "tool_choice": "required"}, None),
+        ("chat/completions", {"parallel_tool_calls": False}, None),
+        ("chat/completions", {"tools": [{"type": "custom", "custom": {"name": "p"}}]}, {"tools": ["custom"]}),
+        ("chat/completions", {"min_p": 0, "response_format": {"type": "text"}, "service_tier": "auto"}, {}),
+        ("responses", {"text": {"format": {"type": "json_object"}}}, {"response_format": {"type": "json_object"}}),
+        ("responses", {"tool_choice": {"type": "function", "name": "f"}, "truncation": "auto"}, None),
+        ("messages", {"tool_choice": {"type": "any"}}, {"tool_choice": "required"}),
+        (
+            "messages",
+            {"output_config": {"format": {"type": "json_schema"}}},
+            {"response_format": {"type": "json_schema"}},
+        ),
+        ("messages", {"thinking": {"type": "disabled"}, "speed": "fast", "cache_control": {"type": "ephemeral"}}, {}),
+        ("messages", {"thinking": {"type": "enabled", "budget_tokens": 1024}}, None),
+    ],
+)
+def test_an_option_that_the_runs_sampling_does_not_allow_is_recorded_and_the_call_answered(
+    tmp_path, url, changed, recorded
+):
+    asked: dict[str, Any] = {"model": "policy"}
+    asked |= {"input": "a"} if url == "responses" else {"messages": [{"role": "user", "content": "a"}]}
+    asked |= {"max_tokens": 4} if url == "messages" else {}
+
+    async def agent(one: Any) -> None:
+        await one.post(f"/v1/{url}", asked | changed)
+        await one.reward(1.0)
+        await one.end()
+
+    (step,) = calls_of(play_outside(tmp_path, agent))
+    assert (asked_of(step) or {}) == (changed if recorded is None else recorded)
+    assert "tools" not in step.data
+
+
+def test_the_gateway_that_records_nothing_takes_other_providers_names_and_refuses_what_it_cannot_enforce(tmp_path):
+    async def scenario() -> None:
+        async with serving(tmp_path, answers("7")) as place, aiohttp.ClientSession() as http:
+
+            async def post(path: str, body: Any, status: int) -> Any:
+                async with http.post(place.url + path, json=body) as response:
+                    assert response.status == status, await response.text()
+                    return await response.text()
+
+            stream = await post("/messages?beta=true", MESSAGES | {"max_tokens": 200}, 200)
+            assert events_of(stream)[-1] == {"type": "message_stop"}
+            assert events_of(await post("/responses", RESPONSES, 200))[-1]["type"] == "response.completed"
+            ask = {"model": "gpt-5", "messages": [{"role": "user", "content": "a"}]}
+            await post("/chat/completions", ask | {"reasoning_effort": "low", "temperature": 0.3}, 200)
+            error = json.loads(await post("/chat/completions", ask | {"tool_choice": "required"}, 400))["error"]
+            assert error["param"] == "tool_choice"
+            assert error["message"].endswith("nothing constrains what is sampled; remove it")
+            await post("/chat/completions", ask | {"model": "some-model"}, 404)
+
+    asyncio.run(scenario())
+
+
+def test_a_template_that_takes_one_system_message_first_gets_the_others_where_it_takes_them(tmp_path, monkeypatch):
+    render = ScriptedTokenizer.apply_chat_template
+
+    def strict(self: Any, conversation: list[dict[str, Any]], **options: Any) -> str:
+        if any(message["role"] == "system" for message in conversation[1:]):
+            raise ValueError("the system message must come first")
+        return render(self, conversation, **options)
+
+    async def agent(one: Any) -> None:
+        await streamed(one, "/v1/responses", RESPONSES)
+        await streamed(one, "/v1/messages", MESSAGES)
+        counted = await one.post("/v1/messages/count_tokens", MESSAGES)
+        assert counted["input_tokens"] > 0
+        await one.reward(1.0)
+        await one.end()
+
+    monkeypatch.setattr(ScriptedTokenizer, "apply_chat_template", strict)
+    played = play_outside(tmp_path, agent, script=answers("a"), **LONG)
+    played.assert_complete()
+    codex, claude = (
+        ScriptedTokenizer().decode(tokens.decode_ids(step.llm.prompt_ids).tolist()) for step in calls_of(played)
+    )
+    assert codex.startswith("<system>Be brief.\n\nNo net.<end><user>List.<end>")
+    assert "<user>note\nList.<end><user>Tools may fail.<end><assistant>" in claude
