@@ -7,7 +7,7 @@ import asyncio
 import email.utils
 import json
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import aiohttp
@@ -23,6 +23,7 @@ already be on its way by.
 """
 SHOWN_CHARS = 300
 """Of an unusable answer, in its error."""
+EVENT_STREAM = "text/event-stream"
 TRY_AGAIN = frozenset({408, 409, 425, 429})
 _TOO_LONG = ("context_length_exceeded", "maximum context length", "leaves no room")
 
@@ -100,8 +101,12 @@ class HttpServer:
         timeout_s: float | None = None,
         max_bytes: int = MAX_ANSWER_BYTES,
         headers: Mapping[str, str] | None = None,
+        on_part: Callable[[bytes], None] | None = None,
     ) -> HttpAnswer:
-        """An answer of any status. Raises TryAgainError if there is none, ModelError if it is too large."""
+        """An answer of any status. Raises TryAgainError if there is none, ModelError if it is too large.
+
+        `on_part`: given the body of an event stream in pieces as they come; what it raises ends the request.
+        """
         if self._session is None:
             # The number of requests at a time is bounded by who asks.
             connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=KEPT_ALIVE_S)
@@ -122,6 +127,8 @@ class HttpServer:
                     parts += part
                     if len(parts) > max_bytes:
                         raise self.error(f"answered more than {max_bytes} bytes; lower max_new_tokens")
+                    if on_part is not None and response.content_type == EVENT_STREAM:
+                        on_part(part)
                 return HttpAnswer(response.status, response.headers, bytes(parts))
         except TimeoutError as error:
             raise TryAgainError(f"gave no answer within {limit_s:g} s (timeout_s)") from error

@@ -52,6 +52,8 @@ class Subject:
     """Others hold the weights: nothing is loaded."""
     holds_groups: bool = True
     """Several model groups at once."""
+    tells_tokens: bool = True
+    """While they are sampled."""
 
 
 def published(group: str, version: int, **changes: Any) -> WeightsPublished:
@@ -138,7 +140,13 @@ def transformers(folder: Path, base: Path, *, lora: LoraSettings | None = None, 
         yield other_model, weights(group, version)[1]
 
     settings = TransformersSettings(device="cpu", threads=1, deterministic=deterministic)
-    return Subject(new=lambda: new_engine(settings, {}), weights=weights, unfit=unfit, learner=learner)
+    return Subject(
+        new=lambda: new_engine(settings, {}),
+        weights=weights,
+        unfit=unfit,
+        learner=learner,
+        tells_tokens=not deterministic,
+    )
 
 
 def vllm(folder: Path, server: VllmServer, *, lora: LoraSettings | None, is_frozen: bool = False) -> Subject:
@@ -149,7 +157,7 @@ def vllm(folder: Path, server: VllmServer, *, lora: LoraSettings | None, is_froz
     if is_frozen:
         server.restore()
         asked = OpenAISettings(base_url=f"{server.url}/v1")
-        return replace(scripted(folder), new=lambda: OpenAIEngine(asked, {}), is_frozen=True)
+        return replace(scripted(folder), new=lambda: OpenAIEngine(asked, {}), is_frozen=True, tells_tokens=False)
     settings = VllmSettings(base_urls=(server.url,), folder=folder / "vllm", start_timeout_s=60, max_loras=MAX_LORAS)
 
     def new() -> Engine:
@@ -189,6 +197,7 @@ def openai(folder: Path, base: Path) -> Iterator[Subject]:
             weights=weights.weights,
             unfit=weights.unfit,
             is_frozen=True,
+            tells_tokens=False,
         )
     finally:
         loop.call_soon_threadsafe(done.set)

@@ -18,6 +18,7 @@ from rollstream.eventlog.http.http_json import TryAgainError, UnreachableError
 from rollstream.producers.engines.base import Generation, GenerationRequest, max_new_tokens_of
 from rollstream.producers.engines.vllm.base_model import BaseModel
 from rollstream.producers.engines.vllm.child import Child
+from rollstream.producers.engines.vllm.streamed import GivenTokens
 from rollstream.producers.engines.vllm.version_files import Version, restore
 from rollstream.producers.engines.vllm.vllm_server import LostVersionError, Server
 from rollstream.schemas import ids
@@ -123,6 +124,7 @@ class Pool:
         """Of the newest version. Raises ModelError, PromptTooLongError."""
         deadline = time.monotonic() + self._settings.start_timeout_s
         last: Exception | None = None
+        given = None if request.on_tokens is None else GivenTokens(request.on_tokens)
         tried: set[int] = set()
         for number in range(MAX_TRIES):
             server = await self._wait(lambda: self._chosen(request, tried), deadline)
@@ -136,7 +138,7 @@ class Pool:
             limits = [limit for limit in (self.base.max_length, server.max_length) if limit is not None]
             room = max_new_tokens_of(request, min(limits, default=None), f"model {self.base.path}")
             try:
-                answer = await server.generate(request, version, room)
+                answer = await server.generate(request, version, room, given)
             except (UnreachableError, LostVersionError) as error:
                 last = error
                 await self._leave(server, error)
@@ -146,6 +148,8 @@ class Pool:
                 await self._fail(server, error)
             else:
                 server.num_failed = 0
+                if given is not None:
+                    given.check(answer.token_ids)
                 return answer
         raise ModelError(f"no vLLM server answers: {last} ({MAX_TRIES} tries); look into the servers' logs") from last
 

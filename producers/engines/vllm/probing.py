@@ -6,12 +6,14 @@ from typing import Any
 
 from rollstream.eventlog.http.http_json import HttpServer
 from rollstream.producers.engines.vllm.base_model import BaseModel
+from rollstream.producers.engines.vllm.streamed import streams
 
 ADAPTERS = frozenset({"/v1/load_lora_adapter", "/v1/unload_lora_adapter"})
 FULL = frozenset(
     {"/pause", "/resume", "/collective_rpc", "/reset_prefix_cache", "/update_weight_version", "/weight_info"}
 )
 IS_PAUSED = "/is_paused"
+GENERATE = "/inference/v1/generate"
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,6 +22,8 @@ class Probed:
 
     paths: frozenset[str] = frozenset()
     max_length: int | None = None
+    streams: bool = False
+    """Whether tokens are sent while they are sampled."""
 
 
 class ServerCalls:
@@ -52,7 +56,8 @@ class ServerCalls:
 
         Raises TryAgainError while it does not answer, ModelError if it cannot be used.
         """
-        paths = frozenset((await self.get("/openapi.json"))["paths"])
+        operations: Mapping[str, Any] = (await self.get("/openapi.json"))["paths"]
+        paths = frozenset(operations)
         lacking = (ADAPTERS if is_lora else FULL) - paths
         if lacking:
             remedy = (
@@ -73,7 +78,7 @@ class ServerCalls:
         await self._check_replicas(paths)
         await self._resume_paused(paths)
         await self._check_logprobs(base)
-        return Probed(paths, card.get("max_model_len"))
+        return Probed(paths, card.get("max_model_len"), streams(operations.get(GENERATE)))
 
     async def _resume_paused(self, paths: frozenset[str]) -> None:
         """Who paused it for a reload was killed before the end. Its label says that its weights are not to be used."""

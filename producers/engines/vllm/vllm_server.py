@@ -10,12 +10,12 @@ from rollstream.eventlog.http.http_json import HttpServer, TryAgainError, Unreac
 from rollstream.producers.engines.base import FinishReason, Generation, GenerationRequest
 from rollstream.producers.engines.vllm.asking import asked, kept_ids, room_for, top_by_id, top_by_name
 from rollstream.producers.engines.vllm.base_model import BaseModel
-from rollstream.producers.engines.vllm.probing import Probed, ServerCalls
+from rollstream.producers.engines.vllm.probing import GENERATE, Probed, ServerCalls
+from rollstream.producers.engines.vllm.streamed import EVENT_BYTES, GivenTokens, StreamedAnswer
 from rollstream.producers.engines.vllm.version_files import Client, Version
 from rollstream.schemas.events.rollouts import VersionSpan
 from rollstream.schemas.tokens import KeptIds
 
-GENERATE = "/inference/v1/generate"
 UNLABELLED = "default"
 """Label of the weights that a server began with."""
 LOADING = "-loading"
@@ -177,22 +177,30 @@ class Server:
 
     # ---- tokens ----
 
-    async def generate(self, request: GenerationRequest, version: Version, max_new_tokens: int) -> Generation:
-        """Raises TryAgainError or LostVersionError if another try may succeed, here or elsewhere, else ModelError."""
+    async def generate(
+        self, request: GenerationRequest, version: Version, max_new_tokens: int, given: GivenTokens | None = None
+    ) -> Generation:
+        """`given`: gets the tokens while they are sampled, if the server sends them so.
+
+        Raises TryAgainError or LostVersionError if another try may succeed, here or elsewhere, else ModelError.
+        """
         self.open[version.name] += 1
         try:
             if GENERATE in self._probed.paths:
-                return await self._generate(request, version, max_new_tokens)
+                return await self._generate(request, version, max_new_tokens, given)
             return await self._complete(request, version, max_new_tokens)
         finally:
             self.open -= Counter((version.name,))
             if not self.open[version.name]:
                 self.unused.set()
 
-    async def _generate(self, request: GenerationRequest, version: Version, max_new_tokens: int) -> Generation:
+    async def _generate(
+        self, request: GenerationRequest, version: Version, max_new_tokens: int, given: GivenTokens | None
+    ) -> Generation:
         sampling = asked(request, version.base, max_new_tokens) | {"detokenize": False}
         body = {"model": version.model, "token_ids": list(request.prompt_ids), "sampling_params": sampling}
-        choice = await self._choice(GENERATE, body, request, version)
+        streamed = StreamedAnswer(self.http, given) if given is not None and self._probed.streams else None
+        choice = await self._choice(GENERATE, body, request, version, streamed)
         try:
             content = choice["logprobs"]["content"]
             ids = tuple(choice["token_ids"])
@@ -229,8 +237,24 @@ class Server:
         spans = self._spans(request, version, len(ids), None)
         return self._generation(ids, logprobs, spans, kept, choice)
 
-    async def _choice(self, path: str, body: dict[str, Any], request: GenerationRequest, version: Version) -> Any:
-        answered = await self.http.sent("POST", path, body, max_bytes=room_for(request, version.base))
+    async def _choice(
+        self,
+        path: str,
+        body: dict[str, Any],
+        request: GenerationRequest,
+        version: Version,
+        streamed: StreamedAnswer | None = None,
+    ) -> Any:
+        max_bytes = room_for(request, version.base)
+        if streamed is None:
+            answered = await self.http.sent("POST", path, body, max_bytes=max_bytes)
+        else:
+            max_bytes += EVENT_BYTES * request.sampling.max_new_tokens
+            body = body | {"stream": True}
+            answered = await self.http.sent("POST", path, body, max_bytes=max_bytes, on_part=streamed.feed)
+            if streamed.failure is None and streamed.has_begun:
+                return streamed.choice
+            answered = streamed.failure or answered
         if answered.status == 404 and version.is_lora:
             raise LostVersionError(f"no longer has {version.name}")
         found = self.http.parsed(self.http.checked(answered))

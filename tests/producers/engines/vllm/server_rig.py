@@ -4,8 +4,9 @@ It samples nothing: every answer is the token 5 with probability one. Real vLLM 
 """
 
 import asyncio
+import json
 from collections import Counter
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -46,6 +47,14 @@ class StandInServer:
         self.held = asyncio.Event()
         """Tokens are answered while it is set."""
         self.held.set()
+        self.sampled = [TOKEN, TOKEN]
+        self.streams = True
+        self.stops_after: int | None = None
+        """Tokens after which a stream waits for `held`."""
+        self.breaks_after: int | None = None
+        """Tokens after which the next stream breaks off."""
+        self.fails_after: int | None = None
+        """Tokens after which the next stream has an error instead."""
         self.asked: Counter[str] = Counter()
         """Requests by path, or by method of /collective_rpc."""
         self.url = ""
@@ -93,28 +102,60 @@ class StandInServer:
         while path in ASKED and self.is_paused:
             await asyncio.sleep(0.01)
         if path in ASKED and body.get("max_tokens") != 1:
-            return await self._tokens(path, body)
+            return await self._tokens(body, request)
         return web.json_response(self._said(path, body, request))
 
-    async def _tokens(self, path: str, body: dict[str, Any]) -> web.Response:
+    async def _tokens(self, body: dict[str, Any], request: web.Request) -> web.StreamResponse:
         before = self.label
-        await self.held.wait()
+        if self.stops_after is None:
+            await self.held.wait()
         model = body["model"]
         if model != self.base and model not in self.adapters:
             return web.json_response({"error": "no such model"}, status=404)
-        choice: dict[str, Any] = {"token_ids": [TOKEN, TOKEN], "finish_reason": "length"}
-        choice["logprobs"] = {"content": [{"token_id": TOKEN, "logprob": 0.0}] * 2, "token_logprobs": [0.0, 0.0]}
-        choice["weight_versions"] = [
-            {"version": before, "start": 0, "end": 1},
-            {"version": self.label, "start": 1, "end": 2},
-        ]
+        if body.get("stream"):
+            return await self._stream(before, request)
+        choice = self._choice(self.sampled) | self._end(before)
+        choice["logprobs"]["token_logprobs"] = [0.0] * len(self.sampled)
         return web.json_response({"choices": [choice]})
+
+    async def _stream(self, before: str, request: web.Request) -> web.StreamResponse:
+        response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+        await response.prepare(request)
+        for index, token in enumerate(self.sampled):
+            if index == self.stops_after:
+                await self.held.wait()
+            if index == self.breaks_after:
+                self.breaks_after = None
+                assert request.transport is not None
+                request.transport.close()
+                return response
+            choice = self._choice([token])
+            if index == len(self.sampled) - 1:
+                choice |= self._end(before)
+            event: dict[str, Any] = {"choices": [choice]}
+            if index == self.fails_after:
+                self.fails_after, event = None, {"error": {"message": "it failed", "code": 500}}
+            await response.write(b"data: " + json.dumps(event).encode() + b"\n\n")
+            if "error" in event:
+                break
+        await response.write(b"data: [DONE]\n\n")
+        return response
+
+    def _choice(self, ids: list[int]) -> dict[str, Any]:
+        return {"token_ids": ids, "logprobs": {"content": [{"token_id": one, "logprob": 0.0} for one in ids]}}
+
+    def _end(self, before: str) -> dict[str, Any]:
+        versions = [
+            {"version": before, "start": 0, "end": 1},
+            {"version": self.label, "start": 1, "end": len(self.sampled)},
+        ]
+        return {"finish_reason": "length", "weight_versions": versions}
 
     def _said(self, path: str, body: dict[str, Any], request: web.Request) -> Any:
         if path == "/openapi.json":
-            return {
-                "paths": dict.fromkeys({*FULL, *ADAPTERS, *ASKED, "/weight_info", "/get_world_size"} - self.without)
-            }
+            offered = {*FULL, *ADAPTERS, *ASKED, "/weight_info", "/get_world_size"} - self.without
+            answers = {"200": {"content": {"text/event-stream": {}} if self.streams else {}}}
+            return {"paths": {path: {"post": {"responses": answers}} for path in offered}}
         if path == "/v1/models":
             adapters = [{"id": name, "root": root, "parent": self.base} for name, root in self.adapters.items()]
             return {"data": [{"id": self.served_name, "root": self.base, "max_model_len": 512}, *adapters]}
@@ -181,9 +222,11 @@ def lora(
     return published(base, version, group, weights_format="lora", lora=config | changes), path
 
 
-def request(rollout_id: str = "", *, group: str = GROUP) -> GenerationRequest:
+def request(
+    rollout_id: str = "", *, group: str = GROUP, on_tokens: Callable[[Sequence[int]], None] | None = None
+) -> GenerationRequest:
     """Of two tokens."""
-    return GenerationRequest(group, [3, 4], Sampling(max_new_tokens=2), 1, rollout_id)
+    return GenerationRequest(group, [3, 4], Sampling(max_new_tokens=2), 1, rollout_id, on_tokens)
 
 
 async def joined(engine: VllmEngine, *servers: StandInServer) -> None:
