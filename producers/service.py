@@ -3,7 +3,6 @@
 import asyncio
 import contextlib
 import functools
-import importlib
 import logging
 import os
 
@@ -21,9 +20,10 @@ from rollstream.producers.league.opponents import OpponentWeights
 from rollstream.producers.rollout.user_code import import_installed
 from rollstream.producers.slots import Pace, Slots
 from rollstream.producers.worker import RolloutWorker
-from rollstream.schemas.errors import ConfigError, describe, first_error
+from rollstream.schemas.errors import first_error
 from rollstream.schemas.permissions import Permissions
 from rollstream.schemas.services import ProducerSettings, in_workspace
+from rollstream.schemas.users_code import import_module
 
 logger = logging.getLogger(__name__)
 
@@ -36,7 +36,8 @@ async def serve(settings: ProducerSettings) -> None:
     from rollstream.eventlog.kafka.log import KafkaLog
 
     import_installed()
-    _import_modules(settings.modules)
+    for name in settings.modules:
+        import_module(name, "modules")
     async with contextlib.AsyncExitStack() as stack:
         log = await stack.enter_async_context(
             KafkaLog(settings.connection, client_id=settings.name, session_timeout_s=settings.session_timeout_s)
@@ -101,12 +102,3 @@ async def run(settings: ProducerSettings, log: EventLog, engine: Engine) -> None
 
 async def _send_dead_letter(log: EventLog, artifacts: ArtifactStore, record: Record, error: BaseException) -> None:
     await send_dead_letter(log, record, service="producers", stage="tasks", error=error, artifacts=artifacts)
-
-
-def _import_modules(names: tuple[str, ...]) -> None:
-    for name in names:
-        try:
-            importlib.import_module(name)
-        except (Exception, SystemExit) as error:
-            logger.info("module %s cannot be imported", name, exc_info=error)
-            raise ConfigError(f"modules: {name} cannot be imported: {describe(error)}") from error

@@ -1,7 +1,5 @@
 """The pydantic model of a whole file; component blocks are discriminated by `_type` among the registered ones."""
 
-import importlib
-import logging
 from collections.abc import Mapping, Sequence
 from functools import lru_cache, reduce
 from operator import or_
@@ -11,12 +9,11 @@ from pydantic import Discriminator, Tag, create_model
 
 from rollstream.harness.config import registry
 from rollstream.schemas.config import COMPONENT_SECTIONS, OURS, ConfigFile
-from rollstream.schemas.errors import ConfigError, describe
+from rollstream.schemas.errors import ConfigError
 from rollstream.schemas.finetuning import ComponentConfig
+from rollstream.schemas.permissions import CODE
+from rollstream.schemas.users_code import import_module, import_named
 
-logger = logging.getLogger(__name__)
-
-PYTHON = "python:"
 Choice = tuple[str, tuple[tuple[str, type[ComponentConfig]], ...]]
 """A section, and by `_type` what its blocks may be."""
 
@@ -66,17 +63,15 @@ def _types(written: Mapping[str, Any], section: str) -> list[tuple[str, str]]:
 
 
 def _is_path(name: str) -> bool:
-    return name.startswith(PYTHON)
+    return name.startswith(CODE)
 
 
 def _imported(section: str, name: str, location: str) -> type[ComponentConfig]:
-    module_name, _, attribute = name.removeprefix(PYTHON).rpartition(".")
-    if not module_name:
-        raise ConfigError(f"{location}: {name!r}: not a valid path; write python:module.ConfigClass")
-    _import_module(module_name, location)
-    found = getattr(importlib.import_module(module_name), attribute, None)
+    found = import_named(name, location, "ConfigClass")
     if found not in registry.registered(section):
-        raise ConfigError(f"{location}: module {module_name} does not register {name!r} for {section}")
+        raise ConfigError(
+            f"{location}: {name} is not registered for {section}; register it there with register_{section[:-1]}"
+        )
     return found
 
 
@@ -98,14 +93,4 @@ def import_modules(written: Mapping[str, Any]) -> None:
     for name, block in builders.items() if isinstance(builders, Mapping) else ():
         modules = block.get("modules") if isinstance(block, Mapping) else None
         for module in modules if isinstance(modules, (list, tuple)) else ():
-            _import_module(str(module), f"trajectory_builders.{name}.modules")
-
-
-def _import_module(module: str, location: str) -> None:
-    try:
-        importlib.import_module(module)
-    except ConfigError:
-        raise
-    except (Exception, SystemExit) as error:
-        logger.info("module %s cannot be imported", module, exc_info=error)
-        raise ConfigError(f"{location}: module {module} cannot be imported: {describe(error)}") from error
+            import_module(str(module), f"trajectory_builders.{name}.modules")

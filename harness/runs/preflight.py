@@ -3,7 +3,6 @@
 The endpoint of a run, seen from the harness: whether its port is free, its API key, which weight version it has.
 """
 
-import importlib
 import logging
 import os
 import re
@@ -32,6 +31,7 @@ from rollstream.schemas.config import RunConfig
 from rollstream.schemas.errors import ConfigError, describe
 from rollstream.schemas.services import LOOPBACK, EndpointSection, OpenAISettings
 from rollstream.schemas.settings import JobSpec
+from rollstream.schemas.users_code import import_module
 from rollstream.schemas.variables import conceal, expand
 
 if TYPE_CHECKING:
@@ -289,8 +289,9 @@ def check_rewards(config: RunConfig) -> None:
 
 def _import_modules(config: RunConfig) -> None:
     for module in config.builder.modules:
-        with users_code(f"trajectory_builders.{config.finetuning.trajectory_builder}.modules: {module}", config):
-            importlib.import_module(module)
+        location = f"trajectory_builders.{config.finetuning.trajectory_builder}.modules"
+        with users_code(location, config):
+            import_module(module, location)
 
 
 def environment_of(config: RunConfig) -> "Environment":

@@ -22,6 +22,7 @@ from rollstream.schemas.algorithm_settings import AlgorithmSettings
 from rollstream.schemas.algorithms import BUILT_IN, CustomSettings
 from rollstream.schemas.errors import ConfigError, RollstreamError, RunFailedError, describe, first_invalid, nearest
 from rollstream.schemas.permissions import CODE, Permissions
+from rollstream.schemas.users_code import import_named, load_installed
 
 logger = logging.getLogger(__name__)
 GROUP = "rollstream.algorithms"
@@ -82,7 +83,7 @@ def _users_code(name: str, location: str) -> Generator[None]:
 
 def _class(name: str, permissions: Permissions, location: str) -> type[Algorithm]:
     permissions.check_code(name, f"{location}.name")
-    found = _imported(name, location) if name.startswith(CODE) else _installed(name, location)
+    found = import_named(name, f"{location}.name") if name.startswith(CODE) else _installed(name, location)
     if not (isinstance(found, type) and issubclass(found, Algorithm)):
         raise ConfigError(
             f"{location}.name: {name} must be a subclass of {Algorithm.__module__}.Algorithm, not {found!r}"
@@ -96,33 +97,9 @@ def _class(name: str, permissions: Permissions, location: str) -> type[Algorithm
     return found
 
 
-def _imported(name: str, location: str) -> Any:
-    module_name, _, attribute = name.removeprefix(CODE).rpartition(".")
-    if not module_name:
-        raise ConfigError(f"{location}.name: {name!r}: write python:module.Name")
-    try:
-        module = importlib.import_module(module_name)
-    except (Exception, SystemExit) as error:
-        logger.warning("%s.name: %s cannot be imported", location, name, exc_info=error)
-        raise ConfigError(
-            f"{location}.name: {name}: module {module_name} cannot be imported: {describe(error)}"
-        ) from error
-    if not hasattr(module, attribute):
-        near = nearest(attribute, vars(module))
-        hint = f"; did you mean {near}?" if near is not None else ""
-        raise ConfigError(f"{location}.name: {name}: module {module_name} has no {attribute!r}{hint}")
-    return getattr(module, attribute)
-
-
 def _installed(name: str, location: str) -> Any:
     for entry_point in metadata.entry_points(group=GROUP, name=name):
-        try:
-            return entry_point.load()
-        except (Exception, SystemExit) as error:
-            logger.warning("%s.name: %s cannot be imported", location, name, exc_info=error)
-            raise ConfigError(
-                f"{location}.name: {name} ({entry_point.value}) cannot be imported: {describe(error)}"
-            ) from error
+        return load_installed(entry_point, f"{location}.name: {name} ({entry_point.value})")
     near = nearest(name, names())
     hint = (
         f"did you mean {near}?"

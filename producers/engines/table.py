@@ -17,6 +17,7 @@ from pydantic import ValidationError
 from rollstream.producers.engines.base import Engine, EngineKind
 from rollstream.schemas.errors import ConfigError, RollstreamError, describe, first_invalid, nearest
 from rollstream.schemas.services import ENGINES, EngineSettings
+from rollstream.schemas.users_code import load_installed
 from rollstream.schemas.variables import conceal, expand
 
 GROUP = "rollstream.engines"
@@ -97,11 +98,7 @@ def _built_in(name: str) -> EngineKind:
 
 def _imported(entry: metadata.EntryPoint, location: str) -> EngineKind:
     where = f"{location}: {entry.name!r} ({_origin(entry)})"
-    try:
-        kind = entry.load()
-    except (Exception, SystemExit) as error:
-        logger.info("engine %s cannot be imported", entry.name, exc_info=error)
-        raise ConfigError(f"{where} cannot be imported: {describe(error)}") from error
+    kind = load_installed(entry, where)
     if not isinstance(kind, EngineKind):
         raise ConfigError(f"{where} is a {type(kind).__name__}; an EngineKind is expected")
     if not (inspect.isclass(kind.settings) and issubclass(kind.settings, EngineSettings)):

@@ -4,7 +4,6 @@ A package registers its own in a module that an entry point of the group `rollst
 `protocol` with a name from a record must have checked that its process allows `python:` names.
 """
 
-import importlib
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
@@ -12,8 +11,9 @@ from pydantic import JsonValue, ValidationError
 
 from rollstream.producers.protocols import builtin
 from rollstream.producers.protocols.base import InteractionProtocol, ProtocolSettings
-from rollstream.schemas.errors import ConfigError, describe, first_invalid, nearest
+from rollstream.schemas.errors import ConfigError, first_invalid, nearest
 from rollstream.schemas.permissions import CODE
+from rollstream.schemas.users_code import import_named
 
 T = TypeVar("T", bound=type[InteractionProtocol])
 _protocols: dict[str, type[InteractionProtocol]] = {
@@ -66,7 +66,7 @@ def protocol(written: str | Mapping[str, JsonValue], location: str = "protocol")
 
 
 def _class(name: str, location: str) -> type[InteractionProtocol]:
-    found = _imported(name, location) if name.startswith(CODE) else _protocols.get(name)
+    found = import_named(name, location) if name.startswith(CODE) else _protocols.get(name)
     if found is None:
         near = nearest(name, names())
         hint = f"did you mean {near}?" if near is not None else f"known protocols: {', '.join(names())}"
@@ -82,21 +82,6 @@ def _class(name: str, location: str) -> type[InteractionProtocol]:
     if not (isinstance(settings, type) and issubclass(settings, ProtocolSettings)):
         raise ConfigError(f"{location}: {name} must have a class Settings that derives from ProtocolSettings")
     return found
-
-
-def _imported(name: str, location: str) -> Any:
-    module_name, _, attribute = name.removeprefix(CODE).rpartition(".")
-    if not module_name:
-        raise ConfigError(f"{location}: {name!r} is not a valid path; write python:module.Name")
-    try:
-        module = importlib.import_module(module_name)
-    except (Exception, SystemExit) as error:
-        raise ConfigError(f"{location}: {name}: module {module_name} cannot be imported: {describe(error)}") from error
-    if not hasattr(module, attribute):
-        near = nearest(attribute, vars(module))
-        hint = f"; did you mean {near}?" if near is not None else ""
-        raise ConfigError(f"{location}: {name}: module {module_name} has no {attribute!r}{hint}")
-    return getattr(module, attribute)
 
 
 def _origin(found: type) -> str:

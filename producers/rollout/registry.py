@@ -13,6 +13,7 @@ from rollstream.producers.rollout.rewards import RewardFunction
 from rollstream.producers.rollout.user_code import OURS, failed_imports_hint
 from rollstream.schemas.errors import ConfigError, describe, nearest
 from rollstream.schemas.permissions import CODE, COMMAND, Permissions, below, environment_path
+from rollstream.schemas.users_code import import_named
 
 BUILT_IN = (
     "arithmetic",
@@ -131,7 +132,10 @@ def _source_of(value: Any) -> str:
 
 def _find(known: Mapping[str, Any], what: str, name: str, more: tuple[str, ...] = ()) -> Any:
     if name.startswith(CODE):
-        return _import(what, name)
+        found = import_named(name, what, "attribute")
+        if not callable(found):
+            raise ConfigError(f"{what}: {name} is a {type(found).__name__}; give a class or a function")
+        return found
     if name in known:
         return known[name]
     names = sorted({*known, *more})
@@ -139,24 +143,6 @@ def _find(known: Mapping[str, Any], what: str, name: str, more: tuple[str, ...] 
     listed = ", ".join(names) or "none is registered"
     hint = f"did you mean {near}?" if near is not None else f"known names: {listed}; or give python:module.attribute"
     raise ConfigError(f"{what} {name!r} is unknown; {hint}{failed_imports_hint()}")
-
-
-def _import(what: str, name: str) -> Any:
-    module_name, _, attribute = name.removeprefix(CODE).rpartition(".")
-    if not module_name:
-        raise ConfigError(f"{what} {name!r} is not a valid path; write python:module.attribute")
-    try:
-        module = importlib.import_module(module_name)
-    except (Exception, SystemExit) as error:
-        raise ConfigError(f"{what} {name!r}: module {module_name} cannot be imported: {describe(error)}") from error
-    if not hasattr(module, attribute):
-        near = nearest(attribute, vars(module))
-        hint = f"; did you mean {near}?" if near is not None else ""
-        raise ConfigError(f"{what} {name!r}: module {module_name} has no {attribute!r}{hint}")
-    found = getattr(module, attribute)
-    if not callable(found):
-        raise ConfigError(f"{what} {name!r}: is a {type(found).__name__}; give a class or a function")
-    return found
 
 
 @functools.lru_cache(maxsize=64)

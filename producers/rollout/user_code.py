@@ -11,7 +11,8 @@ import sys
 from collections.abc import Callable, Coroutine
 from typing import Any, ParamSpec, TypeVar
 
-from rollstream.schemas.errors import describe
+from rollstream.schemas.errors import ConfigError
+from rollstream.schemas.users_code import load_installed
 
 GROUP = "rollstream.components"
 OURS = "rollstream."
@@ -44,17 +45,15 @@ def import_installed() -> None:
             continue
         _imported.add(entry_point.value)
         try:
-            entry_point.load()
-        except (Exception, SystemExit) as error:
-            failed_imports[entry_point.name] = describe(error)
-            _logger.warning(
-                "components of %s cannot be imported: %s", entry_point.name, describe(error), exc_info=error
-            )
+            load_installed(entry_point, f"components of {entry_point.name} ({entry_point.value})")
+        except ConfigError as error:
+            failed_imports[entry_point.name] = str(error)
+            _logger.warning("%s", error)
 
 
 def failed_imports_hint() -> str:
     """What to add to an error about an unknown name: the packages that could have brought it."""
-    return "".join(f"; {name} cannot be imported: {why}" for name, why in failed_imports.items())
+    return "".join(f"; {why}" for why in failed_imports.values())
 
 
 def refused_with_pause(

@@ -34,6 +34,8 @@ ONE_HOME = {
     re.compile(
         r"""f["'][a-z]+(_[a-z]+)+:\{|startswith\(["'][a-z]+_[a-z_]+:["']|event_id_of\(\w+\)\.r?partition"""
     ): "schemas/ids.py",
+    re.compile(r"removeprefix\(CODE\)|cannot be imported: \{"): "schemas/users_code.py",
+    re.compile(r"""["']python:["']"""): "schemas/permissions.py",
     re.compile(r"\bos\.(replace|rename|fsync)\(|\bshutil\.move\("): "eventlog/files.py",
     re.compile(r"\.is_spliced = |has_open_attempts and"): "eventlog/attempts.py",
     re.compile(

@@ -277,11 +277,15 @@ def test_a_mistyped_key_is_named_before_the_one_that_it_leaves_missing(
         ("eval.general.dataset._type", "yaml", "eval.general.dataset._type: is 'yaml'; "),
         ("eval.general.dataset.s3", {"bucket": "b"}, "eval.general.dataset: s3 is not supported; download "),
         ("eval.evaluators.judge", {}, "eval.evaluators.judge._type: missing; "),
-        ("trainers.t._type", "python:nowhere.X", "trainers.t._type: module nowhere cannot be imported: "),
+        (
+            "trainers.t._type",
+            "python:nowhere.X",
+            "trainers.t._type: python:nowhere.X: module nowhere cannot be imported: ",
+        ),
         (
             "trainers.t._type",
             "python:json.JSONDecoder",
-            "trainers.t._type: module json does not register 'python:json.JSONDecoder'",
+            "trainers.t._type: python:json.JSONDecoder is not registered for trainers; register it there with ",
         ),
     ],
 )

@@ -117,7 +117,9 @@ def test_a_package_that_cannot_be_imported_is_told_and_passed_over(
     registry.discover(again=True)
     assert "no GPU" in users_code.failed_imports["broken"]
     assert sys.modules["good_components"].LOADED
-    with pytest.raises(ConfigError, match=r"environment 'brokne' is unknown; .*; broken cannot be imported: .*no GPU"):
+    with pytest.raises(
+        ConfigError, match=r"environment 'brokne' is unknown; .*; components of broken .* cannot be imported: .*no GPU"
+    ):
         environment("brokne", NOTHING)
     del users_code.failed_imports["broken"]
 

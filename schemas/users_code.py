@@ -1,0 +1,63 @@
+"""Code of users by name: `python:module.Name`, modules, and entry points. The one place that imports them.
+
+Whoever calls has checked that the name is allowed (`permissions`). What a module raises while it is imported becomes a
+ConfigError of one line, and its traceback goes to the log.
+"""
+
+import importlib
+import logging
+from collections.abc import Generator
+from contextlib import contextmanager
+from importlib.metadata import EntryPoint
+from types import ModuleType
+from typing import Any
+
+from rollstream.schemas.errors import ConfigError, describe, nearest
+from rollstream.schemas.permissions import CODE
+
+logger = logging.getLogger(__name__)
+
+
+def import_named(name: str, location: str, kind: str = "Name") -> Any:
+    """What `python:module.Name` names. `location`: where it is named, `kind`: what is expected there, for errors.
+
+    Raises ConfigError for a name of another form, a module that cannot be imported, and one that lacks the name.
+    """
+    module_name, _, attribute = name.removeprefix(CODE).rpartition(".")
+    if not module_name or not name.startswith(CODE):
+        raise ConfigError(f"{location}: {name!r} is not a valid path; write {CODE}module.{kind}")
+    module = import_module(module_name, f"{location}: {name}")
+    if not hasattr(module, attribute):
+        near = nearest(attribute, vars(module))
+        hint = f"did you mean {near}?" if near is not None else "define it there, or correct the name"
+        raise ConfigError(f"{location}: {name}: module {module_name} has no {attribute!r}; {hint}")
+    return getattr(module, attribute)
+
+
+def import_module(name: str, location: str) -> ModuleType:
+    """A module of users. Raises ConfigError if it cannot be imported."""
+    with _importing(f"{location}: module {name}", name):
+        return importlib.import_module(name)
+
+
+def load_installed(entry_point: EntryPoint, what: str) -> Any:
+    """What an entry point names. `what` it is, for errors. Raises ConfigError if it cannot be imported."""
+    with _importing(what, entry_point.module):
+        return entry_point.load()
+
+
+@contextmanager
+def _importing(what: str, module: str) -> Generator[None]:
+    try:
+        yield
+    except (Exception, SystemExit) as error:
+        logger.info("%s cannot be imported", what, exc_info=error)
+        raise ConfigError(f"{what} cannot be imported: {describe(error)}; {_remedy(error, module)}") from error
+
+
+def _remedy(error: BaseException, module: str) -> str:
+    if not isinstance(error, ModuleNotFoundError) or not error.name:
+        return "correct the module, the log has the traceback"
+    if module == error.name or module.startswith(f"{error.name}."):
+        return "correct its name, install its package, or start the command in its folder"
+    return f"install {error.name.split('.')[0]}, or remove its import"
