@@ -1,0 +1,18 @@
+"""The figures that docs/architecture.md compares: floors, circles and repeated blocks of a tree."""
+
+from tests.rigs.house_figures import BLOCK_LINES, circles, floors, of_folders, repeated_blocks, within
+
+
+def test_a_circle_is_one_floor() -> None:
+    graph = {"a/x.py": {"a/y.py"}, "a/y.py": {"a/x.py", "a/b/z.py"}, "a/b/z.py": {"b/w.py"}, "b/w.py": set[str]()}
+    assert circles(graph) == [{"a/x.py", "a/y.py"}]
+    assert floors(graph) == 3
+    assert floors(within(graph, "a")) == 2
+    assert of_folders(within(graph, "a")) == {"a": {"a/b"}, "a/b": set()}
+
+
+def test_a_block_that_is_repeated_counts_at_each_of_its_places() -> None:
+    block = [f"call({number})" for number in range(BLOCK_LINES + 2)]
+    files = {"learner/a.py": ["one = 1", *block], "metrics/b.py": [*block, "two = 2"], "metrics/c.py": ["three = 3"]}
+    assert repeated_blocks(files) == {"learner": 1, "metrics": 1}
+    assert sum(repeated_blocks({"learner/a.py": block[1:3], "metrics/b.py": block}).values()) == 0
