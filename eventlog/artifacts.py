@@ -20,7 +20,7 @@ from typing import Any, BinaryIO
 
 import fsspec
 
-from rollstream.eventlog.files import replacing
+from rollstream.eventlog.files import HashedFile, linked, replacing
 from rollstream.schemas.errors import ArtifactError, ConfigError, StoreUnavailableError
 from rollstream.schemas.settings import ArtifactRef
 from rollstream.schemas.variables import conceal, expand
@@ -74,6 +74,17 @@ class ArtifactStore:
     def put_bytes(self, data: bytes, suffix: str = "") -> ArtifactRef:
         """Store bytes; existing ones are not written again. Raises ArtifactError."""
         return self._put(io.BytesIO(data), hashlib.sha256(data).hexdigest(), len(data), suffix)
+
+    def put_hashed(self, file: HashedFile, suffix: str = "") -> ArtifactRef:
+        """Store a file that nobody changes any more: a second name of it, where the store is on the same file system.
+
+        Raises ArtifactError if it cannot be read or the store cannot be written.
+        """
+        try:
+            with file.path.open("rb") as source:
+                return self._put(source, file.sha256, file.size_bytes, suffix, link_to=file.path)
+        except OSError as error:
+            raise ArtifactError(f"file {file.path} cannot be stored as an artifact: {error}") from error
 
     def fetch(self, ref: ArtifactRef) -> Path:
         """A local file with the artifact's verified bytes. Raises ArtifactError if it is missing or differs."""
@@ -185,7 +196,9 @@ class ArtifactStore:
             raise ArtifactError(f"artifact {ref.uri} is not named by its sha256 {ref.sha256}: it was changed")
         return f"{self._root}/{ref.sha256[:2]}/{file}"
 
-    def _put(self, source: BinaryIO, sha256: str, size_bytes: int, suffix: str) -> ArtifactRef:
+    def _put(
+        self, source: BinaryIO, sha256: str, size_bytes: int, suffix: str, link_to: Path | None = None
+    ) -> ArtifactRef:
         kept = suffix if _SUFFIX.fullmatch(suffix) else ""
         ref = ArtifactRef(uri=f"{sha256[:2]}/{sha256}{kept}", sha256=sha256, size_bytes=size_bytes)
         name = self._locate(ref)
@@ -195,7 +208,9 @@ class ArtifactStore:
                 "make it writable or set another artifact_uri"
             )
         ):
-            if not self._has(ref, name):
+            if self._has(ref, name):
+                return ref
+            if link_to is None or not self._is_local or not linked(link_to, Path(name)):
                 _verify(ref, self._write(name, source, sha256))
         return ref
 

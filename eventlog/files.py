@@ -1,5 +1,6 @@
 """Atomic replacement of files, and locked updates of small ones, shared by several processes."""
 
+import errno
 import fcntl
 import hashlib
 import json
@@ -9,7 +10,7 @@ import shutil
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, NamedTuple
 
 TOKENIZER_FILES = ("added_tokens.json", "merges.txt", "tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
 
@@ -82,8 +83,16 @@ class HashingFile:
         return self._digest.hexdigest()
 
 
-def write_hashed(pieces: Iterable[bytes | memoryview], folder: Path, name_of: Callable[[str], str]) -> tuple[Path, str]:
-    """Write a file whose name depends on its sha256, hashed while it is written; its path and sha256.
+class HashedFile(NamedTuple):
+    """A whole file and what its writer hashed."""
+
+    path: Path
+    sha256: str
+    size_bytes: int
+
+
+def write_hashed(pieces: Iterable[bytes | memoryview], folder: Path, name_of: Callable[[str], str]) -> HashedFile:
+    """Write a file whose name depends on its sha256, hashed while it is written.
 
     It is whole and on the disk before it has its name. Raises OSError, and then leaves nothing.
     """
@@ -96,9 +105,25 @@ def write_hashed(pieces: Iterable[bytes | memoryview], folder: Path, name_of: Ca
                 hashing.write(piece)
             file.flush()
             os.fsync(file.fileno())
+            size_bytes = file.tell()
         path = folder / name_of(hashing.sha256)
         os.replace(aside, path)
-    return path, hashing.sha256
+    return HashedFile(path, hashing.sha256, size_bytes)
+
+
+def linked(source: Path, path: Path) -> bool:
+    """Give a whole file that is on the disk a second name, in place of what has that name; False if it cannot be done.
+
+    Not every file system has hard links, and none has them to another disk. Raises OSError if the disk is full.
+    """
+    try:
+        with beside(path, is_synced=False) as aside:
+            os.link(source, aside)
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.ENOENT):
+            raise
+        return False
+    return True
 
 
 def write_whole(

@@ -1,29 +1,51 @@
 """Checkpoints: weights, optimizer, random state and position in one file, or in a folder of shards where several
 processes train together. Whole or not there at all.
 
-A file is named by version and hash: `v00000012.<sha256>.safetensors`. What a checkpoint means to the log stands in
-`commit`.
+A file is named by version and hash: `v00000012.<sha256>.safetensors`. Where the published weights are exactly those
+that are trained, they are a file of their own, `v00000012.<sha256>.weights`, with a second name as artifact. What a
+checkpoint means to the log stands in `commit`.
 """
 
 import hashlib
 import logging
 import shutil
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Awaitable, Callable, Collection, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from urllib.parse import quote
+from typing import Any, TypeVar
+from urllib.parse import quote, unquote
 
 import orjson
 import safetensors.torch
 from pydantic import BaseModel, ConfigDict, ValidationError
 from torch import Tensor
 
-from rollstream.eventlog.files import give_name, remove_whole, sync_folder, write_hashed, write_whole
-from rollstream.learner.checkpoint_files import CONTENT, SHARDS, SUFFIX, checkpoints_in, inspect
-from rollstream.learner.model.tensor_file import pieces
+from rollstream.eventlog.artifact_retry import Retry, Room, retrying
+from rollstream.eventlog.files import (
+    HashedFile,
+    give_name,
+    linked,
+    remove_whole,
+    sync_folder,
+    write_hashed,
+    write_whole,
+)
+from rollstream.learner.checkpoint_files import (
+    CONTENT,
+    SHARDS,
+    SUFFIX,
+    WEIGHTS,
+    checkpoints_in,
+    inspect,
+    weights_in,
+    weights_of,
+)
+from rollstream.learner.model.tensor_file import pieces, published_pieces
 from rollstream.schemas.events import StepTrained
 
 logger = logging.getLogger(__name__)
+T = TypeVar("T")
 
 
 class CheckpointPosition(BaseModel):
@@ -49,6 +71,8 @@ class Checkpoint:
     position: CheckpointPosition
     tensors: dict[str, Tensor]
     """weights/..., optimizer/..., random/...; none where they are in a folder of shards."""
+    weights: HashedFile | None = None
+    """A file of the same weights, to be linked in place of writing them again."""
     path: Path | None = None
     """Where it was read from."""
     write: Callable[[Path], Mapping[str, str]] | None = None
@@ -57,7 +81,15 @@ class Checkpoint:
     @property
     def size_bytes(self) -> int:
         """About what its file takes."""
-        return sum(tensor.nbytes for tensor in self.tensors.values())
+        return sum(tensor.nbytes for name, tensor in self.tensors.items() if not self._is_linked(name))
+
+    def _is_linked(self, name: str) -> bool:
+        return self.weights is not None and name.startswith("weights/")
+
+    @property
+    def own_tensors(self) -> dict[str, Tensor]:
+        """What is in no file yet."""
+        return {name: tensor for name, tensor in self.tensors.items() if not self._is_linked(name)}
 
 
 def part(tensors: Mapping[str, Tensor], name: str) -> dict[str, Tensor]:
@@ -79,11 +111,22 @@ class CheckpointFolder:
         if checkpoint.write is not None:
             return self._save_shards(checkpoint.position, checkpoint.write)
         metadata = {"position": checkpoint.position.model_dump_json()}
-        version = checkpoint.position.version
-        written = pieces(checkpoint.tensors, metadata)
-        path, _ = write_hashed(written, self.path, lambda sha256: f"v{version:08d}.{sha256}{SUFFIX}")
+        version, tensors = checkpoint.position.version, checkpoint.tensors
+        if (weights := checkpoint.weights) is not None:
+            name = f"v{version:08d}.{weights.sha256}{WEIGHTS}"
+            if linked(weights.path, self.path / name):
+                metadata["weights"], tensors = name, checkpoint.own_tensors
+        written = write_hashed(pieces(tensors, metadata), self.path, lambda sha256: f"v{version:08d}.{sha256}{SUFFIX}")
         sync_folder(self.path)
-        return path
+        return written.path
+
+    def write_weights(self, version: int, tensors: Mapping[str, Tensor]) -> HashedFile:
+        """Write a version's weights as they are published, hashed meanwhile: for `save` and the artifact store to link.
+
+        It is for the caller to remove. Raises OSError.
+        """
+        name = f"v{version:08d}.%s.aside"
+        return write_hashed(published_pieces(tensors), self.path, lambda sha256: name % sha256)
 
     def _save_shards(self, position: CheckpointPosition, write: Callable[[Path], Mapping[str, str]]) -> Path:
         """A folder of shards and of their hashes, under the hash of the latter."""
@@ -119,10 +162,37 @@ class CheckpointFolder:
         for version, path in files:
             if version not in kept and version % keep_every:
                 remove_whole(path)
+        newest, left = files[-1][0] if files else -1, set(self.versions())
+        for version, path in list(weights_in(self.path)):
+            if version < newest and version not in left:
+                path.unlink(missing_ok=True)
 
     def versions(self) -> list[int]:
         """Versions that are kept, from old to new."""
         return [version for version, _ in checkpoints_in(self.path)]
+
+
+class CheckpointWriter:
+    """Writes into the folder of a model group in the training thread, once there is room on a full disk."""
+
+    def __init__(self, folder: CheckpointFolder, retry: Retry, in_thread: Callable[..., Awaitable[Any]]) -> None:
+        self._folder = folder
+        self._retry = retry
+        self._in_thread = in_thread
+
+    async def weights(self, version: int, tensors: Mapping[str, Tensor]) -> HashedFile:
+        """As `write_weights` of the folder."""
+        write = partial(self._folder.write_weights, version, tensors)
+        return await self._written(write, f"weights v{version}", sum(tensor.nbytes for tensor in tensors.values()))
+
+    async def checkpoint(self, checkpoint: Checkpoint) -> None:
+        """As `save` of the folder."""
+        write = partial(self._folder.save, checkpoint)
+        await self._written(write, f"checkpoint v{checkpoint.position.version}", checkpoint.size_bytes)
+
+    async def _written(self, write: Callable[[], T], what: str, size_bytes: int) -> T:
+        doing, room = f"write {what} of {unquote(self._folder.path.name)}", Room(self._folder.path, size_bytes)
+        return await retrying(write, doing, self._retry, room=room, in_thread=self._in_thread)
 
 
 def read(path: Path) -> Checkpoint | None:
@@ -133,7 +203,14 @@ def read(path: Path) -> Checkpoint | None:
     try:
         _, found = inspect(path)
         position = CheckpointPosition.model_validate(found) if found is not None else None
-        tensors = {} if path.is_dir() or position is None else safetensors.torch.load_file(path)
+        tensors = {} if path.is_dir() or position is None else _tensors(path)
     except (FileNotFoundError, ValidationError, safetensors.SafetensorError):
         return None
-    return Checkpoint(position, tensors, path) if position is not None else None
+    return Checkpoint(position, tensors, path=path) if position is not None else None
+
+
+def _tensors(path: Path) -> dict[str, Tensor]:
+    """Of a checkpoint's file, and of the file of weights that it names."""
+    found, weights = safetensors.torch.load_file(path), weights_of(path)
+    named = {} if weights is None else safetensors.torch.load_file(weights)
+    return found | {f"weights/{name}": tensor for name, tensor in named.items()}

@@ -8,6 +8,9 @@ from typing import Any
 import orjson
 
 SUFFIX = ".safetensors"
+WEIGHTS = ".weights"
+"""Of a safetensors file of the weights of one version, which its checkpoint names instead of holding them: it often is
+the version's artifact by a second name."""
 SHARDS = ".shards"
 """Of a folder that several processes wrote."""
 CONTENT = "content.json"
@@ -17,9 +20,7 @@ CONTENT = "content.json"
 def checkpoints_in(folder: Path) -> Iterator[tuple[int, Path]]:
     """Version and path of each checkpoint of a model group's folder, from old to new."""
     for path in sorted([*folder.glob(f"v*{SUFFIX}"), *folder.glob(f"v*{SHARDS}")]):
-        number = path.name[1:].split(".", 1)[0]
-        if number.isdigit():
-            yield int(number), path
+        yield from _versioned(path)
 
 
 def inspect(path: Path) -> tuple[str, dict[str, Any] | None]:
@@ -29,17 +30,41 @@ def inspect(path: Path) -> tuple[str, dict[str, Any] | None]:
     """
     file = path / CONTENT if path.is_dir() else path
     found = _sha256(file)
-    if found != path.name.split(".")[1]:
+    if found != _named_sha256(path):
         return found, None
     if file == path:
-        return found, _position(path)
-    content = orjson.loads(file.read_bytes())
-    for name, sha256 in content["sha256"].items():
-        shard = path / name
-        changed = _sha256(shard) if shard.exists() else "nothing"
+        position, weights = orjson.loads(_metadata(path)["position"]), weights_of(path)
+        expected = {} if weights is None else {weights: _named_sha256(weights)}
+    else:
+        content = orjson.loads(file.read_bytes())
+        position, expected = content["position"], {path / name: sha256 for name, sha256 in content["sha256"].items()}
+    for other, sha256 in expected.items():
+        changed = _sha256(other) if other.exists() else "nothing"
         if changed != sha256 and path.exists():
-            return f"{name}: {changed}", None
-    return found, content["position"]
+            return f"{other.name}: {changed}", None
+    return found, position
+
+
+def weights_of(path: Path) -> Path | None:
+    """The file of weights that a checkpoint's file names; None if it holds them itself."""
+    name = _metadata(path).get("weights")
+    return path.with_name(Path(name).name) if name else None
+
+
+def weights_in(folder: Path) -> Iterator[tuple[int, Path]]:
+    """Version and path of each file of weights that checkpoints of a model group's folder may name."""
+    for path in folder.glob(f"v*{WEIGHTS}"):
+        yield from _versioned(path)
+
+
+def _versioned(path: Path) -> Iterator[tuple[int, Path]]:
+    number = path.name[1:].split(".", 1)[0]
+    if number.isdigit():
+        yield int(number), path
+
+
+def _named_sha256(path: Path) -> str:
+    return path.name.split(".")[1]
 
 
 def _sha256(path: Path) -> str:
@@ -47,8 +72,8 @@ def _sha256(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def _position(path: Path) -> dict[str, Any]:
+def _metadata(path: Path) -> dict[str, str]:
     """From the header of a safetensors file."""
     with path.open("rb") as file:
         header = orjson.loads(file.read(int.from_bytes(file.read(8), "little")))
-    return orjson.loads(header["__metadata__"]["position"])
+    return header["__metadata__"]

@@ -10,12 +10,13 @@ from pathlib import Path
 from typing import TypeVar
 
 from rollstream.eventlog import codec
-from rollstream.eventlog.artifact_retry import Retry, Room, retrying
+from rollstream.eventlog.artifact_retry import Retry
 from rollstream.eventlog.failpoints import failpoint
+from rollstream.eventlog.files import HashedFile
 from rollstream.eventlog.log import EventLog
-from rollstream.learner.checkpoint import Checkpoint, CheckpointFolder, CheckpointPosition
+from rollstream.learner.checkpoint import Checkpoint, CheckpointFolder, CheckpointPosition, CheckpointWriter
 from rollstream.learner.inbox import Inbox, check_follows, check_next
-from rollstream.learner.model.policy import from_bytes, hashed, sha256_of
+from rollstream.learner.model.policy import from_bytes, published_sha256
 from rollstream.learner.model.ranks import Ranks
 from rollstream.learner.model.step import StepResult, adopted
 from rollstream.learner.progress import Manifest
@@ -68,6 +69,7 @@ class JobRun:
         self._in_thread = context.in_training_thread
         self._publisher = publisher
         self._folder = CheckpointFolder(context.checkpoints, job.model_group)
+        self._writer = CheckpointWriter(self._folder, context.retry, self._in_thread)
         self._members = MemberReader(context.log)
         state = context.inbox.state
         self._scorer = ScoreWriter(
@@ -185,9 +187,10 @@ class JobRun:
             raise self._context.inbox.missing(f"version {job.base_version} of {job.model_group}", "weights")
         if job.fork is not None:
             await self._load_fork()
-        weights = await self._in_thread(self.trainer.model.weights_bytes)
+        weights = await self._writer.weights(job.base_version, await self._in_thread(self.trainer.model.published))
         artifact = await self._publisher.put(weights)
-        await self._publisher.publish_base(job, self.trainer.model, weights, artifact)
+        weights.path.unlink(missing_ok=True)
+        await self._publisher.publish_base(job, self.trainer.model, artifact)
         return None
 
     async def _stand_at(self, base: WeightsPublished | None) -> None:
@@ -199,7 +202,7 @@ class JobRun:
         trainer = self.trainer
         if base is not None:
             weights, what = await self._read(base)
-            loaded = sha256_of(await self._in_thread(trainer.model.weights_bytes))
+            loaded = await self._in_thread(lambda: published_sha256(trainer.model))
             if self.job.fork is not None or loaded != base.weights_sha256:
                 await self._in_thread(lambda: trainer.begin(weights, what))
             if trainer.needs_reference:
@@ -236,38 +239,41 @@ class JobRun:
         self._next_index = checkpoint.position.next_index
         self._previous_sha256 = checkpoint.position.previous_sha256
         step = checkpoint.position.step
-        weights, sha256 = await self._as_published(step.version)
-        step = step.model_copy(update={"weights_sha256": sha256})
+        weights = await self._as_published(step.version)
+        step = step.model_copy(update={"weights_sha256": weights.sha256})
         await self._publish(step, self._stored(step.version, weights))
+        weights.path.unlink(missing_ok=True)
         self._context.inbox.forget(self.job, next_index=self._next_index, version=checkpoint.position.version)
 
     async def _train(self, manifest: Manifest) -> None:
         """Train one manifest and publish its version. The order of what is kept:
 
-        1. the checkpoint, if one is due: weights, optimizer, position and the StepTrained to be sent
-        2. the artifact, which is written while the checkpoint is
-        3. StepTrained, WeightsPublished, JobProgressed, as far as the log lacks them, if nobody else has claimed
-        4. checkpoints, then artifacts that nothing needs any more are removed
+        1. the weights as published, for the checkpoint and the artifact to link
+        2. the checkpoint, if one is due: weights, optimizer, position and the StepTrained to be sent
+        3. the artifact, which is stored while the checkpoint is written
+        4. StepTrained, WeightsPublished, JobProgressed, as far as the log lacks them, if nobody else has claimed
+        5. checkpoints, then artifacts that nothing needs any more are removed
 
-        A crash before 1 trains the manifest again; after it, the restart publishes from the checkpoint.
+        A crash before 2 trains the manifest again; after it, the restart publishes from the checkpoint.
         """
         planned = manifest.planned
         check_follows(planned, self.job, self._previous_sha256)
         seconds = {**self._carried, "wait": time.monotonic() - self._idle_since}
         result = await self._applied(planned)
         began = time.monotonic()
-        weights, sha256 = await self._as_published(planned.yields_version)
+        weights = await self._as_published(planned.yields_version)
         seconds |= {**result.seconds, "hash": time.monotonic() - began}
-        step = step_trained(self.job, manifest, result, sha256, term=self._publisher.term, seconds=seconds)
+        step = step_trained(self.job, manifest, result, weights.sha256, term=self._publisher.term, seconds=seconds)
         self._next_index, self._previous_sha256 = planned.index + 1, manifest.digest
         failpoint("learner/after-train-before-checkpoint")
         storing = asyncio.ensure_future(self._stored(step.version, weights))
         try:
-            step = await self._save(step)
+            step = await self._save(step, weights)
             failpoint("learner/between-checkpoint-and-publish")
             sent_at = await self._publish(step, storing)
         finally:
             storing.cancel()
+        weights.path.unlink(missing_ok=True)
         if self._is_checkpoint_due(step):
             self._context.inbox.forget(self.job, next_index=self._next_index, version=step.version)
         await self._in_thread(self._prune)
@@ -326,27 +332,29 @@ class JobRun:
         group = self._context.inbox.state.group(self.job.model_group)
         published = group.published.get(version)
         known = group.trained.get(version) or (published.weights_sha256 if published else None)
-        _, sha256 = await self._as_published(version)
-        if known not in (None, sha256):
+        weights = await self._as_published(version)
+        weights.path.unlink(missing_ok=True)
+        if known not in (None, weights.sha256):
             raise VersionDivergedError(
                 f"version {version} of model group {self.job.model_group} is published with hash {known}, and going "
-                f"back to it gave {sha256}: {difference(group, version, self._context.ranks.num)}"
+                f"back to it gave {weights.sha256}: {difference(group, version, self._context.ranks.num)}"
             )
 
-    async def _as_published(self, version: int) -> tuple[bytes, str]:
-        """The model's weights as bytes, and their sha256.
+    async def _as_published(self, version: int) -> HashedFile:
+        """The model's weights in a file as they are published, which its user removes.
 
         With `model.deterministic` off, a version that the log knows with other bits is taken over from there first.
         Raises ArtifactError if it was collected.
         """
-        weights, sha256 = await self._in_thread(lambda: hashed(self.trainer.model))
-        kept = self._publisher.kept(version, len(weights))
-        if self.job.settings.model.deterministic or kept is None or kept.sha256 == sha256:
-            return weights, sha256
+        written = await self._writer.weights(version, await self._in_thread(self.trainer.model.published))
+        kept = self._publisher.kept(version, written.size_bytes)
+        if self.job.settings.model.deterministic or kept is None or kept.sha256 == written.sha256:
+            return written
+        written.path.unlink(missing_ok=True)
         logger.warning("version=%s was trained again with other bits: its published weights count", version)
-        weights, what = await self._publisher.read(kept), f"artifact {kept.uri}"
-        await self._in_thread(lambda: self.trainer.model.load_weights(from_bytes(weights, what)))
-        return weights, kept.sha256
+        tensors = from_bytes(await self._publisher.read(kept), f"artifact {kept.uri}")
+        await self._in_thread(lambda: self.trainer.model.load_weights(tensors))
+        return await self._writer.weights(version, tensors)
 
     def _prune(self) -> None:
         """Remove checkpoints that neither the settings keep nor a planned rollback needs."""
@@ -354,7 +362,7 @@ class JobRun:
         needed = [one.planned.adopts for one in manifests.values() if one.planned.adopts is not None]
         self._folder.prune(keep_last=settings.keep_last, keep_every=settings.keep_every, needed=needed)
 
-    async def _save(self, step: StepTrained) -> StepTrained:
+    async def _save(self, step: StepTrained, weights: HashedFile) -> StepTrained:
         """Write a checkpoint if one is due, once there is room; the step with the seconds that it took."""
         if not self._is_checkpoint_due(step):
             return step
@@ -366,14 +374,8 @@ class JobRun:
             step=step,
         )
         began = time.monotonic()
-        checkpoint = await self._in_thread(lambda: self.trainer.checkpoint(position))
-        await retrying(
-            lambda: self._folder.save(checkpoint),
-            f"write checkpoint v{step.version} of {self.job.model_group}",
-            self._context.retry,
-            room=Room(self._folder.path, checkpoint.size_bytes),
-            in_thread=self._context.in_training_thread,
-        )
+        checkpoint = await self._in_thread(lambda: self.trainer.checkpoint(position, weights))
+        await self._writer.checkpoint(checkpoint)
         return with_phase(step, "checkpoint", time.monotonic() - began)
 
     def _is_checkpoint_due(self, step: StepTrained) -> bool:
@@ -382,7 +384,7 @@ class JobRun:
             return True  # a restart would have to go back once more
         return self._next_index % settings.checkpoint_every == 0 or self._next_index == settings.num_versions
 
-    async def _stored(self, version: int, weights: bytes) -> ArtifactRef:
+    async def _stored(self, version: int, weights: HashedFile) -> ArtifactRef:
         """What is published was stored before; storing it again would bring back what was collected since."""
         known = self._context.inbox.state.group(self.job.model_group).published.get(version)
         return known.artifact if known else await self._publisher.put(weights)

@@ -2,15 +2,17 @@
 
 import logging
 from collections.abc import Collection, Mapping
+from functools import partial
 
 from rollstream.eventlog import terms
-from rollstream.eventlog.artifact_retry import Retry, put, retrying
+from rollstream.eventlog.artifact_retry import Retry, Room, retrying
 from rollstream.eventlog.artifacts import ArtifactStore
 from rollstream.eventlog.failpoints import failpoint
+from rollstream.eventlog.files import HashedFile
 from rollstream.eventlog.log import EventLog
 from rollstream.learner.collection import Collector, NeedsReader
 from rollstream.learner.inbox import Inbox
-from rollstream.learner.model.policy import PolicyModel, sha256_of
+from rollstream.learner.model.policy import PolicyModel
 from rollstream.learner.model.step import StepResult
 from rollstream.learner.progress import GroupState, Manifest
 from rollstream.schemas.base import Event
@@ -68,13 +70,15 @@ class Publisher:
         await self.check_owner()
         logger.info("claimed model_group=%s term=%s", self._model_group, self.term)
 
-    async def put(self, weights: bytes) -> ArtifactRef:
+    async def put(self, weights: HashedFile) -> ArtifactRef:
         """Store a version's weights; waits for room on a full disk.
 
         Raises StoreUnavailableError once patience with the store has ended.
         """
         doing = f"store weights of {self._model_group}"
-        return await put(self._artifacts, weights, ".safetensors", doing, self._retry)
+        room = Room(self._artifacts.folder, weights.size_bytes) if self._artifacts.folder else None
+        put = partial(self._artifacts.put_hashed, weights, ".safetensors")
+        return await retrying(put, doing, self._retry, room=room)
 
     async def read(self, artifact: ArtifactRef) -> bytes:
         """A version's weights, or the run's dataset. Raises ArtifactError if gone, StoreUnavailableError as above."""
@@ -94,10 +98,10 @@ class Publisher:
                 f"this learner ({self._learner}, term {self.term}) stops"
             )
 
-    async def publish_base(self, job: JobSubmitted, model: PolicyModel, weights: bytes, artifact: ArtifactRef) -> None:
+    async def publish_base(self, job: JobSubmitted, model: PolicyModel, artifact: ArtifactRef) -> None:
         """Publish the version that a job begins with, if the model group has none."""
         await self.check_owner()
-        published = self._published(job, model, version=job.base_version, sha256=sha256_of(weights), artifact=artifact)
+        published = self._published(job, model, version=job.base_version, sha256=artifact.sha256, artifact=artifact)
         if not self._known(published.version, published.weights_sha256):
             await self._log.send(published)
 

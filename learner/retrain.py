@@ -12,7 +12,7 @@ from rollstream.eventlog.artifacts import ArtifactStore
 from rollstream.eventlog.log import EventLog
 from rollstream.learner.checkpoint import Checkpoint, CheckpointFolder
 from rollstream.learner.inbox import check_follows
-from rollstream.learner.model.policy import sha256_of
+from rollstream.learner.model.policy import published_sha256, sha256_of
 from rollstream.learner.model.step import StepResult, adopted
 from rollstream.learner.progress import Manifest
 from rollstream.learner.publisher import step_trained
@@ -124,7 +124,7 @@ class Retraining:
                 )
             self._keep_state(planned.trains_at_version, until)
             result = await self._applied(log, planned, recorded)
-            sha256 = sha256_of(self._trainer.model.weights_bytes())
+            sha256 = published_sha256(self._trainer.model)
             self.next_index, self._previous_sha256 = planned.index + 1, manifest.digest
             step = step_trained(submitted, manifest, result, sha256, term=recorded.term, seconds=result.seconds)
             if not recorded.manifest_sha256:  # recorded before steps named their manifest's digest

@@ -9,6 +9,7 @@ import orjson
 import torch
 from torch import Tensor
 
+from rollstream.eventlog.files import HashedFile
 from rollstream.learner.algorithms import off_policy, table
 from rollstream.learner.algorithms.base import BatchView
 from rollstream.learner.algorithms.pairs import items_of, pairs_of, rows_of_pairs
@@ -177,9 +178,11 @@ class JobTrainer:
         if self.model.device.type == "cuda" and "cuda" in random:
             torch.cuda.set_rng_state(random["cuda"], self.model.device)
 
-    def checkpoint(self, position: CheckpointPosition) -> Checkpoint:
-        """Everything to go on from, as it is now."""
-        return Checkpoint(position, self._state(), write=self.write_shards if self.model.ranks.num > 1 else None)
+    def checkpoint(self, position: CheckpointPosition, weights: HashedFile | None = None) -> Checkpoint:
+        """Everything to go on from, as it is now. `weights`: the file of those of `published`."""
+        if self.model.ranks.num > 1:
+            return Checkpoint(position, self._state(), write=self.write_shards)
+        return Checkpoint(position, self._state(), weights if self.model.publishes_exactly else None)
 
     def copied_state(self) -> dict[str, Tensor]:
         """Everything to go on from, copied to main memory."""
@@ -364,7 +367,7 @@ def _take_part(trainer: JobTrainer, command: str, data: bytes) -> None:
     elif command == "reset":
         trainer.reset()
     elif command == "weights":
-        trainer.model.weights_bytes()
+        trainer.model.published()
     elif command == "take_weights":
         trainer.model.take_weights()
 

@@ -30,7 +30,7 @@ from rollstream.learner.model.loading import (
 )
 from rollstream.learner.model.logprobs import Head, kept_offsets, only_kept, selected_logprobs
 from rollstream.learner.model.ranks import Ranks
-from rollstream.learner.model.tensor_file import pieces
+from rollstream.learner.model.tensor_file import published_pieces
 from rollstream.learner.model.tree_attention import hidden_states, longest_row
 from rollstream.schemas.errors import ModelError
 from rollstream.schemas.settings import ModelSettings, device_of
@@ -101,9 +101,18 @@ class PolicyModel:
         state = self.module.state_dict()
         return {name: state[name] for name in sorted(state) if name not in self._tied}
 
+    def published(self) -> dict[str, Tensor]:
+        """`weights` in the published type."""
+        return {name: self.as_published(value) for name, value in self.weights().items()}
+
     def weights_bytes(self) -> bytes:
-        """`weights` as one safetensors file in the published type; equal weights give equal bytes."""
-        return to_bytes({name: self.as_published(value) for name, value in self.weights().items()})
+        """`published` as one safetensors file; equal weights give equal bytes."""
+        return to_bytes(self.published())
+
+    @property
+    def publishes_exactly(self) -> bool:
+        """Whether `published` are the weights that are trained, and not rounded ones."""
+        return all(self.as_published(value).dtype == value.dtype for value in self.weights().values())
 
     def as_published(self, value: Tensor) -> Tensor:
         """One of the weights in the published type."""
@@ -230,9 +239,9 @@ class PolicyModel:
         return logprobs_N, entropies_N
 
 
-def to_bytes(tensors: dict[str, Tensor], metadata: dict[str, str] | None = None) -> bytes:
-    """One safetensors file; equal tensors and metadata of one entry give equal bytes."""
-    return b"".join(pieces(tensors, metadata or {"format": "pt"}))
+def to_bytes(tensors: dict[str, Tensor]) -> bytes:
+    """One safetensors file, as weights are published; equal tensors give equal bytes."""
+    return b"".join(published_pieces(tensors))
 
 
 def from_bytes(data: bytes, what: str) -> dict[str, Tensor]:
@@ -260,10 +269,12 @@ def sha256_of(data: bytes) -> str:
     return hashlib.sha256(data).hexdigest()
 
 
-def hashed(model: PolicyModel) -> tuple[bytes, str]:
-    """Weights as they are published, and their sha256."""
-    weights = model.weights_bytes()
-    return weights, sha256_of(weights)
+def published_sha256(model: PolicyModel) -> str:
+    """sha256 (hex) of the weights as they are published."""
+    digest = hashlib.sha256()
+    for piece in published_pieces(model.published()):
+        digest.update(piece)
+    return digest.hexdigest()
 
 
 def _check_shape(name: str, source: Tensor, target: Tensor, num_token_ids: int) -> None:

@@ -41,3 +41,8 @@ def pieces(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> Iterat
     for name in names:
         flat = tensors[name].detach().cpu().contiguous().reshape(-1)
         yield flat.view(torch.uint8).numpy().data
+
+
+def published_pieces(tensors: Mapping[str, Tensor]) -> Iterator[bytes | memoryview]:
+    """The bytes of a file of weights as they are published."""
+    return pieces(tensors, {"format": "pt"})

@@ -24,7 +24,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from rollstream.eventlog.files import HashingFile
 from rollstream.learner.model.collate import MicroBatch
-from rollstream.learner.model.policy import PolicyModel, to_bytes
+from rollstream.learner.model.policy import PolicyModel
 from rollstream.learner.model.ranks import whole
 from rollstream.learner.parallel.process_ranks import ProcessRanks
 from rollstream.schemas.settings import ModelSettings
@@ -81,11 +81,11 @@ class ShardedPolicy(PolicyModel):
         frozen.module.eval().requires_grad_(requires_grad=False)
         return frozen
 
-    def weights_bytes(self) -> bytes:
+    def published(self) -> dict[str, Tensor]:
         """As on one process, in rank 0; nothing in the others, which give their shards of a tensor at a time."""
         with self.ranks.together("weights"):
             found = {name: self._published(value) for name, value in self.weights().items()}
-        return to_bytes(found) if self.ranks.index == 0 else b""
+        return found if self.ranks.index == 0 else {}
 
     def _published(self, value: Tensor) -> Tensor:
         """A tensor whole, in main memory; an empty one where nobody asks for it."""

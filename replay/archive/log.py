@@ -15,6 +15,7 @@ from typing import Never
 import duckdb
 
 from rollstream.eventlog.artifacts import ArtifactStore
+from rollstream.eventlog.files import HashedFile
 from rollstream.eventlog.log import (
     EventLog,
     GroupReader,
@@ -182,6 +183,10 @@ class ExportArtifacts(ArtifactStore):
         raise self._read_only()
 
     def put_bytes(self, data: bytes, suffix: str = "") -> ArtifactRef:
+        """Raises ArtifactError."""
+        raise self._read_only()
+
+    def put_hashed(self, file: HashedFile, suffix: str = "") -> ArtifactRef:
         """Raises ArtifactError."""
         raise self._read_only()
 

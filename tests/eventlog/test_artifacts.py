@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from rollstream.eventlog.artifacts import ArtifactStore
+from rollstream.eventlog.files import write_hashed
 from rollstream.schemas.errors import ArtifactError
 from rollstream.schemas.settings import ArtifactRef
 
@@ -36,6 +37,21 @@ def test_a_file_is_stored_as_its_bytes_are(store: ArtifactStore, tmp_path: Path)
     source = tmp_path / "adapter.safetensors"
     source.write_bytes(DATA)
     assert store.put_file(source) == store.put_bytes(DATA, ".safetensors")
+
+
+def test_a_hashed_file_gets_a_second_name_in_a_local_store_and_is_copied_to_any_other(
+    store: ArtifactStore, tmp_path: Path
+) -> None:
+    written = write_hashed([DATA], tmp_path / "written", lambda sha256: sha256)
+    ref = store.put_hashed(written, ".safetensors")
+    assert ref == store.put_bytes(DATA, ".safetensors")
+    assert store.read(ref) == DATA
+    if store.folder is not None:
+        assert store.fetch(ref).samefile(written.path)
+    written.path.unlink()
+    assert store.read(ref) == DATA
+    with pytest.raises(ArtifactError, match="cannot be stored as an artifact"):
+        store.put_hashed(written, ".safetensors")
 
 
 def test_a_folders_artifact_is_used_where_it_lies(tmp_path: Path) -> None:

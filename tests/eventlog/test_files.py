@@ -122,9 +122,10 @@ def test_a_folder_takes_the_name_of_what_was_there(tmp_path: Path) -> None:
 
 def test_a_file_named_by_its_hash_is_hashed_while_it_is_written(tmp_path: Path) -> None:
     parts = [b"one", memoryview(b"two")]
-    path, sha256 = write_hashed(parts, tmp_path / "new", lambda sha256: f"v1.{sha256}")
+    path, sha256, size_bytes = write_hashed(parts, tmp_path / "new", lambda sha256: f"v1.{sha256}")
     assert sha256 == hashlib.sha256(b"onetwo").hexdigest()
     assert path == tmp_path / "new" / f"v1.{sha256}"
+    assert size_bytes == len(b"onetwo")
     assert path.read_bytes() == b"onetwo"
 
     def broken() -> Iterator[bytes]:

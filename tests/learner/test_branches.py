@@ -10,6 +10,7 @@ from transformers import AutoModelForCausalLM
 
 from rollstream.eventlog import codec
 from rollstream.eventlog.artifacts import ArtifactStore
+from rollstream.eventlog.files import HashedFile
 from rollstream.eventlog.log import TopicPartition
 from rollstream.learner.model.export import export_merged
 from rollstream.learner.worker import Worker
@@ -107,9 +108,9 @@ class SlowStore(ArtifactStore):
         assert asyncio._get_running_loop() is None
         return super().read(ref, max_bytes=max_bytes)
 
-    def put_bytes(self, data: bytes, suffix: str = "") -> ArtifactRef:
+    def put_hashed(self, file: HashedFile, suffix: str = "") -> ArtifactRef:
         assert asyncio._get_running_loop() is None
-        return super().put_bytes(data, suffix)
+        return super().put_hashed(file, suffix)
 
 
 def test_no_artifact_is_read_or_written_in_the_event_loop(lab: Any) -> None:

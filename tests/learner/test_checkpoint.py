@@ -1,6 +1,9 @@
 """A checkpoint's file: written a tensor at a time, read by safetensors, whole or not there."""
 
+import errno
 import hashlib
+import os
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,8 +12,9 @@ import safetensors
 import safetensors.torch
 import torch
 
-from rollstream.learner.checkpoint import Checkpoint, CheckpointFolder, CheckpointPosition, read
-from rollstream.learner.checkpoint_files import checkpoints_in, inspect
+from rollstream.learner.checkpoint import Checkpoint, CheckpointFolder, CheckpointPosition, part, read
+from rollstream.learner.checkpoint_files import checkpoints_in, inspect, weights_in
+from rollstream.learner.model.policy import to_bytes
 from rollstream.learner.model.tensor_file import pieces
 from rollstream.schemas.events import StepTrained
 
@@ -57,10 +61,12 @@ def test_the_bytes_are_those_that_safetensors_writes() -> None:
 
 
 def checkpoint(**changes: Any) -> Checkpoint:
-    step = StepTrained.model_construct(run_id="r", version=1)
-    position = CheckpointPosition.model_construct(
-        job_id="r/rl", version=1, next_index=1, previous_sha256="0" * 64, step=step
-    )
+    where: dict[str, Any] = {"run_id": "r", "job_id": "r/rl", "model_group": "r/policy", "batch_id": "r/rl/b00000"}
+    step = StepTrained(
+        **where, time_ms=1, epoch=0, version=1, term=1, weights_sha256="0" * 64, num_optimizer_steps=1, metrics={},
+        seconds={},
+    )  # fmt: skip
+    position = CheckpointPosition(job_id="r/rl", version=1, next_index=1, previous_sha256="0" * 64, step=step)
     return Checkpoint(position, {**TENSORS, **changes})
 
 
@@ -103,3 +109,48 @@ def test_a_folder_of_shards_is_found_and_a_changed_or_missing_shard_told(tmp_pat
     assert inspect(path)[1] is None
     (path / "b.safetensors").unlink()
     assert inspect(path) == ("b.safetensors: nothing", None)
+
+
+def test_weights_that_are_in_a_file_already_are_linked_and_read_back(tmp_path: Path) -> None:
+    folder, whole = CheckpointFolder(tmp_path, "r/policy"), checkpoint()
+    weights = folder.write_weights(1, part(TENSORS, "weights"))
+    assert weights.path.read_bytes() == to_bytes(part(TENSORS, "weights"))
+    path = folder.save(replace(whole, weights=weights))
+    weights.path.unlink()
+    (linked,) = folder.path.glob("*.weights")
+    assert path.stat().st_size + linked.stat().st_size < folder.save(whole).stat().st_size + 1000
+    found = read(path)
+    assert found is not None
+    assert found.tensors.keys() == TENSORS.keys()
+    assert all(torch.equal(found.tensors[name], tensor) for name, tensor in TENSORS.items())
+    linked.write_bytes(b"other")
+    assert inspect(path)[1] is None
+    linked.unlink()
+    assert inspect(path) == (f"{linked.name}: nothing", None)
+    assert read(path) is None
+
+
+def test_weights_of_checkpoints_that_are_gone_go_too(tmp_path: Path) -> None:
+    folder = CheckpointFolder(tmp_path, "r/policy")
+    for version in (1, 2, 3):
+        weights = folder.write_weights(version, {"w": torch.full((2,), float(version))})
+        position = checkpoint().position.model_copy(update={"version": version})
+        folder.save(Checkpoint(position, {"weights/w": torch.ones(2)}, weights))
+        weights.path.unlink()
+    (folder.path / "v00000004.0.weights").touch()  # of a version whose checkpoint is being written
+    folder.prune(keep_last=1, keep_every=2)
+    assert folder.versions() == [2, 3]
+    assert sorted(version for version, _ in weights_in(folder.path)) == [2, 3, 4]
+
+
+def test_without_hard_links_a_checkpoint_holds_its_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError(errno.EXDEV, "another disk")
+
+    folder = CheckpointFolder(tmp_path, "r/policy")
+    weights = folder.write_weights(1, part(TENSORS, "weights"))
+    monkeypatch.setattr(os, "link", refuse)
+    found = read(folder.save(replace(checkpoint(), weights=weights)))
+    assert found is not None
+    assert found.tensors.keys() == TENSORS.keys()
+    assert not list(folder.path.glob("*.weights"))

@@ -30,7 +30,7 @@ async def undisturbed(lab: Any, folder: Path) -> tuple[Any, ...]:
 
 
 @pytest.mark.parametrize(
-    ("what", "folder"), [("write checkpoint v2", "checkpoints"), ("store weights of run-1/main", "artifacts")]
+    ("what", "folder"), [("write weights v2", "checkpoints"), ("store weights of run-1/main", "artifacts")]
 )
 def test_a_disk_that_is_full_for_a_while_costs_time_only(
     lab: Any, tmp_path: Path, small_disk: Callable[[int], Any], what: str, folder: str, caplog: pytest.LogCaptureFixture

@@ -11,6 +11,7 @@ import pytest
 
 from rollstream.eventlog.artifact_retry import Retry
 from rollstream.eventlog.artifacts import ArtifactStore
+from rollstream.eventlog.files import HashedFile
 from rollstream.eventlog.log import Position
 from rollstream.learner.checkpoint import CheckpointFolder
 from rollstream.learner.model.policy import from_bytes, to_bytes
@@ -77,9 +78,9 @@ class FusedStore(ArtifactStore):
 
     fuse: Fuse
 
-    def put_bytes(self, data: bytes, suffix: str = "") -> ArtifactRef:
+    def put_hashed(self, file: HashedFile, suffix: str = "") -> ArtifactRef:
         self.fuse.before()
-        ref = super().put_bytes(data, suffix)
+        ref = super().put_hashed(file, suffix)
         self.fuse.after()
         return ref
 
@@ -294,10 +295,10 @@ class FullStore(ArtifactStore):
 
     is_full = False
 
-    def put_bytes(self, data: bytes, suffix: str = "") -> ArtifactRef:
+    def put_hashed(self, file: HashedFile, suffix: str = "") -> ArtifactRef:
         if self.is_full:
             raise ArtifactError(f"artifact store {self.uri} cannot be written: no space left on device")
-        return super().put_bytes(data, suffix)
+        return super().put_hashed(file, suffix)
 
 
 def test_a_replaced_learner_does_not_fail_the_job_of_the_one_that_took_over(lab: Any) -> None:
@@ -363,11 +364,11 @@ class _AwayStore(ArtifactStore):
 
     failures = 3
 
-    def put_bytes(self, data: bytes, suffix: str = "") -> ArtifactRef:
+    def put_hashed(self, file: HashedFile, suffix: str = "") -> ArtifactRef:
         if self.failures and self.listing():
             self.failures -= 1
             raise StoreUnavailableError(f"artifact store {self.uri} cannot be written: connection reset")
-        return super().put_bytes(data, suffix)
+        return super().put_hashed(file, suffix)
 
 
 def test_a_store_that_is_away_for_a_while_ends_no_job(lab: Any) -> None:

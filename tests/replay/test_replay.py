@@ -181,7 +181,7 @@ def test_a_flipped_bit_of_a_checkpoint_or_an_artifact_is_found_and_the_file_name
     for path, stage in ((checkpoint, "checkpoints"), (artifact, "weights")):
         kept = path.read_bytes()
         try:
-            path.chmod(0o644)
+            path.unlink()  # a checkpoint may be the same file under another name
             path.write_bytes(kept[:-1] + bytes([kept[-1] ^ 1]))
             reported = only_difference(verified(run))
             assert reported.startswith(f"{stage}: ")
