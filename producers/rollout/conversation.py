@@ -123,9 +123,13 @@ class Conversation:
         self._calls.append(_Call(step_index, prompt.token_ids + completion, ()))
 
     def append_sampled(self, step_index: int, prompt: Prompt, completion_ids: Sequence[int]) -> str:
-        """Append what the model answered at a step; returns its text without the end token."""
+        """Append what the model answered at a step; returns its text without the end token.
+
+        Some models end an answer with the token that opens the next turn (GLM: `<|observation|>`), which the chat
+        template writes again.
+        """
         completion = array("i", completion_ids)
-        has_end = bool(completion) and completion[-1] == self._tokenizer.eos_token_id
+        has_end = bool(completion) and self._is_end(completion[-1])
         spoken = completion[:-1] if has_end else completion
         answer = self._text(spoken)
         num_prompt = len(prompt.token_ids)
@@ -149,6 +153,11 @@ class Conversation:
         known = {step: said for step, said in self._unused.items() if prefix is None or prefix.step_index != step}
         letters = _letters(text) if known else ""
         return tuple(step for step, said in known.items() if said in letters)
+
+    def _is_end(self, token_id: int) -> bool:
+        """Whether a token that is the last of an answer is no part of its text: the end token, or a special one."""
+        is_eos = token_id == self._tokenizer.eos_token_id
+        return is_eos or not self._tokenizer.decode([token_id], skip_special_tokens=True)
 
     def _text(self, ids: "array[int]") -> str:
         # Special tokens stay in the text: an answer that holds one is rendered back word for word.

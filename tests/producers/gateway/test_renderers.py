@@ -9,6 +9,8 @@ import pytest
 
 from rollstream.producers.engines.scripted import ScriptedTokenizer
 from rollstream.producers.rollout import rendering
+from rollstream.producers.rollout.conversation import Conversation
+from rollstream.producers.rollout.outside import by_template
 from rollstream.schemas import tokens
 from rollstream.schemas.errors import EnvironmentRunError
 from tests.producers.conftest import answers
@@ -204,3 +206,17 @@ def test_a_stream_brings_the_content_and_ends_with_reasoning_and_calls(tmp_path,
     pieces = [stream.add([number]) for number in ids]
     assert "".join(pieces) == "Let me see:" == renderer.parse(ids, (), [TOOL]).content.strip()
     assert sum(map(bool, pieces)) > 2
+
+
+def test_a_token_that_ends_an_answer_and_opens_the_next_turn_is_written_once(tmp_path):
+    tokenizer = glm_tokenizer(tmp_path / "model")
+    observation, tokenizer.eos_token_id = tokenizer.eos_token_id, tokenizer.encode("<|endoftext|>")[0]
+    conversation, tools = Conversation(tokenizer), [TOOL]
+    question = {"role": "user", "content": "3+1"}
+    prompt = conversation.prompt(by_template([question], tokenizer, tools=tools))
+    ids = tokenizer.encode(GLM_CALL, add_special_tokens=False)
+    said = conversation.append_sampled(0, prompt, (*ids, observation))
+    assert said == GLM_CALL
+    messages = [question, {"role": "assistant", "content": said}, {"role": "tool", "content": "4"}]
+    later = conversation.prompt(by_template(messages, tokenizer, tools=tools))
+    assert later.token_ids.tolist().count(observation) == 1
