@@ -18,6 +18,8 @@ IDEMPOTENCY_KEY = "Idempotency-Key"
 RETRY_COUNT = "X-Stainless-Retry-Count"
 """OpenAI's and Anthropic's clients count here how often they have repeated a request."""
 MAX_KEY_CHARS = 256
+ENDED = "rollout_ended"
+"""Code of the refusal of what comes after a rollout's end."""
 
 
 @dataclass(frozen=True, slots=True)

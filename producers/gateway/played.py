@@ -10,7 +10,7 @@ from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
 from rollstream.producers.engines.base import Engine
-from rollstream.producers.gateway.marks import Mark, RememberedCalls
+from rollstream.producers.gateway.marks import ENDED, Mark, RememberedCalls
 from rollstream.producers.gateway.rollout_model import RolloutModel
 from rollstream.producers.openai.completions import CompletionRequest
 from rollstream.producers.openai.requests import ChatRequest, Refusal
@@ -95,12 +95,20 @@ class PlayedRollout:
         await self._result(self._ending)
 
     async def claim(self, key: str) -> None:
-        """Somebody plays the rollout from now on. The log has acknowledged it then."""
+        """Somebody plays the rollout from now on. The log has acknowledged it then. Raises Refusal (409) if it ends
+        meanwhile.
+        """
         if self.is_claimed:
             return await self.session.acknowledged()
         self.is_claimed = True
         self.claim_key = key
-        await self._result(self._begin(lambda: self._note(CLAIM, {"key_sha256": key})))
+        try:
+            await self._result(self._begin(lambda: self._note(CLAIM, {"key_sha256": key})))
+        except Refusal as refused:
+            if refused.code != ENDED:
+                raise
+            message = f"{refused} by its timeout while it was claimed; claim again"
+            raise Refusal(refused.status, message, code=ENDED) from refused
 
     async def _record_end(self, error: str | None) -> None:
         await self._note(END, {"error": error})
@@ -222,4 +230,4 @@ def _done(replies: list[Reply]) -> "asyncio.Future[list[Reply]]":
 
 def ended(rollout_id: str) -> Refusal:
     """The refusal of what comes after the end."""
-    return Refusal(409, f"rollout {rollout_id} has ended", code="rollout_ended")
+    return Refusal(409, f"rollout {rollout_id} has ended", code=ENDED)

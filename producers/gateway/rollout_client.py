@@ -19,7 +19,7 @@ from typing import Any, NamedTuple, Self, TypeVar
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from rollstream.eventlog.http.http_json import HttpAnswer, HttpServer, TryAgainError, retry_after, shown
-from rollstream.producers.gateway.marks import IDEMPOTENCY_KEY, address_file, token_file
+from rollstream.producers.gateway.marks import ENDED, IDEMPOTENCY_KEY, address_file, token_file
 from rollstream.producers.rollout.reply import TurnsExhausted
 from rollstream.schemas.errors import (
     ConfigError,
@@ -238,9 +238,15 @@ class GatewayClient:
     async def claim(self, wait_s: float = 30.0, *, idempotency_key: str = "") -> RemoteRollout | None:
         """The next rollout that nobody plays, None if there is none within `wait_s` (0 to 600).
 
-        Who claims again under the same key gets the same rollout again. Raises GatewayError.
+        Who claims again under the same key gets the same rollout again. One that ends while it is claimed is passed
+        over, and the time begins again. Raises GatewayError.
         """
-        given = await self._requests.post("/rollouts", {"wait_s": float(wait_s)}, idempotency_key, for_s=wait_s)
+        try:
+            given = await self._requests.post("/rollouts", {"wait_s": float(wait_s)}, idempotency_key, for_s=wait_s)
+        except GatewayError as refused:
+            if refused.code != ENDED:
+                raise
+            return await self.claim(wait_s, idempotency_key=idempotency_key)
         if given is None:
             return None
         claimed = _read(_Claimed, given)

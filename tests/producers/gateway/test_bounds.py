@@ -12,6 +12,7 @@ from rollstream.producers.engines.base import Engine
 from rollstream.producers.gateway import played
 from rollstream.producers.gateway.listener import RolloutGateway
 from rollstream.producers.gateway.marks import Mark, RememberedCalls
+from rollstream.producers.gateway.played import CLAIM
 from rollstream.producers.openai.requests import Refusal
 from rollstream.schemas.services import GatewaySection
 from tests.producers.conftest import scripted, task_of
@@ -25,12 +26,15 @@ async def gateway_of(folder: Path):
         yield gateway, engine
 
 
-def opened(gateway: RolloutGateway, engine: Engine, index: int, **settings: Any) -> "asyncio.Task[None]":
-    """A rollout that is played outside."""
+def opened(
+    gateway: RolloutGateway, engine: Engine, index: int, *, before_claim: Any = None, **settings: Any
+) -> "asyncio.Task[None]":
+    """A rollout that is played outside. `before_claim`: awaited before the log has the claim."""
     counter = itertools.count(1000)
 
     async def emit(encoded: Encoded) -> None:
-        return None
+        if before_claim is not None and CLAIM.encode() in encoded.value:
+            await before_claim()
 
     task = task_of("gateway", index=index, **settings)
     asked: dict[str, Any] = {"member": 0, "attempt": 0, "is_last": False, "emit": emit, "gateway": gateway}
@@ -80,6 +84,28 @@ def test_rollouts_that_nobody_claims_leave_nothing_behind(tmp_path):
             assert gateway.num_claimable == 0
 
     asyncio.run(scenario())
+
+
+def test_a_claim_at_the_moment_of_the_rollouts_timeout_is_told_so_and_the_next_one_gets_the_next_rollout(tmp_path):
+    async def scenario() -> None:
+        async with gateway_of(tmp_path) as (gateway, engine):
+            late = opened(gateway, engine, 0, rollout_timeout_s=0.5, before_claim=asyncio.Event().wait)
+            async with outside(tmp_path / "w") as one:
+                body, mark = {"wait_s": 5.0}, {"Idempotency-Key": "claim"}
+                refused = await one.post(f"{one.url}/rollouts", body, key=one.token, status=409, **mark)
+                assert refused["error"]["code"] == "rollout_ended"
+                assert refused["error"]["message"].endswith(
+                    "has ended by its timeout while it was claimed; claim again"
+                )
+                await late
+                following = opened(gateway, engine, 1)
+                claimed = await one.claim()
+                assert claimed["rollout_id"].startswith("run-1/rl/e00000/t00001")
+                await one.reward(1.0)
+                await one.end()
+            await following
+
+    asyncio.run(asyncio.wait_for(scenario(), 20))
 
 
 def test_claims_that_wait_under_one_key_get_one_rollout(tmp_path):
