@@ -22,7 +22,7 @@ from rollstream.producers.slots import Pace, Slots
 from rollstream.producers.worker import RolloutWorker
 from rollstream.schemas.errors import first_error
 from rollstream.schemas.permissions import Permissions
-from rollstream.schemas.services import ProducerSettings, in_workspace
+from rollstream.schemas.services import GatewaySection, ProducerSettings, in_workspace
 from rollstream.schemas.users_code import import_module
 
 logger = logging.getLogger(__name__)
@@ -66,13 +66,14 @@ async def run(settings: ProducerSettings, log: EventLog, engine: Engine) -> None
     follower = WeightFollower(log, artifacts, engine, engine_id=settings.name, permissions=permissions)
     pace = Pace(settings.pace, engine.version)
     gateway = RolloutGateway(
-        settings.gateway,
+        settings.gateway or GatewaySection(),
         engine,
         workspace=settings.workspace,
         name=settings.name,
         is_over=lambda rollout_id: worker.is_over(rollout_id),
         may_have_begun=lambda rollout_id: worker.may_have_begun(rollout_id),
         behind_s=pace.retry_after_s,
+        is_listening_at_once=settings.gateway is not None,
     )
     producer = WorkerContext(
         opponents=OpponentWeights(log, artifacts, engine, permissions=permissions),

@@ -303,8 +303,9 @@ class ProducerSettings(ServiceSettings):
     """After so long without a heartbeat its partitions go to another process."""
     modules: tuple[str, ...] = ()
     """Python modules to import first: users' environments and rewards."""
-    gateway: GatewaySection = Field(default_factory=GatewaySection)
-    """Where programs outside play rollouts; served from the first such rollout on."""
+    gateway: GatewaySection | None = None
+    """Where programs outside play rollouts; it listens from the start. None: on 127.0.0.1 from the first such rollout
+    on."""
     pace: PaceSettings | None = None
     """Start no more groups than the learner's lag and speed leave time for; None: as their weight version is there."""
     runs: tuple[str, ...] = ()

@@ -53,7 +53,14 @@ TRUST = click.option(
     "by spaces.",
 )
 def serve(service: str, name: str | None, settings: str | None, allow: tuple[str, ...]) -> None:
-    """Run one long-running service until SIGTERM or Ctrl-C."""
+    """Run one long-running service until SIGTERM or Ctrl-C.
+
+    \b
+    gateway  answers OpenAI's and Anthropic's APIs. Settings with model_group: with that group's newest weights,
+             and records nothing. Settings with the section "gateway": it is a producers process, listens from its
+             start, and records the rollouts of the tasks that it gets, which agents claim and play.
+    endpoint is the gateway that records nothing.
+    """
     from rollstream.harness.services import serving
 
     _configure_logging()
@@ -61,9 +68,10 @@ def serve(service: str, name: str | None, settings: str | None, allow: tuple[str
     if service == "broker":
         _serve_broker(Path(os.environ.get("ROLLSTREAM_WORKSPACE", ".rollstream")))
         return
-    found = serving.settings_of(service, name, given, os.environ)
+    meant = serving.recording(service, given)
+    found = serving.settings_of(meant, name or serving.name_of(service, given), given, os.environ)
     conceal_variables(variables_in([*found.allow, found.artifact_uri]) | _of_engine(found))
-    serving.serve(service, found)
+    serving.serve(meant, found)
 
 
 def _of_engine(settings: "ServiceSettings") -> frozenset[str]:

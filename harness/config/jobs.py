@@ -278,7 +278,7 @@ def services_of(
             max_concurrent_rollouts=builder.max_concurrent_rollouts,
             pace=builder.pace(config.adapter.max_staleness),
             tick_interval_s=builder.tick_interval_s,
-            gateway=builder.gateway.of_process(number),
+            gateway=builder.gateway.of_process(number) if "gateway" in builder.model_fields_set else None,
             modules=builder.modules,
             runs=() if run_id is None else (run_id,),
         )

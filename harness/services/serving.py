@@ -84,7 +84,7 @@ def settings_of(
     values |= given
     own = own_block(Path(values["workspace"]), str(values.get("bootstrap_servers")))
     values["kafka"] = merged(own, expanded(from_environment(environ), environ), _section(values.get("kafka")))
-    values["name"] = name or values.get("name") or f"{service}-1"
+    values["name"] = name or name_of(service, values)
     values.setdefault("artifact_uri", str(Path(values["workspace"]).absolute() / "artifacts"))
     try:
         settings = KINDS[service].model_validate(values)
@@ -94,6 +94,28 @@ def settings_of(
         remedy = f" (set {FROM_ENVIRONMENT[key]})" if key in FROM_ENVIRONMENT else ""
         raise ConfigError(f"serve {service}: {key}: {message.lower()}{remedy}") from error
     return settings
+
+
+def name_of(service: str, given: Mapping[str, Any]) -> str:
+    """The name of a process whose command has none."""
+    return given.get("name") or f"{service}-1"
+
+
+def recording(service: str, given: Mapping[str, Any]) -> str:
+    """The service that is meant: a gateway with the section `gateway` records rollouts, as producers do.
+
+    Raises ConfigError for settings of which neither kind of gateway could be made.
+    """
+    if service != "gateway":
+        return service
+    if "gateway" in given and "model_group" in given:
+        raise ConfigError("serve gateway: either model_group, or gateway to record rollouts; remove one of them")
+    if "gateway" not in given and "model_group" not in given:
+        raise ConfigError(
+            "serve gateway: set model_group to answer without recording, or gateway (an object, which may be empty) "
+            "to record the rollouts that agents play"
+        )
+    return "producers" if "gateway" in given else service
 
 
 def _section(found: Any) -> dict[str, Any]:

@@ -1,7 +1,7 @@
 """The gateway of a producers process: rollouts that are open to programs outside, and the routes by which they play.
 
 A rollout is named by the URL's path (`/rollouts/ID/v1/...`), by its own key, or by the header `X-Rollout-Id` beside the
-token of the gateway. It listens from the first rollout on that is opened, on 127.0.0.1 unless set otherwise.
+token of the gateway. It listens from the start if it is set, else from the first rollout on that is opened.
 """
 
 import asyncio
@@ -84,12 +84,14 @@ class RolloutGateway(Routes):
         is_over: Callable[[str], bool] = lambda rollout_id: False,
         may_have_begun: Callable[[str], bool] = lambda rollout_id: False,
         behind_s: Callable[[], int | None] = lambda: None,
+        is_listening_at_once: bool = False,
     ) -> None:
         """`is_over`: whether a rollout that had been opened, maybe by another process, has ended by the log.
         `may_have_begun`: whether one that the token's bearer names has begun by the log, or that is not known yet.
         `behind_s`: seconds after which the learner may have room for rollouts that are held back; None: none are.
         """
         self._behind_s = behind_s
+        self._is_listening_at_once = is_listening_at_once
         super().__init__(KeyLimits(settings.requests_per_minute, settings.calls_per_key))
         self._settings = settings
         self._engine = engine
@@ -110,8 +112,10 @@ class RolloutGateway(Routes):
         self._keys = RolloutKeys("")
 
     async def __aenter__(self) -> "RolloutGateway":
-        """After a process that was killed while it listened: its agents ask again."""
-        if _recorded(address_file(self._workspace, self._name)).get("pid"):
+        """Also after a process that was killed while it listened: its agents ask again. Raises RollstreamError if it
+        has to listen and cannot.
+        """
+        if self._is_listening_at_once or _recorded(address_file(self._workspace, self._name)).get("pid"):
             await self._listen()
         return self
 
@@ -182,11 +186,11 @@ class RolloutGateway(Routes):
 
     async def _take_port(self, wanted: int) -> int:
         try:
-            return await self._stack.enter_async_context(listening(self, self._settings.host, wanted))
+            return await self._stack.enter_async_context(listening(self, self._settings.host, wanted, "gateway"))
         except RollstreamError:
             if self._settings.port or not wanted:
                 raise
-        return await self._stack.enter_async_context(listening(self, self._settings.host, 0))
+        return await self._stack.enter_async_context(listening(self, self._settings.host, 0, "gateway"))
 
     def add_routes(self, router: web.UrlDispatcher, prefix: str = "") -> None:
         """The routes of the APIs, with the rollout in the path and without, and those of rollouts."""

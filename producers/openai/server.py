@@ -191,8 +191,10 @@ class Endpoint(Routes):
 
 
 @asynccontextmanager
-async def listening(endpoint: Routes, host: str, port: int) -> AsyncIterator[int]:
-    """Serve while inside; gives the port taken. Raises RollstreamError if the port cannot be had."""
+async def listening(endpoint: Routes, host: str, port: int, section: str = "endpoint") -> AsyncIterator[int]:
+    """Serve while inside; gives the port taken. Raises RollstreamError, which names the `section` of the settings, if
+    the port cannot be had.
+    """
     runner = web.AppRunner(
         endpoint.application(), access_log=None, handler_cancellation=True, shutdown_timeout=2.0, keepalive_timeout=600
     )
@@ -202,16 +204,16 @@ async def listening(endpoint: Routes, host: str, port: int) -> AsyncIterator[int
         try:
             await site.start()
         except OSError as error:
-            raise port_in_use(host, port, error) from error
+            raise port_in_use(host, port, error, section) from error
         yield int(runner.addresses[0][1])
     finally:
         await runner.cleanup()
 
 
-def port_in_use(host: str, port: int, error: OSError) -> RollstreamError:
+def port_in_use(host: str, port: int, error: OSError, section: str = "endpoint") -> RollstreamError:
     """The error of a port that cannot be had."""
     reason = error.strerror or str(error)
-    return RollstreamError(f"endpoint: port {port} of {host} cannot be used ({reason}); set another endpoint.port")
+    return RollstreamError(f"{section}: port {port} of {host} cannot be used ({reason}); set another {section}.port")
 
 
 def _min_version(request: web.Request) -> int:

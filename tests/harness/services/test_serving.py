@@ -9,13 +9,14 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from rollstream.eventlog.broker.broker import find_running
 from rollstream.eventlog.broker.credentials import environment
 from rollstream.harness.services.liveness import beat, read_sign, read_signs
-from rollstream.harness.services.serving import settings_of
+from rollstream.harness.services.serving import recording, settings_of
 from rollstream.schemas.errors import ConfigError
 from rollstream.schemas.kafka import KafkaSettings
 from rollstream.schemas.services import EndpointSettings, ProducerSettings
@@ -48,6 +49,33 @@ def test_the_gateway_is_the_endpoint_under_either_name() -> None:
     found = [settings_of(service, "g-1", given, {}) for service in ("gateway", "endpoint")]
     assert found[0] == found[1]
     assert isinstance(found[0], EndpointSettings)
+
+
+@pytest.mark.parametrize(
+    ("service", "given", "meant"),
+    [
+        ("gateway", {"model_group": "run-1/policy"}, "gateway"),
+        ("gateway", {"gateway": {}}, "producers"),
+        ("endpoint", {"model_group": "run-1/policy"}, "endpoint"),
+        ("producers", {}, "producers"),
+    ],
+)
+def test_a_gateway_with_a_section_of_its_own_is_a_producers_process(
+    service: str, given: dict[str, Any], meant: str
+) -> None:
+    assert recording(service, given) == meant
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({}, "serve gateway: set model_group to answer without recording, or gateway"),
+        ({"gateway": {}, "model_group": "run-1/policy"}, "serve gateway: either model_group, or gateway"),
+    ],
+)
+def test_a_gateway_that_could_be_neither_kind_is_told_what_to_set(given: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        recording("gateway", given)
 
 
 def test_an_unknown_setting_is_named() -> None:
