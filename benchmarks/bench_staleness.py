@@ -31,8 +31,8 @@ from rollstream.learner.model.optimizer import make_optimizer
 from rollstream.learner.model.policy import PolicyModel, make_deterministic
 from rollstream.learner.model.step import train_batch
 from rollstream.learner.tiny_model import make_tiny_model
-from rollstream.schemas.algorithm_settings import OffPolicySettings
 from rollstream.schemas.algorithms import GrpoSettings
+from rollstream.schemas.policy_gradient import OffPolicySettings
 from rollstream.schemas.settings import JobSettings, ModelSettings, OptimizerSettings
 
 NUM_TASKS, NUM_GENERATIONS, LENGTH, NUM_CLASSES = 8, 8, 4, 4

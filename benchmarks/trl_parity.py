@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 
 from benchmarks.trl_losses import (
     GROUP,
@@ -39,6 +40,7 @@ from benchmarks.trl_losses import (
     sft,
     tokenizer_of,
 )
+from rollstream.learner.algorithms import off_policy
 from rollstream.learner.algorithms.advantages import overlong_penalty
 from rollstream.learner.algorithms.base import Algorithm, BatchView, Counts, Member, Normaliser, Prepared, Row
 from rollstream.learner.algorithms.table import algorithm
@@ -48,7 +50,7 @@ from rollstream.learner.model.optimizer import make_optimizer
 from rollstream.learner.model.policy import PolicyModel, Reference, make_deterministic
 from rollstream.learner.model.step import train_batch
 from rollstream.learner.tiny_model import make_tiny_model
-from rollstream.schemas.algorithm_settings import AlgorithmSettings, OffPolicySettings, OverlongSettings
+from rollstream.schemas.algorithm_settings import AlgorithmSettings
 from rollstream.schemas.algorithms import (
     CispoSettings,
     DpoSettings,
@@ -62,10 +64,13 @@ from rollstream.schemas.algorithms import (
 )
 from rollstream.schemas.events.rollouts import Completion
 from rollstream.schemas.permissions import NOTHING
+from rollstream.schemas.policy_gradient import OffPolicySettings, OverlongSettings
 from rollstream.schemas.settings import JobSettings, ModelSettings, OptimizerSettings
 
 LIMIT = 1e-5
 PRECISE = 1e-12
+MASK_THRESHOLD = 0.05
+"""Of off-policy sequence masking: some answers of negative advantage are above it, and some below."""
 
 
 @dataclass(frozen=True)
@@ -189,8 +194,9 @@ def corrections() -> list[Case]:
     found: list[Case] = []
     for level in ("token", "sequence"):
         for mode in ("truncate", "mask"):
-            for low, high in ((None, 1.5), (0.5, 1.2)):
-                off = OffPolicySettings(level=level, mode=mode, clip_min=low, clip_max=high)  # pyright: ignore[reportArgumentType]
+            for low, high in ((None, 1.5), (0.5, 1.2), (0.8, None)):
+                named = {"mode": f"{level}_{mode}", "clip_min": low, "clip_max": high}
+                off = OffPolicySettings.model_validate(named)
                 options = {
                     "vllm_importance_sampling_mode": f"{level}_{mode}",
                     "vllm_importance_sampling_clip_min": low,
@@ -209,6 +215,30 @@ def corrections() -> list[Case]:
     why = "TRL takes the correction into the sequence's ratio; ours weighs tokens, as with every other loss"
     found.append(Case(VespoSettings(off_policy=off), "GRPOTrainer vespo", theirs, "off_policy", differs=why))
     return found
+
+
+def masks() -> list[Case]:
+    """Off-policy sequence masking, alone and beside what else counts."""
+    key: dict[str, Any] = {"off_policy_mask_threshold": MASK_THRESHOLD}
+    off = OffPolicySettings(level="token", mode="truncate", clip_max=1.5)
+    named = {"vllm_importance_sampling_mode": "token_truncate", "vllm_importance_sampling_clip_max": 1.5}
+    sequence: dict[str, Any] = {"importance_sampling_level": "sequence", "loss_type": "grpo"}
+    wide: dict[str, Any] = {"epsilon": 0.9, "epsilon_high": 0.9}
+    own_wide: dict[str, Any] = {"clip_low": 0.9, "clip_high": 0.9}
+    name = "off_policy_mask_threshold"
+    return [
+        Case(GrpoSettings(**own_wide, **key), "GRPOTrainer dapo, masked", grpo(loss_type="dapo", **wide, **key), name),
+        Case(GrpoSettings(**own_wide, **key, kl_coefficient=0.04), "GRPOTrainer bnpo, masked, beta",
+             grpo(loss_type="bnpo", **PLAIN_KL, **wide, **key), f"{name}, KL penalty"),
+        Case(GrpoSettings(**own_wide, **key, off_policy=off), "GRPOTrainer dapo, masked, token_truncate",
+             grpo(vllm=True, loss_type="dapo", **wide, **key, **named), f"{name}, off_policy"),
+        Case(GspoSettings(**own_wide, **key), "GRPOTrainer grpo, masked, sequence",
+             grpo(**wide, **key, **sequence), name),
+        Case(CispoSettings(clip_high=0.2, **key), "GRPOTrainer cispo, masked",
+             grpo(loss_type="cispo", epsilon_high=1.2, **key), name),
+        Case(SapoSettings(**key), "GRPOTrainer sapo, masked", grpo(loss_type="sapo", **key), name),
+        Case(VespoSettings(**key), "GRPOTrainer vespo, masked", grpo(loss_type="vespo", **key), name),
+    ]  # fmt: skip
 
 
 def ratios() -> list[Case]:
@@ -331,6 +361,29 @@ def overlong() -> dict[str, Any]:
     return {**row, "loss": error, "gradient": None, "equal": error <= LIMIT}
 
 
+def sequence_masks(num: int = 4096) -> dict[str, Any]:
+    """Off-policy sequence masking itself, on random sequences and thresholds; the loss is the share that differs."""
+    import trl  # pyright: ignore[reportMissingImports] -- of .venv-bench
+
+    torch.manual_seed(0)
+    lengths = torch.randint(1, 17, (num,))
+    mask = torch.arange(16)[None] < lengths[:, None]
+    current, sampling = torch.randn(num, 16, dtype=torch.float64) * 0.3 - 2, torch.randn(num, 16, dtype=torch.float64)
+    sampling, advantages = sampling * 0.3 - 1.9, torch.randn(num, dtype=torch.float64).round(decimals=1)
+    rows = torch.arange(num)[:, None].expand(num, 16)[mask]
+    columns = [current[mask], torch.zeros(len(rows)), sampling[mask], advantages[rows]]
+    tokens = TokenBatch(*columns, rows_N=rows, lengths_B=tuple(lengths.tolist()))
+    wrong = kept = 0
+    for threshold in (0.01, 0.1, 0.5):
+        keeps = trl.GRPOTrainer.get_off_policy_mask(advantages[:, None], current, sampling, mask, threshold)
+        own = off_policy.masked(tokens, threshold)[0].advantages_N
+        wrong += int((own != columns[3] * keeps[:, 0][rows]).sum())
+        kept += int(keeps.sum())
+    assert 0 < kept < 3 * num, "some are masked, and some are not"
+    row = {"algorithm": "grpo", "options": "off_policy_mask_threshold", "trl": "GRPOTrainer.get_off_policy_mask"}
+    return {**row, "loss": wrong / (3 * len(rows)), "gradient": None, "equal": wrong == 0}
+
+
 def main() -> None:
     """Print and keep the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -346,13 +399,13 @@ def main() -> None:
     rows: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as kept:
         inputs = made_inputs(Path(kept))
-        for case in [*ratios(), *corrections(), *imitations()]:
+        for case in [*ratios(), *corrections(), *masks(), *imitations()]:
             if args.only in case.function:
                 rows.append(compared(case, inputs))
                 print(
                     {name: rows[-1][name] for name in ("algorithm", "options", "trl", "loss", "gradient")}, flush=True
                 )
-    rows.append(overlong())
+    rows += [overlong(), sequence_masks()]
     import importlib.metadata
 
     versions = {name: importlib.metadata.version(name) for name in ("torch", "transformers", "trl")}

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from itertools import combinations
 from typing import Any, ClassVar, Literal, NamedTuple, Protocol, Self, TypeVar, cast, get_origin
 
-from pydantic import Field, FiniteFloat, JsonValue, model_validator
+from pydantic import Field, JsonValue, model_validator
 
 from rollstream.schemas.base import Settings, added
 
@@ -18,17 +18,6 @@ T = TypeVar("T")
 JobKind = Literal["rl", "sft", "dpo"]
 PREFERENCES: Literal["dpo"] = "dpo"
 """Kind of the jobs that train on pairs, whatever their algorithm is called."""
-Advantage = Literal[
-    "group_std", "group_mean", "leave_one_out", "max_rl", "gdpo", "batch_std", "batch_mean", "reinforce_pp_baseline",
-    "per_agent", "hierarchical", "rae", "none"
-]  # fmt: skip
-BATCH_WIDE = frozenset({"batch_std", "batch_mean"})
-"""Estimators for which a whole batch is one group (a global baseline, as in REINFORCE++, arXiv 2501.03262)."""
-TRAINS_ON_FLAT_GROUPS = BATCH_WIDE | {"hierarchical", "rae", "gdpo", "none"}
-"""Estimators by which a group of equal rewards may have advantages."""
-_OF_STEPS = {"leave_one_out": "group_mean", "rae": "per_agent", "gdpo": "group_std", "max_rl": "group_std",
-             "reinforce_pp_baseline": "group_std"}  # fmt: skip
-"""Estimators of totals alone, and what to use for the rewards of steps."""
 DEFAULT = "grpo"
 CONTEXT_KEY = re.compile(r"\{(\w+)\}")
 """Where a context names a key of the task's inputs."""
@@ -111,130 +100,6 @@ class AlgorithmSettings(Settings):
     def unused(self) -> dict[str, tuple[str, ...]]:
         """Keys that were given in vain, by the reason why they change nothing."""
         return {}
-
-
-class OffPolicySettings(Settings):
-    """Correction for tokens that another policy sampled than the proximal one, before the batch's first optimizer step.
-
-    The loss's ratio is then that to the proximal policy, and its tokens weigh w, the ratio of the proximal policy to
-    the one that sampled: decoupled PPO (arXiv 2110.00641, equation 6), with TRL's modes and defaults.
-    """
-
-    level: Literal["token", "sequence"] = "sequence"
-    """w of each token, or the product of a sequence's tokens for all of them."""
-    mode: Literal["truncate", "mask"] = "mask"
-    """Beyond a bound w becomes the bound (truncate) or 0 (mask)."""
-    clip_min: float | None = Field(default=None, ge=0)
-    """Lower bound of w; None: there is none. IcePop (arXiv 2510.18855) masks tokens outside 0.5 to 5."""
-    clip_max: float = Field(default=3.0, gt=0)
-    reject: Literal["k1", "k2", "k3"] | None = None
-    """Leave a sequence out by its mean estimate of the KL divergence between the two policies."""
-    reject_above: float = Field(default=0.1, gt=0)
-    """That mean, from which on a sequence is left out."""
-
-    @model_validator(mode="after")
-    def _bounds_are_in_order(self) -> Self:
-        if self.clip_min is not None and self.clip_min >= self.clip_max:
-            raise ValueError(f"clip_min {self.clip_min:g} is not below clip_max {self.clip_max:g}")
-        return self
-
-
-class OverlongSettings(Settings):
-    """DAPO's soft overlong punishment (arXiv 2503.14476, equation 13)."""
-
-    max_length: int = Field(ge=1)
-    """Completion tokens of a rollout from which on 1 is subtracted from its reward."""
-    buffer: int = Field(ge=1)
-    """Over so many tokens before that, what is subtracted grows from 0 to 1."""
-
-    @model_validator(mode="after")
-    def _buffer_fits(self) -> Self:
-        if self.buffer > self.max_length:
-            raise ValueError(f"buffer {self.buffer} is longer than max_length {self.max_length}")
-        return self
-
-
-class PolicyGradientSettings(AlgorithmSettings):
-    """Of an algorithm that weighs tokens by the advantages of their rollouts. Derive from it for another one."""
-
-    advantage: Advantage = "group_std"
-    """group_*, leave_one_out: compared with the rollouts of the same task; batch_*: with all of the batch, so that one
-    rollout a task is enough. All compare trajectories of the same agent; per_agent is group_std by the name of Dr. MAS
-    (arXiv 2602.08847). hierarchical: agents that differ by a number at the end of their names (solver_1, solver_2) are
-    compared within their rollout, all others as by group_std. rae: with the agent's own moving average (SPIRAL,
-    arXiv 2506.24119), which goes on from batch to batch. max_rl: by the task's mean reward in place of the deviation
-    (arXiv 2602.02710). gdpo: each of several rewards is normalised by itself first (arXiv 2601.05242).
-    reinforce_pp_baseline: less the task's mean, then by the deviation of the batch (arXiv 2501.03262). none: the
-    reward as it is.
-    """
-    reward_weights: dict[str, FiniteFloat] = added({})
-    """gdpo: weight by reward name; of one that is not named: 1."""
-    rae_decay: float = added(0.95, ge=0, lt=1)
-    """Of that moving average: what is left of it after one more trajectory."""
-    step_rewards: Literal["total", "process"] = added("total")
-    """total: one advantage for all tokens of a member, from the sum of its rewards; process: process supervision, in
-    which a token answers for the rewards of its own step and of those after it. Groups of equal sums are left out of
-    batches all the same, unless `drop_zero_variance` is off.
-    """
-    step_discount: float = added(1.0, gt=0, le=1)
-    """process: factor of a later reward for each step that it is later. It is gamma times lambda of generalised
-    advantage estimation (GAE, arXiv 1506.02438, equation 16): without a critic only their product counts.
-    """
-    aggregation: Literal["tokens", "sequences", "constant"] = added("tokens")
-    """The mean of a mini-batch's token losses over its tokens (DAPO, BNPO), over sequences of their means (GRPO), or
-    their sum over sequences times `aggregation_length` (Dr. GRPO, arXiv 2503.20783).
-    """
-    aggregation_length: int | None = added(None, ge=1)
-    off_policy: OffPolicySettings | None = added(None)
-    entropy_coefficient: float = Field(default=0.0, ge=0)
-    mask_truncated: bool = added(False)
-    """Do not train completions that ended at the token limit (finish_reason `length`)."""
-    truncation_penalty: float = added(0.0, ge=0)
-    """Subtracted from the reward of a member that has such a completion, before advantages are computed.
-    Groups of equal rewards are rejected before; a new run that would is refused.
-    """
-    overlong: OverlongSettings | None = added(None)
-    """Subtracted likewise, by length."""
-
-    @model_validator(mode="after")
-    def _estimator_fits_steps(self) -> Self:
-        other = _OF_STEPS.get(self.advantage)
-        if self.step_rewards == "process" and other:
-            raise ValueError(f"advantage {self.advantage} compares totals, not steps; use {other} for step rewards")
-        if self.advantage == "gdpo" and (self.truncation_penalty or self.overlong):
-            why = "knows rewards by name, from which truncation_penalty and overlong are not subtracted"
-            raise ValueError(f"advantage gdpo {why}; remove them, or choose another advantage")
-        if (self.aggregation == "constant") != (self.aggregation_length is not None):
-            raise ValueError("aggregation constant and aggregation_length belong together; give both or neither")
-        return self
-
-    @property
-    def needs(self) -> Needs:
-        """Behaviour log-probabilities; step rewards and groups of equal rewards as the advantages say."""
-        return Needs(
-            behaviour=True,
-            proximal=self.off_policy is not None,
-            entropy=self.entropy_coefficient > 0,
-            step_rewards=self.step_rewards == "process",
-            flat_groups=self.advantage in TRAINS_ON_FLAT_GROUPS,
-        )
-
-    def for_run(self, *, num_generations: int, temperature: float) -> Self:
-        """One rollout a task has nothing to compare with but the batch."""
-        chosen = super().for_run(num_generations=num_generations, temperature=temperature)
-        is_open = self.advantage == "group_std" and "advantage" not in self.model_fields_set
-        return chosen.model_copy(update={"advantage": "batch_std"}) if num_generations == 1 and is_open else chosen
-
-    def unused(self) -> dict[str, tuple[str, ...]]:
-        """Keys of an estimator that is not chosen."""
-        found = super().unused()
-        if self.advantage != "rae" and "rae_decay" in self.model_fields_set:
-            found = {**found, f"advantage is {self.advantage}": ("rae_decay",)}
-        if self.advantage != "gdpo" and self.reward_weights:
-            found = {**found, f"advantage is {self.advantage}, not gdpo": ("reward_weights",)}
-        if self.step_rewards == "total" and self.step_discount != 1:
-            found = {**found, "step_rewards is total": ("step_discount",)}
-        return found
 
 
 class PairSettings(AlgorithmSettings):

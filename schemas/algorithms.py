@@ -16,13 +16,13 @@ from rollstream.schemas.algorithm_settings import (
     DistillationSettings,
     Needs,
     PairSettings,
-    PolicyGradientSettings,
 )
 from rollstream.schemas.base import added
-from rollstream.schemas.clipped_algorithms import (
+from rollstream.schemas.policy_gradient import (
     ClippedSettings,
     GdpoSettings,
     MaxRlSettings,
+    PolicyGradientSettings,
     PpoSettings,
     RaeSettings,
     ReinforcePpSettings,

@@ -26,9 +26,9 @@ from rollstream.harness.services.engine_checks import check_vllm
 from rollstream.harness.services.optional_dependencies import check_learner, check_quantized
 from rollstream.producers.league.draw import check_league
 from rollstream.schemas import ids
-from rollstream.schemas.algorithm_settings import PolicyGradientSettings
 from rollstream.schemas.config import RunConfig
 from rollstream.schemas.errors import ConfigError, describe
+from rollstream.schemas.policy_gradient import PolicyGradientSettings
 from rollstream.schemas.services import LOOPBACK, EndpointSection, OpenAISettings
 from rollstream.schemas.settings import JobSpec
 from rollstream.schemas.users_code import import_module

@@ -6,7 +6,7 @@ from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from rollstream.learner.algorithms.base import Algorithm, BatchView, Member, Normaliser, PerToken, Prepared
-from rollstream.schemas.algorithm_settings import BATCH_WIDE, Advantage, OverlongSettings, PolicyGradientSettings
+from rollstream.schemas.policy_gradient import BATCH_WIDE, Advantage, OverlongSettings, PolicyGradientSettings
 
 EPSILON = 1e-6
 

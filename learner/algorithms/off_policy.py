@@ -1,12 +1,14 @@
-"""Tokens that another policy sampled than the proximal one: their weights and masks, and how far the two are apart."""
+"""Tokens that another policy sampled than the one that is trained: weights, masks, and how far the two are apart."""
 
+import math
 from collections.abc import Mapping
 
 import torch
 from torch import Tensor
 
 from rollstream.learner.algorithms.tokens import MAX_LOG_RATIO, TokenBatch
-from rollstream.schemas.algorithm_settings import OffPolicySettings
+from rollstream.schemas.algorithm_settings import AlgorithmSettings
+from rollstream.schemas.policy_gradient import OffPolicySettings, PolicyGradientSettings
 
 PREFIX = "off_policy/"
 MISMATCH, DRIFT = "mismatch/", "drift/"
@@ -14,6 +16,19 @@ MISMATCH, DRIFT = "mismatch/", "drift/"
 MAX_MISMATCH = 0.01
 """KL divergence (k3, nats a token) above which engine and learner are said to differ at one version: float32 engines
 stay below 1e-6, bfloat16 ones usually below 1e-3."""
+
+
+def applied(tokens: TokenBatch, settings: AlgorithmSettings) -> tuple[TokenBatch, dict[str, Tensor]]:
+    """The tokens `masked` and `corrected` as the settings of their algorithm say; and sums."""
+    sums: dict[str, Tensor] = {}
+    if not isinstance(settings, PolicyGradientSettings):
+        return tokens, sums
+    if settings.off_policy_mask_threshold is not None:  # before the proximal policy takes the sampling one's place
+        tokens, sums = masked(tokens, settings.off_policy_mask_threshold)
+    if settings.off_policy is not None:
+        tokens, seen = corrected(tokens, settings.off_policy)
+        sums = sums | seen
+    return tokens, sums
 
 
 @torch.no_grad()
@@ -30,8 +45,9 @@ def corrected(tokens: TokenBatch, settings: OffPolicySettings) -> tuple[TokenBat
         level_N = log_w_N
     w_N = level_N.exp()
     low = 0.0 if settings.clip_min is None else settings.clip_min
-    is_out_N = (w_N < low) | (w_N > settings.clip_max)
-    bounded_N = w_N.clamp(low, settings.clip_max)
+    high = math.inf if settings.clip_max is None else settings.clip_max
+    is_out_N = (w_N < low) | (w_N > high)
+    bounded_N = w_N.clamp(low, high)
     weights_N = torch.where(is_out_N, torch.zeros_like(w_N), w_N) if settings.mode == "mask" else bounded_N
     is_rejected_N = torch.zeros_like(is_out_N)
     if settings.reject is not None:
@@ -50,15 +66,33 @@ def corrected(tokens: TokenBatch, settings: OffPolicySettings) -> tuple[TokenBat
     return tokens._replace(behaviour_N=tokens.proximal_N, weights_N=own), found
 
 
-def metrics(sums: Mapping[str, float], num_tokens: int) -> dict[str, float]:
-    """Of all tokens of a batch, by verl's meanings; none if nothing was corrected.
+@torch.no_grad()
+def masked(tokens: TokenBatch, threshold: float) -> tuple[TokenBatch, dict[str, Tensor]]:
+    """The tokens without the negative advantages of sequences that the current policy holds for much less likely; sums.
 
-    off_policy/weight: mean of w before it is bounded; ess: (sum w)^2 / (N sum w^2), 1 where the policies agree; chi2:
-    mean w^2 - 1, the chi-squared divergence; kl and kl_k3: estimates of KL(behaviour || proximal); clipped, rejected:
-    shares of tokens.
+    DeepSeek-V3.2 (arXiv 2512.02556, equation 9): where A < 0 and the mean over the sequence of log p(sampling) - log
+    p(current) is above the threshold, only the policy gradient is masked: a KL penalty and an entropy bonus stay. A
+    token of a log-ratio beyond MAX_LOG_RATIO counts as that. Normalisers count all tokens.
     """
-    if f"{PREFIX}w" not in sums or not num_tokens:
+    log_w_N = (tokens.logprobs_N - tokens.behaviour_N).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+    is_far_N = tokens.spread(tokens.mean_by_row(_kl(log_w_N, "k1")) > threshold)
+    is_masked_N = is_far_N & (tokens.advantages_N < 0)
+    advantages_N = torch.where(is_masked_N, torch.zeros_like(tokens.advantages_N), tokens.advantages_N)
+    return tokens._replace(advantages_N=advantages_N), {f"{PREFIX}masked": is_masked_N.sum()}
+
+
+def metrics(sums: Mapping[str, float], num_tokens: int) -> dict[str, float]:
+    """Of all tokens of a batch, by verl's meanings; none if nothing was corrected or masked.
+
+    off_policy/masked: share of tokens that `masked` left without a policy gradient. weight: mean of w before it is
+    bounded; ess: (sum w)^2 / (N sum w^2), 1 where the policies agree; chi2: mean w^2 - 1, the chi-squared divergence;
+    kl and kl_k3: estimates of KL(behaviour || proximal); clipped, rejected: shares of tokens.
+    """
+    if not num_tokens:
         return {}
+    masks = {name: sums[name] / num_tokens for name in (f"{PREFIX}masked",) if name in sums}
+    if f"{PREFIX}w" not in sums:
+        return masks
     value = {name: sums[f"{PREFIX}{name}"] for name in ("w", "squared_w", "clipped", "rejected", "k1", "k3")}
     found = {
         "weight": value["w"] / num_tokens,
@@ -69,7 +103,7 @@ def metrics(sums: Mapping[str, float], num_tokens: int) -> dict[str, float]:
         "clipped": value["clipped"] / num_tokens,
         "rejected": value["rejected"] / num_tokens,
     }
-    return {f"{PREFIX}{name}": one for name, one in found.items()}
+    return {f"{PREFIX}{name}": one for name, one in found.items()} | masks
 
 
 @torch.no_grad()

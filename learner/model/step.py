@@ -22,8 +22,8 @@ from rollstream.learner.model.optimizer import learning_rate, set_learning_rate,
 from rollstream.learner.model.policy import PolicyModel, Reference
 from rollstream.learner.model.ranks import whole
 from rollstream.schemas import ids
-from rollstream.schemas.algorithm_settings import PolicyGradientSettings
 from rollstream.schemas.errors import RunFailedError
+from rollstream.schemas.policy_gradient import PolicyGradientSettings
 from rollstream.schemas.settings import JobSettings
 
 logger = logging.getLogger(__name__)
@@ -218,12 +218,10 @@ def _gradients(
             tokens = tokens._replace(proximal_N=logprobs_N.detach())
         if version is not None:
             _add(seen_sums, off_policy.compared(tokens, version), model.device)
-        correction = chosen.off_policy if isinstance(chosen, PolicyGradientSettings) else None
-        if correction is not None:
-            tokens, seen = off_policy.corrected(tokens, correction)
-            _add(seen_sums, seen, model.device)
+        tokens, seen = off_policy.applied(tokens, chosen)
+        _add(seen_sums, seen, model.device)
         found = algorithm.loss(tokens, chosen)
-        if correction is not None:
+        if isinstance(chosen, PolicyGradientSettings) and chosen.off_policy is not None:
             found = corrected_rows(found, tokens)
         share = aggregated(found, tokens, work.normaliser, count, counts)
         (share * 0.0 if batch.is_filler else share).backward()

@@ -15,10 +15,11 @@ from rollstream.learner.model.optimizer import make_optimizer
 from rollstream.learner.model.policy import PolicyModel, Reference, make_deterministic
 from rollstream.learner.model.step import StepResult, train_batch
 from rollstream.learner.tiny_model import make_tiny_model
-from rollstream.schemas.algorithm_settings import AlgorithmSettings, OffPolicySettings, PolicyGradientSettings
+from rollstream.schemas.algorithm_settings import AlgorithmSettings
 from rollstream.schemas.algorithms import BUILT_IN, CustomSettings
 from rollstream.schemas.events.rollouts import Completion, VersionSpan
 from rollstream.schemas.permissions import Permissions
+from rollstream.schemas.policy_gradient import OffPolicySettings, PolicyGradientSettings
 from rollstream.schemas.settings import JobSettings, ModelSettings, OptimizerSettings
 
 OTHERS = ("python:tests.rigs.toy_cispo.Cispo", "python:tests.rigs.toy_gspo.Gspo")
@@ -252,6 +253,27 @@ def test_weights_are_factors_of_token_losses(model_folder: Path, factor: float) 
 
 
 POLICY_GRADIENTS = [name for name, settings in BUILT_IN.items() if issubclass(settings, PolicyGradientSettings)]
+
+
+@pytest.mark.parametrize("name", POLICY_GRADIENTS)
+def test_every_policy_gradient_masks_bad_sequences_that_the_policy_has_left(model_folder: Path, name: str) -> None:
+    case = case_of(name, model_folder)
+    if name == "mix":
+        case = replace(case, settings=case.settings.model_copy(update={"ce": 0.0, "ref_kl": 0.0}))
+    if "clip_low" in type(case.settings).model_fields:  # else what is masked has been clipped before
+        case = replace(case, settings=case.settings.model_copy(update={"clip_low": 0.9}))
+    rows = [replace(row, logprobs=(row.logprobs + 0.3 * row.mask).astype(np.float32)) for row in case.batch.rows]
+    members = [replace(one, reward=one.reward - 0.5) for one in case.batch.members]  # some below 0, for ppo and rae
+    kept = replace(case.batch, rows=rows, members=members)
+    grads, result, _ = case.train(kept, off_policy_mask_threshold=1e9)
+    same, plain, _ = case.train(kept)
+    assert all(value.equal(same[other]) for other, value in grads.items())
+    assert result.metrics == {**plain.metrics, "off_policy/masked": 0.0}
+    masked, result, _ = case.train(kept, off_policy_mask_threshold=1e-9)
+    assert 0 < result.metrics["off_policy/masked"] < 1
+    assert not close(grads, masked)
+    with_both, _, _ = case.train(kept, off_policy_mask_threshold=1e-9, off_policy=OffPolicySettings(clip_max=None))
+    assert all(value.isfinite().all() for value in with_both.values())
 
 
 @pytest.mark.parametrize("name", POLICY_GRADIENTS)

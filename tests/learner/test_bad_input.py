@@ -10,7 +10,6 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from rollstream.schemas import tokens
-from rollstream.schemas.algorithm_settings import OffPolicySettings
 from rollstream.schemas.algorithms import GrpoSettings, GspoSettings, MixSettings, SftSettings
 from rollstream.schemas.events import (
     JobFailed,
@@ -21,6 +20,7 @@ from rollstream.schemas.events import (
     WeightsPublished,
 )
 from rollstream.schemas.events.rollouts import TokenSequence
+from rollstream.schemas.policy_gradient import OffPolicySettings
 from rollstream.schemas.settings import LoraSettings, ModelSettings
 from tests.learner.conftest import Lab
 

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from rollstream.eventlog import codec
-from rollstream.schemas.algorithm_settings import AlgorithmSettings, OffPolicySettings
+from rollstream.schemas.algorithm_settings import AlgorithmSettings
 from rollstream.schemas.algorithms import (
     CispoSettings,
     DppoSettings,
@@ -17,14 +17,15 @@ from rollstream.schemas.algorithms import (
     SapoSettings,
     VespoSettings,
 )
-from rollstream.schemas.clipped_algorithms import (
+from rollstream.schemas.events import JobSucceeded, StepTrained
+from rollstream.schemas.policy_gradient import (
     GdpoSettings,
     MaxRlSettings,
+    OffPolicySettings,
     PpoSettings,
     RaeSettings,
     ReinforcePpSettings,
 )
-from rollstream.schemas.events import JobSucceeded, StepTrained
 from tests.rigs.retrained import assert_retrained, steps_of
 
 ALGORITHMS: list[AlgorithmSettings] = [

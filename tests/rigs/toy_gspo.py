@@ -8,7 +8,7 @@ from pydantic import Field
 from rollstream.learner.algorithms.advantages import PolicyGradient
 from rollstream.learner.algorithms.base import Normaliser
 from rollstream.learner.algorithms.tokens import Losses, log_ratio
-from rollstream.schemas.algorithm_settings import PolicyGradientSettings
+from rollstream.schemas.policy_gradient import PolicyGradientSettings
 
 
 class GspoSettings(PolicyGradientSettings):

@@ -1,7 +1,7 @@
 """GDPO: each of several rewards is normalised within its group, then their weighted sum within the batch."""
 
 from rollstream.learner.algorithms.builtin.grpo import Clipped
-from rollstream.schemas.clipped_algorithms import GdpoSettings
+from rollstream.schemas.policy_gradient import GdpoSettings
 
 
 class Gdpo(Clipped):

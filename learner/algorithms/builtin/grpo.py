@@ -8,7 +8,7 @@ from rollstream.learner.algorithms.advantages import PolicyGradient
 from rollstream.learner.algorithms.base import Counts
 from rollstream.learner.algorithms.tokens import Losses, TokenBatch, log_ratio
 from rollstream.schemas.algorithms import GrpoSettings
-from rollstream.schemas.clipped_algorithms import ClippedSettings
+from rollstream.schemas.policy_gradient import ClippedSettings
 
 
 class Clipped(PolicyGradient):

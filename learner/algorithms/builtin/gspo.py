@@ -8,8 +8,8 @@ import torch
 from rollstream.learner.algorithms.advantages import PolicyGradient
 from rollstream.learner.algorithms.base import BatchView, Counts, Normaliser, Prepared
 from rollstream.learner.algorithms.tokens import Losses, TokenBatch, log_ratio
-from rollstream.schemas.algorithm_settings import PolicyGradientSettings
 from rollstream.schemas.algorithms import GspoSettings
+from rollstream.schemas.policy_gradient import PolicyGradientSettings
 
 
 class Gspo(PolicyGradient):

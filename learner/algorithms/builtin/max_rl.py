@@ -1,7 +1,7 @@
 """MaxRL: rewards less the mean of their task, divided by that mean, so that hard tasks count more."""
 
 from rollstream.learner.algorithms.builtin.grpo import Clipped
-from rollstream.schemas.clipped_algorithms import MaxRlSettings
+from rollstream.schemas.policy_gradient import MaxRlSettings
 
 
 class MaxRl(Clipped):

@@ -9,8 +9,8 @@ import torch
 from rollstream.learner.algorithms.advantages import PolicyGradient
 from rollstream.learner.algorithms.base import BatchView, Counts, PerToken, Prepared
 from rollstream.learner.algorithms.tokens import Losses, TokenBatch, log_ratio
-from rollstream.schemas.algorithm_settings import PolicyGradientSettings
 from rollstream.schemas.algorithms import MixSettings
+from rollstream.schemas.policy_gradient import PolicyGradientSettings
 
 RL, CE, REF_KL = "rl", "ce", "ref_kl"
 

@@ -2,7 +2,7 @@
 
 from rollstream.learner.algorithms.base import BatchView, Prepared
 from rollstream.learner.algorithms.builtin.grpo import Clipped
-from rollstream.schemas.clipped_algorithms import PpoSettings
+from rollstream.schemas.policy_gradient import PpoSettings
 
 
 class Ppo(Clipped):

@@ -1,7 +1,7 @@
 """RAE: a rollout is compared with the moving average of the rewards that its agent got before."""
 
 from rollstream.learner.algorithms.builtin.grpo import Clipped
-from rollstream.schemas.clipped_algorithms import RaeSettings
+from rollstream.schemas.policy_gradient import RaeSettings
 
 
 class Rae(Clipped):

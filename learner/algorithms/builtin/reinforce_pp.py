@@ -9,8 +9,8 @@ from rollstream.learner.algorithms.advantages import EPSILON
 from rollstream.learner.algorithms.base import BatchView, Prepared, Row
 from rollstream.learner.algorithms.builtin.grpo import Clipped
 from rollstream.learner.algorithms.tokens import Losses, TokenBatch
-from rollstream.schemas.clipped_algorithms import ClippedSettings, ReinforcePpSettings
 from rollstream.schemas.errors import RunFailedError
+from rollstream.schemas.policy_gradient import ClippedSettings, ReinforcePpSettings
 
 
 class ReinforcePp(Clipped):

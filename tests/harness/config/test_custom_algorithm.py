@@ -35,7 +35,7 @@ HEAD = """
 from rollstream.learner.algorithms.advantages import PolicyGradient
 from rollstream.learner.algorithms.base import Normaliser, Prepared
 from rollstream.learner.algorithms.tokens import Losses
-from rollstream.schemas.algorithm_settings import PolicyGradientSettings
+from rollstream.schemas.policy_gradient import PolicyGradientSettings
 
 class Mine(PolicyGradient):
     Settings = PolicyGradientSettings

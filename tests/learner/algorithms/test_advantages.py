@@ -11,8 +11,8 @@ from pydantic import ValidationError
 
 from rollstream.learner.algorithms import advantages
 from rollstream.learner.algorithms.base import BatchView, Member, Row
-from rollstream.schemas.algorithm_settings import Advantage, OverlongSettings
 from rollstream.schemas.algorithms import GrpoSettings
+from rollstream.schemas.policy_gradient import Advantage, OverlongSettings
 
 REWARDS = [1.0, 0.0, 0.0, 1.0]
 

@@ -9,8 +9,8 @@ from pydantic import ValidationError
 
 from rollstream.learner.algorithms import off_policy
 from rollstream.learner.algorithms.tokens import TokenBatch
-from rollstream.schemas.algorithm_settings import OffPolicySettings
 from rollstream.schemas.algorithms import GrpoSettings, GspoSettings
+from rollstream.schemas.policy_gradient import OffPolicySettings
 
 LENGTHS = (3, 1, 4)
 ROW_OF = np.repeat(np.arange(3), LENGTHS)
@@ -56,6 +56,53 @@ def test_weights_are_those_of_trls_modes(level: Any, mode: Any, clip_min: float 
     assert metrics["off_policy/kl"] == pytest.approx(-LOG_W.mean())
     assert metrics["off_policy/kl_k3"] == pytest.approx((np.exp(LOG_W) - 1 - LOG_W).mean())
     assert metrics["off_policy/clipped"] == is_out.mean()
+
+
+@pytest.mark.parametrize("level", ["token", "sequence"])
+@pytest.mark.parametrize("mode", ["truncate", "mask"])
+def test_trls_names_of_the_modes_are_read_as_level_and_mode(level: Any, mode: Any) -> None:
+    found = OffPolicySettings.model_validate({"mode": f"{level}_{mode}", "clip_max": None})
+    assert (found.level, found.mode, found.clip_max) == (level, mode, None)
+    assert OffPolicySettings.model_validate({"mode": f"{level}_{mode}", "level": level}).mode == mode
+    other = "token" if level == "sequence" else "sequence"
+    with pytest.raises(ValidationError, match=f"mode {level}_{mode} is of level {level}, not {other}"):
+        OffPolicySettings.model_validate({"mode": f"{level}_{mode}", "level": other})
+
+
+@pytest.mark.parametrize("mode", ["sequence", "sequence_", "token_clip", "row_mask"])
+def test_a_mode_that_is_none_of_trls_is_refused(mode: str) -> None:
+    with pytest.raises(ValidationError, match="Input should be 'truncate' or 'mask'"):
+        OffPolicySettings.model_validate({"mode": mode})
+
+
+@pytest.mark.parametrize("mode", ["token_truncate", "token_mask", "sequence_truncate", "sequence_mask"])
+def test_without_an_upper_bound_only_the_lower_one_counts(mode: str) -> None:
+    settings = OffPolicySettings.model_validate({"mode": mode, "clip_min": 0.5, "clip_max": None})
+    w = np.exp(LOG_W if mode.startswith("token") else of_rows(LOG_W))
+    assert w.max() > 1.4
+    expected = np.where(w < 0.5, 0.0, w) if mode.endswith("mask") else np.maximum(w, 0.5)
+    found, _ = off_policy.corrected(tokens(), settings)
+    assert found.weights_N is not None
+    assert found.weights_N.tolist() == pytest.approx(expected.tolist(), rel=1e-12)
+
+
+def test_sequences_much_less_likely_now_lose_their_negative_advantages() -> None:
+    """Equation 9 of DeepSeek-V3.2, by numpy; the KL divergence is that to the policy that sampled, not the proximal."""
+    means = of_rows(-LOG_W) / np.array(LENGTHS)[ROW_OF]
+    threshold = float(np.sort(np.unique(means))[1:].mean())
+    advantages = np.array([-1.0, 2.0, 0.0, -1.0, -2.0, -1.0, 3.0, -1.0])
+    given = tokens()._replace(advantages_N=torch.tensor(advantages))
+    found, sums = off_policy.masked(given, threshold)
+    is_masked = (means > threshold) & (advantages < 0)
+    assert 0 < is_masked.sum() < (advantages < 0).sum()
+    assert found.advantages_N.tolist() == np.where(is_masked, 0.0, advantages).tolist()
+    assert off_policy.metrics({name: float(value) for name, value in sums.items()}, 8) == {
+        "off_policy/masked": is_masked.mean()
+    }
+    both = GrpoSettings(off_policy_mask_threshold=threshold, off_policy=OffPolicySettings())
+    applied, sums = off_policy.applied(given, both)
+    assert applied.advantages_N.tolist() == found.advantages_N.tolist()
+    assert {"off_policy/masked", "off_policy/w"} <= sums.keys()
 
 
 @pytest.mark.parametrize("estimate", ["k1", "k2", "k3"])

@@ -34,7 +34,10 @@ from rollstream.schemas.algorithms import (
     SftSettings,
     VespoSettings,
 )
-from rollstream.schemas.clipped_algorithms import (
+from rollstream.schemas.errors import RunFailedError
+from rollstream.schemas.events.rollouts import Completion
+from rollstream.schemas.permissions import Permissions
+from rollstream.schemas.policy_gradient import (
     ClippedSettings,
     GdpoSettings,
     MaxRlSettings,
@@ -42,9 +45,6 @@ from rollstream.schemas.clipped_algorithms import (
     RaeSettings,
     ReinforcePpSettings,
 )
-from rollstream.schemas.errors import RunFailedError
-from rollstream.schemas.events.rollouts import Completion
-from rollstream.schemas.permissions import Permissions
 
 LENGTHS = (3, 1, 4)
 ROW_OF = np.repeat(np.arange(3), LENGTHS)
