@@ -253,7 +253,7 @@ class Pool:
                 server.http.url = server.http.name = f"http://127.0.0.1:{child.port}"
             if server.state == "down":
                 server.forget()
-                await server.connect(self.base, is_lora=self.is_lora)
+                await server.connect(self.base, is_lora=self.is_lora, is_joined=child is None)
                 server.state, server.reason = "pending_weights", "has proven no version yet"
             else:
                 await self._check(server, child)

@@ -1,11 +1,20 @@
 """What a vLLM server says of itself, and whether it can be used: asked of it, never read from its version."""
 
+import logging
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from rollstream.eventlog.http.http_json import HttpServer
 from rollstream.producers.engines.vllm.base_model import BaseModel
+from rollstream.producers.engines.vllm.server_config import (
+    RAW_LOGPROBS,
+    SERVER_INFO,
+    fault_of,
+    number_in,
+    read_config,
+    replicas_error,
+)
 from rollstream.producers.engines.vllm.streamed import streams
 
 ADAPTERS = frozenset({"/v1/load_lora_adapter", "/v1/unload_lora_adapter"})
@@ -15,6 +24,8 @@ FULL = frozenset(
 IS_PAUSED = "/is_paused"
 GENERATE = "/inference/v1/generate"
 
+logger = logging.getLogger(__name__)
+
 
 @dataclass(frozen=True, slots=True)
 class Probed:
@@ -22,6 +33,7 @@ class Probed:
 
     paths: frozenset[str] = frozenset()
     max_length: int | None = None
+    max_lora_rank: int | None = None
     streams: bool = False
     """Whether tokens are sent while they are sampled."""
 
@@ -32,6 +44,7 @@ class ServerCalls:
     def __init__(self, http: HttpServer, *, health_timeout_s: float) -> None:
         self.http = http
         self.health_timeout_s = health_timeout_s
+        self._has_warned = False
 
     async def get(self, path: str) -> Any:
         """JSON of a 2xx answer. Raises TryAgainError, ModelError."""
@@ -78,7 +91,27 @@ class ServerCalls:
         await self._check_replicas(paths)
         await self._resume_paused(paths)
         await self._check_logprobs(base)
-        return Probed(paths, card.get("max_model_len"), streams(operations.get(GENERATE)))
+        return Probed(paths, card.get("max_model_len"), streams=streams(operations.get(GENERATE)))
+
+    async def check_config(self, probed: Probed, *, max_loras: int | None) -> Probed:
+        """Look how a server that we did not start was started. Raises ModelError if it cannot be used."""
+        config: Mapping[str, Any] | str = f"it does not offer {SERVER_INFO}"
+        if SERVER_INFO in probed.paths:
+            config = await read_config(self.http, timeout_s=self.health_timeout_s)
+        if isinstance(config, str):
+            if not self._has_warned:
+                logger.warning(
+                    "server %s does not say how it was started (%s), so nobody has verified that it has one API server "
+                    "process%s; VLLM_SERVER_DEV_MODE=1 lets it say so",
+                    self.http.url,
+                    config,
+                    "" if max_loras is None else f" and --max-loras {max_loras} or more",
+                )
+            self._has_warned = True
+            return probed
+        if fault := fault_of(config, max_loras=max_loras):
+            raise self.http.error(fault)
+        return replace(probed, max_lora_rank=number_in(config, "lora_config", "max_lora_rank"))
 
     async def _resume_paused(self, paths: frozenset[str]) -> None:
         """Who paused it for a reload was killed before the end. Its label says that its weights are not to be used."""
@@ -92,10 +125,7 @@ class ServerCalls:
             (await self.get(f"/get_world_size?include_dp={flag}"))["world_size"] for flag in ("true", "false")
         ]
         if every != one:
-            raise self.http.error(
-                f"has {every // one} data-parallel replicas, and a version would reach one of them; start a server for "
-                "each, and name all as base_urls"
-            )
+            raise self.http.error(replicas_error(every // one))
 
     async def _check_logprobs(self, base: BaseModel) -> None:
         """The one token that top_k=1 leaves has probability 1: log-probabilities before sampling's limits differ."""
@@ -103,7 +133,4 @@ class ServerCalls:
         found = await self.post("/v1/completions", body, timeout_s=self.health_timeout_s)
         (logprob,) = found["choices"][0]["logprobs"]["token_logprobs"]
         if abs(logprob) > 1e-4:
-            raise self.http.error(
-                "gives log-probabilities of other distributions than it samples from; start it with "
-                "--logprobs-mode processed_logprobs"
-            )
+            raise self.http.error(RAW_LOGPROBS)

@@ -85,9 +85,15 @@ class Server:
 
     # ---- looks ----
 
-    async def connect(self, base: BaseModel, *, is_lora: bool) -> None:
-        """Ask what it can do. Raises TryAgainError while it does not answer, ModelError if it cannot be used."""
-        self._probed = await self._calls.probe(base, is_lora=is_lora)
+    async def connect(self, base: BaseModel, *, is_lora: bool, is_joined: bool) -> None:
+        """Ask what it can do, and how it was started unless we did that.
+
+        Raises TryAgainError while it does not answer, ModelError if it cannot be used.
+        """
+        probed = await self._calls.probe(base, is_lora=is_lora)
+        if is_joined:
+            probed = await self._calls.check_config(probed, max_loras=self._max_loras if is_lora else None)
+        self._probed = probed
         if is_lora:
             self.names = dict.fromkeys(filter(self._client.owns, await self._calls.adapters()))
 
@@ -312,6 +318,9 @@ class Server:
     async def _load(self, version: Version) -> None:
         if "/weight_info" in self._probed.paths and (label := await self._calls.label()) != UNLABELLED:
             raise self.http.error(f"has the full weights {label} below its adapters; restart it")
+        most, rank = self._probed.max_lora_rank, (version.config or {}).get("r", 0)
+        if most is not None and rank > most:
+            raise self.http.error(f"takes adapters up to rank {most}; start it with --max-lora-rank {rank} or more")
         body = {"lora_name": version.name, "lora_path": str(version.folder)}
         answered = await self.http.sent("POST", "/v1/load_lora_adapter", body)
         if answered.status >= 500:

@@ -36,6 +36,8 @@ class StandInServer:
         self.without: set[str] = set()
         """Paths that it does not offer."""
         self.num_replicas = 1
+        self.config: dict[str, Any] = {}
+        """What `/server_info` says of it."""
         self.logprob = 0.0
         self.failing: dict[str, int] = {}
         """Status by path, or by method of /collective_rpc, of answers that fail."""
@@ -153,12 +155,14 @@ class StandInServer:
 
     def _said(self, path: str, body: dict[str, Any], request: web.Request) -> Any:
         if path == "/openapi.json":
-            offered = {*FULL, *ADAPTERS, *ASKED, "/weight_info", "/get_world_size"} - self.without
+            offered = {*FULL, *ADAPTERS, *ASKED, "/weight_info", "/get_world_size", "/server_info"} - self.without
             answers = {"200": {"content": {"text/event-stream": {}} if self.streams else {}}}
             return {"paths": {path: {"post": {"responses": answers}} for path in offered}}
         if path == "/v1/models":
             adapters = [{"id": name, "root": root, "parent": self.base} for name, root in self.adapters.items()]
             return {"data": [{"id": self.served_name, "root": self.base, "max_model_len": 512}, *adapters]}
+        if path == "/server_info":
+            return {"vllm_config": self.config}
         if path == "/get_world_size":
             return {"world_size": self.num_replicas if request.query["include_dp"] == "true" else 1}
         if path in ("/pause", "/resume"):

@@ -251,6 +251,11 @@ def test_a_removed_adapter_folder_keeps_a_server_out_until_the_next_version(base
         ({"without": {"/v1/load_lora_adapter"}}, "--enable-lora"),
         ({"base": "/somewhere/else"}, "the run's base model is"),
         ({"served_name": "mine"}, "leave --served-model-name out"),
+        ({"config": {"parallel_config": {"_api_process_count": 3}}}, "3 API server processes.*--api-server-count=1"),
+        ({"config": {"parallel_config": {"data_parallel_size": 4}}}, "4 data-parallel replicas"),
+        ({"config": {"model_config": {"logprobs_mode": "raw_logprobs"}}}, "--logprobs-mode processed_logprobs"),
+        ({"config": {"lora_config": {"max_loras": 1}}}, r"--max-loras 1 .*engine.max_loras is 4; start it"),
+        ({"config": {"lora_config": {"max_loras": 4, "max_lora_rank": 2}}}, "adapters up to rank 2; start it with"),
     ],
 )
 def test_a_server_that_cannot_be_used_is_refused_in_one_line(
@@ -263,6 +268,26 @@ def test_a_server_that_cannot_be_used_is_refused_in_one_line(
             await engine.load(*lora(base, tmp_path, 0))
 
     with_one(base, tmp_path, case)
+
+
+@pytest.mark.parametrize(
+    "fault", [{"without": {"/server_info"}}, {"failing": {"/server_info": 500}}, {"config": "text"}]
+)
+def test_what_a_server_does_not_say_of_itself_is_a_warning_once(
+    base: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture, fault: dict[str, Any]
+) -> None:
+    async def case(engine: VllmEngine, server: StandInServer) -> None:
+        for name, value in fault.items():
+            setattr(server, name, value)
+        await engine.load(*lora(base, tmp_path, 0))
+        await server.stop()
+        await until(lambda: state_of(engine, server).startswith("down"))
+        await server.return_()
+        await until(lambda: state_of(engine, server) == "ready")
+
+    with_one(base, tmp_path, case)
+    (found,) = [one.getMessage() for one in caplog.records if "does not say how it was started" in one.getMessage()]
+    assert "one API server process and --max-loras 4 or more" in found
 
 
 @pytest.mark.parametrize(
