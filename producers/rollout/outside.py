@@ -143,7 +143,7 @@ def _with_one_system(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]
 
 def metadata_of(asked: CallOptions | None, flags: Mapping[str, Any]) -> dict[str, Any] | None:
     """Metadata of a step: its flags, and the notes of who asked for it."""
-    return {**flags, **({} if asked is None else {"gateway": dict(asked.notes)})} or None
+    return {**flags, **({"gateway": dict(asked.notes)} if asked is not None and asked.notes else {})} or None
 
 
 def cut_to(generation: Generation, num_tokens: int) -> Generation:

@@ -111,14 +111,14 @@ class Session:
         """Of another process that this one goes on from; `replies`: the answers among the steps."""
         self.replies = self._restored()
 
-    async def chat(self, messages: Sequence[Message], agent: str = "agent") -> Reply:
-        """The model's answer to `messages`, sampled with the run's settings.
+    async def chat(self, messages: Sequence[Message], agent: str = "agent", tools: Sequence[Any] = ()) -> Reply:
+        """The model's answer to `messages`, sampled with the run's settings. `tools`: functions, for the chat template.
 
         What the agent's model saw and said in earlier calls stays token for token, as long as the messages begin alike.
         Raises TurnsExhausted, or EnvironmentRunError for an agent that is not configured.
         """
-        (reply,) = await self.sample(messages, 1, agent)
-        return reply
+        asked = CallOptions(plain([*tools], "tools")) if tools else None
+        return (await self.sample(messages, 1, agent, asked=asked))[0]
 
     @refused_with_pause
     async def sample(

@@ -1,9 +1,10 @@
 """Tool calls of two families, parsed and bridged by the library `renderers`, and the same calls without it."""
 
+import asyncio
 import importlib.util
 import json
 import logging
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
@@ -11,9 +12,11 @@ from rollstream.producers.engines.scripted import ScriptedTokenizer
 from rollstream.producers.rollout import rendering
 from rollstream.producers.rollout.conversation import Conversation
 from rollstream.producers.rollout.outside import by_template
+from rollstream.producers.rollout.registry import register_environment
+from rollstream.producers.rollout.session import Session
 from rollstream.schemas import tokens
 from rollstream.schemas.errors import EnvironmentRunError
-from tests.producers.conftest import answers
+from tests.producers.conftest import answers, scripted, task_of
 from tests.producers.gateway.gateway_rig import Killed, play_outside
 from tests.rigs.families import glm_tokenizer, qwen3_tokenizer
 
@@ -220,3 +223,27 @@ def test_a_token_that_ends_an_answer_and_opens_the_next_turn_is_written_once(tmp
     messages = [question, {"role": "assistant", "content": said}, {"role": "tool", "content": "4"}]
     later = conversation.prompt(by_template(messages, tokenizer, tools=tools))
     assert later.token_ids.tolist().count(observation) == 1
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_an_environment_that_gives_tools_has_its_prompts_bridged(tmp_path, play, family):
+    make, call = FAMILIES[family]
+    question = {"role": "user", "content": "3+1"}
+
+    @register_environment(f"test_tools_{family}")
+    async def calls(session):
+        reply = await session.chat([question], tools=[TOOL])
+        assert reply.text == call
+        result = {"role": "tool", "tool_call_id": "c", "name": "add", "content": "4"}
+        await session.chat([question, {"role": "assistant", "content": reply.text}, result], tools=[TOOL])
+        await session.reward(1.0)
+
+    engine = asyncio.run(scripted(tmp_path, answers(call, "four")))
+    engine._tokenizer = make(tmp_path / "model")
+    played = play(task_of(f"test_tools_{family}", **SETTINGS), engine=engine)
+    played.assert_complete()
+    first, second = played.steps
+    assert (first.data["tools"], first.metadata) == ([TOOL], None)
+    assert second.llm.prefix.length == length_of(first.llm)
+    with pytest.raises(EnvironmentRunError, match="tools: not a JSON value"):
+        asyncio.run(Session.chat(cast(Any, None), [question], tools=[object()]))
