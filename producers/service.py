@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import functools
+import gc
 import logging
 import os
 
@@ -46,6 +47,7 @@ async def serve(settings: ProducerSettings) -> None:
         engine = engine_of(settings)
         stack.push_async_callback(engine.close)
         await engine.start()
+        _tune_gc()
         await run(settings, log, engine)
 
 
@@ -99,6 +101,18 @@ async def run(settings: ProducerSettings, log: EventLog, engine: Engine) -> None
             tasks.create_task(worker.run(on_ready=lambda: logger.info("ready")))
     except BaseExceptionGroup as failed:
         raise first_error(failed) from failed
+
+
+NEW_OBJECTS = 100_000
+"""Growth in objects that triggers a young collection: more than hundreds of open rollouts have, so that most are freed
+before one looks at them."""
+
+
+def _tune_gc() -> None:
+    """Leave what the imports made out of garbage collections, which took a tenth of the processor time."""
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(NEW_OBJECTS, 10, 10)
 
 
 async def _send_dead_letter(log: EventLog, artifacts: ArtifactStore, record: Record, error: BaseException) -> None:

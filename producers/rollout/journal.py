@@ -3,6 +3,7 @@
 Nothing is emitted after `close`, so that whatever an environment still does cannot follow the attempt's last event.
 """
 
+import hashlib
 import uuid
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
@@ -32,6 +33,13 @@ WORKFLOW = "<workflow>"
 """NAT's name of the function that the whole agent is."""
 
 
+def uuid_of(name: str) -> str:
+    """`str(uuid.uuid5(uuid.NAMESPACE_URL, name))`, in a third of the time (RFC 9562, section 5.5)."""
+    digest = hashlib.sha1(uuid.NAMESPACE_URL.bytes + name.encode(), usedforsecurity=False).hexdigest()
+    variant = "89ab"[int(digest[16], 16) & 3]
+    return f"{digest[:8]}-{digest[8:12]}-5{digest[13:16]}-{variant}{digest[17:20]}-{digest[20:32]}"
+
+
 class Journal:
     """Events of one attempt, in the order in which they happen."""
 
@@ -54,9 +62,7 @@ class Journal:
         self._emit = emit
         self._acknowledged = acknowledged
         self._ids: dict[str, Any] = {"run_id": task.run_id, "group_id": task.group_id, "rollout_id": rollout_id}
-        self._ancestry = FunctionAncestry(
-            function_id=str(uuid.uuid5(uuid.NAMESPACE_URL, rollout_id)), function_name=WORKFLOW
-        )
+        self._ancestry = FunctionAncestry(function_id=uuid_of(rollout_id), function_name=WORKFLOW)
         self._num_opened = 0
         self._next_index = 0
         self._holes: list[int] = []
@@ -132,7 +138,7 @@ class Journal:
         """
         time_ms = self.clock()
         own: dict[str, Any] = {
-            "uuid": fields.get("uuid") or str(uuid.uuid5(uuid.NAMESPACE_URL, f"{self.rollout_id}/s{step_index}")),
+            "uuid": fields.get("uuid") or uuid_of(f"{self.rollout_id}/s{step_index}"),
             "function_ancestry": self._ancestry,
             "event_timestamp": time_ms / 1000,
             "span_event_timestamp": began_ms / 1000,

@@ -3,12 +3,14 @@
 import asyncio
 import json
 import random
+import uuid
 
 import pytest
 
 from rollstream.processors.assemble.sequences import dead_branches
 from rollstream.producers.engines.scripted import ScriptedTokenizer
 from rollstream.producers.rollout.conversation import Conversation, ids_sha256
+from rollstream.producers.rollout.journal import uuid_of
 from rollstream.producers.rollout.registry import register_environment
 from rollstream.schemas import tokens
 from tests.producers.conftest import answers, scripted, task_of
@@ -244,3 +246,8 @@ def test_a_sample_that_cannot_be_drawn_or_scored_is_named(play, num, score, says
         await session.score(replies, [score], selected=0)
 
     assert says in play(task_of("test_bad_score")).last.message
+
+
+def test_the_uuid_of_a_step_is_that_of_its_name() -> None:
+    for name in ("run-1/rl/e00000/t00000/m0/a0/s1", "é", *map(str, range(64))):
+        assert uuid_of(name) == str(uuid.uuid5(uuid.NAMESPACE_URL, name))
