@@ -29,8 +29,9 @@ BATCH_ROWS = 20_000
 """Rows of one transaction, and records that it is made of: at most one poll more."""
 POLL_S = 1.0
 """Wait for records at the log's end; a service that is asked to end waits as long at most."""
-PAUSE_S = 0.5
-"""Between two rounds when the log's end is reached, so that transactions are few and large."""
+PAUSE_S = 2.0
+"""Between two rounds when the log's end is reached, so that transactions are few and large: to plan one costs DuckDB
+tens of milliseconds. Who queries wakes the projector."""
 
 
 def project(
