@@ -200,7 +200,7 @@ class DeadLetterIndex:
         self._next_offset = 0
         self._letters: dict[TopicPartition, dict[int, int]] = {}
         """By partition: offset of a dead record, and of the first letter about it."""
-        self._unfolded: dict[TopicPartition, set[int]] = {}
+        self._fold_errors: dict[TopicPartition, set[int]] = {}
         """By partition: dead records on which a fold raised."""
         self._waiting: dict[TopicPartition, deque[tuple[int, int]]] = {}
         """The same in the order of the letters, without those that `needed_from` has passed."""
@@ -238,7 +238,7 @@ class DeadLetterIndex:
                 continue
             where = TopicPartition(topic, partition)
             if is_of_fold(record.headers):
-                self._unfolded.setdefault(where, set()).add(offset)
+                self._fold_errors.setdefault(where, set()).add(offset)
             letters = self._letters.setdefault(where, {})
             letters[offset] = min(record.offset, letters.get(offset, record.offset))
 
@@ -248,7 +248,7 @@ class DeadLetterIndex:
 
     def poison(self, where: TopicPartition) -> Set[int]:
         """Those of them on which a fold raised."""
-        return self._unfolded.setdefault(where, set())
+        return self._fold_errors.setdefault(where, set())
 
     def needed_from(self, where: TopicPartition, mark: int) -> int:
         """The offset of `dlq` to read from for a partition that is read again from the low-water mark `mark`.

@@ -74,7 +74,7 @@ def finetune(request: Request, display: Display) -> Outcome:
         outcome = asyncio.run(_run(run_request, lease, display))
         if request.result_path is not None:
             _write_result(request.result_path, outcome)
-        display.say(outcome.summary())
+        display.print(outcome.summary())
     return outcome
 
 
@@ -123,7 +123,7 @@ async def _trained(
     folders = folders_of(config, lease.location.workspace, run.artifacts)
     conductor = Conductor(run.log, run.run, display.update, on_activity=run.supervisor.progressed)
     validation = validation_of(config, run.run)
-    await conductor.start(*background_work(lease, run, config, display.say))
+    await conductor.start(*background_work(lease, run, config, display.print))
     try:
         return await conductor.conduct(validation, lambda: has_room(folders, display)), {}
     finally:

@@ -50,7 +50,7 @@ async def rebuild(
     with held(path), _new_file(path) as aside:
         database = Database(aside)
         try:
-            projector = _Told(log, database, report)
+            projector = _ReportingProjector(log, database, report)
             projector.stop()
             await projector.run()
             if exported is not None:
@@ -67,7 +67,7 @@ async def _check_whole(log: EventLog) -> None:
             check_kept(TopicPartition(topic, number), 0, begin, ends[number])
 
 
-class _Told(Projector):
+class _ReportingProjector(Projector):
     """Tells after every transaction how far it is."""
 
     def __init__(self, log: EventLog, database: Database, report: Report) -> None:

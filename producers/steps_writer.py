@@ -34,8 +34,8 @@ class StepsWriter:
         self._resumed = asyncio.Event()
         self._resumed.set()
         self._own: set[int] = set()
-        """Offsets of own records from `_looked_until` on."""
-        self._looked_until = next_offset
+        """Offsets of own records from `_checked_until` on."""
+        self._checked_until = next_offset
 
     async def send(self, event: Encoded) -> int:
         """Append an event; returns its offset once it is acknowledged. Waits while paused.
@@ -91,9 +91,9 @@ class StepsWriter:
     def take_foreign(self) -> list[int]:
         """Offsets before `floor` that are not own ones and were not returned before."""
         floor = self.floor()
-        foreign = [offset for offset in range(self._looked_until, floor) if offset not in self._own]
+        foreign = [offset for offset in range(self._checked_until, floor) if offset not in self._own]
         self._own = {offset for offset in self._own if offset >= floor}
-        self._looked_until = max(self._looked_until, floor)
+        self._checked_until = max(self._checked_until, floor)
         return foreign
 
 

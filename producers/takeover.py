@@ -277,7 +277,7 @@ class ForeignWrites:
         All that the owner has sent so far is acknowledged when this returns.
         """
         await self._writer.landed()
-        await self._look()
+        await self._take_foreign_writes()
         first = self._first_offsets.get(group.group_id)
         if first is None:
             return None
@@ -289,7 +289,7 @@ class ForeignWrites:
         """The group is settled."""
         self._first_offsets.pop(group_id, None)
 
-    async def _look(self) -> None:
+    async def _take_foreign_writes(self) -> None:
         offsets = self._writer.take_foreign()
         for record in await self._log.fetch(Position("steps", self._writer.partition, offset) for offset in offsets):
             try:

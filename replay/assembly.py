@@ -213,14 +213,16 @@ def _broken(recorded: GroupClosed, replayed: GroupClosed) -> str:
     return ""
 
 
-def fold_in_processes(source: Source, parts: list[Range], workers: int, tell: Callable[[str], None]) -> list[Folded]:
+def fold_in_processes(
+    source: Source, parts: list[Range], workers: int, on_progress: Callable[[str], None]
+) -> list[Folded]:
     """Fold the ranges in `workers` processes at a time."""
     context = multiprocessing.get_context("spawn")
     done: list[Folded] = []
     with ProcessPoolExecutor(max_workers=workers, mp_context=context) as pool:
         for folded in pool.map(_fold_alone, [source] * len(parts), parts):
             done.append(folded)
-            tell(f"steps partition {parts[len(done) - 1].partition}: {len(folded.closed)} groups")
+            on_progress(f"steps partition {parts[len(done) - 1].partition}: {len(folded.closed)} groups")
     return done
 
 

@@ -63,7 +63,7 @@ async def train(
     checkpoints: Path | None = None,
     first: int | None = None,
     last: int | None = None,
-    tell: Callable[[str], None] = lambda _: None,
+    on_progress: Callable[[str], None] = lambda _: None,
     permissions: Permissions = NOTHING,
 ) -> Report:
     """Train versions `first` to `last` (default: all) again and compare StepTrained by StepTrained, up to a difference.
@@ -90,12 +90,12 @@ async def train(
         retraining = Retraining(job, threads=threads_of(job, versions), permissions=own)
         usable = checkpoints if first is not None else None
         version = retraining.begin(artifacts, usable, version=versions[0] - 1, until=versions[-1])
-        tell(f"job {job.submitted.job_id}: from version {version}, to {versions[-1]}")
+        on_progress(f"job {job.submitted.job_id}: from version {version}, to {versions[-1]}")
         missing = set(range(versions[0], versions[-1] + 1))
         async for recorded, replayed in retraining.steps(log, until=versions[-1]):
             report.count("training steps")
             missing.discard(replayed.version)
-            tell(f"version {replayed.version} of {versions[-1]}")
+            on_progress(f"version {replayed.version} of {versions[-1]}")
             if codec.content_digest(recorded) != codec.content_digest(replayed):
                 path, ours, theirs = first_field(recorded, replayed)
                 what = f"version {recorded.version} ({recorded.batch_id}): {path}"

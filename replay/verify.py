@@ -28,7 +28,7 @@ from rollstream.schemas.events import (
     TaskRequested,
 )
 
-Tell = Callable[[str], None]
+OnProgress = Callable[[str], None]
 
 
 async def verify(
@@ -41,7 +41,7 @@ async def verify(
     has_checkpoints: bool = False,
     source: Source | None = None,
     workers: int = 1,
-    tell: Tell = lambda _: None,
+    on_progress: OnProgress = lambda _: None,
 ) -> Report:
     """Fold assembly and curation again and hold trajectories, manifests, weights and checkpoints against the record.
 
@@ -59,20 +59,20 @@ async def verify(
         if not groups and not batches:
             raise ConfigError(f"run {events.run_id} has closed no group of epoch {epoch}")
     parts = assembly.ranges(events.run_id, (event for event, _ in groups), events.dead)
-    tell(f"assembly: {len(groups)} groups in {len(parts)} partitions")
+    on_progress(f"assembly: {len(groups)} groups in {len(parts)} partitions")
     if source is not None and workers > 1 and len(parts) > 1:
-        folded = assembly.fold_in_processes(source, parts, workers, tell)
+        folded = assembly.fold_in_processes(source, parts, workers, on_progress)
     else:
         folded = [await assembly.fold(log, part) for part in parts]
     tasks = {task.group_id: task for task, _ in of_type(events.by_topic.get("tasks", ()), TaskRequested)}
     assembly.compare(groups, folded, report, tasks)
     weights.compare_sampled(events, {name: by for part in folded for name, by in part.versions.items()}, report)
-    tell("curation")
+    on_progress("curation")
     if not events.started.is_what_if:  # its manifests are of its parent's groups
         compare_curation(events, {events.run_id: dataset_of(events, artifacts)}, report)
-    tell("trajectories and manifests")
+    on_progress("trajectories and manifests")
     await compare_trajectories(log, groups, batches, report)
-    tell("weights and checkpoints")
+    on_progress("weights and checkpoints")
     weights.compare(events, artifacts, checkpoints, report, has_checkpoints=has_checkpoints)
     weights.compare_scores(events, report)
     return report

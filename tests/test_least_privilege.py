@@ -18,7 +18,7 @@ from rollstream.eventlog.kafka.log import KafkaLog
 from rollstream.eventlog.log import TopicPartition
 from rollstream.harness.cli.main import rollstream
 from rollstream.harness.upkeep import collecting
-from rollstream.harness.upkeep.collecting import Garbage
+from rollstream.harness.upkeep.collecting import UnneededFiles
 from rollstream.harness.upkeep.dead_letters import Letter, read_letters
 from rollstream.learner.retention import Stored
 from rollstream.learner.tiny_model import make_tiny_model
@@ -224,22 +224,22 @@ def test_the_operator_runs_every_command_with_the_documented_rights_alone(lab: L
     assert "run left-open stopped" in lab.told("operator", "stop", "left-open")
     lab.told("operator", "gc")
     store = ArtifactStore(str(lab.data / "artifacts"))
-    garbage = garbage_in(store, "left-open/policy")
-    lab.work("operator", lambda log: remove(log, store, garbage))
-    assert not garbage.weights.keys() & store.listing().keys()
+    unneeded = unneeded_in(store, "left-open/policy")
+    lab.work("operator", lambda log: remove(log, store, unneeded))
+    assert not unneeded.weights.keys() & store.listing().keys()
 
 
-def garbage_in(store: ArtifactStore, model_group: str) -> Garbage:
+def unneeded_in(store: ArtifactStore, model_group: str) -> UnneededFiles:
     """Weights that nothing needs."""
     stored = Stored(model_group, 1, store.put_bytes(model_group.encode(), ".safetensors"))
     name = store.name_of(stored.ref)
     assert name is not None
-    return Garbage({name: (stored, 1)}, [], 0, [], 0, {stored.model_group: [stored]}, {})
+    return UnneededFiles({name: (stored, 1)}, [], 0, [], 0, {stored.model_group: [stored]}, {})
 
 
-async def remove(log: KafkaLog, store: ArtifactStore, garbage: Garbage) -> None:
+async def remove(log: KafkaLog, store: ArtifactStore, unneeded: UnneededFiles) -> None:
     end = (await log.end_offsets("groups"))[0]
-    await collecting.remove(log, store, garbage._replace(read_to=end))
+    await collecting.remove(log, store, unneeded._replace(read_to=end))
 
 
 def topic(name: str) -> str:
@@ -285,11 +285,11 @@ def assert_told(error: BaseException | None, guest: str, right: str) -> None:
 def test_weights_stay_where_the_log_cannot_be_told_that_they_go(lab: Lab) -> None:
     lab.deprive("guest7", "operator", f"--operation Write {topic('weights')}")
     store = ArtifactStore(str(lab.data / "artifacts"))
-    garbage = garbage_in(store, "guest/policy")
+    unneeded = unneeded_in(store, "guest/policy")
     with pytest.raises(AccessDeniedError) as caught:
-        lab.work("guest7", lambda log: remove(log, store, garbage))
+        lab.work("guest7", lambda log: remove(log, store, unneeded))
     assert_told(caught.value, "guest7", f"Write of topic {PREFIX}weights.v1")
-    assert garbage.weights.keys() <= store.listing().keys()
+    assert unneeded.weights.keys() <= store.listing().keys()
 
 
 @pytest.mark.kafka

@@ -40,7 +40,7 @@ class Broker(Protocol):
 
 async def keep_running(
     broker: Broker,
-    say: Callable[[str], None],
+    notify: Callable[[str], None],
     *,
     first_backoff_s: float = FIRST_BACKOFF_S,
     steady_s: float = STEADY_S,
@@ -51,7 +51,7 @@ async def keep_running(
 
     An exit because of a full disk does not count: the broker is restarted once there is free space.
     """
-    watch = _Watch(broker, say, Restarts(first_backoff_s), room_bytes, check_s)
+    watch = _Watch(broker, notify, Restarts(first_backoff_s), room_bytes, check_s)
     while True:
         began = time.monotonic()
         while broker.is_running:
@@ -65,11 +65,11 @@ class _Watch:
     """A broker and its restart count."""
 
     def __init__(
-        self, broker: Broker, say: Callable[[str], None], restarts: Restarts, room_bytes: int, check_s: float
+        self, broker: Broker, notify: Callable[[str], None], restarts: Restarts, room_bytes: int, check_s: float
     ) -> None:
         self.restarts = restarts
         self._broker = broker
-        self._say = say
+        self._notify = notify
         self._room_bytes = room_bytes
         self._check_s = check_s
 
@@ -85,7 +85,7 @@ class _Watch:
                     f"last: {reason}; see {self._broker.workspace}/broker/broker.log"
                 )
             logger.warning("%s; restarting it in %.1f s", reason, wait_s)
-            self._say(f"{reason}; restarting it")
+            self._notify(f"{reason}; restarting it")
             await asyncio.sleep(wait_s)
             try:
                 await asyncio.to_thread(self._broker.restart)
@@ -105,7 +105,7 @@ class _Watch:
                     f"{disk.free_bytes:,} are free; it will be restarted when there is space"
                 )
                 logger.error("%s", message)
-                self._say(message)
+                self._notify(message)
             has_waited = True
             await asyncio.sleep(self._check_s)
         return has_waited

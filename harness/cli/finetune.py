@@ -85,7 +85,7 @@ def train(request: "Request") -> None:
     try:
         outcome = run_finetune(request, display)
     except Interrupted as interrupted:
-        display.say(
+        display.print(
             "interrupted; the run stays open: find its id with `rollstream runs`, continue it with "
             "`rollstream finetune --resume RUN ...`"
         )

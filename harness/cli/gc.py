@@ -11,7 +11,7 @@ import click
 from rollstream.harness.cli.serve import BOOTSTRAP_SERVERS, WORKSPACE
 
 if TYPE_CHECKING:
-    from rollstream.harness.upkeep.collecting import Garbage
+    from rollstream.harness.upkeep.collecting import UnneededFiles
     from rollstream.schemas.kafka import KafkaSettings
 
 
@@ -39,43 +39,43 @@ def gc(dry_run: bool, artifact_uri: str | None, bootstrap_servers: str | None, w
     store = ArtifactStore(artifact_uri or layout.artifact_uri())
     is_embedded = (bootstrap_servers or layout.remembered_broker()) == EMBEDDED
 
-    async def collect(kafka: "KafkaSettings") -> "Garbage":
+    async def collect(kafka: "KafkaSettings") -> "UnneededFiles":
         async with KafkaLog(kafka, client_id="rollstream-gc") as log:
-            garbage = await find(log, store, layout.folder / "checkpoints")
+            unneeded = await find(log, store, layout.folder / "checkpoints")
             if not dry_run:
                 if not is_embedded:
-                    check_no_open_run(garbage, kafka.bootstrap_servers)
-                await remove(log, store, garbage)
-            return garbage
+                    check_no_open_run(unneeded, kafka.bootstrap_servers)
+                await remove(log, store, unneeded)
+            return unneeded
 
     with ExitStack() as held:
         if not dry_run and layout.folder.is_dir():
             held.enter_context(layout.in_use("gc"))
         with broker_of(layout, bootstrap_servers) as kafka:
-            _print_garbage(asyncio.run(collect(kafka)), store.uri, is_removed=not dry_run)
+            _print_unneeded(asyncio.run(collect(kafka)), store.uri, is_removed=not dry_run)
             # the workspace is released, though other processes may still use the broker that was started here
             held.close()
 
 
-def _print_garbage(garbage: "Garbage", uri: str, *, is_removed: bool) -> None:
+def _print_unneeded(unneeded: "UnneededFiles", uri: str, *, is_removed: bool) -> None:
     from rollstream.harness.cli.terminal import as_table
 
     numbers, sizes = Counter[str](), Counter[str]()
-    for stored, size_bytes in garbage.weights.values():
+    for stored, size_bytes in unneeded.weights.values():
         numbers[stored.run_id] += 1
         sizes[stored.run_id] += size_bytes
     if numbers:
         rows = [(run_id, number, sizes[run_id]) for run_id, number in numbers.items()]
         click.echo(as_table(("run", "versions", "bytes"), rows))
-    left = sum(leftover.size_bytes for leftover in garbage.leftovers)
+    left = sum(leftover.size_bytes for leftover in unneeded.leftovers)
     verb = "removed" if is_removed else "would remove"
     click.echo(
         f"{verb} {numbers.total()} weight files ({sizes.total():,} bytes) "
-        f"and {len(garbage.leftovers)} leftovers ({left:,} bytes)"
+        f"and {len(unneeded.leftovers)} leftovers ({left:,} bytes)"
     )
-    if garbage.num_elsewhere:
+    if unneeded.num_elsewhere:
         click.echo(
-            f"{garbage.num_elsewhere} unused weight files are outside {uri} and were kept; give their store with "
+            f"{unneeded.num_elsewhere} unused weight files are outside {uri} and were kept; give their store with "
             f"--artifact_uri",
             err=True,
         )

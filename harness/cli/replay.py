@@ -94,7 +94,7 @@ def replay(
         source = Source(export=export)
         if export is None:
             source = Source(held.enter_context(broker_of(layout, bootstrap_servers)))
-        report = asyncio.run(replay_run(source, layout, request, line.show, line.say, learner.join))
+        report = asyncio.run(replay_run(source, layout, request, line.show, line.print, learner.join))
         line.clear()
         _conclude(run, report, time.monotonic() - began)
     if report.differences:
@@ -182,7 +182,7 @@ def _project(kafka: "KafkaSettings", layout: Workspace, line: LiveLine) -> None:
     try:
         run_in_order(project(kafka, layout))
     except RollstreamError as error:
-        line.say(f"this run is missing from the metrics: {error}; run `rollstream rebuild`")
+        line.print(f"this run is missing from the metrics: {error}; run `rollstream rebuild`")
 
 
 def _number(value: float | None) -> str:

@@ -46,21 +46,21 @@ async def replay_run(
     source: Source,
     layout: Workspace,
     request: ReplayRequest,
-    tell: Callable[[str], None],
+    on_progress: Callable[[str], None],
     warn: Callable[[str], None],
     before_training: Callable[[], None] = lambda: None,
 ) -> Report:
     """Replay a run.
 
-    `tell` receives progress messages, `warn` skipped checks. `before_training`: called in a thread before the learner
-    is imported; it waits for another thread that imports it, because of two threads that import transformers at the
-    same time one may find modules that are only partly initialised. Raises ConfigError, LogError (TruncatedError names
-    removed records), ArtifactError, ModelError.
+    `on_progress` receives progress messages, `warn` skipped checks. `before_training`: called in a thread before the
+    learner is imported; it waits for another thread that imports it, because of two threads that import transformers at
+    the same time one may find modules that are only partly initialised. Raises ConfigError, LogError (TruncatedError
+    names removed records), ArtifactError, ModelError.
     """
     report = Report()
     checkpoints = layout.folder / "checkpoints"
     async with source.open() as (log, artifacts):
-        tell(f"reading run {request.run_id}")
+        on_progress(f"reading run {request.run_id}")
         if source.export is None:
             await check_ends(log, layout.folder, warn)
         events = await read_run(log, request.run_id)
@@ -77,7 +77,7 @@ async def replay_run(
                 has_checkpoints=layout.has_trained(request.run_id),
                 source=source,
                 workers=request.workers,
-                tell=tell,
+                on_progress=on_progress,
             )
             report.add(verified)
         if request.train:
@@ -96,7 +96,7 @@ async def replay_run(
                 checkpoints=checkpoints,
                 first=first,
                 last=last,
-                tell=tell,
+                on_progress=on_progress,
                 permissions=_permissions(events, trust=request.trust),
             )
             report.add(trained)
@@ -127,7 +127,7 @@ async def what_if_run(
     layout: Workspace,
     run_id: str,
     file: Path,
-    tell: Callable[[str], None],
+    on_progress: Callable[[str], None],
     *,
     export: Path | None = None,
     trust: bool = False,
@@ -146,13 +146,13 @@ async def what_if_run(
         log, _ = await stack.enter_async_context(Source(kafka).open())
         exported: OpenedExport | None = None
         if export is not None:
-            tell(f"checking {export}")
+            on_progress(f"checking {export}")
             exported = OpenedExport(*await stack.enter_async_context(open_export(export)))
-        tell(f"reading run {run_id}")
+        on_progress(f"reading run {run_id}")
         events = await read_run(exported.log if exported else log, run_id)
         checkpoints = layout.folder / "checkpoints"
         return await what_if(
-            log, events, store, file, checkpoints=checkpoints, tell=tell, exported=exported, trust=trust
+            log, events, store, file, checkpoints=checkpoints, on_progress=on_progress, exported=exported, trust=trust
         )
 
 

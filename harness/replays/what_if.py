@@ -51,7 +51,7 @@ from rollstream.schemas.variables import expand
 
 M = TypeVar("M", bound=Settings)
 COMPARED = ("reward/mean", "loss/total", "policy/ess", "policy/kl", "policy/entropy")
-Tell = Callable[[str], None]
+OnProgress = Callable[[str], None]
 
 
 class WhatIfOutcome(NamedTuple):
@@ -73,7 +73,7 @@ async def what_if(
     file: Path,
     *,
     checkpoints: Path,
-    tell: Tell,
+    on_progress: OnProgress,
     exported: OpenedExport | None = None,
     trust: bool = False,
 ) -> WhatIfOutcome:
@@ -96,8 +96,8 @@ async def what_if(
     what_if_plan.check(recorded, spec)
     base = _beginning(events, recorded, config)
     dataset = dataset_of(events, source.artifacts)
-    rewards = await _rewards(source.log, events, recorded, spec, config, tell)
-    tell("planning")
+    rewards = await _rewards(source.log, events, recorded, spec, config, on_progress)
+    on_progress("planning")
     records = events.by_topic["groups"]
     made = what_if_plan.replan(records, recorded, spec, run_id, rewards, {started.run_id: dataset})
     begun = started.model_copy(
@@ -117,15 +117,15 @@ async def what_if(
     planned = made.events
     base = base.model_copy(update={"artifact": bring_artifact(source, artifacts, base.artifact)})
     if exported is not None:
-        tell("importing trajectories")
+        on_progress("importing trajectories")
         begun = begun.model_copy(update={"dataset": bring_artifact(exported, artifacts, started.dataset)})
         planned = await bring_trajectories(exported, log, planned)
     scores = moved_scores(source.log, events, planned)
-    await train_planned(log, artifacts, begun, spec, base, planned, checkpoints, tell, permissions_of(config), scores)
-    trained = _metrics(await read_run(log, run_id), spec.job_id)
-    return WhatIfOutcome(
-        run_id, made.num_batches, made.rejected, _means(_metrics(events, recorded.job_id)), _means(trained)
+    await train_planned(
+        log, artifacts, begun, spec, base, planned, checkpoints, on_progress, permissions_of(config), scores
     )
+    old, new = _metrics(events, recorded.job_id), _metrics(await read_run(log, run_id), spec.job_id)
+    return WhatIfOutcome(run_id, made.num_batches, made.rejected, _means(old), _means(new))
 
 
 def _of_first_group(config: RunConfig) -> RunConfig:
@@ -252,7 +252,7 @@ def _beginning(events: RunEvents, recorded: JobStarted, config: RunConfig) -> We
 
 
 async def _rewards(
-    log: EventLog, events: RunEvents, recorded: JobStarted, spec: JobSpec, config: RunConfig, tell: Tell
+    log: EventLog, events: RunEvents, recorded: JobStarted, spec: JobSpec, config: RunConfig, on_progress: OnProgress
 ) -> dict[str, float]:
     """Recomputed rewards by trajectory id; empty if neither functions nor weights change.
 
@@ -268,7 +268,7 @@ async def _rewards(
     closed = of_type(events.by_topic["groups"], GroupClosed)
     groups = [group for group, _ in closed if group.job_id == recorded.job_id and group.group_id in inputs]
     parts = assembly.ranges(events.run_id, groups, events.dead)
-    tell(f"rewards of {len(groups)} groups")
+    on_progress(f"rewards of {len(groups)} groups")
     return await grade(log, parts, grading)
 
 

@@ -256,7 +256,7 @@ def _is_held(event: Event, validation: Validation, progress: Progress) -> bool:
 
 
 def background_work(
-    lease: WorkspaceLease, run: RunContext, config: RunConfig, say: Callable[[str], None]
+    lease: WorkspaceLease, run: RunContext, config: RunConfig, notify: Callable[[str], None]
 ) -> list[Coroutine[Any, Any, None]]:
     """Background work of a conducted run: its services and an embedded broker are kept running.
 
@@ -264,9 +264,9 @@ def background_work(
     """
     work: list[Coroutine[Any, Any, None]] = [run.supervisor.watch()]
     if lease.broker is not None:
-        work.append(keep_running(lease.broker, say))
+        work.append(keep_running(lease.broker, notify))
     if config.builder.services == "external":
-        work.append(_first_failure_reported(run.log, run.run.started.run_id, say))
+        work.append(_first_failure_reported(run.log, run.run.started.run_id, notify))
     return work
 
 

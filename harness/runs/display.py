@@ -29,12 +29,12 @@ class Display:
     def note(self, text: str) -> None:
         """Say something at once, and keep saying it with the progress; an empty text ends it."""
         if text and text != self._note:
-            self.say(text)
+            self.print(text)
         self._note = text
 
-    def say(self, text: str) -> None:
+    def print(self, text: str) -> None:
         """Write a line that stays."""
-        self._line.say(text)
+        self._line.print(text)
 
     def finish(self, progress: Progress) -> None:
         """Show the last state and leave the line."""

@@ -115,7 +115,7 @@ def held(run_request: RunRequest, display: Display) -> Iterator[WorkspaceLease]:
             stack.enter_context(workspace.in_use(f"finetune {run_request.resume or run_request.name}"))
         check_metrics(config, workspace.folder)
         kafka, broker = stack.enter_context(broker_of_run(config, workspace))
-        display.say(f"broker {kafka.bootstrap_servers}, logs in {workspace.logs}")
+        display.print(f"broker {kafka.bootstrap_servers}, logs in {workspace.logs}")
         yield WorkspaceLease(
             RunLocation(kafka, artifact_uri(config, workspace.folder), workspace.folder), broker, examples
         )
@@ -144,12 +144,12 @@ async def connected(run_request: RunRequest, lease: WorkspaceLease, display: Dis
             artifact_uri=location.artifact_uri,
         )
         parent = run.started.parent
-        display.say(f"run {run.started.run_id}" + (f", branched from {format_fork(parent)}" if parent else ""))
+        display.print(f"run {run.started.run_id}" + (f", branched from {format_fork(parent)}" if parent else ""))
         supervisor = Supervisor([], location.workspace / "logs")
         if not run.is_over:
             await _check_sole_use(run_request.config, log, display)
             if line := access_line(run_request.config, location.workspace, os.environ):
-                display.say(line)
+                display.print(line)
             signs = asyncio.create_task(give_signs_of_life(log, run.started, is_new=run.is_new))
             stack.push_async_callback(_cancel, signs)
             supervisor = _supervisor(run_request.config, location, run.started.run_id, artifacts)
@@ -157,7 +157,9 @@ async def connected(run_request: RunRequest, lease: WorkspaceLease, display: Dis
                 workspace.remember_trained(run.started.run_id)
         # Last: a run that fails a check must not move files.
         if run.is_new and (aside := put_aside(run_request.config)) is not None:
-            display.say(f"files of an earlier run in {run_request.config.finetuning.output_dir} were moved to {aside}")
+            display.print(
+                f"files of an earlier run in {run_request.config.finetuning.output_dir} were moved to {aside}"
+            )
         supervisor.start()
         stack.push_async_callback(supervisor.stop)
         yield RunContext(log, artifacts, run, supervisor)
@@ -257,7 +259,7 @@ async def _check_sole_use(config: RunConfig, log: "KafkaLog", display: Display) 
     if builder.services == "managed" and builder.bootstrap_servers != EMBEDDED:
         location = f"trajectory_builders.{config.finetuning.trajectory_builder}.kafka.group_prefix"
         groups = [log.kafka.group(service) for service in GROUPS]
-        await check_sole_use(log, groups, location, session_timeout_s=builder.session_timeout_s, say=display.say)
+        await check_sole_use(log, groups, location, session_timeout_s=builder.session_timeout_s, notify=display.print)
 
 
 def _supervisor(config: RunConfig, location: RunLocation, run_id: str, artifacts: "ArtifactStore") -> Supervisor:

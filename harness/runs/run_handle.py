@@ -139,7 +139,7 @@ async def started_run(run_request: RunRequest, lease: WorkspaceLease, run: RunCo
     config = run_request.config
     handle = RunHandle(run.log, run.artifacts, run.run, config, workspace=lease.location.workspace, display=display)
     handle.on_activity = run.supervisor.progressed
-    await handle.start(*background_work(lease, run, config, display.say))
+    await handle.start(*background_work(lease, run, config, display.print))
     return handle
 
 

@@ -64,7 +64,7 @@ class LiveLine:
         self._shown = text
         self._stream.flush()
 
-    def say(self, text: str) -> None:
+    def print(self, text: str) -> None:
         """Write a permanent line; progress continues below it."""
         self.clear()
         self._stream.write(f"{shown(text)}\n")

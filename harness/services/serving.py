@@ -235,12 +235,12 @@ async def _work(service: str, settings: ServiceSettings, work: Serve, watch_s: f
         pid = os.getppid() if has_parent else os.getpid()  # of the process that is supervised
         alive = asyncio.create_task(beat(Workspace(settings.workspace).health, service, settings.name, pid=pid))
 
-        async def look() -> Found:
+        async def find() -> Found:
             if service in GROUPS:
                 remember_committed(settings.workspace, cluster_id, group, await log.committed_offsets(group))
             return await _found(log)
 
-        watching = asyncio.create_task(watch_topics(settings.workspace, look, every_s=watch_s))
+        watching = asyncio.create_task(watch_topics(settings.workspace, find, every_s=watch_s))
         watching.add_done_callback(lambda report: None if report.cancelled() else _cancel(working))
         try:
             await work(settings)

@@ -23,7 +23,7 @@ class Groups(Protocol):
 
 
 async def check_sole_use(
-    log: Groups, groups: Iterable[str], location: str, *, session_timeout_s: float, say: Callable[[str], None]
+    log: Groups, groups: Iterable[str], location: str, *, session_timeout_s: float, notify: Callable[[str], None]
 ) -> None:
     """Return when the groups have no members.
 
@@ -42,6 +42,6 @@ async def check_sole_use(
                     f"fence each other; stop that run, or give this one its own topic_prefix and group_prefix"
                 )
             if not is_told:
-                say(f"waiting for {who} to leave consumer group {group}, up to {session_timeout_s + MARGIN_S:.0f} s")
+                notify(f"waiting for {who} to leave consumer group {group}, up to {session_timeout_s + MARGIN_S:.0f} s")
                 is_told = True
             await asyncio.sleep(LOOK_EVERY_S)

@@ -74,7 +74,7 @@ class Supervisor:
     def __post_init__(self) -> None:
         self._children = [_Child(spec, Restarts(self.first_backoff_s)) for spec in self.specs]
         self._relay = LogRelay(self.logs)
-        self._looked_at = self.monotonic()
+        self._checked_at = self.monotonic()
         self._paused_until = float("-inf")
 
     def start(self) -> None:
@@ -99,19 +99,19 @@ class Supervisor:
     async def watch(self) -> None:
         """Restart children that exit, until cancelled. Raises RunFailedError when one exits too often."""
         while True:
-            self.look()
-            for error in self._relay.news([child.spec.name for child in self._children]):
+            self.check()
+            for error in self._relay.new_errors([child.spec.name for child in self._children]):
                 logger.error("%s", error)
             await asyncio.sleep(POLL_S)
 
-    def look(self) -> None:
+    def check(self) -> None:
         """Check every child once. Raises RunFailedError when one has exited too often."""
         now = self.monotonic()
-        if now - self._looked_at > MAX_GAP_S:
+        if now - self._checked_at > MAX_GAP_S:
             self._paused_until = now
-        self._looked_at = now
+        self._checked_at = now
         for child in self._children:
-            self._look_after(child)
+            self._check_child(child)
 
     async def stop(self) -> None:
         """SIGTERM rank by rank, SIGKILL for children still running after the grace period."""
@@ -139,8 +139,8 @@ class Supervisor:
         lines = [line.strip() for line in text.splitlines() if line.strip()]
         return " | ".join(lines[-LAST_LINES:]) or "(no log output)"
 
-    def _look_after(self, child: _Child) -> None:
-        now = self._looked_at
+    def _check_child(self, child: _Child) -> None:
+        now = self._checked_at
         if child.process is None:
             if now >= child.restart_at and not self.waits_for():
                 self._launch(child)
@@ -212,9 +212,9 @@ class LogRelay:
         self._folder = folder
         self._max_log_bytes = max_log_bytes
         self._offsets = {path.name: path.stat().st_size for path in folder.glob("*.log")}
-        self._told: set[str] = set()
+        self._relayed: set[str] = set()
 
-    def news(self, names: list[str]) -> list[str]:
+    def new_errors(self, names: list[str]) -> list[str]:
         """Errors that the named services logged since the last call, as `service: message`; repeats are left out."""
         found: list[str] = []
         for name in names:
@@ -225,8 +225,8 @@ class LogRelay:
             for line in lines:
                 match = _ERROR.match(line)
                 text = f"{name}: {match.group(1)}" if match else ""
-                if text and text not in self._told and len(self._told) < MAX_RELAYED:
-                    self._told.add(text)
+                if text and text not in self._relayed and len(self._relayed) < MAX_RELAYED:
+                    self._relayed.add(text)
                     found.append(text)
         return found
 

@@ -31,7 +31,7 @@ class Leftover(NamedTuple):
     size_bytes: int
 
 
-class Garbage(NamedTuple):
+class UnneededFiles(NamedTuple):
     """Files that can be removed."""
 
     weights: Mapping[str, tuple[Stored, int]]
@@ -48,7 +48,7 @@ class Garbage(NamedTuple):
     """Time of the end by run, in ms."""
 
 
-async def find(log: EventLog, store: ArtifactStore, checkpoints: Path) -> Garbage:
+async def find(log: EventLog, store: ArtifactStore, checkpoints: Path) -> UnneededFiles:
     """Find unused weights and leftovers.
 
     Raises LogError if the log cannot be read, ArtifactError if the store cannot be listed.
@@ -66,33 +66,33 @@ async def find(log: EventLog, store: ArtifactStore, checkpoints: Path) -> Garbag
             weights.setdefault(name, (stored, files[name]))
     leftovers = [one for folder in (store.folder, checkpoints) if folder for one in _leftovers(folder)]
     versions = versions_of(needs, {stored.ref.sha256 for stored, _ in weights.values()})
-    return Garbage(weights, leftovers, num_elsewhere, needs.open_runs, read_to, versions, needs.ended)
+    return UnneededFiles(weights, leftovers, num_elsewhere, needs.open_runs, read_to, versions, needs.ended)
 
 
-async def remove(log: EventLog, store: ArtifactStore, garbage: Garbage) -> None:
+async def remove(log: EventLog, store: ArtifactStore, unneeded: UnneededFiles) -> None:
     """Write WeightsCollected, then remove the files.
 
     Raises ConfigError if a run may have started since, ArtifactError if a file cannot be removed.
     """
-    if (await log.end_offsets("groups"))[0] != garbage.read_to:
+    if (await log.end_offsets("groups"))[0] != unneeded.read_to:
         raise ConfigError("a run started or continued while the log was read; nothing was removed, run gc again later")
-    for group, found in garbage.versions.items():
-        time_ms = garbage.ended.get(ids.run_of(group), 0)
+    for group, found in unneeded.versions.items():
+        time_ms = unneeded.ended.get(ids.run_of(group), 0)
         for first in range(0, len(found), MAX_VERSIONS):
             some = found[first : first + MAX_VERSIONS]
             await log.send(collected(some, group, time_ms=time_ms, by="gc"))
-    for stored, _ in garbage.weights.values():
+    for stored, _ in unneeded.weights.values():
         store.remove(stored.ref)
-    for leftover in garbage.leftovers:
+    for leftover in unneeded.leftovers:
         leftover.path.unlink(missing_ok=True)
 
 
-def check_no_open_run(garbage: Garbage, address: str) -> None:
+def check_no_open_run(unneeded: UnneededFiles, address: str) -> None:
     """Raises ConfigError if a learner outside this workspace may be about to publish."""
-    if garbage.open_runs:
+    if unneeded.open_runs:
         raise ConfigError(
-            f"run {garbage.open_runs[0]} is open on {address} and its learner may be about to publish; wait, or stop "
-            f"it (rollstream stop {garbage.open_runs[0]}), or list the files with --dry-run"
+            f"run {unneeded.open_runs[0]} is open on {address} and its learner may be about to publish; wait, or stop "
+            f"it (rollstream stop {unneeded.open_runs[0]}), or list the files with --dry-run"
         )
 
 

@@ -40,7 +40,7 @@ def corrected(tokens: TokenBatch, settings: OffPolicySettings) -> tuple[TokenBat
     assert tokens.proximal_N is not None
     log_w_N = (tokens.proximal_N - tokens.behaviour_N).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
     if settings.level == "sequence":
-        level_N = tokens.spread(tokens.by_row(log_w_N).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO))
+        level_N = tokens.to_tokens(tokens.by_row(log_w_N).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO))
     else:
         level_N = log_w_N
     w_N = level_N.exp()
@@ -51,7 +51,7 @@ def corrected(tokens: TokenBatch, settings: OffPolicySettings) -> tuple[TokenBat
     weights_N = torch.where(is_out_N, torch.zeros_like(w_N), w_N) if settings.mode == "mask" else bounded_N
     is_rejected_N = torch.zeros_like(is_out_N)
     if settings.reject is not None:
-        is_rejected_N = tokens.spread(tokens.mean_by_row(_kl(log_w_N, settings.reject)) > settings.reject_above)
+        is_rejected_N = tokens.to_tokens(tokens.mean_by_row(_kl(log_w_N, settings.reject)) > settings.reject_above)
         weights_N = torch.where(is_rejected_N, torch.zeros_like(w_N), weights_N)
     own = weights_N if tokens.weights_N is None else tokens.weights_N * weights_N
     sums = {
@@ -75,7 +75,7 @@ def masked(tokens: TokenBatch, threshold: float) -> tuple[TokenBatch, dict[str, 
     token of a log-ratio beyond MAX_LOG_RATIO counts as that. Normalisers count all tokens.
     """
     log_w_N = (tokens.logprobs_N - tokens.behaviour_N).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
-    is_far_N = tokens.spread(tokens.mean_by_row(_kl(log_w_N, "k1")) > threshold)
+    is_far_N = tokens.to_tokens(tokens.mean_by_row(_kl(log_w_N, "k1")) > threshold)
     is_masked_N = is_far_N & (tokens.advantages_N < 0)
     advantages_N = torch.where(is_masked_N, torch.zeros_like(tokens.advantages_N), tokens.advantages_N)
     return tokens._replace(advantages_N=advantages_N), {f"{PREFIX}masked": is_masked_N.sum()}

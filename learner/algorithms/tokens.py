@@ -54,7 +54,7 @@ class TokenBatch(NamedTuple):
         sums_B = self.by_row(values_N)
         return sums_B / torch.tensor(self.lengths_B, dtype=sums_B.dtype, device=sums_B.device)
 
-    def spread(self, values_B: Tensor) -> Tensor:
+    def to_tokens(self, values_B: Tensor) -> Tensor:
         """(N,): every token gets the value of its row."""
         return values_B[self.rows_N]
 

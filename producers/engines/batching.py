@@ -33,7 +33,7 @@ class Ticket:
 
 Outcome = tuple[Ticket, Generation | Exception]
 Answer = Callable[[list[Outcome]], object]
-News = tuple[Ticket, Sequence[int]]
+NewTokens = tuple[Ticket, Sequence[int]]
 """Ids that were sampled since."""
 RunBatch = Callable[[list[Ticket], Answer], None]
 """Generates for tickets of one model group, in the worker thread; answers each as soon as it can."""
@@ -128,7 +128,7 @@ class Rows(Protocol):
         """One token for every row; returns what ended."""
         ...
 
-    def news(self) -> list[News]:
+    def new_tokens(self) -> list[NewTokens]:
         """What was sampled since for live rows that tell it."""
         ...
 
@@ -233,8 +233,8 @@ class ContinuousBatcher:
             if joined:
                 answer(self._rows.join(joined, answer))
             answer(self._rows.step())
-            if news := self._rows.news():
-                loop.call_soon_threadsafe(_tell, news)
+            if new_tokens := self._rows.new_tokens():
+                loop.call_soon_threadsafe(_send_new_tokens, new_tokens)
             self._num_steps += 1
 
     def _receive(self) -> bool:
@@ -294,8 +294,8 @@ def _answer(answers: list[Outcome]) -> None:
             ticket.answer.set_exception(_failure(outcome))
 
 
-def _tell(news: list[News]) -> None:
-    for ticket, ids in news:
+def _send_new_tokens(new_tokens: list[NewTokens]) -> None:
+    for ticket, ids in new_tokens:
         if ticket.request.on_tokens is not None and not ticket.answer.done():
             ticket.request.on_tokens(ids)
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from rollstream.producers.engines.base import Generation, GenerationRequest, keeps_ids
-from rollstream.producers.engines.batching import Answer, News, Outcome, Ticket
+from rollstream.producers.engines.batching import Answer, NewTokens, Outcome, Ticket
 from rollstream.producers.engines.generation import ASK_EVERY, NOISE_TOKENS, Sampled, generate
 from rollstream.producers.engines.kv_pool import KVPool, PoolShape
 from rollstream.producers.engines.model_cache import LoadedModel
@@ -109,9 +109,9 @@ class Lane:
             row.length += 1
         return self._sample(rows, logits)
 
-    def news(self) -> list[News]:
+    def new_tokens(self) -> list[NewTokens]:
         """What was sampled since for rows that tell it."""
-        found: list[News] = []
+        found: list[NewTokens] = []
         for row in self._rows:
             if row is not None and row.ticket.request.on_tokens is not None:
                 found.append((row.ticket, row.tokens[row.num_told :]))
@@ -161,11 +161,11 @@ class Lane:
         rest = [row for row in rows if row not in logits]
         if not rest:
             return logits
-        news = [row.prompt[row.length :].tolist() for row in rest]
-        width = max(map(len, news))
-        padded = [[self.held.model.pad_id] * (width - len(new)) + new for new in news]
+        new_tokens = [row.prompt[row.length :].tolist() for row in rest]
+        width = max(map(len, new_tokens))
+        padded = [[self.held.model.pad_id] * (width - len(new)) + new for new in new_tokens]
         mask, positions = self._pool.for_join(
-            [row.slot for row in rest], [row.length for row in rest], list(map(len, news))
+            [row.slot for row in rest], [row.length for row in rest], list(map(len, new_tokens))
         )
         for row, after in zip(rest, self._forward(torch.tensor(padded), mask, positions), strict=True):
             row.length = len(row.prompt)
@@ -301,9 +301,9 @@ class Lanes:
                 found += self._guarded(lane, lane.step, ())
         return found
 
-    def news(self) -> list[News]:
+    def new_tokens(self) -> list[NewTokens]:
         """What was sampled since for rows that tell it."""
-        return [one for lane in self._lanes.values() for one in lane.news()]
+        return [one for lane in self._lanes.values() for one in lane.new_tokens()]
 
     def forget(self, keeps: Callable[[LoadedModel], bool]) -> list[LoadedModel]:
         """Drop lanes without rows of versions that are not kept, and what is kept of their prompts; returns these."""

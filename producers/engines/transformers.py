@@ -37,7 +37,7 @@ class TransformersEngine:
     def __init__(self, settings: TransformersSettings) -> None:
         """Raises ModelError if the settings ask for a GPU and there is none."""
         self._settings = settings
-        self._shelf = ModelCache(settings)
+        self._model_cache = ModelCache(settings)
         threads = settings.threads or (1 if settings.deterministic else None)
         initialize = functools.partial(_fix_threads, threads)
         self._lanes = Lanes(self._held, settings.prefix_cache_mb * 2**20)
@@ -81,7 +81,7 @@ class TransformersEngine:
 
     def version(self, model_group: str) -> int:
         """Weight version held; -1 before the first."""
-        held = self._shelf.held(model_group)
+        held = self._model_cache.held(model_group)
         return -1 if held is None else held.published.version
 
     async def load(self, published: WeightsPublished, path: Path) -> None:
@@ -113,24 +113,26 @@ class TransformersEngine:
         """Whether a version can be loaded without touching one that rows are generated with."""
         self._release()
         live = self._lanes.versions_of(model_group)
-        return self._shelf.held(model_group) not in live or len(live) < most
+        return self._model_cache.held(model_group) not in live or len(live) < most
 
     def _take(self, published: WeightsPublished, tensors: dict[str, torch.Tensor], where: str) -> None:
         live = self._lanes.versions_of(published.model_group)
-        self._shelf.load(published, tensors, where, in_place=self._shelf.held(published.model_group) not in live)
+        self._model_cache.load(
+            published, tensors, where, in_place=self._model_cache.held(published.model_group) not in live
+        )
         self._release()
 
     def _forget(self, model_group: str) -> None:
         self._lanes.forget(lambda held: held.published.model_group != model_group)
         self._release()
-        self._shelf.unload(model_group)
+        self._model_cache.unload(model_group)
 
     def _release(self) -> None:
-        for held in self._lanes.forget(lambda one: one is self._shelf.held(one.published.model_group)):
-            self._shelf.release(held)
+        for held in self._lanes.forget(lambda one: one is self._model_cache.held(one.published.model_group)):
+            self._model_cache.release(held)
 
     def _held(self, model_group: str) -> LoadedModel:
-        held = self._shelf.held(model_group)
+        held = self._model_cache.held(model_group)
         if held is None:
             raise ModelError(f"model group {model_group} has no weights yet; wait for a version to be published")
         return held

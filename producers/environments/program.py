@@ -28,7 +28,7 @@ PASSED = ("PATH", "HOME", "LANG", "LC_ALL", "TZ", "TMPDIR", "USER", "VIRTUAL_ENV
 """Variables of this process that a program gets."""
 MAX_TAIL = 4096
 """Bytes of the output that are kept."""
-MAX_TOLD = 350
+MAX_OUTPUT_CHARS = 350
 """Characters of it in the message of a failed rollout."""
 MAX_VARIABLE = 100_000
 """Bytes of a task that a variable may hold; a larger one is only on standard input."""
@@ -63,7 +63,7 @@ class CommandEnvironment(Environment):
             await rollout.settle()
         if code:
             what = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
-            raise EnvironmentRunError(f"the program ended with {what}: {_told(tail, rollout.key)}")
+            raise EnvironmentRunError(f"the program ended with {what}: {_last_output(tail, rollout.key)}")
 
     async def _run(self, session: Session, rollout: OpenedRollout) -> tuple[bytes, int]:
         """The end of the program's output, and its exit code. Raises EnvironmentRunError if there is too much of it."""
@@ -179,8 +179,8 @@ async def _ended(rollout: OpenedRollout) -> None:
         return  # raised again by `settle`, or as the exit code
 
 
-def _told(tail: bytes, key: str) -> str:
+def _last_output(tail: bytes, key: str) -> str:
     """The last lines of an output, without the rollout's key."""
     text = " | ".join(line.strip() for line in tail.decode(errors="replace").splitlines() if line.strip())
     text = text.replace(key, "(key)")
-    return text[-MAX_TOLD:] if text else "(no output)"
+    return text[-MAX_OUTPUT_CHARS:] if text else "(no output)"

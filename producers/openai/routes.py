@@ -152,18 +152,18 @@ class Routes(ABC):
 
         What is refused before the first piece is refused as any request; after it, the stream ends with the error.
         """
-        news: asyncio.Queue[tuple[int, str] | None] = asyncio.Queue()
-        answering = asyncio.ensure_future(self.answer(request, asked, lambda *piece: news.put_nowait(piece)))
-        answering.add_done_callback(lambda _: news.put_nowait(None))
+        pieces: asyncio.Queue[tuple[int, str] | None] = asyncio.Queue()
+        answering = asyncio.ensure_future(self.answer(request, asked, lambda *piece: pieces.put_nowait(piece)))
+        answering.add_done_callback(lambda _: pieces.put_nowait(None))
         try:
-            piece = await news.get()
+            piece = await pieces.get()
             if piece is None:
                 answering.result()
             response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
             await response.prepare(request)
             while piece is not None:
                 await response.write(words.piece(*piece))
-                piece = await news.get()
+                piece = await pieces.get()
             try:
                 end = words.end(answering.result())
             except Exception as error:  # noqa: BLE001 -- the status is sent: the stream has to end with the error

@@ -106,7 +106,7 @@ class Endpoint(Routes):
         seed = secrets.randbits(63) if asked.seed is None else asked.seed
         tokenizer = self._engine.tokenizer(group)
         streams = [TextStream(tokenizer, asked.stop, has_tools=has_tools) for _ in range(asked.n)]
-        told = None if on_text is None else on_tokens_of(streams, on_text)
+        on_tokens = None if on_text is None else on_tokens_of(streams, on_text)
         generations = await self._generate(
             [
                 GenerationRequest(
@@ -114,7 +114,7 @@ class Endpoint(Routes):
                     prompt_ids,
                     sampling,
                     ids.derive_seed(seed, index),
-                    on_tokens=None if told is None else functools.partial(told, index),
+                    on_tokens=None if on_tokens is None else functools.partial(on_tokens, index),
                 )
                 for index in range(asked.n)
             ],

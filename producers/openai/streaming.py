@@ -91,9 +91,9 @@ def _without_beginning(text: str, word: str) -> int:
 def on_tokens_of(streams: Sequence[TextStream | ParsedStream], on_text: OnText) -> Callable[[int, Sequence[int]], None]:
     """Turns the new ids of each choice into pieces of text."""
 
-    def told(index: int, ids: Sequence[int]) -> None:
+    def on_tokens(index: int, ids: Sequence[int]) -> None:
         piece = streams[index].add(ids)
         if piece:
             on_text(index, piece)
 
-    return told
+    return on_tokens

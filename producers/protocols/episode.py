@@ -69,7 +69,7 @@ class Episode:
         call = Utterance(self.number, self._speaker().agent, (), text, answer)
         return replace(self, utterances=(*self.utterances, call))
 
-    def say(self, text: str, *, shown: str | None = None, decision: float | None = None, valid: bool = True) -> Self:
+    def speak(self, text: str, *, shown: str | None = None, decision: float | None = None, valid: bool = True) -> Self:
         """The agent whose turn it is says something; `shown`: what others see of it, by default all.
 
         `decision` in [-1, 1]: of the verifier. It counts only in a round in which the protocol lets it decide.

@@ -60,7 +60,7 @@ class CallOptions:
         text = data["input"][0]["content"] if notes.get("is_text") else None
         return cls(tools=tuple(data.get("tools", ())), text=text, notes=notes)
 
-    def told(self, index: int) -> Callable[[Sequence[int]], None] | None:
+    def on_answer_tokens(self, index: int) -> Callable[[Sequence[int]], None] | None:
         """What the engine tells of one answer."""
         return None if self.on_tokens is None else functools.partial(self.on_tokens, index)
 

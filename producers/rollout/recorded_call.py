@@ -45,7 +45,7 @@ class ImportedCall:
 
 
 @dataclass(frozen=True, slots=True)
-class _Spoken:
+class _CallTokens:
     """Ids (C,) of a completion, log-probabilities (C,) if there are any, and where they come from."""
 
     prompt: Prompt
@@ -70,22 +70,22 @@ def read_step(
         return ImportedCall(None, {"untrained": NO_TOKEN_IDS} if is_call else {})
     if step.tokens is None and not playing.retokenise:
         return ImportedCall(None, {"untrained": NO_TOKEN_IDS})
-    spoken = _exact(step, conversation, tokenizer) if step.tokens else None
-    if spoken is None:
+    call_tokens = _exact(step, conversation, tokenizer) if step.tokens else None
+    if call_tokens is None:
         assert step.chat is not None
-        spoken = _retokenised(step.chat, conversation, tokenizer)
-    if spoken is None:
+        call_tokens = _retokenised(step.chat, conversation, tokenizer)
+    if call_tokens is None:
         return ImportedCall(None, {"untrained": NOT_TEXT})
-    if spoken.is_retokenised and spoken.prompt.text:
-        conversation.append_sampled(step_index, spoken.prompt, spoken.completion)
+    if call_tokens.is_retokenised and call_tokens.prompt.text:
+        conversation.append_sampled(step_index, call_tokens.prompt, call_tokens.completion)
     else:
-        conversation.append_recorded(step_index, spoken.prompt, spoken.completion)
-    return _reading(spoken, playing)
+        conversation.append_recorded(step_index, call_tokens.prompt, call_tokens.completion)
+    return _imported(call_tokens, playing)
 
 
-def fields_of(step: RecordedStep, reading: ImportedCall) -> dict[str, Any]:
+def fields_of(step: RecordedStep, imported: ImportedCall) -> dict[str, Any]:
     """Fields of StepRecorded beside ids and agent; a time or uuid that was not recorded is left out."""
-    metadata = (step.metadata or {}) | ({FLAGS: reading.flags} if reading.flags else {})
+    metadata = (step.metadata or {}) | ({FLAGS: imported.flags} if imported.flags else {})
     fields: dict[str, Any] = {
         "event_type": step.event_type,
         "parent_id": step.parent_id,
@@ -95,7 +95,7 @@ def fields_of(step: RecordedStep, reading: ImportedCall) -> dict[str, Any]:
         "metadata": metadata or None,
         "data": step.data,
         "usage_info": step.usage_info,
-        "llm": reading.call,
+        "llm": imported.call,
     }
     for name in ("uuid", "function_ancestry", "event_timestamp", "span_event_timestamp"):
         if getattr(step, name) is not None:
@@ -103,29 +103,29 @@ def fields_of(step: RecordedStep, reading: ImportedCall) -> dict[str, Any]:
     return fields
 
 
-def _reading(spoken: _Spoken, playing: ImportContext) -> ImportedCall:
-    flags: dict[str, Any] = {"is_retokenised": True} if spoken.is_retokenised else {}
-    if spoken.logprobs is None and playing.policy == "model":
+def _imported(call_tokens: _CallTokens, playing: ImportContext) -> ImportedCall:
+    flags: dict[str, Any] = {"is_retokenised": True} if call_tokens.is_retokenised else {}
+    if call_tokens.logprobs is None and playing.policy == "model":
         flags["has_logprobs"] = False
-    spans = spoken.spans
+    spans = call_tokens.spans
     if not spans or any(span.model_group != playing.model_group for span in spans):
         spans = ()
         if playing.policy == "model":
             flags["is_version_assumed"] = True
-            length = len(spoken.completion)
+            length = len(call_tokens.completion)
             spans = (VersionSpan(model_group=playing.model_group, version=playing.assumed_version, length=length),)
     call = LLMCall(
-        prefix=spoken.prompt.prefix,
-        prompt_ids=tokens.encode_ids(spoken.prompt.new_ids),
-        completion_ids=tokens.encode_ids(spoken.completion),
-        logprobs=None if spoken.logprobs is None else tokens.encode_floats(spoken.logprobs),
+        prefix=call_tokens.prompt.prefix,
+        prompt_ids=tokens.encode_ids(call_tokens.prompt.new_ids),
+        completion_ids=tokens.encode_ids(call_tokens.completion),
+        logprobs=None if call_tokens.logprobs is None else tokens.encode_floats(call_tokens.logprobs),
         spans=spans,
-        finish_reason=spoken.finish_reason,
+        finish_reason=call_tokens.finish_reason,
     )
     return ImportedCall(call, flags)
 
 
-def _exact(step: RecordedStep, conversation: Conversation, tokenizer: Tokenizer) -> _Spoken:
+def _exact(step: RecordedStep, conversation: Conversation, tokenizer: Tokenizer) -> _CallTokens:
     recorded = step.tokens
     assert recorded is not None
     prompt_ids, completion = tokens.decode_ids(recorded.prompt_ids), tokens.decode_ids(recorded.completion_ids)
@@ -134,7 +134,7 @@ def _exact(step: RecordedStep, conversation: Conversation, tokenizer: Tokenizer)
     logprobs = None if recorded.logprobs is None else tokens.decode_floats(recorded.logprobs)
     if logprobs is not None and not all(map(math.isfinite, logprobs)):
         raise EnvironmentRunError("a recorded log-probability is not a finite number")
-    return _Spoken(
+    return _CallTokens(
         conversation.continue_from_ids(prompt_ids),
         completion,
         logprobs,
@@ -154,7 +154,7 @@ def _check_ids(token_ids: "array[int]", tokenizer: Tokenizer) -> None:
         )
 
 
-def _retokenised(chat: RecordedChat, conversation: Conversation, tokenizer: Tokenizer) -> _Spoken | None:
+def _retokenised(chat: RecordedChat, conversation: Conversation, tokenizer: Tokenizer) -> _CallTokens | None:
     """From text by the model's chat template; None if it is not all text."""
     messages = [_plain_text(message) for message in chat.messages]
     answer = _plain_text(chat.answer)
@@ -165,15 +165,15 @@ def _retokenised(chat: RecordedChat, conversation: Conversation, tokenizer: Toke
     if texts is None:
         return None
     prompt = conversation.prompt(texts[0])
-    spoken = tokenizer.encode(texts[1], add_special_tokens=False) if texts[1] else []
+    answer_ids = tokenizer.encode(texts[1], add_special_tokens=False) if texts[1] else []
     logprobs = array("f", chat.logprobs) if chat.logprobs is not None else None
-    has_end = logprobs is None or len(logprobs) != len(spoken) or not spoken
-    completion = array("i", [*spoken, tokenizer.eos_token_id] if has_end else spoken)
+    has_end = logprobs is None or len(logprobs) != len(answer_ids) or not answer_ids
+    completion = array("i", [*answer_ids, tokenizer.eos_token_id] if has_end else answer_ids)
     if logprobs is not None and len(logprobs) != len(completion):
         logprobs = None
     if not prompt.token_ids:
         return None
-    return _Spoken(prompt, completion, logprobs, (), "stop" if has_end else "length", True)
+    return _CallTokens(prompt, completion, logprobs, (), "stop" if has_end else "length", True)
 
 
 def _rendered(

@@ -359,11 +359,11 @@ class Session:
     async def _answer(
         self, prompt: Prompt, messages: list[Message], agent: str, asked: CallOptions | None, seed: int, index: int
     ) -> Generation:
-        group, told = self._model_group(agent), None if asked is None else asked.told(index)
+        group, on_ids = self._model_group(agent), None if asked is None else asked.on_answer_tokens(index)
         if self._settings.policy == "demonstration":
             return await self._demonstration(messages, agent, group)
         sampling = self._settings.sampling if asked is None else asked.within(self._settings.sampling)
-        request = GenerationRequest(group, prompt.token_ids.tolist(), sampling, seed, self._journal.rollout_id, told)
+        request = GenerationRequest(group, prompt.token_ids.tolist(), sampling, seed, self._journal.rollout_id, on_ids)
         try:
             generation = as_recorded(await self._engine.generate(request), group)
             check_generation(generation)

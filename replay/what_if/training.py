@@ -34,7 +34,7 @@ async def train_planned(
     base: WeightsPublished,
     planned: Sequence[Event],
     checkpoints: Path,
-    tell: Callable[[str], None],
+    on_progress: Callable[[str], None],
     permissions: Permissions,
     scores: AsyncIterable[list[Event]],
 ) -> None:
@@ -67,7 +67,7 @@ async def train_planned(
         async for some in scores:
             await log.send_all(some)
         await log.send_all([*planned, job])
-        tell(f"training {sum(isinstance(event, BatchPlanned) for event in planned)} batches")
+        on_progress(f"training {sum(isinstance(event, BatchPlanned) for event in planned)} batches")
         training = asyncio.create_task(worker.run())
         closed = await _closed(log, spec.job_id, ends, training)
         if not isinstance(closed, JobSucceeded):

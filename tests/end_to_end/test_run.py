@@ -23,7 +23,7 @@ def test_runs_train_share_a_workspace_and_can_be_asked(workplace: Any) -> None:
     second = workplace.run("finetune", "--config_file", str(workplace.write(configuration)), "--name", "second")
     assert second.returncode == 0, second.stdout + second.stderr + workplace.logs()
     assert_a_warm_start_was_followed_by_reinforcement(workplace)
-    assert_jobs_are_listed_and_garbage_goes(workplace)
+    assert_jobs_are_listed_and_unneeded_weights_are_removed(workplace)
     assert_both_are_replayed_equal(workplace)
     listed = workplace.run("runs").stdout
     assert result["run_id"] in listed
@@ -53,7 +53,7 @@ def assert_a_warm_start_was_followed_by_reinforcement(workplace: Any) -> None:
     assert versions[0]["v"] >= 2
 
 
-def assert_jobs_are_listed_and_garbage_goes(workplace: Any) -> None:
+def assert_jobs_are_listed_and_unneeded_weights_are_removed(workplace: Any) -> None:
     listed = [line.split() for line in workplace.run("jobs").stdout.splitlines()]
     second = listed[-1][0]
     assert [row[1:6] for row in listed if row[0] == second] == [

@@ -154,7 +154,7 @@ def asked(run, changes):
     async def go():
         events = await read_run(run.log, "replayed")
         outcome = await what_if(
-            run.log, events, run.artifacts, file, checkpoints=run.checkpoints, tell=lambda line: None, trust=True
+            run.log, events, run.artifacts, file, checkpoints=run.checkpoints, on_progress=lambda line: None, trust=True
         )
         found = await read_run(run.log, outcome.run_id)
         return outcome, [batch for batch, _ in of_type(found.by_topic["batches"], BatchPlanned)]

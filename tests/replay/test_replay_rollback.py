@@ -72,7 +72,7 @@ def test_a_what_if_returns_to_its_own_versions(run):
     async def go():
         events = await read_run(run.log, RUN)
         outcome = await what_if(
-            run.log, events, run.artifacts, file, checkpoints=run.checkpoints, tell=lambda line: None
+            run.log, events, run.artifacts, file, checkpoints=run.checkpoints, on_progress=lambda line: None
         )
         return await read_run(run.log, outcome.run_id)
 

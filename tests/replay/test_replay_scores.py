@@ -71,7 +71,12 @@ def test_a_what_if_trains_on_the_recorded_scores(recorded: Any) -> None:
         file.write_text(yaml.safe_dump(changes))
         events = await read_run(recorded.log, "replayed")
         outcome = await what_if(
-            recorded.log, events, recorded.artifacts, file, checkpoints=recorded.checkpoints, tell=lambda line: None
+            recorded.log,
+            events,
+            recorded.artifacts,
+            file,
+            checkpoints=recorded.checkpoints,
+            on_progress=lambda line: None,
         )
         return events, await read_run(recorded.log, outcome.run_id)
 

@@ -49,7 +49,7 @@ def asked(run, changes):
     async def go():
         events = await read_run(run.log, "replayed")
         outcome = await what_if(
-            run.log, events, run.artifacts, file, checkpoints=run.checkpoints, tell=lambda line: None
+            run.log, events, run.artifacts, file, checkpoints=run.checkpoints, on_progress=lambda line: None
         )
         return outcome, await read_run(run.log, outcome.run_id)
 

@@ -79,7 +79,7 @@ def asked(place, export, changes):
                 place.artifacts,
                 file,
                 checkpoints=place.checkpoints,
-                tell=lambda line: None,
+                on_progress=lambda line: None,
                 exported=OpenedExport(log, artifacts),
             )
         return await read_run(place.log, outcome.run_id)
@@ -336,6 +336,6 @@ def test_a_what_if_of_a_what_if_names_the_run_to_ask_for(recorded, elsewhere):
                 elsewhere.artifacts,
                 file,
                 checkpoints=elsewhere.checkpoints,
-                tell=lambda line: None,
+                on_progress=lambda line: None,
             )
         )

@@ -131,7 +131,7 @@ class VllmServer:
         """Until it answers."""
         deadline = time.monotonic() + START_S
         while True:
-            self.child.look()
+            self.child.start_if_due()
             try:
                 self.ask("/health", method="GET")
             except OSError:

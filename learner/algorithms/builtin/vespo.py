@@ -26,7 +26,7 @@ class Vespo(PolicyGradient):
         """
         with torch.no_grad():
             ratios_N = (tokens.logprobs_N - tokens.behaviour_N).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
-            log_w_N = tokens.spread(tokens.by_row(ratios_N).clamp(_MIN_LOG_RATIO, MAX_LOG_RATIO))
+            log_w_N = tokens.to_tokens(tokens.by_row(ratios_N).clamp(_MIN_LOG_RATIO, MAX_LOG_RATIO))
             is_positive_N = tokens.advantages_N >= 0
             k_N = torch.where(is_positive_N, settings.k_positive, settings.k_negative)
             lambda_N = torch.where(is_positive_N, settings.lambda_positive, settings.lambda_negative)

@@ -82,7 +82,7 @@ class Child:
         """Whether the process lives."""
         return self._guard is not None and self._guard.poll() is None
 
-    def look(self) -> bool:
+    def start_if_due(self) -> bool:
         """Start it if it does not run and it is time to; returns whether it was started.
 
         Raises ModelError if it ended too often without serving.

@@ -233,7 +233,7 @@ class Pool:
     async def _keep(self, server: Server, child: Child | None) -> None:
         while True:
             try:
-                await self._look(server, child)
+                await self._bring_up(server, child)
             except (TryAgainError, LostVersionError) as error:
                 await self._leave(server, error)
             except ModelError as error:
@@ -245,9 +245,9 @@ class Pool:
                 await self._notify()
             await self._sleep(server, child)
 
-    async def _look(self, server: Server, child: Child | None) -> None:
+    async def _bring_up(self, server: Server, child: Child | None) -> None:
         async with server.lock:
-            if child is not None and child.look():
+            if child is not None and child.start_if_due():
                 server.forget()
                 server.state, server.reason = "down", "starting"
                 server.http.url = server.http.name = f"http://127.0.0.1:{child.port}"

@@ -59,7 +59,7 @@ def test_gc_waits_for_what_holds_the_workspace(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("command", [["jobs"], ["jobs", "run-1"], ["gc"], ["gc", "--dry-run"]])
-def test_a_workspace_without_runs_has_neither_jobs_nor_garbage(command: list[str], tmp_path: Path) -> None:
+def test_a_workspace_without_runs_has_neither_jobs_nor_unneeded_files(command: list[str], tmp_path: Path) -> None:
     assert_refused(rollstream(*command, "-w", str(tmp_path / "w")), "has no runs yet")
     assert not (tmp_path / "w").exists()
 

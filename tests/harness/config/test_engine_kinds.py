@@ -185,7 +185,9 @@ def test_a_stored_configuration_imports_no_engine(
     async def ask() -> None:
         events = await read_run(log, "run-1")
         artifacts = ArtifactStore(str(tmp_path / "artifacts"))
-        await what_if(log, events, artifacts, tmp_path / "what_if.yaml", checkpoints=tmp_path, tell=lambda _: None)
+        await what_if(
+            log, events, artifacts, tmp_path / "what_if.yaml", checkpoints=tmp_path, on_progress=lambda _: None
+        )
 
     with suppress(ConfigError):
         asyncio.run(ask())

@@ -54,7 +54,9 @@ def ask_what_if(stored: Stored, **options: Any) -> None:
     async def go() -> None:
         events = await read_run(stored.log, "run-1")
         artifacts = ArtifactStore(str(stored.folder / "artifacts"))
-        await what_if(stored.log, events, artifacts, file, checkpoints=stored.folder, tell=lambda _: None, **options)
+        await what_if(
+            stored.log, events, artifacts, file, checkpoints=stored.folder, on_progress=lambda _: None, **options
+        )
 
     asyncio.run(go())
 

@@ -87,14 +87,14 @@ def test_a_death_of_a_full_disk_waits_for_room_and_does_not_count(
             disk.fill()
             super().restart()
 
-    def say(text: str) -> None:
+    def notify(text: str) -> None:
         said.append(text)
         if "paused" in text:
             disk.free()
 
     async def scenario() -> None:
         filled = Filled(workspace, "x" * (MAX_RESTARTS + 3) + "r")
-        watching = asyncio.create_task(keep_running(filled, say, first_backoff_s=0, check_s=0, room_bytes=1 << 20))
+        watching = asyncio.create_task(keep_running(filled, notify, first_backoff_s=0, check_s=0, room_bytes=1 << 20))
         while filled.outcomes:
             await asyncio.sleep(0)
             assert not watching.done(), watching

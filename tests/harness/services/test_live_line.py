@@ -37,7 +37,8 @@ def on_a_terminal(code: str, *, columns: int = 40, **variables: str) -> str:
 
 def test_on_a_terminal_a_line_replaces_the_one_before_and_what_is_said_stays() -> None:
     code = (
-        "line = LiveLine(sys.stdout)\nline.show('a')\nline.show('b')\nline.say('stays')\nline.show('c')\nline.finish()"
+        "line = LiveLine(sys.stdout)\nline.show('a')\nline.show('b')\n"
+        "line.print('stays')\nline.show('c')\nline.finish()"
     )
     assert on_a_terminal(code) == f"a{CLEAR}b{CLEAR}stays\nc\n"
     assert on_a_terminal("line = LiveLine(sys.stderr)\nline.show('a')\nline.clear()\nline.clear()") == f"a{CLEAR}"
@@ -89,7 +90,7 @@ def test_elsewhere_the_same_progress_is_written_once_or_not_at_all() -> None:
     line.show("a")
     silent = LiveLine(stream, is_live_only=True)
     silent.show("b")
-    silent.say("c")
+    silent.print("c")
     assert stream.getvalue() == "a\nc\n"
 
 

@@ -176,10 +176,10 @@ def test_errors_of_services_are_passed_on_once(tmp_path: Path) -> None:
         file.write("2026-01-01 00:00:01,000 ERROR rollstream.producers.engines.weight_follower: wrong hash\n")
         file.write("2026-01-01 00:00:02,000 ERROR rollstream.producers.engines.weight_follower: wrong hash\n")
         file.write("2026-01-01 00:00:02,000 ERROR rollstream.b: half a li")
-    assert relay.news(["one", "none"]) == ["one: wrong hash"]
+    assert relay.new_errors(["one", "none"]) == ["one: wrong hash"]
     with log.open("a") as file:
         file.write("ne\n")
-    assert relay.news(["one"]) == ["one: half a line"]
+    assert relay.new_errors(["one"]) == ["one: half a line"]
 
 
 def test_a_pause_of_the_supervisor_itself_kills_no_child(tmp_path: Path) -> None:
@@ -192,16 +192,16 @@ def test_a_pause_of_the_supervisor_itself_kills_no_child(tmp_path: Path) -> None
         )
         supervisor.start()
         (child,) = supervisor.pids().values()
-        supervisor.look()
+        supervisor.check()
         now[0] += 8 * 3600
-        supervisor.look()
+        supervisor.check()
         now[0] += 1.0
-        supervisor.look()
+        supervisor.check()
         signed[0] = now[0]
         assert not is_gone(child)
         for _ in range(int(SILENCE_S) + 2):  # silent although the supervisor looks on: stuck
             now[0] += 1.0
-            supervisor.look()
+            supervisor.check()
         await until(lambda: is_gone(child))
         await supervisor.stop()
 
@@ -237,7 +237,7 @@ def test_a_log_that_grows_too_large_leaves_one_old_copy_and_its_writer_goes_on(t
     with path.open("ab", buffering=0) as writer:
         for number in range(200):
             writer.write(error.format(number).encode())
-            assert relay.news(["one"]) == ([f"one: number {number}"] if number < MAX_RELAYED else [])
+            assert relay.new_errors(["one"]) == ([f"one: number {number}"] if number < MAX_RELAYED else [])
             assert path.stat().st_size <= 1000
     assert sorted(file.name for file in tmp_path.iterdir()) == ["one.log", "one.log.1"]
     kept = (tmp_path / "one.log.1").read_text() + path.read_text()

@@ -204,10 +204,10 @@ class Recorded(RecordedRun):
         return written
 
     async def collect(self, *, is_dry: bool = False) -> Any:
-        garbage = await find(self.log, self.artifacts, self.checkpoints)
+        unneeded = await find(self.log, self.artifacts, self.checkpoints)
         if not is_dry:
-            await remove(self.log, self.artifacts, garbage)
-        return garbage
+            await remove(self.log, self.artifacts, unneeded)
+        return unneeded
 
     def kept(self) -> list[int]:
         """Versions whose artifacts are there."""
@@ -311,9 +311,9 @@ def test_any_store_is_collected(scheme: str, tmp_path: Path) -> None:
         store = ArtifactStore(f"{scheme}{tmp_path}/artifacts", cache=tmp_path / "cache")
         log = await log_of(store, run("r"))
         other = store.put_bytes(b"letter")
-        garbage = await find(log, store, tmp_path / "checkpoints")
-        assert [stored.version for stored, _ in garbage.weights.values()] == [1, 2, 3]
-        await remove(log, store, garbage)
+        unneeded = await find(log, store, tmp_path / "checkpoints")
+        assert [stored.version for stored, _ in unneeded.weights.values()] == [1, 2, 3]
+        await remove(log, store, unneeded)
         assert len(store.listing()) == 4
         assert store.read(other) == b"letter"
 
@@ -324,8 +324,8 @@ def test_what_lies_in_another_store_stays(tmp_path: Path) -> None:
     other = ArtifactStore(str(tmp_path / "other"))
     log = asyncio.run(log_of(other, run("r")))
     before = other.listing()
-    garbage = found_in(ArtifactStore(str(tmp_path / "artifacts")), log, tmp_path)
-    assert garbage.weights == {}
+    unneeded = found_in(ArtifactStore(str(tmp_path / "artifacts")), log, tmp_path)
+    assert unneeded.weights == {}
     assert other.listing() == before
 
 
@@ -346,8 +346,8 @@ def test_a_record_that_cannot_be_read_keeps_all_weights_of_its_run(tmp_path: Pat
         store = ArtifactStore(str(tmp_path / "artifacts"))
         log = await log_of(store, [*run("r"), *run("s")])
         await log.send_raw("jobs", key=b"r/policy", value=b'{"kind": "job_submitted", "v": 2}', partition=0)
-        garbage = await find(log, store, tmp_path / "checkpoints")
-        assert {stored.run_id for stored, _ in garbage.weights.values()} == {"s"}
+        unneeded = await find(log, store, tmp_path / "checkpoints")
+        assert {stored.run_id for stored, _ in unneeded.weights.values()} == {"s"}
 
     asyncio.run(scenario())
 
@@ -356,10 +356,10 @@ def test_a_file_that_is_gone_already_is_not_counted_and_hinders_nothing(tmp_path
     async def scenario() -> None:
         store = ArtifactStore(str(tmp_path / "artifacts"))
         log = await log_of(store, run("r"))
-        garbage = await find(log, store, tmp_path / "checkpoints")
-        Path(next(iter(garbage.weights))).unlink()  # as after a collection that was killed
+        unneeded = await find(log, store, tmp_path / "checkpoints")
+        Path(next(iter(unneeded.weights))).unlink()  # as after a collection that was killed
         assert len((await find(log, store, tmp_path / "checkpoints")).weights) == 2
-        await remove(log, store, garbage)
+        await remove(log, store, unneeded)
         assert (await find(log, store, tmp_path / "checkpoints")).weights == {}
 
     asyncio.run(scenario())
@@ -369,10 +369,10 @@ def test_nothing_goes_if_a_run_begins_while_the_log_is_read(tmp_path: Path) -> N
     async def scenario() -> None:
         store = ArtifactStore(str(tmp_path / "artifacts"))
         log = await log_of(store, run("r"))
-        garbage = await find(log, store, tmp_path / "checkpoints")
+        unneeded = await find(log, store, tmp_path / "checkpoints")
         await log.send(started("new"))
         with pytest.raises(ConfigError, match="nothing was removed"):
-            await remove(log, store, garbage)
+            await remove(log, store, unneeded)
         assert len(store.listing()) == 6
 
     asyncio.run(scenario())

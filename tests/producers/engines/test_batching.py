@@ -68,7 +68,7 @@ class Failing:
         run(live, found.extend)
         return found
 
-    def news(self):
+    def new_tokens(self):
         return []
 
     def drop(self):

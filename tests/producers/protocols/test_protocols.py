@@ -84,9 +84,9 @@ def test_an_agent_speaks_only_where_it_hears(name):
 def test_a_verdict_counts_from_the_first_round_that_allows_it():
     protocol = table.protocol({"name": "nip", "min_rounds": 3})
     assert [protocol.may_decide(number) for number in range(4)] == [False, False, True, True]
-    early = episode_of({"name": "nip", "min_rounds": 3}).say("Y", decision=1.0)
+    early = episode_of({"name": "nip", "min_rounds": 3}).speak("Y", decision=1.0)
     assert (early.end, early.num_no_guess) == (None, 1)
-    assert early.say("2").say("Y", decision=1.0).end == "decided"
+    assert early.speak("2").speak("Y", decision=1.0).end == "decided"
 
 
 # ---- stances ----
@@ -132,38 +132,38 @@ def heard(episode, agent):
 
 
 def two_rounds(name, **options):
-    return episode_of({"name": name, "max_rounds": 8} | options).say("?").say("a").say("b").say("?")
+    return episode_of({"name": name, "max_rounds": 8} | options).speak("?").speak("a").speak("b").speak("?")
 
 
 def test_debaters_hear_each_other_a_round_later():
-    episode = episode_of("debate").say("?").say("a")
+    episode = episode_of("debate").speak("?").speak("a")
     assert heard(episode, P1) == [(V, "?")]
     assert heard(episode, V) == [(V, "?")]
     later = two_rounds("debate")
     assert heard(later, P1) == [(V, "?"), (P1, "b"), (P0, "a"), (V, "?")]
     assert heard(later, P0) == [(V, "?"), (P0, "a"), (P1, "b"), (V, "?")]
-    assert heard(later.say("c").say("d"), V) == [(V, "?"), (P0, "a"), (P1, "b"), (V, "?"), (P0, "c"), (P1, "d")]
+    assert heard(later.speak("c").speak("d"), V) == [(V, "?"), (P0, "a"), (P1, "b"), (V, "?"), (P0, "c"), (P1, "d")]
 
 
 def test_sequential_debaters_hear_who_spoke_before_them():
-    episode = episode_of({"name": "debate", "sequential": True}).say("?").say("a")
+    episode = episode_of({"name": "debate", "sequential": True}).speak("?").speak("a")
     assert episode.turn == Turn(P1, ("prover1_channel",))
     assert heard(episode, P1) == [(V, "?"), (P0, "a")]
 
 
 def test_the_provers_of_mnip_never_hear_each_other():
-    later = two_rounds("mnip", sequential=True).say("c")
+    later = two_rounds("mnip", sequential=True).speak("c")
     assert {agent for agent, _ in heard(later, P0)} == {V, P0}
     assert {agent for agent, _ in heard(later, P1)} == {V, P1}
     assert {agent for agent, _ in heard(later, V)} == {V, P0, P1}
 
 
 def test_what_a_tool_answers_is_seen_by_its_caller_alone():
-    episode = episode_of("nip").consult("2", "1").say("?")
+    episode = episode_of("nip").consult("2", "1").speak("?")
     assert heard(episode, P) == [(V, "?")]
     assert heard(episode, V) == [(V, "1"), (V, "?")]
     opening = [{"role": "system", "content": "verifier"}]
-    assert [message["content"] for message in conversation(episode.say("3"), V, opening)] == [
+    assert [message["content"] for message in conversation(episode.speak("3"), V, opening)] == [
         "verifier",
         "2",
         "1",
@@ -180,7 +180,7 @@ def test_a_conversation_only_grows():
             assert messages[: len(before.get(episode.turn.agent, []))] == before.get(episode.turn.agent, [])
             said = f"m{len(episode.utterances)}"
             before[episode.turn.agent] = [*messages, {"role": "assistant", "content": said}]
-            episode = episode.say(said)
+            episode = episode.speak(said)
 
 
 # ---- how it ends, and what it earns ----
@@ -237,21 +237,21 @@ def test_every_episode_ends_and_pays_whoever_may_speak(name, is_true, seed, data
     episode, num = episode_of(name, is_true=is_true, seed=seed), 0
     while episode.turn is not None:
         decision = data.draw(st.none() | decisions)
-        episode = episode.say("x", decision=decision, valid=data.draw(st.booleans()))
+        episode = episode.speak("x", decision=decision, valid=data.draw(st.booleans()))
         num += 1
     assert num <= 3 * episode.protocol.max_rounds
     assert set(episode.rewards()) == {V, *episode.draw.provers}
     assert all(-1 <= reward <= 1 for reward in episode.rewards().values())
     with pytest.raises(ValueError, match="the episode is over"):
-        episode.say("more")
+        episode.speak("more")
 
 
 def test_rounds_without_a_verdict_cost_the_verifier_and_pay_nobody():
     options = {"name": "nip", "max_rounds": 3, "verifier_no_guess_reward": -0.25}
-    episode = episode_of(options).say("?").say("2").say("?")
+    episode = episode_of(options).speak("?").speak("2").speak("?")
     assert (episode.end, episode.verdict) == ("no_verdict", None)
     assert episode.rewards() == {V: -1.25, P: 0.0}
-    assert episode_of(options).say("?").run_out().rewards() == {V: -1.25, P: 0.0}
+    assert episode_of(options).speak("?").run_out().rewards() == {V: -1.25, P: 0.0}
 
 
 @pytest.mark.parametrize(
@@ -271,13 +271,13 @@ def test_rounds_without_a_verdict_cost_the_verifier_and_pay_nobody():
     ],
 )
 def test_a_verdict_pays_by_the_protocol(written, verdict, expected):
-    assert episode_of(written).say("verdict", decision=verdict).rewards() == expected
+    assert episode_of(written).speak("verdict", decision=verdict).rewards() == expected
 
 
 def test_a_malformed_message_of_a_prover_ends_the_episode_if_it_has_a_price():
-    free = episode_of("debate").say("?").say("???", shown="-", valid=False)
+    free = episode_of("debate").speak("?").speak("???", shown="-", valid=False)
     assert free.end is None
-    priced = episode_of({"name": "debate", "prover_invalid_response_penalty": -2.0}).say("?").say("??", valid=False)
+    priced = episode_of({"name": "debate", "prover_invalid_response_penalty": -2.0}).speak("?").speak("??", valid=False)
     assert priced.end == "invalid_response"
     assert priced.rewards() == {V: 0.0, P0: -2.0, P1: 0.0}
 
