@@ -279,6 +279,8 @@ class MaltSettings(PairSettings):
     """DPO on the tree of a task's rollouts: an answer is worth the mean reward of the rollouts that have it."""
 
     KL_FIELD: ClassVar[str | None] = "beta"
+    loss_type: ClassVar[str] = "sigmoid"
+    label_smoothing: ClassVar[float] = 0.0
 
     name: Literal["malt"] = "malt"  # pyright: ignore[reportIncompatibleVariableOverride]
     beta: float = Field(default=0.1, gt=0)

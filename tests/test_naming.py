@@ -118,6 +118,7 @@ def test_planted_files_and_classes_are_found(tmp_path: Path, plant: Plant) -> No
         'TEACHERS = {"opd": 1}',
         "is_malt = isinstance(settings, MaltSettings)",
         "is_one = isinstance(settings, (KtoSettings, list))",
+        "losses_N = losses_N - settings.entropy_coefficient * tokens.entropies_N",
         'module = name.removeprefix(CODE).rpartition(".")[0]',
         'is_code = name.startswith("python:")',
         'raise ConfigError(f"{name} cannot be imported: {error}") from error',

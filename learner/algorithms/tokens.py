@@ -76,3 +76,8 @@ class Losses(NamedTuple):
 def log_ratio(logprobs_N: Tensor, others_N: Tensor) -> Tensor:
     """logprobs - others, but at most MAX_LOG_RATIO; no gradient above that."""
     return (logprobs_N - others_N).clamp(max=MAX_LOG_RATIO)
+
+
+def with_entropy_bonus(losses: Tensor, entropies: Tensor, coefficient: float) -> Tensor:
+    """losses - coefficient * entropies, both (N,) or (B,); the losses themselves if the coefficient is 0."""
+    return losses - coefficient * entropies if coefficient else losses

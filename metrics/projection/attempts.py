@@ -16,8 +16,7 @@ WITH asked AS (
 )
 SELECT batch_id FROM (
     SELECT t.batch_id FROM log.step_trained t JOIN asked a ON a.model_group = t.model_group AND a.version = t.version
-    WHERE NOT EXISTS (SELECT 1 FROM log.learner_claimed c
-        WHERE c.model_group = t.model_group AND c.term > t.term AND c.log_offset < t.log_offset)
+    WHERE NOT log.is_void(t.model_group, t.term, t.log_offset)
     QUALIFY row_number() OVER (PARTITION BY t.model_group, t.version ORDER BY t.log_offset) = 1
 ) WHERE batch_id IN (SELECT unnest($1::VARCHAR[]))
 """

@@ -230,6 +230,9 @@ CREATE TABLE log.attempt (
 -- views
 
 CREATE OR REPLACE MACRO log.at(ms) AS make_timestamp(if(ms > 253402300799000, 253402300799000, ms) * 1000);
+-- The rule of eventlog/terms.py for views: an event is void if a higher term was claimed before it.
+CREATE OR REPLACE MACRO log.is_void(of_group, of_term, at_offset) AS EXISTS (SELECT 1 FROM log.learner_claimed c
+    WHERE c.model_group = of_group AND c.term > of_term AND c.log_offset < at_offset);
 
 CREATE OR REPLACE VIEW runs AS
 SELECT s.run_id, s.name, coalesce(e.cause, 'running') AS state, e.message, log.at(s.recorded_ms) AS started_at,
@@ -328,8 +331,7 @@ SELECT w.run_id, w.model_group, w.version, w.parent, w.job_id, w.batch_id, w.wei
     log.at(g.time_ms) AS collected_at, g."by" AS collected_by, w.adopts
 FROM log.weights_published w LEFT JOIN log.weights_collected g
     ON g.model_group = w.model_group AND g.version = w.version AND g.weights_sha256 = w.weights_sha256
-WHERE NOT EXISTS (SELECT 1 FROM log.learner_claimed c
-    WHERE c.model_group = w.model_group AND c.term > w.term AND c.log_offset < w.log_offset)
+WHERE NOT log.is_void(w.model_group, w.term, w.log_offset)
 QUALIFY row_number() OVER (PARTITION BY w.model_group, w.version ORDER BY w.log_offset) = 1
 ORDER BY w.model_group, w.version;
 
@@ -338,8 +340,7 @@ SELECT t.run_id, t.job_id, t.epoch, t.version, t.batch_id, t.model_group, t.metr
     t.num_optimizer_steps, t.tokens_per_s, t.seconds, t.weights_sha256, t.term, log.at(t.time_ms) AS trained_at,
     t.metrics['dpo/accuracy'] AS preference_accuracy, t.metrics['dpo/margin'] AS preference_margin
 FROM log.step_trained t
-WHERE NOT EXISTS (SELECT 1 FROM log.learner_claimed c
-    WHERE c.model_group = t.model_group AND c.term > t.term AND c.log_offset < t.log_offset)
+WHERE NOT log.is_void(t.model_group, t.term, t.log_offset)
 QUALIFY row_number() OVER (PARTITION BY t.model_group, t.version ORDER BY t.log_offset) = 1
 ORDER BY t.model_group, t.version;
 
@@ -354,8 +355,7 @@ FROM training_steps WHERE metrics['mismatch/log_ppl_diff'] IS NOT NULL ORDER BY 
 CREATE OR REPLACE VIEW reference_scores AS
 WITH first AS (
     SELECT * FROM log.reference_scored s
-    WHERE NOT EXISTS (SELECT 1 FROM log.learner_claimed c
-        WHERE c.model_group = s.model_group AND c.term > s.term AND c.log_offset < s.log_offset)
+    WHERE NOT log.is_void(s.model_group, s.term, s.log_offset)
     QUALIFY row_number() OVER (PARTITION BY s.model_group, s.trajectory_sha256, s.scorer_sha256, s.part
         ORDER BY s.log_offset) = 1
 )

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 
 from rollstream.learner.algorithms.advantages import PolicyGradient
 from rollstream.learner.algorithms.base import Counts
-from rollstream.learner.algorithms.tokens import Losses, TokenBatch, log_ratio
+from rollstream.learner.algorithms.tokens import Losses, TokenBatch, log_ratio, with_entropy_bonus
 from rollstream.schemas.algorithms import CispoSettings
 
 
@@ -21,8 +21,7 @@ class Cispo(PolicyGradient):
         ratio_N = log_ratio(tokens.logprobs_N, tokens.behaviour_N).exp().detach()
         weight_N = ratio_N.clamp(max=1 + settings.clip_high)
         losses_N = -weight_N * tokens.advantages_N * tokens.logprobs_N
-        if settings.entropy_coefficient:
-            losses_N = losses_N - settings.entropy_coefficient * tokens.entropies_N
+        losses_N = with_entropy_bonus(losses_N, tokens.entropies_N, settings.entropy_coefficient)
         sums = {
             "loss": losses_N.detach().sum(),
             "entropy": tokens.entropies_N.detach().sum(),

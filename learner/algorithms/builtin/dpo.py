@@ -101,8 +101,6 @@ def loss_of(batch: PairBatch, settings: DpoSettings | MaltSettings) -> Losses:
 
 
 def _losses_of(margins_K: Tensor, settings: DpoSettings | MaltSettings) -> Tensor:
-    if isinstance(settings, MaltSettings):
-        return -functional.logsigmoid(margins_K)
     if settings.loss_type == "ipo":
         return (margins_K / settings.beta - 1 / (2 * settings.beta)).square()
     losses_K = -functional.logsigmoid(margins_K)

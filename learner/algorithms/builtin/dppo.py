@@ -7,7 +7,7 @@ from torch import Tensor
 
 from rollstream.learner.algorithms.advantages import PolicyGradient
 from rollstream.learner.algorithms.base import Counts
-from rollstream.learner.algorithms.tokens import Losses, TokenBatch, log_ratio
+from rollstream.learner.algorithms.tokens import Losses, TokenBatch, log_ratio, with_entropy_bonus
 from rollstream.schemas.algorithms import DppoSettings
 
 _EPSILON = 1e-6
@@ -30,8 +30,7 @@ class Dppo(PolicyGradient):
         keep_N = _keeps(tokens, settings)
         weight_N = ratio_N.clamp(max=settings.ratio_max) * keep_N
         losses_N = -weight_N * tokens.advantages_N * tokens.logprobs_N
-        if settings.entropy_coefficient:
-            losses_N = losses_N - settings.entropy_coefficient * tokens.entropies_N
+        losses_N = with_entropy_bonus(losses_N, tokens.entropies_N, settings.entropy_coefficient)
         sums = {
             "loss": losses_N.detach().sum(),
             "entropy": tokens.entropies_N.detach().sum(),

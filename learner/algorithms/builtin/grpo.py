@@ -6,7 +6,7 @@ import torch
 
 from rollstream.learner.algorithms.advantages import PolicyGradient
 from rollstream.learner.algorithms.base import Counts
-from rollstream.learner.algorithms.tokens import Losses, TokenBatch, log_ratio
+from rollstream.learner.algorithms.tokens import Losses, TokenBatch, log_ratio, with_entropy_bonus
 from rollstream.schemas.algorithms import GrpoSettings
 from rollstream.schemas.policy_gradient import ClippedSettings
 
@@ -33,8 +33,7 @@ class Clipped(PolicyGradient):
             bound_N = settings.dual_clip * tokens.advantages_N
             objective_N = torch.where(tokens.advantages_N < 0, torch.maximum(objective_N, bound_N), objective_N)
         losses_N = -objective_N
-        if settings.entropy_coefficient:
-            losses_N = losses_N - settings.entropy_coefficient * tokens.entropies_N
+        losses_N = with_entropy_bonus(losses_N, tokens.entropies_N, settings.entropy_coefficient)
         to_reference_N = None
         if settings.kl_coefficient and tokens.reference_N is not None:
             log_odds_N = log_ratio(tokens.reference_N, tokens.logprobs_N)

@@ -7,7 +7,7 @@ import torch
 
 from rollstream.learner.algorithms.advantages import PolicyGradient
 from rollstream.learner.algorithms.base import BatchView, Counts, Normaliser, Prepared
-from rollstream.learner.algorithms.tokens import Losses, TokenBatch, log_ratio
+from rollstream.learner.algorithms.tokens import Losses, TokenBatch, log_ratio, with_entropy_bonus
 from rollstream.schemas.algorithms import GspoSettings
 from rollstream.schemas.policy_gradient import PolicyGradientSettings
 
@@ -31,8 +31,7 @@ class Gspo(PolicyGradient):
         clipped_B = ratio_B.clamp(1 - settings.clip_low, 1 + settings.clip_high)
         losses_B = -torch.minimum(ratio_B * advantages_B, clipped_B * advantages_B)
         entropies_B = tokens.mean_by_row(tokens.entropies_N)
-        if settings.entropy_coefficient:
-            losses_B = losses_B - settings.entropy_coefficient * entropies_B
+        losses_B = with_entropy_bonus(losses_B, entropies_B, settings.entropy_coefficient)
         with torch.no_grad():
             sums = {
                 "loss": losses_B.sum(),

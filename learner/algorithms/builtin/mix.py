@@ -8,7 +8,7 @@ import torch
 
 from rollstream.learner.algorithms.advantages import PolicyGradient
 from rollstream.learner.algorithms.base import BatchView, Counts, PerToken, Prepared
-from rollstream.learner.algorithms.tokens import Losses, TokenBatch, log_ratio
+from rollstream.learner.algorithms.tokens import Losses, TokenBatch, log_ratio, with_entropy_bonus
 from rollstream.schemas.algorithms import MixSettings
 from rollstream.schemas.policy_gradient import PolicyGradientSettings
 
@@ -48,8 +48,7 @@ class Mix(PolicyGradient):
         if tokens.weights_N is not None:
             weight_N = weight_N * tokens.weights_N
         parts = {RL: -weight_N * tokens.advantages_N * tokens.logprobs_N, CE: -tokens.logprobs_N}
-        if settings.entropy_coefficient:
-            parts[RL] = parts[RL] - settings.entropy_coefficient * tokens.entropies_N
+        parts[RL] = with_entropy_bonus(parts[RL], tokens.entropies_N, settings.entropy_coefficient)
         target_N = tokens.reference_N if tokens.teacher_N is None else tokens.teacher_N
         if target_N is not None:
             parts[REF_KL] = -weight_N * log_ratio(target_N, current_N) * tokens.logprobs_N

@@ -6,7 +6,7 @@ import torch
 
 from rollstream.learner.algorithms.advantages import PolicyGradient
 from rollstream.learner.algorithms.base import Counts
-from rollstream.learner.algorithms.tokens import Losses, TokenBatch, log_ratio
+from rollstream.learner.algorithms.tokens import Losses, TokenBatch, log_ratio, with_entropy_bonus
 from rollstream.schemas.algorithms import SapoSettings
 
 
@@ -27,8 +27,7 @@ class Sapo(PolicyGradient):
         )
         gate_N = torch.sigmoid(temperature_N * (ratio_N - 1))
         losses_N = -gate_N * 4 / temperature_N * tokens.advantages_N
-        if settings.entropy_coefficient:
-            losses_N = losses_N - settings.entropy_coefficient * tokens.entropies_N
+        losses_N = with_entropy_bonus(losses_N, tokens.entropies_N, settings.entropy_coefficient)
         with torch.no_grad():
             sums = {
                 "loss": losses_N.sum(),

@@ -7,7 +7,7 @@ import torch
 
 from rollstream.learner.algorithms.advantages import PolicyGradient
 from rollstream.learner.algorithms.base import Counts
-from rollstream.learner.algorithms.tokens import MAX_LOG_RATIO, Losses, TokenBatch
+from rollstream.learner.algorithms.tokens import MAX_LOG_RATIO, Losses, TokenBatch, with_entropy_bonus
 from rollstream.schemas.algorithms import VespoSettings
 
 _MIN_LOG_RATIO = math.log(1e-8)
@@ -32,8 +32,7 @@ class Vespo(PolicyGradient):
             lambda_N = torch.where(is_positive_N, settings.lambda_positive, settings.lambda_negative)
             weight_N = (k_N * log_w_N + lambda_N * (1 - log_w_N.exp())).exp()
         losses_N = -weight_N * tokens.advantages_N * tokens.logprobs_N
-        if settings.entropy_coefficient:
-            losses_N = losses_N - settings.entropy_coefficient * tokens.entropies_N
+        losses_N = with_entropy_bonus(losses_N, tokens.entropies_N, settings.entropy_coefficient)
         sums = {
             "loss": losses_N.detach().sum(),
             "entropy": tokens.entropies_N.detach().sum(),
