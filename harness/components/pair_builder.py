@@ -9,8 +9,8 @@ from rollstream.eventlog.log import EventLog
 from rollstream.harness.components.builder import RollstreamTrajectoryBuilder
 from rollstream.harness.components.trajectories import completions_of, read_assembled, read_steps
 from rollstream.harness.recorded import pairs
+from rollstream.harness.recorded.from_trajectories import trajectory_of
 from rollstream.harness.recorded.pairs import PairSelection, ScoredCandidate
-from rollstream.harness.recorded.trajectories import trajectory_of
 from rollstream.schemas.events import GroupClosed, StepRecorded, TrajectoryAssembled
 from rollstream.schemas.finetuning import Trajectory
 

@@ -11,8 +11,8 @@ from rollstream.eventlog import codec
 from rollstream.harness.components import epochs
 from rollstream.harness.components.trajectories import is_as_recorded
 from rollstream.harness.config.jobs import check_group
+from rollstream.harness.recorded.from_trajectories import rollout_of, rollouts_of_items
 from rollstream.harness.recorded.tasks import RECORDED, all_stored, played_by, tasks_of
-from rollstream.harness.recorded.trajectories import rollout_of, rollouts_of_items
 from rollstream.harness.runs.run_handle import RunHandle
 from rollstream.schemas import ids
 from rollstream.schemas.errors import ConfigError

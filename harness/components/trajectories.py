@@ -9,7 +9,7 @@ from typing import Any
 from rollstream.eventlog import codec
 from rollstream.eventlog.log import EventLog, Position
 from rollstream.eventlog.reading import read_to_end
-from rollstream.harness.recorded.trajectories import CONTENT_SHA256, text_sha256
+from rollstream.harness.recorded.from_trajectories import CONTENT_SHA256, text_sha256
 from rollstream.schemas import tokens
 from rollstream.schemas.base import Locator
 from rollstream.schemas.errors import ArtifactError, DecodeError

@@ -3,6 +3,6 @@
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from rollstream.producers.rollout import candidates, environment, recorded_call, registry, rewards, user_code
+    from rollstream.producers.rollout import environment, recorded_call, registry, rewards, scored_answers, user_code
 
-__all__ = ["candidates", "environment", "recorded_call", "registry", "rewards", "user_code"]
+__all__ = ["environment", "recorded_call", "registry", "rewards", "scored_answers", "user_code"]

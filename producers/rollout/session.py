@@ -19,7 +19,7 @@ from rollstream.producers.engines.base import (
 )
 from rollstream.producers.league.draw import UNTRAINED, opponents_of
 from rollstream.producers.league.opponents import as_recorded
-from rollstream.producers.rollout import candidates, continuing
+from rollstream.producers.rollout import continuing, scored_answers
 from rollstream.producers.rollout.conversation import Conversation, Prompt, recorded_call, usage_of
 from rollstream.producers.rollout.journal import Journal
 from rollstream.producers.rollout.outside import REFUSED_CALL, CallOptions, Gateway, metadata_of, rendered
@@ -199,10 +199,10 @@ class Session:
         """
         turn_index = self._num_scored.get(agent, 0)
         self._num_scored[agent] = turn_index + 1
-        turn = candidates.turn_id(self._journal.rollout_id, agent, turn_index)
+        turn = scored_answers.turn_id(self._journal.rollout_id, agent, turn_index)
         for index, (reply, score) in enumerate(zip(replies, scores, strict=True)):
-            await self.reward(score, candidates.SCORE, reply.step_index, agent, is_score=True)
-            fields = candidates.candidate_fields(
+            await self.reward(score, scored_answers.SCORE, reply.step_index, agent, is_score=True)
+            fields = scored_answers.candidate_fields(
                 self._journal.step(reply.step_index),
                 turn=turn,
                 turn_index=turn_index,

@@ -12,8 +12,8 @@ from rollstream.eventlog.reading import read_to_end
 from rollstream.processors.assemble.trajectories import sum_rewards
 from rollstream.producers.evaluators.table import read, reward_of
 from rollstream.producers.league.draw import is_opponents
-from rollstream.producers.rollout.candidates import is_played
 from rollstream.producers.rollout.rewards import FinishedRollout, NoScoreError, evaluate, played
+from rollstream.producers.rollout.scored_answers import is_played
 from rollstream.replay.assembly import Range
 from rollstream.schemas import ids
 from rollstream.schemas.errors import ConfigError, DecodeError

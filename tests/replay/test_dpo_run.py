@@ -11,7 +11,7 @@ from rollstream.harness.components.pair_builder import DpoTrajectoryBuilder
 from rollstream.harness.config import file as config_file
 from rollstream.harness.config.jobs import jobs_of
 from rollstream.harness.config.nat_aliases import DpoBuilderConfig
-from rollstream.harness.recorded.trajectories import rollouts_of_items
+from rollstream.harness.recorded.from_trajectories import rollouts_of_items
 from rollstream.learner.tiny_model import make_tiny_model
 from rollstream.producers.engines.scripted import random_digit
 from rollstream.replay.source import of_type, read_run

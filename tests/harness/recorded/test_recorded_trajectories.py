@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from rollstream.harness.recorded.trajectories import rollout_of, rollouts_of_items, rollouts_of_pair
+from rollstream.harness.recorded.from_trajectories import rollout_of, rollouts_of_items, rollouts_of_pair
 from rollstream.producers.traces.framework_logprobs import read_logprobs
 from rollstream.schemas import tokens
 from rollstream.schemas.events.recorded import RecordedChat, RecordedStep

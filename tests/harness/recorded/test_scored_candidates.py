@@ -7,8 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollstream.harness.recorded.pairs import Found, PairSelection, ScoredCandidate, candidates_of, select_pairs
-from rollstream.harness.recorded.trajectories import (
+from rollstream.harness.recorded.from_trajectories import (
     CHOSEN,
     REJECTED,
     rollouts_of_items,
@@ -16,6 +15,7 @@ from rollstream.harness.recorded.trajectories import (
     tokens_of,
     trajectory_of,
 )
+from rollstream.harness.recorded.pairs import Found, PairSelection, ScoredCandidate, candidates_of, select_pairs
 from rollstream.schemas import tokens
 from rollstream.schemas.events import StepRecorded
 from rollstream.schemas.events.intermediate_steps import IntermediateStep
