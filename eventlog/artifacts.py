@@ -69,7 +69,9 @@ class ArtifactStore:
                 source.seek(0)
                 return self._put(source, sha256, size_bytes, path.suffix)
         except OSError as error:
-            raise ArtifactError(f"file {path} cannot be stored as an artifact: {error}") from error
+            raise ArtifactError(
+                f"file {path} cannot be stored as an artifact: {error}; correct its path or permissions"
+            ) from error
 
     def put_bytes(self, data: bytes, suffix: str = "") -> ArtifactRef:
         """Store bytes; existing ones are not written again. Raises ArtifactError."""
@@ -158,7 +160,9 @@ class ArtifactStore:
         """
         name = self.name_of(ref)
         if name is None:
-            raise ArtifactError(f"artifact {ref.uri} is outside of store {self.uri} and was not removed")
+            raise ArtifactError(
+                f"artifact {ref.uri} is outside of store {self.uri} and was not removed; set artifact_uri to its store"
+            )
         with (
             self._failing_as(
                 lambda error: StoreUnavailableError(
@@ -193,7 +197,9 @@ class ArtifactStore:
         file = ref.uri.rsplit("/", 1)[-1]
         named = _FILE.fullmatch(file)
         if named is None or named["sha256"] != ref.sha256:
-            raise ArtifactError(f"artifact {ref.uri} is not named by its sha256 {ref.sha256}: it was changed")
+            raise ArtifactError(
+                f"artifact {ref.uri} is not named by its sha256 {ref.sha256}: it was changed; restore it from a copy"
+            )
         return f"{self._root}/{ref.sha256[:2]}/{file}"
 
     def _put(

@@ -76,7 +76,9 @@ def decode(record: Record, *, num_partitions: int | None = None) -> Received:
     if num_partitions is not None:
         own = event.partition if isinstance(event, Tick) else partition_of(key, num_partitions)
         if record.partition != own:
-            raise DecodeError(f"wrong partition: record lies in {record.partition}, {event.event_id} belongs to {own}")
+            raise DecodeError(
+                f"wrong partition: the record is in {record.partition}, and {event.event_id} belongs to {own}"
+            )
     return Received(event, partial(_digest, content, event.UNDIGESTED), record.position, record.timestamp_ms)
 
 

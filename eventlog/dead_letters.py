@@ -58,7 +58,10 @@ async def send_dead_letter(
     if record_size(record.key, record.value, (*why, *theirs)) <= limit:
         return await log.send_raw("dlq", key=record.key, value=record.value, headers=(*why, *theirs))
     if artifacts is None:
-        raise LogError(f"{record.topic}/{record.partition}@{record.offset} is too large for a dead letter")
+        raise LogError(
+            f"{record.topic}/{record.partition}@{record.offset} is too large for a dead letter, and "
+            "there is no artifact store for its bytes; set artifact_uri"
+        )
     if record.value is not None and record_size(record.key, None, (*why, *theirs)) <= limit - REFERENCE_BYTES:
         reference = await _put(artifacts, record.value, ".record")
         return await log.send_raw("dlq", key=record.key, value=None, headers=(*why, (REFERENCE, reference), *theirs))

@@ -96,7 +96,9 @@ def from_environment(environ: Mapping[str, str]) -> Armed | None:
     for part in text.split(","):
         name, _, hit = part.strip().partition(":")
         if hit and not hit.isdecimal():
-            raise ConfigError(f"{VARIABLE}={text}: {part.strip()!r} is not name:n with a whole number n")
+            raise ConfigError(
+                f"{VARIABLE}={text}: {part.strip()!r} is not a failpoint and a hit; write name:n, with n from 1"
+            )
         points[name] = int(hit or 1)
     folder = environ.get(ONCE)
     return Armed(points, lambda name: _end_process(name, Path(folder) if folder else None))

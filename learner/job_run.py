@@ -174,11 +174,11 @@ class JobRun:
         """The version to begin from; None if the loaded model is that, and has just been published."""
         state, job = self._context.inbox.state, self.job
         found = state.group(job.model_group).published.get(job.base_version)
+        where = f"job {job.job_id}: version {job.base_version} of {job.model_group}"
         if found is None and state.group(job.model_group).published:
-            raise ConfigError(f"job {job.job_id}: version {job.base_version} of {job.model_group} is not published")
-        wanted = "lora" if job.settings.model.lora else "full"
-        if found is not None and found.weights_format != wanted:
-            raise ConfigError(f"job {job.job_id}: {job.model_group} has {found.weights_format} weights, not {wanted}")
+            raise ConfigError(f"{where} is not published; `rollstream jobs` lists those that are")
+        if found is not None and found.weights_format != (wanted := "lora" if job.settings.model.lora else "full"):
+            raise ConfigError(f"{where} has {found.weights_format} weights, not {wanted}; give model.lora as it was")
         if found is not None:
             self.trainer.check_fits(found)
             check_next(job, state.group(job.model_group).published.get(job.base_version + 1))
@@ -214,9 +214,10 @@ class JobRun:
         fork = self.job.fork
         assert fork is not None
         parent_group = fork.parent_of(self.job.model_group)
+        where = f"job {self.job.job_id}: version {fork.version} of {parent_group}"
         parent = await self._context.inbox.version_of(parent_group, fork.version)
         if parent is None:
-            raise ConfigError(f"job {self.job.job_id}: version {fork.version} of {parent_group} is not published")
+            raise ConfigError(f"{where} is not published; fork from one that `rollstream jobs` lists")
         self.trainer.check_fits(parent)
         try:
             weights, what = await self._read(parent)

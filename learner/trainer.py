@@ -387,7 +387,7 @@ def _check(job: JobSubmitted, algorithm: AlgorithmSettings) -> None:
     kind, needs = job.settings.kind, algorithm.needs
     if not algorithm.trains(kind):
         raise ConfigError(
-            f"job {job.job_id}: a {kind} job does not train by {algorithm.name}, which is for {algorithm.kind} jobs"
+            f"job {job.job_id}: algorithm {algorithm.name} is for {algorithm.kind} jobs, not for {kind}; choose another"
         )
     if needs.pairs and not isinstance(algorithm, PairSettings):
         raise ConfigError(

@@ -221,7 +221,7 @@ class GroupExecution:
         if league is None or not players or self._held:
             return
         if self._producer.opponents is None:
-            raise ModelError(f"task {self.task.group_id} has opponents, and nothing here loads their weights")
+            raise ModelError(f"task {self.task.group_id} has opponents; give the worker OpponentWeights")
         await self._producer.opponents.hold(players, league.max_loaded)
         self._held = players
 

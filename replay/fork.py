@@ -65,7 +65,10 @@ async def _check_version(
         await asyncio.to_thread(artifacts.fetch, published.artifact)
     except ArtifactError as error:
         why = collected.reason if collected is not None and not isinstance(error, StoreUnavailableError) else error
-        raise ConfigError(f"{location}: its weights were removed: {why}") from error
+        raise ConfigError(
+            f"{location}: its weights were removed: {why}; choose a version whose is_collected in "
+            "weight_versions is false"
+        ) from error
 
 
 def format_fork(point: ForkPoint) -> str:
@@ -101,10 +104,10 @@ async def _published(
             f"one as {point.run_id}/GROUP@{point.version}"
         )
     if not versions:
-        raise ConfigError(f"{location}: run {point.run_id} has published no version yet")
+        raise ConfigError(f"{location}: run {point.run_id} has published no version yet; wait for its first one")
     if point.version not in versions:
         kept = f"{min(versions)} to {max(versions)}"
-        raise ConfigError(f"{location}: run {point.run_id} has no version {point.version}, it has {kept}")
+        raise ConfigError(f"{location}: run {point.run_id} has no version {point.version}; choose one of {kept}")
     return versions[point.version], collected
 
 

@@ -50,7 +50,7 @@ def check_export(folder: Path, run_id: str) -> None:
 
     found = read_manifest(folder).run_id
     if found != run_id:
-        raise ConfigError(f"export {folder} holds run {found}, not {run_id}")
+        raise ConfigError(f"export {folder} holds run {found}, not {run_id}; give that run, or another --export")
 
 
 @dataclass(slots=True)

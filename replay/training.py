@@ -81,7 +81,7 @@ async def train(
             known = f"it has {trained[0]} to {trained[-1]}" if trained else "nothing was trained"
             raise ConfigError(f"run {events.run_id} has no version {bound}: {known}")
     if not trained:
-        raise ConfigError(f"run {events.run_id} has trained nothing yet")
+        raise ConfigError(f"run {events.run_id} has trained nothing yet; repeat this once it has published a version")
     for job in jobs:
         versions = _in_range(job, first, last)
         if not versions:

@@ -57,7 +57,7 @@ async def verify(
         groups = [one for one in groups if one[0].epoch == epoch]
         batches = [one for one in batches if one[0].epoch == epoch]
         if not groups and not batches:
-            raise ConfigError(f"run {events.run_id} has closed no group of epoch {epoch}")
+            raise ConfigError(f"run {events.run_id} has closed no group of epoch {epoch}; give another --epoch")
     parts = assembly.ranges(events.run_id, (event for event, _ in groups), events.dead)
     on_progress(f"assembly: {len(groups)} groups in {len(parts)} partitions")
     if source is not None and workers > 1 and len(parts) > 1:

@@ -136,7 +136,7 @@ class BuilderFields(BaseModel):
     @model_validator(mode="after")
     def _minimum_fits(self) -> Self:
         if "min_generations" in self.model_fields_set and self.min_generations > self.num_generations:
-            raise ValueError(f"min_generations {self.min_generations} exceeds num_generations")
+            raise ValueError(f"min_generations {self.min_generations} exceeds num_generations; lower it")
         if self.num_generations + self.oversampling > MAX_MEMBERS:
             raise ValueError(f"num_generations and oversampling exceed {MAX_MEMBERS} together; lower oversampling")
         if self.oversampling and self.responses_per_step > 1:

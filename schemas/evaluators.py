@@ -67,9 +67,12 @@ class RegexMatch(_Evaluator):
             return self
         found = _compiled("pattern", self.pattern)
         if isinstance(self.group, str) and self.group not in found.groupindex:
-            raise ValueError(f"group: the pattern has no group {self.group!r}")
+            raise ValueError(f"group: the pattern has no group {self.group!r}; add it, or name another")
         if isinstance(self.group, int) and not 0 <= self.group <= found.groups:
-            raise ValueError(f"group: the pattern has {found.groups} groups, not {self.group}")
+            raise ValueError(
+                f"group: the pattern has {found.groups} groups, not {self.group}; give one of "
+                "them, or 0 for the whole match"
+            )
         return self
 
 
@@ -101,7 +104,7 @@ class PythonScore(Settings):
     @classmethod
     def _is_dotted(cls, value: str) -> str:
         if not all(part.isidentifier() for part in value.split(".")) or "." not in value:
-            raise ValueError(f"{value!r} is not a path like module.function")
+            raise ValueError(f"{value!r} is not a path; write module.function")
         return value
 
 
@@ -153,7 +156,7 @@ class LlmJudge(_Evaluator):
                 "pattern: use at most one group, which captures the score; (?:...) groups without a capture"
             )
         if self.min >= self.max:
-            raise ValueError(f"min: {self.min:g} is not below max {self.max:g}")
+            raise ValueError(f"min: {self.min:g} is not below max {self.max:g}; lower min")
         return self
 
 

@@ -60,7 +60,7 @@ class OffPolicySettings(Settings):
     @model_validator(mode="after")
     def _bounds_are_in_order(self) -> Self:
         if self.clip_min is not None and self.clip_max is not None and self.clip_min >= self.clip_max:
-            raise ValueError(f"clip_min {self.clip_min:g} is not below clip_max {self.clip_max:g}")
+            raise ValueError(f"clip_min {self.clip_min:g} is not below clip_max {self.clip_max:g}; lower clip_min")
         return self
 
 
@@ -75,7 +75,7 @@ class OverlongSettings(Settings):
     @model_validator(mode="after")
     def _buffer_fits(self) -> Self:
         if self.buffer > self.max_length:
-            raise ValueError(f"buffer {self.buffer} is longer than max_length {self.max_length}")
+            raise ValueError(f"buffer {self.buffer} is longer than max_length {self.max_length}; lower buffer")
         return self
 
 

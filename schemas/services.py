@@ -208,7 +208,7 @@ class VllmSettings(EngineSettings):
         for one in value:
             ServedModel(base_url=one)
         if len(set(value)) < len(value):
-            raise ValueError("names a server twice")
+            raise ValueError("names a server twice; remove one of the two")
         return value
 
     @model_validator(mode="after")

@@ -132,7 +132,10 @@ class EmbeddedBroker:
         while not _is_free(int(self.bootstrap_servers.rpartition(":")[2])):
             if time.monotonic() > deadline:
                 address = self.bootstrap_servers
-                raise BrokerError(f"the broker of workspace {self.workspace} lost its address: {address} is in use")
+                raise BrokerError(
+                    f"the broker of workspace {self.workspace} lost its address: {address} is in "
+                    "use; stop the process that uses it"
+                )
             time.sleep(0.05)
         try:
             self._start()
@@ -332,7 +335,9 @@ def free_ports(count: int) -> list[int]:
     candidates = random.sample(_unassigned_ports(), 200)
     ports = [port for port in candidates if _is_free(port)][:count]
     if len(ports) < count:
-        raise BrokerError(f"no free port found on {HOST} in 200 attempts")
+        raise BrokerError(
+            f"no free port found on {HOST} in 200 attempts; stop processes that hold ports, and start again"
+        )
     return ports
 
 
@@ -376,7 +381,10 @@ def _format_storage(classes: ClassArchive, properties: Path) -> None:
     if done.returncode != 0:
         _check_crash(classes, done.returncode, folder)
         lines = (done.stderr or done.stdout).strip().splitlines() or ["no reason given"]
-        raise BrokerError(f"the broker's storage below {properties.parent} cannot be formatted: {lines[-1]}")
+        raise BrokerError(
+            f"the broker's storage below {properties.parent} cannot be formatted: {lines[-1]}; "
+            "correct its permissions, or free space there"
+        )
 
 
 def _check_crash(classes: ClassArchive, code: int, folder: Path) -> None:

@@ -47,7 +47,10 @@ def our_partition(kafka: KafkaSettings, where: KafkaPartition) -> TopicPartition
     """The partition under its topic's short name. Raises TopicError for a topic outside the topic table."""
     short = kafka.short_name(where.topic)
     if short is None:
-        raise TopicError(f"topic {where.topic} is not in the topic table with prefix {kafka.topic_prefix}")
+        raise TopicError(
+            f"topic {where.topic} is not in the topic table with prefix {kafka.topic_prefix}; "
+            "correct kafka.topic_prefix"
+        )
     return TopicPartition(short, where.partition)
 
 
@@ -85,7 +88,9 @@ def log_errors(doing: str, kafka: KafkaSettings | None = None, operation: str = 
             raise refused from error
         raise LogError(f"cannot {doing}: {error!r}") from error
     except TimeoutError as error:
-        raise LogError(f"cannot {doing}: the broker does not answer") from error
+        raise LogError(
+            f"cannot {doing}: the broker does not answer; check that it runs and that bootstrap_servers names it"
+        ) from error
 
 
 async def connect(client: Any, kafka: KafkaSettings) -> None:

@@ -32,7 +32,9 @@ def _ssl_context(kafka: KafkaSettings) -> ssl.SSLContext:
     try:
         context = ssl.create_default_context(cafile=kafka.ca_file)
     except (OSError, ssl.SSLError) as error:
-        raise ConfigError(f"kafka.ca_file {kafka.ca_file} has no readable PEM certificates: {error}") from error
+        raise ConfigError(
+            f"kafka.ca_file {kafka.ca_file} has no readable PEM certificates: {error}; give a file of PEM certificates"
+        ) from error
     context.check_hostname = kafka.check_hostname
     if kafka.cert_file is not None:
         password = _secret("key_password", kafka.key_password, kafka.key_password_file)
@@ -54,7 +56,9 @@ def _secret(name: str, value: SecretStr | None, file: Path | None) -> str | None
     try:
         found = file.read_text(encoding="utf-8").rstrip("\r\n")
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"kafka.{name}_file {file} cannot be read: {error}") from error
+        raise ConfigError(
+            f"kafka.{name}_file {file} cannot be read: {error}; correct its path or permissions"
+        ) from error
     if not found:
         raise ConfigError(f"kafka.{name}_file {file} is empty; write the secret into it")
     return found

@@ -55,7 +55,10 @@ async def create_missing(admin: AIOKafkaAdminClient, kafka: KafkaSettings, num_p
             if error in (TopicAuthorizationFailedError, ClusterAuthorizationFailedError):
                 raise TopicAuthorizationFailedError(name)
         if error not in (NoError, TopicAlreadyExistsError):
-            raise TopicError(f"topic {name} cannot be created: {message or error.__name__}")
+            raise TopicError(
+                f"topic {name} cannot be created: {message or error.__name__}; correct "
+                "kafka.replication_factor or the user's permissions, or create it"
+            )
     for topic in missing:
         await count_partitions(admin, kafka, topic.short)
 
@@ -85,7 +88,9 @@ async def check(admin: AIOKafkaAdminClient, kafka: KafkaSettings, num_partitions
                 if error is TopicAuthorizationFailedError:
                     raise error(name)
             if error is not NoError:
-                raise TopicError(f"the settings of topic {name} cannot be read: {message}")
+                raise TopicError(
+                    f"the settings of topic {name} cannot be read: {message}; allow the user DescribeConfigs on it"
+                )
             short = kafka.short_name(name)
             assert short is not None
             found = {entry[0]: entry[1] for entry in entries}

@@ -213,7 +213,7 @@ class MemoryGroupReader:
         while True:
             self._callbacks.check()
             if self._is_closed:
-                raise LogError("this member has left its group")
+                raise LogError("this member has left its group; open another reader")
             records = self.reader.take(max_records) if self.reader is not None and self._is_ready else []
             left = deadline - loop.time()
             if records or left <= 0:

@@ -61,7 +61,9 @@ class RollstreamTrainerAdapter(TrainerAdapter):
         for epoch in sorted(handle.job.submitted.keys() - handle.job.seals.keys()):
             await epochs.sealed(handle, epoch)  # so that nobody begins it again
         if not await self.is_healthy():
-            raise ConfigError(f"trainer_adapters: the log of workspace {self._workspace} does not answer")
+            raise ConfigError(
+                f"trainer_adapters: the log of workspace {self._workspace} does not answer; check that its broker runs"
+            )
 
     def loaded(self, run_config: FinetuneConfig) -> Loaded:
         """The configuration of a run that is opened here, and the part of it that is stored. Raises ConfigError."""
@@ -98,7 +100,9 @@ class RollstreamTrainerAdapter(TrainerAdapter):
         """
         groups = [group for group in trajectories.trajectories if group]
         if not groups:
-            raise ValueError("no trajectories to submit: every group is empty")
+            raise ValueError(
+                "no trajectories to submit: every group is empty; relax the curriculum or the dataset's filter"
+            )
         handle = self._backend()
         check_submission(handle.spec, sum(map(num_members, groups)))
         await handle.begin()

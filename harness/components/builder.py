@@ -138,7 +138,7 @@ def _epoch_of(handle: RunHandle, meta: dict[str, Any] | None) -> int:
     written = (meta or {}).get("epoch")
     epoch = epochs.next_epoch(handle) if written is None else int(written) + handle.epoch_offset
     if epoch in handle.job.seals:
-        raise ValueError(f"epoch {epoch} of run {handle.run.started.run_id} is over: it was submitted already")
+        raise ValueError(f"epoch {epoch} of run {handle.run.started.run_id} was submitted already; start a later epoch")
     return epoch
 
 

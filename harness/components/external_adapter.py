@@ -74,7 +74,9 @@ class ExternalAdapter(RollstreamTrainerAdapter):
         """
         groups = [group for group in trajectories.trajectories if group]
         if not groups:
-            raise ValueError("no trajectories to submit: every group is empty")
+            raise ValueError(
+                "no trajectories to submit: every group is empty; relax the curriculum or the dataset's filter"
+            )
         digest = codec.canonical_digest(trajectories.model_dump(mode="json"))
         if digest in self._refs:
             return self._refs[digest]

@@ -275,7 +275,7 @@ def validation_metrics(output: Any, reward: str | None) -> dict[str, Any]:
         )
         raise EnvironmentRunError(f"{len(missing)} of {len(items)} examples have no score ({reasons})")
     if not items:
-        raise EnvironmentRunError("nothing was evaluated")
+        raise EnvironmentRunError("the validation evaluated no example; add examples to its dataset")
     scores = [float(item.score) for item in items]
     return {
         "avg_reward": mean(scores),

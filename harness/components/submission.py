@@ -37,7 +37,9 @@ def epoch_of(handle: RunHandle, groups: Sequence[Group]) -> int:
         if metadata.get("run_id") == run_id and "epoch" in metadata
     }
     if len(named) > 1:
-        raise ConfigError(f"trajectories of several epochs cannot be submitted together: {sorted(named)}")
+        raise ConfigError(
+            f"trajectories of several epochs cannot be submitted together; submit each by itself: {sorted(named)}"
+        )
     return named.pop() if named else max([epochs.next_epoch(handle) - 1, *handle.job.submitted]) + 1
 
 

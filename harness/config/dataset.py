@@ -149,7 +149,7 @@ def _text(path: Path) -> str:
     try:
         return path.read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"dataset {path}: cannot be read: {error}") from error
+        raise ConfigError(f"dataset {path}: cannot be read: {error}; correct its path or permissions") from error
 
 
 def _rows_of_lines(text: str, path: Path) -> Rows:

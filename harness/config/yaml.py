@@ -86,7 +86,7 @@ def _read(path: Path, above: tuple[Path, ...]) -> dict[str, JsonValue]:
     if below.resolve() in chain:
         raise ConfigError(f"{path}: base: {base} is circular: {' -> '.join(map(str, chain))}")
     if not below.is_file():
-        raise ConfigError(f"{path}: base: file {below} does not exist")
+        raise ConfigError(f"{path}: base: file {below} does not exist; correct its path")
     return merged(_read(below, chain), content)
 
 

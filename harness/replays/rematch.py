@@ -62,7 +62,10 @@ def config_of(events: RunEvents, *, trust: bool) -> RunConfig:
     check_stored(stored, {}, run_id=events.run_id, trust=trust)
     config = config_file.resolve(stored).config
     if config.environment in MADE_ELSEWHERE or config.is_external:
-        raise ConfigError(f"rollouts of run {events.run_id} were sampled elsewhere and cannot be played again here")
+        raise ConfigError(
+            f"rollouts of run {events.run_id} were sampled elsewhere and cannot be played again "
+            "here; use a run whose rollouts its producers sampled"
+        )
     return config
 
 

@@ -182,5 +182,5 @@ def versions_of_epoch(events: RunEvents, epoch: int) -> tuple[int, int]:
     last_job = batches[-1].job_id if batches else ""
     found = [event.yields_version for event in batches if event.epoch == epoch and event.job_id == last_job]
     if not found:
-        raise ConfigError(f"run {events.run_id} trained nothing in epoch {epoch}")
+        raise ConfigError(f"run {events.run_id} trained nothing in epoch {epoch}; give another --epoch")
     return min(found), max(found)

@@ -101,7 +101,10 @@ class RunHandle(Conductor):
         if _OPEN.setdefault(self.workspace, self) is not self:
             for work in background:
                 work.close()
-            raise ConfigError(f"workspace {self.workspace}: a run is conducted there already in this process")
+            raise ConfigError(
+                f"workspace {self.workspace}: a run is conducted there already in this process; "
+                "finalize it first, or use another workspace"
+            )
         await super().start(*background)
 
     async def close(self) -> None:

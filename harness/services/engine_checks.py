@@ -25,7 +25,8 @@ def check_vllm(config: RunConfig) -> None:
     sampling = config.builder.sampling
     if sampling.record_kept_ids and sampling.top_p < 1 and not sampling.top_k:
         raise ConfigError(
-            f"{place}.sampling: vLLM tells the ids that top_p leaves out of top_k likeliest ones; set top_k, such as "
+            f"{place}.sampling: with top_p, vLLM reports kept ids only among the top_k likeliest tokens; set "
+            "top_k, such as "
             "1024, or record_kept_ids: false"
         )
     adapter = f"trainer_adapters.{config.finetuning.trainer_adapter}"

@@ -133,7 +133,7 @@ def read_settings(source: str | None) -> dict[str, Any]:
         text = sys.stdin.read() if source == "-" else Path(source).read_text(encoding="utf-8")
         found = json.loads(text)
     except (OSError, ValueError) as error:
-        raise ConfigError(f"--settings {source} cannot be read: {error}") from error
+        raise ConfigError(f"--settings {source} cannot be read as JSON: {error}; correct it, or its path") from error
     if not isinstance(found, dict):
         raise ConfigError(f"--settings {source} must be a JSON object")
     return found

@@ -91,7 +91,10 @@ async def prepare(
         stored = await _fetch(log, number)
         letter = letters.get(number)
         if letter is None or letter.came_from is None:
-            raise LogError(f"record {number} of dlq has no source position, so it cannot be redriven")
+            raise LogError(
+                f"record {number} of dlq has no source position, so it cannot be redriven; "
+                f"`rollstream dlq show {number} --raw FILE` writes its bytes"
+            )
         if letter.redriven_to and not again:
             where = ", ".join(map(format_position, letter.redriven_to))
             raise LogError(f"dead letter {number} was already redriven to {where}; --again sends it once more")
@@ -123,7 +126,8 @@ def _corrected(record: Record, value: bytes | None) -> Record:
 async def _checked(log: EventLog, number: int, record: Record, *, force: bool) -> Record:
     if record.topic not in TOPICS or not 0 <= record.partition < await log.num_partitions(record.topic):
         raise LogError(
-            f"dead letter {number} came from {format_position(record.position)}, but this partition does not exist"
+            f"dead letter {number} came from {format_position(record.position)}, but this partition does not "
+            "exist; redrive it on the log that it came from"
         )
     try:
         codec.decode(record, num_partitions=await log.num_partitions(record.topic))

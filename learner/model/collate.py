@@ -356,7 +356,7 @@ def _row(sequence: TokenSequence, member: int, *, needs_logprobs: bool) -> Row:
     token_ids = np.frombuffer(tokens.decode_ids(sequence.token_ids), np.int32)
     num_sampled = sum(completion.length for completion in sequence.completions)
     if sequence.logprobs is None and needs_logprobs:
-        raise DecodeError("it has no log-probabilities of the behaviour policy")
+        raise DecodeError("it has no log-probabilities of the behaviour policy; record them, or train by SFT")
     sampled = np.zeros(num_sampled, np.float32)
     if sequence.logprobs is not None:
         sampled = np.frombuffer(tokens.decode_floats(sequence.logprobs), np.float32)

@@ -53,7 +53,9 @@ def export_model(published: WeightsPublished, path_to_weights: Path, output_dir:
         else:
             export_tokenizer(published.base_model, output_dir)
     except OSError as error:
-        raise ModelError(f"the model cannot be written to {output_dir}: {error}") from error
+        raise ModelError(
+            f"the model cannot be written to {output_dir}: {error}; free space there, or give another folder"
+        ) from error
     return output_dir
 
 
@@ -70,7 +72,9 @@ def export_merged(published: WeightsPublished, path_to_weights: Path, output_dir
             else:
                 export_model(published, path_to_weights, aside)
     except OSError as error:
-        raise ModelError(f"the model cannot be written to {output_dir}: {error}") from error
+        raise ModelError(
+            f"the model cannot be written to {output_dir}: {error}; free space there, or give another folder"
+        ) from error
 
 
 def _save_merged(published: WeightsPublished, path_to_weights: Path, folder: Path) -> None:
@@ -95,7 +99,9 @@ def _lora_of(recorded: Mapping[str, Any], where: str) -> LoraSettings:
     """The adapter that a record describes. Raises ModelError for one that the learner does not train."""
     for key in ("modules_to_save", "rank_pattern", "alpha_pattern", "layers_to_transform"):
         if recorded.get(key):
-            raise ModelError(f"{where}: {key} of its adapter is {recorded[key]}; it cannot be merged here")
+            raise ModelError(
+                f"{where}: {key} of its adapter is {recorded[key]}, which cannot be merged here; merge it with PEFT"
+            )
     try:
         return LoraSettings(
             rank=recorded["r"],
@@ -106,7 +112,9 @@ def _lora_of(recorded: Mapping[str, Any], where: str) -> LoraSettings:
         )
     except (KeyError, TypeError, ValueError) as error:
         reason = " ".join(str(error).split())[:200]
-        raise ModelError(f"{where}: its adapter's configuration cannot be read: {reason}") from error
+        raise ModelError(
+            f"{where}: its adapter's configuration cannot be read: {reason}; merge it with PEFT"
+        ) from error
 
 
 def _place_adapter(published: WeightsPublished, path_to_weights: Path, output_dir: Path) -> None:
@@ -167,12 +175,17 @@ def export_full(base_model: str, path_to_weights: Path, output_dir: Path) -> Non
             AutoConfig.from_pretrained(base_model, trust_remote_code=False), dtype=dtype
         )
     except (OSError, ValueError) as error:
-        raise ModelError(f"model {base_model} cannot be exported: {' '.join(str(error).split())[:300]}") from error
+        raise ModelError(
+            f"model {base_model} cannot be exported: {' '.join(str(error).split())[:300]}; restore its files"
+        ) from error
     tied = set(getattr(model, "all_tied_weights_keys", None) or ())
     found = model.load_state_dict(tensors, strict=False)
     if found.unexpected_keys or set(found.missing_keys) - tied:
         odd = sorted({*found.unexpected_keys, *found.missing_keys} - tied)[:3]
-        raise ModelError(f"weights {path_to_weights} do not fit model {base_model}: {', '.join(odd)}")
+        raise ModelError(
+            f"weights {path_to_weights} do not fit model {base_model} ({', '.join(odd)}); restore "
+            "the model that they were trained from"
+        )
     model.tie_weights()
     model.save_pretrained(output_dir)
 

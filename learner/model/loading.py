@@ -135,7 +135,10 @@ def _named_failures(path: str) -> Iterator[None]:
         yield
     except (OSError, ValueError, ImportError, KeyError, RuntimeError, safetensors.SafetensorError) as error:
         reason = " ".join(str(error).split())[:300]
-        raise ModelError(f"model {path} cannot be loaded, from a folder or the hub: {reason}") from error
+        raise ModelError(
+            f"model {path} cannot be loaded, from a folder or the hub: {reason}; correct "
+            "model.path, or download it first"
+        ) from error
 
 
 def _in_4_bits(settings: ModelSettings, dtype: torch.dtype, device: torch.device) -> dict[str, Any]:
@@ -169,4 +172,6 @@ def _with_adapters(module: Any, settings: ModelSettings) -> Any:
     try:
         return get_peft_model(module, config)
     except ValueError as error:
-        raise ModelError(f"model {settings.path} takes no such adapter: {' '.join(str(error).split())}") from error
+        raise ModelError(
+            f"model {settings.path} cannot have the adapter of model.lora, correct it: {' '.join(str(error).split())}"
+        ) from error

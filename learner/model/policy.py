@@ -136,7 +136,10 @@ class PolicyModel:
         own = self.weights()
         if own.keys() != tensors.keys():
             odd = sorted(own.keys() ^ tensors.keys())[:3]
-            raise ModelError(f"weights do not fit model {self.settings.path} ({self.weights_format}): {', '.join(odd)}")
+            raise ModelError(
+                f"weights do not fit model {self.settings.path} ({self.weights_format}), such as "
+                f"{', '.join(odd)}; give the model.path and model.lora that they were trained with"
+            )
         for name, value in own.items():
             _check_shape(name, tensors[name], value, self.num_token_ids)
         return own
@@ -249,7 +252,7 @@ def from_bytes(data: bytes, what: str) -> dict[str, Tensor]:
     try:
         return safetensors.torch.load(data)
     except safetensors.SafetensorError as error:
-        raise ModelError(f"{what} is not a safetensors file: {error}") from error
+        raise ModelError(f"{what} is not a safetensors file: {error}; restore it from a copy") from error
 
 
 def make_deterministic(threads: int | None, *, deterministic: bool = True) -> None:

@@ -35,4 +35,6 @@ def start_processes(num: int, module: str, arguments: Sequence[str]) -> None:
             return
         except ChildFailedError as error:
             rank, failure = error.get_first_failure()
-            raise RunFailedError(f"process {rank} of {num} ended with status {failure.exitcode}") from None
+            raise RunFailedError(
+                f"process {rank} of {num} ended with status {failure.exitcode}; its last messages say why"
+            ) from None

@@ -173,7 +173,7 @@ def _with_verdict(agent: GroupAgent, rollout: RecordedRollout, label: int) -> Re
     if not agent.is_verifier:
         raise ConfigError(f"agent {agent.name} is not a verifier; only a verifier's guesses can be replaced")
     if label not in (0, 1):
-        raise ConfigError(f"agent {agent.name}: label {label!r} is not 0 or 1")
+        raise ConfigError(f"agent {agent.name}: label {label!r} is not 0 or 1; give one of these")
     own = [n for n, step in enumerate(rollout.steps) if step.agent in ("", agent.name) and step.chat is not None]
     if not own:
         raise ConfigError(f"agent {agent.name}: a rollout without messages as text has no guess to replace")

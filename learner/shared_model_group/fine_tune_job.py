@@ -195,7 +195,7 @@ def cancel_events(job: FineTuneJob, cause: str, time_ms: int) -> list[Event]:
 def fine_tune_of(submitted: JobSubmitted) -> FineTune:
     """What a job of a shared model group was made from. Raises ConfigError for any other job."""
     if submitted.fine_tune is None:
-        raise ConfigError(f"job {submitted.job_id} was not created by a shared model group")
+        raise ConfigError(f"job {submitted.job_id} was not created by a shared model group; name one that was")
     return submitted.fine_tune
 
 

@@ -314,7 +314,9 @@ class SharedModelGroup:
         """
         given = asdict(checkpoint) if isinstance(checkpoint, SharedModelGroupState) else dict(checkpoint)
         if unknown := sorted(given.keys() - asdict(SharedModelGroupState()).keys()):
-            raise ConfigError(f"a state of a shared model group has no key {unknown[0]}")
+            raise ConfigError(
+                f"a state of a shared model group has no key {unknown[0]}; restore what get_state_dict() returned"
+            )
         job_id, name = given.get("fine_tune_job_id"), given.get("fine_tuned_model_name")
         if job_id is not None and self._state.job(job_id).status == "not_found":
             raise JobStateError(f"job {job_id} does not exist; `rollstream jobs` lists all jobs")
@@ -322,7 +324,10 @@ class SharedModelGroup:
         if name is not None:
             known = {f"{self.model_group}@{job.switched_to}": job.switched_to or 0 for job in self.jobs}
             if name not in known:
-                raise ConfigError(f"model {name} is not one that {self.model_group} switched to")
+                raise ConfigError(
+                    f"model {name} is not one that {self.model_group} switched to; restore what "
+                    "get_state_dict() returned"
+                )
             version = known[name]
         self._job_id, self._version = job_id, version
 
@@ -330,7 +335,7 @@ class SharedModelGroup:
 
     async def _create(self, kind: JobKind, groups: list[RecordedGroup], name: str | None) -> str:
         if not self.is_trainable:
-            raise JobStateError(f"model group {self.model_group} is frozen; it cannot be trained")
+            raise JobStateError(f"model group {self.model_group} is frozen and cannot be trained; train another group")
         fine_tune_job.check_groups(groups)
         state = await self._queue.advance()
         if state.run_ended is not None:

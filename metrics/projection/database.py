@@ -229,7 +229,9 @@ class Database:
             self._has_ended |= isinstance(error, duckdb.FatalException)
             full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self.path))
             full.__cause__ = error
-            raise MetricsFileError(f"the metrics file {self.path} cannot be written: its disk is full") from full
+            raise MetricsFileError(
+                f"the metrics file {self.path} cannot be written, because its disk is full; free space there"
+            ) from full
 
     def _write(self, rows: Rows, offsets: Mapping[TopicPartition, int]) -> None:
         with self._transaction():

@@ -93,7 +93,7 @@ class QueryLanes:
     @asynccontextmanager
     async def _started(self, sql: str, limits: Limits, begins_by: float) -> AsyncIterator[QueryProcess]:
         if self._is_ending:
-            raise QueryError("the service is stopping")
+            raise QueryError("SQL: the service is stopping; query again once it has restarted")
         loop = asyncio.get_running_loop()
         query = await loop.run_in_executor(self._threads, self._start, sql, limits, begins_by)
         self._running.add(query)

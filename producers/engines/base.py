@@ -69,9 +69,14 @@ def check_generation(generation: Generation) -> None:
     num_tokens, num_logprobs = len(generation.token_ids), len(generation.logprobs)
     num_spanned = sum(span.length for span in generation.spans)
     if not num_tokens == num_logprobs == num_spanned or not num_tokens:
-        raise ModelError(f"engine returned {num_tokens} tokens, {num_logprobs} logprobs, spans over {num_spanned}")
+        raise ModelError(
+            f"engine returned {num_tokens} tokens, {num_logprobs} logprobs, spans over "
+            f"{num_spanned}; all three must be equal"
+        )
     if not all(map(math.isfinite, generation.logprobs)):
-        raise ModelError("engine returned a log-probability that is not a finite number")
+        raise ModelError(
+            "engine returned a log-probability that is not a finite number; correct the engine, or its weights"
+        )
     if generation.kept is not None and len(generation.kept.lengths) != num_tokens:
         raise ModelError(f"engine returned kept ids of {len(generation.kept.lengths)} tokens with {num_tokens} tokens")
 
@@ -80,7 +85,7 @@ def check_prompt(request: GenerationRequest, *, num_token_ids: int) -> None:
     """Raises PromptRefusedError for a prompt that is empty, or has ids beyond the model's `num_token_ids`."""
     prompt_ids = request.prompt_ids
     if not len(prompt_ids):
-        raise PromptRefusedError(f"a prompt for model group {request.model_group} has no tokens")
+        raise PromptRefusedError(f"a prompt for model group {request.model_group} has no tokens; add a message")
     if min(prompt_ids) < 0 or max(prompt_ids) >= num_token_ids:
         odd = next(one for one in prompt_ids if not 0 <= one < num_token_ids)
         raise PromptRefusedError(
@@ -110,12 +115,16 @@ def check_tokenizer(published: WeightsPublished, base_model: str) -> None:
     try:
         found = tokenizer_sha256(base_model)
     except OSError as error:
-        raise ModelError(f"the tokenizer of model {base_model} cannot be read: {error}") from error
+        raise ModelError(f"the tokenizer of model {base_model} cannot be read: {error}; restore its files") from error
     if "" != published.tokenizer_sha256 != found != "":
         raise ModelError(
             f"version {published.version} of {published.model_group} was trained with another tokenizer than that of "
             f"model {base_model} here; copy the tokenizer's files from where it was trained"
         )
+
+
+CLOSED = "the rollout engine is closed, because its service is stopping; start the service again"
+"""Message for a request after `close`."""
 
 
 class Tokenizer(Protocol):

@@ -12,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
 
-from rollstream.producers.engines.base import Generation, GenerationRequest
+from rollstream.producers.engines.base import CLOSED, Generation, GenerationRequest
 from rollstream.producers.engines.scheduling import MAX_PADDED_TOKENS, JoinLimits, WaitingPrompt, joining
 from rollstream.schemas.errors import ModelError, describe
 
@@ -54,7 +54,7 @@ class Batcher:
     async def submit(self, request: GenerationRequest) -> Generation:
         """The generation. Raises ModelError once closed, or if the batch failed."""
         if self._is_closed:
-            raise ModelError("the rollout engine is closed")
+            raise ModelError(CLOSED)
         ticket = Ticket(request, asyncio.get_running_loop().create_future())
         self._waiting.append(ticket)
         if self._running is None:
@@ -171,7 +171,7 @@ class ContinuousBatcher:
     async def submit(self, request: GenerationRequest) -> Generation:
         """The generation. Raises ModelError once closed, or if its forward failed."""
         if self._is_closed:
-            raise ModelError("the rollout engine is closed")
+            raise ModelError(CLOSED)
         loop = asyncio.get_running_loop()
         ticket = Ticket(request, loop.create_future())
         if not self._new:
@@ -184,7 +184,7 @@ class ContinuousBatcher:
     ) -> Result:
         """Run `work` in the worker thread, between two forwards, once `is_ready`. Raises what it raises."""
         if self._is_closed:
-            raise ModelError("the rollout engine is closed")
+            raise ModelError(CLOSED)
         loop = asyncio.get_running_loop()
         self._hand_over(loop)
         job = ThreadJob(work, loop.create_future(), is_ready, holds)

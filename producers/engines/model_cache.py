@@ -196,7 +196,10 @@ class ModelCache:
             else:
                 module.add_adapter(name, config)
         except (KeyError, TypeError, ValueError) as error:
-            raise ModelError(f"{where}: adapter does not fit {published.base_model}: {_line(error)}") from error
+            raise ModelError(
+                f"{where}: its adapter does not fit {published.base_model}: {_line(error)}; load "
+                "the base model that it was trained on"
+            ) from error
         module.eval()
         return module, name
 
@@ -259,7 +262,9 @@ def _check_fit(own: Mapping[str, Tensor], given: Mapping[str, Tensor], where: st
     if missing := sorted(own.keys() - given.keys()):
         raise ModelError(f"{where} lack {len(missing)} tensors, such as {missing[0]}; {remedy}")
     if extra := sorted(given.keys() - own.keys()):
-        raise ModelError(f"{where} have {len(extra)} tensors that the model has not, such as {extra[0]}; {remedy}")
+        raise ModelError(
+            f"{where} have {len(extra)} tensors that the model does not have, such as {extra[0]}; {remedy}"
+        )
     for name, value in own.items():
         if value.shape != given[name].shape:
             found, wanted = list(given[name].shape), list(value.shape)
@@ -283,7 +288,10 @@ def _load_base(published: WeightsPublished, dtype: torch.dtype, device: torch.de
             part.support_avx512bf16_for_cpu = False  # as in the learner, whose numbers these have to be
         return module.to(device)
     except (OSError, ValueError, ImportError, KeyError, RuntimeError, safetensors.SafetensorError) as error:
-        raise ModelError(f"model {base_model} cannot be loaded, from a folder or the hub: {_line(error)}") from error
+        raise ModelError(
+            f"model {base_model} cannot be loaded, from a folder or the hub: {_line(error)}; "
+            "correct its path, or download it first"
+        ) from error
 
 
 def load_tokenizer(base_model: str) -> ChatTokenizer:
@@ -292,7 +300,10 @@ def load_tokenizer(base_model: str) -> ChatTokenizer:
     try:
         tokenizer: Any = AutoTokenizer.from_pretrained(base_model, trust_remote_code=False)
     except (OSError, ValueError, KeyError, RuntimeError) as error:
-        raise ModelError(f"model {base_model} has no tokenizer that can be loaded: {_line(error)}") from error
+        raise ModelError(
+            f"model {base_model} has no tokenizer that can be loaded: {_line(error)}; add its "
+            "files to the model's folder"
+        ) from error
     if tokenizer.eos_token_id is None:
         raise ModelError(f"the tokenizer of model {base_model} has no end token; set eos_token in its configuration")
     if not tokenizer.chat_template:

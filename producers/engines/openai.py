@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from rollstream.eventlog.http.http_json import HttpServer, shown
-from rollstream.producers.engines.base import Capabilities, Generation, GenerationRequest, check_prompt
+from rollstream.producers.engines.base import CLOSED, Capabilities, Generation, GenerationRequest, check_prompt
 from rollstream.schemas.errors import ModelError
 from rollstream.schemas.events import WeightsPublished
 from rollstream.schemas.services import OpenAISettings
@@ -88,7 +88,7 @@ class OpenAIEngine:
         does not know the model, or gives an answer that cannot be read.
         """
         if self._is_closed:
-            raise ModelError("the rollout engine is closed")
+            raise ModelError(CLOSED)
         check_prompt(request, num_token_ids=len(self._tokenizer))
         call = asyncio.create_task(self._generate(request))
         self._calls.add(call)
@@ -108,7 +108,10 @@ class OpenAIEngine:
 
     async def load(self, published: WeightsPublished, path: Path) -> None:
         """Raises ModelError."""
-        raise ModelError(f"model group {published.model_group} is served by {self._server.url} and loads no weights")
+        raise ModelError(
+            f"model group {published.model_group} is served by {self._server.url} and loads no "
+            "weights; train another model group, or remove its endpoint"
+        )
 
     async def unload(self, model_group: str) -> None:
         """There is nothing to free."""

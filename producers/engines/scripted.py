@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from rollstream.producers.engines.base import (
+    CLOSED,
     Capabilities,
     Generation,
     GenerationRequest,
@@ -144,7 +145,10 @@ class ScriptedEngine:
     async def load(self, published: WeightsPublished, path: Path) -> None:
         """Note the version; the artifact is not read. Raises ModelError if it is not there."""
         if not path.exists():
-            raise ModelError(f"weights of {published.model_group} version {published.version}: no file {path}")
+            raise ModelError(
+                f"weights of {published.model_group} version {published.version}: no file {path}; "
+                "restore it from a copy"
+            )
         self.loaded.append(published)
         del self.loaded[:-MAX_KEPT]
         self._versions[published.model_group] = published.version
@@ -155,13 +159,13 @@ class ScriptedEngine:
 
     def _held(self, model_group: str) -> int:
         if model_group not in self._versions:
-            raise ModelError(f"model group {model_group} has no weights yet")
+            raise ModelError(f"model group {model_group} has no weights yet; wait for a version to be published")
         return self._versions[model_group]
 
     def _max_new_tokens(self, request: GenerationRequest) -> int:
         """Tokens that may be sampled. Raises ModelError for a prompt that cannot be read or leaves no room."""
         if self._is_closed:
-            raise ModelError("the rollout engine is closed")
+            raise ModelError(CLOSED)
         check_prompt(request, num_token_ids=len(self._tokenizer))
         return max_new_tokens_of(request, self._max_length, "the scripted model")
 

@@ -112,7 +112,7 @@ def _check_engine(engine: object, where: str) -> None:
     """Raises ConfigError if a method is missing, or is `async` where the protocol's is not, before any is called."""
     missing = [name for name in MEMBERS if inspect.getattr_static(engine, name, None) is None]
     if missing:
-        raise ConfigError(f"{where} built a {type(engine).__name__}, which lacks {', '.join(missing)}")
+        raise ConfigError(f"{where} built a {type(engine).__name__}, which lacks {', '.join(missing)}; define them")
     for name in MEMBERS:
         is_async, must_be = (_is_async(owner, name) for owner in (engine, Engine))
         if is_async != must_be:

@@ -24,9 +24,9 @@ class GuessNumber(Environment):
     def __init__(self, low: int = 0, high: int = 9, max_turns: int = 6, heeding: float = 0.0) -> None:
         """`heeding`: share of a demonstration's guesses that heed the answers before; the others are at random."""
         if low > high:
-            raise ValueError(f"low ({low}) is above high ({high})")
+            raise ValueError(f"low ({low}) is above high ({high}); lower low")
         if not 0 <= heeding <= 1:
-            raise ValueError(f"heeding ({heeding}) is not between 0 and 1")
+            raise ValueError(f"heeding is {heeding}; it must be in 0..1")
         self._heeding = heeding
         self._low = low
         self._high = high

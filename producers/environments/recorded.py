@@ -59,7 +59,8 @@ def _rollout(members: object, number: int, artifacts: ArtifactStore | None) -> R
         assert member.artifact is not None
         if artifacts is None:
             raise EnvironmentRunError(
-                f"the recorded rollout of member {number} is an artifact, but no artifact store is configured"
+                f"the recorded rollout of member {number} is an artifact, but no artifact store is configured; "
+                "set artifact_uri"
             )
         return RecordedRollout.model_validate_json(artifacts.read(member.artifact, max_bytes=MAX_BYTES))
     except ValidationError as error:

@@ -174,5 +174,7 @@ def _at(answer: str, path: tuple[str | int, ...]) -> Any:
         for key in path:
             found = found[key]
     except (ValueError, KeyError, IndexError, TypeError) as error:
-        raise EnvironmentRunError(f"its answer has nothing at result_json_path {path}: {answer[:100]!r}") from error
+        raise EnvironmentRunError(
+            f"its answer has nothing at result_json_path {path}, correct that path: {answer[:100]!r}"
+        ) from error
     return found

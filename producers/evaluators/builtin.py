@@ -87,7 +87,10 @@ def _numeric_match(location: str, config: NumericMatch) -> RewardFunction:
         given = right_answer(location, rollout, config.answer_key)
         right = numbers(_text(given))
         if not right or isinstance(given, bool):
-            raise RewardError(f"{location}.answer_key: the answer {_text(given)!r} of the example contains no number")
+            raise RewardError(
+                f"{location}.answer_key: the answer {_text(given)!r} of the example contains no "
+                "number; correct it, or name another key"
+            )
         found = numbers(final_answer(location, rollout, config.agent))
         if not found or (config.take == "only" and len(found) > 1):
             return 0.0
@@ -150,7 +153,9 @@ def read_schema(location: str, file: str) -> dict[str, JsonValue]:
         with open(file, encoding="utf-8") as stream:
             found = json.load(stream)
     except (OSError, ValueError) as error:
-        raise ConfigError(f"{location}.file: {file} cannot be read: {error}") from error
+        raise ConfigError(
+            f"{location}.file: {file} cannot be read: {error}; correct its path or permissions"
+        ) from error
     if not isinstance(found, dict):
         raise ConfigError(f"{location}.file: {file} must contain a JSON object")
     return found

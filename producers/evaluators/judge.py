@@ -135,7 +135,9 @@ class Judge:
     def _headers(self) -> dict[str, str]:
         key = "" if self._config.api_key is None else self._config.api_key.get_secret_value().strip()
         if not key.isprintable():
-            raise RewardError(f"{self._location}.api_key contains characters that are not allowed in a header")
+            raise RewardError(
+                f"{self._location}.api_key contains characters that are not allowed in a header; remove them"
+            )
         return {"Authorization": f"Bearer {key}"} if key else {}
 
     def _read(self, body: bytes, num_tries: int) -> JudgeAnswer:

@@ -176,7 +176,10 @@ class RolloutGateway(Routes):
                 self._workspace.mkdir(parents=True, exist_ok=True)
                 token = token_in(token_file(self._workspace, name))
             except OSError as error:
-                raise RollstreamError(f"gateway token in {self._workspace} cannot be created: {error}") from error
+                raise RollstreamError(
+                    f"gateway token in {self._workspace} cannot be created: {error}; correct "
+                    "the permissions of the folder"
+                ) from error
             self._access = Access(settings.host, settings.allowed_hosts, token)
             self._keys = RolloutKeys(token)
             self._port = await self._take_port(settings.port or _port_before(address_file(self._workspace, name)))

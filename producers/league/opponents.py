@@ -88,7 +88,7 @@ class PublishedVersions:
         """The version that a player names. Raises ModelError if it is unknown or was collected, LogError."""
         named = ids.version_of(player)
         if named is None:
-            raise ModelError(f"player {player} does not name a weight version")
+            raise ModelError(f"player {player} does not name a weight version; write GROUP@VERSION")
         group, version = named
         known = await self._known(group, version)
         if version in known.collected:

@@ -57,7 +57,11 @@ class Access:
                 code="host_not_allowed",
             )
         if "Origin" in headers or headers.get("Sec-Fetch-Site") in FROM_ELSEWHERE:
-            raise Refusal(403, "requests from web pages are not allowed", code="origin_not_allowed")
+            raise Refusal(
+                403,
+                "requests from web pages are not allowed; send them from a program, without the header Origin",
+                code="origin_not_allowed",
+            )
 
 
 MAX_KEYS = 10_000

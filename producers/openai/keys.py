@@ -53,5 +53,5 @@ def given_token(section: EndpointSection, environ: Mapping[str, str]) -> str | N
             f"endpoint.token_file {section.token_file} cannot be read ({error.strerror}); correct its permissions"
         ) from error
     if not token:
-        raise ConfigError(f"endpoint.token_file {section.token_file}: is empty")
+        raise ConfigError(f"endpoint.token_file {section.token_file}: is empty; write the key into it")
     return token

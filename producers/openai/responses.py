@@ -103,7 +103,7 @@ class ResponsesRequest(_Given):
     @classmethod
     def _not_empty(cls, value: str | list[dict[str, Any]]) -> str | list[dict[str, Any]]:
         if not value:
-            raise ValueError("must not be empty")
+            raise ValueError("must not be empty; give a text or a list of items")
         return value
 
     def chat(self) -> RespondedRequest:

@@ -129,7 +129,7 @@ class Endpoint(Routes):
     def _chat_ids(self, asked: ChatRequest) -> list[int]:
         found = self._plain_ids(self._render(asked))
         if not found:
-            raise Refusal(400, "messages: the chat template makes no token of them", param="messages")
+            raise Refusal(400, "messages: the chat template produces no tokens for them; add content", param="messages")
         return found
 
     def _plain_ids(self, content: str | list[int]) -> list[int]:
@@ -219,5 +219,9 @@ def port_in_use(host: str, port: int, error: OSError, section: str = "endpoint")
 def _min_version(request: web.Request) -> int:
     given = request.headers.get(MIN_VERSION_HEADER, "0")
     if not given.isdecimal() or len(given) > 18:
-        raise Refusal(400, f"header {MIN_VERSION_HEADER}: {given[:20]!r} is not a version", param=MIN_VERSION_HEADER)
+        raise Refusal(
+            400,
+            f"header {MIN_VERSION_HEADER}: {given[:20]!r} is not a version; send a whole number",
+            param=MIN_VERSION_HEADER,
+        )
     return int(given)

@@ -117,13 +117,14 @@ class InteractionProtocol(ABC):
     def _check_cycle(self, draw: Draw) -> None:
         for number, turns in enumerate(self.cycle(draw), 1):
             if not turns:
-                raise ValueError(f"round {number} has no turn")
+                raise ValueError(f"round {number} has no turn; return at least one")
             taken: set[str] = set()
             for turn in turns:
                 for channel in turn.channels:
                     if turn.agent not in self.channels.get(channel, ()):
                         raise ValueError(
-                            f"round {number}: {turn.agent} speaks in channel {channel} but does not see it"
+                            f"round {number}: {turn.agent} speaks in channel {channel} but does not see it; add "
+                            "the agent to it"
                         )
                     if channel in taken:
                         raise ValueError(f"round {number}: two agents speak in channel {channel}; give each a channel")

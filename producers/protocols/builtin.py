@@ -27,7 +27,7 @@ class RoundsSettings(ProtocolSettings):
     @model_validator(mode="after")
     def _minimum_fits(self) -> Self:
         if self.min_rounds > self.max_rounds:
-            raise ValueError(f"min_rounds {self.min_rounds} exceeds max_rounds {self.max_rounds}")
+            raise ValueError(f"min_rounds {self.min_rounds} exceeds max_rounds {self.max_rounds}; lower min_rounds")
         return self
 
 

@@ -114,7 +114,7 @@ class Episode:
     def _speaker(self) -> Turn:
         turn = self.turn
         if turn is None:
-            raise ValueError(f"the episode is over ({self.end}); nobody speaks any more")
+            raise ValueError(f"the episode is over ({self.end}); no further turn is possible")
         return turn
 
     def _hears(self, agent: str, said: Utterance) -> bool:

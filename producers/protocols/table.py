@@ -32,7 +32,9 @@ def register_protocol(name: str) -> Callable[[T], T]:
     def register(found: T) -> T:
         before = _protocols.get(name)
         if before is not None and _origin(before) != _origin(found):
-            raise ConfigError(f"protocol {name} is registered twice: by {_origin(before)} and by {_origin(found)}")
+            raise ConfigError(
+                f"protocol {name} is registered twice: by {_origin(before)} and by {_origin(found)}; rename one of them"
+            )
         _protocols[name] = found
         return found
 
@@ -73,7 +75,7 @@ def _class(name: str, location: str) -> type[InteractionProtocol]:
         raise ConfigError(f"{location}: {name!r} is unknown; {hint}")
     if not (isinstance(found, type) and issubclass(found, InteractionProtocol)):
         raise ConfigError(
-            f"{location}: {name} is not a subclass of {InteractionProtocol.__module__}.InteractionProtocol"
+            f"{location}: {name} must be a subclass of {InteractionProtocol.__module__}.InteractionProtocol"
         )
     left = ", ".join(sorted(found.__abstractmethods__))
     if left:

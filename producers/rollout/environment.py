@@ -37,7 +37,10 @@ class Environment(ABC):
 
     def play_scripted(self, session: Session, messages: Sequence[Message], agent: str, player: str) -> str:
         """What one of its `SCRIPTED` players answers to `messages` in an agent's seat."""
-        raise EnvironmentRunError(f"environment {type(self).__name__} has no scripted player {player!r}")
+        raise EnvironmentRunError(
+            f"environment {type(self).__name__} has no scripted player {player!r}; define "
+            "it in SCRIPTED and play_scripted()"
+        )
 
     def required_agents(self) -> tuple[str, ...]:
         """Names of the agents that it plays with; empty: it takes whatever agents the run has."""

@@ -56,7 +56,9 @@ def environment(name: str, permissions: Permissions) -> Callable[..., Any]:
     found = _find(_environments, "environment", name, BUILT_IN)
     is_class = inspect.isclass(found) and issubclass(found, Environment)
     if not is_class and not inspect.iscoroutinefunction(found):
-        raise ConfigError(f"environment {name} is neither an Environment class nor an async function of a session")
+        raise ConfigError(
+            f"environment {name} is neither an Environment class nor an async function of a session; name one of those"
+        )
     return found
 
 
@@ -121,7 +123,9 @@ def build_environment(name: str, config: Mapping[str, JsonValue], permissions: P
 def _register(known: dict[str, Any], what: str, name: str, value: _T) -> _T:
     before = known.get(name)
     if before is not None and _source_of(before) != _source_of(value):
-        raise ConfigError(f"{what} {name} is registered twice: by {_source_of(before)} and by {_source_of(value)}")
+        raise ConfigError(
+            f"{what} {name} is registered twice: by {_source_of(before)} and by {_source_of(value)}; rename one of them"
+        )
     known[name] = value
     return value
 

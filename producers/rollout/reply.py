@@ -53,4 +53,6 @@ def plain(value: Any, what: str) -> Any:
     try:
         return orjson.loads(orjson.dumps(value))
     except (orjson.JSONEncodeError, orjson.JSONDecodeError) as error:
-        raise EnvironmentRunError(f"{what}: not a JSON value: {error}") from error
+        raise EnvironmentRunError(
+            f"{what}: not a JSON value: {error}; give text, numbers, true, false, lists or mappings"
+        ) from error

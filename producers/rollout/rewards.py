@@ -140,7 +140,7 @@ def finite(name: str, value: Any) -> float:
     try:
         number = float(value)
     except OverflowError as error:
-        raise RewardError(f"reward {name} is too large; expected a finite number") from error
+        raise RewardError(f"reward {name} is too large; return a finite number") from error
     if not math.isfinite(number):
         raise RewardError(f"reward {name} is {number}; expected a finite number")
     return number

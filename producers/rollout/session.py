@@ -264,7 +264,7 @@ class Session:
         try:
             number = finite(name, value)
             if step_index is not None and not self._journal.has_step(step_index):
-                raise RewardError(f"reward {name} is for step {step_index}, which is not recorded")
+                raise RewardError(f"reward {name} is for step {step_index}, which is not recorded; give another")
             if is_score and step_index is None:
                 raise RewardError(f"score {name} has no step; give the step that it is for")
             if agent is not None and agent not in self.agents:
@@ -293,7 +293,7 @@ class Session:
         if num_answers < 1:
             raise EnvironmentRunError(f"{num_answers} answers requested from agent {agent}; request at least 1")
         if num_turns >= self.max_turns:
-            raise TurnsExhausted(f"agent {agent} has used its {self.max_turns} turns (max_turns)")
+            raise TurnsExhausted(f"agent {agent} has used its {self.max_turns} turns; raise max_turns")
         self._num_turns[agent] = num_turns + 1
         self._num_calls[agent] = first + num_answers
         level, self._num_levels = self._num_levels, self._num_levels + 1

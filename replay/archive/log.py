@@ -145,7 +145,7 @@ class ExportLog(OpenedByBlock):
         self._refuse()
 
     def _refuse(self) -> Never:
-        raise LogError(f"an export is read-only: nothing can be written to {self.folder}")
+        raise LogError(f"export {self.folder} is read-only; write to the log of a workspace")
 
     def _open(self) -> None:
         manifest = read_manifest(self.folder)
@@ -160,7 +160,7 @@ class ExportLog(OpenedByBlock):
 
     def _table(self, topic: str) -> "Table":
         if topic not in self._tables:
-            raise TopicError(f"topic {topic} is not in the export {self.folder}")
+            raise TopicError(f"topic {topic} is not in the export {self.folder}; export the run again")
         return self._tables[topic]
 
 

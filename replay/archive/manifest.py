@@ -88,7 +88,10 @@ def read_manifest(folder: Path) -> ExportManifest:
     try:
         data = path.read_bytes()
     except OSError as error:
-        raise LogError(f"{folder} is not an export of a run: {path} cannot be read ({error.strerror})") from error
+        raise LogError(
+            f"{folder} is not an export of a run: {path} cannot be read ({error.strerror}); give a "
+            "folder that `rollstream export` wrote"
+        ) from error
     try:
         content = orjson.loads(data)
     except orjson.JSONDecodeError as error:
@@ -106,7 +109,9 @@ def read_manifest(folder: Path) -> ExportManifest:
     try:
         return ExportManifest.model_validate(content)
     except ValidationError as error:
-        raise LogError(f"{path} is not the manifest of an export: {first_invalid(error)}") from error
+        raise LogError(
+            f"{path} is not the manifest of an export: {first_invalid(error)}; export the run again"
+        ) from error
 
 
 def check_files(folder: Path, manifest: ExportManifest) -> None:

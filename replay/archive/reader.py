@@ -98,7 +98,10 @@ class Table:
         try:
             return self._cursor.cursor().execute(sql, [str(self._path), *values])
         except duckdb.Error as error:
-            raise LogError(f"file {self._path} of an export cannot be read: {str(error).splitlines()[0]}") from error
+            raise LogError(
+                f"file {self._path} of an export cannot be read: {str(error).splitlines()[0]}; "
+                "restore it from a copy, or export again"
+            ) from error
 
 
 class ExportReader:

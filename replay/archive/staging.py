@@ -122,7 +122,10 @@ class Staging:
         try:
             self._connection.execute(f"COPY {source} TO {_quoted(path)} ({options})")
         except duckdb.Error as error:
-            raise LogError(f"file {path} of the export cannot be written: {one_line(error)}") from error
+            raise LogError(
+                f"file {path} of the export cannot be written: {one_line(error)}; free space there, "
+                "or give another --output"
+            ) from error
 
 
 def _quoted(path: Path) -> str:

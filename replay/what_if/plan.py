@@ -114,7 +114,9 @@ def replan(
         causes = (
             ", ".join(f"{number} {cause}" for cause, number in made.rejected.items()) or "no epoch has come to its end"
         )
-        raise ConfigError(f"nothing is left to train: {causes}")
+        raise ConfigError(
+            f"nothing is left to train ({causes}); relax the curriculum or change the rewards of the what-if"
+        )
     made.events[-1] = made.events[-1].model_copy(update={"is_last": True})
     return made
 

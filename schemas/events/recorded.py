@@ -135,7 +135,7 @@ class RecordedRollout(_Value):
             if reward.step is not None and reward.step >= len(self.steps):
                 raise ValueError(f"reward {reward.name} is for step {reward.step} of {len(self.steps)}")
             if reward.is_score and reward.step is None:
-                raise ValueError(f"score {reward.name} has no step")
+                raise ValueError(f"score {reward.name} has no step; give the step that it is for")
         return self
 
 

@@ -57,7 +57,7 @@ def assert_wrong_forks_are_refused(workplace: Any, configuration: dict[str, Any]
     config = str(workplace.write(configuration))
     for fork, reported in {
         "nowhere@0": f"run nowhere does not exist; known runs: {parent}, ",
-        f"{parent}@9": f"run {parent} has no version 9, it has 0 to 2",
+        f"{parent}@9": f"run {parent} has no version 9; choose one of 0 to 2",
         parent: "give a run and a version as RUN@VERSION",
     }.items():
         refused = workplace.run("finetune", "--config_file", config, "--fork", fork)

@@ -46,7 +46,7 @@ def test_an_unknown_name_is_an_error_that_lists_the_known_ones():
         pass
     with pytest.raises(ConfigError, match="does not exist"):
         from_environment({failpoints.VARIABLE: f"{NAME}:2,nowhere:1"})
-    with pytest.raises(ConfigError, match="is not name:n"):
+    with pytest.raises(ConfigError, match="write name:n"):
         from_environment({failpoints.VARIABLE: f"{NAME}:soon"})
     with pytest.raises(ConfigError, match="count from 1"):
         from_environment({failpoints.VARIABLE: f"{NAME}:0"})

@@ -96,7 +96,7 @@ def test_a_frozen_model_group_publishes_one_version_and_ends(lab: Any) -> None:
         await submit(lab, "run-2", "frozen-gone", "gone", settings=settings, fork=gone)
         await lab.work(lab.has(JobFailed))
         (failed,) = await lab.events("jobs", JobFailed)
-        assert failed.error == "job run-2/frozen-gone: version 7 of run-1/main is not published"
+        assert failed.error.startswith("job run-2/frozen-gone: version 7 of run-1/main is not published; fork from ")
 
     asyncio.run(scenario())
 
@@ -140,7 +140,10 @@ def test_a_fork_of_a_version_that_is_not_there_fails_its_job(lab: Any) -> None:
         await submit(lab, "run-2", "rl", "main", fork=ForkPoint(run_id="run-1", version=5))
         await lab.work(lab.has(JobFailed))
         (failed,) = await lab.events("jobs", JobFailed)
-        assert failed.error == "job run-2/rl: version 5 of run-1/main is not published"
+        assert (
+            failed.error
+            == "job run-2/rl: version 5 of run-1/main is not published; fork from one that `rollstream jobs` lists"
+        )
         assert await lab.events("weights", WeightsPublished) == []
 
     asyncio.run(scenario())

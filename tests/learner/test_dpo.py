@@ -301,7 +301,7 @@ def test_a_kind_of_job_and_a_loss_that_do_not_fit_are_refused(
         await pair_lab.submit(kind=kind, algorithm={"grpo": GrpoSettings, "dpo": DpoSettings}[algorithm]())
         await pair_lab.work(pair_lab.has(JobFailed))
         (failed,) = await pair_lab.events("jobs", JobFailed)
-        assert failed.error == f"job run-1/rl: a {kind} job does not train by {algorithm}, which is for {of} jobs"
+        assert failed.error == f"job run-1/rl: algorithm {algorithm} is for {of} jobs, not for {kind}; choose another"
 
     asyncio.run(scenario())
 

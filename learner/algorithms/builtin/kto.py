@@ -73,7 +73,8 @@ def reference_point(batch: BatchView) -> float:
     for row in batch.rows:
         if "reference" not in row.scores:
             raise RunFailedError(
-                "kto with reference_point sampled needs recorded scores, which jobs have since revision 6"
+                "kto with reference_point sampled needs recorded scores, which jobs have since revision 6; "
+                "submit a new job"
             )
         found.append(float((row.logprobs - row.scores["reference"])[row.mask].sum(dtype=np.float64)))
     return max(0.0, sum(found) / len(found)) if found else 0.0

@@ -48,6 +48,8 @@ class ReinforcePp(Clipped):
 def _kl_ahead(row: Row) -> NDArray[np.float64]:
     """(T,): log q - log p of the reference, summed over a token and those after it."""
     if "reference" not in row.scores:
-        raise RunFailedError("a KL penalty in the rewards needs recorded scores, which jobs have since revision 6")
+        raise RunFailedError(
+            "a KL penalty in the rewards needs recorded scores, which jobs have since revision 6; submit a new job"
+        )
     log_ratio = np.where(row.mask, row.logprobs - row.scores["reference"], 0.0).astype(np.float64)
     return np.cumsum(log_ratio[::-1])[::-1]

@@ -75,6 +75,6 @@ def kept_ids(request: GenerationRequest, base: BaseModel, tops_T: Sequence[Mappi
     for drawn in draws:
         total = math.fsum(math.exp(logprob) for _, logprob in drawn)
         if abs(total - 1) > MAX_UNTOLD:
-            raise ValueError(f"the {len(drawn)} ids that it tells have a probability of {total:.6f} together")
+            raise ValueError(f"the {len(drawn)} ids that it reports have a total probability of {total:.6f}")
     whole = base.num_token_ids
     return kept_of([np.asarray([one for one, _ in drawn] if len(drawn) < whole else [], np.int32) for drawn in draws])

@@ -47,7 +47,9 @@ def read_base_model(path: str) -> BaseModel:
         with torch.device("meta"):
             module: Any = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
     except (OSError, ValueError, KeyError, RuntimeError) as error:
-        raise ModelError(f"model {path} cannot be read: {' '.join(str(error).split())[:300]}") from error
+        raise ModelError(
+            f"model {path} cannot be read: {' '.join(str(error).split())[:300]}; restore its files"
+        ) from error
     tied = frozenset(getattr(module, "all_tied_weights_keys", None) or ())
     names = {module_of: name for name, module_of in module.named_modules()}
     ends = (module.get_input_embeddings(), module.get_output_embeddings())
@@ -80,7 +82,9 @@ def check_fit(own: Mapping[str, Shape], given: Mapping[str, Shape], where: str) 
     if missing := sorted(own.keys() - given.keys()):
         raise ModelError(f"{where} lack {len(missing)} tensors, such as {missing[0]}; {remedy}")
     if extra := sorted(given.keys() - own.keys()):
-        raise ModelError(f"{where} have {len(extra)} tensors that the model has not, such as {extra[0]}; {remedy}")
+        raise ModelError(
+            f"{where} have {len(extra)} tensors that the model does not have, such as {extra[0]}; {remedy}"
+        )
     for name, shape in own.items():
         if shape != given[name]:
             raise ModelError(f"{where}: {name} has shape {list(given[name])}, the model has {list(shape)}; {remedy}")

@@ -13,7 +13,14 @@ from pathlib import Path
 from typing import Any
 
 from rollstream.eventlog.http.http_json import HttpServer
-from rollstream.producers.engines.base import Capabilities, Generation, GenerationRequest, Tokenizer, check_prompt
+from rollstream.producers.engines.base import (
+    CLOSED,
+    Capabilities,
+    Generation,
+    GenerationRequest,
+    Tokenizer,
+    check_prompt,
+)
 from rollstream.producers.engines.vllm.base_model import BaseModel, read_base_model
 from rollstream.producers.engines.vllm.child import Child, check_settings
 from rollstream.producers.engines.vllm.pool import Pool
@@ -76,7 +83,7 @@ class VllmEngine:
     async def generate(self, request: GenerationRequest) -> Generation:
         """Raises ModelError as the protocol says, and if no server is ready within `start_timeout_s`."""
         if self._is_closed:
-            raise ModelError("the rollout engine is closed")
+            raise ModelError(CLOSED)
         version = self._version(request.model_group)
         check_prompt(request, num_token_ids=version.base.num_token_ids)
         pool = self._pools.get(_served(version.published))
@@ -192,7 +199,7 @@ class VllmEngine:
 
     def _own_client(self) -> Client:
         if self._client is None:
-            raise ModelError("the rollout engine has not started")
+            raise ModelError("the rollout engine has not started; await start() first")
         return self._client
 
     async def _leave(self, version: Version) -> None:

@@ -88,8 +88,8 @@ def test_an_unknown_run_or_version_is_refused_with_what_there_is(place: Place) -
     async def scenario() -> None:
         await place.record()
         assert await place.refusal("gone@0") == "run gone does not exist; known runs: run-1, other"
-        assert await place.refusal("run-1@3") == "run run-1 has no version 3, it has 0 to 2"
-        assert await place.refusal("other@0") == "run other has published no version yet"
+        assert await place.refusal("run-1@3") == "run run-1 has no version 3; choose one of 0 to 2"
+        assert await place.refusal("other@0") == "run other has published no version yet; wait for its first one"
 
     asyncio.run(scenario())
 
@@ -130,7 +130,7 @@ def test_weights_that_are_gone_or_void_are_refused(place: Place) -> None:
             LearnerClaimed(run_id="run-1", time_ms=1, model_group="run-1/policy", term=2, learner="newer")
         )
         await place.log.send(published[2].model_copy(update={"version": 3}))
-        assert await place.refusal("run-1@3") == "run run-1 has no version 3, it has 0 to 2"
+        assert await place.refusal("run-1@3") == "run run-1 has no version 3; choose one of 0 to 2"
         place.artifacts.fetch(published[1].artifact).unlink()
         assert (await place.refusal("run-1@1")).startswith(
             f"its weights were removed: artifact {published[1].artifact.uri}"

@@ -89,7 +89,7 @@ def test_a_run_that_names_code_which_the_users_file_does_not_is_not_resumed(stor
 
 
 def test_what_the_user_trusts_is_imported(stored: Stored) -> None:
-    with pytest.raises(ConfigError, match="does not register"):
+    with pytest.raises(ConfigError, match="has no 'Config'; define it there"):
         ask_what_if(stored, trust=True)
     assert stored.is_imported
 

@@ -115,7 +115,7 @@ def test_a_validation_is_the_mean_of_its_scores_and_never_counts_a_missing_one()
     for missing in ((None, "timeout"), (float("nan"), None), ("good", None), (1.0, "evaluator raised")):
         with pytest.raises(EnvironmentRunError, match="1 of 2 examples have no score"):
             validation_metrics(output((0.5, None), missing), "mine")
-    with pytest.raises(EnvironmentRunError, match="nothing was evaluated"):
+    with pytest.raises(EnvironmentRunError, match="the validation evaluated no example"):
         validation_metrics(output(), "mine")
 
 

@@ -135,12 +135,12 @@ def test_the_sum_is_stored_in_the_type_of_the_base_model(tmp_path: Path, tiny: P
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"rank_pattern": {"a": 2}}, "rank_pattern of its adapter is {'a': 2}; it cannot be merged here"),
+        ({"rank_pattern": {"a": 2}}, "rank_pattern of its adapter is {'a': 2}, which cannot be merged here"),
         ({"modules_to_save": ["lm_head"]}, "modules_to_save of its adapter is"),
         ({"r": "many"}, "its adapter's configuration cannot be read"),
         ({"r": 4}, "weights do not fit"),
         ({"target_modules": ["q_proj"]}, "weights do not fit model"),
-        ({"target_modules": ["no_proj"]}, "takes no such adapter"),
+        ({"target_modules": ["no_proj"]}, "cannot have the adapter of model.lora"),
     ],
 )
 def test_what_cannot_be_merged_leaves_no_folder(tmp_path: Path, tiny: Path, changes: dict[str, Any], said: str) -> None:

@@ -137,7 +137,7 @@ def test_a_frozen_group_trains_nothing(rig: GroupRig) -> None:
     async def body() -> None:
         async with await rig.open(rig.agents(freeze_agent=True)) as group:
             assert not group.is_trainable
-            with pytest.raises(JobStateError, match=f"model group {GROUP} is frozen; it cannot be trained"):
+            with pytest.raises(JobStateError, match=f"model group {GROUP} is frozen and cannot be trained"):
                 await group.create_supervised_fine_tune_job({"prover": [spoken("1"), spoken("2")]})
 
     asyncio.run(body())

@@ -79,7 +79,7 @@ def test_weights_that_do_not_fit_are_refused_by_name_and_the_version_before_stay
     asked = requests(5)
     cases = {
         "lacking": r"lacking\.safetensors .* lack 1 tensors, such as model\.layers\.1\.mlp\.up_proj\.weight",
-        "extra": r"extra\.safetensors .* has not, such as model\.extra",
+        "extra": r"extra\.safetensors .* does not have, such as model\.extra",
         "shape": r"shape\.safetensors .* model\.norm\.weight has shape \[3\], the model has \[64\]",
         "torn": r"torn\.safetensors .* cannot be read",
     }

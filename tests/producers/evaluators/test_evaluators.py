@@ -220,7 +220,7 @@ WRONG = [
     ({"_type": "json_schema"}, r"e\.schema: give either schema or file"),
     ({"_type": "json_schema", "schema": {"type": "objekt"}}, r"e\.schema: \$\.type: "),
     ({"_type": "json_schema", "file": "/no/such.json"}, r"e\.file: /no/such\.json cannot be read"),
-    ({"_type": "python", "function": "nodots"}, r"e\.function: 'nodots' is not a path like module\.function"),
+    ({"_type": "python", "function": "nodots"}, r"e\.function: 'nodots' is not a path; write module\.function"),
     ({"_type": "llm_judge", "model": "m", "prompt": "{response}"}, r"e\.base_url: field required"),
     ({"_type": "llm_judge", "base_url": "ftp://x", "model": "m", "prompt": "{response}"}, r"e\.base_url: give an http"),
     (

@@ -300,7 +300,7 @@ def test_a_malformed_message_of_a_prover_ends_the_episode_if_it_has_a_price():
         ("python:nothing", "write python:module.Name"),
         ("python:no_such_module.Thing", "no_such_module cannot be imported"),
         ("python:rollstream.producers.protocols.builtin.Nipp", "did you mean Nip"),
-        ("python:random.Random", "not a subclass of"),
+        ("python:random.Random", "must be a subclass of"),
         ("python:rollstream.producers.protocols.base.InteractionProtocol", "does not define cycle"),
     ],
 )
