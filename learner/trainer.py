@@ -82,7 +82,7 @@ class JobTrainer:
             needs = algorithm.needs
             compares = needs.behaviour or needs.reference or needs.proximal or needs.teacher
             self.model.use_dropout(not compares)  # a ratio compares with log-probabilities computed without it
-        self.model.selects_logprobs &= self._settings.revision >= 3
+        self.model.compute_as(self._settings.revision)
         self._optimizer = make_optimizer(self.model.trainable(), self._settings.optimizer)
         self._reference: Reference | None = None
         self.scoring = ScoringModels(self.model, self._settings, permissions, f"{location}.teacher")

@@ -55,6 +55,7 @@ ONLY_IN = {
     "mode": {"processors"},
     "duckdb": {"metrics", "replay"},
     "torch": {"learner", "producers", "harness"},
+    "triton": {"learner"},
     "transformers": {"learner", "producers", "replay", "harness"},
     "peft": {"learner", "producers"},
     "vllm": {"producers"},

@@ -1,15 +1,23 @@
 """Log-probabilities of chosen tokens from hidden states, without the logits of all of them at once.
 
-Knows a head's weight and no model. Logits are made for one chunk of tokens at a time, and again in the backward pass.
+Knows a head's weight and no model. Logits are made for one chunk of tokens at a time, and again in the backward pass;
+the kernels for a GPU are in `fused_logprobs.py`.
 """
 
+import logging
+import math
 from collections.abc import Sequence
+from functools import lru_cache
+from importlib.util import find_spec
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from rollstream.learner.model.memory import is_out_of_memory
 from rollstream.schemas.errors import RunFailedError
+
+logger = logging.getLogger(__name__)
 
 CPU_CHUNK, GPU_CHUNK = 1 << 22, 1 << 28
 """Logits of a chunk, tokens x vocabulary: 16 MiB and 1 GiB in float32. A CPU's caches want few, a GPU is only filled by
@@ -45,22 +53,68 @@ def selected_logprobs(
     compute_dtype: torch.dtype | None = None,
     entropy: bool = True,
     entropy_needs_grad: bool = False,
+    fused: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
     """Log-probability (N,) of each target under softmax(head(hidden) / temperature), and that softmax's entropy (N,).
 
     Without `entropy` the second is None; without `entropy_needs_grad` it has no gradient. Products are computed in
     `compute_dtype` (the hidden states' own if None), everything after them in float32 or finer. With `kept` the softmax
     is over each token's kept set alone. Memory is that of one chunk of `chunk_tokens`, a few times over, plus, in
-    the backward pass, of the gradients. Raises RunFailedError if a kept set lacks its target.
+    the backward pass, of the gradients. `fused`: by Triton's kernels, where `fuses` says so and no set is kept.
+    Raises RunFailedError if a kept set lacks its target.
     """
     dtype = compute_dtype or hidden_N_D.dtype
+    given = hidden_N_D, head.weight, head.bias, targets_N, temperature
     with torch.autocast(hidden_N_D.device.type, enabled=False):
-        logprobs_N, entropies_N = _Selected.apply(  # pyright: ignore[reportGeneralTypeIssues, reportUnknownVariableType]
-            hidden_N_D, head.weight, head.bias, targets_N, temperature, kept, dtype, entropy or entropy_needs_grad
-        )
+        if fused and kept is None and len(targets_N):
+            from rollstream.learner.model.fused_logprobs import FusedSelected
+
+            found: Any = FusedSelected.apply(*given, dtype, entropy or entropy_needs_grad)
+        else:
+            found = _Selected.apply(*given, kept, dtype, entropy or entropy_needs_grad)
+    logprobs_N, entropies_N = found
     if not entropy:
         return logprobs_N, None
     return logprobs_N, entropies_N if entropy_needs_grad else entropies_N.detach()
+
+
+@lru_cache(maxsize=64)
+def fuses(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether `selected_logprobs` may be `fused` with products in this type on this device. Logs once why not."""
+    if device.type != "cuda" or dtype.itemsize > 4 or torch.cuda.get_device_capability(device) < (8, 0):
+        return False
+    why = why_not_fused(device, dtype)
+    if why:
+        logger.warning("device=%s makes logits in chunks, without the fused kernels: %s", device, why)
+    return not why
+
+
+def why_not_fused(device: torch.device, dtype: torch.dtype) -> str:
+    """Empty if the kernels give what exact products give of a few tokens, with gradients. Found by trying."""
+    if find_spec("triton") is None:
+        return "triton is not installed"
+    generator = torch.Generator().manual_seed(0)
+    hidden, weight = (torch.randn(size, 128, generator=generator).to(device, dtype) for size in (200, 3008))
+    weight, targets = weight / 4, torch.arange(200, device=device) * 15
+
+    def terms(fused: bool) -> list[Tensor]:
+        own = [one.detach().to(dtype if fused else torch.float64).requires_grad_() for one in (hidden, weight)]
+        with torch.enable_grad():
+            one, entropy = selected_logprobs(own[0], Head(own[1]), targets, 0.7, entropy_needs_grad=True, fused=fused)
+            assert entropy is not None
+            found = one, entropy, *torch.autograd.grad((one - entropy / 4).sum(), own)
+        return [one.detach() for one in found]
+
+    try:
+        pairs = list(zip(terms(True), terms(False), strict=True))
+        far = [float(((one - other).abs().max() / other.abs().max()).nan_to_num(math.inf)) for one, other in pairs]
+    except Exception as error:  # compilers and drivers raise anything
+        if is_out_of_memory(error):
+            raise
+        return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+    limits = [1e-4, 1e-4, *[1e-3 if dtype == torch.float32 else 2e-2] * 2]
+    is_equal = all(one <= limit for one, limit in zip(far, limits, strict=True))
+    return "" if is_equal else f"their values are off by {far} of the largest"
 
 
 class _Selected(torch.autograd.Function):

@@ -28,7 +28,7 @@ from rollstream.learner.model.loading import (
     inner,
     load_module,
 )
-from rollstream.learner.model.logprobs import Head, kept_offsets, only_kept, selected_logprobs
+from rollstream.learner.model.logprobs import Head, fuses, kept_offsets, only_kept, selected_logprobs
 from rollstream.learner.model.ranks import Ranks
 from rollstream.learner.model.tensor_file import published_pieces
 from rollstream.learner.model.tree_attention import hidden_states, longest_row
@@ -60,6 +60,8 @@ class PolicyModel:
         self._tied = frozenset(getattr(inner(self.module), "all_tied_weights_keys", None) or ())
         self.selects_logprobs = has_plain_head(self.module)
         """Gather hidden states before the head; else logits are made of all tokens at once."""
+        self.may_fuse = True
+        """Compute log-probabilities by the fused kernels where they work."""
         self._longest_shared, self._why_apart = 0.0, "its logits are more than a linear map of its hidden states"
         if self.selects_logprobs:
             decoder = inner(self.module).get_decoder()
@@ -153,6 +155,11 @@ class PolicyModel:
 
                 set_peft_model_state_dict(self.module, tensors)
 
+    def compute_as(self, revision: int) -> None:
+        """Compute log-probabilities by the rules of a job's `revision`."""
+        self.selects_logprobs &= revision >= 3
+        self.may_fuse = revision >= 8
+
     def use_dropout(self, enabled: bool) -> None:
         """Apply the model's and the adapters' dropout in forwards from now on, or not."""
         self.module.train(enabled)
@@ -217,6 +224,7 @@ class PolicyModel:
             batch.kept,
             compute_dtype=self._head_dtype,
             entropy_needs_grad=entropy_needs_grad,
+            fused=self.may_fuse and fuses(self.device, self._head_dtype or hidden_N_D.dtype),
         )
         assert entropies_N is not None
         return logprobs_N, entropies_N

@@ -77,7 +77,7 @@ class ShardedPolicy(PolicyModel):
         assert isinstance(self.ranks, ProcessRanks)
         with torch.random.fork_rng(devices=[]):
             frozen = ShardedPolicy(self.settings, self.ranks, seed=0, path=self._path)
-        frozen.selects_logprobs = self.selects_logprobs
+        frozen.selects_logprobs, frozen.may_fuse = self.selects_logprobs, self.may_fuse
         frozen.module.eval().requires_grad_(requires_grad=False)
         return frozen
 

@@ -138,6 +138,7 @@ class ScoringModels:
             changes = {"path": scorer.model, "lora": None, "gradient_checkpointing": False, "quantization": None}
             teacher = TeacherModel(self._settings.model.model_copy(update=changes), path)
             self._check_vocabulary(teacher.model, scorer.model, path)
+            teacher.model.may_fuse = self._policy.may_fuse
             self._teacher = teacher
         return self._teacher.model, self._teacher
 
