@@ -3,7 +3,7 @@ processes train together. Whole or not there at all.
 
 A file is named by version and hash: `v00000012.<sha256>.safetensors`. Where the published weights are exactly those
 that are trained, they are a file of their own, `v00000012.<sha256>.weights`, with a second name as artifact. What a
-checkpoint means to the log stands in `commit`.
+checkpoint means to the log is in `commit`.
 """
 
 import hashlib

@@ -171,7 +171,7 @@ def unfinished(needs: WeightNeeds, model_group: str, at_checkpoints: Collection[
 
 
 def removable(needs: WeightNeeds, checkpoints: Mapping[str, Collection[int]]) -> list[Stored]:
-    """Artifacts that nothing needs, in the order of the log. `checkpoints`: versions they stand at, by model group."""
+    """Artifacts that nothing needs, in the order of the log. `checkpoints`: versions that they hold, by model group."""
     kept = set(needs.datasets)
     for name, group in needs.groups.items():
         run_id = ids.run_of(name)

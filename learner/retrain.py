@@ -54,7 +54,7 @@ class Retraining:
     def begin(
         self, artifacts: ArtifactStore, checkpoints: Path | None, *, version: int, until: float = math.inf
     ) -> int:
-        """Stand at the newest version up to `version` from which all up to `until` can be trained; returns it.
+        """Load the newest version up to `version` from which all up to `until` can be trained; returns it.
 
         That is a checkpoint of the job, before every version that a rollback on the way returns to, else its base
         version: a published artifact, or the model itself where the job began with that. Raises ArtifactError, and

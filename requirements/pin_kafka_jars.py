@@ -1,4 +1,4 @@
-"""Write eventlog/broker/kafka_jars.txt anew: what `KAFKA_VERSION` and its log binding resolve to on Maven Central.
+"""Write eventlog/broker/kafka_jars.txt: what `KAFKA_VERSION` and its log binding resolve to on Maven Central.
 
     uv run --no-project --with jgo==3.2.0 python requirements/pin_kafka_jars.py 4.1.0 1.7.36
 

@@ -1,6 +1,6 @@
 """The data models of NVIDIA NeMo Agent Toolkit's finetuning harness (1.9), by the same names and fields.
 
-Models only: the three interfaces stand in `rollstream.harness`. Mutable and lenient as theirs are, so that
+Models only: the three interfaces are in `rollstream.harness`. Mutable and lenient as theirs are, so that
 a component written for their harness runs unchanged; what rollstream's own YAML accepts is stricter (`config.py`).
 """
 

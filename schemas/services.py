@@ -326,7 +326,7 @@ class EndpointSection(Settings):
     token: str | None = None
     """Requests must bear it (`Authorization: Bearer`); only as `${NAME}`, which is expanded where it is used."""
     token_file: Path | None = None
-    """Requests must bear the token in it. Neither: that of ROLLSTREAM_ENDPOINT_TOKEN, else a random one, which stands
+    """Requests must bear the token in it. Neither: that of ROLLSTREAM_ENDPOINT_TOKEN, else a random one, which is
     in `NAME.token` of the workspace."""
     requires_token: bool = True
     """False: whoever reaches the port may ask; only on a loopback address."""

@@ -53,7 +53,7 @@ def pytest_collection_finish() -> None:
     gc.set_threshold(50_000, 20, 20)  # rarely: `_leftovers_of_a_file` collects after each file
     gc.enable()
     atexit.register(gc.unfreeze)  # DuckDB tells a page of leaks at the exit of a process that keeps its types
-    # pytest's handlers go to the root logger, and thrice a test to every logger that hands nothing on to it.
+    # pytest's handlers go to the root logger, and three times a test to every logger that hands nothing on to it.
     for name, logger in logging.root.manager.loggerDict.items():
         if name.startswith("torch") and isinstance(logger, logging.Logger):
             logger.propagate = True

@@ -68,7 +68,7 @@ def tasks_of(
 ) -> list[TaskRequested]:
     """One task a group, in order, each member of which plays one recorded rollout.
 
-    `settings` are those of the job's own rollouts or from `played_by`. `name` stands in the group ids (by default the
+    `settings` are those of the job's own rollouts or from `played_by`. `name` is part of the group ids (by default the
     job's own), so that they differ from those of other tasks of the epoch; `first_index` is that of the first task.
     The same groups give the same ids and events.
     """

@@ -32,7 +32,7 @@ class Validation:
     """Epochs from one validation to the next."""
     num_rollouts: int = 1
     asked: str = field(init=False)
-    """Stands in the ids: asking for the same again repeats them."""
+    """Part of the ids: asking for the same again repeats them."""
 
     def __post_init__(self) -> None:
         content = [[list(example) for example in self.examples], self.settings.model_dump(mode="json")]

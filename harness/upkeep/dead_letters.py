@@ -17,7 +17,7 @@ from rollstream.schemas.ids import run_of
 from rollstream.schemas.topics import TOPICS
 
 DLQ = TopicPartition("dlq", 0)
-MADE_ANEW = ("ce_", "content-type")
+RECREATED = ("ce_", "content-type")
 """Beginnings of the headers that a corrected value brings with it."""
 
 
@@ -119,7 +119,7 @@ def _corrected(record: Record, value: bytes | None) -> Record:
     except DecodeError:
         return replace(record, value=value)  # the check refuses it
     encoded = codec.encode(event)
-    kept = tuple((name, content) for name, content in record.headers if not name.startswith(MADE_ANEW))
+    kept = tuple((name, content) for name, content in record.headers if not name.startswith(RECREATED))
     return replace(record, key=encoded.key, value=value, headers=(*encoded.headers, *kept))
 
 

@@ -200,7 +200,7 @@ class Routes(ABC):
 
 
 def _unexpected(request: web.Request, error: Exception) -> Refusal:
-    """The refusal for what nobody foresaw, which stands in the log alone: it may name what is no client's business."""
+    """The refusal for what nobody foresaw, which only the log has: it may name what clients may not know."""
     logger.error("%s %s: %s", request.method, request.path, describe(error), exc_info=error)
     return Refusal(500, "the gateway failed at this request; its log says why", code="internal_error")
 

@@ -194,7 +194,7 @@ class Session:
     ) -> None:
         """Say how good answers to the same messages are beside each other, and which of them (by place) is played.
 
-        A score is no part of the rollout's reward: it makes preference pairs. Raises RewardError for one that is no
+        A score is no part of the rollout's reward: it makes preference pairs. Raises RewardError for one that is not a
         finite number.
         """
         turn_index = self._num_scored.get(agent, 0)

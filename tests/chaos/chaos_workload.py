@@ -183,7 +183,7 @@ def _member(started: GroupStarted, member: int, fate: str, flat: float | None, r
 
 
 def _spliced(attempt: list[Event]) -> list[Event]:
-    """A second producer writes the first step anew, with another content, and ends the attempt by its own account."""
+    """A second producer writes the first step again, with another content, and ends the attempt by its own account."""
     started = attempt[0]
     assert isinstance(started, RolloutStarted)
     other = attempt[1].model_copy(update={"uuid": "written by another"})

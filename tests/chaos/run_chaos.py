@@ -180,17 +180,17 @@ async def _as_written(cluster: Cluster, workload: Workload) -> list[list[Line]]:
 
 
 async def _metrics_problems(cluster: Cluster, expected: Expected) -> list[str]:
-    """What the killed projector's file has otherwise than the log, projected anew without a disturbance."""
+    """What the killed projector's file has otherwise than the log, projected again without a disturbance."""
     path = metrics_file(cluster.workspace)
-    anew = path.with_name("anew.duckdb")
-    database = await asyncio.to_thread(Database, anew)
+    again = path.with_name("again.duckdb")
+    database = await asyncio.to_thread(Database, again)
     projector = Projector(cluster.log, database)
     projector.stop()
     await projector.run()
     database.close()
     (rows, offsets, attempts), (wanted, _, _) = (
         await asyncio.to_thread(_tables, path),
-        await asyncio.to_thread(_tables, anew),
+        await asyncio.to_thread(_tables, again),
     )
     ends = {topic: await cluster.log.end_offsets(topic) for topic in TOPICS}
     at_end = {TopicPartition(topic, number): end for topic in ends for number, end in ends[topic].items() if end}

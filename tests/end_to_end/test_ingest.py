@@ -82,9 +82,9 @@ def test_whole_rollouts_are_reinforced_and_a_broken_one_and_one_without_ids_have
         ("rejected", "no_token_ids"): 2,
         ("failed", "environment_error"): 2 * 3,
     }
-    spread = workplace.rows(
+    by_partition = workplace.rows(
         "SELECT count(DISTINCT weights_sha256) AS n FROM weight_versions WHERE run_id = 'reinforced'"
     )
-    assert spread[0]["n"] == 3
+    assert by_partition[0]["n"] == 3
     replayed = workplace.run("replay", "reinforced", "--verify", "--train")
     assert replayed.returncode == 0, replayed.stdout + replayed.stderr

@@ -83,7 +83,7 @@ async def playing(request: web.Request) -> web.StreamResponse:
 
 
 class Secrets:
-    """Values that stand in the environment alone, and the run that is given them."""
+    """Values that only the environment has, and the run that is given them."""
 
     def __init__(self, place: Any, judge: int, values: dict[str, str], workflow: str, broker: SecuredBroker) -> None:
         self.place = place
@@ -142,7 +142,7 @@ class Secrets:
         data = content if isinstance(content, bytes) else content.encode(errors="surrogateescape")
         for name, value in self.values.items():
             index = data.find(value.encode())
-            assert index < 0, f"{name} stands in {where}: {data[max(0, index - 200) : index + 100]!r}"
+            assert index < 0, f"{name} is in {where}: {data[max(0, index - 200) : index + 100]!r}"
 
 
 @pytest.fixture

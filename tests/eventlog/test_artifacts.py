@@ -85,7 +85,7 @@ def test_a_changed_artifact_is_refused_with_both_hashes(store: ArtifactStore) ->
             use(wrong)
 
 
-def test_a_damaged_file_is_stored_anew(tmp_path: Path) -> None:
+def test_a_damaged_file_is_stored_again(tmp_path: Path) -> None:
     store = ArtifactStore(str(tmp_path))
     ref = store.put_bytes(DATA)
     store.fetch(ref).write_bytes(b"?" * len(DATA))

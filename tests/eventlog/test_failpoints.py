@@ -1,4 +1,4 @@
-"""Failpoints: each name stands at one place, an armed one kills at its hit, an unarmed one costs next to nothing."""
+"""Failpoints: each name is used once, an armed one kills at its hit, an unarmed one costs next to nothing."""
 
 import os
 import re

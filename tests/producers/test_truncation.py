@@ -72,7 +72,7 @@ def test_steps_that_are_settled_may_be_removed():
     asyncio.run(go())
 
 
-def test_a_partition_that_begins_anew_under_its_owner_ends_it():
+def test_a_partition_that_was_made_again_under_its_owner_ends_it():
     async def go():
         writer = StepsWriter(await log_with(2), 0, EventClock(0), 2)
         assert await writer.send(codec.encode(TICK)) == 2

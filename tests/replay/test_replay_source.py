@@ -55,8 +55,8 @@ async def dead_task(log: CountingLog, run_id: str, index: int) -> None:
     await send_dead_letter(log, record, service="p", stage="decode", error=ValueError("bad"))
 
 
-@pytest.mark.parametrize("say", [("groups", "batches", "jobs", "weights"), None], ids=["an earlier version", "now"])
-def test_topics_are_read_from_where_the_run_begins(say: tuple[str, ...] | None) -> None:
+@pytest.mark.parametrize("kinds", [("groups", "batches", "jobs", "weights"), None], ids=["an earlier version", "now"])
+def test_topics_are_read_from_where_the_run_begins(kinds: tuple[str, ...] | None) -> None:
     async def scenario() -> None:
         log = CountingLog()
         for number in range(50):
@@ -65,7 +65,7 @@ def test_topics_are_read_from_where_the_run_begins(say: tuple[str, ...] | None) 
                 await dead_task(log, f"run-{number}", index)
                 await log.send_raw("tasks", key=b"other", value=b"{}")
         known = await ends_now(log)
-        await run(log, "run-50", starts={name: known[name] for name in say or known})
+        await run(log, "run-50", starts={name: known[name] for name in kinds or known})
         for index in range(12):
             await dead_task(log, "run-50", index)
         log.num_read.clear()
@@ -73,8 +73,8 @@ def test_topics_are_read_from_where_the_run_begins(say: tuple[str, ...] | None) 
         assert set(events.by_id) == {"run_started:run-50", "job_submitted:run-50/rl", "run_ended:run-50"}
         assert events.damaged == []
         assert log.num_read["groups"] == 2
-        assert log.num_read["tasks"] == (12 if say is None else 51 * 24 - 12)
-        assert log.num_read["dlq"] == (12 if say is None else 51 * 12)
+        assert log.num_read["tasks"] == (12 if kinds is None else 51 * 24 - 12)
+        assert log.num_read["dlq"] == (12 if kinds is None else 51 * 12)
 
     asyncio.run(scenario())
 

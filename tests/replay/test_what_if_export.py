@@ -164,7 +164,7 @@ def test_a_log_that_has_the_run_is_given_nothing_twice(recorded):
     assert [batch.locators for batch in batches_of(events)] == [batch.locators for batch in batches_of(known)]
 
 
-def test_rewards_are_given_anew_to_what_the_export_holds(recorded, elsewhere, monkeypatch):
+def test_rewards_are_computed_again_for_what_the_export_holds(recorded, elsewhere, monkeypatch):
     (elsewhere.folder / "exported_reward.py").write_text(REWARD)
     monkeypatch.syspath_prepend(elsewhere.folder)
     builder = {"rewards": ["python:exported_reward.shortness"], "reward_weights": {"task": 0.0}}

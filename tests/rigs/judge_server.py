@@ -16,7 +16,7 @@ def said(text):
 
 
 class JudgeServer:
-    """Answers in turn, the last one for ever: text, (status, body), seconds to hang, or a function of the request."""
+    """Answers in turn, the last one repeatedly: text, (status, body), seconds to hang, or a function of the request."""
 
     def __init__(self, *answers):
         self.answers = list(answers)

@@ -47,46 +47,6 @@ ONE_HOME = {
     ): "schemas learner/algorithms",
 }
 """By what a rule's code looks like, the only files and folders that have it."""
-BANNED_WORDS = (
-    "reckoned",
-    "let the world know",
-    "is no JSON",
-    "is no UTF",
-    "is no finite",
-    "buried",
-    "stranger",
-    "lifeline",
-    "tie_to_parent",
-    "end_of_lost",
-    "let_in",
-    "surroundings",
-    "Workplace",
-    "ModelShelf",
-    "going_on",
-    "thrice",
-    "stands twice",
-    "that there is not",
-    "would die again",
-    "barren",
-    "bury",
-    "buries",
-    "BURIES",
-    "GroupRun",
-    "takes_others",
-    "minding",
-    "Opening",
-    "Connected",
-    "anew",
-    "for ever",
-    "seldom",
-    "classic",
-    "dealt out",
-    "said nothing",
-    "plateau",
-    "who tries again",
-    "unheard",
-)
-"""Words that the glossary of CONTRIBUTING.md replaces, in names, docstrings and messages."""
 
 
 def sources() -> Iterator[Path]:
@@ -207,12 +167,6 @@ def unpublished_imports(path: Path, root: Path = ROOT) -> list[str]:
         if wanted not in published(module.parent / "__init__.py"):
             found.append(f"{path.relative_to(root)}:{line} imports {name}")
     return found
-
-
-def banned_words(path: Path) -> list[str]:
-    """Lines of a source with a banned word, in a name, a docstring or a message."""
-    pattern = re.compile("|".join(rf"(?<![A-Za-z]){word}(?![a-z])" for word in BANNED_WORDS))
-    return [line.strip() for line in path.read_text(encoding="utf-8").splitlines() if pattern.search(line)]
 
 
 Methods = frozenset[str]

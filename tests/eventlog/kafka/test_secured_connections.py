@@ -36,9 +36,9 @@ def broker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SecuredBroker]:
 
 
 @pytest.fixture(scope="module")
-def stranger(tmp_path_factory: pytest.TempPathFactory) -> Authority:
+def other_authority(tmp_path_factory: pytest.TempPathFactory) -> Authority:
     """An authority that nobody trusts."""
-    return Authority(tmp_path_factory.mktemp("stranger"), "stranger")
+    return Authority(tmp_path_factory.mktemp("other"), "other")
 
 
 async def used(kafka: KafkaSettings) -> bytes | None:
@@ -153,8 +153,8 @@ def test_a_mechanism_that_the_broker_does_not_take_is_named(broker: SecuredBroke
     assert "does not support kafka.sasl_mechanism SCRAM-SHA-256" in message
 
 
-def test_a_broker_that_is_not_trusted_is_not_connected_to(broker: SecuredBroker, stranger: Authority) -> None:
-    choices: list[dict[str, Any]] = [{"ca_file": stranger.file}, {"ca_file": None}]
+def test_a_broker_that_is_not_trusted_is_not_connected_to(broker: SecuredBroker, other_authority: Authority) -> None:
+    choices: list[dict[str, Any]] = [{"ca_file": other_authority.file}, {"ca_file": None}]
     for changes in choices:
         message = refused(broker.settings("SASL_SSL", **changes))
         assert "is not trusted" in message
@@ -167,10 +167,10 @@ def test_a_certificate_of_another_host_is_refused_unless_asked_for(broker: Secur
     assert asyncio.run(used(broker.settings("SASL_SSL", check_hostname=False, **address))) == b"SASL_SSL"
 
 
-def test_a_client_certificate_that_is_asked_for_is_named(broker: SecuredBroker, stranger: Authority) -> None:
+def test_a_client_certificate_that_is_asked_for_is_named(broker: SecuredBroker, other_authority: Authority) -> None:
     message = refused(broker.settings("SSL", cert_file=None, key_file=None))
     assert "set kafka.cert_file and kafka.key_file" in message
-    certificate, key = stranger.issue("operator")
+    certificate, key = other_authority.issue("operator")
     assert "set another kafka.cert_file" in refused(broker.settings("SSL", cert_file=certificate, key_file=key))
 
 

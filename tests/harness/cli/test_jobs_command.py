@@ -116,11 +116,11 @@ def test_what_is_not_a_command_is_an_argument_of_list(written: list[str], report
 
     for name in ("list", "show"):
         argument = click.Argument(["given"], nargs=-1)
-        group.add_command(click.Command(name, params=[argument], callback=partial(tell, name)))
+        group.add_command(click.Command(name, params=[argument], callback=partial(print_call, name)))
     assert CliRunner().invoke(group, written).output.strip() == reported
 
 
-def tell(name: str, given: tuple[str, ...]) -> None:
+def print_call(name: str, given: tuple[str, ...]) -> None:
     click.echo(f"{name} {given}")
 
 

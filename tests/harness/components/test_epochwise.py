@@ -369,7 +369,7 @@ def test_an_epoch_that_the_curriculum_leaves_empty_is_sealed_empty_and_says_so(t
         seals = await rig.events("batches", EpochSealed)
         assert [(seal.num_groups, seal.num_batches) for seal in seals] == [(4, 0), (4, 0)]
         validated = [group for group in await rig.events("groups", GroupClosed) if group.purpose == "validation"]
-        assert {group.epoch for group in validated} == {0, 1}, "rolled out anew before each epoch"
+        assert {group.epoch for group in validated} == {0, 1}, "rolled out again before each epoch"
         await assert_every_attempt_has_one_outcome(rig)
 
     asyncio.run(scenario())

@@ -43,7 +43,7 @@ def shaped_evenly(group: list[Trajectory]) -> None:
         trajectory.shaped_rewards = [0.25] * len(answers_of(trajectory))
 
 
-def test_what_is_written_again_has_the_reward_that_it_came_with_and_is_not_scored_anew(tmp_path: Path) -> None:
+def test_what_is_written_again_has_the_reward_that_it_came_with_and_is_not_scored_again(tmp_path: Path) -> None:
     written = configuration(tmp_path, reward_function={"name": "has_digit"})
     written["eval"]["evaluators"] = {"has_digit": {"_type": "numeric_match", "answer_key": "secret"}}
     written["trajectory_builders"]["b"]["reward_weights"] = {"reward": 0.5, "has_digit": 2.0}

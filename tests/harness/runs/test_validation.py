@@ -119,7 +119,7 @@ def test_a_validation_is_the_mean_of_its_scores_and_never_counts_a_missing_one()
         validation_metrics(output(), "mine")
 
 
-def test_a_plateau_is_so_many_validations_in_a_row_that_are_no_better() -> None:
+def test_early_stopping_needs_so_many_validations_in_a_row_that_are_no_better() -> None:
     rule = EarlyStopping(patience=2, min_delta=0.1)
     assert not should_stop_early([], rule)
     assert not should_stop_early([0.1, 0.1], rule)

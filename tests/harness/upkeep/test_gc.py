@@ -1,4 +1,4 @@
-"""Garbage: which weights may go, that only those go, and that what needs the others goes on as before."""
+"""Collection of weights: which may go, that only those go, and that what needs the others goes on as before."""
 
 import asyncio
 import os
@@ -229,7 +229,7 @@ def recorded(tmp_path: Path) -> Recorded:
     return found
 
 
-def test_a_run_can_be_replayed_forked_and_exported_after_its_garbage_has_gone(recorded: Recorded) -> None:
+def test_a_run_can_be_replayed_forked_and_exported_after_its_unneeded_weights_are_removed(recorded: Recorded) -> None:
     others = {path for path in recorded.folder.rglob("*") if path.is_file() and path.suffix != ".safetensors"}
     aside = recorded.folder / "artifacts" / "aa" / "x.aside"
     young = aside.with_name("y.aside")

@@ -1,4 +1,4 @@
-"""Checkpoints that several processes wrote are folders; a collection keeps what they stand at as well."""
+"""Checkpoints that several processes wrote are folders; a collection keeps their versions as well."""
 
 import asyncio
 from pathlib import Path

@@ -119,8 +119,8 @@ def test_what_is_read_ahead_is_what_would_be_read_when_it_is_due(lab: Any) -> No
 @pytest.mark.parametrize(("spoilt", "error"), [(with_other_digest, DecodeError), (without_record, TruncatedError)])
 def test_an_error_of_what_is_read_ahead_is_raised_when_that_is_asked_for(lab: Any, spoilt: Any, error: Any) -> None:
     async def scenario() -> None:
-        unheard: list[Any] = []
-        asyncio.get_running_loop().set_exception_handler(lambda _, context: unheard.append(context))
+        unhandled: list[Any] = []
+        asyncio.get_running_loop().set_exception_handler(lambda _, context: unhandled.append(context))
         first, second, _ = await lab.plan(await lab.submit())
         reader = MemberReader(lab.log)
         for _ in range(2):
@@ -131,7 +131,7 @@ def test_an_error_of_what_is_read_ahead_is_raised_when_that_is_asked_for(lab: An
         reader.begin(spoilt(second))
         with pytest.raises(error):
             await reader.members(spoilt(second))
-        assert unheard == []
+        assert unhandled == []
 
     asyncio.run(scenario())
 

@@ -358,7 +358,7 @@ def test_tables_of_another_version_are_filled_again(tmp_path: Path, synthetic: A
     assert everything(path) == before
 
 
-def test_views_of_another_version_are_made_anew_and_rows_stay(tmp_path: Path, synthetic: Any) -> None:
+def test_views_of_another_version_are_made_again_and_rows_stay(tmp_path: Path, synthetic: Any) -> None:
     path = empty_file(tmp_path)
     project_all(log_of(list(synthetic.all_events())), path)
     before = everything(path)

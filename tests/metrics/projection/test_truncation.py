@@ -1,4 +1,4 @@
-"""Offsets that the metrics file stands at and the log does not hold."""
+"""Offsets that the metrics file has reached and the log does not hold."""
 
 import asyncio
 from pathlib import Path

@@ -158,11 +158,11 @@ def pick_examples(known, examples, *, settings=ON, last_asked=None, epoch=3, cou
 def test_unknown_examples_and_those_let_in_are_chosen_and_excluded_ones_at_the_explore_share():
     examples = [f"x{i:02d}" for i in range(40)]
     known = {name: stats(number / 40) for number, name in enumerate(examples[:30])}
-    let_in = set(examples[21:30]) | set(examples[30:])
+    admitted = set(examples[21:30]) | set(examples[30:])
     no_exploring = ON.model_copy(update={"explore_share": 0.0})
-    assert set(pick_examples(known, examples, settings=no_exploring, count=19)) == let_in
+    assert set(pick_examples(known, examples, settings=no_exploring, count=19)) == admitted
     explored = sum(
-        name not in let_in for seed in range(200) for name in pick_examples(known, examples, seed=seed, count=20)
+        name not in admitted for seed in range(200) for name in pick_examples(known, examples, seed=seed, count=20)
     )
     assert 150 <= explored <= 250
 

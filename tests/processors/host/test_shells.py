@@ -106,7 +106,7 @@ def test_a_record_that_cannot_be_decoded_is_a_dead_letter_before_the_mark_passes
     asyncio.run(go())
 
 
-def test_a_partition_that_comes_back_is_folded_anew_from_where_it_is_read():
+def test_a_partition_that_comes_back_is_folded_again_from_where_it_is_read():
     async def go():
         log = MemoryLog(num_partitions=1)
         shell = AssembleShell(log, None, service="p")

@@ -39,7 +39,7 @@ def test_a_partition_without_a_place_counts_only_if_there_is_something_to_read()
     assert looks(None, None, None, end=0) == [None] * 3
 
 
-def test_a_partition_that_was_given_away_meanwhile_begins_anew():
+def test_a_partition_that_was_given_away_meanwhile_starts_afresh():
     standstill = Standstill(10.0)
     ends = {STEPS: 10}
     assert standstill.observe(0, {STEPS: 4}, ends) is None
@@ -56,7 +56,7 @@ def test_one_partition_that_moves_does_not_hide_another_that_stands():
 
 
 def host_of(**says) -> Any:
-    """A host of one partition of `steps`, which stands at offset 3."""
+    """A host of one partition of `steps`, whose position is 3."""
     shell = SimpleNamespace(**{"topic": "steps", "is_waiting": lambda partition: False} | says)
     reported: dict[str, Any] = {
         "generation": 1,
@@ -119,7 +119,7 @@ def test_a_pause_of_the_whole_process_is_no_standstill_of_a_partition():
 
 
 class _Rebalancing(SimpleNamespace):
-    """A host whose partitions are assigned anew again and again."""
+    """A host whose partitions are assigned again and again."""
 
     looks = 0
 

@@ -344,9 +344,9 @@ def test_the_token_is_asked_for_and_never_logged(tmp_path, caplog):
     async def scenario():
         token = token_of(Place(tmp_path, token_file=tmp_path / "token").settings, {})
         async with serving(tmp_path, token=token) as place:
-            async with place.client() as stranger:
+            async with place.client() as other_client:
                 with pytest.raises(openai.AuthenticationError) as refused:
-                    await stranger.chat.completions.create(model="policy", messages=ASK)
+                    await other_client.chat.completions.create(model="policy", messages=ASK)
                 assert refused.value.code == "invalid_api_key"
             async with place.client(api_key=SECRET) as client:
                 await client.chat.completions.create(model="policy", messages=ASK)

@@ -223,7 +223,7 @@ def test_the_same_record_gives_the_same_events_in_every_attempt(play):
         (RecordedRollout(steps=(exact([5], [100_000]),)), "recorded token id 100000 is outside the"),
         (RecordedRollout(steps=(exact([5], [-3]),)), "recorded token id -3 is outside the"),
         (RecordedRollout(steps=(exact([5], [6], [float("nan")]),)), "is not a finite number"),
-        (RecordedRollout(steps=(RecordedStep(agent="stranger"),)), "agent 'stranger' is not an agent"),
+        (RecordedRollout(steps=(RecordedStep(agent="other"),)), "agent 'other' is not an agent"),
     ],
 )
 def test_a_broken_record_is_a_failed_attempt_with_its_cause(play, rollout, said):

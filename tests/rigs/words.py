@@ -1,0 +1,139 @@
+"""Words that a field's term replaces (CONTRIBUTING.md, glossary): where they are looked for, and how."""
+
+import ast
+import io
+import re
+import tokenize
+from collections.abc import Iterator
+from pathlib import Path
+
+from tests.rigs.source_tree import ALLOWED, ROOT
+
+FOLDERS = (*ALLOWED, "tests", "benchmarks", "examples", "requirements", "docs")
+PAGES = ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")
+SUFFIXES = (".py", ".md", ".sql", ".yaml", ".mjs")
+LISTS = {"tests/rigs/words.py", "tests/test_words.py"}
+"""Files that have these words because they are about them."""
+STAYS = {
+    ("metrics/projection/tables.sql", "anew"): "other text before its views has every projector read the log again"
+}
+"""File and word that are not replaced, and why."""
+
+NAME_PARTS = {
+    "anew": "again",
+    "barren": "untrainable",
+    "buried": "dead_lettered",
+    "bury": "dead_letter",
+    "garbage": "unneeded, or gc",
+    "lifeline": "die_with_parent",
+    "minding": "background",
+    "plateau": "early_stopping",
+    "reckoned": "computed",
+    "seldom": "rarely",
+    "shelf": "model_cache",
+    "stranger": "foreign",
+    "surroundings": "run_context",
+    "thrice": "three_times",
+    "unfolded": "poison, fold_errors",
+    "unheard": "without_answer",
+}
+"""Parts of a name (`_` and capitals divide it) in any file, and what it is instead."""
+NAMES = {
+    "end_of_lost": "fail_truncated_run",
+    "group_run": "group_execution",
+    "let_in": "admitted",
+    "model_shelf": "model_cache",
+    "news": "what is new: new_tokens, new_errors, changed",
+    "say": "report, print, notify",
+    "spread": "reward_range, to_tokens",
+    "takes_others": "accepts_external_groups",
+    "tell": "report, on_progress",
+    "tie_to_parent": "die_with_parent",
+}
+"""Whole names of functions, classes, arguments, attributes and variables, without `_` at their ends."""
+TEXT = {
+    r"anew": "again",
+    r"barren": "untrainable",
+    r"bur(y|ies|ied)": "dead-letter",
+    r"classic": "epochwise",
+    r"dealt out": "rebalanced",
+    r"for ?ever": "without end, until ...",
+    r"is no (JSON|UTF|finite)": "is not ...",
+    r"let the world know": "report",
+    r"reckon(s|ed)?": "compute",
+    r"it said nothing": "no log output",
+    r"seldom": "rarely",
+    r"stands? (in|at|twice)(?! for)": "is in, is at",
+    r"strangers?": "foreign",
+    r"surroundings": "run context",
+    r"that there is not": "does not exist",
+    r"thrice": "three times",
+    r"unfolded": "poison record",
+    r"unheard": "without an answer",
+    r"who tries again": "retry",
+    r"would die again": "still cannot be decoded",
+}
+"""Patterns of words in messages, docstrings, comments and documents, and what to write instead."""
+_TEXT = {re.compile(r"\b" + one.replace(" ", r"\s+") + r"\b", re.IGNORECASE): word for one, word in TEXT.items()}
+
+
+def texts(root: Path = ROOT) -> Iterator[Path]:
+    """Every file whose words count."""
+    yield from (root / page for page in PAGES if (root / page).exists())
+    for folder in FOLDERS:
+        for path in sorted((root / folder).rglob("*")):
+            if path.suffix in SUFFIXES and "golden" not in path.parts and str(path.relative_to(root)) not in LISTS:
+                yield path
+
+
+def banned_words(path: Path) -> list[str]:
+    """Banned words of a file, each as `LINE: what is found -> what replaces it`, in order."""
+    text = path.read_text(encoding="utf-8")
+    python = path.suffix == ".py"
+    found = [*_in_names(path.stem, ast.parse(text))] if python else []
+    for line, part in _texts_of(text) if python else [(1, text)]:
+        for pattern, word in _TEXT.items():
+            for match in pattern.finditer(part):
+                at = line + part.count("\n", 0, match.start())
+                found.append((at, f"{' '.join(match.group().split())} -> {word}"))
+    stays = {word for name, word in STAYS if path.match(name)}
+    return [f"{line}: {words}" for line, words in sorted(found) if words.partition(" -> ")[0].lower() not in stays]
+
+
+def _in_names(stem: str, tree: ast.Module) -> Iterator[tuple[int, str]]:
+    for line, name in [(1, stem), *_names_of(tree)]:
+        parts = re.findall(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+", name)
+        snake = "_".join(parts).lower()
+        banned = NAMES.get(snake) or next((NAME_PARTS[one] for one in snake.split("_") if one in NAME_PARTS), None)
+        if banned is not None:
+            yield line, f"{name} -> {banned}"
+
+
+def _names_of(tree: ast.Module) -> Iterator[tuple[int, str]]:
+    """Line and name of whatever a module defines: functions, classes, arguments, attributes, variables, imports as."""
+    for node in ast.walk(tree):
+        match node:
+            case ast.FunctionDef() | ast.AsyncFunctionDef() | ast.ClassDef():
+                yield node.lineno, node.name
+            case ast.arg():
+                yield node.lineno, node.arg
+            case ast.Name(ctx=ast.Store()):
+                yield node.lineno, node.id
+            case ast.Attribute(ctx=ast.Store()):
+                yield node.lineno, node.attr
+            case ast.ExceptHandler(name=str(name)) | ast.MatchAs(name=str(name)) | ast.MatchStar(name=str(name)):
+                yield node.lineno, name
+            case ast.alias(asname=str(name)):
+                yield node.lineno, name
+            case _:
+                pass
+
+
+def _texts_of(text: str) -> Iterator[tuple[int, str]]:
+    """Line and text of every comment and string; what a format string computes is left out."""
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str):
+            yield node.lineno, node.value
+    for token in tokenize.generate_tokens(io.StringIO(text).readline):
+        if token.type == tokenize.COMMENT:
+            yield token.start[0], token.string

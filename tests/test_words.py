@@ -1,0 +1,63 @@
+"""Banned words are found wherever they are: planted ones in names, texts and documents."""
+
+import pytest
+
+from tests.rigs.source_tree import Plant
+from tests.rigs.words import STAYS, banned_words, texts
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "def tie_to_parent(): ...",
+        "async def _say(): ...",
+        "class ModelShelf: ...",
+        "class _Garbage: ...",
+        "def send(*, tell): ...",
+        "shelf = 1",
+        "self._unfolded = 1",
+        "for news in (): ...",
+        "with a as stranger: ...",
+        "import a as lifeline",
+        "def test_it_begins_anew(): ...",
+        '"""It waits for ever."""',
+        'raise ValueError(f"{name} stands in {path}")',
+        '"the id stands " "twice"',
+        "x = 1  # Seldom",
+        '"""It waits for\nEver."""',
+    ],
+)
+def test_a_planted_word_is_found(line: str, plant: Plant) -> None:
+    (found,) = banned_words(plant("tests/planted.py", f"tells = new_status = 1\n{line}\n"))
+    assert found.startswith(("2: ", "3: "))
+
+
+def test_a_planted_file_name_is_found(plant: Plant) -> None:
+    assert banned_words(plant("a/surroundings.py", "")) == ["1: surroundings -> run_context"]
+
+
+@pytest.mark.parametrize("name", ["README.md", "docs/planted.md", "metrics/planted.sql", "examples/planted.yaml"])
+def test_a_planted_word_of_a_document_is_found(name: str, plant: Plant) -> None:
+    assert banned_words(plant(name, "one\n-- made\n-- anew\n")) == ["3: anew -> again"]
+
+
+def test_every_kind_of_place_is_searched(tmp_path, plant: Plant) -> None:
+    names = {
+        "README.md",
+        "CHANGELOG.md",
+        "docs/a.md",
+        "tests/a.py",
+        "benchmarks/a.py",
+        "examples/a.yaml",
+        "metrics/a.sql",
+    }
+    for name in names:
+        plant(name, "")
+    plant("tests/golden/a.md", "")
+    assert {str(path.relative_to(tmp_path)) for path in texts(tmp_path)} == names
+
+
+def test_an_exception_that_is_not_needed_goes() -> None:
+    found = {str(path): path.read_text(encoding="utf-8").lower() for path in texts()}
+    for name, word in STAYS:
+        assert any(path.endswith(name) and word in text for path, text in found.items())
