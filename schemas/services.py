@@ -201,6 +201,9 @@ class VllmSettings(EngineSettings):
     """Between two looks at a server."""
     health_timeout_s: float = Field(default=60.0, gt=0, le=3600)
     """A server whose workers do not answer within it is taken out of use; one that we started is restarted."""
+    check_weights: bool = False
+    """Of full weights: compare the sums of every parameter (`/weight_checker`) between servers, and with what a server
+    had before if it returns with the newest version's label. Each version is hashed while requests wait."""
 
     @field_validator("base_urls")
     @classmethod

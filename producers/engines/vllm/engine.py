@@ -26,6 +26,7 @@ from rollstream.producers.engines.vllm.child import Child, check_settings
 from rollstream.producers.engines.vllm.pool import Pool
 from rollstream.producers.engines.vllm.version_files import Client, Version, make_version, remove
 from rollstream.producers.engines.vllm.vllm_server import Server
+from rollstream.producers.engines.vllm.weight_sums import WeightSums
 from rollstream.schemas.errors import ModelError
 from rollstream.schemas.events import WeightsPublished
 from rollstream.schemas.services import VllmSettings
@@ -183,19 +184,22 @@ class VllmEngine:
                 f"the servers of engine.base_urls have {what} on {other[0]}, and not {published.model_group} on "
                 f"{base.path} too; train all groups as adapters of one base model, or leave base_urls out"
             )
-        servers = [(self._server(url.rstrip("/")), None) for url in settings.base_urls]
+        sums = WeightSums() if settings.check_weights and not is_lora else None
+        servers = [(self._server(url.rstrip("/"), sums), None) for url in settings.base_urls]
         log = self._folder / "logs" / f"server-{len(self._pools) + 1}.log"
-        started = [] if servers else [(self._server("a server"), Child(settings, base.path, is_lora=is_lora, log=log))]
+        child = Child(settings, base.path, is_lora=is_lora, log=log)
+        started = [] if servers else [(self._server("a server", sums), child)]
         pool = Pool(base, [*servers, *started], settings, is_lora=is_lora)
         self._pools[served] = pool
         pool.start()
         return pool
 
-    def _server(self, url: str) -> Server:
+    def _server(self, url: str, sums: WeightSums | None) -> Server:
         settings = self._settings
         http = HttpServer(url, timeout_s=settings.timeout_s, key=self._key, key_variable=settings.api_key_variable)
         client = self._own_client()
-        return Server(http, client, max_loras=settings.max_loras, health_timeout_s=settings.health_timeout_s)
+        timeout_s = settings.health_timeout_s
+        return Server(http, client, max_loras=settings.max_loras, health_timeout_s=timeout_s, sums=sums)
 
     def _own_client(self) -> Client:
         if self._client is None:

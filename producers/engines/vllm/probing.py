@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from rollstream.eventlog.http.http_json import HttpServer
+from rollstream.eventlog.http.http_json import HttpServer, shown
 from rollstream.producers.engines.vllm.base_model import BaseModel
 from rollstream.producers.engines.vllm.server_config import (
     RAW_LOGPROBS,
@@ -23,6 +23,7 @@ FULL = frozenset(
 )
 IS_PAUSED = "/is_paused"
 GENERATE = "/inference/v1/generate"
+WEIGHT_CHECKER = "/weight_checker"
 
 logger = logging.getLogger(__name__)
 
@@ -59,6 +60,16 @@ class ServerCalls:
     async def label(self) -> str:
         """Of the full weights that it has."""
         return str((await self.get("/weight_info"))["weight_version"])
+
+    async def weight_sums(self) -> dict[str, str]:
+        """sha256 by parameter, of all workers. Raises TryAgainError, ModelError."""
+        found = await self.post(WEIGHT_CHECKER, {"action": "checksum"})
+        try:
+            return {str(name): str(value) for name, value in found["checksums"].items()}
+        except (AttributeError, LookupError, TypeError) as error:
+            raise self.http.error(
+                f"gave no sums of its weights: {shown(found)}; leave engine.check_weights out"
+            ) from error
 
     async def adapters(self) -> dict[str, str]:
         """Folder by name."""

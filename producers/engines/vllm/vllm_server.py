@@ -10,9 +10,10 @@ from rollstream.eventlog.http.http_json import HttpServer, TryAgainError, Unreac
 from rollstream.producers.engines.base import FinishReason, Generation, GenerationRequest
 from rollstream.producers.engines.vllm.asking import asked, kept_ids, room_for, top_by_id, top_by_name
 from rollstream.producers.engines.vllm.base_model import BaseModel
-from rollstream.producers.engines.vllm.probing import GENERATE, Probed, ServerCalls
+from rollstream.producers.engines.vllm.probing import GENERATE, WEIGHT_CHECKER, Probed, ServerCalls
 from rollstream.producers.engines.vllm.streamed import EVENT_BYTES, GivenTokens, StreamedAnswer
 from rollstream.producers.engines.vllm.version_files import Client, Version
+from rollstream.producers.engines.vllm.weight_sums import WeightSums
 from rollstream.schemas.events.rollouts import VersionSpan
 from rollstream.schemas.tokens import KeptIds
 
@@ -34,7 +35,16 @@ class LostVersionError(Exception):
 class Server:
     """Requests to one server. `state` is set by its pool."""
 
-    def __init__(self, http: HttpServer, client: Client, *, max_loras: int, health_timeout_s: float) -> None:
+    def __init__(
+        self,
+        http: HttpServer,
+        client: Client,
+        *,
+        max_loras: int,
+        health_timeout_s: float,
+        sums: WeightSums | None = None,
+    ) -> None:
+        """`sums`: full weights are compared with them; common to all servers of a pool."""
         self.http = http
         self.state: Literal["down", "pending_weights", "ready"] = "down"
         self.reason = "not asked yet"
@@ -56,6 +66,7 @@ class Server:
         self._probed = Probed()
         self._client = client
         self._max_loras = max_loras
+        self._sums = sums
         self._room = asyncio.Event()
         """An adapter went, or the state changed."""
 
@@ -93,6 +104,8 @@ class Server:
         probed = await self._calls.probe(base, is_lora=is_lora)
         if is_joined:
             probed = await self._calls.check_config(probed, max_loras=self._max_loras if is_lora else None)
+        if self._sums is not None and WEIGHT_CHECKER not in probed.paths:
+            raise self.http.error(f"does not offer {WEIGHT_CHECKER}; leave engine.check_weights out")
         self._probed = probed
         if is_lora:
             self.names = dict.fromkeys(filter(self._client.owns, await self._calls.adapters()))
@@ -163,7 +176,7 @@ class Server:
         happened. What raises in between leaves weights of which nothing is known, under a label that no version has:
         neither an answer nor a later look takes them for the version before.
         """
-        if await self._calls.label() == version.name:
+        if await self._calls.label() == version.name and not await self._differing(version):
             self._hold(version)
             return
         mode = "keep" if GENERATE in self._probed.paths else "wait"  # only the former tells which tokens are whose
@@ -176,10 +189,20 @@ class Server:
                 "/collective_rpc", {"method": "reload_weights", "kwargs": {"weights_path": str(version.folder)}}
             )
             await self._reset_cache()
+            if differing := await self._differing(version):
+                raise self.http.error(
+                    f"has other weights than another server of {version.name}, such as {differing[0]}; start all with "
+                    "equal arguments on equal devices, or leave engine.check_weights out"
+                )
             await self._calls.post("/update_weight_version", {"new_version": version.name})
         finally:
             await asyncio.shield(self._resume())
         await self.prove()
+
+    async def _differing(self, version: Version) -> list[str]:
+        if self._sums is None:
+            return []
+        return self._sums.differing(version.name, await self._calls.weight_sums())
 
     # ---- tokens ----
 

@@ -24,7 +24,9 @@ from tests.producers.engines.engine_rig import GROUP, published
 
 FULL = ("/pause", "/resume", "/is_paused", "/collective_rpc", "/reset_prefix_cache", "/update_weight_version")
 ADAPTERS = ("/v1/load_lora_adapter", "/v1/unload_lora_adapter")
-ASKED = ("/inference/v1/generate", "/v1/completions")
+ASKED_OF = ("/weight_info", "/get_world_size", "/server_info", "/weight_checker")
+GENERATE, CHECK = "/inference/v1/generate", "check_health"
+ASKED = (GENERATE, "/v1/completions")
 TOKEN = 5
 
 
@@ -43,6 +45,10 @@ class StandInServer:
         """Status by path, or by method of /collective_rpc, of answers that fail."""
         self.failing_next: dict[str, list[tuple[int, dict[str, str]]]] = {}
         """Status and headers of the next answers by path; those after them succeed."""
+        self.weights = 0
+        """What `/weight_checker` tells apart."""
+        self.loads = 0
+        """What `weights` are after a load."""
         self.keeps_label = False
         """Forgets which label it is given."""
         self.served_name = self.base
@@ -155,7 +161,7 @@ class StandInServer:
 
     def _said(self, path: str, body: dict[str, Any], request: web.Request) -> Any:
         if path == "/openapi.json":
-            offered = {*FULL, *ADAPTERS, *ASKED, "/weight_info", "/get_world_size", "/server_info"} - self.without
+            offered = {*FULL, *ADAPTERS, *ASKED, *ASKED_OF} - self.without
             answers = {"200": {"content": {"text/event-stream": {}} if self.streams else {}}}
             return {"paths": {path: {"post": {"responses": answers}} for path in offered}}
         if path == "/v1/models":
@@ -171,6 +177,10 @@ class StandInServer:
             return {"is_paused": self.is_paused}
         if path == "/weight_info":
             return {"weight_version": self.label}
+        if path == "/weight_checker":
+            return {"checksums": {"tp0:head": "same", "tp0:norm": str(self.weights)}}
+        if body.get("method") == "reload_weights":
+            self.weights = self.loads
         if path == "/update_weight_version" and not self.keeps_label:
             self.label = body["new_version"]
         elif path == "/v1/load_lora_adapter" and Path(body["lora_path"]).is_dir():
@@ -231,6 +241,15 @@ def request(
 ) -> GenerationRequest:
     """Of two tokens."""
     return GenerationRequest(group, [3, 4], Sampling(max_new_tokens=2), 1, rollout_id, on_tokens)
+
+
+async def held_open(engine: VllmEngine, server: StandInServer, group: str = GROUP) -> "asyncio.Task[Generation]":
+    """A request that the server has begun, and does not end."""
+    server.held.clear()
+    before = server.asked[GENERATE]
+    call = asyncio.create_task(engine.generate(request(group=group)))
+    await until(lambda: server.asked[GENERATE] > before)
+    return call
 
 
 async def joined(engine: VllmEngine, *servers: StandInServer) -> None:

@@ -9,9 +9,11 @@ import pytest
 from rollstream.producers.engines.vllm.version_files import Client
 from rollstream.schemas.errors import ModelError
 from tests.producers.engines.vllm.server_rig import (
+    CHECK,
     GROUP,
     StandInServer,
     engine_over,
+    held_open,
     joined,
     lora,
     new_engine,
@@ -21,7 +23,6 @@ from tests.producers.engines.vllm.server_rig import (
 )
 
 OTHER = "run-1/other"
-CHECK = "check_health"
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -29,15 +30,6 @@ pytestmark = pytest.mark.timeout(60)
 def loaded(server: StandInServer) -> list[str]:
     """Adapters by model group and version."""
     return sorted("-".join(name.split("-")[2:4]) for name in server.adapters)
-
-
-async def held_open(engine: Any, server: StandInServer, group: str = GROUP) -> "asyncio.Task[Any]":
-    """A request that the server has begun, and does not end."""
-    server.held.clear()
-    before = server.asked["/inference/v1/generate"]
-    call = asyncio.create_task(engine.generate(request(group=group)))
-    await until(lambda: server.asked["/inference/v1/generate"] > before)
-    return call
 
 
 def test_a_group_that_holds_all_slots_gives_one_to_another_group_as_soon_as_a_request_ends(

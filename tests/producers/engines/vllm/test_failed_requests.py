@@ -9,6 +9,8 @@ import pytest
 from rollstream.producers.engines.vllm.pool import MAX_FAILED, MAX_TRIES
 from rollstream.schemas.errors import ModelError
 from tests.producers.engines.vllm.server_rig import (
+    CHECK,
+    GENERATE,
     StandInServer,
     engine_over,
     full,
@@ -18,8 +20,6 @@ from tests.producers.engines.vllm.server_rig import (
     until,
     versions_of,
 )
-
-GENERATE, CHECK = "/inference/v1/generate", "check_health"
 
 pytestmark = pytest.mark.timeout(60)
 

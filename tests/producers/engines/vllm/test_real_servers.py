@@ -209,8 +209,9 @@ def killed_in_reload(url: str, base: Path, folder: Path) -> None:
     asyncio.run(main())
 
 
-def joining(url: str, folder: Path) -> VllmSettings:
+def joining(url: str, folder: Path, **changes: Any) -> VllmSettings:
     return started_settings(
+        **changes,
         executable="vllm",
         arguments=(),
         base_urls=(url,),
@@ -245,6 +246,28 @@ def test_a_server_whose_producers_were_killed_in_a_reload_serves_the_next_ones(
         asyncio.run(main())
     finally:
         vllm_server.ask("/resume")
+
+
+def test_sums_of_the_weights_tell_versions_apart_and_are_equal_when_one_is_loaded_again(
+    vllm_server: VllmServer, tmp_path: Path
+) -> None:
+    vllm_server.restore()
+
+    async def main() -> None:
+        engine, found = VllmEngine(joining(vllm_server.url, tmp_path, check_weights=True)), list[Any]()
+        try:
+            await engine.start()
+            for version in (0, 1, 0):
+                await engine.load(*full_version(vllm_server.base, tmp_path, version))
+                check([await engine.generate(request())], {version})
+                found.append(vllm_server.ask("/weight_checker", {"action": "checksum"})["checksums"])
+        finally:
+            await engine.close()
+        assert found[0] == found[2]
+        assert found[0].keys() == found[1].keys()
+        assert found[0] != found[1]
+
+    asyncio.run(main())
 
 
 def test_two_processes_share_a_server_with_adapters(vllm_server: VllmServer, tmp_path: Path) -> None:

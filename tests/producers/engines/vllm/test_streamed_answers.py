@@ -7,9 +7,17 @@ from typing import Any
 import pytest
 
 from rollstream.schemas.errors import ModelError
-from tests.producers.engines.vllm.server_rig import StandInServer, engine_over, full, joined, lora, request, until
+from tests.producers.engines.vllm.server_rig import (
+    GENERATE,
+    StandInServer,
+    engine_over,
+    full,
+    joined,
+    lora,
+    request,
+    until,
+)
 
-GENERATE = "/inference/v1/generate"
 IDS = [5, 6, 7, 8]
 
 pytestmark = pytest.mark.timeout(60)

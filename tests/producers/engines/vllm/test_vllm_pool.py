@@ -13,6 +13,7 @@ from rollstream.producers.engines.vllm import VllmEngine
 from rollstream.producers.engines.vllm.pool import IMBALANCE
 from rollstream.schemas.errors import ModelError
 from tests.producers.engines.vllm.server_rig import (
+    GENERATE,
     GROUP,
     StandInServer,
     engine_over,
@@ -24,7 +25,6 @@ from tests.producers.engines.vllm.server_rig import (
 )
 
 Case = Callable[[VllmEngine, StandInServer, StandInServer], Awaitable[None]]
-GENERATE = "/inference/v1/generate"
 
 pytestmark = pytest.mark.timeout(60)
 
