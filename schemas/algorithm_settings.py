@@ -63,6 +63,8 @@ class AlgorithmSettings(Settings):
     """Tokens of a forward, shared beginnings counted once. None: 2,048 on the CPU (more is slower), else 16,384."""
     temperature: float = Field(default=1.0, gt=0)
     """Of the behaviour policy, so that ratios compare equal distributions."""
+    calculate_entropy: bool = added(True)
+    """Record `policy/entropy` (verl's name). Off: computed only where the loss has an entropy bonus."""
 
     @property
     def needs(self) -> Needs:

@@ -349,15 +349,15 @@ class JobSettings(Settings):
     seed: int = 0
     threads: int | None = Field(default=None, ge=1)
     """Fixed number of CPU threads; part of what makes a replay equal."""
-    revision: Literal[1, 2, 3, 4, 5, 6, 7, 8] = added(1)
+    revision: Literal[1, 2, 3, 4, 5, 6, 7, 8, 9] = added(1)
     """Rules by which the learner trains; a recorded job keeps those that it was trained by. Since 2, dropout is off
     where a ratio or a log-ratio is computed, and linear and cosine schedules reach `final_fraction` after the last
     step, so that the last step trains. Since 3, hidden states are gathered before the head and the head is applied to
     a chunk of tokens at a time, which sums in another order. Since 4, what rows have in common at their beginning is
     computed once, rows are not padded, and the size of a micro-batch goes by the device. Since 5, steps record how far
     engine and learner are apart. Since 6, log-probabilities under a reference are events (ReferenceScored).
-    Since 7, metrics of pairs are means over those that were trained. Since 8, a GPU may compute by fused kernels.
-    """
+    Since 7, metrics of pairs are means over those that were trained. Since 8, a GPU may compute by fused kernels. Since
+    9, steps record how many tokens are how many versions old."""
     opponents: OpponentVersions | None = added(None)
     """Versions that a league may draw; None: there is no league."""
 

@@ -100,7 +100,7 @@ def _beside(spec: JobSpec) -> JobSpec:
 def _frozen_job(config: RunConfig, run_id: str, name: str) -> JobSpec:
     """The job that publishes the weights of a model group that is not trained."""
     adapter, group = config.adapter, ids.model_group(run_id, name)
-    job = JobSettings(kind=FROZEN, model=adapter.model, seed=adapter.seed, threads=adapter.threads, revision=8)
+    job = JobSettings(kind=FROZEN, model=adapter.model, seed=adapter.seed, threads=adapter.threads, revision=9)
     return JobSpec(ids.job_id(run_id, ids.FROZEN, name), group, job, PlanSettings(), rollout_settings(config, run_id))
 
 
@@ -233,7 +233,7 @@ def _job_settings(adapter: AdapterSection, *, num_versions: int) -> JobSettings:
         keep_every=adapter.keep_every,
         seed=adapter.seed,
         threads=adapter.threads,
-        revision=8,
+        revision=9,
     )
 
 

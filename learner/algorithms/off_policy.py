@@ -1,9 +1,11 @@
 """Tokens that another policy sampled than the one that is trained: weights, masks, and how far the two are apart."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from rollstream.learner.algorithms.tokens import MAX_LOG_RATIO, TokenBatch
@@ -13,6 +15,9 @@ from rollstream.schemas.policy_gradient import OffPolicySettings, PolicyGradient
 PREFIX = "off_policy/"
 MISMATCH, DRIFT = "mismatch/", "drift/"
 """Of tokens that the very version sampled that is trained, and of those of earlier ones."""
+STALENESS = "staleness/tokens_"
+AGES = ((0, 0), (1, 1), (2, 2), (3, 4), (5, 8), (9, 16), (17, None))
+"""Versions between the policy that sampled a token and the one that is trained: bounds of the counts, the last none."""
 MAX_MISMATCH = 0.01
 """KL divergence (k3, nats a token) above which engine and learner are said to differ at one version: float32 engines
 stay below 1e-6, bfloat16 ones usually below 1e-3."""
@@ -104,6 +109,24 @@ def metrics(sums: Mapping[str, float], num_tokens: int) -> dict[str, float]:
         "rejected": value["rejected"] / num_tokens,
     }
     return {f"{PREFIX}{name}": one for name, one in found.items()} | masks
+
+
+def ages(rows: Iterable[tuple[NDArray[np.int64], NDArray[np.bool_]]], version: int) -> dict[str, float]:
+    """How many of a batch's tokens are how many versions old, by `AGES`; of rows their versions (T,) and masks (T,).
+
+    Tokens that no known version sampled are not counted. All names are there, so that sums over batches are right.
+    """
+    counts = [0] * len(AGES)
+    for versions_T, mask_T in rows:
+        age_K = np.maximum(version - versions_T[mask_T & (versions_T >= 0)], 0)
+        for index, (first, last) in enumerate(AGES):
+            counts[index] += int(((age_K >= first) & (age_K <= (age_K if last is None else last))).sum())
+    return {age_name(first, last): float(count) for (first, last), count in zip(AGES, counts, strict=True)}
+
+
+def age_name(first: int, last: int | None) -> str:
+    """The metric's name: staleness/tokens_2, staleness/tokens_3_4, staleness/tokens_17_up."""
+    return f"{STALENESS}{first}" if last == first else f"{STALENESS}{first}_{'up' if last is None else last}"
 
 
 @torch.no_grad()

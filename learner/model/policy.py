@@ -199,14 +199,14 @@ class PolicyModel:
         self.compute_dtype = dtype
 
     def completion_terms(
-        self, batch: MicroBatch, *, temperature: float, entropy_needs_grad: bool
+        self, batch: MicroBatch, *, temperature: float, entropy_needs_grad: bool, entropy: bool = True
     ) -> tuple[Tensor, Tensor]:
         """Log-probability and entropy (N,) of the N tokens on the mask, row by row, under the current policy.
 
-        Padding is on the right, so causal attention needs no mask.
+        Padding is on the right, so causal attention needs no mask. Entropies that are not asked for are 0.
         """
         if not self.selects_logprobs:
-            return self._terms_by_logits(batch, temperature, entropy_needs_grad)
+            return self._terms_by_logits(batch, temperature, entropy_needs_grad, entropy)
         with torch.autocast(self.device.type, self.compute_dtype, enabled=self.compute_dtype != torch.float32):
             decoder = inner(self.module).get_decoder()
             if batch.tree is None:
@@ -223,14 +223,14 @@ class PolicyModel:
             temperature,
             batch.kept,
             compute_dtype=self._head_dtype,
+            entropy=entropy,
             entropy_needs_grad=entropy_needs_grad,
             fused=self.may_fuse and fuses(self.device, self._head_dtype or hidden_N_D.dtype),
         )
-        assert entropies_N is not None
-        return logprobs_N, entropies_N
+        return logprobs_N, torch.zeros_like(logprobs_N) if entropies_N is None else entropies_N
 
     def _terms_by_logits(
-        self, batch: MicroBatch, temperature: float, entropy_needs_grad: bool
+        self, batch: MicroBatch, temperature: float, entropy_needs_grad: bool, entropy: bool
     ) -> tuple[Tensor, Tensor]:
         """The same from the model's own logits, of columns that some row predicts a completion token from."""
         is_target_B_T = batch.mask[:, 1:]
@@ -245,6 +245,8 @@ class PolicyModel:
             logits_N_V = only_kept(logits_N_V, batch.kept)
         log_softmax_N_V = functional.log_softmax(logits_N_V, dim=-1)
         logprobs_N = -functional.nll_loss(log_softmax_N_V, targets_N, reduction="none")
+        if not entropy:
+            return logprobs_N, torch.zeros_like(logprobs_N)
         with torch.set_grad_enabled(entropy_needs_grad):
             entropies_N = -(log_softmax_N_V.exp() * log_softmax_N_V).sum(dim=-1)
         return logprobs_N, entropies_N
@@ -354,7 +356,9 @@ class Reference:
             _put(self._policy, own)
 
     def _terms(self, batch: MicroBatch, temperature: float) -> Tensor:
-        logprobs_N, _ = self._policy.completion_terms(batch, temperature=temperature, entropy_needs_grad=False)
+        logprobs_N, _ = self._policy.completion_terms(
+            batch, temperature=temperature, entropy_needs_grad=False, entropy=False
+        )
         return logprobs_N
 
 

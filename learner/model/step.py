@@ -34,6 +34,9 @@ COMPARES_SINCE = 5
 """Revision since which the policy is compared with those that sampled: metrics of a step are a part of its record."""
 COUNTS_PAIRS_SINCE = 7
 """Revision since which a batch's metrics are means over the pairs that were trained, not those of skipped steps."""
+COUNTS_AGES_SINCE = 9
+"""Revision since which a step records how old its tokens are."""
+ENTROPY = "policy/entropy"
 CPU_TOKENS, GPU_TOKENS = 2048, 16384
 """Of a micro-batch. A CPU is fastest with what its caches hold: see docs/performance.md."""
 
@@ -147,7 +150,8 @@ def train_batch(
     if settings.revision < SHARES_SINCE:
         taken.sums.pop(_COMPUTED, None)
     num_units = len(units) * chosen.num_iterations
-    result = _result(taken, algorithm, batch, dict(prepared.metrics), num_units, settings.revision)
+    metrics = {**prepared.metrics, **_ages(rows, units, version if compares else None, settings)}
+    result = _result(taken, algorithm, batch, metrics, num_units, settings)
     return replace(
         result,
         statistics=prepared.statistics,
@@ -155,6 +159,16 @@ def train_batch(
         micro_batch_tokens=taken.budget.of_batch(),
         ranks=model.ranks.num,
     )
+
+
+def _ages(
+    rows: Sequence[TrainRow], units: Sequence[Unit], version: int | None, settings: JobSettings
+) -> dict[str, float]:
+    """How many of the tokens that are trained are how old, see `off_policy.ages`; nothing where none are compared."""
+    if version is None or settings.revision < COUNTS_AGES_SINCE:
+        return {}
+    trained = [rows[index] for index in sorted({index for unit in units for index in unit})]
+    return off_policy.ages(((one.row.versions, one.mask) for one in trained), version)
 
 
 def _seeds(seed: int, num_iterations: int) -> list[int]:
@@ -209,7 +223,10 @@ def _gradients(
         if reference is not None:
             scores["reference"] = reference.logprobs(batch, temperature=chosen.temperature)
         logprobs_N, entropies_N = model.completion_terms(
-            batch, temperature=chosen.temperature, entropy_needs_grad=chosen.needs.entropy
+            batch,
+            temperature=chosen.temperature,
+            entropy_needs_grad=chosen.needs.entropy,
+            entropy=chosen.needs.entropy or chosen.calculate_entropy,
         )
         tokens = _tokens(batch, logprobs_N, entropies_N, scores)
         if proximal is not None:
@@ -268,7 +285,9 @@ def _proximal(
         for part in parts:
             for one in divide(part, max_tokens):
                 batch = one.to(model.device)
-                logprobs_N, _ = model.completion_terms(batch, temperature=temperature, entropy_needs_grad=False)
+                logprobs_N, _ = model.completion_terms(
+                    batch, temperature=temperature, entropy_needs_grad=False, entropy=False
+                )
                 found |= zip(batch.rows, logprobs_N.split(batch.lengths), strict=True)
         return found
 
@@ -294,12 +313,18 @@ def _counted(batch: MicroBatch) -> dict[str, float]:
 
 
 def _result(
-    taken: _Taken, algorithm: Algorithm, batch: BatchView, metrics: dict[str, float], num_units: int, revision: int
+    taken: _Taken,
+    algorithm: Algorithm,
+    batch: BatchView,
+    metrics: dict[str, float],
+    num_units: int,
+    settings: JobSettings,
 ) -> StepResult:
     """With all metrics of the batch. Raises RunFailedError if one is not finite."""
+    chosen = settings.algorithm
     counted = {name: float(taken.sums.get(name, 0.0)) for name in (_SEQUENCES, _TOTAL, _COMPLETION, _PADDED)}
     num_pairs = int(taken.sums.pop(_PAIRS, 0))
-    if batch.pairs is not None and revision < COUNTS_PAIRS_SINCE:
+    if batch.pairs is not None and settings.revision < COUNTS_PAIRS_SINCE:
         num_pairs = num_units
     if taken.norms:
         counts = Counts(int(counted[_COMPLETION]), int(counted[_SEQUENCES]), num_pairs)
@@ -316,6 +341,8 @@ def _result(
         metrics["optimizer/learning_rate"] = taken.rates[-1]
     if taken.num_skipped:
         metrics["optimizer/skipped_steps"] = float(taken.num_skipped)
+    if not (chosen.calculate_entropy or chosen.needs.entropy):
+        metrics.pop(ENTROPY, None)
     for name, value in metrics.items():
         if not math.isfinite(value):
             raise RunFailedError(f"{name} is {value}: training has diverged; lower optimizer.learning_rate")

@@ -61,10 +61,14 @@ class ShardedPolicy(PolicyModel):
         register_fsdp_forward_method(self.module, "with_parameters")
 
     def completion_terms(
-        self, batch: MicroBatch, *, temperature: float, entropy_needs_grad: bool
+        self, batch: MicroBatch, *, temperature: float, entropy_needs_grad: bool, entropy: bool = True
     ) -> tuple[Tensor, Tensor]:
         compute = partial(
-            super().completion_terms, batch, temperature=temperature, entropy_needs_grad=entropy_needs_grad
+            super().completion_terms,
+            batch,
+            temperature=temperature,
+            entropy_needs_grad=entropy_needs_grad,
+            entropy=entropy,
         )
         try:
             return self.module.with_parameters(compute) if self.selects_logprobs else compute()

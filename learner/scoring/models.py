@@ -43,7 +43,9 @@ class TeacherModel:
     @torch.no_grad()
     def logprobs(self, batch: MicroBatch, *, temperature: float) -> Tensor:
         """Log-probabilities (N,) of the N tokens on the mask, row by row."""
-        logprobs_N, _ = self.model.completion_terms(batch, temperature=temperature, entropy_needs_grad=False)
+        logprobs_N, _ = self.model.completion_terms(
+            batch, temperature=temperature, entropy_needs_grad=False, entropy=False
+        )
         return logprobs_N
 
 

@@ -183,7 +183,7 @@ def job_settings(params: SharedAgentParams, options: FineTuneOptions, kind: JobK
         keep_every=options.keep_every,
         seed=options.seed,
         threads=options.threads,
-        revision=8,
+        revision=9,
     )
 
 

@@ -348,7 +348,8 @@ CREATE OR REPLACE VIEW engine_mismatch AS
 SELECT run_id, job_id, model_group, version - 1 AS trained_version, metrics['mismatch/kl_k3'] AS mismatch_kl,
     metrics['mismatch/log_ppl_diff'] AS log_ppl_diff, metrics['mismatch/ess'] AS mismatch_ess,
     metrics['drift/kl_k3'] AS drift_kl, metrics['drift/ess'] AS drift_ess, metrics['drift/tokens'] AS drift_share,
-    metrics['drift/versions'] AS versions_old, coalesce(metrics['mismatch/kl_k3'] > 0.01, false) AS is_alarming
+    metrics['drift/versions'] AS versions_old, coalesce(metrics['mismatch/kl_k3'] > 0.01, false) AS is_alarming,
+    metrics['mismatch/chi2'] AS mismatch_chi2, metrics['drift/chi2'] AS drift_chi2
 FROM training_steps WHERE metrics['mismatch/log_ppl_diff'] IS NOT NULL ORDER BY model_group, version;
 
 -- A trajectory's log-probabilities under a reference or a teacher: one row a trajectory and scorer, the first that counts.
@@ -552,6 +553,17 @@ CREATE OR REPLACE VIEW staleness AS
 SELECT run_id, version, min(staleness) AS min_staleness, avg(staleness) AS mean_staleness, max(staleness) AS max_staleness,
     count(*) AS num_trajectories, model_group
 FROM batch_members GROUP BY run_id, model_group, version ORDER BY run_id, model_group, version;
+
+-- How many trained tokens of a version's batch were how many versions old: one row for each class of ages that has some.
+CREATE OR REPLACE VIEW token_staleness AS
+WITH counted AS (
+    SELECT run_id, job_id, model_group, version, a.first_age, a.last_age, metrics['staleness/tokens_' || a.name] AS num
+    FROM training_steps, (VALUES (0, 0, '0'), (1, 1, '1'), (2, 2, '2'), (3, 4, '3_4'), (5, 8, '5_8'), (9, 16, '9_16'),
+        (17, NULL, '17_up')) AS a (first_age, last_age, name)
+)
+SELECT run_id, job_id, model_group, version, first_age AS min_versions_old, last_age AS max_versions_old,
+    num::BIGINT AS num_tokens, num / sum(num) OVER (PARTITION BY model_group, version) AS share
+FROM counted WHERE num > 0 ORDER BY model_group, version, min_versions_old;
 
 CREATE OR REPLACE VIEW example_difficulty AS
 SELECT run_id, example_id, avg(reward) AS mean_reward, stddev_pop(reward) AS reward_std,

@@ -236,6 +236,15 @@ def test_every_pass_over_a_batch_has_mini_batches_of_its_own(case: Case) -> None
     assert result.metrics["tokens/completion"] == 3 * once.metrics["tokens/completion"]
 
 
+@pytest.mark.parametrize("mini_batches", [1, 2])
+def test_without_the_entropy_the_weights_are_the_same(case: Case, mini_batches: int) -> None:
+    _, result, weights = case.train(case.batch, mini_batches=mini_batches)
+    _, without, equal = case.train(case.batch, mini_batches=mini_batches, calculate_entropy=False)
+    assert equal == weights
+    metrics = {name: value for name, value in result.metrics.items() if name != "policy/entropy"}
+    assert without.metrics == metrics
+
+
 @pytest.mark.parametrize("factor", [0.0, 0.5])
 def test_weights_are_factors_of_token_losses(model_folder: Path, factor: float) -> None:
     case = case_of(OTHERS[0], model_folder)

@@ -227,8 +227,9 @@ def test_other_errors_are_not_taken_for_want_of_memory() -> None:
     assert is_out_of_memory(MemoryError())
 
 
+@pytest.mark.parametrize("revision", [5, 9])
 def test_an_engine_that_samples_otherwise_at_the_trained_version_sets_off_the_alarm(
-    lab: Any, caplog: pytest.LogCaptureFixture
+    lab: Any, caplog: pytest.LogCaptureFixture, revision: int
 ) -> None:
     plain = lab.trajectory
 
@@ -249,7 +250,7 @@ def test_an_engine_that_samples_otherwise_at_the_trained_version_sets_off_the_al
     lab.trajectory = sampled
 
     async def scenario() -> None:
-        job = await lab.submit(revision=5)
+        job = await lab.submit(revision=revision)
         await lab.plan(job)
         with caplog.at_level(logging.WARNING):
             await lab.work(lab.has(JobSucceeded))
@@ -257,6 +258,11 @@ def test_an_engine_that_samples_otherwise_at_the_trained_version_sets_off_the_al
         assert steps[1].metrics["drift/tokens"] == 0.0
         assert 0 < steps[2].metrics["drift/tokens"] < 1
         assert steps[1].metrics["mismatch/kl_k3"] > 0.01
+        ages = {name: value for name, value in steps[2].metrics.items() if name.startswith("staleness/tokens_")}
+        assert bool(ages) == (revision == 9)
+        if ages:
+            old, num_tokens = ages["staleness/tokens_1"], steps[2].metrics["tokens/completion"]
+            assert 0 < old < num_tokens == sum(ages.values()) == ages["staleness/tokens_0"] + old
         assert "engine and learner differ at version=0 of model_group=run-1/main" in caplog.text
         await assert_retrained(lab, job, steps)
 

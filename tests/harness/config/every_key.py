@@ -95,7 +95,7 @@ ADAPTER = {
         "lambda_negative": 0.5, "loss_type": "ipo", "label_smoothing": 0.25, "desirable_weight": 0.5,
         "undesirable_weight": 0.5, "teacher": "another/teacher", "context": "{answer}",
         "teacher_url": "http://teacher:8000", "rl": 0.5, "ce": 0.5, "ce_threshold": 0.5, "ref_kl": 0.5,
-        "reference_point": "sampled", "off_policy_mask_threshold": 0.5,
+        "reference_point": "sampled", "off_policy_mask_threshold": 0.5, "calculate_entropy": False,
     }),
     **_at("algorithm.off_policy", {
         "level": "token", "mode": "truncate", "clip_min": 0.5, "clip_max": 5.0, "reject": "k3", "reject_above": 0.5,

@@ -160,3 +160,18 @@ def test_nothing_compared_gives_no_metric_and_one_kind_of_tokens_only_its_own() 
     found = off_policy.compared_metrics({k: float(v) for k, v in off_policy.compared(new, 2).items()})
     assert found["drift/tokens"] == found["drift/versions"] == 0.0
     assert "drift/kl" not in found
+
+
+def test_tokens_are_counted_by_how_many_versions_old_they_are() -> None:
+    versions = [np.array([20, 20, 19, 18, 17, -1, 16]), np.array([15, 12, 11, 4, 3, 0, 21])]
+    masks = [np.array([True] * 6 + [False]), np.array([True] * 7)]
+    assert off_policy.ages(zip(versions, masks, strict=True), 20) == {
+        "staleness/tokens_0": 3.0,
+        "staleness/tokens_1": 1.0,
+        "staleness/tokens_2": 1.0,
+        "staleness/tokens_3_4": 1.0,
+        "staleness/tokens_5_8": 2.0,
+        "staleness/tokens_9_16": 2.0,
+        "staleness/tokens_17_up": 2.0,
+    }
+    assert sum(off_policy.ages([], 20).values()) == 0

@@ -41,7 +41,7 @@ ALL = [
     "runs", "epochs", "tasks", "rollouts", "steps", "rewards", "trajectories", "groups", "rejections",
     "batches", "batch_members", "training_steps", "weight_versions", "engine_mismatch", "weight_loads",
     "reference_scores", "jobs", "validations", "dead_letters", "offsets", "epoch_summary", "outcomes", "staleness",
-    "example_difficulty", "wasted_tokens", "lineage",
+    "token_staleness", "example_difficulty", "wasted_tokens", "lineage",
 ]  # fmt: skip
 
 
@@ -67,8 +67,8 @@ def test_every_public_table_has_the_run(tmp_path: Path, synthetic: Any) -> None:
         "rewards": num_groups * 4, "trajectories": num_groups * 4, "groups": num_groups, "rejections": 12, "batches": 3,
         "batch_members": 24, "training_steps": 3, "weight_versions": 4, "engine_mismatch": 0,
         "weight_loads": 0, "reference_scores": 0, "jobs": 2, "validations": 0,
-        "dead_letters": 0, "epoch_summary": 2, "outcomes": 39, "staleness": 3, "example_difficulty": 3,
-        "wasted_tokens": 2, "lineage": num_groups * 8 + 3,
+        "dead_letters": 0, "epoch_summary": 2, "outcomes": 39, "staleness": 3, "token_staleness": 0,
+        "example_difficulty": 3, "wasted_tokens": 2, "lineage": num_groups * 8 + 3,
     }  # fmt: skip
 
 
