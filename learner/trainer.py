@@ -312,7 +312,7 @@ def policy_of(settings: ModelSettings, ranks: Ranks, *, seed: int, path: str) ->
     """The policy of this process, or its part of that of all."""
     if isinstance(ranks, ProcessRanks):
         return ShardedPolicy(settings, ranks, seed=seed, path=path)
-    return PolicyModel(settings, seed=seed, path=path)
+    return PolicyModel(settings, seed=seed, path=path, shares_base=True)
 
 
 def encoded(planned: BatchPlanned, trajectories: Sequence[TrajectoryAssembled], scores: Scores) -> bytes:

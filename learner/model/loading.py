@@ -1,10 +1,12 @@
 """A base model as a job's settings hold it: in 16 or 4 bits, with adapters, checkpointed, compiled. Trains nothing."""
 
+import copy
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
+from weakref import WeakValueDictionary
 
 import safetensors
 import torch
@@ -16,6 +18,11 @@ from rollstream.learner.model.tree_attention import attention_as
 from rollstream.schemas.errors import ModelError
 from rollstream.schemas.settings import NF4, LoraSettings, ModelSettings
 
+SHARED_BASES: "WeakValueDictionary[tuple[Any, ...], torch.nn.Module]" = WeakValueDictionary()
+"""Base models below the adapters of this process's policies, by what decides their parameters; gone with the last of
+those policies.
+"""
+
 
 def compute_dtype_of(settings: ModelSettings, device: torch.device) -> torch.dtype:
     """The type that forwards compute in."""
@@ -24,13 +31,16 @@ def compute_dtype_of(settings: ModelSettings, device: torch.device) -> torch.dty
     return torch.bfloat16 if settings.dtype == "bfloat16" else torch.float32
 
 
-def load_module(settings: ModelSettings, path: str, device: torch.device, *, seed: int) -> Any:
+def load_module(
+    settings: ModelSettings, path: str, device: torch.device, *, seed: int, shares_base: bool = False
+) -> Any:
     """A transformers model on a device, in peft's wrapper if it has adapters, which begin as `seed` says.
 
-    `path`: a folder or a hub name. Parameters are float32 unless they are below an adapter. Raises ModelError naming
-    what cannot be loaded.
+    `path`: a folder or a hub name. Parameters are float32 unless they are below an adapter. `shares_base`: those below
+    an adapter may be those of other policies, so nobody may change them. Raises ModelError naming what cannot be
+    loaded.
     """
-    module = _load_base(settings, path, device)
+    module = (_shared_base if shares_base and can_share(settings, device) else _load_base)(settings, path, device)
     for part in module.modules() if settings.quantization else ():
         # Else bitsandbytes repacks weights where there is AVX512-BF16, in forwards without gradients, and rounds more.
         part.support_avx512bf16_for_cpu = False
@@ -38,6 +48,31 @@ def load_module(settings: ModelSettings, path: str, device: torch.device, *, see
         torch.manual_seed(seed)
         module = _with_adapters(module, settings)
     return module.to(device)
+
+
+def can_share(settings: ModelSettings, device: torch.device) -> bool:
+    """Whether adapters may share their base model with those of other policies, without a change of any bit.
+
+    Not full weights, which are trained; not 4-bit weights, whose state is in their modules; not DoRA on a GPU, whose
+    magnitudes are computed from the base model where that is loaded: on the CPU, before it is moved.
+    """
+    lora = settings.lora
+    return lora is not None and settings.quantization is None and not (lora.use_dora and device.type != "cpu")
+
+
+def _shared_base(settings: ModelSettings, path: str, device: torch.device) -> Any:
+    """A base model with modules and buffers of its own, and the parameters of all that were loaded from equal files."""
+    folder = Path(path).expanduser()
+    stats = {one.name: one.stat() for one in folder.iterdir()} if folder.is_dir() else {}
+    files = tuple(sorted((name, one.st_size, one.st_mtime_ns) for name, one in stats.items()))
+    where = str(folder.resolve()) if folder.is_dir() else path
+    key = (where, files, compute_dtype_of(settings, device), str(device), settings.attn_implementation)
+    base = SHARED_BASES.get(key)
+    if base is None:
+        base = SHARED_BASES[key] = _load_base(settings, path, device).to(device)
+    module = copy.deepcopy(base, {id(one): one for one in base.parameters()})
+    vars(module)["shared_base"] = base  # held, and none of the module's own modules
+    return module
 
 
 def inner(module: Any) -> Any:

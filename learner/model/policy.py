@@ -44,10 +44,13 @@ class PolicyModel:
     Forwards compute in bfloat16 where the settings (or the GPU) say so; published weights have that type too.
     """
 
-    def __init__(self, settings: ModelSettings, *, seed: int, path: str | None = None) -> None:
+    def __init__(
+        self, settings: ModelSettings, *, seed: int, path: str | None = None, shares_base: bool = False
+    ) -> None:
         """Load base weights; adapters begin as `seed` says. Raises ModelError naming what cannot be loaded.
 
-        `path`: what the settings' path, as written, stands for here.
+        `path`: what the settings' path, as written, stands for here. `shares_base`: adapters use the base model of
+        other policies of this process where they can, see `can_share`; nobody may change its parameters.
         """
         self.settings = settings
         self.ranks = Ranks()
@@ -56,7 +59,7 @@ class PolicyModel:
         self.device = torch.device(device_of(settings.device, torch.cuda.device_count(), where))
         self.compute_dtype = compute_dtype_of(settings, self.device)
         self.tokenizer_sha256 = tokenizer_sha256(path or settings.path)
-        self.module: Any = load_module(settings, path or settings.path, self.device, seed=seed)
+        self.module: Any = load_module(settings, path or settings.path, self.device, seed=seed, shares_base=shares_base)
         self._tied = frozenset(getattr(inner(self.module), "all_tied_weights_keys", None) or ())
         self.selects_logprobs = has_plain_head(self.module)
         """Gather hidden states before the head; else logits are made of all tokens at once."""
