@@ -14,7 +14,7 @@ if TYPE_CHECKING:
         log,
         private,
         reading,
-        recent,
+        recent_set,
         run_offsets,
         terms,
     )
@@ -30,7 +30,7 @@ __all__ = [
     "log",
     "private",
     "reading",
-    "recent",
+    "recent_set",
     "run_offsets",
     "terms",
 ]

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from rollstream.eventlog import terms
 from rollstream.eventlog.log import Position, Received
-from rollstream.eventlog.recent import RecentSet
+from rollstream.eventlog.recent_set import RecentSet
 from rollstream.eventlog.terms import Owner
 from rollstream.learner.scoring.index import ScoreIndex
 from rollstream.schemas.events import (

@@ -14,8 +14,8 @@ from rollstream.producers.evaluators import table
 from rollstream.producers.rollout import registry, rewards
 from rollstream.producers.rollout.continuing import RecordedAttempt
 from rollstream.producers.rollout.environment import Environment
+from rollstream.producers.rollout.gateway_interface import Gateway
 from rollstream.producers.rollout.journal import Acknowledged, Emit, Journal
-from rollstream.producers.rollout.outside import Gateway
 from rollstream.producers.rollout.reply import Failure, TurnsExhausted
 from rollstream.producers.rollout.session import Session
 from rollstream.schemas import ids

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from rollstream.eventlog import codec
 from rollstream.eventlog.log import Record, partition_of
-from rollstream.eventlog.recent import RecentSet
+from rollstream.eventlog.recent_set import RecentSet
 from rollstream.producers.group_execution import (
     CANCELLED,
     EXTENSION_SHARE,

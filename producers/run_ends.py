@@ -12,7 +12,7 @@ from typing import NamedTuple
 from rollstream.eventlog import codec
 from rollstream.eventlog.log import MAX_METADATA_BYTES, EventLog, LogReader, Record, TopicPartition
 from rollstream.eventlog.reading import read_to_end
-from rollstream.eventlog.recent import RecentSet
+from rollstream.eventlog.recent_set import RecentSet
 from rollstream.schemas.errors import DecodeError
 from rollstream.schemas.events import RunEnded
 

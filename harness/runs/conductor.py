@@ -15,7 +15,7 @@ from rollstream.eventlog.broker.watch import keep_running
 from rollstream.eventlog.codec import kind_of
 from rollstream.eventlog.log import EventLog, TopicPartition
 from rollstream.eventlog.reading import decoded, read_to_end
-from rollstream.eventlog.recent import RecentSet
+from rollstream.eventlog.recent_set import RecentSet
 from rollstream.harness.runs.driver import is_over, lacking, located, reason_to_stop
 from rollstream.harness.runs.follower import Follower, follow
 from rollstream.harness.runs.plan import RunPlan

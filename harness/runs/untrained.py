@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from rollstream.eventlog.codec import decode, kind_of
 from rollstream.eventlog.log import EventLog
 from rollstream.eventlog.reading import read_to_end
-from rollstream.eventlog.recent import RecentSet
+from rollstream.eventlog.recent_set import RecentSet
 from rollstream.eventlog.run_offsets import start_offsets_of
 from rollstream.schemas import ids
 from rollstream.schemas.base import Event

@@ -16,7 +16,7 @@ from rollstream.eventlog.artifacts import ArtifactStore
 from rollstream.eventlog.codec import kind_of
 from rollstream.eventlog.log import EventLog, LogReader, Record, TopicPartition
 from rollstream.eventlog.reading import decoded, read_to_end
-from rollstream.eventlog.recent import RecentSet
+from rollstream.eventlog.recent_set import RecentSet
 from rollstream.eventlog.run_offsets import start_offsets_of
 from rollstream.eventlog.terms import Owner
 from rollstream.producers.engines.base import Engine, check_tokenizer

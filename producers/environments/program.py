@@ -19,7 +19,7 @@ import orjson
 from rollstream.producers.environments import program_guard
 from rollstream.producers.environments.gateway import NO_GATEWAY
 from rollstream.producers.rollout.environment import Environment, task_of
-from rollstream.producers.rollout.outside import OpenedRollout
+from rollstream.producers.rollout.gateway_interface import OpenedRollout
 from rollstream.producers.rollout.session import Session
 from rollstream.schemas.errors import ConfigError, EnvironmentRunError
 from rollstream.schemas.permissions import COMMAND

@@ -20,7 +20,7 @@ from pydantic import BaseModel, ConfigDict, Field, FiniteFloat
 from rollstream.eventlog.failpoints import failpoint
 from rollstream.eventlog.files import write_whole
 from rollstream.eventlog.private import token_in
-from rollstream.eventlog.recent import RecentSet
+from rollstream.eventlog.recent_set import RecentSet
 from rollstream.producers.engines.base import Engine
 from rollstream.producers.gateway.marks import KEY_PREFIX, Mark, RolloutKeys, address_file, token_file
 from rollstream.producers.gateway.played import PlayedRollout, ended
@@ -70,7 +70,7 @@ class ClaimBody(_Body):
 
 
 class RolloutGateway(Routes):
-    """Of `rollout.outside.Gateway`. As a context manager: it listens no longer once it is left."""
+    """Of `rollout.gateway_interface.Gateway`. As a context manager: it listens no longer once it is left."""
 
     KEEPS_RESPONSES: ClassVar[bool] = True
 

@@ -31,7 +31,7 @@ Result = TypeVar("Result")
 
 
 class PlayedRollout:
-    """Of `rollout.outside.OpenedRollout`, with what its calls, rewards and end do."""
+    """Of `rollout.gateway_interface.OpenedRollout`, with what its calls, rewards and end do."""
 
     def __init__(
         self, session: Session, engine: Engine, agent: str, *, base_url: str, key: str, settings: GatewaySection

@@ -21,7 +21,7 @@ from rollstream.producers.openai.requests import ChatRequest, Refusal, with_obje
 from rollstream.producers.openai.responses import PREFIX, RespondedRequest
 from rollstream.producers.openai.stream_words import Answered
 from rollstream.producers.openai.streaming import OnText, ParsedStream, TextStream, on_tokens_of
-from rollstream.producers.rollout.outside import CallOptions, cut_to, rendered
+from rollstream.producers.rollout.gateway_interface import CallOptions, cut_to, rendered
 from rollstream.producers.rollout.reply import Message, Reply, TurnsExhausted
 from rollstream.producers.rollout.session import Session
 from rollstream.schemas.errors import (

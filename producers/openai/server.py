@@ -25,7 +25,7 @@ from rollstream.producers.openai.requests import ChatRequest, Refusal, SampledRe
 from rollstream.producers.openai.routes import Routes
 from rollstream.producers.openai.stream_words import Answered
 from rollstream.producers.openai.streaming import OnText, TextStream, on_tokens_of
-from rollstream.producers.rollout.outside import by_template
+from rollstream.producers.rollout.gateway_interface import by_template
 from rollstream.schemas import ids
 from rollstream.schemas.errors import (
     ChatTemplateError,

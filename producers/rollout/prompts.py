@@ -10,7 +10,7 @@ import orjson
 
 from rollstream.producers.engines.base import Tokenizer
 from rollstream.producers.rollout.conversation import Conversation, Prompt, history_with
-from rollstream.producers.rollout.outside import CallOptions, rendered
+from rollstream.producers.rollout.gateway_interface import CallOptions, rendered
 from rollstream.producers.rollout.rendering import renderer_for
 from rollstream.schemas.errors import EnvironmentRunError
 

@@ -21,8 +21,8 @@ from rollstream.producers.league.draw import UNTRAINED, opponents_of
 from rollstream.producers.league.opponents import as_recorded
 from rollstream.producers.rollout import continuing, scored_answers
 from rollstream.producers.rollout.conversation import Conversation, Prompt, recorded_call, usage_of
+from rollstream.producers.rollout.gateway_interface import REFUSED_CALL, CallOptions, Gateway, metadata_of, rendered
 from rollstream.producers.rollout.journal import Journal
-from rollstream.producers.rollout.outside import REFUSED_CALL, CallOptions, Gateway, metadata_of, rendered
 from rollstream.producers.rollout.prompts import history_of, prompt_of
 from rollstream.producers.rollout.recorded_call import ImportContext, fields_of, read_step
 from rollstream.producers.rollout.rendering import Renderer, renderer_for

@@ -5,7 +5,7 @@ import asyncio
 from rollstream.eventlog.artifacts import ArtifactStore
 from rollstream.eventlog.log import MAX_METADATA_BYTES
 from rollstream.eventlog.memory.log import MemoryLog
-from rollstream.eventlog.recent import RecentSet
+from rollstream.eventlog.recent_set import RecentSet
 from rollstream.eventlog.run_offsets import ends_now
 from rollstream.producers.engines.scripted import MAX_KEPT, ScriptedEngine
 from rollstream.producers.engines.weight_follower import WeightFollower

@@ -11,7 +11,7 @@ import pytest
 from rollstream.producers.engines.scripted import ScriptedTokenizer
 from rollstream.producers.rollout import rendering
 from rollstream.producers.rollout.conversation import Conversation
-from rollstream.producers.rollout.outside import by_template
+from rollstream.producers.rollout.gateway_interface import by_template
 from rollstream.producers.rollout.registry import register_environment
 from rollstream.producers.rollout.session import Session
 from rollstream.schemas import tokens

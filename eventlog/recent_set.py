@@ -1,4 +1,4 @@
-"""A set of bounded size that keeps the newest entries, for detecting repeats that follow soon after the first."""
+"""A set of bounded size that keeps its newest entries: finds repeats that follow soon after the first."""
 
 from collections.abc import Iterable, Iterator
 
