@@ -48,13 +48,13 @@ async def fine_tune(group: SharedModelGroup) -> list[str]:
     models: list[str] = []
     claims = [f"{n} is even" for n in range(8)]
     truth = ["accept" if n % 2 == 0 else "reject" for n in range(8)]
-    lies = ["reject" if said == "accept" else "accept" for said in truth]
+    lies = ["reject" if verdict == "accept" else "accept" for verdict in truth]
 
     await group.create_supervised_fine_tune_job(
         {"prover": [rollout(claim, "believe me") for claim in claims]},
         guess_replaced_rollouts={
             "verifier": [
-                (rollout(claim, "?"), int(said == "accept")) for claim, said in zip(claims, truth, strict=True)
+                (rollout(claim, "?"), int(verdict == "accept")) for claim, verdict in zip(claims, truth, strict=True)
             ]
         },
         job_name="imitate",
@@ -62,8 +62,8 @@ async def fine_tune(group: SharedModelGroup) -> list[str]:
     models.append(await finished(group))
 
     await group.create_dpo_fine_tune_job(
-        {"verifier": [rollout(claim, said) for claim, said in zip(claims, truth, strict=True)]},
-        {"verifier": [rollout(claim, said) for claim, said in zip(claims, lies, strict=True)]},
+        {"verifier": [rollout(claim, verdict) for claim, verdict in zip(claims, truth, strict=True)]},
+        {"verifier": [rollout(claim, verdict) for claim, verdict in zip(claims, lies, strict=True)]},
         job_name="prefer",
     )
     models.append(await finished(group))

@@ -81,7 +81,7 @@ class Lab:
     def command(self, user: str, *arguments: str) -> Result:
         return CliRunner().invoke(rollstream, arguments, env=self.environment(user))
 
-    def told(self, user: str, *arguments: str) -> str:
+    def output_of(self, user: str, *arguments: str) -> str:
         """What a command tells a user who may run it."""
         done = self.command(user, *arguments)
         assert done.exit_code == 0, (arguments, done.output, done.exception)
@@ -200,17 +200,17 @@ def test_every_service_works_with_the_documented_rights_alone(lab: Lab) -> None:
 @pytest.mark.slow
 def test_commands_that_only_look_need_no_more_than_to_read(lab: Lab, tmp_path: Path) -> None:
     lab.wait(lambda: len(lab.letters()) >= len(DEAD_LETTERED_BY), "records that are no events have no dead letters")
-    reported = lab.told("auditor", "status")
+    reported = lab.output_of("auditor", "status")
     assert "lab-producers" in reported
     assert "lab-processors" in reported
-    assert RUN in lab.told("auditor", "runs")
-    assert RUN in lab.told("auditor", "jobs")
-    assert "steps/" in lab.told("auditor", "dlq", "list")
-    assert POISON.decode() in lab.told("auditor", "dlq", "show", "0")
-    lab.told("auditor", "export", RUN, "-o", str(tmp_path / "export"))
-    assert "equal" in lab.told("auditor", "replay", RUN, "--verify", "--train")
-    assert str(tmp_path) in lab.told("auditor", "rebuild", "--output", str(tmp_path / "metrics.duckdb"))
-    lab.told("auditor", "gc", "--dry-run")
+    assert RUN in lab.output_of("auditor", "runs")
+    assert RUN in lab.output_of("auditor", "jobs")
+    assert "steps/" in lab.output_of("auditor", "dlq", "list")
+    assert POISON.decode() in lab.output_of("auditor", "dlq", "show", "0")
+    lab.output_of("auditor", "export", RUN, "-o", str(tmp_path / "export"))
+    assert "equal" in lab.output_of("auditor", "replay", RUN, "--verify", "--train")
+    assert str(tmp_path) in lab.output_of("auditor", "rebuild", "--output", str(tmp_path / "metrics.duckdb"))
+    lab.output_of("auditor", "gc", "--dry-run")
     done = lab.command("auditor", "dlq", "redrive", "--force", "0")
     assert_told(done.exception, "auditor", "Write of a topic, or IdempotentWrite of the cluster")
 
@@ -219,10 +219,10 @@ def test_commands_that_only_look_need_no_more_than_to_read(lab: Lab, tmp_path: P
 @pytest.mark.slow
 def test_the_operator_runs_every_command_with_the_documented_rights_alone(lab: Lab) -> None:
     lab.wait(lambda: len(lab.letters()) >= len(DEAD_LETTERED_BY), "records that are no events have no dead letters")
-    assert "sent to batches/0@" in lab.told("operator", "dlq", "redrive", "--force", lab.letter_of("batches"))
+    assert "sent to batches/0@" in lab.output_of("operator", "dlq", "redrive", "--force", lab.letter_of("batches"))
     lab.work("operator", lambda log: begin(log, "left-open"))
-    assert "run left-open stopped" in lab.told("operator", "stop", "left-open")
-    lab.told("operator", "gc")
+    assert "run left-open stopped" in lab.output_of("operator", "stop", "left-open")
+    lab.output_of("operator", "gc")
     store = ArtifactStore(str(lab.data / "artifacts"))
     unneeded = unneeded_in(store, "left-open/policy")
     lab.work("operator", lambda log: remove(log, store, unneeded))
@@ -270,7 +270,7 @@ def test_a_right_that_the_operator_lacks_is_one_error(
     assert_told(done.exception, guest, f"{operation} of topic {PREFIX}{name}.v1")
     assert done.exit_code == 1
     if arguments[0] == "stop":
-        lab.told("operator", *arguments)
+        lab.output_of("operator", *arguments)
 
 
 def assert_told(error: BaseException | None, guest: str, right: str) -> None:

@@ -178,8 +178,8 @@ def retry_after(headers: Mapping[str, str]) -> float:
     return min(max(seconds, 0.0), MAX_RETRY_AFTER_S) if seconds == seconds else 0.0
 
 
-def shown(said: object) -> str:
+def shown(body: object) -> str:
     """What a server said, quoted in one line of bounded length."""
-    text = said.decode(errors="replace") if isinstance(said, bytes) else str(said)
+    text = body.decode(errors="replace") if isinstance(body, bytes) else str(body)
     text = " ".join(text.split())
     return repr(text if len(text) <= SHOWN_CHARS else f"{text[: SHOWN_CHARS - 3]}...")

@@ -110,7 +110,7 @@ async def play(rollout: RemoteRollout) -> float:
         {"role": "system", "content": SYSTEM},
         {"role": "user", "content": str(task.inputs["question"])},
     ]
-    said = ""
+    final_text = ""
     async with AsyncOpenAI(base_url=rollout.openai_base_url, api_key=rollout.key, max_retries=10) as client:
         for turn in range(task.max_turns):
             answer = await client.chat.completions.create(
@@ -118,14 +118,14 @@ async def play(rollout: RemoteRollout) -> float:
             )
             message = answer.choices[0].message
             messages.append(message.model_dump(exclude_none=True))
-            said = message.content or ""
+            final_text = message.content or ""
             if not message.tool_calls:
                 break
             for call in message.tool_calls:
                 assert call.type == "function"
                 content = use(call.function.name, call.function.arguments)
                 messages.append({"role": "tool", "tool_call_id": call.id, "content": content})
-    reward = reward_of(said, float(task.inputs["answer"]))
+    reward = reward_of(final_text, float(task.inputs["answer"]))
     await rollout.reward(reward)
     return reward
 

@@ -30,7 +30,7 @@ class CountOn(Environment):
         reply = await session.chat([{"role": "user", "content": str(first)}])
         wanted = counted(first, self._length)
         await session.tool("compare", reply.text, wanted)
-        hits = sum(said == right for said, right in zip(reply.text, wanted, strict=False))
+        hits = sum(character == right for character, right in zip(reply.text, wanted, strict=False))
         await session.reward(hits / self._length)
 
     def demonstrate(self, session: Session, messages: Sequence[Message], agent: str) -> str:
@@ -48,10 +48,10 @@ class CountOn(Environment):
 @register_reward("digit_share")
 def digit_share(rollout: FinishedRollout) -> float | None:
     """Share of digits in the last answer, by the rollout alone. Without an answer there is no score: that is no 0."""
-    said = next((messages[-1] for messages in rollout.messages.values() if messages), None)
-    if said is None:
+    message = next((messages[-1] for messages in rollout.messages.values() if messages), None)
+    if message is None:
         return None
-    text = str(said["content"])
+    text = str(message["content"])
     return sum(character.isdigit() for character in text) / max(1, len(text))
 
 

@@ -131,12 +131,12 @@ def _recorded(group: Group, name: str, *, demands_logprobs: bool) -> list[Record
     example_id = next((str(t.metadata["id"]) for t in group if t.metadata and "id" in t.metadata), name)
     pairs = [pair for trajectory in group if _is_preference(trajectory) for pair in rollouts_of_items(trajectory)]
     found = [RecordedGroup.of(example_id, pair) for pair in pairs]
-    said = [
+    rollouts = [
         rollout_of(trajectory, demands_logprobs=demands_logprobs)
         for trajectory in group
         if not _is_preference(trajectory)
     ]
-    return [*([RecordedGroup.of(example_id, said)] if said else []), *found]
+    return [*([RecordedGroup.of(example_id, rollouts)] if rollouts else []), *found]
 
 
 def _is_preference(trajectory: Trajectory) -> bool:

@@ -113,14 +113,14 @@ def _tokens(part: Completion, ids: list[int], logprobs: list[float] | None, inde
 def _episode(calls: Sequence[StepRecorded], completions: Mapping[int, dict[str, Any]]) -> list[EpisodeItem]:
     """Messages in order. Messages that a later call repeats from the conversation so far occur once."""
     items: list[EpisodeItem] = []
-    said: list[tuple[str, str]] = []
+    earlier: list[tuple[str, str]] = []
     for call in calls:
         data = call.data or {}
         sent = [message for message in _list(data.get("input")) if isinstance(message, dict)]
         messages = [(str(message.get("role")), _text(message.get("content"))) for message in sent]
-        if messages[: len(said)] != said:
-            said = []
-        items += [_item(message) for message in sent[len(said) :]]
+        if messages[: len(earlier)] != earlier:
+            earlier = []
+        items += [_item(message) for message in sent[len(earlier) :]]
         output = _text(data.get("output"))
         metadata = {"step_index": call.step_index, "model_name": call.name, CONTENT_SHA256: text_sha256(output)}
         items.append(
@@ -131,7 +131,7 @@ def _episode(calls: Sequence[StepRecorded], completions: Mapping[int, dict[str, 
                 metadata=metadata,
             )
         )
-        said = [*messages, ("assistant", output)]
+        earlier = [*messages, ("assistant", output)]
     return items
 
 

@@ -164,7 +164,7 @@ def _optimizer(training: ArtTraining, settings: OptimizerSettings) -> OptimizerS
         settings.betas[0] if training.adam_beta1 is None else training.adam_beta1,
         settings.betas[1] if training.adam_beta2 is None else training.adam_beta2,
     )
-    said = {
+    given = {
         "learning_rate": LEARNING_RATE if training.learning_rate is None else training.learning_rate,
         "betas": betas,
         "eps": training.adam_epsilon,
@@ -173,7 +173,7 @@ def _optimizer(training: ArtTraining, settings: OptimizerSettings) -> OptimizerS
         "warmup_steps": training.warmup_steps,
         "schedule": training.lr_scheduler_type,
     }
-    wanted = {name: value for name, value in said.items() if value is not None}
+    wanted = {name: value for name, value in given.items() if value is not None}
     return OptimizerSettings(**{**wanted, **settings.model_dump(include=settings.model_fields_set)})
 
 

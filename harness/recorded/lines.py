@@ -67,10 +67,10 @@ class Ingested:
 
     def summary(self) -> str:
         """One line for a person."""
-        said = f"{self.num_rollouts} rollouts of {len(self.groups)} examples from {self.num_steps} steps"
+        text = f"{self.num_rollouts} rollouts of {len(self.groups)} examples from {self.num_steps} steps"
         dropped = [f"{count} calls {reason}" for reason, count in sorted(self.untrained.items())]
         dropped += [f"{len(self.bad)} bad lines"] if self.bad else []
-        return said + (f"; dropped: {', '.join(dropped)}" if dropped else "")
+        return text + (f"; dropped: {', '.join(dropped)}" if dropped else "")
 
 
 class _Unusable(ValueError):

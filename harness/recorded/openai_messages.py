@@ -76,8 +76,10 @@ def _begun_by_user(messages: list[Message]) -> list[Message]:
     before = messages[begin:answer]
     if all(one["role"] == "user" for one in before):
         return messages
-    said = [one["content"] if one["role"] == "user" else f"[{one['role'].upper()}]: {one['content']}" for one in before]
-    return [*messages[:begin], {"role": "user", "content": "\n\n".join(filter(None, said))}, *messages[answer:]]
+    texts = [
+        one["content"] if one["role"] == "user" else f"[{one['role'].upper()}]: {one['content']}" for one in before
+    ]
+    return [*messages[:begin], {"role": "user", "content": "\n\n".join(filter(None, texts))}, *messages[answer:]]
 
 
 def _in_order(messages: list[Message]) -> list[Message]:

@@ -201,8 +201,8 @@ def _moves(events: Iterable[Event]) -> list[Move]:
 
 
 def _move(step: StepRecorded) -> Move:
-    said: Any = (step.data or {}).get("output")
-    text = said if isinstance(said, str) else json.dumps(said)
+    output: Any = (step.data or {}).get("output")
+    text = output if isinstance(output, str) else json.dumps(output)
     return Move(step.agent, step.name or "", text, step.llm.completion_ids if step.llm is not None else "")
 
 

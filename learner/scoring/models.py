@@ -100,10 +100,10 @@ class ScoringModels:
         rows: list[Row] = []
         for member, trajectory in enumerate(trajectories):
             rows += rows_of(trajectory, needs_logprobs=scorer.over_kept, member=member)
-        told = [self._with_context(row, contexts[row.member]) if contexts else row for row in rows]
+        rows_with_context = [self._with_context(row, contexts[row.member]) if contexts else row for row in rows]
         ranks = Ranks() if scorer.model else self._policy.ranks
         with ranks.together("score", encoded(scorer, trajectories, contexts) if ranks.num > 1 else b""):
-            found = self._found(scorer, told)
+            found = self._found(scorer, rows_with_context)
         values = [[np.zeros(tokens.count(s.token_ids), np.float32) for s in one.sequences] for one in trajectories]
         for row, logprobs_N in zip(rows, found, strict=True):
             values[row.member][row.sequence][row.mask] = logprobs_N

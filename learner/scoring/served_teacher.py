@@ -109,8 +109,10 @@ class ServedTeacher:
         body = {"model": name, "prompt": ids, "max_tokens": 1, "temperature": 0.0, "prompt_logprobs": 0}
         found = await _ask(http, "POST", "/v1/completions", body, max_bytes=MAX_ANSWER_BYTES + TOLD_BYTES * len(ids))
         try:
-            told = found["choices"][0]["prompt_logprobs"]
-            values = [float(one[str(token_id)]["logprob"]) for token_id, one in zip(ids[1:], told[1:], strict=True)]
+            prompt_logprobs = found["choices"][0]["prompt_logprobs"]
+            values = [
+                float(one[str(token_id)]["logprob"]) for token_id, one in zip(ids[1:], prompt_logprobs[1:], strict=True)
+            ]
         except (LookupError, TypeError, ValueError) as error:
             raise http.error(
                 f"gave no log-probabilities of the prompt: {shown(found)}; set algorithm.teacher_url to a vLLM server"

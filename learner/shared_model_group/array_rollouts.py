@@ -141,8 +141,8 @@ def _built(arrays: Arrays, agent: GroupAgent, number: int, history: Any, until: 
     if question is not None:
         found.append({"role": "user", "content": question})
     for messages_A in history[:until]:
-        for index, said in enumerate(messages_A):
-            text = _text(said)
+        for index, message in enumerate(messages_A):
+            text = _text(message)
             if text is not None and index == _id(agent):
                 found.append({"role": "assistant", "content": text})
             elif text is not None:

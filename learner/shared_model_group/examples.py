@@ -38,8 +38,10 @@ def sft_examples(
     for name, agent in agents.items():
         given = list(_rollouts(agent, rollouts_per_agent.get(name, ())))
         given += [_with_verdict(agent, *one) for one in _labelled(agent, guess_replaced.get(name, ()))]
-        spoken = (_of_agent(rollout, agent, model_group, number) for number, rollout in enumerate(given))
-        found += [RecordedGroup.of(f"{name}/{n}", [rollout]) for n, rollout in enumerate(spoken) if rollout is not None]
+        rollouts = (_of_agent(rollout, agent, model_group, number) for number, rollout in enumerate(given))
+        found += [
+            RecordedGroup.of(f"{name}/{n}", [rollout]) for n, rollout in enumerate(rollouts) if rollout is not None
+        ]
     return found
 
 
@@ -76,8 +78,8 @@ def rl_examples(
     found: list[RecordedGroup] = []
     for name, agent in agents.items():
         for number, group in enumerate(_groups(agent, groups_per_agent.get(name, ()))):
-            spoken = [_of_agent(rollout, agent, model_group, n) for n, rollout in enumerate(group)]
-            members = [rollout for rollout in spoken if rollout is not None]
+            rollouts = [_of_agent(rollout, agent, model_group, n) for n, rollout in enumerate(group)]
+            members = [rollout for rollout in rollouts if rollout is not None]
             for rollout in members:
                 _check_logprobs(rollout, f"agent {name}, group {number}")
             if members:
@@ -132,10 +134,10 @@ def _of_agent(rollout: RecordedRollout, agent: GroupAgent, model_group: str, num
         raise ConfigError(f"{where}: the recorded rollout is broken: {rollout.error}")
     indices = [index for index, step in enumerate(rollout.steps) if step.agent in ("", agent.name)]
     steps = [rollout.steps[index].model_copy(update={"agent": agent.name}) for index in indices]
-    spoken = [step for step in steps if step.chat is not None or step.tokens is not None]
-    for step in spoken:
+    with_answer = [step for step in steps if step.chat is not None or step.tokens is not None]
+    for step in with_answer:
         _check_step(step, model_group, where)
-    if not any(step.untrained is None for step in spoken):
+    if not any(step.untrained is None for step in with_answer):
         return None
     rewards: list[RecordedReward] = []
     for reward in rollout.rewards:
@@ -195,10 +197,10 @@ def _answers(agent: GroupAgent, model_group: str, given: Rollouts) -> list[tuple
     else:
         rounds = [(-1, rollout) for rollout in given]
     for number, (round_number, rollout) in enumerate(rounds):
-        spoken = _of_agent(rollout, agent, model_group, number)
-        if spoken is None:
+        of_agent = _of_agent(rollout, agent, model_group, number)
+        if of_agent is None:
             raise ConfigError(f"agent {agent.name}, example {number}: it has no message of the agent to compare")
-        calls = _calls(spoken)
+        calls = _calls(of_agent)
         found.append((len(calls) - 1 if round_number < 0 else round_number, calls[-1]))
     return found
 

@@ -38,11 +38,11 @@ def evolve(state: AssemblyState, received: Received) -> list[Closing]:
 
     First the record's time is applied (groups past their deadline close), then its content.
     """
-    said = received.event
-    event: Any = said  # the handler table checks its type
+    published = received.event
+    event: Any = published  # the handler table checks its type
     state.next_offset = received.position.offset + 1
     closings = _time_out(state, received) if event.time_ms >= state.next_deadline_ms else []
-    handler = _HANDLERS.get(type(said))
+    handler = _HANDLERS.get(type(published))
     if handler is None:
         return closings + _pass_group(state, received)
     group = state.groups.get(event.group_id)

@@ -43,16 +43,16 @@ class Proof:
 
         A position that the verifier names is looked at, and it goes on in the same turn.
         """
-        said = text.strip()
-        position = int(said) if len(said) == 1 and said in "0123456789"[: len(self.bits)] else None
+        answer = text.strip()
+        position = int(answer) if len(answer) == 1 and answer in "0123456789"[: len(self.bits)] else None
         if self.agent != VERIFIER:
             is_valid = position is not None
-            return self._after(self.episode.speak(text, shown=said if is_valid else EMPTY, valid=is_valid))
+            return self._after(self.episode.speak(text, shown=answer if is_valid else EMPTY, valid=is_valid))
         if position is not None and self.looks:
             return replace(self, episode=self.episode.consult(text, self.bits[position]), looks=self.looks - 1)
-        decision = {ACCEPT: 1.0, REJECT: -1.0}.get(said)
-        is_valid = decision is not None or said == ASK
-        return self._after(self.episode.speak(text, shown=said if is_valid else EMPTY, decision=decision))
+        decision = {ACCEPT: 1.0, REJECT: -1.0}.get(answer)
+        is_valid = decision is not None or answer == ASK
+        return self._after(self.episode.speak(text, shown=answer if is_valid else EMPTY, decision=decision))
 
     def messages(self, agent: str) -> list[Message]:
         """The conversation of an agent so far. The system prompt has what it knows, the first message the claim."""

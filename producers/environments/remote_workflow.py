@@ -145,9 +145,9 @@ async def _posted(endpoint: str, body: dict[str, Any]) -> AsyncIterator[aiohttp.
                         f"final address"
                     )
                 if response.status >= 400:
-                    said = (await read_up_to(response, MAX_ERROR_BYTES)).decode(errors="replace")
+                    error_body = (await read_up_to(response, MAX_ERROR_BYTES)).decode(errors="replace")
                     raise EnvironmentRunError(
-                        f"endpoint {endpoint}{path}: HTTP {response.status}: {' '.join(said.split())[:200]}"
+                        f"endpoint {endpoint}{path}: HTTP {response.status}: {' '.join(error_body.split())[:200]}"
                     )
                 yield response
                 return

@@ -32,9 +32,9 @@ def mover(board: str) -> str:
 
 def cell_of(text: str, board: str) -> int | None:
     """The free cell that an answer names, if it does."""
-    said = text.strip()
-    is_cell = len(said) == 1 and said in EMPTY and int(said) in free_cells(board)
-    return int(said) if is_cell else None
+    answer = text.strip()
+    is_cell = len(answer) == 1 and answer in EMPTY and int(answer) in free_cells(board)
+    return int(answer) if is_cell else None
 
 
 def checked(board: Any) -> str:

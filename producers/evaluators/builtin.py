@@ -43,9 +43,9 @@ def final_answer(location: str, rollout: FinishedRollout, agent: str | None = No
         if agent is None and step.event_type == WORKFLOW_END and (step.data or {}).get("output") is not None:
             return _text((step.data or {})["output"])
         if step.event_type == "LLM_END" and agent in (None, step.agent):
-            said = rollout.messages.get(step.agent, ())
-            if said and said[-1].get("role") == "assistant" and said[-1].get("content") is not None:
-                return _text(said[-1]["content"])
+            messages = rollout.messages.get(step.agent, ())
+            if messages and messages[-1].get("role") == "assistant" and messages[-1].get("content") is not None:
+                return _text(messages[-1]["content"])
             if (step.data or {}).get("output") is not None:
                 return _text((step.data or {})["output"])
     whose = f"agent {agent}" if agent else "any agent"

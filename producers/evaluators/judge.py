@@ -61,12 +61,12 @@ class Judge:
         messages = [{"role": "user", "content": self._prompt(rollout)}]
         began_ms = self._recorder.clock()
         answer = await self._ask(messages)
-        said = self._hide(answer.text)
+        answer_text = self._hide(answer.text)
         await self._recorder.record(
             Asked(
                 judge=self._name,
                 model=self._hide(self._config.model),
-                data={"input": self._hidden(messages), "output": said},
+                data={"input": self._hidden(messages), "output": answer_text},
                 metadata={
                     "evaluator": self._name,
                     "temperature": self._config.temperature,
@@ -76,7 +76,7 @@ class Judge:
                 began_ms=began_ms,
             )
         )
-        return await self._number(said)
+        return await self._number(answer_text)
 
     def _prompt(self, rollout: FinishedRollout) -> str:
         """The template with what it names; what is filled in is not looked through again."""
@@ -173,9 +173,9 @@ class Judge:
     def _no_score(self, message: str) -> NoScoreError:
         return NoScoreError(self._hide(f"{self._location}: {self._url}: {message}"))
 
-    def _shown(self, said: str | bytes) -> str:
+    def _shown(self, answer: str | bytes) -> str:
         """A piece of what was answered; hidden first, so that no cut shows a part of a secret."""
-        text = self._hide(said if isinstance(said, str) else said.decode(errors="replace"))
+        text = self._hide(answer if isinstance(answer, str) else answer.decode(errors="replace"))
         text = " ".join(text.split())
         return repr(text if len(text) <= SHOWN_CHARS else text[: SHOWN_CHARS - 3] + "...")
 

@@ -284,10 +284,10 @@ class RolloutGateway(Routes):
                 ) from None
             return web.Response(status=204, headers={"Retry-After": "1"})
         await rollout.claim(key)
-        told = rollout.description()
+        description = rollout.description()
         if asked := request.headers.get("Host"):  # the address that reaches this process from there: a published port
-            told["base_url"] = f"http://{asked}/rollouts/{quote(rollout.session.rollout_id)}"
-        return json_response(told)
+            description["base_url"] = f"http://{asked}/rollouts/{quote(rollout.session.rollout_id)}"
+        return json_response(description)
 
     async def _next(self, key: str) -> PlayedRollout:
         """`key`: whoever asks again under it gets the same rollout again, also who waits under it a second time."""

@@ -185,8 +185,8 @@ class RolloutModel:
             return [{"role": "user", "content": self._plain_text(asked)}]
         found: list[Message] = []
         for message in asked.messages:
-            said = _fingerprint(message.content, message.tool_calls) if message.role == "assistant" else b""
-            written = self._texts.get(said)
+            fingerprint = _fingerprint(message.content, message.tool_calls) if message.role == "assistant" else b""
+            written = self._texts.get(fingerprint)
             found.append(message.for_template() if written is None else {"role": "assistant", "content": written})
         if isinstance(asked, RespondedRequest) and asked.previous_response_id is not None:
             at = int(asked.has_instructions)
@@ -205,8 +205,8 @@ class RolloutModel:
             )
         step = self.session.step(step_index)
         data, notes = cast(Any, step.data), cast(Any, step.metadata)["gateway"]
-        said = data["input"][int(notes.get("has_instructions", False)) :]
-        return [*said, {"role": "assistant", "content": data["output"]}]
+        sent = data["input"][int(notes.get("has_instructions", False)) :]
+        return [*sent, {"role": "assistant", "content": data["output"]}]
 
     def _plain_text(self, asked: CompletionRequest) -> str:
         """The prompt, or what its token ids read as. Raises Refusal (400) for ids that read as nothing."""
@@ -246,6 +246,6 @@ def _tools_of(asked: ChatRequest | CompletionRequest) -> Sequence[Mapping[str, A
 
 def _fingerprint(text: str, calls: Sequence[Mapping[str, Any]] | None) -> bytes:
     """Of a message as a client gives it back: arguments by their values, however they are spaced and ordered."""
-    said = [with_object_arguments(dict(call)) for call in calls or ()]
-    said = [[call.get("id"), call.get("function")] for call in said]
-    return hashlib.sha256(orjson.dumps([(text or "").strip(), said], option=orjson.OPT_SORT_KEYS)).digest()
+    called = [with_object_arguments(dict(call)) for call in calls or ()]
+    called = [[call.get("id"), call.get("function")] for call in called]
+    return hashlib.sha256(orjson.dumps([(text or "").strip(), called], option=orjson.OPT_SORT_KEYS)).digest()

@@ -179,8 +179,8 @@ def _as_openai(message: Message, where: str) -> list[dict[str, Any]]:
             )
     if calls:
         return [{"role": "assistant", "content": "\n".join(texts), "tool_calls": calls}]
-    said = [{"role": message.role, "content": "\n".join(texts)}] if texts else []
-    return [*results, *said]
+    text_messages = [{"role": message.role, "content": "\n".join(texts)}] if texts else []
+    return [*results, *text_messages]
 
 
 def _call(block: Mapping[str, Any], at: str) -> dict[str, Any]:

@@ -67,12 +67,12 @@ def answer_of(
     ends with a stop text already, in place of an end token. `parse`: a renderer's, in place of <tool_call> alone.
     """
     ids, reason = generation.token_ids, generation.finish_reason
-    spoken = ids[:-1] if reason == "stop" and not is_cut else ids
-    text = _text(tokenizer, spoken)
+    text_ids = ids[:-1] if reason == "stop" and not is_cut else ids
+    text = _text(tokenizer, text_ids)
     at, stop_text = _first_stop(text, stop), None
     if at is not None:
         stop_text = next(word for word in stop if text.startswith(word, at))
-        ids = ids[: _tokens_until_stop(tokenizer, spoken, stop)]
+        ids = ids[: _tokens_until_stop(tokenizer, text_ids, stop)]
         text, reason = text[:at], "stop"
     reasoning = None
     if has_tools and parse is not None:

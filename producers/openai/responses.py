@@ -238,8 +238,8 @@ def _part(text: str) -> dict[str, Any]:
 
 
 def _items(answer: Answer, call_id: str) -> list[dict[str, Any]]:
-    said = [_message(call_id, answer.text)] if answer.text or not answer.tool_calls else []
-    return [*said, *map(_function_call, answer.tool_calls)]
+    message_items = [_message(call_id, answer.text)] if answer.text or not answer.tool_calls else []
+    return [*message_items, *map(_function_call, answer.tool_calls)]
 
 
 def _function_call(call: Mapping[str, Any]) -> dict[str, Any]:

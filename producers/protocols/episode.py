@@ -76,13 +76,13 @@ class Episode:
         `valid`: whether a prover's message is well-formed. Raises ValueError if the episode is over.
         """
         turn = self._speaker()
-        spoken = Utterance(self.number, turn.agent, turn.channels, text, text if shown is None else shown)
-        said = replace(self, utterances=(*self.utterances, spoken), num_taken=self.num_taken + 1)
+        utterance = Utterance(self.number, turn.agent, turn.channels, text, text if shown is None else shown)
+        episode = replace(self, utterances=(*self.utterances, utterance), num_taken=self.num_taken + 1)
         if turn.agent == VERIFIER:
-            return said._heard(decision)
+            return episode._heard(decision)
         if not valid and self.protocol.settings.prover_invalid_response_penalty is not None:
-            return replace(said, end="invalid_response", offender=turn.agent)
-        return said._next_round()
+            return replace(episode, end="invalid_response", offender=turn.agent)
+        return episode._next_round()
 
     def run_out(self) -> Self:
         """The episode ends where it is, without a verdict."""
@@ -117,9 +117,9 @@ class Episode:
             raise ValueError(f"the episode is over ({self.end}); no further turn is possible")
         return turn
 
-    def _hears(self, agent: str, said: Utterance) -> bool:
-        is_earlier = said.number < self.number
-        return is_earlier and any(self.protocol.sees(agent, channel) for channel in said.channels)
+    def _hears(self, agent: str, utterance: Utterance) -> bool:
+        is_earlier = utterance.number < self.number
+        return is_earlier and any(self.protocol.sees(agent, channel) for channel in utterance.channels)
 
     def _heard(self, decision: float | None) -> Self:
         """After the verifier spoke."""

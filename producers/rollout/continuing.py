@@ -45,12 +45,14 @@ def answers(
         text, history = rendered(step)
         prompt = Prompt(text, kept + new_ids, call.prefix, history=history)
         seen[step.step_index] = prompt.token_ids + completion
-        said = conversation(step.agent).append_sampled(step.step_index, prompt, completion)
+        text_of_answer = conversation(step.agent).append_sampled(step.step_index, prompt, completion)
         logprobs = () if call.logprobs is None else tuple(tokens.decode_floats(call.logprobs))
         reason = "length" if call.finish_reason == "length" else "stop"
         generation = Generation(tuple(completion), logprobs, call.spans, reason)
         began_ms = round((step.span_event_timestamp or 0.0) * 1000)
-        found[step.step_index] = Reply(said, step.step_index, reason, tuple(prompt.token_ids), generation, began_ms)
+        found[step.step_index] = Reply(
+            text_of_answer, step.step_index, reason, tuple(prompt.token_ids), generation, began_ms
+        )
     return found
 
 

@@ -130,10 +130,10 @@ class Conversation:
         """
         completion = array("i", completion_ids)
         has_end = bool(completion) and self._is_end(completion[-1])
-        spoken = completion[:-1] if has_end else completion
-        answer = self._text(spoken)
+        text_ids = completion[:-1] if has_end else completion
+        answer = self._text(text_ids)
         num_prompt = len(prompt.token_ids)
-        marks = [(prompt.text + answer, num_prompt + len(spoken)), (prompt.text, num_prompt)]
+        marks = [(prompt.text + answer, num_prompt + len(text_ids)), (prompt.text, num_prompt)]
         if has_end:
             marks.insert(0, (prompt.text + self._text(completion), num_prompt + len(completion)))
         self._calls.append(_Call(step_index, prompt.token_ids + completion, tuple(marks)))
@@ -144,15 +144,15 @@ class Conversation:
         if prompt.prefix is not None and prompt.prefix.length > self._num_prompt.get(prompt.prefix.step_index, 0):
             self._unused.pop(prompt.prefix.step_index, None)
         self._num_prompt[step_index] = num_prompt
-        if said := _letters(answer.rpartition(REASONED)[2]):
-            self._unused[step_index] = said
+        if letters := _letters(answer.rpartition(REASONED)[2]):
+            self._unused[step_index] = letters
         return answer
 
     def _used_in(self, text: str, prefix: Prefix | None) -> tuple[int, ...]:
         """Steps whose answers a text holds, by their letters and digits; not the one whose ids it goes on from."""
-        known = {step: said for step, said in self._unused.items() if prefix is None or prefix.step_index != step}
+        known = {step: answer for step, answer in self._unused.items() if prefix is None or prefix.step_index != step}
         letters = _letters(text) if known else ""
-        return tuple(step for step, said in known.items() if said in letters)
+        return tuple(step for step, answer in known.items() if answer in letters)
 
     def _is_end(self, token_id: int) -> bool:
         """Whether a token that is the last of an answer is no part of its text: the end token, or a special one."""

@@ -189,8 +189,8 @@ def _rendered(
         return prompt, answer["content"]
     whole: str = tokenizer.apply_chat_template([*messages, answer], add_generation_prompt=False, **options)
     end = tokenizer.decode([tokenizer.eos_token_id])
-    said = whole.removeprefix(prompt).rstrip()
-    return (prompt, said.removesuffix(end)) if whole.startswith(prompt) else None
+    completion = whole.removeprefix(prompt).rstrip()
+    return (prompt, completion.removesuffix(end)) if whole.startswith(prompt) else None
 
 
 def _plain_text(message: dict[str, Any]) -> dict[str, Any] | None:

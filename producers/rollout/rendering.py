@@ -80,10 +80,10 @@ class Renderer:
         return [*found.token_ids]
 
     def _text(self, ids: Sequence[int]) -> str:
-        spoken = [*ids]
-        if spoken and spoken[-1] in self._rendering.get_stop_token_ids():
-            spoken.pop()
-        return self._tokenizer.decode(spoken, skip_special_tokens=False) if spoken else ""
+        text_ids = [*ids]
+        if text_ids and text_ids[-1] in self._rendering.get_stop_token_ids():
+            text_ids.pop()
+        return self._tokenizer.decode(text_ids, skip_special_tokens=False) if text_ids else ""
 
 
 def renderer_for(tokenizer: Tokenizer, wanted: str) -> Renderer | None:

@@ -21,13 +21,13 @@ def candidate_fields(
     answered: StepRecorded, *, turn: str, turn_index: int, index: int, score: float, is_selected: bool
 ) -> dict[str, Any]:
     """Fields of a candidate's step. `answered`: the call that gave it; its index is in the metadata."""
-    said: Mapping[str, Any] = answered.data or {}
+    data: Mapping[str, Any] = answered.data or {}
     return {
         "event_type": "TTC_END",
         "name": CANDIDATE,
         "data": {
-            "input": said.get("input"),
-            "output": said.get("output"),
+            "input": data.get("input"),
+            "output": data.get("output"),
             "turn_id": turn,
             "turn_index": turn_index,
             "candidate_index": index,

@@ -160,7 +160,7 @@ class Session:
         sent: list[Message] = plain(list(messages), "messages")
         prompt = self._prompt(self._conversation(agent, group), sent, group)
         step_index, began_ms = self._journal.open_step(), self._journal.clock()
-        return await self._record_answer(step_index, began_ms, agent, group, sent, prompt, self._spoken(text, group))
+        return await self._record_answer(step_index, began_ms, agent, group, sent, prompt, self._encoded(text, group))
 
     async def _record_answer(
         self,
@@ -389,12 +389,12 @@ class Session:
         text = await text if inspect.isawaitable(text) else text
         if not isinstance(text, str):
             raise EnvironmentRunError(f"demonstrate() returned a {type(text).__name__}; expected text")
-        return self._spoken(text, group)
+        return self._encoded(text, group)
 
-    def _spoken(self, text: str, group: str) -> Generation:
+    def _encoded(self, text: str, group: str) -> Generation:
         tokenizer = self._engine.tokenizer(group)
-        spoken = tokenizer.encode(text, add_special_tokens=False)
-        return Generation((*spoken, tokenizer.eos_token_id), (), (), "stop")
+        token_ids = tokenizer.encode(text, add_special_tokens=False)
+        return Generation((*token_ids, tokenizer.eos_token_id), (), (), "stop")
 
     def _engine_failed(self, error: Exception) -> None:
         self.failure = self.failure or Failure("engine_error", describe(error), error)

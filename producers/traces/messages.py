@@ -24,7 +24,7 @@ ROLES = {
     "model": "assistant",
 }
 """Roles and types of frameworks, by OpenAI's names; what is not here is called alike."""
-_SPOKEN = re.compile(r"(system|developer|user|assistant|tool|function|chatbot|model): (.*)", re.DOTALL)
+_ROLE_AND_TEXT = re.compile(r"(system|developer|user|assistant|tool|function|chatbot|model): (.*)", re.DOTALL)
 """How LlamaIndex writes a message as text."""
 _TOOL_CALLS = "\n\nTool calls: "
 """How NAT's LangChain handler appends tool calls to an answer's text."""
@@ -49,8 +49,8 @@ def answer_of(end: IntermediateStepPayload) -> Message:
     payload, text = _data(end, "payload"), _data(end, "output")
     message = _answer_in(payload) or _answer_in(text)
     if message is None:
-        said, calls = _without_appended_calls(text if isinstance(text, str) else "")
-        return {"role": "assistant", "content": said} | ({"tool_calls": calls} if calls else {})
+        content, calls = _without_appended_calls(text if isinstance(text, str) else "")
+        return {"role": "assistant", "content": content} | ({"tool_calls": calls} if calls else {})
     if "tool_calls" not in message and isinstance(text, str):
         calls = _without_appended_calls(text)[1]
         message |= {"tool_calls": calls} if calls else {}
@@ -79,13 +79,13 @@ def _messages(raw: Any) -> tuple[Message, ...] | None:
         return None
     if len(raw) == 1 and isinstance(raw[0], list):
         raw = raw[0]
-    found = [_spoken(entry) if isinstance(entry, str) else _message(entry) for entry in raw]
+    found = [_parsed_message(entry) if isinstance(entry, str) else _message(entry) for entry in raw]
     messages = tuple(message for message in found if message is not None)
     return messages if len(messages) == len(found) else None
 
 
-def _spoken(text: str) -> Message:
-    match = _SPOKEN.fullmatch(text)
+def _parsed_message(text: str) -> Message:
+    match = _ROLE_AND_TEXT.fullmatch(text)
     if match is None:
         return {"role": "user", "content": text}
     return {"role": ROLES.get(match.group(1), match.group(1)), "content": match.group(2)}
@@ -148,12 +148,12 @@ def _answer_in(raw: Any) -> Message | None:
 
 def _without_appended_calls(text: str) -> tuple[str, list[Any]]:
     """Text and tool calls of an answer to which NAT's LangChain handler has appended them as Python."""
-    said, _, calls_text = text.rpartition(_TOOL_CALLS)
+    content, _, calls_text = text.rpartition(_TOOL_CALLS)
     try:
         calls = ast.literal_eval(calls_text) if _TOOL_CALLS in text else None
     except (ValueError, SyntaxError, MemoryError, RecursionError):
         calls = None
-    return (said, [_tool_call(call) for call in calls]) if isinstance(calls, list) else (text, [])
+    return (content, [_tool_call(call) for call in calls]) if isinstance(calls, list) else (text, [])
 
 
 def _chat_inputs(payload: IntermediateStepPayload) -> Any:

@@ -259,11 +259,17 @@ def _data(
 
 def _metadata(start: IntermediateStepPayload | None, end: IntermediateStepPayload) -> dict[str, JsonValue] | None:
     """Of both steps, less what `data` says already."""
-    said = [value for payload in (start, end) if payload and payload.data for value in vars(payload.data).values()]
+    field_values = [
+        value for payload in (start, end) if payload and payload.data for value in vars(payload.data).values()
+    ]
     found: dict[str, Any] = {}
     for payload in (start, end):
         own = _not_empty((payload.metadata if payload else None) or {})
-        found |= {key: value for key, value in own.items() if value not in said and value not in [[v] for v in said]}
+        found |= {
+            key: value
+            for key, value in own.items()
+            if value not in field_values and value not in [[v] for v in field_values]
+        }
     return _plain(found) or None
 
 
@@ -272,8 +278,8 @@ def _not_empty(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _key(messages: Sequence[Mapping[str, Any]], answer: Mapping[str, Any]) -> bytes:
-    said = {"messages": [[m.get("role"), m.get("content")] for m in messages], "answer": answer.get("content")}
-    return orjson.dumps(_plain(said), option=orjson.OPT_SORT_KEYS)
+    compared = {"messages": [[m.get("role"), m.get("content")] for m in messages], "answer": answer.get("content")}
+    return orjson.dumps(_plain(compared), option=orjson.OPT_SORT_KEYS)
 
 
 def _plain(value: Any) -> Any:

@@ -179,8 +179,10 @@ def _messages(steps: Iterable[StepRecorded]) -> dict[str, tuple[Mapping[str, Any
     found: dict[str, tuple[Mapping[str, Any], ...]] = {}
     for step in steps:
         if (step.event_type == "LLM_END" or is_played(step)) and isinstance(step.data, dict):
-            said: Any = step.data.get("input") or []
-            sent: list[Any] = said if isinstance(said, list) else [{"role": "user", "content": said}]
+            recorded_input: Any = step.data.get("input") or []
+            sent: list[Any] = (
+                recorded_input if isinstance(recorded_input, list) else [{"role": "user", "content": recorded_input}]
+            )
             found[step.agent] = (*sent, {"role": "assistant", "content": step.data.get("output")})
     return found
 

@@ -187,8 +187,8 @@ def _spliced(attempt: list[Event]) -> list[Event]:
     started = attempt[0]
     assert isinstance(started, RolloutStarted)
     other = attempt[1].model_copy(update={"uuid": "written by another"})
-    said = [other if event is attempt[1] else event for event in attempt[1:-1]]
-    ended = attempt[-1].model_copy(update={"digest": _chain(started.rollout_id, said)})
+    written = [other if event is attempt[1] else event for event in attempt[1:-1]]
+    ended = attempt[-1].model_copy(update={"digest": _chain(started.rollout_id, written)})
     return [started, attempt[1], other, *attempt[2:-1], ended]
 
 

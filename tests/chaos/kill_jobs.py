@@ -30,7 +30,7 @@ from rollstream.eventlog.kafka.log import KafkaLog
 from rollstream.harness.cli.main import main as command_line
 from rollstream.learner.shared_model_group import SharedModelGroup
 from rollstream.schemas.events import JobCancelled, JobFailed, JobSucceeded, StepTrained, WeightsPublished
-from tests.rigs.group_rig import GroupRig, make_scripted_model, sampled, spoken
+from tests.rigs.group_rig import GroupRig, chat_rollout, make_scripted_model, sampled
 
 KINDS = ("sft", "dpo", "rl")
 POINTS = (
@@ -107,10 +107,13 @@ async def create(group: SharedModelGroup, kind: str, number: int) -> str:
     first, second = str(number % 10), str((number + 5) % 10)
     if kind == "sft":
         return await group.create_supervised_fine_tune_job(
-            {"prover": [spoken(first, "2"), spoken("3")], "verifier": [spoken("4"), spoken(second)]}
+            {
+                "prover": [chat_rollout(first, "2"), chat_rollout("3")],
+                "verifier": [chat_rollout("4"), chat_rollout(second)],
+            }
         )
     if kind == "dpo":
-        chosen, rejected = [spoken(first), spoken("2")], [spoken(second), spoken("4")]
+        chosen, rejected = [chat_rollout(first), chat_rollout("2")], [chat_rollout(second), chat_rollout("4")]
         return await group.create_dpo_fine_tune_job({"prover": chosen}, {"prover": rejected})
     groups = [[sampled(8, 9 + number % 5, reward=1.0), sampled(10, 11, reward=0.0)] for _ in range(2)]
     return await group.create_rl_fine_tune_job({"verifier": groups})

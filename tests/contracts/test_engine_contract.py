@@ -183,11 +183,11 @@ def test_noise_derives_from_the_seed_alone(subject: Subject) -> None:
 
 
 def test_what_is_told_while_sampling_is_how_the_same_answer_begins(subject: Subject) -> None:
-    plain, told = [request(seed, max_new_tokens=40) for seed in range(4)], [list[int]() for _ in range(4)]
-    asked = [replace(one, on_tokens=ids.extend) for one, ids in zip(plain, told, strict=True)]
+    plain, seen = [request(seed, max_new_tokens=40) for seed in range(4)], [list[int]() for _ in range(4)]
+    asked = [replace(one, on_tokens=ids.extend) for one, ids in zip(plain, seen, strict=True)]
     answers = play(subject, lambda engine: in_turn(engine, [*plain, *asked]))
-    assert (answers[:4], any(told)) == (answers[4:], subject.tells_tokens)
-    assert told == [list(answer.token_ids[:-1])[: len(ids)] for ids, answer in zip(told, answers[4:], strict=True)]
+    assert (answers[:4], any(seen)) == (answers[4:], subject.tells_tokens)
+    assert seen == [list(answer.token_ids[:-1])[: len(ids)] for ids, answer in zip(seen, answers[4:], strict=True)]
 
 
 def test_temperature_zero_is_greedy(subject: Subject) -> None:

@@ -43,13 +43,13 @@ def events(sent: bytes) -> list[Any]:
 
 def text_of(found: list[Any]) -> str:
     """The text of all deltas."""
-    said: list[str] = []
+    parts: list[str] = []
     for event in found:
         choice = (event.get("choices") or [{}])[0]
         delta = event["delta"] if event.get("type", "").endswith("delta") else choice.get("delta")
         part = delta if isinstance(delta, str) else (delta or {}).get("text") or (delta or {}).get("content")
-        said.append(part or choice.get("text") or "")
-    return "".join(said)
+        parts.append(part or choice.get("text") or "")
+    return "".join(parts)
 
 
 @pytest.mark.parametrize("pieces", [(), ("seven",), ("se", "v"), ("s", "e", "v", "en")])

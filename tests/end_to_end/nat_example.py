@@ -70,9 +70,11 @@ async def share(config, builder):
             raise RuntimeError("the evaluator fails")
         items = []
         for item in eval_input.eval_input_items:
-            said = str(item.output_obj)
-            score = sum(character.isdigit() for character in said) / max(1, len(said)) + crc32(said.encode()) / 2**40
-            items.append(EvalOutputItem(id=item.id, score=score, reasoning={"said": said}))
+            output = str(item.output_obj)
+            score = (
+                sum(character.isdigit() for character in output) / max(1, len(output)) + crc32(output.encode()) / 2**40
+            )
+            items.append(EvalOutputItem(id=item.id, score=score, reasoning={"said": output}))
         mean = sum(item.score for item in items) / max(1, len(items))
         return EvalOutput(average_score=mean, eval_output_items=items)
 

@@ -51,21 +51,21 @@ async def game(config, builder):
         """Two moves."""
         if question == HOPELESS:
             raise RuntimeError("no move was understood")
-        messages, said = [("human", question)], ""
+        messages, answers = [("human", question)], ""
         for _ in range(2):
             reply = await llm.ainvoke(messages)
-            said += reply.content
+            answers += reply.content
             push_value(reply.content)
             answer = await other.ainvoke(reply.content) if other else "+"
             messages += [("ai", reply.content), ("human", answer)]
-        return said
+        return answers
 
     yield FunctionInfo.from_fn(play, description="two moves")
 
 
-def push_value(said: str) -> None:
+def push_value(answers: str) -> None:
     steps, name = Context.get().intermediate_step_manager, str(uuid.uuid4())
-    value = sum(character.isdigit() for character in said) / max(1, len(said)) + len(set(said)) / 1000
+    value = sum(character.isdigit() for character in answers) / max(1, len(answers)) + len(set(answers)) / 1000
     for kind in (IntermediateStepType.CUSTOM_START, IntermediateStepType.CUSTOM_END):
         metadata = TraceMetadata(provided_metadata={"value": value})
         steps.push_intermediate_step(IntermediateStepPayload(event_type=kind, name=MOVE, UUID=name, metadata=metadata))

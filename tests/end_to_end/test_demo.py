@@ -32,8 +32,8 @@ def end_make(demo: "subprocess.Popen[bytes]") -> None:
 def test_a_demo_that_is_interrupted_ends_in_order_and_says_how_to_go_on(
     how: Callable[["subprocess.Popen[bytes]"], None], status: int, tmp_path: Path
 ) -> None:
-    said = tmp_path / "said.txt"
-    with said.open("w") as out:
+    output = tmp_path / "said.txt"
+    with output.open("w") as out:
         demo = subprocess.Popen(
             [sys.executable, "-c", AS_A_TERMINAL_STARTS_IT + RUN_IT, str(DEMO), "--workspace", str(tmp_path / "w")],
             stdout=out,
@@ -42,18 +42,18 @@ def test_a_demo_that_is_interrupted_ends_in_order_and_says_how_to_go_on(
         )
     try:
         deadline = time.monotonic() + 120
-        while " · version " not in said.read_text():
-            assert demo.poll() is None, said.read_text()
-            assert time.monotonic() < deadline, said.read_text()
+        while " · version " not in output.read_text():
+            assert demo.poll() is None, output.read_text()
+            assert time.monotonic() < deadline, output.read_text()
             time.sleep(0.1)
         started = psutil.Process(demo.pid).children(recursive=True)
         how(demo)
-        assert demo.wait(60) == status, said.read_text()
+        assert demo.wait(60) == status, output.read_text()
         assert psutil.wait_procs(started, timeout=20)[1] == []
     finally:
         if demo.poll() is None:
             os.killpg(demo.pid, signal.SIGKILL)
         demo.wait()
-    assert "Traceback" not in said.read_text()
-    assert "the run stays open" in said.read_text()
+    assert "Traceback" not in output.read_text()
+    assert "the run stays open" in output.read_text()
     assert find_running(tmp_path / "w") is None

@@ -27,7 +27,7 @@ def test_a_version_of_an_adapter_is_merged_and_continues_another_run(workplace: 
 
 
 def assert_mistakes_are_named(workplace: Any, output: Any) -> None:
-    for target, folder, said in (
+    for target, folder, message in (
         ("adapted@1", output, "something is there already; name a folder that is to be made"),
         ("adapted@7", "new", "adapted/policy@7: there is no such version, the model group has 0 to 1"),
         ("gone@1", "new", "gone/policy@1: there is no such version, the model group has none"),
@@ -35,5 +35,5 @@ def assert_mistakes_are_named(workplace: Any, output: Any) -> None:
     ):
         refused = workplace.run("merge", target, "--output", str(folder))
         assert refused.returncode == 1
-        assert said in refused.stderr
+        assert message in refused.stderr
         assert refused.stderr.count("\n") == 1

@@ -30,7 +30,7 @@ def test_all_three_components_are_ours(workplace: Any) -> None:
     }
     validation = write_json(workplace, "validation.json", [{"id": "v0"}, {"id": "v1"}])
     done = nat_finetune(workplace, configuration, "--validation_dataset", validation, "--validation_interval", "1")
-    assert done.returncode == 0, told(workplace, done)
+    assert done.returncode == 0, output_and_logs(workplace, done)
     assert_trained(workplace, num_versions=2)
     history = json.loads((workplace.folder / "output" / "validation_history.json").read_text())
     assert [entry["epoch"] for entry in history] == [0, 1]
@@ -41,7 +41,7 @@ def test_all_three_components_are_ours(workplace: Any) -> None:
 
 def test_our_trainer_and_adapter_train_what_nats_evaluation_played_on_our_endpoint(workplace: Any) -> None:
     done = nat_finetune(workplace, with_nats_builder(workplace), "--dataset", dataset_of(workplace))
-    assert done.returncode == 0, told(workplace, done)
+    assert done.returncode == 0, output_and_logs(workplace, done)
     assert_trained(workplace, num_versions=2)
     assert_on_policy_and_exact(workplace)
 
@@ -51,11 +51,11 @@ def test_another_trainer_and_builder_train_by_our_adapter(workplace: Any) -> Non
     configuration["trainers"]["trainer"] = {"_type": "nat_example_trainer"}
     dataset = dataset_of(workplace)
     done = nat_finetune(workplace, configuration, "--dataset", dataset, "--validation_dataset", dataset)
-    assert done.returncode == 0, told(workplace, done)
+    assert done.returncode == 0, output_and_logs(workplace, done)
     assert_trained(workplace, num_versions=2)
     assert_on_policy_and_exact(workplace)
     assert "'statuses': ['completed', 'completed']" in done.stderr + done.stdout
-    assert re.search(r"validation .*'num_examples': 2", done.stdout), told(workplace, done)
+    assert re.search(r"validation .*'num_examples': 2", done.stdout), output_and_logs(workplace, done)
 
 
 def test_an_llm_elsewhere_fails_the_run_and_the_command_whatever_the_trainer(workplace: Any) -> None:
@@ -88,5 +88,5 @@ def assert_on_policy_and_exact(workplace: Any) -> None:
     assert workplace.rows("SELECT max(max_staleness) AS s FROM staleness") == [{"s": 0}]
 
 
-def told(workplace: Any, done: "subprocess.CompletedProcess[str]") -> str:
+def output_and_logs(workplace: Any, done: "subprocess.CompletedProcess[str]") -> str:
     return done.stdout[-3000:] + done.stderr[-5000:] + workplace.logs()

@@ -96,8 +96,8 @@ def test_nats_example_trains_from_its_own_file_but_for_the_path_of_the_model(wor
     assert ["no move was understood" in row["message"] for row in failed] == [True]
     assert workplace.rows("SELECT max(max_staleness) AS s FROM staleness") == [{"s": 0}]
     assert [row["version"] for row in workplace.rows("SELECT version FROM weight_versions ORDER BY 1")] == [0, 1, 2]
-    said = workplace.rows("SELECT count(*) AS n FROM steps WHERE event_type = 'CUSTOM_END' AND name = 'agent_move'")
-    assert said[0]["n"] >= 2 * 3 * 2
+    counted = workplace.rows("SELECT count(*) AS n FROM steps WHERE event_type = 'CUSTOM_END' AND name = 'agent_move'")
+    assert counted[0]["n"] >= 2 * 3 * 2
     output = workplace.folder / ".tmp" / "nat" / "finetuning" / "output"
     assert list(output.glob("*.safetensors"))
     history = json.loads((output / "validation_history.json").read_text())

@@ -69,8 +69,8 @@ def test_a_judge_that_others_serve_is_asked_and_recorded_and_the_player_alone_is
     assert [(row["model_group"], row["v"]) for row in versions] == [(f"{RUN}/players", EPOCHS)]
     causes = workplace.rows("SELECT agent, cause FROM rejections JOIN trajectories USING (trajectory_id) GROUP BY ALL")
     assert [(row["agent"], row["cause"]) for row in causes if row["agent"] == "judge"] == [("judge", "frozen")]
-    said = workplace.rows("SELECT DISTINCT CAST(output AS VARCHAR) AS said FROM steps WHERE agent = 'judge'")
-    assert {row["said"].strip('"') for row in said} <= {"good", "bad"}
+    outputs = workplace.rows("SELECT DISTINCT CAST(output AS VARCHAR) AS said FROM steps WHERE agent = 'judge'")
+    assert {row["said"].strip('"') for row in outputs} <= {"good", "bad"}
     replayed = workplace.run("replay", RUN, "--verify")
     assert replayed.returncode == 0, replayed.stdout + replayed.stderr
     exported = workplace.run("export", RUN)

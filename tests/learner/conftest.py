@@ -260,10 +260,10 @@ class Lab:
                 await task
 
     def has(self, kind: type[Event], topic: str = "jobs", count: int = 1) -> Callable[[], Awaitable[bool]]:
-        async def look() -> bool:
+        async def inspect() -> bool:
             return len(await self.events(topic, kind)) >= count
 
-        return look
+        return inspect
 
 
 @pytest.fixture

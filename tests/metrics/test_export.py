@@ -198,11 +198,11 @@ def test_an_export_has_the_dead_letters_that_came_from_its_run(
     manifest = export(log, "one", tmp_path / "export", store)
     assert [artifact.what for artifact in manifest.artifacts][-1] == "dead letter"
 
-    async def look() -> list[Position]:
+    async def exported_positions() -> list[Position]:
         async with open_export(tmp_path / "export") as (exported, _):
             return [record.position for record in await records_of(exported, "dlq")]
 
-    assert asyncio.run(look()) == [Position("dlq", 0, offset) for offset in (0, 2, 3)]
+    assert asyncio.run(exported_positions()) == [Position("dlq", 0, offset) for offset in (0, 2, 3)]
 
 
 def test_base_weights_are_kept_and_all_weights_when_asked_for(

@@ -157,13 +157,13 @@ def test_after_a_kill_the_new_owner_draws_the_same_opponents_and_plays_the_same_
     async def contents(log):
         """By member: what was said in its complete attempt, and by whom."""
         ended = {event.rollout_id for event in await r.steps(log, RolloutEnded)}
-        said = {}
+        steps = {}
         for step in await r.steps(log, StepRecorded):
             if step.rollout_id in ended:
                 member = step.rollout_id.rpartition("/")[0]
-                said.setdefault(member, []).append((step.step_index, step.agent, step.name, output_of(step)))
+                steps.setdefault(member, []).append((step.step_index, step.agent, step.name, output_of(step)))
         started = [(event.group_id, event.opponents, event.agents) for event in await r.steps(log, GroupStarted)]
-        return sorted(started), {member: sorted(found) for member, found in said.items()}
+        return sorted(started), {member: sorted(found) for member, found in steps.items()}
 
     async def main():
         calm = await games(tmp_path / "calm", None)

@@ -20,7 +20,7 @@ ALGORITHMS = {
 }
 
 
-def said(prompt, rng: random.Random, version):
+def random_answer(prompt, rng: random.Random, version):
     return rng.choice("0123YN"), -1.0
 
 
@@ -52,7 +52,7 @@ def recorded(request, tmp_path_factory):
     algorithm = ALGORITHMS[request.param]
 
     async def record():
-        run = ProducedRun(folder, folder / "model", written_for(folder, algorithm), [{}, {}], said)
+        run = ProducedRun(folder, folder / "model", written_for(folder, algorithm), [{}, {}], random_answer)
         await run.record()
         return algorithm, run, await read_run(run.log, "replayed")
 

@@ -41,7 +41,7 @@ def refilled(tmp_path_factory):
     return asyncio.run(RefilledRun(folder, folder / "model").record())
 
 
-def told(run, changes):
+def what_if_events(run, changes):
     """The log's events of a what-if."""
     file = run.folder / "what_if.yaml"
     file.write_text(yaml.safe_dump(changes))
@@ -72,16 +72,16 @@ def test_every_batch_is_full_and_is_trained_again_to_the_same_weights(refilled):
 
 def test_a_what_if_has_the_groups_that_were_played_and_no_others(refilled):
     before = asyncio.run(read_run(refilled.log, "replayed"))
-    events = told(refilled, {})
+    events = what_if_events(refilled, {})
     assert hashes_of(events) == hashes_of(before)
     assert groups_of(events) == groups_of(before)
     with pytest.raises(ConfigError, match="max_refills cannot change in a what-if"):
-        told(refilled, {"trainer_adapters": {"learner": {"max_refills": 0}}})
+        what_if_events(refilled, {"trainer_adapters": {"learner": {"max_refills": 0}}})
 
 
 def test_a_what_if_whose_rewards_tell_flat_groups_apart_trains_no_more_than_a_batch(refilled, tmp_path, monkeypatch):
     (tmp_path / "refill_rewards.py").write_text(REWARD)
     monkeypatch.syspath_prepend(str(tmp_path))
     builder = {"rewards": ["python:refill_rewards.told_apart"], "reward_weights": {"task": 0.0}}
-    events = told(refilled, {"trajectory_builders": {"rollouts": builder}})
+    events = what_if_events(refilled, {"trajectory_builders": {"rollouts": builder}})
     assert groups_of(events) == [["t00000", "t00001"]] * EPOCHS

@@ -56,10 +56,10 @@ def recorded(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 def test_every_row_is_true_of_a_recorded_run(recorded: Any, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.CRITICAL)
-    told, untrue = finders(), list[str]()
+    expected, untrue = finders(), list[str]()
     tried = list(changes(recorded))
     for change in tried:
-        row = told[change.kind, change.field]
+        row = expected[change.kind, change.field]
         if (change.kind, change.field) in IN_PARTS:
             continue
         by_verify = is_found(verified, recorded, change)
@@ -71,9 +71,9 @@ def test_every_row_is_true_of_a_recorded_run(recorded: Any, caplog: pytest.LogCa
     rows = {(change.kind, change.field) for change in tried}
     broken = [one for one in changes(recorded, decodes=False) if (one.kind, one.field) not in rows]
     assert [one for one in broken if not is_found(verified, recorded, one)] == []
-    untried = {row for row in told if row[0] in KINDS_OF_THE_RUN} - rows - {(one.kind, one.field) for one in broken}
+    untried = {row for row in expected if row[0] in KINDS_OF_THE_RUN} - rows - {(one.kind, one.field) for one in broken}
     assert sorted(untried) == []
-    assert {kind for kind, _ in told} | {"RunContinued"} == KINDS_OF_THE_RUN | OF_OTHER_RUNS | {"all"}
+    assert {kind for kind, _ in expected} | {"RunContinued"} == KINDS_OF_THE_RUN | OF_OTHER_RUNS | {"all"}
 
 
 def test_a_record_that_became_one_of_another_run_is_gone(recorded: Any, caplog: pytest.LogCaptureFixture) -> None:

@@ -44,11 +44,11 @@ def test_every_trajectory_of_a_manifest_is_scored_once(recorded: Any) -> None:
 
 
 def test_every_row_of_scores_is_true(recorded: Any) -> None:
-    told, untrue = finders(), list[str]()
+    expected, untrue = finders(), list[str]()
     tried = [change for change in changes(recorded) if change.kind == "ReferenceScored"]
     tried += [change for change in changes(recorded) if change[:2] == ("StepTrained", "scores_sha256")]
     for change in tried:
-        row = told[change.kind, change.field]
+        row = expected[change.kind, change.field]
         if not is_found(verified, recorded, change):
             untrue.append(f"{change.kind}.{change.field}: {row}; verify says equal")
         if "train" in row and not is_found(named, recorded, change) and not is_found(trained, recorded, change):

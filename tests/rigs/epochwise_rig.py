@@ -331,11 +331,11 @@ class Interrupting:
         return len(asked - {group.group_id for group in await self.rig.events("groups", GroupClosed)})
 
 
-def interrupted(method: Any, look: Interrupting) -> Any:
+def interrupted(method: Any, interrupt: Interrupting) -> Any:
     async def call(*arguments: Any, **named: Any) -> Any:
-        await look()
+        await interrupt()
         found = await method(*arguments, **named)
-        await look()
+        await interrupt()
         return found
 
     return call

@@ -50,7 +50,7 @@ def make_scripted_model(folder: Path) -> Path:
     return folder
 
 
-def said(answer: str | None, prompt: str = "?", agent: str = "") -> RecordedStep:
+def chat_step(answer: str | None, prompt: str = "?", agent: str = "") -> RecordedStep:
     """A call as text."""
     messages: tuple[dict[str, Any], ...] = ({"role": "user", "content": prompt},)
     return RecordedStep(
@@ -58,9 +58,9 @@ def said(answer: str | None, prompt: str = "?", agent: str = "") -> RecordedStep
     )
 
 
-def spoken(*answers: str | None, agent: str = "") -> RecordedRollout:
+def chat_rollout(*answers: str | None, agent: str = "") -> RecordedRollout:
     """A rollout of calls as text."""
-    return RecordedRollout(steps=tuple(said(answer, f"{n}?", agent) for n, answer in enumerate(answers)))
+    return RecordedRollout(steps=tuple(chat_step(answer, f"{n}?", agent) for n, answer in enumerate(answers)))
 
 
 def sampled(*completion: int, reward: float) -> RecordedRollout:

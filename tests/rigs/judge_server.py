@@ -6,7 +6,7 @@ import json
 from aiohttp import web
 
 
-def said(text):
+def chat_completion(text):
     """A whole chat completion."""
     usage = {"prompt_tokens": 5, "completion_tokens": 2, "total_tokens": 7, "details": {"cached": 0}}
     return {
@@ -45,6 +45,6 @@ class JudgeServer:
         if isinstance(answer, (int, float)):
             await asyncio.sleep(answer)
             answer = "too late"
-        status, content = answer if isinstance(answer, tuple) else (200, said(answer))
+        status, content = answer if isinstance(answer, tuple) else (200, chat_completion(answer))
         text = content if isinstance(content, str) else json.dumps(content)
         return web.Response(status=status, text=text, content_type="application/json")

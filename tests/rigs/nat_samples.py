@@ -81,14 +81,14 @@ def openai(uuid, prompt, answer, *, ids=True, model=MODEL, **place):
 
 def llama_index(uuid, prompt, answer, *, ids=True, model=MODEL, **place):
     """Start and end of a call through NAT's LlamaIndex handler: texts in, a chat response with blocks out."""
-    spoken = [f"{m['role']}: {m['content']}" for m in prompt]
+    texts = [f"{m['role']}: {m['content']}" for m in prompt]
     blocks = [{"block_type": "text", "text": answer}]
     raw = {"model": model, "choices": [{"logprobs": logprobs(prompt, answer, ids=ids), "finish_reason": "stop"}]}
     response = {"message": {"role": "assistant", "additional_kwargs": {}, "blocks": blocks}, "raw": raw, "delta": None}
     response |= {"logprobs": None, "additional_kwargs": {}}
     fields = {"framework": "llama_index", "name": model, **place}
     return [
-        step("LLM_START", uuid, data={"input": " ".join(spoken)}, metadata={"chat_inputs": spoken}, **fields),
+        step("LLM_START", uuid, data={"input": " ".join(texts)}, metadata={"chat_inputs": texts}, **fields),
         step("LLM_END", uuid, data={"output": answer, "payload": response}, **fields),
     ]
 

@@ -275,9 +275,9 @@ def attempt_at(task, member, version, *, reward, attempt=0, time_ms=1):
         logprobs=tokens.encode_floats([-4.5, -4.6, -4.4]),
         spans=(VersionSpan(model_group=GROUP, version=version, length=3),),
     )
-    said = {"input": [{"role": "user", "content": "?"}], "output": "!" * member}
+    data = {"input": [{"role": "user", "content": "?"}], "output": "!" * member}
     step = StepRecorded(
-        **rollout, step_index=0, agent="agent", event_type="LLM_END", uuid=f"u{member}", data=said, llm=call
+        **rollout, step_index=0, agent="agent", event_type="LLM_END", uuid=f"u{member}", data=data, llm=call
     )
     rewarded = RewardRecorded(**rollout, reward_index=0, name="task", value=reward)
     yield step

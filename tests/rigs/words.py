@@ -42,13 +42,17 @@ NAMES = {
     "end_of_lost": "fail_truncated_run",
     "group_run": "group_execution",
     "let_in": "admitted",
+    "look": "inspect, check",
     "model_shelf": "model_cache",
     "news": "what is new: new_tokens, new_errors, changed",
+    "said": "message, text, output, answer",
     "say": "report, print, notify",
+    "spoken": "text_ids, answer, rollout",
     "spread": "reward_range, to_tokens",
     "takes_others": "accepts_external_groups",
     "tell": "report, on_progress",
     "tie_to_parent": "die_with_parent",
+    "told": "reported, output, message",
 }
 """Whole names of functions, classes, arguments, attributes and variables, without `_` at their ends."""
 TEXT = {

@@ -61,7 +61,7 @@ def packed(*values: int) -> str:
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "message"),
     [
         ("not base64!", "not base64"),
         ("AAAA", "not base64 of a zlib stream"),
@@ -75,8 +75,8 @@ def packed(*values: int) -> str:
         (packed(2, 1, 1, 2**31 - 1, 1), "does not fit into an int32"),
     ],
 )
-def test_what_are_no_kept_ids_is_refused(text: str, said: str) -> None:
-    with pytest.raises(DecodeError, match=said):
+def test_what_are_no_kept_ids_is_refused(text: str, message: str) -> None:
+    with pytest.raises(DecodeError, match=message):
         tokens.decode_kept(text, 2)
 
 

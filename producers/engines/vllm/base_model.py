@@ -72,8 +72,8 @@ def shapes_in(path: Path, where: str) -> dict[str, Shape]:
         with safetensors.safe_open(path, framework="pt") as file:  # pyright: ignore[reportAttributeAccessIssue, reportUnknownMemberType]
             return {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
     except (OSError, safetensors.SafetensorError) as error:
-        said = " ".join(str(error).split())[:300]
-        raise ModelError(f"{where} cannot be read: {said}; publish the version again") from error
+        message = " ".join(str(error).split())[:300]
+        raise ModelError(f"{where} cannot be read: {message}; publish the version again") from error
 
 
 def check_fit(own: Mapping[str, Shape], given: Mapping[str, Shape], where: str) -> None:

@@ -50,7 +50,7 @@ def parent(workspace: Path) -> Iterator[subprocess.Popen[str]]:
         process.stdout.close()
 
 
-def told(workspace: Path) -> dict[str, int]:
+def broker_json(workspace: Path) -> dict[str, int]:
     return json.loads((workspace / "broker" / "broker.json").read_text())
 
 
@@ -92,7 +92,7 @@ def test_a_broker_that_is_started_again_keeps_its_data_and_its_address(workspace
         address = broker.bootstrap_servers
         assert find_running(workspace) == address
         cluster = asyncio.run(send(broker.kafka, b"kept"))
-        pid = told(workspace)["broker_pid"]
+        pid = broker_json(workspace)["broker_pid"]
     assert is_gone(pid)
     assert find_running(workspace) is None
     with EmbeddedBroker(workspace) as broker:
@@ -115,7 +115,7 @@ def test_a_broker_listens_on_loopback_only(workspace: Path) -> None:
     with EmbeddedBroker(workspace):
         listening = {
             connection.laddr.ip.removeprefix("::ffff:")
-            for connection in psutil.Process(told(workspace)["broker_pid"]).net_connections()
+            for connection in psutil.Process(broker_json(workspace)["broker_pid"]).net_connections()
             if connection.status == psutil.CONN_LISTEN
         }
     assert listening == {"127.0.0.1"}
@@ -147,7 +147,7 @@ def test_a_broker_ends_with_its_parent_however_it_goes(
     address = find_running(workspace)
     assert address is not None
     asyncio.run(send(connection(workspace / "broker", address), b"kept"))
-    pid = told(workspace)["broker_pid"]
+    pid = broker_json(workspace)["broker_pid"]
     guard = psutil.Process(pid).ppid()
     parent.send_signal(how)
     parent.wait(60)
@@ -158,7 +158,7 @@ def test_a_broker_ends_with_its_parent_however_it_goes(
 
 
 def test_a_broker_ends_even_if_its_guard_is_killed_too(parent: subprocess.Popen[str], workspace: Path) -> None:
-    pid = told(workspace)["broker_pid"]
+    pid = broker_json(workspace)["broker_pid"]
     os.kill(psutil.Process(pid).ppid(), signal.SIGKILL)
     parent.kill()
     await_end(pid)
@@ -167,7 +167,7 @@ def test_a_broker_ends_even_if_its_guard_is_killed_too(parent: subprocess.Popen[
 def test_a_start_right_after_the_holder_was_killed_waits_for_the_workspace(
     parent: subprocess.Popen[str], workspace: Path
 ) -> None:
-    pid = told(workspace)["broker_pid"]
+    pid = broker_json(workspace)["broker_pid"]
     parent.kill()
     parent.wait()
     with EmbeddedBroker(workspace):

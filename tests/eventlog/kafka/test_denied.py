@@ -16,7 +16,7 @@ from rollstream.schemas.errors import AccessDeniedError, TopicError
 from tests.rigs.secured_broker import SecuredBroker, secured_broker
 
 pytestmark = pytest.mark.kafka
-LOOK = "--operation Describe --operation DescribeConfigs"
+INSPECTION = "--operation Describe --operation DescribeConfigs"
 PREFIXED = "--topic rollstream. --resource-pattern-type prefixed"
 STEPS = TopicPartition("steps", 0)
 Use = Callable[[KafkaLog], Awaitable[object]]
@@ -92,7 +92,9 @@ def test_topics_that_may_not_be_seen_cannot_be_made_either(broker: SecuredBroker
 
 
 def test_a_topic_that_may_not_be_described_is_named(broker: SecuredBroker) -> None:
-    message = denied(broker, "guest2", f"{LOOK} --topic rollstream.tasks.v1", lambda log: log.end_offsets("steps"))
+    message = denied(
+        broker, "guest2", f"{INSPECTION} --topic rollstream.tasks.v1", lambda log: log.end_offsets("steps")
+    )
     assert "lacks the right Describe of topic rollstream.steps.v1" in message
 
 
@@ -102,35 +104,39 @@ def test_settings_that_may_not_be_read_are_named(broker: SecuredBroker) -> None:
 
 
 def test_records_that_may_not_be_read_are_named(broker: SecuredBroker) -> None:
-    message = denied(broker, "guest4", f"{LOOK} {PREFIXED}", read)
+    message = denied(broker, "guest4", f"{INSPECTION} {PREFIXED}", read)
     assert "lacks the right Read of topic rollstream.steps.v1" in message
     message = denied(broker, "guest4", "", lambda log: log.fetch([Position("steps", 0, 0)]))
     assert "lacks the right Read of topic rollstream.steps.v1" in message
 
 
 def test_records_that_may_not_be_written_are_named(broker: SecuredBroker) -> None:
-    rights = f"{LOOK} {PREFIXED}\n--operation Write --topic rollstream.dlq.v1"
+    rights = f"{INSPECTION} {PREFIXED}\n--operation Write --topic rollstream.dlq.v1"
     message = denied(broker, "guest5", rights, lambda log: log.send_raw("steps", key=b"k", value=b"v"))
     assert "lacks the right Write of topic rollstream.steps.v1" in message
 
 
 def test_who_may_write_nothing_gets_no_producer(broker: SecuredBroker) -> None:
-    message = denied(broker, "guest6", f"{LOOK} {PREFIXED}", lambda log: log.send_raw("steps", key=b"k", value=b"v"))
+    message = denied(
+        broker, "guest6", f"{INSPECTION} {PREFIXED}", lambda log: log.send_raw("steps", key=b"k", value=b"v")
+    )
     assert "lacks the right Write of a topic, or IdempotentWrite of the cluster" in message
 
 
 def test_a_group_that_may_not_be_joined_is_named(broker: SecuredBroker) -> None:
-    message = denied(broker, "guest7", f"{LOOK} --operation Read {PREFIXED}", join)
+    message = denied(broker, "guest7", f"{INSPECTION} --operation Read {PREFIXED}", join)
     assert "lacks the right Read of group rollstream-guests" in message
 
 
 def test_offsets_that_may_not_be_looked_up_are_named(broker: SecuredBroker) -> None:
-    message = denied(broker, "guest8", f"{LOOK} {PREFIXED}", lambda log: log.committed_offsets("rollstream-guests"))
+    message = denied(
+        broker, "guest8", f"{INSPECTION} {PREFIXED}", lambda log: log.committed_offsets("rollstream-guests")
+    )
     assert "of group rollstream-guests" in message
 
 
 def test_a_group_member_that_may_not_read_the_topic_is_told(broker: SecuredBroker) -> None:
-    rights = f"{LOOK} {PREFIXED}\n--operation Read --group rollstream-guests"
+    rights = f"{INSPECTION} {PREFIXED}\n--operation Read --group rollstream-guests"
     assert "lacks the right Read of topic rollstream.steps.v1" in denied(broker, "guest9", rights, join)
 
 
@@ -203,7 +209,7 @@ def test_the_processors_end_with_what_they_may_not_do(
             "".join(
                 f"kafka-acls --add --allow-principal User:{user} {line}\n"
                 for line in (
-                    f"{LOOK} {PREFIXED}",
+                    f"{INSPECTION} {PREFIXED}",
                     "--operation Read --topic rollstream.groups.v1 --topic rollstream.dlq.v1",
                     rights,
                 )

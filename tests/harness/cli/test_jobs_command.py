@@ -13,9 +13,9 @@ from rollstream.harness.cli.terminal import jobs_table
 from rollstream.harness.runs.follower import read_runs
 from rollstream.schemas.errors import ConfigError
 from rollstream.schemas.events import JobCancelled
-from tests.rigs.group_rig import GROUP, RUN, GroupRig, spoken
+from tests.rigs.group_rig import GROUP, RUN, GroupRig, chat_rollout
 
-SFT = {"prover": [spoken("1"), spoken("2")]}
+SFT = {"prover": [chat_rollout("1"), chat_rollout("2")]}
 
 
 @pytest.fixture

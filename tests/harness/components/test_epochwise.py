@@ -119,11 +119,11 @@ async def assert_what_ifs_keep_what_was_submitted(rig: EpochwiseRig) -> None:
 def test_an_interrupted_run_goes_on_at_the_epoch_after_the_last_sealed_one(tmp_path: Path) -> None:
     async def scenario(folder: Path, cut: int) -> list[str]:
         rig = EpochwiseRig(folder, configuration(folder, num_epochs=2, num_examples=2))
-        look = Interrupting(cut, rig)
+        interrupt = Interrupting(cut, rig)
         parts = components_for(rig)
         for part, names in ((parts[1], ("start_run", "finalize")), (parts[2], ("submit", "wait_until_complete"))):
             for name in names:
-                setattr(part, name, interrupted(getattr(part, name), look))
+                setattr(part, name, interrupted(getattr(part, name), interrupt))
         with contextlib.suppress(InterruptedError):
             await conducted(rig, parts=parts)
             return []
@@ -176,12 +176,12 @@ def assert_is_token_exact(collection: TrajectoryCollection) -> None:
             assert {"id", "group_id", "trajectory_id", "digest", "locator", "generation", "run_id"} <= metadata.keys()
             items: list[Any] = trajectory.episode
             assert [item.role.value for item in items[:3]] in (["user", "assistant", "tool"], ["user", "assistant"])
-            said: list[Any] = answers_of(trajectory)
-            for item in said:
+            recorded: list[Any] = answers_of(trajectory)
+            for item in recorded:
                 tokens = item.logprobs
                 assert len(tokens["token_ids"]) == len(tokens["logprobs"]) > 0
                 assert tokens["prompt_token_ids"]
-            longer = [item.logprobs["prompt_token_ids"] for item in said]
+            longer = [item.logprobs["prompt_token_ids"] for item in recorded]
             assert all(len(one) < len(other) for one, other in pairwise(longer))
 
 

@@ -59,17 +59,17 @@ class Texts(TrajectoryBuilder):
         pass
 
     async def finalize(self, run_id: str, meta: dict[str, Any] | None = None) -> TrajectoryCollection:
-        sum_of = [conversation("1+3=", said, float(said == "4")) for said in ("4", "5")]
+        sum_of = [conversation("1+3=", answer, float(answer == "4")) for answer in ("4", "5")]
         return TrajectoryCollection(trajectories=[sum_of, [conversation("2+2=", "4", 0.25)]], run_id=run_id)
 
     def log_progress(self, run_id: str, metrics: dict[str, Any], output_dir: str | None = None) -> None:
         pass
 
 
-def conversation(question: str, said: str, reward: float) -> Trajectory:
+def conversation(question: str, answer: str, reward: float) -> Trajectory:
     episode = [
         EpisodeItem(role=EpisodeItemRole.USER, content=question),
-        EpisodeItem(role=EpisodeItemRole.ASSISTANT, content=said, logprobs=[{"token": said, "logprob": -0.5}]),
+        EpisodeItem(role=EpisodeItemRole.ASSISTANT, content=answer, logprobs=[{"token": answer, "logprob": -0.5}]),
     ]
     return Trajectory(episode=episode, reward=reward, metadata={"id": question})
 
@@ -183,8 +183,8 @@ def test_what_it_is_given_is_on_the_log_and_no_learner_is_needed(tmp_path: Path)
         assert rewards == [["1+3=", "2+2="]] * 2
         seals = await rig.events("batches", EpochSealed)
         assert [(seal.num_trained_groups, seal.num_batches) for seal in seals] == [(2, 0), (2, 0)]
-        said = [step.data["output"] for step in await rig.events("steps", StepRecorded) if step.data]
-        assert Counter(said) == Counter({"4": 4, "5": 2})
+        outputs = [step.data["output"] for step in await rig.events("steps", StepRecorded) if step.data]
+        assert Counter(outputs) == Counter({"4": 4, "5": 2})
         assert not await rig.events("batches", BatchPlanned)
         rejected = await rig.events("batches", TrajectoryRejected)
         assert Counter(one.cause for one in rejected) == Counter(handed_over=6)

@@ -50,18 +50,18 @@ def trajectory(example: str, reward: float) -> Trajectory:
 class Builder(TrajectoryBuilder):
     """Groups of given rewards in every epoch."""
 
-    def __init__(self, groups: dict[str, tuple[float, ...]], said: list[str]) -> None:
+    def __init__(self, groups: dict[str, tuple[float, ...]], calls: list[str]) -> None:
         super().__init__(TrajectoryBuilderConfig())
-        self.groups, self.said = groups, said
+        self.groups, self.calls = groups, calls
         self.evaluation_runs: dict[str, Any] = {}
         self.scores: list[Any] = [0.25, 0.75]
         self.datasets: list[Any] = []
 
     async def start_run(self, run_id: str, meta: dict[str, Any] | None = None) -> None:
-        self.said.append(f"start {(meta or {})['epoch']}")
+        self.calls.append(f"start {(meta or {})['epoch']}")
 
     async def finalize(self, run_id: str, meta: dict[str, Any] | None = None) -> TrajectoryCollection:
-        self.said.append("finalize")
+        self.calls.append("finalize")
         groups = [[trajectory(name, reward) for reward in rewards] for name, rewards in self.groups.items()]
         return TrajectoryCollection(trajectories=groups, run_id=run_id)
 
@@ -69,7 +69,7 @@ class Builder(TrajectoryBuilder):
         assert self.run_config is not None
         assert self.run_config.run_configuration is not None
         self.datasets.append(self.run_config.run_configuration.dataset)
-        self.said.append("validate")
+        self.calls.append("validate")
         items = tuple(EvaluationItem(str(number), score) for number, score in enumerate(self.scores))
         return EvaluationOutput((("reward", EvaluatorOutput(items)),))
 
@@ -80,9 +80,9 @@ class Builder(TrajectoryBuilder):
 class Adapter(TrainerAdapter):
     """Completes whatever it is given, until it is told to fail."""
 
-    def __init__(self, said: list[str]) -> None:
+    def __init__(self, calls: list[str]) -> None:
         super().__init__(TrainerAdapterConfig())
-        self.said = said
+        self.calls = calls
         self.submitted: list[list[str]] = []
         self.outcome = TrainingStatusEnum.COMPLETED
 
@@ -90,7 +90,7 @@ class Adapter(TrainerAdapter):
         return True
 
     async def submit(self, trajectories: TrajectoryCollection) -> TrainingJobRef:
-        self.said.append("submit")
+        self.calls.append("submit")
         self.submitted.append([(group[0].metadata or {})["id"] for group in trajectories.trajectories])
         return TrainingJobRef(run_id=trajectories.run_id, backend="none")
 
@@ -98,7 +98,7 @@ class Adapter(TrainerAdapter):
         return TrainingJobStatus(run_id=ref.run_id, backend="none", status=self.outcome, message="no memory")
 
     async def wait_until_complete(self, ref: TrainingJobRef, poll_interval: float = 10.0) -> TrainingJobStatus:
-        self.said.append("wait")
+        self.calls.append("wait")
         return await self.status(ref)
 
     def log_progress(self, ref: TrainingJobRef, metrics: dict[str, Any], output_dir: str | None = None) -> None:
@@ -112,8 +112,8 @@ def make(tmp_path: Path) -> Any:
     async def trained(
         groups: dict[str, tuple[float, ...]], curriculum: dict[str, Any] | None = None, **run: Any
     ) -> SimpleNamespace:
-        said: list[str] = []
-        builder, adapter = Builder(groups, said), Adapter(said)
+        calls: list[str] = []
+        builder, adapter = Builder(groups, calls), Adapter(calls)
         trainer = RollstreamTrainer(RollstreamTrainerConfig())
         await trainer.bind_components(builder, adapter)
         config = FinetuneConfig(
@@ -123,7 +123,9 @@ def make(tmp_path: Path) -> Any:
             run_configuration=FinetuneRunConfig(**run),
         )
         await trainer.initialize(config)
-        return SimpleNamespace(trainer=trainer, builder=builder, adapter=adapter, said=said, output=tmp_path / "output")
+        return SimpleNamespace(
+            trainer=trainer, builder=builder, adapter=adapter, calls=calls, output=tmp_path / "output"
+        )
 
     return trained
 
@@ -153,7 +155,7 @@ def test_an_epoch_goes_in_nats_order_and_validation_comes_first_where_it_is_due(
         statuses = await found.trainer.run(3)
         assert [status.status.value for status in statuses] == ["completed"] * 3
         epoch = ["finalize", "submit", "wait"]
-        assert found.said == ["validate", "start 0", *epoch, "start 1", *epoch, "validate", "start 2", *epoch]
+        assert found.calls == ["validate", "start 0", *epoch, "start 1", *epoch, "validate", "start 2", *epoch]
         assert found.builder.datasets == ["valid.json", "valid.json"]
         assert found.trainer.run_config.run_configuration.dataset == "train.json"
         (first, second) = json.loads((found.output / "validation_history.json").read_text())
@@ -374,13 +376,13 @@ def test_a_trainer_that_derives_from_ours_may_end_a_run_by_a_rule_of_its_own(tmp
             return "enough" if len(self.reward_history) == 2 else super().reason_to_end(epoch)
 
     async def scenario() -> None:
-        said: list[str] = []
+        calls: list[str] = []
         trainer = Enough(RollstreamTrainerConfig())
-        await trainer.bind_components(Builder(TEN, said), Adapter(said))
+        await trainer.bind_components(Builder(TEN, calls), Adapter(calls))
         await trainer.initialize(FinetuneConfig(output_dir=tmp_path, run_configuration=FinetuneRunConfig()))
         statuses = await trainer.run(5)
         assert [status.status.value for status in statuses] == ["completed"] * 2
-        assert [word for word in said if word.startswith("start")] == ["start 0", "start 1"]
+        assert [word for word in calls if word.startswith("start")] == ["start 0", "start 1"]
         assert [row["avg_reward"] for row in trainer.reward_history] == [pytest.approx(0.7)] * 2
 
     asyncio.run(scenario())

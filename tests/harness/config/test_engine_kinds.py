@@ -113,7 +113,7 @@ LORA = {"rank": 8, "target_modules": ["q_proj"]}
 
 
 @pytest.mark.parametrize(
-    ("adapter", "builder", "said"),
+    ("adapter", "builder", "message"),
     [
         (
             {"max_staleness": 3},
@@ -134,7 +134,7 @@ LORA = {"rank": 8, "target_modules": ["q_proj"]}
     ],
 )
 def test_what_vllm_refuses_drops_or_misreads_ends_no_run_in_its_middle(
-    written: dict[str, Any], adapter: dict[str, Any], builder: dict[str, Any], said: str
+    written: dict[str, Any], adapter: dict[str, Any], builder: dict[str, Any], message: str
 ) -> None:
     """Refused in one line, before anything is started; without the odd key all is well."""
 
@@ -149,7 +149,7 @@ def test_what_vllm_refuses_drops_or_misreads_ends_no_run_in_its_middle(
         check_engines(config_file.resolve(config).config)
 
     check({}, {})
-    with pytest.raises(ConfigError, match=said) as refused:
+    with pytest.raises(ConfigError, match=message) as refused:
         check(copy.deepcopy(adapter), dict(builder))
     assert "\n" not in str(refused.value)
 

@@ -58,7 +58,7 @@ def test_every_key_has_an_effect_or_is_refused_or_told_under_nat_finetune(
 
 
 @pytest.mark.parametrize(
-    ("key", "said"),
+    ("key", "message"),
     [
         ("finetuning.num_epoch", "finetuning.num_epoch: unknown key; did you mean num_epochs?"),
         (
@@ -71,12 +71,12 @@ def test_every_key_has_an_effect_or_is_refused_or_told_under_nat_finetune(
     ],
 )
 def test_a_misspelt_key_is_one_error_that_names_block_key_and_the_nearest_one(
-    nats: dict[str, Any], key: str, said: str
+    nats: dict[str, Any], key: str, message: str
 ) -> None:
     parts = key.replace(".", "__")
     with pytest.raises(ConfigError) as reported:
         under_nat(changed_by(**{parts: 1})(nats))
-    assert said in str(reported.value)
+    assert message in str(reported.value)
 
 
 def test_the_command_line_wins_over_what_the_file_says_of_the_run(nats: dict[str, Any]) -> None:

@@ -87,7 +87,7 @@ def test_a_path_of_a_model_group_is_stored_as_written(written: dict[str, Any], m
 
 
 @pytest.mark.parametrize(
-    ("agents", "groups", "said"),
+    ("agents", "groups", "message"),
     [
         (AGENTS, {"prover": {}}, r"model_groups\.prover: no agent speaks through it; .*names provers, verifiers"),
         (["prover"], {"provers": {}}, r"model_groups\.provers: no agent speaks through it; .*names policy"),
@@ -101,9 +101,9 @@ def test_a_path_of_a_model_group_is_stored_as_written(written: dict[str, Any], m
     ],
 )
 def test_model_groups_that_do_not_fit_are_an_error(
-    written: dict[str, Any], agents: Any, groups: Any, said: str
+    written: dict[str, Any], agents: Any, groups: Any, message: str
 ) -> None:
-    with pytest.raises(ConfigError, match=said):
+    with pytest.raises(ConfigError, match=message):
         config_of(written, agents, groups)
 
 

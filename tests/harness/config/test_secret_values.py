@@ -93,8 +93,8 @@ def test_what_events_and_services_carry_is_as_written(
     assert jobs[0].rollout.environment_config["target_model"] == "${TARGET}"
     location = RunLocation(KafkaSettings(bootstrap_servers="h:1"), str(config.adapter.artifact_uri), tmp_path)
     services = services_of(config, location, "run-1")
-    said = "".join(one.model_dump_json() for job in jobs for one in (job.job, job.plan, job.rollout))
-    assert "s3cr3t" not in said + "".join(one.model_dump_json() for one in services.values())
+    as_json = "".join(one.model_dump_json() for job in jobs for one in (job.job, job.plan, job.rollout))
+    assert "s3cr3t" not in as_json + "".join(one.model_dump_json() for one in services.values())
     assert {name for entry in allowed_by(config) for name in variables_in(entry)} >= {"MODEL_DIR", "WORKFLOW", "TARGET"}
     assert not {"${MODEL_DIR}", "${WORKFLOW}", "${TARGET}"} & set(allowed_by(config)), "each in its place only"
     assert services["producers-1"].allow == services["learner-1"].allow == allowed_by(config)

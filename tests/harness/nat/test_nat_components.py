@@ -35,7 +35,9 @@ class Builder(TrajectoryBuilder):
         self.started = (run_id, (meta or {})["epoch"])
 
     async def finalize(self, run_id, meta=None):
-        groups = [[_said(name, reward) for reward in rewards] for name, rewards in (("a", (0, 1)), ("b", (0, 0.5)))]
+        groups = [
+            [_conversation(name, reward) for reward in rewards] for name, rewards in (("a", (0, 1)), ("b", (0, 0.5)))
+        ]
         return nats.TrajectoryCollection(trajectories=groups, run_id=run_id)
 
     def log_progress(self, run_id, metrics, output_dir=None):
@@ -69,7 +71,7 @@ class Adapter(TrainerAdapter):
         pass
 
 
-def _said(name, reward):
+def _conversation(name, reward):
     episode = [
         nats.EpisodeItem(role=nats.EpisodeItemRole.USER, content="?"),
         nats.EpisodeItem(role=nats.EpisodeItemRole.ASSISTANT, content="1", logprobs={"content": []}),

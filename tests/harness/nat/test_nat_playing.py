@@ -74,9 +74,9 @@ def _known() -> Any:
 
 
 def _item(item: Any) -> EvalOutputItem:
-    said = str(item.output_obj)
-    error = "too short" if len(said) == 1 else None
-    return EvalOutputItem(id=item.id, score=float(len(said)) if said else None, reasoning={}, error=error)
+    output = str(item.output_obj)
+    error = "too short" if len(output) == 1 else None
+    return EvalOutputItem(id=item.id, score=float(len(output)) if output else None, reasoning={}, error=error)
 
 
 def played(questions: list[str], evaluator: dict[str, Any], failures: Failures | None = None) -> list[Played]:

@@ -71,7 +71,7 @@ def test_a_file_of_ours_is_a_configuration_of_nats():
 
 
 @pytest.mark.parametrize(
-    ("section", "name", "block", "said"),
+    ("section", "name", "block", "message"),
     [
         (
             "trajectory_builders",
@@ -86,7 +86,7 @@ def test_a_file_of_ours_is_a_configuration_of_nats():
     ],
 )
 def test_an_unknown_key_is_named_with_the_nearest_one_and_no_secret_beside_it(
-    section: str, name: str, block: Any, said: str
+    section: str, name: str, block: Any, message: str
 ) -> None:
     if section in ("trajectory_builders", "trainer_adapters"):
         block = {"kafka": {"password": SECRET}, **block}
@@ -95,7 +95,7 @@ def test_an_unknown_key_is_named_with_the_nearest_one_and_no_secret_beside_it(
     content = {"_type": "rollstream", name: block} if section == "workflow" else {name: block}
     with pytest.raises(ValidationError) as reported:
         Config.model_validate({section: content})
-    assert said in reported.value.errors()[0]["msg"]
+    assert message in reported.value.errors()[0]["msg"]
     assert SECRET not in str(reported.value)
 
 

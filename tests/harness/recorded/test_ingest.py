@@ -116,8 +116,8 @@ def test_a_bad_line_is_told_with_its_reason_and_the_rest_goes_on():
     ingested = read_lines([*raws, b"", *good], ALL)
     assert ingested.num_rollouts == 1
     assert [line.number for line in ingested.bad] == list(range(1, len(raws) + 1))
-    for line, said in zip(ingested.bad, [*filter(None, BAD.values()), "not valid JSON"], strict=True):
-        assert said in line.reason, line
+    for line, message in zip(ingested.bad, [*filter(None, BAD.values()), "not valid JSON"], strict=True):
+        assert message in line.reason, line
     assert f"{len(raws)} bad lines" in ingested.summary()
 
 
@@ -195,7 +195,7 @@ def test_large_rollouts_lie_in_the_runs_artifact_store(tmp_path, configured):
 
 
 @pytest.mark.parametrize(
-    ("content", "builder", "said"),
+    ("content", "builder", "message"),
     [
         (b"", {}, "contains no usable rollout"),
         (b"{\n{", {}, "contains no usable rollout; line 1: not valid JSON"),
@@ -203,13 +203,15 @@ def test_large_rollouts_lie_in_the_runs_artifact_store(tmp_path, configured):
         (b"{}", {"environment": "arithmetic"}, "trajectory_builders.b.environment: is 'arithmetic', but ingest uses"),
     ],
 )
-def test_a_file_or_configuration_that_cannot_be_used_is_one_clear_error(tmp_path, configured, content, builder, said):
+def test_a_file_or_configuration_that_cannot_be_used_is_one_clear_error(
+    tmp_path, configured, content, builder, message
+):
     file = tmp_path / "steps.jsonl"
     if content is not None:
         file.write_bytes(content)
     with pytest.raises(ConfigError, match=r"^[^\n]*$") as caught:
         prepare(file, configured(builder), tmp_path / "work", ())
-    assert said in str(caught.value)
+    assert message in str(caught.value)
 
 
 def test_a_configuration_without_a_builder_says_so(tmp_path):

@@ -117,7 +117,7 @@ def test_an_answer_without_log_probabilities_is_record_only_unless_they_are_not_
 
 
 @pytest.mark.parametrize(
-    ("broken", "said"),
+    ("broken", "message"),
     [
         (trajectory(item("user", "q")), "has no assistant message"),
         (trajectory(item("user", "q"), item("assistant", "a", [-1.0]), reward=float("nan")), "its reward is nan"),
@@ -125,8 +125,8 @@ def test_an_answer_without_log_probabilities_is_record_only_unless_they_are_not_
         (trajectory(DPOItem(prompt="p", chosen_response="a", rejected_response="b")), "is a preference pair"),
     ],
 )
-def test_what_cannot_be_used_is_a_rollout_with_an_error(broken, said):
-    assert said in rollout_of(broken).error
+def test_what_cannot_be_used_is_a_rollout_with_an_error(broken, message):
+    assert message in rollout_of(broken).error
 
 
 def test_a_preference_pair_is_a_group_of_two_with_one_prompt():

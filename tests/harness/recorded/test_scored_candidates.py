@@ -72,10 +72,10 @@ def test_equal_scores_equal_texts_and_other_prompts_are_no_pair_and_are_counted(
 
 def test_prompts_that_are_equal_as_text_and_differ_in_tokens_are_not_compared() -> None:
     steps = [step(0, "4", 1.0, metadata={"step_index": 3}), step(1, "2", 0.0, metadata={"step_index": 5})]
-    said = {3: {"prompt_token_ids": [1, 2]}, 5: {"prompt_token_ids": [1, 3]}}
-    assert select_pairs(found(*steps, tokens=said).candidates, PairSelection()).dropped == {"different prompts": 1}
-    said[5] = said[3]
-    assert len(select_pairs(found(*steps, tokens=said).candidates, PairSelection()).pairs) == 1
+    prompts = {3: {"prompt_token_ids": [1, 2]}, 5: {"prompt_token_ids": [1, 3]}}
+    assert select_pairs(found(*steps, tokens=prompts).candidates, PairSelection()).dropped == {"different prompts": 1}
+    prompts[5] = prompts[3]
+    assert len(select_pairs(found(*steps, tokens=prompts).candidates, PairSelection()).pairs) == 1
 
 
 @pytest.mark.parametrize("changes", [{"turn_id": None}, {"score": None}, {"score": True}, {"score": float("nan")}])
@@ -113,8 +113,8 @@ def test_other_steps_and_what_is_no_step_are_passed_over() -> None:
 
 
 def test_a_prompt_has_not_the_answer_at_its_end_and_may_be_one_text() -> None:
-    said = [*PROMPT, {"role": "assistant", "content": "4"}]
-    (one,) = found(step(0, "4", 1.0, data={"input": said})).candidates
+    messages = [*PROMPT, {"role": "assistant", "content": "4"}]
+    (one,) = found(step(0, "4", 1.0, data={"input": messages})).candidates
     assert one.prompt == (("user", "012345678"),)
     (one,) = found(step(0, "4", 1.0, data={"input": "what now?"})).candidates
     assert one.prompt == "what now?"
@@ -131,10 +131,10 @@ def test_turns_of_different_rollouts_are_not_mixed() -> None:
 
 
 @given(st.lists(st.tuples(st.sampled_from("0123"), st.sampled_from([0.0, 0.5, 1.0])), max_size=8), st.randoms())
-def test_no_order_of_the_candidates_changes_the_pairs(said: list[tuple[str, float]], rng: random.Random) -> None:
+def test_no_order_of_the_candidates_changes_the_pairs(answers: list[tuple[str, float]], rng: random.Random) -> None:
     candidates = [
         ScoredCandidate("x", "m0", "turn", 0, index, (("user", "?"),), text, score)
-        for index, (text, score) in enumerate(said)
+        for index, (text, score) in enumerate(answers)
     ]
     selected = select_pairs(candidates, PairSelection(max_pairs_per_turn=5)).pairs
     rng.shuffle(candidates)

@@ -32,11 +32,11 @@ class Doomed:
         self.is_running = outcome == "r"
 
 
-def play(broker: Doomed, said: list[str], **options: Any) -> None:
+def play(broker: Doomed, lines: list[str], **options: Any) -> None:
     """Watch until nothing is left to happen."""
 
     async def scenario() -> None:
-        watching = asyncio.create_task(keep_running(broker, said.append, first_backoff_s=0, check_s=0, **options))
+        watching = asyncio.create_task(keep_running(broker, lines.append, first_backoff_s=0, check_s=0, **options))
         while broker.outcomes or not broker.is_running:
             await asyncio.sleep(0)
             if watching.done():
@@ -47,9 +47,9 @@ def play(broker: Doomed, said: list[str], **options: Any) -> None:
 
 
 def test_a_second_death_during_a_restart_is_tried_again(tmp_path: Path) -> None:
-    said: list[str] = []
-    play(Doomed(tmp_path, "xdxr"), said)
-    assert said == [
+    lines: list[str] = []
+    play(Doomed(tmp_path, "xdxr"), lines)
+    assert lines == [
         "the broker died; restarting it",
         "the broker did not restart (it ended at once, attempt 3 from the last); restarting it",
         "the broker died; restarting it",
@@ -80,7 +80,7 @@ def test_a_death_of_a_full_disk_waits_for_room_and_does_not_count(
     if is_broker_alone:
         workspace.mkdir()
         (workspace / "broker").symlink_to(disk.folder)
-    said: list[str] = []
+    lines: list[str] = []
 
     class Filled(Doomed):
         def restart(self) -> None:
@@ -88,7 +88,7 @@ def test_a_death_of_a_full_disk_waits_for_room_and_does_not_count(
             super().restart()
 
     def notify(text: str) -> None:
-        said.append(text)
+        lines.append(text)
         if "paused" in text:
             disk.free()
 
@@ -101,7 +101,7 @@ def test_a_death_of_a_full_disk_waits_for_room_and_does_not_count(
         watching.cancel()
 
     asyncio.run(scenario())
-    assert sum(f"paused: the disk of {workspace / 'broker'}" in line for line in said) == MAX_RESTARTS + 3
+    assert sum(f"paused: the disk of {workspace / 'broker'}" in line for line in lines) == MAX_RESTARTS + 3
 
 
 @pytest.mark.kafka
@@ -113,13 +113,13 @@ def test_a_broker_whose_disk_was_full_goes_on_with_all_that_was_acknowledged(sma
             log = KafkaLog(broker.kafka)
             await log.start()
             await log.ensure_topics(num_partitions=1)
-            said: list[str] = []
-            watching = asyncio.create_task(keep_running(broker, said.append, first_backoff_s=0.01))
+            lines: list[str] = []
+            watching = asyncio.create_task(keep_running(broker, lines.append, first_backoff_s=0.01))
             await log.send(RunEnded(run_id="r", time_ms=1, cause="failed"))  # a connected producer waits for the broker
             disk.fill()
             sent, last = await send_until_it_stops(log, broker)
-            await until(lambda: any("the disk of" in line for line in said), watching)
-            assert f"needs {ROOM_BYTES:,} bytes" in said[-1]
+            await until(lambda: any("the disk of" in line for line in lines), watching)
+            assert f"needs {ROOM_BYTES:,} bytes" in lines[-1]
             disk.free()
             await until(lambda: answers(int(broker.bootstrap_servers.rpartition(":")[2])), watching)
             await last

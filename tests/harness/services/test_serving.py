@@ -223,8 +223,8 @@ def test_topics_with_other_partition_counts_are_refused(kafka: KafkaSettings, tm
 @pytest.mark.slow
 def test_a_served_broker_that_dies_is_started_again_and_ends_in_order(tmp_path: Path) -> None:
     environ = {**os.environ, "ROLLSTREAM_WORKSPACE": str(tmp_path)}
-    with (tmp_path / "said.txt").open("w") as said:
-        process = subprocess.Popen([*CLI, "serve", "broker"], env=environ, stdout=said, stderr=said)
+    with (tmp_path / "said.txt").open("w") as output:
+        process = subprocess.Popen([*CLI, "serve", "broker"], env=environ, stdout=output, stderr=output)
 
     def until(claim: Callable[[], bool]) -> None:
         deadline = time.monotonic() + 60

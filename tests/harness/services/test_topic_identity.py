@@ -76,18 +76,18 @@ def test_a_topic_counts_as_deleted_when_it_is_missing_three_times_in_a_row(tmp_p
 
 @pytest.mark.kafka
 def test_a_running_service_ends_in_order_when_a_topic_is_deleted(tmp_path: Path) -> None:
-    said: list[str] = []
+    reported: list[str] = []
 
     async def work(settings: ServiceSettings) -> None:
-        said.append("begun")
+        reported.append("begun")
         try:
             await asyncio.sleep(60)
         finally:
-            said.append("ended in order")
+            reported.append("ended in order")
 
     async def serve_and_delete(settings: ServiceSettings) -> None:
         serving = asyncio.create_task(run_until_stopped("service", settings, work, watch_s=0.2))
-        while not said:
+        while not reported:
             await asyncio.sleep(0.05)
         await _delete(settings.connection, "tasks")
         await serving
@@ -103,7 +103,7 @@ def test_a_running_service_ends_in_order_when_a_topic_is_deleted(tmp_path: Path)
         )
         with pytest.raises(TruncatedError, match=r"^topic tasks was deleted with its records"):
             asyncio.run(serve_and_delete(settings))
-    assert said == ["begun", "ended in order"]
+    assert reported == ["begun", "ended in order"]
 
 
 @pytest.mark.kafka

@@ -163,7 +163,7 @@ def test_losses_are_divided_as_aggregation_says(options: dict[str, Any], normali
 
 
 @pytest.mark.parametrize(
-    ("options", "said"),
+    ("options", "message"),
     [
         ({"aggregation": "constant"}, "aggregation_length belong together"),
         ({"aggregation_length": 5}, "aggregation_length belong together"),
@@ -173,8 +173,8 @@ def test_losses_are_divided_as_aggregation_says(options: dict[str, Any], normali
         ({"overlong": {"max_length": 4, "buffer": 5}}, "buffer 5 is longer than max_length 4"),
     ],
 )
-def test_options_that_do_not_fit_together_are_refused(options: dict[str, Any], said: str) -> None:
-    with pytest.raises(ValidationError, match=said):
+def test_options_that_do_not_fit_together_are_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValidationError, match=message):
         GrpoSettings.model_validate(options)
 
 

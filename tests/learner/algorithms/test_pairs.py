@@ -27,7 +27,7 @@ def item(answer: int, *, score: float | None = None, reward: float | None = None
     return Item((GROUP, "agent"), packed(1, 2), packed(answer), (score, reward, total))
 
 
-def told(pairs: list[Pair]) -> list[tuple[int, int, float]]:
+def tokens_and_score(pairs: list[Pair]) -> list[tuple[int, int, float]]:
     """Chosen and rejected token, and the difference."""
     return [
         (array("i", pair.chosen_ids)[0], array("i", pair.rejected_ids)[0], round(pair.score_diff, 9)) for pair in pairs
@@ -35,7 +35,7 @@ def told(pairs: list[Pair]) -> list[tuple[int, int, float]]:
 
 
 def pairs(*items: Item, **settings: Any) -> list[tuple[int, int, float]]:
-    return told(pairs_of(items, DpoSettings(**settings)))
+    return tokens_and_score(pairs_of(items, DpoSettings(**settings)))
 
 
 def trajectory(*sequences: TokenSequence, member: int = 0, **changes: Any) -> TrajectoryAssembled:
@@ -137,7 +137,7 @@ def test_the_answers_of_a_trajectory_have_the_tokens_before_them_as_prompt() -> 
         (packed(1, 2, 7, 3), packed(8, 9), (None, 0.25, 0.75)),
         (packed(1, 2), packed(6), (-1.0, None, 0.75)),
     ]
-    assert told(pairs_of(found, DpoSettings())) == [(7, 6, 2.0)]
+    assert tokens_and_score(pairs_of(found, DpoSettings())) == [(7, 6, 2.0)]
 
 
 def test_a_completion_without_tokens_or_prompt_is_passed_over_and_one_outside_named() -> None:

@@ -133,7 +133,7 @@ def test_the_sum_is_stored_in_the_type_of_the_base_model(tmp_path: Path, tiny: P
 
 
 @pytest.mark.parametrize(
-    ("changes", "said"),
+    ("changes", "message"),
     [
         ({"rank_pattern": {"a": 2}}, "rank_pattern of its adapter is {'a': 2}, which cannot be merged here"),
         ({"modules_to_save": ["lm_head"]}, "modules_to_save of its adapter is"),
@@ -143,10 +143,12 @@ def test_the_sum_is_stored_in_the_type_of_the_base_model(tmp_path: Path, tiny: P
         ({"target_modules": ["no_proj"]}, "cannot have the adapter of model.lora"),
     ],
 )
-def test_what_cannot_be_merged_leaves_no_folder(tmp_path: Path, tiny: Path, changes: dict[str, Any], said: str) -> None:
+def test_what_cannot_be_merged_leaves_no_folder(
+    tmp_path: Path, tiny: Path, changes: dict[str, Any], message: str
+) -> None:
     policy = trained(tiny, LORA)
     lora = {**(policy.adapter_config() or {}), **changes}
-    with pytest.raises(ModelError, match=said):
+    with pytest.raises(ModelError, match=message):
         export_merged(published(policy, tmp_path / "weights", lora=lora), tmp_path / "weights", tmp_path / "merged")
     missing = published(policy, tmp_path / "weights", base_model=str(tmp_path / "gone"))
     with pytest.raises(ModelError, match=r"model folder .*gone does not exist"):

@@ -271,9 +271,9 @@ def test_a_model_that_cannot_share_computes_each_row_and_says_why(
     with caplog.at_level(logging.WARNING):
         assert not model.shares_prefixes(5)
         assert not model.shares_prefixes(5)
-    said = [record.message for record in caplog.records if "common prefixes" in record.message]
-    assert len(said) == 1
-    assert reason in said[0]
+    messages = [record.message for record in caplog.records if "common prefixes" in record.message]
+    assert len(messages) == 1
+    assert reason in messages[0]
     result = train(model, revision=4)
     assert result.metrics["tokens/packing_ratio"] >= 1
     assert result.num_optimizer_steps == 1

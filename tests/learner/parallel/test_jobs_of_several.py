@@ -45,11 +45,11 @@ def of_job(model: Path, *, lora: bool = False) -> dict[str, Any]:
 def slowly(has: Callable[[], Awaitable[bool]]) -> Callable[[], Awaitable[bool]]:
     """A look that leaves the interpreter to the thread that trains in between."""
 
-    async def look() -> bool:
+    async def inspect() -> bool:
         await asyncio.sleep(0.3)
         return await has()
 
-    return look
+    return inspect
 
 
 async def trained(folder: Path, model: Path, ranks: ProcessRanks, *, stops: bool = False, lora: bool = False) -> None:

@@ -59,8 +59,8 @@ class TeacherServer:
         assert request.path == "/v1/completions"
         ids = body["prompt"]
         values = logprobs_by_transformers(self.model, ids)
-        told = [None, *({str(one): {"logprob": value}} for one, value in zip(ids[1:], values, strict=True))]
-        return web.json_response(self.answer or {"choices": [{"prompt_logprobs": told}]})
+        prompt_logprobs = [None, *({str(one): {"logprob": value}} for one, value in zip(ids[1:], values, strict=True))]
+        return web.json_response(self.answer or {"choices": [{"prompt_logprobs": prompt_logprobs}]})
 
 
 @asynccontextmanager
@@ -154,10 +154,10 @@ def test_a_key_that_no_header_can_hold_is_refused_without_telling_it(teacher: Pa
     assert "other" not in str(error.value)
 
 
-@pytest.mark.parametrize("told", [float("nan"), -9999.0, 0.5, "high"])
-def test_what_is_no_log_probability_is_refused(teacher: Path, told: Any) -> None:
+@pytest.mark.parametrize("value", [float("nan"), -9999.0, 0.5, "high"])
+def test_what_is_no_log_probability_is_refused(teacher: Path, value: Any) -> None:
     async def scenario() -> None:
-        answer = {"choices": [{"prompt_logprobs": [None, {"8": {"logprob": told}}]}]}
+        answer = {"choices": [{"prompt_logprobs": [None, {"8": {"logprob": value}}]}]}
         async with serving(TeacherServer(teacher, answer=answer)) as server:
             asked = ServedTeacher(server.url, str(teacher), None)
             with pytest.raises(ModelError, match="log-probabilit"):

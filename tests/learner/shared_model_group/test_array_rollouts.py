@@ -69,8 +69,8 @@ def test_the_last_timestep_gives_every_round_with_what_came_before(rig: GroupRig
     ]
     assert texts(second) == texts(first)
     assert [reward.value for reward in first.rewards] == [1.5]
-    (spoken,) = texts(rollouts_of(rollouts(), members["prover"])[0])
-    assert spoken == ([*before, ("user", "is it one?")], "yes")
+    (conversation,) = texts(rollouts_of(rollouts(), members["prover"])[0])
+    assert conversation == ([*before, ("user", "is it one?")], "yes")
 
 
 def test_numpy_arrays_are_read_as_lists_are(rig: GroupRig) -> None:
@@ -98,9 +98,9 @@ def test_given_prompts_take_the_place_of_built_ones_and_padding_is_left_out(rig:
 
 def test_labels_take_the_place_of_the_verifiers_last_message(rig: GroupRig) -> None:
     found = sft_examples(grouped(rig), GROUP, {}, {"verifier": rollouts()})
-    said = [texts(group.members[0].rollout) for group in found]
-    assert [one[-1][1] for one in said] == ["Decision: accept", "Decision: reject"]
-    assert [one[0][1] for one in said] == ["is it one?", "is it one?"]
+    conversations = [texts(group.members[0].rollout) for group in found]
+    assert [one[-1][1] for one in conversations] == ["Decision: accept", "Decision: reject"]
+    assert [one[0][1] for one in conversations] == ["is it one?", "is it one?"]
 
 
 def side(text: str | None, at: int = 1) -> dict[str, Any]:
@@ -133,8 +133,8 @@ def test_broken_pairs_are_refused(rig: GroupRig, positive: Any, negative: Any, m
 
 
 def test_pairs_of_different_rounds_are_refused(rig: GroupRig) -> None:
-    said = [["a", None], ["b", None]]
-    sides = [{"round": [at], "next": {"raw_message_history": [said]}, "question": ["claim"]} for at in (0, 1)]
+    messages = [["a", None], ["b", None]]
+    sides = [{"round": [at], "next": {"raw_message_history": [messages]}, "question": ["claim"]} for at in (0, 1)]
     assert [examples_of(one, grouped(rig)["prover"])[0][0] for one in sides] == [0, 1]
     with pytest.raises(ConfigError, match="the positive is of round 0, the negative of round 1"):
         dpo_examples(grouped(rig), GROUP, {"prover": sides[0]}, {"prover": sides[1]})

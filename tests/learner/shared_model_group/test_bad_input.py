@@ -11,7 +11,7 @@ from rollstream.schemas.errors import ConfigError
 from rollstream.schemas.events import JobCancelled, JobFailed, JobSubmitted, TaskRequested
 from rollstream.schemas.events.recorded import RecordedRollout, RecordedStep, RecordedTokens
 from rollstream.schemas.events.rollouts import VersionSpan
-from tests.rigs.group_rig import GROUP, WAIT_S, GroupRig, sampled, spoken
+from tests.rigs.group_rig import GROUP, WAIT_S, GroupRig, chat_rollout, sampled
 
 Call = Callable[[SharedModelGroup], Awaitable[Any]]
 SPAN = VersionSpan(model_group="run-9/policy", version=0, length=2)
@@ -37,25 +37,25 @@ def rl(given: dict[str, Any]) -> Call:
     [
         (sft({}), "the dataset is empty"),
         (sft({"prover": [RecordedRollout()]}), "the dataset is empty"),
-        (sft({"judge": [spoken("1")]}), "agent judge is not in the model group; its agents are prover, verifier"),
-        (sft({"prover": [spoken("1", None)]}), "agent prover, rollout 0: a message is None"),
+        (sft({"judge": [chat_rollout("1")]}), "agent judge is not in the model group; its agents are prover, verifier"),
+        (sft({"prover": [chat_rollout("1", None)]}), "agent prover, rollout 0: a message is None"),
         (sft({"prover": [OF_ANOTHER]}), f"sampled by model group run-9/policy, not by {GROUP}"),
         (sft({"prover": [RecordedRollout(error="cut off")]}), "rollout 0: the recorded rollout is broken: cut off"),
-        (sft({}, {"prover": [(spoken("1"), 1)]}), "agent prover is not a verifier; only a verifier's guesses"),
-        (sft({}, {"verifier": [(spoken("1"), 2)]}), "agent verifier: label 2 is not 0 or 1"),
+        (sft({}, {"prover": [(chat_rollout("1"), 1)]}), "agent prover is not a verifier; only a verifier's guesses"),
+        (sft({}, {"verifier": [(chat_rollout("1"), 2)]}), "agent verifier: label 2 is not 0 or 1"),
         (sft({}, {"verifier": [(SAME, 1)]}), "without messages as text has no guess to replace"),
         (dpo({}, {}), "the dataset is empty"),
-        (dpo({"prover": [spoken("1")]}, {"prover": []}), "1 positive and 0 negative examples"),
+        (dpo({"prover": [chat_rollout("1")]}, {"prover": []}), "1 positive and 0 negative examples"),
         (dpo({"judge": []}, {}), "agent judge is not in the model group"),
         (
-            dpo({"prover": [spoken("1", "2")]}, {"prover": [spoken("1")]}),
+            dpo({"prover": [chat_rollout("1", "2")]}, {"prover": [chat_rollout("1")]}),
             "example prover/0: the positive is of round 1, the negative of round 0",
         ),
-        (dpo({"prover": [spoken("1")]}, {"prover": [spoken(None)]}), "rollout 0: a message is None"),
+        (dpo({"prover": [chat_rollout("1")]}, {"prover": [chat_rollout(None)]}), "rollout 0: a message is None"),
         (dpo({"prover": [SAME]}, {"prover": [OTHER_PROMPT]}), "positive and negative answer different prompts"),
         (dpo({"prover": [RecordedRollout()]}, {"prover": [SAME]}), "example 0: it has no message of the agent"),
         (rl({}), "the dataset is empty"),
-        (rl({"prover": [[spoken("1")]]}), "agent prover, group 0: a step has no tokens with log-probabilities"),
+        (rl({"prover": [[chat_rollout("1")]]}), "agent prover, group 0: a step has no tokens with log-probabilities"),
         (rl({"prover": [[sampled(4, reward=1.0)] * 513]}), "has 513 rollouts, more than 512; split the group"),
     ],
 )
@@ -73,7 +73,7 @@ def test_bad_examples_are_refused_before_anything_is_written(rig: GroupRig, call
 def test_switching_while_a_job_runs_is_refused(rig: GroupRig) -> None:
     async def body() -> None:
         async with await rig.open() as group:
-            job_id = await group.create_supervised_fine_tune_job({"prover": [spoken("1"), spoken("2")]})
+            job_id = await group.create_supervised_fine_tune_job({"prover": [chat_rollout("1"), chat_rollout("2")]})
             with pytest.raises(JobStateError, match=f"job {job_id} is pending; switch once it has succeeded"):
                 await group.switch_to_next_model()
             await group.cancel_fine_tune_job(cause="no longer wanted")
@@ -86,7 +86,7 @@ def test_switching_while_a_job_runs_is_refused(rig: GroupRig) -> None:
 def test_only_a_failed_or_cancelled_job_is_tried_again(rig: GroupRig) -> None:
     async def body() -> None:
         async with await rig.open() as group:
-            job_id = await group.create_supervised_fine_tune_job({"prover": [spoken("1"), spoken("2")]})
+            job_id = await group.create_supervised_fine_tune_job({"prover": [chat_rollout("1"), chat_rollout("2")]})
             with pytest.raises(JobStateError, match=f"job {job_id} is pending; only a failed or cancelled job"):
                 await group.retry_fine_tune_job()
 
@@ -138,7 +138,7 @@ def test_a_frozen_group_trains_nothing(rig: GroupRig) -> None:
         async with await rig.open(rig.agents(freeze_agent=True)) as group:
             assert not group.is_trainable
             with pytest.raises(JobStateError, match=f"model group {GROUP} is frozen and cannot be trained"):
-                await group.create_supervised_fine_tune_job({"prover": [spoken("1"), spoken("2")]})
+                await group.create_supervised_fine_tune_job({"prover": [chat_rollout("1"), chat_rollout("2")]})
 
     asyncio.run(body())
 
@@ -150,7 +150,7 @@ def test_a_run_that_has_ended_takes_no_jobs(rig: GroupRig) -> None:
             with pytest.raises(
                 JobStateError, match=r"run run-1 has ended \(completed\); open the group in another run"
             ):
-                await group.create_supervised_fine_tune_job({"prover": [spoken("1"), spoken("2")]})
+                await group.create_supervised_fine_tune_job({"prover": [chat_rollout("1"), chat_rollout("2")]})
         with pytest.raises(ConfigError, match=r"run run-1 has ended \(completed\); begin another run"):
             await rig.open()
 
@@ -176,7 +176,7 @@ def test_rollouts_that_are_too_old_fail_the_job_with_the_reason(rig: GroupRig) -
     async def body() -> None:
         groups = [[sampled(8, 9, reward=1.0), sampled(10, 11, reward=0.0)] for _ in range(2)]
         async with rig.services(), await rig.open() as group:
-            await group.create_supervised_fine_tune_job({"prover": [spoken("1"), spoken("2")]})
+            await group.create_supervised_fine_tune_job({"prover": [chat_rollout("1"), chat_rollout("2")]})
             await group.wait_for_fine_tune_job(timeout=WAIT_S)
             await group.create_rl_fine_tune_job({"prover": groups})
             assert await group.wait_for_fine_tune_job(timeout=WAIT_S) == "failed", group.jobs
@@ -189,7 +189,7 @@ def test_rollouts_that_are_too_old_fail_the_job_with_the_reason(rig: GroupRig) -
 def test_a_cancelled_job_leaves_nothing_open(rig: GroupRig) -> None:
     async def body() -> None:
         async with rig.services(learner=False), await rig.open() as group:
-            await group.create_supervised_fine_tune_job({"prover": [spoken("1"), spoken("2")]})
+            await group.create_supervised_fine_tune_job({"prover": [chat_rollout("1"), chat_rollout("2")]})
             await group.cancel_fine_tune_job()
             await group.cancel_fine_tune_job()
             assert await group.get_fine_tune_job_status() == "cancelled"

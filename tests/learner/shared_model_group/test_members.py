@@ -25,9 +25,9 @@ from rollstream.schemas.events import (
     WeightsPublished,
 )
 from rollstream.schemas.settings import ArtifactRef
-from tests.rigs.group_rig import GROUP, NAME, RUN, GroupRig, spoken
+from tests.rigs.group_rig import GROUP, NAME, RUN, GroupRig, chat_rollout
 
-SFT = {"prover": [spoken("1"), spoken("2")]}
+SFT = {"prover": [chat_rollout("1"), chat_rollout("2")]}
 
 
 def made(rig: GroupRig, agents: list[GroupAgent], **changes: Any) -> SharedModelGroup:

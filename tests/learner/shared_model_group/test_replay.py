@@ -14,10 +14,10 @@ from rollstream.replay.training import train
 from rollstream.replay.verify import verify
 from rollstream.schemas.events import JobSubmitted, RunStarted, WeightsPublished
 from rollstream.schemas.permissions import Permissions
-from tests.rigs.group_rig import RUN, WAIT_S, GroupRig, sampled, spoken
+from tests.rigs.group_rig import RUN, WAIT_S, GroupRig, chat_rollout, sampled
 from tests.rigs.replay_changes import changes, finders, is_found
 
-SFT = {"prover": [spoken("1", "2"), spoken("3")], "verifier": [spoken("4"), spoken("5")]}
+SFT = {"prover": [chat_rollout("1", "2"), chat_rollout("3")], "verifier": [chat_rollout("4"), chat_rollout("5")]}
 
 
 async def replayed(rig: GroupRig, *, trains: bool = True) -> Report:
@@ -37,12 +37,12 @@ def test_jobs_of_a_group_are_verified_and_trained_again_to_the_same_weights(rig:
             await group.wait_for_fine_tune_job(timeout=WAIT_S)
             await group.switch_to_next_model()
             await group.create_dpo_fine_tune_job(
-                {"prover": [spoken("1"), spoken("2")]}, {"prover": [spoken("3"), spoken("4")]}
+                {"prover": [chat_rollout("1"), chat_rollout("2")]}, {"prover": [chat_rollout("3"), chat_rollout("4")]}
             )
             assert await group.wait_for_fine_tune_job(timeout=WAIT_S) == "succeeded", group.jobs
-            await group.create_supervised_fine_tune_job({"prover": [spoken("6"), spoken("7")]})
+            await group.create_supervised_fine_tune_job({"prover": [chat_rollout("6"), chat_rollout("7")]})
             await group.cancel_fine_tune_job(cause="no longer wanted")
-            await group.create_supervised_fine_tune_job({"prover": [spoken("6")]})
+            await group.create_supervised_fine_tune_job({"prover": [chat_rollout("6")]})
             await group.end_run()
             report = await replayed(rig)
             assert [str(one) for one in report.differences] == []
@@ -78,7 +78,7 @@ def test_every_row_is_true_of_skipped_jobs_and_switches(rig: GroupRig, caplog: p
             await group.create_supervised_fine_tune_job(SFT)
             assert await group.wait_for_fine_tune_job(timeout=WAIT_S) == "succeeded", group.jobs
             await group.switch_to_next_model()
-            await group.create_supervised_fine_tune_job({"prover": [spoken("6")]})
+            await group.create_supervised_fine_tune_job({"prover": [chat_rollout("6")]})
             await group.switch_to_next_model()
             await group.end_run()
 

@@ -7,9 +7,9 @@ import pytest
 
 from rollstream.learner.shared_model_group import SharedModelGroup
 from rollstream.schemas.events import BatchPlanned, JobSubmitted, JobSucceeded, StepTrained, WeightsPublished
-from tests.rigs.group_rig import GROUP, WAIT_S, GroupRig, sampled, spoken
+from tests.rigs.group_rig import GROUP, WAIT_S, GroupRig, chat_rollout, sampled
 
-SFT = {"prover": [spoken("1", "2"), spoken("3")], "verifier": [spoken("4"), spoken("5")]}
+SFT = {"prover": [chat_rollout("1", "2"), chat_rollout("3")], "verifier": [chat_rollout("4"), chat_rollout("5")]}
 
 
 async def weights(rig: GroupRig) -> dict[int, str]:
@@ -36,7 +36,7 @@ def test_pairs_and_groups_are_trained_after_each_other(rig: GroupRig) -> None:
     async def body() -> None:
         async with rig.services(), await rig.open() as group:
             dpo = await group.create_dpo_fine_tune_job(
-                {"prover": [spoken("1"), spoken("2")]}, {"prover": [spoken("3"), spoken("4")]}
+                {"prover": [chat_rollout("1"), chat_rollout("2")]}, {"prover": [chat_rollout("3"), chat_rollout("4")]}
             )
             assert await group.wait_for_fine_tune_job(dpo, WAIT_S) == "succeeded", group.jobs
             await group.switch_to_next_model()
@@ -164,7 +164,7 @@ async def create(group: SharedModelGroup, kind: str) -> None:
     if kind == "sft":
         await group.create_supervised_fine_tune_job(SFT)
     elif kind == "dpo":
-        sides = [spoken("1"), spoken("2")], [spoken("3"), spoken("4")]
+        sides = [chat_rollout("1"), chat_rollout("2")], [chat_rollout("3"), chat_rollout("4")]
         await group.create_dpo_fine_tune_job({"prover": sides[0]}, {"prover": sides[1]})
     else:
         groups = [[sampled(8, 9, reward=1.0), sampled(10, 11, reward=0.0)] for _ in range(2)]

@@ -73,7 +73,7 @@ async def of_run(log, topic, run):
     return [event for event in found if event.run_id == run]
 
 
-def told(metadata, knows):
+def known_metadata(metadata, knows):
     """What a restart is told of the metadata that was committed."""
     if knows == "metadata":
         return metadata
@@ -100,7 +100,7 @@ def test_a_long_log_of_a_run_that_cannot_be_folded_makes_few_letters_and_ends_th
         assert "16 records of the run" in ended.message
 
         later = CurateShell(log, store, service="q", evolve=raises_on(*kinds))
-        await later.prepare(0, len(half), told(metadata, knows))
+        await later.prepare(0, len(half), known_metadata(metadata, knows))
         assert await letters_of(log) == letters, "folding again writes none"
         end = await curated(log, later, len(half))
         num_ends = len([one for one in await of_run(log, "groups", BAD) if isinstance(one, RunEnded)])
@@ -110,7 +110,7 @@ def test_a_long_log_of_a_run_that_cannot_be_folded_makes_few_letters_and_ends_th
 
         last = CurateShell(log, store, service="r", evolve=raises_on(*kinds))
         letters = await letters_of(log)
-        await last.prepare(0, end, told(later.metadata(0), knows))
+        await last.prepare(0, end, known_metadata(later.metadata(0), knows))
         assert await letters_of(log) == letters
         return await of_run(log, "tasks", GOOD), await of_run(log, "batches", GOOD)
 

@@ -270,8 +270,8 @@ async def _join_leave_and_die(kafka, workspace, run, *, num_groups):
         closed = await read_until(log, "groups", starts["groups"], _closes(run, num_groups))
         letters = {letter.offset for letter in await _letters(log, starts["dlq"])}
     except AssertionError as error:
-        said = (f"--- {worker.log.name}\n{worker.log.read_text()[-4000:]}" for worker in workers)
-        raise AssertionError("\n".join([str(error)[:500], *said])) from None
+        logs = (f"--- {worker.log.name}\n{worker.log.read_text()[-4000:]}" for worker in workers)
+        raise AssertionError("\n".join([str(error)[:500], *logs])) from None
     finally:
         for worker in workers:
             worker.process.kill()

@@ -155,9 +155,9 @@ def in_all(*looks, timeout_s=10.0):
     """What is found stuck at looks 5 s apart: (position, progress), or None while the partition is not assigned."""
     standstill = StandstillInAll(timeout_s)
     found = []
-    for look in looks:
-        positions = {} if look is None else {STEPS: look[0]}
-        progress = {} if look is None else {STEPS: look[1]}
+    for state in looks:
+        positions = {} if state is None else {STEPS: state[0]}
+        progress = {} if state is None else {STEPS: state[1]}
         found.append(standstill.observe(5.0, positions, {STEPS: 10}, progress=progress))
     return found
 

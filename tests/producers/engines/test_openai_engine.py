@@ -24,7 +24,7 @@ GROUP, KEY = "run-1/judge", "sk-very-secret"
 TALK = [{"role": "system", "content": "Ünïcode\nand lines"}, {"role": "user", "content": 'say "yes"'}]
 
 
-def said(text, reason="stop"):
+def completion(text, reason="stop"):
     return {"choices": [{"message": {"role": "assistant", "content": text}, "text": text, "finish_reason": reason}]}
 
 
@@ -82,7 +82,7 @@ def text_of(generation):
 
 
 def test_the_server_gets_messages_sampling_and_key_and_its_text_comes_back():
-    server = Server((200, {}, said("jä")))
+    server = Server((200, {}, completion("jä")))
     (answer,) = ask(server, request(temperature=0.5, top_p=0.9, top_k=3, max_new_tokens=7))
     assert (text_of(answer), answer.finish_reason, answer.logprobs, answer.spans) == ("jä", "stop", (), ())
     ((path, headers, body),) = server.requests
@@ -100,7 +100,7 @@ def test_the_server_gets_messages_sampling_and_key_and_its_text_comes_back():
 
 def test_messages_with_unicodes_own_line_ends_stay_messages():
     talk = [TALK[0], {"role": "user", "content": "a\u2028b\u2029c\x85d\x0be\x1cf\r\ng"}]
-    server = Server((200, {}, said("x")))
+    server = Server((200, {}, completion("x")))
     ask(server, request(talk))
     assert server.requests[0][2]["messages"] == talk
 
@@ -108,19 +108,19 @@ def test_messages_with_unicodes_own_line_ends_stay_messages():
 def test_a_conversation_keeps_every_message_over_turns():
     tokenizer = TextTokenizer()
     conversation, messages = Conversation(tokenizer), list(TALK)
-    server = Server((200, {}, said("first\nanswer", "length")), (200, {}, said("zweite ✓")))
+    server = Server((200, {}, completion("first\nanswer", "length")), (200, {}, completion("zweite ✓")))
     for step in range(2):
         prompt = conversation.prompt(tokenizer.apply_chat_template(messages))
         (answer,) = ask(server, GenerationRequest(GROUP, prompt.token_ids, Sampling(), 1))
         text = conversation.append_sampled(step, prompt, answer.token_ids)
         assert server.requests[-1][2]["messages"] == messages
         messages += [{"role": "assistant", "content": text}, {"role": "user", "content": "go on"}]
-        server = Server((200, {}, said("zweite ✓")))
+        server = Server((200, {}, completion("zweite ✓")))
     assert [one["content"] for one in messages if one["role"] == "assistant"] == ["first\nanswer", "zweite ✓"]
 
 
 def test_a_base_model_gets_the_contents_alone_and_the_only_model_of_a_server_is_found():
-    server = Server((200, {}, {"data": [{"id": "base"}]}), (200, {}, said("x", "length")))
+    server = Server((200, {}, {"data": [{"id": "base"}]}), (200, {}, completion("x", "length")))
     (answer,) = ask(server, model=None, api="completions", api_key_variable=None)
     assert (text_of(answer), answer.finish_reason) == ("x", "length")
     (listed, _, _), (path, headers, body) = server.requests
@@ -142,9 +142,9 @@ def test_a_base_model_gets_the_contents_alone_and_the_only_model_of_a_server_is_
         ((200, {}, b"\xff\xfe"), r"answered what is not JSON"),
         ((200, {}, [1]), r"an answer without choices"),
         ((200, {}, {"choices": []}), r"an answer without choices"),
-        ((200, {}, said(None)), r"not text"),
-        ((200, {}, said("x", "tool_calls")), r"not text"),
-        ((200, {}, said("", "length")), r"no text; raise max_new_tokens"),
+        ((200, {}, completion(None)), r"not text"),
+        ((200, {}, completion("x", "tool_calls")), r"not text"),
+        ((200, {}, completion("", "length")), r"no text; raise max_new_tokens"),
         ((500, {}, f"broken {KEY}"), r"answered 500 'broken \$\{JUDGE_KEY\}' \(3 tries\); check that it serves"),
     ],
 )
@@ -166,7 +166,7 @@ def test_too_long_a_prompt_is_told_apart():
 def test_more_than_the_limit_is_not_read():
     limit = http_json.MAX_ANSWER_BYTES
     with pytest.raises(ModelError, match=f"answered more than {limit} bytes"):
-        ask(Server((200, {}, said("x" * limit))))
+        ask(Server((200, {}, completion("x" * limit))))
 
 
 def test_a_server_that_is_down_is_one_error_after_all_tries():
@@ -184,7 +184,7 @@ def test_a_server_that_is_down_is_one_error_after_all_tries():
 
 
 def test_what_fails_for_the_moment_is_tried_again():
-    server = Server((429, {"Retry-After": "0.002"}, ""), (503, {}, ""), (200, {}, said("yes")))
+    server = Server((429, {"Retry-After": "0.002"}, ""), (503, {}, ""), (200, {}, completion("yes")))
     (answer,) = ask(server)
     assert (text_of(answer), len(server.requests)) == ("yes", 3)
 
@@ -231,7 +231,7 @@ def test_a_url_that_is_none_or_holds_a_secret_is_refused(url):
 
 def test_a_model_group_that_others_serve_stands_beside_the_engine(tmp_path):
     async def main():
-        async with Server((200, {}, said("no"))).listening() as url:
+        async with Server((200, {}, completion("no"))).listening() as url:
             served = OpenAIEngine(OpenAISettings(base_url=url, model="m"), {})
             engine = RoutedEngine(ScriptedEngine(), {"judge": served})
             await engine.start()

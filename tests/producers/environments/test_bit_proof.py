@@ -217,16 +217,19 @@ def test_a_verifier_alone_needs_no_prover(play):
 
 
 BITS = st.sampled_from(["0000", "0100"])
-SAID = st.sampled_from(["Y", "N", "?", "0", "3", " 2 ", ""]) | st.text(max_size=3)
+ANSWERS = st.sampled_from(["Y", "N", "?", "0", "3", " 2 ", ""]) | st.text(max_size=3)
 
 
 @given(
-    st.sampled_from(sorted(PROVERS)), st.sampled_from(["0000", "0100"]), st.integers(0, 9), st.lists(SAID, min_size=40)
+    st.sampled_from(sorted(PROVERS)),
+    st.sampled_from(["0000", "0100"]),
+    st.integers(0, 9),
+    st.lists(ANSWERS, min_size=40),
 )
-def test_whatever_is_said_an_episode_ends_within_its_rounds_and_looks(name, bits, seed, said):
+def test_whatever_is_said_an_episode_ends_within_its_rounds_and_looks(name, bits, seed, answers):
     protocol = table.protocol(name)
     proof = Proof(bits, Episode(protocol, protocol.draw(random.Random(seed)), "1" in bits), looks=2)
-    texts = iter(said)
+    texts = iter(answers)
     while proof.agent is not None:
         known = [message["content"] for message in proof.messages(proof.agent)]
         assert (shown(bits) in known[0]) == (proof.agent != "verifier")

@@ -203,12 +203,12 @@ BROKEN = {
 
 @pytest.mark.parametrize("way", BROKEN)
 def test_whatever_goes_wrong_there_is_a_failed_attempt_with_its_cause(play, way):
-    answer, said = BROKEN[way]
+    answer, message = BROKEN[way]
     path = "/elsewhere" if way == "no such path" else "/v1/workflow/full"
     played, _ = ask(play, answer, path=path, endpoint_timeout=0.5 if way == "too slow" else 20.0)
     assert isinstance(played.last, RolloutFailed)
     assert played.last.cause == "environment_error"
-    assert said in played.last.message
+    assert message in played.last.message
     assert "endpoint http://127.0.0.1:" in played.last.message
 
 
@@ -225,12 +225,12 @@ def test_nobody_listening_is_a_failed_attempt(play):
 def test_an_example_without_a_question_and_a_wrong_configuration_say_so(play):
     task = task_of("remote_workflow", inputs={"query": "?"}, environment_config={"endpoint": "http://127.0.0.1:9"})
     assert "the example has no key 'question'; its inputs are: query" in play(task).last.message
-    for config, said in (
+    for config, message in (
         ({"endpoint": "localhost:80"}, "must be a URL"),
         ({"endpoint": "http://x", "endpoint_timeout": 0}, "endpoint_timeout is 0"),
         ({"endpoint": "http://x", "result_json_path": "answer"}, "result_json_path is 'answer'"),
     ):
-        assert said in play(task_of("remote_workflow", environment_config=config)).last.message
+        assert message in play(task_of("remote_workflow", environment_config=config)).last.message
 
 
 def test_lines_are_whole_however_they_come_and_never_endless():

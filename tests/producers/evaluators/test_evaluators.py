@@ -310,8 +310,8 @@ def test_an_evaluator_comes_before_a_registered_reward_of_its_name(play):
 
 def test_a_recorded_score_is_not_given_again(play):
     tokens = RecordedTokens.of([1, 2], [3], [-0.5])
-    said = RecordedStep(name="m", data={"input": "?", "output": "it is 7"}, tokens=tokens)
-    found = RecordedRollout(steps=(said,), rewards=(RecordedReward(value=0.25, name="sum"),))
+    step = RecordedStep(name="m", data={"input": "?", "output": "it is 7"}, tokens=tokens)
+    found = RecordedRollout(steps=(step,), rewards=(RecordedReward(value=0.25, name="sum"),))
     members = [RecordedMember(rollout=found).model_dump(mode="json")]
     evaluator = {"sum": {"_type": "numeric_match"}, "other": {"_type": "numeric_match"}}
     inputs = {"recorded": members, "answer": 7}

@@ -14,7 +14,7 @@ from rollstream.processors.assemble.trajectories import agents_of
 from rollstream.producers.rollout.registry import register_environment
 from rollstream.schemas.events import GroupStarted, RolloutEnded, RolloutFailed
 from tests.producers.conftest import GROUP, answers, task_of
-from tests.rigs.judge_server import JudgeServer, said
+from tests.rigs.judge_server import JudgeServer, chat_completion
 
 SECRET = "sk-very-secret-4711"
 PROMPT = "Question: {question}\nExpected: {answer}\nResponse: {response}\nHow good is it, from 0 to 10?"
@@ -148,7 +148,7 @@ NO_SCORES = {
     "timeout": ([2.0], {"timeout_s": 0.1}, ["no answer within 0.1 s", "timeout_s"]),
     "not JSON": ([(200, "<html>")], {}, ["choices[0].message.content", "OpenAI-compatible"]),
     "no choices": ([(200, {"choices": []})], {}, ["choices[0].message.content"]),
-    "no text": ([(200, said(None))], {}, ["is not text"]),
+    "no text": ([(200, chat_completion(None))], {}, ["is not text"]),
     "no number": ([f"{SECRET} is a fine answer"], {}, ["says no score", "change pattern, min or max"]),
     "out of range": (["I give 11 points"], {}, ["says '11'", "between 0 and 10"]),
     "too long a number": (["9" * 400], {}, ["says '999"]),

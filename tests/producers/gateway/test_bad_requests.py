@@ -254,7 +254,7 @@ def test_the_gateways_token_names_a_rollout_of_a_process_that_was_killed_where_t
 
 @pytest.mark.parametrize("url", [CHAT, COMPLETE, MESSAGES])
 def test_a_client_that_hangs_up_in_mid_stream_leaves_one_whole_step_and_can_have_it(tmp_path, url, caplog):
-    said = "abcdefghij" * 200
+    answer = "abcdefghij" * 200
 
     async def agent(one: Any) -> None:
         headers = {"Authorization": f"Bearer {one.rollout['key']}", "Idempotency-Key": "k"}
@@ -265,15 +265,15 @@ def test_a_client_that_hangs_up_in_mid_stream_leaves_one_whole_step_and_can_have
         async with one.http.post(one.rollout["base_url"] + url, json=body, headers=headers) as response:
             whole = (await response.text()).split("data: ")
         pieces = [json.loads(text) for line in whole if (text := line.partition("\n")[0]).startswith("{")]
-        assert said in "".join(_text(piece) for piece in pieces)
+        assert answer in "".join(_text(piece) for piece in pieces)
         await one.chat("after")
         await one.reward(1.0)
         await one.end()
 
-    played = play_outside(tmp_path, agent, script=answers(said), sampling={"max_new_tokens": 3000})
+    played = play_outside(tmp_path, agent, script=answers(answer), sampling={"max_new_tokens": 3000})
     played.assert_complete()
     first, _ = calls_of(played)
-    assert len(tokens.decode_ids(first.llm.completion_ids)) == len(said) + 1
+    assert len(tokens.decode_ids(first.llm.completion_ids)) == len(answer) + 1
     assert [record.getMessage() for record in caplog.records if record.levelname == "ERROR"] == []
 
 

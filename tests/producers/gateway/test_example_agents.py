@@ -59,8 +59,8 @@ def test_an_agent_with_openais_client_asks_a_database_and_a_calculator(tmp_path)
     played.assert_complete()
     steps: list[Any] = played.steps
     *_, last = [step for step in steps if step.llm is not None]
-    said = [message["content"] for message in last.data["input"] if message["role"] == "tool"]
-    assert said == ["[[35, 4]]", "140"]
+    tool_results = [message["content"] for message in last.data["input"] if message["role"] == "tool"]
+    assert tool_results == ["[[35, 4]]", "140"]
     assert [reward.value for reward in played.rewards] == [1.0]
 
 
@@ -86,5 +86,5 @@ def test_the_tools_answer_what_they_may_and_errors_for_the_rest(name: str, argum
 
 
 def test_a_number_is_worth_a_little_and_the_right_one_all() -> None:
-    said = {"140": 1.0, " 140.0\n": 1.0, "141": 0.1, "": 0.0, "140 or so": 0.0}
-    assert {text: shop.reward_of(text, 140.0) for text in said} == said
+    rewards = {"140": 1.0, " 140.0\n": 1.0, "141": 0.1, "": 0.0, "140 or so": 0.0}
+    assert {text: shop.reward_of(text, 140.0) for text in rewards} == rewards

@@ -82,10 +82,10 @@ def test_the_openai_client_streams_and_a_conversation_keeps_its_tokens_over_tool
         async with openai.AsyncOpenAI(base_url=url, api_key=one.rollout["key"], max_retries=0) as client:
             messages: list[Any] = [{"role": "user", "content": "3+4"}]
             first = await client.chat.completions.create(model="policy", messages=messages, tools=[TOOL])  # type: ignore[list-item]
-            said = first.choices[0].message
-            assert said.tool_calls is not None
-            messages.append(said.model_dump(exclude_none=True))
-            messages.append({"role": "tool", "tool_call_id": said.tool_calls[0].id, "content": "7"})
+            message = first.choices[0].message
+            assert message.tool_calls is not None
+            messages.append(message.model_dump(exclude_none=True))
+            messages.append({"role": "tool", "tool_call_id": message.tool_calls[0].id, "content": "7"})
             stream = await client.chat.completions.create(model="policy", messages=messages, stream=True)
             assert "".join([chunk.choices[0].delta.content or "" async for chunk in stream]) == "seven"
         await one.reward(1.0)
@@ -301,20 +301,20 @@ def test_a_client_that_hangs_up_leaves_a_recorded_call_which_its_retry_is_answer
 
 
 def test_calls_that_a_rollouts_end_by_its_time_interrupts_are_refused_as_ended_and_end_their_streams_with_it(tmp_path):
-    said: list[Any] = []
+    refusals: list[Any] = []
 
     async def agent(one):
         asked = asyncio.create_task(one.chat("a", status=409))
         headers = {"Authorization": f"Bearer {one.rollout['key']}"}
         body = {"model": "policy", "max_tokens": 3000, "messages": [{"role": "user", "content": "b"}], "stream": True}
         async with one.http.post(f"{one.rollout['base_url']}/v1/messages", json=body, headers=headers) as response:
-            said.append((response.status, await response.text()))
-        said.append((await asked)["error"])
+            refusals.append((response.status, await response.text()))
+        refusals.append((await asked)["error"])
 
     last = play_outside(tmp_path, agent, rollout_timeout_s=1.0, delay_s=60.0).last
     assert isinstance(last, RolloutFailed)
     assert last.cause == "timeout"
-    (status, stream), error = said
+    (status, stream), error = refusals
     assert (status, error["code"]) == (409, "rollout_ended")
     assert "has ended" in json.loads(stream)["error"]["message"]
 

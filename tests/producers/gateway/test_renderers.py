@@ -84,9 +84,9 @@ def test_a_call_in_the_familys_format_is_parsed_and_the_next_prompt_bridged(tmp_
 def test_reasoning_that_the_template_drops_forks_the_prompt_of_a_new_question(tmp_path):
     async def agent(one):
         first = await one.chat("a", tools=[TOOL])
-        said = {"role": "assistant", "content": first["choices"][0]["message"]["content"]}
-        assert said["content"] == "b"
-        await one.chat({"role": "user", "content": "a"}, said, {"role": "user", "content": "c"}, tools=[TOOL])
+        message = {"role": "assistant", "content": first["choices"][0]["message"]["content"]}
+        assert message["content"] == "b"
+        await one.chat({"role": "user", "content": "a"}, message, {"role": "user", "content": "c"}, tools=[TOOL])
         await one.reward(1.0)
         await one.end()
 
@@ -218,9 +218,9 @@ def test_a_token_that_ends_an_answer_and_opens_the_next_turn_is_written_once(tmp
     question = {"role": "user", "content": "3+1"}
     prompt = conversation.prompt(by_template([question], tokenizer, tools=tools))
     ids = tokenizer.encode(GLM_CALL, add_special_tokens=False)
-    said = conversation.append_sampled(0, prompt, (*ids, observation))
-    assert said == GLM_CALL
-    messages = [question, {"role": "assistant", "content": said}, {"role": "tool", "content": "4"}]
+    text = conversation.append_sampled(0, prompt, (*ids, observation))
+    assert text == GLM_CALL
+    messages = [question, {"role": "assistant", "content": text}, {"role": "tool", "content": "4"}]
     later = conversation.prompt(by_template(messages, tokenizer, tools=tools))
     assert later.token_ids.tolist().count(observation) == 1
 

@@ -47,8 +47,8 @@ def test_a_claimed_rollout_is_played_with_openais_client_rewarded_and_ended(tmp_
         assert rollout.task.agents == ("agent",)
         messages: list[Any] = [{"role": "user", "content": rollout.task.inputs["question"]}]
         async with openai.AsyncOpenAI(base_url=rollout.openai_base_url, api_key=rollout.key) as client:
-            said = (await client.chat.completions.create(model="policy", messages=messages)).choices[0].message
-        assert said.content == "7"
+            message = (await client.chat.completions.create(model="policy", messages=messages)).choices[0].message
+        assert message.content == "7"
         messages += [{"role": "assistant", "content": "7"}, {"role": "user", "content": "and 1?"}]
         answer = await rollout.chat(messages, max_tokens=3)
         assert answer["choices"][0]["message"]["content"] == "8"

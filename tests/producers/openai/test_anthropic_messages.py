@@ -67,10 +67,10 @@ def test_limits_and_stop_sequences_are_told_apart(tmp_path):
 
 
 def test_tools_are_called_and_their_results_come_back(tmp_path):
-    said = 'Well. <tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
+    sampled = 'Well. <tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
 
     async def scenario():
-        async with serving(tmp_path, says(said)) as place:
+        async with serving(tmp_path, says(sampled)) as place:
             answer = await post(place, "/messages", ASK | {"tools": [TOOL], "tool_choice": {"type": "auto"}})
             text, call = answer["content"]
             assert (answer["stop_reason"], text["text"], call["name"]) == ("tool_use", "Well.", "add")
@@ -90,10 +90,10 @@ def test_tools_are_called_and_their_results_come_back(tmp_path):
 
 
 def test_a_stream_of_a_message_is_named_events_that_make_up_the_message(tmp_path):
-    said = 'Well. <tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
+    sampled = 'Well. <tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
 
     async def scenario():
-        async with serving(tmp_path, says(said)) as place:
+        async with serving(tmp_path, says(sampled)) as place:
             events = await events_of(place, "/messages", ASK | {"tools": [TOOL], "stream": True})
             found = [json.loads(event["data"]) for event in events]
             assert [event["event"] for event in events] == [event["type"] for event in found]

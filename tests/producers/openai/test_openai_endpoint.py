@@ -232,13 +232,13 @@ def test_a_stream_ends_with_its_reason_and_usage(tmp_path):
 
 
 def test_tool_calls_are_read_only_when_tools_were_offered(tmp_path):
-    said = 'Well. <tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
+    text = 'Well. <tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
 
     async def scenario():
-        async with serving(tmp_path, says(said)) as place, place.client() as client:
+        async with serving(tmp_path, says(text)) as place, place.client() as client:
             ask = client.chat.completions.create
             plain = (await ask(model="policy", messages=ASK)).choices[0]
-            assert (plain.message.content, plain.message.tool_calls) == (said, None)
+            assert (plain.message.content, plain.message.tool_calls) == (text, None)
             choice = (await ask(model="policy", messages=ASK, tools=[TOOL])).choices[0]
             assert (choice.finish_reason, choice.message.content) == ("tool_calls", "Well.")
             [call] = choice.message.tool_calls or []

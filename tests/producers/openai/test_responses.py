@@ -126,8 +126,8 @@ def test_a_stream_of_a_response_brings_its_text_and_its_calls_piece_by_piece(tmp
             "response.completed",
         ]
         assert [event.sequence_number for event in events] == list(range(len(events)))
-        said, call = events[-1].response.output
-        assert (said.content[0].text, call.name) == ("well then", "add")
+        message, call = events[-1].response.output
+        assert (message.content[0].text, call.name) == ("well then", "add")
         await one.reward(1.0)
         await one.end()
 

@@ -67,12 +67,12 @@ def test_a_real_model_streams_as_it_samples(tmp_path: Path) -> None:
             whole = await ask(**sampling)
             options: Any = {"include_usage": True}
             pieces = await pieces_of(await ask(**sampling, stream=True, stream_options=options))
-            said = dict.fromkeys(range(2), "")
+            texts = dict.fromkeys(range(2), "")
             counts = dict.fromkeys(range(2), 0)
             for choice in [choice for piece in pieces for choice in piece.choices]:
-                said[choice.index] += choice.delta.content or ""
+                texts[choice.index] += choice.delta.content or ""
                 counts[choice.index] += bool(choice.delta.content)
-            assert list(said.values()) == [choice.message.content for choice in whole.choices]
+            assert list(texts.values()) == [choice.message.content for choice in whole.choices]
             assert sum(counts.values()) > 8
             ends = [choice for piece in pieces for choice in piece.choices if choice.logprobs is not None]
             exact = [choice.logprobs.model_extra["token_ids"] for choice in ends]
@@ -163,8 +163,8 @@ def test_a_client_that_hangs_up_in_mid_stream_gets_the_recorded_answer_when_it_a
             response.close()
         async with one.http.post(url, data=body, headers=headers) as response:
             lines = events_of(await response.text())
-        said = "".join(choice["delta"].get("content") or "" for line in lines for choice in line["choices"])
-        assert said == "a longer answer"
+        text = "".join(choice["delta"].get("content") or "" for line in lines for choice in line["choices"])
+        assert text == "a longer answer"
         await one.reward(1.0)
         await one.end()
 

@@ -178,9 +178,9 @@ def test_a_conversation_only_grows():
         while episode.turn is not None:
             messages = conversation(episode, episode.turn.agent, [])
             assert messages[: len(before.get(episode.turn.agent, []))] == before.get(episode.turn.agent, [])
-            said = f"m{len(episode.utterances)}"
-            before[episode.turn.agent] = [*messages, {"role": "assistant", "content": said}]
-            episode = episode.speak(said)
+            text = f"m{len(episode.utterances)}"
+            before[episode.turn.agent] = [*messages, {"role": "assistant", "content": text}]
+            episode = episode.speak(text)
 
 
 # ---- how it ends, and what it earns ----

@@ -39,7 +39,7 @@ def exact(prompt, completion, logprobs: Iterable[float] | Literal["fit"] | None 
     return RecordedStep(tokens=RecordedTokens.of(prompt, completion, values, **fields))
 
 
-def spoken(*messages, answer="4", **fields):
+def chat_step(*messages, answer="4", **fields):
     sent = tuple({"role": "user", "content": text} for text in messages)
     return RecordedStep(chat=RecordedChat(messages=sent, answer={"role": "assistant", "content": answer}, **fields))
 
@@ -101,7 +101,7 @@ def test_recorded_versions_stay_and_missing_ones_are_assumed_and_said_so(play):
 
 
 def test_text_alone_is_no_token_ids_unless_it_may_be_retokenised(play):
-    rollout = RecordedRollout(steps=(spoken("1+1=", answer="2"),), rewards=(RecordedReward(value=1.0),))
+    rollout = RecordedRollout(steps=(chat_step("1+1=", answer="2"),), rewards=(RecordedReward(value=1.0),))
     plain = play(task_of(rollout))
     plain.assert_complete()
     assert plain.steps[0].llm is None
@@ -116,7 +116,7 @@ def test_text_alone_is_no_token_ids_unless_it_may_be_retokenised(play):
 
 @pytest.mark.parametrize(("num", "kept", "has_end"), [(2, True, False), (3, True, True), (4, False, True)])
 def test_log_probabilities_are_kept_only_if_their_number_fits_the_new_tokens(play, num, kept, has_end):
-    step = spoken("hm", answer="42", logprobs=(-0.25,) * num)
+    step = chat_step("hm", answer="42", logprobs=(-0.25,) * num)
     played = play(task_of(RecordedRollout(steps=(step,)), config={"retokenise": True}))
     call = played.steps[0].llm
     assert (call.logprobs is not None) == kept
@@ -130,7 +130,7 @@ def test_retokenised_turns_go_on_from_each_other(play):
         {"role": "user", "content": "go"},
     )
     chat = RecordedChat(messages=messages, answer={"role": "assistant", "content": "b"})
-    rollout = RecordedRollout(steps=(spoken("go", answer="a"), RecordedStep(chat=chat)))
+    rollout = RecordedRollout(steps=(chat_step("go", answer="a"), RecordedStep(chat=chat)))
     played = play(task_of(rollout, config={"retokenise": True}))
     [sequence] = join_calls(played.steps)
     text = TOKENIZER.decode(tokens.decode_ids(sequence.token_ids))
@@ -153,10 +153,10 @@ class ToolTokenizer(ScriptedTokenizer):
 
 def test_an_answer_that_calls_tools_is_what_the_template_writes_for_it():
     call = {"id": "c", "type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}
-    said, tokenizer = spoken("hm", answer=""), ToolTokenizer()
+    recorded, tokenizer = chat_step("hm", answer=""), ToolTokenizer()
     answer = {"role": "assistant", "content": None, "tool_calls": [call]}
-    assert said.chat is not None
-    step = said.model_copy(update={"chat": said.chat.model_copy(update={"answer": answer})})
+    assert recorded.chat is not None
+    step = recorded.model_copy(update={"chat": recorded.chat.model_copy(update={"answer": answer})})
     reading = read_step(step, 0, ImportContext(GROUP, retokenise=True), Conversation(tokenizer), tokenizer)
     assert reading.call is not None
     assert TOKENIZER.decode(tokens.decode_ids(reading.call.completion_ids)) == '!{"a": 1}<end>'
@@ -217,7 +217,7 @@ def test_the_same_record_gives_the_same_events_in_every_attempt(play):
 
 
 @pytest.mark.parametrize(
-    ("rollout", "said"),
+    ("rollout", "message"),
     [
         (RecordedRollout(source_id="r7", error="its agent raised KeyError"), "recorded rollout r7: its agent raised"),
         (RecordedRollout(steps=(exact([5], [100_000]),)), "recorded token id 100000 is outside the"),
@@ -226,11 +226,11 @@ def test_the_same_record_gives_the_same_events_in_every_attempt(play):
         (RecordedRollout(steps=(RecordedStep(agent="other"),)), "agent 'other' is not an agent"),
     ],
 )
-def test_a_broken_record_is_a_failed_attempt_with_its_cause(play, rollout, said):
+def test_a_broken_record_is_a_failed_attempt_with_its_cause(play, rollout, message):
     played = play(task_of(rollout))
     assert isinstance(played.last, RolloutFailed)
     assert played.last.cause == "environment_error"
-    assert said in played.last.message
+    assert message in played.last.message
 
 
 def test_a_member_without_a_record_and_a_record_that_is_none_fail_with_their_causes(play):
@@ -300,7 +300,7 @@ def test_tasks_have_derived_ids_and_are_the_same_for_the_same_groups():
 
 def test_of_another_backends_model_ids_are_kept_as_they_come_and_text_makes_none(play):
     """Ids that no tokenizer here knows, and text alone, which is neither tokenised nor counted as a failure."""
-    steps = (exact([5, 600_000], [700_000, 1]), spoken("1+3="))
+    steps = (exact([5, 600_000], [700_000, 1]), chat_step("1+3="))
     reward = (RecordedReward(value=1.0),)
     played = play(task_of(RecordedRollout(steps=steps, rewards=reward), policy="external"))
     played.assert_complete()

@@ -109,8 +109,8 @@ def test_a_prompt_names_the_answers_that_it_has_as_text(play):
         shown = json.dumps({"so_far": summary.text.rpartition("</think>")[2]})
         await session.chat([user(shown), user("2")])
 
-    said = answers("one", "<think>hm</think> bad", '<think>so</think> it "was"\none', "two")
-    steps = play(task_of("test_compacts"), said).steps
+    script = answers("one", "<think>hm</think> bad", '<think>so</think> it "was"\none', "two")
+    steps = play(task_of("test_compacts"), script).steps
     assert [step.llm.uses for step in steps] == [(), (), (), (2,)]
     assert [step.llm.prefix and step.llm.prefix.step_index for step in steps] == [None, 0, 1, None]
     assert dead_branches(steps) == {1}
@@ -126,8 +126,8 @@ def test_a_prompt_is_the_text_s_own_tokens_however_it_was_put_together():
             prompt = conversation.prompt(text)
             assert prompt.token_ids.tolist() == tokenizer.encode(text)
             end = [1] if rng.random() < 0.7 else []
-            spoken = tokenizer.encode("".join(rng.choices("xyz", k=rng.randrange(1, 4))))
-            messages.append(assistant(conversation.append_sampled(step_index, prompt, spoken + end)))
+            completion = tokenizer.encode("".join(rng.choices("xyz", k=rng.randrange(1, 4))))
+            messages.append(assistant(conversation.append_sampled(step_index, prompt, completion + end)))
 
 
 def test_several_agents_interleave_with_conversations_of_their_own(play):
@@ -175,9 +175,9 @@ def test_what_is_changed_after_a_call_was_recorded_as_it_was(play):
         await session.tool("look", board, (1, 2))
         board["cells"].append(2)
 
-    chat, look = play(task_of("test_mutates")).steps
+    chat, tool = play(task_of("test_mutates")).steps
     assert chat.data["input"] == [user("1")]
-    assert look.data == {"input": {"cells": [1]}, "output": [1, 2]}
+    assert tool.data == {"input": {"cells": [1]}, "output": [1, 2]}
 
 
 @pytest.mark.parametrize(

@@ -17,13 +17,13 @@ def texts_of(play, **settings):
 
 def test_members_share_what_their_branches_share(play):
     texts = texts_of(play, responses_per_step=2, max_turns=3)
-    first = [said[0] for said in texts]
+    first = [answers[0] for answers in texts]
     assert first[0] == first[1] != first[2] == first[3]
-    assert len({tuple(said[:2]) for said in texts}) == 4, "the last level is each member's own"
+    assert len({tuple(answers[:2]) for answers in texts}) == 4, "the last level is each member's own"
 
 
 def test_without_a_tree_every_member_answers_for_itself(play):
-    assert len({said[0] for said in texts_of(play, max_turns=3)}) > 2
+    assert len({answers[0] for answers in texts_of(play, max_turns=3)}) > 2
 
 
 def test_an_answer_has_the_seed_that_it_had_before_there_were_trees():

@@ -111,7 +111,7 @@ class StandInServer:
             await asyncio.sleep(0.01)
         if path in ASKED and body.get("max_tokens") != 1:
             return await self._tokens(body, request)
-        return web.json_response(self._said(path, body, request))
+        return web.json_response(self._described(path, body, request))
 
     async def _tokens(self, body: dict[str, Any], request: web.Request) -> web.StreamResponse:
         before = self.label
@@ -159,7 +159,7 @@ class StandInServer:
         ]
         return {"finish_reason": "length", "weight_versions": versions}
 
-    def _said(self, path: str, body: dict[str, Any], request: web.Request) -> Any:
+    def _described(self, path: str, body: dict[str, Any], request: web.Request) -> Any:
         if path == "/openapi.json":
             offered = {*FULL, *ADAPTERS, *ASKED, *ASKED_OF} - self.without
             answers = {"200": {"content": {"text/event-stream": {}} if self.streams else {}}}
