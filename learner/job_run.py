@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from rollstream.eventlog import codec
 from rollstream.eventlog.artifact_retry import Retry
@@ -153,10 +153,9 @@ class JobRun:
 
     async def _loaded(self) -> JobTrainer:
         """The model of the job's folder with a new optimizer."""
-        context = self._context
-        return await context.in_training_thread(
-            lambda: JobTrainer(self.job, threads=context.threads, permissions=context.permissions, ranks=context.ranks)
-        )
+        context, budget = self._context, self._folder.path / "micro_batch_tokens.json"
+        how: dict[str, Any] = {"threads": context.threads, "permissions": context.permissions, "ranks": context.ranks}
+        return await self._in_thread(lambda: JobTrainer(self.job, **how, budget=budget))
 
     async def _checkpoint(self) -> Checkpoint | None:
         """The newest whole checkpoint. The state then reaches back to it, and to the base version."""
@@ -293,7 +292,7 @@ class JobRun:
         seconds = {"fetch": time.monotonic() - began}
         scores = await self._scorer.scores(self.trainer, planned, trajectories, seconds)
         group = self._context.inbox.state.group(self.job.model_group)
-        known = group.micro_batch_tokens.get(planned.yields_version, ())
+        known = group.recorded_budget(planned.yields_version)
         manifests = self._context.inbox.state.job(self.job.job_id).manifests
         if (following := manifests.get(planned.index + 1)) is not None:
             self._members.begin(following.planned)

@@ -74,6 +74,10 @@ class GroupState:
     is_whole: bool = True
     """Nothing was forgotten."""
 
+    def recorded_budget(self, version: int) -> tuple[int, ...] | None:
+        """The micro-batches that a version was trained with, as StepTrained has them; None if it was not yet."""
+        return self.micro_batch_tokens.get(version, ()) if version in self.trained else None
+
     @property
     def newest_version(self) -> int:
         """Highest version published; -1 if there is none."""

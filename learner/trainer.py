@@ -4,6 +4,7 @@ import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import orjson
 import torch
@@ -15,7 +16,7 @@ from rollstream.learner.algorithms.base import BatchView
 from rollstream.learner.algorithms.pairs import items_of, pairs_of, rows_of_pairs
 from rollstream.learner.checkpoint import Checkpoint, CheckpointPosition, part, read
 from rollstream.learner.model.collate import check_token_ids, member_of, rows_of
-from rollstream.learner.model.memory import MicroBatchBudget
+from rollstream.learner.model.memory import KeptBudget, MicroBatchBudget
 from rollstream.learner.model.optimizer import load_state_tensors, make_optimizer, state_tensors
 from rollstream.learner.model.policy import PolicyModel, Reference, from_bytes, make_deterministic
 from rollstream.learner.model.ranks import Ranks
@@ -36,7 +37,7 @@ from rollstream.learner.scoring.scores import (
     scored_rows,
 )
 from rollstream.schemas import ids
-from rollstream.schemas.algorithm_settings import AlgorithmSettings, PairSettings, teacher_of
+from rollstream.schemas.algorithm_settings import PairSettings
 from rollstream.schemas.errors import ConfigError, RollstreamError
 from rollstream.schemas.events import BatchPlanned, JobSubmitted, TrajectoryAssembled, WeightsPublished
 from rollstream.schemas.permissions import NOTHING, Permissions
@@ -55,10 +56,12 @@ class JobTrainer:
         threads: int | None,
         permissions: Permissions = NOTHING,
         ranks: Ranks = Ranks(),  # noqa: B008 -- a process alone has no state
+        budget: Path | None = None,
     ) -> None:
         """Load the job's algorithm and model. Raises ModelError, or ConfigError if kind and algorithm do not fit.
 
-        Of several processes (`ranks`) the first one makes it, and the others `follow`.
+        Of several processes (`ranks`) the first one makes it, and the others `follow`. If one of them runs out of
+        memory, all end, and the file `budget` has the micro-batches that they begin with again.
 
         `threads`: used if the job does not say its own number; `permissions`: the algorithms and models that it may
         name. Raises NotAllowedError for another one.
@@ -67,7 +70,7 @@ class JobTrainer:
         algorithm = table.settings_of(job.settings.algorithm, permissions, location)
         self._settings = job.settings.model_copy(update={"algorithm": algorithm})
         self._algorithm = table.algorithm(algorithm.name, permissions, location)
-        _check(job, algorithm)
+        table.check_fits(algorithm, self._settings.kind, f"job {job.job_id}")
         if ranks.num > 1 and (what := refused(self._settings)):
             raise ConfigError(
                 f"job {job.job_id}: {ranks.num} processes do not train with {what}; start the learner as one process, "
@@ -88,6 +91,8 @@ class JobTrainer:
         self.scoring = ScoringModels(self.model, self._settings, permissions, f"{location}.teacher")
         self._skipped_in_row = 0
         self._budget = MicroBatchBudget(micro_batch_tokens(self._settings, self.model.device), halves=ranks.num == 1)
+        if budget is not None and ranks.num > 1:
+            self._budget.keep(KeptBudget(budget, job.job_id))
         self._statistics: dict[str, float] = {}
         """What the algorithm knows of the batches so far."""
 
@@ -207,18 +212,22 @@ class JobTrainer:
         trajectories: Sequence[TrajectoryAssembled],
         *,
         scores: Scores = NONE,
-        micro_batch_tokens: Sequence[int] = (),
+        micro_batch_tokens: Sequence[int] | None = None,
+        first: Mapping[str, Any] | None = None,
     ) -> StepResult:
         """Train on a manifest's trajectories, given in its order. Raises DecodeError, RunFailedError.
 
         `scores`: what is `asked`. `micro_batch_tokens`: as StepTrained has them of the same manifest, if it was trained
-        before.
+        before. `first`: the budget of the first of several processes, to its followers.
         """
         self._budget.begin(micro_batch_tokens)
+        if first is not None:
+            self._budget.begin_as(first)
         self._check_token_ids(trajectories)
         batch = replace(self.batch(planned, trajectories, scores), statistics=self._statistics)
         ranks = self.model.ranks
-        with ranks.together("train", encoded(planned, trajectories, scores) if ranks.num > 1 else b""):
+        given = self._budget.to_others()
+        with ranks.together("train", encoded(planned, trajectories, scores, given) if ranks.num > 1 else b""):
             result = train_batch(
                 self.model,
                 self._optimizer,
@@ -315,16 +324,20 @@ def policy_of(settings: ModelSettings, ranks: Ranks, *, seed: int, path: str) ->
     return PolicyModel(settings, seed=seed, path=path, shares_base=True)
 
 
-def encoded(planned: BatchPlanned, trajectories: Sequence[TrajectoryAssembled], scores: Scores) -> bytes:
+def encoded(
+    planned: BatchPlanned, trajectories: Sequence[TrajectoryAssembled], scores: Scores, budget: Mapping[str, Any]
+) -> bytes:
     """What `train` is given, for other processes."""
-    return orjson.dumps({"events": [one.model_dump_json() for one in (planned, *trajectories)], **scores.as_json()})
+    events = [one.model_dump_json() for one in (planned, *trajectories)]
+    return orjson.dumps({"events": events, "budget": budget, **scores.as_json()})
 
 
-def decoded(data: bytes) -> tuple[BatchPlanned, list[TrajectoryAssembled], Scores]:
+def decoded(data: bytes) -> tuple[BatchPlanned, list[TrajectoryAssembled], Scores, dict[str, Any]]:
     """What was `encoded`."""
     found = orjson.loads(data)
     trajectories = [TrajectoryAssembled.model_validate_json(one) for one in found["events"][1:]]
-    return BatchPlanned.model_validate_json(found["events"][0]), trajectories, Scores.of_json(found)
+    planned = BatchPlanned.model_validate_json(found["events"][0])
+    return planned, trajectories, Scores.of_json(found), found["budget"]
 
 
 def follow(ranks: ProcessRanks, *, threads: int | None, permissions: Permissions = NOTHING) -> None:
@@ -352,8 +365,8 @@ def follow(ranks: ProcessRanks, *, threads: int | None, permissions: Permissions
 
 def _take_part(trainer: JobTrainer, command: str, data: bytes) -> None:
     if command == "train":
-        planned, trajectories, scores = decoded(data)
-        trainer.train(planned, trajectories, scores=scores)
+        planned, trajectories, scores, first = decoded(data)
+        trainer.train(planned, trajectories, scores=scores, first=first)
     elif command in ("take_base", "refer_to", "score"):
         _compare(trainer, command, data)
     elif command == "resume":
@@ -380,21 +393,3 @@ def _compare(trainer: JobTrainer, command: str, data: bytes) -> None:
         trainer.scoring.take_base(b"", "")
     else:
         trainer.refer_to(b"", "")
-
-
-def _check(job: JobSubmitted, algorithm: AlgorithmSettings) -> None:
-    """Raises ConfigError if a job's kind, or what is at hand here, does not fit its algorithm."""
-    kind, needs = job.settings.kind, algorithm.needs
-    if not algorithm.trains(kind):
-        raise ConfigError(
-            f"job {job.job_id}: algorithm {algorithm.name} is for {algorithm.kind} jobs, not for {kind}; choose another"
-        )
-    if needs.pairs and not isinstance(algorithm, PairSettings):
-        raise ConfigError(
-            f"job {job.job_id}: algorithm {algorithm.name} needs pairs, so its Settings must derive from PairSettings"
-        )
-    if needs.teacher and teacher_of(algorithm) is None:
-        raise ConfigError(
-            f"job {job.job_id}: algorithm {algorithm.name} needs a teacher, so its Settings must name one; derive them "
-            "from DistillationSettings"
-        )

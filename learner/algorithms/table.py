@@ -18,7 +18,7 @@ import numpy as np
 from pydantic import ValidationError
 
 from rollstream.learner.algorithms.base import Algorithm, BatchView, Counts, Divisor, Prepared
-from rollstream.schemas.algorithm_settings import AlgorithmSettings
+from rollstream.schemas.algorithm_settings import AlgorithmSettings, PairSettings, teacher_of
 from rollstream.schemas.algorithms import BUILT_IN, CustomSettings
 from rollstream.schemas.errors import ConfigError, RollstreamError, RunFailedError, describe, first_invalid, nearest
 from rollstream.schemas.permissions import CODE, Permissions
@@ -67,6 +67,24 @@ def settings_of(written: AlgorithmSettings, permissions: Permissions, location: 
             return settings
     except ValidationError as error:
         raise ConfigError(str(first_invalid(error, location, known=kind.model_fields))) from error
+
+
+def check_fits(algorithm: AlgorithmSettings, kind: str, where: str) -> None:
+    """Raises ConfigError naming `where` if a job's kind, or what is at hand for it, does not fit its algorithm."""
+    needs = algorithm.needs
+    if not algorithm.trains(kind):
+        raise ConfigError(
+            f"{where}: algorithm {algorithm.name} is for {algorithm.kind} jobs, not for {kind}; choose another"
+        )
+    if needs.pairs and not isinstance(algorithm, PairSettings):
+        raise ConfigError(
+            f"{where}: algorithm {algorithm.name} needs pairs, so its Settings must derive from PairSettings"
+        )
+    if needs.teacher and teacher_of(algorithm) is None:
+        raise ConfigError(
+            f"{where}: algorithm {algorithm.name} needs a teacher, so its Settings must name one; derive them "
+            "from DistillationSettings"
+        )
 
 
 @contextmanager

@@ -1,12 +1,16 @@
 """How many tokens a micro-batch computes: fewer once the device's memory was too small for them."""
 
+import json
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import TypeVar
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
 
 import torch
 
+from rollstream.eventlog.files import read_json, sync_folder, write_whole
 from rollstream.schemas.errors import RunFailedError
 
 logger = logging.getLogger(__name__)
@@ -38,22 +42,64 @@ def in_optimizer_step(*, alone: bool) -> Iterator[None]:
         ) from error
 
 
+@dataclass(frozen=True, slots=True)
+class KeptBudget:
+    """A file beside a job's checkpoints with the budget that was halved by a process which then ended, as all did."""
+
+    path: Path
+    job_id: str
+
+    def read(self, given: int) -> int:
+        """The budget to begin with; `given`, which the job says, if it was not halved."""
+        found = read_json(self.path)
+        if (found.get("job_id"), found.get("given")) != (self.job_id, given):
+            return given
+        return min(given, max(1, int(found["tokens"])))
+
+    def write(self, given: int, tokens: int) -> None:
+        """On the disk before it counts. Raises OSError."""
+        written = json.dumps({"job_id": self.job_id, "given": given, "tokens": tokens})
+        write_whole(self.path, written, is_private=False)
+        sync_folder(self.path.parent)
+
+
 class MicroBatchBudget:
     """Tokens of a micro-batch over the passes of a job's batches. A budget that was halved stays so."""
 
     def __init__(self, tokens: int, *, halves: bool = True) -> None:
         """`tokens`: as the job says. Without `halves` running out of memory is an error that flies: where several
-        processes compute in step, one of them cannot begin a pass again.
+        processes compute in step, one of them cannot begin a pass again. Half as many are then kept for the next ones,
+        see `keep`.
         """
         self._halves = halves
         self._given = tokens
         self._tokens = tokens
-        self._recorded: Sequence[int] = ()
+        self._recorded: Sequence[int] | None = None
         self._passes: list[int] = []
+        self._kept: KeptBudget | None = None
 
-    def begin(self, recorded: Sequence[int] = ()) -> None:
-        """Begin a batch. `recorded`: what each of its passes was given when it was trained before."""
+    def keep(self, kept: KeptBudget) -> None:
+        """Go on with what is kept, and keep there what is halved."""
+        self._kept, self._tokens = kept, kept.read(self._given)
+
+    def begin(self, recorded: Sequence[int] | None = None) -> None:
+        """Begin a batch. `recorded`: what each of its passes was given when it was trained before, as StepTrained has
+        it: nothing where all were given what the job says. None: it was not.
+        """
         self._recorded, self._passes = recorded, []
+
+    def to_others(self) -> dict[str, Any]:
+        """What the other processes must know to divide a batch alike."""
+        kept = self._kept
+        where = {"path": str(kept.path.absolute()), "job_id": kept.job_id} if kept else None
+        recorded = None if self._recorded is None else list(self._recorded)
+        return {"tokens": self._tokens, "recorded": recorded, "kept": where}
+
+    def begin_as(self, first: Mapping[str, Any]) -> None:
+        """Begin a batch as the first process does, by its `to_others`."""
+        self.begin(first["recorded"])
+        self._tokens, where = first["tokens"], first["kept"]
+        self._kept = KeptBudget(Path(where["path"]), where["job_id"]) if where else None
 
     def run(self, work: Callable[[int], T], num_units: int) -> T:
         """Do one pass with as many tokens as fit; half as many after each time that memory ran out.
@@ -63,16 +109,19 @@ class MicroBatchBudget:
         RunFailedError if that is too much.
         """
         at = len(self._passes)
-        fixed = self._recorded[at] if at < len(self._recorded) else None
+        fixed = self._fixed(at)
         while True:
             tokens = fixed or self._tokens
             try:
                 found = work(tokens)
             except (RuntimeError, MemoryError) as error:
-                if not is_out_of_memory(error) or not self._halves:
+                if not is_out_of_memory(error):
                     raise
-                refused = _refused(error)
-                if fixed is not None or num_units <= 1 or tokens <= 1:
+                refused, is_least = _refused(error), fixed is not None or num_units <= 1 or tokens <= 1
+                if not self._halves:
+                    self._leave(tokens, refused, is_least=is_least)
+                    raise
+                if is_least:
                     raise RunFailedError(_remedy(tokens, num_units, refused, is_recorded=fixed is not None)) from error
                 self._tokens = tokens // 2
             else:
@@ -81,6 +130,25 @@ class MicroBatchBudget:
             if torch.cuda.is_available():
                 torch.cuda.empty_cache()
             logger.warning("out of memory (%s): micro-batches of %s tokens from here on", refused, self._tokens)
+
+    def _fixed(self, at: int) -> int | None:
+        """What the pass was given when it was trained before."""
+        if self._recorded is None:
+            return None
+        if not self._recorded:
+            return self._given
+        return self._recorded[at] if at < len(self._recorded) else None
+
+    def _leave(self, tokens: int, refused: str, *, is_least: bool) -> None:
+        """Leave half of the budget to the processes that will be started in place of these."""
+        if is_least or self._kept is None:
+            return
+        try:
+            self._kept.write(self._given, tokens // 2)
+        except OSError as error:
+            logger.error("%s cannot be written, so a restart has the same micro-batches: %s", self._kept.path, error)
+        else:
+            logger.error("out of memory (%s): a restart makes micro-batches of %s tokens", refused, tokens // 2)
 
     def of_batch(self) -> tuple[int, ...]:
         """What each pass was given; empty if all were given what the job says."""

@@ -1,6 +1,7 @@
 """Steps that come to nothing: a loss that is not finite is skipped, memory that runs out halves the micro-batches."""
 
 import asyncio
+import json
 import logging
 import math
 import multiprocessing
@@ -18,7 +19,7 @@ from rollstream.learner.algorithms.builtin.dpo import Dpo
 from rollstream.learner.algorithms.builtin.grpo import Grpo
 from rollstream.learner.algorithms.tokens import Losses, TokenBatch
 from rollstream.learner.model import tree_attention
-from rollstream.learner.model.memory import MicroBatchBudget, is_out_of_memory
+from rollstream.learner.model.memory import KeptBudget, MicroBatchBudget, is_out_of_memory
 from rollstream.learner.model.optimizer import make_optimizer
 from rollstream.learner.model.policy import PolicyModel, Reference
 from rollstream.learner.model.step import train_batch
@@ -164,6 +165,44 @@ def test_a_row_that_does_not_fit_ends_the_job_with_the_remedy() -> None:
     recorded.begin((16,))
     with pytest.raises(RunFailedError, match="micro-batches of 16 tokens, with which the version was trained"):
         recorded.run(work, 8)
+
+
+def test_a_version_recorded_without_a_budget_is_given_what_the_job_says() -> None:
+    def work(tokens: int) -> int:
+        if tokens > 32:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB")
+        return tokens
+
+    budget = MicroBatchBudget(64)
+    budget.begin()
+    assert budget.run(work, 8) == 32
+    assert budget.of_batch() == (32,)
+    budget.begin(())
+    assert budget.run(lambda tokens: tokens, 8) == 64
+    assert budget.of_batch() == ()
+
+
+def test_of_several_processes_the_one_without_memory_leaves_half_of_the_budget_to_the_next(tmp_path: Path) -> None:
+    def work(tokens: int) -> int:
+        if tokens > 16:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB")
+        return tokens
+
+    def begun(recorded: tuple[int, ...] | None = None, given: int = 64, job_id: str = "r/rl") -> MicroBatchBudget:
+        first, follower = MicroBatchBudget(given, halves=False), MicroBatchBudget(given, halves=False)
+        first.keep(KeptBudget(tmp_path / "tokens.json", job_id))
+        first.begin(recorded)
+        follower.begin_as(json.loads(json.dumps(first.to_others())))
+        return follower
+
+    for _ in range(2):
+        with pytest.raises(torch.OutOfMemoryError):
+            begun().run(work, 8)
+    assert begun().run(work, 8) == 16
+    for others in (begun(()), begun(given=32), begun(job_id="r/other")):  # no row fits into what is recorded or given
+        with pytest.raises(torch.OutOfMemoryError):
+            others.run(work, 1)
+    assert begun().run(work, 8) == 16
 
 
 def test_memory_that_runs_out_in_the_optimizer_step_ends_the_job_with_the_remedy(
