@@ -102,15 +102,24 @@ class EngineSettings(Settings):
 
     MEANINGLESS: ClassVar[tuple[str, ...]] = ()
     """Keys that are accepted and change nothing."""
+    LOADS_WEIGHTS: ClassVar[bool] = True
+    """The engine can serve a model that the run trains."""
+    READS_BASE_MODELS: ClassVar[bool] = False
+    """The engine reads the folders of base models on this machine."""
     RECORDS_KEPT_IDS: ClassVar[bool] = False
     """The engine gives the ids that each token was sampled from, where `engines.base.keeps_ids` says so."""
 
     kind: str
 
+    def in_folder(self, folder: Path) -> Self:
+        """These settings, with `folder` for the files of an engine that writes some and names no other folder."""
+        return self
+
 
 class TransformersSettings(EngineSettings):
     """The engine that samples from a transformers model in the producers process."""
 
+    READS_BASE_MODELS: ClassVar[bool] = True
     RECORDS_KEPT_IDS: ClassVar[bool] = True
 
     kind: Literal["transformers"] = "transformers"  # pyright: ignore[reportIncompatibleVariableOverride]
@@ -167,12 +176,15 @@ class InstalledEngineSettings(EngineSettings):
 class OpenAISettings(ServedModel, EngineSettings):
     """The frozen engine over a server with OpenAI's API."""
 
+    LOADS_WEIGHTS: ClassVar[bool] = False
+
     kind: Literal["openai"] = "openai"  # pyright: ignore[reportIncompatibleVariableOverride]
 
 
 class VllmSettings(EngineSettings):
     """The engine over vLLM servers: one that it starts, or some that run already."""
 
+    READS_BASE_MODELS: ClassVar[bool] = True
     RECORDS_KEPT_IDS: ClassVar[bool] = True
 
     kind: Literal["vllm"] = "vllm"  # pyright: ignore[reportIncompatibleVariableOverride]
@@ -222,6 +234,10 @@ class VllmSettings(EngineSettings):
             raise ValueError("api_key_variable is of running servers; name them as base_urls")
         return self
 
+    def in_folder(self, folder: Path) -> Self:
+        """See `EngineSettings`."""
+        return self if self.folder is not None else self.model_copy(update={"folder": folder})
+
 
 ENGINES: Mapping[str, type[EngineSettings]] = {
     "transformers": TransformersSettings,
@@ -251,9 +267,7 @@ EngineBlock = Annotated[
 
 def in_workspace(engine: EngineSettings, service: ServiceSettings) -> EngineSettings:
     """An engine that writes files does so in the workspace, unless it names another folder."""
-    if not isinstance(engine, VllmSettings) or engine.folder is not None:
-        return engine
-    return engine.model_copy(update={"folder": service.workspace.absolute() / f"{service.name}-vllm"})
+    return engine.in_folder(service.workspace.absolute() / f"{service.name}-{engine.kind}")
 
 
 MODEL_ALIASES = ("claude-*", "gpt-*", "codex-*", "o[1-9]*")

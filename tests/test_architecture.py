@@ -163,6 +163,24 @@ def too_full(paths: Iterable[Path], root: Path = ROOT) -> dict[str, int]:
     return {name: count for name, count in counts.items() if count > MORE_FILES.get(name, MAX_FILES)}
 
 
+def drawn_floors(document: str) -> dict[str, list[set[str]]]:
+    """By top folder the sub-folders of each floor, as the block of "The folders" draws them."""
+    drawing = document.partition("```text\n")[2].partition("```")[0].partition("\n\n")[2]
+    found: dict[str, list[set[str]]] = {}
+    for block in re.split(r"\n(?=\w)", drawing.rstrip()):
+        package, _, floors = block.partition(" ")
+        found[package] = [set(re.findall(r"[\w/]+(?=/)", floor)) for floor in re.split(r" >\s+", floors)]
+    return found
+
+
+def test_the_architecture_draws_the_floors() -> None:
+    drawn = drawn_floors((ROOT / "docs" / "architecture.md").read_text(encoding="utf-8"))
+    assert drawn == {
+        package: [{one.partition("/")[2] for one in floor.split() if "/" in one} for floor in floors]
+        for package, floors in FLOORS.items()
+    }
+
+
 def test_a_folder_can_be_seen_at_a_glance() -> None:
     assert too_full(sources()) == {}
 

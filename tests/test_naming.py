@@ -149,6 +149,7 @@ def test_planted_files_and_classes_are_found(tmp_path: Path, plant: Plant) -> No
         'raise ConfigError(f"{name} cannot be imported: {error}") from error',
         'KINDS = {"dpo": "dpo"}',
         'is_preference = job.kind == "dpo"',
+        "is_vllm = isinstance(engine, VllmSettings)",
     ],
 )
 def test_a_planted_rule_is_found(line: str, tmp_path: Path, plant: Plant) -> None:

@@ -26,13 +26,10 @@ from rollstream.schemas.config import RunConfig
 from rollstream.schemas.errors import ConfigError, ModelError, NotAllowedError, TruncatedError
 from rollstream.schemas.events import JobStarted, RunStarted
 from rollstream.schemas.events.training import ForkPoint
-from rollstream.schemas.services import TransformersSettings, VllmSettings
 from rollstream.schemas.settings import EXTERNAL, JobSpec
 
 MIN_EXAMPLES = 64
 """Examples that an environment is asked for when there is no dataset."""
-OWN_MODELS = (TransformersSettings, VllmSettings)
-"""Engines that load opponents' base models; of those of installed packages that is known once they have started."""
 
 
 class RunPlan(NamedTuple):
@@ -95,7 +92,7 @@ async def check_frozen(log: EventLog, config: RunConfig, run_id: str) -> None:
     Also for one whose base model the run's producers may not load, or have with another tokenizer.
     """
     league, versions = config.builder.league, PublishedVersions(log)
-    is_loaded_here = config.builder.services == "managed" and isinstance(config.builder.engine, OWN_MODELS)
+    is_loaded_here = config.builder.services == "managed" and config.builder.engine.READS_BASE_MODELS
     wanted = [(written, name) for written in (league.frozen if league else ()) for name in config.by_group()]
     for written, name in wanted:
         player = frozen_player(written, ids.model_group(run_id, name))

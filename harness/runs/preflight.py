@@ -22,14 +22,13 @@ from rollstream.harness.config.jobs import ENDPOINT, MADE_ELSEWHERE, jobs_of, se
 from rollstream.harness.config.rewards import check_evaluators, check_examples, check_reward, permissions_of, place_of
 from rollstream.harness.runs.progress import Progress
 from rollstream.harness.services.addresses import is_this_machine, is_unspecified
-from rollstream.harness.services.engine_checks import check_vllm
 from rollstream.harness.services.optional_dependencies import check_learner, check_quantized
 from rollstream.producers.league.draw import check_league
 from rollstream.schemas import ids
 from rollstream.schemas.config import RunConfig
 from rollstream.schemas.errors import ConfigError, describe
 from rollstream.schemas.policy_gradient import PolicyGradientSettings
-from rollstream.schemas.services import LOOPBACK, EndpointSection, OpenAISettings
+from rollstream.schemas.services import LOOPBACK, EndpointSection
 from rollstream.schemas.settings import JobSpec
 from rollstream.schemas.users_code import import_module
 from rollstream.schemas.variables import conceal, expand
@@ -257,7 +256,7 @@ def check_names(config: RunConfig) -> None:
 
 def check_engines(config: RunConfig) -> None:
     """Looks up the engines that the run's services are started with, and checks their settings. Raises ConfigError."""
-    from rollstream.producers.engines.table import settings_of
+    from rollstream.producers.engines.table import check_run, settings_of
 
     if config.builder.services == "external":
         return
@@ -266,16 +265,18 @@ def check_engines(config: RunConfig) -> None:
     for name, served in served_models(config).items():
         if served.api_key_variable is not None and not os.environ.get(served.api_key_variable):
             raise ConfigError(f"{groups}.{name}.endpoint: the variable {served.api_key_variable} is not set; export it")
-    if isinstance(config.builder.engine, OpenAISettings):
-        raise ConfigError(f"{place}: openai cannot load what the run trains; name its server as {groups}.X.endpoint")
+    engine = config.builder.engine
+    if not engine.LOADS_WEIGHTS:
+        remedy = f"name its server as {groups}.X.endpoint"
+        raise ConfigError(f"{place}: {engine.kind} cannot load what the run trains; {remedy}")
     if not config.is_external:
-        settings_of(config.builder.engine, os.environ, place)
-        check_vllm(config)
+        check_run(config, os.environ, place)
     if config.served is not None:
         location = f"trainer_adapters.{config.finetuning.trainer_adapter}.endpoint.engine"
         settings_of(config.served.engine, os.environ, location)
-        if isinstance(config.served.engine, OpenAISettings):
-            raise ConfigError(f"{location}: openai cannot load what the run trains; name an engine that does")
+        if not config.served.engine.LOADS_WEIGHTS:
+            kind = config.served.engine.kind
+            raise ConfigError(f"{location}: {kind} cannot load what the run trains; name an engine that does")
 
 
 def check_rewards(config: RunConfig) -> None:

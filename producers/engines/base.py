@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, Literal, Protocol
 
 from rollstream.eventlog.files import tokenizer_sha256
+from rollstream.schemas.config import RunConfig
 from rollstream.schemas.errors import EnvironmentRunError, ModelError, PromptRefusedError, PromptTooLongError
 from rollstream.schemas.events.rollouts import VersionSpan
 from rollstream.schemas.events.weights import WeightsPublished
@@ -239,3 +240,6 @@ class EngineKind:
     build: Callable[[Any], Engine]
     """Given an instance of `settings`; the class of the engine will do. It is started afterwards. Raises ConfigError
     or ModelError for settings that cannot be met here."""
+    check: Callable[[Any, RunConfig], None] | None = None
+    """Given such an instance and the configuration of a run, before the run begins. Raises ConfigError for what the
+    engine would refuse, drop or misread."""

@@ -15,6 +15,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from rollstream.producers.engines.base import Engine, EngineKind
+from rollstream.schemas.config import RunConfig
 from rollstream.schemas.errors import ConfigError, RollstreamError, describe, first_invalid, nearest
 from rollstream.schemas.services import ENGINES, EngineSettings
 from rollstream.schemas.users_code import load_installed
@@ -23,6 +24,9 @@ from rollstream.schemas.variables import conceal, expand
 GROUP = "rollstream.engines"
 MEMBERS = tuple(name for name in vars(Engine) if not name.startswith("_"))
 """Methods and properties that an engine must have."""
+
+_RUN_CHECKS = {"vllm": "rollstream.producers.engines.vllm.run_checks"}
+"""Modules with the `check` of built-in kinds, apart from `build`, which may need libraries that are not there yet."""
 
 logger = logging.getLogger(__name__)
 
@@ -49,6 +53,13 @@ def new_engine(written: EngineSettings, environ: Mapping[str, str], location: st
 def settings_of(written: EngineSettings, environ: Mapping[str, str], location: str = "engine") -> EngineSettings:
     """Settings as the class of their kind, `${NAME}` expanded. Raises ConfigError as `new_engine` does."""
     return _resolved(written, environ, location)[1]
+
+
+def check_run(config: RunConfig, environ: Mapping[str, str], location: str) -> None:
+    """Check the settings of a run's engine, and the run by what their kind demands. Raises ConfigError."""
+    kind, settings = _resolved(config.builder.engine, environ, location)
+    if kind.check is not None:
+        kind.check(settings, config)
 
 
 def _resolved(written: EngineSettings, environ: Mapping[str, str], location: str) -> tuple[EngineKind, EngineSettings]:
@@ -93,7 +104,8 @@ def _built_in(name: str) -> EngineKind:
         engine: Engine = module.build(settings)
         return engine
 
-    return EngineKind(ENGINES[name], build)
+    checks: Any = importlib.import_module(_RUN_CHECKS[name]) if name in _RUN_CHECKS else None
+    return EngineKind(ENGINES[name], build, None if checks is None else checks.check)
 
 
 def _imported(entry: metadata.EntryPoint, location: str) -> EngineKind:

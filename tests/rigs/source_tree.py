@@ -45,6 +45,9 @@ ONE_HOME = {
         rf"""|["']({_ALGORITHMS})["'] *:|case ["']({_ALGORITHMS})["']|(isinstance|issubclass)\(.*\b({_SETTINGS})\b"""
         r"""|kind *(==|!=|(not )?in) *[\[({]?["'](sft|dpo|rl)["']"""
     ): "schemas learner/algorithms",
+    re.compile(
+        r"isinstance\(.*\b(Transformers|Scripted|OpenAI|Vllm|InstalledEngine)Settings\b"
+    ): "schemas producers/engines",
 }
 """By what a rule's code looks like, the only files and folders that have it."""
 

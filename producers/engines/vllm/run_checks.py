@@ -1,7 +1,8 @@
-"""What vLLM refuses, drops or misreads of a run's settings, told before the run begins."""
+"""What vLLM refuses, drops or misreads of a run's settings, as one error before the run begins."""
 
 from collections.abc import Mapping
 
+from rollstream.producers.engines.vllm.child import check_settings
 from rollstream.schemas.config import RunConfig
 from rollstream.schemas.errors import ConfigError
 from rollstream.schemas.services import VllmSettings
@@ -11,23 +12,17 @@ ENDS = frozenset({"lm_head", "embed_tokens", "embed_out", "wte", "all-linear"})
 """Names of target_modules that vLLM drops, or of which it is not known whether they hold such a one."""
 
 
-def check_vllm(config: RunConfig) -> None:
-    """Raises ConfigError for this, and for too little room for the versions in use; of other engines for nothing.
+def check(settings: VllmSettings, config: RunConfig) -> None:
+    """Raises ConfigError for this, and for too little room for the versions in use.
 
-    The weights that come are checked again, by their own configuration (`engines.vllm.version_files`).
+    The weights of each version are checked again, by their own configuration (`engines.vllm.version_files`).
     """
-    settings = config.builder.engine
-    if not isinstance(settings, VllmSettings):
-        return
-    from rollstream.producers.engines.vllm import check_settings
-
     place = f"trajectory_builders.{config.finetuning.trajectory_builder}"
     sampling = config.builder.sampling
     if sampling.record_kept_ids and sampling.top_p < 1 and not sampling.top_k:
         raise ConfigError(
             f"{place}.sampling: with top_p, vLLM reports kept ids only among the top_k likeliest tokens; set "
-            "top_k, such as "
-            "1024, or record_kept_ids: false"
+            "top_k, such as 1024, or record_kept_ids: false"
         )
     adapter = f"trainer_adapters.{config.finetuning.trainer_adapter}"
     models = {name: one.adapter.model for name, one in config.trained().items()}
