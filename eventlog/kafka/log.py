@@ -15,7 +15,6 @@ from rollstream.eventlog.kafka.fetch import FETCH_BYTES, WAIT_MS, Fetcher
 from rollstream.eventlog.kafka.group import KafkaGroupReader
 from rollstream.eventlog.kafka.reader import KafkaReader
 from rollstream.eventlog.kafka.security import client_options
-from rollstream.eventlog.kafka.sending import BATCH_BYTES, Sender
 from rollstream.eventlog.log import (
     SEND_TIMEOUT_S,
     Headers,
@@ -33,6 +32,8 @@ from rollstream.schemas.errors import LogError, TopicError
 from rollstream.schemas.kafka import KafkaSettings
 from rollstream.schemas.topics import MIB, PREFIX, TOPICS
 
+LINGER_MS = 2
+BATCH_BYTES = 256 * 1024
 MAX_REQUEST_BYTES = 9 * MIB
 POLL_WAIT_MS = 100
 """How long Kafka may hold a reader's request; a new record is answered at once, a seek waits that long."""
@@ -62,11 +63,14 @@ class KafkaLog(OpenedByBlock):
         self._client_id = client_id
         self._session_timeout_ms = int(session_timeout_s * 1000)
         self._num_partitions: dict[str, int] = {}
-        self._sender: Sender | None = None
-        self._making_sender = asyncio.Lock()
+        self._producer: AIOKafkaProducer | None = None
+        self._making_producer = asyncio.Lock()
         self._admin: AIOKafkaAdminClient | None = None
         self._fetcher: Fetcher | None = None
         self._send_timeout_s = send_timeout_s
+        self._unacknowledged: dict[asyncio.Future[Any], tuple[float, str]] = {}
+        """Deadline (event loop's time) and topic of what was sent, oldest first."""
+        self._overdue_timer: asyncio.TimerHandle | None = None
 
     async def start(self) -> None:
         """Connect. Raises LogError naming the address if no broker answers within seconds, ConfigError."""
@@ -75,22 +79,23 @@ class KafkaLog(OpenedByBlock):
         await connect(consumer, self.kafka)
         self._fetcher = Fetcher(consumer, self.kafka)
 
-    async def _sending(self) -> Sender:
-        """With the producer, created at the first record so that read-only use needs no ACL for writing."""
+    async def _sending(self) -> AIOKafkaProducer:
+        """The producer, created at the first record so that read-only use needs no ACL for writing."""
         self._require(self._admin)
-        async with self._making_sender:
-            if self._sender is None:
+        async with self._making_producer:
+            if self._producer is None:
                 producer = AIOKafkaProducer(
                     **self._common_options(),
                     acks="all",
                     enable_idempotence=True,
                     compression_type="lz4",
+                    linger_ms=LINGER_MS,
                     max_batch_size=BATCH_BYTES,
                     max_request_size=MAX_REQUEST_BYTES,
                 )
                 await connect(producer, self.kafka)
-                self._sender = Sender(producer, self.kafka, self._send_timeout_s)
-        return self._sender
+                self._producer = producer
+        return self._producer
 
     async def start_admin(self) -> None:
         """Connect the admin client only, which is enough for topics and committed offsets. Raises like `start`."""
@@ -100,9 +105,12 @@ class KafkaLog(OpenedByBlock):
 
     async def close(self) -> None:
         """Flush and disconnect. Readers must be closed by their users."""
-        if self._sender is not None:
-            sender, self._sender = self._sender, None
-            await sender.close()
+        if self._overdue_timer is not None:
+            self._overdue_timer.cancel()
+            self._overdue_timer = None
+        if self._producer is not None:
+            producer, self._producer = self._producer, None
+            await producer.stop()
         if self._fetcher is not None:
             fetcher, self._fetcher = self._fetcher, None
             await fetcher.close()
@@ -133,11 +141,12 @@ class KafkaLog(OpenedByBlock):
 
     async def send_all(self, events: Sequence[Event]) -> list[Position]:
         """Append events in order (per partition); returns once all are acknowledged."""
-        sent: list[tuple[Position, asyncio.Future[int]]] = []
+        sent: list[tuple[str, asyncio.Future[Any]]] = []
         for event in events:
             encoded = encode(event)
-            sent.append(await self._put(encoded.topic, encoded.key, encoded.value, encoded.headers, None))
-        return await self._require(self._sender).acknowledged(sent) if sent else []
+            future = await self._enqueue(encoded.topic, encoded.key, encoded.value, encoded.headers, None)
+            sent.append((encoded.topic, future))
+        return await self._acknowledged(sent)
 
     async def send_raw(
         self,
@@ -149,8 +158,8 @@ class KafkaLog(OpenedByBlock):
         partition: int | None = None,
     ) -> Position:
         """Append a raw record, acknowledged by all replicas."""
-        sent = [await self._put(topic, key, value, headers, partition)]
-        return (await self._require(self._sender).acknowledged(sent))[0]
+        sent = [(topic, await self._enqueue(topic, key, value, headers, partition))]
+        return (await self._acknowledged(sent))[0]
 
     async def begin_offsets(self, topic: str) -> dict[int, int]:
         """Oldest kept offset by partition."""
@@ -228,17 +237,21 @@ class KafkaLog(OpenedByBlock):
     def _common_options(self) -> dict[str, Any]:
         return {**client_options(self.kafka), "client_id": self._client_id, "request_timeout_ms": REQUEST_TIMEOUT_MS}
 
-    async def _put(
+    async def _enqueue(
         self, topic: str, key: bytes | None, value: bytes | None, headers: Headers, partition: int | None
-    ) -> "tuple[Position, asyncio.Future[int]]":
-        """Topic and partition, and the future offset in it."""
+    ) -> "asyncio.Future[Any]":
         check_record_size(topic, key, value, headers)
-        count = self._num_partitions.get(topic) or await self.num_partitions(topic)
+        count = await self.num_partitions(topic)
         chosen = partition_of(key or b"", count) if partition is None else partition
         if not 0 <= chosen < count:
             raise _no_partition(topic, chosen, count)
-        sender = self._sender or await self._sending()
-        return Position(topic, chosen, -1), sender.put(topic, chosen, key, value, headers)
+        name, producer = self.kafka.topic_name(topic), self._producer or await self._sending()
+        with log_errors(f"send to topic {name}", self.kafka, "Write"):
+            if key is None and value is None:  # aiokafka checks the size of a message, but not of a batch
+                batch = producer.create_batch()
+                batch.append(key=None, value=None, timestamp=None, headers=list(headers))
+                return await producer.send_batch(batch, name, partition=chosen)
+            return await producer.send(name, value=value, key=key, partition=chosen, headers=list(headers))
 
     async def _check_partitions(self, partitions: Iterable[TopicPartition]) -> None:
         """Raises TopicError for one that does not exist, because aiokafka would wait for it without limit."""
@@ -246,6 +259,42 @@ class KafkaLog(OpenedByBlock):
             count = await self.num_partitions(topic)
             if not 0 <= partition < count:
                 raise _no_partition(topic, partition, count)
+
+    async def _acknowledged(self, sent: "list[tuple[str, asyncio.Future[Any]]]") -> list[Position]:
+        deadline = asyncio.get_running_loop().time() + self._send_timeout_s
+        for topic, future in sent:
+            self._unacknowledged[future] = deadline, topic
+        if self._overdue_timer is None:
+            self._fail_overdue()
+        try:
+            if len(sent) > 1:
+                await asyncio.wait({future for _, future in sent})
+            return [await self._landed(topic, future) for topic, future in sent]
+        finally:
+            for _, future in sent:
+                del self._unacknowledged[future]
+                if future.done() and not future.cancelled():
+                    future.exception()  # only the first one is raised
+
+    async def _landed(self, topic: str, future: "asyncio.Future[Any]") -> Position:
+        try:
+            metadata = await future
+        except Exception as error:
+            with log_errors(f"send to topic {self.kafka.topic_name(topic)}", self.kafka, "Write"):
+                raise error
+        return Position(topic, metadata.partition, metadata.offset)
+
+    def _fail_overdue(self) -> None:
+        """Fail the sends whose deadline has passed; one timer serves all, because each would cost as much as a send."""
+        loop = asyncio.get_running_loop()
+        self._overdue_timer = None
+        for future, (deadline, topic) in self._unacknowledged.items():  # oldest first
+            if deadline > loop.time():
+                self._overdue_timer = loop.call_at(deadline, self._fail_overdue)
+                return
+            if not future.done():
+                seconds = f"{self._send_timeout_s:.0f} s"
+                future.set_exception(LogError(f"cannot send to topic {topic}: no acknowledgement within {seconds}"))
 
     def _require(self, part: Any) -> Any:
         if part is None:
