@@ -83,7 +83,7 @@ async def read_to_end(
 async def read_events(
     log: EventLog, topics: Sequence[str], *, skipped: tuple[str, ...] = ()
 ) -> AsyncGenerator[Received, None]:
-    """Current events of single-partition topics, in order by topic. Records that are no event are left out.
+    """Current events of single-partition topics, in order by topic. Records that are not events are left out.
 
     `skipped`: kinds whose records are passed over undecoded.
     """

@@ -1,8 +1,8 @@
 """The learner's view of the log: follows jobs, batches, weights and groups, and folds what counts into one state.
 
 Jobs that are open are known from `jobs`; of a job that is served, `follow` reads what the log holds of it so far. A
-start reads on where the position file says. What is no event goes to the dead letters, once; that of `groups` is
-left to curation, which sends it to the dead letters.
+start reads on where the position file says. A record that is not an event goes to the dead letters, once; one of
+`groups` is left to curation, which sends it to the dead letters.
 """
 
 import logging
@@ -40,7 +40,7 @@ logger = logging.getLogger(__name__)
 DEAD_LETTERED = ("jobs", "batches", "weights")
 TOPICS = (*DEAD_LETTERED, "groups")
 LOOK_BACK = 1000
-"""Records before the end that a first start looks through for what is no event."""
+"""Records before the end that a first start searches for records that are not events."""
 SAVE_EVERY_S = 5.0
 _RUN_ENDED = "run_ended"
 _JOB_PROGRESSED = "job_progressed"
@@ -235,7 +235,8 @@ class Inbox:
     async def _first_start(self) -> dict[str, int]:
         """Next offsets of a first start: all of `jobs`, which is taken in, and of the others what came last.
 
-        What is no event among these is looked up in the letters since a run before it began, and `jobs` names the runs.
+        A record of these that is not an event is looked up in the letters since a run before it began, and
+        `jobs` names the runs.
         """
         jobs = TopicPartition("jobs", 0)
         self._reader = await self._log.reader({jobs: self._begins[jobs]})

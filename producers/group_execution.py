@@ -125,7 +125,7 @@ class GroupExecution:
         self._held: list[str] = []
         """Opponents whose weights stay loaded meanwhile."""
         self._num_waiting = 0
-        """Members that wait for what is no rollout's time."""
+        """Members in a wait that does not count as rollout time."""
         self._left_ms = 0
         """Event time that the group still had when the first of them began to wait."""
 
@@ -281,7 +281,7 @@ class GroupExecution:
                 slots.release(slot)
 
     async def _without_time(self, state: GroupProgress, awaited: "asyncio.Future[None]") -> None:
-        """Await what is no rollout's time: as long as a member waits, the group has as much time left as before.
+        """Await without counting it as rollout time: while a member waits, the group's time left does not change.
 
         The deadline moves on in the log ahead of event time, so that no record closes the group meanwhile.
         """

@@ -55,9 +55,9 @@ class Report:
 
 
 def compare_log(events: RunEvents, report: Report) -> None:
-    """Note records that are no events and have no dead letter; count those that repeat an id with other content.
+    """Note records that are not events and have no dead letter; count those that repeat an id with other content.
 
-    The first record of an id counts for every reader, so a later one is no difference.
+    The first record of an id counts for every reader, so a later one is not a difference.
     """
     if events.twice:
         report.count("ignored records that repeat an id with other content", len(events.twice))

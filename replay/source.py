@@ -45,7 +45,7 @@ class Source:
 
 
 def check_export(folder: Path, run_id: str) -> None:
-    """Raises ConfigError if an export holds another run, LogError if the folder is no export."""
+    """Raises ConfigError if an export holds another run, LogError if the folder is not an export."""
     from rollstream.replay.archive.manifest import read_manifest
 
     found = read_manifest(folder).run_id

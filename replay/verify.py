@@ -81,8 +81,8 @@ async def verify(
 def compare_curation(events: RunEvents, datasets: curate.Datasets, report: Report) -> None:
     """Fold the run's records of `groups` again and hold requests, manifests, rejections and seals against the record.
 
-    What an open run has not sent yet is no difference; what an ended one lacks is, but for answers to its end: after a
-    `stop` nobody may have been there to give them.
+    Records that an open run has not sent yet are not a difference; those that an ended run lacks are, except
+    answers to its end: after a `stop` nobody may have been there to give them.
     """
     made, at_the_end = _curated(events, datasets)
     for event_id, event in made.items():

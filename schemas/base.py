@@ -41,7 +41,7 @@ class Locator(BaseModel):
 class Event(BaseModel):
     """A past-tense fact. Frozen; unknown fields are forbidden.
 
-    `UNDIGESTED` names the top-level fields that are no content: times, durations, locators.
+    `UNDIGESTED` names the top-level fields that are not content: times, durations, locators.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")

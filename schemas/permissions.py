@@ -226,7 +226,7 @@ def _is_url(text: str) -> bool:
 
 
 def _split(url: str) -> SplitResult | None:
-    """A URL's parts; None if it is no absolute http(s) URL, or one that servers may read in another way."""
+    """A URL's parts; None if it is not an absolute http(s) URL, or is one that servers may read in another way."""
     try:
         parts = urlsplit(url)
         _ = parts.port

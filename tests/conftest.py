@@ -27,7 +27,7 @@ os.environ.setdefault("JDK_JAVA_OPTIONS", "-XX:TieredStopAtLevel=1")
 
 settings.register_profile("any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("any machine")
-"""A busy machine is no fault of what is tested."""
+"""A busy machine is not a fault of the code under test."""
 
 JOIN_TIMEOUT_S = 60.0
 KEPT_CHILDREN = ("multiprocessing.resource_tracker", "multiprocessing.forkserver", "matching_process.py")

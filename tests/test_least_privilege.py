@@ -38,7 +38,7 @@ SERVED = (*NAMES, "endpoint")
 WAIT_S = 240
 POISON = b"no event"
 DEAD_LETTERED_BY = {"tasks": "producers", "steps": "processors", "batches": "learner"}
-"""By topic: the service that makes a dead letter of what is no event."""
+"""By topic: the service that makes a dead letter of a record that is not an event."""
 
 
 def documented(*, topic_prefix: str = PREFIX, group_prefix: str = "lab") -> str:
@@ -119,14 +119,14 @@ class Lab:
         return found
 
     def letter_of(self, topic: str) -> str:
-        """The number of the dead letter of a topic's record that is no event."""
+        """The number of the dead letter of a topic's record that is not an event."""
         number: list[int] = []
 
         def found() -> bool:
             number.extend(one.number for one in self.letters() if one.came_from and one.came_from.topic == topic)
             return bool(number)
 
-        self.wait(found, f"the record of {topic} that is no event has no dead letter")
+        self.wait(found, f"the record of {topic} that is not an event has no dead letter")
         return str(number[0])
 
 
@@ -153,7 +153,7 @@ def lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab]:
 
 
 async def send_poison(log: KafkaLog) -> None:
-    """Records that are no events, of which services have to make dead letters."""
+    """Records that are not events, of which services have to make dead letters."""
     for topic in DEAD_LETTERED_BY:
         await log.send_raw(topic, key=b"poison", value=POISON)
 
@@ -186,7 +186,7 @@ async def begin(log: KafkaLog, run_id: str) -> None:
 @pytest.mark.slow
 def test_every_service_works_with_the_documented_rights_alone(lab: Lab) -> None:
     lab.wait(lambda: f"loaded model_group={GROUP} version=2" in lab.log_of("endpoint"), "the endpoint has no weights")
-    lab.wait(lambda: len(lab.letters()) >= len(DEAD_LETTERED_BY), "records that are no events have no dead letters")
+    lab.wait(lambda: len(lab.letters()) >= len(DEAD_LETTERED_BY), "records that are not events have no dead letters")
     dead_lettered_by = {letter.came_from.topic: letter.service for letter in lab.letters() if letter.came_from}
     assert {topic: name.split("-")[0] for topic, name in dead_lettered_by.items()} == DEAD_LETTERED_BY
     assert all(process.poll() is None for process in lab.running.values())
@@ -199,7 +199,7 @@ def test_every_service_works_with_the_documented_rights_alone(lab: Lab) -> None:
 @pytest.mark.kafka
 @pytest.mark.slow
 def test_commands_that_only_look_need_no_more_than_to_read(lab: Lab, tmp_path: Path) -> None:
-    lab.wait(lambda: len(lab.letters()) >= len(DEAD_LETTERED_BY), "records that are no events have no dead letters")
+    lab.wait(lambda: len(lab.letters()) >= len(DEAD_LETTERED_BY), "records that are not events have no dead letters")
     reported = lab.output_of("auditor", "status")
     assert "lab-producers" in reported
     assert "lab-processors" in reported
@@ -218,7 +218,7 @@ def test_commands_that_only_look_need_no_more_than_to_read(lab: Lab, tmp_path: P
 @pytest.mark.kafka
 @pytest.mark.slow
 def test_the_operator_runs_every_command_with_the_documented_rights_alone(lab: Lab) -> None:
-    lab.wait(lambda: len(lab.letters()) >= len(DEAD_LETTERED_BY), "records that are no events have no dead letters")
+    lab.wait(lambda: len(lab.letters()) >= len(DEAD_LETTERED_BY), "records that are not events have no dead letters")
     assert "sent to batches/0@" in lab.output_of("operator", "dlq", "redrive", "--force", lab.letter_of("batches"))
     lab.work("operator", lambda log: begin(log, "left-open"))
     assert "run left-open stopped" in lab.output_of("operator", "stop", "left-open")

@@ -25,11 +25,30 @@ from tests.rigs.words import STAYS, banned_words, texts
         '"the id stands " "twice"',
         "x = 1  # Seldom",
         '"""It waits for\nEver."""',
+        'raise ValueError(f"{name} is no number")',
+        '"""Records that are no events."""',
+        '"""The last line was\nno error."""',
     ],
 )
 def test_a_planted_word_is_found(line: str, plant: Plant) -> None:
     (found,) = banned_words(plant("tests/planted.py", f"tells = new_status = 1\n{line}\n"))
     assert found.startswith(("2: ", "3: "))
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "There is no room.",
+        "Wrapped in a docstring, there\n    is no room.",
+        "If there are no records, there was no run.",
+        "It is no longer kept.",
+        "It is no more than 3, and they are no less exact.",
+        "It is not a number.",
+        "It has no number.",
+    ],
+)
+def test_plain_english_with_no_is_allowed(text: str, plant: Plant) -> None:
+    assert not banned_words(plant("docs/planted.md", text))
 
 
 def test_a_planted_file_name_is_found(plant: Plant) -> None:

@@ -47,7 +47,7 @@ class CountOn(Environment):
 
 @register_reward("digit_share")
 def digit_share(rollout: FinishedRollout) -> float | None:
-    """Share of digits in the last answer, by the rollout alone. Without an answer there is no score: that is no 0."""
+    """Share of digits in the last answer, by the rollout alone. Without an answer there is no score, which is not 0."""
     message = next((messages[-1] for messages in rollout.messages.values() if messages), None)
     if message is None:
         return None

@@ -153,8 +153,8 @@ def check_model(path: str, location: str) -> None:
 
 
 def check_teacher(algorithm: AlgorithmSettings, sampling: Sampling, model: str, location: str) -> None:
-    """Raises ConfigError naming `location` if the teacher of an algorithm is no model, has another vocabulary, or is on
-    a server that cannot score what is sampled.
+    """Raises ConfigError naming `location` if the teacher of an algorithm is not a model, has another vocabulary, or is
+    on a server that cannot score what is sampled.
 
     `model`: the path of the model that learns.
     """

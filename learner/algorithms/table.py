@@ -38,7 +38,8 @@ def names() -> list[str]:
 def algorithm(name: str, permissions: Permissions, location: str = "algorithm") -> Algorithm:
     """The algorithm called `name`. `location`: where it is named, for errors.
 
-    Raises NotAllowedError before anything is imported, ConfigError for an unknown name or what is no algorithm.
+    Raises NotAllowedError before anything is imported, ConfigError for an unknown name or a class that is not an
+    algorithm.
     """
     if name in BUILT_IN:
         module = importlib.import_module(f"rollstream.learner.algorithms.builtin.{name}")

@@ -8,7 +8,7 @@ from torch import Tensor
 
 MAX_LOG_RATIO = 20.0
 """A log-ratio counts for no more: some engines write -9999 for a token that they held for hardly possible, and the
-exponential of what that leads to is no number.
+exponential of such a ratio is not finite.
 """
 
 

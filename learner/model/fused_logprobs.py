@@ -14,7 +14,7 @@ from torch import Tensor
 GRAD_CHUNK = 1 << 26
 """Gradients of logits that the backward pass holds at once, tokens x columns of the vocabulary: 128 MiB in bfloat16."""
 _LOWEST = tl.constexpr(-1e30)
-"""Logit of a column beyond the vocabulary: its exponential is 0, and 0 times it is no NaN."""
+"""Logit of a column beyond the vocabulary: its exponential is 0, and 0 times it is not NaN."""
 
 
 class Tiling(NamedTuple):

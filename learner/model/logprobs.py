@@ -24,7 +24,7 @@ CPU_CHUNK, GPU_CHUNK = 1 << 22, 1 << 28
 products of thousands of tokens. It decides the order of sums, so bits.
 """
 _EXCLUDED = -1e30
-"""Logit of a token outside the kept set: its exponential is 0, and 0 times it is no NaN."""
+"""Logit of a token outside the kept set: its exponential is 0, and 0 times it is not NaN."""
 
 
 class Head(NamedTuple):

@@ -37,9 +37,9 @@ tens of milliseconds. Who queries wakes the projector."""
 def project(
     records: Iterable[Record], num_partitions: Mapping[str, int] | None = None
 ) -> dict[str, list[dict[str, Any]]]:
-    """Rows by table. A record that is no event leaves no row: who first met it sent it to the dead letters.
+    """Rows by table. A record that is not an event leaves no row: its first reader sent it to the dead letters.
 
-    `num_partitions`: by topic; where it is given, a record in another partition than its own is no event either.
+    `num_partitions`: by topic; where it is given, a record in another partition than its own is not an event either.
     """
     rows: dict[str, list[dict[str, Any]]] = {}
     for record in records:

@@ -125,7 +125,7 @@ logger = logging.getLogger(__name__)
 def load_dataset(artifacts: ArtifactStore, started: RunStarted) -> Dataset:
     """Inputs by example id.
 
-    Raises ArtifactError if the artifact is gone, was changed, or is no dataset; StoreUnavailableError if the store
+    Raises ArtifactError if the artifact is gone, was changed, or is not a dataset; StoreUnavailableError if the store
     does not answer.
     """
     data = artifacts.read(started.dataset)

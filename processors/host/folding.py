@@ -37,7 +37,7 @@ logger = logging.getLogger(__name__)
 def fold_one(evolve: Callable[[Received], T], received: Received) -> T:
     """The result of `evolve`. Raises FoldError from its exceptions; then the state is invalid.
 
-    What is no fault of the record (ArtifactError, MemoryError) is raised as it is.
+    Errors that are not the record's fault (ArtifactError, MemoryError) are raised unchanged.
     """
     try:
         return evolve(received)

@@ -203,8 +203,8 @@ class Engine(Protocol):
         """Sample until an end token, `sampling.max_new_tokens` or the longest sequence that the model takes.
 
         All noise derives from the seed: equal requests on an equal version give equal tokens, but for what rounding
-        changes beside other requests; at temperature 0 the seed is no matter. A caller that is cancelled frees what its
-        request takes; neither that nor a request that fails disturbs others.
+        changes beside other requests; at temperature 0 the seed has no effect. A caller that is cancelled frees what
+        its request takes; neither that nor a request that fails disturbs others.
 
         Raises ModelError if the group has no weights, the prompt is empty or has ids that the model does not know,
         PromptTooLongError if it leaves no room for a token.

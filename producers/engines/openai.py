@@ -193,7 +193,7 @@ def _key_of(settings: OpenAISettings, environ: Mapping[str, str]) -> str:
 
 
 def _messages(text: str) -> list[dict[str, Any]]:
-    """The messages that a prompt holds; text that is no rendered chat is a user's."""
+    """The messages that a prompt holds; text that is not a rendered chat is a user's."""
     lines = text[:-1].split("\n") if text.endswith("\n") else []  # messages may hold Unicode's other line ends
     found: list[dict[str, Any]] = []
     for line in lines:

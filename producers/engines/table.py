@@ -34,7 +34,7 @@ logger = logging.getLogger(__name__)
 def new_engine(written: EngineSettings, environ: Mapping[str, str], location: str = "engine") -> Engine:
     """An engine that is not started yet. `location`: where its settings stand, for errors.
 
-    Raises ConfigError for an unknown kind, settings that do not fit it, or what is no engine.
+    Raises ConfigError for an unknown kind, settings that do not fit it, or a class that is not an engine.
     """
     kind, settings = _resolved(written, environ, location)
     try:
@@ -79,7 +79,7 @@ def _resolved(written: EngineSettings, environ: Mapping[str, str], location: str
 
 
 def _kind_of(name: str, location: str) -> EngineKind:
-    """The kind called `name`. Raises ConfigError if there is none, more than one, or what it names is no kind."""
+    """The kind called `name`. Raises ConfigError if there is none, more than one, or it names no kind."""
     installed = metadata.entry_points(group=GROUP)
     found = {entry.value: entry for entry in installed if entry.name == name}
     known = sorted({*ENGINES, *installed.names})

@@ -2,7 +2,7 @@
 
 A model group is loaded once a task waits for it, and followed until its run ends. What cannot be loaded leaves the
 version before it; an artifact that is missing or torn is looked at again, since storage may come back. One that went
-while it was loaded, because newer versions were published and it was collected, is no error: the newest is taken.
+while it was loaded, because newer versions were published and it was collected, is not an error: the newest is taken.
 """
 
 import asyncio

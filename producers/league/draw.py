@@ -117,7 +117,7 @@ class Seats(NamedTuple):
     opponents: dict[str, str]
     """Player by agent, of the others."""
     outcome: str
-    """Name of the reward that decides; empty: the task is no match."""
+    """Name of the reward that decides; empty: the task is not a match."""
 
 
 def seats_of(task: TaskRequested) -> Seats:

@@ -26,7 +26,7 @@ class RespondedRequest(ChatRequest):
     previous_response_id: str | None = None
     """The response whose input and output come before the messages, after the instructions."""
     has_instructions: bool = False
-    """The first message is theirs: it is no part of what a later response goes on from."""
+    """The first message is theirs: it is not part of what a later response goes on from."""
     own_id: str
     """Of the response, without prefix, if it is streamed."""
 

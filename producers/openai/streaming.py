@@ -15,7 +15,7 @@ class TextStream:
     """The pieces of one answer. Put together they are how its text begins."""
 
     def __init__(self, tokenizer: Tokenizer, stop: Sequence[str] = (), *, has_tools: bool = False) -> None:
-        """`stop`: texts that end the answer and are no part of it. `has_tools`: it may hold tool calls."""
+        """`stop`: texts that end the answer and are not part of it. `has_tools`: it may hold tool calls."""
         self._tokenizer = tokenizer
         self._stop = stop
         self._has_tools = has_tools

@@ -49,7 +49,7 @@ def names() -> list[str]:
 def protocol(written: str | Mapping[str, JsonValue], location: str = "protocol") -> InteractionProtocol:
     """A protocol from its name, or from a mapping of `name` and its settings. `location`: where it stands, for errors.
 
-    Raises ConfigError for an unknown name, what is no protocol, and settings that it does not take.
+    Raises ConfigError for an unknown name, a class that is not a protocol, and settings that it does not take.
     """
     options = {"name": written} if isinstance(written, str) else dict(written)
     name = options.pop("name", None)

@@ -155,7 +155,7 @@ class Conversation:
         return tuple(step for step, answer in known.items() if answer in letters)
 
     def _is_end(self, token_id: int) -> bool:
-        """Whether a token that is the last of an answer is no part of its text: the end token, or a special one."""
+        """Whether a token that is the last of an answer is not part of its text: the end token, or a special one."""
         is_eos = token_id == self._tokenizer.eos_token_id
         return is_eos or not self._tokenizer.decode([token_id], skip_special_tokens=True)
 

@@ -194,7 +194,7 @@ def _rendered(
 
 
 def _plain_text(message: dict[str, Any]) -> dict[str, Any] | None:
-    """A message whose content is one text; None if a part of it is no text."""
+    """A message whose content is one text; None if a part of it is not text."""
     content = message.get("content")
     if content is None:
         return message | {"content": ""}

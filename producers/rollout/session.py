@@ -194,7 +194,7 @@ class Session:
     ) -> None:
         """Say how good answers to the same messages are beside each other, and which of them (by place) is played.
 
-        A score is no part of the rollout's reward: it makes preference pairs. Raises RewardError for one that is not a
+        A score is not part of the rollout's reward: it makes preference pairs. Raises RewardError for one that is not a
         finite number.
         """
         turn_index = self._num_scored.get(agent, 0)
@@ -241,7 +241,7 @@ class Session:
         tokenizer = self._tokenizer(playing.model_group)
         reading = read_step(step, step_index, playing, conversation, tokenizer)
         if step.event_type == "LLM_END":
-            self.messages.pop(agent, None)  # what was said before is no answer of this call
+            self.messages.pop(agent, None)  # earlier messages do not answer this call
             if step.chat is not None:
                 self.messages[agent] = (*step.chat.messages, step.chat.answer)
         await self._journal.record_step(step_index, began_ms=began_ms, agent=agent, **fields_of(step, reading))
@@ -259,7 +259,7 @@ class Session:
     ) -> None:
         """Give a reward to the whole rollout or to one step, to one agent or to all. Raises RewardError.
 
-        `is_score`: it only compares the step with other answers to the same prompt, and is no part of a sum.
+        `is_score`: it only compares the step with other answers to the same prompt, and is not part of a sum.
         """
         try:
             number = finite(name, value)
@@ -374,7 +374,7 @@ class Session:
         return generation if asked is None else asked.cut(generation, self._tokenizer(group))
 
     async def _play_scripted(self, messages: Sequence[Message], agent: str, player: str) -> Reply:
-        """The answer of a scripted opponent, which is no LLM's: a step without tokens."""
+        """The answer of a scripted opponent, which is not an LLM: a step without tokens."""
         sent: list[Message] = plain(list(messages), "messages")
         step_index, began_ms = self._journal.open_step(), self._journal.clock()
         assert self._play is not None, "nobody plays scripted opponents"

@@ -27,7 +27,7 @@ _KEYS = (
     ),
     *("token", "logprob", "token_id", "length"),
 )
-"""What is looked for in an object that is no dict."""
+"""Attributes that are looked for in an object that is not a dict."""
 
 
 @dataclass(frozen=True, slots=True)

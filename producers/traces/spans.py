@@ -106,7 +106,7 @@ class RemoteSpan:
 
     parent_id: str | None
     function_name: str | None = None
-    """None if it is no function's."""
+    """None if it does not belong to a function."""
 
 
 NOT_TARGETED = "not_targeted"

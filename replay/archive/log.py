@@ -40,7 +40,7 @@ POLL_S = 0.02
 async def open_export(folder: Path) -> AsyncIterator[tuple[EventLog, ArtifactStore]]:
     """The log and the artifacts of an exported run, both to be read only.
 
-    Raises LogError naming the file if the folder is no export or any file of it was changed.
+    Raises LogError naming the file if the folder is not an export or any file of it was changed.
     """
     async with ExportLog(folder) as log:
         yield log, ExportArtifacts(folder, log.manifest)

@@ -68,7 +68,7 @@ class ArtifactNeeds:
     """Bytes of dead letters that were too large for the log, by sha256."""
 
     def take(self, record: Record) -> None:
-        """Take in a record of the run. What is no event asks for nothing."""
+        """Take in a record of the run. A record that is not an event needs nothing."""
         headers = dict(record.headers)
         if record.topic == "dlq":
             for name in (REFERENCE, WHOLE):

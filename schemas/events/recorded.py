@@ -115,7 +115,7 @@ class RecordedReward(_Value):
     step: int | None = Field(default=None, ge=0)
     agent: str | None = None
     is_score: bool = False
-    """It only compares its step with other answers to the same prompt, and is no part of a sum."""
+    """It only compares its step with other answers to the same prompt, and is not part of a sum."""
 
 
 class RecordedRollout(_Value):

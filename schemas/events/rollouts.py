@@ -266,7 +266,7 @@ class RewardRecorded(RolloutEvent):
     step_index: int | None = None
     agent: str | None = None
     is_score: bool = added(False)
-    """It compares its step with other answers to the same prompt, and is no part of the rollout's reward."""
+    """It compares its step with other answers to the same prompt, and is not part of the rollout's reward."""
 
     @property
     def event_id(self) -> str:

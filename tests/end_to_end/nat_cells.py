@@ -171,7 +171,7 @@ def at_address(configuration: dict[str, Any], url: str) -> Faulty:
 
 
 def failing_job(configuration: dict[str, Any], workplace: Any) -> Faulty:
-    """Its first step has a loss that is no number."""
+    """Its first step has a loss that is not a number."""
     learner = configuration["trainer_adapters"]["learner"]
     learner["algorithm"] = {"name": "grpo", "kl_coefficient": 1e39}
     learner["optimizer"] = {"max_skipped_steps": 0}
@@ -238,7 +238,7 @@ class Cell(NamedTuple):
         if self.has_model != (is_well and self.versions > 0):
             found.append(f"{'a' if self.has_model else 'no'} model, after {self.versions} versions and {self.state}")
         if self.status != 0 and not self.last_line.startswith("Error: "):
-            found.append("the last line is no error")
+            found.append("the last line is not an error")
         return found
 
 

@@ -1,4 +1,4 @@
-"""Events as records: round trips, golden files of every published version, and what is no event."""
+"""Events as records: round trips, golden files of every published version, and records that are not events."""
 
 import datetime
 import json

@@ -74,7 +74,7 @@ CALLS = {
         r"step 0 \(TOOL_END look\) cannot be recorded: .*limit",
     ),
     "a large name": (lambda s: s.reward(1.0, TOO_LARGE), "reward xxx"),
-    "a name that is no text": (lambda s: s.tool(UNSPEAKABLE, "", ""), r"step 0 .*ud800\) cannot be recorded: .*UTF-8"),
+    "a name that is not text": (lambda s: s.tool(UNSPEAKABLE, "", ""), r"step 0 .*ud800\) cannot be recorded: .*UTF-8"),
 }
 
 

@@ -1,4 +1,4 @@
-"""Waiting for a slot is no rollout's time: groups begin with their first slot, and nothing of them fails unbegun."""
+"""Waiting for a slot is not rollout time: groups begin with their first slot, and nothing of them fails unbegun."""
 
 import asyncio
 

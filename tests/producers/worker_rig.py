@@ -200,7 +200,7 @@ class Wire:
 
     async def expel(self):
         """The group takes it for dead, and it does not know."""
-        assert self.member is not None, "it is no member yet"
+        assert self.member is not None, "it is not a member yet"
         await self.member.close()
 
     async def send(self, event, *, partition=None):

@@ -49,7 +49,7 @@ async def run(log: CountingLog, run_id: str, *, starts: dict[str, int] | None = 
 
 
 async def dead_task(log: CountingLog, run_id: str, index: int) -> None:
-    """A record of `tasks` that is no event, and its dead letter."""
+    """A record of `tasks` that is not an event, and its dead letter."""
     at = await log.send_raw("tasks", key=f"{run_id}/rl/e00000/t{index:05d}".encode(), value=b"{broken")
     record = Record(*at, b"k", b"{broken", (), 0)
     await send_dead_letter(log, record, service="p", stage="decode", error=ValueError("bad"))

@@ -37,7 +37,7 @@ def cut(recorded: Any, topic: str, partition: int, keep: int) -> Any:
 
 
 def without(recorded: Any, topic: str, kind: str, *numbers: int) -> Any:
-    """The run without the records of a kind, all if none is named; what is no event has their offsets."""
+    """The run without the records of a kind, all if none is named; records that are not events take their offsets."""
     run = tampered(recorded)
     for where, kept in run.log._store._partitions.items():
         if where.topic == topic:

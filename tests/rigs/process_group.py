@@ -46,7 +46,7 @@ def together(num: int, work: Callable[..., None], *arguments: Any) -> None:
 
 
 def rank_of(process: psutil.Process) -> int | None:
-    """None: it is no rank, or has ended."""
+    """None: it is not a rank, or has ended."""
     try:
         return int(process.environ()["RANK"])
     except (KeyError, psutil.Error):

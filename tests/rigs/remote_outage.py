@@ -1,4 +1,4 @@
-"""A remote filesystem that is away for a while, and says so by an exception that is no OSError, as cloud clients do."""
+"""A remote filesystem that is away for a while and raises an exception that is not an OSError, as cloud clients do."""
 
 from typing import Any, ClassVar
 

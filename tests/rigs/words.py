@@ -62,7 +62,7 @@ TEXT = {
     r"classic": "epochwise",
     r"dealt out": "rebalanced",
     r"for ?ever": "without end, until ...",
-    r"is no (JSON|UTF|finite)": "is not ...",
+    r"(?<!there\s)(?<!there\s{5})(is|are|was|were) no (?!(longer|more|less|fewer)\b)\w+": "is not a, is not an",
     r"let the world know": "report",
     r"reckon(s|ed)?": "compute",
     r"it said nothing": "no log output",

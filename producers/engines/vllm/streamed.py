@@ -74,7 +74,7 @@ class StreamedAnswer:
         """What the server said instead of further tokens."""
 
     def feed(self, part: bytes) -> None:
-        """Bytes as they come. Raises ModelError for what is no event, and if the caller has other tokens."""
+        """Bytes as they come. Raises ModelError for data that is not an event, and if the caller has other tokens."""
         self._line += part
         *lines, rest = self._line.split(b"\n")
         self._line = rest

@@ -323,7 +323,7 @@ class Server:
         reason = choice.get("finish_reason")
         if reason not in ("stop", "length"):
             raise TryAgainError(f"ended a request with {shown(reason)}")
-        if not ids or any(not -9000 < one <= 0 for one in logprobs):  # NO_LOGPROB, and what is no number
+        if not ids or any(not -9000 < one <= 0 for one in logprobs):  # NO_LOGPROB, or not a number
             raise self.http.error("gave a token without a log-probability; look into its log, and at the weights")
         found: FinishReason = "stop" if reason == "stop" else "length"
         return Generation(ids, logprobs, spans, found, kept)

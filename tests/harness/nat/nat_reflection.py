@@ -135,7 +135,7 @@ def _signatures(interfaces: Any) -> dict[str, Any]:
 
 
 async def _behaviour(models: Any, interfaces: Any) -> dict[str, Any]:
-    """What the members that are no abstract ones do: binding, initializing, rewards, curriculum."""
+    """Behaviour of the members that are not abstract: binding, initializing, rewards, curriculum."""
     trainer = _concrete(interfaces.Trainer)(models.TrainerConfig(), extra=1)
     builder = _concrete(interfaces.TrajectoryBuilder)(models.TrajectoryBuilderConfig())
     adapter = _concrete(interfaces.TrainerAdapter)(models.TrainerAdapterConfig())
