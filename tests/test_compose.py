@@ -114,6 +114,7 @@ def test_agents_outside_of_the_network_reach_the_gateway_that_records(name: str)
     service = SERVICES[name]
     found = settings_of("producers", name, json.loads((ROOT / service["command"][-1]).read_text()), BROKER)
     assert isinstance(found, ProducerSettings)
+    assert found.gateway is not None
     (published,) = service["ports"]
     assert expand(published, {}) == f"127.0.0.1:8766:{found.gateway.port}"
     assert found.gateway.host == "0.0.0.0", "a published port leads to the container's own address"
