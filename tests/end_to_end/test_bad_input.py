@@ -176,6 +176,7 @@ def test_an_evaluator_that_raises_is_told_by_its_path_while_the_run_goes_on(work
     assert len(message) == 1, done.stdout + done.stderr
     raised = r"reward eval\.evaluators\.mine raised KeyError \(bad\.py line \d+, in looks_in_vain\): 'no such key'"
     assert re.search(raised + "$", message[0])
-    assert "looks_in_vain" in workplace.logs().split("Traceback", 1)[1], "the traceback is in the log"
+    log = (workplace.workspace / "logs" / "producers-1.log").read_text()
+    assert "looks_in_vain" in log.split("Traceback", 1)[1], "the traceback is in the log"
     causes = workplace.rows("SELECT outcome, cause, count(*) AS n FROM outcomes GROUP BY 1, 2")
     assert [(row["outcome"], row["cause"], row["n"]) for row in causes] == [("failed", "reward_error", 4 * 4)]
