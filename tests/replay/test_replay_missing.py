@@ -226,7 +226,7 @@ def test_a_single_checkpoint_that_was_removed_by_hand_is_found(run, tmp_path, ve
     shutil.copytree(run.checkpoints, tmp_path / "kept")
     run.checkpoints = tmp_path / "kept"
     assert verified(run, has_checkpoints=True).differences == []
-    (path,) = run.checkpoints.glob(f"*/v{version:08d}.*")
+    (path,) = run.checkpoints.glob(f"*/v{version:08d}.*.safetensors")
     path.unlink()
     (found,) = verified(run, has_checkpoints=True).differences
     assert f"recorded the checkpoint of v{version}, replayed nothing" in str(found)
@@ -237,7 +237,7 @@ def test_checkpoints_that_pruning_removes_are_not_missed(run, tmp_path):
     run.checkpoints = tmp_path / "kept"
     digest = run.change("jobs", "job_submitted", b'"keep_last":8', b'"keep_last":1')
     assert digest
-    (path,) = run.checkpoints.glob("*/v00000001.*")
+    (path,) = run.checkpoints.glob("*/v00000001.*.safetensors")
     path.unlink()
     assert not [one for one in verified(run, has_checkpoints=True).differences if one.stage == "checkpoints"]
 
