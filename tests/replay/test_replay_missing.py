@@ -232,6 +232,14 @@ def test_a_single_checkpoint_that_was_removed_by_hand_is_found(run, tmp_path, ve
     assert f"recorded the checkpoint of v{version}, replayed nothing" in str(found)
 
 
+def test_a_checkpoints_weights_that_were_removed_by_hand_are_found(run, tmp_path):
+    shutil.copytree(run.checkpoints, tmp_path / "kept")
+    run.checkpoints = tmp_path / "kept"
+    (path,) = run.checkpoints.glob("*/v00000001.*.weights")
+    path.unlink()
+    assert [one.stage for one in verified(run, has_checkpoints=True).differences] == ["checkpoints"]
+
+
 def test_checkpoints_that_pruning_removes_are_not_missed(run, tmp_path):
     shutil.copytree(run.checkpoints, tmp_path / "kept")
     run.checkpoints = tmp_path / "kept"
