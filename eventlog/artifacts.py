@@ -86,7 +86,10 @@ class ArtifactStore:
             with file.path.open("rb") as source:
                 return self._put(source, file.sha256, file.size_bytes, suffix, link_to=file.path)
         except OSError as error:
-            raise ArtifactError(f"file {file.path} cannot be stored as an artifact: {error}") from error
+            raise ArtifactError(
+                f"file {file.path} cannot be stored as an artifact: {error}; check the file's "
+                "permissions and the free space of the store"
+            ) from error
 
     def fetch(self, ref: ArtifactRef) -> Path:
         """A local file with the artifact's verified bytes. Raises ArtifactError if it is missing or differs."""
@@ -118,7 +121,8 @@ class ArtifactStore:
             size_bytes = self._filesystem.size(name)
             if max_bytes is not None and size_bytes > max_bytes:
                 raise ArtifactError(
-                    f"artifact {ref.uri} has {size_bytes:,} bytes, more than the limit of {max_bytes:,}"
+                    f"artifact {ref.uri} has {size_bytes:,} bytes, more than the limit of {max_bytes:,}; "
+                    "split its content"
                 )
             data: bytes = self._filesystem.cat_file(name)
         _verify(ref, hashlib.sha256(data).hexdigest())

@@ -272,7 +272,7 @@ def check_metadata(metadata: Mapping[TopicPartition, str]) -> None:
         if size > MAX_METADATA_BYTES:
             raise LogError(
                 f"the metadata to commit for partition {where.partition} of topic {where.topic} has {size} bytes, more "
-                f"than the limit of {MAX_METADATA_BYTES}"
+                f"than the limit of {MAX_METADATA_BYTES}; commit less metadata, or keep it in an artifact"
             )
 
 
@@ -283,7 +283,9 @@ def check_record_size(topic: str, key: bytes | None, value: bytes | None, header
     limit = TOPICS[topic].max_record_bytes
     size = record_size(key, value, headers)
     if size > limit:
-        raise LogError(f"a record for topic {topic} has {size} bytes, more than the limit of {limit}")
+        raise LogError(
+            f"a record for topic {topic} has {size} bytes, more than the limit of {limit}; make its content smaller"
+        )
 
 
 def record_size(key: bytes | None, value: bytes | None, headers: Headers) -> int:

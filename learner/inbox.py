@@ -321,23 +321,27 @@ def _is_of(event: Event, job: JobSubmitted) -> bool:
             return isinstance(event, RunEnded)
 
 
+_FORK = "begin a new run with `rollstream finetune --fork`"
+"""What to do about a manifest that cannot be trained on."""
+
+
 def check_follows(planned: BatchPlanned, job: JobSubmitted, previous_sha256: str) -> None:
     """Raises DecodeError if a manifest of `job` does not follow the one with digest `previous_sha256`."""
     if planned.previous_sha256 != previous_sha256:
         raise DecodeError(
             f"manifest {planned.batch_id} follows {planned.previous_sha256}, not {previous_sha256}: "
-            "the chain of manifests is broken"
+            f"the chain of manifests is broken; {_FORK}"
         )
     version = job.base_version + planned.index
     if planned.trains_at_version != version or planned.model_group != job.model_group:
         raise DecodeError(
             f"manifest {planned.batch_id} trains {planned.model_group} at version {planned.trains_at_version}, "
-            f"not {job.model_group} at {version}"
+            f"not {job.model_group} at {version}; {_FORK}"
         )
     if planned.adopts is not None and not job.base_version <= planned.adopts <= version:
         raise DecodeError(
             f"manifest {planned.batch_id} adopts version {planned.adopts}; versions {job.base_version} to {version} "
-            "of the job come before it"
+            f"of the job come before it; {_FORK}"
         )
 
 

@@ -127,6 +127,7 @@ def test_planted_files_and_classes_are_found(tmp_path: Path, plant: Plant) -> No
         "is_void = event.term < owner.term",
         "is_void = limit > owner.term",
         'run, name = spec.job_id.split("/", 1)',
+        'name = group.rpartition("/")[2]',
         'name = f"{job_id}/e{epoch:05d}/t{index}"',
         'name = f"epoch_sealed:{job_id}/e{epoch}"',
         'is_sealed = name.startswith("epoch_sealed:")',

@@ -221,7 +221,7 @@ class EmbeddedBroker:
             if time.monotonic() > deadline:
                 raise BrokerError(
                     f"the broker of workspace {self.workspace} is not ready after {START_TIMEOUT_S:.0f} s; see "
-                    f"{self._folder / 'broker.log'}"
+                    f"{self._folder / 'broker.log'}, then start again"
                 )
             time.sleep(0.05)
 

@@ -106,7 +106,10 @@ def _until(deadline: float, attempt: Callable[[], None]) -> None:
             attempt()
         except (BrokerError, OSError) as error:
             if time.monotonic() > deadline:
-                raise BrokerError(f"cannot set the broker's password: {error}") from error
+                raise BrokerError(
+                    f"cannot set the broker's password: {error}; see broker/broker.log of the workspace, "
+                    "then start again"
+                ) from error
             time.sleep(PAUSE_S)
         else:
             return

@@ -69,7 +69,9 @@ def show(number: int, limit: int, raw: Path | None, bootstrap_servers: str | Non
     record = original(stored, ArtifactStore(Workspace(workspace).artifact_uri())) if letter.came_from else stored
     if raw is not None:
         if record.value is None:
-            raise ConfigError(f"dead letter {number} has a null value; there are no bytes to write to {raw}")
+            raise ConfigError(
+                f"dead letter {number} has a null value; there are no bytes to write to {raw}; leave out --raw"
+            )
         raw.write_bytes(record.value)
     click.echo("\n".join(_report(letter, stored, record, limit)))
 

@@ -147,9 +147,13 @@ def _open_job(progress: "Progress", target: Target) -> "tuple[str, JobProgress]"
         )
     for name, job in own.items():
         if job.submitted is not None and job.submitted.settings.kind == EXTERNAL:
-            raise ConfigError(f"{where}: another training backend trains it, which keeps its own versions")
+            raise ConfigError(
+                f"{where}: another training backend trains it, which keeps its own versions; roll back there"
+            )
         if job.submitted is not None and job.submitted.settings.kind == FROZEN:
-            raise ConfigError(f"{where}: the model group is frozen and has one version only")
+            raise ConfigError(
+                f"{where}: the model group is frozen and has one version only; name a model group that is trained"
+            )
         if job.outcome is None:
             return name, job
     name, job = next(reversed(own.items()))

@@ -160,7 +160,7 @@ def _rows_of_lines(text: str, path: Path) -> Rows:
             try:
                 rows.append((location, json.loads(line)))
             except ValueError as error:
-                raise ConfigError(f"{location}: not valid JSON: {error}") from error
+                raise ConfigError(f"{location}: not valid JSON: {error}; correct the line") from error
     return rows
 
 
@@ -170,7 +170,7 @@ def _rows_of_list(text: str, path: Path) -> Rows:
     try:
         found = json.loads(text)
     except ValueError as error:
-        raise ConfigError(f"dataset {path}: not valid JSON: {error}") from error
+        raise ConfigError(f"dataset {path}: not valid JSON: {error}; correct the file") from error
     if not isinstance(found, list):
         raise ConfigError(f"dataset {path}: must be a JSON list of objects (for JSON lines: _type: jsonl)")
     return [(f"dataset {path} item {number}", row) for number, row in enumerate(found, 1)]
@@ -184,10 +184,15 @@ def _rows_of_csv(text: str, path: Path) -> Rows:
         for row in reader:
             location = f"dataset {path} line {reader.line_num}"
             if None in row or None in row.values():
-                raise ConfigError(f"{location} must have {len(reader.fieldnames or ())} values, one per column")
+                raise ConfigError(
+                    f"{location} must have {len(reader.fieldnames or ())} values, one per column; quote values that "
+                    "contain a comma"
+                )
             rows.append((location, {key: _scalar(value) for key, value in row.items()}))
     except csv.Error as error:
-        raise ConfigError(f"dataset {path} line {reader.line_num + 1}: not valid CSV: {error}") from error
+        raise ConfigError(
+            f"dataset {path} line {reader.line_num + 1}: not valid CSV: {error}; correct the line"
+        ) from error
     return rows
 
 

@@ -307,7 +307,7 @@ def config_of(sections: Mapping[str, Any]) -> Any:
     try:
         return Config.model_validate(sections)
     except ValidationError as error:
-        raise ConfigError(f"NAT refuses the file: {first_invalid(error)}") from error
+        raise ConfigError(f"NAT refuses the file: {first_invalid(error)}; correct this key") from error
 
 
 def check_installed(*, has_llms: bool, is_there: Callable[[str], bool] | None = None) -> None:

@@ -168,7 +168,10 @@ class ScoringModels:
         if self._tokenizer is None:
             self._tokenizer = tokenizer_of(self.policy_path)
         if self._tokenizer is None:
-            raise ModelError(f"{self._location}: model {self._settings.model.path} has no tokenizer for the context")
+            raise ModelError(
+                f"{self._location}: model {self._settings.model.path} has no tokenizer for the context; "
+                "add its tokenizer's files to the model's folder"
+            )
         ids = np.asarray(self._tokenizer.encode(context, add_special_tokens=False), np.int32)
         at = int(len(row.token_ids) > 0 and row.token_ids[0] == self._tokenizer.bos_token_id)
         kept = row.kept and KeptRow(np.insert(row.kept.lengths, at, np.zeros(len(ids), np.int64)), row.kept.ids)

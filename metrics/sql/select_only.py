@@ -21,9 +21,9 @@ def check(cursor: duckdb.DuckDBPyConnection, sql: str) -> duckdb.Statement:
     except duckdb.Error as error:
         raise QueryError(f"SQL: {one_line(error)}") from error
     if len(statements) != 1:
-        raise QueryError(f"SQL: one SELECT at a time; this has {len(statements)} statements")
+        raise QueryError(f"SQL: one SELECT at a time; this has {len(statements)} statements; send each alone")
     if statements[0].type != duckdb.StatementType.SELECT:
-        raise QueryError(f"SQL: only SELECT is allowed, not {statements[0].type.name}")
+        raise QueryError(f"SQL: only SELECT is allowed, not {statements[0].type.name}; write a SELECT")
     return statements[0]
 
 

@@ -51,7 +51,9 @@ class RecordedEnvironment(Environment):
 def _rollout(members: object, number: int, artifacts: ArtifactStore | None) -> RecordedRollout:
     if not isinstance(members, list) or number >= len(members):
         num = len(members) if isinstance(members, list) else 0
-        raise EnvironmentRunError(f"no recorded rollout for member {number}: the task has only {num}")
+        raise EnvironmentRunError(
+            f"no recorded rollout for member {number}: the task has only {num}; record more or request fewer"
+        )
     try:
         member = RecordedMember.model_validate(members[number])
         if member.rollout is not None:
@@ -65,5 +67,6 @@ def _rollout(members: object, number: int, artifacts: ArtifactStore | None) -> R
         return RecordedRollout.model_validate_json(artifacts.read(member.artifact, max_bytes=MAX_BYTES))
     except ValidationError as error:
         raise EnvironmentRunError(
-            f"the recorded rollout of member {number} is invalid: {first_invalid(error)}"
+            f"the recorded rollout of member {number} is invalid: {first_invalid(error)}; correct it and "
+            "submit it again"
         ) from error

@@ -68,15 +68,22 @@ class RemoteWorkflow(Environment):
         """Ask, record, end. Raises EnvironmentRunError naming the endpoint for all that goes wrong there."""
         if self._question_key not in session.inputs:
             known = ", ".join(sorted(session.inputs)) or "none"
-            raise EnvironmentRunError(f"the example has no key {self._question_key!r}; its inputs are: {known}")
+            raise EnvironmentRunError(
+                f"the example has no key {self._question_key!r}; its inputs are: {known}; "
+                "set question_key to one of them"
+            )
         try:
             await self._ask(session, session.inputs[self._question_key])
         except TimeoutError as error:
             raise EnvironmentRunError(
-                f"endpoint {self._endpoint} timed out after {self._timeout_s:g} s (endpoint_timeout)"
+                f"endpoint {self._endpoint} timed out after {self._timeout_s:g} s (endpoint_timeout); "
+                "raise it or see the workflow server's log"
             ) from error
         except aiohttp.ClientError as error:
-            raise EnvironmentRunError(f"endpoint {self._endpoint}: {type(error).__name__}: {error}") from error
+            raise EnvironmentRunError(
+                f"endpoint {self._endpoint}: {type(error).__name__}: {error}; check the address and "
+                "that its server runs"
+            ) from error
 
     def examples(self, num: int, seed: int) -> list[dict[str, Any]]:
         """Raises EnvironmentRunError: a workflow has no questions of its own."""
@@ -147,7 +154,8 @@ async def _posted(endpoint: str, body: dict[str, Any]) -> AsyncIterator[aiohttp.
                 if response.status >= 400:
                     error_body = (await read_up_to(response, MAX_ERROR_BYTES)).decode(errors="replace")
                     raise EnvironmentRunError(
-                        f"endpoint {endpoint}{path}: HTTP {response.status}: {' '.join(error_body.split())[:200]}"
+                        f"endpoint {endpoint}{path}: HTTP {response.status}: {' '.join(error_body.split())[:200]}; "
+                        "check the address and the workflow server's log"
                     )
                 yield response
                 return

@@ -24,6 +24,7 @@ from rollstream.producers.openai.streaming import OnText, ParsedStream, TextStre
 from rollstream.producers.rollout.gateway_interface import CallOptions, cut_to, rendered
 from rollstream.producers.rollout.reply import Message, Reply, TurnsExhausted
 from rollstream.producers.rollout.session import Session
+from rollstream.schemas import ids
 from rollstream.schemas.errors import (
     ChatTemplateError,
     EnvironmentRunError,
@@ -236,7 +237,7 @@ class RolloutModel:
     def _agents_by_name(self) -> dict[str, str]:
         session = self.session
         groups = {session.model_group(agent): agent for agent in reversed(session.agents)}
-        groups |= {group.rpartition("/")[2]: agent for group, agent in groups.items()}
+        groups |= {ids.name_of(group): agent for group, agent in groups.items()}
         return {**groups, RUNS_MODEL: self._agent, **{agent: agent for agent in session.agents}}
 
 

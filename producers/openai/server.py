@@ -168,7 +168,9 @@ class Endpoint(Routes):
             held = self._engine.version(group)
             has = "no weights yet" if held < 0 else f"version {held}"
             raise Refusal(
-                503, f"model group {group} has {has}; version {version} was not loaded within {timeout_s:g} s"
+                503,
+                f"model group {group} has {has}; version {version} was not loaded within {timeout_s:g} s; "
+                "ask again later or for an older version",
             ) from error
 
     def check_model(self, request: web.Request, name: str) -> None:

@@ -46,7 +46,9 @@ class Lines:
         """Lines that are whole now. Raises EnvironmentRunError for a line or a stream that is too long."""
         self._stream_bytes += len(chunk)
         if self._stream_bytes > MAX_STREAM_BYTES:
-            raise EnvironmentRunError(f"its stream is longer than {MAX_STREAM_BYTES} bytes")
+            raise EnvironmentRunError(
+                f"its stream is longer than {MAX_STREAM_BYTES} bytes; let the workflow take fewer or shorter steps"
+            )
         first, *others = chunk.split(b"\n")
         self._add(first)
         for piece in others:
@@ -58,7 +60,9 @@ class Lines:
     def _add(self, piece: bytes) -> None:
         self._line += piece
         if len(self._line) > MAX_LINE_BYTES:
-            raise EnvironmentRunError(f"a line of its stream is longer than {MAX_LINE_BYTES} bytes")
+            raise EnvironmentRunError(
+                f"a line of its stream is longer than {MAX_LINE_BYTES} bytes; let the workflow's steps say less"
+            )
 
 
 @dataclass(slots=True)
@@ -85,13 +89,15 @@ class RemoteStream:
             self._take_value(text.removeprefix(_DATA).strip())
             return None
         found = self._object(text)
-        raise EnvironmentRunError(f"it failed: {_shown(found.get('message') or found.get('detail') or text)}")
+        raise _failed(found.get("message") or found.get("detail") or text)
 
     @property
     def answer(self) -> str:
         """The whole answer. Raises EnvironmentRunError if there was none."""
         if not self.values:
-            raise EnvironmentRunError(f"its stream ended after {self.num_lines} lines without an answer")
+            raise EnvironmentRunError(
+                f"its stream ended after {self.num_lines} lines without an answer; see the workflow server's log"
+            )
         return "".join(self.values)
 
     def _take_value(self, text: str) -> None:
@@ -99,7 +105,7 @@ class RemoteStream:
             return
         found = self._object(text)
         if "value" not in found and ("error" in found or "code" in found):
-            raise EnvironmentRunError(f"it failed: {_shown(found.get('message') or found.get('error'))}")
+            raise _failed(found.get("message") or found.get("error"))
         value = found.get("value")
         if value is not None:
             self.values.append(value if isinstance(value, str) else json.dumps(value, ensure_ascii=False))
@@ -129,7 +135,13 @@ class RemoteStream:
         return found
 
     def _broken(self, why: str) -> EnvironmentRunError:
-        return EnvironmentRunError(f"line {self.num_lines} of its stream {why}")
+        return EnvironmentRunError(
+            f"line {self.num_lines} of its stream {why}; check that the endpoint is a NAT server"
+        )
+
+
+def _failed(text: object) -> EnvironmentRunError:
+    return EnvironmentRunError(f"it failed: {_shown(text)}; see the workflow server's log")
 
 
 def _shown(text: object) -> str:

@@ -61,7 +61,7 @@ def check(recorded: JobStarted, spec: JobSpec) -> None:
     if now.max_staleness > before.max_staleness:
         raise ConfigError(
             f"max_staleness can only be tightened in a what-if: recorded with {before.max_staleness}, "
-            f"not {now.max_staleness}"
+            f"not {now.max_staleness}; set it to at most {before.max_staleness}"
         )
     if spec.job.algorithm.needs.step_rewards and recorded.rollout.reward_weights != spec.rollout.reward_weights:
         raise ConfigError(

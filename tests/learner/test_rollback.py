@@ -227,7 +227,8 @@ def test_a_rollback_to_a_version_that_never_existed_fails_the_job_with_its_numbe
         await lab.work(lab.has(JobFailed))
         failed = await lab.events("jobs", JobFailed)
         assert failed[0].error == (
-            "manifest run-1/rl/b000002 adopts version 7; versions 0 to 2 of the job come before it"
+            "manifest run-1/rl/b000002 adopts version 7; versions 0 to 2 of the job come before it; "
+            "begin a new run with `rollstream finetune --fork`"
         )
 
     asyncio.run(scenario())

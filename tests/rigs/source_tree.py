@@ -29,7 +29,9 @@ _ALGORITHMS = "|".join(map(re.escape, BUILT_IN))
 _SETTINGS = "|".join(kind.__name__ for kind in BUILT_IN.values())
 ONE_HOME = {
     re.compile(r"""["']ce_(type|id)["']"""): "eventlog/codec.py",
-    re.compile(r"\b(\w*(_id|_group|_key)|record\.key)\.(r?split|r?partition|removeprefix)\("): "schemas/ids.py",
+    re.compile(
+        r"\b(\w*(_id|_group|_key)|record\.key)\.(r?split|r?partition|removeprefix)\(|\bgroup\.r?(split|partition)\(['\"]/"
+    ): "schemas/ids.py",
     re.compile(r"""f["'][^"']*\}/[meabt]\{"""): "schemas/ids.py",
     re.compile(
         r"""f["'][a-z]+(_[a-z]+)+:\{|startswith\(["'][a-z]+_[a-z_]+:["']|event_id_of\(\w+\)\.r?partition"""

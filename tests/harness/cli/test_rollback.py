@@ -163,10 +163,10 @@ def test_a_model_group_that_nobody_trains_here_is_refused(place: Place) -> None:
             common: dict[str, Any] = {"run_id": "run-1", "time_ms": 1, "base_version": 0, "settings": settings}
             await place.log.send(JobSubmitted(**common, job_id=f"run-1/{name}", model_group=f"run-1/{name}"))
         assert await place.refusal("run-1/judge@0") == (
-            "run-1/judge@0: the model group is frozen and has one version only"
+            "run-1/judge@0: the model group is frozen and has one version only; name a model group that is trained"
         )
         assert await place.refusal("run-1/elsewhere@0") == (
-            "run-1/elsewhere@0: another training backend trains it, which keeps its own versions"
+            "run-1/elsewhere@0: another training backend trains it, which keeps its own versions; roll back there"
         )
 
     asyncio.run(scenario())
