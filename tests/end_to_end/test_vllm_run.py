@@ -11,8 +11,23 @@ RUN, EPOCHS, LAST = "served-1", 15, 3
 PROJECTIONS = ["q_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 
 
-def configured(workplace: Any) -> str:
-    engine = {
+DUO = '''
+from zlib import crc32
+
+from rollstream.producers.rollout.session import Session
+
+
+async def duo(session: Session) -> None:
+    """The second agent answers the first one; each is rewarded by its own words."""
+    text = "?"
+    for agent in session.agents:
+        text = (await session.chat([{"role": "user", "content": text}], agent=agent)).text
+        await session.reward(crc32(text.encode()) / 2**32, agent=agent)
+'''
+
+
+def engine_of(**changes: Any) -> dict[str, Any]:
+    return {
         "kind": "vllm",
         "executable": vllm_server.executable(),
         "arguments": ["--enforce-eager", "--max-num-seqs=64", "--no-enable-chunked-prefill"],
@@ -20,8 +35,12 @@ def configured(workplace: Any) -> str:
         "max_loras": 2,
         "max_lora_rank": 8,
         "start_timeout_s": vllm_server.START_S,
+        **changes,
     }
-    written = workplace.configuration(num_epochs=EPOCHS, num_generations=8, max_turns=2, engine=engine)
+
+
+def configured(workplace: Any) -> str:
+    written = workplace.configuration(num_epochs=EPOCHS, num_generations=8, max_turns=2, engine=engine_of())
     adapter = written["trainer_adapters"]["learner"]
     base = vllm_server.tiny_base(workplace.folder / "base")
     adapter["model"] = {"path": str(base), "lora": {"rank": 8, "alpha": 16, "target_modules": PROJECTIONS}}
@@ -55,3 +74,33 @@ def test_a_run_on_vllm_earns_more_and_more_trains_on_what_was_sampled_and_replay
         replayed = workplace.run("replay", RUN, how)
         assert replayed.returncode == 0, replayed.stdout + replayed.stderr
         assert f"equal: run {RUN}" in replayed.stdout
+
+
+def test_two_model_groups_are_adapters_on_one_server(workplace: Any) -> None:
+    epochs, groups = 3, [f"{RUN}/one", f"{RUN}/two"]
+    written = workplace.configuration(
+        num_epochs=epochs,
+        sampling={"max_new_tokens": 2},
+        agents={"first": "one", "second": "two"},
+        engine=engine_of(max_loras=4),
+    )
+    adapter = written["trainer_adapters"]["learner"]
+    base = vllm_server.tiny_base(workplace.folder / "base")
+    adapter["model"] = {"path": str(base), "lora": {"rank": 8, "alpha": 16, "target_modules": PROJECTIONS}}
+    adapter["model_groups"] = {"two": {"optimizer": {"learning_rate": "5e-3"}}}
+    (workplace.folder / "duo.py").write_text(DUO)
+    path = str(workplace.write(written | {"workflow": "python:duo.duo"}))
+    done = workplace.run("finetune", "--config_file", path, "--run_id", RUN, timeout=700, **vllm_server.ENVIRONMENT)
+    assert done.returncode == 0, done.stdout + done.stderr + workplace.logs()
+    assert len(list(workplace.workspace.rglob("server-*.log"))) == 1, "one server has the adapters of both"
+    versions = workplace.rows("SELECT model_group, max(version) AS newest FROM weight_versions GROUP BY 1 ORDER BY 1")
+    assert [(row["model_group"], row["newest"]) for row in versions] == [(one, epochs) for one in groups]
+    played = workplace.rows("SELECT agent, model_group, count(*) AS n FROM trajectories GROUP BY ALL ORDER BY 1")
+    assert [(row["agent"], row["model_group"]) for row in played] == [("first", groups[0]), ("second", groups[1])]
+    (apart,) = workplace.rows(
+        "SELECT max(mismatch_kl) AS kl, max(abs(log_ppl_diff)) AS difference FROM engine_mismatch"
+    )
+    assert 0 <= apart["kl"] <= 1e-3
+    assert apart["difference"] <= 1e-3
+    replayed = workplace.run("replay", RUN, "--verify")
+    assert replayed.returncode == 0, replayed.stdout + replayed.stderr
