@@ -85,18 +85,18 @@ def circle(graph: Mapping[str, Iterable[str]]) -> list[str]:
     """One circle of a graph, its first node again at the end; empty if there is none."""
     done: set[str] = set()
 
-    def walk(node: str, way: list[str]) -> list[str]:
+    def visit(node: str, way: list[str]) -> list[str]:
         if node in way:
             return [*way[way.index(node) :], node]
         if node in done:
             return []
         for other in sorted(graph.get(node, ())):
-            if found := walk(other, [*way, node]):
+            if found := visit(other, [*way, node]):
                 return found
         done.add(node)
         return []
 
-    return next((found for node in sorted(graph) if (found := walk(node, []))), [])
+    return next((found for node in sorted(graph) if (found := visit(node, []))), [])
 
 
 def package_of(path: Path, root: Path = ROOT) -> str:

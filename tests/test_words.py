@@ -13,6 +13,9 @@ from tests.rigs.words import STAYS, banned_words, texts
         "async def _say(): ...",
         "class ModelShelf: ...",
         "class _Garbage: ...",
+        "class _Held: ...",
+        "for workplace in (): ...",
+        "steer = 1",
         "def send(*, tell): ...",
         "shelf = 1",
         "self._unfolded = 1",
@@ -49,6 +52,10 @@ def test_a_planted_word_is_found(line: str, plant: Plant) -> None:
 )
 def test_plain_english_with_no_is_allowed(text: str, plant: Plant) -> None:
     assert not banned_words(plant("docs/planted.md", text))
+
+
+def test_a_word_of_classes_is_allowed_in_other_names(plant: Plant) -> None:
+    assert not banned_words(plant("tests/planted.py", "def held(reading): ...\nbackend = 1\n"))
 
 
 def test_a_planted_file_name_is_found(plant: Plant) -> None:

@@ -1,4 +1,4 @@
-"""Whole runs by the command line: a workspace with a tiny model, a configuration, and the commands."""
+"""Whole runs by the command line: a project with a tiny model, a configuration, and the commands."""
 
 import json
 import os
@@ -22,22 +22,22 @@ from rollstream.producers.rollout.session import Session
 
 
 async def digits(session: Session) -> None:
-    """Two turns; the reward is the share of digits in what was said, and a little by its words, so that none tie."""
-    said = ""
+    """Two turns; the reward is the share of digits in the answers, and a little by its words, so that none tie."""
+    text = ""
     messages = [{"role": "user", "content": "?"}]
     for _ in range(2):
         reply = await session.chat(messages)
-        said += reply.text
+        text += reply.text
         messages += [{"role": "assistant", "content": reply.text}, {"role": "user", "content": "+"}]
-    share = sum(character.isdigit() for character in said) / max(1, len(said))
-    await session.reward(share + crc32(said.encode()) / 2**40)
+    share = sum(character.isdigit() for character in text) / max(1, len(text))
+    await session.reward(share + crc32(text.encode()) / 2**40)
 '''
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
 
 
 @dataclass(frozen=True)
-class Workplace:
-    """A workspace with a tiny model in it."""
+class Project:
+    """A user's folder: a tiny model, an environment, configurations and a workspace."""
 
     folder: Path
 
@@ -139,20 +139,20 @@ class Workplace:
 
 
 @pytest.fixture
-def workplace(tmp_path: Path) -> Workplace:
-    """A fresh workplace."""
-    return workplace_in(tmp_path)
+def project(tmp_path: Path) -> Project:
+    """A fresh project."""
+    return project_in(tmp_path)
 
 
-def workplace_in(folder: Path) -> Workplace:
-    """A workplace in a folder."""
-    made = Workplace(folder)
+def project_in(folder: Path) -> Project:
+    """A project in a folder."""
+    made = Project(folder)
     make_tiny_model(made.model, seed=0)
     (folder / "game.py").write_text(GAME)
     return made
 
 
 @pytest.fixture
-def two_workplaces(tmp_path: Path) -> tuple[Workplace, Workplace]:
+def two_projects(tmp_path: Path) -> tuple[Project, Project]:
     """Two that are alike."""
-    return workplace_in(tmp_path / "one"), workplace_in(tmp_path / "two")
+    return project_in(tmp_path / "one"), project_in(tmp_path / "two")

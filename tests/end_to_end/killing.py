@@ -19,18 +19,18 @@ def child(command: subprocess.Popen[str], words: tuple[str, ...]) -> psutil.Proc
     return None
 
 
-def wait_versions(workplace: Any, command: subprocess.Popen[str], count: int, *, timeout_s: float = 120) -> None:
+def wait_versions(project: Any, command: subprocess.Popen[str], count: int, *, timeout_s: float = 120) -> None:
     """Until so many weight versions are published."""
     deadline = time.monotonic() + timeout_s
     while time.monotonic() < deadline:
-        assert command.poll() is None, workplace.output() + workplace.logs()
-        if versions_loaded(workplace) > count:
+        assert command.poll() is None, project.output() + project.logs()
+        if versions_loaded(project) > count:
             return
         time.sleep(0.05)
-    raise AssertionError(f"no {count} versions\n{workplace.output()}\n{workplace.logs()}")
+    raise AssertionError(f"no {count} versions\n{project.output()}\n{project.logs()}")
 
 
-def versions_loaded(workplace: Any) -> int:
+def versions_loaded(project: Any) -> int:
     """How often an engine of the first producers process has loaded a version so far."""
-    log = workplace.workspace / "logs" / "producers-1.log"
+    log = project.workspace / "logs" / "producers-1.log"
     return log.read_text().count(" loaded model_group=") if log.exists() else 0

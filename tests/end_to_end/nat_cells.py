@@ -28,17 +28,17 @@ DATASET = [{"id": f"x{number}", "question": sign, "answer": "1"} for number, sig
 ANSI = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
 
 
-def configuration_of(workplace: Any) -> dict[str, Any]:
-    configuration = workplace.configuration(num_epochs=2)
+def configuration_of(project: Any) -> dict[str, Any]:
+    configuration = project.configuration(num_epochs=2)
     del configuration["workflow"]
     configuration["finetuning"]["enabled"] = True
-    configuration["trajectory_builders"]["rollouts"]["workspace"] = str(workplace.workspace)
-    configuration["trainer_adapters"]["learner"] |= {"workspace": str(workplace.workspace), "tasks_per_epoch": 2}
+    configuration["trajectory_builders"]["rollouts"]["workspace"] = str(project.workspace)
+    configuration["trainer_adapters"]["learner"] |= {"workspace": str(project.workspace), "tasks_per_epoch": 2}
     return configuration
 
 
-def with_nats_builder(workplace: Any) -> dict[str, Any]:
-    configuration = configuration_of(workplace)
+def with_nats_builder(project: Any) -> dict[str, Any]:
+    configuration = configuration_of(project)
     port = free_port()
     configuration["trajectory_builders"] = {"rollouts": {"_type": "nat_example_builder", "num_generations": 3}}
     configuration["trainer_adapters"]["learner"]["endpoint"] = {"port": port, "engine": {"threads": 1}}
@@ -54,7 +54,7 @@ def with_nats_builder(workplace: Any) -> dict[str, Any]:
     }
     configuration["workflow"] = {"_type": "nat_example_digits", "llm_name": "policy"}
     configuration["eval"] = {
-        "general": {"output_dir": str(workplace.folder / "eval"), "dataset": {"_type": "json", "file_path": "none"}},
+        "general": {"output_dir": str(project.folder / "eval"), "dataset": {"_type": "json", "file_path": "none"}},
         "evaluators": {"share": {"_type": "nat_example_share"}},
     }
     configuration["finetuning"]["reward_function"] = {"name": "share"}
@@ -62,9 +62,9 @@ def with_nats_builder(workplace: Any) -> dict[str, Any]:
 
 
 def nat_finetune(
-    workplace: Any, configuration: dict[str, Any], *options: str, art: Path | None = None
+    project: Any, configuration: dict[str, Any], *options: str, art: Path | None = None
 ) -> "subprocess.CompletedProcess[str]":
-    packages = workplace.folder / "packages"
+    packages = project.folder / "packages"
     metadata = packages / "nat_example-1.0.dist-info"
     metadata.mkdir(parents=True, exist_ok=True)
     shutil.copy(PACKAGE, packages)
@@ -77,21 +77,21 @@ def nat_finetune(
     (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: nat-example\nVersion: 1.0\n")
     (metadata / "entry_points.txt").write_text("\n".join(["[nat.components]", *entry_points, ""]))
     return subprocess.run(
-        [NAT, "finetune", "--config_file", str(workplace.write(configuration)), *options],
+        [NAT, "finetune", "--config_file", str(project.write(configuration)), *options],
         capture_output=True,
         text=True,
         timeout=240,
-        cwd=workplace.folder,
+        cwd=project.folder,
         env={**ENVIRONMENT, "PYTHONPATH": ":".join(path)},
     )
 
 
-def dataset_of(workplace: Any) -> str:
-    return write_json(workplace, "dataset.json", DATASET)
+def dataset_of(project: Any) -> str:
+    return write_json(project, "dataset.json", DATASET)
 
 
-def write_json(workplace: Any, name: str, value: Any) -> str:
-    path = workplace.folder / name
+def write_json(project: Any, name: str, value: Any) -> str:
+    path = project.folder / name
     path.write_text(json.dumps(value))
     return str(path)
 
@@ -102,30 +102,30 @@ def free_port() -> int:
         return probe.getsockname()[1]
 
 
-# ---- mixes: a configuration for a workplace ----
+# ---- mixes: a configuration for a project ----
 
 
-def all_ours(workplace: Any) -> dict[str, Any]:
-    configuration = configuration_of(workplace)
+def all_ours(project: Any) -> dict[str, Any]:
+    configuration = configuration_of(project)
     configuration["workflow"] = {"_type": "rollstream", "environment": "python:game.digits"}
     configuration["trainers"]["trainer"]["planning"] = "submitted"
     return configuration
 
 
-def another_trainer(workplace: Any) -> dict[str, Any]:
-    configuration = all_ours(workplace)
+def another_trainer(project: Any) -> dict[str, Any]:
+    configuration = all_ours(project)
     configuration["trainers"]["trainer"] = {"_type": "nat_example_trainer"}
     return configuration
 
 
-def another_trainer_and_builder(workplace: Any) -> dict[str, Any]:
-    configuration = with_nats_builder(workplace)
+def another_trainer_and_builder(project: Any) -> dict[str, Any]:
+    configuration = with_nats_builder(project)
     configuration["trainers"]["trainer"] = {"_type": "nat_example_trainer"}
     return configuration
 
 
-def arts_trainer_and_builder(workplace: Any) -> dict[str, Any]:
-    configuration = with_nats_builder(workplace)
+def arts_trainer_and_builder(project: Any) -> dict[str, Any]:
+    configuration = with_nats_builder(project)
     configuration["trainers"]["trainer"] = {"_type": "openpipe_art_trainer"}
     configuration["trajectory_builders"]["rollouts"]["_type"] = "openpipe_art_traj_builder"
     return configuration
@@ -146,19 +146,19 @@ MIXES: dict[str, Callable[[Any], dict[str, Any]]] = {
 Faulty = dict[str, Any] | None
 
 
-def failing_evaluator(configuration: dict[str, Any], workplace: Any) -> Faulty:
+def failing_evaluator(configuration: dict[str, Any], project: Any) -> Faulty:
     """Of every rollout."""
     if "llms" in configuration:
         configuration["eval"]["evaluators"]["share"]["fails"] = True
         return configuration
-    with (workplace.folder / "game.py").open("a") as file:
+    with (project.folder / "game.py").open("a") as file:
         file.write('\n\ndef broken(rollout):\n    raise RuntimeError("the evaluator fails")\n')
     configuration["eval"] = {"evaluators": {"broken": {"_type": "python", "function": "game.broken"}}}
     configuration["finetuning"]["reward_function"] = {"name": "broken"}
     return configuration
 
 
-def dead_llm(configuration: dict[str, Any], workplace: Any) -> Faulty:
+def dead_llm(configuration: dict[str, Any], project: Any) -> Faulty:
     """At whose address nobody listens."""
     return at_address(configuration, f"http://127.0.0.1:{free_port()}/v1")
 
@@ -170,7 +170,7 @@ def at_address(configuration: dict[str, Any], url: str) -> Faulty:
     return configuration
 
 
-def failing_job(configuration: dict[str, Any], workplace: Any) -> Faulty:
+def failing_job(configuration: dict[str, Any], project: Any) -> Faulty:
     """Its first step has a loss that is not a number."""
     learner = configuration["trainer_adapters"]["learner"]
     learner["algorithm"] = {"name": "grpo", "kl_coefficient": 1e39}
@@ -178,7 +178,7 @@ def failing_job(configuration: dict[str, Any], workplace: Any) -> Faulty:
     return configuration
 
 
-def empty_last_epoch(configuration: dict[str, Any], workplace: Any) -> Faulty:
+def empty_last_epoch(configuration: dict[str, Any], project: Any) -> Faulty:
     """Nothing is submitted for it."""
     trainer = configuration["trainers"]["trainer"]
     if trainer["_type"] != "nat_example_trainer":
@@ -190,7 +190,7 @@ def empty_last_epoch(configuration: dict[str, Any], workplace: Any) -> Faulty:
 def misspelt(*path: str) -> Callable[[dict[str, Any], Any], Faulty]:
     """A key that nobody knows, at a place of the file."""
 
-    def change(configuration: dict[str, Any], workplace: Any) -> Faulty:
+    def change(configuration: dict[str, Any], project: Any) -> Faulty:
         block = configuration
         for key in path:
             block = block.setdefault(key, {})
@@ -201,7 +201,7 @@ def misspelt(*path: str) -> Callable[[dict[str, Any], Any], Faulty]:
 
 
 FAULTS: dict[str, Callable[[dict[str, Any], Any], Faulty]] = {
-    "nothing": lambda configuration, workplace: configuration,
+    "nothing": lambda configuration, project: configuration,
     "a failing evaluator": failing_evaluator,
     "a dead LLM": dead_llm,
     "an LLM elsewhere": dead_llm,  # replaced by `run_cell`, which has a server for it
@@ -242,30 +242,30 @@ class Cell(NamedTuple):
         return found
 
 
-def run_cell(workplace: Any, mix: str, fault: str, art: Path | None = None) -> Cell | None:
+def run_cell(project: Any, mix: str, fault: str, art: Path | None = None) -> Cell | None:
     """One run; None if the mix does not have what goes wrong, or ART's package is not given."""
     is_art = mix.startswith("ART")
     if is_art and art is None:
         return None
     with other_llm() as url:
-        configuration: Faulty = MIXES[mix](workplace)
+        configuration: Faulty = MIXES[mix](project)
         elsewhere = fault == "an LLM elsewhere"
-        configuration = at_address(configuration, url) if elsewhere else FAULTS[fault](configuration, workplace)
+        configuration = at_address(configuration, url) if elsewhere else FAULTS[fault](configuration, project)
         if configuration is None:
             return None
-        options = ("--dataset", dataset_of(workplace)) if "llms" in configuration else ()
-        done = nat_finetune(workplace, configuration, *options, art=art if is_art else None)
+        options = ("--dataset", dataset_of(project)) if "llms" in configuration else ()
+        done = nat_finetune(project, configuration, *options, art=art if is_art else None)
     output = ANSI.sub("", done.stdout + done.stderr)
     lines = [line.strip() for line in output.splitlines() if line.strip()]
-    is_begun = (workplace.workspace / "broker").exists()
-    runs = workplace.rows("SELECT state FROM runs") if is_begun else []
-    versions = workplace.rows("SELECT count(*) AS n FROM weight_versions WHERE version > 0") if is_begun else [{"n": 0}]
+    is_begun = (project.workspace / "broker").exists()
+    runs = project.rows("SELECT state FROM runs") if is_begun else []
+    versions = project.rows("SELECT count(*) AS n FROM weight_versions WHERE version > 0") if is_begun else [{"n": 0}]
     return Cell(
         done.returncode,
         lines[-1] if lines else "",
         runs[0]["state"] if runs else "not begun",
         versions[0]["n"],
-        (workplace.folder / "output" / "model.safetensors").exists(),
+        (project.folder / "output" / "model.safetensors").exists(),
         output,
     )
 

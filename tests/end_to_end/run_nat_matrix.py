@@ -12,7 +12,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from tests.end_to_end.conftest import workplace_in
+from tests.end_to_end.conftest import project_in
 from tests.end_to_end.nat_cells import FAULTS, MIXES, run_cell
 
 SHOWN = 160
@@ -32,7 +32,7 @@ def main() -> int:
     for mix in chosen.mix or MIXES:
         for fault in chosen.fault or FAULTS:
             with tempfile.TemporaryDirectory() as folder:
-                cell = run_cell(workplace_in(Path(folder)), mix, fault, chosen.art)
+                cell = run_cell(project_in(Path(folder)), mix, fault, chosen.art)
             if cell is None:
                 continue
             model = f"of version {cell.versions}" if cell.has_model else "none"

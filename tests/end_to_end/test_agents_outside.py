@@ -19,10 +19,10 @@ RUN = "shop-1"
 
 
 @contextmanager
-def agent(workplace: Any) -> Iterator[None]:
+def agent(project: Any) -> Iterator[None]:
     """The example, playing what it can claim."""
-    output = workplace.folder / "agent.txt"
-    command = [sys.executable, str(ROOT / "examples/agents/shop.py"), "--workspace", str(workplace.workspace)]
+    output = project.folder / "agent.txt"
+    command = [sys.executable, str(ROOT / "examples/agents/shop.py"), "--workspace", str(project.workspace)]
     environment = {**ENVIRONMENT, "PYTHONPATH": str(ROOT)}
     with output.open("wb") as log:
         playing = subprocess.Popen([*command, "--players", "4"], stdout=log, stderr=log, env=environment)
@@ -34,7 +34,7 @@ def agent(workplace: Any) -> Iterator[None]:
         playing.wait()
 
 
-def example(workplace: Any, model: Path) -> dict[str, Any]:
+def example(project: Any, model: Path) -> dict[str, Any]:
     """The example's configuration, made small."""
     configuration = yaml.safe_load((ROOT / "examples/agents/shop.yaml").read_text())
     configuration["eval"]["general"]["dataset"]["file_path"] = str(ROOT / "examples/data/shop.jsonl")
@@ -42,38 +42,38 @@ def example(workplace: Any, model: Path) -> dict[str, Any]:
     builder |= {"num_generations": MEMBERS, "drop_zero_variance": False, "tick_interval_s": 0.2}
     builder["sampling"] = {"max_new_tokens": 8}
     learner |= {"tasks_per_epoch": TASKS, "model": {"path": str(model), "device": "cpu"}}
-    configuration["finetuning"] |= {"num_epochs": EPOCHS, "output_dir": str(workplace.folder / "output")}
+    configuration["finetuning"] |= {"num_epochs": EPOCHS, "output_dir": str(project.folder / "output")}
     return configuration
 
 
-def check(workplace: Any) -> None:
+def check(project: Any) -> None:
     """Every rollout was played by the agent and trained, each version by the rollouts of its epoch."""
-    outcomes = workplace.rows("SELECT outcome, count(*) AS n FROM outcomes GROUP BY 1")
-    assert outcomes == [{"outcome": "trained", "n": EPOCHS * TASKS * MEMBERS}], workplace.logs()
-    versions = workplace.rows("SELECT version FROM weight_versions ORDER BY version")
+    outcomes = project.rows("SELECT outcome, count(*) AS n FROM outcomes GROUP BY 1")
+    assert outcomes == [{"outcome": "trained", "n": EPOCHS * TASKS * MEMBERS}], project.logs()
+    versions = project.rows("SELECT version FROM weight_versions ORDER BY version")
     assert [row["version"] for row in versions] == list(range(EPOCHS + 1))
-    (steps,) = workplace.rows("SELECT count(*) AS n FROM steps WHERE name = 'gateway.claim'")
+    (steps,) = project.rows("SELECT count(*) AS n FROM steps WHERE name = 'gateway.claim'")
     assert steps["n"] == EPOCHS * TASKS * MEMBERS
-    replayed = workplace.run("replay", RUN, "--verify", "--train")
+    replayed = project.run("replay", RUN, "--verify", "--train")
     assert replayed.returncode == 0, replayed.stdout + replayed.stderr
 
 
 @pytest.mark.kafka
 @pytest.mark.slow
-def test_an_agent_with_openais_client_plays_a_run_that_is_trained_and_replayed(workplace: Any) -> None:
-    config = workplace.write(example(workplace, workplace.model))
-    with agent(workplace):
-        done = workplace.run("finetune", "--config_file", str(config), "--run_id", RUN, timeout=600)
-        assert done.returncode == 0, done.stdout + done.stderr + workplace.logs()
-    check(workplace)
+def test_an_agent_with_openais_client_plays_a_run_that_is_trained_and_replayed(project: Any) -> None:
+    config = project.write(example(project, project.model))
+    with agent(project):
+        done = project.run("finetune", "--config_file", str(config), "--run_id", RUN, timeout=600)
+        assert done.returncode == 0, done.stdout + done.stderr + project.logs()
+    check(project)
 
 
 @pytest.mark.vllm
-def test_an_agent_with_openais_client_plays_a_run_on_vllm(workplace: Any) -> None:
+def test_an_agent_with_openais_client_plays_a_run_on_vllm(project: Any) -> None:
     from tests.rigs.vllm_server import ENVIRONMENT as VLLM
     from tests.rigs.vllm_server import WHOLE_PROMPTS, executable, tiny_base
 
-    configuration = example(workplace, tiny_base(workplace.folder / "base"))
+    configuration = example(project, tiny_base(project.folder / "base"))
     engine = {"kind": "vllm", "executable": executable(), "arguments": list(WHOLE_PROMPTS), "dtype": "float32"}
     configuration["trajectory_builders"]["rollouts"] |= {
         "engine": engine | {"max_lora_rank": 8},
@@ -81,8 +81,8 @@ def test_an_agent_with_openais_client_plays_a_run_on_vllm(workplace: Any) -> Non
     }
     configuration["trajectory_builders"]["rollouts"]["rollout_timeout_s"] = 300
     configuration["trainer_adapters"]["learner"]["model"]["lora"] = {"rank": 8}
-    config = workplace.write(configuration)
-    with agent(workplace):
-        done = workplace.run("finetune", "--config_file", str(config), "--run_id", RUN, timeout=600, **VLLM)
-        assert done.returncode == 0, done.stdout + done.stderr + workplace.logs()
-    check(workplace)
+    config = project.write(configuration)
+    with agent(project):
+        done = project.run("finetune", "--config_file", str(config), "--run_id", RUN, timeout=600, **VLLM)
+        assert done.returncode == 0, done.stdout + done.stderr + project.logs()
+    check(project)

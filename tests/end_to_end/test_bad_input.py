@@ -49,88 +49,88 @@ def assert_one_clear_line(done: subprocess.CompletedProcess[str], *words: str) -
         assert word in lines[0], lines[0]
 
 
-def finetune(workplace: Any, configuration: dict[str, Any], **environment: str) -> subprocess.CompletedProcess[str]:
-    return workplace.run("finetune", "--config_file", str(workplace.write(configuration)), **environment)
+def finetune(project: Any, configuration: dict[str, Any], **environment: str) -> subprocess.CompletedProcess[str]:
+    return project.run("finetune", "--config_file", str(project.write(configuration)), **environment)
 
 
-def test_an_unknown_key_is_named_with_the_nearest_known_one(workplace: Any) -> None:
+def test_an_unknown_key_is_named_with_the_nearest_known_one(project: Any) -> None:
     assert_one_clear_line(
-        finetune(workplace, workplace.configuration(num_generation=3)), "num_generation", "num_generations"
+        finetune(project, project.configuration(num_generation=3)), "num_generation", "num_generations"
     )
 
 
-def test_a_value_of_the_wrong_type_is_named(workplace: Any) -> None:
-    assert_one_clear_line(finetune(workplace, workplace.configuration(max_turns="many")), "max_turns")
+def test_a_value_of_the_wrong_type_is_named(project: Any) -> None:
+    assert_one_clear_line(finetune(project, project.configuration(max_turns="many")), "max_turns")
 
 
-def test_a_missing_model_folder_is_named_before_anything_starts(workplace: Any) -> None:
-    configuration = workplace.configuration()
+def test_a_missing_model_folder_is_named_before_anything_starts(project: Any) -> None:
+    configuration = project.configuration()
     configuration["trainer_adapters"]["learner"]["model"]["path"] = "/no/such/model"
-    assert_one_clear_line(finetune(workplace, configuration), "/no/such/model")
+    assert_one_clear_line(finetune(project, configuration), "/no/such/model")
 
 
-def test_a_broker_that_cannot_be_reached_is_named_and_not_kept_in_mind(workplace: Any) -> None:
-    assert_one_clear_line(finetune(workplace, workplace.configuration(bootstrap_servers="127.0.0.1:9")), "127.0.0.1:9")
-    assert_one_clear_line(workplace.run("runs"), "has no runs yet")
+def test_a_broker_that_cannot_be_reached_is_named_and_not_kept_in_mind(project: Any) -> None:
+    assert_one_clear_line(finetune(project, project.configuration(bootstrap_servers="127.0.0.1:9")), "127.0.0.1:9")
+    assert_one_clear_line(project.run("runs"), "has no runs yet")
 
 
-def test_a_workspace_that_cannot_be_written_is_named(workplace: Any) -> None:
-    workplace.workspace.write_text("a file where the folder should be")
-    assert_one_clear_line(finetune(workplace, workplace.configuration()), str(workplace.workspace))
+def test_a_workspace_that_cannot_be_written_is_named(project: Any) -> None:
+    project.workspace.write_text("a file where the folder should be")
+    assert_one_clear_line(finetune(project, project.configuration()), str(project.workspace))
 
 
-def test_an_unknown_environment_is_named(workplace: Any) -> None:
-    configuration = workplace.configuration() | {"workflow": "guess_nummer"}
-    assert_one_clear_line(finetune(workplace, configuration), "guess_nummer", "guess_number")
+def test_an_unknown_environment_is_named(project: Any) -> None:
+    configuration = project.configuration() | {"workflow": "guess_nummer"}
+    assert_one_clear_line(finetune(project, configuration), "guess_nummer", "guess_number")
 
 
-def test_a_missing_configuration_file_is_named(workplace: Any) -> None:
-    assert_one_clear_line(workplace.run("finetune", "--config_file", "none.yaml"), "none.yaml")
+def test_a_missing_configuration_file_is_named(project: Any) -> None:
+    assert_one_clear_line(project.run("finetune", "--config_file", "none.yaml"), "none.yaml")
 
 
-def test_sql_without_a_database_says_so(workplace: Any) -> None:
-    assert_one_clear_line(workplace.run("sql", "SELECT 1"), str(workplace.workspace))
+def test_sql_without_a_database_says_so(project: Any) -> None:
+    assert_one_clear_line(project.run("sql", "SELECT 1"), str(project.workspace))
 
 
 @pytest.mark.kafka
 @pytest.mark.parametrize("name", ["raises", "hangs"])
-def test_an_environment_that_fails_is_data_and_a_run_of_nothing_else_failed(workplace: Any, name: str) -> None:
-    (workplace.folder / "bad.py").write_text(BAD_ENVIRONMENTS)
-    configuration = workplace.configuration(num_epochs=1, rollout_timeout_s=1, max_attempts=2)
+def test_an_environment_that_fails_is_data_and_a_run_of_nothing_else_failed(project: Any, name: str) -> None:
+    (project.folder / "bad.py").write_text(BAD_ENVIRONMENTS)
+    configuration = project.configuration(num_epochs=1, rollout_timeout_s=1, max_attempts=2)
     configuration["workflow"] = f"python:bad.{name}"
-    done = finetune(workplace, configuration)
+    done = finetune(project, configuration)
     assert "Traceback" not in done.stdout + done.stderr
     assert done.returncode == 1
     assert "none of its 4 groups had enough complete rollouts" in done.stderr
-    causes = workplace.rows("SELECT outcome, cause, count(*) AS n FROM outcomes GROUP BY 1, 2")
+    causes = project.rows("SELECT outcome, cause, count(*) AS n FROM outcomes GROUP BY 1, 2")
     expected = "environment_error" if name == "raises" else "timeout"
     assert [(row["outcome"], row["cause"], row["n"]) for row in causes] == [("failed", expected, 4 * 4 * 2)]
-    sealed = workplace.rows("SELECT epoch, trained_groups FROM epoch_summary")
+    sealed = project.rows("SELECT epoch, trained_groups FROM epoch_summary")
     assert [(row["epoch"], row["trained_groups"]) for row in sealed] == [(0, 0)]
 
 
 @pytest.mark.kafka
-def test_a_reward_that_is_no_number_is_data_and_the_run_ends(workplace: Any) -> None:
-    (workplace.folder / "bad.py").write_text(BAD_ENVIRONMENTS)
-    configuration = workplace.configuration(num_epochs=1, max_attempts=1, rewards=["python:bad.nan"])
+def test_a_reward_that_is_no_number_is_data_and_the_run_ends(project: Any) -> None:
+    (project.folder / "bad.py").write_text(BAD_ENVIRONMENTS)
+    configuration = project.configuration(num_epochs=1, max_attempts=1, rewards=["python:bad.nan"])
     configuration["workflow"] = "python:bad.plays"
-    finetune(workplace, configuration)
-    causes = workplace.rows("SELECT outcome, cause, count(*) AS n FROM outcomes GROUP BY 1, 2")
+    finetune(project, configuration)
+    causes = project.rows("SELECT outcome, cause, count(*) AS n FROM outcomes GROUP BY 1, 2")
     assert [(row["outcome"], row["cause"], row["n"]) for row in causes] == [("failed", "reward_error", 4 * 4)]
 
 
 @pytest.mark.kafka
-def test_a_second_finetune_on_the_same_embedded_workspace_is_refused(workplace: Any) -> None:
-    config = workplace.write(workplace.configuration(num_epochs=200))
-    first = workplace.start("finetune", "--config_file", str(config))
+def test_a_second_finetune_on_the_same_embedded_workspace_is_refused(project: Any) -> None:
+    config = project.write(project.configuration(num_epochs=200))
+    first = project.start("finetune", "--config_file", str(config))
     try:
         deadline = time.monotonic() + 60
-        while "broker" not in workplace.output().lower() and time.monotonic() < deadline:
+        while "broker" not in project.output().lower() and time.monotonic() < deadline:
             time.sleep(0.2)
         time.sleep(2)
-        second = workplace.run("finetune", "--config_file", str(config))
-        assert_one_clear_line(second, str(workplace.workspace))
-        assert first.poll() is None, workplace.output()
+        second = project.run("finetune", "--config_file", str(config))
+        assert_one_clear_line(second, str(project.workspace))
+        assert first.poll() is None, project.output()
     finally:
         children = psutil.Process(first.pid).children(recursive=True)
         first.terminate()
@@ -139,44 +139,44 @@ def test_a_second_finetune_on_the_same_embedded_workspace_is_refused(workplace: 
 
 
 @pytest.mark.kafka
-def test_a_secret_is_in_no_topic_file_or_log(workplace: Any) -> None:
+def test_a_secret_is_in_no_topic_file_or_log(project: Any) -> None:
     secret = "s3cr3t-" + "x" * 24
-    (workplace.folder / "bad.py").write_text(BAD_ENVIRONMENTS)
-    configuration = workplace.configuration(num_epochs=1, environment_config={"note": "${JUDGE_KEY}"})
+    (project.folder / "bad.py").write_text(BAD_ENVIRONMENTS)
+    configuration = project.configuration(num_epochs=1, environment_config={"note": "${JUDGE_KEY}"})
     configuration["workflow"] = "python:bad.plays"
-    done = finetune(workplace, configuration, JUDGE_KEY=secret)
+    done = finetune(project, configuration, JUDGE_KEY=secret)
     assert secret not in done.stdout + done.stderr
     found = [
-        str(path) for path in workplace.workspace.rglob("*") if path.is_file() and secret.encode() in path.read_bytes()
+        str(path) for path in project.workspace.rglob("*") if path.is_file() and secret.encode() in path.read_bytes()
     ]
     assert found == []
 
 
-def test_a_database_that_another_process_holds_is_named(workplace: Any) -> None:
-    workplace.workspace.mkdir()
-    with duckdb.connect(str(workplace.workspace / "metrics.duckdb")):
-        assert_one_clear_line(workplace.run("sql", "SELECT 1"), "metrics.duckdb")
+def test_a_database_that_another_process_holds_is_named(project: Any) -> None:
+    project.workspace.mkdir()
+    with duckdb.connect(str(project.workspace / "metrics.duckdb")):
+        assert_one_clear_line(project.run("sql", "SELECT 1"), "metrics.duckdb")
 
 
-def test_runs_of_an_empty_workspace_are_none(workplace: Any) -> None:
-    done = workplace.run("runs")
+def test_runs_of_an_empty_workspace_are_none(project: Any) -> None:
+    done = project.run("runs")
     assert "Traceback" not in done.stdout + done.stderr
 
 
 @pytest.mark.kafka
-def test_an_evaluator_that_raises_is_told_by_its_path_while_the_run_goes_on(workplace: Any) -> None:
-    (workplace.folder / "bad.py").write_text(BAD_ENVIRONMENTS)
-    configuration = workplace.configuration(num_epochs=1, max_attempts=1)
+def test_an_evaluator_that_raises_is_told_by_its_path_while_the_run_goes_on(project: Any) -> None:
+    (project.folder / "bad.py").write_text(BAD_ENVIRONMENTS)
+    configuration = project.configuration(num_epochs=1, max_attempts=1)
     configuration["workflow"] = "python:bad.plays"
     configuration["eval"] = {"evaluators": {"mine": {"_type": "python", "function": "bad.looks_in_vain"}}}
     configuration["finetuning"]["reward_function"] = {"name": "mine"}
-    done = finetune(workplace, configuration)
+    done = finetune(project, configuration)
     assert "Traceback" not in done.stdout + done.stderr
     message = [line for line in (done.stdout + done.stderr).splitlines() if "eval.evaluators.mine" in line]
     assert len(message) == 1, done.stdout + done.stderr
     raised = r"reward eval\.evaluators\.mine raised KeyError \(bad\.py line \d+, in looks_in_vain\): 'no such key'"
     assert re.search(raised + "$", message[0])
-    log = (workplace.workspace / "logs" / "producers-1.log").read_text()
+    log = (project.workspace / "logs" / "producers-1.log").read_text()
     assert "looks_in_vain" in log.split("Traceback", 1)[1], "the traceback is in the log"
-    causes = workplace.rows("SELECT outcome, cause, count(*) AS n FROM outcomes GROUP BY 1, 2")
+    causes = project.rows("SELECT outcome, cause, count(*) AS n FROM outcomes GROUP BY 1, 2")
     assert [(row["outcome"], row["cause"], row["n"]) for row in causes] == [("failed", "reward_error", 4 * 4)]

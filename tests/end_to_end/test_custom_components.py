@@ -21,44 +21,44 @@ OVERRIDES = {
 }
 
 
-def test_components_of_ones_own_train_and_leave_their_marks(workplace: Any) -> None:
-    done = finetune(workplace)
-    assert done.returncode == 0, done.stdout + done.stderr + workplace.logs()
-    assert_the_trainer_ended_the_run(workplace, done.stdout)
-    assert_the_builder_priced_and_the_adapter_bounded(workplace)
-    assert_the_builder_left_out_what_is_too_long(workplace)
-    rewards = workplace.rows("SELECT name, count(*) AS n FROM rewards WHERE run_id LIKE 'run-%' GROUP BY 1 ORDER BY 1")
+def test_components_of_ones_own_train_and_leave_their_marks(project: Any) -> None:
+    done = finetune(project)
+    assert done.returncode == 0, done.stdout + done.stderr + project.logs()
+    assert_the_trainer_ended_the_run(project, done.stdout)
+    assert_the_builder_priced_and_the_adapter_bounded(project)
+    assert_the_builder_left_out_what_is_too_long(project)
+    rewards = project.rows("SELECT name, count(*) AS n FROM rewards WHERE run_id LIKE 'run-%' GROUP BY 1 ORDER BY 1")
     assert [row["name"] for row in rewards] == ["digit_share", "reward"]
 
 
-def finetune(workplace: Any) -> "subprocess.CompletedProcess[str]":
+def finetune(project: Any) -> "subprocess.CompletedProcess[str]":
     """The command of the guide, started at the root of the checkout, with a workspace of the test's own."""
     overrides = OVERRIDES | {
-        "trainer_adapters.learner.model.path": str(workplace.model),
-        "finetuning.output_dir": str(workplace.folder / "output"),
+        "trainer_adapters.learner.model.path": str(project.model),
+        "finetuning.output_dir": str(project.folder / "output"),
     }
     given = [word for key, value in overrides.items() for word in ("-o", key, value)]
     script = str(Path(sys.executable).with_name("rollstream"))
-    command = [script, "finetune", "--config_file", "examples/custom/run.yaml", "--workspace", str(workplace.workspace)]
+    command = [script, "finetune", "--config_file", "examples/custom/run.yaml", "--workspace", str(project.workspace)]
     return subprocess.run([*command, *given], capture_output=True, text=True, timeout=280, cwd=ROOT)
 
 
-def assert_the_trainer_ended_the_run(workplace: Any, reported: str) -> None:
-    epochs = workplace.rows("SELECT epoch, num_batches, avg_reward FROM epoch_summary WHERE num_batches > 0")
+def assert_the_trainer_ended_the_run(project: Any, reported: str) -> None:
+    epochs = project.rows("SELECT epoch, num_batches, avg_reward FROM epoch_summary WHERE num_batches > 0")
     assert [row["epoch"] for row in epochs] == [0, 1]
-    history = json.loads((workplace.folder / "output" / "reward_history.json").read_text())
+    history = json.loads((project.folder / "output" / "reward_history.json").read_text())
     assert [row["epoch"] for row in history] == [0, 1]
-    assert "the mean reward was at least -1 for 2 epochs" in (workplace.workspace / "logs/finetune.log").read_text()
+    assert "the mean reward was at least -1 for 2 epochs" in (project.workspace / "logs/finetune.log").read_text()
     assert "completed at version 4" in reported
 
 
-def assert_the_builder_priced_and_the_adapter_bounded(workplace: Any) -> None:
+def assert_the_builder_priced_and_the_adapter_bounded(project: Any) -> None:
     """What was trained is the recorded reward less its price, within the bounds; the file says the same as the log."""
-    lines = (workplace.folder / "output" / "submissions.jsonl").read_text().splitlines()
+    lines = (project.folder / "output" / "submissions.jsonl").read_text().splitlines()
     submissions = [json.loads(line) for line in lines]
     assert [one["epoch"] for one in submissions] == [0, 1]
     noted = {name: reward for one in submissions for name, reward in one["rewards"].items()}
-    members = workplace.rows(
+    members = project.rows(
         "SELECT m.trajectory_id, m.reward AS trained, t.reward AS recorded, t.num_completion_tokens AS said "
         "FROM batch_members m JOIN trajectories t USING (trajectory_id) JOIN batches b ON b.batch_id = m.batch_id "
         "WHERE b.job_id LIKE '%/rl'"
@@ -71,13 +71,13 @@ def assert_the_builder_priced_and_the_adapter_bounded(workplace: Any) -> None:
     assert any(row["recorded"] - PRICE * row["said"] < LOWEST for row in members)
 
 
-def assert_the_builder_left_out_what_is_too_long(workplace: Any) -> None:
+def assert_the_builder_left_out_what_is_too_long(project: Any) -> None:
     """It stays on the log, and in the ledger with a cause."""
-    left_out = workplace.rows(
+    left_out = project.rows(
         "SELECT r.cause, t.num_completion_tokens AS said FROM rejections r JOIN trajectories t USING (trajectory_id)"
     )
     assert left_out
     assert {row["cause"] for row in left_out} == {"not_submitted"}
     assert any(row["said"] > MAX_TOKENS for row in left_out)
-    started = workplace.rows("SELECT count(DISTINCT rollout_id) AS n FROM rollouts")[0]["n"]
-    assert workplace.rows("SELECT count(*) AS n FROM outcomes") == [{"n": started}]
+    started = project.rows("SELECT count(DISTINCT rollout_id) AS n FROM rollouts")[0]["n"]
+    assert project.rows("SELECT count(*) AS n FROM outcomes") == [{"n": started}]

@@ -14,85 +14,85 @@ pytestmark = [pytest.mark.kafka, pytest.mark.slow, pytest.mark.timeout(400)]
 HASHES = "SELECT weights_sha256 FROM training_steps WHERE run_id = '{}' ORDER BY version"
 
 
-def test_a_run_with_a_teacher_is_replayed_without_it(workplace: Any) -> None:
-    teacher = make_tiny_model(workplace.folder / "teacher", seed=9, hidden_size=32)
-    configuration = workplace.configuration(num_epochs=2)
+def test_a_run_with_a_teacher_is_replayed_without_it(project: Any) -> None:
+    teacher = make_tiny_model(project.folder / "teacher", seed=9, hidden_size=32)
+    configuration = project.configuration(num_epochs=2)
     learner = configuration["trainer_adapters"]["learner"]
     learner["algorithm"] = {"name": "opd", "teacher": str(teacher)}
-    command = ("finetune", "--config_file", str(workplace.write(configuration)), "--run_id", "taught")
-    done = workplace.run(*command)
-    assert done.returncode == 0, done.stdout + done.stderr + workplace.logs()
+    command = ("finetune", "--config_file", str(project.write(configuration)), "--run_id", "taught")
+    done = project.run(*command)
+    assert done.returncode == 0, done.stdout + done.stderr + project.logs()
     shutil.rmtree(teacher)
-    replayed = workplace.run("replay", "taught", "--verify", "--train")
+    replayed = project.run("replay", "taught", "--verify", "--train")
     assert replayed.returncode == 0, replayed.stdout + replayed.stderr
     assert "32 scores" in replayed.stdout, replayed.stdout
-    recorded = hashes(workplace, "taught")
+    recorded = hashes(project, "taught")
     assert len(set(recorded)) == 2
-    assert hashes(workplace, what_if(workplace, {})) == recorded
-    slower = what_if(workplace, {"trainer_adapters": {"learner": {"optimizer": {"learning_rate": 1e-4}}}})
-    assert not set(hashes(workplace, slower)) & set(recorded)
-    again = workplace.run("replay", slower, "--verify", "--train")
+    assert hashes(project, what_if(project, {})) == recorded
+    slower = what_if(project, {"trainer_adapters": {"learner": {"optimizer": {"learning_rate": 1e-4}}}})
+    assert not set(hashes(project, slower)) & set(recorded)
+    again = project.run("replay", slower, "--verify", "--train")
     assert again.returncode == 0, again.stdout + again.stderr
-    assert_an_export_is_enough(workplace, recorded)
+    assert_an_export_is_enough(project, recorded)
 
 
-def assert_an_export_is_enough(workplace: Any, recorded: list[str]) -> None:
+def assert_an_export_is_enough(project: Any, recorded: list[str]) -> None:
     """To train again, and for a what-if in a workspace that knows nothing of the run."""
-    exported = workplace.run("export", "taught", "--output", "kept", "--weights")
+    exported = project.run("export", "taught", "--output", "kept", "--weights")
     assert exported.returncode == 0, exported.stderr
-    kept = str(workplace.folder / "kept")
-    replayed = workplace.run("replay", "taught", "--verify", "--train", "--export", kept)
+    kept = str(project.folder / "kept")
+    replayed = project.run("replay", "taught", "--verify", "--train", "--export", kept)
     assert replayed.returncode == 0, replayed.stdout + replayed.stderr
-    other = dataclasses.replace(workplace, folder=workplace.folder / "other")
+    other = dataclasses.replace(project, folder=project.folder / "other")
     other.folder.mkdir()
     assert hashes(other, what_if(other, {}, "--export", kept)) == recorded
 
 
-def what_if(workplace: Any, changes: dict[str, Any], *options: str) -> str:
+def what_if(project: Any, changes: dict[str, Any], *options: str) -> str:
     """The run that comes of it."""
-    file = workplace.write(changes, "what_if.yaml")
-    done = workplace.run("replay", "taught", "--what-if", str(file), *options)
+    file = project.write(changes, "what_if.yaml")
+    done = project.run("replay", "taught", "--what-if", str(file), *options)
     assert done.returncode == 0, done.stdout + done.stderr
     return re.findall(r"\S+-what-if-\S+?(?=[\s:,])", done.stdout + " ")[0]
 
 
-def hashes(workplace: Any, run_id: str) -> list[str]:
+def hashes(project: Any, run_id: str) -> list[str]:
     """Of a run's versions."""
-    asked = workplace.run("sql", HASHES.format(run_id), "--format", "json")
+    asked = project.run("sql", HASHES.format(run_id), "--format", "json")
     assert asked.returncode == 0, asked.stderr
     return [row["weights_sha256"] for row in json.loads(asked.stdout)]
 
 
-def test_a_run_learns_from_itself_with_what_its_examples_say(workplace: Any) -> None:
-    configuration = workplace.configuration(num_epochs=1)
+def test_a_run_learns_from_itself_with_what_its_examples_say(project: Any) -> None:
+    configuration = project.configuration(num_epochs=1)
     configuration["trainer_adapters"]["learner"]["algorithm"] = {"name": "opsd", "context": "It is {a} {op} {b}."}
     configuration["workflow"] = "arithmetic"
-    assert_a_context_that_names_no_input_is_refused(workplace, configuration)
-    command = ("finetune", "--config_file", str(workplace.write(configuration)), "--run_id", "itself")
-    done = workplace.run(*command)
-    assert done.returncode == 0, done.stdout + done.stderr + workplace.logs()
-    replayed = workplace.run("replay", "itself", "--verify", "--train")
+    assert_a_context_that_names_no_input_is_refused(project, configuration)
+    command = ("finetune", "--config_file", str(project.write(configuration)), "--run_id", "itself")
+    done = project.run(*command)
+    assert done.returncode == 0, done.stdout + done.stderr + project.logs()
+    replayed = project.run("replay", "itself", "--verify", "--train")
     assert replayed.returncode == 0, replayed.stdout + replayed.stderr
     assert "16 scores" in replayed.stdout, replayed.stdout
 
 
-def assert_a_context_that_names_no_input_is_refused(workplace: Any, configuration: dict[str, Any]) -> None:
+def assert_a_context_that_names_no_input_is_refused(project: Any, configuration: dict[str, Any]) -> None:
     """Before anything starts, and with the keys that there are."""
     learner = {**configuration["trainer_adapters"]["learner"], "algorithm": {"name": "opsd", "context": "{answer}"}}
     mistaken = {**configuration, "trainer_adapters": {"learner": learner}}
-    refused = workplace.run("finetune", "--config_file", str(workplace.write(mistaken)))
+    refused = project.run("finetune", "--config_file", str(project.write(mistaken)))
     assert (refused.returncode, refused.stderr.count("\n")) == (1, 1), refused.stderr
     assert "trainer_adapters.learner.algorithm.context: example " in refused.stderr
     assert "has no key 'answer'; its keys are: a, b, op" in refused.stderr
 
 
-def test_a_teacher_of_another_vocabulary_is_named_before_anything_starts(workplace: Any) -> None:
-    teacher = make_tiny_model(workplace.folder / "teacher", seed=9, hidden_size=32)
+def test_a_teacher_of_another_vocabulary_is_named_before_anything_starts(project: Any) -> None:
+    teacher = make_tiny_model(project.folder / "teacher", seed=9, hidden_size=32)
     path = teacher / "tokenizer.json"
     path.write_text(path.read_text(encoding="utf-8").replace('"7"', '"\N{ROMAN NUMERAL SEVEN}"'), encoding="utf-8")
-    configuration = workplace.configuration(num_epochs=1)
+    configuration = project.configuration(num_epochs=1)
     configuration["trainer_adapters"]["learner"]["algorithm"] = {"name": "opd", "teacher": str(teacher)}
-    refused = workplace.run("finetune", "--config_file", str(workplace.write(configuration)))
+    refused = project.run("finetune", "--config_file", str(project.write(configuration)))
     assert refused.returncode == 1
     assert refused.stderr.count("\n") == 1, refused.stderr
     assert "trainer_adapters.learner.algorithm.teacher: " in refused.stderr

@@ -15,12 +15,12 @@ pytestmark = [pytest.mark.kafka, pytest.mark.slow, pytest.mark.timeout(600)]
 EPOCHS = 3
 
 
-def epochwise(workplace: Any) -> dict[str, Any]:
+def epochwise(project: Any) -> dict[str, Any]:
     """All examples in every epoch, a curriculum, validation before every second epoch."""
-    folder: Path = workplace.folder
+    folder: Path = project.folder
     for name, count in (("train", 4), ("valid", 2)):
         (folder / f"{name}.jsonl").write_text("".join(f'{{"id": "{name}-{n}"}}\n' for n in range(count)))
-    configuration = workplace.configuration(num_epochs=EPOCHS, environment="python:game.digits", modules=["game"])
+    configuration = project.configuration(num_epochs=EPOCHS, environment="python:game.digits", modules=["game"])
     configuration["trainers"]["trainer"]["planning"] = "submitted"
     configuration["eval"] = {"general": {"dataset": {"_type": "jsonl", "file_path": str(folder / "train.jsonl")}}}
     configuration["finetuning"]["curriculum_learning"] = {
@@ -31,21 +31,21 @@ def epochwise(workplace: Any) -> dict[str, Any]:
     return configuration
 
 
-def test_a_epochwise_run_goes_on_after_a_kill_and_leaves_its_files(workplace: Any) -> None:
-    config = str(workplace.write(epochwise(workplace)))
-    options = ["--validation_dataset", str(workplace.folder / "valid.jsonl"), "--validation_interval", "2"]
-    command = workplace.start("finetune", "--config_file", config, "--run_id", "epochwise", *options)
-    wait_versions(workplace, command, 1)
+def test_a_epochwise_run_goes_on_after_a_kill_and_leaves_its_files(project: Any) -> None:
+    config = str(project.write(epochwise(project)))
+    options = ["--validation_dataset", str(project.folder / "valid.jsonl"), "--validation_interval", "2"]
+    command = project.start("finetune", "--config_file", config, "--run_id", "epochwise", *options)
+    wait_versions(project, command, 1)
     os.kill(command.pid, signal.SIGKILL)
     command.wait(timeout=60)
-    result = ["--result_json_path", str(workplace.result)]
-    done = workplace.run("finetune", "--config_file", config, "--resume", "epochwise", *options, *result)
-    assert done.returncode == 0, done.stdout + done.stderr + workplace.logs()
-    reported = json.loads(workplace.result.read_text())
+    result = ["--result_json_path", str(project.result)]
+    done = project.run("finetune", "--config_file", config, "--resume", "epochwise", *options, *result)
+    assert done.returncode == 0, done.stdout + done.stderr + project.logs()
+    reported = json.loads(project.result.read_text())
     assert (reported["status"], reported["num_epochs"]) == ("completed", EPOCHS)
-    assert_files(workplace.folder / "output")
-    assert_log(workplace, reported["version"])
-    replayed = workplace.run("replay", "epochwise", "--verify", "--train")
+    assert_files(project.folder / "output")
+    assert_log(project, reported["version"])
+    replayed = project.run("replay", "epochwise", "--verify", "--train")
     assert replayed.returncode == 0, replayed.stdout + replayed.stderr
     assert "task records that the harness wrote" in replayed.stdout
 
@@ -61,19 +61,17 @@ def assert_files(output: Path) -> None:
     assert (output / "model.safetensors").exists()
 
 
-def assert_log(workplace: Any, version: int) -> None:
-    versions = workplace.rows("SELECT version, weights_sha256 FROM weight_versions ORDER BY version")
+def assert_log(project: Any, version: int) -> None:
+    versions = project.rows("SELECT version, weights_sha256 FROM weight_versions ORDER BY version")
     assert [row["version"] for row in versions] == list(range(version + 1))
     assert len({row["weights_sha256"] for row in versions}) == len(versions) > 1, "weights changed"
-    epochs = workplace.rows("SELECT epoch, groups, curriculum_percentile FROM epoch_summary ORDER BY epoch")
+    epochs = project.rows("SELECT epoch, groups, curriculum_percentile FROM epoch_summary ORDER BY epoch")
     assert [(row["epoch"], row["groups"], row["curriculum_percentile"]) for row in epochs] == [
         (number, 4, 0.5) for number in range(EPOCHS)
     ]
-    outcomes = workplace.rows(
-        "SELECT count(*) AS n, count(DISTINCT rollout_id) AS d, count(outcome) AS o FROM outcomes"
-    )
+    outcomes = project.rows("SELECT count(*) AS n, count(DISTINCT rollout_id) AS d, count(outcome) AS o FROM outcomes")
     assert outcomes[0]["n"] == outcomes[0]["d"] == outcomes[0]["o"]
-    members = workplace.rows("SELECT count(*) AS n FROM outcomes WHERE outcome IN ('trained', 'rejected')")
+    members = project.rows("SELECT count(*) AS n FROM outcomes WHERE outcome IN ('trained', 'rejected')")
     assert members[0]["n"] == EPOCHS * 4 * 4 + 2 * 2
-    validations = workplace.rows("SELECT epoch, groups FROM validations ORDER BY epoch")
+    validations = project.rows("SELECT epoch, groups FROM validations ORDER BY epoch")
     assert [(row["epoch"], row["groups"]) for row in validations] == [(0, 2), (2, 2)]

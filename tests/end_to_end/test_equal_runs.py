@@ -14,14 +14,14 @@ EPOCHS = 10
 RUN_ID = "made-again"
 
 
-def game(workplace: Any) -> dict[str, Any]:
+def game(project: Any) -> dict[str, Any]:
     """A run that is a function of its configuration, its id and its seed."""
     engine = {"threads": 1, "deterministic": True}
-    configuration = workplace.configuration(num_epochs=EPOCHS, session_timeout_s=6, engine=engine)
+    configuration = project.configuration(num_epochs=EPOCHS, session_timeout_s=6, engine=engine)
     return configuration | {"workflow": "python:game.digits"}
 
 
-def what_came_of(workplace: Any) -> dict[str, list[dict[str, Any]]]:
+def what_came_of(project: Any) -> dict[str, list[dict[str, Any]]]:
     """Versions by hash, and what was trained in which order, attempts aside."""
     queries = {
         "versions": "SELECT version, weights_sha256 FROM weight_versions ORDER BY version",
@@ -31,11 +31,11 @@ def what_came_of(workplace: Any) -> dict[str, list[dict[str, Any]]]:
         """,
         "rewards": "SELECT group_id, mean_reward FROM groups ORDER BY group_id",
     }
-    return {name: workplace.rows(query) for name, query in queries.items()}
+    return {name: project.rows(query) for name, query in queries.items()}
 
 
-def test_a_run_that_is_killed_at_every_place_equals_one_that_is_not(two_workplaces: Any) -> None:
-    calm, killed = two_workplaces
+def test_a_run_that_is_killed_at_every_place_equals_one_that_is_not(two_projects: Any) -> None:
+    calm, killed = two_projects
     config = calm.write(game(calm))
     done = calm.run("finetune", "--config_file", str(config), "--run_id", RUN_ID)
     assert done.returncode == 0, done.stdout + done.stderr + calm.logs()

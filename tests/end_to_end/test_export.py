@@ -24,11 +24,11 @@ def rows_of(path: Path, where: str = "true") -> dict[str, list[Any]]:
         }
 
 
-def train(workplace: Any, name: str, num_epochs: int, **adapter: Any) -> None:
-    configuration = workplace.configuration(num_epochs=num_epochs)
+def train(project: Any, name: str, num_epochs: int, **adapter: Any) -> None:
+    configuration = project.configuration(num_epochs=num_epochs)
     configuration["trainer_adapters"]["learner"] |= adapter
-    done = workplace.run("finetune", "--config_file", str(workplace.write(configuration)), "--name", name)
-    assert done.returncode == 0, done.stdout + done.stderr + workplace.logs()
+    done = project.run("finetune", "--config_file", str(project.write(configuration)), "--name", name)
+    assert done.returncode == 0, done.stdout + done.stderr + project.logs()
 
 
 def assert_refused(done: subprocess.CompletedProcess[str], message: str) -> None:
@@ -38,50 +38,50 @@ def assert_refused(done: subprocess.CompletedProcess[str], message: str) -> None
     assert done.stderr.count("\n") == 1
 
 
-def test_a_run_is_exported_replayed_from_its_files_and_the_metrics_are_made_again(workplace: Any) -> None:
-    train(workplace, "first", 2, warm_start={"num_epochs": 1, "tasks_per_epoch": 2})
-    train(workplace, "second", 1)
-    (run,) = [row["run_id"] for row in workplace.rows("SELECT run_id FROM runs WHERE run_id LIKE 'first-%'")]
-    metrics = workplace.workspace / "metrics.duckdb"
-    grown = workplace.folder / "grown.duckdb"
+def test_a_run_is_exported_replayed_from_its_files_and_the_metrics_are_made_again(project: Any) -> None:
+    train(project, "first", 2, warm_start={"num_epochs": 1, "tasks_per_epoch": 2})
+    train(project, "second", 1)
+    (run,) = [row["run_id"] for row in project.rows("SELECT run_id FROM runs WHERE run_id LIKE 'first-%'")]
+    metrics = project.workspace / "metrics.duckdb"
+    grown = project.folder / "grown.duckdb"
     shutil.copy(metrics, grown)
-    folder = workplace.folder / "export"
+    folder = project.folder / "export"
 
-    assert_refused(workplace.run("export", "first"), "run first does not exist; `rollstream runs` lists all runs")
-    exported = workplace.run("export", run, "--output", str(folder), "--weights")
+    assert_refused(project.run("export", "first"), "run first does not exist; `rollstream runs` lists all runs")
+    exported = project.run("export", run, "--output", str(folder), "--weights")
     assert exported.returncode == 0, exported.stderr
     assert exported.stdout.startswith(f"run {run}: ")
-    assert_refused(workplace.run("export", run, "--output", str(folder)), "already exists")
+    assert_refused(project.run("export", run, "--output", str(folder)), "already exists")
 
-    done = workplace.run("rebuild", "--from", str(folder), "--output", str(workplace.folder / "one.duckdb"))
+    done = project.run("rebuild", "--from", str(folder), "--output", str(project.folder / "one.duckdb"))
     assert done.returncode == 0, done.stderr
     wanted = rows_of(grown, f"run_id = '{run}'")
     assert len(wanted["step_recorded"]) > 20
-    assert rows_of(workplace.folder / "one.duckdb") == wanted
+    assert rows_of(project.folder / "one.duckdb") == wanted
 
     metrics.unlink()
-    done = workplace.run("rebuild")
+    done = project.run("rebuild")
     assert done.returncode == 0, done.stderr
     assert rows_of(metrics) == rows_of(grown)
 
-    (workplace.workspace / "broker").rename(workplace.folder / "elsewhere")
-    (workplace.workspace / "artifacts").rename(workplace.folder / "nowhere")
-    replayed = workplace.run("replay", run, "--verify", "--train", "--export", str(folder))
+    (project.workspace / "broker").rename(project.folder / "elsewhere")
+    (project.workspace / "artifacts").rename(project.folder / "nowhere")
+    replayed = project.run("replay", run, "--verify", "--train", "--export", str(folder))
     assert replayed.returncode == 0, replayed.stdout + replayed.stderr
     assert replayed.stdout.startswith(f"equal: run {run}: ")
-    assert_a_what_if_of_it_is_a_run_of_an_empty_workspace(workplace, run, folder)
+    assert_a_what_if_of_it_is_a_run_of_an_empty_workspace(project, run, folder)
 
     steps = folder / "steps.parquet"
     data = bytearray(steps.read_bytes())
     data[len(data) // 2] ^= 1
     steps.write_bytes(data)
     for command in (["replay", run, "--verify", "--export", str(folder)], ["rebuild", "--from", str(folder)]):
-        assert_refused(workplace.run(*command), "steps.parquet was changed since it was exported")
+        assert_refused(project.run(*command), "steps.parquet was changed since it was exported")
 
 
-def assert_a_what_if_of_it_is_a_run_of_an_empty_workspace(workplace: Any, run: str, folder: Path) -> None:
+def assert_a_what_if_of_it_is_a_run_of_an_empty_workspace(project: Any, run: str, folder: Path) -> None:
     """That knows nothing of the recorded run, and can be exported and replayed itself."""
-    other = dataclasses.replace(workplace, folder=workplace.folder / "other")
+    other = dataclasses.replace(project, folder=project.folder / "other")
     other.folder.mkdir()
     file = other.write({"trainer_adapters": {"learner": {"optimizer": {"learning_rate": 1e-2}}}}, "what_if.yaml")
     done = other.run("replay", run, "--what-if", str(file), "--export", str(folder))

@@ -14,29 +14,29 @@ HITS = {"producer/during-hand-over": 1}
 """At which hit of a process, 3 where nothing is said: soon enough after each of its starts."""
 
 
-def test_a_run_that_is_killed_once_at_every_failpoint_comes_to_its_end(workplace: Any) -> None:
-    once = workplace.folder / "failpoints"
+def test_a_run_that_is_killed_once_at_every_failpoint_comes_to_its_end(project: Any) -> None:
+    once = project.folder / "failpoints"
     once.mkdir()
     armed = {name: HITS.get(name, 3) for name in FAILPOINTS}
-    config = workplace.write(
-        workplace.configuration(num_epochs=EPOCHS, session_timeout_s=6) | {"workflow": "python:game.digits"}
+    config = project.write(
+        project.configuration(num_epochs=EPOCHS, session_timeout_s=6) | {"workflow": "python:game.digits"}
     )
     environment = {VARIABLE: ",".join(f"{name}:{hit}" for name, hit in armed.items()), ONCE: str(once)}
-    done = workplace.run(
-        *("finetune", "--config_file", str(config), "--result_json_path", str(workplace.result)),
+    done = project.run(
+        *("finetune", "--config_file", str(config), "--result_json_path", str(project.result)),
         timeout=500,
         **environment,
     )
-    assert done.returncode == 0, done.stdout + done.stderr + workplace.logs()
+    assert done.returncode == 0, done.stdout + done.stderr + project.logs()
     assert {path.name.replace(".", "/") for path in once.iterdir()} == set(FAILPOINTS)
-    assert json.loads(workplace.result.read_text())["status"] == "completed"
-    epochs = workplace.rows("SELECT epoch FROM epoch_summary ORDER BY epoch")
+    assert json.loads(project.result.read_text())["status"] == "completed"
+    epochs = project.rows("SELECT epoch FROM epoch_summary ORDER BY epoch")
     assert [row["epoch"] for row in epochs] == list(range(EPOCHS))
     for table, key, count in (("groups", "group_id", EPOCHS * 4), ("batch_members", "trajectory_id", None)):
-        (found,) = workplace.rows(f"SELECT count(*) AS n, count(DISTINCT {key}) AS d FROM {table}")
+        (found,) = project.rows(f"SELECT count(*) AS n, count(DISTINCT {key}) AS d FROM {table}")
         assert found["n"] == found["d"] == (count or found["n"])
-    (ledger,) = workplace.rows("SELECT count(*) AS n, count(DISTINCT rollout_id) AS d FROM outcomes")
-    (started,) = workplace.rows("SELECT count(*) AS n FROM rollouts")
+    (ledger,) = project.rows("SELECT count(*) AS n, count(DISTINCT rollout_id) AS d FROM outcomes")
+    (started,) = project.rows("SELECT count(*) AS n FROM rollouts")
     assert ledger["n"] == ledger["d"] == started["n"] >= EPOCHS * 4 * 4
-    versions = workplace.rows("SELECT version FROM weight_versions ORDER BY version")
+    versions = project.rows("SELECT version FROM weight_versions ORDER BY version")
     assert [row["version"] for row in versions] == list(range(len(versions)))

@@ -25,22 +25,22 @@ def share(rollout):
 """
 
 
-def test_a_run_is_played_and_rewarded_by_what_a_package_registers(workplace: Any, tmp_path_factory: Any) -> None:
+def test_a_run_is_played_and_rewarded_by_what_a_package_registers(project: Any, tmp_path_factory: Any) -> None:
     packages: Path = tmp_path_factory.mktemp("packages")
     (packages / "installed_game.py").write_text(PACKAGE)
     metadata = packages / "installed_game-1.0.dist-info"
     metadata.mkdir()
     (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: installed-game\nVersion: 1.0\n")
     (metadata / "entry_points.txt").write_text("[rollstream.components]\ninstalled_game = installed_game\n")
-    configuration = workplace.configuration(num_epochs=1)
+    configuration = project.configuration(num_epochs=1)
     configuration["workflow"] = "installed_digits"
     configuration["finetuning"]["reward_function"] = {"name": "installed_share"}
-    path = os.pathsep.join([str(packages), str(workplace.folder)])
-    done = workplace.run("finetune", "--config_file", str(workplace.write(configuration)), PYTHONPATH=path)
-    assert done.returncode == 0, done.stdout + done.stderr + workplace.logs()
-    names = workplace.rows("SELECT DISTINCT name FROM rewards ORDER BY 1")
+    path = os.pathsep.join([str(packages), str(project.folder)])
+    done = project.run("finetune", "--config_file", str(project.write(configuration)), PYTHONPATH=path)
+    assert done.returncode == 0, done.stdout + done.stderr + project.logs()
+    names = project.rows("SELECT DISTINCT name FROM rewards ORDER BY 1")
     assert [row["name"] for row in names] == ["installed_share", "length", "reward"]
-    trained = workplace.rows(
+    trained = project.rows(
         "SELECT m.reward, r.value FROM batch_members m JOIN trajectories t USING (trajectory_id) "
         "JOIN rewards r ON r.rollout_id = t.rollout_id AND r.name = 'installed_share'"
     )

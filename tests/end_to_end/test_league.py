@@ -12,9 +12,9 @@ RUN_ID = "league-made-again"
 EPOCHS = 7
 
 
-def game(workplace: Any) -> dict[str, Any]:
+def game(project: Any) -> dict[str, Any]:
     """Tic-tac-toe against itself, after a short warm start; the run is a function of this, its id and its seed."""
-    configuration = workplace.configuration(
+    configuration = project.configuration(
         num_epochs=EPOCHS,
         session_timeout_s=6,
         engine={"threads": 1, "deterministic": True},
@@ -30,7 +30,7 @@ def game(workplace: Any) -> dict[str, Any]:
     return configuration | {"workflow": "tic_tac_toe_self_play"}
 
 
-def what_came_of(workplace: Any) -> dict[str, list[dict[str, Any]]]:
+def what_came_of(project: Any) -> dict[str, list[dict[str, Any]]]:
     queries = {
         "versions": "SELECT version, weights_sha256 FROM weight_versions ORDER BY version",
         "ratings": "SELECT player, rating, num_matches FROM league_ratings",
@@ -38,11 +38,11 @@ def what_came_of(workplace: Any) -> dict[str, list[dict[str, Any]]]:
         "seats": "SELECT * FROM seat_results",
         "matches": "SELECT * EXCLUDE (closed_at) FROM matches ORDER BY ALL",
     }
-    return {name: workplace.rows(query) for name, query in queries.items()}
+    return {name: project.rows(query) for name, query in queries.items()}
 
 
-def test_a_league_that_is_killed_has_the_ratings_of_one_that_is_not(two_workplaces: Any) -> None:
-    calm, killed = two_workplaces
+def test_a_league_that_is_killed_has_the_ratings_of_one_that_is_not(two_projects: Any) -> None:
+    calm, killed = two_projects
     config = calm.write(game(calm))
     done = calm.run("finetune", "--config_file", str(config), "--run_id", RUN_ID)
     assert done.returncode == 0, done.stdout + done.stderr + calm.logs()
@@ -66,26 +66,26 @@ def test_a_league_that_is_killed_has_the_ratings_of_one_that_is_not(two_workplac
     assert_matches_are_played_again(killed, expected["matches"])
 
 
-def assert_replayed(workplace: Any) -> None:
-    replayed = workplace.run("replay", RUN_ID, "--verify", "--train")
+def assert_replayed(project: Any) -> None:
+    replayed = project.run("replay", RUN_ID, "--verify", "--train")
     assert replayed.returncode == 0, replayed.stdout + replayed.stderr
 
 
-def assert_matches_are_played_again(workplace: Any, matches: list[dict[str, Any]]) -> None:
+def assert_matches_are_played_again(project: Any, matches: list[dict[str, Any]]) -> None:
     """With the players that played, token by token; with others, twice the same; not with a version that is gone."""
     newest = max(row["epoch"] for row in matches)
-    again = workplace.run("match", RUN_ID, "--task", f"{newest}/1", "--member", "2")
+    again = project.run("match", RUN_ID, "--task", f"{newest}/1", "--member", "2")
     assert again.returncode == 0, again.stderr
     assert again.stdout.splitlines()[-1].startswith("equal: "), again.stdout
-    versions = workplace.rows("SELECT version, is_collected FROM weight_versions ORDER BY version")
+    versions = project.rows("SELECT version, is_collected FROM weight_versions ORDER BY version")
     kept = [row["version"] for row in versions if not row["is_collected"]]
     gone = [row["version"] for row in versions if row["is_collected"]]
     assert gone, "the pool bounds what is kept"
     asked = ("match", RUN_ID, "--task", "0/0", "--versions", f"X={kept[-1]},O={kept[1]}")
-    once, twice = workplace.run(*asked), workplace.run(*asked)
+    once, twice = project.run(*asked), project.run(*asked)
     assert once.returncode == 0, once.stderr
     assert once.stdout == twice.stdout
     assert f"  X: {RUN_ID}/policy@{kept[-1]}" in once.stdout
-    removed = workplace.run("match", RUN_ID, "--task", "0/0", "--versions", f"X={gone[0]}")
+    removed = project.run("match", RUN_ID, "--task", "0/0", "--versions", f"X={gone[0]}")
     assert removed.returncode == 1
     assert f"policy@{gone[0]}: its weights are gone: collected by learner-1 at" in removed.stderr

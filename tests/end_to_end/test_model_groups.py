@@ -24,50 +24,50 @@ async def trio(session: Session) -> None:
 RUN, EPOCHS = "trio-1", 5
 
 
-def configured(workplace: Any) -> str:
-    (workplace.folder / "trio.py").write_text(GAME)
-    make_tiny_model(workplace.folder / "other", seed=1)
+def configured(project: Any) -> str:
+    (project.folder / "trio.py").write_text(GAME)
+    make_tiny_model(project.folder / "other", seed=1)
     agents = {"first": "one", "second": "two", "third": "three"}
-    written = workplace.configuration(num_epochs=EPOCHS, agents=agents, engine={"threads": 1, "deterministic": True})
+    written = project.configuration(num_epochs=EPOCHS, agents=agents, engine={"threads": 1, "deterministic": True})
     adapter = written["trainer_adapters"]["learner"]
     adapter["model_groups"] = {
         "two": {
             "optimizer": {"learning_rate": "5e-3"},
-            "model": {"path": str(workplace.folder / "other")},
+            "model": {"path": str(project.folder / "other")},
             "algorithm": {"name": "grpo", "advantage": "rae", "rae_decay": 0.5},
         },
         "three": {"frozen": True},
     }
-    return str(workplace.write(written | {"workflow": "python:trio.trio"}))
+    return str(project.write(written | {"workflow": "python:trio.trio"}))
 
 
-def test_two_model_groups_are_trained_beside_a_frozen_one_and_replay_is_equal_after_a_kill(workplace: Any) -> None:
-    command = workplace.start("finetune", "--config_file", configured(workplace), "--run_id", RUN)
+def test_two_model_groups_are_trained_beside_a_frozen_one_and_replay_is_equal_after_a_kill(project: Any) -> None:
+    command = project.start("finetune", "--config_file", configured(project), "--run_id", RUN)
     try:
-        wait_versions(workplace, command, 3)  # one of each model group, and one that was trained
+        wait_versions(project, command, 3)  # one of each model group, and one that was trained
         victim = child(command, ("learner-1",))
         assert victim is not None
         victim.kill()
-        assert command.wait(300) == 0, workplace.output() + workplace.logs()
+        assert command.wait(300) == 0, project.output() + project.logs()
     finally:
         command.kill()
         command.wait()
     for name in ("one", "two"):
-        assert (workplace.folder / "output" / name / "model.safetensors").is_file()
-    assert not (workplace.folder / "output" / "three").exists()
-    versions = workplace.rows("SELECT model_group, max(version) AS v FROM weight_versions GROUP BY 1 ORDER BY 1")
+        assert (project.folder / "output" / name / "model.safetensors").is_file()
+    assert not (project.folder / "output" / "three").exists()
+    versions = project.rows("SELECT model_group, max(version) AS v FROM weight_versions GROUP BY 1 ORDER BY 1")
     assert {row["model_group"]: row["v"] for row in versions} == {
         f"{RUN}/one": EPOCHS,
         f"{RUN}/three": 0,
         f"{RUN}/two": EPOCHS,
     }
-    jobs = workplace.rows("SELECT job_id, kind, state, settings FROM jobs ORDER BY job_id")
+    jobs = project.rows("SELECT job_id, kind, state, settings FROM jobs ORDER BY job_id")
     assert [(row["job_id"], row["kind"], row["state"]) for row in jobs] == [
         (f"{RUN}/frozen-three", "frozen", "succeeded"),
         (f"{RUN}/rl", "rl", "succeeded"),
         (f"{RUN}/rl-two", "rl", "succeeded"),
     ]
-    trained = workplace.rows(
+    trained = project.rows(
         "SELECT DISTINCT t.agent, t.model_group, b.job_id FROM batch_members m "
         "JOIN trajectories t USING (trajectory_id) JOIN batches b USING (batch_id) ORDER BY 1"
     )
@@ -75,14 +75,14 @@ def test_two_model_groups_are_trained_beside_a_frozen_one_and_replay_is_equal_af
         ("first", f"{RUN}/one", f"{RUN}/rl"),
         ("second", f"{RUN}/two", f"{RUN}/rl-two"),
     ]
-    averages = workplace.rows("SELECT count(*) AS n FROM training_steps WHERE metrics['baseline/second'] > 0")
+    averages = project.rows("SELECT count(*) AS n FROM training_steps WHERE metrics['baseline/second'] > 0")
     assert averages[0]["n"] == EPOCHS
-    mismatch = workplace.rows("SELECT max(mismatch_kl) AS most, bool_or(is_alarming) AS alarm FROM engine_mismatch")
+    mismatch = project.rows("SELECT max(mismatch_kl) AS most, bool_or(is_alarming) AS alarm FROM engine_mismatch")
     assert 0 <= mismatch[0]["most"] < 1e-6
     assert mismatch[0]["alarm"] is False
-    causes = workplace.rows("SELECT agent, cause FROM rejections JOIN trajectories USING (trajectory_id) GROUP BY ALL")
+    causes = project.rows("SELECT agent, cause FROM rejections JOIN trajectories USING (trajectory_id) GROUP BY ALL")
     assert [(row["agent"], row["cause"]) for row in causes] == [("third", "frozen")]
     for how in ("--verify", "--train"):
-        replayed = workplace.run("replay", RUN, how)
+        replayed = project.run("replay", RUN, how)
         assert replayed.returncode == 0, replayed.stdout + replayed.stderr
         assert f"equal: run {RUN}" in replayed.stdout

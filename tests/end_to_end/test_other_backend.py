@@ -74,13 +74,13 @@ async def build_folder(config, builder):
 """
 
 
-def configuration(workplace: Any, **adapter: Any) -> dict[str, Any]:
-    (workplace.folder / "other_backend.py").write_text(COMPONENTS)
-    (workplace.folder / "jobs").mkdir(exist_ok=True)
+def configuration(project: Any, **adapter: Any) -> dict[str, Any]:
+    (project.folder / "other_backend.py").write_text(COMPONENTS)
+    (project.folder / "jobs").mkdir(exist_ok=True)
     return {
         "trajectory_builders": {"b": {"_type": "python:other_backend.SaidConfig"}},
         "trainer_adapters": {
-            "a": {"_type": "python:other_backend.FolderConfig", "folder": str(workplace.folder / "jobs"), **adapter}
+            "a": {"_type": "python:other_backend.FolderConfig", "folder": str(project.folder / "jobs"), **adapter}
         },
         "trainers": {"t": {"_type": "rollstream"}},
         "workflow": {"_type": "their_agent"},
@@ -89,34 +89,34 @@ def configuration(workplace: Any, **adapter: Any) -> dict[str, Any]:
             "trajectory_builder": "b",
             "trainer_adapter": "a",
             "num_epochs": 2,
-            "output_dir": str(workplace.folder / "output"),
+            "output_dir": str(project.folder / "output"),
         },
     }
 
 
-def test_its_runs_are_recorded_asked_verified_and_exported_as_any_other(workplace: Any) -> None:
-    file = str(workplace.write(configuration(workplace)))
-    done = workplace.run("finetune", "--config_file", file, "--run_id", "elsewhere")
-    assert done.returncode == 0, done.stdout + done.stderr + workplace.logs()
+def test_its_runs_are_recorded_asked_verified_and_exported_as_any_other(project: Any) -> None:
+    file = str(project.write(configuration(project)))
+    done = project.run("finetune", "--config_file", file, "--run_id", "elsewhere")
+    assert done.returncode == 0, done.stdout + done.stderr + project.logs()
     assert "run elsewhere completed after" in done.stdout
-    assert len(list((workplace.folder / "jobs").iterdir())) == 2
-    outcomes = workplace.rows("SELECT outcome, cause, count(*) AS n FROM outcomes GROUP BY ALL")
+    assert len(list((project.folder / "jobs").iterdir())) == 2
+    outcomes = project.rows("SELECT outcome, cause, count(*) AS n FROM outcomes GROUP BY ALL")
     assert outcomes == [{"outcome": "rejected", "cause": "handed_over", "n": 4}]
-    assert workplace.rows("SELECT count(*) AS n FROM wasted_tokens") == [{"n": 0}]
-    assert workplace.rows("SELECT kind, state FROM jobs") == [{"kind": "external", "state": "succeeded"}]
-    assert workplace.rows("SELECT epoch, avg_reward, trained_groups FROM epoch_summary ORDER BY 1") == [
+    assert project.rows("SELECT count(*) AS n FROM wasted_tokens") == [{"n": 0}]
+    assert project.rows("SELECT kind, state FROM jobs") == [{"kind": "external", "state": "succeeded"}]
+    assert project.rows("SELECT epoch, avg_reward, trained_groups FROM epoch_summary ORDER BY 1") == [
         {"epoch": epoch, "avg_reward": 0.5, "trained_groups": 1} for epoch in (0, 1)
     ]
     for command in (["replay", "elsewhere", "--verify"], ["export", "elsewhere"]):
-        asked = workplace.run(*command)
+        asked = project.run(*command)
         assert asked.returncode == 0, (command, asked.stdout + asked.stderr)
-    trained = workplace.run("replay", "elsewhere", "--train")
+    trained = project.run("replay", "elsewhere", "--train")
     assert (trained.returncode, "run elsewhere has trained nothing" in trained.stderr) == (1, True), trained.stderr
-    exported = str(workplace.folder / "elsewhere-export")
-    assert workplace.run("replay", "elsewhere", "--verify", "--export", exported).returncode == 0
-    failing = workplace.write(configuration(workplace, status="failed"), "failing.yaml")
-    done = workplace.run("finetune", "--config_file", str(failing), "--run_id", "failing")
+    exported = str(project.folder / "elsewhere-export")
+    assert project.run("replay", "elsewhere", "--verify", "--export", exported).returncode == 0
+    failing = project.write(configuration(project, status="failed"), "failing.yaml")
+    done = project.run("finetune", "--config_file", str(failing), "--run_id", "failing")
     assert done.returncode == 1
     assert "the folder says failed" in done.stderr
-    states = workplace.rows("SELECT run_id, state FROM jobs ORDER BY 1")
+    states = project.rows("SELECT run_id, state FROM jobs ORDER BY 1")
     assert [row["state"] for row in states] == ["succeeded", "failed"]

@@ -146,7 +146,7 @@ class Secrets:
 
 
 @pytest.fixture
-def secrets(workplace: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Secrets]:
+def secrets(project: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Secrets]:
     values = {name: f"s3cr3t-{name.lower()}-{uuid.uuid4().hex[:12]}" for name in
               ("KEY", "JUDGE_PATH", "JUDGE_KEY", "JUDGE_MODEL", "JUDGE_PROMPT", "LLM_KEY", "MODEL", "STORE", "DATA",
                "ENDPOINT_TOKEN", "WORKFLOW_PATH", "WORKFLOW_PASSWORD")}  # fmt: skip
@@ -159,7 +159,7 @@ def secrets(workplace: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterato
         secured_broker(tmp_path_factory.mktemp("broker")) as broker,
     ):
         asyncio.run(broker.allow(RIGHTS))
-        yield Secrets(workplace, judge, values, workflow + path, broker)
+        yield Secrets(project, judge, values, workflow + path, broker)
 
 
 def watched(secrets: Secrets, *arguments: str) -> tuple[subprocess.CompletedProcess[str], str]:

@@ -50,30 +50,30 @@ def judge() -> Iterator[JudgeServer]:
         loop.close()
 
 
-def test_a_judge_that_others_serve_is_asked_and_recorded_and_the_player_alone_is_trained(workplace: Any) -> None:
-    (workplace.folder / "judged.py").write_text(GAME)
+def test_a_judge_that_others_serve_is_asked_and_recorded_and_the_player_alone_is_trained(project: Any) -> None:
+    (project.folder / "judged.py").write_text(GAME)
     agents = {"player": "players", "judge": "judges"}
-    written = workplace.configuration(num_epochs=EPOCHS, agents=agents, engine={"threads": 1, "deterministic": True})
+    written = project.configuration(num_epochs=EPOCHS, agents=agents, engine={"threads": 1, "deterministic": True})
     with judge() as server:
         endpoint = {"base_url": server.base_url, "model": "wise", "api_key_variable": "JUDGE_KEY"}
         written["trainer_adapters"]["learner"]["model_groups"] = {"judges": {"endpoint": endpoint}}
-        config = str(workplace.write(written | {"workflow": "python:judged.judged"}))
-        refused = workplace.run("finetune", "--config_file", config, "--run_id", RUN)
+        config = str(project.write(written | {"workflow": "python:judged.judged"}))
+        refused = project.run("finetune", "--config_file", config, "--run_id", RUN)
         assert refused.returncode != 0
         assert "judges.endpoint: the variable JUDGE_KEY is not set; export it" in refused.stderr
-        done = workplace.run("finetune", "--config_file", config, "--run_id", RUN, JUDGE_KEY=KEY)
-        assert done.returncode == 0, done.stdout + done.stderr + workplace.logs()
+        done = project.run("finetune", "--config_file", config, "--run_id", RUN, JUDGE_KEY=KEY)
+        assert done.returncode == 0, done.stdout + done.stderr + project.logs()
     assert {headers["Authorization"] for headers, _ in server.requests} == {f"Bearer {KEY}"}
     assert {body["model"] for _, body in server.requests} == {"wise"}
-    versions = workplace.rows("SELECT model_group, max(version) AS v FROM weight_versions GROUP BY 1")
+    versions = project.rows("SELECT model_group, max(version) AS v FROM weight_versions GROUP BY 1")
     assert [(row["model_group"], row["v"]) for row in versions] == [(f"{RUN}/players", EPOCHS)]
-    causes = workplace.rows("SELECT agent, cause FROM rejections JOIN trajectories USING (trajectory_id) GROUP BY ALL")
+    causes = project.rows("SELECT agent, cause FROM rejections JOIN trajectories USING (trajectory_id) GROUP BY ALL")
     assert [(row["agent"], row["cause"]) for row in causes if row["agent"] == "judge"] == [("judge", "frozen")]
-    outputs = workplace.rows("SELECT DISTINCT CAST(output AS VARCHAR) AS said FROM steps WHERE agent = 'judge'")
+    outputs = project.rows("SELECT DISTINCT CAST(output AS VARCHAR) AS said FROM steps WHERE agent = 'judge'")
     assert {row["said"].strip('"') for row in outputs} <= {"good", "bad"}
-    replayed = workplace.run("replay", RUN, "--verify")
+    replayed = project.run("replay", RUN, "--verify")
     assert replayed.returncode == 0, replayed.stdout + replayed.stderr
-    exported = workplace.run("export", RUN)
+    exported = project.run("export", RUN)
     assert exported.returncode == 0, exported.stderr
-    for file in workplace.folder.rglob("*"):
+    for file in project.folder.rglob("*"):
         assert not file.is_file() or KEY.encode() not in file.read_bytes(), file

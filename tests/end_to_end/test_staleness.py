@@ -26,29 +26,29 @@ async def digits(session: Session) -> None:
 '''
 
 
-def test_a_slow_learner_lets_staleness_reach_its_bound_and_never_pass_it(workplace: Any) -> None:
-    (workplace.folder / "game.py").write_text(GAME)
-    configuration = workplace.configuration(num_epochs=6) | {"workflow": "python:game.digits"}
+def test_a_slow_learner_lets_staleness_reach_its_bound_and_never_pass_it(project: Any) -> None:
+    (project.folder / "game.py").write_text(GAME)
+    configuration = project.configuration(num_epochs=6) | {"workflow": "python:game.digits"}
     learner = configuration["trainer_adapters"]["learner"]
     learner |= {"max_staleness": MAX_STALENESS, "tasks_per_epoch": 12, "batches_per_epoch": 3}
-    config = workplace.write(configuration)
-    command = workplace.start("finetune", "--config_file", str(config))
+    config = project.write(configuration)
+    command = project.start("finetune", "--config_file", str(config))
     try:
-        wait_versions(workplace, command, 2)
+        wait_versions(project, command, 2)
         slow = child(command, ("learner-1",))
         assert slow is not None
         while command.poll() is None:
             _hold(slow, 0.6)
             time.sleep(0.2)
-        assert command.wait(60) == 0, workplace.output() + workplace.logs()
+        assert command.wait(60) == 0, project.output() + project.logs()
     finally:
         command.kill()
         command.wait()
-    found = workplace.rows("SELECT max(staleness) AS most FROM batch_members")
+    found = project.rows("SELECT max(staleness) AS most FROM batch_members")
     assert found[0]["most"] == MAX_STALENESS
-    rejected = workplace.rows("SELECT count(*) AS n FROM rejections WHERE cause = 'stale'")
+    rejected = project.rows("SELECT count(*) AS n FROM rejections WHERE cause = 'stale'")
     assert rejected[0]["n"] > 0
-    outcomes = workplace.rows("SELECT count(*) AS n FROM outcomes WHERE cause = 'stale'")
+    outcomes = project.rows("SELECT count(*) AS n FROM outcomes WHERE cause = 'stale'")
     assert outcomes[0]["n"] == rejected[0]["n"]
 
 

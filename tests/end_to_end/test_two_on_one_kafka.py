@@ -13,15 +13,15 @@ VERSIONS = "SELECT run_id, version, weights_sha256 FROM weight_versions ORDER BY
 EPOCHS = 2
 
 
-def game(workplace: Any, bootstrap_servers: str) -> str:
+def game(project: Any, bootstrap_servers: str) -> str:
     """A run that is a function of its configuration, its id and its seed."""
     engine = {"threads": 1, "deterministic": True}
-    made = workplace.configuration(num_epochs=EPOCHS, engine=engine, bootstrap_servers=bootstrap_servers)
-    return str(workplace.write(made | {"workflow": "python:game.digits"}))
+    made = project.configuration(num_epochs=EPOCHS, engine=engine, bootstrap_servers=bootstrap_servers)
+    return str(project.write(made | {"workflow": "python:game.digits"}))
 
 
-def test_two_managed_runs_on_one_kafka_end_as_each_does_alone(two_workplaces: Any, tmp_path: Any) -> None:
-    one, two = two_workplaces
+def test_two_managed_runs_on_one_kafka_end_as_each_does_alone(two_projects: Any, tmp_path: Any) -> None:
+    one, two = two_projects
     with EmbeddedBroker(tmp_path / "kafka") as running:
         login = environment(running.kafka)
         address = running.kafka.bootstrap_servers

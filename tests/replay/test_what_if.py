@@ -128,11 +128,11 @@ def test_a_what_if_of_an_earlier_run_changes_what_its_file_says_and_nothing_else
 
 
 @pytest.mark.parametrize(
-    ("curriculum", "knows_single_group"),
+    ("curriculum", "filters_single_group"),
     [({}, False), ({"min_reward_diff": 0.2}, False), ({"enabled": True}, True), ({"filter_single_group": False}, True)],
 )
 def test_a_single_group_of_an_earlier_run_is_filtered_only_where_the_file_asks_for_it(
-    earlier, curriculum, knows_single_group
+    earlier, curriculum, filters_single_group
 ):
     before = earlier.configuration()
     now = merged(before, {"finetuning": {"curriculum_learning": curriculum}})
@@ -140,7 +140,7 @@ def test_a_single_group_of_an_earlier_run_is_filtered_only_where_the_file_asks_f
     ((started, _),) = of_type(events.by_topic["groups"], JobStarted)
     ((job, _),) = of_type(events.by_topic["jobs"], JobSubmitted)
     spec = spec_of(config_file.resolve(now).config, config_file.resolve(before).config, started, job.settings, "w")
-    assert spec.plan.knows_single_group == knows_single_group
+    assert spec.plan.knows_single_group == filters_single_group
     assert spec.plan.curriculum == started.plan.curriculum.model_copy(update=curriculum)
     assert spec.rollout.sampling == started.rollout.sampling
     assert spec.job == job.settings

@@ -15,7 +15,9 @@ SUFFIXES = (".py", ".md", ".sql", ".yaml", ".mjs")
 LISTS = {"tests/rigs/words.py", "tests/test_words.py"}
 """Files that have these words because they are about them."""
 STAYS = {
-    ("metrics/projection/tables.sql", "anew"): "other text before its views has every projector read the log again"
+    ("metrics/projection/tables.sql", "anew"): "other text before its views has every projector read the log again",
+    ("schemas/settings.py", "knows_single_group"): "a field of recorded plans, which must keep decoding",
+    ("schemas/settings.py", "steer"): "a key of configurations and a field of recorded plans",
 }
 """File and word that are not replaced, and why."""
 
@@ -40,7 +42,10 @@ NAME_PARTS = {
 """Parts of a name (`_` and capitals divide it) in any file, and what it is instead."""
 NAMES = {
     "end_of_lost": "fail_truncated_run",
+    "extras": "optional_dependencies",
+    "going_on": "continue_from_ids",
     "group_run": "group_execution",
+    "knows_single_group": "filters_single_group",
     "let_in": "admitted",
     "look": "inspect, check",
     "model_shelf": "model_cache",
@@ -49,12 +54,25 @@ NAMES = {
     "say": "report, print, notify",
     "spoken": "text_ids, answer, rollout",
     "spread": "reward_range, to_tokens",
+    "steer": "adaptive",
     "takes_others": "accepts_external_groups",
     "tell": "report, on_progress",
     "tie_to_parent": "die_with_parent",
     "told": "reported, output, message",
+    "walk": "epoch_permutation, visit",
+    "workplace": "project",
 }
 """Whole names of functions, classes, arguments, attributes and variables, without `_` at their ends."""
+CLASSES = {
+    "aside": "TrainingThread",
+    "backend": "RunHandle",
+    "connected": "RunContext",
+    "held": "LoadedModel",
+    "opening": "RunRequest",
+    "playing": "ImportContext",
+    "reading": "ImportedCall",
+}
+"""Whole names of classes alone: functions and variables have these words in their common meaning."""
 TEXT = {
     r"anew": "again",
     r"barren": "untrainable",
@@ -105,10 +123,12 @@ def banned_words(path: Path) -> list[str]:
 
 
 def _in_names(stem: str, tree: ast.Module) -> Iterator[tuple[int, str]]:
+    classes = {(node.lineno, node.name) for node in ast.walk(tree) if isinstance(node, ast.ClassDef)}
     for line, name in [(1, stem), *_names_of(tree)]:
         parts = re.findall(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+", name)
         snake = "_".join(parts).lower()
-        banned = NAMES.get(snake) or next((NAME_PARTS[one] for one in snake.split("_") if one in NAME_PARTS), None)
+        names = CLASSES | NAMES if (line, name) in classes else NAMES
+        banned = names.get(snake) or next((NAME_PARTS[one] for one in snake.split("_") if one in NAME_PARTS), None)
         if banned is not None:
             yield line, f"{name} -> {banned}"
 

@@ -81,7 +81,7 @@ class BackendConfig(TrainerAdapterConfig, name="other_test_backend"):
     is_up: bool = True
 
 
-class Backend(TrainerAdapter):
+class OtherBackend(TrainerAdapter):
     """Remembers what it was given; a job fails where it is told to."""
 
     given: ClassVar[list[TrajectoryCollection]] = []
@@ -120,7 +120,7 @@ def _registered_for_a_test() -> Iterator[None]:
     registry.discover()
     known = (registry.trajectory_builders, registry.trainer_adapters)
     before = [dict(one) for one in known]
-    Backend.given.clear()
+    OtherBackend.given.clear()
 
     @register_trajectory_builder(config_type=TextsConfig)
     async def build_texts(config: TextsConfig, builder: Any) -> AsyncIterator[Texts]:
@@ -128,8 +128,8 @@ def _registered_for_a_test() -> Iterator[None]:
 
     @register_trainer_adapter(config_type=MixedConfig)
     @register_trainer_adapter(config_type=BackendConfig)
-    async def build_backend(config: BackendConfig, builder: Any) -> AsyncIterator[Backend]:
-        yield Backend(config)
+    async def build_backend(config: BackendConfig, builder: Any) -> AsyncIterator[OtherBackend]:
+        yield OtherBackend(config)
 
     yield
     for one, content in zip(known, before, strict=True):
@@ -194,7 +194,7 @@ def test_what_it_is_given_is_on_the_log_and_no_learner_is_needed(tmp_path: Path)
         await assert_every_attempt_has_one_outcome(rig)
 
     asyncio.run(scenario())
-    assert [len(one.trajectories) for one in Backend.given] == [2, 2]
+    assert [len(one.trajectories) for one in OtherBackend.given] == [2, 2]
 
 
 def test_its_failed_job_is_the_runs_failure(tmp_path: Path) -> None:
@@ -207,7 +207,7 @@ def test_its_failed_job_is_the_runs_failure(tmp_path: Path) -> None:
         assert [one.cause for one in await rig.events("groups", RunEnded)] == ["failed"]
 
     asyncio.run(scenario())
-    assert len(Backend.given) == 1
+    assert len(OtherBackend.given) == 1
 
 
 def test_the_log_has_a_failure_of_others_without_secrets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -235,19 +235,19 @@ def test_a_run_that_goes_on_hands_no_sealed_epoch_over_again(tmp_path: Path) -> 
             await trainer.initialize(rig.loaded.finetune)
             first = await trainer.run_epoch(0, "run-1")
             assert first is not None
-            assert await adapter.submit(Backend.given[0]) == first  # the same again
-        assert len(Backend.given) == 1
+            assert await adapter.submit(OtherBackend.given[0]) == first  # the same again
+        assert len(OtherBackend.given) == 1
         assert (await conducted(rig, resume=True)).status == "completed"
 
     asyncio.run(scenario())
-    assert len(Backend.given) == 2
+    assert len(OtherBackend.given) == 2
 
 
 def test_a_backend_that_is_down_is_told_before_anything_is_rolled_out(tmp_path: Path) -> None:
     rig = EpochwiseRig(tmp_path, written(tmp_path, is_up=False))
     with pytest.raises(ConfigError, match=r"trainer_adapters\.a: its training backend is not healthy"):
         asyncio.run(conducted(rig))
-    assert not Backend.given
+    assert not OtherBackend.given
 
 
 def test_an_environment_that_needs_a_model_here_is_refused_with_what_to_do(tmp_path: Path) -> None:
@@ -266,5 +266,7 @@ def test_a_configuration_of_ours_with_an_adapter_that_is_not_is_refused(tmp_path
         "model": {"path": str(tmp_path / "model")},
         "workspace": str(tmp_path),
     }
-    with pytest.raises(ConfigError, match=r"trainer_adapters\.a: Backend is not derived from RollstreamTrainerAdapter"):
+    with pytest.raises(
+        ConfigError, match=r"trainer_adapters\.a: OtherBackend is not derived from RollstreamTrainerAdapter"
+    ):
         asyncio.run(conducted(EpochwiseRig(tmp_path, content)))

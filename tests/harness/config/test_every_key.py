@@ -339,10 +339,10 @@ def _job(config: RunConfig, spec: JobSpec) -> Any:
         plan.pop("max_refills", None)
     steers = plan["curriculum"]["steer"]
     unread = STEERED if is_submitted else FILTERED if steers else {*FILTERED, *STEERED} - {"filter_single_group"}
-    steer = {} if is_submitted else {"steer": steers}
+    adaptive = {} if is_submitted else {"steer": steers}
     plan["curriculum"] = plan["curriculum"]["enabled"] and {
         **{key: value for key, value in plan["curriculum"].items() if key not in unread},
-        **steer,
+        **adaptive,
     }
     if rollout["environment"] in ("recorded", "remote_workflow"):
         del rollout["sampling"]

@@ -191,7 +191,7 @@ LONG = "SELECT sum(range) FROM range(100000000000)"
 
 
 @contextmanager
-def going_on(database: Database, sql: str) -> Iterator[QueryProcess]:
+def running_query(database: Database, sql: str) -> Iterator[QueryProcess]:
     asked = started(database, sql, Limits(1_000_000, WAIT_S))
     try:
         yield asked
@@ -217,7 +217,7 @@ def database(tmp_path: Path) -> Iterator[Database]:
     ],
 )
 def test_how_a_query_ended_is_told(database: Database, number: int, reported: str) -> None:
-    with going_on(database, LONG) as asked:
+    with running_query(database, LONG) as asked:
         os.kill(asked.pid, number)
         assert asked.wait(WAIT_S)
         with pytest.raises(QueryError, match=reported):
@@ -226,7 +226,7 @@ def test_how_a_query_ended_is_told(database: Database, number: int, reported: st
 
 
 def test_half_an_answer_is_none(database: Database) -> None:
-    with going_on(database, "SELECT repeat('x', 1000) FROM range(10000)") as asked:
+    with running_query(database, "SELECT repeat('x', 1000) FROM range(10000)") as asked:
         assert select.select([asked._reading], [], [], WAIT_S)[0]
         os.kill(asked.pid, signal.SIGKILL)
         assert asked.wait(WAIT_S)
@@ -247,7 +247,7 @@ def test_waiting_for_a_checkpoint_counts_against_the_limit_of_time(tmp_path: Pat
     database = Database(tmp_path / "metrics.duckdb", max_wal_bytes=1)
     database.write({}, {TopicPartition("steps", 0): 5})
     lanes = QueryLanes(database)
-    with going_on(database, LONG), pytest.raises(QueryError, match=r"did not start within 0\.3 s"):
+    with running_query(database, LONG), pytest.raises(QueryError, match=r"did not start within 0\.3 s"):
         asyncio.run(lanes.run("SELECT 1", Limits(10, 0.3)))
     assert result_of(json.loads(asyncio.run(lanes.run("SELECT 1", Limits(10, WAIT_S))))).rows == ((1,),)
     database.close()

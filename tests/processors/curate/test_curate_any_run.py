@@ -19,9 +19,9 @@ from rollstream.schemas.events import (
 )
 
 CURRICULA = st.builds(
-    lambda enabled, steer, subsample, ascending, window: {
+    lambda enabled, adaptive, subsample, ascending, window: {
         "enabled": enabled,
-        "steer": steer,
+        "steer": adaptive,
         "random_subsample": subsample,
         "sort_ascending": ascending,
         "window_versions": window,

@@ -38,7 +38,7 @@ async def steps_batch(log, events, partition=0):
     return Batch(partition, 1, await records_of(log, "steps", partition))
 
 
-class _Held(MemoryLog):
+class _Unacknowledged(MemoryLog):
     """A log whose acknowledgements wait until they are let go."""
 
     def __init__(self):
@@ -75,7 +75,7 @@ def test_a_closed_group_names_where_its_trajectories_lie():
 
 def test_the_mark_waits_for_the_acknowledgement_of_what_closed():
     async def go():
-        log = _Held()
+        log = _Unacknowledged()
         shell = AssembleShell(log, None, service="p")
         batch = await steps_batch(log, [started(0, size=1), *attempt(), started(1, size=1)])
         await shell.take(batch)
@@ -90,7 +90,7 @@ def test_the_mark_waits_for_the_acknowledgement_of_what_closed():
 
 def test_a_record_that_cannot_be_decoded_is_a_dead_letter_before_the_mark_passes_it():
     async def go():
-        log = _Held()
+        log = _Unacknowledged()
         shell = AssembleShell(log, None, service="p")
         await log.send_raw("steps", key=b"k", value=b"no json", partition=0)
         await shell.take(await steps_batch(log, [started(0, size=1), *attempt()]))
@@ -141,7 +141,7 @@ def test_a_send_that_fails_ends_the_shell():
 
 def test_a_batch_that_was_waiting_when_its_partition_went_leaves_nothing_behind():
     async def go():
-        log = _Held()
+        log = _Unacknowledged()
         shell = AssembleShell(log, None, service="p")
         one = await steps_batch(log, [started(0, size=1), *attempt()])
         for number in range(MAX_UNDER_WAY):

@@ -56,10 +56,10 @@ def test_built_in_environments_are_found_by_name():
 
 
 def test_classes_and_functions_are_found_by_python_path(module):
-    walk: Any = registry.build_environment(
+    environment: Any = registry.build_environment(
         f"python:{module}.Walk", {"size": "${SIZE}"}, allowing(f"python:{module}.Walk", "${SIZE}", SIZE="7")
     )
-    assert walk.size == "7"
+    assert environment.size == "7"
     stroll = registry.build_environment(f"python:{module}.stroll", {"pace": 2}, allowing(f"python:{module}.stroll"))
     assert isinstance(stroll, FunctionEnvironment)
     assert (
