@@ -18,12 +18,14 @@ from rollstream.eventlog.broker import guard
 from rollstream.eventlog.http.http_json import HttpServer
 from rollstream.producers.engines.base import Generation, GenerationRequest
 from rollstream.producers.engines.vllm import VllmEngine
+from rollstream.schemas.errors import ModelError
 from rollstream.schemas.services import VllmSettings
 from rollstream.schemas.settings import Sampling
 from tests.producers.engines.engine_rig import GROUP
 from tests.producers.engines.vllm.server_rig import until
 from tests.rigs.vllm_server import (
     ENVIRONMENT,
+    MAX_LORAS,
     START_S,
     WHOLE_PROMPTS,
     VllmServer,
@@ -317,3 +319,30 @@ def test_kept_ids_are_the_same_by_either_way_to_ask(
         assert other.kept is not None
         assert (list(one.kept.lengths), list(one.kept.ids)) == (list(other.kept.lengths), list(other.kept.ids))
         assert 1 <= max(one.kept.lengths) <= 12
+
+
+def test_a_running_server_says_how_it_was_started_and_is_refused_for_fewer_adapters_than_the_engine_keeps(
+    vllm_server: VllmServer, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def load(max_loras: int) -> None:
+        engine = VllmEngine(
+            started_settings(
+                executable="vllm",
+                arguments=(),
+                base_urls=(vllm_server.url,),
+                folder=tmp_path / str(max_loras),
+                max_loras=max_loras,
+                health_timeout_s=60,
+            )
+        )
+        try:
+            await engine.start()
+            await engine.load(*lora_version(vllm_server.base, tmp_path, 0))
+        finally:
+            await engine.close()
+
+    vllm_server.restore()
+    asyncio.run(load(MAX_LORAS))
+    assert "does not say how it was started" not in caplog.text
+    with pytest.raises(ModelError, match=f"has --max-loras {MAX_LORAS} and would drop adapters in use"):
+        asyncio.run(load(MAX_LORAS + 1))
