@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Iterable, Mapping
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -129,18 +130,39 @@ def age_name(first: int, last: int | None) -> str:
     return f"{STALENESS}{first}" if last == first else f"{STALENESS}{first}_{'up' if last is None else last}"
 
 
+class AgedTokens(NamedTuple):
+    """The tokens of a micro-batch by the version that sampled them: indices (int64), and on how many versions it is."""
+
+    equal_K: Tensor
+    """Sampled by the very version that is trained."""
+    earlier_K: Tensor
+    """By another known one."""
+    versions: int
+    """Versions between them and the one that is trained, summed over tokens."""
+
+
+def aged_tokens(versions_N: NDArray[np.int64], version: int) -> AgedTokens:
+    """By `TokenBatch.versions_N`, in main memory; `version`: of the weights."""
+    is_known_N, is_equal_N = versions_N >= 0, versions_N == version
+    equal_K, earlier_K = (np.flatnonzero(one) for one in (is_equal_N, is_known_N & ~is_equal_N))
+    found = int((version - versions_N[is_known_N]).sum())
+    return AgedTokens(torch.from_numpy(equal_K), torch.from_numpy(earlier_K), found)
+
+
 @torch.no_grad()
-def compared(tokens: TokenBatch, version: int) -> dict[str, Tensor]:
-    """Sums of how far the policy at `version`, before any step on the tokens, is from those that sampled them."""
-    assert tokens.versions_N is not None
+def compared(tokens: TokenBatch, aged: AgedTokens) -> dict[str, Tensor]:
+    """Sums of how far the policy, before any step on the tokens, is from those that sampled them."""
     log_w_N = (tokens.logprobs_N - tokens.behaviour_N).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
-    is_known_N = tokens.versions_N >= 0
-    is_equal_N = tokens.versions_N == version
-    found: dict[str, Tensor] = {}
-    for prefix, chosen_N in ((MISMATCH, is_equal_N), (DRIFT, is_known_N & ~is_equal_N)):
-        log_w_K = log_w_N[chosen_N]
+    counts = {
+        f"{MISMATCH}tokens": len(aged.equal_K),
+        f"{DRIFT}tokens": len(aged.earlier_K),
+        f"{MISMATCH}rows": len(tokens.lengths_B),
+        f"{DRIFT}versions": aged.versions,
+    }
+    found = {name: log_w_N.new_full((), count, dtype=torch.float64) for name, count in counts.items()}
+    for prefix, chosen_K in ((MISMATCH, aged.equal_K), (DRIFT, aged.earlier_K)):
+        log_w_K = log_w_N[chosen_K]
         sums = {
-            "tokens": chosen_N.sum(),
             "w": log_w_K.exp().sum(),
             "squared_w": (2 * log_w_K).exp().sum(),
             "k1": _kl(log_w_K, "k1").sum(),
@@ -148,8 +170,6 @@ def compared(tokens: TokenBatch, version: int) -> dict[str, Tensor]:
         }
         found |= {f"{prefix}{name}": value for name, value in sums.items()}
     found[f"{MISMATCH}log_ppl"] = tokens.mean_by_row(-log_w_N).sum()
-    found[f"{MISMATCH}rows"] = torch.tensor(len(tokens.lengths_B))
-    found[f"{DRIFT}versions"] = (version - tokens.versions_N[is_known_N]).sum()
     return found
 
 

@@ -1,8 +1,9 @@
 """The tokens of a micro-batch that are trained on, flat: what a loss is given and gives back."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Literal, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -10,6 +11,38 @@ MAX_LOG_RATIO = 20.0
 """A log-ratio counts for no more: some engines write -9999 for a token that they held for hardly possible, and the
 exponential of such a ratio is not finite.
 """
+
+
+class Layout(NamedTuple):
+    """How the tokens of a micro-batch make up rows and pairs: indices (int64) on its device.
+
+    They are made in main memory before a GPU has the micro-batch, because it would have to be waited for.
+    """
+
+    rows_N: Tensor
+    """Row of each token, 0 to B - 1."""
+    lengths_B: Tensor
+    """Tokens of each row."""
+    chosen_K: Tensor
+    """Row of each pair's better answer."""
+    rejected_K: Tensor
+    counted: Mapping[str, Tensor] = {}
+    """(K,) by component: the tokens on which it counts."""
+
+
+def layout_of(
+    lengths: Sequence[int],
+    chosen: Sequence[int] = (),
+    rejected: Sequence[int] = (),
+    counted: Mapping[str, Tensor] = {},
+) -> Layout:
+    """In main memory."""
+    rows = [row for row, length in enumerate(lengths) for _ in range(length)]
+    rows_N, lengths_B, chosen_K, rejected_K = (
+        torch.from_numpy(np.asarray(one, np.int64))  # pyright: ignore[reportUnknownMemberType]
+        for one in (rows, lengths, chosen, rejected)
+    )
+    return Layout(rows_N, lengths_B, chosen_K, rejected_K, counted)
 
 
 class TokenBatch(NamedTuple):
@@ -44,6 +77,21 @@ class TokenBatch(NamedTuple):
     rejected_K: tuple[int, ...] = ()
     components: Mapping[str, Tensor] = {}
     """(N,) by component: what `Prepared.components` says of each token."""
+    layout: Layout | None = None
+    """The same rows, pairs and components as indices; see `located`."""
+
+    def located(self) -> Layout:
+        """Rows, pairs and components as indices on the tokens' device, which is not waited for if `layout` is given."""
+        if self.layout is not None:
+            return self.layout
+        counted = {name: weights_N.nonzero().flatten() for name, weights_N in self.components.items()}
+        made, device = layout_of(self.lengths_B, self.chosen_K, self.rejected_K), self.logprobs_N.device
+        rows_N, lengths_B, chosen_K, rejected_K = (one.to(device) for one in made[:4])
+        return Layout(rows_N, lengths_B, chosen_K, rejected_K, counted)
+
+    def sizes(self, like: Tensor) -> Tensor:
+        """Tokens of each row (B,), in the type of `like`."""
+        return self.located().lengths_B.to(like.dtype)
 
     def by_row(self, values_N: Tensor) -> Tensor:
         """Sums (B,) of the rows' values."""
@@ -52,7 +100,7 @@ class TokenBatch(NamedTuple):
     def mean_by_row(self, values_N: Tensor) -> Tensor:
         """Means (B,) over the rows' tokens."""
         sums_B = self.by_row(values_N)
-        return sums_B / torch.tensor(self.lengths_B, dtype=sums_B.dtype, device=sums_B.device)
+        return sums_B / self.sizes(sums_B)
 
     def to_tokens(self, values_B: Tensor) -> Tensor:
         """(N,): every token gets the value of its row."""

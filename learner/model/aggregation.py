@@ -8,7 +8,7 @@ from torch import Tensor
 
 from rollstream.learner.algorithms.base import Normaliser
 from rollstream.learner.algorithms.tokens import Losses, TokenBatch
-from rollstream.learner.model.collate import MicroBatch
+from rollstream.learner.model.micro_batch import MicroBatch
 from rollstream.learner.model.ranks import Ranks
 
 
@@ -34,7 +34,7 @@ def aggregated(
     if found.per == "token" and tokens.weights_N is not None:
         values = values * tokens.weights_N
     if found.per == "token" and normaliser.by == "sequences":
-        values = tokens.by_row(values) / torch.tensor(tokens.lengths_B, dtype=values.dtype, device=values.device)
+        values = tokens.mean_by_row(values)
     return values.sum() / count
 
 
@@ -51,8 +51,8 @@ def counts_of(micro_batches: Sequence[MicroBatch]) -> dict[str, float]:
     """The divisors of the components of a mini-batch's loss: tokens on which they count."""
     counts: dict[str, float] = defaultdict(float)
     for one in micro_batches:
-        for name, weights in one.components.items():
-            counts[name] += float(one.on_mask(weights).count_nonzero())
+        for name, counted in one.layout.counted.items():
+            counts[name] += float(len(counted))
     return counts
 
 

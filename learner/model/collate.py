@@ -1,20 +1,18 @@
-"""Assembled trajectories to padded tensors, in an order that only their content decides. Knows no model and no loss."""
+"""Assembled trajectories to micro-batches, in an order that only their content decides. Knows no model and no loss."""
 
 import bisect
 import itertools
 import random
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any, TypeVar
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
-from rollstream.learner.algorithms.base import TRUNCATED, BatchView, KeptRow, Member, PerToken, Prepared, Row
-from rollstream.learner.model.logprobs import KeptSets
-from rollstream.learner.model.prefixes import Order, PrefixTree, inputs_of, tree_of
+from rollstream.learner.algorithms.base import TRUNCATED, BatchView, KeptRow, Member, Prepared, Row
+from rollstream.learner.model.micro_batch import MicroBatch, TrainRow, Unit, pad
+from rollstream.learner.model.prefixes import Order, inputs_of
 from rollstream.schemas import tokens
 from rollstream.schemas.errors import DecodeError, RunFailedError
 from rollstream.schemas.events import TrajectoryAssembled
@@ -23,83 +21,6 @@ from rollstream.schemas.events.rollouts import TokenSequence
 MAX_SHARING = 8
 """A micro-batch holds so many times as many tokens as it computes: keys are gathered for each row."""
 T = TypeVar("T")
-Unit = tuple[int, ...]
-"""Rows that are trained together, so in one micro-batch: one, or the better and the worse answer of a pair."""
-Units = Sequence[Unit]
-
-
-@dataclass(frozen=True, slots=True)
-class TrainRow:
-    """A row as an algorithm has prepared it."""
-
-    row: Row
-    mask: NDArray[np.bool_]  # (T,), tokens that are trained
-    advantage: PerToken = 0.0
-    weight: PerToken | None = None
-    group: int = 0
-    """Rows of one task have the same number."""
-    components: Mapping[str, PerToken] = field(default_factory=dict[str, PerToken])
-
-    @property
-    def num_tokens(self) -> int:
-        """Tokens that are trained."""
-        return int(self.mask.sum())
-
-
-@dataclass(frozen=True, slots=True)
-class MicroBatch:
-    """Rows of one forward, padded on the right. A column that is not needed is None."""
-
-    token_ids: Tensor  # (B, T) int64
-    mask: Tensor  # (B, T) bool
-    logprobs: Tensor  # (B, T) float32
-    advantages: Tensor  # (B, T) float32
-    weights: Tensor | None = None  # (B, T) float32
-    versions: Tensor | None = None  # (B, T) int64
-    lengths: tuple[int, ...] = ()
-    """Tokens of each row that are trained."""
-    groups: tuple[int, ...] = ()
-    rows: tuple[int, ...] = ()
-    """What each row's index is in the batch."""
-    chosen: tuple[int, ...] = ()
-    """Row of each pair's better answer."""
-    rejected: tuple[int, ...] = ()
-    num_tokens: int = 0
-    """Unpadded, prompts included."""
-    kept: KeptSets | None = None
-    """Of the tokens on the mask, row by row, where the sampling of some was truncated."""
-    tree: PrefixTree | None = None
-    """Computed in place of `token_ids`: what rows have in common at their beginning is there once."""
-    scores: Mapping[str, Tensor] = field(default_factory=dict[str, Tensor])  # (B, T) float32
-    """Recorded log-probabilities by role, see `Row.scores`."""
-    components: Mapping[str, Tensor] = field(default_factory=dict[str, Tensor])  # (B, T) float32
-    """Weights by component of the loss."""
-    is_filler: bool = False
-    """Computed for other processes' sake, and of no weight: see `Ranks.divide`."""
-    at_N: Tensor | None = None
-    """int64, the tokens on the mask by their position in (B * T): known before the mask is on a GPU, which would have
-    to be waited for.
-    """
-
-    def on_mask(self, values_B_T: Tensor) -> Tensor:
-        """Values (N,) of the tokens on the mask, row by row."""
-        return values_B_T[self.mask] if self.at_N is None else values_B_T.flatten()[self.at_N]
-
-    @property
-    def num_computed(self) -> int:
-        """Tokens that the model computes, padding included."""
-        return self.token_ids.numel() if self.tree is None else len(self.tree.token_ids_N)
-
-    def to(self, device: torch.device) -> "MicroBatch":
-        """The same on a device."""
-        names = ("token_ids", "mask", "logprobs", "advantages", "weights", "versions", "at_N")
-        columns: dict[str, Any] = {name: getattr(self, name) for name in names}
-        moved = {name: value.to(device) for name, value in columns.items() if value is not None}
-        kept = None if self.kept is None else KeptSets(*(one.to(device) for one in self.kept))
-        scores = {role: one.to(device) for role, one in self.scores.items()}
-        return replace(
-            self, **moved, scores=scores, kept=kept, tree=None if self.tree is None else self.tree.to(device)
-        )
 
 
 def check_token_ids(trajectory: TrajectoryAssembled, size: int) -> None:
@@ -291,65 +212,6 @@ def _by_length(rows: Sequence[Row]) -> tuple[Any, ...]:
         return (longest,)
     start = int(rows[0].mask.argmax())
     return -start, rows[0].token_ids[:start].tobytes(), longest
-
-
-def pad(rows: Sequence[TrainRow], units: Units, *, versions: bool = False, shares: bool = False) -> MicroBatch:
-    """The rows of units as tensors (B, T), T the longest; padded with token 0, which no mask holds.
-
-    `shares`: with their prefix tree.
-    """
-    index_of: dict[int, int] = {}
-    columns = [tuple(index_of.setdefault(unit[side], len(index_of)) for unit in units) for side in range(len(units[0]))]
-    found = [rows[index] for index in index_of]
-    shape = len(found), max(len(one.row.token_ids) for one in found)
-    token_ids_B_T, mask_B_T = np.zeros(shape, np.int64), np.zeros(shape, np.bool_)
-    logprobs_B_T, advantages_B_T = np.zeros(shape, np.float32), np.zeros(shape, np.float32)
-    weights_B_T = np.zeros(shape, np.float32) if any(one.weight is not None for one in found) else None
-    versions_B_T = np.full(shape, -1, np.int64) if versions else None
-    for position, one in enumerate(found):
-        length = len(one.row.token_ids)
-        token_ids_B_T[position, :length] = one.row.token_ids
-        mask_B_T[position, :length] = one.mask
-        logprobs_B_T[position, :length] = one.row.logprobs
-        advantages_B_T[position, :length] = one.advantage
-        if weights_B_T is not None:
-            weights_B_T[position, :length] = 1.0 if one.weight is None else one.weight
-        if versions_B_T is not None:
-            versions_B_T[position, :length] = one.row.versions
-    arrays = (token_ids_B_T, mask_B_T, logprobs_B_T, advantages_B_T, weights_B_T, versions_B_T)
-    return MicroBatch(
-        *(None if array is None else torch.from_numpy(array) for array in arrays),  # pyright: ignore[reportArgumentType]
-        lengths=tuple(one.num_tokens for one in found),
-        groups=tuple(one.group for one in found),
-        rows=tuple(index_of),
-        chosen=columns[0] if len(columns) == 2 else (),
-        rejected=columns[1] if len(columns) == 2 else (),
-        num_tokens=sum(len(one.row.token_ids) for one in found),
-        kept=_kept_of(found),
-        tree=tree_of([one.row.token_ids for one in found], [one.mask for one in found]) if shares else None,
-        at_N=torch.from_numpy(np.flatnonzero(mask_B_T)),
-        scores=_columns([one.row.scores for one in found], [len(one.row.token_ids) for one in found]),
-        components=_columns([one.components for one in found], [len(one.row.token_ids) for one in found]),
-    )
-
-
-def _columns(rows: Sequence[Mapping[str, PerToken]], lengths: Sequence[int]) -> dict[str, Tensor]:
-    """(B, T) by name from values of the rows, which have the same names."""
-    columns = {name: np.zeros((len(rows), max(lengths)), np.float32) for name in rows[0]}
-    for name, values_B_T in columns.items():
-        for position, (row, length) in enumerate(zip(rows, lengths, strict=True)):
-            values_B_T[position, :length] = row[name]
-    return {name: torch.from_numpy(values_B_T) for name, values_B_T in columns.items()}
-
-
-def _kept_of(rows: Sequence[TrainRow]) -> KeptSets | None:
-    if all(one.row.kept is None for one in rows):
-        return None
-    lengths = [
-        np.zeros(one.num_tokens, np.int64) if one.row.kept is None else one.row.kept.lengths[one.mask] for one in rows
-    ]
-    ids = [kept.ids[np.repeat(one.mask, kept.lengths)] for one in rows if (kept := one.row.kept) is not None]
-    return KeptSets(torch.from_numpy(np.concatenate(ids).astype(np.int64)), torch.from_numpy(np.concatenate(lengths)))
 
 
 def _row(sequence: TokenSequence, member: int, *, needs_logprobs: bool) -> Row:

@@ -11,7 +11,9 @@ from functools import lru_cache
 from importlib.util import find_spec
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from rollstream.learner.model.memory import is_out_of_memory
@@ -25,6 +27,8 @@ products of thousands of tokens. It decides the order of sums, so bits.
 """
 _EXCLUDED = -1e30
 """Logit of a token outside the kept set: its exponential is 0, and 0 times it is not NaN."""
+
+_NOT_KEPT = "a sampled token is not in its recorded kept set; its engine recorded another set"
 
 
 class Head(NamedTuple):
@@ -41,6 +45,9 @@ class KeptSets(NamedTuple):
     """int64, of all tokens one after another; the sampled one is among them."""
     lengths_N: Tensor
     """int64, how many of them each token has; 0: all of the vocabulary."""
+    begins_N: NDArray[np.int64] | None = None
+    """Where the ids of each token begin, in main memory, if every set is known to have its target: then nobody has to
+    wait for a GPU to say so."""
 
 
 def selected_logprobs(
@@ -147,7 +154,9 @@ class _Selected(torch.autograd.Function):
             if with_entropy:
                 log_softmax_C_V = logits_C_V.sub_(totals_C[:, None])
                 entropies_N[part] = -(log_softmax_C_V.exp() * log_softmax_C_V).sum(dim=-1)
-        ctx.save_for_backward(hidden_N_D, weight_low_V_D, bias_V, targets_N, totals_N, entropies_N, *(kept or ()))
+        ctx.save_for_backward(
+            hidden_N_D, weight_low_V_D, bias_V, targets_N, totals_N, entropies_N, *(kept[:2] if kept else ())
+        )
         ctx.options = temperature, weight_V_D.dtype, offsets
         return logprobs_N, entropies_N
 
@@ -230,19 +239,30 @@ def chunk_tokens(device: torch.device, vocabulary: int) -> int:
 
 
 def kept_offsets(kept: KeptSets, targets_N: Tensor, size: int) -> list[int]:
-    """Where the ids of each chunk of `size` tokens begin, and where the last ones end. The host waits for them once.
+    """Where the ids of each chunk of `size` tokens begin, and where the last ones end.
 
-    Raises RunFailedError if a target is not in its kept set.
+    The host waits for them once, unless `begins_N` are given. Raises RunFailedError if a target is not in its kept set.
     """
     lengths_N, num_ids = kept.lengths_N, len(kept.token_ids_M)
+    if kept.begins_N is not None:
+        return [*kept.begins_N[::size].tolist(), num_ids]
     rows_M = _rows_of(kept)
     hits_N = torch.zeros_like(lengths_N).index_add_(0, rows_M, (kept.token_ids_M == targets_N[rows_M]).long())
     is_odd = ((lengths_N > 0) & (hits_N == 0)).any()
     begins = (lengths_N.cumsum(0) - lengths_N)[::size]
     odd, *offsets = torch.cat([is_odd.long()[None], begins]).tolist()
     if odd:
-        raise RunFailedError("a sampled token is not in its recorded kept set; its engine recorded another set")
+        raise RunFailedError(_NOT_KEPT)
     return [*offsets, num_ids]
+
+
+def kept_sets(ids_M: NDArray[np.int64], lengths_N: NDArray[np.int64], targets_N: NDArray[np.int64]) -> KeptSets:
+    """In main memory, with `begins_N`. Raises RunFailedError if a target is not in its kept set."""
+    rows_M = np.repeat(np.arange(len(lengths_N)), lengths_N)
+    hits_N = np.bincount(rows_M[ids_M == targets_N[rows_M]], minlength=len(lengths_N))
+    if ((lengths_N > 0) & (hits_N == 0)).any():
+        raise RunFailedError(_NOT_KEPT)
+    return KeptSets(torch.from_numpy(ids_M), torch.from_numpy(lengths_N), np.cumsum(lengths_N) - lengths_N)
 
 
 def only_kept(logits_N_V: Tensor, kept: KeptSets) -> Tensor:

@@ -18,7 +18,6 @@ from torch.nn import functional
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from rollstream.eventlog.files import tokenizer_sha256
-from rollstream.learner.model.collate import MicroBatch
 from rollstream.learner.model.loading import (
     compile_layers,
     compute_dtype_of,
@@ -29,6 +28,7 @@ from rollstream.learner.model.loading import (
     load_module,
 )
 from rollstream.learner.model.logprobs import Head, fuses, kept_offsets, only_kept, selected_logprobs
+from rollstream.learner.model.micro_batch import MicroBatch
 from rollstream.learner.model.ranks import Ranks
 from rollstream.learner.model.tensor_file import published_pieces
 from rollstream.learner.model.tree_attention import hidden_states, longest_row
@@ -236,13 +236,11 @@ class PolicyModel:
         self, batch: MicroBatch, temperature: float, entropy_needs_grad: bool, entropy: bool
     ) -> tuple[Tensor, Tensor]:
         """The same from the model's own logits, of columns that some row predicts a completion token from."""
-        is_target_B_T = batch.mask[:, 1:]
-        columns_K = is_target_B_T.any(dim=0).nonzero().flatten()
+        columns_K, at_N = batch.targets
         with torch.autocast(self.device.type, self.compute_dtype, enabled=self.compute_dtype != torch.float32):
             logits_B_K_V = self.module(input_ids=batch.token_ids, use_cache=False, logits_to_keep=columns_K).logits
-        is_target_B_K = is_target_B_T[:, columns_K]
-        logits_N_V = logits_B_K_V[is_target_B_K].float() / temperature
-        targets_N = batch.token_ids[:, 1:][:, columns_K][is_target_B_K]
+        logits_N_V = logits_B_K_V.flatten(0, 1)[at_N].float() / temperature
+        targets_N = batch.token_ids[:, 1:][:, columns_K].flatten()[at_N]
         if batch.kept is not None:
             kept_offsets(batch.kept, targets_N, len(targets_N))
             logits_N_V = only_kept(logits_N_V, batch.kept)

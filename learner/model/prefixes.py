@@ -5,7 +5,7 @@ each row adds one segment, from there to its last input, and the tree of a batch
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -58,31 +58,6 @@ class PrefixTree:
     places_N: Tensor
     """Of each token in the queries of all blocks, flattened one after another."""
     segments: Segments
-
-    def to(self, device: torch.device) -> "PrefixTree":
-        """The same on a device."""
-        blocks = tuple(
-            AttentionBlock(
-                one.queries_S_Q.to(device),
-                one.keys_S_K.to(device),
-                None if one.starts_S is None else one.starts_S.to(device),
-            )
-            for one in self.blocks
-        )
-        return replace(
-            self,
-            token_ids_N=self.token_ids_N.to(device),
-            positions_N=self.positions_N.to(device),
-            sources_M=self.sources_M.to(device),
-            blocks=blocks,
-            places_N=self.places_N.to(device),
-            segments=replace(
-                self.segments,
-                keys_P=self.segments.keys_P.to(device),
-                query_bounds_S1=self.segments.query_bounds_S1.to(device),
-                key_bounds_S1=self.segments.key_bounds_S1.to(device),
-            ),
-        )
 
 
 def inputs_of(token_ids: Ids, mask: NDArray[np.bool_]) -> Ids:

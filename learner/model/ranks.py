@@ -6,7 +6,7 @@ from contextlib import AbstractContextManager, nullcontext
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from rollstream.learner.model.collate import MicroBatch, Unit
+from rollstream.learner.model.micro_batch import MicroBatch, Unit
 
 Divide = Callable[[Sequence[Unit], int], list[MicroBatch]]
 """Units to micro-batches of so many tokens."""

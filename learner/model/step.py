@@ -13,11 +13,10 @@ from torch import Tensor
 
 from rollstream.learner.algorithms import off_policy
 from rollstream.learner.algorithms.base import Algorithm, BatchView, Counts, Normaliser
-from rollstream.learner.algorithms.tokens import TokenBatch
 from rollstream.learner.model import collate
 from rollstream.learner.model.aggregation import aggregated, corrected_rows, divisors
-from rollstream.learner.model.collate import MicroBatch, TrainRow, Unit
 from rollstream.learner.model.memory import MicroBatchBudget, in_optimizer_step
+from rollstream.learner.model.micro_batch import MicroBatch, TrainRow, Unit, moved
 from rollstream.learner.model.optimizer import learning_rate, set_learning_rate, take_step
 from rollstream.learner.model.policy import PolicyModel, Reference
 from rollstream.learner.model.ranks import whole
@@ -228,13 +227,13 @@ def _gradients(
             entropy_needs_grad=chosen.needs.entropy,
             entropy=chosen.needs.entropy or chosen.calculate_entropy,
         )
-        tokens = _tokens(batch, logprobs_N, entropies_N, scores)
+        tokens = batch.as_tokens(logprobs_N, entropies_N, scores)
         if proximal is not None:
             tokens = tokens._replace(proximal_N=torch.cat([proximal[row] for row in batch.rows]))
         elif chosen.needs.proximal:
             tokens = tokens._replace(proximal_N=logprobs_N.detach())
         if version is not None:
-            _add(seen_sums, off_policy.compared(tokens, version), model.device)
+            _add(seen_sums, off_policy.compared(tokens, _aged(micro_batch, version, model.device)), model.device)
         tokens, seen = off_policy.applied(tokens, chosen)
         _add(seen_sums, seen, model.device)
         found = algorithm.loss(tokens, chosen)
@@ -248,24 +247,10 @@ def _gradients(
     return model.ranks.summed(sums | _fetched(found_sums))
 
 
-def _tokens(batch: MicroBatch, logprobs_N: Tensor, entropies_N: Tensor, scores: Mapping[str, Tensor]) -> TokenBatch:
-    rows = [row for row, size in enumerate(batch.lengths) for _ in range(size)]
-    return TokenBatch(
-        logprobs_N,
-        entropies_N,
-        batch.on_mask(batch.logprobs),
-        batch.on_mask(batch.advantages),
-        scores.get("reference"),
-        teacher_N=scores.get("teacher"),
-        components={name: batch.on_mask(weights) for name, weights in batch.components.items()},
-        weights_N=None if batch.weights is None else batch.on_mask(batch.weights),
-        versions_N=None if batch.versions is None else batch.on_mask(batch.versions),
-        rows_N=torch.tensor(rows, device=logprobs_N.device),
-        lengths_B=batch.lengths,
-        groups_B=batch.groups,
-        chosen_K=batch.chosen,
-        rejected_K=batch.rejected,
-    )
+def _aged(micro_batch: MicroBatch, version: int, device: torch.device) -> off_policy.AgedTokens:
+    """`micro_batch`: in main memory, where indices are found without waiting for the device."""
+    assert micro_batch.versions is not None
+    return moved(off_policy.aged_tokens(micro_batch.on_mask(micro_batch.versions).numpy(), version), device)
 
 
 @torch.no_grad()

@@ -18,6 +18,7 @@ from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from rollstream.learner.model.memory import is_out_of_memory
+from rollstream.learner.model.micro_batch import moved
 from rollstream.learner.model.prefixes import AttentionBlock, PrefixTree, tree_of
 from rollstream.schemas.errors import ModelError
 
@@ -182,7 +183,7 @@ def longest_row(decoder: Any, device: torch.device, dtype: torch.dtype = torch.f
     size = decoder.get_input_embeddings().weight.shape[0]
     rows = [np.asarray([n % size for n in ids], np.int32) for ids in ((1, 2, 3, 4, 5), (1, 2, 3, 6), (7, 1), (1, 2, 8))]
     masks = [np.arange(len(row)) > 0 for row in rows]
-    tree = tree_of(rows, masks).to(device)
+    tree = moved(tree_of(rows, masks), device)
     is_low = device.type != "cpu" and dtype != torch.float32
     try:
         with torch.autocast(device.type, dtype, enabled=is_low):

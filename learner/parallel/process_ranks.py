@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.distributed_c10d import PrefixStore  # pyright: ignore[reportPrivateImportUsage]
 from torch.distributed.rendezvous import rendezvous
 
-from rollstream.learner.model.collate import MicroBatch, Unit
+from rollstream.learner.model.micro_batch import MicroBatch, Unit
 from rollstream.learner.model.ranks import Divide, Ranks
 from rollstream.schemas import ids
 from rollstream.schemas.errors import ModelError, RollstreamError, RunFailedError

@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from rollstream.eventlog.files import HashingFile
-from rollstream.learner.model.collate import MicroBatch
+from rollstream.learner.model.micro_batch import MicroBatch
 from rollstream.learner.model.policy import PolicyModel
 from rollstream.learner.model.ranks import whole
 from rollstream.learner.parallel.process_ranks import ProcessRanks

@@ -13,8 +13,9 @@ from torch import Tensor
 from rollstream.eventlog.failpoints import failpoint
 from rollstream.learner.algorithms.base import KeptRow, Row
 from rollstream.learner.model import collate
-from rollstream.learner.model.collate import MicroBatch, TrainRow, rows_of
+from rollstream.learner.model.collate import rows_of
 from rollstream.learner.model.memory import MicroBatchBudget
+from rollstream.learner.model.micro_batch import MicroBatch, TrainRow
 from rollstream.learner.model.policy import PolicyModel, Reference
 from rollstream.learner.model.ranks import Ranks
 from rollstream.learner.model.step import micro_batch_tokens

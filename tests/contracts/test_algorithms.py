@@ -1,7 +1,8 @@
 """What every algorithm must hold: the built-in ones, and two of one file each that the project does not know."""
 
 import random
-from dataclasses import dataclass, replace
+from collections import Counter
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from rollstream.schemas.events.rollouts import Completion, VersionSpan
 from rollstream.schemas.permissions import Permissions
 from rollstream.schemas.policy_gradient import OffPolicySettings, PolicyGradientSettings
 from rollstream.schemas.settings import JobSettings, ModelSettings, OptimizerSettings
+from tests.rigs.waits import counted_waits
 
 OTHERS = ("python:tests.rigs.toy_cispo.Cispo", "python:tests.rigs.toy_gspo.Gspo")
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -46,21 +48,22 @@ class Case:
     algorithm: Algorithm
     settings: AlgorithmSettings
     folder: Path
+    waits: Counter[str] = field(default_factory=Counter[str])
 
     @property
     def batch(self) -> BatchView:
         return batch_of(pairs=self.settings.needs.pairs)
 
     def train(
-        self, batch: BatchView, algorithm: Algorithm | None = None, **changes: Any
+        self, batch: BatchView, algorithm: Algorithm | None = None, revision: Any = 4, **changes: Any
     ) -> tuple[Gradient, StepResult, bytes]:
-        """Gradients of the last mini-batch, the result, and the weights afterwards."""
+        """Gradients of the last mini-batch, the result, and the weights afterwards. What waits is in `waits`."""
         make_deterministic(1)
         job = JobSettings(
             kind=self.settings.kind,
             model=ModelSettings(path=str(self.folder), device="cpu"),
             optimizer=OptimizerSettings(learning_rate=1e-3, max_grad_norm=1e9),
-            revision=4,
+            revision=revision,
         ).model_copy(update={"algorithm": self.settings.model_copy(update=changes)})
         model = PolicyModel(job.model, seed=0)
         model.use_dropout(False)
@@ -70,7 +73,11 @@ class Case:
                 parameter.mul_(1.1)
         optimizer = make_optimizer(model.trainable(), job.optimizer)
         chosen = algorithm or self.algorithm
-        result = train_batch(model, optimizer, batch, chosen, job, index=0, seed=1, reference=reference)
+        compared = 1 if revision >= 5 else None
+        with counted_waits(optimizer) as self.waits:
+            result = train_batch(
+                model, optimizer, batch, chosen, job, index=0, seed=1, reference=reference, version=compared
+            )
         grads = {name: p.grad.clone() for name, p in model.trainable() if p.grad is not None}
         return grads, result, model.weights_bytes()
 
@@ -259,6 +266,20 @@ def test_weights_are_factors_of_token_losses(model_folder: Path, factor: float) 
     grads, _, _ = case.train(case.batch)
     weighted, _, _ = case.train(case.batch, Weighted())
     assert close({key: factor * value for key, value in grads.items()}, weighted)
+
+
+@pytest.mark.parametrize("mini_batches", [1, 2])
+def test_the_host_waits_for_the_device_twice_an_optimizer_step_and_for_no_micro_batch(
+    case: Case, mini_batches: int
+) -> None:
+    """For the sums, because a step without finite ones is skipped, and for the gradient's norm for the same reason."""
+    changes: dict[str, Any] = {"mini_batches": mini_batches, "max_tokens_per_micro_batch": 1}
+    if isinstance(case.settings, PolicyGradientSettings):
+        level = "sequence" if case.settings.name == "gspo" else "token"
+        correction = OffPolicySettings(level=level, reject="k2", reject_above=1.0)
+        changes |= {"off_policy": correction, "off_policy_mask_threshold": 1.0}
+    case.train(case.batch, revision=9, **changes)
+    assert case.waits == {"reads a list": mini_batches, "reads a number": mini_batches}
 
 
 POLICY_GRADIENTS = [name for name, settings in BUILT_IN.items() if issubclass(settings, PolicyGradientSettings)]

@@ -59,11 +59,11 @@ def losses_of(tokens: TokenBatch, settings: DpoSettings | MaltSettings) -> Losse
     """As `loss_of` the pairs of a micro-batch, whose reference log-probabilities must be there."""
     assert tokens.reference_N is not None
     policy_B, reference_B = tokens.by_row(tokens.logprobs_N), tokens.by_row(tokens.reference_N)
-    lengths_B = torch.tensor(tokens.lengths_B, dtype=policy_B.dtype, device=policy_B.device)
+    lengths_B = tokens.sizes(policy_B)
     nll_B = -policy_B / lengths_B
     if settings.average_logprobs:
         policy_B, reference_B = policy_B / lengths_B, reference_B / lengths_B
-    chosen_K, rejected_K = (torch.tensor(rows, device=policy_B.device) for rows in (tokens.chosen_K, tokens.rejected_K))
+    chosen_K, rejected_K = tokens.located().chosen_K, tokens.located().rejected_K
     pairs = PairBatch(
         policy_B[chosen_K], policy_B[rejected_K], reference_B[chosen_K], reference_B[rejected_K], nll_B[chosen_K]
     )

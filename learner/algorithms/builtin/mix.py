@@ -54,13 +54,13 @@ class Mix(PolicyGradient):
             parts[REF_KL] = -weight_N * log_ratio(target_N, current_N) * tokens.logprobs_N
         values_N = torch.stack([tokens.components[name] * part_N for name, part_N in parts.items()]).sum(dim=0)
         sums = {"entropy": tokens.entropies_N.detach().sum(), "ratio": ratio_N.sum()}
+        counted = tokens.located().counted
         for name, part_N in parts.items():
-            is_counted_N = tokens.components[name] != 0
-            sums[f"{name}_loss"] = part_N.detach()[is_counted_N].sum()
+            sums[f"{name}_loss"] = part_N.detach()[counted[name]].sum()
             sums[f"{name}_weighted"] = (tokens.components[name] * part_N.detach()).sum()
-            sums[f"{name}_tokens"] = is_counted_N.sum()
+            sums[f"{name}_tokens"] = current_N.new_full((), len(counted[name]), dtype=torch.float64)
         if target_N is not None:
-            sums["reverse_kl"] = (current_N - target_N)[tokens.components[REF_KL] != 0].sum()
+            sums["reverse_kl"] = (current_N - target_N)[counted[REF_KL]].sum()
         return Losses(values_N, sums, parts=parts)
 
     def metrics(self, sums: Mapping[str, float], counts: Counts) -> dict[str, float]:

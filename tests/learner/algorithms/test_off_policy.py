@@ -140,7 +140,8 @@ def test_the_proximal_policy_is_needed_and_bounds_are_in_order() -> None:
 def test_engine_and_learner_are_compared_apart_from_drift() -> None:
     versions = np.array([5, 5, 4, 5, 3, -1, 4, 5])
     compared = tokens()._replace(versions_N=torch.tensor(versions))
-    metrics = off_policy.compared_metrics({k: float(v) for k, v in off_policy.compared(compared, 5).items()})
+    sums = off_policy.compared(compared, off_policy.aged_tokens(versions, 5))
+    metrics = off_policy.compared_metrics({k: float(v) for k, v in sums.items()})
     for prefix, chosen in (("mismatch", versions == 5), ("drift", (versions >= 0) & (versions != 5))):
         log_w = LOG_W[chosen]
         w = np.exp(log_w)
@@ -157,7 +158,8 @@ def test_engine_and_learner_are_compared_apart_from_drift() -> None:
 def test_nothing_compared_gives_no_metric_and_one_kind_of_tokens_only_its_own() -> None:
     assert off_policy.compared_metrics({}) == {}
     new = tokens()._replace(versions_N=torch.full((8,), 2))
-    found = off_policy.compared_metrics({k: float(v) for k, v in off_policy.compared(new, 2).items()})
+    sums = off_policy.compared(new, off_policy.aged_tokens(np.full(8, 2), 2))
+    found = off_policy.compared_metrics({k: float(v) for k, v in sums.items()})
     assert found["drift/tokens"] == found["drift/versions"] == 0.0
     assert "drift/kl" not in found
 

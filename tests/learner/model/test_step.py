@@ -1,15 +1,17 @@
 """Training on rows: what decides its bits and what does not."""
 
 import random
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from rollstream.learner.algorithms.base import BatchView, Member, Prepared
+from rollstream.learner.algorithms.base import BatchView, KeptRow, Member, Prepared
 from rollstream.learner.algorithms.builtin.grpo import Grpo
 from rollstream.learner.algorithms.tokens import TokenBatch
 from rollstream.learner.model import collate
@@ -20,6 +22,7 @@ from rollstream.learner.model.step import train_batch
 from rollstream.schemas.algorithms import GrpoSettings
 from rollstream.schemas.errors import ModelError
 from rollstream.schemas.settings import JobSettings, LoraSettings, ModelSettings, OptimizerSettings
+from tests.rigs.waits import counted_waits
 
 
 class Given(Grpo):
@@ -204,36 +207,73 @@ def test_weights_of_another_model_are_refused(tiny_model: Path) -> None:
         model.load_weights({"x": torch.zeros(1)})
 
 
-class _Waits(TorchDispatchMode):
-    """Counts what makes the host wait for a GPU: scalars that are read, and shapes that depend on values."""
-
-    count = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name = func.overloadpacket
-        is_mask = name is torch.ops.aten.index and any(one is not None and one.dtype == torch.bool for one in args[1])
-        reads = (torch.ops.aten._local_scalar_dense, torch.ops.aten.nonzero, torch.ops.aten.masked_select)
-        self.count += is_mask or name in reads
-        return func(*args, **(kwargs or {}))
+KEPT = KeptRow(np.where(np.arange(8) > 3, 2, 0), np.asarray([4, 9, 5, 9, 6, 9, 7, 9], np.int32))
 
 
-def waits_of(tiny_model: Path, rows: int) -> int:
+def waits_of(tiny_model: Path, *, by_logits: bool, revision: Any, kept: KeptRow | None) -> Counter[str]:
     """Of one step whose micro-batches have a row each."""
     settings = JobSettings(
         kind="rl",
         model=ModelSettings(path=str(tiny_model), device="cpu"),
         algorithm=GrpoSettings(max_tokens_per_micro_batch=1),
-        revision=5,
+        revision=revision,
     )
     model = PolicyModel(settings.model, seed=0)
+    model.selects_logprobs &= not by_logits
     optimizer = make_optimizer(model.trainable(), settings.optimizer)
     ids = np.arange(8, dtype=np.int32)
-    given = [Row(ids + n, ids > 3, np.where(ids > 3, -3.4, 0).astype(np.float32), n) for n in range(rows)]
-    batch = BatchView(given, [Member("g", "agent", reward=float(n % 2)) for n in range(rows)])
-    with _Waits() as waits:
+    logprobs = np.where(ids > 3, -3.4, 0).astype(np.float32)
+    given = [Row(ids, ids > 3, logprobs, n, kept=kept) for n in range(4)]
+    batch = BatchView(given, [Member("g", "agent", reward=float(n % 2)) for n in range(4)])
+    with counted_waits(optimizer) as waits:
         train_batch(model, optimizer, batch, Grpo(), settings, index=0, seed=0)
-    return waits.count
+    return waits
 
 
-def test_a_micro_batch_reads_nothing_back_from_the_device(tiny_model: Path) -> None:
-    assert waits_of(tiny_model, 8) == waits_of(tiny_model, 4) > 0
+@pytest.mark.parametrize("kept", [None, KEPT])
+def test_recorded_ids_make_nobody_wait(tiny_model: Path, kept: KeptRow | None) -> None:
+    waits = waits_of(tiny_model, by_logits=False, revision=9, kept=kept)
+    assert waits == {"reads a list": 1, "reads a number": 1}
+
+
+@pytest.mark.parametrize("kept", [None, KEPT])
+@pytest.mark.parametrize("by_logits", [False, True])
+def test_padded_rows_wait_once_a_micro_batch_in_the_masks_of_transformers(
+    tiny_model: Path, by_logits: bool, kept: KeptRow | None
+) -> None:
+    waits = waits_of(tiny_model, by_logits=by_logits, revision=3, kept=kept)
+    assert waits == {"reads a list": 1, "reads a number": 1 + 4}
+
+
+def test_a_micro_batch_moves_whole() -> None:
+    """A column that is left behind would be noticed on a GPU alone."""
+    train = [
+        collate.TrainRow(
+            replace(
+                one, kept=KeptRow(np.ones(len(one.token_ids), np.int64), one.token_ids), scores={"reference": ones}
+            ),
+            one.mask,
+            weight=0.5,
+            components={"rl": 1.0},
+        )
+        for one in rows(2).rows
+        for ones in (np.ones(len(one.token_ids), np.float32),)
+    ]
+    for shares in (False, True):
+        batch = collate.pad(train, [(0, 1)], versions=True, shares=shares)
+        assert all(getattr(batch, one.name) is not None for one in fields(batch) if one.name not in ("tree", "columns"))
+        found = list(tensors(batch.to(torch.device("meta"))))
+        assert len(found) == len(list(tensors(batch))) > 15
+        assert all(one.device.type == "meta" for one in found)
+
+
+def tensors(value: Any) -> Iterator[torch.Tensor]:
+    """All that a record holds, however deep."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif is_dataclass(value):
+        for one in fields(value):
+            yield from tensors(getattr(value, one.name))
+    elif isinstance(value, dict | tuple):
+        for one in value.values() if isinstance(value, dict) else value:
+            yield from tensors(one)
