@@ -143,7 +143,7 @@ class DistillationSettings(AlgorithmSettings):
     for a value of the task's inputs.
     """
     teacher_url: str = added("")
-    """`http://host:port` of a vLLM server with the teacher, which is not loaded then."""
+    """`http://host:port` of a server with the teacher that scores prompts (vLLM); it is not loaded then."""
 
     @property
     def needs(self) -> Needs:

@@ -8,20 +8,22 @@ import logging
 import math
 import os
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 from rollstream.harness.config.secret_texts import is_secret, looks_random, secret_in
 from rollstream.schemas.algorithm_settings import AlgorithmSettings, teacher_of
 from rollstream.schemas.config import RunConfig, TrainerSection
-from rollstream.schemas.errors import ConfigError
+from rollstream.schemas.errors import ConfigError, ModelError
 from rollstream.schemas.finetuning import FinetuneConfig
 from rollstream.schemas.permissions import URL, shown
 from rollstream.schemas.settings import JobSpec, Sampling
 from rollstream.schemas.variables import expand, is_secret_name
 
 MAX_DEPTH = 50
+TEACHER_S = 20.0
+"""Maximum seconds for the answer of a teacher's server."""
 _VALUE = frozenset(
     {"current", "data", "default", "key", "keys", "literal", "plain", "plaintext", "raw", "value", "values"}
 )
@@ -152,11 +154,13 @@ def check_model(path: str, location: str) -> None:
         raise ConfigError(f"{location}: folder {path} does not exist; give a transformers folder or a hub name")
 
 
-def check_teacher(algorithm: AlgorithmSettings, sampling: Sampling, model: str, location: str) -> None:
+def check_teacher_settings(
+    algorithm: AlgorithmSettings, sampling: Sampling, model: str, location: str, served: Container[str] = ()
+) -> None:
     """Raises ConfigError naming `location` if the teacher of an algorithm is not a model, has another vocabulary, or is
     on a server that cannot score what is sampled.
 
-    `model`: the path of the model that learns.
+    `model`: the path of the model that learns. `served`: names of model groups that endpoints serve.
     """
     teacher = teacher_of(algorithm)
     if teacher is None or not teacher.path:
@@ -168,6 +172,11 @@ def check_teacher(algorithm: AlgorithmSettings, sampling: Sampling, model: str, 
     if teacher.url and not URL.match(teacher.url):
         raise ConfigError(f"{location}_url: {shown(teacher.url)} must be a URL like http://host:8000")
 
+    if teacher.path in served:
+        raise ConfigError(
+            f"{location}: {teacher.path} is a model group that an endpoint serves; give the folder or hub name that "
+            f"its server was started with, and the server as {location}_url: http://host:8000"
+        )
     path = str(expand(teacher.path, os.environ, location))
     check_model(path, location)
     is_local = Path(model).expanduser().is_dir() and Path(path).expanduser().is_dir()
@@ -176,6 +185,29 @@ def check_teacher(algorithm: AlgorithmSettings, sampling: Sampling, model: str, 
             f"{location}: {teacher.path} has another vocabulary than model {model}: {odd}; give a teacher of the same "
             "model family"
         )
+
+
+def check_teacher(
+    algorithm: AlgorithmSettings, sampling: Sampling, model: str, location: str, served: Container[str] = ()
+) -> None:
+    """The same, and raises ConfigError naming `location` if the teacher's server answers and cannot score prompts.
+
+    A server that does not answer is accepted: it may be started with the run, and the learner asks it again.
+    """
+    check_teacher_settings(algorithm, sampling, model, location, served)
+    teacher = teacher_of(algorithm)
+    if teacher is None or not teacher.url:
+        return
+    from rollstream.learner.scoring.served_teacher import ServedTeacher
+    from rollstream.learner.scoring.vocabulary import tokenizer_of
+
+    path = str(expand(teacher.path, os.environ, location))
+    try:
+        no_answer = ServedTeacher(teacher.url, path, tokenizer_of(model)).check(TEACHER_S)
+    except ModelError as error:
+        raise ConfigError(f"{location}_url: {error}") from error
+    if no_answer:
+        warn(f"{location}_url: {no_answer}; the learner will ask it again")
 
 
 def check_ranks(config: RunConfig, jobs: Iterable[JobSpec]) -> None:

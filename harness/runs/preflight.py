@@ -61,7 +61,8 @@ def check_places(config: RunConfig) -> None:
             path = str(expand(one.adapter.model.path, os.environ, where))
             check_model(path, where)
             check_quantized(one.adapter, location)
-            check_teacher(one.adapter.algorithm, config.builder.sampling, path, f"{location}.algorithm.teacher")
+            at = f"{location}.algorithm.teacher"
+            check_teacher(one.adapter.algorithm, config.builder.sampling, path, at, served_models(config))
     check_ranks(config, jobs_of(config, "run"))
     folder = config.finetuning.output_dir
     try:

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from rollstream.harness.config.checks import check_teacher
+from rollstream.harness.config.checks import check_teacher_settings
 from rollstream.learner.tiny_model import make_tiny_model
 from rollstream.schemas.algorithms import OpdSettings
 from rollstream.schemas.errors import ConfigError
@@ -22,17 +22,29 @@ def model(tmp_path: Path) -> str:
 
 @pytest.mark.parametrize("sampling", [{"top_p": 0.9}, {"top_k": 5}, {"temperature": 0.7}])
 def test_what_a_server_cannot_score_is_refused_before_the_run(model: str, sampling: dict[str, Any]) -> None:
-    check_teacher(OpdSettings(teacher=model), Sampling(**sampling), model, "algorithm.teacher")
+    check_teacher_settings(OpdSettings(teacher=model), Sampling(**sampling), model, "algorithm.teacher")
     with pytest.raises(ConfigError, match=r"^algorithm\.teacher_url: .*sample with temperature 1 and without"):
-        check_teacher(OpdSettings(teacher=model, teacher_url=URL), Sampling(**sampling), model, "algorithm.teacher")
+        check_teacher_settings(
+            OpdSettings(teacher=model, teacher_url=URL), Sampling(**sampling), model, "algorithm.teacher"
+        )
 
 
 def test_what_is_no_url_is_refused_before_the_run(model: str) -> None:
-    check_teacher(OpdSettings(teacher=model, teacher_url=URL), Sampling(), model, "algorithm.teacher")
+    check_teacher_settings(OpdSettings(teacher=model, teacher_url=URL), Sampling(), model, "algorithm.teacher")
     with pytest.raises(ConfigError, match=r'^algorithm\.teacher_url: "teacher:8000" must be a URL'):
-        check_teacher(OpdSettings(teacher=model, teacher_url="teacher:8000"), Sampling(), model, "algorithm.teacher")
+        check_teacher_settings(
+            OpdSettings(teacher=model, teacher_url="teacher:8000"), Sampling(), model, "algorithm.teacher"
+        )
 
 
 def test_the_runs_own_learner_may_ask_the_server(model: str) -> None:
     assert URL in named_by_teacher(OpdSettings(teacher=model, teacher_url=URL))
     assert URL not in named_by_teacher(OpdSettings(teacher=model))
+
+
+def test_a_model_group_that_an_endpoint_serves_is_no_teacher_by_its_name() -> None:
+    remedy = "is a model group that an endpoint serves; give the folder or hub name.*algorithm.teacher_url: http"
+    with pytest.raises(ConfigError, match=rf"^algorithm\.teacher: judges {remedy}"):
+        check_teacher_settings(
+            OpdSettings(teacher="judges"), Sampling(), "m", "algorithm.teacher", {"judges": object()}
+        )

@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -12,13 +12,16 @@ import pytest
 from aiohttp import web
 from transformers import AutoTokenizer
 
+from rollstream.harness.config.checks import check_teacher
 from rollstream.learner.scoring import served_teacher
+from rollstream.learner.scoring.prompt_logprobs import ECHO
 from rollstream.learner.scoring.served_teacher import KEY_VARIABLE, ServedTeacher
 from rollstream.learner.tiny_model import make_tiny_model
 from rollstream.schemas.algorithms import MixSettings, OpdSettings
-from rollstream.schemas.errors import ModelError
+from rollstream.schemas.errors import ConfigError, ModelError
 from rollstream.schemas.events import JobFailed, JobSucceeded, ReferenceScored, StepTrained
 from rollstream.schemas.permissions import Permissions
+from rollstream.schemas.settings import Sampling
 from tests.learner.scoring.test_teacher import assert_scores_are_those_of, logprobs_by_transformers
 from tests.rigs.retrained import assert_retrained, steps_of
 from tests.rigs.vllm_server import VllmServer
@@ -39,6 +42,10 @@ class TeacherServer:
     """So many requests fail first."""
     key: str = ""
     """That requests must bear."""
+    way: str = "prompt_logprobs"
+    """How it gives log-probabilities of prompts: by `echo` of the texts, of token `ids`, or "" not at all."""
+    wrong: int | None = None
+    """Index of a prompt's token of which it says that it is another one."""
     asked: list[str] = field(default_factory=list[str])
     url: str = ""
 
@@ -54,13 +61,24 @@ class TeacherServer:
             return web.json_response({"data": [{"id": "wise", "root": self.root or str(self.model)}]})
         assert body["model"] == "wise"
         if request.path == "/tokenize":
+            assert self.way == "prompt_logprobs", "others have no such path"
             ids = AutoTokenizer.from_pretrained(self.model).encode(body["prompt"], add_special_tokens=False)
             return web.json_response({"tokens": [one + self.shift for one in ids]})
         assert request.path == "/v1/completions"
+        return web.json_response(self.answer or {"choices": [{"text": "?", **self.scored(body)}]})
+
+    def scored(self, body: Any) -> dict[str, Any]:
         ids = body["prompt"]
         values = logprobs_by_transformers(self.model, ids)
-        prompt_logprobs = [None, *({str(one): {"logprob": value}} for one, value in zip(ids[1:], values, strict=True))]
-        return web.json_response(self.answer or {"choices": [{"prompt_logprobs": prompt_logprobs}]})
+        named = [one + (index == self.wrong) for index, one in enumerate(ids)]
+        if self.way == "prompt_logprobs" and "prompt_logprobs" in body:
+            scored = zip(named[1:], values, strict=True)
+            return {"prompt_logprobs": [None, *({str(one): {"logprob": value}} for one, value in scored)]}
+        if self.way in ("echo", "ids") and body.get("echo") and body["logprobs"]:
+            words = AutoTokenizer.from_pretrained(self.model)
+            tokens = [f"token_id:{one}" if self.way == "ids" else words.decode([one]) for one in [*named, 7]]
+            return {"logprobs": {"tokens": tokens, "token_logprobs": [None, *values, -0.5]}}
+        return {"logprobs": None}
 
 
 @asynccontextmanager
@@ -117,8 +135,18 @@ def test_what_a_server_says_is_recorded_and_needed_by_no_replay(
     [
         ({"root": "another/model"}, "serves another/model; algorithm.teacher is .*: start the server with that"),
         ({"shift": 1}, "reads text as other token ids than the policy: .*; give a teacher of the same model family"),
-        ({"answer": {"choices": [{"text": "?"}]}}, "gave no log-probabilities of the prompt: .*; set algorithm.tea"),
+        ({"answer": {"choices": [{"text": "?"}]}}, "gave no log-probabilities of the prompt.*: .*; set algorithm.tea"),
         ({"answer": {"choices": [{"prompt_logprobs": [None]}]}}, "gave no log-probabilities of the prompt"),
+        (
+            {"way": ""},
+            "gave no log-probabilities of the prompt, by prompt_logprobs or by echo with logprobs: .*; set algo",
+        ),
+        (
+            {"wrong": 1},
+            "scored another token than asked at index 1 of a prompt: '9' for 8; look at the teacher's tokenizer",
+        ),
+        ({"wrong": 1, "way": "ids"}, "scored another token than asked at index 1 of a prompt: 'token_id:9' for 8"),
+        ({"wrong": 1, "way": "echo"}, "scored another token than asked at index 1 of a prompt: "),
         ({"failing": 99}, r"answered 503 .*\(7 tries\)"),
     ],
 )
@@ -129,6 +157,31 @@ def test_a_server_that_cannot_teach_is_named_with_a_remedy(teacher: Path, change
             rows = [np.asarray([7, 8, 9], np.int32)] * 3
             with pytest.raises(ModelError, match=rf"teacher {server.url} {reported}"):
                 await asyncio.to_thread(asked.logprobs, rows)
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("way", ["echo", "ids"])
+def test_the_older_completions_api_teaches_by_the_echo_of_the_prompt(teacher: Path, way: str) -> None:
+    async def scenario() -> None:
+        async with serving(TeacherServer(teacher, way=way)) as server:
+            asked = ServedTeacher(server.url, str(teacher), AutoTokenizer.from_pretrained(teacher))
+            rows = [np.arange(2, 2 + size, dtype=np.int32) for size in (1, 2, 90)]
+            for row, found in zip(rows, await asyncio.to_thread(asked.logprobs, rows), strict=True):
+                assert found.tolist() == pytest.approx(
+                    [0.0, *logprobs_by_transformers(teacher, row.tolist())], abs=1e-6
+                )
+            assert "/tokenize" not in server.asked
+
+    asyncio.run(scenario())
+
+
+def test_tokens_that_are_named_by_text_alone_need_a_tokenizer_to_be_compared_with(teacher: Path) -> None:
+    async def scenario() -> None:
+        async with serving(TeacherServer(teacher, way="echo")) as server:
+            asked = ServedTeacher(server.url, str(teacher), None)
+            with pytest.raises(ModelError, match="the model has no tokenizer to compare it with; add its tokenizer"):
+                await asyncio.to_thread(asked.logprobs, [np.asarray([7, 8], np.int32)])
 
     asyncio.run(scenario())
 
@@ -191,6 +244,36 @@ def test_a_job_that_cannot_be_taught_by_a_server_fails_before_it_is_asked(
     assert reported in found
 
 
+@pytest.mark.parametrize(
+    ("changes", "reported"),
+    [
+        ({}, ""),
+        ({"way": "echo"}, ""),
+        ({"way": ""}, "by prompt_logprobs or by echo with logprobs: .*; set algorithm.teacher_url to a vLLM server"),
+        ({"way": "echo", "wrong": 1}, "scored another token than asked at index 1 of a prompt"),
+        ({"root": "another/model"}, "serves another/model; algorithm.teacher is .*: start the server with that"),
+    ],
+)
+def test_a_server_that_cannot_teach_is_refused_before_the_run(teacher: Path, changes: Any, reported: str) -> None:
+    async def scenario() -> None:
+        async with serving(TeacherServer(teacher, **changes)) as server:
+            algorithm = OpdSettings(teacher=str(teacher), teacher_url=server.url)
+            expected = pytest.raises(ConfigError, match=f"^a.algorithm.teacher_url: teacher http.*{reported}")
+            with expected if reported else nullcontext():
+                await asyncio.to_thread(check_teacher, algorithm, Sampling(), str(teacher), "a.algorithm.teacher")
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("url", ["", "http://127.0.0.1:9"])
+def test_a_server_that_does_not_answer_yet_is_no_reason_to_refuse_a_run(
+    teacher: Path, url: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    algorithm = OpdSettings(teacher=str(teacher), teacher_url=url)
+    check_teacher(algorithm, Sampling(), str(teacher), "a.algorithm.teacher")
+    assert ("the learner will ask it again" in caplog.text) == bool(url)
+
+
 def test_a_url_without_a_teacher_is_refused() -> None:
     with pytest.raises(ValueError, match="teacher_url needs teacher"):
         MixSettings(ref_kl=0.5, context="{a}", teacher_url="http://x")
@@ -206,5 +289,9 @@ def test_a_vllm_server_teaches_what_its_model_says(vllm_server: VllmServer) -> N
     for row, found in zip(rows, asked.logprobs(rows), strict=True):
         wanted = [0.0, *logprobs_by_transformers(vllm_server.base, row.tolist())]
         assert found.tolist() == pytest.approx(wanted, abs=1e-4)
+    echoing = ServedTeacher(vllm_server.url, str(vllm_server.base), AutoTokenizer.from_pretrained(vllm_server.base))
+    echoing.ways = (ECHO,)
+    for found, wanted in zip(echoing.logprobs(rows), asked.logprobs(rows), strict=True):
+        assert found.tolist() == pytest.approx(wanted.tolist(), abs=1e-5)
     with pytest.raises(ModelError, match="another/model: start the server with that"):
         ServedTeacher(vllm_server.url, "another/model", None).logprobs(rows)
