@@ -16,6 +16,8 @@ from rollstream.producers.openai.stream_words import Answered, StreamWords
 
 PREFIX = "resp_"
 """Of the id of a response."""
+ADDITIONAL = "additional_tools"
+"""Type of the item that adds tools."""
 _TEXTS = ("input_text", "output_text", "text")
 
 
@@ -57,6 +59,14 @@ class OfferedTool(BaseModel):
             return {"type": self.type, "name": self.name}
         function = {"name": self.name, "description": self.description or "", "parameters": self.parameters or {}}
         return {"type": "function", "function": function}
+
+
+class AdditionalTools(BaseModel):
+    """An item whose tools are offered beside those of the request. Codex sends all of its own so, for some models."""
+
+    model_config = ConfigDict(frozen=True, extra="ignore")
+
+    tools: list[OfferedTool]
 
 
 class TextOptions(_Given):
@@ -117,7 +127,7 @@ class ResponsesRequest(_Given):
         asked = {
             "model": self.model,
             "messages": messages,
-            "tools": [tool.as_function() for tool in self.tools],
+            "tools": [tool.as_function() for tool in self._offered()],
             "tool_choice": self.tool_choice,
             "parallel_tool_calls": self.parallel_tool_calls,
             "response_format": self.text.format,
@@ -133,6 +143,15 @@ class ResponsesRequest(_Given):
             "own_id": secrets.token_hex(12),
         }
         return checked_request(RespondedRequest, asked)
+
+    def _offered(self) -> list[OfferedTool]:
+        """Tools of the request, then those of its items; a later one replaces one of its type and name."""
+        found, items = [*self.tools], [] if isinstance(self.input, str) else self.input
+        for number, item in enumerate(items):
+            for tool in _additional(item, f"input.{number}"):
+                found = [one for one in found if (one.type, one.name) != (tool.type, tool.name)]
+                found.append(tool)
+        return found
 
 
 def parse(value: Any) -> ResponsesRequest:
@@ -152,10 +171,19 @@ def _append(messages: list[dict[str, Any]], item: Mapping[str, Any], at: str) ->
     elif kind == "function_call_output":
         output = _text(item.get("output"), f"{at}.output")
         messages.append({"role": "tool", "tool_call_id": str(item.get("call_id", "")), "content": output})
-    elif kind != "reasoning":  # of another model, encrypted: none is made here, and no template renders it
-        known = "message, function_call, function_call_output"
+    elif kind not in (ADDITIONAL, "reasoning"):  # of another model, encrypted: no template renders it
+        known = f"message, function_call, function_call_output, {ADDITIONAL}"
         remedy = "agents send other types for models that they know: name the model policy"
         raise Refusal(400, f"{at}: item of type {kind!r}; supported: {known}; {remedy}", param=at)
+
+
+def _additional(item: Mapping[str, Any], at: str) -> list[OfferedTool]:
+    if item.get("type") != ADDITIONAL:
+        return []
+    try:
+        return validated(AdditionalTools, item).tools
+    except Refusal as error:
+        raise Refusal(400, f"{at}.{error}", param=f"{at}.{error.param}") from error
 
 
 def _call(item: Mapping[str, Any], at: str) -> dict[str, Any]:

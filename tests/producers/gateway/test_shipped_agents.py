@@ -153,6 +153,34 @@ def test_a_codex_cli_calls_its_tool_and_goes_on_token_by_token(tmp_path):
     }
 
 
+def test_tools_of_an_item_are_offered_like_those_of_the_request(tmp_path):
+    offered, namespace, _ = RESPONSES["tools"]
+    code = {"type": "custom", "name": "exec", "format": {"type": "text"}}
+    added = {"type": "additional_tools", "role": "developer", "id": "at_1", "tools": [offered, namespace, code]}
+
+    async def agent(one: Any) -> None:
+        older = {**offered, "description": "Replaced."}
+        body = RESPONSES | {"tools": [older], "input": [added, *RESPONSES["input"]]}
+        whole = (await streamed(one, "/v1/responses", body))[-1]["response"]
+        (call,) = whole["output"]
+        assert (call["type"], call["name"]) == ("function_call", "run")
+        output = {"type": "function_call_output", "call_id": call["call_id"], "output": "a.txt"}
+        await streamed(one, "/v1/responses", body | {"input": [*body["input"], call, output]})
+        for wrong, at in (({"tools": [{"type": "function"}]}, "input.0.tools.0"), ({}, "input.0.tools")):
+            refused = await one.post("/v1/responses", body | {"input": [added | {"tools": 1} | wrong]}, status=400)
+            assert refused["error"]["param"] == at
+        await one.reward(1.0)
+        await one.end()
+
+    played = play_outside(tmp_path, agent, script=answers(CALL, "One file."), **LONG)
+    played.assert_complete()
+    first, second = calls_of(played)
+    assert [tool["function"]["description"] for tool in first.data["tools"]] == ["Runs."]
+    assert [message["role"] for message in first.data["input"]] == ["system", "system", "user"]
+    assert second.llm.prefix is not None
+    assert asked_of(first)["tools"] == ["namespace agents", "custom exec"]
+
+
 @pytest.mark.parametrize(
     ("url", "changed", "recorded"),
     [
