@@ -4,25 +4,23 @@ Token-exact over calls: an answer with tool calls that a client gives back parse
 wrote it. Which calls are repeated, and when the rollout ends, is up to `played`.
 """
 
-import functools
 import hashlib
 from array import array
 from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
-import orjson
-
 from rollstream.producers.engines.base import Engine, Generation, Tokenizer
 from rollstream.producers.gateway.marks import Mark
 from rollstream.producers.openai.completions import CompletionRequest
 from rollstream.producers.openai.options import is_alias
-from rollstream.producers.openai.protocol import Answer, Parse, answer_of, stop_length
-from rollstream.producers.openai.requests import ChatRequest, Refusal, with_object_arguments
+from rollstream.producers.openai.protocol import Answer, answer_of, stop_length
+from rollstream.producers.openai.requests import ChatRequest, Refusal
 from rollstream.producers.openai.responses import PREFIX, RespondedRequest
 from rollstream.producers.openai.stream_words import Answered
 from rollstream.producers.openai.streaming import OnText, ParsedStream, TextStream, on_tokens_of
 from rollstream.producers.rollout.gateway_interface import CallOptions, cut_to, rendered
-from rollstream.producers.rollout.reply import Message, Reply, TurnsExhausted
+from rollstream.producers.rollout.prompts import WrittenAnswers
+from rollstream.producers.rollout.reply import Message, Parse, Reply, TurnsExhausted
 from rollstream.producers.rollout.session import Session
 from rollstream.schemas import ids
 from rollstream.schemas.errors import (
@@ -51,8 +49,7 @@ class RolloutModel:
         self._aliases = aliases
         self._responses: dict[str, int] = {}
         """Steps of the calls that a later one may go on from, by id."""
-        self._texts: dict[bytes, str] = {}
-        """What the model wrote, by the message with tool calls that was made of it."""
+        self._written = WrittenAnswers()
 
     def keep_text(self, reply: Reply, step: StepRecorded, notes: Mapping[str, Any]) -> None:
         generation = reply.generation
@@ -63,7 +60,7 @@ class RolloutModel:
 
     def _keep_written(self, answer: Answer, text: str) -> None:
         if answer.tool_calls or answer.reasoning is not None:
-            self._texts[_fingerprint(answer.text, answer.tool_calls)] = text
+            self._written.keep(text, answer.text, answer.tool_calls)
 
     def keep_response(self, step_index: int, notes: Mapping[str, Any]) -> None:
         names = notes.get("response_id", ""), self._call_id(step_index)
@@ -148,8 +145,7 @@ class RolloutModel:
         )
 
     def _parse(self, agent: str, prompt_ids: Sequence[int], tools: Sequence[Mapping[str, Any]]) -> Parse | None:
-        renderer = self.session.renderer(agent) if tools else None
-        return None if renderer is None else functools.partial(renderer.parse, prompt_ids=prompt_ids, tools=tools)
+        return self.session.parser(agent, prompt_ids, tools) if tools else None
 
     def _asked(
         self, asked: ChatRequest | CompletionRequest, notes: Mapping[str, Any], on_text: OnText | None = None
@@ -184,11 +180,8 @@ class RolloutModel:
         """As the chat template gets them: answers with tool calls word for word as the model wrote them."""
         if not isinstance(asked, ChatRequest):
             return [{"role": "user", "content": self._plain_text(asked)}]
-        found: list[Message] = []
-        for message in asked.messages:
-            fingerprint = _fingerprint(message.content, message.tool_calls) if message.role == "assistant" else b""
-            written = self._texts.get(fingerprint)
-            found.append(message.for_template() if written is None else {"role": "assistant", "content": written})
+        sent = (message.for_template() for message in asked.messages)
+        found = [self._written.as_written(message) or message for message in sent]
         if isinstance(asked, RespondedRequest) and asked.previous_response_id is not None:
             at = int(asked.has_instructions)
             found[at:at] = self._before(asked.previous_response_id)
@@ -243,10 +236,3 @@ class RolloutModel:
 
 def _tools_of(asked: ChatRequest | CompletionRequest) -> Sequence[Mapping[str, Any]]:
     return (asked.tools_for_template() or ()) if isinstance(asked, ChatRequest) else ()
-
-
-def _fingerprint(text: str, calls: Sequence[Mapping[str, Any]] | None) -> bytes:
-    """Of a message as a client gives it back: arguments by their values, however they are spaced and ordered."""
-    called = [with_object_arguments(dict(call)) for call in calls or ()]
-    called = [[call.get("id"), call.get("function")] for call in called]
-    return hashlib.sha256(orjson.dumps([(text or "").strip(), called], option=orjson.OPT_SORT_KEYS)).digest()

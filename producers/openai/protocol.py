@@ -3,27 +3,18 @@
 Beside OpenAI's keys `choices[i].logprobs` holds `prompt_token_ids`, `token_ids`, `model_group` and `version`, so that
 whoever keeps the answer keeps what a learner needs. `logprobs.content` has one entry for each of `token_ids`.
 
-From a generation to one answer: stop texts, the text without its end token, the model's tool calls. Pure.
+From a generation to one answer: stop texts, the text without its end token. Pure.
 """
 
-import hashlib
-import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import orjson
-
 from rollstream.producers.engines.base import Generation, Tokenizer
-from rollstream.producers.rollout.rendering import ParsedAnswer
+from rollstream.producers.rollout.reply import AnswerParts, Parse, parts_of
 
-CALL_BEGINS, CALL_ENDS = "<tool_call>", "</tool_call>"
-"""How models of the Qwen and Hermes families write a call: between them a JSON object with `name` and `arguments`."""
 REASONING = "reasoning_content"
 """Key of a message; not OpenAI's, but what servers of open models call it."""
-Parse = Callable[[Sequence[int]], ParsedAnswer]
-_MARKER = re.compile(r"</?tool_call>")
-_BRACE = re.compile(r"\s*+\{")
 
 
 NOTHING_SENT: Mapping[int, int] = {}
@@ -74,14 +65,9 @@ def answer_of(
         stop_text = next(word for word in stop if text.startswith(word, at))
         ids = ids[: _tokens_until_stop(tokenizer, text_ids, stop)]
         text, reason = text[:at], "stop"
-    reasoning = None
-    if has_tools and parse is not None:
-        parsed = parse(ids)
-        end = _first_stop(parsed.content, stop)
-        text, reasoning, calls = parsed.content[:end], parsed.reasoning, _calls_of(parsed, len(prompt_ids))
-    else:
-        calls = tool_calls_in(text, len(prompt_ids)) if has_tools else ()
-        text = _without_calls(text) if calls else text
+    parts = parts_of(text, ids, len(prompt_ids), parse) if has_tools else AnswerParts(text)
+    text, calls = parts.content, parts.tool_calls
+    text = text[: _first_stop(text, stop)] if has_tools and parse is not None else text
     reason = "tool_calls" if calls and reason == "stop" else reason
     return Answer(
         text=text,
@@ -94,7 +80,7 @@ def answer_of(
         model_group=generation.spans[0].model_group,
         version=min(span.version for span in generation.spans),
         stop_text=stop_text,
-        reasoning=reasoning,
+        reasoning=parts.reasoning,
     )
 
 
@@ -104,71 +90,6 @@ def stop_length(generation: Generation, tokenizer: Tokenizer, stop: Sequence[str
     if not stop or _first_stop(_text(tokenizer, ids), stop) is None:
         return None
     return _tokens_until_stop(tokenizer, ids, stop)
-
-
-def tool_calls_in(text: str, salt: int = 0) -> tuple[dict[str, Any], ...]:
-    """Calls in OpenAI's shape; none if one of them cannot be read. `salt` keeps ids of equal calls apart."""
-    calls: list[dict[str, Any]] = []
-    for number, (begin, end) in enumerate(call_spans(text)):
-        body = text[begin + len(CALL_BEGINS) : end - len(CALL_ENDS)].strip()
-        try:
-            call = orjson.loads(body)
-        except orjson.JSONDecodeError:
-            return ()
-        if not isinstance(call.get("name"), str) or not isinstance(call.get("arguments", {}), dict):
-            return ()
-        arguments = orjson.dumps(call.get("arguments", {})).decode()
-        calls.append(_call(_call_id(salt, number, body), call["name"], arguments))
-    return tuple(calls)
-
-
-def _calls_of(parsed: ParsedAnswer, salt: int) -> tuple[dict[str, Any], ...]:
-    return tuple(
-        _call(own_id or _call_id(salt, number, f"{name}\x1f{arguments}"), name, arguments)
-        for number, (name, arguments, own_id) in enumerate(parsed.calls)
-    )
-
-
-def _call_id(salt: int, number: int, body: str) -> str:
-    digest = hashlib.sha256(f"{salt}\x1f{number}\x1f{body}".encode()).hexdigest()
-    return f"call_{digest[:24]}"
-
-
-def _call(call_id: str, name: str, arguments: str) -> dict[str, Any]:
-    return {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
-
-
-def _without_calls(text: str) -> str:
-    parts: list[str] = []
-    at = 0
-    for begin, end in call_spans(text):
-        parts.append(text[at:begin])
-        at = end
-    return "".join([*parts, text[at:]]).strip()
-
-
-def call_spans(text: str) -> list[tuple[int, int]]:
-    """Where calls begin and end, markers included, in one pass over the text.
-
-    A call begins at a marker before a brace and ends at the first end marker behind one, for a text within the JSON may
-    hold a marker too. Each run of white space is passed once forwards and once backwards.
-    """
-    found: list[tuple[int, int]] = []
-    begin: int | None = None
-    for marker in _MARKER.finditer(text):
-        if marker[0] == CALL_BEGINS:
-            if begin is None and _BRACE.match(text, marker.end()):
-                begin = marker.start()
-        elif begin is not None and _is_behind_brace(text, marker.start()):
-            found.append((begin, marker.end()))
-            begin = None
-    return found
-
-
-def _is_behind_brace(text: str, at: int) -> bool:
-    while at > 0 and text[at - 1].isspace():
-        at -= 1
-    return text[at - 1 : at] == "}"
 
 
 def _first_stop(text: str, stop: Sequence[str]) -> int | None:

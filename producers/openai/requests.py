@@ -9,6 +9,7 @@ import orjson
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from rollstream.producers.openai import options
+from rollstream.producers.rollout.prompts import with_object_arguments
 from rollstream.schemas.errors import RollstreamError, first_invalid
 from rollstream.schemas.settings import Sampling
 
@@ -241,15 +242,3 @@ def checked_request(kind: type[_R], value: Any) -> _R:
                 400, f"{key}: {value!r} is not supported here; remove it", param=key, code="unsupported_value"
             )
     return request
-
-
-def with_object_arguments(call: dict[str, Any]) -> dict[str, Any]:
-    """A tool call whose arguments are an object, if they are JSON."""
-    function = call.get("function")
-    if not isinstance(function, dict) or not isinstance(function.get("arguments"), str):
-        return call
-    try:
-        arguments = orjson.loads(function["arguments"])
-    except orjson.JSONDecodeError:
-        return call
-    return {**call, "function": {**function, "arguments": arguments}}

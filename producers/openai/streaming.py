@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 
 from rollstream.producers.engines.base import Tokenizer
-from rollstream.producers.openai.protocol import CALL_BEGINS, Parse
+from rollstream.producers.rollout.reply import CALL_BEGINS, Parse
 
 OnText = Callable[[int, str], None]
 """Given the index of a choice and a piece of its text."""

@@ -1,4 +1,7 @@
-"""Prompts of messages: bridged by the renderer of the model's family where there is one, else by their text. Pure."""
+"""Prompts of messages: bridged by the renderer of the model's family where there is one, else by their text. Pure.
+
+Answers with tool calls that come back in parts are taken as the model wrote them.
+"""
 
 import functools
 import hashlib
@@ -12,6 +15,7 @@ from rollstream.producers.engines.base import Tokenizer
 from rollstream.producers.rollout.conversation import Conversation, Prompt, history_with
 from rollstream.producers.rollout.gateway_interface import CallOptions, rendered
 from rollstream.producers.rollout.rendering import renderer_for
+from rollstream.producers.rollout.reply import Message, Parse, Reply, parts_of, plain
 from rollstream.schemas.errors import EnvironmentRunError
 
 
@@ -60,3 +64,68 @@ def _bridged(
     before = history_with(history_of(messages[: answers[-1]], asked), answered["content"])
     bridge = functools.partial(renderer.bridge, messages=after, tools=asked.tools)
     return conversation.bridged(text, before, bridge)
+
+
+class WrittenAnswers:
+    """What a rollout's model wrote, by the messages that are made of it."""
+
+    def __init__(self) -> None:
+        self._texts: dict[bytes, str] = {}
+        """At most two a call."""
+
+    def keep(self, text: str, content: str, calls: Sequence[Mapping[str, Any]]) -> None:
+        """`text`: as it was sampled; `content`: without the calls. A client may give back either with the calls."""
+        self._texts[_fingerprint(content, calls)] = text
+        if calls:
+            self._texts[_fingerprint(text, calls)] = text
+
+    def parsed(self, reply: Reply, parse: Parse | None) -> Reply:
+        """The answer to a request with tools, with what it says in parts; it may come back so."""
+        if reply.generation is None:  # a scripted opponent's
+            return reply
+        parts = parts_of(reply.text, reply.generation.token_ids, len(reply.prompt_ids), parse)
+        self.keep(reply.text, parts.content, parts.tool_calls)
+        return replace(reply, parts=parts)
+
+    def as_written(self, message: Mapping[str, Any]) -> Message | None:
+        """The message with what the model wrote; None if it is not one of its answers."""
+        if message.get("role") != "assistant" or not self._texts:
+            return None
+        written = self._texts.get(_fingerprint(message.get("content"), message.get("tool_calls")))
+        return None if written is None else {"role": "assistant", "content": written}
+
+    def restored(self, messages: Sequence[Message]) -> Sequence[Message]:
+        """Messages as the chat template gets them. Raises EnvironmentRunError for one that is not JSON."""
+        if not self._texts and not any(message.get("tool_calls") for message in messages):
+            return messages
+        return [self.as_written(message) or for_template(message) for message in plain([*messages], "messages")]
+
+
+def for_template(message: Message) -> Message:
+    """A message as chat templates expect it: text as its content, arguments of tool calls as objects."""
+    calls = message.get("tool_calls")
+    if not calls:
+        return message
+    return message | {
+        "content": message.get("content") or "",
+        "tool_calls": [with_object_arguments(call) for call in calls],
+    }
+
+
+def with_object_arguments(call: dict[str, Any]) -> dict[str, Any]:
+    """A tool call whose arguments are an object, if they are JSON."""
+    function = call.get("function")
+    if not isinstance(function, dict) or not isinstance(function.get("arguments"), str):
+        return call
+    try:
+        arguments = orjson.loads(function["arguments"])
+    except orjson.JSONDecodeError:
+        return call
+    return {**call, "function": {**function, "arguments": arguments}}
+
+
+def _fingerprint(text: str | None, calls: Sequence[Mapping[str, Any]] | None) -> bytes:
+    """Of a message as a client gives it back: arguments by their values, however they are spaced and ordered."""
+    called = [with_object_arguments(dict(call)) for call in calls or ()]
+    called = [[call.get("id"), call.get("function")] for call in called]
+    return hashlib.sha256(orjson.dumps([(text or "").strip(), called], option=orjson.OPT_SORT_KEYS)).digest()

@@ -1,15 +1,28 @@
-"""What a session answers and how it fails: values of an attempt that environments and their runner share."""
+"""What a session answers and how it fails: values of an attempt that environments and their runner share.
 
+Also the parts of an answer: its tool calls, in OpenAI's shape, apart from its text.
+"""
+
+import hashlib
+import re
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import orjson
 
 from rollstream.producers.engines.base import Generation
+from rollstream.producers.rollout.rendering import ParsedAnswer
 from rollstream.schemas.errors import EnvironmentRunError
 
 Message = dict[str, Any]
 """A chat message: `role`, `content` and what a chat template knows beside them."""
+CALL_BEGINS, CALL_ENDS = "<tool_call>", "</tool_call>"
+"""How models of the Qwen and Hermes families write a call: between them a JSON object with `name` and `arguments`."""
+Parse = Callable[[Sequence[int]], ParsedAnswer]
+"""A renderer's, of the ids of an answer."""
+_MARKER = re.compile(r"</?tool_call>")
+_BRACE = re.compile(r"\s*+\{")
 
 
 class TurnsExhausted(EnvironmentRunError):
@@ -17,6 +30,15 @@ class TurnsExhausted(EnvironmentRunError):
 
     Unless caught, it ends the rollout, which is not a failure: what was rewarded until then counts, 0 if nothing was.
     """
+
+
+class AnswerParts(NamedTuple):
+    """What an answer holds: its text, and what is not part of it."""
+
+    content: str
+    reasoning: str | None = None
+    """What a renderer told apart from the content."""
+    tool_calls: tuple[dict[str, Any], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +68,21 @@ class Reply:
     """As sampled and recorded."""
     began_ms: int = 0
     """Event time at which it was asked for."""
+    parts: AnswerParts | None = None
+    """Of a chat with tools: what is in `text`."""
+
+    @property
+    def tool_calls(self) -> tuple[dict[str, Any], ...]:
+        """In OpenAI's shape, of a chat with tools; `text` holds them as the model wrote them."""
+        return () if self.parts is None else self.parts.tool_calls
+
+    @property
+    def message(self) -> Message:
+        """To append to the messages: the model's text, its tool calls apart. It goes back token for token."""
+        content = self.text if self.parts is None else self.parts.content
+        return {"role": "assistant", "content": content} | (
+            {"tool_calls": [*self.tool_calls]} if self.tool_calls else {}
+        )
 
 
 def plain(value: Any, what: str) -> Any:
@@ -56,3 +93,80 @@ def plain(value: Any, what: str) -> Any:
         raise EnvironmentRunError(
             f"{what}: not a JSON value: {error}; give text, numbers, true, false, lists or mappings"
         ) from error
+
+
+def parts_of(text: str, ids: Sequence[int], num_prompt: int, parse: Parse | None) -> AnswerParts:
+    """What an answer to a request with tools says. `text`: of `ids`, without the end token; `num_prompt`: ids before.
+
+    `parse`: a renderer's, in place of <tool_call> alone.
+    """
+    if parse is not None:
+        parsed = parse(ids)
+        return AnswerParts(parsed.content, parsed.reasoning, _calls_of(parsed, num_prompt))
+    calls = tool_calls_in(text, num_prompt)
+    return AnswerParts(_without_calls(text) if calls else text, None, calls)
+
+
+def tool_calls_in(text: str, salt: int = 0) -> tuple[dict[str, Any], ...]:
+    """Calls in OpenAI's shape; none if one of them cannot be read. `salt` keeps ids of equal calls apart."""
+    calls: list[dict[str, Any]] = []
+    for number, (begin, end) in enumerate(call_spans(text)):
+        body = text[begin + len(CALL_BEGINS) : end - len(CALL_ENDS)].strip()
+        try:
+            call = orjson.loads(body)
+        except orjson.JSONDecodeError:
+            return ()
+        if not isinstance(call.get("name"), str) or not isinstance(call.get("arguments", {}), dict):
+            return ()
+        arguments = orjson.dumps(call.get("arguments", {})).decode()
+        calls.append(_call(_call_id(salt, number, body), call["name"], arguments))
+    return tuple(calls)
+
+
+def _calls_of(parsed: ParsedAnswer, salt: int) -> tuple[dict[str, Any], ...]:
+    return tuple(
+        _call(own_id or _call_id(salt, number, f"{name}\x1f{arguments}"), name, arguments)
+        for number, (name, arguments, own_id) in enumerate(parsed.calls)
+    )
+
+
+def _call_id(salt: int, number: int, body: str) -> str:
+    digest = hashlib.sha256(f"{salt}\x1f{number}\x1f{body}".encode()).hexdigest()
+    return f"call_{digest[:24]}"
+
+
+def _call(call_id: str, name: str, arguments: str) -> dict[str, Any]:
+    return {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
+
+
+def _without_calls(text: str) -> str:
+    parts: list[str] = []
+    at = 0
+    for begin, end in call_spans(text):
+        parts.append(text[at:begin])
+        at = end
+    return "".join([*parts, text[at:]]).strip()
+
+
+def call_spans(text: str) -> list[tuple[int, int]]:
+    """Where calls begin and end, markers included, in one pass over the text.
+
+    A call begins at a marker before a brace and ends at the first end marker behind one, for a text within the JSON may
+    hold a marker too. Each run of white space is passed once forwards and once backwards.
+    """
+    found: list[tuple[int, int]] = []
+    begin: int | None = None
+    for marker in _MARKER.finditer(text):
+        if marker[0] == CALL_BEGINS:
+            if begin is None and _BRACE.match(text, marker.end()):
+                begin = marker.start()
+        elif begin is not None and _is_behind_brace(text, marker.start()):
+            found.append((begin, marker.end()))
+            begin = None
+    return found
+
+
+def _is_behind_brace(text: str, at: int) -> bool:
+    while at > 0 and text[at - 1].isspace():
+        at -= 1
+    return text[at - 1 : at] == "}"

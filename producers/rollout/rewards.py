@@ -7,7 +7,7 @@ import functools
 import inspect
 import math
 import threading
-from collections.abc import Awaitable, Callable, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Real
 from typing import Any, Protocol
@@ -129,6 +129,18 @@ async def in_thread(function: Callable[[], Any]) -> tuple[Any, BaseException | N
     context = contextvars.copy_context()
     threading.Thread(target=context.run, args=(call,), name="reward", daemon=True).start()
     return await answer
+
+
+def check_target(
+    name: str, step_index: int | None, agent: str | None, agents: Sequence[str], *, is_score: bool, has_step: bool
+) -> None:
+    """Raises RewardError for a reward of a step or an agent that is not there, or a score without a step."""
+    if not has_step:
+        raise RewardError(f"reward {name} is for step {step_index}, which is not recorded; give another")
+    if is_score and step_index is None:
+        raise RewardError(f"score {name} has no step; give the step that it is for")
+    if agent is not None and agent not in agents:
+        raise RewardError(f"reward {name} is for unknown agent {agent!r}; known agents: {', '.join(agents)}")
 
 
 def finite(name: str, value: Any) -> float:

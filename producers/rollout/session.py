@@ -23,11 +23,11 @@ from rollstream.producers.rollout import continuing, scored_answers
 from rollstream.producers.rollout.conversation import Conversation, Prompt, recorded_call, usage_of
 from rollstream.producers.rollout.gateway_interface import REFUSED_CALL, CallOptions, Gateway, metadata_of, rendered
 from rollstream.producers.rollout.journal import Journal
-from rollstream.producers.rollout.prompts import history_of, prompt_of
+from rollstream.producers.rollout.prompts import WrittenAnswers, history_of, prompt_of
 from rollstream.producers.rollout.recorded_call import ImportContext, fields_of, read_step
-from rollstream.producers.rollout.rendering import Renderer, renderer_for
-from rollstream.producers.rollout.reply import Failure, Message, Reply, TurnsExhausted, plain
-from rollstream.producers.rollout.rewards import RewardError, finite
+from rollstream.producers.rollout.rendering import renderer_for
+from rollstream.producers.rollout.reply import Failure, Message, Parse, Reply, TurnsExhausted, plain
+from rollstream.producers.rollout.rewards import RewardError, check_target, finite
 from rollstream.producers.rollout.user_code import refused_with_pause
 from rollstream.schemas import ids
 from rollstream.schemas.errors import EnvironmentRunError, PromptRefusedError, describe
@@ -102,6 +102,7 @@ class Session:
         self.has_step, self.step, self.acknowledged = journal.has_step, journal.step, journal.acknowledged
         self.is_over = journal.is_over
         self._conversations: dict[str, Conversation] = {}
+        self._written = WrittenAnswers()
         self._num_turns: dict[str, int] = {}
         self._num_calls: dict[str, int] = {}
         self._num_scored: dict[str, int] = {}
@@ -112,13 +113,15 @@ class Session:
         self.replies = self._restored()
 
     async def chat(self, messages: Sequence[Message], agent: str = "agent", tools: Sequence[Any] = ()) -> Reply:
-        """The model's answer to `messages`, sampled with the run's settings. `tools`: functions, for the chat template.
+        """The model's answer to `messages`, sampled with the run's settings. `tools`: functions that it may call.
 
         What the agent's model saw and said in earlier calls stays token for token, as long as the messages begin alike.
         Raises TurnsExhausted, or EnvironmentRunError for an agent that is not configured.
         """
         asked = CallOptions(plain([*tools], "tools")) if tools else None
-        return (await self.sample(messages, 1, agent, asked=asked))[0]
+        (reply,) = await self.sample(self._written.restored(messages), 1, agent, asked=asked)
+        parse = None if asked is None else self.parser(agent, reply.prompt_ids, asked.tools)
+        return reply if asked is None else self._written.parsed(reply, parse)
 
     @refused_with_pause
     async def sample(
@@ -263,14 +266,8 @@ class Session:
         """
         try:
             number = finite(name, value)
-            if step_index is not None and not self._journal.has_step(step_index):
-                raise RewardError(f"reward {name} is for step {step_index}, which is not recorded; give another")
-            if is_score and step_index is None:
-                raise RewardError(f"score {name} has no step; give the step that it is for")
-            if agent is not None and agent not in self.agents:
-                raise RewardError(
-                    f"reward {name} is for unknown agent {agent!r}; known agents: {', '.join(self.agents)}"
-                )
+            has_step = step_index is None or self._journal.has_step(step_index)
+            check_target(name, step_index, agent, self.agents, is_score=is_score, has_step=has_step)
         except RewardError as error:
             self.failure = self.failure or Failure("reward_error", str(error), error)
             raise
@@ -334,9 +331,10 @@ class Session:
     def _tokenizer(self, group: str) -> Tokenizer:
         return NoTokenizer() if self._settings.policy == EXTERNAL else self._engine.tokenizer(group)
 
-    def renderer(self, agent: str) -> Renderer | None:
-        """Of the agent's model. Raises EnvironmentRunError if the run's `renderer` cannot be used with it."""
-        return renderer_for(self._tokenizer(self._model_group(agent)), self._settings.renderer)
+    def parser(self, agent: str, prompt_ids: Sequence[int], tools: Sequence[Mapping[str, Any]]) -> Parse | None:
+        """A renderer's, None without one. Raises EnvironmentRunError if the run's `renderer` cannot be used."""
+        renderer = renderer_for(self._tokenizer(self._model_group(agent)), self._settings.renderer)
+        return None if renderer is None else functools.partial(renderer.parse, prompt_ids=prompt_ids, tools=tools)
 
     def _prompt(
         self, conversation: Conversation, messages: list[Message], group: str, asked: CallOptions | None = None

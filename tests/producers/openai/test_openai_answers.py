@@ -5,7 +5,7 @@ import re
 
 import pytest
 
-from rollstream.producers.openai.protocol import call_spans, tool_calls_in
+from rollstream.producers.rollout.reply import call_spans, tool_calls_in
 
 
 def test_a_tool_call_that_cannot_be_read_stays_text():
