@@ -1,7 +1,9 @@
 """Every service of docker-compose.yml as a local process: its own command, its own environment, two steps trained."""
 
+import asyncio
 import json
 import os
+import signal
 import subprocess
 import time
 from contextlib import ExitStack
@@ -13,6 +15,9 @@ import yaml
 
 from rollstream.eventlog.broker.broker import EmbeddedBroker
 from rollstream.eventlog.broker.credentials import environment
+from rollstream.eventlog.codec import kind_of
+from rollstream.eventlog.kafka.log import KafkaLog
+from rollstream.eventlog.reading import read_to_end
 from rollstream.learner.tiny_model import make_tiny_model
 from rollstream.schemas.kafka import KafkaSettings
 from rollstream.schemas.variables import expand
@@ -83,6 +88,67 @@ def test_the_composed_services_train_two_steps(tmp_path: Path) -> None:
         assert all(process.poll() is None for process in running.values()), logs
     assert json.loads(result.read_text())["version"] >= 1
     assert (data / "output" / "config.json").exists()
+
+
+HALTS = """
+import asyncio
+
+
+async def halts(session):
+    if session.member == 0:
+        raise RuntimeError("the board is broken")
+    await asyncio.sleep(3600)
+"""
+
+
+async def closed_groups(kafka: KafkaSettings) -> list[Any]:
+    log = KafkaLog(kafka, client_id="test")
+    await log.start()
+    try:
+        return [record async for record in read_to_end(log, "groups") if kind_of(record) == "group_closed"]
+    finally:
+        await log.close()
+
+
+@pytest.mark.kafka
+@pytest.mark.slow
+def test_a_failure_in_a_producers_process_is_shown_while_its_group_is_open(tmp_path: Path) -> None:
+    data = tmp_path / "data"
+    data.mkdir()
+    model = make_tiny_model(data / "models" / "tiny", seed=0)
+    (data / "board.py").write_text(HALTS)
+    config, output = tmp_path / "run.yaml", tmp_path / "finetune.log"
+    commands = {name: SERVICES[name]["command"] for name in NAMES}
+    with ExitStack() as stack:
+        broker = stack.enter_context(EmbeddedBroker(tmp_path / "broker"))
+        environments = {name: environment_of(name, broker.kafka, data) for name in NAMES}
+        for environment_variables in environments.values():
+            environment_variables["PYTHONPATH"] = str(data)
+            environment_variables["ROLLSTREAM_ALLOW"] += ",python:board.halts"
+        stack.enter_context(running_services(commands, environments, data))
+        wait_healthy(broker.kafka, data)
+        write_config(config, broker.kafka, data, model)
+        config.write_text(config.read_text().replace("workflow: guess_number", "workflow: python:board.halts"))
+        command = [*CLI, "finetune", "--config_file", str(config), "--workspace", str(data / "workspace")]
+        with output.open("w") as out:
+            finetune = subprocess.Popen(
+                command,
+                stdout=out,
+                stderr=out,
+                env={**os.environ, **environment(broker.kafka), "PYTHONPATH": str(data)},
+            )
+        try:
+            deadline = time.monotonic() + 90
+            while "the board is broken" not in output.read_text():
+                logs = "\n".join((data / f"{name}.log").read_text()[-1500:] for name in NAMES)
+                assert finetune.poll() is None, output.read_text() + logs
+                assert time.monotonic() < deadline, output.read_text() + logs
+                time.sleep(0.2)
+            assert asyncio.run(closed_groups(broker.kafka)) == []
+        finally:
+            finetune.send_signal(signal.SIGINT)
+            finetune.wait(60)
+        assert output.read_text().count("the board is broken") == 1
 
 
 def test_every_service_names_itself_to_its_health_check() -> None:

@@ -7,13 +7,13 @@ harness' components, which ask for them.
 import asyncio
 import contextlib
 import logging
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from contextlib import AsyncExitStack
 from typing import Any, Self, TypeVar
 
 from rollstream.eventlog.broker.watch import keep_running
 from rollstream.eventlog.codec import kind_of
-from rollstream.eventlog.log import EventLog, TopicPartition
+from rollstream.eventlog.log import EventLog, Record, TopicPartition
 from rollstream.eventlog.reading import decoded, read_to_end
 from rollstream.eventlog.recent_set import RecentSet
 from rollstream.harness.runs.driver import is_over, lacking, located, reason_to_stop
@@ -24,6 +24,7 @@ from rollstream.harness.runs.run_context import RunContext, WorkspaceLease
 from rollstream.harness.runs.validation import Validation
 from rollstream.producers.group_execution import CANCELLED
 from rollstream.producers.takeover import PRODUCER_LOST
+from rollstream.schemas import ids
 from rollstream.schemas.base import Event
 from rollstream.schemas.config import RunConfig
 from rollstream.schemas.errors import LogError, RunFailedError
@@ -34,7 +35,7 @@ MAX_SENT = 20_000
 """Events that are remembered as sent: those of the newest epochs."""
 NOT_ITS_OWN = frozenset({PRODUCER_LOST, CANCELLED})
 """Causes of a failed rollout for which neither the environment nor the configuration is to blame."""
-CLOSED = "group_closed"
+FAILURE_KINDS = frozenset({"group_closed", "rollout_failed"})
 FAILURE_POLL_S = 1.0
 
 logger = logging.getLogger(__name__)
@@ -272,32 +273,44 @@ def background_work(
 
 async def _first_failure_reported(log: EventLog, run_id: str, report: Callable[[str], None]) -> None:
     try:
-        await report_first_failure(log, run_id, (await log.end_offsets("groups"))[0], report)
+        await report_first_failure(log, run_id, await ends_of(log), report)
     except LogError as error:  # the run itself meets what the log refuses
         logger.info("the first failure of run_id=%s is not looked for any more: %s", run_id, error)
 
 
-async def report_first_failure(log: EventLog, run_id: str, start: int, report: Callable[[str], None]) -> None:
-    """Read `groups` from offset `start` on, and return once a failure of the run was reported. Raises LogError.
+async def ends_of(log: EventLog) -> dict[TopicPartition, int]:
+    """Offsets from which failures are looked for. Raises LogError."""
+    ends = {topic: await log.end_offsets(topic) for topic in ("steps", "groups")}
+    return {TopicPartition(topic, number): end for topic, found in ends.items() for number, end in found.items()}
 
-    A failure is known when its group is closed. Its message is read from the group's range of `steps`.
+
+async def report_first_failure(
+    log: EventLog, run_id: str, starts: Mapping[TopicPartition, int], report: Callable[[str], None]
+) -> None:
+    """Read `steps` and `groups` from `starts` on, and return once a failure of the run was reported. Raises LogError.
+
+    A failure is known as soon as it is in `steps`, and one from before `starts` when its group is closed. Records of
+    other kinds are fetched and not decoded.
     """
-    reader = await log.reader({TopicPartition("groups", 0): start})
-    key = run_id.encode()
+    reader = await log.reader(starts)
     try:
         while True:
             for record in await reader.poll(timeout_s=FAILURE_POLL_S):
-                if record.key != key or kind_of(record) != CLOSED:
-                    continue
-                closed = decoded(record)
-                if closed is None or not isinstance(closed.event, GroupClosed):
-                    continue
-                failed = await _failure_of(log, closed.event)
+                failed = await _failure_in(log, run_id, record)
                 if failed is not None:
                     report(f"rollout {failed.rollout_id} failed: {failed.cause}: {failed.message}")
                     return
     finally:
         await reader.close()
+
+
+async def _failure_in(log: EventLog, run_id: str, record: Record) -> RolloutFailed | None:
+    is_run = record.key is not None and ids.is_key_of_run(record.key, run_id)
+    received = decoded(record) if is_run and kind_of(record) in FAILURE_KINDS else None
+    event = None if received is None else received.event
+    if isinstance(event, GroupClosed):
+        return await _failure_of(log, event)
+    return event if isinstance(event, RolloutFailed) and event.cause not in NOT_ITS_OWN else None
 
 
 async def _failure_of(log: EventLog, closed: GroupClosed) -> RolloutFailed | None:

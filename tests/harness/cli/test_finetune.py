@@ -17,8 +17,7 @@ import pytest
 from rollstream.eventlog.kafka.log import KafkaLog
 from rollstream.harness.services.workspace import Workspace, broker_of
 from rollstream.schemas import ids
-from rollstream.schemas.events import GroupClosed, RolloutFailed, WeightsPublished
-from rollstream.schemas.events.training import AttemptOutcome, StepsRange
+from rollstream.schemas.events import RolloutFailed, WeightsPublished
 from rollstream.schemas.kafka import KafkaSettings
 from rollstream.schemas.settings import ArtifactRef
 
@@ -98,29 +97,18 @@ def lose_the_final_model(workspace: Path, run_id: str) -> None:
 
 
 def fail_a_rollout(workspace: Path, run_id: str, message: str) -> None:
-    """Write what services that run elsewhere would: a rollout that failed, and its group's closing."""
+    """Write what producers that run elsewhere would: a rollout that failed, in a group that goes on."""
 
     async def write(kafka: KafkaSettings) -> None:
         log = KafkaLog(kafka, client_id="test")
         await log.start()
-        job_id = ids.job_id(run_id, "rl")
         group_id = ids.group_id(run_id, "rl", 0, 0)
         rollout_id = ids.rollout_id(group_id, 0, 0)
         failed = RolloutFailed(
             run_id=run_id, time_ms=1, group_id=group_id, rollout_id=rollout_id, cause="environment_error",
             message=message, is_final=True,
         )  # fmt: skip
-        position = await log.send(failed, partition=0)
-        outcome = AttemptOutcome(
-            rollout_id=rollout_id, member=0, attempt=0, outcome="failed", cause="environment_error"
-        )
-        at = StepsRange(partition=0, first_offset=position.offset, last_offset=position.offset)
-        await log.send(
-            GroupClosed(
-                run_id=run_id, time_ms=1, group_id=group_id, example_id="a", job_id=job_id, epoch=0, index=0,
-                reason="failed", is_viable=False, size=1, members=(), attempts=(outcome,), steps_at=at,
-            )
-        )  # fmt: skip
+        await log.send(failed, partition=0)
         await log.close()
 
     with broker_of(Workspace(workspace)) as kafka:
