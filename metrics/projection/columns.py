@@ -31,5 +31,5 @@ def copied(table: str, source: BaseModel) -> Row:
 
 @cache
 def _names(table: str, model: type[BaseModel]) -> tuple[str, ...]:
-    _, columns = inserts_into(read_sql()[0])[table]
+    columns = inserts_into(read_sql()[0])[table].columns
     return tuple(name for name in columns if name in model.model_fields and name not in OF_ALL)

@@ -235,12 +235,11 @@ class Database:
 
     def _write(self, rows: Rows, offsets: Mapping[TopicPartition, int]) -> None:
         with self._transaction():
-            added: dict[str, list[dict[str, Any]]] = {}
+            added: dict[str, Sequence[Mapping[str, Any]]] = {}
             for table, found in rows.items():
-                statement, names = self._inserts[table]
-                self._connection.execute(statement, [[row[name] for row in found] for name in names])
+                returned = self._insert(table, found)
                 if table in READ:
-                    added[table] = [dict(zip(READ[table], row, strict=True)) for row in self._connection.fetchall()]
+                    added[table] = _added(READ[table], returned, found)
             self._add_up(added)
             now = datetime.now(UTC).replace(tzinfo=None)
             self._connection.execute(
@@ -264,13 +263,22 @@ class Database:
             if not is_whole:
                 self._connection.execute("DELETE FROM main.offsets")
 
+    def _insert(self, table: str, rows: Sequence[Mapping[str, Any]]) -> list[tuple[Any, ...]]:
+        """Add rows; of a table in READ, those that were not there yet are returned, with the columns read of them."""
+        returned: list[tuple[Any, ...]] = []
+        insert = self._inserts[table]
+        for text in insert.texts(rows):
+            self._connection.execute(insert.statement, [text])
+            if table in READ:
+                returned += self._connection.fetchall()
+        return returned
+
     def _add_up(self, added: Inserted) -> None:
         """Bring `log.attempt` up to the rows that were added."""
         asked = {row["batch_id"] for table in ("batch_planned", "step_trained") for row in added.get(table, ())}
         attempts = attempts_of(added, self._trained_members(sorted(asked)))
         if attempts:
-            statement, names = self._inserts["attempt"]
-            self._connection.execute(statement, [[row[name] for row in attempts] for name in names])
+            self._insert("attempt", attempts)
 
     def _trained_members(self, batch_ids: Sequence[str]) -> list[dict[str, Any]]:
         """Members of those of the batches that are planned and trained."""
@@ -362,6 +370,13 @@ class _Transaction:
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         self._connection.execute("COMMIT" if kind is None else "ROLLBACK")
+
+
+def _added(
+    columns: Sequence[str], returned: Sequence[tuple[Any, ...]], given: Sequence[Mapping[str, Any]]
+) -> Sequence[Mapping[str, Any]]:
+    """The rows that were really added: those that were given, unless the table had some already."""
+    return given if len(returned) == len(given) else [dict(zip(columns, row, strict=True)) for row in returned]
 
 
 def _is_disk_full(error: Exception) -> bool:

@@ -1,16 +1,43 @@
-"""Statements that add rows to the tables of the metrics file."""
+"""Statements that add rows to the tables of the metrics file, and the text in which the rows are handed to them."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
+from math import isfinite
+from typing import Any, NamedTuple
 
 import duckdb
+import orjson
 
 from rollstream.metrics.projection.attempts import COMBINE, READ
 
+ROWS_AT_ONCE = 2000
+"""Rows of one statement. With 20,000 rows of 2 kB, one statement takes three times the memory and the time."""
+
+
+class Insert(NamedTuple):
+    """How rows go into one table."""
+
+    statement: str
+    """Takes rows as one JSON text: DuckDB parses it in half the time that it needs for lists of Python values."""
+    columns: tuple[str, ...]
+    floats: tuple[str, ...]
+    """Those of type DOUBLE."""
+
+    def texts(self, rows: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+        """The statement's parameter, once for each part of the rows, which have a value or None for every column."""
+        for first in range(0, len(rows), ROWS_AT_ONCE):
+            part = rows[first : first + ROWS_AT_ONCE]
+            yield orjson.dumps([self._writable(row) for row in part] if self.floats else part).decode()
+
+    def _writable(self, row: Mapping[str, Any]) -> Mapping[str, Any]:
+        """JSON has no number for infinity and NaN; DuckDB reads them from texts."""
+        texts = {name: str(row[name]) for name in self.floats if not isfinite(row[name] or 0)}
+        return {**row, **texts} if texts else row
+
 
 @cache
-def inserts_into(tables: str) -> dict[str, tuple[str, list[str]]]:
-    """How rows go into each table of schema `log`: the statement, and the order of its columns."""
+def inserts_into(tables: str) -> dict[str, Insert]:
+    """How rows go into each table of schema `log`."""
     columns: dict[str, dict[str, str]] = {}
     with duckdb.connect(":memory:", config={"threads": "1"}) as connection:
         connection.execute(tables)
@@ -23,21 +50,31 @@ def inserts_into(tables: str) -> dict[str, tuple[str, list[str]]]:
     return {table: _insert(table, of_table) for table, of_table in columns.items()}
 
 
-def _insert(table: str, columns: Mapping[str, str]) -> tuple[str, list[str]]:
-    """Statement that takes one list a column (far faster than a row at a time), and the columns' order."""
-    values = ", ".join(_values(index, data_type) for index, data_type in enumerate(columns.values(), start=1))
+def _insert(table: str, columns: Mapping[str, str]) -> Insert:
     names = ", ".join(f'"{name}"' for name in columns)
-    insert = f'INSERT INTO log."{table}" ({names}) SELECT {values} ON CONFLICT'
+    values = ", ".join(_value(name, data_type) for name, data_type in columns.items())
+    types = orjson.dumps([{name: _transported(data_type) for name, data_type in columns.items()}]).decode()
+    # From a relation, because DuckDB would evaluate a mere parameter into boxed values while it plans the statement.
+    rows = f"(SELECT unnest(from_json_strict(given.rows, '{types}')) AS row FROM (VALUES ($1::VARCHAR)) AS given(rows))"
+    insert = f'INSERT INTO log."{table}" ({names}) SELECT {values} FROM {rows} ON CONFLICT'
     if table == "attempt":
         combined = ", ".join(f"{name} = {how.format(name)}" for name, how in COMBINE.items())
-        return f"{insert} (rollout_id) DO UPDATE SET {combined}", list(columns)
-    returning = f" RETURNING {', '.join(READ[table])}" if table in READ else ""
-    return f"{insert} DO NOTHING{returning}", list(columns)
+        insert += f" (rollout_id) DO UPDATE SET {combined}"
+    else:
+        insert += " DO NOTHING" + (f" RETURNING {', '.join(READ[table])}" if table in READ else "")
+    return Insert(insert, tuple(columns), tuple(name for name, data_type in columns.items() if data_type == "DOUBLE"))
 
 
-def _values(index: int, data_type: str) -> str:
+def _transported(data_type: str) -> str:
+    """Type in which a column's values are in the text: what holds JSON itself is a text there."""
+    return "VARCHAR" if _holds_json(data_type) else data_type
+
+
+def _value(name: str, data_type: str) -> str:
     if data_type.startswith("MAP"):
-        return f"CAST(CAST(unnest(${index}::VARCHAR[]) AS JSON) AS {data_type})"
-    if data_type == "JSON":
-        return f"CAST(unnest(${index}::VARCHAR[]) AS JSON)"
-    return f"unnest(${index}::{data_type}[])"
+        return f'CAST(CAST(row."{name}" AS JSON) AS {data_type})'
+    return f'CAST(row."{name}" AS JSON)' if _holds_json(data_type) else f'row."{name}"'
+
+
+def _holds_json(data_type: str) -> bool:
+    return data_type == "JSON" or data_type.startswith("MAP")

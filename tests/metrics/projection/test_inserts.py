@@ -1,0 +1,79 @@
+"""Rows go into their tables as one JSON text, and come out as they were."""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import duckdb
+import orjson
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rollstream.metrics.projection.columns import read_sql
+from rollstream.metrics.projection.inserts import ROWS_AT_ONCE, inserts_into
+
+INTS = st.none() | st.integers(-(2**63), 2**63 - 1)
+TEXTS = st.none() | st.text()
+REWARD: dict[str, st.SearchStrategy[Any]] = {
+    "rollout_id": st.uuids().map(str), "reward_index": st.integers(0, 2**63 - 1), "run_id": TEXTS, "group_id": TEXTS,
+    "name": TEXTS, "value": st.none() | st.floats(), "step_index": INTS, "agent": TEXTS, "time_ms": INTS,
+    "log_partition": INTS, "log_offset": INTS,
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def inserted() -> Callable[[str, list[dict[str, Any]]], list[dict[str, Any]]]:
+    """Inserts rows into an empty table and returns what it holds."""
+    tables, _ = read_sql()
+    connection = duckdb.connect(":memory:", config={"threads": "1"})
+    connection.execute(tables)
+
+    def through(table: str, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        insert = inserts_into(tables)[table]
+        connection.execute("BEGIN TRANSACTION")
+        for text in insert.texts(rows):
+            connection.execute(insert.statement, [text])
+        found = connection.execute(f'SELECT * FROM log."{table}"').fetchall()
+        connection.execute("ROLLBACK")
+        return [dict(zip(insert.columns, row, strict=True)) for row in found]
+
+    return through
+
+
+@given(rows=st.lists(st.fixed_dictionaries(REWARD), min_size=1, max_size=5, unique_by=lambda row: row["rollout_id"]))
+def test_a_row_comes_out_as_it_was(inserted: Any, rows: list[dict[str, Any]]) -> None:
+    for row, found in zip(rows, inserted("reward_recorded", rows), strict=True):
+        if row["value"] is not None and math.isnan(row["value"]):
+            assert math.isnan(found.pop("value"))
+            row = {name: value for name, value in row.items() if name != "value"}
+        assert found == row
+
+
+@given(metrics=st.dictionaries(st.text(), st.floats(allow_nan=False, allow_infinity=False)), value=st.text())
+def test_json_and_maps_come_out_as_they_were(inserted: Any, metrics: dict[str, float], value: str) -> None:
+    tables, _ = read_sql()
+    empty = dict.fromkeys(inserts_into(tables)["step_trained"].columns)
+    keys = {"batch_id": "b", "model_group": "g", "term": 1, "version": 1}
+    text = orjson.dumps(metrics).decode()
+    (row,) = inserted("step_trained", [{**empty, **keys, "metrics": text, "seconds": "{}"}])
+    assert (row["metrics"], row["seconds"]) == (metrics, {})
+    step = dict.fromkeys(inserts_into(tables)["step_recorded"].columns)
+    usage = orjson.dumps({"text": value}).decode()
+    (row,) = inserted("step_recorded", [{**step, "rollout_id": "r", "step_index": 0, "usage": usage}])
+    assert row["usage"] == usage
+
+
+def test_rows_beyond_those_of_one_statement_go_in_too(inserted: Any) -> None:
+    tables, _ = read_sql()
+    step = dict.fromkeys(inserts_into(tables)["step_recorded"].columns)
+    rows = [{**step, "rollout_id": "r", "step_index": index} for index in range(ROWS_AT_ONCE + 1)]
+    assert inserted("step_recorded", rows) == rows
+
+
+@pytest.mark.parametrize("value", [2**63, -(2**63) - 1])
+def test_a_number_that_no_column_holds_is_an_error(inserted: Any, value: int) -> None:
+    tables, _ = read_sql()
+    row = {**dict.fromkeys(inserts_into(tables)["step_recorded"].columns), "rollout_id": "r", "step_index": value}
+    with pytest.raises((duckdb.Error, TypeError)):
+        inserted("step_recorded", [row])
