@@ -58,10 +58,15 @@ def encode(event: Event) -> Encoded:
         ("ce_specversion", b"1.0"),
         ("ce_id", event.event_id.encode()),
         ("ce_source", b"rollstream"),
-        ("ce_type", f"rollstream.{content['kind']}.v{content['v']}".encode()),
+        ("ce_type", _type_of(content["kind"], content["v"])),
         ("ce_subject", key),
     )
     return Encoded(event.TOPIC, key, value, headers, event)
+
+
+@cache
+def _type_of(kind: str, version: int) -> bytes:
+    return f"rollstream.{kind}.v{version}".encode()
 
 
 def decode(record: Record, *, num_partitions: int | None = None) -> Received:
@@ -156,17 +161,18 @@ def _fields(value: Any) -> dict[str, Any]:
 def _own_fields(value: Any) -> dict[str, Any]:
     """The same in a dictionary of the caller's own."""
     content = vars(value).copy()
-    for name, is_left_out in _added(type(value)):
-        if is_left_out(content[name]):
+    for name, default in _added(type(value)):
+        if content[name] == default:
             del content[name]
     return content
 
 
 @cache
-def _added(kind: type[Any]) -> tuple[tuple[str, Callable[[Any], bool]], ...]:
+def _added(kind: type[Any]) -> tuple[tuple[str, Any], ...]:
+    """Its added fields and their defaults: calls of `exclude_if` would take longer than all else here."""
     if not issubclass(kind, BaseModel):
         raise TypeError(f"{kind.__name__} cannot be encoded as JSON")
-    return tuple((name, field.exclude_if) for name, field in kind.model_fields.items() if field.exclude_if)
+    return tuple((name, field.default) for name, field in kind.model_fields.items() if field.exclude_if)
 
 
 def _check_depth(content: dict[str, Any]) -> None:

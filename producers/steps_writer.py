@@ -42,7 +42,8 @@ class StepsWriter:
 
         Raises TruncatedError if it is before the last known one: the partition was created again.
         """
-        await self._resumed.wait()
+        if not self._resumed.is_set():
+            await self._resumed.wait()
         number, self._num_sent = self._num_sent, self._num_sent + 1
         known = self._in_flight[number] = self._next_offset
         try:
@@ -53,7 +54,7 @@ class StepsWriter:
         finally:
             del self._in_flight[number]
             self._landing.set()
-        if offset >= 0:  # -1: sent again after a time so long that Kafka knows its place no more
+        if 0 <= offset < known:  # -1: sent again after a time so long that Kafka knows its place no more
             check_kept(TopicPartition("steps", self.partition), known, 0, offset)
         self._own.add(offset)
         self._next_offset = max(self._next_offset, offset + 1)

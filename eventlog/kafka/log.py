@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 from aiokafka import AIOKafkaProducer
@@ -158,8 +159,12 @@ class KafkaLog(OpenedByBlock):
         partition: int | None = None,
     ) -> Position:
         """Append a raw record, acknowledged by all replicas."""
-        sent = [(topic, await self._enqueue(topic, key, value, headers, partition))]
-        return (await self._acknowledged(sent))[0]
+        future = await self._enqueue(topic, key, value, headers, partition)
+        self._await_acknowledgement(topic, future)
+        try:
+            return await self._landed(topic, future)
+        finally:
+            self._forget(future)
 
     async def begin_offsets(self, topic: str) -> dict[int, int]:
         """Oldest kept offset by partition."""
@@ -241,17 +246,20 @@ class KafkaLog(OpenedByBlock):
         self, topic: str, key: bytes | None, value: bytes | None, headers: Headers, partition: int | None
     ) -> "asyncio.Future[Any]":
         check_record_size(topic, key, value, headers)
-        count = await self.num_partitions(topic)
+        count = self._num_partitions.get(topic) or await self.num_partitions(topic)
         chosen = partition_of(key or b"", count) if partition is None else partition
         if not 0 <= chosen < count:
             raise _no_partition(topic, chosen, count)
         name, producer = self.kafka.topic_name(topic), self._producer or await self._sending()
-        with log_errors(f"send to topic {name}", self.kafka, "Write"):
+        try:
             if key is None and value is None:  # aiokafka checks the size of a message, but not of a batch
                 batch = producer.create_batch()
                 batch.append(key=None, value=None, timestamp=None, headers=list(headers))
                 return await producer.send_batch(batch, name, partition=chosen)
             return await producer.send(name, value=value, key=key, partition=chosen, headers=list(headers))
+        except Exception as error:
+            with self._send_errors(topic):
+                raise error
 
     async def _check_partitions(self, partitions: Iterable[TopicPartition]) -> None:
         """Raises TopicError for one that does not exist, because aiokafka would wait for it without limit."""
@@ -261,28 +269,37 @@ class KafkaLog(OpenedByBlock):
                 raise _no_partition(topic, partition, count)
 
     async def _acknowledged(self, sent: "list[tuple[str, asyncio.Future[Any]]]") -> list[Position]:
-        deadline = asyncio.get_running_loop().time() + self._send_timeout_s
         for topic, future in sent:
-            self._unacknowledged[future] = deadline, topic
-        if self._overdue_timer is None:
-            self._fail_overdue()
+            self._await_acknowledgement(topic, future)
         try:
             if len(sent) > 1:
                 await asyncio.wait({future for _, future in sent})
             return [await self._landed(topic, future) for topic, future in sent]
         finally:
             for _, future in sent:
-                del self._unacknowledged[future]
-                if future.done() and not future.cancelled():
-                    future.exception()  # only the first one is raised
+                self._forget(future)
+
+    def _await_acknowledgement(self, topic: str, future: "asyncio.Future[Any]") -> None:
+        self._unacknowledged[future] = asyncio.get_running_loop().time() + self._send_timeout_s, topic
+        if self._overdue_timer is None:
+            self._fail_overdue()
+
+    def _forget(self, future: "asyncio.Future[Any]") -> None:
+        del self._unacknowledged[future]
+        if future.done() and not future.cancelled():
+            future.exception()  # only the first one is raised, and none if the sender was cancelled
 
     async def _landed(self, topic: str, future: "asyncio.Future[Any]") -> Position:
         try:
             metadata = await future
         except Exception as error:
-            with log_errors(f"send to topic {self.kafka.topic_name(topic)}", self.kafka, "Write"):
+            with self._send_errors(topic):
                 raise error
         return Position(topic, metadata.partition, metadata.offset)
+
+    def _send_errors(self, topic: str) -> AbstractContextManager[None]:
+        """Entered only with an error at hand: around every send it would cost a tenth of it."""
+        return log_errors(f"send to topic {self.kafka.topic_name(topic)}", self.kafka, "Write")
 
     def _fail_overdue(self) -> None:
         """Fail the sends whose deadline has passed; one timer serves all, because each would cost as much as a send."""

@@ -11,7 +11,7 @@ from typing import Any
 from rollstream.eventlog import codec
 from rollstream.eventlog.log import check_record_size
 from rollstream.producers.rollout.continuing import RecordedAttempt
-from rollstream.schemas.base import Event
+from rollstream.schemas.base import Event, validator_of
 from rollstream.schemas.errors import EnvironmentRunError, LogError
 from rollstream.schemas.events import (
     RewardRecorded,
@@ -31,6 +31,9 @@ LOST_CALL = "lost_call"
 """Name of the step of a call whose producer was killed and that nobody repeated."""
 WORKFLOW = "<workflow>"
 """NAT's name of the function that the whole agent is."""
+
+
+_step = validator_of(StepRecorded)
 
 
 def uuid_of(name: str) -> str:
@@ -143,7 +146,7 @@ class Journal:
             "event_timestamp": time_ms / 1000,
             "span_event_timestamp": began_ms / 1000,
         }
-        step = StepRecorded(**self._ids, time_ms=time_ms, step_index=step_index, **(own | fields))
+        step = _step({**self._ids, "time_ms": time_ms, "step_index": step_index, **own, **fields})
         self._step_digests[step_index] = await self._put(step, f"step {step_index} ({step.event_type} {step.name})")
         self._steps[step_index] = step
         return step
