@@ -26,7 +26,8 @@ from rollstream.schemas.events import (
     WeightsLoaded,
     WeightsPublished,
 )
-from rollstream.schemas.settings import ArtifactRef, JobSettings, OpponentVersions
+from rollstream.schemas.league import OpponentVersions
+from rollstream.schemas.settings import ArtifactRef, JobSettings
 
 
 class Stored(NamedTuple):

@@ -21,6 +21,7 @@ from rollstream.schemas.algorithms import Algorithm, GrpoSettings
 from rollstream.schemas.evaluators import DatasetSection
 from rollstream.schemas.finetuning import TrainerAdapterConfig, TrainerConfig, TrajectoryBuilderConfig
 from rollstream.schemas.kafka import KafkaSection
+from rollstream.schemas.league import LeagueSettings
 from rollstream.schemas.services import EndpointSection, EngineBlock, ModelGroupSection, TransformersSettings
 from rollstream.schemas.settings import (
     MAX_MEMBERS,
@@ -32,7 +33,6 @@ from rollstream.schemas.settings import (
     EarlyStopping,
     GateSettings,
     GroupName,
-    LeagueSettings,
     ModelSettings,
     OptimizerSettings,
     Sampling,

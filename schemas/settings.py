@@ -11,7 +11,6 @@ from pydantic import (
     FiniteFloat,
     JsonValue,
     Tag,
-    field_validator,
     model_validator,
 )
 
@@ -19,6 +18,7 @@ from rollstream.schemas import ids
 from rollstream.schemas.algorithms import Algorithm, GrpoSettings
 from rollstream.schemas.base import Settings, added
 from rollstream.schemas.errors import ModelError
+from rollstream.schemas.league import LeagueSettings, OpponentVersions
 
 EXTERNAL: Literal["external"] = "external"
 """Kind of a job, and policy of its rollouts, that another training backend trains."""
@@ -28,8 +28,6 @@ FROZEN: Literal["frozen"] = "frozen"
 OTHERS = "*"
 """Key of `reward_weights`: the weight of every reward that is not named there."""
 
-FROZEN_VERSION = re.compile(r"((?P<run>[^@/\s]+)(/(?P<group>[^@/\s]+))?@)?(?P<version>[0-9]{1,9})")
-"""How `league.frozen` names a version."""
 MAX_TASKS = 100_000
 MAX_REFILLS = 100
 """Of an epoch. A record that counts more is a dead letter, so that no single one holds a process up."""
@@ -69,45 +67,6 @@ class Sampling(Settings):
     record_kept_ids: bool | None = added(None)
     """Record with each token the ids that top_p and top_k left, so that a loss with importance ratios is computed over
     these alone. None, in a configuration: if the loss has such ratios."""
-
-
-class LeagueSettings(Settings):
-    """Opponents: in some tasks the newest weights play one seat (agent), and others the seats beside it.
-
-    One task has the same opponents in all its rollouts. Who plays is drawn from the candidates, each as likely as the
-    others: the versions of the pool, scripted players and frozen versions.
-    """
-
-    pool: int = Field(default=20, ge=0, le=1000)
-    """Past versions of the seat's model group in the pool, the newest first; they are kept from collection."""
-    every: int = Field(default=5, ge=1)
-    """Only versions that are a multiple of it enter the pool."""
-    latest_ratio: float = Field(default=0.5, ge=0, le=1)
-    """Share of the tasks in which the newest weights play every seat."""
-    scripted: tuple[str, ...] = ()
-    """Players that the environment plays by itself, by name."""
-    frozen: tuple[str, ...] = ()
-    """Versions that always are candidates: `VERSION` of the seat's model group, `RUN@VERSION` or `RUN/GROUP@VERSION`.
-    """
-    seats: tuple[str, ...] = ()
-    """Agents whose seats opponents may take; empty: all, but one in each task."""
-    outcome: str = "outcome"
-    """The reward whose values by agent decide a match: the higher one wins, equal ones are a draw."""
-    max_loaded: int = Field(default=2, ge=1)
-    """Opponents' versions that a producer holds in memory beside the newest weights."""
-
-    @field_validator("frozen", mode="before")
-    @classmethod
-    def _as_text(cls, value: Any) -> Any:
-        return tuple(str(one) for one in value) if isinstance(value, list | tuple) else value  # pyright: ignore[reportUnknownVariableType, reportUnknownArgumentType]
-
-    @field_validator("frozen")
-    @classmethod
-    def _are_versions(cls, value: tuple[str, ...]) -> tuple[str, ...]:
-        for one in value:
-            if not FROZEN_VERSION.fullmatch(one):
-                raise ValueError(f"{one!r} does not name a version; write VERSION, RUN@VERSION or RUN/GROUP@VERSION")
-        return value
 
 
 class RolloutSettings(Settings):
@@ -246,6 +205,9 @@ class ModelSettings(Settings):
     """
     compile: bool = added(False)
     """Compile the layers with torch.compile."""
+    fused_kernels: bool = added(True)
+    """Compute log-probabilities by Triton kernels on a GPU where they give the right numbers. False: by chunks of
+    logits, as on a CPU."""
     reference_dtype: Literal["auto", "float32", "bfloat16"] = added("auto")
     """Of full weights that the loss compares with; auto: as those that are trained."""
     quantization: Literal["nf4"] | None = added(None)
@@ -284,17 +246,6 @@ class OptimizerSettings(Settings):
     """linear, cosine: what is left of the learning rate when the job is over."""
     max_skipped_steps: int = added(2, ge=0)
     """So many optimizer steps in a row are skipped if their loss or gradient is not finite; one more ends the job."""
-
-
-class OpponentVersions(Settings):
-    """Versions of a model group that may still be drawn as opponents, and so are kept."""
-
-    every: int = Field(default=1, ge=1)
-    """Of the versions that are a multiple of it,"""
-    last: int = Field(default=0, ge=0)
-    """the newest so many."""
-    frozen: tuple[str, ...] = ()
-    """Further players, of this or other model groups (`GROUP@VERSION`)."""
 
 
 GroupName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,39}$")]

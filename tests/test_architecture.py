@@ -64,7 +64,7 @@ ONLY_IN = {
 }
 MAX_FILES = 15
 """Of a folder, `__init__.py` apart."""
-MORE_FILES = {"learner/algorithms/builtin": 24, "schemas": 17}
+MORE_FILES = {"learner/algorithms/builtin": 24, "schemas": 18}
 """Of folders that have a file for each algorithm, for a family of their settings, and for a rule of all packages."""
 MAX_FILE_LINES = 400
 MAX_FUNCTION_LINES = 60

@@ -17,6 +17,7 @@ from rollstream.schemas.config import AdapterSection, BuilderSection, RunConfig
 from rollstream.schemas.errors import ConfigError
 from rollstream.schemas.events.training import BatchMember
 from rollstream.schemas.kafka import KafkaSettings, from_environment, given, merged
+from rollstream.schemas.league import LeagueSettings, OpponentVersions
 from rollstream.schemas.permissions import named_by, named_by_algorithm, named_by_model, named_by_teacher
 from rollstream.schemas.services import (
     EndpointSettings,
@@ -35,8 +36,6 @@ from rollstream.schemas.settings import (
     ForkPoint,
     JobSettings,
     JobSpec,
-    LeagueSettings,
-    OpponentVersions,
     PlanSettings,
     RolloutSettings,
     WarmStart,

@@ -63,7 +63,7 @@ class PolicyModel:
         self._tied = frozenset(getattr(inner(self.module), "all_tied_weights_keys", None) or ())
         self.selects_logprobs = has_plain_head(self.module)
         """Gather hidden states before the head; else logits are made of all tokens at once."""
-        self.may_fuse = True
+        self.may_fuse = settings.fused_kernels
         """Compute log-probabilities by the fused kernels where they work."""
         self._longest_shared, self._why_apart = 0.0, "its logits are more than a linear map of its hidden states"
         if self.selects_logprobs:
@@ -161,7 +161,7 @@ class PolicyModel:
     def compute_as(self, revision: int) -> None:
         """Compute log-probabilities by the rules of a job's `revision`."""
         self.selects_logprobs &= revision >= 3
-        self.may_fuse = revision >= 8
+        self.may_fuse = self.settings.fused_kernels and revision >= 8
 
     def use_dropout(self, enabled: bool) -> None:
         """Apply the model's and the adapters' dropout in forwards from now on, or not."""

@@ -13,7 +13,7 @@ from pydantic import JsonValue
 from rollstream.schemas import ids
 from rollstream.schemas.errors import ConfigError
 from rollstream.schemas.events import StepRecorded, TaskRequested
-from rollstream.schemas.settings import FROZEN_VERSION, LeagueSettings
+from rollstream.schemas.league import FROZEN_VERSION, LeagueSettings
 
 LEAGUE = "league"
 UNTRAINED: dict[str, JsonValue] = {"rollstream": {"untrained": "opponent"}}

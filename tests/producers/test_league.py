@@ -11,7 +11,8 @@ from rollstream.harness.recorded.tasks import played_by
 from rollstream.producers.league.draw import candidates_for, frozen_player, opponents_of, seats_of
 from rollstream.schemas import ids
 from rollstream.schemas.events import TaskRequested
-from rollstream.schemas.settings import LeagueSettings, RolloutSettings
+from rollstream.schemas.league import LeagueSettings
+from rollstream.schemas.settings import RolloutSettings
 
 GROUP = "run-1/policy"
 leagues = st.builds(

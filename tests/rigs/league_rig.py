@@ -15,8 +15,8 @@ from rollstream.producers.slots import Slots
 from rollstream.producers.worker import RolloutWorker
 from rollstream.schemas import ids
 from rollstream.schemas.events import WeightsPublished
+from rollstream.schemas.league import LeagueSettings
 from rollstream.schemas.permissions import NOTHING
-from rollstream.schemas.settings import LeagueSettings
 from tests.producers import worker_rig as r
 
 RUN, GROUP = "run-1", "run-1/policy"

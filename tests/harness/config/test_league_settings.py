@@ -24,7 +24,8 @@ from rollstream.schemas import ids
 from rollstream.schemas.base import Event
 from rollstream.schemas.errors import ConfigError
 from rollstream.schemas.events import JobSubmitted, WeightsPublished
-from rollstream.schemas.settings import ArtifactRef, LeagueSettings, OpponentVersions
+from rollstream.schemas.league import LeagueSettings, OpponentVersions
+from rollstream.schemas.settings import ArtifactRef
 from tests.harness.conftest import configuration
 
 pytestmark = pytest.mark.usefixtures("registered_alone")

@@ -72,14 +72,22 @@ def test_a_cpu_computes_in_chunks() -> None:
     assert not fuses(torch.device("cpu"), torch.float32)
 
 
-@pytest.mark.parametrize(("revision", "may_fuse"), [(7, False), (8, True)])
-def test_a_job_recorded_before_the_kernels_keeps_its_chunks(lab: Any, revision: int, may_fuse: bool) -> None:
+@pytest.mark.parametrize(
+    ("revision", "fused_kernels", "may_fuse"), [(7, True, False), (8, True, True), (8, False, False)]
+)
+def test_a_job_recorded_before_the_kernels_or_without_them_keeps_its_chunks(
+    lab: Any, revision: int, fused_kernels: bool, may_fuse: bool
+) -> None:
+    settings = lab.settings(revision=revision)
+    model = settings.model.model_copy(update={"fused_kernels": fused_kernels})
+    assert ("fused_kernels" in model.model_dump(mode="json")) != fused_kernels, "older records have the same bytes"
     job = JobSubmitted(
         run_id="run-1",
         time_ms=1,
         job_id="run-1/rl",
         model_group="run-1/main",
         base_version=0,
-        settings=lab.settings(revision=revision),
+        settings=settings.model_copy(update={"model": model}),
     )
-    assert JobTrainer(job, threads=1, permissions=lab.permissions).model.may_fuse == may_fuse
+    found = JobTrainer(job, threads=1, permissions=lab.permissions).model
+    assert (found.may_fuse, found.frozen_copy().may_fuse) == (may_fuse, may_fuse)
