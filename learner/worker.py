@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from urllib.parse import quote
@@ -12,6 +13,7 @@ from rollstream.eventlog.log import EventLog
 from rollstream.learner.collection import NeedsReader
 from rollstream.learner.inbox import Inbox
 from rollstream.learner.job_run import JobRun, LearnerContext
+from rollstream.learner.model.loading import described_bases
 from rollstream.learner.model.ranks import Ranks
 from rollstream.learner.publisher import Publisher
 from rollstream.schemas.errors import (
@@ -23,6 +25,7 @@ from rollstream.schemas.errors import (
 )
 from rollstream.schemas.events import JobCancelled, JobFailed, JobSubmitted
 from rollstream.schemas.permissions import NOTHING, Permissions
+from rollstream.schemas.settings import EXTERNAL, FROZEN
 
 logger = logging.getLogger(__name__)
 
@@ -63,6 +66,7 @@ class Worker:
         self._needs = NeedsReader(log)
         self._publishers: dict[str, Publisher] = {}
         self._runs: dict[str, JobRun] = {}
+        self._logged_bases = ""
 
     async def run(self) -> None:
         """Serve jobs until cancelled. Raises FencedError, VersionDivergedError, and LogError if the log is gone."""
@@ -76,7 +80,9 @@ class Worker:
         try:
             while True:
                 is_busy = await self._cancel_ended(context)
-                for job in await self._current(context):
+                current = await self._current(context)
+                self._log_bases(current)
+                for job in current:
                     is_busy |= await self._serve(job, context)
                 await inbox.poll(timeout_s=0.0 if is_busy else POLL_S)
                 inbox.save()
@@ -96,6 +102,14 @@ class Worker:
         open_jobs = {job.job_id for job in current}
         await self._close([group for group, run in self._runs.items() if run.job.job_id not in open_jobs])
         return current
+
+    def _log_bases(self, current: Sequence[JobSubmitted]) -> None:
+        """Log what several model groups in training hold in memory, once for each set of them."""
+        models = {job.model_group: job.settings.model for job in current if job.settings.kind not in (EXTERNAL, FROZEN)}
+        found = described_bases(models, self._ranks.num) if len(models) > 1 else ""
+        if found not in ("", self._logged_bases):
+            logger.info("base models: %s", found)
+        self._logged_bases = found
 
     async def _close(self, model_groups: list[str]) -> None:
         """Let runs go, and what they read ahead."""

@@ -1,7 +1,7 @@
 """A base model as a job's settings hold it: in 16 or 4 bits, with adapters, checkpointed, compiled. Trains nothing."""
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from importlib.util import find_spec
 from pathlib import Path
@@ -16,7 +16,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from rollstream.learner.model import tree_attention
 from rollstream.learner.model.tree_attention import attention_as
 from rollstream.schemas.errors import ModelError
-from rollstream.schemas.settings import NF4, LoraSettings, ModelSettings
+from rollstream.schemas.settings import NF4, LoraSettings, ModelSettings, device_of
 
 SHARED_BASES: "WeakValueDictionary[tuple[Any, ...], torch.nn.Module]" = WeakValueDictionary()
 """Base models below the adapters of this process's policies, by what decides their parameters; gone with the last of
@@ -51,13 +51,47 @@ def load_module(
 
 
 def can_share(settings: ModelSettings, device: torch.device) -> bool:
-    """Whether adapters may share their base model with those of other policies, without a change of any bit.
+    """Whether adapters may share their base model with those of other policies, without a change of any bit."""
+    return not why_apart(settings, device)
 
-    Not full weights, which are trained; not 4-bit weights, whose state is in their modules; not DoRA on a GPU, whose
-    magnitudes are computed from the base model where that is loaded: on the CPU, before it is moved.
+
+def why_apart(settings: ModelSettings, device: torch.device) -> str:
+    """Why a policy has a base model of its own; empty if it may share one."""
+    if settings.lora is None:
+        return "its full weights are trained"
+    if settings.quantization is not None:
+        return "the state of 4-bit weights is in their modules"
+    if settings.lora.use_dora and device.type != "cpu":
+        return "magnitudes of DoRA are computed on the CPU, before the base model is moved"
+    return ""
+
+
+def described_bases(models: Mapping[str, ModelSettings], num_ranks: int = 1) -> str:
+    """Which model groups have one base model in memory and which have their own, and why. `models`: by group, of one
+    learner of so many processes. A group whose device is not there is left out.
     """
-    lora = settings.lora
-    return lora is not None and settings.quantization is None and not (lora.use_dora and device.type != "cpu")
+    sharing: dict[tuple[Any, ...], list[str]] = {}
+    apart: dict[str, str] = {}
+    for group, settings in sorted(models.items()):
+        try:
+            device = torch.device(device_of(settings.device, torch.cuda.device_count(), group))
+        except ModelError:
+            continue
+        why = "each process has its shards" if num_ranks > 1 else why_apart(settings, device)
+        if why:
+            apart[group] = why
+        else:
+            sharing.setdefault(_kind(settings, settings.path, device), []).append(group)
+    for groups in sharing.values():
+        if len(groups) == 1:
+            apart[groups[0]] = "no other group has its path, dtype, device and attention"
+    shared = [f"{', '.join(groups)} share {kind[0]}" for kind, groups in sharing.items() if len(groups) > 1]
+    return "; ".join([*shared, *(f"{group} has its own: {why}" for group, why in sorted(apart.items()))])
+
+
+def _kind(settings: ModelSettings, where: str, device: torch.device) -> tuple[Any, ...]:
+    """What decides the parameters of a base model from `where`."""
+    return where, compute_dtype_of(settings, device), str(device), settings.attn_implementation
 
 
 def _shared_base(settings: ModelSettings, path: str, device: torch.device) -> Any:
@@ -66,7 +100,7 @@ def _shared_base(settings: ModelSettings, path: str, device: torch.device) -> An
     stats = {one.name: one.stat() for one in folder.iterdir()} if folder.is_dir() else {}
     files = tuple(sorted((name, one.st_size, one.st_mtime_ns) for name, one in stats.items()))
     where = str(folder.resolve()) if folder.is_dir() else path
-    key = (where, files, compute_dtype_of(settings, device), str(device), settings.attn_implementation)
+    key = (*_kind(settings, where, device), files)
     base = SHARED_BASES.get(key)
     if base is None:
         base = SHARED_BASES[key] = _load_base(settings, path, device).to(device)

@@ -2,6 +2,7 @@
 
 import asyncio
 import gc
+import logging
 import os
 import shutil
 from pathlib import Path
@@ -10,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from rollstream.learner.model.loading import SHARED_BASES, can_share
+from rollstream.learner.model.loading import SHARED_BASES, can_share, described_bases, why_apart
 from rollstream.learner.model.policy import PolicyModel
 from rollstream.learner.tiny_model import make_tiny_model
 from rollstream.learner.worker import Worker
@@ -75,6 +76,26 @@ def test_what_cannot_share_has_a_base_model_of_its_own(folder: Path) -> None:
     assert not places[0] & places[1]
 
 
+def test_who_shares_a_base_model_and_why_others_do_not_is_one_text() -> None:
+    path = Path("/models/base")
+    models = {
+        "r/solvers": lora(path),
+        "r/verifiers": lora(path, 8),
+        "r/judges": lora(Path("/models/other")),
+        "r/full": ModelSettings(path=str(path), device="cpu"),
+        "r/small": lora(path).model_copy(update={"quantization": "nf4"}),
+        "r/nowhere": lora(path).model_copy(update={"device": "cuda:999"}),
+    }
+    assert described_bases(models) == (
+        "r/solvers, r/verifiers share /models/base; r/full has its own: its full weights are trained; r/judges has "
+        "its own: no other group has its path, dtype, device and attention; r/small has its own: the state of 4-bit "
+        "weights is in their modules"
+    )
+    several = described_bases({"r/solvers": lora(path), "r/verifiers": lora(path)}, num_ranks=2)
+    assert several.count("has its own: each process has its shards") == 2
+    assert "DoRA" in why_apart(lora(path, use_dora=True), torch.device("cuda"))
+
+
 async def submitted(lab: Lab, name: str, rank: int) -> JobSubmitted:
     """A job of a model group of its own."""
     job = JobSubmitted(
@@ -115,10 +136,17 @@ def published(folder: Path, model: Path, jobs: dict[str, int]) -> dict[str, list
     return found
 
 
-def test_groups_of_one_learner_train_to_the_bits_of_learners_of_their_own(folder: Path, tmp_path: Path) -> None:
+def test_groups_of_one_learner_train_to_the_bits_of_learners_of_their_own(
+    folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "rollstream.learner.worker")
     jobs = {"solvers": 4, "verifiers": 8}
     together = published(tmp_path / "together", folder, jobs)
+    expected = f"base models: run-1/solvers, run-1/verifiers share {folder}"
+    assert [one.getMessage() for one in caplog.records if "base models" in one.getMessage()] == [expected]
+    caplog.clear()
     apart = {name: published(tmp_path / name, folder, {name: rank})[name] for name, rank in jobs.items()}
     assert together == apart
+    assert "base models" not in caplog.text, "one group alone shares nothing"
     assert all(len(set(hashes)) == 3 for hashes in together.values())
     shutil.rmtree(tmp_path / "together")
