@@ -10,7 +10,7 @@ from weakref import WeakValueDictionary
 
 import safetensors
 import torch
-from transformers import AttentionInterface, AutoModelForCausalLM
+from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from rollstream.learner.model import tree_attention
@@ -48,6 +48,23 @@ def load_module(
         torch.manual_seed(seed)
         module = _with_adapters(module, settings)
     return module.to(device)
+
+
+def empty_module(settings: ModelSettings, path: str, device: torch.device, *, seed: int) -> Any:
+    """What `load_module` makes on this device, with all parameters and buffers on the meta device.
+
+    `seed`: without effect, as adapters have no values. Raises ModelError.
+    """
+    folder = Path(path).expanduser()
+    attention = settings.attn_implementation
+    with _named_failures(path), torch.device("meta"):
+        config = AutoConfig.from_pretrained(str(folder) if folder.is_dir() else path, trust_remote_code=False)
+        module = AutoModelForCausalLM.from_config(
+            config,
+            dtype=_held_dtype(settings, device),
+            **({} if attention == "auto" else {"attn_implementation": attention}),
+        )
+        return _with_adapters(module, settings) if settings.lora else module
 
 
 def can_share(settings: ModelSettings, device: torch.device) -> bool:
@@ -186,7 +203,7 @@ def _load_base(settings: ModelSettings, path: str, device: torch.device) -> Any:
     folder = Path(path).expanduser()
     if looks_local and not folder.is_dir():
         raise ModelError(f"model folder {path} does not exist; give a transformers folder or a hub name")
-    dtype = compute_dtype_of(settings, device) if settings.lora else torch.float32
+    dtype = _held_dtype(settings, device)
     attention = settings.attn_implementation
     with _named_failures(path):
         return AutoModelForCausalLM.from_pretrained(
@@ -196,6 +213,11 @@ def _load_base(settings: ModelSettings, path: str, device: torch.device) -> Any:
             attn_implementation=None if attention == "auto" else attention,
             **({} if settings.quantization is None else _in_4_bits(settings, dtype, device)),
         )
+
+
+def _held_dtype(settings: ModelSettings, device: torch.device) -> torch.dtype:
+    """Of the base model's parameters."""
+    return compute_dtype_of(settings, device) if settings.lora else torch.float32
 
 
 @contextmanager

@@ -7,6 +7,7 @@ import copy
 import hashlib
 import logging
 import os
+from functools import partial
 from typing import Any
 
 import safetensors
@@ -21,6 +22,7 @@ from rollstream.eventlog.files import tokenizer_sha256
 from rollstream.learner.model.loading import (
     compile_layers,
     compute_dtype_of,
+    empty_module,
     enable_checkpointing,
     has_dropout,
     has_plain_head,
@@ -45,12 +47,19 @@ class PolicyModel:
     """
 
     def __init__(
-        self, settings: ModelSettings, *, seed: int, path: str | None = None, shares_base: bool = False
+        self,
+        settings: ModelSettings,
+        *,
+        seed: int,
+        path: str | None = None,
+        shares_base: bool = False,
+        has_weights: bool = True,
     ) -> None:
         """Load base weights; adapters begin as `seed` says. Raises ModelError naming what cannot be loaded.
 
         `path`: what the settings' path, as written, stands for here. `shares_base`: adapters use the base model of
-        other policies of this process where they can, see `can_share`; nobody may change its parameters.
+        other policies of this process where they can, see `can_share`; nobody may change its parameters. Without
+        `has_weights` all parameters and buffers are on the meta device, and nothing is known of what they compute.
         """
         self.settings = settings
         self.ranks = Ranks()
@@ -59,9 +68,10 @@ class PolicyModel:
         self.device = torch.device(device_of(settings.device, torch.cuda.device_count(), where))
         self.compute_dtype = compute_dtype_of(settings, self.device)
         self.tokenizer_sha256 = tokenizer_sha256(path or settings.path)
-        self.module: Any = load_module(settings, path or settings.path, self.device, seed=seed, shares_base=shares_base)
+        load = partial(load_module, shares_base=shares_base) if has_weights else empty_module
+        self.module: Any = load(settings, path or settings.path, self.device, seed=seed)
         self._tied = frozenset(getattr(inner(self.module), "all_tied_weights_keys", None) or ())
-        self.selects_logprobs = has_plain_head(self.module)
+        self.selects_logprobs = has_weights and has_plain_head(self.module)
         """Gather hidden states before the head; else logits are made of all tokens at once."""
         self.may_fuse = settings.fused_kernels
         """Compute log-probabilities by the fused kernels where they work."""

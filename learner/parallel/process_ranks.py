@@ -2,7 +2,7 @@
 
 import itertools
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from datetime import timedelta
@@ -25,6 +25,8 @@ from rollstream.schemas.settings import Device
 PATIENCE = timedelta(days=365)
 """How long a process waits for what the others say: rank 0 may have no manifest for days, and torchrun ends all
 processes when one dies."""
+_FAILED, _DONE, _UNDONE = b"!", b"+", b"-"
+"""How what a process tells the others begins: that it failed, or within `agreed` what it has done or not done."""
 END = "end"
 """The last command of rank 0."""
 
@@ -39,6 +41,8 @@ class ProcessRanks(Ranks):
         self._control: Any = dist.new_group(backend="gloo", timeout=PATIENCE)
         self._meshes: dict[str, DeviceMesh] = {}
         self._is_within = False
+        self._has_ended = False
+        """Another process is out of what is done together, because it failed."""
 
     def mesh(self, device: torch.device) -> DeviceMesh:
         """All processes in one dimension, on devices of this kind."""
@@ -87,18 +91,34 @@ class ProcessRanks(Ranks):
             return
         if self.index == 0:
             self.send(command, data)
-        self._is_within = True
+        self._is_within, self._has_ended = True, False
         try:
             yield
         except (RollstreamError, OSError) as error:
-            self.gathered(str(error).encode() or b"it failed")
+            if not self._has_ended:
+                self.gathered(_FAILED + str(error).encode())
             raise
         else:
-            failed = [f"process {rank}: {one.decode()}" for rank, one in enumerate(self.gathered(b"")) if one]
-            if failed:
-                raise RunFailedError(f"{command}: {'; '.join(failed)}")
+            _check(self.gathered(b""), command)
         finally:
             self._is_within = False
+
+    def agreed(self, work: Callable[[], bytes], what: str) -> list[bytes]:
+        """Within `together`: what the work of each process gave, by rank. No process goes on if that of one failed.
+
+        Raises what `work` raises, or RunFailedError that begins with `what`.
+        """
+        failure: RollstreamError | OSError | None = None
+        try:
+            own = _DONE + work()
+        except (RollstreamError, OSError) as error:
+            failure, own = error, _UNDONE + str(error).encode()
+        found = self.gathered(own)
+        self._has_ended = any(one[:1] not in (_DONE, _UNDONE) for one in found)  # it failed before it came here
+        if failure is not None:
+            raise failure
+        _check([b"" if one[:1] == _DONE else one for one in found], what)
+        return [one[1:] for one in found]
 
     def send(self, command: str, data: bytes = b"") -> None:
         """Tell the others, which must `receive`."""
@@ -130,6 +150,13 @@ class ProcessRanks(Ranks):
         parts = [torch.zeros(longest, dtype=torch.uint8) for _ in range(self.num)]
         dist.all_gather(parts, _tensor(data.ljust(longest, b"\0")), group=self._control)
         return [part[: int(size)].numpy().tobytes() for part, size in zip(parts, sizes, strict=True)]
+
+
+def _check(found: Sequence[bytes], what: str) -> None:
+    """Raises RunFailedError with what other processes gave but nothing."""
+    failed = [f"process {rank}: {one[1:].decode() or 'it failed'}" for rank, one in enumerate(found) if one]
+    if failed:
+        raise RunFailedError(f"{what}: {'; '.join(failed)}")
 
 
 def _tensor(data: bytes) -> Tensor:

@@ -12,7 +12,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
+import orjson
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 from torch.distributed.checkpoint.api import CheckpointException
@@ -36,12 +38,36 @@ class ShardedPolicy(PolicyModel):
     """A policy of which every process has a part. What all of them do together, each of them must be asked for."""
 
     def __init__(self, settings: ModelSettings, ranks: ProcessRanks, *, seed: int, path: str | None = None) -> None:
-        """As PolicyModel: every process loads the model whole, and then keeps its shards."""
-        device = ranks.device(settings.device, f"model {settings.path}: device")
-        super().__init__(settings.model_copy(update={"device": device}), seed=seed, path=path)
+        """As PolicyModel, of which only rank 0 loads the weights. The others get them layer by layer, and keep shards.
+
+        To be called within `ranks.together`, because nobody goes on where one process fails. A process that would make
+        another model from the folder's configuration than rank 0 loads its weights, too.
+        """
+        load = partial(self._load, settings, ranks, seed, path)
+        found = [orjson.loads(one) for one in ranks.agreed(partial(load, has_weights=ranks.index == 0), "load")]
+        is_alike = found[ranks.index]["parameters"] == found[0]["parameters"]
+        ranks.agreed(lambda: b"" if is_alike else load(has_weights=True), "load")
         self.ranks = ranks
         self._path = path
+        self.selects_logprobs, self._why_apart = found[0]["selects_logprobs"], found[0]["why_apart"]
+        self._longest_shared = float.fromhex(found[0]["longest_shared"])
         self._shard(ranks)
+
+    def _load(
+        self, settings: ModelSettings, ranks: ProcessRanks, seed: int, path: str | None, *, has_weights: bool
+    ) -> bytes:
+        """The model of this process, whole or without weights, and what is known of it."""
+        device = ranks.device(settings.device, f"model {settings.path}: device")
+        super().__init__(settings.model_copy(update={"device": device}), seed=seed, path=path, has_weights=has_weights)
+        named = [*self.module.named_parameters(), *self.module.named_buffers()]
+        return orjson.dumps(
+            {
+                "parameters": [[name, list(value.shape), str(value.dtype)] for name, value in named],
+                "selects_logprobs": self.selects_logprobs,
+                "longest_shared": self._longest_shared.hex(),
+                "why_apart": self._why_apart,
+            }
+        )
 
     def _shard(self, ranks: ProcessRanks) -> None:
         """Layer by layer, then what is left: embeddings, norm and head, which stay whole from forward to backward."""
@@ -51,7 +77,9 @@ class ShardedPolicy(PolicyModel):
         )
         shard: Callable[..., Any] = partial(fully_shard, mesh=ranks.mesh(self.device), mp_policy=policy)
         for layer in [part for part in self.module.modules() if isinstance(part, GradientCheckpointingLayer)]:
+            take_from_first(layer, self.device)
             shard(layer)
+        take_from_first(self.module, self.device)
         shard(self.module, reshard_after_forward=False)
         for part in self.module.modules():
             if isinstance(part, FSDPModule):
@@ -99,13 +127,33 @@ class ShardedPolicy(PolicyModel):
     def take_weights(self) -> None:
         """Take over the weights that rank 0 loads. To be called in all other processes."""
         own = self.weights()
-        self._assign(own, {name: torch.empty(value.shape, dtype=value.dtype) for name, value in own.items()})
+        self._assign(own, {})
 
     def _assign(self, own: dict[str, Tensor], tensors: dict[str, Tensor]) -> None:
-        """`tensors`: whole, where those of rank 0 count, or shards."""
+        """`tensors`: whole, where those of rank 0 count, or shards; none in a process that takes those of rank 0."""
         with torch.no_grad(), self.ranks.together("take_weights"):
             for name, value in own.items():
-                value.copy_(sharded_like(value, tensors[name]))
+                given = tensors[name] if tensors else torch.empty(value.shape, dtype=value.dtype)
+                value.copy_(sharded_like(value, given))
+
+
+@torch.no_grad()
+def take_from_first(part: torch.nn.Module, device: torch.device) -> None:
+    """Give all processes what rank 0 has of a part that is not in shards yet; to be called in all of them."""
+    made: dict[Tensor, Tensor] = {}
+    for module in part.modules():
+        for values in (module._parameters, module._buffers):
+            for name, value in values.items():
+                if value is not None and value.is_meta:
+                    values[name] = made.setdefault(value, _empty_like(value, device))  # pyright: ignore[reportArgumentType]
+    for value in [*part.parameters(), *part.buffers()]:
+        if not isinstance(value, DTensor) and value.numel():
+            dist.broadcast(value.detach().reshape(-1).view(torch.uint8), 0)  # the bytes, whatever their type
+
+
+def _empty_like(value: Tensor, device: torch.device) -> Tensor:
+    found = torch.empty(value.shape, dtype=value.dtype, device=device)
+    return torch.nn.Parameter(found, value.requires_grad) if isinstance(value, torch.nn.Parameter) else found
 
 
 def sharded_like(target: Tensor, source: Tensor) -> Tensor:
