@@ -1,6 +1,6 @@
 """Options of a request that an answer here does not follow, by what is done about each (docs/gateway.md). Pure."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -57,6 +57,41 @@ def unmet(extra: Mapping[str, Any]) -> dict[str, Any]:
 def unenforced(extra: Mapping[str, Any]) -> str | None:
     """The first key whose value a server would have to hold the tokens to."""
     return next((key for key in unmet(extra) if key in ENFORCED), None)
+
+
+TOOL_CHOICES = ("auto", "none", "required")
+ALLOWED_TOOLS = "allowed_tools"
+
+
+def wrong_tool_choice(choice: Any, tools: Sequence[Mapping[str, Any]]) -> str | None:
+    """What is wrong with a `tool_choice` beside these tools, and the remedy; None if nothing is."""
+    if isinstance(choice, str) and choice in TOOL_CHOICES:
+        return None
+    known = ", ".join(map(repr, TOOL_CHOICES))
+    if not isinstance(choice, Mapping):
+        return f"{choice!r:.100} is unknown; use {known} or an object that names one of tools"
+    for one in _chosen(choice):
+        name = _name_of(one)
+        is_provided = not is_function(one) and any(tool.get("type") == one.get("type") for tool in tools)
+        if name is None and not is_provided:
+            return f"{choice!r:.100} names no tool; use {known} or an object that names one of tools"
+        if not is_provided and name not in {_name_of(tool) for tool in tools}:
+            return f"tool {name!r:.100} is not one of tools; add it there, or choose another one"
+    return None
+
+
+def _chosen(choice: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
+    """The tools that a choice names. Chat completions nest a list of allowed ones once more than responses do."""
+    if choice.get("type") != ALLOWED_TOOLS:
+        return [choice]
+    listed = choice.get(ALLOWED_TOOLS, choice)
+    tools = listed.get("tools") if isinstance(listed, Mapping) else None
+    return [one for one in tools if isinstance(one, Mapping)] if isinstance(tools, list) and tools else [{}]
+
+
+def _name_of(tool: Mapping[str, Any]) -> Any:
+    described = tool.get(str(tool.get("type", "function")))
+    return (described if isinstance(described, Mapping) else tool).get("name")
 
 
 def is_alias(name: str, patterns: Iterable[str]) -> bool:

@@ -160,6 +160,9 @@ class SampledRequest(BaseModel):
         wanted |= {"seed": self.seed} if self.seed is not None else {}
         return wanted | options.unmet(self.model_extra or {})
 
+    def check_tool_choice(self) -> None:
+        """Raises Refusal (400) for a choice that no server knows, or of a tool that the request does not offer."""
+
     def check_enforced(self) -> None:
         """Raises Refusal (400) for an option that would have to constrain the sampled tokens."""
         key = options.unenforced(self.model_extra or {})
@@ -188,6 +191,12 @@ class ChatRequest(SampledRequest):
         is_off = (self.model_extra or {}).get("tool_choice") == "none"
         functions = [tool for tool in self.tools if options.is_function(tool)]
         return functions if functions and not is_off else None
+
+    def check_tool_choice(self) -> None:
+        """See `SampledRequest`."""
+        choice = (self.model_extra or {}).get("tool_choice", "auto")
+        if (wrong := options.wrong_tool_choice(choice, self.tools)) is not None:
+            raise Refusal(400, f"tool_choice: {wrong}", param="tool_choice", code="invalid_value")
 
     def deviations(self, sampling: Sampling) -> dict[str, Any]:
         """See `SampledRequest`; also tools that the prompt does not offer."""
@@ -241,4 +250,5 @@ def checked_request(kind: type[_R], value: Any) -> _R:
             raise Refusal(
                 400, f"{key}: {value!r} is not supported here; remove it", param=key, code="unsupported_value"
             )
+    request.check_tool_choice()
     return request

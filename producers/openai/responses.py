@@ -87,7 +87,7 @@ class ResponsesRequest(_Given):
     temperature: float | None = Field(default=None, ge=0, le=2)
     top_p: float | None = Field(default=None, gt=0, le=1)
     tools: list[OfferedTool] = Field(default_factory=list)
-    tool_choice: Literal["auto", "none", "required"] | dict[str, Any] = "auto"
+    tool_choice: str | dict[str, Any] = "auto"
     stream: bool = False
     stream_options: dict[str, Any] = Field(default_factory=dict)
     include: list[str] = Field(default_factory=list)

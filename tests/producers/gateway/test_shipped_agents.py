@@ -192,7 +192,7 @@ def test_tools_of_an_item_are_offered_like_those_of_the_request(tmp_path):
         ("chat/completions", {"tools": [{"type": "custom", "custom": {"name": "p"}}]}, {"tools": ["custom"]}),
         ("chat/completions", {"min_p": 0, "response_format": {"type": "text"}, "service_tier": "auto"}, {}),
         ("responses", {"text": {"format": {"type": "json_object"}}}, {"response_format": {"type": "json_object"}}),
-        ("responses", {"tool_choice": {"type": "function", "name": "f"}, "truncation": "auto"}, None),
+        ("responses", {"tool_choice": "required", "truncation": "auto"}, None),
         ("messages", {"tool_choice": {"type": "any"}}, {"tool_choice": "required"}),
         (
             "messages",

@@ -151,6 +151,7 @@ def test_either_clients_key_is_taken_and_errors_have_the_routes_shape(tmp_path):
         ({"messages": []}, "messages: List should have at least 1 item"),
         ({"max_tokens": 0}, "max_tokens: Input should be greater"),
         ({"tool_choice": {"type": "all"}}, "tool_choice.type: Input should be 'auto', 'none', 'any' or 'tool'"),
+        ({"tool_choice": {"type": "tool", "name": "add"}}, "tool_choice: tool 'add' is not one of tools"),
         ({"tools": [{"name": "add"}]}, "tools.0: input_schema is missing; describe the tool's input"),
         ({"mcp_servers": []}, "mcp_servers"),
         ({"system": [{"type": "image"}]}, "system.0: only blocks of type text"),

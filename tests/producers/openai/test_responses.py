@@ -160,6 +160,8 @@ def test_the_runs_sampling_is_enforced_and_an_answer_that_is_cut_is_incomplete(t
         ({"input": [{"type": "function_call", "name": "add"}]}, "input.0"),
         ({"tools": [{"type": "function"}]}, "tools.0"),
         ({"tool_choice": "required"}, "tool_choice"),
+        ({"tool_choice": "always"}, "tool_choice"),
+        ({"tool_choice": {"type": "function", "name": "f"}}, "tool_choice"),
         ({"text": {"format": {"type": "json_object"}}}, "response_format"),
         ({"background": True}, "background"),
         ({"max_output_tokens": 0}, "max_output_tokens"),
