@@ -13,6 +13,8 @@ import orjson
 MAX_ENTRIES = 1024
 MAX_CHARACTERS = 1 << 22
 """Of the texts that a cache remembers: 4 MiB or a few times that."""
+MAX_TOKEN_TEXTS = 1 << 18
+"""Of single tokens: all that most vocabularies have."""
 _PROBE = "a b  c\n0 <|im_end|> \u00e9\u4e2d"
 Value = TypeVar("Value")
 
@@ -48,6 +50,8 @@ class ChatTokenizer:
         self.wrapped = tokenizer
         self.eos_token_id: int = tokenizer.eos_token_id
         self._ids, self._texts = TextCache(), TextCache()
+        self._token_texts: dict[tuple[int, bool], str] = {}
+        """Of single tokens, which every answer is spelt in; bounded by MAX_TOKEN_TEXTS."""
         self._backend = _backend_of(tokenizer)
 
     def __getattr__(self, name: str) -> Any:
@@ -70,6 +74,17 @@ class ChatTokenizer:
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
         """Text of token ids."""
+        if len(token_ids) != 1:
+            return self._decoded(token_ids, skip_special_tokens)
+        key = token_ids[0], skip_special_tokens
+        text = self._token_texts.get(key)
+        if text is None:
+            text = self._decoded(token_ids, skip_special_tokens)
+            if len(self._token_texts) < MAX_TOKEN_TEXTS:
+                self._token_texts[key] = text
+        return text
+
+    def _decoded(self, token_ids: Sequence[int], skip_special_tokens: bool) -> str:
         if self._backend is None:
             return self.wrapped.decode(token_ids, skip_special_tokens=skip_special_tokens)
         return self._backend.decode(list(token_ids), skip_special_tokens=skip_special_tokens)

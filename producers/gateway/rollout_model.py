@@ -4,6 +4,7 @@ Token-exact over calls: an answer with tool calls that a client gives back parse
 wrote it. Which calls are repeated, and when the rollout ends, is up to `played`.
 """
 
+import functools
 import hashlib
 from array import array
 from collections.abc import Mapping, Sequence
@@ -99,7 +100,7 @@ class RolloutModel:
         if isinstance(asked, RespondedRequest):
             notes |= {"response_id": asked.own_id, "has_instructions": asked.has_instructions}
         deviations = asked.deviations(self.session.sampling)
-        deviations |= {} if asked.model in self._agents_by_name() else {"model": asked.model}
+        deviations |= {} if asked.model in self._agents_by_name else {"model": asked.model}
         notes |= {"asked": deviations} if deviations else {}
         try:
             replies = await self.session.sample(
@@ -118,8 +119,9 @@ class RolloutModel:
             raise Refusal(400, str(error), param=asked.PROMPT_KEY) from error
         except EnvironmentRunError as error:
             raise Refusal(400, str(error)) from error
-        for reply, answer in zip(replies, self.answered(asked, replies).answers, strict=True):
-            self._keep_written(answer, reply.text)
+        if _tools_of(asked):
+            for reply, answer in zip(replies, self.answered(asked, replies).answers, strict=True):
+                self._keep_written(answer, reply.text)
         await self.session.acknowledged()
         self.keep_response(replies[0].step_index, notes)
         return replies
@@ -217,7 +219,7 @@ class RolloutModel:
         """The agent that a model's name stands for: an agent's own name, a model group's or an alias. Raises Refusal
         (404).
         """
-        agents = self._agents_by_name()
+        agents = self._agents_by_name
         if model in agents:
             return agents[model]
         if is_alias(model, self._aliases):
@@ -227,6 +229,7 @@ class RolloutModel:
             404, f"model {model!r} is not served here; use one of: {known}", param="model", code="model_not_found"
         )
 
+    @functools.cached_property
     def _agents_by_name(self) -> dict[str, str]:
         session = self.session
         groups = {session.model_group(agent): agent for agent in reversed(session.agents)}

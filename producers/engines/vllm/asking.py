@@ -1,7 +1,7 @@
 """What a request asks of a server, and the ids that top_p and top_k left, as a server tells them."""
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -64,14 +64,16 @@ def top_by_name(tops: Iterable[Mapping[str, float]]) -> list[dict[int, float]]:
     return [{int(name.rpartition(":")[2]): logprob for name, logprob in top.items()} for top in tops]
 
 
-def kept_ids(request: GenerationRequest, base: BaseModel, tops_T: Sequence[Mapping[int, float]]) -> KeptIds | None:
-    """The ids that each token was sampled from, where they are wanted.
+def kept_ids(
+    request: GenerationRequest, base: BaseModel, tops: Callable[[], Sequence[Mapping[int, float]]]
+) -> KeptIds | None:
+    """The ids that each token was sampled from, where they are wanted. `tops`: (T,), by token.
 
     Raises ValueError if their probabilities do not add up to 1: then others were left too.
     """
     if not keeps_ids(request.sampling):
         return None
-    draws = [[(one, logprob) for one, logprob in sorted(top.items()) if logprob > NO_LOGPROB] for top in tops_T]
+    draws = [[(one, logprob) for one, logprob in sorted(top.items()) if logprob > NO_LOGPROB] for top in tops()]
     for drawn in draws:
         total = math.fsum(math.exp(logprob) for _, logprob in drawn)
         if abs(total - 1) > MAX_UNTOLD:

@@ -237,7 +237,7 @@ class Server:
                 raise self.http.error("gave log-probabilities of other tokens than it sampled; report it to vLLM")
             logprobs = tuple(float(one["logprob"]) for one in content)
             spans = self._spans(request, version, len(ids), choice.get("weight_versions"))
-            kept = kept_ids(request, version.base, top_by_id(content))
+            kept = kept_ids(request, version.base, lambda: top_by_id(content))
         except (LookupError, TypeError, ValueError) as error:
             raise self.http.error(
                 f"gave an answer without token ids or log-probabilities ({error}): {shown(choice)}"
@@ -255,7 +255,7 @@ class Server:
         try:
             ids = tuple(choice["token_ids"])
             logprobs = tuple(map(float, choice["logprobs"]["token_logprobs"]))
-            kept = kept_ids(request, version.base, top_by_name(choice["logprobs"].get("top_logprobs") or ()))
+            kept = kept_ids(request, version.base, lambda: top_by_name(choice["logprobs"].get("top_logprobs") or ()))
         except (LookupError, TypeError, ValueError) as error:
             raise self.http.error(
                 f"gave an answer without token ids or log-probabilities ({error}): {shown(choice)}; use a vLLM that "

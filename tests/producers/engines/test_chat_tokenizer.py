@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
 from rollstream.learner.tiny_model import make_tiny_model
+from rollstream.producers.engines import chat_tokenizer
 from rollstream.producers.engines.chat_tokenizer import ChatTokenizer, TextCache
 
 CHAT = [{"role": "user", "content": "2 + 2?"}]
@@ -31,6 +32,19 @@ def test_ids_and_texts_are_those_of_transformers(plain: Any, text: str, has_spec
         assert tokenizer.decode(array("i", ids), skip_special_tokens=skips) == plain.decode(
             ids, skip_special_tokens=skips
         )
+
+
+def test_texts_of_single_tokens_are_those_of_transformers_and_as_many_as_the_bound_are_remembered(
+    plain: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(chat_tokenizer, "MAX_TOKEN_TEXTS", 5)
+    tokenizer = ChatTokenizer(plain)
+    for _ in range(2):
+        for number in range(len(plain)):
+            for skips in (True, False):
+                expected = plain.decode([number], skip_special_tokens=skips)
+                assert tokenizer.decode(array("i", [number]), skip_special_tokens=skips) == expected
+    assert len(tokenizer._token_texts) == 5
 
 
 def test_a_template_is_rendered_as_by_transformers_for_each_set_of_options(plain: Any) -> None:
