@@ -18,7 +18,7 @@ from typing import Any, NamedTuple, Self, TypeVar
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from rollstream.eventlog.http.http_json import HttpAnswer, HttpServer, TryAgainError, retry_after, shown
+from rollstream.eventlog.http.http_json import HttpAnswer, HttpServer, TryAgainError, decoded, retry_after, shown
 from rollstream.producers.gateway.marks import ENDED, IDEMPOTENCY_KEY, address_file, token_file
 from rollstream.producers.rollout.reply import TurnsExhausted
 from rollstream.schemas.errors import (
@@ -289,7 +289,7 @@ def _checked(answer: HttpAnswer, url: str) -> Any:
 
 def _parsed(body: bytes, url: str) -> Any:
     try:
-        return json.loads(body)
+        return decoded(body)
     except (ValueError, RecursionError) as error:
         raise GatewayError(f"{url} answered what is not JSON: {shown(body)}; check the gateway's URL") from error
 
