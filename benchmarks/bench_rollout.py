@@ -4,7 +4,7 @@
 
 | section | measures |
 | --- | --- |
-| lora, full | from a version handed to the engine to its first token; requests lost; tokens/s beside updates |
+| lora, full | from a version's record sent to Kafka to its first token; requests lost; tokens/s beside updates |
 | gateway | chat completions by the recording gateway (producers process, Kafka) beside the same asked of vLLM itself |
 | kills | calls lost and doubled when the producers process is killed under load (the scripted engine) |
 | run | guess_number on vLLM, an adapter: reward by epoch, and how far engine and learner are apart by version |
@@ -21,19 +21,24 @@ import statistics
 import subprocess
 import tempfile
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
 import aiohttp
 import yaml
 
+from rollstream.eventlog.artifacts import ArtifactStore
 from rollstream.eventlog.broker.broker import EmbeddedBroker
 from rollstream.eventlog.kafka.log import KafkaLog
 from rollstream.producers import GatewayClient
 from rollstream.producers.engines.base import GenerationRequest
 from rollstream.producers.engines.vllm import VllmEngine
+from rollstream.producers.engines.weight_follower import WeightFollower
 from rollstream.schemas.errors import RollstreamError
+from rollstream.schemas.events import WeightsPublished
+from rollstream.schemas.permissions import Permissions
 from rollstream.schemas.settings import Sampling
 from tests.producers.engines.engine_rig import GROUP
 from tests.rigs.gateway_load import ProducersProcess, first_weights, killed_under_load, task_for_agents
@@ -117,18 +122,43 @@ class RequestLoad:
         return (self.num_tokens - before) / (time.perf_counter() - begun)
 
 
+@asynccontextmanager
+async def following(
+    folder: Path, engine: VllmEngine, store: ArtifactStore, base: Path
+) -> AsyncIterator[tuple[KafkaLog, WeightFollower]]:
+    """A log in Kafka, and a follower that gives the engine what is published there, as in a producers process."""
+    with EmbeddedBroker(folder / "broker") as broker:
+        async with KafkaLog(broker.kafka, client_id="bench") as log:
+            await log.ensure_topics(num_partitions=6)
+            allowed = Permissions.of([f"model:{base}"], os.environ)
+            follower = WeightFollower(log, store, engine, engine_id="bench", permissions=allowed)
+            task = asyncio.create_task(follower.run())
+            try:
+                yield log, follower
+            finally:
+                task.cancel()
+                await asyncio.wait({task})
+
+
+def stored(store: ArtifactStore, version: tuple[WeightsPublished, Path]) -> WeightsPublished:
+    """The record of a version whose weights are in the store."""
+    event, path = version
+    return event.model_copy(update={"artifact": store.put_file(path)})
+
+
 async def measure_updates(folder: Path, make: Callable[..., Any], sizes: Sizes) -> dict[str, Any]:
-    """Versions loaded under load, passes with and without updates interleaved."""
+    """Versions published under load, passes with and without updates interleaved."""
     os.environ.update(ENVIRONMENT)
-    base = tiny_base(folder)
-    versions = [make(base, folder, number) for number in range(sizes.updates + 1)]
+    base, store = tiny_base(folder), ArtifactStore(str(folder / "artifacts"))
+    versions = [stored(store, make(base, folder, number)) for number in range(sizes.updates + 1)]
     settings = started_settings(arguments=WHOLE_PROMPTS, folder=folder / "vllm", start_timeout_s=START_S)
     engine, seconds, loading = VllmEngine(settings), list[float](), list[float]()
 
     async def update(numbers: Sequence[int]) -> None:
         for number in numbers:
             begun = time.perf_counter()
-            await engine.load(*versions[number])
+            await log.send(versions[number])
+            await follower.wait_for(GROUP, number)
             loading.append(time.perf_counter() - begun)
             first = await engine.generate(GenerationRequest(GROUP, PROMPT, Sampling(max_new_tokens=1), number))
             seconds.append(time.perf_counter() - begun)
@@ -137,24 +167,26 @@ async def measure_updates(folder: Path, make: Callable[..., Any], sizes: Sizes) 
 
     try:
         await engine.start()
-        await engine.load(*versions[0])
-        load, share = RequestLoad(engine), sizes.updates // sizes.passes
-        workers = [asyncio.create_task(load.go_on(seed)) for seed in range(sizes.requests)]
-        await asyncio.sleep(5 * sizes.interval_s)
-        without: list[float] = []
-        with_updates: list[float] = []
-        for number in range(sizes.passes):
-            without.append(await load.during(asyncio.sleep(share * sizes.interval_s)))
-            with_updates.append(await load.during(update(range(number * share + 1, (number + 1) * share + 1))))
-        for worker in workers:
-            worker.cancel()
-        await asyncio.wait(workers)
+        async with following(folder, engine, store, base) as (log, follower):
+            await log.send(versions[0])
+            await follower.wait_for(GROUP, 0)
+            load, share = RequestLoad(engine), sizes.updates // sizes.passes
+            workers = [asyncio.create_task(load.go_on(seed)) for seed in range(sizes.requests)]
+            await asyncio.sleep(5 * sizes.interval_s)
+            without: list[float] = []
+            with_updates: list[float] = []
+            for number in range(sizes.passes):
+                without.append(await load.during(asyncio.sleep(share * sizes.interval_s)))
+                with_updates.append(await load.during(update(range(number * share + 1, (number + 1) * share + 1))))
+            for worker in workers:
+                worker.cancel()
+            await asyncio.wait(workers)
     finally:
         await engine.close()
     return {
         "updates": len(seconds),
         "first_token_ms": {"p50": 1000 * statistics.median(seconds), "p99": 1000 * percentile(seconds, 0.99)},
-        "load_ms": {"p50": 1000 * statistics.median(loading), "p99": 1000 * percentile(loading, 0.99)},
+        "loaded_ms": {"p50": 1000 * statistics.median(loading), "p99": 1000 * percentile(loading, 0.99)},
         "requests": load.num_requests,
         "lost": len(load.lost),
         "reasons": load.lost[:5],
