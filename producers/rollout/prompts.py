@@ -89,21 +89,21 @@ class WrittenAnswers:
 
     def as_written(self, message: Mapping[str, Any]) -> Message | None:
         """The message with what the model wrote; None if it is not one of its answers."""
-        if message.get("role") != "assistant" or not self._texts:
+        if not self._texts or not _is_answer(message):
             return None
         written = self._texts.get(_fingerprint(message.get("content"), message.get("tool_calls")))
         return None if written is None else {"role": "assistant", "content": written}
 
     def restored(self, messages: Sequence[Message]) -> Sequence[Message]:
         """Messages as the chat template gets them. Raises EnvironmentRunError for one that is not JSON."""
-        if not self._texts and not any(message.get("tool_calls") for message in messages):
+        if not self._texts and not any(_is_answer(message) and message.get("tool_calls") for message in messages):
             return messages
         return [self.as_written(message) or for_template(message) for message in plain([*messages], "messages")]
 
 
 def for_template(message: Message) -> Message:
     """A message as chat templates expect it: text as its content, arguments of tool calls as objects."""
-    calls = message.get("tool_calls")
+    calls = message.get("tool_calls") if _is_answer(message) else None
     if not calls:
         return message
     return message | {
@@ -122,6 +122,15 @@ def with_object_arguments(call: dict[str, Any]) -> dict[str, Any]:
     except orjson.JSONDecodeError:
         return call
     return {**call, "function": {**function, "arguments": arguments}}
+
+
+def _is_answer(message: Any) -> bool:
+    """Whether a message has the shape of the assistant's; any other is up to the chat template."""
+    if not isinstance(message, Mapping) or message.get("role") != "assistant":
+        return False
+    content, calls = message.get("content"), message.get("tool_calls") or []
+    are_calls = isinstance(calls, list) and all(isinstance(call, dict) for call in calls)
+    return are_calls and isinstance(content, str | None)
 
 
 def _fingerprint(text: str | None, calls: Sequence[Mapping[str, Any]] | None) -> bytes:

@@ -110,6 +110,32 @@ def test_a_call_that_cannot_be_read_stays_text_and_without_tools_none_is_looked_
     assert [reply.message["content"] for reply in replies] == ["<tool_call>{not json}</tool_call>", CALL]
 
 
+@pytest.mark.parametrize(
+    "message",
+    [
+        {"role": "assistant", "content": 3, "tool_calls": []},
+        {"role": "assistant", "content": "", "tool_calls": "add"},
+        {"role": "assistant", "content": "", "tool_calls": ["add"]},
+        {"role": "assistant", "content": "", "tool_calls": [{"function": "add"}]},
+        {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "add", "arguments": "{"}}]},
+    ],
+)
+def test_a_message_of_another_shape_is_up_to_the_chat_template(play, monkeypatch, message):
+    rendered = []
+    monkeypatch.setattr(
+        ScriptedTokenizer, "apply_chat_template", lambda _, messages, **options: rendered.append(messages) or "a"
+    )
+
+    @register_environment("test_shapes")
+    async def shapes(session):
+        await session.chat([QUESTION], tools=[TOOL])
+        await session.chat([QUESTION, message], tools=[TOOL])
+        await session.reward(1.0)
+
+    play(task_of("test_shapes", **LONG), answers(CALL)).assert_complete()
+    assert rendered[-1][-1] == message
+
+
 def test_calls_of_an_example_that_the_model_did_not_write_are_rendered_as_objects(play, monkeypatch):
     rendered = []
     render = ScriptedTokenizer.apply_chat_template
