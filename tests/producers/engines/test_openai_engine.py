@@ -35,7 +35,7 @@ class Server:
         self.requests = []
         self._answers = cycle(answers)
 
-    async def answer(self, request):
+    async def answer(self, request) -> web.StreamResponse:
         body = await request.read()
         self.requests.append((request.path, dict(request.headers), json.loads(body) if body else None))
         status, headers, content = next(self._answers)
@@ -79,6 +79,29 @@ def ask(server, *requests, **settings):
 
 def text_of(generation):
     return TextTokenizer().decode(generation.token_ids, skip_special_tokens=True)
+
+
+class Dying(Server):
+    """Breaks off within its first answer, as a server that is killed does."""
+
+    async def answer(self, request):
+        if self.requests:
+            return await super().answer(request)
+        self.requests.append((request.path, {}, await request.json()))
+        response = web.StreamResponse(headers={"Content-Type": "application/json", "Content-Length": "1000"})
+        await response.prepare(request)
+        await response.write(b'{"choices": [{"message": {"content": "ye')
+        request.transport.abort()
+        return response
+
+
+def test_a_server_that_is_killed_within_an_answer_is_asked_again_with_the_same_seed():
+    server = Dying((200, {}, completion("yes")))
+    (found,) = ask(server, request(), retry_wait_s=0.01)
+    assert text_of(found) == "yes"
+    first, second = (body for _, _, body in server.requests)
+    assert first == second
+    assert "seed" in first
 
 
 def test_the_server_gets_messages_sampling_and_key_and_its_text_comes_back():

@@ -110,6 +110,7 @@ def test_a_body_that_is_no_json_object_is_a_400(tmp_path, url, body):
         (RESPOND, {"input": []}, "input"),
         (RESPOND, {"input": 3}, "input"),
         (RESPOND, {"input": [{"type": "input_image"}]}, "input.0"),
+        (RESPOND, {"input": [{"type": "additional_tools", "tools": [{"name": "f"}]}]}, "input.0.tools.0"),
         (RESPOND, {"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input.0.content.0"),
         (RESPOND, {"model": 3}, "model"),
         (RESPOND, {"max_output_tokens": 0}, "max_output_tokens"),
@@ -215,7 +216,7 @@ def test_a_wrong_key_is_a_401_and_that_of_another_rollout_a_403(tmp_path, url):
 def test_an_unknown_rollout_is_a_404_by_its_own_key_a_503_and_anothers_key_a_403(tmp_path):
     async def agent(one: Any) -> None:
         other = RolloutKeys(one.token).key_of("run-1/rl/e00000/t00009/m0/a0")
-        for url in (CHAT, RESPOND, MESSAGES, COUNT, "/reward", "/end"):
+        for url in (*APIS, "/reward", "/end"):
             await one.post(url, ASKED.get(url, {"value": 1.0}), status=403, key=other)
             unknown = f"{one.url}/rollouts/run-1/rl/e00000/t00009/m0/a0{url}"
             body = ASKED.get(url, {"value": 1.0} if url == "/reward" else {})
@@ -252,7 +253,7 @@ def test_the_gateways_token_names_a_rollout_of_a_process_that_was_killed_where_t
     play_outside(tmp_path, agent, **of_log).assert_complete()
 
 
-@pytest.mark.parametrize("url", [CHAT, COMPLETE, MESSAGES])
+@pytest.mark.parametrize("url", [CHAT, COMPLETE, RESPOND, MESSAGES])
 def test_a_client_that_hangs_up_in_mid_stream_leaves_one_whole_step_and_can_have_it(tmp_path, url, caplog):
     answer = "abcdefghij" * 200
 
@@ -279,7 +280,8 @@ def test_a_client_that_hangs_up_in_mid_stream_leaves_one_whole_step_and_can_have
 
 def _text(piece: dict[str, Any]) -> str:
     if "choices" not in piece:
-        return piece.get("delta", {}).get("text", "")
+        delta = piece.get("delta", "")
+        return delta if isinstance(delta, str) else delta.get("text", "")
     return "".join(choice.get("text") or choice.get("delta", {}).get("content") or "" for choice in piece["choices"])
 
 
