@@ -6,6 +6,7 @@ No model is loaded here.
 import asyncio
 import os
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -55,7 +56,10 @@ class ServedTeacher:
         """To ask, the first that the server offers."""
 
     def check(self, timeout_s: float) -> str:
-        """Ask once whether the server can teach: "", or why it does not answer. Raises what `logprobs` raises."""
+        """Ask once whether the server can teach: "", or why it does not answer. Raises what `logprobs` raises.
+
+        In a thread: the caller may have an event loop of its own.
+        """
 
         async def asked() -> None:
             http = self._http(timeout_s)
@@ -66,7 +70,8 @@ class ServedTeacher:
                 await http.close()
 
         try:
-            asyncio.run(asked())
+            with ThreadPoolExecutor(1) as thread:
+                thread.submit(lambda: asyncio.run(asked())).result()
         except ModelError as error:
             if not isinstance(error.__cause__, TryAgainError):
                 raise

@@ -274,6 +274,17 @@ def test_a_server_that_does_not_answer_yet_is_no_reason_to_refuse_a_run(
     assert ("the learner will ask it again" in caplog.text) == bool(url)
 
 
+def test_a_teacher_is_checked_where_components_open_a_run_in_an_event_loop(
+    teacher: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def opens() -> None:
+        algorithm = OpdSettings(teacher=str(teacher), teacher_url="http://127.0.0.1:10")
+        check_teacher(algorithm, Sampling(), str(teacher), "a.algorithm.teacher")
+
+    asyncio.run(opens())
+    assert "the learner will ask it again" in caplog.text
+
+
 def test_a_url_without_a_teacher_is_refused() -> None:
     with pytest.raises(ValueError, match="teacher_url needs teacher"):
         MixSettings(ref_kl=0.5, context="{a}", teacher_url="http://x")
