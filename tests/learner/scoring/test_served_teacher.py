@@ -302,6 +302,7 @@ def test_a_vllm_server_teaches_what_its_model_says(vllm_server: VllmServer) -> N
         assert found.tolist() == pytest.approx(wanted, abs=1e-4)
     echoing = ServedTeacher(vllm_server.url, str(vllm_server.base), AutoTokenizer.from_pretrained(vllm_server.base))
     echoing.ways = (ECHO,)
+    assert (asked.check(60), echoing.check(60)) == ("", "")
     for found, wanted in zip(echoing.logprobs(rows), asked.logprobs(rows), strict=True):
         assert found.tolist() == pytest.approx(wanted.tolist(), abs=1e-5)
     with pytest.raises(ModelError, match="another/model: start the server with that"):
