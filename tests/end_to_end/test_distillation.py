@@ -4,11 +4,14 @@ import dataclasses
 import json
 import re
 import shutil
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 import pytest
 
 from rollstream.learner.tiny_model import make_tiny_model
+from tests.rigs.vllm_server import VllmServer
 
 pytestmark = [pytest.mark.kafka, pytest.mark.slow, pytest.mark.timeout(400)]
 HASHES = "SELECT weights_sha256 FROM training_steps WHERE run_id = '{}' ORDER BY version"
@@ -98,3 +101,62 @@ def test_a_teacher_of_another_vocabulary_is_named_before_anything_starts(project
     assert "trainer_adapters.learner.algorithm.teacher: " in refused.stderr
     assert "has another vocabulary than model" in refused.stderr
     assert "give a teacher of the same model family" in refused.stderr
+
+
+class ChatOnly(BaseHTTPRequestHandler):
+    """A server that lists its model and answers in text, and scores no prompts."""
+
+    root = ""
+
+    def do_GET(self) -> None:
+        self.answer({"data": [{"id": "wise", "root": self.root}]})
+
+    def do_POST(self) -> None:
+        self.rfile.read(int(self.headers["Content-Length"]))
+        self.answer({"choices": [{"text": "yes", "logprobs": None}]})
+
+    def answer(self, body: Any) -> None:
+        content = json.dumps(body).encode()
+        self.send_response(200)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(content)))
+        self.end_headers()
+        self.wfile.write(content)
+
+    def log_message(self, format: str, *args: Any) -> None:
+        """Nothing."""
+
+
+def test_a_teachers_server_that_scores_no_prompts_is_named_before_anything_starts(project: Any) -> None:
+    teacher = make_tiny_model(project.folder / "teacher", seed=9, hidden_size=32)
+    server = ThreadingHTTPServer(("127.0.0.1", 0), type("Named", (ChatOnly,), {"root": str(teacher)}))
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    url = f"http://127.0.0.1:{server.server_port}"
+    configuration = project.configuration(num_epochs=1)
+    algorithm = {"name": "opd", "teacher": str(teacher), "teacher_url": url}
+    configuration["trainer_adapters"]["learner"]["algorithm"] = algorithm
+    try:
+        refused = project.run("finetune", "--config_file", str(project.write(configuration)))
+    finally:
+        server.shutdown()
+        server.server_close()
+    assert (refused.returncode, refused.stderr.count("\n")) == (1, 1), refused.stderr
+    wanted = f"trainer_adapters.learner.algorithm.teacher_url: teacher {url} gave no log-probabilities of the prompt"
+    assert wanted in refused.stderr
+    assert "set algorithm.teacher_url to a vLLM server" in refused.stderr
+
+
+@pytest.mark.vllm
+def test_a_run_learns_from_a_teacher_on_a_vllm_server_and_is_replayed_without_it(
+    project: Any, vllm_server: VllmServer
+) -> None:
+    vllm_server.restore()
+    configuration = project.configuration(num_epochs=2)
+    algorithm = {"name": "opd", "teacher": str(vllm_server.base), "teacher_url": vllm_server.url}
+    configuration["trainer_adapters"]["learner"]["algorithm"] = algorithm
+    done = project.run("finetune", "--config_file", str(project.write(configuration)), "--run_id", "taught")
+    assert done.returncode == 0, done.stdout + done.stderr + project.logs()
+    replayed = project.run("replay", "taught", "--verify", "--train")
+    assert replayed.returncode == 0, replayed.stdout + replayed.stderr
+    assert "32 scores" in replayed.stdout, replayed.stdout
+    assert len(set(hashes(project, "taught"))) == 2
