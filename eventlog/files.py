@@ -2,6 +2,7 @@
 
 import errno
 import fcntl
+import functools
 import hashlib
 import json
 import os
@@ -185,14 +186,21 @@ def move(path: Path, target: Path) -> None:
 def tokenizer_sha256(model: str) -> str:
     """sha256 over the files that make token ids of text in a model's folder; empty for a hub name, or if it has none.
 
-    The chat template is not among them: it may change under weights that are trained already. Raises OSError.
+    The chat template is not among them: it may change under weights that are trained already. A file is read again once
+    its time or size differs: engines ask for each version, and a vocabulary of 150,000 has 15 MB. Raises OSError.
     """
     folder = Path(model).expanduser()
     files = [folder / name for name in TOKENIZER_FILES if (folder / name).is_file()]
     digest = hashlib.sha256()
     for path in files:
-        digest.update(f"{path.name}\0{hashlib.sha256(path.read_bytes()).hexdigest()}\0".encode())
+        found = path.stat()
+        digest.update(f"{path.name}\0{_sha256_of(path, found.st_ino, found.st_mtime_ns, found.st_size)}\0".encode())
     return digest.hexdigest() if files else ""
+
+
+@functools.lru_cache(maxsize=256)
+def _sha256_of(path: Path, inode: int, mtime_ns: int, size_bytes: int) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
 def read_json(path: Path) -> dict[str, Any]:

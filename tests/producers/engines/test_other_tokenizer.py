@@ -79,3 +79,11 @@ def test_nor_is_an_opponents(tmp_path: Path) -> None:
         assert opponents.loaded == (f"{GROUP}@0",)
 
     asyncio.run(scenario())
+
+
+def test_a_tokenizers_file_that_changes_is_read_again(tmp_path):
+    (tmp_path / "tokenizer.json").write_text("{}")
+    first = tokenizer_sha256(str(tmp_path))
+    assert tokenizer_sha256(str(tmp_path)) == first
+    (tmp_path / "tokenizer.json").write_text('{"model": 1}')
+    assert tokenizer_sha256(str(tmp_path)) != first
