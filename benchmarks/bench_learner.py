@@ -29,6 +29,8 @@ from typing import Any
 
 import numpy as np
 import torch
+from transformers import AutoModelForCausalLM, Qwen2Config
+from transformers.utils import logging as transformers_logging
 
 from rollstream.eventlog import codec
 from rollstream.eventlog.artifacts import ArtifactStore
@@ -53,8 +55,19 @@ from rollstream.schemas.settings import JobSettings, ModelSettings
 SIZES = {"0.1M": {}, "13M": {"hidden_size": 384, "num_layers": 6, "intermediate_size": 1536}}
 PHASES = {
     "20M": {"hidden_size": 384, "num_layers": 10, "intermediate_size": 1408},
-    "0.5B": {"hidden_size": 1280, "num_layers": 24, "intermediate_size": 4864},
+    "0.5B": {
+        "vocab_size": 151936,
+        "hidden_size": 896,
+        "num_hidden_layers": 24,
+        "num_attention_heads": 14,
+        "num_key_value_heads": 2,
+        "intermediate_size": 4864,
+        "max_position_embeddings": 32768,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1000000.0},
+        "tie_word_embeddings": True,
+    },
 }
+"""Shapes of tiny models; 0.5B: the configuration of Qwen2.5-0.5B, with random weights and without a tokenizer."""
 VERSIONS = 5
 MODES = ("logits", "selected")
 HEAD = {"tokens": 2048, "vocabulary": 32000, "width": 256}
@@ -109,17 +122,28 @@ def head_pass(mode: str) -> dict[str, float]:
     return {"peak_units": (peak_bytes() - before) / unit, "cpu_s": time.process_time() - begun}
 
 
-async def phases_of(folder: str, size: str, checkpoint_every: int) -> dict[str, float]:
-    """Medians over the versions of a job but the first one: 2 groups of 8, prompts of 64 tokens, answers of 64."""
-    path = str(make_tiny_model(Path(folder) / "model", **PHASES[size]))
+def model_of(size: str, folder: Path) -> str:
+    """A folder with a model of this size."""
+    shape = PHASES[size]
+    if "vocab_size" not in shape:
+        return str(make_tiny_model(folder, **shape))
+    transformers_logging.disable_progress_bar()
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(Qwen2Config(**shape), dtype=torch.float32).save_pretrained(folder)
+    return str(folder)
+
+
+async def phases_of(folder: str, size: str, checkpoint_every: int, versions: int) -> dict[str, float]:
+    """Medians over a job's versions without the first of several: 2 groups of 8, prompts and answers of 64 tokens."""
+    path = model_of(size, Path(folder) / "model")
     log = MemoryLog(num_partitions=1)
     run: dict[str, Any] = {"run_id": "bench", "time_ms": 1}
     job: dict[str, Any] = {"job_id": "bench/rl", "model_group": "bench/policy"}
     model = ModelSettings(path=path, device="cpu")
-    settings = JobSettings(kind="rl", model=model, num_versions=VERSIONS, checkpoint_every=checkpoint_every, revision=6)
+    settings = JobSettings(kind="rl", model=model, num_versions=versions, checkpoint_every=checkpoint_every, revision=6)
     await log.send(JobSubmitted(**run, **job, base_version=0, settings=settings))
     previous = codec.EMPTY_SHA256
-    for index in range(VERSIONS):
+    for index in range(versions):
         planned = await manifest(log, {**run, **job}, index, previous)
         previous = codec.content_digest(planned)
         await log.send(planned)
@@ -127,17 +151,15 @@ async def phases_of(folder: str, size: str, checkpoint_every: int) -> dict[str, 
     artifacts, kept = ArtifactStore(f"{folder}/artifacts"), Path(folder) / "checkpoints"
     worker = Worker(log, artifacts, name="bench", checkpoints=kept, threads=1, permissions=permissions)
     running, found = asyncio.create_task(worker.run()), list[StepTrained]()
-    while len(found) < VERSIONS and not running.done():
+    while len(found) < versions and not running.done():
         await asyncio.sleep(0.5)
         records = [codec.decode(one).event async for one in read_to_end(log, "weights", {0: 0})]
         found = [event for event in records if isinstance(event, StepTrained)]
     running.cancel()
     with contextlib.suppress(asyncio.CancelledError):
         await running
-    names = {name for step in found for name in step.seconds}
-    return {
-        name: round(statistics.median(one.seconds.get(name, 0.0) for one in found[1:]), 3) for name in sorted(names)
-    }
+    names, counted = sorted({name for step in found for name in step.seconds}), found[1:] or found
+    return {name: round(statistics.median(one.seconds.get(name, 0.0) for one in counted), 3) for name in names}
 
 
 async def manifest(log: MemoryLog, common: dict[str, Any], index: int, previous: str) -> BatchPlanned:
@@ -170,12 +192,13 @@ async def manifest(log: MemoryLog, common: dict[str, Any], index: int, previous:
     )  # fmt: skip
 
 
-def measure_phases(size: str, output: Path | None) -> None:
+def measure_phases(size: str, versions: int, output: Path | None) -> None:
     """Print and keep the phases with a checkpoint for each version, and with one for the last version alone."""
-    report: dict[str, Any] = {"cores": os.cpu_count(), "threads": 1, "size": size, "versions": VERSIONS}
-    for every in (1, VERSIONS):
+    report: dict[str, Any] = {"cores": os.cpu_count(), "threads": 1, "size": size, "versions": versions}
+    for every in sorted({1, versions}):
         with tempfile.TemporaryDirectory() as folder:
-            report[f"checkpoint_every {every}"] = asyncio.run(phases_of(folder, size, every))
+            report[f"checkpoint_every {every}"] = asyncio.run(phases_of(folder, size, every, versions))
+    report["peak_gib"] = round(peak_bytes() / 2**30, 1)
     text = json.dumps(report, indent=2)
     print(text)
     if output:
@@ -193,6 +216,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--output", type=Path, default=None)
     parser.add_argument("--phases", choices=PHASES, help="measure the phases of a version of this size")
+    parser.add_argument("--versions", type=int, default=VERSIONS, help="of a job with --phases")
     parser.add_argument("--one", nargs=2, metavar=("FOLDER", "MODE"), help="one pass, as JSON; FOLDER `head`: the head")
     args = parser.parse_args()
     if args.one:
@@ -201,7 +225,7 @@ def main() -> None:
         print(json.dumps(head_pass(mode) if folder == "head" else step_pass(folder, mode)))
         return
     if args.phases:
-        measure_phases(args.phases, args.output)
+        measure_phases(args.phases, args.versions, args.output)
         return
     found: dict[str, list[dict[str, float]]] = {}
     with tempfile.TemporaryDirectory() as kept:

@@ -22,6 +22,7 @@ import tempfile
 import time
 import warnings
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -169,24 +170,54 @@ def peak() -> float:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
 
 
+@dataclass
+class Spent:
+    """Seconds of each step of a trainer."""
+
+    cpu_s: list[float] = field(default_factory=list[float])
+    wall_s: list[float] = field(default_factory=list[float])
+
+
 def trl(folder: str, kind: str, texts: Texts, size: int) -> Costs:
     """Some steps with micro-batches of `size` rows; of a preference pair, rows are half as many pairs."""
-    from datasets import Dataset  # pyright: ignore[reportMissingImports] -- of .venv-bench
-    from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
-    from trl import (  # pyright: ignore[reportMissingImports]
-        DPOConfig,
-        DPOTrainer,
-        GRPOConfig,
-        GRPOTrainer,
-        SFTConfig,
-        SFTTrainer,
-    )
+    from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    tokenizer = AutoTokenizer.from_pretrained(folder)
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    spent = Spent()
+    common: dict[str, Any] = {
+        "model": AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32),
+        "processing_class": AutoTokenizer.from_pretrained(folder),
+        "callbacks": [clock(spent)],
+    }
     num_rows = len(texts) * GROUP // (2 if kind == "dpo" else 1)
-    size = min(num_rows, size // 2 if kind == "dpo" else size)
-    options: dict[str, Any] = {
+    options = trl_options(min(num_rows, size // 2 if kind == "dpo" else size), num_rows)
+    trainer = (trl_grpo if kind == "grpo" else trl_on_data)(kind, texts, common, options)
+    held = peak()
+    trainer.train()
+    return {
+        "cpu_s": statistics.median(spent.cpu_s[1:]),
+        "wall_s": statistics.median(spent.wall_s[1:]),
+        "peak_mib": peak() - held,
+    }
+
+
+def clock(spent: Spent) -> Any:
+    """A callback that measures steps."""
+    from transformers import TrainerCallback
+
+    class Clock(TrainerCallback):
+        def on_step_begin(self, *args: Any, **kwargs: Any) -> None:
+            self.began = time.process_time(), time.perf_counter()
+
+        def on_step_end(self, *args: Any, **kwargs: Any) -> None:
+            spent.cpu_s.append(time.process_time() - self.began[0])
+            spent.wall_s.append(time.perf_counter() - self.began[1])
+
+    return Clock()
+
+
+def trl_options(size: int, num_rows: int) -> dict[str, Any]:
+    """What the configurations of all trainers have in common: micro-batches of `size` of a step's rows."""
+    return {
         "per_device_train_batch_size": size,
         "gradient_accumulation_steps": num_rows // size,
         "max_steps": STEPS + 1,
@@ -200,45 +231,38 @@ def trl(folder: str, kind: str, texts: Texts, size: int) -> Costs:
         "disable_tqdm": True,
         "learning_rate": 1e-6,
     }
-    cpu_s: list[float] = []
-    wall_s: list[float] = []
 
-    class Clock(TrainerCallback):
-        def on_step_begin(self, *args: Any, **kwargs: Any) -> None:
-            self.began = time.process_time(), time.perf_counter()
 
-        def on_step_end(self, *args: Any, **kwargs: Any) -> None:
-            cpu_s.append(time.process_time() - self.began[0])
-            wall_s.append(time.perf_counter() - self.began[1])
+def trl_grpo(kind: str, texts: Texts, common: dict[str, Any], options: dict[str, Any]) -> Any:
+    """A GRPOTrainer that is given its completions and advantages."""
+    from datasets import Dataset  # pyright: ignore[reportMissingImports] -- of .venv-bench
+    from trl import GRPOConfig, GRPOTrainer  # pyright: ignore[reportMissingImports]
 
-    common: dict[str, Any] = {"model": model, "processing_class": tokenizer, "callbacks": [Clock()]}
-    if kind == "grpo":
-        args = GRPOConfig(**options, num_generations=GROUP)
-        given = completions_of(texts, tokenizer)
+    given = completions_of(texts, common["processing_class"])
 
-        class Given(GRPOTrainer):
-            def _generate_and_score_completions(self, inputs: Any) -> Any:
-                return dict(given)
+    class Given(GRPOTrainer):
+        def _generate_and_score_completions(self, inputs: Any) -> Any:
+            return dict(given)
 
-        data = Dataset.from_list([{"prompt": prompt} for prompt, _ in texts])
-        trainer: Any = Given(**common, args=args, train_dataset=data, reward_funcs=lambda completions, **_: [0.0])
-    elif kind == "dpo":
+    data = Dataset.from_list([{"prompt": prompt} for prompt, _ in texts])
+    args = GRPOConfig(**options, num_generations=GROUP)
+    return Given(**common, args=args, train_dataset=data, reward_funcs=lambda completions, **_: [0.0])
+
+
+def trl_on_data(kind: str, texts: Texts, common: dict[str, Any], options: dict[str, Any]) -> Any:
+    """A DPOTrainer or an SFTTrainer."""
+    from datasets import Dataset  # pyright: ignore[reportMissingImports] -- of .venv-bench
+    from trl import DPOConfig, DPOTrainer, SFTConfig, SFTTrainer  # pyright: ignore[reportMissingImports]
+
+    if kind == "dpo":
         rows = [
             {"prompt": prompt, "chosen": answers[n + 1], "rejected": answers[n]}
             for prompt, answers in texts
             for n in range(0, GROUP, 2)
         ]
-        trainer = DPOTrainer(**common, args=DPOConfig(**options), train_dataset=Dataset.from_list(rows))
-    else:
-        rows = [{"prompt": prompt, "completion": answer} for prompt, answers in texts for answer in answers]
-        trainer = SFTTrainer(**common, args=SFTConfig(**options), train_dataset=Dataset.from_list(rows))
-    held = peak()
-    trainer.train()
-    return {
-        "cpu_s": statistics.median(cpu_s[1:]),
-        "wall_s": statistics.median(wall_s[1:]),
-        "peak_mib": peak() - held,
-    }
+        return DPOTrainer(**common, args=DPOConfig(**options), train_dataset=Dataset.from_list(rows))
+    rows = [{"prompt": prompt, "completion": answer} for prompt, answers in texts for answer in answers]
+    return SFTTrainer(**common, args=SFTConfig(**options), train_dataset=Dataset.from_list(rows))
 
 
 def completions_of(texts: Texts, tokenizer: Any) -> dict[str, torch.Tensor]:

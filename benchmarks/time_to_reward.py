@@ -19,6 +19,7 @@ import sys
 import tempfile
 import time
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -79,22 +80,42 @@ def trl(folder: str, epochs: int, threads: int, seed: int) -> Curve:
     import torch
     from datasets import Dataset  # pyright: ignore[reportMissingImports] -- of .venv-bench
     from transformers import AutoModelForCausalLM, AutoTokenizer
-    from trl import GRPOConfig, GRPOTrainer  # pyright: ignore[reportMissingImports]
+    from trl import GRPOTrainer  # pyright: ignore[reportMissingImports]
 
     torch.set_num_threads(threads)
     tokenizer = AutoTokenizer.from_pretrained(folder)
-    rng, secrets = random.Random(seed), []
+    curve: Curve = []
+    GRPOTrainer(
+        model=AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32),
+        args=trl_config(epochs, seed),
+        processing_class=tokenizer,
+        train_dataset=Dataset.from_list([{"prompt": str(secret)} for secret in secrets_of(epochs, seed)]),
+        reward_funcs=lambda completions, earned, **_: earned,
+        rollout_func=playing(tokenizer, curve),
+    ).train()
+    return curve
+
+
+def secrets_of(epochs: int, seed: int) -> list[int]:
+    """The numbers to guess, of all epochs; each block of ten has every digit once."""
+    rng, secrets = random.Random(seed), list[int]()
     while len(secrets) < NUM_TASKS * epochs:
         secrets += rng.sample(range(10), 10)
-    num_rows = NUM_TASKS * NUM_GENERATIONS
-    config = GRPOConfig(
+    return secrets
+
+
+def trl_config(epochs: int, seed: int) -> Any:
+    """Loss, optimizer and mini-batches of the demo, by TRL's names."""
+    from trl import GRPOConfig  # pyright: ignore[reportMissingImports] -- of .venv-bench
+
+    return GRPOConfig(
         output_dir=tempfile.mkdtemp(),
         use_cpu=True,
         bf16=False,
         gradient_checkpointing=False,
         seed=seed,
         shuffle_dataset=False,
-        per_device_train_batch_size=num_rows // MINI_BATCHES,
+        per_device_train_batch_size=NUM_TASKS * NUM_GENERATIONS // MINI_BATCHES,
         steps_per_generation=MINI_BATCHES,
         num_generations=NUM_GENERATIONS,
         max_completion_length=3,
@@ -115,7 +136,11 @@ def trl(folder: str, epochs: int, threads: int, seed: int) -> Curve:
         report_to=[],
         disable_tqdm=True,
     )
-    curve: Curve = []
+
+
+def playing(tokenizer: Any, curve: Curve) -> Callable[[list[str], Any], dict[str, Any]]:
+    """What plays the rollouts of an epoch, by TRL's `rollout_func`, and adds the epoch to the curve."""
+    began: list[float] = []
 
     def play(prompts: list[str], trainer: Any) -> dict[str, Any]:
         began.append(time.monotonic())
@@ -136,16 +161,7 @@ def trl(folder: str, epochs: int, threads: int, seed: int) -> Curve:
             "earned": rewards,
         }
 
-    began: list[float] = []
-    GRPOTrainer(
-        model=AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32),
-        args=config,
-        processing_class=tokenizer,
-        train_dataset=Dataset.from_list([{"prompt": str(secret)} for secret in secrets]),
-        reward_funcs=lambda completions, earned, **_: earned,
-        rollout_func=play,
-    ).train()
-    return curve
+    return play
 
 
 class Game:
