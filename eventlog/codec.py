@@ -111,7 +111,7 @@ def parse(topic: str, value: bytes | None) -> tuple[Event, dict[str, Any]]:
         raise DecodeError(f"not UTF-8 JSON: {error}") from error
     if not isinstance(content, dict):
         raise DecodeError("the value is not a JSON object")
-    if value.count(b"[") + value.count(b"{") > _FEW_NESTED:
+    if len(value) > 2 * _FEW_NESTED and value.count(b"[") + value.count(b"{") > _FEW_NESTED:
         _check_depth(content)
     kind = content.get("kind")
     if not isinstance(kind, str) or (validate := _VALIDATORS[topic].get(kind)) is None:

@@ -91,9 +91,10 @@ class Received:
     @property
     def digest(self) -> str:
         """Content digest (sha256, hex) of the event."""
-        if not isinstance(self._digest, str):
-            self._digest = self._digest()
-        return self._digest
+        digest = self._digest
+        if not isinstance(digest, str):
+            digest = self._digest = digest()
+        return digest
 
     def with_event(self, event: Event) -> "Received":
         """The same record with another event in it; its digest stays that of the record."""
@@ -290,9 +291,9 @@ def check_record_size(topic: str, key: bytes | None, value: bytes | None, header
 
 def record_size(key: bytes | None, value: bytes | None, headers: Headers) -> int:
     """Upper bound of the uncompressed size in bytes of a record in its own batch."""
-    size = len(key or b"") + len(value or b"") + RECORD_OVERHEAD_BYTES
+    size = len(key or b"") + len(value or b"") + RECORD_OVERHEAD_BYTES + 10 * len(headers)
     for name, content in headers:
-        size += 10 + len(content or b"") + (len(name) if name.isascii() else len(name.encode()))
+        size += len(content or b"") + (len(name) if name.isascii() else len(name.encode()))
     return size
 
 

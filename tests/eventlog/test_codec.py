@@ -1,6 +1,7 @@
 """Events as records: round trips, golden files of every published version, and records that are not events."""
 
 import datetime
+import hashlib
 import json
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from rollstream.producers.rollout.reply import Failure
 from rollstream.schemas.base import Locator
 from rollstream.schemas.errors import DecodeError, LogError
 from rollstream.schemas.events import KINDS, RewardRecorded, StepRecorded, TaskCancelled
+from rollstream.schemas.events.rollouts import FunctionAncestry, LLMCall, Prefix, VersionSpan
 from rollstream.schemas.topics import TOPICS
 
 GOLDEN = Path(__file__).parents[1] / "golden"
@@ -160,6 +162,61 @@ def test_a_record_above_its_topics_limit_is_refused_with_both_numbers() -> None:
     check_record_size("tasks", b"k", b"x" * (limit - 200), ())
     with pytest.raises(LogError, match=rf"tasks has \d+ bytes, more than the limit of {limit}"):
         check_record_size("tasks", b"k", b"x" * limit, ())
+
+
+TEXTS = st.text(max_size=8)
+SIZES = st.integers(0, 2**53)
+JSON = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers(-(2**63), 2**63 - 1)
+    | st.floats(allow_nan=False, allow_infinity=False)
+    | TEXTS,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(TEXTS, inner, max_size=3),
+    max_leaves=8,
+)
+OBJECTS = st.none() | st.dictionaries(TEXTS, JSON, max_size=3)
+CALLS = st.builds(
+    LLMCall,
+    prefix=st.none() | st.builds(Prefix, step_index=SIZES, length=SIZES, sha256=TEXTS),
+    prompt_ids=TEXTS,
+    completion_ids=TEXTS,
+    logprobs=st.none() | TEXTS,
+    spans=st.lists(st.builds(VersionSpan, model_group=TEXTS, version=SIZES, length=SIZES), max_size=2).map(tuple),
+    finish_reason=TEXTS,
+    kept_ids=st.none() | TEXTS,
+    uses=st.lists(SIZES, max_size=2).map(tuple),
+)
+STEPS = st.builds(
+    StepRecorded,
+    run_id=TEXTS,
+    time_ms=SIZES,
+    group_id=TEXTS,
+    rollout_id=TEXTS,
+    step_index=SIZES,
+    agent=TEXTS,
+    event_type=TEXTS,
+    uuid=TEXTS,
+    function_ancestry=st.none() | st.builds(FunctionAncestry, function_id=TEXTS, function_name=TEXTS),
+    tags=st.none() | st.lists(TEXTS, max_size=2).map(tuple),
+    metadata=OBJECTS,
+    data=OBJECTS,
+    usage_info=OBJECTS,
+    llm=st.none() | CALLS,
+    event_timestamp=st.none() | st.floats(0, 1e12),
+)
+
+
+@given(step=STEPS)
+def test_a_step_has_the_digest_of_the_sorted_json_that_pydantic_makes_of_it(step: StepRecorded) -> None:
+    content = step.model_dump(mode="json")
+    encoded = encode(step)
+    assert orjson.loads(encoded.value) == content
+    digested = {name: value for name, value in content.items() if name not in step.UNDIGESTED}
+    digest = hashlib.sha256(orjson.dumps(digested, option=orjson.OPT_SORT_KEYS)).hexdigest()
+    assert content_digest(step) == encoded.digest == digest
+    record = Record("steps", 0, 0, encoded.key, encoded.value, encoded.headers, 0)
+    assert decode(record).digest == digest
 
 
 def test_a_chain_names_its_start_its_parts_and_their_order() -> None:
