@@ -158,13 +158,13 @@ def start_workers(kafka: KafkaSettings, workspace: Path, num_workers: int) -> li
             "--name",
             f"processors-{index}",
         ]
-        environ = os.environ | {
+        env = os.environ | {
             **environment(kafka),
             "ROLLSTREAM_ARTIFACT_URI": str(workspace / "artifacts"),
             "ROLLSTREAM_WORKSPACE": str(workspace),
             "ROLLSTREAM_NUM_PARTITIONS": str(PARTITIONS),
         }
-        workers.append(subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=environ))
+        workers.append(subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=env))
     return workers
 
 

@@ -66,7 +66,7 @@ class Service:
         settings = workspace / f"{name}.settings"
         settings.write_bytes(orjson.dumps(SERVICES[kind]))
         command = [sys.executable, "-m", "rollstream.harness.cli.main", "serve", kind, "--name", name]
-        environ = os.environ | {
+        env = os.environ | {
             **environment(kafka),
             "ROLLSTREAM_ARTIFACT_URI": str(workspace / "artifacts"),
             "ROLLSTREAM_WORKSPACE": str(workspace),
@@ -75,7 +75,7 @@ class Service:
         self.begun = time.perf_counter()
         with self.path.open("wb") as output:
             self.process = subprocess.Popen(
-                [*command, "--settings", str(settings)], stdout=output, stderr=subprocess.STDOUT, env=environ
+                [*command, "--settings", str(settings)], stdout=output, stderr=subprocess.STDOUT, env=env
             )
 
     async def ready(self) -> float:

@@ -37,17 +37,17 @@ class ArtifactStore:
     call may succeed later. Any other ArtifactError is permanent.
     """
 
-    def __init__(self, uri: str, *, cache: Path | None = None, environ: Mapping[str, str] = os.environ) -> None:
+    def __init__(self, uri: str, *, cache: Path | None = None, env: Mapping[str, str] = os.environ) -> None:
         """`uri`: as written; its `${NAME}` are expanded only here and stay unexpanded in references and messages.
 
         `cache`: folder of local copies of remote artifacts; default: a folder of the user's temporary files. Raises
         ConfigError for a variable that is not set, ArtifactError for a URI that fsspec does not know.
         """
         self.uri = uri.rstrip("/")
-        self._environ = environ
+        self._env = env
         self._filesystem: Any
         try:
-            self._filesystem, self._root = fsspec.core.url_to_fs(str(expand(self.uri, environ, "artifact_uri")))
+            self._filesystem, self._root = fsspec.core.url_to_fs(str(expand(self.uri, env, "artifact_uri")))
         except (ValueError, ImportError) as error:
             if isinstance(error, ConfigError):
                 raise
@@ -181,7 +181,7 @@ class ArtifactStore:
         return self._cache / ref.sha256[:2] / (ref.sha256 + Path(name).suffix)
 
     def _concealed(self, error: Exception) -> str:
-        return conceal(str(error) or type(error).__name__, self.uri, self._environ)
+        return conceal(str(error) or type(error).__name__, self.uri, self._env)
 
     @contextmanager
     def _failing_as(self, error_of: Callable[[Exception], ArtifactError]) -> Iterator[None]:

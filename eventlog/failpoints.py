@@ -87,9 +87,9 @@ def armed(name: str, hit: int = 1) -> Iterator[Armed]:
         _armed = before
 
 
-def from_environment(environ: Mapping[str, str]) -> Armed | None:
+def from_environment(env: Mapping[str, str]) -> Armed | None:
     """The failpoints armed by the environment, None if there are none. Raises ConfigError that names the variable."""
-    text = environ.get(VARIABLE, "")
+    text = env.get(VARIABLE, "")
     if not text:
         return None
     points: dict[str, int] = {}
@@ -100,7 +100,7 @@ def from_environment(environ: Mapping[str, str]) -> Armed | None:
                 f"{VARIABLE}={text}: {part.strip()!r} is not a failpoint and a hit; write name:n, with n from 1"
             )
         points[name] = int(hit or 1)
-    folder = environ.get(ONCE)
+    folder = env.get(ONCE)
     return Armed(points, lambda name: _end_process(name, Path(folder) if folder else None))
 
 

@@ -156,37 +156,36 @@ class KafkaSettings(KafkaSection):
         return self
 
 
-def from_environment(environ: Mapping[str, str]) -> dict[str, Any]:
+def from_environment(env: Mapping[str, str]) -> dict[str, Any]:
     """What ROLLSTREAM_KAFKA_* say, as a `kafka:` block would say it: a secret as the name of its variable.
 
     Raises ConfigError for a variable of that prefix that is none of them.
     """
     found: dict[str, Any] = {}
-    for variable in sorted(name for name in environ if name.startswith(VARIABLE_PREFIX) and environ[name]):
+    for variable in sorted(name for name in env if name.startswith(VARIABLE_PREFIX) and env[name]):
         field = variable.removeprefix(VARIABLE_PREFIX).lower()
         if field not in KafkaSection.model_fields:
             known = ", ".join(f"{VARIABLE_PREFIX}{name.upper()}" for name in KafkaSection.model_fields)
             raise ConfigError(f"{variable}: unknown variable; known variables: {known}")
-        found[field] = f"${{{variable}}}" if field in SECRETS else environ[variable]
+        found[field] = f"${{{variable}}}" if field in SECRETS else env[variable]
     return found
 
 
 def connection(
-    bootstrap_servers: str, block: Mapping[str, Any], environ: Mapping[str, str] | None, *, location: str = "kafka"
+    bootstrap_servers: str, block: Mapping[str, Any], env: Mapping[str, str] | None, *, location: str = "kafka"
 ) -> KafkaSettings:
     """Settings of a `kafka:` block, the `${NAME}` of its secrets expanded (none: they are). Raises ConfigError."""
-    values = dict(block) if environ is None else expanded(block, environ, location=location)
+    values = dict(block) if env is None else expanded(block, env, location=location)
     try:
         return KafkaSettings.model_validate({**values, "bootstrap_servers": bootstrap_servers})
     except ValidationError as error:
         raise ConfigError(str(first_invalid(error, location))) from None
 
 
-def expanded(block: Mapping[str, Any], environ: Mapping[str, str], *, location: str = "kafka") -> dict[str, Any]:
+def expanded(block: Mapping[str, Any], env: Mapping[str, str], *, location: str = "kafka") -> dict[str, Any]:
     """A block with the `${NAME}` of its secrets expanded. Raises ConfigError for a variable that is not set."""
     return {
-        name: expand(value, environ, f"{location}.{name}") if name in SECRETS else value
-        for name, value in block.items()
+        name: expand(value, env, f"{location}.{name}") if name in SECRETS else value for name, value in block.items()
     }
 
 

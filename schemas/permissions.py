@@ -42,16 +42,16 @@ class Permissions(NamedTuple):
     """`python:module.attribute`, `command:PROGRAM ARGUMENTS`, `${NAME}`, `http://host:port/path` and `model:PATH` (and
     everything below them), `file:PATH`, `place:PATH=TEXT` (a text with variables, where it may stand).
     """
-    environ: Mapping[str, str] = {}
+    env: Mapping[str, str] = {}
 
     @classmethod
-    def of(cls, entries: Iterable[str], environ: Mapping[str, str]) -> "Permissions":
+    def of(cls, entries: Iterable[str], env: Mapping[str, str]) -> "Permissions":
         """From settings, whose entries may hold `${NAME}` themselves. Raises ConfigError for an entry of no kind."""
         given = frozenset(entries)
         for entry in given:
             check_entry(entry)
-        expanded = {_expanded(entry, environ) for entry in given}
-        return cls(given | expanded, environ)
+        expanded = {_expanded(entry, env) for entry in given}
+        return cls(given | expanded, env)
 
     def check_code(self, name: str, location: str) -> None:
         """Raises NotAllowedError for a `python:` or `command:` name that is not listed; others are registered ones."""
@@ -79,7 +79,7 @@ class Permissions(NamedTuple):
         """
         for reference in sorted(names_of(written)):
             self._check_variables(reference, location, f"{PLACE}{_MODEL_PATH}={reference}")
-        path = str(expand(written, self.environ, location))
+        path = str(expand(written, self.env, location))
         listed = (entry.removeprefix(MODEL) for entry in self.allow if entry.startswith(MODEL))
         if not any(one in (path, written) or _is_in_folder(path, one) for one in listed):
             raise _refused(location, f"{MODEL}{written}")
@@ -92,7 +92,7 @@ class Permissions(NamedTuple):
         """
         for where, text in _texts(value, path):
             self._check_variables(text, f"{location}{where.removeprefix(path)[:_MAX_SHOWN]}", f"{PLACE}{where}={text}")
-        return expand(value, self.environ, location)
+        return expand(value, self.env, location)
 
     def _check_variables(self, text: str, location: str, entry: str) -> None:
         """Raises NotAllowedError for a variable of a text, unless it is listed by its name or `entry` is."""
@@ -102,7 +102,7 @@ class Permissions(NamedTuple):
 
     def conceal(self, message: str) -> str:
         """`message` with every listed variable's value written as `${NAME}`."""
-        return conceal(message, [*sorted(self.allow)], self.environ)
+        return conceal(message, [*sorted(self.allow)], self.env)
 
 
 NOTHING = Permissions()
@@ -208,11 +208,11 @@ def _is_in_folder(path: str, folder: str) -> bool:
     return path.startswith(f"{folder.rstrip('/')}/") and ".." not in path.split("/")
 
 
-def _expanded(entry: str, environ: Mapping[str, str]) -> str:
+def _expanded(entry: str, env: Mapping[str, str]) -> str:
     if entry.startswith(PLACE):
         entry = entry.partition("=")[2]  # it may be a URL
     try:
-        return str(expand(entry, environ))
+        return str(expand(entry, env))
     except ConfigError:  # a variable that is not set is reported where it is used
         return entry
 

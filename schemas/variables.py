@@ -29,17 +29,17 @@ _WORD_BEGINS = re.compile(r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])")
 _REFERENCE = re.compile(r"\$\{([A-Za-z_][A-Za-z0-9_]*)(?::-([^}]*))?\}")
 
 
-def expand(value: JsonValue, environ: Mapping[str, str], path: str = "") -> JsonValue:
+def expand(value: JsonValue, env: Mapping[str, str], path: str = "") -> JsonValue:
     """`value` with every reference in its strings replaced. Keys are left alone.
 
     Raises ConfigError naming the path and the variable that is not set and has no default.
     """
     if isinstance(value, str):
-        return _expand_text(value, environ, path)
+        return _expand_text(value, env, path)
     if isinstance(value, list):
-        return [expand(item, environ, f"{path}.{index}") for index, item in enumerate(value)]
+        return [expand(item, env, f"{path}.{index}") for index, item in enumerate(value)]
     if isinstance(value, dict):
-        return {key: expand(item, environ, f"{path}.{key}" if path else key) for key, item in value.items()}
+        return {key: expand(item, env, f"{path}.{key}" if path else key) for key, item in value.items()}
     return value
 
 
@@ -69,15 +69,15 @@ def is_secret_name(name: str) -> bool:
     return any(_SECRET_NAME.search(text) for text in (name, _WORD_BEGINS.sub("_", name)))
 
 
-def as_written(value: JsonValue, written: JsonValue, environ: Mapping[str, str]) -> JsonValue:
+def as_written(value: JsonValue, written: JsonValue, env: Mapping[str, str]) -> JsonValue:
     """`value` with each text in it that a text of `written` stands for put back as it was written there."""
-    references = {text: expand(text, environ) for text in _references_in(written)}
+    references = {text: expand(text, env) for text in _references_in(written)}
     return _restored(value, {str(found): text for text, found in references.items()})
 
 
-def conceal(message: str, value: JsonValue, environ: Mapping[str, str]) -> str:
+def conceal(message: str, value: JsonValue, env: Mapping[str, str]) -> str:
     """`message` with what the `${NAME}` in `value` stand for written as `${NAME}`, for logs, errors and events."""
-    found = [(secret, name) for name in variables_in(value) for secret in _secrets_in(environ.get(name, ""))]
+    found = [(secret, name) for name in variables_in(value) for secret in _secrets_in(env.get(name, ""))]
     for secret, name in sorted(found, key=lambda item: (-len(item[0]), item)):  # one may be a part of another
         message = message.replace(secret, f"${{{name}}}")
     return message
@@ -127,10 +127,10 @@ def _restored(value: JsonValue, texts: Mapping[str, str]) -> JsonValue:
     return {key: _restored(item, texts) for key, item in value.items()} if isinstance(value, dict) else value
 
 
-def _expand_text(text: str, environ: Mapping[str, str], path: str) -> str:
+def _expand_text(text: str, env: Mapping[str, str], path: str) -> str:
     def replacement(match: re.Match[str]) -> str:
         name, default = match.group(1), match.group(2)
-        found = environ.get(name) or default
+        found = env.get(name) or default
         if found is None:
             raise ConfigError(f"{path}: environment variable {name} is not set; set it or write ${{{name}:-default}}")
         return found

@@ -43,7 +43,7 @@ class Loaded(NamedTuple):
 def load(
     path: Path,
     overrides: Sequence[tuple[str, str]] = (),
-    environ: Mapping[str, str] | None = None,
+    env: Mapping[str, str] | None = None,
     options: Mapping[str, JsonValue] | None = None,
 ) -> Loaded:
     """The configuration in a file. Raises ConfigError naming the file, the path of the key and the remedy.
@@ -57,7 +57,7 @@ def load(
         check_values(written)
     except ConfigError as error:
         raise ConfigError(f"{path}: {error}") from error
-    return resolve(written, environ)
+    return resolve(written, env)
 
 
 def validation_config(config: RunConfig) -> RunConfig | None:
@@ -82,21 +82,21 @@ def validation_config(config: RunConfig) -> RunConfig | None:
     return found.model_copy(update={"dataset": examples})
 
 
-def resolve(written: dict[str, JsonValue], environ: Mapping[str, str] | None = None) -> Loaded:
+def resolve(written: dict[str, JsonValue], env: Mapping[str, str] | None = None) -> Loaded:
     """The configuration in a dictionary as written. Raises ConfigError."""
-    environ = os.environ if environ is None else environ
+    env = os.environ if env is None else env
     conceal_variables(variables_in(written))
     try:
-        return _resolved(written, environ)
+        return _resolved(written, env)
     except ConfigError as error:
         texts = {
-            name: value for name, value in environ.items() if not value.isdigit()
+            name: value for name, value in env.items() if not value.isdigit()
         }  # the message may quote a limit that is an expanded secret
         raise type(error)(conceal(str(error), written, texts)) from error
 
 
-def _resolved(written: dict[str, JsonValue], environ: Mapping[str, str]) -> Loaded:
-    expanded = expand(written, environ)
+def _resolved(written: dict[str, JsonValue], env: Mapping[str, str]) -> Loaded:
+    expanded = expand(written, env)
     assert isinstance(expanded, dict)
     model = model_of(expanded)
     try:
@@ -108,17 +108,17 @@ def _resolved(written: dict[str, JsonValue], environ: Mapping[str, str]) -> Load
     finetune = _finetune(file)
     config = run_config_of(finetune)
     warn_unused(config, finetune, file.finetuning)
-    return Loaded(unexpanded(config, written, environ), written, finetune)
+    return Loaded(unexpanded(config, written, env), written, finetune)
 
 
-def unexpanded(config: RunConfig, written: dict[str, JsonValue], environ: Mapping[str, str]) -> RunConfig:
+def unexpanded(config: RunConfig, written: dict[str, JsonValue], env: Mapping[str, str]) -> RunConfig:
     """A configuration with model path, algorithm's texts, remote workflow and artifact URI as written, for events.
 
     They are expanded where they are used. Names and numbers are not secrets and stay expanded.
     """
 
     def restored(value: Any) -> Any:
-        return as_written(value, written, environ)
+        return as_written(value, written, env)
 
     def of_section(section: AdapterSection | ModelGroupSection) -> dict[str, Any]:
         model, algorithm = section.model, section.algorithm

@@ -308,9 +308,9 @@ def _asked_temperature(config: RunConfig, run_id: str) -> float | None:
     return algorithm.temperature if algorithm.needs.behaviour else None
 
 
-def kafka_block(builder: BuilderSection, environ: Mapping[str, str]) -> dict[str, Any]:
+def kafka_block(builder: BuilderSection, env: Mapping[str, str]) -> dict[str, Any]:
     """The builder's `kafka:` block, which overrides ROLLSTREAM_KAFKA_*; `${NAME}` of secrets is not expanded."""
-    return merged(from_environment(environ), given(builder.kafka))
+    return merged(from_environment(env), given(builder.kafka))
 
 
 def artifact_uri(config: RunConfig, workspace: Path) -> str:

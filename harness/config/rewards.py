@@ -63,7 +63,7 @@ def drops_dead_branches(config: RunConfig) -> bool:
     return asked if asked is not None else config.environment == GATEWAY or config.environment.startswith(COMMAND)
 
 
-def permissions_of(config: RunConfig, environ: Mapping[str, str] = os.environ) -> Permissions:
+def permissions_of(config: RunConfig, env: Mapping[str, str] = os.environ) -> Permissions:
     """Names that a trusted configuration permits to producers and the learner."""
     named = RolloutSettings(
         environment=config.environment,
@@ -75,29 +75,29 @@ def permissions_of(config: RunConfig, environ: Mapping[str, str] = os.environ) -
     for adapter in (one.adapter for one in config.by_group().values()):
         others |= named_by_model(adapter.model.path) | named_by_algorithm(adapter.algorithm.name)
         others |= named_by_teacher(adapter.algorithm)
-    return Permissions.of([*named_by(named), *sorted(others)], environ)
+    return Permissions.of([*named_by(named), *sorted(others)], env)
 
 
-def check_evaluators(config: RunConfig, environ: Mapping[str, str] = os.environ) -> None:
+def check_evaluators(config: RunConfig, env: Mapping[str, str] = os.environ) -> None:
     """Raises ConfigError naming the path of an error in our evaluators' blocks, or of another package's evaluator used
     as a reward."""
     from rollstream.producers.evaluators.table import read
 
     for name, block in config.evaluators.items():
         if _is_ours(block) or name in config.reward_functions:
-            read(name, block, permissions_of(config, environ), compiles_patterns=True)
+            read(name, block, permissions_of(config, env), compiles_patterns=True)
 
 
-def check_reward(config: RunConfig, name: str, environ: Mapping[str, str] = os.environ) -> None:
+def check_reward(config: RunConfig, name: str, env: Mapping[str, str] = os.environ) -> None:
     """Look a reward up, or build the evaluator, as producers will. Raises ConfigError naming the path."""
     from rollstream.producers.evaluators.table import check
     from rollstream.producers.rollout.registry import reward
 
     if name in config.evaluators:
-        check(name, config.evaluators[name], permissions_of(config, environ))
+        check(name, config.evaluators[name], permissions_of(config, env))
         return
     try:
-        reward(name, permissions_of(config, environ))
+        reward(name, permissions_of(config, env))
     except ConfigError as error:
         named = ", ".join(sorted(config.evaluators)) or "none"
         raise ConfigError(f"{place_of(config, name)}: {error}; {PLACE} has: {named}") from error

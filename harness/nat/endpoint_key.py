@@ -16,7 +16,7 @@ from rollstream.schemas.config import RunConfig
 logger = logging.getLogger(__name__)
 
 
-def give_key(finetune: Any, config: RunConfig, workspace: Path, environ: Mapping[str, str]) -> None:
+def give_key(finetune: Any, config: RunConfig, workspace: Path, env: Mapping[str, str]) -> None:
     """Set `api_key` of those models in this process only, after the configuration was stored.
 
     A key set by the user stays. `finetune` is repaired already (`repair`). Raises ConfigError.
@@ -26,7 +26,7 @@ def give_key(finetune: Any, config: RunConfig, workspace: Path, environ: Mapping
         is_ours = is_at_endpoint(config, str(getattr(model, "base_url", None) or ""))
         if not is_ours or not hasattr(model, "api_key") or not _is_free(model.api_key):
             continue
-        token = token or token_of(config, workspace, environ)
+        token = token or token_of(config, workspace, env)
         if token is not None:
             model.api_key = SecretStr(token)
 

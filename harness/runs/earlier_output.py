@@ -36,7 +36,7 @@ BESIDE_WEIGHTS = (
 )
 
 
-def put_aside(config: RunConfig, environ: Mapping[str, str] = os.environ) -> Path | None:
+def put_aside(config: RunConfig, env: Mapping[str, str] = os.environ) -> Path | None:
     """Move model and histories of an earlier run into `earlier`, `earlier-2`, ...; returns that folder, None if there
     was nothing to move.
 
@@ -44,7 +44,7 @@ def put_aside(config: RunConfig, environ: Mapping[str, str] = os.environ) -> Pat
     """
     folder = config.finetuning.output_dir
     weights, histories = _found(folder, WEIGHTS), _found(folder, HISTORIES)
-    if not (weights or histories) or _base(config, environ) == folder.resolve():
+    if not (weights or histories) or _base(config, env) == folder.resolve():
         return None
     aside = next(path for path in _names(folder) if not os.path.lexists(path))
     aside.mkdir()
@@ -58,10 +58,10 @@ def _names(folder: Path) -> Iterator[Path]:
     yield from (folder / f"{EARLIER}-{number}" for number in itertools.count(2))
 
 
-def _base(config: RunConfig, environ: Mapping[str, str]) -> Path | None:
+def _base(config: RunConfig, env: Mapping[str, str]) -> Path | None:
     """Path of the base model; None if only external services know it."""
     try:
-        return Path(str(expand(config.adapter.model.path, environ, "model.path"))).expanduser().resolve()
+        return Path(str(expand(config.adapter.model.path, env, "model.path"))).expanduser().resolve()
     except ConfigError:
         return None
 

@@ -357,14 +357,14 @@ def _check_port(section: EndpointSection) -> None:
             ) from error
 
 
-def token_of(config: RunConfig, workspace: Path, environ: Mapping[str, str]) -> str | None:
+def token_of(config: RunConfig, workspace: Path, env: Mapping[str, str]) -> str | None:
     """The API key that requests to the run's endpoint must send; None if it needs none. Raises ConfigError."""
     from rollstream.producers.openai.keys import section_token
 
-    return None if config.served is None else section_token(config.served, workspace, ENDPOINT, environ)
+    return None if config.served is None else section_token(config.served, workspace, ENDPOINT, env)
 
 
-def access_line(config: RunConfig, workspace: Path, environ: Mapping[str, str]) -> str:
+def access_line(config: RunConfig, workspace: Path, env: Mapping[str, str]) -> str:
     """The address of the run's endpoint and the file of its API key, never the key itself; empty without an
     endpoint."""
     from rollstream.producers.openai.keys import given_token, token_file
@@ -374,7 +374,7 @@ def access_line(config: RunConfig, workspace: Path, environ: Mapping[str, str]) 
         return ""
     if not served.requires_token:
         key = "without an API key"
-    elif given_token(served, environ):
+    elif given_token(served, env):
         key = "API key as set"
     else:
         key = f"API key in {token_file(workspace, ENDPOINT)}"

@@ -115,9 +115,9 @@ PARENT = "ROLLSTREAM_PARENT"
 PR_SET_PDEATHSIG = 1
 
 
-def die_with_parent(environ: Mapping[str, str]) -> None:
+def die_with_parent(env: Mapping[str, str]) -> None:
     """Die with the parent process named in the environment; exits at once if it has already died."""
-    parent = environ.get(PARENT)
+    parent = env.get(PARENT)
     if parent is None:
         return
     if sys.platform == "linux":

@@ -73,17 +73,13 @@ Serve = Callable[[Any], Awaitable[None]]
 logger = logging.getLogger(__name__)
 
 
-def settings_of(
-    service: str, name: str | None, given: Mapping[str, Any], environ: Mapping[str, str]
-) -> ServiceSettings:
+def settings_of(service: str, name: str | None, given: Mapping[str, Any], env: Mapping[str, str]) -> ServiceSettings:
     """Settings of a service. Raises ConfigError naming the missing or wrong setting."""
-    values: dict[str, Any] = {
-        key: environ[variable] for key, variable in FROM_ENVIRONMENT.items() if variable in environ
-    }
+    values: dict[str, Any] = {key: env[variable] for key, variable in FROM_ENVIRONMENT.items() if variable in env}
     values.setdefault("workspace", ".rollstream")
     values |= given
     own = own_block(Path(values["workspace"]), str(values.get("bootstrap_servers")))
-    values["kafka"] = merged(own, expanded(from_environment(environ), environ), _section(values.get("kafka")))
+    values["kafka"] = merged(own, expanded(from_environment(env), env), _section(values.get("kafka")))
     values["name"] = name or name_of(service, values)
     values.setdefault("artifact_uri", str(Path(values["workspace"]).absolute() / "artifacts"))
     try:

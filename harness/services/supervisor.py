@@ -58,7 +58,7 @@ class Supervisor:
 
     specs: Sequence[ChildSpec]
     logs: Path
-    environ: Mapping[str, str] = field(default_factory=lambda: dict(os.environ))
+    env: Mapping[str, str] = field(default_factory=lambda: dict(os.environ))
     grace_s: float = GRACE_S
     first_backoff_s: float = FIRST_BACKOFF_S
     silence_s: Callable[[str, int], float] = lambda name, pid: 0.0
@@ -179,7 +179,7 @@ class Supervisor:
                 stdin=subprocess.PIPE,
                 stdout=log,
                 stderr=log,
-                env={**self.environ, PARENT: str(os.getpid())},
+                env={**self.env, PARENT: str(os.getpid())},
                 start_new_session=True,  # Ctrl-C in the terminal is for the parent, which stops the children in order
             )
         assert process.stdin is not None

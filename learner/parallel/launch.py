@@ -8,9 +8,9 @@ from collections.abc import Mapping, Sequence
 from rollstream.schemas.errors import RunFailedError
 
 
-def is_started_together(environ: Mapping[str, str] = os.environ) -> bool:
+def is_started_together(env: Mapping[str, str] = os.environ) -> bool:
     """Whether torchrun started this process among others."""
-    return int(environ.get("WORLD_SIZE", "1")) > 1
+    return int(env.get("WORLD_SIZE", "1")) > 1
 
 
 def start_processes(num: int, module: str, arguments: Sequence[str]) -> None:

@@ -40,12 +40,12 @@ record could then have any variable sent to the server."""
 class ServedTeacher:
     """Blocking, with an event loop of its own: for the thread that trains."""
 
-    def __init__(self, url: str, path: str, tokenizer: Any, environ: Mapping[str, str] = os.environ) -> None:
+    def __init__(self, url: str, path: str, tokenizer: Any, env: Mapping[str, str] = os.environ) -> None:
         """`path`: the model that the server was started with; `tokenizer`: the policy's.
 
         Raises ModelError if the variable of the key is set to what no header can hold.
         """
-        self._key = environ.get(KEY_VARIABLE, "").strip()
+        self._key = env.get(KEY_VARIABLE, "").strip()
         if not (self._key.isascii() and self._key.isprintable()):
             raise ModelError(f"teacher {url}: the variable {KEY_VARIABLE} holds no key; export one, or unset it")
         self._url = url.rstrip("/")

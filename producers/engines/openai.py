@@ -51,13 +51,13 @@ class TextTokenizer:
 class OpenAIEngine:
     """`base.Engine` of one server and model, for any model group; its version is 0 from the beginning."""
 
-    def __init__(self, settings: OpenAISettings, environ: Mapping[str, str] = os.environ) -> None:
+    def __init__(self, settings: OpenAISettings, env: Mapping[str, str] = os.environ) -> None:
         """Raises ModelError if the variable of the key is not set."""
         self._settings = settings
         self._server = HttpServer(
             settings.base_url.rstrip("/"),
             timeout_s=settings.timeout_s,
-            key=_key_of(settings, environ),
+            key=_key_of(settings, env),
             key_variable=settings.api_key_variable,
         )
         self._model = settings.model
@@ -182,11 +182,11 @@ build = OpenAIEngine
 """Of `EngineKind`, as `table` wants it."""
 
 
-def _key_of(settings: OpenAISettings, environ: Mapping[str, str]) -> str:
+def _key_of(settings: OpenAISettings, env: Mapping[str, str]) -> str:
     variable = settings.api_key_variable
     if variable is None:
         return ""
-    key = environ.get(variable, "").strip()
+    key = env.get(variable, "").strip()
     if not key or not key.isprintable():
         raise ModelError(f"endpoint {settings.base_url}: the variable {variable} holds no key; export it")
     return key

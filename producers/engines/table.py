@@ -31,12 +31,12 @@ _RUN_CHECKS = {"vllm": "rollstream.producers.engines.vllm.run_checks"}
 logger = logging.getLogger(__name__)
 
 
-def new_engine(written: EngineSettings, environ: Mapping[str, str], location: str = "engine") -> Engine:
+def new_engine(written: EngineSettings, env: Mapping[str, str], location: str = "engine") -> Engine:
     """An engine that is not started yet. `location`: where its settings stand, for errors.
 
     Raises ConfigError for an unknown kind, settings that do not fit it, or a class that is not an engine.
     """
-    kind, settings = _resolved(written, environ, location)
+    kind, settings = _resolved(written, env, location)
     try:
         engine = kind.build(settings)
     except RollstreamError:
@@ -50,32 +50,32 @@ def new_engine(written: EngineSettings, environ: Mapping[str, str], location: st
     return engine
 
 
-def settings_of(written: EngineSettings, environ: Mapping[str, str], location: str = "engine") -> EngineSettings:
+def settings_of(written: EngineSettings, env: Mapping[str, str], location: str = "engine") -> EngineSettings:
     """Settings as the class of their kind, `${NAME}` expanded. Raises ConfigError as `new_engine` does."""
-    return _resolved(written, environ, location)[1]
+    return _resolved(written, env, location)[1]
 
 
-def check_run(config: RunConfig, environ: Mapping[str, str], location: str) -> None:
+def check_run(config: RunConfig, env: Mapping[str, str], location: str) -> None:
     """Check the settings of a run's engine, and the run by what their kind demands. Raises ConfigError."""
-    kind, settings = _resolved(config.builder.engine, environ, location)
+    kind, settings = _resolved(config.builder.engine, env, location)
     if kind.check is not None:
         kind.check(settings, config)
 
 
-def _resolved(written: EngineSettings, environ: Mapping[str, str], location: str) -> tuple[EngineKind, EngineSettings]:
+def _resolved(written: EngineSettings, env: Mapping[str, str], location: str) -> tuple[EngineKind, EngineSettings]:
     kind = _kind_of(written.kind, f"{location}.kind")
     if type(written) is kind.settings:
         return kind, written
     values = written.model_dump(exclude_unset=True) | {"kind": written.kind}
     try:
-        return kind, kind.settings.model_validate(expand(values, environ, location))
+        return kind, kind.settings.model_validate(expand(values, env, location))
     except ConfigError:
         raise
     except ValidationError as error:
-        raise ConfigError(conceal(_line(error, kind.settings, location), values, environ)) from error
+        raise ConfigError(conceal(_line(error, kind.settings, location), values, env)) from error
     except (Exception, SystemExit) as error:  # validators are others' code
         logger.info("settings of engine %s cannot be checked", written.kind, exc_info=error)
-        raise ConfigError(conceal(f"{location}: {describe(error)}", values, environ)) from error
+        raise ConfigError(conceal(f"{location}: {describe(error)}", values, env)) from error
 
 
 def _kind_of(name: str, location: str) -> EngineKind:

@@ -156,9 +156,9 @@ def environment_of(name: str) -> type[CommandEnvironment]:
     return type("CommandEnvironment", (CommandEnvironment,), {"PROGRAM": program, "__module__": __name__})
 
 
-def variables(environ: Mapping[str, str], session: Session, rollout: OpenedRollout, task: bytes) -> dict[str, str]:
+def variables(env: Mapping[str, str], session: Session, rollout: OpenedRollout, task: bytes) -> dict[str, str]:
     """The environment variables of a program."""
-    passed = {name: environ[name] for name in PASSED if name in environ}
+    passed = {name: env[name] for name in PASSED if name in env}
     own = {
         "OPENAI_BASE_URL": f"{rollout.base_url}/v1",
         "OPENAI_API_KEY": rollout.key,

@@ -54,7 +54,7 @@ def reward_of(name: str, settings: RolloutSettings, permissions: Permissions, re
         if recorder is None:
             raise ConfigError(f"{location}: an llm_judge is not called again; its recorded scores are kept")
         block = {key: block.get(key) for key in SECRET_KEYS}
-        hide = functools.partial(_hide, block=block, environ=permissions.environ)
+        hide = functools.partial(_hide, block=block, env=permissions.env)
         return Chosen(location, Judge(name, config, recorder, hide).score)
     return Chosen(location, _build(location, config, permissions))
 
@@ -82,7 +82,7 @@ def read(
     except ValidationError as error:
         path, message = first_invalid(error, known=[field.alias or key for key, field in model.model_fields.items()])
         where = f"{location}.{path}: " if path else f"{location}."
-        concealed = conceal(message[:1].lower() + message[1:], dict(block), permissions.environ)
+        concealed = conceal(message[:1].lower() + message[1:], dict(block), permissions.env)
         raise ConfigError(where + concealed) from error
     _check_allowed(location, config, permissions)
     return config
@@ -120,6 +120,6 @@ def _python(location: str, config: PythonScore, permissions: Permissions) -> Rew
         raise ConfigError(f"{location}.function: {error}") from error
 
 
-def _hide(text: str, *, block: dict[str, JsonValue], environ: Mapping[str, str]) -> str:
-    hidden = conceal(text, block, environ)
-    return conceal(hidden, block, {name: value.strip() for name, value in environ.items()})
+def _hide(text: str, *, block: dict[str, JsonValue], env: Mapping[str, str]) -> str:
+    hidden = conceal(text, block, env)
+    return conceal(hidden, block, {name: value.strip() for name, value in env.items()})

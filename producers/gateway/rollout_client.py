@@ -141,16 +141,16 @@ class RemoteRollout:
         self._requests = _Requests(lambda: place, retries or Retries())
 
     @classmethod
-    def of_program(cls, environ: Mapping[str, str] = os.environ) -> Self:
+    def of_program(cls, env: Mapping[str, str] = os.environ) -> Self:
         """The rollout of a program that `environment: command:...` runs. Raises ConfigError if this is none.
 
         A task that is too large for a variable is read from standard input.
         """
         try:
-            url, key = environ["ROLLSTREAM_ROLLOUT_URL"], environ["OPENAI_API_KEY"]
+            url, key = env["ROLLSTREAM_ROLLOUT_URL"], env["OPENAI_API_KEY"]
         except KeyError as error:
             raise ConfigError(f"variable {error.args[0]} is not set; run this by environment: command:...") from error
-        return cls(_read(RolloutTask, environ.get("ROLLSTREAM_TASK") or sys.stdin.read()), url, key)
+        return cls(_read(RolloutTask, env.get("ROLLSTREAM_TASK") or sys.stdin.read()), url, key)
 
     @property
     def openai_base_url(self) -> str:

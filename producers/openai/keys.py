@@ -16,12 +16,12 @@ def token_file(workspace: Path, name: str) -> Path:
     return workspace / f"{name}.token"
 
 
-def token_of(settings: EndpointSettings, environ: Mapping[str, str]) -> str | None:
+def token_of(settings: EndpointSettings, env: Mapping[str, str]) -> str | None:
     """The token that requests must bear, made on first use where none is given; None: none. Raises ConfigError."""
-    return section_token(settings, settings.workspace, settings.name, environ)
+    return section_token(settings, settings.workspace, settings.name, env)
 
 
-def section_token(section: EndpointSection, workspace: Path, name: str, environ: Mapping[str, str]) -> str | None:
+def section_token(section: EndpointSection, workspace: Path, name: str, env: Mapping[str, str]) -> str | None:
     """The same from a section of a configuration; `name`: of the service."""
     if not section.requires_token:
         if section.host not in LOOPBACK:
@@ -29,7 +29,7 @@ def section_token(section: EndpointSection, workspace: Path, name: str, environ:
                 f"endpoint.host {section.host} is reachable from other machines; remove endpoint.requires_token"
             )
         return None
-    given = given_token(section, environ)
+    given = given_token(section, env)
     if given:
         return given
     path = token_file(workspace, name)
@@ -40,12 +40,12 @@ def section_token(section: EndpointSection, workspace: Path, name: str, environ:
         raise ConfigError(f"endpoint token {path} cannot be created ({error.strerror}); set endpoint.token") from error
 
 
-def given_token(section: EndpointSection, environ: Mapping[str, str]) -> str | None:
+def given_token(section: EndpointSection, env: Mapping[str, str]) -> str | None:
     """The token that settings or environment name; none if they name none. Raises ConfigError."""
     if section.token is not None:
-        return str(expand(section.token, environ, "endpoint.token")).strip()
+        return str(expand(section.token, env, "endpoint.token")).strip()
     if section.token_file is None:
-        return environ.get(TOKEN_VARIABLE, "").strip() or None
+        return env.get(TOKEN_VARIABLE, "").strip() or None
     try:
         token = section.token_file.read_text(encoding="utf-8").strip()
     except OSError as error:

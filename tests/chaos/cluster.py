@@ -45,7 +45,7 @@ class Cluster:
         self.processors = [f"processors-{number + 1}" for number in range(workers)]
         self.broker = EmbeddedBroker(workspace)
         self.once = workspace / "failpoints"
-        self._environ: dict[str, str] = {}
+        self._env: dict[str, str] = {}
         self._watching: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
@@ -57,7 +57,7 @@ class Cluster:
         await self.log.start()
         await self.log.ensure_topics(num_partitions=PARTITIONS)
         self.store = ArtifactStore(str(self.workspace / "artifacts"))
-        self._environ |= os.environ | {
+        self._env |= os.environ | {
             **environment(self.broker.kafka),
             "ROLLSTREAM_ARTIFACT_URI": str(self.workspace / "artifacts"),
             "ROLLSTREAM_WORKSPACE": str(self.workspace),
@@ -70,7 +70,7 @@ class Cluster:
             for name in (*self.processors, "metrics-1")
             for stdin in [settings[name.rpartition("-")[0]]]
         ]
-        self.supervisor = Supervisor(specs, self.workspace / "logs", self._environ)
+        self.supervisor = Supervisor(specs, self.workspace / "logs", self._env)
         self.supervisor.start()
         self._watching = asyncio.create_task(self.supervisor.watch())
 
@@ -109,7 +109,7 @@ class Cluster:
 
         `nudge` gives them something to do, now and then.
         """
-        self._environ[failpoints.VARIABLE] = f"{failpoint}:{hit}"
+        self._env[failpoints.VARIABLE] = f"{failpoint}:{hit}"
         for name in ["metrics-1"] if failpoint.startswith("metrics/") else self.processors:
             os.kill(await self._pid(name), signal.SIGTERM)
         deadline = time.monotonic() + FAILPOINT_TIMEOUT_S
@@ -122,7 +122,7 @@ class Cluster:
                     while not (self.once / failpoint.replace("/", ".")).exists():
                         await asyncio.sleep(0.02)
             await nudge()
-        del self._environ[failpoints.VARIABLE]
+        del self._env[failpoints.VARIABLE]
 
     async def _pid(self, name: str) -> int:
         while name not in self.supervisor.pids():

@@ -47,10 +47,10 @@ TIMEOUT_S = 120.0
 CONTEXT = multiprocessing.get_context("forkserver")
 
 
-def serve(environ: dict[str, str], settings: Path, output: Path) -> None:
+def serve(env: dict[str, str], settings: Path, output: Path) -> None:
     """`rollstream serve learner` in a forked process."""
-    os.environ |= environ
-    failpoints._armed = failpoints.from_environment(environ)  # the module was imported before the fork
+    os.environ |= env
+    failpoints._armed = failpoints.from_environment(env)  # the module was imported before the fork
     number = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
     os.dup2(number, 1)
     os.dup2(number, 2)
@@ -63,7 +63,7 @@ class Learner:
     """The learner's process: started, killed, started again."""
 
     folder: Path
-    environ: dict[str, str]
+    env: dict[str, str]
     settings: Path
     process: ForkServerProcess | None = None
 
@@ -73,8 +73,8 @@ class Learner:
 
     def start(self, failpoint: str = "") -> None:
         """Start it, armed with a failpoint."""
-        environ = self.environ | ({failpoints.VARIABLE: f"{failpoint}:1"} if failpoint else {})
-        self.process = CONTEXT.Process(target=serve, args=(environ, self.settings, self.output), daemon=True)
+        env = self.env | ({failpoints.VARIABLE: f"{failpoint}:1"} if failpoint else {})
+        self.process = CONTEXT.Process(target=serve, args=(env, self.settings, self.output), daemon=True)
         self.process.start()
 
     def kill(self) -> None:
@@ -220,7 +220,7 @@ async def run(folder: Path, kinds: Sequence[str], *, kills: int, seed: int) -> l
     outcomes: list[Outcome] = []
     log = KafkaLog(broker.kafka, client_id="kill-jobs")
     killed = GroupRig(workspace, model, log)
-    environ = {
+    env = {
         **os.environ,
         **environment(broker.kafka),
         "ROLLSTREAM_ARTIFACT_URI": killed.artifact_uri,
@@ -230,7 +230,7 @@ async def run(folder: Path, kinds: Sequence[str], *, kills: int, seed: int) -> l
     settings = folder / "learner.json"
     settings.write_text(json.dumps({"allow": list(killed.allow), "threads": 1}))
     CONTEXT.set_forkserver_preload(["rollstream.learner.service", "rollstream.harness.services.serving", __name__])
-    learner = Learner(folder, environ, settings)
+    learner = Learner(folder, env, settings)
     try:
         await log.start()
         await log.ensure_topics(num_partitions=PARTITIONS)

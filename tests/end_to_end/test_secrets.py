@@ -95,7 +95,7 @@ class Secrets:
         rows = [{"id": str(n), "question": f"{n}+1", "answer": str(n + 1)} for n in range(1, 5)]
         lines = "".join(json.dumps(row) + "\n" for row in rows)
         (folder / self.values["DATA"] / "examples.jsonl").write_text(lines)
-        self.environ = {f"TEST_{name}": value for name, value in self.values.items()} | {
+        self.env = {f"TEST_{name}": value for name, value in self.values.items()} | {
             "TEST_MODEL": str(folder / self.values["MODEL"]),
             "TEST_STORE": str(folder / self.values["STORE"]),
             "TEST_DATA": str(folder / self.values["DATA"]),
@@ -165,14 +165,14 @@ def secrets(project: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
 def watched(secrets: Secrets, *arguments: str) -> tuple[subprocess.CompletedProcess[str], str]:
     """A command to its end, and the command lines of all processes that it started."""
     place, seen = secrets.place, set[str]()
-    environ = {**ENVIRONMENT, "PYTHONPATH": str(place.folder), **secrets.environ}
+    env = {**ENVIRONMENT, "PYTHONPATH": str(place.folder), **secrets.env}
     process = subprocess.Popen(
         place.command(*arguments),
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
         cwd=place.folder,
-        env=environ,
+        env=env,
     )
     while True:
         with suppress(psutil.Error):
@@ -252,7 +252,7 @@ def test_nothing_that_a_run_writes_or_says_holds_a_secret(secrets: Secrets) -> N
     secrets.assert_not_in(commands, "a command line")
     secrets.assert_not_in(done.stdout + done.stderr, "the terminal")
     [run_id] = [word for word in done.stdout.split() if word.startswith("mine-")][:1]
-    exported = place.run("export", run_id, "--weights", "-o", str(place.folder / "exported"), **secrets.environ)
+    exported = place.run("export", run_id, "--weights", "-o", str(place.folder / "exported"), **secrets.env)
     assert exported.returncode == 0, exported.stderr
     secrets.assert_not_in(exported.stdout + exported.stderr, "the terminal")
     assert_topics_hold_none(secrets)
@@ -260,7 +260,7 @@ def test_nothing_that_a_run_writes_or_says_holds_a_secret(secrets: Secrets) -> N
     assert_export_holds_none(secrets, place.folder / "exported")
     assert_files_hold_none(secrets, place.folder / "exported")
     assert_files_hold_none(secrets, place.workspace)
-    verified = place.run("replay", run_id, "--verify", "--train", "--trust", **secrets.environ)
+    verified = place.run("replay", run_id, "--verify", "--train", "--trust", **secrets.env)
     assert verified.returncode == 0, verified.stderr
     secrets.assert_not_in(verified.stdout + verified.stderr, "what replay prints")
     assert (place.folder / "output").is_dir()
@@ -281,9 +281,7 @@ def assert_errors_hold_none(secrets: Secrets) -> None:
         (("trainers.trainer._type", "${TEST_KEY}"), "trainers.trainer._type"),
         (("trajectory_builders.rollouts.num_generations", "${TEST_KEY}"), "num_generations"),
     ):
-        refused = place.run(
-            "finetune", "--config_file", str(place.folder / "run.yaml"), "-o", *change, **secrets.environ
-        )
+        refused = place.run("finetune", "--config_file", str(place.folder / "run.yaml"), "-o", *change, **secrets.env)
         assert refused.returncode == 1, (change, refused.stderr)
         assert reported in refused.stderr, refused.stderr
         secrets.assert_not_in(refused.stdout + refused.stderr, f"the error of {change}")

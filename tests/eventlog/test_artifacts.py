@@ -177,8 +177,8 @@ def test_an_unknown_kind_of_store_is_refused() -> None:
 
 
 def test_a_variable_of_the_uri_stands_in_no_reference_and_is_expanded_by_who_reads(tmp_path: Path) -> None:
-    environ = {"STORE": str(tmp_path / "s3cr3t-1")}
-    store = ArtifactStore("${STORE}/artifacts", environ=environ)
+    env = {"STORE": str(tmp_path / "s3cr3t-1")}
+    store = ArtifactStore("${STORE}/artifacts", env=env)
     ref = store.put_bytes(DATA, ".bin")
     assert ref.uri == f"{ref.sha256[:2]}/{ref.sha256}.bin"
     assert store.read(ref) == store.fetch(ref).read_bytes() == DATA
@@ -207,7 +207,7 @@ def test_a_variable_of_the_uri_stands_in_no_reference_and_is_expanded_by_who_rea
 def test_a_record_names_nothing_outside_of_the_store(uri: str, tmp_path: Path) -> None:
     ref = ArtifactRef(uri=uri, sha256="0" * 64, size_bytes=1)
     with pytest.raises(ArtifactError, match="is not named by its sha256"):
-        ArtifactStore(str(tmp_path / "artifacts"), environ={"STORE": "s3cr3t"}).fetch(ref)
+        ArtifactStore(str(tmp_path / "artifacts"), env={"STORE": "s3cr3t"}).fetch(ref)
 
 
 def test_a_moved_store_is_read_where_it_is_and_a_copy_never_reads_the_original(tmp_path: Path) -> None:

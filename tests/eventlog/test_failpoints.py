@@ -58,9 +58,9 @@ def test_the_environment_has_a_process_kill_itself_and_once_only_if_a_folder_kee
     code = (
         f"from rollstream.eventlog.failpoints import failpoint\nfor _ in range(3): failpoint({NAME!r})\nprint('done')"
     )
-    environ = os.environ | {failpoints.VARIABLE: f"{NAME}:2", failpoints.ONCE: str(tmp_path)}
-    first = subprocess.run([sys.executable, "-c", code], env=environ, capture_output=True, text=True)
-    second = subprocess.run([sys.executable, "-c", code], env=environ, capture_output=True, text=True)
+    env = os.environ | {failpoints.VARIABLE: f"{NAME}:2", failpoints.ONCE: str(tmp_path)}
+    first = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True)
+    second = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True)
     assert (first.returncode, first.stdout) == (-signal.SIGKILL, "")
     assert (second.returncode, second.stdout) == (0, "done\n")
 

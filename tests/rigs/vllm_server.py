@@ -147,7 +147,7 @@ class ComposedServer:
     def __init__(self, service: Mapping[str, Any], base: Path, folder: Path) -> None:
         self._service = service
         (self._port,) = free_ports(1)
-        self._environ = {**ENVIRONMENT, "ROLLSTREAM_VLLM_MODEL": str(base), "ROLLSTREAM_VLLM_KVCACHE_GB": "1"}
+        self._env = {**ENVIRONMENT, "ROLLSTREAM_VLLM_MODEL": str(base), "ROLLSTREAM_VLLM_KVCACHE_GB": "1"}
         self._log = folder / f"server-{self._port}.log"
         self.url = f"http://{HOST}:{self._port}"
         self._guard: subprocess.Popen[bytes] | None = None
@@ -157,16 +157,16 @@ class ComposedServer:
         """At the address that it always has."""
         program, *entry = self._service["entrypoint"]
         assert program == "vllm"
-        written = [*entry, *(str(expand(one, self._environ)) for one in self._service["command"])]
+        written = [*entry, *(str(expand(one, self._env)) for one in self._service["command"])]
         assert {"--host=0.0.0.0", "--port=8000"} < set(written)
         places = {"--host=0.0.0.0": f"--host={HOST}", "--port=8000": f"--port={self._port}"}
         command = [executable(), *(places.get(one, one) for one in written)]
-        environment = {name: str(expand(one, self._environ)) for name, one in self._service["environment"].items()}
+        environment = {name: str(expand(one, self._env)) for name, one in self._service["environment"].items()}
         self._guard = subprocess.Popen(
             [sys.executable, "-I", "-S", guard.__file__, str(os.getpid()), str(self._log), *command],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            env={**os.environ, **self._environ, **environment},
+            env={**os.environ, **self._env, **environment},
         )
         assert self._guard.stdout is not None
         self._pid = int(self._guard.stdout.readline())

@@ -49,8 +49,8 @@ def test_the_password_of_a_url_is_concealed_as_it_is_sent_too() -> None:
 
 def test_a_secret_is_concealed_however_a_message_quotes_it() -> None:
     key = '-----BEGIN KEY-----\nMIIB"quoted\\" and 0123456789\n-----END KEY-----'
-    environ = {"KEY": key}
+    env = {"KEY": key}
     for message in (key, repr(key), json.dumps(key), f"line 2: {key.splitlines()[1]}"):
-        text = conceal(f"refused: {message}", "${KEY}", environ)
+        text = conceal(f"refused: {message}", "${KEY}", env)
         assert "MIIB" not in text
         assert "${KEY}" in text

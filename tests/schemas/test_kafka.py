@@ -52,14 +52,14 @@ def test_a_file_keeps_where_a_secret_comes_from_and_never_the_secret() -> None:
 
 
 def test_what_is_left_out_of_a_block_comes_from_the_environment() -> None:
-    environ = {
+    env = {
         "ROLLSTREAM_KAFKA_USERNAME": "other",
         "ROLLSTREAM_KAFKA_PASSWORD": "hunter2",
         "ROLLSTREAM_KAFKA_CHECK_HOSTNAME": "false",
     }
-    found = from_environment(environ)
+    found = from_environment(env)
     assert found["password"] == "${ROLLSTREAM_KAFKA_PASSWORD}"
-    kafka = connection("a:1", merged(found, {"security_protocol": "SASL_PLAINTEXT", "username": "learner"}), environ)
+    kafka = connection("a:1", merged(found, {"security_protocol": "SASL_PLAINTEXT", "username": "learner"}), env)
     assert (kafka.username, kafka.check_hostname) == ("learner", False)
     assert kafka.password is not None
     assert kafka.password.get_secret_value() == "hunter2"

@@ -165,11 +165,11 @@ class Child:
         ]
 
 
-def environment(environ: Mapping[str, str], *, is_lora: bool) -> dict[str, str]:
+def environment(env: Mapping[str, str], *, is_lora: bool) -> dict[str, str]:
     """Of the server: what it needs of ours to find its libraries, devices, models and the network."""
     kept = {
         name: value
-        for name, value in environ.items()
+        for name, value in env.items()
         if (name in PASSED or name.startswith(PASSED_PREFIXES)) and name not in WITHHELD
     }
     lora = {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1"} if is_lora else {}

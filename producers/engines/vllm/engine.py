@@ -38,10 +38,10 @@ Served = tuple[str, str | None]
 class VllmEngine:
     """Model groups by the servers of their base models."""
 
-    def __init__(self, settings: VllmSettings, environ: Mapping[str, str] = os.environ) -> None:
+    def __init__(self, settings: VllmSettings, env: Mapping[str, str] = os.environ) -> None:
         """Raises ModelError if the variable of the key is not set."""
         self._settings = settings
-        self._key = _key_of(settings, environ)
+        self._key = _key_of(settings, env)
         self._folder: Path = settings.folder or Path(tempfile.mkdtemp(prefix="rollstream-vllm-"))
         self._client: Client | None = None
         self._bases: dict[str, BaseModel] = {}
@@ -245,11 +245,11 @@ def _served(published: WeightsPublished) -> Served:
     return published.base_model, None if published.weights_format == "lora" else published.model_group
 
 
-def _key_of(settings: VllmSettings, environ: Mapping[str, str]) -> str:
+def _key_of(settings: VllmSettings, env: Mapping[str, str]) -> str:
     variable = settings.api_key_variable
     if variable is None:
         return ""
-    key = environ.get(variable, "").strip()
+    key = env.get(variable, "").strip()
     if not key or not key.isprintable():
         raise ModelError(f"engine.api_key_variable: the variable {variable} holds no key; export it")
     return key

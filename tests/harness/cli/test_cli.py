@@ -23,10 +23,8 @@ COMMANDS = ["finetune", "serve", "health", "stop", "status", "runs", "jobs", "sq
 
 
 def rollstream(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    environ = {name: value for name, value in os.environ.items() if not name.startswith("ROLLSTREAM_")}
-    return subprocess.run(
-        [*CLI, *arguments], capture_output=True, text=True, timeout=60, env={**environ, **environment}
-    )
+    env = {name: value for name, value in os.environ.items() if not name.startswith("ROLLSTREAM_")}
+    return subprocess.run([*CLI, *arguments], capture_output=True, text=True, timeout=60, env={**env, **environment})
 
 
 def assert_refused(done: subprocess.CompletedProcess[str], *words: str) -> None:
@@ -367,9 +365,9 @@ def test_a_missing_extra_is_named_with_the_remedy(
         "serve": ["learner"],
         "tiny-model": [str(tmp_path / "tiny")],
     }[command]
-    environ = {**os.environ, "ROLLSTREAM_BOOTSTRAP_SERVERS": "127.0.0.1:1"}
+    env = {**os.environ, "ROLLSTREAM_BOOTSTRAP_SERVERS": "127.0.0.1:1"}
     done = subprocess.run(
-        [sys.executable, "-c", without + run, command, *arguments], capture_output=True, text=True, env=environ
+        [sys.executable, "-c", without + run, command, *arguments], capture_output=True, text=True, env=env
     )
     assert_refused(done, "is not installed", "pip install '.[learner]'")
 

@@ -72,11 +72,11 @@ async def add_dead_letter(kafka: KafkaSettings, artifacts: ArtifactStore) -> Non
 
 def test_letters_are_listed_shown_and_redriven(kafka: KafkaSettings, tmp_path: Path) -> None:
     def dlq(*arguments: str) -> subprocess.CompletedProcess[str]:
-        environ = {name: value for name, value in os.environ.items() if not name.startswith("ROLLSTREAM_")}
-        environ |= environment(kafka)
+        env = {name: value for name, value in os.environ.items() if not name.startswith("ROLLSTREAM_")}
+        env |= environment(kafka)
         where = ["--bootstrap_servers", kafka.bootstrap_servers, "-w", str(tmp_path)]
         command = [sys.executable, "-m", "rollstream.harness.cli.main", "dlq", *arguments, *where]
-        return subprocess.run(command, capture_output=True, text=True, timeout=60, env=environ)
+        return subprocess.run(command, capture_output=True, text=True, timeout=60, env=env)
 
     asyncio.run(add_dead_letter(kafka, ArtifactStore(str(tmp_path / "artifacts"))))
     listed = dlq("list", "--run", RUN, "--json")

@@ -32,16 +32,16 @@ class Command:
         self.folder = folder
         self.workspace = folder / "w"
         self.config = config
-        self.environ = {name: value for name, value in os.environ.items() if not name.startswith("ROLLSTREAM_")}
+        self.env = {name: value for name, value in os.environ.items() if not name.startswith("ROLLSTREAM_")}
 
     def run(self, *arguments: str) -> subprocess.CompletedProcess[str]:
         command = [*CLI, *arguments, "--workspace", str(self.workspace)]
-        return subprocess.run(command, capture_output=True, text=True, timeout=90, env=self.environ)
+        return subprocess.run(command, capture_output=True, text=True, timeout=90, env=self.env)
 
     def start(self, *arguments: str) -> subprocess.Popen[str]:
         command = [*CLI, "finetune", "--config_file", str(self.config), *arguments, "--workspace", str(self.workspace)]
         with (self.folder / "out.txt").open("w") as out:
-            return subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT, text=True, env=self.environ)
+            return subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT, text=True, env=self.env)
 
     def output(self) -> str:
         return (self.folder / "out.txt").read_text()

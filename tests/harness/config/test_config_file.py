@@ -33,13 +33,13 @@ NATS_SECTIONS = {
 }
 
 
-def loaded(written: dict[str, Any], **environ: str) -> config_file.Loaded:
-    return config_file.resolve(written, environ)
+def loaded(written: dict[str, Any], **env: str) -> config_file.Loaded:
+    return config_file.resolve(written, env)
 
 
-def refused(written: dict[str, Any], **environ: str) -> str:
+def refused(written: dict[str, Any], **env: str) -> str:
     with pytest.raises(ConfigError) as error:
-        loaded(written, **environ)
+        loaded(written, **env)
     return str(error.value)
 
 

@@ -23,7 +23,7 @@ BLOCK = {
     "password": "${SECRET}",
     "check_hostname": "${CHECK:-no}",
 }
-ENVIRON = {"WHO": "learner", "SECRET": "hunter2"}
+ENV = {"WHO": "learner", "SECRET": "hunter2"}
 
 
 @pytest.fixture
@@ -45,13 +45,13 @@ def password_of(kafka: Any) -> str | None:
 
 
 def test_what_is_stored_of_a_run_names_the_variable_and_not_the_secret(secured: dict[str, Any]) -> None:
-    found = config_file.resolve(secured, ENVIRON)
+    found = config_file.resolve(secured, ENV)
     builder: Any = found.written["trajectory_builders"]
     assert builder["b"]["kafka"] == BLOCK
     assert (found.config.builder.kafka.username, found.config.builder.kafka.check_hostname) == ("learner", False)
     for text in (repr(found.config), repr(found.finetune), found.config.model_dump_json()):
         assert "hunter2" not in text
-    kafka = connection(ADDRESS, kafka_block(found.config.builder, ENVIRON), ENVIRON)
+    kafka = connection(ADDRESS, kafka_block(found.config.builder, ENV), ENV)
     assert password_of(kafka) == "hunter2"
 
 
@@ -67,20 +67,20 @@ def test_a_secret_in_plain_text_is_refused(secured: dict[str, Any], tmp_path: Pa
     path = tmp_path / "run.yaml"
     path.write_text(json.dumps(secured))
     with pytest.raises(ConfigError, match=r"b\.kafka\.password: secrets are not allowed in the file") as caught:
-        config_file.load(path, environ=ENVIRON)
+        config_file.load(path, env=ENV)
     assert "hunter2" not in str(caught.value)
 
 
 def test_the_adapters_block_counts_where_it_gives_one(written: dict[str, Any]) -> None:
     written["trainer_adapters"]["a"] |= {"bootstrap_servers": ADDRESS, "kafka": dict(BLOCK)}
-    builder = config_file.resolve(written, ENVIRON).config.builder
+    builder = config_file.resolve(written, ENV).config.builder
     assert (builder.bootstrap_servers, builder.kafka.username) == (ADDRESS, "learner")
-    assert password_of(connection(ADDRESS, kafka_block(builder, ENVIRON), ENVIRON)) == "hunter2"
+    assert password_of(connection(ADDRESS, kafka_block(builder, ENV), ENV)) == "hunter2"
 
 
 def test_services_get_the_secret_by_standard_input_and_show_it_nowhere(secured: dict[str, Any]) -> None:
-    config = config_file.resolve(secured, ENVIRON).config
-    kafka = connection(ADDRESS, kafka_block(config.builder, ENVIRON), ENVIRON)
+    config = config_file.resolve(secured, ENV).config
+    kafka = connection(ADDRESS, kafka_block(config.builder, ENV), ENV)
     for name, settings in services_of(config, RunLocation(kafka, "a", Path("w")), "run-1").items():
         assert "hunter2" not in repr(settings) + settings.model_dump_json()
         received = settings_of(name.rsplit("-", 1)[0], name, json.loads(with_secrets(settings)), {})
@@ -89,16 +89,16 @@ def test_services_get_the_secret_by_standard_input_and_show_it_nowhere(secured: 
 
 def test_a_service_takes_its_connection_from_the_environment(tmp_path: Path) -> None:
     password = tmp_path / "password"
-    environ = {
+    env = {
         "ROLLSTREAM_BOOTSTRAP_SERVERS": ADDRESS,
         "ROLLSTREAM_KAFKA_SECURITY_PROTOCOL": "SASL_PLAINTEXT",
         "ROLLSTREAM_KAFKA_USERNAME": "metrics",
         "ROLLSTREAM_KAFKA_PASSWORD_FILE": str(password),
     }
-    found = settings_of("metrics", None, {}, environ).connection
+    found = settings_of("metrics", None, {}, env).connection
     assert (found.bootstrap_servers, found.username, found.password_file) == (ADDRESS, "metrics", password)
     with pytest.raises(ConfigError, match="security_protocol SASL_PLAINTEXT needs username"):
-        settings_of("metrics", None, {}, {**environ, "ROLLSTREAM_KAFKA_USERNAME": ""})
+        settings_of("metrics", None, {}, {**env, "ROLLSTREAM_KAFKA_USERNAME": ""})
 
 
 def test_later_commands_know_how_to_connect_and_where_the_secret_comes_from(
@@ -127,7 +127,7 @@ def test_later_commands_know_how_to_connect_and_where_the_secret_comes_from(
 
 def test_security_settings_for_the_embedded_broker_are_refused(secured: dict[str, Any], tmp_path: Path) -> None:
     secured["trajectory_builders"]["b"]["bootstrap_servers"] = "embedded"
-    config = config_file.resolve(secured, ENVIRON).config
+    config = config_file.resolve(secured, ENV).config
     with (
         pytest.raises(ConfigError, match=r"trajectory_builders\.b\.kafka\.check_hostname: .*the embedded broker"),
         broker_of_run(config, Workspace(tmp_path)),
@@ -138,7 +138,7 @@ def test_security_settings_for_the_embedded_broker_are_refused(secured: dict[str
 def test_managed_services_on_a_shared_kafka_have_topics_and_groups_of_their_workspaces_own(
     plain: dict[str, Any], tmp_path: Path
 ) -> None:
-    config = config_file.resolve(plain, ENVIRON).config
+    config = config_file.resolve(plain, ENV).config
     found: list[tuple[str, str]] = []
     for folder in ("one", "two", "one"):
         workspace = Workspace(tmp_path / folder)
@@ -156,7 +156,7 @@ def test_a_workspace_whose_runs_are_on_the_usual_topics_stays_with_them(plain: d
     workspace = Workspace(tmp_path)
     workspace.create()
     workspace.remember_broker(ADDRESS)
-    with broker_of_run(config_file.resolve(plain, ENVIRON).config, workspace) as (kafka, _):
+    with broker_of_run(config_file.resolve(plain, ENV).config, workspace) as (kafka, _):
         assert kafka.topic_prefix == "rollstream."
 
 
@@ -165,6 +165,6 @@ def test_external_services_and_given_names_are_left_as_they_are(
     plain: dict[str, Any], tmp_path: Path, changes: dict[str, Any]
 ) -> None:
     plain["trajectory_builders"]["b"] |= changes
-    with broker_of_run(config_file.resolve(plain, ENVIRON).config, Workspace(tmp_path)) as (kafka, _):
+    with broker_of_run(config_file.resolve(plain, ENV).config, Workspace(tmp_path)) as (kafka, _):
         assert kafka.topic_prefix == changes.get("kafka", {}).get("topic_prefix", "rollstream.")
         assert kafka.group_prefix == "rollstream"

@@ -15,7 +15,7 @@ from rollstream.schemas.events import JobStarted
 from rollstream.schemas.settings import RolloutSettings
 
 EXAMPLE = Path(__file__).parents[3] / "examples" / "arithmetic_evaluator.yaml"
-ENVIRON = {"KEY": "sk-secret-4711"}
+ENV = {"KEY": "sk-secret-4711"}
 JUDGE = {"_type": "llm_judge", "base_url": "http://127.0.0.1:9/v1", "model": "m", "api_key": "${KEY}"}
 JUDGE |= {"prompt": "{question} {response}"}
 
@@ -23,7 +23,7 @@ JUDGE |= {"prompt": "{question} {response}"}
 @pytest.fixture
 def config(written, tmp_path, monkeypatch):
     """Resolve the small configuration with evaluators and a reward's name."""
-    monkeypatch.setenv("KEY", ENVIRON["KEY"])
+    monkeypatch.setenv("KEY", ENV["KEY"])
     data = tmp_path / "data.jsonl"
     data.write_text('{"id": "a", "question": "1+1", "answer": 2}\n{"id": "b", "question": "?"}\n')
 
@@ -46,7 +46,7 @@ def test_the_named_evaluator_is_carried_by_the_tasks_as_written(config):
     check_names(found)
     assert rollout(found).rewards == ("judged",)
     assert rollout(found).evaluators == {"judged": JUDGE}
-    assert ENVIRON["KEY"] not in repr(found) + rollout(found).model_dump_json()
+    assert ENV["KEY"] not in repr(found) + rollout(found).model_dump_json()
 
 
 def test_builders_name_more_evaluators_and_choose_what_a_missing_score_is(config):

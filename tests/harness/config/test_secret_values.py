@@ -69,7 +69,7 @@ def test_what_is_no_secret_is_not(value: dict[str, Any]) -> None:
 
 
 @pytest.fixture
-def environ(tmp_path: Path) -> dict[str, str]:
+def env(tmp_path: Path) -> dict[str, str]:
     (tmp_path / "s3cr3t-model").mkdir()
     return {
         "MODEL_DIR": str(tmp_path / "s3cr3t-model"),
@@ -80,11 +80,11 @@ def environ(tmp_path: Path) -> dict[str, str]:
 
 
 def test_what_events_and_services_carry_is_as_written(
-    written: dict[str, Any], environ: dict[str, str], tmp_path: Path
+    written: dict[str, Any], env: dict[str, str], tmp_path: Path
 ) -> None:
     written["trainer_adapters"]["a"] |= {"model": {"path": "${MODEL_DIR}/m"}, "artifact_uri": "${STORE}/artifacts"}
     written["finetuning"] |= {"run_configuration": {"endpoint": "${WORKFLOW}"}, "target_model": "${TARGET}"}
-    config = config_file.resolve(written, environ).config
+    config = config_file.resolve(written, env).config
     assert config.adapter.artifact_uri == "${STORE}/artifacts"
     assert config.endpoint == "${WORKFLOW}"
     jobs = jobs_of(config, "run-1")
@@ -119,9 +119,9 @@ def test_logs_and_messages_show_the_names_of_variables(monkeypatch: pytest.Monke
 
 
 def test_an_error_of_the_configuration_names_the_variable(
-    written: dict[str, Any], write: Callable[[dict[str, Any]], Path], environ: dict[str, str]
+    written: dict[str, Any], write: Callable[[dict[str, Any]], Path], env: dict[str, str]
 ) -> None:
     written["finetuning"]["run_configuration"] = {"endpoint": "${TARGET}"}
     with pytest.raises(ConfigError) as refused:
-        config_file.load(write(written), (), environ)
+        config_file.load(write(written), (), env)
     assert "s3cr3t" not in str(refused.value)

@@ -36,9 +36,9 @@ def variables(kafka: KafkaSettings, workspace: Path, num_partitions: int = 6) ->
 
 
 def test_settings_given_win_over_the_environment() -> None:
-    environ = {"ROLLSTREAM_BOOTSTRAP_SERVERS": "a:1", "ROLLSTREAM_NUM_PARTITIONS": "3"}
+    env = {"ROLLSTREAM_BOOTSTRAP_SERVERS": "a:1", "ROLLSTREAM_NUM_PARTITIONS": "3"}
     given = {"bootstrap_servers": "b:2", "engine": {"kind": "scripted"}}
-    settings = settings_of("producers", "p-1", given, environ)
+    settings = settings_of("producers", "p-1", given, env)
     assert isinstance(settings, ProducerSettings)
     assert (settings.bootstrap_servers, settings.num_partitions, settings.name) == ("b:2", 3, "p-1")
     assert settings.engine.kind == "scripted"
@@ -178,23 +178,23 @@ def test_a_service_ends_although_a_task_that_it_leaves_behind_does_not(how: str,
 
 @pytest.mark.kafka
 def test_a_service_is_healthy_while_it_runs_and_ends_in_order(kafka: KafkaSettings, tmp_path: Path) -> None:
-    environ = variables(kafka, tmp_path)
+    env = variables(kafka, tmp_path)
     with (tmp_path / "log").open("wb") as log:
-        process = subprocess.Popen([*CLI, "serve", "metrics", "--name", "m-1"], env=environ, stdout=log, stderr=log)
+        process = subprocess.Popen([*CLI, "serve", "metrics", "--name", "m-1"], env=env, stdout=log, stderr=log)
     try:
         deadline = time.monotonic() + 40
         while not (tmp_path / "health" / "m-1.json").exists():
             assert process.poll() is None, (tmp_path / "log").read_text()
             assert time.monotonic() < deadline
             time.sleep(0.1)
-        assert subprocess.run([*CLI, "health", "m-1"], env=environ, capture_output=True).returncode == 0
+        assert subprocess.run([*CLI, "health", "m-1"], env=env, capture_output=True).returncode == 0
         process.send_signal(signal.SIGTERM)
         assert process.wait(30) == 0, (tmp_path / "log").read_text()
     finally:
         process.kill()
         process.wait()
     assert "Traceback" not in (tmp_path / "log").read_text()
-    assert subprocess.run([*CLI, "health", "m-1"], env=environ, capture_output=True).returncode == 1
+    assert subprocess.run([*CLI, "health", "m-1"], env=env, capture_output=True).returncode == 1
 
 
 @pytest.mark.kafka
@@ -222,9 +222,9 @@ def test_topics_with_other_partition_counts_are_refused(kafka: KafkaSettings, tm
 @pytest.mark.kafka
 @pytest.mark.slow
 def test_a_served_broker_that_dies_is_started_again_and_ends_in_order(tmp_path: Path) -> None:
-    environ = {**os.environ, "ROLLSTREAM_WORKSPACE": str(tmp_path)}
+    env = {**os.environ, "ROLLSTREAM_WORKSPACE": str(tmp_path)}
     with (tmp_path / "said.txt").open("w") as output:
-        process = subprocess.Popen([*CLI, "serve", "broker"], env=environ, stdout=output, stderr=output)
+        process = subprocess.Popen([*CLI, "serve", "broker"], env=env, stdout=output, stderr=output)
 
     def until(claim: Callable[[], bool]) -> None:
         deadline = time.monotonic() + 60

@@ -130,13 +130,13 @@ def test_a_service_looks_at_its_topics_by_one_client(tmp_path: Path, kafka: Kafk
 
 def start(kafka: KafkaSettings, workspace: Path, log: Path) -> "subprocess.Popen[bytes]":
     command = [sys.executable, "-m", "rollstream.harness.cli.main", "serve", "metrics"]
-    environ = os.environ | {
+    env = os.environ | {
         **environment(kafka),
         "ROLLSTREAM_WORKSPACE": str(workspace),
         "ROLLSTREAM_NUM_PARTITIONS": "2",
     }
     with log.open("wb") as output:
-        return subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, env=environ)
+        return subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, env=env)
 
 
 def until_ready(kafka: KafkaSettings, workspace: Path) -> int:

@@ -192,8 +192,8 @@ def test_a_server_that_wants_a_key_is_asked_with_that_of_the_environment(teacher
             rows = [np.asarray([7, 8, 9], np.int32)]
             asked = ServedTeacher(server.url, str(teacher), None, {KEY_VARIABLE: "sk-wise-1\n"})
             assert len((await asyncio.to_thread(asked.logprobs, rows))[0]) == 3
-            for environ in ({}, {KEY_VARIABLE: "sk-other"}):
-                asked = ServedTeacher(server.url, str(teacher), None, environ)
+            for env in ({}, {KEY_VARIABLE: "sk-other"}):
+                asked = ServedTeacher(server.url, str(teacher), None, env)
                 with pytest.raises(ModelError, match=f"401.*set the variable {KEY_VARIABLE} to a valid key") as error:
                     await asyncio.to_thread(asked.logprobs, rows)
                 assert "sk-other" not in str(error.value)

@@ -159,7 +159,7 @@ class Worker:
 
     def __init__(self, kafka, workspace, name):
         self.log = workspace / f"{name}.log"
-        environ = os.environ | {
+        env = os.environ | {
             **environment(kafka),
             "ROLLSTREAM_ARTIFACT_URI": str(workspace / "artifacts"),
             "ROLLSTREAM_WORKSPACE": str(workspace),
@@ -170,7 +170,7 @@ class Worker:
         command = [sys.executable, "-m", "rollstream.harness.cli.main", "serve", "processors", "--name", name]
         with self.log.open("wb") as output:
             self.process = subprocess.Popen(
-                [*command, "--settings", str(settings)], stdout=output, stderr=subprocess.STDOUT, env=environ
+                [*command, "--settings", str(settings)], stdout=output, stderr=subprocess.STDOUT, env=env
             )
 
     async def ready(self):

@@ -41,9 +41,9 @@ def engine_block(**engine):
     return ProducerSettings.model_validate_json(ProducerSettings.model_validate(settings).model_dump_json()).engine
 
 
-def refused(environ=None, **engine):
+def refused(env=None, **engine):
     with pytest.raises(ConfigError) as caught:
-        new_engine(engine_block(**engine), environ or {}, "builder.engine")
+        new_engine(engine_block(**engine), env or {}, "builder.engine")
     return str(caught.value)
 
 

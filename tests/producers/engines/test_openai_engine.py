@@ -239,11 +239,11 @@ def test_a_server_with_several_models_needs_a_name(listed, message):
         ask(Server((200, {}, listed)), model=None)
 
 
-@pytest.mark.parametrize("environ", [{}, {"JUDGE_KEY": " "}, {"JUDGE_KEY": "a\nb"}])
-def test_a_key_that_is_not_there_is_named_before_anything_is_asked(environ):
+@pytest.mark.parametrize("env", [{}, {"JUDGE_KEY": " "}, {"JUDGE_KEY": "a\nb"}])
+def test_a_key_that_is_not_there_is_named_before_anything_is_asked(env):
     settings = OpenAISettings(base_url="http://127.0.0.1:9/v1", api_key_variable="JUDGE_KEY")
     with pytest.raises(ModelError, match="the variable JUDGE_KEY holds no key; export it"):
-        OpenAIEngine(settings, environ)
+        OpenAIEngine(settings, env)
 
 
 @pytest.mark.parametrize("url", ["host:80", "ftp://h/v1", "http://user:pw@h/v1", "http://h/v1?key=x", "http://h /v1"])

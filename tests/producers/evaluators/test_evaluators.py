@@ -39,10 +39,10 @@ def rollout(response="", steps=None, **inputs):
     return rewards.FinishedRollout(inputs, 1, steps, (), {"agent": messages}, "done")
 
 
-def check_own(block, environ):
+def check_own(block, env):
     """An evaluator of the user's own file."""
     settings = RolloutSettings(environment="none", evaluators={"e": block})
-    return check("e", block, Permissions.of(named_by(settings), environ))
+    return check("e", block, Permissions.of(named_by(settings), env))
 
 
 def score(block, *args, **inputs):

@@ -245,9 +245,9 @@ def test_an_allowed_name_is_held_to_be_an_environment_before_it_is_called(tmp_pa
     ],
 )
 def test_a_url_is_allowed_with_what_lies_below_it(allowed: str, asked: str, is_allowed: bool):
-    environ = {"JUDGE_URL": "http://judge:8000/v1", "HOST": "judge"}
+    env = {"JUDGE_URL": "http://judge:8000/v1", "HOST": "judge"}
     settings = RolloutSettings(environment="remote_workflow", environment_config={"endpoint": asked})
-    refused = refusal(settings, Permissions.of([allowed], environ))
+    refused = refusal(settings, Permissions.of([allowed], env))
     assert (refused is None) == is_allowed, refused
 
 
@@ -348,8 +348,8 @@ def test_what_trusted_settings_name_is_what_their_producers_allow():
         "python:mine.reward",
         "python:mine.score",
     )
-    environ = {"HOST": "judge", "KEY": "k", "TOKEN": "t"}
-    assert refusal(settings, Permissions.of(named, environ)) is None
+    env = {"HOST": "judge", "KEY": "k", "TOKEN": "t"}
+    assert refusal(settings, Permissions.of(named, env)) is None
     assert refusal(settings, NOTHING) is not None
 
 

@@ -20,7 +20,7 @@ OWN = RolloutSettings(
         "match": {"_type": "regex", "pattern": "yes"},
     },
 )
-ENVIRON = {"HOST": "judge", "KEY": SECRET, "FLOW": "http://flow/v1", "TAG": "t", "MODELS": "/models"}
+ENV = {"HOST": "judge", "KEY": SECRET, "FLOW": "http://flow/v1", "TAG": "t", "MODELS": "/models"}
 
 
 @pytest.mark.parametrize(
@@ -44,7 +44,7 @@ ENVIRON = {"HOST": "judge", "KEY": SECRET, "FLOW": "http://flow/v1", "TAG": "t",
     ],
 )
 def test_a_variable_that_the_own_configuration_uses_may_be_used_in_its_place_only(changes: dict[str, Any]):
-    permissions = Permissions.of([*named_by(OWN), *named_by_model("${MODELS}/tiny")], ENVIRON)
+    permissions = Permissions.of([*named_by(OWN), *named_by_model("${MODELS}/tiny")], ENV)
     assert refusal(OWN, permissions) is None
     refused = refusal(OWN.model_copy(update=changes), permissions)
     assert refused is not None
@@ -53,21 +53,21 @@ def test_a_variable_that_the_own_configuration_uses_may_be_used_in_its_place_onl
 
 
 def test_a_variable_that_is_allowed_by_its_name_may_be_used_anywhere():
-    everywhere = Permissions.of(["${KEY}", "http://${HOST}/v1", "${HOST}", "${FLOW}", "${TAG}"], ENVIRON)
+    everywhere = Permissions.of(["${KEY}", "http://${HOST}/v1", "${HOST}", "${FLOW}", "${TAG}"], ENV)
     assert refusal(OWN, everywhere) is None
     pattern = {"match": {"_type": "regex", "pattern": "${KEY}"}}
     assert refusal(OWN.model_copy(update={"evaluators": pattern, "rewards": ("match",)}), everywhere) is None
 
 
 def test_what_the_own_configuration_expands_to_is_as_before():
-    permissions = Permissions.of(named_by(OWN), ENVIRON)
+    permissions = Permissions.of(named_by(OWN), ENV)
     path = environment_path("remote_workflow")
     assert permissions.expand(OWN.environment_config, "c", path) == {
         "endpoint": "http://flow/v1",
         "headers": {"Authorization": f"Bearer {SECRET}"},
         "tags": ["t"],
     }
-    own = Permissions.of(named_by_model("${MODELS}/tiny"), ENVIRON)
+    own = Permissions.of(named_by_model("${MODELS}/tiny"), ENV)
     assert own.model_path("${MODELS}/tiny", "base_model") == own.model_path("/models/tiny", "base_model")
     with pytest.raises(NotAllowedError, match="KEY"):
         own.model_path("/models/tiny/${KEY}", "base_model")

@@ -33,8 +33,8 @@ def judge(rollout):
 """
 
 
-def allowing(*names, **environ):
-    return Permissions.of(names, environ)
+def allowing(*names, **env):
+    return Permissions.of(names, env)
 
 
 @pytest.fixture
