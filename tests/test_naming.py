@@ -1,15 +1,21 @@
 """Rules about names: one home for a rule, one name for a class, no replaced word, no protocol without callers."""
 
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from tests.rigs.source_tree import (
+    BY_A_TABLE,
+    GIVEN_BY,
+    REPEATED_NAMES,
     ROOT,
     Plant,
     arrows,
     away_from_home,
+    classes_in,
+    empty_homes,
     repeated_classes,
     repeated_files,
     small_with_one_importer,
@@ -85,6 +91,8 @@ def test_a_public_class_has_a_name_of_its_own() -> None:
 
 def test_no_further_file_name_is_repeated() -> None:
     assert repeated_files(sources()) == set(REPEATED), "a name that is repeated no longer goes"
+    counts = Counter(path.stem for path in sources())
+    assert [name for name in sorted(REPEATED_NAMES) if counts[name] < 2] == [], "a name that is not repeated goes"
 
 
 def by_file(check: Callable[[Path], list[str]]) -> dict[str, list[str]]:
@@ -93,6 +101,14 @@ def by_file(check: Callable[[Path], list[str]]) -> dict[str, list[str]]:
 
 def test_a_rule_has_one_home() -> None:
     assert by_file(away_from_home) == {}
+    assert empty_homes() == [], "a home that does not have the rule goes"
+
+
+def test_a_home_without_its_rule_is_found(tmp_path: Path, plant: Plant) -> None:
+    plant("eventlog/codec.py", 'kind = headers["ce_type"]\n')
+    found = {name.partition(": ")[0] for name in empty_homes(tmp_path)}
+    assert "eventlog/codec.py" not in found
+    assert {"schemas/ids.py", "schemas", "learner/algorithms"} <= found
 
 
 def test_harness_and_replay_import_what_a_package_publishes() -> None:
@@ -126,8 +142,12 @@ def test_planted_files_and_classes_are_found(tmp_path: Path, plant: Plant) -> No
         'kind = headers["ce_type"]',
         "is_void = event.term < owner.term",
         "is_void = limit > owner.term",
+        "is_newer = highest_term > claimed_term",
+        "is_newer = term_of(owner) < limit",
         'run, name = spec.job_id.split("/", 1)',
         'name = group.rpartition("/")[2]',
+        'run, name = job.split("/")',
+        'run = trajectory.partition("/")[0]',
         'name = f"{job_id}/e{epoch:05d}/t{index}"',
         'name = f"epoch_sealed:{job_id}/e{epoch}"',
         'is_sealed = name.startswith("epoch_sealed:")',
@@ -141,6 +161,8 @@ def test_planted_files_and_classes_are_found(tmp_path: Path, plant: Plant) -> No
         'is_ratio = settings.algorithm.name == "grpo"',
         "is_free = algorithm in REWARD_FREE",
         'is_soft = settings.name == "sapo"',
+        'is_ratio = settings.algorithm.name.startswith("g")',
+        "needs = NEEDS[settings.algorithm.name]",
         'TEACHERS = {"opd": 1}',
         "is_malt = isinstance(settings, MaltSettings)",
         "is_one = isinstance(settings, (KtoSettings, list))",
@@ -175,6 +197,8 @@ def test_planted_imports_past_what_is_published_are_found(tmp_path: Path, plant:
 def test_an_interface_has_callers_and_where_it_is_written_twice_a_contract() -> None:
     assert set(uncalled_methods(sources())) == CALLED_BY_OTHERS
     assert set(without_contract(sources(), SUITES)) == set(WITHOUT_SUITE), "an exception that is not needed goes"
+    names = {name for name, _ in classes_in(sources())}
+    assert {*BY_A_TABLE, *GIVEN_BY} <= names, "a class that is gone goes"
 
 
 ASKED = "    def ask(self): ...\n    def tell(self): ...\n"

@@ -23,35 +23,34 @@ ALLOWED = {
     "harness": {"schemas", "eventlog", "producers", "processors", "learner", "metrics", "replay"},
 }
 SMALL_FILE_LINES = 60
-REPEATED_NAMES = {"__init__", "service", "shell", "fold", "state", "base", "table", "run", "log"}
+REPEATED_NAMES = {"__init__", "service", "shell", "fold", "state", "base", "table", "log"}
 """Names of files that may be in several folders: the folder says whose."""
 _ALGORITHMS = "|".join(map(re.escape, BUILT_IN))
 _SETTINGS = "|".join(kind.__name__ for kind in BUILT_IN.values())
 ONE_HOME = {
     re.compile(r"""["']ce_(type|id)["']"""): "eventlog/codec.py",
     re.compile(
-        r"\b(\w*(_id|_group|_key)|record\.key)\.(r?split|r?partition|removeprefix)\(|\bgroup\.r?(split|partition)\(['\"]/"
+        r"\b(\w*(_id|_group|_key)|record\.key)\.(r?split|r?partition|removeprefix)\("
+        r"|\b(job|run|group|rollout|task|trajectory|batch|player)\.r?(split|partition)\(b?['\"]/"
     ): "schemas/ids.py",
     re.compile(r"""f["'][^"']*\}/[meabt]\{"""): "schemas/ids.py",
-    re.compile(
-        r"""f["'][a-z]+(_[a-z]+)+:\{|startswith\(["'][a-z]+_[a-z_]+:["']|event_id_of\(\w+\)\.r?partition"""
-    ): "schemas/ids.py",
+    re.compile(r"""f["'][a-z]+(_[a-z]+)+:\{|startswith\(["'][a-z]+_[a-z_]+:["']|event_id_of\(\w+\)\.r?partition"""): "",
     re.compile(r"FROM log\.learner_claimed"): "metrics/projection/tables.sql",
-    re.compile(r"settings\.entropy_coefficient \*"): "learner/algorithms/tokens.py",
+    re.compile(r"settings\.entropy_coefficient \*"): "",
     re.compile(r"removeprefix\(CODE\)|cannot be imported: \{"): "schemas/users_code.py",
     re.compile(r"""["']python:["']"""): "schemas/permissions.py",
     re.compile(r"\bos\.(replace|rename|fsync)\(|\bshutil\.move\("): "eventlog/files.py",
     re.compile(r"\.is_spliced = |has_open_attempts and"): "eventlog/attempts.py",
     re.compile(
         rf"""algorithm(\.name)? *(==|!=|(not )?in\b)|name *(==|!=|(not )?in) *[\[({{]?["']({_ALGORITHMS})["']"""
+        r"""|algorithm(\.name)?\.(startswith|endswith|removeprefix|removesuffix|r?split|r?partition)\("""
+        r"""|\[[\w.]*algorithm\.name\]|match [\w.]*algorithm\.name"""
         rf"""|["']({_ALGORITHMS})["'] *:|case ["']({_ALGORITHMS})["']|(isinstance|issubclass)\(.*\b({_SETTINGS})\b"""
         r"""|kind *(==|!=|(not )?in) *[\[({]?["'](sft|dpo|rl)["']"""
     ): "schemas learner/algorithms",
-    re.compile(
-        r"isinstance\(.*\b(Transformers|Scripted|OpenAI|Vllm|InstalledEngine)Settings\b"
-    ): "schemas producers/engines",
+    re.compile(r"isinstance\(.*\b(Transformers|Scripted|OpenAI|Vllm|InstalledEngine)Settings\b"): "schemas",
 }
-"""By what a rule's code looks like, the only files and folders that have it."""
+"""By what a rule's code looks like, the only files and folders that have it; empty: nothing has."""
 
 
 def sources() -> Iterator[Path]:
@@ -72,8 +71,8 @@ def file_of(name: str, root: Path = ROOT) -> Path | None:
     """The file of a dotted name of ours: a module, or what holds the name."""
     parts = name.split(".")[1:]
     while parts:
-        place = root.joinpath(*parts)
-        for path in (place.with_suffix(".py"), place / "__init__.py"):
+        base = root.joinpath(*parts)
+        for path in (base.with_suffix(".py"), base / "__init__.py"):
             if path.exists():
                 return path
         parts.pop()
@@ -138,10 +137,27 @@ def away_from_home(path: Path, root: Path = ROOT) -> list[str]:
     return [lines[number].strip() for number in sorted(found)]
 
 
+def empty_homes(root: Path = ROOT) -> list[str]:
+    """Files and folders of ONE_HOME that do not have the rule's code, or do not exist."""
+    return [
+        f"{one}: {rule.pattern}"
+        for rule, home in ONE_HOME.items()
+        for one in home.split()
+        if not any(
+            rule.search(line)
+            for path in ((root / one).rglob("*.py") if (root / one).is_dir() else [root / one])
+            if path.exists()
+            for line in path.read_text(encoding="utf-8").splitlines()
+        )
+    ]
+
+
 def orders_terms(node: ast.Compare) -> bool:
     """Whether a comparison asks which of two terms is higher, or whether they are equal."""
-    names = {ast.unparse(side).rpartition(".")[2] for side in (node.left, *node.comparators)}
-    return "term" in names and not isinstance(node.ops[0], ast.In | ast.NotIn | ast.Is | ast.IsNot)
+    is_of_terms = any(
+        re.search(r"(\b|_)term(_of\(.*\))?$", ast.unparse(side)) for side in (node.left, *node.comparators)
+    )
+    return is_of_terms and not isinstance(node.ops[0], ast.In | ast.NotIn | ast.Is | ast.IsNot)
 
 
 def renames(node: ast.Call) -> bool:
