@@ -175,16 +175,16 @@ async def manifest(log: MemoryLog, common: dict[str, Any], index: int, previous:
             completions=(completion,),
         )
         group = f"bench/rl/e{index:05d}/t{number // 8:05d}"
-        place: dict[str, Any] = {"group_id": group, "rollout_id": f"{group}/m{number % 8}/a0"}
-        place["trajectory_id"] = f"{place['rollout_id']}/agent"
+        identity: dict[str, Any] = {"group_id": group, "rollout_id": f"{group}/m{number % 8}/a0"}
+        identity["trajectory_id"] = f"{identity['rollout_id']}/agent"
         trajectory = TrajectoryAssembled(
-            **common, **place, agent="agent", member=number % 8, attempt=0, example_id="x", epoch=index,
+            **common, **identity, agent="agent", member=number % 8, attempt=0, example_id="x", epoch=index,
             reward=member.reward, sequences=(sequence,), num_steps=1, steps_digest="0" * 64,
         )  # fmt: skip
         position = await log.send(trajectory)
         locators.append(Locator(partition=position.partition, offset=position.offset))
         digest = codec.content_digest(trajectory)
-        members.append(BatchMember(**place, digest=digest, reward=member.reward, staleness=0))
+        members.append(BatchMember(**identity, digest=digest, reward=member.reward, staleness=0))
     return BatchPlanned(
         **common, batch_id=f"bench/rl/b{index:05d}", epoch=index, index=index, trains_at_version=index,
         yields_version=index + 1, members=tuple(members), seed=index, curriculum_sha256="0" * 64,

@@ -182,8 +182,8 @@ async def fill(
     metadata = json.dumps({"v": 1, "begin": 0, "runs": {history.OPEN: {}}})
     at_end = {("steps", n): (end, "") for n, end in ends["steps"].items()}
     await history.commit(kafka, PROCESSORS, at_end | {("groups", 0): (ends["groups"][0], metadata)})
-    notes = {n: json.dumps({"steps": end}) for n, end in ends["steps"].items()}
-    await history.commit(kafka, PRODUCERS, {("tasks", n): (end, notes[n]) for n, end in ends["tasks"].items()})
+    metadata = {n: json.dumps({"steps": end}) for n, end in ends["steps"].items()}
+    await history.commit(kafka, PRODUCERS, {("tasks", n): (end, metadata[n]) for n, end in ends["tasks"].items()})
     return epochs
 
 

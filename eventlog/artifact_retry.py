@@ -31,7 +31,7 @@ class Retry:
     max_wait_s: float = 15.0
 
 
-class Room(NamedTuple):
+class NeededSpace(NamedTuple):
     """The space that a write needs, for the message of a full disk."""
 
     folder: Path
@@ -43,12 +43,12 @@ async def retrying(
     doing: str,
     retry: Retry = Retry(),
     *,
-    room: Room | None = None,
+    space: NeededSpace | None = None,
     in_thread: Callable[[Callable[[], T]], Awaitable[T]] = asyncio.to_thread,
 ) -> T:
     """Run the blocking `call` in a thread and return its result.
 
-    `doing` names the operation in log messages. A call that fails because a disk is full (`room`: the space needed) is
+    `doing` names the operation in log messages. A call that fails because a disk is full (`space`: the space needed) is
     retried until there is space. Raises StoreUnavailableError when the retry time has passed, and all other errors at
     once.
     """
@@ -62,7 +62,7 @@ async def retrying(
             away_s = time.monotonic() - began
             if is_full(error):
                 if not is_reported:
-                    logger.error("%s: %s; waiting for free space", doing, _full(error, room))
+                    logger.error("%s: %s; waiting for free space", doing, _full(error, space))
                 is_reported = True
             elif not isinstance(error, StoreUnavailableError) or away_s + wait_s > retry.patience_s:
                 raise
@@ -79,12 +79,12 @@ async def put(
     retry: Retry = Retry(),
 ) -> ArtifactRef:
     """Store bytes, retrying while the store is unreachable or its disk is full. Raises like `retrying`."""
-    room = Room(artifacts.folder, len(data)) if artifacts.folder else None
-    return await retrying(lambda: artifacts.put_bytes(data, suffix), doing, retry, room=room)
+    space = NeededSpace(artifacts.folder, len(data)) if artifacts.folder else None
+    return await retrying(lambda: artifacts.put_bytes(data, suffix), doing, retry, space=space)
 
 
-def _full(error: BaseException, room: Room | None) -> str:
-    if room is None:
+def _full(error: BaseException, space: NeededSpace | None) -> str:
+    if space is None:
         return str(error)
-    free_bytes = disk_of(room.folder).free_bytes
-    return f"the disk of {room.folder} is full: {room.size_bytes:,} bytes are needed, {free_bytes:,} are free"
+    free_bytes = disk_of(space.folder).free_bytes
+    return f"the disk of {space.folder} is full: {space.size_bytes:,} bytes are needed, {free_bytes:,} are free"

@@ -105,7 +105,7 @@ class ArtifactStore:
                 self._failing_as(lambda error: self._unreadable(ref, error)),
                 self._filesystem.open(name, "rb") as source,
             ):
-                found = _write_aside(local, source, ref.sha256)
+                found = _write_whole(local, source, ref.sha256)
             _verify(ref, found)
         return local
 
@@ -267,19 +267,19 @@ class ArtifactStore:
 
     def _write(self, name: str, source: BinaryIO, sha256: str) -> str:
         if self._is_local:
-            return _write_aside(Path(name), source, sha256)
+            return _write_whole(Path(name), source, sha256)
         self._filesystem.makedirs(name.rsplit("/", 1)[0], exist_ok=True)
-        aside = f"{name}.{secrets.token_hex(4)}.aside"
+        temporary = f"{name}.{secrets.token_hex(4)}.aside"
         try:
-            with self._filesystem.open(aside, "wb") as target:
+            with self._filesystem.open(temporary, "wb") as target:
                 found = _copy(source, target)
             if found == sha256:
-                self._filesystem.mv(aside, name)
+                self._filesystem.mv(temporary, name)
                 return found
-            self._filesystem.rm_file(aside)
+            self._filesystem.rm_file(temporary)
         except BaseException:
             with suppress(self._errors):
-                self._filesystem.rm_file(aside)
+                self._filesystem.rm_file(temporary)
             raise
         return found
 
@@ -297,7 +297,7 @@ class _OtherBytes(Exception):
     """The copy has another sha256."""
 
 
-def _write_aside(path: Path, source: BinaryIO, sha256: str) -> str:
+def _write_whole(path: Path, source: BinaryIO, sha256: str) -> str:
     """Rename the file only if its sha256 is as expected; return the sha256."""
     found = ""
     with suppress(_OtherBytes), replacing(path, is_private=False) as target:

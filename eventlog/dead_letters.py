@@ -110,8 +110,8 @@ async def send_again(log: EventLog, record: Record, letter: int) -> Position:
         headers=(*theirs, (REDRIVEN_FROM, source)),
         partition=record.partition,
     )
-    note = orjson.dumps([to.topic, to.partition, to.offset])
-    await log.send_raw("dlq", key=record.key, value=None, headers=((REDRIVEN_FROM, source), (REDRIVEN_TO, note)))
+    target = orjson.dumps([to.topic, to.partition, to.offset])
+    await log.send_raw("dlq", key=record.key, value=None, headers=((REDRIVEN_FROM, source), (REDRIVEN_TO, target)))
     return to
 
 
@@ -253,12 +253,12 @@ class DeadLetterIndex:
         """Those of them on which a fold raised."""
         return self._fold_errors.setdefault(where, set())
 
-    def needed_from(self, where: TopicPartition, mark: int) -> int:
+    def needed_from(self, where: TopicPartition, commit_offset: int) -> int:
         """The offset of `dlq` to read from for a partition that is read again from the low-water mark `mark`.
 
         Marks only grow from one `refresh` to the next.
         """
         waiting = self._waiting.get(where)
-        while waiting and waiting[0][1] < mark:
+        while waiting and waiting[0][1] < commit_offset:
             waiting.popleft()
         return waiting[0][0] if waiting else self._next_offset

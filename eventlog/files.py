@@ -25,23 +25,23 @@ def beside(path: Path, *, is_synced: bool = True, is_alone: bool = False) -> Ite
     Raises OSError, and then leaves nothing.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    aside = path.with_name(f"{path.name}.aside" if is_alone else f"{path.name}.{secrets.token_hex(4)}.aside")
+    temporary = path.with_name(f"{path.name}.aside" if is_alone else f"{path.name}.{secrets.token_hex(4)}.aside")
     if is_alone:
-        _remove(aside)
-    with _removed_on_failure(aside):
-        yield aside
-        if is_synced and aside.is_file():
-            sync_file(aside)
-        os.replace(aside, path)
+        _remove(temporary)
+    with _removed_on_failure(temporary):
+        yield temporary
+        if is_synced and temporary.is_file():
+            sync_file(temporary)
+        os.replace(temporary, path)
 
 
 @contextmanager
-def _removed_on_failure(aside: Path) -> Iterator[None]:
+def _removed_on_failure(temporary: Path) -> Iterator[None]:
     try:
         yield
     except BaseException:
         with suppress(OSError):
-            _remove(aside)
+            _remove(temporary)
         raise
 
 
@@ -55,7 +55,10 @@ def replacing(
     files that may be lost in a power failure. Several processes may write the same file at once, and the last one wins,
     unless `is_alone` (see `beside`). Raises OSError, and then leaves no temporary file.
     """
-    with beside(path, is_synced=is_synced, is_alone=is_alone) as aside, _created(aside, is_private=is_private) as file:
+    with (
+        beside(path, is_synced=is_synced, is_alone=is_alone) as temporary,
+        _created(temporary, is_private=is_private) as file,
+    ):
         yield file
 
 
@@ -98,9 +101,9 @@ def write_hashed(pieces: Iterable[bytes | memoryview], folder: Path, name_of: Ca
     It is whole and on the disk before it has its name. Raises OSError, and then leaves nothing.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    aside = folder / f"{secrets.token_hex(8)}.aside"
-    with _removed_on_failure(aside):
-        with _created(aside, is_private=False) as file:
+    temporary = folder / f"{secrets.token_hex(8)}.aside"
+    with _removed_on_failure(temporary):
+        with _created(temporary, is_private=False) as file:
             hashing = HashingFile(file)
             for piece in pieces:
                 hashing.write(piece)
@@ -108,7 +111,7 @@ def write_hashed(pieces: Iterable[bytes | memoryview], folder: Path, name_of: Ca
             os.fsync(file.fileno())
             size_bytes = file.tell()
         path = folder / name_of(hashing.sha256)
-        os.replace(aside, path)
+        os.replace(temporary, path)
     return HashedFile(path, hashing.sha256, size_bytes)
 
 
@@ -118,8 +121,8 @@ def linked(source: Path, path: Path) -> bool:
     Not every file system has hard links, and none has them to another disk. Raises OSError if the disk is full.
     """
     try:
-        with beside(path, is_synced=False) as aside:
-            os.link(source, aside)
+        with beside(path, is_synced=False) as temporary:
+            os.link(source, temporary)
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.ENOENT):
             raise
@@ -157,14 +160,14 @@ def _remove(path: Path) -> None:
         path.unlink(missing_ok=True)
 
 
-def give_name(aside: Path, path: Path) -> None:
+def give_name(temporary: Path, path: Path) -> None:
     """Rename a folder that was written aside to `path`, whose former content is removed; both are on the disk then.
 
     The files in it are their makers' to sync. Raises OSError.
     """
-    sync_folder(aside)
+    sync_folder(temporary)
     shutil.rmtree(path, ignore_errors=True)
-    os.replace(aside, path)
+    os.replace(temporary, path)
     sync_folder(path.parent)
 
 

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from rollstream.harness.recorded.openai_messages import parse_to_openai_messages
     from rollstream.producers.rollout.registry import register_environment, register_reward
 
-_PLACES = {
+_MODULES = {
     "Trainer": "rollstream.harness.components.interfaces",
     "TrainerAdapter": "rollstream.harness.components.interfaces",
     "TrajectoryBuilder": "rollstream.harness.components.interfaces",
@@ -42,6 +42,6 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _PLACES:
+    if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(_PLACES[name]), name)
+    return getattr(importlib.import_module(_MODULES[name]), name)

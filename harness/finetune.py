@@ -27,7 +27,7 @@ from rollstream.harness.runs.run_context import (
     WorkspaceLease,
     connected,
     folders_of,
-    has_room,
+    has_free_space,
     held,
 )
 from rollstream.harness.runs.validation import validation_of
@@ -125,7 +125,7 @@ async def _trained(
     validation = validation_of(config, run.run)
     await conductor.start(*background_work(lease, run, config, display.print))
     try:
-        return await conductor.conduct(validation, lambda: has_room(folders, display)), {}
+        return await conductor.conduct(validation, lambda: has_free_space(folders, display)), {}
     finally:
         await conductor.close()
 

@@ -21,7 +21,7 @@ import safetensors.torch
 from pydantic import BaseModel, ConfigDict, ValidationError
 from torch import Tensor
 
-from rollstream.eventlog.artifact_retry import Retry, Room, retrying
+from rollstream.eventlog.artifact_retry import NeededSpace, Retry, retrying
 from rollstream.eventlog.files import (
     HashedFile,
     give_name,
@@ -130,14 +130,14 @@ class CheckpointFolder:
 
     def _save_shards(self, position: CheckpointPosition, write: Callable[[Path], Mapping[str, str]]) -> Path:
         """A folder of shards and of their hashes, under the hash of the latter."""
-        aside = self.path / f".v{position.version:08d}"
-        shutil.rmtree(aside, ignore_errors=True)
-        aside.mkdir(parents=True)
-        hashes = dict(sorted(write(aside).items()))
+        temporary = self.path / f".v{position.version:08d}"
+        shutil.rmtree(temporary, ignore_errors=True)
+        temporary.mkdir(parents=True)
+        hashes = dict(sorted(write(temporary).items()))
         content = orjson.dumps({"position": position.model_dump(mode="json"), "sha256": hashes})
-        write_whole(aside / CONTENT, content, is_private=False)
+        write_whole(temporary / CONTENT, content, is_private=False)
         path = self.path / f"v{position.version:08d}.{hashlib.sha256(content).hexdigest()}{SHARDS}"
-        give_name(aside, path)
+        give_name(temporary, path)
         return path
 
     def newest(self, *, job_id: str, max_version: int) -> Checkpoint | None:
@@ -173,7 +173,7 @@ class CheckpointFolder:
 
 
 class CheckpointWriter:
-    """Writes into the folder of a model group in the training thread, once there is room on a full disk."""
+    """Writes into the folder of a model group in the training thread, once there is space on a full disk."""
 
     def __init__(self, folder: CheckpointFolder, retry: Retry, in_thread: Callable[..., Awaitable[Any]]) -> None:
         self._folder = folder
@@ -191,8 +191,8 @@ class CheckpointWriter:
         await self._written(write, f"checkpoint v{checkpoint.position.version}", checkpoint.size_bytes)
 
     async def _written(self, write: Callable[[], T], what: str, size_bytes: int) -> T:
-        doing, room = f"write {what} of {unquote(self._folder.path.name)}", Room(self._folder.path, size_bytes)
-        return await retrying(write, doing, self._retry, room=room, in_thread=self._in_thread)
+        doing, space = f"write {what} of {unquote(self._folder.path.name)}", NeededSpace(self._folder.path, size_bytes)
+        return await retrying(write, doing, self._retry, space=space, in_thread=self._in_thread)
 
 
 def read(path: Path) -> Checkpoint | None:

@@ -5,7 +5,7 @@ from collections.abc import Collection, Mapping
 from functools import partial
 
 from rollstream.eventlog import terms
-from rollstream.eventlog.artifact_retry import Retry, Room, retrying
+from rollstream.eventlog.artifact_retry import NeededSpace, Retry, retrying
 from rollstream.eventlog.artifacts import ArtifactStore
 from rollstream.eventlog.failpoints import failpoint
 from rollstream.eventlog.files import HashedFile
@@ -76,9 +76,9 @@ class Publisher:
         Raises StoreUnavailableError once patience with the store has ended.
         """
         doing = f"store weights of {self._model_group}"
-        room = Room(self._artifacts.folder, weights.size_bytes) if self._artifacts.folder else None
+        space = NeededSpace(self._artifacts.folder, weights.size_bytes) if self._artifacts.folder else None
         put = partial(self._artifacts.put_hashed, weights, ".safetensors")
-        return await retrying(put, doing, self._retry, room=room)
+        return await retrying(put, doing, self._retry, space=space)
 
     async def read(self, artifact: ArtifactRef) -> bytes:
         """A version's weights, or the run's dataset. Raises ArtifactError if gone, StoreUnavailableError as above."""

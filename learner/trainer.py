@@ -33,8 +33,8 @@ from rollstream.learner.scoring.scores import (
     ScoreAsked,
     Scores,
     by_sequence,
-    places_of,
     scored_rows,
+    spans_of,
 )
 from rollstream.schemas import ids
 from rollstream.schemas.algorithm_settings import PairSettings
@@ -270,7 +270,7 @@ class JobTrainer:
         batch = self.batch(planned, trajectories)
         members = (row.member for row in batch.rows)
         if batch.pairs is not None:
-            members = (place.member for place in places_of(batch.rows, trajectories))
+            members = (span.member for span in spans_of(batch.rows, trajectories))
         trained = sorted(set(members))
         return [ScoreAsked(member, scorer) for scorer in scorers for member in trained]
 
@@ -301,7 +301,7 @@ class JobTrainer:
             pairs = pairs_of(items, settings)
             rows, sides = rows_of_pairs(pairs)
             if by_role:
-                rows = scored_rows(rows, places_of(rows, trajectories), by_role)
+                rows = scored_rows(rows, spans_of(rows, trajectories), by_role)
             return BatchView(rows, members, sides, [pair.score_diff for pair in pairs])
         needs_logprobs = settings.needs.behaviour
         rows = [

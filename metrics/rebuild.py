@@ -47,8 +47,8 @@ async def rebuild(
     """
     if not is_partial and exported is None:
         await _check_whole(log)
-    with held(path), _new_file(path) as aside:
-        database = Database(aside)
+    with held(path), _new_file(path) as temporary:
+        database = Database(temporary)
         try:
             projector = _ReportingProjector(log, database, report)
             projector.stop()
@@ -104,13 +104,13 @@ def held(path: Path) -> Iterator[None]:
 @contextmanager
 def _new_file(path: Path) -> Iterator[Path]:
     """Where the new file is made; what an earlier rebuild left there is removed. It takes the name of `path`."""
-    with held(path.with_name(f"{path.name}.aside")), beside(path, is_alone=True) as aside:
-        _wal(aside).unlink(missing_ok=True)
+    with held(path.with_name(f"{path.name}.aside")), beside(path, is_alone=True) as temporary:
+        _wal(temporary).unlink(missing_ok=True)
         try:
-            yield aside
+            yield temporary
             _wal(path).unlink(missing_ok=True)
         finally:
-            _wal(aside).unlink(missing_ok=True)
+            _wal(temporary).unlink(missing_ok=True)
 
 
 def _wal(path: Path) -> Path:

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from rollstream.producers.rollout.rewards import FinishedRollout
     from rollstream.producers.rollout.session import Message, Session
 
-_PLACES = {
+_MODULES = {
     **dict.fromkeys(
         ("Capabilities", "Engine", "EngineKind", "Generation", "GenerationRequest"),
         "rollstream.producers.engines.base",
@@ -52,6 +52,6 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _PLACES:
+    if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(_PLACES[name]), name)
+    return getattr(importlib.import_module(_MODULES[name]), name)

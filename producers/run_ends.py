@@ -20,7 +20,7 @@ GROUPS = TopicPartition("groups", 0)
 FOLLOW_PAUSE_S = 0.2
 """Between two looks: `groups` has a record for each group, and each fetch costs the broker as much as many records."""
 MAX_ENDED = 10_000
-NUM_NOTED = 16
+NUM_COMMITTED_ENDS = 16
 """Ended runs in the commit metadata: with ids of 100 characters half of what an offset can carry."""
 _RUN_ENDED = "run_ended"
 
@@ -69,7 +69,7 @@ class RunEnds:
 
     def metadata(self, steps: int) -> CommitMetadata:
         """What to commit with an offset."""
-        return CommitMetadata(steps, self._reader.position(GROUPS), tuple(self.ended)[-NUM_NOTED:])
+        return CommitMetadata(steps, self._reader.position(GROUPS), tuple(self.ended)[-NUM_COMMITTED_ENDS:])
 
     async def read_back(self, metadata: Iterable[CommitMetadata | None]) -> None:
         """Learn what the owner of a partition must know, by its commit metadata (None: by all of `groups`)."""

@@ -129,7 +129,7 @@ class Pace:
             return
         self._held[task.group_id] = task.job_id
         try:
-            while not self._has_room(task.job_id, self._settings):
+            while not self._may_begin(task.job_id, self._settings):
                 await self._changed.wait()
         finally:
             del self._held[task.group_id]
@@ -178,7 +178,7 @@ class Pace:
         finally:
             await reader.close()
 
-    def _has_room(self, job_id: str, settings: PaceSettings) -> bool:
+    def _may_begin(self, job_id: str, settings: PaceSettings) -> bool:
         planned = self._planned.get(job_id)
         if planned is None:
             return True

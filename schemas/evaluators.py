@@ -13,7 +13,7 @@ from pydantic import Field, FiniteFloat, JsonValue, ValidationInfo, field_valida
 from rollstream.schemas.kafka import Secret
 from rollstream.schemas.settings import Settings
 
-PLACE = "eval.evaluators"
+SECTION = "eval.evaluators"
 """Path of the evaluators in the file."""
 PLACEHOLDER = re.compile(r"\{(question|answer|response)\}")
 """What a judge's prompt may hold; any other brace is text."""

@@ -73,7 +73,7 @@ def split_index(group: str) -> tuple[str, int] | None:
     return (found[1], int(found[2])) if found is not None and f"{int(found[2]):05d}" == found[2] else None
 
 
-def place_of(group: str) -> tuple[str, int, int] | None:
+def epoch_position(group: str) -> tuple[str, int, int] | None:
     """Job's id, epoch and index of a group that an epoch asked for; None for any other group."""
     split = split_index(group)
     found = None if split is None else _EPOCH.fullmatch(split[0])

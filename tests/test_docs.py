@@ -178,9 +178,9 @@ def test_every_file_and_name_of_the_table_of_members_is_there() -> None:
     for cells in rows:
         assert len(cells) == 3, cells
         for text, separator in ((cells[1], ": "), (cells[2], "::")):
-            places = re.findall(rf"`([\w/]+\.py){separator}([\w.]+)`", text)
-            assert places, cells
-            for file, name in places:
+            named = re.findall(rf"`([\w/]+\.py){separator}([\w.]+)`", text)
+            assert named, cells
+            for file, name in named:
                 assert (ROOT / file).is_file(), file
                 assert name in names_in(ROOT / file), f"{file}: {name}"
 

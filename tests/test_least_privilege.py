@@ -139,17 +139,17 @@ def lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab]:
     served.write_text(json.dumps({"model_group": GROUP, "port": 0, "engine": {"kind": "scripted"}}))
     with secured_broker(folder / "broker") as broker:
         asyncio.run(broker.allow(documented()))
-        place = Lab(broker, data, {})
-        write_config(folder / "run.yaml", place.settings("operator"), data, make_tiny_model(data / "model", seed=0))
-        place.work("operator", lambda log: log.ensure_topics(num_partitions=6))  # no service may create them
+        lab = Lab(broker, data, {})
+        write_config(folder / "run.yaml", lab.settings("operator"), data, make_tiny_model(data / "model", seed=0))
+        lab.work("operator", lambda log: log.ensure_topics(num_partitions=6))  # no service may create them
         arguments = {name: ["serve", name] for name in NAMES}
         arguments["endpoint"] = ["serve", "endpoint", "--settings", str(served)]
-        environments = {name: place.environment(name) for name in SERVED}
-        with running_services(arguments, environments, data) as place.running:
-            place.wait(lambda: all("ready" in place.log_of(name) for name in SERVED), "services are not ready")
-            place.work("operator", send_poison)
-            _finetune(place, folder / "run.yaml")
-            yield place
+        environments = {name: lab.environment(name) for name in SERVED}
+        with running_services(arguments, environments, data) as lab.running:
+            lab.wait(lambda: all("ready" in lab.log_of(name) for name in SERVED), "services are not ready")
+            lab.work("operator", send_poison)
+            _finetune(lab, folder / "run.yaml")
+            yield lab
 
 
 async def send_poison(log: KafkaLog) -> None:
@@ -158,15 +158,15 @@ async def send_poison(log: KafkaLog) -> None:
         await log.send_raw(topic, key=b"poison", value=POISON)
 
 
-def _finetune(place: Lab, config: Path) -> None:
+def _finetune(lab: Lab, config: Path) -> None:
     done = subprocess.run(
         [*CLI, "finetune", "--config_file", str(config), "--run_id", RUN],
-        env=place.environment("operator"),
+        env=lab.environment("operator"),
         capture_output=True,
         text=True,
         timeout=300,
     )
-    logs = "".join(f"\n== {name}\n{place.log_of(name)[-2000:]}" for name in SERVED)
+    logs = "".join(f"\n== {name}\n{lab.log_of(name)[-2000:]}" for name in SERVED)
     assert done.returncode == 0, done.stdout + done.stderr + logs
 
 

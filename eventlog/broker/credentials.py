@@ -79,8 +79,8 @@ class Credentials:
         if self.are_known:
             return
         salt = os.urandom(24)
-        _until(deadline, lambda: self._alter(controller_port, salt))
-        _until(deadline, lambda: _check_salt(port, salt))
+        _retry_until(deadline, lambda: self._alter(controller_port, salt))
+        _retry_until(deadline, lambda: _check_salt(port, salt))
         write_whole(self._file, f"{self.password}\n")
         self.are_known = True
 
@@ -99,7 +99,7 @@ class Credentials:
             raise BrokerError(f"its controller refuses the password (Kafka error {code})")
 
 
-def _until(deadline: float, attempt: Callable[[], None]) -> None:
+def _retry_until(deadline: float, attempt: Callable[[], None]) -> None:
     """Retry until `deadline`, because a newly elected controller or a lagging broker refuses it at first."""
     while True:
         try:

@@ -14,7 +14,7 @@ from rollstream.schemas.errors import BrokerError
 CHECK_S = 0.25
 STEADY_S = 60.0
 """A broker that ran for so long counts as whole again: its earlier deaths are forgiven."""
-ROOM_BYTES = 16 * 1024 * 1024
+MIN_FREE_BYTES = 16 * 1024 * 1024
 """With less room on its disk a broker is not started again: it would only die again."""
 
 logger = logging.getLogger(__name__)
@@ -44,14 +44,14 @@ async def keep_running(
     *,
     first_backoff_s: float = FIRST_BACKOFF_S,
     steady_s: float = STEADY_S,
-    room_bytes: int = ROOM_BYTES,
+    min_free_bytes: int = MIN_FREE_BYTES,
     check_s: float = CHECK_S,
 ) -> None:
     """Watch until cancelled. Raises BrokerError if the broker died, or did not start, too often in a row.
 
     An exit because of a full disk does not count: the broker is restarted once there is free space.
     """
-    watch = _Watch(broker, notify, Restarts(first_backoff_s), room_bytes, check_s)
+    watch = _Watch(broker, notify, Restarts(first_backoff_s), min_free_bytes, check_s)
     while True:
         began = time.monotonic()
         while broker.is_running:
@@ -65,12 +65,12 @@ class _Watch:
     """A broker and its restart count."""
 
     def __init__(
-        self, broker: Broker, notify: Callable[[str], None], restarts: Restarts, room_bytes: int, check_s: float
+        self, broker: Broker, notify: Callable[[str], None], restarts: Restarts, min_free_bytes: int, check_s: float
     ) -> None:
         self.restarts = restarts
         self._broker = broker
         self._notify = notify
-        self._room_bytes = room_bytes
+        self._min_free_bytes = min_free_bytes
         self._check_s = check_s
 
     async def restart(self) -> None:
@@ -98,10 +98,10 @@ class _Watch:
         """Wait for enough disk space for a broker; returns whether it had to wait."""
         folder = self._broker.workspace / "broker"  # may be on a disk other than the workspace's
         has_waited = False
-        while (disk := disk_of(folder)).free_bytes < self._room_bytes:
+        while (disk := disk_of(folder)).free_bytes < self._min_free_bytes:
             if not has_waited:
                 message = (
-                    f"paused: the disk of {disk.folder} is full: the broker needs {self._room_bytes:,} bytes, "
+                    f"paused: the disk of {disk.folder} is full: the broker needs {self._min_free_bytes:,} bytes, "
                     f"{disk.free_bytes:,} are free; it will be restarted when there is space"
                 )
                 logger.error("%s", message)

@@ -51,14 +51,14 @@ class BoundedAdapter(RollstreamTrainerAdapter):
         """
         bounded = [[self._bounded(one) for one in group] for group in trajectories.trajectories]
         ref = await super().submit(TrajectoryCollection(trajectories=bounded, run_id=trajectories.run_id))
-        self._note(ref, bounded)
+        self._record(ref, bounded)
         return ref
 
     def _bounded(self, trajectory: Trajectory) -> Trajectory:
         reward = min(max(trajectory.reward, self._config.lowest_reward), self._config.highest_reward)
         return trajectory.model_copy(update={"reward": reward})
 
-    def _note(self, ref: TrainingJobRef, groups: list[list[Trajectory]]) -> None:
+    def _record(self, ref: TrainingJobRef, groups: list[list[Trajectory]]) -> None:
         assert self._file is not None
         submission = (ref.metadata or {}).get("submission_id")
         lines = self._file.read_text(encoding="utf-8").splitlines() if self._file.exists() else []

@@ -55,7 +55,7 @@ async def components_of(finetune: FinetuneConfig, workspace: Path) -> AsyncItera
 
 async def _build(held: AsyncExitStack, finetune: FinetuneConfig, role: str, builder: Builder) -> Any:
     block = block_of(finetune, role)
-    _place(block, builder.workspace)
+    _set_workspace(block, builder.workspace)
     location = f"{role}s.{getattr(finetune, role)}"
     build = registry.registered(f"{role}s").get(type(block))
     if build is None:
@@ -78,7 +78,7 @@ async def _build(held: AsyncExitStack, finetune: FinetuneConfig, role: str, buil
     return component
 
 
-def _place(block: Any, workspace: Path) -> None:
+def _set_workspace(block: Any, workspace: Path) -> None:
     if isinstance(block, OurBuilderFields | OurAdapterFields):
         block.workspace = workspace
 

@@ -42,7 +42,7 @@ def choose(
         for index, group in enumerate(groups)
     ]
     progress, kept = epochwise_filter(rewards, settings, progress, epoch, seed, rng)
-    return progress, [_place(one) for one in kept]
+    return progress, [_selection(one) for one in kept]
 
 
 def resumed(settings: CurriculumSettings, seals: Mapping[int, EpochSealed]) -> CurriculumProgress:
@@ -66,5 +66,5 @@ def reward_stats(groups: Groups) -> dict[str, Any]:
     }
 
 
-def _place(kept: Kept) -> tuple[int, tuple[int, ...]]:
+def _selection(kept: Kept) -> tuple[int, tuple[int, ...]]:
     return int(kept.group_id), kept.members

@@ -103,7 +103,7 @@ class EpochFiles:
         _write(self.folder / CURRICULUM, [_json(dict(curriculum))])
         self._is_plot_behind = True
         if time.monotonic() >= self._next_plot_s:
-            self._plot_if_room(run_id)
+            self._plot_if_disk_allows(run_id)
 
     def finish(self, run_id: str) -> None:
         """Draw the epochs and validations that are not drawn yet. Raises OSError; the call can then be repeated."""
@@ -128,7 +128,7 @@ class EpochFiles:
             if row.get(RUN) == run_id and (first_epoch is None or epoch < first_epoch):
                 yield row
 
-    def _plot_if_room(self, run_id: str) -> None:
+    def _plot_if_disk_allows(self, run_id: str) -> None:
         """Draw the plot; on a full disk, defer it to the next epoch or the end."""
         try:
             self.plot(run_id)

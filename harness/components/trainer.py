@@ -132,7 +132,7 @@ class RollstreamTrainer(Trainer):
         collection = self.apply_curriculum_learning(collection, epoch)
         self._record_left_out(epoch, offered, collection)
         metrics = self._metrics(before, collection.trajectories)
-        await self._once_there_is_room(lambda: self.log_progress(epoch, metrics))
+        await self._once_disk_allows(lambda: self.log_progress(epoch, metrics))
         if not any(collection.trajectories):
             logger.warning("epoch %d: the curriculum filtered out all groups", epoch)
             self._record_empty_epoch(epoch, CURRICULUM)
@@ -198,7 +198,7 @@ class RollstreamTrainer(Trainer):
             if isinstance(self.trainer_adapter, RollstreamTrainerAdapter):
                 await self.trainer_adapter.finish(self._outcome)
             if self._outcome is not None and self._outcome[0]:
-                await self._once_there_is_room(lambda: self._files.finish(self._run_id))
+                await self._once_disk_allows(lambda: self._files.finish(self._run_id))
             else:
                 self._files.finish(self._run_id)
         except Exception:
@@ -260,11 +260,11 @@ class RollstreamTrainer(Trainer):
         if epoch % run.validation_interval or any(row["epoch"] == epoch for row in self._files.validations):
             return
         result = await self.run_validation_evaluation(epoch, self._run_id)
-        await self._once_there_is_room(lambda: self._files.add_validation(epoch, result))
+        await self._once_disk_allows(lambda: self._files.add_validation(epoch, result))
         if self._needs_validation and "error" in result:
             raise RequiredValidationError(f"validation before epoch {epoch} failed: {result['error']}")
 
-    async def _once_there_is_room(self, write: Callable[[], None]) -> None:
+    async def _once_disk_allows(self, write: Callable[[], None]) -> None:
         """Write files of the run, retrying while the disk is full. Raises OSError of any other cause at once."""
 
         async def here(call: Callable[[], None]) -> None:

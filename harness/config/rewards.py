@@ -14,7 +14,7 @@ from rollstream.harness.config.dataset import Example
 from rollstream.schemas.algorithm_settings import teacher_of
 from rollstream.schemas.config import RunConfig
 from rollstream.schemas.errors import ConfigError
-from rollstream.schemas.evaluators import PLACE, Evaluator, LlmJudge, answer_key, kind_of
+from rollstream.schemas.evaluators import SECTION, Evaluator, LlmJudge, answer_key, kind_of
 from rollstream.schemas.permissions import (
     COMMAND,
     GATEWAY,
@@ -100,7 +100,7 @@ def check_reward(config: RunConfig, name: str, env: Mapping[str, str] = os.envir
         reward(name, permissions_of(config, env))
     except ConfigError as error:
         named = ", ".join(sorted(config.evaluators)) or "none"
-        raise ConfigError(f"{place_of(config, name)}: {error}; {PLACE} has: {named}") from error
+        raise ConfigError(f"{path_of(config, name)}: {error}; {SECTION} has: {named}") from error
 
 
 def check_examples(config: RunConfig, examples: Iterable[Example], location: str) -> None:
@@ -111,7 +111,7 @@ def check_examples(config: RunConfig, examples: Iterable[Example], location: str
     from rollstream.producers.evaluators.table import read
 
     needed = [
-        (f"{PLACE}.{name}.{field}", key)
+        (f"{SECTION}.{name}.{field}", key)
         for name, block in evaluators_of(config).items()
         for field, key in _keys(read(name, block, permissions_of(config)))
     ]
@@ -140,11 +140,11 @@ def _is_ours(block: Mapping[str, JsonValue] | None) -> bool:
     return block is not None and kind_of(block.get("_type")) is not None
 
 
-def place_of(config: RunConfig, name: str) -> str:
+def path_of(config: RunConfig, name: str) -> str:
     """Path in the file that a reward's name refers to."""
     chosen = config.finetuning.reward_function
     if name in config.evaluators:
-        return f"{PLACE}.{name}"
+        return f"{SECTION}.{name}"
     if chosen is not None and chosen.name == name:
         return "finetuning.reward_function.name"
     return f"trajectory_builders.{config.finetuning.trajectory_builder}.rewards"

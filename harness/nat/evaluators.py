@@ -19,7 +19,7 @@ from pydantic import Field, computed_field
 
 from rollstream.harness.nat.configs import Explained
 from rollstream.producers.rollout.rewards import Asked, FinishedRollout, RewardError, evaluate
-from rollstream.schemas.evaluators import LONG, MODELS, PLACE
+from rollstream.schemas.evaluators import LONG, MODELS, SECTION
 from rollstream.schemas.events import StepRecorded
 from rollstream.schemas.kafka import with_secrets
 from rollstream.schemas.permissions import Permissions, named_by
@@ -71,7 +71,7 @@ def _config_type(kind: str, name: str) -> type[EvaluatorBaseConfig]:
         # pyright: ignore[reportInvalidTypeForm]
         "__annotations__": {"type": Literal[name, f"{__package__}/{name}"], "SECTION": ClassVar[str]},
         "type": Field(default=name, alias="_type"),
-        "SECTION": PLACE,
+        "SECTION": SECTION,
     }
     return types.new_class(
         f"Nat{model.__name__}",

@@ -18,19 +18,19 @@ class Display:
     def __init__(self, stream: TextIO = sys.stdout, clock: Callable[[], float] = time.monotonic) -> None:
         self._line = LiveLine(stream, clock)
         self._rate = Rate(clock)
-        self._note = ""
+        self._status = ""
 
     def update(self, progress: Progress) -> None:
         """Show where the run is, if it is time to."""
         self._rate.update(progress)
         if self._line.is_due():
-            self._line.show(line_of(progress, self._rate.eta_s(progress), self._note))
+            self._line.show(line_of(progress, self._rate.eta_s(progress), self._status))
 
-    def note(self, text: str) -> None:
+    def show_status(self, text: str) -> None:
         """Say something at once, and keep saying it with the progress; an empty text ends it."""
-        if text and text != self._note:
+        if text and text != self._status:
             self.print(text)
-        self._note = text
+        self._status = text
 
     def print(self, text: str) -> None:
         """Write a line that stays."""
@@ -78,7 +78,7 @@ def current_job(progress: Progress) -> tuple[str, JobProgress] | None:
     return submitted[-1] if submitted else None
 
 
-def line_of(progress: Progress, eta_s: float | None, note: str) -> str:
+def line_of(progress: Progress, eta_s: float | None, status: str) -> str:
     """One line: job, epoch, reward, version, staleness, tokens a second, time left."""
     found = current_job(progress)
     if found is None:
@@ -96,8 +96,8 @@ def line_of(progress: Progress, eta_s: float | None, note: str) -> str:
         parts += _trained(job)
     if eta_s is not None and job.outcome is None:
         parts.append(f"{_duration(eta_s)} left")
-    if note:
-        parts.append(note)
+    if status:
+        parts.append(status)
     return " · ".join(parts)
 
 

@@ -36,7 +36,7 @@ BESIDE_WEIGHTS = (
 )
 
 
-def put_aside(config: RunConfig, env: Mapping[str, str] = os.environ) -> Path | None:
+def move_earlier_output(config: RunConfig, env: Mapping[str, str] = os.environ) -> Path | None:
     """Move model and histories of an earlier run into `earlier`, `earlier-2`, ...; returns that folder, None if there
     was nothing to move.
 
@@ -46,11 +46,11 @@ def put_aside(config: RunConfig, env: Mapping[str, str] = os.environ) -> Path | 
     weights, histories = _found(folder, WEIGHTS), _found(folder, HISTORIES)
     if not (weights or histories) or _base(config, env) == folder.resolve():
         return None
-    aside = next(path for path in _names(folder) if not os.path.lexists(path))
-    aside.mkdir()
+    earlier = next(path for path in _names(folder) if not os.path.lexists(path))
+    earlier.mkdir()
     for path in [*weights, *histories, *(_found(folder, BESIDE_WEIGHTS) if weights else ())]:
-        move(path, aside / path.name)
-    return aside
+        move(path, earlier / path.name)
+    return earlier
 
 
 def _names(folder: Path) -> Iterator[Path]:

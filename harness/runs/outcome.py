@@ -9,7 +9,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Literal, NamedTuple
 
-from rollstream.eventlog.artifact_retry import Room, retrying
+from rollstream.eventlog.artifact_retry import NeededSpace, retrying
 from rollstream.eventlog.artifacts import ArtifactStore
 from rollstream.eventlog.log import EventLog
 from rollstream.harness.runs.follower import records_of, versions_of
@@ -146,9 +146,9 @@ async def _exported(
             weights = good
         folder = output_dir / ids.name_of(model_group) if len(specs) > 1 else output_dir
         local = _with_local_model(weights, spec.job.model.path)
-        room = Room(output_dir, weights.artifact.size_bytes)
+        space = NeededSpace(output_dir, weights.artifact.size_bytes)
         doing = functools.partial(_export, artifacts, local, folder)
-        await retrying(doing, "save the final model", room=room)
+        await retrying(doing, "save the final model", space=space)
         exported = output_dir.absolute()
     return exported, replaced
 

@@ -19,7 +19,7 @@ from urllib.parse import urlsplit
 from rollstream.harness.config import nat_workflows
 from rollstream.harness.config.checks import check_model, check_ranks, check_teacher
 from rollstream.harness.config.jobs import ENDPOINT, MADE_ELSEWHERE, jobs_of, served_models
-from rollstream.harness.config.rewards import check_evaluators, check_examples, check_reward, permissions_of, place_of
+from rollstream.harness.config.rewards import check_evaluators, check_examples, check_reward, path_of, permissions_of
 from rollstream.harness.runs.progress import Progress
 from rollstream.harness.services.addresses import is_this_machine, is_unspecified
 from rollstream.harness.services.optional_dependencies import check_learner, check_quantized
@@ -47,7 +47,7 @@ _DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 logger = logging.getLogger(__name__)
 
 
-def check_places(config: RunConfig) -> None:
+def check_paths(config: RunConfig) -> None:
     """Raises ConfigError if libraries or the model folder are missing, the learner's processes cannot train a job, or
     the output folder cannot be written.
     """
@@ -261,7 +261,7 @@ def check_engines(config: RunConfig) -> None:
 
     if config.builder.services == "external":
         return
-    place = f"trajectory_builders.{config.finetuning.trajectory_builder}.engine"
+    location = f"trajectory_builders.{config.finetuning.trajectory_builder}.engine"
     groups = f"trainer_adapters.{config.finetuning.trainer_adapter}.model_groups"
     for name, served in served_models(config).items():
         if served.api_key_variable is not None and not os.environ.get(served.api_key_variable):
@@ -269,9 +269,9 @@ def check_engines(config: RunConfig) -> None:
     engine = config.builder.engine
     if not engine.LOADS_WEIGHTS:
         remedy = f"name its server as {groups}.X.endpoint"
-        raise ConfigError(f"{place}: {engine.kind} cannot load what the run trains; {remedy}")
+        raise ConfigError(f"{location}: {engine.kind} cannot load what the run trains; {remedy}")
     if not config.is_external:
-        check_run(config, os.environ, place)
+        check_run(config, os.environ, location)
     if config.served is not None:
         location = f"trainer_adapters.{config.finetuning.trainer_adapter}.endpoint.engine"
         settings_of(config.served.engine, os.environ, location)
@@ -285,7 +285,7 @@ def check_rewards(config: RunConfig) -> None:
     check_evaluators(config)
     _import_modules(config)
     for name in config.reward_functions:
-        with users_code(f"{place_of(config, name)}: reward {name}", config):
+        with users_code(f"{path_of(config, name)}: reward {name}", config):
             check_reward(config, name)
 
 

@@ -19,7 +19,7 @@ from rollstream.harness.config.nat_workflows import check_sampling
 from rollstream.harness.config.resolve import block_of
 from rollstream.harness.runs.display import Display
 from rollstream.harness.runs.driver import give_signs_of_life
-from rollstream.harness.runs.earlier_output import put_aside
+from rollstream.harness.runs.earlier_output import move_earlier_output
 from rollstream.harness.runs.plan import RunPlan, check_new, new_run, open_run
 from rollstream.harness.runs.preflight import (
     access_line,
@@ -28,7 +28,7 @@ from rollstream.harness.runs.preflight import (
     check_engines,
     check_metrics,
     check_names,
-    check_places,
+    check_paths,
     check_temperature,
     check_truncation,
     check_workflow,
@@ -99,7 +99,7 @@ def held(run_request: RunRequest, display: Display) -> Iterator[WorkspaceLease]:
     config, workspace = run_request.config, Workspace(run_request.workspace)
     workspace.create()
     warn_other_workspaces(run_request.loaded.finetune, run_request.workspace)
-    check_places(config)
+    check_paths(config)
     check_names(config)
     check_engines(config)
     if run_request.resume is None:
@@ -156,9 +156,9 @@ async def connected(run_request: RunRequest, lease: WorkspaceLease, display: Dis
             if run_request.config.builder.services == "managed":
                 workspace.remember_trained(run.started.run_id)
         # Last: a run that fails a check must not move files.
-        if run.is_new and (aside := put_aside(run_request.config)) is not None:
+        if run.is_new and (earlier := move_earlier_output(run_request.config)) is not None:
             display.print(
-                f"files of an earlier run in {run_request.config.finetuning.output_dir} were moved to {aside}"
+                f"files of an earlier run in {run_request.config.finetuning.output_dir} were moved to {earlier}"
             )
         supervisor.start()
         stack.push_async_callback(supervisor.stop)
@@ -194,10 +194,10 @@ def folders_of(config: RunConfig, workspace: Path, artifacts: "ArtifactStore") -
     return [*folders, *([stored] if stored else []), config.finetuning.output_dir]
 
 
-def has_room(folders: Iterable[Path], display: Display, min_free_share: float = MIN_FREE_SHARE) -> bool:
+def has_free_space(folders: Iterable[Path], display: Display, min_free_share: float = MIN_FREE_SHARE) -> bool:
     """Whether the next epoch may start: every folder's disk has enough free space. Displays which one has not."""
     short = [disk for disk in disks_of(folders) if disk.free_bytes < min_free_share * disk.total_bytes]
-    display.note(
+    display.show_status(
         f"paused: less than {min_free_share:.0%} of the disk of {short[0].folder} is free; free some space"
         if short
         else ""

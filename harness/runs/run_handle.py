@@ -28,7 +28,7 @@ from rollstream.harness.runs.run_context import (
     WorkspaceLease,
     connected,
     folders_of,
-    has_room,
+    has_free_space,
     held,
 )
 from rollstream.harness.runs.view import JobView, RunView
@@ -127,7 +127,7 @@ class RunHandle(Conductor):
     async def wait_for_disk(self, min_free_share: float = MIN_FREE_SHARE) -> None:
         """Wait until there is room on the disks for a next epoch. Raises RunFailedError if the run ends before."""
         folders = folders_of(self.config, self.workspace, self.artifacts)
-        while not has_room(folders, self.display, min_free_share):
+        while not has_free_space(folders, self.display, min_free_share):
             self.check()
             await asyncio.sleep(POLL_S)
 

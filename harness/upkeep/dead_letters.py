@@ -158,18 +158,18 @@ async def _fetch(log: EventLog, number: int) -> Record:
 async def _read_all(log: EventLog) -> list[Letter]:
     """Every letter with the redrives recorded for it."""
     letters: list[Letter] = []
-    notes: list[dead_letters.Redriven] = []
+    found: list[dead_letters.Redriven] = []
     async for record in read_to_end(log, "dlq"):
-        note = dead_letters.redriven(record)
-        if note is None:
+        redriven = dead_letters.redriven(record)
+        if redriven is None:
             letters.append(_letter_of(record))
         else:
-            notes.append(note)
+            found.append(redriven)
     origins = {letter.number: letter.came_from or letter.number for letter in letters}
     sent: dict[object, tuple[Position, ...]] = {}
-    for note in notes:
-        origin = origins.get(note.letter)
-        sent[origin] = (*sent.get(origin, ()), note.to)
+    for redriven in found:
+        origin = origins.get(redriven.letter)
+        sent[origin] = (*sent.get(origin, ()), redriven.to)
     return [replace(letter, redriven_to=sent.get(origins[letter.number], ())) for letter in letters]
 
 

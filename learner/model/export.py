@@ -66,11 +66,11 @@ def export_merged(published: WeightsPublished, path_to_weights: Path, output_dir
     nothing if this fails. Raises ModelError if weights, adapter and base model do not fit, or cannot be read.
     """
     try:
-        with beside(output_dir) as aside:
+        with beside(output_dir) as temporary:
             if published.weights_format == "lora":
-                _save_merged(published, path_to_weights, aside)
+                _save_merged(published, path_to_weights, temporary)
             else:
-                export_model(published, path_to_weights, aside)
+                export_model(published, path_to_weights, temporary)
     except OSError as error:
         raise ModelError(
             f"the model cannot be written to {output_dir}: {error}; free space there, or give another folder"
@@ -155,8 +155,8 @@ def _copy(base: Path, patterns: tuple[str, ...], output_dir: Path) -> None:
 
 def _copy_whole(source: Path, target: Path) -> None:
     """A reader finds the file that was there before, or all of this one."""
-    with beside(target) as aside:
-        shutil.copyfile(source, aside)
+    with beside(target) as temporary:
+        shutil.copyfile(source, temporary)
 
 
 def export_full(base_model: str, path_to_weights: Path, output_dir: Path) -> None:

@@ -55,7 +55,7 @@ class PrefixTree:
     sources_M: Tensor
     """The token that predicts each of the M tokens on the mask, row by row."""
     blocks: tuple[AttentionBlock, ...]
-    places_N: Tensor
+    slots_N: Tensor
     """Of each token in the queries of all blocks, flattened one after another."""
     segments: Segments
 
@@ -125,13 +125,13 @@ def tree_of(rows: Sequence[Ids], masks: Sequence[NDArray[np.bool_]]) -> PrefixTr
     for path, row in zip(paths, inputs, strict=True):
         token_ids[path], positions[path] = row, np.arange(len(row))
     sources = [path[np.flatnonzero(mask) - 1] for path, mask in zip(paths, masks, strict=True)]
-    blocks, places = _blocks(segments, size)
+    blocks, slots = _blocks(segments, size)
     return PrefixTree(
         torch.from_numpy(token_ids),
         torch.from_numpy(positions),
         torch.from_numpy(np.concatenate(sources)),
         blocks,
-        torch.from_numpy(places),
+        torch.from_numpy(slots),
         _segments(segments),
     )
 
@@ -149,10 +149,10 @@ def _segments(segments: Sequence[_Segment]) -> Segments:
 
 
 def _blocks(segments: Sequence[_Segment], size: int) -> tuple[tuple[AttentionBlock, ...], NDArray[np.int64]]:
-    """Segments of like sizes together, and the place of each of `size` tokens among their queries."""
+    """Segments of like sizes together, and the index of each of `size` tokens among their queries."""
     order = sorted(segments, key=lambda one: (one.start > 0, -len(one.path), -one.size))
     blocks: list[AttentionBlock] = []
-    places = np.zeros(size, np.int64)
+    slots = np.zeros(size, np.int64)
     first = num_queries = 0
     while first < len(order):
         end = _end_of_block(order, first)
@@ -161,10 +161,10 @@ def _blocks(segments: Sequence[_Segment], size: int) -> tuple[tuple[AttentionBlo
         width = blocks[-1].queries_S_Q.shape[1]
         for index, one in enumerate(found):
             at = num_queries + index * width
-            places[one.path[one.start :]] = np.arange(at, at + one.size)
+            slots[one.path[one.start :]] = np.arange(at, at + one.size)
         num_queries += len(found) * width
         first = end
-    return tuple(blocks), places
+    return tuple(blocks), slots
 
 
 def _end_of_block(order: Sequence[_Segment], first: int) -> int:

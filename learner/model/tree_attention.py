@@ -96,7 +96,7 @@ def attend(
             scaling=scaling,
         )
         outputs.append(found.flatten(0, 1).flatten(1))
-    output_N_F = functional.embedding(tree.places_N, torch.cat(outputs) if len(outputs) > 1 else outputs[0])
+    output_N_F = functional.embedding(tree.slots_N, torch.cat(outputs) if len(outputs) > 1 else outputs[0])
     return output_N_F.unflatten(1, (num_heads, -1))[None], None
 
 

@@ -186,7 +186,7 @@ def events_of(
         )
 
 
-class Place(NamedTuple):
+class CompletionSpan(NamedTuple):
     """A completion by its member of the batch and its position there."""
 
     member: int
@@ -195,10 +195,10 @@ class Place(NamedTuple):
     length: int
 
 
-def places_of(rows: Sequence[Row], trajectories: Sequence[TrajectoryAssembled]) -> list[Place]:
+def spans_of(rows: Sequence[Row], trajectories: Sequence[TrajectoryAssembled]) -> list[CompletionSpan]:
     """Of each row, an answer to a prompt, the first completion in the batch that is the same."""
     wanted = {_answer(row): index for index, row in enumerate(rows)}
-    found: dict[int, Place] = {}
+    found: dict[int, CompletionSpan] = {}
     for member, trajectory in enumerate(trajectories):
         for number, sequence in enumerate(trajectory.sequences):
             token_ids = tokens.decode_ids(sequence.token_ids)
@@ -206,20 +206,20 @@ def places_of(rows: Sequence[Row], trajectories: Sequence[TrajectoryAssembled]) 
                 end = part.start + part.length
                 answer = token_ids[: part.start].tobytes(), token_ids[part.start : end].tobytes()
                 if answer in wanted:
-                    found.setdefault(wanted[answer], Place(member, number, part.start, part.length))
+                    found.setdefault(wanted[answer], CompletionSpan(member, number, part.start, part.length))
     return [found[index] for index in range(len(rows))]
 
 
 def scored_rows(
-    rows: Sequence[Row], places: Sequence[Place], scores: Mapping[str, Mapping[int, Sequence[Logprobs]]]
+    rows: Sequence[Row], spans: Sequence[CompletionSpan], scores: Mapping[str, Mapping[int, Sequence[Logprobs]]]
 ) -> list[Row]:
     """The rows with their scores. `scores`: by role and member, one array (T,) a sequence."""
     found: list[Row] = []
-    for row, place in zip(rows, places, strict=True):
+    for row, span in zip(rows, spans, strict=True):
         of_row: dict[str, Logprobs] = {}
         for role, by_member in scores.items():
             of_row[role] = np.zeros(len(row.token_ids), np.float32)
-            of_row[role][-place.length :] = by_member[place.member][place.sequence][place.start :][: place.length]
+            of_row[role][-span.length :] = by_member[span.member][span.sequence][span.start :][: span.length]
         found.append(replace(row, scores=of_row))
     return found
 

@@ -92,7 +92,7 @@ class JobQueue:
         """Let go of the log's reader."""
         await self._view.close()
 
-    async def until(self, holds: Callable[[], bool], timeout_s: float | None, otherwise: str) -> None:
+    async def wait_until(self, holds: Callable[[], bool], timeout_s: float | None, otherwise: str) -> None:
         """Go on with the jobs until the state is as wanted.
 
         Raises TimeoutError, which says `otherwise`, after `timeout_s` seconds; None waits without limit.

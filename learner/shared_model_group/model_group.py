@@ -189,7 +189,9 @@ class SharedModelGroup:
 
         The base model is ready without either. Raises TimeoutError after `timeout` seconds.
         """
-        await self._queue.until(self._is_ready, timeout, f"version {self.version} of {self.model_group} is not served")
+        await self._queue.wait_until(
+            self._is_ready, timeout, f"version {self.version} of {self.model_group} is not served"
+        )
 
     def _is_ready(self) -> bool:
         state = self._state
@@ -260,7 +262,7 @@ class SharedModelGroup:
         """The status of a job once it is over. Raises TimeoutError, JobStateError for no such job."""
         await self._queue.advance()
         wanted = self._known(job_id).job_id
-        await self._queue.until(lambda: self._state.job(wanted).is_over, timeout, f"job {wanted} is not over")
+        await self._queue.wait_until(lambda: self._state.job(wanted).is_over, timeout, f"job {wanted} is not over")
         return self._state.job(wanted).status
 
     async def cancel_fine_tune_job(self, job_id: str | None = None, cause: str = "cancelled by its group") -> None:

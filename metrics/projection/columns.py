@@ -10,7 +10,7 @@ from rollstream.metrics.projection.inserts import inserts_into
 
 Row = dict[str, Any]
 
-VIEWS_MARK = "\n-- views\n"
+VIEWS_HEADING = "\n-- views\n"
 OF_ALL = frozenset({"run_id", "time_ms"})
 """Columns of every table, which `rows_of` fills."""
 
@@ -19,7 +19,7 @@ OF_ALL = frozenset({"run_id", "time_ms"})
 def read_sql() -> tuple[str, str]:
     """The statements that make the tables, and those that make the views."""
     whole = resources.files("rollstream.metrics.projection").joinpath("tables.sql").read_text()
-    tables, _, views = whole.partition(VIEWS_MARK)
+    tables, _, views = whole.partition(VIEWS_HEADING)
     return tables, views
 
 

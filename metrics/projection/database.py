@@ -51,7 +51,7 @@ SAFE_CONFIG: dict[str, Any] = OPEN_CONFIG | {
 """No file, no network, no Python variable is reached from SQL, and no query can change that."""
 CHECKPOINT_BYTES = 16 * 1024 * 1024
 """A write-ahead log of this size is folded into the file, as soon as no query reads what that would overwrite."""
-ROOM_FOR_CHECKPOINT = 4
+CHECKPOINT_SPACE_FACTOR = 4
 """Free space for a checkpoint, in multiples of the write-ahead log; one without room ends the use of the file."""
 MAX_WAL_BYTES = 8 * CHECKPOINT_BYTES
 """At this size new queries wait for the running ones to end, so that it is folded in at last."""
@@ -298,7 +298,7 @@ class Database:
         if self._num_forks or wal_bytes < CHECKPOINT_BYTES:
             return
         disk = disk_of(self.path.parent)
-        if disk.free_bytes < ROOM_FOR_CHECKPOINT * wal_bytes:
+        if disk.free_bytes < CHECKPOINT_SPACE_FACTOR * wal_bytes:
             free = f"{disk.free_bytes:,} bytes are free"
             logger.warning("the write-ahead log of %s grows until there is free space: %s", self.path, free)
             return

@@ -89,7 +89,7 @@ class AssembleShell:
         if known is None:
             known = self._partitions[batch.partition] = _Partition(assembly.initial(first))
             await self._dead.refresh()
-        await self._wait_for_room()
+        await self._wait_for_capacity()
         if self._num_partitions is None:
             self._num_partitions = await self._log.num_partitions(self.topic)
         if self._partitions.get(batch.partition) is not known:
@@ -122,10 +122,10 @@ class AssembleShell:
 
     def metadata(self, partition: int) -> str:
         """Metadata of the low-water mark: the offset of `dlq` to read letters from."""
-        mark = self.commit_offset(partition)
-        if mark is None:
+        begin = self.commit_offset(partition)
+        if begin is None:
             return ""
-        return low_water.metadata_of_steps(mark, self._dead.needed_from(TopicPartition(self.topic, partition), mark))
+        return low_water.metadata_of_steps(begin, self._dead.needed_from(TopicPartition(self.topic, partition), begin))
 
     def progress(self, partition: int) -> int:
         """The position plus the number of records read again or as dead letters."""
@@ -207,7 +207,7 @@ class AssembleShell:
     def _evolved(self, state: assembly.AssemblyState, received: Received) -> list[assembly.Closing]:
         return fold_one(lambda received: self._evolve(state, received), received)
 
-    async def _wait_for_room(self) -> None:
+    async def _wait_for_capacity(self) -> None:
         self._reap()
         while len(self._sends) >= MAX_UNDER_WAY:
             with self._acknowledgement:

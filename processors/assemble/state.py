@@ -99,15 +99,15 @@ class AssemblyState:
         oldest = next(iter(self.groups.values()), None)
         return self.next_offset if oldest is None else oldest.first_offset
 
-    def before_repeats(self, mark: int) -> int:
-        """The newest offset up to `mark` that is not between a group's GroupStarted and a repeat of it.
+    def before_repeats(self, offset: int) -> int:
+        """The newest offset up to `offset` that is not between a group's GroupStarted and a repeat of it.
 
         From in between, the repeat alone would open the group again without its beginning, and it could close with
         other members.
         """
         for first in sorted(self.repeats, reverse=True):
-            mark = first if first < mark <= self.repeats[first] else mark
-        return mark
+            offset = first if first < offset <= self.repeats[first] else offset
+        return offset
 
     def repeat(self, group: OpenGroup, offset: int) -> None:
         """Remember that the GroupStarted of an open group is repeated at `offset`."""

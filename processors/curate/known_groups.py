@@ -64,7 +64,7 @@ class KnownGroups:
         """Whether a group is already closed."""
         if group_id in self.open:
             return False
-        position = ids.place_of(group_id)
+        position = ids.epoch_position(group_id)
         if position is not None:
             job_id, epoch, task = position
             if task < self.growing.get((job_id, epoch), 0):
@@ -79,10 +79,10 @@ class KnownGroups:
         """Record that a group has closed; returns its task, None if it is unknown."""
         task = self.open.pop(group_id, None)
         if task is None and not self.has_closed(group_id):
-            self._note_other(group_id)
+            self._add_other(group_id)
         return task
 
-    def _note_other(self, group_id: str) -> None:
+    def _add_other(self, group_id: str) -> None:
         head, number = _split(group_id)
         self.others.setdefault(head, Ranges()).add(number)
 

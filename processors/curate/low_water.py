@@ -109,9 +109,9 @@ def names_runs(metadata: str) -> bool:
     return not metadata or '"runs":' in metadata
 
 
-def metadata_of_steps(mark: int, dlq: int) -> str:
+def metadata_of_steps(begin: int, dlq: int) -> str:
     """The metadata to commit with the low-water mark of a `steps` partition."""
-    return orjson.dumps({"v": 1, "begin": mark, "dlq": dlq}).decode()
+    return orjson.dumps({"v": 1, "begin": begin, "dlq": dlq}).decode()
 
 
 def beginning_of(metadata: str, committed: int, topic: str = "groups") -> Beginning | None:

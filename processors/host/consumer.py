@@ -33,7 +33,7 @@ POLL_RECORDS = 2048
 FETCH_WAIT_MS = 20
 """Maximum wait of a fetch request; a partition whose records were just taken is not in a request in flight."""
 
-NO_PLACE_S = 0.05
+NO_POSITION_S = 0.05
 
 
 SETTLE_S = 2.0
@@ -116,7 +116,7 @@ class Consumer(driver.Consumer):
         try:
             return await self._wait_next_records(timeout)
         except NoOffsetForPartitionError:
-            await self.sleep(NO_PLACE_S)  # a partition was polled before `perform_seek` had set its start offset
+            await self.sleep(NO_POSITION_S)  # a partition was polled before `perform_seek` had set its start offset
         except OffsetOutOfRangeError:
             await self._check_kept(self.wanted)
         except DENIED as error:
@@ -132,7 +132,7 @@ class Consumer(driver.Consumer):
         ready = {tp for tp in active_partitions or () if self.app.is_ready(tp)}
         if not ready:
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self.app.changed.wait(), NO_PLACE_S)
+                await asyncio.wait_for(self.app.changed.wait(), NO_POSITION_S)
             return None
         is_complete = len(ready) == len(active_partitions or ())
         return await super()._getmany(ready, timeout if is_complete else HELD_POLL_S)
@@ -283,15 +283,15 @@ class Consumer(driver.Consumer):
         self._acked[tp].clear()
         self._acked_index[tp].clear()
         shell = self.app.shell_of(tp)
-        if shell is None or (mark := shell.commit_offset(tp.partition)) is None:
+        if shell is None or (offset := shell.commit_offset(tp.partition)) is None:
             return None
-        self.committing[tp] = (mark, shell.metadata(tp.partition))
-        return mark
+        self.committing[tp] = (offset, shell.metadata(tp.partition))
+        return offset
 
     def metadata_of(self, tp: KafkaPartition, offset: int) -> str:
         """The metadata to commit with an offset. Called in the consumer's thread."""
-        mark, metadata = self.committing.get(TP(tp.topic, tp.partition), (-1, ""))
-        return metadata if mark == offset else ""
+        committing, metadata = self.committing.get(TP(tp.topic, tp.partition), (-1, ""))
+        return metadata if committing == offset else ""
 
     async def _add_gap(self, tp: TP, offset_from: int, offset_to: int) -> None:
         """Do nothing: offsets between the last records of batches are not gaps."""

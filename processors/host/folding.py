@@ -125,9 +125,9 @@ class DeadRecords:
         """Read `dlq` from the offset `since` to its end. Raises LogError."""
         await self._index.refresh(since)
 
-    def needed_from(self, where: TopicPartition, mark: int) -> int:
-        """From which offset `dlq` must be read for a partition that is read again from `mark` on."""
-        return self._index.needed_from(where, mark)
+    def needed_from(self, where: TopicPartition, commit_offset: int) -> int:
+        """From which offset `dlq` must be read for a partition that is read again from `commit_offset` on."""
+        return self._index.needed_from(where, commit_offset)
 
     def offsets(self, where: TopicPartition) -> Set[int]:
         """Of the records that are passed over whenever a partition is read again."""

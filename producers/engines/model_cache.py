@@ -41,7 +41,7 @@ class LoadedModel:
     """Of its keys and values; None: batches of this model are static."""
     adapter: str | None = None
 
-    def shares_place(self, other: "LoadedModel") -> bool:
+    def shares_tensors(self, other: "LoadedModel") -> bool:
         """Whether both are the same tensors, so that only the version that was loaded last is in them."""
         return self.model.module is other.model.module and self.adapter == other.adapter
 
@@ -91,7 +91,7 @@ class ModelCache:
     def release(self, held: LoadedModel) -> None:
         """A version that is not held any more, and that no row is generated with."""
         current = self._held.get(held.published.model_group)
-        if current is not None and current.shares_place(held):
+        if current is not None and current.shares_tensors(held):
             return
         if held.adapter is None:
             self._idle = held

@@ -116,7 +116,7 @@ class ScriptedEngine:
 
     async def generate(self, request: GenerationRequest) -> Generation:
         """The script's answer, cut to `max_new_tokens`; its log-probability is that of the first token."""
-        version, room = self._held(request.model_group), self._max_new_tokens(request)
+        version, max_new_tokens = self._held(request.model_group), self._max_new_tokens(request)
         self.requests.append(request)
         del self.requests[:-MAX_KEPT]
         await self._delay()
@@ -125,7 +125,7 @@ class ScriptedEngine:
         rng = random.Random(ids.derive_seed(prompt_sha256, seed, version))
         text, logprob = self._script(self._tokenizer.decode(request.prompt_ids), rng, version)
         whole = (*self._tokenizer.encode(text, add_special_tokens=False), self._tokenizer.eos_token_id)
-        sampled = whole[:room]
+        sampled = whole[:max_new_tokens]
         span = VersionSpan(model_group=request.model_group, version=version, length=len(sampled))
         logprobs = (logprob,) + (0.0,) * (len(sampled) - 1)
         for token in sampled[:-1] if request.on_tokens is not None else ():

@@ -95,7 +95,7 @@ class TransformersEngine:
         most = LORA_VERSIONS if published.weights_format == "lora" else self._settings.full_copies
         await self._batcher.between_forwards(
             lambda: self._take(published, tensors, where),
-            is_ready=lambda: self._has_room(group, most),
+            is_ready=lambda: self._is_loadable(group, most),
             holds=group if most == 1 else None,
         )
 
@@ -109,7 +109,7 @@ class TransformersEngine:
 
     # ---- in the worker thread ----
 
-    def _has_room(self, model_group: str, most: int) -> bool:
+    def _is_loadable(self, model_group: str, most: int) -> bool:
         """Whether a version can be loaded without touching one that rows are generated with."""
         self._release()
         live = self._lanes.versions_of(model_group)
@@ -141,10 +141,10 @@ class TransformersEngine:
         """The request, limited to the room that its prompt leaves. One that cannot be served must not join a batch."""
         held = self._held(request.model_group)
         check_prompt(request, num_token_ids=held.num_token_ids)
-        room = max_new_tokens_of(request, held.max_length, f"model {held.published.base_model}")
-        if room >= request.sampling.max_new_tokens:
+        max_new_tokens = max_new_tokens_of(request, held.max_length, f"model {held.published.base_model}")
+        if max_new_tokens >= request.sampling.max_new_tokens:
             return request
-        sampling = request.sampling.model_copy(update={"max_new_tokens": room})
+        sampling = request.sampling.model_copy(update={"max_new_tokens": max_new_tokens})
         return replace(request, sampling=sampling)
 
     def _run(self, tickets: list[Ticket], answer: Answer) -> None:

@@ -19,7 +19,7 @@ from rollstream.producers.evaluators import matching
 from rollstream.producers.evaluators.builtin import final_answer, right_answer
 from rollstream.producers.rollout.rewards import Asked, FinishedRollout, NoScoreError, Recorder, RewardError, in_thread
 from rollstream.producers.traces.stream import read_up_to
-from rollstream.schemas.evaluators import PLACE, PLACEHOLDER, LlmJudge
+from rollstream.schemas.evaluators import PLACEHOLDER, SECTION, LlmJudge
 
 MAX_ANSWER_BYTES = 1024 * 1024
 SHOWN_CHARS = 200
@@ -47,7 +47,7 @@ class Judge:
     def __init__(self, name: str, config: LlmJudge, recorder: Recorder, hide: Callable[[str], str]) -> None:
         """`hide` writes `${ENV}` in place of what it stands for."""
         self._name = name
-        self._location = f"{PLACE}.{name}"
+        self._location = f"{SECTION}.{name}"
         self._config = config
         self._recorder = recorder
         self._hide = hide

@@ -16,7 +16,7 @@ from rollstream.producers.rollout.rewards import Recorder, RewardFunction
 from rollstream.schemas.errors import ConfigError, first_invalid
 from rollstream.schemas.evaluators import (
     MODELS,
-    PLACE,
+    SECTION,
     UNCOMPILED,
     Evaluator,
     JsonSchemaMatch,
@@ -48,7 +48,7 @@ def reward_of(name: str, settings: RolloutSettings, permissions: Permissions, re
     block = settings.evaluators.get(name)
     if block is None:
         return Chosen(name, registry.reward(name, permissions))
-    location = f"{PLACE}.{name}"
+    location = f"{SECTION}.{name}"
     config = read(name, block, permissions)
     if isinstance(config, LlmJudge):
         if recorder is None:
@@ -68,7 +68,7 @@ def read(
     Raises ConfigError naming the path in the file, of it NotAllowedError for a variable, function, URL or file that is
     not allowed.
     """
-    location = f"{PLACE}.{name}"
+    location = f"{SECTION}.{name}"
     kind = kind_of(block.get("_type"))
     if kind is None:
         raise ConfigError(
@@ -92,9 +92,9 @@ def check(name: str, block: Mapping[str, JsonValue], permissions: Permissions) -
     """Build an evaluator as producers will, but for asking anybody. Returns its configuration; raises ConfigError."""
     config = read(name, block, permissions, compiles_patterns=True)
     if isinstance(config, JsonSchemaMatch):
-        builtin.check_schema(f"{PLACE}.{name}", config)
+        builtin.check_schema(f"{SECTION}.{name}", config)
     elif not isinstance(config, LlmJudge):
-        _build(f"{PLACE}.{name}", config, permissions)
+        _build(f"{SECTION}.{name}", config, permissions)
     return config
 
 

@@ -22,7 +22,7 @@ from rollstream.eventlog.files import write_whole
 from rollstream.eventlog.private import token_in
 from rollstream.eventlog.recent_set import RecentSet
 from rollstream.producers.engines.base import Engine
-from rollstream.producers.gateway.marks import KEY_PREFIX, Mark, RolloutKeys, address_file, token_file
+from rollstream.producers.gateway.call_keys import KEY_PREFIX, CallIdentity, RolloutKeys, address_file, token_file
 from rollstream.producers.gateway.played import PlayedRollout, ended
 from rollstream.producers.openai.access import Access, KeyLimits, check_is_json, keys_of, no_key
 from rollstream.producers.openai.completions import CompletionRequest
@@ -245,7 +245,9 @@ class RolloutGateway(Routes):
     ) -> Answered:
         """The answers, once the log has acknowledged them as steps. Raises Refusal."""
         route = request.path.rpartition("/v1/")[2]
-        return await self._rollout(request).call(asked, Mark.of(request.headers, route, await request.read()), on_text)
+        return await self._rollout(request).call(
+            asked, CallIdentity.of(request.headers, route, await request.read()), on_text
+        )
 
     async def reward(self, request: web.Request) -> web.Response:
         """Give a reward to the rollout, or to one of its steps; the same again changes nothing."""
@@ -269,7 +271,7 @@ class RolloutGateway(Routes):
         if not self._access.bears_token(request.headers):
             raise Refusal(403, "only the gateway's token claims rollouts", code="wrong_key")
         body = validated(ClaimBody, json_of(await request.read() or b"{}"))
-        key = Mark.of(request.headers, "rollouts", b"").key_sha256 or ""
+        key = CallIdentity.of(request.headers, "rollouts", b"").key_sha256 or ""
         try:
             async with asyncio.timeout(body.wait_s):
                 rollout = await self._next(key)

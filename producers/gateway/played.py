@@ -1,8 +1,8 @@
 """One rollout that a program outside plays: its calls become steps of its session, each of them once.
 
-A call that is repeated under the same mark (`Idempotency-Key`, or the retry count of OpenAI's and Anthropic's clients)
-gets the answer that is recorded, or waits for the one that is on its way. A client that hangs up changes nothing: its
-call is recorded, and answered when it is asked for again.
+A repeated call (the same `Idempotency-Key`, or the retry count of OpenAI's and Anthropic's clients) gets the recorded
+answer, or waits for the one that is on its way. A client that hangs up changes nothing: its call is recorded, and
+answered when it is asked for again.
 """
 
 import asyncio
@@ -10,7 +10,7 @@ from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
 from rollstream.producers.engines.base import Engine
-from rollstream.producers.gateway.marks import ENDED, Mark, RememberedCalls
+from rollstream.producers.gateway.call_keys import ENDED, CallIdentity, RememberedCalls
 from rollstream.producers.gateway.rollout_model import RolloutModel
 from rollstream.producers.openai.completions import CompletionRequest
 from rollstream.producers.openai.requests import ChatRequest, Refusal
@@ -52,25 +52,27 @@ class PlayedRollout:
         self.is_claimed = False
         self._restore()
 
-    async def call(self, asked: ChatRequest | CompletionRequest, mark: Mark, on_text: OnText | None = None) -> Answered:
+    async def call(
+        self, asked: ChatRequest | CompletionRequest, identity: CallIdentity, on_text: OnText | None = None
+    ) -> Answered:
         """The answers to a call, once the log has acknowledged them. Raises Refusal.
 
         `on_text` is told what is sampled now; a recorded answer comes whole.
         """
-        task: asyncio.Future[list[Reply]] | None = self._calls.repeated(mark)
+        task: asyncio.Future[list[Reply]] | None = self._calls.repeated(identity)
         if task is None:
             self._check_open()
             self._check_sampled(asked)
-            self._check_room()
+            self._check_capacity()
             agent = self.model.agent_of(asked.model)
-            task = self._begin(lambda: self.model.sample(asked, mark, agent, on_text))
-            self._calls.add(mark.body_sha256, mark.key_sha256, task)
+            task = self._begin(lambda: self.model.sample(asked, identity, agent, on_text))
+            self._calls.add(identity.body_sha256, identity.key_sha256, task)
         return self.model.answered(asked, await self._result(task))
 
     async def reward(self, value: float, name: str, step_index: int | None, agent: str | None) -> None:
         """Give a reward; the same again changes nothing. Raises Refusal."""
-        place = name, step_index, agent
-        given = self._rewards.get(place)
+        key = name, step_index, agent
+        given = self._rewards.get(key)
         if given is not None and given != value:
             raise Refusal(409, f"reward {name} was given as {given:g}; it cannot become {value:g}", param="value")
         if given is not None:
@@ -83,7 +85,7 @@ class PlayedRollout:
             raise Refusal(400, f"step_index: step {step_index} is not recorded", param="step_index")
         if len(self._rewards) >= MAX_REWARDS:
             raise Refusal(400, f"rollout {session.rollout_id} has {MAX_REWARDS} rewards already; give fewer")
-        self._rewards[place] = value
+        self._rewards[key] = value
         await self._result(self._begin(lambda: self._give(value, name, step_index, agent)))
 
     async def end(self, error: str | None = None) -> None:
@@ -103,7 +105,7 @@ class PlayedRollout:
         self.is_claimed = True
         self.claim_key = key
         try:
-            await self._result(self._begin(lambda: self._note(CLAIM, {"key_sha256": key})))
+            await self._result(self._begin(lambda: self._record(CLAIM, {"key_sha256": key})))
         except Refusal as refused:
             if refused.code != ENDED:
                 raise
@@ -111,10 +113,10 @@ class PlayedRollout:
             raise Refusal(refused.status, message, code=ENDED) from refused
 
     async def _record_end(self, error: str | None) -> None:
-        await self._note(END, {"error": error})
+        await self._record(END, {"error": error})
         self._set_ended(error)
 
-    async def _note(self, name: str, data: dict[str, Any]) -> None:
+    async def _record(self, name: str, data: dict[str, Any]) -> None:
         step = RecordedStep(event_type="CUSTOM_END", name=name, data=data, agent=self._agent)
         await self.session.record(step)
         await self.session.acknowledged()
@@ -128,19 +130,19 @@ class PlayedRollout:
         calls: dict[tuple[str, str], list[Reply]] = {}
         for step in self.session.recorded:
             data: Any = step.data or {}
-            notes: Any = (step.metadata or {}).get("gateway")
+            metadata: Any = (step.metadata or {}).get("gateway")
             if step.name == CLAIM:
                 self.is_claimed, self.claim_key = True, data["key_sha256"]
             elif step.name == END:
                 self._set_ended(data["error"])
-            elif notes and step.step_index in self.session.replies:
+            elif metadata and step.step_index in self.session.replies:
                 reply = self.session.replies[step.step_index]
-                found = calls.setdefault((notes["body_sha256"], notes.get("key_sha256", "")), [])
-                found[:] = [*found, reply] if len(found) < notes["n"] else [reply]
-                self.model.keep_text(reply, step, notes)
-                if len(found) == notes["n"]:
-                    self._calls.add(notes["body_sha256"], notes.get("key_sha256"), _done([*found]))
-                    self.model.keep_response(found[0].step_index, notes)
+                found = calls.setdefault((metadata["body_sha256"], metadata.get("key_sha256", "")), [])
+                found[:] = [*found, reply] if len(found) < metadata["n"] else [reply]
+                self.model.keep_text(reply, step, metadata)
+                if len(found) == metadata["n"]:
+                    self._calls.add(metadata["body_sha256"], metadata.get("key_sha256"), _done([*found]))
+                    self.model.keep_response(found[0].step_index, metadata)
         self._rewards = {(one.name, one.step_index, one.agent): one.value for one in self.session.rewarded}
 
     async def ended(self) -> None:
@@ -206,7 +208,7 @@ class PlayedRollout:
         if self._end.done():
             raise ended(self.session.rollout_id)
 
-    def _check_room(self) -> None:
+    def _check_capacity(self) -> None:
         if len(self._working) >= self._max_calls:
             raise Refusal(
                 429,

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple, Self, TypeVar
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from rollstream.eventlog.http.http_json import HttpAnswer, HttpServer, TryAgainError, decoded, retry_after, shown
-from rollstream.producers.gateway.marks import ENDED, IDEMPOTENCY_KEY, address_file, token_file
+from rollstream.producers.gateway.call_keys import ENDED, IDEMPOTENCY_KEY, address_file, token_file
 from rollstream.producers.rollout.reply import TurnsExhausted
 from rollstream.schemas.errors import (
     ConfigError,
@@ -116,11 +116,11 @@ class _Requests:
             pause_s = min(2 * pause_s, MAX_PAUSE_S)
 
     async def _server(self) -> HttpServer:
-        place = self._locate()
-        if self._at is None or self._at[0] != place:
+        address = self._locate()
+        if self._at is None or self._at[0] != address:
             await self.close()
-            server = HttpServer(place.url, timeout_s=self._retries.timeout_s, key=place.key, key_variable="KEY")
-            self._at = place, server
+            server = HttpServer(address.url, timeout_s=self._retries.timeout_s, key=address.key, key_variable="KEY")
+            self._at = address, server
         return self._at[1]
 
 
@@ -137,8 +137,8 @@ class RemoteRollout:
         """For Anthropic's clients."""
         self.key = key
         """For any client; good for this rollout alone."""
-        place = GatewayAddress(base_url, key)
-        self._requests = _Requests(lambda: place, retries or Retries())
+        address = GatewayAddress(base_url, key)
+        self._requests = _Requests(lambda: address, retries or Retries())
 
     @classmethod
     def of_program(cls, env: Mapping[str, str] = os.environ) -> Self:
@@ -221,8 +221,8 @@ class GatewayClient:
     @classmethod
     def at(cls, url: str, token: str, retries: Retries | None = None) -> Self:
         """By its address and token, which `gateway-NAME.json` and `gateway-NAME.token` of the workspace hold."""
-        place = GatewayAddress(url.rstrip("/"), token)
-        return cls(lambda: place, retries)
+        address = GatewayAddress(url.rstrip("/"), token)
+        return cls(lambda: address, retries)
 
     @classmethod
     def of_workspace(cls, workspace: Path | str, name: str = "producers-1", retries: Retries | None = None) -> Self:

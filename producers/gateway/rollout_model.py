@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
 from rollstream.producers.engines.base import Engine, Generation, Tokenizer
-from rollstream.producers.gateway.marks import Mark
+from rollstream.producers.gateway.call_keys import CallIdentity
 from rollstream.producers.openai.completions import CompletionRequest
 from rollstream.producers.openai.options import is_alias
 from rollstream.producers.openai.protocol import Answer, answer_of, stop_length
@@ -52,19 +52,19 @@ class RolloutModel:
         """Steps of the calls that a later one may go on from, by id."""
         self._written = WrittenAnswers()
 
-    def keep_text(self, reply: Reply, step: StepRecorded, notes: Mapping[str, Any]) -> None:
+    def keep_text(self, reply: Reply, step: StepRecorded, metadata: Mapping[str, Any]) -> None:
         generation = reply.generation
         if generation is None or not (step.data or {}).get("tools"):
             return
         tools: Any = (step.data or {})["tools"]
-        self._keep_written(self._answer(step.agent, reply, tuple(notes.get("stop", ())), tools), reply.text)
+        self._keep_written(self._answer(step.agent, reply, tuple(metadata.get("stop", ())), tools), reply.text)
 
     def _keep_written(self, answer: Answer, text: str) -> None:
         if answer.tool_calls or answer.reasoning is not None:
             self._written.keep(text, answer.text, answer.tool_calls)
 
-    def keep_response(self, step_index: int, notes: Mapping[str, Any]) -> None:
-        names = notes.get("response_id", ""), self._call_id(step_index)
+    def keep_response(self, step_index: int, metadata: Mapping[str, Any]) -> None:
+        names = metadata.get("response_id", ""), self._call_id(step_index)
         self._responses |= dict.fromkeys((PREFIX + name for name in names), step_index)
 
     def _call_id(self, step_index: int) -> str:
@@ -90,21 +90,21 @@ class RolloutModel:
             raise Refusal(400, str(error), param=asked.PROMPT_KEY) from error
 
     async def sample(
-        self, asked: ChatRequest | CompletionRequest, mark: Mark, agent: str, on_text: OnText | None
+        self, asked: ChatRequest | CompletionRequest, identity: CallIdentity, agent: str, on_text: OnText | None
     ) -> list[Reply]:
         """1. The steps are recorded. 2. The log has acknowledged them."""
-        notes: dict[str, Any] = {"body_sha256": mark.body_sha256, "n": asked.n}
-        notes |= {} if isinstance(asked, ChatRequest) else {"is_text": True}
-        notes |= {"stop": list(asked.stop)} if asked.stop else {}
-        notes |= {} if mark.key_sha256 is None else {"key_sha256": mark.key_sha256}
+        metadata: dict[str, Any] = {"body_sha256": identity.body_sha256, "n": asked.n}
+        metadata |= {} if isinstance(asked, ChatRequest) else {"is_text": True}
+        metadata |= {"stop": list(asked.stop)} if asked.stop else {}
+        metadata |= {} if identity.key_sha256 is None else {"key_sha256": identity.key_sha256}
         if isinstance(asked, RespondedRequest):
-            notes |= {"response_id": asked.own_id, "has_instructions": asked.has_instructions}
+            metadata |= {"response_id": asked.own_id, "has_instructions": asked.has_instructions}
         deviations = asked.deviations(self.session.sampling)
         deviations |= {} if asked.model in self._agents_by_name else {"model": asked.model}
-        notes |= {"asked": deviations} if deviations else {}
+        metadata |= {"asked": deviations} if deviations else {}
         try:
             replies = await self.session.sample(
-                self._messages(asked), asked.n, agent, asked=self._asked(asked, notes, on_text)
+                self._messages(asked), asked.n, agent, asked=self._asked(asked, metadata, on_text)
             )
         except TurnsExhausted as error:
             self.exhausted = error
@@ -123,7 +123,7 @@ class RolloutModel:
             for reply, answer in zip(replies, self.answered(asked, replies).answers, strict=True):
                 self._keep_written(answer, reply.text)
         await self.session.acknowledged()
-        self.keep_response(replies[0].step_index, notes)
+        self.keep_response(replies[0].step_index, metadata)
         return replies
 
     def answered(self, asked: ChatRequest | CompletionRequest, replies: list[Reply]) -> Answered:
@@ -150,7 +150,7 @@ class RolloutModel:
         return self.session.parser(agent, prompt_ids, tools) if tools else None
 
     def _asked(
-        self, asked: ChatRequest | CompletionRequest, notes: Mapping[str, Any], on_text: OnText | None = None
+        self, asked: ChatRequest | CompletionRequest, metadata: Mapping[str, Any], on_text: OnText | None = None
     ) -> CallOptions:
         def cut(generation: Generation, tokenizer: Tokenizer) -> Generation:
             length = stop_length(generation, tokenizer, asked.stop)
@@ -162,7 +162,7 @@ class RolloutModel:
             tools=_tools_of(asked),
             max_new_tokens=asked.max_completion_tokens or asked.max_tokens,
             cut=cut,
-            notes=notes,
+            metadata=metadata,
             text=None if is_chat else self._plain_text(asked),
             token_ids=None if is_chat or isinstance(asked.content, str) else array("i", asked.content),
             on_tokens=on_tokens,
@@ -200,8 +200,8 @@ class RolloutModel:
                 code="previous_response_not_found",
             )
         step = self.session.step(step_index)
-        data, notes = cast(Any, step.data), cast(Any, step.metadata)["gateway"]
-        sent = data["input"][int(notes.get("has_instructions", False)) :]
+        data, metadata = cast(Any, step.data), cast(Any, step.metadata)["gateway"]
+        sent = data["input"][int(metadata.get("has_instructions", False)) :]
         return [*sent, {"role": "assistant", "content": data["output"]}]
 
     def _plain_text(self, asked: CompletionRequest) -> str:

@@ -299,12 +299,12 @@ class ResponseWords(StreamWords):
         (answer,) = answered.answers
         whole, name = response(self._given, answered), answered.call_id
         found = [] if self._sent else self._start(name, answered.created_s)
-        for place, item in enumerate(whole["output"]):
+        for output_index, item in enumerate(whole["output"]):
             if item["type"] == "message":
                 found += [] if self._sent else _opened(name)
                 found += _closed(name, answer.text, self._sent.get(0, 0))
             else:
-                found += _called(item, place)
+                found += _called(item, output_index)
         return [*found, {"type": f"response.{whole['status']}", "response": whole}]
 
     def _start(self, call_id: str, created_s: int) -> list[dict[str, Any]]:
@@ -330,11 +330,11 @@ def _closed(call_id: str, text: str, num_sent: int) -> Iterator[dict[str, Any]]:
     yield {"type": "response.output_item.done", "output_index": 0, "item": _message(call_id, text)}
 
 
-def _called(item: Mapping[str, Any], place: int) -> Iterator[dict[str, Any]]:
-    where = {"item_id": item["id"], "output_index": place}
+def _called(item: Mapping[str, Any], output_index: int) -> Iterator[dict[str, Any]]:
+    where = {"item_id": item["id"], "output_index": output_index}
     begun = {**item, "arguments": "", "status": "in_progress"}
-    yield {"type": "response.output_item.added", "output_index": place, "item": begun}
+    yield {"type": "response.output_item.added", "output_index": output_index, "item": begun}
     yield {"type": "response.function_call_arguments.delta", **where, "delta": item["arguments"]}
     done = {"name": item["name"], "arguments": item["arguments"]}
     yield {"type": "response.function_call_arguments.done", **where, **done}
-    yield {"type": "response.output_item.done", "output_index": place, "item": item}
+    yield {"type": "response.output_item.done", "output_index": output_index, "item": item}

@@ -60,9 +60,9 @@ def turns(steps: Iterable[StepRecorded]) -> dict[str, tuple[int, int]]:
     """By agent: turns and answers that were recorded."""
     shares: dict[str, list[float]] = {}
     for step in steps:
-        notes: Any = (step.metadata or {}).get("gateway")
-        if isinstance(notes, dict):
-            shares.setdefault(step.agent, []).append(1.0 / max(1, int(notes.get("n", 1))))
+        metadata: Any = (step.metadata or {}).get("gateway")
+        if isinstance(metadata, dict):
+            shares.setdefault(step.agent, []).append(1.0 / max(1, int(metadata.get("n", 1))))
     return {agent: (math.ceil(sum(found) - 1e-6), len(found)) for agent, found in shares.items()}
 
 

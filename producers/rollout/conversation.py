@@ -46,7 +46,7 @@ class _Call:
     step_index: int
     token_ids: "array[int]"
     """Prompt and completion."""
-    marks: tuple[tuple[str, int], ...]
+    stems: tuple[tuple[str, int], ...]
     """Texts that a later prompt may begin with, and how many ids they are; longest first."""
 
 
@@ -73,17 +73,17 @@ class Conversation:
             return replace(exact, text=text, uses=self._used_in(text, exact.prefix))
         best: tuple[int, str, _Call] | None = None
         for call in reversed(self._calls):
-            for mark, length in call.marks:
-                if text.startswith(mark):
+            for stem, length in call.stems:
+                if text.startswith(stem):
                     if best is None or length > best[0]:
-                        best = (length, mark, call)
+                        best = (length, stem, call)
                     break
         if best is None:
             token_ids = array("i", self._tokenizer.encode(text, add_special_tokens=False))
             return Prompt(text, token_ids, None, self._used_in(text, None))
-        length, mark, call = best
+        length, stem, call = best
         kept = call.token_ids[:length]
-        rest = text[len(mark) :]
+        rest = text[len(stem) :]
         new_ids = array("i", self._tokenizer.encode(rest, add_special_tokens=False) if rest else ())
         prefix = Prefix(step_index=call.step_index, length=length, sha256=ids_sha256(kept))
         return Prompt(text, kept + new_ids, prefix, self._used_in(rest, prefix))
@@ -133,10 +133,10 @@ class Conversation:
         text_ids = completion[:-1] if has_end else completion
         answer = self._text(text_ids)
         num_prompt = len(prompt.token_ids)
-        marks = [(prompt.text + answer, num_prompt + len(text_ids)), (prompt.text, num_prompt)]
+        stems = [(prompt.text + answer, num_prompt + len(text_ids)), (prompt.text, num_prompt)]
         if has_end:
-            marks.insert(0, (prompt.text + self._text(completion), num_prompt + len(completion)))
-        self._calls.append(_Call(step_index, prompt.token_ids + completion, tuple(marks)))
+            stems.insert(0, (prompt.text + self._text(completion), num_prompt + len(completion)))
+        self._calls.append(_Call(step_index, prompt.token_ids + completion, tuple(stems)))
         if prompt.history:
             self._by_history[history_with(prompt.history, answer)] = self._calls[-1]
         for used in prompt.uses:

@@ -32,7 +32,7 @@ class CallOptions:
     """Fewer than the run's setting, or all of them."""
     cut: Callable[[Generation, Tokenizer], Generation] = _whole
     """The part of an answer that is given and recorded: up to a stop text."""
-    notes: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    metadata: Mapping[str, Any] = field(default_factory=dict[str, Any])
     """Recorded in the step's metadata under `gateway`: JSON values."""
     text: str | None = None
     """The prompt as it is, in place of rendered messages."""
@@ -56,9 +56,9 @@ class CallOptions:
     def of(cls, step: StepRecorded) -> "CallOptions":
         """What a recorded call was rendered with."""
         data: Any = step.data or {}
-        notes: Any = (step.metadata or {}).get("gateway", {})
-        text = data["input"][0]["content"] if notes.get("is_text") else None
-        return cls(tools=tuple(data.get("tools", ())), text=text, notes=notes)
+        metadata: Any = (step.metadata or {}).get("gateway", {})
+        text = data["input"][0]["content"] if metadata.get("is_text") else None
+        return cls(tools=tuple(data.get("tools", ())), text=text, metadata=metadata)
 
     def on_answer_tokens(self, index: int) -> Callable[[Sequence[int]], None] | None:
         """What the engine tells of one answer."""
@@ -142,8 +142,8 @@ def _with_one_system(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]
 
 
 def metadata_of(asked: CallOptions | None, flags: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Metadata of a step: its flags, and the notes of who asked for it."""
-    return {**flags, **({"gateway": dict(asked.notes)} if asked is not None and asked.notes else {})} or None
+    """Metadata of a step: its flags, and what the gateway recorded with it."""
+    return {**flags, **({"gateway": dict(asked.metadata)} if asked is not None and asked.metadata else {})} or None
 
 
 def cut_to(generation: Generation, num_tokens: int) -> Generation:

@@ -55,9 +55,9 @@ async def export_run(
     folder = folder.absolute()
     try:
         check_new(folder)
-        with beside(folder) as aside:
-            aside.mkdir()
-            manifest = await _Export(log, run_id, aside, artifacts, with_weights, report).write()
+        with beside(folder) as temporary:
+            temporary.mkdir()
+            manifest = await _Export(log, run_id, temporary, artifacts, with_weights, report).write()
             check_new(folder)
     except OSError as error:
         raise ConfigError(f"export folder {folder} is not writable ({error.strerror}); give another") from error

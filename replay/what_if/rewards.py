@@ -17,7 +17,7 @@ from rollstream.producers.rollout.scored_answers import is_played
 from rollstream.replay.assembly import Range
 from rollstream.schemas import ids
 from rollstream.schemas.errors import ConfigError, DecodeError
-from rollstream.schemas.evaluators import PLACE, is_pure
+from rollstream.schemas.evaluators import SECTION, is_pure
 from rollstream.schemas.events import GroupStarted, RewardRecorded, RolloutEnded, RolloutFailed, StepRecorded
 from rollstream.schemas.events.rollouts import GroupEvent, RolloutEvent
 from rollstream.schemas.permissions import NOTHING, Permissions
@@ -80,7 +80,7 @@ class Grading:
             is_recorded = name in self.before.rewards and self.before.evaluators.get(name) == self.now.evaluators[name]
             if not is_recorded:
                 raise ConfigError(
-                    f"{PLACE}.{name} is not pure and its scores are not recorded; a what-if calls neither judges nor "
+                    f"{SECTION}.{name} is not pure and its scores are not recorded; a what-if calls neither judges nor "
                     f"functions without pure: true; use `finetune --fork` to make new rollouts"
                 )
 

@@ -107,8 +107,8 @@ def _same(result: Comparison, what: str, wanted: dict, found: dict) -> None:
 
 async def _compare_locators(log: EventLog, result: Comparison, closed: Iterable[GroupClosed]) -> None:
     for event in closed:
-        places = [Position("trajectories", locator.partition, locator.offset) for locator in event.locators]
-        lying = [codec.decode(record).digest for record in await log.fetch(places)]
+        positions = [Position("trajectories", locator.partition, locator.offset) for locator in event.locators]
+        lying = [codec.decode(record).digest for record in await log.fetch(positions)]
         if lying != [member.digest for member in event.members]:
             result.different.append(f"locators of {event.group_id}")
 

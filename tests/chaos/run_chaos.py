@@ -90,7 +90,7 @@ async def run(workspace: Path, workload: Workload, faults: list[Fault], *, worke
         feeding = asyncio.create_task(feeder.run())
         for number, fault in enumerate(faults):
             feeder.share = max(feeder.share, fault.share + AHEAD)
-            await _until(cluster, feeder, workload, fault.share)
+            await _wait_until(cluster, feeder, workload, fault.share)
             feeder.share = max(feeder.share, faults[number + 1].share + AHEAD if faults[number + 1 :] else 1.0)
             seconds = await _strike(cluster, feeder, fault)
             outcome.num_kills += 1
@@ -111,7 +111,7 @@ async def run(workspace: Path, workload: Workload, faults: list[Fault], *, worke
     return outcome
 
 
-async def _until(cluster: Cluster, feeder: Feeder, workload: Workload, share: float) -> None:
+async def _wait_until(cluster: Cluster, feeder: Feeder, workload: Workload, share: float) -> None:
     """Until so much is committed; a group that stays open may hold that up, then more is written."""
     still_since, before = time.monotonic(), -1
     while True:

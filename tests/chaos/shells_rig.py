@@ -37,12 +37,12 @@ class Connection:
 
     async def send_all(self, events: Sequence[Event]) -> list[Position]:
         """Each record some time after the one before; the acknowledgements later still."""
-        places: list[Position] = []
+        positions: list[Position] = []
         for event in events:
             await self._wait()
-            places.append(await self._log.send(event))
+            positions.append(await self._log.send(event))
         await self._wait()
-        return places
+        return positions
 
     async def send_raw(self, topic: str, *, key: bytes | None, value: bytes | None, headers: Headers = ()) -> Position:
         await self._wait()
@@ -111,9 +111,9 @@ class Processors:
 
     def _commit(self, shells: dict[str, Shell], partitions: list[TopicPartition]) -> None:
         for where in partitions:
-            mark = shells[where.topic].commit_offset(where.partition)
-            if mark is not None:
-                self.committed[where] = mark
+            offset = shells[where.topic].commit_offset(where.partition)
+            if offset is not None:
+                self.committed[where] = offset
                 self.metadata[where] = shells[where.topic].metadata(where.partition)
 
     async def live_and_die(self, failpoint: str, *, kills: int, max_hit: int = 6) -> None:

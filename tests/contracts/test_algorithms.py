@@ -219,8 +219,12 @@ def test_micro_batches_change_no_gradient_and_no_metric(case: Case) -> None:
 def test_the_order_of_the_rows_changes_nothing_but_rounding(case: Case) -> None:
     batch = case.batch
     order = [4, 0, 3, 5, 2, 1]
-    place = {old: new for new, old in enumerate(order)}
-    pairs = None if batch.pairs is None else [(place[better], place[worse]) for better, worse in reversed(batch.pairs)]
+    new_index = {old: new for new, old in enumerate(order)}
+    pairs = (
+        None
+        if batch.pairs is None
+        else [(new_index[better], new_index[worse]) for better, worse in reversed(batch.pairs)]
+    )
     shuffled = replace(batch, rows=[batch.rows[old] for old in order], pairs=pairs)
     grads, one, _ = case.train(batch)
     others, other, _ = case.train(shuffled)

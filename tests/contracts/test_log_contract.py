@@ -74,7 +74,7 @@ async def read(reader: LogReader | GroupReader, count: int, timeout_s: float = 1
     return records
 
 
-async def until(condition: Callable[[], bool], timeout_s: float = 15.0) -> None:
+async def wait_until(condition: Callable[[], bool], timeout_s: float = 15.0) -> None:
     deadline = asyncio.get_running_loop().time() + timeout_s
     while not condition():
         assert asyncio.get_running_loop().time() < deadline, "waited too long"
@@ -257,7 +257,7 @@ def test_a_group_member_reads_on_from_what_was_committed_with_its_note(run: Run)
         for _ in range(3):
             await log.send(cancelled(fresh("r")), partition=2)
         member = await log.group_reader(group, ["tasks"])
-        await until(lambda: len(member.assigned()) == NUM_PARTITIONS)
+        await wait_until(lambda: len(member.assigned()) == NUM_PARTITIONS)
         assert await member.committed(where) is None
         assert await member.committed_metadata(where) == ""
         await member.commit({where: first + 1}, {where: '{"open": 3}'})
@@ -288,21 +288,23 @@ def test_partitions_move_between_members_and_a_late_commit_is_fenced(run: Run) -
 
         one = await log.group_reader(group, ["tasks", "groups"], on_assigned=assigned, on_revoked=revoked)
         assert lines == []
-        await until(lambda: len(one.assigned()) == NUM_PARTITIONS + 1)
+        await wait_until(lambda: len(one.assigned()) == NUM_PARTITIONS + 1)
         everything = one.assigned()
         two = await log.group_reader(group, ["tasks", "groups"])
-        await until(lambda: bool(two.assigned()) and bool(one.assigned()) and len(one.assigned()) < len(everything))
+        await wait_until(
+            lambda: bool(two.assigned()) and bool(one.assigned()) and len(one.assigned()) < len(everything)
+        )
         assert one.assigned() | two.assigned() == everything
         assert not one.assigned() & two.assigned()
         assert lines[0] == ("assigned", everything)
         assert lines[1] == ("revoked", everything)
-        await until(lambda: lines[-1] == ("assigned", one.assigned()))
+        await wait_until(lambda: lines[-1] == ("assigned", one.assigned()))
         moved = sorted(two.assigned())[0]
         with pytest.raises(FencedError, match="partition"):
             await one.commit({moved: 0})
         await two.commit({moved: 0})
         await one.close()
-        await until(lambda: two.assigned() == everything)
+        await wait_until(lambda: two.assigned() == everything)
         await two.close()
 
     run(scenario)

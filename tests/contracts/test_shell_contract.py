@@ -42,7 +42,7 @@ async def poisoned(log: MemoryLog, topic: str, count: int) -> None:
         await log.send_raw(topic, key=b"run-1", value=b"not an event %d" % number)
 
 
-async def until(is_so: Callable[[], bool]) -> None:
+async def wait_until(is_so: Callable[[], bool]) -> None:
     while not is_so():
         await asyncio.sleep(0.001)
 
@@ -68,10 +68,10 @@ def test_the_mark_follows_the_position_once_all_is_acknowledged(topic: str, tmp_
             end = min(begin + 2, 5)
             await take(log, shell, topic, begin, end)
             assert shell.position(0) == end
-            mark = shell.commit_offset(0)
-            assert mark is not None
-            assert mark <= end
-        await until(lambda: shell.commit_offset(0) == 5)
+            offset = shell.commit_offset(0)
+            assert offset is not None
+            assert offset <= end
+        await wait_until(lambda: shell.commit_offset(0) == 5)
         assert shell.progress(0) != before
         assert isinstance(shell.metadata(0), str)
         assert (await log.end_offsets("dlq"))[0] == 5
@@ -84,13 +84,13 @@ def test_a_dropped_partition_is_forgotten_and_read_again_to_the_same_end(topic: 
         await poisoned(log, topic, 4)
         await shell.prepare(0, 0)
         await take(log, shell, topic, 0, 4)
-        await until(lambda: shell.commit_offset(0) == 4)
+        await wait_until(lambda: shell.commit_offset(0) == 4)
         letters = (await log.end_offsets("dlq"))[0]
         shell.drop([0, 7])
         assert (shell.commit_offset(0), shell.position(0), shell.is_waiting(0)) == (None, None, False)
         await shell.prepare(0, 2)
         await take(log, shell, topic, 2, 4)
-        await until(lambda: shell.commit_offset(0) == 4)
+        await wait_until(lambda: shell.commit_offset(0) == 4)
         assert shell.position(0) == 4
         assert (await log.end_offsets("dlq"))[0] == letters, "what has a letter gets no second one"
 

@@ -64,8 +64,8 @@ def versions(project: Any) -> list[dict[str, Any]]:
     return json.loads(asked.stdout)
 
 
-def wait(until: Callable[[], bool], project: Any, running: Any) -> None:
+def wait(holds: Callable[[], bool], project: Any, running: Any) -> None:
     deadline = time.monotonic() + PATIENCE_S
-    while not until():
+    while not holds():
         assert running.poll() is None, project.output() + project.logs()
         assert time.monotonic() < deadline, project.output() + project.logs()

@@ -85,12 +85,12 @@ async def playing(request: web.Request) -> web.StreamResponse:
 class Secrets:
     """Values that only the environment has, and the run that is given them."""
 
-    def __init__(self, place: Any, judge: int, values: dict[str, str], workflow: str, broker: SecuredBroker) -> None:
-        self.place = place
+    def __init__(self, project: Any, judge: int, values: dict[str, str], workflow: str, broker: SecuredBroker) -> None:
+        self.project = project
         self.broker = broker
         self.values = values
-        folder = place.folder
-        shutil.copytree(place.model, folder / self.values["MODEL"])
+        folder = project.folder
+        shutil.copytree(project.model, folder / self.values["MODEL"])
         (folder / self.values["DATA"]).mkdir()
         rows = [{"id": str(n), "question": f"{n}+1", "answer": str(n + 1)} for n in range(1, 5)]
         lines = "".join(json.dumps(row) + "\n" for row in rows)
@@ -105,7 +105,7 @@ class Secrets:
         }
 
     def configuration(self) -> dict[str, Any]:
-        written = self.place.configuration(num_epochs=2, missing_score="reject", max_attempts=1)
+        written = self.project.configuration(num_epochs=2, missing_score="reject", max_attempts=1)
         builder = written["trajectory_builders"]["rollouts"]
         builder |= {
             "bootstrap_servers": f"127.0.0.1:{self.broker.ports['SASL_PLAINTEXT']}",
@@ -164,14 +164,14 @@ def secrets(project: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
 
 def watched(secrets: Secrets, *arguments: str) -> tuple[subprocess.CompletedProcess[str], str]:
     """A command to its end, and the command lines of all processes that it started."""
-    place, seen = secrets.place, set[str]()
-    env = {**ENVIRONMENT, "PYTHONPATH": str(place.folder), **secrets.env}
+    project, seen = secrets.project, set[str]()
+    env = {**ENVIRONMENT, "PYTHONPATH": str(project.folder), **secrets.env}
     process = subprocess.Popen(
-        place.command(*arguments),
+        project.command(*arguments),
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-        cwd=place.folder,
+        cwd=project.folder,
         env=env,
     )
     while True:
@@ -240,11 +240,11 @@ def assert_files_hold_none(secrets: Secrets, folder: Path) -> None:
 
 
 def test_nothing_that_a_run_writes_or_says_holds_a_secret(secrets: Secrets) -> None:
-    place = secrets.place
-    config = place.write(secrets.configuration())
+    project = secrets.project
+    config = project.write(secrets.configuration())
     secrets.assert_not_in(config.read_text(), "the file itself")
     done, commands = watched(secrets, "finetune", "--config_file", str(config), "--name", "mine")
-    assert done.returncode == 0, done.stdout + done.stderr + place.logs()
+    assert done.returncode == 0, done.stdout + done.stderr + project.logs()
     assert "serve producers" in commands
     assert {path for path, _, _ in Judge.asked} == {f"/{secrets.values['JUDGE_PATH']}/v1/chat/completions"}
     assert secrets.values["JUDGE_KEY"] in str(Judge.asked[0])
@@ -252,25 +252,25 @@ def test_nothing_that_a_run_writes_or_says_holds_a_secret(secrets: Secrets) -> N
     secrets.assert_not_in(commands, "a command line")
     secrets.assert_not_in(done.stdout + done.stderr, "the terminal")
     [run_id] = [word for word in done.stdout.split() if word.startswith("mine-")][:1]
-    exported = place.run("export", run_id, "--weights", "-o", str(place.folder / "exported"), **secrets.env)
+    exported = project.run("export", run_id, "--weights", "-o", str(project.folder / "exported"), **secrets.env)
     assert exported.returncode == 0, exported.stderr
     secrets.assert_not_in(exported.stdout + exported.stderr, "the terminal")
     assert_topics_hold_none(secrets)
-    assert_tables_hold_none(secrets, next(place.workspace.rglob("*.duckdb")))
-    assert_export_holds_none(secrets, place.folder / "exported")
-    assert_files_hold_none(secrets, place.folder / "exported")
-    assert_files_hold_none(secrets, place.workspace)
-    verified = place.run("replay", run_id, "--verify", "--train", "--trust", **secrets.env)
+    assert_tables_hold_none(secrets, next(project.workspace.rglob("*.duckdb")))
+    assert_export_holds_none(secrets, project.folder / "exported")
+    assert_files_hold_none(secrets, project.folder / "exported")
+    assert_files_hold_none(secrets, project.workspace)
+    verified = project.run("replay", run_id, "--verify", "--train", "--trust", **secrets.env)
     assert verified.returncode == 0, verified.stderr
     secrets.assert_not_in(verified.stdout + verified.stderr, "what replay prints")
-    assert (place.folder / "output").is_dir()
-    assert_files_hold_none(secrets, place.folder / "output")
+    assert (project.folder / "output").is_dir()
+    assert_files_hold_none(secrets, project.folder / "output")
     assert_errors_hold_none(secrets)
 
 
 def assert_errors_hold_none(secrets: Secrets) -> None:
     """What is wrong is told by the names of variables."""
-    place = secrets.place
+    project = secrets.project
     for change, reported in (
         (("trainer_adapters.learner.model.path", "${TEST_MODEL}/nowhere"), "model.path"),
         (("trainer_adapters.learner.artifact_uri", "nothing-${TEST_KEY}://x"), "${TEST_KEY}"),
@@ -281,7 +281,9 @@ def assert_errors_hold_none(secrets: Secrets) -> None:
         (("trainers.trainer._type", "${TEST_KEY}"), "trainers.trainer._type"),
         (("trajectory_builders.rollouts.num_generations", "${TEST_KEY}"), "num_generations"),
     ):
-        refused = place.run("finetune", "--config_file", str(place.folder / "run.yaml"), "-o", *change, **secrets.env)
+        refused = project.run(
+            "finetune", "--config_file", str(project.folder / "run.yaml"), "-o", *change, **secrets.env
+        )
         assert refused.returncode == 1, (change, refused.stderr)
         assert reported in refused.stderr, refused.stderr
         secrets.assert_not_in(refused.stdout + refused.stderr, f"the error of {change}")

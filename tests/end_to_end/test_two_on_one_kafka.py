@@ -26,17 +26,17 @@ def test_two_managed_runs_on_one_kafka_end_as_each_does_alone(two_projects: Any,
         login = environment(running.kafka)
         address = running.kafka.bootstrap_servers
         commands = [
-            (place, place.start("finetune", "--config_file", game(place, address), "--run_id", name, **login))
-            for place, name in ((one, "run-one"), (two, "run-two"))
+            (project, project.start("finetune", "--config_file", game(project, address), "--run_id", name, **login))
+            for project, name in ((one, "run-one"), (two, "run-two"))
         ]
         try:
             codes = [command.wait(400) for _, command in commands]
             assert codes == [0, 0], one.output() + two.output() + one.logs() + two.logs()
-            found = {place: place.rows(VERSIONS) for place in (one, two)}
-            for place, name in ((one, "run-one"), (two, "run-two")):
-                assert [row["version"] for row in found[place]] == list(range(EPOCHS + 1))
-                assert {row["run_id"] for row in found[place]} == {name}
-                assert place.rows("SELECT DISTINCT run_id FROM rollouts") == [{"run_id": name}]
+            found = {project: project.rows(VERSIONS) for project in (one, two)}
+            for project, name in ((one, "run-one"), (two, "run-two")):
+                assert [row["version"] for row in found[project]] == list(range(EPOCHS + 1))
+                assert {row["run_id"] for row in found[project]} == {name}
+                assert project.rows("SELECT DISTINCT run_id FROM rollouts") == [{"run_id": name}]
         finally:
             for _, command in commands:
                 command.kill()

@@ -92,13 +92,13 @@ def test_a_file_is_private_unless_it_is_to_be_shared(tmp_path: Path) -> None:
 
 def test_a_folder_has_its_name_once_it_is_whole(tmp_path: Path) -> None:
     folder = tmp_path / "export"
-    with beside(folder) as aside:
-        aside.mkdir()
-        (aside / "data").write_bytes(b"1")
+    with beside(folder) as temporary:
+        temporary.mkdir()
+        (temporary / "data").write_bytes(b"1")
         assert not folder.exists()
     assert [path.name for path in tmp_path.rglob("*")] == ["export", "data"]
-    with pytest.raises(FileExistsError), beside(tmp_path / "other") as aside:
-        shutil.copytree(shutil.copytree(folder, aside), aside)
+    with pytest.raises(FileExistsError), beside(tmp_path / "other") as temporary:
+        shutil.copytree(shutil.copytree(folder, temporary), temporary)
     assert [path.name for path in tmp_path.iterdir()] == ["export"]
 
 
@@ -110,11 +110,11 @@ def test_who_makes_a_file_alone_removes_what_a_killed_process_left(tmp_path: Pat
 
 
 def test_a_folder_takes_the_name_of_what_was_there(tmp_path: Path) -> None:
-    for name in ("aside", "whole"):
+    for name in ("temporary", "whole"):
         (tmp_path / name).mkdir()
         (tmp_path / name / name).touch()
-    give_name(tmp_path / "aside", tmp_path / "whole")
-    assert [str(path.relative_to(tmp_path)) for path in sorted(tmp_path.rglob("*"))] == ["whole", "whole/aside"]
+    give_name(tmp_path / "temporary", tmp_path / "whole")
+    assert [str(path.relative_to(tmp_path)) for path in sorted(tmp_path.rglob("*"))] == ["whole", "whole/temporary"]
     remove_whole(tmp_path / "whole")
     remove_whole(tmp_path / "whole")
     assert list(tmp_path.iterdir()) == []

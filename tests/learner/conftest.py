@@ -185,8 +185,8 @@ class Lab:
     ) -> tuple[list[BatchMember], list[Locator]]:
         members: list[BatchMember] = []
         locators: list[Locator] = []
-        for place in range(8):
-            trajectory = self.trajectory(job, index, place, with_logprobs=with_logprobs)
+        for member in range(8):
+            trajectory = self.trajectory(job, index, member, with_logprobs=with_logprobs)
             position = await self.log.send(trajectory)
             locators.append(Locator(partition=position.partition, offset=position.offset))
             members.append(
@@ -196,7 +196,7 @@ class Lab:
                     group_id=trajectory.group_id,
                     digest=codec.content_digest(trajectory),
                     reward=trajectory.reward,
-                    staleness=place % 2,
+                    staleness=member % 2,
                 )
             )
         return members, locators
@@ -245,12 +245,12 @@ class Lab:
     async def events(self, topic: str, kind: type[Event] = Event) -> list[Any]:
         return [r.event for r in await self.received(topic) if isinstance(r.event, kind)]
 
-    async def work(self, until: Callable[[], Awaitable[bool]], worker: Worker | None = None) -> None:
-        """Run a worker until `until` holds; what the worker raises comes through."""
+    async def work(self, holds: Callable[[], Awaitable[bool]], worker: Worker | None = None) -> None:
+        """Run a worker until `holds` does; what the worker raises comes through."""
         task = asyncio.create_task((worker or self.worker()).run())
         try:
             async with asyncio.timeout(60):
-                while not await until():
+                while not await holds():
                     if task.done():
                         break
                     await asyncio.sleep(0.01)

@@ -180,9 +180,9 @@ def test_a_manifest_that_does_not_hold_fails_its_job(lab: Any, change: Any, mess
 )
 def test_a_token_id_beyond_the_model_fails_its_job_and_not_the_learner(lab: Any, lora: LoraSettings | None) -> None:
     class OddLab(type(lab)):
-        def trajectory(self, job: Any, index: int, place: int, **options: Any) -> Any:
-            made = super().trajectory(job, index, place, **options)
-            if job.job_id != "run-1/bad" or place != 5:
+        def trajectory(self, job: Any, index: int, member: int, **options: Any) -> Any:
+            made = super().trajectory(job, index, member, **options)
+            if job.job_id != "run-1/bad" or member != 5:
                 return made
             odd = made.sequences[0].model_copy(update={"token_ids": tokens.encode_ids([32] * 20)})
             return made.model_copy(update={"sequences": (odd,)})
@@ -359,7 +359,7 @@ def test_what_a_learner_finds_at_its_start_is_one_dead_letter_however_often_it_s
         await lab.log.send_raw("jobs", key=b"x", value=None)
         await (await Inbox.open(lab.log)).close()
         reader = await lab.log.reader({TopicPartition("dlq", 0): -1})
-        places = [origin(record.headers) for record in await reader.poll(timeout_s=0)]
-        assert sorted(places) == [("batches", 0, 0), ("jobs", 0, 0), ("jobs", 0, 1), ("weights", 0, 0)]
+        origins = [origin(record.headers) for record in await reader.poll(timeout_s=0)]
+        assert sorted(origins) == [("batches", 0, 0), ("jobs", 0, 0), ("jobs", 0, 1), ("weights", 0, 0)]
 
     asyncio.run(scenario())

@@ -95,10 +95,10 @@ def test_a_call_that_fits_no_record_fails_the_attempt_even_if_it_is_forgiven(pla
 
 
 def test_a_step_that_nearly_reaches_the_limit_is_played_and_one_above_it_is_refused(play):
-    room = TOPICS["steps"].max_record_bytes - 2048
-    played = play(task_of("test_speaks", environment_config={"size": room}))
+    size = TOPICS["steps"].max_record_bytes - 2048
+    played = play(task_of("test_speaks", environment_config={"size": size}))
     played.assert_complete()
-    assert play(task_of("test_speaks", environment_config={"size": room + 4096})).last.cause == "environment_error"
+    assert play(task_of("test_speaks", environment_config={"size": size + 4096})).last.cause == "environment_error"
 
 
 @register_environment("test_speaks")

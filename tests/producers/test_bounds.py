@@ -9,7 +9,7 @@ from rollstream.eventlog.recent_set import RecentSet
 from rollstream.eventlog.run_offsets import ends_now
 from rollstream.producers.engines.scripted import MAX_KEPT, ScriptedEngine
 from rollstream.producers.engines.weight_follower import WeightFollower
-from rollstream.producers.run_ends import NUM_NOTED, CommitMetadata, RunEnds
+from rollstream.producers.run_ends import NUM_COMMITTED_ENDS, CommitMetadata, RunEnds
 from rollstream.schemas.algorithms import GrpoSettings
 from rollstream.schemas.events import GroupStarted, JobSubmitted, LearnerClaimed, RunEnded, TaskCancelled
 from rollstream.schemas.events import WeightsPublished as Published
@@ -38,17 +38,17 @@ def test_ends_of_runs_are_read_back_as_far_as_the_committed_note_says():
     async def go():
         log = CountingLog(num_partitions=1)
         await other_groups(log, 50)
-        for number in range(NUM_NOTED + 5):
+        for number in range(NUM_COMMITTED_ENDS + 5):
             await log.send(RunEnded(run_id=f"run-{number}", time_ms=1, cause="completed"))
         ended = []
         ends = await RunEnds.open(log, ended.append)
         await ends.read_back([None])
-        assert len(ended) == NUM_NOTED + 5
-        assert counted(log) == {"groups": 50 + NUM_NOTED + 5}
+        assert len(ended) == NUM_COMMITTED_ENDS + 5
+        assert counted(log) == {"groups": 50 + NUM_COMMITTED_ENDS + 5}
         metadata = CommitMetadata.of(ends.metadata(7).text())
         assert metadata is not None
         assert metadata == CommitMetadata(
-            7, 50 + NUM_NOTED + 5, tuple(f"run-{number}" for number in range(5, NUM_NOTED + 5))
+            7, 50 + NUM_COMMITTED_ENDS + 5, tuple(f"run-{number}" for number in range(5, NUM_COMMITTED_ENDS + 5))
         )
         await other_groups(log, 3)
         await log.send(RunEnded(run_id="run-x", time_ms=1, cause="completed"))
@@ -85,10 +85,10 @@ def test_a_longer_log_takes_no_more_reading_to_be_ready():
             counted(log)
             await log.send(r.task(number))
             async with r.Process(log) as process:
-                await r.until(lambda settled=number + 1: r.all_settled(log, settled))
+                await r.wait_until(lambda settled=number + 1: r.all_settled(log, settled))
                 read.append(counted(log)["groups"])
                 await other_groups(log, 10 * 10**number)
-                await r.until(lambda up=process: _has_read_all(up, log))
+                await r.wait_until(lambda up=process: _has_read_all(up, log))
         assert read == [0, 0, 0, 0]
 
     async def _has_read_all(process, log):
@@ -103,14 +103,14 @@ def test_a_task_that_comes_after_the_end_of_its_run_is_not_run_by_a_producer_tha
         rollouts = r.Rollouts()
         await log.send(r.task(0, run_id="run-2"))
         async with r.Process(log, rollouts=rollouts) as process:
-            await r.until(lambda: r.all_settled(log, 1))
+            await r.wait_until(lambda: r.all_settled(log, 1))
             await log.send(RunEnded(run_id=r.RUN, time_ms=1, cause="stopped"))
             await log.send(r.task(1, run_id="run-2"))
-            await r.until(lambda: r.all_settled(log, 2))
-            await r.until(lambda: _has_noted(process, r.RUN))
+            await r.wait_until(lambda: r.all_settled(log, 2))
+            await r.wait_until(lambda: _has_noted(process, r.RUN))
         await log.send(r.task(0))
         async with r.Process(log, rollouts=rollouts):
-            await r.until(lambda: r.all_settled(log, 3))
+            await r.wait_until(lambda: r.all_settled(log, 3))
         started = {event.group_id: event for event in await r.steps(log, GroupStarted)}
         assert started[r.task(0).group_id].void_cause == "run_ended"
         assert {call[0].split("/")[0] for call in rollouts.calls} == {"run-2"}
@@ -132,9 +132,9 @@ def test_cancelled_and_settled_groups_of_ended_runs_are_forgotten():
                 await log.send(TaskCancelled(**cancelled))
                 await log.send(task)
                 await log.send(TaskCancelled(**{**cancelled, "group_id": f"{task.run_id}/rl/e0/t00099"}))
-                await r.until(lambda settled=number + 1: r.all_settled(log, settled))
+                await r.wait_until(lambda settled=number + 1: r.all_settled(log, settled))
                 await log.send(RunEnded(run_id=task.run_id, time_ms=1, cause="completed"))
-            await r.until(lambda: _is_empty(process.worker))
+            await r.wait_until(lambda: _is_empty(process.worker))
 
     async def _is_empty(worker):
         (owner,) = worker._owners.values()

@@ -70,9 +70,9 @@ async def _life(log, number, failpoint, hit):
         processes.append(r.Process(MortalWire(log, kill), name=f"producer-{number}", slots=4))
         try:
             if is_hand_over:
-                await r.until(lambda: _more_ended(log, ended + 3), 20)
+                await r.wait_until(lambda: _more_ended(log, ended + 3), 20)
                 processes.append(r.Process(MortalWire(log, kill), name=f"second-{number}", slots=4))
-            await r.until(lambda: kill.fired, 20)
+            await r.wait_until(lambda: kill.fired, 20)
         finally:
             for process in processes:
                 await _end(process)
@@ -97,7 +97,7 @@ def test_twenty_kills_at_a_failpoint_lose_no_member_and_complete_none_twice(fail
             hit = rng.randint(1, 2 if failpoint == HAND_OVER else TASKS_A_LIFE)
             num_kills += await _life(log, number, failpoint, hit)
             async with r.Process(log, name=f"heir-{number}"):
-                await r.until(lambda: _is_settled(log, end), 30)  # noqa: B023
+                await r.wait_until(lambda: _is_settled(log, end), 30)  # noqa: B023
         assert num_kills == KILLS
         await _check(log)
 

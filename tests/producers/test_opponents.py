@@ -142,12 +142,12 @@ def test_after_a_kill_the_new_owner_draws_the_same_opponents_and_plays_the_same_
             first = asyncio.create_task(league.worker(log=wire).run())
             for one in tasks:
                 await league.log.send(one)
-            await r.until(lambda: wire.is_cut)
+            await r.wait_until(lambda: wire.is_cut)
             first.cancel()
             await asyncio.wait({first})
             league.opponents = league.new_opponents()
             working = asyncio.create_task(league.worker("producer-2").run())
-            await r.until(lambda: r.all_settled(league.log, len(tasks)))
+            await r.wait_until(lambda: r.all_settled(league.log, len(tasks)))
             working.cancel()
             await asyncio.wait({working})
         else:

@@ -264,15 +264,15 @@ def test_an_owner_knows_which_rollouts_have_begun_and_which_are_over_also_after_
         first = r.Process(log, rollouts=rollouts[0])
         assert known(first, never) == (True, False)  # its partition is not assigned yet
         await log.send(task)
-        await r.until(lambda: [known(first, one) for one in (done, lost)] == [(True, True), (True, False)])
+        await r.wait_until(lambda: [known(first, one) for one in (done, lost)] == [(True, True), (True, False)])
         assert [known(first, one)[0] for one in (again, never, "nothing/m0/a0", "")] == [False] * 4
         await first.kill()
         async with r.Process(log, rollouts=rollouts[1], name="producer-2") as heir:
-            await r.until(lambda: [known(heir, one) for one in (done, lost)] == [(True, True)] * 2)
-            await r.until(lambda: known(heir, again) == (True, False))
+            await r.wait_until(lambda: [known(heir, one) for one in (done, lost)] == [(True, True)] * 2)
+            await r.wait_until(lambda: known(heir, again) == (True, False))
             assert not heir.worker.may_have_begun(never)
             rollouts[1].go_on.set()
-            await r.until(lambda: known(heir, again) == (True, True))
+            await r.wait_until(lambda: known(heir, again) == (True, True))
             assert not heir.worker.may_have_begun(ids.rollout_id(r.task(9).group_id, 0, 0))
 
     asyncio.run(main())

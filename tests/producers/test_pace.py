@@ -90,7 +90,7 @@ def test_a_worker_starts_no_more_groups_than_the_learner_has_time_for_and_goes_o
         following = asyncio.create_task(pace.follow(log))
         await asyncio.sleep(0.01)
         await log.send(planned(1))
-        await r.until(lambda: pace._planned)
+        await r.wait_until(lambda: pace._planned)
         async with r.Process(log, rollouts=rollouts, pace=pace):
             for index in range(6):
                 await log.send(r.task(index))
@@ -98,21 +98,21 @@ def test_a_worker_starts_no_more_groups_than_the_learner_has_time_for_and_goes_o
             async def num_started():
                 return len(await r.steps(log, GroupStarted))
 
-            await r.until(lambda: pace.retry_after_s() is not None and len(rollouts.calls) == 2 * GROUPS_PER_BATCH)
+            await r.wait_until(lambda: pace.retry_after_s() is not None and len(rollouts.calls) == 2 * GROUPS_PER_BATCH)
             assert await num_started() == GROUPS_PER_BATCH
             await log.send(trained(1, seconds=7.5))
-            await r.until(lambda: pace.retry_after_s() is None)  # nothing is planned: all may begin
+            await r.wait_until(lambda: pace.retry_after_s() is None)  # nothing is planned: all may begin
             rollouts.go_on.set()
-            await r.until(lambda: r.all_settled(log, 6))
+            await r.wait_until(lambda: r.all_settled(log, 6))
             assert await num_started() == 6
             await log.send(planned(2))
             await log.send(planned(3))
-            await r.until(lambda: pace._planned[f"{r.RUN}/rl"].version == 3)
+            await r.wait_until(lambda: pace._planned[f"{r.RUN}/rl"].version == 3)
             await log.send(r.task(6))
-            await r.until(lambda: pace.retry_after_s() == 8)
+            await r.wait_until(lambda: pace.retry_after_s() == 8)
             assert await num_started() == 6
             await log.send(trained(3))
-            await r.until(lambda: r.all_settled(log, 7))
+            await r.wait_until(lambda: r.all_settled(log, 7))
         following.cancel()
 
     asyncio.run(main())

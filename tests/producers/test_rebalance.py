@@ -36,16 +36,16 @@ async def _run(log, other):
     async with r.Process(log, rollouts=first_rollouts, tick_s=0.5) as first:
         for partition in range(PARTITIONS):
             await log.send(r.task_in(partition, PARTITIONS))
-        await r.until(lambda: len(first_rollouts.calls) == 4, 30)
+        await r.wait_until(lambda: len(first_rollouts.calls) == 4, 30)
         async with r.Process(other, rollouts=second_rollouts, name="producer-2", tick_s=0.5) as second:
-            await r.until(lambda: second.rollouts.calls, 30)
+            await r.wait_until(lambda: second.rollouts.calls, 30)
             moved = {group_id for group_id, _, _ in second_rollouts.calls}
             first_rollouts.go_on.set()
-            await r.until(lambda: len(second_rollouts.calls) == 2, 30)
-            await r.until(lambda: first_rollouts.num_running == second_rollouts.num_running == 0, 30)
+            await r.wait_until(lambda: len(second_rollouts.calls) == 2, 30)
+            await r.wait_until(lambda: first_rollouts.num_running == second_rollouts.num_running == 0, 30)
         member = first.wire.member
         assert member is not None
-        await r.until(lambda: len(member.assigned()) == PARTITIONS, 30)
+        await r.wait_until(lambda: len(member.assigned()) == PARTITIONS, 30)
     assert len(moved) == 1
     for partition in range(PARTITIONS):
         assert await r.all_settled(log, 1, partition)

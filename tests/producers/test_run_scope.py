@@ -24,16 +24,16 @@ def test_tasks_of_another_run_are_left_for_its_own_producers():
         async with r.Process(log, runs=["run-1"]) as process:
             for task in (theirs, ours):
                 await log.send(task)
-            await r.until(lambda: r.all_settled(log, 1))
+            await r.wait_until(lambda: r.all_settled(log, 1))
             assert {call[0] for call in process.rollouts.calls} == {ours.group_id}
         async with r.Process(log, runs=["run-2"], name="producer-2") as process:
-            await r.until(lambda: r.all_settled(log, 2))
+            await r.wait_until(lambda: r.all_settled(log, 2))
             assert {call[0] for call in process.rollouts.calls} == {theirs.group_id}
 
             async def is_committed():
                 return (await r.commit_of(process))[0] == 2
 
-            await r.until(is_committed)
+            await r.wait_until(is_committed)
 
     asyncio.run(main())
 
@@ -46,19 +46,19 @@ def test_a_started_group_of_another_run_keeps_its_time_and_its_attempts():
         theirs = r.task(0, run_id="run-2", group_timeout_s=60.0)
         left = r.Process(log, rollouts=rollouts, runs=["run-2"], monotonic=lambda: now[0])
         await log.send(theirs)
-        await r.until(lambda: r.steps(log, RolloutEnded))
+        await r.wait_until(lambda: r.steps(log, RolloutEnded))
         await left.kill()
         async with r.Process(log, runs=["run-1"], name="producer-2", monotonic=lambda: now[0]) as process:
             for index in range(1, 40):
                 await log.send(r.task(index))
-                await r.until(lambda index=index: r.all_ended(log, 1 + 2 * index))
+                await r.wait_until(lambda index=index: r.all_ended(log, 1 + 2 * index))
                 now[0] += 8.0  # less than a tick may miss, far more than the other group's time in all
                 ticks = len(process.rollouts.calls)
                 await asyncio.sleep(2 * r.TICK_S)
                 assert len(process.rollouts.calls) == ticks
         assert (theirs.group_id, "timeout") not in await closed(log)
         async with r.Process(log, runs=["run-2"], name="producer-3", monotonic=lambda: now[0]):
-            await r.until(lambda: r.all_settled(log, 40))
+            await r.wait_until(lambda: r.all_settled(log, 40))
         assert (theirs.group_id, "complete") in await closed(log)
         assert {failed.cause for failed in await r.steps(log, RolloutFailed)} == {"producer_lost"}
 
@@ -74,10 +74,10 @@ def test_as_many_groups_as_were_settled_behind_a_task_that_waits_are_known_to_a_
         async with r.Process(log, runs=["run-2"]):
             for index in range(6):
                 await log.send(r.task(index, run_id="run-2", num_rollouts=1))
-            await r.until(lambda: r.all_settled(log, 6))
+            await r.wait_until(lambda: r.all_settled(log, 6))
         async with r.Process(log, runs=["run-2"], name="producer-2") as process:
             await log.send(r.task(6, run_id="run-2", num_rollouts=1))
-            await r.until(lambda: r.all_settled(log, 7))
+            await r.wait_until(lambda: r.all_settled(log, 7))
             assert [call[0] for call in process.rollouts.calls] == [r.task(6, run_id="run-2").group_id]
 
     asyncio.run(main())
@@ -111,14 +111,14 @@ def test_event_time_goes_on_in_a_partition_that_stays_when_one_is_given_away_in_
             found = (r.task(index, run_id="run-2", num_rollouts=1, group_timeout_s=600) for index in range(99))
             await log.send(next(task for task in found if partition_of(task.key, 2) == partition))
         async with r.Process(r.Wire(SlowExtensions(log)), rollouts=rollouts, runs=["run-2"]) as process:
-            await r.until(lambda: has_begun(rollouts, 2))
+            await r.wait_until(lambda: has_begun(rollouts, 2))
             await asyncio.sleep(0.1)  # an extension is on its way
             async with r.Process(r.Wire(log), rollouts=others, runs=["run-2"], name="producer-2") as other:
-                await r.until(lambda: owns_one(other))
+                await r.wait_until(lambda: owns_one(other))
                 (kept,) = process.worker._owners
                 for _ in range(2):
                     count = await num_ticks(log, kept)
-                    await r.until(lambda count=count: more_ticks(log, kept, count))
+                    await r.wait_until(lambda count=count: more_ticks(log, kept, count))
                 rollouts.go_on.set()
                 others.go_on.set()
 
@@ -166,9 +166,9 @@ def test_tasks_of_another_run_are_settled_once_it_has_ended_or_they_are_cancelle
             for task in theirs:
                 await log.send(task)
             await log.send(TaskCancelled(run_id="run-3", time_ms=1, group_id=theirs[1].group_id, cause="stopped"))
-            await r.until(lambda: r.all_settled(log, 1))
+            await r.wait_until(lambda: r.all_settled(log, 1))
             await log.send(RunEnded(run_id="run-2", time_ms=1, cause="stopped"))
-            await r.until(lambda: r.all_settled(log, 2))
+            await r.wait_until(lambda: r.all_settled(log, 2))
             assert process.rollouts.calls == []
         voids = [(group.run_id, group.void_cause) for group in await r.steps(log, GroupStarted)]
         assert voids == [("run-3", "cancelled"), ("run-2", "run_ended")]
@@ -183,13 +183,13 @@ def test_what_was_settled_behind_a_task_that_waits_is_not_run_again():
         first = r.Process(log, weights=weights)
         await log.send(r.task(0, min_version=1))
         await log.send(r.task(1))
-        await r.until(lambda: r.all_settled(log, 1))
+        await r.wait_until(lambda: r.all_settled(log, 1))
         await first.stop()
         await weights.load(1)
         async with r.Process(log, weights=weights, name="producer-2") as second:
-            await r.until(lambda: r.all_settled(log, 2))
+            await r.wait_until(lambda: r.all_settled(log, 2))
             await log.send(r.task(2))
-            await r.until(lambda: r.all_settled(log, 3))
+            await r.wait_until(lambda: r.all_settled(log, 3))
             assert {call[0][-1] for call in second.rollouts.calls} == {"0", "2"}
 
     asyncio.run(main())

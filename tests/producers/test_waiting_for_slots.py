@@ -41,7 +41,7 @@ def test_sixteen_rollouts_on_two_slots_all_run_whatever_the_group_timeout():
         log, now = MemoryLog(num_partitions=1), [0.0]
         async with r.Process(log, rollouts=Slow(now), slots=2, monotonic=lambda: now[0]):
             await log.send(r.task(num_rollouts=NUM_ROLLOUTS, group_timeout_s=TIMEOUT_S))
-            await r.until(lambda: r.all_settled(log, 1))
+            await r.wait_until(lambda: r.all_settled(log, 1))
         assert await r.steps(log, RolloutFailed) == []
         (group,) = await closed(log)
         assert group.reason == "complete"
@@ -56,14 +56,14 @@ def test_a_producer_killed_while_members_wait_takes_no_time_from_them():
         log, now = MemoryLog(num_partitions=1), [0.0]
         first = r.Process(log, rollouts=Slow(now), slots=2, monotonic=lambda: now[0])
         await log.send(r.task(num_rollouts=NUM_ROLLOUTS, group_timeout_s=TIMEOUT_S))
-        await r.until(lambda: len(first.rollouts.calls) > NUM_ROLLOUTS // 2)
+        await r.wait_until(lambda: len(first.rollouts.calls) > NUM_ROLLOUTS // 2)
         await first.kill()
         now[0] += 3600.0
         (state,) = fold(await r.records(log, "steps")).groups.values()
         started = r.only(await r.steps(log), GroupStarted)
         assert state.deadline_ms > started.time_ms + started.timeout_ms
         async with r.Process(log, rollouts=Slow(now), slots=2, name="producer-2", monotonic=lambda: now[0]):
-            await r.until(lambda: r.all_settled(log, 1))
+            await r.wait_until(lambda: r.all_settled(log, 1))
         (group,) = await closed(log)
         assert group.reason == "complete"
         assert sum(outcome.outcome == "complete" for outcome in group.attempts) == NUM_ROLLOUTS
@@ -79,7 +79,7 @@ def test_a_rollout_that_hangs_is_timed_out_after_the_last_has_begun():
         rollouts.hangs = {(0, 0)}
         async with r.Process(log, rollouts=rollouts, slots=2):
             await log.send(r.task(num_rollouts=6, group_timeout_s=0.5))
-            await r.until(lambda: r.all_settled(log, 1))
+            await r.wait_until(lambda: r.all_settled(log, 1))
         (failed,) = await r.steps(log, RolloutFailed)
         assert (failed.rollout_id[-5:], failed.cause) == ("m0/a0", "timeout")
         assert len(await r.steps(log, RolloutEnded)) == 5
@@ -93,7 +93,7 @@ def test_a_group_begins_with_its_first_slot_and_is_not_kept_waiting_by_later_one
         async with r.Process(log, slots=1):
             for index in range(3):
                 await log.send(r.task(index, num_rollouts=3))
-            await r.until(lambda: r.all_settled(log, 3))
+            await r.wait_until(lambda: r.all_settled(log, 3))
         order = [e.group_id[-1] for e in await r.steps(log) if isinstance(e, GroupStarted | RolloutStarted)]
         assert order == ["0"] * 4 + ["1"] * 4 + ["2"] * 4
 
@@ -105,7 +105,7 @@ def test_groups_that_need_not_wait_are_not_extended():
         log = MemoryLog(num_partitions=1)
         async with r.Process(log, slots=8):
             await log.send(r.task(num_rollouts=8))
-            await r.until(lambda: r.all_settled(log, 1))
+            await r.wait_until(lambda: r.all_settled(log, 1))
         assert await r.steps(log, GroupExtended) == []
 
     asyncio.run(main())
@@ -118,17 +118,17 @@ def test_the_deadline_moves_on_in_the_log_ahead_of_event_time_while_a_member_wai
         rollouts.hangs = {(0, 0)}
         async with r.Process(log, rollouts=rollouts, slots=1):
             await log.send(r.task(num_rollouts=2, group_timeout_s=0.3))
-            started = r.only(await r.until(lambda: r.steps(log, GroupStarted)))
+            started = r.only(await r.wait_until(lambda: r.steps(log, GroupStarted)))
             end_ms = started.time_ms + 2 * started.timeout_ms
-            await r.until(lambda: r.steps(log, GroupExtended))
+            await r.wait_until(lambda: r.steps(log, GroupExtended))
 
             async def has_passed():
                 return any(tick.time_ms > end_ms for tick in await r.steps(log, Tick))
 
-            await r.until(has_passed)
+            await r.wait_until(has_passed)
             assert await closed(log) == []
             rollouts.go_on.set()
-            await r.until(lambda: r.all_settled(log, 1))
+            await r.wait_until(lambda: r.all_settled(log, 1))
         assert [group.reason for group in await closed(log)] == ["complete"]
 
     asyncio.run(main())

@@ -32,7 +32,7 @@ def test_a_task_becomes_a_started_group_and_as_many_complete_rollouts():
         log = MemoryLog(num_partitions=1)
         async with r.Process(log):
             await log.send(r.task(num_rollouts=3))
-            await r.until(lambda: r.all_settled(log, 1))
+            await r.wait_until(lambda: r.all_settled(log, 1))
         events = await r.steps(log)
         group = events[0]
         assert isinstance(group, GroupStarted)
@@ -49,8 +49,8 @@ def test_events_of_a_task_go_to_the_partition_of_its_number():
         async with r.Process(log):
             await log.send(r.task_in(0, 3))
             await log.send(r.task_in(2, 3))
-            await r.until(lambda: r.all_settled(log, 1, partition=0))
-            await r.until(lambda: r.all_settled(log, 1, partition=2))
+            await r.wait_until(lambda: r.all_settled(log, 1, partition=0))
+            await r.wait_until(lambda: r.all_settled(log, 1, partition=2))
         assert (await log.end_offsets("steps"))[1] == 0
 
     asyncio.run(main())
@@ -62,8 +62,8 @@ def test_no_more_rollouts_run_at_once_than_allowed():
         async with r.Process(log, slots=3) as process:
             for index in range(6):
                 await log.send(r.task_in(index % 2, 2, index // 2))
-            await r.until(lambda: r.all_settled(log, 3, partition=0))
-            await r.until(lambda: r.all_settled(log, 3, partition=1))
+            await r.wait_until(lambda: r.all_settled(log, 3, partition=0))
+            await r.wait_until(lambda: r.all_settled(log, 3, partition=1))
         assert process.rollouts.most_running == 3
 
     asyncio.run(main())
@@ -76,7 +76,7 @@ def test_a_failed_attempt_is_tried_again_until_attempts_are_used_up():
         rollouts.fails = {(0, 0), (1, 0), (1, 1), (1, 2)}
         async with r.Process(log, rollouts=rollouts):
             await log.send(r.task(num_rollouts=2, max_attempts=3))
-            await r.until(lambda: r.all_settled(log, 1))
+            await r.wait_until(lambda: r.all_settled(log, 1))
         ends = [e.rollout_id[-5:] for e in await r.steps(log, RolloutEnded)]
         assert ends == ["m0/a1"]
         fails = sorted((e.rollout_id[-5:], e.is_final) for e in await r.steps(log, RolloutFailed))
@@ -93,10 +93,10 @@ def test_a_group_that_is_oversampled_stops_its_slow_rollouts_once_enough_are_com
         rollouts.fails = {(2, 0)}
         async with r.Process(log, rollouts=rollouts, slots=4):
             await log.send(r.task(num_rollouts=4, enough=3))
-            await r.until(lambda: r.all_settled(log, 1))
+            await r.wait_until(lambda: r.all_settled(log, 1))
             rollouts.hangs = set()
             await log.send(r.task(1))  # it begins once nothing of the other is left
-            await r.until(lambda: r.all_settled(log, 2))
+            await r.wait_until(lambda: r.all_settled(log, 2))
         assert [(e.size, e.enough) for e in await r.steps(log, GroupStarted)] == [(4, 3), (2, 0)]
         ends = sorted(e.rollout_id[-12:] for e in await r.steps(log, RolloutEnded))
         assert ends[:3] == ["t00000/m0/a0", "t00000/m2/a1", "t00000/m3/a0"]
@@ -114,11 +114,11 @@ def test_a_task_waits_for_its_weights_before_its_group_is_started():
         async with r.Process(log, weights=weights):
             await log.send(r.task(min_version=2))
             await log.send(r.task(1, min_version=1))
-            await r.until(lambda: r.all_settled(log, 1))
+            await r.wait_until(lambda: r.all_settled(log, 1))
             await asyncio.sleep(3 * r.TICK_S)
             assert [e.index for e in await r.steps(log, GroupStarted)] == [1]
             await weights.load(2)
-            await r.until(lambda: r.all_settled(log, 2))
+            await r.wait_until(lambda: r.all_settled(log, 2))
 
     asyncio.run(main())
 
@@ -129,10 +129,10 @@ def test_a_task_requested_twice_is_run_once():
         async with r.Process(log) as process:
             await log.send(r.task())
             await log.send(r.task())
-            await r.until(lambda: r.all_settled(log, 1))
+            await r.wait_until(lambda: r.all_settled(log, 1))
             await log.send(r.task())
             await log.send(r.task(1))
-            await r.until(lambda: r.all_settled(log, 2))
+            await r.wait_until(lambda: r.all_settled(log, 2))
         assert len(process.rollouts.calls) == 4
 
     asyncio.run(main())
@@ -145,7 +145,7 @@ def test_a_task_cancelled_while_it_waits_becomes_a_void_group():
             task = r.task(min_version=5)
             await log.send(task)
             await log.send(cancelled(task))
-            await r.until(lambda: r.all_settled(log, 1))
+            await r.wait_until(lambda: r.all_settled(log, 1))
         (group,) = await r.steps(log)
         assert isinstance(group, GroupStarted)
         assert (group.size, group.void_cause, group.example_id) == (0, "cancelled", "x0")
@@ -162,9 +162,9 @@ def test_a_task_cancelled_while_it_runs_fails_its_open_members_for_good():
         task = r.task(num_rollouts=3)
         async with r.Process(log, rollouts=rollouts, slots=2):
             await log.send(task)
-            await r.until(lambda: _has(log, RolloutEnded, 2))
+            await r.wait_until(lambda: _has(log, RolloutEnded, 2))
             await log.send(cancelled(task))
-            await r.until(lambda: r.all_settled(log, 1))
+            await r.wait_until(lambda: r.all_settled(log, 1))
         (failed,) = await r.steps(log, RolloutFailed)
         assert (failed.rollout_id[-5:], failed.cause, failed.is_final) == ("m1/a0", "cancelled", True)
 
@@ -181,9 +181,9 @@ def test_tasks_of_an_ended_run_are_settled_without_running():
             await log.send(r.task(run_id="run-0"))
             await log.send(r.task())
             await log.send(r.task(1, min_version=9))
-            await r.until(lambda: _has(log, RolloutStarted, 2))
+            await r.wait_until(lambda: _has(log, RolloutStarted, 2))
             await log.send(RunEnded(run_id=r.RUN, time_ms=1, cause="stopped"))
-            await r.until(lambda: r.all_settled(log, 3))
+            await r.wait_until(lambda: r.all_settled(log, 3))
         voids = {(e.run_id, e.index) for e in await r.steps(log, GroupStarted) if e.void_cause == "run_ended"}
         assert voids == {("run-0", 0), ("run-1", 1)}
         assert [(e.cause, e.is_final) for e in await r.steps(log, RolloutFailed)] == [("cancelled", True)] * 2
@@ -202,9 +202,9 @@ def test_an_undecodable_task_goes_to_the_dead_letters_and_voids_the_group_its_ke
             await log.send_raw("tasks", key=None, value=None, partition=0)
             await log.send(task)
             await log.send_raw("tasks", key=task.key.encode(), value=b"{}", partition=0)
-            await r.until(lambda: r.all_settled(log, 2))
-            await r.until(lambda: len(process.dead_letters) == 6)
-            await r.until(lambda: _committed(process, 7))
+            await r.wait_until(lambda: r.all_settled(log, 2))
+            await r.wait_until(lambda: len(process.dead_letters) == 6)
+            await r.wait_until(lambda: _committed(process, 7))
         assert sorted(where.offset for where, _ in process.dead_letters) == [0, 1, 2, 3, 4, 6]
         void = (await r.steps(log, GroupStarted))[0]
         assert (void.group_id, void.job_id, void.epoch, void.index) == ("run-1/rl/e00002/t00007", "run-1/rl", 2, 7)
@@ -247,7 +247,7 @@ def test_a_worker_whose_last_commit_fails_leaves_its_group():
         wire = BrokenCommits(log)
         process = r.Process(wire)
         await log.send(r.task(0, num_rollouts=1))
-        await r.until(lambda: _committed(process, 1))
+        await r.wait_until(lambda: _committed(process, 1))
         wire.is_broken = True
         await log.send(r.task(1, num_rollouts=1))
         with pytest.raises(LogError, match="slow"):
@@ -264,8 +264,8 @@ def test_a_task_in_the_partition_of_another_is_a_dead_letter_and_opens_no_group(
             await log.send(r.task_in(1, 2), partition=0)
             await log.send_raw("tasks", key=r.task_in(1, 2, 1).key.encode(), value=b"{", partition=0)
             await log.send(r.task_in(0, 2))
-            await r.until(lambda: r.all_settled(log, 1))
-            await r.until(lambda: _committed(process, 3))
+            await r.wait_until(lambda: r.all_settled(log, 1))
+            await r.wait_until(lambda: _committed(process, 3))
         assert [reason.split(":")[0] for _, reason in process.dead_letters] == ["wrong partition", "not UTF-8 JSON"]
         assert (await log.end_offsets("steps"))[1] == 0
 
@@ -277,7 +277,7 @@ def test_a_task_of_an_unknown_environment_fails_all_members_and_nothing_else():
         log = MemoryLog(num_partitions=1)
         async with r.Process(log, rollouts=record_rollout):
             await log.send(r.task(environment="no_such_environment", max_attempts=1))
-            await r.until(lambda: r.all_settled(log, 1))
+            await r.wait_until(lambda: r.all_settled(log, 1))
         fails = [(e.cause, e.is_final) for e in await r.steps(log, RolloutFailed)]
         assert fails == [("environment_error", True)] * 2
 
@@ -291,7 +291,7 @@ def test_a_group_past_its_deadline_is_given_up():
         rollouts.hangs = {(0, 0)}
         async with r.Process(log, rollouts=rollouts):
             await log.send(r.task(group_timeout_s=0.1))
-            await r.until(lambda: r.all_settled(log, 1))
+            await r.wait_until(lambda: r.all_settled(log, 1))
         (failed,) = await r.steps(log, RolloutFailed)
         (group,) = await r.steps(log, GroupStarted)
         assert (failed.rollout_id[-5:], failed.cause, failed.is_final) == ("m0/a0", "timeout", True)
@@ -309,9 +309,9 @@ def test_ticks_are_written_only_while_a_group_is_open():
             await asyncio.sleep(3 * r.TICK_S)
             assert await r.steps(log) == []
             await log.send(r.task())
-            await r.until(lambda: _has(log, Tick, 2))
+            await r.wait_until(lambda: _has(log, Tick, 2))
             rollouts.go_on.set()
-            await r.until(lambda: r.all_settled(log, 1))
+            await r.wait_until(lambda: r.all_settled(log, 1))
             num_ticks = len(await r.steps(log, Tick))
             await asyncio.sleep(3 * r.TICK_S)
             assert len(await r.steps(log, Tick)) == num_ticks
@@ -327,19 +327,19 @@ def test_the_commit_is_the_oldest_unsettled_task_and_notes_the_oldest_open_group
         rollouts = r.Rollouts()
         async with r.Process(log, rollouts=rollouts, tick_s=60) as process:
             await log.send(r.task(0))
-            await r.until(lambda: _committed(process, 1))
+            await r.wait_until(lambda: _committed(process, 1))
             end = (await log.end_offsets("steps"))[0]
             assert json.loads((await r.commit_of(process))[1])["steps"] == end
             rollouts.hangs = {(0, 0)}
             await log.send(r.task(1))
-            await r.until(lambda: _has(log, RolloutEnded, 3))
+            await r.wait_until(lambda: _has(log, RolloutEnded, 3))
             rollouts.hangs = set()
             await log.send(r.task(2))
-            await r.until(lambda: _has(log, RolloutEnded, 5))
-            await r.until(lambda: _committed(process, 1))
+            await r.wait_until(lambda: _has(log, RolloutEnded, 5))
+            await r.wait_until(lambda: _committed(process, 1))
             assert json.loads((await r.commit_of(process))[1])["steps"] == end
             rollouts.go_on.set()
-            await r.until(lambda: _committed(process, 3))
+            await r.wait_until(lambda: _committed(process, 3))
             assert json.loads((await r.commit_of(process))[1])["steps"] == (await log.end_offsets("steps"))[0]
 
     asyncio.run(main())

@@ -310,7 +310,7 @@ class Process:
         await self.stop()
 
 
-async def until(condition, timeout_s=30.0):
+async def wait_until(condition, timeout_s=30.0):
     """Wait until `condition()` holds (or awaits to true)."""
     async with asyncio.timeout(timeout_s):
         while True:

@@ -93,7 +93,7 @@ def reported(recorded):
     run, _ = recorded
     kinds = {"steps": (RewardRecorded, StepRecorded, RolloutEnded), "trajectories": (TrajectoryAssembled,)}
     kinds |= {"weights": (StepTrained,), "batches": (BatchPlanned,)}
-    run._places.clear()
+    run._read_up_to.clear()
     return {kind: all_of(run, topic, kind) for topic, found in kinds.items() for kind in found}
 
 

@@ -65,24 +65,24 @@ def elsewhere(tmp_path):
     )
 
 
-def asked(place, export, changes):
-    """What the log says of the run that a what-if of an export left in a place."""
-    file = place.folder / "what_if.yaml"
+def asked(lab, export, changes):
+    """What the log says of the run that a what-if of an export left in a lab."""
+    file = lab.folder / "what_if.yaml"
     file.write_text(yaml.safe_dump(changes))
 
     async def go():
         async with open_export(export) as (log, artifacts):
             events = await read_run(log, "replayed")
             outcome = await what_if(
-                place.log,
+                lab.log,
                 events,
-                place.artifacts,
+                lab.artifacts,
                 file,
-                checkpoints=place.checkpoints,
+                checkpoints=lab.checkpoints,
                 on_progress=lambda line: None,
                 exported=OpenedExport(log, artifacts),
             )
-        return await read_run(place.log, outcome.run_id)
+        return await read_run(lab.log, outcome.run_id)
 
     return asyncio.run(go())
 
@@ -283,10 +283,10 @@ def test_versions_whose_weights_were_not_exported_are_no_difference_where_their_
 
 
 def test_a_what_if_is_exported_with_the_trajectories_that_it_was_trained_on(recorded, elsewhere, tmp_path):
-    for name, place in (("where the run is", recorded), ("elsewhere", elsewhere)):
-        run_id = asked(place, recorded.export, {}).run_id
+    for name, lab in (("where the run is", recorded), ("elsewhere", elsewhere)):
+        run_id = asked(lab, recorded.export, {}).run_id
         folder = tmp_path / name
-        asyncio.run(export_run(place.log, run_id, folder, artifacts=place.artifacts, with_weights=True))
+        asyncio.run(export_run(lab.log, run_id, folder, artifacts=lab.artifacts, with_weights=True))
 
         async def again(folder=folder, run_id=run_id):
             async with open_export(folder) as (log, artifacts):

@@ -136,7 +136,7 @@ class FaultyRun(RecordedRun):
         await self._pump(curating, "groups")
 
     async def _all(self, topic, kind):
-        self._places = {name: at for name, at in self._places.items() if name[0] != (topic, kind.__name__)}
+        self._read_up_to = {name: at for name, at in self._read_up_to.items() if name[0] != (topic, kind.__name__)}
         return await self.events(topic, kind)
 
 

@@ -116,9 +116,9 @@ class GroupRig:
     async def services(self, *, learner: bool = True) -> AsyncIterator[None]:
         """Everything beside the group; `learner`: with one."""
         engine = ScriptedEngine()
-        place = (self.log, self.artifact_uri, self.folder)
-        working = [one_process.roll_out_and_plan(*place, engine, allow=self.allow)]
-        working += [one_process.learn(*place, allow=self.allow, threads=1)] if learner else []
+        common = (self.log, self.artifact_uri, self.folder)
+        working = [one_process.roll_out_and_plan(*common, engine, allow=self.allow)]
+        working += [one_process.learn(*common, allow=self.allow, threads=1)] if learner else []
         tasks = [asyncio.create_task(one) for one in working]
         try:
             yield

@@ -101,7 +101,7 @@ async def play(league, *tasks):
     working = asyncio.create_task(league.worker().run())
     for one in tasks:
         await league.log.send(one)
-    await r.until(lambda: r.all_settled(league.log, len(tasks)))
+    await r.wait_until(lambda: r.all_settled(league.log, len(tasks)))
     working.cancel()
     await asyncio.wait({working})
 

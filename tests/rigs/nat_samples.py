@@ -54,50 +54,50 @@ def logprobs(prompt, answer, *, ids=True):
     return found | {"refusal": None} | (reported if ids else {})
 
 
-def langchain(uuid, prompt, answer, *, ids=True, model=MODEL, reported=None, **place):
+def langchain(uuid, prompt, answer, *, ids=True, model=MODEL, reported=None, **given):
     """Start and end of a call through NAT's LangChain handler."""
     sent = [{"content": m["content"], "type": _TYPES.get(m["role"], m["role"]), "id": None} for m in prompt]
     reported = logprobs(prompt, answer, ids=ids) if reported is None else reported
     metadata = {"model_name": model} | ({"logprobs": reported} if reported else {})
     message = {"content": answer, "additional_kwargs": {}, "response_metadata": metadata, "type": "ai", "id": uuid}
     generation = {"text": answer, "generation_info": None, "type": "ChatGeneration", "message": message}
-    fields = {"framework": "langchain", "name": model, **place}
+    fields = {"framework": "langchain", "name": model, **given}
     return [
         step("LLM_START", uuid, data={"input": sent}, metadata={"chat_inputs": sent, "tools_schema": []}, **fields),
         step("LLM_END", uuid, data={"input": "", "output": answer, "payload": generation}, **fields),
     ]
 
 
-def openai(uuid, prompt, answer, *, ids=True, model=MODEL, **place):
+def openai(uuid, prompt, answer, *, ids=True, model=MODEL, **given):
     """Start and end of a call of OpenAI's client: the request's messages, the response."""
     choice = {"index": 0, "message": {"role": "assistant", "content": answer}, "finish_reason": "stop"}
     choice["logprobs"] = logprobs(prompt, answer, ids=ids)
     response = {"id": "c", "model": model, "choices": [choice]}
     return [
-        step("LLM_START", uuid, name=model, data={"input": {"model": model, "messages": prompt}}, **place),
-        step("LLM_END", uuid, name=model, data={"output": answer, "payload": response}, **place),
+        step("LLM_START", uuid, name=model, data={"input": {"model": model, "messages": prompt}}, **given),
+        step("LLM_END", uuid, name=model, data={"output": answer, "payload": response}, **given),
     ]
 
 
-def llama_index(uuid, prompt, answer, *, ids=True, model=MODEL, **place):
+def llama_index(uuid, prompt, answer, *, ids=True, model=MODEL, **given):
     """Start and end of a call through NAT's LlamaIndex handler: texts in, a chat response with blocks out."""
     texts = [f"{m['role']}: {m['content']}" for m in prompt]
     blocks = [{"block_type": "text", "text": answer}]
     raw = {"model": model, "choices": [{"logprobs": logprobs(prompt, answer, ids=ids), "finish_reason": "stop"}]}
     response = {"message": {"role": "assistant", "additional_kwargs": {}, "blocks": blocks}, "raw": raw, "delta": None}
     response |= {"logprobs": None, "additional_kwargs": {}}
-    fields = {"framework": "llama_index", "name": model, **place}
+    fields = {"framework": "llama_index", "name": model, **given}
     return [
         step("LLM_START", uuid, data={"input": " ".join(texts)}, metadata={"chat_inputs": texts}, **fields),
         step("LLM_END", uuid, data={"output": answer, "payload": response}, **fields),
     ]
 
 
-def tool(uuid, output, **place):
+def tool(uuid, output, **given):
     """Start and end of a tool call."""
     return [
-        step("TOOL_START", uuid, name="add", data={"input": "{'a': 1}"}, **place),
-        step("TOOL_END", uuid, name="add", data={"input": "{'a': 1}", "output": output}, **place),
+        step("TOOL_START", uuid, name="add", data={"input": "{'a': 1}"}, **given),
+        step("TOOL_END", uuid, name="add", data={"input": "{'a': 1}", "output": output}, **given),
     ]
 
 

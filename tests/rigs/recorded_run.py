@@ -86,7 +86,7 @@ class RecordedRun:
         self.log = MemoryLog(num_partitions=2)
         self.artifacts = ArtifactStore(str(folder / "artifacts"))
         self.checkpoints = folder / "checkpoints"
-        self._places = {}
+        self._read_up_to = {}
 
     async def events(self, topic: str, kind: type[E]) -> list[E]:
         """Events of one type that came since this was last asked, in the order of the log."""
@@ -99,11 +99,11 @@ class RecordedRun:
     async def _new(self, reader, topic):
         found = []
         for partition, end in (await self.log.end_offsets(topic)).items():
-            at = self._places.get((reader, partition), 0)
+            at = self._read_up_to.get((reader, partition), 0)
             records = await self.log.reader({TopicPartition(topic, partition): at})
             while records.position(TopicPartition(topic, partition)) < end:
                 found += await records.poll()
-            self._places[reader, partition] = end
+            self._read_up_to[reader, partition] = end
         return found
 
     def configuration(self):
@@ -162,15 +162,15 @@ class RecordedRun:
         shells = AssembleShell(self.log, None, service="p"), CurateShell(self.log, self.artifacts, service="p")
         try:
             async with asyncio.timeout(120):
-                await self._until("weights", WeightsPublished, learner)
+                await self._wait_until("weights", WeightsPublished, learner)
                 await self.log.send(started)
                 for epoch in range(self.num_epochs):
                     await self.before(epoch, *shells)
                     await self.log.send(EpochStarted(**common, job_id=JOB, epoch=epoch))
                     await self._epoch(*shells, version=epoch)
                     if epoch + 1 < self.num_epochs:
-                        await self._until("weights", WeightsPublished, learner)
-                await self._until("jobs", JobSucceeded, learner)
+                        await self._wait_until("weights", WeightsPublished, learner)
+                await self._wait_until("jobs", JobSucceeded, learner)
         finally:
             learner.cancel()
             with contextlib.suppress(asyncio.CancelledError):
@@ -178,7 +178,7 @@ class RecordedRun:
         await self.log.send(RunEnded(**common, cause="completed"))
         return self
 
-    async def _until(self, topic, kind, learner):
+    async def _wait_until(self, topic, kind, learner):
         while not await self.events(topic, kind):
             assert not learner.done(), learner.exception()
             await asyncio.sleep(0.01)

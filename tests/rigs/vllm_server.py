@@ -159,8 +159,8 @@ class ComposedServer:
         assert program == "vllm"
         written = [*entry, *(str(expand(one, self._env)) for one in self._service["command"])]
         assert {"--host=0.0.0.0", "--port=8000"} < set(written)
-        places = {"--host=0.0.0.0": f"--host={HOST}", "--port=8000": f"--port={self._port}"}
-        command = [executable(), *(places.get(one, one) for one in written)]
+        replaced = {"--host=0.0.0.0": f"--host={HOST}", "--port=8000": f"--port={self._port}"}
+        command = [executable(), *(replaced.get(one, one) for one in written)]
         environment = {name: str(expand(one, self._env)) for name, one in self._service["environment"].items()}
         self._guard = subprocess.Popen(
             [sys.executable, "-I", "-S", guard.__file__, str(os.getpid()), str(self._log), *command],

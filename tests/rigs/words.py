@@ -4,7 +4,7 @@ import ast
 import io
 import re
 import tokenize
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from tests.rigs.source_tree import ALLOWED, ROOT
@@ -16,8 +16,15 @@ LISTS = {"tests/rigs/words.py", "tests/test_words.py"}
 """Files that have these words because they are about them."""
 STAYS = {
     ("metrics/projection/tables.sql", "anew"): "other text before its views has every projector read the log again",
+    ("harness/config/yaml.py", "mark"): "PyYAML's word",
+    ("producers/environments/tic_tac_toe_board.py", "mark"): "of a player on the board",
+    ("producers/environments/tic_tac_toe_board.py", "place"): "a move of the game",
+    ("producers/environments/tic_tac_toe_self_play.py", "_place"): "a move of the game",
+    ("schemas/permissions.py", "place"): "a kind of entry of a user's --allow",
     ("schemas/settings.py", "knows_single_group"): "a field of recorded plans, which must keep decoding",
     ("schemas/settings.py", "steer"): "a key of configurations and a field of recorded plans",
+    ("tests/chaos/kill_jobs.py", "environ"): "Python's own",
+    ("tests/rigs/process_group.py", "environ"): "Python's own",
 }
 """File and word that are not replaced, and why."""
 
@@ -41,15 +48,24 @@ NAME_PARTS = {
 }
 """Parts of a name (`_` and capitals divide it) in any file, and what it is instead."""
 NAMES = {
+    "aside": "temporary, or what is put there",
     "end_of_lost": "fail_truncated_run",
+    "environ": "env",
     "extras": "optional_dependencies",
     "going_on": "continue_from_ids",
     "group_run": "group_execution",
     "knows_single_group": "filters_single_group",
     "let_in": "admitted",
     "look": "inspect, check",
+    "mark": "offset, identity, or what it marks",
+    "marks": "offsets, or what they mark",
     "model_shelf": "model_cache",
     "news": "what is new: new_tokens, new_errors, changed",
+    "note": "metadata, status, _record",
+    "notes": "metadata, records",
+    "place": "location, path, position, address",
+    "places": "locations, paths, positions, addresses",
+    "room": "space, capacity, what is left of it",
     "said": "message, text, output, answer",
     "say": "report, print, notify",
     "spoken": "text_ids, answer, rollout",
@@ -64,7 +80,6 @@ NAMES = {
 }
 """Whole names of functions, classes, arguments, attributes and variables, without `_` at their ends."""
 CLASSES = {
-    "aside": "TrainingThread",
     "backend": "RunHandle",
     "connected": "RunContext",
     "held": "LoadedModel",
@@ -73,6 +88,8 @@ CLASSES = {
     "reading": "ImportedCall",
 }
 """Whole names of classes alone: functions and variables have these words in their common meaning."""
+FUNCTIONS = {"until": "wait_until, retry_until"}
+"""Whole names of functions alone: a parameter has the word as range and slice have stop."""
 TEXT = {
     r"anew": "again",
     r"barren": "untrainable",
@@ -108,8 +125,20 @@ def texts(root: Path = ROOT) -> Iterator[Path]:
                 yield path
 
 
+def unneeded(excuses: Iterable[tuple[str, str]]) -> list[tuple[str, str]]:
+    """Excuses, each a file and a word, of what is not in the tree or would not be found there."""
+    found = {path: {word.lower() for _, word, _ in _every_word(path)} for path in texts()}
+    return [(name, word) for name, word in excuses if not any(word in found[one] for one in found if one.match(name))]
+
+
 def banned_words(path: Path) -> list[str]:
     """Banned words of a file, each as `LINE: what is found -> what replaces it`, in order."""
+    stays = {word for name, word in STAYS if path.match(name)}
+    return [f"{line}: {words} -> {better}" for line, words, better in _every_word(path) if words.lower() not in stays]
+
+
+def _every_word(path: Path) -> list[tuple[int, str, str]]:
+    """Line, word and what replaces it; with the words that stay."""
     text = path.read_text(encoding="utf-8")
     python = path.suffix == ".py"
     found = [*_in_names(path.stem, ast.parse(text))] if python else []
@@ -117,20 +146,27 @@ def banned_words(path: Path) -> list[str]:
         for pattern, word in _TEXT.items():
             for match in pattern.finditer(part):
                 at = line + part.count("\n", 0, match.start())
-                found.append((at, f"{' '.join(match.group().split())} -> {word}"))
-    stays = {word for name, word in STAYS if path.match(name)}
-    return [f"{line}: {words}" for line, words in sorted(found) if words.partition(" -> ")[0].lower() not in stays]
+                found.append((at, " ".join(match.group().split()), word))
+    return sorted(found)
 
 
-def _in_names(stem: str, tree: ast.Module) -> Iterator[tuple[int, str]]:
-    classes = {(node.lineno, node.name) for node in ast.walk(tree) if isinstance(node, ast.ClassDef)}
+def _in_names(stem: str, tree: ast.Module) -> Iterator[tuple[int, str, str]]:
+    classes = _defined(tree, ast.ClassDef)
+    functions = _defined(tree, ast.FunctionDef, ast.AsyncFunctionDef)
     for line, name in [(1, stem), *_names_of(tree)]:
         parts = re.findall(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+", name)
         snake = "_".join(parts).lower()
-        names = CLASSES | NAMES if (line, name) in classes else NAMES
+        own = CLASSES if (line, name) in classes else FUNCTIONS if (line, name) in functions else {}
+        names = own | NAMES
         banned = names.get(snake) or next((NAME_PARTS[one] for one in snake.split("_") if one in NAME_PARTS), None)
         if banned is not None:
-            yield line, f"{name} -> {banned}"
+            yield line, name, banned
+
+
+def _defined(
+    tree: ast.Module, *kinds: type[ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef]
+) -> set[tuple[int, str]]:
+    return {(node.lineno, node.name) for node in ast.walk(tree) if isinstance(node, kinds)}
 
 
 def _names_of(tree: ast.Module) -> Iterator[tuple[int, str]]:

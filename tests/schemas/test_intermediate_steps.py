@@ -93,7 +93,7 @@ def test_every_type_has_its_category_and_state():
 
 
 @pytest.mark.parametrize(
-    ("broken", "place"),
+    ("broken", "location"),
     [
         (step() | {"extra": 1}, "extra"),
         (step(event_type="LLM_STOP"), "payload.event_type"),
@@ -103,10 +103,10 @@ def test_every_type_has_its_category_and_state():
         ({"payload": {"event_type": "LLM_END"}}, "parent_id"),
     ],
 )
-def test_what_nat_refuses_is_refused(broken, place):
+def test_what_nat_refuses_is_refused(broken, location):
     with pytest.raises(ValidationError) as caught:
         IntermediateStep.model_validate(broken)
-    assert ".".join(str(part) for part in caught.value.errors()[0]["loc"]) == place
+    assert ".".join(str(part) for part in caught.value.errors()[0]["loc"]) == location
 
 
 def test_extra_keys_stay_where_nat_lets_them_stand():

@@ -49,7 +49,7 @@ def _num_told(request: GenerationRequest, base: BaseModel) -> int:
     return min(request.sampling.top_k or base.num_token_ids, base.num_token_ids)
 
 
-def room_for(request: GenerationRequest, base: BaseModel) -> int:
+def max_bytes_of(request: GenerationRequest, base: BaseModel) -> int:
     """Bytes of the largest answer."""
     return MAX_ANSWER_BYTES + TOLD_BYTES * _num_told(request, base) * request.sampling.max_new_tokens
 

@@ -99,7 +99,7 @@ class Pool:
         Raises ModelError if no server takes it: then the version before it stays wanted.
         """
         async with self._taking:
-            self._check_room(version)
+            self._check_capacity(version)
             self._coming = version
             try:
                 await self._take(version)
@@ -136,9 +136,9 @@ class Pool:
             if version is None:
                 raise ModelError(f"model group {request.model_group} was unloaded; load a version again")
             limits = [limit for limit in (self.base.max_length, server.max_length) if limit is not None]
-            room = max_new_tokens_of(request, min(limits, default=None), f"model {self.base.path}")
+            max_new_tokens = max_new_tokens_of(request, min(limits, default=None), f"model {self.base.path}")
             try:
-                answer = await server.generate(request, version, room, given)
+                answer = await server.generate(request, version, max_new_tokens, given)
             except (UnreachableError, LostVersionError) as error:
                 last = error
                 await self._leave(server, error)
@@ -159,7 +159,7 @@ class Pool:
         """Whether servers must have it, though no request is open."""
         return any(one.name == name for one in (*self._wanted.values(), self._coming) if one is not None)
 
-    def _check_room(self, version: Version) -> None:
+    def _check_capacity(self, version: Version) -> None:
         """Raises ModelError if the newest versions and one that is to follow cannot be there at once."""
         needed = {one.name for one in self._wanted.values()} | {version.name}
         most = self._settings.max_loras

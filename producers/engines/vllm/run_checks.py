@@ -17,11 +17,11 @@ def check(settings: VllmSettings, config: RunConfig) -> None:
 
     The weights of each version are checked again, by their own configuration (`engines.vllm.version_files`).
     """
-    place = f"trajectory_builders.{config.finetuning.trajectory_builder}"
+    location = f"trajectory_builders.{config.finetuning.trajectory_builder}"
     sampling = config.builder.sampling
     if sampling.record_kept_ids and sampling.top_p < 1 and not sampling.top_k:
         raise ConfigError(
-            f"{place}.sampling: with top_p, vLLM reports kept ids only among the top_k likeliest tokens; set "
+            f"{location}.sampling: with top_p, vLLM reports kept ids only among the top_k likeliest tokens; set "
             "top_k, such as 1024, or record_kept_ids: false"
         )
     adapter = f"trainer_adapters.{config.finetuning.trainer_adapter}"
@@ -36,7 +36,7 @@ def check(settings: VllmSettings, config: RunConfig) -> None:
         loaded = league.max_loaded if league is not None else 0
         if settings.max_loras < least + loaded:
             raise ConfigError(
-                f"{place}.engine.max_loras: {settings.max_loras} is too few for {path}: max_staleness "
+                f"{location}.engine.max_loras: {settings.max_loras} is too few for {path}: max_staleness "
                 f"{config.adapter.max_staleness} + 2 for each model group"
                 + (f", and {loaded} opponents," if loaded else "")
                 + f" make {least + loaded}; raise it"
@@ -44,21 +44,25 @@ def check(settings: VllmSettings, config: RunConfig) -> None:
     held = {(model.path, None if model.lora else name) for name, model in models.items()}
     if settings.base_urls and len(held) > 1:
         raise ConfigError(
-            f"{place}.engine.base_urls: a server has one model group's full weights, or adapters of one base model, "
+            f"{location}.engine.base_urls: a server has one model group's full weights, or adapters of one base model, "
             f"and the run trains {len(held)} such; leave base_urls out, or train all as adapters of one model"
         )
     check_settings(settings)
 
 
-def _check_adapters(adapters: Mapping[str, LoraSettings], settings: VllmSettings, place: str) -> None:
+def _check_adapters(adapters: Mapping[str, LoraSettings], settings: VllmSettings, location: str) -> None:
     for lora in adapters.values():
         if lora.use_dora:
-            raise ConfigError(f"{place}.model.lora.use_dora: vLLM takes DoRA for LoRA; leave it out, or another engine")
+            raise ConfigError(
+                f"{location}.model.lora.use_dora: vLLM takes DoRA for LoRA; leave it out, or another engine"
+            )
         if odd := sorted(ENDS.intersection(name.rpartition(".")[2] for name in lora.target_modules)):
             raise ConfigError(
-                f"{place}.model.lora.target_modules: {odd[0]}: vLLM drops adapters of embeddings and of the head; name "
-                "the linear modules between them"
+                f"{location}.model.lora.target_modules: {odd[0]}: vLLM drops adapters of embeddings and of the head; "
+                "name the linear modules between them"
             )
         if lora.rank > settings.max_lora_rank:
             limit = settings.max_lora_rank
-            raise ConfigError(f"{place}.model.lora.rank: {lora.rank} is above engine.max_lora_rank {limit}; raise that")
+            raise ConfigError(
+                f"{location}.model.lora.rank: {lora.rank} is above engine.max_lora_rank {limit}; raise that"
+            )

@@ -122,8 +122,8 @@ def make_version(
 def restore(version: Version) -> None:
     """Write its files where somebody removed them, if the artifact is still there."""
     if not version.folder.is_dir() and version.path.exists():
-        with beside(version.folder) as aside:
-            _write(aside, version.path, version.base, version.config)
+        with beside(version.folder) as temporary:
+            _write(temporary, version.path, version.base, version.config)
 
 
 def remove(version: Version) -> None:

@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from rollstream.eventlog.http.http_json import HttpServer, TryAgainError, UnreachableError, shown
 from rollstream.producers.engines.base import FinishReason, Generation, GenerationRequest
-from rollstream.producers.engines.vllm.asking import asked, kept_ids, room_for, top_by_id, top_by_name
+from rollstream.producers.engines.vllm.asking import asked, kept_ids, max_bytes_of, top_by_id, top_by_name
 from rollstream.producers.engines.vllm.base_model import BaseModel
 from rollstream.producers.engines.vllm.probing import GENERATE, WEIGHT_CHECKER, Probed, ServerCalls
 from rollstream.producers.engines.vllm.streamed import EVENT_BYTES, GivenTokens, StreamedAnswer
@@ -67,7 +67,7 @@ class Server:
         self._client = client
         self._max_loras = max_loras
         self._sums = sums
-        self._room = asyncio.Event()
+        self._changed = asyncio.Event()
         """An adapter went, or the state changed."""
 
     @property
@@ -85,14 +85,14 @@ class Server:
         self.versions.clear()
         self.names.clear()
         self._probed = Probed()
-        self._room.set()
+        self._changed.set()
 
     def leave(self, state: Literal["down", "pending_weights"], reason: str) -> None:
         """It has to prove its versions again. Requests in progress go on, under names that it may still have."""
         self.state, self.reason = state, reason
         self.num_failed = 0
         self.versions.clear()
-        self._room.set()
+        self._changed.set()
 
     # ---- looks ----
 
@@ -145,9 +145,9 @@ class Server:
                 if version.name in self.names or len(self.names) < self._max_loras:
                     await self._load(version)
                     return
-                self._room.clear()
+                self._changed.clear()
             self.unused.set()
-            await self._room.wait()
+            await self._changed.wait()
             if self.state == "down":
                 raise TryAgainError(self.reason)
 
@@ -167,7 +167,7 @@ class Server:
         if answered.status != 404:
             self.http.checked(answered)
         self.names.pop(name, None)
-        self._room.set()
+        self._changed.set()
 
     async def reload(self, version: Version) -> None:
         """Take over full weights while requests in progress stand still. Raises ModelError, TryAgainError.
@@ -274,7 +274,7 @@ class Server:
         version: Version,
         streamed: StreamedAnswer | None = None,
     ) -> Any:
-        max_bytes = room_for(request, version.base)
+        max_bytes = max_bytes_of(request, version.base)
         if streamed is None:
             answered = await self.http.sent("POST", path, body, max_bytes=max_bytes)
         else:

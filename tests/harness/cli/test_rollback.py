@@ -43,7 +43,7 @@ def planned(index: int, *, base: int = 0, adopts: int | None = None) -> BatchPla
     )
 
 
-class Place:
+class Lab:
     """A run whose job has versions 0 to 3, of which 4 are planned."""
 
     def __init__(self, folder: Path, script: SimpleNamespace) -> None:
@@ -81,8 +81,8 @@ class Place:
 
 
 @pytest.fixture
-def place(tmp_path: Path, script: SimpleNamespace) -> Place:
-    return Place(tmp_path, script)
+def lab(tmp_path: Path, script: SimpleNamespace) -> Lab:
+    return Lab(tmp_path, script)
 
 
 @pytest.mark.parametrize(
@@ -98,37 +98,35 @@ def test_a_run_means_its_policy_and_a_model_group_is_named_behind_it() -> None:
     assert parse_target("run-1/verifier@v3") == Target("run-1/verifier", 3)
 
 
-def test_a_request_names_the_job_and_the_newest_planned_version(place: Place) -> None:
+def test_a_request_names_the_job_and_the_newest_planned_version(lab: Lab) -> None:
     async def scenario() -> None:
-        await place.begin()
-        request = await place.request("run-1@2")
-        assert request == await place.request("run-1/policy@v2")
+        await lab.begin()
+        request = await lab.request("run-1@2")
+        assert request == await lab.request("run-1/policy@v2")
         assert (request.job_id, request.model_group, request.version) == ("run-1/rl", GROUP, 2)
         assert (request.after_version, request.reason, request.time_ms) == (4, "it collapsed", 7)
-        assert (await place.request("run-1@3")).version == 3, "version 4 is planned and not published yet"
+        assert (await lab.request("run-1@3")).version == 3, "version 4 is planned and not published yet"
 
     asyncio.run(scenario())
 
 
-def test_what_does_not_exist_is_refused_with_what_there_is(place: Place) -> None:
+def test_what_does_not_exist_is_refused_with_what_there_is(lab: Lab) -> None:
     async def scenario() -> None:
-        await place.begin()
-        assert await place.refusal("gone@1") == "run gone does not exist; `rollstream runs` lists all runs"
-        assert await place.refusal("run-1/verifier@1") == (
+        await lab.begin()
+        assert await lab.refusal("gone@1") == "run gone does not exist; `rollstream runs` lists all runs"
+        assert await lab.refusal("run-1/verifier@1") == (
             "run-1/verifier@1: run run-1 trains no model group verifier; it trains run-1/policy"
         )
-        assert await place.refusal("run-1@9") == "run-1/policy@9: run-1/policy has no version 9, it has 0 to 3"
+        assert await lab.refusal("run-1@9") == "run-1/policy@9: run-1/policy has no version 9, it has 0 to 3"
 
     asyncio.run(scenario())
 
 
-def test_the_newest_version_and_one_of_an_earlier_job_are_refused(place: Place) -> None:
+def test_the_newest_version_and_one_of_an_earlier_job_are_refused(lab: Lab) -> None:
     async def scenario() -> None:
-        await place.begin(base=2, published=3, num_planned=2)
-        assert await place.refusal("run-1@4") == (
-            "run-1/policy@4: version 4 is the newest one; give an earlier version"
-        )
-        assert await place.refusal("run-1@1") == (
+        await lab.begin(base=2, published=3, num_planned=2)
+        assert await lab.refusal("run-1@4") == ("run-1/policy@4: version 4 is the newest one; give an earlier version")
+        assert await lab.refusal("run-1@1") == (
             "run-1/policy@1: job run-1/rl begins with version 2; begin a new run from it with "
             "`rollstream finetune --fork run-1@1`"
         )
@@ -136,18 +134,18 @@ def test_the_newest_version_and_one_of_an_earlier_job_are_refused(place: Place) 
     asyncio.run(scenario())
 
 
-def test_a_run_or_job_that_is_over_is_refused_with_the_fork_as_remedy(place: Place) -> None:
+def test_a_run_or_job_that_is_over_is_refused_with_the_fork_as_remedy(lab: Lab) -> None:
     async def scenario() -> None:
-        await place.begin()
-        await place.log.send(
+        await lab.begin()
+        await lab.log.send(
             JobSucceeded(run_id="run-1", time_ms=1, job_id="run-1/rl", model_group=GROUP, final_version=4)
         )
-        assert await place.refusal("run-1@1") == (
+        assert await lab.refusal("run-1@1") == (
             "run-1/policy@1: job run-1/rl, its last one, has succeeded; begin a new run from it with "
             "`rollstream finetune --fork run-1@1`"
         )
-        await place.log.send(RunEnded(run_id="run-1", time_ms=1, cause="completed"))
-        assert await place.refusal("run-1@1") == (
+        await lab.log.send(RunEnded(run_id="run-1", time_ms=1, cause="completed"))
+        assert await lab.refusal("run-1@1") == (
             "run-1/policy@1: run run-1 has ended (completed); begin a new run from it with "
             "`rollstream finetune --fork run-1@1`"
         )
@@ -155,17 +153,17 @@ def test_a_run_or_job_that_is_over_is_refused_with_the_fork_as_remedy(place: Pla
     asyncio.run(scenario())
 
 
-def test_a_model_group_that_nobody_trains_here_is_refused(place: Place) -> None:
+def test_a_model_group_that_nobody_trains_here_is_refused(lab: Lab) -> None:
     async def scenario() -> None:
-        await place.begin()
+        await lab.begin()
         for name, kind in (("judge", "frozen"), ("elsewhere", "external")):
-            settings = place.script.job_spec().job.model_copy(update={"kind": kind})
+            settings = lab.script.job_spec().job.model_copy(update={"kind": kind})
             common: dict[str, Any] = {"run_id": "run-1", "time_ms": 1, "base_version": 0, "settings": settings}
-            await place.log.send(JobSubmitted(**common, job_id=f"run-1/{name}", model_group=f"run-1/{name}"))
-        assert await place.refusal("run-1/judge@0") == (
+            await lab.log.send(JobSubmitted(**common, job_id=f"run-1/{name}", model_group=f"run-1/{name}"))
+        assert await lab.refusal("run-1/judge@0") == (
             "run-1/judge@0: the model group is frozen and has one version only; name a model group that is trained"
         )
-        assert await place.refusal("run-1/elsewhere@0") == (
+        assert await lab.refusal("run-1/elsewhere@0") == (
             "run-1/elsewhere@0: another training backend trains it, which keeps its own versions; roll back there"
         )
 
@@ -178,22 +176,22 @@ def test_the_advice_for_another_model_group_is_its_section() -> None:
     )
 
 
-def test_a_version_whose_weights_are_gone_is_refused_with_who_removed_them(place: Place) -> None:
+def test_a_version_whose_weights_are_gone_is_refused_with_who_removed_them(lab: Lab) -> None:
     async def scenario() -> None:
-        await place.begin()
-        place.artifacts.remove(place.refs[1])
-        assert (await place.refusal("run-1@1")).startswith("run-1/policy@1: its weights were removed: ")
+        await lab.begin()
+        lab.artifacts.remove(lab.refs[1])
+        assert (await lab.refusal("run-1@1")).startswith("run-1/policy@1: its weights were removed: ")
         collected = WeightsCollected(
             run_id="run-1",
             time_ms=1767322800000,
             model_group=GROUP,
             versions=(1,),
             weights_sha256=("0" * 64,),
-            artifacts=(place.refs[1],),
+            artifacts=(lab.refs[1],),
             by="learner-1",
         )
-        await place.log.send(collected)
-        assert await place.refusal("run-1@1") == (
+        await lab.log.send(collected)
+        assert await lab.refusal("run-1@1") == (
             "run-1/policy@1: its weights were removed: collected by learner-1 at 2026-01-02 03:00:00 UTC, because "
             "keep_last and keep_every do not cover it; choose a version whose is_collected in weight_versions is false"
         )
@@ -201,17 +199,17 @@ def test_a_version_whose_weights_are_gone_is_refused_with_who_removed_them(place
     asyncio.run(scenario())
 
 
-def test_a_second_request_waits_for_the_first_but_the_same_one_is_repeated(place: Place) -> None:
+def test_a_second_request_waits_for_the_first_but_the_same_one_is_repeated(lab: Lab) -> None:
     async def scenario() -> None:
-        await place.begin()
-        first = await place.request("run-1@2")
-        await place.log.send(first)
-        assert (await place.request("run-1@2")).event_id == first.event_id
-        assert await place.refusal("run-1@1") == (
+        await lab.begin()
+        first = await lab.request("run-1@2")
+        await lab.log.send(first)
+        assert (await lab.request("run-1@2")).event_id == first.event_id
+        assert await lab.refusal("run-1@1") == (
             "run-1/policy@1: a rollback to version 2 is already requested; repeat this one when `batches` shows it"
         )
-        await place.log.send(planned(4, adopts=2))
-        again = await place.request("run-1@1")
+        await lab.log.send(planned(4, adopts=2))
+        again = await lab.request("run-1@1")
         assert (again.version, again.after_version) == (1, 5)
 
     asyncio.run(scenario())

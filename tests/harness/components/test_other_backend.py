@@ -18,7 +18,7 @@ from rollstream.harness.config.components import RollstreamTrainerAdapterConfig
 from rollstream.harness.config.jobs import RunLocation, services_of
 from rollstream.harness.config.registry import register_trainer_adapter, register_trajectory_builder
 from rollstream.harness.runs.outcome import end
-from rollstream.harness.runs.preflight import check_places
+from rollstream.harness.runs.preflight import check_paths
 from rollstream.schemas.errors import ConfigError
 from rollstream.schemas.events import (
     BatchPlanned,
@@ -164,7 +164,7 @@ async def conducted(rig: EpochwiseRig, *, resume: bool = False) -> Any:
 def test_what_it_is_given_is_on_the_log_and_no_learner_is_needed(tmp_path: Path) -> None:
     rig = EpochwiseRig(tmp_path, written(tmp_path))
     assert rig.loaded.config.trainer.planning == "submitted"
-    check_places(rig.loaded.config)
+    check_paths(rig.loaded.config)
     location = RunLocation(KafkaSettings(bootstrap_servers="none"), "artifacts", tmp_path)
     services = services_of(rig.loaded.config, location, "run-1")
     assert "learner-1" not in services

@@ -211,8 +211,8 @@ def test_a_file_stands_on_its_base(tmp_path: Path) -> None:
 def test_an_unknown_type_is_named_with_the_known_ones(written: dict[str, Any], section: str) -> None:
     written[section]["other"] = {"_type": "rolstream"}
     reported = refused(written)
-    place, _, known = reported.partition("; known types: ")
-    assert place == f"{section}.other._type: 'rolstream' is not known"
+    location, _, known = reported.partition("; known types: ")
+    assert location == f"{section}.other._type: 'rolstream' is not known"
     assert "openpipe_art_tra" in known
     assert "rollstream" in known.split(", ")
 

@@ -27,7 +27,7 @@ from rollstream.harness.runs.plan import examples_of
 from rollstream.harness.runs.preflight import (
     check_datasets,
     check_names,
-    check_places,
+    check_paths,
     check_temperature,
     token_of,
 )
@@ -58,9 +58,9 @@ ROOT = Path(__file__).resolve().parents[3]
 ROWS = [{"id": f"x{number}", "question": f"{number}+1", "answer": "3", "other": f"a{number}"} for number in range(3)]
 STEERED = {"window_versions", "explore_share", "steer"}
 FILTERED = {"seeded_subsample", "filter_single_group", "groups_by_example"}
-PLACES = (("trajectory_builders", "b"), ("trainer_adapters", "a"), ("trainers", "t"))
+BLOCKS = (("trajectory_builders", "b"), ("trainer_adapters", "a"), ("trainers", "t"))
 REFUSED = {
-    *(f"{section}.{name}._type" for section, name in PLACES),
+    *(f"{section}.{name}._type" for section, name in BLOCKS),
     "eval.general.dataset._type",
     "finetuning.enabled",
     "finetuning.trainer",
@@ -209,9 +209,9 @@ def table_of(written: dict[str, Any]) -> dict[str, Any]:
     if written["trajectory_builders"]["b"]["_type"] == "dpo_traj_builder":
         blocks["trajectory_builders.b"] = {**BUILDER, **DPO}
     blocks |= {"finetuning": FINETUNING, "eval.general": EVAL}
-    foreign = {f"{section}.{name}" for section, name in PLACES if written[section][name]["_type"].startswith("test_")}
-    blocks = {place: keys for place, keys in blocks.items() if place not in foreign}
-    return {f"{place}.{key}": value for place, keys in blocks.items() for key, value in keys.items()}
+    foreign = {f"{section}.{name}" for section, name in BLOCKS if written[section][name]["_type"].startswith("test_")}
+    blocks = {block: keys for block, keys in blocks.items() if block not in foreign}
+    return {f"{block}.{key}": value for block, keys in blocks.items() for key, value in keys.items()}
 
 
 @pytest.mark.parametrize("name", TABLES)
@@ -274,10 +274,10 @@ def _one_answer(
             return "error"
     if after != before:
         return "effect"
-    kinds = {f"{block}.{name}": written[block][name]["_type"] for block, name in PLACES}
+    kinds = {f"{block}.{name}": written[block][name]["_type"] for block, name in BLOCKS}
     logged = [re.fullmatch(r"(\S+): (.+): accepted, but .*", record.getMessage()) for record in caplog.records]
     paths = {f"{one[1]}.{name}" for one in logged if one for name in one[2].split(", ")}
-    paths |= {path.replace(kind, place, 1) for place, kind in kinds.items() for path in paths if path.startswith(kind)}
+    paths |= {path.replace(kind, block, 1) for block, kind in kinds.items() for path in paths if path.startswith(kind)}
     return "told" if any(f"{key}.".startswith(f"{path}.") or path.startswith(f"{key}.") for path in paths) else ""
 
 
@@ -286,7 +286,7 @@ def what_is_done(loaded: Loaded, workspace: Path = Path(".rollstream")) -> Any:
     config = loaded.config
     builder = config.builder
     warn_other_workspaces(loaded.finetune, workspace)
-    for check in (check_places, check_names, check_temperature):
+    for check in (check_paths, check_names, check_temperature):
         check(config)
     check_datasets(config, is_new=True)
     block = block_of_run(config, Workspace(workspace))

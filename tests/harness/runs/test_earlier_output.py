@@ -11,7 +11,7 @@ import pytest
 from rollstream.harness.config import file as config_file
 from rollstream.harness.config.jobs import RunLocation
 from rollstream.harness.runs.display import Display
-from rollstream.harness.runs.earlier_output import put_aside
+from rollstream.harness.runs.earlier_output import move_earlier_output
 from rollstream.harness.runs.run_context import RunRequest, WorkspaceLease, connected
 from rollstream.schemas.errors import ConfigError
 from rollstream.schemas.kafka import KafkaSettings
@@ -38,30 +38,30 @@ def names(folder: Path) -> set[str]:
 
 def test_model_and_histories_go_aside_and_files_of_others_stay(written: dict[str, Any], output: Path) -> None:
     config = config_file.resolve(written).config
-    assert put_aside(config) is None
+    assert move_earlier_output(config) is None
     leave(output, *MODEL, *HISTORY, "submissions.jsonl", "notes.txt")
-    assert put_aside(config) == output / "earlier"
+    assert move_earlier_output(config) == output / "earlier"
     assert names(output) == {"earlier", "submissions.jsonl", "notes.txt"}
     assert names(output / "earlier") == {*MODEL, *HISTORY}
     leave(output, *HISTORY, text="a run that failed")
-    assert put_aside(config) == output / "earlier-2"
+    assert move_earlier_output(config) == output / "earlier-2"
     assert names(output / "earlier-2") == set(HISTORY)
     assert names(output / "earlier") == {*MODEL, *HISTORY}, "no model is ever removed"
     (output / "earlier-3").symlink_to(output / "nowhere")
     leave(output, *MODEL)
-    assert put_aside(config) == output / "earlier-4"
+    assert move_earlier_output(config) == output / "earlier-4"
 
 
 def test_a_folder_that_the_base_model_comes_from_stays_whole(written: dict[str, Any], output: Path) -> None:
     leave(output, *MODEL)
     written["trainer_adapters"]["a"]["model"]["path"] = str(output)
-    assert put_aside(config_file.resolve(written).config) is None
+    assert move_earlier_output(config_file.resolve(written).config) is None
     assert names(output) == set(MODEL)
 
 
 def test_configuration_files_without_a_model_are_nobodys_run(written: dict[str, Any], output: Path) -> None:
     leave(output, "config.json", "tokenizer.json")
-    assert put_aside(config_file.resolve(written).config) is None
+    assert move_earlier_output(config_file.resolve(written).config) is None
     assert names(output) == {"config.json", "tokenizer.json"}
 
 

@@ -24,7 +24,7 @@ from rollstream.schemas.events.training import ForkPoint
 LORA = {"r": 16, "lora_alpha": 32.0, "target_modules": ["v_proj", "q_proj", "k_proj", "o_proj"]}
 
 
-class Place:
+class Lab:
     """A log that holds a run with versions 0 to 2, and a configuration that fits it."""
 
     def __init__(self, folder: Path, written: dict[str, Any], write: Any, script: SimpleNamespace) -> None:
@@ -60,8 +60,8 @@ class Place:
 
 
 @pytest.fixture
-def place(tmp_path: Path, written: dict[str, Any], write: Any, script: SimpleNamespace) -> Place:
-    return Place(tmp_path, written, write, script)
+def lab(tmp_path: Path, written: dict[str, Any], write: Any, script: SimpleNamespace) -> Lab:
+    return Lab(tmp_path, written, write, script)
 
 
 @pytest.mark.parametrize("text", ["run-1", "run-1@", "@3", "run-1@x", "run-1@-1", "run-1@1.5", "a b@1"])
@@ -75,85 +75,85 @@ def test_a_run_and_version_are_read() -> None:
     assert parse_fork("run-1@v12") == ForkPoint(run_id="run-1", version=12)
 
 
-def test_a_version_that_is_there_and_fits_is_taken(place: Place) -> None:
+def test_a_version_that_is_there_and_fits_is_taken(lab: Lab) -> None:
     async def scenario() -> None:
-        await place.record()
+        await lab.record()
         for version in range(3):
-            await place.check(f"run-1@{version}")
+            await lab.check(f"run-1@{version}")
 
     asyncio.run(scenario())
 
 
-def test_an_unknown_run_or_version_is_refused_with_what_there_is(place: Place) -> None:
+def test_an_unknown_run_or_version_is_refused_with_what_there_is(lab: Lab) -> None:
     async def scenario() -> None:
-        await place.record()
-        assert await place.refusal("gone@0") == "run gone does not exist; known runs: run-1, other"
-        assert await place.refusal("run-1@3") == "run run-1 has no version 3; choose one of 0 to 2"
-        assert await place.refusal("other@0") == "run other has published no version yet; wait for its first one"
+        await lab.record()
+        assert await lab.refusal("gone@0") == "run gone does not exist; known runs: run-1, other"
+        assert await lab.refusal("run-1@3") == "run run-1 has no version 3; choose one of 0 to 2"
+        assert await lab.refusal("other@0") == "run other has published no version yet; wait for its first one"
 
     asyncio.run(scenario())
 
 
-def test_weights_of_another_kind_or_model_are_refused(place: Place) -> None:
+def test_weights_of_another_kind_or_model_are_refused(lab: Lab) -> None:
     async def scenario() -> None:
-        await place.record()
-        place.model["lora"] = {}
-        reported = await place.refusal("run-1@1")
+        await lab.record()
+        lab.model["lora"] = {}
+        reported = await lab.refusal("run-1@1")
         assert reported == "it has full weights, but the configuration trains lora weights (model.lora)"
-        del place.model["lora"]
-        other = place.folder / "other"
+        del lab.model["lora"]
+        other = lab.folder / "other"
         other.mkdir()
         (other / "config.json").write_text("{}")
-        was, place.model["path"] = place.model["path"], str(other)
-        reported = await place.refusal("run-1@1")
+        was, lab.model["path"] = lab.model["path"], str(other)
+        reported = await lab.refusal("run-1@1")
         assert reported == f"it was trained from base model {was}, but the configuration has model.path {other}"
 
     asyncio.run(scenario())
 
 
-def test_another_adapter_is_refused(place: Place) -> None:
+def test_another_adapter_is_refused(lab: Lab) -> None:
     async def scenario() -> None:
-        await place.record(weights_format="lora", lora=LORA)
-        place.model["lora"] = {}
-        await place.check("run-1@1")
+        await lab.record(weights_format="lora", lora=LORA)
+        lab.model["lora"] = {}
+        await lab.check("run-1@1")
         for name, value, reported in (("rank", 8, "16"), ("alpha", 8, "32.0"), ("target_modules", ["q_proj"], "")):
-            place.model["lora"] = {name: value}
-            assert (await place.refusal("run-1@1")).startswith(f"its adapter has {name} {reported}")
+            lab.model["lora"] = {name: value}
+            assert (await lab.refusal("run-1@1")).startswith(f"its adapter has {name} {reported}")
 
     asyncio.run(scenario())
 
 
-def test_weights_that_are_gone_or_void_are_refused(place: Place) -> None:
+def test_weights_that_are_gone_or_void_are_refused(lab: Lab) -> None:
     async def scenario() -> None:
-        published = await place.record()
-        await place.log.send(
+        published = await lab.record()
+        await lab.log.send(
             LearnerClaimed(run_id="run-1", time_ms=1, model_group="run-1/policy", term=2, learner="newer")
         )
-        await place.log.send(published[2].model_copy(update={"version": 3}))
-        assert await place.refusal("run-1@3") == "run run-1 has no version 3; choose one of 0 to 2"
-        place.artifacts.fetch(published[1].artifact).unlink()
-        assert (await place.refusal("run-1@1")).startswith(
+        await lab.log.send(published[2].model_copy(update={"version": 3}))
+        assert await lab.refusal("run-1@3") == "run run-1 has no version 3; choose one of 0 to 2"
+        lab.artifacts.fetch(published[1].artifact).unlink()
+        assert (await lab.refusal("run-1@1")).startswith(
             f"its weights were removed: artifact {published[1].artifact.uri}"
         )
 
     asyncio.run(scenario())
 
 
-def test_a_fork_says_its_parent_to_the_log_and_to_the_learner_also_when_it_is_resumed(place: Place) -> None:
+def test_a_fork_says_its_parent_to_the_log_and_to_the_learner_also_when_it_is_resumed(lab: Lab) -> None:
     async def scenario() -> None:
-        await place.record()
+        await lab.record()
         point = parse_fork("run-1@1")
-        run = await new_run(place.log, place.artifacts, place.loaded, "child", parent=point)
+        run = await new_run(lab.log, lab.artifacts, lab.loaded, "child", parent=point)
         assert run.started.parent == point
         started, submitted = lacking(Progress(run.started.run_id), run.started, run.jobs)
         assert isinstance(submitted, JobSubmitted)
         assert (submitted.base_version, submitted.fork) == (0, point)
-        await place.log.send(started)  # and then it died
-        resumed = await open_run(place.log, place.loaded, run.started.run_id)
-        progress = await look_up(place.log, run.started.run_id)
+        await lab.log.send(started)  # and then it died
+        resumed = await open_run(lab.log, lab.loaded, run.started.run_id)
+        progress = await look_up(lab.log, run.started.run_id)
         (again,) = lacking(progress, resumed.started, resumed.jobs)
         assert again == submitted
-        listed = runs_table(await read_runs(place.log)).splitlines()
+        listed = runs_table(await read_runs(lab.log)).splitlines()
         assert listed[-1].startswith(run.started.run_id)
         assert listed[-1].endswith("  run-1@1")
         assert not any("@" in line for line in listed[:-1])
@@ -161,8 +161,8 @@ def test_a_fork_says_its_parent_to_the_log_and_to_the_learner_also_when_it_is_re
     asyncio.run(scenario())
 
 
-def test_only_the_first_job_of_a_fork_begins_at_the_parents_version(place: Place) -> None:
-    script = place.script
+def test_only_the_first_job_of_a_fork_begins_at_the_parents_version(lab: Lab) -> None:
+    script = lab.script
     started = script.run_started().model_copy(update={"parent": ForkPoint(run_id="parent", version=4)})
     jobs = [script.job_spec("sft", num_epochs=1), script.job_spec("rl")]
     progress = evolve(Progress("run-1"), started)
@@ -178,14 +178,14 @@ def test_only_the_first_job_of_a_fork_begins_at_the_parents_version(place: Place
     assert (second.fork, second.base_version) == (None, 1)
 
 
-def test_a_fork_has_no_warm_start_unless_the_configuration_asks_for_it(place: Place) -> None:
-    adapter = place.written["trainer_adapters"]["a"]
+def test_a_fork_has_no_warm_start_unless_the_configuration_asks_for_it(lab: Lab) -> None:
+    adapter = lab.written["trainer_adapters"]["a"]
     adapter["warm_start"] = {}
-    config = place.loaded.config
+    config = lab.loaded.config
     assert [job.job_id for job in jobs_of(config, "r")] == ["r/sft", "r/rl"]
     assert [job.job_id for job in jobs_of(config, "r", is_fork=True)] == ["r/rl"]
     adapter["warm_start"] = {"in_forks": True}
-    assert [job.job_id for job in jobs_of(place.loaded.config, "r", is_fork=True)] == ["r/sft", "r/rl"]
+    assert [job.job_id for job in jobs_of(lab.loaded.config, "r", is_fork=True)] == ["r/sft", "r/rl"]
 
 
 def test_another_model_group_on_the_runs_log_does_not_count_as_its_own_version(script: SimpleNamespace) -> None:
@@ -197,25 +197,25 @@ def test_another_model_group_on_the_runs_log_does_not_count_as_its_own_version(s
     assert progress.weights == own
 
 
-def test_a_version_of_one_of_several_model_groups_is_named_with_it(place: Place) -> None:
+def test_a_version_of_one_of_several_model_groups_is_named_with_it(lab: Lab) -> None:
     async def scenario() -> None:
-        published = await place.record()
+        published = await lab.record()
         other = [event.model_copy(update={"model_group": "other/provers"}) for event in published]
-        await place.log.send_all([event.model_copy(update={"run_id": "other"}) for event in other])
-        await place.check("run-1@1")
-        await place.check("other/provers@1")
-        assert await place.refusal("other@1") == (
+        await lab.log.send_all([event.model_copy(update={"run_id": "other"}) for event in other])
+        await lab.check("run-1@1")
+        await lab.check("other/provers@1")
+        assert await lab.refusal("other@1") == (
             "run other has no model group policy; it has provers; name one as other/GROUP@1"
         )
-        place.written["trajectory_builders"]["b"]["agents"] = {"p": "provers", "v": "policy"}
-        await place.check("other/provers@1")
-        assert (await place.refusal("other@1")).startswith("run other has no model group policy")
+        lab.written["trajectory_builders"]["b"]["agents"] = {"p": "provers", "v": "policy"}
+        await lab.check("other/provers@1")
+        assert (await lab.refusal("other@1")).startswith("run other has no model group policy")
         groups = {"policy": {"version": "run-1@2"}}
-        place.written["trainer_adapters"]["a"]["model_groups"] = groups
-        await place.check("other@1")
-        await check_versions(place.log, place.artifacts, place.loaded.config)
+        lab.written["trainer_adapters"]["a"]["model_groups"] = groups
+        await lab.check("other@1")
+        await check_versions(lab.log, lab.artifacts, lab.loaded.config)
         groups["policy"]["version"] = "run-1@9"
         with pytest.raises(ConfigError, match=r"model_groups\.policy\.version: run-1@9: run run-1 has no version 9"):
-            await check_versions(place.log, place.artifacts, place.loaded.config)
+            await check_versions(lab.log, lab.artifacts, lab.loaded.config)
 
     asyncio.run(scenario())

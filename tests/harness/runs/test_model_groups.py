@@ -41,8 +41,8 @@ class Conducted:
 
     def end(self, job: str, version: int) -> None:
         group = next(spec.model_group for spec in self.jobs if spec.job_id == f"run-1/{job}")
-        place: dict[str, Any] = {"run_id": "run-1", "time_ms": 9000, "job_id": f"run-1/{job}", "model_group": group}
-        self.take(JobSucceeded(**place, final_version=version))
+        common: dict[str, Any] = {"run_id": "run-1", "time_ms": 9000, "job_id": f"run-1/{job}", "model_group": group}
+        self.take(JobSucceeded(**common, final_version=version))
 
 
 def specs(script: SimpleNamespace, name: str, num_epochs: int) -> list[JobSpec]:
@@ -109,8 +109,8 @@ def test_a_run_ends_when_all_its_jobs_have_ended(conducted: Conducted) -> None:
 
 
 def test_a_job_that_fails_ends_the_run_by_its_name_and_that_of_its_model_group(conducted: Conducted) -> None:
-    place: dict[str, Any] = {"run_id": "run-1", "time_ms": 9000, "job_id": "run-1/rl-b", "model_group": "run-1/b"}
-    conducted.take(JobFailed(**place, error="no room"))
+    common: dict[str, Any] = {"run_id": "run-1", "time_ms": 9000, "job_id": "run-1/rl-b", "model_group": "run-1/b"}
+    conducted.take(JobFailed(**common, error="no room"))
     assert reason_to_stop(conducted.progress, conducted.jobs) == "job run-1/rl-b (model group b) failed: no room"
 
 
@@ -128,9 +128,9 @@ def test_a_validation_waits_for_what_is_planned_of_each_model_group(conducted: C
     rollout = main.rollout.model_copy(update={"agents": agents})
     validation = Validation(conducted.script.run_started(), main, [Example("x", {})], rollout)
     for spec, base in ((conducted.jobs[-2], 1), (main, 5)):
-        place: dict[str, Any] = {"run_id": "run-1", "time_ms": 1, "job_id": spec.job_id}
+        common: dict[str, Any] = {"run_id": "run-1", "time_ms": 1, "job_id": spec.job_id}
         conducted.take(
-            JobStarted(**place, model_group=spec.model_group, base_version=base, plan=spec.plan, rollout=rollout)
+            JobStarted(**common, model_group=spec.model_group, base_version=base, plan=spec.plan, rollout=rollout)
         )
     conducted.seal("rl-b", 0, is_last=False)
     (task,) = validation.due_tasks(0, conducted.progress)

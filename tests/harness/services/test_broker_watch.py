@@ -10,7 +10,7 @@ import pytest
 
 from rollstream.eventlog.broker.broker import EmbeddedBroker, answers
 from rollstream.eventlog.broker.restarts import MAX_RESTARTS
-from rollstream.eventlog.broker.watch import ROOM_BYTES, keep_running
+from rollstream.eventlog.broker.watch import MIN_FREE_BYTES, keep_running
 from rollstream.eventlog.kafka.log import KafkaLog
 from rollstream.schemas.errors import BrokerError
 from rollstream.schemas.events import RunEnded
@@ -94,7 +94,9 @@ def test_a_death_of_a_full_disk_waits_for_room_and_does_not_count(
 
     async def scenario() -> None:
         filled = Filled(workspace, "x" * (MAX_RESTARTS + 3) + "r")
-        watching = asyncio.create_task(keep_running(filled, notify, first_backoff_s=0, check_s=0, room_bytes=1 << 20))
+        watching = asyncio.create_task(
+            keep_running(filled, notify, first_backoff_s=0, check_s=0, min_free_bytes=1 << 20)
+        )
         while filled.outcomes:
             await asyncio.sleep(0)
             assert not watching.done(), watching
@@ -118,10 +120,10 @@ def test_a_broker_whose_disk_was_full_goes_on_with_all_that_was_acknowledged(sma
             await log.send(RunEnded(run_id="r", time_ms=1, cause="failed"))  # a connected producer waits for the broker
             disk.fill()
             sent, last = await send_until_it_stops(log, broker)
-            await until(lambda: any("the disk of" in line for line in lines), watching)
-            assert f"needs {ROOM_BYTES:,} bytes" in lines[-1]
+            await wait_until(lambda: any("the disk of" in line for line in lines), watching)
+            assert f"needs {MIN_FREE_BYTES:,} bytes" in lines[-1]
             disk.free()
-            await until(lambda: answers(int(broker.bootstrap_servers.rpartition(":")[2])), watching)
+            await wait_until(lambda: answers(int(broker.bootstrap_servers.rpartition(":")[2])), watching)
             await last
             assert (await log.end_offsets("groups"))[0] > sent + 1
             watching.cancel()
@@ -131,7 +133,7 @@ def test_a_broker_whose_disk_was_full_goes_on_with_all_that_was_acknowledged(sma
     asyncio.run(scenario())
 
 
-async def until(condition: Callable[[], bool], watching: "asyncio.Task[None]") -> None:
+async def wait_until(condition: Callable[[], bool], watching: "asyncio.Task[None]") -> None:
     async with asyncio.timeout(120):
         while not condition():
             assert not watching.done(), watching

@@ -226,7 +226,7 @@ def test_a_served_broker_that_dies_is_started_again_and_ends_in_order(tmp_path: 
     with (tmp_path / "said.txt").open("w") as output:
         process = subprocess.Popen([*CLI, "serve", "broker"], env=env, stdout=output, stderr=output)
 
-    def until(claim: Callable[[], bool]) -> None:
+    def wait_until(claim: Callable[[], bool]) -> None:
         deadline = time.monotonic() + 60
         while not claim():
             assert process.poll() is None, (tmp_path / "said.txt").read_text()
@@ -234,11 +234,11 @@ def test_a_served_broker_that_dies_is_started_again_and_ends_in_order(tmp_path: 
             time.sleep(0.1)
 
     try:
-        until(lambda: find_running(tmp_path) is not None)
+        wait_until(lambda: find_running(tmp_path) is not None)
         address = find_running(tmp_path)
         first = json.loads((tmp_path / "broker" / "broker.json").read_text())["broker_pid"]
         os.kill(first, signal.SIGKILL)
-        until(lambda: json.loads((tmp_path / "broker" / "broker.json").read_text())["broker_pid"] != first)
+        wait_until(lambda: json.loads((tmp_path / "broker" / "broker.json").read_text())["broker_pid"] != first)
         assert find_running(tmp_path) == address
         process.send_signal(signal.SIGTERM)
         assert process.wait(30) == 0, (tmp_path / "said.txt").read_text()

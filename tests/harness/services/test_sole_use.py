@@ -12,7 +12,7 @@ from rollstream.harness.services.sole_use import check_sole_use
 from rollstream.schemas.errors import ConfigError
 from rollstream.schemas.kafka import KafkaSettings
 
-PLACE = "trajectory_builders.b.kafka.group_prefix"
+LOCATION = "trajectory_builders.b.kafka.group_prefix"
 
 
 class Leaving:
@@ -30,7 +30,7 @@ class Leaving:
 def test_members_of_a_killed_run_are_waited_for_and_it_is_told_once() -> None:
     lines: list[str] = []
     groups = Leaving("producers-1", "producers-2")
-    asyncio.run(check_sole_use(groups, ["g-producers"], PLACE, session_timeout_s=600.0, notify=lines.append))
+    asyncio.run(check_sole_use(groups, ["g-producers"], LOCATION, session_timeout_s=600.0, notify=lines.append))
     (line,) = lines
     assert "producers-1 at 10.0.0.1, producers-2 at 10.0.0.1 to leave consumer group g-producers" in line
 
@@ -43,15 +43,17 @@ def test_a_group_that_others_are_in_is_refused_with_their_names_and_the_remedy(k
         await other.start()
         await log.ensure_topics(num_partitions=6)
         group, lines = f"g-{uuid.uuid4().hex[:8]}", list[str]()
-        await check_sole_use(log, [group], PLACE, session_timeout_s=600.0, notify=lines.append)
+        await check_sole_use(log, [group], LOCATION, session_timeout_s=600.0, notify=lines.append)
         assert not lines
         member = await other.group_reader(group, ["tasks"])
         while not await log.group_members(group):
             await member.poll(timeout_s=0.1)
-        with pytest.raises(ConfigError, match=rf"{PLACE}: consumer group {group} is in use .*producers-1 at .*; stop"):
-            await check_sole_use(log, [group], PLACE, session_timeout_s=-sole_use.MARGIN_S, notify=lines.append)
+        with pytest.raises(
+            ConfigError, match=rf"{LOCATION}: consumer group {group} is in use .*producers-1 at .*; stop"
+        ):
+            await check_sole_use(log, [group], LOCATION, session_timeout_s=-sole_use.MARGIN_S, notify=lines.append)
         checking = asyncio.create_task(
-            check_sole_use(log, [group], PLACE, session_timeout_s=600.0, notify=lines.append)
+            check_sole_use(log, [group], LOCATION, session_timeout_s=600.0, notify=lines.append)
         )
         while not lines:
             await asyncio.sleep(0.01)

@@ -36,7 +36,7 @@ def is_gone(pid: int) -> bool:
         return True
 
 
-async def until(condition, timeout_s: float = 20.0) -> None:
+async def wait_until(condition, timeout_s: float = 20.0) -> None:
     deadline = time.monotonic() + timeout_s
     while not condition():
         assert time.monotonic() < deadline
@@ -48,7 +48,7 @@ def test_a_child_reads_its_settings_and_writes_its_log(tmp_path: Path) -> None:
         code = f"import sys; print(sys.stdin.read(), flush=True); {SLEEPS}"
         supervisor = Supervisor([spec("one", code, b"settings")], tmp_path)
         supervisor.start()
-        await until(lambda: "settings" in (tmp_path / "one.log").read_text())
+        await wait_until(lambda: "settings" in (tmp_path / "one.log").read_text())
         assert supervisor.last_words("one") == "settings"
         await supervisor.stop()
         assert supervisor.pids() == {}
@@ -63,7 +63,7 @@ def test_a_killed_child_is_started_again(tmp_path: Path) -> None:
         watching = asyncio.create_task(supervisor.watch())
         first = supervisor.pids()["one"]
         os.kill(first, signal.SIGKILL)
-        await until(lambda: supervisor.pids().get("one", first) != first)
+        await wait_until(lambda: supervisor.pids().get("one", first) != first)
         assert supervisor.total_restarts == 1
         watching.cancel()
         await supervisor.stop()
@@ -106,7 +106,7 @@ def test_children_are_stopped_rank_by_rank(tmp_path: Path) -> None:
         code = f"{ends} print('up', flush=True); time.sleep(60)"
         supervisor = Supervisor([spec("late", code, rank=1), spec("early", code, rank=0)], tmp_path)
         supervisor.start()
-        await until(lambda: all("up" in (tmp_path / f"{name}.log").read_text() for name in ("late", "early")))
+        await wait_until(lambda: all("up" in (tmp_path / f"{name}.log").read_text() for name in ("late", "early")))
         await supervisor.stop()
         early, late = (int((tmp_path / f"{name}.log").read_text().split()[1]) for name in ("early", "late"))
         assert early < late
@@ -118,7 +118,7 @@ def test_a_child_that_does_not_end_is_killed_after_the_grace_period(tmp_path: Pa
     async def scenario() -> None:
         supervisor = Supervisor([spec("one", STUBBORN)], tmp_path, grace_s=0.3)
         supervisor.start()
-        await until(lambda: "up" in (tmp_path / "one.log").read_text())
+        await wait_until(lambda: "up" in (tmp_path / "one.log").read_text())
         pid = supervisor.pids()["one"]
         await supervisor.stop()
         assert not psutil.pid_exists(pid)
@@ -138,7 +138,7 @@ def test_no_child_outlives_a_killed_parent(tmp_path: Path) -> None:
     with subprocess.Popen([sys.executable, "-c", parent], stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         orphan = psutil.Process(int(process.stdout.readline()))
-        asyncio.run(until(lambda: "up" in (tmp_path / "one.log").read_text()))
+        asyncio.run(wait_until(lambda: "up" in (tmp_path / "one.log").read_text()))
         process.kill()
     _, alive = psutil.wait_procs([orphan], timeout=5)
     assert alive == []
@@ -159,7 +159,7 @@ def test_a_child_without_a_sign_of_life_is_killed_and_started_again(tmp_path: Pa
         await asyncio.sleep(0.5)
         assert supervisor.pids()["one"] == first
         stuck.append(first)
-        await until(lambda: supervisor.pids().get("one", first) != first)
+        await wait_until(lambda: supervisor.pids().get("one", first) != first)
         watching.cancel()
         await supervisor.stop()
 
@@ -202,7 +202,7 @@ def test_a_pause_of_the_supervisor_itself_kills_no_child(tmp_path: Path) -> None
         for _ in range(int(SILENCE_S) + 2):  # silent although the supervisor looks on: stuck
             now[0] += 1.0
             supervisor.check()
-        await until(lambda: is_gone(child))
+        await wait_until(lambda: is_gone(child))
         await supervisor.stop()
 
     asyncio.run(scenario())
@@ -219,9 +219,9 @@ def test_a_child_that_ends_while_something_is_missing_is_started_again_after_tha
         supervisor.start()
         watching = asyncio.create_task(supervisor.watch())
         for ended in range(1, MAX_RESTARTS + 3):
-            await until(lambda ended=ended: supervisor.total_restarts == ended)
+            await wait_until(lambda ended=ended: supervisor.total_restarts == ended)
             missing.clear()
-            await until(lambda: bool(supervisor.pids()))
+            await wait_until(lambda: bool(supervisor.pids()))
             missing.append("the disk is full")
         assert not watching.done()
         watching.cancel()

@@ -231,22 +231,22 @@ def recorded(tmp_path: Path) -> Recorded:
 
 def test_a_run_can_be_replayed_forked_and_exported_after_its_unneeded_weights_are_removed(recorded: Recorded) -> None:
     others = {path for path in recorded.folder.rglob("*") if path.is_file() and path.suffix != ".safetensors"}
-    aside = recorded.folder / "artifacts" / "aa" / "x.aside"
-    young = aside.with_name("y.aside")
-    aside.parent.mkdir(exist_ok=True)
-    for path in (aside, young):
+    temporary = recorded.folder / "artifacts" / "aa" / "x.aside"
+    young = temporary.with_name("y.aside")
+    temporary.parent.mkdir(exist_ok=True)
+    for path in (temporary, young):
         path.write_bytes(b"half")
     before = time.time() - 2 * LEFTOVER_S
-    os.utime(aside, (before, before))
+    os.utime(temporary, (before, before))
 
     found = asyncio.run(recorded.collect(is_dry=True))
     assert sorted(stored.version for stored, _ in found.weights.values()) == [1, 2]
     assert all(size == stored.ref.size_bytes > 0 for stored, size in found.weights.values())
-    assert [leftover.path for leftover in found.leftovers] == [aside]
+    assert [leftover.path for leftover in found.leftovers] == [temporary]
     assert recorded.kept() == [0, 1, 2, 3]
     assert asyncio.run(recorded.collect()).weights == found.weights
     assert recorded.kept() == [0, 3]
-    assert (aside.exists(), young.exists()) == (False, True)
+    assert (temporary.exists(), young.exists()) == (False, True)
     assert all(path.exists() for path in others)
     again = asyncio.run(recorded.collect())
     assert (again.weights, again.leftovers, again.num_elsewhere) == ({}, [], 0)

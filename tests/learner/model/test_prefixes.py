@@ -97,9 +97,9 @@ def test_a_tree_has_each_beginning_once_and_every_row(rows: list[list[int]]) -> 
     for block in tree.blocks:
         mask = additive_mask(block, torch.float32)
         for segment, keys in enumerate(block.keys_S_K.tolist()):
-            for place in range(block.queries_S_Q.shape[1]):
-                seen.append(keys[: place + 1 if mask is None else int((mask[segment, 0, place] == 0).sum())])
-    paths = [seen[place] for place in tree.places_N.tolist()]
+            for query in range(block.queries_S_Q.shape[1]):
+                seen.append(keys[: query + 1 if mask is None else int((mask[segment, 0, query] == 0).sum())])
+    paths = [seen[slot] for slot in tree.slots_N.tolist()]
     for row, source in zip(rows, tree.sources_M.tolist(), strict=True):
         assert tree.token_ids_N[paths[source]].tolist() == row[:-1]
         assert tree.positions_N[paths[source]].tolist() == list(range(len(row) - 1))

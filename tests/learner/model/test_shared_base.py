@@ -72,8 +72,8 @@ def test_what_cannot_share_has_a_base_model_of_its_own(folder: Path) -> None:
     assert can_share(lora(folder, use_dora=True), CPU)
     assert not can_share(lora(folder, use_dora=True), torch.device("cuda"))
     models = [PolicyModel(full, seed=1, shares_base=True) for _ in range(2)]
-    places = [{value.data_ptr() for _, value in model.trainable()} for model in models]
-    assert not places[0] & places[1]
+    addresses = [{value.data_ptr() for _, value in model.trainable()} for model in models]
+    assert not addresses[0] & addresses[1]
 
 
 def test_who_shares_a_base_model_and_why_others_do_not_is_one_text() -> None:

@@ -77,9 +77,9 @@ def test_logprobs_and_entropies_are_those_of_a_plain_forward_of_each_row(tiny_mo
     for row in rows().rows:
         ids = torch.from_numpy(row.token_ids).long()
         table = torch.log_softmax(model.module(input_ids=ids[None]).logits[0] / 0.7, dim=-1)
-        for place in np.flatnonzero(row.mask):
-            wanted_logprobs.append(table[place - 1, ids[place]].item())
-            wanted_entropies.append(-(table[place - 1].exp() * table[place - 1]).sum().item())
+        for position in np.flatnonzero(row.mask):
+            wanted_logprobs.append(table[position - 1, ids[position]].item())
+            wanted_entropies.append(-(table[position - 1].exp() * table[position - 1]).sum().item())
     assert logprobs.tolist() == pytest.approx(wanted_logprobs, abs=1e-5)
     assert entropies.tolist() == pytest.approx(wanted_entropies, abs=1e-5)
 

@@ -173,12 +173,12 @@ def test_a_killed_process_restarts_the_job_from_its_position(
             job = await lab.submit(**of_job(lab.model))
             with launched(lab, own_broker, tmp_path) as torchrun:
                 await lab.plan(job, 1, seal=False)
-                previous = await until(lab, torchrun, 1)
+                previous = await wait_until(lab, torchrun, 1)
                 await kill(torchrun, rank=1)
                 for count in range(1, VERSIONS):
                     digest = codec.content_digest((await lab.events("batches", BatchPlanned))[-1])
                     await lab.plan(job, 1, seal=count == VERSIONS - 1, first=count, previous=digest)
-                    previous = await until(lab, torchrun, count + 1)
+                    previous = await wait_until(lab, torchrun, count + 1)
                     if count == 2:
                         await kill(torchrun, rank=0)
                 return previous
@@ -219,7 +219,7 @@ def launched(lab: Any, kafka: KafkaSettings, folder: Path) -> Iterator[psutil.Pr
             process.kill()
 
 
-async def until(lab: Any, torchrun: psutil.Process, count: int) -> list[StepTrained]:
+async def wait_until(lab: Any, torchrun: psutil.Process, count: int) -> list[StepTrained]:
     """The steps, once there are `count`, all of them published."""
     async with asyncio.timeout(240):
         while True:

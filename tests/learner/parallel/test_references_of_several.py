@@ -27,7 +27,7 @@ from rollstream.schemas.kafka import KafkaSettings
 from rollstream.schemas.permissions import Permissions
 from rollstream.schemas.settings import LoraSettings, ModelSettings, OptimizerSettings
 from tests.learner.conftest import Lab, PairLab
-from tests.learner.parallel.test_jobs_of_several import launched, slowly, until
+from tests.learner.parallel.test_jobs_of_several import launched, slowly, wait_until
 from tests.rigs.process_group import together
 
 pytestmark = pytest.mark.slow
@@ -146,7 +146,7 @@ def test_a_process_that_is_killed_while_all_score_changes_no_weights(
             job = await lab.submit(**of_job(lab.model, "kl", lora=False))
             with launched(lab, own_broker, tmp_path) as torchrun:
                 await lab.plan(job, VERSIONS)
-                steps = await until(lab, torchrun, VERSIONS)
+                steps = await wait_until(lab, torchrun, VERSIONS)
             terms = [one.term for one in await lab.events("weights", LearnerClaimed)]
             return [one.weights_sha256 for one in steps], len(terms)
 

@@ -85,11 +85,11 @@ def rows_from(first: int, end: int) -> dict[str, list[dict[str, Any]]]:
     }
 
 
-@pytest.mark.parametrize("room_for_checkpoint", [0, 4])
+@pytest.mark.parametrize("space_factor", [0, 4])
 def test_a_checkpoint_that_is_due_on_a_full_disk_ends_the_use_of_the_file_for_as_long_as_it_is_full(
-    small_disk: Callable[[int], Any], monkeypatch: pytest.MonkeyPatch, room_for_checkpoint: int
+    small_disk: Callable[[int], Any], monkeypatch: pytest.MonkeyPatch, space_factor: int
 ) -> None:
-    monkeypatch.setattr("rollstream.metrics.projection.database.ROOM_FOR_CHECKPOINT", room_for_checkpoint)
+    monkeypatch.setattr("rollstream.metrics.projection.database.CHECKPOINT_SPACE_FACTOR", space_factor)
     disk, groups = small_disk(8), TopicPartition("groups", 0)
     database = Database(disk.folder / "metrics.duckdb")
     database.write(rows_from(0, 400), {groups: 400})

@@ -95,7 +95,7 @@ def test_the_views_say_what_the_folds_say(tmp_path: Path, seed: int) -> None:
     }
     found = rows(path, "SELECT player, seat, opponent, sum(num_matches), sum(num_wins) FROM seat_results GROUP BY ALL")
     assert {row[:3]: row[3:] for row in found} == {
-        place: (one.num_matches, one.num_wins) for place, one in by_seat(matches).items()
+        seat: (one.num_matches, one.num_wins) for seat, one in by_seat(matches).items()
     }
 
 

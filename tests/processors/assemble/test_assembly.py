@@ -292,11 +292,11 @@ def test_rewards_without_a_finite_sum_reject_the_attempt():
 def test_the_low_water_mark_is_the_group_started_of_the_oldest_open_group():
     events = [started(0, size=1), started(1, size=1), *attempt(1), *attempt(0), tick(1)]
     state = assembly.initial()
-    marks = []
+    low_waters = []
     for one in received_of(events):
         assembly.evolve(state, one)
-        marks.append(state.low_water)
-    assert marks == [0] * 11 + [12, 13]
+        low_waters.append(state.low_water)
+    assert low_waters == [0] * 11 + [12, 13]
 
 
 def test_a_mark_between_a_group_started_and_its_repeat_is_moved_before_both():
@@ -306,7 +306,7 @@ def test_a_mark_between_a_group_started_and_its_repeat_is_moved_before_both():
     state = assembly.initial()
     (closing,) = fold(received, state)
     assert state.low_water == 1 + len(one)
-    assert [state.before_repeats(mark) for mark in (0, 1, state.low_water, state.low_water + 2)] == [0, 0, 0, 8]
+    assert [state.before_repeats(offset) for offset in (0, 1, state.low_water, state.low_water + 2)] == [0, 0, 0, 8]
     (other,) = fold(received[state.low_water :], assembly.initial(state.low_water))
     assert [one.member for one in closing.closed.members] == [0, 1]
     assert [one.member for one in other.closed.members] == [1, 2]
@@ -343,8 +343,8 @@ def _partition(draw):
     followers = dict(enumerate(members for _, members in groups))
     events = []
     while waiting:
-        place = draw(st.integers(0, len(waiting) - 1))
-        event = waiting[place].pop(0)
+        position = draw(st.integers(0, len(waiting) - 1))
+        event = waiting[position].pop(0)
         events.append(event)
         if isinstance(event, GroupStarted):
             waiting += [list(member) for member in followers[event.index]]
@@ -371,10 +371,10 @@ def test_a_fold_from_the_low_water_mark_closes_what_was_open_in_the_same_way(dra
     times = sorted(data.draw(st.lists(st.integers(0, 1500), min_size=len(events), max_size=len(events))))
     events = [event.model_copy(update={"time_ms": time_ms}) for event, time_ms in zip(events, times, strict=True)]
     for index in data.draw(st.lists(st.integers(0, 2), max_size=3)):
-        place = data.draw(st.integers(0, len(events) - 1))
-        later = extended(index, deadline_ms=data.draw(st.integers(0, 3000)), time_ms=times[place])
-        events.insert(place, later)
-        times.insert(place, times[place])
+        position = data.draw(st.integers(0, len(events) - 1))
+        later = extended(index, deadline_ms=data.draw(st.integers(0, 3000)), time_ms=times[position])
+        events.insert(position, later)
+        times.insert(position, times[position])
     received = received_of([*events, tick(9_000)])
     cut = data.draw(st.integers(0, len(received)))
     state = assembly.initial()

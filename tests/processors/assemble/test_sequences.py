@@ -34,7 +34,7 @@ def ids_of(sequence):
     return list(decode_ids(sequence.token_ids))
 
 
-def places(sequence):
+def spans(sequence):
     return [(part.step_index, part.start, part.length) for part in sequence.completions]
 
 
@@ -47,7 +47,7 @@ def test_calls_that_extend_each_other_are_one_sequence():
         ]
     )
     assert ids_of(joined) == [1, 2, 3, 4, 5, 6, 7, 8]
-    assert places(joined) == [(0, 2, 2), (2, 5, 1), (5, 6, 2)]
+    assert spans(joined) == [(0, 2, 2), (2, 5, 1), (5, 6, 2)]
     assert joined.logprobs is not None
     assert list(decode_floats(joined.logprobs)) == [-3, -4, -6, -7, -8]
 
@@ -61,7 +61,7 @@ def test_a_cut_prefix_begins_a_sequence_in_which_it_is_prompt():
     first, second = join_calls([call(0, [1, 2], [3, 4]), call(1, [9], [5], prefix=prefix(0, [1, 2, 3]))])
     assert ids_of(first) == [1, 2, 3, 4]
     assert ids_of(second) == [1, 2, 3, 9, 5]
-    assert places(second) == [(1, 4, 1)]
+    assert spans(second) == [(1, 4, 1)]
 
 
 def test_a_second_branch_begins_a_sequence():
@@ -74,8 +74,8 @@ def test_a_second_branch_begins_a_sequence():
     first, second = join_calls(steps)
     assert ids_of(first) == [1, 2, 3, 4, 7, 8]
     assert ids_of(second) == [1, 2, 5, 6]
-    assert places(first) == [(0, 1, 1), (1, 3, 1), (3, 5, 1)]
-    assert places(second) == [(2, 3, 1)]
+    assert spans(first) == [(0, 1, 1), (1, 3, 1), (3, 5, 1)]
+    assert spans(second) == [(2, 3, 1)]
 
 
 def test_a_branch_that_nothing_goes_on_from_is_left_out():
@@ -88,9 +88,9 @@ def test_a_branch_that_nothing_goes_on_from_is_left_out():
     dead = dead_branches(steps)
     assert dead == {1}
     first, second = join_calls(steps, without=dead)
-    assert (ids_of(first), places(first)) == ([1, 2], [(0, 1, 1)])
+    assert (ids_of(first), spans(first)) == ([1, 2], [(0, 1, 1)])
     assert list(decode_floats(first.logprobs or "")) == [-2]
-    assert (ids_of(second), places(second)) == ([1, 2, 3, 5, 6, 7], [(2, 3, 1), (4, 5, 1)])
+    assert (ids_of(second), spans(second)) == ([1, 2, 3, 5, 6, 7], [(2, 3, 1), (4, 5, 1)])
     assert dead_branches(steps[:3]) == {1}
     assert dead_branches(steps[:2]) == dead_branches([]) == frozenset()
 
@@ -102,7 +102,7 @@ def test_of_each_conversation_the_last_call_lives_and_those_whose_text_is_used()
     after = call(4, [20], [21])
     assert dead_branches([*talk, rejected, summary, after]) == {2}
     sequences = join_calls([*talk, rejected, summary, after], without={2})
-    assert [places(one) for one in sequences] == [[(0, 1, 1), (1, 3, 1)], [(3, 5, 1)], [(4, 1, 1)]]
+    assert [spans(one) for one in sequences] == [[(0, 1, 1), (1, 3, 1)], [(3, 5, 1)], [(4, 1, 1)]]
     using = call(4, [20], [21], uses=(2,))
     assert dead_branches([*talk, rejected, summary, using]) == frozenset()
     assert dead_branches([call(0, [1, 5], [2]), call(1, [7], [8], prefix=prefix(0, [1]))]) == frozenset()
@@ -120,7 +120,7 @@ def test_calls_with_and_without_log_probabilities_stand_in_sequences_of_their_ow
     assert ids_of(known) == [1, 2]
     assert ids_of(unknown) == [1, 2, 3, 4, 7, 8]
     assert ids_of(later) == [1, 2, 3, 4, 5, 6]
-    assert [places(one) for one in (known, unknown, later)] == [[(0, 1, 1)], [(1, 3, 1), (3, 5, 1)], [(2, 5, 1)]]
+    assert [spans(one) for one in (known, unknown, later)] == [[(0, 1, 1)], [(1, 3, 1), (3, 5, 1)], [(2, 5, 1)]]
     assert [one.logprobs is None for one in (known, unknown, later)] == [False, True, False]
 
 

@@ -62,10 +62,10 @@ class Simulation:
         self.open_tasks, self.to_start, self.to_submit, self.ended = [], [], {}, set()
         for run_id, plan in self.plans.items():
             partition.start_run(run_id, idle_timeout_s=random.choice([0.2, 3600.0]))
-            self.note(partition.start_job(run_id, **plan))
+            self.check(partition.start_job(run_id, **plan))
             self.to_start.append((run_id, 0))
 
-    def note(self, outputs):
+    def check(self, outputs):
         for event in outputs:
             if isinstance(event, TaskRequested):
                 planned = self.num_batches(event.run_id)
@@ -88,7 +88,7 @@ class Simulation:
                 break
             self.random.choice([*actions * 4, self.repeat, self.end, self.roll_back])()
         for run_id in self.plans:
-            self.note(self.partition.end_run(run_id))
+            self.check(self.partition.end_run(run_id))
         while self.open_tasks:
             self.close()
 
@@ -107,7 +107,7 @@ class Simulation:
             for number in range(self.random.choice([0, task.num_rollouts, task.num_rollouts]))
         )
         event = self.make_closed(task, (), members=members, time_ms=self.partition.time_ms)
-        self.note(self.partition.write(event))
+        self.check(self.partition.write(event))
         if (task.run_id, task.epoch) in self.to_submit:
             chosen = [member.trajectory_id for member in members if self.random.random() < 0.7]
             group = (task.group_id, dict.fromkeys(chosen, 0.5))
@@ -117,33 +117,33 @@ class Simulation:
         run_id, epoch = self.to_start.pop()
         plan = self.plans[run_id]
         if plan["planning"] == "stream":
-            self.note(self.partition.start_epoch(epoch, run_id))
+            self.check(self.partition.start_epoch(epoch, run_id))
             return
         size, at = plan["num_generations"], max(0, self.num_batches(run_id) - plan["max_staleness"])
         tasks = self.partition.start_submitted_epoch(epoch, run_id, plan["tasks_per_epoch"], size, at)
-        self.note(tasks)
+        self.check(tasks)
         self.to_submit[run_id, epoch] = []
 
     def submit(self):
         where = self.random.choice(sorted(self.to_submit))
         run_id, epoch = where
-        self.note(self.partition.submit(self.to_submit.pop(where), epoch, run_id))
+        self.check(self.partition.submit(self.to_submit.pop(where), epoch, run_id))
 
     def repeat(self):
         event = self.random.choice(self.partition.records).event
         if event.run_id in self.partition.state.runs:
-            self.note(self.partition.write(event))
+            self.check(self.partition.write(event))
 
     def roll_back(self):
         run_id = self.random.choice(sorted(self.plans))
         if run_id in self.partition.state.runs:
             newest = self.num_batches(run_id)
             after = self.random.choice([newest, max(0, newest - 1)])
-            self.note(self.partition.roll_back(self.random.randrange(newest + 2), after=after, run_id=run_id))
+            self.check(self.partition.roll_back(self.random.randrange(newest + 2), after=after, run_id=run_id))
 
     def end(self):
         if self.random.random() < 0.2:
-            self.note(self.partition.end_run(self.random.choice(sorted(self.plans))))
+            self.check(self.partition.end_run(self.random.choice(sorted(self.plans))))
 
 
 def simulate(new_partition, plans, random, make_closed, make_member):

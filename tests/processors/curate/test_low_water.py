@@ -67,11 +67,11 @@ def without_clocks(metadata):
 @given(
     plans=st.lists(PLANS, min_size=1, max_size=3),
     random=RANDOMS,
-    places=st.lists(st.floats(0, 1), min_size=1, max_size=3),
+    shares=st.lists(st.floats(0, 1), min_size=1, max_size=3),
     keeps=st.sampled_from(["metadata", "runs only", "offset only", "nothing", "the fold"]),
 )
 def test_a_restart_at_any_offset_answers_as_if_there_had_been_none(
-    plans, random, places, keeps, new_partition, make_closed, make_member, tmp_path_factory
+    plans, random, shares, keeps, new_partition, make_closed, make_member, tmp_path_factory
 ):
     partition = simulate(new_partition, plans, random, make_closed, make_member)
     store = ArtifactStore(str(tmp_path_factory.mktemp("store")))
@@ -80,7 +80,7 @@ def test_a_restart_at_any_offset_answers_as_if_there_had_been_none(
         log = await written(partition, store)
         size = len(partition.records)
         whole = await take(CurateShell(log, store, service="p"), log, 0, size)
-        stops = sorted({int(place * size) for place in places} | {size})
+        stops = sorted({int(share * size) for share in shares} | {size})
         shell, begin, metadata, answers = CurateShell(log, store, service="p"), 0, "", []
         for stop in stops:
             await shell.prepare(0, begin, metadata)

@@ -52,10 +52,10 @@ def test_group_ids_that_no_number_can_name_are_groups_without_an_index(name):
 
 def test_ids_are_taken_apart_as_they_are_put_together():
     name = ids.group_id("run", "rl", 123_456, 7)
-    assert ids.place_of(name) == ("run/rl", 123_456, 7)
+    assert ids.epoch_position(name) == ("run/rl", 123_456, 7)
     assert ids.split_index(name) == ("run/rl/e123456", 7)
     assert ids.attempt_of(name, ids.rollout_id(name, 11, 3)) == (11, 3)
-    assert ids.place_of(ids.validation_group_id("run", "rl", 0, "ab", 1)) is None
+    assert ids.epoch_position(ids.validation_group_id("run", "rl", 0, "ab", 1)) is None
 
 
 def test_an_end_that_counts_more_steps_than_there_are_is_incomplete_at_once():

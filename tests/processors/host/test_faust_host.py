@@ -307,8 +307,8 @@ async def _check(log, run, groups, closed, sealed):
         name: digest for name, digest in expected.items() if name.startswith("group_closed")
     }
     for one in unique.values():
-        places = [Position("trajectories", locator.partition, locator.offset) for locator in one.event.locators]
-        assert [codec.decode(record).digest for record in await log.fetch(places)] == [
+        positions = [Position("trajectories", locator.partition, locator.offset) for locator in one.event.locators]
+        assert [codec.decode(record).digest for record in await log.fetch(positions)] == [
             member.digest for member in one.event.members
         ]
     planned = once(one for one in sealed if one.event.run_id == run)
@@ -368,8 +368,8 @@ def test_trajectories_of_32k_tokens_in_groups_of_16_pass(own_broker):
                 closed = event if isinstance(event, GroupClosed) and event.group_id == group(9) else closed
         assert closed is not None
         assert [member.num_tokens for member in closed.members] == [LONG_TOKENS] * LONG_MEMBERS
-        places = [Position("trajectories", at.partition, at.offset) for at in closed.locators]
-        fetched = [codec.decode(record) for record in await log.fetch(places)]
+        positions = [Position("trajectories", at.partition, at.offset) for at in closed.locators]
+        fetched = [codec.decode(record) for record in await log.fetch(positions)]
         assert [one.digest for one in fetched] == [member.digest for member in closed.members]
         await reader.close()
         await host.stop()

@@ -29,7 +29,7 @@ def test_letters_are_needed_from_the_first_one_about_what_is_read_again():
         found = DeadLetterIndex(log)
         await found.refresh()
         assert found.offsets(STEPS) == {3, 4, 5, 9}
-        assert [found.needed_from(STEPS, mark) for mark in (0, 4, 5, 6, 10)] == [0, 1, 1, 3, 5]
+        assert [found.needed_from(STEPS, offset) for offset in (0, 4, 5, 6, 10)] == [0, 1, 1, 3, 5]
         await found.refresh()
         assert found.needed_from(STEPS, 4) == 1  # assigned again from an older commit
         await add_dead_letter(log, 20)
@@ -70,23 +70,23 @@ def test_assembly_reads_no_letter_of_what_it_will_not_fold_again():
         await first.prepare(0, 0)
         await first.take(Batch(0, 1, await records_of(log, "steps")))
         await first.drain()
-        mark = first.commit_offset(0)
-        assert mark is not None
+        offset = first.commit_offset(0)
+        assert offset is not None
         second = AssembleShell(log, None, service="q")
-        await second.prepare(0, mark, first.metadata(0))  # they were written after the first one had looked
+        await second.prepare(0, offset, first.metadata(0))  # they were written after the first one had looked
         counted(log)
         third = AssembleShell(log, None, service="r")
-        await third.prepare(0, mark, second.metadata(0))
+        await third.prepare(0, offset, second.metadata(0))
         assert counted(log)["dlq"] == 0
         await log.send(started(1, size=1), partition=0)
         await log.send_raw("steps", key=b"k", value=b"no event", partition=0)
-        await third.take(Batch(0, 1, (await records_of(log, "steps"))[mark:]))
+        await third.take(Batch(0, 1, (await records_of(log, "steps"))[offset:]))
         await third.drain()
-        assert third.commit_offset(0) == mark
+        assert third.commit_offset(0) == offset
         again = AssembleShell(log, None, service="s")
-        await again.prepare(0, mark, third.metadata(0))
+        await again.prepare(0, offset, third.metadata(0))
         assert counted(log)["dlq"] == 1
-        await again.take(Batch(0, 1, (await records_of(log, "steps"))[mark:]))
+        await again.take(Batch(0, 1, (await records_of(log, "steps"))[offset:]))
         await again.drain()
         assert len(await records_of(log, "dlq")) == 51  # the open group's poison has one letter, not two
 

@@ -43,7 +43,7 @@ async def hosting(log, kafka, store, app_id):
         await host.stop()
 
 
-async def until(holds):
+async def wait_until(holds):
     async with asyncio.timeout(60):
         while not await holds():
             await asyncio.sleep(0.05)
@@ -79,7 +79,7 @@ def test_assembly_goes_on_while_curation_waits_to_be_folded_again_and_then_it_go
             return found[GROUPS].metadata if found[GROUPS].offset == before + 3 else ""
 
         async with hosting(log, own_broker, store, "held"):
-            await until(committed)
+            await wait_until(committed)
         beginning = beginning_of(await committed(), before + 3)
         assert beginning is not None
         assert (beginning.offset, list(beginning.live or ())) == (before, [RUN])
@@ -96,14 +96,14 @@ def test_assembly_goes_on_while_curation_waits_to_be_folded_again_and_then_it_go
             async def has_planned():
                 return [one for one in await events(log, "batches", BatchPlanned) if one.run_id == RUN]
 
-            await until(is_waiting)
+            await wait_until(is_waiting)
             for index in range(2):
                 await close_group(log, index)
-            await until(has_closed)
+            await wait_until(has_closed)
             assert curating.is_waiting(0), "assembly went on, curation did not"
             assert not host.failed.done()
             away.rename(tmp_path / "artifacts")
-            await until(has_planned)
+            await wait_until(has_planned)
             (planned,) = await has_planned()
             assert len(planned.members) == 4
             assert curating.progress(0) == 3 + 2, "the run's records and nothing else was folded"

@@ -55,14 +55,14 @@ async def commit(kafka, app_id, partition, offset):
     await consumer.stop()
 
 
-async def cut(place, partition, before):
-    await place.admin.delete_records({KafkaPartition(STEPS, partition): RecordsToDelete(before_offset=before)})
+async def cut(lab, partition, before):
+    await lab.admin.delete_records({KafkaPartition(STEPS, partition): RecordsToDelete(before_offset=before)})
 
 
 @contextlib.asynccontextmanager
-async def hosting(place, app_id):
-    shell = AssembleShell(place.log, None, service="p")
-    host = create_host(place.kafka, [shell], client_id="p", app_id=app_id, session_timeout_s=6)
+async def hosting(lab, app_id):
+    shell = AssembleShell(lab.log, None, service="p")
+    host = create_host(lab.kafka, [shell], client_id="p", app_id=app_id, session_timeout_s=6)
     await host.start()
     try:
         yield host, shell
@@ -84,23 +84,23 @@ async def reaches(shell, partition, offset):
 
 def test_a_committed_offset_that_is_not_kept_fails_the_host_and_one_that_never_was_committed_does_not(own_broker):
     async def go():
-        async with connected(own_broker) as place:
-            end = await write(place.log, 0, 4)
-            await cut(place, 0, end - 6)
+        async with connected(own_broker) as lab:
+            end = await write(lab.log, 0, 4)
+            await cut(lab, 0, end - 6)
             for app_id, offset in {"below": end - 12, "zero": 0}.items():
                 await commit(own_broker, app_id, 0, offset)
-                async with hosting(place, app_id) as (host, shell):
+                async with hosting(lab, app_id) as (host, shell):
                     assert await error_of(host) == (
                         f"offset {offset} of topic steps partition 0 is not kept: it holds {end - 6} to {end - 1}"
                     )
                     assert shell.position(0) is None
             await commit(own_broker, "above", 0, end + 5)
-            async with hosting(place, "above") as (host, shell):
+            async with hosting(lab, "above") as (host, shell):
                 assert (await error_of(host)).startswith(
                     f"offset {end + 5} of topic steps partition 0 is not kept: it holds {end - 6} to {end - 1}; "
                 )
                 assert shell.position(0) is None
-            async with hosting(place, "new") as (host, shell):
+            async with hosting(lab, "new") as (host, shell):
                 await reaches(shell, 0, end)
                 assert not host.failed.done()
 
@@ -109,13 +109,13 @@ def test_a_committed_offset_that_is_not_kept_fails_the_host_and_one_that_never_w
 
 def test_records_that_are_removed_before_they_are_read_fail_the_host_in_mid_run(own_broker):
     async def go():
-        async with connected(own_broker) as place:
-            end = await write(place.log, 1, 2)
-            async with hosting(place, "mid") as (host, shell):
+        async with connected(own_broker) as lab:
+            end = await write(lab.log, 1, 2)
+            async with hosting(lab, "mid") as (host, shell):
                 await reaches(shell, 1, end)
                 host.consumer.pause_partitions(host.consumer.assignment())  # as if it were slow
-                newer = await write(place.log, 1, 3)
-                await cut(place, 1, newer - 6)
+                newer = await write(lab.log, 1, 3)
+                await cut(lab, 1, newer - 6)
                 host.consumer.resume_partitions(host.consumer.assignment())
                 message = re.fullmatch(r"offset (\d+) of (.*)", await error_of(host))
                 assert message is not None
@@ -127,13 +127,13 @@ def test_records_that_are_removed_before_they_are_read_fail_the_host_in_mid_run(
 
 def test_a_topic_that_is_deleted_and_made_again_in_mid_run_fails_the_host(own_broker):
     async def go():
-        async with connected(own_broker) as place:
-            end = await write(place.log, 0, 2)
-            async with hosting(place, "again") as (host, shell):
+        async with connected(own_broker) as lab:
+            end = await write(lab.log, 0, 2)
+            async with hosting(lab, "again") as (host, shell):
                 await reaches(shell, 0, end)
-                await place.admin.delete_topics([STEPS])
+                await lab.admin.delete_topics([STEPS])
                 await asyncio.sleep(1)
-                await place.log.ensure_topics(num_partitions=PARTITIONS)
+                await lab.log.ensure_topics(num_partitions=PARTITIONS)
                 message = await error_of(host)
                 assert " of topic steps partition " in message
                 assert message.endswith(

@@ -42,7 +42,7 @@ def agents_lines(*values, question="1+1="):
 @contextlib.contextmanager
 def serving(answer, path="/v1/workflow/full"):
     """URL of a server whose `path` answers by the coroutine `answer(request)`; and the bodies that were posted."""
-    loop, ready, bodies, place = asyncio.new_event_loop(), threading.Event(), [], []
+    loop, ready, bodies, ports = asyncio.new_event_loop(), threading.Event(), [], []
 
     async def handle(request):
         bodies.append(await request.json())
@@ -55,7 +55,7 @@ def serving(answer, path="/v1/workflow/full"):
         await runner.setup()
         site = web.TCPSite(runner, "127.0.0.1", 0)
         await site.start()
-        place.append(runner.addresses[0][1])
+        ports.append(runner.addresses[0][1])
         ready.set()
         return runner
 
@@ -70,7 +70,7 @@ def serving(answer, path="/v1/workflow/full"):
     thread.start()
     try:
         assert ready.wait(10)
-        yield f"http://127.0.0.1:{place[0]}", bodies
+        yield f"http://127.0.0.1:{ports[0]}", bodies
     finally:
         loop.call_soon_threadsafe(loop.stop)
         thread.join()

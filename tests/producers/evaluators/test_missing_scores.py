@@ -83,8 +83,8 @@ def test_what_a_reward_raises_is_logged_with_its_traceback_and_recorded_with_its
     if name == "test_raises_at_depth":
         raised = (at_depth, 1, "KeyError", "'no such key'")
     function, offset, kind, message = raised
-    place = f"test_missing_scores.py line {function.__code__.co_firstlineno + offset}, in {function.__name__}"
-    expected = f"reward {name} raised {kind} ({place}): {message}"
+    location = f"test_missing_scores.py line {function.__code__.co_firstlineno + offset}, in {function.__name__}"
+    expected = f"reward {name} raised {kind} ({location}): {message}"
     is_rejected = (name, missing_score) == ("test_has_no_verdict", "reject")
     assert (last.missing_scores[name] if is_rejected else last.message) == expected
     (record,) = [one for one in caplog.records if one.levelname == ("WARNING" if is_rejected else "ERROR")]

@@ -15,8 +15,8 @@ import aiohttp
 from rollstream.eventlog import codec
 from rollstream.eventlog.codec import Encoded
 from rollstream.producers.attempt import record_rollout
+from rollstream.producers.gateway.call_keys import address_file, token_file
 from rollstream.producers.gateway.listener import RolloutGateway
-from rollstream.producers.gateway.marks import address_file, token_file
 from rollstream.producers.rollout.continuing import RecordedAttempt
 from rollstream.schemas.permissions import Permissions, named_by
 from rollstream.schemas.services import GatewaySection
@@ -37,9 +37,9 @@ class Outside:
         self.token = token
         self.rollout: dict[str, Any] = {}
 
-    async def claim(self, wait_s: float = 10.0, *, mark: str = "claim") -> dict[str, Any]:
-        """The next rollout; `mark`: its Idempotency-Key."""
-        body, headers = {"wait_s": wait_s}, {"Idempotency-Key": mark}
+    async def claim(self, wait_s: float = 10.0, *, key: str = "claim") -> dict[str, Any]:
+        """The next rollout; `key`: its Idempotency-Key."""
+        body, headers = {"wait_s": wait_s}, {"Idempotency-Key": key}
         self.rollout = await self.post(f"{self.url}/rollouts", body, key=self.token, status=200, **headers)
         return self.rollout
 

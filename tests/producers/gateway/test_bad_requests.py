@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from rollstream.producers.engines.scripted import ScriptedTokenizer
-from rollstream.producers.gateway.marks import RolloutKeys
+from rollstream.producers.gateway.call_keys import RolloutKeys
 from rollstream.producers.openai.requests import MAX_NESTING
 from rollstream.producers.openai.routes import MAX_BODY_BYTES
 from rollstream.schemas import tokens

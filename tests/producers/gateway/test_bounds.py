@@ -10,8 +10,8 @@ from rollstream.eventlog.codec import Encoded
 from rollstream.producers.attempt import record_rollout
 from rollstream.producers.engines.base import Engine
 from rollstream.producers.gateway import played
+from rollstream.producers.gateway.call_keys import CallIdentity, RememberedCalls
 from rollstream.producers.gateway.listener import RolloutGateway
-from rollstream.producers.gateway.marks import Mark, RememberedCalls
 from rollstream.producers.gateway.played import CLAIM
 from rollstream.producers.openai.requests import Refusal
 from rollstream.schemas.services import GatewaySection
@@ -51,12 +51,12 @@ def test_calls_that_fail_are_forgotten():
         for number in range(200):
             answer = asyncio.ensure_future(refused(400))
             calls.add(f"body {number}", f"key {number}", answer)
-            mark = Mark(f"body {number}", f"key {number}", is_retry=False)
-            assert calls.repeated(mark) is answer
+            identity = CallIdentity(f"body {number}", f"key {number}", is_retry=False)
+            assert calls.repeated(identity) is answer
             await asyncio.wait({answer})
             assert answer.exception() is not None
             await asyncio.sleep(0)
-            assert calls.repeated(mark) is None
+            assert calls.repeated(identity) is None
         assert len(calls) == 0
 
     asyncio.run(scenario())
@@ -64,7 +64,7 @@ def test_calls_that_fail_are_forgotten():
 
 def test_a_call_that_failed_and_is_made_again_is_remembered():
     async def scenario() -> None:
-        calls, mark = RememberedCalls(), Mark("body", "key", is_retry=False)
+        calls, identity = RememberedCalls(), CallIdentity("body", "key", is_retry=False)
         failed = asyncio.ensure_future(refused(500))
         calls.add("body", "key", failed)
         await asyncio.wait({failed})
@@ -72,7 +72,7 @@ def test_a_call_that_failed_and_is_made_again_is_remembered():
         again: asyncio.Future[int] = asyncio.get_running_loop().create_future()
         calls.add("body", "key", again)  # before the loop has told of the failure
         await asyncio.sleep(0)
-        assert calls.repeated(mark) is again
+        assert calls.repeated(identity) is again
 
     asyncio.run(scenario())
 
@@ -91,8 +91,8 @@ def test_a_claim_at_the_moment_of_the_rollouts_timeout_is_told_so_and_the_next_o
         async with gateway_of(tmp_path) as (gateway, engine):
             late = opened(gateway, engine, 0, rollout_timeout_s=0.5, before_claim=asyncio.Event().wait)
             async with outside(tmp_path / "w") as one:
-                body, mark = {"wait_s": 5.0}, {"Idempotency-Key": "claim"}
-                refused = await one.post(f"{one.url}/rollouts", body, key=one.token, status=409, **mark)
+                body, header = {"wait_s": 5.0}, {"Idempotency-Key": "claim"}
+                refused = await one.post(f"{one.url}/rollouts", body, key=one.token, status=409, **header)
                 assert refused["error"]["code"] == "rollout_ended"
                 assert refused["error"]["message"].endswith(
                     "has ended by its timeout while it was claimed; claim again"
@@ -113,10 +113,10 @@ def test_claims_that_wait_under_one_key_get_one_rollout(tmp_path):
         async with gateway_of(tmp_path) as (gateway, engine):
             tasks = [opened(gateway, engine, 0)]
             async with outside(tmp_path / "w") as one:
-                await one.claim(mark="first")
+                await one.claim(key="first")
                 waiting = [Outside(one.http, one.url, one.token) for _ in range(3)]
-                marks = ("again", "again", "another")
-                claims = [asyncio.create_task(who.claim(mark=mark)) for who, mark in zip(waiting, marks, strict=True)]
+                keys = ("again", "again", "another")
+                claims = [asyncio.create_task(who.claim(key=key)) for who, key in zip(waiting, keys, strict=True)]
                 await asyncio.sleep(0.1)
                 tasks += [opened(gateway, engine, number) for number in (1, 2)]
                 given = [(await claim)["rollout_id"] for claim in claims]

@@ -7,7 +7,7 @@ from typing import Any
 import openai
 import pytest
 
-from rollstream.producers.gateway.marks import RolloutKeys
+from rollstream.producers.gateway.call_keys import RolloutKeys
 from rollstream.schemas import tokens
 from rollstream.schemas.events import RolloutEnded, RolloutFailed
 from tests.producers.conftest import answers

@@ -14,7 +14,7 @@ from rollstream.eventlog.log import TopicPartition
 from rollstream.eventlog.memory.log import MemoryLog
 from rollstream.producers import GatewayClient
 from rollstream.producers.engines.scripted import ScriptedEngine
-from rollstream.producers.gateway.marks import address_file
+from rollstream.producers.gateway.call_keys import address_file
 from rollstream.producers.service import run
 from rollstream.schemas.errors import RollstreamError
 from rollstream.schemas.services import GatewaySection, ProducerSettings
@@ -43,7 +43,7 @@ async def producing(folder: Path, gateway: GatewaySection | None):
         await asyncio.wait({task})
 
 
-async def until(is_true: Any) -> None:
+async def wait_until(is_true: Any) -> None:
     async with asyncio.timeout(10):
         while not is_true():
             await asyncio.sleep(0.005)
@@ -52,7 +52,7 @@ async def until(is_true: Any) -> None:
 def test_it_listens_before_the_first_task_and_records_the_rollout_that_a_waiting_agent_plays(tmp_path):
     async def scenario() -> None:
         async with producing(tmp_path, GatewaySection()) as (log, _):
-            await until(address_file(tmp_path, NAME).exists)
+            await wait_until(address_file(tmp_path, NAME).exists)
             async with GatewayClient.of_workspace(tmp_path, NAME) as gateway:
                 assert await gateway.claim(wait_s=0.0) is None
                 claiming = asyncio.create_task(gateway.claim(wait_s=10.0))

@@ -222,10 +222,10 @@ def test_an_option_that_the_runs_sampling_does_not_allow_is_recorded_and_the_cal
 
 def test_the_gateway_that_records_nothing_takes_other_providers_names_and_refuses_what_it_cannot_enforce(tmp_path):
     async def scenario() -> None:
-        async with serving(tmp_path, answers("7")) as place, aiohttp.ClientSession() as http:
+        async with serving(tmp_path, answers("7")) as lab, aiohttp.ClientSession() as http:
 
             async def post(path: str, body: Any, status: int) -> Any:
-                async with http.post(place.url + path, json=body) as response:
+                async with http.post(lab.url + path, json=body) as response:
                     assert response.status == status, await response.text()
                     return await response.text()
 

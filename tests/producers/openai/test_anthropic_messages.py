@@ -17,17 +17,17 @@ ASK = {"model": "policy", "max_tokens": 128, "messages": [{"role": "user", "cont
 TOOL = {"name": "add", "description": "Adds.", "input_schema": {"type": "object", "properties": {}}}
 
 
-async def post(place, path, body: Any, *, headers=None, status=200):
+async def post(lab, path, body: Any, *, headers=None, status=200):
     async with (
         aiohttp.ClientSession() as session,
-        session.post(place.url + path, json=body, headers=headers) as answer,
+        session.post(lab.url + path, json=body, headers=headers) as answer,
     ):
         assert answer.status == status, await answer.text()
         return await answer.json()
 
 
-async def events_of(place, path, body):
-    async with aiohttp.ClientSession() as session, session.post(place.url + path, json=body) as answer:
+async def events_of(lab, path, body):
+    async with aiohttp.ClientSession() as session, session.post(lab.url + path, json=body) as answer:
         assert (answer.status, answer.content_type) == (200, "text/event-stream")
         blocks = (await answer.text()).strip().split("\n\n")
     return [dict(line.split(": ", 1) for line in block.splitlines()) for block in blocks]
@@ -35,8 +35,8 @@ async def events_of(place, path, body):
 
 def test_a_message_has_its_text_usage_and_exact_ids(tmp_path):
     async def scenario():
-        async with serving(tmp_path, says("7")) as place:
-            answer = await post(place, "/messages", ASK | {"system": "Add."})
+        async with serving(tmp_path, says("7")) as lab:
+            answer = await post(lab, "/messages", ASK | {"system": "Add."})
             assert (answer["type"], answer["role"], answer["model"]) == ("message", "assistant", "policy")
             assert answer["content"] == [{"type": "text", "text": "7"}]
             assert (answer["stop_reason"], answer["stop_sequence"]) == ("end_turn", None)
@@ -48,7 +48,7 @@ def test_a_message_has_its_text_usage_and_exact_ids(tmp_path):
             assert answer["usage"] == {"input_tokens": len(exact["prompt_token_ids"]), "output_tokens": 2}
             counted = {"model": "policy", "messages": ASK["messages"], "system": "Add."}
             for body in (counted, ASK | {"system": "Add."}):
-                count = await post(place, "/messages/count_tokens", body)
+                count = await post(lab, "/messages/count_tokens", body)
                 assert count == {"input_tokens": answer["usage"]["input_tokens"]}
 
     asyncio.run(scenario())
@@ -56,11 +56,11 @@ def test_a_message_has_its_text_usage_and_exact_ids(tmp_path):
 
 def test_limits_and_stop_sequences_are_told_apart(tmp_path):
     async def scenario():
-        async with serving(tmp_path, says("12;rest")) as place:
-            stopped = await post(place, "/messages", ASK | {"stop_sequences": ["#", ";"]})
+        async with serving(tmp_path, says("12;rest")) as lab:
+            stopped = await post(lab, "/messages", ASK | {"stop_sequences": ["#", ";"]})
             assert (stopped["stop_reason"], stopped["stop_sequence"]) == ("stop_sequence", ";")
             assert stopped["content"] == [{"type": "text", "text": "12"}]
-            cut = await post(place, "/messages", ASK | {"max_tokens": 1})
+            cut = await post(lab, "/messages", ASK | {"max_tokens": 1})
             assert (cut["stop_reason"], cut["stop_sequence"]) == ("max_tokens", None)
 
     asyncio.run(scenario())
@@ -70,8 +70,8 @@ def test_tools_are_called_and_their_results_come_back(tmp_path):
     sampled = 'Well. <tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
 
     async def scenario():
-        async with serving(tmp_path, says(sampled)) as place:
-            answer = await post(place, "/messages", ASK | {"tools": [TOOL], "tool_choice": {"type": "auto"}})
+        async with serving(tmp_path, says(sampled)) as lab:
+            answer = await post(lab, "/messages", ASK | {"tools": [TOOL], "tool_choice": {"type": "auto"}})
             text, call = answer["content"]
             assert (answer["stop_reason"], text["text"], call["name"]) == ("tool_use", "Well.", "add")
             assert call["input"] == {"a": 1}
@@ -81,7 +81,7 @@ def test_tools_are_called_and_their_results_come_back(tmp_path):
                 {"role": "user", "content": [result, {"type": "text", "text": "Go on."}]},
             ]
             whole = ASK | {"messages": [*ASK["messages"], *back], "tool_choice": {"type": "none"}, "tools": [TOOL]}
-            answer = await post(place, "/messages", whole)
+            answer = await post(lab, "/messages", whole)
             assert answer["stop_reason"] == "end_turn"
             prompt = ScriptedTokenizer().decode(answer["rollstream"]["prompt_token_ids"])
             assert prompt.endswith("<tool>5<end><user>Go on.<end><assistant>")
@@ -93,8 +93,8 @@ def test_a_stream_of_a_message_is_named_events_that_make_up_the_message(tmp_path
     sampled = 'Well. <tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
 
     async def scenario():
-        async with serving(tmp_path, says(sampled)) as place:
-            events = await events_of(place, "/messages", ASK | {"tools": [TOOL], "stream": True})
+        async with serving(tmp_path, says(sampled)) as lab:
+            events = await events_of(lab, "/messages", ASK | {"tools": [TOOL], "stream": True})
             found = [json.loads(event["data"]) for event in events]
             assert [event["event"] for event in events] == [event["type"] for event in found]
             block = ["content_block_start", "content_block_delta", "content_block_stop"]
@@ -110,19 +110,19 @@ def test_a_stream_of_a_message_is_named_events_that_make_up_the_message(tmp_path
 
 def test_a_completion_goes_on_from_text_or_from_ids_as_they_are(tmp_path):
     async def scenario():
-        async with serving(tmp_path, says("7")) as place:
-            by_text = await post(place, "/completions", {"model": "policy", "prompt": "3+4="})
+        async with serving(tmp_path, says("7")) as lab:
+            by_text = await post(lab, "/completions", {"model": "policy", "prompt": "3+4="})
             choice = by_text["choices"][0]
             assert (by_text["object"], choice["text"], choice["finish_reason"]) == ("text_completion", "7", "stop")
             assert choice["logprobs"]["token_logprobs"] == [-0.5, 0]
             prompt_ids = choice["logprobs"]["prompt_token_ids"]
-            by_ids = await post(place, "/completions", {"model": "policy", "prompt": prompt_ids, "logprobs": 1})
+            by_ids = await post(lab, "/completions", {"model": "policy", "prompt": prompt_ids, "logprobs": 1})
             assert by_ids["choices"][0]["logprobs"]["prompt_token_ids"] == prompt_ids
-            events = await events_of(place, "/completions", {"model": "policy", "prompt": ["3+4="], "stream": True})
+            events = await events_of(lab, "/completions", {"model": "policy", "prompt": ["3+4="], "stream": True})
             assert json.loads(events[0]["data"])["choices"][0]["text"] == "7"
             assert events[-1]["data"] == "[DONE]"
             for wrong in ([], ["a", "b"], {"a": 1}):
-                refused = await post(place, "/completions", {"model": "policy", "prompt": wrong}, status=400)
+                refused = await post(lab, "/completions", {"model": "policy", "prompt": wrong}, status=400)
                 assert refused["error"]["type"] == "invalid_request_error"
 
     asyncio.run(scenario())
@@ -130,16 +130,16 @@ def test_a_completion_goes_on_from_text_or_from_ids_as_they_are(tmp_path):
 
 def test_either_clients_key_is_taken_and_errors_have_the_routes_shape(tmp_path):
     async def scenario():
-        async with serving(tmp_path, says("7"), token=SECRET) as place:
+        async with serving(tmp_path, says("7"), token=SECRET) as lab:
             for headers in ({"X-Api-Key": SECRET}, {"Authorization": f"Bearer {SECRET}"}):
-                await post(place, "/messages", ASK, headers=headers)
+                await post(lab, "/messages", ASK, headers=headers)
             for headers in ({}, {"X-Api-Key": "wrong"}, {"Authorization": SECRET}, {"X-Api-Key": f"Bearer {SECRET}"}):
-                wrong = await post(place, "/messages", ASK, headers=headers, status=401)
+                wrong = await post(lab, "/messages", ASK, headers=headers, status=401)
                 assert (wrong["type"], wrong["error"]["type"]) == ("error", "authentication_error")
             key = {"X-Api-Key": SECRET}
-            unknown = await post(place, "/messages", ASK | {"model": "no-such"}, headers=key, status=404)
+            unknown = await post(lab, "/messages", ASK | {"model": "no-such"}, headers=key, status=404)
             assert unknown["error"]["type"] == "not_found_error"
-            page = await post(place, "/messages/count_tokens", ASK, headers=key | {"Origin": "http://x"}, status=403)
+            page = await post(lab, "/messages/count_tokens", ASK, headers=key | {"Origin": "http://x"}, status=403)
             assert page["error"]["type"] == "permission_error"
 
     asyncio.run(scenario())

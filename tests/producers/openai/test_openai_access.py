@@ -72,18 +72,18 @@ JSON = {"Content-Type": "application/json", "Authorization": f"Bearer {SECRET}"}
 )
 def test_no_web_page_and_nobody_without_the_token_is_answered(headers, status, code, tmp_path):
     async def scenario():
-        async with serving(tmp_path, token=SECRET) as place, aiohttp.ClientSession() as session:
-            port = place.url.split(":")[2].split("/")[0]
+        async with serving(tmp_path, token=SECRET) as lab, aiohttp.ClientSession() as session:
+            port = lab.url.split(":")[2].split("/")[0]
             given = {key: value.replace("{port}", port) for key, value in headers.items()}
             body = json.dumps({"model": "policy", "messages": ASK})
-            async with session.post(f"{place.url}/chat/completions", data=body, headers=given) as answer:
+            async with session.post(f"{lab.url}/chat/completions", data=body, headers=given) as answer:
                 assert answer.status == status
                 found = await answer.json()
                 assert "Access-Control-Allow-Origin" not in answer.headers
                 if status != 200:
                     assert (found["error"]["type"], found["error"]["code"]) == ("invalid_request_error", code)
                 assert (status == 401) == ("WWW-Authenticate" in answer.headers)
-            async with session.options(f"{place.url}/chat/completions", headers=given) as preflight:
+            async with session.options(f"{lab.url}/chat/completions", headers=given) as preflight:
                 assert preflight.status >= 400
 
     asyncio.run(scenario())
@@ -91,11 +91,11 @@ def test_no_web_page_and_nobody_without_the_token_is_answered(headers, status, c
 
 def test_a_name_that_is_set_is_answered_and_a_large_body_is_not(tmp_path):
     async def scenario():
-        async with serving(tmp_path, allowed_hosts=("models.lan",)) as place, aiohttp.ClientSession() as session:
-            async with session.get(f"{place.url}/models", headers={"Host": "Models.LAN:80"}) as answer:
+        async with serving(tmp_path, allowed_hosts=("models.lan",)) as lab, aiohttp.ClientSession() as session:
+            async with session.get(f"{lab.url}/models", headers={"Host": "Models.LAN:80"}) as answer:
                 assert answer.status == 200
             async with session.post(
-                f"{place.url}/chat/completions", data=io.BytesIO(b" " * (MAX_BODY_BYTES + 1)), headers=JSON
+                f"{lab.url}/chat/completions", data=io.BytesIO(b" " * (MAX_BODY_BYTES + 1)), headers=JSON
             ) as answer:
                 assert answer.status == 413
                 assert (await answer.json())["error"]["type"] == "invalid_request_error"
@@ -148,11 +148,11 @@ def test_a_key_has_so_many_calls_at_once_and_keys_that_ask_no_more_are_forgotten
 
 def test_limits_are_kept_over_http_in_the_words_of_each_api_and_leave_other_routes_alone(tmp_path):
     async def scenario():
-        async with serving(tmp_path, token=SECRET, requests_per_minute=2) as place, aiohttp.ClientSession() as http:
+        async with serving(tmp_path, token=SECRET, requests_per_minute=2) as lab, aiohttp.ClientSession() as http:
             chat = {"model": "policy", "messages": ASK}
             statuses: list[int] = []
             for _ in range(4):
-                async with http.post(f"{place.url}/chat/completions", json=chat, headers=JSON) as answer:
+                async with http.post(f"{lab.url}/chat/completions", json=chat, headers=JSON) as answer:
                     statuses.append(answer.status)
                     found, retry = await answer.json(), answer.headers.get("Retry-After", "0")
                 if answer.status == 429:
@@ -163,9 +163,9 @@ def test_limits_are_kept_over_http_in_the_words_of_each_api_and_leave_other_rout
                     )
             assert statuses == [200, 200, 429, 429]
             body = chat | {"max_tokens": 4}
-            async with http.post(f"{place.url}/messages", json=body, headers=JSON) as answer:
+            async with http.post(f"{lab.url}/messages", json=body, headers=JSON) as answer:
                 assert (answer.status, (await answer.json())["error"]["type"]) == (429, "rate_limit_error")
-            async with http.get(f"{place.url}/models", headers=JSON) as answer:
+            async with http.get(f"{lab.url}/models", headers=JSON) as answer:
                 assert answer.status == 200
 
     asyncio.run(scenario())

@@ -43,7 +43,7 @@ TOOL: ChatCompletionFunctionToolParam = {
 SECRET = "very-secret-token"
 
 
-class Place:
+class Lab:
     """A log in memory, an artifact store, and an endpoint on a free port."""
 
     def __init__(self, folder, engine=None, **settings):
@@ -92,17 +92,17 @@ class Place:
 
 @contextlib.asynccontextmanager
 async def serving(folder, script=None, *, versions=(0,), token=None, engine=None, **settings):
-    place = Place(folder, engine or (ScriptedEngine(script) if script else None), **settings)
+    lab = Lab(folder, engine or (ScriptedEngine(script) if script else None), **settings)
     for version in versions:
-        await place.publish(version)
-    task = asyncio.create_task(run(place.settings, place.log, place.engine, token))
+        await lab.publish(version)
+    task = asyncio.create_task(run(lab.settings, lab.log, lab.engine, token))
     file = endpoint_file(folder, "endpoint-1")
     while not file.exists() or not file.read_text():
         assert not task.done(), task.exception()
         await asyncio.sleep(0.005)
-    place.url = f"http://127.0.0.1:{json.loads(file.read_text())['port']}/v1"
+    lab.url = f"http://127.0.0.1:{json.loads(file.read_text())['port']}/v1"
     try:
-        yield place
+        yield lab
     finally:
         task.cancel()
         await asyncio.wait({task})
@@ -135,7 +135,7 @@ def assert_exact(logprobs, *, prompt, text, version=0):
 
 def test_the_openai_client_gets_text_usage_logprobs_and_exact_ids(tmp_path):
     async def scenario():
-        async with serving(tmp_path, says("7")) as place, place.client() as client:
+        async with serving(tmp_path, says("7")) as lab, lab.client() as client:
             answer = await client.chat.completions.create(model="policy", messages=ASK, logprobs=True, top_logprobs=1)
             choice = answer.choices[0]
             assert (choice.message.content, choice.finish_reason, answer.model) == ("7", "stop", "policy")
@@ -152,9 +152,9 @@ def test_the_openai_client_gets_text_usage_logprobs_and_exact_ids(tmp_path):
 
 def test_langchain_keeps_the_ids_in_the_response_metadata_streamed_or_not(tmp_path):
     async def scenario():
-        async with serving(tmp_path, says("42")) as place:
+        async with serving(tmp_path, says("42")) as lab:
             for streaming in (False, True):
-                model = place.langchain(streaming=streaming, max_completion_tokens=8, temperature=0.4)
+                model = lab.langchain(streaming=streaming, max_completion_tokens=8, temperature=0.4)
                 message = await model.ainvoke([("system", "Add."), ("human", [{"type": "text", "text": "4+38"}])])
                 assert message.content == "42"
                 assert_exact(
@@ -162,15 +162,15 @@ def test_langchain_keeps_the_ids_in_the_response_metadata_streamed_or_not(tmp_pa
                     prompt="<system>Add.<end><user>4+38<end><assistant>",
                     text="42<end>",
                 )
-            assert {request.sampling.max_new_tokens for request in place.engine.requests} == {8}
-            assert {request.sampling.temperature for request in place.engine.requests} == {0.4}
+            assert {request.sampling.max_new_tokens for request in lab.engine.requests} == {8}
+            assert {request.sampling.temperature for request in lab.engine.requests} == {0.4}
 
     asyncio.run(scenario())
 
 
 def test_answers_that_are_trained_on_are_sampled_at_the_temperature_of_the_loss(tmp_path, caplog):
     async def scenario():
-        async with serving(tmp_path, says("7"), temperature=0.4) as place, place.client() as client:
+        async with serving(tmp_path, says("7"), temperature=0.4) as lab, lab.client() as client:
             ask = client.chat.completions.create
             for other in (0.0, 0.3, 1.0):
                 with pytest.raises(
@@ -180,13 +180,13 @@ def test_answers_that_are_trained_on_are_sampled_at_the_temperature_of_the_loss(
                 assert (error.value.param, error.value.code) == ("temperature", "unsupported_value")
             await ask(model="policy", messages=ASK)
             await ask(model="policy", messages=ASK, temperature=0.4)
-            assert [request.sampling.temperature for request in place.engine.requests] == [0.4, 0.4]
+            assert [request.sampling.temperature for request in lab.engine.requests] == [0.4, 0.4]
             for _ in range(2):
                 await ask(model="policy", messages=ASK, top_p=0.5)
             for wanted in (0.0, 0.3):
                 await ask(model=GROUP, messages=ASK, temperature=wanted, top_p=0.5)
             await ask(model=GROUP, messages=ASK)
-            assert [request.sampling.temperature for request in place.engine.requests[4:]] == [0.0, 0.3, 1.0]
+            assert [request.sampling.temperature for request in lab.engine.requests[4:]] == [0.0, 0.3, 1.0]
 
     asyncio.run(scenario())
     assert caplog.text.count("requests ask for top_p 0.5, top_k 0: grpo compares") == 1
@@ -197,7 +197,7 @@ def test_choices_stop_texts_limits_and_seeds(tmp_path):
         return f"{rng.randrange(10**9)};rest", -0.5
 
     async def scenario():
-        async with serving(tmp_path, script) as place, place.client() as client:
+        async with serving(tmp_path, script) as lab, lab.client() as client:
             ask = client.chat.completions.create
             first = await ask(model="policy", messages=ASK, n=3, seed=5, stop=[";", "#"])
             texts = [choice.message.content or "" for choice in first.choices]
@@ -218,7 +218,7 @@ def test_choices_stop_texts_limits_and_seeds(tmp_path):
 
 def test_a_stream_ends_with_its_reason_and_usage(tmp_path):
     async def scenario():
-        async with serving(tmp_path, says("12")) as place, place.client() as client:
+        async with serving(tmp_path, says("12")) as lab, lab.client() as client:
             stream = await client.chat.completions.create(
                 model="policy", messages=ASK, stream=True, stream_options={"include_usage": True}
             )
@@ -235,7 +235,7 @@ def test_tool_calls_are_read_only_when_tools_were_offered(tmp_path):
     text = 'Well. <tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
 
     async def scenario():
-        async with serving(tmp_path, says(text)) as place, place.client() as client:
+        async with serving(tmp_path, says(text)) as lab, lab.client() as client:
             ask = client.chat.completions.create
             plain = (await ask(model="policy", messages=ASK)).choices[0]
             assert (plain.message.content, plain.message.tool_calls) == (text, None)
@@ -244,7 +244,7 @@ def test_tool_calls_are_read_only_when_tools_were_offered(tmp_path):
             [call] = choice.message.tool_calls or []
             assert call.type == "function"
             assert (call.function.name, json.loads(call.function.arguments)) == ("add", {"a": 1})
-            bound = await place.langchain().bind_tools([dict(TOOL)]).ainvoke("add")
+            bound = await lab.langchain().bind_tools([dict(TOOL)]).ainvoke("add")
             assert bound.tool_calls[0]["args"] == {"a": 1}
             dialogue = [*ASK, choice.message, {"role": "tool", "tool_call_id": call.id, "content": "5"}]
             assert (await ask(model="policy", messages=dialogue)).choices[0].finish_reason == "stop"
@@ -254,7 +254,7 @@ def test_tool_calls_are_read_only_when_tools_were_offered(tmp_path):
 
 def test_a_request_waits_for_the_version_that_it_names(tmp_path):
     async def scenario():
-        async with serving(tmp_path, wait_timeout_s=20) as place, place.client() as client:
+        async with serving(tmp_path, wait_timeout_s=20) as lab, lab.client() as client:
             ask = client.chat.completions.create
             newest = await ask(model="policy", messages=ASK)
             assert logprobs_of(newest.choices[0])["version"] == 0
@@ -264,7 +264,7 @@ def test_a_request_waits_for_the_version_that_it_names(tmp_path):
             ]
             await asyncio.sleep(0.1)
             assert not any(task.done() for task in waiting)
-            await place.publish(1)
+            await lab.publish(1)
             for task in waiting:
                 assert logprobs_of((await task).choices[0])["version"] == 1
 
@@ -273,12 +273,12 @@ def test_a_request_waits_for_the_version_that_it_names(tmp_path):
 
 def test_a_version_that_does_not_come_is_a_503_and_so_are_missing_weights(tmp_path):
     async def scenario():
-        async with serving(tmp_path, versions=(), wait_timeout_s=0.05) as place, place.client() as client:
+        async with serving(tmp_path, versions=(), wait_timeout_s=0.05) as lab, lab.client() as client:
             with pytest.raises(openai.InternalServerError, match="no weights yet") as refused:
                 await client.chat.completions.create(model="policy", messages=ASK)
             assert refused.value.status_code == 503
-            await place.publish(0)
-            while place.engine.version(GROUP) < 0:
+            await lab.publish(0)
+            while lab.engine.version(GROUP) < 0:
                 await asyncio.sleep(0.01)
             with pytest.raises(openai.InternalServerError, match="has version 0; version 4 was not loaded"):
                 await client.chat.completions.create(model="policy", messages=ASK, extra_body={"min_version": 4})
@@ -288,7 +288,7 @@ def test_a_version_that_does_not_come_is_a_503_and_so_are_missing_weights(tmp_pa
 
 def test_errors_have_openais_shape(tmp_path):
     async def scenario():
-        async with serving(tmp_path) as place, place.client() as client:
+        async with serving(tmp_path) as lab, lab.client() as client:
             ask = client.chat.completions.create
             with pytest.raises(openai.NotFoundError, match="use 'policy' or 'run-1/policy'") as missing:
                 await ask(model="no-such", messages=ASK)
@@ -301,7 +301,7 @@ def test_errors_have_openais_shape(tmp_path):
             assert wrong.value.type == "invalid_request_error"
             async with aiohttp.ClientSession() as session:
                 for method, path, status in (("GET", "/nothing", 404), ("GET", "/chat/completions", 405)):
-                    async with session.request(method, place.url + path) as answer:
+                    async with session.request(method, lab.url + path) as answer:
                         assert answer.status == status
                         assert (await answer.json())["error"]["type"] == "invalid_request_error"
 
@@ -342,13 +342,13 @@ def test_the_token_is_asked_for_and_never_logged(tmp_path, caplog):
     (tmp_path / "token").write_text(SECRET + "\n")
 
     async def scenario():
-        token = token_of(Place(tmp_path, token_file=tmp_path / "token").settings, {})
-        async with serving(tmp_path, token=token) as place:
-            async with place.client() as other_client:
+        token = token_of(Lab(tmp_path, token_file=tmp_path / "token").settings, {})
+        async with serving(tmp_path, token=token) as lab:
+            async with lab.client() as other_client:
                 with pytest.raises(openai.AuthenticationError) as refused:
                     await other_client.chat.completions.create(model="policy", messages=ASK)
                 assert refused.value.code == "invalid_api_key"
-            async with place.client(api_key=SECRET) as client:
+            async with lab.client(api_key=SECRET) as client:
                 await client.chat.completions.create(model="policy", messages=ASK)
 
     asyncio.run(scenario())
@@ -362,10 +362,10 @@ def test_a_port_in_use_is_one_clear_error(tmp_path):
         with socket.socket() as taken:
             taken.bind(("127.0.0.1", 0))
             taken.listen()
-            place = Place(tmp_path)
-            settings = place.settings.model_copy(update={"port": taken.getsockname()[1]})
+            lab = Lab(tmp_path)
+            settings = lab.settings.model_copy(update={"port": taken.getsockname()[1]})
             with pytest.raises(RollstreamError, match=r"endpoint: port \d+ of 127\.0\.0\.1 cannot be used"):
-                await run(settings, place.log, ScriptedEngine())
+                await run(settings, lab.log, ScriptedEngine())
 
     asyncio.run(scenario())
 
@@ -377,8 +377,8 @@ def test_a_real_model_says_the_log_probabilities_that_a_full_forward_finds(tmp_p
     async def scenario():
         await engine.start()
         allow = (f"model:{model_folder}",)
-        async with serving(tmp_path, versions=(), engine=engine, allow=allow) as place, place.client() as client:
-            await place.publish(0, (model_folder / "model.safetensors").read_bytes(), str(model_folder))
+        async with serving(tmp_path, versions=(), engine=engine, allow=allow) as lab, lab.client() as client:
+            await lab.publish(0, (model_folder / "model.safetensors").read_bytes(), str(model_folder))
             ask = client.chat.completions.create
             answer = await ask(model="policy", messages=ASK, n=4, temperature=0.7, max_tokens=8)
             with pytest.raises(openai.BadRequestError) as refused:

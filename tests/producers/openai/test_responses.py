@@ -81,10 +81,10 @@ def test_a_response_goes_on_from_an_earlier_one_by_its_id_also_after_a_kill(tmp_
         async with client_of(one) as client:
             output: Any = [{"type": "function_call_output", "call_id": "c", "output": "7"}]
             ask: Any = {"model": "policy", "input": output, "previous_response_id": names[0]}
-            mark = {"Idempotency-Key": "second"}
-            found = await client.responses.create(**ask, instructions="Say it.", extra_headers=mark)
+            header = {"Idempotency-Key": "second"}
+            found = await client.responses.create(**ask, instructions="Say it.", extra_headers=header)
             assert found.previous_response_id == names[0]
-            assert await client.responses.create(**ask, instructions="Say it.", extra_headers=mark) == found
+            assert await client.responses.create(**ask, instructions="Say it.", extra_headers=header) == found
             with pytest.raises(openai.BadRequestError, match="is not a response of this rollout") as refused:
                 await client.responses.create(model="policy", input="a", previous_response_id="resp_0")
             assert refused.value.code == "previous_response_not_found"
@@ -176,11 +176,11 @@ def test_what_is_not_supported_is_refused_by_its_name(changed, param):
 
 def test_the_gateway_that_records_nothing_answers_and_knows_no_earlier_response(tmp_path):
     async def scenario() -> None:
-        async with serving(tmp_path, answers("7")) as place, aiohttp.ClientSession() as http, place.client() as client:
+        async with serving(tmp_path, answers("7")) as lab, aiohttp.ClientSession() as http, lab.client() as client:
             found = await client.responses.create(model="policy", input="3+4", store=False)
             assert found.output_text == "7"
             body = {"model": "policy", "input": "a", "previous_response_id": found.id}
-            async with http.post(f"{place.url}/responses", json=body) as response:
+            async with http.post(f"{lab.url}/responses", json=body) as response:
                 error = (await response.json())["error"]
                 assert (response.status, error["param"]) == (400, "previous_response_id")
 

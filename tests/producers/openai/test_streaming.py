@@ -60,8 +60,8 @@ def test_a_real_model_streams_as_it_samples(tmp_path: Path) -> None:
     async def scenario() -> None:
         await engine.start()
         allow = (f"model:{model}",)
-        async with serving(tmp_path, versions=(), engine=engine, allow=allow) as place, place.client() as client:
-            await place.publish(0, (model / "model.safetensors").read_bytes(), str(model))
+        async with serving(tmp_path, versions=(), engine=engine, allow=allow) as lab, lab.client() as client:
+            await lab.publish(0, (model / "model.safetensors").read_bytes(), str(model))
             ask = client.chat.completions.create
             sampling: Any = {"model": "policy", "messages": ASK, "seed": 3, "max_tokens": 20, "n": 2}
             whole = await ask(**sampling)
@@ -97,10 +97,10 @@ def events_of(text: str) -> list[dict[str, Any]]:
 def test_anthropics_stream_has_text_pieces_and_then_the_call_of_a_tool(tmp_path: Path) -> None:
     async def scenario() -> list[dict[str, Any]]:
         script = answers(f"well then {CALL}")
-        async with serving(tmp_path, script) as place, aiohttp.ClientSession() as http:
+        async with serving(tmp_path, script) as lab, aiohttp.ClientSession() as http:
             tool = {"name": "add", "input_schema": {"type": "object"}}
             body = {"model": "policy", "max_tokens": 200, "messages": ASK, "tools": [tool], "stream": True}
-            async with http.post(f"{place.url}/messages", json=body) as response:
+            async with http.post(f"{lab.url}/messages", json=body) as response:
                 return events_of(await response.text())
 
     found = asyncio.run(scenario())
@@ -176,7 +176,7 @@ def test_a_client_that_hangs_up_in_mid_stream_gets_the_recorded_answer_when_it_a
 
 def test_what_is_refused_before_the_first_piece_is_refused_with_its_status(tmp_path: Path) -> None:
     async def scenario() -> None:
-        async with serving(tmp_path, answers("a")) as place, place.client() as client:
+        async with serving(tmp_path, answers("a")) as lab, lab.client() as client:
             with pytest.raises(openai.NotFoundError):
                 await client.chat.completions.create(model="other", messages=ASK, stream=True)
 

@@ -194,9 +194,9 @@ REFUSED = {
 
 @pytest.mark.parametrize("what", REFUSED)
 def test_every_other_name_of_a_task_is_refused_too(what: str, module: str, tmp_path: Path):
-    changes, place, name = REFUSED[what]
+    changes, location, name = REFUSED[what]
     task = attack(**({"environment": "guess_number", "environment_config": {}} | changes))
-    assert_refused(asyncio.run(served(MemoryLog(num_partitions=1), settings_of(tmp_path), task)), place, name)
+    assert_refused(asyncio.run(served(MemoryLog(num_partitions=1), settings_of(tmp_path), task)), location, name)
 
 
 def test_a_refused_task_waits_for_no_weights(tmp_path: Path):

@@ -245,17 +245,17 @@ def test_a_large_group_lies_in_the_artifact_store_and_plays_the_same(play, tmp_p
     long = list(range(2, 90)) * 1500
     rollouts = tuple(RecordedRollout(steps=(exact(long, [number, 1]),)) for number in (6, 7))
     artifacts = ArtifactStore(str(tmp_path / "artifacts"))
-    inline, aside = task_of(*rollouts), task_of(*rollouts, artifacts=artifacts)
-    assert len(aside.model_dump_json()) < 4096 < MAX_INLINE_BYTES < len(inline.model_dump_json())
-    assert [s.llm for s in play(aside, member=1, artifacts=artifacts).steps] == [
+    inline, temporary = task_of(*rollouts), task_of(*rollouts, artifacts=artifacts)
+    assert len(temporary.model_dump_json()) < 4096 < MAX_INLINE_BYTES < len(inline.model_dump_json())
+    assert [s.llm for s in play(temporary, member=1, artifacts=artifacts).steps] == [
         s.llm for s in play(inline, member=1).steps
     ]
-    recorded: Any = aside.inputs["recorded"]
+    recorded: Any = temporary.inputs["recorded"]
     sha256 = recorded[0]["artifact"]["sha256"]
     [path] = (tmp_path / "artifacts").rglob(sha256 + "*")
     assert hashlib.sha256(path.read_bytes()).hexdigest() == sha256
     path.write_bytes(path.read_bytes().replace(b"LLM_END", b"LLM_ENE"))
-    assert "has the wrong hash" in play(aside, artifacts=artifacts).last.message
+    assert "has the wrong hash" in play(temporary, artifacts=artifacts).last.message
 
 
 def test_a_store_that_is_away_for_a_while_costs_no_attempt_and_one_that_stays_away_the_rollouts_time(play, tmp_path):

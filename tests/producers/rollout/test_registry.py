@@ -106,8 +106,8 @@ def test_a_value_that_code_of_users_refuses_is_named_with_file_and_line(tmp_path
     (tmp_path / "refusing_world.py").write_text(head + text + end)
     monkeypatch.syspath_prepend(tmp_path)
     name = "python:refusing_world.Own"
-    place = r"environment_config: ValueError \(refusing_world\.py line 5, in checked\): invalid literal"
-    with pytest.raises(ConfigError, match=place):
+    location = r"environment_config: ValueError \(refusing_world\.py line 5, in checked\): invalid literal"
+    with pytest.raises(ConfigError, match=location):
         registry.build_environment(name, {"tries": "two"}, allowing(name))
 
 

@@ -62,8 +62,8 @@ def test_an_unknown_environment_fails_as_data(play):
 
 
 @register_environment("test_raises")
-async def raises(session, note=""):
-    raise RuntimeError(f"the board\nis broken {note}")
+async def raises(session, detail=""):
+    raise RuntimeError(f"the board\nis broken {detail}")
 
 
 @register_environment("test_hangs")
@@ -115,8 +115,8 @@ async def talks_in_a_task_group(session):
 def test_an_environment_that_raises_is_one_clear_line(play):
     failed = play(task_of("test_raises")).last
     assert (failed.cause, failed.is_final) == ("environment_error", False)
-    place = r"test_rollout\.py line \d+, in raises"
-    assert re.fullmatch(rf"environment test_raises: RuntimeError \({place}\): the board is broken", failed.message)
+    location = r"test_rollout\.py line \d+, in raises"
+    assert re.fullmatch(rf"environment test_raises: RuntimeError \({location}\): the board is broken", failed.message)
 
 
 def looks_up(table):
@@ -153,7 +153,7 @@ def test_the_last_attempt_is_final(play):
 
 def test_a_secret_of_the_configuration_is_in_no_message(play, monkeypatch):
     monkeypatch.setenv("JUDGE_KEY", "s3cr3t")
-    failed = play(task_of("test_raises", environment_config={"note": "${JUDGE_KEY}"})).last
+    failed = play(task_of("test_raises", environment_config={"detail": "${JUDGE_KEY}"})).last
     assert failed.message.endswith("is broken ${JUDGE_KEY}")
 
 

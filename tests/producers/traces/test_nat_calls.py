@@ -153,8 +153,8 @@ def test_any_order_of_concurrent_calls_gives_the_same_samples_each_token_once_an
         num_sampled = sum(part.length for part in sequence.completions)
         assert sequence.logprobs is not None
         assert tokens.count(sequence.logprobs) == num_sampled
-        places = [index for p in sequence.completions for index in range(p.start, p.start + p.length)]
-        assert len(places) == len(set(places))
+        indices = [index for p in sequence.completions for index in range(p.start, p.start + p.length)]
+        assert len(indices) == len(set(indices))
     assert all("tool says" not in completion for _, completion in samples(found))
 
 

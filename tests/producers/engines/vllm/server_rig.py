@@ -248,13 +248,13 @@ async def held_open(engine: VllmEngine, server: StandInServer, group: str = GROU
     server.held.clear()
     before = server.asked[GENERATE]
     call = asyncio.create_task(engine.generate(request(group=group)))
-    await until(lambda: server.asked[GENERATE] > before)
+    await wait_until(lambda: server.asked[GENERATE] > before)
     return call
 
 
 async def joined(engine: VllmEngine, *servers: StandInServer) -> None:
     """Until they are ready."""
-    await until(lambda: all(engine.states()[one.url] == "ready" for one in servers))
+    await wait_until(lambda: all(engine.states()[one.url] == "ready" for one in servers))
 
 
 def versions_of(generation: Generation) -> list[int]:
@@ -262,7 +262,7 @@ def versions_of(generation: Generation) -> list[int]:
     return [span.version for span in generation.spans]
 
 
-async def until(is_so: Callable[[], object]) -> None:
+async def wait_until(is_so: Callable[[], object]) -> None:
     """Wait for it; pytest's own limit ends a test that waits in vain."""
     while not is_so():
         await asyncio.sleep(0.01)

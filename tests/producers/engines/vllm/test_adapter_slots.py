@@ -18,8 +18,8 @@ from tests.producers.engines.vllm.server_rig import (
     lora,
     new_engine,
     request,
-    until,
     versions_of,
+    wait_until,
 )
 
 OTHER = "run-1/other"
@@ -45,7 +45,7 @@ def test_a_group_that_holds_all_slots_gives_one_to_another_group_as_soon_as_a_re
             assert loaded(server) == ["policy-v0", "policy-v1", "policy-v2", "policy-v3"]
             loading = asyncio.create_task(engine.load(*lora(small_base, tmp_path, 0, group=OTHER)))
             checks = server.asked[CHECK]
-            await until(lambda: server.asked[CHECK] > checks + 2)
+            await wait_until(lambda: server.asked[CHECK] > checks + 2)
             assert not loading.done(), "a name that a request uses was unloaded"
             assert engine.states()[server.url] == "ready"
             calls[1].cancel()
@@ -53,10 +53,10 @@ def test_a_group_that_holds_all_slots_gives_one_to_another_group_as_soon_as_a_re
             assert loaded(server) == ["other-v0", "policy-v0", "policy-v2", "policy-v3"]
             server.held.set()
             await asyncio.gather(*(call for call in calls if call is not calls[1]))
-            await until(lambda: loaded(server) == ["other-v0", "policy-v3"])
+            await wait_until(lambda: loaded(server) == ["other-v0", "policy-v3"])
             assert versions_of(await engine.generate(request(group=OTHER))) == [0]
             await engine.load(*lora(small_base, tmp_path, 1, group=OTHER))
-            await until(lambda: loaded(server) == ["other-v1", "policy-v3"])
+            await wait_until(lambda: loaded(server) == ["other-v1", "policy-v3"])
 
     asyncio.run(main())
 
@@ -81,7 +81,7 @@ def test_a_version_waits_only_for_requests_of_versions_that_others_have_followed
             assert loaded(server) == ["other-v0", "other-v1", "policy-v1"]
             server.held.set()
             assert [versions_of(one) for one in await asyncio.gather(*new)] == [[0]] * 4
-            await until(lambda: loaded(server) == ["other-v1", "policy-v1"])
+            await wait_until(lambda: loaded(server) == ["other-v1", "policy-v1"])
 
     asyncio.run(main())
 
@@ -118,7 +118,7 @@ def test_two_groups_that_wait_for_room_on_two_servers_do_not_wait_for_each_other
             for version in range(1, 6):
                 loads = [engine.load(*lora(small_base, tmp_path, version, group=group)) for group in (GROUP, OTHER)]
                 await asyncio.gather(*loads)
-            await until(lambda: all(loaded(one) == ["other-v5", "policy-v5"] for one in servers))
+            await wait_until(lambda: all(loaded(one) == ["other-v5", "policy-v5"] for one in servers))
 
     asyncio.run(main())
 
@@ -136,7 +136,7 @@ def test_an_unloaded_groups_adapter_goes_with_its_last_request(small_base: Path,
             assert loaded(server) == ["other-v0", "policy-v0"]
             server.held.set()
             assert versions_of(await call) == [0]
-            await until(lambda: loaded(server) == ["policy-v0"])
+            await wait_until(lambda: loaded(server) == ["policy-v0"])
 
     asyncio.run(main())
 
@@ -153,7 +153,7 @@ def test_two_processes_share_a_server_and_one_ends_without_the_other_noticing(
             for engine in (first, second):
                 await engine.load(*lora(small_base, tmp_path, 0))
                 await engine.load(*lora(small_base, tmp_path, 1))
-            await until(lambda: loaded(server) == ["policy-v1", "policy-v1"])
+            await wait_until(lambda: loaded(server) == ["policy-v1", "policy-v1"])
             for engine in (first, second):
                 assert versions_of(await engine.generate(request())) == [1]
             await second.close()
@@ -180,7 +180,7 @@ def test_a_process_that_was_killed_leaves_no_adapters_or_files_to_the_next_one(
         before.close()
         async with engine_over(tmp_path, server) as engine:
             await engine.load(*lora(small_base, tmp_path, 4))
-            await until(lambda: loaded(server) == ["policy-v3", "policy-v4"])
+            await wait_until(lambda: loaded(server) == ["policy-v3", "policy-v4"])
             assert others in server.adapters
             assert sorted(one.name.split("-")[3] for one in folder.glob("run-*")) == ["v3", "v4"]
             assert versions_of(await engine.generate(request())) == [4]

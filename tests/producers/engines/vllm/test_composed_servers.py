@@ -14,7 +14,7 @@ import yaml
 from rollstream.producers.engines.base import Generation
 from rollstream.producers.engines.vllm import VllmEngine
 from rollstream.schemas.services import VllmSettings
-from tests.producers.engines.vllm.server_rig import until
+from tests.producers.engines.vllm.server_rig import wait_until
 from tests.producers.engines.vllm.test_real_servers import LONG, check, is_same, is_sampling, request
 from tests.rigs.vllm_server import START_S, ComposedServer, lora_version, tiny_base
 
@@ -64,7 +64,7 @@ def test_requests_of_a_killed_server_end_on_the_other_and_it_returns_with_the_ne
             return states[first.url].startswith(one) and states[second.url].startswith(other)
 
         await engine.load(*lora_version(base, tmp_path, 0))
-        await until(lambda: are("ready", "ready"))
+        await wait_until(lambda: are("ready", "ready"))
         assert first.is_healthy(), first.last_words()
         before = await asyncio.gather(*await many())
         check(before, {0})

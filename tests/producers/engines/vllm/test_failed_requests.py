@@ -17,8 +17,8 @@ from tests.producers.engines.vllm.server_rig import (
     joined,
     lora,
     request,
-    until,
     versions_of,
+    wait_until,
 )
 
 pytestmark = pytest.mark.timeout(60)
@@ -40,7 +40,7 @@ def test_a_request_that_fails_once_leaves_the_server_in_use(
             assert [versions_of(one) for one in answers] == [[0]] * 4
             assert engine.states()[servers[0].url] == "ready"
             if status >= 500:
-                await until(lambda: servers[0].asked[CHECK] > checks)
+                await wait_until(lambda: servers[0].asked[CHECK] > checks)
                 assert engine.states()[servers[0].url] == "ready"
 
     asyncio.run(main())
@@ -112,14 +112,14 @@ def test_files_stay_for_requests_of_a_server_that_left_and_its_forgotten_names_a
             first.held.clear()
             second.held.clear()
             calls = [asyncio.create_task(engine.generate(request())) for _ in range(2)]
-            await until(lambda: first.asked[GENERATE] and second.asked[GENERATE])
+            await wait_until(lambda: first.asked[GENERATE] and second.asked[GENERATE])
             first.failing[CHECK] = first.failing["/openapi.json"] = 500
-            await until(lambda: engine.states()[first.url].startswith("down"))
+            await wait_until(lambda: engine.states()[first.url].startswith("down"))
             for version in (1, 2, 3):
                 await engine.load(*lora(small_base, tmp_path, version))
             folder = tmp_path / "vllm" / name
             second.held.set()
-            await until(lambda: name not in second.adapters)
+            await wait_until(lambda: name not in second.adapters)
             await engine.load(*lora(small_base, tmp_path, 4))
             assert folder.is_dir(), "a request of the server that left still needs the files"
             first.failing.clear()
@@ -127,7 +127,7 @@ def test_files_stay_for_requests_of_a_server_that_left_and_its_forgotten_names_a
             assert name in first.adapters
             first.held.set()
             assert [versions_of(one) for one in await asyncio.gather(*calls)] == [[0]] * 2
-            await until(lambda: name not in first.adapters)
+            await wait_until(lambda: name not in first.adapters)
             await engine.load(*lora(small_base, tmp_path, 5))
             assert not folder.is_dir()
 
@@ -157,7 +157,7 @@ def test_a_request_that_waits_while_its_group_is_unloaded_fails_with_a_model_err
             if not is_alone:
                 await engine.load(*lora(small_base, tmp_path, 0, group="run-1/other"))
             server.failing["/openapi.json"] = server.failing[CHECK] = 500
-            await until(lambda: engine.states()[server.url].startswith("down"))
+            await wait_until(lambda: engine.states()[server.url].startswith("down"))
             call = asyncio.create_task(engine.generate(request()))
             await asyncio.sleep(0.05)
             await engine.unload("run-1/policy")

@@ -22,7 +22,7 @@ from rollstream.schemas.errors import ModelError
 from rollstream.schemas.services import VllmSettings
 from rollstream.schemas.settings import Sampling
 from tests.producers.engines.engine_rig import GROUP
-from tests.producers.engines.vllm.server_rig import until
+from tests.producers.engines.vllm.server_rig import wait_until
 from tests.rigs.vllm_server import (
     ENVIRONMENT,
     MAX_LORAS,
@@ -142,7 +142,7 @@ def test_a_server_killed_while_it_samples_returns_with_the_logs_version_and_no_r
             shutil.rmtree(folder)
             (tmp_path / "lora-1.safetensors").unlink()
             server_of(engine).send_signal(signal.SIGKILL)
-            await until(lambda: "did not load" in "".join(engine.states().values()))
+            await wait_until(lambda: "did not load" in "".join(engine.states().values()))
             waiting = asyncio.create_task(engine.generate(request()))
             await engine.load(*lora_version(base, tmp_path, 2))
             check([await waiting], {2})

@@ -15,7 +15,7 @@ from tests.producers.engines.vllm.server_rig import (
     joined,
     lora,
     request,
-    until,
+    wait_until,
 )
 
 IDS = [5, 6, 7, 8]
@@ -41,7 +41,7 @@ def test_tokens_are_handed_on_before_the_end_and_the_newest_with_the_answer(
             server.stops_after, given = 3, list[int]()
             server.held.clear()
             call = asyncio.create_task(engine.generate(request(on_tokens=given.extend)))
-            await until(lambda: given == IDS[:2])
+            await wait_until(lambda: given == IDS[:2])
             assert not call.done()
             server.held.set()
             assert await call == whole
@@ -114,7 +114,7 @@ def test_a_caller_that_goes_ends_the_stream(small_base: Path, tmp_path: Path) ->
             server.stops_after, given = 2, list[int]()
             server.held.clear()
             call = asyncio.create_task(engine.generate(request(on_tokens=given.extend)))
-            await until(lambda: given)
+            await wait_until(lambda: given)
             call.cancel()
             with pytest.raises(asyncio.CancelledError):
                 await call

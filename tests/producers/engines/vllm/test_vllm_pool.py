@@ -20,8 +20,8 @@ from tests.producers.engines.vllm.server_rig import (
     full,
     lora,
     request,
-    until,
     versions_of,
+    wait_until,
 )
 
 Case = Callable[[VllmEngine, StandInServer, StandInServer], Awaitable[None]]
@@ -57,7 +57,7 @@ def state_of(engine: VllmEngine, server: StandInServer) -> str:
 
 
 async def both_ready(engine: VllmEngine, *servers: StandInServer) -> None:
-    await until(lambda: all(state_of(engine, one) == "ready" for one in servers))
+    await wait_until(lambda: all(state_of(engine, one) == "ready" for one in servers))
 
 
 def test_a_groups_requests_go_to_one_server_until_it_is_much_busier(base: Path, tmp_path: Path) -> None:
@@ -74,7 +74,7 @@ def test_a_groups_requests_go_to_one_server_until_it_is_much_busier(base: Path, 
             asyncio.create_task(engine.generate(request(f"run-1/policy/e0/t00001/m{number}/a0")))
             for number in range(IMBALANCE + 4)
         ]
-        await until(lambda: own.asked[GENERATE] == 6 + IMBALANCE + 2 and other.asked[GENERATE] == 2)
+        await wait_until(lambda: own.asked[GENERATE] == 6 + IMBALANCE + 2 and other.asked[GENERATE] == 2)
         for one in (own, other):
             one.held.set()
         await asyncio.gather(*calls)
@@ -89,7 +89,7 @@ def test_requests_of_no_group_go_to_the_least_busy_server(base: Path, tmp_path: 
         for one in (first, second):
             one.held.clear()
         calls = [asyncio.create_task(engine.generate(request())) for _ in range(8)]
-        await until(lambda: first.asked[GENERATE] == second.asked[GENERATE] == 4)
+        await wait_until(lambda: first.asked[GENERATE] == second.asked[GENERATE] == 4)
         for one in (first, second):
             one.held.set()
         await asyncio.gather(*calls)
@@ -104,7 +104,7 @@ def test_requests_of_a_server_that_dies_are_made_again_on_the_other(base: Path, 
         await both_ready(engine, first, second)
         first.held.clear()
         calls = [asyncio.create_task(engine.generate(request())) for _ in range(4)]
-        await until(lambda: first.asked[GENERATE] == 2)
+        await wait_until(lambda: first.asked[GENERATE] == 2)
         await first.stop()
         assert [versions_of(one)[0] for one in await asyncio.gather(*calls)] == [0] * 4
         assert state_of(engine, first).startswith("down: ")
@@ -120,13 +120,13 @@ def test_a_server_that_returns_serves_after_it_was_given_the_newest_version(
         await engine.load(*weights(base, tmp_path, 0))
         await both_ready(engine, first, second)
         await first.stop()
-        await until(lambda: state_of(engine, first).startswith("down: "))
+        await wait_until(lambda: state_of(engine, first).startswith("down: "))
         await engine.load(*weights(base, tmp_path, 1))
         first.failing = dict.fromkeys(("/v1/load_lora_adapter", "reload_weights"), 500)
         await first.return_()
         asked = "/v1/load_lora_adapter" if weights is lora else "reload_weights"
         tries = first.asked[asked]
-        await until(lambda: first.asked[asked] > tries)
+        await wait_until(lambda: first.asked[asked] > tries)
         assert state_of(engine, first) != "ready"
         assert (await engine.generate(request())).spans[0].version == 1
         first.failing.clear()
@@ -190,7 +190,7 @@ def test_requests_in_progress_take_over_new_weights_and_say_from_which_token(bas
         await engine.load(*full(base, tmp_path, 0))
         server.held.clear()
         call = asyncio.create_task(engine.generate(request()))
-        await until(lambda: server.asked[GENERATE])
+        await wait_until(lambda: server.asked[GENERATE])
         await engine.load(*full(base, tmp_path, 1))
         server.held.set()
         assert versions_of(await call) == [0, 1]
@@ -220,7 +220,7 @@ def test_the_only_server_lacking_an_adapters_files_serves_again_with_the_next_ve
         (tmp_path / "lora-0.safetensors").unlink()
         server.restarted()
         call = asyncio.create_task(engine.generate(request()))
-        await until(lambda: "did not load" in state_of(engine, server))
+        await wait_until(lambda: "did not load" in state_of(engine, server))
         await engine.load(*lora(base, tmp_path, 1))
         assert versions_of(await call) == [1]
 
@@ -235,7 +235,7 @@ def test_a_removed_adapter_folder_keeps_a_server_out_until_the_next_version(base
         shutil.rmtree(first.adapters[name])
         (tmp_path / "lora-0.safetensors").unlink()
         first.restarted()
-        await until(lambda: "did not load" in state_of(engine, first))
+        await wait_until(lambda: "did not load" in state_of(engine, first))
         assert versions_of(await engine.generate(request())) == [0]
         await engine.load(*lora(base, tmp_path, 1))
         await both_ready(engine, first, second)
@@ -281,9 +281,9 @@ def test_what_a_server_does_not_say_of_itself_is_a_warning_once(
             setattr(server, name, value)
         await engine.load(*lora(base, tmp_path, 0))
         await server.stop()
-        await until(lambda: state_of(engine, server).startswith("down"))
+        await wait_until(lambda: state_of(engine, server).startswith("down"))
         await server.return_()
-        await until(lambda: state_of(engine, server) == "ready")
+        await wait_until(lambda: state_of(engine, server) == "ready")
 
     with_one(base, tmp_path, case)
     (found,) = [one.getMessage() for one in caplog.records if "does not say how it was started" in one.getMessage()]

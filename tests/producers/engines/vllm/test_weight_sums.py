@@ -12,8 +12,8 @@ from tests.producers.engines.vllm.server_rig import (
     full,
     joined,
     request,
-    until,
     versions_of,
+    wait_until,
 )
 
 pytestmark = pytest.mark.timeout(60)
@@ -29,7 +29,7 @@ def test_a_server_that_returns_with_the_label_but_other_weights_is_given_the_ver
             await engine.load(*full(small_base, tmp_path, 0))
             for weights, loads in ((7, 1), (8, 2)):
                 await server.stop()
-                await until(lambda: engine.states()[server.url].startswith("down"))
+                await wait_until(lambda: engine.states()[server.url].startswith("down"))
                 server.weights = weights
                 await server.start(int(server.url.rpartition(":")[2]))
                 await joined(engine, server)

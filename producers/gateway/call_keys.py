@@ -1,4 +1,4 @@
-"""By what calls are known again, by what rollouts are, and where the gateway is found: marks of retries, keys, and the
+"""How the gateway knows a repeated call, a rollout and its own address: identities of calls, keys of rollouts, and the
 files of a workspace. Pure."""
 
 import asyncio
@@ -23,7 +23,7 @@ ENDED = "rollout_ended"
 
 
 @dataclass(frozen=True, slots=True)
-class Mark:
+class CallIdentity:
     """By what a repeated call is known."""
 
     body_sha256: str
@@ -33,7 +33,7 @@ class Mark:
     """The client says that it has asked before."""
 
     @classmethod
-    def of(cls, headers: Mapping[str, str], path: str, body: bytes) -> "Mark":
+    def of(cls, headers: Mapping[str, str], path: str, body: bytes) -> "CallIdentity":
         """Raises Refusal (400) for a key that is too long."""
         key = headers.get(IDEMPOTENCY_KEY)
         if key is not None and not 0 < len(key) <= MAX_KEY_CHARS:
@@ -45,7 +45,7 @@ class Mark:
 
 
 class RememberedCalls:
-    """The calls of one rollout by their marks: who asks again gets what was answered, or waits for it.
+    """The calls of one rollout by their identity: who asks again gets what was answered, or waits for it.
 
     A call that fails is forgotten, so they are as many as the rollout has answered calls, which `max_turns` bounds, and
     calls under way.
@@ -62,12 +62,12 @@ class RememberedCalls:
             self._by_key[key_sha256] = body_sha256, answer
         answer.add_done_callback(lambda _: self._forget_failed(body_sha256, key_sha256, answer))
 
-    def repeated(self, mark: Mark) -> "asyncio.Future[Any] | None":
+    def repeated(self, identity: CallIdentity) -> "asyncio.Future[Any] | None":
         """The call that is asked for again. Raises Refusal (422) for another body under its key."""
-        answer = self._by_body.get(mark.body_sha256) if mark.is_retry else None
-        if mark.key_sha256 in self._by_key:
-            body_sha256, answer = self._by_key[mark.key_sha256]
-            if body_sha256 != mark.body_sha256:
+        answer = self._by_body.get(identity.body_sha256) if identity.is_retry else None
+        if identity.key_sha256 in self._by_key:
+            body_sha256, answer = self._by_key[identity.key_sha256]
+            if body_sha256 != identity.body_sha256:
                 raise Refusal(
                     422, f"{IDEMPOTENCY_KEY} was used with another body; give each request a key", code="idempotency"
                 )
