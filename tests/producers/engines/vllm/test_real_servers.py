@@ -133,9 +133,12 @@ def test_a_server_killed_while_it_samples_returns_with_the_logs_version_and_no_r
             while not await is_sampling(url):
                 assert not all(call.done() for call in calls)
             first = server_of(engine)
+            workers = first.children(recursive=True)
+            assert workers
             first.send_signal(signal.SIGKILL)
             check(await asyncio.gather(*calls), {1})
             assert server_of(engine).pid != first.pid
+            assert not [one for one in workers if one.is_running()], "they keep the memory that the next one needs"
             assert is_same(await engine.generate(request()), before), "not the base model's answer"
 
             (folder,) = (tmp_path / "vllm").glob("*-v1-*")
