@@ -33,9 +33,10 @@ from rollstream.schemas.errors import LogError, TopicError
 from rollstream.schemas.kafka import KafkaSettings
 from rollstream.schemas.topics import MIB, PREFIX, TOPICS
 
-LINGER_MS = 2
-"""How long a record waits for others. One is sent at once if nothing is on its way and the record before it came longer
-ago: then others are not likely to follow in time."""
+LINGER_MS = 0
+"""A record is sent at once, with all others that the event loop's turn brings. One request a broker is under way at a
+time, and what comes meanwhile goes together with the next: under load that makes batches without a wait.
+"""
 BATCH_BYTES = 256 * 1024
 MAX_REQUEST_BYTES = 9 * MIB
 POLL_WAIT_MS = 100
@@ -74,8 +75,6 @@ class KafkaLog(OpenedByBlock):
         self._unacknowledged: dict[asyncio.Future[Any], tuple[float, str]] = {}
         """Deadline (event loop's time) and topic of what was sent, oldest first."""
         self._overdue_timer: asyncio.TimerHandle | None = None
-        self._sent_s = 0.0
-        """When the newest record was sent (event loop's time)."""
 
     async def start(self) -> None:
         """Connect. Raises LogError naming the address if no broker answers within seconds, ConfigError."""
@@ -163,10 +162,7 @@ class KafkaLog(OpenedByBlock):
         partition: int | None = None,
     ) -> Position:
         """Append a raw record, acknowledged by all replicas."""
-        now_s = asyncio.get_running_loop().time()
-        is_alone = not self._unacknowledged and now_s - self._sent_s > LINGER_MS / 1000
-        self._sent_s = now_s
-        future = await self._enqueue(topic, key, value, headers, partition, is_alone=is_alone)
+        future = await self._enqueue(topic, key, value, headers, partition)
         self._await_acknowledgement(topic, future)
         try:
             return await self._landed(topic, future)
@@ -250,14 +246,7 @@ class KafkaLog(OpenedByBlock):
         return {**client_options(self.kafka), "client_id": self._client_id, "request_timeout_ms": REQUEST_TIMEOUT_MS}
 
     async def _enqueue(
-        self,
-        topic: str,
-        key: bytes | None,
-        value: bytes | None,
-        headers: Headers,
-        partition: int | None,
-        *,
-        is_alone: bool = False,
+        self, topic: str, key: bytes | None, value: bytes | None, headers: Headers, partition: int | None
     ) -> "asyncio.Future[Any]":
         check_record_size(topic, key, value, headers)
         count = self._num_partitions.get(topic) or await self.num_partitions(topic)
@@ -266,11 +255,9 @@ class KafkaLog(OpenedByBlock):
             raise _no_partition(topic, chosen, count)
         name, producer = self.kafka.topic_name(topic), self._producer or await self._sending()
         try:
-            # A batch that is closed does not linger; also, aiokafka takes no message without key and value.
-            if is_alone or (key is None and value is None):
+            if key is None and value is None:  # aiokafka checks the size of a message, but not of a batch
                 batch = producer.create_batch()
-                batch.append(key=key, value=value, timestamp=None, headers=list(headers))
-                batch.close()
+                batch.append(key=None, value=None, timestamp=None, headers=list(headers))
                 return await producer.send_batch(batch, name, partition=chosen)
             return await producer.send(name, value=value, key=key, partition=chosen, headers=list(headers))
         except Exception as error:

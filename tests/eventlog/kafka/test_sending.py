@@ -1,34 +1,40 @@
-"""When records leave for Kafka: at once, or together with others."""
+"""When records leave for Kafka: at once, and together with others that come meanwhile."""
 
 import asyncio
-import time
+from typing import Any
 
 import pytest
+from aiokafka.producer.sender import Sender
 
-from rollstream.eventlog.kafka import log as kafka_log
 from rollstream.eventlog.kafka.log import KafkaLog
 from rollstream.schemas.kafka import KafkaSettings
 
 pytestmark = pytest.mark.kafka
 
 
-def test_a_record_that_is_alone_does_not_wait_for_others_and_one_that_follows_it_does(
+def test_records_do_not_wait_for_others_and_those_that_come_while_one_is_on_its_way_go_together(
     kafka: KafkaSettings, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(kafka_log, "LINGER_MS", 2_000)
+    num_records: list[int] = []
+    request = Sender._send_produce_req
 
-    async def seconds_of(log: KafkaLog, *values: bytes) -> float:
-        begun = time.perf_counter()
-        sent = await asyncio.gather(*(log.send_raw("dlq", key=b"a", value=one, partition=0) for one in values))
-        assert [one.offset for one in sent] == list(range(sent[0].offset, sent[0].offset + len(values)))
-        return time.perf_counter() - begun
+    async def counted(self: Any, node_id: int, batches: Any) -> None:
+        num_records.append(sum(batch.record_count for batch in batches.values()))
+        await request(self, node_id, batches)
+
+    monkeypatch.setattr(Sender, "_send_produce_req", counted)
 
     async def scenario() -> None:
         async with KafkaLog(kafka) as log:
             await log.ensure_topics(num_partitions=6)
-            await seconds_of(log, b"first: the producer connects")
-            await asyncio.sleep(2.1)
-            assert await seconds_of(log, b"alone") < 1.5
-            assert await seconds_of(log, b"b", b"c", b"d") > 1.5
+            await log.send_raw("dlq", key=b"a", value=b"the producer connects", partition=0)
+            first = asyncio.create_task(log.send_raw("dlq", key=b"a", value=b"alone", partition=0))
+            while len(num_records) < 2:
+                await asyncio.sleep(0)
+            assert not first.done()
+            sends = (log.send_raw("dlq", key=b"a", value=b"%d" % one, partition=0) for one in range(50))
+            sent = [await first, *await asyncio.gather(*sends)]
+            assert [one.offset for one in sent] == list(range(sent[0].offset, sent[0].offset + len(sent)))
+            assert num_records[1:] == [1, 50]
 
     asyncio.run(scenario())
