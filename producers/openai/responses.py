@@ -3,13 +3,15 @@
 Beside OpenAI's keys an answer holds `rollstream`: the exact token ids, log-probabilities, model group and version.
 """
 
+import functools
 import secrets
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, ClassVar, Literal, Self
+from typing import Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
-from rollstream.producers.openai import options
+from rollstream.producers.openai import offered_tools, options
+from rollstream.producers.openai.offered_tools import CUSTOM_CALL, FUNCTION_CALL, INPUT, OUTPUTS, NamedTool, OfferedTool
 from rollstream.producers.openai.protocol import Answer, exact_of
 from rollstream.producers.openai.requests import ChatRequest, Refusal, checked_request, validated
 from rollstream.producers.openai.stream_words import Answered, StreamWords
@@ -35,30 +37,6 @@ class RespondedRequest(ChatRequest):
 
 class _Given(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
-
-
-class OfferedTool(BaseModel):
-    """A tool: a function of the client, or another type, which the provider would run or know by itself."""
-
-    model_config = ConfigDict(frozen=True, extra="ignore")
-
-    type: str
-    name: str = ""
-    description: str | None = None
-    parameters: dict[str, Any] | None = None
-
-    @model_validator(mode="after")
-    def _has_a_name(self) -> Self:
-        if self.type == "function" and not self.name:
-            raise ValueError("the function has no name; add it")
-        return self
-
-    def as_function(self) -> dict[str, Any]:
-        """As chat completions and chat templates write it; a provider's tool with its type and name alone."""
-        if self.type != "function":
-            return {"type": self.type, "name": self.name}
-        function = {"name": self.name, "description": self.description or "", "parameters": self.parameters or {}}
-        return {"type": "function", "function": function}
 
 
 class AdditionalTools(BaseModel):
@@ -127,8 +105,8 @@ class ResponsesRequest(_Given):
         asked = {
             "model": self.model,
             "messages": messages,
-            "tools": [tool.as_function() for tool in self._offered()],
-            "tool_choice": self.tool_choice,
+            "tools": [tool.as_function() for tool in self.offered.values()],
+            "tool_choice": offered_tools.choice_of(self.tool_choice),
             "parallel_tool_calls": self.parallel_tool_calls,
             "response_format": self.text.format,
             "verbosity": self.text.verbosity,
@@ -144,14 +122,12 @@ class ResponsesRequest(_Given):
         }
         return checked_request(RespondedRequest, asked)
 
-    def _offered(self) -> list[OfferedTool]:
-        """Tools of the request, then those of its items; a later one replaces one of its type and name."""
-        found, items = [*self.tools], [] if isinstance(self.input, str) else self.input
-        for number, item in enumerate(items):
-            for tool in _additional(item, f"input.{number}"):
-                found = [one for one in found if (one.type, one.name) != (tool.type, tool.name)]
-                found.append(tool)
-        return found
+    @functools.cached_property
+    def offered(self) -> dict[tuple[bool, str], NamedTool]:
+        """Tools of the request, then those of its items. Raises Refusal (400) for one that is none."""
+        items = [] if isinstance(self.input, str) else self.input
+        added = [tool for number, item in enumerate(items) for tool in _additional(item, f"input.{number}")]
+        return offered_tools.named([*self.tools, *added])
 
 
 def parse(value: Any) -> ResponsesRequest:
@@ -164,15 +140,15 @@ def _append(messages: list[dict[str, Any]], item: Mapping[str, Any], at: str) ->
     kind = item.get("type", "message" if "role" in item else None)
     if kind == "message":
         messages.append({"role": item.get("role"), "content": _text(item.get("content"), f"{at}.content")})
-    elif kind == "function_call":
+    elif kind in (FUNCTION_CALL, CUSTOM_CALL):
         if not messages or messages[-1]["role"] != "assistant":
             messages.append({"role": "assistant", "content": ""})
         messages[-1].setdefault("tool_calls", []).append(_call(item, at))
-    elif kind == "function_call_output":
+    elif kind in OUTPUTS:
         output = _text(item.get("output"), f"{at}.output")
         messages.append({"role": "tool", "tool_call_id": str(item.get("call_id", "")), "content": output})
     elif kind not in (ADDITIONAL, "reasoning"):  # of another model, encrypted: no template renders it
-        known = f"message, function_call, function_call_output, {ADDITIONAL}"
+        known = ", ".join(("message", FUNCTION_CALL, CUSTOM_CALL, *OUTPUTS, ADDITIONAL))
         remedy = "agents send other types for models that they know: name the model policy"
         raise Refusal(400, f"{at}: item of type {kind!r}; supported: {known}; {remedy}", param=at)
 
@@ -187,11 +163,10 @@ def _additional(item: Mapping[str, Any], at: str) -> list[OfferedTool]:
 
 
 def _call(item: Mapping[str, Any], at: str) -> dict[str, Any]:
-    name, arguments = item.get("name"), item.get("arguments")
-    if not isinstance(name, str) or not isinstance(arguments, str):
-        raise Refusal(400, f"{at}: a function_call has a name and arguments as text", param=at)
-    function = {"name": name, "arguments": arguments}
-    return {"id": str(item.get("call_id", "")), "type": "function", "function": function}
+    try:
+        return offered_tools.call_of(item)
+    except ValueError as error:
+        raise Refusal(400, f"{at}: {error}", param=at) from error
 
 
 def _text(content: Any, at: str) -> str:
@@ -222,7 +197,7 @@ def response(given: ResponsesRequest, answered: Answered) -> dict[str, Any]:
     return _head(given, answered.call_id, answered.created_s) | {
         "status": "incomplete" if is_cut else "completed",
         "incomplete_details": {"reason": "max_output_tokens"} if is_cut else None,
-        "output": _items(answer, answered.call_id),
+        "output": _items(answer, answered.call_id, given.offered),
         "usage": usage,
         "rollstream": exact_of(answer),
     }
@@ -265,15 +240,9 @@ def _part(text: str) -> dict[str, Any]:
     return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
 
 
-def _items(answer: Answer, call_id: str) -> list[dict[str, Any]]:
+def _items(answer: Answer, call_id: str, offered: Mapping[tuple[bool, str], NamedTool]) -> list[dict[str, Any]]:
     message_items = [_message(call_id, answer.text)] if answer.text or not answer.tool_calls else []
-    return [*message_items, *map(_function_call, answer.tool_calls)]
-
-
-def _function_call(call: Mapping[str, Any]) -> dict[str, Any]:
-    function = call["function"]
-    head = {"id": f"fc_{call['id'].removeprefix('call_')}", "type": "function_call", "status": "completed"}
-    return head | {"call_id": call["id"], "name": function["name"], "arguments": function["arguments"]}
+    return [*message_items, *(offered_tools.item_of(call, offered) for call in answer.tool_calls)]
 
 
 class ResponseWords(StreamWords):
@@ -331,10 +300,12 @@ def _closed(call_id: str, text: str, num_sent: int) -> Iterator[dict[str, Any]]:
 
 
 def _called(item: Mapping[str, Any], output_index: int) -> Iterator[dict[str, Any]]:
+    key, events = ("arguments", "function_call_arguments")
+    if item["type"] == CUSTOM_CALL:
+        key, events = (INPUT, "custom_tool_call_input")
     where = {"item_id": item["id"], "output_index": output_index}
-    begun = {**item, "arguments": "", "status": "in_progress"}
+    begun = {**item, key: "", "status": "in_progress"}
     yield {"type": "response.output_item.added", "output_index": output_index, "item": begun}
-    yield {"type": "response.function_call_arguments.delta", **where, "delta": item["arguments"]}
-    done = {"name": item["name"], "arguments": item["arguments"]}
-    yield {"type": "response.function_call_arguments.done", **where, **done}
+    yield {"type": f"response.{events}.delta", **where, "delta": item[key]}
+    yield {"type": f"response.{events}.done", **where, "name": item["name"], key: item[key]}
     yield {"type": "response.output_item.done", "output_index": output_index, "item": item}

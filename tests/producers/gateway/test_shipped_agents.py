@@ -149,14 +149,16 @@ def test_a_codex_cli_calls_its_tool_and_goes_on_token_by_token(tmp_path):
         "model": "gpt-5-codex",
         "reasoning": {"effort": "medium", "summary": "auto"},
         "verbosity": "low",
-        "tools": ["namespace agents", "web_search"],
+        "tools": ["web_search"],
     }
+    assert [tool["function"]["name"] for tool in second.data["tools"]] == ["run", "agents.spawn"]
 
 
 def test_tools_of_an_item_are_offered_like_those_of_the_request(tmp_path):
     offered, namespace, _ = RESPONSES["tools"]
+    searches = {**namespace, "tools": [*namespace["tools"], {"type": "web_search", "name": "search"}]}
     code = {"type": "custom", "name": "exec", "format": {"type": "text"}}
-    added = {"type": "additional_tools", "role": "developer", "id": "at_1", "tools": [offered, namespace, code]}
+    added = {"type": "additional_tools", "role": "developer", "id": "at_1", "tools": [offered, searches, code]}
 
     async def agent(one: Any) -> None:
         older = {**offered, "description": "Replaced."}
@@ -175,10 +177,65 @@ def test_tools_of_an_item_are_offered_like_those_of_the_request(tmp_path):
     played = play_outside(tmp_path, agent, script=answers(CALL, "One file."), **LONG)
     played.assert_complete()
     first, second = calls_of(played)
-    assert [tool["function"]["description"] for tool in first.data["tools"]] == ["Runs."]
+    offers = [tool["function"] for tool in first.data["tools"]]
+    assert [(tool["name"], tool["description"]) for tool in offers] == [
+        ("run", "Runs."),
+        ("agents.spawn", ""),
+        ("exec", ""),
+    ]
     assert [message["role"] for message in first.data["input"]] == ["system", "system", "user"]
     assert second.llm.prefix is not None
-    assert asked_of(first)["tools"] == ["namespace agents", "custom exec"]
+    assert asked_of(first)["tools"] == ["web_search agents.search"]
+
+
+SCRIPT = 'text("hi")'
+SCRIPTED_CALL = '<tool_call>\n{"name": "functions.exec", "arguments": {"input": "text(\\"hi\\")"}}\n</tool_call>'
+SLEPT = '<tool_call>\n{"name": "clock.sleep", "arguments": {"seconds": 1}}\n</tool_call>'
+GRAMMAR = {"type": "grammar", "syntax": "lark", "definition": "start: /.+/"}
+NAMESPACES: list[Any] = [
+    {
+        "type": "namespace",
+        "name": "functions",
+        "description": "",
+        "tools": [{"type": "custom", "name": "exec", "description": "Runs a script.", "format": GRAMMAR}],
+    },
+    {"type": "namespace", "name": "clock", "description": "d", "tools": [{"type": "function", "name": "sleep"}]},
+]
+
+
+def test_codex_gets_calls_of_tools_in_namespaces_as_it_knows_them_and_goes_on_token_by_token(tmp_path):
+    added = {"type": "additional_tools", "role": "developer", "id": "at_1", "tools": NAMESPACES}
+    body = {key: value for key, value in RESPONSES.items() if key != "tools"} | {"model": "gpt-6.1-sol"}
+    items = [added, *RESPONSES["input"]]
+
+    async def agent(one: Any) -> None:
+        events = await streamed(one, "/v1/responses", body | {"input": items})
+        (call,) = events[-1]["response"]["output"]
+        assert (call["type"], call["name"], call["namespace"]) == ("custom_tool_call", "exec", "functions")
+        assert call["input"] == SCRIPT
+        deltas = [event["delta"] for event in events if event["type"] == "response.custom_tool_call_input.delta"]
+        assert deltas == [SCRIPT]
+        parts = [{"type": "input_text", "text": "Script completed"}, {"type": "input_text", "text": "hi"}]
+        output = {"type": "custom_tool_call_output", "call_id": call["call_id"], "output": parts}
+        later = [*items, call, output]
+        (slept,) = (await streamed(one, "/v1/responses", body | {"input": later}))[-1]["response"]["output"]
+        assert (slept["type"], slept["name"], slept["namespace"]) == ("function_call", "sleep", "clock")
+        assert slept["arguments"] == '{"seconds":1}'
+        output = {"type": "function_call_output", "call_id": slept["call_id"], "output": "slept"}
+        choice = {"type": "function", "namespace": "clock", "name": "sleep"}
+        await streamed(one, "/v1/responses", body | {"input": [*later, slept, output], "tool_choice": choice})
+        await one.reward(1.0)
+        await one.end()
+
+    played = play_outside(tmp_path, agent, script=answers(SCRIPTED_CALL, SLEPT, "Done."), **LONG)
+    played.assert_complete()
+    calls = calls_of(played)
+    assert all(call.llm.prefix is not None for call in calls[1:])
+    execute, sleep = (tool["function"] for tool in calls[0].data["tools"])
+    assert (execute["name"], sleep["name"]) == ("functions.exec", "clock.sleep")
+    assert execute["description"] == "Runs a script.\n\nGrammar of input:\nstart: /.+/"
+    assert execute["parameters"]["required"] == ["input"]
+    assert "tools" not in asked_of(calls[0])
 
 
 @pytest.mark.parametrize(
