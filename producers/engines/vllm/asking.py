@@ -20,8 +20,12 @@ MAX_UNTOLD = 1e-3
 """Probability that may be lacking of ids whose probabilities add up to 1, for rounding."""
 
 
-def asked(request: GenerationRequest, base: BaseModel, max_new_tokens: int) -> dict[str, Any]:
-    """Every setting that a server could have another default of."""
+class TooFewToldError(ValueError):
+    """More ids were left to sample from than the server was asked to report."""
+
+
+def asked(request: GenerationRequest, base: BaseModel, max_new_tokens: int, num_told: int) -> dict[str, Any]:
+    """Every sampling setting, because a server could have another default. `num_told`: likeliest ids per token."""
     sampling = request.sampling
     return {
         "temperature": sampling.temperature,
@@ -33,25 +37,27 @@ def asked(request: GenerationRequest, base: BaseModel, max_new_tokens: int) -> d
         "frequency_penalty": 0.0,
         "max_tokens": max_new_tokens,
         "seed": request.seed % 2**63,
-        "logprobs": _num_told(request, base),
+        "logprobs": num_told,
         "stop_token_ids": list(base.end_ids),
     }
 
 
-def _num_told(request: GenerationRequest, base: BaseModel) -> int:
-    """How many likeliest ids are told with each token: all that can be left, where these are recorded.
+def nums_told(request: GenerationRequest, base: BaseModel) -> tuple[int, ...]:
+    """How many of the likeliest ids to ask for with each token; a number after the first is for a further try.
 
-    With `processed_logprobs` those that top_p and top_k exclude have probability 0, so the others are what is left.
-    vLLM's own sampling mask says the same, and needs its second model runner, which the CPU has not.
+    With `processed_logprobs`, ids that top_p and top_k exclude have probability 0, so all others are what is left.
+    vLLM keeps every id whose logit equals the k-th largest, and logits in bfloat16 are often equal, so more than top_k
+    can be left. vLLM's own sampling mask says the same, and needs its second model runner, which the CPU does not have.
     """
     if not keeps_ids(request.sampling):
-        return 0
-    return min(request.sampling.top_k or base.num_token_ids, base.num_token_ids)
+        return (0,)
+    top_k = request.sampling.top_k or base.num_token_ids
+    return tuple(sorted({min(2 * top_k + 16, base.num_token_ids), min(16 * top_k + 16, base.num_token_ids)}))
 
 
-def max_bytes_of(request: GenerationRequest, base: BaseModel) -> int:
+def max_bytes_of(request: GenerationRequest, num_told: int) -> int:
     """Bytes of the largest answer."""
-    return MAX_ANSWER_BYTES + TOLD_BYTES * _num_told(request, base) * request.sampling.max_new_tokens
+    return MAX_ANSWER_BYTES + TOLD_BYTES * num_told * request.sampling.max_new_tokens
 
 
 def top_by_id(content: Iterable[Mapping[str, Any]]) -> list[dict[int, float]]:
@@ -69,7 +75,7 @@ def kept_ids(
 ) -> KeptIds | None:
     """The ids that each token was sampled from, where they are wanted. `tops`: (T,), by token.
 
-    Raises ValueError if their probabilities do not add up to 1: then others were left too.
+    Raises TooFewToldError if their probabilities do not add up to 1: then others were left too.
     """
     if not keeps_ids(request.sampling):
         return None
@@ -77,6 +83,9 @@ def kept_ids(
     for drawn in draws:
         total = math.fsum(math.exp(logprob) for _, logprob in drawn)
         if abs(total - 1) > MAX_UNTOLD:
-            raise ValueError(f"the {len(drawn)} ids that it reports have a total probability of {total:.6f}")
+            raise TooFewToldError(
+                f"the {len(drawn)} ids that it reports have a total probability of {total:.6f}; if many logits are "
+                "equal in the server's dtype, use dtype float32 or a smaller top_k"
+            )
     whole = base.num_token_ids
     return kept_of([np.asarray([one for one, _ in drawn] if len(drawn) < whole else [], np.int32) for drawn in draws])

@@ -17,7 +17,21 @@ from rollstream.schemas.services import VllmSettings
 
 OPTIONAL = "--enable-scale-out"
 """Offers exact tokens and version spans; not known to every vLLM."""
-REFUSED = ("--data-parallel-size", "-dp", "--api-server-count", "-asc", "--host", "--port", "--uds", "--api-key")
+REPLICAS = ("--data-parallel", "--api-server-count")
+SHORT_REPLICAS = ("-dp", "-asc")
+ADDRESS = ("--host", "--port", "--uds", "--api-key", "--config", "--headless", "--served-model-name", "--model")
+OURS = {
+    "--dtype": "engine.dtype",
+    "--max-loras": "engine.max_loras",
+    "--max-lora-rank": "engine.max_lora_rank",
+    "--enable-lora": "the adapters that the learner publishes",
+    "--no-enable-lora": "the adapters that the learner publishes",
+    "--logprobs-mode": "what the learner needs",
+    "--max-logprobs": "what the learner needs",
+    "--generation-config": "the run's sampling",
+    "--override-generation-config": "the run's sampling",
+}
+"""Arguments that an engine gives itself, and what decides them. vLLM would take the last one it is given."""
 PASSED = frozenset(
     {
         *("PATH", "HOME", "USER", "LOGNAME", "SHELL", "LANG", "LANGUAGE", "TZ", "TMPDIR"),
@@ -43,16 +57,34 @@ LAST_LINES = 3
 def check_settings(settings: VllmSettings) -> None:
     """Raises ConfigError for arguments that cannot be, or if the program is not there."""
     for argument in settings.arguments:
-        if argument.split("=")[0] in REFUSED:
-            raise ConfigError(
-                f"engine.arguments: {argument} is not for a server that is started here; run servers of your own, with "
-                "one API server and no data-parallel replicas, and name them as base_urls"
-            )
+        if fault := _fault_of(argument):
+            raise ConfigError(f"engine.arguments: {fault}")
     if not settings.base_urls and shutil.which(settings.executable) is None:
         raise ConfigError(
             f"engine.executable: {settings.executable!r} is not found; give the command vllm of the environment that "
             "vLLM is installed in, such as /opt/vllm/bin/vllm"
         )
+
+
+def _fault_of(argument: str) -> str | None:
+    """Why vLLM must not be given an argument. It takes `_` for `-`, and the beginning of a name for the name."""
+    name = argument.partition("=")[0].replace("_", "-").partition(".")[0]
+    if not name.startswith("--"):
+        is_replicas = name.startswith(SHORT_REPLICAS)
+    else:
+        is_replicas = any(_means(name, one) for one in REPLICAS) or name.startswith(REPLICAS)
+        if decided := next((by for one, by in OURS.items() if _means(name, one)), None):
+            return f"{argument} is given to vLLM already, from {decided}; leave it out"
+    if is_replicas or any(_means(name, one) for one in ADDRESS):
+        return (
+            f"{argument} is not for a server that is started here; run servers of your own, with one API server and no "
+            "data-parallel replicas, and name them as base_urls"
+        )
+    return None
+
+
+def _means(name: str, full: str) -> bool:
+    return len(name) > 3 and full.startswith(name)
 
 
 class Child:

@@ -1,11 +1,13 @@
 """What a vLLM server says of itself, and whether it can be used: asked of it, never read from its version."""
 
 import logging
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from rollstream.eventlog.http.http_json import HttpServer, shown
+from rollstream.producers.engines.vllm.asking import NO_LOGPROB
 from rollstream.producers.engines.vllm.base_model import BaseModel
 from rollstream.producers.engines.vllm.server_config import (
     RAW_LOGPROBS,
@@ -24,6 +26,10 @@ FULL = frozenset(
 IS_PAUSED = "/is_paused"
 GENERATE = "/inference/v1/generate"
 WEIGHT_CHECKER = "/weight_checker"
+NUM_TOP = 5
+"""Likeliest ids that a look at log-probabilities asks for: what OpenAI's API allows at most."""
+TOLERANCE = 1e-4
+"""Nats."""
 
 logger = logging.getLogger(__name__)
 
@@ -139,9 +145,32 @@ class ServerCalls:
             raise self.http.error(replicas_error(every // one))
 
     async def _check_logprobs(self, base: BaseModel) -> None:
-        """The one token that top_k=1 leaves has probability 1: log-probabilities before sampling's limits differ."""
-        body = {"model": base.path, "prompt": [base.end_ids[0]], "max_tokens": 1, "logprobs": 0, "top_k": 1}
+        """Refuse log-probabilities of the distribution before sampling's limits.
+
+        top_k=1 leaves the ids of the largest logit, one or several equal ones: each has probability 1 / their number,
+        and every other id has 0.
+        """
+        body = {
+            "model": base.path,
+            "prompt": [base.end_ids[0]],
+            "max_tokens": 1,
+            "logprobs": NUM_TOP,
+            "top_k": 1,
+            "return_tokens_as_token_ids": True,  # two ids can have one text
+        }
         found = await self.post("/v1/completions", body, timeout_s=self.health_timeout_s)
-        (logprob,) = found["choices"][0]["logprobs"]["token_logprobs"]
-        if abs(logprob) > 1e-4:
+        logprobs = found["choices"][0]["logprobs"]
+        (logprob,) = logprobs["token_logprobs"]
+        top = next(iter(logprobs.get("top_logprobs") or ()), None) or {"": logprob}
+        if not is_limited_to_largest(logprob, list(top.values())):
             raise self.http.error(RAW_LOGPROBS)
+
+
+def is_limited_to_largest(logprob: float, top: Sequence[float]) -> bool:
+    """Whether a token sampled with top_k=1 has its log-probability under what top_k left, not under all ids.
+
+    `top`: of the NUM_TOP likeliest ids. If all of them are equal, more may be, and their number is not known.
+    """
+    left = [one for one in top if one > NO_LOGPROB]
+    are_equal = all(abs(one - logprob) <= TOLERANCE for one in left)
+    return are_equal and (len(left) >= NUM_TOP or abs(logprob + math.log(max(1, len(left)))) <= TOLERANCE)

@@ -8,7 +8,15 @@ from typing import Any, Literal
 
 from rollstream.eventlog.http.http_json import HttpServer, TryAgainError, UnreachableError, shown
 from rollstream.producers.engines.base import FinishReason, Generation, GenerationRequest
-from rollstream.producers.engines.vllm.asking import asked, kept_ids, max_bytes_of, top_by_id, top_by_name
+from rollstream.producers.engines.vllm.asking import (
+    TooFewToldError,
+    asked,
+    kept_ids,
+    max_bytes_of,
+    nums_told,
+    top_by_id,
+    top_by_name,
+)
 from rollstream.producers.engines.vllm.base_model import BaseModel
 from rollstream.producers.engines.vllm.probing import GENERATE, WEIGHT_CHECKER, Probed, ServerCalls
 from rollstream.producers.engines.vllm.streamed import EVENT_BYTES, GivenTokens, StreamedAnswer
@@ -213,23 +221,44 @@ class Server:
 
         Raises TryAgainError or LostVersionError if another try may succeed, here or elsewhere, else ModelError.
         """
+        *fewer, most = nums_told(request, version.base)
         self.open[version.name] += 1
         try:
-            if GENERATE in self._probed.paths:
-                return await self._generate(request, version, max_new_tokens, given)
-            return await self._complete(request, version, max_new_tokens)
+            for num_told in fewer:
+                try:
+                    return await self._sampled(request, version, max_new_tokens, num_told, given)
+                except TooFewToldError:
+                    logger.debug("server %s: more than %d ids were left to sample from", self.http.url, num_told)
+            return await self._sampled(request, version, max_new_tokens, most, given)
+        except TooFewToldError as error:
+            raise self.http.error(str(error)) from error
         finally:
             self.open -= Counter((version.name,))
             if not self.open[version.name]:
                 self.unused.set()
 
-    async def _generate(
-        self, request: GenerationRequest, version: Version, max_new_tokens: int, given: GivenTokens | None
+    async def _sampled(
+        self,
+        request: GenerationRequest,
+        version: Version,
+        max_new_tokens: int,
+        num_told: int,
+        given: GivenTokens | None,
     ) -> Generation:
-        sampling = asked(request, version.base, max_new_tokens) | {"detokenize": False}
+        """Raises TooFewToldError if `num_told` ids are not all that were left to sample from."""
+        sampling = asked(request, version.base, max_new_tokens, num_told)
+        if GENERATE in self._probed.paths:
+            return await self._generate(request, version, sampling, given)
+        return await self._complete(request, version, sampling)
+
+    async def _generate(
+        self, request: GenerationRequest, version: Version, sampling: dict[str, Any], given: GivenTokens | None
+    ) -> Generation:
+        sampling = sampling | {"detokenize": False}
         body = {"model": version.model, "token_ids": list(request.prompt_ids), "sampling_params": sampling}
         streamed = StreamedAnswer(self.http, given) if given is not None and self._probed.streams else None
-        choice = await self._choice(GENERATE, body, request, version, streamed)
+        max_bytes = max_bytes_of(request, sampling["logprobs"])
+        choice = await self._choice(GENERATE, body, request, version, max_bytes, streamed)
         try:
             content = choice["logprobs"]["content"]
             ids = tuple(choice["token_ids"])
@@ -238,24 +267,29 @@ class Server:
             logprobs = tuple(float(one["logprob"]) for one in content)
             spans = self._spans(request, version, len(ids), choice.get("weight_versions"))
             kept = kept_ids(request, version.base, lambda: top_by_id(content))
+        except TooFewToldError:
+            raise
         except (LookupError, TypeError, ValueError) as error:
             raise self.http.error(
                 f"gave an answer without token ids or log-probabilities ({error}): {shown(choice)}"
             ) from error
         return self._generation(ids, logprobs, spans, kept, choice)
 
-    async def _complete(self, request: GenerationRequest, version: Version, max_new_tokens: int) -> Generation:
-        body = asked(request, version.base, max_new_tokens) | {
+    async def _complete(self, request: GenerationRequest, version: Version, sampling: dict[str, Any]) -> Generation:
+        body = sampling | {
             "model": version.model,
             "prompt": list(request.prompt_ids),
             "return_token_ids": True,
             "return_tokens_as_token_ids": True,
         }
-        choice = await self._choice("/v1/completions", body, request, version)
+        max_bytes = max_bytes_of(request, sampling["logprobs"])
+        choice = await self._choice("/v1/completions", body, request, version, max_bytes)
         try:
             ids = tuple(choice["token_ids"])
             logprobs = tuple(map(float, choice["logprobs"]["token_logprobs"]))
             kept = kept_ids(request, version.base, lambda: top_by_name(choice["logprobs"].get("top_logprobs") or ()))
+        except TooFewToldError:
+            raise
         except (LookupError, TypeError, ValueError) as error:
             raise self.http.error(
                 f"gave an answer without token ids or log-probabilities ({error}): {shown(choice)}; use a vLLM that "
@@ -272,9 +306,9 @@ class Server:
         body: dict[str, Any],
         request: GenerationRequest,
         version: Version,
+        max_bytes: int,
         streamed: StreamedAnswer | None = None,
     ) -> Any:
-        max_bytes = max_bytes_of(request, version.base)
         if streamed is None:
             answered = await self.http.sent("POST", path, body, max_bytes=max_bytes)
         else:

@@ -5,6 +5,7 @@ It samples nothing: every answer is the token 5 with probability one. Real vLLM 
 
 import asyncio
 import json
+import math
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
@@ -41,6 +42,10 @@ class StandInServer:
         self.config: dict[str, Any] = {}
         """What `/server_info` says of it."""
         self.logprob = 0.0
+        self.top: dict[str, float] | None = None
+        """Log-probabilities of the likeliest ids that a look is answered with."""
+        self.left = 1
+        """Ids of equal probability that each token is sampled from."""
         self.failing: dict[str, int] = {}
         """Status by path, or by method of /collective_rpc, of answers that fail."""
         self.failing_next: dict[str, list[tuple[int, dict[str, str]]]] = {}
@@ -123,6 +128,12 @@ class StandInServer:
         if body.get("stream"):
             return await self._stream(before, request)
         choice = self._choice(self.sampled) | self._end(before)
+        num_told = (body.get("sampling_params") or body)["logprobs"]
+        top = dict.fromkeys(range(TOKEN, TOKEN + min(self.left, num_told)), -math.log(self.left))
+        for one in choice["logprobs"]["content"]:
+            one["top_logprobs"] = [{"token_id": token, "logprob": value} for token, value in top.items()]
+        named = {f"token_id:{token}": value for token, value in top.items()}
+        choice["logprobs"]["top_logprobs"] = [named] * len(self.sampled)
         choice["logprobs"]["token_logprobs"] = [0.0] * len(self.sampled)
         return web.json_response({"choices": [choice]})
 
@@ -187,7 +198,8 @@ class StandInServer:
             self.adapters[body["lora_name"]] = body["lora_path"]
         elif path == "/v1/unload_lora_adapter":
             self.adapters.pop(body["lora_name"], None)
-        return {"choices": [{"logprobs": {"token_logprobs": [self.logprob]}}]}
+        tops = {} if self.top is None else {"top_logprobs": [self.top]}
+        return {"choices": [{"logprobs": {"token_logprobs": [self.logprob], **tops}}]}
 
 
 def new_engine(folder: Path, *servers: StandInServer, **settings: Any) -> VllmEngine:
