@@ -24,7 +24,7 @@ from rollstream.eventlog.recent_set import RecentSet
 from rollstream.producers.engines.base import Engine
 from rollstream.producers.gateway.call_keys import KEY_PREFIX, CallIdentity, RolloutKeys, address_file, token_file
 from rollstream.producers.gateway.played import PlayedRollout, ended
-from rollstream.producers.openai.access import Access, KeyLimits, check_is_json, keys_of, no_key
+from rollstream.producers.openai.access import TOKEN_CALLER, Access, KeyLimits, check_is_json, keys_of, no_key
 from rollstream.producers.openai.completions import CompletionRequest
 from rollstream.producers.openai.requests import ChatRequest, Refusal, json_of, validated
 from rollstream.producers.openai.routes import Routes, json_response
@@ -203,11 +203,12 @@ class RolloutGateway(Routes):
         router.add_post("/rollouts/{rollout:.+}/reward", self.reward)
         router.add_post("/rollouts/{rollout:.+}/end", self.end)
 
-    def check(self, request: web.Request) -> None:
+    def check(self, request: web.Request) -> str:
         """Raises Refusal: 403 for a page, another host or another rollout's key, 401 without a key, 415."""
         self._access.check_source(request.headers)
-        self._named(request)
+        named = self._named(request)
         check_is_json(request.method, request.headers)
+        return TOKEN_CALLER if self._access.bears_token(request.headers) else f"rollout {named}"
 
     def _named(self, request: web.Request) -> str | None:
         """Id of the rollout that a request is for, if it names one. Raises Refusal (401, 403)."""
@@ -288,7 +289,8 @@ class RolloutGateway(Routes):
         await rollout.claim(key)
         description = rollout.description()
         if asked := request.headers.get("Host"):  # the address that reaches this process from there: a published port
-            description["base_url"] = f"http://{asked}/rollouts/{quote(rollout.session.rollout_id)}"
+            scheme = "https" if request.headers.get("X-Forwarded-Proto", "").lower() == "https" else "http"
+            description["base_url"] = f"{scheme}://{asked}/rollouts/{quote(rollout.session.rollout_id)}"
         return json_response(description)
 
     async def _next(self, key: str) -> PlayedRollout:

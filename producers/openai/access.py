@@ -20,6 +20,8 @@ FROM_ELSEWHERE = ("cross-site", "same-site")
 """What a browser says in `Sec-Fetch-Site` of a page that is not the endpoint's own."""
 
 BEARER = "Bearer "
+TOKEN_CALLER = "token"
+"""Whoever calls with the service's own token, whichever other keys the request has."""
 
 
 class Access:
@@ -33,12 +35,16 @@ class Access:
         names = (*LOOPBACK, host, *allowed_hosts)
         self._hosts = frozenset(name.lower() for name in names) if is_checked else None
 
-    def check(self, method: str, headers: Mapping[str, str]) -> None:
-        """Raises Refusal: 403 for a page or another host, 401 without the token, 415 for a body that is not JSON."""
+    def check(self, method: str, headers: Mapping[str, str]) -> str:
+        """Returns who calls: whoever has the token, or where none is needed whoever sends these keys.
+
+        Raises Refusal: 403 for a page or another host, 401 without the token, 415 for a body that is not JSON.
+        """
         self.check_source(headers)
         if self._token is not None and not self.bears_token(headers):
             raise no_key()
         check_is_json(method, headers)
+        return TOKEN_CALLER if self._token is not None else "\x1f".join(keys_of(headers))
 
     def bears_token(self, headers: Mapping[str, str]) -> bool:
         """Whether a request bears the endpoint's own token."""
@@ -89,15 +95,15 @@ class KeyLimits:
         self._at_once = at_once
         self._monotonic = monotonic
         self._uses: dict[bytes, _Use] = {}
-        """By digest of the key; bounded by MAX_KEYS."""
+        """By digest of the caller; bounded by MAX_KEYS."""
 
     @contextlib.contextmanager
-    def call(self, headers: Mapping[str, str]) -> Iterator[None]:
-        """One request of the key in its headers, until it is answered. Raises Refusal (429)."""
+    def call(self, caller: str) -> Iterator[None]:
+        """One request, until it is answered. `caller`: whose key admitted it. Raises Refusal (429)."""
         if self._per_minute is None and self._at_once is None:
             yield
             return
-        use = self._use("\x1f".join(keys_of(headers)))
+        use = self._use(caller)
         if self._at_once is not None and use.num_open >= self._at_once:
             raise _too_many(f"this key has {use.num_open} calls under way, as many as calls_per_key allows", 1)
         if self._per_minute is not None:
@@ -111,9 +117,13 @@ class KeyLimits:
         finally:
             use.num_open -= 1
 
-    def _use(self, key: str) -> _Use:
-        """Of a key, as of now; it is the newest then."""
-        digest, now_s, size = hashlib.sha256(key.encode(errors="replace")).digest(), self._monotonic(), self._per_minute
+    def _use(self, caller: str) -> _Use:
+        """Of a caller, as of now; it is the newest then."""
+        digest, now_s, size = (
+            hashlib.sha256(caller.encode(errors="replace")).digest(),
+            self._monotonic(),
+            self._per_minute,
+        )
         use = self._uses.pop(digest, None) or _Use(float(size or 0), now_s)
         use.left = min(float(size or 0), use.left + (now_s - use.at_s) * (size or 0) / 60)
         use.at_s = now_s

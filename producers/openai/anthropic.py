@@ -133,6 +133,13 @@ class MessagesRequest(CountRequest):
     inference_geo: str | None = None
 
     def _as_openai(self) -> dict[str, Any]:
+        if self.messages[-1].role == "assistant":
+            raise Refusal(
+                400,
+                "messages: the last turn is the assistant's, and no answer can continue it (prefill is not supported); "
+                "end with a turn of the user",
+                param="messages",
+            )
         sampling = {"temperature": self.temperature, "top_p": self.top_p, "top_k": self.top_k}
         limits = {"max_tokens": self.max_tokens, "stop": self.stop_sequences}
         return super()._as_openai() | sampling | limits

@@ -54,8 +54,8 @@ class Routes(ABC):
         self._limits = limits
 
     @abstractmethod
-    def check(self, request: web.Request) -> None:
-        """Raises Refusal for a request that is not answered, whatever it asks for."""
+    def check(self, request: web.Request) -> str:
+        """Returns who calls, for the limits by key. Raises Refusal for a request that is not answered at all."""
 
     @abstractmethod
     async def answer(
@@ -180,9 +180,9 @@ class Routes(ABC):
         self, request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
     ) -> web.StreamResponse:
         try:
-            self.check(request)
+            caller = self.check(request)
             is_limited = request.method == "POST" and "/v1/" in request.path
-            with self._limits.call(request.headers) if is_limited else contextlib.nullcontext():
+            with self._limits.call(caller) if is_limited else contextlib.nullcontext():
                 return await handler(request)
         except Refusal as refused:
             headers = {"WWW-Authenticate": "Bearer"} if refused.status == HTTPStatus.UNAUTHORIZED else {}

@@ -66,9 +66,9 @@ class Endpoint(Routes):
         self._names = (settings.model_name, settings.model_group)
         self._has_told = False
 
-    def check(self, request: web.Request) -> None:
+    def check(self, request: web.Request) -> str:
         """Raises Refusal: see `Access.check`."""
-        self._access.check(request.method, request.headers)
+        return self._access.check(request.method, request.headers)
 
     async def count(self, request: web.Request, asked: ChatRequest) -> int:
         """How many tokens the prompt has, once there are weights."""

@@ -8,22 +8,14 @@ from typing import Any, Literal
 
 from rollstream.eventlog.http.http_json import HttpServer, TryAgainError, UnreachableError, shown
 from rollstream.producers.engines.base import FinishReason, Generation, GenerationRequest
-from rollstream.producers.engines.vllm.asking import (
-    TooFewToldError,
-    asked,
-    kept_ids,
-    max_bytes_of,
-    nums_told,
-    top_by_id,
-    top_by_name,
-)
+from rollstream.producers.engines.vllm.answers import AnsweredTokens, TooFewToldError, completed, generated
+from rollstream.producers.engines.vllm.asking import asked, max_bytes_of, nums_told
 from rollstream.producers.engines.vllm.base_model import BaseModel
 from rollstream.producers.engines.vllm.probing import GENERATE, WEIGHT_CHECKER, Probed, ServerCalls
 from rollstream.producers.engines.vllm.streamed import EVENT_BYTES, GivenTokens, StreamedAnswer
 from rollstream.producers.engines.vllm.version_files import Client, Version
 from rollstream.producers.engines.vllm.weight_sums import WeightSums
 from rollstream.schemas.events.rollouts import VersionSpan
-from rollstream.schemas.tokens import KeptIds
 
 UNLABELLED = "default"
 """Label of the weights that a server began with."""
@@ -260,20 +252,15 @@ class Server:
         max_bytes = max_bytes_of(request, sampling["logprobs"])
         choice = await self._choice(GENERATE, body, request, version, max_bytes, streamed)
         try:
-            content = choice["logprobs"]["content"]
-            ids = tuple(choice["token_ids"])
-            if ids != tuple(one["token_id"] for one in content):
-                raise self.http.error("gave log-probabilities of other tokens than it sampled; report it to vLLM")
-            logprobs = tuple(float(one["logprob"]) for one in content)
-            spans = self._spans(request, version, len(ids), choice.get("weight_versions"))
-            kept = kept_ids(request, version.base, lambda: top_by_id(content))
+            tokens = generated(choice, request, version.base)
+            spans = self._spans(request, version, len(tokens.ids), choice.get("weight_versions"))
         except TooFewToldError:
             raise
         except (LookupError, TypeError, ValueError) as error:
             raise self.http.error(
                 f"gave an answer without token ids or log-probabilities ({error}): {shown(choice)}"
             ) from error
-        return self._generation(ids, logprobs, spans, kept, choice)
+        return self._generation(tokens, spans, choice)
 
     async def _complete(self, request: GenerationRequest, version: Version, sampling: dict[str, Any]) -> Generation:
         body = sampling | {
@@ -285,9 +272,7 @@ class Server:
         max_bytes = max_bytes_of(request, sampling["logprobs"])
         choice = await self._choice("/v1/completions", body, request, version, max_bytes)
         try:
-            ids = tuple(choice["token_ids"])
-            logprobs = tuple(map(float, choice["logprobs"]["token_logprobs"]))
-            kept = kept_ids(request, version.base, lambda: top_by_name(choice["logprobs"].get("top_logprobs") or ()))
+            tokens = completed(choice, request, version.base)
         except TooFewToldError:
             raise
         except (LookupError, TypeError, ValueError) as error:
@@ -297,8 +282,7 @@ class Server:
             ) from error
         if not version.is_lora:
             await self.prove()
-        spans = self._spans(request, version, len(ids), None)
-        return self._generation(ids, logprobs, spans, kept, choice)
+        return self._generation(tokens, self._spans(request, version, len(tokens.ids), None), choice)
 
     async def _choice(
         self,
@@ -346,21 +330,14 @@ class Server:
             raise self.http.error(f"gave version spans over {end} of {length} tokens")
         return tuple(spans)
 
-    def _generation(
-        self,
-        ids: tuple[int, ...],
-        logprobs: tuple[float, ...],
-        spans: tuple[VersionSpan, ...],
-        kept: KeptIds | None,
-        choice: Any,
-    ) -> Generation:
+    def _generation(self, tokens: AnsweredTokens, spans: tuple[VersionSpan, ...], choice: Any) -> Generation:
         reason = choice.get("finish_reason")
         if reason not in ("stop", "length"):
             raise TryAgainError(f"ended a request with {shown(reason)}")
-        if not ids or any(not -9000 < one <= 0 for one in logprobs):  # NO_LOGPROB, or not a number
+        if not tokens.ids or any(not -9000 < one <= 0 for one in tokens.logprobs):  # NO_LOGPROB, or not a number
             raise self.http.error("gave a token without a log-probability; look into its log, and at the weights")
         found: FinishReason = "stop" if reason == "stop" else "length"
-        return Generation(ids, logprobs, spans, found, kept)
+        return Generation(tokens.ids, tokens.logprobs, spans, found, tokens.kept)
 
     # ---- ----
 

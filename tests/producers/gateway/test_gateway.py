@@ -70,6 +70,10 @@ def test_a_claim_is_answered_with_the_address_that_it_was_sent_to(tmp_path):
         headers = {"Host": "localhost:8766", "Idempotency-Key": "claim"}
         again = await one.post(f"{one.url}/rollouts", {}, key=one.token, **headers)
         assert again["base_url"] == own.replace(one.url, "http://localhost:8766")
+        behind_tls = await one.post(
+            f"{one.url}/rollouts", {}, key=one.token, **headers, **{"X-Forwarded-Proto": "https"}
+        )
+        assert behind_tls["base_url"] == own.replace(one.url, "https://localhost:8766")
         await one.reward(1.0)
         await one.end()
 

@@ -156,8 +156,13 @@ def test_either_clients_key_is_taken_and_errors_have_the_routes_shape(tmp_path):
         ({"mcp_servers": []}, "mcp_servers"),
         ({"system": [{"type": "image"}]}, "system.0: only blocks of type text"),
         ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "block of type 'image' in a turn of user"),
-        ({"messages": [{"role": "assistant", "content": [{"type": "tool_use"}]}]}, "has a name and an object"),
+        (
+            {"messages": [{"role": "assistant", "content": [{"type": "tool_use"}]}, *ASK["messages"]]},
+            "has a name and an object",
+        ),
         ({"messages": [{"role": "user", "content": [{"type": "tool_result", "content": 3}]}]}, "neither a text nor"),
+        ({"messages": [*ASK["messages"], {"role": "assistant", "content": "{"}]}, "prefill is not supported"),
+        ({"messages": [{"role": "assistant", "content": [{"type": "image"}]}, *ASK["messages"]]}, "in a turn of assi"),
         ({"stop_sequences": [""]}, "stop: a stop sequence must not be empty"),
     ],
 )

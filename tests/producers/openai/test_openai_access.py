@@ -113,7 +113,7 @@ def test_a_key_sends_so_many_requests_a_minute_and_is_told_when_to_come_again():
 
     def refused(key):
         try:
-            with limits.call(bearing(key)):
+            with limits.call(key):
                 return None
         except Refusal as error:
             return error.status, error.code, error.retry_after_s
@@ -130,19 +130,19 @@ def test_a_key_sends_so_many_requests_a_minute_and_is_told_when_to_come_again():
 
 def test_a_key_has_so_many_calls_at_once_and_keys_that_ask_no_more_are_forgotten():
     limits = KeyLimits(None, 2, lambda: 0.0)
-    with limits.call(bearing("a")), limits.call(bearing("a")):
+    with limits.call("a"), limits.call("a"):
         with (
             pytest.raises(Refusal, match="2 calls under way, as many as calls_per_key allows"),
-            limits.call(bearing("a")),
+            limits.call("a"),
         ):
             pass
         for number in range(MAX_KEYS + 10):
-            with limits.call(bearing(str(number))):
+            with limits.call(str(number)):
                 pass
         assert len(limits._uses) == MAX_KEYS  # pyright: ignore[reportPrivateUsage]
-        with pytest.raises(Refusal), limits.call(bearing("a")):
+        with pytest.raises(Refusal), limits.call("a"):
             pass
-    with limits.call(bearing("a")):
+    with limits.call("a"):
         pass
 
 
@@ -162,6 +162,10 @@ def test_limits_are_kept_over_http_in_the_words_of_each_api_and_leave_other_rout
                         "rate_limit_exceeded",
                     )
             assert statuses == [200, 200, 429, 429]
+            for other in ("another", "key"):
+                headers = {**JSON, "X-Api-Key": other}
+                async with http.post(f"{lab.url}/chat/completions", json=chat, headers=headers) as answer:
+                    assert answer.status == 429, "a further key is not another caller"
             body = chat | {"max_tokens": 4}
             async with http.post(f"{lab.url}/messages", json=body, headers=JSON) as answer:
                 assert (answer.status, (await answer.json())["error"]["type"]) == (429, "rate_limit_error")
