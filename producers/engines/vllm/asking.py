@@ -1,11 +1,22 @@
-"""The sampling parameters of a request to a vLLM server, and how long its answer may get."""
+"""Sampling as a vLLM server is asked for it, and the tokens, log-probabilities and kept ids of its answers. Pure."""
 
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
+
+import numpy as np
 
 from rollstream.eventlog.http.http_json import MAX_ANSWER_BYTES
 from rollstream.producers.engines.base import GenerationRequest, keeps_ids
+from rollstream.producers.engines.sampling import kept_of
 from rollstream.producers.engines.vllm.base_model import BaseModel
+from rollstream.schemas.tokens import KeptIds
 
+NO_LOGPROB = -9999.0
+"""Sent by vLLM for a token without a log-probability, and for one that limits exclude."""
+MAX_UNTOLD = 1e-3
+"""Probability that may be lacking of ids whose probabilities add up to 1, for rounding."""
 TOLD_BYTES = 200
 """Room in an answer for an id with its log-probability."""
 
@@ -44,3 +55,68 @@ def nums_told(request: GenerationRequest, base: BaseModel) -> tuple[int, ...]:
 def max_bytes_of(request: GenerationRequest, num_told: int) -> int:
     """Bytes of the largest answer."""
     return MAX_ANSWER_BYTES + TOLD_BYTES * num_told * request.sampling.max_new_tokens
+
+
+class TooFewToldError(ValueError):
+    """More ids were left to sample from than the server was asked to report."""
+
+
+@dataclass(frozen=True, slots=True)
+class AnsweredTokens:
+    """The sampled tokens of one answer."""
+
+    ids: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    kept: KeptIds | None
+
+
+def generated(choice: Mapping[str, Any], request: GenerationRequest, base: BaseModel) -> AnsweredTokens:
+    """From an answer of `/inference/v1/generate`.
+
+    Raises TooFewToldError; LookupError, TypeError or ValueError if the answer has another form.
+    """
+    content = choice["logprobs"]["content"]
+    ids = tuple(choice["token_ids"])
+    if ids != tuple(one["token_id"] for one in content):
+        raise ValueError("log-probabilities of other tokens than it sampled; report it to vLLM")
+    logprobs = tuple(float(one["logprob"]) for one in content)
+    return AnsweredTokens(ids, logprobs, kept_ids(request, base, lambda: top_by_id(content)))
+
+
+def completed(choice: Mapping[str, Any], request: GenerationRequest, base: BaseModel) -> AnsweredTokens:
+    """From an answer of `/v1/completions`; raises as `generated`."""
+    found = choice["logprobs"]
+    logprobs = tuple(map(float, found["token_logprobs"]))
+    kept = kept_ids(request, base, lambda: top_by_name(found.get("top_logprobs") or ()))
+    return AnsweredTokens(tuple(choice["token_ids"]), logprobs, kept)
+
+
+def top_by_id(content: Iterable[Mapping[str, Any]]) -> list[dict[int, float]]:
+    """Log-probabilities of the likeliest ids by token, of an answer of `/inference/v1/generate`."""
+    return [{top["token_id"]: top["logprob"] for top in one.get("top_logprobs") or ()} for one in content]
+
+
+def top_by_name(tops: Iterable[Mapping[str, float]]) -> list[dict[int, float]]:
+    """The same of `/v1/completions`, where an id is called `token_id:N`."""
+    return [{int(name.rpartition(":")[2]): logprob for name, logprob in top.items()} for top in tops]
+
+
+def kept_ids(
+    request: GenerationRequest, base: BaseModel, tops: Callable[[], Sequence[Mapping[int, float]]]
+) -> KeptIds | None:
+    """The ids that each token was sampled from, where they are wanted. `tops`: (T,), by token.
+
+    Raises TooFewToldError if their probabilities do not add up to 1: then others were left too.
+    """
+    if not keeps_ids(request.sampling):
+        return None
+    draws = [[(one, logprob) for one, logprob in sorted(top.items()) if logprob > NO_LOGPROB] for top in tops()]
+    for drawn in draws:
+        total = math.fsum(math.exp(logprob) for _, logprob in drawn)
+        if abs(total - 1) > MAX_UNTOLD:
+            raise TooFewToldError(
+                f"the {len(drawn)} ids that it reports have a total probability of {total:.6f}; if many logits are "
+                "equal in the server's dtype, use dtype float32 or a smaller top_k"
+            )
+    whole = base.num_token_ids
+    return kept_of([np.asarray([one for one, _ in drawn] if len(drawn) < whole else [], np.int32) for drawn in draws])

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from rollstream.eventlog.http.http_json import HttpServer, shown
-from rollstream.producers.engines.vllm.answers import NO_LOGPROB
+from rollstream.producers.engines.vllm.asking import NO_LOGPROB
 from rollstream.producers.engines.vllm.base_model import BaseModel
 from rollstream.producers.engines.vllm.server_config import (
     RAW_LOGPROBS,

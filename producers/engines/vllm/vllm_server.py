@@ -8,8 +8,15 @@ from typing import Any, Literal
 
 from rollstream.eventlog.http.http_json import HttpServer, TryAgainError, UnreachableError, shown
 from rollstream.producers.engines.base import FinishReason, Generation, GenerationRequest
-from rollstream.producers.engines.vllm.answers import AnsweredTokens, TooFewToldError, completed, generated
-from rollstream.producers.engines.vllm.asking import asked, max_bytes_of, nums_told
+from rollstream.producers.engines.vllm.asking import (
+    AnsweredTokens,
+    TooFewToldError,
+    asked,
+    completed,
+    generated,
+    max_bytes_of,
+    nums_told,
+)
 from rollstream.producers.engines.vllm.base_model import BaseModel
 from rollstream.producers.engines.vllm.probing import GENERATE, WEIGHT_CHECKER, Probed, ServerCalls
 from rollstream.producers.engines.vllm.streamed import EVENT_BYTES, GivenTokens, StreamedAnswer
