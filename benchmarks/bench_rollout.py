@@ -41,9 +41,9 @@ from rollstream.schemas.events import WeightsPublished
 from rollstream.schemas.permissions import Permissions
 from rollstream.schemas.settings import Sampling
 from tests.producers.engines.engine_rig import GROUP
-from tests.rigs.gateway_load import ProducersProcess, first_weights, killed_under_load, task_for_agents
-from tests.rigs.service_processes import CLI
-from tests.rigs.vllm_server import (
+from tests.rigs.services.gateway_load import ProducersProcess, first_weights, killed_under_load, task_for_agents
+from tests.rigs.services.service_processes import CLI
+from tests.rigs.services.vllm_server import (
     ENVIRONMENT,
     START_S,
     WHOLE_PROMPTS,

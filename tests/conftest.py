@@ -19,7 +19,7 @@ from rollstream.eventlog.broker.broker import EmbeddedBroker
 from rollstream.schemas.kafka import KafkaSettings
 
 if TYPE_CHECKING:
-    from tests.rigs.vllm_server import VllmServer
+    from tests.rigs.services.vllm_server import VllmServer
 
 os.environ.setdefault("JDK_JAVA_OPTIONS", "-XX:TieredStopAtLevel=1")
 """Brokers of tests live for seconds: compiling their code a second time would cost more than it brings."""
@@ -118,7 +118,7 @@ def own_broker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[KafkaSettin
 @pytest.fixture(scope="session")
 def vllm_server(tmp_path_factory: pytest.TempPathFactory) -> "Iterator[VllmServer]":
     """A vLLM server with a tiny model that the whole session shares; tests leave it with its base weights."""
-    from tests.rigs.vllm_server import serving
+    from tests.rigs.services.vllm_server import serving
 
     with serving(tmp_path_factory.mktemp("vllm")) as server:
         yield server

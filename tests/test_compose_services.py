@@ -21,7 +21,7 @@ from rollstream.eventlog.reading import read_to_end
 from rollstream.learner.tiny_model import make_tiny_model
 from rollstream.schemas.kafka import KafkaSettings
 from rollstream.schemas.variables import expand
-from tests.rigs.service_processes import CLI, NAMES, running_services, write_config
+from tests.rigs.services.service_processes import CLI, NAMES, running_services, write_config
 
 ROOT = Path(__file__).resolve().parents[1]
 SERVICES: dict[str, Any] = yaml.safe_load((ROOT / "docker-compose.yml").read_text())["services"]

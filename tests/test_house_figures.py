@@ -1,6 +1,6 @@
 """The figures that docs/architecture.md compares: floors, circles and repeated blocks of a tree."""
 
-from tests.rigs.house_figures import BLOCK_LINES, circles, floors, of_folders, repeated_blocks, within
+from tests.rigs.sources.house_figures import BLOCK_LINES, circles, floors, of_folders, repeated_blocks, within
 
 
 def test_a_circle_is_one_floor() -> None:

@@ -27,8 +27,8 @@ from rollstream.schemas.errors import AccessDeniedError
 from rollstream.schemas.events import RunStarted
 from rollstream.schemas.kafka import KafkaSettings
 from rollstream.schemas.services import EndpointSettings, ScriptedSettings
-from tests.rigs.secured_broker import SecuredBroker, bindings_of, commands_in, secured_broker
-from tests.rigs.service_processes import CLI, NAMES, Running, running_services, write_config
+from tests.rigs.services.secured_broker import SecuredBroker, bindings_of, commands_in, secured_broker
+from tests.rigs.services.service_processes import CLI, NAMES, Running, running_services, write_config
 
 DOCUMENT = Path(__file__).resolve().parents[1] / "docs" / "security.md"
 PREFIX = "lab."

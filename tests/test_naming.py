@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.rigs.source_tree import (
+from tests.rigs.sources.source_tree import (
     BY_A_TABLE,
     GIVEN_BY,
     REPEATED_NAMES,
@@ -24,7 +24,7 @@ from tests.rigs.source_tree import (
     unpublished_imports,
     without_contract,
 )
-from tests.rigs.words import banned_words, texts
+from tests.rigs.sources.words import banned_words, texts
 
 MAY_STAY_SMALL = {
     "harness/services/committed_offsets.py": "owns the format of a file in the workspace",
@@ -42,7 +42,7 @@ SUITES = [*(ROOT / "tests" / "contracts").glob("*.py"), ROOT / "tests/producers/
 WITHOUT_SUITE = {
     "Routes": "two servers with shared code; what differs is tested in tests/producers/gateway and openai",
     "TrajectoryBuilder": "each has another source of rollouts: tests/harness/components and tests/harness/nat",
-    "TrainerAdapter": "NAT's process and other backends: tests/end_to_end/test_other_backend.py and test_nat.py",
+    "TrainerAdapter": "NAT's process and other backends: tests/end_to_end/nat, and external/test_other_backend.py",
 }
 """Interfaces whose implementations no suite compares, and why."""
 CALLED_BY_OTHERS = {"TrajectoryBuilder.compute_reward", "Trainer.get_metrics"}

@@ -2,8 +2,8 @@
 
 import pytest
 
-from tests.rigs.source_tree import Plant
-from tests.rigs.words import STAYS, banned_words, texts, unneeded
+from tests.rigs.sources.source_tree import Plant
+from tests.rigs.sources.words import STAYS, banned_words, texts, unneeded
 
 
 @pytest.mark.parametrize(

@@ -30,7 +30,7 @@ from rollstream.eventlog.kafka.log import KafkaLog
 from rollstream.harness.cli.main import main as command_line
 from rollstream.learner.shared_model_group import SharedModelGroup
 from rollstream.schemas.events import JobCancelled, JobFailed, JobSucceeded, StepTrained, WeightsPublished
-from tests.rigs.group_rig import GroupRig, chat_rollout, make_scripted_model, sampled
+from tests.rigs.runs.group_rig import GroupRig, chat_rollout, make_scripted_model, sampled
 
 KINDS = ("sft", "dpo", "rl")
 POINTS = (

@@ -29,7 +29,7 @@ from rollstream.schemas.events import StepRecorded, TrajectoryAssembled, Weights
 from rollstream.schemas.events.rollouts import LLMCall, Prefix
 from rollstream.schemas.services import EndpointSettings, OpenAISettings, TransformersSettings, VllmSettings
 from rollstream.schemas.settings import ArtifactRef, LoraSettings, ModelSettings
-from tests.rigs.vllm_server import MAX_LORAS, VllmServer
+from tests.rigs.services.vllm_server import MAX_LORAS, VllmServer
 
 GROUP, OTHER = "run-1/policy", "run-1/other"
 MAX_LENGTH = 512

@@ -25,7 +25,7 @@ from rollstream.schemas.topics import TOPICS
 from tests.end_to_end.conftest import ENVIRONMENT
 from tests.producers.environments.test_remote_workflow import lines_of, serving, streaming
 from tests.rigs import nat_samples
-from tests.rigs.secured_broker import SecuredBroker, secured_broker
+from tests.rigs.services.secured_broker import SecuredBroker, secured_broker
 
 pytestmark = [pytest.mark.kafka, pytest.mark.slow]
 

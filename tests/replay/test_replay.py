@@ -14,9 +14,9 @@ from rollstream.replay.source import read_run
 from rollstream.replay.training import check_libraries
 from rollstream.schemas.errors import ArtifactError, ConfigError, DecodeError, ModelError, TruncatedError
 from rollstream.schemas.events import GroupClosed, RunEnded, WeightsPublished
-from tests.rigs import replay_rig
-from tests.rigs.recorded_run import EPOCHS, JOB
-from tests.rigs.replay_rig import only_difference, trained, verified
+from tests.rigs.runs import replay_rig
+from tests.rigs.runs.recorded_run import EPOCHS, JOB
+from tests.rigs.runs.replay_rig import only_difference, trained, verified
 
 
 @pytest.fixture(scope="module")

@@ -9,9 +9,9 @@ import pytest
 
 from rollstream.learner.tiny_model import make_tiny_model
 from rollstream.schemas.events import KINDS
-from tests.rigs.adopting_run import GatedRun, RolledBackRun
-from tests.rigs.replay_changes import Change, changes, finders, is_found, other
-from tests.rigs.replay_rig import named, trained, verified
+from tests.rigs.runs.adopting_run import GatedRun, RolledBackRun
+from tests.rigs.runs.replay_changes import Change, changes, finders, is_found, other
+from tests.rigs.runs.replay_rig import named, trained, verified
 
 KINDS_TRIED = {"RollbackRequested", "VersionJudged"}
 

@@ -11,10 +11,10 @@ import pytest
 from rollstream.eventlog import codec
 from rollstream.eventlog.log import TopicPartition
 from rollstream.schemas.events import KINDS, RunContinued, WeightsCollected, WeightsLoaded, WeightsPublished
-from tests.rigs import replay_rig
-from tests.rigs.recorded_run import EPOCHS, GROUP, RUN
-from tests.rigs.replay_changes import Change, changes, finders, first_records, is_found, other
-from tests.rigs.replay_rig import named, trained, verified
+from tests.rigs.runs import replay_rig
+from tests.rigs.runs.recorded_run import EPOCHS, GROUP, RUN
+from tests.rigs.runs.replay_changes import Change, changes, finders, first_records, is_found, other
+from tests.rigs.runs.replay_rig import named, trained, verified
 
 KINDS_OF_THE_RUN = {
     *("BatchPlanned", "EpochSealed", "EpochStarted", "GroupClosed", "GroupStarted", "JobProgressed", "JobStarted"),

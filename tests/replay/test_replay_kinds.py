@@ -10,11 +10,11 @@ import orjson
 import pytest
 
 from rollstream.schemas.events import KINDS, TaskCancelled
-from tests.rigs import faulty_run
-from tests.rigs.epochwise_rig import Choosy, EpochwiseRig, components_for, conducted, configuration
-from tests.rigs.recorded_run import JOB, RUN
-from tests.rigs.replay_changes import Change, changes, finders, is_found, other
-from tests.rigs.replay_rig import named, tampered, verified
+from tests.rigs.runs import faulty_run
+from tests.rigs.runs.epochwise_rig import Choosy, EpochwiseRig, components_for, conducted, configuration
+from tests.rigs.runs.recorded_run import JOB, RUN
+from tests.rigs.runs.replay_changes import Change, changes, finders, is_found, other
+from tests.rigs.runs.replay_rig import named, tampered, verified
 
 KINDS_TRIED = {
     *("GroupExtended", "JobCancelled", "JobFailed", "RolloutFailed", "SubmissionReceived", "TaskCancelled", "Tick"),

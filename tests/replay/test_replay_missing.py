@@ -17,9 +17,9 @@ from rollstream.schemas import ids
 from rollstream.schemas.errors import DecodeError, TruncatedError
 from rollstream.schemas.events import JobCancelled, WeightsLoaded
 from rollstream.schemas.permissions import Permissions
-from tests.rigs import replay_rig
-from tests.rigs.recorded_run import EPOCHS, JOB
-from tests.rigs.replay_rig import named, trained, verified
+from tests.rigs.runs import replay_rig
+from tests.rigs.runs.recorded_run import EPOCHS, JOB
+from tests.rigs.runs.replay_rig import named, trained, verified
 
 
 @pytest.fixture(scope="module")

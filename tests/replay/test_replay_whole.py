@@ -13,9 +13,9 @@ from rollstream.replay.completeness import check_whole
 from rollstream.replay.source import read_run
 from rollstream.replay.whole import check_runs
 from rollstream.schemas.errors import TruncatedError
-from tests.rigs import replay_rig
-from tests.rigs.recorded_run import EPOCHS, JOB
-from tests.rigs.replay_rig import named, tampered, trained, verified
+from tests.rigs.runs import replay_rig
+from tests.rigs.runs.recorded_run import EPOCHS, JOB
+from tests.rigs.runs.replay_rig import named, tampered, trained, verified
 
 PARTITIONS = [
     *(("steps", 0), ("steps", 1), ("trajectories", 0), ("trajectories", 1)),

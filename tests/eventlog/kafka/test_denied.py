@@ -13,7 +13,7 @@ import pytest
 from rollstream.eventlog.kafka.log import KafkaLog
 from rollstream.eventlog.log import Position, TopicPartition
 from rollstream.schemas.errors import AccessDeniedError, TopicError
-from tests.rigs.secured_broker import SecuredBroker, secured_broker
+from tests.rigs.services.secured_broker import SecuredBroker, secured_broker
 
 pytestmark = pytest.mark.kafka
 INSPECTION = "--operation Describe --operation DescribeConfigs"

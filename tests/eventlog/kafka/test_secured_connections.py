@@ -15,7 +15,7 @@ from rollstream.schemas.errors import AccessDeniedError, ConfigError
 from rollstream.schemas.events import GroupClosed
 from rollstream.schemas.kafka import KafkaSettings
 from rollstream.schemas.services import ProcessorSettings
-from tests.rigs.secured_broker import LISTENERS, Authority, SecuredBroker, secured_broker
+from tests.rigs.services.secured_broker import LISTENERS, Authority, SecuredBroker, secured_broker
 from tests.rigs.steps_rig import attempt, started
 
 pytestmark = [

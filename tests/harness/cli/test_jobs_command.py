@@ -13,7 +13,7 @@ from rollstream.harness.cli.terminal import jobs_table
 from rollstream.harness.runs.follower import read_runs
 from rollstream.schemas.errors import ConfigError
 from rollstream.schemas.events import JobCancelled
-from tests.rigs.group_rig import GROUP, RUN, GroupRig, chat_rollout
+from tests.rigs.runs.group_rig import GROUP, RUN, GroupRig, chat_rollout
 
 SFT = {"prover": [chat_rollout("1"), chat_rollout("2")]}
 

@@ -31,7 +31,7 @@ from rollstream.schemas.events import (
     TrajectoryRejected,
 )
 from rollstream.schemas.finetuning import TrainingStatusEnum, TrajectoryCollection
-from tests.rigs.epochwise_rig import (
+from tests.rigs.runs.epochwise_rig import (
     EpochwiseRig,
     Interrupting,
     answers_of,

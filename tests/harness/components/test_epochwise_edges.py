@@ -24,7 +24,8 @@ from rollstream.schemas.finetuning import (
     Trajectory,
     TrajectoryCollection,
 )
-from tests.rigs.epochwise_rig import (
+from tests.rigs.remote_outage import RemoteFileSystem
+from tests.rigs.runs.epochwise_rig import (
     Choosy,
     EpochwiseRig,
     answers_of,
@@ -34,7 +35,6 @@ from tests.rigs.epochwise_rig import (
     opened_rig,
     submitting,
 )
-from tests.rigs.remote_outage import RemoteFileSystem
 
 
 def shaped_evenly(group: list[Trajectory]) -> None:

@@ -14,7 +14,7 @@ from rollstream.harness.components.conduct import conduct_components
 from rollstream.harness.config.file import load
 from rollstream.schemas.errors import ConfigError
 from rollstream.schemas.events import EpochSealed, GroupClosed, RewardRecorded, RunEnded, SubmissionReceived
-from tests.rigs.epochwise_rig import EpochwiseRig
+from tests.rigs.runs.epochwise_rig import EpochwiseRig
 
 ROOT = Path(__file__).resolve().parents[3]
 EXAMPLES = sorted((ROOT / "examples").rglob("*.yaml"))

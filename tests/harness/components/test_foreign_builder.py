@@ -22,7 +22,7 @@ from rollstream.schemas.finetuning import (
     TrajectoryBuilderConfig,
     TrajectoryCollection,
 )
-from tests.rigs.epochwise_rig import EpochwiseRig
+from tests.rigs.runs.epochwise_rig import EpochwiseRig
 
 REWARDS = (0.0, 1.0)
 

@@ -12,7 +12,7 @@ from rollstream.harness.runs.run_handle import RunHandle
 from rollstream.schemas import ids
 from rollstream.schemas.events import GroupClosed, SubmissionReceived, TrajectoryRejected
 from rollstream.schemas.events.training import MemberRef
-from tests.rigs.epochwise_rig import EpochwiseRig, configuration, opened_rig
+from tests.rigs.runs.epochwise_rig import EpochwiseRig, configuration, opened_rig
 
 NUM_GROUPS, SIZE = 700, 24
 CURRICULUM = {"enabled": True, "initial_percentile": 0.5, "min_reward_diff": 0.0}

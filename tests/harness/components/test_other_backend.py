@@ -45,7 +45,7 @@ from rollstream.schemas.finetuning import (
 )
 from rollstream.schemas.kafka import KafkaSettings
 from rollstream.schemas.services import ProducerSettings
-from tests.rigs.epochwise_rig import EpochwiseRig, assert_every_attempt_has_one_outcome
+from tests.rigs.runs.epochwise_rig import EpochwiseRig, assert_every_attempt_has_one_outcome
 
 
 class TextsConfig(TrajectoryBuilderConfig, name="texts_test_builder"):

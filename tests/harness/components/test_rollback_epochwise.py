@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from rollstream.schemas.events import BatchPlanned, JobSucceeded, RollbackRequested, TaskRequested
-from tests.rigs.epochwise_rig import EpochwiseRig, assert_every_attempt_has_one_outcome, conducted, configuration
+from tests.rigs.runs.epochwise_rig import EpochwiseRig, assert_every_attempt_has_one_outcome, conducted, configuration
 
 
 def test_an_epochwise_run_goes_on_from_the_adopted_version(tmp_path: Path) -> None:

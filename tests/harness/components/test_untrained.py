@@ -23,7 +23,7 @@ from rollstream.schemas.finetuning import (
     TrajectoryBuilderConfig,
     TrajectoryCollection,
 )
-from tests.rigs.epochwise_rig import EpochwiseRig, configuration
+from tests.rigs.runs.epochwise_rig import EpochwiseRig, configuration
 
 EXACT = {"prompt_token_ids": [5, 6], "token_ids": [7, 1], "logprobs": [-0.5, -0.1]}
 

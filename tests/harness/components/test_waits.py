@@ -12,7 +12,7 @@ from rollstream.harness.runs.run_handle import RunHandle
 from rollstream.schemas.errors import RunFailedError
 from rollstream.schemas.events import BatchPlanned, RunEnded
 from rollstream.schemas.finetuning import TrainingJobRef, TrainingJobStatus, TrainingStatusEnum
-from tests.rigs.epochwise_rig import EpochwiseRig, configuration, opened_rig
+from tests.rigs.runs.epochwise_rig import EpochwiseRig, configuration, opened_rig
 
 COMPLETED, FAILED = TrainingStatusEnum.COMPLETED, TrainingStatusEnum.FAILED
 CANCELED = TrainingStatusEnum.CANCELED

@@ -4,7 +4,7 @@ from pathlib import Path
 
 from rollstream.harness.config.components import written_of
 from rollstream.harness.config.file import resolve
-from tests.rigs.epochwise_rig import configuration
+from tests.rigs.runs.epochwise_rig import configuration
 
 
 def test_a_configuration_written_out_is_read_as_it_was(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from rollstream.harness.runs.preflight import access_line, check_endpoint, token
 from rollstream.harness.services.addresses import url_host
 from rollstream.schemas.config import RunConfig
 from rollstream.schemas.errors import ConfigError
-from tests.rigs.epochwise_rig import configuration
+from tests.rigs.runs.epochwise_rig import configuration
 
 ELSEWHERE = "198.51.100.7"
 """An address for documentation, which no machine has."""

@@ -15,7 +15,7 @@ from rollstream.harness.runs.run_handle import RunHandle
 from rollstream.schemas.errors import RunFailedError
 from rollstream.schemas.events import RunEnded
 from rollstream.schemas.finetuning import TrainingJobStatus, TrainingStatusEnum, Trajectory, TrajectoryCollection
-from tests.rigs.epochwise_rig import EpochwiseRig, components_for, configuration
+from tests.rigs.runs.epochwise_rig import EpochwiseRig, components_for, configuration
 
 COMPLETED, FAILED = TrainingStatusEnum.COMPLETED, TrainingStatusEnum.FAILED
 CANCELED = TrainingStatusEnum.CANCELED

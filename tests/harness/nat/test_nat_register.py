@@ -28,7 +28,7 @@ from rollstream.harness.nat.configs import (
     NatWorkflowConfig,
 )
 from rollstream.schemas.evaluators import MODELS
-from tests.rigs.judge_server import JudgeServer
+from tests.rigs.services.judge_server import JudgeServer
 
 SECRET = "sk-very-secret-4711"
 ROOT = Path(__file__).resolve().parents[3]

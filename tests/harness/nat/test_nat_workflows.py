@@ -19,7 +19,7 @@ from rollstream.harness.services.addresses import is_this_machine
 from rollstream.schemas.config import RunConfig
 from rollstream.schemas.errors import ConfigError
 
-END_TO_END = Path(__file__).parents[2] / "end_to_end"
+END_TO_END = Path(__file__).parents[2] / "end_to_end" / "nat"
 ADAPTER = "openpipe_trainer_adapter"
 
 

@@ -14,7 +14,7 @@ from rollstream.schemas.errors import ConfigError, ModelError, NotAllowedError
 from rollstream.schemas.events import RunStarted
 from rollstream.schemas.settings import ArtifactRef
 from tests.harness.conftest import configuration
-from tests.rigs.league_rig import GROUP, RUN, League, close_groups, new_engine, play, task
+from tests.rigs.runs.league_rig import GROUP, RUN, League, close_groups, new_engine, play, task
 
 pytestmark = pytest.mark.usefixtures("registered_alone")
 

@@ -25,7 +25,7 @@ from rollstream.schemas.events import (
     TrajectoryRejected,
     VersionJudged,
 )
-from tests.rigs.epochwise_rig import EpochwiseRig, assert_every_attempt_has_one_outcome, configuration
+from tests.rigs.runs.epochwise_rig import EpochwiseRig, assert_every_attempt_has_one_outcome, configuration
 
 BAD = (2, 4)
 

@@ -25,7 +25,7 @@ from rollstream.replay.verify import verify
 from rollstream.schemas.config import EarlyStopping
 from rollstream.schemas.errors import EnvironmentRunError
 from rollstream.schemas.events import EpochSealed, JobStarted, JobSubmitted, JobSucceeded, RunEnded, TaskRequested
-from tests.rigs.epochwise_rig import EpochwiseRig, assert_every_attempt_has_one_outcome, configuration
+from tests.rigs.runs.epochwise_rig import EpochwiseRig, assert_every_attempt_has_one_outcome, configuration
 
 
 def test_a_streamed_run_is_validated_at_every_so_many_epochs_and_after_the_last(tmp_path: Path) -> None:

@@ -43,7 +43,7 @@ from rollstream.schemas.settings import (
     PlanSettings,
     RolloutSettings,
 )
-from tests.rigs.recorded_run import EPOCHS, RUN, RecordedRun
+from tests.rigs.runs.recorded_run import EPOCHS, RUN, RecordedRun
 
 # ---- what may go: a table ----
 

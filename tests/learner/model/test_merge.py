@@ -21,7 +21,7 @@ from rollstream.learner.tiny_model import make_tiny_model
 from rollstream.schemas.errors import ModelError
 from rollstream.schemas.events import WeightsPublished
 from rollstream.schemas.settings import ArtifactRef, LoraSettings, ModelSettings
-from tests.rigs.vllm_server import serving, tiny_base
+from tests.rigs.services.vllm_server import serving, tiny_base
 
 LORA = LoraSettings(rank=2, alpha=8, target_modules=("q_proj", "v_proj", "down_proj"))
 IDS = torch.arange(3, 20)[None]

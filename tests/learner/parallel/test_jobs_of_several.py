@@ -31,7 +31,7 @@ from rollstream.schemas.permissions import Permissions
 from rollstream.schemas.services import LearnerSettings
 from rollstream.schemas.settings import LoraSettings, ModelSettings, OptimizerSettings
 from tests.learner.conftest import Lab
-from tests.rigs.process_group import rank_of, together
+from tests.rigs.services.process_group import rank_of, together
 
 pytestmark = pytest.mark.slow
 VERSIONS = 4

@@ -16,7 +16,7 @@ from rollstream.learner.parallel.process_ranks import ProcessRanks, joined
 from rollstream.learner.parallel.sharded_policy import ShardedPolicy
 from rollstream.schemas.errors import ModelError, RollstreamError
 from rollstream.schemas.settings import LoraSettings, ModelSettings
-from tests.rigs.process_group import together
+from tests.rigs.services.process_group import together
 
 pytestmark = pytest.mark.slow
 KINDS: dict[str, dict[str, Any]] = {

@@ -17,7 +17,7 @@ from rollstream.schemas.events import BatchPlanned, JobSubmitted, TrajectoryAsse
 from rollstream.schemas.permissions import Permissions
 from rollstream.schemas.settings import ModelSettings
 from tests.learner.conftest import Lab
-from tests.rigs.process_group import together
+from tests.rigs.services.process_group import together
 
 pytestmark = pytest.mark.slow
 GIVEN, LIMIT, VERSIONS = 256, 40, 2

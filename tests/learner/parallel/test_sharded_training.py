@@ -21,7 +21,7 @@ from rollstream.learner.parallel.process_ranks import ProcessRanks, joined, shar
 from rollstream.learner.parallel.sharded_policy import ShardedPolicy, read_shards, write_shards
 from rollstream.schemas.algorithms import GrpoSettings
 from rollstream.schemas.settings import JobSettings, LoraSettings, ModelSettings, OptimizerSettings
-from tests.rigs.process_group import together
+from tests.rigs.services.process_group import together
 
 NUM_STEPS = 20
 WORLDS = (1, 2, 4)

@@ -18,7 +18,7 @@ from rollstream.schemas.algorithms import DpoSettings, GrpoSettings, KtoSettings
 from rollstream.schemas.events import BatchPlanned, JobSucceeded, ReferenceScored, StepTrained, TrajectoryAssembled
 from rollstream.schemas.events.weights import Scorer
 from rollstream.schemas.settings import LoraSettings, ModelSettings
-from tests.rigs.retrained import assert_retrained, steps_of
+from tests.rigs.runs.retrained import assert_retrained, steps_of
 
 SCORER = Scorer(role="reference", weights_sha256="ab" * 32)
 

@@ -23,8 +23,8 @@ from rollstream.schemas.events import JobFailed, JobSucceeded, ReferenceScored, 
 from rollstream.schemas.permissions import Permissions
 from rollstream.schemas.settings import Sampling
 from tests.learner.scoring.test_teacher import assert_scores_are_those_of, logprobs_by_transformers
-from tests.rigs.retrained import assert_retrained, steps_of
-from tests.rigs.vllm_server import VllmServer
+from tests.rigs.runs.retrained import assert_retrained, steps_of
+from tests.rigs.services.vllm_server import VllmServer
 
 
 @dataclass

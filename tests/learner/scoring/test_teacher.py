@@ -28,7 +28,7 @@ from rollstream.schemas.events import (
     TrajectoryAssembled,
     WeightsPublished,
 )
-from tests.rigs.retrained import assert_retrained, steps_of
+from tests.rigs.runs.retrained import assert_retrained, steps_of
 
 
 @pytest.fixture

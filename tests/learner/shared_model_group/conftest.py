@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.rigs.group_rig import GroupRig, make_scripted_model
+from tests.rigs.runs.group_rig import GroupRig, make_scripted_model
 
 
 @pytest.fixture(scope="session")

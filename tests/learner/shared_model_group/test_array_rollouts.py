@@ -12,7 +12,7 @@ from rollstream.learner.shared_model_group.array_rollouts import examples_of, gr
 from rollstream.learner.shared_model_group.examples import dpo_examples, sft_examples
 from rollstream.schemas import tokens
 from rollstream.schemas.errors import ConfigError
-from tests.rigs.group_rig import GROUP, WAIT_S, GroupRig
+from tests.rigs.runs.group_rig import GROUP, WAIT_S, GroupRig
 
 HISTORY = [[None, "is it one?"], ["yes", None], [None, "accept"]]
 """(M, A): prover 0, verifier 1."""

@@ -11,7 +11,7 @@ from rollstream.schemas.errors import ConfigError
 from rollstream.schemas.events import JobCancelled, JobFailed, JobSubmitted, TaskRequested
 from rollstream.schemas.events.recorded import RecordedRollout, RecordedStep, RecordedTokens
 from rollstream.schemas.events.rollouts import VersionSpan
-from tests.rigs.group_rig import GROUP, WAIT_S, GroupRig, chat_rollout, sampled
+from tests.rigs.runs.group_rig import GROUP, WAIT_S, GroupRig, chat_rollout, sampled
 
 Call = Callable[[SharedModelGroup], Awaitable[Any]]
 SPAN = VersionSpan(model_group="run-9/policy", version=0, length=2)

@@ -25,7 +25,7 @@ from rollstream.schemas.events import (
     WeightsPublished,
 )
 from rollstream.schemas.settings import ArtifactRef
-from tests.rigs.group_rig import GROUP, NAME, RUN, GroupRig, chat_rollout
+from tests.rigs.runs.group_rig import GROUP, NAME, RUN, GroupRig, chat_rollout
 
 SFT = {"prover": [chat_rollout("1"), chat_rollout("2")]}
 

@@ -14,8 +14,8 @@ from rollstream.replay.training import train
 from rollstream.replay.verify import verify
 from rollstream.schemas.events import JobSubmitted, RunStarted, WeightsPublished
 from rollstream.schemas.permissions import Permissions
-from tests.rigs.group_rig import RUN, WAIT_S, GroupRig, chat_rollout, sampled
-from tests.rigs.replay_changes import changes, finders, is_found
+from tests.rigs.runs.group_rig import RUN, WAIT_S, GroupRig, chat_rollout, sampled
+from tests.rigs.runs.replay_changes import changes, finders, is_found
 
 SFT = {"prover": [chat_rollout("1", "2"), chat_rollout("3")], "verifier": [chat_rollout("4"), chat_rollout("5")]}
 

@@ -7,7 +7,7 @@ import pytest
 
 from rollstream.learner.shared_model_group import SharedModelGroup
 from rollstream.schemas.events import BatchPlanned, JobSubmitted, JobSucceeded, StepTrained, WeightsPublished
-from tests.rigs.group_rig import GROUP, WAIT_S, GroupRig, chat_rollout, sampled
+from tests.rigs.runs.group_rig import GROUP, WAIT_S, GroupRig, chat_rollout, sampled
 
 SFT = {"prover": [chat_rollout("1", "2"), chat_rollout("3")], "verifier": [chat_rollout("4"), chat_rollout("5")]}
 

@@ -14,7 +14,7 @@ from rollstream.processors.assemble.trajectories import agents_of
 from rollstream.producers.rollout.registry import register_environment
 from rollstream.schemas.events import GroupStarted, RolloutEnded, RolloutFailed
 from tests.producers.conftest import GROUP, answers, task_of
-from tests.rigs.judge_server import JudgeServer, chat_completion
+from tests.rigs.services.judge_server import JudgeServer, chat_completion
 
 SECRET = "sk-very-secret-4711"
 PROMPT = "Question: {question}\nExpected: {answer}\nResponse: {response}\nHow good is it, from 0 to 10?"

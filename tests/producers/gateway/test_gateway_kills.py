@@ -5,7 +5,7 @@ import os
 
 import pytest
 
-from tests.rigs.gateway_load import CALLS_A_KILL, GROUPS, MEMBERS, killed_under_load
+from tests.rigs.services.gateway_load import CALLS_A_KILL, GROUPS, MEMBERS, killed_under_load
 
 pytestmark = [pytest.mark.kafka, pytest.mark.timeout(300)]
 

@@ -8,7 +8,7 @@ import pytest
 from rollstream.eventlog.kafka.log import KafkaLog
 from rollstream.producers import GatewayClient
 from rollstream.schemas.events import RewardRecorded, RolloutEnded, RolloutFailed, StepRecorded
-from tests.rigs.gateway_load import Agents, ProducersProcess, ask_for, steps_of, until_ended
+from tests.rigs.services.gateway_load import Agents, ProducersProcess, ask_for, steps_of, until_ended
 
 pytestmark = [pytest.mark.kafka, pytest.mark.timeout(300)]
 

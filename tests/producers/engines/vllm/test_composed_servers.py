@@ -16,7 +16,7 @@ from rollstream.producers.engines.vllm import VllmEngine
 from rollstream.schemas.services import VllmSettings
 from tests.producers.engines.vllm.server_rig import wait_until
 from tests.producers.engines.vllm.test_real_servers import LONG, check, is_same, is_sampling, request
-from tests.rigs.vllm_server import START_S, ComposedServer, lora_version, tiny_base
+from tests.rigs.services.vllm_server import START_S, ComposedServer, lora_version, tiny_base
 
 ROOT = Path(__file__).resolve().parents[4]
 SERVICES: dict[str, Any] = yaml.safe_load((ROOT / "docker-compose.yml").read_text())["services"]

@@ -15,7 +15,14 @@ from rollstream.schemas.errors import ModelError
 from rollstream.schemas.settings import Sampling
 from tests.producers.engines.engine_rig import GROUP
 from tests.producers.engines.vllm.server_rig import GENERATE, StandInServer, engine_over, lora
-from tests.rigs.vllm_server import ENVIRONMENT, START_S, WHOLE_PROMPTS, lora_version, started_settings, tiny_base
+from tests.rigs.services.vllm_server import (
+    ENVIRONMENT,
+    START_S,
+    WHOLE_PROMPTS,
+    lora_version,
+    started_settings,
+    tiny_base,
+)
 
 EXCLUDED = -9999.0
 TOP_K = 4

@@ -23,7 +23,7 @@ from rollstream.schemas.services import VllmSettings
 from rollstream.schemas.settings import Sampling
 from tests.producers.engines.engine_rig import GROUP
 from tests.producers.engines.vllm.server_rig import wait_until
-from tests.rigs.vllm_server import (
+from tests.rigs.services.vllm_server import (
     ENVIRONMENT,
     MAX_LORAS,
     START_S,

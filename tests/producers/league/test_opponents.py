@@ -1,0 +1,179 @@
+"""Opponents on a log in memory: whose weights an engine holds, what is recorded, and who is drawn after a kill."""
+
+import asyncio
+
+import pytest
+
+from rollstream.eventlog import codec
+from rollstream.producers.league.draw import opponents_of
+from rollstream.schemas import ids
+from rollstream.schemas.errors import ModelError
+from rollstream.schemas.events import GroupStarted, LearnerClaimed, RolloutEnded, RolloutFailed, StepRecorded
+from tests.producers import worker_rig as r
+from tests.producers.conftest import output_of
+from tests.rigs.runs.league_rig import GROUP, RUN, SEATS, League, play, task
+
+
+def test_an_opponents_steps_are_recorded_at_its_version_and_its_seat_is_not_trained(tmp_path):
+    async def main():
+        league = League(tmp_path)
+        await league.publish(*range(6))
+        await play(league, *(task(index, 5) for index in range(4)))
+        groups = {event.group_id: event for event in await r.steps(league.log, GroupStarted)}
+        for one in (task(index, 5) for index in range(4)):
+            assert groups[one.group_id].opponents == opponents_of(one)
+            assert groups[one.group_id].outcome == "outcome"
+            assert groups[one.group_id].agents.keys() == SEATS.keys() - opponents_of(one).keys()
+        for step in await r.steps(league.log, StepRecorded):
+            opponent = groups[step.group_id].opponents.get(step.agent)
+            assert step.llm is not None
+            (span,) = step.llm.spans
+            assert ids.player(span.model_group, span.version) == (opponent or f"{GROUP}@5")
+            assert step.metadata == ({"rollstream": {"untrained": "opponent"}} if opponent else None)
+        assert len(await r.steps(league.log, RolloutEnded)) == 8
+
+    asyncio.run(main())
+
+
+def test_a_scripted_opponent_plays_without_tokens_and_wins_where_it_can(tmp_path):
+    async def main():
+        league = League(tmp_path)
+        await league.publish(0)
+        await play(league, *(task(index, 0, pool=0, scripted=("perfect",)) for index in range(3)))
+        steps = await r.steps(league.log, StepRecorded)
+        scripted = [step for step in steps if step.name == "scripted:perfect"]
+        assert scripted
+        assert all(step.llm is None for step in scripted)
+        assert all(step.llm is not None for step in steps if step.name == GROUP)
+
+    asyncio.run(main())
+
+
+def test_no_more_opponents_are_in_memory_than_allowed(tmp_path):
+    async def main():
+        league = League(tmp_path)
+        await league.publish(*range(9))
+        most = []
+        load = league.engine.load
+
+        async def watched(published, path):
+            await load(published, path)
+            most.append(len([one for one in range(9) if league.engine.version(ids.player(GROUP, one)) >= 0]))
+
+        league.engine.load = watched
+        await play(league, *(task(index, 8, max_loaded=2) for index in range(12)))
+        assert max(most) == 2
+        assert len(set(most)) == 2
+        assert len(await r.steps(league.log, RolloutEnded)) == 24
+
+    asyncio.run(main())
+
+
+def test_who_needs_two_opponents_at_once_gets_both_beyond_a_bound_of_one(tmp_path):
+    async def main():
+        league = League(tmp_path)
+        await league.publish(*range(3))
+        await league.opponents.hold([f"{GROUP}@0", f"{GROUP}@1", "scripted:random"], 1)
+        assert league.opponents.loaded == (f"{GROUP}@0", f"{GROUP}@1")
+        waiting = asyncio.create_task(league.opponents.hold([f"{GROUP}@2"], 1))
+        await asyncio.sleep(0)
+        assert not waiting.done()
+        league.opponents.release([f"{GROUP}@0", f"{GROUP}@1"])
+        await waiting
+        assert league.opponents.loaded == (f"{GROUP}@2",)
+
+    asyncio.run(main())
+
+
+def test_a_version_that_is_unknown_or_gone_is_an_error_that_names_it(tmp_path):
+    async def main():
+        league = League(tmp_path)
+        await league.log.send(LearnerClaimed(run_id=RUN, time_ms=1, model_group=GROUP, term=1, learner="one"))
+        first = await league.publish(0)
+        await league.publish(1)
+        await league.collect(first)
+        for player, why in (
+            (f"{GROUP}@7", r"player run-1/policy@7: this version is unknown; of model group run-1/policy the newest"),
+            ("other/policy@0", r"other/policy@0: this version is unknown; of model group other/policy no version"),
+            (f"{GROUP}@0", r"run-1/policy@0: its weights are gone: collected by gc at .*; choose a version that is"),
+        ):
+            with pytest.raises(ModelError, match=why):
+                await league.opponents.hold([player], 2)
+        assert league.opponents.loaded == ()
+        await league.opponents.hold([f"{GROUP}@1"], 1)
+
+    asyncio.run(main())
+
+
+def test_a_task_whose_opponent_was_collected_fails_with_the_reason(tmp_path):
+    async def main():
+        league = League(tmp_path)
+        first = await league.publish(0)
+        await league.publish(1)
+        await league.collect(first)
+        await play(league, task(0, 1))
+        (failed,) = await r.steps(league.log, RolloutFailed)
+        assert (failed.cause, failed.is_final) == ("engine_error", True)
+        assert "player run-1/policy@0: its weights are gone: collected by gc at" in failed.message
+
+    asyncio.run(main())
+
+
+def test_versions_of_a_learner_that_was_replaced_are_no_opponents(tmp_path):
+    async def main():
+        league = League(tmp_path)
+        for term in (1, 2):
+            await league.log.send(LearnerClaimed(run_id=RUN, time_ms=1, model_group=GROUP, term=term, learner="one"))
+        await league.publish(0, term=1)
+        with pytest.raises(ModelError, match="this version is unknown"):
+            await league.opponents.hold([f"{GROUP}@0"], 1)
+
+    asyncio.run(main())
+
+
+def test_after_a_kill_the_new_owner_draws_the_same_opponents_and_plays_the_same_games(tmp_path):
+    tasks = [task(index, 5, scripted=("random",)) for index in range(6)]
+
+    async def games(folder, cut_after):
+        league = League(folder)
+        await league.publish(*range(6))
+        if cut_after is not None:
+            wire = r.Wire(league.log, cut_after=cut_after)
+            first = asyncio.create_task(league.worker(log=wire).run())
+            for one in tasks:
+                await league.log.send(one)
+            await r.wait_until(lambda: wire.is_cut)
+            first.cancel()
+            await asyncio.wait({first})
+            league.opponents = league.new_opponents()
+            working = asyncio.create_task(league.worker("producer-2").run())
+            await r.wait_until(lambda: r.all_settled(league.log, len(tasks)))
+            working.cancel()
+            await asyncio.wait({working})
+        else:
+            await play(league, *tasks)
+        return await contents(league.log)
+
+    async def contents(log):
+        """By member: what was said in its complete attempt, and by whom."""
+        ended = {event.rollout_id for event in await r.steps(log, RolloutEnded)}
+        steps = {}
+        for step in await r.steps(log, StepRecorded):
+            if step.rollout_id in ended:
+                member = step.rollout_id.rpartition("/")[0]
+                steps.setdefault(member, []).append((step.step_index, step.agent, step.name, output_of(step)))
+        started = [(event.group_id, event.opponents, event.agents) for event in await r.steps(log, GroupStarted)]
+        return sorted(started), {member: sorted(found) for member, found in steps.items()}
+
+    async def main():
+        calm = await games(tmp_path / "calm", None)
+        for cut_after in (1, 9, 25):
+            assert await games(tmp_path / f"cut-{cut_after}", cut_after) == calm
+
+    asyncio.run(main())
+
+
+def test_a_record_of_a_task_with_a_league_is_a_task() -> None:
+    one = task(0, 5, frozen=(0,))
+    encoded = codec.encode(one)
+    assert codec.parse(encoded.topic, encoded.value)[0] == one

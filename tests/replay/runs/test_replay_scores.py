@@ -1,0 +1,92 @@
+"""A run with a KL penalty: its recorded scores are verified, and replays and what-ifs train on them."""
+
+import asyncio
+from typing import Any
+
+import pytest
+import yaml
+
+from rollstream.harness.replays.what_if import what_if
+from rollstream.learner.tiny_model import make_tiny_model
+from rollstream.replay.source import of_type, read_run
+from rollstream.schemas.events import ReferenceScored, StepTrained
+from tests.rigs.runs.recorded_run import RecordedRun, hashes_of
+from tests.rigs.runs.replay_changes import changes, finders, is_found
+from tests.rigs.runs.replay_rig import named, only_difference, tampered, trained, verified
+
+
+class PenalisedRun(RecordedRun):
+    """Each version is held near the base version."""
+
+    num_epochs = 2
+
+    def configuration(self) -> Any:
+        written = super().configuration()
+        written["trainer_adapters"]["learner"]["algorithm"] = {"name": "grpo", "kl_coefficient": 0.5}
+        written["finetuning"]["num_epochs"] = 2
+        return written
+
+
+@pytest.fixture(scope="module")
+def recorded(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    folder = tmp_path_factory.mktemp("scores")
+    make_tiny_model(folder / "model", seed=0)
+    return asyncio.run(PenalisedRun(folder, folder / "model").record())
+
+
+def test_every_trajectory_of_a_manifest_is_scored_once(recorded: Any) -> None:
+    events = asyncio.run(read_run(recorded.log, "replayed"))
+    scored = [event for event, _ in of_type(events.by_topic["weights"], ReferenceScored)]
+    assert len({event.trajectory_id for event in scored}) == len(scored) == 16
+    assert {event.logprobs for event in scored} == {""}, "a replay holds their digests in memory, not their numbers"
+    assert verified(recorded).verdict == trained(recorded).verdict == "equal"
+    assert verified(recorded).counts["scores"] == 16
+
+
+def test_every_row_of_scores_is_true(recorded: Any) -> None:
+    expected, untrue = finders(), list[str]()
+    tried = [change for change in changes(recorded) if change.kind == "ReferenceScored"]
+    tried += [change for change in changes(recorded) if change[:2] == ("StepTrained", "scores_sha256")]
+    for change in tried:
+        row = expected[change.kind, change.field]
+        if not is_found(verified, recorded, change):
+            untrue.append(f"{change.kind}.{change.field}: {row}; verify says equal")
+        if "train" in row and not is_found(named, recorded, change) and not is_found(trained, recorded, change):
+            untrue.append(f"{change.kind}.{change.field}: {row}; train says equal")
+    assert untrue == []
+    assert {change.field for change in tried} >= {"logprobs", "trajectory_sha256", "version", "term", "scores_sha256"}
+
+
+def test_a_score_that_is_gone_is_missed_by_name(recorded: Any) -> None:
+    run = tampered(recorded)
+    run.remove("weights", "reference_scored", 3)
+    assert "ReferenceScored of replayed/rl/b000000" in only_difference(verified(run))
+    with pytest.raises(Exception, match=r"no ReferenceScored of trajectory .* by its reference"):
+        trained(run)
+
+
+def test_a_what_if_trains_on_the_recorded_scores(recorded: Any) -> None:
+    async def asked(changes: Any) -> Any:
+        file = recorded.folder / "what_if.yaml"
+        file.write_text(yaml.safe_dump(changes))
+        events = await read_run(recorded.log, "replayed")
+        outcome = await what_if(
+            recorded.log,
+            events,
+            recorded.artifacts,
+            file,
+            checkpoints=recorded.checkpoints,
+            on_progress=lambda line: None,
+        )
+        return events, await read_run(recorded.log, outcome.run_id)
+
+    before, same = asyncio.run(asked({}))
+    assert hashes_of(same) == hashes_of(before)
+    scored = [event for event, _ in of_type(same.by_topic["weights"], ReferenceScored)]
+    assert {event.term for event in scored} == {0}, "none was written by the what-if's learner"
+    assert len(scored) == 16
+    _, other = asyncio.run(asked({"trainer_adapters": {"learner": {"optimizer": {"learning_rate": 1e-3}}}}))
+    scored = [event for event, _ in of_type(other.by_topic["weights"], ReferenceScored)]
+    assert {event.term for event in scored} == {0}
+    assert all(step.scores_sha256 for step, _ in of_type(other.by_topic["weights"], StepTrained))
+    assert not set(hashes_of(other)) & set(hashes_of(before))

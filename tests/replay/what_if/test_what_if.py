@@ -1,0 +1,220 @@
+"""A what-if trains recorded rollouts again under other settings, as a run of its own, and makes no rollout."""
+
+import asyncio
+
+import pytest
+import yaml
+
+from rollstream.harness.config import file as config_file
+from rollstream.harness.replays.what_if import merged, spec_of, what_if
+from rollstream.learner.tiny_model import make_tiny_model
+from rollstream.replay.source import of_type, read_run
+from rollstream.replay.training import train
+from rollstream.replay.verify import verify
+from rollstream.schemas.errors import ConfigError, EnvironmentRunError
+from rollstream.schemas.events import GroupClosed, JobStarted, JobSubmitted, TaskRequested
+from tests.rigs.runs.recorded_run import EPOCHS, RecordedRun, batches_of, hashes_of
+
+REWARD = """
+def shortness(rollout):
+    return -float(len(rollout.messages["agent"][-1]["content"]))
+
+
+def untidy(rollout):
+    rollout.inputs.setdefault("seen", []).append(rollout.seed)
+    return -float(len(rollout.messages["agent"][-1]["content"])) * len(rollout.inputs["seen"])
+
+
+def same(rollout):
+    return 1.0
+
+
+def broken(rollout):
+    raise KeyError("x")
+"""
+
+
+@pytest.fixture(scope="module")
+def recorded(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("what-if")
+    make_tiny_model(folder / "model", seed=0)
+    return asyncio.run(RecordedRun(folder, folder / "model").record())
+
+
+def asked(run, changes):
+    """Outcome of a what-if, and what the log says of its run."""
+    file = run.folder / "what_if.yaml"
+    file.write_text(yaml.safe_dump(changes))
+
+    async def go():
+        events = await read_run(run.log, "replayed")
+        outcome = await what_if(
+            run.log, events, run.artifacts, file, checkpoints=run.checkpoints, on_progress=lambda line: None
+        )
+        return outcome, await read_run(run.log, outcome.run_id)
+
+    return asyncio.run(go())
+
+
+def test_equal_settings_train_the_same_weights_in_a_run_of_their_own(recorded):
+    outcome, events = asked(recorded, {})
+    before = asyncio.run(read_run(recorded.log, "replayed"))
+    assert hashes_of(events) == hashes_of(before)
+    assert [batch.members for batch in batches_of(events)] == [batch.members for batch in batches_of(before)]
+    assert events.started.parent is not None
+    assert events.started.parent.run_id == "replayed"
+    assert events.has_ended
+    assert not of_type(events.by_topic["groups"], GroupClosed)
+    assert not of_type(events.by_topic.get("tasks", ()), TaskRequested)
+    assert outcome.num_batches == EPOCHS
+    assert outcome.recorded == outcome.trained
+    assert "policy/ess" in outcome.trained
+
+
+def test_another_learning_rate_trains_other_weights_on_the_same_rollouts(recorded):
+    _, events = asked(recorded, {"trainer_adapters": {"learner": {"optimizer": {"learning_rate": 1e-3}}}})
+    before = asyncio.run(read_run(recorded.log, "replayed"))
+    assert [batch.members for batch in batches_of(events)] == [batch.members for batch in batches_of(before)]
+    assert not set(hashes_of(events)) & set(hashes_of(before))
+
+
+class EarlierRun(RecordedRun):
+    """A run from before the newest rules of learner and plan: what its configuration means has changed since."""
+
+    def configuration(self):
+        written = super().configuration()
+        written["trajectory_builders"]["rollouts"]["sampling"] = {"temperature": 0.7}
+        return written
+
+    def spec(self, written):
+        spec = super().spec(written)
+        algorithm = spec.job.algorithm.model_copy(update={"dual_clip": None, "temperature": 1.0})
+        return spec._replace(
+            job=spec.job.model_copy(update={"revision": 1, "algorithm": algorithm}),
+            plan=spec.plan.model_copy(update={"knows_single_group": False}),
+        )
+
+
+def submitted(events):
+    ((job, _),) = of_type(events.by_topic["jobs"], JobSubmitted)
+    return job.settings.model_dump()
+
+
+@pytest.fixture(scope="module")
+def earlier(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("earlier")
+    make_tiny_model(folder / "model", seed=0)
+    return asyncio.run(EarlierRun(folder, folder / "model").record())
+
+
+@pytest.mark.parametrize(
+    ("learner", "changed"),
+    [
+        ({}, {}),
+        ({"optimizer": {"learning_rate": 1e-3}}, {("optimizer", "learning_rate"): 1e-3}),
+        ({"algorithm": {"dual_clip": 3.0}}, {("algorithm", "dual_clip"): 3.0}),
+        ({"algorithm": {"temperature": 0.7}}, {("algorithm", "temperature"): 0.7}),
+    ],
+    ids=["nothing", "learning rate", "what is the default by now", "what is derived by now"],
+)
+def test_a_what_if_of_an_earlier_run_changes_what_its_file_says_and_nothing_else(earlier, learner, changed):
+    _, events = asked(earlier, {"trainer_adapters": {"learner": learner}})
+    before = asyncio.run(read_run(earlier.log, "replayed"))
+    expected = submitted(before)
+    for (block, name), value in changed.items():
+        expected[block][name] = value
+    assert submitted(events) == expected
+    assert changed or hashes_of(events) == hashes_of(before)
+
+
+@pytest.mark.parametrize(
+    ("curriculum", "filters_single_group"),
+    [({}, False), ({"min_reward_diff": 0.2}, False), ({"enabled": True}, True), ({"filter_single_group": False}, True)],
+)
+def test_a_single_group_of_an_earlier_run_is_filtered_only_where_the_file_asks_for_it(
+    earlier, curriculum, filters_single_group
+):
+    before = earlier.configuration()
+    now = merged(before, {"finetuning": {"curriculum_learning": curriculum}})
+    events = asyncio.run(read_run(earlier.log, "replayed"))
+    ((started, _),) = of_type(events.by_topic["groups"], JobStarted)
+    ((job, _),) = of_type(events.by_topic["jobs"], JobSubmitted)
+    spec = spec_of(config_file.resolve(now).config, config_file.resolve(before).config, started, job.settings, "w")
+    assert spec.plan.knows_single_group == filters_single_group
+    assert spec.plan.curriculum == started.plan.curriculum.model_copy(update=curriculum)
+    assert spec.rollout.sampling == started.rollout.sampling
+    assert spec.job == job.settings
+
+
+def test_a_what_if_is_replayed_as_any_run(recorded):
+    outcome, events = asked(recorded, {"finetuning": {"num_epochs": 2}})
+    assert outcome.num_batches == 2
+    report = asyncio.run(verify(recorded.log, events, recorded.artifacts, checkpoints=recorded.checkpoints))
+    assert report.differences == []
+    report = asyncio.run(train(recorded.log, events, recorded.artifacts))
+    assert (report.differences, report.counts) == ([], {"training steps": 2})
+
+
+@pytest.mark.parametrize("name", ["shortness", "untidy"])
+def test_another_reward_function_sees_what_was_recorded(recorded, monkeypatch, name):
+    (recorded.folder / "what_if_reward.py").write_text(REWARD)
+    monkeypatch.syspath_prepend(recorded.folder)
+    weights = {"task": 0.0}
+    builder = {"rewards": [f"python:what_if_reward.{name}"], "reward_weights": weights}
+    _, events = asked(recorded, {"trajectory_builders": {"rollouts": builder}})
+    assert [member.reward for member in batches_of(events)[0].members] == [0.0, -1.0, -2.0, -3.0] * 2
+
+
+def test_other_weights_of_recorded_rewards_need_no_function(recorded):
+    _, events = asked(recorded, {"trajectory_builders": {"rollouts": {"reward_weights": {"task": -2.0}}}})
+    assert [member.reward for member in batches_of(events)[0].members] == [0.0, -2.0, -4.0, -6.0] * 2
+
+
+def test_repeated_records_of_an_attempt_change_no_reward(recorded):
+    for kind in ("step_recorded", "rollout_ended"):
+        records, index = recorded.find("steps", kind, 3)
+        kept = records[index]
+        asyncio.run(recorded.log.send_raw("steps", key=kept.key, value=kept.value))
+    _, events = asked(recorded, {"trajectory_builders": {"rollouts": {"reward_weights": {"task": 2.0}}}})
+    assert [member.reward for member in batches_of(events)[0].members] == [0.0, 2.0, 4.0, 6.0] * 2
+
+
+def test_a_reward_that_leaves_nothing_to_train_or_fails_is_told(recorded, monkeypatch):
+    (recorded.folder / "what_if_reward.py").write_text(REWARD)
+    monkeypatch.syspath_prepend(recorded.folder)
+    builder = {"rewards": ["python:what_if_reward.same"], "reward_weights": {"task": 0.0}}
+    with pytest.raises(ConfigError, match=r"nothing is left to train \(24 zero_variance"):
+        asked(recorded, {"trajectory_builders": {"rollouts": builder}})
+    builder["rewards"] = ["python:what_if_reward.broken"]
+    with pytest.raises(EnvironmentRunError, match=r"reward python:what_if_reward\.broken raised KeyError"):
+        asked(recorded, {"trajectory_builders": {"rollouts": builder}})
+
+
+@pytest.mark.parametrize(
+    ("changes", "reported"),
+    [
+        ({"trajectory_builders": {"rollouts": {"num_generations": 8}}}, "num_generations cannot change"),
+        ({"trainer_adapters": {"learner": {"max_staleness": 2}}}, "max_staleness can only be tightened"),
+        ({"finetuning": {"num_epochs": 9}}, "num_epochs cannot change"),
+        ({"trajectory_builders": {"rollouts": {"max_turns": 3}}}, "max_turns cannot change"),
+        ({"trainer_adapters": {"learner": {"seed": 3}}}, "seed cannot change"),
+        ({"trainer_adapters": {"learner": {"model": {"lora": {"rank": 2}}}}}, "does not fit: it has full weights"),
+        ({"trajectory_builders": {"rollouts": {"nonsense": 3}}}, "nonsense"),
+        (
+            {"eval": {"evaluators": {"judge": {"api_key": "sk-1"}}}},
+            "what_if.yaml: .*api_key: secrets are",
+        ),
+        ({"trainer_adapters": {"learner": {"optimizer": {"eps": 2**64}}}}, "eps: is .*; give a number of at most 64"),
+    ],
+)
+def test_what_would_need_other_rollouts_or_cannot_be_stored_is_refused(recorded, changes, reported):
+    with pytest.raises(ConfigError, match=reported):
+        asked(recorded, changes)
+
+
+def test_changes_are_merged_mapping_by_mapping():
+    assert merged({"a": {"b": 1, "c": [1]}, "d": 2}, {"a": {"c": [2]}, "e": 3}) == {
+        "a": {"b": 1, "c": [2]},
+        "d": 2,
+        "e": 3,
+    }

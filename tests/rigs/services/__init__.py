@@ -1,0 +1,1 @@
+"""Real processes, brokers and endpoints that tests start."""

@@ -1,0 +1,1 @@
+"""The source tree: what checks of its folders, files, names and words share."""

@@ -1,0 +1,291 @@
+"""The sources as a tree: its files, what each imports, and the rules of the house that are more than arrows."""
+
+import ast
+import re
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import NamedTuple
+
+from rollstream.schemas.algorithms import BUILT_IN
+
+ROOT = Path(__file__).resolve().parents[3]
+Plant = Callable[[str, str], Path]
+"""Of the fixture `plant`: path and text of a module to write."""
+ALLOWED = {
+    "schemas": set(),
+    "eventlog": {"schemas"},
+    "producers": {"schemas", "eventlog"},
+    "processors": {"schemas", "eventlog"},
+    "learner": {"schemas", "eventlog"},
+    "metrics": {"schemas", "eventlog"},
+    "replay": {"schemas", "eventlog", "producers", "processors", "learner", "metrics"},
+    "harness": {"schemas", "eventlog", "producers", "processors", "learner", "metrics", "replay"},
+}
+SMALL_FILE_LINES = 60
+REPEATED_NAMES = {"__init__", "service", "shell", "fold", "state", "base", "table", "log"}
+"""Names of files that may be in several folders: the folder says whose."""
+_ALGORITHMS = "|".join(map(re.escape, BUILT_IN))
+_SETTINGS = "|".join(kind.__name__ for kind in BUILT_IN.values())
+ONE_HOME = {
+    re.compile(r"""["']ce_(type|id)["']"""): "eventlog/codec.py",
+    re.compile(
+        r"\b(\w*(_id|_group|_key)|record\.key)\.(r?split|r?partition|removeprefix)\("
+        r"|\b(job|run|group|rollout|task|trajectory|batch|player)\.r?(split|partition)\(b?['\"]/"
+    ): "schemas/ids.py",
+    re.compile(r"""f["'][^"']*\}/[meabt]\{"""): "schemas/ids.py",
+    re.compile(r"""f["'][a-z]+(_[a-z]+)+:\{|startswith\(["'][a-z]+_[a-z_]+:["']|event_id_of\(\w+\)\.r?partition"""): "",
+    re.compile(r"FROM log\.learner_claimed"): "metrics/projection/tables.sql",
+    re.compile(r"settings\.entropy_coefficient \*"): "",
+    re.compile(r"removeprefix\(CODE\)|cannot be imported: \{"): "schemas/users_code.py",
+    re.compile(r"""["']python:["']"""): "schemas/permissions.py",
+    re.compile(r"\bos\.(replace|rename|fsync)\(|\bshutil\.move\("): "eventlog/files.py",
+    re.compile(r"\.is_spliced = |has_open_attempts and"): "eventlog/attempts.py",
+    re.compile(
+        rf"""algorithm(\.name)? *(==|!=|(not )?in\b)|name *(==|!=|(not )?in) *[\[({{]?["']({_ALGORITHMS})["']"""
+        r"""|algorithm(\.name)?\.(startswith|endswith|removeprefix|removesuffix|r?split|r?partition)\("""
+        r"""|\[[\w.]*algorithm\.name\]|match [\w.]*algorithm\.name"""
+        rf"""|["']({_ALGORITHMS})["'] *:|case ["']({_ALGORITHMS})["']|(isinstance|issubclass)\(.*\b({_SETTINGS})\b"""
+        r"""|kind *(==|!=|(not )?in) *[\[({]?["'](sft|dpo|rl)["']"""
+    ): "schemas learner/algorithms",
+    re.compile(r"isinstance\(.*\b(Transformers|Scripted|OpenAI|Vllm|InstalledEngine)Settings\b"): "schemas",
+}
+"""By what a rule's code looks like, the only files and folders that have it; empty: nothing has."""
+
+
+def sources() -> Iterator[Path]:
+    for package in ALLOWED:
+        yield from sorted((ROOT / package).rglob("*.py"))
+
+
+def imports_of(path: Path) -> Iterator[tuple[int, str]]:
+    """Line and dotted name of every import, those inside functions too; `from a import b` counts as `a.b`."""
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            yield from ((node.lineno, alias.name) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module and node.level == 0:
+            yield from ((node.lineno, f"{node.module}.{alias.name}") for alias in node.names)
+
+
+def file_of(name: str, root: Path = ROOT) -> Path | None:
+    """The file of a dotted name of ours: a module, or what holds the name."""
+    parts = name.split(".")[1:]
+    while parts:
+        base = root.joinpath(*parts)
+        for path in (base.with_suffix(".py"), base / "__init__.py"):
+            if path.exists():
+                return path
+        parts.pop()
+    return None
+
+
+def arrows(paths: Iterable[Path], root: Path = ROOT) -> dict[str, set[str]]:
+    """By file the files of ours that it imports."""
+    found: dict[str, set[str]] = {}
+    for path in paths:
+        for _, name in imports_of(path):
+            other = file_of(name, root) if name.startswith("rollstream.") else None
+            if other is not None and other != path:
+                found.setdefault(str(path.relative_to(root)), set()).add(str(other.relative_to(root)))
+    return found
+
+
+def repeated_classes(paths: Iterable[Path], root: Path = ROOT) -> dict[str, list[str]]:
+    """Public classes whose name several files have."""
+    homes: dict[str, list[str]] = {}
+    for path in paths:
+        for node in ast.parse(path.read_text(encoding="utf-8")).body:
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                homes.setdefault(node.name, []).append(str(path.relative_to(root)))
+    return {name: found for name, found in homes.items() if len(found) > 1}
+
+
+def repeated_files(paths: Iterable[Path]) -> set[str]:
+    """Names of files, without those in REPEATED_NAMES, that several folders have."""
+    counts = Counter(path.stem for path in paths)
+    return {name for name, count in counts.items() if count > 1} - REPEATED_NAMES
+
+
+def small_with_one_importer(found: Mapping[str, Iterable[str]], root: Path = ROOT) -> set[str]:
+    """Files under SMALL_FILE_LINES that a single file imports; algorithms, environments and `__init__` apart."""
+    importers = Counter(other for others in found.values() for other in others)
+    return {
+        name
+        for name, count in importers.items()
+        if count == 1
+        and not name.endswith("__init__.py")
+        and not {"algorithms", "environments"} & set(name.split("/"))
+        and (root / name).read_text(encoding="utf-8").count("\n") < SMALL_FILE_LINES
+    }
+
+
+def away_from_home(path: Path, root: Path = ROOT) -> list[str]:
+    """Lines of a file that state a rule whose home is another file. In SQL, `log.is_void` alone compares terms."""
+    name, text = str(path.relative_to(root)), path.read_text(encoding="utf-8")
+    lines = text.splitlines()
+    found = {
+        number
+        for number, line in enumerate(lines)
+        for rule, home in ONE_HOME.items()
+        if not any(name == one or name.startswith(f"{one}/") for one in home.split()) and rule.search(line)
+    }
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.Compare) and orders_terms(node) and name != "eventlog/terms.py":
+            found.add(node.lineno - 1)
+        if isinstance(node, ast.Call) and renames(node) and name != "eventlog/files.py":
+            found.add(node.lineno - 1)
+    return [lines[number].strip() for number in sorted(found)]
+
+
+def empty_homes(root: Path = ROOT) -> list[str]:
+    """Files and folders of ONE_HOME that do not have the rule's code, or do not exist."""
+    return [
+        f"{one}: {rule.pattern}"
+        for rule, home in ONE_HOME.items()
+        for one in home.split()
+        if not any(
+            rule.search(line)
+            for path in ((root / one).rglob("*.py") if (root / one).is_dir() else [root / one])
+            if path.exists()
+            for line in path.read_text(encoding="utf-8").splitlines()
+        )
+    ]
+
+
+def orders_terms(node: ast.Compare) -> bool:
+    """Whether a comparison asks which of two terms is higher, or whether they are equal."""
+    is_of_terms = any(
+        re.search(r"(\b|_)term(_of\(.*\))?$", ast.unparse(side)) for side in (node.left, *node.comparators)
+    )
+    return is_of_terms and not isinstance(node.ops[0], ast.In | ast.NotIn | ast.Is | ast.IsNot)
+
+
+def renames(node: ast.Call) -> bool:
+    """Whether a call renames a file: `path.rename(x)`, or `path.replace(x)`, which has one argument unlike a text's."""
+    method = node.func.attr if isinstance(node.func, ast.Attribute) else ""
+    return method == "rename" or (method == "replace" and len(node.args) == 1 and not node.keywords)
+
+
+def published(package: Path) -> set[str]:
+    """What a package's `__init__` names in `__all__`."""
+    for node in ast.parse(package.read_text(encoding="utf-8")).body:
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__":
+            return set(ast.literal_eval(node.value))
+    return set()
+
+
+def unpublished_imports(path: Path, root: Path = ROOT) -> list[str]:
+    """Imports of another package's module, or name, that its `__init__` does not name in `__all__`."""
+    package, found = path.relative_to(root).parts[0], []
+    for line, name in imports_of(path):
+        parts = name.split(".")
+        if parts[0] != "rollstream" or len(parts) < 3 or parts[1] in (package, "schemas"):
+            continue
+        module = file_of(name, root)
+        if module is None:
+            continue
+        wanted = module.stem if module.name != "__init__.py" else parts[-1]
+        if wanted not in published(module.parent / "__init__.py"):
+            found.append(f"{path.relative_to(root)}:{line} imports {name}")
+    return found
+
+
+Methods = frozenset[str]
+
+
+class Declared(NamedTuple):
+    """What a class has of its own: public methods and the names of its bases."""
+
+    path: Path
+    methods: Methods
+    bases: Methods
+
+
+def classes_in(paths: Iterable[Path]) -> list[tuple[str, Declared]]:
+    """Every class of the files, with its name; properties count as methods."""
+    found: list[tuple[str, Declared]] = []
+    for path in paths:
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.ClassDef):
+                defined = (one for one in node.body if isinstance(one, ast.FunctionDef | ast.AsyncFunctionDef))
+                methods = frozenset(one.name for one in defined if not one.name.startswith("_"))
+                found.append((node.name, Declared(path, methods, frozenset(map(ast.unparse, node.bases)))))
+    return found
+
+
+def is_interface(one: Declared) -> bool:
+    """Whether a class says what others implement: a protocol, or an abstract class without a base of its own."""
+    return bool({"Protocol", "ABC"} & {base.partition("[")[0].rpartition(".")[2] for base in one.bases})
+
+
+def uncalled_methods(paths: Iterable[Path]) -> list[str]:
+    """Methods of protocols and abstract classes that none of the files uses."""
+    paths = list(paths)
+    trees = [ast.parse(path.read_text(encoding="utf-8")) for path in paths]
+    used = {node.attr for tree in trees for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
+    interfaces = [(name, one) for name, one in classes_in(paths) if is_interface(one)]
+    return [f"{name}.{method}" for name, one in interfaces for method in sorted(one.methods - used)]
+
+
+BY_A_TABLE = {
+    "Algorithm": "table.algorithm",
+    "InteractionProtocol": "table.protocol",
+    "Environment": "registry.environment",
+}
+"""By interface the call that gives every implementation by its name: a suite over all names makes that call."""
+GIVEN_BY = {
+    "ExportLog": "open_export",
+    "ExportReader": "open_export",
+    "KafkaReader": "KafkaLog",
+    "KafkaGroupReader": "KafkaLog",
+    "MemoryReader": "MemoryLog",
+    "MemoryGroupReader": "MemoryLog",
+    "TransformersEngine": "TransformersSettings",
+    "VllmEngine": "VllmSettings",
+    "ScriptedTokenizer": "ScriptedEngine",
+    "NoTokenizer": "OpenAIEngine",
+    "ChatTokenizer": "TransformersSettings",
+    "TextTokenizer": "OpenAIEngine",
+}
+"""By implementation the name of ours by which a suite gets it."""
+
+
+def used_by(suites: Iterable[Path]) -> set[str]:
+    """Names that the code of the suites reads, their imports apart: `Name`, and `module.name` of a call."""
+    nodes = [node for suite in suites for node in ast.walk(ast.parse(suite.read_text(encoding="utf-8")))]
+    calls = {ast.unparse(node.func) for node in nodes if isinstance(node, ast.Call)}
+    return calls | {node.id for node in nodes if isinstance(node, ast.Name)}
+
+
+def without_contract(paths: Iterable[Path], suites: Iterable[Path]) -> dict[str, list[str]]:
+    """Interfaces with several implementations, and which of these no suite uses.
+
+    What implements a protocol is a public class with all its methods; that it has the one method of a callback says
+    nothing. What implements an abstract class is a public class below it from which no other derives.
+    """
+    found = classes_in(paths)
+    own = {name: one for name, one in found if "Protocol" not in one.bases}
+    derived_from = {base for one in own.values() for base in one.bases}
+
+    def above(name: str) -> set[str]:
+        one = own.get(name)
+        return set() if one is None else {*one.bases}.union(*map(above, one.bases - {name}))
+
+    def methods(name: str) -> Methods:
+        one = own.get(name)
+        return frozenset() if one is None else one.methods.union(*map(methods, one.bases - {name}))
+
+    used = used_by(suites)
+    missing: dict[str, list[str]] = {}
+    for name, one in found:
+        if not is_interface(one) or BY_A_TABLE.get(name) in used:
+            continue
+        if "Protocol" in one.bases:
+            having = [other for other in own if len(one.methods) > 1 and one.methods <= methods(other)]
+        else:
+            having = [other for other in own if name in above(other) and other not in derived_from]
+        implementations = sorted(other for other in having if other[0] != "_")
+        unused = [other for other in implementations if GIVEN_BY.get(other, other) not in used]
+        if len(implementations) > 1 and unused:
+            missing[name] = unused
+    return missing
