@@ -3,10 +3,14 @@
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 
+import numpy as np
+import orjson
+import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from rollstream.learner.model.micro_batch import MicroBatch, Unit
+from rollstream.schemas import tokens
 
 Divide = Callable[[Sequence[Unit], int], list[MicroBatch]]
 """Units to micro-batches of so many tokens."""
@@ -46,3 +50,15 @@ class Ranks:
 def whole(value: Tensor) -> Tensor:
     """A tensor without its shards. All processes must ask for it, because each gives its own."""
     return value.full_tensor() if isinstance(value, DTensor) else value
+
+
+def of_all(found: dict[int, Tensor], ranks: Ranks, device: torch.device) -> dict[int, Tensor]:
+    """By row the float32 values that this process and the others have computed. All processes must call it."""
+    if ranks.num == 1:
+        return found
+    own = {str(row): tokens.encode_floats(values_N.float().cpu().tolist()) for row, values_N in found.items()}
+    return {
+        int(row): torch.from_numpy(np.frombuffer(tokens.decode_floats(text), np.float32).copy()).to(device)
+        for part in ranks.gathered(orjson.dumps(own))
+        for row, text in orjson.loads(part).items()
+    }

@@ -19,7 +19,7 @@ from rollstream.learner.model.memory import MicroBatchBudget, in_optimizer_step
 from rollstream.learner.model.micro_batch import MicroBatch, TrainRow, Unit, moved
 from rollstream.learner.model.optimizer import learning_rate, set_learning_rate, take_step
 from rollstream.learner.model.policy import PolicyModel, Reference
-from rollstream.learner.model.ranks import whole
+from rollstream.learner.model.ranks import of_all, whole
 from rollstream.schemas import ids
 from rollstream.schemas.errors import RunFailedError
 from rollstream.schemas.policy_gradient import PolicyGradientSettings
@@ -261,7 +261,9 @@ def _proximal(
     settings: JobSettings,
     taken: _Taken,
 ) -> dict[int, Tensor]:
-    """By row the log-probabilities of its tokens before the first step."""
+    """By row the log-probabilities of its tokens before the first step: of all rows, because later passes are divided
+    between the processes in other ways.
+    """
     began = time.monotonic()
     temperature = settings.algorithm.temperature
 
@@ -273,10 +275,12 @@ def _proximal(
                 logprobs_N, _ = model.completion_terms(
                     batch, temperature=temperature, entropy_needs_grad=False, entropy=False
                 )
-                found |= zip(batch.rows, logprobs_N.split(batch.lengths), strict=True)
+                if not batch.is_filler:
+                    found |= zip(batch.rows, logprobs_N.split(batch.lengths), strict=True)
         return found
 
-    proximal = taken.budget.run(computed, max(map(len, parts), default=0))
+    own = taken.budget.run(computed, max(map(len, parts), default=0))
+    proximal = of_all(own, model.ranks, model.device)
     taken.seconds["forward_backward"] += time.monotonic() - began
     return proximal
 

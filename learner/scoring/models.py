@@ -17,7 +17,7 @@ from rollstream.learner.model.collate import rows_of
 from rollstream.learner.model.memory import MicroBatchBudget
 from rollstream.learner.model.micro_batch import MicroBatch, TrainRow
 from rollstream.learner.model.policy import PolicyModel, Reference
-from rollstream.learner.model.ranks import Ranks
+from rollstream.learner.model.ranks import Ranks, of_all
 from rollstream.learner.model.step import micro_batch_tokens
 from rollstream.learner.scoring.scores import Logprobs, flat, scorers_of
 from rollstream.learner.scoring.served_teacher import ServedTeacher
@@ -205,20 +205,8 @@ class ScoringModels:
         budget = MicroBatchBudget(micro_batch_tokens(self._settings, model.device), halves=model.ranks.num == 1)
         own = budget.run(computed, len(rows))
         failpoint("learner/within-scores-of-group")
-        found = _of_all(own, model.ranks)
+        found = of_all(own, model.ranks, torch.device("cpu"))
         return [found[index] for index in range(len(rows))]
-
-
-def _of_all(found: dict[int, Tensor], ranks: Ranks) -> dict[int, Tensor]:
-    """By row what this process and the others have computed."""
-    if ranks.num == 1:
-        return found
-    own = {str(row): tokens.encode_floats(values_N.float().cpu().tolist()) for row, values_N in found.items()}
-    return {
-        int(row): torch.from_numpy(np.frombuffer(tokens.decode_floats(text), np.float32).copy())
-        for part in ranks.gathered(orjson.dumps(own))
-        for row, text in orjson.loads(part).items()
-    }
 
 
 def encoded(scorer: Scorer, trajectories: Sequence[TrajectoryAssembled], contexts: Sequence[str]) -> bytes:

@@ -5,35 +5,43 @@ import json
 import random
 from dataclasses import replace
 from pathlib import Path
+from typing import get_args
 
 import numpy as np
 import pytest
 import safetensors.torch
 import torch
 
-from rollstream.learner.algorithms.base import BatchView, Member, Row
+from rollstream.learner.algorithms.base import Algorithm, BatchView, Member, Row
 from rollstream.learner.algorithms.builtin.grpo import Grpo
+from rollstream.learner.algorithms.builtin.malt import Malt
 from rollstream.learner.checkpoint import part
 from rollstream.learner.model.optimizer import load_state_tensors, make_optimizer, state_tensors
 from rollstream.learner.model.policy import PolicyModel, make_deterministic
 from rollstream.learner.model.step import train_batch
 from rollstream.learner.parallel.process_ranks import ProcessRanks, joined, shares
 from rollstream.learner.parallel.sharded_policy import ShardedPolicy, read_shards, write_shards
-from rollstream.schemas.algorithms import GrpoSettings
+from rollstream.schemas.algorithms import GrpoSettings, MaltSettings
+from rollstream.schemas.events.rollouts import Completion, VersionSpan
+from rollstream.schemas.policy_gradient import OffPolicySettings
 from rollstream.schemas.settings import JobSettings, LoraSettings, ModelSettings, OptimizerSettings
 from tests.rigs.services.process_group import together
 
 NUM_STEPS = 20
 WORLDS = (1, 2, 4)
 KINDS = ("full", "lora")
-OTHERS = ("checkpointing", "bfloat16")
-"""What decides how layers compute, tried at two processes."""
+OTHERS = ("checkpointing", "bfloat16", "off-policy", "malt")
+"""What decides how layers compute, and losses that compare with the policy before a batch; tried at two processes."""
+NEWEST = get_args(JobSettings.model_fields["revision"].annotation)[-1]
 pytestmark = pytest.mark.slow
 TARGETS = ("q_proj", "v_proj", "down_proj")
 
 
-def batch(seed: int) -> BatchView:
-    """Three groups of a common prompt, with rows of very different lengths; in every fifth batch two rows alone."""
+def batch(seed: int, *, in_pairs: bool = False) -> BatchView:
+    """Three groups of a common prompt, with rows of very different lengths; in every fifth batch two rows alone.
+
+    `in_pairs`: the first row of each group is better than the second one, and the third is left out.
+    """
     rng = random.Random(seed)
     rows: list[Row] = []
     members: list[Member] = []
@@ -43,16 +51,32 @@ def batch(seed: int) -> BatchView:
             ids = np.asarray([*prompt, *(rng.randrange(32) for _ in range(rng.randint(1, 24)))], np.int32)
             mask = np.arange(len(ids)) >= len(prompt)
             logprobs = np.where(mask, [-3.4 + 0.2 * rng.random() for _ in ids], 0).astype(np.float32)
-            rows.append(Row(ids, mask, logprobs, len(members)))
+            length = len(ids) - len(prompt)
+            span = VersionSpan(model_group="run-1/main", version=group, length=length)
+            completion = Completion(start=len(prompt), length=length, step_index=0, spans=(span,))
+            rows.append(Row(ids, mask, logprobs, len(members), (completion,)))
             members.append(Member(group_id=f"g{group}", reward=rng.choice([0.0, 1.0, 2.0])))
     count = 2 if seed % 5 == 4 else len(rows)
     members[:2] = [replace(one, reward=reward) for one, reward in zip(members, (0.0, 2.0), strict=False)]
+    if in_pairs:
+        pairs = [(index, index + 1) for index in range(0, count, 3)]
+        return BatchView(rows[:count], members[:count], pairs, [1.0] * len(pairs))
     return BatchView(rows[:count], members[:count])
+
+
+def algorithm_of(kind: str) -> tuple[Algorithm, GrpoSettings | MaltSettings]:
+    """Those of `OTHERS` that compare take two passes over each batch, whose rows are divided in other ways."""
+    if kind == "malt":
+        return Malt(), MaltSettings(max_tokens_per_micro_batch=96, mini_batches=2, num_iterations=2)
+    chosen = GrpoSettings(max_tokens_per_micro_batch=48, mini_batches=2)
+    if kind == "off-policy":
+        return Grpo(), chosen.model_copy(update={"num_iterations": 2, "off_policy": OffPolicySettings()})
+    return Grpo(), chosen
 
 
 def settings(model: Path, kind: str) -> JobSettings:
     return JobSettings(
-        kind="rl",
+        kind="dpo" if kind == "malt" else "rl",
         model=ModelSettings(
             path=str(model),
             device="cpu",
@@ -60,18 +84,19 @@ def settings(model: Path, kind: str) -> JobSettings:
             dtype="bfloat16" if kind == "bfloat16" else "float32",
             gradient_checkpointing=kind == "checkpointing",
         ),
-        algorithm=GrpoSettings(max_tokens_per_micro_batch=48, mini_batches=2),
+        algorithm=algorithm_of(kind)[1],
         optimizer=OptimizerSettings(learning_rate=1e-3, max_grad_norm=0.05),
         num_versions=NUM_STEPS,
-        revision=6,
+        revision=NEWEST,
     )
 
 
 class Training:
     """One model and its optimizer over `NUM_STEPS` batches."""
 
-    def __init__(self, model: PolicyModel, chosen: JobSettings) -> None:
+    def __init__(self, model: PolicyModel, chosen: JobSettings, kind: str) -> None:
         self.model = model
+        self.kind = kind
         self.settings = chosen
         self.optimizer = make_optimizer(model.trainable(), chosen.optimizer)
         self.metrics: list[dict[str, float]] = []
@@ -81,12 +106,12 @@ class Training:
             result = train_batch(
                 self.model,
                 self.optimizer,
-                batch(index),
-                Grpo(),
+                batch(index, in_pairs=self.kind == "malt"),
+                algorithm_of(self.kind)[0],
                 self.settings,
                 index=index,
                 seed=index,
-                version=0,
+                version=2,
             )
             self.metrics.append(dict(result.metrics))
 
@@ -124,7 +149,7 @@ def trained_together(model: Path, folder: Path, kinds: tuple[str, ...], runs: in
     with joined() as ranks:
         for kind, number in itertools.product(kinds, range(runs)):
             chosen = settings(model, kind)
-            training = Training(ShardedPolicy(chosen.model, ranks, seed=7), chosen)
+            training = Training(ShardedPolicy(chosen.model, ranks, seed=7), chosen, kind)
             if number == 0:
                 training.keep(folder, f"{kind}-{ranks.num}-base")
             training.run(0, NUM_STEPS // 2)
@@ -140,7 +165,7 @@ def resumed_together(model: Path, folder: Path, kinds: tuple[str, ...]) -> None:
     with joined() as ranks:
         for kind in kinds:
             chosen = settings(model, kind)
-            training = Training(ShardedPolicy(chosen.model, ranks, seed=7), chosen)
+            training = Training(ShardedPolicy(chosen.model, ranks, seed=7), chosen, kind)
             training.restore(read_shards(folder / f"{kind}-shards", training.like()))
             training.run(NUM_STEPS // 2, NUM_STEPS)
             training.keep(folder, f"{kind}-{ranks.num}-resumed")
@@ -153,7 +178,7 @@ def folder(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     make_deterministic(1)
     for kind in (*KINDS, *OTHERS):
         chosen = settings(tiny_model, kind)
-        training = Training(PolicyModel(chosen.model, seed=7), chosen)
+        training = Training(PolicyModel(chosen.model, seed=7), chosen, kind)
         training.keep(found, f"{kind}-alone-base")
         training.run(0, NUM_STEPS)
         training.keep(found, f"{kind}-alone-0")
@@ -205,7 +230,7 @@ def test_shards_of_two_processes_are_read_by_others(folder: Path, tiny_model: Pa
 def test_a_process_alone_reads_shards_whole(folder: Path, tiny_model: Path) -> None:
     make_deterministic(1)
     chosen = settings(tiny_model, "full")
-    training = Training(PolicyModel(chosen.model, seed=7), chosen)
+    training = Training(PolicyModel(chosen.model, seed=7), chosen, "full")
     training.restore(read_shards(folder / "full-shards"))
     training.run(NUM_STEPS // 2, NUM_STEPS)
     training.keep(folder, "full-alone-resumed")
