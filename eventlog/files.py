@@ -8,7 +8,7 @@ import json
 import os
 import secrets
 import shutil
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
@@ -193,7 +193,20 @@ def tokenizer_sha256(model: str) -> str:
     its time or size differs: engines ask for each version, and a vocabulary of 150,000 has 15 MB. Raises OSError.
     """
     folder = Path(model).expanduser()
-    files = [folder / name for name in TOKENIZER_FILES if (folder / name).is_file()]
+    return _sha256_over([folder / name for name in TOKENIZER_FILES if (folder / name).is_file()])
+
+
+def base_sha256(model: str) -> str:
+    """sha256 over the weight files in a model's folder, under an adapter; empty for a hub name, or if it has none.
+
+    A file is read again once its time or size differs: that takes a second or two per GB. Raises OSError.
+    """
+    folder = Path(model).expanduser()
+    files = sorted(folder.glob("model*.safetensors")) or sorted(folder.glob("pytorch_model*.bin"))
+    return _sha256_over([path for path in files if path.is_file()])
+
+
+def _sha256_over(files: Sequence[Path]) -> str:
     digest = hashlib.sha256()
     for path in files:
         found = path.stat()
@@ -203,7 +216,8 @@ def tokenizer_sha256(model: str) -> str:
 
 @functools.lru_cache(maxsize=256)
 def _sha256_of(path: Path, inode: int, mtime_ns: int, size_bytes: int) -> str:
-    return hashlib.sha256(path.read_bytes()).hexdigest()
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def read_json(path: Path) -> dict[str, Any]:

@@ -200,6 +200,7 @@ class JobRun:
         """
         trainer = self.trainer
         if base is not None:
+            trainer.check_fits(base)
             weights, what = await self._read(base)
             loaded = await self._in_thread(lambda: published_sha256(trainer.model))
             if self.job.fork is not None or loaded != base.weights_sha256:

@@ -181,6 +181,7 @@ class Publisher:
             artifact=artifact,
             tokenizer_sha256=model.tokenizer_sha256,
             quantization=job.settings.model.quantization,
+            base_sha256=model.base_sha256,
         )
 
 

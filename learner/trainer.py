@@ -122,7 +122,9 @@ class JobTrainer:
             )
         if own is None or published.lora is None:
             return
-        if published.base_model != path:
+        if not published.is_above(self.model.base_sha256, path):
+            if published.base_model == path:
+                raise ConfigError(f"{where} is an adapter of model {path} with other weights; restore its weight files")
             raise ConfigError(
                 f"{where} is an adapter of model {published.base_model}, not of {path}; give that model.path, or train "
                 f"on from `rollstream merge {published.run_id}@{published.version}`"

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from rollstream.eventlog.artifacts import ArtifactStore
+from rollstream.eventlog.files import base_sha256
 from rollstream.eventlog.log import EventLog
 from rollstream.eventlog.reading import MOST_RECORDS, read_events
 from rollstream.learner.progress import LogState, evolve
@@ -58,7 +59,7 @@ async def _check_version(
     log: EventLog, artifacts: ArtifactStore, config: RunConfig, point: ForkPoint, name: str, location: str
 ) -> None:
     published, collected = await _published(log, point, name, location)
-    wrong = misfit(published, config)
+    wrong = await asyncio.to_thread(misfit, published, config)
     if wrong:
         raise ConfigError(f"{location}: {wrong}")
     try:
@@ -117,9 +118,12 @@ def misfit(published: WeightsPublished, config: RunConfig) -> str:
     wanted = "lora" if model.lora else "full"
     if published.weights_format != wanted:
         return f"it has {published.weights_format} weights, but the configuration trains {wanted} weights (model.lora)"
-    if published.base_model != model.path and not _is_same_model(
-        local_path(published.base_model, model.path), local_path(model.path, model.path)
-    ):
+    theirs, ours = (local_path(path, model.path) for path in (published.base_model, model.path))
+    is_same = published.base_model == model.path or _is_same_model(theirs, ours)
+    found = base_sha256(ours) if published.base_sha256 else ""
+    if not published.is_above(found, published.base_model if is_same else model.path):
+        if is_same:
+            return f"it is an adapter of model {model.path} with other weights; restore its weight files"
         return (
             f"it was trained from base model {published.base_model}, but the configuration has model.path {model.path}"
         )

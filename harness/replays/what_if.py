@@ -242,13 +242,12 @@ def _beginning(events: RunEvents, recorded: JobStarted, config: RunConfig) -> We
         )
     path = config.adapter.model.path
     check_model(str(expand(path, os.environ)), f"trainer_adapters.{config.finetuning.trainer_adapter}.model.path")
-    if base.weights_format == "full":
-        # the weights define the policy, so the path may have changed
-        base = base.model_copy(update={"base_model": path})
-    wrong = misfit(base, config)
+    moved = base.model_copy(update={"base_model": path})
+    # full weights define the policy, so the path may have changed
+    wrong = misfit(moved if base.weights_format == "full" else base, config)
     if wrong:
         raise ConfigError(f"version {recorded.base_version} of run {events.run_id} does not fit: {wrong}")
-    return base
+    return moved
 
 
 async def _rewards(

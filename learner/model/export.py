@@ -88,6 +88,11 @@ def _save_merged(published: WeightsPublished, path_to_weights: Path, folder: Pat
     where = f"weights {path_to_weights} of {published.model_group}@{published.version}"
     settings = ModelSettings(path=published.base_model, lora=_lora_of(published.lora or {}, where), device="cpu")
     policy = PolicyModel(settings, seed=0)
+    if not published.is_above(policy.base_sha256, published.base_model):
+        raise ModelError(
+            f"{where} are an adapter of other weights than those of model {published.base_model}; restore its weight "
+            "files, or give the base model that it was trained on"
+        )
     policy.load_weights(from_bytes(path_to_weights.read_bytes(), where))
     base = AutoConfig.from_pretrained(str(Path(published.base_model).expanduser()), trust_remote_code=False)
     merged: Any = policy.module.merge_and_unload(safe_merge=True)

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn import functional
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from rollstream.eventlog.files import tokenizer_sha256
+from rollstream.eventlog.files import base_sha256, tokenizer_sha256
 from rollstream.learner.model.loading import (
     compile_layers,
     compute_dtype_of,
@@ -68,6 +68,7 @@ class PolicyModel:
         self.device = torch.device(device_of(settings.device, torch.cuda.device_count(), where))
         self.compute_dtype = compute_dtype_of(settings, self.device)
         self.tokenizer_sha256 = tokenizer_sha256(path or settings.path)
+        self.base_sha256 = base_sha256(path or settings.path) if settings.lora and has_weights else ""
         load = partial(load_module, shares_base=shares_base) if has_weights else empty_module
         self.module: Any = load(settings, path or settings.path, self.device, seed=seed)
         self._tied = frozenset(getattr(inner(self.module), "all_tied_weights_keys", None) or ())

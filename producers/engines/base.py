@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
-from rollstream.eventlog.files import tokenizer_sha256
+from rollstream.eventlog.files import base_sha256, tokenizer_sha256
 from rollstream.schemas.config import RunConfig
 from rollstream.schemas.errors import EnvironmentRunError, ModelError, PromptRefusedError, PromptTooLongError
 from rollstream.schemas.events.rollouts import VersionSpan
@@ -111,16 +111,24 @@ def max_new_tokens_of(request: GenerationRequest, max_length: int | None, model:
     return min(wanted, max_length - length)
 
 
-def check_tokenizer(published: WeightsPublished, base_model: str) -> None:
-    """Raises ModelError if the model's folder here has other tokenizer files than where the version was trained."""
+def check_base_model(published: WeightsPublished, base_model: str) -> None:
+    """Raises ModelError if the model's folder here has other files than where the version was trained: of the
+    tokenizer, or weights below an adapter.
+    """
     try:
         found = tokenizer_sha256(base_model)
+        of_weights = base_sha256(base_model) if published.base_sha256 else ""
     except OSError as error:
-        raise ModelError(f"the tokenizer of model {base_model} cannot be read: {error}; restore its files") from error
+        raise ModelError(f"the files of model {base_model} cannot be read: {error}; restore them") from error
     if "" != published.tokenizer_sha256 != found != "":
         raise ModelError(
             f"version {published.version} of {published.model_group} was trained with another tokenizer than that of "
             f"model {base_model} here; copy the tokenizer's files from where it was trained"
+        )
+    if not published.is_above(of_weights, published.base_model):
+        raise ModelError(
+            f"version {published.version} of {published.model_group} is an adapter of other weights than those of "
+            f"model {base_model} here; copy the weight files from where it was trained"
         )
 
 

@@ -51,7 +51,7 @@ class LoadedModel:
             self.model.module.set_adapter(self.adapter, inference_mode=True)
 
 
-BaseKey = tuple[str, str | None]
+BaseKey = tuple[str, str | None, str]
 """A base model below adapters, and how it is quantized."""
 
 
@@ -272,7 +272,7 @@ def _check_fit(own: Mapping[str, Tensor], given: Mapping[str, Tensor], where: st
 
 
 def _base_of(published: WeightsPublished) -> BaseKey:
-    return published.base_model, published.quantization
+    return published.base_model, published.quantization, published.base_sha256
 
 
 def _load_base(published: WeightsPublished, dtype: torch.dtype, device: torch.device) -> Any:

@@ -19,7 +19,7 @@ from rollstream.eventlog.reading import decoded, read_to_end
 from rollstream.eventlog.recent_set import RecentSet
 from rollstream.eventlog.run_offsets import start_offsets_of
 from rollstream.eventlog.terms import Owner
-from rollstream.producers.engines.base import Engine, check_tokenizer
+from rollstream.producers.engines.base import Engine, check_base_model
 from rollstream.schemas import ids
 from rollstream.schemas.base import Event
 from rollstream.schemas.errors import (
@@ -227,7 +227,7 @@ class WeightFollower:
         began = time.perf_counter()
         try:
             base_model = self._base_model(published)
-            await asyncio.to_thread(check_tokenizer, published, base_model)
+            await asyncio.to_thread(check_base_model, published, base_model)
             path = await asyncio.to_thread(self._artifacts.fetch, published.artifact)
             await self._engine.load(published.model_copy(update={"base_model": base_model}), path)
         except (ArtifactError, ModelError, ConfigError) as error:

@@ -18,7 +18,7 @@ from rollstream.eventlog.log import EventLog, Position
 from rollstream.eventlog.reading import decoded, read_to_end
 from rollstream.eventlog.run_offsets import start_offsets_of
 from rollstream.eventlog.terms import Owner
-from rollstream.producers.engines.base import Engine, Generation, check_tokenizer
+from rollstream.producers.engines.base import Engine, Generation, check_base_model
 from rollstream.schemas import ids
 from rollstream.schemas.base import Event
 from rollstream.schemas.errors import ArtifactError, ModelError, StoreUnavailableError
@@ -51,7 +51,7 @@ def base_model_of(published: WeightsPublished, permissions: Permissions | None) 
     base_model = published.base_model
     if permissions is not None:
         base_model = permissions.model_path(base_model, "base model")
-    check_tokenizer(published, base_model)
+    check_base_model(published, base_model)
     return base_model
 
 

@@ -334,10 +334,17 @@ class WeightsPublished(WeightEvent):
     """Of the tokenizer's files in `base_model` where it was trained; empty for a hub name, or if it has none."""
     quantization: Literal["nf4"] | None = added(None)
     """Of the base model below the adapter, where it was trained; see `ModelSettings`."""
+    base_sha256: str = added("")
+    """Of the weight files in `base_model` below the adapter; empty for full weights, a hub name, or where not kept."""
 
     @property
     def event_id(self) -> str:
         return ids.version_event(self.kind, self.model_group, self.version, self.term)
+
+    def is_above(self, sha256: str, path: str) -> bool:
+        """Whether its adapter is of the base model with these weight files; of this path where a hash is missing."""
+        is_known = "" not in (self.base_sha256, sha256)
+        return self.base_sha256 == sha256 if is_known else self.base_model == path
 
 
 class WeightsLoaded(WeightEvent):

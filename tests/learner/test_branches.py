@@ -3,14 +3,16 @@
 import asyncio
 import re
 import shutil
+from pathlib import Path
 from typing import Any
 
 import pytest
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from rollstream.eventlog import codec
 from rollstream.eventlog.artifacts import ArtifactStore
-from rollstream.eventlog.files import HashedFile
+from rollstream.eventlog.files import HashedFile, base_sha256
 from rollstream.eventlog.log import TopicPartition
 from rollstream.learner.model.export import export_merged
 from rollstream.learner.worker import Worker
@@ -149,35 +151,92 @@ def test_a_fork_of_a_version_that_is_not_there_fails_its_job(lab: Any) -> None:
     asyncio.run(scenario())
 
 
+def replace_weights(model: Path) -> None:
+    """Other weights of the same shapes."""
+    file, new = model / "model.safetensors", model / "new"
+    save_file({name: value * 2 for name, value in load_file(file).items()}, new, {"format": "pt"})
+    new.replace(file)
+
+
 @pytest.mark.parametrize(
-    ("is_moved", "alpha", "message"),
+    ("replaced", "path", "alpha", "message"),
     [
         (
-            True,
+            "moved",
+            "moved",
             32.0,
             r"version 1 of run-1/main is an adapter of model \S+/model, not of \S+/moved; give that model\.path",
         ),
-        (False, 16.0, r"version 1 of run-1/main is an adapter with lora_alpha 32\.0, not 16\.0; give model\.lora as"),
+        (
+            "model",
+            "model",
+            32.0,
+            r"version 1 of run-1/main is an adapter of model \S+/model with other weights; restore its weight files",
+        ),
+        (
+            None,
+            "model",
+            16.0,
+            r"version 1 of run-1/main is an adapter with lora_alpha 32\.0, not 16\.0; give model\.lora as",
+        ),
     ],
 )
 def test_an_adapter_of_another_base_model_or_scale_fails_the_fork(
-    lab: Any, is_moved: bool, alpha: float, message: str
+    lab: Any, replaced: str | None, path: str, alpha: float, message: str
 ) -> None:
     async def scenario() -> None:
-        model = ModelSettings(path=str(lab.model), device="cpu", lora=LoraSettings(rank=2, alpha=32.0))
-        await lab.plan(await lab.submit(model=model), 1)
+        folders = {name: lab.folder / name for name in ("model", "moved")}
+        for folder in folders.values():
+            shutil.copytree(lab.model, folder)
+        lora = LoraSettings(rank=2, alpha=32.0)
+        await lab.plan(await lab.submit(model=ModelSettings(path=str(folders["model"]), device="cpu", lora=lora)), 1)
         await lab.work(lab.has(JobSucceeded))
-        moved = lab.folder / "moved"
-        shutil.copytree(lab.model, moved)
-        other = ModelSettings(
-            path=str(moved if is_moved else lab.model), device="cpu", lora=LoraSettings(rank=2, alpha=alpha)
-        )
+        if replaced:
+            replace_weights(folders[replaced])
+        other = ModelSettings(path=str(folders[path]), device="cpu", lora=LoraSettings(rank=2, alpha=alpha))
         fork = ForkPoint(run_id="run-1", version=1)
         await submit(lab, "run-2", "rl", "main", fork=fork, settings={"model": other})
         await lab.work(lab.has(JobFailed))
         (failed,) = await lab.events("jobs", JobFailed)
         assert re.search(message, failed.error)
         assert await published(lab, "run-2/main") == []
+
+    asyncio.run(scenario())
+
+
+def test_an_adapter_fits_an_equal_base_model_elsewhere(lab: Any) -> None:
+    async def scenario() -> None:
+        moved = lab.folder / "moved"
+        shutil.copytree(lab.model, moved)
+        lora = LoraSettings(rank=2)
+        planned = await lab.plan(await lab.submit(model=ModelSettings(path=str(lab.model), device="cpu", lora=lora)), 1)
+        await lab.work(lab.has(JobSucceeded))
+        other = ModelSettings(path=str(moved), device="cpu", lora=lora)
+        fork = ForkPoint(run_id="run-1", version=1)
+        child = await submit(lab, "run-2", "rl", "main", fork=fork, settings={"model": other, "num_versions": 1})
+        await plan_from(lab, child, planned)
+        await lab.work(lab.has(JobSucceeded, count=2))
+        versions = await lab.events("weights", WeightsPublished)
+        assert {one.base_model for one in versions} == {str(lab.model), str(moved)}
+        assert {one.base_sha256 for one in versions} == {base_sha256(str(lab.model))} != {""}
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("checkpoint_every", [1, 2], ids=["from-checkpoint", "from-base"])
+def test_a_job_whose_base_model_is_replaced_below_its_adapter_fails(lab: Any, checkpoint_every: int) -> None:
+    async def scenario() -> None:
+        model = lab.folder / "model"
+        shutil.copytree(lab.model, model)
+        lora = ModelSettings(path=str(model), device="cpu", lora=LoraSettings(rank=2))
+        job = await lab.submit(model=lora, num_versions=2, checkpoint_every=checkpoint_every)
+        await lab.plan(job, 2)
+        await lab.work(lab.has(WeightsPublished, "weights", 2))
+        replace_weights(model)
+        await lab.work(lab.has(JobFailed))
+        (failed,) = await lab.events("jobs", JobFailed)
+        assert "is an adapter of model" in failed.error
+        assert failed.error.endswith("/model with other weights; restore its weight files")
 
     asyncio.run(scenario())
 

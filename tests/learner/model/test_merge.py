@@ -153,4 +153,7 @@ def test_what_cannot_be_merged_leaves_no_folder(
     missing = published(policy, tmp_path / "weights", base_model=str(tmp_path / "gone"))
     with pytest.raises(ModelError, match=r"model folder .*gone does not exist"):
         export_merged(missing, tmp_path / "weights", tmp_path / "merged")
+    other = published(policy, tmp_path / "weights", base_sha256="0" * 64)
+    with pytest.raises(ModelError, match="are an adapter of other weights than those of model"):
+        export_merged(other, tmp_path / "weights", tmp_path / "merged")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["weights"]

@@ -45,6 +45,26 @@ def test_adapters_of_several_groups_share_a_base_model_and_change_versions(folde
     assert [one[0].spans[0].version for one in answers] == [0, 4, 1, 2]
 
 
+def test_an_adapter_of_replaced_weights_has_a_base_model_of_its_own(folder, tmp_path):
+    base = tmp_path / "base"
+    shutil.copytree(folder, base)
+    first, first_path, lora = adapter(base, tmp_path, 1)
+    asked, others = requests(5), requests(5, group=OTHER)
+
+    async def work(engine):
+        await engine.load(published(base, weights_format="lora", lora=lora, base_sha256="1" * 64), first_path)
+        save_file(noised(base, 1), base / "new", {"format": "pt"})
+        (base / "new").replace(base / "model.safetensors")
+        second, path, _ = adapter(base, tmp_path, 2)
+        await engine.load(published(base, 0, OTHER, weights_format="lora", lora=lora, base_sha256="2" * 64), path)
+        return second, await together(asked + others)(engine)
+
+    second, answers = run(work)
+    for model, request, generation in zip([first] * 5 + [second] * 5, asked + others, answers, strict=True):
+        expected = full_forward_logprobs(model, request, generation)
+        assert torch.allclose(torch.tensor(generation.logprobs), expected, atol=1e-4)
+
+
 def test_an_adapter_that_does_not_fit_leaves_the_one_before(folder, tmp_path):
     _, path, lora = adapter(folder, tmp_path, 1)
     _, narrow, _ = adapter(folder, tmp_path, 1, rank=2)

@@ -1,14 +1,16 @@
-"""A version that was trained with another tokenizer than an engine's folder has is not loaded."""
+"""A version that was trained with another tokenizer or base model than an engine's folder has is not loaded."""
 
 import asyncio
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from rollstream.eventlog.artifacts import ArtifactStore
-from rollstream.eventlog.files import tokenizer_sha256
+from rollstream.eventlog.files import base_sha256, tokenizer_sha256
 from rollstream.eventlog.memory.log import MemoryLog
+from rollstream.producers.engines.base import check_base_model
 from rollstream.producers.engines.scripted import ScriptedEngine
 from rollstream.producers.engines.weight_follower import WeightFollower
 from rollstream.producers.league.opponents import OpponentWeights
@@ -19,7 +21,7 @@ from rollstream.schemas.permissions import NOTHING
 GROUP = "run-1/policy"
 
 
-def published(artifacts: ArtifactStore, folder: Path, version: int, recorded: str) -> WeightsPublished:
+def published(artifacts: ArtifactStore, folder: Path, version: int, recorded: str, **changes: Any) -> WeightsPublished:
     artifact = artifacts.put_bytes(f"{version}".encode())
     return WeightsPublished(
         run_id="run-1",
@@ -35,7 +37,7 @@ def published(artifacts: ArtifactStore, folder: Path, version: int, recorded: st
         base_model=str(folder),
         artifact=artifact,
         tokenizer_sha256=recorded,
-    )
+    ).model_copy(update=changes)
 
 
 def test_only_files_that_make_token_ids_count(tmp_path: Path) -> None:
@@ -61,6 +63,31 @@ def test_only_files_that_make_token_ids_count(tmp_path: Path) -> None:
 
     asyncio.run(scenario())
     assert tokenizer_sha256("org/model") == ""
+
+
+def test_an_adapter_of_replaced_weights_is_not_loaded(tmp_path: Path) -> None:
+    artifacts, weights = ArtifactStore(str(tmp_path / "artifacts")), tmp_path / "model.safetensors"
+    weights.write_bytes(b"as it was")
+    adapter = {"weights_format": "lora", "base_sha256": base_sha256(str(tmp_path))}
+    check_base_model(published(artifacts, tmp_path, 0, "", **adapter), str(tmp_path))
+    weights.write_bytes(b"another")
+    with pytest.raises(ModelError, match="version 1 of run-1/policy is an adapter of other weights than"):
+        check_base_model(published(artifacts, tmp_path, 1, "", **adapter), str(tmp_path))
+    for old in ({"weights_format": "lora"}, {"weights_format": "full"}):
+        check_base_model(published(artifacts, tmp_path, 2, "", **old), str(tmp_path))
+
+
+def test_shards_of_a_base_model_count_and_other_files_do_not(tmp_path: Path) -> None:
+    (tmp_path / "pytorch_model.bin").write_bytes(b"old")
+    found = [base_sha256(str(tmp_path))]
+    for name in ("model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"):
+        (tmp_path / name).write_bytes(b"shard")
+        found.append(base_sha256(str(tmp_path)))
+    assert len(set(found)) == 3
+    for name in ("pytorch_model.bin", "config.json", "consolidated.safetensors"):
+        (tmp_path / name).write_bytes(b"new")
+    assert base_sha256(str(tmp_path)) == found[-1]
+    assert base_sha256("org/model") == ""
 
 
 def test_nor_is_an_opponents(tmp_path: Path) -> None:

@@ -192,8 +192,15 @@ def test_adapters_are_trained_above_the_recorded_base_model_only(elsewhere, tmp_
     assert_equal(asyncio.run(replayed(elsewhere.log, events.run_id, elsewhere.artifacts)))
     shutil.copytree(tmp_path / "model", tmp_path / "moved")
     changes = {"trainer_adapters": {"learner": {"model": {"path": str(tmp_path / "moved")}}}}
+    moved = asked(elsewhere, tmp_path / "export", changes)
+    assert hashes_of(moved) == hashes_of(events)
+    make_tiny_model(tmp_path / "other", seed=1)
+    shutil.copyfile(tmp_path / "other" / "model.safetensors", tmp_path / "moved" / "model.safetensors")
     with pytest.raises(ConfigError, match="does not fit: it was trained from base model"):
         asked(elsewhere, tmp_path / "export", changes)
+    shutil.copyfile(tmp_path / "other" / "model.safetensors", tmp_path / "model" / "model.safetensors")
+    with pytest.raises(ConfigError, match=r"does not fit: it is an adapter of model .* with other weights"):
+        asked(elsewhere, tmp_path / "export", {})
 
 
 def test_the_model_folder_may_lie_elsewhere_where_the_weights_are_full(recorded, elsewhere):
