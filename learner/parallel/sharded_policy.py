@@ -8,6 +8,7 @@ import os
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -71,16 +72,13 @@ class ShardedPolicy(PolicyModel):
 
     def _shard(self, ranks: ProcessRanks) -> None:
         """Layer by layer, then what is left: embeddings, norm and head, which stay whole from forward to backward."""
-        is_low = self.compute_dtype != torch.float32 and not self.settings.fp32_head
-        policy = MixedPrecisionPolicy(
-            param_dtype=self.compute_dtype if is_low else None, reduce_dtype=torch.float32, cast_forward_inputs=False
-        )
-        shard: Callable[..., Any] = partial(fully_shard, mesh=ranks.mesh(self.device), mp_policy=policy)
+        of_layer, of_rest = gathered_as(self.compute_dtype, fp32_head=self.settings.fp32_head)
+        shard: Callable[..., Any] = partial(fully_shard, mesh=ranks.mesh(self.device))
         for layer in [part for part in self.module.modules() if isinstance(part, GradientCheckpointingLayer)]:
             take_from_first(layer, self.device)
-            shard(layer)
+            shard(layer, mp_policy=of_layer)
         take_from_first(self.module, self.device)
-        shard(self.module, reshard_after_forward=False)
+        shard(self.module, mp_policy=of_rest, reshard_after_forward=False)
         for part in self.module.modules():
             if isinstance(part, FSDPModule):
                 part.set_gradient_divide_factor(1.0)  # losses have been divided by what all processes have
@@ -135,6 +133,23 @@ class ShardedPolicy(PolicyModel):
             for name, value in own.items():
                 given = tensors[name] if tensors else torch.empty(value.shape, dtype=value.dtype)
                 value.copy_(sharded_like(value, given))
+
+
+def gathered_as(compute_dtype: torch.dtype, *, fp32_head: bool) -> tuple[MixedPrecisionPolicy, MixedPrecisionPolicy]:
+    """The types that parameters are gathered in: those of a layer, and those of embeddings, norm and head.
+
+    With `fp32_head` what is left of the layers stays as it is held, and of a layer what is not a matrix: its scales are
+    then those of the sharded parameters, unrounded, beside hidden states in float32.
+    """
+    held = MixedPrecisionPolicy(reduce_dtype=torch.float32, cast_forward_inputs=False)
+    if compute_dtype == torch.float32:
+        return held, held
+    low = replace(held, param_dtype=compute_dtype)
+    return (replace(low, param_dtype_override_fn=_unless_matrix), held) if fp32_head else (low, low)
+
+
+def _unless_matrix(parameter: torch.nn.Parameter) -> torch.dtype | None:
+    return None if parameter.dim() > 1 else parameter.dtype
 
 
 @torch.no_grad()

@@ -20,7 +20,7 @@ from rollstream.learner.model.optimizer import load_state_tensors, make_optimize
 from rollstream.learner.model.policy import PolicyModel, make_deterministic
 from rollstream.learner.model.step import train_batch
 from rollstream.learner.parallel.process_ranks import ProcessRanks, joined, shares
-from rollstream.learner.parallel.sharded_policy import ShardedPolicy, read_shards, write_shards
+from rollstream.learner.parallel.sharded_policy import ShardedPolicy, gathered_as, read_shards, write_shards
 from rollstream.schemas.algorithms import GrpoSettings, MaltSettings
 from rollstream.schemas.events.rollouts import Completion, VersionSpan
 from rollstream.schemas.policy_gradient import OffPolicySettings
@@ -243,3 +243,13 @@ def test_rows_are_shared_by_tokens_and_in_order() -> None:
     assert shares(units, [1] * 6, 3) == [[(0,), (1,)], [(2,), (3,)], [(4,), (5,)]]
     assert shares([(0, 1)], [3, 4], 4) == [[], [], [(0, 1)], []]
     assert shares([], [], 2) == [[], []]
+
+
+def test_only_the_head_and_scales_are_gathered_in_float32_for_its_logits() -> None:
+    scale, matrix = (torch.nn.Parameter(torch.zeros(size)) for size in ((2,), (2, 2)))
+    layer, rest = gathered_as(torch.bfloat16, fp32_head=True)
+    assert layer.param_dtype_override_fn is not None
+    assert (layer.param_dtype, rest.param_dtype) == (torch.bfloat16, None)
+    assert (layer.param_dtype_override_fn(matrix), layer.param_dtype_override_fn(scale)) == (None, torch.float32)
+    assert [one.param_dtype for one in gathered_as(torch.bfloat16, fp32_head=False)] == [torch.bfloat16] * 2
+    assert [one.param_dtype for one in gathered_as(torch.float32, fp32_head=True)] == [None] * 2
