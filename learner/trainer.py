@@ -37,7 +37,6 @@ from rollstream.learner.scoring.scores import (
     spans_of,
 )
 from rollstream.schemas import ids
-from rollstream.schemas.algorithm_settings import PairSettings
 from rollstream.schemas.errors import ConfigError, RollstreamError
 from rollstream.schemas.events import BatchPlanned, JobSubmitted, TrajectoryAssembled, WeightsPublished
 from rollstream.schemas.permissions import NOTHING, Permissions
@@ -298,9 +297,9 @@ class JobTrainer:
             role: {index: by_sequence(trajectories[index], values) for index, values in by_member.items()}
             for role, by_member in scores.by_role.items()
         }
-        if isinstance(settings, PairSettings):
+        if settings.pair_settings is not None:
             items = [item for trajectory, member in found for item in items_of(trajectory, member.reward)]
-            pairs = pairs_of(items, settings)
+            pairs = pairs_of(items, settings.pair_settings)
             rows, sides = rows_of_pairs(pairs)
             if by_role:
                 rows = scored_rows(rows, spans_of(rows, trajectories), by_role)

@@ -89,6 +89,21 @@ class AlgorithmSettings(Settings):
 
     def for_run(self, *, num_generations: int, temperature: float) -> Self:
         """With what the configuration of a new run leaves open. `temperature`: rollouts are sampled at it."""
+    @property
+    def pair_settings(self) -> "PairSettings | None":
+        """How pairs are selected; None if it trains on rows."""
+        return None
+
+    @property
+    def corrects_off_policy(self) -> bool:
+        """Whether losses are weighted for tokens that another policy sampled, see `OffPolicySettings`."""
+        return False
+
+    @property
+    def penalty(self) -> str:
+        """The key by which something is subtracted from rewards before they are compared; "" if none is given."""
+        return ""
+
         if self.needs.behaviour and temperature > 0 and "temperature" not in self.model_fields_set:
             return self.model_copy(update={"temperature": temperature})
         return self
@@ -121,6 +136,11 @@ class PairSettings(AlgorithmSettings):
 
     @property
     def compares_rollouts(self) -> bool:
+    @property
+    def pair_settings(self) -> "PairSettings":
+        """Themselves."""
+        return self
+
         """Answers are scored by the rewards of their rollouts alone; else by the finest score that all of them have."""
         return False
 

@@ -353,6 +353,8 @@ def _tag(value: Any) -> str:
 Algorithm = Annotated[
     Annotated[GrpoSettings, Tag("grpo")]
     | Annotated[SftSettings, Tag("sft")]
+OF_PAIRS = tuple(name for name, kind in BUILT_IN.items() if issubclass(kind, PairSettings))
+"""Names of the built-in algorithms that train on pairs."""
     | Annotated[DpoSettings, Tag("dpo")]
     | Annotated[ExpertIterationSettings, Tag("expert_iteration")]
     | Annotated[MaltSettings, Tag("malt")]

@@ -150,6 +150,14 @@ class PolicyGradientSettings(AlgorithmSettings):
         )
 
     def for_run(self, *, num_generations: int, temperature: float) -> Self:
+    @property
+    def corrects_off_policy(self) -> bool:
+        return self.off_policy is not None
+
+    @property
+    def penalty(self) -> str:
+        return "truncation_penalty" if self.truncation_penalty else "overlong" if self.overlong else ""
+
         """One rollout a task has nothing to compare with but the batch."""
         chosen = super().for_run(num_generations=num_generations, temperature=temperature)
         is_open = self.advantage == "group_std" and "advantage" not in self.model_fields_set

@@ -368,6 +368,8 @@ class EndpointSettings(EndpointSection, ServiceSettings):
     model_group: str
     temperature: float | None = Field(default=None, gt=0)
     """What the loss takes answers by `model_name` to be sampled at; None: any."""
+    algorithm: str = ""
+    """That compares those answers with the policy by ratios; empty: none does, or nobody knows."""
 
 
 class ProcessorSettings(ServiceSettings):

@@ -285,8 +285,8 @@ def services_of(
     ]
     if config.served is not None and run_id is not None:
         group = jobs_of(config, run_id)[-1].model_group
-        how: dict[str, Any] = {"model_group": group, "temperature": _asked_temperature(config, run_id)}
-        services.append(EndpointSettings(**base, **dict(config.served), **how, name=ENDPOINT))
+        served: dict[str, Any] = {"model_group": group, **dict(config.served), **_asked_of_answers(config, run_id)}
+        services.append(EndpointSettings(**base, **served, name=ENDPOINT))
     services += [
         ProcessorSettings(**base, **session, name=f"processors-{number}")
         for number in range(1, builder.num_processors + 1)
@@ -298,14 +298,16 @@ def services_of(
     return {service.name: service for service in services}
 
 
-def _asked_temperature(config: RunConfig, run_id: str) -> float | None:
-    """The sampling temperature required of requests to the run's endpoint; None if their answers are not trained on, or
-    the loss has no importance ratio.
+def _asked_of_answers(config: RunConfig, run_id: str) -> dict[str, Any]:
+    """The sampling temperature that requests to the run's endpoint must have, and the algorithm that it is due to;
+    nothing if their answers are not trained on, or the loss has no importance ratio.
     """
     if config.is_external or config.environment not in MADE_ELSEWHERE:
-        return None
+        return {}
     algorithm = jobs_of(config, run_id)[-1].job.algorithm
-    return algorithm.temperature if algorithm.needs.behaviour else None
+    if not algorithm.needs.behaviour:
+        return {}
+    return {"temperature": algorithm.temperature, "algorithm": algorithm.name}
 
 
 def kafka_block(builder: BuilderSection, env: Mapping[str, str]) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from rollstream.harness.config.jobs import MADE_ELSEWHERE
 from rollstream.harness.config.rewards import ENVIRONMENT
 from rollstream.harness.config.unused_keys import Blocks, of_evaluation, unused_keys
 from rollstream.schemas import ids
-from rollstream.schemas.algorithms import AlgorithmSettings, CustomSettings, PairSettings
+from rollstream.schemas.algorithms import OF_PAIRS, AlgorithmSettings, CustomSettings
 from rollstream.schemas.config import (
     OURS,
     AdapterSection,
@@ -287,10 +287,11 @@ def _of_pairs(finetune: FinetuneConfig, algorithm: AlgorithmSettings, builder: A
     wanted: Mapping[str, Any] | None = getattr(builder, "pairs", None)
     if wanted is None:
         return algorithm
-    if not isinstance(algorithm, PairSettings):
+    if algorithm.pair_settings is None:
         raise ConfigError(
             f"trainer_adapters.{finetune.trainer_adapter}.algorithm.name: is {algorithm.name!r}; "
-            f"trajectory_builders.{finetune.trajectory_builder} builds preference pairs; set it to dpo"
+            f"trajectory_builders.{finetune.trajectory_builder} builds preference pairs; set it to an algorithm that "
+            f"trains on them ({', '.join(OF_PAIRS)}, or your own)"
         )
     left = {name: value for name, value in wanted.items() if name not in algorithm.model_fields_set}
     return algorithm.model_copy(update=left)

@@ -18,7 +18,7 @@ import numpy as np
 from pydantic import ValidationError
 
 from rollstream.learner.algorithms.base import Algorithm, BatchView, Counts, Divisor, Prepared
-from rollstream.schemas.algorithm_settings import AlgorithmSettings, PairSettings, teacher_of
+from rollstream.schemas.algorithm_settings import AlgorithmSettings, teacher_of
 from rollstream.schemas.algorithms import BUILT_IN, CustomSettings
 from rollstream.schemas.errors import ConfigError, RollstreamError, RunFailedError, describe, first_invalid, nearest
 from rollstream.schemas.permissions import CODE, Permissions
@@ -77,7 +77,7 @@ def check_fits(algorithm: AlgorithmSettings, kind: str, where: str) -> None:
         raise ConfigError(
             f"{where}: algorithm {algorithm.name} is for {algorithm.kind} jobs, not for {kind}; choose another"
         )
-    if needs.pairs and not isinstance(algorithm, PairSettings):
+    if needs.pairs and algorithm.pair_settings is None:
         raise ConfigError(
             f"{where}: algorithm {algorithm.name} needs pairs, so its Settings must derive from PairSettings"
         )

@@ -22,7 +22,6 @@ from rollstream.learner.model.policy import PolicyModel, Reference
 from rollstream.learner.model.ranks import of_all, whole
 from rollstream.schemas import ids
 from rollstream.schemas.errors import RunFailedError
-from rollstream.schemas.policy_gradient import PolicyGradientSettings
 from rollstream.schemas.settings import JobSettings
 
 logger = logging.getLogger(__name__)
@@ -237,7 +236,7 @@ def _gradients(
         tokens, seen = off_policy.applied(tokens, chosen)
         _add(seen_sums, seen, model.device)
         found = algorithm.loss(tokens, chosen)
-        if isinstance(chosen, PolicyGradientSettings) and chosen.off_policy is not None:
+        if chosen.corrects_off_policy:
             found = corrected_rows(found, tokens)
         share = aggregated(found, tokens, work.normaliser, count, counts)
         (share * 0.0 if batch.is_filler else share).backward()

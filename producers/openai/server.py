@@ -81,13 +81,15 @@ class Endpoint(Routes):
         settings = self._settings
         trained_at = settings.temperature if asked.model == settings.model_name else None
         sampling = asked.sampling(settings.max_new_tokens, trained_at)
-        if trained_at is not None and not self._has_told and (sampling.top_p < 1 or sampling.top_k):
+        is_compared = trained_at is not None and bool(settings.algorithm)
+        if is_compared and not self._has_told and (sampling.top_p < 1 or sampling.top_k):
             self._has_told = True
             logger.warning(
-                "requests ask for top_p %g, top_k %d: grpo compares a truncated distribution with the full one, so "
+                "requests ask for top_p %g, top_k %d: %s compares a truncated distribution with the full one, so "
                 "its ratios start below 1; remove both",
                 sampling.top_p,
                 sampling.top_k,
+                settings.algorithm,
             )
         return sampling
 

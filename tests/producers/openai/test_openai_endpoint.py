@@ -170,7 +170,7 @@ def test_langchain_keeps_the_ids_in_the_response_metadata_streamed_or_not(tmp_pa
 
 def test_answers_that_are_trained_on_are_sampled_at_the_temperature_of_the_loss(tmp_path, caplog):
     async def scenario():
-        async with serving(tmp_path, says("7"), temperature=0.4) as lab, lab.client() as client:
+        async with serving(tmp_path, says("7"), temperature=0.4, algorithm="cispo") as lab, lab.client() as client:
             ask = client.chat.completions.create
             for other in (0.0, 0.3, 1.0):
                 with pytest.raises(
@@ -189,7 +189,7 @@ def test_answers_that_are_trained_on_are_sampled_at_the_temperature_of_the_loss(
             assert [request.sampling.temperature for request in lab.engine.requests[4:]] == [0.0, 0.3, 1.0]
 
     asyncio.run(scenario())
-    assert caplog.text.count("requests ask for top_p 0.5, top_k 0: grpo compares") == 1
+    assert caplog.text.count("requests ask for top_p 0.5, top_k 0: cispo compares") == 1
 
 
 def test_choices_stop_texts_limits_and_seeds(tmp_path):

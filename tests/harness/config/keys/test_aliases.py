@@ -205,7 +205,8 @@ def test_the_builder_of_preference_pairs_has_nats_fields(art: dict[str, Any]) ->
         "require_multiple_candidates": False,
     }
     with pytest.raises(
-        ConfigError, match=r"trainer_adapters.a.algorithm.name: is 'grpo'; .* builds preference pairs; set it to dpo"
+        ConfigError,
+        match=r"trainer_adapters.a.algorithm.name: is 'grpo'; .* builds preference pairs; set .*\(dpo, malt, or",
     ):
         config_file.resolve(art, {})
     art["trainer_adapters"]["a"]["algorithm"] = {"name": "dpo", "max_pairs_per_turn": 5}
