@@ -90,6 +90,10 @@ class GspoSettings(PolicyGradientSettings):
     name: Literal["gspo"] = "gspo"  # pyright: ignore[reportIncompatibleVariableOverride]
     clip_low: float = Field(default=3e-4, gt=0)
     clip_high: float = Field(default=4e-4, gt=0)
+    dual_clip: float | None = added(None, gt=1)
+    """Where the advantage A is negative, the loss of a sequence is at most -dual_clip * A. None, as in the paper: no
+    bound, so one token of a large ratio may outweigh a batch.
+    """
 
     @model_validator(mode="after")
     def _is_corrected_by_sequence(self) -> Self:

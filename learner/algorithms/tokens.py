@@ -129,3 +129,12 @@ def log_ratio(logprobs_N: Tensor, others_N: Tensor) -> Tensor:
 def with_entropy_bonus(losses: Tensor, entropies: Tensor, coefficient: float) -> Tensor:
     """losses - coefficient * entropies, both (N,) or (B,); the losses themselves if the coefficient is 0."""
     return losses - coefficient * entropies if coefficient else losses
+def dual_clipped(objective: Tensor, advantages: Tensor, bound: float | None) -> Tensor:
+    """The objective of tokens or rows, but at least bound * A where A < 0 (dual-clip PPO, arXiv 1912.09729, equation
+    5); as it is without a bound.
+    """
+    if bound is None:
+        return objective
+    return torch.where(advantages < 0, torch.maximum(objective, bound * advantages), objective)
+
+

@@ -6,7 +6,7 @@ import torch
 
 from rollstream.learner.algorithms.advantages import PolicyGradient
 from rollstream.learner.algorithms.base import Counts
-from rollstream.learner.algorithms.tokens import Losses, TokenBatch, log_ratio, with_entropy_bonus
+from rollstream.learner.algorithms.tokens import Losses, TokenBatch, dual_clipped, log_ratio, with_entropy_bonus
 from rollstream.schemas.algorithms import GrpoSettings
 from rollstream.schemas.policy_gradient import ClippedSettings
 
@@ -29,10 +29,7 @@ class Clipped(PolicyGradient):
         ratio_N = log_ratio_N.exp()
         clipped_N = ratio_N.clamp(1 - settings.clip_low, 1 + settings.clip_high)
         objective_N = torch.minimum(ratio_N * tokens.advantages_N, clipped_N * tokens.advantages_N)
-        if settings.dual_clip is not None:
-            bound_N = settings.dual_clip * tokens.advantages_N
-            objective_N = torch.where(tokens.advantages_N < 0, torch.maximum(objective_N, bound_N), objective_N)
-        losses_N = -objective_N
+        losses_N = -dual_clipped(objective_N, tokens.advantages_N, settings.dual_clip)
         losses_N = with_entropy_bonus(losses_N, tokens.entropies_N, settings.entropy_coefficient)
         to_reference_N = None
         if settings.kl_coefficient and tokens.reference_N is not None:

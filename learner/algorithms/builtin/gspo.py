@@ -7,7 +7,7 @@ import torch
 
 from rollstream.learner.algorithms.advantages import PolicyGradient
 from rollstream.learner.algorithms.base import BatchView, Counts, Normaliser, Prepared
-from rollstream.learner.algorithms.tokens import Losses, TokenBatch, log_ratio, with_entropy_bonus
+from rollstream.learner.algorithms.tokens import Losses, TokenBatch, dual_clipped, log_ratio, with_entropy_bonus
 from rollstream.schemas.algorithms import GspoSettings
 from rollstream.schemas.policy_gradient import PolicyGradientSettings
 
@@ -24,12 +24,14 @@ class Gspo(PolicyGradient):
     def loss(self, tokens: TokenBatch, settings: GspoSettings) -> Losses:
         """-min(s A, clip(s, 1 - low, 1 + high) A) - c H by sequence, s = exp(mean over tokens(current - behaviour)).
 
-        arXiv 2507.18071, equations 5 and 7; A and H are means over the sequence's tokens.
+        arXiv 2507.18071, equations 5 and 7; A and H are means over the sequence's tokens. The paper has no bound where
+        A < 0: with `dual_clip` c the objective is at least c A there, as of `grpo`.
         """
         ratio_B = tokens.mean_by_row(log_ratio(tokens.logprobs_N, tokens.behaviour_N)).exp()
         advantages_B = tokens.mean_by_row(tokens.advantages_N)
         clipped_B = ratio_B.clamp(1 - settings.clip_low, 1 + settings.clip_high)
-        losses_B = -torch.minimum(ratio_B * advantages_B, clipped_B * advantages_B)
+        objective_B = torch.minimum(ratio_B * advantages_B, clipped_B * advantages_B)
+        losses_B = -dual_clipped(objective_B, advantages_B, settings.dual_clip)
         entropies_B = tokens.mean_by_row(tokens.entropies_N)
         losses_B = with_entropy_bonus(losses_B, entropies_B, settings.entropy_coefficient)
         with torch.no_grad():
@@ -40,10 +42,12 @@ class Gspo(PolicyGradient):
                 "clip_low": ((ratio_B < 1 - settings.clip_low) & (advantages_B < 0)).sum(),
                 "clip_high": ((ratio_B > 1 + settings.clip_high) & (advantages_B > 0)).sum(),
             }
+            if settings.dual_clip is not None:
+                sums["clip_dual"] = ((ratio_B > settings.dual_clip) & (advantages_B < 0)).sum()
         return Losses(losses_B, sums, per="row")
 
     def metrics(self, sums: Mapping[str, float], counts: Counts) -> dict[str, float]:
-        """Means over all sequences; clip/low and clip/high are the shares of sequences without a gradient."""
+        """Means over all sequences; clip/low, clip/high and clip/dual are the shares of those without a gradient."""
         names = {"loss": "loss/total", "entropy": "policy/entropy", "ratio": "policy/ratio"}
-        names |= {"clip_low": "clip/low", "clip_high": "clip/high"}
-        return {name: sums[key] / counts.sequences for key, name in names.items()}
+        names |= {"clip_low": "clip/low", "clip_high": "clip/high", "clip_dual": "clip/dual"}
+        return {name: sums[key] / counts.sequences for key, name in names.items() if key in sums}
