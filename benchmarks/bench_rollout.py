@@ -355,7 +355,7 @@ def run(folder: Path, sizes: Sizes) -> dict[str, Any]:
         "reward": rows(f"{by_epoch} GROUP BY 1 ORDER BY 1"),
         "versions_compared": len(apart),
         "largest_mismatch_kl": max(abs(one["mismatch_kl"]) for one in apart),
-        "largest_log_ppl_diff": max(abs(one["log_ppl_diff"]) for one in apart),
+        "largest_log_ppl_diff": max(abs(one["log_ppl_diff"] or 0.0) for one in apart),
         "smallest_ess": min(one["mismatch_ess"] for one in apart),
         "by_version": apart[:: max(1, len(apart) // 20)],
     }

@@ -46,6 +46,8 @@ class Needs(Settings):
     """Rewards of single steps count, and not only their sum."""
     flat_groups: bool = False
     """A group of equal rewards trains too."""
+    nonnegative_rewards: bool = added(False)
+    """A reward below 0 fails the job."""
 
 
 class AlgorithmSettings(Settings):
@@ -87,8 +89,6 @@ class AlgorithmSettings(Settings):
         """Whether it trains on rollouts of anybody, whatever they were worth."""
         return self.kind == "sft"
 
-    def for_run(self, *, num_generations: int, temperature: float) -> Self:
-        """With what the configuration of a new run leaves open. `temperature`: rollouts are sampled at it."""
     @property
     def pair_settings(self) -> "PairSettings | None":
         """How pairs are selected; None if it trains on rows."""
@@ -104,6 +104,8 @@ class AlgorithmSettings(Settings):
         """The key by which something is subtracted from rewards before they are compared; "" if none is given."""
         return ""
 
+    def for_run(self, *, num_generations: int, temperature: float) -> Self:
+        """With what the configuration of a new run leaves open. `temperature`: rollouts are sampled at it."""
         if self.needs.behaviour and temperature > 0 and "temperature" not in self.model_fields_set:
             return self.model_copy(update={"temperature": temperature})
         return self
@@ -135,12 +137,12 @@ class PairSettings(AlgorithmSettings):
         return Needs(pairs=True, reference=True, flat_groups=True)
 
     @property
-    def compares_rollouts(self) -> bool:
-    @property
     def pair_settings(self) -> "PairSettings":
         """Themselves."""
         return self
 
+    @property
+    def compares_rollouts(self) -> bool:
         """Answers are scored by the rewards of their rollouts alone; else by the finest score that all of them have."""
         return False
 

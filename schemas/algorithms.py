@@ -109,11 +109,20 @@ class DppoSettings(PolicyGradientSettings):
     divergence: Literal["binary_tv", "binary_kl"] = "binary_tv"
     """Total variation or KL divergence between two policies that only know "this token" and "another one"."""
     delta: float = Field(default=0.15, gt=0)
-    """A token that moves away from the sampling policy beyond it has no gradient; the paper has 0.15 for binary_tv and
-    0.05 for binary_kl.
+    """A token that moves away from the sampling policy beyond it has no gradient. Unless it is given: the paper's, 0.15
+    for binary_tv and 0.05 for binary_kl; records always have it.
     """
     ratio_max: float = Field(default=20.0, gt=1)
     """Bound of a token's ratio."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _delta_goes_by_divergence(cls, value: Any) -> Any:
+        if not isinstance(value, dict):
+            return value
+        written = cast("dict[str, Any]", value)
+        is_left_open = written.get("divergence") == "binary_kl" and "delta" not in written
+        return {**written, "delta": 0.05} if is_left_open else written
 
 
 class SapoSettings(PolicyGradientSettings):
@@ -344,6 +353,8 @@ BUILT_IN: dict[str, type[AlgorithmSettings]] = {
     "max_rl": MaxRlSettings,
     "gdpo": GdpoSettings,
 }
+OF_PAIRS = tuple(name for name, kind in BUILT_IN.items() if issubclass(kind, PairSettings))
+"""Names of the built-in algorithms that train on pairs."""
 
 
 def _tag(value: Any) -> str:
@@ -357,8 +368,6 @@ def _tag(value: Any) -> str:
 Algorithm = Annotated[
     Annotated[GrpoSettings, Tag("grpo")]
     | Annotated[SftSettings, Tag("sft")]
-OF_PAIRS = tuple(name for name, kind in BUILT_IN.items() if issubclass(kind, PairSettings))
-"""Names of the built-in algorithms that train on pairs."""
     | Annotated[DpoSettings, Tag("dpo")]
     | Annotated[ExpertIterationSettings, Tag("expert_iteration")]
     | Annotated[MaltSettings, Tag("malt")]

@@ -147,9 +147,9 @@ class PolicyGradientSettings(AlgorithmSettings):
             entropy=self.entropy_coefficient > 0,
             step_rewards=self.step_rewards == "process",
             flat_groups=self.advantage in TRAINS_ON_FLAT_GROUPS,
+            nonnegative_rewards=self.advantage == "max_rl",
         )
 
-    def for_run(self, *, num_generations: int, temperature: float) -> Self:
     @property
     def corrects_off_policy(self) -> bool:
         return self.off_policy is not None
@@ -158,6 +158,7 @@ class PolicyGradientSettings(AlgorithmSettings):
     def penalty(self) -> str:
         return "truncation_penalty" if self.truncation_penalty else "overlong" if self.overlong else ""
 
+    def for_run(self, *, num_generations: int, temperature: float) -> Self:
         """One rollout a task has nothing to compare with but the batch."""
         chosen = super().for_run(num_generations=num_generations, temperature=temperature)
         is_open = self.advantage == "group_std" and "advantage" not in self.model_fields_set

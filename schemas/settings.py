@@ -284,6 +284,12 @@ class WarmStart(Settings):
     """Also in a run that branches from a version of another one, which has trained weights to begin with."""
 
 
+NEWEST_REVISION: Literal[10] = 10
+"""Of `JobSettings.revision`; what new jobs are trained by."""
+CORRECTED_SINCE = 10
+"""The revision of the rules of losses and advantages that `JobSettings.revision` lists for 10."""
+
+
 class JobSettings(Settings):
     """All that a learner needs for one job."""
 
@@ -300,7 +306,7 @@ class JobSettings(Settings):
     seed: int = 0
     threads: int | None = Field(default=None, ge=1)
     """Fixed number of CPU threads; part of what makes a replay equal."""
-    revision: Literal[1, 2, 3, 4, 5, 6, 7, 8, 9] = added(1)
+    revision: Literal[1, 2, 3, 4, 5, 6, 7, 8, 9, 10] = added(1)
     """Rules by which the learner trains; a recorded job keeps those that it was trained by. Since 2, dropout is off
     where a ratio or a log-ratio is computed, and linear and cosine schedules reach `final_fraction` after the last
     step, so that the last step trains. Since 3, hidden states are gathered before the head and the head is applied to
@@ -308,7 +314,10 @@ class JobSettings(Settings):
     computed once, rows are not padded, and the size of a micro-batch goes by the device. Since 5, steps record how far
     engine and learner are apart. Since 6, log-probabilities under a reference are events (ReferenceScored).
     Since 7, metrics of pairs are means over those that were trained. Since 8, a GPU may compute by fused kernels. Since
-    9, steps record how many tokens are how many versions old."""
+    9, steps record how many tokens are how many versions old. Since 10, `max_rl` fails at a negative reward,
+    `aggregation: constant` divides by the rows of each mini-batch, `reinforce_pp` normalises over trained tokens alone,
+    log-ratios to a teacher are bounded on both sides, and two metrics count other tokens (`clip/divergence` of dppo,
+    `mismatch/log_ppl_diff`)."""
     opponents: OpponentVersions | None = added(None)
     """Versions that a league may draw; None: there is no league."""
 

@@ -32,6 +32,7 @@ from rollstream.schemas.services import (
 from rollstream.schemas.settings import (
     EXTERNAL,
     FROZEN,
+    NEWEST_REVISION,
     CurriculumSettings,
     ForkPoint,
     JobSettings,
@@ -99,7 +100,8 @@ def _beside(spec: JobSpec) -> JobSpec:
 def _frozen_job(config: RunConfig, run_id: str, name: str) -> JobSpec:
     """The job that publishes the weights of a model group that is not trained."""
     adapter, group = config.adapter, ids.model_group(run_id, name)
-    job = JobSettings(kind=FROZEN, model=adapter.model, seed=adapter.seed, threads=adapter.threads, revision=9)
+    common: dict[str, Any] = {"model": adapter.model, "seed": adapter.seed, "threads": adapter.threads}
+    job = JobSettings(kind=FROZEN, **common, revision=NEWEST_REVISION)
     return JobSpec(ids.job_id(run_id, ids.FROZEN, name), group, job, PlanSettings(), rollout_settings(config, run_id))
 
 
@@ -232,7 +234,7 @@ def _job_settings(adapter: AdapterSection, *, num_versions: int) -> JobSettings:
         keep_every=adapter.keep_every,
         seed=adapter.seed,
         threads=adapter.threads,
-        revision=9,
+        revision=NEWEST_REVISION,
     )
 
 
@@ -299,15 +301,12 @@ def services_of(
 
 
 def _asked_of_answers(config: RunConfig, run_id: str) -> dict[str, Any]:
-    """The sampling temperature that requests to the run's endpoint must have, and the algorithm that it is due to;
-    nothing if their answers are not trained on, or the loss has no importance ratio.
-    """
+    """Temperature and algorithm of the loss that compares answers of the run's endpoint; nothing if none does."""
     if config.is_external or config.environment not in MADE_ELSEWHERE:
         return {}
     algorithm = jobs_of(config, run_id)[-1].job.algorithm
-    if not algorithm.needs.behaviour:
-        return {}
-    return {"temperature": algorithm.temperature, "algorithm": algorithm.name}
+    found = {"temperature": algorithm.temperature, "algorithm": algorithm.name}
+    return found if algorithm.needs.behaviour else {}
 
 
 def kafka_block(builder: BuilderSection, env: Mapping[str, str]) -> dict[str, Any]:

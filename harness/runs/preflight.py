@@ -27,7 +27,6 @@ from rollstream.producers.league.draw import check_league
 from rollstream.schemas import ids
 from rollstream.schemas.config import RunConfig
 from rollstream.schemas.errors import ConfigError, describe
-from rollstream.schemas.policy_gradient import PolicyGradientSettings
 from rollstream.schemas.services import LOOPBACK, EndpointSection
 from rollstream.schemas.settings import JobSpec
 from rollstream.schemas.users_code import import_module
@@ -160,7 +159,8 @@ def check_temperature(config: RunConfig) -> None:
 
 
 def check_truncation(config: RunConfig) -> None:
-    """Raises ConfigError if groups with equal rewards are rejected before a penalty for their length is subtracted.
+    """Raises ConfigError if groups with equal rewards are rejected before a penalty for their length is subtracted, or
+    if the algorithm does not take the negative rewards that it makes.
 
     The penalty is meant for groups of which some members were truncated and none succeeded.
     """
@@ -171,11 +171,11 @@ def check_truncation(config: RunConfig) -> None:
 
 def _check_truncation(config: RunConfig, spec: JobSpec) -> None:
     algorithm = config.adapter.algorithm
-    if not isinstance(algorithm, PolicyGradientSettings):
+    if not algorithm.penalty:
         return
-    penalty = "truncation_penalty" if algorithm.truncation_penalty else "overlong" if algorithm.overlong else None
-    if penalty is None:
-        return
+    location = f"trainer_adapters.{config.finetuning.trainer_adapter}.algorithm.{algorithm.penalty}"
+    if algorithm.needs.nonnegative_rewards:
+        raise ConfigError(f"{location}: makes rewards negative, which {algorithm.name} does not take; remove it")
     remedies: list[str] = []
     if spec.plan.planning == "stream" and spec.plan.drop_zero_variance:
         remedies.append(f"trajectory_builders.{config.finetuning.trajectory_builder}.drop_zero_variance: false")
@@ -183,8 +183,8 @@ def _check_truncation(config: RunConfig, spec: JobSpec) -> None:
         remedies.append("finetuning.curriculum_learning.min_reward_diff: 0")
     if remedies:
         raise ConfigError(
-            f"trainer_adapters.{config.finetuning.trainer_adapter}.algorithm.{penalty}: groups with equal "
-            f"rewards are rejected before it is subtracted; set {' and '.join(remedies)}, or remove the penalty"
+            f"{location}: groups with equal rewards are rejected before it is subtracted; set "
+            f"{' and '.join(remedies)}, or remove the penalty"
         )
 
 

@@ -5,8 +5,17 @@ from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from rollstream.learner.algorithms.base import Algorithm, BatchView, Member, Normaliser, PerToken, Prepared
+from rollstream.learner.algorithms.base import (
+    Algorithm,
+    BatchView,
+    Member,
+    Normaliser,
+    PerToken,
+    Prepared,
+)
+from rollstream.schemas.errors import RunFailedError
 from rollstream.schemas.policy_gradient import BATCH_WIDE, Advantage, OverlongSettings, PolicyGradientSettings
+from rollstream.schemas.settings import CORRECTED_SINCE
 
 EPSILON = 1e-6
 
@@ -38,7 +47,7 @@ def leave_one_out(rewards_G: Sequence[float]) -> list[float]:
 
 def max_rl(rewards_G: Sequence[float]) -> list[float]:
     """(r - mean) / mean (Tajwar et al., "Maximum Likelihood Reinforcement Learning", arXiv 2602.02710); 0 if no reward
-    was won. Rewards are not negative.
+    was won. Rewards are not negative, see `check_rewards`.
     """
     mean = math.fsum(rewards_G) / len(rewards_G)
     return [value / mean if mean > 0 else 0.0 for value in group_mean(rewards_G)]
@@ -223,6 +232,8 @@ class PolicyGradient(Algorithm):
         """Advantages by row, or by token with step rewards; truncated completions are left out if settings say so."""
         statistics: Mapping[str, float] = {}
         rewards = penalised(batch, settings)
+        if batch.revision >= CORRECTED_SINCE:
+            check_rewards(batch, rewards, settings)
         if settings.advantage == "rae":
             agents = [member.agent for member in batch.members]
             found, statistics = role_conditioned(rewards, agents, batch.statistics, settings.rae_decay)
@@ -234,13 +245,30 @@ class PolicyGradient(Algorithm):
             advantages.append(value if isinstance(value, (int, float)) else row.by_step(value))
         keep = [~row.truncated for row in batch.rows] if settings.mask_truncated else ()
         metrics = {f"baseline/{agent}": value for agent, value in sorted(statistics.items())}
-        normaliser = normaliser_of(settings, len(batch.rows))
-        return Prepared(advantages, keep, normaliser=normaliser, metrics=metrics, statistics=statistics)
+        return Prepared(
+            advantages, keep, normaliser=normaliser_of(settings, batch), metrics=metrics, statistics=statistics
+        )
 
 
-def normaliser_of(settings: PolicyGradientSettings, num_rows: int) -> Normaliser:
-    """As `aggregation` says; the constant is the share of a mini-batch in the rows of its batch."""
+def check_rewards(batch: BatchView, rewards: Sequence[float], settings: PolicyGradientSettings) -> None:
+    """Raises RunFailedError naming the first rollout whose reward is negative where the estimator divides by a mean."""
+    if not settings.needs.nonnegative_rewards:
+        return
+    for member, reward in zip(batch.members, rewards, strict=True):
+        if reward < 0:
+            raise RunFailedError(
+                f"rollout {member.rollout_id}, agent {member.agent}: reward {reward:g} is negative, and "
+                f"{settings.name} with advantage {settings.advantage} divides by the mean reward; use rewards of 0 or "
+                "more, or another advantage"
+            )
+
+
+def normaliser_of(settings: PolicyGradientSettings, batch: BatchView) -> Normaliser:
+    """As `aggregation` says. Jobs before CORRECTED_SINCE divide the rows of a batch by the number of mini-batches."""
     if settings.aggregation != "constant":
         return Normaliser(settings.aggregation)
     assert settings.aggregation_length is not None
-    return Normaliser("constant", max(1, num_rows) * settings.aggregation_length / settings.mini_batches)
+    if batch.revision >= CORRECTED_SINCE:
+        return Normaliser("row_length", settings.aggregation_length)
+    num_rows = max(1, len(batch.rows))
+    return Normaliser("constant", num_rows * settings.aggregation_length / settings.mini_batches)

@@ -10,13 +10,14 @@ from numpy.typing import NDArray
 
 from rollstream.schemas.algorithm_settings import AlgorithmSettings
 from rollstream.schemas.events.rollouts import Completion
+from rollstream.schemas.settings import NEWEST_REVISION
 
 if TYPE_CHECKING:
     from rollstream.learner.algorithms.tokens import Losses, TokenBatch
 
 TRUNCATED = "length"
 """Finish reason of a completion that ended at its token limit, as in OpenAI's API."""
-Divisor = Literal["tokens", "sequences", "constant"]
+Divisor = Literal["tokens", "sequences", "row_length", "constant"]
 PerToken = float | NDArray[np.float32]
 """One number for all tokens of a row, or one a token (T,)."""
 
@@ -115,13 +116,16 @@ class BatchView:
     """Of each pair, above 0."""
     statistics: Mapping[str, float] = field(default_factory=dict[str, float])
     """What `Prepared.statistics` said of the job's batch before; empty for its first."""
+    revision: int = NEWEST_REVISION
+    """Of the job, see `JobSettings.revision`."""
 
 
 class Normaliser(NamedTuple):
     """The divisor of the sum of a mini-batch's losses.
 
     tokens: by the tokens that are trained on. sequences: token losses first by the length of their row, then by the
-    number of rows; losses of rows or pairs by how many there are. constant: by `value`, whatever the mini-batch has.
+    number of rows; losses of rows or pairs by how many there are. row_length: by `value` for each row, whatever its
+    length (or each pair). constant: by `value`, whatever the mini-batch has.
     """
 
     by: Divisor = "tokens"

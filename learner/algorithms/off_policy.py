@@ -1,7 +1,7 @@
 """Tokens that another policy sampled than the one that is trained: weights, masks, and how far the two are apart."""
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -12,6 +12,7 @@ from torch import Tensor
 from rollstream.learner.algorithms.tokens import MAX_LOG_RATIO, TokenBatch
 from rollstream.schemas.algorithm_settings import AlgorithmSettings
 from rollstream.schemas.policy_gradient import OffPolicySettings, PolicyGradientSettings
+from rollstream.schemas.settings import CORRECTED_SINCE
 
 PREFIX = "off_policy/"
 MISMATCH, DRIFT = "mismatch/", "drift/"
@@ -139,14 +140,23 @@ class AgedTokens(NamedTuple):
     """By another known one."""
     versions: int
     """Versions between them and the one that is trained, summed over tokens."""
+    rows: int
+    """Rows that have a token of `equal_K`."""
+    shares_K: Tensor
+    """Of `equal_K`: 1 by the number of those in its row."""
 
 
-def aged_tokens(versions_N: NDArray[np.int64], version: int) -> AgedTokens:
-    """By `TokenBatch.versions_N`, in main memory; `version`: of the weights."""
+def aged_tokens(versions_N: NDArray[np.int64], lengths_B: Sequence[int], version: int) -> AgedTokens:
+    """By `TokenBatch.versions_N` and the rows' lengths, in main memory; `version`: of the weights."""
     is_known_N, is_equal_N = versions_N >= 0, versions_N == version
     equal_K, earlier_K = (np.flatnonzero(one) for one in (is_equal_N, is_known_N & ~is_equal_N))
     found = int((version - versions_N[is_known_N]).sum())
-    return AgedTokens(torch.from_numpy(equal_K), torch.from_numpy(earlier_K), found)
+    rows_K = np.repeat(np.arange(len(lengths_B)), lengths_B)[equal_K]
+    counts_B = np.bincount(rows_K, minlength=len(lengths_B))
+    shares_K = torch.from_numpy(1 / counts_B[rows_K])
+    return AgedTokens(
+        torch.from_numpy(equal_K), torch.from_numpy(earlier_K), found, int(np.count_nonzero(counts_B)), shares_K
+    )
 
 
 @torch.no_grad()
@@ -156,7 +166,7 @@ def compared(tokens: TokenBatch, aged: AgedTokens) -> dict[str, Tensor]:
     counts = {
         f"{MISMATCH}tokens": len(aged.equal_K),
         f"{DRIFT}tokens": len(aged.earlier_K),
-        f"{MISMATCH}rows": len(tokens.lengths_B),
+        f"{MISMATCH}rows": len(tokens.lengths_B) if tokens.revision < CORRECTED_SINCE else aged.rows,
         f"{DRIFT}versions": aged.versions,
     }
     found = {name: log_w_N.new_full((), count, dtype=torch.float64) for name, count in counts.items()}
@@ -169,7 +179,10 @@ def compared(tokens: TokenBatch, aged: AgedTokens) -> dict[str, Tensor]:
             "k3": _kl(log_w_K, "k3").sum(),
         }
         found |= {f"{prefix}{name}": value for name, value in sums.items()}
-    found[f"{MISMATCH}log_ppl"] = tokens.mean_by_row(-log_w_N).sum()
+    if tokens.revision < CORRECTED_SINCE:
+        found[f"{MISMATCH}log_ppl"] = tokens.mean_by_row(-log_w_N).sum()
+    else:
+        found[f"{MISMATCH}log_ppl"] = -(log_w_N[aged.equal_K] * aged.shares_K.to(log_w_N.dtype)).sum()
     return found
 
 
@@ -178,8 +191,9 @@ def compared_metrics(sums: Mapping[str, float]) -> dict[str, float]:
 
     mismatch/... of tokens that the trained version sampled itself, drift/... of earlier versions': kl and kl_k3,
     estimates of KL(sampling || trained) in nats a token; ess and chi2 as in `metrics`. mismatch/log_ppl_diff: mean over
-    sequences of the log-perplexity under the trained policy less that under the sampling one. drift/tokens: share of
-    tokens of earlier versions; drift/versions: how many versions old a token is on average.
+    the sequences with tokens that the trained version sampled, of the log-perplexity of these under the trained policy
+    less that under the sampling one; before CORRECTED_SINCE, of all tokens and sequences. drift/tokens: share of tokens
+    of earlier versions; drift/versions: how many versions old a token is on average.
     """
     if f"{MISMATCH}rows" not in sums:
         return {}
@@ -192,7 +206,8 @@ def compared_metrics(sums: Mapping[str, float]) -> dict[str, float]:
             found[f"{prefix}ess"] = w**2 / (count * squared) if squared else 0.0
             found[f"{prefix}chi2"] = squared / count - 1
     total = sums[f"{MISMATCH}tokens"] + sums[f"{DRIFT}tokens"]
-    found[f"{MISMATCH}log_ppl_diff"] = sums[f"{MISMATCH}log_ppl"] / sums[f"{MISMATCH}rows"]
+    if sums[f"{MISMATCH}rows"]:
+        found[f"{MISMATCH}log_ppl_diff"] = sums[f"{MISMATCH}log_ppl"] / sums[f"{MISMATCH}rows"]
     found[f"{DRIFT}tokens"] = sums[f"{DRIFT}tokens"] / total if total else 0.0
     found[f"{DRIFT}versions"] = sums[f"{DRIFT}versions"] / total if total else 0.0
     return found

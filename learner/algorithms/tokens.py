@@ -7,6 +7,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from rollstream.schemas.settings import CORRECTED_SINCE, NEWEST_REVISION
+
 MAX_LOG_RATIO = 20.0
 """A log-ratio counts for no more: some engines write -9999 for a token that they held for hardly possible, and the
 exponential of such a ratio is not finite.
@@ -77,6 +79,8 @@ class TokenBatch(NamedTuple):
     rejected_K: tuple[int, ...] = ()
     components: Mapping[str, Tensor] = {}
     """(N,) by component: what `Prepared.components` says of each token."""
+    revision: int = NEWEST_REVISION
+    """Of the job, see `JobSettings.revision`."""
     layout: Layout | None = None
     """The same rows, pairs and components as indices; see `located`."""
 
@@ -106,6 +110,13 @@ class TokenBatch(NamedTuple):
         """(N,): every token gets the value of its row."""
         return values_B[self.rows_N]
 
+    def log_ratio_to(self, target_N: Tensor) -> Tensor:
+        """log q - log p (N,) without a gradient, q the target and p the current policy, at most MAX_LOG_RATIO and at
+        least -MAX_LOG_RATIO; jobs before CORRECTED_SINCE have no lower bound.
+        """
+        found_N = log_ratio(target_N, self.logprobs_N.detach())
+        return found_N if self.revision < CORRECTED_SINCE else found_N.clamp(min=-MAX_LOG_RATIO)
+
 
 class Losses(NamedTuple):
     """The result of a loss for a TokenBatch."""
@@ -126,9 +137,6 @@ def log_ratio(logprobs_N: Tensor, others_N: Tensor) -> Tensor:
     return (logprobs_N - others_N).clamp(max=MAX_LOG_RATIO)
 
 
-def with_entropy_bonus(losses: Tensor, entropies: Tensor, coefficient: float) -> Tensor:
-    """losses - coefficient * entropies, both (N,) or (B,); the losses themselves if the coefficient is 0."""
-    return losses - coefficient * entropies if coefficient else losses
 def dual_clipped(objective: Tensor, advantages: Tensor, bound: float | None) -> Tensor:
     """The objective of tokens or rows, but at least bound * A where A < 0 (dual-clip PPO, arXiv 1912.09729, equation
     5); as it is without a bound.
@@ -138,3 +146,6 @@ def dual_clipped(objective: Tensor, advantages: Tensor, bound: float | None) -> 
     return torch.where(advantages < 0, torch.maximum(objective, bound * advantages), objective)
 
 
+def with_entropy_bonus(losses: Tensor, entropies: Tensor, coefficient: float) -> Tensor:
+    """losses - coefficient * entropies, both (N,) or (B,); the losses themselves if the coefficient is 0."""
+    return losses - coefficient * entropies if coefficient else losses

@@ -39,12 +39,13 @@ def aggregated(
 
 
 def count_of(micro_batches: Sequence[MicroBatch], normaliser: Normaliser) -> float:
-    """The divisor of a mini-batch's losses: its tokens, its rows (or pairs), or a constant."""
+    """The divisor of a mini-batch's losses: its tokens, its rows (or pairs), these times a length, or a constant."""
     if normaliser.by == "constant":
         return normaliser.value
     if normaliser.by == "tokens":
         return sum(sum(one.lengths) for one in micro_batches)
-    return sum(len(one.chosen) or len(one.lengths) for one in micro_batches)
+    num_rows = sum(len(one.chosen) or len(one.lengths) for one in micro_batches)
+    return num_rows * normaliser.value if normaliser.by == "row_length" else num_rows
 
 
 def counts_of(micro_batches: Sequence[MicroBatch]) -> dict[str, float]:

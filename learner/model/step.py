@@ -121,7 +121,7 @@ def train_batch(
     `optimizer.max_skipped_steps` are not finite, or if a single row or pair does not fit into memory.
     """
     chosen = settings.algorithm
-    prepared = algorithm.prepare(batch, chosen)
+    prepared = algorithm.prepare(replace(batch, revision=settings.revision), chosen)
     rows, units = collate.prepared_rows(batch, prepared)
     passes = [collate.mini_batches(units, chosen.mini_batches, one) for one in _seeds(seed, chosen.num_iterations)]
     parts = [part for one in passes for part in one]
@@ -226,7 +226,7 @@ def _gradients(
             entropy_needs_grad=chosen.needs.entropy,
             entropy=chosen.needs.entropy or chosen.calculate_entropy,
         )
-        tokens = batch.as_tokens(logprobs_N, entropies_N, scores)
+        tokens = batch.as_tokens(logprobs_N, entropies_N, scores)._replace(revision=settings.revision)
         if proximal is not None:
             tokens = tokens._replace(proximal_N=torch.cat([proximal[row] for row in batch.rows]))
         elif chosen.needs.proximal:
@@ -249,7 +249,8 @@ def _gradients(
 def _aged(micro_batch: MicroBatch, version: int, device: torch.device) -> off_policy.AgedTokens:
     """`micro_batch`: in main memory, where indices are found without waiting for the device."""
     assert micro_batch.versions is not None
-    return moved(off_policy.aged_tokens(micro_batch.on_mask(micro_batch.versions).numpy(), version), device)
+    versions_N = micro_batch.on_mask(micro_batch.versions).numpy()
+    return moved(off_policy.aged_tokens(versions_N, micro_batch.lengths, version), device)
 
 
 @torch.no_grad()

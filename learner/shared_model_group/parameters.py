@@ -10,7 +10,14 @@ from rollstream.schemas.algorithm_settings import AlgorithmSettings, JobKind
 from rollstream.schemas.algorithms import DpoSettings, GrpoSettings, SftSettings
 from rollstream.schemas.base import Settings
 from rollstream.schemas.errors import ConfigError
-from rollstream.schemas.settings import Device, JobSettings, LoraSettings, ModelSettings, OptimizerSettings
+from rollstream.schemas.settings import (
+    NEWEST_REVISION,
+    Device,
+    JobSettings,
+    LoraSettings,
+    ModelSettings,
+    OptimizerSettings,
+)
 
 
 class JobStateError(ConfigError):
@@ -183,7 +190,7 @@ def job_settings(params: SharedAgentParams, options: FineTuneOptions, kind: JobK
         keep_every=options.keep_every,
         seed=options.seed,
         threads=options.threads,
-        revision=9,
+        revision=NEWEST_REVISION,
     )
 
 

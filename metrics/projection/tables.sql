@@ -350,7 +350,7 @@ SELECT run_id, job_id, model_group, version - 1 AS trained_version, metrics['mis
     metrics['drift/kl_k3'] AS drift_kl, metrics['drift/ess'] AS drift_ess, metrics['drift/tokens'] AS drift_share,
     metrics['drift/versions'] AS versions_old, coalesce(metrics['mismatch/kl_k3'] > 0.01, false) AS is_alarming,
     metrics['mismatch/chi2'] AS mismatch_chi2, metrics['drift/chi2'] AS drift_chi2
-FROM training_steps WHERE metrics['mismatch/log_ppl_diff'] IS NOT NULL ORDER BY model_group, version;
+FROM training_steps WHERE metrics['drift/tokens'] IS NOT NULL ORDER BY model_group, version;
 
 -- A trajectory's log-probabilities under a reference or a teacher: one row a trajectory and scorer, the first that counts.
 CREATE OR REPLACE VIEW reference_scores AS

@@ -21,7 +21,7 @@ from rollstream.schemas.algorithms import BUILT_IN, CustomSettings
 from rollstream.schemas.events.rollouts import Completion, VersionSpan
 from rollstream.schemas.permissions import Permissions
 from rollstream.schemas.policy_gradient import OffPolicySettings, PolicyGradientSettings
-from rollstream.schemas.settings import JobSettings, ModelSettings, OptimizerSettings
+from rollstream.schemas.settings import NEWEST_REVISION, JobSettings, ModelSettings, OptimizerSettings
 from tests.rigs.waits import counted_waits
 
 OTHERS = ("python:tests.rigs.toy_cispo.Cispo", "python:tests.rigs.toy_gspo.Gspo")
@@ -282,7 +282,7 @@ def test_the_host_waits_for_the_device_twice_an_optimizer_step_and_for_no_micro_
         level = "sequence" if case.settings.name == "gspo" else "token"
         correction = OffPolicySettings(level=level, reject="k2", reject_above=1.0)
         changes |= {"off_policy": correction, "off_policy_mask_threshold": 1.0}
-    case.train(case.batch, revision=9, **changes)
+    case.train(case.batch, revision=NEWEST_REVISION, **changes)
     assert case.waits == {"reads a list": mini_batches, "reads a number": mini_batches}
 
 

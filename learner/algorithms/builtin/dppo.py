@@ -9,6 +9,7 @@ from rollstream.learner.algorithms.advantages import PolicyGradient
 from rollstream.learner.algorithms.base import Counts
 from rollstream.learner.algorithms.tokens import Losses, TokenBatch, log_ratio, with_entropy_bonus
 from rollstream.schemas.algorithms import DppoSettings
+from rollstream.schemas.settings import CORRECTED_SINCE
 
 _EPSILON = 1e-6
 """Distance that a probability keeps from 0 and 1 in the divergence."""
@@ -28,6 +29,9 @@ class Dppo(PolicyGradient):
         """
         ratio_N = log_ratio(tokens.logprobs_N, tokens.behaviour_N).exp().detach()
         keep_N = _keeps(tokens, settings)
+        is_masked_N = keep_N == 0
+        if tokens.revision >= CORRECTED_SINCE:  # without an advantage there is no gradient to mask
+            is_masked_N &= tokens.advantages_N != 0
         weight_N = ratio_N.clamp(max=settings.ratio_max) * keep_N
         losses_N = -weight_N * tokens.advantages_N * tokens.logprobs_N
         losses_N = with_entropy_bonus(losses_N, tokens.entropies_N, settings.entropy_coefficient)
@@ -35,12 +39,14 @@ class Dppo(PolicyGradient):
             "loss": losses_N.detach().sum(),
             "entropy": tokens.entropies_N.detach().sum(),
             "ratio": ratio_N.sum(),
-            "masked": (1 - keep_N).sum(),
+            "masked": is_masked_N.sum(),
         }
         return Losses(losses_N, sums)
 
     def metrics(self, sums: Mapping[str, float], counts: Counts) -> dict[str, float]:
-        """Means over all completion tokens; clip/divergence: the share of tokens without a gradient."""
+        """Means over all completion tokens; clip/divergence: the share of those that have an advantage and whose
+        gradient is masked.
+        """
         names = {
             "loss": "loss/total",
             "entropy": "policy/entropy",

@@ -51,7 +51,7 @@ class Mix(PolicyGradient):
         parts[RL] = with_entropy_bonus(parts[RL], tokens.entropies_N, settings.entropy_coefficient)
         target_N = tokens.reference_N if tokens.teacher_N is None else tokens.teacher_N
         if target_N is not None:
-            parts[REF_KL] = -weight_N * log_ratio(target_N, current_N) * tokens.logprobs_N
+            parts[REF_KL] = -weight_N * tokens.log_ratio_to(target_N) * tokens.logprobs_N
         values_N = torch.stack([tokens.components[name] * part_N for name, part_N in parts.items()]).sum(dim=0)
         sums = {"entropy": tokens.entropies_N.detach().sum(), "ratio": ratio_N.sum()}
         counted = tokens.located().counted

@@ -19,11 +19,11 @@ class Opd(Algorithm):
         the gradient of the loss is that of the divergence at each prefix that was sampled (generalised knowledge
         distillation, arXiv 2306.13649, equation 4 with reverse KL on the student's samples; as an advantage: Thinking
         Machines, "On-Policy Distillation"). r weights tokens that an earlier version sampled. log q - log p counts for
-        no more than MAX_LOG_RATIO.
+        no more than MAX_LOG_RATIO either way.
         """
         assert tokens.teacher_N is not None
         current_N = tokens.logprobs_N.detach()
-        advantages_N = log_ratio(tokens.teacher_N, current_N)
+        advantages_N = tokens.log_ratio_to(tokens.teacher_N)
         ratio_N = log_ratio(current_N, tokens.behaviour_N).exp()
         losses_N = -ratio_N.clamp(max=settings.ratio_max) * advantages_N * tokens.logprobs_N
         sums = {

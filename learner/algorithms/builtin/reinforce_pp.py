@@ -11,6 +11,7 @@ from rollstream.learner.algorithms.builtin.grpo import Clipped
 from rollstream.learner.algorithms.tokens import Losses, TokenBatch
 from rollstream.schemas.errors import RunFailedError
 from rollstream.schemas.policy_gradient import ClippedSettings, ReinforcePpSettings
+from rollstream.schemas.settings import CORRECTED_SINCE
 
 
 class ReinforcePp(Clipped):
@@ -20,8 +21,8 @@ class ReinforcePp(Clipped):
 
     def prepare(self, batch: BatchView, settings: ReinforcePpSettings) -> Prepared:  # pyright: ignore[reportIncompatibleMethodOverride]
         """A_t = r - b sum over i >= t of (log q_i - log p_ref,i), less the mean and divided by the deviation of all
-        such values of the agent's tokens in the batch; q the policy that sampled, b `kl_coefficient`. If b is 0, by
-        rollout, as `advantage` says.
+        such values of the agent's trained tokens in the batch; q the policy that sampled, b `kl_coefficient`. If b is
+        0, by rollout, as `advantage` says.
         """
         if not settings.kl_coefficient:
             return super().prepare(batch, settings)
@@ -31,10 +32,13 @@ class ReinforcePp(Clipped):
             given - settings.kl_coefficient * _kl_ahead(row)
             for row, given in zip(batch.rows, prepared.advantages, strict=True)
         ]
+        counted = [row.mask for row in batch.rows]
+        if prepared.keep and batch.revision >= CORRECTED_SINCE:
+            counted = [mask & keep for mask, keep in zip(counted, prepared.keep, strict=True)]
         agents = [batch.members[row.member].agent for row in batch.rows]
         for agent in set(agents):
             of_agent = [index for index, one in enumerate(agents) if one == agent]
-            tokens = np.concatenate([values[index][batch.rows[index].mask] for index in of_agent])
+            tokens = np.concatenate([values[index][counted[index]] for index in of_agent])
             mean, std = (float(tokens.mean()), float(tokens.std())) if len(tokens) else (0.0, 0.0)
             for index in of_agent:
                 values[index] = (values[index] - mean) / (std + EPSILON)

@@ -1,6 +1,7 @@
 """Advantages against numbers worked out by hand, and what holds for any group."""
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -11,8 +12,19 @@ from pydantic import ValidationError
 
 from rollstream.learner.algorithms import advantages
 from rollstream.learner.algorithms.base import BatchView, Member, Row
+from rollstream.learner.algorithms.builtin.grpo import Clipped
+from rollstream.learner.algorithms.builtin.reinforce_pp import ReinforcePp
 from rollstream.schemas.algorithms import GrpoSettings
-from rollstream.schemas.policy_gradient import Advantage, OverlongSettings
+from rollstream.schemas.errors import RunFailedError
+from rollstream.schemas.events.rollouts import Completion
+from rollstream.schemas.policy_gradient import (
+    Advantage,
+    ClippedSettings,
+    MaxRlSettings,
+    OverlongSettings,
+    ReinforcePpSettings,
+)
+from rollstream.schemas.settings import NEWEST_REVISION
 
 REWARDS = [1.0, 0.0, 0.0, 1.0]
 
@@ -103,6 +115,45 @@ def test_max_rl_divides_by_the_mean_and_is_silent_without_a_success() -> None:
     assert advantages.max_rl([0.0] * 4) == [0.0] * 4
 
 
+def batch_of(rewards: list[float], *, truncated: int | None = None, revision: int = NEWEST_REVISION) -> BatchView:
+    """A row of three tokens for each reward; one of them may have ended at the token limit."""
+    rows = [
+        Row(
+            np.zeros(4, np.int32),
+            np.array([False, True, True, True]),
+            np.full(4, -1.0, np.float32),
+            index,
+            (Completion(step_index=0, start=1, length=3, finish_reason="length" if index == truncated else "stop"),),
+            scores={"reference": np.full(4, -9.0 if index == truncated else -1.0 - index, np.float32)},
+        )
+        for index in range(len(rewards))
+    ]
+    return BatchView(rows, [member("g", index, "a", reward) for index, reward in enumerate(rewards)], revision=revision)
+
+
+@pytest.mark.parametrize("settings", [MaxRlSettings(), GrpoSettings(advantage="max_rl")])
+def test_max_rl_names_the_rollout_whose_reward_is_negative(settings: ClippedSettings) -> None:
+    batch = batch_of([-1.0, 1.001])
+    with pytest.raises(RunFailedError, match=r"rollout g/m0, agent a: reward -1 is negative, and .* divides by the"):
+        Clipped().prepare(batch, settings)
+    assert settings.needs.nonnegative_rewards
+    before = replace(batch, revision=9)
+    assert Clipped().prepare(before, settings).advantages == pytest.approx([-2001.0, 2001.0], rel=1e-6)
+    assert Clipped().prepare(batch, GrpoSettings()).advantages == pytest.approx([-(0.5**0.5), 0.5**0.5], rel=1e-5)
+
+
+def test_reinforce_pp_normalises_over_the_tokens_that_are_trained() -> None:
+    settings = ReinforcePpSettings(kl_coefficient=0.1, mask_truncated=True)
+    batch = batch_of([1.0, 0.0, 0.0], truncated=2)
+    found = ReinforcePp().prepare(batch, settings)
+    trained = np.concatenate([np.asarray(found.advantages[row])[1:] for row in (0, 1)])
+    assert trained.mean() == pytest.approx(0, abs=1e-6)
+    assert trained.std() == pytest.approx(1, rel=1e-4)
+    recorded = ReinforcePp().prepare(replace(batch, revision=9), settings)
+    every = np.concatenate([np.asarray(one)[1:] for one in recorded.advantages])
+    assert (every.mean(), every.std()) == (pytest.approx(0, abs=1e-6), pytest.approx(1, rel=1e-4))
+
+
 def test_gdpo_normalises_each_reward_by_itself_before_they_are_added() -> None:
     """Rewards of another scale count as much: (1, 0) and (0, 100) are equally good where each alone is."""
     found = [
@@ -155,11 +206,16 @@ def test_the_length_of_a_rollout_is_that_of_all_its_completions() -> None:
     [
         ({}, ("tokens", 1.0)),
         ({"aggregation": "sequences"}, ("sequences", 1.0)),
-        ({"aggregation": "constant", "aggregation_length": 64, "mini_batches": 2}, ("constant", 96.0)),
+        ({"aggregation": "constant", "aggregation_length": 64, "mini_batches": 2}, ("row_length", 64.0)),
     ],
 )
 def test_losses_are_divided_as_aggregation_says(options: dict[str, Any], normaliser: tuple[str, float]) -> None:
-    assert tuple(advantages.normaliser_of(GrpoSettings(**options), 3)) == normaliser
+    assert tuple(advantages.normaliser_of(GrpoSettings(**options), batch_of([0.0] * 3))) == normaliser
+
+
+def test_a_recorded_job_divides_the_rows_of_its_batch_by_the_mini_batches_it_asked_for() -> None:
+    settings = GrpoSettings(aggregation="constant", aggregation_length=64, mini_batches=2)
+    assert tuple(advantages.normaliser_of(settings, batch_of([0.0] * 3, revision=9))) == ("constant", 96.0)
 
 
 @pytest.mark.parametrize(

@@ -140,7 +140,7 @@ def test_the_proximal_policy_is_needed_and_bounds_are_in_order() -> None:
 def test_engine_and_learner_are_compared_apart_from_drift() -> None:
     versions = np.array([5, 5, 4, 5, 3, -1, 4, 5])
     compared = tokens()._replace(versions_N=torch.tensor(versions))
-    sums = off_policy.compared(compared, off_policy.aged_tokens(versions, 5))
+    sums = off_policy.compared(compared, off_policy.aged_tokens(versions, LENGTHS, 5))
     metrics = off_policy.compared_metrics({k: float(v) for k, v in sums.items()})
     for prefix, chosen in (("mismatch", versions == 5), ("drift", (versions >= 0) & (versions != 5))):
         log_w = LOG_W[chosen]
@@ -149,16 +149,30 @@ def test_engine_and_learner_are_compared_apart_from_drift() -> None:
         assert metrics[f"{prefix}/kl_k3"] == pytest.approx((w - 1 - log_w).mean())
         assert metrics[f"{prefix}/ess"] == pytest.approx(w.sum() ** 2 / (len(w) * (w**2).sum()))
         assert metrics[f"{prefix}/chi2"] == pytest.approx((w**2).mean() - 1)
-    by_row = [-LOG_W[row == ROW_OF].mean() for row in range(3)]
-    assert metrics["mismatch/log_ppl_diff"] == pytest.approx(np.mean(by_row))
+    own = [-LOG_W[(row == ROW_OF) & (versions == 5)].mean() for row in (0, 1, 2)]
+    assert metrics["mismatch/log_ppl_diff"] == pytest.approx(np.mean(own))
     assert metrics["drift/tokens"] == pytest.approx(3 / 7)
     assert metrics["drift/versions"] == pytest.approx((1 + 2 + 1) / 7)
+
+
+def log_ppl_diff(versions: np.ndarray, revision: int) -> float | None:
+    compared = tokens()._replace(versions_N=torch.tensor(versions), revision=revision)
+    sums = off_policy.compared(compared, off_policy.aged_tokens(versions, LENGTHS, 5))
+    return off_policy.compared_metrics({k: float(v) for k, v in sums.items()}).get("mismatch/log_ppl_diff")
+
+
+def test_old_tokens_are_no_mismatch_of_engine_and_learner() -> None:
+    by_row = [-LOG_W[row == ROW_OF].mean() for row in range(3)]
+    drifted = np.where(ROW_OF == 0, 5, 4)
+    assert log_ppl_diff(drifted, 10) == pytest.approx(by_row[0])
+    assert log_ppl_diff(np.full(8, 4), 10) is None
+    assert log_ppl_diff(np.full(8, 5), 10) == log_ppl_diff(drifted, 9) == pytest.approx(np.mean(by_row))
 
 
 def test_nothing_compared_gives_no_metric_and_one_kind_of_tokens_only_its_own() -> None:
     assert off_policy.compared_metrics({}) == {}
     new = tokens()._replace(versions_N=torch.full((8,), 2))
-    sums = off_policy.compared(new, off_policy.aged_tokens(np.full(8, 2), 2))
+    sums = off_policy.compared(new, off_policy.aged_tokens(np.full(8, 2), LENGTHS, 2))
     found = off_policy.compared_metrics({k: float(v) for k, v in sums.items()})
     assert found["drift/tokens"] == found["drift/versions"] == 0.0
     assert "drift/kl" not in found

@@ -66,7 +66,7 @@ def test_grpo_of_a_mini_batch_is_the_papers_equation(by: Literal["tokens", "sequ
     rows = [Row(np.zeros(n + 1, np.int32), np.arange(n + 1) > 0, np.zeros(n + 1, np.float32)) for n in LENGTHS]
     members = [Member(group_id="g", reward=float(n)) for n in LENGTHS]
     normaliser = Grpo().prepare(BatchView(rows, members), settings).normaliser
-    count = {"tokens": 8.0, "sequences": 3.0, "constant": normaliser.value}[normaliser.by]
+    count = {"tokens": 8.0, "sequences": 3.0, "row_length": 3 * normaliser.value}[normaliser.by]
     current = double(CURRENT, grad=True)
     loss = aggregated(Grpo().loss(tokens(current), settings), tokens(current), normaliser, count)
     loss.backward()

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 
+from rollstream.learner.algorithms.advantages import normaliser_of
 from rollstream.learner.algorithms.base import BatchView, KeptRow, Member, Prepared
 from rollstream.learner.algorithms.builtin.grpo import Grpo
 from rollstream.learner.algorithms.tokens import TokenBatch
@@ -45,6 +46,13 @@ def rows(count: int = 8) -> BatchView:
         made.append(Row(ids, mask, logprobs.astype(np.float32), len(members)))
         members.append(Member(reward=rng.choice([-1.0, 1.0])))
     return BatchView(made, members)
+
+
+class OfRowLengths(Given):
+    """The same, divided as `aggregation` says."""
+
+    def prepare(self, batch: BatchView, settings: Any) -> Prepared:
+        return replace(super().prepare(batch, settings), normaliser=normaliser_of(settings, batch))
 
 
 def padded() -> collate.MicroBatch:
@@ -93,6 +101,26 @@ def test_micro_batches_change_no_gradient_and_no_metric(tiny_model: Path) -> Non
         assert torch.allclose(one.grad, other.grad, atol=1e-6), name
     del in_one["tokens/padding"], in_parts["tokens/padding"]
     assert in_parts == pytest.approx(in_one, abs=1e-5)
+
+
+@pytest.mark.parametrize(("revision", "factor"), [(9, 2.0), (10, 1.0)])
+def test_a_constant_counts_for_the_rows_of_each_mini_batch(tiny_model: Path, revision: Any, factor: float) -> None:
+    """Two rows are two mini-batches at most, however many are asked for; a recorded job divides as it did."""
+
+    def norm(mini_batches: int) -> float:
+        make_deterministic(1)
+        settings = JobSettings(
+            kind="rl",
+            model=ModelSettings(path=str(tiny_model), device="cpu"),
+            algorithm=GrpoSettings(aggregation="constant", aggregation_length=8, mini_batches=mini_batches),
+            revision=revision,
+        )
+        model = PolicyModel(settings.model, seed=0)
+        optimizer = make_optimizer(model.trainable(), settings.optimizer)
+        result = train_batch(model, optimizer, rows(2), OfRowLengths(), settings, index=0, seed=1)
+        return result.metrics["optimizer/grad_norm"]
+
+    assert norm(4) == pytest.approx(factor * norm(2), rel=1e-3)
 
 
 def test_the_gradient_is_that_of_finite_differences(tiny_model: Path) -> None:

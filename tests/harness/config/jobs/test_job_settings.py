@@ -12,7 +12,7 @@ from rollstream.harness.runs.preflight import check_temperature, check_truncatio
 from rollstream.schemas.algorithms import GrpoSettings
 from rollstream.schemas.config import RunConfig
 from rollstream.schemas.errors import ConfigError
-from rollstream.schemas.settings import JobSettings, JobSpec
+from rollstream.schemas.settings import NEWEST_REVISION, JobSettings, JobSpec
 
 pytestmark = pytest.mark.usefixtures("registered_alone")
 
@@ -43,7 +43,7 @@ def test_a_new_run_bounds_ratios_unless_it_says_otherwise(written: dict[str, Any
 
 def test_a_recorded_job_keeps_the_rules_that_it_was_trained_by(written: dict[str, Any]) -> None:
     job = job_of(written).job
-    assert job.revision == 9
+    assert job.revision == NEWEST_REVISION
     recorded = job.model_dump(mode="json")
     del recorded["revision"], recorded["algorithm"]["dual_clip"]
     again = JobSettings.model_validate(recorded)
@@ -106,6 +106,16 @@ def test_a_truncation_penalty_that_comes_after_the_rejection_of_equal_rewards_is
 def test_a_truncation_penalty_is_fine_where_all_of_a_batch_is_compared(written: dict[str, Any]) -> None:
     written["trainers"]["t"]["planning"] = "stream"
     check_truncation(config_of(written, truncation_penalty=0.5, advantage="batch_std"))
+
+
+def test_a_penalty_that_makes_rewards_negative_is_refused_for_max_rl(written: dict[str, Any]) -> None:
+    options: list[dict[str, Any]] = [{"truncation_penalty": 0.5}, {"overlong": {"max_length": 9, "buffer": 3}}]
+    for option in options:
+        for key in ("name", "advantage"):
+            chosen: dict[str, Any] = {key: "max_rl"}
+            with pytest.raises(ConfigError, match=r"trainer_adapters\.a\.algorithm\..*: makes rewards negative, which"):
+                check_truncation(config_of(written, **option, **chosen))
+    check_truncation(config_of(written, name="max_rl"))
 
 
 def of_ranks(written: dict[str, Any], ranks: int, **adapter: Any) -> RunConfig:
