@@ -173,6 +173,17 @@ def test_planted_files_and_classes_are_found(tmp_path: Path, plant: Plant) -> No
         'KINDS = {"dpo": "dpo"}',
         'is_preference = job.kind == "dpo"',
         "is_vllm = isinstance(engine, VllmSettings)",
+        "is_of_pairs = isinstance(settings, PairSettings)",
+        "is_weighted = isinstance(job.algorithm, PolicyGradientSettings)",
+        "is_clipped = issubclass(kind, (ClippedSettings, list))",
+        'is_pairs = type(settings).__name__ == "DpoSettings"',
+        'is_pairs = "Dpo" in type(job.settings.algorithm).__name__',
+        'is_pairs = settings.name.lower() == "dpo"',
+        'is_taught = hasattr(settings, "teacher")',
+        'weight = getattr(self._settings.algorithm, "kl_coefficient", 0.0)',
+        'is_vllm = engine.settings.kind == "vllm"',
+        'is_ours = engine.kind in ("transformers", "scripted")',
+        'is_vllm = type(engine).__name__ == "VllmEngine"',
     ],
 )
 def test_a_planted_rule_is_found(line: str, tmp_path: Path, plant: Plant) -> None:

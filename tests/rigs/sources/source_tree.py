@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
+from rollstream.schemas.algorithm_settings import AlgorithmSettings
 from rollstream.schemas.algorithms import BUILT_IN
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -27,6 +28,13 @@ REPEATED_NAMES = {"__init__", "service", "shell", "fold", "state", "base", "tabl
 """Names of files that may be in several folders: the folder says whose."""
 _ALGORITHMS = "|".join(map(re.escape, BUILT_IN))
 _SETTINGS = "|".join(kind.__name__ for kind in BUILT_IN.values())
+_BASES = "|".join(sorted({
+    base.__name__
+    for kind in BUILT_IN.values()
+    for base in kind.__mro__
+    if issubclass(base, AlgorithmSettings) and base is not AlgorithmSettings
+} - {kind.__name__ for kind in BUILT_IN.values()}))  # fmt: skip
+"""Classes that settings of algorithms are derived from."""
 ONE_HOME = {
     re.compile(r"""["']ce_(type|id)["']"""): "eventlog/codec.py",
     re.compile(
@@ -48,6 +56,13 @@ ONE_HOME = {
         rf"""|["']({_ALGORITHMS})["'] *:|case ["']({_ALGORITHMS})["']|(isinstance|issubclass)\(.*\b({_SETTINGS})\b"""
         r"""|kind *(==|!=|(not )?in) *[\[({]?["'](sft|dpo|rl)["']"""
     ): "schemas learner/algorithms",
+    re.compile(rf"(isinstance|issubclass)\(.*\b({_BASES})\b"): "schemas learner/algorithms",
+    re.compile(
+        r"type\([\w.]*(settings|algorithm)\)\.__name__|(settings|algorithm)\.name\.(lower|upper|casefold)\("
+        r"|(hasattr\([\w.]*settings|(has|get)attr\([\w.]*algorithm), *[\"']"
+    ): "",
+    re.compile(r"type\([\w.]*engine\)\.__name__"): "producers/engines/table.py",
+    re.compile(r"engine(\.settings)?\.kind *(==|!=|(not )?in\b)|match [\w.]*engine(\.settings)?\.kind"): "",
     re.compile(r"isinstance\(.*\b(Transformers|Scripted|OpenAI|Vllm|InstalledEngine)Settings\b"): "schemas",
 }
 """By what a rule's code looks like, the only files and folders that have it; empty: nothing has."""
