@@ -39,6 +39,9 @@ ROLLOUT_HEADER = "X-Rollout-Id"
 MAX_ENDED = 10_000
 """Rollouts that are remembered after their end, for a clear answer."""
 
+_NAMED = web.RequestKey("named", str)
+"""Id of the rollout that a request is for, once its key is checked; empty if it names none."""
+
 logger = logging.getLogger(__name__)
 
 
@@ -207,6 +210,7 @@ class RolloutGateway(Routes):
         """Raises Refusal: 403 for a page, another host or another rollout's key, 401 without a key, 415."""
         self._access.check_source(request.headers)
         named = self._named(request)
+        request[_NAMED] = named or ""
         check_is_json(request.method, request.headers)
         return TOKEN_CALLER if self._access.bears_token(request.headers) else f"rollout {named}"
 
@@ -261,8 +265,8 @@ class RolloutGateway(Routes):
     async def end(self, request: web.Request) -> web.Response:
         """The agent is done; again changes nothing."""
         body = validated(EndBody, json_of(await request.read() or b"{}"))
-        named = self._named(request)
-        if named is None or not self._has_ended(request, named):
+        named = request[_NAMED]
+        if not named or not self._has_ended(request, named):
             await self._rollout(request).end(body.error)
         failpoint("gateway/after-end-before-answer")
         return json_response({"rollout_id": named, "status": "ended"})
@@ -318,8 +322,8 @@ class RolloutGateway(Routes):
         return not self._access.bears_token(request.headers) or self._may_have_begun(named)
 
     def _rollout(self, request: web.Request) -> PlayedRollout:
-        named = self._named(request)
-        if named is None:
+        named = request[_NAMED]
+        if not named:
             raise Refusal(400, f"no rollout is named; use its key, its path or the header {ROLLOUT_HEADER}")
         found = self._rollouts.get(named)
         if self._has_ended(request, named):

@@ -5,6 +5,7 @@ asking first, or under a name of its own that it lets resolve to 127.0.0.1. None
 """
 
 import contextlib
+import functools
 import hashlib
 import hmac
 import math
@@ -146,7 +147,7 @@ def no_key() -> Refusal:
 
 def check_is_json(method: str, headers: Mapping[str, str]) -> None:
     """Raises Refusal (415) for a body that is not declared as JSON."""
-    if method == "POST" and _content_type(headers) != "application/json":
+    if method == "POST" and _kind_of(headers.get("Content-Type", "text/plain")) != "application/json":
         raise Refusal(415, "Content-Type must be application/json", code="unsupported_content_type")
 
 
@@ -165,7 +166,9 @@ def _name_of(host: str) -> str:
     return name.removeprefix("[").removesuffix("]").rstrip(".").lower()
 
 
-def _content_type(headers: Mapping[str, str]) -> str:
+@functools.lru_cache(maxsize=256)
+def _kind_of(content_type: str) -> str:
+    """Of a `Content-Type` header, without its parameters."""
     parsed = Message()
-    parsed["Content-Type"] = headers.get("Content-Type", "")
-    return parsed.get_content_type() if "Content-Type" in headers else ""
+    parsed["Content-Type"] = content_type
+    return parsed.get_content_type()
