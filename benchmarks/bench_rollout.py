@@ -5,7 +5,8 @@
 | section | measures |
 | --- | --- |
 | lora, full | from a version's record sent to Kafka to its first token; requests lost; tokens/s beside updates |
-| gateway | chat completions by the recording gateway (producers process, Kafka) beside the same asked of vLLM itself |
+| gateway | chat completions by the recording gateway, and by proxies that do nothing, beside those of vLLM itself |
+| gateway_timed | the gateway beside a server that sleeps for each token, as if the model had cores of its own |
 | kills | calls lost and doubled when the producers process is killed under load (the scripted engine) |
 | run | guess_number on vLLM, an adapter: reward by epoch, and how far engine and learner are apart by version |
 
@@ -26,13 +27,13 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
-import aiohttp
 import yaml
 
+from benchmarks import gateway_passes
+from benchmarks.gateway_passes import Compared, Load, percentile
 from rollstream.eventlog.artifacts import ArtifactStore
 from rollstream.eventlog.broker.broker import EmbeddedBroker
 from rollstream.eventlog.kafka.log import KafkaLog
-from rollstream.producers import GatewayClient
 from rollstream.producers.engines.base import GenerationRequest
 from rollstream.producers.engines.vllm import VllmEngine
 from rollstream.producers.engines.weight_follower import WeightFollower
@@ -41,7 +42,7 @@ from rollstream.schemas.events import WeightsPublished
 from rollstream.schemas.permissions import Permissions
 from rollstream.schemas.settings import Sampling
 from tests.producers.engines.engine_rig import GROUP
-from tests.rigs.services.gateway_load import ProducersProcess, first_weights, killed_under_load, task_for_agents
+from tests.rigs.services.gateway_load import killed_under_load
 from tests.rigs.services.service_processes import CLI
 from tests.rigs.services.vllm_server import (
     ENVIRONMENT,
@@ -75,17 +76,18 @@ class Sizes:
     calls: int = 30
     """Of each client."""
     repeats: int = 3
+    token_ms: Sequence[int] = (20, 5)
+    """Of the server that sleeps."""
+    pass_s: float = 4.0
+    """Its passes take about as long."""
     kills: int = 20
     epochs: int = 100
     """Of GRPO, after those of the warm start."""
 
 
-SMALL = Sizes(updates=6, interval_s=0.5, requests=8, passes=1, clients=(1, 4), calls=5, repeats=1, kills=2, epochs=3)
-
-
-def percentile(values: Sequence[float], share: float) -> float:
-    """The value that `share` of the values do not exceed."""
-    return sorted(values)[min(len(values) - 1, int(share * len(values)))]
+SMALL = Sizes(
+    updates=6, interval_s=0.5, requests=8, passes=1, clients=(1, 4), calls=5, repeats=1, pass_s=1.0, kills=2, epochs=3
+)
 
 
 # ---- new versions under load ----
@@ -205,116 +207,35 @@ def full(folder: Path, sizes: Sizes) -> dict[str, Any]:
     return asyncio.run(measure_updates(folder, full_version, sizes))
 
 
-# ---- the gateway beside vLLM ----
-
-Ask = Callable[[int], Awaitable[dict[str, Any]]]
+# ---- the gateway beside vLLM, and beside a server that takes no CPU ----
 
 
-async def timed(asks: Sequence[Ask], calls: int) -> dict[str, float]:
-    """Each client makes its calls one after the other, all clients at once."""
-    seconds: list[float] = []
-    tokens = 0
-
-    async def client(ask: Ask) -> None:
-        nonlocal tokens
-        for call in range(calls):
-            begun = time.perf_counter()
-            answer = await ask(call)
-            seconds.append(time.perf_counter() - begun)
-            tokens += answer["usage"]["completion_tokens"]
-
-    begun = time.perf_counter()
-    await asyncio.gather(*map(client, asks))
-    return {
-        "p50_ms": 1000 * statistics.median(seconds),
-        "p99_ms": 1000 * percentile(seconds, 0.99),
-        "tokens_per_s": tokens / (time.perf_counter() - begun),
-    }
-
-
-def body_of(client: int, call: int) -> list[dict[str, str]]:
-    """Messages of one call."""
-    return [{"role": "user", "content": f"client {client}, call {call}: go on"}]
-
-
-async def plain_pass(url: str, model: str, clients: int, calls: int) -> dict[str, float]:
-    """vLLM itself is asked."""
-    async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as http:
-
-        def client(number: int) -> Ask:
-            async def ask(call: int) -> dict[str, Any]:
-                body = {"model": model, "messages": body_of(number, call), "max_tokens": ANSWER_TOKENS}
-                body |= {"temperature": 1.0, "logprobs": True, "seed": 1000 * number + call}
-                async with http.post(f"{url}/v1/chat/completions", json=body) as response:
-                    assert response.status == 200, await response.text()
-                    return await response.json()
-
-            return ask
-
-        return await timed([client(number) for number in range(clients)], calls)
-
-
-async def gateway_pass(gateway: GatewayClient, clients: int, calls: int) -> dict[str, float]:
-    """Each client plays a rollout."""
-    rollouts = [await gateway.claim(wait_s=120) for _ in range(clients)]
-
-    def client(number: int) -> Ask:
-        rollout = rollouts[number]
-        assert rollout is not None
-        return lambda call: rollout.chat(body_of(number, call))
-
-    measured = await timed([client(number) for number in range(clients)], calls)
-    for rollout in rollouts:
-        assert rollout is not None
-        async with rollout:
-            await rollout.reward(1.0)
-    return measured
-
-
-async def measure_gateway(folder: Path, url: str, base: Path, kafka: Any, sizes: Sizes) -> dict[str, Any]:
+def measured_gateway(
+    folder: Path, url: str, base: Path, loads: Sequence[Load], repeats: int, *, has_proxies: bool
+) -> Any:
     """Passes with the gateway and without, interleaved."""
-    engine = {"kind": "vllm", "base_urls": [url], "folder": str(folder / "versions"), "dtype": "float32"}
-    producers = ProducersProcess(folder, kafka, engine, str(base))
-    found: dict[str, Any] = {}
-    task = 0
-    async with KafkaLog(kafka, client_id="bench") as log:
-        await log.ensure_topics(num_partitions=6)
-        weights = producers.artifacts.put_bytes((base / "model.safetensors").read_bytes())
-        await log.send(first_weights(weights, str(base)))
-        with producers.running():
-            async with GatewayClient.of_workspace(producers.workspace) as gateway:
-                for clients in sizes.clients:
-                    passes: dict[str, list[dict[str, float]]] = {"plain": [], "gateway": []}
-                    for number in range(-1, sizes.repeats):
-                        calls = sizes.calls if number >= 0 else 2
-                        sampling = Sampling(max_new_tokens=ANSWER_TOKENS)
-                        options = {"members": clients, "calls": calls, "timeout_s": 600.0, "sampling": sampling}
-                        await log.send(task_for_agents(task, **options))
-                        task += 1
-                        ours = await gateway_pass(gateway, clients, calls)
-                        theirs = await plain_pass(url, str(base), clients, calls)
-                        if number >= 0:  # the first pass warms up
-                            passes["plain"].append(theirs)
-                            passes["gateway"].append(ours)
-                    found[f"{clients} clients"] = compared(passes)
-    return found
-
-
-def compared(passes: dict[str, list[dict[str, float]]]) -> dict[str, Any]:
-    """Medians over passes, and what the gateway adds."""
-    found: dict[str, Any] = {
-        name: {key: statistics.median(one[key] for one in measured) for key in measured[0]}
-        for name, measured in passes.items()
-    }
-    found["added_p50_ms"] = found["gateway"]["p50_ms"] - found["plain"]["p50_ms"]
-    found["throughput_ratio"] = found["gateway"]["tokens_per_s"] / found["plain"]["tokens_per_s"]
-    return found
+    with EmbeddedBroker(folder / "broker") as broker:
+        both = Compared(folder, url, base, broker.kafka, has_proxies)
+        return asyncio.run(both.measure(loads, repeats)) | {"load_average": os.getloadavg()}
 
 
 def gateway(folder: Path, sizes: Sizes) -> dict[str, Any]:
     """The recording gateway beside vLLM."""
-    with serving(folder, is_lora=False) as server, EmbeddedBroker(folder / "broker") as broker:
-        return asyncio.run(measure_gateway(folder, server.url, server.base, broker.kafka, sizes))
+    with serving(folder, is_lora=False) as server:
+        loads = [Load(clients, sizes.calls, ANSWER_TOKENS, ANSWER_TOKENS) for clients in sizes.clients]
+        return measured_gateway(folder, server.url, server.base, loads, sizes.repeats, has_proxies=True)
+
+
+def gateway_timed(folder: Path, sizes: Sizes) -> dict[str, Any]:
+    """The recording gateway beside a server that sleeps for each token."""
+    base, found = tiny_base(folder), dict[str, Any]()
+    for token_ms in sizes.token_ms:
+        calls = max(2, round(sizes.pass_s * 1000 / (ANSWER_TOKENS * token_ms)))
+        loads = [Load(clients, calls, ANSWER_TOKENS // 2, ANSWER_TOKENS * 3 // 2) for clients in sizes.clients]
+        (own := folder / f"{token_ms}").mkdir()
+        with gateway_passes.serving("timed_server", str(base), str(token_ms)) as (url, _):
+            found[f"{token_ms} ms a token"] = measured_gateway(own, url, base, loads, sizes.repeats, has_proxies=False)
+    return found
 
 
 def kills(folder: Path, sizes: Sizes) -> dict[str, Any]:
@@ -361,7 +282,7 @@ def run(folder: Path, sizes: Sizes) -> dict[str, Any]:
     }
 
 
-SECTIONS = {"lora": lora, "full": full, "gateway": gateway, "kills": kills, "run": run}
+SECTIONS = {"lora": lora, "full": full, "gateway": gateway, "gateway_timed": gateway_timed, "kills": kills, "run": run}
 
 
 def main() -> None:
