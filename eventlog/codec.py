@@ -79,7 +79,7 @@ def decode(record: Record, *, num_partitions: int | None = None) -> Received:
     if record.key is not None and record.key != key:
         raise DecodeError(f"wrong key: record has {record.key!r}, event says {event.key!r}")
     if num_partitions is not None:
-        own = event.partition if isinstance(event, Tick) else partition_of(key, num_partitions)
+        own = event.partition if type(event) is Tick else partition_of(key, num_partitions)
         if record.partition != own:
             raise DecodeError(
                 f"wrong partition: the record is in {record.partition}, and {event.event_id} belongs to {own}"
@@ -111,8 +111,8 @@ def parse(topic: str, value: bytes | None) -> tuple[Event, dict[str, Any]]:
         raise DecodeError(f"not UTF-8 JSON: {error}") from error
     if not isinstance(content, dict):
         raise DecodeError("the value is not a JSON object")
-    if len(value) > 2 * _FEW_NESTED and value.count(b"[") + value.count(b"{") > _FEW_NESTED:
-        _check_depth(content)
+    if len(value) > 2 * _FEW_NESTED and len(value) - len(value.replace(b"[", b"").replace(b"{", b"")) > _FEW_NESTED:
+        _check_depth(content)  # `replace` finds what is rare by memchr, and `count` looks at each byte
     kind = content.get("kind")
     if not isinstance(kind, str) or (validate := _VALIDATORS[topic].get(kind)) is None:
         raise DecodeError(f"unknown kind {kind!r} for topic {topic}")
@@ -155,13 +155,18 @@ def _fields(value: Any) -> dict[str, Any]:
 
     To read only. Those that were added since it was published (`schemas.base.added`) are left out at their default.
     """
-    return _own_fields(value) if _added(type(value)) else vars(value)
+    added = _added(type(value))
+    return _without(added, value) if added else vars(value)
 
 
 def _own_fields(value: Any) -> dict[str, Any]:
     """The same in a dictionary of the caller's own."""
+    return _without(_added(type(value)), value)
+
+
+def _without(added: tuple[tuple[str, Any], ...], value: Any) -> dict[str, Any]:
     content = vars(value).copy()
-    for name, default in _added(type(value)):
+    for name, default in added:
         if content[name] == default:
             del content[name]
     return content

@@ -58,7 +58,7 @@ _GROUP = re.compile(r"(?P<job>[^/]+/[^/]+)/(?P<kind>[ev])(?P<epoch>[0-9]{1,9})(-
 
 def attempt_of(group: str, rollout: str) -> tuple[int, int] | None:
     """Member and attempt that a rollout's id names; None if it is not one of the group's."""
-    found = _ATTEMPT.fullmatch(rollout.removeprefix(group)) if rollout.startswith(group) else None
+    found = _ATTEMPT.fullmatch(rollout, len(group)) if rollout.startswith(group) else None
     return None if found is None else (int(found[1]), int(found[2]))
 
 

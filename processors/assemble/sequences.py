@@ -14,6 +14,8 @@ from rollstream.schemas.errors import DecodeError
 from rollstream.schemas.events.rollouts import LLMCall, StepRecorded, TokenSequence
 
 TOKEN_BYTES = 4
+_unpack = pybase64.b64decode
+"""Little-endian values of a base64 text; the bytes are not converted, so the machine's byte order does not matter."""
 _token_sequence = validator_of(TokenSequence)
 
 
@@ -162,18 +164,19 @@ def _sequence_for(call: LLMCall, ends: dict[int, tuple[_Growing, int]], sequence
 
 
 def _extend(sequence: _Growing, call: LLMCall, step_index: int) -> None:
-    prompt, completion = _unpack(call.prompt_ids), _unpack(call.completion_ids)
+    prompt, completion = _unpack(call.prompt_ids, None, True), _unpack(call.completion_ids, None, True)
+    logprobs = None if call.logprobs is None else _unpack(call.logprobs, None, True)
+    if len(prompt) % TOKEN_BYTES or len(completion) % TOKEN_BYTES or len(logprobs or b"") % TOKEN_BYTES:
+        raise DecodeError("the size of a token array is not a multiple of four bytes")
     length = len(completion) // TOKEN_BYTES
     spans = call.spans
     if spans and (spans[0].length if len(spans) == 1 else sum(span.length for span in spans)) != length:
         raise DecodeError(f"its version spans do not cover the {length} completion tokens")
-    text = call.logprobs
-    if text is None:
+    if logprobs is None:
         sequence.has_logprobs = False
+    elif len(logprobs) != len(completion):
+        raise DecodeError(f"{len(logprobs) // TOKEN_BYTES} log-probabilities for {length} completion tokens")
     else:
-        logprobs = _unpack(text)
-        if len(logprobs) != len(completion):
-            raise DecodeError(f"{len(logprobs) // TOKEN_BYTES} log-probabilities for {length} completion tokens")
         sequence.logprobs.append(logprobs)
     start = sequence.length + len(prompt) // TOKEN_BYTES
     sequence.completions.append({"start": start, "length": length, "step_index": step_index, "spans": spans})
@@ -183,15 +186,6 @@ def _extend(sequence: _Growing, call: LLMCall, step_index: int) -> None:
         sequence.completions[-1]["kept_ids"] = call.kept_ids
     sequence.parts.append(prompt + completion)
     sequence.length = start + length
-
-
-def _unpack(text: str) -> bytes:
-    """Little-endian four-byte values of a base64 text; the bytes are not converted, so the machine's byte order does
-    not matter."""
-    packed = pybase64.b64decode(text, None, True)
-    if len(packed) % TOKEN_BYTES:
-        raise DecodeError("the size of a token array is not a multiple of four bytes")
-    return packed
 
 
 def _sealed(sequence: _Growing) -> TokenSequence:

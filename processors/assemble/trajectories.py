@@ -58,7 +58,7 @@ def assemble(started: GroupStarted, attempt: Attempt, ended: RolloutEnded) -> As
         sums = sum_rewards(rewards, agent, started.reward_weights)
         keep_finish_reasons = started.revision >= 2
         sequences = join_calls(calls, keep_finish_reasons=keep_finish_reasons)
-        dead = dead_branches(calls) if started.drop_dead_branches else frozenset[int]()
+        dead = dead_branches(calls) if started.drop_dead_branches else None
         if dead:
             sequences = join_calls(calls, keep_finish_reasons=keep_finish_reasons, without=dead)
         _check_size(sequences)
@@ -192,7 +192,8 @@ def _check_size(sequences: tuple[TokenSequence, ...]) -> None:
     size = 0
     for sequence in sequences:
         size += len(sequence.token_ids) + len(sequence.logprobs or "") + 200 * len(sequence.completions)
-        size += sum([len(part.kept_ids or "") for part in sequence.completions])
+        for part in sequence.completions:
+            size += len(part.kept_ids) if part.kept_ids else 0
     if size > _MAX_BYTES:
         raise DecodeError(f"its trajectory would have {size} bytes of tokens, more than {_MAX_BYTES}")
 
