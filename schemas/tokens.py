@@ -105,10 +105,16 @@ def count(text: str) -> int:
     return (len(text) * 3 // 4 - text.count("=", len(text) - 2)) // 4 if text else 0
 
 
-def _encode(values: "array[int] | array[float]") -> str:
+def packed(values: "array[int] | array[float]") -> bytes:
+    """Four-byte values as little-endian bytes; the array stays as it is."""
     if sys.byteorder == "big":
+        values = values[:]
         values.byteswap()
-    return base64.b64encode(values.tobytes()).decode("ascii")
+    return values.tobytes()
+
+
+def _encode(values: "array[int] | array[float]") -> str:
+    return base64.b64encode(packed(values)).decode("ascii")
 
 
 def _fill(values: "array[int] | array[float]", text: str) -> None:

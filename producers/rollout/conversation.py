@@ -202,8 +202,7 @@ def _num_shared(one: "array[int]", other: "array[int]") -> int:
 
 def ids_sha256(token_ids: "array[int]") -> str:
     """sha256 (hex) of ids as little-endian int32."""
-    packed = b"".join(number.to_bytes(4, "little", signed=True) for number in token_ids)
-    return hashlib.sha256(packed).hexdigest()
+    return hashlib.sha256(tokens.packed(token_ids)).hexdigest()
 
 
 def recorded_call(prompt: Prompt, generation: Generation) -> LLMCall:
