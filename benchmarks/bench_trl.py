@@ -95,12 +95,13 @@ def timed(step: Callable[[int], None]) -> Costs:
     return {"cpu_s": statistics.median(cpu_s[1:]), "wall_s": statistics.median(wall_s[1:]), "peak_mib": peak() - held}
 
 
-def ours(folder: str, kind: str, texts: Texts) -> Costs:
-    """The learner's own step."""
+def ours(folder: str, kind: str, texts: Texts, *, max_tokens: int | None = None, checkpointed: bool = False) -> Costs:
+    """The learner's own step. `max_tokens`: of a micro-batch; the learner's default without it."""
     from transformers import AutoTokenizer
 
-    algorithm = {"grpo": GrpoSettings(), "dpo": DpoSettings(), "sft": SftSettings()}[kind]
-    model_settings = ModelSettings(path=folder, device="cpu")
+    settings = {"grpo": GrpoSettings, "dpo": DpoSettings, "sft": SftSettings}[kind]
+    algorithm = settings(max_tokens_per_micro_batch=max_tokens)
+    model_settings = ModelSettings(path=folder, device="cpu", gradient_checkpointing=checkpointed)
     job = JobSettings(kind=algorithm.kind, model=model_settings, algorithm=algorithm, revision=4)
     model = PolicyModel(job.model, seed=0)
     model.use_dropout(False)
@@ -178,7 +179,7 @@ class Spent:
     wall_s: list[float] = field(default_factory=list[float])
 
 
-def trl(folder: str, kind: str, texts: Texts, size: int) -> Costs:
+def trl(folder: str, kind: str, texts: Texts, size: int, *, checkpointed: bool = False) -> Costs:
     """Some steps with micro-batches of `size` rows; of a preference pair, rows are half as many pairs."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -190,6 +191,7 @@ def trl(folder: str, kind: str, texts: Texts, size: int) -> Costs:
     }
     num_rows = len(texts) * GROUP // (2 if kind == "dpo" else 1)
     options = trl_options(min(num_rows, size // 2 if kind == "dpo" else size), num_rows)
+    options["gradient_checkpointing"] = checkpointed
     trainer = (trl_grpo if kind == "grpo" else trl_on_data)(kind, texts, common, options)
     held = peak()
     trainer.train()

@@ -1,10 +1,12 @@
-"""How many tokens a micro-batch computes: fewer once the device's memory was too small for them."""
+"""How many tokens a micro-batch computes: fewer once the device's memory was too small for them. Gradients' memory."""
 
 import json
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import mmap
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -15,6 +17,8 @@ from rollstream.schemas.errors import RunFailedError
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
+_ALIGNED = 64
+"""Gradients begin at a multiple of so many bytes, as torch's own tensors do."""
 CPU_REFUSAL = "DefaultCPUAllocator: can't allocate memory"
 """What torch's allocator says on a CPU, where it has no exception of its own."""
 
@@ -153,6 +157,54 @@ class MicroBatchBudget:
     def of_batch(self) -> tuple[int, ...]:
         """What each pass was given; empty if all were given what the job says."""
         return tuple(self._passes) if set(self._passes) - {self._given} else ()
+
+
+class GradientMemory:
+    """Main memory apart from the heap for gradients that are summed over micro-batches, given back when cleared.
+
+    In the heap they lie between the activations of the micro-batch that made them, and leave the next one free memory
+    in pieces: with gradient checkpointing the peak is a sixth higher. Values are copied, so bits do not change.
+    """
+
+    def __init__(self, parameters: Iterable[torch.nn.Parameter]) -> None:
+        """`parameters`: those that are not plain tensors in main memory keep gradients where autograd makes them."""
+        plain = [one for one in parameters if type(one) is torch.nn.Parameter and _is_plain(one)]
+        sizes = [-(-one.numel() * one.element_size() // _ALIGNED) * _ALIGNED for one in plain]
+        self._memory = _mapped(max(_ALIGNED, sum(sizes)))
+        self._is_used = True
+        offset = 0
+        for one, size in zip(plain, sizes, strict=True):
+            own = torch.frombuffer(self._memory, dtype=one.dtype, count=one.numel(), offset=offset).view(one.shape)
+            one.register_post_accumulate_grad_hook(partial(self._move, own))
+            offset += size
+
+    def clear(self, *, sums: bool = True) -> None:
+        """Give the memory back. Gradients must be None. Without `sums` the next ones, of a single micro-batch, are in
+        the heap: they fill what its activations leave.
+        """
+        self._is_used = sums
+        if hasattr(mmap, "MADV_DONTNEED"):
+            self._memory.madvise(mmap.MADV_DONTNEED)
+
+    def _move(self, own: torch.Tensor, parameter: torch.Tensor) -> None:
+        """Called after each micro-batch; autograd adds those after the first one in place."""
+        gradient = parameter.grad
+        if not self._is_used or gradient is None or gradient.data_ptr() == own.data_ptr():
+            return
+        if (gradient.dtype, gradient.device, gradient.shape) == (own.dtype, own.device, own.shape):
+            parameter.grad = own.copy_(gradient)
+
+
+def _mapped(size_bytes: int) -> mmap.mmap:
+    """Memory of this process alone. Raises MemoryError, which `MicroBatchBudget` knows."""
+    try:
+        return mmap.mmap(-1, size_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    except OSError as error:
+        raise MemoryError(f"no memory for {size_bytes} bytes of gradients: {error}") from error
+
+
+def _is_plain(parameter: torch.Tensor) -> bool:
+    return parameter.device.type == "cpu" and parameter.is_contiguous() and parameter.numel() > 0
 
 
 def _refused(error: BaseException) -> str:

@@ -30,6 +30,7 @@ from rollstream.learner.model.loading import (
     load_module,
 )
 from rollstream.learner.model.logprobs import Head, fuses, kept_offsets, only_kept, selected_logprobs
+from rollstream.learner.model.memory import GradientMemory
 from rollstream.learner.model.micro_batch import MicroBatch
 from rollstream.learner.model.ranks import Ranks
 from rollstream.learner.model.tensor_file import published_pieces
@@ -63,6 +64,7 @@ class PolicyModel:
         """
         self.settings = settings
         self.ranks = Ranks()
+        self._gradients: GradientMemory | None = None
         self._logged = ""
         where = f"model {settings.path}: device"
         self.device = torch.device(device_of(settings.device, torch.cuda.device_count(), where))
@@ -100,6 +102,13 @@ class PolicyModel:
     def trainable(self) -> list[tuple[str, torch.nn.Parameter]]:
         """Parameters that are trained, by sorted name."""
         return sorted((n, p) for n, p in self.module.named_parameters() if p.requires_grad)
+
+    def clear_gradients(self, num_micro_batches: int) -> None:
+        """Let go of all gradients and their memory, before those of so many micro-batches are summed."""
+        self.module.zero_grad(set_to_none=True)
+        if self._gradients is None:
+            self._gradients = GradientMemory(() if self.settings.compile else [one for _, one in self.trainable()])
+        self._gradients.clear(sums=num_micro_batches > 1)
 
     def adapter_config(self) -> dict[str, JsonValue] | None:
         """peft's adapter configuration as JSON; None for full weights."""

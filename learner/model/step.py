@@ -209,7 +209,7 @@ def _gradients(
     micro_batches = work.divide(part, max_tokens)
     work.taken.seconds["collate"] += time.monotonic() - began
     model, algorithm, settings, reference = work.model, work.algorithm, work.settings, work.reference
-    model.module.zero_grad(set_to_none=True)
+    model.clear_gradients(len(micro_batches))
     count, counts = divisors(micro_batches, work.normaliser, model.ranks)
     chosen = settings.algorithm
     sums: dict[str, float] = defaultdict(float)
