@@ -21,6 +21,7 @@ from rollstream.eventlog.reading import read_to_end
 from rollstream.schemas.errors import LogError
 from rollstream.schemas.settings import ArtifactRef
 from rollstream.schemas.topics import BY_NAME, TOPICS
+from rollstream.schemas.variables import conceal
 
 PREFIX = "__connect.errors."
 REFERENCE = "rollstream.reference"
@@ -162,7 +163,7 @@ def _headers(record: Record, service: str, stage: str, error: BaseException) -> 
         "stage": stage,
         "class.name": type(error).__name__,
         "exception.class.name": f"{type(error).__module__}.{type(error).__qualname__}",
-        "exception.message": str(error),
+        "exception.message": conceal(str(error)),
         "exception.stacktrace": "",
     }
     return tuple((PREFIX + name, _cut(text)) for name, text in texts.items())

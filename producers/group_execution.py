@@ -33,6 +33,7 @@ from rollstream.schemas.events import (
     TaskRequested,
 )
 from rollstream.schemas.settings import EXTERNAL, RolloutSettings
+from rollstream.schemas.variables import conceal
 
 RUN_ENDED = "run_ended"
 CANCELLED = "cancelled"
@@ -152,10 +153,8 @@ class GroupExecution:
                 self._continued = await continued_attempts(self._producer.log, self._writer, self.task, self.state)
                 await self._fail_lost(self.state)
             await self._settle_fully(self.state)
-        except NotAllowedError as error:
-            await self._refuse(str(error))
-        except ModelError as error:  # of weights that are waited for; those of a rollout are its own
-            await self._refuse(str(error), ENGINE_ERROR)
+        except (NotAllowedError, ModelError) as error:  # of weights that are waited for; those of a rollout are its own
+            await self._refuse(str(error), NOT_ALLOWED if isinstance(error, NotAllowedError) else ENGINE_ERROR)
         finally:
             self._producer.pace.leave(self.task.group_id)
             self._producer.slots.release(self._first_slot)
@@ -171,6 +170,7 @@ class GroupExecution:
 
     async def _refuse(self, reason: str, cause: str = NOT_ALLOWED) -> None:
         """Settle a task of which nothing is run: a group of one rollout, which failed for good with the reason."""
+        reason = conceal(reason)
         logger.error("task refused: %s", reason)  # without an id: `finetune` shows each message once
         logger.info("refused group_id=%s", self.task.group_id)
         if self.state is None:

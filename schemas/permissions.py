@@ -101,7 +101,7 @@ class Permissions(NamedTuple):
                 raise _refused(location, f"${{{name}}}")
 
     def conceal(self, message: str) -> str:
-        """`message` with every listed variable's value written as `${NAME}`."""
+        """`message` with the value of every listed variable, and of all others that `conceal` knows, as `${NAME}`."""
         return conceal(message, [*sorted(self.allow)], self.env)
 
 

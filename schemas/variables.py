@@ -1,12 +1,14 @@
 """Expansion of `${NAME}` and `${NAME:-default}` in configuration values, at the place where a value is used.
 
-What is stored or sent keeps the unexpanded text, so that a secret never enters the log.
+What is stored or sent keeps the unexpanded text, and an error's text is concealed before it enters a record, so that a
+secret never enters the log.
 """
 
 import base64
 import json
+import os
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from urllib.parse import unquote
 
 from pydantic import JsonValue
@@ -25,6 +27,10 @@ _SECRET_NAME = re.compile(
     r"|npm|openai|personal|private|pypi|registry|sas|security|service|slack|telegram|vault|wandb|webhook)[._-]?token$",
     re.IGNORECASE,
 )
+_FOLDER = "PWD"
+"""Variable of shells for the current folder, whose name resembles that of a password."""
+_named: set[str] = set()
+"""Variables that the configurations read by this process name: as many as these."""
 _WORD_BEGINS = re.compile(r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])")
 _REFERENCE = re.compile(r"\$\{([A-Za-z_][A-Za-z0-9_]*)(?::-([^}]*))?\}")
 
@@ -75,12 +81,27 @@ def as_written(value: JsonValue, written: JsonValue, env: Mapping[str, str]) -> 
     return _restored(value, {str(found): text for text, found in references.items()})
 
 
-def conceal(message: str, value: JsonValue, env: Mapping[str, str]) -> str:
-    """`message` with what the `${NAME}` in `value` stand for written as `${NAME}`, for logs, errors and events."""
-    found = [(secret, name) for name in variables_in(value) for secret in _secrets_in(env.get(name, ""))]
+def conceal_variables(names: Iterable[str]) -> None:
+    """Let `conceal` conceal the values of these variables too from now on."""
+    _named.update(names)
+
+
+def conceal(message: str, value: JsonValue = None, env: Mapping[str, str] = os.environ) -> str:
+    """`message` with the values of variables written as `${NAME}`: for logs, errors, events and dead letters.
+
+    Concealed are the variables that `value` refers to, those of `conceal_variables`, and those whose name marks them as
+    secrets, whether a configuration names them or not: users' code reads them too.
+    """
+    asked = {(name, env.get(name, "")) for name in variables_in(value) | _secret_names(env)}
+    asked |= {(name, os.environ.get(name, "")) for name in _named | _secret_names(os.environ)}
+    found = [(secret, name) for name, text in asked for secret in _secrets_in(text)]
     for secret, name in sorted(found, key=lambda item: (-len(item[0]), item)):  # one may be a part of another
         message = message.replace(secret, f"${{{name}}}")
     return message
+
+
+def _secret_names(env: Mapping[str, str]) -> set[str]:
+    return {name for name in env if is_secret_name(name)} - {_FOLDER}
 
 
 def _secrets_in(value: str) -> Iterator[str]:

@@ -12,11 +12,11 @@ import sys
 
 import click
 
-from rollstream.harness.services.concealing import concealed
 from rollstream.harness.services.optional_dependencies import missing
 from rollstream.metrics.sql.printable import printable_output
 from rollstream.producers.rollout.user_code import find_users_modules
 from rollstream.schemas.errors import RollstreamError
+from rollstream.schemas.variables import conceal
 
 COMMANDS = {
     "finetune": "finetune",
@@ -139,7 +139,7 @@ def _run() -> None:
 def one_line(error: BaseException) -> str:
     """An error's message on one line without secrets, or its type if the message is empty; for an OSError, path and
     remedy."""
-    return concealed(_one_line(error))
+    return conceal(_one_line(error))
 
 
 def _one_line(error: BaseException) -> str:

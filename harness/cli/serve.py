@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING
 
 import click
 
-from rollstream.harness.services.concealing import conceal_logs, conceal_variables
+from rollstream.harness.services.concealing import conceal_logs
 from rollstream.schemas.errors import ConfigError
-from rollstream.schemas.variables import variables_in
+from rollstream.schemas.variables import conceal_variables, variables_in
 
 if TYPE_CHECKING:
     from rollstream.eventlog.broker.broker import EmbeddedBroker

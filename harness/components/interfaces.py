@@ -12,7 +12,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from rollstream.harness.services.concealing import concealed
 from rollstream.processors.curate.candidates import mean, rollout_rewards
 from rollstream.schemas import errors
 from rollstream.schemas.errors import EnvironmentRunError, RollstreamError
@@ -27,6 +26,7 @@ from rollstream.schemas.finetuning import (
     TrajectoryBuilderConfig,
     TrajectoryCollection,
 )
+from rollstream.schemas.variables import conceal
 
 _logger = logging.getLogger(__name__)
 
@@ -178,7 +178,7 @@ class Trainer(ABC):
             output = await self.trajectory_builder.run_eval()
             return {**self._calculate_validation_metrics(output), **metrics}
         except Exception as error:
-            reason = concealed(str(error) if isinstance(error, RollstreamError) else errors.describe(error))
+            reason = conceal(str(error) if isinstance(error, RollstreamError) else errors.describe(error))
             _logger.warning("validation before epoch %d failed: %s", epoch, reason, exc_info=error)
             return {**metrics, "error": reason}
         finally:

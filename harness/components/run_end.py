@@ -10,11 +10,11 @@ from rollstream.harness.runs import outcome
 from rollstream.harness.runs.outcome import Outcome
 from rollstream.harness.runs.run_handle import RunHandle
 from rollstream.harness.runs.untrained import CURRICULUM, NOTHING_SUBMITTED
-from rollstream.harness.services.concealing import concealed
 from rollstream.schemas.errors import RunFailedError
 from rollstream.schemas.events import RunEnded
 from rollstream.schemas.finetuning import TrainingStatusEnum
 from rollstream.schemas.settings import EXTERNAL
+from rollstream.schemas.variables import conceal
 
 GRACE_S = 30.0
 """Maximum seconds for a trainer to return after the run can no longer continue."""
@@ -93,7 +93,7 @@ def failure_of(statuses: Iterable[Any]) -> str | None:
     """Why a run failed, without secrets, if a training job of it did; None if none did. `statuses`: ours or NAT's."""
     for one in statuses:
         if one.status in (TrainingStatusEnum.FAILED, TrainingStatusEnum.CANCELED):
-            return concealed(one.message or "") or f"a training job {TrainingStatusEnum(one.status).value}"
+            return conceal(one.message or "") or f"a training job {TrainingStatusEnum(one.status).value}"
     return None
 
 
@@ -102,7 +102,7 @@ async def finalize_run(handle: RunHandle, *, is_completed: bool, message: str = 
 
     `message` is others' word and is written without secrets. Raises what a service or the log failed with.
     """
-    message = concealed(message)
+    message = conceal(message)
     progress = handle.progress
     if progress.ended is not None:
         return

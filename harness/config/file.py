@@ -13,14 +13,13 @@ from rollstream.harness.config.checks import check_values
 from rollstream.harness.config.errors import explain
 from rollstream.harness.config.resolve import run_config_of, warn_unused
 from rollstream.harness.config.yaml import apply_overrides, read_yaml, with_run_options
-from rollstream.harness.services.concealing import conceal_variables
 from rollstream.schemas.config import OURS, AdapterSection, ConfigFile, RunConfig, RunConfigurationSection
 from rollstream.schemas.errors import ConfigError
 from rollstream.schemas.finetuning import CurriculumLearningConfig, FinetuneConfig, FinetuneRunConfig
 from rollstream.schemas.kafka import SECRETS
 from rollstream.schemas.services import ENGINES, ModelGroupSection
 from rollstream.schemas.settings import CurriculumSettings
-from rollstream.schemas.variables import as_written, conceal, expand, variables_in
+from rollstream.schemas.variables import as_written, conceal, conceal_variables, expand, variables_in
 
 _MORE: dict[str, Any] = {
     name: (field.annotation, field)

@@ -12,8 +12,9 @@ from typing import Any
 
 from rollstream.harness.components import run_end
 from rollstream.harness.runs.run_handle import RunHandle
-from rollstream.harness.services.concealing import concealed, shown
+from rollstream.harness.services.concealing import shown
 from rollstream.schemas.errors import RollstreamError, RunFailedError, describe
+from rollstream.schemas.variables import conceal
 
 MAX_TOLD = 2
 """Distinct errors and warnings of other packages that a failure names."""
@@ -55,7 +56,7 @@ def _formatted(record: logging.LogRecord) -> str:
     parts = [record.getMessage()]
     if error is not None and str(error) not in parts[0]:
         parts.append(f"{type(error).__name__}: {error}")
-    return concealed(" ".join(": ".join(parts).split()))[:MAX_CHARS]
+    return conceal(" ".join(": ".join(parts).split()))[:MAX_CHARS]
 
 
 @contextlib.contextmanager
@@ -102,8 +103,8 @@ def _canceled(status: Any) -> Any:
 
 async def failed(handle: RunHandle, error: Exception) -> str:
     """Write that the run failed, and why, which is returned: also where it cannot be written any more."""
-    reason = concealed(str(error) if isinstance(error, RollstreamError) else describe(error))
-    logger.info("%s", concealed("".join(traceback.format_exception(error)).rstrip()))
+    reason = conceal(str(error) if isinstance(error, RollstreamError) else describe(error))
+    logger.info("%s", conceal("".join(traceback.format_exception(error)).rstrip()))
     try:
         await run_end.finish(handle, is_completed=False, message=reason)
     except RollstreamError as other:

@@ -10,8 +10,8 @@ from pydantic import SecretStr
 from rollstream.harness.config.secret_texts import is_placeholder
 from rollstream.harness.runs.preflight import is_at_endpoint, token_of
 from rollstream.harness.services.addresses import url_host
-from rollstream.harness.services.concealing import concealed
 from rollstream.schemas.config import RunConfig
+from rollstream.schemas.variables import conceal
 
 logger = logging.getLogger(__name__)
 
@@ -46,7 +46,7 @@ def warn_of_models_elsewhere(finetune: Any, config: RunConfig) -> None:
         "base_url to http://%s:%d/v1 (%s)",
         url_host(served.host),
         served.port,
-        ", ".join(f"{name}: {concealed(url) or 'no base_url'}" for name, url in urls.items()),
+        ", ".join(f"{name}: {conceal(url) or 'no base_url'}" for name, url in urls.items()),
     )
 
 

@@ -24,13 +24,13 @@ from rollstream.harness.config.nat_workflows import check_installed
 from rollstream.harness.config.resolve import run_config_of, warn_unused
 from rollstream.harness.nat.command import conceal_last_error, file_of_command, is_on_command_line
 from rollstream.harness.nat.configs import NatCurriculum
-from rollstream.harness.services.concealing import conceal_logs, conceal_variables
+from rollstream.harness.services.concealing import conceal_logs
 from rollstream.schemas import finetuning
 from rollstream.schemas.config import FinetuningSection, RunConfig
 from rollstream.schemas.errors import ConfigError
 from rollstream.schemas.evaluators import kind_of
 from rollstream.schemas.services import EndpointSection
-from rollstream.schemas.variables import expand, variables_in
+from rollstream.schemas.variables import conceal_variables, expand, variables_in
 
 _OPTIONS = (
     "dataset",

@@ -16,9 +16,9 @@ from pydantic_core import to_jsonable_python
 
 from rollstream.harness.components.interfaces import score_of
 from rollstream.harness.config.dataset import Example
-from rollstream.harness.services.concealing import concealed
 from rollstream.schemas.errors import describe
 from rollstream.schemas.events.intermediate_steps import IntermediateStep
+from rollstream.schemas.variables import conceal
 
 logger = logging.getLogger(__name__)
 
@@ -98,7 +98,7 @@ class Workflow:
                     item.output_obj = _text(runner, output)
             except Exception as error:  # noqa: BLE001 -- user code may raise anything
                 self._failures.report(f"example {item.id}: the workflow", error)
-                return (), concealed(f"the workflow raised {describe(error)}")
+                return (), conceal(f"the workflow raised {describe(error)}")
         item.trajectory = _nats(steps)
         return tuple(IntermediateStep.model_validate(to_jsonable_python(step, fallback=str)) for step in steps), None
 
@@ -110,7 +110,7 @@ class Workflow:
             output = await self._evaluate(name, EvalInput(eval_input_items=items)) if items else None
         except Exception as error:  # noqa: BLE001 -- user code may raise anything
             self._failures.report(f"evaluator {name}", error)
-            return {}, concealed(f"evaluator {name} raised {describe(error)}")
+            return {}, conceal(f"evaluator {name} raised {describe(error)}")
         found = {str(item.id): score_of(item) for item in (output.eval_output_items if output is not None else ())}
         return {key: score for key, score in found.items() if score is not None}, None
 

@@ -22,7 +22,7 @@ from rollstream.schemas.config import RunConfig
 from rollstream.schemas.errors import ArtifactError, RollstreamError, StoreUnavailableError
 from rollstream.schemas.events import GroupClosed, RunEnded, VersionJudged, WeightsPublished
 from rollstream.schemas.settings import JobSpec
-from rollstream.schemas.variables import expand
+from rollstream.schemas.variables import conceal, expand
 
 CATCH_UP_TIMEOUT_S = 60.0
 RETRY_S = 0.2
@@ -105,7 +105,7 @@ async def end(
         message = "; ".join(filter(None, [message, *replaced]))
     if progress.ended is None:
         cause = "completed" if state == "completed" else "failed"
-        await log.send(RunEnded(run_id=progress.run_id, time_ms=time_ms, cause=cause, message=message))
+        await log.send(RunEnded(run_id=progress.run_id, time_ms=time_ms, cause=cause, message=conceal(message)))
     first, last, num_epochs = _rewards(progress, run)
     return Outcome(progress.run_id, state, progress.version, message, exported, num_epochs, first, last)
 

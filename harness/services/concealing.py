@@ -1,41 +1,22 @@
 """Keeps secrets and control characters out of this process's logs and output.
 
-A secret is written as the `${NAME}` that it came from, a control character as its escape `\\x1b`.
-
-Concealed are the values of variables that the configuration names, and of those whose names mark them as secrets.
+A secret is written as the `${NAME}` that it came from, a control character as its escape `\\x1b`. What is a secret,
+`schemas.variables.conceal` says.
 """
 
 import logging
-import os
 import sys
 import traceback
-from collections.abc import Iterable
 from types import TracebackType
 from typing import Any
 
 from rollstream.metrics.sql.printable import printable
-from rollstream.schemas.variables import conceal, is_secret_name
-
-FOLDER = "PWD"
-"""Variables of shells for the current folder, whose names resemble that of a password."""
-_names: set[str] = set()
-"""Of variables; as many as configurations that this process has read name."""
-
-
-def conceal_variables(names: Iterable[str]) -> None:
-    """Also conceal the values of these variables from now on."""
-    _names.update(names)
-
-
-def concealed(text: str) -> str:
-    """`text` without the values of concealed variables."""
-    secret = {name for name in os.environ if is_secret_name(name)} - {FOLDER}
-    return conceal(text, [f"${{{name}}}" for name in sorted(_names | secret)], os.environ)
+from rollstream.schemas.variables import conceal
 
 
 def shown(text: str) -> str:
     """`text` for logging and printing: secrets concealed, control characters escaped except line feeds and tabs."""
-    return printable(concealed(text))
+    return printable(conceal(text))
 
 
 class ConcealingRecord(logging.LogRecord):

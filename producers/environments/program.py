@@ -23,6 +23,7 @@ from rollstream.producers.rollout.gateway_interface import OpenedRollout
 from rollstream.producers.rollout.session import Session
 from rollstream.schemas.errors import ConfigError, EnvironmentRunError
 from rollstream.schemas.permissions import COMMAND
+from rollstream.schemas.variables import conceal
 
 PASSED = ("PATH", "HOME", "LANG", "LC_ALL", "TZ", "TMPDIR", "USER", "VIRTUAL_ENV", "SYSTEMROOT")
 """Variables of this process that a program gets."""
@@ -180,7 +181,7 @@ async def _ended(rollout: OpenedRollout) -> None:
 
 
 def _last_output(tail: bytes, key: str) -> str:
-    """The last lines of an output, without the rollout's key."""
-    text = " | ".join(line.strip() for line in tail.decode(errors="replace").splitlines() if line.strip())
-    text = text.replace(key, "(key)")
+    """The last lines of an output, without the rollout's key and without secrets."""
+    whole = conceal(tail.decode(errors="replace").replace(key, "(key)"))  # before it is cut
+    text = " | ".join(line.strip() for line in whole.splitlines() if line.strip())
     return text[-MAX_OUTPUT_CHARS:] if text else "(no output)"

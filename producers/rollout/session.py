@@ -34,6 +34,7 @@ from rollstream.schemas.errors import EnvironmentRunError, PromptRefusedError, d
 from rollstream.schemas.events import StepRecorded, TaskRequested
 from rollstream.schemas.events.recorded import RecordedStep
 from rollstream.schemas.settings import EXTERNAL
+from rollstream.schemas.variables import conceal
 
 
 class Demonstrator(Protocol):
@@ -144,7 +145,7 @@ class Session:
             generations = await self._answers(prompt, sent, agent, seeds, asked)
         except PromptRefusedError as error:
             fields: dict[str, Any] = {"name": REFUSED_CALL, "metadata": metadata_of(asked, {})}
-            fields |= {"event_type": "CUSTOM_END", "data": {"input": sent, "output": str(error)}}
+            fields |= {"event_type": "CUSTOM_END", "data": {"input": sent, "output": conceal(str(error))}}
             for step_index in step_indices if asked is not None else ():
                 await self._journal.record_step(step_index, began_ms=began_ms, agent=agent, **fields)
             raise

@@ -96,3 +96,9 @@ def test_a_records_own_headers_cannot_pass_for_a_reference(tmp_path: Path) -> No
     record = Record("steps", 3, 41, b"k", b"v", ((REFERENCE, b'{"uri": "/etc/passwd"}'), ("ce_id", b"x")), 5)
     found = original(sent(record), ArtifactStore(str(tmp_path)))
     assert (found.value, found.headers) == (b"v", (("ce_id", b"x"),))
+
+
+def test_the_reason_of_a_letter_holds_no_secret(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MY_SECRET", "s3cr3t-value")
+    letter = sent(Record("steps", 3, 41, b"key", b"bytes", (), 5), error=ValueError("no s3cr3t-value here"))
+    assert dict(letter.headers)["__connect.errors.exception.message"] == b"no ${MY_SECRET} here"

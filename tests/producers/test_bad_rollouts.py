@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import itertools
+import os
 import re
 import sys
 import threading
@@ -270,3 +271,37 @@ def test_what_an_environment_changes_of_its_example_is_as_it_was_for_the_next_me
     task = task_of("test_marks_its_board", inputs={"cells": []})
     for member in range(2):
         assert play(task, member=member).steps[0].data["output"] == []
+
+
+# ---- what users' code tells of its process's variables ----
+
+
+@register_environment("test_tells_a_secret")
+async def tells_a_secret(session):
+    raise KeyError(os.environ["MY_SECRET"])
+
+
+@register_reward("test_scores_a_secret")
+def scores_a_secret(rollout):
+    raise rewards.NoScoreError(f"refused {os.environ['MY_SECRET']}")
+
+
+@pytest.mark.parametrize(
+    "task",
+    [
+        task_of("test_tells_a_secret"),
+        task_of("test_speaks", environment_config={"size": 1}, rewards=("test_scores_a_secret",)),
+        task_of(
+            "test_speaks",
+            environment_config={"size": 1},
+            rewards=("test_scores_a_secret",),
+            missing_score="reject",
+        ),
+    ],
+    ids=["environment", "reward", "missing score"],
+)
+def test_a_secret_that_no_configuration_names_enters_no_record(play_on_a_log, task, monkeypatch):
+    monkeypatch.setenv("MY_SECRET", "s3cr3t-value")
+    ended = play_on_a_log(task).model_dump_json()
+    assert "s3cr3t" not in ended
+    assert "${MY_SECRET}" in ended

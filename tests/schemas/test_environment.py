@@ -6,6 +6,7 @@ import json
 import pytest
 
 from rollstream.schemas.errors import ConfigError
+from rollstream.schemas.permissions import Permissions
 from rollstream.schemas.variables import conceal, expand, variables_in
 
 
@@ -54,3 +55,8 @@ def test_a_secret_is_concealed_however_a_message_quotes_it() -> None:
         text = conceal(f"refused: {message}", "${KEY}", env)
         assert "MIIB" not in text
         assert "${KEY}" in text
+
+
+def test_a_secret_is_concealed_that_no_permission_lists(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MY_SECRET", "s3cr3t-value")
+    assert Permissions().conceal("KeyError: 's3cr3t-value'") == "KeyError: '${MY_SECRET}'"

@@ -1,6 +1,7 @@
 """A program of its own for each rollout: real processes, which get URL and key of their rollout and end with it."""
 
 import os
+import re
 import shlex
 import signal
 import sys
@@ -72,6 +73,14 @@ def test_a_crash_fails_the_rollout_with_the_last_lines_and_without_the_key(tmp_p
     assert isinstance(last, RolloutFailed)
     assert last.cause == "environment_error"
     assert "the program ended with exit code 3: (key) | nothing to do" in last.message
+
+
+def test_a_secret_that_a_program_prints_enters_no_record(tmp_path, monkeypatch):
+    monkeypatch.setenv("MY_SECRET", "s3cr3t-value")  # from a file, say: it gets no variable of this name
+    last = ends(tmp_path, "import sys\nprint('s3cr3t-value ' * 999)\nsys.exit(3)").last
+    assert isinstance(last, RolloutFailed)
+    assert "${MY_SECRET}" in last.message
+    assert not re.search("3cr3t|value", last.message)
 
 
 def test_a_program_that_a_signal_ends_or_that_cannot_be_found_says_so(tmp_path):

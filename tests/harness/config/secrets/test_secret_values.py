@@ -10,10 +10,10 @@ import pytest
 from rollstream.harness.config import file as config_file
 from rollstream.harness.config.checks import check_values
 from rollstream.harness.config.jobs import RunLocation, allowed_by, jobs_of, services_of
-from rollstream.harness.services.concealing import ConcealingRecord, conceal_variables, concealed
+from rollstream.harness.services.concealing import ConcealingRecord
 from rollstream.schemas.errors import ConfigError
 from rollstream.schemas.kafka import KafkaSettings
-from rollstream.schemas.variables import variables_in
+from rollstream.schemas.variables import conceal, conceal_variables, variables_in
 
 SECRETS: list[dict[str, Any]] = [
     {"token": "abcdefgh"},
@@ -105,9 +105,9 @@ def test_logs_and_messages_show_the_names_of_variables(monkeypatch: pytest.Monke
     monkeypatch.setenv("TEST_CONCEALED_PASSWORD", "s3cr3t-value-that-is-longer")
     monkeypatch.setenv("TEST_SHORT", "9")
     conceal_variables(["TEST_CONCEALED", "TEST_SHORT"])
-    assert concealed("9 s3cr3t-value s3cr3t-value-that-is-longer") == ("9 ${TEST_CONCEALED} ${TEST_CONCEALED_PASSWORD}")
+    assert conceal("9 s3cr3t-value s3cr3t-value-that-is-longer") == ("9 ${TEST_CONCEALED} ${TEST_CONCEALED_PASSWORD}")
     monkeypatch.setenv("PWD", "/home/someone/project")
-    assert concealed("/home/someone/project/game.py") == "/home/someone/project/game.py"
+    assert conceal("/home/someone/project/game.py") == "/home/someone/project/game.py"
     try:
         raise ValueError("it was s3cr3t-value")
     except ValueError as error:
