@@ -27,8 +27,10 @@ from rollstream.schemas.errors import (
     RollstreamError,
     describe,
     is_of_users,
+    one_line,
 )
 from rollstream.schemas.events import TaskRequested
+from rollstream.schemas.events.recorded import RECORDED
 from rollstream.schemas.permissions import CODE, NOTHING, Permissions, environment_path
 from rollstream.schemas.settings import RolloutSettings
 
@@ -37,8 +39,6 @@ log = logging.getLogger(__name__)
 GRACE_S = 1.0
 """How long an environment may take to stop when it is cancelled, before it is left to itself."""
 MAX_MESSAGE = 500
-RECORDED = "recorded"
-"""The environment whose rollouts may bring a reward under the name of a reward function, which is then not asked."""
 
 
 def refusal(settings: RolloutSettings, permissions: Permissions) -> str | None:
@@ -52,7 +52,7 @@ def refusal(settings: RolloutSettings, permissions: Permissions) -> str | None:
         try:
             check()
         except NotAllowedError as error:
-            return _one_line(permissions.conceal(str(error)))
+            return _recorded(permissions.conceal(str(error)))
         except ConfigError:
             continue  # an unknown name or an unset variable fails the rollout, which says so
     return None
@@ -156,7 +156,7 @@ async def record_rollout(
     if failure is None:
         await journal.end(play.result(), stage.missing_scores)
         return
-    message = _one_line(permissions.conceal(failure.message))
+    message = _recorded(permissions.conceal(failure.message))
     log.info("rollout failed rollout_id=%s cause=%s: %s", journal.rollout_id, failure.cause, message)
     # without an id: who watches the run is shown each message once
     log.error("%s%s", message, permissions.conceal(_traceback(failure.error)))
@@ -257,6 +257,7 @@ class _Stage:
 
     async def _reward(self, session: Session, stop_reason: str) -> None:
         steps = rewards.played(self._journal.steps)
+        # A reward that a recorded rollout brings under the name of a reward function takes its place.
         came_with_it = {reward.name for reward in self._journal.rewards if self._settings.environment == RECORDED}
         for name in self._settings.rewards:
             if name in came_with_it:
@@ -286,7 +287,7 @@ class _Stage:
         except rewards.NoScoreError as error:
             if self._settings.missing_score == "error":
                 raise
-            reason = _one_line(self._permissions.conceal(str(error)))
+            reason = _recorded(self._permissions.conceal(str(error)))
             shown = self._permissions.conceal(_traceback(error))
             log.warning("no score rollout_id=%s: %s%s", self._journal.rollout_id, reason, shown)
             if self._settings.missing_score == "reject":
@@ -376,6 +377,5 @@ def _encodable(text: str) -> str:
     return text.encode(errors="backslashreplace").decode()
 
 
-def _one_line(message: str) -> str:
-    line = " ".join(_encodable(message).split())
-    return line if len(line) <= MAX_MESSAGE else line[: MAX_MESSAGE - 3] + "..."
+def _recorded(message: str) -> str:
+    return one_line(_encodable(message), MAX_MESSAGE)

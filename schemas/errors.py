@@ -16,6 +16,7 @@ RollstreamError
 │   └── PromptRefusedError the model cannot take this prompt; it can take others
 │       └── PromptTooLongError a prompt leaves the model no room for an answer
 ├── EnvironmentRunError    an environment or reward raised, hung or returned what it must not
+│   └── ChatTemplateError  a chat template does not take the messages or tools of a program outside
 ├── ComponentError         a trainer, builder or adapter raised what is none of these errors
 ├── VersionDivergedError   a version that was published already has another hash
 ├── GatewayError           a client's request was refused by the producers' gateway, or never answered
@@ -24,8 +25,9 @@ RollstreamError
 └── RunFailedError         a run ended in failure
 
 Narrower ones stand beside the code that tells them apart: RewardError, NoScoreError and TurnsExhausted are
-EnvironmentRunErrors, RequiredValidationError is a RunFailedError; MetricsFileError with FileInUseError
-(metrics/projection/database.py) and Refusal (an answer of the OpenAI endpoint) are branches of their own.
+EnvironmentRunErrors, JobStateError is a ConfigError, RequiredValidationError is a RunFailedError; MetricsFileError
+with FileInUseError (metrics/projection/database.py) and Refusal (an answer of the OpenAI endpoint) are branches of
+their own.
 """
 
 import difflib
@@ -199,6 +201,12 @@ def describe(error: BaseException) -> str:
     source_line = "" if isinstance(error, RollstreamError) else raised_at(error)
     kind = type(error).__name__ + (f" ({source_line})" if source_line else "")
     return f"{kind}: {message}" if message else kind
+
+
+def one_line(error: object, max_chars: int | None = 300) -> str:
+    """The text of an error, or a text, on one line; None: of any length."""
+    line = " ".join(str(error).split())
+    return line if max_chars is None or len(line) <= max_chars else line[: max_chars - 3] + "..."
 
 
 def first_error(failed: BaseExceptionGroup[BaseException]) -> BaseException:

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import aiohttp
 import orjson
 
-from rollstream.schemas.errors import ModelError, PromptTooLongError
+from rollstream.schemas.errors import ModelError, PromptTooLongError, one_line
 
 MAX_ANSWER_BYTES = 8 * 1024 * 1024
 MAX_RETRY_AFTER_S = 60.0
@@ -201,5 +201,4 @@ def retry_after(headers: Mapping[str, str]) -> float:
 def shown(body: object) -> str:
     """What a server said, quoted in one line of bounded length."""
     text = body.decode(errors="replace") if isinstance(body, bytes) else str(body)
-    text = " ".join(text.split())
-    return repr(text if len(text) <= SHOWN_CHARS else f"{text[: SHOWN_CHARS - 3]}...")
+    return repr(one_line(text, SHOWN_CHARS))

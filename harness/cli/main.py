@@ -15,6 +15,7 @@ import click
 from rollstream.harness.services.optional_dependencies import missing
 from rollstream.metrics.sql.printable import printable_output
 from rollstream.producers.rollout.user_code import find_users_modules
+from rollstream.schemas import errors
 from rollstream.schemas.errors import RollstreamError
 from rollstream.schemas.variables import conceal
 
@@ -145,7 +146,7 @@ def one_line(error: BaseException) -> str:
 def _one_line(error: BaseException) -> str:
     if isinstance(error, OSError) and isinstance(error.filename, str) and error.errno in ERRORS_OF_A_PATH:
         return f"{error.filename}: {error.strerror}; correct the path or its permissions"
-    return " ".join(str(error).split()) or type(error).__name__
+    return errors.one_line(error, None) or type(error).__name__
 
 
 if __name__ == "__main__":

@@ -33,6 +33,7 @@ from rollstream.schemas.config import (
 )
 from rollstream.schemas.errors import ConfigError
 from rollstream.schemas.evaluators import DatasetSection, Evaluator, kind_of
+from rollstream.schemas.events.recorded import RECORDED
 from rollstream.schemas.finetuning import FinetuneConfig
 from rollstream.schemas.kafka import KafkaSection
 from rollstream.schemas.permissions import Permissions, named_by_algorithm
@@ -47,8 +48,6 @@ OUR_TYPES = (
 )
 """Values that select our own three components."""
 _PLAIN = KafkaSection()
-RECORDED = "recorded"
-"""The environment that plays rollouts which exist already."""
 _Section = TypeVar("_Section", BuilderSection, TrainerSection)
 _Values = TypeVar("_Values", bound=BaseModel)
 

@@ -12,7 +12,7 @@ from rollstream.eventlog.files import write_whole
 from rollstream.harness.config import file as config_file
 from rollstream.harness.config.file import Loaded
 from rollstream.harness.config.jobs import artifact_uri
-from rollstream.harness.config.resolve import RECORDED, block_of
+from rollstream.harness.config.resolve import block_of
 from rollstream.harness.config.yaml import apply_overrides, read_yaml
 from rollstream.harness.recorded.lines import KEYS, BadLine, Ingested, read_lines
 from rollstream.harness.recorded.tasks import all_stored, inputs_of
@@ -20,7 +20,7 @@ from rollstream.harness.runs.run_context import broker_of_run
 from rollstream.harness.services.workspace import Workspace
 from rollstream.producers.traces.spans import Selection
 from rollstream.schemas.errors import ConfigError, DecodeError
-from rollstream.schemas.events.recorded import RecordedGroup
+from rollstream.schemas.events.recorded import RECORDED, RecordedGroup
 from rollstream.schemas.kafka import KafkaSettings
 
 FOLDER = "ingested"

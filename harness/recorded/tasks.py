@@ -10,13 +10,12 @@ from rollstream.eventlog.artifact_retry import put
 from rollstream.eventlog.artifacts import ArtifactStore
 from rollstream.schemas import ids
 from rollstream.schemas.events import TaskRequested
-from rollstream.schemas.events.recorded import INPUT, RecordedGroup, RecordedMember
+from rollstream.schemas.events.recorded import INPUT, RECORDED, RecordedGroup, RecordedMember
 from rollstream.schemas.events.rollouts import Purpose
 from rollstream.schemas.settings import RolloutSettings
 
 MAX_INLINE_BYTES = 256 * 1024
 """Maximum size of a group's rollouts as JSON in a task; larger ones are in the artifact store, one file each."""
-RECORDED = "recorded"
 
 
 async def stored(group: RecordedGroup, artifacts: ArtifactStore) -> RecordedGroup:

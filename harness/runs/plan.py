@@ -12,7 +12,7 @@ from rollstream.harness.config import dataset
 from rollstream.harness.config import file as config_file
 from rollstream.harness.config.file import Loaded
 from rollstream.harness.config.jobs import check_manifests, jobs_of
-from rollstream.harness.config.resolve import RECORDED, block_of
+from rollstream.harness.config.resolve import block_of
 from rollstream.harness.config.rewards import check_examples, permissions_of
 from rollstream.harness.runs.follower import follow
 from rollstream.harness.runs.preflight import environment_of, users_code
@@ -25,6 +25,7 @@ from rollstream.schemas import ids
 from rollstream.schemas.config import RunConfig
 from rollstream.schemas.errors import ConfigError, ModelError, NotAllowedError, TruncatedError
 from rollstream.schemas.events import JobStarted, RunStarted
+from rollstream.schemas.events.recorded import RECORDED
 from rollstream.schemas.events.training import ForkPoint
 from rollstream.schemas.settings import EXTERNAL, JobSpec
 

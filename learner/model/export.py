@@ -15,7 +15,7 @@ from typing import Any
 import orjson
 
 from rollstream.eventlog.files import beside, write_whole
-from rollstream.schemas.errors import ModelError
+from rollstream.schemas.errors import ModelError, one_line
 from rollstream.schemas.events import WeightsPublished
 from rollstream.schemas.settings import LoraSettings, ModelSettings
 
@@ -116,7 +116,7 @@ def _lora_of(recorded: Mapping[str, Any], where: str) -> LoraSettings:
             use_dora=recorded.get("use_dora", False),
         )
     except (KeyError, TypeError, ValueError) as error:
-        reason = " ".join(str(error).split())[:200]
+        reason = one_line(error)
         raise ModelError(
             f"{where}: its adapter's configuration cannot be read: {reason}; merge it with PEFT"
         ) from error
@@ -180,9 +180,7 @@ def export_full(base_model: str, path_to_weights: Path, output_dir: Path) -> Non
             AutoConfig.from_pretrained(base_model, trust_remote_code=False), dtype=dtype
         )
     except (OSError, ValueError) as error:
-        raise ModelError(
-            f"model {base_model} cannot be exported: {' '.join(str(error).split())[:300]}; restore its files"
-        ) from error
+        raise ModelError(f"model {base_model} cannot be exported: {one_line(error)}; restore its files") from error
     tied = set(getattr(model, "all_tied_weights_keys", None) or ())
     found = model.load_state_dict(tensors, strict=False)
     if found.unexpected_keys or set(found.missing_keys) - tied:
@@ -202,6 +200,6 @@ def export_tokenizer(base_model: str, output_dir: Path) -> None:
     try:
         tokenizer = AutoTokenizer.from_pretrained(base_model, trust_remote_code=False)
     except (OSError, ValueError, KeyError) as error:
-        logger.warning("model %s has no tokenizer to export: %s", base_model, " ".join(str(error).split())[:200])
+        logger.warning("model %s has no tokenizer to export: %s", base_model, one_line(error))
         return
     tokenizer.save_pretrained(output_dir)

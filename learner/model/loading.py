@@ -15,7 +15,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from rollstream.learner.model import tree_attention
 from rollstream.learner.model.tree_attention import attention_as
-from rollstream.schemas.errors import ModelError
+from rollstream.schemas.errors import ModelError, one_line
 from rollstream.schemas.settings import NF4, LoraSettings, ModelSettings, device_of
 
 SHARED_BASES: "WeakValueDictionary[tuple[Any, ...], torch.nn.Module]" = WeakValueDictionary()
@@ -194,8 +194,7 @@ def compile_layers(model: Any, path: str) -> None:
     try:
         decoder(input_ids=ids, use_cache=False)
     except TorchDynamoException as error:
-        reason = " ".join(str(error).split())[:300]
-        raise ModelError(f"model {path} cannot be compiled here: {reason}; leave model.compile off") from error
+        raise ModelError(f"model {path} cannot be compiled here: {one_line(error)}; leave model.compile off") from error
 
 
 def _load_base(settings: ModelSettings, path: str, device: torch.device) -> Any:
@@ -225,7 +224,7 @@ def _named_failures(path: str) -> Iterator[None]:
     try:
         yield
     except (OSError, ValueError, ImportError, KeyError, RuntimeError, safetensors.SafetensorError) as error:
-        reason = " ".join(str(error).split())[:300]
+        reason = one_line(error)
         raise ModelError(
             f"model {path} cannot be loaded, from a folder or the hub: {reason}; correct "
             "model.path, or download it first"
@@ -264,5 +263,5 @@ def _with_adapters(module: Any, settings: ModelSettings) -> Any:
         return get_peft_model(module, config)
     except ValueError as error:
         raise ModelError(
-            f"model {settings.path} cannot have the adapter of model.lora, correct it: {' '.join(str(error).split())}"
+            f"model {settings.path} cannot have the adapter of model.lora, correct it: {one_line(error)}"
         ) from error

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from rollstream.learner.model.memory import is_out_of_memory
-from rollstream.schemas.errors import RunFailedError
+from rollstream.schemas.errors import RunFailedError, one_line
 
 logger = logging.getLogger(__name__)
 
@@ -118,7 +118,7 @@ def why_not_fused(device: torch.device, dtype: torch.dtype) -> str:
     except Exception as error:  # compilers and drivers raise anything
         if is_out_of_memory(error):
             raise
-        return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+        return f"{type(error).__name__}: {one_line(error)}"
     limits = [1e-4, 1e-4, *[1e-3 if dtype == torch.float32 else 2e-2] * 2]
     is_equal = all(one <= limit for one, limit in zip(far, limits, strict=True))
     return "" if is_equal else f"their values are off by {far} of the largest"

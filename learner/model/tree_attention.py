@@ -20,7 +20,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from rollstream.learner.model.memory import is_out_of_memory
 from rollstream.learner.model.micro_batch import moved
 from rollstream.learner.model.prefixes import AttentionBlock, PrefixTree, tree_of
-from rollstream.schemas.errors import ModelError
+from rollstream.schemas.errors import ModelError, one_line
 
 NAME = "rollstream_prefix_tree"
 PLAIN = "sdpa"
@@ -193,7 +193,7 @@ def longest_row(decoder: Any, device: torch.device, dtype: torch.dtype = torch.f
     except (ModelError, AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError) as error:
         if is_out_of_memory(error):
             raise
-        return 0.0, " ".join(str(error).split())[:200]
+        return 0.0, one_line(error)
     expected = torch.cat(plain).float()
     is_low |= decoder.get_input_embeddings().weight.dtype != torch.float32
     tolerance = 30 * _TOLERANCE if is_low else _TOLERANCE

@@ -25,13 +25,11 @@ from rollstream.schemas.events import (
     TaskCancelled,
     TaskRequested,
 )
-from rollstream.schemas.events.recorded import INPUT, RecordedGroup
+from rollstream.schemas.events.recorded import INPUT, RECORDED, RecordedGroup
 from rollstream.schemas.events.training import SubmittedGroup
 from rollstream.schemas.events.weights import FineTune
 from rollstream.schemas.settings import MAX_TIMEOUT_S, CurriculumSettings, JobSettings, PlanSettings, RolloutSettings
 
-RECORDED = "recorded"
-"""Environment that plays recorded rollouts."""
 MAX_GROUP = 512
 """Rollouts of one group, so that its record stays far below the limit."""
 

@@ -5,7 +5,8 @@ A version is checked before anything is changed: one that does not fit leaves th
 Not thread-safe.
 """
 
-from collections.abc import Mapping
+from collections.abc import Generator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -20,10 +21,12 @@ from transformers.utils.logging import disable_progress_bar
 from rollstream.producers.engines.chat_tokenizer import ChatTokenizer
 from rollstream.producers.engines.generation import Model
 from rollstream.producers.engines.kv_pool import PoolShape, probed_shape
-from rollstream.schemas.errors import ModelError
+from rollstream.schemas.errors import ModelError, one_line
 from rollstream.schemas.events import WeightsPublished
 from rollstream.schemas.services import TransformersSettings
 from rollstream.schemas.settings import NF4, device_of
+
+Shape = tuple[int, ...]
 
 
 @dataclass(frozen=True, eq=False)
@@ -144,7 +147,7 @@ class ModelCache:
         tied = set(getattr(module, "all_tied_weights_keys", None) or ())
         own = {name: value for name, value in module.state_dict().items() if name not in tied}
         given = {name: value for name, value in tensors.items() if name not in tied}
-        _check_fit(own, given, where)
+        check_fit(shapes_of(own), shapes_of(given), where)
         # In place: tied tensors share their storage, so they stay tied.
         with torch.no_grad():
             for name, value in own.items():
@@ -166,7 +169,7 @@ class ModelCache:
         module, name = (before.model.module, adapter) if before and adapter else self._add_adapter(published, where)
         try:
             own = get_peft_model_state_dict(module, adapter_name=name, save_embedding_layers=False)
-            _check_fit(own, tensors, where)
+            check_fit(shapes_of(own), shapes_of(tensors), where)
         except ModelError:
             if adapter is None:
                 self._remove_adapter(_base_of(published), name)
@@ -197,7 +200,7 @@ class ModelCache:
                 module.add_adapter(name, config)
         except (KeyError, TypeError, ValueError) as error:
             raise ModelError(
-                f"{where}: its adapter does not fit {published.base_model}: {_line(error)}; load "
+                f"{where}: its adapter does not fit {published.base_model}: {one_line(error)}; load "
                 "the base model that it was trained on"
             ) from error
         module.eval()
@@ -251,13 +254,26 @@ def _adapter_config(recorded: Mapping[str, Any]) -> Any:
 
 def read_weights(path: Path, where: str) -> dict[str, Tensor]:
     """Tensors of a file by name. Raises ModelError naming file and remedy."""
-    try:
+    with named_unreadable(where):
         return load_file(path)
+
+
+@contextmanager
+def named_unreadable(where: str) -> Generator[None]:
+    """Raises ModelError naming a version's file and the remedy where it cannot be read."""
+    try:
+        yield
     except (OSError, safetensors.SafetensorError) as error:
-        raise ModelError(f"{where} cannot be read: {_line(error)}; publish the version again") from error
+        raise ModelError(f"{where} cannot be read: {one_line(error)}; publish the version again") from error
 
 
-def _check_fit(own: Mapping[str, Tensor], given: Mapping[str, Tensor], where: str) -> None:
+def shapes_of(tensors: Mapping[str, Tensor]) -> dict[str, Shape]:
+    """Shape of each tensor by its name."""
+    return {name: tuple(value.shape) for name, value in tensors.items()}
+
+
+def check_fit(own: Mapping[str, Shape], given: Mapping[str, Shape], where: str) -> None:
+    """Raises ModelError for tensors that a version lacks, has beyond the model's own, or has in another shape."""
     remedy = "train from the same base model as the run names"
     if missing := sorted(own.keys() - given.keys()):
         raise ModelError(f"{where} lack {len(missing)} tensors, such as {missing[0]}; {remedy}")
@@ -265,10 +281,9 @@ def _check_fit(own: Mapping[str, Tensor], given: Mapping[str, Tensor], where: st
         raise ModelError(
             f"{where} have {len(extra)} tensors that the model does not have, such as {extra[0]}; {remedy}"
         )
-    for name, value in own.items():
-        if value.shape != given[name].shape:
-            found, wanted = list(given[name].shape), list(value.shape)
-            raise ModelError(f"{where}: {name} has shape {found}, the model has {wanted}; {remedy}")
+    for name, shape in own.items():
+        if shape != given[name]:
+            raise ModelError(f"{where}: {name} has shape {list(given[name])}, the model has {list(shape)}; {remedy}")
 
 
 def _base_of(published: WeightsPublished) -> BaseKey:
@@ -289,7 +304,7 @@ def _load_base(published: WeightsPublished, dtype: torch.dtype, device: torch.de
         return module.to(device)
     except (OSError, ValueError, ImportError, KeyError, RuntimeError, safetensors.SafetensorError) as error:
         raise ModelError(
-            f"model {base_model} cannot be loaded, from a folder or the hub: {_line(error)}; "
+            f"model {base_model} cannot be loaded, from a folder or the hub: {one_line(error)}; "
             "correct its path, or download it first"
         ) from error
 
@@ -301,7 +316,7 @@ def load_tokenizer(base_model: str) -> ChatTokenizer:
         tokenizer: Any = AutoTokenizer.from_pretrained(base_model, trust_remote_code=False)
     except (OSError, ValueError, KeyError, RuntimeError) as error:
         raise ModelError(
-            f"model {base_model} has no tokenizer that can be loaded: {_line(error)}; add its "
+            f"model {base_model} has no tokenizer that can be loaded: {one_line(error)}; add its "
             "files to the model's folder"
         ) from error
     if tokenizer.eos_token_id is None:
@@ -316,7 +331,3 @@ def check_folder(base_model: str) -> None:
     looks_local = base_model.startswith((".", "/", "~")) or base_model.count("/") > 1
     if looks_local and not Path(base_model).is_dir():
         raise ModelError(f"model folder {base_model} does not exist here; give a transformers folder or a hub name")
-
-
-def _line(error: Exception) -> str:
-    return " ".join(str(error).split())[:300]

@@ -8,13 +8,13 @@ from rollstream.producers.rollout.environment import Environment
 from rollstream.producers.rollout.registry import register_environment
 from rollstream.producers.rollout.session import Session
 from rollstream.schemas.errors import EnvironmentRunError, first_invalid
-from rollstream.schemas.events.recorded import INPUT, RecordedMember, RecordedRollout
+from rollstream.schemas.events.recorded import INPUT, RECORDED, RecordedMember, RecordedRollout
 
 MAX_BYTES = 256 << 20
 """Of one recorded rollout that is an artifact."""
 
 
-@register_environment("recorded")
+@register_environment(RECORDED)
 class RecordedEnvironment(Environment):
     """Member m of a group plays the m-th recorded rollout of its task: steps in order, then the rewards with it.
 
@@ -38,7 +38,9 @@ class RecordedEnvironment(Environment):
             lambda: _rollout(members, number, artifacts), f"read the recorded rollout of member {number}"
         )
         if rollout.error is not None:
-            raise EnvironmentRunError(f"recorded rollout {rollout.source_id or session.member}: {rollout.error}")
+            raise EnvironmentRunError(
+                f"recorded rollout {rollout.source_id or session.member} failed when it was recorded: {rollout.error}"
+            )
         indices: list[int] = []
         for step in rollout.steps:
             recorded = await session.record(step, retokenise=self._retokenise, assumed_version=self._assumed_version)

@@ -19,6 +19,7 @@ from rollstream.producers.evaluators import matching
 from rollstream.producers.evaluators.builtin import final_answer, right_answer
 from rollstream.producers.rollout.rewards import Asked, FinishedRollout, NoScoreError, Recorder, RewardError, in_thread
 from rollstream.producers.traces.stream import read_up_to
+from rollstream.schemas.errors import one_line
 from rollstream.schemas.evaluators import PLACEHOLDER, SECTION, LlmJudge
 
 MAX_ANSWER_BYTES = 1024 * 1024
@@ -176,8 +177,7 @@ class Judge:
     def _shown(self, answer: str | bytes) -> str:
         """A piece of what was answered; hidden first, so that no cut shows a part of a secret."""
         text = self._hide(answer if isinstance(answer, str) else answer.decode(errors="replace"))
-        text = " ".join(text.split())
-        return repr(text if len(text) <= SHOWN_CHARS else text[: SHOWN_CHARS - 3] + "...")
+        return repr(one_line(text, SHOWN_CHARS))
 
     def _hidden(self, value: Any) -> Any:
         if isinstance(value, str):

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 from rollstream.producers.engines.base import Generation, Tokenizer
-from rollstream.schemas.errors import ChatTemplateError
+from rollstream.schemas.errors import ChatTemplateError, one_line
 from rollstream.schemas.events.rollouts import StepRecorded, VersionSpan
 from rollstream.schemas.settings import Sampling
 
@@ -130,8 +130,7 @@ def by_template(messages: list[dict[str, Any]], tokenizer: Tokenizer, **options:
         if other != messages:
             with contextlib.suppress(Exception):  # the first refusal is told: it is of what was sent
                 return render(other)
-        line = " ".join(str(error).split())[:300]
-        raise ChatTemplateError(f"messages: the chat template refuses them: {line}") from error
+        raise ChatTemplateError(f"messages: the chat template refuses them: {one_line(error)}") from error
 
 
 def _with_one_system(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:

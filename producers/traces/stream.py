@@ -13,7 +13,7 @@ import aiohttp
 from pydantic import ValidationError
 
 from rollstream.producers.traces.spans import RemoteSpan, remote_ancestry
-from rollstream.schemas.errors import EnvironmentRunError, first_invalid
+from rollstream.schemas.errors import EnvironmentRunError, first_invalid, one_line
 from rollstream.schemas.events.intermediate_steps import (
     IntermediateStep,
     IntermediateStepCategory,
@@ -146,7 +146,7 @@ def _failed(text: object) -> EnvironmentRunError:
 
 def _shown(text: object) -> str:
     """What it said of a failure, in one line and not without end."""
-    return " ".join(str(text)[: 4 * SHOWN_CHARS].split())[:SHOWN_CHARS]
+    return one_line(str(text)[: 4 * SHOWN_CHARS], SHOWN_CHARS)
 
 
 def _first_line(error: Exception) -> str:

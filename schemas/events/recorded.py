@@ -11,6 +11,8 @@ from rollstream.schemas import tokens
 from rollstream.schemas.events.rollouts import FunctionAncestry, VersionSpan
 from rollstream.schemas.settings import ArtifactRef
 
+RECORDED = "recorded"
+"""Name of the environment that plays them."""
 INPUT = "recorded"
 """Key of a task's inputs that holds its members' recorded rollouts, as `RecordedMember`s by member number."""
 

@@ -8,7 +8,8 @@ import pytest
 from pydantic import BaseModel, ConfigDict, ValidationError, field_validator
 
 from rollstream.producers.rollout import registry
-from rollstream.schemas.errors import ConfigError, ModelError, describe, first_invalid, raised_at
+from rollstream.schemas import errors
+from rollstream.schemas.errors import ConfigError, ModelError, describe, first_invalid, one_line, raised_at
 from rollstream.schemas.permissions import Permissions
 
 
@@ -114,3 +115,15 @@ def test_an_unknown_key_comes_first_where_the_known_ones_are_given():
     assert first_invalid(error).path == "number"
     assert str(first_invalid(error, known=Inner.model_fields)) == "nmber: unknown key; did you mean number?"
     assert first_invalid(invalid(Inner, {"zzz": 1}), known=["a", "B"]).message == "unknown key; known keys: B, a"
+
+
+def test_the_tree_at_the_top_names_every_error_of_the_file():
+    classes = [one for one in vars(errors).values() if isinstance(one, type) and issubclass(one, Exception)]
+    ours = {one.__name__ for one in classes if one.__module__ == errors.__name__}
+    assert {name for name in ours if f"{name} " not in f"{errors.__doc__} " and name != "RollstreamError"} == set()
+
+
+def test_an_error_on_one_line_is_cut_where_it_is_long():
+    assert one_line(ValueError("a\n  b\tc")) == "a b c"
+    assert one_line("x" * 301) == "x" * 297 + "..."
+    assert one_line("x" * 301, None) == "x" * 301

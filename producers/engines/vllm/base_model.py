@@ -13,10 +13,8 @@ import safetensors
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 
-from rollstream.producers.engines.model_cache import check_folder, load_tokenizer
-from rollstream.schemas.errors import ModelError
-
-Shape = tuple[int, ...]
+from rollstream.producers.engines.model_cache import Shape, check_folder, load_tokenizer, named_unreadable
+from rollstream.schemas.errors import ModelError, one_line
 
 
 @dataclass(frozen=True, eq=False)
@@ -47,9 +45,7 @@ def read_base_model(path: str) -> BaseModel:
         with torch.device("meta"):
             module: Any = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
     except (OSError, ValueError, KeyError, RuntimeError) as error:
-        raise ModelError(
-            f"model {path} cannot be read: {' '.join(str(error).split())[:300]}; restore its files"
-        ) from error
+        raise ModelError(f"model {path} cannot be read: {one_line(error)}; restore its files") from error
     tied = frozenset(getattr(module, "all_tied_weights_keys", None) or ())
     names = {module_of: name for name, module_of in module.named_modules()}
     ends = (module.get_input_embeddings(), module.get_output_embeddings())
@@ -68,26 +64,11 @@ def read_base_model(path: str) -> BaseModel:
 
 def shapes_in(path: Path, where: str) -> dict[str, Shape]:
     """Shapes of a safetensors file's tensors by name. Raises ModelError naming file and remedy."""
-    try:
-        with safetensors.safe_open(path, framework="pt") as file:  # pyright: ignore[reportAttributeAccessIssue, reportUnknownMemberType]
-            return {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
-    except (OSError, safetensors.SafetensorError) as error:
-        message = " ".join(str(error).split())[:300]
-        raise ModelError(f"{where} cannot be read: {message}; publish the version again") from error
-
-
-def check_fit(own: Mapping[str, Shape], given: Mapping[str, Shape], where: str) -> None:
-    """Raises ModelError for tensors that are missing, unknown or of another shape."""
-    remedy = "train from the same base model as the run names"
-    if missing := sorted(own.keys() - given.keys()):
-        raise ModelError(f"{where} lack {len(missing)} tensors, such as {missing[0]}; {remedy}")
-    if extra := sorted(given.keys() - own.keys()):
-        raise ModelError(
-            f"{where} have {len(extra)} tensors that the model does not have, such as {extra[0]}; {remedy}"
-        )
-    for name, shape in own.items():
-        if shape != given[name]:
-            raise ModelError(f"{where}: {name} has shape {list(given[name])}, the model has {list(shape)}; {remedy}")
+    with (
+        named_unreadable(where),
+        safetensors.safe_open(path, framework="pt") as file,  # pyright: ignore[reportAttributeAccessIssue, reportUnknownMemberType]
+    ):
+        return {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
 
 
 def _end_ids(path: str, tokenizer: Any) -> tuple[int, ...]:
