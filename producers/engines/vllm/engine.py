@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+from weakref import WeakValueDictionary
 
 from rollstream.eventlog.http.http_json import HttpServer
 from rollstream.producers.engines.base import (
@@ -44,12 +45,14 @@ class VllmEngine:
         self._key = _key_of(settings, env)
         self._folder: Path = settings.folder or Path(tempfile.mkdtemp(prefix="rollstream-vllm-"))
         self._client: Client | None = None
-        self._bases: dict[str, BaseModel] = {}
+        self._bases = WeakValueDictionary[str, BaseModel]()
+        """By path, as long as a version or a server of it is there."""
         self._pools: dict[Served, Pool] = {}
         self._held: dict[str, Version] = {}
         self._past: list[Version] = []
         """Versions whose files may still be needed."""
-        self._locks: dict[str, asyncio.Lock] = {}
+        self._locks = WeakValueDictionary[str, asyncio.Lock]()
+        """By model group, as long as a load or unload of it holds or awaits it."""
         self._loading: Counter[Served] = Counter()
         """Versions that are being loaded."""
         self._calls: set[asyncio.Task[Generation]] = set()
@@ -162,9 +165,10 @@ class VllmEngine:
             return await pool.generate(request)
 
     async def _base(self, path: str) -> BaseModel:
-        if path not in self._bases:
-            self._bases[path] = await asyncio.to_thread(read_base_model, path)
-        return self._bases[path]
+        base = self._bases.get(path)
+        if base is None:
+            self._bases[path] = base = await asyncio.to_thread(read_base_model, path)
+        return base
 
     def _version(self, model_group: str) -> Version:
         held = self._held.get(model_group)

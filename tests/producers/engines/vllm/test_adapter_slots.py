@@ -1,6 +1,7 @@
 """Adapters of several model groups and processes on one server: who has a slot, and when it is given back."""
 
 import asyncio
+import gc
 from pathlib import Path
 from typing import Any
 
@@ -137,6 +138,21 @@ def test_an_unloaded_groups_adapter_goes_with_its_last_request(small_base: Path,
             server.held.set()
             assert versions_of(await call) == [0]
             await wait_until(lambda: loaded(server) == ["policy-v0"])
+
+    asyncio.run(main())
+
+
+def test_what_the_engine_knows_of_unloaded_groups_and_their_base_models_is_forgotten(
+    small_base: Path, tmp_path: Path
+) -> None:
+    async def main() -> None:
+        async with engine_over(tmp_path, StandInServer(small_base)) as engine:
+            for number in range(3):
+                await engine.load(*lora(small_base, tmp_path, 0, group=f"run-{number}/policy"))
+                await engine.unload(f"run-{number}/policy")
+            gc.collect()
+            assert len(engine._locks) == 0
+            assert len(engine._bases) <= 1, "that of the version whose files are kept"
 
     asyncio.run(main())
 
