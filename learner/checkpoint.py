@@ -94,7 +94,8 @@ class Checkpoint:
 
 def part(tensors: Mapping[str, Tensor], name: str) -> dict[str, Tensor]:
     """Tensors whose names begin with `name/`, without it."""
-    return {key.split("/", 1)[1]: value for key, value in tensors.items() if key.startswith(f"{name}/")}
+    prefix = f"{name}/"
+    return {one.removeprefix(prefix): value for one, value in tensors.items() if one.startswith(prefix)}
 
 
 class CheckpointFolder:

@@ -45,6 +45,15 @@ def is_validation(group: str) -> bool:
     return len(parts) == 4 and parts[2].startswith("v") and parts[2][1:].split("-", 1)[0].isdigit()
 
 
+def named_group(run_id: str, job: str, name: str) -> str:
+    """Id of the group that `EPOCH/INDEX` names in a job of a run; any other text is taken for an id."""
+    found = _EPOCH_INDEX.fullmatch(name)
+    return name if found is None else group_id(run_id, job, int(found[1]), int(found[2]))
+
+
+_EPOCH_INDEX = re.compile(r"([0-9]{1,9})/([0-9]{1,9})")
+
+
 def rollout_id(group: str, member: int, attempt: int) -> str:
     """Id of one attempt at member `member` of a group."""
     return f"{group}/m{member}/a{attempt}"
@@ -141,7 +150,9 @@ def model_group(run_id: str, name: str) -> str:
 
 SCRIPTED = "scripted:"
 """What the name of a player begins with that an environment plays by itself."""
-_PLAYER = re.compile(r"(?P<group>[^@]+)@(?P<version>[0-9]{1,9})")
+PLAYER = r"([^@]+)@([0-9]{1,9})"
+"""Model group and version of a player that is not a scripted one; a pattern of Python and of SQL."""
+_PLAYER = re.compile(PLAYER)
 
 
 def player(group: str, version: int) -> str:
@@ -152,7 +163,7 @@ def player(group: str, version: int) -> str:
 def version_of(player: str) -> tuple[str, int] | None:
     """Model group and version of a player; None if it is a scripted one."""
     found = None if player.startswith(SCRIPTED) else _PLAYER.fullmatch(player)
-    return None if found is None else (found["group"], int(found["version"]))
+    return None if found is None else (found[1], int(found[2]))
 
 
 _VERSION = re.compile(r"(?P<run>[^@/\s]+)(/(?P<group>[^@/\s]+))?@v?(?P<version>[0-9]{1,18})")

@@ -6,7 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from tests.rigs.sources.one_home import in_sql
 from tests.rigs.sources.source_tree import (
+    ALLOWED,
     BY_A_TABLE,
     GIVEN_BY,
     REPEATED_NAMES,
@@ -104,6 +106,14 @@ def test_a_rule_has_one_home() -> None:
     assert empty_homes() == [], "a home that does not have the rule goes"
 
 
+def test_sql_takes_no_id_apart_by_a_pattern_of_its_own() -> None:
+    paths = [path for package in ALLOWED for path in sorted((ROOT / package).rglob("*.sql"))]
+    assert paths
+    assert {str(path): found for path in paths if (found := in_sql(path.read_text(encoding="utf-8")))} == {}
+    planted = ["regexp_extract(player, '^(.*)@', 1),", "split_part(group_id, '/', 1)"]
+    assert in_sql("\n".join([*planted, "regexp_extract(player, '^{PLAYER}$', 1)"])) == planted
+
+
 def test_a_home_without_its_rule_is_found(tmp_path: Path, plant: Plant) -> None:
     plant("eventlog/codec.py", 'kind = headers["ce_type"]\n')
     found = {name.partition(": ")[0] for name in empty_homes(tmp_path)}
@@ -141,6 +151,18 @@ def test_planted_files_and_classes_are_found(tmp_path: Path, plant: Plant) -> No
     [
         'kind = headers["ce_type"]',
         "is_void = event.term < owner.term",
+        "is_void = (event.term, event.offset) < (owner.term, owner.offset)",
+        "owner = max(claims, key=lambda c: c.term)",
+        "claims.sort(key=attrgetter('term'))",
+        "highest = max(claim.term for claim in claims)",
+        "num_newer = event.term - owner.term",
+        'is_own = rollout_id.startswith(f"{run_id}/")',
+        'run = rollout_id[: rollout_id.index("/")]',
+        'run = owner.split("/")[0]',
+        'epoch, slash, index = asked.partition("/")',
+        'run, _, version = player.partition("@")',
+        'found = re.match(r"(.*)/m([0-9]+)", rollout_id)',
+        'reason = " ".join(str(error).split())[:300]',
         "is_void = limit > owner.term",
         "is_newer = highest_term > claimed_term",
         "is_newer = term_of(owner) < limit",
@@ -187,7 +209,8 @@ def test_planted_files_and_classes_are_found(tmp_path: Path, plant: Plant) -> No
     ],
 )
 def test_a_planted_rule_is_found(line: str, tmp_path: Path, plant: Plant) -> None:
-    path = plant("learner/planted.py", f"{line}\nname.split('.')\nterm = event.term\nname.replace('a', 'b')\n")
+    fine = "name.split('.')\nterm = event.term\nname.replace('a', 'b')\npath.split('/')\n"
+    path = plant("learner/planted.py", f"{line}\n{fine}")
     assert away_from_home(path, tmp_path) == [line]
 
 

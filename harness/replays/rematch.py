@@ -77,10 +77,7 @@ def engine_settings(config: RunConfig) -> EngineSettings:
 
 def task_of(events: RunEvents, name: str) -> TaskRequested:
     """The task that `EPOCH/INDEX` or a group's id names. Raises ConfigError."""
-    epoch, slash, index = name.partition("/")
-    group_id = name
-    if slash and epoch.isdigit() and index.isdigit():
-        group_id = ids.group_id(events.run_id, ids.TRAINING, int(epoch), int(index))
+    group_id = ids.named_group(events.run_id, ids.TRAINING, name)
     found = events.by_id.get(ids.event_id("task_requested", group_id))
     if found is None or not isinstance(found.event, TaskRequested):
         there = [task.group_id for task, _ in of_type(events.by_topic.get("tasks", ()), TaskRequested)]

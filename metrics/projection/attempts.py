@@ -7,6 +7,8 @@ whatever order topics are read and however they are cut into transactions. The v
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from rollstream.schemas import ids
+
 Row = dict[str, Any]
 Inserted = Mapping[str, Sequence[Mapping[str, Any]]]
 
@@ -114,7 +116,7 @@ def _take_batches(found: dict[str, Row], inserted: Inserted, trained: Iterable[M
 
 
 def _is_own(row: Mapping[str, Any]) -> bool:
-    return row["rollout_id"].startswith(f"{row['run_id']}/")
+    return ids.run_of(row["rollout_id"]) == row["run_id"]
 
 
 def _of(found: dict[str, Row], rollout_id: str) -> Row:

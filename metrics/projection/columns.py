@@ -7,6 +7,7 @@ from typing import Any
 from pydantic import BaseModel
 
 from rollstream.metrics.projection.inserts import inserts_into
+from rollstream.schemas import ids
 
 Row = dict[str, Any]
 
@@ -20,7 +21,7 @@ def read_sql() -> tuple[str, str]:
     """The statements that make the tables, and those that make the views."""
     whole = resources.files("rollstream.metrics.projection").joinpath("tables.sql").read_text()
     tables, _, views = whole.partition(VIEWS_HEADING)
-    return tables, views
+    return tables, views.replace("{PLAYER}", ids.PLAYER)
 
 
 def copied(table: str, source: BaseModel) -> Row:

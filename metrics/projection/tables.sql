@@ -604,8 +604,8 @@ WITH match AS (
     ) AS number
     FROM matches WHERE seat < opponent_seat AND player <> opponent
 ), seen AS (
-    SELECT run_id, player, min(number) AS first, count(*) AS num_matches, regexp_extract(player, '^(.*)@[0-9]{1,9}$', 1) AS model_group,
-        try_cast(if(starts_with(player, 'scripted:'), '', regexp_extract(player, '@([0-9]{1,9})$', 1)) AS BIGINT) AS version
+    SELECT run_id, player, min(number) AS first, count(*) AS num_matches, regexp_extract(player, '^{PLAYER}$', 1) AS model_group,
+        try_cast(if(starts_with(player, 'scripted:'), '', regexp_extract(player, '^{PLAYER}$', 2)) AS BIGINT) AS version
     FROM (SELECT run_id, a AS player, number FROM match UNION ALL SELECT run_id, b, number FROM match) GROUP BY run_id, player
 ), numbered AS (
     SELECT *, row_number() OVER (PARTITION BY run_id ORDER BY first, player) AS place, count(*) OVER (PARTITION BY run_id) AS num_players FROM seen

@@ -46,3 +46,8 @@ def test_seeds_are_non_negative_and_fit_in_63_bits(one: list[str | int], other: 
 
 def test_the_partition_of_a_key_never_changes() -> None:
     assert [partition_of(key, 6) for key in ("run/rl/e00000/t00000", b"run/rl/e00000/t00001", "")] == [4, 0, 0]
+
+
+def test_a_group_is_named_by_epoch_and_index_or_by_its_id() -> None:
+    assert ids.named_group("run-1", "rl", "3/12") == ids.group_id("run-1", "rl", 3, 12)
+    assert ids.named_group("run-1", "rl", "run-1/rl/e00003/t00012") == "run-1/rl/e00003/t00012"

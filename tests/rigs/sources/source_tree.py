@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 from rollstream.schemas.algorithm_settings import AlgorithmSettings
 from rollstream.schemas.algorithms import BUILT_IN
+from tests.rigs.sources import one_home
 
 ROOT = Path(__file__).resolve().parents[3]
 Plant = Callable[[str, str], Path]
@@ -37,12 +38,9 @@ _BASES = "|".join(sorted({
 """Classes that settings of algorithms are derived from."""
 ONE_HOME = {
     re.compile(r"""["']ce_(type|id)["']"""): "eventlog/codec.py",
-    re.compile(
-        r"\b(\w*(_id|_group|_key)|record\.key)\.(r?split|r?partition|removeprefix)\("
-        r"|\b(job|run|group|rollout|task|trajectory|batch|player)\.r?(split|partition)\(b?['\"]/"
-    ): "schemas/ids.py",
     re.compile(r"""f["'][^"']*\}/[meabt]\{"""): "schemas/ids.py",
     re.compile(r"""f["'][a-z]+(_[a-z]+)+:\{|startswith\(["'][a-z]+_[a-z_]+:["']|event_id_of\(\w+\)\.r?partition"""): "",
+    re.compile(r"str\(error\)\.split\("): "schemas/errors.py",
     re.compile(r"FROM log\.learner_claimed"): "metrics/projection/tables.sql",
     re.compile(r"settings\.entropy_coefficient \*"): "",
     re.compile(r"removeprefix\(CODE\)|cannot be imported: \{"): "schemas/users_code.py",
@@ -144,7 +142,9 @@ def away_from_home(path: Path, root: Path = ROOT) -> list[str]:
         for rule, home in ONE_HOME.items()
         if not any(name == one or name.startswith(f"{one}/") for one in home.split()) and rule.search(line)
     }
-    for node in ast.walk(ast.parse(text)):
+    tree = ast.parse(text)
+    found.update(one_home.lines_away(tree, name))
+    for node in ast.walk(tree):
         if isinstance(node, ast.Compare) and orders_terms(node) and name != "eventlog/terms.py":
             found.add(node.lineno - 1)
         if isinstance(node, ast.Call) and renames(node) and name != "eventlog/files.py":
@@ -169,9 +169,8 @@ def empty_homes(root: Path = ROOT) -> list[str]:
 
 def orders_terms(node: ast.Compare) -> bool:
     """Whether a comparison asks which of two terms is higher, or whether they are equal."""
-    is_of_terms = any(
-        re.search(r"(\b|_)term(_of\(.*\))?$", ast.unparse(side)) for side in (node.left, *node.comparators)
-    )
+    sides = [part for side in (node.left, *node.comparators) for part in getattr(side, "elts", [side])]
+    is_of_terms = any(re.search(r"(\b|_)term(_of\(.*\))?$", ast.unparse(side)) for side in sides)
     return is_of_terms and not isinstance(node.ops[0], ast.In | ast.NotIn | ast.Is | ast.IsNot)
 
 
