@@ -186,7 +186,9 @@ def origin(headers: Headers) -> tuple[str, int, int]:
         name = by_name[PREFIX + "topic"].decode()
         where = int(by_name[PREFIX + "partition"]), int(by_name[PREFIX + "offset"])
     except (KeyError, ValueError) as error:
-        raise LogError("the headers of a dead letter lack its source position") from error
+        raise LogError(
+            "the headers of a dead letter lack its source position; rollstream did not write it, leave it out"
+        ) from error
     return (BY_NAME[name].short if name in BY_NAME else name), *where
 
 

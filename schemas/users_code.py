@@ -6,6 +6,7 @@ ConfigError of one line, and its traceback goes to the log.
 
 import importlib
 import logging
+import os
 from collections.abc import Generator
 from contextlib import contextmanager
 from importlib.metadata import EntryPoint
@@ -57,7 +58,13 @@ def _importing(what: str, module: str) -> Generator[None]:
 
 def _remedy(error: BaseException, module: str) -> str:
     if not isinstance(error, ModuleNotFoundError) or not error.name:
-        return "correct the module, the log has the traceback"
+        return f"correct the module, {_log()} has the traceback"
     if module == error.name or module.startswith(f"{error.name}."):
         return "correct its name, install its package, or start the command in its folder"
     return f"install {error.name.split('.')[0]}, or remove its import"
+
+
+def _log() -> str:
+    """The file that this process logs to; that of a service is its standard error."""
+    files = [one.baseFilename for one in logging.root.handlers if isinstance(one, logging.FileHandler)]
+    return next((name for name in files if name != os.devnull), "the log of this process")

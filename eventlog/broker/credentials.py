@@ -96,7 +96,7 @@ class Credentials:
         name_end = 4 + 1 + 1 + len(USER)  # throttle time, number of results, length of the name
         code = struct.unpack_from(">h", reply, name_end)[0]
         if code:
-            raise BrokerError(f"its controller refuses the password (Kafka error {code})")
+            raise BrokerError(f"the broker's controller refuses the password (Kafka error {code})")
 
 
 def _retry_until(deadline: float, attempt: Callable[[], None]) -> None:
@@ -121,7 +121,7 @@ def _check_salt(port: int, salt: bytes) -> None:
     with _connect(port) as broker:
         answer = _log_in(broker, MECHANISM, f"n,,n={USER},r={nonce}".encode())
     if f"s={base64.b64encode(salt).decode()}" not in answer.decode("ascii", "replace").split(","):
-        raise BrokerError("it does not know the new password yet")
+        raise BrokerError(f"the broker on port {port} does not know the new password yet")
 
 
 def _log_in(connected: socket.socket, mechanism: str, first: bytes) -> bytes:
@@ -136,7 +136,7 @@ def _log_in(connected: socket.socket, mechanism: str, first: bytes) -> bytes:
 def _check(reply: bytes) -> bytes:
     code = struct.unpack_from(">h", reply)[0]
     if code:
-        raise BrokerError(f"it refuses the login (Kafka error {code})")
+        raise BrokerError(f"the broker refuses the login (Kafka error {code})")
     return reply[2:]
 
 
@@ -151,7 +151,7 @@ def _ask(connected: socket.socket, api_key: int, version: int, body: bytes) -> b
 def _receive(connected: socket.socket, size: int) -> bytes:
     found = connected.recv(size, socket.MSG_WAITALL)
     if len(found) < size:
-        raise ConnectionResetError("the connection was closed")
+        raise ConnectionResetError("the broker closed the connection")
     return found
 
 

@@ -136,7 +136,7 @@ def _download(url: str, path: Path, sha256: str) -> None:
         replacing(path, is_private=False, is_alone=True) as file,
     ):
         if answer.status_code != requests.codes.ok:
-            raise OSError(f"the repository answered {answer.status_code} {answer.reason}")
+            raise OSError(f"the repository answered {answer.status_code} {answer.reason} for {answer.url}")
         for chunk in answer.iter_content(CHUNK_BYTES):
             digest.update(chunk)
             file.write(chunk)

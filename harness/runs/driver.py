@@ -192,4 +192,4 @@ async def give_signs_of_life(log: EventLog, started: RunStarted, *, is_new: bool
         try:
             await log.send(RunContinued(run_id=started.run_id, time_ms=time.time_ns() // 1_000_000))
         except LogError as error:
-            logger.warning("no sign of life of run_id=%s: %s", started.run_id, error)
+            logger.warning("no sign of life of run_id=%s is written, it is tried again: %s", started.run_id, error)

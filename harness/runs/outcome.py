@@ -177,7 +177,11 @@ async def good_version(
     group, _ = await versions_of(log, spec.model_group, version)
     good = group.published.get(version)
     if good is None or not _is_there(artifacts, good):
-        logger.warning("version %s of %s, the last good one, is gone", version, spec.model_group)
+        logger.warning(
+            "version %s of %s, the last good one, was removed, so the newest is saved; raise keep_last to keep more",
+            version,
+            spec.model_group,
+        )
         return None
     return good
 
@@ -215,7 +219,8 @@ async def let_metrics_catch_up(workspace: Path) -> None:
             while not await asyncio.to_thread(is_caught_up, workspace):
                 await asyncio.sleep(RETRY_S)
     except (RollstreamError, TimeoutError) as error:
-        logger.warning("the metrics have not caught up: %s", error)
+        reason = str(error) or f"no answer within {CATCH_UP_TIMEOUT_S:g} s"
+        logger.warning("the metrics of workspace %s have not caught up: %s; see its logs", workspace, reason)
 
 
 async def _state(

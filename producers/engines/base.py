@@ -72,14 +72,17 @@ def check_generation(generation: Generation) -> None:
     if not num_tokens == num_logprobs == num_spanned or not num_tokens:
         raise ModelError(
             f"engine returned {num_tokens} tokens, {num_logprobs} logprobs, spans over "
-            f"{num_spanned}; all three must be equal"
+            f"{num_spanned}; all three must be equal: correct the engine"
         )
     if not all(map(math.isfinite, generation.logprobs)):
         raise ModelError(
             "engine returned a log-probability that is not a finite number; correct the engine, or its weights"
         )
     if generation.kept is not None and len(generation.kept.lengths) != num_tokens:
-        raise ModelError(f"engine returned kept ids of {len(generation.kept.lengths)} tokens with {num_tokens} tokens")
+        raise ModelError(
+            f"engine returned kept ids of {len(generation.kept.lengths)} tokens with {num_tokens} tokens; both must be "
+            "equal: correct the engine"
+        )
 
 
 def check_prompt(request: GenerationRequest, *, num_token_ids: int) -> None:
@@ -91,7 +94,7 @@ def check_prompt(request: GenerationRequest, *, num_token_ids: int) -> None:
         odd = next(one for one in prompt_ids if not 0 <= one < num_token_ids)
         raise PromptRefusedError(
             f"a prompt for model group {request.model_group} has the token id {odd}; its model knows 0 to "
-            f"{num_token_ids - 1}"
+            f"{num_token_ids - 1}; make the prompt with that model's tokenizer"
         )
 
 

@@ -45,7 +45,9 @@ def new_engine(written: EngineSettings, env: Mapping[str, str], location: str = 
         if written.kind in ENGINES:  # a missing library has its own message
             raise
         logger.info("engine %s cannot be built", written.kind, exc_info=error)
-        raise ConfigError(f"{location}: kind {written.kind!r} cannot be built: {describe(error)}") from error
+        raise ConfigError(
+            f"{location}: kind {written.kind!r} cannot be built: {describe(error)}; correct its settings or the package"
+        ) from error
     _check_engine(engine, f"{location}: kind {written.kind!r}")
     return engine
 
@@ -112,11 +114,13 @@ def _imported(entry: metadata.EntryPoint, location: str) -> EngineKind:
     where = f"{location}: {entry.name!r} ({_origin(entry)})"
     kind = load_installed(entry, where)
     if not isinstance(kind, EngineKind):
-        raise ConfigError(f"{where} is a {type(kind).__name__}; an EngineKind is expected")
+        raise ConfigError(f"{where} is a {type(kind).__name__}; an EngineKind is expected, correct it")
     if not (inspect.isclass(kind.settings) and issubclass(kind.settings, EngineSettings)):
-        raise ConfigError(f"{where}: settings is {kind.settings!r}; a subclass of EngineSettings is expected")
+        raise ConfigError(
+            f"{where}: settings is {kind.settings!r}; a subclass of EngineSettings is expected, correct it"
+        )
     if not callable(kind.build) or inspect.iscoroutinefunction(kind.build):
-        raise ConfigError(f"{where}: build is {kind.build!r}; a plain function or a class is expected")
+        raise ConfigError(f"{where}: build is {kind.build!r}; a plain function or a class is expected, correct it")
     return kind
 
 

@@ -61,7 +61,7 @@ def test_a_module_that_raises_two_calls_deep_is_reported_alike_by_all_who_import
     with caplog.at_level(logging.INFO):
         assert message_of(lambda: resolve("python:raises_deep.Thing")) == (
             f"{location}: python:raises_deep.Thing: module raises_deep cannot be imported: KeyError (raises_deep.py "
-            "line 6, in inner): 'no GPU'; correct the module, the log has the traceback"
+            "line 6, in inner): 'no GPU'; correct the module, the log of this process has the traceback"
         )
     for line in ("line 9, in <module>", "line 2, in outer", "line 6, in inner"):
         assert line in caplog.text
@@ -96,5 +96,16 @@ def test_an_entry_point_whose_module_raises_is_reported_alike(module: Callable[[
     entry_point = EntryPoint("mine", "raises_deep_too:Mine", "rollstream.algorithms")
     assert message_of(lambda: load_installed(entry_point, "algorithm.name: mine")) == (
         "algorithm.name: mine cannot be imported: KeyError (raises_deep_too.py line 6, in inner): 'no GPU'; correct "
-        "the module, the log has the traceback"
+        "the module, the log of this process has the traceback"
     )
+
+
+def test_an_error_names_the_file_that_has_its_traceback(
+    module: Callable[[str, str], str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module("raises_for_a_file", DEEP)
+    to_file = logging.FileHandler(tmp_path / "finetune.log", delay=True)
+    monkeypatch.setattr(logging.root, "handlers", [to_file])
+    message = message_of(lambda: import_module("raises_for_a_file", "modules"))
+    assert message.endswith(f"correct the module, {tmp_path}/finetune.log has the traceback")
+    to_file.close()

@@ -351,7 +351,9 @@ class Pool:
                 left = deadline - now
                 if left <= 0:
                     states = "; ".join(f"{url} {state}" for url, state in self.states().items())
-                    raise ModelError(f"no vLLM server is ready within start_timeout_s: {states}")
+                    raise ModelError(
+                        f"no vLLM server is ready within start_timeout_s: {states}; see the servers' logs, or raise it"
+                    )
                 rests = [server.rests_until - now for server, _ in self._servers if server.rests_until > now]
                 with suppress(TimeoutError):
                     async with asyncio.timeout(min([left, *rests])):

@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import IO, Any
 
 from rollstream.eventlog.files import beside
-from rollstream.producers.engines.vllm.base_model import BaseModel, Shape, check_fit, shapes_in
+from rollstream.producers.engines.model_cache import Shape, check_fit
+from rollstream.producers.engines.vllm.base_model import BaseModel, shapes_in
 from rollstream.schemas.errors import ModelError
 from rollstream.schemas.events import WeightsPublished
 
@@ -66,8 +67,10 @@ def _locked(folder: Path) -> tuple[int, IO[str]]:
             else:
                 return number, lock
     except OSError as error:
-        raise ModelError(f"folder {folder} cannot be written to: {error}; make room there, or set folder") from error
-    raise ModelError(f"folder {folder} is in use by {MAX_CLIENTS} processes; give some another folder")
+        raise ModelError(
+            f"folder {folder} cannot be written to: {error}; make room there, or set engine.folder"
+        ) from error
+    raise ModelError(f"folder {folder} is in use by {MAX_CLIENTS} processes; give some of them another engine.folder")
 
 
 @dataclass(frozen=True, eq=False)
@@ -115,7 +118,9 @@ def make_version(
         restore(version)
     except OSError as error:
         made = version.folder
-        raise ModelError(f"{where} cannot be written to {made}: {error}; free space there, or set folder") from error
+        raise ModelError(
+            f"{where} cannot be written to {made}: {error}; free space there, or set engine.folder"
+        ) from error
     return version
 
 

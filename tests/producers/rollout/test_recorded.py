@@ -219,7 +219,10 @@ def test_the_same_record_gives_the_same_events_in_every_attempt(play):
 @pytest.mark.parametrize(
     ("rollout", "message"),
     [
-        (RecordedRollout(source_id="r7", error="its agent raised KeyError"), "recorded rollout r7: its agent raised"),
+        (
+            RecordedRollout(source_id="r7", error="its agent raised KeyError"),
+            "r7 failed when it was recorded: its agent raised",
+        ),
         (RecordedRollout(steps=(exact([5], [100_000]),)), "recorded token id 100000 is outside the"),
         (RecordedRollout(steps=(exact([5], [-3]),)), "recorded token id -3 is outside the"),
         (RecordedRollout(steps=(exact([5], [6], [float("nan")]),)), "is not a finite number"),
