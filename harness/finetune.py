@@ -110,7 +110,10 @@ async def _run(run_request: RunRequest, lease: WorkspaceLease, display: Display)
                 await project_to_end(run.log, metrics_file(lease.location.workspace))
             elif config.builder.services == "managed":
                 await _watched(run.supervisor, let_metrics_catch_up(lease.location.workspace))
-            return outcome._replace(seconds=time.monotonic() - began, restarts=run.supervisor.total_restarts)
+            supervisor = run.supervisor
+            return outcome._replace(
+                seconds=time.monotonic() - began, restarts=supervisor.total_restarts, logged=supervisor.logged
+            )
 
 
 async def _trained(

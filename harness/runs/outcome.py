@@ -25,6 +25,8 @@ from rollstream.schemas.settings import JobSpec
 from rollstream.schemas.variables import conceal, expand
 
 CATCH_UP_TIMEOUT_S = 60.0
+MAX_REPEATED = 100
+"""Characters of a reason that the end of a run repeats though a service's error has shown it."""
 RETRY_S = 0.2
 SHARE_SHOWN = 10
 """Rewards are compared between the first and the last tenth of the last job's epochs."""
@@ -53,6 +55,8 @@ class Outcome(NamedTuple):
     last_reward: float | None = None
     seconds: float = 0.0
     restarts: int = 0
+    logged: tuple[str, ...] = ()
+    """Errors of services that the terminal shows already, as `service: message`."""
 
     @property
     def exit_code(self) -> int:
@@ -61,14 +65,15 @@ class Outcome(NamedTuple):
 
     def as_json(self) -> dict[str, Any]:
         """For `--result_json_path`."""
-        return {**self._asdict(), "output_dir": None if self.output_dir is None else str(self.output_dir)}
+        found = {name: value for name, value in self._asdict().items() if name != "logged"}
+        return {**found, "output_dir": None if self.output_dir is None else str(self.output_dir)}
 
     def summary(self) -> str:
         """A summary of a few lines. The message of an end that is not a failure comes last."""
         version = f" at version {self.version}" if self.version >= 0 else ""
         lines = [f"run {self.run_id} {self.status}{version} after {self.seconds:.0f} s"]
         if self.message and self.exit_code:
-            lines[0] += f": {self.message}"
+            lines[0] += f": {self._unlogged()}"
         if self.first_reward is not None and self.last_reward is not None:
             lines.append(f"reward {self.first_reward:.3f} -> {self.last_reward:.3f} in {self.num_epochs} epochs")
         if self.output_dir is not None:
@@ -78,6 +83,15 @@ class Outcome(NamedTuple):
         if self.message and not self.exit_code:
             lines.append(self.message)
         return "\n".join(lines)
+
+    def _unlogged(self) -> str:
+        """The message, which refers to a long reason that the terminal shows already."""
+        for line in self.logged:
+            service, _, text = line.partition(": ")
+            reason = text.partition(": ")[2]
+            if len(reason) > MAX_REPEATED and reason in self.message:
+                return self.message.replace(reason, f"see the error of {service} above")
+        return self.message
 
 
 async def end(

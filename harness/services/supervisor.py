@@ -91,6 +91,11 @@ class Supervisor:
             if child.process is not None and child.process.poll() is None
         }
 
+    @property
+    def logged(self) -> tuple[str, ...]:
+        """Errors of the services that were relayed."""
+        return self._relay.relayed
+
     def progressed(self) -> None:
         """The run made progress: earlier restarts no longer count."""
         for child in self._children:
@@ -212,7 +217,12 @@ class LogRelay:
         self._folder = folder
         self._max_log_bytes = max_log_bytes
         self._offsets = {path.name: path.stat().st_size for path in folder.glob("*.log")}
-        self._relayed: set[str] = set()
+        self._relayed: dict[str, None] = {}
+
+    @property
+    def relayed(self) -> tuple[str, ...]:
+        """What `new_errors` has returned so far."""
+        return tuple(self._relayed)
 
     def new_errors(self, names: list[str]) -> list[str]:
         """Errors that the named services logged since the last call, as `service: message`; repeats are left out."""
@@ -226,7 +236,7 @@ class LogRelay:
                 match = _ERROR.match(line)
                 text = f"{name}: {match.group(1)}" if match else ""
                 if text and text not in self._relayed and len(self._relayed) < MAX_RELAYED:
-                    self._relayed.add(text)
+                    self._relayed[text] = None
                     found.append(text)
         return found
 
