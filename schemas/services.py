@@ -209,6 +209,8 @@ class VllmSettings(EngineSettings):
     """Of one request."""
     start_timeout_s: float = Field(default=600.0, gt=0, le=86400)
     """How long a request or a version waits while no server is ready."""
+    load_timeout_s: float = Field(default=300.0, gt=0, le=86400)
+    """How long a server may take to load a version, once it has room for it. The other servers do not wait for it."""
     health_interval_s: float = Field(default=5.0, gt=0, le=3600)
     """Between two looks at a server."""
     health_timeout_s: float = Field(default=60.0, gt=0, le=3600)

@@ -116,7 +116,7 @@ class VllmEngine:
         return {url: state for pool in self._pools.values() for url, state in pool.states().items()}
 
     async def load(self, published: WeightsPublished, path: Path) -> None:
-        """Generate new requests with this version on all servers that are there; others get it when they come.
+        """Generate new requests with this version once one server has it; the others get it while that one serves.
 
         Raises ModelError if it does not fit, or no server takes it; then the version before it stays.
         """
@@ -202,8 +202,14 @@ class VllmEngine:
         settings = self._settings
         http = HttpServer(url, timeout_s=settings.timeout_s, key=self._key, key_variable=settings.api_key_variable)
         client = self._own_client()
-        timeout_s = settings.health_timeout_s
-        return Server(http, client, max_loras=settings.max_loras, health_timeout_s=timeout_s, sums=sums)
+        return Server(
+            http,
+            client,
+            max_loras=settings.max_loras,
+            load_timeout_s=settings.load_timeout_s,
+            health_timeout_s=settings.health_timeout_s,
+            sums=sums,
+        )
 
     def _own_client(self) -> Client:
         if self._client is None:

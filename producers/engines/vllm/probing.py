@@ -1,12 +1,13 @@
 """What a vLLM server says of itself, and whether it can be used: asked of it, never read from its version."""
 
+import asyncio
 import logging
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from rollstream.eventlog.http.http_json import HttpServer, shown
+from rollstream.eventlog.http.http_json import HttpServer, TryAgainError, UnreachableError, shown
 from rollstream.producers.engines.vllm.asking import NO_LOGPROB
 from rollstream.producers.engines.vllm.base_model import BaseModel
 from rollstream.producers.engines.vllm.server_config import (
@@ -26,6 +27,9 @@ FULL = frozenset(
 IS_PAUSED = "/is_paused"
 GENERATE = "/inference/v1/generate"
 WEIGHT_CHECKER = "/weight_checker"
+RESET_TRIES = 20
+RESUME_TRIES = 5
+POLL_S = 0.05
 NUM_TOP = 5
 """Likeliest ids that a look at log-probabilities asks for: what OpenAI's API allows at most."""
 TOLERANCE = 1e-4
@@ -63,9 +67,36 @@ class ServerCalls:
         answered = self.http.checked(await self.http.sent("POST", path, body, timeout_s=timeout_s))
         return self.http.parsed(answered) if answered else {}
 
+    async def check_health(self) -> None:
+        """Raises TryAgainError, ModelError unless the server answers; its workers are not asked."""
+        self.http.checked(await self.http.sent("GET", "/health", timeout_s=self.health_timeout_s))
+
     async def label(self) -> str:
         """Of the full weights that it has."""
         return str((await self.get("/weight_info"))["weight_version"])
+
+    async def reset_prefix_cache(self) -> None:
+        """Drop what was computed of the weights before. Raises TryAgainError, ModelError."""
+        for _ in range(RESET_TRIES):
+            if (await self.post("/reset_prefix_cache?reset_running_requests=true")).get("success", True):
+                return
+            await asyncio.sleep(POLL_S)
+        raise self.http.error("does not drop its prefix cache, which holds the weights before; restart it")
+
+    async def resume(self, is_down: Callable[[], bool]) -> None:
+        """Let a paused server go on: as it answers nobody, it is asked several times, until it is known to be down.
+
+        Raises TryAgainError, ModelError.
+        """
+        for left in reversed(range(RESUME_TRIES)):
+            try:
+                await self.post("/resume", timeout_s=self.health_timeout_s)
+            except TryAgainError as error:
+                if not left or isinstance(error, UnreachableError) or is_down():
+                    raise  # who reaches it again resumes it
+                await asyncio.sleep(POLL_S)
+            else:
+                return
 
     async def weight_sums(self) -> dict[str, str]:
         """sha256 by parameter, of all workers. Raises TryAgainError, ModelError."""

@@ -3,13 +3,14 @@
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager, suppress
 from typing import Any, Literal
 
-from rollstream.eventlog.http.http_json import HttpServer, TryAgainError, UnreachableError, shown
-from rollstream.producers.engines.base import FinishReason, Generation, GenerationRequest
+from rollstream.eventlog.http.http_json import HttpServer, TryAgainError, shown
+from rollstream.producers.engines.base import Generation, GenerationRequest
+from rollstream.producers.engines.vllm.answers import LostVersionError, generation_of, spans_of
 from rollstream.producers.engines.vllm.asking import (
-    AnsweredTokens,
     TooFewToldError,
     asked,
     completed,
@@ -18,25 +19,19 @@ from rollstream.producers.engines.vllm.asking import (
     nums_told,
 )
 from rollstream.producers.engines.vllm.base_model import BaseModel
+from rollstream.producers.engines.vllm.open_calls import OpenCalls, finished
 from rollstream.producers.engines.vllm.probing import GENERATE, WEIGHT_CHECKER, Probed, ServerCalls
 from rollstream.producers.engines.vllm.streamed import EVENT_BYTES, GivenTokens, StreamedAnswer
 from rollstream.producers.engines.vllm.version_files import Client, Version
 from rollstream.producers.engines.vllm.weight_sums import WeightSums
-from rollstream.schemas.events.rollouts import VersionSpan
+from rollstream.schemas.errors import ModelError
 
 UNLABELLED = "default"
 """Label of the weights that a server began with."""
 LOADING = "-loading"
 """Ends the label of weights that are being replaced, or whose replacement failed."""
-RESET_TRIES = 20
-RESUME_TRIES = 5
-POLL_S = 0.05
 
 logger = logging.getLogger(__name__)
-
-
-class LostVersionError(Exception):
-    """The server answers, but not with the version that it was given: it was restarted, or somebody else changed it."""
 
 
 class Server:
@@ -48,6 +43,7 @@ class Server:
         client: Client,
         *,
         max_loras: int,
+        load_timeout_s: float,
         health_timeout_s: float,
         sums: WeightSums | None = None,
     ) -> None:
@@ -55,14 +51,18 @@ class Server:
         self.http = http
         self.state: Literal["down", "pending_weights", "ready"] = "down"
         self.reason = "not asked yet"
-        self.lock = asyncio.Lock()
-        """Held while versions come and go, and never while a version waits for room."""
         self.open: Counter[str] = Counter()
         """Requests in progress by version name."""
         self.versions: dict[str, Version] = {}
         """That it was given and has proven, by name; of full weights the newest and those that requests began with."""
         self.names: dict[str, None] = {}
         """Adapters of ours that it has, proven or left by a process before: each takes a slot. The oldest is first."""
+        self.requests = OpenCalls()
+        """Ended when the server is found dead: they can be made elsewhere."""
+        self.until_down = OpenCalls()
+        """Loads and looks: they end when the server leaves as down."""
+        self.loading: str | None = None
+        """Name of the version that it is being given, set by its pool."""
         self.unused = asyncio.Event()
         """A name may have become one that nobody needs."""
         self.num_failed = 0
@@ -73,9 +73,13 @@ class Server:
         self._probed = Probed()
         self._client = client
         self._max_loras = max_loras
+        self._load_timeout_s = load_timeout_s
         self._sums = sums
         self._changed = asyncio.Event()
-        """An adapter went, or the state changed."""
+        """An adapter went, the state changed, or other versions are wanted."""
+        self._lock = asyncio.Lock()
+        self._num_changing = 0
+        """Who holds the lock or waits for it."""
 
     @property
     def num_open(self) -> int:
@@ -100,6 +104,27 @@ class Server:
         self.num_failed = 0
         self.versions.clear()
         self._changed.set()
+        if state == "down":
+            self.until_down.end(reason)
+
+    def has(self, version: Version) -> bool:
+        """Whether it was given the version, and has proven it."""
+        return version.name in self.versions and version.name != self.loading
+
+    def recheck(self) -> None:
+        """Other versions are wanted: unload what is not, and do not wait for room for it."""
+        self.unused.set()
+        self._changed.set()
+
+    @asynccontextmanager
+    async def changing(self) -> AsyncIterator[None]:
+        """Alone while versions come and go. A version that waits for room does so outside."""
+        self._num_changing += 1
+        try:
+            async with self._lock:
+                yield
+        finally:
+            self._num_changing -= 1
 
     # ---- looks ----
 
@@ -120,14 +145,19 @@ class Server:
     async def check(self) -> None:
         """Let the workers do nothing, and look whether the server still has its versions.
 
-        Raises TryAgainError if they do not answer in time, LostVersionError.
+        While versions come and go, only the server is asked: its workers do one thing after the other, and loads have a
+        limit of their own. Raises TryAgainError if it does not answer in time, LostVersionError.
         """
-        timeout_s = self._calls.health_timeout_s
-        if "/collective_rpc" in self._probed.paths:
-            await self._calls.post("/collective_rpc", {"method": "check_health"}, timeout_s=timeout_s)
-        else:
-            self.http.checked(await self.http.sent("GET", "/health", timeout_s=timeout_s))
-        await self.prove()
+        if self._num_changing:
+            await self._calls.check_health()
+            return
+        async with self.changing():
+            if "/collective_rpc" in self._probed.paths:
+                timeout_s = self._calls.health_timeout_s
+                await self._calls.post("/collective_rpc", {"method": "check_health"}, timeout_s=timeout_s)
+            else:
+                await self._calls.check_health()
+            await self.prove()
 
     async def prove(self) -> None:
         """Raises LostVersionError if it does not have what it was given."""
@@ -145,12 +175,16 @@ class Server:
 
     # ---- versions ----
 
-    async def add_adapter(self, version: Version) -> None:
-        """Load an adapter under its own name, once there is room. Raises ModelError, TryAgainError."""
-        while version.name not in self.versions:
-            async with self.lock:
+    async def add_adapter(self, version: Version, is_kept: Callable[[str], bool]) -> None:
+        """Load an adapter under its own name, once there is room, unless it is not kept by then.
+
+        Raises ModelError, TryAgainError.
+        """
+        while is_kept(version.name):
+            async with self.changing():
                 if version.name in self.names or len(self.names) < self._max_loras:
-                    await self._load(version)
+                    async with self._in_time(version):
+                        await self._load(version)
                     return
                 self._changed.clear()
             self.unused.set()
@@ -160,7 +194,7 @@ class Server:
 
     async def unload_unused(self, is_kept: Callable[[str], bool]) -> None:
         """Unload adapters of ours that no request uses and nobody keeps. Raises ModelError, TryAgainError."""
-        async with self.lock:
+        async with self.changing():
             for name in list(self.names):
                 if not self.open[name] and not is_kept(name):
                     await self.drop_adapter(name)
@@ -168,9 +202,8 @@ class Server:
     async def drop_adapter(self, name: str) -> None:
         """Unload a name that no request uses. Raises ModelError, TryAgainError."""
         self.versions.pop(name, None)
-        answered = await self.http.sent(
-            "POST", "/v1/unload_lora_adapter", {"lora_name": name}, timeout_s=self._calls.health_timeout_s
-        )
+        body, timeout_s = {"lora_name": name}, self._calls.health_timeout_s
+        answered = await self.http.sent("POST", "/v1/unload_lora_adapter", body, timeout_s=timeout_s)
         if answered.status != 404:
             self.http.checked(answered)
         self.names.pop(name, None)
@@ -188,23 +221,41 @@ class Server:
             return
         mode = "keep" if GENERATE in self._probed.paths else "wait"  # only the former tells which tokens are whose
         timeout_s = self._calls.health_timeout_s if mode == "keep" else None
+        is_cancelled = False
         try:
             await self._calls.post(f"/pause?mode={mode}", timeout_s=timeout_s)
             self._hold(version)
-            await self._calls.post("/update_weight_version", {"new_version": f"{version.name}{LOADING}"})
-            await self._calls.post(
-                "/collective_rpc", {"method": "reload_weights", "kwargs": {"weights_path": str(version.folder)}}
-            )
-            await self._reset_cache()
-            if differing := await self._differing(version):
-                raise self.http.error(
-                    f"has other weights than another server of {version.name}, such as {differing[0]}; start all with "
-                    "equal arguments on equal devices, or leave engine.check_weights out"
-                )
-            await self._calls.post("/update_weight_version", {"new_version": version.name})
-        finally:
-            await asyncio.shield(self._resume())
+            async with self._in_time(version):
+                await self._replace(version)
+        except asyncio.CancelledError:
+            is_cancelled = True
+            raise
+        finally:  # to its end: a late resume would disturb the next reload
+            with suppress(*((TryAgainError, ModelError) if is_cancelled else ())):
+                await finished(self._calls.resume(lambda: self.state == "down"))
         await self.prove()
+
+    async def _replace(self, version: Version) -> None:
+        await self._calls.post("/update_weight_version", {"new_version": f"{version.name}{LOADING}"})
+        body = {"method": "reload_weights", "kwargs": {"weights_path": str(version.folder)}}
+        await self._calls.post("/collective_rpc", body, timeout_s=2 * self._load_timeout_s)
+        await self._calls.reset_prefix_cache()
+        if differing := await self._differing(version):
+            raise self.http.error(
+                f"has other weights than another server of {version.name}, such as {differing[0]}; start all with "
+                "equal arguments on equal devices, or leave engine.check_weights out"
+            )
+        await self._calls.post("/update_weight_version", {"new_version": version.name})
+
+    @asynccontextmanager
+    async def _in_time(self, version: Version) -> AsyncIterator[None]:
+        """Raises TryAgainError if a load takes too long. Calls within have a later limit: this one is named."""
+        try:
+            async with asyncio.timeout(self._load_timeout_s):
+                yield
+        except TimeoutError as error:
+            limit = f"{self._load_timeout_s:g} s (load_timeout_s)"
+            raise TryAgainError(f"did not load {version.name} within {limit}") from error
 
     async def _differing(self, version: Version) -> list[str]:
         if self._sums is None:
@@ -223,12 +274,13 @@ class Server:
         *fewer, most = nums_told(request, version.base)
         self.open[version.name] += 1
         try:
-            for num_told in fewer:
-                try:
-                    return await self._sampled(request, version, max_new_tokens, num_told, given)
-                except TooFewToldError:
-                    logger.debug("server %s: more than %d ids were left to sample from", self.http.url, num_told)
-            return await self._sampled(request, version, max_new_tokens, most, given)
+            async with self.requests.until_ended():
+                for num_told in fewer:
+                    try:
+                        return await self._sampled(request, version, max_new_tokens, num_told, given)
+                    except TooFewToldError:
+                        logger.debug("server %s: more than %d ids were left to sample from", self.http.url, num_told)
+                return await self._sampled(request, version, max_new_tokens, most, given)
         except TooFewToldError as error:
             raise self.http.error(str(error)) from error
         finally:
@@ -260,14 +312,14 @@ class Server:
         choice = await self._choice(GENERATE, body, request, version, max_bytes, streamed)
         try:
             tokens = generated(choice, request, version.base)
-            spans = self._spans(request, version, len(tokens.ids), choice.get("weight_versions"))
+            spans = spans_of(self.http, request, version, self.versions, len(tokens.ids), choice.get("weight_versions"))
         except TooFewToldError:
             raise
         except (LookupError, TypeError, ValueError) as error:
             raise self.http.error(
                 f"gave an answer without token ids or log-probabilities ({error}): {shown(choice)}"
             ) from error
-        return self._generation(tokens, spans, choice)
+        return generation_of(self.http, tokens, spans, choice)
 
     async def _complete(self, request: GenerationRequest, version: Version, sampling: dict[str, Any]) -> Generation:
         body = sampling | {
@@ -289,7 +341,8 @@ class Server:
             ) from error
         if not version.is_lora:
             await self.prove()
-        return self._generation(tokens, self._spans(request, version, len(tokens.ids), None), choice)
+        spans = spans_of(self.http, request, version, self.versions, len(tokens.ids), None)
+        return generation_of(self.http, tokens, spans, choice)
 
     async def _choice(
         self,
@@ -317,37 +370,6 @@ class Server:
         except (LookupError, TypeError) as error:
             raise self.http.error(f"gave an answer without choices: {shown(found)}") from error
 
-    def _spans(
-        self, request: GenerationRequest, version: Version, length: int, given: Sequence[Mapping[str, Any]] | None
-    ) -> tuple[VersionSpan, ...]:
-        """Whose tokens are whose: an adapter's are all its own; of full weights the server says it with each answer."""
-        group = request.model_group
-        if version.is_lora or given is None:
-            return (VersionSpan(model_group=group, version=version.published.version, length=length),)
-        spans, end = [], 0
-        for one in given:
-            named = self.versions.get(str(one["version"]))
-            if named is None:
-                raise LostVersionError(f"answers with the weights {one['version']}")
-            if one["start"] != end or one["end"] <= end:
-                raise self.http.error(f"gave version spans that do not follow each other: {shown(given)}")
-            end = one["end"]
-            spans.append(VersionSpan(model_group=group, version=named.published.version, length=end - one["start"]))
-        if end != length:
-            raise self.http.error(f"gave version spans over {end} of {length} tokens")
-        return tuple(spans)
-
-    def _generation(self, tokens: AnsweredTokens, spans: tuple[VersionSpan, ...], choice: Any) -> Generation:
-        reason = choice.get("finish_reason")
-        if reason not in ("stop", "length"):
-            raise TryAgainError(f"ended a request with {shown(reason)}")
-        if not tokens.ids or any(not -9000 < one <= 0 for one in tokens.logprobs):  # NO_LOGPROB, or not a number
-            raise self.http.error("gave a token without a log-probability; look into its log, and at the weights")
-        found: FinishReason = "stop" if reason == "stop" else "length"
-        return Generation(tokens.ids, tokens.logprobs, spans, found, tokens.kept)
-
-    # ---- ----
-
     def _hold(self, version: Version) -> None:
         """The newest is the last."""
         self.versions.pop(version.name, None)
@@ -363,7 +385,7 @@ class Server:
         if most is not None and rank > most:
             raise self.http.error(f"takes adapters up to rank {most}; start it with --max-lora-rank {rank} or more")
         body = {"lora_name": version.name, "lora_path": str(version.folder)}
-        answered = await self.http.sent("POST", "/v1/load_lora_adapter", body)
+        answered = await self.http.sent("POST", "/v1/load_lora_adapter", body, timeout_s=2 * self._load_timeout_s)
         if answered.status >= 500:
             self.http.checked(answered)
         roots = await self._calls.adapters()
@@ -375,22 +397,3 @@ class Server:
                 "by the same path (engine.folder)"
             )
         self.versions[version.name] = version
-
-    async def _resume(self) -> None:
-        """A server that stands still answers nobody: it is asked several times."""
-        for left in reversed(range(RESUME_TRIES)):
-            try:
-                await self._calls.post("/resume", timeout_s=self._calls.health_timeout_s)
-            except TryAgainError as error:
-                if not left or isinstance(error, UnreachableError):
-                    raise
-                await asyncio.sleep(POLL_S)
-            else:
-                return
-
-    async def _reset_cache(self) -> None:
-        for _ in range(RESET_TRIES):
-            if (await self._calls.post("/reset_prefix_cache?reset_running_requests=true")).get("success", True):
-                return
-            await asyncio.sleep(POLL_S)
-        raise self.http.error("does not drop its prefix cache, which holds the weights before; restart it")

@@ -29,7 +29,8 @@ SERVED = {
 }  # fmt: skip
 OTHERS = SERVED | {
     "base_urls": ["http://127.0.0.1:1"], "executable": "other", "arguments": ["--other"], "folder": "elsewhere",
-    "max_loras": 3, "max_lora_rank": 8, "start_timeout_s": 3.0, "health_interval_s": 3.0, "health_timeout_s": 3.0,
+    "max_loras": 3, "max_lora_rank": 8, "start_timeout_s": 3.0, "load_timeout_s": 3.0,
+    "health_interval_s": 3.0, "health_timeout_s": 3.0,
     "check_weights": True,
 }  # fmt: skip
 KAFKA = {

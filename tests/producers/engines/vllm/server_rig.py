@@ -28,6 +28,7 @@ ADAPTERS = ("/v1/load_lora_adapter", "/v1/unload_lora_adapter")
 ASKED_OF = ("/weight_info", "/get_world_size", "/server_info", "/weight_checker")
 GENERATE, CHECK = "/inference/v1/generate", "check_health"
 ASKED = (GENERATE, "/v1/completions")
+ALL = "*"
 TOKEN = 5
 
 
@@ -68,6 +69,8 @@ class StandInServer:
         """Tokens after which the next stream breaks off."""
         self.fails_after: int | None = None
         """Tokens after which the next stream has an error instead."""
+        self.silent: set[str] = set()
+        """Paths, or methods of /collective_rpc, that are not answered while they are here; ALL: none is."""
         self.asked: Counter[str] = Counter()
         """Requests by path, or by method of /collective_rpc."""
         self.url = ""
@@ -105,6 +108,8 @@ class StandInServer:
         body: dict[str, Any] = await request.json() if request.can_read_body else {}
         called = str(body.get("method", path))
         self.asked[called] += 1
+        while self.silent & {called, ALL}:
+            await asyncio.sleep(0.01)
         if path in self.without:
             return web.Response(status=404)
         if called in self.failing:
@@ -221,6 +226,7 @@ async def engine_over(tmp_path: Path, *servers: StandInServer, **settings: Any) 
         await engine.close()
         for server in servers:
             server.held.set()
+            server.silent.clear()
             await server.stop()
 
 

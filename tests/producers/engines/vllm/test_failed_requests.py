@@ -14,6 +14,7 @@ from tests.producers.engines.vllm.server_rig import (
     StandInServer,
     engine_over,
     full,
+    held_open,
     joined,
     lora,
     request,
@@ -100,7 +101,7 @@ def test_a_request_that_every_server_fails_ends_with_an_error(
     asyncio.run(main())
 
 
-def test_files_stay_for_requests_of_a_server_that_left_and_its_forgotten_names_are_unloaded(
+def test_files_stay_for_requests_and_names_that_a_server_kept_while_it_was_away_are_unloaded(
     small_base: Path, tmp_path: Path
 ) -> None:
     async def main() -> None:
@@ -109,26 +110,22 @@ def test_files_stay_for_requests_of_a_server_that_left_and_its_forgotten_names_a
             await engine.load(*lora(small_base, tmp_path, 0))
             await joined(engine, first, second)
             (name,) = first.adapters
-            first.held.clear()
             second.held.clear()
-            calls = [asyncio.create_task(engine.generate(request())) for _ in range(2)]
-            await wait_until(lambda: first.asked[GENERATE] and second.asked[GENERATE])
+            call = await held_open(engine, first)
             first.failing[CHECK] = first.failing["/openapi.json"] = 500
-            await wait_until(lambda: engine.states()[first.url].startswith("down"))
+            await wait_until(lambda: engine.states()[first.url].startswith("down") and second.asked[GENERATE])
             for version in (1, 2, 3):
                 await engine.load(*lora(small_base, tmp_path, version))
             folder = tmp_path / "vllm" / name
+            assert folder.is_dir(), "the request that went to the other server still needs the files"
             second.held.set()
+            assert versions_of(await call) == [0]
             await wait_until(lambda: name not in second.adapters)
-            await engine.load(*lora(small_base, tmp_path, 4))
-            assert folder.is_dir(), "a request of the server that left still needs the files"
+            assert name in first.adapters
             first.failing.clear()
             await joined(engine, first)
-            assert name in first.adapters
-            first.held.set()
-            assert [versions_of(one) for one in await asyncio.gather(*calls)] == [[0]] * 2
             await wait_until(lambda: name not in first.adapters)
-            await engine.load(*lora(small_base, tmp_path, 5))
+            await engine.load(*lora(small_base, tmp_path, 4))
             assert not folder.is_dir()
 
     asyncio.run(main())

@@ -1,0 +1,120 @@
+"""What the servers of a pool lack, and which of them a request goes to: decided from what they have, without asking."""
+
+import asyncio
+import hashlib
+from collections.abc import Collection, Iterable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+
+from rollstream.eventlog.http.http_json import TryAgainError
+from rollstream.producers.engines.vllm.child import Child
+from rollstream.producers.engines.vllm.version_files import Version
+from rollstream.producers.engines.vllm.vllm_server import Server
+from rollstream.schemas.errors import ModelError
+
+IMBALANCE = 8
+"""Requests that a group's own server may have more than the least busy one before others of the group go there."""
+
+
+@dataclass(eq=False, slots=True)
+class Member:
+    """A server of a pool, and what its tasks wait for."""
+
+    server: Server
+    child: Child | None
+    """Its process, if we started it."""
+    work: asyncio.Event = field(default_factory=asyncio.Event)
+    """It may lack a version, or has to be reached again."""
+    doubt: asyncio.Event = field(default_factory=asyncio.Event)
+    """It has failed a request: its health is asked."""
+    process: asyncio.Lock = field(default_factory=asyncio.Lock)
+    """Held while its process is started or stopped."""
+
+    def serves(self, version: Version) -> bool:
+        """Whether requests may be sent to it. Adapters serve beside one that it still lacks."""
+        server = self.server
+        return server.state == "ready" or (
+            server.state == "pending_weights" and version.is_lora and server.has(version)
+        )
+
+
+class WantedVersions:
+    """By model group the version that servers must have, and the one that they are being given."""
+
+    def __init__(self, *, max_adapters: int | None) -> None:
+        """`max_adapters`: on a server at once; None: of full weights there is one model group."""
+        self.by_group: dict[str, Version] = {}
+        self.coming: Version | None = None
+        """It is wanted once one server has it."""
+        self.refusals: dict[Member, Exception] = {}
+        """Servers that did not take the version that is coming, and why."""
+        self._max_adapters = max_adapters
+
+    def is_kept(self, name: str) -> bool:
+        """Whether servers must have it, though no request is open."""
+        return any(one.name == name for one in (*self.by_group.values(), self.coming) if one is not None)
+
+    def check_capacity(self, version: Version) -> None:
+        """Raises ModelError if the newest versions and one that is to follow cannot be there at once."""
+        needed, most = {one.name for one in self.by_group.values()} | {version.name}, self._max_adapters
+        if most is not None and len(needed) > most:
+            groups = ", ".join(sorted({*self.by_group, version.published.model_group}))
+            raise ModelError(
+                f"{version.name} is not loaded: engine.max_loras is {most}, and the newest versions of {groups} take "
+                f"{len(needed)} with it; raise it"
+            )
+
+    def errors(self, version: Version, there: Iterable[Member]) -> list[Exception] | None:
+        """None while a server that is there may take the version that is coming; else why none did, or nothing."""
+        if self.by_group.get(version.published.model_group) is version:
+            return []
+        if any(member not in self.refusals for member in there):
+            return None
+        return [*self.refusals.values()] or [TryAgainError("no server can be reached")]
+
+    def accept(self, version: Version, members: Iterable[Member]) -> None:
+        """One server has proven it: the others are asked nothing that needs it until they have, too."""
+        self.by_group[version.published.model_group] = version
+        for server in (member.server for member in members):
+            if server.state == "ready" and not server.has(version):
+                server.state, server.reason = "pending_weights", f"has not proven {version.name} yet"
+
+    def lacking(self, member: Member) -> Version | None:
+        """What a server is to be given next: first the version that is coming, instead of the one before it."""
+        needed, coming = self.by_group, self.coming
+        if coming is not None and member not in self.refusals:
+            group = coming.published.model_group
+            needed = {group: coming, **{name: one for name, one in needed.items() if name != group}}
+        return next((one for one in needed.values() if not member.server.has(one)), None)
+
+    def are_proven(self, server: Server) -> bool:
+        """Whether it has all of them."""
+        return bool(self.by_group) and all(map(server.has, self.by_group.values()))
+
+
+def choose(
+    members: Sequence[Member], version: Version, group: str, tried: Collection[Member], now: float
+) -> Member | None:
+    """The group's own server, for its prefix cache, unless it is much busier than another one.
+
+    One of those that have failed the request only if there is no other. `group`: of rollouts; empty: of none.
+    """
+    ready = [one for one in members if one.serves(version) and one.server.rests_until <= now]
+    if not ready:
+        return None
+    ready = [member for member in ready if member not in tried] or ready
+    least = min(ready, key=lambda member: member.server.num_open)
+    if not group:
+        return least
+    own = max(ready, key=lambda one: hashlib.sha256(f"{one.server.http.url} {group}".encode()).digest())
+    return own if own.server.num_open <= least.server.num_open + IMBALANCE else least
+
+
+async def wait_for(event: asyncio.Event, limit_s: float) -> None:
+    """Until it is set, or so long. Not asyncio.wait_for: of Python 3.11, it forgets that it was cancelled if the event
+    is set in the same turn.
+    """
+    with suppress(TimeoutError):
+        async with asyncio.timeout(limit_s):
+            await event.wait()
+    event.clear()
