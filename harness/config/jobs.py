@@ -101,8 +101,8 @@ def _beside(spec: JobSpec) -> JobSpec:
 def _frozen_job(config: RunConfig, run_id: str, name: str) -> JobSpec:
     """The job that publishes the weights of a model group that is not trained."""
     adapter, group = config.adapter, ids.model_group(run_id, name)
-    common: dict[str, Any] = {"model": adapter.model, "seed": adapter.seed, "threads": adapter.threads}
-    job = JobSettings(kind=FROZEN, **common, revision=NEWEST_REVISION)
+    how: dict[str, Any] = {"seed": adapter.seed, "threads": adapter.threads, "revision": NEWEST_REVISION}
+    job = JobSettings(kind=FROZEN, model=adapter.model, **how)
     return JobSpec(ids.job_id(run_id, ids.FROZEN, name), group, job, PlanSettings(), rollout_settings(config, run_id))
 
 
@@ -306,8 +306,7 @@ def _asked_of_answers(config: RunConfig, run_id: str) -> dict[str, Any]:
     if config.is_external or config.environment not in MADE_ELSEWHERE:
         return {}
     algorithm = jobs_of(config, run_id)[-1].job.algorithm
-    found = {"temperature": algorithm.temperature, "algorithm": algorithm.name}
-    return found if algorithm.needs.behaviour else {}
+    return {"temperature": algorithm.temperature, "algorithm": algorithm.name} if algorithm.needs.behaviour else {}
 
 
 def kafka_block(builder: BuilderSection, env: Mapping[str, str]) -> dict[str, Any]:

@@ -64,8 +64,7 @@ class PolicyModel:
         """
         self.settings = settings
         self.ranks = Ranks()
-        self._gradients: GradientMemory | None = None
-        self._logged = ""
+        self._logged, self._gradients = "", None
         where = f"model {settings.path}: device"
         self.device = torch.device(device_of(settings.device, torch.cuda.device_count(), where))
         self.compute_dtype = compute_dtype_of(settings, self.device)

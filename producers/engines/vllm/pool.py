@@ -20,8 +20,8 @@ from rollstream.producers.engines.base import Generation, GenerationRequest, max
 from rollstream.producers.engines.vllm.answers import LostVersionError
 from rollstream.producers.engines.vllm.base_model import BaseModel
 from rollstream.producers.engines.vllm.child import Child
-from rollstream.producers.engines.vllm.members import Member, WantedVersions, choose, wait_for
 from rollstream.producers.engines.vllm.open_calls import LeftError
+from rollstream.producers.engines.vllm.pool_members import PoolMember, WantedVersions, choose, wait_for
 from rollstream.producers.engines.vllm.streamed import GivenTokens
 from rollstream.producers.engines.vllm.version_files import Version, restore
 from rollstream.producers.engines.vllm.vllm_server import Server
@@ -51,7 +51,7 @@ class Pool:
     ) -> None:
         self.base = base
         self.is_lora = is_lora
-        self._members = [Member(server, child) for server, child in servers]
+        self._members = [PoolMember(server, child) for server, child in servers]
         self._settings = settings
         self._wanted = WantedVersions(max_adapters=settings.max_loras if is_lora else None)
         self._taking = asyncio.Lock()
@@ -126,7 +126,7 @@ class Pool:
         """Of the newest version. Raises ModelError, PromptTooLongError."""
         last: Exception | None = None
         given = None if request.on_tokens is None else GivenTokens(request.on_tokens)
-        tried: set[Member] = set()
+        tried: set[PoolMember] = set()
         for number in range(MAX_TRIES):
             member, version = await self._wait(lambda: self._chosen(request, tried))
             if member in tried:
@@ -179,7 +179,7 @@ class Pool:
             member.server.recheck()
             member.work.set()
 
-    async def _unload_unused(self, member: Member) -> None:
+    async def _unload_unused(self, member: PoolMember) -> None:
         """Unload names that another version has followed, or whose model group went, once no request uses them.
 
         What fails is tried again after the next look.
@@ -204,11 +204,11 @@ class Pool:
     def _described(self) -> str:
         return "; ".join(f"{url} {state}" for url, state in self.states().items())
 
-    def _there(self) -> list[Member]:
+    def _there(self) -> list[PoolMember]:
         """Those that can be given a version."""
         return [member for member in self._members if member.server.state != "down"]
 
-    def _chosen(self, request: GenerationRequest, tried: Collection[Member]) -> tuple[Member, Version] | None:
+    def _chosen(self, request: GenerationRequest, tried: Collection[PoolMember]) -> tuple[PoolMember, Version] | None:
         """A server, and what it is asked for. Raises ModelError for a group that went."""
         version = self._wanted.by_group.get(request.model_group)
         if version is None:
@@ -216,7 +216,7 @@ class Pool:
         found = choose(self._members, version, ids.group_of(request.rollout_id), tried, time.monotonic())
         return None if found is None else (found, version)
 
-    async def _keep(self, member: Member) -> None:
+    async def _keep(self, member: PoolMember) -> None:
         """Reach it and give it what it lacks. `_watch` asks its health meanwhile: a load may take minutes."""
         while True:
             has_failed = True
@@ -231,7 +231,7 @@ class Pool:
                 await self._refuse(member, error)
             await self._sleep(member, has_failed=has_failed)
 
-    async def _bring_up(self, member: Member) -> None:
+    async def _bring_up(self, member: PoolMember) -> None:
         server, child = member.server, member.child
         async with member.process:
             if child is not None and child.start_if_due():
@@ -249,7 +249,7 @@ class Pool:
         server.unused.set()
         await self._notify()
 
-    async def _connect(self, member: Member) -> None:
+    async def _connect(self, member: PoolMember) -> None:
         server, child = member.server, member.child
         async with server.changing():
             server.forget()
@@ -262,14 +262,14 @@ class Pool:
         if child is not None:
             child.served()
 
-    def _admit(self, member: Member) -> None:
+    def _admit(self, member: PoolMember) -> None:
         """It serves if it has proven all that is wanted."""
         server = member.server
         if server.state == "pending_weights" and self._wanted.are_proven(server):
             server.state = "ready"
             logger.info("server %s is ready: %s", server.http.url, ", ".join(server.versions))
 
-    async def _watch(self, member: Member) -> None:
+    async def _watch(self, member: PoolMember) -> None:
         """Ask its health, also while it loads a version."""
         server = member.server
         while True:
@@ -293,7 +293,7 @@ class Pool:
                 await self._refuse(member, error)
             await asyncio.sleep(STARTING_S)  # who is woken by failures must not ask without end
 
-    async def _give(self, member: Member, version: Version) -> None:
+    async def _give(self, member: PoolMember, version: Version) -> None:
         """Let a server take over a version. Raises TryAgainError, LostVersionError, ModelError.
 
         An adapter that is coming and does not fit is not an error: the server serves those that it has.
@@ -325,7 +325,7 @@ class Pool:
             self._wanted.accept(version, self._members)
             self._recheck()
 
-    async def _refuse(self, member: Member, error: ModelError) -> None:
+    async def _refuse(self, member: PoolMember, error: ModelError) -> None:
         """It cannot be used."""
         member.server.leave("down", str(error))
         if member.child is not None or len(self._members) == 1:
@@ -334,7 +334,7 @@ class Pool:
             logger.error("server %s is not used: %s", member.server.http.url, error)
         await self._notify()
 
-    async def _leave(self, member: Member, error: Exception) -> None:
+    async def _leave(self, member: PoolMember, error: Exception) -> None:
         """It serves nothing until it has proven the wanted versions again."""
         server, reason = member.server, str(error)
         if server.state == "ready":
@@ -343,7 +343,7 @@ class Pool:
         member.work.set()
         await self._notify()
 
-    async def _fail(self, member: Member, error: TryAgainError) -> None:
+    async def _fail(self, member: PoolMember, error: TryAgainError) -> None:
         """It has failed a request: it rests as long as it asks for, and its workers are asked whether they live."""
         server = member.server
         server.rests_until = max(server.rests_until, time.monotonic() + error.after_s)
@@ -354,7 +354,7 @@ class Pool:
             await self._leave(member, error)
         member.doubt.set()
 
-    async def _sleep(self, member: Member, *, has_failed: bool) -> None:
+    async def _sleep(self, member: PoolMember, *, has_failed: bool) -> None:
         if has_failed:
             await asyncio.sleep(STARTING_S)
         is_starting = member.child is not None and member.server.state == "down"

@@ -10,7 +10,7 @@ import pytest
 
 from rollstream.learner.tiny_model import make_tiny_model
 from rollstream.producers.engines.vllm import VllmEngine
-from rollstream.producers.engines.vllm.members import IMBALANCE
+from rollstream.producers.engines.vllm.pool_members import IMBALANCE
 from rollstream.schemas.errors import ModelError
 from tests.producers.engines.vllm.server_rig import (
     GENERATE,

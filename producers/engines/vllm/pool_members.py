@@ -17,7 +17,7 @@ IMBALANCE = 8
 
 
 @dataclass(eq=False, slots=True)
-class Member:
+class PoolMember:
     """A server of a pool, and what its tasks wait for."""
 
     server: Server
@@ -46,7 +46,7 @@ class WantedVersions:
         self.by_group: dict[str, Version] = {}
         self.coming: Version | None = None
         """It is wanted once one server has it."""
-        self.refusals: dict[Member, Exception] = {}
+        self.refusals: dict[PoolMember, Exception] = {}
         """Servers that did not take the version that is coming, and why."""
         self._max_adapters = max_adapters
 
@@ -64,7 +64,7 @@ class WantedVersions:
                 f"{len(needed)} with it; raise it"
             )
 
-    def errors(self, version: Version, there: Iterable[Member]) -> list[Exception] | None:
+    def errors(self, version: Version, there: Iterable[PoolMember]) -> list[Exception] | None:
         """None while a server that is there may take the version that is coming; else why none did, or nothing."""
         if self.by_group.get(version.published.model_group) is version:
             return []
@@ -72,14 +72,14 @@ class WantedVersions:
             return None
         return [*self.refusals.values()] or [TryAgainError("no server can be reached")]
 
-    def accept(self, version: Version, members: Iterable[Member]) -> None:
+    def accept(self, version: Version, members: Iterable[PoolMember]) -> None:
         """One server has proven it: the others are asked nothing that needs it until they have, too."""
         self.by_group[version.published.model_group] = version
         for server in (member.server for member in members):
             if server.state == "ready" and not server.has(version):
                 server.state, server.reason = "pending_weights", f"has not proven {version.name} yet"
 
-    def lacking(self, member: Member) -> Version | None:
+    def lacking(self, member: PoolMember) -> Version | None:
         """What a server is to be given next: first the version that is coming, instead of the one before it."""
         needed, coming = self.by_group, self.coming
         if coming is not None and member not in self.refusals:
@@ -93,8 +93,8 @@ class WantedVersions:
 
 
 def choose(
-    members: Sequence[Member], version: Version, group: str, tried: Collection[Member], now: float
-) -> Member | None:
+    members: Sequence[PoolMember], version: Version, group: str, tried: Collection[PoolMember], now: float
+) -> PoolMember | None:
     """The group's own server, for its prefix cache, unless it is much busier than another one.
 
     One of those that have failed the request only if there is no other. `group`: of rollouts; empty: of none.
