@@ -1,7 +1,7 @@
-"""What every algorithm's settings have, what an algorithm needs of a run, and bases for settings of one's own.
+"""Base classes for the settings of algorithms, and `Needs`, the requirements of an algorithm on a run.
 
-What is asked before training (which rollouts are planned, what a configuration must agree with) is asked here, so that
-nobody has to know a name.
+Questions that arise before training (which rollouts are planned, what a configuration must agree with) are answered
+here, so that no caller depends on an algorithm's name.
 """
 
 import re
@@ -20,11 +20,11 @@ PREFERENCES: Literal["dpo"] = "dpo"
 """Kind of the jobs that train on pairs, whatever their algorithm is called."""
 DEFAULT = "grpo"
 CONTEXT_KEY = re.compile(r"\{(\w+)\}")
-"""Where a context names a key of the task's inputs."""
+"""A reference to a key of the task's inputs within a context."""
 
 
 class Needs(Settings):
-    """What an algorithm needs of a run, a batch and a model."""
+    """Requirements of an algorithm on a run, a batch and a model."""
 
     rewards: bool = True
     """Off: rewards play no part, so a rollout without a score is as good as any."""
@@ -51,7 +51,7 @@ class Needs(Settings):
 
 
 class AlgorithmSettings(Settings):
-    """What every algorithm has. Derive from it for an algorithm of your own."""
+    """Settings common to all algorithms. Derive from this class for an algorithm of your own."""
 
     KL_FIELD: ClassVar[str | None] = None
     """The field that says how near the policy stays to the reference (ART's `beta`)."""
@@ -64,13 +64,13 @@ class AlgorithmSettings(Settings):
     max_tokens_per_micro_batch: int | None = Field(default=None, ge=1)
     """Tokens of a forward, shared beginnings counted once. None: 2,048 on the CPU (more is slower), else 16,384."""
     temperature: float = Field(default=1.0, gt=0)
-    """Of the behaviour policy, so that ratios compare equal distributions."""
+    """Temperature of the behaviour policy, so that ratios compare equal distributions."""
     calculate_entropy: bool = added(True)
     """Record `policy/entropy` (verl's name). Off: computed only where the loss has an entropy bonus."""
 
     @property
     def needs(self) -> Needs:
-        """What the algorithm needs with these settings."""
+        """The algorithm's requirements under these settings."""
         return Needs()
 
     @property
@@ -86,12 +86,12 @@ class AlgorithmSettings(Settings):
 
     @property
     def is_imitation(self) -> bool:
-        """Whether it trains on rollouts of anybody, whatever they were worth."""
+        """Whether it trains on rollouts of any policy, whatever their rewards."""
         return self.kind == "sft"
 
     @property
     def pair_settings(self) -> "PairSettings | None":
-        """How pairs are selected; None if it trains on rows."""
+        """Settings for the selection of pairs; None if the algorithm trains on rows."""
         return None
 
     @property
@@ -105,31 +105,33 @@ class AlgorithmSettings(Settings):
         return ""
 
     def for_run(self, *, num_generations: int, temperature: float) -> Self:
-        """With what the configuration of a new run leaves open. `temperature`: rollouts are sampled at it."""
+        """Return a copy with the defaults of a new run filled in. `temperature`: of its rollouts' sampling."""
         if self.needs.behaviour and temperature > 0 and "temperature" not in self.model_fields_set:
             return self.model_copy(update={"temperature": temperature})
         return self
 
     def texts(self) -> dict[str, Any]:
-        """Free texts that were given, and what may hold some: a job's event carries them as they are written."""
+        """Free texts among the given settings, and lists and dicts that may contain some: a job's event carries them as
+        they are written.
+        """
         free = (name for name, field in type(self).model_fields.items() if get_origin(field.annotation) is not Literal)
         own = [name for name in free if name in self.model_fields_set - AlgorithmSettings.model_fields.keys()]
         return {name: value for name in own if isinstance(value := getattr(self, name), str | list | dict)}
 
     def unused(self) -> dict[str, tuple[str, ...]]:
-        """Keys that were given in vain, by the reason why they change nothing."""
+        """Keys that were given but have no effect, by reason."""
         return {}
 
 
 class PairSettings(AlgorithmSettings):
-    """Of an algorithm that compares answers to the same prompt. Derive from it for another one."""
+    """Settings of an algorithm that compares answers to the same prompt. Derive from this class for another one."""
 
     exhaustive_pairs: bool = added(True)
     """Every two answers to a prompt whose scores differ are a pair; else only the best with the worst."""
     min_score_diff: float = added(0.0, ge=0)
     """A smaller difference of scores makes no pair; equal scores never do."""
     max_pairs_per_turn: int | None = added(None, ge=1)
-    """Of one prompt, so many pairs with the largest differences."""
+    """Maximum number of pairs for one prompt; those with the largest differences are kept. None: all pairs."""
 
     @property
     def needs(self) -> Needs:
@@ -147,7 +149,7 @@ class PairSettings(AlgorithmSettings):
         return False
 
     def refusal(self, chosen: float, rejected: float) -> str:
-        """Why answers of these scores, the first the higher, are not a pair; "" if they are."""
+        """The reason why two answers, `chosen` with the higher score, do not form a pair; "" if they do."""
         return ""
 
 
@@ -155,7 +157,9 @@ URL_WITHOUT_TEACHER = "teacher_url needs teacher: the model that the server was 
 
 
 class DistillationSettings(AlgorithmSettings):
-    """Of an algorithm that learns from a teacher's log-probabilities of what the policy sampled. Derive your own."""
+    """Settings of an algorithm that learns from a teacher's log-probabilities of the tokens that the policy sampled.
+    Derive from this class for an algorithm of your own.
+    """
 
     teacher: str = ""
     """A transformers folder or a hub name with the policy's vocabulary, never trained, and loaded only where a token is
@@ -191,7 +195,7 @@ class CustomSettings(AlgorithmSettings):
     name: str  # pyright: ignore[reportGeneralTypeIssues]
     options: dict[str, JsonValue] = Field(default_factory=dict)
     declared: Needs = Field(default_factory=Needs)
-    """What the algorithm said that it needs when the job was made."""
+    """Requirements that the algorithm declared when the job was created."""
 
     @model_validator(mode="before")
     @classmethod
@@ -205,12 +209,12 @@ class CustomSettings(AlgorithmSettings):
 
     @property
     def needs(self) -> Needs:
-        """As declared."""
+        """The declared requirements."""
         return self.declared
 
 
 class Teacher(NamedTuple):
-    """Whom an algorithm learns from, see `DistillationSettings`."""
+    """The teacher that an algorithm learns from, see `DistillationSettings`."""
 
     path: str
     context: str
@@ -218,7 +222,7 @@ class Teacher(NamedTuple):
 
     @property
     def keys(self) -> tuple[str, ...]:
-        """Of the task's inputs, that the context names."""
+        """Keys of the task's inputs that the context refers to."""
         return tuple(dict.fromkeys(CONTEXT_KEY.findall(self.context)))
 
 

@@ -91,8 +91,8 @@ class GspoSettings(PolicyGradientSettings):
     clip_low: float = Field(default=3e-4, gt=0)
     clip_high: float = Field(default=4e-4, gt=0)
     dual_clip: float | None = added(None, gt=1)
-    """Where the advantage A is negative, the loss of a sequence is at most -dual_clip * A. None, as in the paper: no
-    bound, so one token of a large ratio may outweigh a batch.
+    """For a negative advantage A, the loss of a sequence is at most -dual_clip * A. None, as in the paper: no bound, so
+    one token of a large ratio may outweigh a batch.
     """
 
     @model_validator(mode="after")
@@ -132,7 +132,7 @@ class SapoSettings(PolicyGradientSettings):
     aggregation: Literal["tokens", "sequences", "constant"] = "sequences"
     temperature_positive: float = Field(default=1.0, gt=0)
     temperature_negative: float = Field(default=1.05, gt=0)
-    """How fast the gradient of a token with a negative advantage fades as its ratio leaves 1."""
+    """Rate at which the gradient of a token with a negative advantage fades as its ratio leaves 1."""
 
 
 class VespoSettings(PolicyGradientSettings):
@@ -165,7 +165,7 @@ class DpoSettings(_BuiltIn, PairSettings):
 
     name: Literal["dpo"] = "dpo"  # pyright: ignore[reportIncompatibleVariableOverride]
     beta: float = added(0.1, gt=0)
-    """How much a log-ratio to the reference counts; the larger, the nearer the policy stays to it."""
+    """Weight of a log-ratio to the reference; the larger it is, the nearer the policy stays to the reference."""
     sft_weight: float = added(0.0, ge=0)
     """Weight of the chosen answer's mean negative log-likelihood in the loss."""
     average_logprobs: bool = added(False)
@@ -297,7 +297,7 @@ class MaltSettings(PairSettings):
 
     name: Literal["malt"] = "malt"  # pyright: ignore[reportIncompatibleVariableOverride]
     beta: float = Field(default=0.1, gt=0)
-    """How much a log-ratio to the reference counts; the larger, the nearer the policy stays to it."""
+    """Weight of a log-ratio to the reference; the larger it is, the nearer the policy stays to the reference."""
     sft_weight: float = Field(default=0.0, ge=0)
     """Weight of the chosen answer's mean negative log-likelihood in the loss."""
     average_logprobs: bool = False
@@ -311,7 +311,7 @@ class MaltSettings(PairSettings):
     min_score_diff: float = Field(default=0.1, ge=0)
     """A smaller difference of values makes no pair."""
     max_pairs_per_turn: int | None = Field(default=1, ge=1)
-    """Of one node, so many pairs with the largest differences; null: all."""
+    """Maximum number of pairs for one node; those with the largest differences are kept. null: all pairs."""
     reference: Literal["iteration", "base"] = "iteration"
     """The policy that sampled the batch's epoch, or the job's base version."""
 
@@ -327,7 +327,7 @@ class MaltSettings(PairSettings):
         return True
 
     def refusal(self, chosen: float, rejected: float) -> str:
-        """With positive_negative both must be on their side of the midpoint."""
+        """As in the base class; with `positive_negative`, each answer must be on its side of the midpoint."""
         is_split = chosen >= self.midpoint > rejected
         return "" if self.pair_selection == "interval" or is_split else "on one side of the midpoint"
 

@@ -1,4 +1,4 @@
-"""What every event has: a literal kind, a schema version, event time, and ids derived from what happened."""
+"""Base class of all events: a literal kind, a schema version, event time, and ids derived from what happened."""
 
 from collections.abc import Callable
 from typing import Any, ClassVar, TypeVar
@@ -25,7 +25,7 @@ Model = TypeVar("Model", bound=BaseModel)
 
 
 def validator_of(model: type[Model]) -> Callable[[dict[str, Any]], Model]:
-    """What `model.model_validate` calls, without its options: for what is made thousands of times a second."""
+    """Validator behind `model.model_validate`, without its options, for objects made thousands of times a second."""
     return model.__pydantic_validator__.validate_python
 
 

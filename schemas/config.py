@@ -79,7 +79,7 @@ class BuilderFields(BaseModel):
     bootstrap_servers: str = "embedded"
     """`embedded`, or host:port of a running Kafka."""
     kafka: KafkaSection = Field(default_factory=KafkaSection)
-    """How to connect to it."""
+    """Connection to the broker: TLS, SASL and topics."""
     services: Literal["managed", "external"] = "managed"
     """managed: started and stopped by `finetune`; external: they run already."""
     environment: str | None = None
@@ -118,17 +118,19 @@ class BuilderFields(BaseModel):
     """Seconds after which a group closes with its complete members; time spent waiting for a slot does not count."""
     max_concurrent_rollouts: int = Field(default=256, ge=1)
     follow_lag: bool = False
-    """With max_staleness above 0: start groups as the learner's lag and speed ask for, not as early as allowed."""
+    """If max_staleness is above 0: start groups when the learner's lag and speed call for them, not as early as
+    allowed.
+    """
     num_partitions: int = Field(default=6, ge=1)
     num_producers: int = Field(default=1, ge=1)
     num_processors: int = Field(default=1, ge=1)
     session_timeout_s: float = Field(default=10.0, gt=0)
     tick_interval_s: float = Field(default=1.0, gt=0)
     gateway: section.GatewaySection = Field(default_factory=section.GatewaySection)
-    """Of the producers: where agents outside play rollouts."""
+    """Gateway of the producers, at which external agents play rollouts."""
 
     def pace(self, max_staleness: int) -> section.PaceSettings | None:
-        """How its producers follow the learner; None where nothing is to be held back, as of an on-policy run."""
+        """Settings by which the producers follow the learner; None if nothing is held back, as in an on-policy run."""
         if not self.follow_lag or not max_staleness:
             return None
         return section.PaceSettings(max_staleness=max_staleness, num_producers=self.num_producers)
@@ -148,7 +150,7 @@ class BuilderFields(BaseModel):
 
 
 class BuilderSection(BuilderFields, Settings):
-    """What a run uses of its trajectory builder's block."""
+    """The keys of a trajectory builder's block that a run uses."""
 
     type: Literal["rollstream"] = Field(default="rollstream", alias="_type")
 
@@ -174,7 +176,7 @@ class AdapterFields(BaseModel):
     """Processes that train together, which torchrun starts; each has a GPU of its own, if there are any."""
     seed: int = Field(default=0, ge=0, lt=2**64)
     model_groups: dict[GroupName, ModelGroupSection] = Field(default_factory=dict)
-    """How the model groups differ that `trajectory_builders.X.agents` names."""
+    """Settings in which the model groups named in `trajectory_builders.X.agents` differ from the rest of the block."""
     export_untrained: bool = False
     """Leave the base model in output_dir where nothing was trained; off: a run that trained nothing leaves none."""
 
@@ -193,7 +195,7 @@ class AdapterFields(BaseModel):
 
 
 class AdapterSection(AdapterFields, Settings):
-    """What a run uses of its trainer adapter's block."""
+    """The keys of a trainer adapter's block that a run uses."""
 
     type: Literal["rollstream"] = Field(default="rollstream", alias="_type")
 
@@ -214,7 +216,7 @@ class TrainerFields(BaseModel):
 
 
 class TrainerSection(TrainerFields, Settings):
-    """What a run uses of its trainer's block."""
+    """The keys of a trainer's block that a run uses."""
 
     type: Literal["rollstream"] = Field(default="rollstream", alias="_type")
 
@@ -227,7 +229,7 @@ class WorkflowSection(Settings):
 
 
 class EvalGeneral(Settings):
-    """What all evaluations share."""
+    """Settings that all evaluations share."""
 
     dataset: DatasetSection | None = None
     max_concurrency: int = Field(default=8, ge=1)
@@ -352,7 +354,7 @@ class RunConfig(Settings):
     endpoint_timeout: int = Field(default=300, ge=1)
     """Seconds that one answer of the endpoint may take."""
     served: EndpointSection | None = None
-    """How the trained model is served to others by OpenAI's chat completions; none: it is not."""
+    """Endpoint that serves the trained model with OpenAI's chat completions API; None: the model is not served."""
     result_json_path: str = "$"
     """JSON path of the answer in the endpoint's response (`$`: all of it)."""
     nat_workflow: str | None = None

@@ -24,10 +24,10 @@ RollstreamError
 ├── QueryError             an SQL query is not allowed or failed
 └── RunFailedError         a run ended in failure
 
-Narrower ones stand beside the code that tells them apart: RewardError, NoScoreError and TurnsExhausted are
-EnvironmentRunErrors, JobStateError is a ConfigError, RequiredValidationError is a RunFailedError; MetricsFileError
-with FileInUseError (metrics/projection/database.py) and Refusal (an answer of the OpenAI endpoint) are branches of
-their own.
+Narrower errors are defined beside the code that distinguishes them: RewardError, NoScoreError and TurnsExhausted are
+EnvironmentRunErrors, JobStateError is a ConfigError, RequiredValidationError is a RunFailedError; MetricsFileError with
+FileInUseError (metrics/projection/database.py) and Refusal (an answer of the OpenAI endpoint) are branches of their
+own.
 """
 
 import difflib
@@ -125,9 +125,9 @@ class GatewayError(RollstreamError):
     def __init__(self, message: str, *, status: int | None = None, code: str | None = None) -> None:
         super().__init__(message)
         self.status = status
-        """Of HTTP; None if there was no answer."""
+        """HTTP status code; None if there was no answer."""
         self.code = code
-        """As in the answer: `rollout_ended`, `invalid_api_key`, ..."""
+        """Error code from the answer: `rollout_ended`, `invalid_api_key`, ..."""
 
 
 class FencedError(RollstreamError):
@@ -143,10 +143,10 @@ class RunFailedError(RollstreamError):
 
 
 class InvalidValue(NamedTuple):
-    """What pydantic has against a value, in one line that never shows the value."""
+    """Pydantic's complaint about a value, in one line that never shows the value."""
 
     path: str
-    """Dotted; empty for the value as a whole."""
+    """Dotted path; empty for the value as a whole."""
     message: str
 
     def __str__(self) -> str:
@@ -170,7 +170,7 @@ def first_invalid(error: ValidationError, location: str = "", *, known: Iterable
 
 
 def hint(name: str, known: Iterable[str]) -> str:
-    """What may have been meant by a name that is not known."""
+    """A suggestion for an unknown name: the nearest known name, or the list of all."""
     names = sorted(known)
     near = nearest(name, names)
     return f"did you mean {near}?" if near is not None else f"known keys: {', '.join(names)}"

@@ -16,14 +16,14 @@ from rollstream.schemas.settings import Settings
 SECTION = "eval.evaluators"
 """Path of the evaluators in the file."""
 PLACEHOLDER = re.compile(r"\{(question|answer|response)\}")
-"""What a judge's prompt may hold; any other brace is text."""
+"""A placeholder in a judge's prompt; any other brace is text."""
 UNCOMPILED = {"compiles_patterns": False}
 """Validation context for what a record says: its patterns are compiled where time is bounded (`producers.matching`)."""
 
 
 class _Evaluator(Settings):
     agent: str | None = None
-    """Whose answer is scored; none: that of the agent which answered last."""
+    """Agent whose answer is scored; None: the agent that answered last."""
 
 
 class _AgainstAnswer(_Evaluator):
@@ -47,7 +47,7 @@ class NumericMatch(_AgainstAnswer):
     tolerance: float = Field(default=1e-9, ge=0, allow_inf_nan=False)
     """Largest absolute difference."""
     take: Literal["last", "first", "only"] = "last"
-    """Which number of a response counts; only: a response with several numbers is wrong."""
+    """The number of a response that counts; `only`: a response with several numbers is wrong."""
 
 
 class RegexMatch(_Evaluator):
@@ -92,7 +92,7 @@ class JsonSchemaMatch(_Evaluator):
 
 
 class PythonScore(Settings):
-    """What a function of the user's makes of a finished rollout."""
+    """A user function that scores a finished rollout."""
 
     type: Literal["python"] = Field(default="python", alias="_type")
     function: str
@@ -118,7 +118,7 @@ class LlmJudge(_Evaluator):
     api_key: Secret | None = None
     """`${ENV}`; none: no Authorization header. No repr, log or dump shows it."""
     prompt: str
-    """With {response}, and {question} and {answer} if they are to be filled in."""
+    """Prompt with the placeholder {response}, and optionally {question} and {answer}."""
     question_key: str = "question"
     answer_key: str = "answer"
     pattern: str = r"-?\d+(?:\.\d+)?"
@@ -129,7 +129,7 @@ class LlmJudge(_Evaluator):
     temperature: float = Field(default=0.0, ge=0, allow_inf_nan=False)
     max_tokens: int | None = Field(default=None, ge=1)
     timeout_s: float = Field(default=30.0, gt=0, allow_inf_nan=False)
-    """Of one request."""
+    """Timeout of one request."""
     retries: int = Field(default=2, ge=0)
     """After no answer, 408, 429 or 5xx."""
     retry_wait_s: float = Field(default=0.5, gt=0, allow_inf_nan=False)
@@ -171,7 +171,7 @@ MODELS: dict[str, type[Evaluator]] = {
 }
 """Configuration by `_type`."""
 LONG = "rollstream_"
-"""With it before its `_type`, an evaluator is ours for sure: other packages have names of their own for theirs."""
+"""Prefix that makes an evaluator's `_type` unambiguous: other packages have evaluators of the same short names."""
 
 
 def kind_of(block_type: object) -> str | None:
@@ -200,7 +200,7 @@ def _compiled(name: str, pattern: str) -> "re.Pattern[str]":
 
 
 class DatasetStructure(Settings):
-    """Which columns hold what; the standard names are added to an example's inputs."""
+    """Names of a dataset's columns; the standard names are added to an example's inputs."""
 
     disable: bool = False
     """The whole row, as JSON, is the question."""
@@ -218,7 +218,7 @@ class FilterEntry(Settings):
 
 
 class DatasetFilter(Settings):
-    """Which rows are kept: those that fit the allowlist and do not fit the denylist."""
+    """Filter of a dataset's rows: those are kept that match the allowlist and not the denylist."""
 
     allowlist: FilterEntry | None = None
     denylist: FilterEntry | None = None

@@ -12,7 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 
 class EpisodeItemRole(StrEnum):
-    """Who speaks in an episode item."""
+    """Role of the speaker in an episode item."""
 
     USER = "user"
     ASSISTANT = "assistant"
@@ -166,7 +166,7 @@ class CurriculumLearningConfig(BaseModel):
 
 
 class FinetuneRunConfig(BaseModel):
-    """What the command line says about one run."""
+    """Options of one run from the command line."""
 
     config_file: Path | BaseModel | None = None
     dataset: str | Path | None = None

@@ -93,7 +93,7 @@ def epoch_position(group: str) -> tuple[str, int, int] | None:
 
 @dataclass(frozen=True, slots=True)
 class GroupName:
-    """What the id of a group says."""
+    """Parts of a group's id."""
 
     job_id: str
     epoch: int
@@ -102,7 +102,7 @@ class GroupName:
 
 
 def parsed_group(group: str) -> GroupName | None:
-    """What a group's id says, be it that of an epoch or of a validation; None if it is not one."""
+    """Parse the id of a group of an epoch or of a validation; None if it is not such an id."""
     found = _GROUP.fullmatch(group)
     if found is None:
         return None
@@ -149,7 +149,7 @@ def model_group(run_id: str, name: str) -> str:
 
 
 SCRIPTED = "scripted:"
-"""What the name of a player begins with that an environment plays by itself."""
+"""Prefix of the name of a player that the environment plays by itself."""
 PLAYER = r"([^@]+)@([0-9]{1,9})"
 """Model group and version of a player that is not a scripted one; a pattern of Python and of SQL."""
 _PLAYER = re.compile(PLAYER)

@@ -1,4 +1,5 @@
-"""How to connect to Kafka: addresses, TLS, SASL, and the names and replicas of topics. One object for every client.
+"""Settings for connections to Kafka: addresses, TLS, SASL, and the names and replicas of topics. One object serves
+every client.
 
 Values only: no file is read here, and nothing connects. Secrets are `SecretStr`, so that no repr or log shows them; in
 a `kafka:` block they are written as `${NAME}`, which `connection` expands.
@@ -101,7 +102,7 @@ class KafkaSettings(KafkaSection):
 
     @property
     def principal(self) -> str:
-        """Who Kafka's ACLs know this client as."""
+        """Name by which Kafka's ACLs know this client."""
         if self.uses_sasl:
             return f"User:{self.username}"
         if self.uses_tls and self.cert_file is not None:
@@ -157,9 +158,9 @@ class KafkaSettings(KafkaSection):
 
 
 def from_environment(env: Mapping[str, str]) -> dict[str, Any]:
-    """What ROLLSTREAM_KAFKA_* say, as a `kafka:` block would say it: a secret as the name of its variable.
+    """Read ROLLSTREAM_KAFKA_* into the form of a `kafka:` block; secrets stay references to their variables.
 
-    Raises ConfigError for a variable of that prefix that is none of them.
+    Raises ConfigError for a variable with that prefix that is not one of them.
     """
     found: dict[str, Any] = {}
     for variable in sorted(name for name in env if name.startswith(VARIABLE_PREFIX) and env[name]):

@@ -8,7 +8,7 @@ from pydantic import Field, field_validator
 from rollstream.schemas.base import Settings
 
 FROZEN_VERSION = re.compile(r"((?P<run>[^@/\s]+)(/(?P<group>[^@/\s]+))?@)?(?P<version>[0-9]{1,9})")
-"""How `league.frozen` names a version."""
+"""Form of a version in `league.frozen`."""
 
 
 class LeagueSettings(Settings):
@@ -54,8 +54,8 @@ class OpponentVersions(Settings):
     """Versions of a model group that may still be drawn as opponents, and so are kept."""
 
     every: int = Field(default=1, ge=1)
-    """Of the versions that are a multiple of it,"""
+    """Keep the versions that are a multiple of this number."""
     last: int = Field(default=0, ge=0)
-    """the newest so many."""
+    """Keep this many of the newest versions too."""
     frozen: tuple[str, ...] = ()
     """Further players, of this or other model groups (`GROUP@VERSION`)."""

@@ -1,9 +1,10 @@
-"""What records may name to a process: code, `${VARIABLES}`, URLs, files and models that its own settings allow.
+"""Permissions for names in records: code, `${VARIABLES}`, URLs, files and models that a process's own settings allow.
 
-A record is data. What a topic, a dataset or a stored configuration names is checked here before anything is imported,
-expanded, opened or asked. Registered environments and reward functions need no permission. A variable that a trusted
-configuration uses may be used in the same text at the same place only: where a record may put it into any text, such as
-the pattern of a reward, what comes of it tells the value. A variable that is listed by its name may be used anywhere.
+A record is data. Names from a topic, a dataset or a stored configuration are checked here before anything is imported,
+expanded, opened or requested. Registered environments and reward functions need no permission. A variable that a
+trusted configuration uses is allowed only in the same text at the same path: if a record could put it into any text,
+such as the pattern of a reward, the result would reveal its value. A variable that is listed by its name may be used
+anywhere.
 """
 
 import json
@@ -36,7 +37,7 @@ _PORTS = {"http": 80, "https": 443}
 
 
 class Permissions(NamedTuple):
-    """What a process allows, and the environment that its `${VARIABLES}` come from."""
+    """Entries that a process allows, and the environment variables that its `${VARIABLES}` refer to."""
 
     allow: frozenset[str] = frozenset()
     """`python:module.attribute`, `command:PROGRAM ARGUMENTS`, `${NAME}`, `http://host:port/path` and `model:PATH` (and
@@ -46,7 +47,7 @@ class Permissions(NamedTuple):
 
     @classmethod
     def of(cls, entries: Iterable[str], env: Mapping[str, str]) -> "Permissions":
-        """From settings, whose entries may hold `${NAME}` themselves. Raises ConfigError for an entry of no kind."""
+        """Build from settings, whose entries may contain `${NAME}`. Raises ConfigError for an unknown entry."""
         given = frozenset(entries)
         for entry in given:
             check_entry(entry)
@@ -130,17 +131,17 @@ def named_by(*settings: RolloutSettings) -> tuple[str, ...]:
 
 
 def environment_path(environment: str) -> str:
-    """Where the configuration of an environment stands, whatever run it is of."""
+    """Path of an environment's configuration, the same for every run."""
     return f"environment_config({_quoted(environment)})"
 
 
 def evaluator_path(name: str, block: Mapping[str, JsonValue]) -> str:
-    """Where the block of an evaluator stands, whatever run it is of."""
+    """Path of an evaluator's block, the same for every run."""
     return f"evaluators({_quoted(name)}:{_quoted(str(block.get('_type')))})"
 
 
 def below(path: str, key: str) -> str:
-    """Where the value of a key stands."""
+    """Path of the value of a key below `path`."""
     return f"{path}.{_quoted(key)}"
 
 
@@ -188,7 +189,7 @@ def _named(settings: RolloutSettings) -> Iterator[str]:
 
 
 def _texts(value: JsonValue, path: str = "") -> Iterator[tuple[str, str]]:
-    """Every text in a value, and where it stands."""
+    """Every text in a value, with its path."""
     if isinstance(value, str):
         yield path, value
     elif isinstance(value, list):

@@ -42,7 +42,7 @@ class OffPolicySettings(Settings):
     reject: Literal["k1", "k2", "k3"] | None = None
     """Leave a sequence out by its mean estimate of the KL divergence between the two policies."""
     reject_above: float = Field(default=0.1, gt=0)
-    """That mean, from which on a sequence is left out."""
+    """Threshold of that mean from which on a sequence is left out."""
 
     @model_validator(mode="before")
     @classmethod
@@ -80,7 +80,9 @@ class OverlongSettings(Settings):
 
 
 class PolicyGradientSettings(AlgorithmSettings):
-    """Of an algorithm that weighs tokens by the advantages of their rollouts. Derive from it for another one."""
+    """Settings of an algorithm that weights tokens by the advantages of their rollouts. Derive from this class for
+    another one.
+    """
 
     advantage: Advantage = "group_std"
     """group_*, leave_one_out: compared with the rollouts of the same task; batch_*: with all of the batch, so that one
@@ -93,9 +95,9 @@ class PolicyGradientSettings(AlgorithmSettings):
     reward as it is.
     """
     reward_weights: dict[str, FiniteFloat] = added({})
-    """gdpo: weight by reward name; of one that is not named: 1."""
+    """Weights by reward name, for gdpo; a reward without one has weight 1."""
     rae_decay: float = added(0.95, ge=0, lt=1)
-    """Of that moving average: what is left of it after one more trajectory."""
+    """Decay of that moving average: the share of it that is left after one more trajectory."""
     step_rewards: Literal["total", "process"] = added("total")
     """total: one advantage for all tokens of a member, from the sum of its rewards; process: process supervision, in
     which a token answers for the rewards of its own step and of those after it. Groups of equal sums are left out of
@@ -177,15 +179,15 @@ class PolicyGradientSettings(AlgorithmSettings):
 
 
 class ClippedSettings(PolicyGradientSettings):
-    """Of PPO's clipped objective (arXiv 1707.06347, equation 7), with the bounds of DAPO and dual-clip PPO."""
+    """Settings of PPO's clipped objective (arXiv 1707.06347, equation 7), with the bounds of DAPO and dual-clip PPO."""
 
     KL_FIELD: ClassVar[str | None] = "kl_coefficient"
 
     clip_low: float = Field(default=0.2, gt=0)
     clip_high: float = Field(default=0.28, gt=0)
     dual_clip: float | None = added(None, gt=1)
-    """Where the advantage A is negative, the loss of a token is at most -dual_clip * A, whatever its ratio. A new run
-    has 3 unless its configuration says another number, or null for no bound.
+    """For a negative advantage A, the loss of a token is at most -dual_clip * A, whatever its ratio. A new run has 3
+    unless its configuration says another number, or null for no bound.
     """
     kl_coefficient: float = added(0.0, ge=0)
     """Weight of the KL divergence from the job's base version; 0 keeps no copy of that."""
@@ -214,7 +216,7 @@ class PpoSettings(ClippedSettings):
 
     name: Literal["ppo"] = "ppo"  # pyright: ignore[reportIncompatibleVariableOverride]
     advantage: Literal["none", "group_mean", "group_std", "batch_mean", "batch_std"] = "none"  # pyright: ignore[reportIncompatibleVariableOverride]
-    """What is done to the rewards of steps before they are summed: nothing, unless the configuration asks for it."""
+    """Normalisation of the rewards of steps before they are summed; none by default."""
     step_rewards: Literal["process"] = "process"  # pyright: ignore[reportIncompatibleVariableOverride]
     clip_high: float = Field(default=0.2, gt=0)
     gamma: float = Field(default=1.0, gt=0, le=1)

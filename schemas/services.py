@@ -1,4 +1,4 @@
-"""What each long-running service is started with (command line and environment; no run is named here)."""
+"""Settings that each long-running service is started with (command line and environment; no run is named here)."""
 
 import re
 from collections.abc import Mapping
@@ -14,18 +14,20 @@ from rollstream.schemas.settings import Device, ModelSettings, OptimizerSettings
 
 
 class ServiceSettings(Settings):
-    """What every service needs: where the log, the artifacts and its own files are."""
+    """Settings common to all services: addresses of the log and the artifacts, and a folder for the service's own
+    files.
+    """
 
     bootstrap_servers: str
     kafka: KafkaSection = Field(default_factory=KafkaSection)
-    """How to connect to them."""
+    """Connection to the brokers: TLS, SASL and topics."""
     artifact_uri: str
     workspace: Path
     name: str
     """Stable name of this process: engine id, learner id, consumer's client id."""
     num_partitions: int = Field(default=6, ge=1)
     allow: tuple[str, ...] = ()
-    """What records may name beside registered names: `python:module.attribute`, `${VARIABLE}`, URLs, `model:PATH`,
+    """Names allowed in records beside registered ones: `python:module.attribute`, `${VARIABLE}`, URLs, `model:PATH`,
     `file:PATH`.
     """
 
@@ -43,7 +45,7 @@ class ServiceSettings(Settings):
 
     @property
     def connection(self) -> KafkaSettings:
-        """What clients of the log are made with. Raises ConfigError for settings that do not fit together."""
+        """Connection settings for clients of the log. Raises ConfigError for settings that contradict each other."""
         return connection(self.bootstrap_servers, given(self.kafka), None)
 
 
@@ -191,12 +193,12 @@ class VllmSettings(EngineSettings):
     base_urls: tuple[str, ...] = Field(default=(), max_length=256)
     """Running servers (`http://host:8000`). None: one is started on a free port of 127.0.0.1, and ends with us."""
     executable: str = Field(default="vllm", min_length=1)
-    """Of the server to start: the command `vllm` of the environment that vLLM is installed in."""
+    """Executable of the server to start: the command `vllm` of the environment in which vLLM is installed."""
     arguments: tuple[str, ...] = Field(default=(), max_length=100)
     """Further arguments of `vllm serve`."""
     folder: Path | None = None
-    """Where weights and logs for the servers are written; servers must see it by the same path. None: `NAME-vllm` of
-    the workspace."""
+    """Folder for the servers' weights and logs; servers must see it by the same path. None: `NAME-vllm` in the
+    workspace."""
     api_key_variable: str | None = Field(default=None, pattern=r"^[A-Za-z_][A-Za-z0-9_]{0,99}$")
     """Environment variable with the key of running servers."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
@@ -206,18 +208,18 @@ class VllmSettings(EngineSettings):
     max_concurrent: int = Field(default=256, ge=1)
     """Requests at a time, of all servers together."""
     timeout_s: float = Field(default=600.0, gt=0, le=86400)
-    """Of one request."""
+    """Timeout of one request."""
     start_timeout_s: float = Field(default=600.0, gt=0, le=86400)
-    """How long a request or a version waits while no server is ready."""
+    """Maximum time for a request or a version to wait while no server is ready."""
     load_timeout_s: float = Field(default=300.0, gt=0, le=86400)
-    """How long a server may take to load a version, once it has room for it. The other servers do not wait for it."""
+    """Maximum time for a server to load a version, once it has room for it. The other servers do not wait for it."""
     health_interval_s: float = Field(default=5.0, gt=0, le=3600)
     """Between two looks at a server."""
     health_timeout_s: float = Field(default=60.0, gt=0, le=3600)
     """A server whose workers do not answer within it is taken out of use; one that we started is restarted."""
     check_weights: bool = False
-    """Of full weights: compare the sums of every parameter (`/weight_checker`) between servers, and with what a server
-    had before if it returns with the newest version's label. Each version is hashed while requests wait."""
+    """For full weights: compare the sums of every parameter (`/weight_checker`) between servers, and with a server's
+    earlier sums if it returns with the newest version's label. Each version is hashed while requests wait."""
 
     @field_validator("base_urls")
     @classmethod
@@ -277,7 +279,7 @@ MODEL_ALIASES = ("claude-*", "gpt-*", "codex-*", "o[1-9]*")
 
 
 class GatewaySection(Settings):
-    """Where programs outside of the producers process play rollouts."""
+    """Address at which programs outside the producers process play rollouts, and its limits."""
 
     host: str = "127.0.0.1"
     port: int = Field(default=0, ge=0, le=65535)
@@ -288,24 +290,24 @@ class GatewaySection(Settings):
     model_aliases: tuple[str, ...] = MODEL_ALIASES
     """Patterns (`*`, `?`, `[...]`) of further names of a rollout's first agent. Empty: none."""
     max_concurrent_calls: int = Field(default=64, ge=1)
-    """Of one rollout; more at once are refused (429)."""
+    """Maximum number of concurrent calls of one rollout; further ones are refused (429)."""
     requests_per_minute: int | None = Field(default=None, ge=1)
-    """Of one key, to the routes of the APIs; more are refused (429). None: any number."""
+    """Maximum requests a minute of one key to the APIs' routes; further ones are refused (429). None: any number."""
     calls_per_key: int | None = Field(default=None, ge=1)
     """Requests of one key at once, which may be for several rollouts; more are refused (429). None: any number."""
 
     def of_process(self, number: int) -> "GatewaySection":
-        """Of the first, second, ... producers process of a machine: ports that are set follow one another."""
+        """Settings for the first, second, ... producers process of a machine: ports that are set follow one another."""
         if not self.port:
             return self
         return self.model_copy(update={"port": min(self.port + number - 1, 65535)})
 
 
 class PaceSettings(Settings):
-    """How far ahead of the learner groups are started."""
+    """Limits on how far ahead of the learner groups are started."""
 
     max_staleness: int = Field(ge=1)
-    """Of the run."""
+    """Maximum staleness of the run."""
     num_producers: int = Field(default=1, ge=1)
     """Processes that share its tasks."""
 
@@ -315,7 +317,7 @@ class ProducerSettings(ServiceSettings):
 
     engine: EngineBlock = Field(default_factory=TransformersSettings)
     served_models: dict[str, OpenAISettings] = Field(default_factory=dict)
-    """By model group (`RUN/GROUP`, or `GROUP` of any run): models that others serve in place of the engine's."""
+    """Models that other servers offer in place of the engine's, by model group (`RUN/GROUP`, or `GROUP` of any run)."""
     max_concurrent_rollouts: int = Field(default=256, ge=1)
     tick_interval_s: float = Field(default=1.0, gt=0)
     session_timeout_s: float = Field(default=10.0, gt=0)
@@ -323,8 +325,7 @@ class ProducerSettings(ServiceSettings):
     modules: tuple[str, ...] = ()
     """Python modules to import first: users' environments and rewards."""
     gateway: GatewaySection | None = None
-    """Where programs outside play rollouts; it listens from the start. None: on 127.0.0.1 from the first such rollout
-    on."""
+    """Gateway for external programs; it listens from the start. None: on 127.0.0.1 from the first such rollout on."""
     pace: PaceSettings | None = None
     """Start no more groups than the learner's lag and speed leave time for; None: as their weight version is there."""
     runs: tuple[str, ...] = ()
@@ -341,7 +342,7 @@ class EndpointSection(Settings):
     port: int = Field(default=8765, ge=0, le=65535)
     """0: any free port; the one taken is written to `NAME.json` of the workspace."""
     model_name: str = "policy"
-    """What requests call the model; the model group's own name is known too."""
+    """Name of the model in requests; the model group's own name is accepted too."""
     token: str | None = None
     """Requests must bear it (`Authorization: Bearer`); only as `${NAME}`, which is expanded where it is used."""
     token_file: Path | None = None
@@ -355,11 +356,11 @@ class EndpointSection(Settings):
     """Patterns (`*`, `?`, `[...]`) of further names of the model group. Empty: none."""
     engine: EngineBlock = Field(default_factory=TransformersSettings)
     max_new_tokens: int = Field(default=1024, ge=1)
-    """Of a request that says nothing; what the model has no room for is cut."""
+    """Default for requests that set no limit; reduced to the space that the model has left."""
     wait_timeout_s: float = Field(default=120.0, gt=0)
     """Maximum seconds for a request to wait for the weight version that it needs."""
     requests_per_minute: int | None = Field(default=None, ge=1)
-    """Of one key; more are refused (429). None: any number."""
+    """Maximum requests per minute of one key; further ones are refused (429). None: any number."""
     calls_per_key: int | None = Field(default=None, ge=1)
     """Requests of one key at once; more are refused (429). None: any number."""
 
@@ -369,9 +370,9 @@ class EndpointSettings(EndpointSection, ServiceSettings):
 
     model_group: str
     temperature: float | None = Field(default=None, gt=0)
-    """What the loss takes answers by `model_name` to be sampled at; None: any."""
+    """Sampling temperature that the loss assumes for answers by `model_name`; None: any."""
     algorithm: str = ""
-    """That compares those answers with the policy by ratios; empty: none does, or nobody knows."""
+    """Algorithm that compares those answers with the policy by ratios; empty: none does, or it is not known."""
 
 
 class ProcessorSettings(ServiceSettings):

@@ -30,9 +30,10 @@ OTHERS = "*"
 
 MAX_TASKS = 100_000
 MAX_REFILLS = 100
-"""Of an epoch. A record that counts more is a dead letter, so that no single one holds a process up."""
+"""Maximum for one epoch. A record with a higher count becomes a dead letter, so that no single record blocks a process.
+"""
 MAX_MEMBERS = 4096
-"""Of a group."""
+"""Maximum number of members of a group."""
 
 
 def _checked_device(written: str) -> str:
@@ -57,7 +58,7 @@ def device_of(device: Device, num_gpus: int, where: str) -> str:
 
 
 class Sampling(Settings):
-    """How tokens are drawn."""
+    """Settings for the sampling of tokens."""
 
     temperature: float = Field(default=1.0, ge=0)
     top_p: float = Field(default=1.0, gt=0, le=1)
@@ -100,7 +101,9 @@ class RolloutSettings(Settings):
     drop_dead_branches: bool = added(False)
     """Leave out answers that no later prompt of their agent goes on from, unless they are its last one."""
     renderer: str = added("auto", min_length=1)
-    """For calls with tools: `auto` (what writes as the model's chat template does), `none`, or a family's name."""
+    """Renderer for calls with tools: `auto` (one that writes as the model's chat template does), `none`, or a family's
+    name.
+    """
 
 
 class CurriculumSettings(Settings):
@@ -125,7 +128,7 @@ class CurriculumSettings(Settings):
     filter_single_group: bool = added(True)
     """Hold a group that is alone in its epoch to `min_reward_diff` too; off: pass it, as NAT does."""
     groups_by_example: bool = added(True)
-    """Tell included groups by their example ids; off: by their places in the collection, as NAT does."""
+    """Identify included groups by their example ids; off: by their positions in the collection, as NAT does."""
 
 
 class GateSettings(Settings):
@@ -134,7 +137,7 @@ class GateSettings(Settings):
     min_reward: float | None = None
     """Mean reward of a validation that a good version reaches."""
     max_drop: float | None = Field(default=None, ge=0)
-    """By so much at most a good version is below the best validation so far."""
+    """Maximum distance of a good version below the best validation so far."""
 
     @model_validator(mode="after")
     def _has_a_limit(self) -> "GateSettings":
@@ -144,7 +147,7 @@ class GateSettings(Settings):
 
 
 class PlanSettings(Settings):
-    """How a job's epochs become tasks and batches."""
+    """Settings by which a job's epochs become tasks and batches."""
 
     planning: Literal["stream", "submitted"] = "stream"
     num_epochs: int = Field(default=1, ge=1)
@@ -166,7 +169,9 @@ class PlanSettings(Settings):
     gate: GateSettings | None = added(None)
     """Judges the versions that are validated."""
     max_refills: int = added(0, ge=0, le=MAX_REFILLS)
-    """How often an epoch of one batch asks for further tasks in place of groups that it cannot train on."""
+    """Maximum number of requests, in an epoch of one batch, for further tasks in place of groups that it cannot train
+    on.
+    """
     oversampling: int = added(0, ge=0, le=MAX_MEMBERS)
     """Rollouts of a task beyond `num_generations`; its group closes once `num_generations` are complete."""
 
@@ -196,7 +201,9 @@ class ModelSettings(Settings):
     gradient_checkpointing: bool = added(False)
     """Compute a layer's activations again in the backward pass: less memory, about a third more time."""
     attn_implementation: Literal["auto", "eager", "sdpa", "flash_attention_2", "flash_attention_3"] = added("auto")
-    """As transformers names it; auto: what it chooses. With others than sdpa rows that begin alike are not shared."""
+    """Attention implementation by transformers' names; auto: transformers' choice. Rows that begin alike are shared
+    only with sdpa.
+    """
     fp32_head: bool = added(False)
     """Compute logits in float32 also where the model computes in bfloat16."""
     deterministic: bool = added(True)
@@ -209,9 +216,9 @@ class ModelSettings(Settings):
     """Compute log-probabilities by Triton kernels on a GPU where they give the right numbers. False: by chunks of
     logits, as on a CPU."""
     reference_dtype: Literal["auto", "float32", "bfloat16"] = added("auto")
-    """Of full weights that the loss compares with; auto: as those that are trained."""
+    """Data type of full weights that the loss compares with; auto: that of the trained weights."""
     quantization: Literal["nf4"] | None = added(None)
-    """Of the base model below adapters (QLoRA): NormalFloat in 4 bits, by bitsandbytes."""
+    """Quantization of the base model below adapters (QLoRA): NormalFloat in 4 bits, by bitsandbytes."""
 
     @model_validator(mode="after")
     def _check_adapters(self) -> "ModelSettings":
@@ -223,7 +230,8 @@ class ModelSettings(Settings):
 
 
 NF4: Mapping[str, Any] = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True}
-"""Of `quantization: nf4`, by transformers' names: learner and engine load the same numbers (arXiv 2305.14314)."""
+"""Options of `quantization: nf4` by transformers' names: learner and engine load the same numbers (arXiv 2305.14314).
+"""
 Beta = Annotated[float, Field(ge=0, lt=1)]
 
 
@@ -249,7 +257,7 @@ class OptimizerSettings(Settings):
 
 
 GroupName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,39}$")]
-"""Of a model group in a configuration: it becomes a part of ids and of folders' names."""
+"""Name of a model group in a configuration; it becomes part of ids and of folder names."""
 
 
 def _form(value: Any) -> str:
@@ -281,11 +289,13 @@ class WarmStart(Settings):
     mini_batches: int = Field(default=1, ge=1)
     optimizer: OptimizerSettings = Field(default_factory=OptimizerSettings)
     in_forks: bool = False
-    """Also in a run that branches from a version of another one, which has trained weights to begin with."""
+    """Whether it also applies in a run that branches from a version of another one, which has trained weights to begin
+    with.
+    """
 
 
 NEWEST_REVISION: Literal[10] = 10
-"""Of `JobSettings.revision`; what new jobs are trained by."""
+"""Value of `JobSettings.revision` in new jobs."""
 CORRECTED_SINCE = 10
 """The revision of the rules of losses and advantages that `JobSettings.revision` lists for 10."""
 

@@ -14,7 +14,7 @@ from typing import NamedTuple
 from rollstream.schemas.errors import DecodeError
 
 MAX_KEPT_BYTES = 64 * 2**20
-"""Of the kept ids of one text, decoded."""
+"""Maximum size of the kept ids of one text, decoded."""
 
 
 class KeptIds(NamedTuple):
@@ -101,7 +101,7 @@ def check_kept(sampled: Sequence[int], kept: KeptIds) -> None:
 
 
 def count(text: str) -> int:
-    """How many four-byte values a base64 text holds, without decoding it."""
+    """Number of four-byte values in a base64 text, without decoding it."""
     return (len(text) * 3 // 4 - text.count("=", len(text) - 2)) // 4 if text else 0
 
 

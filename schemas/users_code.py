@@ -20,7 +20,8 @@ logger = logging.getLogger(__name__)
 
 
 def import_named(name: str, location: str, kind: str = "Name") -> Any:
-    """What `python:module.Name` names. `location`: where it is named, `kind`: what is expected there, for errors.
+    """Import the object that `python:module.Name` refers to. `location` and `kind` (the kind of object expected) are
+    for errors.
 
     Raises ConfigError for a name of another form, a module that cannot be imported, and one that lacks the name.
     """
@@ -42,7 +43,9 @@ def import_module(name: str, location: str) -> ModuleType:
 
 
 def load_installed(entry_point: EntryPoint, what: str) -> Any:
-    """What an entry point names. `what` it is, for errors. Raises ConfigError if it cannot be imported."""
+    """Load the object of an entry point. `what`: its description for errors. Raises ConfigError if it cannot be
+    imported.
+    """
     with _importing(what, entry_point.module):
         return entry_point.load()
 

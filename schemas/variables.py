@@ -105,7 +105,7 @@ def _secret_names(env: Mapping[str, str]) -> set[str]:
 
 
 def _secrets_in(value: str) -> Iterator[str]:
-    """What is to be concealed of a variable: all of it, also as Python and JSON quote it, the long lines of a key file,
+    """Parts of a variable to be concealed: all of it, also as quoted by Python and JSON, the long lines of a key file,
     and the parts of a URL, which servers repeat by themselves.
     """
     if len(value) >= MIN_SECRET_CHARS:
@@ -127,7 +127,7 @@ def _basic(user_info: str) -> str:
 
 
 def _end(text: str) -> int:
-    """Where the last reference can end: behind it each `${NAME:-` would be looked through to the end of the text."""
+    """Position where the last reference can end, so that no `${NAME:-` is searched to the end of the text."""
     return text.rfind("}") + 1
 
 

@@ -12,7 +12,7 @@ Framework = Literal["langchain", "llama_index", "crewai", "semantic_kernel", "ag
 
 
 class IntermediateStepCategory(StrEnum):
-    """What a step is about."""
+    """Category of a step."""
 
     LLM = "LLM"
     TOOL = "TOOL"
@@ -65,7 +65,7 @@ class InvocationNode(BaseModel):
 
 
 class StreamEventData(BaseModel):
-    """What went in and came out. A TTC step has `turn_id`, `turn_index`, `candidate_index` and `score` beside it."""
+    """Input and output of a step. A TTC step also has `turn_id`, `turn_index`, `candidate_index` and `score`."""
 
     model_config = ConfigDict(extra="allow")
 
@@ -87,7 +87,7 @@ class TokenUsage(BaseModel):
 
 
 class UsageInfo(BaseModel):
-    """What a call cost."""
+    """Cost of a call."""
 
     token_usage: TokenUsage = Field(default_factory=TokenUsage)
     num_llm_calls: int = 0
@@ -103,10 +103,10 @@ class IntermediateStepPayload(BaseModel):
     event_timestamp: float = 0.0
     """Seconds since 1970."""
     span_event_timestamp: float | None = None
-    """When the span began; only a step that ends one has it."""
+    """Time at which the span began; present only on a step that ends one."""
     framework: Framework | None = None
     name: str | None = None
-    """Of the model, tool, function or workflow."""
+    """Name of the model, tool, function or workflow."""
     tags: list[str] | None = None
     metadata: dict[str, Any] | None = None
     """NAT's TraceMetadata, or what its user put there."""
@@ -116,7 +116,7 @@ class IntermediateStepPayload(BaseModel):
 
     @property
     def event_category(self) -> IntermediateStepCategory:
-        """What the step is about."""
+        """Category of the step."""
         return IntermediateStepCategory(self.event_type.value.split("_", 1)[0])
 
     @property

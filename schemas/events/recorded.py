@@ -27,7 +27,7 @@ class RecordedTokens(_Value):
     prompt_ids: str
     """The whole prompt as the model saw it (base64 int32)."""
     completion_ids: str
-    """What it sampled (base64 int32)."""
+    """Sampled ids (base64 int32)."""
     logprobs: str | None = None
     """One a completion token, under the distribution that it was sampled from (base64 float32)."""
     spans: tuple[VersionSpan, ...] = ()
@@ -59,7 +59,7 @@ class RecordedTokens(_Value):
         is_retokenised: bool = False,
         finish_reason: str = "stop",
     ) -> "RecordedTokens":
-        """From ids (P,), (C,) and log-probabilities (C,). Raises ValueError if their numbers do not agree."""
+        """Build from ids (P,), (C,) and log-probabilities (C,). Raises ValueError if their lengths do not agree."""
         return cls(
             prompt_ids=tokens.encode_ids(prompt_ids),
             completion_ids=tokens.encode_ids(completion_ids),
@@ -74,7 +74,7 @@ class RecordedChat(_Value):
     """An LLM call as text, in OpenAI's message form: what it can be re-tokenised from."""
 
     messages: tuple[dict[str, JsonValue], ...]
-    """As sent."""
+    """Messages as they were sent."""
     answer: dict[str, JsonValue]
     """The assistant's message: `content`, and `tool_calls` if it made some."""
     tools: tuple[JsonValue, ...] = ()
@@ -106,7 +106,7 @@ class RecordedStep(_Value):
     tokens: RecordedTokens | None = None
     chat: RecordedChat | None = None
     untrained: str | None = None
-    """Why the completion is not to be trained on, e.g. `not_targeted`."""
+    """Reason why the completion is not to be trained on, e.g. `not_targeted`."""
 
 
 class RecordedReward(_Value):
@@ -124,7 +124,7 @@ class RecordedRollout(_Value):
     """One rollout, from its first step to its end."""
 
     source_id: str = ""
-    """What it is called where it comes from."""
+    """Id of the rollout in its source."""
     steps: tuple[RecordedStep, ...] = ()
     rewards: tuple[RecordedReward, ...] = ()
     stop_reason: str = "done"
@@ -159,7 +159,7 @@ class RecordedGroup(_Value):
 
     example_id: str
     inputs: dict[str, JsonValue] = Field(default_factory=dict)
-    """Of the example, for reward functions and evaluators: question, answer, ..."""
+    """Inputs of the example, for reward functions and evaluators: question, answer, ..."""
     members: tuple[RecordedMember, ...]
 
     @classmethod

@@ -54,7 +54,7 @@ class TaskRequested(GroupEvent):
     """Producers hold the task until their engine is there."""
     settings: RolloutSettings
     min_versions: dict[str, NonNegativeInt] = added({})
-    """By model group, where it is another than `min_version`."""
+    """Minimum versions by model group, where they differ from `min_version`."""
     enough: int = added(0, ge=0)
     """Complete members with which the group closes early; 0: it waits for all `num_rollouts`."""
 
@@ -130,7 +130,7 @@ class GroupStarted(GroupEvent):
     reasons of their completions, and outcomes the stop reasons of their attempts.
     """
     opponents: dict[str, str] = added({})
-    """Who plays the seats (agents) that are not in `agents`, and are not trained: players by seat."""
+    """Players by seat, for the seats (agents) that are not in `agents` and are not trained."""
     outcome: str = added("")
     """Name of the reward that decides the group's matches; empty: it has none."""
     enough: int = added(0, ge=0)
@@ -186,7 +186,7 @@ class Prefix(_Value):
     step_index: int = Field(ge=0)
     length: int = Field(ge=0)
     sha256: str
-    """Of the int32 little-endian ids of the prefix."""
+    """Sha256 of the prefix's ids as little-endian int32."""
 
 
 class VersionSpan(_Value):
@@ -285,7 +285,7 @@ class RolloutEnded(RolloutEvent):
     """Chained over the content digests of the steps by index, then of the rewards by index."""
     stop_reason: str = "done"
     missing_scores: dict[str, str] = added({})
-    """Why there is no score, by reward name. With any, the attempt is rejected as `no_score` and not made again."""
+    """Reasons for missing scores, by reward name. With any, the attempt is rejected as `no_score` and not repeated."""
 
     @property
     def event_id(self) -> str:
@@ -334,9 +334,9 @@ class Completion(_Value):
     step_index: int = Field(ge=0)
     spans: tuple[VersionSpan, ...] = ()
     finish_reason: str = added("stop")
-    """Of the LLM call: `length` where it was cut off at its token limit. Also `stop` where it was not kept."""
+    """Finish reason of the LLM call: `length` if it was cut off at its token limit. Also `stop` if it was not kept."""
     kept_ids: str | None = added(None)
-    """Of the LLM call."""
+    """Kept ids of the LLM call."""
 
 
 class TokenSequence(_Value):
@@ -351,7 +351,7 @@ class TokenSequence(_Value):
 
 
 class TrajectoryAssembled(RolloutEvent):
-    """What one agent did in one rollout, token-exact, with its reward: the heavy payload, written once."""
+    """Everything that one agent did in one rollout, token-exact, with its reward: the heavy payload, written once."""
 
     TOPIC: ClassVar[str] = "trajectories"
     kind: Literal["trajectory_assembled"] = "trajectory_assembled"

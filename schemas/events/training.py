@@ -24,8 +24,8 @@ RejectionCause = Literal[
     "not_submitted",
     "frozen",
 ]
-"""Why a complete trajectory is not trained on here; `handed_over`: another training backend has it; `not_submitted`: a
-component left it out, and no curriculum; `frozen`: no job trains the model group of its agent.
+"""Reason why a complete trajectory is not trained on here; `handed_over`: another training backend has it;
+`not_submitted`: a component left it out, and no curriculum; `frozen`: no job trains the model group of its agent.
 """
 
 
@@ -50,7 +50,7 @@ class RunStarted(Event):
     """JSON lines of {"example_id": ..., "inputs": {...}}."""
     num_examples: int = Field(ge=0)
     num_partitions: int = Field(ge=1)
-    """Of the scaled topics; part of the run's identity."""
+    """Number of partitions of the scaled topics; part of the run's identity."""
     cluster_id: str = ""
     library_versions: dict[str, str] = Field(default_factory=dict)
     idle_timeout_s: float = Field(default=3600.0, gt=0)
@@ -115,7 +115,9 @@ class MemberRef(_Value):
     """Oldest version of a completion token; 0 if there is none."""
     max_version: int
     has_logprobs: bool = True
-    """Of completion tokens at least; none of any: it cannot be trained on where they are needed."""
+    """Whether at least the completion tokens have log-probabilities; without any, the trajectory cannot be trained on
+    where they are needed.
+    """
     num_dead_tokens: int = added(0, ge=0)
     """Sampled tokens of the trajectory's dead branches, which are left out."""
     num_without_logprobs: int = added(0, ge=0)
@@ -123,7 +125,7 @@ class MemberRef(_Value):
 
 
 class AttemptOutcome(_Value):
-    """What became of one attempt when its group closed."""
+    """Result of one attempt when its group closed."""
 
     rollout_id: str
     member: int
@@ -132,17 +134,17 @@ class AttemptOutcome(_Value):
     cause: str = ""
     num_tokens: int = 0
     stop_reason: str = added("")
-    """Of an attempt that ended: its RolloutEnded's. Empty where it was not kept."""
+    """Stop reason from the RolloutEnded of an attempt that ended. Empty if it was not kept."""
 
 
 class MatchResult(_Value):
-    """Who played the seats (agents) of one rollout, and how it ended."""
+    """Players of the seats (agents) of one rollout, and their scores."""
 
     member: int
     players: dict[str, str]
-    """By seat: `GROUP@VERSION`, the oldest version that it sampled with, or `scripted:NAME`."""
+    """Players by seat: `GROUP@VERSION` with the oldest version that the player sampled with, or `scripted:NAME`."""
     scores: dict[str, FiniteFloat]
-    """By seat: its reward that decides; of two seats the higher one wins, equal ones are a draw."""
+    """Deciding rewards by seat; of two seats the one with the higher reward wins, equal rewards are a draw."""
 
 
 class StepsRange(_Value):
@@ -170,14 +172,14 @@ class GroupClosed(Event):
     reason: Literal["complete", "partial", "timeout", "failed", "void"]
     void_cause: str | None = None
     is_viable: bool
-    """At least `minimum` members are complete."""
+    """Whether at least `minimum` members are complete."""
     size: int
     members: tuple[MemberRef, ...]
     attempts: tuple[AttemptOutcome, ...] = ()
     locators: tuple[Locator, ...] = ()
     steps_at: StepsRange | None = None
     matches: tuple[MatchResult, ...] = added(())
-    """Of the complete members, by number; none without a league."""
+    """Results of the complete members, by number; empty without a league."""
 
     @property
     def event_id(self) -> str:
@@ -206,7 +208,7 @@ class SubmissionReceived(Event):
     epoch: int
     groups: tuple[SubmittedGroup, ...]
     curriculum_percentile: float | None = added(None)
-    """How far the submitter's curriculum has opened; none: it says nothing of one."""
+    """Share of examples that the submitter's curriculum admits; None: the submitter did not report one."""
     is_last: bool = added(False)
     """The job ends with this epoch, whatever its plan says."""
     not_offered: tuple[str, ...] | None = added(None)
@@ -242,7 +244,7 @@ class RollbackRequested(Event):
 
 
 class RunContinued(Event):
-    """Whoever conducts a run is still there: a sign of life, without which an idle run is abandoned one day."""
+    """Sign of life from the process that conducts a run; an idle run without any is declared abandoned in the end."""
 
     TOPIC: ClassVar[str] = "groups"
     kind: Literal["run_continued"] = "run_continued"
@@ -303,7 +305,9 @@ class BatchPlanned(Event):
     """Content digest of manifest k - 1 of the job; 64 zeros for the first."""
     locators: tuple[Locator, ...] = ()
     adopts: int | None = added(None, ge=0)
-    """Of a rollback, which has no members: the earlier version whose weights and optimizer state it yields."""
+    """Earlier version that a rollback, which has no members, returns to: the batch yields its weights and optimizer
+    state.
+    """
 
     @property
     def event_id(self) -> str:
@@ -349,7 +353,7 @@ class VersionJudged(Event):
     """The newest version that is good by this judgement, which a failed version is replaced with; None: none has passed
     yet."""
     best_reward: FiniteFloat | None
-    """Of the validations passed so far."""
+    """Best mean reward of the validations passed so far."""
 
     @property
     def event_id(self) -> str:

@@ -26,12 +26,12 @@ class JobEvent(Event):
 
 
 class FineTune(BaseModel):
-    """What a job of a shared model group trains on, and what it was made from."""
+    """Training data of a job of a shared model group, and its provenance."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     data_sha256: str
-    """Of the examples, in order."""
+    """Sha256 of the examples, in order."""
     data: ArtifactRef
     """The examples: JSON lines of `RecordedGroup`s."""
     num_examples: int = Field(ge=1)
@@ -45,12 +45,12 @@ class FineTune(BaseModel):
     batch_size: int = Field(ge=1)
     """Examples of a batch; the last one of a pass may have fewer."""
     max_staleness: int = Field(default=0, ge=0)
-    """Of an RL job: versions that its rollouts may be behind."""
+    """Number of versions that the rollouts of an RL job may be behind."""
     first_batch: int = Field(default=0, ge=0)
     """Batches before it were trained by earlier attempts."""
     attempt: int = Field(default=0, ge=0)
     name: str = ""
-    """What the caller named the job."""
+    """Name that the caller gave the job."""
     deadline_s: FiniteFloat | None = Field(default=None, gt=0)
     """Seconds after the submission at which a job that is not over is cancelled."""
 
@@ -71,9 +71,9 @@ class JobSubmitted(JobEvent):
     """End offsets of `groups`, `batches`, `jobs`, `weights`, `dlq` and partitions of `tasks` (`tasks/0`) before the run
     wrote its first event: readers of the run begin there. Of what is not named they begin at the oldest record."""
     is_what_if: bool = added(False)
-    """Of a what-if, which has a learner of its own: one that serves every job leaves it alone."""
+    """Whether the job is of a what-if, which has a learner of its own: one that serves every job leaves it alone."""
     fine_tune: FineTune | None = added(None)
-    """Of a job that a shared model group created from given rollouts."""
+    """Description of a job that a shared model group created from given rollouts; None for all others."""
 
     @property
     def event_id(self) -> str:
@@ -224,24 +224,24 @@ class StepTrained(WeightEvent):
     ranks: int = added(1, ge=1)
     """Processes that trained together. Hashes are equal only where they are as many."""
     micro_batch_tokens: tuple[PositiveInt, ...] = added(())
-    """Where memory ran out, the tokens of a micro-batch in each pass: that of the proximal policy, if the algorithm
-    needs one, then the mini-batches. A replay divides them alike. Empty: as the job says."""
+    """Tokens of a micro-batch in each pass, if memory ran out: first the pass for the proximal policy, if the algorithm
+    needs one, then the mini-batches. A replay divides its passes in the same way. Empty: as set in the job."""
     weights_sha256: str
     manifest_sha256: str = added("")
     """Content digest of the batch's manifest; empty where it was not kept."""
     scores_sha256: str = added("")
-    """Of the ReferenceScored that it was trained with: over their content digests, in the manifest's order. Empty if it
-    was trained without any."""
+    """Digest of the ReferenceScored that the step was trained with: sha256 over their content digests, in the
+    manifest's order. Empty if it was trained without any."""
     num_optimizer_steps: int
     metrics: dict[str, FiniteFloat]
     """Named area/name: loss/total, reward/mean, policy/entropy, policy/kl, clip/low, ..."""
     seconds: dict[str, float] = Field(default_factory=dict)
-    """By phase: finish (of the version before: its events, pruning, collection), wait, fetch, score (where the loss
-    needs a reference or a teacher), collate, forward_backward, optimizer, hash, checkpoint, publish (storing the
+    """Seconds by phase: finish (of the version before: its events, pruning, collection), wait, fetch, score (where the
+    loss needs a reference or a teacher), collate, forward_backward, optimizer, hash, checkpoint, publish (storing the
     weights); restore in place of fetch to optimizer for a rollback."""
     tokens_per_s: float = 0.0
     adopts: int | None = added(None, ge=0)
-    """Of a rollback, which takes no optimizer step: the earlier version whose state the learner returned to."""
+    """Earlier version to whose state the learner returned, for a rollback, which takes no optimizer step."""
 
     @property
     def event_id(self) -> str:
@@ -249,23 +249,23 @@ class StepTrained(WeightEvent):
 
 
 class Scorer(BaseModel):
-    """Whose log-probabilities a ReferenceScored holds. Equal scorers give tokens equal log-probabilities."""
+    """Source of the log-probabilities in a ReferenceScored. Equal scorers give tokens equal log-probabilities."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     role: Literal["reference", "teacher"]
-    """What the loss takes them for."""
+    """Role of the log-probabilities in the loss."""
     model: str = ""
     """The model's folder or hub name as written; empty: the job's own."""
     weights_sha256: str = ""
-    """Of published weights; empty: those of `model`."""
+    """Sha256 of published weights; empty: the weights of `model`."""
     temperature: FiniteFloat = Field(default=1.0, gt=0)
     over_kept: bool = False
     """Normalised over the ids that truncated sampling left, where it did."""
     context: str = ""
     """Privileged text that only the scorer sees before each sequence, with `{KEY}` of the task's inputs."""
     dtype: str = added("")
-    """That the weights are held in and computed with, where the job says so (`model.reference_dtype`)."""
+    """Data type of the weights and the computation, if the job sets one (`model.reference_dtype`)."""
 
     @property
     def sha256(self) -> str:
@@ -295,7 +295,7 @@ class ReferenceScored(WeightEvent):
     """Content digest of the TrajectoryAssembled."""
     scorer: Scorer
     part: int = Field(default=0, ge=0)
-    """Of `num_parts` events, where one record does not hold all tokens."""
+    """Index among `num_parts` events, if one record cannot hold all tokens."""
     num_parts: int = Field(default=1, ge=1)
     logprobs: str
     """float32 in base64: one a completion token, in the order of sequences and completions; 0 for a token that nothing
@@ -321,7 +321,7 @@ class WeightsPublished(WeightEvent):
     parent: int | None
     term: int
     weights_sha256: str
-    """Of the artifact's bytes, and of its content: a safetensors file with sorted names."""
+    """Sha256 of the artifact's bytes, and thereby of its content: a safetensors file with sorted names."""
     weights_format: Literal["full", "lora"]
     base_model: str
     """Folder or hub name with configuration and tokenizer (for lora: the weights below the adapter)."""
@@ -329,13 +329,14 @@ class WeightsPublished(WeightEvent):
     """peft's adapter configuration, for lora."""
     artifact: ArtifactRef
     adopts: int | None = added(None, ge=0)
-    """Of a rollback: the earlier version that has the same weights."""
+    """Earlier version with the same weights, for a rollback."""
     tokenizer_sha256: str = added("")
-    """Of the tokenizer's files in `base_model` where it was trained; empty for a hub name, or if it has none."""
+    """Sha256 of the tokenizer's files in the learner's `base_model`; empty for a hub name, or if it has none."""
     quantization: Literal["nf4"] | None = added(None)
-    """Of the base model below the adapter, where it was trained; see `ModelSettings`."""
+    """Quantization of the base model below the adapter during training; see `ModelSettings`."""
     base_sha256: str = added("")
-    """Of the weight files in `base_model` below the adapter; empty for full weights, a hub name, or where not kept."""
+    """Sha256 of the weight files in `base_model` below the adapter; empty for full weights, a hub name, or if not kept.
+    """
 
     @property
     def event_id(self) -> str:
@@ -375,9 +376,9 @@ class WeightsCollected(WeightEvent):
     versions: tuple[int, ...] = Field(min_length=1)
     """Ascending. A version published under several terms is listed once for each of its artifacts."""
     weights_sha256: tuple[str, ...]
-    """Of the artifacts, in the order of `versions`."""
+    """Sha256 of the artifacts, in the order of `versions`."""
     artifacts: tuple[ArtifactRef, ...]
-    """In the order of `versions`."""
+    """Artifacts in the order of `versions`."""
     by: str
     """The learner that owns the model group, or `gc`."""
 
@@ -389,7 +390,7 @@ class WeightsCollected(WeightEvent):
 
     @property
     def reason(self) -> str:
-        """Why an artifact of these versions is gone, for a message: by whom and when it was collected."""
+        """The reason why an artifact of these versions is gone, for a message: who collected it, and when."""
         at = datetime.fromtimestamp(self.time_ms / 1000, UTC)
         return f"collected by {self.by} at {at:%Y-%m-%d %H:%M:%S} UTC, because keep_last and keep_every do not cover it"
 
