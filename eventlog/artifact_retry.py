@@ -23,7 +23,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Retry:
-    """How long a call to the store is retried."""
+    """Durations for the retries of a call to the store."""
 
     patience_s: float = 600.0
     """Seconds after which an outage counts as a failure; infinity: never."""

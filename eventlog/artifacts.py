@@ -225,7 +225,7 @@ class ArtifactStore:
         return ref
 
     def _unreadable(self, ref: ArtifactRef, error: Exception) -> ArtifactError:
-        """Why an artifact cannot be read: it is missing, or its store is unreachable or was until now."""
+        """The error for an artifact that cannot be read: it is missing, or its store is or was unreachable."""
         is_away = self._is_local and (  # the whole store, like a folder that is not mounted
             not Path(self._root).exists() or Path(self._locate(ref)).exists()
         )

@@ -29,11 +29,11 @@ class Recorded:
     rollout_id: str
     member: int
     number: int
-    """Of the attempt among those at its member, from 0 on."""
+    """Number of the attempt among those of its member, from 0 on."""
     steps: dict[int, str] = field(default_factory=_no_digests)
     rewards: dict[int, str] = field(default_factory=_no_digests)
     is_spliced: bool = False
-    """Two producers wrote it: an index has two contents."""
+    """Whether two producers wrote it: an index has two contents."""
 
     def take_step(self, index: int, digest: str) -> bool:
         """Add a StepRecorded; returns whether it is the first of its index and therefore counts."""
@@ -54,7 +54,7 @@ class Recorded:
         return False
 
     def incompleteness(self, ended: RolloutEnded) -> Incompleteness:
-        """Why the attempt is incomplete at its end, by count, digest and scores; empty if it is complete."""
+        """The reason why the attempt is incomplete at its end, by count, digest and scores; empty if it is complete."""
         if len(self.steps) != ended.num_steps or len(self.rewards) != ended.num_rewards:
             return "incomplete"  # lengths first, because the count in a record is unbounded
         try:

@@ -17,12 +17,14 @@ from rollstream.schemas.topics import TOPICS
 
 _SORTED = orjson.OPT_SORT_KEYS
 _ONLY_JSON = orjson.OPT_PASSTHROUGH_DATETIME | orjson.OPT_PASSTHROUGH_DATACLASS
-"""What orjson would write as text or an object though it is none in JSON goes to `_fields`, which refuses it."""
+"""Values that orjson would write as text or an object, though JSON has no such type, go to `_fields`, which refuses
+them.
+"""
 _FEW_NESTED = 200
 """Values with so few arrays and objects cannot be nested too deeply to be written again."""
 
 EMPTY_SHA256 = "0" * 64
-"""Where a hash chain begins."""
+"""Initial value of a hash chain."""
 
 UPCASTERS: dict[tuple[str, int], Callable[[dict[str, Any]], dict[str, Any]]] = {}
 """(kind, old version) -> the content of the next version. Pure; a golden file of each old version stays."""
@@ -30,7 +32,7 @@ UPCASTERS: dict[tuple[str, int], Callable[[dict[str, Any]], dict[str, Any]]] = {
 _VALIDATORS: dict[str, dict[str, Callable[[Any], Event]]] = {
     topic: {kind: validator_of(event) for kind, event in KINDS.items() if topic == event.TOPIC} for topic in TOPICS
 }
-"""By topic and kind: what makes an event of its content."""
+"""Validators by topic and kind, each of which makes an event of its content."""
 
 
 class Encoded(NamedTuple):

@@ -93,7 +93,7 @@ class Redriven(NamedTuple):
     letter: int
     """Offset of the letter in `dlq`."""
     to: Position
-    """Where the record was sent."""
+    """Position of the record that was sent."""
 
 
 async def send_again(log: EventLog, record: Record, letter: int) -> Position:
@@ -205,9 +205,9 @@ class DeadLetterIndex:
         """Number of records of `dlq` read so far: shows that a long read makes progress."""
         self._next_offset = 0
         self._letters: dict[TopicPartition, dict[int, int]] = {}
-        """By partition: offset of a dead record, and of the first letter about it."""
+        """Offset of the first letter about a dead record, by partition and the record's offset."""
         self._fold_errors: dict[TopicPartition, set[int]] = {}
-        """By partition: dead records on which a fold raised."""
+        """Offsets of dead records on which a fold raised, by partition."""
         self._waiting: dict[TopicPartition, deque[tuple[int, int]]] = {}
         """The same in the order of the letters, without those that `needed_from` has passed."""
         self._reading = asyncio.Lock()

@@ -14,7 +14,7 @@ class Disk(NamedTuple):
     """The disk of a folder."""
 
     folder: Path
-    """As it was asked for; it need not exist yet."""
+    """The folder as requested; it need not exist yet."""
     free_bytes: int
     total_bytes: int
 

@@ -83,7 +83,7 @@ class HashingFile:
 
     @property
     def sha256(self) -> str:
-        """Of what has been written."""
+        """Sha256 of the bytes written so far."""
         return self._digest.hexdigest()
 
 

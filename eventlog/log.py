@@ -24,7 +24,9 @@ SEND_TIMEOUT_S = 120.0
 """An idempotent producer retries without limit; a service that waits longer for acknowledgements should be
 restarted."""
 MAX_METADATA_BYTES = 4096
-"""Of a committed offset's metadata: Kafka's default `offset.metadata.max.bytes`, of which brokers count characters."""
+"""Maximum size of a committed offset's metadata: Kafka's default `offset.metadata.max.bytes`, of which brokers count
+characters.
+"""
 
 
 class TopicPartition(NamedTuple):
@@ -136,7 +138,7 @@ class GroupReader(Protocol):
     """
 
     async def poll(self, *, timeout_s: float = 1.0, max_records: int = 1000) -> list[Record]:
-        """As LogReader.poll, for the partitions assigned at the time."""
+        """Like LogReader.poll, for the partitions assigned at the time."""
         ...
 
     def assigned(self) -> set[TopicPartition]:

@@ -1,4 +1,5 @@
-"""Which learner may publish for a model group: the rule of terms, a pure fold over its LearnerClaimed in log order.
+"""The rule of terms, which decides what learner may publish for a model group: a pure fold over its LearnerClaimed in
+log order.
 
 The first claim of a higher term takes the model group. Later events of a lower term, in the order of `weights`, are
 void: their learner was replaced. The SQL views of the metrics implement the same rule.
@@ -12,7 +13,7 @@ BEFORE_LEARNERS = 0
 """Term of a version that was published before any learner claimed its model group, as the base of a what-if is."""
 
 OfLearner = ReferenceScored | StepTrained | WeightsPublished
-"""What a learner writes under its term."""
+"""Events that a learner writes under its term."""
 
 
 class Owner(NamedTuple):
@@ -21,7 +22,7 @@ class Owner(NamedTuple):
     term: int
     learner: str
     offset: int
-    """Of its claim: distinguishes two claims of one term by the same learner."""
+    """Offset of the owner's claim: distinguishes two claims of one term by the same learner."""
 
 
 def claimed(owner: Owner | None, event: LearnerClaimed, offset: int = -1) -> Owner:

@@ -30,14 +30,14 @@ from rollstream.schemas.kafka import KafkaSettings
 
 START_TIMEOUT_S = 60.0
 LOCK_PATIENCE_S = 25.0
-"""How long to wait for the broker of a process that has just died: what its shutdown takes at most."""
+"""Maximum seconds to wait for the broker of a process that has just died: the longest that its shutdown takes."""
 FULL_BYTES = 1024 * 1024
-"""With less room on its disk a broker cannot even write its log."""
+"""Free disk space below which a broker cannot even write its log."""
 JVM = ("-Xmx512m", "-XX:+UseSerialGC", "-Dorg.slf4j.simpleLogger.defaultLogLevel=warn")
 CLASSES_LISTED = "classes.txt"
 ENDED_AS_ASKED = 128 + signal.SIGTERM
 CRASHED = -signal.SIGABRT
-"""How the Java runtime ends by a fault of its own, or of its class archive."""
+"""Exit status of a Java runtime that ends by a fault of its own, or of its class archive."""
 
 PROPERTIES = f"""\
 process.roles=broker,controller
@@ -113,7 +113,7 @@ class EmbeddedBroker:
 
     @property
     def kafka(self) -> KafkaSettings:
-        """How clients connect to the running broker."""
+        """Settings for clients of the running broker."""
         return connection(self._folder, self.bootstrap_servers)
 
     @property

@@ -31,7 +31,9 @@ class ClassArchive:
     java: Path
     classpath: str
     java_options: tuple[str, ...] = ()
-    """With another heap than it was made with an archive may not fit: by default a heap grows with the machine."""
+    """Options of the runtime. An archive made with another heap size may not fit, and by default a heap grows with the
+    machine.
+    """
 
     @property
     def path(self) -> Path:

@@ -23,7 +23,7 @@ from types import FrameType
 POLL_S = 0.5
 GRACE_S = 20.0
 KILL_S = 3.0
-"""How long processes that start others while they are killed are killed again."""
+"""Seconds for which the kill is repeated, for processes that start others while they are killed."""
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 MAX_LOG_BYTES = 16 * 1024 * 1024
 

@@ -26,7 +26,7 @@ REPOSITORY = "ROLLSTREAM_MAVEN_REPOSITORY"
 """Environment variable with the URL of a Maven repository to fetch the jars from, in place of Maven Central."""
 APPROXIMATE_MB = 44
 MAX_ATTEMPTS = 3
-"""To fetch one jar."""
+"""Maximum attempts to fetch one jar."""
 PAUSE_S = 0.5
 """Before the second attempt; doubled before each later one."""
 TIMEOUT_S = 60.0
@@ -40,7 +40,7 @@ class Jar(NamedTuple):
     """A jar of the pinned set."""
 
     path: str
-    """In a Maven repository, and below the folder that they are kept in."""
+    """Path in a Maven repository, and below the folder of downloaded jars."""
     sha256: str
 
 

@@ -3,14 +3,14 @@
 from dataclasses import dataclass
 
 MAX_RESTARTS = 5
-"""Of one process, without progress in between."""
+"""Maximum restarts of one process without progress in between."""
 FIRST_BACKOFF_S = 0.5
 MAX_BACKOFF_S = 15.0
 
 
 @dataclass(slots=True)
 class Restarts:
-    """How often a process exited since the last progress."""
+    """Number of times that a process exited since the last progress."""
 
     first_backoff_s: float = FIRST_BACKOFF_S
     count: int = 0

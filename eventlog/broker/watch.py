@@ -15,7 +15,7 @@ CHECK_S = 0.25
 STEADY_S = 60.0
 """A broker that ran for so long counts as whole again: its earlier deaths are forgiven."""
 MIN_FREE_BYTES = 16 * 1024 * 1024
-"""With less room on its disk a broker is not started again: it would only die again."""
+"""Free disk space below which a broker is not started again: it would only die once more."""
 
 logger = logging.getLogger(__name__)
 

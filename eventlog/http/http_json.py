@@ -23,7 +23,7 @@ KEPT_ALIVE_S = 2.0
 already be on its way by.
 """
 SHOWN_CHARS = 300
-"""Of an unusable answer, in its error."""
+"""Maximum characters of an unusable answer that its error shows."""
 EVENT_STREAM = "text/event-stream"
 TRY_AGAIN = frozenset({408, 409, 425, 429})
 _TOO_LONG = ("context_length_exceeded", "maximum context length", "leaves no room")
@@ -62,7 +62,7 @@ class HttpServer:
         """`url`: without a slash at its end. `key`: of the variable, borne by every request."""
         self.url = url
         self.name = url
-        """How errors call it."""
+        """Name of the server in errors."""
         self._timeout_s = timeout_s
         self._key = key
         self._key_variable = key_variable
@@ -163,7 +163,7 @@ class HttpServer:
             raise self.error(f"answered what is not JSON: {shown(body)}; check base_url") from error
 
     def error(self, message: str) -> ModelError:
-        """What the server says may hold the key; the error does not."""
+        """An error of this server. Its message does not show the key, even if the server's answer does."""
         line = f"{self.name} {message}"
         return ModelError(line.replace(self._key, f"${{{self._key_variable}}}") if self._key else line)
 
@@ -177,7 +177,7 @@ def decoded(body: bytes) -> Any:
 
 
 def _encoded(body: Mapping[str, Any]) -> bytes:
-    """By orjson, which writes a prompt of 4,000 ids in 10 microseconds; json takes 250."""
+    """Encode with orjson, which writes a prompt of 4,000 ids in 10 microseconds; json takes 250."""
     try:
         return orjson.dumps(body, option=_ONLY_JSON)
     except TypeError:  # such as a lone surrogate, or a key that is not text
@@ -199,6 +199,6 @@ def retry_after(headers: Mapping[str, str]) -> float:
 
 
 def shown(body: object) -> str:
-    """What a server said, quoted in one line of bounded length."""
+    """Quote a server's answer in one line of bounded length."""
     text = body.decode(errors="replace") if isinstance(body, bytes) else str(body)
     return repr(one_line(text, SHOWN_CHARS))

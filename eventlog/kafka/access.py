@@ -41,7 +41,8 @@ DENIED = (TopicAuthorizationFailedError, GroupAuthorizationFailedError, ClusterA
 
 
 async def why_refused(kafka: KafkaSettings) -> LogError | None:
-    """Why a client cannot connect: an AccessDeniedError if permanent, a LogError if a retry may help, None if it can.
+    """The reason why a client cannot connect: an AccessDeniedError if permanent, a LogError if a retry may help, None
+    if it can.
 
     Raises ConfigError for a file that cannot be used.
     """

@@ -23,17 +23,19 @@ from rollstream.schemas.errors import AccessDeniedError, ConfigError, LogError, 
 from rollstream.schemas.kafka import KafkaSettings
 
 PATIENCE_S = 5.0
-"""How long to try again where nothing listens."""
+"""Seconds for which a connection is retried while nothing listens."""
 CONNECT_TIMEOUT_S = 15.0
-"""How long a broker that took the connection may be slow."""
+"""Maximum seconds for a broker to answer once it has accepted the connection."""
 REQUEST_TIMEOUT_MS = 15_000
 FETCH_BYTES = 1 << 20
-"""Of one partition. A single record above it passes all the same: Kafka always returns the first batch whole."""
+"""Bytes fetched of one partition. A single larger record passes all the same: Kafka always returns the first batch
+whole.
+"""
 
 EXPECTED = ("Unable connect to", "Unable to request metadata", "Unexpected error during InitProducerIdRequest")
-"""How aiokafka's messages of a failed connection begin."""
+"""Beginnings of aiokafka's messages about a failed connection."""
 LOGGERS = ("aiokafka", "aiokafka.producer.sender")
-"""Where they are logged: a filter holds for its own logger only, not for those below it."""
+"""Loggers of those messages: a filter applies to its own logger only, not to those below it."""
 
 T = TypeVar("T")
 

@@ -14,7 +14,7 @@ from rollstream.eventlog.log import Position, Record, TopicPartition, truncated
 from rollstream.schemas.kafka import KafkaSettings
 
 WAIT_MS = 5
-"""How long Kafka may hold a request: a seek after it has to wait that long."""
+"""Maximum milliseconds for which Kafka holds a request: a seek after it has to wait that long."""
 FETCH_BYTES = 1 << 16
 """Maximum bytes of a partition in one answer (at least one batch). Everything sent is decoded, wanted or not: with the
 mebibyte of readers, the fetch of a batch's 74 trajectories took 80 ms, with this 7 ms."""

@@ -40,7 +40,9 @@ time, and what comes meanwhile goes together with the next: under load that make
 BATCH_BYTES = 256 * 1024
 MAX_REQUEST_BYTES = 9 * MIB
 POLL_WAIT_MS = 100
-"""How long Kafka may hold a reader's request; a new record is answered at once, a seek waits that long."""
+"""Maximum milliseconds for which Kafka holds a reader's request; a new record is answered at once, a seek waits that
+long.
+"""
 HEARTBEAT_MS = 500
 """A member learns of a rebalance by its heartbeat."""
 REBALANCE_TIMEOUT_S = 30.0

@@ -30,7 +30,7 @@ class Polling:
         self._held: deque[Record] = deque()
 
     async def take(self, timeout_s: float, limit: int) -> list[Record]:
-        """At most `limit` records; empty after `timeout_s`, or sooner if `forget` is called meanwhile.
+        """Return at most `limit` records; none after `timeout_s`, or sooner if `forget` is called meanwhile.
 
         Raises TruncatedError, and LogError for other errors of Kafka.
         """

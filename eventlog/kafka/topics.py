@@ -20,7 +20,7 @@ from rollstream.schemas.kafka import KafkaSettings
 from rollstream.schemas.topics import TOPICS, Topic
 
 PATIENCE_S = 5.0
-"""How long a topic may take to show in the metadata after it was created."""
+"""Maximum seconds for a new topic to appear in the metadata."""
 MAX_REPLICAS = 3
 COMPRESSION_SLACK_BYTES = 64 * 1024
 """Kafka measures the compressed batch, and bytes that cannot be compressed grow a little."""
