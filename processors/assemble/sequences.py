@@ -43,7 +43,7 @@ class _Growing:
     """Fields of Completion, validated with the sequence."""
 
     def sha256(self) -> str:
-        """Of all tokens so far."""
+        """Sha256 of all tokens so far."""
         unseen = b"".join(self.parts[self.num_hashed :])
         self.num_hashed = len(self.parts)
         if self.hasher is None:

@@ -34,7 +34,7 @@ MAX_UNDER_WAY = 32
 
 Evolve = Callable[[assembly.AssemblyState, Received], list[assembly.Closing]]
 Sending = Callable[[], Coroutine[Any, Any, None]]
-"""No coroutine yet: a task that is cancelled before its first step leaves none unawaited."""
+"""A function rather than a coroutine: a task that is cancelled before its first step leaves no coroutine unawaited."""
 
 
 @dataclass(slots=True)
@@ -43,7 +43,7 @@ class _Partition:
 
     state: assembly.AssemblyState
     held: dict[int, int] = field(default_factory=dict[int, int])
-    """By send under way: the offset that the mark must not pass."""
+    """Offset that the low-water mark must not pass, by send in progress."""
 
 
 class AssembleShell:

@@ -34,7 +34,7 @@ class Attempt(Recorded):
     calls: defaultdict[str, list[Call]] = field(default_factory=lambda: defaultdict(list))
     """LLM steps by agent; of one that only made other steps none."""
     scores: list[RewardRecorded] = field(default_factory=_no_rewards)
-    """In the order of the log."""
+    """Scores in the order of the log."""
 
 
 @dataclass(slots=True)
@@ -45,9 +45,9 @@ class OpenGroup:
     first_offset: int
     deadline_ms: int
     attempts: dict[str, Attempt | AttemptOutcome] = field(default_factory=dict[str, Attempt | AttemptOutcome])
-    """By rollout id, in the order of their first records: what is under way, or what became of it."""
+    """Attempts by rollout id, in the order of their first records: open ones, and the outcomes of the others."""
     complete: dict[int, "Assembled"] = field(default_factory=dict[int, "Assembled"])
-    """By member: what its first complete attempt yielded."""
+    """Result of each member's first complete attempt, by member."""
     final: set[int] = field(default_factory=set[int])
     """Members that are not tried again."""
     settled: set[int] = field(default_factory=set[int])
@@ -72,10 +72,10 @@ class Closing:
     """A closed group: the records to send, trajectories first."""
 
     first_offset: int
-    """Of its GroupStarted: what the low-water mark must not pass before both are acknowledged."""
+    """Offset of its GroupStarted, which the low-water mark must not pass before both are acknowledged."""
     trajectories: tuple[TrajectoryAssembled, ...]
     closed: GroupClosed
-    """Without locators; one for each trajectory in its order is added once they are stored."""
+    """Lacks locators; one for each trajectory, in order, is added once the trajectories are stored."""
 
 
 @dataclass(slots=True)
@@ -86,7 +86,7 @@ class AssemblyState:
     next_deadline_ms: int = NEVER_MS
     """No open group has an earlier deadline."""
     groups: dict[str, OpenGroup] = field(default_factory=dict[str, OpenGroup])
-    """In the order of their GroupStarted."""
+    """Open groups in the order of their GroupStarted."""
     closed: set[str] = field(default_factory=set[str])
     closed_order: deque[str] = field(default_factory=deque[str])
     repeats: dict[int, int] = field(default_factory=dict[int, int])

@@ -25,7 +25,7 @@ from rollstream.schemas.settings import OTHERS
 from rollstream.schemas.topics import TOPICS
 
 _MAX_BYTES = TOPICS["trajectories"].max_record_bytes - RECORD_OVERHEAD_BYTES - 64 * 1024
-"""Of a trajectory's token arrays; what its record takes beside them is estimated generously."""
+"""Maximum bytes of a trajectory's token arrays, with a generous estimate for the rest of its record."""
 _BY_REWARD = attrgetter("reward_index")
 _member = validator_of(MemberRef)
 

@@ -23,11 +23,11 @@ class KnownGroups:
     """Groups of one run."""
 
     open: dict[str, Task] = field(default_factory=dict[str, Task])
-    """By group id, in the order in which they were asked for."""
+    """Open tasks by group id, in the order in which they were requested."""
     announced: dict[str, dict[int, Ranges]] = field(default_factory=dict[str, dict[int, Ranges]])
-    """By job and number of tasks: the epochs that have so many tasks, by index from 0."""
+    """Announced epochs, as ranges of indices from 0, by job and number of tasks."""
     growing: dict[tuple[str, int], int] = field(default_factory=dict[tuple[str, int], int])
-    """By job and epoch: number of tasks so far of open epochs that may ask for more."""
+    """Number of tasks so far, by job and epoch, of open epochs that may request more."""
     others: dict[str, Ranges] = field(default_factory=dict[str, Ranges])
     """Closed groups that no epoch had announced when they closed: index by the id without it."""
 

@@ -37,7 +37,7 @@ class LiveRun(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     idle: dict[int, tuple[int, int]] = Field(default_factory=dict)
-    """By steps partition: newest event time and total of idle time, in ms."""
+    """Newest event time and total idle time, in ms, by steps partition."""
     is_abandoned: bool = False
     has_ended: bool = False
     refused_at: int | None = None
@@ -53,18 +53,18 @@ class LowWater(BaseModel):
     begin: int = Field(ge=0)
     """Offset from which the partition must be folded again."""
     runs: dict[str, LiveRun] | None = None
-    """By run id; none: too many to write down."""
+    """Live runs by run id; None: too many to store."""
     has_clocks: bool = True
     """Whether `runs` includes idle times."""
     dlq: int = Field(default=0, ge=0)
     """Offset of `dlq` before which no letter is about a record from `begin` on."""
     faulty: dict[str, Faults] = Field(default_factory=dict[str, Faults])
-    """By run that is not folded again: its records that cannot be folded."""
+    """Records that cannot be folded, by run, of runs that are not folded again."""
 
 
 @dataclass(frozen=True, slots=True)
 class Beginning:
-    """Where and how a fold restarts."""
+    """Point at which a fold restarts, and what it needs for that."""
 
     offset: int
     live: Mapping[str, LiveRun] | None = None
@@ -76,11 +76,11 @@ class Beginning:
     dlq: int = 0
     """Offset from which dead letters count."""
     faulty: Mapping[str, Faults] = field(default_factory=dict[str, Faults])
-    """By run that is not folded again: its records that cannot be folded."""
+    """Records that cannot be folded, by run, of runs that are not folded again."""
 
 
 def begin_of(state: CurateState, next_offset: int) -> int:
-    """Where a fold restarts that has reached `state` at `next_offset`."""
+    """Offset at which a fold restarts that has reached `state` at `next_offset`."""
     return next_offset if state.low_water is None else state.low_water
 
 
@@ -115,7 +115,7 @@ def metadata_of_steps(begin: int, dlq: int) -> str:
 
 
 def beginning_of(metadata: str, committed: int, topic: str = "groups") -> Beginning | None:
-    """Where the fold of an assignment starts; logs a warning and returns None if the metadata cannot be used."""
+    """Parse the start of an assignment's fold; logs a warning and returns None if the metadata cannot be used."""
     if not metadata:
         return None
     try:

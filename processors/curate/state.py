@@ -29,7 +29,7 @@ class NotOffered:
 
     @property
     def names(self) -> frozenset[str]:
-        """Of all parts."""
+        """Names of all parts."""
         return frozenset(itertools.chain.from_iterable(self.parts))
 
     def take(self, event: SubmissionReceived) -> None:
@@ -45,9 +45,9 @@ class Epoch:
 
     number: int
     num_open: int = 0
-    """Tasks, asked for by curation, whose groups are not closed yet."""
+    """Number of tasks requested by curation whose groups are not closed yet."""
     num_tasks: int = 0
-    """Asked for by curation so far."""
+    """Number of tasks that curation has requested so far."""
     num_refills: int = 0
     num_groups: int = 0
     means: list[float] = field(default_factory=list[float])
@@ -102,7 +102,7 @@ class Job:
     good_version: int | None = None
     """The newest version that has passed the evaluation gate, or that has the weights of one."""
     best_reward: float | None = None
-    """Of the validations that were passed."""
+    """Best mean reward of the validations that were passed."""
     last_asked: dict[str, int] = field(default_factory=dict[str, int])
     """Epoch in which an example was last asked for."""
 
@@ -129,8 +129,7 @@ class Job:
 
     @property
     def max_refills(self) -> int:
-        """How often an epoch may ask for further tasks: only where it is one batch of which each group is judged by
-        itself."""
+        """Maximum number of refills of an epoch: 0 unless it is one batch, each group of which is judged by itself."""
         has_one_taker = not self.started.plan.tasks_of and self.started.plan.drop_zero_variance
         is_refilled = self.is_single_batch and not self.is_submitted and not self.filters_epochs
         return self.started.plan.max_refills if has_one_taker and is_refilled else 0
@@ -195,9 +194,9 @@ class Idle:
     """Idle times of a run, derived from records of other runs."""
 
     clocks: dict[int, Clock] = field(default_factory=dict[int, Clock])
-    """By steps partition that closed other runs' groups after this run's last record."""
+    """Clocks by steps partition that closed other runs' groups after this run's last record."""
     is_abandoned: bool = False
-    """Its end was sent for that."""
+    """Whether its end was sent for that reason."""
 
 
 @dataclass(slots=True)
@@ -234,7 +233,7 @@ class CurateState:
     ended: dict[str, EndedRun] = field(default_factory=dict[str, EndedRun])
     """Runs that are over, until their last group has closed or nobody waits for it any more."""
     refused: dict[str, int] = field(default_factory=dict[str, int])
-    """Of runs above whose dataset could not be read: offset of the EpochStarted from which on nothing was answered."""
+    """Runs above whose dataset could not be read, with the offset of the first EpochStarted that was not answered."""
     past: dict[str, None] = field(default_factory=dict[str, None])
     """The newest other runs that are over: a repeated RunStarted does not begin one of them again."""
 

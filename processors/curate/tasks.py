@@ -1,6 +1,6 @@
-"""From an epoch's start to its task requests: which examples, which seeds, how far ahead of training.
+"""Task requests of an epoch that starts: its examples, its seeds, and how far they run ahead of training.
 
-A run's examples, out of the artifact that its start names.
+Also reads a run's examples from the artifact that its start names.
 """
 
 import logging
@@ -75,7 +75,7 @@ def _requests(
 
 
 def _min_versions(run: Run, job: Job, index: int) -> dict[str, int]:
-    """By further model group, the version that the task's engine must have reached of it; 0 of one that is frozen."""
+    """Minimum versions of the other model groups in the task's engine, by model group; 0 for a frozen one."""
     others = set(job.started.rollout.agents.values()) - {job.started.model_group}
     trained = {other.started.model_group: min_version(other, index) for other in run.beside(job)}
     return {model_group: trained.get(model_group, 0) for model_group in sorted(others)}
@@ -138,7 +138,7 @@ def load_dataset(artifacts: ArtifactStore, started: RunStarted) -> Dataset:
 
 
 def unnamed_dataset(started: RunStarted) -> Dataset:
-    """In place of a dataset whose examples do not matter: it is asked for as many tasks, under the same ids."""
+    """Stand-in for a dataset whose examples do not matter: as many tasks are requested, under the same ids."""
     return {"": {}} if started.num_examples else {}
 
 

@@ -16,7 +16,7 @@ class Undo:
 
     run_id: str
     first_offset: int | None
-    """Where the record's run began; none: it is not known, or nothing of it is left to change."""
+    """Offset at which the record's run began; None: it is not known, or nothing of it is left to change."""
     was_past: bool
     refused_at: int | None
     own_clocks: dict[int, Clock]
@@ -24,7 +24,7 @@ class Undo:
     partition: int | None
     """The steps partition whose time the record carries."""
     clocks: dict[str, Clock | None]
-    """Of that partition, by other run; none: there was none yet."""
+    """Clocks of that partition, by other run; None: there was none yet."""
     ended: dict[str, EndedRun]
 
     @classmethod

@@ -24,7 +24,7 @@ class Batch:
 
     partition: int
     generation: int
-    """Of this process's assignment under which they were fetched; `Host.generation` counts them."""
+    """Generation of the assignment under which they were fetched; counted by `Host.generation`."""
     records: list[Record]
 
 
@@ -103,7 +103,7 @@ class Host(faust.App):
     """A Faust app that knows its shells by Kafka's topic name."""
 
     kafka: KafkaSettings
-    """How its clients connect."""
+    """Connection settings of its clients."""
     shells: dict[str, Shell]
     failed: "asyncio.Future[None]"
     """Gets the first error of a shell."""
@@ -112,17 +112,17 @@ class Host(faust.App):
 
     @cached_property
     def queued(self) -> Counter[str]:
-        """By topic: number of delivered batches of this generation that are not folded yet."""
+        """Number of delivered batches of this generation that are not folded yet, by topic."""
         return Counter()
 
     @cached_property
     def preparing(self) -> "dict[TP, asyncio.Task[None]]":
-        """By assigned partition: its shell's preparation, running or done."""
+        """Preparation of each assigned partition's shell, running or done."""
         return {}
 
     @cached_property
     def taking(self) -> "dict[str, asyncio.Task[None]]":
-        """By topic: the newest batch's folding, running or done."""
+        """Folding of the newest batch, running or done, by topic."""
         return {}
 
     @cached_property
@@ -156,7 +156,7 @@ class Host(faust.App):
         return cast(Placed, self.consumer).flow_active
 
     def positions(self) -> dict[TopicPartition, int | None]:
-        """By assigned partition: offset of the next record to fold, None if the consumer has no position yet."""
+        """Offset of the next record to fold, by assigned partition; None if the consumer has no position yet."""
         found: dict[TopicPartition, int | None] = {}
         for tp in cast(set[TP], self.consumer.assignment()):
             shell = self.shell_of(tp)

@@ -39,9 +39,9 @@ NO_POSITION_S = 0.05
 SETTLE_S = 2.0
 """Seconds that a rebalance waits for batches being folded, so that retained partitions keep their fold."""
 IDLE_S = 1.0
-"""How often the reading is set right while nothing comes."""
+"""Seconds between two corrections of the fetch positions while nothing arrives."""
 HELD_POLL_S = 0.02
-"""How long others' records are waited for while a partition is not ready."""
+"""Seconds to wait for records of other partitions while one is not ready."""
 
 
 class _Thread(driver.AIOKafkaConsumerThread):
@@ -219,12 +219,12 @@ class Consumer(driver.Consumer):
 
     @cached_property
     def wanted(self) -> dict[TP, int]:
-        """By partition: offset of the next record to deliver. Empty before the consumer has a position."""
+        """Offset of the next record to deliver, by partition. Empty before the consumer has a position."""
         return {}
 
     @cached_property
     def committing(self) -> dict[TP, tuple[int, str]]:
-        """By partition: the offset to commit next, or committed last, and its metadata."""
+        """The offset to commit next, or committed last, and its metadata, by partition."""
         return {}
 
     @cached_property
@@ -234,12 +234,12 @@ class Consumer(driver.Consumer):
 
     @cached_property
     def committed_offsets_read(self) -> dict[TP, int | None]:
-        """By partition: the committed offset last read from Kafka, None for none."""
+        """The committed offset last read from Kafka, by partition; None if there is none."""
         return {}
 
     @cached_property
     def reached(self) -> dict[TP, int]:
-        """By partition: the furthest offset that this process has read in earlier assignments; the log cannot end
+        """The furthest offset that this process has read in earlier assignments, by partition; the log cannot end
         before it."""
         return {}
 

@@ -15,16 +15,16 @@ from rollstream.schemas.errors import ArtifactError, DecodeError, FoldError
 from rollstream.schemas.events import RunEnded
 
 MAX_IN_A_ROW = 16
-"""When so many neighbours cannot be folded, it is the fold that is broken, not the records."""
+"""Maximum consecutive records that cannot be folded; with so many it is the fold that is broken, not the records."""
 MIN_KEYS = 3
-"""Of so many groups (in `groups`: runs) at least."""
+"""Minimum number of groups (in `groups`: runs) that those records belong to."""
 MAX_OF_A_RUN = 16
-"""With so many records of `groups` that cannot be folded a run is ended."""
+"""Number of a run's records in `groups` that cannot be folded at which the run is ended."""
 RUNS_REMEMBERED = 4096
 RUNS_COMMITTED = 16
 """Maximum number committed with an offset, newest first."""
 MAX_ID_BYTES = 100
-"""Of their ids; only a forged record has a longer one. So all of them take 2 KB at most."""
+"""Maximum length of their ids; only a forged record has a longer one. So all of them take 2 KB at most."""
 
 Faults = tuple[int, bool]
 """Records of a run that cannot be folded, and whether its end has been folded."""
@@ -61,13 +61,15 @@ class _Faults:
 class FaultyRuns:
     """Runs with records of `groups` that cannot be folded, the newest RUNS_REMEMBERED of them.
 
-    Of a run with MAX_OF_A_RUN of them nothing but its end is folded any more; after its end it has as many again.
+    Once a run has MAX_OF_A_RUN of them, only its end is still folded; after its end it has as many again.
     """
 
     _runs: dict[str, _Faults] = field(default_factory=dict[str, _Faults])
 
     def begin(self, run_id: str) -> None:
-        """A run's beginning has been folded: what came before it, where a refold does not look, does not count."""
+        """Forget a run's faults because its beginning has been folded: earlier records, which a refold does not read,
+        do not count.
+        """
         self._runs.pop(run_id, None)
 
     def add(self, run_id: str) -> bool:
@@ -85,7 +87,7 @@ class FaultyRuns:
         return {run_id: (one.count, one.has_ended) for run_id, one in found[-RUNS_COMMITTED:]}
 
     def restore(self, committed: Mapping[str, Faults]) -> None:
-        """Know runs as they were when an offset was committed."""
+        """Restore the runs' state at the time when an offset was committed."""
         self._runs |= {run_id: _Faults(*faults) for run_id, faults in committed.items()}
 
     def is_given_up(self, run_id: str) -> bool:
@@ -114,7 +116,7 @@ class DeadRecords:
         self._stage = stage
         self._index = DeadLetterIndex(log)
         self._poison: dict[TopicPartition, set[int]] = {}
-        """By partition: offsets of records on which the fold has raised here."""
+        """Offsets of records on which the fold has raised here, by partition."""
 
     @property
     def num_read(self) -> int:
@@ -126,15 +128,15 @@ class DeadRecords:
         await self._index.refresh(since)
 
     def needed_from(self, where: TopicPartition, commit_offset: int) -> int:
-        """From which offset `dlq` must be read for a partition that is read again from `commit_offset` on."""
+        """Offset from which `dlq` must be read for a partition that is read again from `commit_offset` on."""
         return self._index.needed_from(where, commit_offset)
 
     def offsets(self, where: TopicPartition) -> Set[int]:
-        """Of the records that are passed over whenever a partition is read again."""
+        """Offsets of the records that are skipped whenever a partition is read again."""
         return self._index.offsets(where) | self._poison.get(where, frozenset[int]())
 
     def answered(self, where: TopicPartition) -> Set[int]:
-        """Of the records that have a letter already when they come for the first time; grows by `refresh`."""
+        """Offsets of the records that already have a letter when they arrive for the first time; grows by `refresh`."""
         return self._index.offsets(where)
 
     def is_poison(self, where: TopicPartition, offset: int) -> bool:
