@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from rollstream.metrics.sql.result import Result
 
 WINDOW_EPOCHS = 5
-"""Of the moving mean."""
+"""Number of epochs in the moving mean."""
 
 
 def plot_run(workspace: Path, run_id: str, path: Path) -> Path:
@@ -59,9 +59,9 @@ def reward_axes(run_id: str, *, dpi: int, layout: Literal["constrained"] | None 
 
 
 def draw_percentile(axes: Any, epochs: Sequence[int], shares: Sequence[float | None], of: str, color: str) -> Any:
-    """How far the curriculum is open, on an axis of its own to the right, which is returned.
+    """Draw the curriculum percentile on an axis of its own at the right, and return that axis.
 
-    `shares` are from 0 to 1, of what `of` says.
+    `shares` are from 0 to 1; `of` names their whole.
     """
     second = axes.twinx()
     percentages = [math.nan if share is None else 100 * share for share in shares]

@@ -27,20 +27,20 @@ SCALE = 400.0
 
 
 class Match(NamedTuple):
-    """Two players of one rollout; of more than two seats, every pair is a match."""
+    """Two players of one rollout; with more than two seats, every pair is a match."""
 
     order: tuple[int, int, str, int]
     """Epoch, 0 for validation or 1 for training, group id, member."""
     seats: tuple[str, str]
-    """By name, ascending."""
+    """The two seats in ascending order."""
     players: tuple[str, str]
     score: float
-    """Of the first seat: 1 a win, 0.5 a draw, 0 a loss."""
+    """Score of the first seat: 1 a win, 0.5 a draw, 0 a loss."""
 
 
 @dataclass(frozen=True, slots=True)
 class Payoff:
-    """What one player scored against another."""
+    """Results of one player against another."""
 
     num_matches: int
     num_wins: int
@@ -76,7 +76,7 @@ def elo(matches: Iterable[Match]) -> dict[str, float]:
 
 
 def expected_score(rating: float, opponent: float) -> float:
-    """What a player with `rating` is expected to score against one with `opponent`, in 0..1."""
+    """Expected score of a player with `rating` against one with `opponent`, in 0..1."""
     return 1 / (1 + BASE ** ((opponent - rating) / SCALE))
 
 

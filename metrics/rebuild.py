@@ -103,7 +103,9 @@ def held(path: Path) -> Iterator[None]:
 
 @contextmanager
 def _new_file(path: Path) -> Iterator[Path]:
-    """Where the new file is made; what an earlier rebuild left there is removed. It takes the name of `path`."""
+    """A temporary path for the new file, which takes the name `path` at the end; remains of an earlier rebuild are
+    removed.
+    """
     with held(path.with_name(f"{path.name}.aside")), beside(path, is_alone=True) as temporary:
         _wal(temporary).unlink(missing_ok=True)
         try:

@@ -16,7 +16,7 @@ from rollstream.schemas.services import MetricsSettings
 NICENESS = 10
 """Rollouts and training come first on a shared machine."""
 END_TIMEOUT_S = 15.0
-"""For what is left in the log when the service is asked to end."""
+"""Maximum seconds to read the rest of the log when the service is asked to end."""
 MAX_LEFT = 20_000
 """Records that are still projected then; a service that is catching up goes on at its next start."""
 logger = logging.getLogger(__name__)

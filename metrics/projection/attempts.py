@@ -22,7 +22,7 @@ SELECT batch_id FROM (
     QUALIFY row_number() OVER (PARTITION BY t.model_group, t.version ORDER BY t.log_offset) = 1
 ) WHERE batch_id IN (SELECT unnest($1::VARCHAR[]))
 """
-"""As the view `training_steps` chooses them: what no later claim made void, the first of a version."""
+"""Training steps as the view `training_steps` selects them: the first of each version that no later claim made void."""
 PLANNED_AT = "SELECT batch_id, log_offset FROM log.batch_planned WHERE batch_id IN (SELECT unnest($1::VARCHAR[]))"
 MEMBERS = """
 SELECT m.rollout_id, m.run_id FROM log.batch_member m
@@ -63,13 +63,13 @@ COMBINE = {
     "is_planned": "{0} OR excluded.{0}",
     "is_trained": "{0} OR excluded.{0}",
 }
-"""How a column of a row that is there already takes a new value in (SQL)."""
+"""SQL that combines a column of an existing row with a new value."""
 _FLAGS = ("is_known", "is_rejected", "is_planned", "is_trained")
 _NOTHING = dict.fromkeys(COMBINE) | dict.fromkeys(_FLAGS, False)
 
 
 def attempts_of(inserted: Inserted, trained: Iterable[Mapping[str, Any]]) -> list[Row]:
-    """One row an attempt that the new rows say something of. `trained`: members of batches that are trained now."""
+    """One row for each attempt that the new rows concern. `trained`: members of batches that are trained now."""
     found: dict[str, Row] = {}
     for row in inserted.get("rollout_started", ()):
         _known(found, row)

@@ -38,8 +38,9 @@ OPEN_CONFIG: dict[str, Any] = {
     "checkpoint_threshold": "1TB",
     "default_block_size": "65536",
 }
-"""How the file is opened by whoever forks queries: no thread of DuckDB's own, no temporary file that two processes
-would write, no checkpoint but ours (`Database.fork`). Only our own SQL runs on it: `close_doors` before anybody else's.
+"""Configuration of the file for a process that forks queries: no DuckDB threads, no temporary file that two processes
+would write, no checkpoint other than ours (`Database.fork`). Only our own SQL runs on it: call `close_doors` before any
+other.
 
 Blocks are small: every column of every table takes at least one, which is most of a short run's file.
 """
@@ -54,7 +55,7 @@ CHECKPOINT_BYTES = 16 * 1024 * 1024
 CHECKPOINT_SPACE_FACTOR = 4
 """Free space for a checkpoint, in multiples of the write-ahead log; one without room ends the use of the file."""
 MAX_WAL_BYTES = 8 * CHECKPOINT_BYTES
-"""At this size new queries wait for the running ones to end, so that it is folded in at last."""
+"""Size at which new queries wait for the running ones to end, so that the log is finally folded into the file."""
 T = TypeVar("T")
 
 Rows = Mapping[str, Sequence[Mapping[str, Any]]]
@@ -70,7 +71,7 @@ class FileInUseError(MetricsFileError):
 
 
 def metrics_file(workspace: Path) -> Path:
-    """Where a workspace keeps its metrics."""
+    """Path of a workspace's metrics file."""
     return workspace / "metrics.duckdb"
 
 
@@ -95,10 +96,10 @@ def connect(path: Path, *, read_only: bool, config: Mapping[str, Any] = SAFE_CON
 
 
 def close_doors(connection: duckdb.DuckDBPyConnection, scratch: Path | None, memory_bytes: int) -> None:
-    """From here on as SAFE_CONFIG: no file, no network, no setting.
+    """Restrict the connection to SAFE_CONFIG from now on: no file, no network, no setting.
 
-    `memory_bytes`: what it may take beyond what is in use now before it spills to `scratch`, or is refused more where
-    there is none. For a process that runs one query and ends; nobody else may use the database.
+    `memory_bytes`: memory that a query may use beyond the present use before it spills to `scratch`, or is refused more
+    if `scratch` is None. For a process that runs one query and ends; nobody else may use the database.
     """
     found = connection.execute("SELECT coalesce(sum(memory_usage_bytes), 0)::BIGINT FROM duckdb_memory()").fetchone()
     used = found[0] if found else 0
@@ -315,7 +316,9 @@ class Database:
         self._has_ended = False
 
     def _open_wal(self) -> None:
-        """By a write, which fails on a full disk like any other; a checkpoint that fails ends the use of the file."""
+        """Open the write-ahead log by a write, which fails on a full disk like any other; a failed checkpoint ends the
+        use of the file.
+        """
         try:
             self._connection.execute("UPDATE log.meta SET value = value WHERE name = 'tables_sha256'")
         except duckdb.Error as error:

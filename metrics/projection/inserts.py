@@ -15,13 +15,13 @@ ROWS_AT_ONCE = 2000
 
 
 class Insert(NamedTuple):
-    """How rows go into one table."""
+    """The statement that inserts rows into one table."""
 
     statement: str
     """Takes rows as one JSON text: DuckDB parses it in half the time that it needs for lists of Python values."""
     columns: tuple[str, ...]
     floats: tuple[str, ...]
-    """Those of type DOUBLE."""
+    """Columns of type DOUBLE."""
 
     def texts(self, rows: Sequence[Mapping[str, Any]]) -> Iterator[str]:
         """The statement's parameter, once for each part of the rows, which have a value or None for every column."""
@@ -37,7 +37,7 @@ class Insert(NamedTuple):
 
 @cache
 def inserts_into(tables: str) -> dict[str, Insert]:
-    """How rows go into each table of schema `log`."""
+    """Insert statements for each table of schema `log`."""
     columns: dict[str, dict[str, str]] = {}
     with duckdb.connect(":memory:", config={"threads": "1"}) as connection:
         connection.execute(tables)

@@ -114,7 +114,7 @@ class Projector:
         return all(self._done.get(where, 0) >= offset for where, offset in ends.items())
 
     async def _start_offsets(self) -> dict[TopicPartition, int]:
-        """Where the file says that reading goes on. Raises TruncatedError if the log does not hold that."""
+        """Offsets at which reading continues, from the file. Raises TruncatedError if the log does not hold them."""
         stored = self._database.offsets()
         start: dict[TopicPartition, int] = {}
         for topic in TOPICS:

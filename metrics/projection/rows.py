@@ -13,7 +13,7 @@ from rollstream.schemas.ids import run_of
 from rollstream.schemas.topics import BY_NAME
 
 CONNECT = "__connect.errors."
-"""How the names of Kafka Connect's error headers begin."""
+"""Prefix of Kafka Connect's error headers."""
 
 BUILDERS: dict[str, Callable[[Any, Received], Iterator[tuple[str, Row]]]] = {**ROLLOUT_ROWS, **TRAINING_ROWS}
 """Row builder by event kind, for kinds that have more to say than their fields."""

@@ -14,9 +14,9 @@ from rollstream.metrics.sql.service import HOST, port_file, token_file
 from rollstream.schemas.errors import QueryError
 
 WAIT_MARGIN_S = 10.0
-"""Seconds of the service beyond catching up and the query itself."""
+"""Seconds granted to the service beyond the time to catch up and the query itself."""
 PATIENCE_S = 5.0
-"""How long a service that begins or ends may have the file without answering."""
+"""Maximum seconds for which a service that starts or ends holds the file without answering."""
 POLL_S = 0.1
 
 

@@ -19,7 +19,7 @@ from rollstream.schemas.errors import QueryError
 
 MAX_CELL_CHARS = 80
 FORMULA_BEGINS = ("=", "+", "-", "@", "\t", "\r", "\n", "\uff1d", "\uff0b", "\uff0d", "\uff20")
-"""How a text begins that a spreadsheet evaluates, the full-width forms of these signs included."""
+"""First characters of a text that a spreadsheet evaluates, including the full-width forms of these signs."""
 _NUMBER = re.compile(r"[-+]?[0-9]+(\.[0-9]+)?([eE][-+]?[0-9]+)?")
 NUMBERS = ("INTEGER", "BIGINT", "HUGEINT", "SMALLINT", "TINYINT", "DOUBLE", "FLOAT", "DECIMAL", "UBIGINT", "UINTEGER")
 

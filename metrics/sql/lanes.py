@@ -1,7 +1,8 @@
-"""How many queries run together: those that take long never keep a short one waiting, nor the projector.
+"""Limits on concurrent queries: long ones never keep a short one waiting, nor the projector.
 
-Every query begins in the short lane. One that is not over after SHORT_S goes on in the long lane if there is room in
-it; else it is ended and begins again in the long lane when there is, as queries change nothing.
+Every query begins in the short lane. One that takes longer than SHORT_S continues in the long lane if that has space;
+otherwise it is ended and runs again in the long lane as soon as there is space, which is safe because queries change
+nothing.
 """
 
 import asyncio
@@ -17,7 +18,7 @@ from rollstream.schemas.errors import QueryError
 NUM_SHORT = 2
 NUM_LONG = 2
 SHORT_S = 1.0
-"""How long a query may take in the short lane."""
+"""Maximum seconds of a query in the short lane."""
 POLL_S = 0.05
 
 

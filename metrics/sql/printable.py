@@ -26,11 +26,11 @@ def _escaped(match: re.Match[str]) -> str:
 
 
 class PrintableStream:
-    """A stream on which nothing that is written makes a terminal do anything. Has no `buffer` to get round it."""
+    """A stream whose output never controls the terminal. Has no `buffer`, which would bypass it."""
 
     def __init__(self, stream: TextIO) -> None:
         self.stream = stream
-        """For what the program itself says to the terminal, such as clearing a line."""
+        """The stream itself, for control sequences of the program's own, such as clearing a line."""
 
     def write(self, text: str) -> int:
         """Write the text as it may be shown."""
