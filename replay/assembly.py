@@ -37,7 +37,7 @@ class Range:
 
 @dataclass(slots=True)
 class Folded:
-    """What folding a range again came to."""
+    """Result of folding a range again."""
 
     closed: dict[str, tuple[str, str]] = field(default_factory=dict[str, tuple[str, str]])
     """Digest and JSON of every group of the run that closed, by event id; the first one counts."""
@@ -46,9 +46,9 @@ class Folded:
     num_records: int = 0
     damaged: list[str] = field(default_factory=list[str])
     differences: list[tuple[str, str, str]] = field(default_factory=list[tuple[str, str, str]])
-    """What is recorded otherwise than it derives: where, recorded, derived."""
+    """Differences between recorded and derived values: location, recorded, derived."""
     versions: dict[tuple[str, int], str] = field(default_factory=dict[tuple[str, int], str])
-    """By model group and version that tokens were sampled with: an event that says so."""
+    """Id of an event that names the version, by model group and version that tokens were sampled with."""
 
 
 def ranges(run_id: str, closed: Iterable[GroupClosed], dead: Iterable[tuple[str, int, int]]) -> list[Range]:
@@ -129,7 +129,9 @@ def _close(event: GroupClosed, begun: set[str], found: Folded, *, has_dead: bool
 
 
 def _other(state: AssemblyState, begun: RolloutStarted) -> Iterator[tuple[str, str, str]]:
-    """What the start of an attempt says otherwise than its group, member and number give: field, recorded, derived."""
+    """Fields in which the start of an attempt differs from those derived from its group, member and number: field,
+    recorded, derived.
+    """
     derived = ids.rollout_id(begun.group_id, begun.member, begun.attempt)
     if derived != begun.rollout_id:
         yield "rollout_id", begun.rollout_id, derived

@@ -1,8 +1,10 @@
-"""What a run's own records say must be there: jobs, manifests, versions, tasks. Pure: events in, differences out.
+"""Items that must exist according to a run's own records: jobs, manifests, versions, tasks. Pure: events in,
+differences out.
 
-Digests find a record that was changed, and nothing that is gone. What is gone is found by what names it: a manifest
-names its job, a job that succeeded names its last version, a version names the step that made it; tokens and engines
-name the version that they were sampled or loaded with. The newest records of an open run are named by nothing yet.
+Digests reveal a record that was changed, but not one that is missing. A missing record is found through those that name
+it: a manifest names its job, a job that succeeded names its last version, a version names the step that made it; tokens
+and engines name the version that they were sampled or loaded with. The newest records of an open run are not named by
+any other yet.
 """
 
 import math
@@ -55,9 +57,9 @@ class Named(NamedTuple):
 
 
 def check_whole(events: RunEvents) -> None:
-    """Raises TruncatedError naming the first record of a run that is gone though others name it.
+    """Raise TruncatedError naming the first record of a run that is missing although others name it.
 
-    What was changed is for `replay --verify` to find.
+    Changed records are left to `replay --verify`.
     """
     missing = next(_missing(events), None)
     if missing is not None:
@@ -65,7 +67,8 @@ def check_whole(events: RunEvents) -> None:
 
 
 def unended(events: RunEvents) -> str:
-    """What to say of a run whose training is over and whose RunEnded is missing; empty if it has ended or goes on.
+    """A message about a run whose training is over but whose RunEnded is missing; empty if it has ended or still
+    trains.
 
     No record distinguishes a run that is being ended, or was killed there, from one whose RunEnded was lost.
     """
@@ -205,7 +208,7 @@ def _starts(events: RunEvents) -> Iterator[Named]:
 
 
 def _planners(events: RunEvents) -> dict[str, str]:
-    """By job that trains on the tasks of another one: that one, which begins their epochs."""
+    """Id of the job that begins the epochs of a job that trains on another one's tasks, by the latter's id."""
     jobs = [job for job, _ in of_type(events.by_topic.get("groups", ()), JobStarted)]
     return {job.job_id: job.plan.tasks_of for job in jobs if job.plan.tasks_of}
 
@@ -224,7 +227,9 @@ def _versions(events: RunEvents) -> Iterator[Named]:
 
 
 def _used(events: RunEvents) -> dict[str, dict[int, str]]:
-    """By model group: versions that tokens were sampled with or an engine has loaded, each with an event saying so."""
+    """Versions that tokens were sampled with or an engine has loaded, each with the id of an event that shows it, by
+    model group.
+    """
     used: dict[str, dict[int, str]] = {}
     for loaded, _ in of_type(events.by_topic.get("weights", ()), WeightsLoaded):
         used.setdefault(loaded.model_group, {}).setdefault(loaded.version, loaded.event_id)
@@ -361,7 +366,7 @@ def _num_sealed(events: RunEvents, job_id: str) -> int:
 
 
 def _newest_seals(events: RunEvents) -> dict[str, EpochSealed]:
-    """By job: the seal that counts the most manifests."""
+    """The seal that counts the most manifests, by job."""
     newest: dict[str, EpochSealed] = {}
     for seal, _ in of_type(events.by_topic.get("batches", ()), EpochSealed):
         known = newest.get(seal.job_id)

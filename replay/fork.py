@@ -1,4 +1,5 @@
-"""Where a run branches off: which version of which run, and whether it fits. Reads log and artifacts, writes nothing.
+"""The point where a run branches off: the version of another run, and whether it fits. Reads log and artifacts, writes
+nothing.
 
 A fork begins a model group of its own at version 0, whose weights are those of the named version; its optimizer and
 its window of rewards start empty. The parent is not changed.
@@ -73,7 +74,7 @@ async def _check_version(
 
 
 def format_fork(point: ForkPoint) -> str:
-    """As the user writes it."""
+    """Format a fork point in the user's notation."""
     return f"{point.run_id}{'/' * bool(point.model_group)}{point.model_group}@{point.version}"
 
 
@@ -113,7 +114,7 @@ async def _published(
 
 
 def misfit(published: WeightsPublished, config: RunConfig) -> str:
-    """Why a run of this configuration cannot begin from these weights; empty if it can."""
+    """The reason why a run with this configuration cannot begin from these weights; empty if it can."""
     model = config.adapter.model
     wanted = "lora" if model.lora else "full"
     if published.weights_format != wanted:
@@ -142,7 +143,7 @@ def _is_same_model(one: str, other: str) -> bool:
 
 
 def _other_adapter(found: Mapping[str, object], wanted: LoraSettings) -> str:
-    """What decides the policy that an adapter's weights are; dropout does not."""
+    """The first difference between adapters that changes the policy (dropout does not); empty if there is none."""
     modules = found.get("target_modules")
     pairs = {
         "rank": (found.get("r"), wanted.rank),

@@ -1,4 +1,4 @@
-"""What a replay found: counts by stage, and differences with both sides named."""
+"""Result of a replay: counts by stage, and differences with both sides named."""
 
 from dataclasses import dataclass, field
 from typing import Any
@@ -31,7 +31,8 @@ class Report:
     counts: dict[str, int] = field(default_factory=dict[str, int])
     differences: list[Difference] = field(default_factory=list[Difference])
     unended: str = ""
-    """Of a run whose training is over: why its RunEnded may be missing; empty if it has ended or trains yet."""
+    """Possible reasons for the missing RunEnded of a run whose training is over; empty if it has ended or still trains.
+    """
 
     @property
     def verdict(self) -> str:

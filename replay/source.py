@@ -1,4 +1,4 @@
-"""Where replay reads a run from, the topics or an export of it, and the run's own events in the order of the log."""
+"""Source of a replay, the topics or an export, and the run's own events in the order of the log."""
 
 from collections.abc import AsyncIterator, Iterable, Mapping
 from contextlib import asynccontextmanager
@@ -23,7 +23,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """How to connect to a broker, or the folder of an export. Goes to other processes; each opens it for itself."""
+    """Connection settings of a broker, or the folder of an export. Sent to other processes, each of which opens it."""
 
     kafka: KafkaSettings | None = None
     export: Path | None = None
@@ -55,7 +55,7 @@ def check_export(folder: Path, run_id: str) -> None:
 
 @dataclass(slots=True)
 class RunEvents:
-    """What the topics with one partition, and `tasks`, say of one run; the first record of an event id counts."""
+    """One run's events in `tasks` and the topics with one partition; the first record of an event id counts."""
 
     run_id: str
     by_topic: dict[str, list[Received]] = field(default_factory=dict[str, list[Received]])
@@ -64,7 +64,7 @@ class RunEvents:
     not be read."""
     by_id: dict[str, Received] = field(default_factory=dict[str, Received])
     twice: list[tuple[Received, Received]] = field(default_factory=list[tuple[Received, Received]])
-    """Records of one event id that say different things."""
+    """Pairs of records with the same event id but different content."""
     damaged: list[str] = field(default_factory=list[str])
     """Records that do not decode and have no dead letter."""
     dead: set[tuple[str, int, int]] = field(default_factory=set[tuple[str, int, int]])
@@ -72,9 +72,9 @@ class RunEvents:
     dead_by_fold: set[tuple[str, int, int]] = field(default_factory=set[tuple[str, int, int]])
     """Those of `groups` on which curation's fold raised."""
     poison: list[Received] = field(default_factory=list[Received])
-    """Those of the run."""
+    """Records of the run among them."""
     kept: dict[str, dict[int, tuple[int, int]]] = field(default_factory=dict[str, dict[int, tuple[int, int]]])
-    """By topic and partition: oldest offset that is kept, and the one after the newest."""
+    """Oldest retained offset and the one after the newest, by topic and partition."""
 
     @property
     def is_begun(self) -> bool:

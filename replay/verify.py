@@ -116,7 +116,7 @@ def _groups_of_harness(events: RunEvents) -> set[str]:
 
 
 def _curated(events: RunEvents, datasets: curate.Datasets) -> tuple[dict[str, Event], set[str]]:
-    """What curation says again, by event id, and which of it answers the run's end."""
+    """Events that curation derives again, by event id, and the ids of those that answer the run's end."""
     state, faulty = curate.initial(), FaultyRuns()
     poison = deque(received.position.offset for received in events.poison)
     made: dict[str, Event] = {}

@@ -1,4 +1,6 @@
-"""What training left: every version's hash said once; its artifact, the checkpoints and its scores what they were."""
+"""Checks of the results of training: each version has one hash, and its artifact, checkpoints and scores match their
+records.
+"""
 
 import itertools
 import math
@@ -29,7 +31,7 @@ from rollstream.schemas.settings import EXTERNAL, JobSettings
 
 
 def log_state(events: RunEvents) -> LogState:
-    """What a learner would know of the run's model groups; events of void terms do not count."""
+    """State of the run's model groups as a learner would read it; events of void terms do not count."""
     state = LogState()
     for received in (*events.by_topic.get("weights", ()), *events.later.get("weights", ())):
         evolve(state, received)
@@ -110,7 +112,7 @@ def compare_sampled(events: RunEvents, versions: Mapping[tuple[str, int], str], 
 
 
 def _scores_digest(planned: BatchPlanned, job: JobSubmitted, group: GroupState, scored: dict[int, Received]) -> str:
-    """Of the events that a manifest finds; a member without one was not asked for."""
+    """Digest of the score events for a manifest's members; members without one needed no scores."""
     base = group.published.get(job.base_version)
     if base is None or planned.adopts is not None:
         return ""
@@ -124,7 +126,7 @@ def _scores_digest(planned: BatchPlanned, job: JobSubmitted, group: GroupState, 
 
 
 def _needs(events: RunEvents) -> WeightNeeds:
-    """What a collection would keep of the run, as far as its own records say."""
+    """Artifacts that a collection would keep of the run, according to its own records."""
     needs = WeightNeeds()
     for topic in ("groups", "jobs", "weights"):
         for received in events.by_topic.get(topic, ()):

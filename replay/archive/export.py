@@ -32,9 +32,9 @@ from rollstream.schemas.errors import ArtifactError, ConfigError, LogError
 from rollstream.schemas.topics import TOPICS
 
 Report = Callable[[str, int, int], None]
-"""Told what is being done, and how many of how many records were looked at."""
+"""Called with the current activity, the number of records examined, and their total."""
 ORDER = ("groups", "jobs", "weights", "batches", "tasks", "trajectories", "steps", "dlq")
-"""What the first ones say decides what the last ones must hold."""
+"""Order of the topics: records of the first ones decide which records of the last ones an export needs."""
 POLL_RECORDS = 500
 
 

@@ -57,7 +57,7 @@ class ExportLog(OpenedByBlock):
 
     @property
     def manifest(self) -> ExportManifest:
-        """What the export says of itself. Raises LogError before `start`."""
+        """The export's manifest. Raises LogError before `start`."""
         if self._manifest is None:
             raise LogError("the export is not open; await start() first")
         return self._manifest

@@ -41,7 +41,7 @@ class TopicFile(_Value):
     sha256: str
     num_records: int = Field(ge=0)
     content_bytes: int = Field(ge=0)
-    """Of keys and values, uncompressed."""
+    """Size of keys and values, uncompressed."""
     partitions: tuple[Covered, ...]
 
 
@@ -55,7 +55,7 @@ class ArtifactFile(_Value):
     file: str | None
     """Path below the folder; none if the artifact was gone already."""
     missing: str = added("")
-    """Why there is no file, where the log says it: by whom and when it was collected."""
+    """Reason why there is no file, if the log has one: who collected the artifact, and when."""
 
 
 class ExportManifest(_Value):
@@ -67,7 +67,7 @@ class ExportManifest(_Value):
     cluster_id: str
     exported_at: str
     library_versions: dict[str, str]
-    """Of the run, as its RunStarted has them."""
+    """Versions of the run's libraries, from its RunStarted."""
     exported_with: dict[str, str]
     topics: dict[str, TopicFile]
     artifacts: tuple[ArtifactFile, ...]

@@ -1,6 +1,6 @@
-"""What the export of a run must hold beside its own records, derived from its events.
+"""Contents that the export of a run needs beside the run's own records, derived from its events.
 
-That is artifacts, ranges of `steps`, and other runs' trajectories that its manifests name. A fold over the run's
+These are artifacts, ranges of `steps`, and other runs' trajectories that its manifests name. A fold over the run's
 records of the topics `groups`, `batches`, `jobs`, `weights` and `dlq`. Reads no artifact.
 """
 
@@ -45,25 +45,25 @@ class Need(NamedTuple):
 
 @dataclass(slots=True)
 class ArtifactNeeds:
-    """What the records of a run that were seen so far ask for."""
+    """Needs of those records of a run that were read so far."""
 
     started: RunStarted | None = None
     first_steps: dict[int, int] = field(default_factory=dict[int, int])
-    """By partition of `steps`: the oldest GroupStarted of a closed group."""
+    """Offset of the oldest GroupStarted of a closed group, by partition of `steps`."""
     last_steps: dict[int, int] = field(default_factory=dict[int, int])
-    """By partition of `steps`: the newest record that closed a group; it may be another run's, or a tick."""
+    """Offset of the newest record that closed a group, by partition of `steps`; it may be another run's, or a tick."""
     first_trajectory: dict[int, int] = field(default_factory=dict[int, int])
-    """By partition of `trajectories`: the oldest member of a closed group or a manifest."""
+    """Offset of the oldest member of a closed group or a manifest, by partition of `trajectories`."""
     last_trajectory: dict[int, int] = field(default_factory=dict[int, int])
-    """By partition of `trajectories`: the newest one."""
+    """Offset of the newest one, by partition of `trajectories`."""
     borrowed: dict[int, set[int]] = field(default_factory=dict[int, set[int]])
-    """By partition of `trajectories`: offsets of other runs' trajectories that manifests name, as in a what-if."""
+    """Offsets of other runs' trajectories that manifests name, as in a what-if, by partition of `trajectories`."""
     bases: set[tuple[str, int]] = field(default_factory=set[tuple[str, int]])
     """(model group, version) that a job starts from."""
     weights: dict[str, tuple[str, int, ArtifactRef]] = field(default_factory=dict[str, tuple[str, int, ArtifactRef]])
     """Published weights by sha256: model group, version, artifact."""
     collected: dict[str, str] = field(default_factory=dict[str, str])
-    """By sha256 of weights that were collected: by whom and when."""
+    """Collector and time of collection, by sha256 of collected weights."""
     letters: dict[str, ArtifactRef] = field(default_factory=dict[str, ArtifactRef])
     """Bytes of dead letters that were too large for the log, by sha256."""
 

@@ -30,7 +30,7 @@ FETCHED = 50
 
 
 class OpenedExport(NamedTuple):
-    """Where an exported run is read."""
+    """Log and artifacts of an exported run."""
 
     log: EventLog
     artifacts: ArtifactStore
@@ -126,7 +126,7 @@ async def _locators(log: EventLog, wanted: set[str]) -> dict[str, Locator]:
 
 
 async def _still_there(log: EventLog, named: dict[str, Locator]) -> dict[str, Locator]:
-    """Of the locators those at which the record has its digest."""
+    """Those locators at which the record still has its digest."""
     begins, ends = await log.begin_offsets("trajectories"), await log.end_offsets("trajectories")
     kept = [
         (digest, locator)

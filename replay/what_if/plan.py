@@ -1,6 +1,7 @@
-"""What would have been planned: recorded groups, in recorded order, under another curriculum or with other rewards.
+"""Manifests that would have been planned: recorded groups, in recorded order, under another curriculum or with other
+rewards.
 
-Pure but for nothing: events in, manifests of the new run out. Versions and log-probabilities stay as recorded.
+Pure: events in, manifests of the new run out. Versions and log-probabilities stay as recorded.
 """
 
 from collections.abc import Mapping
@@ -27,7 +28,7 @@ from rollstream.schemas.events import (
 from rollstream.schemas.settings import JobSpec
 
 FIXED_PLAN = ("planning", "tasks_per_epoch", "num_generations", "oversampling", "max_refills")
-"""What decided which rollouts there are."""
+"""Settings that decided which rollouts exist."""
 FREE_ROLLOUT = ("rewards", "reward_weights", "agents", "evaluators", "missing_score")
 
 
@@ -122,9 +123,9 @@ def replan(
 
 
 def _num_tasks(records: list[Received], recorded: JobStarted) -> dict[int, int]:
-    """By epoch, the tasks that were recorded of a job that asked for more in place of groups of equal rewards.
+    """Recorded number of tasks by epoch, for a job that requested more in place of groups of equal rewards.
 
-    A what-if has these from the beginning and asks for no other: those were never played.
+    A what-if has all of these from the beginning and requests no others: those were never played.
     """
     found: dict[int, int] = {}
     for event in (received.event for received in records if recorded.plan.max_refills):
@@ -136,7 +137,7 @@ def _num_tasks(records: list[Received], recorded: JobStarted) -> dict[int, int]:
 def _replaced(
     event: Event, recorded: JobStarted, spec: JobSpec, rewards: Mapping[str, float], num_tasks: Mapping[int, int]
 ) -> Event | None:
-    """What the fold is given in place of a recorded event; None for what belongs to other jobs, and for the end."""
+    """The event to fold in place of a recorded one; None for events of other jobs, and for the end."""
     if isinstance(event, RunStarted):
         return event
     if getattr(event, "job_id", None) != recorded.job_id:
@@ -160,7 +161,7 @@ def _replaced(
 
 
 def _resubmitted(event: SubmissionReceived, rewards: Mapping[str, float]) -> SubmissionReceived:
-    """What was submitted, with the new rewards of what has some."""
+    """The recorded submission, with the new rewards of those trajectories that have some."""
     groups = tuple(
         group.model_copy(
             update={

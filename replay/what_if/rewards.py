@@ -49,14 +49,14 @@ class _Group:
 
 @dataclass(frozen=True, slots=True)
 class Grading:
-    """Which rewards were given when the run was recorded, and which are to be given now."""
+    """Rewards at the time of recording, and those to be computed now."""
 
     before: RolloutSettings
     now: RolloutSettings
     inputs: Mapping[str, Mapping[str, Any]]
-    """By group id, for all groups that are scored again."""
+    """Inputs by group id, for all groups that are scored again."""
     permissions: Permissions = NOTHING
-    """What `now` may name."""
+    """Permissions for the names in `now`."""
 
     @property
     def changes_something(self) -> bool:
@@ -122,7 +122,7 @@ def _take(attempt: _Attempt, event: GroupEvent, digest: str) -> None:
 
 
 def _event_of(record: Record, part: Range) -> tuple[GroupEvent | None, str]:
-    """What a record says of a group of the run, if anything, and its digest."""
+    """A record's event of a group of the run, or None, and its digest."""
     if record.offset in part.dead:
         return None, ""
     try:
@@ -175,7 +175,9 @@ def _check_scored(ended: RolloutEnded, agents: list[str], rewards: list[RewardRe
 
 
 def _messages(steps: Iterable[StepRecorded]) -> dict[str, tuple[Mapping[str, Any], ...]]:
-    """By agent: the messages of its last call, and the answer; of scored candidates, that which was played."""
+    """Messages of each agent's last call, and the answer, by agent; of scored candidates, those of the one that was
+    played.
+    """
     found: dict[str, tuple[Mapping[str, Any], ...]] = {}
     for step in steps:
         if (step.event_type == "LLM_END" or is_played(step)) and isinstance(step.data, dict):
