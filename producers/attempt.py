@@ -37,7 +37,7 @@ from rollstream.schemas.settings import RolloutSettings
 log = logging.getLogger(__name__)
 
 GRACE_S = 1.0
-"""How long an environment may take to stop when it is cancelled, before it is left to itself."""
+"""Seconds for a cancelled environment to stop, before it is abandoned."""
 MAX_MESSAGE = 500
 
 
@@ -164,7 +164,7 @@ async def record_rollout(
 
 
 class _Stage:
-    """Where an environment and reward functions run, and where what they raise becomes a cause."""
+    """Runs an environment and reward functions, and turns each exception that they raise into a cause."""
 
     def __init__(
         self,
@@ -190,7 +190,7 @@ class _Stage:
         self._journal = journal
         self._session: Session | None = None
         self.missing_scores: dict[str, str] = {}
-        """Why there is no score, by reward name, where that is a rejection."""
+        """Reasons for missing scores that are rejections, by reward name."""
         self._doing = f"environment {self._settings.environment}"
 
     async def play(self) -> str:
@@ -225,7 +225,7 @@ class _Stage:
         return Failure("timeout", f"{self._doing} timed out after {limit_s:g} s (rollout_timeout_s)")
 
     def failure(self, play: "asyncio.Task[str]") -> Failure | None:
-        """Why a play that is done failed; None if it went well."""
+        """The failure of a play that is done; None if it succeeded."""
         if self._session is not None and self._session.failure is not None:
             return self._session.failure
         if play.cancelled():
@@ -239,7 +239,7 @@ class _Stage:
         return Failure("environment_error", f"{self._doing}: {text}", error)
 
     def _left_open(self) -> Failure:
-        """Of an environment that went on after a call was not done or could not be recorded."""
+        """The failure of an environment that went on after a call was left open or could not be recorded."""
         if self._journal.refusal is not None:
             return Failure("environment_error", f"{self._doing}: {self._journal.refusal}")
         return Failure("environment_error", f"{self._doing} returned with {self._journal.num_open} unfinished calls")
@@ -281,7 +281,9 @@ class _Stage:
 
     @contextlib.contextmanager
     def _missing_allowed(self, name: str) -> Iterator[None]:
-        """Where a missing score is a rejection by the settings' choice, or is not needed; else it flies on."""
+        """Suppress a missing score that is not needed, or that is a rejection according to the settings; any other is
+        raised.
+        """
         try:
             yield
         except rewards.NoScoreError as error:
@@ -296,7 +298,7 @@ class _Stage:
     def _check_scored(self, session: Session, stop_reason: str) -> None:
         """Raises NoScoreError if an agent that is trained on has no reward at all, which would count as 0.
 
-        Where the turns are over before any was given, 0 is what was earned.
+        If the turns are over before any was given, the reward is 0.
         """
         settings = self._settings
         if settings.policy == "demonstration" or settings.missing_score == "unneeded" or stop_reason == "max_turns":

@@ -39,7 +39,7 @@ RUN_ENDED = "run_ended"
 CANCELLED = "cancelled"
 TIMEOUT = "timeout"
 EXTENSION_SHARE = 0.1
-"""Of a group's time: so often its deadline moves on while a member waits, and so much a killed producer may cost it."""
+"""Share of a group's time by which a waiting member extends its deadline, and which a killed producer may cost it."""
 NOT_ALLOWED = "not_allowed"
 ENGINE_ERROR = "engine_error"
 MAX_LOST = 8
@@ -80,7 +80,7 @@ class Weights(Protocol):
 
 @dataclass(frozen=True)
 class WorkerContext:
-    """What all partitions of one process share."""
+    """Objects and settings that all partitions of one process share."""
 
     log: EventLog
     engine: Engine
@@ -89,10 +89,10 @@ class WorkerContext:
     dead_letter: Callable[[Record, BaseException], Awaitable[object]]
     slots: Slots
     runs: frozenset[str]
-    """Whose tasks are worked on; none: those of every run."""
+    """Runs whose tasks are worked on; empty: all runs."""
     name: str
     refusal: Callable[[RolloutSettings], str | None] = lambda settings: None
-    """Why a task is not to be run at all: what it names that this process does not allow."""
+    """Reason why a task must not run at all: it names something that this process does not allow."""
     pace: Pace = field(default_factory=Pace)
     opponents: OpponentWeights | None = None
     """Loads the weights of opponents; None: tasks that have some are refused."""
@@ -119,10 +119,10 @@ class GroupExecution:
         self._stop: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self._is_recovered = state is not None
         self._continued: dict[tuple[int, int], RecordedAttempt] = {}
-        """By member and attempt: what goes on here that another process began."""
+        """Attempts that another process began and this one continues, by member and attempt."""
         self._turn = producer.slots.next_turn(is_first=task.purpose == "validation")
         self._first_slot: Slot | None = None
-        """What the group was started with, until its first rollout takes it."""
+        """Slot that the group was started with, until its first rollout takes it."""
         self._held: list[str] = []
         """Opponents whose weights stay loaded meanwhile."""
         self._num_waiting = 0

@@ -44,7 +44,7 @@ class OpenTask(NamedTuple):
     offset: int
     task: TaskRequested
     state: GroupProgress | None
-    """If an earlier owner has started its group."""
+    """Progress of its group, if an earlier owner has started it."""
     left_ms: int
     """Event time that the group had when it was found."""
 
@@ -101,7 +101,7 @@ class PartitionOwner:
         self._cancelled = RecentSet(MAX_SETTLED)
         self._runs: dict[str, GroupExecution] = {}
         self._held: dict[str, OpenTask] = {}
-        """By group id: tasks of runs that others serve."""
+        """Tasks of runs that others serve, by group id."""
         self._unsettled: dict[int, None] = {}
         self._settled_from = _Beginnings()
         self._ticking: asyncio.Task[None] | None = None
@@ -213,7 +213,7 @@ class PartitionOwner:
                 self._settled.add(self._recovered.settled.pop())
 
     def _is_settled(self, group_id: str) -> bool:
-        """Of the tasks that were there already this is exact: each of them will be asked for once more."""
+        """Whether a task is settled. Exact for tasks that existed before: each of them is requested once more."""
         return group_id in self._settled or group_id in self._recovered.settled
 
     def _request(self, offset: int, task: TaskRequested) -> None:

@@ -1,7 +1,8 @@
-"""Which runs are over: follows `groups` from its end, and reads back only as far as the oldest uncommitted task needs.
+"""The runs that are over: follows `groups` from its end, and reads back only as far as the oldest uncommitted task
+needs.
 
-The commit metadata of a `tasks` partition says how far its owner had read `groups`, and which runs had ended last, for
-tasks that were under way when their run ended.
+The commit metadata of a `tasks` partition holds the position in `groups` that its owner had read up to, and the runs
+that had ended last, for tasks that were in progress when their run ended.
 """
 
 import asyncio
@@ -26,17 +27,17 @@ _RUN_ENDED = "run_ended"
 
 
 class CommitMetadata(NamedTuple):
-    """What is committed with the offset of a `tasks` partition."""
+    """Metadata committed with the offset of a `tasks` partition."""
 
     steps: int
-    """Where in `steps` the oldest open group begins."""
+    """Offset in `steps` at which the oldest open group begins."""
     groups: int | None = None
-    """How far `groups` was read. None: unknown, as offsets are that an older rollstream has committed."""
+    """Offset up to which `groups` was read. None: unknown, for offsets that an older rollstream has committed."""
     ended: tuple[str, ...] = ()
     """Runs that had ended last."""
 
     def text(self) -> str:
-        """As it is committed: of the ended runs as many as there is room for, the newest ones."""
+        """The text to commit: with as many of the ended runs as fit, the newest ones."""
         ended = self.ended
         while True:
             text = json.dumps({"steps": self.steps, "groups": self.groups, "ended": ended}, ensure_ascii=False)
@@ -46,7 +47,7 @@ class CommitMetadata(NamedTuple):
 
     @classmethod
     def of(cls, text: str) -> "CommitMetadata | None":
-        """What a committed text says; None if there is none."""
+        """Parse a committed text; None if there is none."""
         found = json.loads(text) if text else None
         return None if found is None else cls(int(found["steps"]), found.get("groups"), tuple(found.get("ended", ())))
 
@@ -63,12 +64,14 @@ class RunEnds:
 
     @classmethod
     async def open(cls, log: EventLog, on_end: Callable[[str], None]) -> "RunEnds":
-        """From now on. `on_end` is called for each run that ends, also for those that `read_back` finds."""
+        """Follow `groups` from now on. `on_end` is called for each run that ends, also for those that `read_back`
+        finds.
+        """
         end = (await log.end_offsets("groups"))[0]
         return cls(log, await log.reader({GROUPS: end}), on_end)
 
     def metadata(self, steps: int) -> CommitMetadata:
-        """What to commit with an offset."""
+        """Metadata to commit with an offset."""
         return CommitMetadata(steps, self._reader.position(GROUPS), tuple(self.ended)[-NUM_COMMITTED_ENDS:])
 
     async def read_back(self, metadata: Iterable[CommitMetadata | None]) -> None:

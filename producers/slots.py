@@ -1,7 +1,7 @@
-"""How many rollouts of a process run at the same time, and whose turn it is: validations', then that of the group that
-came first. So a group that was started is not kept waiting by those that come after it.
+"""Limits on the rollouts of a process that run at the same time, and their order: validations first, then the group
+that came first. So a group that was started is not kept waiting by those that come after it.
 
-And how many groups are started ahead of the learner: as many as its lag and its speed leave time for.
+Also limits the groups that are started ahead of the learner: as many as its lag and its speed leave time for.
 """
 
 import asyncio
@@ -21,9 +21,9 @@ from rollstream.schemas.events import BatchPlanned, StepTrained, TaskRequested
 from rollstream.schemas.services import PaceSettings
 
 Slot = asyncio.Future[None]
-"""Asked for; done once it is granted."""
+"""A requested slot; done once it is granted."""
 Turn = tuple[bool, int]
-"""A place in the order of groups."""
+"""A position in the order of groups."""
 
 
 class Slots:
@@ -35,7 +35,7 @@ class Slots:
         self._numbers = itertools.count()
 
     def next_turn(self, *, is_first: bool = False) -> Turn:
-        """A later place in the order than all that were given before; `is_first`: of those that go first."""
+        """A later position in the order than all given before; `is_first`: among those that go first."""
         return (not is_first, next(self._numbers))
 
     def ask(self, turn: Turn) -> Slot:
@@ -49,7 +49,7 @@ class Slots:
         return slot
 
     def release(self, slot: Slot | None) -> None:
-        """Give a slot to whose turn it is, or withdraw it if it was not granted. None: there is none to give."""
+        """Pass a slot on to the next in order, or withdraw it if it was not granted. None: does nothing."""
         if slot is None:
             return
         if not slot.done() or slot.cancelled():
@@ -64,12 +64,12 @@ class Slots:
 
 
 MAX_JOBS = 1000
-"""Jobs and model groups whose pace is remembered; of more the oldest is forgotten."""
+"""Maximum number of jobs and model groups whose pace is remembered; the oldest ones are dropped."""
 SMOOTHING = 0.3
 """Share of the newest value in a running mean."""
 BATCHES, WEIGHTS = TopicPartition("batches", 0), TopicPartition("weights", 0)
 IDLE = "wait"
-"""Of StepTrained's phases the one in which the learner has nothing to do."""
+"""The phase of StepTrained in which the learner has nothing to do."""
 
 
 def allowed_groups(
@@ -95,7 +95,7 @@ class _Planned:
 
     model_group: str
     version: int
-    """That it yields."""
+    """Version that it yields."""
     num_groups: int
 
 
@@ -109,7 +109,9 @@ class Pace:
         *,
         monotonic: Callable[[], float] = system_monotonic,
     ) -> None:
-        """None: nothing is held back. `version`: held of a model group, before any is seen to be trained."""
+        """`settings`: None: nothing is held back. `version`: a model group's current version, until the training of one
+        is seen.
+        """
         self._settings = settings
         self._version = version
         self._monotonic = monotonic
@@ -118,9 +120,9 @@ class Pace:
         self._train_s: dict[str, float] = {}
         self._group_s: dict[str, float] = {}
         self._open: dict[str, tuple[str, float]] = {}
-        """By group id: its job, and when it was admitted. As many as groups are in progress."""
+        """Job and time of admission by group id; one entry for each group in progress."""
         self._held: dict[str, str] = {}
-        """By group id: its job, of those that wait here."""
+        """Job by group id, for the groups that wait here."""
         self._changed = asyncio.Event()
 
     async def admit(self, task: TaskRequested) -> None:
@@ -143,7 +145,7 @@ class Pace:
             self._wake()
 
     def retry_after_s(self) -> int | None:
-        """In how many seconds the learner will probably have trained a batch; None if no group is held back."""
+        """Seconds until the learner has probably trained a batch; None if no group is held back."""
         planned = [self._planned[job_id] for job_id in self._held.values() if job_id in self._planned]
         waits_s = [self._train_s.get(one.model_group, 1.0) for one in planned]
         return min(60, max(1, math.ceil(min(waits_s)))) if waits_s else None

@@ -1,4 +1,5 @@
-"""How events reach a steps partition: explicitly to it, in order within an attempt, many attempts at once.
+"""Writer of events to a steps partition: explicitly to that partition, in order within an attempt, many attempts at
+once.
 
 Within an attempt an event is sent once the one before it is acknowledged, while the rollout goes on; the client
 batches across attempts. Only the terminal event is waited for.

@@ -1,14 +1,13 @@
-"""What a steps partition says about its groups: a pure fold, by which a new owner goes on where another stopped.
+"""State of a steps partition's groups: a pure fold, with which a new owner continues where another stopped.
 
 Only GroupStarted opens a group; records of groups that were not seen to open belong to closed ones. Attempts are
 decided and members settled by the rules of `eventlog.attempts`, as in assembly. Timeouts are left to the owner.
 
-Taking over steps partitions: reads each from where its predecessor's commit metadata points to its end, and folds it.
+Takeover of steps partitions: reads each from the offset in its predecessor's commit metadata to its end, and folds it.
 
-What others write into a steps partition beside its owner: a zombie may go on for seconds after it lost it.
-
-An offset between acknowledged sends that is none of the owner's own is a foreign write. A group with foreign
-writes is in the state that the log tells, not in the one that its owner remembers.
+Foreign writes into a steps partition: a zombie may go on writing for seconds after it lost the partition. An offset
+between acknowledged sends that is none of the owner's own is a foreign write. A group with foreign writes has the state
+that the log shows, not the one that its owner remembers.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -38,7 +37,7 @@ PRODUCER_LOST = "producer_lost"
 
 @dataclass(slots=True)
 class MemberState:
-    """How far one member of a group is."""
+    """Progress of one member of a group."""
 
     open_attempts: set[int] = field(default_factory=set)
     next_attempt: int = 0
@@ -60,7 +59,7 @@ class GroupProgress:
     deadline_ms: int
     """Event time after which the group closes with what it has."""
     first_offset: int
-    """At most the offset of its first record in `steps`."""
+    """Lower bound of the offset of its first record in `steps`."""
     enough: int = 0
     """Complete members that settle it; 0: all members have to be settled."""
     members: dict[int, MemberState] = field(default_factory=dict)
@@ -114,7 +113,7 @@ class PartitionState:
     """The fold's state for one steps partition."""
 
     first_offset: int | None = None
-    """Of the first record that was read."""
+    """Offset of the first record that was read."""
     groups: dict[str, GroupProgress] = field(default_factory=dict)
     """Open groups by id, oldest first."""
     settled: set[str] = field(default_factory=set)
@@ -269,7 +268,7 @@ class ForeignWrites:
         self._is_settled = is_settled
         self._writer = writer
         self._first_offsets: dict[str, int] = {}
-        """By group: of its first foreign write."""
+        """Offset of the first foreign write, by group."""
 
     async def reopened(self, group: GroupProgress) -> GroupProgress | None:
         """The state of a group that is not settled, by the log, because of foreign writes to it; else None.

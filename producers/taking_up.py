@@ -1,4 +1,4 @@
-"""What a new owner takes up of a group that another process began: attempts that go on, and the time left."""
+"""The parts of a group begun by another process that a new owner continues: open attempts, and the time left."""
 
 from collections.abc import Mapping
 
@@ -18,7 +18,9 @@ CONTINUED = ("gateway",)
 async def continued_attempts(
     log: EventLog, writer: StepsWriter, task: TaskRequested, state: GroupProgress
 ) -> dict[tuple[int, int], RecordedAttempt]:
-    """By member and attempt: what is recorded of attempts that go on here. Nothing, where no agent waits for it."""
+    """Records of the attempts that continue here, by member and attempt. Empty for environments in which no agent
+    waits.
+    """
     if task.settings.environment not in CONTINUED:
         return {}
     wanted = {
@@ -33,7 +35,7 @@ async def continued_attempts(
 async def _read(
     log: EventLog, writer: StepsWriter, start: int, wanted: Mapping[str, object]
 ) -> dict[str, RecordedAttempt]:
-    """By rollout id, of those that began."""
+    """Recorded attempts that began, by rollout id."""
     found: dict[str, RecordedAttempt] = {}
     where, end = TopicPartition("steps", writer.partition), writer.floor()
     if not wanted or start >= end:

@@ -56,7 +56,7 @@ class RolloutWorker:
         self._kept: dict[int, PartitionOwner] = {}
         """Owners that pause during a rebalance."""
         self._committed: dict[int, tuple[int | None, str]] = {}
-        """What the group has committed, with its metadata, as far as this member knows."""
+        """Committed offset of the group and its metadata, by partition, as far as this member knows."""
         self._progress = asyncio.Event()
         self._tasks: asyncio.TaskGroup | None = None
         self._reader: GroupReader | None = None

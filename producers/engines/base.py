@@ -31,9 +31,11 @@ class GenerationRequest:
     prompt_ids: Sequence[int]
     sampling: Sampling
     seed: int
-    """Of this call; with `deterministic` all noise derives from it and the token's index."""
+    """Seed of this call; with `deterministic` all noise derives from it and the token's index."""
     rollout_id: str = ""
-    """Who asks: rollouts of a group begin with the same prompt, which one server's cache has. Empty: anybody."""
+    """Rollout that makes the request: rollouts of a group begin with the same prompt, which one server's cache holds.
+    Empty: any.
+    """
     on_tokens: Callable[[Sequence[int]], None] | None = field(default=None, compare=False, repr=False)
     """Called in the event loop with ids that were sampled since, in order, before the answer is there. An engine that
     gets its answers whole never calls it; the last ids may come with the answer alone."""
@@ -44,15 +46,17 @@ class Generation:
     """Sampled ids and log-probabilities of equal length (T,)."""
 
     token_ids: tuple[int, ...]
-    """With the end token, if it was sampled."""
+    """Sampled ids, including the end token if it was sampled."""
     logprobs: tuple[float, ...]
-    """Of each token under the distribution that it was sampled from (after temperature, top-k and top-p)."""
+    """Log-probability of each token under the distribution that it was sampled from (after temperature, top-k and
+    top-p).
+    """
     spans: tuple[VersionSpan, ...]
-    """Which weight version sampled which tokens: their lengths add up to T."""
+    """Weight versions that sampled the tokens, in order: their lengths add up to T."""
     finish_reason: FinishReason
     """`stop`: the last token is an end token. `length`: a limit was reached."""
     kept: KeptIds | None = None
-    """Where `keeps_ids`: the ids that each token was sampled from."""
+    """With `keeps_ids`: the ids that each token was sampled from."""
 
 
 def keeps_ids(sampling: Sampling) -> bool:
@@ -158,7 +162,7 @@ class Tokenizer(Protocol):
 
 
 class NoTokenizer(Tokenizer):
-    """Of a model that another training backend has: ids are taken as they come, and no text becomes ids."""
+    """Tokenizer of a model that another training backend has: ids are taken as they come, and no text becomes ids."""
 
     eos_token_id = -1
     MESSAGE = (

@@ -113,27 +113,27 @@ class Batcher:
 
 
 class Rows(Protocol):
-    """What is being generated. Called in the worker thread."""
+    """Sequences that are being generated. Called in the worker thread."""
 
     @property
     def num_live(self) -> int:
-        """Rows of the next forwards."""
+        """Number of rows in the next forwards."""
         ...
 
     def join(self, tickets: Sequence[Ticket], answer: Answer) -> list[Outcome]:
-        """Take tickets of one model group; returns what ended at once."""
+        """Take tickets of one model group; returns the outcomes of those that ended at once."""
         ...
 
     def step(self) -> list[Outcome]:
-        """One token for every row; returns what ended."""
+        """Sample one token for every row; returns the outcomes of rows that ended."""
         ...
 
     def new_tokens(self) -> list[NewTokens]:
-        """What was sampled since for live rows that tell it."""
+        """Tokens sampled since the last call, for live rows that report them."""
         ...
 
     def drop(self) -> list[Ticket]:
-        """Stop all; returns whose."""
+        """Stop all rows; returns their tickets."""
         ...
 
 
@@ -158,14 +158,14 @@ class ContinuousBatcher:
         self._limits = limits
         self._thread = ThreadPoolExecutor(1, "rollout-engine", initialize)
         self._lock = threading.Lock()
-        """Of the inboxes and `_is_running`."""
+        """Lock of the inboxes and `_is_running`."""
         self._new: list[Ticket] = []
-        """Submitted in this turn of the event loop: handed over together, so that they join together."""
+        """Tickets submitted in this turn of the event loop: handed over together, so that they join together."""
         self._inbox: list[Ticket] = []
         self._jobs: list[ThreadJob] = []
         self._is_running = self._is_closed = False
         self._waiting: list[tuple[Ticket, int]] = []
-        """In the worker thread: with the step of their arrival."""
+        """Waiting tickets, each with the step of its arrival. Used in the worker thread."""
         self._num_steps = 0
 
     async def submit(self, request: GenerationRequest) -> Generation:

@@ -12,9 +12,9 @@ import orjson
 
 MAX_ENTRIES = 1024
 MAX_CHARACTERS = 1 << 22
-"""Of the texts that a cache remembers: 4 MiB or a few times that."""
+"""Maximum characters of the texts that a cache remembers: 4 MiB or a few times that."""
 MAX_TOKEN_TEXTS = 1 << 18
-"""Of single tokens: all that most vocabularies have."""
+"""Maximum number of remembered texts of single tokens: enough for all of most vocabularies."""
 _PROBE = "a b  c\n0 <|im_end|> \u00e9\u4e2d"
 Value = TypeVar("Value")
 
@@ -51,7 +51,7 @@ class ChatTokenizer:
         self.eos_token_id: int = tokenizer.eos_token_id
         self._ids, self._texts = TextCache(), TextCache()
         self._token_texts: dict[tuple[int, bool], str] = {}
-        """Of single tokens, which every answer is spelt in; bounded by MAX_TOKEN_TEXTS."""
+        """Texts of single tokens, of which every answer is composed; bounded by MAX_TOKEN_TEXTS."""
         self._backend = _backend_of(tokenizer)
 
     def __getattr__(self, name: str) -> Any:

@@ -47,7 +47,7 @@ class DecodingRow:
 
     @property
     def request(self) -> GenerationRequest:
-        """What is generated."""
+        """The request that this row answers."""
         return self.ticket.request
 
 
@@ -60,7 +60,7 @@ class Lane:
         self._pool = KVPool(shape, held.model.device)
         self._sampled_on = torch.device("cpu") if held.model.sample_on_cpu else held.model.device
         self._rows: list[DecodingRow | None] = []
-        """By slot; None where one has left."""
+        """Rows by slot; None for a free one."""
         self._how: SamplingBatch | None = None
         self._num_steps = 0
 
@@ -110,7 +110,7 @@ class Lane:
         return self._sample(rows, logits)
 
     def new_tokens(self) -> list[NewTokens]:
-        """What was sampled since for rows that tell it."""
+        """Tokens sampled since the last call, for rows that report them."""
         found: list[NewTokens] = []
         for row in self._rows:
             if row is not None and row.ticket.request.on_tokens is not None:
@@ -302,7 +302,7 @@ class Lanes:
         return found
 
     def new_tokens(self) -> list[NewTokens]:
-        """What was sampled since for rows that tell it."""
+        """Tokens sampled since the last call, for rows that report them."""
         return [one for lane in self._lanes.values() for one in lane.new_tokens()]
 
     def forget(self, keeps: Callable[[LoadedModel], bool]) -> list[LoadedModel]:
@@ -338,7 +338,7 @@ def run_static(tickets: Sequence[Ticket], held: LoadedModel, answer: Answer) -> 
 
 
 def generation_of(sampled: Sampled, held: LoadedModel) -> Generation:
-    """With one span: a row ends on the version that it began with."""
+    """Build a generation with one span: a row ends on the version that it began with."""
     published = held.published
     span = VersionSpan(model_group=published.model_group, version=published.version, length=len(sampled.token_ids))
     ids, logprobs = tuple(sampled.token_ids), tuple(sampled.logprobs)

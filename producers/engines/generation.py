@@ -29,7 +29,7 @@ class Sampled:
     """Sampled tokens of one request; both lists (T,)."""
 
     row: int
-    """Of the request, 0 to N - 1."""
+    """Row of the request, 0 to N - 1."""
     token_ids: list[int]
     logprobs: list[float]
     finish_reason: FinishReason

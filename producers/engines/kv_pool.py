@@ -23,17 +23,17 @@ PROBE_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.25, torch.float16: 0.1
 
 @dataclass(frozen=True, slots=True)
 class PoolShape:
-    """What one token takes, equal in all layers."""
+    """Shape of one token's keys and values, equal in all layers."""
 
     num_layers: int
     num_heads: int
-    """Of keys and values."""
+    """Number of heads of keys and values."""
     head_dim: int
     dtype: torch.dtype
 
     @property
     def token_bytes(self) -> int:
-        """Of keys and values in all layers."""
+        """Bytes of a token's keys and values in all layers."""
         return 2 * self.num_layers * self.num_heads * self.head_dim * self.dtype.itemsize
 
 

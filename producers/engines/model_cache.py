@@ -41,7 +41,7 @@ class LoadedModel:
     num_token_ids: int
     """Token ids that the model has an embedding for."""
     pool_shape: PoolShape | None = None
-    """Of its keys and values; None: batches of this model are static."""
+    """Shape of the model's keys and values; None: batches of this model are static."""
     adapter: str | None = None
 
     def shares_tensors(self, other: "LoadedModel") -> bool:
@@ -74,7 +74,7 @@ class ModelCache:
         self._idle: LoadedModel | None = None
         """The module with full weights that was unloaded last."""
         self._spares: dict[str, LoadedModel] = {}
-        """By model group: an adapter that no row is generated with any more, for the next version."""
+        """Adapters that no row uses any more, kept for the next version, by model group."""
         self._num_adapters = 0
         disable_progress_bar()
 

@@ -99,7 +99,7 @@ class OpenAIEngine:
             call.cancel()
 
     def tokenizer(self, model_group: str) -> TextTokenizer:
-        """Of text, whatever the server's is."""
+        """A tokenizer of text, whatever the server's is."""
         return self._tokenizer
 
     def version(self, model_group: str) -> int:
@@ -179,7 +179,7 @@ class OpenAIEngine:
 
 
 build = OpenAIEngine
-"""Of `EngineKind`, as `table` wants it."""
+"""Function of `EngineKind` that `table` calls."""
 
 
 def _key_of(settings: OpenAISettings, env: Mapping[str, str]) -> str:

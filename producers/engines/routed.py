@@ -19,7 +19,7 @@ class RoutedEngine:
 
     @property
     def capabilities(self) -> Capabilities:
-        """Of the engine that loads weights."""
+        """Capabilities of the engine that loads weights."""
         return self._engine.capabilities
 
     async def start(self) -> None:
@@ -32,23 +32,23 @@ class RoutedEngine:
         await asyncio.gather(*(engine.close() for engine in (self._engine, *self._others.values())))
 
     async def generate(self, request: GenerationRequest) -> Generation:
-        """As the model group's engine does."""
+        """Generate with the model group's engine."""
         return await self._of(request.model_group).generate(request)
 
     def tokenizer(self, model_group: str) -> Tokenizer:
-        """Of the model group's engine."""
+        """Tokenizer of the model group's engine."""
         return self._of(model_group).tokenizer(model_group)
 
     def version(self, model_group: str) -> int:
-        """Of the model group's engine."""
+        """Version in the model group's engine."""
         return self._of(model_group).version(model_group)
 
     async def load(self, published: WeightsPublished, path: Path) -> None:
-        """As the model group's engine does."""
+        """Load a version into the model group's engine."""
         await self._of(published.model_group).load(published, path)
 
     async def unload(self, model_group: str) -> None:
-        """As the model group's engine does."""
+        """Unload the model group from its engine."""
         await self._of(model_group).unload(model_group)
 
     def _of(self, model_group: str) -> Engine:

@@ -45,7 +45,7 @@ def _mix(
 
 @dataclass(frozen=True)
 class SamplingBatch:
-    """How each sequence of a batch draws its tokens."""
+    """Sampling parameters of each sequence of a batch."""
 
     temperature: Tensor  # (B, 1)
     top_k: Tensor | None  # (B, 1); None: no sequence has a limit
@@ -70,7 +70,7 @@ class SamplingBatch:
         )
 
     def select(self, rows: Tensor) -> "SamplingBatch":
-        """Of some of the sequences."""
+        """Parameters of some of the sequences."""
         return SamplingBatch(
             temperature=self.temperature[rows],
             top_k=None if self.top_k is None else self.top_k[rows],
@@ -91,11 +91,11 @@ class SampledTokens(NamedTuple):
     logprobs: Tensor
     """(B,), float32, under the distribution that they were drawn from."""
     kept: Sequence[Ids] = ()
-    """Where `keeps_ids`: the ids (K,) that each was drawn from, ascending; none: the whole vocabulary."""
+    """With `keeps_ids`: the ids (K,) that each token was drawn from, ascending; none: the whole vocabulary."""
 
 
 def kept_of(draws: Sequence[Ids]) -> KeptIds:
-    """What the tokens of a sequence were drawn from, one after another."""
+    """Concatenate the ids that each token of a sequence was drawn from."""
     return KeptIds([len(ids) for ids in draws], array("i", np.concatenate(draws).tobytes()))
 
 

@@ -1,4 +1,5 @@
-"""Which waiting requests join the next forward, and which keys and values are kept. Knows neither model nor torch.
+"""Selection of the waiting requests that join the next forward, and of the keys and values that are kept. Knows neither
+model nor torch.
 
 Kept sequences are found by the hashes of their leading blocks of tokens, as in vLLM's prefix cache (Kwon et al. 2023,
 PagedAttention, section 4.3); a hit is compared token by token, so equal hashes of unequal tokens do no harm.
@@ -24,7 +25,7 @@ class WaitingPrompt(NamedTuple):
 
     model_group: str
     num_tokens: int
-    """Of its prompt."""
+    """Number of tokens of its prompt."""
     waited: int
     """Forwards that went by since it could have joined."""
 
@@ -93,21 +94,21 @@ class KeptSequence:
     where: Any
     """A row that is live, or an index into `block`."""
     block: Block | None = None
-    """None: it is live, and takes no memory of its own."""
+    """Block of its keys and values; None: it is live, and takes no memory of its own."""
     prompt_length: int = 0
     after_prompt: Any = None
-    """What the model said after the first `prompt_length` tokens; None: not known."""
+    """The model's output after the first `prompt_length` tokens; None: not known."""
     keys: list[int] = field(default_factory=list)
 
 
 class PrefixMatch(NamedTuple):
-    """What a kept sequence and a prompt have in common."""
+    """The common beginning of a kept sequence and a prompt."""
 
     kept: KeptSequence
     length: int
-    """Tokens whose keys and values can be taken over."""
+    """Number of tokens whose keys and values can be taken over."""
     is_whole: bool
-    """The whole prompt is known, with what the model said after it."""
+    """Whether the whole prompt is known, with the model's output after it."""
 
 
 class PrefixCache:
@@ -117,9 +118,9 @@ class PrefixCache:
         self.max_bytes = max_bytes
         self.size_bytes = 0
         self._kept: OrderedDict[int, KeptSequence] = OrderedDict()
-        """By `id`, the one used last at the end."""
+        """Kept sequences by `id`, the most recently used last."""
         self._by_key: dict[int, KeptSequence] = {}
-        """By the hash of leading blocks: the sequence that was added last."""
+        """The most recently added sequence by the hash of its leading blocks."""
         self._by_prompt: dict[int, KeptSequence] = {}
 
     def __len__(self) -> int:

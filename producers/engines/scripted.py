@@ -184,5 +184,5 @@ class ScriptedEngine:
 
 
 def build(settings: ScriptedSettings) -> ScriptedEngine:
-    """Of `EngineKind`, as `table` wants it. The settings change nothing: see `ScriptedSettings.MEANINGLESS`."""
+    """Function of `EngineKind` that `table` calls. The settings change nothing: see `ScriptedSettings.MEANINGLESS`."""
     return ScriptedEngine()

@@ -148,12 +148,12 @@ class TransformersEngine:
         return replace(request, sampling=sampling)
 
     def _run(self, tickets: list[Ticket], answer: Answer) -> None:
-        """In the worker thread: the version is read once and holds to the batch's end."""
+        """Run a static batch in the worker thread: the version is read once and stays the same until the batch ends."""
         run_static(tickets, self._held(tickets[0].request.model_group), answer)
 
 
 build = TransformersEngine
-"""Of `EngineKind`, as `table` wants it."""
+"""Function of `EngineKind` that `table` calls."""
 
 
 def _fix_threads(threads: int | None) -> None:

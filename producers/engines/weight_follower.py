@@ -58,7 +58,7 @@ class Followed:
     """A task has asked for it, and its run goes on."""
     is_over: bool = False
     refusal: str | None = None
-    """Why the newest version may not be loaded."""
+    """Reason why the newest version may not be loaded."""
     unloadable: tuple[int, str] | None = None
     """The newest version, if the engine cannot load it, and why; None once a newer one is published."""
     waiting: "list[tuple[int, asyncio.Future[None]]]" = field(default_factory=list)

@@ -34,14 +34,14 @@ class Proof:
 
     @property
     def agent(self) -> str | None:
-        """Who speaks next; None when it is over."""
+        """Agent that speaks next; None when the episode is over."""
         turn = self.episode.turn
         return None if turn is None else turn.agent
 
     def play(self, text: str) -> "Proof":
-        """What the next agent says: a position, or of the verifier `Y`, `N` or `?`. Anything else is malformed.
+        """Take the next agent's answer: a position, or from the verifier `Y`, `N` or `?`. Anything else is malformed.
 
-        A position that the verifier names is looked at, and it goes on in the same turn.
+        If the verifier names a position, it is shown that position and goes on in the same turn.
         """
         answer = text.strip()
         position = int(answer) if len(answer) == 1 and answer in "0123456789"[: len(self.bits)] else None

@@ -10,7 +10,7 @@ from rollstream.producers.rollout.session import Message, Session
 
 ASK, HIGHER, LOWER, FOUND, INVALID = "?", "H", "L", "=", "X"
 FALL = 0.9
-"""How much less a guess in (nearly) the last turn earns than the first."""
+"""Share of the reward that a guess in (nearly) the last turn loses, compared with the first."""
 
 
 @register_environment("guess_number")

@@ -34,9 +34,9 @@ MAX_OUTPUT_CHARS = 350
 MAX_VARIABLE = 100_000
 """Bytes of a task that a variable may hold; a larger one is only on standard input."""
 LAST_OUTPUT_S = 0.5
-"""How long output is read after the program's exit, if what it started holds the pipe."""
+"""Seconds for which output is read after the program's exit, if a process that it started holds the pipe."""
 GRACE_S = 5.0
-"""How long a program may go on after it has ended its rollout."""
+"""Seconds that a program may run after it has ended its rollout."""
 
 logger = logging.getLogger(__name__)
 
@@ -92,7 +92,7 @@ class CommandEnvironment(Environment):
 
 
 class _Output(asyncio.SubprocessProtocol):
-    """What a program writes: only the last of it is kept."""
+    """Output of a program, of which only the last part is kept."""
 
     def __init__(self, max_bytes: int) -> None:
         self.done: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()

@@ -17,7 +17,7 @@ from pathlib import Path
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 NOT_FOUND = 127
 KILL_S = 3.0
-"""How long descendants that start others while they are killed are killed again."""
+"""Seconds for which the kill is repeated, for descendants that start others while they are killed."""
 
 
 def main(arguments: list[str]) -> int:
@@ -105,7 +105,7 @@ def _reap() -> bool:
 
 
 def _descendants(ancestor: int) -> list[int]:
-    """Of all processes, by /proc; parents come before their children."""
+    """Ids of an ancestor and all its descendants, from /proc; parents come before their children."""
     children: dict[int, list[int]] = {}
     for entry in Path("/proc").iterdir():
         if entry.name.isdecimal():

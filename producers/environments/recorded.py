@@ -11,7 +11,7 @@ from rollstream.schemas.errors import EnvironmentRunError, first_invalid
 from rollstream.schemas.events.recorded import INPUT, RECORDED, RecordedMember, RecordedRollout
 
 MAX_BYTES = 256 << 20
-"""Of one recorded rollout that is an artifact."""
+"""Maximum size of one recorded rollout that is an artifact."""
 
 
 @register_environment(RECORDED)

@@ -26,7 +26,7 @@ MAX_ERROR_BYTES = 4096
 PATHS = ("/v1/workflow/full", "/generate/full")
 """Asked in this order; the next one where there is none of the first."""
 _ROUTES = re.compile(r"(/v1/workflow|/generate)(/full|/stream)?$")
-"""How an endpoint may end that is given as one of the server's routes."""
+"""Route that may end an endpoint's URL."""
 _PATH_STEP = re.compile(r"\.([^.\[\]]+)|\[(\d+)\]|\[['\"]([^'\"]+)['\"]\]")
 
 

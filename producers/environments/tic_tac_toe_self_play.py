@@ -12,7 +12,7 @@ from rollstream.producers.rollout.session import Message, Session, TurnsExhauste
 SEATS = ("X", "O")
 """Names of the agents; X begins."""
 OUTCOMES = {"X": {"X": 1.0, "O": 0.0}, "O": {"X": 0.0, "O": 1.0}, None: {"X": 0.5, "O": 0.5}}
-"""By winner what each seat earns."""
+"""Reward of each seat, by winner."""
 
 
 @register_environment("tic_tac_toe_self_play")

@@ -24,7 +24,7 @@ from rollstream.schemas.evaluators import PLACEHOLDER, SECTION, LlmJudge
 
 MAX_ANSWER_BYTES = 1024 * 1024
 SHOWN_CHARS = 200
-"""Of an unusable answer, in its error."""
+"""Maximum characters of an unusable answer that its error shows."""
 TRY_AGAIN = frozenset({408, 429})
 
 logger = logging.getLogger(__name__)

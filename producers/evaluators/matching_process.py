@@ -31,7 +31,7 @@ def search(pattern: str, text: str, ignore_case: bool, group: int | str) -> tupl
 
 
 def last(pattern: str, text: str) -> str | None:
-    """What the last match in the text took: its one group, else all of it."""
+    """Text of the last match: of its one group, else of the whole match."""
     compiled = _compiled(pattern, 0)
     if compiled.groups > 1:
         raise InvalidError("has more than one group; use (?:...) for groups without a capture")

@@ -1,4 +1,4 @@
-"""Where programs outside of the producers process play rollouts."""
+"""Gateway at which programs outside the producers process play rollouts."""
 
 from typing import TYPE_CHECKING
 

@@ -1,5 +1,5 @@
-"""How the gateway knows a repeated call, a rollout and its own address: identities of calls, keys of rollouts, and the
-files of a workspace. Pure."""
+"""Identities by which the gateway recognises a repeated call, a rollout and its own address: identities of calls, keys
+of rollouts, and the files of a workspace. Pure."""
 
 import asyncio
 import base64
@@ -24,11 +24,11 @@ ENDED = "rollout_ended"
 
 @dataclass(frozen=True, slots=True)
 class CallIdentity:
-    """By what a repeated call is known."""
+    """Identity of a call, which its repetition shares."""
 
     body_sha256: str
     key_sha256: str | None
-    """Of the Idempotency-Key."""
+    """Sha256 of the Idempotency-Key."""
     is_retry: bool
     """The client says that it has asked before."""
 

@@ -50,7 +50,7 @@ class _Body(BaseModel):
 
 
 class RewardBody(_Body):
-    """Of `POST /rollouts/ID/reward`."""
+    """Body of `POST /rollouts/ID/reward`."""
 
     value: FiniteFloat = Field(strict=True)
     name: str = Field(default="reward", min_length=1, max_length=200)
@@ -59,21 +59,21 @@ class RewardBody(_Body):
 
 
 class EndBody(_Body):
-    """Of `POST /rollouts/ID/end`."""
+    """Body of `POST /rollouts/ID/end`."""
 
     error: str | None = Field(default=None, max_length=2000)
     """The agent failed; the rollout then has failed too."""
 
 
 class ClaimBody(_Body):
-    """Of `POST /rollouts`."""
+    """Body of `POST /rollouts`."""
 
     wait_s: float = Field(default=0.0, ge=0, le=600, strict=True)
-    """How long to wait for a rollout."""
+    """Seconds to wait for a rollout."""
 
 
 class RolloutGateway(Routes):
-    """Of `rollout.gateway_interface.Gateway`. As a context manager: it listens no longer once it is left."""
+    """Implementation of `rollout.gateway_interface.Gateway`. As a context manager, it stops listening at the exit."""
 
     KEEPS_RESPONSES: ClassVar[bool] = True
 
@@ -242,7 +242,7 @@ class RolloutGateway(Routes):
         return self._rollout(request).model.default()
 
     async def count(self, request: web.Request, asked: ChatRequest) -> int:
-        """How many tokens the prompt has. Raises Refusal."""
+        """Number of the prompt's tokens. Raises Refusal."""
         return self._rollout(request).model.count(asked)
 
     async def answer(
@@ -350,7 +350,7 @@ def _port_before(path: Path) -> int:
 
 
 def _recorded(path: Path) -> dict[str, Any]:
-    """What the process before wrote; empty if there was none."""
+    """The previous process's file; empty if there is none."""
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):

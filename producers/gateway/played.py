@@ -24,14 +24,14 @@ from rollstream.schemas.events.recorded import RecordedStep
 from rollstream.schemas.services import GatewaySection
 
 MAX_REWARDS = 10_000
-"""Of one rollout: each is an event, and is kept for who gives it again."""
+"""Maximum rewards of one rollout: each is an event, and is kept for clients that give it again."""
 CLAIM, END = "gateway.claim", "gateway.end"
 """Names of steps: the rollout was claimed, its agent has ended it."""
 Result = TypeVar("Result")
 
 
 class PlayedRollout:
-    """Of `rollout.gateway_interface.OpenedRollout`, with what its calls, rewards and end do."""
+    """Implementation of `rollout.gateway_interface.OpenedRollout`, with the effects of its calls, rewards and end."""
 
     def __init__(
         self, session: Session, engine: Engine, agent: str, *, base_url: str, key: str, settings: GatewaySection
@@ -170,11 +170,13 @@ class PlayedRollout:
             task.cancel()
 
     def description(self) -> dict[str, Any]:
-        """What whoever claims the rollout is told: its task, where to play it, and its key."""
+        """Answer to the program that claims the rollout: its task, the address at which it is played, and its key."""
         return task_of(self.session) | {"base_url": self.base_url, "key": self.key}
 
     async def _result(self, task: "asyncio.Future[Result]") -> Result:
-        """Of work that goes on though who asked hangs up. Raises Refusal too if the rollout ends before it is done."""
+        """Result of work that goes on even if the client hangs up. Raises Refusal too if the rollout ends before it is
+        done.
+        """
         try:
             return await asyncio.shield(task)
         except asyncio.CancelledError:

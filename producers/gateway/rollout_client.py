@@ -31,7 +31,7 @@ from rollstream.schemas.errors import (
 )
 
 MAX_ERROR_CHARS = 2000
-"""Of what an agent reports as its error."""
+"""Maximum characters of an error that an agent reports."""
 FIRST_PAUSE_S, MAX_PAUSE_S = 0.1, 2.0
 """Between two tries; doubled from the first to the last."""
 
@@ -41,18 +41,18 @@ logger = logging.getLogger(__name__)
 
 
 class Retries(BaseModel):
-    """How long a client goes on with what is not answered."""
+    """Limits on a client's repetitions of requests that are not answered."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     for_s: float = 60.0
-    """From the first try on; a producers process that was killed is back within some seconds."""
+    """Seconds from the first try on; a producers process that was killed is back within some seconds."""
     timeout_s: float = 600.0
-    """Of one try."""
+    """Timeout of one try."""
 
 
 class RolloutTask(BaseModel):
-    """What an agent is to do."""
+    """Task of an agent."""
 
     model_config = ConfigDict(frozen=True, extra="ignore")
 
@@ -68,7 +68,7 @@ class RolloutTask(BaseModel):
 
 
 class GatewayAddress(NamedTuple):
-    """Where requests go, and the key that they bear."""
+    """Address of requests, and the key that they carry."""
 
     url: str
     key: str
@@ -134,9 +134,9 @@ class RemoteRollout:
     def __init__(self, task: RolloutTask, base_url: str, key: str, retries: Retries | None = None) -> None:
         self.task = task
         self.base_url = base_url
-        """For Anthropic's clients."""
+        """Base URL for Anthropic's clients."""
         self.key = key
-        """For any client; good for this rollout alone."""
+        """API key for any client, valid for this rollout alone."""
         address = GatewayAddress(base_url, key)
         self._requests = _Requests(lambda: address, retries or Retries())
 
@@ -154,7 +154,7 @@ class RemoteRollout:
 
     @property
     def openai_base_url(self) -> str:
-        """For OpenAI's clients."""
+        """Base URL for OpenAI's clients."""
         return f"{self.base_url}/v1"
 
     async def __aenter__(self) -> Self:
@@ -220,13 +220,15 @@ class GatewayClient:
 
     @classmethod
     def at(cls, url: str, token: str, retries: Retries | None = None) -> Self:
-        """By its address and token, which `gateway-NAME.json` and `gateway-NAME.token` of the workspace hold."""
+        """Client of a gateway by its address and token, which are in `gateway-NAME.json` and `gateway-NAME.token` of
+        the workspace.
+        """
         address = GatewayAddress(url.rstrip("/"), token)
         return cls(lambda: address, retries)
 
     @classmethod
     def of_workspace(cls, workspace: Path | str, name: str = "producers-1", retries: Retries | None = None) -> Self:
-        """Of a process of this machine; its gateway may begin to listen later, with the first rollout."""
+        """Client of a producers process on this machine; its gateway may start later, with the first rollout."""
         return cls(lambda: _located(Path(workspace), name), retries)
 
     async def __aenter__(self) -> Self:

@@ -82,7 +82,7 @@ class RolloutModel:
         return self.described(self._agent)
 
     def count(self, asked: ChatRequest) -> int:
-        """How many tokens the prompt has. Raises Refusal."""
+        """Number of the prompt's tokens. Raises Refusal."""
         agent = self.agent_of(asked.model)
         try:
             return self.session.count_tokens(self._messages(asked), agent, self._asked(asked, {}))
@@ -179,7 +179,7 @@ class RolloutModel:
         return ParsedStream(cast(Parse, self._parse(agent, prompt_ids, tools)), asked.stop)
 
     def _messages(self, asked: ChatRequest | CompletionRequest) -> list[Message]:
-        """As the chat template gets them: answers with tool calls word for word as the model wrote them."""
+        """Messages for the chat template; answers with tool calls are word for word as the model wrote them."""
         if not isinstance(asked, ChatRequest):
             return [{"role": "user", "content": self._plain_text(asked)}]
         sent = (message.for_template() for message in asked.messages)

@@ -1,8 +1,10 @@
-"""Who plays the seats of a task: the newest weights, past or frozen versions, or players of the environment. Pure.
+"""Draw of the players of a task's seats: the newest weights, past or frozen versions, or players of the environment.
+Pure.
 
 A draw depends on the task alone: on its settings, its seed (which derives from the run's and the task's id) and the
 version that it waits for. So a new owner of its partition, a repeated attempt and a replay draw the same opponents. The
-pool of a task are versions below the one that it waits for: all of them were published before the task can start.
+pool of a task consists of versions below the one that it waits for: all of them were published before the task can
+start.
 """
 
 from collections.abc import Collection, Iterable, Sequence
@@ -110,7 +112,7 @@ def is_opponents(step: StepRecorded) -> bool:
 
 
 class Seats(NamedTuple):
-    """Who plays in a task, in the fields of its GroupStarted."""
+    """Players of a task, in the fields of its GroupStarted."""
 
     agents: dict[str, str]
     """Model group by agent, of the agents that the newest weights play: only they get trajectories."""
@@ -121,7 +123,7 @@ class Seats(NamedTuple):
 
 
 def seats_of(task: TaskRequested) -> Seats:
-    """Who plays in a task."""
+    """Players of a task."""
     opponents, league = opponents_of(task), task.settings.league
     agents = {agent: group for agent, group in task.settings.agents.items() if agent not in opponents}
     is_match = league is not None and task.settings.policy == "model"

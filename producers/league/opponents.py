@@ -57,14 +57,14 @@ def base_model_of(published: WeightsPublished, permissions: Permissions | None) 
 
 @dataclass(slots=True)
 class _Versions:
-    """Where a model group's versions lie in `weights`, up to the offset `next`."""
+    """Offsets of a model group's versions in `weights`, up to the offset `next`."""
 
     next: int
     owner: Owner | None = None
     offsets: dict[int, int] = field(default_factory=dict[int, int])
-    """Of WeightsPublished, by version."""
+    """Offsets of WeightsPublished, by version."""
     collected: dict[int, int] = field(default_factory=dict[int, int])
-    """Of WeightsCollected, by version."""
+    """Offsets of WeightsCollected, by version."""
 
     def take(self, event: Event, offset: int) -> None:
         """Take in one event of the model group."""

@@ -1,4 +1,4 @@
-"""Who may ask the endpoint, whoever bears its token and no web page, and how often. Pure.
+"""Access to the endpoint: callers that have its token and no web pages, and their request rates. Pure.
 
 A page can make a browser send requests to an address of this machine: with an `Origin`, as a form or plain text without
 asking first, or under a name of its own that it lets resolve to 127.0.0.1. None of these is answered.
@@ -18,19 +18,19 @@ from rollstream.producers.openai.requests import Refusal
 from rollstream.schemas.services import LOOPBACK
 
 FROM_ELSEWHERE = ("cross-site", "same-site")
-"""What a browser says in `Sec-Fetch-Site` of a page that is not the endpoint's own."""
+"""Values of `Sec-Fetch-Site` that a browser sends for a page that is not the endpoint's own."""
 
 BEARER = "Bearer "
 TOKEN_CALLER = "token"
-"""Whoever calls with the service's own token, whichever other keys the request has."""
+"""Caller with the service's own token, whatever other keys the request has."""
 
 
 class Access:
     """The rules of one endpoint."""
 
     def __init__(self, host: str, allowed_hosts: Sequence[str], token: str | None) -> None:
-        """With a `token`, requests must bear it. On an address that others reach, any name may be asked for by default:
-        a token is needed there."""
+        """With a `token`, requests must carry it. At an address that others can reach, any host name is allowed by
+        default: a token is needed there."""
         self._token = token.encode() if token else None
         is_checked = host in LOOPBACK or bool(allowed_hosts)
         names = (*LOOPBACK, host, *allowed_hosts)
@@ -77,7 +77,7 @@ MAX_KEYS = 10_000
 
 @dataclass(slots=True)
 class _Use:
-    """Of one key."""
+    """Use of one key."""
 
     left: float
     """Requests that it may send now."""
@@ -86,7 +86,7 @@ class _Use:
 
 
 class KeyLimits:
-    """How many requests a key may send a minute, and at once."""
+    """Limits on the requests of a key, per minute and at once."""
 
     def __init__(
         self, per_minute: int | None, at_once: int | None, monotonic: Callable[[], float] = time.monotonic
@@ -96,7 +96,7 @@ class KeyLimits:
         self._at_once = at_once
         self._monotonic = monotonic
         self._uses: dict[bytes, _Use] = {}
-        """By digest of the caller; bounded by MAX_KEYS."""
+        """Uses by digest of the caller; bounded by MAX_KEYS."""
 
     @contextlib.contextmanager
     def call(self, caller: str) -> Iterator[None]:
@@ -119,7 +119,7 @@ class KeyLimits:
             use.num_open -= 1
 
     def _use(self, caller: str) -> _Use:
-        """Of a caller, as of now; it is the newest then."""
+        """The use of a caller, brought up to date and moved to the newest position."""
         digest, now_s, size = (
             hashlib.sha256(caller.encode(errors="replace")).digest(),
             self._monotonic(),
@@ -168,7 +168,7 @@ def _name_of(host: str) -> str:
 
 @functools.lru_cache(maxsize=256)
 def _kind_of(content_type: str) -> str:
-    """Of a `Content-Type` header, without its parameters."""
+    """Media type of a `Content-Type` header, without its parameters."""
     parsed = Message()
     parsed["Content-Type"] = content_type
     return parsed.get_content_type()

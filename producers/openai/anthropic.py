@@ -50,7 +50,7 @@ class Tool(BaseModel):
         return self
 
     def as_function(self) -> dict[str, Any]:
-        """As OpenAI and chat templates write it; a provider's tool with its type and name alone."""
+        """The tool in OpenAI's form, as chat templates expect it; a provider's tool has its type and name alone."""
         if self.type != CUSTOM:
             return {"type": self.type, "name": self.name}
         function = {"name": self.name, "description": self.description, "parameters": self.input_schema}
@@ -74,7 +74,7 @@ class ToolChoice(BaseModel):
 
 
 class OutputConfig(BaseModel):
-    """How the answer is written: `format` constrains it, the rest is effort."""
+    """Form of the answer: `format` constrains it, the rest concerns effort."""
 
     model_config = ConfigDict(frozen=True, extra="allow")
 
@@ -89,7 +89,9 @@ class Message(_Given):
 
 
 class CountRequest(_Given):
-    """What counts for the length of a prompt. Unknown keys are refused, so that no option is lost in silence."""
+    """The parts of a request that determine the length of a prompt. Unknown keys are refused, so that no option is lost
+    in silence.
+    """
 
     model: str
     messages: list[Message] = Field(min_length=1)

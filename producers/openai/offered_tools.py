@@ -29,9 +29,9 @@ class OfferedTool(BaseModel):
     description: str | None = None
     parameters: dict[str, Any] | None = None
     format: dict[str, Any] | None = None
-    """Of a custom tool's input; nothing holds the model to it."""
+    """Format of a custom tool's input; nothing holds the model to it."""
     tools: list[Self] = Field(default_factory=list)
-    """Of a namespace."""
+    """Tools of a namespace."""
 
     @model_validator(mode="after")
     def _has_a_name(self) -> Self:
@@ -54,7 +54,7 @@ class NamedTool(NamedTuple):
         return is_called, self.name if is_called else f"{self.tool.type} {self.name}"
 
     def as_function(self) -> dict[str, Any]:
-        """As chat completions and chat templates write it; a provider's tool with its type and name alone."""
+        """The tool as chat completions and chat templates expect it; a provider's tool as its type and name alone."""
         kind, description = self.tool.type, self.tool.description or ""
         if kind not in (FUNCTION, CUSTOM):
             return {"type": kind, "name": self.name}
@@ -123,7 +123,7 @@ def choice_of(choice: Any) -> Any:
 
 
 def full_name(name: str, namespace: str | None) -> str:
-    """By which the model calls a tool."""
+    """Name by which the model calls a tool."""
     return name if namespace is None else f"{namespace}.{name}"
 
 

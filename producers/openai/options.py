@@ -30,8 +30,8 @@ RECORDED: Mapping[str, tuple[Any, ...]] = {
     "context_management": ({}, []),
     "truncation": ("disabled",),
 }
-"""How a provider's model thinks and words its answers, with values that ask for nothing: the run's settings decide. A
-recorded rollout notes what was asked for."""
+"""Options on a provider's model's reasoning and style, each with values that request nothing: the run's settings
+decide. A recorded rollout notes the requested values."""
 ENFORCED: Mapping[str, tuple[Any, ...]] = {
     "frequency_penalty": (0,),
     "presence_penalty": (0,),
@@ -41,15 +41,15 @@ ENFORCED: Mapping[str, tuple[Any, ...]] = {
     "response_format": ({"type": "text"},),
     "tool_choice": ("auto", "none"),
 }
-"""What a server would hold each token to, with values that ask for nothing. A recorded rollout is sampled as the run's
-settings say and notes what was asked for; elsewhere a request is refused."""
+"""Options that a server would apply to each token, each with values that request nothing. A recorded rollout is sampled
+according to the run's settings and notes the requested values; elsewhere a request is refused."""
 ONLY_NEUTRAL: Mapping[str, tuple[Any, ...]] = {"modalities": (["text"],)}
 """Keys that are accepted only with these values."""
 KNOWN = IGNORED | RECORDED.keys() | ENFORCED.keys() | ONLY_NEUTRAL.keys()
 
 
 def unmet(extra: Mapping[str, Any]) -> dict[str, Any]:
-    """What was asked for and is not done."""
+    """Requested options that are not followed."""
     table = {**RECORDED, **ENFORCED}
     return {key: extra[key] for key in sorted(extra.keys() & table) if extra[key] not in table[key]}
 
@@ -64,7 +64,7 @@ ALLOWED_TOOLS = "allowed_tools"
 
 
 def wrong_tool_choice(choice: Any, tools: Sequence[Mapping[str, Any]]) -> str | None:
-    """What is wrong with a `tool_choice` beside these tools, and the remedy; None if nothing is."""
+    """The error in a `tool_choice` for these tools, and the remedy; None if it is right."""
     if isinstance(choice, str) and choice in TOOL_CHOICES:
         return None
     known = ", ".join(map(repr, TOOL_CHOICES))

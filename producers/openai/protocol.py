@@ -28,7 +28,7 @@ class Answer:
     """Without the end token, the stop text and what follows it, and the tool calls."""
     prompt_ids: tuple[int, ...]
     token_ids: tuple[int, ...]
-    """As sampled, up to the end token or the token that completes a stop text."""
+    """Ids as sampled, up to the end token or the token that completes a stop text."""
     token_texts: tuple[str, ...]
     logprobs: tuple[float, ...]
     """Under the distribution that the tokens were sampled from."""
@@ -37,11 +37,11 @@ class Answer:
     tool_calls: tuple[dict[str, Any], ...]
     model_group: str
     version: int
-    """Of the weights; the oldest, if there were several."""
+    """Version of the weights; the oldest, if there were several."""
     stop_text: str | None = None
     """The stop text of the request that ended it."""
     reasoning: str | None = None
-    """What a renderer told apart from the text."""
+    """Reasoning that a renderer separated from the text."""
 
 
 def answer_of(
@@ -85,7 +85,7 @@ def answer_of(
 
 
 def stop_length(generation: Generation, tokenizer: Tokenizer, stop: Sequence[str]) -> int | None:
-    """How many tokens, at least, say one of the stop texts; None if all of them do not."""
+    """Minimum number of tokens that contain one of the stop texts; None if all of them do not."""
     ids = generation.token_ids
     if not stop or _first_stop(_text(tokenizer, ids), stop) is None:
         return None
@@ -98,7 +98,7 @@ def _first_stop(text: str, stop: Sequence[str]) -> int | None:
 
 
 def _tokens_until_stop(tokenizer: Tokenizer, ids: Sequence[int], stop: Sequence[str]) -> int:
-    """How many of the ids, at least, say one of the stop texts."""
+    """Minimum number of the ids that contain one of the stop texts."""
     low, high = 1, len(ids)
     while low < high:
         middle = (low + high) // 2
@@ -171,7 +171,7 @@ def logprobs_of(answer: Answer) -> dict[str, Any]:
 
 
 def exact_of(answer: Answer) -> dict[str, Any]:
-    """What APIs without a place for it have under `rollstream`."""
+    """Exact tokens of an answer, which APIs without a field for them carry under `rollstream`."""
     return {
         "prompt_token_ids": list(answer.prompt_ids),
         "token_ids": list(answer.token_ids),

@@ -1,4 +1,4 @@
-"""What a request of OpenAI's kind may say, and what a refusal looks like. Pure."""
+"""Requests in OpenAI's form, and the form of a refusal. Pure."""
 
 import math
 from collections.abc import Iterable
@@ -15,7 +15,7 @@ from rollstream.schemas.settings import Sampling
 
 MAX_CHOICES = 128
 MAX_NESTING = 64
-"""Of lists and objects in a body: chat templates and records take some hundred."""
+"""Maximum nesting of lists and objects in a body: chat templates and records allow some hundred levels."""
 MAX_STOPS = 64
 
 
@@ -38,7 +38,7 @@ class Refusal(RollstreamError):
         self.code = code
 
     def body(self) -> dict[str, Any]:
-        """As OpenAI words it."""
+        """Error body in OpenAI's form."""
         fallback = "server_error" if self.status >= 500 else "invalid_request_error"
         kind = "rate_limit_error" if self.status == HTTPStatus.TOO_MANY_REQUESTS else fallback
         return {"error": {"message": str(self), "type": kind, "param": self.param, "code": self.code}}
@@ -71,7 +71,7 @@ class ChatMessage(BaseModel):
         return "\n".join(texts)
 
     def for_template(self) -> dict[str, Any]:
-        """As chat templates expect it: roles that they know, arguments of tool calls as objects."""
+        """The message as chat templates expect it: roles that they know, arguments of tool calls as objects."""
         message = self.model_dump(exclude_none=True)
         message["role"] = "system" if self.role == "developer" else self.role
         if self.tool_calls is not None:
@@ -80,7 +80,7 @@ class ChatMessage(BaseModel):
 
 
 class StreamOptions(BaseModel):
-    """How a stream ends."""
+    """Options for the end of a stream."""
 
     model_config = ConfigDict(frozen=True, extra="ignore")
 
@@ -88,7 +88,7 @@ class StreamOptions(BaseModel):
 
 
 class SampledRequest(BaseModel):
-    """What any request says; null means the default. Unknown keys are refused: no option is lost in silence."""
+    """Fields of every request; null means the default. Unknown keys are refused: no option is lost in silence."""
 
     model_config = ConfigDict(frozen=True, extra="allow")
     PROMPT_KEY: ClassVar[str]
@@ -128,7 +128,7 @@ class SampledRequest(BaseModel):
         return value
 
     def sampling(self, default_max_new_tokens: int, trained_at: float | None = None) -> Sampling:
-        """How its tokens are drawn. `trained_at`: the only temperature that is taken.
+        """Sampling settings of the request. `trained_at`: the only temperature that is accepted.
 
         Raises Refusal (400) for another one.
         """
@@ -149,7 +149,7 @@ class SampledRequest(BaseModel):
         return Sampling(temperature=temperature, top_p=self.top_p, top_k=self.top_k, max_new_tokens=limit)
 
     def deviations(self, sampling: Sampling) -> dict[str, Any]:
-        """What the request asks for that a run's settings do not allow: it is recorded and not done."""
+        """Options in the request that a run's settings do not allow: they are recorded and not followed."""
         wanted: dict[str, Any] = {}
         for key in sorted({"temperature", "top_p", "top_k"} & self.model_fields_set):
             value = getattr(self, key)

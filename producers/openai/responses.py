@@ -17,7 +17,7 @@ from rollstream.producers.openai.requests import ChatRequest, Refusal, checked_r
 from rollstream.producers.openai.stream_words import Answered, StreamWords
 
 PREFIX = "resp_"
-"""Of the id of a response."""
+"""Prefix of a response's id."""
 ADDITIONAL = "additional_tools"
 """Type of the item that adds tools."""
 _TEXTS = ("input_text", "output_text", "text")
@@ -32,7 +32,7 @@ class RespondedRequest(ChatRequest):
     has_instructions: bool = False
     """The first message is theirs: it is not part of what a later response goes on from."""
     own_id: str
-    """Of the response, without prefix, if it is streamed."""
+    """Id of the response, without prefix, if it is streamed."""
 
 
 class _Given(BaseModel):
@@ -48,7 +48,7 @@ class AdditionalTools(BaseModel):
 
 
 class TextOptions(_Given):
-    """How the text is written."""
+    """Format of the text."""
 
     format: dict[str, Any] = Field(default_factory=lambda: {"type": "text"})
     verbosity: str | None = None
@@ -77,7 +77,7 @@ class ResponsesRequest(_Given):
     context_management: list[dict[str, Any]] | None = None
     parallel_tool_calls: bool = True
     max_tool_calls: int | None = None
-    """Of a provider's own tools."""
+    """Maximum calls of a provider's own tools."""
     top_logprobs: int = Field(default=0, ge=0, le=1)
 
     @model_validator(mode="before")

@@ -65,7 +65,7 @@ class Routes(ABC):
 
     @abstractmethod
     async def count(self, request: web.Request, asked: ChatRequest) -> int:
-        """How many tokens the prompt has. Raises Refusal."""
+        """Number of the prompt's tokens. Raises Refusal."""
 
     @abstractmethod
     def served(self, request: web.Request) -> dict[str, Any]:
@@ -141,7 +141,7 @@ class Routes(ABC):
         return json_response(responses.response(given, await self.answer(request, asked)))
 
     async def count_tokens(self, request: web.Request) -> web.Response:
-        """How many tokens the prompt of a message has."""
+        """Number of tokens of a message's prompt."""
         asked = anthropic.parse_count(json_of(await request.read())).chat()
         return json_response({"input_tokens": await self.count(request, asked)})
 

@@ -44,7 +44,7 @@ logger = logging.getLogger(__name__)
 
 
 class ServedWeights(Protocol):
-    """Who says when a weight version is there."""
+    """Source of weight versions that the endpoint can wait for."""
 
     async def wait_for(self, model_group: str, version: int) -> None:
         """Return once the engine holds at least that version of the model group."""
@@ -57,7 +57,7 @@ class Endpoint(Routes):
     def __init__(
         self, engine: Engine, weights: ServedWeights, settings: EndpointSettings, token: str | None = None
     ) -> None:
-        """With a `token`, requests must bear it."""
+        """With a `token`, requests must carry it."""
         super().__init__(KeyLimits(settings.requests_per_minute, settings.calls_per_key))
         self._engine = engine
         self._weights = weights
@@ -71,13 +71,15 @@ class Endpoint(Routes):
         return self._access.check(request.method, request.headers)
 
     async def count(self, request: web.Request, asked: ChatRequest) -> int:
-        """How many tokens the prompt has, once there are weights."""
+        """Number of the prompt's tokens, once there are weights."""
         self.check_model(request, asked.model)
         await self._wait(0)
         return len(self._chat_ids(asked))
 
     def _sampling(self, asked: SampledRequest) -> Sampling:
-        """How an answer is sampled: by the trained model's name as the loss takes it, by its group's name freely."""
+        """Sampling settings of an answer: those that the loss assumes for the trained model's name, free ones for its
+        group's name.
+        """
         settings = self._settings
         trained_at = settings.temperature if asked.model == settings.model_name else None
         sampling = asked.sampling(settings.max_new_tokens, trained_at)

@@ -66,7 +66,7 @@ async def run(settings: EndpointSettings, log: EventLog, engine: Engine, token: 
 
 
 def _access(settings: EndpointSettings, token: str | None) -> str:
-    """Who may ask, without the token itself."""
+    """Form of access, without the token itself."""
     if token is None:
         return "without a token"
     path = token_file(settings.workspace, settings.name)

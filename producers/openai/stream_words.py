@@ -21,13 +21,13 @@ class Answered:
 
     answers: list[Answer]
     call_id: str
-    """Of this call; the ids in the answer are made of it."""
+    """Id of this call, from which the ids in the answer are derived."""
     created_s: int
     """Unix time."""
 
 
 def head_of(kind: str, asked: SampledRequest, answered: Answered) -> dict[str, Any]:
-    """What an answer of OpenAI's kind begins with."""
+    """Beginning of an answer in OpenAI's form."""
     first = answered.answers[0]
     return {
         "id": f"{kind}-{answered.call_id}",
@@ -78,12 +78,12 @@ class _OpenAIWords(StreamWords):
         self._asked = asked
 
     def end(self, answered: Answered) -> bytes:
-        """As for any; OpenAI's streams say that they are done."""
+        """End the stream; OpenAI's streams end with `[DONE]`."""
         return super().end(answered) + b"data: [DONE]\n\n"
 
     @property
     def _head(self) -> dict[str, Any]:
-        """Of a piece: which weights answer is known in the end."""
+        """Head of a chunk: the weights that answer are known only at the end."""
         return {"id": f"{self.KIND}-{self._call_id}", "created": self._created_s, "model": self._asked.model}
 
     @property
@@ -92,7 +92,7 @@ class _OpenAIWords(StreamWords):
 
 
 class ChatWords(_OpenAIWords):
-    """Of OpenAI's chat completions."""
+    """Stream of OpenAI's chat completions."""
 
     KIND = "chatcmpl"
 
@@ -107,7 +107,7 @@ class ChatWords(_OpenAIWords):
 
 
 class CompletionWords(_OpenAIWords):
-    """Of OpenAI's completions."""
+    """Stream of OpenAI's completions."""
 
     KIND = "cmpl"
 
@@ -122,7 +122,7 @@ class CompletionWords(_OpenAIWords):
 
 
 class MessageWords(StreamWords):
-    """Of Anthropic's messages: each event is named by its `type`."""
+    """Stream of Anthropic's messages: each event is named by its `type`."""
 
     def __init__(self, asked: ChatRequest, num_prompt_tokens: int) -> None:
         super().__init__()

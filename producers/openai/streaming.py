@@ -8,7 +8,7 @@ from rollstream.producers.rollout.reply import CALL_BEGINS, Parse
 OnText = Callable[[int, str], None]
 """Given the index of a choice and a piece of its text."""
 REPLACEMENT = "\ufffd"
-"""What a tokenizer writes for a character whose other bytes are still to come."""
+"""Placeholder that a tokenizer writes for a character whose other bytes are still to come."""
 
 
 class TextStream:

@@ -1,6 +1,7 @@
-"""What an interaction protocol is: who speaks in which round and channel, who sees what, when a verdict counts. Pure.
+"""Base class of interaction protocols: who speaks in which round and channel, who sees which messages, when a verdict
+counts. Pure.
 
-A protocol is a cycle of rounds. All that an episode draws by chance is in its `Draw`, so turns are a function of it.
+A protocol is a cycle of rounds. All random choices of an episode are in its `Draw`, so turns are a function of it.
 """
 
 import random
@@ -19,7 +20,7 @@ class ProtocolSettings(RewardSettings):
     """Parameters that every protocol has."""
 
     randomize_prover_stance: bool = False
-    """In half of the episodes every prover argues for the other verdict."""
+    """Whether every prover argues for the other verdict in half of the episodes."""
     force_guess: Literal["accept", "reject", "label"] | None = None
     """The verdict of every turn of the verifier in which one counts, whatever it says."""
     verifier_guess_replacement_proportion: float = Field(default=0.0, ge=0, le=1)
@@ -44,14 +45,14 @@ class Turn(NamedTuple):
 
     agent: str
     channels: tuple[str, ...]
-    """Where it is said."""
+    """Channels of the message."""
 
 
 class Draw(NamedTuple):
-    """What is drawn once for an episode."""
+    """Random choices made once for an episode."""
 
     stances: Mapping[str, Verdict]
-    """By prover the verdict that it argues for."""
+    """Verdict that each prover argues for."""
     provers: tuple[str, ...]
     """Provers that speak in the episode."""
 
@@ -65,9 +66,9 @@ class InteractionProtocol(ABC):
 
     Settings: ClassVar[type[ProtocolSettings]] = ProtocolSettings
     stances: ClassVar[Mapping[str, Verdict]] = {}
-    """By prover the verdict that it argues for unless stances are randomised."""
+    """Verdict that each prover argues for unless stances are randomised."""
     channels: ClassVar[Mapping[str, tuple[str, ...]]]
-    """By channel the agents that see it."""
+    """Agents that see each channel."""
     max_rounds: int
     min_rounds: int = 1
     """Number of the first round, counted from 1, in which a verdict counts."""
@@ -88,7 +89,7 @@ class InteractionProtocol(ABC):
         return (*self.stances, VERIFIER)
 
     def draw(self, rng: random.Random) -> Draw:
-        """What an episode draws; the same numbers are taken from `rng` whatever the settings."""
+        """Make the random choices of an episode; the same numbers are taken from `rng` whatever the settings."""
         is_flipped = rng.random() < 0.5 and self.settings.randomize_prover_stance
         stances: dict[str, Verdict] = {
             prover: _other(stance) if is_flipped else stance for prover, stance in self.stances.items()

@@ -17,7 +17,7 @@ Channels = Mapping[str, tuple[str, ...]]
 
 
 class RoundsSettings(ProtocolSettings):
-    """Of protocols with a dialogue."""
+    """Settings of protocols with a dialogue."""
 
     max_rounds: int = Field(default=8, ge=1, le=MAX_ROUNDS)
     min_rounds: int = Field(default=1, ge=1, le=MAX_ROUNDS)
@@ -32,12 +32,12 @@ class RoundsSettings(ProtocolSettings):
 
 
 class TwoProverSettings(RoundsSettings):
-    """Of dialogues with two provers."""
+    """Settings of dialogues with two provers."""
 
     sequential: bool = False
     """The provers speak in rounds of their own; off: in one round, and neither hears the other's message of it."""
     prover0_first: bool = True
-    """Of sequential provers."""
+    """Whether the first of sequential provers is prover 0."""
 
 
 class Nip(InteractionProtocol):

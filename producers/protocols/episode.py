@@ -14,14 +14,14 @@ class Utterance(NamedTuple):
     """One message of an agent."""
 
     number: int
-    """Of its round, from 0."""
+    """Number of its round, from 0."""
     agent: str
     channels: tuple[str, ...]
     """Empty for a call of a tool, which only the agent itself sees."""
     text: str
-    """As the agent wrote it."""
+    """Text as the agent wrote it."""
     shown: str
-    """As the others see it."""
+    """Text as the others see it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +34,7 @@ class Episode:
     """Whether accept is the right verdict."""
     utterances: tuple[Utterance, ...] = ()
     number: int = 0
-    """Of the round in progress, from 0."""
+    """Number of the round in progress, from 0."""
     num_taken: int = 0
     """Turns of that round that were taken."""
     num_no_guess: int = 0
@@ -45,7 +45,7 @@ class Episode:
 
     @property
     def turn(self) -> Turn | None:
-        """Whose turn it is; None when the episode is over."""
+        """The current turn; None when the episode is over."""
         return None if self.end is not None else self.protocol.turns(self.number, self.draw)[self.num_taken]
 
     @property
@@ -56,7 +56,7 @@ class Episode:
 
     @property
     def verdict(self) -> Verdict | None:
-        """What the verifier decided; None for neither, or nothing yet."""
+        """The verifier's verdict; None for neither, or nothing yet."""
         return None if self.decision is None else verdict_of(self.decision)
 
     @property
@@ -89,7 +89,7 @@ class Episode:
         return self if self.end is not None else replace(self, end="no_verdict")
 
     def seen_by(self, agent: str) -> tuple[Utterance, ...]:
-        """What an agent said, and what it heard in earlier rounds, in the order of its conversation.
+        """Messages of an agent, and those it heard in earlier rounds, in the order of its conversation.
 
         In a round its own messages come first: it had not heard the others of the round when it spoke.
         """

@@ -1,4 +1,4 @@
-"""What a verdict earns the verifier and the provers. Pure numbers; a decision is in [-1, 1], reject to accept."""
+"""Rewards of the verifier and the provers for a verdict. Pure numbers; a decision is in [-1, 1], reject to accept."""
 
 from typing import Literal
 
@@ -8,20 +8,20 @@ Verdict = Literal["accept", "reject"]
 
 
 class RewardSettings(Settings):
-    """What is paid for how an episode ends."""
+    """Rewards for the end of an episode."""
 
     verifier_reward: float = 1.0
-    """For full confidence in the true label."""
+    """Reward for full confidence in the true label."""
     verifier_incorrect_penalty: float = -1.0
-    """For full confidence in the wrong one."""
+    """Reward for full confidence in the wrong label."""
     verifier_neither_reward: float | None = None
-    """For a decision of 0, which is for neither; none: the mid-point of the two above."""
+    """Reward for a decision of 0, which is for neither; None: the midpoint of the two above."""
     verifier_terminated_penalty: float = -1.0
-    """If the rounds are over without a verdict."""
+    """Reward if the rounds are over without a verdict."""
     verifier_no_guess_reward: float = 0.0
-    """For each turn of the verifier without a verdict, the last one apart."""
+    """Reward for each turn of the verifier without a verdict, except the last one."""
     prover_reward: float = 1.0
-    """If the verdict is the one that the prover argues for, 0 if not."""
+    """Reward if the verdict is the one that the prover argues for, 0 if not."""
     prover_invalid_response_penalty: float | None = None
     """Paid to a prover for a malformed message, which then ends the episode; none: it counts as an empty message."""
     shared_reward: bool = False
@@ -29,7 +29,7 @@ class RewardSettings(Settings):
 
 
 def verdict_of(decision: float) -> Verdict | None:
-    """Which verdict a decision is; None for 0."""
+    """Verdict of a decision; None for 0."""
     return "accept" if decision > 0 else "reject" if decision < 0 else None
 
 
@@ -48,7 +48,7 @@ def verifier_reward(decision: float, *, is_true: bool, settings: RewardSettings)
 
 
 def neither_reward(settings: RewardSettings) -> float:
-    """What a decision of 0 earns the verifier."""
+    """Reward of the verifier for a decision of 0."""
     if settings.verifier_neither_reward is not None:
         return settings.verifier_neither_reward
     return (settings.verifier_reward + settings.verifier_incorrect_penalty) / 2

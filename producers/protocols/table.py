@@ -42,7 +42,7 @@ def register_protocol(name: str) -> Callable[[T], T]:
 
 
 def names() -> list[str]:
-    """Of built-in and registered protocols."""
+    """Names of built-in and registered protocols."""
     return sorted(_protocols)
 
 

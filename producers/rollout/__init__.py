@@ -1,4 +1,4 @@
-"""What an environment sees of an attempt at a rollout, and what of it is written down."""
+"""The view that an environment has of an attempt at a rollout, and the record of what happens in it."""
 
 from typing import TYPE_CHECKING
 

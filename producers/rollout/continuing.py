@@ -21,7 +21,7 @@ class RecordedAttempt:
     """The records of an attempt whose producer is gone, the first of each index, by index."""
 
     steps: dict[int, tuple[StepRecorded, str]]
-    """With their digests."""
+    """Recorded steps with their digests, by index."""
     rewards: dict[int, tuple[RewardRecorded, str]]
 
 
@@ -57,7 +57,7 @@ def answers(
 
 
 def turns(steps: Iterable[StepRecorded]) -> dict[str, tuple[int, int]]:
-    """By agent: turns and answers that were recorded."""
+    """Recorded turns and answers, by agent."""
     shares: dict[str, list[float]] = {}
     for step in steps:
         metadata: Any = (step.metadata or {}).get("gateway")

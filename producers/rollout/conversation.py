@@ -15,7 +15,7 @@ from rollstream.schemas import tokens
 from rollstream.schemas.events.rollouts import LLMCall, Prefix
 
 _REWRITTEN = re.compile(r"\\[nrt\"]|[\W_]+")
-"""What differs where a text is rendered again: spaces, punctuation, the escapes of JSON."""
+"""Characters that may differ when a text is rendered again: spaces, punctuation, the escapes of JSON."""
 REASONED = "</think>"
 """Ends what chat templates leave out of an answer when they render it back."""
 Bridge = Callable[[list[int], list[int]], list[int] | None]
@@ -57,9 +57,10 @@ class Conversation:
         self._tokenizer = tokenizer
         self._calls: list[_Call] = []
         self._unused: dict[int, str] = {}
-        """By step, letters of what was answered there and no later prompt has taken up so far; at most one a call."""
+        """Letters of the answer at a step that no later prompt has taken up so far, by step; at most one entry a call.
+        """
         self._num_prompt: dict[int, int] = {}
-        """By step, ids of its prompt."""
+        """Number of ids of the prompt, by step."""
         self._by_history: dict[str, _Call] = {}
         """Calls by the digest of their messages with the answer, at most one a call."""
 
@@ -187,7 +188,7 @@ def _letters(text: str) -> str:
 
 
 def _num_shared(one: "array[int]", other: "array[int]") -> int:
-    """How many ids both begin with, by halving."""
+    """Number of ids that both begin with, found by bisection."""
     low, high = 0, min(len(one), len(other))
     if one[:high] == other[:high]:
         return high

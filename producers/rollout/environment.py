@@ -1,6 +1,6 @@
-"""What an environment is: the world that agents act in. One fresh instance plays one rollout.
+"""Base class of environments: the world that agents act in. One fresh instance plays one rollout.
 
-Environments know neither Kafka nor tokens; what they do through their session becomes the events of the rollout.
+Environments know neither Kafka nor tokens; their calls to the session become the events of the rollout.
 """
 
 from abc import ABC, abstractmethod
@@ -32,11 +32,11 @@ class Environment(ABC):
         """Play one rollout to its end. What it raises fails the rollout; the run goes on."""
 
     def demonstrate(self, session: Session, messages: Sequence[Message], agent: str) -> str:
-        """What a demonstrator answers to `messages`, for data to warm-start on. Draws come from `session.rng`."""
+        """Answer of a demonstrator to `messages`, for data to warm-start on. Draws come from `session.rng`."""
         raise EnvironmentRunError(f"environment {type(self).__name__} has no demonstrator; define demonstrate()")
 
     def play_scripted(self, session: Session, messages: Sequence[Message], agent: str, player: str) -> str:
-        """What one of its `SCRIPTED` players answers to `messages` in an agent's seat."""
+        """Answer of one of its `SCRIPTED` players to `messages` in an agent's seat."""
         raise EnvironmentRunError(
             f"environment {type(self).__name__} has no scripted player {player!r}; define "
             "it in SCRIPTED and play_scripted()"
@@ -81,7 +81,7 @@ class FunctionEnvironment(Environment):
 
 
 def task_of(session: Session) -> dict[str, Any]:
-    """What a program outside is told of its rollout (JSON values)."""
+    """Description of a rollout for a program outside (JSON values)."""
     return {
         "rollout_id": session.rollout_id,
         "inputs": session.inputs,

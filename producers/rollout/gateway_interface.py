@@ -1,4 +1,4 @@
-"""What sessions and environments know of the gateway through which programs outside of this process play rollouts."""
+"""The gateway as seen by sessions and environments: programs outside this process play rollouts through it."""
 
 import contextlib
 import functools
@@ -24,10 +24,10 @@ def _whole(generation: Generation, tokenizer: Tokenizer) -> Generation:
 
 @dataclass(frozen=True, slots=True)
 class CallOptions:
-    """What a program outside asked for with its messages. Anything that it cannot choose is not in here."""
+    """Options of a program outside, sent with its messages. Anything that it cannot choose is not in here."""
 
     tools: Sequence[Mapping[str, Any]] = ()
-    """For the chat template."""
+    """Tools for the chat template."""
     max_new_tokens: int | None = None
     """Fewer than the run's setting, or all of them."""
     cut: Callable[[Generation, Tokenizer], Generation] = _whole
@@ -43,7 +43,7 @@ class CallOptions:
 
     @property
     def data(self) -> dict[str, Any]:
-        """What the chat template and the record have beside the messages."""
+        """Data for the chat template and the record beside the messages."""
         return {"tools": list(self.tools)} if self.tools else {}
 
     def rendered(self, messages: list[dict[str, Any]], tokenizer: Tokenizer) -> str:
@@ -54,14 +54,14 @@ class CallOptions:
 
     @classmethod
     def of(cls, step: StepRecorded) -> "CallOptions":
-        """What a recorded call was rendered with."""
+        """Options with which a recorded call was rendered."""
         data: Any = step.data or {}
         metadata: Any = (step.metadata or {}).get("gateway", {})
         text = data["input"][0]["content"] if metadata.get("is_text") else None
         return cls(tools=tuple(data.get("tools", ())), text=text, metadata=metadata)
 
     def on_answer_tokens(self, index: int) -> Callable[[Sequence[int]], None] | None:
-        """What the engine tells of one answer."""
+        """Callback for the engine's tokens of one answer."""
         return None if self.on_tokens is None else functools.partial(self.on_tokens, index)
 
     def within(self, sampling: Sampling) -> Sampling:
@@ -97,7 +97,7 @@ class OpenedRollout(Protocol):
 
 
 class Gateway(Protocol):
-    """Where rollouts are opened to programs outside."""
+    """Interface that opens rollouts to programs outside."""
 
     def open(self, session: Any, agent: str, *, is_claimable: bool) -> AbstractAsyncContextManager[OpenedRollout]:
         """Answer calls for the rollout of a Session while inside; a model's name that names no other agent is `agent`.

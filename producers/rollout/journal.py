@@ -58,9 +58,9 @@ class Journal:
         self.rollout_id = rollout_id
         self.clock = clock
         self.emit_error: BaseException | None = None
-        """What `emit` raised; it ends the attempt without a last event."""
+        """Exception that `emit` raised; it ends the attempt without a last event."""
         self.refusal: str | None = None
-        """Why the first event that no record can hold was not emitted."""
+        """Reason why the first event that no record can hold was not emitted."""
         self._is_over = False
         self._emit = emit
         self._acknowledged = acknowledged
@@ -177,7 +177,9 @@ class Journal:
             await self._acknowledged()
 
     def close(self, *, is_over: bool) -> None:
-        """From now on only `end` and `fail` emit. `is_over`: one of them follows; else another process may go on."""
+        """Let only `end` and `fail` emit from now on. `is_over`: one of them follows; else another process may
+        continue.
+        """
         self._is_closed, self._is_over = True, is_over
 
     async def end(self, stop_reason: str, missing_scores: Mapping[str, str]) -> None:

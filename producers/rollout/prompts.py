@@ -67,11 +67,11 @@ def _bridged(
 
 
 class WrittenAnswers:
-    """What a rollout's model wrote, by the messages that are made of it."""
+    """Texts that a rollout's model wrote, by the messages that clients make of them."""
 
     def __init__(self) -> None:
         self._texts: dict[bytes, str] = {}
-        """At most two a call."""
+        """Texts by fingerprint of the message; at most two a call."""
 
     def keep(self, text: str, content: str, calls: Sequence[Mapping[str, Any]]) -> None:
         """`text`: as it was sampled; `content`: without the calls. A client may give back either with the calls."""
@@ -134,7 +134,9 @@ def _is_answer(message: Any) -> bool:
 
 
 def _fingerprint(text: str | None, calls: Sequence[Mapping[str, Any]] | None) -> bytes:
-    """Of a message as a client gives it back: arguments by their values, however they are spaced and ordered."""
+    """Fingerprint of a message as a client returns it: arguments count by their values, whatever their spacing and
+    order.
+    """
     called = [with_object_arguments(dict(call)) for call in calls or ()]
     called = [[call.get("id"), call.get("function")] for call in called]
     return hashlib.sha256(orjson.dumps([(text or "").strip(), called], option=orjson.OPT_SORT_KEYS)).digest()

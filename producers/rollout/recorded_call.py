@@ -26,7 +26,7 @@ FLAGS = "rollstream"
 
 @dataclass(frozen=True, slots=True)
 class ImportContext:
-    """How recorded steps are taken into a run."""
+    """Settings for the import of recorded steps into a run."""
 
     model_group: str
     policy: Policy = "model"
@@ -38,7 +38,7 @@ class ImportContext:
 
 @dataclass(frozen=True, slots=True)
 class ImportedCall:
-    """What a step becomes: its call, and the flags of its metadata."""
+    """Result of importing a step: its call, and the flags of its metadata."""
 
     call: LLMCall | None
     flags: dict[str, Any]
@@ -155,7 +155,7 @@ def _check_ids(token_ids: "array[int]", tokenizer: Tokenizer) -> None:
 
 
 def _retokenised(chat: RecordedChat, conversation: Conversation, tokenizer: Tokenizer) -> _CallTokens | None:
-    """From text by the model's chat template; None if it is not all text."""
+    """Tokenise text with the model's chat template; None if it is not all text."""
     messages = [_plain_text(message) for message in chat.messages]
     answer = _plain_text(chat.answer)
     if answer is None or not messages or not all(messages):

@@ -151,7 +151,7 @@ def _find(known: Mapping[str, Any], what: str, name: str, more: tuple[str, ...] 
 
 @functools.lru_cache(maxsize=64)
 def _signature(found: Callable[..., Any]) -> inspect.Signature:
-    """Of an environment, which each rollout builds again."""
+    """Signature of an environment, which each rollout builds again."""
     return inspect.signature(found)
 
 

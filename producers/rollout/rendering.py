@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class ParsedAnswer:
-    """What an answer says, in the parts that clients know."""
+    """An answer in the parts that clients know."""
 
     content: str
     reasoning: str | None
@@ -68,7 +68,7 @@ class Renderer:
         messages: Sequence[Mapping[str, Any]],
         tools: Sequence[Mapping[str, Any]],
     ) -> list[int] | None:
-        """Ids of the prompt that goes on with new messages; it begins with prompt and completion, or is None."""
+        """Ids of the prompt extended by new messages, which begin with prompt and completion; None if that fails."""
         before = [*prompt_ids, *completion_ids]
         try:
             found = self._rendering.bridge_to_next_turn([*prompt_ids], [*completion_ids], [*messages], tools=[*tools])
@@ -104,7 +104,9 @@ def _made_for(tokenizer: Any, wanted: str) -> Renderer | None:
 
 
 _proven_names: dict[tuple[Any, ...], str | None] = {}
-"""By what a tokenizer is: each weight version may load one more that is equal. At most MAX_KNOWN."""
+"""Proven renderer names, by identity of the tokenizer: each weight version may load one more that is equal. At most
+MAX_KNOWN.
+"""
 
 
 def _call(parsed: Any) -> tuple[str, str, str | None] | None:

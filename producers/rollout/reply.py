@@ -1,6 +1,6 @@
-"""What a session answers and how it fails: values of an attempt that environments and their runner share.
+"""Answers and failures of a session: values of an attempt that environments and their runner share.
 
-Also the parts of an answer: its tool calls, in OpenAI's shape, apart from its text.
+Also the parts of an answer: its tool calls, in OpenAI's form, apart from its text.
 """
 
 import hashlib
@@ -18,7 +18,8 @@ from rollstream.schemas.errors import EnvironmentRunError
 Message = dict[str, Any]
 """A chat message: `role`, `content` and what a chat template knows beside them."""
 CALL_BEGINS, CALL_ENDS = "<tool_call>", "</tool_call>"
-"""How models of the Qwen and Hermes families write a call: between them a JSON object with `name` and `arguments`."""
+"""Markers of a call in models of the Qwen and Hermes families: between them a JSON object with `name` and `arguments`.
+"""
 Parse = Callable[[Sequence[int]], ParsedAnswer]
 """A renderer's, of the ids of an answer."""
 _MARKER = re.compile(r"</?tool_call>")
@@ -33,23 +34,23 @@ class TurnsExhausted(EnvironmentRunError):
 
 
 class AnswerParts(NamedTuple):
-    """What an answer holds: its text, and what is not part of it."""
+    """Parts of an answer: its text, and what is not part of the text."""
 
     content: str
     reasoning: str | None = None
-    """What a renderer told apart from the content."""
+    """Reasoning that a renderer separated from the content."""
     tool_calls: tuple[dict[str, Any], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """Why an attempt failed."""
+    """Failure of an attempt."""
 
     cause: str
-    """As in RolloutFailed."""
+    """Cause as in RolloutFailed."""
     message: str
     error: BaseException | None = None
-    """What was raised, for its traceback."""
+    """The exception, for its traceback."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,26 +60,28 @@ class Reply:
     text: str
     """Without the end token."""
     step_index: int
-    """For rewards of this step."""
+    """Index of the step, for its rewards."""
     finish_reason: str
     """`stop` or `length`."""
     prompt_ids: tuple[int, ...] = ()
     """All that the model saw before it; empty for a scripted opponent's."""
     generation: Generation | None = None
-    """As sampled and recorded."""
+    """The generation as sampled and recorded."""
     began_ms: int = 0
     """Event time at which it was asked for."""
     parts: AnswerParts | None = None
-    """Of a chat with tools: what is in `text`."""
+    """Parts of `text`, for a chat with tools."""
 
     @property
     def tool_calls(self) -> tuple[dict[str, Any], ...]:
-        """In OpenAI's shape, of a chat with tools; `text` holds them as the model wrote them."""
+        """Tool calls in OpenAI's form, for a chat with tools; `text` holds them as the model wrote them."""
         return () if self.parts is None else self.parts.tool_calls
 
     @property
     def message(self) -> Message:
-        """To append to the messages: the model's text, its tool calls apart. It goes back token for token."""
+        """The message to append to the conversation: the model's text, its tool calls apart. It goes back token for
+        token.
+        """
         content = self.text if self.parts is None else self.parts.content
         return {"role": "assistant", "content": content} | (
             {"tool_calls": [*self.tool_calls]} if self.tool_calls else {}
@@ -96,9 +99,10 @@ def plain(value: Any, what: str) -> Any:
 
 
 def parts_of(text: str, ids: Sequence[int], num_prompt: int, parse: Parse | None) -> AnswerParts:
-    """What an answer to a request with tools says. `text`: of `ids`, without the end token; `num_prompt`: ids before.
+    """Split an answer to a request with tools. `text`: of `ids`, without the end token; `num_prompt`: number of ids
+    before it.
 
-    `parse`: a renderer's, in place of <tool_call> alone.
+    `parse`: a renderer's parser, in place of <tool_call> alone.
     """
     if parse is not None:
         parsed = parse(ids)
@@ -149,10 +153,10 @@ def _without_calls(text: str) -> str:
 
 
 def call_spans(text: str) -> list[tuple[int, int]]:
-    """Where calls begin and end, markers included, in one pass over the text.
+    """Positions where calls begin and end, markers included, in one pass over the text.
 
-    A call begins at a marker before a brace and ends at the first end marker behind one, for a text within the JSON may
-    hold a marker too. Each run of white space is passed once forwards and once backwards.
+    A call begins at a marker before a brace and ends at the first end marker after one, because a text within the JSON
+    may hold a marker too. Each run of white space is passed once forwards and once backwards.
     """
     found: list[tuple[int, int]] = []
     begin: int | None = None

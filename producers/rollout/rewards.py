@@ -26,16 +26,16 @@ class NoScoreError(RewardError):
 
 @dataclass(frozen=True, slots=True)
 class FinishedRollout:
-    """What a reward function sees: all that happened, before the rollout's last event."""
+    """Input of a reward function: all that happened, before the rollout's last event."""
 
     inputs: Mapping[str, Any]
     seed: int
     steps: tuple[StepRecorded, ...]
-    """By step index; LLM and tool calls of all agents, without what was asked of judges."""
+    """Steps by index; LLM and tool calls of all agents, without the calls to judges."""
     rewards: tuple[RewardRecorded, ...]
     """Those of the environment and of the reward functions before this one."""
     messages: Mapping[str, tuple[Mapping[str, Any], ...]]
-    """By agent: the messages of its last call, and the answer."""
+    """Messages of each agent's last call, and the answer, by agent."""
     stop_reason: str
 
 
@@ -44,12 +44,12 @@ Value = float | Mapping[str, float] | None
 RewardFunction = Callable[[FinishedRollout], Value | Awaitable[Value]]
 
 JUDGE = "judge:"
-"""What the names of agents begin with that only judge; they have no model group and no trajectory."""
+"""Prefix of the names of agents that only judge; they have no model group and no trajectory."""
 
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """What a judge was asked and what it answered, as the log is to hold it (without secrets)."""
+    """Question to a judge and its answer, as recorded in the log (without secrets)."""
 
     judge: str
     """The evaluator's name."""
@@ -106,7 +106,7 @@ async def evaluate(name: str, function: RewardFunction, rollout: FinishedRollout
 
 
 async def in_thread(function: Callable[[], Any]) -> tuple[Any, BaseException | None]:
-    """What a plain function returned, or raised: a future cannot hold every exception (StopIteration).
+    """Return the result of a plain function, or its exception: a future cannot hold every exception (StopIteration).
 
     Not `asyncio.to_thread`: a few functions that never return would take all of its threads, those that fetch weights
     included, and the process could not end.

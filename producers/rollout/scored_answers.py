@@ -1,4 +1,4 @@
-"""How scored answers to the same messages are recorded: a TTC_END step each, in the shape of NAT's candidates. Pure."""
+"""Records of scored answers to the same messages: a TTC_END step each, in the form of NAT's candidates. Pure."""
 
 from collections.abc import Mapping
 from typing import Any

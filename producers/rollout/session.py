@@ -1,4 +1,4 @@
-"""What an environment plays through: chat with the model, call tools, give rewards. Every call becomes an event."""
+"""The session of an environment: chat with the model, call tools, give rewards. Every call becomes an event."""
 
 import asyncio
 import copy
@@ -85,13 +85,13 @@ class Session:
         self.max_turns = task.settings.max_turns
         self.agents = tuple(task.settings.agents)
         self.opponents = opponents_of(task) if opponents is None else opponents
-        """By agent: the player of a seat that is not the newest weights'. Its steps are recorded and not trained on."""
+        """Players of seats other than the newest weights, by agent. Their steps are recorded and not trained on."""
         self.artifacts = artifacts
-        """Where artifacts that the task's inputs name are read."""
+        """Store of the artifacts that the task's inputs name."""
         self.failure: Failure | None = None
         """Cause and message of the first failure that is not the environment's to forgive."""
         self.messages: dict[str, tuple[Message, ...]] = {}
-        """By agent: the messages of its last answered call, and the answer."""
+        """Messages of each agent's last answered call, and the answer, by agent."""
         self._task = task
         self._settings = task.settings
         self._engine = engine
@@ -110,7 +110,7 @@ class Session:
         self._num_levels = 0
         """Turns so far, of all agents: levels of the tree whose leaves are the members."""
         self.recorded, self.rewarded = (journal.steps, journal.rewards) if is_continued else ((), ())
-        """Of another process that this one goes on from; `replies`: the answers among the steps."""
+        """Steps and rewards of another process that this one continues; `replies`: the answers among the steps."""
         self.replies = self._restored()
 
     async def chat(self, messages: Sequence[Message], agent: str = "agent", tools: Sequence[Any] = ()) -> Reply:
@@ -277,11 +277,11 @@ class Session:
         )
 
     def model_group(self, agent: str) -> str:
-        """Whose weights answer for an agent. Raises EnvironmentRunError for one that is not configured."""
+        """Model group that answers for an agent. Raises EnvironmentRunError for an agent that is not configured."""
         return self._model_group(agent)
 
     def count_tokens(self, messages: Sequence[Message], agent: str, asked: CallOptions) -> int:
-        """How many tokens the prompt of these messages has. Nothing is recorded."""
+        """Number of tokens in the prompt of these messages. Nothing is recorded."""
         group = self._model_group(agent)
         return len(self._prompt(Conversation(self._tokenizer(group)), [*messages], group, asked).token_ids)
 

@@ -1,7 +1,7 @@
-"""Where code of users is found beside the names in a file: the folder of the command, and entry points of packages.
+"""Sources of user code beside the names in a file: the folder of the command, and entry points of packages.
 
-What is installed is trusted by being installed: entry points are a fixed list that whoever set the process up made, and
-no record can add to it. So their modules are imported before a record is read, and what they register needs no --allow.
+Installed packages are trusted: entry points are a fixed list, chosen by whoever set the process up, and no record can
+add to it. So their modules are imported before a record is read, and the names that they register need no --allow.
 """
 
 import asyncio
@@ -17,7 +17,7 @@ from rollstream.schemas.users_code import load_installed
 GROUP = "rollstream.components"
 OURS = "rollstream."
 failed_imports: dict[str, str] = {}
-"""Why a module that an entry point names could not be imported, by the entry point's name."""
+"""Reasons why modules of entry points could not be imported, by the entry point's name."""
 
 REFUSAL_PAUSE_S = 0.01
 Parameters = ParamSpec("Parameters")
@@ -52,7 +52,7 @@ def import_installed() -> None:
 
 
 def failed_imports_hint() -> str:
-    """What to add to an error about an unknown name: the packages that could have brought it."""
+    """An addition to an error about an unknown name: the packages that could have provided it."""
     return "".join(f"; {why}" for why in failed_imports.values())
 
 

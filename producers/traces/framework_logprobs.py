@@ -1,8 +1,8 @@
-"""What frameworks keep as log-probabilities of an answer, read as token ids and numbers. Pure; never guesses an id.
+"""Log-probabilities of an answer as frameworks keep them, read as token ids and numbers. Pure; never guesses an id.
 
-Known shapes: an object or dict of OpenAI's `ChoiceLogprobs` (`content`: entries of `token`, `logprob`), where ids stand
-as extra keys (`prompt_token_ids`, `token_ids`, `model_group`, `version`) or as vLLM's `token: "token_id:123"`; a list
-of such entries; a list of numbers.
+Known shapes: an object or dict of OpenAI's `ChoiceLogprobs` (`content`: entries of `token`, `logprob`), with ids as
+extra keys (`prompt_token_ids`, `token_ids`, `model_group`, `version`) or as vLLM's `token: "token_id:123"`; a list of
+such entries; a list of numbers.
 """
 
 import math
@@ -32,7 +32,7 @@ _KEYS = (
 
 @dataclass(frozen=True, slots=True)
 class Logprobs:
-    """What is known of an answer; `values` and `completion_ids` are (C,), None if they are not all there."""
+    """Known tokens of an answer; `values` and `completion_ids` are (C,), None if they are incomplete."""
 
     values: tuple[float, ...] | None = None
     completion_ids: tuple[int, ...] | None = None

@@ -1,4 +1,4 @@
-"""What went into and came out of an LLM step, as chat messages in OpenAI's form. Pure.
+"""Input and output of an LLM step, as chat messages in OpenAI's form. Pure.
 
 Reads what frameworks put into `data` and `metadata` of NAT's steps: OpenAI's own shapes, LangChain's serialised
 messages and generations, LlamaIndex's texts and chat responses. Content lists stay lists: nothing is left out.
@@ -25,9 +25,9 @@ ROLES = {
 }
 """Roles and types of frameworks, by OpenAI's names; what is not here is called alike."""
 _ROLE_AND_TEXT = re.compile(r"(system|developer|user|assistant|tool|function|chatbot|model): (.*)", re.DOTALL)
-"""How LlamaIndex writes a message as text."""
+"""LlamaIndex's notation of a message as text."""
 _TOOL_CALLS = "\n\nTool calls: "
-"""How NAT's LangChain handler appends tool calls to an answer's text."""
+"""Text by which NAT's LangChain handler appends tool calls to an answer."""
 
 
 def prompt_of(start: IntermediateStepPayload | None, end: IntermediateStepPayload) -> tuple[Message, ...] | None:

@@ -33,7 +33,7 @@ WORKFLOW = "<workflow>"
 
 @dataclass(frozen=True, slots=True)
 class Selection:
-    """What is trained on. An LLM call counts if a target function is among the functions around it."""
+    """Selection of the calls to train on. An LLM call counts if a target function is among the functions around it."""
 
     target_functions: frozenset[str] = frozenset({WORKFLOW})
     target_model: str | None = None
@@ -153,7 +153,7 @@ class Spans:
         return _recorded(start, step)
 
     def rest(self) -> list[RecordedStep]:
-        """What never ended, in the order in which it began."""
+        """Steps that never ended, in the order in which they began."""
         left = [_recorded(None, step) for step in self._open.values()]
         self._open.clear()
         return left
@@ -258,7 +258,7 @@ def _data(
 
 
 def _metadata(start: IntermediateStepPayload | None, end: IntermediateStepPayload) -> dict[str, JsonValue] | None:
-    """Of both steps, less what `data` says already."""
+    """Metadata of both steps, without values that are in `data` already."""
     field_values = [
         value for payload in (start, end) if payload and payload.data for value in vars(payload.data).values()
     ]

@@ -23,7 +23,7 @@ from rollstream.schemas.events.intermediate_steps import (
 
 MAX_LINE_BYTES = 8 * 1024 * 1024
 MAX_STREAM_BYTES = 256 * 1024 * 1024
-"""Of all lines of one rollout together."""
+"""Maximum bytes of all lines of one rollout together."""
 SHOWN_CHARS = 500
 _DATA, _STEP = "data:", "intermediate_data:"
 _PASSED_OVER = (":", "event:", "id:", "retry:", "observability_trace:")
@@ -34,12 +34,12 @@ class Lines:
     """Bytes as they come, as whole lines."""
 
     _line: bytearray = field(default_factory=bytearray)
-    """What there is of the line that is not whole yet; grows in place, whatever the size of the pieces."""
+    """The beginning of the line that is not complete yet; grows in place, whatever the size of the pieces."""
     _stream_bytes: int = 0
 
     @property
     def rest(self) -> bytes:
-        """What came after the last whole line."""
+        """The bytes after the last whole line."""
         return bytes(self._line)
 
     def feed(self, chunk: bytes) -> Iterator[bytes]:
@@ -145,7 +145,7 @@ def _failed(text: object) -> EnvironmentRunError:
 
 
 def _shown(text: object) -> str:
-    """What it said of a failure, in one line and not without end."""
+    """The server's words about a failure, in one line of bounded length."""
     return one_line(str(text)[: 4 * SHOWN_CHARS], SHOWN_CHARS)
 
 

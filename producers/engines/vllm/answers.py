@@ -22,7 +22,8 @@ def spans_of(
     length: int,
     given: Sequence[Mapping[str, Any]] | None,
 ) -> tuple[VersionSpan, ...]:
-    """Whose tokens are whose: an adapter's are all its own; of full weights the server says it with each answer.
+    """The versions that sampled an answer's tokens: for an adapter one, for full weights those that the server names
+    with each answer.
 
     `held`: versions that the server may name. Raises LostVersionError, ModelError.
     """

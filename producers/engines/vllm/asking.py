@@ -40,7 +40,7 @@ def asked(request: GenerationRequest, base: BaseModel, max_new_tokens: int, num_
 
 
 def nums_told(request: GenerationRequest, base: BaseModel) -> tuple[int, ...]:
-    """How many of the likeliest ids to ask for with each token; a number after the first is for a further try.
+    """Numbers of the likeliest ids to request with each token; numbers after the first are for further tries.
 
     With `processed_logprobs`, ids that top_p and top_k exclude have probability 0, so all others are what is left.
     vLLM keeps every id whose logit equals the k-th largest, and logits in bfloat16 are often equal, so more than top_k
@@ -71,7 +71,7 @@ class AnsweredTokens:
 
 
 def generated(choice: Mapping[str, Any], request: GenerationRequest, base: BaseModel) -> AnsweredTokens:
-    """From an answer of `/inference/v1/generate`.
+    """Parse an answer of `/inference/v1/generate`.
 
     Raises TooFewToldError; LookupError, TypeError or ValueError if the answer has another form.
     """
@@ -84,7 +84,7 @@ def generated(choice: Mapping[str, Any], request: GenerationRequest, base: BaseM
 
 
 def completed(choice: Mapping[str, Any], request: GenerationRequest, base: BaseModel) -> AnsweredTokens:
-    """From an answer of `/v1/completions`; raises as `generated`."""
+    """Parse an answer of `/v1/completions`; raises the same errors as `generated`."""
     found = choice["logprobs"]
     logprobs = tuple(map(float, found["token_logprobs"]))
     kept = kept_ids(request, base, lambda: top_by_name(found.get("top_logprobs") or ()))

@@ -1,7 +1,7 @@
-"""What a base model is, read from its folder without its weights: tokenizer, end tokens, limits, and shapes.
+"""Description of a base model, read from its folder without its weights: tokenizer, end tokens, limits, and shapes.
 
-vLLM drops tensors that it does not know, and its workers die of a file that does not fit: versions are checked here
-before a server hears of them.
+vLLM drops tensors that it does not know, and its workers crash on a file that does not fit; therefore versions are
+checked here before they are given to a server.
 """
 
 from collections.abc import Mapping
@@ -28,7 +28,7 @@ class BaseModel:
     """Most tokens of a sequence; None if the model says nothing."""
     num_token_ids: int
     shapes: Mapping[str, Shape]
-    """Of its tensors by name, without tied duplicates."""
+    """Shapes of its tensors by name, without tied duplicates."""
     tied: frozenset[str]
     linears: frozenset[str]
     """Names of its linear modules."""

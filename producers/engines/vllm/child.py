@@ -67,7 +67,9 @@ def check_settings(settings: VllmSettings) -> None:
 
 
 def _fault_of(argument: str) -> str | None:
-    """Why vLLM must not be given an argument. It takes `_` for `-`, and the beginning of a name for the name."""
+    """The reason why an argument must not be passed to vLLM, which takes `_` for `-`, and the beginning of a name for
+    the name; None if it may.
+    """
     name = argument.partition("=")[0].replace("_", "-").partition(".")[0]
     if not name.startswith("--"):
         is_replicas = name.startswith(SHORT_REPLICAS)
@@ -106,7 +108,7 @@ class Child:
 
     @property
     def pid(self) -> int | None:
-        """Of the server itself."""
+        """Process id of the server itself."""
         return self._pid if self._guard is not None else None
 
     @property
@@ -178,7 +180,7 @@ class Child:
         self.started_at = time.monotonic()
 
     def command(self) -> list[str]:
-        """What starts it on `port`."""
+        """The command that starts it on `port`."""
         settings = self._settings
         lora = ["--enable-lora", f"--max-loras={settings.max_loras}", f"--max-lora-rank={settings.max_lora_rank}"]
         return [
@@ -198,7 +200,9 @@ class Child:
 
 
 def environment(env: Mapping[str, str], *, is_lora: bool) -> dict[str, str]:
-    """Of the server: what it needs of ours to find its libraries, devices, models and the network."""
+    """Environment variables of the server: those of ours that it needs to find its libraries, devices, models and the
+    network.
+    """
     kept = {
         name: value
         for name, value in env.items()

@@ -46,13 +46,13 @@ class VllmEngine:
         self._folder: Path = settings.folder or Path(tempfile.mkdtemp(prefix="rollstream-vllm-"))
         self._client: Client | None = None
         self._bases = WeakValueDictionary[str, BaseModel]()
-        """By path, as long as a version or a server of it is there."""
+        """Base models by path, as long as a version or a server of them exists."""
         self._pools: dict[Served, Pool] = {}
         self._held: dict[str, Version] = {}
         self._past: list[Version] = []
         """Versions whose files may still be needed."""
         self._locks = WeakValueDictionary[str, asyncio.Lock]()
-        """By model group, as long as a load or unload of it holds or awaits it."""
+        """Locks by model group, as long as a load or unload of it holds or awaits them."""
         self._loading: Counter[Served] = Counter()
         """Versions that are being loaded."""
         self._calls: set[asyncio.Task[Generation]] = set()
@@ -248,7 +248,7 @@ class VllmEngine:
 
 
 build: Any = VllmEngine
-"""Of `EngineKind`, as `table` wants it."""
+"""Function of `EngineKind` that `table` calls."""
 
 
 def _served(published: WeightsPublished) -> Served:

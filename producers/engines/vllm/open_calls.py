@@ -44,7 +44,9 @@ class OpenCalls:
 
 
 async def finished(call: Coroutine[Any, Any, T]) -> T:
-    """What a call returns or raises, at its end even if the caller is cancelled meanwhile: then it raises that."""
+    """Wait for the end of a call and return or raise its result; a cancellation of the caller meanwhile is raised at
+    that end.
+    """
     task, cancelled = asyncio.ensure_future(call), None
     while not task.done():
         try:

@@ -30,13 +30,13 @@ from rollstream.schemas.errors import ModelError
 from rollstream.schemas.services import VllmSettings
 
 MAX_TRIES = 8
-"""Of one request, on servers that fail."""
+"""Maximum tries of one request, on servers that fail."""
 MAX_FAILED = 3
-"""Requests that a server may fail one after the other before it is taken out of use."""
+"""Maximum consecutive failed requests of a server before it is taken out of use."""
 RETRY_S = 0.5
-"""Before a request goes to a server that has failed it again; doubled each time."""
+"""Wait before a request goes again to a server that has failed it; doubled each time."""
 STARTING_S = 0.2
-"""Between two looks at a server that is starting."""
+"""Wait between two checks of a server that is starting."""
 
 T = TypeVar("T")
 
@@ -55,7 +55,7 @@ class Pool:
         self._settings = settings
         self._wanted = WantedVersions(max_adapters=settings.max_loras if is_lora else None)
         self._taking = asyncio.Lock()
-        """One version comes at a time."""
+        """Lock by which one version is loaded at a time."""
         self._fatal: ModelError | None = None
         self._changed = asyncio.Condition()
         self._tasks: list[asyncio.Task[None]] = []
@@ -123,7 +123,7 @@ class Pool:
         )
 
     async def generate(self, request: GenerationRequest) -> Generation:
-        """Of the newest version. Raises ModelError, PromptTooLongError."""
+        """Generate with the newest version. Raises ModelError, PromptTooLongError."""
         last: Exception | None = None
         given = None if request.on_tokens is None else GivenTokens(request.on_tokens)
         tried: set[PoolMember] = set()
@@ -365,9 +365,10 @@ class Pool:
             self._changed.notify_all()
 
     async def _wait(self, found: Callable[[], T | None], limit_s: float | None = None) -> T:
-        """What `found` returns once it is not None. Raises ModelError after so long, or if there is no hope.
+        """Wait until `found` returns something other than None, and return that.
 
-        `limit_s`: None: `start_timeout_s`, which every wait has for itself.
+        `limit_s`: None: `start_timeout_s`, for each wait by itself. Raises ModelError at the limit, or at once if the
+        pool has failed for good.
         """
         deadline = time.monotonic() + (limit_s or self._settings.start_timeout_s)
         async with self._changed:

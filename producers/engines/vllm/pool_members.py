@@ -1,4 +1,6 @@
-"""What the servers of a pool lack, and which of them a request goes to: decided from what they have, without asking."""
+"""Decisions about the servers of a pool, from their state alone: the versions that they lack, and the one that a
+request goes to.
+"""
 
 import asyncio
 import hashlib
@@ -18,15 +20,15 @@ IMBALANCE = 8
 
 @dataclass(eq=False, slots=True)
 class PoolMember:
-    """A server of a pool, and what its tasks wait for."""
+    """A server of a pool, and the events that its tasks wait for."""
 
     server: Server
     child: Child | None
     """Its process, if we started it."""
     work: asyncio.Event = field(default_factory=asyncio.Event)
-    """It may lack a version, or has to be reached again."""
+    """Set when it may lack a version, or has to be reached again."""
     doubt: asyncio.Event = field(default_factory=asyncio.Event)
-    """It has failed a request: its health is asked."""
+    """Set when it has failed a request, so that its health is checked."""
     process: asyncio.Lock = field(default_factory=asyncio.Lock)
     """Held while its process is started or stopped."""
 
@@ -39,19 +41,19 @@ class PoolMember:
 
 
 class WantedVersions:
-    """By model group the version that servers must have, and the one that they are being given."""
+    """Versions that servers must have, by model group, and the one that they are being given."""
 
     def __init__(self, *, max_adapters: int | None) -> None:
-        """`max_adapters`: on a server at once; None: of full weights there is one model group."""
+        """`max_adapters`: maximum on a server at once; None: full weights, of which there is one model group."""
         self.by_group: dict[str, Version] = {}
         self.coming: Version | None = None
-        """It is wanted once one server has it."""
+        """Version being loaded; it is wanted once one server has it."""
         self.refusals: dict[PoolMember, Exception] = {}
-        """Servers that did not take the version that is coming, and why."""
+        """Servers that refused the version that is coming, with the reason."""
         self._max_adapters = max_adapters
 
     def is_kept(self, name: str) -> bool:
-        """Whether servers must have it, though no request is open."""
+        """Whether servers must have the version even if no request is open."""
         return any(one.name == name for one in (*self.by_group.values(), self.coming) if one is not None)
 
     def check_capacity(self, version: Version) -> None:
@@ -80,7 +82,7 @@ class WantedVersions:
                 server.state, server.reason = "pending_weights", f"has not proven {version.name} yet"
 
     def lacking(self, member: PoolMember) -> Version | None:
-        """What a server is to be given next: first the version that is coming, instead of the one before it."""
+        """The next version to give to a server: first the one that is coming, instead of the one before it."""
         needed, coming = self.by_group, self.coming
         if coming is not None and member not in self.refusals:
             group = coming.published.model_group

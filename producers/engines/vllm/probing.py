@@ -1,4 +1,4 @@
-"""What a vLLM server says of itself, and whether it can be used: asked of it, never read from its version."""
+"""Probes of a vLLM server: its properties and whether it can be used, found by requests, never by its version."""
 
 import asyncio
 import logging
@@ -31,16 +31,16 @@ RESET_TRIES = 20
 RESUME_TRIES = 5
 POLL_S = 0.05
 NUM_TOP = 5
-"""Likeliest ids that a look at log-probabilities asks for: what OpenAI's API allows at most."""
+"""Number of the likeliest ids that a probe of log-probabilities requests: the most that OpenAI's API allows."""
 TOLERANCE = 1e-4
-"""Nats."""
+"""Tolerance of log-probabilities, in nats."""
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
 class Probed:
-    """What a server said of itself."""
+    """Properties that a server reported."""
 
     paths: frozenset[str] = frozenset()
     max_length: int | None = None
@@ -50,7 +50,7 @@ class Probed:
 
 
 class ServerCalls:
-    """Calls to one server that answer at once."""
+    """Calls to one server that are answered at once."""
 
     def __init__(self, http: HttpServer, *, health_timeout_s: float) -> None:
         self.http = http
@@ -72,7 +72,7 @@ class ServerCalls:
         self.http.checked(await self.http.sent("GET", "/health", timeout_s=self.health_timeout_s))
 
     async def label(self) -> str:
-        """Of the full weights that it has."""
+        """Label of the full weights that it has."""
         return str((await self.get("/weight_info"))["weight_version"])
 
     async def reset_prefix_cache(self) -> None:
@@ -162,7 +162,9 @@ class ServerCalls:
         return replace(probed, max_lora_rank=number_in(config, "lora_config", "max_lora_rank"))
 
     async def _resume_paused(self, paths: frozenset[str]) -> None:
-        """Who paused it for a reload was killed before the end. Its label says that its weights are not to be used."""
+        """Resume a server that was paused for a reload by a process that was killed before the end. The server's label
+        shows that its weights are not to be used.
+        """
         if IS_PAUSED in paths and (await self.get(IS_PAUSED))["is_paused"]:
             await self.post("/resume", timeout_s=self.health_timeout_s)
 

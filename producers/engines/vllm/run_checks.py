@@ -1,4 +1,6 @@
-"""What vLLM refuses, drops or misreads of a run's settings, as one error before the run begins."""
+"""Check a run's settings for those that vLLM refuses, drops or misreads, and report them as one error before the run
+begins.
+"""
 
 from collections.abc import Mapping
 

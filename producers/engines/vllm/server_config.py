@@ -1,4 +1,6 @@
-"""How a server that somebody else started is configured, as it says itself: what vLLM would misread is refused."""
+"""Checks of the configuration of a server that somebody else started, as the server reports it: settings that lead to
+wrong results are refused.
+"""
 
 from collections.abc import Mapping
 from typing import Any
@@ -14,7 +16,7 @@ RAW_LOGPROBS = (
 
 
 def replicas_error(count: int) -> str:
-    """Why data-parallel replicas cannot be used."""
+    """The reason why data-parallel replicas cannot be used."""
     return (
         f"has {count} data-parallel replicas, and a version would reach one of them; start a server for each, and name "
         "all as base_urls"
@@ -44,7 +46,9 @@ def number_in(config: Mapping[str, Any], section: str, name: str) -> int | None:
 
 
 def fault_of(config: Mapping[str, Any], *, max_loras: int | None) -> str | None:
-    """Why the server cannot be used. `max_loras`: adapters that it must take at once; None: it is for full weights."""
+    """The reason why the server cannot be used; None if it can. `max_loras`: number of adapters that it must hold at
+    once; None: it is for full weights.
+    """
     if (count := number_in(config, "parallel_config", "_api_process_count") or 1) > 1:
         return f"has {count} API server processes, and a version would reach one; start it with --api-server-count=1"
     if (count := number_in(config, "parallel_config", "data_parallel_size") or 1) > 1:

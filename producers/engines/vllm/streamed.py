@@ -69,9 +69,9 @@ class StreamedAnswer:
             "weight_versions": None,
             "finish_reason": None,
         }
-        """As an answer that comes whole has it."""
+        """Choice in the form of an answer that comes whole."""
         self.failure: HttpAnswer | None = None
-        """What the server said instead of further tokens."""
+        """Answer that the server sent instead of further tokens."""
 
     def feed(self, part: bytes) -> None:
         """Bytes as they come. Raises ModelError for data that is not an event, and if the caller has other tokens."""

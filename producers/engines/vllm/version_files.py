@@ -85,7 +85,7 @@ class Version:
     path: Path
     """The artifact that its files are made of."""
     config: Mapping[str, Any] | None
-    """Of an adapter."""
+    """Configuration of an adapter."""
 
     @property
     def is_lora(self) -> bool:
@@ -94,7 +94,7 @@ class Version:
 
     @property
     def model(self) -> str:
-        """What requests call it."""
+        """Name of the model in requests."""
         return self.name if self.is_lora else self.base.path
 
 

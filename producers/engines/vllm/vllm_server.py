@@ -47,28 +47,29 @@ class Server:
         health_timeout_s: float,
         sums: WeightSums | None = None,
     ) -> None:
-        """`sums`: full weights are compared with them; common to all servers of a pool."""
+        """`sums`: sums to compare full weights with, common to all servers of a pool."""
         self.http = http
         self.state: Literal["down", "pending_weights", "ready"] = "down"
         self.reason = "not asked yet"
         self.open: Counter[str] = Counter()
         """Requests in progress by version name."""
         self.versions: dict[str, Version] = {}
-        """That it was given and has proven, by name; of full weights the newest and those that requests began with."""
+        """Versions that it was given and has proven, by name; of full weights, the newest and those of open requests.
+        """
         self.names: dict[str, None] = {}
         """Adapters of ours that it has, proven or left by a process before: each takes a slot. The oldest is first."""
         self.requests = OpenCalls()
         """Ended when the server is found dead: they can be made elsewhere."""
         self.until_down = OpenCalls()
-        """Loads and looks: they end when the server leaves as down."""
+        """Loads and checks: they end when the server goes down."""
         self.loading: str | None = None
-        """Name of the version that it is being given, set by its pool."""
+        """Name of the version that it is loading, set by its pool."""
         self.unused = asyncio.Event()
-        """A name may have become one that nobody needs."""
+        """Set when a version may have become unneeded."""
         self.num_failed = 0
-        """Requests that failed one after the other."""
+        """Number of consecutive failed requests."""
         self.rests_until = 0.0
-        """Monotonic seconds, as the server asked (Retry-After)."""
+        """Monotonic time until which the server asked for a pause (Retry-After)."""
         self._calls = ServerCalls(http, health_timeout_s=health_timeout_s)
         self._probed = Probed()
         self._client = client
@@ -76,10 +77,10 @@ class Server:
         self._load_timeout_s = load_timeout_s
         self._sums = sums
         self._changed = asyncio.Event()
-        """An adapter went, the state changed, or other versions are wanted."""
+        """Set when an adapter was unloaded, the state changed, or other versions are wanted."""
         self._lock = asyncio.Lock()
         self._num_changing = 0
-        """Who holds the lock or waits for it."""
+        """Number of tasks that hold the lock or wait for it."""
 
     @property
     def num_open(self) -> int:
@@ -88,11 +89,11 @@ class Server:
 
     @property
     def max_length(self) -> int | None:
-        """Most tokens of a sequence that it was started for."""
+        """Maximum length of a sequence, in tokens, that it was started for."""
         return self._probed.max_length
 
     def forget(self) -> None:
-        """It may be another process from now on: nothing that it had is known."""
+        """Forget its versions: it may be another process from now on."""
         self.versions.clear()
         self.names.clear()
         self._probed = Probed()

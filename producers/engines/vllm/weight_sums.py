@@ -4,7 +4,7 @@ from collections.abc import Mapping
 
 
 class WeightSums:
-    """Of the newest version, as the first server that loaded it has them."""
+    """Sums of the newest version's weights, as the first server that loaded it computed them."""
 
     def __init__(self) -> None:
         self._name = ""
