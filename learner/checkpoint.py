@@ -55,7 +55,7 @@ class CheckpointPosition(BaseModel):
 
     job_id: str
     version: int
-    """Of the weights."""
+    """Version of the weights."""
     next_index: int
     """Manifest of the job to train next."""
     previous_sha256: str
@@ -74,9 +74,11 @@ class Checkpoint:
     weights: HashedFile | None = None
     """A file of the same weights, to be linked in place of writing them again."""
     path: Path | None = None
-    """Where it was read from."""
+    """Path from which it was read."""
     write: Callable[[Path], Mapping[str, str]] | None = None
-    """What writes the shards of all processes into a folder, where there are several; gives the sha256 of each file."""
+    """Function that writes the shards of all processes into a folder, if there are several; returns the sha256 of each
+    file.
+    """
 
     @property
     def size_bytes(self) -> int:
@@ -88,7 +90,7 @@ class Checkpoint:
 
     @property
     def own_tensors(self) -> dict[str, Tensor]:
-        """What is in no file yet."""
+        """Tensors that are not in any file yet."""
         return {name: tensor for name, tensor in self.tensors.items() if not self._is_linked(name)}
 
 
@@ -182,12 +184,12 @@ class CheckpointWriter:
         self._in_thread = in_thread
 
     async def weights(self, version: int, tensors: Mapping[str, Tensor]) -> HashedFile:
-        """As `write_weights` of the folder."""
+        """Write weights with the folder's `write_weights`, in another thread."""
         write = partial(self._folder.write_weights, version, tensors)
         return await self._written(write, f"weights v{version}", sum(tensor.nbytes for tensor in tensors.values()))
 
     async def checkpoint(self, checkpoint: Checkpoint) -> None:
-        """As `save` of the folder."""
+        """Write a checkpoint with the folder's `save`, in another thread."""
         write = partial(self._folder.save, checkpoint)
         await self._written(write, f"checkpoint v{checkpoint.position.version}", checkpoint.size_bytes)
 
@@ -211,7 +213,7 @@ def read(path: Path) -> Checkpoint | None:
 
 
 def _tensors(path: Path) -> dict[str, Tensor]:
-    """Of a checkpoint's file, and of the file of weights that it names."""
+    """Tensors of a checkpoint's file, and of the file of weights that it names."""
     found, weights = safetensors.torch.load_file(path), weights_of(path)
     named = {} if weights is None else safetensors.torch.load_file(weights)
     return found | {f"weights/{name}": tensor for name, tensor in named.items()}

@@ -9,12 +9,12 @@ import orjson
 
 SUFFIX = ".safetensors"
 WEIGHTS = ".weights"
-"""Of a safetensors file of the weights of one version, which its checkpoint names instead of holding them: it often is
-the version's artifact by a second name."""
+"""Suffix of a safetensors file of the weights of one version, which its checkpoint names instead of holding them: it
+often is the version's artifact by a second name."""
 SHARDS = ".shards"
-"""Of a folder that several processes wrote."""
+"""Suffix of a folder that several processes wrote."""
 CONTENT = "content.json"
-"""In such a folder: the position, and the hashes of the other files."""
+"""File in such a folder with the position, and the hashes of the other files."""
 
 
 def checkpoints_in(folder: Path) -> Iterator[tuple[int, Path]]:
@@ -73,7 +73,7 @@ def _sha256(path: Path) -> str:
 
 
 def _metadata(path: Path) -> dict[str, str]:
-    """From the header of a safetensors file."""
+    """Metadata from the header of a safetensors file."""
     with path.open("rb") as file:
         header = orjson.loads(file.read(int.from_bytes(file.read(8), "little")))
     return header["__metadata__"]

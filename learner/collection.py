@@ -32,7 +32,7 @@ READ_KINDS = (
 """All others are passed over undecoded."""
 FETCH_RECORDS = 200
 MAX_VERSIONS = 200
-"""Of one event."""
+"""Maximum number of versions in one event."""
 
 logger = logging.getLogger(__name__)
 

@@ -322,7 +322,7 @@ def _is_of(event: Event, job: JobSubmitted) -> bool:
 
 
 _FORK = "begin a new run with `rollstream finetune --fork`"
-"""What to do about a manifest that cannot be trained on."""
+"""Remedy for a manifest that cannot be trained on."""
 
 
 def check_follows(planned: BatchPlanned, job: JobSubmitted, previous_sha256: str) -> None:

@@ -386,7 +386,7 @@ class JobRun:
         return self._next_index % settings.checkpoint_every == 0 or self._next_index == settings.num_versions
 
     async def _stored(self, version: int, weights: HashedFile) -> ArtifactRef:
-        """What is published was stored before; storing it again would bring back what was collected since."""
+        """Store a version's artifact unless it is published: storing it again would bring back a collected one."""
         known = self._context.inbox.state.group(self.job.model_group).published.get(version)
         return known.artifact if known else await self._publisher.put(weights)
 

@@ -45,7 +45,7 @@ class JobState:
     """A job of a run that goes on."""
 
     manifests: dict[int, Manifest] = field(default_factory=dict[int, Manifest])
-    """By index; the first one of an index counts."""
+    """Manifests by index; the first one of an index counts."""
     first_index: int = 0
     """Manifests before it are trained, in a checkpoint, and forgotten."""
     last_seal: EpochSealed | None = None
@@ -59,17 +59,17 @@ class GroupState:
     """A model group."""
 
     published: dict[int, WeightsPublished] = field(default_factory=dict[int, WeightsPublished])
-    """By version; the first one that is not void counts."""
+    """Published weights by version; the first event that is not void counts."""
     trained: dict[int, str] = field(default_factory=dict[int, str])
     """Hash of the weights by version, as StepTrained says."""
     micro_batch_tokens: dict[int, tuple[int, ...]] = field(default_factory=dict[int, tuple[int, ...]])
-    """By version, of those whose StepTrained names them."""
+    """Tokens of micro-batches by version, for versions whose StepTrained names them."""
     ranks: dict[int, int] = field(default_factory=dict[int, int])
     """Processes that trained a version, where they were several."""
     progressed: dict[int, int] = field(default_factory=dict[int, int])
     """Offset of JobProgressed by version."""
     offsets: dict[int, list[int]] = field(default_factory=dict[int, list[int]])
-    """In `weights`, of what `published` and `trained` hold, by version."""
+    """Offsets in `weights` of the events in `published` and `trained`, by version."""
     scores: ScoreIndex = field(default_factory=ScoreIndex)
     is_whole: bool = True
     """Nothing was forgotten."""

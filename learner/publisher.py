@@ -186,7 +186,7 @@ class Publisher:
 
 
 def difference(group: GroupState, version: int, num_ranks: int) -> str:
-    """Why a version may have other bits than when it was published."""
+    """The reason why a version may have other bits than when it was published."""
     before = group.ranks.get(version, 1)
     if version in group.trained and before != num_ranks:
         return (

@@ -1,10 +1,13 @@
-"""Which weights may go: a pure fold over what the log says of weights and of who needs them. Removes nothing.
+"""Weights that may be removed: a pure fold over the log's events about weights and the runs that need them. Removes
+nothing.
 
-Only artifacts of WeightsPublished are ever named, and by hash: what any kept version has stays. Where the log leaves a
-doubt (a model group without a job, a record that cannot be read), every version stays. `due` is for the learner that
-owns the model group of an open run, `removable` for all that lies in a store, of which open runs keep everything.
+Only artifacts of WeightsPublished are ever named, and by hash: an artifact of any kept version stays. Where the log
+leaves a doubt (a model group without a job, a record that cannot be read), every version stays. `due` is for the
+learner that owns the model group of an open run, `removable` for all files in a store, of which open runs keep
+everything.
 
-The state holds what was published and not collected: it grows with the files in the store, not with the log.
+The state holds the versions that were published and not collected: it grows with the files in the store, not with the
+log.
 """
 
 from collections import Counter
@@ -48,13 +51,13 @@ class GroupNeeds:
     """The versions of a model group, and which of them are needed."""
 
     hashes: dict[int, set[str]] = field(default_factory=dict[int, set[str]])
-    """Of artifacts by version, those of void terms too."""
+    """Hashes of artifacts by version, including those of void terms."""
     published: set[int] = field(default_factory=set[int])
     """Versions without those of void terms."""
     settings: list[JobSettings] = field(default_factory=list[JobSettings])
-    """Of its jobs."""
+    """Settings of its jobs."""
     begun_from: set[int] = field(default_factory=set[int])
-    """By jobs (whose reference they are too) and by forks, or named as frozen opponents."""
+    """Versions that jobs (whose reference they are too) or forks began from, or that are named as frozen opponents."""
     loaded: dict[str, int] = field(default_factory=dict[str, int])
     """Newest version by engine. It loads no older one: a restarted engine takes the newest published version."""
     collected: WeightsCollected | None = None
@@ -80,7 +83,7 @@ class WeightNeeds:
     """The weights on the log and who needs them."""
 
     stored: dict[str, Stored] = field(default_factory=dict[str, Stored])
-    """By URI."""
+    """Stored artifacts by URI."""
     listed: Counter[str] = field(default_factory=Counter[str])
     """Versions of all model groups that have it, by hash."""
     groups: dict[str, GroupNeeds] = field(default_factory=dict[str, GroupNeeds])

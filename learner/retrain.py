@@ -32,11 +32,11 @@ class RecordedJob:
     submitted: JobSubmitted
     base: WeightsPublished
     manifests: Mapping[int, Manifest]
-    """By index."""
+    """Manifests by index."""
     steps: Mapping[int, StepTrained]
-    """By the version that they yielded."""
+    """Steps by the version that they yielded."""
     scores: ScoreIndex = field(default_factory=ScoreIndex)
-    """Of its model group."""
+    """Scores of its model group."""
 
 
 class Retraining:
@@ -49,7 +49,7 @@ class Retraining:
         self._previous_sha256 = codec.EMPTY_SHA256
         self._trainer = JobTrainer(job.submitted, threads=threads, permissions=permissions)
         self._states: dict[int, dict[str, Tensor]] = {}
-        """In main memory: states that a later manifest returns to, by version."""
+        """States that a later manifest returns to, by version, in main memory."""
 
     def begin(
         self, artifacts: ArtifactStore, checkpoints: Path | None, *, version: int, until: float = math.inf

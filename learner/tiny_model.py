@@ -15,7 +15,7 @@ PAD, END = "<|pad|>", "<|im_end|>"
 ROLES = ("system", "user", "assistant", "tool")
 CHARACTERS = "\n" + "".join(chr(code) for code in range(32, 127))
 BYTE_LEVEL = {ord(" "): "Ġ", ord("\n"): "Ċ"}
-"""How byte-level vocabularies spell them."""
+"""Characters that byte-level vocabularies spell differently."""
 CHAT_TEMPLATE = (
     "{% for message in messages %}"
     "{{ '<|' + message['role'] + '|>' + message['content'] }}"

@@ -93,7 +93,7 @@ class JobTrainer:
         if budget is not None and ranks.num > 1:
             self._budget.keep(KeptBudget(budget, job.job_id))
         self._statistics: dict[str, float] = {}
-        """What the algorithm knows of the batches so far."""
+        """Statistics of the algorithm over the batches so far."""
 
     @property
     def needs_reference(self) -> bool:
@@ -157,7 +157,7 @@ class JobTrainer:
             self.restore(tensors)
 
     def _like(self) -> dict[str, Tensor]:
-        """By name of a state's tensors the parameters that they are sharded as."""
+        """Parameters whose sharding a state's tensors follow, by the tensors' names."""
         found = {f"weights/{name}": value for name, value in self.model.weights().items()}
         for name, value in self.model.trainable():
             found |= {f"optimizer/{name}/{kind}": value.detach() for kind in ("exp_avg", "exp_avg_sq")}
@@ -328,13 +328,13 @@ def policy_of(settings: ModelSettings, ranks: Ranks, *, seed: int, path: str) ->
 def encoded(
     planned: BatchPlanned, trajectories: Sequence[TrajectoryAssembled], scores: Scores, budget: Mapping[str, Any]
 ) -> bytes:
-    """What `train` is given, for other processes."""
+    """Encode the arguments of `train` for other processes."""
     events = [one.model_dump_json() for one in (planned, *trajectories)]
     return orjson.dumps({"events": events, "budget": budget, **scores.as_json()})
 
 
 def decoded(data: bytes) -> tuple[BatchPlanned, list[TrajectoryAssembled], Scores, dict[str, Any]]:
-    """What was `encoded`."""
+    """Decode the result of `encoded`."""
     found = orjson.loads(data)
     trajectories = [TrajectoryAssembled.model_validate_json(one) for one in found["events"][1:]]
     planned = BatchPlanned.model_validate_json(found["events"][0])
@@ -387,7 +387,7 @@ def _take_part(trainer: JobTrainer, command: str, data: bytes) -> None:
 
 
 def _compare(trainer: JobTrainer, command: str, data: bytes) -> None:
-    """With the policy's own earlier weights, which rank 0 has."""
+    """Compare with the policy's own earlier weights, which rank 0 has."""
     if command == "score":
         trainer.scoring.score(*models.decoded(data))
     elif command == "take_base":

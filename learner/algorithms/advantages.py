@@ -116,7 +116,7 @@ def role_of(agent: str) -> str:
 
 
 def hierarchical_groups(members: Sequence[Member]) -> list[Hashable]:
-    """What each member is compared with: agents of its role in its own rollout, or its role in the group's rollouts.
+    """Comparison group of each member: agents of its role in its own rollout, or its role in the group's rollouts.
 
     So answers to one proposed problem are compared with each other, and proposals with proposals.
     """
@@ -264,7 +264,9 @@ def check_rewards(batch: BatchView, rewards: Sequence[float], settings: PolicyGr
 
 
 def normaliser_of(settings: PolicyGradientSettings, batch: BatchView) -> Normaliser:
-    """As `aggregation` says. Jobs before CORRECTED_SINCE divide the rows of a batch by the number of mini-batches."""
+    """Normaliser for the setting `aggregation`. Jobs before CORRECTED_SINCE divide the rows of a batch by the number of
+    mini-batches.
+    """
     if settings.aggregation != "constant":
         return Normaliser(settings.aggregation)
     assert settings.aggregation_length is not None

@@ -42,7 +42,7 @@ class Row:
     """Index of its member in the batch."""
     completions: tuple[Completion, ...] = ()
     kept: "KeptRow | None" = None
-    """Where its sampling was truncated: what its tokens were sampled from."""
+    """Ids that its tokens were sampled from, if its sampling was truncated."""
     sequence: int = 0
     """Index of its sequence in the trajectory."""
     scores: Mapping[str, NDArray[np.float32]] = field(default_factory=dict[str, NDArray[np.float32]])
@@ -91,7 +91,7 @@ class Member:
     reward: float = 0.0
     """The manifest's values for it."""
     rewards: Mapping[str, float] = field(default_factory=dict[str, float])
-    """By name, as recorded."""
+    """Rewards by name, as recorded."""
     step_rewards: Mapping[int, float] = field(default_factory=dict[int, float])
     """Recorded for a step (weighted); it may be one without tokens, as a tool's."""
     steps: frozenset[int] = frozenset()
@@ -107,17 +107,17 @@ class BatchView:
     """One batch, whole: what `prepare` sees of it. Its mini-batches are parted afterwards."""
 
     rows: Sequence[Row]
-    """In the order of the manifest; with pairs, every different answer once."""
+    """Rows in the order of the manifest; with pairs, every different answer once."""
     members: Sequence[Member]
-    """In the order of the manifest."""
+    """Members in the order of the manifest."""
     pairs: Sequence[tuple[int, int]] | None = None
     """Rows of the better and the worse answer; None where rows are token sequences."""
     score_diffs: Sequence[float] = ()
-    """Of each pair, above 0."""
+    """Difference of scores of each pair, above 0."""
     statistics: Mapping[str, float] = field(default_factory=dict[str, float])
-    """What `Prepared.statistics` said of the job's batch before; empty for its first."""
+    """`Prepared.statistics` of the job's previous batch; empty for its first."""
     revision: int = NEWEST_REVISION
-    """Of the job, see `JobSettings.revision`."""
+    """Revision of the job, see `JobSettings.revision`."""
 
 
 class Normaliser(NamedTuple):
@@ -142,13 +142,13 @@ class Prepared:
     weights: Sequence[PerToken] = ()
     """Factors of token losses; no normaliser counts them."""
     components: Mapping[str, Sequence[PerToken]] = field(default_factory=dict[str, Sequence[PerToken]])
-    """By component of the loss (`Losses.parts`): weights of the rows or their tokens, 0 where it does not count. Each
-    is divided by the number of tokens of a mini-batch where it counts, whatever the normaliser. What no part is for the
-    loss is given all the same, as `TokenBatch.components`.
+    """Weights of the rows or their tokens by component of the loss (`Losses.parts`), 0 where it does not count. Each
+    component is divided by the number of a mini-batch's tokens where it counts, whatever the normaliser. Weights that
+    are not for a component are passed on all the same, as `TokenBatch.components`.
     """
     normaliser: Normaliser = field(default_factory=Normaliser)
     metrics: Mapping[str, float] = field(default_factory=dict[str, float])
-    """Of the batch, beside those of the losses."""
+    """Metrics of the batch, beside those of the losses."""
     statistics: Mapping[str, float] = field(default_factory=dict[str, float])
     """All that the next batch of the job is to know of it and of those before, by name."""
 
@@ -157,7 +157,7 @@ class Counts(NamedTuple):
     """The sizes of a batch that sums can be divided by."""
 
     tokens: int
-    """That were trained on."""
+    """Number of tokens that were trained on."""
     sequences: int
     """Rows; an answer of several pairs counts once a micro-batch."""
     pairs: int

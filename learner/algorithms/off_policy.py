@@ -16,7 +16,7 @@ from rollstream.schemas.settings import CORRECTED_SINCE
 
 PREFIX = "off_policy/"
 MISMATCH, DRIFT = "mismatch/", "drift/"
-"""Of tokens that the very version sampled that is trained, and of those of earlier ones."""
+"""Prefixes of metrics: of tokens sampled by the very version that is trained, and of tokens of earlier versions."""
 STALENESS = "staleness/tokens_"
 AGES = ((0, 0), (1, 1), (2, 2), (3, 4), (5, 8), (9, 16), (17, None))
 """Versions between the policy that sampled a token and the one that is trained: bounds of the counts, the last none."""
@@ -89,7 +89,7 @@ def masked(tokens: TokenBatch, threshold: float) -> tuple[TokenBatch, dict[str, 
 
 
 def metrics(sums: Mapping[str, float], num_tokens: int) -> dict[str, float]:
-    """Of all tokens of a batch, by verl's meanings; none if nothing was corrected or masked.
+    """Metrics of all tokens of a batch, with verl's meanings; none if nothing was corrected or masked.
 
     off_policy/masked: share of tokens that `masked` left without a policy gradient. weight: mean of w before it is
     bounded; ess: (sum w)^2 / (N sum w^2), 1 where the policies agree; chi2: mean w^2 - 1, the chi-squared divergence;
@@ -114,7 +114,7 @@ def metrics(sums: Mapping[str, float], num_tokens: int) -> dict[str, float]:
 
 
 def ages(rows: Iterable[tuple[NDArray[np.int64], NDArray[np.bool_]]], version: int) -> dict[str, float]:
-    """How many of a batch's tokens are how many versions old, by `AGES`; of rows their versions (T,) and masks (T,).
+    """Number of a batch's tokens by age in versions, in the ranges of `AGES`; `rows`: versions (T,) and masks (T,).
 
     Tokens that no known version sampled are not counted. All names are there, so that sums over batches are right.
     """
@@ -137,17 +137,17 @@ class AgedTokens(NamedTuple):
     equal_K: Tensor
     """Sampled by the very version that is trained."""
     earlier_K: Tensor
-    """By another known one."""
+    """Tokens of another known version."""
     versions: int
     """Versions between them and the one that is trained, summed over tokens."""
     rows: int
     """Rows that have a token of `equal_K`."""
     shares_K: Tensor
-    """Of `equal_K`: 1 by the number of those in its row."""
+    """Weight of each token in `equal_K`: 1 divided by the number of those in its row."""
 
 
 def aged_tokens(versions_N: NDArray[np.int64], lengths_B: Sequence[int], version: int) -> AgedTokens:
-    """By `TokenBatch.versions_N` and the rows' lengths, in main memory; `version`: of the weights."""
+    """Group `TokenBatch.versions_N` by age, with the rows' lengths, in main memory; `version`: that of the weights."""
     is_known_N, is_equal_N = versions_N >= 0, versions_N == version
     equal_K, earlier_K = (np.flatnonzero(one) for one in (is_equal_N, is_known_N & ~is_equal_N))
     found = int((version - versions_N[is_known_N]).sum())
@@ -187,7 +187,8 @@ def compared(tokens: TokenBatch, aged: AgedTokens) -> dict[str, Tensor]:
 
 
 def compared_metrics(sums: Mapping[str, float]) -> dict[str, float]:
-    """By verl's and prime-rl's meanings, over the tokens of the batch's first mini-batch; none if none was compared.
+    """Metrics with verl's and prime-rl's meanings, over the tokens of the batch's first mini-batch; none if none was
+    compared.
 
     mismatch/... of tokens that the trained version sampled itself, drift/... of earlier versions': kl and kl_k3,
     estimates of KL(sampling || trained) in nats a token; ess and chi2 as in `metrics`. mismatch/log_ppl_diff: mean over

@@ -31,7 +31,7 @@ T = TypeVar("T")
 
 
 def names() -> list[str]:
-    """Of the built-in algorithms and those of installed packages."""
+    """Names of the built-in algorithms and those of installed packages."""
     return sorted({*BUILT_IN, *metadata.entry_points(group=GROUP).names})
 
 

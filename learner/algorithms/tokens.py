@@ -16,9 +16,10 @@ exponential of such a ratio is not finite.
 
 
 class Layout(NamedTuple):
-    """How the tokens of a micro-batch make up rows and pairs: indices (int64) on its device.
+    """The rows and pairs that a micro-batch's tokens form: indices (int64) on its device.
 
-    They are made in main memory before a GPU has the micro-batch, because it would have to be waited for.
+    They are made in main memory before a GPU has the micro-batch, because computing them there would make the host wait
+    for the GPU.
     """
 
     rows_N: Tensor
@@ -38,7 +39,7 @@ def layout_of(
     rejected: Sequence[int] = (),
     counted: Mapping[str, Tensor] = {},
 ) -> Layout:
-    """In main memory."""
+    """Make a layout in main memory."""
     rows = [row for row, length in enumerate(lengths) for _ in range(length)]
     rows_N, lengths_B, chosen_K, rejected_K = (
         torch.from_numpy(np.asarray(one, np.int64))  # pyright: ignore[reportUnknownMemberType]
@@ -53,7 +54,7 @@ class TokenBatch(NamedTuple):
     logprobs_N: Tensor
     """Under the current policy; carries the gradient."""
     entropies_N: Tensor
-    """Of the current policy where each token was sampled; carries a gradient if the settings need it."""
+    """Entropy of the current policy at each token; carries a gradient if the settings need it."""
     behaviour_N: Tensor
     """Log-probabilities under the policy that sampled."""
     advantages_N: Tensor
@@ -80,7 +81,7 @@ class TokenBatch(NamedTuple):
     components: Mapping[str, Tensor] = {}
     """(N,) by component: what `Prepared.components` says of each token."""
     revision: int = NEWEST_REVISION
-    """Of the job, see `JobSettings.revision`."""
+    """Revision of the job, see `JobSettings.revision`."""
     layout: Layout | None = None
     """The same rows, pairs and components as indices; see `located`."""
 

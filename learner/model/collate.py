@@ -141,7 +141,9 @@ def _check_fits(name: str, values: Sequence[Any], rows: Sequence[Row]) -> None:
 
 
 def mini_batches(units: Sequence[T], count: int, seed: int) -> list[list[T]]:
-    """At most `count` nearly equal parts; shuffled by `seed` if there are several, in the given order if one."""
+    """Divide into at most `count` nearly equal parts; shuffled by `seed` if there are several, in the given order if
+    one.
+    """
     if count == 1 or len(units) <= 1:
         return [list(units)] if units else []
     order = list(range(len(units)))

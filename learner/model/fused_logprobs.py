@@ -18,7 +18,7 @@ _LOWEST = tl.constexpr(-1e30)
 
 
 class Tiling(NamedTuple):
-    """How much a program of a kernel computes at a time."""
+    """Sizes of the parts that a program of a kernel computes at a time."""
 
     tokens: int = 128
     columns: int = 128
@@ -32,8 +32,8 @@ class Tiling(NamedTuple):
 
 
 def tiling(dtype: torch.dtype) -> Tiling:
-    """For operands of this type: what compiles to few or no spilled registers, and fits the shared memory of GPUs since
-    compute capability 8.0. Constant, never tuned by timing, which would change the order of sums.
+    """Tiling for operands of this type that compiles to few or no spilled registers, and fits the shared memory of GPUs
+    since compute capability 8.0. Constant, never tuned by timing, which would change the order of sums.
     """
     return Tiling() if dtype.itemsize == 2 else Tiling(tokens=64, dims=32)
 
@@ -90,7 +90,7 @@ class _Operands(NamedTuple):
     """One over the temperature."""
 
     def options(self, **of_one: Any) -> dict[str, Any]:
-        """Of both kernels, and those `of_one`."""
+        """Options common to both kernels, and those in `of_one`."""
         width, tiles = self.hidden_N_D.shape[1], tiling(self.hidden_N_D.dtype)
         return {
             **of_one,
@@ -140,7 +140,9 @@ def _forward(operands: _Operands, *, with_entropy: bool) -> tuple[Tensor, Tensor
 def _backward(
     operands: _Operands, given: _Given, wants: tuple[bool, ...], weight_dtype: torch.dtype
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """Of hidden states (in float32), weight and bias: from the gradients of some columns of the logits at a time."""
+    """Gradients of hidden states (in float32), weight and bias, from the gradients of some columns of the logits at a
+    time.
+    """
     hidden_N_D, weight_V_D, bias_V, _, _ = operands
     of_hidden_N_D = torch.zeros_like(hidden_N_D, dtype=torch.float32) if wants[0] else None
     of_weight_V_D = torch.empty_like(weight_V_D, dtype=weight_dtype) if wants[1] else None
@@ -208,8 +210,8 @@ def forward_kernel(
     WITH_BIAS: tl.constexpr, WITH_ENTROPY: tl.constexpr, IS_EVEN: tl.constexpr, IN_FLOAT32: tl.constexpr,
     TOKENS: tl.constexpr, COLUMNS: tl.constexpr, DIMS: tl.constexpr, RUN: tl.constexpr, BAND: tl.constexpr,
 ):  # fmt: skip
-    """Of some tokens and a run of columns: the highest logit, the sum of exponentials below it, and of each one times
-    its logit below it; the logit of the target, if it is among them.
+    """Compute, for some tokens and a run of columns, the highest logit, the sum of exponentials below it, and the sum
+    of each of those times its logit below it; also the logit of the target, if it is among them.
     """
     tile, run = tl.swizzle2d(tl.program_id(1), tl.program_id(0), tl.num_programs(1), tl.num_programs(0), BAND)
     rows = tile * TOKENS + tl.arange(0, TOKENS)

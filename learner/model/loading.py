@@ -51,7 +51,7 @@ def load_module(
 
 
 def empty_module(settings: ModelSettings, path: str, device: torch.device, *, seed: int) -> Any:
-    """What `load_module` makes on this device, with all parameters and buffers on the meta device.
+    """Build the module that `load_module` makes on this device, with all parameters and buffers on the meta device.
 
     `seed`: without effect, as adapters have no values. Raises ModelError.
     """
@@ -73,7 +73,7 @@ def can_share(settings: ModelSettings, device: torch.device) -> bool:
 
 
 def why_apart(settings: ModelSettings, device: torch.device) -> str:
-    """Why a policy has a base model of its own; empty if it may share one."""
+    """The reason why a policy has a base model of its own; empty if it may share one."""
     if settings.lora is None:
         return "its full weights are trained"
     if settings.quantization is not None:
@@ -84,8 +84,9 @@ def why_apart(settings: ModelSettings, device: torch.device) -> str:
 
 
 def described_bases(models: Mapping[str, ModelSettings], num_ranks: int = 1) -> str:
-    """Which model groups have one base model in memory and which have their own, and why. `models`: by group, of one
-    learner of so many processes. A group whose device is not there is left out.
+    """Description of the model groups that share one base model in memory and those that have their own, with reasons.
+    `models`: settings by group, of one learner with `num_ranks` processes. A group whose device does not exist is left
+    out.
     """
     sharing: dict[tuple[Any, ...], list[str]] = {}
     apart: dict[str, str] = {}
@@ -107,7 +108,7 @@ def described_bases(models: Mapping[str, ModelSettings], num_ranks: int = 1) -> 
 
 
 def _kind(settings: ModelSettings, where: str, device: torch.device) -> tuple[Any, ...]:
-    """What decides the parameters of a base model from `where`."""
+    """Key of all settings that determine the parameters of a base model loaded from `where`."""
     return where, compute_dtype_of(settings, device), str(device), settings.attn_implementation
 
 
@@ -167,7 +168,7 @@ def enable_checkpointing(model: Any, path: str) -> None:
         )
 
     def contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-        """Of the forward pass, and of the second one within the backward pass, when the first has ended."""
+        """Contexts of the forward pass, and of the second one within the backward pass, when the first has ended."""
         return nullcontext(), attention_as(config, config._attn_implementation)
 
     try:
@@ -215,7 +216,7 @@ def _load_base(settings: ModelSettings, path: str, device: torch.device) -> Any:
 
 
 def _held_dtype(settings: ModelSettings, device: torch.device) -> torch.dtype:
-    """Of the base model's parameters."""
+    """Data type of the base model's parameters."""
     return compute_dtype_of(settings, device) if settings.lora else torch.float32
 
 
@@ -232,7 +233,7 @@ def _named_failures(path: str) -> Iterator[None]:
 
 
 def _in_4_bits(settings: ModelSettings, dtype: torch.dtype, device: torch.device) -> dict[str, Any]:
-    """What transformers loads it with, see `NF4`."""
+    """Options for transformers to load it with, see `NF4`."""
     if find_spec("bitsandbytes") is None:
         raise ModelError(
             f"model {settings.path}: quantization {settings.quantization} needs bitsandbytes, which is not installed: "

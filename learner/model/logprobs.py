@@ -46,8 +46,8 @@ class KeptSets(NamedTuple):
     lengths_N: Tensor
     """int64, how many of them each token has; 0: all of the vocabulary."""
     begins_N: NDArray[np.int64] | None = None
-    """Where the ids of each token begin, in main memory, if every set is known to have its target: then nobody has to
-    wait for a GPU to say so."""
+    """Start of each token's ids, in main memory, if every set is known to contain its target: then the host need not
+    wait for a GPU."""
 
 
 def selected_logprobs(
@@ -239,7 +239,7 @@ def chunk_tokens(device: torch.device, vocabulary: int) -> int:
 
 
 def kept_offsets(kept: KeptSets, targets_N: Tensor, size: int) -> list[int]:
-    """Where the ids of each chunk of `size` tokens begin, and where the last ones end.
+    """Start of the ids of each chunk of `size` tokens, and the end of the last one.
 
     The host waits for them once, unless `begins_N` are given. Raises RunFailedError if a target is not in its kept set.
     """
@@ -257,7 +257,7 @@ def kept_offsets(kept: KeptSets, targets_N: Tensor, size: int) -> list[int]:
 
 
 def kept_sets(ids_M: NDArray[np.int64], lengths_N: NDArray[np.int64], targets_N: NDArray[np.int64]) -> KeptSets:
-    """In main memory, with `begins_N`. Raises RunFailedError if a target is not in its kept set."""
+    """Build in main memory, with `begins_N`. Raises RunFailedError if a target is not in its kept set."""
     rows_M = np.repeat(np.arange(len(lengths_N)), lengths_N)
     hits_N = np.bincount(rows_M[ids_M == targets_N[rows_M]], minlength=len(lengths_N))
     if ((lengths_N > 0) & (hits_N == 0)).any():

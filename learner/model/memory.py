@@ -1,4 +1,6 @@
-"""How many tokens a micro-batch computes: fewer once the device's memory was too small for them. Gradients' memory."""
+"""Number of tokens that a micro-batch computes: fewer once the device's memory was too small for them. Memory of
+gradients.
+"""
 
 import json
 import logging
@@ -20,7 +22,7 @@ T = TypeVar("T")
 _ALIGNED = 64
 """Gradients begin at a multiple of so many bytes, as torch's own tensors do."""
 CPU_REFUSAL = "DefaultCPUAllocator: can't allocate memory"
-"""What torch's allocator says on a CPU, where it has no exception of its own."""
+"""Message of torch's allocator on a CPU, for which it has no exception of its own."""
 
 
 def is_out_of_memory(error: BaseException) -> bool:
@@ -61,7 +63,7 @@ class KeptBudget:
         return min(given, max(1, int(found["tokens"])))
 
     def write(self, given: int, tokens: int) -> None:
-        """On the disk before it counts. Raises OSError."""
+        """Write the number to disk before it takes effect. Raises OSError."""
         written = json.dumps({"job_id": self.job_id, "given": given, "tokens": tokens})
         write_whole(self.path, written, is_private=False)
         sync_folder(self.path.parent)
@@ -93,7 +95,7 @@ class MicroBatchBudget:
         self._recorded, self._passes = recorded, []
 
     def to_others(self) -> dict[str, Any]:
-        """What the other processes must know to divide a batch alike."""
+        """State that the other processes need to divide a batch in the same way."""
         kept = self._kept
         where = {"path": str(kept.path.absolute()), "job_id": kept.job_id} if kept else None
         recorded = None if self._recorded is None else list(self._recorded)
@@ -136,7 +138,7 @@ class MicroBatchBudget:
             logger.warning("out of memory (%s): micro-batches of %s tokens from here on", refused, self._tokens)
 
     def _fixed(self, at: int) -> int | None:
-        """What the pass was given when it was trained before."""
+        """Tokens that the pass was given when it was trained before; None if there is no record."""
         if self._recorded is None:
             return None
         if not self._recorded:
@@ -155,15 +157,15 @@ class MicroBatchBudget:
             logger.error("out of memory (%s): a restart makes micro-batches of %s tokens", refused, tokens // 2)
 
     def of_batch(self) -> tuple[int, ...]:
-        """What each pass was given; empty if all were given what the job says."""
+        """Tokens given to each pass; empty if all passes had the number that the job sets."""
         return tuple(self._passes) if set(self._passes) - {self._given} else ()
 
 
 class GradientMemory:
     """Main memory apart from the heap for gradients that are summed over micro-batches, given back when cleared.
 
-    In the heap they lie between the activations of the micro-batch that made them, and leave the next one free memory
-    in pieces: with gradient checkpointing the peak is a sixth higher. Values are copied, so bits do not change.
+    In the heap they lie between the activations of the micro-batch that made them, and fragment the free memory for the
+    next one: with gradient checkpointing the peak is a sixth higher. Values are copied, so bits do not change.
     """
 
     def __init__(self, parameters: Iterable[torch.nn.Parameter]) -> None:

@@ -64,14 +64,14 @@ class MicroBatch:
     """Tokens of each row that are trained."""
     groups: tuple[int, ...] = ()
     rows: tuple[int, ...] = ()
-    """What each row's index is in the batch."""
+    """Index of each row in the batch."""
     chosen: tuple[int, ...] = ()
     """Row of each pair's better answer."""
     rejected: tuple[int, ...] = ()
     num_tokens: int = 0
     """Unpadded, prompts included."""
     kept: KeptSets | None = None
-    """Of the tokens on the mask, row by row, where the sampling of some was truncated."""
+    """Kept ids of the tokens on the mask, row by row, if the sampling of some was truncated."""
     tree: PrefixTree | None = None
     """Computed in place of `token_ids`: what rows have in common at their beginning is there once."""
     scores: Mapping[str, Tensor] = field(default_factory=dict[str, Tensor])  # (B, T) float32
@@ -85,9 +85,9 @@ class MicroBatch:
     to be waited for.
     """
     layout: Layout = field(default_factory=lambda: layout_of(()))
-    """Of the tokens on the mask."""
+    """Layout of the tokens on the mask."""
     columns: Targets | None = None
-    """Of rows that are not in a tree, see `targets`."""
+    """Target columns of rows that are not in a tree, see `targets`."""
 
     def on_mask(self, values_B_T: Tensor) -> Tensor:
         """Values (N,) of the tokens on the mask, row by row."""
@@ -95,7 +95,7 @@ class MicroBatch:
 
     @property
     def targets(self) -> Targets:
-        """Where logits are made of all tokens."""
+        """Positions of the targets, if logits are computed for all tokens."""
         return targets_of(self.mask.numpy(force=True)) if self.columns is None else self.columns
 
     @property
@@ -104,7 +104,7 @@ class MicroBatch:
         return self.token_ids.numel() if self.tree is None else len(self.tree.token_ids_N)
 
     def as_tokens(self, logprobs_N: Tensor, entropies_N: Tensor, scores: Mapping[str, Tensor]) -> TokenBatch:
-        """What a loss is given; `scores` (N,) by role."""
+        """Input of a loss; `scores` (N,) by role."""
         return TokenBatch(
             logprobs_N,
             entropies_N,
@@ -209,7 +209,7 @@ def _counted(components: Mapping[str, NDArray[np.float32]], mask_B_T: NDArray[np
 
 
 def targets_of(mask_B_T: NDArray[np.bool_]) -> Targets:
-    """In main memory."""
+    """Targets of a mask, in main memory."""
     is_target_B_T = mask_B_T[:, 1:]
     columns_K = np.flatnonzero(is_target_B_T.any(axis=0))
     return Targets(torch.from_numpy(columns_K), torch.from_numpy(np.flatnonzero(is_target_B_T[:, columns_K])))

@@ -13,9 +13,9 @@ from rollstream.schemas.settings import OptimizerSettings
 
 NamedParameters = Iterable[tuple[str, torch.nn.Parameter]]
 Group = dict[str, Any]
-"""Of parameters: its `params`, and its own settings."""
+"""A group of parameters: its `params`, and its own settings."""
 STEP = "step"
-"""Of a parameter's state: how many it took. It stays in main memory."""
+"""Key of a parameter's state: its number of steps. It stays in main memory."""
 CPU = torch.device("cpu")
 
 

@@ -51,12 +51,12 @@ class PrefixTree:
 
     token_ids_N: Tensor
     positions_N: Tensor
-    """Of each token in its rows."""
+    """Position of each token in its rows."""
     sources_M: Tensor
     """The token that predicts each of the M tokens on the mask, row by row."""
     blocks: tuple[AttentionBlock, ...]
     slots_N: Tensor
-    """Of each token in the queries of all blocks, flattened one after another."""
+    """Slot of each token in the queries of all blocks, flattened one after another."""
     segments: Segments
 
 
@@ -137,7 +137,7 @@ def tree_of(rows: Sequence[Ids], masks: Sequence[NDArray[np.bool_]]) -> PrefixTr
 
 
 def _segments(segments: Sequence[_Segment]) -> Segments:
-    """Of a tree's segments in the order in which it has their tokens."""
+    """Segments of a tree in the order in which it has their tokens."""
     sizes, lengths = [one.size for one in segments], [len(one.path) for one in segments]
     return Segments(
         torch.from_numpy(np.concatenate([one.path for one in segments])),

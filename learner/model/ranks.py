@@ -39,11 +39,11 @@ class Ranks:
         return [data]
 
     def together(self, command: str, data: bytes = b"") -> AbstractContextManager[None]:
-        """What is done within, all processes do: rank 0 tells the others to, which follow it."""
+        """A context whose body all processes run: rank 0 broadcasts the command, which the others follow."""
         return nullcontext()
 
     def seed(self, seed: int) -> int:
-        """Of what is random in this process's forwards."""
+        """Seed of the random numbers in this process's forwards."""
         return seed
 
 
@@ -53,7 +53,7 @@ def whole(value: Tensor) -> Tensor:
 
 
 def of_all(found: dict[int, Tensor], ranks: Ranks, device: torch.device) -> dict[int, Tensor]:
-    """By row the float32 values that this process and the others have computed. All processes must call it."""
+    """Float32 values that this process and the others have computed, by row. All processes must call it."""
     if ranks.num == 1:
         return found
     own = {str(row): tokens.encode_floats(values_N.float().cpu().tolist()) for row, values_N in found.items()}

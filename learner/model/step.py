@@ -36,7 +36,7 @@ COUNTS_AGES_SINCE = 9
 """Revision since which a step records how old its tokens are."""
 ENTROPY = "policy/entropy"
 CPU_TOKENS, GPU_TOKENS = 2048, 16384
-"""Of a micro-batch. A CPU is fastest with what its caches hold: see docs/performance.md."""
+"""Default tokens of a micro-batch. A CPU is fastest if they fit its caches: see docs/performance.md."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +52,7 @@ class StepResult:
     threads: int
     """CPU threads that torch computed with: they decide the order of sums, so bits."""
     statistics: Mapping[str, float] = field(default_factory=dict[str, float])
-    """What the algorithm knows of its batches so far."""
+    """Statistics of the algorithm over its batches so far."""
     skipped_in_row: int = 0
     """Optimizer steps that were skipped one after the other, up to the last one."""
     micro_batch_tokens: tuple[int, ...] = ()
@@ -76,7 +76,7 @@ class _Taken:
     skipped_in_row: int
     num_skipped: int = 0
     sums: dict[str, float] = field(default_factory=lambda: defaultdict(float))
-    """Of all its micro-batches."""
+    """Sums over all its micro-batches."""
     norms: list[float] = field(default_factory=list[float])
     rates: list[float] = field(default_factory=list[float])
     seconds: dict[str, float] = field(
@@ -86,7 +86,7 @@ class _Taken:
 
 @dataclass(frozen=True, slots=True)
 class _Work:
-    """What the mini-batches of a batch have in common."""
+    """State that the mini-batches of a batch have in common."""
 
     model: PolicyModel
     algorithm: Algorithm
@@ -162,7 +162,7 @@ def train_batch(
 def _ages(
     rows: Sequence[TrainRow], units: Sequence[Unit], version: int | None, settings: JobSettings
 ) -> dict[str, float]:
-    """How many of the tokens that are trained are how old, see `off_policy.ages`; nothing where none are compared."""
+    """Number of trained tokens by age, see `off_policy.ages`; empty if none are compared."""
     if version is None or settings.revision < COUNTS_AGES_SINCE:
         return {}
     trained = [rows[index] for index in sorted({index for unit in units for index in unit})]
@@ -170,14 +170,14 @@ def _ages(
 
 
 def _seeds(seed: int, num_iterations: int) -> list[int]:
-    """What decides the mini-batches of each pass."""
+    """Seeds that determine the mini-batches of each pass."""
     return [seed, *(ids.derive_seed(seed, "pass", number) for number in range(1, num_iterations))]
 
 
 def _dividing(
     model: PolicyModel, rows: Sequence[TrainRow], units: Sequence[Unit], settings: JobSettings, *, versions: bool
 ) -> Callable[[Sequence[Unit], int], list[MicroBatch]]:
-    """What makes the micro-batches of this process. `versions`: with those that sampled each token."""
+    """A function that makes the micro-batches of this process. `versions`: include those that sampled each token."""
     longest = max((len(rows[index].row.token_ids) for unit in units for index in unit), default=0)
     shares = settings.revision >= SHARES_SINCE and model.shares_prefixes(longest)
     plain = partial(collate.tree_micro_batches if shares else collate.micro_batches, rows, versions=versions)
@@ -261,7 +261,7 @@ def _proximal(
     settings: JobSettings,
     taken: _Taken,
 ) -> dict[int, Tensor]:
-    """By row the log-probabilities of its tokens before the first step: of all rows, because later passes are divided
+    """Log-probabilities of the tokens before the first step, by row: of all rows, because later passes are divided
     between the processes in other ways.
     """
     began = time.monotonic()
@@ -309,7 +309,7 @@ def _result(
     num_units: int,
     settings: JobSettings,
 ) -> StepResult:
-    """With all metrics of the batch. Raises RunFailedError if one is not finite."""
+    """Result with all metrics of the batch. Raises RunFailedError if one is not finite."""
     chosen = settings.algorithm
     counted = {name: float(taken.sums.get(name, 0.0)) for name in (_SEQUENCES, _TOTAL, _COMPLETION, _PADDED)}
     num_pairs = int(taken.sums.pop(_PAIRS, 0))

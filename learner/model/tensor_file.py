@@ -19,7 +19,9 @@ _TYPES = {
     torch.uint8: "U8",
     torch.bool: "BOOL",
 }
-"""By the names that safetensors has for them, in its order: wide types come first, so that every tensor is aligned."""
+"""Types by torch's names with those of safetensors, in its order: wide types come first, so that every tensor is
+aligned.
+"""
 _ORDER = {dtype: number for number, dtype in enumerate(_TYPES)}
 
 

@@ -33,7 +33,7 @@ _ALIGNED = 8
 """Rows of a mask begin at a multiple of so many numbers: kernels of a GPU would copy it otherwise."""
 _VARLEN_TYPES = frozenset({torch.bfloat16, torch.float16})
 _VARLEN_WIDTH = 256
-"""Of a head, at most."""
+"""Maximum width of a head."""
 
 logger = logging.getLogger(__name__)
 
@@ -47,7 +47,7 @@ class SharedTree:
         self._masks: list[Tensor | None] = []
 
     def masks(self, dtype: torch.dtype) -> list[Tensor | None]:
-        """Of each block, in the type that attention computes in."""
+        """Masks of all blocks, in the type that attention computes in."""
         if dtype != self._dtype:
             self._dtype, self._masks = dtype, [additive_mask(block, dtype) for block in self.tree.blocks]
         return self._masks
@@ -64,9 +64,9 @@ def attend(
     prefix_tree: SharedTree | None = None,
     **options: Any,
 ) -> tuple[Tensor, None]:
-    """Of a tree's tokens: query (1, H, N, D), key and value (1, G, N, D); output (1, N, H, D).
+    """Attention over a tree's tokens: query (1, H, N, D), key and value (1, G, N, D); output (1, N, H, D).
 
-    Raises ModelError for what a model adds to attention beyond that.
+    Raises ModelError for any further argument that a model passes to attention.
     """
     unknown = sorted(name for name, given in options.items() if given is not None and name not in _KNOWN)
     if prefix_tree is None or attention_mask is not None or dropout or unknown or options.get("is_causal") is False:

@@ -23,10 +23,12 @@ from rollstream.schemas.errors import ModelError, RollstreamError, RunFailedErro
 from rollstream.schemas.settings import Device
 
 PATIENCE = timedelta(days=365)
-"""How long a process waits for what the others say: rank 0 may have no manifest for days, and torchrun ends all
-processes when one dies."""
+"""Timeout for messages from other processes: rank 0 may have no manifest for days, and torchrun ends all processes when
+one dies."""
 _FAILED, _DONE, _UNDONE = b"!", b"+", b"-"
-"""How what a process tells the others begins: that it failed, or within `agreed` what it has done or not done."""
+"""First byte of a process's message to the others: that it failed, or within `agreed` that it has done something or
+not.
+"""
 END = "end"
 """The last command of rank 0."""
 
@@ -127,7 +129,7 @@ class ProcessRanks(Ranks):
         dist.broadcast(_tensor(written), 0, group=self._control)
 
     def receive(self) -> tuple[str, bytes]:
-        """What rank 0 tells next, however long that takes."""
+        """Receive rank 0's next command, however long that takes."""
         size = torch.zeros(1, dtype=torch.int64)
         dist.broadcast(size, 0, group=self._control)
         written = torch.zeros(int(size), dtype=torch.uint8)
@@ -136,7 +138,7 @@ class ProcessRanks(Ranks):
         return orjson.loads(command), data
 
     def _gathered(self, values: Mapping[str, float]) -> list[dict[str, float]]:
-        """What every process gave, by rank."""
+        """Values of every process, by rank."""
         written = orjson.dumps({name: float(value).hex() for name, value in values.items()})
         return [
             {name: float.fromhex(value) for name, value in orjson.loads(one).items()} for one in self.gathered(written)

@@ -1,10 +1,10 @@
-"""What several processes do not train together: the rule of the learner, which the harness asks before a run too."""
+"""Limits of training in several processes: the rule of the learner, which the harness checks before a run too."""
 
 from rollstream.schemas.settings import JobSettings
 
 
 def refused(settings: JobSettings) -> str:
-    """What of a job several processes do not train; empty if they train it."""
+    """The first setting of a job that several processes do not support; empty if they support all."""
     model, optimizer = settings.model, settings.optimizer
     odd = {
         f"model.device: {model.device} (auto and cpu are a device for each process)": model.device

@@ -39,10 +39,10 @@ class ShardedPolicy(PolicyModel):
     """A policy of which every process has a part. What all of them do together, each of them must be asked for."""
 
     def __init__(self, settings: ModelSettings, ranks: ProcessRanks, *, seed: int, path: str | None = None) -> None:
-        """As PolicyModel, of which only rank 0 loads the weights. The others get them layer by layer, and keep shards.
+        """Like PolicyModel, but only rank 0 loads the weights. The others receive them layer by layer, and keep shards.
 
-        To be called within `ranks.together`, because nobody goes on where one process fails. A process that would make
-        another model from the folder's configuration than rank 0 loads its weights, too.
+        To be called within `ranks.together`, because no process continues if one fails. A process whose folder's
+        configuration would give another model than rank 0's loads its weights, too.
         """
         load = partial(self._load, settings, ranks, seed, path)
         found = [orjson.loads(one) for one in ranks.agreed(partial(load, has_weights=ranks.index == 0), "load")]
@@ -112,7 +112,9 @@ class ShardedPolicy(PolicyModel):
         return frozen
 
     def published(self) -> dict[str, Tensor]:
-        """As on one process, in rank 0; nothing in the others, which give their shards of a tensor at a time."""
+        """Weights as on one process, in rank 0; empty in the others, which contribute their shards of one tensor at a
+        time.
+        """
         with self.ranks.together("weights"):
             found = {name: self._published(value) for name, value in self.weights().items()}
         return found if self.ranks.index == 0 else {}
@@ -188,11 +190,11 @@ class HashingFiles(FileSystem):
 
     def __init__(self) -> None:
         self.sha256: dict[str, str] = {}
-        """Of each file of this process, by name."""
+        """Sha256 of each file of this process, by name."""
 
     @contextmanager
     def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[Any]:
-        """As FileSystem."""
+        """Create a stream like FileSystem, which also hashes the written bytes."""
         with super().create_stream(path, mode) as stream:
             hashing = HashingFile(stream)  # pyright: ignore[reportArgumentType]
             yield hashing
@@ -216,7 +218,7 @@ def write_shards(tensors: Mapping[str, Tensor], folder: Path) -> dict[str, str]:
 
 
 def read_shards(folder: Path, like: Mapping[str, Tensor] | None = None) -> dict[str, Tensor]:
-    """What `write_shards` has written, with as many processes as there were or others.
+    """Read the tensors that `write_shards` has written, with the same number of processes or another.
 
     `like`: tensors by name; the ones of such a name are in shards as these are, all others are whole. If it is given,
     all processes must call it. Raises OSError.

@@ -1,4 +1,4 @@
-"""What a learner reads beside its events in order: the members of manifests, dead letters, how far it has read."""
+"""Reading beside a learner's events in order: the members of manifests, dead letters, and its position in the log."""
 
 from typing import TYPE_CHECKING
 

@@ -1,7 +1,7 @@
-"""Which records of a learner's topics have a dead letter, so that a record that is read again gets no second one.
+"""The records of a learner's topics that have a dead letter, so that a record that is read again gets no second one.
 
-A letter is written after its record. So of offsets that the topics ended at, taken after that of `dlq`, it is enough to
-read `dlq` from its own for every record behind the others: a run's start offsets, and those of a learner's start.
+A letter is written after its record. So, for end offsets of the topics that were read after that of `dlq`, every later
+record has its letter behind that offset of `dlq`. Such are a run's start offsets, and those of a learner's start.
 """
 
 import bisect

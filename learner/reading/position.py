@@ -1,6 +1,7 @@
-"""How far a learner has read the log, kept in a file beside its checkpoints, so that a start reads on from there.
+"""Position up to which a learner has read the log, kept in a file beside its checkpoints, so that a start continues
+there.
 
-The file is a hint: without it, or where it does not fit the log, a start finds its open jobs by `jobs` alone.
+The file is a hint: if it is missing or does not fit the log, a start finds its open jobs by `jobs` alone.
 """
 
 import logging
@@ -22,11 +23,11 @@ class ReadPosition(BaseModel):
     model_groups: tuple[str, ...]
     """Those that were served; none: all."""
     next_offsets: dict[str, int]
-    """By topic."""
+    """Next offset by topic."""
     anchors: dict[str, list[int]]
-    """By topic: offsets before the next one of records that the state was made of."""
+    """Offsets, by topic, of records before the next one that the state was made of."""
     first_indexes: dict[str, int]
-    """By job that is followed: manifests before it are trained and in a checkpoint."""
+    """Index by job that is followed: manifests before it are trained and in a checkpoint."""
     groups: tuple[str, ...]
     """Model groups that are followed."""
     cut: dict[str, int] = {}

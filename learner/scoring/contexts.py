@@ -47,7 +47,7 @@ def _filled(template: str, example_id: str, inputs: Mapping[str, Mapping[str, An
 
 
 async def _inputs(log: EventLog, job: JobSubmitted, read: Read, wanted: set[str]) -> dict[str, dict[str, Any]]:
-    """Of the wanted examples. The rest of the dataset is let go."""
+    """Inputs of the wanted examples. The rest of the dataset is discarded."""
     found: dict[str, dict[str, Any]] = {}
     started = await _started(log, job)
     for line in filter(bytes.strip, (await read(started.dataset)).splitlines()):

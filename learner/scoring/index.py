@@ -1,4 +1,4 @@
-"""Where the ReferenceScored of one model group are in `weights`: a fold that keeps positions and no log-probability."""
+"""Positions of one model group's ReferenceScored in `weights`: a fold that keeps no log-probability."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -13,7 +13,7 @@ so many others came in between.
 
 
 class Wanted(NamedTuple):
-    """What is to be found: the newest event of a trajectory and a scorer, of `version` at most."""
+    """Query for the newest event of a trajectory and a scorer, of `version` at most."""
 
     trajectory_sha256: str
     scorer_sha256: str
@@ -32,7 +32,7 @@ class ScoreIndex:
     """Offsets in `weights` by trajectory and scorer."""
 
     _entries: dict[tuple[str, str], list[_Entry]] = field(default_factory=dict[tuple[str, str], list[_Entry]])
-    """By digests; of each, oldest version first."""
+    """Entries by digests, each list with the oldest version first."""
     _first_version: int = -1
     """Entries of older versions need not survive a restart."""
 
@@ -48,10 +48,10 @@ class ScoreIndex:
             entry.offsets.append(offset)
 
     def offsets(self, wanted: Wanted) -> tuple[int, ...]:
-        """Of all parts, in their order; empty if a part is missing.
+        """Offsets of all parts, in their order; empty if a part is missing.
 
-        A later step may have scored the trajectory once more, so one of the version at most: a step that is trained
-        again finds what it found the first time.
+        A later step may have scored the trajectory again, hence the limit on the version: a step that is trained again
+        finds the same event as the first time.
         """
         entries = self._entries.get((wanted.trajectory_sha256, wanted.scorer_sha256), ())
         whole = [one for one in entries if len(one.offsets) == one.num_parts and one.version <= wanted.version]

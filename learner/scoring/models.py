@@ -111,7 +111,7 @@ class ScoringModels:
         return [flat(trajectory, of_it) for trajectory, of_it in zip(trajectories, values, strict=True)]
 
     def _found(self, scorer: Scorer, rows: Sequence[Row]) -> list[Logprobs]:
-        """By row, of the tokens on its mask."""
+        """Log-probabilities of the tokens on the mask, by row."""
         teacher = teacher_of(self._settings.algorithm)
         if scorer.model and teacher is not None and teacher.url:
             if scorer.temperature != 1 or any(row.kept is not None for row in rows):
@@ -161,7 +161,7 @@ class ScoringModels:
 
     @property
     def policy_path(self) -> str:
-        """What the job's `model.path` stands for here."""
+        """Local path for the job's `model.path`."""
         return self._permissions.model_path(self._settings.model.path, self._location)
 
     def _with_context(self, row: Row, context: str) -> Row:
@@ -188,7 +188,7 @@ class ScoringModels:
     def _logprobs(
         self, model: PolicyModel, asked: Reference | TeacherModel, rows: Sequence[TrainRow], temperature: float
     ) -> list[Tensor]:
-        """By row, of the tokens on its mask."""
+        """Log-probabilities of the tokens on the mask, by row."""
         longest = max((len(one.row.token_ids) for one in rows), default=0)
         plain = collate.tree_micro_batches if model.shares_prefixes(longest) else collate.micro_batches
         units = [(index,) for index in range(len(rows))]
@@ -210,13 +210,13 @@ class ScoringModels:
 
 
 def encoded(scorer: Scorer, trajectories: Sequence[TrajectoryAssembled], contexts: Sequence[str]) -> bytes:
-    """What `ScoringModels.score` is given, for other processes."""
+    """Encode the arguments of `ScoringModels.score` for other processes."""
     events = [one.model_dump_json() for one in trajectories]
     return orjson.dumps({"scorer": scorer.model_dump_json(), "events": events, "contexts": list(contexts)})
 
 
 def decoded(data: bytes) -> tuple[Scorer, list[TrajectoryAssembled], list[str]]:
-    """What was `encoded`."""
+    """Decode the result of `encoded`."""
     found = orjson.loads(data)
     trajectories = [TrajectoryAssembled.model_validate_json(one) for one in found["events"]]
     return Scorer.model_validate_json(found["scorer"]), trajectories, found["contexts"]

@@ -1,8 +1,8 @@
-"""How servers of completions give the log-probabilities of a prompt: what is asked and what is read. Pure.
+"""Log-probabilities of a prompt from servers of completions: the request and the parsed answer. Pure.
 
 `prompt_logprobs` is vLLM's own and names each token by its id. `echo` with `logprobs` is of the older completions API
-and names tokens by their text, or by id where the server can (`return_tokens_as_token_ids`). Each name is compared with
-the id that was asked for.
+and names tokens by their text, or by id if the server can (`return_tokens_as_token_ids`). Each name is compared with
+the requested id.
 """
 
 from collections.abc import Callable, Sequence

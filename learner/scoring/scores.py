@@ -20,7 +20,7 @@ from rollstream.schemas.events.weights import Scorer
 from rollstream.schemas.settings import JobSettings
 
 MAX_TOKENS = 150_000
-"""Of one event: 800 kB of text, which a record of `weights` holds."""
+"""Maximum tokens of one event: 800 kB of text, which a record of `weights` holds."""
 SCORES_SINCE = 6
 """Revision of the rules since which log-probabilities under a reference are events."""
 Logprobs = NDArray[np.float32]
@@ -35,7 +35,7 @@ class ScoreAsked(NamedTuple):
     scorer: Scorer
 
     def wanted(self, planned: BatchPlanned) -> Wanted:
-        """What the index is asked for."""
+        """Query for the index."""
         return Wanted(planned.members[self.member].digest, self.scorer.sha256, planned.yields_version)
 
 
@@ -45,10 +45,10 @@ class Scores:
 
     by_role: Mapping[str, Mapping[int, Logprobs]] = field(default_factory=dict[str, Mapping[int, Logprobs]])
     sha256: str = ""
-    """As `StepTrained.scores_sha256`."""
+    """Digest as in `StepTrained.scores_sha256`."""
 
     def as_json(self) -> dict[str, Any]:
-        """What `of_json` makes the same of."""
+        """JSON values, the inverse of `of_json`."""
         by_role = {
             role: {str(member): tokens.encode_floats(values.tolist()) for member, values in by_member.items()}
             for role, by_member in self.by_role.items()
@@ -57,7 +57,7 @@ class Scores:
 
     @classmethod
     def of_json(cls, found: Mapping[str, Any]) -> "Scores":
-        """What gave `as_json`."""
+        """Build from the JSON values of `as_json`."""
         by_role = {
             role: {int(member): np.frombuffer(tokens.decode_floats(text), np.float32) for member, text in texts.items()}
             for role, texts in found["by_role"].items()
@@ -93,10 +93,10 @@ def missing(index: ScoreIndex, planned: BatchPlanned, asked: Sequence[ScoreAsked
 async def recorded_scores(
     log: EventLog, index: ScoreIndex, planned: BatchPlanned, asked: Sequence[ScoreAsked]
 ) -> Scores:
-    """What the events say.
+    """Read the recorded scores.
 
-    Raises DecodeError if no event has what is asked for or one is not what the index says, TruncatedError if one is
-    gone.
+    Raises DecodeError if a requested event is missing or one is not as the index describes it, TruncatedError if one is
+    no longer in the log.
     """
     positions: list[tuple[ScoreAsked, tuple[int, ...]]] = []
     for one in asked:
@@ -165,7 +165,7 @@ def flat(trajectory: TrajectoryAssembled, by_sequence: Sequence[Logprobs]) -> Lo
 def events_of(
     planned: BatchPlanned, one: ScoreAsked, logprobs: Logprobs, *, run_id: str, term: int
 ) -> Iterator[ReferenceScored]:
-    """What is written of one member's log-probabilities."""
+    """Events that record one member's log-probabilities."""
     num_parts = max(1, -(-len(logprobs) // MAX_TOKENS))
     member = planned.members[one.member]
     for part in range(num_parts):
@@ -196,7 +196,7 @@ class CompletionSpan(NamedTuple):
 
 
 def spans_of(rows: Sequence[Row], trajectories: Sequence[TrajectoryAssembled]) -> list[CompletionSpan]:
-    """Of each row, an answer to a prompt, the first completion in the batch that is the same."""
+    """The first equal completion in the batch, for each row, which is an answer to a prompt."""
     wanted = {_answer(row): index for index, row in enumerate(rows)}
     found: dict[int, CompletionSpan] = {}
     for member, trajectory in enumerate(trajectories):

@@ -40,7 +40,7 @@ class GroupOwner(Protocol):
 
 
 class KnownGroup(Protocol):
-    """What the log says of the model group."""
+    """State of the model group according to the log."""
 
     published: dict[int, WeightsPublished]
     scores: ScoreIndex
@@ -83,7 +83,7 @@ class ScoreWriter:
         trajectories: Sequence[TrajectoryAssembled],
         seconds: dict[str, float],
     ) -> Scores:
-        """What a manifest's loss needs, in this order:
+        """Provide the scores that a manifest's loss needs, in this order:
 
         1. what no event has is computed, a group of rollouts at a time, whole: equal bits whatever was there before
         2. ReferenceScored of it are sent, if nobody else has claimed the model group

@@ -17,9 +17,9 @@ from rollstream.learner.scoring.prompt_logprobs import WAYS, OtherTokensError, W
 from rollstream.schemas.errors import ModelError
 
 MAX_REQUESTS = 16
-"""At a time."""
+"""Maximum concurrent requests."""
 TRIES = 7
-"""With pauses of 1 s, 2 s, ...: a minute in which a server may be started again."""
+"""Number of tries, with pauses of 1 s, 2 s, ...: a minute in which a server may be restarted."""
 RETRY_WAIT_S = 1.0
 TIMEOUT_S = 600.0
 TOLD_BYTES = 300
@@ -53,7 +53,7 @@ class ServedTeacher:
         self._tokenizer = tokenizer
         self._found: tuple[str, Way] | None = None
         self.ways: Sequence[Way] = WAYS
-        """To ask, the first that the server offers."""
+        """Ways of requesting log-probabilities, of which the first that the server offers is used."""
 
     def check(self, timeout_s: float) -> str:
         """Ask once whether the server can teach: "", or why it does not answer. Raises what `logprobs` raises.
@@ -110,7 +110,7 @@ class ServedTeacher:
             await http.close()
 
     async def _checked(self, http: HttpServer, tries: int = TRIES) -> tuple[str, Way]:
-        """What the server calls the teacher, and how it gives log-probabilities of prompts."""
+        """The server's name for the teacher, and its way to give log-probabilities of prompts."""
         cards = [one for one in await self._listed(http, tries) if not one.get("parent")]
         name = next((str(one["id"]) for one in cards if self._path in (one.get("root"), one.get("id"))), None)
         if name is None:

@@ -9,11 +9,13 @@ AS_SAMPLED = (
     "servers give log-probabilities at temperature 1 over the whole vocabulary; sample with temperature 1 and without "
     "top_p and top_k, or leave teacher_url out"
 )
-"""What a run whose teacher is on a server has to do."""
+"""Requirements on a run whose teacher is on a server."""
 
 
 def misfit(path: str, other: str) -> str:
-    """How the vocabulary of another model's folder differs from that of a model's; "" if it does not, or has none."""
+    """The first difference between the vocabularies of two models' folders; "" if there is none, or one has no
+    tokenizer.
+    """
     if "" != tokenizer_sha256(path) == tokenizer_sha256(other):
         return ""
     mine, its = tokenizer_of(path), tokenizer_of(other)

@@ -47,7 +47,7 @@ def rollouts_of(arrays: Arrays, agent: GroupAgent) -> list[RecordedRollout]:
 
 
 def labelled_of(arrays: Arrays, agent: GroupAgent) -> list[tuple[RecordedRollout, int]]:
-    """As `rollouts_of`, each with its label."""
+    """Rollouts as from `rollouts_of`, each with its label."""
     labels = _leading(arrays, ("y",))
     found = rollouts_of(arrays, agent)
     _check_length(len(labels), len(found), "y")

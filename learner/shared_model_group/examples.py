@@ -1,4 +1,4 @@
-"""From rollouts by agent to the examples of a job: groups of recorded rollouts, in order. Pure.
+"""Conversion of rollouts by agent to the examples of a job: groups of recorded rollouts, in order. Pure.
 
 An example of SFT is a group of one rollout, one of DPO a pair whose first member is the better answer, one of RL a
 group of rollouts that are compared with each other.

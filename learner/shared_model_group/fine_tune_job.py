@@ -176,7 +176,7 @@ def due_submissions(job: FineTuneJob) -> Iterator[Event]:
 
 
 def cancel_events(job: FineTuneJob, cause: str, time_ms: int) -> list[Event]:
-    """What cancels a job: the learner leaves it, its open tasks end, and curation lets go of its examples."""
+    """Events that cancel a job: the learner leaves it, its open tasks end, and curation drops its examples."""
     submitted = job.submitted
     if submitted is None or job.is_over:
         return []
@@ -191,7 +191,7 @@ def cancel_events(job: FineTuneJob, cause: str, time_ms: int) -> list[Event]:
 
 
 def fine_tune_of(submitted: JobSubmitted) -> FineTune:
-    """What a job of a shared model group was made from. Raises ConfigError for any other job."""
+    """Description of a job of a shared model group. Raises ConfigError for any other job."""
     if submitted.fine_tune is None:
         raise ConfigError(f"job {submitted.job_id} was not created by a shared model group; name one that was")
     return submitted.fine_tune
@@ -250,7 +250,7 @@ def _failed(submitted: JobSubmitted, error: str) -> JobFailed:
 
 
 def _refusal(submitted: JobSubmitted, epoch: int, group: GroupClosed) -> str:
-    """Why nothing of a group can be trained on; empty if something can."""
+    """The reason why nothing of a group can be trained on; empty if something can."""
     if not group.is_viable or not group.members:
         causes = (attempt.cause for attempt in group.attempts if attempt.cause)
         return f"failed: {next(causes, group.void_cause or group.reason)}"

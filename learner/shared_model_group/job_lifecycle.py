@@ -35,7 +35,7 @@ from rollstream.schemas.events import (
 from rollstream.schemas.events.weights import JobEvent
 
 JobStatus = Literal["pending", "running", "succeeded", "failed", "cancelled", "not_found"]
-"""As documented by nip. `not_found`: the log has no job of that id."""
+"""Statuses as documented by nip. `not_found`: the log has no job of that id."""
 
 TRANSITIONS: Mapping[JobStatus, frozenset[JobStatus]] = MappingProxyType({
     "not_found": frozenset({"pending", "succeeded"}),
@@ -62,7 +62,7 @@ class FineTuneJob:
     job_id: str
     submitted: JobSubmitted | None = None
     submitted_offset: int = -1
-    """In `jobs`: the order of the group's queue."""
+    """Offset in `jobs`, which determines the order of the group's queue."""
     percent: float = 0.0
     """0 to 100."""
     num_planned: int = 0
@@ -105,7 +105,7 @@ class FineTuneJob:
 
     @property
     def error(self) -> str:
-        """Why the job failed, was cancelled or was skipped; empty otherwise."""
+        """The reason why the job failed, was cancelled or was skipped; empty otherwise."""
         match self.outcome:
             case JobFailed(error=error):
                 return error
@@ -143,7 +143,7 @@ class ModelGroupState:
     model_group: str
     jobs: Mapping[str, FineTuneJob] = field(default_factory=lambda: MappingProxyType({}))
     newest_version: int = -1
-    """Of the weights that are published; -1 before the base version."""
+    """Newest published version of the weights; -1 before the base version."""
     owner: Owner | None = None
     loaded: Mapping[str, int] = field(default_factory=lambda: MappingProxyType({}))
     """Newest version by engine."""

@@ -32,9 +32,9 @@ POLL_S = 0.2
 GROUP_KEY = "shared_model_group"
 """Key in the configuration of a run that a group began."""
 IDLE_TIMEOUT_S = 30 * 86_400.0
-"""Of a run that a group begins: its owner may think for long between two jobs."""
+"""Idle timeout of a run that a group begins: its owner may take long between two jobs."""
 MAX_INLINE_BYTES = 256 * 1024
-"""Of an example in its task; the rollouts of a larger one are artifacts."""
+"""Maximum size of an example within its task; the rollouts of a larger one are artifacts."""
 
 
 class JobQueue:
@@ -85,7 +85,7 @@ class JobQueue:
 
     @property
     def state(self) -> ModelGroupState:
-        """As of the last read."""
+        """State as of the last read."""
         return self._view.state
 
     async def close(self) -> None:

@@ -32,7 +32,7 @@ from rollstream.schemas.events.weights import FineTune
 
 @dataclass(frozen=True, slots=True)
 class SharedModelGroupState:
-    """What a checkpoint of a group holds; everything else is on the log."""
+    """State of a group in a checkpoint; everything else is on the log."""
 
     fine_tune_job_id: str | None = None
     fine_tuned_model_name: str | None = None
@@ -245,7 +245,9 @@ class SharedModelGroup:
         return await self.get_fine_tune_job_status(job_id) in FAILURES
 
     async def get_fine_tune_job_error_repr(self, job_id: str | None = None) -> str:
-        """Why a job failed, was cancelled or was skipped; empty for any other. Raises JobStateError for no such job."""
+        """The reason why a job failed, was cancelled or was skipped; empty for any other. Raises JobStateError for an
+        unknown job.
+        """
         await self._queue.advance()
         return self._known(job_id).error
 
@@ -306,7 +308,7 @@ class SharedModelGroup:
         return asdict(SharedModelGroupState(self._job_id, name))
 
     def get_state(self) -> SharedModelGroupState:
-        """What a checkpoint needs of the group."""
+        """State of the group for a checkpoint."""
         return self.state_class(**self.get_state_dict())
 
     def set_state(self, checkpoint: SharedModelGroupState | Mapping[str, Any]) -> None:

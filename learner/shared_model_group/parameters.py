@@ -70,7 +70,7 @@ class SharedAgentParams(Settings):
 
 
 class FineTuneOptions(Settings):
-    """How the jobs of a group train."""
+    """Settings of a group's jobs."""
 
     optimizer: OptimizerSettings = Field(default_factory=OptimizerSettings)
     """Its learning rate is the group's, before `agent_lr_factor`."""
@@ -88,7 +88,7 @@ class FineTuneOptions(Settings):
     max_staleness: int = Field(default=0, ge=0)
     """Versions that rollouts of an RL job may be behind the version that they train."""
     grpo: GrpoSettings = Field(default_factory=GrpoSettings)
-    """Of RL jobs; `mini_batches` and `max_tokens_per_micro_batch` are those above."""
+    """Settings of RL jobs; `mini_batches` and `max_tokens_per_micro_batch` are those above."""
     keep_last: int = Field(default=8, ge=1)
     keep_every: int = Field(default=50, ge=1)
     seed: int = 0
@@ -120,7 +120,7 @@ class GroupAgent:
     """Name of its group; None: a group of its own, which has the agent's name."""
     is_verifier: bool = False
     verdict_texts: tuple[str, str] = ("Decision: reject", "Decision: accept")
-    """What a verifier says for the labels 0 and 1; used to replace guesses."""
+    """Texts of a verifier for the labels 0 and 1; used to replace guesses."""
     system_prompt: str = ""
     """First message of prompts that are built from message histories."""
     group: ModelOfAgents | None = field(default=None, repr=False)

@@ -37,7 +37,7 @@ class Dpo(Algorithm):
         return Prepared(normaliser=Normaliser("sequences"), metrics=found)
 
     def loss(self, tokens: TokenBatch, settings: DpoSettings) -> Losses:
-        """As `loss_of` its pairs."""
+        """Losses of the pairs, as `loss_of` computes them."""
         return losses_of(tokens, settings)
 
     def metrics(self, sums: Mapping[str, float], counts: Counts) -> dict[str, float]:
@@ -56,7 +56,7 @@ class Dpo(Algorithm):
 
 
 def losses_of(tokens: TokenBatch, settings: DpoSettings | MaltSettings) -> Losses:
-    """As `loss_of` the pairs of a micro-batch, whose reference log-probabilities must be there."""
+    """Losses of a micro-batch's pairs, as `loss_of` computes them; needs their reference log-probabilities."""
     assert tokens.reference_N is not None
     policy_B, reference_B = tokens.by_row(tokens.logprobs_N), tokens.by_row(tokens.reference_N)
     lengths_B = tokens.sizes(policy_B)

@@ -56,7 +56,7 @@ def weights_of(rewards: Sequence[float], settings: ExpertIterationSettings) -> l
 
 
 def _factors(batch: BatchView, relabelled: Collection[int], settings: ExpertIterationSettings) -> list[float]:
-    """By member of the batch: 0 if it is not trained on."""
+    """Weights of the batch's members: 0 if a member is not trained on."""
     factors = [1.0] * len(batch.members)
     by_agent: dict[str, list[int]] = {}
     for index, member in enumerate(batch.members):
@@ -74,7 +74,7 @@ def _factors(batch: BatchView, relabelled: Collection[int], settings: ExpertIter
 
 
 def _relabelled(rows: Sequence[Row]) -> dict[int, set[bytes]]:
-    """By member with a relabelled answer, the prompts of those answers: others of its answers were sampled."""
+    """Prompts of relabelled answers, by member that has one: others of its answers were sampled."""
     prompts: dict[int, set[bytes]] = {}
     sampled: set[int] = set()
     for row in rows:

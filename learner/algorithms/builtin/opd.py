@@ -1,4 +1,4 @@
-"""On-policy distillation: what the policy samples becomes as likely as a teacher holds it, token by token."""
+"""On-policy distillation: the policy's own samples become as likely as under the teacher, token by token."""
 
 from collections.abc import Mapping
 
