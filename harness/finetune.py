@@ -49,7 +49,7 @@ class Request(NamedTuple):
     result_path: Path | None = None
     fork: ForkPoint | None = None
     run_id: str | None = None
-    """Of a new run."""
+    """Id of a new run."""
     trust: bool = False
     """Import and expand what only the stored configuration of the run to resume names."""
 
@@ -119,7 +119,7 @@ async def _run(run_request: RunRequest, lease: WorkspaceLease, display: Display)
 async def _trained(
     run_request: RunRequest, lease: WorkspaceLease, run: RunContext, display: Display
 ) -> tuple[Progress, Mapping[str, int]]:
-    """Where the run is when nothing is left to conduct, and its epochs without a group by cause."""
+    """Conduct the run to the end of its training. Returns its progress, and its epochs without a group by cause."""
     if run.run.is_submitted:
         return await conduct_epochs(run_request, lease, run, display)
     config = run_request.config

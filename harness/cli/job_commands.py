@@ -21,7 +21,7 @@ CAUSE = "cancelled by `rollstream jobs cancel`"
 
 
 class ListByDefault(click.Group):
-    """What is not one of its commands is an argument of `list`."""
+    """A group of commands that passes any argument which is not one of its commands to `list`."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         is_help = bool(args) and args[0] in ctx.help_option_names
@@ -127,7 +127,7 @@ def chosen_runs(found: "list[Progress]", chosen: str | None) -> "list[Progress]"
 
 
 def lines_of(job: "FineTuneJob") -> list[str]:
-    """What `show` prints."""
+    """Lines that `show` prints."""
     submitted, fields = job.submitted, dict[str, Any]()
     fields |= {"job": job.job_id, "status": job.status, "progress": f"{job.progress:g} %"}
     if submitted is not None:

@@ -32,7 +32,7 @@ class Target(NamedTuple):
 
     @property
     def fork(self) -> str:
-        """How a new run begins with it, as advice."""
+        """Advice on beginning a new run from it."""
         name = ids.name_of(self.model_group)
         if name != ids.MODEL_GROUP:
             return f"begin a new run with `model_groups.{name}.version: {self.model_group}@{self.version}`"

@@ -32,7 +32,7 @@ from rollstream.schemas.finetuning import (
 
 FINAL = (TrainingStatusEnum.COMPLETED, TrainingStatusEnum.FAILED, TrainingStatusEnum.CANCELED)
 RUN_NAME = "finetune"
-"""Of a run that nobody has named."""
+"""Name of a run that was given none."""
 NOTHING_TRAINED = "No trajectories to train on"
 
 logger = logging.getLogger(__name__)
@@ -150,11 +150,13 @@ class RollstreamTrainerAdapter(TrainerAdapter):
 
     @property
     def seals(self) -> Mapping[int, EpochSealed]:
-        """By epoch, as far as the run has come."""
+        """Seals by epoch, as far as the run has come."""
         return self._backend().job.seals
 
     def record_curriculum(self, percentile: float) -> None:
-        """How far the trainer's curriculum has opened: recorded in the seal of every epoch submitted from now on."""
+        """Record the share of examples that the trainer's curriculum admits in the seal of every epoch submitted from
+        now on.
+        """
         handle = opened(self._workspace)
         if handle is not None:
             handle.curriculum_percentile = percentile

@@ -56,7 +56,7 @@ async def conduct_components(handle: RunHandle, components: Components, finetune
 
 
 async def _clean_up(trainer: Trainer) -> None:
-    """Whatever a trainer raises here must not hide what the run ended with."""
+    """Clean up; an error of the trainer here must not hide the outcome of the run."""
     try:
         await trainer.cleanup()
     except Exception:

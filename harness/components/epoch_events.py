@@ -13,7 +13,9 @@ from rollstream.schemas.events.training import SubmittedGroup
 from rollstream.schemas.settings import JobSpec
 
 NAMES_BYTES = 256 * 1024
-"""Of what a submission leaves out, in one record of at most 1 MiB, beside the groups that it submits."""
+"""Maximum bytes of the names that a submission leaves out, in one record of at most 1 MiB, beside the groups that it
+submits.
+"""
 
 
 def epoch_started(spec: JobSpec, run_id: str, epoch: int, num_tasks: int, time_ms: int) -> EpochStarted:

@@ -42,7 +42,9 @@ def time_ms(handle: RunHandle) -> int:
 
 
 async def closed(handle: RunHandle, group_ids: Sequence[str]) -> list[GroupClosed]:
-    """How these groups closed, once all of them have. Raises RunFailedError if the run or its services are over."""
+    """Wait until these groups have closed, and return their GroupClosed. Raises RunFailedError if the run or its
+    services are over.
+    """
     known = handle.job.closed
     return await handle.wait_for(
         lambda: [known[name] for name in group_ids] if all(name in known for name in group_ids) else None

@@ -43,7 +43,7 @@ class ExternalAdapter(RollstreamTrainerAdapter):
         self._workspace = handle.workspace
         self._submitted = {}
         self._refs: dict[str, TrainingJobRef] = {}
-        """By digest of what was handed over in this process."""
+        """Jobs by digest of the trajectories that were handed over in this process."""
 
     def __getattr__(self, name: str) -> Any:
         """Other attributes of `inner`, for trainers written for it."""

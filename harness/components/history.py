@@ -65,9 +65,8 @@ class EpochFiles:
 
     @contextmanager
     def in_folder(self, folder: Path | None) -> Iterator[None]:
-        """In this context, files are written to another folder (None: the same), and those of this folder are
-        unchanged. As in NAT, an epoch's line is then only in the other folder's metrics, its element in the histories
-        of both.
+        """Write files to another folder (None: the same) within this context; those of this folder stay unchanged. As
+        in NAT, an epoch's line is then only in the other folder's metrics, its element in the histories of both.
         """
         home, self.folder = self.folder, folder or self.folder
         if self.folder != home:

@@ -1,4 +1,4 @@
-"""How a run that components conduct ends: its trainer is waited for, its job brought to its end, its model exported."""
+"""End of a run that components conduct: waits for its trainer, brings its job to an end, and exports its model."""
 
 import asyncio
 import logging
@@ -73,7 +73,7 @@ def watch_curriculum(handle: RunHandle, trainer: Any) -> None:
 
 
 def _ids(collection: Any) -> frozenset[str]:
-    """Of the trajectories that are on the log already."""
+    """Ids of the trajectories that are on the log already."""
     own = [one.metadata or {} for group in collection.trajectories for one in group]
     return frozenset(str(metadata["trajectory_id"]) for metadata in own if "trajectory_id" in metadata)
 
@@ -90,7 +90,9 @@ async def trained(handle: RunHandle, running: Coroutine[Any, Any, list[Any]]) ->
 
 
 def failure_of(statuses: Iterable[Any]) -> str | None:
-    """Why a run failed, without secrets, if a training job of it did; None if none did. `statuses`: ours or NAT's."""
+    """The reason why a run failed, without secrets, if a training job of it did; None if none did. `statuses`: ours or
+    NAT's.
+    """
     for one in statuses:
         if one.status in (TrainingStatusEnum.FAILED, TrainingStatusEnum.CANCELED):
             return conceal(one.message or "") or f"a training job {TrainingStatusEnum(one.status).value}"

@@ -44,7 +44,7 @@ class RollstreamTrainer(Trainer):
     """Works with any builder and adapter; with our adapter it resumes a run from the log."""
 
     def __init__(self, trainer_config: Any, **kwargs: Any) -> None:
-        """The configuration has what `OurTrainerFields` says."""
+        """`trainer_config`: a configuration with the fields of `OurTrainerFields`."""
         super().__init__(trainer_config, **kwargs)
         self._early_stopping: EarlyStopping | None = trainer_config.early_stopping
         self._needs_validation: bool = trainer_config.validation_required
@@ -52,13 +52,13 @@ class RollstreamTrainer(Trainer):
         self._run_id = ""
         self._first_epoch = 0
         self._is_over = False
-        """The run that goes on has sealed its last epoch already."""
+        """Whether the resumed run has sealed its last epoch already."""
         self._job_refs: dict[int, TrainingJobRef] = {}
         self._statuses: dict[int, TrainingJobStatus] = {}
         self._outcome: tuple[bool, str] | None = None
-        """Whether all went well, and what did not; none while it is not known."""
+        """Whether all succeeded, and the first error; None while it is not known."""
         self._end: str | None = None
-        """Why the run ends before the epoch that is next."""
+        """Reason why the run ends before the next epoch."""
         self._files = EpochFiles(Path())
 
     async def initialize(self, run_config: FinetuneConfig) -> None:
@@ -142,7 +142,7 @@ class RollstreamTrainer(Trainer):
         return ref
 
     def reason_to_end(self, epoch: int) -> str | None:
-        """Why the run ends, as completed, before this epoch; None to continue.
+        """The reason why the run ends, as completed, before this epoch; None to continue.
 
         Called after the epoch's validation. Override it for a custom stopping rule; `reward_history` has the rewards so
         far.

@@ -18,7 +18,7 @@ from rollstream.schemas.errors import ConfigError, QueryError
 from rollstream.schemas.evaluators import DatasetFilter, DatasetSection, DatasetStructure
 
 MAX_INPUT_BYTES = 512 * 1024
-"""Of one example as JSON; a task carries it, and a record of `tasks` has at most 1 MiB."""
+"""Maximum size of one example as JSON; a task carries it, and a record of `tasks` has at most 1 MiB."""
 
 
 class Example(NamedTuple):

@@ -15,11 +15,11 @@ from rollstream.schemas.config import COMPONENT_SECTIONS
 from rollstream.schemas.errors import hint
 
 _TAG_AT = dict.fromkeys(COMPONENT_SECTIONS, 2) | {"workflow": 1}
-"""Where pydantic puts the tag of a union of blocks into the path, by section."""
+"""Index, by section, at which pydantic inserts the tag of a union of blocks into the path."""
 _FORMS_AT = 4
-"""Where it puts those of `agents`: trajectory_builders, X, the block's tag, `agents`, this one."""
+"""Index of the tags of `agents`: trajectory_builders, X, the block's tag, `agents`, this one."""
 _ALGORITHMS_AT = (4, 6)
-"""Where it puts the algorithm's: trainer_adapters, X, the block's tag, [`model_groups`, X,] `algorithm`, this one."""
+"""Indices of the algorithm's tag: trainer_adapters, X, the block's tag, [`model_groups`, X,] `algorithm`, this one."""
 _MAX_SHOWN = 60
 
 

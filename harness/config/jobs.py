@@ -320,13 +320,13 @@ def artifact_uri(config: RunConfig, workspace: Path) -> str:
 
 
 MAX_GROUP = 768
-"""Trajectories of a group: so many have room in its GroupClosed, with what became of three attempts at each."""
+"""Maximum trajectories of a group: so many fit into its GroupClosed, with the outcomes of three attempts at each."""
 OTHER_BYTES = 4096
-"""Of a manifest's record, all but its members and their locators."""
+"""Size of a manifest's record apart from its members and their locators."""
 WRITTEN = "-01234567"
-"""Behind the job's name in the ids of submitted groups that are not on the log yet: digits of their digest."""
+"""Suffix of the job's name in the ids of submitted groups that are not on the log yet: digits of their digest."""
 ATTEMPT = 10
-"""Of most rollouts it is the first one, so one of two digits is more than enough on the whole."""
+"""An attempt's number with two digits: most rollouts need one attempt, so that is more than enough in total."""
 
 
 def check_manifests(jobs: Iterable[JobSpec]) -> None:
@@ -381,7 +381,7 @@ def check_submission(spec: JobSpec, num_trajectories: int) -> None:
 
 
 def most_trajectories(spec: JobSpec, behind_name: str = "") -> int:
-    """How many trajectories fit into a manifest of the job; `behind_name`: the part of ids after the job's name."""
+    """Number of trajectories that fit into a manifest of the job; `behind_name`: part of ids after the job's name."""
     run_id, job = ids.run_of(spec.job_id), ids.name_of(spec.job_id)
     group = ids.group_id(
         run_id, job + behind_name, spec.plan.num_epochs, spec.plan.tasks_per_epoch * (1 + spec.plan.max_refills)

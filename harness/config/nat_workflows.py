@@ -220,14 +220,16 @@ class Called(NamedTuple):
     """Model names that the llms of the model in training use at the endpoint."""
 
     names: dict[str, str]
-    """By llm."""
+    """Model names by llm."""
     target: str | None
     """The name of those whose calls are trained on; none: all calls of the workflow."""
 
 
 def called(llms: Mapping[str, Mapping[str, Any]], target_model: str | None, name: str, other_name: str) -> Called:
-    """If `target_model` is the model of some `llms`, they use `name` and the others `other_name`, so that their calls
-    can be distinguished at the endpoint, which has one model. Otherwise all use `name`.
+    """Names by which the llms call the model.
+
+    If `target_model` is the model of some `llms`, they use `name` and the others `other_name`, so that their calls can
+    be distinguished at the endpoint, which has one model. Otherwise all use `name`.
     """
     chosen = {llm for llm, block in llms.items() if target_model is not None and _model_of(block) == target_model}
     if not chosen:

@@ -52,7 +52,7 @@ def weights_of(config: RunConfig) -> dict[str, float]:
 
 
 def missing_score_of(config: RunConfig) -> Any:
-    """How to treat a rollout without a score: the builder's choice, if an algorithm of the run needs scores."""
+    """Treatment of a rollout without a score: the builder's choice, if an algorithm of the run needs scores."""
     needs = [one.adapter.algorithm.needs for one in config.trained().values()]
     return config.builder.missing_score if any(one.rewards for one in needs) else "unneeded"
 

@@ -18,7 +18,7 @@ MAX_DSN = 4096
 _PLACEHOLDERS = frozenset({"default", "dummy", "empty", "none", "null", "not-needed", "unused"})
 """Placeholders for the key of a server that needs none."""
 _SCHEME = re.compile(r"^(bearer|basic|token|api-?key)\s+", re.IGNORECASE)
-"""Before the secret of an Authorization header."""
+"""Prefix of the secret in an Authorization header."""
 _BESIDE = re.compile(r"(?:[a-z_-]{1,15}=|[a-z]{1,6}[_-]|\W)*", re.IGNORECASE)
 _SPECIAL_TOKEN = re.compile(r"<[^<>\s]{1,40}>|\[[A-Z_]{2,12}\]")
 """A tokenizer's token, which is allowed under a key named `token`."""
@@ -30,7 +30,7 @@ _KEY = re.compile(
     re.IGNORECASE,
 )
 _SHORT_KEY = re.compile(r"sk-[a-z0-9]{12,}|gh[opsur]_[a-z0-9]{8,}", re.IGNORECASE)
-"""Of a default or behind `Bearer`; elsewhere it may be a word: sk-multilingual."""
+"""A key in a default or after `Bearer`; elsewhere it may be a word: sk-multilingual."""
 _AUTHORIZATION_KEY = re.compile(r"(^|[._-])(auth|headers?)(\.|$)", re.IGNORECASE)
 _URL = re.compile(r"\b[a-z][a-z0-9+.-]{0,30}://(?:\$\{[^}\s]{0,500}\}|[^\s])+", re.IGNORECASE)
 _USER_INFO = re.compile(

@@ -23,10 +23,10 @@ _STARTED_HERE = (
     "modules",
     "gateway",
 )
-"""Of the builder's block: what services are started with."""
+"""Keys of the builder's block with which services are started."""
 _SERVICE_LIMITS = ("session_timeout_s", "tick_interval_s")
 _PAIRS_ONLY = ("ttc_step_name", "reward_from_score_diff", "require_multiple_candidates")
-"""Of a builder of pairs: what it does itself, and the learner does not."""
+"""Keys of a builder of pairs for work that it does itself, and the learner does not."""
 _STEERED_ONLY = ("window_versions", "explore_share", "steer")
 _EPOCHWISE_ONLY = ("seeded_subsample", "groups_by_example")
 
@@ -113,7 +113,7 @@ def _of_adapter(config: RunConfig, blocks: Blocks) -> Iterator[Unused]:
 
 
 def _not_refilled(config: RunConfig) -> str:
-    """Why a batch is never refilled; empty if it is."""
+    """The reason why a batch is never refilled; empty if it is."""
     curriculum, adapter = config.finetuning.curriculum_learning, config.adapter
     if config.trainer.planning == "submitted":
         return "an epochwise run rolls out all examples"

@@ -52,12 +52,12 @@ class NatTrajectoryBuilder(RollstreamTrajectoryBuilder):
     """The conversion of the data models that it returns."""
 
     async def initialize(self, run_config: Any) -> None:
-        """As ours. Raises ConfigError."""
+        """Initialize like the base class. Raises ConfigError."""
         _prepare(run_config)
         await super().initialize(run_config)
 
     async def finalize(self, run_id: str, meta: dict[str, Any] | None = None) -> Any:
-        """As ours, in NAT's models."""
+        """Finalize like the base class, and return NAT's models."""
         return self.gives(await super().finalize(run_id, meta))
 
 
@@ -78,7 +78,7 @@ class NatTrainerAdapter(RollstreamTrainerAdapter):
         return loaded_of(run_config)
 
     async def initialize(self, run_config: Any) -> None:
-        """As ours; opens the run if it is not open. Raises RollstreamError."""
+        """Initialize like the base class; opens the run if it is not open. Raises RollstreamError."""
         _prepare(run_config)
         if opened(self._workspace) is None:
             handle = await open_handle(self.loaded(run_config), self._workspace, run_name() or RUN_NAME)
@@ -92,15 +92,15 @@ class NatTrainerAdapter(RollstreamTrainerAdapter):
             warn_of_models_elsewhere(run_config, config)
 
     async def submit(self, trajectories: Any) -> Any:
-        """As ours, in NAT's models."""
+        """Submit like the base class, and return NAT's models."""
         return self.gives(await super().submit(as_ours(trajectories)))
 
     async def status(self, ref: Any) -> Any:
-        """As ours, in NAT's models."""
+        """Return the status like the base class, in NAT's models."""
         return self.gives(await super().status(as_ours(ref)))
 
     async def wait_until_complete(self, ref: Any, poll_interval: float = 10.0) -> Any:
-        """As ours, in NAT's models."""
+        """Wait like the base class, and return NAT's models."""
         return self.gives(await super().wait_until_complete(as_ours(ref), poll_interval))
 
     @property
@@ -128,12 +128,12 @@ class NatTrainer(RollstreamTrainer):
         await super().bind_components(_in_ours(trajectory_builder), _in_ours(trainer_adapter))
 
     async def initialize(self, run_config: Any) -> None:
-        """As ours. Raises RollstreamError."""
+        """Initialize like the base class. Raises RollstreamError."""
         _prepare(run_config)
         await super().initialize(run_config)
 
     async def run(self, num_epochs: int) -> Any:
-        """As ours.
+        """Run like the base class.
 
         Raises RunFailedError if a job failed or nothing was trained, because NAT's command would exit with status 0.
         """

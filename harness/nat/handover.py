@@ -41,7 +41,7 @@ _OPTIONS = (
     "validation_interval",
     "validation_config_file",
 )
-"""Of the command, which `finetuning.run_configuration` may have too; the command line wins."""
+"""Options of the command that `finetuning.run_configuration` may have too; the command line wins."""
 
 
 class _OnlyFinetuning(BaseModel):

@@ -24,7 +24,7 @@ from rollstream.schemas.events.recorded import RECORDED, RecordedGroup
 from rollstream.schemas.kafka import KafkaSettings
 
 FOLDER = "ingested"
-"""Of the workspace: datasets of recorded rollouts, by the content of their files."""
+"""Folder of the workspace for datasets of recorded rollouts, by the content of their files."""
 TOPIC = "ingest"
 """Topic named in dead letters of lines; the offset is the line's number."""
 

@@ -33,14 +33,14 @@ ROLLOUT_KEYS = {
     *("inputs", "question", "answer"),
 }
 KEYS = ("workflow_run_id", "conversation_id")
-"""Of NAT's `provided_metadata`: what makes one rollout of the steps of a file."""
+"""Keys of NAT's `provided_metadata` that assign the steps of a file to rollouts."""
 
 
 class BadLine(NamedTuple):
     """A line that cannot be used, with the reason."""
 
     number: int
-    """From 1."""
+    """Line number, from 1."""
     raw: bytes
     reason: str
 

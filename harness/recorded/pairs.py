@@ -28,12 +28,12 @@ class ScoredCandidate:
     turn_id: str
     turn_index: int | None
     index: int
-    """Of the candidate in its turn; as it came, where the step does not say."""
+    """Index of the candidate in its turn; its position if the step does not state one."""
     prompt: Prompt
     response: str
     score: float
     reference: Mapping[str, Any] = field(default_factory=dict[str, Any])
-    """Where on the log it was said: rollout_id, step_index, and exact `tokens` where they are known."""
+    """Reference to its record on the log: rollout_id, step_index, and exact `tokens` if they are known."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,13 +51,13 @@ class CandidatePair:
 
 @dataclass(frozen=True, slots=True)
 class PairSelection:
-    """Which candidates form a pair."""
+    """Rules for the selection of pairs of candidates."""
 
     exhaustive_pairs: bool = True
     """Every better and worse candidate of a turn; else only the best with the worst."""
     min_score_diff: float = 0.0
     max_pairs_per_turn: int | None = None
-    """With the largest differences."""
+    """Maximum pairs in a turn; those with the largest differences are kept. None: all."""
     require_multiple_candidates: bool = True
     """A turn with one candidate is counted as dropped."""
 

@@ -1,4 +1,6 @@
-"""From recorded rollouts to the tasks that play them. `tasks_of` is pure; `stored` puts what is large aside first."""
+"""Conversion of recorded rollouts to the tasks that play them. `tasks_of` is pure; `stored` first stores large ones as
+artifacts.
+"""
 
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -35,7 +37,7 @@ async def stored(group: RecordedGroup, artifacts: ArtifactStore) -> RecordedGrou
 
 
 async def all_stored(groups: Iterable[RecordedGroup], artifacts: ArtifactStore) -> list[RecordedGroup]:
-    """As `stored`, of several groups in order."""
+    """Apply `stored` to several groups in order."""
     return [await stored(group, artifacts) for group in groups]
 
 

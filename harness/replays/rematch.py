@@ -30,7 +30,7 @@ from rollstream.schemas.services import EngineSettings
 
 
 class Move(NamedTuple):
-    """What a seat said, or what a tool answered."""
+    """A message of a seat, or the answer of a tool."""
 
     agent: str
     name: str
@@ -46,7 +46,7 @@ class Rematch(NamedTuple):
     group_id: str
     member: int
     players: dict[str, str]
-    """By seat."""
+    """Players by seat."""
     moves: list[Move]
     rewards: dict[str, dict[str, float]]
     """Sums by reward's name and seat."""
@@ -87,7 +87,7 @@ def task_of(events: RunEvents, name: str) -> TaskRequested:
 
 
 def players_of(events: RunEvents, task: TaskRequested, member: int) -> dict[str, str]:
-    """Who played a member of a task: recorded where its group has closed, else the versions that the task waits for."""
+    """Players of a member of a task: as recorded if its group has closed, else the versions that the task waits for."""
     seats = seats_of(task)
     closed = _closed(events, task)
     versions = {one.agent: one.min_version for one in closed.members if one.member == member} if closed else {}
@@ -204,7 +204,9 @@ def _move(step: StepRecorded) -> Move:
 
 
 def _first_difference(moves: list[Move], before: list[Move]) -> int | None:
-    """By agent, text and tokens; the names of players are those of versions here, and of model groups there."""
+    """Index of the first move that differs in agent, text or tokens; names are not compared, since players are named by
+    version here, and by model group there.
+    """
     pairs = enumerate(itertools.zip_longest(moves, before))
     return next((index for index, (one, other) in pairs if _content(one) != _content(other)), None)
 

@@ -68,7 +68,7 @@ class Conductor:
         self._on_progress = on_progress
         self._on_event = on_event
         self.num_changes = 0
-        """How often the run's log has changed, or a service has ended."""
+        """Number of changes of the run's log, and of services that ended."""
         self._changed = asyncio.Event()
         self._sent = RecentSet(MAX_SENT)
         self._held = AsyncExitStack()

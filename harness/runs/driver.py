@@ -88,7 +88,9 @@ async def located(log: EventLog, progress: Progress, events: Sequence[Event]) ->
 
 
 def reason_to_stop(progress: Progress, jobs: Sequence[JobSpec]) -> str | None:
-    """Why a run cannot go on, as far as its log says: it has ended, or a job of it cannot be done; None if it can."""
+    """The reason why a run cannot go on, according to its log: it has ended, or a job of it cannot be done; None if it
+    can.
+    """
     if progress.ended is not None:
         reason = f": {reason_of(progress.ended)}".rstrip(": ")
         return f"run {progress.run_id} {progress.ended.cause}{reason}"

@@ -96,7 +96,9 @@ async def read_runs(log: EventLog) -> list[Progress]:
 
 
 def state_of(progress: Progress) -> str:
-    """How the run ended; else `open`, or `not ended` once its training is over: its RunEnded is to come or is gone."""
+    """Outcome of the run; `open` if it has none, or `not ended` once its training is over: its RunEnded is to come or
+    is missing.
+    """
     if progress.ended is not None:
         return progress.ended.cause
     return "not ended" if progress.is_training_over() else "open"

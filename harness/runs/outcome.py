@@ -1,4 +1,4 @@
-"""How a run ends: its final model, its last event, and its summary."""
+"""End of a run: its final model, its last event, and its summary."""
 
 import asyncio
 import functools
@@ -36,7 +36,7 @@ OUTCOMES = (
     'rollstream sql --format json "SELECT outcome, o.cause, message, count(*) FROM outcomes o '
     'JOIN rollouts USING (rollout_id) GROUP BY ALL"'
 )
-"""As JSON, for a table cuts long messages."""
+"""Query as JSON, because a table cuts long messages."""
 
 logger = logging.getLogger(__name__)
 
@@ -64,7 +64,7 @@ class Outcome(NamedTuple):
         return 0 if self.status in ("completed", "stopped") else 1
 
     def as_json(self) -> dict[str, Any]:
-        """For `--result_json_path`."""
+        """Values for `--result_json_path`."""
         found = {name: value for name, value in self._asdict().items() if name != "logged"}
         return {**found, "output_dir": None if self.output_dir is None else str(self.output_dir)}
 
@@ -216,7 +216,7 @@ def reason_of(ended: RunEnded) -> str:
 
 
 def reason_of_job(spec: JobSpec, job: JobProgress, jobs: Sequence[JobSpec]) -> str:
-    """Why a job of a run that did not succeed ended; with its model group if those of the run have several."""
+    """The reason why a job ended that did not succeed; with its model group if the run has several."""
     group = f" (model group {ids.name_of(spec.model_group)})" if len({one.model_group for one in jobs}) > 1 else ""
     return f"job {spec.job_id}{group} {job.outcome}: {job.error or NO_REASON}"
 
@@ -261,7 +261,7 @@ async def _state(
 
 
 async def _untrained(log: EventLog, spec: JobSpec, job: JobProgress, empty: Mapping[str, int]) -> tuple[bool, str]:
-    """Whether the curriculum alone left a job nothing to train on, and what became of its rollouts."""
+    """Whether the curriculum alone left a job nothing to train on, and a summary of its rollouts' outcomes."""
     found = await read_untrained(log, spec.job_id, spec.plan.tasks_of or spec.job_id)
     num_empty = max(0, (0 if job.sealed is None else job.sealed.epoch + 1) - len(found.epochs))
     if spec.plan.planning == "stream" and spec.plan.curriculum.enabled:

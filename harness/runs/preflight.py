@@ -324,7 +324,7 @@ def users_code(location: str, config: RunConfig) -> Iterator[None]:
 
 
 UNSPECIFIED = ("0.0.0.0", "::")
-"""As the host of a URL, they lead to this machine."""
+"""Hosts of a URL that lead to this machine."""
 REFERENCE = re.compile(r"\$\{[A-Za-z_][A-Za-z0-9_]*\}")
 
 

@@ -80,7 +80,7 @@ class Progress:
     ended: RunEnded | None = None
     jobs: Mapping[str, JobProgress] = field(default_factory=lambda: MappingProxyType({}))
     published: Mapping[str, Published] = field(default_factory=lambda: MappingProxyType({}))
-    """By model group."""
+    """Published versions by model group."""
     owners: Mapping[str, Owner] = field(default_factory=lambda: MappingProxyType({}))
     """Learner by model group."""
     engines: Mapping[tuple[str, str], int] = field(default_factory=lambda: MappingProxyType({}))

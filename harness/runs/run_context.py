@@ -51,19 +51,19 @@ if TYPE_CHECKING:
     from rollstream.harness.config.dataset import Example
 
 MIN_FREE_SHARE = 0.05
-"""Of every disk that a run writes to; below it no next epoch is started."""
+"""Minimum free share of every disk that a run writes to; below it no next epoch is started."""
 
 
 class RunRequest(NamedTuple):
-    """Which run to open, and where."""
+    """The run to open, and its workspace."""
 
     loaded: Loaded
     workspace: Path
     name: str
-    """Of a new run."""
+    """Name of a new run."""
     resume: str | None = None
     run_id: str | None = None
-    """Of a new run, in place of a name and six digits."""
+    """Id of a new run, in place of its name and six digits."""
     fork: ForkPoint | None = None
     trust: bool = False
     """Trust the names in the stored configuration of the run to resume like those of the user's own file."""
@@ -81,7 +81,7 @@ class WorkspaceLease(NamedTuple):
     broker: EmbeddedBroker | None
     """The embedded one, if it was started here."""
     examples: "list[Example] | None" = None
-    """Of the dataset of a new run; None if it has no dataset of its own."""
+    """Examples of the dataset of a new run; None if it has no dataset of its own."""
 
 
 class RunContext(NamedTuple):

@@ -60,17 +60,17 @@ class RunHandle(Conductor):
         self.config = config
         self.workspace = workspace.absolute()
         self.epoch_offset = 0
-        """Epochs that were done before a foreign trainer, which counts from 0, went on with the run."""
+        """Number of epochs completed before a foreign trainer, which counts from 0, resumed the run."""
         self.left_out: dict[int, frozenset[str]] = {}
-        """By epoch that is not submitted yet: trajectories that the trainer's curriculum has left out."""
+        """Trajectories that the trainer's curriculum has left out, by epoch that is not submitted yet."""
         self.curriculum_percentile: float | None = None
-        """How far the trainer's curriculum has opened; it rides along with what is submitted."""
+        """Share of examples that the trainer's curriculum admits; sent along with each submission."""
         self.empty_epochs: dict[int, str] = {}
-        """Why a trainer submitted nothing for an epoch: a key of `untrained.EMPTY`."""
+        """Reasons, by epoch, why a trainer submitted nothing: keys of `untrained.EMPTY`."""
         self.is_own = False
-        """Opened by the components themselves, which then end the run and close this."""
+        """Whether the components opened it themselves; then they end the run and close this."""
         self.is_finished = False
-        """The run was ended by its conductor."""
+        """Whether the conductor has ended the run."""
         self._examples: tuple[Example, ...] | None = None
 
     @property
@@ -80,12 +80,12 @@ class RunHandle(Conductor):
 
     @property
     def job(self) -> JobView:
-        """That job's groups, seals and submissions."""
+        """The job's groups, seals and submissions."""
         return self.view.job(self.spec.job_id)
 
     @property
     def job_progress(self) -> JobProgress:
-        """Where that job is."""
+        """Progress of the job."""
         return self.progress.job(self.spec.job_id)
 
     @property
@@ -97,7 +97,7 @@ class RunHandle(Conductor):
         return self._examples
 
     async def start(self, *background: Coroutine[Any, Any, None]) -> None:
-        """As a conductor's. Raises ConfigError if a run is open in the workspace already."""
+        """Start like a conductor. Raises ConfigError if a run is open in the workspace already."""
         if _OPEN.setdefault(self.workspace, self) is not self:
             for work in background:
                 work.close()

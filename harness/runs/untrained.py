@@ -1,4 +1,4 @@
-"""Why a job trained nothing: the outcomes of its rollouts, counted from the log.
+"""Reasons why a job trained nothing: the outcomes of its rollouts, counted from the log.
 
 Read only when a run ends like this.
 """
@@ -28,14 +28,14 @@ EMPTY = {
     NO_TRAJECTORIES: "the rollouts of {} produced no trajectories",
     NOTHING_SUBMITTED: "no trajectories were submitted for {}",
 }
-"""Why an epoch has no group on the log."""
+"""Reasons why an epoch has no group on the log."""
 REMEDIES = {
     "no_token_ids": "point the llm's base_url at the adapter's `endpoint`, which returns token ids, or set "
     "`retokenise: true`",
     "no_logprobs": "sample with log-probabilities, or choose an algorithm that needs none",
     "zero_variance": "all rewards of a group are equal: raise num_generations or the temperature, or change the reward",
 }
-"""Of causes that a configuration can remove."""
+"""Remedies for causes that a configuration can remove."""
 
 
 @dataclass

@@ -27,9 +27,9 @@ class JobView:
     """One job. Mutable on purpose: the fold is its only writer."""
 
     started: dict[int, EpochStarted] = field(default_factory=dict[int, EpochStarted])
-    """By epoch that is not sealed."""
+    """Epochs that are not sealed, by number."""
     closed: dict[str, GroupClosed] = field(default_factory=dict[str, GroupClosed])
-    """By group id: what closed in epochs that are not sealed, and what is awaited."""
+    """Closed groups by id: those of epochs that are not sealed, and those that are awaited."""
     awaited: Counter[str] = field(default_factory=Counter[str])
     """Groups that somebody waits for, whatever becomes of their epoch meanwhile."""
     submitted: dict[int, str] = field(default_factory=dict[int, str])

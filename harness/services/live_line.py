@@ -18,7 +18,7 @@ PLAIN_INTERVAL_S = 10.0
 
 
 class LiveLine:
-    """On a terminal, the last text stays visible until it is replaced or cleared."""
+    """A line of progress. On a terminal, the last text stays visible until it is replaced or cleared."""
 
     def __init__(
         self, stream: TextIO, clock: Callable[[], float] = time.monotonic, *, is_live_only: bool = False

@@ -11,7 +11,7 @@ from rollstream.schemas.errors import ConfigError
 OF_LEARNER = ("torch", "transformers", "peft", "safetensors")
 """Libraries of rollout engine and learner; log, processors and metrics do not need them."""
 OF_QUANTIZED = "bitsandbytes"
-"""Of models in 4 bits and optimizers in 8."""
+"""Package for models in 4 bits and optimizers in 8."""
 
 
 def check_learner() -> None:

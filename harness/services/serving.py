@@ -51,7 +51,7 @@ KINDS: dict[str, type[ServiceSettings]] = {
 }
 GATEWAY = "rollstream.producers.openai.service"
 MODULES = {"gateway": GATEWAY, "endpoint": GATEWAY}
-"""Whose `serve` a service is, if it has no package of its own."""
+"""Modules whose `serve` runs a service that has no package of its own."""
 CLI = "rollstream.harness.cli.main"
 WITH_MODELS = ("producers", "learner")
 """Services that import transformers."""
@@ -63,11 +63,11 @@ FROM_ENVIRONMENT = {
     "allow": ALLOW_VARIABLE,
 }
 END_TIMEOUT_S = 25.0
-"""How long a service may take to end after it was asked to."""
+"""Maximum seconds for a service to end once it was asked to."""
 LEFT_BEHIND_S = 5.0
-"""How long what a service leaves behind may take to end: an environment may ignore that it is cancelled."""
+"""Maximum seconds for tasks that a service leaves behind: an environment may ignore that it is cancelled."""
 WATCH_S = 30.0
-"""How often topics are looked at while a service runs."""
+"""Seconds between two checks of the topics while a service runs."""
 Serve = Callable[[Any], Awaitable[None]]
 
 logger = logging.getLogger(__name__)

@@ -221,7 +221,7 @@ class LogRelay:
 
     @property
     def relayed(self) -> tuple[str, ...]:
-        """What `new_errors` has returned so far."""
+        """Errors that `new_errors` has returned so far."""
         return tuple(self._relayed)
 
     def new_errors(self, names: list[str]) -> list[str]:

@@ -31,7 +31,7 @@ POLL_S = 0.1
 MAX_TRAINED_RUNS = 10_000
 """The newest ones are remembered."""
 PATIENCE_S = 60.0
-"""How long a broker that another command uses may be down."""
+"""Maximum seconds for which a broker that another command uses may be down."""
 
 
 class Workspace:

@@ -35,7 +35,7 @@ class UnneededFiles(NamedTuple):
     """Files that can be removed."""
 
     weights: Mapping[str, tuple[Stored, int]]
-    """With their size in bytes, by name in the store."""
+    """Weights with their size in bytes, by name in the store."""
     leftovers: list[Leftover]
     num_elsewhere: int
     """Unneeded artifacts outside of the store."""

@@ -28,7 +28,7 @@ class Letter:
     number: int
     time_ms: int
     came_from: Position | None
-    """Where its record lay; None if the letter does not say."""
+    """Position of its record; None if the letter does not name it."""
     service: str
     stage: str
     error: str
@@ -36,11 +36,11 @@ class Letter:
     reason: str
     key: bytes | None
     size_bytes: int
-    """Of the value as the letter holds it; 0 if it holds a reference."""
+    """Size of the value as the letter holds it; 0 if it holds a reference."""
     runs: frozenset[str]
     """Runs that its key or its value names."""
     redriven_to: tuple[Position, ...] = ()
-    """Where its record was sent again, by this or another letter of the same record."""
+    """Positions to which its record was sent again, by this or another letter of the same record."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,6 +5,6 @@ from rollstream.schemas.algorithms import OpsdSettings
 
 
 class Opsd(Opd):
-    """On-policy distillation from a fixed teacher that has the solution (arXiv 2601.18734, "Self-Distilled Reasoner")."""
+    """On-policy distillation by a fixed teacher that has the solution (arXiv 2601.18734, "Self-Distilled Reasoner")."""
 
     Settings = OpsdSettings  # pyright: ignore[reportAssignmentType, reportIncompatibleVariableOverride]
