@@ -38,7 +38,7 @@ FIRST_ID, NUM_IDS = 6, 90
 
 @dataclass
 class Forwards:
-    """What a model was asked for. Live rows: those whose sampled token was part of an answer."""
+    """Counts of a model's forwards. Live rows: those whose sampled token was part of an answer."""
 
     prefills: int = 0
     prefill_tokens: int = 0

@@ -1,9 +1,9 @@
-"""What `follow_lag` changes: the demo's task with rollouts up to four versions early, whole runs in turn.
+"""Effect of `follow_lag`: the demo's task with rollouts up to four versions early, whole runs in turn.
 
     python benchmarks/bench_follow_lag.py --output benchmarks/results/bench_follow_lag.json
 
 `slow_rollouts` is the demo itself, whose learner waits most of the time. In `slow_learner` the engine plays a script,
-so that rollouts take next to nothing, and the model is larger, so that the learner decides how fast the run is; its
+so that rollouts take almost no time, and the model is larger, so that the learner limits the speed of the run; its
 rewards mean nothing.
 """
 
@@ -67,7 +67,7 @@ def one_run(model: Path, epochs: int, more: dict[str, str], follows: str) -> dic
 
 
 def median_of(found: list[dict[str, float]]) -> dict[str, float]:
-    """Of each figure."""
+    """Median of each figure."""
     return {name: round(statistics.median(row[name] for row in found), 4) for name in found[0]}
 
 

@@ -42,7 +42,7 @@ RUN = "bench"
 
 
 def encoded_groups(num_groups: int) -> list[list[tuple[int, bytes, bytes, list[tuple[str, bytes]]]]]:
-    """By group: (partition, key, value, headers) of every record."""
+    """(partition, key, value, headers) of every record, by group."""
     groups = []
     for index in range(num_groups):
         records = []

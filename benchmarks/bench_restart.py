@@ -242,7 +242,7 @@ async def rebalances(kafka: KafkaSettings, workspace: Path, flow: Flow, changes:
 
 
 def summary(name: str, seconds: list[float | None]) -> dict[str, object]:
-    """How many came up, and how fast."""
+    """Number of starts that succeeded, with median and maximum of their times."""
     up = [one for one in seconds if one is not None]
     found: dict[str, object] = {f"{name}_up": f"{len(up)} of {len(seconds)}"}
     if up:

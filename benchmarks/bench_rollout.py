@@ -63,26 +63,26 @@ PROMPT = list(range(10, 42))
 
 @dataclasses.dataclass(frozen=True)
 class Sizes:
-    """How much is measured."""
+    """Sizes of the measurements."""
 
     updates: int = 50
     interval_s: float = 1.0
     """Between two updates."""
     requests: int = 16
-    """At a time, while versions are updated."""
+    """Concurrent requests while versions are updated."""
     passes: int = 2
     """Over which the updates are spread, each with a pass without updates before it."""
     clients: Sequence[int] = (1, 16, 64)
     calls: int = 30
-    """Of each client."""
+    """Calls of each client."""
     repeats: int = 3
     token_ms: Sequence[int] = (20, 5)
-    """Of the server that sleeps."""
+    """Milliseconds a token of the server that sleeps."""
     pass_s: float = 4.0
     """Its passes take about as long."""
     kills: int = 20
     epochs: int = 100
-    """Of GRPO, after those of the warm start."""
+    """Epochs of GRPO, after those of the warm start."""
 
 
 SMALL = Sizes(

@@ -1,10 +1,10 @@
-"""What staleness costs, and what a correction gives back: one small task, learner steps as in a run.
+"""Cost of staleness, and gain of a correction: one small task, learner steps as in a run.
 
     python benchmarks/bench_staleness.py --output benchmarks/results/bench_staleness.json
 
 Each step trains on rollouts that the weights of `staleness` steps before sampled, in a loop without an engine: a tiny
 model answers a digit with four characters, and earns the share of them whose token id is of the class that the digit
-asks for. What is measured is the reward of fresh rollouts of the trained weights. Ways to train on old ones:
+asks for. The result is the reward of fresh rollouts of the trained weights. Ways to train on old ones:
 
 * `ignored`: GRPO as if the trained weights had sampled them (log-probabilities computed again by these)
 * `ratio`: GRPO with the recorded log-probabilities, so that its clipped ratio is the only correction
@@ -81,7 +81,7 @@ def prompts(step: int) -> Tensor:
 
 
 def batch_of(ids_B_T: Tensor, logprobs_B_T: Tensor) -> BatchView:
-    """What the learner is given of so many rollouts."""
+    """The learner's input for these rollouts."""
     mask = np.arange(1 + LENGTH) > 0
     rows = [
         Row(ids.numpy().astype(np.int32), mask, np.concatenate([[0.0], logprobs.numpy()]).astype(np.float32), member)

@@ -44,11 +44,11 @@ PARTITIONS = 6
 POLL_RECORDS = 2000
 ATTEMPTS_AT_ONCE = 64
 OWN_FIELDS = {"kind", "v", "run_id", "time_ms", "group_id", "rollout_id", "step_index"}
-"""What the journal gives a step itself."""
+"""Fields that the journal itself gives a step."""
 
 
 def attempts_of(num_groups: int) -> list[tuple[GroupStarted, list[Event]]]:
-    """By attempt its group's start and its own events, start and end included."""
+    """Start of the group and own events, start and end included, of each attempt."""
     found: list[tuple[GroupStarted, list[Event]]] = []
     for index in range(num_groups):
         events = list(group_events("bench", index))

@@ -218,7 +218,7 @@ def clock(spent: Spent) -> Any:
 
 
 def trl_options(size: int, num_rows: int) -> dict[str, Any]:
-    """What the configurations of all trainers have in common: micro-batches of `size` of a step's rows."""
+    """Options common to the configurations of all trainers: micro-batches of `size` of a step's rows."""
     return {
         "per_device_train_batch_size": size,
         "gradient_accumulation_steps": num_rows // size,
@@ -268,7 +268,7 @@ def trl_on_data(kind: str, texts: Texts, common: dict[str, Any], options: dict[s
 
 
 def completions_of(texts: Texts, tokenizer: Any) -> dict[str, torch.Tensor]:
-    """What TRL's GRPO makes of generated completions: prompts padded on the left, completions on the right."""
+    """Generated completions in the form of TRL's GRPO: prompts padded on the left, completions on the right."""
     prompts = [tokenizer(prompt)["input_ids"] for prompt, _ in texts for _ in range(GROUP)]
     answers = [[*tokenizer(one)["input_ids"], tokenizer.eos_token_id] for _, found in texts for one in found]
     left, right = max(map(len, prompts)), max(map(len, answers))
@@ -351,7 +351,7 @@ def best_micro_batch(folder: str, size: str, kind: str) -> int:
 
 
 def versions() -> dict[str, str]:
-    """Of what is compared."""
+    """Versions of the compared packages."""
     import importlib.metadata
 
     return {name: importlib.metadata.version(name) for name in ("torch", "transformers", "trl")}

@@ -41,16 +41,16 @@ class Load:
     max_tokens: int
 
     def tokens(self, client: int, call: int) -> int:
-        """Of an answer: the same in every pass, and different between calls if the bounds are."""
+        """Tokens of an answer: the same in every pass, and different between calls if the bounds are."""
         return self.min_tokens + (37 * client + 61 * call) % (self.max_tokens - self.min_tokens + 1)
 
 
 @dataclasses.dataclass(frozen=True)
 class Pass:
-    """What one pass took."""
+    """Cost of one pass."""
 
     seconds: Sequence[float]
-    """By client and call."""
+    """Seconds by client and call."""
     tokens_per_s: float
     cpu_ms: Mapping[str, float]
     """Per call, by process."""
@@ -91,7 +91,7 @@ def _cpu_s(process: psutil.Process) -> float:
 
 
 def messages_of(client: int, call: int) -> list[dict[str, str]]:
-    """Of one call."""
+    """Messages of one call."""
     return [{"role": "user", "content": f"client {client}, call {call}: go on"}]
 
 
@@ -152,7 +152,7 @@ class Compared:
     num_tasks: int = 0
 
     async def measure(self, loads: Sequence[Load], repeats: int) -> dict[str, Any]:
-        """By number of clients."""
+        """Measurements by number of clients."""
         with ExitStack() as stack:
             proxies: dict[str, tuple[str, psutil.Process]] = {}
             if self.has_proxies:

@@ -1,10 +1,10 @@
-"""What `make bench` runs: every benchmark in turn, never two at once; JSON is kept in benchmarks/results.
+"""The command behind `make bench`: runs every benchmark in turn, never two at once; JSON is kept in benchmarks/results.
 
     python benchmarks/run.py [--small] [NAME...]
 
-`--small` proves in some minutes that each of them runs through; its figures mean little and go to results/small.
-`bit_proof`, `league`, `bench_staleness` and `bench_follow_lag` run only if they are named: they measure learning or how
-old rollouts are instead of speed, and train for minutes to half an hour.
+`--small` checks in a few minutes that each of them runs through; its figures mean little and go to results/small.
+`bit_proof`, `league`, `bench_staleness` and `bench_follow_lag` run only if they are named: they measure learning or the
+effect of old rollouts instead of speed, and train for minutes to half an hour.
 """
 
 import argparse

@@ -139,7 +139,7 @@ def trl_config(epochs: int, seed: int) -> Any:
 
 
 def playing(tokenizer: Any, curve: Curve) -> Callable[[list[str], Any], dict[str, Any]]:
-    """What plays the rollouts of an epoch, by TRL's `rollout_func`, and adds the epoch to the curve."""
+    """A function for TRL's `rollout_func` that plays the rollouts of an epoch and adds the epoch to the curve."""
     began: list[float] = []
 
     def play(prompts: list[str], trainer: Any) -> dict[str, Any]:
@@ -183,7 +183,7 @@ class Game:
         return self._tokenizer(text, add_special_tokens=False)["input_ids"]
 
     def context(self) -> list[int]:
-        """What the next guess answers."""
+        """Context of the next guess."""
         return self.prompt + self.ids
 
     def guess(self, ids: list[int]) -> None:
@@ -204,7 +204,7 @@ class Game:
 
 
 def seconds_to(curve: Curve, reward: float) -> float | None:
-    """Of the first epoch whose mean over five is high enough; None if none is."""
+    """Seconds until the first epoch whose mean over five reaches the reward; None if none does."""
     for index in range(MEAN_OVER, len(curve) + 1):
         if statistics.fmean(value for _, value in curve[index - MEAN_OVER : index]) >= reward:
             return round(curve[index - 1][0], 1)

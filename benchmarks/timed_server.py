@@ -23,7 +23,7 @@ IDS = range(10, 42)
 
 @functools.lru_cache(maxsize=1024)
 def answer_of(length: int, label: str) -> bytes:
-    """To both paths: OpenAI's words and vLLM's."""
+    """Answer for both paths, in OpenAI's form and vLLM's."""
     ids = [IDS[index % len(IDS)] for index in range(length)]
     logprobs = [{"token": "a", "token_id": one, "logprob": -1.5, "bytes": [97], "top_logprobs": []} for one in ids]
     choice = {
@@ -39,7 +39,7 @@ def answer_of(length: int, label: str) -> bytes:
 
 
 class TimedServer(StandInServer):
-    """Of a model folder."""
+    """A server for a model folder that takes `token_s` seconds a token."""
 
     def __init__(self, base: Path, token_s: float) -> None:
         super().__init__(base)

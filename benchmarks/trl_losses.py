@@ -42,7 +42,7 @@ class Inputs:
 
 
 def logprobs_of(folder: str, prompts: list[list[int]], answers: list[list[int]]) -> list[list[float]]:
-    """Of the answers' tokens, one sequence a forward, in float32."""
+    """Log-probabilities of the answers' tokens, one sequence a forward, in float32."""
     module = module_of(folder)
     found: list[list[float]] = []
     for prompt, answer in zip(prompts, answers, strict=True):
@@ -92,7 +92,7 @@ COMMON: dict[str, Any] = {
 
 
 def trained_by(inputs: Inputs, options: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """What all trainers are made with: arguments of their configuration, and of themselves."""
+    """Arguments of all trainers: those of their configuration, and their own."""
     model = module_of(inputs.policy)
     return {**COMMON, "output_dir": tempfile.mkdtemp(), **options}, {
         "model": model,
@@ -135,7 +135,9 @@ def grpo(*, vllm: bool = False, **options: Any) -> Callable[[Inputs], Found]:
 
 
 def reward_functions(inputs: Inputs, several: bool) -> tuple[list[Any], list[float]]:
-    """As the trainer wants them, and their weights: of one, 1; of two, what brings their sum into the thousands."""
+    """Reward functions in the trainer's form, and their weights: 1 for one; for two, weights that bring their sum into
+    the thousands.
+    """
 
     def first(completions: Any, **_: Any) -> list[float]:
         return inputs.rewards

@@ -70,7 +70,7 @@ from rollstream.schemas.settings import JobSettings, ModelSettings, OptimizerSet
 LIMIT = 1e-5
 PRECISE = 1e-12
 MASK_THRESHOLD = 0.05
-"""Of off-policy sequence masking: some answers of negative advantage are above it, and some below."""
+"""Threshold of off-policy sequence masking: some answers of negative advantage are above it, and some below."""
 
 
 @dataclass(frozen=True)
@@ -109,19 +109,19 @@ class Watched(Algorithm):
         self.seen: list[tuple[Losses, TokenBatch]] = []
 
     def prepare(self, batch: BatchView, settings: Any) -> Prepared:
-        """As of the one watched."""
+        """Prepare like the watched algorithm, and keep the normaliser."""
         found = self._watched.prepare(batch, settings)
         self.normaliser = found.normaliser
         return found
 
     def loss(self, tokens: TokenBatch, settings: Any) -> Losses:
-        """As of the one watched; kept."""
+        """Losses of the watched algorithm, which are kept."""
         found = self._watched.loss(tokens, settings)
         self.seen.append((found, tokens))
         return found
 
     def metrics(self, sums: Mapping[str, float], counts: Counts) -> dict[str, float]:
-        """As of the one watched."""
+        """Metrics of the watched algorithm."""
         return self._watched.metrics(sums, counts)
 
     def value(self) -> float:
@@ -175,7 +175,7 @@ def ours(case: Case, inputs: Inputs) -> Found:
 
 
 def with_scores(rows: list[Row], inputs: Inputs, role: str) -> list[Row]:
-    """With the log-probabilities of the reference as what `role` says."""
+    """Rows with the log-probabilities of the reference as the scores of `role`."""
     found: list[Row] = []
     for row, known in zip(rows, logprobs_of(inputs.reference, inputs.prompts, inputs.answers), strict=True):
         scores = np.zeros(len(row.token_ids), np.float32)

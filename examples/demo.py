@@ -1,4 +1,5 @@
-"""What `make demo` runs: a tiny model made in place, warm-started, trained by the whole pipeline; then its rewards.
+"""The command behind `make demo`: a tiny model made in place, warm-started, trained by the whole pipeline; then its
+rewards.
 
 python examples/demo.py --workspace .rollstream --seed 0
 """

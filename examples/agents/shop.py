@@ -27,9 +27,9 @@ from rollstream.schemas.errors import GatewayError
 ITEMS = [("apple", 3, 120), ("bread", 4, 35), ("cheese", 9, 18), ("milk", 2, 60), ("plum", 5, 80)]
 SYSTEM = "Answer with a number alone. Table items(name, price, stock)."
 MAX_CHARS = 200
-"""Of an expression and of a tool's result."""
+"""Maximum characters of an expression and of a tool's result."""
 MAX_STEPS = 100_000
-"""Of SQLite's machine a query."""
+"""Maximum steps of SQLite's virtual machine for a query."""
 NUMBER = re.compile(r"-?\d+(\.\d+)?")
 OPERATIONS: dict[type, Any] = {
     ast.Add: operator.add,
@@ -88,7 +88,7 @@ def query(sql: str) -> str:
 
 
 def use(name: str, arguments: str) -> str:
-    """What a tool answers; an error is an answer too, from which the model may learn."""
+    """Answer of a tool; an error is an answer too, from which the model may learn."""
     try:
         given = json.loads(arguments)
         return {"calculate": calculate, "query": query}[name](**given)

@@ -73,5 +73,5 @@ class BoundedAdapter(RollstreamTrainerAdapter):
 
 @register_trainer_adapter(config_type=BoundedAdapterConfig)
 async def build_bounded_adapter(config: BoundedAdapterConfig, builder: Any) -> AsyncIterator[BoundedAdapter]:
-    """What is registered."""
+    """The registered function."""
     yield BoundedAdapter(config)

@@ -19,14 +19,16 @@ class GoodEnoughTrainerConfig(RollstreamTrainerConfig, name="good_enough_trainer
 
 
 class GoodEnoughTrainer(RollstreamTrainer):
-    """What it decides by is kept over restarts, so a resumed run ends where an undisturbed one would."""
+    """Ends a run once its rewards are good enough. The rewards are kept over restarts, so a resumed run ends where an
+    undisturbed one would.
+    """
 
     def __init__(self, trainer_config: GoodEnoughTrainerConfig, **kwargs: Any) -> None:
         super().__init__(trainer_config, **kwargs)
         self._config = trainer_config
 
     def reason_to_end(self, epoch: int) -> str | None:
-        """Ours, or that the last epochs were good enough."""
+        """The base class's reason, or that the last epochs were good enough."""
         means = [row["avg_reward"] for row in self.reward_history][-self._config.num_epochs_in_a_row :]
         is_long_enough = len(means) == self._config.num_epochs_in_a_row
         if is_long_enough and all(mean is not None and mean >= self._config.enough for mean in means):
@@ -36,5 +38,5 @@ class GoodEnoughTrainer(RollstreamTrainer):
 
 @register_trainer(config_type=GoodEnoughTrainerConfig)
 async def build_good_enough_trainer(config: GoodEnoughTrainerConfig, builder: Any) -> AsyncIterator[GoodEnoughTrainer]:
-    """What is registered."""
+    """The registered function."""
     yield GoodEnoughTrainer(config)

@@ -61,12 +61,12 @@ class ThriftyBuilder(RollstreamTrajectoryBuilder):
 
 
 def said_tokens(trajectory: Trajectory) -> int:
-    """How many tokens of a trajectory the model sampled; what others said has none."""
+    """Number of tokens of a trajectory that the model sampled; messages of others have none."""
     answers = [getattr(item, "logprobs", None) for item in trajectory.episode]
     return sum(len(answer.get("token_ids", ())) for answer in answers if isinstance(answer, dict))
 
 
 @register_trajectory_builder(config_type=ThriftyBuilderConfig)
 async def build_thrifty_builder(config: ThriftyBuilderConfig, builder: Any) -> AsyncIterator[ThriftyBuilder]:
-    """What is registered: an async generator that yields one component. It connects to nothing."""
+    """The registered function: an async generator that yields one component. It connects to nothing."""
     yield ThriftyBuilder(config)
