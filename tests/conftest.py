@@ -1,4 +1,4 @@
-"""What tests of several folders share: one embedded broker a session, and an empty workspace a test."""
+"""Fixtures of several folders: one embedded broker a session, and an empty workspace a test."""
 
 import atexit
 import gc
@@ -100,7 +100,7 @@ def command(process: psutil.Process) -> str:
 
 @pytest.fixture(scope="session")
 def kafka(tmp_path_factory: pytest.TempPathFactory) -> Iterator[KafkaSettings]:
-    """How to connect to a Kafka broker that the whole session shares, as users' processes do.
+    """Settings for a Kafka broker that the whole session shares, as users' processes do.
 
     Use fresh run ids and groups, begin at ends, and ensure topics with 6 partitions.
     """

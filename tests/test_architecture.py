@@ -49,7 +49,7 @@ FLOORS = {
         "harness/services",
     ],
 }
-"""By top folder its folders from the top down: an arrow goes down, never up and never to a folder beside."""
+"""Folders of each top folder from the top down: an arrow goes down, never up and never to a folder beside."""
 ONLY_IN = {
     "faust": {"processors"},
     "mode": set(),
@@ -63,9 +63,11 @@ ONLY_IN = {
     "nat": {"harness"},
 }
 MAX_FILES = 15
-"""Of a folder, `__init__.py` apart."""
+"""Maximum files of a folder, `__init__.py` apart."""
 MORE_FILES = {"learner/algorithms/builtin": 19, "schemas": 18}
-"""Of folders with a file for each algorithm, for a family of their settings, and for a rule of all packages."""
+"""Maximum files of folders with a file for each algorithm, for a family of their settings, and for a rule of all
+packages.
+"""
 MAX_FILE_LINES = 400
 MAX_FUNCTION_LINES = 60
 
@@ -186,7 +188,7 @@ def too_full(paths: Iterable[Path], root: Path = ROOT) -> dict[str, int]:
 
 
 def drawn_floors(document: str) -> dict[str, list[set[str]]]:
-    """By top folder the sub-folders of each floor, as the block of "The folders" draws them."""
+    """The sub-folders of each floor by top folder, as the block of "The folders" draws them."""
     drawing = document.partition("```text\n")[2].partition("```")[0].partition("\n\n")[2]
     found: dict[str, list[set[str]]] = {}
     for block in re.split(r"\n(?=\w)", drawing.rstrip()):
@@ -246,7 +248,7 @@ def test_a_folder_that_the_floors_lack_or_misplace_is_found(tmp_path: Path) -> N
 
 
 def hard_to_read(text: str) -> list[str]:
-    """What a source lacks or has too much of: a docstring, MAX_FUNCTION_LINES, MAX_FILE_LINES."""
+    """Faults of a source: no docstring, more than MAX_FUNCTION_LINES or MAX_FILE_LINES."""
     tree = ast.parse(text)
     found = [
         f"{node.name} ({(node.end_lineno or 0) - node.lineno + 1} lines)"

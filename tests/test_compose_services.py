@@ -38,7 +38,7 @@ def environment_of(name: str, kafka: KafkaSettings, data: Path) -> dict[str, str
 
 
 def is_healthy(name: str, kafka: KafkaSettings, data: Path) -> bool:
-    """What the service's own health check says."""
+    """Result of the service's own health check."""
     test = SERVICES[name]["healthcheck"]["test"]
     assert test[:2] == ["CMD", "rollstream"]
     checked = subprocess.run([*CLI, *test[2:]], env=environment_of(name, kafka, data), capture_output=True, timeout=60)

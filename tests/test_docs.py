@@ -39,7 +39,7 @@ def prose(path: Path) -> str:
 
 
 def anchors(path: Path) -> set[str]:
-    """What headings are called in a link, as GitHub makes it."""
+    """Anchors of headings in a link, as GitHub makes them."""
     titles = re.findall(r"^#+ (.+)$", prose(path), re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", title.lower()).strip().replace(" ", "-") for title in titles}
 

@@ -1,4 +1,4 @@
-"""What the documents tell to type: commands have the options that they are shown with, queries can be answered."""
+"""Documented commands and queries: commands have the options that they are shown with, queries can be answered."""
 
 import re
 import shlex

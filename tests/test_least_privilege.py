@@ -38,7 +38,7 @@ SERVED = (*NAMES, "endpoint")
 WAIT_S = 240
 POISON = b"no event"
 DEAD_LETTERED_BY = {"tasks": "producers", "steps": "processors", "batches": "learner"}
-"""By topic: the service that makes a dead letter of a record that is not an event."""
+"""The service that makes a dead letter of a record that is not an event, by topic."""
 
 
 def documented(*, topic_prefix: str = PREFIX, group_prefix: str = "lab") -> str:
@@ -82,7 +82,7 @@ class Lab:
         return CliRunner().invoke(rollstream, arguments, env=self.environment(user))
 
     def output_of(self, user: str, *arguments: str) -> str:
-        """What a command tells a user who may run it."""
+        """Output of a command for a user who may run it."""
         done = self.command(user, *arguments)
         assert done.exit_code == 0, (arguments, done.output, done.exception)
         return done.output

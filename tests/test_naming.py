@@ -128,7 +128,7 @@ def test_harness_and_replay_import_what_a_package_publishes() -> None:
 
 
 def test_no_word_is_banned() -> None:
-    """In names, messages, documents and comments of all that people read, tests included."""
+    """The guard covers names, messages, documents and comments of all that people read, tests included."""
     found = {str(path.relative_to(ROOT)): words for path in texts() if (words := banned_words(path))}
     assert found == {}
 

@@ -1,4 +1,4 @@
-"""What is installed: every folder with an __init__.py, under `rollstream.` alone."""
+"""The installed packages: every folder with an __init__.py, under `rollstream.` alone."""
 
 import importlib.metadata
 import re
@@ -49,7 +49,7 @@ GROUPS_OF_JARS = {
     "org/xerial/snappy",
     "org/yaml",
 }
-"""Whose licences the NOTICE tells."""
+"""Jars whose licences the NOTICE names."""
 TOP = ("schemas", "eventlog", "producers", "processors", "learner", "metrics", "replay", "harness")
 
 

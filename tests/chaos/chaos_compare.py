@@ -1,4 +1,4 @@
-"""What a log holds of a run beside what its oracle expects: what is missing, doubled or different, by name."""
+"""Comparison of a log with the expectations of its oracle: missing, doubled or different records of a run, by name."""
 
 from collections import Counter
 from collections.abc import Iterable

@@ -1,4 +1,4 @@
-"""What must come out of a workload, told record by record from the rules of the design; uses no fold of ours.
+"""Expected results of a workload, derived record by record from the rules of the design; uses no fold of ours.
 
 The rules of a steps partition:
 - Only a group's first GroupStarted opens it; what lies before it does not count.
@@ -41,16 +41,16 @@ NEVER = 1 << 62
 
 @dataclass
 class Expected:
-    """What must be in the log, after repeats are dropped."""
+    """Contents that the log must have, after repeats are dropped."""
 
     trajectories: dict[str, str] = field(default_factory=dict)
     """Content digest by trajectory id."""
     rewards: dict[str, float] = field(default_factory=dict)
-    """By trajectory id."""
+    """Rewards by trajectory id."""
     groups: dict[str, str] = field(default_factory=dict)
     """Content digest of GroupClosed by group id."""
     verdicts: dict[str, str] = field(default_factory=dict)
-    """By trajectory id: `not_viable` or `zero_variance`; empty if it is to be trained (or left over)."""
+    """Verdicts by trajectory id: `not_viable` or `zero_variance`; empty if it is to be trained (or left over)."""
     letters: dict[tuple[int, int], bytes | None] = field(default_factory=dict)
     """Raw values of dead letters by partition and offset in `steps`."""
 
@@ -130,7 +130,9 @@ class _Attempt:
 
     @property
     def fault(self) -> str:
-        """Why its end is not borne out, by count, digest and scores; empty if it is, or if there is no end."""
+        """The reason why its end does not fit its records, by count, digest and scores; empty if it fits, or without an
+        end.
+        """
         ended = self.terminal
         if not isinstance(ended, RolloutEnded):
             return ""

@@ -48,7 +48,7 @@ EXTENDED_EVERY = 97
 REPEATED, OUT_OF_ORDER, LATE, POISON = 0.05, 0.05, 0.01, 0.01
 FATES = {"plain": 84, "rerun": 8, "zombie": 2, "superseded": 2, "lost_for_good": 1, "wrong_digest": 1, "spliced": 1}
 FATES |= {"never_ends": 1}
-"""What becomes of a member, and how often."""
+"""Fates of members, with their frequencies."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +76,7 @@ class Workload:
         return sum(map(len, self.partitions))
 
     def run_events(self, store: ArtifactStore) -> list[Event]:
-        """What the harness writes to `groups` before the first task: one epoch of many batches."""
+        """Events that the harness writes to `groups` before the first task: one epoch of many batches."""
         lines = b"\n".join(
             orjson.dumps({"example_id": f"x{index:05d}", "inputs": {}}) for index in range(self.num_groups)
         )
@@ -112,7 +112,9 @@ class Workload:
 
 
 def make(num_steps: int, seed: int, run_id: str = "chaos") -> Workload:
-    """At least `num_steps` step events, in whole groups that fill whole batches; at last every deadline is passed."""
+    """Make `num_steps` step events or more, in whole groups that fill whole batches; at the end all deadlines have
+    passed.
+    """
     rng = random.Random(seed)
     open_at_once = 2 if num_steps < 10_000 else 4
     timeout_ms = TICK_MS * max(250, min(1200, num_steps // 8))

@@ -161,7 +161,7 @@ class Cluster:
         return found
 
     async def num_records(self) -> int:
-        """Of all topics."""
+        """Number of records of all topics."""
         return sum([sum((await self.log.end_offsets(topic)).values()) for topic in TOPICS])
 
     async def is_done(self) -> bool:

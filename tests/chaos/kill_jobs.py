@@ -39,9 +39,9 @@ POINTS = (
     "learner/between-step-and-weights",
 )
 NUM_VERSIONS = 24
-"""Of each job: one a pass over its examples."""
+"""Number of versions of each job: one a pass over its examples."""
 MAX_RECORDS = 6
-"""Of the learner, before a kill from outside."""
+"""Maximum records of the learner before a kill from outside."""
 PARTITIONS = 2
 TIMEOUT_S = 120.0
 CONTEXT = multiprocessing.get_context("forkserver")
@@ -92,7 +92,7 @@ class Learner:
 
 @dataclass
 class Outcome:
-    """What the kills of one kind of job came to."""
+    """Result of the kills of one kind of job."""
 
     kind: str
     kills: Counter[str] = field(default_factory=Counter[str])
@@ -125,7 +125,7 @@ async def opened(rig: GroupRig, kind: str) -> SharedModelGroup:
 
 
 async def num_records(rig: GroupRig) -> int:
-    """What the learner has written so far, by the logs' ends."""
+    """Number of records that the learner has written so far, by the logs' ends."""
     ends = [await rig.log.end_offsets(topic) for topic in ("jobs", "weights")]
     return sum(sum(one.values()) for one in ends)
 

@@ -45,7 +45,7 @@ class Fault:
     victim: str
     """A service, `broker`, or a failpoint."""
     hit: int = 0
-    """Of the failpoint; 0 for a kill from outside."""
+    """Hit of the failpoint; 0 for a kill from outside."""
 
     def __str__(self) -> str:
         return f"at {self.share:.0%} {self.victim}" + (f" (hit {self.hit})" if self.hit else "")
@@ -53,7 +53,7 @@ class Fault:
 
 @dataclass
 class Outcome:
-    """What a run of chaos came to."""
+    """Result of a run of chaos."""
 
     comparison: Comparison
     resume_s: dict[str, list[float]] = field(default_factory=dict)
@@ -180,7 +180,7 @@ async def _as_written(cluster: Cluster, workload: Workload) -> list[list[Line]]:
 
 
 async def _metrics_problems(cluster: Cluster, expected: Expected) -> list[str]:
-    """What the killed projector's file has otherwise than the log, projected again without a disturbance."""
+    """Differences between the killed projector's file and an undisturbed projection of the log."""
     path = metrics_file(cluster.workspace)
     again = path.with_name("again.duckdb")
     database = await asyncio.to_thread(Database, again)
@@ -216,7 +216,7 @@ def _tables(path: Path) -> tuple[dict, dict, tuple[int, int]]:
 
 
 def report(workload: Workload, outcome: Outcome) -> None:
-    """What came of it, in a few lines."""
+    """Print the outcome in a few lines."""
     result = outcome.comparison
     seconds = [one for some in outcome.resume_s.values() for one in some]
     print(f"kills {outcome.num_kills}, events {result.num_events}, {workload.num_records} records of steps")

@@ -57,7 +57,7 @@ class Connection:
 
 @dataclass
 class Processors:
-    """What outlives the process: log, artifacts, committed marks; and how a life of the process is made."""
+    """Parts that outlive the process: log, artifacts, committed marks; and functions that start the process again."""
 
     log: MemoryLog
     artifacts: ArtifactStore

@@ -38,7 +38,7 @@ def expected(workload):
 
 
 async def _disturbed(workload, expected, folder, failpoint, **shells):
-    """What the log holds after a run with a kill at every few hits of a failpoint, beside the oracle's account."""
+    """Contents of the log after a run with a kill at every few hits of a failpoint, compared with the oracle's."""
     log, store = MemoryLog(), ArtifactStore(str(folder))
     await write(log, workload, store)
     processors = Processors(log, store, random.Random(SEED), **shells)

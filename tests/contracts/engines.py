@@ -43,7 +43,7 @@ class Subject:
     new: Callable[[], Engine]
     """Not started."""
     weights: Callable[[str, int], Weights]
-    """Of a model group and version: every version answers differently."""
+    """Weights of a model group and version: every version answers differently."""
     unfit: Callable[[str, int], Iterator[Weights]]
     """Weights that the engine must refuse."""
     learner: Callable[[int], PolicyModel] | None = None

@@ -1,4 +1,4 @@
-"""What every algorithm must hold: the built-in ones, and two of one file each that the project does not know."""
+"""Contract of every algorithm: the built-in ones, and two of one file each that the project does not know."""
 
 import random
 from collections import Counter
@@ -276,7 +276,9 @@ def test_weights_are_factors_of_token_losses(model_folder: Path, factor: float) 
 def test_the_host_waits_for_the_device_twice_an_optimizer_step_and_for_no_micro_batch(
     case: Case, mini_batches: int
 ) -> None:
-    """For the sums, because a step without finite ones is skipped, and for the gradient's norm for the same reason."""
+    """It waits for the sums, because a step without finite ones is skipped, and for the gradient's norm for the same
+    reason.
+    """
     changes: dict[str, Any] = {"mini_batches": mini_batches, "max_tokens_per_micro_batch": 1}
     if isinstance(case.settings, PolicyGradientSettings):
         level = "sequence" if case.settings.name == "gspo" else "token"

@@ -75,7 +75,7 @@ async def started(subject: Subject, *versions: tuple[str, int]) -> AsyncIterator
 
 
 def play(subject: Subject, scenario: Callable[[Engine], Awaitable[Any]], *versions: tuple[str, int]) -> Any:
-    """What the scenario returns, with an engine that holds version 0 of GROUP, or these versions."""
+    """Result of the scenario, with an engine that holds version 0 of GROUP, or these versions."""
 
     async def run() -> Any:
         async with started(subject, *(versions or [(GROUP, 0)])) as engine:

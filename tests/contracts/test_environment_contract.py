@@ -12,7 +12,7 @@ from rollstream.schemas.permissions import Permissions
 
 PERMISSIONS = Permissions.of((), {})
 CONFIG: dict[str, dict[str, Any]] = {"remote_workflow": {"endpoint": "http://127.0.0.1:1"}}
-"""What an environment cannot be built without."""
+"""Configuration without which an environment cannot be built."""
 
 
 @pytest.fixture(params=registry.BUILT_IN)

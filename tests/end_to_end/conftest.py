@@ -123,7 +123,7 @@ class Project:
             )
 
     def output(self) -> str:
-        """What started commands printed."""
+        """Output of the started commands."""
         return (self.folder / "out.txt").read_text()
 
     def logs(self) -> str:

@@ -31,6 +31,6 @@ def wait_versions(project: Any, command: subprocess.Popen[str], count: int, *, t
 
 
 def versions_loaded(project: Any) -> int:
-    """How often an engine of the first producers process has loaded a version so far."""
+    """Number of versions that an engine of the first producers process has loaded so far."""
     log = project.workspace / "logs" / "producers-1.log"
     return log.read_text().count(" loaded model_group=") if log.exists() else 0

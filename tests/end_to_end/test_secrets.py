@@ -269,7 +269,7 @@ def test_nothing_that_a_run_writes_or_says_holds_a_secret(secrets: Secrets) -> N
 
 
 def assert_errors_hold_none(secrets: Secrets) -> None:
-    """What is wrong is told by the names of variables."""
+    """Errors name variables, not their values."""
     project = secrets.project
     for change, reported in (
         (("trainer_adapters.learner.model.path", "${TEST_MODEL}/nowhere"), "model.path"),

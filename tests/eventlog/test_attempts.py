@@ -1,4 +1,4 @@
-"""Whoever reads attempts agrees on them, in any order of records: takeover, assembly and the scoring of what-ifs."""
+"""All readers of attempts agree on them, in any order of records: takeover, assembly and the scoring of what-ifs."""
 
 import asyncio
 from collections.abc import Sequence
@@ -62,7 +62,7 @@ def partitions(draw: st.DrawFn, enough: int = 0) -> list[tuple[Event, bool]]:
 
 
 async def graded(records: Sequence[tuple[Event, bool]]) -> dict[str, float]:
-    """What a what-if scores that changes nothing but says so."""
+    """Scores of a what-if that changes nothing."""
     log = MemoryLog(num_partitions=1)
     for event, is_readable in records:
         encoded = codec.encode(event)
@@ -115,7 +115,7 @@ def test_takeover_assembly_and_what_ifs_agree_on_every_attempt(records: list[tup
 
 
 def view(recorded: Recorded | None) -> Any:
-    """What an attempt that is not decided holds of the records that count."""
+    """Records that count, of an attempt that is not decided."""
     return recorded and (recorded.member, recorded.number, recorded.steps, recorded.rewards, recorded.is_spliced)
 
 

@@ -1,4 +1,4 @@
-"""Whoever reads claims and versions agrees on what is void: learner, engines, opponents, progress and the tables."""
+"""All readers of claims and versions agree on what is void: learner, engines, opponents, progress and the tables."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -65,7 +65,7 @@ def events_of(history: Sequence[tuple[str, int, Any]], model_group: str) -> list
 
 
 def first_that_count(events: Sequence[Event]) -> tuple[dict[int, str], dict[int, str]]:
-    """By the rule's own words: hash by version of what was published, and of what was trained."""
+    """Hash by version of published and of trained weights, by the rule's own words."""
     published: dict[int, str] = {}
     trained: dict[int, str] = {}
     highest = 0

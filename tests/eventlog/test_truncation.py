@@ -49,7 +49,7 @@ async def make_again(log, admin):
 
 
 async def error_of(reading):
-    """What reading on raises."""
+    """Error of continued reading."""
     async with asyncio.timeout(60):
         while True:
             try:

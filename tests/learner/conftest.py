@@ -105,7 +105,7 @@ class Lab:
         return JobSettings(**{**defaults, **changes})
 
     async def outcome(self) -> tuple[Any, ...]:
-        """What a run came to, without terms, durations and places."""
+        """Result of a run, without terms, durations and places."""
         steps = [(s.version, s.weights_sha256, s.metrics) for s in await self.events("weights", StepTrained)]
         published = [(p.version, p.weights_sha256, p.batch_id) for p in await self.events("weights", WeightsPublished)]
         progress = [(p.version, p.percent) for p in await self.events("jobs", JobProgressed)]

@@ -122,7 +122,7 @@ def test_a_batch_without_a_token_to_train_yields_equal_weights_and_says_so(
 
 
 async def goes_on_with(lab: Lab, model: Path, change: Any, lora: LoraSettings | None = None) -> str:
-    """Why a job fails whose model's folder was changed between its first and its second version."""
+    """The error of a job whose model's folder was changed between its first and its second version."""
     settings = ModelSettings(path=str(model), device="cpu", lora=lora)
     job = await lab.submit(model=settings)
     planned = await lab.plan(job, 1, seal=False)

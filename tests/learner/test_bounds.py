@@ -1,4 +1,4 @@
-"""What a learner holds and reads at a start: as much as is open, however long the log is."""
+"""A learner's memory and reads at a start: proportional to what is open, however long the log is."""
 
 import asyncio
 import json

@@ -22,7 +22,7 @@ async def _prepare(lab: Any) -> None:
 
 
 def stored(lab: Any) -> set[str]:
-    """What lies in the artifact store: collected weights do not."""
+    """Names in the artifact store, without collected weights."""
     return {Path(name).name for name in lab.artifacts.listing()}
 
 

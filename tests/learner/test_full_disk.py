@@ -18,7 +18,7 @@ SOON = Retry(first_wait_s=0.01, max_wait_s=0.02)
 
 
 def waiting(caplog: pytest.LogCaptureFixture, what: str) -> list[str]:
-    """What was logged of waiting for room."""
+    """Log lines about waiting for space."""
     return [line for r in caplog.records if "waiting for free space" in (line := r.getMessage()) and what in line]
 
 

@@ -72,7 +72,7 @@ def output_of(step):
 
 
 class Played:
-    """What one attempt emitted."""
+    """Events of one attempt."""
 
     def __init__(self, events):
         self.events = events

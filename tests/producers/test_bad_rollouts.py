@@ -1,4 +1,4 @@
-"""What users' code may do without ending its producer: each fails its own attempt with a cause, and nothing else."""
+"""Faults of users' code: each fails its own attempt with a cause, and none ends its producer."""
 
 import asyncio
 import contextlib

@@ -1,4 +1,4 @@
-"""What producers read at a start and hold while they run: as much as is open, however long the log is."""
+"""Producers' reads at a start and their memory: proportional to what is open, however long the log is."""
 
 import asyncio
 

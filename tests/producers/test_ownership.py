@@ -1,4 +1,4 @@
-"""What a partition of steps tells its new owner: which groups are open, what they lack, and where reading goes on."""
+"""State of a partition of steps for its new owner: open groups, what they lack, and where reading continues."""
 
 import asyncio
 

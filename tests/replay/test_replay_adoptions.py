@@ -32,7 +32,7 @@ def gated(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 
 def found_by(run: Any, change: Change) -> str:
-    """As a row of the page begins."""
+    """The beginning of a row of the page."""
     by_verify = is_found(verified, run, change)
     by_train = is_found(named, run, change) or is_found(trained, run, change)
     return ", ".join(name for name, is_so in (("verify", by_verify), ("train", by_train)) if is_so) or "nothing"
@@ -55,7 +55,7 @@ def test_every_row_is_true_of_rollbacks_and_judgements(
 
 @pytest.mark.parametrize("kind", ["BatchPlanned", "StepTrained", "WeightsPublished"])
 def test_the_version_that_a_rollback_adopts_is_found(rolled_back: Any, kind: str) -> None:
-    """In a record that adopts, and in one that does not."""
+    """The test covers a record that adopts, and one that does not."""
     records = [
         Change(kind, "adopts", where, number, orjson.dumps({**body, "adopts": other(body.get("adopts", 0))}))
         for where, kept in rolled_back.log._store._partitions.items()

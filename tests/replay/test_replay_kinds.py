@@ -124,7 +124,7 @@ def test_a_submission_that_becomes_a_part_of_one_is_found(submitted: Any) -> Non
 
 
 def test_of_a_submission_what_changes_no_answer_is_found_by_nothing(submitted: Any) -> None:
-    """At the plan's last epoch the job ends whatever is said; what was submitted was offered."""
+    """At the plan's last epoch the job ends whatever is_last is; all submitted groups were offered."""
 
     def with_one_more(names: Any) -> Any:
         body = orjson.loads(with_field(submitted, "SubmissionReceived", "epoch", lambda epoch: epoch).value)

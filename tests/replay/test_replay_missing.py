@@ -57,7 +57,7 @@ def test_a_record_that_is_gone_is_found_by_what_names_it(run, topic, kind, nth, 
 
 
 def cut_off(run, cause, newest):
-    """What names versions above `newest` is gone from a run that ended by `cause`; its rollouts stay."""
+    """Remove the records that name versions above `newest` from a run that ended by `cause`; its rollouts stay."""
     run.change("groups", "run_ended", b'"completed"', f'"{cause}"'.encode())
     run.remove("jobs", "job_succeeded")
     for topic, kind in (("weights", "step_trained"), ("weights", "weights_published"), ("jobs", "job_progressed")):

@@ -1,4 +1,4 @@
-"""What reading one run costs in a log that holds many."""
+"""Cost of reading one run in a log that holds many."""
 
 import asyncio
 from collections import Counter
@@ -111,11 +111,11 @@ class BusyLog(CountingLog):
     def __init__(self) -> None:
         super().__init__()
         self.to_come: dict[str, list[Event]] = {}
-        """By the topic whose end is asked for once the run's records are being read; each once."""
+        """Events by the topic whose end is requested once the run's records are being read; each sent once."""
         self.is_read = False
 
     async def end_offsets(self, topic: str) -> dict[int, int]:
-        """As MemoryLog."""
+        """End offsets as in MemoryLog, after the events to come are sent."""
         self.is_read = self.is_read or topic == "dlq"
         await self.send_all(self.to_come.pop(topic, []) if self.is_read else [])
         return await super().end_offsets(topic)

@@ -1,1 +1,1 @@
-"""What tests of several folders share: services in one process, recorded runs, brokers and endpoints that fail."""
+"""Shared code of tests: services in one process, recorded runs, brokers and endpoints that fail."""

@@ -17,7 +17,7 @@ class CountingReader(MemoryReader):
     num_read: Counter[str]
 
     def take(self, limit: int) -> list[Record]:
-        """As MemoryReader."""
+        """Take like MemoryReader, and count the records."""
         taken = super().take(limit)
         self.num_read.update(record.topic for record in taken)
         return taken
@@ -44,7 +44,7 @@ class CountingLog(MemoryLog):
         return found
 
     async def send(self, event: Event, *, partition: int | None = None) -> Position:
-        """As MemoryLog."""
+        """Send like MemoryLog, and resolve the futures that await such an event."""
         position = await super().send(event, partition=partition)
         for kind, found in self._awaited:
             if isinstance(event, kind) and not found.done():
@@ -58,7 +58,7 @@ class CountingLog(MemoryLog):
 
 
 def counted(log: Any) -> Counter[str]:
-    """What was read since the last call."""
+    """Records read since the last call, by topic."""
     found = Counter(log.num_read)
     log.num_read.clear()
     return found

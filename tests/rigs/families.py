@@ -62,7 +62,7 @@ class SizedTokenizer(ChatTokenizer):
 
 
 def qwen3_tokenizer(folder: Path) -> Any:
-    """Of Qwen3: JSON in <tool_call>, old reasoning dropped."""
+    """Tokenizer of Qwen3: JSON in <tool_call>, old reasoning dropped."""
     from renderers import qwen3
 
     texts = {"header": qwen3._TOOLS_HEADER, "footer": qwen3._TOOLS_FOOTER}  # pyright: ignore[reportPrivateUsage]
@@ -70,7 +70,7 @@ def qwen3_tokenizer(folder: Path) -> Any:
 
 
 def glm_tokenizer(folder: Path) -> Any:
-    """Of GLM-4.5: <arg_key> and <arg_value> in <tool_call>; the next role's token ends an answer."""
+    """Tokenizer of GLM-4.5: <arg_key> and <arg_value> in <tool_call>; the next role's token ends an answer."""
     from renderers import glm45
 
     texts = {"header": glm45._TOOLS_HEADER, "footer": glm45._TOOLS_FOOTER}  # pyright: ignore[reportPrivateUsage]

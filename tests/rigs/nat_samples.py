@@ -11,7 +11,7 @@ MODEL = "my-model"
 _TYPES = {"user": "human", "assistant": "ai"}
 WORKFLOW = "<workflow>"
 Names = str | tuple[str, ...]
-"""Of a function, or of it, its caller, ... outwards; ids are `f-NAME`."""
+"""Names of a function, or of it, its caller, ... outwards; ids are `f-NAME`."""
 
 
 def step(event_type, uuid, *, name=None, parent="w", function: Names = WORKFLOW, data=None, metadata=None, **payload):

@@ -61,7 +61,9 @@ class _Lists(TorchFunctionMode):
 
 @contextmanager
 def counted_waits(optimizer: torch.optim.Optimizer | None = None) -> Iterator[Counter[str]]:
-    """What waits within, by kind. The steps of `optimizer` are left out: its own counters stay in main memory."""
+    """Waits within the context, counted by kind. The steps of `optimizer` are left out: its own counters stay in main
+    memory.
+    """
     found: Counter[str] = Counter()
     with _Operators(found) as operators, _Lists(operators):
 

@@ -1,4 +1,4 @@
-"""Where an exception of users' code is said to come from."""
+"""Reported origin of an exception in users' code."""
 
 import importlib
 import json

@@ -11,7 +11,7 @@ import pytest
 pytestmark = [pytest.mark.kafka, pytest.mark.slow]
 ROOT = Path(__file__).resolve().parents[3]
 PRICE, MAX_TOKENS, LOWEST, HIGHEST = 0.02, 5, 0.0, 1.0
-"""As examples/custom/run.yaml says."""
+"""Values of examples/custom/run.yaml."""
 OVERRIDES = {
     "trainers.trainer.enough": "-1",
     "trainers.trainer.num_epochs_in_a_row": "2",
@@ -53,7 +53,7 @@ def assert_the_trainer_ended_the_run(project: Any, reported: str) -> None:
 
 
 def assert_the_builder_priced_and_the_adapter_bounded(project: Any) -> None:
-    """What was trained is the recorded reward less its price, within the bounds; the file says the same as the log."""
+    """The trained reward is the recorded reward less its price, within the bounds; the file agrees with the log."""
     lines = (project.folder / "output" / "submissions.jsonl").read_text().splitlines()
     submissions = [json.loads(line) for line in lines]
     assert [one["epoch"] for one in submissions] == [0, 1]

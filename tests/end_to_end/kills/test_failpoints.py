@@ -11,7 +11,7 @@ pytestmark = [pytest.mark.kafka, pytest.mark.slow, pytest.mark.chaos, pytest.mar
 
 EPOCHS = 24
 HITS = {"producer/during-hand-over": 1}
-"""At which hit of a process, 3 where nothing is said: soon enough after each of its starts."""
+"""Hit at which a process is killed, by failpoint; 3 for all others: soon enough after each of its starts."""
 NOT_REACHED = {
     "gateway/after-reward-before-answer": "tests/producers/gateway/test_gateway_repeats.py",
     "gateway/after-end-before-answer": "tests/producers/gateway/test_gateway_repeats.py",

@@ -33,7 +33,7 @@ WHERE f.state = 'ended' AND o.outcome <> 'rejected' ORDER BY f.group_id, f.log_o
 
 
 def first_enough(project: Any) -> dict[str, tuple[list[str], int]]:
-    """By group: the rollouts of the members that ended first, and the offset of the record that closes it."""
+    """The rollouts of the members that ended first, and the offset of the record that closes their group, by group."""
     found: dict[str, tuple[list[str], int]] = {}
     for group_id, ended in itertools.groupby(project.rows(ENDED), key=itemgetter("group_id")):
         first: dict[int, dict[str, Any]] = {}

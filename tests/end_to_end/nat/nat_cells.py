@@ -147,7 +147,7 @@ Faulty = dict[str, Any] | None
 
 
 def failing_evaluator(configuration: dict[str, Any], project: Any) -> Faulty:
-    """Of every rollout."""
+    """Let the evaluator of every rollout fail."""
     if "llms" in configuration:
         configuration["eval"]["evaluators"]["share"]["fails"] = True
         return configuration
@@ -159,7 +159,7 @@ def failing_evaluator(configuration: dict[str, Any], project: Any) -> Faulty:
 
 
 def dead_llm(configuration: dict[str, Any], project: Any) -> Faulty:
-    """At whose address nobody listens."""
+    """Point the LLM at an address at which nothing listens."""
     return at_address(configuration, f"http://127.0.0.1:{free_port()}/v1")
 
 
@@ -217,12 +217,12 @@ FAULTS: dict[str, Callable[[dict[str, Any], Any], Faulty]] = {
 
 
 class Cell(NamedTuple):
-    """What one run came to."""
+    """Result of one run."""
 
     status: int
     last_line: str
     state: str
-    """Of the run on the log; `not begun` if it has none."""
+    """State of the run on the log; `not begun` if it has none."""
     versions: int
     """Those that were trained."""
     has_model: bool
@@ -230,7 +230,7 @@ class Cell(NamedTuple):
 
     @property
     def disagreements(self) -> list[str]:
-        """Where exit status, last line, log and folder do not say the same."""
+        """Differences between exit status, last line, log and folder."""
         found: list[str] = []
         is_well = self.state in ("completed", "stopped")
         if (self.status == 0) != is_well:

@@ -135,7 +135,7 @@ async def parsing_builder(config, builder):
 
 class OrderlyTrainerConfig(TrainerConfig, name="nat_example_trainer"):
     empty_from: int | None = None
-    """From this epoch on nothing is submitted, as where a curriculum leaves nothing."""
+    """Epoch from which on nothing is submitted, as if a curriculum left nothing."""
 
 
 class OrderlyTrainer(Trainer):

@@ -30,7 +30,7 @@ class OpponentConfig(FunctionBaseConfig, name="nat_game_opponent"):
 @register_function(config_type=OpponentConfig)
 async def opponent(config, builder):
     async def answer(move: str) -> str:
-        """What the other side says."""
+        """Answer of the other side."""
         return config.says
 
     yield FunctionInfo.from_fn(answer, description="the other side")

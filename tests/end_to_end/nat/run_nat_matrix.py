@@ -17,7 +17,7 @@ from tests.end_to_end.nat.nat_cells import FAULTS, MIXES, run_cell
 
 SHOWN = 160
 LOGGED = re.compile(r"^[-\d]+ [:\d]+ - \w+ +- [\w.]+:\d+ - ")
-"""What NAT's log puts before a line."""
+"""Prefix of a line in NAT's log."""
 
 
 def main() -> int:

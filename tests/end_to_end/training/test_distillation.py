@@ -40,7 +40,7 @@ def test_a_run_with_a_teacher_is_replayed_without_it(project: Any) -> None:
 
 
 def assert_an_export_is_enough(project: Any, recorded: list[str]) -> None:
-    """To train again, and for a what-if in a workspace that knows nothing of the run."""
+    """An export is enough to train again, and for a what-if in a workspace that knows nothing of the run."""
     exported = project.run("export", "taught", "--output", "kept", "--weights")
     assert exported.returncode == 0, exported.stderr
     kept = str(project.folder / "kept")
@@ -60,7 +60,7 @@ def what_if(project: Any, changes: dict[str, Any], *options: str) -> str:
 
 
 def hashes(project: Any, run_id: str) -> list[str]:
-    """Of a run's versions."""
+    """Hashes of a run's versions."""
     asked = project.run("sql", HASHES.format(run_id), "--format", "json")
     assert asked.returncode == 0, asked.stderr
     return [row["weights_sha256"] for row in json.loads(asked.stdout)]

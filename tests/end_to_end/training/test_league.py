@@ -72,7 +72,9 @@ def assert_replayed(project: Any) -> None:
 
 
 def assert_matches_are_played_again(project: Any, matches: list[dict[str, Any]]) -> None:
-    """With the players that played, token by token; with others, twice the same; not with a version that is gone."""
+    """Matches are repeated with the players that played, token by token; with others, twice the same; not with a
+    version that is gone.
+    """
     newest = max(row["epoch"] for row in matches)
     again = project.run("match", RUN_ID, "--task", f"{newest}/1", "--member", "2")
     assert again.returncode == 0, again.stderr

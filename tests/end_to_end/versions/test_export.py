@@ -80,7 +80,7 @@ def test_a_run_is_exported_replayed_from_its_files_and_the_metrics_are_made_agai
 
 
 def assert_a_what_if_of_it_is_a_run_of_an_empty_workspace(project: Any, run: str, folder: Path) -> None:
-    """That knows nothing of the recorded run, and can be exported and replayed itself."""
+    """The workspace knows nothing of the recorded run, and the what-if can be exported and replayed itself."""
     other = dataclasses.replace(project, folder=project.folder / "other")
     other.folder.mkdir()
     file = other.write({"trainer_adapters": {"learner": {"optimizer": {"learning_rate": 1e-2}}}}, "what_if.yaml")

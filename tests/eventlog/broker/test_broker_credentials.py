@@ -42,7 +42,7 @@ log.cleaner.dedupe.buffer.size={8 * 1024 * 1024}
 
 @pytest.fixture(scope="module")
 def broker() -> Iterator[EmbeddedBroker]:
-    """In a folder that other users can enter, unlike pytest's own."""
+    """A broker in a folder that other users can enter, unlike pytest's own."""
     with tempfile.TemporaryDirectory() as folder:
         Path(folder).chmod(0o755)
         with EmbeddedBroker(Path(folder) / ".rollstream") as running:
@@ -63,7 +63,7 @@ def _pid(broker: EmbeddedBroker) -> int:
 
 
 def reply_to(port: int, api_key: int, version: int) -> bytes:
-    """What a client that has not logged in gets for a request, nothing if the connection is closed on it."""
+    """Reply to a request of a client that has not logged in; empty if the connection is closed."""
     request = struct.pack(">hhih", api_key, version, 1, -1) + b"\0" * 64
     with socket.create_connection((HOST, port), timeout=10) as client:
         client.sendall(struct.pack(">i", len(request)) + request)

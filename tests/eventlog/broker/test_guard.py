@@ -1,4 +1,4 @@
-"""What a server has started ends with the server, however that ends."""
+"""A server's child processes end with the server, however that ends."""
 
 import os
 import signal

@@ -1,4 +1,4 @@
-"""What is under way when a broker goes and does not come back ends with one clear error."""
+"""Work in progress ends with one clear error when a broker goes and does not come back."""
 
 import asyncio
 import json

@@ -1,4 +1,4 @@
-"""What no ACL allows, against a real broker: one error that names who, which operation and which resource."""
+"""Denied operations, against a real broker: one error that names user, operation and resource."""
 
 import asyncio
 import os

@@ -1,4 +1,4 @@
-"""When records leave for Kafka: at once, and together with others that come meanwhile."""
+"""Sending of records to Kafka: at once, and together with others that come meanwhile."""
 
 import asyncio
 from typing import Any

@@ -112,7 +112,7 @@ def test_an_unknown_id_is_one_clear_error(rig: GroupRig, job_id: str) -> None:
 def test_what_is_not_a_command_is_an_argument_of_list(written: list[str], reported: str) -> None:
     @click.group(cls=ListByDefault)
     def group() -> None:
-        """Of two commands."""
+        """A group of two commands."""
 
     for name in ("list", "show"):
         argument = click.Argument(["given"], nargs=-1)

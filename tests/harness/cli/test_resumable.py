@@ -1,4 +1,4 @@
-"""What ends `finetune` before its run has ended says how to go on."""
+"""When `finetune` ends before its run, it shows how to continue."""
 
 import errno
 

@@ -1,4 +1,4 @@
-"""What `rollstream rollback` writes, and what it refuses with which remedy."""
+"""Records of `rollstream rollback`, and its refusals with their remedies."""
 
 import asyncio
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""What a run by components does where few come: what is written again, and what is sealed while a run is taken up."""
+"""Rare cases of runs by components: repeated writes, and seals during a takeover."""
 
 import asyncio
 from collections import Counter
@@ -203,7 +203,9 @@ def test_what_a_builder_leaves_out_is_not_said_to_be_the_curriculums(tmp_path: P
 
 
 class OtherTrainer(Trainer):
-    """Of every group the first two, of every epoch the first two groups: by its curriculum, or without a word."""
+    """Keeps the first two members of every group, and the first two groups of every epoch: by its curriculum, or
+    without reporting it.
+    """
 
     tells = True
 

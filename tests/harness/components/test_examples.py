@@ -31,7 +31,7 @@ OWN = {
 
 @pytest.fixture(autouse=True)
 def _at_the_root(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where the examples are to be started from: paths are relative to it, and modules are found there."""
+    """Start the examples at the root: paths are relative to it, and modules are found there."""
     monkeypatch.chdir(ROOT)
     monkeypatch.setattr(sys, "path", [*sys.path, str(ROOT)])
     importlib.import_module("examples.custom.world")  # as `modules` of the file has producers do
@@ -46,7 +46,7 @@ def test_every_example_can_be_read(path: Path) -> None:
 
 
 def digits(prompt: str, rng: Any, version: int) -> tuple[str, float]:
-    """From one to five digits, so that some answers are too long for the builder of the example."""
+    """One to five digits, so that some answers are too long for the builder of the example."""
     return "".join(str(rng.randrange(10)) for _ in range(rng.randint(1, 5))), -1.0
 
 

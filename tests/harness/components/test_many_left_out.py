@@ -1,4 +1,4 @@
-"""Of an epoch of which more is left out than one record could name."""
+"""An epoch that leaves out more than one record could name."""
 
 import asyncio
 from collections import Counter
@@ -57,7 +57,7 @@ def names(job_id: str) -> list[str]:
 
 
 async def causes_of(rig: EpochwiseRig, handle: RunHandle) -> Counter[str]:
-    """Of every second member it was the curriculum that left it out, of the others the builder."""
+    """Every second member is left out by the curriculum, the others by the builder."""
     await handle.begin()
     groups = [closed(handle.spec.job_id, index) for index in range(NUM_GROUPS)]
     await rig.log.send_all(groups)

@@ -1,4 +1,4 @@
-"""How a run ends that trained nothing: what it says, whether it failed, and that it leaves no model."""
+"""End of a run that trained nothing: its message, whether it failed, and that it leaves no model."""
 
 import asyncio
 from collections.abc import AsyncIterator, Iterator

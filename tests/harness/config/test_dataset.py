@@ -48,7 +48,7 @@ def parquet(folder: Path, columns: str) -> Path:
 
 
 def test_bytes_of_parquet_are_text_at_any_depth(tmp_path: Path) -> None:
-    """As files have it whose writer did not declare its strings as such."""
+    """Files have bytes if their writer did not declare its strings as such."""
     blob = "encode('grün')"
     columns = (
         f"SELECT 7 AS id, {blob} AS t, [{blob}] AS l, {{'a': {{'b': [{blob}]}}}} AS s, MAP {{{blob}: {blob}}} AS m"

@@ -15,7 +15,7 @@ class TheirStructure(BaseModel):
 
 
 class TheirDataset(BaseModel):
-    """As NAT's: a structure by default."""
+    """A dataset like NAT's: a structure by default."""
 
     model_config = ConfigDict(populate_by_name=True)
 

@@ -43,7 +43,7 @@ class MyAdapterConfig(TrainerAdapterConfig, name="my_adapter"):
 
 
 class File(BaseModel):
-    """What a run's configuration names as its file."""
+    """The file that a run's configuration names."""
 
     trainers: dict[str, Any]
     trajectory_builders: dict[str, Any]

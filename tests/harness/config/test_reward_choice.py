@@ -1,4 +1,4 @@
-"""Which rewards a file names: evaluators, registered functions, foreign blocks, and what the examples must have."""
+"""Rewards that a file names: evaluators, registered functions, foreign blocks, and the fields that examples need."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""What is stored of a run that no file of ours was given for reads as the same configuration."""
+"""The stored form of a run that was started without a file of ours reads as the same configuration."""
 
 from pathlib import Path
 

@@ -109,7 +109,7 @@ def _registered() -> None:
 
 @pytest.fixture(autouse=True)
 def _as_before() -> Iterator[None]:
-    """What the command changes in its process."""
+    """Restore the process's state that the command changes."""
     path, factory, hook = list(sys.path), logging.getLogRecordFactory(), sys.excepthook
     yield
     sys.path[:] = path

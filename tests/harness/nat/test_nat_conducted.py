@@ -1,4 +1,4 @@
-"""How a run that NAT's command conducts ends on its log: as the command ends, with a trainer of any package."""
+"""A run that NAT's command conducts ends on its log as the command ends, with a trainer of any package."""
 
 import asyncio
 import contextlib
@@ -27,7 +27,7 @@ def status(kind: TrainingStatusEnum, message: str = "") -> TrainingJobStatus:
 
 
 def ended(folder: Path, run: Run, *, is_cancelled: bool = False) -> tuple[list[Any] | str, list[RunEnded]]:
-    """What the command is told, statuses or an error, and how the run ended on the log."""
+    """Result of the command, statuses or an error, and the run's end on the log."""
 
     async def scenario() -> tuple[list[Any] | str, list[RunEnded]]:
         rig = EpochwiseRig(folder, configuration(folder, num_epochs=2, num_examples=2))

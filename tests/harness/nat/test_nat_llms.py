@@ -26,7 +26,7 @@ from rollstream.schemas.services import EndpointSettings
 
 
 class TheirBuilderConfig(TrajectoryBuilderConfig, name="nat_llms_builder"):
-    """Of another package."""
+    """A builder of another package."""
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -43,7 +43,7 @@ def llm(model_name: str = "policy", url: str | None = "http://localhost:8765/v1"
 
 
 def loaded(folder: Path, llms: dict[str, Any], *, builder: str = "nat_llms_builder", **changes: Any) -> Loaded:
-    """As `nat finetune` gives its file to our adapter, and as the checks before a run have let it pass."""
+    """The file as `nat finetune` gives it to our adapter, after the checks before a run."""
     adapter = {"_type": "rollstream", "model": {"path": str(folder)}, "endpoint": {"port": 8765}}
     written = {
         "workflow": {"_type": "rollstream", "environment": "guess_number"},

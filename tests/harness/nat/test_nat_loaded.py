@@ -1,4 +1,4 @@
-"""What is stored of a run that `nat finetune` conducts: the file as written, never what `${ENV}` stands for."""
+"""The stored form of a run that `nat finetune` conducts: the file as written, never the values of `${ENV}`."""
 
 import asyncio
 from pathlib import Path
@@ -51,7 +51,7 @@ FILE = {
 
 
 def handed_over(path: Path, overrides=()):
-    """What components get of a file, as NAT's command makes it."""
+    """Configuration that components get, as NAT's command makes it from a file."""
     discover_and_register_plugins(PluginTypes.CONFIG_OBJECT)
     config = validate_schema(load_and_override_config(path, overrides), Config)
     config.finetuning.run_configuration = FinetuneRunConfig(config_file=config, dataset="examples.json")

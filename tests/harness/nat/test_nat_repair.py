@@ -1,4 +1,4 @@
-"""What `nat finetune` 1.9 hands over, repaired, and the packages that it needs and does not install."""
+"""Repairs of the configuration from `nat finetune` 1.9, and the packages that it needs and does not install."""
 
 from pathlib import Path
 
@@ -13,7 +13,7 @@ from rollstream.schemas.errors import ConfigError
 
 
 def handed_over(**run):
-    """As NAT's finetuning_main leaves it: a configuration that holds itself."""
+    """A configuration that holds itself, as NAT's finetuning_main leaves it."""
     file = Config()
     file.finetuning.run_configuration = nats.FinetuneRunConfig(config_file=file, **run)
     return file.finetuning

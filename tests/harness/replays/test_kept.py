@@ -1,4 +1,6 @@
-"""What a log has lost: told by the ends that the metrics have seen, and by the offsets that partitions begin at."""
+"""Records that a log has lost: detected by the ends that the metrics have seen, and by the offsets that partitions
+begin at.
+"""
 
 import asyncio
 import subprocess

@@ -37,7 +37,7 @@ def closed(at: int, cause: str) -> GroupClosed:
 
 
 def reports(before: Scenario, after: Scenario, monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """What is reported of the events of `before` and `after` the moment from which the log is watched."""
+    """Reports on the events of `before` and `after` the moment from which the log is watched."""
     monkeypatch.setattr(conductor, "FAILURE_POLL_S", 0.01)
     found: list[str] = []
 

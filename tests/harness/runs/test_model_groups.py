@@ -27,7 +27,7 @@ class Conducted:
             self.progress = evolve(self.progress, event)
 
     def next(self) -> list[Event]:
-        """What is written now; it is taken in."""
+        """Take in the events that are written now, and return them."""
         events = lacking(self.progress, self.script.run_started(), self.jobs)
         self.take(*events)
         return events

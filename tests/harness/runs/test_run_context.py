@@ -1,4 +1,4 @@
-"""What is looked at around a run: room on the disk."""
+"""Checks around a run: space on the disk."""
 
 import io
 from collections.abc import Callable

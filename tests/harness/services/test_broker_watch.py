@@ -1,4 +1,4 @@
-"""What looks after the broker: deaths are counted, forgiven after a while, and a full disk is waited for."""
+"""Supervision of the broker: deaths are counted, forgiven after a while, and a full disk is waited for."""
 
 import asyncio
 import os

@@ -1,4 +1,4 @@
-"""What of other people's libraries is loaded, and what is not."""
+"""Libraries of other projects that are loaded, and those that are not."""
 
 import subprocess
 import sys

@@ -15,7 +15,7 @@ CLEAR = "\r\x1b[2K"
 
 
 def on_a_terminal(code: str, *, columns: int = 40, **variables: str) -> str:
-    """What a program writes to a terminal of that width; a line feed is one."""
+    """Output of a program on a terminal of that width; a line feed is one."""
     master, slave = os.openpty()
     fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
     known = {name: text for name, text in os.environ.items() if name not in ("COLUMNS", "LINES")}

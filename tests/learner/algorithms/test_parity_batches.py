@@ -37,7 +37,7 @@ def tokens(current: Tensor, entropies: Tensor | None = None, **columns: Any) -> 
 
 
 def divisors(by: str) -> np.ndarray:
-    """What each token's loss is divided by, from the papers that docs/algorithms.md names."""
+    """Divisor of each token's loss, from the papers that docs/algorithms.md names."""
     if by == "tokens":  # DAPO, arXiv 2503.14476, equation 8: 1 / sum |o_i|
         return np.full(8, 8.0)
     if by == "sequences":  # GRPO, arXiv 2402.03300, equation 3: 1 / G, 1 / |o_i|
@@ -105,7 +105,7 @@ def test_the_entropy_bonus_has_the_gradient_of_the_softmaxs_entropy() -> None:
 
 
 def imitated(rewards: Sequence[float], settings: ExpertIterationSettings) -> tuple[list[bool], list[float]]:
-    """By row whether it is kept, and its weight, as `prepare` says."""
+    """Whether each row is kept, and its weight, according to `prepare`."""
     rows = [
         Row(np.zeros(n + 1, np.int32), np.arange(n + 1) > 0, np.zeros(n + 1, np.float32), member)
         for member, n in enumerate(LENGTHS)

@@ -1,4 +1,4 @@
-"""What an algorithm carries from batch to batch: it survives restarts, and a replay finds the same."""
+"""State that an algorithm carries from batch to batch: it survives restarts, and a replay finds the same."""
 
 import asyncio
 from typing import Any

@@ -96,7 +96,7 @@ def test_too_many_skipped_steps_in_a_row_end_the_job_also_across_a_restart(
 def test_memory_that_runs_out_halves_the_micro_batches_and_replays_so(
     lab: Any, monkeypatch: pytest.MonkeyPatch, mini_batches: int
 ) -> None:
-    """With and without a pass for the proximal policy; the second version has no more than the first came to."""
+    """With and without a pass for the proximal policy, the second version has no more than the first ended with."""
     plain, limit = PolicyModel.completion_terms, 40
 
     def completion_terms(self: PolicyModel, batch: Any, **options: Any) -> Any:
@@ -122,7 +122,7 @@ def test_memory_that_runs_out_halves_the_micro_batches_and_replays_so(
 
 
 def limited(path: str, length: int, sender: Any) -> None:
-    """In a process of its own: train far more than its memory holds."""
+    """Train, in a process of its own, far more than its memory holds."""
     torch.set_num_threads(1)
     settings = JobSettings(
         kind="rl",
@@ -273,7 +273,7 @@ def test_an_engine_that_samples_otherwise_at_the_trained_version_sets_off_the_al
     plain = lab.trajectory
 
     def sampled(job: Any, index: int, position: int, **options: Any) -> Any:
-        """With the version that each token was sampled by: of half of them an earlier one."""
+        """Add the version that sampled each token: for half of them an earlier one."""
         made = plain(job, index, position, **options)
         version = index - position % 2 if index else 0
 

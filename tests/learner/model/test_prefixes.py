@@ -199,7 +199,7 @@ def varlen_in_torch(
     window_size: tuple[int, int],
     enable_gqa: bool,
 ) -> torch.Tensor:
-    """What torch's varlen_attn says it computes, a sequence at a time."""
+    """Compute what torch documents for varlen_attn, a sequence at a time."""
     assert window_size == (-1, 0)
     assert cu_seq_q.dtype == cu_seq_k.dtype == torch.int32
     assert (cu_seq_q.diff().max(), cu_seq_k.diff().max()) == (max_q, max_k)

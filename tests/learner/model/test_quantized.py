@@ -108,7 +108,7 @@ def test_the_engine_has_the_numbers_that_the_learner_has(lab: Any, folder: Path,
 
 @torch.no_grad()
 def plain_logprobs(policy: PolicyModel, prompt_ids: Sequence[int], token_ids: Sequence[int]) -> list[float]:
-    """Of sampled tokens, by one forward of the learner's module."""
+    """Log-probabilities of sampled tokens, by one forward of the learner's module."""
     ids = torch.tensor([[*prompt_ids, *token_ids]])
     policy.use_dropout(False)
     found = policy.module(input_ids=ids).logits[0, len(prompt_ids) - 1 : -1].log_softmax(-1)

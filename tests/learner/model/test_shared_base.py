@@ -33,7 +33,7 @@ def lora(folder: Path, rank: int = 4, **changes: Any) -> ModelSettings:
 
 
 def frozen(model: PolicyModel) -> set[int]:
-    """Where the parameters that are not trained are in memory."""
+    """Addresses of the parameters that are not trained."""
     return {one.data_ptr() for one in model.module.parameters() if not one.requires_grad}
 
 

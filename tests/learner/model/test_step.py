@@ -239,7 +239,7 @@ KEPT = KeptRow(np.where(np.arange(8) > 3, 2, 0), np.asarray([4, 9, 5, 9, 6, 9, 7
 
 
 def waits_of(tiny_model: Path, *, by_logits: bool, revision: Any, kept: KeptRow | None) -> Counter[str]:
-    """Of one step whose micro-batches have a row each."""
+    """Waits of one step whose micro-batches have a row each."""
     settings = JobSettings(
         kind="rl",
         model=ModelSettings(path=str(tiny_model), device="cpu"),

@@ -70,7 +70,7 @@ async def trained(folder: Path, model: Path, ranks: ProcessRanks, *, stops: bool
 
 
 async def keep(lab: Lab, folder: Path) -> None:
-    """What the log and the workspace have."""
+    """Keep the contents of the log and the workspace."""
     steps = await lab.events("weights", StepTrained)
     published = [one for one in await lab.events("weights", WeightsPublished) if one.version == VERSIONS]
     (folder / "last.safetensors").write_bytes(lab.artifacts.read(published[0].artifact))
@@ -123,7 +123,7 @@ def several_jobs(folder: Path, model: Path) -> None:
 
 @pytest.fixture(scope="module")
 def folder(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What two processes have left."""
+    """Files of two processes."""
     found = tmp_path_factory.mktemp("jobs")
     together(2, several_jobs, found, tiny_model)
     return found

@@ -29,7 +29,7 @@ KINDS: dict[str, dict[str, Any]] = {
 
 
 def without_weights(model: Path, folder: Path) -> Path:
-    """What a process needs that gets the weights of another one."""
+    """The part of a model folder that a process needs if it gets the weights of another one."""
     shutil.copytree(model, folder, ignore=shutil.ignore_patterns("*.safetensors"))
     return folder
 
@@ -60,7 +60,7 @@ def loaded_together(model: Path, folder: Path) -> None:
 
 
 def followed(ranks: ProcessRanks) -> Any:
-    """As `follow` does a command."""
+    """Follow a command as `follow` does."""
     command, _ = ranks.receive()
     return ranks.together(command)
 

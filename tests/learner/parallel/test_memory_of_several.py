@@ -22,11 +22,11 @@ from tests.rigs.services.process_group import together
 pytestmark = pytest.mark.slow
 GIVEN, LIMIT, VERSIONS = 256, 40, 2
 Recorded = list[list[int] | None]
-"""By version what it was trained with before; None: it was not."""
+"""Tokens that each version was trained with before; None: it was not."""
 
 
 def run_out_of_memory() -> None:
-    """In this process, with a micro-batch of several rows and more than LIMIT tokens."""
+    """Run out of memory, in this process, with a micro-batch of several rows and more than LIMIT tokens."""
     plain = PolicyModel.completion_terms
 
     def completion_terms(self: PolicyModel, batch: Any, **options: Any) -> Any:

@@ -109,7 +109,7 @@ def several(root: Path, model: Path) -> None:
 
 @pytest.fixture(scope="module")
 def root(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What two processes have left."""
+    """Files of two processes."""
     found = tmp_path_factory.mktemp("references")
     make_tiny_model(found / "with-tokenizer", seed=0, hidden_size=16, intermediate_size=32)
     together(2, several, found, tiny_model)

@@ -39,7 +39,7 @@ TRAINED: list[dict[str, Any]] = [
 
 
 class TwoRanks(Ranks):
-    """As many as a job is refused for; nothing else is asked of them."""
+    """The number of processes for which a job is refused; nothing else of it is used."""
 
     num = 2
 
@@ -81,7 +81,7 @@ def test_memory_that_runs_out_while_several_score_flies_as_it_does_while_they_tr
 
 
 class Refusing:
-    """Who is asked and finds no memory."""
+    """A model that runs out of memory."""
 
     asked = 0
 

@@ -31,7 +31,9 @@ NUM_STEPS = 20
 WORLDS = (1, 2, 4)
 KINDS = ("full", "lora")
 OTHERS = ("checkpointing", "bfloat16", "off-policy", "malt")
-"""What decides how layers compute, and losses that compare with the policy before a batch; tried at two processes."""
+"""Settings that decide how layers compute, and losses that compare with the policy before a batch; tried with two
+processes.
+"""
 NEWEST = get_args(JobSettings.model_fields["revision"].annotation)[-1]
 pytestmark = pytest.mark.slow
 TARGETS = ("q_proj", "v_proj", "down_proj")
@@ -173,7 +175,7 @@ def resumed_together(model: Path, folder: Path, kinds: tuple[str, ...]) -> None:
 
 @pytest.fixture(scope="module")
 def folder(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What processes have trained, and this one alone, as KIND-PROCESSES-RUN."""
+    """Models trained by several processes, and by this one alone, as KIND-PROCESSES-RUN."""
     found = tmp_path_factory.mktemp("ranks")
     make_deterministic(1)
     for kind in (*KINDS, *OTHERS):

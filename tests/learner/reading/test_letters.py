@@ -23,7 +23,7 @@ async def add_dead_letter(log: Any, topic: str, offset: int) -> None:
 
 
 async def letters(log: Any) -> list[tuple[str, int]]:
-    """What the letters behind the old ones are about."""
+    """Positions that the letters behind the old ones are about."""
     reader = await log.reader({TopicPartition("dlq", 0): OLD})
     found = [origin(record.headers) for record in await reader.poll(timeout_s=0)]
     await reader.close()

@@ -33,17 +33,17 @@ class TeacherServer:
 
     model: Path
     root: str = ""
-    """Of the model that it lists, if it is another one."""
+    """Root of the model that it lists, if it is another one."""
     shift: int = 0
     """Added to the ids of every text."""
     answer: Any = None
-    """In place of what it would answer to a prompt."""
+    """Answer in place of the usual one to a prompt."""
     failing: int = 0
     """So many requests fail first."""
     key: str = ""
-    """That requests must bear."""
+    """Key that requests must carry."""
     way: str = "prompt_logprobs"
-    """How it gives log-probabilities of prompts: by `echo` of the texts, of token `ids`, or "" not at all."""
+    """Its way to give log-probabilities of prompts: by `echo` of the texts, of token `ids`, or "" not at all."""
     wrong: int | None = None
     """Index of a prompt's token of which it says that it is another one."""
     asked: list[str] = field(default_factory=list[str])

@@ -47,7 +47,7 @@ async def trained(lab: Any, algorithm: Any) -> JobSubmitted:
 
 
 def logprobs_by_transformers(model: Path, token_ids: list[int]) -> list[float]:
-    """Of each id but the first, given those before it."""
+    """Log-probability of each id but the first, given those before it."""
     module = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float64)
     with torch.no_grad():
         found = torch.log_softmax(module(torch.tensor([token_ids])).logits[0, :-1], -1)
@@ -85,7 +85,7 @@ def test_a_teacher_is_asked_once_and_needed_by_no_replay(lab: Any, folders: tupl
 
 
 def test_distillation_brings_the_policy_to_its_teacher(lab: Any, folders: tuple[Path, Path]) -> None:
-    """On the same tokens, which the teacher holds for more or less likely."""
+    """The tokens are the same, which the teacher considers more or less likely."""
 
     async def scenario() -> list[float]:
         job = await lab.submit(num_versions=4, algorithm=OpdSettings(teacher=str(folders[1])), revision=6)
@@ -129,7 +129,7 @@ def test_a_policy_learns_from_itself_with_text_that_only_the_teacher_sees(lab: A
 
 
 def failure(lab: Any, algorithm: Any, inputs: dict[str, Any] | None = None) -> str:
-    """Why a job fails."""
+    """The error of a job that fails."""
 
     async def scenario() -> str:
         await begun(lab, inputs or {})

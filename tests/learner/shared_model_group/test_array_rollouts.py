@@ -33,7 +33,7 @@ def rollouts(**changes: Any) -> dict[str, Any]:
 
 
 class Ids:
-    """What an agent asks its group."""
+    """The part of a group that an agent uses."""
 
     group_name = "players"
     model_name = "m"

@@ -37,7 +37,7 @@ def made(rig: GroupRig, agents: list[GroupAgent], **changes: Any) -> SharedModel
 
 
 async def finish(rig: GroupRig, job_id: str, version: int) -> None:
-    """What a learner writes when a job is done."""
+    """Write a learner's events for a finished job."""
     common = {"run_id": RUN, "time_ms": 1, "job_id": job_id, "model_group": GROUP}
     ref = ArtifactRef(uri="x", sha256="0" * 64, size_bytes=1)
     published = WeightsPublished(

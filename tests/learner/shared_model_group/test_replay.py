@@ -70,7 +70,7 @@ def test_rl_jobs_of_a_group_are_verified_and_trained_again_to_the_same_weights(r
 
 
 def test_every_row_is_true_of_skipped_jobs_and_switches(rig: GroupRig, caplog: pytest.LogCaptureFixture) -> None:
-    """Of docs/replay.md; a change that does not decode is found in any case."""
+    """Rows of docs/replay.md; a change that does not decode is found in any case."""
     caplog.set_level(logging.CRITICAL)
 
     async def body() -> None:

@@ -1,4 +1,4 @@
-"""What is known of each attempt is kept in one row; `outcomes` from it equals that from the events' own tables."""
+"""Each attempt's state is kept in one row; `outcomes` from it equals that from the events' own tables."""
 
 import random
 from collections.abc import Iterator

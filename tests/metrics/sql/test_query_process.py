@@ -82,7 +82,7 @@ def in_state(state: str, folder: Path) -> Database:
 
 
 def assert_outlives_a_kill(database: Database, folder: Path) -> None:
-    """What is written from now on is there after the next kill."""
+    """Rows written from now on survive the next kill."""
     database.write({}, {TopicPartition("steps", 0): 7})
     again = Database(copied(database.path.parent, folder) / database.path.name)
     assert again.offsets() == {TopicPartition("steps", 0): 7}

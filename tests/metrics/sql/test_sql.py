@@ -95,7 +95,7 @@ def post(workspace: Path, sql: str, answers: list[tuple[int, bytes]]) -> None:
 def ask(
     database: Database, sql: str, *, limit: int = 10, timeout_s: float = 20, memory_bytes: int = MEMORY_BYTES
 ) -> Result:
-    """As the service runs it: in a process of its own, forked from the one that holds the file."""
+    """Run a query like the service: in a process of its own, forked from the one that holds the file."""
     limits = Limits(limit, timeout_s, memory_bytes)
     query = database.fork(lambda connection: start(connection, database.path, sql, limits))
     try:

@@ -1,4 +1,4 @@
-"""Who played and what they scored, as assembly takes it from the steps of a league's groups."""
+"""Players and scores, as assembly takes them from the steps of a league's groups."""
 
 from rollstream.eventlog import codec
 from rollstream.schemas.events import RewardRecorded

@@ -1,4 +1,4 @@
-"""Which runs are abandoned: those without a sign of life, whatever the clocks of partitions and machines do."""
+"""Abandoned runs: those without a sign of life, whatever the clocks of partitions and machines do."""
 
 from hypothesis import given, settings
 from hypothesis import strategies as st

@@ -1,4 +1,4 @@
-"""What holds for any run: each trajectory ends in one place, manifests chain, replay and restart answer the same."""
+"""Properties of any run: each trajectory ends in one place, manifests chain, replay and restart answer the same."""
 
 from collections import Counter
 
@@ -153,7 +153,7 @@ def simulate(new_partition, plans, random, make_closed, make_member):
 
 
 def folded(partition, state, records):
-    """What curate sends for each record."""
+    """Events that curate sends for each record."""
     return [
         [codec.encode(event).value for event in curate.evolve(state, received, partition.datasets)]
         for received in records

@@ -47,7 +47,7 @@ async def written(partition, store):
 
 
 async def take(shell, log, start, end):
-    """What the shell sends for the records between two offsets, in batches of three."""
+    """Events that the shell sends for the records between two offsets, in batches of three."""
     log.sent.clear()
     records = log._store.read(("groups", 0), start, end - start)
     for first in range(0, len(records), 3):
@@ -56,7 +56,7 @@ async def take(shell, log, start, end):
 
 
 def without_clocks(metadata):
-    """As of many runs."""
+    """Metadata as of many runs."""
     reported = orjson.loads(metadata)
     for run in reported["runs"].values():
         run.pop("idle", None)

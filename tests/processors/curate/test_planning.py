@@ -1,4 +1,4 @@
-"""From closed groups to manifests: order, hash chain, staleness, carry-over, submissions, causes of rejection."""
+"""Planning of manifests from closed groups: order, hash chain, staleness, carry-over, submissions, rejection causes."""
 
 import pytest
 

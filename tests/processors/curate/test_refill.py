@@ -23,7 +23,7 @@ def tasks_in(outputs):
 
 
 def closed(partition, tasks, *rewards):
-    """What the last of the groups leads to."""
+    """Events caused by the last of the groups."""
     outputs = []
     for task, values in zip(tasks, rewards, strict=True):
         outputs = partition.close(task, values)

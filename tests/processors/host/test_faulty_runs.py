@@ -74,7 +74,7 @@ async def of_run(log, topic, run):
 
 
 def known_metadata(metadata, knows):
-    """What a restart is told of the metadata that was committed."""
+    """Part of the committed metadata that a restart gets."""
     if knows == "metadata":
         return metadata
     return orjson.dumps({**orjson.loads(metadata), "runs": None}).decode() if "metadata" in knows else ""

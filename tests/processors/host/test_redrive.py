@@ -1,4 +1,4 @@
-"""What becomes of a record that is sent again: it joins its group while that is open, else the ledger says `late`."""
+"""A record that is sent again joins its group while that is open; else the ledger has the cause `late`."""
 
 import asyncio
 

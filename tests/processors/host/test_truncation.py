@@ -1,4 +1,6 @@
-"""What the log no longer holds: the host fails with topic, partition and range, and begins nowhere else instead."""
+"""Records that the log no longer holds: the host fails with topic, partition and range, and begins nowhere else
+instead.
+"""
 
 import asyncio
 import contextlib

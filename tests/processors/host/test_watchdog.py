@@ -17,7 +17,7 @@ GROUPS = TopicPartition("groups", 0)
 
 
 def looks(*positions, end=10, each_s=5.0, timeout_s=10.0):
-    """What is found stuck when the position is seen at these places, one look after the other."""
+    """Stuck partitions when the position is seen at these places, one check after the other."""
     standstill = Standstill(timeout_s)
     return [standstill.observe(n * each_s, {STEPS: at}, {STEPS: end}) for n, at in enumerate(positions)]
 
@@ -152,7 +152,7 @@ def test_progress_between_two_rebalances_begins_the_count_in_all_from_the_start(
 
 
 def in_all(*looks, timeout_s=10.0):
-    """What is found stuck at looks 5 s apart: (position, progress), or None while the partition is not assigned."""
+    """Stuck partitions at checks 5 s apart: (position, progress), or None while the partition is not assigned."""
     standstill = StandstillInAll(timeout_s)
     found = []
     for state in looks:

@@ -90,7 +90,7 @@ def one_by_one(asked):
 
 
 def full_forward_logprobs(model, request, generation):
-    """By one plain forward over prompt and completion, without cache or padding."""
+    """Log-probabilities by one plain forward over prompt and completion, without cache or padding."""
     ids = torch.tensor([[*request.prompt_ids, *generation.token_ids]])
     with torch.no_grad():
         logits = model(input_ids=ids).logits[0, len(request.prompt_ids) - 1 : -1]

@@ -1,4 +1,4 @@
-"""How waiting requests become batches: a batch that raises fails its own calls, each with an error of its own."""
+"""Batches of waiting requests: a batch that raises fails its own calls, each with an error of its own."""
 
 import asyncio
 

@@ -36,7 +36,7 @@ def installed(tmp_path, monkeypatch):
 
 
 def engine_block(**engine):
-    """As a producers process reads it."""
+    """Settings of the engine as a producers process reads them."""
     settings = {"bootstrap_servers": "b:1", "artifact_uri": "a", "workspace": "w", "name": "p", "engine": engine}
     return ProducerSettings.model_validate_json(ProducerSettings.model_validate(settings).model_dump_json()).engine
 

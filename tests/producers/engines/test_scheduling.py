@@ -1,4 +1,4 @@
-"""Which requests join, which rows move and which sequences are kept: properties for any arrivals, as numbers only."""
+"""Requests that join, rows that move and sequences that are kept: properties for any arrivals, as numbers only."""
 
 import numpy as np
 from hypothesis import given

@@ -165,7 +165,7 @@ async def hang_up(request):
 
 
 async def redirect(request):
-    """To where the question would be posted again; nobody must follow."""
+    """Redirect to where the question would be posted again; nobody must follow."""
     return web.Response(status=307, headers={"Location": str(request.url)})
 
 

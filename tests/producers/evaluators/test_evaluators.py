@@ -46,7 +46,7 @@ def check_own(block, env):
 
 
 def score(block, *args, **inputs):
-    """What an evaluator makes of a response."""
+    """Score that an evaluator gives to a response."""
     settings = RolloutSettings(environment="none", evaluators={"e": block})
     chosen = reward_of("e", settings, Permissions.of(named_by(settings), {}), None)
     return asyncio.run(rewards.evaluate(chosen.location, chosen.function, rollout(*args, **inputs)))[None]

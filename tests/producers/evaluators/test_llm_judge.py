@@ -36,7 +36,7 @@ def judge(base_url, **changes):
 
 
 def judged(play, *replies, response="Paris", inputs=None, missing_score="error", **changes):
-    """What an attempt emitted that a server judged, and the server."""
+    """Events of an attempt that a server judged, and the server."""
     server = JudgeServer(*replies)
     inputs = {"question": "Capital of France?", "answer": "Paris"} if inputs is None else inputs
 

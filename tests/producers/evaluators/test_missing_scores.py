@@ -1,4 +1,4 @@
-"""What becomes of a rollout without a score, and of what a reward function raises."""
+"""Rollouts without a score, and errors of reward functions."""
 
 import pytest
 

@@ -83,7 +83,7 @@ class Killed(Exception):
 
 
 def recorded_of(played: Played) -> RecordedAttempt:
-    """What the log has of an attempt, for the process after it."""
+    """Records of an attempt on the log, for the process after it."""
     steps = {step.step_index: (step, codec.content_digest(step)) for step in played.steps}
     rewards = {reward.reward_index: (reward, codec.content_digest(reward)) for reward in played.rewards}
     return RecordedAttempt(steps, rewards)

@@ -170,7 +170,7 @@ def test_the_length_of_a_prompt_that_is_too_long_is_told(tmp_path):
 
 
 class BrokenError(Exception):
-    """Of a part of an engine that nobody foresaw."""
+    """An unforeseen error of a part of an engine."""
 
 
 def broken(prompt: str, rng: Any, version: int) -> tuple[str, float]:

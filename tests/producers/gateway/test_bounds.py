@@ -1,4 +1,4 @@
-"""What a gateway keeps of rollouts and calls is bounded, and a claim key gets one rollout."""
+"""A gateway's memory of rollouts and calls is bounded, and a claim key gets one rollout."""
 
 import asyncio
 import contextlib

@@ -155,7 +155,7 @@ def test_after_a_kill_the_new_owner_draws_the_same_opponents_and_plays_the_same_
         return await contents(league.log)
 
     async def contents(log):
-        """By member: what was said in its complete attempt, and by whom."""
+        """Messages of each member's complete attempt with their agents, by member."""
         ended = {event.rollout_id for event in await r.steps(log, RolloutEnded)}
         steps = {}
         for step in await r.steps(log, StepRecorded):

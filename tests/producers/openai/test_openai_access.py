@@ -1,4 +1,4 @@
-"""Who may ask the endpoint: its token, and what no web page can send. Asked over 127.0.0.1."""
+"""Access to the endpoint: with its token, and not from a web page. Requested over 127.0.0.1."""
 
 import asyncio
 import io

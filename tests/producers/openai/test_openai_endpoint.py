@@ -110,7 +110,7 @@ async def serving(folder, script=None, *, versions=(0,), token=None, engine=None
 
 
 def logprobs_of(choice: Choice) -> dict[str, Any]:
-    """With what OpenAI's own do not have: `token_ids`, `version`, ..."""
+    """Log-probabilities with the fields that OpenAI's own lack: `token_ids`, `version`, ..."""
     assert choice.logprobs is not None
     return choice.logprobs.model_dump()
 

@@ -24,7 +24,7 @@ def drawn(protocol, seed=0):
 
 
 def order(written, seed=0):
-    """By round, who speaks."""
+    """Speakers by round."""
     protocol = table.protocol(written)
     draw = drawn(protocol, seed)
     return [

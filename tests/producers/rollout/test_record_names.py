@@ -1,4 +1,4 @@
-"""What a task names is data: code, variables and URLs that the producers' settings do not allow are refused unused."""
+"""Names in a task are data: code, variables and URLs that the producers' settings do not allow are refused unused."""
 
 import asyncio
 import contextlib

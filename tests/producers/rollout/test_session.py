@@ -1,4 +1,4 @@
-"""What a session records: exact prompts by prefix, several agents, NAT's fields, rewards in their place."""
+"""Records of a session: exact prompts by prefix, several agents, NAT's fields, rewards in their place."""
 
 import asyncio
 import json

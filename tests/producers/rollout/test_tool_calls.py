@@ -31,7 +31,7 @@ QUESTION = {"role": "user", "content": "3+1"}
 
 
 def ids_of(played: Any) -> list[tuple[Any, list[int], list[int]]]:
-    """Of each call: how much its prompt goes on from, the ids that are new in it, and those of its answer."""
+    """For each call: the prefix that its prompt extends, the ids that are new in it, and those of its answer."""
     calls = [step.llm for step in played.steps if step.llm is not None]
     return [
         (
@@ -90,7 +90,7 @@ def test_a_reply_has_the_calls_that_the_gateway_gives_and_goes_back_token_for_to
 
 
 def respaced(message: dict[str, Any]) -> dict[str, Any]:
-    """As a client writes it that reads the arguments and orders and spaces them in its own way."""
+    """The message from a client that parses the arguments and orders and spaces them in its own way."""
     (call,) = json.loads(json.dumps(message["tool_calls"]))
     call["function"]["arguments"] = json.dumps(json.loads(call["function"]["arguments"]), indent=2)
     return {**message, "tool_calls": [call]}

@@ -50,7 +50,7 @@ def test_an_old_export_is_folded_to_the_same_digests(name: str) -> None:
 
 
 def _as_then(job: JobSettings) -> JobSettings:
-    """By the rules of that time, of which the size of micro-batches was one."""
+    """The job by the rules of that time, of which the size of micro-batches was one."""
     algorithm = job.algorithm.model_copy(update={"max_tokens_per_micro_batch": 16384})
     return job.model_copy(update={"revision": 2, "algorithm": algorithm})
 
@@ -108,7 +108,7 @@ def test_an_old_export_is_trained_to_the_same_bits(name: str, tmp_path: Path) ->
 
 
 def machine() -> str:
-    """What the order of floating-point sums depends on."""
+    """Properties of the machine that the order of floating-point sums depends on."""
     lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").is_file() else []
     reported = dict(line.replace("\t", "").split(": ", 1) for line in lines if ": " in line)
     kind = ", ".join(reported.get(name, "unknown") for name in ("model name", "cpu family", "model", "stepping"))

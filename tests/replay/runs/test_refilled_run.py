@@ -21,7 +21,7 @@ def told_apart(rollout):
 
 
 class RefilledRun(RecordedRun):
-    """Of an epoch's two tasks the first is flat; so is the first that is asked for in its place."""
+    """The first of an epoch's two tasks is flat; so is the first that is requested in its place."""
 
     def configuration(self):
         written = super().configuration()

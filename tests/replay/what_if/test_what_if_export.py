@@ -66,7 +66,7 @@ def elsewhere(tmp_path):
 
 
 def asked(lab, export, changes):
-    """What the log says of the run that a what-if of an export left in a lab."""
+    """Events of the run that a what-if of an export left in a lab."""
     file = lab.folder / "what_if.yaml"
     file.write_text(yaml.safe_dump(changes))
 
@@ -176,7 +176,7 @@ class WithAdapters(RecordedRun):
     """The same run with low-rank adapters."""
 
     def configuration(self):
-        """As written."""
+        """The configuration as written."""
         written = super().configuration()
         written["trainer_adapters"]["learner"]["model"]["lora"] = {"rank": 2, "target_modules": ["q_proj"]}
         return written

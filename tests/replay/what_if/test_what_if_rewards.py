@@ -1,4 +1,4 @@
-"""What a what-if scores is the answer that was scored when the rollout was made."""
+"""A what-if scores the same answer that was scored when the rollout was made."""
 
 import asyncio
 import itertools

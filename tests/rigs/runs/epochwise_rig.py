@@ -110,7 +110,7 @@ class EpochwiseRig:
         return await new_run(self.log, self.artifacts, self.loaded, "run", run_id=run_id)
 
     async def open_run(self, run_id="run-1", *, resume=False) -> RunHandle:
-        """To be used as a context."""
+        """The run, to be used as a context."""
         return RunHandle(
             self.log,
             self.artifacts,
@@ -191,7 +191,7 @@ class EpochwiseRig:
 
 
 async def publish(log, artifacts, job, version, planned):
-    """What a learner writes of a version that it made from a manifest; from none: of the first one."""
+    """Write a learner's events for a version that it made from a manifest; None: for the first version."""
     common = {"run_id": job.run_id, "time_ms": job.time_ms, "model_group": job.model_group, "job_id": job.job_id}
     artifact = artifacts.put_bytes(f"{job.job_id} {version}".encode(), ".safetensors")
     if planned is not None:
@@ -298,7 +298,7 @@ async def assert_every_attempt_has_one_outcome(rig: EpochwiseRig):
 
 
 def answers_of(trajectory: Trajectory) -> list[EpisodeItem]:
-    """What the assistant said in an episode."""
+    """Messages of the assistant in an episode."""
     items = [item for item in trajectory.episode if isinstance(item, EpisodeItem)]
     return [item for item in items if item.role == EpisodeItemRole.ASSISTANT]
 

@@ -107,7 +107,7 @@ class FaultyRun(RecordedRun):
         return submitted
 
     async def roll_out(self, task, version):
-        """By the task's index."""
+        """Write the rollouts that belong to the task's index."""
         match task.index:
             case 0:
                 await super().roll_out(task, version)

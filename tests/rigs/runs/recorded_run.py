@@ -107,7 +107,7 @@ class RecordedRun:
         return found
 
     def configuration(self):
-        """As written."""
+        """The configuration as written."""
         return configuration(self.folder, self.model)
 
     def spec(self, written):
@@ -125,7 +125,7 @@ class RecordedRun:
             await self.log.send(event)
 
     async def before(self, epoch, assembling, curating):
-        """What is written before an epoch begins."""
+        """Hook that writes events before an epoch begins."""
 
     async def record(self):
         """Run to the end."""

@@ -29,7 +29,9 @@ class Change(NamedTuple):
 
 
 def finders() -> dict[tuple[str, str], str]:
-    """What finds a change, by event and field, as the page has it: `verify`, `train`, `verify, train` or `nothing`."""
+    """Commands that find a change, by event and field, according to the page: `verify`, `train`, `verify, train` or
+    `nothing`.
+    """
     found: dict[tuple[str, str], str] = {}
     for line in PAGE.read_text(encoding="utf-8").splitlines():
         cells = [cell.strip() for cell in line.removeprefix("|").removesuffix("|").split("|")]
@@ -58,9 +60,10 @@ def other(value: Any) -> Any:
 
 
 def changes(run: Any, *, decodes: bool = True) -> Iterator[Change]:
-    """For every field of every kind: the first record in which it can be changed to something that still decodes.
+    """For every field of every kind: the first record in which it can be changed to another value that still decodes.
 
-    Not `decodes`: to something that does not: what a record's key repeats has no other value, nor what is empty.
+    Not `decodes`: to a value that does not; a part that repeats in a record's key has no other value, nor has an empty
+    one.
     """
     done: set[tuple[str, str]] = set()
     for where, kept in run.log._store._partitions.items():

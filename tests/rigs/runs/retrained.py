@@ -9,7 +9,7 @@ from rollstream.schemas.events import BatchPlanned, JobSubmitted, StepTrained, W
 
 
 async def steps_of(lab: Any) -> dict[int, StepTrained]:
-    """By version."""
+    """Steps by version."""
     return {step.version: step for step in await lab.events("weights", StepTrained)}
 
 

@@ -74,7 +74,7 @@ def first_weights(artifact: ArtifactRef, base_model: str) -> WeightsPublished:
 
 @dataclass(frozen=True)
 class ProducersProcess:
-    """How a producers process is started."""
+    """Settings and files of a producers process."""
 
     folder: Path
     kafka: KafkaSettings
@@ -91,7 +91,7 @@ class ProducersProcess:
 
     @property
     def output(self) -> Path:
-        """What it writes."""
+        """File with its output."""
         return self.folder / "producers.log"
 
     def start(self, **variables: str) -> "subprocess.Popen[bytes]":
@@ -119,7 +119,7 @@ class Agents:
     """Agents that play all rollouts, and repeat under the same key what was not answered."""
 
     calls: int
-    """Of each rollout."""
+    """Calls of each rollout."""
     rollouts: list[RemoteRollout] = field(default_factory=list)
     answers: dict[str, list[list[int]]] = field(default_factory=dict)
     """Token ids by rollout."""
@@ -150,7 +150,7 @@ class Agents:
 
 @dataclass(frozen=True)
 class CountedCalls:
-    """What became of the calls that agents made."""
+    """Outcomes of the agents' calls."""
 
     kills: int
     answered: int

@@ -106,7 +106,7 @@ class SecuredBroker:
         return KafkaSettings.model_validate({**values, **changes})
 
     async def allow(self, commands: str) -> None:
-        """What `kafka-acls --add` does, for every such command in a text."""
+        """Apply every `kafka-acls --add` command in a text."""
         await self.add([one for command in commands_in(commands) for one in bindings_of(command)])
 
     async def add(self, bindings: "list[Binding]") -> None:

@@ -33,7 +33,7 @@ MAX_LENGTH = 512
 START_S = 300.0
 ARGUMENTS = ("--enforce-eager", "--max-num-seqs=64")
 WHOLE_PROMPTS = (*ARGUMENTS, "--no-enable-chunked-prefill")
-"""Of a server that is asked for so much at once that prompts would be prefilled in parts (docs/engines.md)."""
+"""Arguments of a server with so many concurrent requests that prompts would be prefilled in parts (docs/engines.md)."""
 RANK = 4
 ENVIRONMENT = {"HF_HUB_OFFLINE": "1", "VLLM_CPU_KVCACHE_SPACE": "1"}
 
@@ -46,7 +46,7 @@ def executable() -> str:
 
 
 def started_settings(**changes: Any) -> VllmSettings:
-    """Of an engine that starts a server of its own."""
+    """Settings of an engine that starts a server of its own."""
     given: dict[str, Any] = {
         "executable": executable(),
         "arguments": ARGUMENTS,
@@ -154,7 +154,7 @@ class ComposedServer:
         self._pid = 0
 
     def start(self) -> None:
-        """At the address that it always has."""
+        """Start at the address that it always has."""
         program, *entry = self._service["entrypoint"]
         assert program == "vllm"
         written = [*entry, *(str(expand(one, self._env)) for one in self._service["command"])]
@@ -172,7 +172,7 @@ class ComposedServer:
         self._pid = int(self._guard.stdout.readline())
 
     def is_healthy(self) -> bool:
-        """What the service's own health check says."""
+        """Result of the service's own health check."""
         kind, _, *arguments = self._service["healthcheck"]["test"]
         assert kind == "CMD"
         local = [one.replace("http://127.0.0.1:8000", self.url) for one in arguments]

@@ -29,13 +29,13 @@ Graph = Mapping[str, Iterable[str]]
 
 
 def files_of(root: Path) -> dict[str, list[str]]:
-    """By path below `root` the lines of each source."""
+    """Lines of each source by path below `root`."""
     paths = (path for package in ALLOWED for path in sorted((root / package).rglob("*.py")))
     return {str(path.relative_to(root)): path.read_text(encoding="utf-8").splitlines() for path in paths}
 
 
 def reachable(graph: Graph) -> dict[str, set[str]]:
-    """By node all nodes that its arrows lead to, over any number of others."""
+    """All nodes that a node's arrows lead to, over any number of others, by node."""
     found: dict[str, set[str]] = {}
     for start in graph:
         seen, left = set[str](), [*graph[start]]
@@ -88,7 +88,7 @@ def of_folders(graph: Graph) -> dict[str, set[str]]:
 
 
 def repeated_blocks(files: Mapping[str, list[str]]) -> Counter[str]:
-    """By top folder how many blocks of BLOCK_LINES or more lines are elsewhere too; imports and comments apart."""
+    """Number of blocks of BLOCK_LINES or more lines that are repeated, by top folder; imports and comments apart."""
     windows = {name: list(_windows(lines)) for name, lines in files.items()}
     counts = Counter(block for found in windows.values() for _, block in found)
     blocks: Counter[str] = Counter()
@@ -106,7 +106,7 @@ def _windows(lines: Iterable[str]) -> Iterator[tuple[int, str]]:
 
 
 def branches(files: Mapping[str, list[str]]) -> Counter[str]:
-    """By top folder how many lines ask for an algorithm's name or settings away from the algorithms."""
+    """Number of lines that use an algorithm's name or settings away from the algorithms, by top folder."""
     (rule,) = (pattern for pattern, home in ONE_HOME.items() if home == "schemas learner/algorithms")
     return Counter(
         name.split("/")[0]

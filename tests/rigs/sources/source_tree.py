@@ -13,7 +13,7 @@ from tests.rigs.sources import one_home
 
 ROOT = Path(__file__).resolve().parents[3]
 Plant = Callable[[str, str], Path]
-"""Of the fixture `plant`: path and text of a module to write."""
+"""Type of the fixture `plant`: path and text of a module to write."""
 ALLOWED = {
     "schemas": set(),
     "eventlog": {"schemas"},
@@ -63,7 +63,7 @@ ONE_HOME = {
     re.compile(r"engine(\.settings)?\.kind *(==|!=|(not )?in\b)|match [\w.]*engine(\.settings)?\.kind"): "",
     re.compile(r"isinstance\(.*\b(Transformers|Scripted|OpenAI|Vllm|InstalledEngine)Settings\b"): "schemas",
 }
-"""By what a rule's code looks like, the only files and folders that have it; empty: nothing has."""
+"""The only files and folders that may have a rule's code, by pattern of that code; empty: none may."""
 
 
 def sources() -> Iterator[Path]:
@@ -93,7 +93,7 @@ def file_of(name: str, root: Path = ROOT) -> Path | None:
 
 
 def arrows(paths: Iterable[Path], root: Path = ROOT) -> dict[str, set[str]]:
-    """By file the files of ours that it imports."""
+    """The files of ours that a file imports, by file."""
     found: dict[str, set[str]] = {}
     for path in paths:
         for _, name in imports_of(path):
@@ -181,7 +181,7 @@ def renames(node: ast.Call) -> bool:
 
 
 def published(package: Path) -> set[str]:
-    """What a package's `__init__` names in `__all__`."""
+    """Names in `__all__` of a package's `__init__`."""
     for node in ast.parse(package.read_text(encoding="utf-8")).body:
         if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__":
             return set(ast.literal_eval(node.value))
@@ -208,7 +208,7 @@ Methods = frozenset[str]
 
 
 class Declared(NamedTuple):
-    """What a class has of its own: public methods and the names of its bases."""
+    """A class's own declarations: public methods and the names of its bases."""
 
     path: Path
     methods: Methods
@@ -246,7 +246,7 @@ BY_A_TABLE = {
     "InteractionProtocol": "table.protocol",
     "Environment": "registry.environment",
 }
-"""By interface the call that gives every implementation by its name: a suite over all names makes that call."""
+"""The call that returns every implementation by its name, by interface: a suite over all names makes that call."""
 GIVEN_BY = {
     "ExportLog": "open_export",
     "ExportReader": "open_export",
@@ -261,7 +261,7 @@ GIVEN_BY = {
     "ChatTokenizer": "TransformersSettings",
     "TextTokenizer": "OpenAIEngine",
 }
-"""By implementation the name of ours by which a suite gets it."""
+"""The name of ours through which a suite gets an implementation, by implementation."""
 
 
 def used_by(suites: Iterable[Path]) -> set[str]:

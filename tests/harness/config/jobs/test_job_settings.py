@@ -1,4 +1,4 @@
-"""What a configuration makes of a job: bounds, temperatures, and rules that a recorded job does not change."""
+"""Job settings from a configuration: bounds, temperatures, and rules that a recorded job does not change."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""What a configuration of several model groups makes of a run: its jobs, what its services may do, and its errors."""
+"""Runs from a configuration of several model groups: jobs, permissions of services, and errors."""
 
 from pathlib import Path
 from typing import Any

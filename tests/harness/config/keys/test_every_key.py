@@ -69,7 +69,7 @@ REFUSED = {
     "trainer_adapters.a.backend.base_model",
     *(f"{block}.engine.{key}" for block in ("trajectory_builders.b", "trainer_adapters.a.endpoint") for key in OTHERS),
 }
-"""What another value of cannot be used in these files."""
+"""Keys that cannot have another value in these files."""
 NEVER_USED = {f"{block}.reward.name" for block in ("trajectory_builders.b", "trainer_adapters.a", "trainers.t")} | {
     "finetuning.run_configuration.config_file",
     "finetuning.run_configuration.override",
@@ -83,7 +83,7 @@ NEVER_USED = {f"{block}.reward.name" for block in ("trajectory_builders.b", "tra
 
 
 class OtherBuilderConfig(TrajectoryBuilderConfig, name="test_other_builder"):
-    """Of another package: nothing is known of it."""
+    """A builder of another package, of which nothing is known."""
 
 
 class OtherTrainerConfig(TrainerConfig, name="test_other_trainer"):
@@ -118,7 +118,7 @@ def base(written: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 
 def changed_by(**changes: Any) -> Callable[[dict[str, Any]], dict[str, Any]]:
-    """What gives a file other values at these paths (`__` for the dots)."""
+    """A function that gives a file other values at these paths (`__` for the dots)."""
 
     def change(written: dict[str, Any]) -> dict[str, Any]:
         for key, value in changes.items():
@@ -350,7 +350,7 @@ def _job(config: RunConfig, spec: JobSpec) -> Any:
 
 
 def _conducted(loaded: Loaded) -> Any:
-    """What our trainer looks at; of another one nothing is known but NAT's own curriculum."""
+    """Settings that our trainer reads; of another one nothing is known but NAT's own curriculum."""
     curriculum = loaded.finetune.curriculum_learning
     if not is_ours(block_of(loaded.finetune, "trainer")):
         return curriculum.enabled and curriculum.model_dump(include=set(CurriculumLearningConfig.model_fields))
@@ -369,7 +369,7 @@ def _conducted(loaded: Loaded) -> Any:
 
 
 def _told_to_another_builder(loaded: Loaded) -> Any:
-    """What a builder that is none of ours may look at in its `initialize`."""
+    """Settings that another package's builder may read in its `initialize`."""
     if is_ours(block_of(loaded.finetune, "trajectory_builder")):
         return None
     return loaded.finetune.model_dump(include={"reward_function", "target_functions", "target_model", "num_epochs"})

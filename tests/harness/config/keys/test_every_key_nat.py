@@ -88,7 +88,7 @@ def test_the_command_line_wins_over_what_the_file_says_of_the_run(nats: dict[str
 
 
 def under_nat(written: dict[str, Any]) -> Any:
-    """What is done of a file. Raises ConfigError."""
+    """Results of a file. Raises ConfigError."""
     with click.Context(click.Command("finetune")) as context:
         finetune = handed_over(written, context=context)
         loaded = loaded_of(finetune)
@@ -98,7 +98,7 @@ def under_nat(written: dict[str, Any]) -> Any:
 
 
 def handed_over(written: dict[str, Any], context: click.Context | None = None, **options: Any) -> Any:
-    """What components get of a file in `initialize`, as NAT's command makes it. Raises ConfigError."""
+    """Configuration that components get in `initialize`, as NAT's command makes it from a file. Raises ConfigError."""
     path = Path("nat.yaml")
     path.write_text(yaml.safe_dump(written))
     context = context or click.Context(click.Command("finetune"))

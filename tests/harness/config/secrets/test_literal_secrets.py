@@ -1,4 +1,4 @@
-"""Which texts of a configuration count as literal secrets, and which ordinary values beside them do not."""
+"""Texts of a configuration that count as literal secrets, and ordinary values beside them that do not."""
 
 import ast
 from importlib.util import find_spec

@@ -1,4 +1,4 @@
-"""What a configuration may not hold, what is stored of it, and what is said of it: no secret."""
+"""No secret in a configuration, in its stored form, and in messages about it."""
 
 import logging
 from collections.abc import Callable

@@ -43,7 +43,7 @@ def sampled(folder: Path, batching: str, requests: list[GenerationRequest]) -> l
 
 
 def trajectory(number: int, request: GenerationRequest, generation: Generation, **changes: Any) -> TrajectoryAssembled:
-    """As assembly makes it from a step of one call."""
+    """A trajectory as assembly makes it from a step of one call."""
     llm = recorded_call(Prompt("", array("i", request.prompt_ids), None), generation)
     base = {"run_id": "run", "time_ms": 0, "group_id": "g", "rollout_id": f"g/m{number}/a0"}
     llm = llm.model_copy(update=changes)

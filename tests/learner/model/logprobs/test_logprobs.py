@@ -32,7 +32,7 @@ def given(dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 
 
 def kept_sets(targets: Tensor) -> KeptSets:
-    """Of every token its target and the two ids after it."""
+    """For every token, its target and the two ids after it."""
     return KeptSets(((targets[:, None] + torch.arange(3)) % V).flatten(), torch.full((N,), 3))
 
 

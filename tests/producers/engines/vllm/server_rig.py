@@ -33,7 +33,7 @@ TOKEN = 5
 
 
 class StandInServer:
-    """What the server has, and how it behaves."""
+    """A stand-in for a vLLM server: its state, and its behaviour."""
 
     def __init__(self, base: Path) -> None:
         self.base = str(base)
@@ -41,7 +41,7 @@ class StandInServer:
         """Paths that it does not offer."""
         self.num_replicas = 1
         self.config: dict[str, Any] = {}
-        """What `/server_info` says of it."""
+        """Answer of `/server_info`."""
         self.logprob = 0.0
         self.top: dict[str, float] | None = None
         """Log-probabilities of the likeliest ids that a look is answered with."""
@@ -52,9 +52,9 @@ class StandInServer:
         self.failing_next: dict[str, list[tuple[int, dict[str, str]]]] = {}
         """Status and headers of the next answers by path; those after them succeed."""
         self.weights = 0
-        """What `/weight_checker` tells apart."""
+        """State by which `/weight_checker` distinguishes weights."""
         self.loads = 0
-        """What `weights` are after a load."""
+        """Value of `weights` after a load."""
         self.keeps_label = False
         """Forgets which label it is given."""
         self.served_name = self.base
@@ -257,7 +257,7 @@ def lora(
 def request(
     rollout_id: str = "", *, group: str = GROUP, on_tokens: Callable[[Sequence[int]], None] | None = None
 ) -> GenerationRequest:
-    """Of two tokens."""
+    """A request for two tokens."""
     return GenerationRequest(group, [3, 4], Sampling(max_new_tokens=2), 1, rollout_id, on_tokens)
 
 

@@ -1,4 +1,4 @@
-"""What one failed call costs: the request goes elsewhere, and the server serves the others."""
+"""Cost of one failed call: the request goes elsewhere, and the server serves the others."""
 
 import asyncio
 import time

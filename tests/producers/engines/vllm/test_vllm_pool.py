@@ -1,4 +1,4 @@
-"""Which servers serve, and what becomes of requests when one fails. Servers speak vLLM's paths."""
+"""Selection of servers, and requests when one fails. Servers speak vLLM's paths."""
 
 import asyncio
 import shutil
