@@ -38,6 +38,10 @@ from tests.rigs.sources.words import STAYS, banned_words, texts, unneeded
         'raise ValueError(f"{name} is no number")',
         '"""Records that are no events."""',
         '"""The last line was\nno error."""',
+        'def planted():\n    """What a task holds."""',
+        'class Planted:\n    """Of a group. Each has one."""',
+        'size = 1\n"""By partition: how many."""',
+        'who = 1\n"""Who asks. Is it a question?"""',
     ],
 )
 def test_a_planted_word_is_found(line: str, plant: Plant) -> None:
@@ -59,6 +63,11 @@ def test_a_planted_word_is_found(line: str, plant: Plant) -> None:
 )
 def test_plain_english_with_no_is_allowed(text: str, plant: Plant) -> None:
     assert not banned_words(plant("docs/planted.md", text))
+
+
+@pytest.mark.parametrize("line", ['"""What is a group? Rollouts of one task."""', 'text = "What a task holds."'])
+def test_a_question_and_a_text_may_begin_without_a_main_clause(line: str, plant: Plant) -> None:
+    assert not banned_words(plant("tests/planted.py", f"new_status = 1\n{line}\n"))
 
 
 def test_a_word_of_classes_or_functions_is_allowed_in_other_names(plant: Plant) -> None:

@@ -2,6 +2,7 @@
 
 import ast
 import io
+import itertools
 import re
 import tokenize
 from collections.abc import Iterable, Iterator
@@ -113,6 +114,8 @@ TEXT = {
     r"would die again": "still cannot be decoded",
 }
 """Patterns of words in messages, docstrings, comments and documents, and what to write instead."""
+HEADLESS = {"By", "How", "Of", "What", "Where", "Which", "Who", "Whom", "Whose", "Why"}
+"""First words of a docstring that is a clause without a main clause, unless it is a question."""
 _TEXT = {re.compile(r"\b" + one.replace(" ", r"\s+") + r"\b", re.IGNORECASE): word for one, word in TEXT.items()}
 
 
@@ -141,7 +144,8 @@ def _every_word(path: Path) -> list[tuple[int, str, str]]:
     """Line, word and what replaces it; with the words that stay."""
     text = path.read_text(encoding="utf-8")
     python = path.suffix == ".py"
-    found = [*_in_names(path.stem, ast.parse(text))] if python else []
+    tree = ast.parse(text if python else "")
+    found = [*_in_names(path.stem, tree), *_headless(tree)] if python else []
     for line, part in _texts_of(text) if python else [(1, text)]:
         for pattern, word in _TEXT.items():
             for match in pattern.finditer(part):
@@ -161,6 +165,18 @@ def _in_names(stem: str, tree: ast.Module) -> Iterator[tuple[int, str, str]]:
         banned = names.get(snake) or next((NAME_PARTS[one] for one in snake.split("_") if one in NAME_PARTS), None)
         if banned is not None:
             yield line, name, banned
+
+
+def _headless(tree: ast.Module) -> Iterator[tuple[int, str, str]]:
+    """Docstrings, of attributes too, that begin with one of HEADLESS."""
+    blocks = (body for node in ast.walk(tree) if isinstance(body := getattr(node, "body", None), list))
+    for statement in itertools.chain.from_iterable(blocks):
+        value = statement.value if isinstance(statement, ast.Expr) else None
+        if isinstance(value, ast.Constant) and isinstance(value.value, str):
+            sentence = re.split(r"(?<=[.?])\s", value.value.strip(), maxsplit=1)[0]
+            first = sentence.partition(" ")[0]
+            if first in HEADLESS and not sentence.endswith("?"):
+                yield statement.lineno, first, "a noun phrase or an imperative: what is returned, done or held"
 
 
 def _defined(
