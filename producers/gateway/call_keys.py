@@ -29,8 +29,8 @@ class CallIdentity:
     body_sha256: str
     key_sha256: str | None
     """Sha256 of the Idempotency-Key."""
-    is_retry: bool
-    """The client says that it has asked before."""
+    retry_count: int = 0
+    """Number of times that the client says it has asked before."""
 
     @classmethod
     def of(cls, headers: Mapping[str, str], path: str, body: bytes) -> "CallIdentity":
@@ -41,7 +41,16 @@ class CallIdentity:
         count = headers.get(RETRY_COUNT, "0")
         digest = hashlib.sha256(path.encode() + b"\x1f" + body).hexdigest()
         key_sha256 = None if key is None else hashlib.sha256(key.encode(errors="replace")).hexdigest()
-        return cls(digest, key_sha256, count.isdecimal() and int(count[:9]) > 0)
+        return cls(digest, key_sha256, int(count[:9]) if count.isascii() and count.isdecimal() else 0)
+
+
+@dataclass(eq=False, slots=True)
+class _Call:
+    answer: "asyncio.Future[Any]"
+    last_try: int = 0
+    """The highest retry count under which it was asked for."""
+    is_answered: bool = False
+    """Somebody has been given its answer by this process."""
 
 
 class RememberedCalls:
@@ -52,37 +61,58 @@ class RememberedCalls:
     """
 
     def __init__(self) -> None:
-        self._by_body: dict[str, asyncio.Future[Any]] = {}
-        self._by_key: dict[str, tuple[str, asyncio.Future[Any]]] = {}
+        self._by_body: dict[str, list[_Call]] = {}
+        """In the order in which they began; equal calls in parallel have equal bodies."""
+        self._by_key: dict[str, tuple[str, _Call]] = {}
 
-    def add(self, body_sha256: str, key_sha256: str | None, answer: "asyncio.Future[Any]") -> None:
+    def add(self, identity: CallIdentity, answer: "asyncio.Future[Any]") -> None:
         """A call and its answer, maybe still on its way."""
-        self._by_body[body_sha256] = answer
-        if key_sha256 is not None:
-            self._by_key[key_sha256] = body_sha256, answer
-        answer.add_done_callback(lambda _: self._forget_failed(body_sha256, key_sha256, answer))
+        call = _Call(answer, identity.retry_count)
+        self._by_body.setdefault(identity.body_sha256, []).append(call)
+        if identity.key_sha256 is not None:
+            self._by_key[identity.key_sha256] = identity.body_sha256, call
+        answer.add_done_callback(lambda _: self._forget_failed(identity, call))
 
     def repeated(self, identity: CallIdentity) -> "asyncio.Future[Any] | None":
-        """The call that is asked for again. Raises Refusal (422) for another body under its key."""
-        answer = self._by_body.get(identity.body_sha256) if identity.is_retry else None
-        if identity.key_sha256 in self._by_key:
-            body_sha256, answer = self._by_key[identity.key_sha256]
+        """The call that is asked for again. Raises Refusal (422) for another body under its key.
+
+        A key alone names one call. A retry count with an equal body does not, if the agent made equal calls: then it
+        is the newest that nobody has an answer of and that was not asked for with this count, so that the retries of
+        two calls get both answers. A retry never begins a call while an equal one is known.
+        """
+        if identity.key_sha256 is not None:
+            body_sha256, call = self._by_key.get(identity.key_sha256, (identity.body_sha256, None))
             if body_sha256 != identity.body_sha256:
                 raise Refusal(
                     422, f"{IDEMPOTENCY_KEY} was used with another body; give each request a key", code="idempotency"
                 )
-        return None if answer is None or _has_failed(answer) else answer
+            return None if call is None or _has_failed(call.answer) else call.answer
+        count = identity.retry_count
+        equal = [call for call in self._by_body.get(identity.body_sha256, ()) if not _has_failed(call.answer)]
+        if count == 0 or not equal:
+            return None
+        call = max(reversed(equal), key=lambda one: 0 if one.is_answered else 1 + (one.last_try < count))
+        call.last_try = max(call.last_try, count)
+        return call.answer
+
+    def mark_answered(self, body_sha256: str, answer: "asyncio.Future[Any]") -> None:
+        """Whoever asked has the answer of a call."""
+        for call in self._by_body.get(body_sha256, ()):
+            call.is_answered = call.is_answered or call.answer is answer
 
     def __len__(self) -> int:
         return len(self._by_body) + len(self._by_key)
 
-    def _forget_failed(self, body_sha256: str, key_sha256: str | None, answer: "asyncio.Future[Any]") -> None:
-        if not _has_failed(answer):
+    def _forget_failed(self, identity: CallIdentity, call: _Call) -> None:
+        if not _has_failed(call.answer):
             return
-        if self._by_body.get(body_sha256) is answer:
-            del self._by_body[body_sha256]
-        if key_sha256 is not None and self._by_key.get(key_sha256) == (body_sha256, answer):
-            del self._by_key[key_sha256]
+        equal = self._by_body[identity.body_sha256]
+        equal.remove(call)
+        if not equal:
+            del self._by_body[identity.body_sha256]
+        key = identity.key_sha256
+        if key is not None and self._by_key.get(key) == (identity.body_sha256, call):
+            del self._by_key[key]
 
 
 def _has_failed(answer: "asyncio.Future[Any]") -> bool:

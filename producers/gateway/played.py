@@ -66,8 +66,10 @@ class PlayedRollout:
             self._check_capacity()
             agent = self.model.agent_of(asked.model)
             task = self._begin(lambda: self.model.sample(asked, identity, agent, on_text))
-            self._calls.add(identity.body_sha256, identity.key_sha256, task)
-        return self.model.answered(asked, await self._result(task))
+            self._calls.add(identity, task)
+        replies = await self._result(task)
+        self._calls.mark_answered(identity.body_sha256, task)
+        return self.model.answered(asked, replies)
 
     async def reward(self, value: float, name: str, step_index: int | None, agent: str | None) -> None:
         """Give a reward; the same again changes nothing. Raises Refusal."""
@@ -141,7 +143,8 @@ class PlayedRollout:
                 found[:] = [*found, reply] if len(found) < metadata["n"] else [reply]
                 self.model.keep_text(reply, step, metadata)
                 if len(found) == metadata["n"]:
-                    self._calls.add(metadata["body_sha256"], metadata.get("key_sha256"), _done([*found]))
+                    identity = CallIdentity(metadata["body_sha256"], metadata.get("key_sha256"))
+                    self._calls.add(identity, _done([*found]))
                     self.model.keep_response(found[0].step_index, metadata)
         self._rewards = {(one.name, one.step_index, one.agent): one.value for one in self.session.rewarded}
 

@@ -50,8 +50,8 @@ def test_calls_that_fail_are_forgotten():
         calls = RememberedCalls()
         for number in range(200):
             answer = asyncio.ensure_future(refused(400))
-            calls.add(f"body {number}", f"key {number}", answer)
-            identity = CallIdentity(f"body {number}", f"key {number}", is_retry=False)
+            identity = CallIdentity(f"body {number}", f"key {number}")
+            calls.add(identity, answer)
             assert calls.repeated(identity) is answer
             await asyncio.wait({answer})
             assert answer.exception() is not None
@@ -64,13 +64,13 @@ def test_calls_that_fail_are_forgotten():
 
 def test_a_call_that_failed_and_is_made_again_is_remembered():
     async def scenario() -> None:
-        calls, identity = RememberedCalls(), CallIdentity("body", "key", is_retry=False)
+        calls, identity = RememberedCalls(), CallIdentity("body", "key")
         failed = asyncio.ensure_future(refused(500))
-        calls.add("body", "key", failed)
+        calls.add(identity, failed)
         await asyncio.wait({failed})
         assert failed.exception() is not None
         again: asyncio.Future[int] = asyncio.get_running_loop().create_future()
-        calls.add("body", "key", again)  # before the loop has told of the failure
+        calls.add(identity, again)  # before the loop has told of the failure
         await asyncio.sleep(0)
         assert calls.repeated(identity) is again
 

@@ -1,0 +1,101 @@
+"""Equal calls of one agent, sent side by side as samples are, and their retries: whose answer each of them gets."""
+
+import asyncio
+import itertools
+from typing import Any
+
+import pytest
+
+from tests.producers.gateway.gateway_rig import Killed, play_outside
+
+
+def numbered() -> Any:
+    """A script that never gives an answer twice."""
+    numbers = itertools.count()
+    return lambda prompt, rng, version: (f"answer {next(numbers)}", -0.5)
+
+
+def texts_of(answers: Any) -> list[str]:
+    return [one["choices"][0]["message"]["content"] for one in answers]
+
+
+async def retried(one: Any, *headers: dict[str, str]) -> list[str]:
+    """The texts of equal calls, sent at once."""
+    return texts_of(await asyncio.gather(*(one.chat("a", headers=given) for given in headers)))
+
+
+def retry(count: int, key: str | None = None) -> dict[str, str]:
+    return {"X-Stainless-Retry-Count": str(count)} | ({} if key is None else {"Idempotency-Key": key})
+
+
+async def hang_up(one: Any, num: int) -> None:
+    """Send equal calls whose client goes away before they are answered."""
+    asked = [asyncio.create_task(one.chat("a")) for _ in range(num)]
+    await asyncio.sleep(0.3)
+    for call in asked:
+        call.cancel()
+    await asyncio.wait(asked)
+
+
+async def finish(one: Any) -> None:
+    await one.reward(1.0)
+    await one.end()
+
+
+def calls_of(played: Any) -> list[Any]:
+    return [step for step in played.steps if step.llm is not None]
+
+
+@pytest.mark.parametrize("is_open", [True, False])
+def test_the_retries_of_two_equal_calls_get_both_answers(tmp_path, is_open):
+    async def agent(one: Any) -> None:
+        await hang_up(one, 2)
+        await asyncio.sleep(0.0 if is_open else 1.2)
+        first = await retried(one, retry(1), retry(1))
+        assert sorted(first) == ["answer 0", "answer 1"]
+        again = await retried(one, retry(1), retry(2))
+        assert again[0] == again[1], "both are answered: any further retry gets the newest"
+        await finish(one)
+
+    played = play_outside(tmp_path, agent, script=numbered(), delay_s=1.0)
+    played.assert_complete()
+    assert len(calls_of(played)) == 2
+
+
+def test_a_retry_gets_the_call_that_nobody_has_an_answer_of_and_not_the_newest(tmp_path):
+    async def agent(one: Any) -> None:
+        await hang_up(one, 1)
+        assert await retried(one, {}) == ["answer 1"]
+        assert await retried(one, retry(1)) == ["answer 0"]
+        await finish(one)
+
+    played = play_outside(tmp_path, agent, script=numbered(), delay_s=1.0)
+    played.assert_complete()
+    assert len(calls_of(played)) == 2
+
+
+def test_the_retries_of_two_equal_calls_get_both_answers_from_the_process_after_the_one_that_was_killed(tmp_path):
+    async def first(one: Any) -> None:
+        await retried(one, {}, {})
+        raise Killed
+
+    async def second(one: Any) -> None:
+        assert sorted(await retried(one, retry(1), retry(1))) == ["answer 0", "answer 1"]
+        await finish(one)
+
+    whole = play_outside(tmp_path, second, before=play_outside(tmp_path, first, script=numbered()))
+    whole.assert_complete()
+    assert len(calls_of(whole)) == 2
+
+
+def test_equal_retries_of_calls_that_never_arrived_are_one_call_and_under_keys_of_their_own_several(tmp_path):
+    async def agent(one: Any) -> None:
+        assert await retried(one, retry(1), retry(1), retry(2)) == ["answer 0"] * 3
+        keyed = await retried(one, retry(1, "a"), retry(1, "b"), retry(2, "a"))
+        assert keyed == [keyed[0], keyed[1], keyed[0]]
+        assert {*keyed} == {"answer 1", "answer 2"}
+        await finish(one)
+
+    played = play_outside(tmp_path, agent, script=numbered(), delay_s=0.1)
+    played.assert_complete()
+    assert len(calls_of(played)) == 3
