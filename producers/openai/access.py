@@ -86,7 +86,7 @@ class _Use:
 
 
 class KeyLimits:
-    """Limits on the requests of a key, per minute and at once."""
+    """Limits on the requests of a key, per minute and at once. A request for n answers counts as n."""
 
     def __init__(
         self, per_minute: int | None, at_once: int | None, monotonic: Callable[[], float] = time.monotonic
@@ -99,24 +99,39 @@ class KeyLimits:
         """Uses by digest of the caller; bounded by MAX_KEYS."""
 
     @contextlib.contextmanager
-    def call(self, caller: str) -> Iterator[None]:
+    def call(self, caller: str) -> Iterator["CountedCall"]:
         """One request, until it is answered. `caller`: whose key admitted it. Raises Refusal (429)."""
         if self._per_minute is None and self._at_once is None:
-            yield
+            yield CountedCall(self, None)
             return
-        use = self._use(caller)
-        if self._at_once is not None and use.num_open >= self._at_once:
-            raise _too_many(f"this key has {use.num_open} calls under way, as many as calls_per_key allows", 1)
-        if self._per_minute is not None:
-            if use.left < 1:
-                wait_s = math.ceil((1 - use.left) * 60 / self._per_minute)
-                raise _too_many(f"this key has sent the {self._per_minute} requests of requests_per_minute", wait_s)
-            use.left -= 1
-        use.num_open += 1
+        counted = CountedCall(self, self._use(caller))
+        counted.raise_to(1)
         try:
-            yield
+            yield counted
         finally:
-            use.num_open -= 1
+            counted.close()
+
+    def take(self, use: _Use, num: int, num_before: int) -> None:
+        """Count `num` answers of one request, of which `num_before` are counted. Raises Refusal: 429, and 400 for
+        more than the limits ever allow.
+        """
+        for limit, name in ((self._at_once, "calls_per_key"), (self._per_minute, "requests_per_minute")):
+            if limit is not None and num > limit:
+                raise Refusal(400, f"n: {num} answers are more than {name} ({limit}) allows; ask for fewer", param="n")
+        num_others, left = use.num_open - num_before, use.left + num_before
+        if self._at_once is not None and num_others + num > self._at_once:
+            message = f"this key has {num_others} calls under way, as many as calls_per_key allows"
+            if num > 1:
+                message = f"n: {num} answers beside {num_others} calls under way are more than calls_per_key allows"
+            raise _too_many(message, 1)
+        if self._per_minute is not None:
+            if left < num:
+                message = f"this key has sent the {self._per_minute} requests of requests_per_minute"
+                if num > 1:
+                    message = f"n: {num} answers are more than the {int(left)} requests that requests_per_minute leaves"
+                raise _too_many(message, math.ceil((num - left) * 60 / self._per_minute))
+            use.left = left - num
+        use.num_open = num_others + num
 
     def _use(self, caller: str) -> _Use:
         """The use of a caller, brought up to date and moved to the newest position."""
@@ -133,6 +148,34 @@ class KeyLimits:
             self._uses.pop(idle or next(iter(self._uses)))
         self._uses[digest] = use
         return use
+
+
+class CountedCall:
+    """One request that is being answered, as its key's limits count it."""
+
+    def __init__(self, limits: KeyLimits, use: _Use | None) -> None:
+        """`use`: None where nothing is limited."""
+        self._limits = limits
+        self._use = use
+        self._num = 0
+
+    def raise_to(self, num: int) -> None:
+        """Count it as so many answers. Raises Refusal as `KeyLimits.take`; then it has cost its key nothing."""
+        if self._use is None:
+            return
+        try:
+            self._limits.take(self._use, num, self._num)
+        except Refusal:
+            self._use.left += self._num
+            self.close()
+            raise
+        self._num = num
+
+    def close(self) -> None:
+        """Stop counting it among the open calls."""
+        if self._use is not None:
+            self._use.num_open -= self._num
+        self._num = 0
 
 
 def _too_many(message: str, retry_after_s: int) -> Refusal:

@@ -3,7 +3,6 @@ shape of each API. Who may ask, what is sampled and what is recorded is up to th
 """
 
 import asyncio
-import contextlib
 import logging
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable
@@ -14,7 +13,7 @@ import orjson
 from aiohttp import web
 
 from rollstream.producers.openai import anthropic, completions, responses
-from rollstream.producers.openai.access import KeyLimits
+from rollstream.producers.openai.access import CountedCall, KeyLimits
 from rollstream.producers.openai.completions import CompletionRequest
 from rollstream.producers.openai.protocol import completion
 from rollstream.producers.openai.requests import (
@@ -39,6 +38,9 @@ from rollstream.schemas.errors import describe
 MESSAGES = "/v1/messages"
 MAX_BODY_BYTES = 2 * 1024 * 1024
 """Some 500,000 tokens: what a larger body holds fits no model, and is tokenised in the event loop."""
+
+_COUNTED = web.RequestKey("counted", CountedCall)
+"""Count of a request by the limits of its key."""
 
 logger = logging.getLogger(__name__)
 
@@ -103,6 +105,7 @@ class Routes(ABC):
     async def chat(self, request: web.Request) -> web.StreamResponse:
         """One chat completion, of the newest weights or of `min_version` and later."""
         asked = parse_request(await request.read())
+        request[_COUNTED].raise_to(asked.n)
         if asked.stream:
             return await self._streamed(request, asked, ChatWords(asked))
         answered = await self.answer(request, asked)
@@ -111,6 +114,7 @@ class Routes(ABC):
     async def complete(self, request: web.Request) -> web.StreamResponse:
         """One completion of a text or of token ids, which are taken as they are."""
         asked = checked_request(CompletionRequest, json_of(await request.read()))
+        request[_COUNTED].raise_to(asked.n)
         if asked.stream:
             return await self._streamed(request, asked, CompletionWords(asked))
         answered = await self.answer(request, asked)
@@ -181,8 +185,9 @@ class Routes(ABC):
     ) -> web.StreamResponse:
         try:
             caller = self.check(request)
-            is_limited = request.method == "POST" and "/v1/" in request.path
-            with self._limits.call(caller) if is_limited else contextlib.nullcontext():
+            if request.method != "POST" or "/v1/" not in request.path:
+                return await handler(request)
+            with self._limits.call(caller) as request[_COUNTED]:
                 return await handler(request)
         except Refusal as refused:
             headers = {"WWW-Authenticate": "Bearer"} if refused.status == HTTPStatus.UNAUTHORIZED else {}

@@ -146,6 +146,58 @@ def test_a_key_has_so_many_calls_at_once_and_keys_that_ask_no_more_are_forgotten
         pass
 
 
+def test_a_request_for_n_answers_counts_as_n_and_costs_nothing_where_it_is_refused():
+    now = [0.0]
+
+    def refused(limits, num):
+        try:
+            with limits.call("a") as counted:
+                counted.raise_to(num)
+                return None
+        except Refusal as error:
+            return error.status, error.retry_after_s, str(error)
+
+    limits = KeyLimits(6, None, lambda: now[0])
+    assert refused(limits, 7) == (
+        400, None, "n: 7 answers are more than requests_per_minute (6) allows; ask for fewer"
+    )  # fmt: skip
+    assert refused(limits, 4) is None
+    assert refused(limits, 3) == (
+        429, 10, "n: 3 answers are more than the 2 requests that requests_per_minute leaves; try again in 10 s"
+    )  # fmt: skip
+    assert refused(limits, 2) is None
+    now[0] = 40.0
+    assert refused(limits, 4) is None
+
+    limits = KeyLimits(None, 3, lambda: 0.0)
+    with limits.call("a") as counted:
+        counted.raise_to(2)
+        assert refused(limits, 2) == (
+            429, 1, "n: 2 answers beside 2 calls under way are more than calls_per_key allows; try again in 1 s"
+        )  # fmt: skip
+        assert refused(limits, 4) == (400, None, "n: 4 answers are more than calls_per_key (3) allows; ask for fewer")
+        assert refused(limits, 1) is None
+    assert refused(limits, 3) is None
+
+
+@pytest.mark.parametrize(
+    ("route", "asked"), [("chat/completions", {"messages": ASK}), ("completions", {"prompt": "a"})]
+)
+@pytest.mark.parametrize("stream", [False, True])
+def test_n_answers_count_as_n_requests_over_http(tmp_path, route, asked, stream):
+    async def scenario():
+        async with serving(tmp_path, token=SECRET, requests_per_minute=5) as lab, aiohttp.ClientSession() as http:
+            found = []
+            for n in (3, 6, 3, 2, 1):
+                body = {"model": "policy", "n": n, "stream": stream, "max_tokens": 2, **asked}
+                async with http.post(f"{lab.url}/{route}", json=body, headers=JSON) as answer:
+                    found.append((answer.status, "Retry-After" in answer.headers))
+                    await answer.read()
+            assert found == [(200, False), (400, False), (429, True), (200, False), (429, True)]
+
+    asyncio.run(scenario())
+
+
 def test_limits_are_kept_over_http_in_the_words_of_each_api_and_leave_other_routes_alone(tmp_path):
     async def scenario():
         async with serving(tmp_path, token=SECRET, requests_per_minute=2) as lab, aiohttp.ClientSession() as http:
