@@ -6,18 +6,23 @@ import base64
 import binascii
 import hashlib
 import hmac
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from rollstream.producers.openai.requests import Refusal
+from rollstream.schemas.variables import conceal
 
 KEY_PREFIX = "rs-"
 IDEMPOTENCY_KEY = "Idempotency-Key"
 RETRY_COUNT = "X-Stainless-Retry-Count"
 """OpenAI's and Anthropic's clients count here how often they have repeated a request."""
 MAX_KEY_CHARS = 256
+_KEY = re.compile(rf"{KEY_PREFIX}[A-Za-z0-9_-]+\.[0-9a-f]{{8,64}}")
+"""A rollout's key, whole or cut off within its HMAC."""
+_TOKEN = "GATEWAY_TOKEN"
 ENDED = "rollout_ended"
 """Code of the refusal of what comes after a rollout's end."""
 
@@ -48,9 +53,9 @@ class CallIdentity:
 class _Call:
     answer: "asyncio.Future[Any]"
     last_try: int = 0
-    """The highest retry count under which it was asked for."""
+    """Highest retry count of the requests for it."""
     is_answered: bool = False
-    """Somebody has been given its answer by this process."""
+    """Whether this process has given its answer to a client."""
 
 
 class RememberedCalls:
@@ -96,7 +101,7 @@ class RememberedCalls:
         return call.answer
 
     def mark_answered(self, body_sha256: str, answer: "asyncio.Future[Any]") -> None:
-        """Whoever asked has the answer of a call."""
+        """Note that a client has been given the answer of a call."""
         for call in self._by_body.get(body_sha256, ()):
             call.is_answered = call.is_answered or call.answer is answer
 
@@ -122,11 +127,12 @@ def _has_failed(answer: "asyncio.Future[Any]") -> bool:
 class RolloutKeys:
     """Keys of rollouts: whoever bears one may play that rollout and no other.
 
-    A key holds the rollout's id and its HMAC under the secret of the workspace, so no key is stored anywhere, and it
+    A key holds the rollout's id and its HMAC under the gateway's token, so no key is stored anywhere, and it
     stays good when the process that gave it out was killed.
     """
 
     def __init__(self, secret: str) -> None:
+        self._token = {_TOKEN: secret}
         self._secret = hashlib.sha256(f"rollout keys\x1f{secret}".encode()).digest()
 
     def key_of(self, rollout_id: str) -> str:
@@ -145,6 +151,12 @@ class RolloutKeys:
             return None
         is_ours = hmac.compare_digest(mac.encode(errors="replace"), self._mac(rollout_id).encode())
         return rollout_id if is_ours else None
+
+    def conceal(self, text: str) -> str:
+        """An agent's report for logs and records: without keys of rollouts, the gateway's token and the secrets that
+        `variables.conceal` knows.
+        """
+        return conceal(_KEY.sub("${ROLLOUT_KEY}", text), f"${{{_TOKEN}}}", self._token)
 
     def _mac(self, rollout_id: str) -> str:
         return hmac.new(self._secret, rollout_id.encode(), hashlib.sha256).hexdigest()

@@ -151,6 +151,7 @@ class RolloutGateway(Routes):
             base_url=base_url,
             key=key,
             settings=self._settings,
+            conceal=self._keys.conceal,
         )
         if is_claimable and not rollout.is_claimed:
             async with self._claiming:

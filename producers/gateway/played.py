@@ -34,9 +34,19 @@ class PlayedRollout:
     """Implementation of `rollout.gateway_interface.OpenedRollout`, with the effects of its calls, rewards and end."""
 
     def __init__(
-        self, session: Session, engine: Engine, agent: str, *, base_url: str, key: str, settings: GatewaySection
+        self,
+        session: Session,
+        engine: Engine,
+        agent: str,
+        *,
+        base_url: str,
+        key: str,
+        settings: GatewaySection,
+        conceal: Callable[[str], str],
     ) -> None:
+        """`conceal`: takes secrets out of what the agent reports."""
         self.session = session
+        self._conceal = conceal
         self._max_calls = settings.max_concurrent_calls
         self.base_url = base_url
         self.key = key
@@ -95,7 +105,8 @@ class PlayedRollout:
         if self._end.done():
             return
         if self._ending is None:
-            self._ending = self._begin(lambda: self._record_end(error))
+            concealed = None if error is None else self._conceal(error)
+            self._ending = self._begin(lambda: self._record_end(concealed))
         await self._result(self._ending)
 
     async def claim(self, key: str) -> None:

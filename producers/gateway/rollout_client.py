@@ -29,7 +29,10 @@ from rollstream.schemas.errors import (
     describe,
     first_invalid,
 )
+from rollstream.schemas.variables import conceal
 
+KEY_VARIABLE = "OPENAI_API_KEY"
+"""Variable in which a program of `environment: command:...` gets its rollout's key."""
 MAX_ERROR_CHARS = 2000
 """Maximum characters of an error that an agent reports."""
 FIRST_PAUSE_S, MAX_PAUSE_S = 0.1, 2.0
@@ -147,7 +150,7 @@ class RemoteRollout:
         A task that is too large for a variable is read from standard input.
         """
         try:
-            url, key = env["ROLLSTREAM_ROLLOUT_URL"], env["OPENAI_API_KEY"]
+            url, key = env["ROLLSTREAM_ROLLOUT_URL"], env[KEY_VARIABLE]
         except KeyError as error:
             raise ConfigError(f"variable {error.args[0]} is not set; run this by environment: command:...") from error
         return cls(_read(RolloutTask, env.get("ROLLSTREAM_TASK") or sys.stdin.read()), url, key)
@@ -205,7 +208,7 @@ class RemoteRollout:
 
     async def _fail(self, error: Exception) -> None:
         try:
-            await self.end(describe(error))
+            await self.end(conceal(describe(error), f"${{{KEY_VARIABLE}}}", {KEY_VARIABLE: self.key}))
         except RollstreamError as unsent:  # the agent's own error goes on and says more
             logger.warning("rollout=%s cannot be ended: %s", self.task.rollout_id, unsent)
 

@@ -2,11 +2,13 @@
 
 import asyncio
 import json
+import logging
 from typing import Any
 
 import openai
 import pytest
 
+from rollstream.eventlog import codec
 from rollstream.producers.gateway.call_keys import RolloutKeys
 from rollstream.schemas import tokens
 from rollstream.schemas.events import RolloutEnded, RolloutFailed
@@ -249,6 +251,25 @@ def test_an_agent_that_reports_an_error_fails_its_rollout(tmp_path):
     last = play_outside(tmp_path, agent).last
     assert isinstance(last, RolloutFailed)
     assert last.message == "environment gateway: the agent reported: no tool answers"
+
+
+def test_neither_logs_nor_events_hold_the_secrets_in_what_an_agent_reports_as_its_error(tmp_path, caplog, monkeypatch):
+    caplog.set_level(logging.DEBUG)
+    monkeypatch.setenv("MY_SERVICE_TOKEN", "a-token-of-the-service")
+    found: list[str] = []
+
+    async def agent(one):
+        key, other = one.rollout["key"], RolloutKeys("another process").key_of("run-2/rl/e00000/t00001/m0/a0")
+        found.extend([key, key.rpartition(".")[2][:40], other, one.token, "a-token-of-the-service"])
+        await one.end(error=f"401: {key}, {key[:-10]}; {other}; Bearer {one.token}; a-token-of-the-service")
+
+    played = play_outside(tmp_path, agent)
+    assert isinstance(played.last, RolloutFailed)
+    hidden = "401: ${ROLLOUT_KEY}, ${ROLLOUT_KEY}; ${ROLLOUT_KEY}; Bearer ${GATEWAY_TOKEN}; ${MY_SERVICE_TOKEN}"
+    assert played.last.message == f"environment gateway: the agent reported: {hidden}"
+    assert hidden in caplog.text
+    whole = caplog.text + "".join(codec.encode(event).value.decode() for event in played.events)
+    assert [secret for secret in found if secret in whole] == []
 
 
 def test_more_calls_at_once_than_allowed_are_told_to_come_again(tmp_path):

@@ -1,6 +1,7 @@
 """The client of agents in Python, over HTTP against the producers' own gateway."""
 
 import asyncio
+import contextlib
 import json
 import math
 import re
@@ -70,6 +71,23 @@ def test_the_agent_of_the_page_plays_a_rollout(tmp_path: Path) -> None:
     played = play_outside(tmp_path, program=playing(names["play"]), script=answers("7"), inputs=inputs)
     played.assert_complete()
     assert [one.value for one in played.rewards] == [1.0]
+
+
+def test_an_agents_exception_is_sent_without_its_key_and_the_secrets_of_its_process(
+    tmp_path: Path, monkeypatch
+) -> None:
+    monkeypatch.setenv("AGENTS_DB_PASSWORD", "swordfish")
+
+    async def play(rollout: RemoteRollout) -> None:
+        raise ValueError(f"{rollout.key} and swordfish")
+
+    async def program(workspace: Path) -> None:
+        with contextlib.suppress(ValueError):
+            await playing(play)(workspace)
+
+    last = play_outside(tmp_path, program=program).last
+    assert isinstance(last, RolloutFailed)
+    assert "${OPENAI_API_KEY} and ${AGENTS_DB_PASSWORD}" in last.message
 
 
 def test_claiming_and_asking_again_under_a_key_gives_the_same_and_none_is_no_rollout_in_time(tmp_path: Path) -> None:
