@@ -11,6 +11,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from rollstream.producers.openai.protocol import Answer, exact_of
 from rollstream.producers.openai.requests import ChatRequest, Refusal, checked_request, validated
+from rollstream.producers.rollout import call_arguments
 
 STOP_REASONS = {"length": "max_tokens", "tool_calls": "tool_use", "stop": "end_turn"}
 """Anthropic's stop reason by OpenAI's finish reason."""
@@ -23,6 +24,8 @@ ERROR_TYPES = {
 }
 CUSTOM = "custom"
 """Type of a tool that the client describes and runs."""
+EXACT = "messages"
+"""Key of a request whose numbers are arguments of calls."""
 _BLOCKS = ("text", "tool_use", "tool_result")
 _THOUGHTS = ("thinking", "redacted_thinking")
 """Blocks that another model has signed: none is made here, and no template renders them."""
@@ -196,7 +199,7 @@ def _call(block: Mapping[str, Any], at: str) -> dict[str, Any]:
     name, given = block.get("name"), block.get("input", {})
     if not isinstance(name, str) or not isinstance(given, dict):
         raise Refusal(400, f"{at}: a tool_use block has a name and an object as input", param=at)
-    function = {"name": name, "arguments": orjson.dumps(given).decode()}
+    function = {"name": name, "arguments": call_arguments.dumps(given)}
     return {"id": str(block.get("id", "")), "type": "function", "function": function}
 
 
@@ -216,7 +219,9 @@ def _text(block: Mapping[str, Any], at: str) -> str:
 
 def message(name: str, model: str, answer: Answer) -> dict[str, Any]:
     """The whole answer; `name`: its id."""
-    return _head(name, model, answer) | {"content": _blocks(answer), **_end(answer), "usage": _usage(answer)}
+    blocks = _blocks(answer)
+    content = [block | {"input": orjson.Fragment(block["input"])} if "input" in block else block for block in blocks]
+    return _head(name, model, answer) | {"content": content, **_end(answer), "usage": _usage(answer)}
 
 
 def start(name: str, model: str, num_prompt_tokens: int) -> dict[str, Any]:
@@ -241,7 +246,7 @@ def rest(answer: Answer, num_sent: int | None) -> list[dict[str, Any]]:
         if block["type"] == "text":
             found += text_events(block["text"][num_sent or 0 :], is_first=num_sent is None)
         else:
-            delta = {"type": "input_json_delta", "partial_json": orjson.dumps(block["input"]).decode()}
+            delta = {"type": "input_json_delta", "partial_json": block["input"]}
             found += [
                 {"type": "content_block_start", "index": index, "content_block": block | {"input": {}}},
                 {"type": "content_block_delta", "index": index, "delta": delta},
@@ -262,13 +267,14 @@ def _head(name: str, model: str, answer: Answer) -> dict[str, Any]:
 
 
 def _blocks(answer: Answer) -> list[dict[str, Any]]:
+    """Text and calls, whose input is the JSON text that the model wrote."""
     texts = [{"type": "text", "text": answer.text}] if answer.text or not answer.tool_calls else []
     calls = [
         {
             "type": "tool_use",
             "id": call["id"],
             "name": call["function"]["name"],
-            "input": orjson.loads(call["function"]["arguments"]),
+            "input": call["function"]["arguments"],
         }
         for call in answer.tool_calls
     ]

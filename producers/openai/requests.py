@@ -9,7 +9,7 @@ import orjson
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from rollstream.producers.openai import options
-from rollstream.producers.rollout.prompts import with_object_arguments
+from rollstream.producers.rollout import call_arguments
 from rollstream.schemas.errors import RollstreamError, first_invalid
 from rollstream.schemas.settings import Sampling
 
@@ -75,7 +75,7 @@ class ChatMessage(BaseModel):
         message = self.model_dump(exclude_none=True)
         message["role"] = "system" if self.role == "developer" else self.role
         if self.tool_calls is not None:
-            message["tool_calls"] = [with_object_arguments(call) for call in self.tool_calls]
+            message["tool_calls"] = [call_arguments.with_object_arguments(call) for call in self.tool_calls]
         return message
 
 
@@ -213,11 +213,14 @@ def parse_request(body: bytes) -> ChatRequest:
     return checked_request(ChatRequest, json_of(body))
 
 
-def json_of(body: bytes) -> Any:
-    """The value in a body. Raises Refusal (400), also for values within values that no record could hold."""
+def json_of(body: bytes, exact: str = "") -> Any:
+    """The value in a body. `exact`: a key of it below which integers of more than 64 bits are kept.
+
+    Raises Refusal (400), also for values within values that no record could hold.
+    """
     try:
-        value = orjson.loads(body)
-    except orjson.JSONDecodeError as error:
+        value = _exact(body.decode(), exact) if exact else orjson.loads(body)
+    except ValueError as error:
         raise Refusal(400, f"the body is not JSON: {error}") from error
     level = [value]
     for _ in range(MAX_NESTING):
@@ -225,6 +228,13 @@ def json_of(body: bytes) -> Any:
         if not level:
             return value
     raise Refusal(400, f"the body nests values more than {MAX_NESTING} deep; make it flatter")
+
+
+def _exact(text: str, key: str) -> Any:
+    value = call_arguments.loads(text)
+    if not isinstance(value, dict) or not call_arguments.is_long(text):
+        return value
+    return {name: item if name == key else orjson.loads(call_arguments.dumps(item)) for name, item in value.items()}
 
 
 def _items(value: dict[str, Any] | list[Any]) -> Iterable[Any]:

@@ -122,7 +122,7 @@ class Routes(ABC):
 
     async def message(self, request: web.Request) -> web.StreamResponse:
         """One message of Anthropic's kind."""
-        given = anthropic.parse_messages(json_of(await request.read()))
+        given = anthropic.parse_messages(json_of(await request.read(), anthropic.EXACT))
         asked = given.chat()
         if given.stream:
             return await self._streamed(request, asked, MessageWords(asked, await self.count(request, asked)))
@@ -146,7 +146,7 @@ class Routes(ABC):
 
     async def count_tokens(self, request: web.Request) -> web.Response:
         """Number of tokens of a message's prompt."""
-        asked = anthropic.parse_count(json_of(await request.read())).chat()
+        asked = anthropic.parse_count(json_of(await request.read(), anthropic.EXACT)).chat()
         return json_response({"input_tokens": await self.count(request, asked)})
 
     async def _streamed(

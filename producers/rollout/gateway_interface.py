@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 from rollstream.producers.engines.base import Generation, Tokenizer
+from rollstream.producers.rollout import call_arguments
 from rollstream.schemas.errors import ChatTemplateError, one_line
 from rollstream.schemas.events.rollouts import StepRecorded, VersionSpan
 from rollstream.schemas.settings import Sampling
@@ -50,7 +51,8 @@ class CallOptions:
         """The prompt: messages as the chat template writes them, unless it is given as it is."""
         if self.text is not None:
             return self.text
-        return tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, **self.data)
+        exact = call_arguments.for_template(messages)
+        return tokenizer.apply_chat_template(exact, tokenize=False, add_generation_prompt=True, **self.data)
 
     @classmethod
     def of(cls, step: StepRecorded) -> "CallOptions":
@@ -122,6 +124,7 @@ def by_template(messages: list[dict[str, Any]], tokenizer: Tokenizer, **options:
     Agents send several system messages, also between turns. Where the template refuses that, the first ones are one
     message, and later ones are the user's. Raises ChatTemplateError.
     """
+    messages = call_arguments.for_template(messages)
     render = functools.partial(tokenizer.apply_chat_template, tokenize=False, add_generation_prompt=True, **options)
     try:
         return render(messages)

@@ -12,6 +12,7 @@ from typing import Any
 import orjson
 
 from rollstream.producers.engines.base import Tokenizer
+from rollstream.producers.rollout import call_arguments
 from rollstream.producers.rollout.conversation import Conversation, Prompt, history_with
 from rollstream.producers.rollout.gateway_interface import CallOptions, rendered
 from rollstream.producers.rollout.rendering import renderer_for
@@ -108,20 +109,8 @@ def for_template(message: Message) -> Message:
         return message
     return message | {
         "content": message.get("content") or "",
-        "tool_calls": [with_object_arguments(call) for call in calls],
+        "tool_calls": [call_arguments.with_object_arguments(call) for call in calls],
     }
-
-
-def with_object_arguments(call: dict[str, Any]) -> dict[str, Any]:
-    """A tool call whose arguments are an object, if they are JSON."""
-    function = call.get("function")
-    if not isinstance(function, dict) or not isinstance(function.get("arguments"), str):
-        return call
-    try:
-        arguments = orjson.loads(function["arguments"])
-    except orjson.JSONDecodeError:
-        return call
-    return {**call, "function": {**function, "arguments": arguments}}
 
 
 def _is_answer(message: Any) -> bool:
@@ -137,6 +126,6 @@ def _fingerprint(text: str | None, calls: Sequence[Mapping[str, Any]] | None) ->
     """Fingerprint of a message as a client returns it: arguments count by their values, whatever their spacing and
     order.
     """
-    called = [with_object_arguments(dict(call)) for call in calls or ()]
+    called = [call_arguments.with_exact_arguments(dict(call)) for call in calls or ()]
     called = [[call.get("id"), call.get("function")] for call in called]
-    return hashlib.sha256(orjson.dumps([(text or "").strip(), called], option=orjson.OPT_SORT_KEYS)).digest()
+    return hashlib.sha256(call_arguments.dumps([(text or "").strip(), called], sort_keys=True).encode()).digest()

@@ -14,6 +14,7 @@ from typing import Any
 import orjson
 
 from rollstream.producers.engines.base import Tokenizer
+from rollstream.producers.rollout import call_arguments
 from rollstream.schemas.errors import EnvironmentRunError, describe
 
 AUTO, NONE = "auto", "none"
@@ -115,9 +116,9 @@ def _call(parsed: Any) -> tuple[str, str, str | None] | None:
     if str(parsed.status) not in ("ok", "unknown_tool") or not parsed.name:
         return None
     try:
-        arguments = orjson.loads(arguments) if isinstance(arguments, str) else arguments
-        written = orjson.dumps(arguments).decode()
-    except (orjson.JSONDecodeError, orjson.JSONEncodeError):
+        written = arguments.strip() if isinstance(arguments, str) else call_arguments.dumps(arguments)
+        arguments = call_arguments.loads(written)
+    except (TypeError, ValueError):
         return None
     return (parsed.name, written, parsed.id) if isinstance(arguments, dict) else None
 

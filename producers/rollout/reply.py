@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import orjson
 
 from rollstream.producers.engines.base import Generation
+from rollstream.producers.rollout import call_arguments
 from rollstream.producers.rollout.rendering import ParsedAnswer
 from rollstream.schemas.errors import EnvironmentRunError
 
@@ -117,13 +118,12 @@ def tool_calls_in(text: str, salt: int = 0) -> tuple[dict[str, Any], ...]:
     for number, (begin, end) in enumerate(call_spans(text)):
         body = text[begin + len(CALL_BEGINS) : end - len(CALL_ENDS)].strip()
         try:
-            call = orjson.loads(body)
-        except orjson.JSONDecodeError:
+            call, arguments = call_arguments.loads(body), call_arguments.member(body, "arguments")
+        except ValueError:
             return ()
         if not isinstance(call.get("name"), str) or not isinstance(call.get("arguments", {}), dict):
             return ()
-        arguments = orjson.dumps(call.get("arguments", {})).decode()
-        calls.append(_call(_call_id(salt, number, body), call["name"], arguments))
+        calls.append(_call(_call_id(salt, number, body), call["name"], arguments or "{}"))
     return tuple(calls)
 
 

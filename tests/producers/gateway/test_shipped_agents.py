@@ -220,7 +220,7 @@ def test_codex_gets_calls_of_tools_in_namespaces_as_it_knows_them_and_goes_on_to
         later = [*items, call, output]
         (slept,) = (await streamed(one, "/v1/responses", body | {"input": later}))[-1]["response"]["output"]
         assert (slept["type"], slept["name"], slept["namespace"]) == ("function_call", "sleep", "clock")
-        assert slept["arguments"] == '{"seconds":1}'
+        assert slept["arguments"] == '{"seconds": 1}'
         output = {"type": "function_call_output", "call_id": slept["call_id"], "output": "slept"}
         choice = {"type": "function", "namespace": "clock", "name": "sleep"}
         await streamed(one, "/v1/responses", body | {"input": [*later, slept, output], "tool_choice": choice})

@@ -40,7 +40,7 @@ def test_a_response_is_a_recorded_step_and_its_items_given_back_go_on_token_by_t
             first = await client.responses.create(model="policy", input=items, tools=[TOOL], instructions="Add.")
             (call,) = first.output
             assert isinstance(call, ResponseFunctionToolCall)
-            assert (call.name, call.arguments, first.status) == ("add", '{"a":3,"b":4}', "completed")
+            assert (call.name, call.arguments, first.status) == ("add", '{"a": 3, "b": 4}', "completed")
             items += [item.model_dump(exclude_none=True) for item in first.output]
             items.append({"type": "function_call_output", "call_id": call.call_id, "output": "7"})
             second = await client.responses.create(model="policy", input=items, tools=[TOOL], instructions="Add.")

@@ -1,0 +1,111 @@
+"""Arguments of tool calls: as the model wrote them, and as objects for chat templates, with integers of any size. Pure.
+
+orjson reads integers of more than 64 bits as floats and cannot write them, so no record holds them as numbers. There
+they stay within a text.
+"""
+
+import json
+import re
+from collections.abc import Sequence
+from typing import Any
+
+import orjson
+
+_LONG = re.compile(r"\d{19}")
+_WHITE = re.compile(r"[ \t\n\r]*")
+TOO_DEEP = "values are nested too deeply"
+_TEXTS = json.JSONDecoder(parse_int=str, parse_float=str)
+
+
+def is_long(text: str) -> bool:
+    """Whether a JSON text may hold an integer of more than 64 bits."""
+    return _LONG.search(text) is not None
+
+
+def loads(text: str) -> Any:
+    """The JSON value of a text. Raises ValueError."""
+    if not is_long(text):
+        return orjson.loads(text)
+    try:
+        value = json.loads(text, parse_float=orjson.loads, parse_constant=orjson.loads)
+        json.dumps(value, ensure_ascii=False).encode()
+    except RecursionError as error:
+        raise ValueError(TOO_DEEP) from error
+    return value
+
+
+def dumps(value: Any, *, sort_keys: bool = False) -> str:
+    """A JSON value as text. Raises TypeError or ValueError."""
+    try:
+        return orjson.dumps(value, option=orjson.OPT_SORT_KEYS if sort_keys else None).decode()
+    except TypeError:  # an integer of more than 64 bits, or no JSON
+        text = json.dumps(value, ensure_ascii=False, separators=(",", ":"), sort_keys=sort_keys, allow_nan=False)
+        text.encode()
+        return text
+
+
+def member(text: str, name: str) -> str | None:
+    """The value of a name in a JSON object, as it is written there; None without one. `text`: what `loads` takes.
+
+    Raises ValueError for values that are nested too deeply.
+    """
+    found, at = None, text.index("{") + 1
+    try:
+        while text[at := _after_white(text, at)] != "}":
+            at = _after_white(text, at + 1) if text[at] == "," else at
+            key, at = _TEXTS.raw_decode(text, at)
+            begin = _after_white(text, _after_white(text, at) + 1)
+            _, at = _TEXTS.raw_decode(text, begin)
+            found = text[begin:at] if key == name else found
+    except RecursionError as error:
+        raise ValueError(TOO_DEEP) from error
+    return found
+
+
+def _after_white(text: str, at: int) -> int:
+    match = _WHITE.match(text, at)
+    assert match is not None
+    return match.end()
+
+
+def with_object_arguments(call: dict[str, Any]) -> dict[str, Any]:
+    """A tool call whose arguments are an object, if they are JSON that a record can hold."""
+    converted = with_exact_arguments(call)
+    if converted is call or not _has_long(call):
+        return converted
+    try:
+        orjson.dumps(converted)
+    except TypeError:
+        return call
+    return converted
+
+
+def with_exact_arguments(call: dict[str, Any]) -> dict[str, Any]:
+    """A tool call whose arguments are an object, if they are JSON."""
+    function = call.get("function")
+    if not isinstance(function, dict) or not isinstance(function.get("arguments"), str):
+        return call
+    try:
+        arguments = loads(function["arguments"])
+    except ValueError:
+        return call
+    return {**call, "function": {**function, "arguments": arguments}}
+
+
+def for_template(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Recorded messages as a chat template gets them: arguments that no record can hold are objects, too."""
+    return [_with_exact_calls(message) for message in messages]
+
+
+def _with_exact_calls(message: dict[str, Any]) -> dict[str, Any]:
+    calls = message.get("tool_calls")
+    if not isinstance(calls, list) or not any(map(_has_long, calls)):
+        return message
+    return {**message, "tool_calls": [with_exact_arguments(call) if _has_long(call) else call for call in calls]}
+
+
+def _has_long(call: Any) -> bool:
+    """Whether the arguments of a call are a text that may hold an integer of more than 64 bits."""
+    function = call.get("function") if isinstance(call, dict) else None
+    arguments = function.get("arguments") if isinstance(function, dict) else None
+    return isinstance(arguments, str) and is_long(arguments)
