@@ -50,7 +50,7 @@ from rollstream.schemas.events import BatchPlanned, JobSubmitted, StepTrained, T
 from rollstream.schemas.events.rollouts import Completion, TokenSequence
 from rollstream.schemas.events.training import BatchMember
 from rollstream.schemas.permissions import Permissions
-from rollstream.schemas.settings import JobSettings, ModelSettings
+from rollstream.schemas.settings import NEWEST_REVISION, JobSettings, ModelSettings
 
 SIZES = {"0.1M": {}, "13M": {"hidden_size": 384, "num_layers": 6, "intermediate_size": 1536}}
 PHASES = {
@@ -89,7 +89,7 @@ def batch_of(groups: int, prompt: int, answer: int) -> BatchView:
 
 def step_pass(folder: str, mode: str) -> dict[str, float]:
     """Three steps on one batch, the first one not counted."""
-    job = JobSettings(kind="rl", model=ModelSettings(path=folder, device="cpu"), revision=3)
+    job = JobSettings(kind="rl", model=ModelSettings(path=folder, device="cpu"), revision=NEWEST_REVISION)
     model = PolicyModel(job.model, seed=0)
     model.use_dropout(False)
     model.selects_logprobs &= mode == "selected"
@@ -140,7 +140,8 @@ async def phases_of(folder: str, size: str, checkpoint_every: int, versions: int
     run: dict[str, Any] = {"run_id": "bench", "time_ms": 1}
     job: dict[str, Any] = {"job_id": "bench/rl", "model_group": "bench/policy"}
     model = ModelSettings(path=path, device="cpu")
-    settings = JobSettings(kind="rl", model=model, num_versions=versions, checkpoint_every=checkpoint_every, revision=6)
+    how = {"checkpoint_every": checkpoint_every, "revision": NEWEST_REVISION}
+    settings = JobSettings(kind="rl", model=model, num_versions=versions, **how)
     await log.send(JobSubmitted(**run, **job, base_version=0, settings=settings))
     previous = codec.EMPTY_SHA256
     for index in range(versions):
