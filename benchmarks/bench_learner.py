@@ -140,7 +140,7 @@ async def phases_of(folder: str, size: str, checkpoint_every: int, versions: int
     run: dict[str, Any] = {"run_id": "bench", "time_ms": 1}
     job: dict[str, Any] = {"job_id": "bench/rl", "model_group": "bench/policy"}
     model = ModelSettings(path=path, device="cpu")
-    how = {"checkpoint_every": checkpoint_every, "revision": NEWEST_REVISION}
+    how: dict[str, Any] = {"checkpoint_every": checkpoint_every, "revision": NEWEST_REVISION}
     settings = JobSettings(kind="rl", model=model, num_versions=versions, **how)
     await log.send(JobSubmitted(**run, **job, base_version=0, settings=settings))
     previous = codec.EMPTY_SHA256

@@ -307,9 +307,9 @@ def grab_bags(paths: Iterable[Path], root: Path = ROOT) -> list[str]:
     return [str(path) for path in named if GRAB_BAGS & {path.stem, *path.parent.parts}]
 
 
-def heavy_after(statement: str) -> list[str]:
-    """Modules of HEAVY that a new process has imported once it has run `statement`."""
-    program = f"import sys\n{statement}\nprint('loaded', *sorted({HEAVY!r} & set(sys.modules)))"
+def heavy_after(statement: str, heavy: frozenset[str] = frozenset(HEAVY)) -> list[str]:
+    """Modules of `heavy` that a new process has imported once it has run `statement`."""
+    program = f"import sys\n{statement}\nprint('loaded', *sorted({heavy!r} & set(sys.modules)))"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=120)
     return done.stdout.splitlines()[-1].split()[1:]
 
@@ -335,7 +335,12 @@ def test_a_planted_grab_bag_is_found(tmp_path: Path) -> None:
 
 def test_help_imports_no_heavy_package() -> None:
     program = "from rollstream.harness.cli.main import main\nsys.argv = ['rollstream', '--help']\n"
-    assert heavy_after(f"{program}try:\n    main()\nexcept SystemExit:\n    pass") == []
+    heavy = frozenset(HEAVY) | {"rollstream.schemas.settings"}
+    assert heavy_after(f"{program}try:\n    main()\nexcept SystemExit:\n    pass", heavy) == []
+
+
+def test_a_query_loads_no_http_server() -> None:
+    assert heavy_after("import rollstream.metrics.sql.client", frozenset({"aiohttp", "aiokafka"})) == []
 
 
 def test_the_export_at_a_runs_end_loads_no_torch() -> None:

@@ -3,10 +3,12 @@
 import importlib
 import sys
 from importlib.util import find_spec
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from rollstream.schemas.config import AdapterSection
 from rollstream.schemas.errors import ConfigError
+
+if TYPE_CHECKING:  # the command line imports this module, and all settings take five times as long as the rest of it
+    from rollstream.schemas.config import AdapterSection
 
 OF_LEARNER = ("torch", "transformers", "peft", "safetensors")
 """Libraries of rollout engine and learner; log, processors and metrics do not need them."""
@@ -21,7 +23,7 @@ def check_learner() -> None:
             raise ConfigError(_remedy(library))
 
 
-def check_quantized(adapter: AdapterSection, location: str) -> None:
+def check_quantized(adapter: "AdapterSection", location: str) -> None:
     """Raises ConfigError naming a setting below `location` that needs the extra `quantized`, if it is not installed."""
     optimizers = {"optimizer.kind": adapter.optimizer}
     if adapter.warm_start is not None:

@@ -10,14 +10,25 @@ from typing import Any
 from rollstream.metrics.projection.database import OPEN_CONFIG, FileInUseError, MetricsFileError, connect, metrics_file
 from rollstream.metrics.sql.query import Limits, start
 from rollstream.metrics.sql.result import Result, result_of
-from rollstream.metrics.sql.service import HOST, port_file, token_file
 from rollstream.schemas.errors import QueryError
 
+HOST = "127.0.0.1"
+"""Where the service of a workspace listens."""
 WAIT_MARGIN_S = 10.0
 """Seconds granted to the service beyond the time to catch up and the query itself."""
 PATIENCE_S = 5.0
 """Maximum seconds for which a service that starts or ends holds the file without answering."""
 POLL_S = 0.1
+
+
+def token_file(workspace: Path) -> Path:
+    """The file that holds the token."""
+    return workspace / "sql.token"
+
+
+def port_file(workspace: Path) -> Path:
+    """The file that holds the port while the service runs."""
+    return workspace / "metrics.json"
 
 
 def query(workspace: Path, sql: str, *, fresh: bool = True, limit: int = 10_000, timeout_s: float = 30.0) -> Result:

@@ -16,11 +16,11 @@ from rollstream.eventlog.files import write_whole
 from rollstream.eventlog.private import token_in
 from rollstream.metrics.projection.database import Database
 from rollstream.metrics.projection.projector import Projector
+from rollstream.metrics.sql.client import HOST, port_file, token_file
 from rollstream.metrics.sql.lanes import QueryLanes
 from rollstream.metrics.sql.query import Limits
 from rollstream.schemas.errors import QueryError, RollstreamError, first_invalid
 
-HOST = "127.0.0.1"
 MAX_SQL_BYTES = 1024 * 1024
 
 
@@ -34,16 +34,6 @@ class QueryRequest(BaseModel):
     """First wait until the file holds all that is in the log at this moment."""
     limit: int = Field(default=10_000, ge=0)
     timeout_s: float = Field(default=30.0, gt=0, le=3600)
-
-
-def token_file(workspace: Path) -> Path:
-    """The file that holds the token."""
-    return workspace / "sql.token"
-
-
-def port_file(workspace: Path) -> Path:
-    """The file that holds the port while the service runs."""
-    return workspace / "metrics.json"
 
 
 class SqlService:

@@ -12,7 +12,6 @@ from collections.abc import Callable, Coroutine
 from typing import Any, ParamSpec, TypeVar
 
 from rollstream.schemas.errors import ConfigError
-from rollstream.schemas.users_code import load_installed
 
 GROUP = "rollstream.components"
 OURS = "rollstream."
@@ -39,6 +38,8 @@ def import_installed() -> None:
     A package that cannot be imported is logged and passed over: only who asks for its names suffers.
     """
     from importlib import metadata
+
+    from rollstream.schemas.users_code import load_installed  # with all settings, which the command line does not need
 
     for entry_point in metadata.entry_points(group=GROUP):
         if entry_point.value.startswith(OURS) or entry_point.value in _imported:

@@ -23,7 +23,7 @@ from rollstream.eventlog.kafka.log import KafkaLog
 from rollstream.eventlog.kafka.security import client_options
 from rollstream.eventlog.log import TopicPartition
 from rollstream.harness.services.supervisor import ChildSpec, Supervisor
-from rollstream.metrics.sql.service import HOST, port_file, token_file
+from rollstream.metrics.sql.client import HOST, port_file, token_file
 from rollstream.schemas.errors import LogError
 from rollstream.schemas.topics import TOPICS
 from tests.chaos.chaos_workload import PARTITIONS, Line, Workload
