@@ -1,6 +1,7 @@
 """The figures that docs/architecture.md compares: floors, circles and repeated blocks of a tree."""
 
-from tests.rigs.sources.house_figures import BLOCK_LINES, circles, floors, of_folders, repeated_blocks, within
+from tests.rigs.sources.house_figures import BLOCK_LINES, circles, figures, floors, of_folders, repeated_blocks, within
+from tests.rigs.sources.source_tree import ALLOWED, ROOT
 
 
 def test_a_circle_is_one_floor() -> None:
@@ -16,3 +17,9 @@ def test_a_block_that_is_repeated_counts_at_each_of_its_places() -> None:
     files = {"learner/a.py": ["one = 1", *block], "metrics/b.py": [*block, "two = 2"], "metrics/c.py": ["three = 3"]}
     assert repeated_blocks(files) == {"learner": 1, "metrics": 1}
     assert sum(repeated_blocks({"learner/a.py": block[1:3], "metrics/b.py": block}).values()) == 0
+
+
+def test_this_tree_has_a_row_for_each_top_folder_and_no_circle_and_no_branch() -> None:
+    rows = figures(ROOT)
+    assert [row[0] for row in rows] == [*ALLOWED, "all"]
+    assert {row[6:9] for row in rows} == {("0", "0", "0")}

@@ -107,13 +107,13 @@ def _windows(lines: Iterable[str]) -> Iterator[tuple[int, str]]:
 
 def branches(files: Mapping[str, list[str]]) -> Counter[str]:
     """Number of lines that use an algorithm's name or settings away from the algorithms, by top folder."""
-    (rule,) = (pattern for pattern, home in ONE_HOME.items() if home == "schemas learner/algorithms")
+    rules = [pattern for pattern, home in ONE_HOME.items() if home == "schemas learner/algorithms"]
     return Counter(
         name.split("/")[0]
         for name, lines in files.items()
         if not name.startswith(("schemas/", "learner/algorithms/"))
         for line in lines
-        if rule.search(line)
+        if any(rule.search(line) for rule in rules)
     )
 
 
