@@ -72,7 +72,7 @@ def median_of(found: list[dict[str, float]]) -> dict[str, float]:
 
 
 def report_of(rows: Rows, epochs: int) -> str:
-    """Medians of what was run so far, and where."""
+    """Medians of the runs so far, and the machine."""
     gib = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
     report: dict[str, Any] = {"cores": os.cpu_count(), "memory_gib": round(gib), "max_staleness": MAX_STALENESS}
     report |= {"epochs": epochs, "repeats": len(rows["slow_learner"]["follow_lag"])}

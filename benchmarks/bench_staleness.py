@@ -49,7 +49,7 @@ LAST = 10
 
 @torch.no_grad()
 def sampled(model: PolicyModel, prompts_B: Tensor, random: torch.Generator) -> tuple[Tensor, Tensor]:
-    """Token ids (B, 1 + LENGTH), and log-probabilities (B, LENGTH) of what was sampled at temperature 1."""
+    """Token ids (B, 1 + LENGTH) and log-probabilities (B, LENGTH), sampled at temperature 1."""
     ids_B_T, cache = prompts_B[:, None], None
     logprobs: list[Tensor] = []
     for _ in range(LENGTH):
@@ -97,7 +97,7 @@ def batch_of(ids_B_T: Tensor, logprobs_B_T: Tensor) -> BatchView:
 def trained(
     folder: Path, way: str, staleness: int, rate: float, seed: int, arguments: argparse.Namespace
 ) -> dict[str, Any]:
-    """The rewards of the weights after each step, and means over the steps of what the learner reports."""
+    """The rewards of the weights after each step, and means over the steps of the learner's metrics."""
     settings = JobSettings(
         kind="rl",
         model=ModelSettings(path=str(make_tiny_model(folder / f"seed-{seed}", seed=seed)), device="cpu"),

@@ -214,7 +214,9 @@ def _broker() -> psutil.Process:
 
 
 def compared(passes: Mapping[str, Sequence[Pass]]) -> dict[str, Any]:
-    """Medians over passes, and what each way adds to the plain one: the median over calls of the call's difference."""
+    """Medians over passes, and the time that each way adds to the plain one: the median over calls of the call's
+    difference.
+    """
     found: dict[str, Any] = {}
     for name, measured in passes.items():
         rows = [one.row for one in measured]

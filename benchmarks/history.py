@@ -120,7 +120,7 @@ def epoch_events(run: str, epoch: int, num_groups: int = EPOCH_GROUPS) -> Iterat
 
 
 def run_events(run: str, num_epochs: int, dataset: ArtifactRef, num_partitions: int, *, ends: bool) -> Iterator[Event]:
-    """All events of a run but its trajectories: what is written for it and what curation and a learner answer."""
+    """All events of a run except its trajectories: its own, and the answers of curation and a learner."""
     events: list[Event] = run_started(run, dataset, num_partitions)
     settings = JobSettings(kind="rl", model=ModelSettings(path="/models/tiny"), num_versions=10**6)
     job: dict[str, Any] = {"job_id": ids.job_id(run, "rl"), "model_group": ids.model_group(run, "policy")}

@@ -88,7 +88,7 @@ class HashingFile:
 
 
 class HashedFile(NamedTuple):
-    """A whole file and what its writer hashed."""
+    """A complete file and the hash that its writer computed."""
 
     path: Path
     sha256: str
@@ -116,7 +116,7 @@ def write_hashed(pieces: Iterable[bytes | memoryview], folder: Path, name_of: Ca
 
 
 def linked(source: Path, path: Path) -> bool:
-    """Give a whole file that is on the disk a second name, in place of what has that name; False if it cannot be done.
+    """Give a whole file that is on the disk a second name, replacing the file of that name; False if it cannot be done.
 
     Not every file system has hard links, and none has them to another disk. Raises OSError if the disk is full.
     """

@@ -63,7 +63,7 @@ class Interrupted(Exception):
 
 
 def finetune(request: Request, display: Display) -> Outcome:
-    """Train, or go on training. Raises RollstreamError for what is wrong, Interrupted after a signal."""
+    """Train, or go on training. Raises RollstreamError for an error, Interrupted after a signal."""
     loaded = config_file.load(request.config_file, request.overrides, options=request.options)
     check_result(request.result_path)
     name = request.name or request.config_file.stem

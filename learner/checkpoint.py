@@ -144,7 +144,7 @@ class CheckpointFolder:
         return path
 
     def newest(self, *, job_id: str, max_version: int) -> Checkpoint | None:
-        """The newest checkpoint of a job that is not above `max_version` and whose bytes are what they were.
+        """The newest checkpoint of a job that is not above `max_version` and whose bytes have not changed.
 
         A file that was changed is named in a warning, and the one before it is used.
         """

@@ -24,7 +24,7 @@ def checkpoints_in(folder: Path) -> Iterator[tuple[int, Path]]:
 
 
 def inspect(path: Path) -> tuple[str, dict[str, Any] | None]:
-    """The hash of what is there, and the position in it; without one if something is not as it was written.
+    """The hash of the checkpoint found there, and its position; without one if something is not as it was written.
 
     Raises FileNotFoundError if the checkpoint is gone.
     """

@@ -72,7 +72,9 @@ class NeedsReader:
         self._next: dict[str, int] = {}
 
     async def read_on(self) -> None:
-        """Fold in what the topics hold by now. Raises LogError; what was fetched before is not fetched again."""
+        """Fold in the records that the topics hold by now. Raises LogError; what was fetched before is not fetched
+        again.
+        """
         for topic in TOPICS:
             begin = self._next.get(topic, (await self._log.begin_offsets(topic))[0])
             end = (await self._log.end_offsets(topic))[0]

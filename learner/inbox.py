@@ -102,7 +102,7 @@ class Inbox:
         return inbox
 
     async def poll(self, *, timeout_s: float) -> None:
-        """Fold in what is there; wait up to `timeout_s` for it."""
+        """Fold in the available records; wait up to `timeout_s` for it."""
         for record in await self._require().poll(timeout_s=timeout_s):
             received = await self._decoded(record)
             if received is not None and isinstance(received.event, JobSubmitted):
@@ -121,7 +121,7 @@ class Inbox:
         return job.job_id in self._followed and job.model_group in self.state.groups
 
     async def follow(self, job: JobSubmitted) -> None:
-        """Take in what the log holds of an open job and its model group, from the run's first record; go on with both.
+        """Read the records of an open job and its model group, from the run's first record; go on with both.
 
         What was forgotten of them is there again.
         """
@@ -249,7 +249,7 @@ class Inbox:
         return start
 
     def _take(self, received: Received) -> None:
-        """Fold one event in, and let go of what is over with it."""
+        """Fold one event in, and drop the state that it ends."""
         evolve(self.state, received)
         event, state = received.event, self.state
         if isinstance(event, RunEnded):

@@ -131,7 +131,7 @@ class JobRun:
         return await self._succeed(seal.time_ms)
 
     async def close(self) -> None:
-        """Let go of what is read ahead."""
+        """Drop data that was read ahead."""
         await self._members.close()
 
     async def _succeed(self, time_ms: int) -> bool:
@@ -231,7 +231,7 @@ class JobRun:
         await self._in_thread(lambda: self.trainer.begin(weights, what))
 
     async def _read(self, published: WeightsPublished) -> tuple[bytes, str]:
-        """A version's weights, and what they are called in an error. Raises ArtifactError."""
+        """A version's weights, and their name in errors. Raises ArtifactError."""
         return await self._publisher.read(published.artifact), f"artifact {published.artifact.uri}"
 
     async def _resume(self, checkpoint: Checkpoint) -> None:

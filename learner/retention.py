@@ -80,7 +80,7 @@ class GroupNeeds:
 
 @dataclass(slots=True)
 class WeightNeeds:
-    """The weights on the log and who needs them."""
+    """The weights on the log, and the runs and jobs that need them."""
 
     stored: dict[str, Stored] = field(default_factory=dict[str, Stored])
     """Stored artifacts by URI."""

@@ -7,7 +7,7 @@ LIBRARIES = ("rollstream", "torch", "transformers", "peft", "safetensors", "nump
 
 
 def library_versions() -> dict[str, str]:
-    """Versions of what can change a result."""
+    """Versions of software that can change a result."""
     found = {"python": platform.python_version()}
     for name in LIBRARIES:
         try:

@@ -1,4 +1,4 @@
-"""The learner's loop: every open job of its model groups in turn, and what becomes of a job that fails."""
+"""The learner's loop: every open job of its model groups in turn, and the handling of a job that fails."""
 
 import asyncio
 import logging
@@ -112,7 +112,7 @@ class Worker:
         self._logged_bases = found
 
     async def _close(self, model_groups: list[str]) -> None:
-        """Let runs go, and what they read ahead."""
+        """Drop runs, and the data that they read ahead."""
         for run in [self._runs.pop(group) for group in model_groups]:
             await run.close()
 

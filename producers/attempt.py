@@ -317,7 +317,7 @@ class _Stage:
 
 
 class JudgesRecorder:
-    """Makes steps of what judges are asked, in the journal of one attempt."""
+    """Records calls to judges as steps, in the journal of one attempt."""
 
     def __init__(self, journal: Journal) -> None:
         self._journal = journal

@@ -136,10 +136,10 @@ class GroupExecution:
             self._stop.set_result(cause)
 
     async def run(self) -> None:
-        """Settle the task. Raises what a send raised, and what breaks the contract of `RecordRollout`.
+        """Settle the task. Raises the exception of a send, and errors that break the contract of `RecordRollout`.
 
         1. Open the group once its first rollout has a slot, or decide what its predecessor left open. 2. Run what is
-        missing. 3. Do it again if, by what a zombie wrote meanwhile, the group is not settled.
+        missing. 3. Repeat that if the group is not settled because a zombie wrote meanwhile.
         """
         refusal = None if self._stop.done() else self._producer.refusal(self.task.settings)
         if refusal is not None:

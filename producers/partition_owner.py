@@ -1,7 +1,7 @@
 """The owner of one tasks partition and of the steps partition of the same number, while it is the owner.
 
-Takes tasks in, keeps track of what is not settled, and says up to where the tasks can be committed. Reading and
-committing are the worker's.
+Accepts tasks, keeps track of those that are not settled, and determines the offset up to which they can be committed.
+Reading and committing are the worker's.
 """
 
 import asyncio

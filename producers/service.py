@@ -30,7 +30,7 @@ logger = logging.getLogger(__name__)
 
 
 async def serve(settings: ProducerSettings) -> None:
-    """Run until cancelled. Raises the first error of whatever runs in the process.
+    """Run until cancelled. Raises the first error of any task in the process.
 
     On the way out: 1. rollouts stop and the group is left, 2. the engine stops, 3. the log is flushed and closed.
     """

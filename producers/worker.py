@@ -62,7 +62,7 @@ class RolloutWorker:
         self._reader: GroupReader | None = None
 
     async def run(self, on_ready: Callable[[], None] = lambda: None) -> None:
-        """Work until cancelled, then leave the group. Raises the first error of whatever runs in it."""
+        """Work until cancelled, then leave the group. Raises the first error of any of its tasks."""
         self._run_ends = await RunEnds.open(self._log, self._end_run)
         try:
             await self._work(self._run_ends, on_ready)
@@ -139,7 +139,7 @@ class RolloutWorker:
         logger.info("assigned partitions=%s stayed=%s", sorted(metadata), sorted(stayed))
 
     async def _resume_kept(self, committed: dict[int, tuple[int | None, str]]) -> set[int]:
-        """Partitions that stay, with what runs on them. Those that are gone, or had another owner, are given up."""
+        """Partitions that stay, with their running tasks. Those that are gone, or had another owner, are given up."""
         kept, self._kept = self._kept, {}
         ends = await self._log.end_offsets("steps") if kept else {}
         for partition, owner in kept.items():

@@ -146,7 +146,7 @@ def compare(
     report: Report,
     tasks: Mapping[str, TaskRequested] = MappingProxyType({}),
 ) -> None:
-    """Hold what the folds closed against the record, group by group, and what groups began with against their tasks.
+    """Compare the groups that the folds closed with the record, one by one, and the starts of groups with their tasks.
 
     `tasks`: by group id.
     """
@@ -177,7 +177,7 @@ def compare(
 
 
 def _is_refused(closed: GroupClosed) -> bool:
-    """Whether nothing of a task was run, because of what it names or needs: a group of one attempt that failed."""
+    """Whether no rollout of a task was run because of a name or requirement in it: its group has one failed attempt."""
     return closed.size == 1 and all(
         one.outcome == "failed" and one.cause in (group_execution.NOT_ALLOWED, group_execution.ENGINE_ERROR)
         for one in closed.attempts

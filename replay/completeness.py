@@ -187,7 +187,7 @@ def _epochs(events: RunEvents) -> Iterator[Named]:
 
 
 def _starts(events: RunEvents) -> Iterator[Named]:
-    """JobStarted and EpochStarted of what curation planned, which begins with nothing else."""
+    """JobStarted and EpochStarted of the jobs and epochs that curation planned, which begin only with them."""
     planned = [
         one for kind in (EpochSealed, BatchPlanned) for one, _ in of_type(events.by_topic.get("batches", ()), kind)
     ]

@@ -11,7 +11,7 @@ MISSING = "nothing"
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """One place where the replay does not come to what is recorded."""
+    """One difference between the replay and the record."""
 
     stage: str
     """assembly, curate, trajectories, manifests, weights, checkpoints, training, log."""
@@ -26,7 +26,7 @@ class Difference:
 
 @dataclass(slots=True)
 class Report:
-    """Counts of what was held against the record, and what differs."""
+    """Counts of compared items, and the differences."""
 
     counts: dict[str, int] = field(default_factory=dict[str, int])
     differences: list[Difference] = field(default_factory=list[Difference])
@@ -44,7 +44,7 @@ class Report:
         self.counts[what] = self.counts.get(what, 0) + number
 
     def add(self, other: "Report") -> None:
-        """Take in what another replay found."""
+        """Add the result of another replay."""
         for what, number in other.counts.items():
             self.count(what, number)
         self.differences += other.differences

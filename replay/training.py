@@ -69,8 +69,8 @@ async def train(
     """Train versions `first` to `last` (default: all) again and compare StepTrained by StepTrained, up to a difference.
 
     Begins at the nearest checkpoint below `first`, or at the job's base version. Raises ConfigError if there is nothing
-    to train, and what `Retraining` raises. `permissions`: the variables that a model's path may name; the
-    recorded models are those of the run that was asked for.
+    to train, and the errors of `Retraining`. `permissions`: the variables that a model's path may name; the recorded
+    models are those of the run that was asked for.
     """
     disable_progress_bar()
     report = Report()

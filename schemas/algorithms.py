@@ -221,7 +221,7 @@ class OpsdSettings(DistillationSettings):
 
 
 class MixSettings(PolicyGradientSettings):
-    """Reinforcement, imitation of what went well and distillation in one batch, each the mean over its own tokens."""
+    """Reinforcement, imitation of good rollouts and distillation in one batch, each the mean over its own tokens."""
 
     name: Literal["mix"] = "mix"  # pyright: ignore[reportIncompatibleVariableOverride]
     rl: float = Field(default=1.0, ge=0)

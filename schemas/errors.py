@@ -156,8 +156,8 @@ class InvalidValue(NamedTuple):
 def first_invalid(error: ValidationError, location: str = "", *, known: Iterable[str] | None = None) -> InvalidValue:
     """The first of pydantic's errors, below `location`.
 
-    `known`: the keys that there are. Then an unknown key comes first, for what it was meant to be is missing too, with
-    the nearest known one.
+    `known`: the keys that there are. Then an unknown key comes first, with the nearest known one, because the key that
+    was meant is then missing too.
     """
     errors = error.errors(include_url=False, include_input=False)
     if known is not None:

@@ -18,7 +18,8 @@ SECTION = "eval.evaluators"
 PLACEHOLDER = re.compile(r"\{(question|answer|response)\}")
 """A placeholder in a judge's prompt; any other brace is text."""
 UNCOMPILED = {"compiles_patterns": False}
-"""Validation context for what a record says: its patterns are compiled where time is bounded (`producers.matching`)."""
+"""Validation context for blocks from records: their patterns are compiled where time is bounded (`producers.matching`).
+"""
 
 
 class _Evaluator(Settings):

@@ -110,7 +110,7 @@ def parsed_group(group: str) -> GroupName | None:
 
 
 def trajectory_id(rollout: str, agent: str) -> str:
-    """Id of what one agent did in one rollout."""
+    """Id of one agent's trajectory in one rollout."""
     return f"{rollout}/{agent}"
 
 
@@ -134,7 +134,7 @@ def is_fine_tune_of(group: str, job: str) -> bool:
 
 
 def submission_id(job: str, epoch: int, digest: str) -> str:
-    """Id of what is submitted for an epoch of a job; `job` is the job's id, `digest` that of the content."""
+    """Id of the submission for an epoch of a job; `job` is the job's id, `digest` that of the content."""
     return f"{job}/e{epoch:05d}/{digest[:16]}"
 
 
@@ -207,7 +207,7 @@ def epoch_event(kind: str, job: str, epoch: int) -> str:
 def version_event(kind: str, name: str, version: int, writer: str | int | None = None) -> str:
     """Id of the event of this kind about a weight version; `name`: id of its job or of its model group.
 
-    `writer`: the term or the engine, for kinds of which each may write one; None for what all of them begin with.
+    `writer`: the term or the engine, for kinds of which each may write one; None for the prefix of all of them.
     """
     return event_id(kind, f"{name}/v{version}" + ("" if writer is None else f"/{writer}"))
 

@@ -111,7 +111,7 @@ NOTHING = Permissions()
 
 
 def check_entry(entry: str) -> None:
-    """Raises ConfigError for what is none of the six kinds that can be allowed."""
+    """Raises ConfigError for an entry that is not of the six kinds that can be allowed."""
     if (
         entry.startswith((CODE, COMMAND, FILE, PLACE))
         or entry.removeprefix(MODEL) not in ("", entry)

@@ -19,7 +19,7 @@ TRAINS_ON_FLAT_GROUPS = BATCH_WIDE | {"hierarchical", "rae", "gdpo", "none"}
 """Estimators by which a group of equal rewards may have advantages."""
 _OF_STEPS = {"leave_one_out": "group_mean", "rae": "per_agent", "gdpo": "group_std", "max_rl": "group_std",
              "reinforce_pp_baseline": "group_std"}  # fmt: skip
-"""Estimators of totals alone, and what to use for the rewards of steps."""
+"""Estimators of totals alone, and the settings to use for rewards of steps."""
 DUAL_CLIP = 3.0
 """Bound of the ratio at negative advantages, unless the configuration gives another (arXiv 1912.09729, section 3)."""
 

@@ -100,7 +100,7 @@ class ModelGroupSection(Settings):
 
 
 class EngineSettings(Settings):
-    """Base of what rollout engines are set by: each kind has a class of its own, distinguished by `kind`."""
+    """Base of the settings of rollout engines: each kind has a class of its own, distinguished by `kind`."""
 
     MEANINGLESS: ClassVar[tuple[str, ...]] = ()
     """Keys that are accepted and change nothing."""
@@ -133,8 +133,8 @@ class TransformersSettings(EngineSettings):
     max_batch: int = Field(default=256, ge=1)
     """Most sequences generated together."""
     batching: Literal["continuous", "static"] = "continuous"
-    """`continuous`: requests join and leave between two forwards, and what earlier prompts computed is used again.
-    `static`: a batch runs to its end. With `deterministic` each request is a batch of its own."""
+    """`continuous`: requests join and leave between two forwards, and cached keys and values of earlier prompts are
+    reused. `static`: a batch runs to its end. With `deterministic` each request is a batch of its own."""
     prefix_cache_mb: int = Field(default=512, ge=0)
     """Keys and values of earlier prompts and answers that a model group's weight version keeps; 0: none."""
     full_copies: int = Field(default=1, ge=1, le=2)
@@ -329,7 +329,7 @@ class ProducerSettings(ServiceSettings):
     pace: PaceSettings | None = None
     """Start no more groups than the learner's lag and speed leave time for; None: as their weight version is there."""
     runs: tuple[str, ...] = ()
-    """Runs whose tasks are worked on; those of others are left for whoever serves them. None: all."""
+    """Runs whose tasks are worked on; those of others are left to the processes that serve them. None: all."""
 
 
 LOOPBACK = ("127.0.0.1", "::1", "localhost")

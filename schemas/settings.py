@@ -315,7 +315,7 @@ class JobSettings(Settings):
     keep_every: int = Field(default=50, ge=1)
     seed: int = 0
     threads: int | None = Field(default=None, ge=1)
-    """Fixed number of CPU threads; part of what makes a replay equal."""
+    """Fixed number of CPU threads; part of the conditions for an equal replay."""
     revision: Literal[1, 2, 3, 4, 5, 6, 7, 8, 9, 10] = added(1)
     """Rules by which the learner trains; a recorded job keeps those that it was trained by. Since 2, dropout is off
     where a ratio or a log-ratio is computed, and linear and cosine schedules reach `final_fraction` after the last
@@ -363,7 +363,7 @@ class JobSpec(NamedTuple):
 
 
 class ArtifactRef(Settings):
-    """An immutable artifact: where it lies and what its bytes must hash to."""
+    """An immutable artifact: its location and the hash of its bytes."""
 
     uri: str
     sha256: str

@@ -67,7 +67,7 @@ def bound_log(path: str, max_bytes: int = MAX_LOG_BYTES) -> bool:
 
 
 def end(child: "subprocess.Popen[bytes]") -> int:
-    """Terminate a process, then kill it and what it has left running."""
+    """Terminate a process, then kill it and the processes that it has left running."""
     if child.poll() is None:
         child.terminate()
     try:

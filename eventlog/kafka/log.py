@@ -34,8 +34,9 @@ from rollstream.schemas.kafka import KafkaSettings
 from rollstream.schemas.topics import MIB, PREFIX, TOPICS
 
 LINGER_MS = 0
-"""A record is sent at once, with all others that the event loop's turn brings. One request a broker is under way at a
-time, and what comes meanwhile goes together with the next: under load that makes batches without a wait.
+"""A record is sent at once, with all others that the event loop's turn brings. Only one request per broker is in
+progress, and records that arrive meanwhile are sent together with the next: under load, this makes batches without a
+wait.
 """
 BATCH_BYTES = 256 * 1024
 MAX_REQUEST_BYTES = 9 * MIB
@@ -75,7 +76,7 @@ class KafkaLog(OpenedByBlock):
         self._fetcher: Fetcher | None = None
         self._send_timeout_s = send_timeout_s
         self._unacknowledged: dict[asyncio.Future[Any], tuple[float, str]] = {}
-        """Deadline (event loop's time) and topic of what was sent, oldest first."""
+        """Deadline (event loop's time) and topic of each record in transit, oldest first."""
         self._overdue_timer: asyncio.TimerHandle | None = None
 
     async def start(self) -> None:

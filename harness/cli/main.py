@@ -73,7 +73,8 @@ ERRORS_OF_A_PATH = (
     errno.ENAMETOOLONG,
 )
 COLLECT_AFTER = 10_000
-"""Objects between two garbage collections: with Python's 700, collecting is a fifth of what importing torch takes."""
+"""Objects between two garbage collections: with Python's 700, collecting takes a fifth of the time of importing torch.
+"""
 
 
 class LazyGroup(click.Group):

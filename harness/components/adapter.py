@@ -46,7 +46,7 @@ class RollstreamTrainerAdapter(TrainerAdapter):
         super().__init__(adapter_config)
         self._workspace: Path = adapter_config.workspace
         self._submitted: dict[str, int] = {}
-        """Epoch by digest of what was submitted for it."""
+        """Epochs by digest of their submissions."""
 
     async def initialize(self, run_config: FinetuneConfig) -> None:
         """Take the configuration, and open the run if nobody has. Raises RollstreamError.
@@ -95,8 +95,8 @@ class RollstreamTrainerAdapter(TrainerAdapter):
         """Have the learner train on these groups, in their order, with their rewards.
 
         Trajectories that say what is recorded travel by reference; others are written to the log first. The same
-        collection gives the same reference. Raises ValueError if there is nothing to train on, ConfigError for what
-        cannot be trained on, RunFailedError if the run or its services are over.
+        collection gives the same reference. Raises ValueError if there is nothing to train on, ConfigError for
+        trajectories that cannot be trained on, RunFailedError if the run or its services are over.
         """
         groups = [group for group in trajectories.trajectories if group]
         if not groups:

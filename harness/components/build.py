@@ -1,6 +1,6 @@
 """Builds the three registered components of a run and closes them at its end.
 
-What a component raises, as one line: whose it is, what it says, and where in its code.
+An exception of a component as one line: the component, the message, and the position in its code.
 """
 
 import logging

@@ -1,4 +1,6 @@
-"""Conducts a run by its three components, epoch by epoch: what is not streamed, and what is not only ours."""
+"""Conducts a run by its three components, epoch by epoch: a run that is not streamed, or whose components are not all
+ours.
+"""
 
 import logging
 from collections import Counter
@@ -23,7 +25,7 @@ async def conduct(
     """Build the components, let the trainer run to the end, and bring the job to its end; the progress then, and the
     epochs that the trainer submitted nothing for, by cause.
 
-    Raises RollstreamError, ComponentError for what a component raises; the run then stays open, and can be resumed.
+    Raises RollstreamError, ComponentError for an exception of a component; the run then stays open, and can be resumed.
     """
     handle = await started_run(run_request, lease, run, display)
     try:

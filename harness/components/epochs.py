@@ -34,7 +34,7 @@ def newest_planned(handle: RunHandle) -> int:
 
 
 def time_ms(handle: RunHandle) -> int:
-    """Event time of what follows: that of the newest seal, of the job's start before the first."""
+    """Event time of later events: that of the newest seal, or of the job's start before the first seal."""
     started, last = handle.job_progress.started, handle.job.seals.get(handle.job.last_sealed)
     if last is not None:
         return last.time_ms

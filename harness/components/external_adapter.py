@@ -70,7 +70,7 @@ class ExternalAdapter(RollstreamTrainerAdapter):
         """Record the groups, submit them, record the submission; returns the backend's reference.
 
         A process submits the same collection once. Raises ValueError if there is nothing to train on, ConfigError for
-        what cannot be recorded, RunFailedError if the run or its services are over.
+        trajectories that cannot be recorded, RunFailedError if the run or its services are over.
         """
         groups = [group for group in trajectories.trajectories if group]
         if not groups:

@@ -27,8 +27,8 @@ async def returned(
 ) -> list[Any]:
     """The result of a trainer's `run`. It is cancelled `grace_s` after the run or one of its services is over.
 
-    Components of other packages may be in the middle of rollouts then that take hours, or wait for what never comes.
-    Raises what `running` raises; RunFailedError, or what the service failed with, where it was cancelled.
+    Components of other packages may then be in the middle of rollouts that take hours, or wait for an event that never
+    comes. Raises what `running` raises; RunFailedError, or what the service failed with, where it was cancelled.
     """
     trainer = asyncio.ensure_future(running)
     over = asyncio.ensure_future(handle.wait_for(lambda: None))

@@ -179,7 +179,7 @@ def _training_job(config: RunConfig, run_id: str, name: str) -> JobSpec:
 
 
 def _opponents(league: LeagueSettings | None, plan: PlanSettings, group: str) -> OpponentVersions | None:
-    """The versions that tasks of a job may draw: the pool of the oldest task that can be open, and what came since."""
+    """The versions that tasks of a job may draw: the pool of the oldest task that can be open, and later versions."""
     if league is None:
         return None
     behind = plan.max_staleness + plan.batches_per_epoch + 1

@@ -27,7 +27,7 @@ from rollstream.schemas.permissions import (
 from rollstream.schemas.settings import OTHERS, RolloutSettings
 
 ENVIRONMENT = "environment"
-"""`finetuning.reward_function.name` for what the environment itself gives."""
+"""Value of `finetuning.reward_function.name` for the environment's own rewards."""
 MAX_SHOWN = 12
 """Keys of an example that an error lists."""
 

@@ -72,8 +72,8 @@ def _overheard() -> Iterator[_Overheard]:
 async def conducted(handle: RunHandle, running: Coroutine[Any, Any, list[Any]]) -> list[Any]:
     """The result of a trainer's `run`, after the run has ended on the log accordingly; its model is exported by then.
 
-    One that is cancelled (Ctrl-C) leaves the run open. Raises RunFailedError if the run failed, from what `running`
-    raised if it did.
+    One that is cancelled (Ctrl-C) leaves the run open. Raises RunFailedError if the run failed, from the exception of
+    `running` if there is one.
     """
     statuses: list[Any] = []
     logged = ""
@@ -96,7 +96,7 @@ async def conducted(handle: RunHandle, running: Coroutine[Any, Any, list[Any]]) 
 
 
 def _canceled(status: Any) -> Any:
-    """Report `canceled`, as on the log, for what a trainer calls failed because its run was stopped."""
+    """Report `canceled`, as on the log, for jobs that a trainer calls failed because its run was stopped."""
     kinds = type(status.status)
     return status if status.status != kinds.FAILED else status.model_copy(update={"status": kinds.CANCELED})
 

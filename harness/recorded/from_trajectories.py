@@ -33,7 +33,7 @@ _CHAT_ROLES = {
     EpisodeItemRole.ENVIRONMENT: "user",
     EpisodeItemRole.OTHER: "user",
 }
-"""Roles that no chat template knows, and what the model read them as."""
+"""Roles that no chat template knows, and the roles as which the model reads them."""
 
 
 def rollout_of(trajectory: Trajectory, *, demands_logprobs: bool = True) -> RecordedRollout:

@@ -172,7 +172,7 @@ def _closed(events: RunEvents, task: TaskRequested) -> GroupClosed | None:
 
 
 async def _recorded(log: EventLog, events: RunEvents, task: TaskRequested, member: int) -> tuple[str, list[Move]]:
-    """The complete attempt at a member, and what was said in it; an empty id if the log has none."""
+    """The complete attempt at a member, and its messages; an empty id if the log has none."""
     closed = _closed(events, task)
     outcomes = closed.attempts if closed is not None else ()
     rollout_id = next((one.rollout_id for one in outcomes if one.member == member and one.outcome == "complete"), "")

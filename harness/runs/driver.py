@@ -127,7 +127,7 @@ def _started(
 ) -> list[Event]:
     """The jobs of a stage and their first epoch, once the versions that they start from are there.
 
-    The epochs of a job that is trained by submissions are begun by who submits.
+    The epochs of a job that is trained by submissions are begun by the submitter.
     """
     by_id = {event.job_id: event for event in submitted}
     if any(

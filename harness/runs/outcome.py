@@ -125,7 +125,7 @@ async def end(
 
 
 def is_trained(progress: Progress) -> bool:
-    """Whether the run has made a version of its own: its first one is what it began with."""
+    """Whether the run has made a version beyond its initial one."""
     return any(_is_trained(one) for one in progress.published.values())
 
 
@@ -140,7 +140,7 @@ async def _exported(
     """Save the newest version of every trained model group, or the last good one if the newest fails the evaluation
     gate; where there are several, each in a folder of its name.
 
-    None if none of them has a version of its own; and what to say of versions that are not the newest.
+    Returns None if none of them has a version of its own, and messages about versions that are not the newest.
     """
     specs = {spec.model_group: spec for spec in run.jobs if not spec.is_frozen}
     output_dir = config.finetuning.output_dir

@@ -40,7 +40,9 @@ class RunPlan(NamedTuple):
     jobs: tuple[JobSpec, ...]
     is_new: bool
     is_over: bool = False
-    """RunEnded is written: what is left is what follows it, the final model, the metrics and the result."""
+    """Whether RunEnded is written, so that only the steps after it are left: the final model, the metrics and the
+    result.
+    """
 
     @property
     def is_submitted(self) -> bool:
@@ -124,7 +126,7 @@ async def check_new(log: EventLog, run_id: str) -> None:
 async def open_run(log: EventLog, loaded: Loaded, run_id: str, *, trust: bool = False) -> RunPlan:
     """A run of the log with the jobs of its own configuration. A run that has ended is not conducted again.
 
-    Raises ConfigError, of it NotAllowedError for what only the stored configuration names, unless `trust`.
+    Raises ConfigError, in particular NotAllowedError for names that only the stored configuration has, unless `trust`.
     """
     progress = await look_up(log, run_id)
     assert progress.run is not None

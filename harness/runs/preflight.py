@@ -312,7 +312,7 @@ def environment_of(config: RunConfig) -> "Environment":
 def users_code(location: str, config: RunConfig) -> Iterator[None]:
     """Turns any exception of user code that runs before a run into a ConfigError, with secrets concealed.
 
-    Logs the traceback of what user code raised.
+    Logs the traceback of an exception of user code.
     """
     try:
         yield

@@ -41,7 +41,7 @@ _OPEN: dict[Path, "RunHandle"] = {}
 
 
 class RunHandle(Conductor):
-    """A run, its log, and what both hold. Use it as an async context, or `start` and `close` it."""
+    """A run with its log and its state. Use it as an async context, or `start` and `close` it."""
 
     def __init__(
         self,

@@ -1,6 +1,6 @@
 """Validation: examples that are rolled out under the newest weights and never trained on, at every so many epochs.
 
-`Validation` and what it answers are pure; `validation_of` reads the dataset.
+`Validation` and its results are pure; `validation_of` reads the dataset.
 """
 
 from collections.abc import Mapping, Sequence

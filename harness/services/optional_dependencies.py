@@ -1,4 +1,4 @@
-"""Libraries that only an extra installs, and what to say when one of them is missing."""
+"""Libraries that only an extra installs, and the message when one of them is missing."""
 
 import importlib
 import sys

@@ -83,7 +83,7 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class Member:
-    """One trajectory of a batch, and what it was worth."""
+    """One trajectory of a batch, with its rewards."""
 
     group_id: str = ""
     rollout_id: str = ""

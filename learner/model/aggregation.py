@@ -1,4 +1,6 @@
-"""Losses of tokens to one number: a mini-batch's loss is divided once, by what all its micro-batches hold."""
+"""Aggregation of token losses to one number: a mini-batch's loss is divided once, by the total of all its
+micro-batches.
+"""
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence

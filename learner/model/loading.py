@@ -19,8 +19,8 @@ from rollstream.schemas.errors import ModelError, one_line
 from rollstream.schemas.settings import NF4, LoraSettings, ModelSettings, device_of
 
 SHARED_BASES: "WeakValueDictionary[tuple[Any, ...], torch.nn.Module]" = WeakValueDictionary()
-"""Base models below the adapters of this process's policies, by what decides their parameters; gone with the last of
-those policies.
+"""Base models below the adapters of this process's policies, by the settings that decide their parameters; gone with
+the last of those policies.
 """
 
 

@@ -85,7 +85,7 @@ class MicroBatchBudget:
         self._kept: KeptBudget | None = None
 
     def keep(self, kept: KeptBudget) -> None:
-        """Go on with what is kept, and keep there what is halved."""
+        """Continue with the stored number, and store it there when it is halved."""
         self._kept, self._tokens = kept, kept.read(self._given)
 
     def begin(self, recorded: Sequence[int] | None = None) -> None:

@@ -1,6 +1,6 @@
 """The policy in training: a transformers model, whole or with LoRA adapters, and its weights as deterministic bytes.
 
-The policy as it was at a job's base version, for what is measured against it. Never trained.
+The policy as it was at a job's base version, for losses that compare with it. Never trained.
 """
 
 import copy
@@ -60,7 +60,7 @@ class PolicyModel:
 
         `path`: what the settings' path, as written, stands for here. `shares_base`: adapters use the base model of
         other policies of this process where they can, see `can_share`; nobody may change its parameters. Without
-        `has_weights` all parameters and buffers are on the meta device, and nothing is known of what they compute.
+        `has_weights` all parameters and buffers are on the meta device, and nothing is known about their results.
         """
         self.settings = settings
         self.ranks = Ranks()
@@ -288,7 +288,7 @@ def from_bytes(data: bytes, what: str) -> dict[str, Tensor]:
 def make_deterministic(threads: int | None, *, deterministic: bool = True) -> None:
     """Fix what decides bits: thread count and deterministic algorithms. Call it in the thread that trains.
 
-    `deterministic` off: the thread count alone, and whatever algorithms are fastest.
+    `deterministic` off: fix only the thread count, and use the fastest algorithms.
     """
     if deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")

@@ -67,7 +67,7 @@ def inputs_of(token_ids: Ids, mask: NDArray[np.bool_]) -> Ids:
 
 
 class Order:
-    """Rows in lexicographic order, and what neighbours have in common."""
+    """Rows in lexicographic order, and the lengths of prefixes that neighbours share."""
 
     def __init__(self, rows: Sequence[Ids]) -> None:
         """`rows`: the inputs of each."""

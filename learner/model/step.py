@@ -185,7 +185,7 @@ def _dividing(
 
 
 def micro_batch_tokens(settings: JobSettings, device: torch.device) -> int:
-    """The most tokens that a micro-batch computes: as the job says, else by what is fastest on the device."""
+    """Maximum tokens of a micro-batch: as set in the job, else the fastest number for the device."""
     given = settings.algorithm.max_tokens_per_micro_batch
     if given is not None:
         return given

@@ -44,7 +44,7 @@ class ProcessRanks(Ranks):
         self._meshes: dict[str, DeviceMesh] = {}
         self._is_within = False
         self._has_ended = False
-        """Another process is out of what is done together, because it failed."""
+        """Another process has left the common work, because it failed."""
 
     def mesh(self, device: torch.device) -> DeviceMesh:
         """All processes in one dimension, on devices of this kind."""
@@ -155,7 +155,7 @@ class ProcessRanks(Ranks):
 
 
 def _check(found: Sequence[bytes], what: str) -> None:
-    """Raises RunFailedError with what other processes gave but nothing."""
+    """Raises RunFailedError with the messages of other processes that failed."""
     failed = [f"process {rank}: {one[1:].decode() or 'it failed'}" for rank, one in enumerate(found) if one]
     if failed:
         raise RunFailedError(f"{what}: {'; '.join(failed)}")

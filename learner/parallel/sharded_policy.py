@@ -57,7 +57,7 @@ class ShardedPolicy(PolicyModel):
     def _load(
         self, settings: ModelSettings, ranks: ProcessRanks, seed: int, path: str | None, *, has_weights: bool
     ) -> bytes:
-        """The model of this process, whole or without weights, and what is known of it."""
+        """The model of this process, whole or without weights, and its description."""
         device = ranks.device(settings.device, f"model {settings.path}: device")
         super().__init__(settings.model_copy(update={"device": device}), seed=seed, path=path, has_weights=has_weights)
         named = [*self.module.named_parameters(), *self.module.named_buffers()]

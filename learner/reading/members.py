@@ -26,7 +26,7 @@ class MemberReader:
         self._ahead: tuple[BatchPlanned, asyncio.Task[Members]] | None = None
 
     def begin(self, planned: BatchPlanned) -> None:
-        """Begin to read what will be asked for next, in place of what was read ahead before.
+        """Begin to read the members that will be needed next, in place of those that were read ahead before.
 
         Nothing is read of a manifest that adopts a version.
         """

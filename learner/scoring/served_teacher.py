@@ -43,7 +43,7 @@ class ServedTeacher:
     def __init__(self, url: str, path: str, tokenizer: Any, env: Mapping[str, str] = os.environ) -> None:
         """`path`: the model that the server was started with; `tokenizer`: the policy's.
 
-        Raises ModelError if the variable of the key is set to what no header can hold.
+        Raises ModelError if the variable of the key is set to a value that no header can hold.
         """
         self._key = env.get(KEY_VARIABLE, "").strip()
         if not (self._key.isascii() and self._key.isprintable()):

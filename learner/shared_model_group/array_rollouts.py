@@ -132,7 +132,7 @@ def _step(agent: GroupAgent, messages: Sequence[dict[str, Any]], text: str) -> R
 
 
 def _built(arrays: Arrays, agent: GroupAgent, number: int, history: Any, until: int) -> list[dict[str, Any]]:
-    """The prompt of round `until`, from what was said before it."""
+    """The prompt of round `until`, from the messages before it."""
     found: list[dict[str, Any]] = []
     if agent.system_prompt:
         found.append({"role": "system", "content": agent.system_prompt})

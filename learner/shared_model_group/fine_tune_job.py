@@ -40,7 +40,7 @@ def data_sha256(groups: Sequence[RecordedGroup]) -> str:
 
 
 def config_sha256(settings: JobSettings, options: FineTuneOptions) -> str:
-    """Digest of what a job trains with, apart from how long it lasts."""
+    """Digest of a job's training settings, without its duration."""
     content = settings.model_copy(update={"num_versions": 1}).model_dump(mode="json")
     return codec.canonical_digest([content, options.batch_size, options.num_epochs, options.max_staleness])
 

@@ -52,7 +52,7 @@ class GroupView:
 
 
 async def view(log: EventLog, model_group: str, starts: Mapping[str, int] | None = None) -> GroupView:
-    """The view of a model group, with what the log holds of it. `starts`: offsets to begin at, by topic."""
+    """The view of a model group, with its state from the log. `starts`: offsets to begin at, by topic."""
     known = await start_offsets_of(log, ids.run_of(model_group)) if starts is None else starts
     reader = await log.reader({TopicPartition(topic, 0): known.get(topic, -1) for topic in TOPICS})
     found = GroupView(log, reader, model_group)

@@ -1,4 +1,5 @@
-"""Writes what the jobs of one model group need, from what the log says of them: start, examples, submissions, end.
+"""Writes the events that the jobs of one model group need, according to their state on the log: start, examples,
+submissions, end.
 
 Every record follows from the JobSubmitted and the state, under an id that a repeat has too. Sent in this order, so that
 whoever opens the group later goes on from any point: 1. examples as an artifact, 2. JobSubmitted, 3. JobStarted, 4. of
@@ -59,7 +60,7 @@ class JobQueue:
         self._starts = starts
         self._now_ms = now_ms
         self._sent: set[str] = set()
-        """Ids of what was sent for open jobs and is not in the state yet."""
+        """Ids of events that were sent for open jobs and are not in the state yet."""
 
     @classmethod
     async def open(

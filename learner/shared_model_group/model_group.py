@@ -90,7 +90,7 @@ class SharedModelGroup:
     async def open(
         cls, log: EventLog, artifacts: ArtifactStore, agents: Iterable[GroupAgent], **keywords: Any
     ) -> "SharedModelGroup":
-        """A group with what the log holds of it; begins its run if the log has none. Parameters as the constructor's.
+        """A group with its state from the log; begins its run if the log has none. Parameters as the constructor's.
 
         Jobs that another process left unfinished go on. Raises ConfigError, JobStateError if the run is over.
         """

@@ -92,7 +92,9 @@ class Projector:
             await reader.close()
 
     def stop(self, *, max_left: int | None = None) -> None:
-        """Let `run` finish with what is in the log now, or at once if that is more than `max_left` records."""
+        """Let `run` finish with the records that are in the log now, or at once if that is more than `max_left`
+        records.
+        """
         self._stopping, self._max_left = True, math.inf if max_left is None else max_left
         self._wake.set()
 
@@ -171,7 +173,7 @@ class Projector:
 
 
 async def project_to_end(log: EventLog, path: Path) -> None:
-    """Bring a metrics file up to what the log holds now. Raises LogError, MetricsFileError."""
+    """Bring a metrics file up to date with the log. Raises LogError, MetricsFileError."""
     database = Database(path)
     try:
         projector = Projector(log, database)

@@ -76,7 +76,7 @@ def submission_received(event: SubmissionReceived, _: Received) -> Rows:
 
 
 def group_closed(event: GroupClosed, _: Received) -> Rows:
-    """A group, its members, what became of each attempt, and who played its matches."""
+    """Rows of a group, its members, the outcome of each attempt, and the players of its matches."""
     rewards = [member.reward for member in event.members]
     row = copied("group_closed", event)
     row |= {

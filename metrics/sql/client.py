@@ -34,7 +34,8 @@ def port_file(workspace: Path) -> Path:
 def query(workspace: Path, sql: str, *, fresh: bool = True, limit: int = 10_000, timeout_s: float = 30.0) -> Result:
     """Rows of one SELECT, at most `limit`. `fresh`: first wait for all that is in the log now.
 
-    Raises QueryError, in one line, for what is refused, wrong or too slow, and for a file that is absent or in use.
+    Raises QueryError, in one line, for a query that is refused, wrong or too slow, and for a file that is absent or in
+    use.
     """
     asked = {"sql": sql, "fresh": fresh, "limit": limit, "timeout_s": timeout_s}
     num_found_in_use = 0

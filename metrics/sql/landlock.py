@@ -31,7 +31,7 @@ class _PathBeneath(ctypes.Structure):
 
 
 def write_only_below(folder: Path) -> bool:
-    """Whether it is so from here on, for this process and what it starts; False if the kernel cannot (Linux 6.2)."""
+    """Whether it is so from here on, for this process and its children; False if the kernel cannot (Linux 6.2)."""
     if sys.platform != "linux":
         return False
     libc = ctypes.CDLL(None, use_errno=True)

@@ -28,7 +28,9 @@ def check(cursor: duckdb.DuckDBPyConnection, sql: str) -> duckdb.Statement:
 
 
 def run_select(cursor: duckdb.DuckDBPyConnection, sql: str, *, limit: int) -> Result:
-    """Rows of one SELECT, at most `limit` of them. Raises QueryError for what is refused or wrong, MemoryError."""
+    """Rows of one SELECT, at most `limit` of them. Raises QueryError for a statement that is refused or wrong, and
+    MemoryError.
+    """
     statement = check(cursor, sql)
     try:
         return _select(cursor, statement, max(0, min(limit, MAX_ROWS)))

@@ -1,4 +1,4 @@
-"""SQL over HTTP on 127.0.0.1 for whoever can read the workspace's token: `POST /query`. It never writes."""
+"""SQL over HTTP on 127.0.0.1 for every process that can read the workspace's token: `POST /query`. It never writes."""
 
 import asyncio
 import hmac
@@ -46,7 +46,7 @@ class SqlService:
         self._is_ending = False
 
     async def handle(self, request: web.Request) -> web.Response:
-        """One query. 401 without the token, 400 with one clear line for what is refused, 503 if the service ends."""
+        """One query. 401 without the token, 400 with one clear line for a refused query, 503 if the service ends."""
         given = request.headers.get("Authorization", "").encode(errors="replace")
         if not hmac.compare_digest(given, self._authorization):
             return _answer({"error": "the token is missing or wrong"}, status=401)

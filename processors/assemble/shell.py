@@ -1,13 +1,15 @@
 """Assembly's shell: batches of raw `steps` records in; trajectories, closed groups and dead letters acknowledged.
 
-Order of what it does for a batch:
+Order of the steps for a batch:
 1. decode and fold every record;
-2. send the trajectories of the groups that closed, all at once, and get their positions; 3. send the closed groups with
-those positions as locators; 4. only now may the low-water mark pass the first records of these groups. Steps 2 and 3 of
-one batch overlap with the next batches: the low-water mark stays before all sends in progress.
+2. send the trajectories of the groups that closed, all at once, and get their positions;
+3. send the closed groups with those positions as locators;
+4. only now may the low-water mark pass the first records of these groups.
 
-A record on which the fold raises becomes a dead letter too. What the fold had changed by then is thrown away: the
-partition is folded again from its low-water mark without that record. A record that has a letter is passed over.
+Steps 2 and 3 of one batch overlap with the next batches: the low-water mark stays before all sends in progress.
+
+A record on which the fold raises becomes a dead letter too. The changes of the fold are discarded: the partition is
+folded again from its low-water mark without that record. A record that has a letter is skipped.
 """
 
 import asyncio

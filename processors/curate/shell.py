@@ -1,14 +1,16 @@
 """Curation's shell: batches of raw `groups` records in; requests, manifests, rejections and seals acknowledged.
 
-Order of what it does:
+Order of its steps:
 1. `prepare`, before the first batch of an assignment: fold from the low-water mark to the committed offset without
-sending, because the answers are already sent; 2. decode and fold the batch, fetching datasets when an epoch first needs
-them; 3. send the answers in the order of the fold, dead letters first, and wait for all acknowledgements; 4. only now
-advance the commit offset, and the low-water mark in its metadata, past the batch. A fold whose answers are all
-acknowledged is kept after a revocation and continues if the partition is assigned again. A record on which the fold
-raises becomes a dead letter too; of its run, what the fold had changed by then is thrown away and folded again without
-it. A record that has a letter is passed over. A run with MAX_OF_A_RUN such letters is ended as failed, and no other
-record of it is folded until its end.
+   sending, because the answers are already sent;
+2. decode and fold the batch, fetching datasets when an epoch first needs them;
+3. send the answers in the order of the fold, dead letters first, and wait for all acknowledgements;
+4. only now advance the commit offset, and the low-water mark in its metadata, past the batch.
+
+A fold whose answers are all acknowledged is kept after a revocation and continues if the partition is assigned again. A
+record on which the fold raises becomes a dead letter too; the changes of the fold to its run are discarded, and the run
+is folded again without the record. A record that has a letter is skipped. A run with MAX_OF_A_RUN such letters is ended
+as failed, and no other record of it is folded until its end.
 
 Runs whose first records are no longer in `groups` are ended with an error instead of being ignored.
 """

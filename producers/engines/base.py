@@ -1,8 +1,8 @@
 """The interface of a rollout engine: generate with exact tokens, and load weight versions.
 
 Implemented by `transformers.TransformersEngine`, `vllm.VllmEngine`, `openai.OpenAIEngine`, `scripted.ScriptedEngine`
-for tests, and what installed packages bring (see `table`). `tests/contracts/test_engine_contract.py` holds all of them
-to what the docstrings here promise.
+for tests, and the engines of installed packages (see `table`). `tests/contracts/test_engine_contract.py` tests all of
+them against the docstrings here.
 """
 
 import math
@@ -217,9 +217,9 @@ class Engine(Protocol):
     async def generate(self, request: GenerationRequest) -> Generation:
         """Sample until an end token, `sampling.max_new_tokens` or the longest sequence that the model takes.
 
-        All noise derives from the seed: equal requests on an equal version give equal tokens, but for what rounding
-        changes beside other requests; at temperature 0 the seed has no effect. A caller that is cancelled frees what
-        its request takes; neither that nor a request that fails disturbs others.
+        All noise derives from the seed: equal requests on an equal version give equal tokens, except for rounding,
+        which depends on the other requests; at temperature 0 the seed has no effect. A caller that is cancelled frees
+        what its request takes; neither that nor a request that fails disturbs others.
 
         Raises ModelError if the group has no weights, the prompt is empty or has ids that the model does not know,
         PromptTooLongError if it leaves no room for a token.
@@ -256,5 +256,5 @@ class EngineKind:
     """Given an instance of `settings`; the class of the engine will do. It is started afterwards. Raises ConfigError
     or ModelError for settings that cannot be met here."""
     check: Callable[[Any, RunConfig], None] | None = None
-    """Given such an instance and the configuration of a run, before the run begins. Raises ConfigError for what the
-    engine would refuse, drop or misread."""
+    """Given such an instance and the configuration of a run, before the run begins. Raises ConfigError for settings
+    that the engine would refuse, drop or misread."""

@@ -21,7 +21,7 @@ Result = TypeVar("Result")
 
 @dataclass(eq=False, slots=True)
 class Ticket:
-    """A request and whoever waits for it."""
+    """A request and the future of its caller."""
 
     request: GenerationRequest
     answer: "asyncio.Future[Generation]" = field(repr=False)

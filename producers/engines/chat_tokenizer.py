@@ -1,4 +1,4 @@
-"""A transformers tokenizer for rollouts: equal ids and texts, without most of what each call of it costs.
+"""A transformers tokenizer for rollouts: equal ids and texts, without most of the cost of each call.
 
 The rollouts of a group begin with one prompt, and transformers takes ten times as long to prepare a short call as its
 backend takes to tokenise. Calls with other options than a rollout's go to the tokenizer itself.

@@ -1,7 +1,7 @@
 """Continuous generation: rows of one weight version in a pool of keys and values, joined and left between two forwards.
 
-A lane is a weight version that rows are generated with. Knows nothing of threads or of who waits.
-Shapes: A rows that join, B live rows, V vocabulary.
+A lane is a weight version that rows are generated with. Knows nothing of threads or of waiting callers. Shapes: A rows
+that join, B live rows, V vocabulary.
 """
 
 import dataclasses
@@ -306,7 +306,7 @@ class Lanes:
         return [one for lane in self._lanes.values() for one in lane.new_tokens()]
 
     def forget(self, keeps: Callable[[LoadedModel], bool]) -> list[LoadedModel]:
-        """Drop lanes without rows of versions that are not kept, and what is kept of their prompts; returns these."""
+        """Drop lanes without rows of versions that are not kept, and the cached prompts; returns these."""
         dropped = [one for one, lane in self._lanes.items() if not lane.rows and not keeps(one)]
         for held in dropped:
             del self._lanes[held]

@@ -230,7 +230,8 @@ class ModelCache:
 
 
 def _adapter_config(recorded: Mapping[str, Any]) -> Any:
-    """The adapter that a record describes, by what our learner sets. Raises KeyError, TypeError, ValueError.
+    """The adapter that a record describes, from the settings that our learner uses. Raises KeyError, TypeError,
+    ValueError.
 
     The other keys of a peft configuration are left alone: of some, peft imports modules, opens files or compiles
     regular expressions.
@@ -327,7 +328,7 @@ def load_tokenizer(base_model: str) -> ChatTokenizer:
 
 
 def check_folder(base_model: str) -> None:
-    """Raises ModelError for what looks like a folder that is not there."""
+    """Raises ModelError for a path that looks like a folder and does not exist."""
     looks_local = base_model.startswith((".", "/", "~")) or base_model.count("/") > 1
     if looks_local and not Path(base_model).is_dir():
         raise ModelError(f"model folder {base_model} does not exist here; give a transformers folder or a hub name")

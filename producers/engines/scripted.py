@@ -74,7 +74,7 @@ class ScriptedTokenizer:
 
 
 MAX_KEPT = 1000
-"""Requests and loads that are remembered, for who looks on."""
+"""Maximum number of requests and loads that are remembered, for observers."""
 Script = Callable[[str, random.Random, int], tuple[str, float]]
 """(prompt text, random state of this call, weight version) -> answer, and its log-probability."""
 

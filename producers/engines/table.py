@@ -58,7 +58,7 @@ def settings_of(written: EngineSettings, env: Mapping[str, str], location: str =
 
 
 def check_run(config: RunConfig, env: Mapping[str, str], location: str) -> None:
-    """Check the settings of a run's engine, and the run by what their kind demands. Raises ConfigError."""
+    """Check the settings of a run's engine, and the run by the requirements of their kind. Raises ConfigError."""
     kind, settings = _resolved(config.builder.engine, env, location)
     if kind.check is not None:
         kind.check(settings, config)

@@ -78,9 +78,9 @@ class WeightFollower:
         permissions: Permissions,
         must_load: bool = False,
     ) -> None:
-        """`engine_id`: of WeightsLoaded; after `retry_s` a bad artifact is looked at again. `permissions`: which
-        base models may be loaded. `must_load`: `run` raises for a version that the
-        engine cannot load, where nobody else serves the model and whoever waits for it would wait without end.
+        """`engine_id`: of WeightsLoaded; after `retry_s` a bad artifact is looked at again. `permissions`: which base
+        models may be loaded. `must_load`: `run` raises for a version that the engine cannot load, if nobody else serves
+        the model, so that callers would wait for it without end.
         """
         self._log = log
         self._artifacts = artifacts

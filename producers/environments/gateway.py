@@ -1,4 +1,4 @@
-"""Rollouts that are played by whoever claims them at the producers' gateway, in any language.
+"""Rollouts that are played by programs that claim them at the producers' gateway, in any language.
 
 `POST /rollouts` gives an agent a rollout with its task, key and base URL; the model answers by OpenAI's or Anthropic's
 API below that URL; `/reward` and `/end` close it. See docs/gateway.md.

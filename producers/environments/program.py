@@ -125,7 +125,7 @@ class _Output(asyncio.SubprocessProtocol):
 
 
 async def _stop(transport: asyncio.SubprocessTransport, output: _Output) -> None:
-    """End the program, with what it started, if it has not ended."""
+    """End the program and its child processes, if it has not ended."""
     if output.done.done() and not output.done.cancelled():
         output.done.exception()
     try:

@@ -19,10 +19,10 @@ class TicTacToe(Environment):
 
     Rewards: `outcome` at the end (1 win, 0.5 draw, 0 loss, `illegal_penalty` for anything but a free cell, which ends
     the game), and at every legal move, for its step, `move`: `move_weight` times the change of the position's value
-    under perfect play. The best move earns 0 and a blunder loses, so that a longer game earns nothing.
-    With several `candidates` a turn has so many answers, each with a score: the value of its position for X under
-    perfect play (1, 0 or -1), and less for what is illegal. The best of them `plays`, or the first: a plain sample.
-    An example may give `board` (X to move) and `first` (`X` or `O`).
+    under perfect play. The best move earns 0 and a blunder loses, so that a longer game earns nothing. With several
+    `candidates` a turn has so many answers, each with a score: the value of its position for X under perfect play (1, 0
+    or -1), and less for an illegal move. The best of them `plays`, or the first: a plain sample. An example may give
+    `board` (X to move) and `first` (`X` or `O`).
     """
 
     def __init__(

@@ -20,11 +20,11 @@ class TicTacToeSelfPlay(Environment):
     """The agents `X` and `O` name a free cell in turn; both see the board after every move of the other.
 
     Rewards of each agent: `outcome` at the end (1 win, 0.5 draw, 0 loss) and for its every legal move, at its step,
-    `move`: `move_weight` times the change of the position's value for it under perfect play. What is not a free cell
-    ends the game: `illegal_penalty` for who named it, a draw's 0.5 for the other. So does an agent without turns left
-    (`max_turns`), without a penalty: both get 0.5.
-    `scripted` puts a `random` or `perfect` player into a seat, which then needs no agent. `opening_moves` are random
-    and equal in all games of a group, as a scripted player's draws are. An example may give `board`.
+    `move`: `move_weight` times the change of the position's value for it under perfect play. A move that is not a free
+    cell ends the game: its player gets `illegal_penalty`, the other one a draw's 0.5. So does an agent without turns
+    left (`max_turns`), without a penalty: both get 0.5. `scripted` puts a `random` or `perfect` player into a seat,
+    which then needs no agent. `opening_moves` are random and equal in all games of a group, as a scripted player's
+    draws are. An example may give `board`.
     """
 
     SCRIPTED = ("random", "perfect")

@@ -37,7 +37,7 @@ _FENCED = re.compile(r"\A```[^\n]*\n(.*?)\n?```\Z", re.DOTALL)
 def final_answer(location: str, rollout: FinishedRollout, agent: str | None = None) -> str:
     """The text that a rollout came to: what its workflow returned, else what the agent said last.
 
-    `agent`: whose answer; none: that of whoever answered last. Raises NoScoreError if there is none.
+    `agent`: whose answer; None: that of the agent that answered last. Raises NoScoreError if there is none.
     """
     for step in reversed(rollout.steps):
         if agent is None and step.event_type == WORKFLOW_END and (step.data or {}).get("output") is not None:
@@ -136,7 +136,7 @@ def _json_schema(location: str, config: JsonSchemaMatch) -> RewardFunction:
 
 
 def check_schema(location: str, config: JsonSchemaMatch) -> None:
-    """Raises ConfigError for what is not a JSON schema."""
+    """Raises ConfigError for a value that is not a JSON schema."""
     from jsonschema import Draft202012Validator, SchemaError
     from jsonschema.validators import validator_for
 

@@ -1,7 +1,7 @@
 """A model as the judge of a rollout, asked through any OpenAI-compatible endpoint.
 
-What it is asked and what it answers are recorded before the score counts, so that a replay asks nobody again. Secrets
-are in the request alone.
+Question and answer are recorded before the score counts, so that a replay does not ask again. Secrets are in the
+request alone.
 """
 
 import asyncio
@@ -46,7 +46,7 @@ class Judge:
     """One evaluator in one rollout."""
 
     def __init__(self, name: str, config: LlmJudge, recorder: Recorder, hide: Callable[[str], str]) -> None:
-        """`hide` writes `${ENV}` in place of what it stands for."""
+        """`hide` writes `${ENV}` in place of its value."""
         self._name = name
         self._location = f"{SECTION}.{name}"
         self._config = config
@@ -80,7 +80,7 @@ class Judge:
         return await self._number(answer_text)
 
     def _prompt(self, rollout: FinishedRollout) -> str:
-        """The template with what it names; what is filled in is not looked through again."""
+        """The template with its placeholders filled in; what is filled in is not looked through again."""
         config = self._config
 
         def filled(match: re.Match[str]) -> str:
@@ -175,7 +175,7 @@ class Judge:
         return NoScoreError(self._hide(f"{self._location}: {self._url}: {message}"))
 
     def _shown(self, answer: str | bytes) -> str:
-        """A piece of what was answered; hidden first, so that no cut shows a part of a secret."""
+        """A part of the answer; hidden first, so that no cut shows a part of a secret."""
         text = self._hide(answer if isinstance(answer, str) else answer.decode(errors="replace"))
         return repr(one_line(text, SHOWN_CHARS))
 

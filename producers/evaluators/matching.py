@@ -28,7 +28,7 @@ _idle: list["subprocess.Popen[str]"] = []
 
 
 def search(location: str, pattern: str, text: str, *, ignore_case: bool, group: int | str) -> tuple[bool, str | None]:
-    """Whether a pattern is found in a text, and what its group took.
+    """Whether a pattern is found in a text, and the text of its group.
 
     Blocks for up to `CPU_S` of processor time. Raises RewardError naming the place and the pattern if it is not valid
     or takes longer.

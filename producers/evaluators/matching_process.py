@@ -1,4 +1,4 @@
-"""A process of its own for what a record asks to be matched: regular expressions and JSON schemas, with bounds.
+"""A separate process for matching that records request: regular expressions and JSON schemas, with bounds.
 
 Python's `re` cannot be interrupted and holds the interpreter's lock, and a schema may branch without end. Here the
 kernel ends the process at its limit of processor time, whether or not the process that asked is still there. Started as
@@ -22,7 +22,7 @@ class InvalidError(Exception):
 
 
 def search(pattern: str, text: str, ignore_case: bool, group: int | str) -> tuple[bool, str | None]:
-    """Whether the pattern is found in the text, and what its group took."""
+    """Whether the pattern is found in the text, and the text of its group."""
     compiled = _compiled(pattern, re.IGNORECASE if ignore_case else 0)
     if group not in compiled.groupindex and group not in range(compiled.groups + 1):
         raise InvalidError(f"has no group {group!r}")

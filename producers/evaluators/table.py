@@ -33,7 +33,7 @@ SECRET_KEYS = ("base_url", "api_key", "model", "prompt")
 
 
 class Chosen(NamedTuple):
-    """A reward function and what errors call it."""
+    """A reward function and its name in errors."""
 
     location: str
     function: RewardFunction
@@ -42,8 +42,8 @@ class Chosen(NamedTuple):
 def reward_of(name: str, settings: RolloutSettings, permissions: Permissions, recorder: Recorder | None) -> Chosen:
     """The reward function called `name`: an evaluator that the settings carry, else a registered one.
 
-    `recorder`: takes down what a judge is asked; none: no judge may be asked. Raises ConfigError, of it
-    NotAllowedError for what the settings name without permission.
+    `recorder`: takes down what a judge is asked; none: no judge may be asked. Raises ConfigError, in particular
+    NotAllowedError for names in the settings without permission.
     """
     block = settings.evaluators.get(name)
     if block is None:

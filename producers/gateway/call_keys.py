@@ -24,7 +24,7 @@ _KEY = re.compile(rf"{KEY_PREFIX}[A-Za-z0-9_-]+\.[0-9a-f]{{8,64}}")
 """A rollout's key, whole or cut off within its HMAC."""
 _TOKEN = "GATEWAY_TOKEN"
 ENDED = "rollout_ended"
-"""Code of the refusal of what comes after a rollout's end."""
+"""Error code for requests after a rollout's end."""
 
 
 @dataclass(frozen=True, slots=True)

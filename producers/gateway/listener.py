@@ -335,7 +335,9 @@ class RolloutGateway(Routes):
 
 
 def _not_open(rollout_id: str, name: str, *, is_known: bool) -> Refusal:
-    """`is_known`: the process before may have had it; 503 is what clients of OpenAI's and Anthropic's APIs repeat."""
+    """`is_known`: the process before may have had it; Clients of OpenAI's and Anthropic's APIs repeat a request after
+    503.
+    """
     message = f"rollout {rollout_id[:200]!r} is not open here"
     if is_known:
         remedy = f"try again in 1 s; if that stays so, another process than {name} plays on: claim the next rollout"

@@ -247,5 +247,5 @@ def _done(replies: list[Reply]) -> "asyncio.Future[list[Reply]]":
 
 
 def ended(rollout_id: str) -> Refusal:
-    """The refusal of what comes after the end."""
+    """The error for requests after the end."""
     return Refusal(409, f"rollout {rollout_id} has ended", code=ENDED)

@@ -192,7 +192,7 @@ class RemoteRollout:
     ) -> None:
         """Reward the whole, a step or an agent; the same again changes nothing.
 
-        Raises GatewayError: `value` is not finite, differs from what was given, or comes after the end.
+        Raises GatewayError: `value` is not finite, differs from the recorded one, or comes after the end.
         """
         await self._requests.post(
             "/reward", {"value": float(value), "name": name, "step_index": step_index, "agent": agent}
@@ -203,7 +203,7 @@ class RemoteRollout:
         await self._requests.post("/end", {"error": None if error is None else error[:MAX_ERROR_CHARS]})
 
     async def close(self) -> None:
-        """End the connections, for who plays outside of a block; the rollout stays open."""
+        """End the connections, for callers outside an `async with` block; the rollout stays open."""
         await self._requests.close()
 
     async def _fail(self, error: Exception) -> None:
@@ -274,7 +274,9 @@ def _located(workspace: Path, name: str) -> GatewayAddress:
 
 
 def _checked(answer: HttpAnswer, url: str) -> Any:
-    """The JSON of a 2xx answer. Raises as `_Requests.post`, and TryAgainError for what another try may get."""
+    """The JSON of a 2xx answer. Raises as `_Requests.post`, and TryAgainError for errors that may pass with another
+    try.
+    """
     if 200 <= answer.status < 300:
         return _parsed(answer.body, url) if answer.body else None
     try:

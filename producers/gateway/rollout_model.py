@@ -1,4 +1,4 @@
-"""The model as the calls of one rollout ask it: which agent speaks, its prompt, its answers, and what is recorded.
+"""The model as the calls of one rollout ask it: the agent that speaks, its prompt, its answers, and their records.
 
 Token-exact over calls: an answer with tool calls that a client gives back parsed goes into the prompt as the model
 wrote it. Which calls are repeated, and when the rollout ends, is up to `played`.

@@ -1,4 +1,4 @@
-"""OpenAI's completions as values: a prompt as text or as token ids, and what is sampled after it. Pure."""
+"""OpenAI's completions as values: a prompt as text or as token ids, and its completion. Pure."""
 
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal

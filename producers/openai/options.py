@@ -1,4 +1,4 @@
-"""Options of a request that an answer here does not follow, by what is done about each (docs/gateway.md). Pure."""
+"""Options of a request that an answer here does not follow, by their treatment (docs/gateway.md). Pure."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase

@@ -25,7 +25,7 @@ class Answer:
     """One choice. `token_ids`, `token_texts` and `logprobs` have equal length (T,)."""
 
     text: str
-    """Without the end token, the stop text and what follows it, and the tool calls."""
+    """Text without the end token, the stop text and everything after it, and the tool calls."""
     prompt_ids: tuple[int, ...]
     token_ids: tuple[int, ...]
     """Ids as sampled, up to the end token or the token that completes a stop text."""
@@ -54,8 +54,8 @@ def answer_of(
     is_cut: bool = False,
     parse: Parse | None = None,
 ) -> Answer:
-    """The answer in what was sampled. Tool calls are parsed only if the request has tools. `is_cut`: the generation
-    ends with a stop text already, in place of an end token. `parse`: a renderer's, in place of <tool_call> alone.
+    """The answer for a generation. Tool calls are parsed only if the request has tools. `is_cut`: the generation ends
+    with a stop text already, in place of an end token. `parse`: a renderer's, in place of <tool_call> alone.
     """
     ids, reason = generation.token_ids, generation.finish_reason
     text_ids = ids[:-1] if reason == "stop" and not is_cut else ids

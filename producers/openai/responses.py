@@ -30,7 +30,7 @@ class RespondedRequest(ChatRequest):
     previous_response_id: str | None = None
     """The response whose input and output come before the messages, after the instructions."""
     has_instructions: bool = False
-    """The first message is theirs: it is not part of what a later response goes on from."""
+    """The first message is theirs: it is not part of the conversation that a later response continues."""
     own_id: str
     """Id of the response, without prefix, if it is streamed."""
 
@@ -230,7 +230,7 @@ def _head(given: ResponsesRequest, call_id: str, created_s: int) -> dict[str, An
 
 
 def _message(call_id: str, text: str | None) -> dict[str, Any]:
-    """The item of what is said; `text`: None while it is sampled."""
+    """The item of a text; `text`: None while it is sampled."""
     content = [] if text is None else [_part(text)]
     status = "in_progress" if text is None else "completed"
     return {"id": f"msg_{call_id}", "type": "message", "role": "assistant", "status": status, "content": content}

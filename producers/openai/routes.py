@@ -1,5 +1,5 @@
-"""OpenAI's and Anthropic's routes over whoever answers: requests parsed, answers worded and streamed, errors in the
-shape of each API. Who may ask, what is sampled and what is recorded is up to the one that answers.
+"""OpenAI's and Anthropic's routes, whatever computes the answers: requests parsed, answers formatted and streamed,
+errors in the form of each API. Access, sampling and recording are up to the subclass.
 """
 
 import asyncio
@@ -205,7 +205,7 @@ class Routes(ABC):
 
 
 def _unexpected(request: web.Request, error: Exception) -> Refusal:
-    """The refusal for what nobody foresaw, which only the log has: it may name what clients may not know."""
+    """The response to an unforeseen error. Only the log shows the error itself, which may contain secrets."""
     logger.error("%s %s: %s", request.method, request.path, describe(error), exc_info=error)
     return Refusal(500, "the gateway failed at this request; its log says why", code="internal_error")
 

@@ -149,7 +149,7 @@ class Episode:
 
 
 def conversation(episode: Episode, agent: str, opening: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The chat messages of an agent: the opening, its own messages, answers of its tools, and what it heard."""
+    """The chat messages of an agent: the opening, its own messages, answers of its tools, and the messages it heard."""
     messages = list(opening)
     for one in episode.seen_by(agent):
         if one.agent != agent:

@@ -38,9 +38,9 @@ class CallOptions:
     text: str | None = None
     """The prompt as it is, in place of rendered messages."""
     token_ids: "array[int] | None" = None
-    """The same as ids, which are taken as they are; `text` is what they read as."""
+    """The same as ids, which are taken as they are; `text` is their text."""
     on_tokens: Callable[[int, Sequence[int]], None] | None = None
-    """Told the ids of each answer, by its index, while they are sampled."""
+    """Called with the index of each answer and its ids, while they are sampled."""
 
     @property
     def data(self) -> dict[str, Any]:

@@ -27,8 +27,8 @@ def prompt_of(
     options: CallOptions | None,
     wanted: str,
 ) -> Prompt:
-    """Ids to go on from. `wanted`: the run's `renderer`. Raises EnvironmentRunError for a prompt without tokens,
-    and what `rendered` raises.
+    """Ids to go on from. `wanted`: the run's `renderer`. Raises EnvironmentRunError for a prompt without tokens, and
+    the errors of `rendered`.
     """
     asked, text = options or CallOptions(), rendered(messages, tokenizer, options)
     prompt = _bridged(conversation, text, messages, tokenizer, asked, wanted)
@@ -81,7 +81,7 @@ class WrittenAnswers:
             self._texts[_fingerprint(text, calls)] = text
 
     def parsed(self, reply: Reply, parse: Parse | None) -> Reply:
-        """The answer to a request with tools, with what it says in parts; it may come back so."""
+        """The answer to a request with tools, split into its parts; it may come back so."""
         if reply.generation is None:  # a scripted opponent's
             return reply
         parts = parts_of(reply.text, reply.generation.token_ids, len(reply.prompt_ids), parse)
@@ -89,7 +89,7 @@ class WrittenAnswers:
         return replace(reply, parts=parts)
 
     def as_written(self, message: Mapping[str, Any]) -> Message | None:
-        """The message with what the model wrote; None if it is not one of its answers."""
+        """The message as the model wrote it; None if it is not one of its answers."""
         if not self._texts or not _is_answer(message):
             return None
         written = self._texts.get(_fingerprint(message.get("content"), message.get("tool_calls")))

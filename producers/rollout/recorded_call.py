@@ -21,7 +21,7 @@ NO_TOKEN_IDS = "no_token_ids"
 NO_LOGPROBS = "no_logprobs"
 NOT_TEXT = "not_text"
 FLAGS = "rollstream"
-"""Key in a step's metadata for what was assumed or made for it, and why it is not trained on."""
+"""Key in a step's metadata for assumptions about it, and the reason why it is not trained on."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,7 +181,7 @@ def _rendered(
 ) -> tuple[str, str] | None:
     """Text of the prompt and of the answer without its end token; None if the template does not join the two.
 
-    An answer that calls tools is what the template writes for it.
+    For an answer with tool calls, the template's text is used.
     """
     options: dict[str, Any] = {"tokenize": False} | ({"tools": list(tools)} if tools else {})
     prompt: str = tokenizer.apply_chat_template(messages, add_generation_prompt=True, **options)

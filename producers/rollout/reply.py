@@ -17,7 +17,7 @@ from rollstream.producers.rollout.rendering import ParsedAnswer
 from rollstream.schemas.errors import EnvironmentRunError
 
 Message = dict[str, Any]
-"""A chat message: `role`, `content` and what a chat template knows beside them."""
+"""A chat message: `role`, `content` and other keys that a chat template knows."""
 CALL_BEGINS, CALL_ENDS = "<tool_call>", "</tool_call>"
 """Markers of a call in models of the Qwen and Hermes families: between them a JSON object with `name` and `arguments`.
 """

@@ -156,7 +156,7 @@ class Session:
 
     @refused_with_pause
     async def relabel(self, messages: Sequence[Message], text: str, agent: str = "agent") -> Reply:
-        """Record `text` as what the agent should have answered to `messages`, beside what it did answer; no turn.
+        """Record `text` as the answer that the agent should have given to `messages`, beside the actual one; no turn.
 
         Its tokens have neither a version nor log-probabilities: it is for algorithms that imitate.
         """
@@ -221,7 +221,7 @@ class Session:
 
     @refused_with_pause
     async def tool(self, name: str, input: Any, output: Any, agent: str = "agent") -> int:
-        """Record that a tool was called and what it returned (JSON values). Returns the step's index."""
+        """Record a tool call and its result (JSON values). Returns the step's index."""
         self._model_group(agent)
         data = {"input": plain(input, f"input of tool {name}"), "output": plain(output, f"output of tool {name}")}
         step_index, now_ms = self._journal.open_step(), self._journal.clock()

@@ -126,7 +126,7 @@ class Spans:
         ] = {}
         """First and last step of the spans that have ended: what comes twice counts once."""
         self._calls: dict[bytes, list[RecordedTokens]] = {}
-        """Tokens of LLM calls by what was sent and answered, for candidates that are the same."""
+        """Tokens of LLM calls by request and answer, for candidates that are the same."""
 
     def see(self, steps: Iterable[IntermediateStep]) -> None:
         """Note the functions of steps before they are read: a caller may become known only later."""
@@ -223,7 +223,7 @@ def _chat(
 
 
 def _recorded(start: IntermediateStep | None, end: IntermediateStep, **fields: Any) -> RecordedStep:
-    """NAT's fields of a span's last step, with what only its first one has."""
+    """NAT's fields of a span's last step, with those that only its first one has."""
     payload, began = end.payload, start.payload if start is not None else None
     node = end.function_ancestry
     tags = payload.tags if payload.tags is not None else began.tags if began else None

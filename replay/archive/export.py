@@ -141,7 +141,7 @@ class _Export:
         return TopicFile(file=name, partitions=tuple(self._ranges[topic].values()), **written._asdict())
 
     async def _find_steps(self) -> None:
-        """Narrow the ranges of `steps` to what the run's groups need."""
+        """Narrow the ranges of `steps` to the records that the run's groups need."""
         for number, covered in self._ranges["steps"].items():
             first, last = self._needs.first_steps.get(number), self._needs.last_steps.get(number, -1)
             async for records in self._read("steps", number, covered):
@@ -153,7 +153,7 @@ class _Export:
             self._ranges["steps"][number] = Covered(begin=begin, end=max(begin, last + 1))
 
     def _check_kept(self) -> None:
-        """Raises TruncatedError if some of what groups and manifests name is gone."""
+        """Raises TruncatedError if a record that groups or manifests name is missing."""
         needs = self._needs
         for topic, first_offsets, last_offsets in (
             ("steps", needs.first_steps, needs.last_steps),

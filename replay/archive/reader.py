@@ -52,7 +52,7 @@ class Table:
             )
 
     def next_offset(self, partition: int, offset: int) -> int:
-        """The first offset from `offset` on that there is, else the end of what is covered."""
+        """The first existing offset from `offset` on, else the end of the covered range."""
         offsets = self._offsets[partition]
         index = bisect_left(offsets, offset)
         return offsets[index] if index < len(offsets) else max(offset, self.covered[partition].end)
@@ -134,7 +134,7 @@ class ExportReader:
         return taken
 
     def position(self, where: TopicPartition) -> int:
-        """Offset of the next record that there is; the end of what is covered if there is none."""
+        """Offset of the next record that there is; the end of the covered range if there is none."""
         return self._tables[where].next_offset(where.partition, self._next[where])
 
     def seek(self, where: TopicPartition, offset: int) -> None:

@@ -47,7 +47,7 @@ class Staging:
     """Gathers the records of one topic after the other. Bounded memory, whatever their number and size."""
 
     def __init__(self, scratch: Path) -> None:
-        """`scratch`: folder for the parts; made here, removed by who gave it."""
+        """`scratch`: folder for the parts; created here, removed by the caller."""
         scratch.mkdir(parents=True)
         self._scratch = scratch
         self._connection = duckdb.connect(
@@ -62,7 +62,7 @@ class Staging:
         self._begin()
 
     def close(self) -> None:
-        """Let go of what was not written."""
+        """Discard files that were not completed."""
         self._connection.close()
 
     def add(self, records: Sequence[Record]) -> None:

@@ -1,6 +1,6 @@
 """Brings into a log what a what-if needs there: scores, and of an exported run its artifacts and trajectories.
 
-Trajectories keep their ids and digests; manifests name them by where they lie now, so that the what-if can be replayed
+Trajectories keep their ids and digests; manifests name them by their new positions, so that the what-if can be replayed
 from the log alone. What closed groups or manifests of the log name already is used where it lies.
 
 Order: 1. artifacts are stored, 2. trajectories are sent and acknowledged, 3. the run that names them is written, by who

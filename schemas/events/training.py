@@ -1,4 +1,4 @@
-"""Events of the topics groups and batches: what a run, its jobs and epochs are, what closed and what was planned."""
+"""Events of the topics groups and batches: runs, jobs and epochs, closed groups, and planned batches."""
 
 from typing import ClassVar, Literal
 
@@ -92,7 +92,7 @@ class EpochStarted(Event):
     job_id: str
     epoch: int = Field(ge=0)
     num_tasks: int = added(0, ge=0, le=MAX_TASKS)
-    """Tasks, by index from 0, that the harness itself asks for where submissions decide what is trained."""
+    """Tasks, by index from 0, that the harness itself asks for if submissions decide the training data."""
 
     @property
     def event_id(self) -> str:

@@ -1,4 +1,4 @@
-"""Events of the topics jobs and weights: what a learner is to do, what it trained, published, and what was loaded."""
+"""Events of the topics jobs and weights: the work of a learner, trained and published versions, and loaded ones."""
 
 import hashlib
 from datetime import UTC, datetime

@@ -1,4 +1,4 @@
-"""A server's answer as a generation: whose tokens are whose, and what no answer may lack."""
+"""A server's answer as a generation: the versions that sampled its tokens, and checks of its completeness."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any

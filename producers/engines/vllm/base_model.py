@@ -37,7 +37,7 @@ class BaseModel:
 
 
 def read_base_model(path: str) -> BaseModel:
-    """Raises ModelError naming the folder and what it lacks."""
+    """Raises ModelError that names the folder and the missing file."""
     check_folder(path)
     tokenizer = load_tokenizer(path)
     try:

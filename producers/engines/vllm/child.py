@@ -31,7 +31,7 @@ OURS = {
     "--generation-config": "the run's sampling",
     "--override-generation-config": "the run's sampling",
 }
-"""Arguments that an engine gives itself, and what decides them. vLLM would take the last one it is given."""
+"""Arguments that an engine sets itself, and the settings that decide them. vLLM would take the last one it is given."""
 PASSED = frozenset(
     {
         *("PATH", "HOME", "USER", "LOGNAME", "SHELL", "LANG", "LANGUAGE", "TZ", "TMPDIR"),

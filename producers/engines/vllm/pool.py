@@ -209,7 +209,7 @@ class Pool:
         return [member for member in self._members if member.server.state != "down"]
 
     def _chosen(self, request: GenerationRequest, tried: Collection[PoolMember]) -> tuple[PoolMember, Version] | None:
-        """A server, and what it is asked for. Raises ModelError for a group that went."""
+        """A server, and the version that it is asked for. Raises ModelError for a group that went."""
         version = self._wanted.by_group.get(request.model_group)
         if version is None:
             raise ModelError(f"model group {request.model_group} was unloaded; load a version again")

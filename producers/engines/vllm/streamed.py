@@ -20,7 +20,7 @@ class GivenTokens:
     """The tokens of one request that its caller has, whichever server sampled them.
 
     A server that fails takes the rest of its answer along. Another one's answer is as good only if it begins with what
-    the caller has: with the same seed and version it does, but for what rounding changes.
+    the caller has: with the same seed and version it does, except for rounding.
     """
 
     def __init__(self, on_tokens: Callable[[Sequence[int]], None]) -> None:
@@ -39,7 +39,7 @@ class GivenTokens:
             self._on_tokens(new)
 
     def check(self, ids: Sequence[int]) -> None:
-        """Raises ModelError if a whole answer does not begin with what the caller has, or has no token after it."""
+        """Raises ModelError if a whole answer does not begin with the caller's tokens, or has no token after them."""
         self._check(self._ids, ids[:-1][: len(self._ids)], 0)
 
     def _check(self, had: Sequence[int], ids: Sequence[int], start: int) -> None:

@@ -137,9 +137,10 @@ def remove(version: Version) -> None:
 
 
 def adapter_config(recorded: Mapping[str, Any], base: BaseModel, where: str, max_lora_rank: int) -> dict[str, Any]:
-    """The adapter's configuration for vLLM, by what our learner sets; the other keys of the record are left out.
+    """The adapter's configuration for vLLM, from the settings that our learner uses; the other keys of the record are
+    left out.
 
-    Raises ModelError for what vLLM does not know, or takes for something else.
+    Raises ModelError for tensors that vLLM does not know, or misinterprets.
     """
     modules, rank = recorded.get("target_modules"), recorded.get("r")
     refused = {

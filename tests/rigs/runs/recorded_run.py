@@ -238,7 +238,7 @@ def hashes_of(events):
 
 
 def rollouts_of(task, version, reward: Callable[[int], float] = float):
-    """All records of a group whose members differ in what they say; `reward`: of a member."""
+    """All records of a group whose members give different answers; `reward`: of a member."""
     yield group_start(task)
     for member in range(task.num_rollouts):
         yield from attempt_at(task, member, version, reward=reward(member))

@@ -1,4 +1,4 @@
-"""Every field of a recorded run changed, one by one, and what docs/replay.md says of it."""
+"""Every field of a recorded run changed, one by one, compared with docs/replay.md."""
 
 import re
 from collections.abc import Callable, Iterator
@@ -42,7 +42,7 @@ def finders() -> dict[tuple[str, str], str]:
 
 
 def other(value: Any) -> Any:
-    """A value of the same type; of what is nested, its first entry is changed."""
+    """A value of the same type; in a nested value, the first entry is changed."""
     match value:
         case bool():
             return not value

@@ -1,4 +1,4 @@
-"""A recorded run to tamper with, and what the replays say of it."""
+"""A recorded run to tamper with, and the replays' findings."""
 
 import asyncio
 import copy

@@ -14,7 +14,7 @@ async def steps_of(lab: Any) -> dict[int, StepTrained]:
 
 
 async def assert_retrained(lab: Any, job: JobSubmitted, steps: dict[int, StepTrained], *, first: int = 1) -> None:
-    """Trained again from the checkpoint before version `first`, every version is what it was, bit by bit."""
+    """Trained again from the checkpoint before version `first`, every version is equal, bit by bit."""
     received = [one for one in await lab.received("batches") if isinstance(one.event, BatchPlanned)]
     manifests = {one.event.index: Manifest(one.event, one.digest, one.position.offset) for one in received}
     base = next(one for one in await lab.events("weights", WeightsPublished) if one.version == 0)

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 PARTS_OF_AN_ID = {"split", "rsplit", "partition", "rpartition", "index", "rindex", "find", "rfind"}
 BEGINS = {"startswith", "endswith", "removeprefix", "removesuffix"}
 _PATHS = re.compile(r"(?i)(path|folder|file|uri|url|route|where|text|line|address|host|module|model|base|name)s?$")
-"""Names of what has slashes without being an id."""
+"""Names of values that have slashes without being ids."""
 _IDS = re.compile(r"(^|_)(id|key|group|job|run|rollout|task|trajectory|batch|player|owner|submission)$")
 _TERM = re.compile(r"(^|_)term$")
 ORDERS = {"max", "min", "sorted", "sort", "nlargest", "nsmallest"}

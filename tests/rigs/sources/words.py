@@ -47,7 +47,7 @@ NAME_PARTS = {
     "unfolded": "poison, fold_errors",
     "unheard": "without_answer",
 }
-"""Parts of a name (`_` and capitals divide it) in any file, and what it is instead."""
+"""Banned parts of a name (`_` and capitals divide it) in any file, with replacements."""
 NAMES = {
     "aside": "temporary, or what is put there",
     "end_of_lost": "fail_truncated_run",
@@ -113,7 +113,7 @@ TEXT = {
     r"who tries again": "retry",
     r"would die again": "still cannot be decoded",
 }
-"""Patterns of words in messages, docstrings, comments and documents, and what to write instead."""
+"""Patterns of banned words in messages, docstrings, comments and documents, with replacements."""
 HEADLESS = {"By", "How", "Of", "What", "Where", "Which", "Who", "Whom", "Whose", "Why"}
 """First words of a docstring that is a clause without a main clause, unless it is a question."""
 _TEXT = {re.compile(r"\b" + one.replace(" ", r"\s+") + r"\b", re.IGNORECASE): word for one, word in TEXT.items()}
@@ -129,7 +129,7 @@ def texts(root: Path = ROOT) -> Iterator[Path]:
 
 
 def unneeded(excuses: Iterable[tuple[str, str]]) -> list[tuple[str, str]]:
-    """Excuses, each a file and a word, of what is not in the tree or would not be found there."""
+    """Excuses, each a file and a word, that are not in the tree or would not be found there."""
     found = {path: {word.lower() for _, word, _ in _every_word(path)} for path in texts()}
     return [(name, word) for name, word in excuses if not any(word in found[one] for one in found if one.match(name))]
 
@@ -141,7 +141,7 @@ def banned_words(path: Path) -> list[str]:
 
 
 def _every_word(path: Path) -> list[tuple[int, str, str]]:
-    """Line, word and what replaces it; with the words that stay."""
+    """Line, word and replacement; with the words that stay."""
     text = path.read_text(encoding="utf-8")
     python = path.suffix == ".py"
     tree = ast.parse(text if python else "")
