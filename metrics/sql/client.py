@@ -13,7 +13,7 @@ from rollstream.metrics.sql.result import Result, result_of
 from rollstream.schemas.errors import QueryError
 
 HOST = "127.0.0.1"
-"""Where the service of a workspace listens."""
+"""Address of a workspace's metrics service."""
 WAIT_MARGIN_S = 10.0
 """Seconds granted to the service beyond the time to catch up and the query itself."""
 PATIENCE_S = 5.0
