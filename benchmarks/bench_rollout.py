@@ -70,8 +70,11 @@ class Sizes:
     """Between two updates."""
     requests: int = 16
     """Concurrent requests while versions are updated."""
-    passes: int = 2
+    passes: int = 5
     """Over which the updates are spread, each with a pass without updates before it."""
+    seldom: int = 10
+    """Updates of the whole weights, `seldom_s` apart."""
+    seldom_s: float = 5.0
     clients: Sequence[int] = (1, 16, 64)
     calls: int = 30
     """Calls of each client."""
@@ -86,8 +89,9 @@ class Sizes:
 
 
 SMALL = Sizes(
-    updates=6, interval_s=0.5, requests=8, passes=1, clients=(1, 4), calls=5, repeats=1, pass_s=1.0, kills=2, epochs=3
-)
+    updates=6, interval_s=0.5, requests=8, passes=1, seldom=2, seldom_s=1.0, clients=(1, 4), calls=5, repeats=1,
+    pass_s=1.0, kills=2, epochs=3,
+)  # fmt: skip
 
 
 # ---- new versions under load ----
@@ -192,8 +196,10 @@ async def measure_updates(folder: Path, make: Callable[..., Any], sizes: Sizes) 
         "requests": load.num_requests,
         "lost": len(load.lost),
         "reasons": load.lost[:5],
-        "tokens_per_s": {"without": statistics.mean(without), "with": statistics.mean(with_updates)},
-        "loss": 1 - statistics.mean(with_updates) / statistics.mean(without),
+        "seconds_between": sizes.interval_s,
+        "tokens_per_s": {"without": without, "with": with_updates},
+        "loss": 1 - statistics.median(beside / alone for beside, alone in zip(with_updates, without, strict=True)),
+        "load_average": os.getloadavg(),
     }
 
 
@@ -203,8 +209,14 @@ def lora(folder: Path, sizes: Sizes) -> dict[str, Any]:
 
 
 def full(folder: Path, sizes: Sizes) -> dict[str, Any]:
-    """Versions of all weights."""
-    return asyncio.run(measure_updates(folder, full_version, sizes))
+    """Versions of all weights, one a second as adapters, and seldom as after training steps of some seconds."""
+    rates = [(sizes.updates, sizes.interval_s), (sizes.seldom, sizes.seldom_s)]
+    found: dict[str, Any] = {}
+    for updates, interval_s in rates:
+        (own := folder / f"{interval_s}").mkdir()
+        rate = dataclasses.replace(sizes, updates=updates, interval_s=interval_s)
+        found[f"every {interval_s:g} s"] = asyncio.run(measure_updates(own, full_version, rate))
+    return found
 
 
 # ---- the gateway beside vLLM, and beside a server that takes no CPU ----
