@@ -27,7 +27,7 @@ FAILPOINTS: dict[str, str] = {
     "producer/after-step": "a step is acknowledged",
     "producer/before-rollout-ended": "every step and reward is acknowledged, the last event is not sent",
     "producer/during-hand-over": "partitions are assigned, what their last owner left is not read",
-    "gateway/after-reward-before-answer": "a reward is acknowledged, who gave it is not answered",
+    "gateway/after-reward-before-answer": "a reward is acknowledged, its sender is not answered",
     "gateway/after-end-before-answer": "the end of an agent is acknowledged, the agent is not answered",
     "learner/within-scores-of-group": "a process has computed its part of a group's scores, others may not have theirs",
     "learner/between-scores-of-groups": "ReferenceScored of a group of rollouts are acknowledged, those of others not",

@@ -144,7 +144,7 @@ def _resumable(run_id: str, *, is_open: bool) -> Iterator[None]:
     except (RollstreamError, OSError) as error:
         if not is_open:
             raise
-        hint = f"run {run_id} stays open: `rollstream finetune --config_file FILE --resume {run_id}` goes on with it"
+        hint = f"run {run_id} stays open: `rollstream finetune --config_file FILE --resume {run_id}` continues it"
         if isinstance(error, OSError) and error.errno is not None:
             raise OSError(error.errno, f"{error.strerror}; {hint}", error.filename) from error
         raise type(error)(f"{str(error) or type(error).__name__}; {hint}") from error

@@ -34,7 +34,7 @@ def _line(jar: Path, repository: Path) -> str:
     with urllib.request.urlopen(f"{MAVEN_CENTRAL}/{path}.sha1", timeout=60) as answer:
         published = answer.read().decode().split()[0]
     if hashlib.sha1(content).hexdigest() != published:
-        raise SystemExit(f"{path}: its SHA-1 is not the one that Maven Central tells")
+        raise SystemExit(f"{path}: its SHA-1 differs from that of Maven Central")
     return f"{hashlib.sha256(content).hexdigest()}  {path}\n"
 
 

@@ -160,7 +160,7 @@ class HttpServer:
         try:
             return decoded(body)
         except (ValueError, RecursionError) as error:
-            raise self.error(f"answered what is not JSON: {shown(body)}; check base_url") from error
+            raise self.error(f"answered with invalid JSON: {shown(body)}; check base_url") from error
 
     def error(self, message: str) -> ModelError:
         """An error of this server. Its message does not show the key, even if the server's answer does."""

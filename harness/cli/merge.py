@@ -20,7 +20,10 @@ if TYPE_CHECKING:
 @click.command()
 @click.argument("target", metavar="RUN@VERSION")
 @click.option(
-    "--output", required=True, type=click.Path(path_type=Path, file_okay=False), help="A folder that is not there yet."
+    "--output",
+    required=True,
+    type=click.Path(path_type=Path, file_okay=False),
+    help="A folder that does not exist yet.",
 )
 @click.option("--base_model", help="Where the base model is, if not where the run had it: a folder or a hub name.")
 @click.option(
@@ -55,7 +58,7 @@ def merge(
         except StoreUnavailableError:
             raise
         except ArtifactError as error:
-            raise ConfigError(f"{target}: its weights are not there: {removed or error}; choose another one") from error
+            raise ConfigError(f"{target}: its weights do not exist: {removed or error}; choose another one") from error
 
     published, weights = on_log(layout, bootstrap_servers, "rollstream-merge", find)
     if base_model is not None:

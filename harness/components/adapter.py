@@ -115,7 +115,7 @@ class RollstreamTrainerAdapter(TrainerAdapter):
         seal = await epochs.sealed(handle, epoch)
         if not seal.num_batches:
             causes = ", ".join(f"{count} {cause}" for cause, count in handle.job.rejected.get(epoch, {}).items())
-            logger.warning("epoch %d: nothing is trained of what was submitted (rejected: %s)", epoch, causes)
+            logger.warning("epoch %d: none of the submitted trajectories are trained on (rejected: %s)", epoch, causes)
         return self._ref(handle, trajectories.run_id, seal)
 
     async def status(self, ref: TrainingJobRef) -> TrainingJobStatus:

@@ -275,7 +275,7 @@ async def _untrained(log: EventLog, spec: JobSpec, job: JobProgress, empty: Mapp
     if found.remedy:
         reason += f"; {found.remedy}"
     elif found.failed:
-        reason += f"; {OUTCOMES} tells more"
+        reason += f"; for details: {OUTCOMES}"
     return found.is_curriculum_alone(empty), reason
 
 

@@ -269,7 +269,7 @@ def check_engines(config: RunConfig) -> None:
     engine = config.builder.engine
     if not engine.LOADS_WEIGHTS:
         remedy = f"name its server as {groups}.X.endpoint"
-        raise ConfigError(f"{location}: {engine.kind} cannot load what the run trains; {remedy}")
+        raise ConfigError(f"{location}: {engine.kind} cannot load the weights of the run; {remedy}")
     if not config.is_external:
         check_run(config, os.environ, location)
     if config.served is not None:
@@ -277,7 +277,7 @@ def check_engines(config: RunConfig) -> None:
         settings_of(config.served.engine, os.environ, location)
         if not config.served.engine.LOADS_WEIGHTS:
             kind = config.served.engine.kind
-            raise ConfigError(f"{location}: {kind} cannot load what the run trains; name an engine that does")
+            raise ConfigError(f"{location}: {kind} cannot load the weights of the run; name an engine that does")
 
 
 def check_rewards(config: RunConfig) -> None:

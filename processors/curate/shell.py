@@ -249,7 +249,7 @@ class CurateShell:
                 await fold.datasets.provide(run)
             outputs = self._evolved(fold.state, fold.faulty, received, fold.datasets.by_run)
         except ArtifactError as error:
-            logger.error("run_id=%s cannot go on: %s", event.run_id, error)
+            logger.error("run_id=%s cannot continue: %s", event.run_id, error)
             return [curate.refuse(fold.state, received, str(error))]
         if isinstance(event, RunEnded):
             fold.datasets.drop(event.run_id)

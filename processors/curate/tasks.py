@@ -175,7 +175,7 @@ class RunDatasets:
             self.by_run[started.run_id] = await self._load(started, replace(self._retry, patience_s=math.inf))
         except ArtifactError as error:
             logger.error(
-                "run_id=%s: %s; what it has asked for goes on, its next epoch will end it", started.run_id, error
+                "run_id=%s: %s; its requested tasks continue, its next epoch will end it", started.run_id, error
             )
             self._gone[started.run_id] = error
         except BaseException:

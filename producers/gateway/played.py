@@ -228,7 +228,7 @@ class PlayedRollout:
         if len(self._working) >= self._max_calls:
             raise Refusal(
                 429,
-                f"rollout {self.session.rollout_id} has {len(self._working)} calls under way, as many as "
+                f"rollout {self.session.rollout_id} has {len(self._working)} calls in progress, as many as "
                 "gateway.max_concurrent_calls allows; wait for one of them",
                 code="rate_limit_exceeded",
                 retry_after_s=1,

@@ -298,7 +298,7 @@ def _parsed(body: bytes, url: str) -> Any:
     try:
         return decoded(body)
     except (ValueError, RecursionError) as error:
-        raise GatewayError(f"{url} answered what is not JSON: {shown(body)}; check the gateway's URL") from error
+        raise GatewayError(f"{url} answered with invalid JSON: {shown(body)}; check the gateway's URL") from error
 
 
 def _read(model: type[Task], given: str | bytes | dict[str, Any]) -> Task:

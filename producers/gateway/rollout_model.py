@@ -195,7 +195,7 @@ class RolloutModel:
         if step_index is None:
             raise Refusal(
                 400,
-                f"previous_response_id: {response_id[:100]!r} is not a response of this rollout; send what came before",
+                f"previous_response_id: {response_id[:100]!r} is not a response of this rollout; send all messages",
                 param="previous_response_id",
                 code="previous_response_not_found",
             )

@@ -120,9 +120,9 @@ class KeyLimits:
                 raise Refusal(400, f"n: {num} answers are more than {name} ({limit}) allows; ask for fewer", param="n")
         num_others, left = use.num_open - num_before, use.left + num_before
         if self._at_once is not None and num_others + num > self._at_once:
-            message = f"this key has {num_others} calls under way, as many as calls_per_key allows"
+            message = f"this key has {num_others} calls in progress, as many as calls_per_key allows"
             if num > 1:
-                message = f"n: {num} answers beside {num_others} calls under way are more than calls_per_key allows"
+                message = f"n: {num} answers beside {num_others} calls in progress are more than calls_per_key allows"
             raise _too_many(message, 1)
         if self._per_minute is not None:
             if left < num:

@@ -170,7 +170,7 @@ class SampledRequest(BaseModel):
             value = repr((self.model_extra or {})[key])[:100]
             raise Refusal(
                 400,
-                f"{key}: {value} is not supported here, where nothing constrains what is sampled; remove it",
+                f"{key}: {value} is not supported here, because sampling is not constrained; remove it",
                 param=key,
                 code="unsupported_value",
             )

@@ -135,7 +135,7 @@ class Routes(ABC):
         if given.previous_response_id is not None and not self.KEEPS_RESPONSES:
             raise Refusal(
                 400,
-                "previous_response_id: no response is stored here; send what came before as input",
+                "previous_response_id: no response is stored here; send the earlier messages as input",
                 param="previous_response_id",
                 code="unsupported_parameter",
             )
@@ -207,7 +207,7 @@ class Routes(ABC):
 def _unexpected(request: web.Request, error: Exception) -> Refusal:
     """The response to an unforeseen error. Only the log shows the error itself, which may contain secrets."""
     logger.error("%s %s: %s", request.method, request.path, describe(error), exc_info=error)
-    return Refusal(500, "the gateway failed at this request; its log says why", code="internal_error")
+    return Refusal(500, "the gateway could not process this request; see its log", code="internal_error")
 
 
 def _error_body(request: web.Request, refused: Refusal) -> dict[str, Any]:

@@ -173,7 +173,7 @@ def _name_for(tokenizer: Tokenizer, model: str) -> str | None:
         if written and name not in NEEDS_FILES and _writes(name, tokenizer, written):
             logger.info("renderer=%s writes what the chat template of %s writes: it is used", name, model)
             return name
-    logger.info("no renderer writes what the chat template of %s writes; its prompts go on by text", model)
+    logger.info("no renderer writes what the chat template of %s writes; its prompts continue by text", model)
     return None
 
 

@@ -124,7 +124,7 @@ class ServerCalls:
             remedy = (
                 "start it with --enable-lora, VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 and one API server"
                 if is_lora
-                else "start it with VLLM_SERVER_DEV_MODE=1, reachable by nobody else"
+                else "start it with VLLM_SERVER_DEV_MODE=1, where only the producers reach it"
             )
             raise self.http.error(f"does not offer {', '.join(sorted(lacking))}; {remedy}")
         cards: list[Mapping[str, Any]] = [
@@ -142,15 +142,15 @@ class ServerCalls:
         return Probed(paths, card.get("max_model_len"), streams=streams(operations.get(GENERATE)))
 
     async def check_config(self, probed: Probed, *, max_loras: int | None) -> Probed:
-        """Look how a server that we did not start was started. Raises ModelError if it cannot be used."""
+        """Check how a server that we did not start was started. Raises ModelError if it cannot be used."""
         config: Mapping[str, Any] | str = f"it does not offer {SERVER_INFO}"
         if SERVER_INFO in probed.paths:
             config = await read_config(self.http, timeout_s=self.health_timeout_s)
         if isinstance(config, str):
             if not self._has_warned:
                 logger.warning(
-                    "server %s does not say how it was started (%s), so nobody has verified that it has one API server "
-                    "process%s; VLLM_SERVER_DEV_MODE=1 lets it say so",
+                    "server %s does not report how it was started (%s), so it could not be verified that it has one "
+                    "API server process%s; set VLLM_SERVER_DEV_MODE=1 for it",
                     self.http.url,
                     config,
                     "" if max_loras is None else f" and --max-loras {max_loras} or more",

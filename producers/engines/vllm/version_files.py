@@ -156,7 +156,7 @@ def adapter_config(recorded: Mapping[str, Any], base: BaseModel, where: str, max
         "of chosen layers": any(recorded.get(key) for key in ("layers_to_transform", "layer_replication")),
     }
     if found := next((what for what, is_so in refused.items() if is_so), None):
-        raise ModelError(f"{where}: an adapter {found} is not what vLLM serves; train one without, or another engine")
+        raise ModelError(f"{where}: vLLM cannot serve an adapter {found}; train one without, or use another engine")
     assert isinstance(modules, list)
     assert isinstance(rank, int)
     if odd := sorted(base.embeddings.intersection(name.rpartition(".")[2] for name in map(str, modules))):

@@ -102,7 +102,7 @@ def test_a_run_whose_answers_have_no_token_ids_is_failed_with_the_causes_and_lea
 ) -> None:
     outcome = assert_failed(EpochwiseRig(tmp_path, with_text(tmp_path)), "4 trajectories rejected: no_token_ids")
     assert "base_url" in outcome.message, "the remedy"
-    assert "epoch 0: nothing is trained of what was submitted (rejected: 2 no_token_ids)" in caplog.text
+    assert "epoch 0: none of the submitted trajectories are trained on (rejected: 2 no_token_ids)" in caplog.text
 
 
 def test_a_run_whose_builder_makes_nothing_is_failed(tmp_path: Path) -> None:

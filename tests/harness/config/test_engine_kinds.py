@@ -91,7 +91,9 @@ def test_engines_are_looked_up_before_a_run_begins(written: dict[str, Any]) -> N
 
     check({})
     check({"kind": "parrot", "num_tokens": 2})
-    with pytest.raises(ConfigError, match=r"^trajectory_builders\.b\.engine: openai cannot load what the run trains"):
+    with pytest.raises(
+        ConfigError, match=r"^trajectory_builders\.b\.engine: openai cannot load the weights of the run"
+    ):
         check({"kind": "openai", "base_url": "http://h/v1"})
     with pytest.raises(ConfigError, match=r"^trajectory_builders\.b\.engine\.num_tokens: "):
         check({"kind": "parrot", "num_tokens": "two"})
@@ -104,7 +106,7 @@ def test_engines_are_looked_up_before_a_run_begins(written: dict[str, Any]) -> N
     check({"kind": "parot"}, services="external")
     written["trainer_adapters"]["a"]["endpoint"] = {"engine": {"kind": "openai", "base_url": "http://h/v1"}}
     with pytest.raises(
-        ConfigError, match=r"^trainer_adapters\.a\.endpoint\.engine: openai cannot load what the run trai"
+        ConfigError, match=r"^trainer_adapters\.a\.endpoint\.engine: openai cannot load the weights of th"
     ):
         check({})
 

@@ -184,7 +184,7 @@ def test_what_an_engine_raises_is_a_500_in_the_apis_shape_and_stands_in_the_log_
     async def agent(one: Any) -> None:
         body = await one.post(url, with_(url, stream=stream), status=500)
         error = body["error"]
-        assert error["message"] == "the gateway failed at this request; its log says why"
+        assert error["message"] == "the gateway could not process this request; see its log"
         assert error["type"] == ("api_error" if url == MESSAGES else "server_error")
         await one.end()
 

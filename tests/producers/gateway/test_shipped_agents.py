@@ -293,7 +293,7 @@ def test_the_gateway_that_records_nothing_takes_other_providers_names_and_refuse
             await post("/chat/completions", ask | {"reasoning_effort": "low", "temperature": 0.3}, 200)
             error = json.loads(await post("/chat/completions", ask | {"tool_choice": "required"}, 400))["error"]
             assert error["param"] == "tool_choice"
-            assert error["message"].endswith("nothing constrains what is sampled; remove it")
+            assert error["message"].endswith("sampling is not constrained; remove it")
             await post("/chat/completions", ask | {"model": "some-model"}, 404)
 
     asyncio.run(scenario())

@@ -132,7 +132,7 @@ def test_a_key_has_so_many_calls_at_once_and_keys_that_ask_no_more_are_forgotten
     limits = KeyLimits(None, 2, lambda: 0.0)
     with limits.call("a"), limits.call("a"):
         with (
-            pytest.raises(Refusal, match="2 calls under way, as many as calls_per_key allows"),
+            pytest.raises(Refusal, match="2 calls in progress, as many as calls_per_key allows"),
             limits.call("a"),
         ):
             pass
@@ -173,7 +173,7 @@ def test_a_request_for_n_answers_counts_as_n_and_costs_nothing_where_it_is_refus
     with limits.call("a") as counted:
         counted.raise_to(2)
         assert refused(limits, 2) == (
-            429, 1, "n: 2 answers beside 2 calls under way are more than calls_per_key allows; try again in 1 s"
+            429, 1, "n: 2 answers beside 2 calls in progress are more than calls_per_key allows; try again in 1 s"
         )  # fmt: skip
         assert refused(limits, 4) == (400, None, "n: 4 answers are more than calls_per_key (3) allows; ask for fewer")
         assert refused(limits, 1) is None

@@ -346,6 +346,6 @@ def test_a_running_server_says_how_it_was_started_and_is_refused_for_fewer_adapt
 
     vllm_server.restore()
     asyncio.run(load(MAX_LORAS))
-    assert "does not say how it was started" not in caplog.text
+    assert "does not report how it was started" not in caplog.text
     with pytest.raises(ModelError, match=f"has --max-loras {MAX_LORAS} and would drop adapters in use"):
         asyncio.run(load(MAX_LORAS + 1))

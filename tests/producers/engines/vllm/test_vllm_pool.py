@@ -286,7 +286,7 @@ def test_what_a_server_does_not_say_of_itself_is_a_warning_once(
         await wait_until(lambda: state_of(engine, server) == "ready")
 
     with_one(base, tmp_path, case)
-    (found,) = [one.getMessage() for one in caplog.records if "does not say how it was started" in one.getMessage()]
+    (found,) = [one.getMessage() for one in caplog.records if "does not report how it was started" in one.getMessage()]
     assert "one API server process and --max-loras 4 or more" in found
 
 
