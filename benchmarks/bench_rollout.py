@@ -72,9 +72,9 @@ class Sizes:
     """Concurrent requests while versions are updated."""
     passes: int = 5
     """Over which the updates are spread, each with a pass without updates before it."""
-    seldom: int = 10
-    """Updates of the whole weights, `seldom_s` apart."""
-    seldom_s: float = 5.0
+    rare_updates: int = 10
+    """Updates of the whole weights, `rare_interval_s` apart."""
+    rare_interval_s: float = 5.0
     clients: Sequence[int] = (1, 16, 64)
     calls: int = 30
     """Calls of each client."""
@@ -89,8 +89,8 @@ class Sizes:
 
 
 SMALL = Sizes(
-    updates=6, interval_s=0.5, requests=8, passes=1, seldom=2, seldom_s=1.0, clients=(1, 4), calls=5, repeats=1,
-    pass_s=1.0, kills=2, epochs=3,
+    updates=6, interval_s=0.5, requests=8, passes=1, rare_updates=2, rare_interval_s=1.0, clients=(1, 4), calls=5,
+    repeats=1, pass_s=1.0, kills=2, epochs=3,
 )  # fmt: skip
 
 
@@ -209,8 +209,8 @@ def lora(folder: Path, sizes: Sizes) -> dict[str, Any]:
 
 
 def full(folder: Path, sizes: Sizes) -> dict[str, Any]:
-    """Versions of all weights, one a second as adapters, and seldom as after training steps of some seconds."""
-    rates = [(sizes.updates, sizes.interval_s), (sizes.seldom, sizes.seldom_s)]
+    """Versions of all weights, one a second as adapters, and rarely, as after training steps of some seconds."""
+    rates = [(sizes.updates, sizes.interval_s), (sizes.rare_updates, sizes.rare_interval_s)]
     found: dict[str, Any] = {}
     for updates, interval_s in rates:
         (own := folder / f"{interval_s}").mkdir()

@@ -233,9 +233,7 @@ class VllmSettings(EngineSettings):
     @model_validator(mode="after")
     def _servers_are_started_or_joined(self) -> Self:
         if self.base_urls and (self.arguments or self.executable != "vllm"):
-            raise ValueError(
-                "executable and arguments are for a server that the engine starts; remove them or base_urls"
-            )
+            raise ValueError("executable and arguments are for a started server; remove them or base_urls")
         if not self.base_urls and self.api_key_variable:
             raise ValueError("api_key_variable is of running servers; name them as base_urls")
         return self
