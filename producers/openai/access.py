@@ -20,7 +20,8 @@ from rollstream.schemas.services import LOOPBACK
 FROM_ELSEWHERE = ("cross-site", "same-site")
 """Values of `Sec-Fetch-Site` that a browser sends for a page that is not the endpoint's own."""
 
-BEARER = "Bearer "
+BEARER = "bearer"
+"""Scheme of the header `Authorization`, of any case (RFC 9110, section 11.1)."""
 TOKEN_CALLER = "token"
 """Caller with the service's own token, whatever other keys the request has."""
 
@@ -196,8 +197,8 @@ def check_is_json(method: str, headers: Mapping[str, str]) -> None:
 
 def keys_of(headers: Mapping[str, str]) -> list[str]:
     """The keys that a request bears: as OpenAI's clients send one (`Authorization: Bearer`), and as Anthropic's do."""
-    authorization = headers.get("Authorization", "")
-    bearer = authorization.removeprefix(BEARER) if authorization.startswith(BEARER) else ""
+    scheme, _, given = headers.get("Authorization", "").partition(" ")
+    bearer = given.strip() if scheme.lower() == BEARER else ""
     return [given for given in (bearer, headers.get("X-Api-Key", "")) if given]
 
 

@@ -196,6 +196,9 @@ class Routes(ABC):
         except web.HTTPRequestEntityTooLarge:
             refused = Refusal(413, f"the body has more than {MAX_BODY_BYTES} bytes; send less", code="body_too_large")
             return json_response(_error_body(request, refused), status=refused.status)
+        except web.RequestPayloadError:
+            refused = Refusal(400, "the body cannot be decoded; correct it or its header Content-Encoding")
+            return json_response(_error_body(request, refused), status=refused.status)
         except web.HTTPException as error:
             refused = Refusal(error.status, f"{request.method} {request.path}: {error.reason}")
             return json_response(_error_body(request, refused), status=error.status)

@@ -41,6 +41,18 @@ MIN_VERSION_HEADER = "X-Min-Version"
 """A weight version that the answer waits for; `min_version` in the body wins."""
 
 logger = logging.getLogger(__name__)
+_connections = logging.getLogger(f"{__name__}.connections")
+"""Requests that are not HTTP, and connections that fail."""
+
+
+def _without_request(record: logging.LogRecord) -> bool:
+    """Let a log record pass without the part of a request that cannot be read: it may hold a key."""
+    record.exc_info = record.exc_text = None
+    record.levelno, record.levelname = logging.INFO, logging.getLevelName(logging.INFO)
+    return True
+
+
+_connections.addFilter(_without_request)
 
 
 class ServedWeights(Protocol):
@@ -202,7 +214,12 @@ async def listening(endpoint: Routes, host: str, port: int, section: str = "endp
     the port cannot be had.
     """
     runner = web.AppRunner(
-        endpoint.application(), access_log=None, handler_cancellation=True, shutdown_timeout=2.0, keepalive_timeout=600
+        endpoint.application(),
+        access_log=None,
+        logger=_connections,
+        handler_cancellation=True,
+        shutdown_timeout=2.0,
+        keepalive_timeout=600,
     )
     await runner.setup()
     try:
