@@ -20,9 +20,11 @@ IDEMPOTENCY_KEY = "Idempotency-Key"
 RETRY_COUNT = "X-Stainless-Retry-Count"
 """OpenAI's and Anthropic's clients count here how often they have repeated a request."""
 MAX_KEY_CHARS = 256
-_KEY = re.compile(rf"{KEY_PREFIX}[A-Za-z0-9_-]+\.[0-9a-f]{{8,64}}")
-"""A rollout's key, whole or cut off within its HMAC."""
+_ENDS_AS_KEY = re.compile(r"(?<![A-Za-z0-9_-])([A-Za-z0-9_-]++)\.[0-9a-f]{8,64}")
+"""A word that may end with a rollout's key, whole or cut off within its HMAC. Each word is looked at once."""
 _TOKEN = "GATEWAY_TOKEN"
+MAX_ERROR_CHARS = 2000
+"""Characters that are kept of an agent's report of its error."""
 ENDED = "rollout_ended"
 """Error code for requests after a rollout's end."""
 
@@ -156,10 +158,15 @@ class RolloutKeys:
         """An agent's report for logs and records: without keys of rollouts, the gateway's token and the secrets that
         `variables.conceal` knows.
         """
-        return conceal(_KEY.sub("${ROLLOUT_KEY}", text), f"${{{_TOKEN}}}", self._token)
+        return conceal(_ENDS_AS_KEY.sub(_without_key, text), f"${{{_TOKEN}}}", self._token)
 
     def _mac(self, rollout_id: str) -> str:
         return hmac.new(self._secret, rollout_id.encode(), hashlib.sha256).hexdigest()
+
+
+def _without_key(word: "re.Match[str]") -> str:
+    before, prefix, _ = word[1].partition(KEY_PREFIX)
+    return f"{before}${{ROLLOUT_KEY}}" if prefix else word[0]
 
 
 def token_file(workspace: Path, name: str) -> Path:

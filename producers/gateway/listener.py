@@ -31,6 +31,7 @@ from rollstream.producers.openai.routes import Routes, json_response
 from rollstream.producers.openai.server import listening
 from rollstream.producers.openai.stream_words import Answered
 from rollstream.producers.openai.streaming import OnText
+from rollstream.producers.rollout.rewards import MAX_REWARD
 from rollstream.producers.rollout.session import Session
 from rollstream.schemas.errors import RollstreamError
 from rollstream.schemas.services import GatewaySection
@@ -52,7 +53,7 @@ class _Body(BaseModel):
 class RewardBody(_Body):
     """Body of `POST /rollouts/ID/reward`."""
 
-    value: FiniteFloat = Field(strict=True)
+    value: FiniteFloat = Field(strict=True, ge=-MAX_REWARD, le=MAX_REWARD)
     name: str = Field(default="reward", min_length=1, max_length=200)
     step_index: int | None = Field(default=None, ge=0)
     agent: str | None = None
@@ -61,7 +62,7 @@ class RewardBody(_Body):
 class EndBody(_Body):
     """Body of `POST /rollouts/ID/end`."""
 
-    error: str | None = Field(default=None, max_length=2000)
+    error: str | None = None
     """The agent failed; the rollout then has failed too."""
 
 

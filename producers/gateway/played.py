@@ -10,7 +10,7 @@ from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
 from rollstream.producers.engines.base import Engine
-from rollstream.producers.gateway.call_keys import ENDED, CallIdentity, RememberedCalls
+from rollstream.producers.gateway.call_keys import ENDED, MAX_ERROR_CHARS, CallIdentity, RememberedCalls
 from rollstream.producers.gateway.rollout_model import RolloutModel
 from rollstream.producers.openai.completions import CompletionRequest
 from rollstream.producers.openai.requests import ChatRequest, Refusal
@@ -105,7 +105,7 @@ class PlayedRollout:
         if self._end.done():
             return
         if self._ending is None:
-            concealed = None if error is None else self._conceal(error)
+            concealed = None if error is None else self._conceal(error)[:MAX_ERROR_CHARS]
             self._ending = self._begin(lambda: self._record_end(concealed))
         await self._result(self._ending)
 

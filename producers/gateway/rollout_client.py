@@ -19,7 +19,7 @@ from typing import Any, NamedTuple, Self, TypeVar
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from rollstream.eventlog.http.http_json import HttpAnswer, HttpServer, TryAgainError, decoded, retry_after, shown
-from rollstream.producers.gateway.call_keys import ENDED, IDEMPOTENCY_KEY, address_file, token_file
+from rollstream.producers.gateway.call_keys import ENDED, IDEMPOTENCY_KEY, MAX_ERROR_CHARS, address_file, token_file
 from rollstream.producers.rollout.reply import TurnsExhausted
 from rollstream.schemas.errors import (
     ConfigError,
@@ -33,8 +33,6 @@ from rollstream.schemas.variables import conceal
 
 KEY_VARIABLE = "OPENAI_API_KEY"
 """Variable in which a program of `environment: command:...` gets its rollout's key."""
-MAX_ERROR_CHARS = 2000
-"""Maximum characters of an error that an agent reports."""
 FIRST_PAUSE_S, MAX_PAUSE_S = 0.1, 2.0
 """Between two tries; doubled from the first to the last."""
 

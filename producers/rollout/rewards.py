@@ -43,6 +43,8 @@ Value = float | Mapping[str, float] | None
 """One number for all agents, or one by agent; none: there is no score."""
 RewardFunction = Callable[[FinishedRollout], Value | Awaitable[Value]]
 
+MAX_REWARD = 1e15
+"""Largest absolute reward: sums and squares of so many as a group has are finite in float32, too."""
 JUDGE = "judge:"
 """Prefix of the names of agents that only judge; they have no model group and no trajectory."""
 
@@ -144,7 +146,7 @@ def check_target(
 
 
 def finite(name: str, value: Any) -> float:
-    """`value` as a float. Raises RewardError if it is not a finite number, NoScoreError if it is none at all."""
+    """`value` as a float. Raises RewardError for one that is not finite or too large, NoScoreError without a number."""
     if value is None:
         raise NoScoreError(f"reward function {name} returned None; expected a finite number")
     if not isinstance(value, Real):
@@ -155,4 +157,6 @@ def finite(name: str, value: Any) -> float:
         raise RewardError(f"reward {name} is too large; return a finite number") from error
     if not math.isfinite(number):
         raise RewardError(f"reward {name} is {number}; expected a finite number")
+    if abs(number) > MAX_REWARD:
+        raise RewardError(f"reward {name} is {number:g}; return a number between -{MAX_REWARD:g} and {MAX_REWARD:g}")
     return number

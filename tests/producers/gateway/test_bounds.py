@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import itertools
+import time
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ from rollstream.eventlog.codec import Encoded
 from rollstream.producers.attempt import record_rollout
 from rollstream.producers.engines.base import Engine
 from rollstream.producers.gateway import played
-from rollstream.producers.gateway.call_keys import CallIdentity, RememberedCalls
+from rollstream.producers.gateway.call_keys import CallIdentity, RememberedCalls, RolloutKeys
 from rollstream.producers.gateway.listener import RolloutGateway
 from rollstream.producers.gateway.played import CLAIM
 from rollstream.producers.openai.requests import Refusal
@@ -75,6 +76,18 @@ def test_a_call_that_failed_and_is_made_again_is_remembered():
         assert calls.repeated(identity) is again
 
     asyncio.run(scenario())
+
+
+def test_secrets_are_concealed_in_time_that_grows_with_the_text_however_it_is_made():
+    keys = RolloutKeys("a-token-of-a-gateway")
+    key = keys.key_of("run-1/rl/e00000/t00001/m0/a0")
+    assert keys.conceal(f"it\\n{key}; {key[:-50]}, rs-a.b, a.0123456789") == (
+        "it\\n${ROLLOUT_KEY}; ${ROLLOUT_KEY}, rs-a.b, a.0123456789"
+    )
+    for text in ("rs-" * 300_000, "rs-a." * 200_000, "a" * 1_000_000, "rs-a.0123456" * 100_000):
+        began_s = time.process_time()
+        assert keys.conceal(text)
+        assert time.process_time() - began_s < 5, "seconds: from each beginning to the end it takes hours"
 
 
 def test_rollouts_that_nobody_claims_leave_nothing_behind(tmp_path):

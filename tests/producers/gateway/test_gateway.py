@@ -163,6 +163,8 @@ def test_a_reward_counts_once_and_what_is_no_number_or_comes_too_late_is_refused
             await one.reward(bad, status=400)
         await one.post("/reward", b'{"value": NaN}', status=400)
         await one.post("/reward", b'{"value": 1e999}', status=400)
+        for large in (1.1e15, -1e200):
+            assert "1000000000000000" in (await one.reward(large, status=400))["error"]["message"]
         await one.reward(1.0, step_index=7, status=400)
         await one.reward(1.0, agent="nobody", status=400)
         await one.reward(0.25, step_index=0, name="process")
@@ -243,14 +245,16 @@ def test_turns_run_out_with_a_clear_error_and_end_the_rollout_as_max_turns(tmp_p
     assert played.last.stop_reason == "max_turns"
 
 
-def test_an_agent_that_reports_an_error_fails_its_rollout(tmp_path):
+def test_an_agent_that_reports_an_error_fails_its_rollout_however_long_the_error_is(tmp_path):
     async def agent(one):
         await one.chat("a")
-        await one.end(error="no tool answers")
+        await one.end(error="no tool answers " + "e" * 100_000)
 
-    last = play_outside(tmp_path, agent).last
-    assert isinstance(last, RolloutFailed)
-    assert last.message == "environment gateway: the agent reported: no tool answers"
+    played = play_outside(tmp_path, agent)
+    assert isinstance(played.last, RolloutFailed)
+    assert played.last.message.startswith("environment gateway: the agent reported: no tool answers ee")
+    (end,) = [step for step in played.steps if step.name == "gateway.end"]
+    assert len((end.data or {})["error"]) == 2000
 
 
 def test_neither_logs_nor_events_hold_the_secrets_in_what_an_agent_reports_as_its_error(tmp_path, caplog, monkeypatch):

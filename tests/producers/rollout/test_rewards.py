@@ -96,6 +96,7 @@ def test_a_function_that_hangs_is_named_in_the_timeout(play):
     ("arguments", "words"),
     [
         ({"value": float("nan")}, "nan"),
+        ({"value": -1e16}, "between -1e+15 and 1e+15"),
         ({"value": 1.0, "step_index": 5}, "step 5"),
         ({"value": 1.0, "agent": "eve"}, "eve"),
     ],
