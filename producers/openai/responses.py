@@ -255,7 +255,7 @@ class ResponseWords(StreamWords):
 
     def event(self, body: Mapping[str, Any]) -> bytes:
         """One event with its name; an error's body gets the type that a stream's has."""
-        body = body if "type" in body else {"type": "error", **body["error"]}
+        body = body if "type" in body else {**body["error"], "type": "error"}
         numbered = {**body, "sequence_number": self._number}
         self._number += 1
         return f"event: {numbered['type']}\n".encode() + super().event(numbered)

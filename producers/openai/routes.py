@@ -3,6 +3,7 @@ errors in the form of each API. Access, sampling and recording are up to the sub
 """
 
 import asyncio
+import contextlib
 import logging
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable
@@ -164,17 +165,18 @@ class Routes(ABC):
             if piece is None:
                 answering.result()
             response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
-            await response.prepare(request)
-            while piece is not None:
-                await response.write(words.piece(*piece))
-                piece = await pieces.get()
-            try:
-                end = words.end(answering.result())
-            except Exception as error:  # noqa: BLE001 -- the status is sent: the stream has to end with the error
-                refused = error if isinstance(error, Refusal) else _unexpected(request, error)
-                end = words.event(_error_body(request, refused))
-            await response.write(end)
-            await response.write_eof()
+            with contextlib.suppress(ConnectionResetError):  # the client has hung up
+                await response.prepare(request)
+                while piece is not None:
+                    await response.write(words.piece(*piece))
+                    piece = await pieces.get()
+                try:
+                    end = words.end(answering.result())
+                except Exception as error:  # noqa: BLE001 -- the status is sent: the stream has to end with the error
+                    refused = error if isinstance(error, Refusal) else _unexpected(request, error)
+                    end = words.event(_error_body(request, refused))
+                await response.write(end)
+                await response.write_eof()
             return response
         finally:
             answering.cancel()

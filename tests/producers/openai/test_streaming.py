@@ -1,19 +1,22 @@
 """Streams: pieces come while the answer is sampled, together they are its text, and the end comes after the record."""
 
 import asyncio
+import itertools
 import json
+import logging
 from pathlib import Path
 from typing import Any
 
 import aiohttp
 import openai
 import pytest
+from aiohttp import web
 from hypothesis import given
 from hypothesis import strategies as st
 
 from rollstream.learner.tiny_model import make_tiny_model
-from rollstream.producers.engines.base import Generation
-from rollstream.producers.engines.scripted import ScriptedTokenizer
+from rollstream.producers.engines.base import Generation, GenerationRequest
+from rollstream.producers.engines.scripted import ScriptedEngine, ScriptedTokenizer
 from rollstream.producers.engines.transformers import TransformersEngine
 from rollstream.producers.openai.protocol import answer_of
 from rollstream.producers.openai.streaming import REPLACEMENT, TextStream
@@ -172,6 +175,70 @@ def test_a_client_that_hangs_up_in_mid_stream_gets_the_recorded_answer_when_it_a
     played.assert_complete()
     (call,) = [step.llm for step in played.steps if step.llm is not None]
     assert len(tokens.decode_ids(call.completion_ids)) == len("a longer answer") + 1
+
+
+class BrokenError(Exception):
+    """Failure of an engine after its first tokens."""
+
+
+def test_an_engine_that_fails_in_mid_stream_ends_it_with_the_error_as_each_client_knows_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def fails(engine: ScriptedEngine, request: GenerationRequest) -> Any:
+        assert request.on_tokens is not None
+        request.on_tokens((40, 41))
+        await asyncio.sleep(0.01)
+        raise BrokenError("a secret of the engine")
+
+    monkeypatch.setattr(ScriptedEngine, "generate", fails)
+
+    async def agent(one: Any) -> None:
+        headers = {"Authorization": f"Bearer {one.rollout['key']}"}
+        message = {"model": "policy", "max_tokens": 4, "messages": ASK, "stream": True}
+        async with one.http.post(f"{one.rollout['base_url']}/v1/messages", json=message, headers=headers) as response:
+            last = events_of(await response.text())[-1]
+        assert (last["type"], last["error"]["type"]) == ("error", "api_error")
+        async with openai.AsyncOpenAI(base_url=f"{one.rollout['base_url']}/v1", api_key=one.rollout["key"]) as client:
+            stream = await client.chat.completions.create(model="policy", messages=ASK, stream=True)
+            with pytest.raises(openai.APIError, match="the gateway failed at this request"):
+                async for _ in stream:
+                    pass
+            events = [event async for event in await client.responses.create(model="policy", input="a", stream=True)]
+        assert events[-1].type == "error"
+        assert events[-1].message == "the gateway failed at this request; its log says why"
+        assert events[-1].code == "internal_error"
+        await one.end()
+
+    assert play_outside(tmp_path, agent).last.cause == "engine_error"
+
+
+def test_a_client_that_is_gone_when_a_piece_is_sent_leaves_its_step_and_no_error_in_the_log(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    num_sent = itertools.count()
+    write = web.StreamResponse.write
+
+    async def gone(response: web.StreamResponse, data: Any) -> None:
+        if next(num_sent) == 2:
+            raise aiohttp.ClientConnectionResetError("Cannot write to closing transport")
+        await write(response, data)
+
+    async def agent(one: Any) -> None:
+        headers = {"Authorization": f"Bearer {one.rollout['key']}", "X-Stainless-Retry-Count": "1"}
+        body = {"model": "policy", "messages": ASK, "stream": True}
+        url = f"{one.rollout['base_url']}/v1/chat/completions"
+        monkeypatch.setattr(web.StreamResponse, "write", gone)
+        async with one.http.post(url, json=body, headers=headers) as response:
+            assert "a longer answer" not in await response.text()
+        async with one.http.post(url, json=body, headers=headers) as response:
+            assert "[DONE]" in await response.text()
+        await one.reward(1.0)
+        await one.end()
+
+    played = play_outside(tmp_path, agent, script=answers("a longer answer"), sampling={"max_new_tokens": 64})
+    played.assert_complete()
+    assert len([step for step in played.steps if step.llm is not None]) == 1
+    assert [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING] == []
 
 
 def test_what_is_refused_before_the_first_piece_is_refused_with_its_status(tmp_path: Path) -> None:
