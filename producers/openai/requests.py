@@ -16,7 +16,8 @@ from rollstream.schemas.settings import Sampling
 MAX_CHOICES = 128
 MAX_NESTING = 64
 """Maximum nesting of lists and objects in a body: chat templates and records allow some hundred levels."""
-MAX_STOPS = 64
+MAX_STOPS, MAX_STOP_CHARS = 64, 1000
+"""Number of stop sequences, each of which is looked for after every token, and characters of one."""
 
 
 class Refusal(RollstreamError):
@@ -125,6 +126,8 @@ class SampledRequest(BaseModel):
     def _not_empty(cls, value: tuple[str, ...]) -> tuple[str, ...]:
         if not all(value):
             raise ValueError("a stop sequence must not be empty")
+        if any(len(word) > MAX_STOP_CHARS for word in value):
+            raise ValueError(f"a stop sequence has more than {MAX_STOP_CHARS} characters; give its beginning")
         return value
 
     def sampling(self, default_max_new_tokens: int, trained_at: float | None = None) -> Sampling:

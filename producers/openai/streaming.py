@@ -84,8 +84,10 @@ class ParsedStream:
 
 def _without_beginning(text: str, word: str) -> int:
     """Length of the text without an end that a word may begin with."""
-    longest = next((size for size in range(min(len(word) - 1, len(text)), 0, -1) if text.endswith(word[:size])), 0)
-    return len(text) - longest
+    at = max(0, len(text) - len(word) + 1)
+    while (at := text.find(word[0], at)) >= 0 and not word.startswith(text[at:]):
+        at += 1
+    return at if at >= 0 else len(text)
 
 
 def on_tokens_of(streams: Sequence[TextStream | ParsedStream], on_text: OnText) -> Callable[[int, Sequence[int]], None]:

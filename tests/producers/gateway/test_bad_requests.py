@@ -90,6 +90,8 @@ def test_a_body_that_is_no_json_object_is_a_400(tmp_path, url, body):
         (CHAT, {"n": 0}, "n"),
         (CHAT, {"n": 10**6}, "n"),
         (CHAT, {"stop": [""]}, "stop"),
+        (CHAT, {"stop": "x" * 1001}, "stop"),
+        (MESSAGES, {"stop_sequences": ["x" * 1001]}, "stop"),
         (CHAT, {"no_such_option": 1}, "no_such_option"),
         (COMPLETE, {"prompt": None}, "prompt"),
         (COMPLETE, {"prompt": ""}, "prompt"),

@@ -4,6 +4,7 @@ import asyncio
 import itertools
 import json
 import logging
+import time
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +55,17 @@ def test_pieces_are_how_the_text_of_the_answer_begins(parts, sizes, stop, has_to
 
 async def pieces_of(stream: Any) -> list[Any]:
     return [piece async for piece in stream]
+
+
+def test_long_stop_texts_cost_a_stream_little_time() -> None:
+    text = "abcdefghij" * 200
+    stop = ["x" * 1000, "j" + "abcdefghij" * 99 + "x", "a" * 1000, *(f"{number}{'b' * 990}" for number in range(61))]
+    stream, tokenizer = TextStream(ScriptedTokenizer(), stop), ScriptedTokenizer()
+    began_s = time.process_time()
+    found = "".join(stream.add([number]) for number in tokenizer.encode(text))
+    assert time.process_time() - began_s < 5, "seconds for 2000 tokens: minutes if each beginning is compared by itself"
+    assert text.startswith(found)
+    assert len(found) > 1000
 
 
 def test_a_real_model_streams_as_it_samples(tmp_path: Path) -> None:
