@@ -27,12 +27,12 @@ from rollstream.schemas.errors import (
     RollstreamError,
     describe,
     is_of_users,
-    one_line,
 )
 from rollstream.schemas.events import TaskRequested
 from rollstream.schemas.events.recorded import RECORDED
 from rollstream.schemas.permissions import CODE, NOTHING, Permissions, environment_path
 from rollstream.schemas.settings import RolloutSettings
+from rollstream.schemas.variables import one_line
 
 log = logging.getLogger(__name__)
 

@@ -203,12 +203,6 @@ def describe(error: BaseException) -> str:
     return f"{kind}: {message}" if message else kind
 
 
-def one_line(error: object, max_chars: int | None = 300) -> str:
-    """The text of an error, or a text, on one line; None: of any length."""
-    line = " ".join(str(error).split())
-    return line if max_chars is None or len(line) <= max_chars else line[: max_chars - 3] + "..."
-
-
 def first_error(failed: BaseExceptionGroup[BaseException]) -> BaseException:
     """The error that a group of tasks ended with: the others follow from it."""
     first = failed.exceptions[0]

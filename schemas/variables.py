@@ -100,6 +100,15 @@ def conceal(message: str, value: JsonValue = None, env: Mapping[str, str] = os.e
     return message
 
 
+def one_line(error: object, max_chars: int | None = 300) -> str:
+    """The text of an error, or a text, on one line without secrets; None: of any length.
+
+    It is concealed before it is cut: of a secret across the cut a part would remain, which nobody recognises.
+    """
+    line = " ".join(conceal(str(error)).split())
+    return line if max_chars is None or len(line) <= max_chars else line[: max_chars - 3] + "..."
+
+
 def _secret_names(env: Mapping[str, str]) -> set[str]:
     return {name for name in env if is_secret_name(name)} - {_FOLDER}
 

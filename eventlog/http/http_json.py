@@ -13,7 +13,8 @@ from typing import Any, NamedTuple
 import aiohttp
 import orjson
 
-from rollstream.schemas.errors import ModelError, PromptTooLongError, one_line
+from rollstream.schemas.errors import ModelError, PromptTooLongError
+from rollstream.schemas.variables import one_line
 
 MAX_ANSWER_BYTES = 8 * 1024 * 1024
 MAX_RETRY_AFTER_S = 60.0

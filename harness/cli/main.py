@@ -15,9 +15,8 @@ import click
 from rollstream.harness.services.optional_dependencies import missing
 from rollstream.metrics.sql.printable import printable_output
 from rollstream.producers.rollout.user_code import find_users_modules
-from rollstream.schemas import errors
+from rollstream.schemas import variables
 from rollstream.schemas.errors import RollstreamError
-from rollstream.schemas.variables import conceal
 
 COMMANDS = {
     "finetune": "finetune",
@@ -141,13 +140,9 @@ def _run() -> None:
 def one_line(error: BaseException) -> str:
     """An error's message on one line without secrets, or its type if the message is empty; for an OSError, path and
     remedy."""
-    return conceal(_one_line(error))
-
-
-def _one_line(error: BaseException) -> str:
     if isinstance(error, OSError) and isinstance(error.filename, str) and error.errno in ERRORS_OF_A_PATH:
-        return f"{error.filename}: {error.strerror}; correct the path or its permissions"
-    return errors.one_line(error, None) or type(error).__name__
+        return variables.conceal(f"{error.filename}: {error.strerror}; correct the path or its permissions")
+    return variables.one_line(error, None) or type(error).__name__
 
 
 if __name__ == "__main__":

@@ -13,8 +13,8 @@ from typing import Any
 from rollstream.harness.components import run_end
 from rollstream.harness.runs.run_handle import RunHandle
 from rollstream.harness.services.concealing import shown
-from rollstream.schemas.errors import RollstreamError, RunFailedError, describe, one_line
-from rollstream.schemas.variables import conceal
+from rollstream.schemas.errors import RollstreamError, RunFailedError, describe
+from rollstream.schemas.variables import conceal, one_line
 
 MAX_TOLD = 2
 """Distinct errors and warnings of other packages that a failure names."""
@@ -56,7 +56,7 @@ def _formatted(record: logging.LogRecord) -> str:
     parts = [record.getMessage()]
     if error is not None and str(error) not in parts[0]:
         parts.append(f"{type(error).__name__}: {error}")
-    return one_line(conceal(": ".join(parts)), MAX_CHARS)
+    return one_line(": ".join(parts), MAX_CHARS)
 
 
 @contextlib.contextmanager

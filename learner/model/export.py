@@ -15,9 +15,10 @@ from typing import Any
 import orjson
 
 from rollstream.eventlog.files import beside, write_whole
-from rollstream.schemas.errors import ModelError, one_line
+from rollstream.schemas.errors import ModelError
 from rollstream.schemas.events import WeightsPublished
 from rollstream.schemas.settings import LoraSettings, ModelSettings
+from rollstream.schemas.variables import one_line
 
 TOKENIZER_FILES = (
     "tokenizer*",

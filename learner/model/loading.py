@@ -15,8 +15,9 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from rollstream.learner.model import tree_attention
 from rollstream.learner.model.tree_attention import attention_as
-from rollstream.schemas.errors import ModelError, one_line
+from rollstream.schemas.errors import ModelError
 from rollstream.schemas.settings import NF4, LoraSettings, ModelSettings, device_of
+from rollstream.schemas.variables import one_line
 
 SHARED_BASES: "WeakValueDictionary[tuple[Any, ...], torch.nn.Module]" = WeakValueDictionary()
 """Base models below the adapters of this process's policies, by the settings that decide their parameters; gone with

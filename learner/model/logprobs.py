@@ -17,7 +17,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from rollstream.learner.model.memory import is_out_of_memory
-from rollstream.schemas.errors import RunFailedError, one_line
+from rollstream.schemas.errors import RunFailedError
+from rollstream.schemas.variables import one_line
 
 logger = logging.getLogger(__name__)
 

@@ -21,10 +21,11 @@ from transformers.utils.logging import disable_progress_bar
 from rollstream.producers.engines.chat_tokenizer import ChatTokenizer
 from rollstream.producers.engines.generation import Model
 from rollstream.producers.engines.kv_pool import PoolShape, probed_shape
-from rollstream.schemas.errors import ModelError, one_line
+from rollstream.schemas.errors import ModelError
 from rollstream.schemas.events import WeightsPublished
 from rollstream.schemas.services import TransformersSettings
 from rollstream.schemas.settings import NF4, device_of
+from rollstream.schemas.variables import one_line
 
 Shape = tuple[int, ...]
 

@@ -20,6 +20,7 @@ from rollstream.producers.traces.stream import Lines, RemoteStream, read_up_to
 from rollstream.schemas.errors import EnvironmentRunError
 from rollstream.schemas.events.intermediate_steps import IntermediateStep
 from rollstream.schemas.events.recorded import RecordedStep
+from rollstream.schemas.variables import one_line
 
 MAX_ERROR_BYTES = 4096
 """Read of the body of an error."""
@@ -154,7 +155,7 @@ async def _posted(endpoint: str, body: dict[str, Any]) -> AsyncIterator[aiohttp.
                 if response.status >= 400:
                     error_body = (await read_up_to(response, MAX_ERROR_BYTES)).decode(errors="replace")
                     raise EnvironmentRunError(
-                        f"endpoint {endpoint}{path}: HTTP {response.status}: {' '.join(error_body.split())[:200]}; "
+                        f"endpoint {endpoint}{path}: HTTP {response.status}: {one_line(error_body, 200)}; "
                         "check the address and the workflow server's log"
                     )
                 yield response
@@ -183,6 +184,6 @@ def _at(answer: str, path: tuple[str | int, ...]) -> Any:
             found = found[key]
     except (ValueError, KeyError, IndexError, TypeError) as error:
         raise EnvironmentRunError(
-            f"its answer has nothing at result_json_path {path}, correct that path: {answer[:100]!r}"
+            f"its answer has nothing at result_json_path {path}, correct that path: {one_line(answer, 100)!r}"
         ) from error
     return found

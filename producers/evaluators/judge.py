@@ -19,8 +19,8 @@ from rollstream.producers.evaluators import matching
 from rollstream.producers.evaluators.builtin import final_answer, right_answer
 from rollstream.producers.rollout.rewards import Asked, FinishedRollout, NoScoreError, Recorder, RewardError, in_thread
 from rollstream.producers.traces.stream import read_up_to
-from rollstream.schemas.errors import one_line
 from rollstream.schemas.evaluators import PLACEHOLDER, SECTION, LlmJudge
+from rollstream.schemas.variables import one_line
 
 MAX_ANSWER_BYTES = 1024 * 1024
 SHOWN_CHARS = 200

@@ -198,7 +198,7 @@ class RemoteRollout:
 
     async def end(self, error: str | None = None) -> None:
         """The agent is done; `error`: it failed, and so has the rollout. Again changes nothing. Raises GatewayError."""
-        await self._requests.post("/end", {"error": None if error is None else error[:MAX_ERROR_CHARS]})
+        await self._requests.post("/end", {"error": None if error is None else conceal(error)[:MAX_ERROR_CHARS]})
 
     async def close(self) -> None:
         """End the connections, for callers outside an `async with` block; the rollout stays open."""

@@ -11,9 +11,10 @@ from typing import Any, Protocol
 
 from rollstream.producers.engines.base import Generation, Tokenizer
 from rollstream.producers.rollout import call_arguments
-from rollstream.schemas.errors import ChatTemplateError, one_line
+from rollstream.schemas.errors import ChatTemplateError
 from rollstream.schemas.events.rollouts import StepRecorded, VersionSpan
 from rollstream.schemas.settings import Sampling
+from rollstream.schemas.variables import one_line
 
 REFUSED_CALL = "refused_call"
 """Name of the step of a call that was refused; it has no tokens."""

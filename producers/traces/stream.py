@@ -13,13 +13,14 @@ import aiohttp
 from pydantic import ValidationError
 
 from rollstream.producers.traces.spans import RemoteSpan, remote_ancestry
-from rollstream.schemas.errors import EnvironmentRunError, first_invalid, one_line
+from rollstream.schemas.errors import EnvironmentRunError, first_invalid
 from rollstream.schemas.events.intermediate_steps import (
     IntermediateStep,
     IntermediateStepCategory,
     IntermediateStepPayload,
     IntermediateStepState,
 )
+from rollstream.schemas.variables import one_line
 
 MAX_LINE_BYTES = 8 * 1024 * 1024
 MAX_STREAM_BYTES = 256 * 1024 * 1024
@@ -129,9 +130,9 @@ class RemoteStream:
         try:
             found = json.loads(text)
         except ValueError as error:
-            raise self._broken(f"is not JSON: {text.strip()[:100]!r}") from error
+            raise self._broken(f"is not JSON: {one_line(text, 100)!r}") from error
         if not isinstance(found, dict):
-            raise self._broken(f"is not a JSON object: {text.strip()[:100]!r}")
+            raise self._broken(f"is not a JSON object: {one_line(text, 100)!r}")
         return found
 
     def _broken(self, why: str) -> EnvironmentRunError:
@@ -146,7 +147,7 @@ def _failed(text: object) -> EnvironmentRunError:
 
 def _shown(text: object) -> str:
     """The server's words about a failure, in one line of bounded length."""
-    return one_line(str(text)[: 4 * SHOWN_CHARS], SHOWN_CHARS)
+    return one_line(text, SHOWN_CHARS)
 
 
 def _first_line(error: Exception) -> str:

@@ -9,8 +9,9 @@ from pydantic import BaseModel, ConfigDict, ValidationError, field_validator
 
 from rollstream.producers.rollout import registry
 from rollstream.schemas import errors
-from rollstream.schemas.errors import ConfigError, ModelError, describe, first_invalid, one_line, raised_at
+from rollstream.schemas.errors import ConfigError, ModelError, describe, first_invalid, raised_at
 from rollstream.schemas.permissions import Permissions
+from rollstream.schemas.variables import one_line
 
 
 def raised(call, *args):
@@ -127,3 +128,11 @@ def test_an_error_on_one_line_is_cut_where_it_is_long():
     assert one_line(ValueError("a\n  b\tc")) == "a b c"
     assert one_line("x" * 301) == "x" * 297 + "..."
     assert one_line("x" * 301, None) == "x" * 301
+
+
+def test_an_error_is_cut_after_its_secrets_are_concealed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("JUDGE_API_KEY", "hunter2-and-more")
+    for before in range(280, 301):
+        line = one_line(ModelError(f"{'x' * before}hunter2-and-more was refused"))
+        assert "hunter2"[:2] not in line, "no part of it"
+        assert len(line) <= 300

@@ -14,6 +14,7 @@ from rollstream.eventlog.broker.broker import HOST, free_ports
 from rollstream.eventlog.broker.restarts import Restarts
 from rollstream.schemas.errors import ConfigError, ModelError
 from rollstream.schemas.services import VllmSettings
+from rollstream.schemas.variables import one_line
 
 OPTIONAL = "--enable-scale-out"
 """Offers exact tokens and version spans; not known to every vLLM."""
@@ -150,7 +151,7 @@ class Child:
             return "(no log output)"
         lines = [line.strip() for line in text.splitlines() if line.strip()]
         errors = [line for line in lines if "rror:" in line] or lines
-        return " | ".join(line[:300] for line in errors[-LAST_LINES:]) or "(no log output)"
+        return " | ".join(one_line(line) for line in errors[-LAST_LINES:]) or "(no log output)"
 
     def _take_end(self) -> None:
         assert self._guard is not None
