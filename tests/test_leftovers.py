@@ -1,9 +1,12 @@
 """A thread or a child process that a test leaves behind is found."""
 
+import asyncio
 import subprocess
 import sys
 import threading
+from contextlib import suppress
 
+from rollstream.producers.rollout.rewards import in_thread
 from tests.conftest import running_children, running_threads
 
 
@@ -16,6 +19,25 @@ def test_a_thread_that_would_hold_up_the_exit_is_found() -> None:
     finally:
         release.set()
     assert running_threads(before) == []
+
+
+def test_a_daemon_thread_that_runs_rollstream_is_found_and_no_other() -> None:
+    before, release = set(threading.enumerate()), threading.Event()
+    other = threading.Thread(target=release.wait, name="a library's", daemon=True)
+    other.start()
+
+    async def leave_a_reward_running() -> None:
+        with suppress(TimeoutError):
+            async with asyncio.timeout(0.05):
+                await in_thread(release.wait)
+
+    asyncio.run(leave_a_reward_running())
+    try:
+        assert running_threads(before, 0.01) == ["reward"]
+    finally:
+        release.set()
+    assert running_threads(before) == []
+    other.join()
 
 
 def test_a_child_process_is_found() -> None:
