@@ -97,15 +97,14 @@ async def _run(run_request: RunRequest, lease: WorkspaceLease, display: Display)
     with _signals() as signals:
         async with connected(run_request, lease, display) as run:
             signals.append(run.supervisor)
-            empty: Mapping[str, int] = {}
             with _resumable(run.run.started.run_id, is_open=not run.run.is_over):
                 if run.run.is_over:
                     progress = await look_up(run.log, run.run.started.run_id)
                 else:
-                    progress, empty = await _trained(run_request, lease, run, display)
+                    progress = await _trained(run_request, lease, run, display)
             display.finish(progress)
             with _resumable(run.run.started.run_id, is_open=progress.ended is None):
-                outcome = await end(run.log, run.artifacts, progress, run.run, config, empty)
+                outcome = await end(run.log, run.artifacts, progress, run.run, config)
             if run.run.is_over and config.builder.services == "managed":
                 await project_to_end(run.log, metrics_file(lease.location.workspace))
             elif config.builder.services == "managed":
@@ -116,10 +115,8 @@ async def _run(run_request: RunRequest, lease: WorkspaceLease, display: Display)
             )
 
 
-async def _trained(
-    run_request: RunRequest, lease: WorkspaceLease, run: RunContext, display: Display
-) -> tuple[Progress, Mapping[str, int]]:
-    """Conduct the run to the end of its training. Returns its progress, and its epochs without a group by cause."""
+async def _trained(run_request: RunRequest, lease: WorkspaceLease, run: RunContext, display: Display) -> Progress:
+    """Conduct the run to the end of its training. Returns its progress."""
     if run.run.is_submitted:
         return await conduct_epochs(run_request, lease, run, display)
     config = run_request.config
@@ -128,7 +125,7 @@ async def _trained(
     validation = validation_of(config, run.run)
     await conductor.start(*background_work(lease, run, config, display.print))
     try:
-        return await conductor.conduct(validation, lambda: has_free_space(folders, display)), {}
+        return await conductor.conduct(validation, lambda: has_free_space(folders, display))
     finally:
         await conductor.close()
 

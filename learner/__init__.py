@@ -11,6 +11,7 @@ if TYPE_CHECKING:
         retention,
         retrain,
         tiny_model,
+        untrained,
         versions,
         worker,
     )
@@ -23,6 +24,7 @@ __all__ = [
     "retention",
     "retrain",
     "tiny_model",
+    "untrained",
     "versions",
     "worker",
 ]

@@ -24,6 +24,7 @@ from rollstream.learner.publisher import Publisher, difference, step_trained, wi
 from rollstream.learner.reading.members import MemberReader
 from rollstream.learner.scoring.scoring import ScoreWriter
 from rollstream.learner.trainer import JobTrainer
+from rollstream.learner.untrained import end_of
 from rollstream.schemas.errors import (
     ArtifactError,
     ConfigError,
@@ -32,7 +33,7 @@ from rollstream.schemas.errors import (
     StoreUnavailableError,
     VersionDivergedError,
 )
-from rollstream.schemas.events import BatchPlanned, JobSubmitted, JobSucceeded, StepTrained, WeightsPublished
+from rollstream.schemas.events import BatchPlanned, JobSubmitted, StepTrained, WeightsPublished
 from rollstream.schemas.permissions import Permissions
 from rollstream.schemas.settings import FROZEN, ArtifactRef
 
@@ -111,7 +112,7 @@ class JobRun:
     async def advance(self) -> bool:
         """Train the next manifest, or end the job after its last. False if there is nothing to do yet."""
         if self.job.settings.kind == FROZEN:
-            return await self._succeed(self.job.time_ms)
+            return await self._end(self.job.time_ms)
         manifest = self.next_manifest
         if manifest is not None:
             await self._train(manifest)
@@ -128,24 +129,16 @@ class JobRun:
             raise DecodeError(
                 f"job {self.job.job_id} is sealed with {seal.next_batch_index} manifests, {self._next_index} are there"
             )
-        return await self._succeed(seal.time_ms)
+        return await self._end(seal.time_ms)
 
     async def close(self) -> None:
         """Drop data that was read ahead."""
         await self._members.close()
 
-    async def _succeed(self, time_ms: int) -> bool:
+    async def _end(self, time_ms: int) -> bool:
         await self._publisher.check_owner()
-        await self._context.log.send(
-            JobSucceeded(
-                run_id=self.job.run_id,
-                time_ms=time_ms,
-                job_id=self.job.job_id,
-                model_group=self.job.model_group,
-                final_version=self.job.base_version + self._next_index,
-                finish_s=self._carried.get("finish", 0.0),
-            )
-        )
+        log, finish_s = self._context.log, self._carried.get("finish", 0.0)
+        await log.send(await end_of(log, self.job, num_trained=self._next_index, time_ms=time_ms, finish_s=finish_s))
         return True
 
     def _missing_manifest(self) -> RollstreamError:

@@ -28,7 +28,7 @@ def runs_table(runs: Sequence[Progress]) -> str:
             progress.run_id,
             state_of(progress),
             progress.run.started_at if progress.run else "",
-            ", ".join(_job(job_id, job) for job_id, job in progress.jobs.items()),
+            ", ".join(f"{ids.name_of(name)} {job_state(progress, job)}" for name, job in progress.jobs.items()),
             max(0, progress.version + 1),
             _reward(progress),
             _parent(progress),
@@ -77,10 +77,6 @@ def _job_row(progress: Progress, job_id: str, job: JobProgress) -> tuple[object,
         submitted.base_version,
         f"{submitted.fork.run_id}@{submitted.fork.version}" if submitted.fork else "",
     )
-
-
-def _job(job_id: str, job: JobProgress) -> str:
-    return f"{ids.name_of(job_id)} {job.outcome or ('running' if job.started else 'waiting')}"
 
 
 def _parent(progress: Progress) -> str:

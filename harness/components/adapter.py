@@ -165,7 +165,7 @@ class RollstreamTrainerAdapter(TrainerAdapter):
         """Nothing of an epoch is submitted, and why: a key of `untrained.EMPTY`."""
         handle = opened(self._workspace)
         if handle is not None:
-            handle.empty_epochs[epoch] = cause
+            handle.empty_epochs[epoch + handle.epoch_offset] = cause
 
     def record_left_out(self, epoch: int, trajectories: Iterable[Trajectory]) -> None:
         """The trajectories that the trainer's curriculum left out of an epoch; a component left out all others."""

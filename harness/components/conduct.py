@@ -3,7 +3,6 @@ ours.
 """
 
 import logging
-from collections import Counter
 
 from rollstream.harness.components import epochs, run_end
 from rollstream.harness.components.build import Components, as_component_error, components_of
@@ -19,11 +18,8 @@ from rollstream.schemas.finetuning import FinetuneConfig
 logger = logging.getLogger(__name__)
 
 
-async def conduct(
-    run_request: RunRequest, lease: WorkspaceLease, run: RunContext, display: Display
-) -> tuple[Progress, Counter[str]]:
-    """Build the components, let the trainer run to the end, and bring the job to its end; the progress then, and the
-    epochs that the trainer submitted nothing for, by cause.
+async def conduct(run_request: RunRequest, lease: WorkspaceLease, run: RunContext, display: Display) -> Progress:
+    """Build the components, let the trainer run to the end, and bring the job to its end; the progress then.
 
     Raises RollstreamError, ComponentError for an exception of a component; the run then stays open, and can be resumed.
     """
@@ -31,8 +27,7 @@ async def conduct(
     try:
         with as_component_error("components", run_request.loaded.finetune):
             async with components_of(run_request.loaded.finetune, lease.location.workspace) as components:
-                progress = await conduct_components(handle, components, run_request.loaded.finetune)
-                return progress, handle.num_empty
+                return await conduct_components(handle, components, run_request.loaded.finetune)
     finally:
         await handle.close()
 

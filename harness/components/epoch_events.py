@@ -1,6 +1,7 @@
 """Events that the harness writes in epochwise runs: epochs, tasks and submissions. Pure."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import orjson
@@ -63,6 +64,7 @@ def submission(
     percentile: float | None = None,
     is_last: bool = False,
     not_offered: Sequence[str] = (),
+    num_empty: Mapping[str, int] = MappingProxyType({}),
 ) -> list[SubmissionReceived]:
     """The submission to train on. Its id derives from epoch and content, so submitting the same again changes nothing.
 
@@ -79,8 +81,10 @@ def submission(
         groups=tuple(groups),
         curriculum_percentile=percentile,
         is_last=is_last,
+        num_empty=dict(num_empty),
     )
-    part = whole.model_copy(update={"groups": (), "curriculum_percentile": None, "is_last": False, "is_part": True})
+    of_whole = {"groups": (), "curriculum_percentile": None, "is_last": False, "num_empty": {}}
+    part = whole.model_copy(update={**of_whole, "is_part": True})
     *before, last = _portions(not_offered)
     return [
         *(part.model_copy(update={"not_offered": names, "num_before": nth}) for nth, names in enumerate(before)),

@@ -4,10 +4,12 @@ An epoch without a submission is sealed by an empty one, so that nothing waits f
 """
 
 import logging
+from collections import Counter
 from collections.abc import Sequence
 
 from rollstream.harness.components import epoch_events
 from rollstream.harness.runs.run_handle import RunHandle
+from rollstream.learner.untrained import failure_of
 from rollstream.schemas.errors import ConfigError
 from rollstream.schemas.events import EpochSealed, GroupClosed, JobFailed, JobSucceeded
 from rollstream.schemas.events.training import SubmittedGroup
@@ -85,6 +87,7 @@ async def submit(
     """Have an epoch planned from these groups; the first submission of an epoch counts."""
     await start(handle, epoch, 0)
     times = [handle.job.closed[group.group_id].time_ms for group in groups if group.group_id in handle.job.closed]
+    num_empty = Counter[str]() if groups else _uncounted(handle, epoch, is_last=is_last)
     records = epoch_events.submission(
         handle.spec,
         handle.run.started.run_id,
@@ -94,12 +97,19 @@ async def submit(
         percentile=handle.curriculum_percentile,
         is_last=is_last,
         not_offered=_not_offered(handle, epoch, groups),
+        num_empty=num_empty,
     )
     known = handle.job.submitted.get(epoch)
     if known is None:
         await handle.send(records)
     elif known != records[-1].submission_id:
         logger.warning("epoch %s was submitted already with other content, which counts: %s", epoch, known)
+
+
+def _uncounted(handle: RunHandle, epoch: int, *, is_last: bool) -> Counter[str]:
+    """Causes of the epochs without trajectories that are counted with this submission: at the job's end, all others."""
+    counted = sorted(handle.empty_epochs) if is_last else [epoch]
+    return Counter(handle.empty_epochs.pop(one) for one in counted if one in handle.empty_epochs)
 
 
 def _not_offered(handle: RunHandle, epoch: int, groups: Sequence[SubmittedGroup]) -> list[str]:
@@ -144,6 +154,8 @@ async def end_external(handle: RunHandle, error: str | None = None) -> None:
     """Write how a job that another training backend does has ended, in place of a learner."""
     run_id, time = handle.run.started.run_id, time_ms(handle)
     group, job_id = handle.spec.model_group, handle.spec.job_id
+    if error is None and not any(seal.num_trained_groups for seal in handle.job.seals.values()):
+        error = await failure_of(handle.log, job_id)
     if error is not None:
         await handle.send([JobFailed(run_id=run_id, time_ms=time, model_group=group, job_id=job_id, error=error)])
         return

@@ -9,7 +9,7 @@ from rollstream.harness.components import epochs
 from rollstream.harness.runs import outcome
 from rollstream.harness.runs.outcome import Outcome
 from rollstream.harness.runs.run_handle import RunHandle
-from rollstream.harness.runs.untrained import CURRICULUM, NOTHING_SUBMITTED
+from rollstream.learner.untrained import CURRICULUM, NOTHING_SUBMITTED
 from rollstream.schemas.errors import RunFailedError
 from rollstream.schemas.events import RunEnded
 from rollstream.schemas.finetuning import TrainingStatusEnum
@@ -66,7 +66,7 @@ def watch_curriculum(handle: RunHandle, trainer: Any) -> None:
         kept = choose(trajectory_collection, epoch)
         handle.left_out[epoch + handle.epoch_offset] = offered - _ids(kept)
         if any(trajectory_collection.trajectories) and not any(kept.trajectories):
-            handle.empty_epochs[epoch] = CURRICULUM
+            handle.empty_epochs[epoch + handle.epoch_offset] = CURRICULUM
         return kept
 
     trainer.apply_curriculum_learning = chosen
@@ -130,6 +130,7 @@ async def finish(handle: RunHandle, *, is_completed: bool, message: str = "", lo
     `logged`: what others logged meanwhile, for a run that was given nothing to train on.
     """
     handle.is_finished = True
+    is_given_nothing = NOTHING_SUBMITTED in handle.empty_epochs.values()
     await finalize_run(handle, is_completed=is_completed, message=message)
     return await outcome.end(
         handle.log,
@@ -137,6 +138,5 @@ async def finish(handle: RunHandle, *, is_completed: bool, message: str = "", lo
         handle.progress,
         handle.run,
         handle.config,
-        handle.num_empty,
-        logged=logged,
+        logged=logged if is_given_nothing else "",
     )

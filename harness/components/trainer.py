@@ -18,7 +18,7 @@ from rollstream.harness.components.adapter import FINAL, NOTHING_TRAINED, Rollst
 from rollstream.harness.components.curriculum import choose, name_of, resumed, reward_stats, settings_of
 from rollstream.harness.components.history import EpochFiles
 from rollstream.harness.components.interfaces import Trainer, TrainerAdapter
-from rollstream.harness.runs.untrained import CURRICULUM, NO_TRAJECTORIES
+from rollstream.learner.untrained import CURRICULUM, NO_TRAJECTORIES
 from rollstream.processors.curate.curriculum import CurriculumProgress, begin
 from rollstream.schemas import ids
 from rollstream.schemas.config import OURS, EarlyStopping

@@ -4,9 +4,8 @@ import asyncio
 import functools
 import logging
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, Literal, NamedTuple
 
 from rollstream.eventlog.artifact_retry import NeededSpace, retrying
@@ -15,7 +14,7 @@ from rollstream.eventlog.log import EventLog
 from rollstream.harness.runs.follower import records_of, versions_of
 from rollstream.harness.runs.plan import RunPlan
 from rollstream.harness.runs.progress import NOTHING_PUBLISHED, JobProgress, Progress, Published
-from rollstream.harness.runs.untrained import CURRICULUM, NOTHING_SUBMITTED, read_untrained
+from rollstream.learner.untrained import NOTHING_TRAINED, read_untrained
 from rollstream.processors.curate import gate
 from rollstream.schemas import ids
 from rollstream.schemas.config import RunConfig
@@ -30,13 +29,7 @@ MAX_REPEATED = 100
 RETRY_S = 0.2
 SHARE_SHOWN = 10
 """Rewards are compared between the first and the last tenth of the last job's epochs."""
-NOTHING_TRAINED = "nothing was trained"
 NO_REASON = "no reason was recorded; the logs of the services may have it"
-OUTCOMES = (
-    'rollstream sql --format json "SELECT outcome, o.cause, message, count(*) FROM outcomes o '
-    'JOIN rollouts USING (rollout_id) GROUP BY ALL"'
-)
-"""Query as JSON, because a table cuts long messages."""
 
 logger = logging.getLogger(__name__)
 
@@ -100,17 +93,16 @@ async def end(
     progress: Progress,
     run: RunPlan,
     config: RunConfig,
-    empty: Mapping[str, int] = MappingProxyType({}),
     *,
     logged: str = "",
 ) -> Outcome:
     """Export the newest or last good version of a run that did not fail, then write RunEnded if nobody has. Idempotent.
 
-    A base model that nothing was trained of is exported only if the configuration asks for it. `empty`: epochs that a
-    trainer submitted nothing for, by cause; `logged`: what others logged meanwhile, which may say why. A full disk is
-    waited for: the run stays open until its model is whole.
+    A base model that nothing was trained of is exported only if the configuration asks for it. `logged`: what others
+    logged meanwhile, which may say why nothing was trained. A full disk is waited for: the run stays open until its
+    model is whole.
     """
-    state, message, time_ms = await _state(log, progress, run, empty, logged)
+    state, message, time_ms = await _state(log, progress, run, logged)
     exported: Path | None = None
     if state in ("completed", "stopped") and progress.weights is not None:
         exported, replaced = await _exported(log, artifacts, progress, run, config)
@@ -238,45 +230,28 @@ async def let_metrics_catch_up(workspace: Path) -> None:
 
 
 async def _state(
-    log: EventLog, progress: Progress, run: RunPlan, empty: Mapping[str, int], logged: str
+    log: EventLog, progress: Progress, run: RunPlan, logged: str
 ) -> tuple[Literal["completed", "failed", "stopped", "abandoned"], str, int]:
-    """A run whose jobs are done is completed; one with a job that trained nothing is failed, unless that is the
-    curriculum's doing alone.
+    """State, message and time of a run's end: completed if all of its jobs have succeeded.
+
+    In earlier releases a job that trained nothing succeeded, too, whatever the cause.
     """
     if progress.ended is not None:
         return progress.ended.cause, reason_of(progress.ended), progress.ended.time_ms
     state = ""
     for spec in run.jobs:
         job = progress.job(spec.job_id)
+        is_trained = spec.is_frozen or job.num_planned or job.num_trained_groups
+        meanwhile = f"; logged meanwhile: {logged}" if logged and not is_trained else ""
         if job.outcome != "succeeded":
-            return "failed", reason_of_job(spec, job, run.jobs), job.ended_at_ms
-        if spec.is_frozen or job.num_planned or job.num_trained_groups:
+            return "failed", reason_of_job(spec, job, run.jobs) + meanwhile, job.ended_at_ms
+        if is_trained:
             continue
-        is_meant, state = await _untrained(log, spec, job, empty)
-        if NOTHING_SUBMITTED in empty and logged:
-            state += f"; logged meanwhile: {logged}"
-        if not is_meant:
+        found = await read_untrained(log, spec.job_id)
+        state = f"job {spec.job_id}: {found.reason}{meanwhile}"
+        if not found.is_curriculum_alone:
             return "failed", state, job.ended_at_ms
     return "completed", state, progress.job(run.jobs[-1].job_id).ended_at_ms
-
-
-async def _untrained(log: EventLog, spec: JobSpec, job: JobProgress, empty: Mapping[str, int]) -> tuple[bool, str]:
-    """Whether the curriculum alone left a job nothing to train on, and a summary of its rollouts' outcomes."""
-    found = await read_untrained(log, spec.job_id, spec.plan.tasks_of or spec.job_id)
-    num_empty = max(0, (0 if job.sealed is None else job.sealed.epoch + 1) - len(found.epochs))
-    if spec.plan.planning == "stream" and spec.plan.curriculum.enabled:
-        empty = {CURRICULUM: num_empty} if num_empty else {}
-    elif num_empty and not empty:
-        empty = {NOTHING_SUBMITTED: num_empty}
-    reason = f"job {spec.job_id}: {NOTHING_TRAINED}"
-    if job.num_groups and not job.rewards:
-        reason += f", none of its {job.num_groups} groups had enough complete rollouts"
-    reason += f" ({found.text(empty)})"
-    if found.remedy:
-        reason += f"; {found.remedy}"
-    elif found.failed:
-        reason += f"; for details: {OUTCOMES}"
-    return found.is_curriculum_alone(empty), reason
 
 
 def _with_local_model(weights: WeightsPublished, own: str) -> WeightsPublished:

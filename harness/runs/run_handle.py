@@ -6,7 +6,6 @@
 
 import asyncio
 import atexit
-from collections import Counter
 from collections.abc import Coroutine
 from contextlib import AsyncExitStack
 from pathlib import Path
@@ -66,7 +65,7 @@ class RunHandle(Conductor):
         self.curriculum_percentile: float | None = None
         """Share of examples that the trainer's curriculum admits; sent along with each submission."""
         self.empty_epochs: dict[int, str] = {}
-        """Reasons, by epoch, why a trainer submitted nothing: keys of `untrained.EMPTY`."""
+        """Reasons, by epoch, why a trainer submitted nothing, until a submission counts them: keys of `untrained.EMPTY`."""
         self.is_own = False
         """Whether the components opened it themselves; then they end the run and close this."""
         self.is_finished = False
@@ -130,11 +129,6 @@ class RunHandle(Conductor):
         while not has_free_space(folders, self.display, min_free_share):
             self.check()
             await asyncio.sleep(POLL_S)
-
-    @property
-    def num_empty(self) -> Counter[str]:
-        """Epochs that the trainer says it submitted nothing for, by cause."""
-        return Counter(self.empty_epochs.values())
 
 
 async def started_run(run_request: RunRequest, lease: WorkspaceLease, run: RunContext, display: Display) -> RunHandle:

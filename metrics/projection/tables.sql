@@ -245,20 +245,25 @@ ORDER BY s.recorded_ms, s.run_id;
 CREATE OR REPLACE VIEW jobs AS
 SELECT coalesce(s.run_id, b.run_id, k.run_id) AS run_id, job_id,
     coalesce(s.kind, k.job_kind, if(b.policy = 'demonstration', 'sft', 'rl')) AS kind,
-    CASE WHEN f.state IS NOT NULL THEN f.state WHEN k.job_id IS NOT NULL THEN 'skipped' WHEN p.version IS NOT NULL OR b.job_id IS NOT NULL THEN 'running'
-        ELSE 'submitted' END AS state,
+    CASE WHEN f.state IS NOT NULL THEN f.state WHEN k.job_id IS NOT NULL THEN 'skipped'
+        WHEN e.run_id IS NOT NULL THEN 'cancelled'  -- no learner was left to say it
+        WHEN p.version IS NOT NULL OR b.job_id IS NOT NULL THEN 'running' ELSE 'submitted' END AS state,
     if(f.state = 'succeeded', 100.0, coalesce(p.percent, 0.0)) AS percent, coalesce(f.final_version, p.version, k.version) AS version,
     w.version AS adopted_version, coalesce(s.model_group, b.model_group, k.model_group) AS model_group,
     coalesce(b.base_version, s.base_version, k.version) AS base_version, b.num_epochs, s.num_versions, s.algorithm, s.model,
-    coalesce(f.error, k.num_examples || ' examples, at least ' || k.min_examples || ' are needed') AS error,
-    log.at(coalesce(s.time_ms, b.time_ms, k.time_ms)) AS started_at, log.at(coalesce(f.time_ms, k.time_ms)) AS ended_at,
+    CASE WHEN f.state IS NOT NULL THEN f.error WHEN k.job_id IS NOT NULL
+        THEN k.num_examples || ' examples, at least ' || k.min_examples || ' are needed'
+        WHEN e.run_id IS NOT NULL THEN 'the run ended' END AS error,
+    log.at(coalesce(s.time_ms, b.time_ms, k.time_ms)) AS started_at,
+    log.at(coalesce(f.time_ms, k.time_ms, e.time_ms)) AS ended_at,
     f.finish_s, s.settings, b.plan, b.rollout
 FROM log.job_submitted s FULL JOIN log.job_started b USING (job_id) FULL JOIN log.job_skipped k USING (job_id)
 LEFT JOIN log.model_switched w USING (job_id)
 LEFT JOIN (SELECT job_id, max(version) AS version, max(percent) AS percent FROM log.job_progressed GROUP BY job_id) p
     USING (job_id)
-LEFT JOIN (SELECT * FROM log.job_finished QUALIFY row_number() OVER (PARTITION BY job_id ORDER BY log_offset DESC) = 1) f
+LEFT JOIN (SELECT * FROM log.job_finished QUALIFY row_number() OVER (PARTITION BY job_id ORDER BY log_offset) = 1) f
     USING (job_id)
+LEFT JOIN log.run_ended e ON e.run_id = coalesce(s.run_id, b.run_id, k.run_id)
 ORDER BY coalesce(s.time_ms, b.time_ms, k.time_ms), job_id;
 
 CREATE OR REPLACE VIEW tasks AS

@@ -217,6 +217,9 @@ class SubmissionReceived(Event):
     """Records with parts of `not_offered` that were written before this one."""
     is_part: bool = added(False)
     """Only a part of `not_offered`: nothing is planned before the submission itself."""
+    num_empty: dict[str, int] = added({})
+    """Of a submission without groups, the epochs that nothing is submitted for, by cause (`curriculum`,
+    `no_trajectories`, `nothing_submitted`): this one and, at the job's end, all that no submission has counted."""
 
     @property
     def event_id(self) -> str:

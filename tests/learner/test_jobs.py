@@ -209,15 +209,6 @@ def test_a_gap_in_the_manifests_fails_the_job(lab: Any) -> None:
     asyncio.run(scenario())
 
 
-def test_a_job_without_manifests_succeeds_with_its_base_version(lab: Any) -> None:
-    async def scenario() -> None:
-        await lab.seal(await lab.submit(), 0)
-        await lab.work(lab.has(JobSucceeded))
-        assert (await lab.events("jobs", JobSucceeded))[0].final_version == 0
-
-    asyncio.run(scenario())
-
-
 def test_the_end_of_a_run_cancels_its_open_jobs(lab: Any) -> None:
     async def scenario() -> None:
         job = await lab.submit()

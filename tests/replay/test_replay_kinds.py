@@ -20,8 +20,11 @@ KINDS_TRIED = {
     *("GroupExtended", "JobCancelled", "JobFailed", "RolloutFailed", "SubmissionReceived", "TaskCancelled", "Tick"),
     "TrajectoryRejected",
 }
-IN_PARTS = {("GroupExtended", "deadline_ms"), ("SubmissionReceived", "num_before")}
-"""Found only where something follows from just this value."""
+IN_PARTS = {
+    ("GroupExtended", "deadline_ms"),
+    *(("SubmissionReceived", field) for field in ("num_before", "num_empty")),
+}
+"""Found only where something follows from just this value: tried by tests of their own."""
 
 
 @pytest.fixture(scope="module")
@@ -130,7 +133,9 @@ def test_of_a_submission_what_changes_no_answer_is_found_by_nothing(submitted: A
         body = orjson.loads(with_field(submitted, "SubmissionReceived", "epoch", lambda epoch: epoch).value)
         return [*names, body["groups"][0]["trajectory_ids"][0]]
 
-    for field, new, nth in (("is_last", other, 1), ("not_offered", with_one_more, 0), ("num_before", lambda _: 1, 0)):
+    tried = [("is_last", other, 1), ("not_offered", with_one_more, 0), ("num_before", lambda _: 1, 0)]
+    tried += [("num_empty", lambda _: {"curriculum": 1}, 0)]
+    for field, new, nth in tried:
         assert not is_found(verified, submitted, with_field(submitted, "SubmissionReceived", field, new, nth))
 
 

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from rollstream.harness.cli.terminal import jobs_table
+from rollstream.harness.cli.terminal import jobs_table, runs_table
 from rollstream.harness.runs.progress import Progress, evolve
 from rollstream.schemas.base import Event
 from rollstream.schemas.events import (
@@ -57,6 +57,16 @@ def test_a_line_says_what_was_submitted_and_how_far_it_is(script: SimpleNamespac
 )
 def test_the_end_of_a_job_is_its_state(script: SimpleNamespace, end: Event, state: str) -> None:
     assert row(script, end)[3] == state
+
+
+def test_the_table_of_runs_has_the_same_state(script: SimpleNamespace) -> None:
+    progress = evolve(
+        evolve(Progress("run-1"), script.run_started()),
+        JobSubmitted(**JOB, base_version=0, settings=script.job_spec("rl").job),
+    )
+    assert "  rl queued  " in runs_table([progress])
+    progress = evolve(progress, RunEnded(run_id="run-1", time_ms=9, cause="failed"))
+    assert "  rl cancelled  " in runs_table([progress])
 
 
 def test_a_skipped_job_has_a_line_of_its_own_with_the_version_that_stays(script: SimpleNamespace) -> None:

@@ -7,7 +7,9 @@ from typing import Any
 
 import pytest
 
-from rollstream.harness.components import run_end
+from rollstream.harness.cli.job_commands import find_job
+from rollstream.harness.cli.terminal import jobs_table
+from rollstream.harness.components import epochs, run_end
 from rollstream.harness.components.build import components_of
 from rollstream.harness.components.conduct import conduct_components
 from rollstream.harness.components.interfaces import TrajectoryBuilder
@@ -15,7 +17,10 @@ from rollstream.harness.config import registry
 from rollstream.harness.config.registry import register_trajectory_builder
 from rollstream.harness.runs import outcome as ending
 from rollstream.harness.runs.outcome import Outcome
-from rollstream.schemas.events import BatchPlanned, RunEnded, RunStarted
+from rollstream.harness.runs.plan import look_up
+from rollstream.metrics.projection.database import connect
+from rollstream.metrics.projection.projector import project_to_end
+from rollstream.schemas.events import BatchPlanned, JobSucceeded, RunEnded, RunStarted
 from rollstream.schemas.finetuning import (
     EpisodeItem,
     EpisodeItemRole,
@@ -74,17 +79,34 @@ def with_text(folder: Path, builder: dict[str, Any] | None = None, **finetuning:
 
 
 def ended(rig: EpochwiseRig) -> tuple[Outcome, list[RunEnded]]:
-    """A whole run as `rollstream finetune` conducts and ends it, and how it ended on the log."""
+    """A whole run as `rollstream finetune` conducts and ends it, and how it ended on the log; all views agree on it."""
 
     async def run() -> tuple[Outcome, list[RunEnded]]:
         async with asyncio.timeout(120), rig.services(), await rig.open_run() as handle:
             async with components_of(rig.loaded.finetune, rig.folder) as components:
                 progress = await conduct_components(handle, components, rig.loaded.finetune)
-            empty = handle.num_empty
-            outcome = await ending.end(rig.log, rig.artifacts, progress, handle.run, rig.loaded.config, empty)
+            outcome = await ending.end(rig.log, rig.artifacts, progress, handle.run, rig.loaded.config)
+        await assert_views_agree(rig, outcome)
         return outcome, await rig.events("groups", RunEnded)
 
     return asyncio.run(run())
+
+
+async def assert_views_agree(rig: EpochwiseRig, outcome: Outcome) -> None:
+    """The run has ended as the terminal says, and its job has too: by SQL, `rollstream jobs` and `jobs show`."""
+    file = rig.folder / "metrics.duckdb"
+    await project_to_end(rig.log, file)
+    with connect(file, read_only=True) as connection:
+        runs = connection.execute("SELECT state, message FROM runs").fetchall()
+        jobs = connection.execute("SELECT state, error FROM jobs").fetchall()
+    assert runs == [(outcome.status, "" if outcome.status == "stopped" else outcome.message)]
+    shown = await find_job(rig.log, "run-1/rl")
+    state = {"completed": "succeeded", "failed": "failed", "stopped": "cancelled"}[outcome.status]
+    listed = jobs_table([await look_up(rig.log, "run-1")]).splitlines()[1].split()
+    assert {jobs[0][0], shown.status, listed[3]} == {state}
+    if outcome.exit_code:
+        assert jobs[0][1] == shown.error
+        assert f"job run-1/rl failed: {shown.error}" in outcome.message
 
 
 def assert_failed(rig: EpochwiseRig, *words: str) -> Outcome:
@@ -134,6 +156,23 @@ def test_what_the_curriculum_alone_leaves_untrained_is_no_failure_and_leaves_no_
     assert last == outcome.message
     assert "nothing was trained" in last
     assert ("12 trajectories rejected: curriculum" if is_ours else "filtered out all groups of 2 epochs") in last
+
+
+def test_a_job_that_succeeded_untrained_in_an_earlier_release_fails_its_run(tmp_path: Path) -> None:
+    async def scenario() -> Outcome:
+        rig = EpochwiseRig(tmp_path, configuration(tmp_path))
+        async with asyncio.timeout(120), rig.services(), await rig.open_run() as handle:
+            await handle.begin()
+            names = {"run_id": "run-1", "job_id": "run-1/rl", "model_group": handle.spec.model_group}
+            await rig.log.send(JobSucceeded(**names, time_ms=1, final_version=0))
+            await epochs.submit(handle, 0, (), is_last=True)
+            await epochs.sealed(handle, 0)
+            progress = await look_up(rig.log, "run-1")
+            return await ending.end(rig.log, rig.artifacts, progress, handle.run, rig.loaded.config)
+
+    outcome = asyncio.run(scenario())
+    assert outcome.status == "failed"
+    assert outcome.message == "job run-1/rl: nothing was trained (no trajectories were submitted for 1 epoch)"
 
 
 def test_a_run_that_is_stopped_before_it_trained_says_so_and_leaves_no_model(tmp_path: Path) -> None:

@@ -27,6 +27,7 @@ from rollstream.harness.config.resolve import block_of
 from rollstream.harness.runs.display import Display
 from rollstream.harness.runs.plan import RunPlan, new_run, open_run
 from rollstream.harness.runs.run_handle import RunHandle
+from rollstream.learner.untrained import end_of
 from rollstream.processors.assemble.shell import AssembleShell
 from rollstream.processors.curate.shell import CurateShell
 from rollstream.processors.host.app import Batch
@@ -40,7 +41,6 @@ from rollstream.schemas.events import (
     JobFailed,
     JobProgressed,
     JobSubmitted,
-    JobSucceeded,
     LearnerClaimed,
     RunEnded,
     StepTrained,
@@ -161,9 +161,8 @@ class EpochwiseRig:
                 await self._train(event)
             case EpochSealed() if event.is_last and event.job_id in self._bases:
                 job = self._bases[event.job_id]
-                common = {"run_id": event.run_id, "time_ms": event.time_ms, "model_group": job.model_group}
-                final = job.base_version + event.next_batch_index
-                await self.log.send(JobSucceeded(**common, job_id=event.job_id, final_version=final))
+                trained = {"num_trained": event.next_batch_index, "time_ms": event.time_ms, "finish_s": 0.0}
+                await self.log.send(await end_of(self.log, job, **trained))
 
     async def _train(self, planned):
         job = self._bases[planned.job_id]

@@ -40,7 +40,7 @@ ONE_HOME = {
     re.compile(r"""["']ce_(type|id)["']"""): "eventlog/codec.py",
     re.compile(r"""f["'][^"']*\}/[meabt]\{"""): "schemas/ids.py",
     re.compile(r"""f["'][a-z]+(_[a-z]+)+:\{|startswith\(["'][a-z]+_[a-z_]+:["']|event_id_of\(\w+\)\.r?partition"""): "",
-    re.compile(r"str\(error\)\.split\("): "schemas/errors.py",
+    re.compile(r"str\(error\)\)?\.split\("): "schemas/variables.py",
     re.compile(r"FROM log\.learner_claimed"): "metrics/projection/tables.sql",
     re.compile(r"settings\.entropy_coefficient \*"): "",
     re.compile(r"removeprefix\(CODE\)|cannot be imported: \{"): "schemas/users_code.py",
