@@ -163,8 +163,10 @@ def test_a_job_that_succeeded_untrained_in_an_earlier_release_fails_its_run(tmp_
         rig = EpochwiseRig(tmp_path, configuration(tmp_path))
         async with asyncio.timeout(120), rig.services(), await rig.open_run() as handle:
             await handle.begin()
-            names = {"run_id": "run-1", "job_id": "run-1/rl", "model_group": handle.spec.model_group}
-            await rig.log.send(JobSucceeded(**names, time_ms=1, final_version=0))
+            group = handle.spec.model_group
+            await rig.log.send(
+                JobSucceeded(run_id="run-1", time_ms=1, final_version=0, job_id="run-1/rl", model_group=group)
+            )
             await epochs.submit(handle, 0, (), is_last=True)
             await epochs.sealed(handle, 0)
             progress = await look_up(rig.log, "run-1")
