@@ -13,7 +13,7 @@ import pytest
 
 from rollstream.eventlog.codec import encode
 from rollstream.eventlog.log import Record
-from rollstream.harness.runs.outcome import OUTCOMES
+from rollstream.learner.untrained import OUTCOMES
 from rollstream.metrics.plot import moving_mean, plot_run
 from rollstream.metrics.projection.database import Database
 from rollstream.metrics.projection.projector import project
