@@ -65,7 +65,7 @@ class RunHandle(Conductor):
         self.curriculum_percentile: float | None = None
         """Share of examples that the trainer's curriculum admits; sent along with each submission."""
         self.empty_epochs: dict[int, str] = {}
-        """Reasons, by epoch, why a trainer submitted nothing, until a submission counts them: keys of `untrained.EMPTY`."""
+        """Reasons, by epoch, why a trainer submitted nothing (keys of `untrained.EMPTY`) until a submission has it."""
         self.is_own = False
         """Whether the components opened it themselves; then they end the run and close this."""
         self.is_finished = False

@@ -218,8 +218,8 @@ class SubmissionReceived(Event):
     is_part: bool = added(False)
     """Only a part of `not_offered`: nothing is planned before the submission itself."""
     num_empty: dict[str, int] = added({})
-    """Of a submission without groups, the epochs that nothing is submitted for, by cause (`curriculum`,
-    `no_trajectories`, `nothing_submitted`): this one and, at the job's end, all that no submission has counted."""
+    """Numbers of epochs that nothing is submitted for, by cause (`curriculum`, `no_trajectories`, `nothing_submitted`):
+    in a submission without groups this epoch and, at the job's end, all that no submission has counted."""
 
     @property
     def event_id(self) -> str:

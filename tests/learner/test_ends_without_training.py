@@ -1,4 +1,4 @@
-"""How a job ends that has no batch: failed with the causes, unless the curriculum alone left nothing to train on."""
+"""Ends of jobs without a batch: failed with the causes, unless the curriculum alone left nothing to train on."""
 
 import asyncio
 from typing import Any
