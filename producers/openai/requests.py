@@ -45,12 +45,15 @@ class Refusal(RollstreamError):
         return {"error": {"message": str(self), "type": kind, "param": self.param, "code": self.code}}
 
 
+Role = Literal["system", "developer", "user", "assistant", "tool", "function"]
+
+
 class ChatMessage(BaseModel):
     """One message, its content as text; what a client adds of an earlier answer is passed over."""
 
     model_config = ConfigDict(frozen=True, extra="ignore")
 
-    role: Literal["system", "developer", "user", "assistant", "tool", "function"]
+    role: Role
     content: str = ""
     name: str | None = None
     tool_calls: list[dict[str, Any]] | None = None

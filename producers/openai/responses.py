@@ -6,20 +6,21 @@ Beside OpenAI's keys an answer holds `rollstream`: the exact token ids, log-prob
 import functools
 import secrets
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from rollstream.producers.openai import offered_tools, options
 from rollstream.producers.openai.offered_tools import CUSTOM_CALL, FUNCTION_CALL, INPUT, OUTPUTS, NamedTool, OfferedTool
 from rollstream.producers.openai.protocol import Answer, exact_of
-from rollstream.producers.openai.requests import ChatRequest, Refusal, checked_request, validated
+from rollstream.producers.openai.requests import ChatRequest, Refusal, Role, checked_request, validated
 from rollstream.producers.openai.stream_words import Answered, StreamWords
 
 PREFIX = "resp_"
 """Prefix of a response's id."""
 ADDITIONAL = "additional_tools"
 """Type of the item that adds tools."""
+_ROLES = get_args(Role)
 _TEXTS = ("input_text", "output_text", "text")
 
 
@@ -120,6 +121,8 @@ class ResponsesRequest(_Given):
             "has_instructions": bool(self.instructions),
             "own_id": secrets.token_hex(12),
         }
+        if not messages:
+            raise Refusal(400, "input: none of its items is a message, a call or an output; add one", param="input")
         return checked_request(RespondedRequest, asked)
 
     @functools.cached_property
@@ -139,7 +142,11 @@ def _append(messages: list[dict[str, Any]], item: Mapping[str, Any], at: str) ->
     """One item; calls of functions belong to the turn of the assistant before them, as chat templates have it."""
     kind = item.get("type", "message" if "role" in item else None)
     if kind == "message":
-        messages.append({"role": item.get("role"), "content": _text(item.get("content"), f"{at}.content")})
+        if (role := item.get("role")) not in _ROLES:
+            raise Refusal(
+                400, f"{at}.role: {role!r:.100} is unknown; use one of {', '.join(_ROLES)}", param=f"{at}.role"
+            )
+        messages.append({"role": role, "content": _text(item.get("content"), f"{at}.content")})
     elif kind in (FUNCTION_CALL, CUSTOM_CALL):
         if not messages or messages[-1]["role"] != "assistant":
             messages.append({"role": "assistant", "content": ""})
