@@ -64,7 +64,12 @@ class Batcher:
     async def between_forwards(
         self, work: Callable[[], Result], *, is_ready: Callable[[], bool] = lambda: True, holds: str | None = None
     ) -> Result:
-        """Run `work` in the worker thread once the batch in progress is done, when everything is ready."""
+        """Run `work` in the worker thread once the batch in progress is done, when everything is ready.
+
+        Raises what it raises, and ModelError once closed.
+        """
+        if self._is_closed:
+            raise ModelError(CLOSED)
         return await asyncio.get_running_loop().run_in_executor(self._thread, work)
 
     async def close(self) -> None:
@@ -182,7 +187,10 @@ class ContinuousBatcher:
     async def between_forwards(
         self, work: Callable[[], Result], *, is_ready: Callable[[], bool] = lambda: True, holds: str | None = None
     ) -> Result:
-        """Run `work` in the worker thread, between two forwards, once `is_ready`. Raises what it raises."""
+        """Run `work` in the worker thread, between two forwards, once `is_ready`.
+
+        Raises what it raises, and ModelError once closed.
+        """
         if self._is_closed:
             raise ModelError(CLOSED)
         loop = asyncio.get_running_loop()

@@ -56,6 +56,7 @@ class Lane:
 
     def __init__(self, held: LoadedModel, shape: PoolShape, max_prefix_bytes: int) -> None:
         self.held = held
+        self.shape = shape
         self.prefixes = PrefixCache(max_prefix_bytes)
         self._pool = KVPool(shape, held.model.device)
         self._sampled_on = torch.device("cpu") if held.model.sample_on_cpu else held.model.device
@@ -71,8 +72,18 @@ class Lane:
 
     @torch.inference_mode()
     def join(self, tickets: Sequence[Ticket]) -> list[Outcome]:
-        """Prefill what is not known of each prompt, and sample the first tokens."""
+        """Prefill what is not known of each prompt, and sample the first tokens.
+
+        An error leaves the live rows as they are: a prompt writes into no other row.
+        """
         rows = self._new_rows(tickets)
+        try:
+            return self._joined(rows)
+        except Exception:
+            self._discard(rows)
+            raise
+
+    def _joined(self, rows: Sequence[DecodingRow]) -> list[Outcome]:
         leaders: dict[bytes, DecodingRow] = {}
         followers: list[tuple[DecodingRow, DecodingRow]] = []
         for row in rows:
@@ -96,6 +107,7 @@ class Lane:
     @torch.inference_mode()
     def step(self) -> list[Outcome]:
         """The next token of each live row."""
+        self.held.activate()
         self._num_steps += 1
         if self._num_steps % ASK_EVERY == 0:
             self._leave([row for row in self.rows if not row.ticket.is_wanted()])
@@ -243,14 +255,26 @@ class Lane:
             self._pool.clear()
         self._how = None
 
+    def _discard(self, rows: Sequence[DecodingRow]) -> None:
+        """Free the slots of rows that could not join."""
+        for row in rows:
+            if 0 <= row.slot < len(self._rows) and self._rows[row.slot] is row:
+                self._rows[row.slot] = None
+            if row.kept is not None:
+                self.prefixes.remove(row.kept)
+        if not self.rows:
+            self._rows.clear()
+            self._pool.clear()
+        self._how = None
+
     def _keep(self, rows: Sequence[DecodingRow]) -> None:
         width = max(row.length for row in rows)
         data = self._pool.take([row.slot for row in rows], width)
         after = [row.kept.after_prompt for row in rows if row.kept is not None]
         block = Block(data, sum(one.numel() * one.element_size() for one in (data, *after)))
         for index, row in enumerate(rows):
-            if row.source is not None and not row.source.is_whole:
-                self.prefixes.remove(row.source.kept)  # this sequence goes on from it
+            if row.source is not None and row.source.is_continued:
+                self.prefixes.remove(row.source.kept)  # this sequence has all of it
             ids = np.concatenate([row.prompt, np.asarray(row.tokens, np.int32)])[: row.length]
             after = None if row.kept is None else row.kept.after_prompt
             self.prefixes.add(KeptSequence(ids, index, block, len(row.prompt), after))
@@ -288,17 +312,16 @@ class Lanes:
             lane = self._lanes.get(held)
             if lane is None:
                 lane = self._lanes[held] = Lane(held, held.pool_shape, self._max_prefix_bytes)
+            return lane.join(tickets)
         except Exception as error:  # noqa: BLE001 - each call gets an error of its own
             return [(ticket, error) for ticket in tickets]
-        return self._guarded(lane, lambda: lane.join(tickets), tickets)
 
     def step(self) -> list[Outcome]:
         """One token for every row; returns what ended."""
         found: list[Outcome] = []
         for lane in list(self._lanes.values()):
             if lane.rows:
-                lane.held.activate()
-                found += self._guarded(lane, lane.step, ())
+                found += self._stepped(lane)
         return found
 
     def new_tokens(self) -> list[NewTokens]:
@@ -318,12 +341,12 @@ class Lanes:
         self._lanes.clear()
         return tickets
 
-    def _guarded(self, lane: Lane, work: Callable[[], list[Outcome]], tickets: Sequence[Ticket]) -> list[Outcome]:
+    def _stepped(self, lane: Lane) -> list[Outcome]:
         try:
-            return work()
+            return lane.step()
         except Exception as error:  # noqa: BLE001 - what is in the pool is not known any more
-            del self._lanes[lane.held]
-            return [(ticket, error) for ticket in {*tickets, *(row.ticket for row in lane.rows)}]
+            self._lanes[lane.held] = Lane(lane.held, lane.shape, self._max_prefix_bytes)
+            return [(row.ticket, error) for row in lane.rows]
 
 
 def run_static(tickets: Sequence[Ticket], held: LoadedModel, answer: Answer) -> None:

@@ -110,6 +110,11 @@ class PrefixMatch(NamedTuple):
     is_whole: bool
     """Whether the whole prompt is known, with the model's output after it."""
 
+    @property
+    def is_continued(self) -> bool:
+        """Whether the prompt goes on from the end of the kept sequence, and not only begins as it does."""
+        return not self.is_whole and self.length == len(self.kept.ids)
+
 
 class PrefixCache:
     """Kept sequences of one weight version; those used longest ago go first once they take more than `max_bytes`."""

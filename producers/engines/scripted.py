@@ -143,7 +143,9 @@ class ScriptedEngine:
         return self._versions.get(model_group, -1)
 
     async def load(self, published: WeightsPublished, path: Path) -> None:
-        """Note the version; the artifact is not read. Raises ModelError if it is not there."""
+        """Note the version; the artifact is not read. Raises ModelError if it is not there, or once closed."""
+        if self._is_closed:
+            raise ModelError(CLOSED)
         if not path.exists():
             raise ModelError(
                 f"weights of {published.model_group} version {published.version}: no file {path}; "

@@ -123,8 +123,8 @@ class TransformersEngine:
         self._release()
 
     def _forget(self, model_group: str) -> None:
+        self._release()  # also an older version that was used beside the newest one
         self._lanes.forget(lambda held: held.published.model_group != model_group)
-        self._release()
         self._model_cache.unload(model_group)
 
     def _release(self) -> None:

@@ -118,8 +118,11 @@ class VllmEngine:
     async def load(self, published: WeightsPublished, path: Path) -> None:
         """Generate new requests with this version once one server has it; the others get it while that one serves.
 
-        Raises ModelError if it does not fit, or no server takes it; then the version before it stays.
+        Raises ModelError if it does not fit, or no server takes it; then the version before it stays. Raises it
+        once closed, too.
         """
+        if self._is_closed:
+            raise ModelError(CLOSED)
         group = published.model_group
         async with self._locks.setdefault(group, asyncio.Lock()):
             base = await self._base(published.base_model)

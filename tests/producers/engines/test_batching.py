@@ -31,6 +31,8 @@ def test_a_batch_that_raises_fails_its_calls_and_not_the_next():
         asked = [GenerationRequest(GROUP, prompt, Sampling(), 0) for prompt in prompts]
         answers = await asyncio.gather(*map(batcher.submit, asked), return_exceptions=True)
         await batcher.close()
+        with pytest.raises(ModelError, match="closed"):
+            await batcher.between_forwards(lambda: 7)
         return answers
 
     first, second, *others = asyncio.run(scenario())

@@ -9,6 +9,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from rollstream.producers.engines.base import GenerationRequest
+from rollstream.schemas.errors import ModelError
 from rollstream.schemas.settings import Sampling
 from tests.producers.engines.engine_rig import (
     GROUP,
@@ -81,6 +82,22 @@ def test_a_common_prompt_is_computed_once_and_later_turns_only_what_is_new(folde
     assert later[0] == (1, 4), "the last sampled token and the new ones"
 
 
+def test_talks_that_begin_alike_keep_what_is_their_own_for_their_next_turns(folder, versions):
+    common, turns = list(range(20, 60)), 3
+
+    async def work(engine):
+        shapes, prompts = counted(engine), [[*common, *[5 + number] * 17] for number in range(4)]
+        for _ in range(turns):
+            for number, prompt in enumerate(prompts):
+                answer = await engine.generate(asked(prompt, number, max_new_tokens=8))
+                prompts[number] = [*prompt, *answer.token_ids, 7, 8, 9]
+        return [shape for shape in shapes if shape[1] > 1]
+
+    first, *later = run(work, (published(folder), versions(0)))
+    assert first == (1, 57)
+    assert later == [(1, 17)] * 3 + [(1, 4)] * 4 * (turns - 1), "the common beginning, then the end and the new tokens"
+
+
 def test_a_request_joins_what_is_being_generated(folder, versions):
     async def work(engine):
         shapes = counted(engine)
@@ -94,6 +111,29 @@ def test_a_request_joins_what_is_being_generated(folder, versions):
     assert len(joined) == 5
     assert len(long.token_ids) > 20
     assert most >= 6
+
+
+def test_a_prompt_for_which_there_is_no_memory_fails_alone(folder, versions):
+    def refuse(_module, _args, kwargs):
+        if kwargs["input_ids"].shape[1] == 33:
+            raise RuntimeError("CUDA out of memory")
+
+    async def work(engine):
+        alone = await engine.generate(LONG)
+        engine.module(GROUP).register_forward_pre_hook(refuse, with_kwargs=True)
+        long = asyncio.create_task(engine.generate(LONG))
+        await engine.generate(asked([9], 1, max_new_tokens=2))
+        failing = [asyncio.create_task(engine.generate(asked(range(20, 53), seed))) for seed in range(3)]
+        for call in failing:
+            with pytest.raises(ModelError, match="CUDA out of memory"):
+                await call
+        assert not long.done()
+        short = await engine.generate(asked(range(20, 52), 1))
+        return alone, await long, short
+
+    alone, long, short = run(work, (published(folder), versions(0)))
+    assert long.token_ids == alone.token_ids
+    assert len(short.token_ids) >= 1
 
 
 @pytest.mark.parametrize("kind", ["lora", "two modules"])
@@ -127,6 +167,34 @@ def test_a_version_is_used_while_the_one_before_ends_its_sequences(folder, base,
         assert [(span.version, span.length) for span in generation.spans] == [(version, len(generation.token_ids))]
         expected = full_forward_logprobs(model, request, generation)
         assert torch.allclose(torch.tensor(generation.logprobs), expected, atol=1e-4)
+
+
+@pytest.mark.parametrize("fails", [False, True], ids=["ends", "fails"])
+def test_a_version_that_was_used_beside_the_newest_is_forgotten_with_its_group(folder, tmp_path, fails):
+    (_, first, lora), (_, second, _) = (adapter(folder, tmp_path, seed) for seed in (1, 2))
+
+    async def work(engine):
+        await engine.load(published(folder, 0, weights_format="lora", lora=lora), first)
+        module = engine.module(GROUP)
+        long = asyncio.create_task(engine.generate(LONG))
+        await engine.generate(asked([9], 1, max_new_tokens=2))
+        await engine.load(published(folder, 1, weights_format="lora", lora=lora), second)
+        if fails:
+            hook = module.register_forward_pre_hook(no_memory)
+            with pytest.raises(ModelError, match="CUDA out of memory"):
+                await long
+            hook.remove()
+        else:
+            await long
+        assert len(module.peft_config) == 2
+        await engine.generate(asked([9], 1))
+        await engine.unload(GROUP)
+        return engine._model_cache._adapted
+
+    def no_memory(_module, _args):
+        raise RuntimeError("CUDA out of memory")
+
+    assert run(work) == {}
 
 
 def test_with_one_module_a_version_waits_for_what_is_being_generated_and_for_nothing_else(folder, versions):
