@@ -48,6 +48,15 @@ class UnreachableError(TryAgainError):
     """The connection failed or broke off."""
 
 
+class RefusedError(ModelError):
+    """The server refused the request, and would refuse it again."""
+
+    def __init__(self, message: str, body: bytes) -> None:
+        """`body`: the body of the answer, which may hold the key."""
+        super().__init__(message)
+        self.body = body
+
+
 class HttpAnswer(NamedTuple):
     """An answer of the server."""
 
@@ -59,14 +68,17 @@ class HttpAnswer(NamedTuple):
 class HttpServer:
     """A server and how it is asked."""
 
-    def __init__(self, url: str, *, timeout_s: float, key: str = "", key_variable: str | None = None) -> None:
-        """`url`: without a slash at its end. `key`: of the variable, borne by every request."""
+    def __init__(
+        self, url: str, *, timeout_s: float, key: str = "", key_variable: str | None = None, proxy: str | None = None
+    ) -> None:
+        """`url`: without a slash at its end. `key`: of the variable, borne by every request. `proxy`: its URL."""
         self.url = url
         self.name = url
         """Name of the server in errors."""
         self._timeout_s = timeout_s
         self._key = key
         self._key_variable = key_variable
+        self._proxy = proxy
         self._session: aiohttp.ClientSession | None = None
 
     async def close(self) -> None:
@@ -125,6 +137,7 @@ class HttpServer:
                 data=None if body is None else _encoded(body),
                 headers={**declared, **bears, **(headers or {})},
                 allow_redirects=False,
+                proxy=self._proxy,
                 timeout=aiohttp.ClientTimeout(total=limit_s),
             ) as response:
                 parts = bytearray()
@@ -141,7 +154,7 @@ class HttpServer:
             raise UnreachableError(f"cannot be reached: {type(error).__name__}: {error}") from error
 
     def checked(self, answered: HttpAnswer) -> bytes:
-        """The body of a 2xx answer. Raises TryAgainError, ModelError, PromptTooLongError for others."""
+        """The body of a 2xx answer. Others raise TryAgainError, PromptTooLongError, RefusedError or ModelError."""
         status, body = answered.status, answered.body
         if 200 <= status < 300:
             return body
@@ -154,7 +167,7 @@ class HttpServer:
             raise self.error(f"{shown_answer}; {remedy}")
         if status in (400, 413, 422) and any(words in body.decode(errors="replace") for words in _TOO_LONG):
             raise PromptTooLongError(str(self.error(f"{shown_answer}; make the conversation shorter (max_turns)")))
-        raise self.error(f"{shown_answer}; check base_url, model and api")
+        raise RefusedError(str(self.error(f"{shown_answer}; check base_url, model and api")), body)
 
     def parsed(self, body: bytes) -> Any:
         """A body as JSON. Raises ModelError."""

@@ -6,16 +6,26 @@ Server and key come from the process's own settings; no record names them.
 
 import asyncio
 import json
+import logging
 import os
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
-from rollstream.eventlog.http.http_json import HttpServer, shown
+from rollstream.eventlog.http.http_json import HttpServer, RefusedError, shown
 from rollstream.producers.engines.base import CLOSED, Capabilities, Generation, GenerationRequest, check_prompt
 from rollstream.schemas.errors import ModelError
 from rollstream.schemas.events import WeightsPublished
-from rollstream.schemas.services import OpenAISettings
+from rollstream.schemas.services import LOOPBACK, OpenAISettings
+
+_UNSUPPORTED = re.compile(r"Unsupported parameter: '(\w{1,40})' is not supported with this model")
+"""The sentence by which OpenAI's API refuses a parameter (400); the code beside it varies."""
+_NEUTRAL = {"temperature": 1, "top_p": 1}
+"""The fixed settings of models that refuse these parameters."""
+
+logger = logging.getLogger(__name__)
 
 
 class TextTokenizer:
@@ -59,10 +69,15 @@ class OpenAIEngine:
             timeout_s=settings.timeout_s,
             key=_key_of(settings, env),
             key_variable=settings.api_key_variable,
+            proxy=_proxy_of(settings.base_url, env),
         )
         self._model = settings.model
         self._slots = asyncio.Semaphore(settings.max_concurrent)
         self._calls: set[asyncio.Task[Generation]] = set()
+        self._limit_name = "max_tokens"
+        """The server's name for the limit of an answer."""
+        self._left_out: set[str] = set()
+        """Parameters that the server refuses; left out where they would change nothing."""
         self._tokenizer = TextTokenizer()
         self._is_closed = False
 
@@ -119,13 +134,41 @@ class OpenAIEngine:
     async def _generate(self, request: GenerationRequest) -> Generation:
         async with self._slots:
             model = self._model or await self._only_model()
-            path, body = self._body(request, model)
-            found = self._server.parsed(await self._asked("POST", path, body))
+            found = self._server.parsed(await self._answer(request, model))
         text, reason = self._text_of(found)
         ids = (*self._tokenizer.encode(text), *((self._tokenizer.eos_token_id,) if reason == "stop" else ()))
         if not ids:
             raise self._error("answered no text; raise max_new_tokens")
         return Generation(ids, (), (), "stop" if reason == "stop" else "length")
+
+    async def _answer(self, request: GenerationRequest, model: str) -> bytes:
+        """The answer; a request whose parameters are refused is sent again without them, where that changes nothing."""
+        while True:
+            path, body = self._body(request, model)
+            try:
+                return await self._asked("POST", path, body)
+            except RefusedError as refused:
+                if not self._reword(refused.body, body):
+                    raise
+
+    def _reword(self, refusal: bytes, body: Mapping[str, Any]) -> bool:
+        """Whether the request can be sent again in another form, as some of OpenAI's models demand.
+
+        The run's sampling stays: a parameter is left out only if its value is what the server does anyway, or if it is
+        the seed, which servers may ignore.
+        """
+        match = _UNSUPPORTED.search(refusal.decode(errors="replace"))
+        name = match[1] if match else ""
+        if name not in body:
+            return False
+        if name == "max_tokens":
+            self._limit_name = "max_completion_tokens"
+        elif _changes_nothing(name, body[name]):
+            self._left_out.add(name)
+        else:
+            return False
+        logger.info("%s does not take %s: it is asked without it from now on", self._server.name, name)
+        return True
 
     async def _asked(self, method: str, path: str, body: dict[str, Any] | None = None) -> bytes:
         self._server.name = f"{self._server.url} (model {self._model or 'not named'})"
@@ -140,9 +183,14 @@ class OpenAIEngine:
             "model": model,
             "temperature": sampling.temperature,
             "top_p": sampling.top_p,
-            "max_tokens": sampling.max_new_tokens,
+            self._limit_name: sampling.max_new_tokens,
             "seed": request.seed % 2**63,
             **({"top_k": sampling.top_k} if sampling.top_k else {}),
+        }
+        body = {
+            name: value
+            for name, value in body.items()
+            if name not in self._left_out or not _changes_nothing(name, value)
         }
         messages = _messages(self._tokenizer.decode(request.prompt_ids))
         if self._settings.api == "completions":
@@ -190,6 +238,23 @@ def _key_of(settings: OpenAISettings, env: Mapping[str, str]) -> str:
     if not key or not key.isprintable():
         raise ModelError(f"endpoint {settings.base_url}: the variable {variable} holds no key; export it")
     return key
+
+
+def _proxy_of(url: str, env: Mapping[str, str]) -> str | None:
+    """The proxy that the environment names for a URL; None for addresses of this machine."""
+    parts = urlsplit(url)
+    scheme, host = parts.scheme, parts.hostname or ""
+    found = env.get(f"{scheme}_proxy") or env.get(f"{scheme.upper()}_PROXY") or ""
+    excepted = [one.strip().lstrip(".").lower() for one in (env.get("no_proxy") or env.get("NO_PROXY", "")).split(",")]
+    is_excepted = any(one in ("*", host, parts.netloc.lower()) or host.endswith(f".{one}") for one in excepted if one)
+    if not found or host in LOOPBACK or is_excepted:
+        return None
+    return found if "://" in found else f"http://{found}"
+
+
+def _changes_nothing(name: str, value: Any) -> bool:
+    """Whether a request without this parameter asks for the same sampling; the seed may be ignored anyway."""
+    return name == "seed" or (name in _NEUTRAL and value == _NEUTRAL[name])
 
 
 def _messages(text: str) -> list[dict[str, Any]]:

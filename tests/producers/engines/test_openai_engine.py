@@ -12,7 +12,7 @@ from aiohttp import web
 
 from rollstream.eventlog.http import http_json
 from rollstream.producers.engines.base import GenerationRequest
-from rollstream.producers.engines.openai import OpenAIEngine, TextTokenizer
+from rollstream.producers.engines.openai import OpenAIEngine, TextTokenizer, _proxy_of
 from rollstream.producers.engines.routed import RoutedEngine
 from rollstream.producers.engines.scripted import ScriptedEngine
 from rollstream.producers.rollout.conversation import Conversation
@@ -178,6 +178,80 @@ def test_a_server_that_refuses_or_answers_nonsense_is_one_error_without_the_key(
     assert not isinstance(raised.value, PromptTooLongError)
     assert "\n" not in str(raised.value)
     assert KEY not in str(raised.value) + caplog.text
+
+
+def unsupported(name, more=""):
+    message = f"Unsupported parameter: '{name}' is not supported with this model.{more}"
+    error = {"message": message, "type": "invalid_request_error", "param": name, "code": "unsupported_parameter"}
+    return (400, {}, {"error": error})
+
+
+class Particular(Server):
+    """Refuses what models that think refuse, as OpenAI's API does, one parameter at a time."""
+
+    async def answer(self, request):
+        body = await request.json()
+        found = next((name for name in ("max_tokens", "top_p", "temperature", "seed") if name in body), None)
+        self._answers = cycle([(200, {}, completion("yes")) if found is None else unsupported(found)])
+        return await super().answer(request)
+
+
+def test_a_model_that_does_not_take_all_settings_is_asked_without_those_that_change_nothing():
+    server = Particular()
+    answers = ask(server, request(max_new_tokens=9), request(max_new_tokens=8))
+    assert [text_of(answer) for answer in answers] == ["yes", "yes"]
+    *refused, first, second = (body for _, _, body in server.requests)
+    assert len(refused) == 4
+    assert first == {"model": "m", "messages": TALK, "max_completion_tokens": 9}
+    assert second == {**first, "max_completion_tokens": 8}
+
+
+@pytest.mark.parametrize("sampling", [{"top_p": 0.9}, {"temperature": 0.0}], ids=str)
+def test_a_model_that_cannot_sample_as_the_run_asks_is_an_error(sampling):
+    (name,) = sampling
+    with pytest.raises(ModelError, match=rf"answered 400 .*{name}\W+is not supported.*; check base_url, model and api"):
+        ask(Particular(), request(), request(**sampling))
+
+
+def test_what_a_server_does_not_take_though_it_was_left_out_is_an_error():
+    with pytest.raises(ModelError, match=r"top_p\W+is not supported"):
+        ask(Server(unsupported("top_p")))
+
+
+def test_the_proxy_of_the_environment_is_used_but_for_this_machine_and_what_it_excepts():
+    server = Server((200, {}, completion("yes")))
+
+    async def main():
+        async with server.listening() as url:
+            proxy = url.removesuffix("/v1")
+            settings = OpenAISettings(base_url="http://llm.example/v1", model="m", retries=0)
+            engine = OpenAIEngine(settings, {"http_proxy": proxy})
+            try:
+                return text_of(await engine.generate(request()))
+            finally:
+                await engine.close()
+
+    assert asyncio.run(main()) == "yes"
+    ((path, headers, _),) = server.requests
+    assert (path, headers["Host"]) == ("/v1/chat/completions", "llm.example")
+
+
+@pytest.mark.parametrize(
+    ("url", "env", "proxy"),
+    [
+        ("https://llm.example/v1", {}, None),
+        ("https://llm.example/v1", {"http_proxy": "http://p:1"}, None),
+        ("https://llm.example/v1", {"HTTPS_PROXY": "http://p:1"}, "http://p:1"),
+        ("https://llm.example/v1", {"https_proxy": "p:1", "HTTPS_PROXY": "http://q:1"}, "http://p:1"),
+        ("https://llm.example/v1", {"https_proxy": "http://p:1", "no_proxy": "other, .example"}, None),
+        ("https://llm.example:8443/v1", {"https_proxy": "http://p:1", "NO_PROXY": "*"}, None),
+        ("https://llm.example/v1", {"https_proxy": "http://p:1", "NO_PROXY": "m.example"}, "http://p:1"),
+        ("http://127.0.0.1:8000/v1", {"http_proxy": "http://p:1"}, None),
+        ("http://[::1]:8000/v1", {"http_proxy": "http://p:1"}, None),
+    ],
+)
+def test_a_proxy_is_found_as_other_programs_find_it(url, env, proxy):
+    assert _proxy_of(url, env) == proxy
 
 
 def test_too_long_a_prompt_is_told_apart():
