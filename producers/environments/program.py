@@ -63,7 +63,7 @@ class CommandEnvironment(Environment):
             tail, code = await self._run(session, rollout)
             await rollout.settle()
         if code:
-            what = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+            what = f"signal {_signal_name(-code)}" if code < 0 else f"exit code {code}"
             raise EnvironmentRunError(f"the program ended with {what}: {_last_output(tail, rollout.key)}")
 
     async def _run(self, session: Session, rollout: OpenedRollout) -> tuple[bytes, int]:
@@ -178,6 +178,13 @@ async def _ended(rollout: OpenedRollout) -> None:
         await rollout.ended()
     except EnvironmentRunError:
         return  # raised again by `settle`, or as the exit code
+
+
+def _signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:  # real-time signals have no name of their own
+        return str(number)
 
 
 def _last_output(tail: bytes, key: str) -> str:

@@ -30,6 +30,7 @@ def main(arguments: list[str]) -> int:
         os._exit(128 + number)
 
     signal.signal(signal.SIGTERM, stop)
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # also when it ends as the program did
     _prctl(PR_SET_CHILD_SUBREAPER, 1)
     _die_with_parent(int(parent), signal.SIGTERM)
     guard = os.getpid()
@@ -51,10 +52,10 @@ def _become(program: list[str], guard: int, memory: int) -> None:
     try:
         _own_group(0)
         _die_with_parent(guard, signal.SIGKILL)
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        for number in (signal.SIGTERM, signal.SIGPIPE, signal.SIGXFSZ):
+            signal.signal(number, signal.SIG_DFL)  # Python ignores the last two, and so would a shell
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
         resource.setrlimit(resource.RLIMIT_DATA, (memory, memory))
-        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
         os.execvp(program[0], program)
     except OSError as error:
         os.write(2, f"{program[0]}: {error.strerror}\n".encode())

@@ -27,6 +27,8 @@ MAX_ERROR_CHARS = 2000
 """Characters that are kept of an agent's report of its error."""
 ENDED = "rollout_ended"
 """Error code for requests after a rollout's end."""
+LEARNER_BEHIND = "learner_behind"
+"""Error code for a claim while rollouts are held back."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,7 +22,14 @@ from rollstream.eventlog.files import write_whole
 from rollstream.eventlog.private import token_in
 from rollstream.eventlog.recent_set import RecentSet
 from rollstream.producers.engines.base import Engine
-from rollstream.producers.gateway.call_keys import KEY_PREFIX, CallIdentity, RolloutKeys, address_file, token_file
+from rollstream.producers.gateway.call_keys import (
+    KEY_PREFIX,
+    LEARNER_BEHIND,
+    CallIdentity,
+    RolloutKeys,
+    address_file,
+    token_file,
+)
 from rollstream.producers.gateway.played import PlayedRollout, ended
 from rollstream.producers.openai.access import TOKEN_CALLER, Access, KeyLimits, check_is_json, keys_of, no_key
 from rollstream.producers.openai.completions import CompletionRequest
@@ -288,7 +295,7 @@ class RolloutGateway(Routes):
                 raise Refusal(
                     429,
                     f"the learner is behind, so rollouts are held back (follow_lag); try again in {after_s} s",
-                    code="learner_behind",
+                    code=LEARNER_BEHIND,
                     retry_after_s=after_s,
                 ) from None
             return web.Response(status=204, headers={"Retry-After": "1"})

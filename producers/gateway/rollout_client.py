@@ -8,6 +8,7 @@ doubled when the producers are killed meanwhile.
 import asyncio
 import json
 import logging
+import math
 import os
 import secrets
 import sys
@@ -19,7 +20,14 @@ from typing import Any, NamedTuple, Self, TypeVar
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from rollstream.eventlog.http.http_json import HttpAnswer, HttpServer, TryAgainError, decoded, retry_after, shown
-from rollstream.producers.gateway.call_keys import ENDED, IDEMPOTENCY_KEY, MAX_ERROR_CHARS, address_file, token_file
+from rollstream.producers.gateway.call_keys import (
+    ENDED,
+    IDEMPOTENCY_KEY,
+    LEARNER_BEHIND,
+    MAX_ERROR_CHARS,
+    address_file,
+    token_file,
+)
 from rollstream.producers.rollout.reply import TurnsExhausted
 from rollstream.schemas.errors import (
     ConfigError,
@@ -47,7 +55,7 @@ class Retries(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     for_s: float = 60.0
-    """Seconds from the first try on; a producers process that was killed is back within some seconds."""
+    """Seconds from the first failed try on; a producers process that was killed is back within some seconds."""
     timeout_s: float = 600.0
     """Timeout of one try."""
 
@@ -96,8 +104,7 @@ class _Requests:
         `for_s`: how long it may take the gateway beside `Retries`.
         """
         loop, pause_s = asyncio.get_running_loop(), FIRST_PAUSE_S
-        limit_s = self._retries.for_s + for_s
-        deadline = loop.time() + limit_s
+        began_s, deadline_s = loop.time(), math.inf
         headers = {IDEMPOTENCY_KEY: key or secrets.token_hex(16)}
         while True:
             try:
@@ -108,9 +115,11 @@ class _Requests:
             except TryAgainError as error:
                 cause = error.__cause__
                 wait_s = max(pause_s, error.after_s)
-                if loop.time() + wait_s > deadline:
+                deadline_s = min(deadline_s, loop.time() + self._retries.for_s + for_s)
+                if loop.time() + wait_s > deadline_s:
                     refused = cause if isinstance(cause, GatewayError) else GatewayError("")
-                    message = f"gateway: {error} (tried for {limit_s:g} s); check that the producers run"
+                    tried_s = loop.time() - began_s
+                    message = f"gateway: {error} (tried for {tried_s:.1f} s); check that the producers run"
                     raise GatewayError(message, status=refused.status, code=refused.code) from error
                 logger.info("gateway: %s; tried again", error)
             await asyncio.sleep(wait_s)
@@ -119,9 +128,11 @@ class _Requests:
     async def _server(self) -> HttpServer:
         address = self._locate()
         if self._at is None or self._at[0] != address:
-            await self.close()
             server = HttpServer(address.url, timeout_s=self._retries.timeout_s, key=address.key, key_variable="KEY")
-            self._at = address, server
+            before, self._at = self._at, (address, server)
+            if before is not None:
+                await before[1].close()
+            return server
         return self._at[1]
 
 
@@ -198,7 +209,7 @@ class RemoteRollout:
 
     async def end(self, error: str | None = None) -> None:
         """The agent is done; `error`: it failed, and so has the rollout. Again changes nothing. Raises GatewayError."""
-        await self._requests.post("/end", {"error": None if error is None else conceal(error)[:MAX_ERROR_CHARS]})
+        await self._requests.post("/end", {"error": None if error is None else _shortened(conceal(error))})
 
     async def close(self) -> None:
         """End the connections, for callers outside an `async with` block; the rollout stays open."""
@@ -242,11 +253,14 @@ class GatewayClient:
         """The next rollout that nobody plays, None if there is none within `wait_s` (0 to 600).
 
         Who claims again under the same key gets the same rollout again. One that ends while it is claimed is passed
-        over, and the time begins again. Raises GatewayError.
+        over, and the time begins again. While the learner is behind (`follow_lag`), it is asked again as long as
+        `Retries` says; then the answer is None. Raises GatewayError.
         """
         try:
             given = await self._requests.post("/rollouts", {"wait_s": float(wait_s)}, idempotency_key, for_s=wait_s)
         except GatewayError as refused:
+            if refused.code == LEARNER_BEHIND:
+                return None
             if refused.code != ENDED:
                 raise
             return await self.claim(wait_s, idempotency_key=idempotency_key)
@@ -297,6 +311,11 @@ def _parsed(body: bytes, url: str) -> Any:
         return decoded(body)
     except (ValueError, RecursionError) as error:
         raise GatewayError(f"{url} answered with invalid JSON: {shown(body)}; check the gateway's URL") from error
+
+
+def _shortened(error: str) -> str:
+    """An error that JSON can hold: names of files may have lone surrogates."""
+    return error[:MAX_ERROR_CHARS].encode(errors="backslashreplace").decode()[:MAX_ERROR_CHARS]
 
 
 def _read(model: type[Task], given: str | bytes | dict[str, Any]) -> Task:

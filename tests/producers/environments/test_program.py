@@ -87,6 +87,9 @@ def test_a_program_that_a_signal_ends_or_that_cannot_be_found_says_so(tmp_path):
     killed = ends(tmp_path, "import os\nos.kill(os.getpid(), 9)").last
     assert isinstance(killed, RolloutFailed)
     assert "signal SIGKILL" in killed.message
+    unnamed = ends(tmp_path, "import os, signal\nos.kill(os.getpid(), signal.SIGRTMIN + 1)").last
+    assert isinstance(unnamed, RolloutFailed)
+    assert f"signal {signal.SIGRTMIN + 1}: (no output)" in unnamed.message
     missing = play_outside(tmp_path, environment="command:no-such-program").last
     assert isinstance(missing, RolloutFailed)
     assert "no-such-program: No such file or directory" in missing.message
@@ -119,6 +122,14 @@ def test_a_report_of_failure_counts_though_the_program_does_not_wait_for_its_ans
 def test_secrets_of_the_process_do_not_reach_a_program(tmp_path, monkeypatch):
     monkeypatch.setenv("KAFKA_PASSWORD", "hidden")
     assert isinstance(ends(tmp_path, "import os\nassert 'KAFKA_PASSWORD' not in os.environ").last, RolloutEnded)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_a_program_ignores_no_signal_and_leaves_no_core(tmp_path):
+    line = "ulimit -c; grep SigIgn /proc/self/status; exit 3"
+    last = play_outside(tmp_path, environment=f"command:sh -c {shlex.quote(line)}").last
+    assert isinstance(last, RolloutFailed)
+    assert re.search(r"exit code 3: 0 \| SigIgn:\s+0{16}$", last.message)
 
 
 def test_memory_and_output_have_limits(tmp_path):

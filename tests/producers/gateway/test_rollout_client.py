@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import json
 import math
+import os
 import re
 import socket
 from collections.abc import Awaitable, Callable
@@ -15,7 +16,7 @@ import pytest
 from aiohttp import web
 
 from rollstream.producers import GatewayClient, RemoteRollout
-from rollstream.producers.gateway.rollout_client import Retries
+from rollstream.producers.gateway.rollout_client import Retries, RolloutTask
 from rollstream.schemas.errors import ConfigError, GatewayError, PromptTooLongError
 from rollstream.schemas.events import RolloutEnded, RolloutFailed
 from tests.producers.conftest import Played, answers
@@ -220,6 +221,61 @@ def test_what_is_not_answered_is_sent_again_under_the_same_key_and_at_a_new_addr
     asyncio.run(scenario())
     assert len({port for port, _ in seen}) == 2
     assert len({key for _, key in seen}) == 1
+
+
+def test_a_call_that_breaks_off_after_a_long_time_is_made_again(tmp_path: Path) -> None:
+    """The time for tries begins where the first one fails, however long that one took."""
+    keys: list[str] = []
+
+    async def answer(request: web.Request) -> web.StreamResponse:
+        keys.append(request.headers["Idempotency-Key"])
+        if len(keys) > 1:
+            return web.json_response({"choices": []})
+        await asyncio.sleep(2 * SOON.for_s)
+        assert request.transport is not None
+        request.transport.abort()
+        return web.Response()
+
+    async def scenario() -> None:
+        app = web.Application()
+        app.router.add_post("/v1/chat/completions", answer)
+        runner = web.AppRunner(app, shutdown_timeout=0.1)
+        await runner.setup()
+        await web.TCPSite(runner, "127.0.0.1", 0).start()
+        task = RolloutTask(rollout_id="r", inputs={}, agents=("a",), max_turns=1, purpose="train", seed=1)
+        rollout = RemoteRollout(task, f"http://127.0.0.1:{runner.addresses[0][1]}", "key", SOON)
+        assert await rollout.chat([{"role": "user", "content": "a"}]) == {"choices": []}
+        await rollout.close()
+        await runner.cleanup()
+
+    asyncio.run(scenario())
+    assert keys[0] == keys[1]
+
+
+def test_there_is_no_rollout_as_long_as_the_learner_is_behind(tmp_path: Path) -> None:
+    async def program(workspace: Path) -> None:
+        async with GatewayClient.of_workspace(workspace, retries=SOON) as gateway:
+            claimed = await gateway.claim(wait_s=10)
+            assert claimed is not None
+            assert await gateway.claim(wait_s=0) is None
+            async with claimed as rollout:
+                await rollout.reward(1.0)
+
+    play_outside(tmp_path, program=program, behind_s=lambda: 7, missing_score="unneeded").assert_complete()
+
+
+def test_an_error_that_names_a_file_which_is_not_unicode_fails_the_rollout(tmp_path: Path) -> None:
+    async def play(rollout: RemoteRollout) -> None:
+        raise LookupError(f"no table in {os.fsdecode(b'caf' + bytes([0xE9]))}")
+
+    async def program(workspace: Path) -> None:
+        with pytest.raises(LookupError):
+            await playing(play)(workspace)
+
+    last = play_outside(tmp_path, program=program, rollout_timeout_s=5.0).last
+    assert isinstance(last, RolloutFailed)
+    assert "the agent reported: LookupError" in last.message
+    assert r"no table in caf\udce9" in last.message
 
 
 def test_a_program_finds_its_rollout_in_its_variables_and_is_told_where_there_is_none() -> None:
