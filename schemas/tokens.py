@@ -15,6 +15,8 @@ from rollstream.schemas.errors import DecodeError
 
 MAX_KEPT_BYTES = 64 * 2**20
 """Maximum size of the kept ids of one text, decoded."""
+MAX_KEPT = MAX_KEPT_BYTES // 4
+"""Limit of the numbers in it: the kept ids, one number for each token, and the number of tokens."""
 
 
 class KeptIds(NamedTuple):
@@ -62,7 +64,7 @@ def encode_kept(kept: KeptIds) -> str:
     values.extend(map(operator.sub, ids[1:], ids))
     if sys.byteorder == "big":
         values.byteswap()
-    return base64.b64encode(zlib.compress(values.tobytes())).decode("ascii")
+    return base64.b64encode(zlib.compress(values.tobytes(), 1)).decode("ascii")
 
 
 def decode_kept(text: str, num_tokens: int) -> KeptIds:

@@ -18,7 +18,7 @@ from rollstream.schemas.events.rollouts import VersionSpan
 from rollstream.schemas.events.weights import WeightsPublished
 from rollstream.schemas.services import EngineSettings
 from rollstream.schemas.settings import Sampling
-from rollstream.schemas.tokens import KeptIds
+from rollstream.schemas.tokens import MAX_KEPT, KeptIds
 
 FinishReason = Literal["stop", "length"]
 
@@ -86,6 +86,12 @@ def check_generation(generation: Generation) -> None:
         raise ModelError(
             f"engine returned kept ids of {len(generation.kept.lengths)} tokens with {num_tokens} tokens; both must be "
             "equal: correct the engine"
+        )
+    num_kept = 0 if generation.kept is None else len(generation.kept.ids)
+    if num_tokens + num_kept >= MAX_KEPT:
+        raise ModelError(
+            f"the {num_tokens} tokens of an answer were sampled from {num_kept} ids in all, more than a record holds "
+            f"({MAX_KEPT}); lower top_p, set top_k, or leave them out (sampling.record_kept_ids: false)"
         )
 
 
@@ -211,7 +217,9 @@ class Engine(Protocol):
         ...
 
     async def close(self) -> None:
-        """Stop serving: calls in progress are cancelled, later ones raise ModelError. Also called if `start` failed."""
+        """Stop serving: calls in progress are cancelled, later calls and loads raise ModelError. Also called if `start`
+        failed.
+        """
         ...
 
     async def generate(self, request: GenerationRequest) -> Generation:

@@ -5,8 +5,12 @@ import math
 import pytest
 import torch
 
+from rollstream.producers.engines.base import Generation, check_generation
 from rollstream.producers.engines.sampling import SamplingBatch, distribution, sample, uniforms
+from rollstream.schemas.errors import ModelError
+from rollstream.schemas.events.rollouts import VersionSpan
 from rollstream.schemas.settings import Sampling
+from rollstream.schemas.tokens import MAX_KEPT, KeptIds
 
 CPU = torch.device("cpu")
 
@@ -107,6 +111,16 @@ def test_the_ids_that_limits_leave_are_kept_and_hold_all_of_the_probability():
         assert drawn.tokens[row] in ids
         kept = torch.log_softmax(logits[row, torch.from_numpy(ids).long()], dim=-1)
         assert torch.allclose(kept[ids.tolist().index(int(drawn.tokens[row]))], drawn.logprobs[row])
+
+
+def test_more_kept_ids_than_a_record_holds_are_an_error_of_the_call():
+    def answer(num_kept):
+        span = VersionSpan(model_group="g", version=0, length=1)
+        return Generation((1,), (0.0,), (span,), "length", KeptIds([num_kept], range(num_kept)))
+
+    check_generation(answer(MAX_KEPT - 2))
+    with pytest.raises(ModelError, match=rf"sampled from {MAX_KEPT - 1} ids in all, .*lower top_p, set top_k, or"):
+        check_generation(answer(MAX_KEPT - 1))
 
 
 def test_nothing_is_kept_where_nobody_asked_or_the_likeliest_token_is_taken():
