@@ -8,12 +8,16 @@ import json
 import os
 import secrets
 import shutil
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
 TOKENIZER_FILES = ("added_tokens.json", "merges.txt", "tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
+BY_TENSOR = "tensors-"
+"""Before a hash of `base_sha256` over tensors. Older records have hashes over files."""
+CHUNK_BYTES = 1 << 22
 
 
 @contextmanager
@@ -196,14 +200,55 @@ def tokenizer_sha256(model: str) -> str:
     return _sha256_over([folder / name for name in TOKENIZER_FILES if (folder / name).is_file()])
 
 
-def base_sha256(model: str) -> str:
-    """sha256 over the weight files in a model's folder, under an adapter; empty for a hub name, or if it has none.
+def base_sha256(model: str, like: str = "") -> str:
+    """Hash of the weights in a model's folder, under an adapter; empty for a hub name, or if it has none.
 
-    A file is read again once its time or size differs: that takes a second or two per GB. Raises OSError.
+    Of safetensors it is over the tensors by their names, so that the same weights saved again in other shards are the
+    same base model; of other files it is over the files. `like`: a recorded hash, as whose the weights are hashed. A
+    file is read again once its time or size differs: that takes a second or two per GB. Raises OSError.
     """
     folder = Path(model).expanduser()
-    files = sorted(folder.glob("model*.safetensors")) or sorted(folder.glob("pytorch_model*.bin"))
-    return _sha256_over([path for path in files if path.is_file()])
+    found = sorted(folder.glob("model*.safetensors")) or sorted(folder.glob("pytorch_model*.bin"))
+    files = [path for path in found if path.is_file()]
+    if like and not like.startswith(BY_TENSOR):
+        return _sha256_over(files)
+    tensors: dict[str, str] = {}
+    for path in files:
+        stat = path.stat()
+        of_file = _tensors_of(path, stat.st_ino, stat.st_mtime_ns, stat.st_size)
+        if of_file is None:
+            return _sha256_over(files)
+        tensors |= of_file
+    hashes = Counter(tensors.values())
+    named = (f"{name}\0{one}\0" for name, one in sorted(tensors.items()) if hashes[one] == 1 or not _is_head(name))
+    return BY_TENSOR + hashlib.sha256("".join(named).encode()).hexdigest() if tensors else ""
+
+
+def _is_head(name: str) -> bool:
+    """Of a tensor that is stored or left out where it is tied to the embeddings."""
+    return name.split(".")[-2:] == ["lm_head", "weight"]
+
+
+@functools.lru_cache(maxsize=256)
+def _tensors_of(path: Path, inode: int, mtime_ns: int, size_bytes: int) -> dict[str, str] | None:
+    """sha256 of type, shape and bytes of each tensor of a safetensors file, by name; None if it is none."""
+    with path.open("rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        try:
+            header: Any = json.loads(file.read(length)) if length < size_bytes else None
+            entries = {name: one for name, one in header.items() if name != "__metadata__"}
+            return {name: _tensor_sha256(file, 8 + length, one) for name, one in entries.items()}
+        except (ValueError, AttributeError, LookupError, TypeError):
+            return None
+
+
+def _tensor_sha256(file: BinaryIO, begin: int, entry: dict[str, Any]) -> str:
+    digest = hashlib.sha256(f"{entry['dtype']} {entry['shape']}\0".encode())
+    first, end = entry["data_offsets"]
+    file.seek(begin + first)
+    for at in range(first, end, CHUNK_BYTES):
+        digest.update(file.read(min(CHUNK_BYTES, end - at)))
+    return digest.hexdigest()
 
 
 def _sha256_over(files: Sequence[Path]) -> str:

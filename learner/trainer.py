@@ -10,7 +10,7 @@ import orjson
 import torch
 from torch import Tensor
 
-from rollstream.eventlog.files import HashedFile
+from rollstream.eventlog.files import HashedFile, base_sha256
 from rollstream.learner.algorithms import off_policy, table
 from rollstream.learner.algorithms.base import BatchView
 from rollstream.learner.algorithms.pairs import items_of, pairs_of, rows_of_pairs
@@ -76,7 +76,7 @@ class JobTrainer:
                 "or change the job"
             )
         make_deterministic(self._settings.threads or threads, deterministic=self._settings.model.deterministic)
-        path = permissions.model_path(self._settings.model.path, f"job {job.job_id}: model.path")
+        self._path = path = permissions.model_path(self._settings.model.path, f"job {job.job_id}: model.path")
         seed = ids.derive_seed(self._settings.seed, job.run_id, job.model_group, "adapters")
         with ranks.together("load", job.model_dump_json().encode()):
             self.model = policy_of(self._settings.model, ranks, seed=seed, path=path)
@@ -121,7 +121,7 @@ class JobTrainer:
             )
         if own is None or published.lora is None:
             return
-        if not published.is_above(self.model.base_sha256, path):
+        if not published.is_above(base_sha256(self._path, published.base_sha256), path):
             if published.base_model == path:
                 raise ConfigError(f"{where} is an adapter of model {path} with other weights; restore its weight files")
             raise ConfigError(

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from rollstream.eventlog.artifacts import ArtifactStore
-from rollstream.eventlog.files import base_sha256
+from rollstream.eventlog.files import base_sha256, tokenizer_sha256
 from rollstream.eventlog.log import EventLog
 from rollstream.eventlog.reading import MOST_RECORDS, read_events
 from rollstream.learner.progress import LogState, evolve
@@ -121,16 +121,19 @@ def misfit(published: WeightsPublished, config: RunConfig) -> str:
         return f"it has {published.weights_format} weights, but the configuration trains {wanted} weights (model.lora)"
     theirs, ours = (local_path(path, model.path) for path in (published.base_model, model.path))
     is_same = published.base_model == model.path or _is_same_model(theirs, ours)
-    found = base_sha256(ours) if published.base_sha256 else ""
+    found = base_sha256(ours, published.base_sha256) if published.base_sha256 else ""
     if not published.is_above(found, published.base_model if is_same else model.path):
         if is_same:
             return f"it is an adapter of model {model.path} with other weights; restore its weight files"
         return (
             f"it was trained from base model {published.base_model}, but the configuration has model.path {model.path}"
         )
-    if model.lora is not None:
-        return _other_adapter(published.lora or {}, model.lora)
-    return ""
+    if "" != published.tokenizer_sha256 != tokenizer_sha256(ours) != "":
+        return (
+            f"it was trained with another tokenizer than that of model {model.path}; restore the tokenizer's files, or "
+            "give the model.path that it was trained with"
+        )
+    return "" if model.lora is None else _other_adapter(published.lora or {}, model.lora)
 
 
 def local_path(path: str, own: str) -> str:
@@ -149,6 +152,8 @@ def _other_adapter(found: Mapping[str, object], wanted: LoraSettings) -> str:
         "rank": (found.get("r"), wanted.rank),
         "alpha": (found.get("lora_alpha"), wanted.alpha),
         "target_modules": (sorted(modules) if isinstance(modules, list) else modules, sorted(wanted.target_modules)),
+        "use_rslora": (found.get("use_rslora", False), wanted.use_rslora),
+        "use_dora": (found.get("use_dora", False), wanted.use_dora),
     }
     for name, (theirs, ours) in pairs.items():
         if theirs != ours:

@@ -130,7 +130,7 @@ def check_base_model(published: WeightsPublished, base_model: str) -> None:
     """
     try:
         found = tokenizer_sha256(base_model)
-        of_weights = base_sha256(base_model) if published.base_sha256 else ""
+        of_weights = base_sha256(base_model, published.base_sha256) if published.base_sha256 else ""
     except OSError as error:
         raise ModelError(f"the files of model {base_model} cannot be read: {error}; restore them") from error
     if "" != published.tokenizer_sha256 != found != "":

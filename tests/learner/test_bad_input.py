@@ -7,10 +7,15 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
+from rollstream.eventlog.files import base_sha256
+from rollstream.learner.model.export import export_merged
+from rollstream.learner.trainer import JobTrainer
 from rollstream.schemas import tokens
 from rollstream.schemas.algorithms import GrpoSettings, GspoSettings, MixSettings, SftSettings
+from rollstream.schemas.errors import ConfigError
 from rollstream.schemas.events import (
     JobFailed,
     JobSubmitted,
@@ -166,3 +171,27 @@ def test_a_restart_with_another_vocabulary_fails_the_job(lab: Any) -> None:
         "is (32, 16), the model's (40, 16): a vocabulary of 32 tokens, and one of 40; give the model.path that they "
         "were trained with"
     )
+
+
+def test_a_base_model_that_was_recorded_by_its_files_is_known_by_them(lab: Any) -> None:
+    async def scenario() -> None:
+        model = lab.folder / "model"
+        shutil.copytree(lab.model, model)
+        by_files = base_sha256(str(model), "0" * 64)
+        assert by_files != base_sha256(str(model))
+        job = await lab.submit(model=ModelSettings(path=str(model), device="cpu", lora=LoraSettings(rank=2)))
+        await lab.work(lab.has(WeightsPublished, "weights"))
+        (base,) = await lab.events("weights", WeightsPublished)
+        older = base.model_copy(update={"base_sha256": by_files})
+        trainer = JobTrainer(job, threads=1, permissions=lab.permissions)
+        trainer.check_fits(base)
+        trainer.check_fits(older)
+        export_merged(older, lab.artifacts.fetch(older.artifact), lab.folder / "merged")
+        file, new = model / "model.safetensors", model / "new"
+        save_file({name: value * 2 for name, value in load_file(file).items()}, new, {"format": "pt"})
+        new.replace(file)
+        for published in (base, older):
+            with pytest.raises(ConfigError, match="with other weights; restore its weight files"):
+                trainer.check_fits(published)
+
+    asyncio.run(scenario())

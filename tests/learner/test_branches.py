@@ -204,10 +204,17 @@ def test_an_adapter_of_another_base_model_or_scale_fails_the_fork(
     asyncio.run(scenario())
 
 
-def test_an_adapter_fits_an_equal_base_model_elsewhere(lab: Any) -> None:
+def save_in_shards(model: Path, folder: Path) -> None:
+    """The same weights in several files."""
+    AutoModelForCausalLM.from_pretrained(model).save_pretrained(folder, max_shard_size="8KB")
+    assert len(list(folder.glob("model-*.safetensors"))) > 1
+
+
+@pytest.mark.parametrize("move", [shutil.copytree, save_in_shards])
+def test_an_adapter_fits_an_equal_base_model_elsewhere(lab: Any, move: Any) -> None:
     async def scenario() -> None:
         moved = lab.folder / "moved"
-        shutil.copytree(lab.model, moved)
+        move(lab.model, moved)
         lora = LoraSettings(rank=2)
         planned = await lab.plan(await lab.submit(model=ModelSettings(path=str(lab.model), device="cpu", lora=lora)), 1)
         await lab.work(lab.has(JobSucceeded))

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from rollstream.eventlog.artifacts import ArtifactStore
+from rollstream.eventlog.files import tokenizer_sha256
 from rollstream.eventlog.memory.log import MemoryLog
 from rollstream.harness.cli.terminal import runs_table
 from rollstream.harness.config import file as config_file
@@ -116,9 +117,30 @@ def test_another_adapter_is_refused(lab: Lab) -> None:
         await lab.record(weights_format="lora", lora=LORA)
         lab.model["lora"] = {}
         await lab.check("run-1@1")
-        for name, value, reported in (("rank", 8, "16"), ("alpha", 8, "32.0"), ("target_modules", ["q_proj"], "")):
+        for name, value, reported in (
+            ("rank", 8, "16"),
+            ("alpha", 8, "32.0"),
+            ("target_modules", ["q_proj"], ""),
+            ("use_rslora", True, "False"),
+            ("use_dora", True, "False"),
+        ):
             lab.model["lora"] = {name: value}
             assert (await lab.refusal("run-1@1")).startswith(f"its adapter has {name} {reported}")
+
+    asyncio.run(scenario())
+
+
+def test_a_version_of_another_tokenizer_is_refused(lab: Lab) -> None:
+    async def scenario() -> None:
+        tokenizer = Path(lab.model["path"]) / "tokenizer.json"
+        tokenizer.write_text("as it was")
+        await lab.record(tokenizer_sha256=tokenizer_sha256(lab.model["path"]))
+        await lab.check("run-1@1")
+        tokenizer.write_text("another")
+        assert await lab.refusal("run-1@1") == (
+            f"it was trained with another tokenizer than that of model {lab.model['path']}; restore the tokenizer's "
+            "files, or give the model.path that it was trained with"
+        )
 
     asyncio.run(scenario())
 

@@ -6,6 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
 from rollstream.eventlog.artifacts import ArtifactStore
 from rollstream.eventlog.files import base_sha256, tokenizer_sha256
@@ -88,6 +90,35 @@ def test_shards_of_a_base_model_count_and_other_files_do_not(tmp_path: Path) -> 
         (tmp_path / name).write_bytes(b"new")
     assert base_sha256(str(tmp_path)) == found[-1]
     assert base_sha256("org/model") == ""
+
+
+def test_the_same_tensors_in_other_files_are_the_same_base_model(tmp_path: Path) -> None:
+    tensors = {"b": torch.ones(3), "a": torch.arange(6).reshape(2, 3), "model.embed.weight": torch.rand(4, 2)}
+    tied = {**tensors, "lm_head.weight": tensors["model.embed.weight"].clone()}
+    for name, parts in {
+        "one": [tensors],
+        "shards": [{"a": tensors["a"]}, {name: value for name, value in tensors.items() if name != "a"}],
+        "with-tied-head": [tied],
+        "other-values": [{**tensors, "b": torch.zeros(3)}],
+        "other-shape": [{**tensors, "a": tensors["a"].reshape(3, 2)}],
+        "other-type": [{**tensors, "b": torch.ones(3, dtype=torch.float16)}],
+        "other-name": [{("c" if name == "b" else name): value for name, value in tensors.items()}],
+        "other-head": [{**tied, "lm_head.weight": torch.zeros(4, 2)}],
+    }.items():
+        (tmp_path / name).mkdir()
+        for number, part in enumerate(parts):
+            save_file(part, tmp_path / name / f"model-{number}.safetensors", {"saved": name})
+    found = {folder.name: base_sha256(str(folder)) for folder in tmp_path.iterdir()}
+    assert found["one"] == found["shards"] == found["with-tied-head"]
+    assert len(set(found.values())) == len(found) - 2
+    by_files = {base_sha256(str(folder), "0" * 64) for folder in tmp_path.iterdir()}
+    assert len(by_files) == len(found)
+
+
+@pytest.mark.parametrize("data", [b"", b"short", bytes(8) + b"{}", (1 << 60).to_bytes(8, "little") + b"{}", bytes(9)])
+def test_a_file_that_is_not_of_safetensors_is_hashed_whole(tmp_path: Path, data: bytes) -> None:
+    (tmp_path / "model.safetensors").write_bytes(data)
+    assert base_sha256(str(tmp_path)) == base_sha256(str(tmp_path), "0" * 64) != ""
 
 
 def test_nor_is_an_opponents(tmp_path: Path) -> None:
