@@ -193,7 +193,7 @@ def difference(group: GroupState, version: int, num_ranks: int) -> str:
             f"it was trained by {before} process(es) then and by {num_ranks} now, and bits are equal only for as many; "
             f"start the learner with {before}, until it has caught up with what is published"
         )
-    return "threads, libraries or inputs differ from the first time"
+    return "device, threads, libraries or inputs differ from the first time"
 
 
 def _progressed(job: JobSubmitted, step: StepTrained) -> JobProgressed:
@@ -230,6 +230,7 @@ def step_trained(
         term=term,
         threads=result.threads,
         ranks=result.ranks,
+        device=result.device,
         micro_batch_tokens=result.micro_batch_tokens,
         weights_sha256=weights_sha256,
         manifest_sha256=manifest.digest,

@@ -1,5 +1,6 @@
 """Replay of training: recorded manifests trained again, from the base version or a checkpoint. Publishes nothing."""
 
+import hashlib
 import math
 from collections.abc import AsyncIterator, Collection, Mapping
 from dataclasses import dataclass, field
@@ -12,8 +13,8 @@ from rollstream.eventlog.artifacts import ArtifactStore
 from rollstream.eventlog.log import EventLog
 from rollstream.learner.checkpoint import Checkpoint, CheckpointFolder
 from rollstream.learner.inbox import check_follows
-from rollstream.learner.model.policy import published_sha256, sha256_of
-from rollstream.learner.model.step import StepResult, adopted
+from rollstream.learner.model.policy import published_sha256
+from rollstream.learner.model.step import StepResult, adopted, device_name
 from rollstream.learner.progress import Manifest
 from rollstream.learner.publisher import step_trained
 from rollstream.learner.reading.members import check_members, fetch_records
@@ -91,17 +92,25 @@ class Retraining:
         submitted, base = self.job.submitted, self.job.base
         if base.batch_id is None and submitted.fork is None:
             weights, what = self._trainer.model.weights_bytes(), f"model {submitted.settings.model.path}"
-            found = sha256_of(weights)
+            found = hashlib.sha256(weights).hexdigest()
             if found != base.weights_sha256:
                 raise ModelError(
                     f"{what} is not what job {submitted.job_id} began with: its weights "
-                    f"hash to {found}, recorded is {base.weights_sha256}; restore the folder"
+                    f"hash to {found}, recorded is {base.weights_sha256}; {self._remedy()}"
                 )
         else:
             weights, what = artifacts.read(base.artifact), f"artifact {base.artifact.uri}"
             self._trainer.begin(weights, what)
         if self._trainer.needs_reference:
             self._trainer.refer_to(weights, what)
+
+    def _remedy(self) -> str:
+        """Of weights that hash otherwise: with `dtype: auto` the device decides in which type they are published."""
+        here = device_name(self._trainer.model.device)
+        others = sorted({step.device for step in self.job.steps.values()} - {"", here})
+        if others and self.job.submitted.settings.model.dtype == "auto":
+            return f"replay it on {others[0]}, where it was trained (here: {here})"
+        return "restore the folder"
 
     async def steps(self, log: EventLog, *, until: int) -> AsyncIterator[tuple[StepTrained, StepTrained]]:
         """Train every manifest up to the one that yields version `until`; recorded and replayed step of each.

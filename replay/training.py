@@ -99,14 +99,21 @@ async def train(
             if codec.content_digest(recorded) != codec.content_digest(replayed):
                 path, ours, theirs = first_field(recorded, replayed)
                 what = f"version {recorded.version} ({recorded.batch_id}): {path}"
-                if not job.submitted.settings.model.deterministic:
-                    what += " (trained with model.deterministic: false, so bits may differ)"
-                report.differ("training", what, ours, theirs)
+                report.differ("training", what + _excuse(job, recorded, replayed), ours, theirs)
                 return report
         for version in sorted(missing):
             recorded_as = "trained" if version in job.steps else "nothing"
             report.differ("training", f"version {version}", recorded_as, "nothing: a manifest or step is missing")
     return report
+
+
+def _excuse(job: RecordedJob, recorded: StepTrained, replayed: StepTrained) -> str:
+    """Why a version may differ though nothing was changed; empty if nothing says so."""
+    if not job.submitted.settings.model.deterministic:
+        return " (trained with model.deterministic: false, so bits may differ)"
+    if recorded.device not in ("", replayed.device):
+        return f" (trained on {recorded.device}, replayed on {replayed.device}, so bits may differ)"
+    return ""
 
 
 def _in_range(job: RecordedJob, first: int | None, last: int | None) -> list[int]:

@@ -25,6 +25,10 @@ the last of those policies.
 """
 
 
+EMBEDDINGS = frozenset({"embed_tokens", "lm_head"})
+"""Names of the modules that may have one weight together."""
+
+
 def compute_dtype_of(settings: ModelSettings, device: torch.device) -> torch.dtype:
     """The type that forwards compute in."""
     if settings.dtype == "auto":
@@ -197,6 +201,11 @@ def compile_layers(model: Any, path: str) -> None:
         decoder(input_ids=ids, use_cache=False)
     except TorchDynamoException as error:
         raise ModelError(f"model {path} cannot be compiled here: {one_line(error)}; leave model.compile off") from error
+
+
+def has_embeddings(lora: LoraSettings) -> bool:
+    """Whether an adapter is on the embeddings or the head, of which peft keeps the base weights beside it."""
+    return not EMBEDDINGS.isdisjoint(lora.target_modules)
 
 
 def _load_base(settings: ModelSettings, path: str, device: torch.device) -> Any:

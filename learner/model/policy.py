@@ -25,6 +25,7 @@ from rollstream.learner.model.loading import (
     empty_module,
     enable_checkpointing,
     has_dropout,
+    has_embeddings,
     has_plain_head,
     inner,
     load_module,
@@ -121,7 +122,9 @@ class PolicyModel:
         if self.settings.lora:
             from peft import get_peft_model_state_dict
 
-            return dict(sorted(get_peft_model_state_dict(self.module).items()))
+            # peft's default, auto, asks the hub for the base model's configuration, of every version.
+            embeds = has_embeddings(self.settings.lora)
+            return dict(sorted(get_peft_model_state_dict(self.module, save_embedding_layers=embeds).items()))
         state = self.module.state_dict()
         return {name: state[name] for name in sorted(state) if name not in self._tied}
 
@@ -295,11 +298,6 @@ def make_deterministic(threads: int | None, *, deterministic: bool = True) -> No
     torch.use_deterministic_algorithms(deterministic)
     if threads is not None:
         torch.set_num_threads(threads)
-
-
-def sha256_of(data: bytes) -> str:
-    """sha256 (hex) of bytes."""
-    return hashlib.sha256(data).hexdigest()
 
 
 def published_sha256(model: PolicyModel) -> str:

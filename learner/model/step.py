@@ -61,6 +61,8 @@ class StepResult:
     """See `StepTrained.scores_sha256`."""
     ranks: int = 1
     """Processes that trained together: they too decide the order of sums."""
+    device: str = ""
+    """The GPU's name, or cpu."""
 
 
 def adopted(seconds: dict[str, float]) -> StepResult:
@@ -147,16 +149,21 @@ def train_batch(
         taken.seconds["optimizer"] += time.monotonic() - backed
     if settings.revision < SHARES_SINCE:
         taken.sums.pop(_COMPUTED, None)
-    num_units = len(units) * chosen.num_iterations
     metrics = {**prepared.metrics, **_ages(rows, units, version if compares else None, settings)}
-    result = _result(taken, algorithm, batch, metrics, num_units, settings)
+    result = _result(taken, algorithm, batch, metrics, len(units) * chosen.num_iterations, settings)
     return replace(
         result,
         statistics=prepared.statistics,
         skipped_in_row=taken.skipped_in_row,
         micro_batch_tokens=taken.budget.of_batch(),
         ranks=model.ranks.num,
+        device=device_name(model.device),
     )
+
+
+def device_name(device: torch.device) -> str:
+    """What decides bits of a device: the GPU's name, or cpu."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
 
 
 def _ages(

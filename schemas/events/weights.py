@@ -209,7 +209,7 @@ class StepTrained(WeightEvent):
 
     TOPIC: ClassVar[str] = "weights"
     UNDIGESTED: ClassVar[frozenset[str]] = frozenset(
-        {"time_ms", "term", "threads", "ranks", "micro_batch_tokens", "seconds", "tokens_per_s"}
+        {"time_ms", "term", "threads", "ranks", "device", "micro_batch_tokens", "seconds", "tokens_per_s"}
     )
     kind: Literal["step_trained"] = "step_trained"
     v: Literal[1] = 1
@@ -223,6 +223,8 @@ class StepTrained(WeightEvent):
     """CPU threads that it was trained with: a replay needs as many. 0: unknown."""
     ranks: int = added(1, ge=1)
     """Processes that trained together. Hashes are equal only where they are as many."""
+    device: str = added("")
+    """The GPU's name, or cpu. Hashes are equal only on an equal one. Empty: unknown."""
     micro_batch_tokens: tuple[PositiveInt, ...] = added(())
     """Tokens of a micro-batch in each pass, if memory ran out: first the pass for the proximal policy, if the algorithm
     needs one, then the mini-batches. A replay divides its passes in the same way. Empty: as set in the job."""
@@ -335,15 +337,14 @@ class WeightsPublished(WeightEvent):
     quantization: Literal["nf4"] | None = added(None)
     """Quantization of the base model below the adapter during training; see `ModelSettings`."""
     base_sha256: str = added("")
-    """Sha256 of the weight files in `base_model` below the adapter; empty for full weights, a hub name, or if not kept.
-    """
+    """`eventlog.files.base_sha256` of `base_model`; empty for full weights, a hub name, or where not kept."""
 
     @property
     def event_id(self) -> str:
         return ids.version_event(self.kind, self.model_group, self.version, self.term)
 
     def is_above(self, sha256: str, path: str) -> bool:
-        """Whether its adapter is of the base model with these weight files; of this path where a hash is missing."""
+        """Whether its adapter is of the base model with this hash; of this path where a hash is missing."""
         is_known = "" not in (self.base_sha256, sha256)
         return self.base_sha256 == sha256 if is_known else self.base_model == path
 

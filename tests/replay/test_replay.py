@@ -124,6 +124,14 @@ def test_a_difference_of_training_without_determinism_says_that_bits_may_differ(
     assert "(trained with model.deterministic: false, so bits may differ)" in reported
 
 
+def test_a_difference_on_another_device_names_both(run):
+    run.change("weights", "step_trained", b'"device":"cpu"', b'"device":"NVIDIA H100"')
+    assert trained(run).verdict == "equal"
+    run.change("batches", "batch_planned", b'"reward":3.0', b'"reward":2.5')
+    reported = only_difference(trained(run))
+    assert "(trained on NVIDIA H100, replayed on cpu, so bits may differ)" in reported
+
+
 def test_a_base_version_that_was_collected_is_named(run, tmp_path):
     """A fork begins with an artifact, not with the model's folder."""
     run.change("jobs", "job_submitted", b'"fork":null', b'"fork":{"run_id":"old","version":1}')
