@@ -10,6 +10,7 @@ import click
 from rollstream.harness.cli.rollback import parse_target
 from rollstream.harness.cli.serve import BOOTSTRAP_SERVERS, WORKSPACE
 from rollstream.schemas.errors import ArtifactError, ConfigError, StoreUnavailableError
+from rollstream.schemas.variables import variables_in
 
 if TYPE_CHECKING:
     from rollstream.eventlog.log import EventLog
@@ -63,6 +64,7 @@ def merge(
     published, weights = on_log(layout, bootstrap_servers, "rollstream-merge", find)
     if base_model is not None:
         published = published.model_copy(update={"base_model": base_model})
+    check_base(published.base_model, target)
     from rollstream.learner.model.export import export_merged
 
     export_merged(published, weights, output)
@@ -75,6 +77,14 @@ def check_output(output: Path) -> None:
         return
     if os.path.lexists(output):
         raise ConfigError(f"--output {output}: something is there already; name a folder that is to be made")
+
+
+def check_base(path: str, target: str) -> None:
+    """Raises ConfigError if the base model is not here, or if its path names a variable: no record expands one."""
+    names, is_hub_name = variables_in(path), len(path.split("/")) <= 2 and not path.startswith((".", "~", "/"))
+    if names or not (is_hub_name or Path(path).expanduser().is_dir()):
+        why = f"names the variable {min(names)}" if names else "is not there"
+        raise ConfigError(f"{target}: its base model {path} {why}; give its folder as --base_model")
 
 
 async def published_version(log: "EventLog", target: "Target") -> tuple["WeightsPublished", str]:

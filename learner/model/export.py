@@ -14,7 +14,7 @@ from typing import Any
 
 import orjson
 
-from rollstream.eventlog.files import beside, write_whole
+from rollstream.eventlog.files import base_sha256, beside, write_whole
 from rollstream.schemas.errors import ModelError
 from rollstream.schemas.events import WeightsPublished
 from rollstream.schemas.settings import LoraSettings, ModelSettings
@@ -83,22 +83,39 @@ def _save_merged(published: WeightsPublished, path_to_weights: Path, folder: Pat
     from transformers import AutoConfig
     from transformers.utils.logging import disable_progress_bar
 
+    from rollstream.learner.model.loading import inner
     from rollstream.learner.model.policy import PolicyModel, from_bytes
 
     disable_progress_bar()
     where = f"weights {path_to_weights} of {published.model_group}@{published.version}"
     settings = ModelSettings(path=published.base_model, lora=_lora_of(published.lora or {}, where), device="cpu")
     policy = PolicyModel(settings, seed=0)
-    if not published.is_above(policy.base_sha256, published.base_model):
+    if not published.is_above(base_sha256(published.base_model, published.base_sha256), published.base_model):
         raise ModelError(
             f"{where} are an adapter of other weights than those of model {published.base_model}; restore its weight "
             "files, or give the base model that it was trained on"
         )
     policy.load_weights(from_bytes(path_to_weights.read_bytes(), where))
     base = AutoConfig.from_pretrained(str(Path(published.base_model).expanduser()), trust_remote_code=False)
+    _untie_adapted(inner(policy.module))
     merged: Any = policy.module.merge_and_unload(safe_merge=True)
     merged.to(base.dtype or torch.float32).save_pretrained(folder)
     export_tokenizer(published.base_model, folder)
+
+
+def _untie_adapted(model: Any) -> None:
+    """Give a head that is tied to the embeddings a weight of its own if one of them has an adapter, whose sum with the
+    weight is not for the other.
+    """
+    import torch
+
+    parts = model.get_output_embeddings(), model.get_input_embeddings()
+    head, embeddings = (getattr(one, "base_layer", one) for one in parts)
+    if (head, embeddings) == parts or head.weight is not embeddings.weight:
+        return
+    head.weight = torch.nn.Parameter(head.weight.detach().clone(), requires_grad=False)
+    for config in (model.config, model.config.get_text_config()):
+        config.tie_word_embeddings = False
 
 
 def _lora_of(recorded: Mapping[str, Any], where: str) -> LoraSettings:

@@ -1,5 +1,6 @@
 """A version as a whole model, over the architectures that users train: equal to base and adapter together."""
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -105,6 +106,34 @@ def test_a_merged_version_says_what_the_policy_says(
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "merged")
     assert tokenizer.chat_template
     assert sorted(path.name for path in tmp_path.iterdir()) == ["base", "merged", "weights"]
+
+
+@pytest.mark.filterwarnings("ignore:Model (has|with) `tie_word_embeddings=True`")
+@pytest.mark.parametrize("use_dora", [False, True], ids=["lora", "dora"])
+@pytest.mark.parametrize("targets", [("q_proj", "lm_head"), ("embed_tokens",), ("lm_head", "embed_tokens")])
+@pytest.mark.parametrize("config", [Qwen2Config, GemmaConfig])
+@torch.no_grad()
+def test_an_adapter_on_one_of_tied_head_and_embeddings_is_not_added_to_the_other(
+    tmp_path: Path, tiny: Path, config: Any, targets: tuple[str, ...], use_dora: bool
+) -> None:
+    base = base_model(tmp_path / "base", tiny, config, tied=True, dtype=torch.float32)
+    policy = trained(base, LORA.model_copy(update={"target_modules": targets, "use_dora": use_dora}))
+    export_merged(published(policy, tmp_path / "weights"), tmp_path / "weights", tmp_path / "merged")
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged").eval()
+    assert not merged.config.tie_word_embeddings
+    expected = policy.module.eval()(input_ids=IDS).logits
+    assert torch.allclose(merged(input_ids=IDS).logits, expected, rtol=1e-4, atol=1e-4)
+
+
+def test_the_weights_of_an_adapter_are_taken_without_a_look_at_the_base_model_s_folder_or_the_hub(
+    tmp_path: Path, tiny: Path
+) -> None:
+    base = tmp_path / "base"
+    shutil.copytree(tiny, base)
+    policy = trained(base, LORA)
+    expected = policy.weights_bytes()
+    base.rename(tmp_path / "gone")
+    assert policy.weights_bytes() == expected
 
 
 @pytest.mark.vllm
