@@ -34,6 +34,8 @@ MAX_REFILLS = 100
 """
 MAX_MEMBERS = 4096
 """Maximum number of members of a group."""
+MAX_REWARD_SUM = 1e150
+"""Largest absolute sum of an agent\'s weighted rewards: sums of squares over rollouts are finite."""
 
 
 def _checked_device(written: str) -> str:

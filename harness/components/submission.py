@@ -4,7 +4,6 @@ A group is submitted by reference if all its trajectories match the records of o
 first written to the log as a whole, so that its trajectories are compared with each other there too.
 """
 
-import math
 from collections.abc import Sequence
 
 from rollstream.eventlog import codec
@@ -20,7 +19,7 @@ from rollstream.schemas.events import GroupClosed
 from rollstream.schemas.events.recorded import RecordedGroup
 from rollstream.schemas.events.training import SubmittedGroup
 from rollstream.schemas.finetuning import DPOItem, Trajectory
-from rollstream.schemas.settings import EXTERNAL, RolloutSettings
+from rollstream.schemas.settings import EXTERNAL, MAX_REWARD_SUM, RolloutSettings
 
 Group = Sequence[Trajectory]
 
@@ -46,7 +45,7 @@ def epoch_of(handle: RunHandle, groups: Sequence[Group]) -> int:
 async def submitted_groups(handle: RunHandle, epoch: int, groups: Sequence[Group]) -> list[SubmittedGroup]:
     """The submission of an unsealed epoch, in the order of the groups.
 
-    Raises ConfigError for a reward that is not a finite number, RunFailedError if the run is over.
+    Raises ConfigError for a reward that is not a number or too large, RunFailedError if the run is over.
     """
     references = [_reference(handle, group) for group in groups]
     written = [group for group, reference in zip(groups, references, strict=True) if reference is None]
@@ -66,8 +65,10 @@ def num_members(group: Group) -> int:
 def _reference(handle: RunHandle, group: Group) -> SubmittedGroup | None:
     """A group by reference; None if it must be written to the log first."""
     for trajectory in group:
-        if not math.isfinite(trajectory.reward):
-            raise ConfigError(f"the reward of a trajectory is {trajectory.reward}; expected a finite number")
+        if not abs(trajectory.reward) <= MAX_REWARD_SUM:
+            raise ConfigError(
+                f"the reward of a trajectory is {trajectory.reward}; expected a number up to {MAX_REWARD_SUM:g}"
+            )
     names = {(trajectory.metadata or {}).get("group_id") for trajectory in group}
     if len(names) != 1 or not all(map(is_as_recorded, group)):
         return None

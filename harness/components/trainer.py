@@ -5,7 +5,6 @@ to k epochs are rolled out while earlier ones are trained.
 
 import asyncio
 import logging
-import math
 import random
 import secrets
 from collections import deque
@@ -31,7 +30,7 @@ from rollstream.schemas.finetuning import (
     Trajectory,
     TrajectoryCollection,
 )
-from rollstream.schemas.settings import CurriculumSettings
+from rollstream.schemas.settings import MAX_REWARD_SUM, CurriculumSettings
 
 logger = logging.getLogger(__name__)
 
@@ -328,7 +327,7 @@ def _with_epoch(trajectory: Trajectory, run_id: str, epoch: int) -> Trajectory:
 def _checked(found: Any, epoch: int) -> TrajectoryCollection:
     """The builder's result.
 
-    Raises ComponentError if it is not a collection, or one of its rewards is not a finite number.
+    Raises ComponentError if it is not a collection, or one of its rewards is not a number or too large.
     """
     if not isinstance(found, TrajectoryCollection):
         raise ComponentError(
@@ -336,10 +335,10 @@ def _checked(found: Any, epoch: int) -> TrajectoryCollection:
         )
     for group in found.trajectories:
         for trajectory in group:
-            if not math.isfinite(trajectory.reward):
+            if not abs(trajectory.reward) <= MAX_REWARD_SUM:
                 raise ComponentError(
                     f"trajectory_builders: a trajectory of epoch {epoch} has the reward {trajectory.reward}; "
-                    f"expected a finite number (metadata: {trajectory.metadata})"
+                    f"expected a number up to {MAX_REWARD_SUM:g} (metadata: {trajectory.metadata})"
                 )
     return found
 

@@ -21,7 +21,7 @@ from rollstream.schemas.events.rollouts import (
     TrajectoryAssembled,
 )
 from rollstream.schemas.events.training import MemberRef
-from rollstream.schemas.settings import OTHERS
+from rollstream.schemas.settings import MAX_REWARD_SUM, OTHERS
 from rollstream.schemas.topics import TOPICS
 
 _MAX_BYTES = TOPICS["trajectories"].max_record_bytes - RECORD_OVERHEAD_BYTES - 64 * 1024
@@ -136,8 +136,11 @@ def sum_rewards(rewards: Iterable[RewardRecorded], agent: str, weights: dict[str
         if reward.step_index is not None:
             step, sums = str(reward.step_index), scores if reward.is_score else by_step
             sums[step] = sums.get(step, 0.0) + weighted
-    if not all(map(math.isfinite, (total, *by_name.values(), *by_step.values(), *scores.values()))):
+    found = total, *by_name.values(), *by_step.values(), *scores.values()
+    if not all(map(math.isfinite, found)):
         raise DecodeError(f"the sum of the rewards of agent {agent} is not finite")
+    if max(map(abs, found)) > MAX_REWARD_SUM:
+        raise DecodeError(f"a sum of rewards of agent {agent} is beyond {MAX_REWARD_SUM:g}")
     return RewardSums(total, by_name, by_step, scores)
 
 

@@ -95,6 +95,21 @@ def test_more_than_a_record_has_room_for_is_refused_before_anything_is_written(
     asyncio.run(scenario())
 
 
+@pytest.mark.parametrize("reward", [float("nan"), -1e200])
+def test_a_reward_that_no_statistics_can_hold_is_refused_before_anything_is_written(
+    tmp_path: Path, reward: float
+) -> None:
+    async def scenario() -> None:
+        rig = EpochwiseRig(tmp_path, configuration(tmp_path))
+        async with opened_rig(rig) as (_, parts):
+            group = [Trajectory(episode=[], reward=one) for one in (0.0, reward)]
+            with pytest.raises(ConfigError, match="the reward of a trajectory is .*; expected a number up to 1e"):
+                await parts.trainer_adapter.submit(TrajectoryCollection(trajectories=[group], run_id="mine"))
+        assert await rig.events("groups", SubmissionReceived) == []
+
+    asyncio.run(scenario())
+
+
 @pytest.mark.parametrize("more", ["!", "!" * MAX_INLINE_BYTES], ids=["inline", "in a store that is away for a while"])
 def test_an_answer_whose_text_was_changed_is_not_trained_on_by_the_tokens_of_another(tmp_path: Path, more: str) -> None:
     async def scenario() -> None:

@@ -4,6 +4,7 @@ from array import array
 from itertools import chain
 
 import hypothesis.strategies as st
+import pytest
 from hypothesis import given, settings
 
 from rollstream.eventlog import codec
@@ -280,8 +281,10 @@ def test_a_rollout_without_token_ids_still_has_its_trajectory():
     assert (member.num_tokens, member.num_completion_tokens, member.agent) == (0, 0, "agent")
 
 
-def test_rewards_without_a_finite_sum_reject_the_attempt():
-    (closing,) = closings_of(started(size=1, reward_weights={"task": 1e300}), *attempt(reward=1e300))
+@pytest.mark.parametrize("weight", [1e300, -1e300, 1e100])
+def test_rewards_of_which_no_statistics_could_be_computed_reject_the_attempt(weight: float):
+    """Their sum is not finite, or squares of it are not."""
+    (closing,) = closings_of(started(size=1, reward_weights={"task": weight}), *attempt(reward=1e100))
     ((outcome, _),) = outcomes(closing).values()
     assert outcome == "rejected"
 
