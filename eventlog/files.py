@@ -225,7 +225,7 @@ def base_sha256(model: str, like: str = "") -> str:
 
 
 def _is_head(name: str) -> bool:
-    """Of a tensor that is stored or left out where it is tied to the embeddings."""
+    """Whether a tensor is stored or left out where it is tied to the embeddings."""
     return name.split(".")[-2:] == ["lm_head", "weight"]
 
 

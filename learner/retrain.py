@@ -105,7 +105,7 @@ class Retraining:
             self._trainer.refer_to(weights, what)
 
     def _remedy(self) -> str:
-        """Of weights that hash otherwise: with `dtype: auto` the device decides in which type they are published."""
+        """Remedy for weights with another hash: with `dtype: auto`, the device decides in which type they are."""
         here = device_name(self._trainer.model.device)
         others = sorted({step.device for step in self.job.steps.values()} - {"", here})
         if others and self.job.submitted.settings.model.dtype == "auto":

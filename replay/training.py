@@ -108,7 +108,7 @@ async def train(
 
 
 def _excuse(job: RecordedJob, recorded: StepTrained, replayed: StepTrained) -> str:
-    """Why a version may differ though nothing was changed; empty if nothing says so."""
+    """Reason for which an unchanged version may differ; empty if none is known."""
     if not job.submitted.settings.model.deterministic:
         return " (trained with model.deterministic: false, so bits may differ)"
     if recorded.device not in ("", replayed.device):

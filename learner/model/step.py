@@ -162,7 +162,7 @@ def train_batch(
 
 
 def device_name(device: torch.device) -> str:
-    """What decides bits of a device: the GPU's name, or cpu."""
+    """Name of a device, as far as it decides bits: the GPU's name, or cpu."""
     return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
 
 

@@ -1,4 +1,4 @@
-"""What `rollstream merge` refuses before it loads a model."""
+"""Refusals of `rollstream merge` before it loads a model."""
 
 from pathlib import Path
 
