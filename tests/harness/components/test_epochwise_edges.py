@@ -103,7 +103,7 @@ def test_a_reward_that_no_statistics_can_hold_is_refused_before_anything_is_writ
         rig = EpochwiseRig(tmp_path, configuration(tmp_path))
         async with opened_rig(rig) as (_, parts):
             group = [Trajectory(episode=[], reward=one) for one in (0.0, reward)]
-            with pytest.raises(ConfigError, match="the reward of a trajectory is .*; expected a number up to 1e"):
+            with pytest.raises(ConfigError, match=r"the reward of a trajectory is .*; expected a number up to 1e"):
                 await parts.trainer_adapter.submit(TrajectoryCollection(trajectories=[group], run_id="mine"))
         assert await rig.events("groups", SubmissionReceived) == []
 
