@@ -156,7 +156,7 @@ def test_the_runs_sampling_is_enforced_and_an_answer_that_is_cut_is_incomplete(t
         ({"input": None}, "input"),
         ({"input": [{"type": "item_reference", "id": "x"}]}, "input.0"),
         ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input.0.content.0"),
-        ({"input": [{"role": "alien", "content": "a"}]}, "messages.0.role"),
+        ({"input": [{"role": "alien", "content": "a"}]}, "input.0.role"),
         ({"input": [{"type": "function_call", "name": "add"}]}, "input.0"),
         ({"tools": [{"type": "function"}]}, "tools.0"),
         ({"tool_choice": "required"}, "tool_choice"),

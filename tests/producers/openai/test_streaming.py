@@ -212,12 +212,12 @@ def test_an_engine_that_fails_in_mid_stream_ends_it_with_the_error_as_each_clien
         assert (last["type"], last["error"]["type"]) == ("error", "api_error")
         async with openai.AsyncOpenAI(base_url=f"{one.rollout['base_url']}/v1", api_key=one.rollout["key"]) as client:
             stream = await client.chat.completions.create(model="policy", messages=ASK, stream=True)
-            with pytest.raises(openai.APIError, match="the gateway failed at this request"):
+            with pytest.raises(openai.APIError, match="the gateway could not process this request"):
                 async for _ in stream:
                     pass
             events = [event async for event in await client.responses.create(model="policy", input="a", stream=True)]
         assert events[-1].type == "error"
-        assert events[-1].message == "the gateway failed at this request; its log says why"
+        assert events[-1].message == "the gateway could not process this request; see its log"
         assert events[-1].code == "internal_error"
         await one.end()
 
