@@ -42,8 +42,10 @@ async def finish(one: Any) -> None:
     await one.end()
 
 
-def calls_of(played: Any) -> list[Any]:
-    return [step for step in played.steps if step.llm is not None]
+def assert_complete(played: Any, num_calls: int) -> None:
+    """The rollout ended whole, with so many calls recorded."""
+    played.assert_complete()
+    assert sum(step.llm is not None for step in played.steps) == num_calls
 
 
 @pytest.mark.parametrize("is_open", [True, False])
@@ -58,8 +60,7 @@ def test_the_retries_of_two_equal_calls_get_both_answers(tmp_path, is_open):
         await finish(one)
 
     played = play_outside(tmp_path, agent, script=numbered(), delay_s=1.0)
-    played.assert_complete()
-    assert len(calls_of(played)) == 2
+    assert_complete(played, 2)
 
 
 def test_a_retry_gets_the_call_that_nobody_has_an_answer_of_and_not_the_newest(tmp_path):
@@ -70,8 +71,7 @@ def test_a_retry_gets_the_call_that_nobody_has_an_answer_of_and_not_the_newest(t
         await finish(one)
 
     played = play_outside(tmp_path, agent, script=numbered(), delay_s=1.0)
-    played.assert_complete()
-    assert len(calls_of(played)) == 2
+    assert_complete(played, 2)
 
 
 def test_the_retries_of_two_equal_calls_get_both_answers_from_the_process_after_the_one_that_was_killed(tmp_path):
@@ -84,8 +84,7 @@ def test_the_retries_of_two_equal_calls_get_both_answers_from_the_process_after_
         await finish(one)
 
     whole = play_outside(tmp_path, second, before=play_outside(tmp_path, first, script=numbered()))
-    whole.assert_complete()
-    assert len(calls_of(whole)) == 2
+    assert_complete(whole, 2)
 
 
 def test_equal_retries_of_calls_that_never_arrived_are_one_call_and_under_keys_of_their_own_several(tmp_path):
@@ -97,5 +96,4 @@ def test_equal_retries_of_calls_that_never_arrived_are_one_call_and_under_keys_o
         await finish(one)
 
     played = play_outside(tmp_path, agent, script=numbered(), delay_s=0.1)
-    played.assert_complete()
-    assert len(calls_of(played)) == 3
+    assert_complete(played, 3)
