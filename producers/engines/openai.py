@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
+from urllib.request import proxy_bypass_environment
 
 from rollstream.eventlog.http.http_json import HttpServer, RefusedError, shown
 from rollstream.producers.engines.base import CLOSED, Capabilities, Generation, GenerationRequest, check_prompt
@@ -245,9 +246,8 @@ def _proxy_of(url: str, env: Mapping[str, str]) -> str | None:
     parts = urlsplit(url)
     scheme, host = parts.scheme, parts.hostname or ""
     found = env.get(f"{scheme}_proxy") or env.get(f"{scheme.upper()}_PROXY") or ""
-    excepted = [one.strip().lstrip(".").lower() for one in (env.get("no_proxy") or env.get("NO_PROXY", "")).split(",")]
-    is_excepted = any(one in ("*", host, parts.netloc.lower()) or host.endswith(f".{one}") for one in excepted if one)
-    if not found or host in LOOPBACK or is_excepted:
+    excepted = {"no": env.get("no_proxy") or env.get("NO_PROXY", "")}
+    if not found or host in LOOPBACK or proxy_bypass_environment(parts.netloc, excepted):
         return None
     return found if "://" in found else f"http://{found}"
 
