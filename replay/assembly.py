@@ -80,23 +80,32 @@ async def fold(log: EventLog, part: Range) -> Folded:
         except DecodeError as error:
             found.damaged.append(f"{format_position(record.position)} is not an event and has no dead letter: {error}")
             continue
-        if isinstance(received.event, Tick) and received.event.partition != record.partition:
-            at = f"{received.event.event_id} at {format_position(record.position)}: partition"  # a Tick has no key
-            found.differences.append((at, str(received.event.partition), str(record.partition)))
-        if received.event.run_id == part.run_id:
+        event = received.event
+        if event.run_id == part.run_id:
             _look_at(received, state, begun, found)
-        elif isinstance(received.event, GroupEvent) and ids.run_of(received.event.group_id) == part.run_id:
-            at = f"{received.event.event_id} at {format_position(record.position)}: run_id"
-            found.differences.append((at, received.event.run_id, part.run_id))
-        for event in (closing.closed for closing in assembly.evolve(state, received)):
-            if event.run_id == part.run_id:
-                _close(event, begun.pop(event.group_id, set()), found, has_dead=bool(part.dead))
+        elif isinstance(event, GroupEvent) and ids.run_of(event.group_id) == part.run_id:
+            at = f"{event.event_id} at {format_position(record.position)}: run_id"
+            found.differences.append((at, event.run_id, part.run_id))
+        elif isinstance(event, Tick) and event.partition != record.partition:
+            at = f"{event.event_id} at {format_position(record.position)}: partition"  # a Tick has no key
+            found.differences.append((at, str(event.partition), str(record.partition)))
+        for closing in assembly.evolve(state, received):
+            closed = closing.closed
+            if closed.run_id == part.run_id:
+                _close(closed, begun.pop(closed.group_id, set()), found, has_dead=bool(part.dead))
     return found
 
 
 def _look_at(received: Received, state: AssemblyState, begun: dict[str, set[str]], found: Folded) -> None:
     """Note what a record of the run says beside what its group closes with. `begun`: attempts by open group."""
     match received.event:
+        case StepRecorded() as event:  # first: most are
+            group = state.groups.get(event.group_id)
+            if event.llm is not None and group is not None and group.started.policy == "model":
+                for span in event.llm.spans:
+                    sampled_with = span.model_group, span.version
+                    if sampled_with not in found.versions:
+                        found.versions[sampled_with] = event.event_id
         case GroupStarted() as event:
             found.started.setdefault(event.group_id, event.model_dump_json())
         case RolloutStarted() as event:
@@ -104,11 +113,6 @@ def _look_at(received: Received, state: AssemblyState, begun: dict[str, set[str]
                 begun.setdefault(event.group_id, set()).add(event.rollout_id)
             at = f"{event.event_id} at steps {received.position.partition}@{received.position.offset}"
             found.differences += [(f"{at}: {name}", ours, theirs) for name, ours, theirs in _other(state, event)]
-        case StepRecorded() as event if event.llm is not None:
-            group = state.groups.get(event.group_id)
-            if group is not None and group.started.policy == "model":
-                for span in event.llm.spans:
-                    found.versions.setdefault((span.model_group, span.version), event.event_id)
         case _:
             pass
 
