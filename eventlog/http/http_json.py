@@ -9,11 +9,14 @@ import json
 import logging
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
+from urllib.parse import urlsplit
+from urllib.request import proxy_bypass_environment
 
 import aiohttp
 import orjson
 
 from rollstream.schemas.errors import ModelError, PromptTooLongError
+from rollstream.schemas.services import LOOPBACK
 from rollstream.schemas.variables import one_line
 
 MAX_ANSWER_BYTES = 8 * 1024 * 1024
@@ -210,6 +213,17 @@ def retry_after(headers: Mapping[str, str]) -> float:
         except (TypeError, ValueError):
             return 0.0
     return min(max(seconds, 0.0), MAX_RETRY_AFTER_S) if seconds == seconds else 0.0
+
+
+def proxy_of(url: str, env: Mapping[str, str]) -> str | None:
+    """The proxy that the environment names for a URL; None for addresses of this machine."""
+    parts = urlsplit(url)
+    scheme, host = parts.scheme, parts.hostname or ""
+    found = env.get(f"{scheme}_proxy") or env.get(f"{scheme.upper()}_PROXY") or ""
+    excepted = {"no": env.get("no_proxy") or env.get("NO_PROXY", "")}
+    if not found or host in LOOPBACK or proxy_bypass_environment(parts.netloc, excepted):
+        return None
+    return found if "://" in found else f"http://{found}"
 
 
 def shown(body: object) -> str:

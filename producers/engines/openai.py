@@ -12,14 +12,12 @@ import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
-from urllib.request import proxy_bypass_environment
 
-from rollstream.eventlog.http.http_json import HttpServer, RefusedError, shown
+from rollstream.eventlog.http.http_json import HttpServer, RefusedError, proxy_of, shown
 from rollstream.producers.engines.base import CLOSED, Capabilities, Generation, GenerationRequest, check_prompt
 from rollstream.schemas.errors import ModelError
 from rollstream.schemas.events import WeightsPublished
-from rollstream.schemas.services import LOOPBACK, OpenAISettings
+from rollstream.schemas.services import OpenAISettings
 
 _UNSUPPORTED = re.compile(r"Unsupported parameter: '(\w{1,40})' is not supported with this model")
 """The sentence by which OpenAI's API refuses a parameter (400); the code beside it varies."""
@@ -70,7 +68,7 @@ class OpenAIEngine:
             timeout_s=settings.timeout_s,
             key=_key_of(settings, env),
             key_variable=settings.api_key_variable,
-            proxy=_proxy_of(settings.base_url, env),
+            proxy=proxy_of(settings.base_url, env),
         )
         self._model = settings.model
         self._slots = asyncio.Semaphore(settings.max_concurrent)
@@ -239,17 +237,6 @@ def _key_of(settings: OpenAISettings, env: Mapping[str, str]) -> str:
     if not key or not key.isprintable():
         raise ModelError(f"endpoint {settings.base_url}: the variable {variable} holds no key; export it")
     return key
-
-
-def _proxy_of(url: str, env: Mapping[str, str]) -> str | None:
-    """The proxy that the environment names for a URL; None for addresses of this machine."""
-    parts = urlsplit(url)
-    scheme, host = parts.scheme, parts.hostname or ""
-    found = env.get(f"{scheme}_proxy") or env.get(f"{scheme.upper()}_PROXY") or ""
-    excepted = {"no": env.get("no_proxy") or env.get("NO_PROXY", "")}
-    if not found or host in LOOPBACK or proxy_bypass_environment(parts.netloc, excepted):
-        return None
-    return found if "://" in found else f"http://{found}"
 
 
 def _changes_nothing(name: str, value: Any) -> bool:

@@ -9,23 +9,23 @@ import functools
 import json
 import logging
 import math
+import os
 import re
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-import aiohttp
-
+from rollstream.eventlog.http.http_json import TRY_AGAIN, HttpServer, TryAgainError, proxy_of, retry_after
 from rollstream.producers.evaluators import matching
 from rollstream.producers.evaluators.builtin import final_answer, right_answer
 from rollstream.producers.rollout.rewards import Asked, FinishedRollout, NoScoreError, Recorder, RewardError, in_thread
-from rollstream.producers.traces.stream import read_up_to
+from rollstream.schemas.errors import ModelError
 from rollstream.schemas.evaluators import PLACEHOLDER, SECTION, LlmJudge
 from rollstream.schemas.variables import one_line
 
+PATH = "/chat/completions"
 MAX_ANSWER_BYTES = 1024 * 1024
 SHOWN_CHARS = 200
 """Maximum characters of an unusable answer that its error shows."""
-TRY_AGAIN = frozenset({408, 429})
 
 logger = logging.getLogger(__name__)
 
@@ -38,10 +38,6 @@ class JudgeAnswer(NamedTuple):
     num_tries: int
 
 
-class _AgainError(Exception):
-    """A try that failed in a way which another one may not."""
-
-
 class Judge:
     """One evaluator in one rollout."""
 
@@ -52,7 +48,7 @@ class Judge:
         self._config = config
         self._recorder = recorder
         self._hide = hide
-        self._url = f"{config.base_url.rstrip('/')}/chat/completions"
+        self._base_url = config.base_url.rstrip("/")
 
     async def score(self, rollout: FinishedRollout) -> float:
         """The judge's number for the rollout's final answer. Raises NoScoreError, RewardError naming place and remedy.
@@ -93,22 +89,25 @@ class Judge:
         return PLACEHOLDER.sub(filled, config.prompt)
 
     async def _ask(self, messages: list[dict[str, str]]) -> JudgeAnswer:
-        tries = self._config.retries + 1
-        last: _AgainError | None = None
-        for number in range(1, tries + 1):
-            try:
-                content = await self._post(messages)
-            except _AgainError as error:
-                last = error
-                logger.info("%s: try %d of %d: %s", self._location, number, tries, self._hide(str(error)))
-            else:
-                return self._read(content, number)
-            if number < tries:
-                await asyncio.sleep(self._config.retry_wait_s * 2 ** (number - 1))
+        config = self._config
+        tries, last = config.retries + 1, TryAgainError("was not asked")
+        proxy = proxy_of(self._base_url, os.environ)
+        server = HttpServer(self._base_url, timeout_s=config.timeout_s, proxy=proxy)
+        try:
+            for number in range(1, tries + 1):
+                try:
+                    return self._read(await self._post(server, messages), number)
+                except TryAgainError as error:
+                    last = error
+                    logger.info("%s: try %d of %d: %s", self._location, number, tries, self._hide(str(error)))
+                if number < tries:
+                    await asyncio.sleep(max(last.after_s, config.retry_wait_s * 2 ** (number - 1)))
+        finally:
+            await server.close()
         raise self._no_score(f"{last} ({tries} tries); check that it serves, or raise timeout_s or retries") from last
 
-    async def _post(self, messages: list[dict[str, str]]) -> bytes:
-        """The body of a 2xx answer. Raises _AgainError, NoScoreError, RewardError."""
+    async def _post(self, server: HttpServer, messages: list[dict[str, str]]) -> bytes:
+        """The body of a 2xx answer. Raises TryAgainError, NoScoreError, RewardError."""
         config = self._config
         request: dict[str, Any] = {
             "model": config.model,
@@ -116,21 +115,15 @@ class Judge:
             "temperature": config.temperature,
             **({"max_tokens": config.max_tokens} if config.max_tokens else {}),
         }
-        timeout = aiohttp.ClientTimeout(total=config.timeout_s)
         try:
-            async with (
-                aiohttp.ClientSession(timeout=timeout) as session,
-                session.post(self._url, json=request, headers=self._headers(), allow_redirects=False) as response,
-            ):
-                body = await read_up_to(response, MAX_ANSWER_BYTES)
-        except TimeoutError as error:
-            raise _AgainError(f"no answer within {config.timeout_s:g} s (timeout_s)") from error
-        except (aiohttp.ClientError, OSError) as error:
-            raise _AgainError(f"cannot be reached: {type(error).__name__}: {error}") from error
-        if response.status in TRY_AGAIN or response.status >= 500:
-            raise _AgainError(f"answered {response.status} {self._shown(body)}")
-        if not 200 <= response.status < 300:
-            raise self._no_score(f"answered {response.status} {self._shown(body)}; check base_url, model and api_key")
+            answered = await server.sent("POST", PATH, request, headers=self._headers(), max_bytes=MAX_ANSWER_BYTES)
+        except ModelError as error:
+            raise self._no_score(f"answered more than {MAX_ANSWER_BYTES} bytes; set max_tokens") from error
+        status, body = answered.status, answered.body
+        if status in TRY_AGAIN or status >= 500:
+            raise TryAgainError(f"answered {status} {self._shown(body)}", retry_after(answered.headers))
+        if not 200 <= status < 300:
+            raise self._no_score(f"answered {status} {self._shown(body)}; check base_url, model and api_key")
         return body
 
     def _headers(self) -> dict[str, str]:
@@ -172,7 +165,7 @@ class Judge:
         return number
 
     def _no_score(self, message: str) -> NoScoreError:
-        return NoScoreError(self._hide(f"{self._location}: {self._url}: {message}"))
+        return NoScoreError(self._hide(f"{self._location}: {self._base_url}{PATH}: {message}"))
 
     def _shown(self, answer: str | bytes) -> str:
         """A part of the answer; hidden first, so that no cut shows a part of a secret."""

@@ -12,7 +12,7 @@ from aiohttp import web
 
 from rollstream.eventlog.http import http_json
 from rollstream.producers.engines.base import GenerationRequest
-from rollstream.producers.engines.openai import OpenAIEngine, TextTokenizer, _proxy_of
+from rollstream.producers.engines.openai import OpenAIEngine, TextTokenizer
 from rollstream.producers.engines.routed import RoutedEngine
 from rollstream.producers.engines.scripted import ScriptedEngine
 from rollstream.producers.rollout.conversation import Conversation
@@ -251,7 +251,7 @@ def test_the_proxy_of_the_environment_is_used_but_for_this_machine_and_what_it_e
     ],
 )
 def test_a_proxy_is_found_as_other_programs_find_it(url, env, proxy):
-    assert _proxy_of(url, env) == proxy
+    assert http_json.proxy_of(url, env) == proxy
 
 
 def test_too_long_a_prompt_is_told_apart():

@@ -4,6 +4,7 @@ import asyncio
 import json
 import logging
 import threading
+import time
 
 import pytest
 
@@ -35,9 +36,9 @@ def judge(base_url, **changes):
     return block | {"prompt": PROMPT, "max": 10, "timeout_s": 5, "retries": 0, "retry_wait_s": 0.01} | changes
 
 
-def judged(play, *replies, response="Paris", inputs=None, missing_score="error", **changes):
+def judged(play, *replies, response="Paris", inputs=None, missing_score="error", error_headers=None, **changes):
     """Events of an attempt that a server judged, and the server."""
-    server = JudgeServer(*replies)
+    server = JudgeServer(*replies, error_headers=error_headers)
     inputs = {"question": "Capital of France?", "answer": "Paris"} if inputs is None else inputs
 
     # The attempt runs in a loop of its own, so the server has a thread.
@@ -139,6 +140,27 @@ def test_a_server_that_stumbles_is_asked_again(play):
     assert len(server.requests) == 4
     assert played.steps[-1].metadata["num_tries"] == 4
     assert len(played.steps) == 2, "what is recorded is the answer, not the tries"
+
+
+def test_a_server_that_asks_for_a_pause_is_asked_after_it(play):
+    begun = time.monotonic()
+    played, server = judged(play, (429, "slow down"), "8", retries=1, error_headers={"Retry-After": "0.6"})
+    played.assert_complete()
+    assert len(server.requests) == 2
+    assert time.monotonic() - begun >= 0.6
+
+
+def test_a_judge_is_asked_by_the_proxy_of_the_environment(play, monkeypatch):
+    class Proxy(JudgeServer):
+        async def __aenter__(self):
+            await super().__aenter__()
+            monkeypatch.setenv("http_proxy", self.base_url.removesuffix("/v1"))
+            return self
+
+    monkeypatch.setattr("tests.producers.evaluators.test_llm_judge.JudgeServer", Proxy)
+    played, server = judged(play, "8", base_url="http://judge.example/v1")
+    played.assert_complete()
+    assert server.requests[0][0]["Host"] == "judge.example"
 
 
 NO_SCORES = {

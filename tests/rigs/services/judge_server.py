@@ -16,10 +16,14 @@ def chat_completion(text):
 
 
 class JudgeServer:
-    """Answers in turn, the last one repeatedly: text, (status, body), seconds to hang, or a function of the request."""
+    """Answers in turn, the last one repeatedly: text, (status, body), seconds to hang, or a function of the request.
 
-    def __init__(self, *answers):
+    Errors carry `error_headers`.
+    """
+
+    def __init__(self, *answers, error_headers=None):
         self.answers = list(answers)
+        self._error_headers = error_headers
         self.requests = []
         """(headers, JSON body) of every request."""
 
@@ -47,4 +51,5 @@ class JudgeServer:
             answer = "too late"
         status, content = answer if isinstance(answer, tuple) else (200, chat_completion(answer))
         text = content if isinstance(content, str) else json.dumps(content)
-        return web.Response(status=status, text=text, content_type="application/json")
+        headers = self._error_headers if status >= 400 else None
+        return web.Response(status=status, text=text, content_type="application/json", headers=headers)
