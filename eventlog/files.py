@@ -14,6 +14,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
+from rollstream.schemas.errors import ModelError
+
 TOKENIZER_FILES = ("added_tokens.json", "merges.txt", "tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
 BY_TENSOR = "tensors-"
 """Before a hash of `base_sha256` over tensors. Older records have hashes over files."""
@@ -194,10 +196,11 @@ def tokenizer_sha256(model: str) -> str:
     """sha256 over the files that make token ids of text in a model's folder; empty for a hub name, or if it has none.
 
     The chat template is not among them: it may change under weights that are trained already. A file is read again once
-    its time or size differs: engines ask for each version, and a vocabulary of 150,000 has 15 MB. Raises OSError.
+    its time or size differs: engines ask for each version, and a vocabulary of 150,000 has 15 MB. Raises ModelError.
     """
     folder = Path(model).expanduser()
-    return _sha256_over([folder / name for name in TOKENIZER_FILES if (folder / name).is_file()])
+    with _readable(model):
+        return _sha256_over([folder / name for name in TOKENIZER_FILES if (folder / name).is_file()])
 
 
 def base_sha256(model: str, like: str = "") -> str:
@@ -205,9 +208,21 @@ def base_sha256(model: str, like: str = "") -> str:
 
     Of safetensors it is over the tensors by their names, so that the same weights saved again in other shards are the
     same base model; of other files it is over the files. `like`: a recorded hash, as whose the weights are hashed. A
-    file is read again once its time or size differs: that takes a second or two per GB. Raises OSError.
+    file is read again once its time or size differs: that takes a second or two per GB. Raises ModelError.
     """
-    folder = Path(model).expanduser()
+    with _readable(model):
+        return _base_sha256(Path(model).expanduser(), like)
+
+
+@contextmanager
+def _readable(model: str) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise ModelError(f"the files of model {model} cannot be read: {error}; restore them") from error
+
+
+def _base_sha256(folder: Path, like: str) -> str:
     found = sorted(folder.glob("model*.safetensors")) or sorted(folder.glob("pytorch_model*.bin"))
     files = [path for path in found if path.is_file()]
     if like and not like.startswith(BY_TENSOR):

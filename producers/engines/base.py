@@ -128,11 +128,8 @@ def check_base_model(published: WeightsPublished, base_model: str) -> None:
     """Raises ModelError if the model's folder here has other files than where the version was trained: of the
     tokenizer, or weights below an adapter.
     """
-    try:
-        found = tokenizer_sha256(base_model)
-        of_weights = base_sha256(base_model, published.base_sha256) if published.base_sha256 else ""
-    except OSError as error:
-        raise ModelError(f"the files of model {base_model} cannot be read: {error}; restore them") from error
+    found = tokenizer_sha256(base_model)
+    of_weights = base_sha256(base_model, published.base_sha256) if published.base_sha256 else ""
     if "" != published.tokenizer_sha256 != found != "":
         raise ModelError(
             f"version {published.version} of {published.model_group} was trained with another tokenizer than that of "

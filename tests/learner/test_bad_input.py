@@ -10,6 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
+from rollstream.eventlog import files
 from rollstream.eventlog.files import base_sha256
 from rollstream.learner.model.export import export_merged
 from rollstream.learner.trainer import JobTrainer
@@ -171,6 +172,32 @@ def test_a_restart_with_another_vocabulary_fails_the_job(lab: Any) -> None:
         "is (32, 16), the model's (40, 16): a vocabulary of 32 tokens, and one of 40; give the model.path that they "
         "were trained with"
     )
+
+
+def test_a_base_model_that_cannot_be_read_fails_its_job_and_the_learner_goes_on(
+    lab: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def scenario() -> None:
+        folder = lab.folder / "model"
+        shutil.copytree(lab.model, folder)
+        read = files._tensors_of
+
+        def broken(path: Path, *of_file: int) -> Any:
+            if path.parent == folder:
+                raise OSError(5, "Input/output error", str(path))
+            return read(path, *of_file)
+
+        monkeypatch.setattr(files, "_tensors_of", broken)
+        await lab.submit("bad", model=ModelSettings(path=str(folder), device="cpu", lora=LoraSettings(rank=2)))
+        await lab.work(lab.has(JobFailed))
+        await lab.plan(await lab.submit("good"), 1)
+        await lab.work(lab.has(JobSucceeded))
+        (failed,) = await lab.events("jobs", JobFailed)
+        assert failed.job_id == "run-1/bad"
+        assert f"the files of model {folder} cannot be read" in failed.error
+        assert failed.error.endswith("; restore them")
+
+    asyncio.run(scenario())
 
 
 def test_a_base_model_that_was_recorded_by_its_files_is_known_by_them(lab: Any) -> None:
