@@ -3,7 +3,11 @@
 import platform
 from importlib import metadata
 
-LIBRARIES = ("rollstream", "torch", "transformers", "peft", "safetensors", "numpy", "faust-streaming", "aiokafka")
+LIBRARIES = (
+    *("rollstream", "torch", "transformers", "peft", "safetensors", "numpy", "faust-streaming", "aiokafka"),
+    *("triton", "bitsandbytes"),
+)
+"""Those that are not installed are left out."""
 
 
 def library_versions() -> dict[str, str]:
