@@ -205,7 +205,7 @@ class EmbeddedBroker:
             cwd=self._folder,
             env=_environment(),
             umask=0o077,
-            start_new_session=True,  # Ctrl-C in the terminal is for the parent, which stops the broker last
+            process_group=0,  # Ctrl-C in the terminal is for the parent, which stops the broker last
             pass_fds=(self._lock,),  # the workspace stays locked until the broker has ended
         )
         assert self._guard.stdout is not None

@@ -185,7 +185,7 @@ class Supervisor:
                 stdout=log,
                 stderr=log,
                 env={**self.env, PARENT: str(os.getpid())},
-                start_new_session=True,  # Ctrl-C in the terminal is for the parent, which stops the children in order
+                process_group=0,  # Ctrl-C in the terminal is for the parent, which stops the children in order
             )
         assert process.stdin is not None
         try:

@@ -85,7 +85,7 @@ def _start() -> "subprocess.Popen[str]":
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         encoding="ascii",
-        start_new_session=True,  # Ctrl-C is for the process that asks
+        process_group=0,  # Ctrl-C is for the process that asks
     )
 
 
