@@ -15,6 +15,10 @@ from rollstream.schemas.events.rollouts import RolloutEnded
 Incompleteness = Literal["", "incomplete", "digest", "no_score"]
 OVERSAMPLED = "oversampled"
 """Cause of an attempt that was in progress when enough others of its group were complete."""
+NOT_ALLOWED = "not_allowed"
+"""Cause of the only attempt of a group whose task or weights the local configuration does not allow."""
+ENGINE_ERROR = "engine_error"
+"""Cause of the only attempt of a group whose weights could not be loaded."""
 
 
 # Called for every attempt: `dict[int, str]()` takes five times as long.

@@ -26,16 +26,9 @@ from rollstream.learner.parallel.refusals import refused
 from rollstream.learner.parallel.sharded_policy import ShardedPolicy, read_shards, sharded_like, write_shards
 from rollstream.learner.progress import manifest_metrics
 from rollstream.learner.scoring import models
+from rollstream.learner.scoring.index import SCORES_SINCE, ScoreAsked
 from rollstream.learner.scoring.models import ScoringModels
-from rollstream.learner.scoring.scores import (
-    NONE,
-    SCORES_SINCE,
-    ScoreAsked,
-    Scores,
-    by_sequence,
-    scored_rows,
-    spans_of,
-)
+from rollstream.learner.scoring.scores import NONE, Scores, by_sequence, scored_rows, spans_of
 from rollstream.schemas import ids
 from rollstream.schemas.errors import ConfigError, RollstreamError
 from rollstream.schemas.events import BatchPlanned, JobSubmitted, TrajectoryAssembled, WeightsPublished

@@ -10,7 +10,7 @@ from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from rollstream.eventlog.attempts import OVERSAMPLED
+from rollstream.eventlog.attempts import ENGINE_ERROR, NOT_ALLOWED, OVERSAMPLED
 from rollstream.eventlog.codec import Encoded, encode
 from rollstream.eventlog.failpoints import failpoint
 from rollstream.eventlog.log import EventLog, Record
@@ -40,8 +40,6 @@ CANCELLED = "cancelled"
 TIMEOUT = "timeout"
 EXTENSION_SHARE = 0.1
 """Share of a group's time by which a waiting member extends its deadline, and which a killed producer may cost it."""
-NOT_ALLOWED = "not_allowed"
-ENGINE_ERROR = "engine_error"
 MAX_LOST = 8
 """Attempts of a member beyond `max_attempts` that lost producers may cost; one that kills its producer has an end."""
 

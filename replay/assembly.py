@@ -8,11 +8,11 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 
 from rollstream.eventlog import codec
+from rollstream.eventlog.attempts import ENGINE_ERROR, NOT_ALLOWED
 from rollstream.eventlog.log import EventLog, Received, format_position
 from rollstream.eventlog.reading import read_to_end
 from rollstream.processors.assemble import fold as assembly
 from rollstream.processors.assemble.state import AssemblyState
-from rollstream.producers import group_execution
 from rollstream.producers.league.draw import seats_of
 from rollstream.replay.report import MISSING, Report, first_field
 from rollstream.replay.source import Source
@@ -81,14 +81,14 @@ async def fold(log: EventLog, part: Range) -> Folded:
             found.damaged.append(f"{format_position(record.position)} is not an event and has no dead letter: {error}")
             continue
         event = received.event
+        if isinstance(event, Tick) and event.partition != record.partition:
+            at = f"{event.event_id} at {format_position(record.position)}: partition"  # a Tick has no key
+            found.differences.append((at, str(event.partition), str(record.partition)))
         if event.run_id == part.run_id:
             _look_at(received, state, begun, found)
         elif isinstance(event, GroupEvent) and ids.run_of(event.group_id) == part.run_id:
             at = f"{event.event_id} at {format_position(record.position)}: run_id"
             found.differences.append((at, event.run_id, part.run_id))
-        elif isinstance(event, Tick) and event.partition != record.partition:
-            at = f"{event.event_id} at {format_position(record.position)}: partition"  # a Tick has no key
-            found.differences.append((at, str(event.partition), str(record.partition)))
         for closing in assembly.evolve(state, received):
             closed = closing.closed
             if closed.run_id == part.run_id:
@@ -183,8 +183,7 @@ def compare(
 def _is_refused(closed: GroupClosed) -> bool:
     """Whether no rollout of a task was run because of a name or requirement in it: its group has one failed attempt."""
     return closed.size == 1 and all(
-        one.outcome == "failed" and one.cause in (group_execution.NOT_ALLOWED, group_execution.ENGINE_ERROR)
-        for one in closed.attempts
+        one.outcome == "failed" and one.cause in (NOT_ALLOWED, ENGINE_ERROR) for one in closed.attempts
     )
 
 

@@ -14,7 +14,7 @@ from rollstream.learner import retention
 from rollstream.learner.checkpoint_files import checkpoints_in, inspect
 from rollstream.learner.progress import GroupState, LogState, evolve
 from rollstream.learner.retention import WeightNeeds
-from rollstream.learner.scoring.scores import ScoreAsked, digest_of, scorers_of
+from rollstream.learner.scoring.index import ScoreAsked, digest_of, scorers_of
 from rollstream.replay.report import MISSING, Report
 from rollstream.replay.source import RunEvents, of_type
 from rollstream.schemas import ids

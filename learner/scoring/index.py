@@ -1,15 +1,22 @@
-"""Positions of one model group's ReferenceScored in `weights`: a fold that keeps no log-probability."""
+"""The recorded log-probabilities that a batch needs, and their positions in `weights`: a fold that keeps none of them."""
 
-from collections.abc import Iterator
+import hashlib
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from rollstream.schemas.events import ReferenceScored
+from rollstream.schemas.algorithm_settings import teacher_of
+from rollstream.schemas.events import BatchPlanned, ReferenceScored
+from rollstream.schemas.events.weights import Scorer
+from rollstream.schemas.settings import JobSettings
 
 MAX_KEPT = 10_000
 """Entries of before a checkpoint that are kept: a trajectory that is trained in several passes is scored once, unless
 so many others came in between.
 """
+
+SCORES_SINCE = 6
+"""Revision of the rules since which log-probabilities under a reference are events."""
 
 
 class Wanted(NamedTuple):
@@ -18,6 +25,17 @@ class Wanted(NamedTuple):
     trajectory_sha256: str
     scorer_sha256: str
     version: int
+
+
+class ScoreAsked(NamedTuple):
+    """A member of a batch, by its index, and the scorer that its loss needs."""
+
+    member: int
+    scorer: Scorer
+
+    def wanted(self, planned: BatchPlanned) -> Wanted:
+        """Query for the index."""
+        return Wanted(planned.members[self.member].digest, self.scorer.sha256, planned.yields_version)
 
 
 @dataclass(slots=True)
@@ -75,3 +93,25 @@ class ScoreIndex:
             for entry in entries:
                 if entry.version >= self._first_version:
                     yield from entry.offsets
+
+
+def scorers_of(settings: JobSettings, base_sha256: str) -> tuple[Scorer, ...]:
+    """Those that a job's loss needs. `base_sha256`: hash of the weights of its base version."""
+    algorithm = settings.algorithm
+    teacher = teacher_of(algorithm)
+    common: dict[str, Any] = {"temperature": algorithm.temperature, "over_kept": algorithm.needs.behaviour}
+    own: dict[str, Any] = {"weights_sha256": base_sha256}
+    if settings.model.reference_dtype != "auto":
+        own["dtype"] = settings.model.reference_dtype
+    found: list[Scorer] = []
+    if algorithm.needs.reference and settings.revision >= SCORES_SINCE:
+        found.append(Scorer(role="reference", **own, **common))
+    if algorithm.needs.teacher and teacher is not None:
+        whose = {"model": teacher.path} if teacher.path else own
+        found.append(Scorer(role="teacher", context=teacher.context, **whose, **common))
+    return tuple(found)
+
+
+def digest_of(digests: Sequence[str]) -> str:
+    """`Scores.sha256` from the content digests of the events, in the order of the members."""
+    return hashlib.sha256(b"".join(map(bytes.fromhex, digests))).hexdigest() if digests else ""

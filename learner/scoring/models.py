@@ -19,7 +19,8 @@ from rollstream.learner.model.micro_batch import MicroBatch, TrainRow
 from rollstream.learner.model.policy import PolicyModel, Reference
 from rollstream.learner.model.ranks import Ranks, of_all
 from rollstream.learner.model.step import micro_batch_tokens
-from rollstream.learner.scoring.scores import Logprobs, flat, scorers_of
+from rollstream.learner.scoring.index import scorers_of
+from rollstream.learner.scoring.scores import Logprobs, flat
 from rollstream.learner.scoring.served_teacher import ServedTeacher
 from rollstream.learner.scoring.vocabulary import AS_SAMPLED, misfit, tokenizer_of
 from rollstream.schemas import tokens

@@ -1,4 +1,4 @@
-"""The recorded log-probabilities of a batch: which are wanted, read from the log, and laid on its sequences."""
+"""The recorded log-probabilities of a batch: read from the log, and laid on its sequences."""
 
 import hashlib
 from collections.abc import Iterator, Mapping, Sequence
@@ -11,32 +11,16 @@ from numpy.typing import NDArray
 from rollstream.eventlog import codec
 from rollstream.eventlog.log import EventLog, Position, Received
 from rollstream.learner.algorithms.base import Row
-from rollstream.learner.scoring.index import ScoreIndex, Wanted
+from rollstream.learner.scoring.index import ScoreAsked, ScoreIndex
 from rollstream.schemas import tokens
-from rollstream.schemas.algorithm_settings import teacher_of
 from rollstream.schemas.errors import DecodeError
 from rollstream.schemas.events import BatchPlanned, ReferenceScored, TrajectoryAssembled
-from rollstream.schemas.events.weights import Scorer
-from rollstream.schemas.settings import JobSettings
 
 MAX_TOKENS = 150_000
 """Maximum tokens of one event: 800 kB of text, which a record of `weights` holds."""
-SCORES_SINCE = 6
-"""Revision of the rules since which log-probabilities under a reference are events."""
 Logprobs = NDArray[np.float32]
 Answer = tuple[bytes, bytes]
 """Token ids of a prompt and of a completion."""
-
-
-class ScoreAsked(NamedTuple):
-    """A member of a batch, by its index, and the scorer that its loss needs."""
-
-    member: int
-    scorer: Scorer
-
-    def wanted(self, planned: BatchPlanned) -> Wanted:
-        """Query for the index."""
-        return Wanted(planned.members[self.member].digest, self.scorer.sha256, planned.yields_version)
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,23 +50,6 @@ class Scores:
 
 
 NONE = Scores()
-
-
-def scorers_of(settings: JobSettings, base_sha256: str) -> tuple[Scorer, ...]:
-    """Those that a job's loss needs. `base_sha256`: hash of the weights of its base version."""
-    algorithm = settings.algorithm
-    teacher = teacher_of(algorithm)
-    common: dict[str, Any] = {"temperature": algorithm.temperature, "over_kept": algorithm.needs.behaviour}
-    own: dict[str, Any] = {"weights_sha256": base_sha256}
-    if settings.model.reference_dtype != "auto":
-        own["dtype"] = settings.model.reference_dtype
-    found: list[Scorer] = []
-    if algorithm.needs.reference and settings.revision >= SCORES_SINCE:
-        found.append(Scorer(role="reference", **own, **common))
-    if algorithm.needs.teacher and teacher is not None:
-        whose = {"model": teacher.path} if teacher.path else own
-        found.append(Scorer(role="teacher", context=teacher.context, **whose, **common))
-    return tuple(found)
 
 
 def missing(index: ScoreIndex, planned: BatchPlanned, asked: Sequence[ScoreAsked]) -> list[ScoreAsked]:
@@ -130,11 +97,6 @@ def _part(received: Received, asked: ScoreAsked, planned: BatchPlanned, digest: 
     if not np.isfinite(found).all():
         raise DecodeError(f"{event.event_id} at weights {received.position.offset}: a log-probability is not finite")
     return found
-
-
-def digest_of(digests: Sequence[str]) -> str:
-    """`Scores.sha256` from the content digests of the events, in the order of the members."""
-    return hashlib.sha256(b"".join(map(bytes.fromhex, digests))).hexdigest() if digests else ""
 
 
 def by_sequence(trajectory: TrajectoryAssembled, logprobs: Logprobs) -> list[Logprobs]:

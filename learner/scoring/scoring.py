@@ -7,9 +7,9 @@ from typing import Protocol, TypeVar
 from rollstream.eventlog.failpoints import failpoint
 from rollstream.eventlog.log import EventLog
 from rollstream.learner.scoring.contexts import contexts_of
-from rollstream.learner.scoring.index import ScoreIndex
+from rollstream.learner.scoring.index import ScoreAsked, ScoreIndex
 from rollstream.learner.scoring.models import ScoringModels
-from rollstream.learner.scoring.scores import NONE, Logprobs, ScoreAsked, Scores, events_of, missing, recorded_scores
+from rollstream.learner.scoring.scores import NONE, Logprobs, Scores, events_of, missing, recorded_scores
 from rollstream.schemas.events import BatchPlanned, JobSubmitted, ReferenceScored, TrajectoryAssembled, WeightsPublished
 from rollstream.schemas.events.weights import Scorer
 from rollstream.schemas.settings import ArtifactRef

@@ -109,6 +109,13 @@ def test_whether_a_member_is_tried_again_is_found_where_its_group_closes_otherwi
     assert [is_found(verified, timed_out, one) for one in changed] == [b"timeout" not in one.value for one in changed]
 
 
+@pytest.mark.parametrize("run_id", ["", RUN])
+def test_the_partition_of_a_tick_is_found_whatever_run_it_names(stopped: Any, run_id: str) -> None:
+    change = with_field(stopped, "Tick", "partition", lambda partition: partition + 1)
+    named_so = change._replace(value=orjson.dumps({**orjson.loads(change.value), "run_id": run_id}))
+    assert is_found(verified, stopped, named_so)
+
+
 @pytest.mark.parametrize("part", ["group_id", "trajectory_ids", "rewards"])
 def test_every_part_of_a_submitted_group_is_found(submitted: Any, part: str) -> None:
     def new(groups: Any) -> Any:

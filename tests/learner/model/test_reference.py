@@ -11,7 +11,7 @@ from pydantic import ValidationError
 from rollstream.learner.algorithms.builtin.grpo import Grpo
 from rollstream.learner.model import collate
 from rollstream.learner.model.policy import PolicyModel, Reference
-from rollstream.learner.scoring.scores import scorers_of
+from rollstream.learner.scoring.index import scorers_of
 from rollstream.schemas.algorithms import GrpoSettings
 from rollstream.schemas.events import JobSucceeded, ReferenceScored, StepTrained
 from rollstream.schemas.settings import LoraSettings, ModelSettings

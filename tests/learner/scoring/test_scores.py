@@ -10,8 +10,8 @@ from rollstream.eventlog import codec
 from rollstream.eventlog.failpoints import Killed, armed
 from rollstream.eventlog.memory.log import MemoryLog
 from rollstream.learner.model.collate import rows_of
-from rollstream.learner.scoring.index import ScoreIndex, Wanted
-from rollstream.learner.scoring.scores import MAX_TOKENS, ScoreAsked, by_sequence, events_of, flat
+from rollstream.learner.scoring.index import ScoreAsked, ScoreIndex, Wanted
+from rollstream.learner.scoring.scores import MAX_TOKENS, by_sequence, events_of, flat
 from rollstream.schemas import tokens
 from rollstream.schemas.algorithm_settings import AlgorithmSettings
 from rollstream.schemas.algorithms import DpoSettings, GrpoSettings, KtoSettings
