@@ -1,6 +1,6 @@
 """Rollouts with a real vLLM server on the CPU and the gateway: new versions under load, added time, kills, mismatch.
 
-    make bench-rollout BENCH="[SECTION...] [--small] [--own-cores]"
+    make bench-rollout BENCH="[SECTION...] [--small]"
 
 | section | measures |
 | --- | --- |
@@ -10,9 +10,8 @@
 | kills | calls lost and doubled when the producers process is killed under load (the scripted engine) |
 | run | guess_number on vLLM, an adapter: reward by epoch, and how far engine and learner are apart by version |
 
-With `--own-cores`, vLLM has half of the cores and everything else the others; by default they share all (Linux, 2 cores
-or more). Each section is kept in FILE under its own name (`NAME, own cores`), beside what other sections wrote there
-before.
+vLLM and everything else share all cores. Each section is kept in FILE under its own name, beside what other sections
+wrote there before.
 """
 
 import argparse
@@ -20,7 +19,6 @@ import asyncio
 import dataclasses
 import json
 import os
-import shlex
 import statistics
 import subprocess
 import tempfile
@@ -49,7 +47,6 @@ from tests.rigs.services.gateway_load import killed_under_load
 from tests.rigs.services.service_processes import CLI
 from tests.rigs.services.vllm_server import (
     ENVIRONMENT,
-    EXECUTABLE,
     START_S,
     WHOLE_PROMPTS,
     executable,
@@ -301,40 +298,23 @@ def run(folder: Path, sizes: Sizes) -> dict[str, Any]:
 SECTIONS = {"lora": lora, "full": full, "gateway": gateway, "gateway_timed": gateway_timed, "kills": kills, "run": run}
 
 
-def part_cores(folder: Path) -> None:
-    """Let vLLM run on the second half of the cores, and this process and its other children on the first."""
-    cores = sorted(os.sched_getaffinity(0))
-    own, others = cores[: len(cores) // 2], cores[len(cores) // 2 :]
-    assert own, "--own-cores needs two cores or more"
-    program = folder / "vllm"
-    program.write_text(f'#!/bin/sh\nexec taskset -c {",".join(map(str, others))} {shlex.quote(executable())} "$@"\n')
-    program.chmod(0o700)
-    os.environ[EXECUTABLE] = str(program)
-    os.sched_setaffinity(0, own)
-
-
 def main() -> None:
     """Run sections, and keep each as soon as it is there."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("sections", nargs="*", metavar="SECTION", help=", ".join(SECTIONS))
     parser.add_argument("--small", action="store_true", help="only see that each runs through")
-    parser.add_argument("--own-cores", action="store_true", help="vLLM on half of the cores, all else on the others")
     parser.add_argument("--output", type=Path, default=None)
     given = parser.parse_args()
     if unknown := sorted(set(given.sections) - set(SECTIONS)):
         parser.error(f"unknown section {unknown[0]!r}; known sections: {', '.join(SECTIONS)}")
     sizes = SMALL if given.small else Sizes()
-    with tempfile.TemporaryDirectory(prefix="bench-rollout-") as folder:
-        if given.own_cores:
-            part_cores(Path(folder))
-        for name in given.sections or SECTIONS:
-            (own := Path(folder) / name).mkdir()
-            found = {"cores": os.cpu_count(), "is_small": given.small, **SECTIONS[name](own, sizes)}
-            title = f"{name}, own cores" if given.own_cores else name
-            print(f"== {title}\n{json.dumps(found, indent=2)}", flush=True)
-            if given.output is not None:
-                kept = json.loads(given.output.read_text()) if given.output.exists() else {}
-                given.output.write_text(json.dumps(kept | {title: found}, indent=2) + "\n")
+    for name in given.sections or SECTIONS:
+        with tempfile.TemporaryDirectory(prefix=f"bench-rollout-{name}-") as folder:
+            found = {"cores": os.cpu_count(), "is_small": given.small, **SECTIONS[name](Path(folder), sizes)}
+        print(f"== {name}\n{json.dumps(found, indent=2)}", flush=True)
+        if given.output is not None:
+            kept = json.loads(given.output.read_text()) if given.output.exists() else {}
+            given.output.write_text(json.dumps(kept | {name: found}, indent=2) + "\n")
 
 
 if __name__ == "__main__":
