@@ -79,6 +79,8 @@ class Sizes:
     clients: Sequence[int] = (1, 16, 64)
     calls: int = 30
     """Calls of each client."""
+    warm_up_calls: int = 100
+    """Calls of each of the most clients before anything is measured."""
     repeats: int = 3
     token_ms: Sequence[int] = (20, 5)
     """Milliseconds a token of the server that sleeps."""
@@ -91,7 +93,7 @@ class Sizes:
 
 SMALL = Sizes(
     updates=6, interval_s=0.5, requests=8, passes=1, rare_updates=2, rare_interval_s=1.0, clients=(1, 4), calls=5,
-    repeats=1, pass_s=1.0, kills=2, epochs=3,
+    warm_up_calls=2, repeats=1, pass_s=1.0, kills=2, epochs=3,
 )  # fmt: skip
 
 
@@ -224,19 +226,20 @@ def full(folder: Path, sizes: Sizes) -> dict[str, Any]:
 
 
 def measured_gateway(
-    folder: Path, url: str, base: Path, loads: Sequence[Load], repeats: int, *, has_proxies: bool
+    folder: Path, url: str, base: Path, loads: Sequence[Load], sizes: Sizes, *, has_proxies: bool
 ) -> Any:
     """Passes with the gateway and without, interleaved."""
+    warm_up = Load(max(sizes.clients), sizes.warm_up_calls, min_tokens=8, max_tokens=8)
     with EmbeddedBroker(folder / "broker") as broker:
         both = Compared(folder, url, base, broker.kafka, has_proxies)
-        return asyncio.run(both.measure(loads, repeats)) | {"load_average": os.getloadavg()}
+        return asyncio.run(both.measure(loads, sizes.repeats, warm_up)) | {"load_average": os.getloadavg()}
 
 
 def gateway(folder: Path, sizes: Sizes) -> dict[str, Any]:
     """The recording gateway beside vLLM."""
     with serving(folder, is_lora=False) as server:
         loads = [Load(clients, sizes.calls, ANSWER_TOKENS, ANSWER_TOKENS) for clients in sizes.clients]
-        return measured_gateway(folder, server.url, server.base, loads, sizes.repeats, has_proxies=True)
+        return measured_gateway(folder, server.url, server.base, loads, sizes, has_proxies=True)
 
 
 def gateway_timed(folder: Path, sizes: Sizes) -> dict[str, Any]:
@@ -247,7 +250,7 @@ def gateway_timed(folder: Path, sizes: Sizes) -> dict[str, Any]:
         loads = [Load(clients, calls, ANSWER_TOKENS // 2, ANSWER_TOKENS * 3 // 2) for clients in sizes.clients]
         (own := folder / f"{token_ms}").mkdir()
         with gateway_passes.serving("timed_server", str(base), str(token_ms)) as (url, _):
-            found[f"{token_ms} ms a token"] = measured_gateway(own, url, base, loads, sizes.repeats, has_proxies=False)
+            found[f"{token_ms} ms a token"] = measured_gateway(own, url, base, loads, sizes, has_proxies=False)
     return found
 
 

@@ -151,8 +151,10 @@ class Compared:
     has_proxies: bool
     num_tasks: int = 0
 
-    async def measure(self, loads: Sequence[Load], repeats: int) -> dict[str, Any]:
-        """Measurements by number of clients."""
+    async def measure(self, loads: Sequence[Load], repeats: int, warm_up: Load) -> dict[str, Any]:
+        """Measurements by number of clients, after one pass of `warm_up`, as in a service that has run for a while:
+        Java compiles the broker's methods only once each was called some hundred times.
+        """
         with ExitStack() as stack:
             proxies: dict[str, tuple[str, psutil.Process]] = {}
             if self.has_proxies:
@@ -162,6 +164,7 @@ class Compared:
                 proxies["proxy with Kafka"] = stack.enter_context(serving("bare_proxy", self.url, str(kafka)))
             found: dict[str, Any] = {}
             async with self._gateway() as (log, gateway, process):
+                await self._passes(log, gateway, process, warm_up, proxies, 1)
                 for load in loads:
                     name = f"{load.clients} clients"
                     found[name] = await self._passes(log, gateway, process, load, proxies, repeats)

@@ -121,6 +121,14 @@ def test_a_broker_listens_on_loopback_only(workspace: Path) -> None:
     assert listening == {"127.0.0.1"}
 
 
+def test_a_broker_is_a_process_group_in_the_session_of_its_parent(workspace: Path) -> None:
+    """Ctrl-C does not reach it, and Linux schedules it with its parent."""
+    with EmbeddedBroker(workspace):
+        pid = broker_json(workspace)["broker_pid"]
+        assert os.getpgid(pid) != os.getpgid(0)
+        assert os.getsid(pid) == os.getsid(0)
+
+
 def test_start_and_stop_may_be_repeated(workspace: Path) -> None:
     broker = EmbeddedBroker(workspace)
     broker.stop()

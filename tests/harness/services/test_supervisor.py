@@ -56,6 +56,19 @@ def test_a_child_reads_its_settings_and_writes_its_log(tmp_path: Path) -> None:
     asyncio.run(scenario())
 
 
+def test_a_child_is_a_process_group_in_the_session_of_its_parent(tmp_path: Path) -> None:
+    """Ctrl-C does not reach it, and Linux schedules it with its parent."""
+
+    async def scenario() -> None:
+        supervisor = Supervisor([spec("one", SLEEPS)], tmp_path)
+        supervisor.start()
+        pid = supervisor.pids()["one"]
+        assert (os.getpgid(pid), os.getsid(pid)) == (pid, os.getsid(0))
+        await supervisor.stop()
+
+    asyncio.run(scenario())
+
+
 def test_a_killed_child_is_started_again(tmp_path: Path) -> None:
     async def scenario() -> None:
         supervisor = Supervisor([spec("one", SLEEPS)], tmp_path, first_backoff_s=0.01)
