@@ -147,7 +147,9 @@ class HttpServer:
                 async for part in response.content.iter_any():
                     parts += part
                     if len(parts) > max_bytes:
-                        raise self.error(f"answered more than {max_bytes} bytes; lower max_new_tokens")
+                        raise self.error(
+                            f"answered more than {max_bytes} bytes; lower max_new_tokens (a judge's max_tokens)"
+                        )
                     if on_part is not None and response.content_type == EVENT_STREAM:
                         on_part(part)
                 return HttpAnswer(response.status, response.headers, bytes(parts))

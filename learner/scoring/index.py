@@ -1,4 +1,4 @@
-"""The recorded log-probabilities that a batch needs, and their positions in `weights`: a fold that keeps none of them."""
+"""The recorded log-probabilities that a batch needs, and their offsets in `weights`: a fold that keeps none of them."""
 
 import hashlib
 from collections.abc import Iterator, Sequence

@@ -9,6 +9,7 @@ import time
 import pytest
 
 from rollstream.eventlog import codec
+from rollstream.eventlog.http.http_json import MAX_ANSWER_BYTES
 from rollstream.eventlog.log import Position, Received
 from rollstream.processors.assemble import fold as assembly
 from rollstream.processors.assemble.trajectories import agents_of
@@ -171,6 +172,7 @@ NO_SCORES = {
     "not JSON": ([(200, "<html>")], {}, ["choices[0].message.content", "OpenAI-compatible"]),
     "no choices": ([(200, {"choices": []})], {}, ["choices[0].message.content"]),
     "no text": ([(200, chat_completion(None))], {}, ["is not text"]),
+    "too large": ([(200, "a" * (MAX_ANSWER_BYTES + 1))], {}, ["answered more than", "max_tokens"]),
     "no number": ([f"{SECRET} is a fine answer"], {}, ["says no score", "change pattern, min or max"]),
     "out of range": (["I give 11 points"], {}, ["says '11'", "between 0 and 10"]),
     "too long a number": (["9" * 400], {}, ["says '999"]),
