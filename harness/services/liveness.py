@@ -4,12 +4,13 @@ It shows that the event loop runs, not that the service makes progress; `rollstr
 measured with the monotonic clock, which all processes of a machine share, does not jump with the wall clock, and on
 Linux and macOS stops while the machine is suspended. For a heartbeat of another machine, the file's date is used. Also
 kills a child when its parent dies for any reason. The child sets this up itself, so the parent needs no fork code.
-Systems other than Linux only check once.
+Systems other than Linux only check once. A child also gives up its parent's terminal.
 """
 
 import asyncio
 import contextlib
 import ctypes
+import fcntl
 import functools
 import json
 import logging
@@ -17,6 +18,7 @@ import os
 import platform
 import signal
 import sys
+import termios
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -124,3 +126,19 @@ def die_with_parent(env: Mapping[str, str]) -> None:
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != int(parent):
         sys.exit(1)
+
+
+def leave_terminal(env: Mapping[str, str]) -> None:
+    """Have no controlling terminal, if the environment names a parent process.
+
+    A child is a background process group of its parent's session. Whatever asks for a password on `/dev/tty` would be
+    stopped there with the whole group (SIGTTIN); without a terminal it gets an error.
+    """
+    if PARENT not in env:
+        return
+    with contextlib.suppress(OSError):  # there is no terminal
+        terminal = os.open("/dev/tty", os.O_RDWR | os.O_NOCTTY)
+        try:
+            fcntl.ioctl(terminal, termios.TIOCNOTTY)
+        finally:
+            os.close(terminal)

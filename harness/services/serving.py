@@ -22,7 +22,7 @@ from rollstream.eventlog.broker.broker import own_block
 from rollstream.eventlog.kafka.topic_ids import Found, check_topics, watch_topics
 from rollstream.eventlog.private import make_private
 from rollstream.harness.services.committed_offsets import check_committed, remember_committed
-from rollstream.harness.services.liveness import PARENT, beat, die_with_parent
+from rollstream.harness.services.liveness import PARENT, beat, die_with_parent, leave_terminal
 from rollstream.harness.services.optional_dependencies import skip_scikit_learn
 from rollstream.harness.services.workspace import Workspace
 from rollstream.learner.parallel.launch import is_started_together, start_processes
@@ -138,6 +138,7 @@ def read_settings(source: str | None) -> dict[str, Any]:
 def serve(service: str, settings: ServiceSettings) -> None:
     """Run a service until SIGTERM or SIGINT. Raises what the service raises."""
     die_with_parent(os.environ)
+    leave_terminal(os.environ)
     if isinstance(settings, LearnerSettings) and settings.ranks > 1 and not is_started_together():
         _start_ranks(settings)
         return

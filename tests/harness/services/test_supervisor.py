@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import pty
 import signal
 import subprocess
 import sys
@@ -125,6 +126,37 @@ def test_children_are_stopped_rank_by_rank(tmp_path: Path) -> None:
         assert early < late
 
     asyncio.run(scenario())
+
+
+ASKS = """
+import os
+from rollstream.harness.services.liveness import leave_terminal
+leave_terminal(os.environ)
+try:
+    open("/dev/tty").read(1)
+except OSError as error:
+    print(error, flush=True)
+"""
+
+
+def test_a_child_that_asks_on_the_terminal_gets_an_error_and_is_not_stopped(tmp_path: Path) -> None:
+    parent = (
+        "import os, time; from pathlib import Path; "
+        "from rollstream.harness.services.supervisor import ChildSpec, Supervisor; "
+        f"s = Supervisor([ChildSpec('one', {[sys.executable, '-c', ASKS]!r})], Path({str(tmp_path)!r})); s.start(); "
+        "os.waitid(os.P_PID, s.pids()['one'], os.WEXITED | os.WSTOPPED | os.WNOWAIT); open('/dev/tty').close(); "
+        "print('done', flush=True)"
+    )
+    pid, terminal = pty.fork()
+    if pid == 0:
+        os.execv(sys.executable, [sys.executable, "-c", parent])
+    try:
+        assert b"done" in os.read(terminal, 10_000)
+    finally:
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+        os.close(terminal)
+    assert "No such device" in (tmp_path / "one.log").read_text()
 
 
 def test_a_child_that_does_not_end_is_killed_after_the_grace_period(tmp_path: Path) -> None:
