@@ -80,7 +80,7 @@ class Sizes:
     calls: int = 30
     """Calls of each client."""
     warm_up_calls: int = 100
-    """Calls of each of the most clients before anything is measured."""
+    """Calls of each client of the largest load, before anything is measured."""
     repeats: int = 3
     token_ms: Sequence[int] = (20, 5)
     """Milliseconds a token of the server that sleeps."""

@@ -153,7 +153,7 @@ class Compared:
 
     async def measure(self, loads: Sequence[Load], repeats: int, warm_up: Load) -> dict[str, Any]:
         """Measurements by number of clients, after one pass of `warm_up`, as in a service that has run for a while:
-        Java compiles the broker's methods only once each was called some hundred times.
+        Java compiles the broker's methods only after each was called a few hundred times.
         """
         with ExitStack() as stack:
             proxies: dict[str, tuple[str, psutil.Process]] = {}

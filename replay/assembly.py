@@ -222,8 +222,7 @@ def fold_in_processes(
     source: Source, parts: list[Range], workers: int, on_progress: Callable[[str], None]
 ) -> list[Folded]:
     """Fold the ranges in `workers` processes at a time."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([__name__])  # imported once, not by each process
+    context = multiprocessing.get_context("spawn")
     done: list[Folded] = []
     with ProcessPoolExecutor(max_workers=workers, mp_context=context) as pool:
         for folded in pool.map(_fold_alone, [source] * len(parts), parts):
