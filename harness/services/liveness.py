@@ -131,8 +131,8 @@ def die_with_parent(env: Mapping[str, str]) -> None:
 def leave_terminal(env: Mapping[str, str]) -> None:
     """Have no controlling terminal, if the environment names a parent process.
 
-    A supervised child is a background process group of its parent's session. Whatever asks for a password on `/dev/tty` would be
-    stopped there with the whole group (SIGTTIN); without a terminal it gets an error.
+    A supervised child is a background process group of its parent's session. Whatever asks for a password on
+    `/dev/tty` would be stopped there with the whole group (SIGTTIN); without a terminal it gets an error.
     """
     if PARENT not in env:
         return
