@@ -17,6 +17,7 @@ from aiokafka.errors import GroupAuthorizationFailedError, KafkaError, OffsetOut
 from aiokafka.structs import ConsumerRecord
 
 from rollstream.eventlog.kafka.access import DENIED, denied, why_refused
+from rollstream.eventlog.kafka.membership import MemberConsumer
 from rollstream.eventlog.kafka.security import client_options
 from rollstream.eventlog.log import Record, TopicPartition, truncated
 from rollstream.schemas.errors import AccessDeniedError, ConfigError, LogError, TopicError
@@ -66,7 +67,7 @@ def new_consumer(
     kafka: KafkaSettings, client_id: str, *, max_wait_ms: int, fetch_bytes: int = FETCH_BYTES, **options: Any
 ) -> AIOKafkaConsumer:
     """A consumer that never skips: no automatic commit, no automatic reset of offsets. Raises ConfigError."""
-    return AIOKafkaConsumer(
+    return MemberConsumer(
         **client_options(kafka),
         client_id=client_id,
         enable_auto_commit=False,

@@ -1,37 +1,15 @@
 """aiokafka's consumer with metadata in commits: Faust 0.15.3 commits and reads offsets only."""
 
 from collections.abc import Callable, Mapping
-from contextvars import ContextVar
 from typing import Any
 
-from aiokafka import AIOKafkaConsumer, TopicPartition
-from aiokafka.consumer.group_coordinator import GroupCoordinator
+from aiokafka import TopicPartition
 from aiokafka.structs import OffsetAndMetadata
 
-_committed_as: ContextVar[tuple[int, str] | None] = ContextVar("_committed_as", default=None)
-"""Generation and member id of the commit that the current task has sent."""
+from rollstream.eventlog.kafka.membership import MemberConsumer
 
 
-class _Coordinator(GroupCoordinator):
-    """Joins its group again after a refused commit only if the generation is still the commit's, as Kafka's Java client
-    does.
-
-    A commit that is sent while the member joins is read by the broker after the join, with the generation before it.
-    aiokafka 0.14 joins again for that, and a commit every second meets the next join, too, so that groups rebalanced
-    for minutes.
-    """
-
-    async def _do_commit_offsets(self, assignment: Any, offsets: Any) -> None:
-        _committed_as.set((self.generation, self.member_id))  # in a task of the commit's own (`commit_offsets`)
-        await super()._do_commit_offsets(assignment, offsets)
-
-    def reset_generation(self) -> None:
-        sent = _committed_as.get()
-        if sent is None or sent == (self.generation, self.member_id):
-            super().reset_generation()
-
-
-class MetadataConsumer(AIOKafkaConsumer):
+class MetadataConsumer(MemberConsumer):
     """Adds metadata to commits, and keeps the metadata of committed offsets that are read."""
 
     def __init__(self, metadata_of: Callable[[TopicPartition, int], str], **options: Any) -> None:
@@ -39,12 +17,6 @@ class MetadataConsumer(AIOKafkaConsumer):
         super().__init__(**options)
         self._metadata_of = metadata_of
         self._read: dict[TopicPartition, str] = {}
-
-    async def start(self) -> None:
-        """Connect, and find the group's coordinator."""
-        await super().start()
-        if isinstance(self._coordinator, GroupCoordinator):
-            self._coordinator.__class__ = _Coordinator  # `start` takes no other class
 
     def metadata_read(self, topic: str, partition: int) -> str:
         """The metadata of the offset that `committed` read last; empty if there is none."""

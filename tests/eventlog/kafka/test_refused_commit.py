@@ -8,9 +8,8 @@ from aiokafka import TopicPartition
 from aiokafka.errors import CommitFailedError
 from aiokafka.structs import OffsetAndMetadata
 
+from rollstream.eventlog.kafka.client import new_consumer
 from rollstream.eventlog.kafka.log import KafkaLog
-from rollstream.eventlog.kafka.security import client_options
-from rollstream.processors.host.client import MetadataConsumer
 from rollstream.schemas.topics import TOPICS
 
 pytestmark = [pytest.mark.kafka, pytest.mark.timeout(180)]
@@ -23,8 +22,8 @@ def test_a_refused_commit_of_an_earlier_generation_does_not_end_the_membership(k
     async def go() -> None:
         async with KafkaLog(kafka) as log:
             await log.ensure_topics(num_partitions=6)
-        options = {**client_options(kafka), "group_id": f"refused-{has_joined_meanwhile}"}
-        consumer = MetadataConsumer(lambda where, offset: "", **options, enable_auto_commit=False)
+        options = {"max_wait_ms": 100, "group_id": f"refused-{has_joined_meanwhile}"}
+        consumer = new_consumer(kafka, "refused", **options)
         await consumer.start()
         consumer.subscribe([TOPICS["groups"].name])
         async with asyncio.timeout(120):
