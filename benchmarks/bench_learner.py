@@ -133,13 +133,15 @@ def model_of(size: str, folder: Path) -> str:
     return str(folder)
 
 
-async def phases_of(folder: str, size: str, checkpoint_every: int, versions: int) -> dict[str, float]:
+async def phases_of(
+    folder: str, size: str, checkpoint_every: int, versions: int, *, device: str = "cpu"
+) -> dict[str, float]:
     """Medians over a job's versions without the first of several: 2 groups of 8, prompts and answers of 64 tokens."""
     path = model_of(size, Path(folder) / "model")
     log = MemoryLog(num_partitions=1)
     run: dict[str, Any] = {"run_id": "bench", "time_ms": 1}
     job: dict[str, Any] = {"job_id": "bench/rl", "model_group": "bench/policy"}
-    model = ModelSettings(path=path, device="cpu")
+    model = ModelSettings(path=path, device=device)
     how: dict[str, Any] = {"checkpoint_every": checkpoint_every, "revision": NEWEST_REVISION}
     settings = JobSettings(kind="rl", model=model, num_versions=versions, **how)
     await log.send(JobSubmitted(**run, **job, base_version=0, settings=settings))

@@ -52,6 +52,7 @@ LENGTHS = ("fixed", "realistic")
 SYSTEMS = ("rollstream", "trl", "bare")
 MICRO_BATCHES = (4, 8, 16)
 Texts = list[tuple[str, list[str]]]
+Tokens = list[tuple[list[int], list[list[int]]]]
 Costs = dict[str, float]
 
 
@@ -192,7 +193,10 @@ def trl(folder: str, kind: str, texts: Texts, size: int, *, checkpointed: bool =
     num_rows = len(texts) * GROUP // (2 if kind == "dpo" else 1)
     options = trl_options(min(num_rows, size // 2 if kind == "dpo" else size), num_rows)
     options["gradient_checkpointing"] = checkpointed
-    trainer = (trl_grpo if kind == "grpo" else trl_on_data)(kind, texts, common, options)
+    if kind == "grpo":
+        trainer = trl_grpo(completions_of(tokens_of(texts, common["processing_class"])), common, options)
+    else:
+        trainer = trl_on_data(kind, texts, common, options)
     held = peak()
     trainer.train()
     return {
@@ -203,14 +207,20 @@ def trl(folder: str, kind: str, texts: Texts, size: int, *, checkpointed: bool =
 
 
 def clock(spent: Spent) -> Any:
-    """A callback that measures steps."""
+    """A callback that measures steps, with what a GPU still computes of them."""
     from transformers import TrainerCallback
+
+    def wait() -> None:
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
 
     class Clock(TrainerCallback):
         def on_step_begin(self, *args: Any, **kwargs: Any) -> None:
+            wait()
             self.began = time.process_time(), time.perf_counter()
 
         def on_step_end(self, *args: Any, **kwargs: Any) -> None:
+            wait()
             spent.cpu_s.append(time.process_time() - self.began[0])
             spent.wall_s.append(time.perf_counter() - self.began[1])
 
@@ -235,19 +245,18 @@ def trl_options(size: int, num_rows: int) -> dict[str, Any]:
     }
 
 
-def trl_grpo(kind: str, texts: Texts, common: dict[str, Any], options: dict[str, Any]) -> Any:
-    """A GRPOTrainer that is given its completions and advantages."""
+def trl_grpo(given: dict[str, torch.Tensor], common: dict[str, Any], options: dict[str, Any]) -> Any:
+    """A GRPOTrainer that is given its completions and advantages, see `completions_of`."""
     from datasets import Dataset  # pyright: ignore[reportMissingImports] -- of .venv-bench
     from trl import GRPOConfig, GRPOTrainer  # pyright: ignore[reportMissingImports]
 
-    given = completions_of(texts, common["processing_class"])
-
     class Given(GRPOTrainer):
         def _generate_and_score_completions(self, inputs: Any) -> Any:
-            return dict(given)
+            return {name: values.to(self.accelerator.device) for name, values in given.items()}
 
-    data = Dataset.from_list([{"prompt": prompt} for prompt, _ in texts])
-    args = GRPOConfig(**options, num_generations=GROUP)
+    num_rows = len(given["advantages"])
+    data = Dataset.from_list([{"prompt": str(index)} for index in range(num_rows)])
+    args = GRPOConfig(**{"num_generations": GROUP, **options})
     return Given(**common, args=args, train_dataset=data, reward_funcs=lambda completions, **_: [0.0])
 
 
@@ -267,10 +276,19 @@ def trl_on_data(kind: str, texts: Texts, common: dict[str, Any], options: dict[s
     return SFTTrainer(**common, args=SFTConfig(**options), train_dataset=Dataset.from_list(rows))
 
 
-def completions_of(texts: Texts, tokenizer: Any) -> dict[str, torch.Tensor]:
+def tokens_of(texts: Texts, tokenizer: Any) -> Tokens:
+    """Token ids of prompts and answers; answers end with the end token."""
+    ends = [tokenizer.eos_token_id]
+    return [
+        (tokenizer(prompt)["input_ids"], [[*tokenizer(one)["input_ids"], *ends] for one in answers])
+        for prompt, answers in texts
+    ]
+
+
+def completions_of(groups: Tokens) -> dict[str, torch.Tensor]:
     """Generated completions in the form of TRL's GRPO: prompts padded on the left, completions on the right."""
-    prompts = [tokenizer(prompt)["input_ids"] for prompt, _ in texts for _ in range(GROUP)]
-    answers = [[*tokenizer(one)["input_ids"], tokenizer.eos_token_id] for _, found in texts for one in found]
+    prompts = [prompt for prompt, found in groups for _ in found]
+    answers = [one for _, found in groups for one in found]
     left, right = max(map(len, prompts)), max(map(len, answers))
 
     def tensor(rows: list[list[int]]) -> torch.Tensor:

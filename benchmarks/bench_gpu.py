@@ -1,0 +1,325 @@
+"""The learner on one GPU: tokens per second, share of its peak, memory, seconds by phase; TRL's GRPOTrainer beside it.
+
+    python -m benchmarks.bench_gpu --output benchmarks/results/bench_gpu.json [SECTION...]
+
+A model with the configuration of Qwen2.5-0.5B and random weights, bfloat16 products, GRPO steps. Cases: `8k` has rows
+of 8,192 tokens, of which members of a group share an eighth; `shared` has answers of about 1,024 tokens to prompts of
+4,096. All settings of a case train the same batch in one process, one after another; what is kept are medians.
+
+`mfu` is model FLOPs over seconds and the dense bfloat16 peak of the GPU's data sheet. Model FLOPs are three times those
+of a forward pass over the tokens that are computed (a prefix that rows share counts once, padding not at all):
+2 x weights of the layers x tokens, 2 x weights of the head x trained tokens, and 4 x width of all heads x layers x
+pairs of a token and one that it sees. A recomputed activation or logit counts nothing.
+"""
+
+import argparse
+import asyncio
+import gc
+import json
+import math
+import random
+import statistics
+import sys
+import tempfile
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from benchmarks import bench_learner, bench_trl
+from rollstream.learner.algorithms.base import BatchView, Member, Row
+from rollstream.learner.algorithms.builtin.grpo import Grpo
+from rollstream.learner.model.logprobs import Head, selected_logprobs
+from rollstream.learner.model.optimizer import make_optimizer
+from rollstream.learner.model.policy import PolicyModel, make_deterministic
+from rollstream.learner.model.step import train_batch
+from rollstream.learner.tiny_model import make_tiny_model
+from rollstream.schemas.algorithms import GrpoSettings
+from rollstream.schemas.settings import NEWEST_REVISION, JobSettings, LoraSettings, ModelSettings, OptimizerSettings
+
+DEVICE = "cuda:0" if torch.cuda.is_available() else "cpu"
+"""Without a GPU, sizes and cases must be small: a rehearsal."""
+PEAK_FLOPS = 989.4e12
+"""Dense bfloat16 products of an H100 or H200 (SXM) a second, by NVIDIA's data sheet."""
+STEPS = 3
+FIRST_ID, NUM_IDS = 6, 90
+
+
+@dataclass(frozen=True)
+class Case:
+    """Groups over one prompt each."""
+
+    groups: int
+    members: int
+    prompt: int
+    answer: int
+    varies: bool = False
+    """Log-normal lengths of answers with that median, up to twice as long."""
+
+    def rows(self) -> list[list[list[int]]]:
+        """Token ids of each member's answer, after the prompt's, by group."""
+        rng, found = random.Random(1), []
+        for _ in range(self.groups):
+            prompt = [FIRST_ID + rng.randrange(NUM_IDS) for _ in range(self.prompt)]
+            lengths = [
+                min(2 * self.answer, int(rng.lognormvariate(math.log(self.answer), 0.5)))
+                if self.varies
+                else self.answer
+                for _ in range(self.members)
+            ]
+            found.append([prompt + [FIRST_ID + rng.randrange(NUM_IDS) for _ in range(one)] for one in lengths])
+        return found
+
+
+CASES = {"8k": Case(2, 4, 1024, 7168), "shared": Case(4, 8, 4096, 1024, varies=True), "small": Case(2, 2, 32, 32)}
+VARIANTS: dict[str, dict[str, Any]] = {
+    "default": {},
+    "default, 32,768 tokens": {"tokens": 32768},
+    "default, 65,536 tokens": {"tokens": 65536},
+    "not deterministic": {"deterministic": False},
+    "without fused kernels": {"fused_kernels": False},
+    "without shared prefixes": {"revision": 3},
+    "gradient_checkpointing": {"gradient_checkpointing": True},
+    "muon": {"optimizer": "muon"},
+    "adamw_8bit": {"optimizer": "adamw_8bit"},
+    "offload": {"offload": "cpu"},
+    "lora": {"lora": LoraSettings()},
+    "compile": {"compile": True},
+    "compile, 32,768 tokens": {"compile": True, "tokens": 32768},
+    "compile, not deterministic": {"compile": True, "deterministic": False},
+}
+"""Settings of the learner. `revision` 3 pads rows and computes them one by one."""
+TRL_VARIANTS: dict[str, dict[str, Any]] = {
+    "trl, 1 row": {"size": 1},
+    "trl, 2 rows": {"size": 2},
+    "trl, 4 rows": {"size": 4},
+    "trl, 4 rows, checkpointed": {"size": 4, "gradient_checkpointing": True},
+    "trl, 4 rows, liger": {"size": 4, "use_liger_kernel": True},
+}
+
+
+def batch_of(case: Case) -> BatchView:
+    """The batch of a case, with rewards that differ within each group."""
+    rows, members = list[Row](), list[Member]()
+    for group, found in enumerate(case.rows()):
+        for index, ids in enumerate(found):
+            mask = np.arange(len(ids)) >= case.prompt
+            rows.append(Row(np.asarray(ids, np.int32), mask, np.where(mask, -12, 0).astype(np.float32), len(members)))
+            members.append(Member(f"g{group}", "agent", reward=float(index % 2)))
+    return BatchView(rows, members)
+
+
+def model_flops(model: Any, case: Case) -> dict[str, float]:
+    """FLOPs of a step as they are counted for `mfu`, with shared prefixes; tokens given and computed."""
+    config = model.config
+    head = model.get_output_embeddings().weight.numel()
+    layers = sum(one.numel() for name, one in model.named_parameters() if ".layers." in name and one.ndim == 2)
+    given = computed = trained = pairs = 0
+    for found in case.rows():
+        answers = [len(ids) - case.prompt for ids in found]
+        given += sum(map(len, found))
+        computed += case.prompt + sum(answers)
+        trained += sum(answers)
+        pairs += case.prompt**2 / 2 + sum(one * case.prompt + one**2 / 2 for one in answers)
+    width = config.num_attention_heads * getattr(config, "head_dim", config.hidden_size // config.num_attention_heads)
+    forward = 2 * layers * computed + 2 * head * trained + 4 * width * config.num_hidden_layers * pairs
+    return {"flops": 3 * forward, "given": given, "computed": computed, "trained": trained}
+
+
+@contextmanager
+def measured(into: dict[str, Any]) -> Iterator[None]:
+    """Peak GPU memory of what is done inside, in GiB, by what it was before."""
+    gc.collect()
+    torch.cuda.empty_cache()
+    if torch.cuda.is_available():
+        torch.cuda.reset_peak_memory_stats()
+    yield
+    into["peak_gib"] = round(torch.cuda.max_memory_allocated() / 2**30, 2)
+
+
+def wait() -> None:
+    """Wait for the GPU."""
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+
+
+def timed(step: Callable[[int], Any]) -> float:
+    """Median seconds of some steps after a first one."""
+    spent = []
+    for index in range(STEPS + 1):
+        wait()
+        began = time.perf_counter()
+        step(index)
+        wait()
+        spent.append(time.perf_counter() - began)
+    return statistics.median(spent[1:])
+
+
+def ours(folder: str, case: Case, variant: dict[str, Any]) -> dict[str, Any]:
+    """The learner's step with these settings."""
+    options = dict(variant)
+    deterministic = options.pop("deterministic", True)
+    make_deterministic(None, deterministic=deterministic)
+    optimizing = OptimizerSettings(kind=options.pop("optimizer", "adamw"), offload=options.pop("offload", None))
+    algorithm = GrpoSettings(max_tokens_per_micro_batch=options.pop("tokens", None))
+    revision = options.pop("revision", NEWEST_REVISION)
+    settings = ModelSettings(path=folder, device=DEVICE, dtype="bfloat16", deterministic=deterministic, **options)
+    job = JobSettings(kind="rl", model=settings, algorithm=algorithm, optimizer=optimizing, revision=revision)
+    found: dict[str, Any] = {}
+    with measured(found):
+        began = time.perf_counter()
+        model = PolicyModel(settings, seed=0)
+        model.use_dropout(False)
+        model.compute_as(revision)
+        found["load_s"] = time.perf_counter() - began
+        optimizer, batch, results = make_optimizer(model.trainable(), optimizing), batch_of(case), []
+        found["step_s"] = timed(
+            lambda index: results.append(train_batch(model, optimizer, batch, Grpo(), job, index=index, seed=index))
+        )
+    for name in results[-1].seconds:
+        found[f"{name}_s"] = statistics.median(one.seconds[name] for one in results[1:])
+    found["packing_ratio"] = results[-1].metrics.get("tokens/packing_ratio", 1.0)
+    if results[-1].micro_batch_tokens:
+        found["micro_batch_tokens"] = results[-1].micro_batch_tokens
+    return found
+
+
+def trl(folder: str, case: Case, variant: dict[str, Any]) -> dict[str, Any]:
+    """TRL's GRPOTrainer on the same completions."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    options = dict(variant)
+    size, torch_dtype = options.pop("size"), torch.float32
+    make_deterministic(None, deterministic=False)
+    spent, found = bench_trl.Spent(), dict[str, Any]()
+    with measured(found):
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch_dtype)
+        common = {"model": model, "processing_class": AutoTokenizer.from_pretrained(folder)}
+        groups = [(rows[0][: case.prompt], [one[case.prompt :] for one in rows]) for rows in case.rows()]
+        configured = bench_trl.trl_options(size, case.groups * case.members) | {
+            "use_cpu": DEVICE == "cpu",
+            "bf16": True,
+        }
+        common["callbacks"] = [bench_trl.clock(spent)]
+        bench_trl.trl_grpo(
+            bench_trl.completions_of(groups), common, {"num_generations": case.members, **configured, **options}
+        ).train()
+    return {**found, "step_s": statistics.median(spent.wall_s[1:])}
+
+
+def head(num_tokens: int, vocabulary: int, width: int, *, fused: bool, dtype: torch.dtype) -> dict[str, Any]:
+    """Forward and backward of the head alone."""
+    torch.manual_seed(0)
+    hidden = torch.randn(num_tokens, width, device=DEVICE, dtype=dtype, requires_grad=True)
+    weight = (torch.randn(vocabulary, width, device=DEVICE) / width**0.5).requires_grad_()
+    targets = torch.randint(vocabulary, (num_tokens,), device=DEVICE)
+    found: dict[str, Any] = {}
+
+    def step(_: int) -> None:
+        hidden.grad = weight.grad = None
+        selected_logprobs(hidden, Head(weight), targets, 1.0, compute_dtype=dtype, fused=fused)[0].sum().backward()
+
+    with measured(found):
+        found["step_s"] = timed(step)
+    found["tflops"] = 3 * 2 * num_tokens * vocabulary * width / found["step_s"] / 1e12
+    return found
+
+
+def made(folder: Path, size: str) -> tuple[str, Any]:
+    """A folder with model and tokenizer; its module's shapes."""
+    from transformers import AutoModelForCausalLM, Qwen2Config
+
+    if size == "tiny":
+        path = str(make_tiny_model(folder / "tiny", max_length=32768))
+        return path, AutoModelForCausalLM.from_pretrained(path)
+    path = folder / size
+    make_tiny_model(folder / "tokenizer", max_length=32768)
+    torch.manual_seed(0)
+    with torch.device(DEVICE):
+        model = AutoModelForCausalLM.from_config(Qwen2Config(**bench_learner.PHASES[size]), dtype=torch.float32)
+    model.save_pretrained(path)
+    for file in (folder / "tokenizer").glob("*token*"):
+        (path / file.name).write_bytes(file.read_bytes())
+    return str(path), model.to("meta")
+
+
+def sections_of(args: argparse.Namespace, folder: Path) -> Iterator[tuple[str, str, Callable[[], dict[str, Any]]]]:
+    """Section, name of a measurement, and the measurement."""
+    path, shapes = made(folder, args.size)
+
+    def on_case(name: str, measure: Callable[..., dict[str, Any]], variant: dict[str, Any]) -> dict[str, Any]:
+        counted, found = model_flops(shapes, CASES[name]), measure(path, CASES[name], variant)
+        found["tokens_per_s"] = counted["given"] / found["step_s"]
+        found["mfu"] = counted["flops"] / found["step_s"] / PEAK_FLOPS
+        return found
+
+    for case in args.cases:
+        for name, variant in VARIANTS.items() if "learner" in args.sections else ():
+            if not args.variants or name in args.variants:
+                yield case, name, lambda variant=variant, case=case: on_case(case, ours, variant)
+        for name, variant in TRL_VARIANTS.items() if "trl" in args.sections and find_spec("trl") else ():
+            yield case, name, lambda variant=variant, case=case: on_case(case, trl, variant)
+    for dtype in (torch.bfloat16, torch.float32) if "head" in args.sections else ():
+        for fused in (True, False):
+            name = f"{str(dtype).removeprefix('torch.')}, {'fused' if fused else 'chunks'}"
+            yield "head", name, lambda fused=fused, dtype=dtype: head(8192, 151936, 896, fused=fused, dtype=dtype)
+    if "phases" in args.sections:
+
+        def phases() -> dict[str, Any]:
+            return asyncio.run(bench_learner.phases_of(str(folder / "phases"), args.size, 1, 3, device=DEVICE))
+
+        yield "phases", "checkpoint_every 1", phases
+
+
+def described() -> dict[str, Any]:
+    """GPU and libraries."""
+    has_gpu = torch.cuda.is_available()
+    return {
+        "gpu": torch.cuda.get_device_name() if has_gpu else "none",
+        "gib": round(torch.cuda.mem_get_info()[1] / 2**30, 1) if has_gpu else 0,
+        "torch": torch.__version__,
+        "cuda": torch.version.cuda,
+        "peak_flops": PEAK_FLOPS,
+        "steps": STEPS,
+    }
+
+
+def main() -> None:
+    """Measure, print each result at once and keep all of them."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("sections", nargs="*", default=["head", "learner", "trl", "phases"])
+    parser.add_argument("--size", default="0.5B", choices=[*bench_learner.PHASES, "tiny"])
+    parser.add_argument("--cases", nargs="*", default=["8k", "shared"], choices=CASES)
+    parser.add_argument("--variants", nargs="*", help="of the learner's settings")
+    parser.add_argument("--seconds", type=float, default=math.inf, help="begin no measurement after so many")
+    parser.add_argument("--output", type=Path, default=None)
+    args = parser.parse_args()
+    warnings.simplefilter("ignore")
+    began, report = time.monotonic(), described()
+    with tempfile.TemporaryDirectory() as kept:
+        for section, name, measure in sections_of(args, Path(kept)):
+            if time.monotonic() - began > args.seconds:
+                print(f"{section}, {name}: left out, {args.seconds:g} s are over", file=sys.stderr, flush=True)
+                continue
+            try:
+                found = {
+                    key: round(value, 4) if isinstance(value, float) else value for key, value in measure().items()
+                }
+            except Exception as error:  # noqa: BLE001 -- a setting that fails is a result, and others follow
+                found = {"error": f"{type(error).__name__}: {str(error).splitlines()[0][:300]}"}
+            report.setdefault(section, {})[name] = found
+            print(f"{time.monotonic() - began:.0f} s", section, name, found, file=sys.stderr, flush=True)
+            if args.output:
+                args.output.write_text(json.dumps(report, indent=2) + "\n")
+    print(json.dumps(report, indent=2))
+
+
+if __name__ == "__main__":
+    main()
