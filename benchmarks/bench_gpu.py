@@ -15,6 +15,7 @@ pairs of a token and one that it sees. A recomputed activation or logit counts n
 import argparse
 import asyncio
 import gc
+import itertools
 import json
 import math
 import random
@@ -26,7 +27,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from importlib.util import find_spec
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -101,6 +102,9 @@ TRL_VARIANTS: dict[str, dict[str, Any]] = {
     "trl, 2 rows": {"size": 2},
     "trl, 4 rows": {"size": 4},
     "trl, 4 rows, checkpointed": {"size": 4, "gradient_checkpointing": True},
+}
+LIGER_VARIANTS = {
+    "trl, 2 rows, liger": {"size": 2, "use_liger_kernel": True},
     "trl, 4 rows, liger": {"size": 4, "use_liger_kernel": True},
 }
 
@@ -233,21 +237,15 @@ def head(num_tokens: int, vocabulary: int, width: int, *, fused: bool, dtype: to
 
 
 def made(folder: Path, size: str) -> tuple[str, Any]:
-    """A folder with model and tokenizer; its module's shapes."""
-    from transformers import AutoModelForCausalLM, Qwen2Config
+    """A folder with model and tokenizer; its module without memory."""
+    from transformers import AutoConfig, AutoModelForCausalLM
 
     if size == "tiny":
-        path = str(make_tiny_model(folder / "tiny", max_length=32768))
-        return path, AutoModelForCausalLM.from_pretrained(path)
-    path = folder / size
-    make_tiny_model(folder / "tokenizer", max_length=32768)
-    torch.manual_seed(0)
-    with torch.device(DEVICE):
-        model = AutoModelForCausalLM.from_config(Qwen2Config(**bench_learner.PHASES[size]), dtype=torch.float32)
-    model.save_pretrained(path)
-    for file in (folder / "tokenizer").glob("*token*"):
-        (path / file.name).write_bytes(file.read_bytes())
-    return str(path), model.to("meta")
+        path = make_tiny_model(folder / "tiny", max_length=32768)
+    else:
+        path = bench_learner.model_with_tokenizer(size, folder / size)
+    with torch.device("meta"):
+        return str(path), AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(path))
 
 
 def sections_of(args: argparse.Namespace, folder: Path) -> Iterator[tuple[str, str, Callable[[], dict[str, Any]]]]:
@@ -260,16 +258,16 @@ def sections_of(args: argparse.Namespace, folder: Path) -> Iterator[tuple[str, s
         found["mfu"] = counted["flops"] / found["step_s"] / PEAK_FLOPS
         return found
 
-    for case in args.cases:
-        for name, variant in VARIANTS.items() if "learner" in args.sections else ():
-            if not args.variants or name in args.variants:
-                yield case, name, lambda variant=variant, case=case: on_case(case, ours, variant)
-        for name, variant in TRL_VARIANTS.items() if "trl" in args.sections and find_spec("trl") else ():
-            yield case, name, lambda variant=variant, case=case: on_case(case, trl, variant)
+    systems = {"learner": (ours, VARIANTS), "trl": (trl, TRL_VARIANTS), "liger": (trl, LIGER_VARIANTS)}
+    for section in ("learner", "trl", "liger"):  # Liger's kernels stay in transformers' classes
+        measure, variants = systems[section]
+        for case, (name, variant) in itertools.product(args.cases, variants.items()):
+            if section in args.sections and (not args.variants or name in args.variants):
+                yield case, name, partial(on_case, case, measure, variant)
     for dtype in (torch.bfloat16, torch.float32) if "head" in args.sections else ():
         for fused in (True, False):
             name = f"{str(dtype).removeprefix('torch.')}, {'fused' if fused else 'chunks'}"
-            yield "head", name, lambda fused=fused, dtype=dtype: head(8192, 151936, 896, fused=fused, dtype=dtype)
+            yield "head", name, partial(head, 8192, 151936, 896, fused=fused, dtype=dtype)
     if "phases" in args.sections:
 
         def phases() -> dict[str, Any]:
@@ -294,10 +292,10 @@ def described() -> dict[str, Any]:
 def main() -> None:
     """Measure, print each result at once and keep all of them."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("sections", nargs="*", default=["head", "learner", "trl", "phases"])
+    parser.add_argument("sections", nargs="*", default=["head", "phases", "learner", "trl", "liger"])
     parser.add_argument("--size", default="0.5B", choices=[*bench_learner.PHASES, "tiny"])
     parser.add_argument("--cases", nargs="*", default=["8k", "shared"], choices=CASES)
-    parser.add_argument("--variants", nargs="*", help="of the learner's settings")
+    parser.add_argument("--variants", nargs="*", help="names; without any, all")
     parser.add_argument("--seconds", type=float, default=math.inf, help="begin no measurement after so many")
     parser.add_argument("--output", type=Path, default=None)
     args = parser.parse_args()

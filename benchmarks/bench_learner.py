@@ -122,15 +122,27 @@ def head_pass(mode: str) -> dict[str, float]:
     return {"peak_units": (peak_bytes() - before) / unit, "cpu_s": time.process_time() - begun}
 
 
-def model_of(size: str, folder: Path) -> str:
+def model_of(size: str, folder: Path, dtype: torch.dtype = torch.float32) -> str:
     """A folder with a model of this size."""
     shape = PHASES[size]
     if "vocab_size" not in shape:
         return str(make_tiny_model(folder, **shape))
     transformers_logging.disable_progress_bar()
     torch.manual_seed(0)
-    AutoModelForCausalLM.from_config(Qwen2Config(**shape), dtype=torch.float32).save_pretrained(folder)
+    with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
+        model = AutoModelForCausalLM.from_config(Qwen2Config(**shape), dtype=dtype)
+    model.save_pretrained(folder)
     return str(folder)
+
+
+def model_with_tokenizer(size: str, folder: Path, dtype: torch.dtype = torch.float32) -> Path:
+    """A folder with a model of this size and the tiny model's tokenizer."""
+    model_of(size, folder, dtype)
+    with tempfile.TemporaryDirectory() as made:
+        tiny = make_tiny_model(Path(made) / "tiny", max_length=32768)
+        for file in (*tiny.glob("*token*"), *tiny.glob("*.jinja")):
+            (folder / file.name).write_bytes(file.read_bytes())
+    return folder
 
 
 async def phases_of(

@@ -1,4 +1,4 @@
-"""Rollouts with a real vLLM server on the CPU and the gateway: new versions under load, added time, kills, mismatch.
+"""Rollouts with a real vLLM server and the gateway: new versions under load, added time, kills, mismatch.
 
     make bench-rollout BENCH="[SECTION...] [--small]"
 
@@ -10,8 +10,9 @@
 | kills | calls lost and doubled when the producers process is killed under load (the scripted engine) |
 | run | guess_number on vLLM, an adapter: reward by epoch, and how far engine and learner are apart by version |
 
-vLLM and everything else share all cores. Each section is kept in FILE under its own name, beside what other sections
-wrote there before.
+vLLM runs on the CPU with a tiny model, and shares all cores with everything else. `--gpu`: vLLM on a GPU, in `lora`,
+`full` and `gateway` with the configuration of Qwen2.5-0.5B, random weights and bfloat16. Each section is kept in FILE
+under its own name, beside what other sections wrote there before.
 """
 
 import argparse
@@ -28,9 +29,10 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+import torch
 import yaml
 
-from benchmarks import gateway_passes
+from benchmarks import bench_learner, gateway_passes
 from benchmarks.gateway_passes import Compared, Load, percentile
 from rollstream.eventlog.artifacts import ArtifactStore
 from rollstream.eventlog.broker.broker import EmbeddedBroker
@@ -52,6 +54,7 @@ from tests.rigs.services.vllm_server import (
     executable,
     full_version,
     lora_version,
+    scaled_version,
     serving,
     started_settings,
     tiny_base,
@@ -89,12 +92,28 @@ class Sizes:
     kills: int = 20
     epochs: int = 100
     """Epochs of GRPO, after those of the warm start."""
+    model: str = "tiny"
+    dtype: str = "float32"
+    arguments: Sequence[str] = WHOLE_PROMPTS
+    """Of vLLM."""
 
 
 SMALL = Sizes(
     updates=6, interval_s=0.5, requests=8, passes=1, rare_updates=2, rare_interval_s=1.0, clients=(1, 4), calls=5,
     warm_up_calls=2, repeats=1, pass_s=1.0, kills=2, epochs=3,
 )  # fmt: skip
+GPU = Sizes(
+    updates=20, requests=64, passes=2, rare_updates=6, rare_interval_s=3.0, calls=10, warm_up_calls=30, repeats=2,
+    model="0.5B", dtype="bfloat16",
+    arguments=("--enforce-eager", "--gpu-memory-utilization=0.4", "--max-model-len=2048", "--max-num-seqs=128"),
+)  # fmt: skip
+
+
+def base_of(folder: Path, sizes: Sizes) -> Path:
+    """The model that vLLM serves."""
+    if sizes.model == "tiny":
+        return tiny_base(folder)
+    return bench_learner.model_with_tokenizer(sizes.model, folder / "model", torch.bfloat16)
 
 
 # ---- new versions under load ----
@@ -158,9 +177,10 @@ def stored(store: ArtifactStore, version: tuple[WeightsPublished, Path]) -> Weig
 async def measure_updates(folder: Path, make: Callable[..., Any], sizes: Sizes) -> dict[str, Any]:
     """Versions published under load, passes with and without updates interleaved."""
     os.environ.update(ENVIRONMENT)
-    base, store = tiny_base(folder), ArtifactStore(str(folder / "artifacts"))
+    base, store = base_of(folder, sizes), ArtifactStore(str(folder / "artifacts"))
     versions = [stored(store, make(base, folder, number)) for number in range(sizes.updates + 1)]
-    settings = started_settings(arguments=WHOLE_PROMPTS, folder=folder / "vllm", start_timeout_s=START_S)
+    given: dict[str, Any] = {"arguments": sizes.arguments, "dtype": sizes.dtype, "start_timeout_s": START_S}
+    settings = started_settings(folder=folder / "vllm", **given)
     engine, seconds, loading = VllmEngine(settings), list[float](), list[float]()
 
     async def update(numbers: Sequence[int]) -> None:
@@ -214,11 +234,14 @@ def lora(folder: Path, sizes: Sizes) -> dict[str, Any]:
 def full(folder: Path, sizes: Sizes) -> dict[str, Any]:
     """Versions of all weights, one a second as adapters, and rarely, as after training steps of some seconds."""
     rates = [(sizes.updates, sizes.interval_s), (sizes.rare_updates, sizes.rare_interval_s)]
+    is_large = sizes.model != "tiny"
     found: dict[str, Any] = {}
-    for updates, interval_s in rates:
+    for updates, interval_s in rates[1:] if is_large else rates:
         (own := folder / f"{interval_s}").mkdir()
         rate = dataclasses.replace(sizes, updates=updates, interval_s=interval_s)
-        found[f"every {interval_s:g} s"] = asyncio.run(measure_updates(own, full_version, rate))
+        found[f"every {interval_s:g} s"] = asyncio.run(
+            measure_updates(own, scaled_version if is_large else full_version, rate)
+        )
     return found
 
 
@@ -237,7 +260,8 @@ def measured_gateway(
 
 def gateway(folder: Path, sizes: Sizes) -> dict[str, Any]:
     """The recording gateway beside vLLM."""
-    with serving(folder, is_lora=False) as server:
+    options: dict[str, Any] = {"base": base_of(folder, sizes), "dtype": sizes.dtype, "arguments": sizes.arguments}
+    with serving(folder, is_lora=False, **options) as server:
         loads = [Load(clients, sizes.calls, ANSWER_TOKENS, ANSWER_TOKENS) for clients in sizes.clients]
         return measured_gateway(folder, server.url, server.base, loads, sizes, has_proxies=True)
 
@@ -267,7 +291,8 @@ def run(folder: Path, sizes: Sizes) -> dict[str, Any]:
     """The task of `make demo` with an adapter on vLLM."""
     config = yaml.safe_load((ROOT / "examples/guess_number.yaml").read_text())
     builder, learner = config["trajectory_builders"]["rollouts"], config["trainer_adapters"]["learner"]
-    engine = {"kind": "vllm", "executable": executable(), "arguments": list(WHOLE_PROMPTS), "dtype": "float32"}
+    arguments = [one for one in sizes.arguments if sizes.model == "tiny" or "max-model-len" not in one]
+    engine = {"kind": "vllm", "executable": executable(), "arguments": arguments, "dtype": "float32"}
     builder["engine"] = engine | {"max_lora_rank": 16}
     learner["model"] |= {"path": str(tiny_base(folder)), "lora": {"rank": 16}}
     config["finetuning"] |= {"num_epochs": sizes.epochs, "output_dir": str(folder / "output")}
@@ -306,18 +331,19 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("sections", nargs="*", metavar="SECTION", help=", ".join(SECTIONS))
     parser.add_argument("--small", action="store_true", help="only see that each runs through")
+    parser.add_argument("--gpu", action="store_true", help="vLLM on a GPU; sections are kept as NAME_gpu")
     parser.add_argument("--output", type=Path, default=None)
     given = parser.parse_args()
     if unknown := sorted(set(given.sections) - set(SECTIONS)):
         parser.error(f"unknown section {unknown[0]!r}; known sections: {', '.join(SECTIONS)}")
-    sizes = SMALL if given.small else Sizes()
+    sizes = SMALL if given.small else GPU if given.gpu else Sizes()
     for name in given.sections or SECTIONS:
         with tempfile.TemporaryDirectory(prefix=f"bench-rollout-{name}-") as folder:
             found = {"cores": os.cpu_count(), "is_small": given.small, **SECTIONS[name](Path(folder), sizes)}
         print(f"== {name}\n{json.dumps(found, indent=2)}", flush=True)
         if given.output is not None:
             kept = json.loads(given.output.read_text()) if given.output.exists() else {}
-            given.output.write_text(json.dumps(kept | {name: found}, indent=2) + "\n")
+            given.output.write_text(json.dumps(kept | {f"{name}_gpu" if given.gpu else name: found}, indent=2) + "\n")
 
 
 if __name__ == "__main__":

@@ -296,6 +296,8 @@ def make_deterministic(threads: int | None, *, deterministic: bool = True) -> No
     if deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(deterministic)
+    # Nothing here reads memory before it is written, and NaNs in all of it took 5 % of a step on an H200.
+    torch.utils.deterministic.fill_uninitialized_memory = False
     if threads is not None:
         torch.set_num_threads(threads)
 

@@ -15,6 +15,7 @@ from typing import Any
 
 import psutil
 import torch
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from rollstream.eventlog.broker import guard
@@ -76,9 +77,11 @@ def lora_version(base: Path, folder: Path, version: int) -> tuple[WeightsPublish
     """An adapter of which every version answers differently."""
     path, generator = folder / f"lora-{version}.safetensors", torch.Generator().manual_seed(version)
     tensors: dict[str, torch.Tensor] = {}
-    for name, value in load_file(base / "model.safetensors").items():
+    with safe_open(base / "model.safetensors", "pt") as weights:
+        shapes = {name: weights.get_slice(name).get_shape() for name in sorted(weights.keys())}
+    for name, shape in shapes.items():
         if name.endswith("q_proj.weight"):
-            stem, (width_out, width_in) = name.removesuffix(".weight"), value.shape
+            stem, (width_out, width_in) = name.removesuffix(".weight"), shape
             tensors[f"base_model.model.{stem}.lora_A.weight"] = torch.randn(RANK, width_in, generator=generator)
             tensors[f"base_model.model.{stem}.lora_B.weight"] = torch.randn(width_out, RANK, generator=generator)
     save_file(tensors, path)
@@ -92,6 +95,15 @@ def full_version(base: Path, folder: Path, version: int) -> tuple[WeightsPublish
     path, generator = folder / f"full-{version}.safetensors", torch.Generator().manual_seed(version)
     state = load_file(base / "model.safetensors")
     save_file({name: one + 0.1 * torch.randn(one.shape, generator=generator) for name, one in state.items()}, path)
+    return published(base, version, weights_sha256=f"{version:08d}" + "0" * 56), path
+
+
+def scaled_version(base: Path, folder: Path, version: int) -> tuple[WeightsPublished, Path]:
+    """All weights of a large model, whose last norm alone differs by version."""
+    path = folder / f"scaled-{version}.safetensors"
+    state = load_file(base / "model.safetensors")
+    norm = state["model.norm.weight"]
+    save_file({**state, "model.norm.weight": norm * (1 + torch.arange(len(norm)) % (version + 2) / 4).to(norm)}, path)
     return published(base, version, weights_sha256=f"{version:08d}" + "0" * 56), path
 
 
@@ -198,11 +210,11 @@ class ComposedServer:
 
 
 @contextmanager
-def serving(folder: Path, *, is_lora: bool = True, base: Path | None = None) -> Iterator[VllmServer]:
+def serving(folder: Path, *, is_lora: bool = True, base: Path | None = None, **changes: Any) -> Iterator[VllmServer]:
     """A server that has begun to answer, and ends with the block. `base`: its model, else a tiny one of its own."""
     os.environ.update(ENVIRONMENT)
     base = base or tiny_base(folder)
-    child = Child(started_settings(), str(base), is_lora=is_lora, log=folder / "server.log")
+    child = Child(started_settings(**changes), str(base), is_lora=is_lora, log=folder / "server.log")
     try:
         server = VllmServer(base, child)
         server.wait()
