@@ -82,31 +82,34 @@ class Case:
 CASES = {"8k": Case(2, 4, 1024, 7168), "shared": Case(4, 8, 4096, 1024, varies=True), "small": Case(2, 2, 32, 32)}
 VARIANTS: dict[str, dict[str, Any]] = {
     "default": {},
-    "default, 32,768 tokens": {"tokens": 32768},
-    "default, 65,536 tokens": {"tokens": 65536},
+    "32,768 tokens": {"tokens": 32768},
     "not deterministic": {"deterministic": False},
+    "not deterministic, 32,768 tokens": {"deterministic": False, "tokens": 32768},
     "without fused kernels": {"fused_kernels": False},
     "without shared prefixes": {"revision": 3},
     "gradient_checkpointing": {"gradient_checkpointing": True},
-    "muon": {"optimizer": "muon"},
-    "adamw_8bit": {"optimizer": "adamw_8bit"},
-    "offload": {"offload": "cpu"},
     "lora": {"lora": LoraSettings()},
+    "adamw_8bit": {"optimizer": "adamw_8bit"},
+    "muon": {"optimizer": "muon"},
+    "offload": {"offload": "cpu"},
     "compile": {"compile": True},
     "compile, 32,768 tokens": {"compile": True, "tokens": 32768},
-    "compile, not deterministic": {"compile": True, "deterministic": False},
+    "compile, 65,536 tokens": {"compile": True, "tokens": 65536},
+    "compile, not deterministic, 32,768 tokens": {"compile": True, "deterministic": False, "tokens": 32768},
 }
 """Settings of the learner. `revision` 3 pads rows and computes them one by one."""
 TRL_VARIANTS: dict[str, dict[str, Any]] = {
     "trl, 1 row": {"size": 1},
     "trl, 2 rows": {"size": 2},
     "trl, 4 rows": {"size": 4},
-    "trl, 4 rows, checkpointed": {"size": 4, "gradient_checkpointing": True},
 }
 LIGER_VARIANTS = {
     "trl, 2 rows, liger": {"size": 2, "use_liger_kernel": True},
     "trl, 4 rows, liger": {"size": 4, "use_liger_kernel": True},
+    "trl, 4 rows, liger, checkpointed": {"size": 4, "use_liger_kernel": True, "gradient_checkpointing": True},
 }
+SOME = ("default", "without shared prefixes", "compile", "trl, 4 rows", "trl, 4 rows, liger")
+"""What is measured of `shared`."""
 
 
 def batch_of(case: Case) -> BatchView:
@@ -262,7 +265,7 @@ def sections_of(args: argparse.Namespace, folder: Path) -> Iterator[tuple[str, s
     for section in ("learner", "trl", "liger"):  # Liger's kernels stay in transformers' classes
         measure, variants = systems[section]
         for case, (name, variant) in itertools.product(args.cases, variants.items()):
-            if section in args.sections and (not args.variants or name in args.variants):
+            if section in args.sections and name in (args.variants or (SOME if case == "shared" else variants)):
                 yield case, name, partial(on_case, case, measure, variant)
     for dtype in (torch.bfloat16, torch.float32) if "head" in args.sections else ():
         for fused in (True, False):
