@@ -293,8 +293,8 @@ def make_deterministic(threads: int | None, *, deterministic: bool = True) -> No
 
     `deterministic` off: fix only the thread count, and use the fastest algorithms.
     """
-    if deterministic:
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    # In both cases: torch reads it once, before the first product on a GPU, and refuses deterministic ones without it.
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(deterministic)
     # Nothing here reads memory before it is written, and NaNs in all of it took 5 % of a step on an H200.
     torch.utils.deterministic.fill_uninitialized_memory = False

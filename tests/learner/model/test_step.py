@@ -1,5 +1,6 @@
 """Training on rows: what decides its bits and what does not."""
 
+import os
 import random
 from collections import Counter
 from collections.abc import Iterator
@@ -153,6 +154,15 @@ def test_equal_inputs_give_equal_bytes_and_mini_batches_make_steps(tiny_model: P
     one, _ = trained(tiny_model)
     assert first.weights_bytes() == second.weights_bytes() != one.weights_bytes()
     assert metrics["tokens/sequences"] == 8
+
+
+def test_a_job_that_may_vary_leaves_the_process_fit_for_one_that_may_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
+    make_deterministic(1, deterministic=False)
+    assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8", "torch reads it at the first product on a GPU alone"
+    assert not torch.are_deterministic_algorithms_enabled()
+    make_deterministic(1)
+    assert torch.are_deterministic_algorithms_enabled()
 
 
 def test_passes_over_a_batch_are_steps_on_its_rows_again(tiny_model: Path) -> None:
