@@ -106,7 +106,7 @@ def sample(logits_B_V: Tensor, uniforms_B: Tensor, how: SamplingBatch) -> Sample
     Of a row whose logits are not finite numbers the log-probability is NaN, and no other row suffers from it.
     """
     logprobs_B_V = distribution(logits_B_V, how)
-    sums_B_V = logprobs_B_V.double().exp_().cumsum(dim=-1)
+    sums_B_V = _cumulated(logprobs_B_V.double().exp_())
     targets_B = uniforms_B * sums_B_V[:, -1]
     tokens_B = torch.searchsorted(sums_B_V, targets_B[:, None], right=True)[:, 0]
     tokens_B = tokens_B.clamp_(max=logits_B_V.shape[-1] - 1)  # beyond the last token lies what NaN leads to
@@ -115,6 +115,15 @@ def sample(logits_B_V: Tensor, uniforms_B: Tensor, how: SamplingBatch) -> Sample
         tokens_B = torch.where(how.greedy, logits_B_V.argmax(dim=-1), tokens_B)
         chosen_B = torch.where(how.greedy & ~chosen_B.isnan(), torch.zeros_like(chosen_B), chosen_B)
     return SampledTokens(tokens_B, chosen_B, _kept(logprobs_B_V) if how.keeps_ids else ())
+
+
+def _cumulated(values_B_V: Tensor) -> Tensor:
+    """Cumulative sums over the vocabulary, in main memory where a learner in this process had torch refuse those of a
+    GPU, which are not the same from run to run.
+    """
+    if values_B_V.is_cuda and torch.are_deterministic_algorithms_enabled():
+        return values_B_V.cpu().cumsum(dim=-1).to(values_B_V.device)
+    return values_B_V.cumsum(dim=-1)
 
 
 def _kept(logprobs_B_V: Tensor) -> list[Ids]:
@@ -140,7 +149,7 @@ def _limited(scaled_B_V: Tensor, how: SamplingBatch) -> Tensor:
         sorted_B_V = sorted_B_V.masked_fill(ranks_V[None, :] >= how.top_k, -torch.inf)
     if how.top_p is not None:
         probs_B_V = sorted_B_V.softmax(dim=-1)
-        before_B_V = probs_B_V.cumsum(dim=-1) - probs_B_V
+        before_B_V = _cumulated(probs_B_V) - probs_B_V
         excluded_B_V = before_B_V >= how.top_p
         excluded_B_V[:, 0] = False
         sorted_B_V = sorted_B_V.masked_fill(excluded_B_V, -torch.inf)
