@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -97,18 +97,26 @@ def routed(folder: Path) -> Subject:
 NO_MODEL = {"scripted": scripted, "routed": routed}
 
 
-def transformers(folder: Path, base: Path, *, lora: LoraSettings | None = None, deterministic: bool = False) -> Subject:
-    """The engine on a tiny model; its weights are what the learner publishes."""
+def transformers(
+    folder: Path,
+    base: Path,
+    *,
+    lora: LoraSettings | None = None,
+    deterministic: bool = False,
+    device: str = "cpu",
+    dtype: Literal["float32", "bfloat16"] = "float32",
+) -> Subject:
+    """The engine on a tiny model; its weights are what the learner publishes. Both compute in `dtype` on `device`."""
 
     @cache
     def learner(version: int) -> PolicyModel:
-        model = ModelSettings(path=str(base), device="cpu", lora=lora)
+        model = ModelSettings(path=str(base), device=device, dtype=dtype, lora=lora)
         policy = PolicyModel(model, seed=0)
         policy.use_dropout(False)
         generator = torch.Generator().manual_seed(version)
         for _, parameter in policy.trainable():
             noise = torch.randn(parameter.shape, generator=generator)
-            parameter.data += (0.5 if lora else 0.15) * noise
+            parameter.data += (0.5 if lora else 0.15) * noise.to(parameter.device)
         return policy
 
     def event(group: str, version: int) -> WeightsPublished:
@@ -139,7 +147,7 @@ def transformers(folder: Path, base: Path, *, lora: LoraSettings | None = None, 
         other_model = event(group, version).model_copy(update={"base_model": str(folder / "missing")})
         yield other_model, weights(group, version)[1]
 
-    settings = TransformersSettings(device="cpu", threads=1, deterministic=deterministic)
+    settings = TransformersSettings(device=device, dtype=dtype, threads=1, deterministic=deterministic)
     return Subject(
         new=lambda: new_engine(settings, {}),
         weights=weights,
@@ -228,10 +236,10 @@ def recomputed(
     (sequence,) = join_calls(steps)
     trajectory = TrajectoryAssembled.model_construct(trajectory_id="t", sequences=(sequence,))
     (row,) = collate.rows_of(trajectory, needs_logprobs=True)
-    batch = collate.pad([collate.TrainRow(row, row.mask)], [(0,)])
+    batch = collate.pad([collate.TrainRow(row, row.mask)], [(0,)]).to(model.device)
     temperature = calls[0][0].sampling.temperature
     found, _ = model.completion_terms(batch, temperature=temperature, entropy_needs_grad=False)
-    return batch.logprobs[batch.mask], found.detach()
+    return batch.logprobs[batch.mask].cpu(), found.detach().cpu()
 
 
 def _step(index: int, new_ids: list[int], generation: Generation, prefix: Prefix | None) -> StepRecorded:

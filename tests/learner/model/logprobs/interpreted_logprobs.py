@@ -20,8 +20,8 @@ from rollstream.learner.model.fused_logprobs import Tiling
 from rollstream.learner.model.logprobs import Head, KeptSets, fuses, selected_logprobs, why_not_fused
 from rollstream.learner.model.policy import PolicyModel
 from rollstream.schemas.settings import ModelSettings
+from tests.rigs.selected_terms import OF_ENTROPY, TEMPERATURE, computed, error, given
 
-TEMPERATURE = 0.7
 SHAPES = [(37, 21, 101), (32, 48, 96), (1, 5, 3), (19, 16, 17)]
 """Tokens, width and vocabulary: no multiples of tiles, multiples of them, less than one tile, just above one."""
 
@@ -34,24 +34,6 @@ def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fused_logprobs, "GRAD_CHUNK", 37 * 40)
 
 
-def given(shape: tuple[int, int, int], dtype: torch.dtype, *, bias: bool) -> tuple[list[Tensor], Tensor]:
-    num_tokens, width, vocabulary = shape
-    generator = torch.Generator().manual_seed(3)
-    sizes = [(num_tokens, width), (vocabulary, width), *([(vocabulary,)] if bias else [])]
-    operands = [torch.randn(size, generator=generator).to(dtype) for size in sizes]
-    return operands, torch.randint(vocabulary, (num_tokens,), generator=generator)
-
-
-def computed(operands: list[Tensor], targets: Tensor, *, fused: bool) -> list[Tensor]:
-    """Log-probabilities, entropies, and the gradients of the operands."""
-    own = [one.clone().requires_grad_() for one in operands]
-    head = Head(own[1], own[2] if len(own) == 3 else None)
-    one, entropy = selected_logprobs(own[0], head, targets, TEMPERATURE, entropy_needs_grad=True, fused=fused)
-    assert entropy is not None
-    factors = torch.arange(1.0, len(targets) + 1)
-    return [one.detach(), entropy.detach(), *torch.autograd.grad((one * factors + 0.3 * factors * entropy).sum(), own)]
-
-
 def by_numpy(operands: list[Tensor], targets: Tensor) -> list[np.ndarray[Any, Any]]:
     """The same in float64, by the formulas of the gradient."""
     hidden, weight, *bias = (one.double().numpy() for one in operands)
@@ -61,16 +43,11 @@ def by_numpy(operands: list[Tensor], targets: Tensor) -> list[np.ndarray[Any, An
     log_softmax -= np.log(np.exp(log_softmax).sum(axis=1, keepdims=True))
     shares = np.exp(log_softmax)
     entropies = -(shares * log_softmax).sum(axis=1)
-    grad = -factors * shares - 0.3 * factors * shares * (log_softmax + entropies[:, None])
+    grad = -factors * shares - OF_ENTROPY * factors * shares * (log_softmax + entropies[:, None])
     grad[rows, targets.numpy()] += factors[:, 0]
     grad /= TEMPERATURE
     of_bias = [grad.sum(axis=0)] if bias else []
     return [log_softmax[rows, targets.numpy()], entropies, grad @ weight, grad.T @ hidden, *of_bias]
-
-
-def error(found: Tensor, wanted: Tensor) -> float:
-    """The largest one, as a part of the largest value."""
-    return float((found.double() - wanted.double()).abs().max() / wanted.double().abs().max())
 
 
 @pytest.mark.usefixtures("small_tiles")
