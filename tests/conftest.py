@@ -31,6 +31,8 @@ settings.register_profile("any machine", deadline=None, suppress_health_check=[H
 settings.load_profile("any machine")
 """A busy machine is not a fault of the code under test."""
 
+TEST_DEVICE = "ROLLSTREAM_TEST_DEVICE"
+"""Variable with the device of the tests marked `gpu`: `cpu` rehearses them."""
 JOIN_TIMEOUT_S = 60.0
 KEPT_CHILDREN = ("multiprocessing.resource_tracker", "multiprocessing.forkserver", "matching_process.py")
 """Helpers that a process keeps for further use and ends at its exit."""
@@ -41,11 +43,18 @@ controller of workers runs no test and stays so.)"""
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave the tests marked `vllm` to `make test-vllm`, which says where vLLM is: there none of them is skipped."""
-    if "ROLLSTREAM_VLLM" in os.environ:
-        return
-    left = [item for item in items if item.get_closest_marker("vllm")]
-    items[:] = [item for item in items if not item.get_closest_marker("vllm")]
+    """Leave the tests marked `vllm` to `make test-vllm`, which says where vLLM is, and those marked `gpu` to `make
+    test-gpu`, which asks for them by name: there none of them is skipped.
+    """
+    wanted = {"vllm": "ROLLSTREAM_VLLM" in os.environ}
+    wanted["gpu"] = TEST_DEVICE in os.environ or "gpu" in str(config.getoption("markexpr"))
+    unwanted = [marker for marker, is_wanted in wanted.items() if not is_wanted]
+    left = [item for item in items if any(item.get_closest_marker(marker) for marker in unwanted)]
+    for item in items:
+        if item.get_closest_marker("gpu"):  # warnings there depend on the card and its driver: they are shown
+            item.add_marker(pytest.mark.filterwarnings("default"))
+    gone = set(left)
+    items[:] = [item for item in items if item not in gone]
     config.hook.pytest_deselected(items=left)
 
 
@@ -134,6 +143,22 @@ def vllm_server(tmp_path_factory: pytest.TempPathFactory) -> "Iterator[VllmServe
 
     with serving(tmp_path_factory.mktemp("vllm")) as server:
         yield server
+
+
+@pytest.fixture(scope="session")
+def gpu() -> str:
+    """Device of the tests marked `gpu`: cuda:0, or what ROLLSTREAM_TEST_DEVICE says. Fails where it does not exist."""
+    import torch
+
+    from rollstream.learner.model.policy import make_deterministic
+
+    device = os.environ.get(TEST_DEVICE, "cuda:0")
+    if device != "cpu" and not torch.cuda.is_available():
+        pytest.fail(
+            f"there is no NVIDIA GPU for torch {torch.__version__}; set {TEST_DEVICE}=cpu to rehearse the tests"
+        )
+    make_deterministic(None, deterministic=False)  # before the first product on the GPU
+    return device
 
 
 @pytest.fixture

@@ -32,6 +32,7 @@ TRUNCATED = {"temperature": 0.7, "top_p": 0.7, "top_k": 20}
 LOADING: list[Any] = [
     *("scripted", "routed", "transformers", "transformers-lora-deterministic", "transformers-lora-dora"),
     *(pytest.param(name, marks=pytest.mark.vllm) for name in ("vllm-lora", "vllm-full")),
+    *(pytest.param(name, marks=pytest.mark.gpu) for name in ("transformers-gpu", "transformers-lora-gpu")),
 ]
 
 
@@ -58,8 +59,8 @@ def loading_subject(request: pytest.FixtureRequest, tmp_path: Path) -> Subject:
     lora = LoraSettings(rank=4, alpha=16, target_modules=PROJECTIONS, **options) if "lora" in request.param else None
     if "vllm" in request.param:
         return vllm(tmp_path, request.getfixturevalue("vllm_server"), lora=lora, is_frozen="openai" in request.param)
-    base = request.getfixturevalue("base")
-    return transformers(tmp_path, base, lora=lora, deterministic="deterministic" in request.param)
+    base, device = request.getfixturevalue("base"), request.getfixturevalue("gpu") if "gpu" in request.param else "cpu"
+    return transformers(tmp_path, base, lora=lora, deterministic="deterministic" in request.param, device=device)
 
 
 @asynccontextmanager
@@ -221,8 +222,7 @@ def test_too_long_a_prompt_is_refused_and_one_that_leaves_room_gets_that_much(lo
                 await engine.generate(request(prompt=[10] * length))
         return await in_turn(engine, [request(seed, prompt=[10] * (MAX_LENGTH - 1)) for seed in range(4)])
 
-    answers = play(loading, scenario)
-    assert {len(generation.token_ids) for generation in answers} == {1}
+    assert {len(generation.token_ids) for generation in play(loading, scenario)} == {1}
 
 
 @pytest.mark.parametrize("prompt", [(), (10, -1), (10, 10_000_000)], ids=["empty", "negative", "unknown"])
