@@ -62,7 +62,7 @@ unit: setup ## The tests that need no broker and are not slow (a minute)
 test-vllm: setup .venv-vllm/.ready ## Tests with real vLLM servers on the CPU, in an environment of their own (6 GB, minutes)
 	ROLLSTREAM_VLLM=$(CURDIR)/.venv-vllm/bin/vllm $(BIN)/python -m pytest -q --durations=10 -m vllm tests
 
-test-gpu: setup ## Tests on an NVIDIA GPU (two minutes); ROLLSTREAM_TEST_DEVICE=cpu rehearses them without one
+test-gpu: setup ## Tests on an NVIDIA GPU (minutes); ROLLSTREAM_TEST_DEVICE=cpu rehearses them without one
 	$(BIN)/python -m pytest -q --durations=10 -m gpu tests
 
 bench: .venv/.ready ## Speed: medians of several passes; JSON in benchmarks/results

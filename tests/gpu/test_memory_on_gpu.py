@@ -12,7 +12,7 @@ import torch
 from rollstream.learner.algorithms.base import BatchView
 from rollstream.schemas.errors import RunFailedError
 from rollstream.schemas.settings import ModelSettings
-from tests.rigs.grouped_batches import GPU_SCALE, Stepped, at_most, grouped, make_model, step
+from tests.rigs.grouped_batches import GPU_SCALE, Stepped, at_most, grouped, step
 
 pytestmark = pytest.mark.gpu
 TOKENS = 1 << 14
@@ -50,18 +50,18 @@ def test_a_micro_batch_that_does_not_fit_is_halved_and_gives_the_step_of_the_hal
     assert least < 0.8 * most, "else the limit below is none"
     gc.collect()
     with at_most((least + most) / 2, cuda), caplog.at_level(logging.WARNING):
-        found = step(settings, long_rows, times=2, max_tokens_per_micro_batch=TOKENS)
+        found = step(settings, long_rows, max_tokens_per_micro_batch=TOKENS)
     (tokens,) = found.results[0].micro_batch_tokens
     assert tokens in (TOKENS // 2, TOKENS // 4)
     assert "CUDA out of memory" in caplog.text
-    given = step(settings, long_rows, times=2, max_tokens_per_micro_batch=tokens)
+    given = step(settings, long_rows, max_tokens_per_micro_batch=tokens)
     assert given.result.micro_batch_tokens == ()
-    assert found.model.weights_bytes() == given.model.weights_bytes()
-    other = step(settings, long_rows, times=2, max_tokens_per_micro_batch=TOKENS)
-    assert other.model.weights_bytes() != given.model.weights_bytes(), "the division decides bits"
+    assert all(one.equal(wanted) for one, wanted in zip(found.weights, given.weights, strict=True))
+    other = step(settings, long_rows, max_tokens_per_micro_batch=TOKENS)
+    assert not all(one.equal(wanted) for one, wanted in zip(other.weights, given.weights, strict=True)), "so it counts"
 
 
-def test_a_row_that_does_not_fit_fails_with_the_remedy_and_the_memory_is_free_again(cuda: str, folder: Path) -> None:
+def test_a_row_that_does_not_fit_fails_with_the_remedy_and_leaves_the_memory_free(cuda: str, folder: Path) -> None:
     settings = settings_of(folder, cuda)
     row = grouped(replace(GPU_SCALE, num_groups=1, group_size=1, prompt=10, answer=30_000))
     _, least = peak_of(settings, grouped(replace(GPU_SCALE, num_groups=1, group_size=1)))
@@ -75,26 +75,20 @@ def test_a_row_that_does_not_fit_fails_with_the_remedy_and_the_memory_is_free_ag
     ):
         step(settings, row, max_tokens_per_micro_batch=1 << 20)
     gc.collect()
-    assert torch.cuda.memory_allocated() <= before + 2**20
+    assert torch.cuda.memory_allocated() <= before + 2**24
 
 
-def test_memory_that_runs_out_in_the_optimizer_step_is_named_as_such(cuda: str, tmp_path: Path) -> None:
-    folder = make_model(tmp_path / "model", replace(GPU_SCALE, vocabulary=100_000))
-    settings, batch = settings_of(folder, cuda), grouped(replace(GPU_SCALE, num_groups=1, group_size=2, answer=8))
-    reserved: list[int] = []
+def test_memory_that_runs_out_in_the_optimizer_step_is_named_as_such(
+    cuda: str, folder: Path, batch: BatchView, monkeypatch: pytest.MonkeyPatch
+) -> None:
     plain = torch.optim.AdamW.step
 
-    def watched(self: torch.optim.Optimizer, closure: None = None) -> None:
-        reserved.append(torch.cuda.max_memory_reserved())
-        plain(self, closure)  # pyright: ignore[reportArgumentType]
+    def limited(self: torch.optim.Optimizer, closure: None = None) -> None:
+        """Take a step in 16 MiB, which do not hold two moments of 13 million parameters."""
+        torch.cuda.empty_cache()
+        with at_most(torch.cuda.memory_reserved() + 2**24, cuda):
+            plain(self, closure)  # pyright: ignore[reportArgumentType]
 
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(torch.optim.AdamW, "step", watched)
-        _, most = peak_of(settings, batch)
-    assert most > reserved[0] + 2**28, "the state of 95 million parameters"
-    gc.collect()
-    with (
-        at_most((reserved[0] + most) / 2, cuda),
-        pytest.raises(RunFailedError, match=r"out of memory in the optimizer step \(CUDA out of memory"),
-    ):
-        step(settings, batch)
+    monkeypatch.setattr(torch.optim.AdamW, "step", limited)
+    with pytest.raises(RunFailedError, match=r"out of memory in the optimizer step \(CUDA out of memory"):
+        step(settings_of(folder, cuda), batch)

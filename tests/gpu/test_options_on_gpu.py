@@ -1,5 +1,6 @@
 """Settings that change memory, speed or the optimizer, on a real GPU: what they may not change, and what they save."""
 
+import gc
 from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
@@ -55,7 +56,7 @@ def test_gradient_checkpointing_takes_less_memory(cuda: str, tmp_path: Path, sca
     peaks: list[int] = []
     for on in (False, True):
         model = PolicyModel(model_of(deep, cuda, gradient_checkpointing=on), seed=0)
-        torch.cuda.reset_peak_memory_stats()
+        gc.collect()
         before = torch.cuda.memory_allocated()
         given = micro_batch(batch, shares=True).to(model.device)
         logprobs, _ = model.completion_terms(given, temperature=1.0, entropy_needs_grad=False)
@@ -95,6 +96,7 @@ def test_a_reference_in_bfloat16_takes_half_of_the_memory(gpu: str, folder: Path
     taken: list[int] = []
     for dtype in ("auto", "bfloat16"):
         policy = PolicyModel(model_of(folder, gpu, dtype="bfloat16", reference_dtype=dtype), seed=0)
+        gc.collect()
         before = torch.cuda.memory_allocated() if gpu != "cpu" else 0
         reference = Reference(policy, policy.weights_bytes(), "base")
         taken.append(torch.cuda.memory_allocated() - before if gpu != "cpu" else 4 if dtype == "auto" else 2)
@@ -170,6 +172,7 @@ def test_an_offloaded_optimizer_takes_the_same_steps_and_leaves_its_memory(
 def test_memory_of_an_offloaded_optimizer_is_free_between_its_steps(cuda: str, folder: Path, batch: BatchView) -> None:
     found: list[int] = []
     for offload in (None, "cpu"):
+        gc.collect()
         before = torch.cuda.memory_allocated()
         taken = step(model_of(folder, cuda), batch, optimizer=OPTIMIZER.model_copy(update={"offload": offload}))
         found.append(torch.cuda.memory_allocated() - before)

@@ -73,7 +73,7 @@ def test_a_step_in_float32_gives_the_weights_and_metrics_of_the_cpu(gpu: str, ti
     tensors, found = load_tensors(weights), load_tensors(found_weights)
     for key, one in tensors.items():
         assert torch.allclose(found[key], one, rtol=1e-4, atol=1e-5), key
-    assert result.metrics == pytest.approx(wanted.metrics, rel=1e-3, abs=1e-5)
+    assert result.metrics == pytest.approx(wanted.metrics, rel=1e-3, abs=1e-4)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -84,7 +84,7 @@ def test_a_step_in_bfloat16_is_finite_and_near_that_in_float32(gpu: str, tiny: P
     assert all(np.isfinite(value) for value in result.metrics.values())
     assert all(value.isfinite().all() for value in found.values())
     assert any(value.abs().max() > 0 for value in found.values())
-    assert distance([found[key] for key in grads], list(grads.values())) < 0.2
+    assert distance([found[key] for key in grads], list(grads.values())) < 0.3
     assert result.metrics["loss/total"] == pytest.approx(wanted.metrics["loss/total"], rel=0.1, abs=0.05)
 
 
