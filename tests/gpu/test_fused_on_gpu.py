@@ -100,6 +100,7 @@ def test_a_model_computes_by_the_kernels_what_it_computes_in_chunks(
 
     settings = ModelSettings(path=str(folder), device=cuda, dtype=dtype)
     model = PolicyModel(settings, seed=0)
+    assert fuses(torch.device(cuda), getattr(torch, dtype)), "found by trying, once in a process"
     monkeypatch.setattr(fused_logprobs, "_forward", counted)
     found = backward(model, batch, shares=True)
     assert calls == [1]

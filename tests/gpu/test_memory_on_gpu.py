@@ -57,8 +57,6 @@ def test_a_micro_batch_that_does_not_fit_is_halved_and_gives_the_step_of_the_hal
     given = step(settings, long_rows, max_tokens_per_micro_batch=tokens)
     assert given.result.micro_batch_tokens == ()
     assert all(one.equal(wanted) for one, wanted in zip(found.weights, given.weights, strict=True))
-    other = step(settings, long_rows, max_tokens_per_micro_batch=TOKENS)
-    assert not all(one.equal(wanted) for one, wanted in zip(other.weights, given.weights, strict=True)), "so it counts"
 
 
 def test_a_row_that_does_not_fit_fails_with_the_remedy_and_leaves_the_memory_free(cuda: str, folder: Path) -> None:
