@@ -15,7 +15,7 @@ HASHED := --require-hashes --build-constraints requirements/setup.txt
 COMPILE = $(BIN)/uv pip compile --quiet --generate-hashes --no-header --no-annotate --python-version 3.11 $(UPGRADE)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test unit check bench bench-learner bench-rollout parity chaos lock clean test-vllm test-gpu
+.PHONY: help setup demo test unit check bench bench-learner bench-gpu bench-rollout parity chaos lock clean test-vllm test-gpu
 
 help: ## Say what can be made
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 15
@@ -70,6 +70,9 @@ bench: .venv/.ready ## Speed: medians of several passes; JSON in benchmarks/resu
 
 bench-learner: .venv-bench/.ready ## The learner beside TRL and a bare loop, in an environment of its own; JSON in benchmarks/results
 	.venv-bench/bin/python benchmarks/bench_trl.py --output benchmarks/results/bench_trl.json $(BENCH)
+
+bench-gpu: .venv-bench/.ready ## The learner on an NVIDIA GPU, beside TRL, in that environment; JSON in benchmarks/results
+	.venv-bench/bin/python -m benchmarks.bench_gpu --output benchmarks/results/bench_gpu.json $(BENCH)
 
 parity: .venv-bench/.ready ## Losses and gradients beside TRL's own functions, in that environment; JSON in benchmarks/results
 	.venv-bench/bin/python -m benchmarks.trl_parity --output benchmarks/results/trl_parity.json
