@@ -1,7 +1,7 @@
 """Resolved settings that events carry: what a rollout, a plan or a job is to do. Values only, no secrets."""
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, MutableMapping
 from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import (
@@ -46,6 +46,14 @@ def _checked_device(written: str) -> str:
 
 Device = Annotated[str, AfterValidator(_checked_device)]
 """`cpu`, `cuda:N`, `cuda` for cuda:0, or `auto`: cuda:0 if there is a GPU, else cpu."""
+
+
+def choose_cublas_workspace(env: MutableMapping[str, str]) -> None:
+    """Set the variable without which torch refuses deterministic products on a GPU, unless it is set.
+
+    To be called before the first product of a process: torch reads it then, and never again.
+    """
+    env.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
 
 def device_of(device: Device, num_gpus: int, where: str) -> str:

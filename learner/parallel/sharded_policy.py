@@ -135,6 +135,8 @@ class ShardedPolicy(PolicyModel):
             for name, value in own.items():
                 given = tensors[name] if tensors else torch.empty(value.shape, dtype=value.dtype)
                 value.copy_(sharded_like(value, given))
+                if not isinstance(value, DTensor):
+                    _broadcast(value)
 
 
 def gathered_as(compute_dtype: torch.dtype, *, fp32_head: bool) -> tuple[MixedPrecisionPolicy, MixedPrecisionPolicy]:
@@ -164,8 +166,14 @@ def take_from_first(part: torch.nn.Module, device: torch.device) -> None:
                 if value is not None and value.is_meta:
                     values[name] = made.setdefault(value, _empty_like(value, device))  # pyright: ignore[reportArgumentType]
     for value in [*part.parameters(), *part.buffers()]:
-        if not isinstance(value, DTensor) and value.numel():
-            dist.broadcast(value.detach().reshape(-1).view(torch.uint8), 0)  # the bytes, whatever their type
+        if not isinstance(value, DTensor):
+            _broadcast(value)
+
+
+def _broadcast(value: Tensor) -> None:
+    """Give all processes the bytes that rank 0 has of a tensor, whatever their type."""
+    if value.numel():
+        dist.broadcast(value.detach().reshape(-1).view(torch.uint8), 0)
 
 
 def _empty_like(value: Tensor, device: torch.device) -> Tensor:

@@ -5,6 +5,7 @@ A version is checked before anything is changed: one that does not fit leaves th
 Not thread-safe.
 """
 
+import os
 from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -24,7 +25,7 @@ from rollstream.producers.engines.kv_pool import PoolShape, probed_shape
 from rollstream.schemas.errors import ModelError
 from rollstream.schemas.events import WeightsPublished
 from rollstream.schemas.services import TransformersSettings
-from rollstream.schemas.settings import NF4, device_of
+from rollstream.schemas.settings import NF4, choose_cublas_workspace, device_of
 from rollstream.schemas.variables import one_line
 
 Shape = tuple[int, ...]
@@ -64,6 +65,7 @@ class ModelCache:
 
     def __init__(self, settings: TransformersSettings) -> None:
         """Raises ModelError if the settings ask for a GPU and there is none."""
+        choose_cublas_workspace(os.environ)  # a learner in this process may be deterministic
         self._is_continuous = settings.is_continuous
         self.device = torch.device(device_of(settings.device, torch.cuda.device_count(), "engine.device"))
         wants_half = settings.dtype == "bfloat16" or (settings.dtype == "auto" and self.device.type == "cuda")

@@ -106,7 +106,7 @@ def sample(logits_B_V: Tensor, uniforms_B: Tensor, how: SamplingBatch) -> Sample
     Of a row whose logits are not finite numbers the log-probability is NaN, and no other row suffers from it.
     """
     logprobs_B_V = distribution(logits_B_V, how)
-    sums_B_V = _cumulated(logprobs_B_V.double().exp_())
+    sums_B_V = cumulative_sums(logprobs_B_V.double().exp_())
     targets_B = uniforms_B * sums_B_V[:, -1]
     tokens_B = torch.searchsorted(sums_B_V, targets_B[:, None], right=True)[:, 0]
     tokens_B = tokens_B.clamp_(max=logits_B_V.shape[-1] - 1)  # beyond the last token lies what NaN leads to
@@ -117,13 +117,21 @@ def sample(logits_B_V: Tensor, uniforms_B: Tensor, how: SamplingBatch) -> Sample
     return SampledTokens(tokens_B, chosen_B, _kept(logprobs_B_V) if how.keeps_ids else ())
 
 
-def _cumulated(values_B_V: Tensor) -> Tensor:
-    """Cumulative sums over the vocabulary, in main memory where a learner in this process had torch refuse those of a
-    GPU, which are not the same from run to run.
+def cumulative_sums(probs_B_V: Tensor) -> Tensor:
+    """Cumulative sums of probabilities over the vocabulary.
+
+    On a GPU they are sums of integers, in float64: equal in any order of addition, while torch's sums of floats differ
+    from run to run there, and are refused where a learner in this process made torch deterministic. A probability below
+    2**-40 counts as 0; so does NaN.
     """
-    if values_B_V.is_cuda and torch.are_deterministic_algorithms_enabled():
-        return values_B_V.cpu().cumsum(dim=-1).to(values_B_V.device)
-    return values_B_V.cumsum(dim=-1)
+    if not probs_B_V.is_cuda:
+        return probs_B_V.cumsum(dim=-1)
+    return integer_sums(probs_B_V)
+
+
+def integer_sums(probs_B_V: Tensor) -> Tensor:
+    """See `cumulative_sums`."""
+    return (probs_B_V.double() / _UNIT).nan_to_num_(0.0).long().cumsum(dim=-1).double() * _UNIT
 
 
 def _kept(logprobs_B_V: Tensor) -> list[Ids]:
@@ -149,7 +157,7 @@ def _limited(scaled_B_V: Tensor, how: SamplingBatch) -> Tensor:
         sorted_B_V = sorted_B_V.masked_fill(ranks_V[None, :] >= how.top_k, -torch.inf)
     if how.top_p is not None:
         probs_B_V = sorted_B_V.softmax(dim=-1)
-        before_B_V = _cumulated(probs_B_V) - probs_B_V
+        before_B_V = cumulative_sums(probs_B_V) - probs_B_V
         excluded_B_V = before_B_V >= how.top_p
         excluded_B_V[:, 0] = False
         sorted_B_V = sorted_B_V.masked_fill(excluded_B_V, -torch.inf)

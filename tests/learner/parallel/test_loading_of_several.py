@@ -70,6 +70,26 @@ def test_processes_that_have_no_weights_get_those_of_a_single_load(tiny_model: P
     together(num, loaded_together, tiny_model, without_weights(tiny_model, tmp_path / "empty"))
 
 
+def with_a_buffer(model: Path, folder: Path) -> None:
+    """One of the processes: a version with a tensor that no process has a shard of, which rank 0 alone is given."""
+    with joined() as ranks:
+        path = str(model if ranks.index == 0 else folder)
+        chosen = ModelSettings(path="base", device="cpu")
+        with ranks.together("load") if ranks.index == 0 else followed(ranks):
+            found = ShardedPolicy(chosen, ranks, seed=7, path=path)
+        found.module.register_buffer("biases", torch.zeros(3))
+        if ranks.index == 0:
+            found.load_weights(PolicyModel(chosen, seed=7, path=str(model)).weights() | {"biases": torch.arange(3.0)})
+        else:
+            ranks.receive()
+            found.take_weights()
+        assert found.module.biases.tolist() == [0.0, 1.0, 2.0]
+
+
+def test_a_version_has_the_buffers_of_rank_0_in_all_processes(tiny_model: Path, tmp_path: Path) -> None:
+    together(2, with_a_buffer, tiny_model, without_weights(tiny_model, tmp_path / "empty"))
+
+
 def failing_together(model: Path, folder: Path, failing: int, is_early: bool, results: Path) -> None:
     """One of the processes, of which one fails: before it loads (`is_early`), or because its folder is not there."""
     with joined() as ranks:

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from rollstream.producers.engines.base import Generation, check_generation
-from rollstream.producers.engines.sampling import SamplingBatch, distribution, sample, uniforms
+from rollstream.producers.engines.sampling import SamplingBatch, distribution, integer_sums, sample, uniforms
 from rollstream.schemas.errors import ModelError
 from rollstream.schemas.events.rollouts import VersionSpan
 from rollstream.schemas.settings import Sampling
@@ -77,6 +77,20 @@ def test_an_excluded_token_is_never_drawn_not_even_at_the_ends():
     tokens, logprobs, _ = sample(logits, ends, batch({}, {}, {}))
     assert tokens.tolist() == [1, 2, 2]
     assert logprobs.tolist() == [pytest.approx(math.log(0.5))] * 3
+
+
+def test_sums_of_integers_are_those_of_floats_and_do_not_grow_at_what_cannot_be_drawn():
+    probs = torch.softmax(torch.randn(4, 5000, dtype=torch.float64, generator=torch.Generator().manual_seed(1)), dim=-1)
+    probs[0, 7] = probs[1, -1] = 0.0
+    probs[2] = torch.nan
+    probs[3, 0] = 2.0**-41
+    sums = integer_sums(probs)
+    assert sums.dtype == torch.float64
+    assert (sums - probs.cumsum(dim=-1))[[0, 1, 3]].abs().max() < 5000 * 2.0**-40
+    assert sums[0, 7] == sums[0, 6]
+    assert sums[1, -1] == sums[1, -2]
+    assert sums[3, 0] == 0.0
+    assert not sums[2].any()
 
 
 def test_temperature_zero_takes_the_likeliest_with_certainty():
