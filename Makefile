@@ -72,6 +72,7 @@ bench-learner: .venv-bench/.ready ## The learner beside TRL and a bare loop, in 
 	.venv-bench/bin/python benchmarks/bench_trl.py --output benchmarks/results/bench_trl.json $(BENCH)
 
 bench-gpu: .venv-bench/.ready ## The learner on an NVIDIA GPU, beside TRL, in that environment; JSON in benchmarks/results
+	.venv-bench/bin/python -m benchmarks.bench_gpu_kernels --output benchmarks/results/bench_gpu_kernels.json
 	.venv-bench/bin/python -m benchmarks.bench_gpu --output benchmarks/results/bench_gpu.json $(BENCH)
 
 parity: .venv-bench/.ready ## Losses and gradients beside TRL's own functions, in that environment; JSON in benchmarks/results

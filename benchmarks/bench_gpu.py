@@ -2,19 +2,24 @@
 
     python -m benchmarks.bench_gpu --output benchmarks/results/bench_gpu.json [SECTION...]
 
-A model with the configuration of Qwen2.5-0.5B and random weights, bfloat16 products, GRPO steps. Cases: `8k` has rows
-of 8,192 tokens, of which members of a group share an eighth; `shared` has answers of about 1,024 tokens to prompts of
-4,096. All settings of a case train the same batch in one process, one after another; what is kept are medians.
+GRPO steps of a model with the configuration of Qwen2.5-0.5B and random weights in float32, with products in bfloat16
+by autocast in both programs. TRL is given the completions. Cases: `8k` has rows of 8,192 tokens, of which members of a
+group share an eighth; `shared` has answers of about 1,024 tokens to prompts of 4,096. All settings of a case train one
+batch in one process, one after another; figures are medians of steps after a first one.
 
-`mfu` is model FLOPs over seconds and the dense bfloat16 peak of the GPU's data sheet. Model FLOPs are three times those
-of a forward pass over the tokens that are computed (a prefix that rows share counts once, padding not at all):
-2 x weights of the layers x tokens, 2 x weights of the head x trained tokens, and 4 x width of all heads x layers x
-pairs of a token and one that it sees. A recomputed activation or logit counts nothing.
+`tokens_per_s` counts the tokens of all rows, so a prompt once for each of its answers. `mfu` is the FLOPs that a step
+needs, whatever a program computes, over seconds and the dense bfloat16 peak of the GPU's data sheet: a prefix that rows
+share counts once, padding and what is recomputed not at all. A forward pass needs 2 x weights of the layers x tokens,
+2 x weights of the head x trained tokens, and 4 x width of all heads x layers x pairs of a token and one that it sees.
+The backward pass needs twice that; for products with weights that are not trained (LoRA), as much as the forward pass.
+
+Settings that need a package which is not installed (bitsandbytes, liger-kernel) are kept as errors.
 """
 
 import argparse
 import asyncio
 import gc
+import inspect
 import itertools
 import json
 import math
@@ -24,20 +29,22 @@ import sys
 import tempfile
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from importlib import metadata
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from torch.nn.attention import varlen
 
 from benchmarks import bench_learner, bench_trl
 from rollstream.learner.algorithms.base import BatchView, Member, Row
 from rollstream.learner.algorithms.builtin.grpo import Grpo
-from rollstream.learner.model.logprobs import Head, selected_logprobs
 from rollstream.learner.model.optimizer import make_optimizer
 from rollstream.learner.model.policy import PolicyModel, make_deterministic
 from rollstream.learner.model.step import train_batch
@@ -46,9 +53,10 @@ from rollstream.schemas.algorithms import GrpoSettings
 from rollstream.schemas.settings import NEWEST_REVISION, JobSettings, LoraSettings, ModelSettings, OptimizerSettings
 
 DEVICE = "cuda:0" if torch.cuda.is_available() else "cpu"
-"""Without a GPU, sizes and cases must be small: a rehearsal."""
-PEAK_FLOPS = 989.4e12
-"""Dense bfloat16 products of an H100 or H200 (SXM) a second, by NVIDIA's data sheet."""
+"""Without a GPU, `--size tiny --cases small` rehearses all settings."""
+PEAK_FLOPS = {"H200": 989.4e12, "H100 80GB HBM3": 989.4e12, "A100": 312e12}
+"""Dense bfloat16 products a second by NVIDIA's data sheets, by a part of the GPU's name."""
+PACKAGES = ("torch", "triton", "transformers", "trl", "liger_kernel", "bitsandbytes")
 STEPS = 3
 FIRST_ID, NUM_IDS = 6, 90
 
@@ -109,7 +117,7 @@ LIGER_VARIANTS = {
     "trl, 4 rows, liger, checkpointed": {"size": 4, "use_liger_kernel": True, "gradient_checkpointing": True},
 }
 SOME = ("default", "without shared prefixes", "compile", "trl, 4 rows", "trl, 4 rows, liger")
-"""What is measured of `shared`."""
+"""Settings that are measured of `shared`."""
 
 
 def batch_of(case: Case) -> BatchView:
@@ -123,26 +131,26 @@ def batch_of(case: Case) -> BatchView:
     return BatchView(rows, members)
 
 
-def model_flops(model: Any, case: Case) -> dict[str, float]:
-    """FLOPs of a step as they are counted for `mfu`, with shared prefixes; tokens given and computed."""
+def model_flops(model: Any, case: Case, *, is_frozen: bool) -> tuple[float, int]:
+    """FLOPs that a step needs, and the tokens of all rows. `is_frozen`: the model's own weights are not trained."""
     config = model.config
     head = model.get_output_embeddings().weight.numel()
     layers = sum(one.numel() for name, one in model.named_parameters() if ".layers." in name and one.ndim == 2)
-    given = computed = trained = pairs = 0
+    given = needed = trained = pairs = 0
     for found in case.rows():
         answers = [len(ids) - case.prompt for ids in found]
         given += sum(map(len, found))
-        computed += case.prompt + sum(answers)
+        needed += case.prompt + sum(answers)
         trained += sum(answers)
         pairs += case.prompt**2 / 2 + sum(one * case.prompt + one**2 / 2 for one in answers)
     width = config.num_attention_heads * getattr(config, "head_dim", config.hidden_size // config.num_attention_heads)
-    forward = 2 * layers * computed + 2 * head * trained + 4 * width * config.num_hidden_layers * pairs
-    return {"flops": 3 * forward, "given": given, "computed": computed, "trained": trained}
+    products, attention = 2 * layers * needed + 2 * head * trained, 4 * width * config.num_hidden_layers * pairs
+    return (2 if is_frozen else 3) * products + 3 * attention, given
 
 
 @contextmanager
 def measured(into: dict[str, Any]) -> Iterator[None]:
-    """Peak GPU memory of what is done inside, in GiB, by what it was before."""
+    """Most GPU memory that is allocated inside, in GiB."""
     gc.collect()
     torch.cuda.empty_cache()
     if torch.cuda.is_available():
@@ -221,24 +229,6 @@ def trl(folder: str, case: Case, variant: dict[str, Any]) -> dict[str, Any]:
     return {**found, "step_s": statistics.median(spent.wall_s[1:])}
 
 
-def head(num_tokens: int, vocabulary: int, width: int, *, fused: bool, dtype: torch.dtype) -> dict[str, Any]:
-    """Forward and backward of the head alone."""
-    torch.manual_seed(0)
-    hidden = torch.randn(num_tokens, width, device=DEVICE, dtype=dtype, requires_grad=True)
-    weight = (torch.randn(vocabulary, width, device=DEVICE) / width**0.5).requires_grad_()
-    targets = torch.randint(vocabulary, (num_tokens,), device=DEVICE)
-    found: dict[str, Any] = {}
-
-    def step(_: int) -> None:
-        hidden.grad = weight.grad = None
-        selected_logprobs(hidden, Head(weight), targets, 1.0, compute_dtype=dtype, fused=fused)[0].sum().backward()
-
-    with measured(found):
-        found["step_s"] = timed(step)
-    found["tflops"] = 3 * 2 * num_tokens * vocabulary * width / found["step_s"] / 1e12
-    return found
-
-
 def made(folder: Path, size: str) -> tuple[str, Any]:
     """A folder with model and tokenizer; its module without memory."""
     from transformers import AutoConfig, AutoModelForCausalLM
@@ -246,7 +236,7 @@ def made(folder: Path, size: str) -> tuple[str, Any]:
     if size == "tiny":
         path = make_tiny_model(folder / "tiny", max_length=32768)
     else:
-        path = bench_learner.model_with_tokenizer(size, folder / size)
+        path = bench_learner.model_with_tokenizer(size, folder / size, device=DEVICE)
     with torch.device("meta"):
         return str(path), AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(path))
 
@@ -256,9 +246,11 @@ def sections_of(args: argparse.Namespace, folder: Path) -> Iterator[tuple[str, s
     path, shapes = made(folder, args.size)
 
     def on_case(name: str, measure: Callable[..., dict[str, Any]], variant: dict[str, Any]) -> dict[str, Any]:
-        counted, found = model_flops(shapes, CASES[name]), measure(path, CASES[name], variant)
-        found["tokens_per_s"] = counted["given"] / found["step_s"]
-        found["mfu"] = counted["flops"] / found["step_s"] / PEAK_FLOPS
+        flops, given = model_flops(shapes, CASES[name], is_frozen="lora" in variant)
+        found = measure(path, CASES[name], variant)
+        found["tokens_per_s"] = given / found["step_s"]
+        if peak := peak_flops():
+            found["mfu"] = flops / found["step_s"] / peak
         return found
 
     systems = {"learner": (ours, VARIANTS), "trl": (trl, TRL_VARIANTS), "liger": (trl, LIGER_VARIANTS)}
@@ -267,10 +259,6 @@ def sections_of(args: argparse.Namespace, folder: Path) -> Iterator[tuple[str, s
         for case, (name, variant) in itertools.product(args.cases, variants.items()):
             if section in args.sections and name in (args.variants or (SOME if case == "shared" else variants)):
                 yield case, name, partial(on_case, case, measure, variant)
-    for dtype in (torch.bfloat16, torch.float32) if "head" in args.sections else ():
-        for fused in (True, False):
-            name = f"{str(dtype).removeprefix('torch.')}, {'fused' if fused else 'chunks'}"
-            yield "head", name, partial(head, 8192, 151936, 896, fused=fused, dtype=dtype)
     if "phases" in args.sections:
 
         def phases() -> dict[str, Any]:
@@ -279,47 +267,65 @@ def sections_of(args: argparse.Namespace, folder: Path) -> Iterator[tuple[str, s
         yield "phases", "checkpoint_every 1", phases
 
 
+def peak_flops() -> float | None:
+    """See PEAK_FLOPS; None for a GPU that is not there."""
+    name = torch.cuda.get_device_name() if torch.cuda.is_available() else ""
+    return next((peak for part, peak in PEAK_FLOPS.items() if part in name), None)
+
+
 def described() -> dict[str, Any]:
     """GPU and libraries."""
     has_gpu = torch.cuda.is_available()
     return {
         "gpu": torch.cuda.get_device_name() if has_gpu else "none",
         "gib": round(torch.cuda.mem_get_info()[1] / 2**30, 1) if has_gpu else 0,
-        "torch": torch.__version__,
         "cuda": torch.version.cuda,
-        "peak_flops": PEAK_FLOPS,
+        "versions": {name: metadata.version(name) for name in PACKAGES if find_spec(name)},
+        "varlen_attn has grouped heads": "enable_gqa" in inspect.signature(varlen.varlen_attn).parameters,
+        "peak_flops": peak_flops(),
         "steps": STEPS,
     }
 
 
+def kept_in(file: Path | None) -> dict[str, Any]:
+    """Figures of the file, to which others are added. Ends the program if they are from another GPU or libraries."""
+    here = described()
+    found = json.loads(file.read_text()) if file is not None and file.exists() else here
+    if odd := [name for name in here if found.get(name) != here[name]]:
+        raise SystemExit(f"{file} has figures of another machine ({', '.join(odd)}); name another --output")
+    return found
+
+
+def measure_all(named: Iterable[tuple[str, str, Callable[[], dict[str, Any]]]], output: Path | None) -> None:
+    """Print each result at once, and keep it beside those that are in the file."""
+    warnings.simplefilter("ignore")
+    began, report = time.monotonic(), kept_in(output)
+    for section, name, measure in named:
+        try:
+            found = {key: round(one, 4) if isinstance(one, float) else one for key, one in measure().items()}
+        except Exception as error:  # noqa: BLE001 -- a setting that fails is a result, and others follow
+            found = {"error": f"{type(error).__name__}: {str(error).splitlines()[0][:300]}"}
+        report.setdefault(section, {})[name] = found
+        print(f"{time.monotonic() - began:.0f} s", section, name, found, file=sys.stderr, flush=True)
+        if output:
+            output.write_text(json.dumps(report, indent=2) + "\n")
+    print(json.dumps(report, indent=2))
+
+
 def main() -> None:
-    """Measure, print each result at once and keep all of them."""
+    """Measure what the command line names."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("sections", nargs="*", default=["head", "phases", "learner", "trl", "liger"])
+    parser.add_argument("sections", nargs="*", default=["phases", "learner", "trl", "liger"])
     parser.add_argument("--size", default="0.5B", choices=[*bench_learner.PHASES, "tiny"])
     parser.add_argument("--cases", nargs="*", default=["8k", "shared"], choices=CASES)
     parser.add_argument("--variants", nargs="*", help="names; without any, all")
-    parser.add_argument("--seconds", type=float, default=math.inf, help="begin no measurement after so many")
     parser.add_argument("--output", type=Path, default=None)
     args = parser.parse_args()
-    warnings.simplefilter("ignore")
-    began, report = time.monotonic(), described()
+    if not torch.cuda.is_available() and args.size != "tiny":
+        parser.error("there is no NVIDIA GPU here; --size tiny --cases small rehearses the settings without one")
+    make_deterministic(None)  # before the first product
     with tempfile.TemporaryDirectory() as kept:
-        for section, name, measure in sections_of(args, Path(kept)):
-            if time.monotonic() - began > args.seconds:
-                print(f"{section}, {name}: left out, {args.seconds:g} s are over", file=sys.stderr, flush=True)
-                continue
-            try:
-                found = {
-                    key: round(value, 4) if isinstance(value, float) else value for key, value in measure().items()
-                }
-            except Exception as error:  # noqa: BLE001 -- a setting that fails is a result, and others follow
-                found = {"error": f"{type(error).__name__}: {str(error).splitlines()[0][:300]}"}
-            report.setdefault(section, {})[name] = found
-            print(f"{time.monotonic() - began:.0f} s", section, name, found, file=sys.stderr, flush=True)
-            if args.output:
-                args.output.write_text(json.dumps(report, indent=2) + "\n")
-    print(json.dumps(report, indent=2))
+        measure_all(sections_of(args, Path(kept)), args.output)
 
 
 if __name__ == "__main__":

@@ -122,22 +122,22 @@ def head_pass(mode: str) -> dict[str, float]:
     return {"peak_units": (peak_bytes() - before) / unit, "cpu_s": time.process_time() - begun}
 
 
-def model_of(size: str, folder: Path, dtype: torch.dtype = torch.float32) -> str:
-    """A folder with a model of this size."""
+def model_of(size: str, folder: Path, dtype: torch.dtype = torch.float32, device: str = "cpu") -> str:
+    """A folder with a model of this size, whose weights are drawn on a device: on a GPU it takes seconds."""
     shape = PHASES[size]
     if "vocab_size" not in shape:
         return str(make_tiny_model(folder, **shape))
     transformers_logging.disable_progress_bar()
     torch.manual_seed(0)
-    with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
+    with torch.device(device):
         model = AutoModelForCausalLM.from_config(Qwen2Config(**shape), dtype=dtype)
     model.save_pretrained(folder)
     return str(folder)
 
 
-def model_with_tokenizer(size: str, folder: Path, dtype: torch.dtype = torch.float32) -> Path:
+def model_with_tokenizer(size: str, folder: Path, dtype: torch.dtype = torch.float32, device: str = "cpu") -> Path:
     """A folder with a model of this size and the tiny model's tokenizer."""
-    model_of(size, folder, dtype)
+    model_of(size, folder, dtype, device)
     with tempfile.TemporaryDirectory() as made:
         tiny = make_tiny_model(Path(made) / "tiny", max_length=32768)
         for file in (*tiny.glob("*token*"), *tiny.glob("*.jinja")):
@@ -149,7 +149,7 @@ async def phases_of(
     folder: str, size: str, checkpoint_every: int, versions: int, *, device: str = "cpu"
 ) -> dict[str, float]:
     """Medians over a job's versions without the first of several: 2 groups of 8, prompts and answers of 64 tokens."""
-    path = model_of(size, Path(folder) / "model")
+    path = model_of(size, Path(folder) / "model", device=device)
     log = MemoryLog(num_partitions=1)
     run: dict[str, Any] = {"run_id": "bench", "time_ms": 1}
     job: dict[str, Any] = {"job_id": "bench/rl", "model_group": "bench/policy"}

@@ -95,7 +95,7 @@ class Sizes:
     model: str = "tiny"
     dtype: str = "float32"
     arguments: Sequence[str] = WHOLE_PROMPTS
-    """Of vLLM."""
+    """Arguments of vLLM."""
 
 
 SMALL = Sizes(
@@ -113,7 +113,7 @@ def base_of(folder: Path, sizes: Sizes) -> Path:
     """The model that vLLM serves."""
     if sizes.model == "tiny":
         return tiny_base(folder)
-    return bench_learner.model_with_tokenizer(sizes.model, folder / "model", torch.bfloat16)
+    return bench_learner.model_with_tokenizer(sizes.model, folder / "model", torch.bfloat16, "cuda")
 
 
 # ---- new versions under load ----
@@ -232,7 +232,9 @@ def lora(folder: Path, sizes: Sizes) -> dict[str, Any]:
 
 
 def full(folder: Path, sizes: Sizes) -> dict[str, Any]:
-    """Versions of all weights, one a second as adapters, and rarely, as after training steps of some seconds."""
+    """Versions of all weights: one a second, as adapters, of the tiny model, and rarely, as after training steps of
+    some seconds.
+    """
     rates = [(sizes.updates, sizes.interval_s), (sizes.rare_updates, sizes.rare_interval_s)]
     is_large = sizes.model != "tiny"
     found: dict[str, Any] = {}
@@ -334,6 +336,8 @@ def main() -> None:
     parser.add_argument("--gpu", action="store_true", help="vLLM on a GPU; sections are kept as NAME_gpu")
     parser.add_argument("--output", type=Path, default=None)
     given = parser.parse_args()
+    if given.gpu and (given.small or not torch.cuda.is_available()):
+        parser.error("--gpu needs an NVIDIA GPU and a vLLM for it (ROLLSTREAM_VLLM), and does not go with --small")
     if unknown := sorted(set(given.sections) - set(SECTIONS)):
         parser.error(f"unknown section {unknown[0]!r}; known sections: {', '.join(SECTIONS)}")
     sizes = SMALL if given.small else GPU if given.gpu else Sizes()

@@ -44,7 +44,7 @@ controller of workers runs no test and stays so.)"""
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Leave the tests marked `vllm` to `make test-vllm`, which says where vLLM is, and those marked `gpu` to `make
-    test-gpu`, which asks for them by name: there none of them is skipped.
+    test-gpu`, which asks for them by name.
     """
     wanted = {"vllm": "ROLLSTREAM_VLLM" in os.environ}
     wanted["gpu"] = TEST_DEVICE in os.environ or "gpu" in str(config.getoption("markexpr"))

@@ -1,6 +1,6 @@
 """Devices, models and batches of the tests that run on an NVIDIA GPU, where a CPU rehearses most of them.
 
-`make test-gpu` runs them; the variable ROLLSTREAM_TEST_DEVICE names another device.
+`make test-gpu` runs them; with ROLLSTREAM_TEST_DEVICE=cpu most of them are rehearsed without one.
 """
 
 import gc

@@ -82,7 +82,7 @@ def test_memory_that_runs_out_in_the_optimizer_step_is_named_as_such(
     plain = torch.optim.AdamW.step
 
     def limited(self: torch.optim.Optimizer, closure: None = None) -> None:
-        """Take a step in 16 MiB, which do not hold two moments of 13 million parameters."""
+        """Take a step in 16 MiB, which do not hold two moments of 17 million parameters."""
         torch.cuda.empty_cache()
         with at_most(torch.cuda.memory_reserved() + 2**24, cuda):
             plain(self, closure)  # pyright: ignore[reportArgumentType]

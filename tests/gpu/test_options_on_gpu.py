@@ -97,12 +97,12 @@ def test_a_reference_in_bfloat16_takes_half_of_the_memory(gpu: str, folder: Path
     for dtype in ("auto", "bfloat16"):
         policy = PolicyModel(model_of(folder, gpu, dtype="bfloat16", reference_dtype=dtype), seed=0)
         gc.collect()
-        before = torch.cuda.memory_allocated() if gpu != "cpu" else 0
+        before = torch.cuda.memory_allocated()
         reference = Reference(policy, policy.weights_bytes(), "base")
-        taken.append(torch.cuda.memory_allocated() - before if gpu != "cpu" else 4 if dtype == "auto" else 2)
+        taken.append(torch.cuda.memory_allocated() - before)
         given.append(reference.logprobs(micro_batch(batch, shares=True).to(policy.device), temperature=1.0))
         del policy, reference
-    assert taken[1] <= 0.6 * taken[0], taken
+    assert gpu == "cpu" or taken[1] <= 0.6 * taken[0], taken
     assert distance(given[1:], given[:1]) < 1e-2
 
 
