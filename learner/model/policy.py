@@ -296,7 +296,7 @@ def make_deterministic(threads: int | None, *, deterministic: bool = True) -> No
     """
     choose_cublas_workspace(os.environ)  # another job of this process may be deterministic
     torch.use_deterministic_algorithms(deterministic)
-    torch.utils.deterministic.fill_uninitialized_memory = False
+    torch.utils.deterministic.fill_uninitialized_memory = False  # pyright: ignore[reportAttributeAccessIssue]
     if threads is not None:
         torch.set_num_threads(threads)
 
