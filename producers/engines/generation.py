@@ -46,7 +46,7 @@ class Model:
     end_ids: tuple[int, ...]
     pad_id: int
     sample_on_cpu: bool = False
-    """A GPU's cumulative sums are not the same from run to run."""
+    """Of a deterministic engine: equal logits give equal tokens on every device."""
 
 
 OnFinished = Callable[[list[Sampled]], object]
