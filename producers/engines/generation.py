@@ -46,7 +46,7 @@ class Model:
     end_ids: tuple[int, ...]
     pad_id: int
     sample_on_cpu: bool = False
-    """Of a deterministic engine: equal logits give equal tokens on every device."""
+    """Sample in main memory, as a deterministic engine does: equal logits give equal tokens on every device."""
 
 
 OnFinished = Callable[[list[Sampled]], object]
