@@ -50,9 +50,7 @@ def answers(
         reason = "length" if call.finish_reason == "length" else "stop"
         generation = Generation(tuple(completion), logprobs, call.spans, reason)
         began_ms = round((step.span_event_timestamp or 0.0) * 1000)
-        found[step.step_index] = Reply(
-            text_of_answer, step.step_index, reason, tuple(prompt.token_ids), generation, began_ms
-        )
+        found[step.step_index] = Reply(text_of_answer, step.step_index, reason, prompt.token_ids, generation, began_ms)
     return found
 
 

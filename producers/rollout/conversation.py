@@ -41,13 +41,51 @@ class Prompt:
         return self.token_ids[self.prefix.length :] if self.prefix else self.token_ids
 
 
-@dataclass(frozen=True, slots=True)
-class _Call:
-    step_index: int
-    token_ids: "array[int]"
-    """Prompt and completion."""
-    stems: tuple[tuple[str, int], ...]
-    """Texts that a later prompt may begin with, and how many ids they are; longest first."""
+@dataclass(slots=True)
+class _Node:
+    """A node of a radix tree: what it adds to the text of the node above it."""
+
+    text: str
+    children: "dict[str, _Node]"
+    """Nodes below, by the first character of their text."""
+    stem: tuple[int, int] | None = None
+    """Number of ids of the whole text up to here, and the step of the call that has it."""
+
+
+class Stems:
+    """Texts that a later prompt may begin with, in a radix tree: what several of them have in common is kept once."""
+
+    def __init__(self) -> None:
+        self._root = _Node("", {})
+
+    def add(self, text: str, length: int, step_index: int) -> None:
+        """A text, which is the first `length` ids of the call at a step. Of equal texts, the longest in ids counts,
+        then the newest.
+        """
+        node, at = self._root, 0
+        while at < len(text):
+            below = node.children.get(text[at])
+            if below is None:
+                below = node.children[text[at]] = _Node(text[at:], {})
+            elif not text.startswith(below.text, at):
+                shared = _num_shared(below.text, text[at:])
+                upper = node.children[text[at]] = _Node(below.text[:shared], {below.text[shared]: below})
+                below.text, below = below.text[shared:], upper
+            node, at = below, at + len(below.text)
+        if node.stem is None or length >= node.stem[0]:
+            node.stem = length, step_index
+
+    def longest(self, text: str) -> tuple[int, int, int] | None:
+        """The text with most ids that `text` begins with: its characters, its ids and its step."""
+        best: tuple[int, int, int] | None = None
+        node, at = self._root, 0
+        while True:
+            if node.stem is not None and (best is None or node.stem[0] >= best[1]):
+                best = at, *node.stem
+            below = node.children.get(text[at : at + 1])
+            if below is None or not text.startswith(below.text, at):
+                return best
+            node, at = below, at + len(below.text)
 
 
 class Conversation:
@@ -55,14 +93,14 @@ class Conversation:
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
-        self._calls: list[_Call] = []
+        self._calls: dict[int, tuple[array[int], array[int]]] = {}
+        """Ids of prompt and completion, by step."""
+        self._stems = Stems()
         self._unused: dict[int, str] = {}
         """Letters of the answer at a step that no later prompt has taken up so far, by step; at most one entry a call.
         """
-        self._num_prompt: dict[int, int] = {}
-        """Number of ids of the prompt, by step."""
-        self._by_history: dict[str, _Call] = {}
-        """Calls by the digest of their messages with the answer, at most one a call."""
+        self._by_history: dict[str, int] = {}
+        """Steps by the digest of their messages with the answer, at most one a call."""
 
     def prompt(self, text: str, token_ids: "array[int] | None" = None) -> Prompt:
         """Ids of a rendered chat: the longest stretch that an earlier call had word for word, then new ids.
@@ -72,21 +110,16 @@ class Conversation:
         if token_ids is not None:
             exact = self.continue_from_ids(token_ids)
             return replace(exact, text=text, uses=self._used_in(text, exact.prefix))
-        best: tuple[int, str, _Call] | None = None
-        for call in reversed(self._calls):
-            for stem, length in call.stems:
-                if text.startswith(stem):
-                    if best is None or length > best[0]:
-                        best = (length, stem, call)
-                    break
+        best = self._stems.longest(text)
         if best is None:
             token_ids = array("i", self._tokenizer.encode(text, add_special_tokens=False))
             return Prompt(text, token_ids, None, self._used_in(text, None))
-        length, stem, call = best
-        kept = call.token_ids[:length]
-        rest = text[len(stem) :]
+        num_characters, length, step_index = best
+        prompt_ids, completion_ids = self._calls[step_index]
+        kept = prompt_ids[:length] + completion_ids[: max(0, length - len(prompt_ids))]
+        rest = text[num_characters:]
         new_ids = array("i", self._tokenizer.encode(rest, add_special_tokens=False) if rest else ())
-        prefix = Prefix(step_index=call.step_index, length=length, sha256=ids_sha256(kept))
+        prefix = Prefix(step_index=step_index, length=length, sha256=ids_sha256(kept))
         return Prompt(text, kept + new_ids, prefix, self._used_in(rest, prefix))
 
     def bridged(self, text: str, before: str, bridge: Bridge) -> Prompt | None:
@@ -94,34 +127,36 @@ class Conversation:
 
         `before`: `history_with` of the messages up to the answer. `bridge`: (prompt ids, completion ids) -> all ids.
         """
-        call = self._by_history.get(before)
-        if call is None:
+        step_index = self._by_history.get(before)
+        if step_index is None:
             return None
-        num_prompt, length = self._num_prompt[call.step_index], len(call.token_ids)
-        found = bridge(call.token_ids[:num_prompt].tolist(), call.token_ids[num_prompt:].tolist())
+        prompt_ids, completion_ids = self._calls[step_index]
+        found = bridge(prompt_ids.tolist(), completion_ids.tolist())
         if found is None:
             return None
-        prefix = Prefix(step_index=call.step_index, length=length, sha256=ids_sha256(call.token_ids))
+        length = len(prompt_ids) + len(completion_ids)
+        prefix = Prefix(step_index=step_index, length=length, sha256=ids_sha256(prompt_ids + completion_ids))
         token_ids = array("i", found)
         return Prompt(text, token_ids, prefix, self._used_in(self._text(token_ids[length:]), prefix))
 
     def continue_from_ids(self, token_ids: "array[int]") -> Prompt:
         """A prompt that is known by its ids, which all stay; the prefix is the longest stretch that it shares."""
-        best: tuple[int, _Call] | None = None
-        for call in reversed(self._calls):
-            shared = _num_shared(token_ids, call.token_ids)
-            is_worth_it = shared == len(call.token_ids) or shared >= MIN_SHARED
+        best: tuple[int, int] | None = None
+        for step_index, (prompt_ids, completion_ids) in reversed(self._calls.items()):
+            known = prompt_ids + completion_ids
+            shared = _num_shared(token_ids, known)
+            is_worth_it = shared == len(known) or shared >= MIN_SHARED
             if is_worth_it and (best is None or shared > best[0]):
-                best = (shared, call)
+                best = (shared, step_index)
         if best is None:
             return Prompt("", token_ids, None)
-        length, call = best
+        length, step_index = best
         sha256 = ids_sha256(token_ids[:length])
-        return Prompt("", token_ids, Prefix(step_index=call.step_index, length=length, sha256=sha256))
+        return Prompt("", token_ids, Prefix(step_index=step_index, length=length, sha256=sha256))
 
     def append_recorded(self, step_index: int, prompt: Prompt, completion: "array[int]") -> None:
         """Append what was answered at a step to a prompt that is known by its ids."""
-        self._calls.append(_Call(step_index, prompt.token_ids + completion, ()))
+        self._calls[step_index] = prompt.token_ids, completion
 
     def append_sampled(self, step_index: int, prompt: Prompt, completion_ids: Sequence[int]) -> str:
         """Append what the model answered at a step; returns its text without the end token.
@@ -134,17 +169,17 @@ class Conversation:
         text_ids = completion[:-1] if has_end else completion
         answer = self._text(text_ids)
         num_prompt = len(prompt.token_ids)
-        stems = [(prompt.text + answer, num_prompt + len(text_ids)), (prompt.text, num_prompt)]
+        self._calls[step_index] = prompt.token_ids, completion
+        self._stems.add(prompt.text, num_prompt, step_index)
+        self._stems.add(prompt.text + answer, num_prompt + len(text_ids), step_index)
         if has_end:
-            stems.insert(0, (prompt.text + self._text(completion), num_prompt + len(completion)))
-        self._calls.append(_Call(step_index, prompt.token_ids + completion, tuple(stems)))
+            self._stems.add(prompt.text + self._text(completion), num_prompt + len(completion), step_index)
         if prompt.history:
-            self._by_history[history_with(prompt.history, answer)] = self._calls[-1]
+            self._by_history[history_with(prompt.history, answer)] = step_index
         for used in prompt.uses:
             self._unused.pop(used, None)
-        if prompt.prefix is not None and prompt.prefix.length > self._num_prompt.get(prompt.prefix.step_index, 0):
-            self._unused.pop(prompt.prefix.step_index, None)
-        self._num_prompt[step_index] = num_prompt
+        if (prefix := prompt.prefix) is not None and prefix.length > len(self._calls[prefix.step_index][0]):
+            self._unused.pop(prefix.step_index, None)
         if letters := _letters(answer.rpartition(REASONED)[2]):
             self._unused[step_index] = letters
         return answer
@@ -187,8 +222,8 @@ def _letters(text: str) -> str:
     return _REWRITTEN.sub("", text)
 
 
-def _num_shared(one: "array[int]", other: "array[int]") -> int:
-    """Number of ids that both begin with, found by bisection."""
+def _num_shared(one: Any, other: Any) -> int:
+    """Number of ids, or of characters, that both begin with, found by bisection."""
     low, high = 0, min(len(one), len(other))
     if one[:high] == other[:high]:
         return high

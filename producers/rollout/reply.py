@@ -64,7 +64,7 @@ class Reply:
     """Index of the step, for its rewards."""
     finish_reason: str
     """`stop` or `length`."""
-    prompt_ids: tuple[int, ...] = ()
+    prompt_ids: Sequence[int] = ()
     """All that the model saw before it; empty for a scripted opponent's."""
     generation: Generation | None = None
     """The generation as sampled and recorded."""

@@ -190,8 +190,7 @@ class Session:
             usage_info=usage_of(prompt, generation),
             llm=recorded_call(prompt, generation),
         )
-        exact = (tuple(prompt.token_ids), generation, began_ms)
-        return Reply(text, step_index, generation.finish_reason, *exact)
+        return Reply(text, step_index, generation.finish_reason, prompt.token_ids, generation, began_ms)
 
     async def score(
         self, replies: Sequence[Reply], scores: Sequence[float], *, selected: int, agent: str = "agent"
