@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 from rollstream.producers.engines.base import Engine
 from rollstream.producers.gateway.call_keys import ENDED, MAX_ERROR_CHARS, CallIdentity, RememberedCalls
-from rollstream.producers.gateway.rollout_model import RolloutModel
+from rollstream.producers.gateway.rollout_model import RolloutModel, Sampled
 from rollstream.producers.openai.completions import CompletionRequest
 from rollstream.producers.openai.requests import ChatRequest, Refusal
 from rollstream.producers.openai.stream_words import Answered
@@ -69,7 +69,7 @@ class PlayedRollout:
 
         `on_text` is told what is sampled now; a recorded answer comes whole.
         """
-        task: asyncio.Future[list[Reply]] | None = self._calls.repeated(identity)
+        task: asyncio.Future[Sampled] | None = self._calls.repeated(identity)
         if task is None:
             self._check_open()
             self._check_sampled(asked)
@@ -77,9 +77,10 @@ class PlayedRollout:
             agent = self.model.agent_of(asked.model)
             task = self._begin(lambda: self.model.sample(asked, identity, agent, on_text))
             self._calls.add(identity, task)
-        replies = await self._result(task)
+        sampled = await self._result(task)
         self._calls.mark_answered(identity.body_sha256, task)
-        return self.model.answered(asked, replies)
+        answered, sampled.answered = sampled.answered, None
+        return answered or self.model.answered(asked, sampled.replies)
 
     async def reward(self, value: float, name: str, step_index: int | None, agent: str | None) -> None:
         """Give a reward; the same again changes nothing. Raises Refusal."""
@@ -239,10 +240,10 @@ class PlayedRollout:
             raise Refusal(400, "min_version: the run decides which weights answer here; remove it", param="min_version")
 
 
-def _done(replies: list[Reply]) -> "asyncio.Future[list[Reply]]":
+def _done(replies: list[Reply]) -> "asyncio.Future[Sampled]":
     """A call that was answered by another process."""
-    found: asyncio.Future[list[Reply]] = asyncio.get_running_loop().create_future()
-    found.set_result(replies)
+    found: asyncio.Future[Sampled] = asyncio.get_running_loop().create_future()
+    found.set_result(Sampled(replies))
     return found
 
 

@@ -8,6 +8,7 @@ import functools
 import hashlib
 from array import array
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, cast
 
 from rollstream.producers.engines.base import Engine, Generation, Tokenizer
@@ -35,6 +36,15 @@ from rollstream.schemas.events import StepRecorded
 
 RUNS_MODEL = "policy"
 """A name that any rollout's default agent answers to."""
+
+
+@dataclass(slots=True)
+class Sampled:
+    """What was sampled for a call."""
+
+    replies: list[Reply]
+    answered: Answered | None = None
+    """The answer, until a client is given it: few ask again, and it can be made of the replies."""
 
 
 class RolloutModel:
@@ -91,7 +101,7 @@ class RolloutModel:
 
     async def sample(
         self, asked: ChatRequest | CompletionRequest, identity: CallIdentity, agent: str, on_text: OnText | None
-    ) -> list[Reply]:
+    ) -> Sampled:
         """1. The steps are recorded. 2. The log has acknowledged them."""
         metadata: dict[str, Any] = {"body_sha256": identity.body_sha256, "n": asked.n}
         metadata |= {} if isinstance(asked, ChatRequest) else {"is_text": True}
@@ -119,12 +129,13 @@ class RolloutModel:
             raise Refusal(400, str(error), param=asked.PROMPT_KEY) from error
         except EnvironmentRunError as error:
             raise Refusal(400, str(error)) from error
+        answered = self.answered(asked, replies)
         if _tools_of(asked):
-            for reply, answer in zip(replies, self.answered(asked, replies).answers, strict=True):
+            for reply, answer in zip(replies, answered.answers, strict=True):
                 self._keep_written(answer, reply.text)
         await self.session.acknowledged()
         self.keep_response(replies[0].step_index, metadata)
-        return replies
+        return Sampled(replies, answered)
 
     def answered(self, asked: ChatRequest | CompletionRequest, replies: list[Reply]) -> Answered:
         agent, tools = self.agent_of(asked.model), _tools_of(asked)

@@ -26,7 +26,7 @@ class Answer:
 
     text: str
     """Text without the end token, the stop text and everything after it, and the tool calls."""
-    prompt_ids: tuple[int, ...]
+    prompt_ids: Sequence[int]
     token_ids: tuple[int, ...]
     """Ids as sampled, up to the end token or the token that completes a stop text."""
     token_texts: tuple[str, ...]
@@ -71,7 +71,7 @@ def answer_of(
     reason = "tool_calls" if calls and reason == "stop" else reason
     return Answer(
         text=text,
-        prompt_ids=tuple(prompt_ids),
+        prompt_ids=prompt_ids,
         token_ids=ids,
         token_texts=tuple(_text(tokenizer, (number,)) for number in ids),
         logprobs=generation.logprobs[: len(ids)],
