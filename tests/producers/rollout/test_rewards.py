@@ -53,8 +53,8 @@ def test_a_mapping_is_a_reward_an_agent():
     [
         (float("nan"), "nan"),
         (float("inf"), "inf"),
-        (None, "returned None"),
-        ("1", "returned a str"),
+        (None, "is None"),
+        ("1", "is a str"),
         (10**400, "too large"),
     ],
 )
