@@ -147,6 +147,8 @@ def check_target(
 
 def finite(name: str, value: Any) -> float:
     """`value` as a float. Raises RewardError for one that is not finite or too large, NoScoreError without a number."""
+    if not isinstance(value, Real) and getattr(value, "shape", None) == ():
+        value = value.item()  # numpy's bool, and arrays and tensors of one number
     if value is None:
         raise NoScoreError(f"reward {name} is None; expected a finite number")
     if not isinstance(value, Real):
