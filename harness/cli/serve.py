@@ -53,7 +53,7 @@ TRUST = click.option(
     "by spaces.",
 )
 def serve(service: str, name: str | None, settings: str | None, allow: tuple[str, ...]) -> None:
-    """Run one long-running service until SIGTERM or Ctrl-C.
+    """Run one long-running service until SIGTERM or Ctrl-C. ROLLSTREAM_WORKSPACE names its workspace (.rollstream).
 
     \b
     gateway  answers OpenAI's and Anthropic's APIs. Settings with model_group: with that group's newest weights,
@@ -122,6 +122,7 @@ def _serve_broker(workspace: Path) -> None:
     with EmbeddedBroker(workspace) as broker:
         click.echo(f"broker {broker.bootstrap_servers} ready")
         variables = " ".join(f"{name}={shlex.quote(value)}" for name, value in environment(broker.kafka).items())
+        click.echo(f"for services with this workspace: ROLLSTREAM_BOOTSTRAP_SERVERS={broker.bootstrap_servers}")
         click.echo(f"for services and commands with another workspace: {variables}")
         asyncio.run(_keep(broker))
 

@@ -120,13 +120,25 @@ def _unique(examples: list[Example], location: str) -> list[Example]:
         if example.example_id in seen:
             raise ConfigError(f"{location}: duplicate example id {example.example_id!r}")
         seen.add(example.example_id)
-        size = len(orjson.dumps(example.inputs))
+        size = _size(example, location)
         if size > MAX_INPUT_BYTES:
             raise ConfigError(
                 f"{location}: example {example.example_id!r} has {size} bytes of inputs, more than {MAX_INPUT_BYTES}; "
                 f"move large values into a file and refer to it"
             )
     return examples
+
+
+def _size(example: Example, location: str) -> int:
+    """Bytes of the inputs as JSON. Raises ConfigError for values that no record can carry."""
+    try:
+        orjson.dumps(example.example_id)
+        return len(orjson.dumps(example.inputs))
+    except orjson.JSONEncodeError as error:
+        raise ConfigError(
+            f"{location}: example {example.example_id!r} cannot be recorded: {error}; write integers of more than 64 "
+            f"bits as text, leave out halves of surrogate pairs, and nest lists and objects less deeply"
+        ) from error
 
 
 Rows = list[tuple[str, Any]]
@@ -148,18 +160,21 @@ def rows_of(path: Path, kind: str) -> Rows:
 def _text(path: Path) -> str:
     try:
         return path.read_text(encoding="utf-8-sig")
-    except (OSError, UnicodeDecodeError) as error:
+    except UnicodeDecodeError as error:
+        line = error.object.count(b"\n", 0, error.start) + 1
+        raise ConfigError(f"dataset {path} line {line}: not UTF-8: {error.reason}; save the file as UTF-8") from error
+    except OSError as error:
         raise ConfigError(f"dataset {path}: cannot be read: {error}; correct its path or permissions") from error
 
 
 def _rows_of_lines(text: str, path: Path) -> Rows:
     rows: Rows = []
-    for number, line in enumerate(text.splitlines(), 1):
+    for number, line in enumerate(text.split("\n"), 1):  # splitlines would divide texts at U+2028 and others, too
         if line.strip():
             location = f"dataset {path} line {number}"
             try:
                 rows.append((location, json.loads(line)))
-            except ValueError as error:
+            except (ValueError, RecursionError) as error:
                 raise ConfigError(f"{location}: not valid JSON: {error}; correct the line") from error
     return rows
 
@@ -169,7 +184,7 @@ def _rows_of_list(text: str, path: Path) -> Rows:
         return []
     try:
         found = json.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ConfigError(f"dataset {path}: not valid JSON: {error}; correct the file") from error
     if not isinstance(found, list):
         raise ConfigError(f"dataset {path}: must be a JSON list of objects (for JSON lines: _type: jsonl)")
@@ -177,7 +192,7 @@ def _rows_of_list(text: str, path: Path) -> Rows:
 
 
 def _rows_of_csv(text: str, path: Path) -> Rows:
-    """The first line names the columns; numeric text becomes numbers, empty text null."""
+    """The first line names the columns; numeric text becomes numbers of up to 64 bits, empty text null."""
     reader = csv.DictReader(io.StringIO(text, newline=""), strict=True)
     rows: Rows = []
     try:
@@ -198,7 +213,7 @@ def _rows_of_csv(text: str, path: Path) -> Rows:
 
 def _scalar(text: str) -> str | int | float | None:
     if _INTEGER.fullmatch(text):
-        return int(text)
+        return int(text) if len(text) <= 20 and -(2**63) <= int(text) < 2**64 else text  # others fit into no record
     if _NUMBER.fullmatch(text):
         return float(text)
     return text or None

@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import BinaryIO
 
 from rollstream.eventlog.broker.guard import MAX_LOG_BYTES, bound_log
 from rollstream.eventlog.broker.restarts import FIRST_BACKOFF_S, Restarts
@@ -29,6 +30,8 @@ MAX_GAP_S = 5.0
 too: each gets the whole silence time-out again."""
 LAST_LINES = 3
 LAST_BYTES = 8192
+_LEAKS = re.compile(r"nanobind: |See https://nanobind|- leaked |- \.\.\. skipped remainder")
+"""Lines that libraries built by nanobind (triton) print at every exit of Python, after the reason of it."""
 
 logger = logging.getLogger(__name__)
 
@@ -141,7 +144,7 @@ class Supervisor:
         if not path.exists():
             return "(no log output)"
         text = path.read_bytes()[-LAST_BYTES:].decode("utf-8", "replace")
-        lines = [line.strip() for line in text.splitlines() if line.strip()]
+        lines = [line.strip() for line in text.splitlines() if line.strip() and not _LEAKS.match(line.strip())]
         return " | ".join(lines[-LAST_LINES:]) or "(no log output)"
 
     def _check_child(self, child: _Child) -> None:
@@ -178,7 +181,8 @@ class Supervisor:
         return wait_s
 
     def _launch(self, child: _Child) -> None:
-        with (self.logs / f"{child.spec.name}.log").open("ab") as log:
+        with (self.logs / f"{child.spec.name}.log").open("a+b") as log:
+            _end_line(log)
             process = subprocess.Popen(
                 list(child.spec.command),
                 stdin=subprocess.PIPE,
@@ -201,6 +205,15 @@ class Supervisor:
             if process.poll() is None:
                 process.kill()
                 process.wait()
+
+
+def _end_line(log: BinaryIO) -> None:
+    """End a last line that a process before left open; otherwise the first line of the next one would continue it."""
+    if log.tell():
+        log.seek(-1, os.SEEK_END)
+        if log.read(1) != b"\n":
+            log.write(b"\n")
+            log.flush()
 
 
 MAX_RELAYED = 20

@@ -314,7 +314,7 @@ def _load_base(published: WeightsPublished, dtype: torch.dtype, device: torch.de
 
 
 def load_tokenizer(base_model: str) -> ChatTokenizer:
-    """A base model's tokenizer. Raises ModelError if there is none, or it has no end token or no chat template."""
+    """A base model's tokenizer. Raises ModelError if it is missing or empty, or has no end token or chat template."""
     check_folder(base_model)
     try:
         tokenizer: Any = AutoTokenizer.from_pretrained(base_model, trust_remote_code=False)
@@ -323,6 +323,8 @@ def load_tokenizer(base_model: str) -> ChatTokenizer:
             f"model {base_model} has no tokenizer that can be loaded: {one_line(error)}; add its "
             "files to the model's folder"
         ) from error
+    if len(tokenizer) <= len(set(tokenizer.all_special_ids)):  # made by transformers if the folder has no files of one
+        raise ModelError(f"the tokenizer of model {base_model} is empty; add tokenizer.json to the model's folder")
     if tokenizer.eos_token_id is None:
         raise ModelError(f"the tokenizer of model {base_model} has no end token; set eos_token in its configuration")
     if not tokenizer.chat_template:

@@ -147,10 +147,12 @@ def check_target(
 
 def finite(name: str, value: Any) -> float:
     """`value` as a float. Raises RewardError for one that is not finite or too large, NoScoreError without a number."""
+    if not isinstance(value, Real) and getattr(value, "shape", None) == ():
+        value = value.item()  # numpy's bool, and arrays and tensors of one number
     if value is None:
-        raise NoScoreError(f"reward function {name} returned None; expected a finite number")
+        raise NoScoreError(f"reward {name} is None; expected a finite number")
     if not isinstance(value, Real):
-        raise RewardError(f"reward function {name} returned a {type(value).__name__}; expected a finite number")
+        raise RewardError(f"reward {name} is a {type(value).__name__}; expected a finite number")
     try:
         number = float(value)
     except OverflowError as error:

@@ -84,6 +84,38 @@ def test_an_identifier_with_leading_zeros_stays_one(tmp_path: Path) -> None:
     assert read(tmp_path / "d.csv") == [Example("007", {"code": "00"})]
 
 
+def test_a_text_may_contain_any_separator_of_lines(tmp_path: Path) -> None:
+    """json.dumps(..., ensure_ascii=False) leaves these as they are."""
+    text = "a\u2028b\u2029c\u0085d"
+    (tmp_path / "d.jsonl").write_bytes(json.dumps({"id": 1, "q": text}, ensure_ascii=False).encode() + b"\r\n")
+    assert read(tmp_path / "d.jsonl") == [Example("1", {"q": text})]
+
+
+def test_a_file_that_is_not_utf8_is_named_with_its_line(tmp_path: Path) -> None:
+    (tmp_path / "d.jsonl").write_bytes('{"id": 1}\n{"id": 2, "q": "é"}\n'.encode("latin-1"))
+    with pytest.raises(ConfigError, match=r"d\.jsonl line 2: not UTF-8: .*; save the file as UTF-8"):
+        read(tmp_path / "d.jsonl")
+
+
+@pytest.mark.parametrize("value", [str(2**64), '"\\ud800"', "[" * 300 + "]" * 300])
+def test_a_value_that_no_record_can_carry_is_one_error(tmp_path: Path, value: str) -> None:
+    (tmp_path / "d.jsonl").write_text(f'{{"id": "x", "n": {value}}}')
+    with pytest.raises(ConfigError, match="example 'x' cannot be recorded: "):
+        read(tmp_path / "d.jsonl")
+
+
+@pytest.mark.parametrize(("kind", "location"), [("jsonl", r"d\.jsonl line 1"), ("json", r"d\.json")])
+def test_json_that_is_nested_too_deeply_is_one_error(tmp_path: Path, kind: str, location: str) -> None:
+    (tmp_path / f"d.{kind}").write_text("[" * 5000 + "]" * 5000)
+    with pytest.raises(ConfigError, match=f"{location}: not valid JSON: maximum recursion depth"):
+        read(tmp_path / f"d.{kind}")
+
+
+def test_a_long_integer_of_csv_stays_text(tmp_path: Path) -> None:
+    (tmp_path / "d.csv").write_text(f"id,a,b,c\n1,{2**64 - 1},{2**64},{'9' * 5000}\n")
+    assert read(tmp_path / "d.csv") == [Example("1", {"a": 2**64 - 1, "b": str(2**64), "c": "9" * 5000})]
+
+
 def test_what_the_structure_names_stands_under_its_standard_name_too(tmp_path: Path) -> None:
     (tmp_path / "d.jsonl").write_text('{"key": "k", "q": "2+2=", "expected": "4", "more": 1}')
     structure = {"question_key": "q", "answer_key": "expected", "generated_answer_key": "made"}

@@ -245,5 +245,7 @@ def test_a_served_broker_that_dies_is_started_again_and_ends_in_order(tmp_path: 
     finally:
         process.kill()
         process.wait()
-    assert "Traceback" not in (tmp_path / "said.txt").read_text()
+    text = (tmp_path / "said.txt").read_text()
+    assert "Traceback" not in text
+    assert f"services with this workspace: ROLLSTREAM_BOOTSTRAP_SERVERS={address}\n" in text
     assert find_running(tmp_path) is None

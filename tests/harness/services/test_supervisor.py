@@ -97,6 +97,32 @@ def test_a_child_that_ends_again_and_again_fails_the_run_with_its_last_words(tmp
     asyncio.run(scenario())
 
 
+def test_a_log_that_ends_within_a_line_is_continued_on_the_next(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        (tmp_path / "one.log").write_text("killed within a li")
+        supervisor = Supervisor([spec("one", f"print('ready', flush=True); {SLEEPS}")], tmp_path)
+        supervisor.start()
+        await wait_until(lambda: "ready" in (tmp_path / "one.log").read_text())
+        assert (tmp_path / "one.log").read_text() == "killed within a li\nready\n"
+        await supervisor.stop()
+
+    asyncio.run(scenario())
+
+
+def test_what_a_library_prints_at_every_exit_is_not_the_reason_of_one(tmp_path: Path) -> None:
+    (tmp_path / "one.log").write_text(
+        """error: no weights
+nanobind: leaked 4 instances!
+ - leaked instance 0x7fc1ba2bc568 of type "triton._C.libtriton.ir.attribute"
+nanobind: leaked 64 types!
+ - leaked type "triton._C.libtriton.ir.location"
+ - ... skipped remainder
+nanobind: this is likely caused by a reference counting issue in the binding code.
+See https://nanobind.readthedocs.io/en/latest/refleaks.html"""
+    )
+    assert Supervisor([], tmp_path).last_words("one") == "error: no weights"
+
+
 def test_progress_forgives_restarts(tmp_path: Path) -> None:
     async def scenario() -> None:
         supervisor = Supervisor([spec("one", "pass")], tmp_path, first_backoff_s=0.001)

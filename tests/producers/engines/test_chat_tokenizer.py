@@ -12,6 +12,8 @@ from transformers import AutoTokenizer
 from rollstream.learner.tiny_model import make_tiny_model
 from rollstream.producers.engines import chat_tokenizer
 from rollstream.producers.engines.chat_tokenizer import ChatTokenizer, TextCache
+from rollstream.producers.engines.model_cache import load_tokenizer
+from rollstream.schemas.errors import ModelError
 
 CHAT = [{"role": "user", "content": "2 + 2?"}]
 
@@ -32,6 +34,17 @@ def test_ids_and_texts_are_those_of_transformers(plain: Any, text: str, has_spec
         assert tokenizer.decode(array("i", ids), skip_special_tokens=skips) == plain.decode(
             ids, skip_special_tokens=skips
         )
+
+
+def test_a_folder_without_the_files_of_a_tokenizer_is_refused_though_transformers_makes_an_empty_one(
+    tmp_path: Path,
+) -> None:
+    folder = make_tiny_model(tmp_path / "tiny")
+    load_tokenizer(str(folder))
+    for file in folder.glob("tokenizer*"):
+        file.unlink()
+    with pytest.raises(ModelError, match=r"the tokenizer of model .*tiny is empty; add tokenizer\.json"):
+        load_tokenizer(str(folder))
 
 
 def test_texts_of_single_tokens_are_those_of_transformers_and_as_many_as_the_bound_are_remembered(

@@ -1,8 +1,11 @@
 """Reward functions: what they see, what they may return, and what becomes of those that fail."""
 
 import asyncio
+from fractions import Fraction
 
+import numpy as np
 import pytest
+import torch
 
 from rollstream.producers.rollout import rewards
 from rollstream.producers.rollout.registry import register_environment, register_reward
@@ -44,6 +47,11 @@ def test_async_functions_and_awaitables_are_awaited():
     assert evaluate(lambda rollout: judge(rollout)) == {None: 0.5}
 
 
+@pytest.mark.parametrize("value", [np.bool_(True), np.float32(1), np.array(1), torch.tensor(1.0), True, Fraction(1)])
+def test_one_number_of_any_type_is_a_reward(value):
+    assert evaluate(lambda rollout: value) == {None: 1.0}
+
+
 def test_a_mapping_is_a_reward_an_agent():
     assert evaluate(lambda rollout: {"ann": 1, "bob": True}) == {"ann": 1.0, "bob": 1.0}
 
@@ -53,8 +61,9 @@ def test_a_mapping_is_a_reward_an_agent():
     [
         (float("nan"), "nan"),
         (float("inf"), "inf"),
-        (None, "returned None"),
-        ("1", "returned a str"),
+        (None, "is None"),
+        ("1", "is a str"),
+        (np.array([1.0]), "is a ndarray"),
         (10**400, "too large"),
     ],
 )
