@@ -95,7 +95,7 @@ CREATE TABLE log.rollout_finished (
 );
 CREATE TABLE log.step_recorded (
     rollout_id VARCHAR, step_index BIGINT, run_id VARCHAR, group_id VARCHAR, agent VARCHAR, event_type VARCHAR,
-    name VARCHAR, parent_id VARCHAR, framework VARCHAR, input VARCHAR, output VARCHAR, usage JSON,
+    name VARCHAR, parent_id VARCHAR, framework VARCHAR, input VARCHAR, output VARCHAR, usage JSON, metadata JSON,
     num_prompt_tokens BIGINT, num_new_prompt_tokens BIGINT, num_completion_tokens BIGINT, model_group VARCHAR,
     min_version BIGINT, max_version BIGINT, finish_reason VARCHAR, prefix_step BIGINT,
     time_ms BIGINT, log_partition BIGINT, log_offset BIGINT,
@@ -103,7 +103,7 @@ CREATE TABLE log.step_recorded (
 );
 CREATE TABLE log.reward_recorded (
     rollout_id VARCHAR, reward_index BIGINT, run_id VARCHAR, group_id VARCHAR, name VARCHAR, value DOUBLE,
-    step_index BIGINT, agent VARCHAR,
+    step_index BIGINT, agent VARCHAR, is_score BOOLEAN,
     time_ms BIGINT, log_partition BIGINT, log_offset BIGINT,
     PRIMARY KEY (rollout_id, reward_index)
 );
@@ -317,12 +317,12 @@ LEFT JOIN (SELECT rollout_id, avg(reward) AS reward FROM log.members GROUP BY ro
 CREATE OR REPLACE VIEW steps AS
 SELECT run_id, group_id, rollout_id, step_index, agent, event_type, name, input, output, usage, num_prompt_tokens,
     num_new_prompt_tokens, num_completion_tokens, model_group, min_version, max_version, finish_reason, parent_id,
-    framework, log.at(time_ms) AS recorded_at, log_partition, log_offset
+    framework, log.at(time_ms) AS recorded_at, log_partition, log_offset, metadata
 FROM log.step_recorded;
 
 CREATE OR REPLACE VIEW rewards AS
 SELECT run_id, group_id, rollout_id, reward_index, name, value, step_index, agent, log.at(time_ms) AS recorded_at,
-    log_partition, log_offset
+    log_partition, log_offset, is_score
 FROM log.reward_recorded;
 
 CREATE OR REPLACE VIEW trajectories AS
