@@ -27,18 +27,21 @@ def status(bootstrap_servers: str | None, workspace: Path) -> None:
 @click.argument("query")
 @click.option("--format", "form", type=click.Choice(["table", "json", "csv", "parquet"]), default="table")
 @click.option("--output", type=click.Path(path_type=Path), help="Write to a file (needed for parquet).")
+@click.option(
+    "--limit", type=click.IntRange(1, 1_000_000), default=10_000, show_default=True, help="Maximum number of rows."
+)
 @WORKSPACE
-def sql(query: str, form: str, output: Path | None, workspace: Path) -> None:
+def sql(query: str, form: str, output: Path | None, limit: int, workspace: Path) -> None:
     """Query the metrics with read-only SQL, during or after a run."""
     if form == "parquet" and output is None:
         raise QueryError("--format parquet needs --output FILE")
     from rollstream.metrics.sql.client import query as ask
     from rollstream.metrics.sql.formats import FORMATS
 
-    result = ask(workspace, query)
+    result = ask(workspace, query, limit=limit)
     text = FORMATS[form](result)
     if result.is_cut:
-        click.echo(f"result truncated to {len(result.rows)} rows; add LIMIT or aggregate", err=True)
+        click.echo(f"result truncated to {len(result.rows)} rows; raise --limit, or aggregate", err=True)
     if output is not None:
         output.write_bytes(text if isinstance(text, bytes) else text.encode())
         return

@@ -36,7 +36,19 @@ COPIED = frozenset(
 )
 """Kinds whose fields alone make the row of the table with their name; kinds that are in neither leave none (ticks)."""
 
-WALL_TIMED = frozenset({"run_started", "run_ended", "group_closed"})
+WALL_TIMED = frozenset(
+    {
+        "run_started",
+        "run_ended",
+        "group_closed",
+        "job_started",
+        "job_submitted",
+        "job_skipped",
+        "job_finished",
+        "epoch_started",
+        "epoch_sealed",
+    }
+)
 """Tables that also hold the wall time of the event's record; event time may stop or be copied from another event."""
 
 
@@ -46,11 +58,14 @@ def rows_of(received: Received) -> Iterator[tuple[str, Row]]:
     kind: str = event.kind  # pyright: ignore[reportAttributeAccessIssue]
     origin = {"time_ms": event.time_ms, "log_partition": where.partition, "log_offset": where.offset}
     if kind in COPIED:
-        yield kind, {"run_id": event.run_id, **copied(kind, event), **origin}
+        yield kind, {"run_id": event.run_id, **copied(kind, event), **origin, **_wall_time(kind, received)}
     elif (builder := BUILDERS.get(kind)) is not None:
         for table, row in builder(event, received):
-            wall = {"recorded_ms": received.timestamp_ms} if table in WALL_TIMED else {}
-            yield table, {"run_id": event.run_id, **row, **origin, **wall}
+            yield table, {"run_id": event.run_id, **row, **origin, **_wall_time(table, received)}
+
+
+def _wall_time(table: str, received: Received) -> Row:
+    return {"recorded_ms": received.timestamp_ms} if table in WALL_TIMED else {}
 
 
 def dead_letter_row(record: Record) -> Row:

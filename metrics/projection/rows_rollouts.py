@@ -1,6 +1,6 @@
 """Rows of the topics tasks, steps and trajectories. Token arrays become counts, texts are cut."""
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import orjson
@@ -24,6 +24,8 @@ Rows = Iterator[tuple[str, Row]]
 
 TEXT_CHARS = 1000
 """Maximum length kept of a step's input or output, in characters."""
+OWN_METADATA = ("gateway", "rollstream")
+"""Keys of a step's metadata that rollstream writes."""
 LLM_COLUMNS = (
     "num_prompt_tokens",
     "num_new_prompt_tokens",
@@ -112,9 +114,16 @@ def step_recorded(event: StepRecorded, _: Received) -> Rows:
             "input": cut(data.get("input")),
             "output": cut(data.get("output")),
             "usage": None if event.usage_info is None else json_text(event.usage_info),
+            "metadata": _own_metadata(event.metadata),
             **_llm_columns(event.llm),
         },
     )
+
+
+def _own_metadata(metadata: Mapping[str, Any] | None) -> str | None:
+    """The parts of a step's metadata that the gateway and a session add; that of other programs may be of any size."""
+    found = {name: metadata[name] for name in OWN_METADATA if name in metadata} if metadata else None
+    return json_text(found) if found else None
 
 
 def _llm_columns(call: LLMCall | None) -> Row:

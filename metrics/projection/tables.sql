@@ -2,7 +2,7 @@
 -- of an id wins by primary key), and public tables and views derived from them. What follows the line "-- views" is
 -- made anew when it has changed; a change before it makes the projector read the log from its start again.
 -- Every log table says where its event lies (log_partition, log_offset) and its event time (time_ms, UTC); those of
--- runs and groups also when it was written (recorded_ms, wall time of the writer).
+-- runs, jobs, epochs and groups also when it was written (recorded_ms, wall time of the writer).
 
 CREATE SCHEMA log;
 
@@ -27,11 +27,11 @@ CREATE TABLE log.run_ended (
 CREATE TABLE log.job_started (
     job_id VARCHAR PRIMARY KEY, run_id VARCHAR, model_group VARCHAR, base_version BIGINT, num_epochs BIGINT,
     plan JSON, rollout JSON, policy VARCHAR,
-    time_ms BIGINT, log_partition BIGINT, log_offset BIGINT
+    recorded_ms BIGINT, time_ms BIGINT, log_partition BIGINT, log_offset BIGINT
 );
 CREATE TABLE log.epoch_started (
     job_id VARCHAR, epoch BIGINT, run_id VARCHAR,
-    time_ms BIGINT, log_partition BIGINT, log_offset BIGINT,
+    recorded_ms BIGINT, time_ms BIGINT, log_partition BIGINT, log_offset BIGINT,
     PRIMARY KEY (job_id, epoch)
 );
 CREATE TABLE log.submission_received (
@@ -95,7 +95,7 @@ CREATE TABLE log.rollout_finished (
 );
 CREATE TABLE log.step_recorded (
     rollout_id VARCHAR, step_index BIGINT, run_id VARCHAR, group_id VARCHAR, agent VARCHAR, event_type VARCHAR,
-    name VARCHAR, parent_id VARCHAR, framework VARCHAR, input VARCHAR, output VARCHAR, usage JSON,
+    name VARCHAR, parent_id VARCHAR, framework VARCHAR, input VARCHAR, output VARCHAR, usage JSON, metadata JSON,
     num_prompt_tokens BIGINT, num_new_prompt_tokens BIGINT, num_completion_tokens BIGINT, model_group VARCHAR,
     min_version BIGINT, max_version BIGINT, finish_reason VARCHAR, prefix_step BIGINT,
     time_ms BIGINT, log_partition BIGINT, log_offset BIGINT,
@@ -103,7 +103,7 @@ CREATE TABLE log.step_recorded (
 );
 CREATE TABLE log.reward_recorded (
     rollout_id VARCHAR, reward_index BIGINT, run_id VARCHAR, group_id VARCHAR, name VARCHAR, value DOUBLE,
-    step_index BIGINT, agent VARCHAR,
+    step_index BIGINT, agent VARCHAR, is_score BOOLEAN,
     time_ms BIGINT, log_partition BIGINT, log_offset BIGINT,
     PRIMARY KEY (rollout_id, reward_index)
 );
@@ -138,7 +138,7 @@ CREATE TABLE log.epoch_sealed (
     job_id VARCHAR, epoch BIGINT, run_id VARCHAR, is_last BOOLEAN, num_groups BIGINT, num_trained_groups BIGINT,
     num_batches BIGINT, avg_reward DOUBLE, filtered_avg_reward DOUBLE, zero_variance_groups BIGINT,
     curriculum_percentile DOUBLE, curriculum_sha256 VARCHAR,
-    time_ms BIGINT, log_partition BIGINT, log_offset BIGINT,
+    recorded_ms BIGINT, time_ms BIGINT, log_partition BIGINT, log_offset BIGINT,
     PRIMARY KEY (job_id, epoch)
 );
 
@@ -154,7 +154,7 @@ CREATE TABLE log.version_judged (
 CREATE TABLE log.job_submitted (
     job_id VARCHAR PRIMARY KEY, run_id VARCHAR, model_group VARCHAR, kind VARCHAR, algorithm VARCHAR, model VARCHAR,
     base_version BIGINT, num_versions BIGINT, settings JSON,
-    time_ms BIGINT, log_partition BIGINT, log_offset BIGINT
+    recorded_ms BIGINT, time_ms BIGINT, log_partition BIGINT, log_offset BIGINT
 );
 CREATE TABLE log.job_progressed (
     job_id VARCHAR, version BIGINT, run_id VARCHAR, percent DOUBLE,
@@ -164,13 +164,13 @@ CREATE TABLE log.job_progressed (
 CREATE TABLE log.job_finished (
     job_id VARCHAR, state VARCHAR, run_id VARCHAR, final_version BIGINT, error VARCHAR,
     finish_s DOUBLE,
-    time_ms BIGINT, log_partition BIGINT, log_offset BIGINT,
+    recorded_ms BIGINT, time_ms BIGINT, log_partition BIGINT, log_offset BIGINT,
     PRIMARY KEY (job_id, state)
 );
 CREATE TABLE log.job_skipped (
     job_id VARCHAR PRIMARY KEY, run_id VARCHAR, model_group VARCHAR, job_kind VARCHAR, cause VARCHAR,
     num_examples BIGINT, min_examples BIGINT, version BIGINT, name VARCHAR,
-    time_ms BIGINT, log_partition BIGINT, log_offset BIGINT
+    recorded_ms BIGINT, time_ms BIGINT, log_partition BIGINT, log_offset BIGINT
 );
 CREATE TABLE log.model_switched (
     job_id VARCHAR PRIMARY KEY, run_id VARCHAR, model_group VARCHAR, version BIGINT,
@@ -254,9 +254,10 @@ SELECT coalesce(s.run_id, b.run_id, k.run_id) AS run_id, job_id,
     CASE WHEN f.state IS NOT NULL THEN f.error WHEN k.job_id IS NOT NULL
         THEN k.num_examples || ' examples, at least ' || k.min_examples || ' are needed'
         WHEN e.run_id IS NOT NULL THEN 'the run ended' END AS error,
-    log.at(coalesce(s.time_ms, b.time_ms, k.time_ms)) AS started_at,
-    log.at(coalesce(f.time_ms, k.time_ms, e.time_ms)) AS ended_at,
-    f.finish_s, s.settings, b.plan, b.rollout
+    log.at(coalesce(s.recorded_ms, b.recorded_ms, k.recorded_ms)) AS started_at,
+    log.at(coalesce(f.recorded_ms, k.recorded_ms, e.recorded_ms)) AS ended_at,
+    f.finish_s, s.settings, b.plan, b.rollout, log.at(coalesce(s.time_ms, b.time_ms, k.time_ms)) AS started_event_time,
+    log.at(coalesce(f.time_ms, k.time_ms, e.time_ms)) AS ended_event_time
 FROM log.job_submitted s FULL JOIN log.job_started b USING (job_id) FULL JOIN log.job_skipped k USING (job_id)
 LEFT JOIN log.model_switched w USING (job_id)
 LEFT JOIN (SELECT job_id, max(version) AS version, max(percent) AS percent FROM log.job_progressed GROUP BY job_id) p
@@ -264,7 +265,7 @@ LEFT JOIN (SELECT job_id, max(version) AS version, max(percent) AS percent FROM 
 LEFT JOIN (SELECT * FROM log.job_finished QUALIFY row_number() OVER (PARTITION BY job_id ORDER BY log_offset) = 1) f
     USING (job_id)
 LEFT JOIN log.run_ended e ON e.run_id = coalesce(s.run_id, b.run_id, k.run_id)
-ORDER BY coalesce(s.time_ms, b.time_ms, k.time_ms), job_id;
+ORDER BY coalesce(s.recorded_ms, b.recorded_ms, k.recorded_ms), job_id;
 
 CREATE OR REPLACE VIEW tasks AS
 SELECT t.run_id, t.group_id, t.job_id, t.example_id, t.epoch, t.task_index, t.purpose, t.num_rollouts, t.minimum,
@@ -287,16 +288,20 @@ LEFT JOIN (
     FROM log.group_member GROUP BY group_id, log_offset
 ) m ON m.group_id = c.group_id AND m.log_offset = c.log_offset;
 
--- Agents whose trajectories another job trains than the one that planned their tasks (several model groups in a run).
+-- Jobs that an epoch's tasks are for: the job that planned them (tasks_of) and, with several model groups, those beside.
+CREATE OR REPLACE VIEW log.task_jobs AS
+SELECT coalesce(nullif(plan->>'tasks_of', ''), job_id) AS tasks_of, job_id, model_group FROM log.job_started;
+
+-- The job that trains an agent's trajectories; none if the agent's model group is frozen.
 CREATE OR REPLACE VIEW log.agent_jobs AS
-SELECT tasks_of, agent, job_id FROM (
-    SELECT plan->>'tasks_of' AS tasks_of, job_id, model_group, rollout->'agents' AS agents,
-        unnest(json_keys(rollout->'agents')) AS agent
-    FROM log.job_started WHERE coalesce(plan->>'tasks_of', '') <> ''
-) WHERE agents->>agent = model_group;
+SELECT a.tasks_of, a.agent, j.job_id FROM (
+    SELECT job_id AS tasks_of, rollout->'agents' AS agents, unnest(json_keys(rollout->'agents')) AS agent
+    FROM log.job_started WHERE coalesce(plan->>'tasks_of', '') = ''
+) a LEFT JOIN log.task_jobs j ON j.tasks_of = a.tasks_of AND j.model_group = a.agents->>a.agent;
 
 CREATE OR REPLACE VIEW log.members AS
-SELECT m.*, coalesce(o.job_id, c.job_id) AS job_id, c.example_id, c.epoch, c.task_index, c.purpose, c.policy, c.is_viable
+SELECT m.*, if(o.agent IS NULL, c.job_id, o.job_id) AS job_id, c.example_id, c.epoch, c.task_index, c.purpose, c.policy,
+    c.is_viable
 FROM log.group_member m JOIN log.group_closed c ON m.group_id = c.group_id AND m.log_offset = c.log_offset
 LEFT JOIN log.agent_jobs o ON o.tasks_of = c.job_id AND o.agent = m.agent;
 
@@ -312,12 +317,12 @@ LEFT JOIN (SELECT rollout_id, avg(reward) AS reward FROM log.members GROUP BY ro
 CREATE OR REPLACE VIEW steps AS
 SELECT run_id, group_id, rollout_id, step_index, agent, event_type, name, input, output, usage, num_prompt_tokens,
     num_new_prompt_tokens, num_completion_tokens, model_group, min_version, max_version, finish_reason, parent_id,
-    framework, log.at(time_ms) AS recorded_at, log_partition, log_offset
+    framework, log.at(time_ms) AS recorded_at, log_partition, log_offset, metadata
 FROM log.step_recorded;
 
 CREATE OR REPLACE VIEW rewards AS
 SELECT run_id, group_id, rollout_id, reward_index, name, value, step_index, agent, log.at(time_ms) AS recorded_at,
-    log_partition, log_offset
+    log_partition, log_offset, is_score
 FROM log.reward_recorded;
 
 CREATE OR REPLACE VIEW trajectories AS
@@ -420,32 +425,48 @@ FROM log.dead_letter
 QUALIFY "offset" IS NULL
     OR row_number() OVER (PARTITION BY topic, "partition", "offset", stage ORDER BY log_partition, log_offset) = 1;
 
+-- What no seal has told yet is counted as curation counts it: all closed groups, means of the groups' means, and a group
+-- without variance if no agent's rewards differ.
 CREATE OR REPLACE VIEW epochs AS
+WITH started AS (
+    SELECT s.run_id, coalesce(j.job_id, s.job_id) AS job_id, s.epoch, s.recorded_ms, s.time_ms
+    FROM log.epoch_started s LEFT JOIN log.task_jobs j ON j.tasks_of = s.job_id
+)
 SELECT coalesce(s.run_id, e.run_id) AS run_id, job_id, j.kind, epoch,
-    if(e.job_id IS NULL, 'running', 'sealed') AS state, coalesce(e.num_groups, m.num_groups, 0) AS groups,
+    if(e.job_id IS NULL, 'running', 'sealed') AS state, coalesce(e.num_groups, c.num_groups, 0) AS groups,
     coalesce(e.num_trained_groups, t.num_groups, 0) AS trained_groups, coalesce(e.avg_reward, m.avg_reward) AS avg_reward,
     m.reward_std, m.min_reward, m.max_reward, coalesce(e.filtered_avg_reward, t.avg_reward) AS filtered_avg_reward,
     coalesce(e.zero_variance_groups, m.zero_variance_groups, 0) AS zero_variance_groups, e.curriculum_percentile,
     coalesce(m.num_trajectories, 0) AS num_trajectories, coalesce(m.num_tokens, 0) AS num_tokens,
-    coalesce(e.num_batches, t.num_batches, 0) AS num_batches, e.is_last, log.at(s.time_ms) AS started_at,
-    log.at(e.time_ms) AS sealed_at, (e.time_ms - s.time_ms) / 1000 AS seconds
-FROM log.epoch_started s FULL JOIN log.epoch_sealed e USING (job_id, epoch)
+    coalesce(e.num_batches, t.num_batches, 0) AS num_batches, e.is_last, log.at(s.recorded_ms) AS started_at,
+    log.at(e.recorded_ms) AS sealed_at, (e.recorded_ms - s.recorded_ms) / 1000 AS seconds,
+    log.at(s.time_ms) AS started_event_time, log.at(e.time_ms) AS sealed_event_time
+FROM started s FULL JOIN log.epoch_sealed e USING (job_id, epoch)
 LEFT JOIN (SELECT job_id, kind FROM jobs) j USING (job_id)
 LEFT JOIN (
-    SELECT job_id, epoch, count(DISTINCT group_id) AS num_groups, stddev_pop(reward) AS reward_std,
+    SELECT coalesce(j.job_id, c.job_id) AS job_id, c.epoch, count(*) AS num_groups
+    FROM log.group_closed c LEFT JOIN log.task_jobs j ON j.tasks_of = c.job_id
+    WHERE c.purpose = 'train' GROUP BY 1, 2
+) c USING (job_id, epoch)
+LEFT JOIN (
+    SELECT job_id, epoch, stddev_pop(reward) AS reward_std,
         min(reward) AS min_reward, max(reward) AS max_reward, count(*) AS num_trajectories,
-        sum(num_tokens)::BIGINT AS num_tokens, avg(group_reward) AS avg_reward,
-        count(DISTINCT group_id) FILTER (group_min = group_max) AS zero_variance_groups
+        sum(num_tokens)::BIGINT AS num_tokens, avg(group_reward) FILTER (is_first) AS avg_reward,
+        count(DISTINCT group_id) - count(DISTINCT group_id) FILTER (agent_min < agent_max) AS zero_variance_groups
     FROM (
-        SELECT *, avg(reward) OVER w AS group_reward, min(reward) OVER w AS group_min, max(reward) OVER w AS group_max
-        FROM log.members WHERE purpose = 'train' AND is_viable WINDOW w AS (PARTITION BY group_id, job_id)
+        SELECT *, avg(reward) OVER w AS group_reward, row_number() OVER w = 1 AS is_first,
+            min(reward) OVER a AS agent_min, max(reward) OVER a AS agent_max
+        FROM log.members WHERE purpose = 'train' AND is_viable
+        WINDOW w AS (PARTITION BY group_id, job_id), a AS (PARTITION BY group_id, job_id, agent)
     )
     GROUP BY job_id, epoch
 ) m USING (job_id, epoch)
 LEFT JOIN (
-    SELECT b.job_id, b.epoch, count(DISTINCT m.group_id) AS num_groups, count(DISTINCT batch_id) AS num_batches,
-        avg(m.reward) AS avg_reward
-    FROM batch_members m JOIN log.batch_planned b USING (batch_id) GROUP BY b.job_id, b.epoch
+    SELECT job_id, epoch, count(*) AS num_groups, count(DISTINCT batch_id) AS num_batches, avg(reward) AS avg_reward
+    FROM (
+        SELECT b.job_id, b.epoch, m.group_id, any_value(batch_id) AS batch_id, avg(m.reward) AS reward
+        FROM batch_members m JOIN log.batch_planned b USING (batch_id) GROUP BY b.job_id, b.epoch, m.group_id
+    ) GROUP BY job_id, epoch
 ) t USING (job_id, epoch)
 ORDER BY started_at, job_id, epoch;
 
@@ -455,12 +476,19 @@ SELECT run_id, job_id, kind, epoch, groups, trained_groups, avg_reward, reward_s
     started_at, sealed_at, seconds
 FROM epochs WHERE kind <> 'sft' ORDER BY min(started_at) OVER (PARTITION BY job_id), job_id, epoch;
 
+-- By model group, as the evaluation gate judges: each job has a row with the rewards of its own agents.
 CREATE OR REPLACE VIEW validations AS
-SELECT c.run_id, c.job_id, c.epoch, max(m.max_version) AS version, count(DISTINCT c.group_id) AS groups,
-    count(m.trajectory_id) AS num_trajectories, avg(m.reward) AS avg_reward, stddev_pop(m.reward) AS reward_std,
-    log.at(max(c.recorded_ms)) AS ended_at, log.at(max(c.time_ms)) AS ended_event_time
-FROM log.group_closed c LEFT JOIN log.members m ON m.group_id = c.group_id
-WHERE c.purpose = 'validation' GROUP BY c.run_id, c.job_id, c.epoch ORDER BY ended_at, c.job_id, c.epoch;
+SELECT run_id, job_id, epoch, max(max_version) AS version, count(DISTINCT group_id) AS groups,
+    count(trajectory_id) AS num_trajectories, avg(group_reward) FILTER (is_first) AS avg_reward,
+    stddev_pop(reward) AS reward_std, log.at(max(recorded_ms)) AS ended_at, log.at(max(time_ms)) AS ended_event_time
+FROM (
+    SELECT c.run_id, coalesce(j.job_id, c.job_id) AS job_id, c.epoch, c.group_id, c.recorded_ms, c.time_ms, m.trajectory_id,
+        m.max_version, m.reward, avg(m.reward) OVER w AS group_reward, row_number() OVER w = 1 AS is_first
+    FROM log.group_closed c LEFT JOIN log.task_jobs j ON j.tasks_of = c.job_id
+    LEFT JOIN log.members m ON m.group_id = c.group_id AND m.job_id = coalesce(j.job_id, c.job_id)
+    WHERE c.purpose = 'validation' WINDOW w AS (PARTITION BY c.group_id, coalesce(j.job_id, c.job_id))
+)
+GROUP BY run_id, job_id, epoch ORDER BY ended_at, job_id, epoch;
 
 CREATE OR REPLACE VIEW log.judged AS
 WITH attempt AS (
@@ -469,7 +497,7 @@ WITH attempt AS (
     SELECT a.*, c.group_id IS NOT NULL FROM log.attempt a LEFT JOIN log.group_closed c ON c.group_id = a.group_id
     WHERE a.is_known AND a.settled IS NULL
 ), judged AS (
-    SELECT a.run_id, a.group_id, a.rollout_id, a.is_trained,
+    SELECT a.run_id, a.group_id, a.rollout_id, a.is_trained, if(a.is_rejected, a.rejected_tokens, 0) AS tokens_rejected,
         CASE
             WHEN a.is_trained THEN 'trained'
             WHEN a.is_rejected THEN 'rejected'
@@ -501,12 +529,14 @@ WITH attempt AS (
             ELSE judgement
         END AS why,
         coalesce(
-            if(why = 'late', a.step_tokens, NULL), nullif(a.settled_tokens, 0), a.member_tokens, a.rejected_tokens,
-            a.step_tokens, 0
+            if(why = 'late', a.step_tokens, NULL),
+            -- a step that was in progress when its group closed came after the closing that counted the tokens
+            if(judgement IN ('failed', 'superseded'), greatest(a.settled_tokens, a.step_tokens), nullif(a.settled_tokens, 0)),
+            a.member_tokens, a.rejected_tokens, a.step_tokens, 0
         ) AS tokens
     FROM attempt a LEFT JOIN log.run_ended e ON e.run_id = a.run_id
 )
-SELECT run_id, rollout_id, outcome, why AS cause, tokens, group_id, is_trained FROM judged;
+SELECT run_id, rollout_id, outcome, why AS cause, tokens, group_id, is_trained, tokens_rejected FROM judged;
 
 CREATE OR REPLACE VIEW outcomes AS SELECT run_id, rollout_id, outcome, cause, tokens, group_id FROM log.judged;
 
@@ -538,12 +568,19 @@ FROM log.step_recorded s
 LEFT JOIN log.step_recorded p ON p.rollout_id = s.rollout_id AND p.step_index = s.prefix_step
 WHERE s.num_completion_tokens IS NOT NULL;
 
--- What was not trained: whole attempts, and of trained ones the calls whose log-probabilities are not known and those
--- that were discarded.
+-- What was not trained: each rejected trajectory by its own cause (another agent's of the same attempt may be trained), whole
+-- attempts otherwise, and of trained trajectories the calls whose log-probabilities are not known and those that were
+-- discarded.
 CREATE OR REPLACE VIEW wasted_tokens AS
 SELECT * FROM (
-    SELECT run_id, coalesce(cause, outcome) AS cause, outcome, count(*) AS num_rollouts, sum(tokens)::BIGINT AS num_tokens
-    FROM log.judged WHERE NOT is_trained AND outcome <> 'open' AND cause IS DISTINCT FROM 'handed_over' GROUP BY run_id, outcome, cause
+    SELECT run_id, cause, outcome, count(DISTINCT rollout_id) AS num_rollouts, sum(tokens)::BIGINT AS num_tokens FROM (
+        SELECT run_id, coalesce(cause, outcome) AS cause, outcome, rollout_id, tokens - tokens_rejected AS tokens
+        FROM log.judged WHERE NOT is_trained AND outcome <> 'open' AND (tokens_rejected = 0 OR tokens > tokens_rejected)
+        UNION ALL
+        SELECT a.run_id, r.cause, if(a.is_trained, 'trained', 'rejected'), r.rollout_id, r.num_tokens
+        FROM log.trajectory_rejected r JOIN log.attempt a ON a.rollout_id = r.rollout_id AND a.run_id = r.run_id
+        WHERE a.is_known AND r.num_tokens > 0
+    ) WHERE cause <> 'handed_over' GROUP BY run_id, cause, outcome
     UNION ALL
     SELECT m.run_id, 'no_logprobs', 'trained', count(DISTINCT m.rollout_id), sum(m.num_without_logprobs)::BIGINT
     FROM log.members m JOIN log.attempt a ON a.rollout_id = m.rollout_id JOIN jobs j ON j.job_id = m.job_id

@@ -22,6 +22,8 @@ def check(cursor: duckdb.DuckDBPyConnection, sql: str) -> duckdb.Statement:
         raise QueryError(f"SQL: {one_line(error)}") from error
     if len(statements) != 1:
         raise QueryError(f"SQL: one SELECT at a time; this has {len(statements)} statements; send each alone")
+    if statements[0].type == duckdb.StatementType.MULTI:
+        raise QueryError("SQL: PIVOT does not find its values by itself here; list them: PIVOT t ON column IN (...)")
     if statements[0].type != duckdb.StatementType.SELECT:
         raise QueryError(f"SQL: only SELECT is allowed, not {statements[0].type.name}; write a SELECT")
     return statements[0]

@@ -58,8 +58,9 @@ WITH settled AS (
             ELSE ['open', if(f.state = 'ended', 'assembling', 'running')]
         END AS judgement,
         coalesce(
-            if(judgement[2] = 'late', t.num_tokens, NULL), nullif(s.num_tokens, 0), m.num_tokens, r.num_tokens,
-            t.num_tokens, 0
+            if(judgement[2] = 'late', t.num_tokens, NULL),
+            if(judgement[1] IN ('failed', 'superseded'), greatest(s.num_tokens, t.num_tokens), nullif(s.num_tokens, 0)),
+            m.num_tokens, r.num_tokens, t.num_tokens, 0
         ) AS tokens
     FROM attempt a
     LEFT JOIN settled s USING (rollout_id) LEFT JOIN member m USING (rollout_id)

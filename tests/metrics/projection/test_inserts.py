@@ -17,8 +17,8 @@ INTS = st.none() | st.integers(-(2**63), 2**63 - 1)
 TEXTS = st.none() | st.text()
 REWARD: dict[str, st.SearchStrategy[Any]] = {
     "rollout_id": st.uuids().map(str), "reward_index": st.integers(0, 2**63 - 1), "run_id": TEXTS, "group_id": TEXTS,
-    "name": TEXTS, "value": st.none() | st.floats(), "step_index": INTS, "agent": TEXTS, "time_ms": INTS,
-    "log_partition": INTS, "log_offset": INTS,
+    "name": TEXTS, "value": st.none() | st.floats(), "step_index": INTS, "agent": TEXTS,
+    "is_score": st.none() | st.booleans(), "time_ms": INTS, "log_partition": INTS, "log_offset": INTS,
 }  # fmt: skip
 
 

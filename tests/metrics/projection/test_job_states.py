@@ -1,4 +1,4 @@
-"""The state of jobs in the table `jobs`, where a job has several ends or none."""
+"""The state of jobs that have several ends or none, and the times of jobs, epochs and validations."""
 
 import asyncio
 from pathlib import Path
@@ -39,3 +39,30 @@ def test_the_first_end_of_a_job_counts_and_the_runs_end_where_it_has_none(tmp_pa
     project(other, [*made, *twice])
     found = ask(other, "SELECT state, error, ended_at IS NULL FROM jobs ORDER BY state")
     assert found == [("cancelled", "the run ended", False), ("failed", "no room", False)]
+
+
+def test_no_job_or_epoch_ends_before_it_began_whatever_event_time_says(tmp_path: Path, synthetic: Any) -> None:
+    """The harness's event time is the wall clock's; that of closed groups stands still while no producer runs."""
+    behind = {"epoch_sealed": 1_000, "job_succeeded": 2_000}
+    made = [
+        one.model_copy(update={"time_ms": behind[one.kind]}) if one.kind in behind else one
+        for one in synthetic.all_events()
+    ]
+    path = empty_file(tmp_path)
+    project(path, made)
+    epochs = "SELECT DISTINCT sealed_at >= started_at, seconds >= 0, epoch_ms(sealed_event_time) FROM epochs"
+    assert ask(path, epochs) == [(True, True, 1_000)]
+    assert ask(path, "SELECT DISTINCT ended_at >= started_at, epoch_ms(ended_event_time) FROM jobs") == [(True, 2_000)]
+
+
+def test_a_validation_never_ends_before_its_run_began_whatever_event_time_says(tmp_path: Path, synthetic: Any) -> None:
+    changes = {"purpose": "validation", "time_ms": 1_000}
+    made = [one.model_copy(update=changes) if one.kind == "group_closed" else one for one in synthetic.all_events()]
+    path = empty_file(tmp_path)
+    project(path, made)
+    with connect(path, read_only=True) as connection:
+        found = connection.execute(
+            "SELECT DISTINCT v.ended_at >= r.started_at, epoch_ms(v.ended_event_time), r.ended_at >= r.started_at "
+            "FROM validations v JOIN runs r USING (run_id)"
+        ).fetchall()
+    assert found == [(True, 1_000, True)]

@@ -9,7 +9,15 @@ from rollstream.metrics.projection.database import connect
 from rollstream.metrics.projection.projector import project_to_end
 from rollstream.schemas import ids
 from rollstream.schemas.base import Event
-from rollstream.schemas.events import BatchPlanned, GroupClosed, JobStarted
+from rollstream.schemas.events import (
+    BatchPlanned,
+    EpochStarted,
+    GroupClosed,
+    JobStarted,
+    RolloutStarted,
+    StepTrained,
+    TrajectoryRejected,
+)
 from rollstream.schemas.events.training import BatchMember, MemberRef
 from rollstream.schemas.settings import PlanSettings, RolloutSettings
 from tests.metrics.conftest import empty_file
@@ -19,10 +27,10 @@ AGENTS = {"prover": f"{RUN}/provers", "verifier's": f"{RUN}/verifiers"}
 GROUP = ids.group_id(RUN, "rl", 0, 0)
 
 
-def members() -> list[MemberRef]:
+def members(group_id: str = GROUP, num: int = 2) -> list[MemberRef]:
     found: list[MemberRef] = []
-    for number in range(2):
-        rollout = ids.rollout_id(GROUP, number, 0)
+    for number in range(num):
+        rollout = ids.rollout_id(group_id, number, 0)
         for index, agent in enumerate(AGENTS):
             found.append(
                 MemberRef(
@@ -117,3 +125,80 @@ def test_members_and_staleness_are_those_of_the_job_that_trains_them(tmp_path: P
     by_job, staleness = asyncio.run(scenario())
     assert by_job == [(MAIN, 0.5), (BESIDE, 10.5)]
     assert staleness == [(f"{RUN}/provers", 1, 0.0), (f"{RUN}/verifiers", 1, 1.0)]
+
+
+def rows_of(tmp_path: Path, found: list[Event], *queries: str) -> list[list[Any]]:
+    async def scenario() -> list[list[Any]]:
+        log, file = MemoryLog(num_partitions=2), empty_file(tmp_path)
+        await log.send_all(found)
+        await project_to_end(log, file)
+        with connect(file, read_only=True) as connection:
+            return [connection.execute(query).fetchall() for query in queries]
+
+    return asyncio.run(scenario())
+
+
+def test_a_job_beside_has_its_epochs_and_validations_with_the_rewards_of_its_own_agents(tmp_path: Path) -> None:
+    made = events()
+    (closed,) = [event for event in made if isinstance(event, GroupClosed)]
+    played = ids.group_id(RUN, "rl", 0, 1)
+    one = closed.model_copy(update={"group_id": played, "purpose": "validation", "members": tuple(members(played, 1))})
+    silent = one.model_copy(update={"group_id": ids.group_id(RUN, "rl", 0, 2), "members": (), "is_viable": False})
+    two = one.model_copy(
+        update={"group_id": (group := ids.group_id(RUN, "rl", 0, 3)), "members": tuple(members(group, 3))}
+    )
+    void = silent.model_copy(update={"group_id": ids.group_id(RUN, "rl", 0, 4), "purpose": "train"})
+    epoch = EpochStarted(run_id=RUN, time_ms=1, job_id=MAIN, epoch=0)
+    epochs, validations = rows_of(
+        tmp_path,
+        [*made, epoch, one, silent, two, void],
+        "SELECT job_id, state, groups, avg_reward, zero_variance_groups, started_at IS NULL FROM epochs ORDER BY 1",
+        "SELECT job_id, groups, num_trajectories, avg_reward FROM validations ORDER BY 1",
+    )
+    assert epochs == [(MAIN, "running", 2, 0.5, 0, False), (BESIDE, "running", 2, 10.5, 0, False)]
+    # the mean over groups of their means: one has one rollout (reward 0), another three (0, 1, 2)
+    assert validations == [(MAIN, 3, 4, 0.5), (BESIDE, 3, 4, 10.5)]
+
+
+def test_the_rewards_of_a_frozen_model_group_count_in_no_job(tmp_path: Path) -> None:
+    made = [event for event in events() if not (isinstance(event, JobStarted) and event.job_id == BESIDE)]
+    (found,) = rows_of(tmp_path, made, "SELECT agent, job_id, count(*) FROM log.members GROUP BY ALL ORDER BY ALL")
+    assert found == [("prover", MAIN, 2), ("verifier's", None, 2)]
+
+
+def test_a_rejected_trajectory_is_wasted_though_another_agents_of_the_same_rollout_is_trained(tmp_path: Path) -> None:
+    made = [event for event in events() if not (isinstance(event, BatchPlanned) and event.job_id == BESIDE)]
+    first, second = (ids.rollout_id(GROUP, number, 0) for number in range(2))
+    started = [
+        RolloutStarted(run_id=RUN, time_ms=1, group_id=GROUP, rollout_id=rollout, member=number, attempt=0, seed=1)
+        for number, rollout in enumerate((first, second))
+    ]
+    plan = next(event for event in made if isinstance(event, BatchPlanned))
+    made[made.index(plan)] = plan.model_copy(update={"members": plan.members[:1]})
+    rejected = [
+        TrajectoryRejected(
+            run_id=RUN, time_ms=4, job_id=job_id, epoch=0, group_id=GROUP, rollout_id=rollout, cause=cause,
+            trajectory_id=ids.trajectory_id(rollout, agent), num_tokens=5,
+        )
+        for rollout, agent, job_id, cause in (
+            (first, "verifier's", BESIDE, "zero_variance"),
+            (second, "verifier's", BESIDE, "zero_variance"),
+            (second, "prover", MAIN, "left_over"),
+        )
+    ]  # fmt: skip
+    trained = StepTrained(
+        run_id=RUN, time_ms=5, model_group=AGENTS["prover"], job_id=MAIN, batch_id=plan.batch_id, epoch=0, version=1,
+        term=1, weights_sha256="0" * 64, num_optimizer_steps=1, metrics={}, seconds={},
+    )  # fmt: skip
+    outcomes, wasted = rows_of(
+        tmp_path,
+        [*started, *made, *rejected, trained],
+        "SELECT outcome, tokens FROM outcomes ORDER BY rollout_id",
+        "SELECT cause, outcome, num_rollouts, num_tokens FROM wasted_tokens ORDER BY ALL",
+    )
+    assert outcomes == [("trained", 10), ("rejected", 10)]
+    assert wasted == [
+        ("left_over", "rejected", 1, 5),
+        ("zero_variance", "rejected", 1, 5),
+        ("zero_variance", "trained", 1, 5),
+    ]

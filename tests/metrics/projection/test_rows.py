@@ -51,3 +51,17 @@ def test_a_copied_row_has_the_values_of_the_fields(kind: str) -> None:
     assert {name: row[name] for name in value.keys() & row.keys()} == {
         name: value[name] for name in row if name in value
     }
+
+
+def test_a_step_keeps_what_an_agent_asked_of_the_gateway_and_no_other_programs_metadata() -> None:
+    kept = json.loads((GOLDEN / "step_recorded.v1.json").read_text(encoding="utf-8"))
+    for metadata, expected in (
+        (
+            {"gateway": {"asked": {"temperature": 0}}, "tools_schema": ["long"]},
+            {"gateway": {"asked": {"temperature": 0}}},
+        ),
+        ({"tools_schema": ["long"]}, None),
+    ):
+        value = orjson.dumps(kept["value"] | {"metadata": metadata})
+        ((_, row),) = rows_of(decode(Record(kept["topic"], 0, 7, kept["key"].encode(), value, (), 1)))
+        assert (row["metadata"] and json.loads(row["metadata"])) == expected

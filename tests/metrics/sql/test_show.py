@@ -10,9 +10,11 @@ from typing import Any
 
 import duckdb
 import pytest
+from click.testing import CliRunner
 
 from rollstream.eventlog.codec import encode
 from rollstream.eventlog.log import Record
+from rollstream.harness.cli.inspect import sql as sql_command
 from rollstream.learner.untrained import OUTCOMES
 from rollstream.metrics.plot import moving_mean, plot_run
 from rollstream.metrics.projection.database import Database
@@ -146,6 +148,15 @@ def test_a_column_that_parquet_cannot_store_is_named(value: str, tmp_path: Path)
         to_parquet(result)
     assert "\n" not in str(e.value)
     assert json.loads(to_json(result))[0]["a"] == 1
+
+
+def test_the_command_gives_as_many_rows_as_it_is_asked_for(tmp_path: Path, synthetic: Any) -> None:
+    fill(tmp_path, synthetic)
+    options = ["SELECT * FROM range(12000)", "--format", "csv", "--workspace", str(tmp_path)]
+    for limit, num_rows in (([], 10_000), (["--limit", "11000"], 11_000), (["--limit", "12000"], 12_000)):
+        answer = CliRunner().invoke(sql_command, [*options, *limit])
+        assert len(answer.stdout.splitlines()) == 1 + num_rows
+        assert ("raise --limit" in answer.stderr) == (num_rows < 12_000)
 
 
 def test_the_moving_mean_looks_back() -> None:

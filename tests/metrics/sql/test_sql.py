@@ -154,6 +154,13 @@ def test_reading_in_any_form_is_allowed(sql: str, database: Database) -> None:
     assert ask(database, sql).columns
 
 
+def test_a_pivot_is_answered_if_it_lists_its_values_and_says_so_otherwise(database: Database) -> None:
+    pivot = "PIVOT (SELECT 1 AS a) ON a{} USING count(*)"
+    assert ask(database, pivot.format(" IN (1, 2)")).columns == ("1", "2")
+    with pytest.raises(QueryError, match=r"list them: PIVOT t ON column IN \(\.\.\.\)$"):
+        ask(database, pivot.format(""))
+
+
 def test_rows_beyond_the_limit_are_cut_and_it_says_so(database: Database) -> None:
     result = ask(database, "SELECT * FROM range(100)", limit=3)
     assert (result.rows, result.is_cut) == (((0,), (1,), (2,)), True)
