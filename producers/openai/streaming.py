@@ -21,20 +21,23 @@ class TextStream:
         self._has_tools = has_tools
         self._ids: list[int] = []
         self._before = self._read = 0
-        """Ids from `_before` on are decoded together; those before `_read` are in `_text`."""
-        self._text = ""
-        self._num_sent = 0
+        """Ids from `_before` on are decoded together; those before `_read` are read."""
+        self._unsent = ""
+        self._has_sent = self._is_over = False
 
     def add(self, ids: Sequence[int]) -> str:
         """The next piece after these ids; empty if what they say may still change."""
+        if self._is_over:
+            return ""
         self._ids += ids
         known = self._decoded(self._before, self._read)
         text = self._decoded(self._before, len(self._ids))
         if len(text) > len(known) and not text.endswith(REPLACEMENT):
-            self._text += text[len(known) :]
+            self._unsent += text[len(known) :]
             self._before, self._read = self._read, len(self._ids)
-        piece = self._text[self._num_sent : self._end()]
-        self._num_sent += len(piece)
+        end = self._end()
+        piece, self._unsent = self._unsent[:end], self._unsent[end:]
+        self._has_sent = self._has_sent or bool(piece)
         return piece
 
     def _decoded(self, begin: int, end: int) -> str:
@@ -42,17 +45,20 @@ class TextStream:
         return self._tokenizer.decode(ids, skip_special_tokens=False) if ids else ""
 
     def _end(self) -> int:
-        """Characters that are certain to be in the answer's text."""
-        end = len(self._text)
-        for word in self._stop:
-            at = self._text.find(word, max(0, self._num_sent - len(word)))
-            end = min(end, at if at >= 0 else _without_beginning(self._text, word))
-        if self._has_tools:
-            # of an answer with calls the text is stripped
-            at = self._text.find(CALL_BEGINS)
-            end = min(end, at if at >= 0 else _without_beginning(self._text, CALL_BEGINS))
-            end = 0 if self._text[:1].isspace() else len(self._text[:end].rstrip())
-        return max(end, self._num_sent)
+        """Characters of `_unsent` that are certain to be in the answer's text. What a word may begin with is not sent,
+        so that no word begins before.
+        """
+        text = self._unsent
+        if self._has_tools and not self._has_sent and text[:1].isspace():
+            self._is_over = True  # of an answer with calls the text is stripped
+            return 0
+        end = found = len(text) + 1
+        for word in (*self._stop, CALL_BEGINS) if self._has_tools else self._stop:
+            at = text.find(word)
+            found = at if 0 <= at < found else found
+            end = min(end, at if at >= 0 else _without_beginning(text, word))
+        self._is_over = end == found <= len(text)
+        return len(text[:end].rstrip()) if self._has_tools else min(end, len(text))
 
 
 class ParsedStream:

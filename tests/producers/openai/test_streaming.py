@@ -68,6 +68,29 @@ def test_long_stop_texts_cost_a_stream_little_time() -> None:
     assert len(found) > 1000
 
 
+def test_a_stream_keeps_only_the_text_that_is_not_sent_and_reads_nothing_after_a_call_begins() -> None:
+    num_read = 0
+
+    class CountingTokenizer(ScriptedTokenizer):
+        def decode(self, token_ids: Any, *, skip_special_tokens: bool = False) -> str:
+            nonlocal num_read
+            num_read += len(token_ids)
+            return super().decode(token_ids, skip_special_tokens=skip_special_tokens)
+
+    tokenizer = CountingTokenizer()
+    stream, sent = TextStream(tokenizer, ("stop",), has_tools=True), ""
+    for number in tokenizer.encode("word " * 1000, add_special_tokens=False):
+        sent += stream.add([number])
+        assert len(stream._unsent) <= len(" <tool_call>")
+    assert sent == ("word " * 1000).rstrip()
+    for number in tokenizer.encode(CALL, add_special_tokens=False):
+        stream.add([number])
+    num_read = 0
+    for number in tokenizer.encode(CALL * 100, add_special_tokens=False):
+        assert stream.add([number]) == ""
+    assert num_read == 0
+
+
 def test_a_real_model_streams_as_it_samples(tmp_path: Path) -> None:
     model = make_tiny_model(tmp_path / "model", seed=0)
     engine = TransformersEngine(TransformersSettings(threads=1))
