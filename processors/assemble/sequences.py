@@ -4,6 +4,7 @@ import hashlib
 from collections.abc import Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import pybase64
 
@@ -62,32 +63,47 @@ def dead_branches(steps: Sequence[StepRecorded | Call]) -> frozenset[int]:
     `join_calls`.
     """
     calls = {step.step_index: step.llm for step in steps if step.llm is not None}
-    parents = {index: _parent(calls, index) for index in calls}
+    parents: dict[int, _Parent | None] = {}
     roots: dict[int, int] = {}
-    for index, parent in parents.items():
-        roots[index] = index if parent is None else roots[parent[0]]
+    held: dict[int, int | None] = {}
+    """The last call whose completion the prefix of a call holds, by call."""
+    for index in calls:
+        parent = parents[index] = _parent(calls, index, parents)
+        roots[index] = index if parent is None else roots[parent.step_index]
+        held[index] = None
+        if parent is not None:
+            held[index] = parent.step_index if parent.has_completion else held[parent.step_index]
     alive = set({root: index for index, root in roots.items()}.values())
     for index in reversed(calls):
         if index in alive:
-            alive.update(calls[index].uses)
-            parent = parents[index]
-            while parent is not None and not parent[1]:
-                parent = parents[parent[0]]
-            alive.update(() if parent is None else parent[:1])
+            before = held[index]
+            alive.update(calls[index].uses, () if before is None else (before,))
     return frozenset(calls) - alive
 
 
-def _parent(calls: Mapping[int, LLMCall], index: int) -> tuple[int, bool] | None:
-    """The call whose whole prompt is in the prefix of a call, and whether some of its completion is, too."""
+class _Parent(NamedTuple):
+    """The call whose whole prompt is in the prefix of another."""
+
+    step_index: int
+    has_completion: bool
+    """Whether some of its completion is, too."""
+
+
+def _parent(calls: Mapping[int, LLMCall], index: int, parents: Mapping[int, _Parent | None]) -> _Parent | None:
+    """The parent of a call. `parents`: of the calls before it, so that prompts with a common beginning, each of which
+    names the one before, are not followed to the first.
+    """
     prefix = calls[index].prefix
     length = prefix.length if prefix else 0
     while prefix is not None and prefix.step_index in calls:
         own = calls[prefix.step_index]
-        start = tokens.count(own.prompt_ids) + (own.prefix.length if own.prefix else 0)
+        own_length = own.prefix.length if own.prefix else 0
+        start = tokens.count(own.prompt_ids) + own_length
         if length >= start:
-            return prefix.step_index, length > start
+            return _Parent(prefix.step_index, length > start)
+        if length >= own_length:
+            return parents[prefix.step_index]
         prefix = own.prefix
-        length = min(length, prefix.length) if prefix else 0
     return None
 
 

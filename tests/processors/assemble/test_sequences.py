@@ -1,10 +1,12 @@
 """LLM calls to training sequences: joined where they extend each other, parted where they do not, verified always."""
 
 import hashlib
+from typing import Any
 
 import pytest
 
 from rollstream.processors.assemble.sequences import dead_branches, join_calls
+from rollstream.processors.assemble.state import Call
 from rollstream.processors.assemble.trajectories import reference
 from rollstream.schemas.errors import DecodeError
 from rollstream.schemas.events import StepRecorded, TrajectoryAssembled
@@ -107,6 +109,26 @@ def test_of_each_conversation_the_last_call_lives_and_those_whose_text_is_used()
     assert dead_branches([*talk, rejected, summary, using]) == frozenset()
     assert dead_branches([call(0, [1, 5], [2]), call(1, [7], [8], prefix=prefix(0, [1]))]) == frozenset()
     assert dead_branches([call(0, [1, 5], [2]), call(1, [], [8], prefix=prefix(0, [1, 5]))]) == {0}
+
+
+def test_prompts_with_a_common_beginning_are_looked_at_a_few_times_each_however_many_name_the_one_before():
+    looks: list[int] = []
+
+    class CountedCall(LLMCall):
+        def __getattribute__(self, name: str) -> Any:
+            if name == "prompt_ids":
+                looks.append(1)
+            return super().__getattribute__(name)
+
+    steps = [Call(0, "agent", CountedCall(prompt_ids=encode_ids([1, 2, 3]), completion_ids=encode_ids([9])))]
+    for index in range(1, 300):
+        new_ids, completion = encode_ids([index, 3]), encode_ids([9])
+        llm = CountedCall(prefix=prefix(index - 1, [1, 2]), prompt_ids=new_ids, completion_ids=completion)
+        steps.append(Call(index, "agent", llm))
+    join_calls(steps)
+    looks.clear()
+    assert dead_branches(steps) == frozenset()
+    assert len(looks) <= 3 * len(steps)
 
 
 def test_calls_with_and_without_log_probabilities_stand_in_sequences_of_their_own():
