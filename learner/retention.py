@@ -84,6 +84,8 @@ class WeightNeeds:
 
     stored: dict[str, Stored] = field(default_factory=dict[str, Stored])
     """Stored artifacts by URI."""
+    refs: dict[str, dict[str, ArtifactRef]] = field(default_factory=dict[str, dict[str, ArtifactRef]])
+    """The same by hash and URI, so that a model group's are found without a look at those of all others."""
     listed: Counter[str] = field(default_factory=Counter[str])
     """Versions of all model groups that have it, by hash."""
     groups: dict[str, GroupNeeds] = field(default_factory=dict[str, GroupNeeds])
@@ -143,21 +145,29 @@ def due(needs: WeightNeeds, model_group: str, at_checkpoints: Collection[int]) -
         return []
     group = needs.group(model_group)
     own = Counter(sha256 for hashes in group.hashes.values() for sha256 in hashes)
-    kept = needs.datasets.union(*(group.hashes.get(version, ()) for version in group.kept(at_checkpoints)))
-    going = {sha256 for sha256, count in own.items() if sha256 not in kept and needs.listed[sha256] == count}
-    return versions_of(needs, going).get(model_group, [])
+    kept: set[str] = set().union(*(group.hashes.get(version, ()) for version in group.kept(at_checkpoints)))
+    going = {
+        sha256
+        for sha256, count in own.items()
+        if sha256 not in kept and sha256 not in needs.datasets and needs.listed[sha256] == count
+    }
+    return _versions_of(needs, model_group, going)
 
 
 def versions_of(needs: WeightNeeds, hashes: Collection[str]) -> dict[str, list[Stored]]:
     """Every version that has one of these hashes, by model group."""
-    refs = {stored.ref.sha256: stored.ref for stored in needs.stored.values() if stored.ref.sha256 in hashes}
-    found: dict[str, list[Stored]] = {}
-    for name, group in needs.groups.items() if refs else ():
-        for version in sorted(group.hashes):
-            there = [Stored(name, version, refs[sha256]) for sha256 in sorted(group.hashes[version] & refs.keys())]
-            if there:
-                found.setdefault(name, []).extend(there)
-    return found
+    found = {name: _versions_of(needs, name, hashes) for name in needs.groups}
+    return {name: versions for name, versions in found.items() if versions}
+
+
+def _versions_of(needs: WeightNeeds, model_group: str, hashes: Collection[str]) -> list[Stored]:
+    """Every version of a model group that has one of these hashes: what others have stored is not looked at."""
+    return [
+        Stored(model_group, version, next(reversed(needs.refs[sha256].values())))
+        for version, there in sorted(needs.group(model_group).hashes.items())
+        for sha256 in sorted(there)
+        if sha256 in hashes and sha256 in needs.refs
+    ]
 
 
 def unfinished(needs: WeightNeeds, model_group: str, at_checkpoints: Collection[int]) -> list[Stored]:
@@ -200,7 +210,9 @@ def _submitted(needs: WeightNeeds, event: JobSubmitted) -> None:
 
 
 def _published(needs: WeightNeeds, event: WeightsPublished) -> None:
-    needs.stored.setdefault(event.artifact.uri, Stored(event.model_group, event.version, event.artifact))
+    if event.artifact.uri not in needs.stored:
+        needs.stored[event.artifact.uri] = Stored(event.model_group, event.version, event.artifact)
+        needs.refs.setdefault(event.artifact.sha256, {})[event.artifact.uri] = event.artifact
     group = needs.group(event.model_group)
     hashes = group.hashes.setdefault(event.version, set())
     if event.artifact.sha256 not in hashes:
@@ -223,4 +235,13 @@ def _collected(needs: WeightNeeds, event: WeightsCollected) -> None:
             group.published.discard(version)
         if not needs.listed[ref.sha256]:
             del needs.listed[ref.sha256]
-            needs.stored.pop(ref.uri, None)
+            _forget_file(needs, ref.uri)
+
+
+def _forget_file(needs: WeightNeeds, uri: str) -> None:
+    stored = needs.stored.pop(uri, None)
+    if stored is not None:
+        refs = needs.refs[stored.ref.sha256]
+        del refs[uri]
+        if not refs:
+            del needs.refs[stored.ref.sha256]

@@ -77,6 +77,29 @@ def needs_of(events: list[Event]) -> WeightNeeds:
     return needs
 
 
+def test_what_is_due_of_a_model_group_is_found_without_a_look_at_what_others_have_stored():
+    class Counted(dict[str, Any]):
+        num_walks = 0
+
+        def __iter__(self):
+            Counted.num_walks += 1
+            return super().__iter__()
+
+        def values(self):
+            Counted.num_walks += 1
+            return super().values()
+
+        def items(self):
+            Counted.num_walks += 1
+            return super().items()
+
+    others = [event for number in range(20) for event in published(0, 1, 2, group=f"other-{number}/policy")]
+    needs = needs_of([*others, job(), *published(0, 1, 2, 3)])
+    needs.stored, needs.groups = Counted(needs.stored), Counted(needs.groups)
+    assert [one.version for one in due(needs, GROUP, ())] == [1]
+    assert Counted.num_walks == 0
+
+
 FORK = job(group="f/policy", fork=ForkPoint(run_id="r", version=2))
 CASES: dict[str, tuple[list[Event], list[int]]] = {
     "the last two and the base stay": ([job(), *published(*range(6))], [1, 2, 3]),
