@@ -9,6 +9,10 @@ OnText = Callable[[int, str], None]
 """Given the index of a choice and a piece of its text."""
 REPLACEMENT = "\ufffd"
 """Placeholder that a tokenizer writes for a character whose other bytes are still to come."""
+MAX_CHARACTER_IDS = 4
+"""Maximum ids of one character, each of at least one of its bytes."""
+MAX_UNREAD_IDS = 4 * MAX_CHARACTER_IDS
+"""Ids without the end of a character after which they cannot be one: the model writes bytes that are not text."""
 
 
 class TextStream:
@@ -32,13 +36,23 @@ class TextStream:
         self._ids += ids
         known = self._decoded(self._before, self._read)
         text = self._decoded(self._before, len(self._ids))
-        if len(text) > len(known) and not text.endswith(REPLACEMENT):
-            self._unsent += text[len(known) :]
-            self._before, self._read = self._read, len(self._ids)
+        if len(text) > len(known):
+            read = len(self._ids) if not text.endswith(REPLACEMENT) else self._end_of_undecodable(text)
+            if read > self._read:
+                self._unsent += self._decoded(self._before, read)[len(known) :]
+                self._before, self._read = self._read, read
         end = self._end()
         piece, self._unsent = self._unsent[:end], self._unsent[end:]
         self._has_sent = self._has_sent or bool(piece)
         return piece
+
+    def _end_of_undecodable(self, text: str) -> int:
+        """Ids of an unfinished text that are certain nevertheless, so that they are not decoded again with each id."""
+        end = len(self._ids) - MAX_CHARACTER_IDS
+        if end - self._read < MAX_UNREAD_IDS:
+            return self._read
+        ends = range(end, end - MAX_CHARACTER_IDS, -1)
+        return next((one for one in ends if text.startswith(self._decoded(self._before, one))), self._read)
 
     def _decoded(self, begin: int, end: int) -> str:
         ids = self._ids[begin:end]

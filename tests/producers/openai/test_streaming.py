@@ -91,6 +91,24 @@ def test_a_stream_keeps_only_the_text_that_is_not_sent_and_reads_nothing_after_a
     assert num_read == 0
 
 
+@given(parts=st.lists(st.sampled_from(["a", "é", "€", "𝄞"]).map(str.encode) | st.binary(min_size=1, max_size=30)))
+def test_ids_that_are_not_text_are_not_decoded_again_with_each_later_one(parts) -> None:
+    most = 0
+
+    class BytesTokenizer(ScriptedTokenizer):
+        def decode(self, token_ids: Any, *, skip_special_tokens: bool = False) -> str:
+            nonlocal most
+            most = max(most, len(token_ids))
+            return bytes(token_ids).decode(errors="replace")
+
+    stream, sent, ids = TextStream(BytesTokenizer()), "", b"".join([*parts, b"\xff" * 200])
+    for number in ids:
+        sent += stream.add([number])
+    assert ids.decode(errors="replace").startswith(sent)
+    assert len(sent) > 150
+    assert most < 64
+
+
 def test_a_real_model_streams_as_it_samples(tmp_path: Path) -> None:
     model = make_tiny_model(tmp_path / "model", seed=0)
     engine = TransformersEngine(TransformersSettings(threads=1))
