@@ -99,15 +99,6 @@ def plain(value: Any, what: str) -> Any:
         ) from error
 
 
-def with_known_texts(messages: list[Message], known: dict[str, str]) -> list[Message]:
-    """Messages of a call, which repeat those of the calls before it: what is in `known` takes no memory again."""
-    for message in messages:
-        content: Any = message.get("content") if isinstance(message, dict) else None
-        if isinstance(content, str):
-            message["content"] = known.setdefault(content, content)
-    return messages
-
-
 def parts_of(text: str, ids: Sequence[int], num_prompt: int, parse: Parse | None) -> AnswerParts:
     """Split an answer to a request with tools. `text`: of `ids`, without the end token; `num_prompt`: number of ids
     before it.

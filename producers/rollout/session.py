@@ -26,7 +26,7 @@ from rollstream.producers.rollout.journal import Journal
 from rollstream.producers.rollout.prompts import WrittenAnswers, history_of, prompt_of
 from rollstream.producers.rollout.recorded_call import ImportContext, fields_of, read_step
 from rollstream.producers.rollout.rendering import renderer_for
-from rollstream.producers.rollout.reply import Failure, Message, Parse, Reply, TurnsExhausted, plain, with_known_texts
+from rollstream.producers.rollout.reply import Failure, Message, Parse, Reply, TurnsExhausted, plain
 from rollstream.producers.rollout.rewards import RewardError, check_target, finite
 from rollstream.producers.rollout.user_code import refused_with_pause
 from rollstream.schemas import ids
@@ -98,12 +98,12 @@ class Session:
         self._journal = journal
         self._demonstrator = demonstrator
         self._play, self.gateway = play_scripted, gateway
-        self.rollout_id, self.sampling = journal.rollout_id, task.settings.sampling
+        self.rollout_id = journal.rollout_id
+        self.sampling = task.settings.sampling
         self.has_step, self.step, self.acknowledged = journal.has_step, journal.step, journal.acknowledged
         self.is_over = journal.is_over
         self._conversations: dict[str, Conversation] = {}
         self._written = WrittenAnswers()
-        self._texts: dict[str, str] = {}
         self._num_turns: dict[str, int] = {}
         self._num_calls: dict[str, int] = {}
         self._num_scored: dict[str, int] = {}
@@ -136,7 +136,7 @@ class Session:
         group = self._model_group(agent)
         if group.startswith(ids.SCRIPTED):
             return [await self._play_scripted(messages, agent, group) for _ in self._take_turn(agent, num)]
-        sent = with_known_texts(plain(list(messages), "messages"), self._texts)
+        sent: list[Message] = plain(list(messages), "messages")
         prompt = self._prompt(self._conversation(agent, group), sent, group, asked)
         seeds = self._take_turn(agent, num)  # of what leaves no step: none, for who goes on from the log
         step_indices = [self._journal.open_step() for _ in seeds]

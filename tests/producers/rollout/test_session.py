@@ -99,23 +99,6 @@ def test_a_branch_goes_on_from_the_call_that_it_branched_from(play):
     assert [call.prefix and call.prefix.step_index for call in calls] == [None, 0, 0]
 
 
-def test_texts_that_every_call_repeats_are_kept_once(play):
-    @register_environment("test_repeats")
-    async def repeats(session):
-        talk = [user("a long task")]
-        for _ in range(3):
-            talk.append(assistant((await session.chat(json.loads(json.dumps(talk)))).text))
-            talk.append(user("a long observation"))
-        inputs.extend(session.step(index).data["input"] for index in range(3))
-        await session.reward(1.0)
-
-    inputs = []
-    play(task_of("test_repeats"))
-    assert [len(messages) for messages in inputs] == [1, 3, 5]
-    assert len({id(messages[0]["content"]) for messages in inputs}) == 1
-    assert inputs[1][2]["content"] is inputs[2][2]["content"]
-
-
 def test_a_prompt_names_the_answers_that_it_has_as_text(play):
     @register_environment("test_compacts")
     async def compacts(session):
