@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import copy
 import functools
 import logging
 import traceback
@@ -266,7 +267,7 @@ class _Stage:
             rollout = rewards.FinishedRollout(
                 inputs=session.inputs,
                 seed=session.seed,
-                steps=tuple(step.model_copy(deep=True) for step in steps),  # whatever is changed in it
+                steps=copy.deepcopy(steps),  # whatever is changed in it; at once, since steps share messages
                 rewards=self._journal.rewards,
                 messages=dict(session.messages),
                 stop_reason=stop_reason,

@@ -8,6 +8,8 @@ import uuid
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
+import orjson
+
 from rollstream.eventlog import codec
 from rollstream.eventlog.log import check_record_size
 from rollstream.producers.rollout.continuing import RecordedAttempt
@@ -21,7 +23,7 @@ from rollstream.schemas.events import (
     StepRecorded,
     TaskRequested,
 )
-from rollstream.schemas.events.rollouts import FunctionAncestry
+from rollstream.schemas.events.rollouts import FunctionAncestry, Prefix
 
 Emit = Callable[[codec.Encoded], Awaitable[None]]
 """Sends an event, which is encoded once, where it is checked that a record can hold it."""
@@ -104,6 +106,19 @@ class Journal:
         """A step that is recorded."""
         return self._steps[step_index]
 
+    def share_input(self, messages: Any, prefix: Prefix | None) -> None:
+        """Replace each of a call's messages by the equal one of the call that it goes on from.
+
+        Each call of a conversation sends all of its messages again, and its step keeps them.
+        """
+        step = None if prefix is None else self._steps.get(prefix.step_index)
+        before: Any = None if step is None else (step.data or {}).get("input")
+        if isinstance(messages, list) and isinstance(before, list):
+            messages[: len(before)] = [
+                known if _are_equal(known, message) else message
+                for known, message in zip(before, messages, strict=False)
+            ]
+
     async def begin(self, *, member: int, attempt: int, seed: int) -> None:
         """Emit RolloutStarted."""
         started = RolloutStarted(**self._ids, time_ms=self.clock(), member=member, attempt=attempt, seed=seed)
@@ -118,6 +133,9 @@ class Journal:
         self._num_opened, self._num_rewards = len(self._steps), len(self._rewards)
         self._next_index = max(self._steps, default=-1) + 1
         self._holes = [index for index in range(self._next_index) if index not in self._steps]
+        for _, step in sorted(self._steps.items()):
+            if step.llm is not None:
+                self.share_input((step.data or {}).get("input"), step.llm.prefix)
 
     async def fill_holes(self, agent: str) -> None:
         """Record calls that were lost with another process and not repeated, so that every index has its step."""
@@ -227,3 +245,8 @@ class Journal:
     def _check_open(self) -> None:
         if self._is_closed:
             raise EnvironmentRunError(f"rollout {self.rollout_id} has ended; nothing more can be recorded")
+
+
+def _are_equal(one: Any, other: Any) -> bool:
+    """Whether two JSON values are written alike: 1, 1.0 and true are equal only in Python."""
+    return one is other or (one == other and orjson.dumps(one) == orjson.dumps(other))

@@ -138,6 +138,7 @@ class Session:
             return [await self._play_scripted(messages, agent, group) for _ in self._take_turn(agent, num)]
         sent: list[Message] = plain(list(messages), "messages")
         prompt = self._prompt(self._conversation(agent, group), sent, group, asked)
+        self._journal.share_input(sent, prompt.prefix)
         seeds = self._take_turn(agent, num)  # of what leaves no step: none, for who goes on from the log
         step_indices = [self._journal.open_step() for _ in seeds]
         began_ms = self._journal.clock()

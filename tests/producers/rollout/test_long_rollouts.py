@@ -1,0 +1,101 @@
+"""Rollouts with many calls: what is kept of a call, and what a call costs, follow what is new in it."""
+
+import asyncio
+import itertools
+from typing import Any
+
+from rollstream.eventlog.codec import Encoded
+from rollstream.producers.rollout.journal import Journal
+from rollstream.producers.rollout.registry import register_environment, register_reward
+from rollstream.producers.rollout.session import Session
+from tests.producers.conftest import answers, output_of, scripted, task_of
+from tests.producers.gateway.gateway_rig import recorded_of
+
+ROLLOUT = "run-1/rl/e00000/t00000/m0/a0"
+
+
+def user(text: str) -> dict[str, Any]:
+    return {"role": "user", "content": text}
+
+
+def journal_of(task: Any) -> Journal:
+    async def emit(encoded: Encoded) -> None:
+        pass
+
+    counter = itertools.count(1000)
+    return Journal(task, ROLLOUT, emit, lambda: next(counter))
+
+
+def session_of(task: Any, journal: Journal, engine: Any) -> Session:
+    return Session(task, member=0, engine=engine, journal=journal, demonstrator=None)  # type: ignore[arg-type]
+
+
+def inputs_of(steps: Any) -> list[list[Any]]:
+    return [step.data["input"] for step in steps]
+
+
+def test_the_steps_of_a_conversation_share_its_messages_and_a_changed_one_is_its_own(tmp_path):
+    async def scenario() -> None:
+        journal = journal_of(task_of())
+        session = session_of(task_of(), journal, await scripted(tmp_path, answers("5", "6", "7", "8")))
+        messages = [user("a")]
+        for number in range(3):
+            reply = await session.chat(messages)
+            messages += [reply.message, user(f"go on {number}")]
+        first, second, third = inputs_of(journal.steps)
+        assert second[0] is first[0]
+        assert [one is other for one, other in zip(third, second, strict=False)] == [True] * 3
+        assert len(third) == 5
+        session.messages["agent"][0]["content"] = "changed"
+        await session.chat([user("a"), *messages[1:]])
+        assert inputs_of(journal.steps)[-1][0] == user("a")
+
+    asyncio.run(scenario())
+
+
+def test_messages_that_only_python_calls_equal_are_not_shared(tmp_path):
+    async def scenario() -> None:
+        journal = journal_of(task_of())
+        session = session_of(task_of(), journal, await scripted(tmp_path, answers("5", "6")))
+        reply = await session.chat([user("a") | {"n": 1}])
+        await session.chat([user("a") | {"n": True}, reply.message, user("b")])
+        assert [messages[0]["n"] is True for messages in inputs_of(journal.steps)] == [False, True]
+
+    asyncio.run(scenario())
+
+
+def test_steps_of_another_process_share_their_messages_too(play):
+    @register_environment("test_grows")
+    async def grows(session):
+        messages = [user("a")]
+        for number in range(3):
+            reply = await session.chat(messages)
+            messages += [reply.message, user(f"go on {number}")]
+        await session.reward(1.0)
+
+    played = play(task_of("test_grows"), answers("5", "6", "7"))
+    journal = journal_of(task_of())
+    journal.restore(recorded_of(played))
+    first, second, third = inputs_of(step for step in journal.steps if step.llm)
+    assert second[0] is first[0]
+    assert third[2] is second[2]
+    assert inputs_of(step for step in played.steps if step.llm) == [first, second, third]
+
+
+def test_a_reward_function_gets_copies_of_steps_that_share_their_messages(play):
+    seen: list[Any] = []
+
+    @register_environment("test_grows_and_is_rewarded")
+    async def grows(session):
+        reply = await session.chat([user("a")])
+        await session.chat([user("a"), reply.message, user("b")])
+
+    @register_reward("test_looks")
+    def looks(rollout):
+        seen.extend(rollout.steps)
+        rollout.steps[0].data["output"] = "changed"
+        return 1.0
+
+    played = play(task_of("test_grows_and_is_rewarded", rewards=("test_looks",)), answers("5", "6"))
+    assert seen[1].data["input"][0] is seen[0].data["input"][0]
+    assert output_of(played.steps[0]) == "5"
