@@ -283,7 +283,8 @@ class Session:
     def count_tokens(self, messages: Sequence[Message], agent: str, asked: CallOptions) -> int:
         """Number of tokens in the prompt of these messages. Nothing is recorded."""
         group = self._model_group(agent)
-        return len(self._prompt(Conversation(self._tokenizer(group)), [*messages], group, asked).token_ids)
+        conversation = self._conversations.get(agent) or Conversation(self._tokenizer(group))
+        return len(self._prompt(conversation, [*messages], group, asked).token_ids)
 
     def _take_turn(self, agent: str, num_answers: int) -> list[int]:
         """A seed for each answer."""

@@ -5,6 +5,8 @@ import itertools
 from typing import Any
 
 from rollstream.eventlog.codec import Encoded
+from rollstream.producers.engines.scripted import ScriptedTokenizer
+from rollstream.producers.rollout.gateway_interface import CallOptions
 from rollstream.producers.rollout.journal import Journal
 from rollstream.producers.rollout.registry import register_environment, register_reward
 from rollstream.producers.rollout.session import Session
@@ -99,3 +101,25 @@ def test_a_reward_function_gets_copies_of_steps_that_share_their_messages(play):
     played = play(task_of("test_grows_and_is_rewarded", rewards=("test_looks",)), answers("5", "6"))
     assert seen[1].data["input"][0] is seen[0].data["input"][0]
     assert output_of(played.steps[0]) == "5"
+
+
+def test_a_count_of_tokens_goes_on_from_the_conversation_as_the_call_does(tmp_path):
+    encoded: list[str] = []
+
+    class RecordingTokenizer(ScriptedTokenizer):
+        def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+            encoded.append(text)
+            return super().encode(text, add_special_tokens=add_special_tokens)
+
+    async def scenario() -> None:
+        engine = await scripted(tmp_path, answers("5", "6"))
+        engine._tokenizer = RecordingTokenizer()
+        session = session_of(task_of(), journal_of(task_of()), engine)
+        reply = await session.chat([user("long " * 1000)])
+        messages = [user("long " * 1000), reply.message, user("b")]
+        encoded.clear()
+        counted = session.count_tokens(messages, "agent", CallOptions())
+        assert sum(map(len, encoded)) < 100
+        assert len((await session.chat(messages)).prompt_ids) == counted
+
+    asyncio.run(scenario())
