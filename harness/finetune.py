@@ -57,9 +57,11 @@ class Request(NamedTuple):
 class Interrupted(Exception):
     """A signal asked this process to end; the run stays open."""
 
-    def __init__(self, number: int) -> None:
-        super().__init__(number)
+    def __init__(self, number: int, run_id: str | None) -> None:
+        """`run_id`: None if no run was begun yet."""
+        super().__init__(number, run_id)
         self.exit_code = 128 + number
+        self.run_id = run_id
 
 
 def finetune(request: Request, display: Display) -> Outcome:
@@ -96,7 +98,7 @@ async def _run(run_request: RunRequest, lease: WorkspaceLease, display: Display)
     config = run_request.config
     with _signals() as signals:
         async with connected(run_request, lease, display) as run:
-            signals.append(run.supervisor)
+            signals.append(run)
             with _resumable(run.run.started.run_id, is_open=not run.run.is_over):
                 if run.run.is_over:
                     progress = await look_up(run.log, run.run.started.run_id)
@@ -158,25 +160,25 @@ async def _watched(supervisor: Supervisor, work: Coroutine[Any, Any, None]) -> N
 
 
 @contextmanager
-def _signals() -> Iterator[list[Supervisor]]:
+def _signals() -> Iterator[list[RunContext]]:
     """SIGINT and SIGTERM cancel the current task, which ends as Interrupted; a second one kills what it holds."""
     task, loop = asyncio.current_task(), asyncio.get_running_loop()
     assert task is not None
     received: list[int] = []
-    supervisors: list[Supervisor] = []
+    runs: list[RunContext] = []
 
     def receive(number: int) -> None:
         received.append(number)
         if len(received) == 1:
             task.cancel()
-        for supervisor in supervisors if len(received) > 1 else ():
-            supervisor.kill()
+        for run in runs if len(received) > 1 else ():
+            run.supervisor.kill()
 
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, receive, number)
     try:
-        yield supervisors
+        yield runs
     except asyncio.CancelledError:
         if received:
-            raise Interrupted(received[0]) from None
+            raise Interrupted(received[0], runs[0].run.started.run_id if runs else None) from None
         raise

@@ -216,8 +216,9 @@ class _Stage:
             stop_reason = await self._run(environment, session)
             await self._journal.fill_holes(next(iter(session.agents), "agent"))
             await self._reward(session, stop_reason)
-        except SystemExit as error:
-            raise EnvironmentRunError(f"called sys.exit({error.code!r})") from error
+        except (SystemExit, KeyboardInterrupt) as error:  # of user code: signals are the service's
+            raised = f"called sys.exit({error.code!r})" if isinstance(error, SystemExit) else "raised KeyboardInterrupt"
+            raise EnvironmentRunError(raised) from error
         return stop_reason
 
     def timed_out(self) -> Failure:

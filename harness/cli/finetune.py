@@ -85,9 +85,12 @@ def train(request: "Request") -> None:
     try:
         outcome = run_finetune(request, display)
     except Interrupted as interrupted:
+        run_id = interrupted.run_id
         display.print(
-            "interrupted; the run stays open: find its id with `rollstream runs`, continue it with "
-            "`rollstream finetune --resume RUN ...`"
+            "interrupted before a run was begun"
+            if run_id is None
+            else f"interrupted; run {run_id} stays open: `rollstream finetune --config_file FILE --resume {run_id}` "
+            "continues it"
         )
         sys.exit(interrupted.exit_code)
     if outcome.exit_code:

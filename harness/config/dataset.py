@@ -167,13 +167,22 @@ def _text(path: Path) -> str:
         raise ConfigError(f"dataset {path}: cannot be read: {error}; correct its path or permissions") from error
 
 
+def _json(text: str) -> Any:
+    """Raises ValueError, also for NaN and Infinity, which are not JSON and would be recorded as null."""
+
+    def refuse(constant: str) -> None:
+        raise ValueError(f"{constant} is not a JSON value; write null or a number")
+
+    return json.loads(text, parse_constant=refuse)
+
+
 def _rows_of_lines(text: str, path: Path) -> Rows:
     rows: Rows = []
     for number, line in enumerate(text.split("\n"), 1):  # splitlines would divide texts at U+2028 and others, too
         if line.strip():
             location = f"dataset {path} line {number}"
             try:
-                rows.append((location, json.loads(line)))
+                rows.append((location, _json(line)))
             except (ValueError, RecursionError) as error:
                 raise ConfigError(f"{location}: not valid JSON: {error}; correct the line") from error
     return rows
@@ -183,7 +192,7 @@ def _rows_of_list(text: str, path: Path) -> Rows:
     if not text.strip():
         return []
     try:
-        found = json.loads(text)
+        found = _json(text)
     except (ValueError, RecursionError) as error:
         raise ConfigError(f"dataset {path}: not valid JSON: {error}; correct the file") from error
     if not isinstance(found, list):

@@ -47,6 +47,8 @@ WALL_TIMED = frozenset(
         "job_finished",
         "epoch_started",
         "epoch_sealed",
+        "weights_published",
+        "weights_loaded",
     }
 )
 """Tables that also hold the wall time of the event's record; event time may stop or be copied from another event."""

@@ -2,7 +2,7 @@
 -- of an id wins by primary key), and public tables and views derived from them. What follows the line "-- views" is
 -- made anew when it has changed; a change before it makes the projector read the log from its start again.
 -- Every log table says where its event lies (log_partition, log_offset) and its event time (time_ms, UTC); those of
--- runs, jobs, epochs and groups also when it was written (recorded_ms, wall time of the writer).
+-- runs, jobs, epochs, groups and weights also when it was written (recorded_ms, wall time of the writer).
 
 CREATE SCHEMA log;
 
@@ -198,12 +198,12 @@ CREATE TABLE log.reference_scored (
 CREATE TABLE log.weights_published (
     model_group VARCHAR, version BIGINT, term BIGINT, run_id VARCHAR, job_id VARCHAR, batch_id VARCHAR, parent BIGINT,
     weights_sha256 VARCHAR, weights_format VARCHAR, base_model VARCHAR, uri VARCHAR, size_bytes BIGINT, adopts BIGINT,
-    time_ms BIGINT, log_partition BIGINT, log_offset BIGINT,
+    recorded_ms BIGINT, time_ms BIGINT, log_partition BIGINT, log_offset BIGINT,
     PRIMARY KEY (model_group, version, term)
 );
 CREATE TABLE log.weights_loaded (
     model_group VARCHAR, version BIGINT, engine VARCHAR, run_id VARCHAR, num_skipped BIGINT, seconds DOUBLE,
-    time_ms BIGINT, log_partition BIGINT, log_offset BIGINT,
+    recorded_ms BIGINT, time_ms BIGINT, log_partition BIGINT, log_offset BIGINT,
     PRIMARY KEY (model_group, version, engine)
 );
 CREATE TABLE log.weights_collected (
@@ -337,8 +337,8 @@ FROM log.trajectory_rejected;
 
 CREATE OR REPLACE VIEW weight_versions AS
 SELECT w.run_id, w.model_group, w.version, w.parent, w.job_id, w.batch_id, w.weights_sha256, w.weights_format,
-    w.base_model, w.uri, w.size_bytes, w.term, log.at(w.time_ms) AS published_at, g.version IS NOT NULL AS is_collected,
-    log.at(g.time_ms) AS collected_at, g."by" AS collected_by, w.adopts
+    w.base_model, w.uri, w.size_bytes, w.term, log.at(w.recorded_ms) AS published_at, g.version IS NOT NULL AS is_collected,
+    log.at(g.time_ms) AS collected_at, g."by" AS collected_by, w.adopts, log.at(w.time_ms) AS published_event_time
 FROM log.weights_published w LEFT JOIN log.weights_collected g
     ON g.model_group = w.model_group AND g.version = w.version AND g.weights_sha256 = w.weights_sha256
 WHERE NOT log.is_void(w.model_group, w.term, w.log_offset)
@@ -378,7 +378,7 @@ GROUP BY run_id, job_id, model_group, trajectory_id, trajectory_sha256, scorer_s
 HAVING count(*) = max(num_parts) ORDER BY model_group, version, trajectory_id, role;
 
 CREATE OR REPLACE VIEW weight_loads AS
-SELECT run_id, model_group, version, engine, seconds, num_skipped, log.at(time_ms) AS loaded_at
+SELECT run_id, model_group, version, engine, seconds, num_skipped, log.at(recorded_ms) AS loaded_at
 FROM log.weights_loaded ORDER BY log_offset;
 
 CREATE OR REPLACE VIEW batches AS
@@ -399,7 +399,7 @@ SELECT coalesce(p.run_id, r.run_id) AS run_id, coalesce(p.model_group, r.model_g
     coalesce(p.job_id, r.job_id) AS job_id, coalesce(p.adopts, r.version) AS adopts, p.version,
     CASE WHEN w.version IS NOT NULL THEN 'published' WHEN p.version IS NOT NULL THEN 'planned'
         WHEN r.after_version < n.version THEN 'superseded' ELSE 'requested' END AS state,
-    r.reason, log.at(r.time_ms) AS requested_at, log.at(p.time_ms) AS planned_at, w.published_at
+    r.reason, log.at(r.time_ms) AS requested_at, log.at(p.time_ms) AS planned_at, w.published_event_time AS published_at
 FROM planned p FULL JOIN log.rollback_requested r ON r.job_id = p.job_id AND r.version = p.adopts
     AND r.after_version < p.version AND r.after_version >= p.earlier_rollback
 LEFT JOIN weight_versions w ON w.model_group = p.model_group AND w.version = p.version

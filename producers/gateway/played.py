@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 from rollstream.producers.engines.base import Engine
 from rollstream.producers.gateway.call_keys import ENDED, MAX_ERROR_CHARS, CallIdentity, RememberedCalls
-from rollstream.producers.gateway.rollout_model import RolloutModel, Sampled
+from rollstream.producers.gateway.rollout_model import RolloutModel, SampledAnswers
 from rollstream.producers.openai.completions import CompletionRequest
 from rollstream.producers.openai.requests import ChatRequest, Refusal
 from rollstream.producers.openai.stream_words import Answered
@@ -69,7 +69,7 @@ class PlayedRollout:
 
         `on_text` is told what is sampled now; a recorded answer comes whole.
         """
-        task: asyncio.Future[Sampled] | None = self._calls.repeated(identity)
+        task: asyncio.Future[SampledAnswers] | None = self._calls.repeated(identity)
         if task is None:
             self._check_open()
             self._check_sampled(asked)
@@ -240,10 +240,10 @@ class PlayedRollout:
             raise Refusal(400, "min_version: the run decides which weights answer here; remove it", param="min_version")
 
 
-def _done(replies: list[Reply]) -> "asyncio.Future[Sampled]":
+def _done(replies: list[Reply]) -> "asyncio.Future[SampledAnswers]":
     """A call that was answered by another process."""
-    found: asyncio.Future[Sampled] = asyncio.get_running_loop().create_future()
-    found.set_result(Sampled(replies))
+    found: asyncio.Future[SampledAnswers] = asyncio.get_running_loop().create_future()
+    found.set_result(SampledAnswers(replies))
     return found
 
 

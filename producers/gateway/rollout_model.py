@@ -39,8 +39,8 @@ RUNS_MODEL = "policy"
 
 
 @dataclass(slots=True)
-class Sampled:
-    """What was sampled for a call."""
+class SampledAnswers:
+    """The answers that were sampled for a call."""
 
     replies: list[Reply]
     answered: Answered | None = None
@@ -101,7 +101,7 @@ class RolloutModel:
 
     async def sample(
         self, asked: ChatRequest | CompletionRequest, identity: CallIdentity, agent: str, on_text: OnText | None
-    ) -> Sampled:
+    ) -> SampledAnswers:
         """1. The steps are recorded. 2. The log has acknowledged them."""
         metadata: dict[str, Any] = {"body_sha256": identity.body_sha256, "n": asked.n}
         metadata |= {} if isinstance(asked, ChatRequest) else {"is_text": True}
@@ -135,7 +135,7 @@ class RolloutModel:
                 self._keep_written(answer, reply.text)
         await self.session.acknowledged()
         self.keep_response(replies[0].step_index, metadata)
-        return Sampled(replies, answered)
+        return SampledAnswers(replies, answered)
 
     def answered(self, asked: ChatRequest | CompletionRequest, replies: list[Reply]) -> Answered:
         agent, tools = self.agent_of(asked.model), _tools_of(asked)

@@ -5,7 +5,7 @@ Also the parts of an answer: its tool calls, in OpenAI's form, apart from its te
 
 import hashlib
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -15,6 +15,7 @@ from rollstream.producers.engines.base import Generation
 from rollstream.producers.rollout import call_arguments
 from rollstream.producers.rollout.rendering import ParsedAnswer
 from rollstream.schemas.errors import EnvironmentRunError
+from rollstream.schemas.variables import one_line
 
 Message = dict[str, Any]
 """A chat message: `role`, `content` and other keys that a chat template knows."""
@@ -97,6 +98,16 @@ def plain(value: Any, what: str) -> Any:
         raise EnvironmentRunError(
             f"{what}: not a JSON value: {error}; give text, numbers, true, false, lists or mappings"
         ) from error
+
+
+def plain_messages(messages: Sequence[Any]) -> list[Message]:
+    """A copy of a chat's messages, as the log will hold them. Raises EnvironmentRunError if they are none."""
+    if isinstance(messages, str | Mapping) or not all(isinstance(one, Mapping) for one in messages):
+        raise EnvironmentRunError(
+            'messages: expected a list of messages such as [{"role": "user", "content": "..."}], not '
+            f"{one_line(repr(messages), 100)}"
+        )
+    return plain([*messages], "messages")
 
 
 def parts_of(text: str, ids: Sequence[int], num_prompt: int, parse: Parse | None) -> AnswerParts:

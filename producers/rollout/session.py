@@ -26,7 +26,7 @@ from rollstream.producers.rollout.journal import Journal
 from rollstream.producers.rollout.prompts import WrittenAnswers, history_of, prompt_of
 from rollstream.producers.rollout.recorded_call import ImportContext, fields_of, read_step
 from rollstream.producers.rollout.rendering import renderer_for
-from rollstream.producers.rollout.reply import Failure, Message, Parse, Reply, TurnsExhausted, plain
+from rollstream.producers.rollout.reply import Failure, Message, Parse, Reply, TurnsExhausted, plain, plain_messages
 from rollstream.producers.rollout.rewards import RewardError, check_target, finite
 from rollstream.producers.rollout.user_code import refused_with_pause
 from rollstream.schemas import ids
@@ -136,7 +136,7 @@ class Session:
         group = self._model_group(agent)
         if group.startswith(ids.SCRIPTED):
             return [await self._play_scripted(messages, agent, group) for _ in self._take_turn(agent, num)]
-        sent: list[Message] = plain(list(messages), "messages")
+        sent = plain_messages(messages)
         prompt = self._prompt(self._conversation(agent, group), sent, group, asked)
         self._journal.share_input(sent, prompt.prefix)
         seeds = self._take_turn(agent, num)  # of what leaves no step: none, for who goes on from the log
@@ -162,7 +162,7 @@ class Session:
         Its tokens have neither a version nor log-probabilities: it is for algorithms that imitate.
         """
         group = self._model_group(agent)
-        sent: list[Message] = plain(list(messages), "messages")
+        sent = plain_messages(messages)
         prompt = self._prompt(self._conversation(agent, group), sent, group)
         step_index, began_ms = self._journal.open_step(), self._journal.clock()
         return await self._record_answer(step_index, began_ms, agent, group, sent, prompt, self._encoded(text, group))
@@ -375,7 +375,7 @@ class Session:
 
     async def _play_scripted(self, messages: Sequence[Message], agent: str, player: str) -> Reply:
         """The answer of a scripted opponent, which is not an LLM: a step without tokens."""
-        sent: list[Message] = plain(list(messages), "messages")
+        sent = plain_messages(messages)
         step_index, began_ms = self._journal.open_step(), self._journal.clock()
         assert self._play is not None, "nobody plays scripted opponents"
         text = self._play(self, sent, agent, player.removeprefix(ids.SCRIPTED))

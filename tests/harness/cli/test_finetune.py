@@ -134,6 +134,9 @@ def test_a_run_is_locked_interrupted_resumed_and_stopped(command: Command) -> No
         first.send_signal(signal.SIGINT)
         assert first.wait(60) == 130, command.output()
         assert "Traceback" not in command.output()
+        assert (
+            f"run {run_id} stays open: `rollstream finetune --config_file FILE --resume {run_id}`" in command.output()
+        )
         assert psutil.wait_procs(children, timeout=10)[1] == []
         result = command.folder / "result.json"
         resumed = command.start("--resume", run_id, "--result_json_path", str(result))

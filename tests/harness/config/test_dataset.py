@@ -111,6 +111,15 @@ def test_json_that_is_nested_too_deeply_is_one_error(tmp_path: Path, kind: str, 
         read(tmp_path / f"d.{kind}")
 
 
+@pytest.mark.parametrize("value", ["NaN", "-Infinity"])
+def test_a_number_that_json_lacks_is_refused(tmp_path: Path, value: str) -> None:
+    (tmp_path / "d.jsonl").write_text(f'{{"id": "x", "n": {value}}}')
+    with pytest.raises(
+        ConfigError, match=rf"d\.jsonl line 1: not valid JSON: {value} is not a JSON value; write null or"
+    ):
+        read(tmp_path / "d.jsonl")
+
+
 def test_a_long_integer_of_csv_stays_text(tmp_path: Path) -> None:
     (tmp_path / "d.csv").write_text(f"id,a,b,c\n1,{2**64 - 1},{2**64},{'9' * 5000}\n")
     assert read(tmp_path / "d.csv") == [Example("1", {"a": 2**64 - 1, "b": str(2**64), "c": "9" * 5000})]

@@ -55,6 +55,26 @@ def test_no_job_or_epoch_ends_before_it_began_whatever_event_time_says(tmp_path:
     assert ask(path, "SELECT DISTINCT ended_at >= started_at, epoch_ms(ended_event_time) FROM jobs") == [(True, 2_000)]
 
 
+def test_the_time_from_publication_to_load_is_that_of_the_records(tmp_path: Path, synthetic: Any) -> None:
+    """A load copies the event time of what it loaded."""
+    made = list(synthetic.all_events())
+    published = next(one for one in made if isinstance(one, events.WeightsPublished))
+    fields = {"run_id": published.run_id, "time_ms": published.time_ms, "model_group": published.model_group}
+    loaded = events.WeightsLoaded(**fields, version=published.version, engine="e", num_skipped=0, seconds=0.1)
+
+    async def scenario() -> None:
+        log = MemoryLog(num_partitions=2)
+        await log.send_all(made)
+        await asyncio.sleep(0.05)
+        await log.send(loaded)
+        await project_to_end(log, path)
+
+    path = empty_file(tmp_path)
+    asyncio.run(scenario())
+    took = "SELECT loaded_at - published_at >= to_milliseconds(50) FROM weight_loads JOIN weight_versions"
+    assert ask(path, f"{took} USING (model_group, version)") == [(True,)]
+
+
 def test_a_validation_never_ends_before_its_run_began_whatever_event_time_says(tmp_path: Path, synthetic: Any) -> None:
     changes = {"purpose": "validation", "time_ms": 1_000}
     made = [one.model_copy(update=changes) if one.kind == "group_closed" else one for one in synthetic.all_events()]

@@ -18,7 +18,7 @@ from rollstream.schemas.events import (
     StepTrained,
     TrajectoryRejected,
 )
-from rollstream.schemas.events.training import BatchMember, MemberRef
+from rollstream.schemas.events.training import BatchMember, MemberRef, RejectionCause
 from rollstream.schemas.settings import PlanSettings, RolloutSettings
 from tests.metrics.conftest import empty_file
 
@@ -175,16 +175,17 @@ def test_a_rejected_trajectory_is_wasted_though_another_agents_of_the_same_rollo
     ]
     plan = next(event for event in made if isinstance(event, BatchPlanned))
     made[made.index(plan)] = plan.model_copy(update={"members": plan.members[:1]})
+    causes: list[tuple[str, str, str, RejectionCause]] = [
+        (first, "verifier's", BESIDE, "zero_variance"),
+        (second, "verifier's", BESIDE, "zero_variance"),
+        (second, "prover", MAIN, "left_over"),
+    ]
     rejected = [
         TrajectoryRejected(
             run_id=RUN, time_ms=4, job_id=job_id, epoch=0, group_id=GROUP, rollout_id=rollout, cause=cause,
             trajectory_id=ids.trajectory_id(rollout, agent), num_tokens=5,
         )
-        for rollout, agent, job_id, cause in (
-            (first, "verifier's", BESIDE, "zero_variance"),
-            (second, "verifier's", BESIDE, "zero_variance"),
-            (second, "prover", MAIN, "left_over"),
-        )
+        for rollout, agent, job_id, cause in causes
     ]  # fmt: skip
     trained = StepTrained(
         run_id=RUN, time_ms=5, model_group=AGENTS["prover"], job_id=MAIN, batch_id=plan.batch_id, epoch=0, version=1,

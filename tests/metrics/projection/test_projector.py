@@ -53,6 +53,8 @@ def everything(path: Path) -> dict[str, list[Any]]:
         "epochs": "EXCLUDE (started_at, sealed_at, seconds)",
         "epoch_summary": "EXCLUDE (started_at, sealed_at, seconds)",
         "validations": "EXCLUDE (ended_at)",
+        "weight_versions": "EXCLUDE (published_at)",
+        "weight_loads": "EXCLUDE (loaded_at)",
     }
     with connect(path, read_only=True) as connection:
         found = {

@@ -87,6 +87,16 @@ async def exits(session):
     sys.exit(3)
 
 
+@register_environment("test_interrupts")
+async def interrupts(session):
+    raise KeyboardInterrupt
+
+
+@register_environment("test_sends_text")
+async def sends_text(session):
+    await session.chat("hello")
+
+
 @register_environment("test_forgives")
 async def forgives(session):
     with contextlib.suppress(ModelError):
@@ -171,10 +181,20 @@ def test_an_environment_that_will_not_stop_records_nothing_after_its_end(play, m
     assert played.rewards == []
 
 
-def test_an_environment_that_exits_ends_no_process(play):
-    failed = play(task_of("test_exits")).last
+@pytest.mark.parametrize(
+    ("name", "message"), [("test_exits", "called sys.exit(3)"), ("test_interrupts", "raised KeyboardInterrupt")]
+)
+def test_an_environment_that_exits_ends_no_process(play, name, message):
+    failed = play(task_of(name)).last
     assert failed.cause == "environment_error"
-    assert "sys.exit(3)" in failed.message
+    assert message in failed.message
+
+
+def test_a_text_in_place_of_messages_is_refused_with_their_form(play):
+    failed = play(task_of("test_sends_text")).last
+    assert failed.cause == "environment_error"
+    assert "messages: expected a list of messages such as " in failed.message
+    assert "not 'hello'" in failed.message
 
 
 def test_an_engine_error_is_no_fault_of_the_environment_even_if_it_forgives(play):
