@@ -13,7 +13,7 @@ import psutil
 import pytest
 
 from rollstream.eventlog.broker.restarts import MAX_RESTARTS
-from rollstream.harness.services.supervisor import MAX_RELAYED, SILENCE_S, ChildSpec, LogRelay, Supervisor
+from rollstream.harness.services.supervisor import MAX_RELAYED, SILENCE_S, WARN_S, ChildSpec, LogRelay, Supervisor
 from rollstream.schemas.errors import RunFailedError
 
 pytestmark = pytest.mark.slow
@@ -280,6 +280,27 @@ def test_a_pause_of_the_supervisor_itself_kills_no_child(tmp_path: Path) -> None
         await supervisor.stop()
 
     asyncio.run(scenario())
+
+
+def test_a_silent_child_is_reported_once_before_it_is_killed(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    async def scenario() -> None:
+        now, silence = [1000.0], [0.0]
+        supervisor = Supervisor(
+            [spec("one", SLEEPS)], tmp_path, silence_s=lambda name, pid: silence[0], monotonic=lambda: now[0]
+        )
+        supervisor.start()
+        for _ in range(int(WARN_S) + 10):
+            now[0] += 1.0
+            silence[0] += 1.0
+            supervisor.check()
+        assert len(supervisor.pids()) == 1
+        silence[0] = 0.0
+        supervisor.check()
+        await supervisor.stop()
+
+    asyncio.run(scenario())
+    (message,) = [record.getMessage() for record in caplog.records if "no heartbeat" in record.getMessage()]
+    assert message.startswith("service one has sent no heartbeat for 30 s: something blocks its event loop")
 
 
 def test_a_child_that_ends_while_something_is_missing_is_started_again_after_that_and_it_does_not_count(
