@@ -26,6 +26,7 @@ from rollstream.schemas.errors import (
     EnvironmentRunError,
     NotAllowedError,
     RollstreamError,
+    called_at,
     describe,
     is_of_users,
 )
@@ -228,8 +229,10 @@ class _Stage:
 
     def failure(self, play: "asyncio.Task[str]") -> Failure | None:
         """The failure of a play that is done; None if it succeeded."""
-        if self._session is not None and self._session.failure is not None:
-            return self._session.failure
+        if self._session is not None and (failure := self._session.failure) is not None:
+            if failure.cause == "reward_error" and failure.error is not None:
+                return Failure(failure.cause, _with_location(failure.error), failure.error)
+            return failure
         if play.cancelled():
             return Failure("environment_error", f"{self._doing} cancelled itself")
         error = play.exception()
@@ -237,7 +240,7 @@ class _Stage:
             return self._left_open() if self._journal.num_open else None
         if isinstance(error, rewards.RewardError):
             return Failure("reward_error", str(error), error)
-        text = str(error) if isinstance(error, RollstreamError) else describe(error)
+        text = _with_location(error) if isinstance(error, RollstreamError) else describe(error)
         return Failure("environment_error", f"{self._doing}: {text}", error)
 
     def _left_open(self) -> Failure:
@@ -360,6 +363,12 @@ def _retrieve(play: "asyncio.Task[str]") -> None:
     """Look at a task's exception, so that asyncio does not report it as never seen."""
     if not play.cancelled():
         play.exception()
+
+
+def _with_location(error: BaseException) -> str:
+    """An error of rollstream, with the file and line of users' code that it came from."""
+    location = called_at(error)
+    return f"{error} ({location})" if location else str(error)
 
 
 def _traceback(error: BaseException | None) -> str:

@@ -220,13 +220,22 @@ def raised_at(error: BaseException) -> str:
     every = list(traceback.walk_tb(error.__traceback__))
     frames = [found for found in every if not _is_of(found[0], "importlib")]
     others = [found for found in frames if not _is_of(found[0], "rollstream")]
-    of_users = [found for found in others if not found[0].f_code.co_filename.startswith(_INSTALLED)]
     is_import = len(frames) < len(every)
-    for found in (of_users, others, [] if is_import else frames):
-        if found:
-            frame, line = found[-1]
-            return f"{PurePath(frame.f_code.co_filename).name} line {line}, in {frame.f_code.co_name}"
-    return ""
+    return called_at(error) or _innermost(others) or _innermost([] if is_import else frames)
+
+
+def called_at(error: BaseException) -> str:
+    """File, line and function of the innermost frame of users' code; empty if an exception passed through none."""
+    frames = [found for found in traceback.walk_tb(error.__traceback__) if not _is_of(found[0], "importlib")]
+    others = [found for found in frames if not _is_of(found[0], "rollstream")]
+    return _innermost([found for found in others if not found[0].f_code.co_filename.startswith(_INSTALLED)])
+
+
+def _innermost(frames: list[tuple[FrameType, int]]) -> str:
+    if not frames:
+        return ""
+    frame, line = frames[-1]
+    return f"{PurePath(frame.f_code.co_filename).name} line {line}, in {frame.f_code.co_name}"
 
 
 def is_of_users(error: BaseException) -> bool:

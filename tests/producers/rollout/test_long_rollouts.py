@@ -92,13 +92,13 @@ def test_a_reward_function_gets_copies_of_steps_that_share_their_messages(play):
         reply = await session.chat([user("a")])
         await session.chat([user("a"), reply.message, user("b")])
 
-    @register_reward("test_looks")
+    @register_reward("test_looks_at_steps")
     def looks(rollout):
         seen.extend(rollout.steps)
         rollout.steps[0].data["output"] = "changed"
         return 1.0
 
-    played = play(task_of("test_grows_and_is_rewarded", rewards=("test_looks",)), answers("5", "6"))
+    played = play(task_of("test_grows_and_is_rewarded", rewards=("test_looks_at_steps",)), answers("5", "6"))
     assert seen[1].data["input"][0] is seen[0].data["input"][0]
     assert output_of(played.steps[0]) == "5"
 

@@ -194,7 +194,8 @@ def test_a_text_in_place_of_messages_is_refused_with_their_form(play):
     failed = play(task_of("test_sends_text")).last
     assert failed.cause == "environment_error"
     assert "messages: expected a list of messages such as " in failed.message
-    assert "not 'hello'" in failed.message
+    assert "not 'hello' (test_rollout.py line " in failed.message
+    assert failed.message.endswith(", in sends_text)")
 
 
 def test_an_engine_error_is_no_fault_of_the_environment_even_if_it_forgives(play):
