@@ -8,6 +8,7 @@ import socket
 from typing import Any
 
 import aiohttp
+import httpx
 import openai
 import pytest
 import torch
@@ -84,10 +85,13 @@ class Lab:
     def client(self, **options):
         return openai.AsyncOpenAI(base_url=self.url, **{"api_key": "none", "max_retries": 0} | options)
 
-    def langchain(self, **options):
+    @contextlib.asynccontextmanager
+    async def langchain(self, **options):
         from langchain_openai import ChatOpenAI  # a second that only these tests need
 
-        return ChatOpenAI(base_url=self.url, api_key=SecretStr("none"), model="policy", max_retries=0, **options)
+        async with httpx.AsyncClient() as client:  # its own is one for all models, and nothing closes it
+            options |= {"api_key": SecretStr("none"), "max_retries": 0, "http_async_client": client}
+            yield ChatOpenAI(base_url=self.url, model="policy", **options)
 
 
 @contextlib.asynccontextmanager
@@ -154,8 +158,10 @@ def test_langchain_keeps_the_ids_in_the_response_metadata_streamed_or_not(tmp_pa
     async def scenario():
         async with serving(tmp_path, says("42")) as lab:
             for streaming in (False, True):
-                model = lab.langchain(streaming=streaming, max_completion_tokens=8, temperature=0.4)
-                message = await model.ainvoke([("system", "Add."), ("human", [{"type": "text", "text": "4+38"}])])
+                asked = [("system", "Add."), ("human", [{"type": "text", "text": "4+38"}])]
+                options = {"streaming": streaming, "max_completion_tokens": 8, "temperature": 0.4}
+                async with lab.langchain(**options) as model:
+                    message = await model.ainvoke(asked)
                 assert message.content == "42"
                 assert_exact(
                     message.response_metadata["logprobs"],
@@ -244,7 +250,8 @@ def test_tool_calls_are_read_only_when_tools_were_offered(tmp_path):
             [call] = choice.message.tool_calls or []
             assert call.type == "function"
             assert (call.function.name, json.loads(call.function.arguments)) == ("add", {"a": 1})
-            bound = await lab.langchain().bind_tools([dict(TOOL)]).ainvoke("add")
+            async with lab.langchain() as model:
+                bound = await model.bind_tools([dict(TOOL)]).ainvoke("add")
             assert bound.tool_calls[0]["args"] == {"a": 1}
             dialogue = [*ASK, choice.message, {"role": "tool", "tool_call_id": call.id, "content": "5"}]
             assert (await ask(model="policy", messages=dialogue)).choices[0].finish_reason == "stop"
