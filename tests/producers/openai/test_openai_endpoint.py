@@ -129,9 +129,8 @@ def says(text):
 
 
 def assert_exact(logprobs, *, prompt, text, version=0):
-    tokenizer = ScriptedTokenizer()
-    assert tokenizer.decode(logprobs["prompt_token_ids"]) == prompt
-    assert tokenizer.decode(logprobs["token_ids"]) == text
+    decode = ScriptedTokenizer().decode
+    assert (decode(logprobs["prompt_token_ids"]), decode(logprobs["token_ids"])) == (prompt, text)
     assert (logprobs["model_group"], logprobs["version"]) == (GROUP, version)
     assert len(logprobs["content"]) == len(logprobs["token_ids"])
     assert logprobs["content"][0]["logprob"] == -0.5
@@ -143,8 +142,7 @@ def test_the_openai_client_gets_text_usage_logprobs_and_exact_ids(tmp_path):
             answer = await client.chat.completions.create(model="policy", messages=ASK, logprobs=True, top_logprobs=1)
             choice = answer.choices[0]
             assert (choice.message.content, choice.finish_reason, answer.model) == ("7", "stop", "policy")
-            usage = usage_of(answer)
-            assert (usage.prompt_tokens, usage.completion_tokens) == (8, 2)
+            assert (usage_of(answer).prompt_tokens, usage_of(answer).completion_tokens) == (8, 2)
             assert answer.system_fingerprint == f"{GROUP}@0"
             assert_exact(logprobs_of(choice), prompt="<user>3+4=?<end><assistant>", text="7<end>")
             models = await client.models.list()
@@ -158,18 +156,16 @@ def test_langchain_keeps_the_ids_in_the_response_metadata_streamed_or_not(tmp_pa
     async def scenario():
         async with serving(tmp_path, says("42")) as lab:
             for streaming in (False, True):
-                asked = [("system", "Add."), ("human", [{"type": "text", "text": "4+38"}])]
-                options = {"streaming": streaming, "max_completion_tokens": 8, "temperature": 0.4}
-                async with lab.langchain(**options) as model:
-                    message = await model.ainvoke(asked)
+                async with lab.langchain(streaming=streaming, max_completion_tokens=8, temperature=0.4) as model:
+                    message = await model.ainvoke([("system", "Add."), ("human", [{"type": "text", "text": "4+38"}])])
                 assert message.content == "42"
                 assert_exact(
                     message.response_metadata["logprobs"],
                     prompt="<system>Add.<end><user>4+38<end><assistant>",
                     text="42<end>",
                 )
-            assert {request.sampling.max_new_tokens for request in lab.engine.requests} == {8}
-            assert {request.sampling.temperature for request in lab.engine.requests} == {0.4}
+            asked = [request.sampling for request in lab.engine.requests]
+            assert {(sampling.max_new_tokens, sampling.temperature) for sampling in asked} == {(8, 0.4)}
 
     asyncio.run(scenario())
 
@@ -248,8 +244,8 @@ def test_tool_calls_are_read_only_when_tools_were_offered(tmp_path):
             choice = (await ask(model="policy", messages=ASK, tools=[TOOL])).choices[0]
             assert (choice.finish_reason, choice.message.content) == ("tool_calls", "Well.")
             [call] = choice.message.tool_calls or []
-            assert call.type == "function"
-            assert (call.function.name, json.loads(call.function.arguments)) == ("add", {"a": 1})
+            assert (call.type, call.function.name) == ("function", "add")
+            assert json.loads(call.function.arguments) == {"a": 1}
             async with lab.langchain() as model:
                 bound = await model.bind_tools([dict(TOOL)]).ainvoke("add")
             assert bound.tool_calls[0]["args"] == {"a": 1}
@@ -383,8 +379,8 @@ def test_a_real_model_says_the_log_probabilities_that_a_full_forward_finds(tmp_p
 
     async def scenario():
         await engine.start()
-        allow = (f"model:{model_folder}",)
-        async with serving(tmp_path, versions=(), engine=engine, allow=allow) as lab, lab.client() as client:
+        options = {"versions": (), "engine": engine, "allow": (f"model:{model_folder}",)}
+        async with serving(tmp_path, **options) as lab, lab.client() as client:
             await lab.publish(0, (model_folder / "model.safetensors").read_bytes(), str(model_folder))
             ask = client.chat.completions.create
             answer = await ask(model="policy", messages=ASK, n=4, temperature=0.7, max_tokens=8)
