@@ -31,7 +31,10 @@ _MODEL_PATH = "model.path"
 URL = re.compile(r"https?://", re.IGNORECASE)
 VARIABLE = re.compile(r"\$\{[A-Za-z_][A-Za-z0-9_]*\}")
 ALLOW_VARIABLE = "ROLLSTREAM_ALLOW"
-REMEDY = f"if you trust it, start the service with --allow NAME (or {ALLOW_VARIABLE}), or name it in the run's own file"
+REMEDY = (
+    f"if you trust it, start the service with --allow NAME (or {ALLOW_VARIABLE}), spelt as here; services that "
+    "finetune starts itself allow what the run's own file names"
+)
 _MAX_SHOWN = 120
 _PORTS = {"http": 80, "https": 443}
 

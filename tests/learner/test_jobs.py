@@ -54,7 +54,8 @@ def test_a_job_of_a_model_that_the_learner_does_not_allow_fails_and_nothing_is_l
         await lab.submit(model=ModelSettings(path="/home/other/model"))
         assert await failure(lab) == (
             'job run-1/rl: model.path: "model:/home/other/model" is not allowed by this process\'s settings; if you '
-            "trust it, start the service with --allow NAME (or ROLLSTREAM_ALLOW), or name it in the run's own file"
+            "trust it, start the service with --allow NAME (or ROLLSTREAM_ALLOW), spelt as here; services that "
+            "finetune starts itself allow what the run's own file names"
         )
 
     asyncio.run(scenario())

@@ -214,7 +214,7 @@ def test_a_frozen_opponent_must_exist_when_the_run_begins(written: dict[str, Any
         ),
         (
             "run-5@0",
-            r'league\.frozen: run-5@0: base model: "model:elsewhere/model" is not allowed .* or name it in the run',
+            r'league\.frozen: run-5@0: base model: "model:elsewhere/model" is not allowed .* the run.s own file names',
         ),
     ):
         with pytest.raises(ConfigError, match=why):
