@@ -68,11 +68,12 @@ class Outcome(NamedTuple):
         if self.message and self.exit_code:
             lines[0] += f": {self._unlogged()}"
         if self.first_reward is not None and self.last_reward is not None:
-            lines.append(f"reward {self.first_reward:.3f} -> {self.last_reward:.3f} in {self.num_epochs} epochs")
+            epochs = f"{self.num_epochs} epoch{'s' if self.num_epochs != 1 else ''}"
+            lines.append(f"reward {self.first_reward:.3f} -> {self.last_reward:.3f} in {epochs}")
         if self.output_dir is not None:
             lines.append(f"model in {self.output_dir}")
         if self.restarts:
-            lines.append(f"services restarted {self.restarts} times")
+            lines.append(f"services restarted {self.restarts} time{'s' if self.restarts != 1 else ''}")
         if self.message and not self.exit_code:
             lines.append(self.message)
         return "\n".join(lines)
