@@ -6,6 +6,7 @@ import signal
 import time
 from collections.abc import Coroutine, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -57,11 +58,22 @@ class Request(NamedTuple):
 class Interrupted(Exception):
     """A signal asked this process to end; the run stays open."""
 
-    def __init__(self, number: int, run_id: str | None) -> None:
-        """`run_id`: None if no run was begun yet."""
-        super().__init__(number, run_id)
+    def __init__(self, number: int, conducted: "_Conducted") -> None:
+        super().__init__(number)
         self.exit_code = 128 + number
-        self.run_id = run_id
+        run = conducted.run
+        self.run_id = None if run is None else run.run.started.run_id
+        """None: the run was not found or begun yet."""
+        self.is_open = conducted.is_open
+        """Whether the run is still to be ended."""
+
+
+@dataclass
+class _Conducted:
+    """The run that this process conducts, once it is known."""
+
+    run: RunContext | None = None
+    is_open: bool = False
 
 
 def finetune(request: Request, display: Display) -> Outcome:
@@ -96,9 +108,9 @@ async def _run(run_request: RunRequest, lease: WorkspaceLease, display: Display)
 
     began = time.monotonic()
     config = run_request.config
-    with _signals() as signals:
+    with _signals() as conducted:
         async with connected(run_request, lease, display) as run:
-            signals.append(run)
+            conducted.run, conducted.is_open = run, not run.run.is_over
             with _resumable(run.run.started.run_id, is_open=not run.run.is_over):
                 if run.run.is_over:
                     progress = await look_up(run.log, run.run.started.run_id)
@@ -107,6 +119,7 @@ async def _run(run_request: RunRequest, lease: WorkspaceLease, display: Display)
             display.finish(progress)
             with _resumable(run.run.started.run_id, is_open=progress.ended is None):
                 outcome = await end(run.log, run.artifacts, progress, run.run, config)
+                conducted.is_open = False
             if run.run.is_over and config.builder.services == "managed":
                 await project_to_end(run.log, metrics_file(lease.location.workspace))
             elif config.builder.services == "managed":
@@ -160,25 +173,25 @@ async def _watched(supervisor: Supervisor, work: Coroutine[Any, Any, None]) -> N
 
 
 @contextmanager
-def _signals() -> Iterator[list[RunContext]]:
+def _signals() -> Iterator[_Conducted]:
     """SIGINT and SIGTERM cancel the current task, which ends as Interrupted; a second one kills what it holds."""
     task, loop = asyncio.current_task(), asyncio.get_running_loop()
     assert task is not None
     received: list[int] = []
-    runs: list[RunContext] = []
+    conducted = _Conducted()
 
     def receive(number: int) -> None:
         received.append(number)
         if len(received) == 1:
             task.cancel()
-        for run in runs if len(received) > 1 else ():
-            run.supervisor.kill()
+        elif conducted.run is not None:
+            conducted.run.supervisor.kill()
 
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, receive, number)
     try:
-        yield runs
+        yield conducted
     except asyncio.CancelledError:
         if received:
-            raise Interrupted(received[0], runs[0].run.started.run_id if runs else None) from None
+            raise Interrupted(received[0], conducted) from None
         raise

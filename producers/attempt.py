@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import copy
 import functools
 import logging
 import traceback
@@ -271,9 +270,9 @@ class _Stage:
             rollout = rewards.FinishedRollout(
                 inputs=session.inputs,
                 seed=session.seed,
-                steps=copy.deepcopy(steps),  # whatever is changed in it; at once, since steps share messages
+                steps=tuple(map(rewards.copied_step, steps)),  # whatever is changed in it
                 rewards=self._journal.rewards,
-                messages=dict(session.messages),
+                messages={agent: rewards.copied_json(sent) for agent, sent in session.messages.items()},
                 stop_reason=stop_reason,
             )
             chosen = table.reward_of(name, self._settings, self._permissions, JudgesRecorder(self._journal))

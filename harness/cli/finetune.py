@@ -16,7 +16,7 @@ from rollstream.schemas.errors import ConfigError, RunFailedError
 
 if TYPE_CHECKING:
     from rollstream.eventlog.log import EventLog
-    from rollstream.harness.finetune import Request
+    from rollstream.harness.finetune import Interrupted, Request
     from rollstream.harness.runs.progress import Progress
 
 
@@ -85,16 +85,21 @@ def train(request: "Request") -> None:
     try:
         outcome = run_finetune(request, display)
     except Interrupted as interrupted:
-        run_id = interrupted.run_id
-        display.print(
-            "interrupted before a run was begun"
-            if run_id is None
-            else f"interrupted; run {run_id} stays open: `rollstream finetune --config_file FILE --resume {run_id}` "
-            "continues it"
-        )
+        display.print(_interruption(interrupted, request.resume))
         sys.exit(interrupted.exit_code)
     if outcome.exit_code:
         raise RunFailedError(f"run {outcome.run_id} {outcome.status}: {outcome.message}")
+
+
+def _interruption(interrupted: "Interrupted", resumed: str | None) -> str:
+    run_id = interrupted.run_id
+    if run_id is None:
+        return "interrupted before a run was begun" if resumed is None else f"interrupted; run {resumed} is as it was"
+    if not interrupted.is_open:
+        return f"interrupted; run {run_id} has ended"
+    return (
+        f"interrupted; run {run_id} stays open: `rollstream finetune --config_file FILE --resume {run_id}` continues it"
+    )
 
 
 @click.command()

@@ -7,6 +7,7 @@ import csv
 import fnmatch
 import io
 import json
+import math
 import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -136,8 +137,9 @@ def _size(example: Example, location: str) -> int:
         return len(orjson.dumps(example.inputs))
     except orjson.JSONEncodeError as error:
         raise ConfigError(
-            f"{location}: example {example.example_id!r} cannot be recorded: {error}; write integers of more than 64 "
-            f"bits as text, leave out halves of surrogate pairs, and nest lists and objects less deeply"
+            f"{location}: example {example.example_id!r} cannot be recorded: {error}; give text without halves of "
+            "surrogate pairs, numbers of at most 64 bits, true, false, null, and lists and objects of these with less "
+            "nesting"
         ) from error
 
 
@@ -168,12 +170,18 @@ def _text(path: Path) -> str:
 
 
 def _json(text: str) -> Any:
-    """Raises ValueError, also for NaN and Infinity, which are not JSON and would be recorded as null."""
+    """Raises ValueError, also for NaN and numbers that are none of 64 bits, which would be recorded as null."""
 
     def refuse(constant: str) -> None:
         raise ValueError(f"{constant} is not a JSON value; write null or a number")
 
-    return json.loads(text, parse_constant=refuse)
+    def number(digits: str) -> float:
+        found = float(digits)
+        if math.isinf(found):
+            raise ValueError(f"{digits} is too large a number; write it as text")
+        return found
+
+    return json.loads(text, parse_constant=refuse, parse_float=number)
 
 
 def _rows_of_lines(text: str, path: Path) -> Rows:

@@ -27,6 +27,7 @@ SILENCE_S = 120.0
 """Seconds without a heartbeat of its event loop after which a child counts as stuck; it is killed and restarted."""
 WARN_S = 30.0
 """Seconds without a heartbeat after which the terminal says so."""
+BLOCKING = ", such as an environment or a reward that computes or sleeps without await (use asyncio.to_thread)"
 MAX_GAP_S = 5.0
 """After a longer pause between two looks this process was stopped, frozen or suspended itself, its children probably
 too: each gets the whole silence time-out again."""
@@ -56,7 +57,7 @@ class _Child:
     process: "subprocess.Popen[bytes] | None" = None
     restart_at: float = 0.0
     is_silent: bool = False
-    """Whether it was reported that it sends no heartbeats."""
+    """Whether it sent no heartbeats at the last look."""
 
 
 @dataclass
@@ -163,17 +164,17 @@ class Supervisor:
             child.restart_at = now + self._ended(child, code)
             return
         silence_s = min(self.silence_s(child.spec.name, child.process.pid), now - self._paused_until)
-        was_silent, child.is_silent = child.is_silent, silence_s > WARN_S
-        if silence_s > SILENCE_S and not self.waits_for():
+        was_silent, child.is_silent = child.is_silent, silence_s > WARN_S and not self.waits_for()
+        if silence_s > SILENCE_S and child.is_silent:
             logger.warning("service %s sent no heartbeat for %.0f s; killing it", child.spec.name, SILENCE_S)
             child.process.kill()
         elif child.is_silent and not was_silent:
             logger.warning(
-                "service %s has sent no heartbeat for %.0f s: something blocks its event loop, such as an environment "
-                "or a reward that computes or sleeps without await (asyncio.to_thread runs it beside the loop); after "
-                "%.0f s it is killed and started again",
+                "service %s has sent no heartbeat for %.0f s: something blocks its event loop%s; after %.0f s it is "
+                "killed and started again",
                 child.spec.name,
                 WARN_S,
+                BLOCKING if child.spec.name.startswith("producers") else "",
                 SILENCE_S,
             )
 

@@ -295,9 +295,12 @@ SELECT coalesce(nullif(plan->>'tasks_of', ''), job_id) AS tasks_of, job_id, mode
 -- The job that trains an agent's trajectories; none if the agent's model group is frozen.
 CREATE OR REPLACE VIEW log.agent_jobs AS
 SELECT a.tasks_of, a.agent, j.job_id FROM (
-    SELECT job_id AS tasks_of, rollout->'agents' AS agents, unnest(json_keys(rollout->'agents')) AS agent
-    FROM log.job_started WHERE coalesce(plan->>'tasks_of', '') = ''
-) a LEFT JOIN log.task_jobs j ON j.tasks_of = a.tasks_of AND j.model_group = a.agents->>a.agent;
+    -- a map, since an agent's name may be what JSON paths give a meaning to
+    SELECT tasks_of, unnest(map_keys(agents)) AS agent, unnest(map_values(agents)) AS model_group FROM (
+        SELECT job_id AS tasks_of, (rollout->'agents')::MAP(VARCHAR, VARCHAR) AS agents
+        FROM log.job_started WHERE coalesce(plan->>'tasks_of', '') = ''
+    )
+) a LEFT JOIN log.task_jobs j USING (tasks_of, model_group);
 
 CREATE OR REPLACE VIEW log.members AS
 SELECT m.*, if(o.agent IS NULL, c.job_id, o.job_id) AS job_id, c.example_id, c.epoch, c.task_index, c.purpose, c.policy,
@@ -500,7 +503,8 @@ WITH attempt AS (
     SELECT a.run_id, a.group_id, a.rollout_id, a.is_trained, if(a.is_rejected, a.rejected_tokens, 0) AS tokens_rejected,
         CASE
             WHEN a.is_trained THEN 'trained'
-            WHEN a.is_rejected THEN 'rejected'
+            -- if not, another agent's trajectory of it still waits for its training
+            WHEN a.is_rejected AND NOT coalesce(a.member_tokens > a.rejected_tokens, false) THEN 'rejected'
             -- its end came after the closing that counted it out, or a part of it after the end that lacked it
             WHEN a.settled = 'failed' AND a.state = 'ended' THEN 'late'
             WHEN a.settled = 'rejected' AND a.settled_cause = 'incomplete' AND a.state = 'ended'
@@ -583,11 +587,13 @@ SELECT * FROM (
     ) WHERE cause <> 'handed_over' GROUP BY run_id, cause, outcome
     UNION ALL
     SELECT m.run_id, 'no_logprobs', 'trained', count(DISTINCT m.rollout_id), sum(m.num_without_logprobs)::BIGINT
-    FROM log.members m JOIN log.attempt a ON a.rollout_id = m.rollout_id JOIN jobs j ON j.job_id = m.job_id
+    FROM log.members m ANTI JOIN log.trajectory_rejected r ON r.trajectory_id = m.trajectory_id AND r.run_id = m.run_id
+    JOIN log.attempt a ON a.rollout_id = m.rollout_id JOIN jobs j ON j.job_id = m.job_id
     WHERE m.num_without_logprobs > 0 AND m.policy = 'model' AND a.is_trained AND j.kind = 'rl' GROUP BY m.run_id
     UNION ALL
     SELECT m.run_id, 'dead_branch', 'trained', count(DISTINCT m.rollout_id), sum(m.num_dead_tokens)::BIGINT
-    FROM log.members m JOIN log.attempt a ON a.rollout_id = m.rollout_id
+    FROM log.members m ANTI JOIN log.trajectory_rejected r ON r.trajectory_id = m.trajectory_id AND r.run_id = m.run_id
+    JOIN log.attempt a ON a.rollout_id = m.rollout_id
     WHERE m.num_dead_tokens > 0 AND a.is_trained GROUP BY m.run_id
 ) ORDER BY run_id, num_tokens DESC, cause;
 

@@ -150,11 +150,11 @@ class RolloutModel:
         return answer_of(
             generation,
             tokenizer,
-            prompt_ids=reply.prompt_ids,
+            prompt_ids=reply.prompt,
             stop=stop,
             has_tools=bool(tools),
             is_cut=stop_length(generation, tokenizer, stop) is not None,
-            parse=self._parse(agent, reply.prompt_ids, tools),
+            parse=self._parse(agent, reply.prompt, tools),
         )
 
     def _parse(self, agent: str, prompt_ids: Sequence[int], tools: Sequence[Mapping[str, Any]]) -> Parse | None:

@@ -39,7 +39,8 @@ class TextStream:
         if len(text) > len(known):
             read = len(self._ids) if not text.endswith(REPLACEMENT) else self._end_of_undecodable(text)
             if read > self._read:
-                self._unsent += self._decoded(self._before, read)[len(known) :]
+                part = text if read == len(self._ids) else self._decoded(self._before, read)
+                self._unsent += part[len(known) :]
                 self._before, self._read = self._read, read
         end = self._end()
         piece, self._unsent = self._unsent[:end], self._unsent[end:]
@@ -52,7 +53,12 @@ class TextStream:
         if end - self._read < MAX_UNREAD_IDS:
             return self._read
         ends = range(end, end - MAX_CHARACTER_IDS, -1)
-        return next((one for one in ends if text.startswith(self._decoded(self._before, one))), self._read)
+        return next((one for one in ends if self._is_certain(one, text)), self._read)
+
+    def _is_certain(self, end: int, text: str) -> bool:
+        """Whether the ids up to `end` and those after it decode apart as they do together."""
+        rest = self._decoded(end, len(self._ids))
+        return bool(rest) and self._decoded(self._before, end) + rest == text
 
     def _decoded(self, begin: int, end: int) -> str:
         ids = self._ids[begin:end]

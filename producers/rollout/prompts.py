@@ -84,7 +84,7 @@ class WrittenAnswers:
         """The answer to a request with tools, split into its parts; it may come back so."""
         if reply.generation is None:  # a scripted opponent's
             return reply
-        parts = parts_of(reply.text, reply.generation.token_ids, len(reply.prompt_ids), parse)
+        parts = parts_of(reply.text, reply.generation.token_ids, len(reply.prompt), parse)
         self.keep(reply.text, parts.content, parts.tool_calls)
         return replace(reply, parts=parts)
 
@@ -97,6 +97,9 @@ class WrittenAnswers:
 
     def restored(self, messages: Sequence[Message]) -> Sequence[Message]:
         """Messages as the chat template gets them. Raises EnvironmentRunError for one that is not JSON."""
+        if isinstance(messages, str | Mapping):
+            return messages  # for others to refuse
+        messages = [*messages]
         if not self._texts and not any(_is_answer(message) and message.get("tool_calls") for message in messages):
             return messages
         return [self.as_written(message) or for_template(message) for message in plain([*messages], "messages")]

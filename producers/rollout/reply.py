@@ -6,7 +6,7 @@ Also the parts of an answer: its tool calls, in OpenAI's form, apart from its te
 import hashlib
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import orjson
@@ -65,14 +65,19 @@ class Reply:
     """Index of the step, for its rewards."""
     finish_reason: str
     """`stop` or `length`."""
-    prompt_ids: Sequence[int] = ()
-    """All that the model saw before it; empty for a scripted opponent's."""
+    prompt: Sequence[int] = field(default=(), repr=False, hash=False)
+    """Ids of `prompt_ids`, which all answers of a long conversation share with it; not to be changed."""
     generation: Generation | None = None
     """The generation as sampled and recorded."""
     began_ms: int = 0
     """Event time at which it was asked for."""
     parts: AnswerParts | None = None
     """Parts of `text`, for a chat with tools."""
+
+    @property
+    def prompt_ids(self) -> tuple[int, ...]:
+        """All that the model saw before it; empty for a scripted opponent's."""
+        return tuple(self.prompt)
 
     @property
     def tool_calls(self) -> tuple[dict[str, Any], ...]:
@@ -102,12 +107,13 @@ def plain(value: Any, what: str) -> Any:
 
 def plain_messages(messages: Sequence[Any]) -> list[Message]:
     """A copy of a chat's messages, as the log will hold them. Raises EnvironmentRunError if they are none."""
-    if isinstance(messages, str | Mapping) or not all(isinstance(one, Mapping) for one in messages):
+    found = None if isinstance(messages, str | Mapping) else plain([*messages], "messages")
+    if found is None or not all(isinstance(one, dict) for one in found):
         raise EnvironmentRunError(
             'messages: expected a list of messages such as [{"role": "user", "content": "..."}], not '
             f"{one_line(repr(messages), 100)}"
         )
-    return plain([*messages], "messages")
+    return found
 
 
 def parts_of(text: str, ids: Sequence[int], num_prompt: int, parse: Parse | None) -> AnswerParts:

@@ -121,7 +121,7 @@ class Session:
         """
         asked = CallOptions(plain([*tools], "tools")) if tools else None
         (reply,) = await self.sample(self._written.restored(messages), 1, agent, asked=asked)
-        parse = None if asked is None else self.parser(agent, reply.prompt_ids, asked.tools)
+        parse = None if asked is None else self.parser(agent, reply.prompt, asked.tools)
         return reply if asked is None else self._written.parsed(reply, parse)
 
     @refused_with_pause

@@ -286,13 +286,18 @@ def test_a_silent_child_is_reported_once_before_it_is_killed(tmp_path: Path, cap
     async def scenario() -> None:
         now, silence = [1000.0], [0.0]
         supervisor = Supervisor(
-            [spec("one", SLEEPS)], tmp_path, silence_s=lambda name, pid: silence[0], monotonic=lambda: now[0]
+            [spec("one", SLEEPS)],
+            tmp_path,
+            silence_s=lambda name, pid: silence[0],
+            monotonic=lambda: now[0],
+            waits_for=lambda: "the disk is full" if silence[0] < WARN_S + 5 else "",
         )
         supervisor.start()
         for _ in range(int(WARN_S) + 10):
             now[0] += 1.0
             silence[0] += 1.0
             supervisor.check()
+            assert bool(caplog.records) is (silence[0] >= WARN_S + 5)
         assert len(supervisor.pids()) == 1
         silence[0] = 0.0
         supervisor.check()

@@ -43,7 +43,8 @@ WITH settled AS (
     SELECT a.run_id, a.group_id, a.rollout_id,
         CASE
             WHEN p.is_trained THEN ['trained', NULL]
-            WHEN r.rollout_id IS NOT NULL THEN ['rejected', r.cause]
+            WHEN r.rollout_id IS NOT NULL AND NOT coalesce(m.num_tokens > r.num_tokens, false)
+                THEN ['rejected', r.cause]
             -- its end came after the closing that counted it out, or a part of it after the end that lacked it
             WHEN s.outcome = 'failed' AND f.state = 'ended' THEN ['rejected', 'late']
             WHEN s.outcome = 'rejected' AND s.cause = 'incomplete' AND f.state = 'ended'

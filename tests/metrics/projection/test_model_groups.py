@@ -4,6 +4,8 @@ import asyncio
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from rollstream.eventlog.memory.log import MemoryLog
 from rollstream.metrics.projection.database import connect
 from rollstream.metrics.projection.projector import project_to_end
@@ -203,3 +205,40 @@ def test_a_rejected_trajectory_is_wasted_though_another_agents_of_the_same_rollo
         ("zero_variance", "rejected", 1, 5),
         ("zero_variance", "trained", 1, 5),
     ]
+
+
+@pytest.mark.parametrize("name", ["*", "$x", "/x", 'q"q', "verifier's"])
+def test_an_agent_may_have_a_name_that_json_paths_give_a_meaning_to(tmp_path: Path, name: str) -> None:
+    agents = {"prover": AGENTS["prover"], name: AGENTS["verifier's"]}
+    rollout = RolloutSettings(environment="proof", agents=agents)
+    made = [
+        event.model_copy(update={"rollout": rollout}) if isinstance(event, JobStarted) else event for event in events()
+    ]
+    (found,) = rows_of(tmp_path, made, "SELECT agent, job_id FROM log.agent_jobs ORDER BY job_id = 'run-1/rl' DESC")
+    assert found == [("prover", MAIN), (name, BESIDE)]
+    assert rows_of(tmp_path, made, "SELECT count(*) FROM epochs", "SELECT count(*) FROM wasted_tokens")
+
+
+def test_a_trajectory_that_waits_is_not_wasted_because_another_agents_was_rejected(tmp_path: Path) -> None:
+    made = [event for event in events() if not (isinstance(event, BatchPlanned) and event.job_id == BESIDE)]
+    rollouts = [ids.rollout_id(GROUP, number, 0) for number in range(2)]
+    fields: dict[str, Any] = {"run_id": RUN, "time_ms": 1, "group_id": GROUP}
+    started = [
+        RolloutStarted(**fields, rollout_id=rollout, member=number, attempt=0, seed=1)
+        for number, rollout in enumerate(rollouts)
+    ]
+    rejected = [
+        TrajectoryRejected(
+            **fields, job_id=BESIDE, epoch=0, rollout_id=rollout, cause="frozen",
+            trajectory_id=ids.trajectory_id(rollout, "verifier's"), num_tokens=5,
+        )
+        for rollout in rollouts
+    ]  # fmt: skip
+    wasted, outcomes = rows_of(
+        tmp_path,
+        [*started, *made, *rejected],
+        "SELECT cause, num_rollouts, num_tokens FROM wasted_tokens",
+        "SELECT DISTINCT outcome FROM outcomes",
+    )
+    assert wasted == [("frozen", 2, 10)]
+    assert outcomes == [("open",)]

@@ -109,6 +109,15 @@ def test_ids_that_are_not_text_are_not_decoded_again_with_each_later_one(parts) 
     assert most < 64
 
 
+def test_ids_that_decode_to_nothing_may_stand_between_the_bytes_of_a_character() -> None:
+    class PaddedTokenizer(ScriptedTokenizer):
+        def decode(self, token_ids: Any, *, skip_special_tokens: bool = False) -> str:
+            return bytes(one for one in token_ids if one < 256).decode(errors="replace")
+
+    stream = TextStream(PaddedTokenizer())
+    assert "".join(stream.add([number]) for number in [*b"a\xe2\x82", *[300] * 40, 0xAC, *b"b"]) == "a\u20acb"
+
+
 def test_a_real_model_streams_as_it_samples(tmp_path: Path) -> None:
     model = make_tiny_model(tmp_path / "model", seed=0)
     engine = TransformersEngine(TransformersSettings(threads=1))

@@ -84,7 +84,7 @@ def test_steps_of_another_process_share_their_messages_too(play):
     assert inputs_of(step for step in played.steps if step.llm) == [first, second, third]
 
 
-def test_a_reward_function_gets_copies_of_steps_that_share_their_messages(play):
+def test_a_reward_function_gets_steps_and_messages_of_its_own(play):
     seen: list[Any] = []
 
     @register_environment("test_grows_and_is_rewarded")
@@ -96,11 +96,39 @@ def test_a_reward_function_gets_copies_of_steps_that_share_their_messages(play):
     def looks(rollout):
         seen.extend(rollout.steps)
         rollout.steps[0].data["output"] = "changed"
+        for step in rollout.steps:
+            for message in step.data["input"]:
+                message["words"] = message.pop("content").split()
+        for message in rollout.messages["agent"]:
+            message["content"] = "changed"
         return 1.0
 
-    played = play(task_of("test_grows_and_is_rewarded", rewards=("test_looks_at_steps",)), answers("5", "6"))
-    assert seen[1].data["input"][0] is seen[0].data["input"][0]
+    @register_reward("test_looks_again")
+    def looks_again(rollout):
+        assert [len(step.data["input"]) for step in rollout.steps] == [1, 3]
+        assert "changed" not in str((rollout.steps, rollout.messages))
+        return 1.0
+
+    played = play(
+        task_of("test_grows_and_is_rewarded", rewards=("test_looks_at_steps", "test_looks_again")), answers("5", "6")
+    )
+    assert played.last.kind == "rollout_ended", played.last
+    assert seen[1].data["input"][0] == seen[0].data["input"][0] == {"role": "user", "words": ["a"]}
     assert output_of(played.steps[0]) == "5"
+
+
+def test_messages_may_come_from_a_generator_and_the_ids_of_a_prompt_are_the_answers_own(play):
+    @register_environment("test_generates")
+    async def generates(session):
+        await session.relabel((one for one in [user("a")]), "5")
+        reply = await session.chat(one for one in [user("a")])
+        assert isinstance(reply.prompt_ids, tuple)
+        assert hash(reply) is not None
+        await session.reward(1.0)
+
+    played = play(task_of("test_generates"), answers("5"))
+    assert played.last.kind == "rollout_ended", played.last
+    assert inputs_of(played.steps) == [[user("a")]] * 2
 
 
 def test_a_count_of_tokens_goes_on_from_the_conversation_as_the_call_does(tmp_path):
