@@ -55,5 +55,5 @@ def test_a_demo_that_is_interrupted_ends_in_order_and_says_how_to_go_on(
             os.killpg(demo.pid, signal.SIGKILL)
         demo.wait()
     assert "Traceback" not in output.read_text()
-    assert "the run stays open" in output.read_text()
+    assert " stays open: `rollstream finetune " in output.read_text()
     assert find_running(tmp_path / "w") is None
