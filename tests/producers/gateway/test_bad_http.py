@@ -36,7 +36,12 @@ async def sent(one: Any, authorization: str, headers: str, body: bytes) -> tuple
         ("Basic {key}", "Content-Length: {size}\r\n", BODY, 401),
         ("Bearer {key}", "Content-Encoding: gzip\r\nContent-Length: {size}\r\n", gzip.compress(BODY, mtime=0), 200),
         ("Bearer {key}", "Content-Encoding: gzip\r\nContent-Length: {size}\r\n", BODY, 400),
-        ("Bearer {key}", "Content-Encoding: gzip\r\nContent-Length: {size}\r\n", gzip.compress(b" " * 10**8, mtime=0), 413),
+        (
+            "Bearer {key}",
+            "Content-Encoding: gzip\r\nContent-Length: {size}\r\n",
+            gzip.compress(b" " * 10**8, mtime=0),
+            413,
+        ),
         ("Bearer {key}", "Transfer-Encoding: chunked\r\n", b"{key}\r\n", 400),
         ("Bearer {key}\x00", "Content-Length: {size}\r\n", BODY, 400),
         ("Bearer {key}" + "a" * 9000, "Content-Length: {size}\r\n", BODY, 400),
