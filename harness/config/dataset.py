@@ -11,7 +11,7 @@ import math
 import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import orjson
 
@@ -134,13 +134,26 @@ def _size(example: Example, location: str) -> int:
     """Bytes of the inputs as JSON. Raises ConfigError for values that no record can carry."""
     try:
         orjson.dumps(example.example_id)
-        return len(orjson.dumps(example.inputs))
-    except orjson.JSONEncodeError as error:
+        size = len(orjson.dumps(example.inputs))
+        _check_finite(example.inputs)
+    except (orjson.JSONEncodeError, ValueError) as error:
         raise ConfigError(
             f"{location}: example {example.example_id!r} cannot be recorded: {error}; give text without halves of "
-            "surrogate pairs, numbers of at most 64 bits, true, false, null, and lists and objects of these with less "
-            "nesting"
+            "surrogate pairs, finite numbers of at most 64 bits, true, false, null, and lists and objects of these "
+            "with less nesting"
         ) from error
+    return size
+
+
+def _check_finite(value: Any) -> None:
+    """Raises ValueError for a number that JSON lacks: it would be recorded as null."""
+    if isinstance(value, dict):
+        value = [*cast("dict[str, Any]", value).values()]
+    if isinstance(value, list | tuple):
+        for one in cast("Iterable[Any]", value):
+            _check_finite(one)
+    elif isinstance(value, float) and not math.isfinite(value):
+        raise ValueError(f"{value} is not a finite number")
 
 
 Rows = list[tuple[str, Any]]
@@ -169,28 +182,13 @@ def _text(path: Path) -> str:
         raise ConfigError(f"dataset {path}: cannot be read: {error}; correct its path or permissions") from error
 
 
-def _json(text: str) -> Any:
-    """Raises ValueError, also for NaN and numbers that are none of 64 bits, which would be recorded as null."""
-
-    def refuse(constant: str) -> None:
-        raise ValueError(f"{constant} is not a JSON value; write null or a number")
-
-    def number(digits: str) -> float:
-        found = float(digits)
-        if math.isinf(found):
-            raise ValueError(f"{digits} is too large a number; write it as text")
-        return found
-
-    return json.loads(text, parse_constant=refuse, parse_float=number)
-
-
 def _rows_of_lines(text: str, path: Path) -> Rows:
     rows: Rows = []
     for number, line in enumerate(text.split("\n"), 1):  # splitlines would divide texts at U+2028 and others, too
         if line.strip():
             location = f"dataset {path} line {number}"
             try:
-                rows.append((location, _json(line)))
+                rows.append((location, json.loads(line)))
             except (ValueError, RecursionError) as error:
                 raise ConfigError(f"{location}: not valid JSON: {error}; correct the line") from error
     return rows
@@ -200,7 +198,7 @@ def _rows_of_list(text: str, path: Path) -> Rows:
     if not text.strip():
         return []
     try:
-        found = _json(text)
+        found = json.loads(text)
     except (ValueError, RecursionError) as error:
         raise ConfigError(f"dataset {path}: not valid JSON: {error}; correct the file") from error
     if not isinstance(found, list):

@@ -112,13 +112,18 @@ def test_json_that_is_nested_too_deeply_is_one_error(tmp_path: Path, kind: str, 
 
 
 @pytest.mark.parametrize(
-    ("value", "why"),
-    [("NaN", "NaN is not a JSON value"), ("-Infinity", "-Infinity is not a"), ("1e999", "1e999 is too large a number")],
+    ("name", "content"),
+    [
+        ("d.jsonl", '{"id": "x", "n": NaN}'),
+        ("d.json", '[{"id": "x", "n": {"deep": [1.5, -Infinity]}}]'),
+        ("d.jsonl", '{"id": "x", "n": 1e999}'),
+        ("d.csv", "id,n\nx,1.0e999"),
+    ],
 )
-def test_a_number_that_json_lacks_is_refused(tmp_path: Path, value: str, why: str) -> None:
-    (tmp_path / "d.jsonl").write_text(f'{{"id": "x", "n": {value}}}')
-    with pytest.raises(ConfigError, match=rf"d\.jsonl line 1: not valid JSON: {why}"):
-        read(tmp_path / "d.jsonl")
+def test_a_number_that_json_lacks_is_refused_in_every_kind_of_file(tmp_path: Path, name: str, content: str) -> None:
+    (tmp_path / name).write_text(content)
+    with pytest.raises(ConfigError, match=r"example 'x' cannot be recorded: (nan|-?inf) is not a finite number; give"):
+        read(tmp_path / name)
 
 
 def test_a_long_integer_of_csv_stays_text(tmp_path: Path) -> None:
