@@ -219,16 +219,19 @@ def raised_at(error: BaseException) -> str:
     """
     every = list(traceback.walk_tb(error.__traceback__))
     frames = [found for found in every if not _is_of(found[0], "importlib")]
-    others = [found for found in frames if not _is_of(found[0], "rollstream")]
     is_import = len(frames) < len(every)
-    return called_at(error) or _innermost(others) or _innermost([] if is_import else frames)
+    return called_at(error) or _innermost(_of_others(frames)) or _innermost([] if is_import else frames)
 
 
 def called_at(error: BaseException) -> str:
     """File, line and function of the innermost frame of users' code; empty if an exception passed through none."""
-    frames = [found for found in traceback.walk_tb(error.__traceback__) if not _is_of(found[0], "importlib")]
-    others = [found for found in frames if not _is_of(found[0], "rollstream")]
+    others = _of_others(traceback.walk_tb(error.__traceback__))
     return _innermost([found for found in others if not found[0].f_code.co_filename.startswith(_INSTALLED)])
+
+
+def _of_others(frames: Iterable[tuple[FrameType, int]]) -> list[tuple[FrameType, int]]:
+    """Frames outside of rollstream and of the machinery that imports."""
+    return [found for found in frames if not _is_of(found[0], "importlib") and not _is_of(found[0], "rollstream")]
 
 
 def _innermost(frames: list[tuple[FrameType, int]]) -> str:
