@@ -56,7 +56,7 @@ class Request(NamedTuple):
 
 
 class Interrupted(Exception):
-    """A signal asked this process to end; the run stays open."""
+    """A signal asked this process to end."""
 
     def __init__(self, number: int, conducted: "_Conducted") -> None:
         super().__init__(number)

@@ -16,7 +16,7 @@ from rollstream.producers.rollout.continuing import RecordedAttempt
 from rollstream.producers.rollout.environment import Environment
 from rollstream.producers.rollout.gateway_interface import Gateway
 from rollstream.producers.rollout.journal import Acknowledged, Emit, Journal
-from rollstream.producers.rollout.reply import Failure, TurnsExhausted
+from rollstream.producers.rollout.reply import Failure, TurnsExhausted, plain
 from rollstream.producers.rollout.session import Session
 from rollstream.schemas import ids
 from rollstream.schemas.base import Event
@@ -29,7 +29,7 @@ from rollstream.schemas.errors import (
     describe,
     is_of_users,
 )
-from rollstream.schemas.events import TaskRequested
+from rollstream.schemas.events import StepRecorded, TaskRequested
 from rollstream.schemas.events.recorded import RECORDED
 from rollstream.schemas.permissions import CODE, NOTHING, Permissions, environment_path
 from rollstream.schemas.settings import RolloutSettings
@@ -270,9 +270,9 @@ class _Stage:
             rollout = rewards.FinishedRollout(
                 inputs=session.inputs,
                 seed=session.seed,
-                steps=tuple(map(rewards.copied_step, steps)),  # whatever is changed in it
+                steps=tuple(map(_copied, steps)),  # whatever is changed in it
                 rewards=self._journal.rewards,
-                messages={agent: rewards.copied_json(sent) for agent, sent in session.messages.items()},
+                messages={agent: tuple(plain(sent, "messages")) for agent, sent in session.messages.items()},
                 stop_reason=stop_reason,
             )
             chosen = table.reward_of(name, self._settings, self._permissions, JudgesRecorder(self._journal))
@@ -362,6 +362,12 @@ def _retrieve(play: "asyncio.Task[str]") -> None:
     """Look at a task's exception, so that asyncio does not report it as never seen."""
     if not play.cancelled():
         play.exception()
+
+
+def _copied(step: StepRecorded) -> StepRecorded:
+    """A copy whose JSON values are its own: the steps of a conversation share messages."""
+    values = {name: plain(getattr(step, name), name) for name in ("data", "metadata", "usage_info")}
+    return step.model_copy(update=values)
 
 
 def _with_location(error: BaseException) -> str:

@@ -102,7 +102,7 @@ class WrittenAnswers:
         messages = [*messages]
         if not self._texts and not any(_is_answer(message) and message.get("tool_calls") for message in messages):
             return messages
-        return [self.as_written(message) or for_template(message) for message in plain([*messages], "messages")]
+        return [self.as_written(message) or for_template(message) for message in plain(messages, "messages")]
 
 
 def for_template(message: Message) -> Message:
