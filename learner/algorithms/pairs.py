@@ -1,5 +1,6 @@
 """Preference pairs of trajectories: answers to the same prompt, and which of two has the higher score. Pure."""
 
+import hashlib
 import statistics
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -23,10 +24,24 @@ class Item(NamedTuple):
 
     owner: tuple[str, str]
     """Group and agent: only their own answers are compared."""
-    prompt_ids: TokenIds
-    completion_ids: TokenIds
+    sequence: TokenIds
+    """The sequence that it is in: one object for all of its completions, whose prompts would add up to its square."""
+    start: int
+    """Its first byte in `sequence`, as `end` is the one after its last: everything before is its prompt."""
+    end: int
+    prompt_sha256: bytes
     scores: tuple[float | None, float | None, float]
     """Its step's score among answers to the same prompt, its step's reward, its trajectory's reward."""
+
+    @property
+    def prompt_ids(self) -> TokenIds:
+        """Everything before the completion."""
+        return self.sequence[: self.start]
+
+    @property
+    def completion_ids(self) -> TokenIds:
+        """The sampled tokens."""
+        return self.sequence[self.start : self.end]
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,16 +69,19 @@ def items_of(trajectory: TrajectoryAssembled, reward: float) -> list[Item]:
     owner = trajectory.group_id, trajectory.agent
     for sequence in trajectory.sequences:
         token_ids = tokens.decode_ids(sequence.token_ids)
-        for part in sequence.completions:
-            end = part.start + part.length
-            if end > len(token_ids):
+        whole, hashed, prompt = token_ids.tobytes(), 0, hashlib.sha256()
+        for part in sorted(sequence.completions, key=lambda part: part.start):
+            if part.start + part.length > len(token_ids):
                 raise DecodeError(
-                    f"trajectory {trajectory.trajectory_id}: a completion ends at token {end} of {len(token_ids)}"
+                    f"trajectory {trajectory.trajectory_id}: a completion ends at token {part.start + part.length} of "
+                    f"{len(token_ids)}"
                 )
             if part.length and part.start:
-                prompt, completion = token_ids[: part.start], token_ids[part.start : end]
+                start, end = (at * token_ids.itemsize for at in (part.start, part.start + part.length))
+                prompt.update(whole[hashed:start])
+                hashed = start
                 scores = (*_of_step(trajectory, part), reward)
-                items.append(Item(owner, prompt.tobytes(), completion.tobytes(), scores))
+                items.append(Item(owner, whole, start, end, prompt.digest(), scores))
     return items
 
 
@@ -114,13 +132,14 @@ def _pairs_of_turn(prompt_ids: TokenIds, answers: Sequence[_Answer], settings: P
 
 
 def _turns(items: Iterable[Item], *, compares_rollouts: bool) -> Iterator[tuple[TokenIds, list[_Answer]]]:
-    """Prompt and different answers of every turn, by group, agent and prompt."""
-    turns: dict[tuple[tuple[str, str], TokenIds], list[Item]] = {}
+    """Prompt and answers of every turn that has several different ones, by group, agent and prompt."""
+    turns: dict[tuple[tuple[str, str], bytes], list[Item]] = {}
     for item in items:
-        turns.setdefault((item.owner, item.prompt_ids), []).append(item)
-    for (_, prompt_ids), found in sorted(turns.items(), key=lambda turn: turn[0]):
+        turns.setdefault((item.owner, item.prompt_sha256), []).append(item)
+    compared = [found for found in turns.values() if len({item.completion_ids for item in found}) > 1]
+    for found in sorted(compared, key=lambda found: (found[0].owner, found[0].prompt_ids)):
         means = _mean_scores(found, _finest(found) if not compares_rollouts else -1)
-        yield prompt_ids, [_Answer(ids, score) for ids, score in means.items()]
+        yield found[0].prompt_ids, [_Answer(ids, score) for ids, score in means.items()]
 
 
 def _finest(items: Sequence[Item]) -> int:

@@ -160,12 +160,15 @@ class CompletionSpan(NamedTuple):
 def spans_of(rows: Sequence[Row], trajectories: Sequence[TrajectoryAssembled]) -> list[CompletionSpan]:
     """The first equal completion in the batch, for each row, which is an answer to a prompt."""
     wanted = {_answer(row): index for index, row in enumerate(rows)}
+    ends = {(int(row.mask.argmax()), len(row.token_ids)) for row in rows}
     found: dict[int, CompletionSpan] = {}
     for member, trajectory in enumerate(trajectories):
         for number, sequence in enumerate(trajectory.sequences):
             token_ids = tokens.decode_ids(sequence.token_ids)
             for part in sequence.completions:
                 end = part.start + part.length
+                if (part.start, end) not in ends:
+                    continue
                 answer = token_ids[: part.start].tobytes(), token_ids[part.start : end].tobytes()
                 if answer in wanted:
                     found.setdefault(wanted[answer], CompletionSpan(member, number, part.start, part.length))

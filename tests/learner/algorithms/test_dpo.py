@@ -24,6 +24,7 @@ from rollstream.learner.retrain import RecordedJob, Retraining
 from rollstream.schemas.algorithms import DpoSettings, GrpoSettings, SftSettings
 from rollstream.schemas.events import BatchPlanned, JobFailed, JobSubmitted, JobSucceeded, StepTrained, WeightsPublished
 from rollstream.schemas.settings import JobSettings, LoraSettings, ModelSettings, OptimizerSettings
+from tests.rigs.pair_items import packed
 
 LORA = LoraSettings(rank=2, alpha=4, target_modules=("q_proj", "v_proj"))
 
@@ -75,10 +76,6 @@ def test_metrics_are_means_over_the_pairs_and_a_tie_is_half_right() -> None:
 
 
 # ---- a step ----
-
-
-def packed(*token_ids: int) -> bytes:
-    return np.asarray(token_ids, np.int32).tobytes()
 
 
 PAIRS = [

@@ -14,12 +14,9 @@ from hypothesis import strategies as st
 from rollstream.learner.algorithms.pairs import Item, pairs_of, rows_of_pairs
 from rollstream.schemas import ids
 from rollstream.schemas.algorithms import MaltSettings
+from tests.rigs.pair_items import item_of
 
 GROUP = ("run-1/rl/e00000/t00000", "verifier")
-
-
-def packed(*token_ids: int) -> bytes:
-    return array("i", token_ids).tobytes()
 
 
 def leaves(rewards: Iterable[float]) -> list[Item]:
@@ -30,7 +27,7 @@ def leaves(rewards: Iterable[float]) -> list[Item]:
     for member, reward in enumerate(found):
         path = [member >> (depth - 1 - level) & 1 for level in range(depth)]
         for level, answer in enumerate(path):
-            items.append(Item(GROUP, packed(9, *path[:level]), packed(answer), (None, None, reward)))
+            items.append(item_of(GROUP, (9, *path[:level]), (answer,), (None, None, reward)))
     return items
 
 
@@ -70,7 +67,7 @@ def test_an_interval_takes_answers_on_one_side() -> None:
 
 
 def test_a_node_has_one_pair_or_as_many_as_are_asked_for() -> None:
-    items = [Item(GROUP, packed(9), packed(answer), (None, None, answer - 1.0)) for answer in range(4)]
+    items = [item_of(GROUP, (9,), (answer,), (None, None, answer - 1.0)) for answer in range(4)]
     assert pairs(items) == [((), 3, 0, 3.0)]
     assert len(pairs(items, max_pairs_per_turn=None)) == 3
     assert pairs(items, max_pairs_per_turn=2) == [((), 3, 0, 3.0), ((), 2, 0, 2.0)]

@@ -14,17 +14,14 @@ from rollstream.schemas.algorithms import DpoSettings
 from rollstream.schemas.errors import DecodeError
 from rollstream.schemas.events import TrajectoryAssembled
 from rollstream.schemas.events.rollouts import Completion, TokenSequence
+from tests.rigs.pair_items import item_of, packed
 
 GROUP = "run-1/rl/e00000/t00000"
 
 
-def packed(*token_ids: int) -> bytes:
-    return array("i", token_ids).tobytes()
-
-
 def item(answer: int, *, score: float | None = None, reward: float | None = None, total: float = 0.0) -> Item:
     """One of several answers to the prompt 1, 2."""
-    return Item((GROUP, "agent"), packed(1, 2), packed(answer), (score, reward, total))
+    return item_of((GROUP, "agent"), (1, 2), (answer,), (score, reward, total))
 
 
 def tokens_and_score(pairs: list[Pair]) -> list[tuple[int, int, float]]:
@@ -90,7 +87,7 @@ def test_an_answer_that_comes_more_than_once_counts_once_with_its_mean_score() -
 def test_answers_to_different_prompts_of_different_groups_or_agents_are_not_compared() -> None:
     better, worse = item(7, total=1.0), item(8, total=0.0)
     assert pairs(better, worse) == [(7, 8, 1.0)]
-    assert pairs(better, worse._replace(prompt_ids=packed(1, 3))) == []
+    assert pairs(better, item_of(worse.owner, (1, 3), (8,), worse.scores)) == []
     assert pairs(better, worse._replace(owner=("run-1/rl/e00000/t00001", "agent"))) == []
     assert pairs(better, worse._replace(owner=(GROUP, "other"))) == []
 
@@ -107,10 +104,10 @@ def test_no_order_of_the_answers_changes_a_pair(data: st.DataObject) -> None:
     scores = st.sampled_from([None, -1.0, 0.1, 0.2, 1.0])
     rng = random.Random(data.draw(st.integers(0, 2**32)))
     items = [
-        Item(
+        item_of(
             (data.draw(st.sampled_from(["g", "h"])), "agent"),
-            packed(*data.draw(st.lists(st.integers(0, 1), min_size=1, max_size=2))),
-            packed(data.draw(st.integers(0, 3))),
+            data.draw(st.lists(st.integers(0, 1), min_size=1, max_size=2)),
+            (data.draw(st.integers(0, 3)),),
             (data.draw(scores), data.draw(scores), rng.choice([0.1, 0.3])),
         )
         for _ in range(data.draw(st.integers(0, 12)))
@@ -138,6 +135,16 @@ def test_the_answers_of_a_trajectory_have_the_tokens_before_them_as_prompt() -> 
         (packed(1, 2), packed(6), (-1.0, None, 0.75)),
     ]
     assert tokens_and_score(pairs_of(found, DpoSettings())) == [(7, 6, 2.0)]
+
+
+def test_a_long_conversation_is_held_once_and_only_turns_with_several_answers_are_compared() -> None:
+    turns = {number: (2 + 2 * number, 1) for number in range(1000)}
+    long, other = (sequence(*range(1, 2002), last, completions=turns | {1000: (2001, 1)}) for last in (7, 8))
+    found = [*items_of(trajectory(long), 1.0), *items_of(trajectory(other, member=1), 0.0)]
+    assert len(found) == 2002
+    assert len({id(one.sequence) for one in found}) == 2
+    (pair,) = pairs_of(found, DpoSettings())
+    assert (pair.prompt_ids, pair.chosen_ids, pair.rejected_ids) == (packed(*range(1, 2002)), packed(7), packed(8))
 
 
 def test_a_completion_without_tokens_or_prompt_is_passed_over_and_one_outside_named() -> None:
