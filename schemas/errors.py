@@ -33,12 +33,12 @@ own.
 import difflib
 import sysconfig
 import traceback
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import PurePath
 from types import FrameType
-from typing import NamedTuple, cast
+from typing import Any, NamedTuple, cast, get_args
 
-from pydantic import ValidationError
+from pydantic import BaseModel, ValidationError
 
 _INSTALLED = tuple(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib"))
 
@@ -167,6 +167,48 @@ def first_invalid(error: ValidationError, location: str = "", *, known: Iterable
     if known is None or first["type"] != "extra_forbidden":
         return InvalidValue(path, first["msg"].removeprefix("Value error, "))
     return InvalidValue(path, f"unknown key; {hint(str(first['loc'][-1]), known)}")
+
+
+def unknown_key(path: Sequence[str | int], model: type[BaseModel], below: Sequence[str | int] = ()) -> str:
+    """Message for an unknown key at a path, with the key that may be meant. `below`: the path at which `model` is."""
+    known = [key for key in _keys_at(model, path[len(below) : -1]) if key != path[-1]]  # another block may take it
+    return f"{'.'.join(map(str, path))}: unknown key" + (f"; {hint(str(path[-1]), known)}" if known else "")
+
+
+def _keys_at(model: type[BaseModel], path: Sequence[str | int]) -> list[str]:
+    """Keys of the models at a path (a path may match several blocks of a union)."""
+    annotations: list[Any] = [model]
+    for part in path:
+        annotations = [inner for annotation in annotations for inner in _inside(annotation, part)]
+    return sorted({key for annotation in annotations for found in _models(annotation) for key in _keys(found)})
+
+
+def _keys(model: type[BaseModel]) -> Iterator[str]:
+    yield from ((field.alias or name) for name, field in model.model_fields.items())
+
+
+def _models(annotation: Any) -> Iterator[type[BaseModel]]:
+    """Models that an annotation names directly (in unions and Annotated, not in containers)."""
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        yield annotation
+    elif not _is_container(annotation):
+        for inner in get_args(annotation):
+            yield from _models(inner)
+
+
+def _inside(annotation: Any, part: str | int) -> Iterator[Any]:
+    """Annotations of the value at `part` inside a value of this annotation."""
+    if _is_container(annotation):
+        yield get_args(annotation)[-1]
+        return
+    for found in _models(annotation):
+        for name, field in found.model_fields.items():
+            if part in (name, field.alias):
+                yield field.annotation
+
+
+def _is_container(annotation: Any) -> bool:
+    return getattr(annotation, "__origin__", None) in (dict, list, tuple)
 
 
 def hint(name: str, known: Iterable[str]) -> str:

@@ -3,8 +3,8 @@
 A value with `${ENV}` is shown as written, never expanded.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, get_args
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
@@ -12,7 +12,7 @@ from pydantic_core import ErrorDetails
 from rollstream.producers.rollout.user_code import failed_imports_hint
 from rollstream.schemas.algorithms import BUILT_IN
 from rollstream.schemas.config import COMPONENT_SECTIONS
-from rollstream.schemas.errors import hint
+from rollstream.schemas.errors import unknown_key
 
 _TAG_AT = dict.fromkeys(COMPONENT_SECTIONS, 2) | {"workflow": 1}
 """Index, by section, at which pydantic inserts the tag of a union of blocks into the path."""
@@ -39,8 +39,7 @@ def _explain_one(error: ErrorDetails, model: type[BaseModel], written: Mapping[s
     location = ".".join(str(part) for part in path)
     if error["type"] == "extra_forbidden":
         algorithm = BUILT_IN.get(_algorithm_of(error["loc"]))
-        known = _keys_at(model, path[:-1]) if algorithm is None else sorted(_keys(algorithm))
-        return f"{location}: unknown key{_hint(str(path[-1]), known)}"
+        return unknown_key(path, model) if algorithm is None else unknown_key(path, algorithm, below=path[:-1])
     if error["type"] == "missing":
         return f"{location}: missing; this key is required"
     if error["type"] == "union_tag_invalid":
@@ -75,46 +74,6 @@ def _algorithm_at(loc: Sequence[str | int]) -> int | None:
     is_adapter = bool(loc) and loc[0] == "trainer_adapters"
     found = (at for at in _ALGORITHMS_AT if is_adapter and len(loc) > at and loc[at - 1] == "algorithm")
     return next(found, None)
-
-
-def _hint(key: str, known: Sequence[str]) -> str:
-    return f"; {hint(key, known)}" if known else ""
-
-
-def _keys_at(model: type[BaseModel], path: Sequence[str | int]) -> list[str]:
-    """Keys of the models at a path (a path may match several blocks of a union)."""
-    annotations: list[Any] = [model]
-    for part in path:
-        annotations = [inner for annotation in annotations for inner in _inside(annotation, part)]
-    return sorted({key for annotation in annotations for found in _models(annotation) for key in _keys(found)})
-
-
-def _keys(model: type[BaseModel]) -> Iterator[str]:
-    yield from ((field.alias or name) for name, field in model.model_fields.items())
-
-
-def _models(annotation: Any) -> Iterator[type[BaseModel]]:
-    """Models that an annotation names directly (in unions and Annotated, not in containers)."""
-    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
-        yield annotation
-    elif not _is_container(annotation):
-        for inner in get_args(annotation):
-            yield from _models(inner)
-
-
-def _inside(annotation: Any, part: str | int) -> Iterator[Any]:
-    """Annotations of the value at `part` inside a value of this annotation."""
-    if _is_container(annotation):
-        yield get_args(annotation)[-1]
-        return
-    for found in _models(annotation):
-        for name, field in found.model_fields.items():
-            if part in (name, field.alias):
-                yield field.annotation
-
-
-def _is_container(annotation: Any) -> bool:
-    return getattr(annotation, "__origin__", None) in (dict, list, tuple)
 
 
 def _value_at(written: Any, path: Sequence[str | int]) -> Any:

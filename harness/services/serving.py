@@ -26,7 +26,7 @@ from rollstream.harness.services.liveness import PARENT, beat, die_with_parent, 
 from rollstream.harness.services.optional_dependencies import skip_scikit_learn
 from rollstream.harness.services.workspace import Workspace
 from rollstream.learner.parallel.launch import is_started_together, start_processes
-from rollstream.schemas.errors import ConfigError, first_invalid
+from rollstream.schemas.errors import ConfigError, first_invalid, unknown_key
 from rollstream.schemas.kafka import expanded, from_environment, merged, with_secrets
 from rollstream.schemas.permissions import ALLOW_VARIABLE
 from rollstream.schemas.services import (
@@ -86,6 +86,9 @@ def settings_of(service: str, name: str | None, given: Mapping[str, Any], env: M
         settings = KINDS[service].model_validate(values)
         _ = settings.connection
     except ValidationError as error:
+        for unknown in error.errors(include_url=False, include_input=False):
+            if unknown["type"] == "extra_forbidden":
+                raise ConfigError(f"serve {service}: {unknown_key(unknown['loc'], KINDS[service])}") from error
         key, message = first_invalid(error)
         remedy = f" (set {FROM_ENVIRONMENT[key]})" if key in FROM_ENVIRONMENT else ""
         raise ConfigError(f"serve {service}: {key}: {message.lower()}{remedy}") from error

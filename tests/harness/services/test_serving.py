@@ -3,6 +3,7 @@
 import asyncio
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -78,9 +79,24 @@ def test_a_gateway_that_could_be_neither_kind_is_told_what_to_set(given: dict[st
         recording("gateway", given)
 
 
-def test_an_unknown_setting_is_named() -> None:
-    with pytest.raises(ConfigError, match=r"serve learner: thread"):
-        settings_of("learner", None, {"bootstrap_servers": "a:1", "thread": 1}, {})
+@pytest.mark.parametrize(
+    ("service", "given", "message"),
+    [
+        ("learner", {"thread": 1}, "serve learner: thread: unknown key; did you mean threads?"),
+        ("gateway", {"model_grup": "r/p"}, "serve gateway: model_grup: unknown key; did you mean model_group?"),
+        (
+            "producers",
+            {"engine": {"kind": "vllm", "base_url": 1}},
+            "engine.base_url: unknown key; did you mean base_urls?",
+        ),
+        ("metrics", {"zzz": 1}, "serve metrics: zzz: unknown key; known keys: allow, artifact_uri, "),
+    ],
+)
+def test_an_unknown_setting_is_named_with_the_one_that_is_meant(
+    service: str, given: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        settings_of(service, None, {"bootstrap_servers": "a:1", **given}, {})
 
 
 def test_a_sign_of_life_comes_and_goes(tmp_path: Path) -> None:
