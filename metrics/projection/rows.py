@@ -40,6 +40,8 @@ WALL_TIMED = frozenset(
     {
         "run_started",
         "run_ended",
+        "task_requested",
+        "group_started",
         "group_closed",
         "job_started",
         "job_submitted",

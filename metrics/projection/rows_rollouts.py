@@ -111,6 +111,7 @@ def step_recorded(event: StepRecorded, _: Received) -> Rows:
             "name": event.name,
             "parent_id": event.parent_id,
             "framework": event.framework,
+            "seconds": _seconds(event.span_event_timestamp, event.event_timestamp),
             "input": cut(data.get("input")),
             "output": cut(data.get("output")),
             "usage": None if event.usage_info is None else json_text(event.usage_info),
@@ -118,6 +119,10 @@ def step_recorded(event: StepRecorded, _: Received) -> Rows:
             **_llm_columns(event.llm),
         },
     )
+
+
+def _seconds(began: float | None, ended: float | None) -> float | None:
+    return None if began is None or ended is None else ended - began
 
 
 def _own_metadata(metadata: Mapping[str, Any] | None) -> str | None:

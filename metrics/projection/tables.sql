@@ -2,7 +2,7 @@
 -- of an id wins by primary key), and public tables and views derived from them. What follows the line "-- views" is
 -- made anew when it has changed; a change before it makes the projector read the log from its start again.
 -- Every log table says where its event lies (log_partition, log_offset) and its event time (time_ms, UTC); those of
--- runs, jobs, epochs, groups and weights also when it was written (recorded_ms, wall time of the writer).
+-- runs, jobs, epochs, tasks, groups and weights also when it was written (recorded_ms, wall time of the writer).
 
 CREATE SCHEMA log;
 
@@ -73,7 +73,7 @@ CREATE TABLE log.task_requested (
     group_id VARCHAR PRIMARY KEY, run_id VARCHAR, job_id VARCHAR, example_id VARCHAR, epoch BIGINT, task_index BIGINT,
     purpose VARCHAR, num_rollouts BIGINT, minimum BIGINT, seed BIGINT, min_version BIGINT, environment VARCHAR,
     policy VARCHAR, inputs VARCHAR,
-    time_ms BIGINT, log_partition BIGINT, log_offset BIGINT
+    recorded_ms BIGINT, time_ms BIGINT, log_partition BIGINT, log_offset BIGINT
 );
 CREATE TABLE log.task_cancelled (
     group_id VARCHAR PRIMARY KEY, run_id VARCHAR, cause VARCHAR,
@@ -82,7 +82,7 @@ CREATE TABLE log.task_cancelled (
 CREATE TABLE log.group_started (
     group_id VARCHAR PRIMARY KEY, run_id VARCHAR, job_id VARCHAR, example_id VARCHAR, epoch BIGINT, task_index BIGINT,
     purpose VARCHAR, policy VARCHAR, size BIGINT, minimum BIGINT, timeout_ms BIGINT, void_cause VARCHAR, owner VARCHAR,
-    time_ms BIGINT, log_partition BIGINT, log_offset BIGINT
+    recorded_ms BIGINT, time_ms BIGINT, log_partition BIGINT, log_offset BIGINT
 );
 CREATE TABLE log.rollout_started (
     rollout_id VARCHAR PRIMARY KEY, run_id VARCHAR, group_id VARCHAR, member BIGINT, attempt BIGINT, seed BIGINT,
@@ -95,7 +95,8 @@ CREATE TABLE log.rollout_finished (
 );
 CREATE TABLE log.step_recorded (
     rollout_id VARCHAR, step_index BIGINT, run_id VARCHAR, group_id VARCHAR, agent VARCHAR, event_type VARCHAR,
-    name VARCHAR, parent_id VARCHAR, framework VARCHAR, input VARCHAR, output VARCHAR, usage JSON, metadata JSON,
+    name VARCHAR, parent_id VARCHAR, framework VARCHAR, seconds DOUBLE, input VARCHAR, output VARCHAR, usage JSON,
+    metadata JSON,
     num_prompt_tokens BIGINT, num_new_prompt_tokens BIGINT, num_completion_tokens BIGINT, model_group VARCHAR,
     min_version BIGINT, max_version BIGINT, finish_reason VARCHAR, prefix_step BIGINT,
     time_ms BIGINT, log_partition BIGINT, log_offset BIGINT,
@@ -280,8 +281,9 @@ SELECT coalesce(c.run_id, s.run_id) AS run_id, group_id, coalesce(c.job_id, s.jo
     coalesce(c.policy, s.policy) AS policy, if(c.group_id IS NULL, 'open', 'closed') AS state, c.reason,
     coalesce(c.void_cause, s.void_cause) AS void_cause, c.is_viable, coalesce(c.size, s.size) AS size, c.num_members,
     c.mean_reward, m.reward_std, m.num_tokens, m.min_version, m.max_version, log.at(s.time_ms) AS started_at,
-    log.at(c.time_ms) AS closed_at, s.owner
+    log.at(c.time_ms) AS closed_at, s.owner, (s.recorded_ms - t.recorded_ms) / 1000 AS wait_seconds
 FROM log.group_closed c FULL JOIN log.group_started s USING (group_id)
+LEFT JOIN log.task_requested t USING (group_id)
 LEFT JOIN (
     SELECT group_id, log_offset, stddev_pop(reward) AS reward_std, sum(num_tokens)::BIGINT AS num_tokens,
         min(min_version) AS min_version, max(max_version) AS max_version
@@ -320,7 +322,7 @@ LEFT JOIN (SELECT rollout_id, avg(reward) AS reward FROM log.members GROUP BY ro
 CREATE OR REPLACE VIEW steps AS
 SELECT run_id, group_id, rollout_id, step_index, agent, event_type, name, input, output, usage, num_prompt_tokens,
     num_new_prompt_tokens, num_completion_tokens, model_group, min_version, max_version, finish_reason, parent_id,
-    framework, log.at(time_ms) AS recorded_at, log_partition, log_offset, metadata
+    framework, metadata, seconds, log.at(time_ms) AS recorded_at, log_partition, log_offset
 FROM log.step_recorded;
 
 CREATE OR REPLACE VIEW rewards AS

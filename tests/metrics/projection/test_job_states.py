@@ -75,6 +75,25 @@ def test_the_time_from_publication_to_load_is_that_of_the_records(tmp_path: Path
     assert ask(path, f"{took} USING (model_group, version)") == [(True,)]
 
 
+def test_a_task_waits_from_its_record_to_that_of_its_groups_start(tmp_path: Path, synthetic: Any) -> None:
+    made = list(synthetic.all_events())
+    tasks = [one for one in made if one.kind == "task_requested"]
+    later = [one for one in made if one.kind != "task_requested"]
+    alone = tasks[0].model_copy(update={"group_id": f"{tasks[0].group_id}9"})
+
+    async def scenario() -> None:
+        log = MemoryLog(num_partitions=2)
+        await log.send_all([*tasks, alone])
+        await asyncio.sleep(0.05)
+        await log.send_all(later)
+        await project_to_end(log, path)
+
+    path = empty_file(tmp_path)
+    asyncio.run(scenario())
+    assert ask(path, "SELECT DISTINCT wait_seconds BETWEEN 0.05 AND 60 FROM groups") == [(True,)]
+    assert ask(path, "SELECT count(*) FROM groups") == [(len(tasks),)], "a task without a group has no row here"
+
+
 def test_a_validation_never_ends_before_its_run_began_whatever_event_time_says(tmp_path: Path, synthetic: Any) -> None:
     changes = {"purpose": "validation", "time_ms": 1_000}
     made = [one.model_copy(update=changes) if one.kind == "group_closed" else one for one in synthetic.all_events()]

@@ -55,6 +55,7 @@ def everything(path: Path) -> dict[str, list[Any]]:
         "validations": "EXCLUDE (ended_at)",
         "weight_versions": "EXCLUDE (published_at)",
         "weight_loads": "EXCLUDE (loaded_at)",
+        "groups": "EXCLUDE (wait_seconds)",
     }
     with connect(path, read_only=True) as connection:
         found = {
