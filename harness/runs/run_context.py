@@ -8,7 +8,7 @@ from contextlib import AsyncExitStack, ExitStack, asynccontextmanager, contextma
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from rollstream.eventlog.broker.broker import FULL_BYTES, EmbeddedBroker, answers
+from rollstream.eventlog.broker.broker import FULL_BYTES, EmbeddedBroker, answers, own_block
 from rollstream.eventlog.disk_space import disks_of
 from rollstream.eventlog.kafka.topic_ids import check_topics
 from rollstream.eventlog.log import EventLog
@@ -43,7 +43,7 @@ from rollstream.schemas.config import BuilderSection, RunConfig
 from rollstream.schemas.errors import ConfigError
 from rollstream.schemas.events.training import ForkPoint
 from rollstream.schemas.finetuning import FinetuneConfig
-from rollstream.schemas.kafka import KafkaSettings, connection, given, renamed, with_secrets
+from rollstream.schemas.kafka import KafkaSettings, connection, given, merged, renamed, with_secrets
 
 if TYPE_CHECKING:
     from rollstream.eventlog.artifacts import ArtifactStore
@@ -235,6 +235,7 @@ def broker_of_run(config: RunConfig, workspace: Workspace) -> Iterator[tuple[Kaf
     builder, location = config.builder, f"trajectory_builders.{config.finetuning.trajectory_builder}.kafka"
     block = block_of_run(config, workspace)
     if builder.bootstrap_servers != EMBEDDED:
+        block = merged(own_block(workspace.folder, builder.bootstrap_servers), block)
         yield connection(builder.bootstrap_servers, block, os.environ, location=location), None
         return
     check_embedded(builder, location)

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from rollstream.eventlog.broker.credentials import USER, password_file
 from rollstream.harness.config import file as config_file
 from rollstream.harness.config.components import written_of
 from rollstream.harness.config.jobs import RunLocation, kafka_block, services_of
@@ -168,3 +169,19 @@ def test_external_services_and_given_names_are_left_as_they_are(
     with broker_of_run(config_file.resolve(plain, ENV).config, Workspace(tmp_path)) as (kafka, _):
         assert kafka.topic_prefix == changes.get("kafka", {}).get("topic_prefix", "rollstream.")
         assert kafka.group_prefix == "rollstream"
+
+
+def test_a_run_whose_file_names_its_workspaces_own_broker_has_the_brokers_password(
+    plain: dict[str, Any], tmp_path: Path
+) -> None:
+    (folder := tmp_path / "broker").mkdir()
+    (folder / "broker.json").write_text(json.dumps({"bootstrap_servers": ADDRESS}))
+    password_file(folder).write_text("its password")
+    password_file(folder).chmod(0o600)
+    plain["trajectory_builders"]["b"] |= {"services": "external"}
+    config = config_file.resolve(plain, ENV).config
+    with broker_of_run(config, Workspace(tmp_path)) as (kafka, _):
+        assert (kafka.security_protocol, kafka.username) == ("SASL_PLAINTEXT", USER)
+        assert kafka.password_file == password_file(folder).absolute()
+    with broker_of_run(config, Workspace(tmp_path / "other")) as (kafka, _):
+        assert kafka.security_protocol == "PLAINTEXT"
