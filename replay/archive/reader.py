@@ -14,9 +14,11 @@ from rollstream.eventlog.log import Record, TopicPartition, truncated
 from rollstream.replay.archive.manifest import TopicFile
 from rollstream.schemas.errors import LogError, TopicError, TruncatedError
 
-CHUNK_RECORDS = 2000
+CHUNK_RECORDS = 8000
 CHUNK_BYTES = 64 * 1024 * 1024
-"""A query reads at most so many records, and about so many bytes by the file's mean record."""
+"""A query reads at most so many records, and about so many bytes by the file's mean record: it unpacks whole row groups
+even for a few records.
+"""
 NEAR = 64
 """Maximum distance of records that are fetched by one query."""
 INDEX = 'SELECT "partition", "offset" FROM read_parquet($1)'
@@ -57,13 +59,13 @@ class Table:
         index = bisect_left(offsets, offset)
         return offsets[index] if index < len(offsets) else max(offset, self.covered[partition].end)
 
-    def read(self, partition: int, offset: int, limit: int) -> list[Record]:
-        """The next records from `offset` on, at most `limit` and at most a chunk. Raises TruncatedError."""
+    def read(self, partition: int, offset: int) -> list[Record]:
+        """The next records from `offset` on, at most a chunk. Raises TruncatedError."""
         covered, offsets = self.covered[partition], self._offsets[partition]
         if not covered.begin <= offset <= covered.end:
             raise truncated(TopicPartition(self._topic, partition), offset, covered.begin, covered.end)
         first = bisect_left(offsets, offset)
-        last = min(first + min(limit, self._chunk), len(offsets)) - 1
+        last = min(first + self._chunk, len(offsets)) - 1
         return [] if last < first else self._between(partition, offsets[first], offsets[last])
 
     def at(self, partition: int, wanted: Sequence[int]) -> list[Record]:
@@ -116,20 +118,21 @@ class ExportReader:
             for where, offset in start.items()
         }
         self._turn = deque(self._next)
+        self._held: deque[Record] = deque()
+        """Records of the first partition of `_turn` that the last query read and no poll has returned yet."""
 
     async def poll(self, *, timeout_s: float = 1.0, max_records: int = 10_000) -> list[Record]:
-        """Next records; empty after `timeout_s` at the end. Raises TruncatedError."""
-        taken: list[Record] = []
-        self._turn.rotate(-1)
-        for where in list(self._turn):
-            table, offset = self._tables[where], self._next[where]
-            found = await asyncio.to_thread(table.read, where.partition, offset, max_records - len(taken))
-            if found:
-                self._next[where] = found[-1].offset + 1
-                taken += found
-            if len(taken) >= max_records:
+        """Next records of one partition; empty after `timeout_s` at the end. Raises TruncatedError."""
+        for _ in range(0 if self._held else len(self._turn)):
+            self._turn.rotate(-1)
+            where = self._turn[0]
+            self._held.extend(await asyncio.to_thread(self._tables[where].read, where.partition, self._next[where]))
+            if self._held:
                 break
-        if not taken:
+        taken = [self._held.popleft() for _ in range(min(max_records, len(self._held)))]
+        if taken:
+            self._next[self._turn[0]] = taken[-1].offset + 1
+        else:
             await asyncio.sleep(timeout_s)
         return taken
 
@@ -140,6 +143,8 @@ class ExportReader:
     def seek(self, where: TopicPartition, offset: int) -> None:
         """Read on from `offset`."""
         self._next[where] = offset
+        if where == self._turn[0]:
+            self._held.clear()
 
     async def close(self) -> None:
         """Nothing to let go of."""

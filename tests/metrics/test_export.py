@@ -15,6 +15,7 @@ from rollstream.eventlog.memory.log import MemoryLog
 from rollstream.replay.archive.export import export_run
 from rollstream.replay.archive.log import ExportLog, open_export
 from rollstream.replay.archive.manifest import ExportManifest
+from rollstream.replay.archive.reader import Table
 from rollstream.schemas import events, ids
 from rollstream.schemas.base import Event
 from rollstream.schemas.errors import ArtifactError, ConfigError, DecodeError, LogError, TopicError, TruncatedError
@@ -43,6 +44,32 @@ async def records_of(log: EventLog, topic: str) -> list[Record]:
         found += await reader.poll(timeout_s=0.1, max_records=50)
     await reader.close()
     return sorted(found, key=lambda record: record.position)
+
+
+def test_small_polls_read_no_record_of_a_file_twice(
+    tmp_path: Path, new_run: Any, store: ArtifactStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    export(log_of(new_run("one")), "one", tmp_path / "export", store)
+    read: list[int] = []
+    table_read = Table.read
+
+    def counted(table: Table, partition: int, offset: int) -> list[Record]:
+        read.append(len(found := table_read(table, partition, offset)))
+        return found
+
+    monkeypatch.setattr(Table, "read", counted)
+
+    async def scenario() -> None:
+        async with open_export(tmp_path / "export") as (exported, _):
+            reader = await exported.reader({TopicPartition("steps", n): -1 for n in range(2)})
+            found: list[Record] = []
+            while records := await reader.poll(timeout_s=0.01, max_records=3):
+                assert len(records) <= 3
+                found += records
+            assert sum(read) == len(found) > 20
+            assert sorted(found, key=lambda record: record.position) == await records_of(exported, "steps")
+
+    asyncio.run(scenario())
 
 
 def test_every_record_of_a_run_comes_back_at_its_place_and_no_other(
