@@ -5,6 +5,7 @@ import multiprocessing
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
+from multiprocessing import forkserver
 from types import MappingProxyType
 
 from rollstream.eventlog import codec
@@ -218,11 +219,17 @@ def _broken(recorded: GroupClosed, replayed: GroupClosed) -> str:
     return ""
 
 
+def prepare_processes() -> None:
+    """Start the process that workers are forked from: what they all import is imported there, once."""
+    forkserver.set_forkserver_preload(["__main__", __name__, "rollstream.eventlog.kafka.log"])
+    forkserver.ensure_running()
+
+
 def fold_in_processes(
     source: Source, parts: list[Range], workers: int, on_progress: Callable[[str], None]
 ) -> list[Folded]:
     """Fold the ranges in `workers` processes at a time."""
-    context = multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("forkserver")
     done: list[Folded] = []
     with ProcessPoolExecutor(max_workers=workers, mp_context=context) as pool:
         for folded in pool.map(_fold_alone, [source] * len(parts), parts):

@@ -1,5 +1,6 @@
 """`replay --verify`: every stage's recorded input folded again, every digest compared. Writes nothing."""
 
+import asyncio
 from collections import deque
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -61,20 +62,42 @@ async def verify(
     parts = assembly.ranges(events.run_id, (event for event, _ in groups), events.dead)
     on_progress(f"assembly: {len(groups)} groups in {len(parts)} partitions")
     if source is not None and workers > 1 and len(parts) > 1:
-        folded = assembly.fold_in_processes(source, parts, workers, on_progress)
+        loop = asyncio.get_running_loop()
+
+        def tell(text: str) -> None:
+            loop.call_soon_threadsafe(on_progress, text)
+
+        folding = loop.run_in_executor(None, assembly.fold_in_processes, source, parts, workers, tell)
+        others = await _compare_others(log, events, artifacts, groups, batches, on_progress)  # meanwhile
+        folded = await folding
     else:
         folded = [await assembly.fold(log, part) for part in parts]
+        others = await _compare_others(log, events, artifacts, groups, batches, on_progress)
     tasks = {task.group_id: task for task, _ in of_type(events.by_topic.get("tasks", ()), TaskRequested)}
     assembly.compare(groups, folded, report, tasks)
     weights.compare_sampled(events, {name: by for part in folded for name, by in part.versions.items()}, report)
+    report.add(others)
+    on_progress("weights and checkpoints")
+    weights.compare(events, artifacts, checkpoints, report, has_checkpoints=has_checkpoints)
+    weights.compare_scores(events, report)
+    return report
+
+
+async def _compare_others(
+    log: EventLog,
+    events: RunEvents,
+    artifacts: ArtifactStore,
+    groups: list[tuple[GroupClosed, Received]],
+    batches: list[tuple[BatchPlanned, Received]],
+    on_progress: OnProgress,
+) -> Report:
+    """Curation and trajectories, which do not wait for assembly."""
+    report = Report()
     on_progress("curation")
     if not events.started.is_what_if:  # its manifests are of its parent's groups
         compare_curation(events, {events.run_id: dataset_of(events, artifacts)}, report)
     on_progress("trajectories and manifests")
     await compare_trajectories(log, groups, batches, report)
-    on_progress("weights and checkpoints")
-    weights.compare(events, artifacts, checkpoints, report, has_checkpoints=has_checkpoints)
-    weights.compare_scores(events, report)
     return report
 
 

@@ -13,6 +13,7 @@ from rollstream.eventlog.kafka.topic_ids import check_topics
 from rollstream.harness.replays.kept import check_ends
 from rollstream.harness.runs.stored_config import TRUST
 from rollstream.harness.services.workspace import Workspace
+from rollstream.replay.assembly import prepare_processes
 from rollstream.replay.completeness import compare_named
 from rollstream.replay.report import Report, compare_log
 from rollstream.replay.source import RunEvents, Source, of_type, read_run
@@ -53,12 +54,13 @@ async def replay_run(
     """Replay a run.
 
     `on_progress` receives progress messages, `warn` skipped checks. `before_training`: called in a thread before the
-    learner is imported; it waits for another thread that imports it, because of two threads that import transformers at
-    the same time one may find modules that are only partly initialised. Raises ConfigError, LogError (TruncatedError
-    names removed records), ArtifactError, ModelError.
+    learner is imported; it waits for another thread that imports it, for two at once may find modules half imported.
+    Raises ConfigError, LogError (TruncatedError names removed records), ArtifactError, ModelError.
     """
     report = Report()
     checkpoints = layout.folder / "checkpoints"
+    if request.verify and request.workers > 1:
+        prepare_processes()  # while the run is read
     async with source.open() as (log, artifacts):
         on_progress(f"reading run {request.run_id}")
         if source.export is None:
