@@ -64,10 +64,10 @@ async def verify(
     if source is not None and workers > 1 and len(parts) > 1:
         loop = asyncio.get_running_loop()
 
-        def tell(text: str) -> None:
+        def progress(text: str) -> None:
             loop.call_soon_threadsafe(on_progress, text)
 
-        folding = loop.run_in_executor(None, assembly.fold_in_processes, source, parts, workers, tell)
+        folding = loop.run_in_executor(None, assembly.fold_in_processes, source, parts, workers, progress)
         others = await _compare_others(log, events, artifacts, groups, batches, on_progress)  # meanwhile
         folded = await folding
     else:
