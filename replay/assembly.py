@@ -2,6 +2,7 @@
 
 import asyncio
 import multiprocessing
+import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
@@ -23,6 +24,8 @@ from rollstream.schemas.events import GroupClosed, GroupStarted, RolloutStarted,
 from rollstream.schemas.events.rollouts import GroupEvent
 
 STAGE = "assembly"
+SAFE_PATH = "PYTHONSAFEPATH"
+"""Environment variable without which `python -c` imports modules from the current folder first."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -219,23 +222,36 @@ def _broken(recorded: GroupClosed, replayed: GroupClosed) -> str:
     return ""
 
 
-def prepare_processes() -> None:
+def prepare_processes(source: Source) -> None:
     """Start the process that workers are forked from: what they all import is imported there, once."""
-    forkserver.set_forkserver_preload(["__main__", __name__, "rollstream.eventlog.kafka.log"])
-    forkserver.ensure_running()
+    of_source = "rollstream.eventlog.kafka.log" if source.export is None else "rollstream.replay.archive.log"
+    forkserver.set_forkserver_preload([__name__, of_source])
+    before = os.environ.get(SAFE_PATH)
+    os.environ[SAFE_PATH] = "1"
+    try:
+        forkserver.ensure_running()
+    finally:
+        if before is None:
+            del os.environ[SAFE_PATH]
+        else:
+            os.environ[SAFE_PATH] = before
 
 
-def fold_in_processes(
+async def fold_in_processes(
     source: Source, parts: list[Range], workers: int, on_progress: Callable[[str], None]
 ) -> list[Folded]:
-    """Fold the ranges in `workers` processes at a time."""
-    context = multiprocessing.get_context("forkserver")
-    done: list[Folded] = []
-    with ProcessPoolExecutor(max_workers=workers, mp_context=context) as pool:
-        for folded in pool.map(_fold_alone, [source] * len(parts), parts):
-            done.append(folded)
-            on_progress(f"steps partition {parts[len(done) - 1].partition}: {len(folded.closed)} groups")
-    return done
+    """Fold the ranges in `workers` processes at a time. If one fails or this is cancelled, no other range is begun."""
+    pool = ProcessPoolExecutor(max_workers=workers, mp_context=multiprocessing.get_context("forkserver"))
+
+    async def folded(part: Range) -> Folded:
+        found = await asyncio.wrap_future(pool.submit(_fold_alone, source, part))
+        on_progress(f"steps partition {part.partition}: {len(found.closed)} groups")
+        return found
+
+    try:
+        return await asyncio.gather(*map(folded, parts))
+    finally:
+        pool.shutdown(cancel_futures=True)
 
 
 def _fold_alone(source: Source, part: Range) -> Folded:

@@ -17,7 +17,7 @@ from rollstream.replay.report import MISSING, Report, first_field
 from rollstream.replay.source import RunEvents, Source, of_type
 from rollstream.schemas import ids
 from rollstream.schemas.base import Event, Locator
-from rollstream.schemas.errors import ConfigError, DecodeError
+from rollstream.schemas.errors import ConfigError, DecodeError, first_error
 from rollstream.schemas.events import (
     BatchPlanned,
     EpochStarted,
@@ -62,14 +62,13 @@ async def verify(
     parts = assembly.ranges(events.run_id, (event for event, _ in groups), events.dead)
     on_progress(f"assembly: {len(groups)} groups in {len(parts)} partitions")
     if source is not None and workers > 1 and len(parts) > 1:
-        loop = asyncio.get_running_loop()
-
-        def progress(text: str) -> None:
-            loop.call_soon_threadsafe(on_progress, text)
-
-        folding = loop.run_in_executor(None, assembly.fold_in_processes, source, parts, workers, progress)
-        others = await _compare_others(log, events, artifacts, groups, batches, on_progress)  # meanwhile
-        folded = await folding
+        try:
+            async with asyncio.TaskGroup() as both:
+                folding = both.create_task(assembly.fold_in_processes(source, parts, workers, on_progress))
+                comparing = both.create_task(_compare_others(log, events, artifacts, groups, batches, on_progress))
+        except BaseExceptionGroup as failed:
+            raise first_error(failed) from failed
+        folded, others = folding.result(), comparing.result()
     else:
         folded = [await assembly.fold(log, part) for part in parts]
         others = await _compare_others(log, events, artifacts, groups, batches, on_progress)

@@ -60,7 +60,7 @@ async def replay_run(
     report = Report()
     checkpoints = layout.folder / "checkpoints"
     if request.verify and request.workers > 1:
-        prepare_processes()  # while the run is read
+        prepare_processes(source)  # while the run is read
     async with source.open() as (log, artifacts):
         on_progress(f"reading run {request.run_id}")
         if source.export is None:

@@ -143,7 +143,7 @@ class ExportReader:
     def seek(self, where: TopicPartition, offset: int) -> None:
         """Read on from `offset`."""
         self._next[where] = offset
-        if where == self._turn[0]:
+        if self._turn and where == self._turn[0]:
             self._held.clear()
 
     async def close(self) -> None:
