@@ -122,7 +122,8 @@ def step_recorded(event: StepRecorded, _: Received) -> Rows:
 
 
 def _seconds(began: float | None, ended: float | None) -> float | None:
-    return None if began is None or ended is None else ended - began
+    """None if the beginning was not measured: it is the end then, or is not there."""
+    return None if began is None or ended is None or ended <= began else ended - began
 
 
 def _own_metadata(metadata: Mapping[str, Any] | None) -> str | None:

@@ -97,10 +97,11 @@ def fields_of(step: RecordedStep, imported: ImportedCall) -> dict[str, Any]:
         "usage_info": step.usage_info,
         "llm": imported.call,
     }
-    for name in ("uuid", "function_ancestry", "event_timestamp", "span_event_timestamp"):
+    for name in ("uuid", "function_ancestry"):
         if getattr(step, name) is not None:
             fields[name] = getattr(step, name)
-    return fields
+    times = {name: getattr(step, name) for name in ("event_timestamp", "span_event_timestamp")}
+    return fields | (times if any(time is not None for time in times.values()) else {})
 
 
 def _imported(call_tokens: _CallTokens, playing: ImportContext) -> ImportedCall:

@@ -67,9 +67,10 @@ def test_a_step_keeps_what_an_agent_asked_of_the_gateway_and_no_other_programs_m
         assert (row["metadata"] and json.loads(row["metadata"])) == expected
 
 
-def test_a_step_took_the_time_between_its_timestamps() -> None:
+def test_a_step_took_the_time_between_its_timestamps_if_its_beginning_was_measured() -> None:
     kept = json.loads((GOLDEN / "step_recorded.v1.json").read_text(encoding="utf-8"))
-    for began, ended, seconds in ((10.0, 12.5, 2.5), (None, 12.5, None), (10.0, None, None)):
+    cases = ((10.0, 12.5, 2.5), (12.5, 12.5, None), (12.5, 10.0, None), (None, 12.5, None), (10.0, None, None))
+    for began, ended, seconds in cases:
         times = {"span_event_timestamp": began, "event_timestamp": ended}
         value = orjson.dumps(kept["value"] | times)
         ((_, row),) = rows_of(decode(Record(kept["topic"], 0, 7, kept["key"].encode(), value, (), 1)))
