@@ -67,6 +67,11 @@ def test_small_polls_read_no_record_of_a_file_twice(
                 assert len(records) <= 3
                 found += records
             assert sum(read) == len(found) > 20
+            where = TopicPartition("steps", found[-1].partition)
+            reader.seek(where, found[-1].offset)
+            assert await reader.poll(max_records=1) == found[-1:]
+            reader.seek(where, (await exported.begin_offsets("steps"))[where.partition])
+            assert await reader.poll(max_records=2) == [one for one in found if one.partition == where.partition][:2]
             assert sorted(found, key=lambda record: record.position) == await records_of(exported, "steps")
 
     asyncio.run(scenario())
