@@ -4,6 +4,7 @@ Also refuses models that are not there, a teacher of another vocabulary, what a 
 several processes do not train, and warns, once per process, of keys that are accepted but have no effect.
 """
 
+import json
 import logging
 import math
 import os
@@ -22,6 +23,8 @@ from rollstream.schemas.settings import JobSpec, Sampling
 from rollstream.schemas.variables import expand, is_secret_name
 
 MAX_DEPTH = 50
+WITH_TEMPLATE = ("transformers", "vllm")
+"""Kinds of engines that load the tokenizer of the model's folder."""
 TEACHER_S = 20.0
 """Maximum seconds for the answer of a teacher's server."""
 _VALUE = frozenset(
@@ -141,17 +144,35 @@ def check_trainer(finetune: FinetuneConfig, trainer: TrainerSection) -> None:
         )
 
 
-def check_model(path: str, location: str) -> None:
-    """Raises ConfigError naming `location` if `path` is a folder without a model, or does not exist locally."""
+def check_model(path: str, location: str, engine: str = "") -> None:
+    """Raises ConfigError naming `location` if `path` is a folder without a model, or does not exist locally.
+
+    `engine`: the kind of engine that samples from it; those that load its tokenizer need a chat template.
+    """
     folder = Path(path).expanduser()
     if folder.is_dir():
         if not (folder / "config.json").is_file():
             raise ConfigError(f"{location}: {path} does not contain config.json; give a transformers folder")
+        if engine in WITH_TEMPLATE and _lacks_template(folder):
+            raise ConfigError(
+                f"{location}: the tokenizer of {path} has no chat template, which writes messages as a prompt; add "
+                "chat_template.jinja to the folder, for example that of the model's instruct version"
+            )
         return
     parts = path.split("/")
     is_hub_name = len(parts) <= 2 and all(parts) and not path.startswith((".", "~")) and not Path(parts[0]).is_dir()
     if not is_hub_name:
         raise ConfigError(f"{location}: folder {path} does not exist; give a transformers folder or a hub name")
+
+
+def _lacks_template(folder: Path) -> bool:
+    """Whether a folder's tokenizer certainly has no chat template, as far as files say."""
+    try:
+        written: Any = json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return False
+    has_file = any(folder.glob("chat_template*")) or any(folder.glob("additional_chat_templates/*"))
+    return isinstance(written, dict) and "chat_template" not in written and not has_file
 
 
 def check_teacher_settings(

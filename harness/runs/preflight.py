@@ -58,7 +58,7 @@ def check_paths(config: RunConfig) -> None:
             own = "" if group is None or group.model is None else f".model_groups.{name}"
             where = f"{location}{own}.model.path"
             path = str(expand(one.adapter.model.path, os.environ, where))
-            check_model(path, where)
+            check_model(path, where, config.builder.engine.kind)
             check_quantized(one.adapter, location)
             at = f"{location}.algorithm.teacher"
             check_teacher(one.adapter.algorithm, config.builder.sampling, path, at, served_models(config))
