@@ -153,26 +153,26 @@ class InvalidValue(NamedTuple):
         return f"{self.path}: {self.message}" if self.path else self.message
 
 
-def first_invalid(error: ValidationError, location: str = "", *, known: Iterable[str] | None = None) -> InvalidValue:
+def first_invalid(error: ValidationError, location: str = "", *, model: type[BaseModel] | None = None) -> InvalidValue:
     """The first of pydantic's errors, below `location`.
 
-    `known`: the keys that there are. Then an unknown key comes first, with the nearest known one, because the key that
-    was meant is then missing too.
+    `model`: what was validated. Then an unknown key comes first, with the nearest known one, because the key that was
+    meant is then missing too.
     """
     errors = error.errors(include_url=False, include_input=False)
-    if known is not None:
+    if model is not None:
         errors.sort(key=lambda one: one["type"] != "extra_forbidden")
     first = errors[0]
     path = ".".join(str(part) for part in (location, *first["loc"]) if part != "")
-    if known is None or first["type"] != "extra_forbidden":
+    if model is None or first["type"] != "extra_forbidden":
         return InvalidValue(path, first["msg"].removeprefix("Value error, "))
-    return InvalidValue(path, f"unknown key; {hint(str(first['loc'][-1]), known)}")
+    return InvalidValue(path, unknown_key(first["loc"], model))
 
 
-def unknown_key(path: Sequence[str | int], model: type[BaseModel], below: Sequence[str | int] = ()) -> str:
-    """Message for an unknown key at a path, with the key that may be meant. `below`: the path at which `model` is."""
-    known = [key for key in _keys_at(model, path[len(below) : -1]) if key != path[-1]]  # another block may take it
-    return f"{'.'.join(map(str, path))}: unknown key" + (f"; {hint(str(path[-1]), known)}" if known else "")
+def unknown_key(path: Sequence[str | int], model: type[BaseModel]) -> str:
+    """Message for an unknown key at a path inside a model's values, with the key that may be meant."""
+    known = [key for key in _keys_at(model, path[:-1]) if key != path[-1]]  # another block may take it
+    return f"unknown key; {hint(str(path[-1]), known)}" if known else "unknown key"
 
 
 def _keys_at(model: type[BaseModel], path: Sequence[str | int]) -> list[str]:

@@ -39,7 +39,8 @@ def _explain_one(error: ErrorDetails, model: type[BaseModel], written: Mapping[s
     location = ".".join(str(part) for part in path)
     if error["type"] == "extra_forbidden":
         algorithm = BUILT_IN.get(_algorithm_of(error["loc"]))
-        return unknown_key(path, model) if algorithm is None else unknown_key(path, algorithm, below=path[:-1])
+        unknown = unknown_key(path, model) if algorithm is None else unknown_key(path[-1:], algorithm)
+        return f"{location}: {unknown}"
     if error["type"] == "missing":
         return f"{location}: missing; this key is required"
     if error["type"] == "union_tag_invalid":

@@ -26,11 +26,10 @@ from rollstream.harness.services.liveness import PARENT, beat, die_with_parent, 
 from rollstream.harness.services.optional_dependencies import skip_scikit_learn
 from rollstream.harness.services.workspace import Workspace
 from rollstream.learner.parallel.launch import is_started_together, start_processes
-from rollstream.schemas.errors import ConfigError, first_invalid, unknown_key
+from rollstream.schemas.errors import ConfigError, first_invalid
 from rollstream.schemas.kafka import expanded, from_environment, merged, with_secrets
 from rollstream.schemas.permissions import ALLOW_VARIABLE
 from rollstream.schemas.services import (
-    ENGINES,
     EndpointSettings,
     LearnerSettings,
     MetricsSettings,
@@ -87,22 +86,10 @@ def settings_of(service: str, name: str | None, given: Mapping[str, Any], env: M
         settings = KINDS[service].model_validate(values)
         _ = settings.connection
     except ValidationError as error:
-        for unknown in error.errors(include_url=False, include_input=False):
-            if unknown["type"] == "extra_forbidden":
-                raise ConfigError(f"serve {service}: {_unknown(unknown['loc'], service, values)}") from error
-        key, message = first_invalid(error)
+        key, message = first_invalid(error, model=KINDS[service])
         remedy = f" (set {FROM_ENVIRONMENT[key]})" if key in FROM_ENVIRONMENT else ""
         raise ConfigError(f"serve {service}: {key}: {message.lower()}{remedy}") from error
     return settings
-
-
-def _unknown(path: tuple[str | int, ...], service: str, values: Mapping[str, Any]) -> str:
-    """Message for an unknown key; those of an engine depend on its kind."""
-    engine: Any = values.get("engine")
-    kind = str(engine.get("kind")) if isinstance(engine, dict) else ""  # pyright: ignore[reportUnknownMemberType, reportUnknownArgumentType]
-    if path[0] == "engine" and kind in ENGINES:
-        return unknown_key(path, ENGINES[kind], below=path[:1])
-    return unknown_key(path, KINDS[service])
 
 
 def name_of(service: str, given: Mapping[str, Any]) -> str:

@@ -67,7 +67,7 @@ def settings_of(written: AlgorithmSettings, permissions: Permissions, location: 
             _ = settings.needs, settings.kind  # they are others' properties, which may raise
             return settings
     except ValidationError as error:
-        raise ConfigError(str(first_invalid(error, location, known=kind.model_fields))) from error
+        raise ConfigError(str(first_invalid(error, location, model=kind))) from error
 
 
 def check_fits(algorithm: AlgorithmSettings, kind: str, where: str) -> None:

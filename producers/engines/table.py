@@ -147,4 +147,4 @@ def _origin(entry: metadata.EntryPoint) -> str:
 
 def _line(error: ValidationError, settings: type[EngineSettings], location: str) -> str:
     """The first error in one line."""
-    return str(first_invalid(error, location, known=settings.model_fields))
+    return str(first_invalid(error, location, model=settings))

@@ -80,7 +80,7 @@ def read(
         expanded = permissions.expand({**block, "_type": kind}, location, evaluator_path(name, block))
         config = model.model_validate(expanded, context=None if compiles_patterns else UNCOMPILED)
     except ValidationError as error:
-        path, message = first_invalid(error, known=[field.alias or key for key, field in model.model_fields.items()])
+        path, message = first_invalid(error, model=model)
         where = f"{location}.{path}: " if path else f"{location}."
         concealed = conceal(message[:1].lower() + message[1:], dict(block), permissions.env)
         raise ConfigError(where + concealed) from error

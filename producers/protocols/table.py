@@ -61,7 +61,7 @@ def protocol(written: str | Mapping[str, JsonValue], location: str = "protocol")
     try:
         return found(found.Settings.model_validate(options))
     except ValidationError as error:
-        line = first_invalid(error, location, known=found.Settings.model_fields)
+        line = first_invalid(error, location, model=found.Settings)
         raise ConfigError(f"{line} (protocol {name})") from error
     except ValueError as error:
         raise ConfigError(f"{location}: {name}: {error}") from error

@@ -89,7 +89,6 @@ def test_a_gateway_that_could_be_neither_kind_is_told_what_to_set(given: dict[st
             {"engine": {"kind": "vllm", "base_url": 1}},
             "engine.base_url: unknown key; did you mean base_urls?",
         ),
-        ("producers", {"engine": {"kind": "scripted", "base_url": 1}}, "engine.base_url: unknown key; known keys: "),
         ("metrics", {"zzz": 1}, "serve metrics: zzz: unknown key; known keys: allow, artifact_uri, "),
     ],
 )
